@@ -1,0 +1,287 @@
+// _moe_mlp and its backward: entry points of the CPU and the Meta kernels.
+// See MoEUtils.h for the notation and the rules.
+#define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLP.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/_moe_mlp_backward_native.h>
+#include <ATen/ops/_moe_mlp_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#endif
+
+namespace at::native {
+
+DEFINE_DISPATCH(moe_mlp_stub);
+DEFINE_DISPATCH(moe_mlp_backward_stub);
+
+namespace {
+
+// offs must not decrease and must stay in [0, R].
+void check_offs_values(const char* op, const Tensor& offs, int64_t num_rows) {
+  const auto offs_contiguous = offs.contiguous();
+  const auto* data = offs_contiguous.const_data_ptr<int32_t>();
+  int32_t previous = 0;
+  for (int64_t e = 0; e < offs.numel(); ++e) {
+    TORCH_CHECK_VALUE(
+        data[e] >= previous && data[e] <= num_rows,
+        op,
+        ": offs must be non-decreasing in [0, R] = [0, ",
+        num_rows,
+        "], got ",
+        data[e],
+        " at [",
+        e,
+        "] after ",
+        previous);
+    previous = data[e];
+  }
+}
+
+// row_slots and slot_rows must be inverse to each other. Their ranges follow
+// from that only after each has been checked on its own.
+void check_slot_values(
+    const char* op,
+    const Tensor& row_slots,
+    const Tensor& slot_rows) {
+  const auto rows_to_slots = row_slots.contiguous();
+  const auto slots_to_rows = slot_rows.contiguous();
+  const auto* slot_of = rows_to_slots.const_data_ptr<int32_t>();
+  const auto* row_of = slots_to_rows.const_data_ptr<int32_t>();
+  const int64_t num_rows = row_slots.numel();
+  const int64_t num_slots = slot_rows.numel();
+  const int64_t top_k = slot_rows.size(1);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t slot = slot_of[row];
+    TORCH_CHECK_INDEX(
+        slot >= -1 && slot < num_slots,
+        op,
+        ": row_slots must be in [-1, T*K) = [-1, ",
+        num_slots,
+        "), got ",
+        slot,
+        " at [",
+        row,
+        "]");
+    TORCH_CHECK_VALUE(
+        slot == -1 || row_of[slot] == row,
+        op,
+        ": row_slots and slot_rows must be inverse to each other, got"
+        " row_slots[",
+        row,
+        "] = ",
+        slot,
+        " but the row of that slot is ",
+        row_of[slot]);
+  }
+  for (int64_t slot = 0; slot < num_slots; ++slot) {
+    const int64_t row = row_of[slot];
+    TORCH_CHECK_INDEX(
+        row >= -1 && row < num_rows,
+        op,
+        ": slot_rows must be in [-1, R) = [-1, ",
+        num_rows,
+        "), got ",
+        row,
+        " at [",
+        slot / top_k,
+        ", ",
+        slot % top_k,
+        "]");
+    TORCH_CHECK_VALUE(
+        row == -1 || slot_of[row] == slot,
+        op,
+        ": row_slots and slot_rows must be inverse to each other, got"
+        " slot_rows[",
+        slot / top_k,
+        ", ",
+        slot % top_k,
+        "] = ",
+        row,
+        " but the slot of that row is ",
+        slot_of[row]);
+  }
+}
+
+void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
+  check_offs_values(op, in.offs, num_rows);
+  if (in.row_slots.defined()) {
+    check_slot_values(op, in.row_slots, in.slot_rows);
+  }
+}
+
+// Shapes of the gradients that output_mask asks for and that have an operand.
+// The others become {0}, as every returned gradient must be defined:
+// Inductor's C++ wrapper can not unpack an undefined tensor.
+MoEMLPGrads allocate_grads(
+    const moe::MLPInputs& in,
+    const std::array<bool, 6>& output_mask) {
+  const auto contiguous = [](const Tensor& operand) {
+    return at::empty_symint(operand.sym_sizes(), operand.options());
+  };
+  MoEMLPGrads grads;
+  if (output_mask[0]) {
+    grads.input = contiguous(in.input);
+  }
+  if (output_mask[1]) {
+    grads.w_in = at::empty_like(in.w_in);
+  }
+  if (output_mask[2]) {
+    grads.w_out = at::empty_like(in.w_out);
+  }
+  if (output_mask[3] && in.topk_weights.defined()) {
+    grads.topk_weights = at::zeros_symint(
+        in.topk_weights.sym_sizes(), in.topk_weights.options());
+  }
+  if (output_mask[4] && in.b_in.defined()) {
+    grads.b_in = contiguous(in.b_in);
+  }
+  if (output_mask[5] && in.b_out.defined()) {
+    grads.b_out = contiguous(in.b_out);
+  }
+  return grads;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> defined_grads(
+    const MoEMLPGrads& grads,
+    const Tensor& input) {
+  const auto or_empty = [&](const Tensor& grad) {
+    return grad.defined() ? grad : at::empty({0}, input.options());
+  };
+  return {
+      or_empty(grads.input),
+      or_empty(grads.w_in),
+      or_empty(grads.w_out),
+      or_empty(grads.topk_weights),
+      or_empty(grads.b_in),
+      or_empty(grads.b_out)};
+}
+
+} // namespace
+
+std::tuple<Tensor, Tensor> moe_mlp_cpu(
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit,
+    bool compute_preact) {
+  constexpr const char* op = "_moe_mlp";
+  const auto spec =
+      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
+  const moe::MLPInputs inputs(
+      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+  const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
+  const int64_t num_rows = sizes.num_rows.expect_int();
+  check_values(op, inputs, num_rows);
+
+  auto output = at::empty(input.sizes(), input.options());
+  auto preact = at::empty(
+      {compute_preact ? num_rows : 0, sizes.gated_dim.expect_int()},
+      input.options());
+  moe_mlp_stub(
+      kCPU, inputs, spec, output, compute_preact ? preact : Tensor());
+  return {std::move(output), std::move(preact)};
+}
+
+std::tuple<Tensor, Tensor> moe_mlp_meta(
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit,
+    bool compute_preact) {
+  constexpr const char* op = "_moe_mlp";
+  const auto spec =
+      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
+  const moe::MLPInputs inputs(
+      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+  const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
+  return {
+      at::empty_symint(input.sym_sizes(), input.options()),
+      at::empty_symint(
+          {compute_preact ? sizes.num_rows : c10::SymInt(0), sizes.gated_dim},
+          input.options())};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_cpu(
+    const Tensor& grad_out,
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const Tensor& preact,
+    std::array<bool, 6> output_mask,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit) {
+  constexpr const char* op = "_moe_mlp_backward";
+  const auto spec =
+      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
+  const moe::MLPInputs inputs(
+      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+  const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
+  moe::check_mlp_backward_inputs(op, inputs, spec, sizes, grad_out, preact);
+  check_values(op, inputs, sizes.num_rows.expect_int());
+
+  const auto grads = allocate_grads(inputs, output_mask);
+  moe_mlp_backward_stub(kCPU, inputs, spec, grad_out, preact, grads);
+  return defined_grads(grads, input);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+moe_mlp_backward_meta(
+    const Tensor& grad_out,
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const Tensor& preact,
+    std::array<bool, 6> output_mask,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit) {
+  constexpr const char* op = "_moe_mlp_backward";
+  const auto spec =
+      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
+  const moe::MLPInputs inputs(
+      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+  const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
+  moe::check_mlp_backward_inputs(op, inputs, spec, sizes, grad_out, preact);
+  return defined_grads(allocate_grads(inputs, output_mask), input);
+}
+
+} // namespace at::native

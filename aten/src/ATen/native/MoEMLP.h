@@ -1,0 +1,39 @@
+#pragma once
+
+// CPU side of _moe_mlp. The entry functions in MoEMLP.cpp validate, check
+// values and allocate; the kernels behind these stubs only compute.
+
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/MoEUtils.h>
+
+namespace at::native {
+
+// Gradients in the order of output_mask; one that is not wanted is undefined.
+struct MoEMLPGrads {
+  Tensor input; // (T, D), contiguous
+  Tensor w_in; // (E, G*F, D), strides of w_in
+  Tensor w_out; // (E, D, F), strides of w_out
+  Tensor topk_weights; // (T, K), contiguous, zero-filled
+  Tensor b_in; // (E, G*F), contiguous
+  Tensor b_out; // (E, D), contiguous
+};
+
+// Writes every element of `output` (T, D), and of `preact` (R, G*F) unless that
+// is undefined.
+using moe_mlp_fn = void (*)(
+    const moe::MLPInputs& inputs,
+    const moe::ActivationSpec& activation,
+    const Tensor& output,
+    const Tensor& preact);
+
+using moe_mlp_backward_fn = void (*)(
+    const moe::MLPInputs& inputs,
+    const moe::ActivationSpec& activation,
+    const Tensor& grad_out,
+    const Tensor& preact,
+    const MoEMLPGrads& grads);
+
+DECLARE_DISPATCH(moe_mlp_fn, moe_mlp_stub)
+DECLARE_DISPATCH(moe_mlp_backward_fn, moe_mlp_backward_stub)
+
+} // namespace at::native

@@ -1,0 +1,256 @@
+#pragma once
+
+// Activations of _moe_mlp and their derivatives, on vectors and on rows. The
+// activations without a gate read `gate` only.
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/MoEUtils.h>
+#include <c10/util/MathConstants.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+using moe::Activation;
+
+// Calls fn(std::integral_constant<Activation, kind>).
+template <typename Fn>
+inline void dispatch_activation(Activation kind, const Fn& fn) {
+#define MOE_CASE(name)                                               \
+  case Activation::name:                                             \
+    fn(std::integral_constant<Activation, Activation::name>{});      \
+    return;
+  switch (kind) {
+    MOE_CASE(SwiGLU)
+    MOE_CASE(GeGLU)
+    MOE_CASE(GeGLUTanh)
+    MOE_CASE(ReGLU)
+    MOE_CASE(SwiGLUOAI)
+    MOE_CASE(SiLU)
+    MOE_CASE(GELU)
+    MOE_CASE(ReLU)
+    MOE_CASE(ReLU2)
+  }
+#undef MOE_CASE
+}
+
+template <typename Vec>
+inline Vec sigmoid(const Vec& x) {
+  return Vec(1) / (Vec(1) + x.neg().exp());
+}
+
+template <typename Vec>
+inline Vec relu(const Vec& x) {
+  return vec::maximum(x, Vec(0));
+}
+
+// silu(x) and its derivative
+template <typename Vec>
+inline std::pair<Vec, Vec> silu_with_grad(const Vec& x) {
+  const Vec s = sigmoid(x);
+  return {x * s, s * (Vec(1) + x * (Vec(1) - s))};
+}
+
+template <typename Vec>
+inline std::pair<Vec, Vec> gelu_with_grad(const Vec& x) {
+  using acc_t = typename Vec::value_type;
+  const Vec cdf =
+      Vec(0.5) * (Vec(1) + (x * Vec(static_cast<acc_t>(M_SQRT1_2))).erf());
+  const Vec pdf = Vec(static_cast<acc_t>(0.5 * M_SQRT1_2 * M_2_SQRTPI)) *
+      (x * x * Vec(-0.5)).exp();
+  return {x * cdf, cdf + x * pdf};
+}
+
+template <typename Vec>
+inline std::pair<Vec, Vec> gelu_tanh_with_grad(const Vec& x) {
+  using acc_t = typename Vec::value_type;
+  const Vec beta(static_cast<acc_t>(M_SQRT2 * M_2_SQRTPI * 0.5));
+  const Vec kappa(static_cast<acc_t>(0.044715));
+  const Vec x2 = x * x;
+  const Vec t = (beta * x * (Vec(1) + kappa * x2)).tanh();
+  const Vec inner_grad = beta * (Vec(1) + Vec(3) * kappa * x2);
+  const Vec half_sum = Vec(0.5) * (Vec(1) + t);
+  return {
+      x * half_sum,
+      half_sum + Vec(0.5) * x * (Vec(1) - t * t) * inner_grad};
+}
+
+template <typename Vec>
+struct ActivationConstants {
+  Vec alpha;
+  Vec limit;
+
+  explicit ActivationConstants(const moe::ActivationSpec& spec)
+      : alpha(static_cast<typename Vec::value_type>(spec.alpha)),
+        limit(static_cast<typename Vec::value_type>(spec.limit)) {}
+};
+
+template <Activation kind, typename Vec>
+inline Vec activate(
+    const Vec& gate,
+    const Vec& up,
+    const ActivationConstants<Vec>& constants) {
+  if constexpr (kind == Activation::SwiGLU) {
+    return gate * sigmoid(gate) * up;
+  } else if constexpr (kind == Activation::GeGLU) {
+    return gelu_with_grad(gate).first * up;
+  } else if constexpr (kind == Activation::GeGLUTanh) {
+    return gelu_tanh_with_grad(gate).first * up;
+  } else if constexpr (kind == Activation::ReGLU) {
+    return relu(gate) * up;
+  } else if constexpr (kind == Activation::SwiGLUOAI) {
+    const Vec g = vec::minimum(gate, constants.limit);
+    const Vec u =
+        vec::minimum(vec::maximum(up, constants.limit.neg()), constants.limit);
+    return g * sigmoid(constants.alpha * g) * (u + Vec(1));
+  } else if constexpr (kind == Activation::SiLU) {
+    return gate * sigmoid(gate);
+  } else if constexpr (kind == Activation::GELU) {
+    return gelu_with_grad(gate).first;
+  } else if constexpr (kind == Activation::ReLU) {
+    return relu(gate);
+  } else {
+    static_assert(kind == Activation::ReLU2);
+    const Vec positive = relu(gate);
+    return positive * positive;
+  }
+}
+
+// Gradients of gate and up from the gradient of the activation's output. Like
+// torch.clamp, a value exactly at the limit of swiglu_oai passes its gradient.
+template <Activation kind, typename Vec>
+inline std::pair<Vec, Vec> activate_backward(
+    const Vec& gate,
+    const Vec& up,
+    const Vec& grad,
+    const ActivationConstants<Vec>& constants) {
+  const Vec zero(0);
+  const auto gated = [&](const std::pair<Vec, Vec>& act) {
+    return std::pair<Vec, Vec>{grad * up * act.second, grad * act.first};
+  };
+  if constexpr (kind == Activation::SwiGLU) {
+    return gated(silu_with_grad(gate));
+  } else if constexpr (kind == Activation::GeGLU) {
+    return gated(gelu_with_grad(gate));
+  } else if constexpr (kind == Activation::GeGLUTanh) {
+    return gated(gelu_tanh_with_grad(gate));
+  } else if constexpr (kind == Activation::ReGLU) {
+    return {
+        Vec::blendv(grad * up, zero, gate <= zero), grad * relu(gate)};
+  } else if constexpr (kind == Activation::SwiGLUOAI) {
+    const Vec& limit = constants.limit;
+    const Vec g = vec::minimum(gate, limit);
+    const Vec u = vec::minimum(vec::maximum(up, limit.neg()), limit);
+    const Vec s = sigmoid(constants.alpha * g);
+    const Vec g_grad = s * (Vec(1) + constants.alpha * g * (Vec(1) - s));
+    return {
+        Vec::blendv(grad * (u + Vec(1)) * g_grad, zero, gate > limit),
+        Vec::blendv(grad * g * s, zero, up.abs() > limit)};
+  } else if constexpr (kind == Activation::SiLU) {
+    return {grad * silu_with_grad(gate).second, zero};
+  } else if constexpr (kind == Activation::GELU) {
+    return {grad * gelu_with_grad(gate).second, zero};
+  } else if constexpr (kind == Activation::ReLU) {
+    return {Vec::blendv(grad, zero, gate <= zero), zero};
+  } else {
+    static_assert(kind == Activation::ReLU2);
+    return {grad * (Vec(2) * relu(gate)), zero};
+  }
+}
+
+// One pre-activation row (G*F) as gate (F) and up (F). Without a gate, `up` is
+// not written.
+template <typename acc_t>
+inline void split_gate(
+    const acc_t* row,
+    int64_t hidden,
+    const moe::ActivationSpec& spec,
+    acc_t* gate,
+    acc_t* up) {
+  if (!spec.interleaved) {
+    std::copy_n(row, hidden, gate);
+    if (spec.is_gated) {
+      std::copy_n(row + hidden, hidden, up);
+    }
+    return;
+  }
+  for (int64_t f = 0; f < hidden; ++f) {
+    gate[f] = row[2 * f];
+    up[f] = row[2 * f + 1];
+  }
+}
+
+// Inverse of split_gate.
+template <typename acc_t>
+inline void merge_gate(
+    const acc_t* gate,
+    const acc_t* up,
+    int64_t hidden,
+    const moe::ActivationSpec& spec,
+    acc_t* row) {
+  if (!spec.interleaved) {
+    std::copy_n(gate, hidden, row);
+    if (spec.is_gated) {
+      std::copy_n(up, hidden, row + hidden);
+    }
+    return;
+  }
+  for (int64_t f = 0; f < hidden; ++f) {
+    row[2 * f] = gate[f];
+    row[2 * f + 1] = up[f];
+  }
+}
+
+// out (F) = act(gate, up)
+template <typename acc_t>
+inline void activate_row(
+    const acc_t* gate,
+    const acc_t* up,
+    int64_t hidden,
+    const moe::ActivationSpec& spec,
+    acc_t* out) {
+  using Vec = vec::Vectorized<acc_t>;
+  const ActivationConstants<Vec> constants(spec);
+  dispatch_activation(spec.kind, [&](auto kind) {
+    for (int64_t f = 0; f < hidden; f += Vec::size()) {
+      const int64_t count = std::min<int64_t>(Vec::size(), hidden - f);
+      activate<decltype(kind)::value>(
+          Vec::loadu(gate + f, count), Vec::loadu(up + f, count), constants)
+          .store(out + f, count);
+    }
+  });
+}
+
+// In place: gate and up become their gradients.
+template <typename acc_t>
+inline void activate_backward_row(
+    acc_t* gate,
+    acc_t* up,
+    const acc_t* grad,
+    int64_t hidden,
+    const moe::ActivationSpec& spec) {
+  using Vec = vec::Vectorized<acc_t>;
+  const ActivationConstants<Vec> constants(spec);
+  dispatch_activation(spec.kind, [&](auto kind) {
+    for (int64_t f = 0; f < hidden; f += Vec::size()) {
+      const int64_t count = std::min<int64_t>(Vec::size(), hidden - f);
+      const auto [grad_gate, grad_up] =
+          activate_backward<decltype(kind)::value>(
+              Vec::loadu(gate + f, count),
+              Vec::loadu(up + f, count),
+              Vec::loadu(grad + f, count),
+              constants);
+      grad_gate.store(gate + f, count);
+      grad_up.store(up + f, count);
+    }
+  });
+}
+
+} // namespace moe_cpu
+} // namespace CPU_CAPABILITY
+} // namespace at::native

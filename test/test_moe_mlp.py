@@ -1,0 +1,524 @@
+# Owner(s): ["module: nn"]
+
+import dataclasses
+
+import torch
+from torch.testing._internal.common_device_type import (
+    instantiate_device_type_tests,
+    onlyCPU,
+)
+from torch.testing._internal.common_moe import (
+    BACKENDS,
+    call_composite,
+    call_native,
+    nbytes,
+    saved_bytes_bound,
+    saved_for_backward,
+    to_meta,
+)
+from torch.testing._internal.common_utils import (
+    DeterministicGuard,
+    parametrize,
+    run_tests,
+    subtest,
+    TestCase,
+)
+from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
+from torch.testing._internal.moe_reference import (
+    ACTIVATIONS,
+    check_close,
+    GATED_ACTIVATIONS,
+    moe_mlp_backward_reference,
+    moe_mlp_backward_unfused,
+    moe_mlp_reference,
+    moe_mlp_unfused,
+    MoeMlpGrads,
+)
+
+
+_moe_mlp = torch.ops.aten._moe_mlp.default
+_moe_mlp_backward = torch.ops.aten._moe_mlp_backward.default
+
+all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+all_dtypes = parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
+all_backends = parametrize("backend", list(BACKENDS))
+all_activations = parametrize(
+    "activation,gate_interleaved",
+    [(name, False) for name in ACTIVATIONS]
+    + [(name, True) for name in GATED_ACTIVATIONS],
+)
+
+
+def differentiable(ops):
+    """Operands in output_mask order."""
+    return (ops.input, ops.w_in, ops.w_out, ops.topk_weights, ops.b_in, ops.b_out)
+
+
+def run_backward(backend, ops, preact, mask=None, **kwargs):
+    if mask is None:
+        mask = [x is not None for x in differentiable(ops)]
+    grads = BACKENDS[backend](
+        _moe_mlp_backward, ops.grad_out, *ops.args(), preact, mask, **kwargs
+    )
+    return MoeMlpGrads(*grads)
+
+
+def strided_operands(ops):
+    """The same values in other memory layouts, none of them contiguous."""
+
+    def gaps(x):
+        return torch.stack([x, torch.zeros_like(x)], dim=-1)[..., 0]
+
+    def column_major(x):
+        return x.mT.contiguous().mT
+
+    return dataclasses.replace(
+        ops,
+        input=gaps(ops.input),
+        w_in=column_major(ops.w_in),
+        w_out=column_major(ops.w_out),
+        offs=gaps(ops.offs),
+        topk_weights=column_major(ops.topk_weights),
+        row_slots=gaps(ops.row_slots),
+        slot_rows=column_major(ops.slot_rows),
+        b_in=gaps(ops.b_in),
+        b_out=column_major(ops.b_out),
+        grad_out=column_major(ops.grad_out),
+    )
+
+
+class TestMoeMlp(TestCase):
+    def check_forward(self, ops, backend="native", **kwargs):
+        with DeterministicGuard(True, fill_uninitialized_memory=True):
+            output, preact = BACKENDS[backend](_moe_mlp, *ops.args(), **kwargs)
+        expected = moe_mlp_reference(*ops.args(), **kwargs)
+        unfused = moe_mlp_unfused(*ops.args(), **kwargs)
+        dtype = ops.input.dtype
+        for name, actual, ref, yardstick in zip(
+            ("output", "preact"), (output, preact), expected, unfused, strict=True
+        ):
+            self.assertEqual(actual.dtype, dtype)
+            self.assertTrue(actual.is_contiguous())
+            check_close(actual, ref, yardstick, dtype, name)
+        return output, preact
+
+    def check_backward(self, ops, preact, backend="native", **kwargs):
+        with DeterministicGuard(True, fill_uninitialized_memory=True):
+            grads = run_backward(backend, ops, preact, **kwargs)
+        expected = moe_mlp_backward_reference(ops.grad_out, *ops.args(), **kwargs)
+        unfused = moe_mlp_backward_unfused(ops.grad_out, *ops.args(), **kwargs)
+        for operand, name, actual, ref, yardstick in zip(
+            differentiable(ops), grads._fields, grads, expected, unfused, strict=True
+        ):
+            if operand is None:
+                self.assertEqual(tuple(actual.shape), (0,))
+            else:
+                self.assertEqual(actual.dtype, operand.dtype)
+                check_close(actual, ref, yardstick, ops.input.dtype, name)
+        return grads
+
+    @all_backends
+    @all_dtypes
+    @all_cases
+    def test_reference(self, device, case, dtype, backend):
+        ops = case.operands(dtype, device, bias=True)
+        output, preact = self.check_forward(ops, backend)
+        self.assertEqual(preact[ops.row_slots < 0].count_nonzero(), 0)
+        homeless = (ops.slot_rows < 0).all(dim=1)
+        self.assertEqual(output[homeless].count_nonzero(), 0)
+        self.check_backward(ops, preact, backend)
+
+    @all_backends
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    @all_activations
+    def test_activation(self, device, activation, gate_interleaved, dtype, backend):
+        ops = get_case("sentinels").operands(dtype, device, activation=activation)
+        kwargs = {"activation": activation, "gate_interleaved": gate_interleaved}
+        if activation == "swiglu_oai":
+            # Low enough that both clamps are at work on standard normal values.
+            kwargs.update(alpha=1.25, limit=0.75)
+        _, preact = self.check_forward(ops, backend, **kwargs)
+        self.check_backward(ops, preact, backend, **kwargs)
+
+    @all_backends
+    @parametrize("weights_dtype", [None, torch.float32, torch.bfloat16])
+    def test_topk_weights(self, device, weights_dtype, backend):
+        ops = get_case("clipped").operands(
+            torch.bfloat16, device, weights_dtype=weights_dtype
+        )
+        _, preact = self.check_forward(ops, backend)
+        self.check_backward(ops, preact, backend)
+
+    @all_backends
+    @parametrize("bias", ["b_in", "b_out"])
+    def test_one_bias(self, device, bias, backend):
+        ops = get_case("zipf").operands(torch.float32, device, bias=True)
+        ops = dataclasses.replace(ops, **{bias: None})
+        _, preact = self.check_forward(ops, backend)
+        self.check_backward(ops, preact, backend)
+
+    @all_backends
+    @parametrize("weighted", [False, True])
+    @parametrize("offs", [(3, 3, 7, 9), (0, 2, 6, 6)])
+    def test_expert_major_rows(self, device, offs, weighted, backend):
+        # No permutation: row r is token r; with the second offs the last 3 rows have no expert.
+        case = MoeCase("rows", num_tokens=9, top_k=1)
+        ops = dataclasses.replace(
+            case.operands(torch.float32, device, bias=True),
+            offs=torch.tensor(offs, dtype=torch.int32, device=device),
+            row_slots=None,
+            slot_rows=None,
+        )
+        if not weighted:
+            ops = dataclasses.replace(ops, topk_weights=None)
+        output, preact = self.check_forward(ops, backend)
+        for tensor in (output, preact):
+            self.assertEqual(tensor[offs[-1] :].count_nonzero(), 0)
+        self.check_backward(ops, preact, backend)
+
+    @all_backends
+    def test_output_mask(self, device, backend):
+        ops = get_case("uniform").operands(torch.float32, device, bias=True)
+        _, preact = _moe_mlp(*ops.args())
+        full = run_backward(backend, ops, preact)
+        for index in range(6):
+            for wanted in (True, False):
+                mask = [(i == index) == wanted for i in range(6)]
+                grads = run_backward(backend, ops, preact, mask)
+                for on, grad, expected in zip(mask, grads, full, strict=True):
+                    if on:
+                        self.assertEqual(grad, expected, rtol=0, atol=0)
+                    else:
+                        self.assertEqual(tuple(grad.shape), (0,))
+
+    @all_backends
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_strides(self, device, dtype, backend):
+        ops = get_case("aligned").operands(dtype, device, bias=True)
+        ops = strided_operands(ops)
+        for x in (*ops.args(), ops.grad_out):
+            self.assertFalse(x.is_contiguous())
+        _, preact = self.check_forward(ops, backend)
+        grads = self.check_backward(ops, preact, backend)
+        self.assertEqual(grads.grad_w_in.stride(), ops.w_in.stride())
+        self.assertEqual(grads.grad_w_out.stride(), ops.w_out.stride())
+
+    @all_backends
+    def test_expanded(self, device, backend):
+        ops = get_case("uniform").operands(torch.float32, device, bias=True)
+        E = ops.offs.shape[0]
+        ops = dataclasses.replace(
+            ops,
+            input=ops.input[:, :1].expand_as(ops.input),
+            w_in=ops.w_in[:1].expand_as(ops.w_in),
+            w_out=ops.w_out[:, :, :1].expand_as(ops.w_out),
+            topk_weights=ops.topk_weights[:1].expand_as(ops.topk_weights),
+            b_in=ops.b_in[:1].expand(E, -1),
+            grad_out=torch.ones((), device=device).expand_as(ops.grad_out),
+        )
+        _, preact = self.check_forward(ops, backend)
+        self.check_backward(ops, preact, backend)
+
+    @parametrize("frozen", ["input", "w_in", "w_out", "topk_weights", "b_in", "b_out"])
+    def test_autograd(self, device, frozen):
+        ops = get_case("sentinels").operands(
+            torch.float32, device, bias=True, requires_grad=True
+        )
+        getattr(ops, frozen).requires_grad_(False)
+        output, preact = torch._moe_mlp(*ops.args())
+        self.assertEqual(type(output.grad_fn).__name__, "MoeMlpBackward0")
+        self.assertFalse(preact.requires_grad)
+        expected = run_backward("native", ops, preact)
+        output.backward(ops.grad_out)
+        for x, grad in zip(differentiable(ops), expected, strict=True):
+            if x.requires_grad:
+                self.assertEqual(x.grad, grad, rtol=0, atol=0)
+            else:
+                self.assertIsNone(x.grad)
+
+    @all_activations
+    def test_gradcheck(self, device, activation, gate_interleaved):
+        case = MoeCase("tiny", 4, 3, 2, num_experts=3, routing="sentinels", num_rows=9)
+        ops = case.operands(
+            torch.float64,
+            device,
+            activation=activation,
+            weights_dtype=torch.float64,
+            bias=True,
+            requires_grad=True,
+        )
+
+        def mlp(*args):
+            return torch._moe_mlp(
+                *args, activation=activation, gate_interleaved=gate_interleaved
+            )
+
+        self.assertTrue(torch.autograd.gradcheck(mlp, ops.args()))
+
+    def test_double_backward(self, device):
+        ops = get_case("top_1").operands(torch.float64, device, requires_grad=True)
+        output, _ = torch._moe_mlp(*ops.args())
+        (grad,) = torch.autograd.grad(output.sum(), ops.input, create_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "_moe_mlp_backward.*not implemented"):
+            grad.sum().backward()
+
+    def test_no_preact(self, device):
+        ops = get_case("uniform").operands(torch.float32, device)
+        output, preact = _moe_mlp(*ops.args(), compute_preact=False)
+        self.assertEqual(tuple(preact.shape), (0, 48))
+        self.assertEqual(output, _moe_mlp(*ops.args())[0], rtol=0, atol=0)
+        with self.assertRaisesRegex(
+            ValueError, "forward ran with compute_preact=False"
+        ):
+            run_backward("native", ops, preact)
+
+    @all_backends
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_same_bits_every_time(self, device, dtype, backend):
+        case = MoeCase("many", 200, 32, 48, num_experts=8, routing="zipf")
+        ops = case.operands(dtype, device, bias=True)
+
+        def run():
+            output, preact = BACKENDS[backend](_moe_mlp, *ops.args())
+            return output, preact, *run_backward(backend, ops, preact)
+
+        first = run()
+        for _ in range(3):
+            self.assertEqual(run(), first, rtol=0, atol=0)
+
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_saved_bytes(self, device, dtype):
+        case = MoeCase("saved", 50, 16, 24, num_experts=4, top_k=2)
+        ops = case.operands(dtype, device, bias=True, requires_grad=True)
+        parameters = (ops.w_in, ops.w_out, ops.b_in, ops.b_out)
+        with saved_for_backward(exclude=parameters) as saved:
+            torch._moe_mlp(*ops.args())
+        bound = saved_bytes_bound(dtype, 50, 16, 2 * 24, num_experts=4, top_k=2)
+        self.assertLessEqual(nbytes(saved), bound)
+        preact_bytes = dtype.itemsize * 100 * 48
+        self.assertGreater(nbytes(saved), preact_bytes)
+
+    @parametrize("case_name", ["uniform", "aligned_tail", "no_tokens"])
+    def test_opcheck(self, device, case_name):
+        ops = get_case(case_name).operands(
+            torch.float32, device, bias=True, requires_grad=True
+        )
+        torch.library.opcheck(_moe_mlp, ops.args())
+        torch.library.opcheck(_moe_mlp, ops.args(), {"compute_preact": True})
+        rows = (*ops.args()[:4], ops.topk_weights)
+        torch.library.opcheck(_moe_mlp, rows[:4])
+        with torch.no_grad():
+            _, preact = _moe_mlp(*ops.args())
+        args = [
+            None if x is None else x.detach()
+            for x in (ops.grad_out, *ops.args(), preact)
+        ]
+        for mask in ([True] * 6, [False, True, False, True, False, True]):
+            torch.library.opcheck(_moe_mlp_backward, (*args, mask))
+
+
+def bad(name, error, text, op=_moe_mlp, /, **changes):
+    return subtest((error, text, op, changes), name=name)
+
+
+f32 = torch.float32
+ERRORS = [
+    bad(
+        "input_dtype",
+        TypeError,
+        "input must have dtype float64, float32, bfloat16 or float16, got int64",
+        input=torch.zeros(13, 16, dtype=torch.int64),
+    ),
+    bad(
+        "w_in_dtype",
+        TypeError,
+        "w_in must have the dtype of input, float32, got bfloat16",
+        w_in=torch.zeros(4, 48, 16, dtype=torch.bfloat16),
+    ),
+    bad(
+        "b_out_dtype",
+        TypeError,
+        "b_out must have the dtype of input, float32, got float64",
+        b_out=torch.zeros(4, 16, dtype=torch.float64),
+    ),
+    bad(
+        "topk_weights_dtype",
+        TypeError,
+        "topk_weights must have dtype float32 or the dtype of input, float32, got float64",
+        topk_weights=torch.zeros(13, 2, dtype=torch.float64),
+    ),
+    bad(
+        "offs_dtype",
+        TypeError,
+        "offs must have dtype int32, got int64",
+        offs=torch.zeros(4, dtype=torch.int64),
+    ),
+    bad(
+        "input_rank",
+        ValueError,
+        "input must have 2 dimensions (T, D), got shape (13)",
+        input=torch.zeros(13),
+    ),
+    bad(
+        "w_in_shape",
+        ValueError,
+        "w_in must have shape (E, 2*F, D) = (4, 48, 16), got (4, 47, 16)",
+        w_in=torch.zeros(4, 47, 16),
+    ),
+    bad(
+        "w_in_plain",
+        ValueError,
+        "w_in must have shape (E, F, D) = (4, 24, 16), got (4, 48, 16)",
+        activation="silu",
+    ),
+    bad(
+        "w_out_shape",
+        ValueError,
+        "w_out must have shape (E, D, F) = (4, 16, 24), got (4, 15, 24)",
+        w_out=torch.zeros(4, 15, 24),
+    ),
+    bad(
+        "offs_shape",
+        ValueError,
+        "offs must have shape (E) = (4), got (5)",
+        offs=torch.zeros(5, dtype=torch.int32),
+    ),
+    bad(
+        "topk_weights_shape",
+        ValueError,
+        "topk_weights must have shape (T, K) = (13, 2), got (13, 3)",
+        topk_weights=torch.zeros(13, 3),
+    ),
+    bad(
+        "slot_rows_shape",
+        ValueError,
+        "slot_rows must have shape (T, K) = (13, 2), got (12, 2)",
+        slot_rows=torch.zeros(12, 2, dtype=torch.int32),
+    ),
+    bad(
+        "b_in_shape",
+        ValueError,
+        "b_in must have shape (E, 2*F) = (4, 48), got (4, 24)",
+        b_in=torch.zeros(4, 24),
+    ),
+    bad(
+        "only_row_slots",
+        ValueError,
+        "row_slots and slot_rows must be given together, got only row_slots",
+        slot_rows=None,
+    ),
+    bad(
+        "activation",
+        ValueError,
+        f"activation must be one of {', '.join(ACTIVATIONS)}, got 'mish'",
+        activation="mish",
+    ),
+    bad(
+        "gate_interleaved",
+        ValueError,
+        "gate_interleaved=True needs an activation with a gate, got 'relu'",
+        activation="relu",
+        gate_interleaved=True,
+    ),
+    bad(
+        "alpha",
+        ValueError,
+        "alpha is an argument of activation 'swiglu_oai' only, got alpha=1.5 with 'swiglu'",
+        alpha=1.5,
+    ),
+    bad(
+        "limit",
+        ValueError,
+        "limit must be > 0, got -7",
+        activation="swiglu_oai",
+        limit=-7.0,
+    ),
+    bad(
+        "grad_out_shape",
+        ValueError,
+        "grad_out must have shape (T, D) = (13, 16), got (16, 13)",
+        _moe_mlp_backward,
+        grad_out=torch.zeros(16, 13),
+    ),
+    bad(
+        "preact_dtype",
+        TypeError,
+        "preact must have the dtype of input, float32, got float64",
+        _moe_mlp_backward,
+        preact=torch.zeros(26, 48, dtype=torch.float64),
+    ),
+]
+
+# CPU only: what needs a look at the values. R = 26, T*K = 26, offs = [6, 15, 19, 26].
+VALUE_ERRORS = [
+    subtest(("offs", (2,), 14, r"offs must .*got 14"), name="offs_decreasing"),
+    subtest(("offs", (3,), 27, r"offs must .*got 27"), name="offs_beyond"),
+    subtest(("offs", (0,), -1, r"offs must .*got -1"), name="offs_negative"),
+    subtest(("row_slots", (7,), 26, r"row_slots must .*got 26"), name="slot_beyond"),
+    subtest(("row_slots", (7,), -2, r"row_slots must .*got -2"), name="slot_negative"),
+    subtest(("slot_rows", (3, 1), 26, r"slot_rows must .*got 26"), name="row_beyond"),
+    subtest(("slot_rows", (3, 1), -2, r"slot_rows must .*got -2"), name="row_negative"),
+    subtest(("slot_rows", (3, 1), -1, r"row_slots|slot_rows"), name="row_forgotten"),
+    subtest(("row_slots", (7,), -1, r"row_slots|slot_rows"), name="slot_forgotten"),
+]
+
+
+class TestMoeMlpErrors(TestCase):
+    @parametrize("error,text,op,changes", ERRORS)
+    def test_same_text(self, device, error, text, op, changes):
+        ops = get_case("uniform").operands(f32, device, bias=True)
+        names = [f.name for f in dataclasses.fields(ops)][:9]
+        tensors = dict(zip(names, ops.args(), strict=True))
+        if op is _moe_mlp_backward:
+            preact = torch.zeros(26, 48, device=device)
+            tensors = {"grad_out": ops.grad_out, **tensors, "preact": preact}
+        for name in tensors:
+            if name in changes:
+                change = changes[name]
+                tensors[name] = None if change is None else change.to(device)
+        kwargs = {k: v for k, v in changes.items() if k not in tensors}
+        mask = () if op is _moe_mlp else ([True] * 6,)
+        args = (*tensors.values(), *mask)
+        for call, operands in (
+            (call_native, args),
+            (call_composite, args),
+            (call_native, to_meta(args)),
+        ):
+            with self.assertRaises(error) as raised:
+                call(op, *operands, **kwargs)
+            name = op.name().removeprefix("aten::")
+            self.assertEqual(str(raised.exception), f"{name}: {text}")
+
+    def test_devices(self, device):
+        ops = get_case("uniform").operands(f32, device)
+        args = list(ops.args())
+        args[2] = args[2].to("meta")
+        text = f"_moe_mlp: all tensors must be on one device, got input on {ops.input.device}"
+        for call in BACKENDS.values():
+            with self.assertRaises(RuntimeError) as raised:
+                call(_moe_mlp, *args)
+            self.assertEqual(str(raised.exception), f"{text} and w_out on meta")
+
+    @onlyCPU
+    @parametrize("name,where,value,text", VALUE_ERRORS)
+    def test_values(self, device, name, where, value, text):
+        ops = get_case("uniform").operands(f32, device)
+        changed = getattr(ops, name).clone()
+        changed[where] = value
+        ops = dataclasses.replace(ops, **{name: changed})
+        with self.assertRaisesRegex((ValueError, IndexError), f"_moe_mlp: .*{text}"):
+            _moe_mlp(*ops.args())
+        preact = torch.zeros(26, 48)
+        with self.assertRaisesRegex(
+            (ValueError, IndexError), f"_moe_mlp_backward: .*{text}"
+        ):
+            run_backward("native", ops, preact)
+
+
+instantiate_device_type_tests(TestMoeMlp, globals())
+instantiate_device_type_tests(TestMoeMlpErrors, globals())
+
+if __name__ == "__main__":
+    run_tests()

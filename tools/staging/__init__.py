@@ -1,0 +1,20 @@
+"""The stager: applies the PR stack to the released PyTorch wheel and builds it.
+
+Read in this order; every module only imports the ones before it:
+
+    errors, console      what the user sees
+    gitrepo              git with a reproducible identity
+    series               torch_patches/series.toml and the patch files
+    config               where everything lies
+    baseenv              pinned pip environment, checked against its RECORD
+    wheelsource          PyTorch source tree recovered from the wheel
+    checkout             that tree plus one commit per PR
+    codegen              the real torchgen, for the new and changed ops only
+    buildgraph, compile  two binaries from the new C++
+    farm                 the staged environment: links to the base + our files
+    pipeline             setup = all of the above, in order
+    export               edits of the checkout back into patches; verify
+    cli                  the command line of tools/stage.py
+
+This package never lands in PyTorch.
+"""

@@ -1,0 +1,346 @@
+"""build/checkout: the wheel's sources plus one commit per pull request.
+
+Commits are made without touching the work tree (git plumbing on a private
+index), and only then the work tree moves from the old tip to the new one, so
+that files which did not change keep their times and ninja has nothing to do.
+
+Edits a user made in the checkout are never lost: if they are not in the
+repository too, sync stops and says which files. Used by pipeline and export.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+from . import patchfile
+from .config import Workspace, digest, write_atomically
+from .console import Console
+from .errors import StageError
+from .gitrepo import GitError, GitRepo
+from .series import PullRequest, Series
+
+
+TRAILER = "Staged-PR"
+_APPLY_FAILED = re.compile(r"error: patch failed: (.+):(\d+)")
+
+
+class Checkout:
+    """The git work tree below build/, and what the stager did to it last."""
+
+    def __init__(self, workspace: Workspace, source: GitRepo) -> None:
+        self.path = workspace.checkout
+        self.git = GitRepo(self.path)
+        self.source = source
+        self._build = workspace.build
+        self._state_file = workspace.state / "checkout.json"
+        self.base = source.resolve("HEAD")
+
+    def sync(self, series: Series, console: Console, discard: bool = False) -> str:
+        """Brings the checkout to the tip of the stack.
+
+        Args:
+            discard: drop edits that are not in the repository (a copy of them
+                is kept as a patch below build/).
+
+        Returns:
+            Hash of the tip commit; it names the whole staged source tree.
+
+        Raises:
+            StageError: a patch does not apply, or unexported edits.
+        """
+        state = self.prepare(console)
+        fingerprint = _fingerprint(series, self.base)
+        tip = state.get("tip", self.base)
+        if state.get("fingerprint") == fingerprint and self._is_clean(tip):
+            return tip
+        with console.step("apply the PR stack to the checkout"):
+            target = self.commit_stack(series, state.setdefault("commits", {}))
+            self._protect_edits(tip, target, discard, console)
+            self._switch(state, target)
+            self._save({**state, "tip": target, "fingerprint": fingerprint})
+        return target
+
+    def ensure_current(self, series: Series, console: Console) -> None:
+        """Brings the checkout to the tip, carrying uncommitted edits along.
+
+        Writing the checkout back then loses no edit of the repository.
+
+        Raises:
+            StageError: both changed the same files since the last setup.
+        """
+        state = self.prepare(console)
+        fingerprint = _fingerprint(series, self.base)
+        if state.get("fingerprint") == fingerprint:
+            return
+        target = self.commit_stack(series, state.setdefault("commits", {}))
+        tip = state.get("tip", self.base)
+        try:
+            if self.git.resolve("HEAD") != tip:
+                raise GitError(["checkout"], "commits on top of the stack")
+            self.git.run("checkout", "-q", "-B", "staged", target)
+        except GitError:
+            raise StageError(
+                "the repository and build/checkout both changed since the last setup",
+                hint="undo one of them; setup --discard drops the checkout's edits "
+                "and keeps a copy",
+            ) from None
+        self._save({**state, "tip": target, "fingerprint": fingerprint})
+
+    def commit_stack(self, series: Series, known: dict[str, str]) -> str:
+        """Makes one commit per PR on top of the base, without the work tree.
+
+        Args:
+            known: fingerprint -> commit of earlier runs; updated in place.
+        """
+        parent, chain = self.base, self.base
+        fresh: dict[str, str] = {}
+        for pr in series.prs:
+            chain = digest(chain, *_pr_parts(series, pr))
+            commit = known.get(chain)
+            if commit is None or not self.git.has(commit):
+                commit = self.commit_pr(series, pr, parent)
+            fresh[chain] = parent = commit
+        known.clear()
+        known.update(fresh)
+        return parent
+
+    def edits(self) -> list[str]:
+        """Files of the work tree that differ from its commit, or are untracked."""
+        out = self.git.run("status", "--porcelain", "-z", "--untracked-files=all")
+        return sorted({entry[3:] for entry in out.split("\0") if entry})
+
+    def commits(self, tip: str = "HEAD") -> list[tuple[str, str, str]]:
+        """(hash, PR name, message without trailer) from the base to ``tip``.
+
+        Raises:
+            StageError: a commit without the Staged-PR trailer.
+        """
+        found = []
+        for commit in self.git.run(
+            "rev-list", "--reverse", f"{self.base}..{tip}"
+        ).split():
+            message = self.git.run("log", "-1", "--format=%B", commit)
+            match = re.search(rf"^{TRAILER}: (\S+)$", message, re.MULTILINE)
+            if not match:
+                title = message.splitlines()[0] if message else "(no message)"
+                raise StageError(
+                    f"build/checkout: commit {commit[:10]} ({title}) belongs to no PR",
+                    hint=f"add a line '{TRAILER}: <PR name>' to its message, or fold "
+                    "it into a PR with git commit --fixup and git rebase --autosquash",
+                )
+            text = message[: match.start()] + message[match.end() :]
+            found.append((commit, match.group(1), text.strip("\n") + "\n"))
+        return found
+
+    # -- making commits --------------------------------------------------------
+
+    def commit_pr(
+        self,
+        series: Series,
+        pr: PullRequest,
+        parent: str,
+        without: str | None = None,
+    ) -> str:
+        """Commits one PR on top of ``parent``; the work tree stays as it is.
+
+        Args:
+            without: leave out the patch's edits of files below this folder.
+        """
+        index = {"GIT_INDEX_FILE": str(self.path / ".git" / "stage-index")}
+        self.git.run("read-tree", parent, env=index)
+        patch = series.patch(pr)
+        if patch is not None and patch.diff:
+            self._apply(pr, patch, index, without)
+        self._add_files(series, pr, parent, index)
+        tree = self.git.run("write-tree", env=index).strip()
+        message = f"{series.message(pr).rstrip()}\n\n{TRAILER}: {pr.name}\n"
+        return self.git.run("commit-tree", tree, "-p", parent, data=message).strip()
+
+    def _apply(
+        self,
+        pr: PullRequest,
+        patch: patchfile.Patch,
+        index: dict[str, str],
+        without: str | None,
+    ) -> None:
+        if patch.created:
+            raise StageError(
+                f"{pr.patch_path} adds or deletes {patch.created[0]}",
+                hint="put a new file at its upstream path in the repository and "
+                f"list it under files of {pr.name} in series.toml",
+            )
+        try:
+            limits = [f"--exclude={without}/*"] if without else []
+            self.git.run("apply", "--cached", *limits, "-", data=patch.diff, env=index)
+        except GitError as error:
+            raise _apply_error(pr, patch, error.stderr) from None
+
+    def _add_files(
+        self, series: Series, pr: PullRequest, parent: str, index: dict[str, str]
+    ) -> None:
+        lines = []
+        for name in pr.files:
+            path = series.root / name
+            if not path.is_file():
+                raise StageError(f"{pr.name}: {name} is listed in series.toml but missing")
+            if self.git.has(f"{parent}:{name}"):
+                raise StageError(
+                    f"{pr.name}: {name} already exists in PyTorch or an earlier PR",
+                    hint=f"edit it with {pr.patch_path}",
+                )
+            blob = self.git.run(
+                "hash-object", "-w", "--no-filters", "--stdin", data=path.read_bytes()
+            )
+            mode = "100755" if os.access(path, os.X_OK) else "100644"
+            lines.append(f"{mode} {blob.strip()}\t{name}\n")
+        self.git.run("update-index", "--index-info", data="".join(lines), env=index)
+
+    # -- moving the work tree --------------------------------------------------
+
+    def prepare(self, console: Console) -> dict:
+        """Clones if needed, repairs an interrupted switch, returns the state."""
+        if self.git.exists() and not self.git.has("HEAD^{tree}"):
+            aside = self.path.with_name(f"checkout.{time.strftime('%Y%m%d-%H%M%S')}")
+            console.warn(f"build/checkout lost its base; it is kept as {aside}")
+            os.rename(self.path, aside)
+        if not self.git.exists():
+            self._clone(console)
+        state = self._load()
+        if state.get("base") != self.base:
+            if not self.git.has(self.base):
+                self.git.run("fetch", "-q", str(self.source.path), "HEAD")
+            tip = state.get("tip") or self.git.resolve("HEAD")
+            state = {"base": self.base, "tip": tip}
+        target = state.pop("switching", None)
+        if target:
+            self._repair(state, target, console)
+        return state
+
+    def _clone(self, console: Console) -> None:
+        with console.step("clone the sources into build/checkout"):
+            temporary = self.path.with_name("checkout.tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            GitRepo(temporary.parent).run(
+                "clone", "-q", "--shared", str(self.source.path), temporary.name
+            )
+            (temporary / ".git" / "info" / "exclude").write_text(
+                "__pycache__/\n*.pyc\n.pytest_cache/\n"
+            )
+            self._state_file.unlink(missing_ok=True)
+            os.rename(temporary, self.path)
+
+    def _repair(self, state: dict, target: str, console: Console) -> None:
+        """Finishes a switch of the work tree that was killed half way."""
+        console.note("the last call was interrupted; repairing build/checkout")
+        (self.path / ".git" / "index.lock").unlink(missing_ok=True)
+        (self.path / ".git" / "HEAD.lock").unlink(missing_ok=True)
+        self.git.run("reset", "--hard", "-q", target)
+        self._save({**state, "tip": target, "fingerprint": None})
+        state.update(tip=target, fingerprint=None)
+
+    def _is_clean(self, tip: str) -> bool:
+        return self.git.resolve("HEAD") == tip and not self.edits()
+
+    def _protect_edits(
+        self, tip: str, target: str, discard: bool, console: Console
+    ) -> None:
+        """Stops if the work tree holds something that the repository does not."""
+        changed = set(self.edits())
+        head = self.git.resolve("HEAD")
+        if head != tip:
+            changed.update(self.names_between(tip, head))
+        lost = [name for name in sorted(changed) if not self._same_as(name, target)]
+        if not lost:
+            return
+        if discard:
+            console.warn(f"discarded edits are kept in {self._keep_copy(tip)}")
+            return
+        shown = "\n".join(f"  {name}" for name in lost[:10])
+        more = f"\n  and {len(lost) - 10} more" if len(lost) > 10 else ""
+        raise StageError(
+            f"build/checkout has edits that are not in the repository:\n{shown}{more}",
+            hint="keep them: tools/stage.py refresh <PR> (edits) or export (commits); "
+            "drop them: tools/stage.py setup --discard",
+        )
+
+    def names_between(self, old: str, new: str) -> list[str]:
+        """Paths that differ between two commits."""
+        out = self.git.run("diff", "--name-only", "--no-renames", "-z", old, new)
+        return [name for name in out.split("\0") if name]
+
+    def _same_as(self, name: str, commit: str) -> bool:
+        """Whether the work tree's file is what ``commit`` has (or lacks)."""
+        path = self.path / name
+        if not self.git.has(f"{commit}:{name}"):
+            return not path.exists()
+        if not path.is_file():
+            return False
+        return self.git.run_bytes("show", f"{commit}:{name}") == path.read_bytes()
+
+    def _keep_copy(self, tip: str) -> Path:
+        index = {"GIT_INDEX_FILE": str(self.path / ".git" / "stage-index")}
+        self.git.run("read-tree", "HEAD", env=index)
+        self.git.run("add", "-A", env=index)
+        diff = self.git.run_bytes("diff", "--cached", "--binary", tip, env=index)
+        kept = self._build / f"discarded-{time.strftime('%Y%m%d-%H%M%S')}.patch"
+        write_atomically(kept, diff)
+        return kept
+
+    def _switch(self, state: dict, target: str) -> None:
+        self._save({**state, "switching": target})
+        # Untracked files the new tip brings are overwritten; others are kept
+        # unless they were discarded above.
+        self.git.run("checkout", "-q", "--force", "-B", "staged", target)
+        self.git.run("clean", "-fdq")
+
+    # -- state -----------------------------------------------------------------
+
+    def _load(self) -> dict:
+        try:
+            return json.loads(self._state_file.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+
+    def _save(self, state: dict) -> None:
+        write_atomically(self._state_file, json.dumps(state, indent=1).encode())
+
+
+def _pr_parts(series: Series, pr: PullRequest) -> list[str | bytes]:
+    """Everything that decides the commit of a PR."""
+    patch = series.patch(pr)
+    parts: list[str | bytes] = [pr.name, series.message(pr), patch.diff if patch else ""]
+    for name in pr.files:
+        path = series.root / name
+        parts += [name, path.read_bytes() if path.is_file() else "missing"]
+        parts.append(str(os.access(path, os.X_OK)))
+    return parts
+
+
+def _fingerprint(series: Series, base: str) -> str:
+    total = hashlib.sha256(base.encode())
+    for pr in series.prs:
+        total.update(digest(*_pr_parts(series, pr)).encode())
+    return total.hexdigest()
+
+
+def _apply_error(pr: PullRequest, patch: patchfile.Patch, stderr: str) -> StageError:
+    """Names PR, file and hunk of a patch that does not apply."""
+    failed = _APPLY_FAILED.search(stderr)
+    if failed:
+        path, line = failed.group(1), int(failed.group(2))
+        where = f"{path}, {patchfile.hunk_at(patch.diff, path, line)}"
+    else:
+        errors = [s for s in stderr.splitlines() if s.startswith("error:")]
+        where = (errors or [stderr.strip()])[0].removeprefix("error: ")
+    return StageError(
+        f"{pr.patch_path} does not apply: {where}",
+        hint="correct the hunk in the patch; its context must match the pinned "
+        "release plus the earlier PRs of the stack",
+    )

@@ -1,0 +1,129 @@
+"""Runs ninja, shows progress, and reports the first error only."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import ninja
+
+from .buildgraph import Binaries
+from .config import Workspace, write_atomically
+from .console import Console
+from .errors import StageError, no_space
+
+
+_STATUS = "[%f/%t] "
+_PROGRESS = re.compile(r"^\[(\d+)/(\d+)\] (.*)")
+_ERROR = re.compile(r"^(?P<where>\S+?:\d+(?::\d+)?): (?:fatal )?error: (?P<what>.*)")
+_LINK_ERROR = re.compile(r"undefined reference to [`'](.*)'")
+_BYTES_PER_JOB = 2 * 2**30  # peak of one compiler on ATen headers, with margin
+
+
+def build(workspace: Workspace, binaries: Binaries, console: Console) -> None:
+    """Brings both binaries up to date.
+
+    Raises:
+        StageError: no compiler; the first compile or link error.
+    """
+    check_compiler()
+    ninja_file = binaries.ninja_file
+    command = [str(Path(ninja.BIN_DIR) / "ninja"), "-C", str(ninja_file.parent)]
+    if not _has_work(command):
+        return
+    log = workspace.logs / "ninja.log"
+    process = subprocess.Popen(
+        [*command, f"-j{_jobs()}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        env={**os.environ, "NINJA_STATUS": _STATUS, "LC_ALL": "C"},
+    )
+    lines: list[str] = []
+    try:
+        with console.progress("compile", binaries.sources + 2) as advance:
+            for line in process.stdout or ():
+                lines.append(line.rstrip("\n"))
+                match = _PROGRESS.match(line)
+                if match:
+                    advance(int(match.group(1)), match.group(3).split("/")[-1])
+            if process.wait():
+                raise _first_error(lines, workspace, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        write_atomically(log, "\n".join(lines).encode())
+    warnings = sum(" warning: " in line for line in lines)
+    if warnings:
+        console.note(f"{warnings} compiler warnings, see {log}")
+
+
+def check_compiler() -> None:
+    """Raises a StageError when there is no C++ compiler that knows C++20."""
+    if not shutil.which("g++"):
+        raise StageError(
+            "no C++ compiler: g++ is not on PATH",
+            hint="install it (Debian, Ubuntu: apt-get install g++), version 11 or newer",
+        )
+    version = subprocess.run(
+        ["g++", "-dumpversion"], capture_output=True, text=True
+    ).stdout.strip()
+    if not version or int(version.split(".")[0]) < 11:
+        raise StageError(
+            f"g++ {version or '(broken)'} is too old for PyTorch headers",
+            hint="install g++ 11 or newer and put it first on PATH",
+        )
+
+
+def _has_work(command: list[str]) -> bool:
+    done = subprocess.run([*command, "-n"], capture_output=True, text=True)
+    return "no work to do" not in done.stdout
+
+
+def _jobs() -> int:
+    """MAX_JOBS as in PyTorch's own build, else cores that fit into memory."""
+    if os.environ.get("MAX_JOBS"):
+        return int(os.environ["MAX_JOBS"])
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), pages // _BYTES_PER_JOB))
+
+
+def _first_error(lines: list[str], workspace: Workspace, log: Path) -> StageError:
+    if any("No space left on device" in line for line in lines):
+        return no_space(workspace.build)
+    for number, line in enumerate(lines):
+        found = _ERROR.match(line)
+        if found:
+            context = [s for s in lines[number + 1 : number + 4] if re.match(r"\s+\d* ?\|", s)]
+            where = _repository_path(found["where"], workspace)
+            text = "\n".join([f"{where}: error: {found['what']}", *context])
+            return StageError(f"compile error\n{text}", log=log)
+        missing = _LINK_ERROR.search(line)
+        if missing:
+            return StageError(
+                f"link error: undefined reference to {missing.group(1)}",
+                hint="the function is not defined, or the wheel does not export it; "
+                "use an exported at:: function, or see tools/staging/overlay/",
+                log=log,
+            )
+    failed = next((s for s in lines if s.startswith("FAILED:")), lines[-1] if lines else "")
+    return StageError(f"the build failed: {failed}", log=log)
+
+
+def _repository_path(where: str, workspace: Workspace) -> str:
+    """Names the file the user edits instead of its copy below build/."""
+    path, line = where.split(":", 1)
+    include = f"{workspace.build}/include/"
+    if path.startswith(include):
+        name = path.removeprefix(include)
+        for candidate in (f"aten/src/{name}", name):
+            if (workspace.checkout / candidate).exists():
+                return f"{candidate}:{line}"
+    name = path.removeprefix(f"{workspace.checkout}/")
+    return f"{name}:{line}"

@@ -1,0 +1,108 @@
+"""Where everything lies: the repository, its build folder, the user's cache.
+
+    repository/build/             derived, never committed, safe to delete
+        checkout/                 git: wheel sources + one commit per PR
+        gen/ include/ obj/        torchgen output, overlay headers, objects
+        venv/                     the staged environment
+        state/ logs/              what was done last; full output of tools
+    <cache>/base-<hash>/          shared by all clones with the same pins
+        venv/ source/             pip environment; sources recovered from it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .series import Series
+
+
+CACHE_VARIABLE = "MOE_STAGING_CACHE"
+_CACHE_NAME = "pytorch-moe-staging"
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """One repository clone, one build folder in it, one cache."""
+
+    repo: Path
+    build: Path
+    cache: Path
+
+    @property
+    def checkout(self) -> Path:
+        return self.build / "checkout"
+
+    @property
+    def gen(self) -> Path:
+        return self.build / "gen"
+
+    @property
+    def venv(self) -> Path:
+        return self.build / "venv"
+
+    @property
+    def state(self) -> Path:
+        return self.build / "state"
+
+    @property
+    def logs(self) -> Path:
+        return self.build / "logs"
+
+
+def workspace(repo: Path, build: Path | None = None) -> Workspace:
+    """The workspace of a repository clone."""
+    return Workspace(repo=repo, build=build or repo / "build", cache=cache_folder())
+
+
+def cache_folder() -> Path:
+    """$MOE_STAGING_CACHE, else the XDG cache folder. stage.py has the same rule."""
+    explicit = os.environ.get(CACHE_VARIABLE)
+    if explicit:
+        return Path(explicit)
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / _CACHE_NAME
+
+
+def base_key(series: Series) -> str:
+    """Names the base environment: a hash of everything that is pinned in it."""
+    pins = (series.root / "requirements.txt").read_bytes()
+    text = f"{series.base.torch} {series.base.git} {series.base.python}\n"
+    return hashlib.sha256(text.encode() + pins).hexdigest()[:12]
+
+
+def digest(*parts: str | bytes) -> str:
+    """One hash of several texts, unambiguous about where each ends."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        total.update(f"{len(data)}:".encode())
+        total.update(data)
+    return total.hexdigest()
+
+
+def write_if_changed(path: Path, text: str | bytes) -> bool:
+    """Writes only different contents, so that file times mean something.
+
+    Returns:
+        Whether the file was written.
+    """
+    data = text.encode() if isinstance(text, str) else text
+    try:
+        if path.read_bytes() == data:
+            return False
+    except FileNotFoundError:
+        pass
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, data)
+    return True
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write-then-rename: a killed process never leaves half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)

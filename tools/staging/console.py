@@ -1,0 +1,82 @@
+"""Progress display on stderr. Every module that takes time gets a Console.
+
+On a terminal a spinner says what is happening now; in a log every step is one
+plain line. Both end with how long it took. A step that finds nothing to do is
+never started, so a no-op prints nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import rich.console
+import rich.progress
+
+
+class Console:
+    """Prints steps, notes and warnings on stderr, so stdout stays the user's."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._rich = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+        self._quiet = quiet
+        self.steps: list[tuple[str, float]] = []
+
+    @contextmanager
+    def step(self, title: str) -> Iterator[Callable[[str], None]]:
+        """Shows ``title`` while the body runs; yields ``update(detail)``."""
+        start = time.monotonic()
+        if self._rich.is_terminal and not self._quiet:
+            with self._rich.status(title) as status:
+                yield lambda detail: status.update(f"{title}  [dim]{_escape(detail)}[/]")
+        else:
+            self._print(f"... {title}")
+            yield lambda detail: None
+        seconds = time.monotonic() - start
+        self.steps.append((title, seconds))
+        self._print(f" ok {title}  {seconds:.1f} s")
+
+    @contextmanager
+    def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+        """A progress bar; yields ``advance(done, detail)``."""
+        if not self._rich.is_terminal or self._quiet:
+            with self.step(title) as update:
+                yield lambda done, detail: update(detail)
+            return
+        start = time.monotonic()
+        columns = (
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TextColumn("[dim]{task.fields[detail]}"),
+        )
+        with rich.progress.Progress(
+            *columns, console=self._rich, transient=True
+        ) as bars:
+            task = bars.add_task(title, total=total, detail="")
+            yield lambda done, detail: bars.update(
+                task, completed=done, detail=_escape(detail)
+            )
+        seconds = time.monotonic() - start
+        self.steps.append((title, seconds))
+        self._print(f" ok {title}  {seconds:.1f} s")
+
+    def note(self, text: str) -> None:
+        """A line worth reading that is not an error."""
+        self._print(f"    {text}")
+
+    def warn(self, text: str) -> None:
+        """A line printed even when quiet."""
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def _print(self, text: str) -> None:
+        if not self._quiet:
+            self._rich.print(_escape(text))
+
+
+def _escape(text: str) -> str:
+    """Keeps rich from reading ``[...]`` in file names as markup."""
+    return text.replace("[", "\\[")

@@ -1,0 +1,316 @@
+"""The way back: edits of build/checkout into patches and new files; verify.
+
+    export   commits of the checkout -> torch_patches/*.patch and new files
+    refresh  uncommitted edits -> folded into one PR, then as export
+    verify   patches -> commits -> patches must be the identity
+
+Everything is computed before the first file of the repository is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import tomlkit
+
+from . import codegen, patchfile, series as series_module
+from .baseenv import BaseEnv
+from .checkout import Checkout
+from .config import Workspace, write_atomically, write_if_changed
+from .console import Console
+from .errors import StageError
+from .gitrepo import GitError, GitRepo
+from .series import SERIES_FILE, Series, UPSTREAM_ROOTS
+
+
+# Two lines of context: enough to place a hunk, little enough to survive drift.
+_DIFF = ("diff-tree", "-r", "-p", "-U2", "--no-renames", "--no-ext-diff", "--no-color")
+
+
+@dataclass
+class Exported:
+    """What the repository should hold for a stack of commits.
+
+    Args:
+        patches: repository path -> text of the patch file.
+        files: repository path -> (contents, executable) of a new file.
+        new_files: PR name -> its new files, sorted.
+    """
+
+    patches: dict[str, str] = field(default_factory=dict)
+    files: dict[str, tuple[bytes, bool]] = field(default_factory=dict)
+    new_files: dict[str, list[str]] = field(default_factory=dict)
+
+
+def collect(
+    checkout: Checkout, series: Series, commits: Iterable[tuple[str, str, str]]
+) -> Exported:
+    """Turns commits into patches and new files.
+
+    Args:
+        commits: (hash, PR name, message), oldest first, as Checkout.commits.
+
+    Raises:
+        StageError: PRs missing or out of order, or a commit that edits a new
+            file of another PR.
+    """
+    commits = list(commits)
+    expected = [pr.name for pr in series.prs]
+    found = [name for _, name, _ in commits]
+    if found != expected:
+        raise StageError(
+            f"build/checkout has commits for {', '.join(found) or 'no PR'}; "
+            f"{SERIES_FILE} has {', '.join(expected)}",
+            hint="one commit per PR, in that order",
+        )
+    exported, owner = Exported(), {}
+    for commit, name, message in commits:
+        edited = []
+        exported.new_files[name] = []
+        for status, path in _changes(checkout.git, commit):
+            if checkout.git.has(f"{checkout.base}:{path}"):
+                if status == "D":
+                    raise StageError(f"{name}: deletes {path}, which PyTorch has")
+                edited.append(path)
+            elif owner.setdefault(path, name) == name:
+                exported.new_files[name].append(path)
+                exported.files[path] = _contents(checkout.git, commit, path)
+            else:
+                raise StageError(f"{name}: edits {path}, a new file of {owner[path]}")
+        diff = ""
+        if edited:
+            diff = checkout.git.run(*_DIFF, f"{commit}^", commit, "--", *edited)
+        text = patchfile.render(message, diff, series.author)
+        exported.patches[series.get(name).patch_path] = text
+    return exported
+
+
+def write(exported: Exported, series: Series) -> list[str]:
+    """Writes the repository; removes new files that left the stack.
+
+    Returns:
+        Paths that changed.
+    """
+    changed = []
+    for path, text in exported.patches.items():
+        if write_if_changed(series.root / path, text):
+            changed.append(path)
+    for path, (data, executable) in exported.files.items():
+        if write_if_changed(series.root / path, data):
+            (series.root / path).chmod(0o755 if executable else 0o644)
+            changed.append(path)
+    for path in sorted({f for pr in series.prs for f in pr.files} - set(exported.files)):
+        (series.root / path).unlink(missing_ok=True)
+        changed.append(f"{path} (removed)")
+    if _update_series(exported, series):
+        changed.append(SERIES_FILE)
+    return changed
+
+
+def export(checkout: Checkout, series: Series) -> list[str]:
+    """Rewrites patches and new files from the commits of the checkout.
+
+    Returns:
+        Paths that changed.
+
+    Raises:
+        StageError: uncommitted edits (they belong to no PR yet).
+    """
+    edits = checkout.edits()
+    if edits:
+        raise StageError(
+            f"build/checkout has uncommitted edits: {', '.join(edits[:5])}",
+            hint="fold them into a PR: tools/stage.py refresh <PR>",
+        )
+    return write(collect(checkout, series, checkout.commits()), series)
+
+
+def refresh(
+    workspace: Workspace, checkout: Checkout, series: Series, name: str, console: Console
+) -> list[str]:
+    """Folds the uncommitted edits of the checkout into one PR.
+
+    Edits of files PyTorch has go to the patch, other files become (or stay)
+    new files of the PR. Later PRs are rebased.
+
+    Returns:
+        Paths of the repository that changed.
+
+    Raises:
+        StageError: nothing to fold, a file of another PR, or a later PR that
+            does not fit on top any more.
+    """
+    pr = series.get(name)
+    edits = checkout.edits()
+    if not edits:
+        raise StageError(
+            "build/checkout has no uncommitted edits",
+            hint="edit files there, then refresh; or export committed changes",
+        )
+    for path in edits:
+        _check_owner(series, pr.name, path)
+    target = next(c for c, owner, _ in checkout.commits() if owner == pr.name)
+    with console.step(f"fold {len(edits)} edited files into {pr.name}"):
+        scratch = scratch_checkout(workspace, checkout)
+        scratch.git.run("checkout", "-q", "--detach", checkout.git.resolve("HEAD"))
+        for path in edits:
+            _copy(checkout.path / path, scratch.path / path)
+        scratch.git.run("add", "-A", "-f", "--", *edits)
+        scratch.git.run("commit", "-q", f"--fixup={target}")
+        try:
+            scratch.git.run(
+                *("rebase", "-q", "-i", "--autosquash", checkout.base),
+                env={"GIT_SEQUENCE_EDITOR": "true"},
+            )
+        except GitError:
+            raise _rebase_conflict(scratch, pr.name) from None
+        changed = write(collect(scratch, series, scratch.commits()), series)
+        shutil.rmtree(scratch.path.parent)
+    return changed
+
+
+def regenerate_shims(
+    workspace: Workspace,
+    env: BaseEnv,
+    checkout: Checkout,
+    series: Series,
+    console: Console,
+) -> list[str]:
+    """Writes the C shim headers torchgen wants into every PR's patch.
+
+    The headers are generated from the yaml and fallback_ops.py as they are
+    after each PR, so every prefix of the stack is consistent.
+
+    Returns:
+        Paths of the repository that changed.
+    """
+    scratch = scratch_checkout(workspace, checkout)
+    parent = checkout.base
+    for pr in series.prs:
+        commit = scratch.commit_pr(series, pr, parent, without=codegen.SHIM_FOLDER)
+        if codegen.inputs_differ(scratch, parent, commit):
+            with console.step(f"generate the C shim headers of {pr.name}"):
+                scratch.git.run("checkout", "-q", "--force", "--detach", commit)
+                out = scratch.path.parent / "gen"
+                codegen.run_driver(workspace, env, scratch.path, out, only_shims=True)
+                codegen.copy_shims(out, scratch.path)
+                scratch.git.run("add", "--", codegen.SHIM_FOLDER)
+                scratch.git.run("commit", "-q", "--amend", "--no-edit", "--allow-empty")
+                commit = scratch.git.resolve("HEAD")
+        parent = commit
+    changed = write(collect(scratch, series, scratch.commits(parent)), series)
+    shutil.rmtree(scratch.path.parent)
+    return changed
+
+
+def verify(checkout: Checkout, series: Series) -> list[str]:
+    """Everything that keeps apply -> export from being the identity.
+
+    Returns:
+        One line per problem; empty when the repository is consistent.
+    """
+    found = series_module.problems(series)
+    if found:
+        return found
+    tip = checkout.commit_stack(series, {})
+    exported = collect(checkout, series, checkout.commits(tip))
+    for path, text in exported.patches.items():
+        if (series.root / path).read_text(encoding="utf-8") != text:
+            found.append(f"{path}: not in the form export writes (run export)")
+    return found
+
+
+def scratch_checkout(workspace: Workspace, checkout: Checkout) -> Checkout:
+    """A throw-away clone below build/, so the user's work tree stays as it is."""
+    build = workspace.build / "scratch"
+    shutil.rmtree(build, ignore_errors=True)
+    build.mkdir(parents=True)
+    GitRepo(build).run("clone", "-q", "--shared", str(checkout.path), "checkout")
+    scratch = Checkout(replace(workspace, build=build), checkout.source)
+    return scratch
+
+
+# -- helpers ---------------------------------------------------------------------
+
+
+def _changes(git: GitRepo, commit: str) -> list[tuple[str, str]]:
+    """(status letter, path) of a commit against its parent."""
+    output = git.run(
+        "diff-tree", "-r", "-z", "--no-renames", "--name-status", f"{commit}^", commit
+    )
+    words = output.split("\0")
+    return list(zip(words[::2], words[1::2]))
+
+
+def _contents(git: GitRepo, commit: str, path: str) -> tuple[bytes, bool]:
+    mode = git.run("ls-tree", commit, "--", path).split()[0]
+    return git.run_bytes("show", f"{commit}:{path}"), mode == "100755"
+
+
+def _check_owner(series: Series, name: str, path: str) -> None:
+    owner = series.owner(path)
+    if owner is not None and owner.name != name:
+        raise StageError(
+            f"{path} is a new file of {owner.name}, not of {name}",
+            hint=f"tools/stage.py refresh {owner.name}, or undo that edit first",
+        )
+    if path.split("/")[0] not in (*UPSTREAM_ROOTS, "c10", "caffe2", "tools"):
+        raise StageError(f"{path}: no PyTorch source folder", hint="remove that file")
+
+
+def _copy(source: Path, target: Path) -> None:
+    if not source.exists():
+        target.unlink(missing_ok=True)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source, target)
+
+
+def _rebase_conflict(scratch: Checkout, name: str) -> StageError:
+    files = scratch.git.run("diff", "--name-only", "--diff-filter=U").split()
+    try:
+        later = scratch.git.run("log", "-1", "--format=%B", "REBASE_HEAD")
+    except GitError:
+        later = ""
+    line = next((s for s in later.splitlines() if s.startswith("Staged-PR: ")), "")
+    other = line.removeprefix("Staged-PR: ") or "a PR of the stack"
+    return StageError(
+        f"the edits do not fit into {name}: {other} changes the same lines of "
+        f"{', '.join(files) or 'a file'}",
+        hint=f"refresh {other} instead, or edit torch_patches/{name}.patch by hand",
+    )
+
+
+def _update_series(exported: Exported, series: Series) -> bool:
+    """Keeps the files and tests lists in step, and the rest of the text as is."""
+    path = series.root / SERIES_FILE
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    changed = False
+    for entry in document["pr"]:
+        new = exported.new_files[entry["name"]]
+        old = list(entry.get("files", []))
+        if sorted(old) == sorted(new):
+            continue
+        tests = [t for t in entry.get("tests", []) if t in new]
+        tests += [f for f in new if _is_test(f) and f not in tests and f not in old]
+        files = [f for f in old if f in new] + [f for f in new if f not in old]
+        entry["files"] = _multiline(files)
+        entry["tests"] = _multiline(tests)
+        changed = True
+    if changed:
+        write_atomically(path, tomlkit.dumps(document).encode())
+    return changed
+
+
+def _is_test(path: str) -> bool:
+    name = path.rsplit("/", 1)[-1]
+    return path.startswith("test/") and name.startswith("test_") and name.endswith(".py")
+
+
+def _multiline(items: list[str]) -> tomlkit.items.Array:
+    array = tomlkit.array()
+    array.extend(items)
+    return array.multiline(len(items) > 1)

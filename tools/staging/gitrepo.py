@@ -1,0 +1,120 @@
+"""Git with a reproducible identity and none of the user's configuration.
+
+Used by wheelsource, checkout and export: the same input gives the same commit
+hash on every machine.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import StageError, no_space
+
+
+_DATE = "2000-01-01T00:00:00+0000"
+_NAME = "stage.py"
+_EMAIL = "stage@localhost"
+_CONFIG = (
+    "core.autocrlf=false",
+    "core.fsmonitor=false",
+    "core.quotePath=false",
+    "gc.auto=0",
+    "maintenance.auto=false",
+    "commit.gpgsign=false",
+    "safe.directory=*",
+    "advice.detachedHead=false",
+    "init.defaultBranch=base",
+    "rerere.enabled=false",
+)
+
+
+class GitError(StageError):
+    """A git command failed; ``stderr`` is what it said."""
+
+    def __init__(self, command: Sequence[str], stderr: str) -> None:
+        super().__init__(f"git {' '.join(command)}: {stderr.strip()}")
+        self.stderr = stderr
+
+
+class GitRepo:
+    """A work tree (or a place where one will be)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def run(
+        self,
+        *args: str,
+        data: str | bytes | None = None,
+        env: dict[str, str] | None = None,
+    ) -> str:
+        """Runs git in the work tree and returns stdout.
+
+        Raises:
+            GitError: non-zero exit.
+        """
+        return self.run_bytes(*args, data=data, env=env).decode(
+            "utf-8", "surrogateescape"
+        )
+
+    def run_bytes(
+        self,
+        *args: str,
+        data: str | bytes | None = None,
+        env: dict[str, str] | None = None,
+    ) -> bytes:
+        """Like run, without decoding: file contents."""
+        config = [word for entry in _CONFIG for word in ("-c", entry)]
+        if isinstance(data, str):
+            data = data.encode("utf-8", "surrogateescape")
+        done = subprocess.run(
+            ["git", *config, *args],
+            cwd=self.path,
+            env={**_environment(), **(env or {})},
+            input=data,
+            stdin=subprocess.DEVNULL if data is None else None,
+            capture_output=True,
+        )
+        if done.returncode:
+            stderr = done.stderr.decode("utf-8", "replace")
+            if "No space left on device" in stderr:
+                raise no_space(self.path)
+            raise GitError(args, stderr)
+        return done.stdout
+
+    def has(self, revision: str) -> bool:
+        """Whether the object exists here."""
+        try:
+            self.run("cat-file", "-e", revision)
+        except GitError:
+            return False
+        return True
+
+    def resolve(self, revision: str) -> str:
+        """The hash of a revision."""
+        return self.run("rev-parse", "--verify", "--quiet", revision).strip()
+
+    def exists(self) -> bool:
+        """Whether there is a repository at all."""
+        return (self.path / ".git").exists()
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    return {
+        **kept,
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_EDITOR": "true",
+        "GIT_AUTHOR_NAME": _NAME,
+        "GIT_AUTHOR_EMAIL": _EMAIL,
+        "GIT_AUTHOR_DATE": _DATE,
+        "GIT_COMMITTER_NAME": _NAME,
+        "GIT_COMMITTER_EMAIL": _EMAIL,
+        "GIT_COMMITTER_DATE": _DATE,
+        "LC_ALL": "C",
+    }

@@ -1,0 +1,116 @@
+"""The text format of one pull request's patch: parse, render, name a hunk.
+
+A patch is a mail as `git am` reads it: zero commit hash, no statistics, no
+signature, no index lines (they change whenever an earlier PR of the stack
+touches the same file). The message is the description of the pull request.
+Reading is lenient (a bare `git diff` is accepted), writing has one form.
+Used by series, checkout and export.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+_ZERO = "0" * 40
+_DIFF = re.compile(r"^diff --git a/(\S+) b/(\S+)$", re.MULTILINE)
+_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@.*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A parsed patch file.
+
+    Args:
+        message: subject line, blank line, body; "" for a bare diff.
+        diff: from the first ``diff --git`` line on.
+    """
+
+    message: str
+    diff: str
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files it edits, in order."""
+        return tuple(m.group(2) for m in _DIFF.finditer(self.diff))
+
+    @property
+    def created(self) -> tuple[str, ...]:
+        """Files it would add or delete, which a patch must not do."""
+        found = []
+        for part in split_by_file(self.diff):
+            if re.search(r"^(new|deleted) file mode ", part, re.MULTILINE):
+                match = _DIFF.match(part)
+                found.append(match.group(2) if match else part[:60])
+        return tuple(found)
+
+
+def parse(text: str) -> Patch:
+    """Splits a patch file into message and diff."""
+    match = _DIFF.search(text)
+    head = text[: match.start()] if match else text
+    diff = text[match.start() :] if match else ""
+    diff = re.sub(r"\n-- \n.*\Z", "\n", diff, flags=re.DOTALL)
+    return Patch(_message(head), diff)
+
+
+def _message(head: str) -> str:
+    """Subject and body of the mail header; "" if there is no Subject."""
+    headers, _, body = head.partition("\n\n")
+    subject = re.search(
+        r"^Subject:[ ]*((?:.*)(?:\n[ \t].*)*)", headers, flags=re.MULTILINE
+    )
+    if not subject:
+        return ""
+    title = re.sub(r"\s*\n\s+", " ", subject.group(1)).strip()
+    title = re.sub(r"^\[PATCH[^\]]*\]\s*", "", title)
+    body = re.split(r"^---$", body, maxsplit=1, flags=re.MULTILINE)[0].strip("\n")
+    return f"{title}\n\n{body}\n" if body else f"{title}\n"
+
+
+def render(message: str, diff: str, author: str) -> str:
+    """The one written form of a patch, byte for byte."""
+    title, _, body = message.strip("\n").partition("\n\n")
+    header = (
+        f"From {_ZERO} Mon Sep 17 00:00:00 2001\n"
+        f"From: {author}\n"
+        "Date: Sat, 1 Jan 2000 00:00:00 +0000\n"
+        f"Subject: [PATCH] {title}\n"
+    )
+    body = body.strip("\n") + "\n" if body.strip() else ""
+    return f"{header}\n{body}---\n\n{normalise(diff)}"
+
+
+def normalise(diff: str) -> str:
+    """Drops the index lines of a git diff."""
+    parts = split_by_file(diff)
+    return "".join(
+        re.sub(r"^index [0-9a-f]+\.\.[0-9a-f]+(?: \d+)?\n", "", p, flags=re.MULTILINE)
+        if "\n@@ " in p
+        else p
+        for p in parts
+    )
+
+
+def split_by_file(diff: str) -> list[str]:
+    """One piece of text per ``diff --git`` line."""
+    starts = [m.start() for m in _DIFF.finditer(diff)] + [len(diff)]
+    return [diff[a:b] for a, b in zip(starts, starts[1:])]
+
+
+def hunk_at(diff: str, path: str, line: int) -> str:
+    """Names the hunk of ``path`` that starts at old line ``line``.
+
+    Returns:
+        "hunk 2 of 3 (@@ -10,4 +10,6 @@)", or "line N" when none starts there.
+    """
+    for part in split_by_file(diff):
+        match = _DIFF.match(part)
+        if not match or match.group(2) != path:
+            continue
+        hunks = list(_HUNK.finditer(part))
+        for number, hunk in enumerate(hunks, 1):
+            if int(hunk.group(1)) == line:
+                return f"hunk {number} of {len(hunks)} ({hunk.group(0)})"
+    return f"line {line}"

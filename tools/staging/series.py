@@ -1,0 +1,214 @@
+"""torch_patches/series.toml: the stack of pull requests and the base pin.
+
+Source of truth is the repository: the patches plus the new files at their
+upstream paths. Everything under build/ is derived from them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import patchfile
+from .errors import StageError
+
+
+SERIES_FILE = "torch_patches/series.toml"
+UPSTREAM_ROOTS = ("aten", "torch", "torchgen", "test", "benchmarks", "docs", "functorch")
+_PR_KEYS = {"name", "title", "files", "tests", "labels", "owners"}
+
+
+@dataclass(frozen=True)
+class Base:
+    """The pinned release everything is staged onto."""
+
+    torch: str
+    git: str
+    python: str
+    target_release: str
+
+
+@dataclass(frozen=True)
+class PullRequest:
+    """One entry of the stack; see the head of series.toml for the fields."""
+
+    name: str
+    title: str
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+    labels: tuple[str, ...]
+    owners: tuple[str, ...]
+
+    @property
+    def patch_path(self) -> str:
+        """Where its patch lies, relative to the repository."""
+        return f"torch_patches/{self.name}.patch"
+
+
+@dataclass(frozen=True)
+class Series:
+    """The whole stack, first PR first."""
+
+    root: Path
+    base: Base
+    author: str
+    non_landing: tuple[str, ...]
+    prs: tuple[PullRequest, ...]
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """All test files, in stack order."""
+        return tuple(t for pr in self.prs for t in pr.tests)
+
+    def get(self, name: str) -> PullRequest:
+        """The PR with this name (or slot number).
+
+        Raises:
+            StageError: unknown name.
+        """
+        for pr in self.prs:
+            if name in (pr.name, pr.name.split("-")[0]):
+                return pr
+        known = ", ".join(pr.name for pr in self.prs)
+        raise StageError(f"no PR named {name!r} in {SERIES_FILE}; there are: {known}")
+
+    def upto(self, name: str) -> Series:
+        """The prefix of the stack that ends with this PR."""
+        last = self.prs.index(self.get(name))
+        return replace(self, prs=self.prs[: last + 1])
+
+    def owner(self, path: str) -> PullRequest | None:
+        """The PR that adds this new file."""
+        return next((pr for pr in self.prs if path in pr.files), None)
+
+    def patch(self, pr: PullRequest) -> patchfile.Patch | None:
+        """The parsed patch of a PR; None while it is not written yet."""
+        path = self.root / pr.patch_path
+        if not path.exists():
+            return None
+        return patchfile.parse(path.read_text(encoding="utf-8"))
+
+    def message(self, pr: PullRequest) -> str:
+        """Commit message of a PR: its patch's, else its title."""
+        patch = self.patch(pr)
+        return patch.message if patch and patch.message else f"{pr.title}\n"
+
+
+def load(root: Path) -> Series:
+    """Reads series.toml of the repository at ``root``.
+
+    Raises:
+        StageError: not valid TOML, a missing or unknown field, a doubled name.
+    """
+    path = root / SERIES_FILE
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StageError(f"{SERIES_FILE} is missing in {root}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise StageError(f"{SERIES_FILE}: {error}") from None
+    try:
+        series = Series(
+            root=root,
+            base=Base(**data["base"]),
+            author=data["project"]["author"],
+            non_landing=tuple(data["project"].get("non_landing", ())),
+            prs=tuple(_pull_request(entry) for entry in data.get("pr", ())),
+        )
+    except KeyError as error:
+        raise StageError(f"{SERIES_FILE}: {error} is missing") from None
+    except TypeError as error:
+        raise StageError(f"{SERIES_FILE}: [base]: {error}") from None
+    names = [pr.name for pr in series.prs]
+    if len(set(names)) != len(names):
+        raise StageError(f"{SERIES_FILE}: a PR name occurs twice")
+    return series
+
+
+def _pull_request(entry: dict) -> PullRequest:
+    unknown = set(entry) - _PR_KEYS
+    if unknown:
+        raise StageError(
+            f"{SERIES_FILE}: PR {entry.get('name', '?')}: unknown field "
+            f"{', '.join(sorted(unknown))}; allowed: {', '.join(sorted(_PR_KEYS))}"
+        )
+    return PullRequest(
+        name=entry["name"],
+        title=entry["title"],
+        files=tuple(entry.get("files", ())),
+        tests=tuple(entry.get("tests", ())),
+        labels=tuple(entry.get("labels", ())),
+        owners=tuple(entry.get("owners", ())),
+    )
+
+
+def problems(series: Series) -> list[str]:
+    """Every way in which series.toml and the repository disagree."""
+    return [
+        *_file_problems(series),
+        *_patch_problems(series),
+        *_order_problems(series),
+    ]
+
+
+def _file_problems(series: Series) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for pr in series.prs:
+        for path in pr.files:
+            if path in seen:
+                yield f"{path}: listed by {seen[path]} and by {pr.name}"
+            seen[path] = pr.name
+            if not (series.root / path).is_file():
+                yield f"{path}: listed by {pr.name}, but there is no such file"
+        for test in pr.tests:
+            if test not in pr.files:
+                yield f"{test}: a test of {pr.name} that is not among its files"
+    for path in landing_files(series):
+        if path not in seen:
+            yield f"{path}: belongs to no PR (and is not in non_landing)"
+
+
+def landing_files(series: Series) -> list[str]:
+    """Files of the repository at upstream paths, minus the non-landing ones."""
+    found = []
+    for top in UPSTREAM_ROOTS:
+        for path in sorted((series.root / top).rglob("*")):
+            name = path.relative_to(series.root).as_posix()
+            if path.is_dir() or "__pycache__" in path.parts or name.endswith(".pyc"):
+                continue
+            if not any(_covers(entry, name) for entry in series.non_landing):
+                found.append(name)
+    return found
+
+
+def _covers(entry: str, name: str) -> bool:
+    return name.startswith(entry) if entry.endswith("/") else name == entry
+
+
+def _patch_problems(series: Series) -> Iterator[str]:
+    folder = series.root / "torch_patches"
+    named = {pr.patch_path for pr in series.prs}
+    for path in sorted(folder.glob("*.patch")):
+        if f"torch_patches/{path.name}" not in named:
+            yield f"torch_patches/{path.name}: no PR of {SERIES_FILE} names it"
+    for pr in series.prs:
+        patch = series.patch(pr)
+        if patch is None:
+            yield f"{pr.patch_path}: missing; it carries at least the PR description"
+            continue
+        if not patch.message:
+            yield f"{pr.patch_path}: no Subject; a patch carries the PR description"
+        for path in patch.created:
+            yield f"{pr.patch_path}: adds or deletes {path}; new files go into the tree"
+
+
+def _order_problems(series: Series) -> Iterator[str]:
+    names = [pr.name for pr in series.prs]
+    if names != sorted(names):
+        yield f"{SERIES_FILE}: PRs are not in slot order: {', '.join(names)}"
+    for pr in series.prs:
+        patch = series.patch(pr)
+        if not pr.files and not (patch and patch.diff):
+            yield f"{pr.name}: neither edits a file nor adds one"

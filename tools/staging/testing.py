@@ -1,0 +1,153 @@
+"""Runs test files: those of the stack in the staged environment, ours in the tools'.
+
+Every file runs in a process of its own, as PyTorch's run_test.py does: a test
+that leaves a patched dispatcher or a compile cache behind cannot help or hurt
+the next file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .config import Workspace
+from .errors import StageError
+from .pipeline import Staged
+from .series import Series
+
+
+STAGER_TESTS = "tools/test"
+_COUNTED = ("failures", "errors", "skipped")
+
+
+@dataclass
+class Report:
+    """Sums over all files, printed like pytest's closing line."""
+
+    failed: list[str] = field(default_factory=list)
+    counts: Counter = field(default_factory=Counter)
+
+    def line(self, seconds: float) -> str:
+        """For example "=== 12 passed, 1 skipped in 3.4s (2 files) ==="."""
+        words = ["failed", "error", "passed", "skipped"]
+        parts = [f"{self.counts[w]} {w}" for w in words if self.counts[w]]
+        text = ", ".join(parts) or "no tests ran"
+        return f"=== {text} in {seconds:.1f}s ({self.counts['files']} files) ==="
+
+
+def select(workspace: Workspace, series: Series, paths: Sequence[str]) -> list[str]:
+    """Test files to run, relative to the repository.
+
+    Args:
+        paths: files, folders or ``file::test``; none means the whole stack's
+            tests, then the stager's own.
+
+    Raises:
+        StageError: a path that does not exist.
+    """
+    if not paths:
+        return [*series.tests, *_stager_tests(workspace.repo)]
+    found: list[str] = []
+    for text in paths:
+        name, separator, test = text.partition("::")
+        path = _locate(workspace.repo, name)
+        files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+        names = [file.relative_to(workspace.repo).as_posix() for file in files]
+        found += [n + separator + test for n in names if n not in found]
+    return found
+
+
+def run(
+    workspace: Workspace,
+    staged: Staged | None,
+    tests: Sequence[str],
+    pytest_args: Sequence[str],
+) -> int:
+    """Runs the files one after the other and prints a summary.
+
+    Returns:
+        0 if everything passed.
+    """
+    start, report = time.monotonic(), Report()
+    for test in tests:
+        print(f"--- {test}", flush=True)
+        results = workspace.build / "test-results" / f"{_flat(test)}.xml"
+        results.unlink(missing_ok=True)
+        status = _run_file(workspace, staged, test, [*pytest_args, f"--junit-xml={results}"])
+        report.counts["files"] += 1
+        _count(results, report)
+        # 5: the -k expression matched nothing in this file.
+        if status not in (0, 5):
+            report.failed.append(test)
+    for test in report.failed:
+        print(f"FAILED {test}")
+    print(report.line(time.monotonic() - start), flush=True)
+    nothing_ran = not report.counts["passed"] and not report.failed
+    return 1 if report.failed or nothing_ran else 0
+
+
+def environment(workspace: Workspace, staged: Staged) -> dict[str, str]:
+    """Environment of a process in the staged Python."""
+    kept = {k: v for k, v in os.environ.items() if k != "PYTHONHOME"}
+    # Inductor's key hashes Python files only; a rebuilt kernel needs a new cache.
+    cache = workspace.build / "inductor" / staged.build_hash
+    kept.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    return kept
+
+
+def _run_file(
+    workspace: Workspace, staged: Staged | None, test: str, args: list[str]
+) -> int:
+    repo = workspace.repo
+    if test.startswith(STAGER_TESTS):
+        command, folder, env = [sys.executable], repo / "tools", dict(os.environ)
+        env["PYTHONPATH"] = str(folder)
+    else:
+        if staged is None:
+            raise StageError("tests of the stack need a staged environment")
+        command, folder = [str(staged.python)], repo / "test"
+        env = environment(workspace, staged)
+        # The current folder must not be importable: `torch` is next door.
+        env["PYTHONSAFEPATH"] = "1"
+    command += ["-m", "pytest", str(repo / test), f"--rootdir={folder}"]
+    command += ["-p", "no:cacheprovider", "-q", *args]
+    return subprocess.run(command, cwd=folder, env=env).returncode
+
+
+def _count(results: Path, report: Report) -> None:
+    try:
+        suite = ElementTree.parse(results).getroot().find("testsuite")
+    except (FileNotFoundError, ElementTree.ParseError):
+        suite = None
+    if suite is None:
+        return
+    failures, errors, skipped = (int(suite.get(name, 0)) for name in _COUNTED)
+    report.counts["failed"] += failures
+    report.counts["error"] += errors
+    report.counts["skipped"] += skipped
+    total = int(suite.get("tests", 0))
+    report.counts["passed"] += total - failures - errors - skipped
+
+
+def _stager_tests(repo: Path) -> list[str]:
+    folder = repo / STAGER_TESTS
+    return [p.relative_to(repo).as_posix() for p in sorted(folder.glob("test_*.py"))]
+
+
+def _locate(repo: Path, name: str) -> Path:
+    for base in (Path.cwd(), repo):
+        path = (base / name).resolve()
+        if path.exists() and path.is_relative_to(repo):
+            return path
+    raise StageError(f"no test file or folder {name!r} in the repository")
+
+
+def _flat(test: str) -> str:
+    return test.split("::")[0].replace("/", ".").removesuffix(".py")

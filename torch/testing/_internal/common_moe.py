@@ -1,0 +1,96 @@
+"""What the MoE test files share: ways to run an op, and what they watch while it runs."""
+
+import contextlib
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def call_native(op, *args, **kwargs):
+    """Run ``op`` as a user would: the kernel of the operands' device."""
+    return op(*args, **kwargs)
+
+
+def call_composite(op, *args, **kwargs):
+    """Run the CompositeExplicitAutograd kernel of ``op``, whatever the device.
+
+    Calls that this kernel makes are dispatched as always.
+    """
+    return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+BACKENDS = {"native": call_native, "composite": call_composite}
+
+
+def to_meta(value):
+    """``value`` with every tensor replaced by a meta tensor of the same shape and strides."""
+    return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)
+
+
+class NoHostSyncMode(TorchDispatchMode):
+    """Raises on an op whose result, or whose shape, the host has to read from the data."""
+
+    DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(tag in func.tags for tag in self.DATA_DEPENDENT) and not self._static(
+            func, args, kwargs
+        ):
+            raise RuntimeError(f"{func} needs a host sync")
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _static(func, args, kwargs) -> bool:
+        """Calls of a tagged op whose shape is known all the same."""
+        if func is torch.ops.aten.index.Tensor:
+            masks = (torch.bool, torch.uint8)
+            return all(i is None or i.dtype not in masks for i in args[1])
+        if func is torch.ops.aten.repeat_interleave.Tensor:
+            return kwargs.get("output_size") is not None
+        return False
+
+
+@contextlib.contextmanager
+def saved_for_backward(exclude=()):
+    """Collect what autograd saves: yields a list of tensors, one per storage.
+
+    Args:
+        exclude: tensors (parameters) whose storages are not counted.
+    """
+    storages = {t.untyped_storage().data_ptr() for t in exclude}
+    saved: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        key = t.untyped_storage().data_ptr()
+        if t.numel() and key not in storages:
+            storages.add(key)
+            saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield saved
+
+
+def nbytes(tensors) -> int:
+    """Bytes of the storages behind ``tensors``: a saved view keeps all of its base alive."""
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def saved_bytes_bound(
+    dtype: torch.dtype,
+    num_tokens: int,
+    dim: int,
+    gated_hidden: int,
+    num_experts: int,
+    top_k: int,
+) -> int:
+    """The most that one MoE layer without padding rows may save, parameters aside.
+
+    Args:
+        gated_hidden: g*F
+    """
+    slots = num_tokens * top_k
+    expert_data = dtype.itemsize * (num_tokens * dim + slots * gated_hidden)
+    return expert_data + 24 * slots + 8 * num_experts

@@ -1,0 +1,287 @@
+"""The shapes and routings of every MoE test and benchmark.
+
+A :class:`MoeCase` names a shape, a routing and the static row plan; :meth:`MoeCase.operands` makes
+its tensors. Tests iterate :func:`moe_cases`; benchmarks build their own :class:`MoeCase` from the
+same routings, so that "Zipf" or "recorded" means one thing everywhere.
+
+Letters (T, D, F, E, K, R, g) are those of moe_reference.py.
+"""
+
+import dataclasses
+import functools
+import os
+
+import torch
+from torch import Tensor
+from torch.testing._internal.moe_reference import (
+    default_num_rows,
+    GATED_ACTIVATIONS,
+    moe_permutation_reference,
+)
+
+
+RECORDED_ROUTING_FILE = os.path.join(
+    os.path.dirname(__file__), "data", "moe", "olmoe_1b_7b_layer0_gsm8k.npz"
+)
+
+
+def _distinct_experts(
+    shares: Tensor, num_tokens: int, top_k: int, generator: torch.Generator
+) -> Tensor:
+    """(T, K) experts drawn without replacement within a token, with probabilities ``shares`` (E,)."""
+    if num_tokens == 0:
+        return torch.empty(0, top_k, dtype=torch.int64)
+    return torch.multinomial(
+        shares.expand(num_tokens, -1), top_k, replacement=False, generator=generator
+    )
+
+
+def _uniform(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    return _distinct_experts(torch.ones(num_experts), num_tokens, top_k, generator)
+
+
+def _zipf(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Expert e is asked for with probability proportional to 1/(e + 1)."""
+    shares = 1 / torch.arange(1, num_experts + 1, dtype=torch.float64)
+    return _distinct_experts(shares, num_tokens, top_k, generator)
+
+
+def _one_expert(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Every slot asks for the last expert, so a token asks for it ``top_k`` times."""
+    return torch.full((num_tokens, top_k), num_experts - 1)
+
+
+def _empty_experts(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Only odd experts are asked for: the first is empty, and so is every other one."""
+    shares = torch.arange(num_experts) % 2
+    return _distinct_experts(shares.double(), num_tokens, top_k, generator)
+
+
+def _sentinels(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Uniform, with the two "no expert" ids in about a third of the slots; token 0 has no expert."""
+    indices = _uniform(num_tokens, top_k, num_experts, generator)
+    dice = torch.randint(6, indices.shape, generator=generator)
+    indices = indices.masked_fill(dice == 0, -1).masked_fill(dice == 1, num_experts)
+    indices[:1] = -1
+    return indices
+
+
+@functools.cache
+def recorded_routing() -> tuple[Tensor, Tensor]:
+    """OLMoE-1B-7B layer 0 on GSM8K: topk_indices (4471, 8) int64, topk_weights (4471, 8) float32.
+
+    64 experts; the origin is in data/moe/README.md.
+    """
+    import numpy as np
+
+    with np.load(RECORDED_ROUTING_FILE) as data:
+        return (
+            torch.from_numpy(data["topk_ids"].astype(np.int64)),
+            torch.from_numpy(data["topk_weights"]),
+        )
+
+
+def _recorded(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    indices, _ = recorded_routing()
+    if (top_k, num_experts) != (8, 64) or num_tokens > len(indices):
+        raise ValueError(
+            "recorded routing has K=8, E=64 and at most "
+            f"{len(indices)} tokens, got K={top_k}, E={num_experts}, T={num_tokens}"
+        )
+    return indices[:num_tokens].clone()
+
+
+ROUTINGS = {
+    "uniform": _uniform,
+    "zipf": _zipf,
+    "one_expert": _one_expert,
+    "empty_experts": _empty_experts,
+    "sentinels": _sentinels,
+    "recorded": _recorded,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MoeOperands:
+    """Tensors of one ``_moe_mlp`` call, in its order, and the indices that they come from.
+
+    Attributes:
+        input: (T, D)
+        w_in: (E, g*F, D)
+        w_out: (E, D, F)
+        offs: (E,) int32
+        topk_weights: (T, K) or None
+        row_slots: (R,) int32
+        slot_rows: (T, K) int32
+        b_in: (E, g*F) or None
+        b_out: (E, D) or None
+        grad_out: (T, D)
+        topk_indices: (T, K) int64
+    """
+
+    input: Tensor
+    w_in: Tensor
+    w_out: Tensor
+    offs: Tensor
+    topk_weights: Tensor | None
+    row_slots: Tensor
+    slot_rows: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+    grad_out: Tensor
+    topk_indices: Tensor
+
+    def args(self) -> tuple[Tensor | None, ...]:
+        """The tensor arguments of ``_moe_mlp``."""
+        return (
+            self.input,
+            self.w_in,
+            self.w_out,
+            self.offs,
+            self.topk_weights,
+            self.row_slots,
+            self.slot_rows,
+            self.b_in,
+            self.b_out,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeCase:
+    """A shape, a routing and the row plan of one MoE layer call.
+
+    Attributes:
+        name: unique, usable in a test name.
+        num_tokens: T
+        dim: D
+        hidden: F
+        num_experts: E
+        top_k: K
+        routing: a key of ROUTINGS.
+        num_rows: R, or None for the default of ``_moe_permutation``.
+        row_alignment: every expert's rows start at a multiple of it.
+        seed: of the routing and of the operands.
+    """
+
+    name: str
+    num_tokens: int = 13
+    dim: int = 16
+    hidden: int = 24
+    num_experts: int = 4
+    top_k: int = 2
+    routing: str = "uniform"
+    num_rows: int | None = None
+    row_alignment: int = 1
+    seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        if self.num_rows is not None:
+            return self.num_rows
+        slots = self.num_tokens * self.top_k
+        return default_num_rows(slots, self.num_experts, self.row_alignment)
+
+    def topk_indices(self, device: torch.device | str = "cpu") -> Tensor:
+        """(T, K) int64 expert ids; the same on every device."""
+        generator = torch.Generator().manual_seed(self.seed)
+        make = ROUTINGS[self.routing]
+        return make(self.num_tokens, self.top_k, self.num_experts, generator).to(device)
+
+    def operands(
+        self,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        *,
+        activation: str = "swiglu",
+        weights_dtype: torch.dtype | None = torch.float32,
+        bias: bool = False,
+        requires_grad: bool = False,
+    ) -> MoeOperands:
+        """Operands with values of order one in every intermediate.
+
+        Args:
+            dtype: of the input and the expert parameters.
+            device: where they live; the values do not depend on it.
+            activation: decides g.
+            weights_dtype: of the router weights; None for no weights.
+            bias: with ``b_in`` and ``b_out``.
+            requires_grad: of every floating point operand but ``grad_out``.
+        """
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        T, D, F, E = self.num_tokens, self.dim, self.hidden, self.num_experts
+        gF = 2 * F if activation in GATED_ACTIVATIONS else F
+
+        def normal(*shape: int, std: float = 1.0) -> Tensor:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64) * std
+            return x.to(device, dtype).requires_grad_(requires_grad)
+
+        topk_weights = None
+        if weights_dtype is not None:
+            topk_weights = torch.rand(
+                T, self.top_k, generator=generator, dtype=torch.float64
+            )
+            topk_weights = topk_weights.to(device, weights_dtype).requires_grad_(
+                requires_grad
+            )
+        topk_indices = self.topk_indices()
+        plan = moe_permutation_reference(
+            topk_indices,
+            E,
+            num_rows=self.num_rows,
+            row_alignment=self.row_alignment,
+        )
+        return MoeOperands(
+            input=normal(T, D),
+            w_in=normal(E, gF, D, std=D**-0.5),
+            w_out=normal(E, D, F, std=F**-0.5),
+            offs=plan.offs.to(device),
+            topk_weights=topk_weights,
+            row_slots=plan.row_slots.to(device),
+            slot_rows=plan.slot_rows.to(device),
+            b_in=normal(E, gF) if bias else None,
+            b_out=normal(E, D) if bias else None,
+            grad_out=normal(T, D).detach(),
+            topk_indices=topk_indices.to(device),
+        )
+
+
+def moe_cases() -> tuple[MoeCase, ...]:
+    """Small cases that together reach every legal corner of routing, row plan and shape."""
+    return (
+        MoeCase("uniform"),
+        MoeCase("zipf", num_tokens=37, num_experts=8, routing="zipf"),
+        MoeCase("one_expert", routing="one_expert"),
+        MoeCase("empty_experts", num_experts=6, routing="empty_experts"),
+        MoeCase("sentinels", num_tokens=20, routing="sentinels"),
+        MoeCase("recorded", num_tokens=48, num_experts=64, top_k=8, routing="recorded"),
+        MoeCase("tail", num_rows=40),
+        MoeCase("aligned", routing="zipf", row_alignment=8),
+        MoeCase("aligned_tail", routing="sentinels", row_alignment=4, num_rows=64),
+        MoeCase("clipped", num_rows=15),
+        MoeCase("clipped_aligned", routing="zipf", row_alignment=8, num_rows=24),
+        MoeCase("no_rows", num_rows=0),
+        MoeCase("no_tokens", num_tokens=0),
+        MoeCase("one_token", num_tokens=1),
+        MoeCase("top_1", top_k=1),
+        MoeCase("one_of_one", num_experts=1, top_k=1),
+        MoeCase("all_of_all", num_experts=3, top_k=3),
+        MoeCase("ragged", num_tokens=11, dim=13, hidden=7, num_experts=5),
+    )
+
+
+def get_case(name: str) -> MoeCase:
+    """The case of :func:`moe_cases` called ``name``."""
+    return next(case for case in moe_cases() if case.name == name)
