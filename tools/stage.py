@@ -39,7 +39,13 @@ def check_python():
         fail(
             "this is Python %s (%s), but the stack is pinned to Python %s\n"
             "fix: %s%s"
-            % (found, sys.executable, wanted, fix, "" if other else "   (after installing it)")
+            % (
+                found,
+                sys.executable,
+                wanted,
+                fix,
+                "" if other else "   (after installing it)",
+            )
         )
 
 
@@ -96,7 +102,9 @@ def main():
     """Replaces this process by the stager proper."""
     check_python()
     if not shutil.which("git"):
-        fail("git is not on PATH\nfix: install it (Debian, Ubuntu: apt-get install git)")
+        fail(
+            "git is not on PATH\nfix: install it (Debian, Ubuntu: apt-get install git)"
+        )
     try:
         python = tools_python()
     except OSError as error:

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import filelock
 
-from .config import Workspace, base_key, write_atomically
+from .config import base_key, Workspace, write_atomically
 from .console import Console
-from .errors import StageError, no_space
+from .errors import no_space, StageError
 from .series import Series
 
 
@@ -126,7 +126,9 @@ def _pip_install(env: BaseEnv, series: Series, update: Callable[[str], None]) ->
     lines = []
     for line in process.stdout or ():
         lines.append(line.rstrip())
-        if line.startswith(("Collecting", "Downloading", "Installing", "  Downloading")):
+        if line.startswith(
+            ("Collecting", "Downloading", "Installing", "  Downloading")
+        ):
             update(line.strip()[:90])
     if process.wait():
         raise _pip_error(lines, log)

@@ -228,7 +228,11 @@ class _Graph:
         if not generated.added:
             return
         autograd = generated.folder / AUTOGRAD
-        names = ["Functions.cpp", "VariableTypeEverything.cpp", "TraceTypeEverything.cpp"]
+        names = [
+            "Functions.cpp",
+            "VariableTypeEverything.cpp",
+            "TraceTypeEverything.cpp",
+        ]
         in_place = autograd / "ADInplaceOrViewTypeEverything.cpp"
         if "m.impl" in in_place.read_text():
             names.append(in_place.name)
@@ -245,7 +249,9 @@ class _Graph:
 
     def add_source(self, path: Path, name: str) -> None:
         """A source file of a PR, once or once per capability."""
-        stem = name.removeprefix("aten/src/ATen/").removesuffix(".cpp").replace("/", ".")
+        stem = (
+            name.removeprefix("aten/src/ATen/").removesuffix(".cpp").replace("/", ".")
+        )
         if not re.fullmatch(r"aten/src/ATen/native/cpu/[^/]+\.cpp", name):
             self._compile(path, stem, f"-O2 {_WARNINGS}", self._library_objects)
             return

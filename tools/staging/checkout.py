@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from . import patchfile
-from .config import Workspace, digest, write_atomically
+from .config import digest, Workspace, write_atomically
 from .console import Console
 from .errors import StageError
 from .gitrepo import GitError, GitRepo
@@ -188,7 +188,9 @@ class Checkout:
         for name in pr.files:
             path = series.root / name
             if not path.is_file():
-                raise StageError(f"{pr.name}: {name} is listed in series.toml but missing")
+                raise StageError(
+                    f"{pr.name}: {name} is listed in series.toml but missing"
+                )
             if self.git.has(f"{parent}:{name}"):
                 raise StageError(
                     f"{pr.name}: {name} already exists in PyTorch or an earlier PR",
@@ -315,7 +317,11 @@ class Checkout:
 def _pr_parts(series: Series, pr: PullRequest) -> list[str | bytes]:
     """Everything that decides the commit of a PR."""
     patch = series.patch(pr)
-    parts: list[str | bytes] = [pr.name, series.message(pr), patch.diff if patch else ""]
+    parts: list[str | bytes] = [
+        pr.name,
+        series.message(pr),
+        patch.diff if patch else "",
+    ]
     for name in pr.files:
         path = series.root / name
         parts += [name, path.read_bytes() if path.is_file() else "missing"]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import click
 
-from . import export as export_module, pipeline, series as series_module, testing
+from . import export as export_module, lint, pipeline, series as series_module, testing
 from .baseenv import BaseEnv
 from .checkout import Checkout
-from .config import workspace as make_workspace, Workspace
+from .config import Workspace, workspace as make_workspace
 from .console import Console
 from .errors import from_os_error, StageError
 from .pipeline import Staged
@@ -42,7 +42,9 @@ class _Session:
     def setup(self, wait: bool = True, **arguments) -> Staged:
         """pipeline.setup under the lock of the build folder."""
         with pipeline.locked(self.workspace, self.console, wait=wait):
-            return pipeline.setup(self.workspace, self.series, self.console, **arguments)
+            return pipeline.setup(
+                self.workspace, self.series, self.console, **arguments
+            )
 
     @contextmanager
     def checkout(self) -> Iterator[tuple[BaseEnv, Checkout]]:
@@ -232,6 +234,17 @@ def verify(session: _Session, each: bool) -> None:
         _verify_prefixes(session)
 
 
+@cli.command("lint")
+@click.option("-a", "--apply", is_flag=True, help="Also write the formatters' fixes.")
+@click.pass_obj
+def lint_command(session: _Session, apply: bool) -> None:
+    """Runs all linters on every file of the repository.
+
+    Example: python3 tools/stage.py lint -a
+    """
+    sys.exit(lint.run(session.workspace.repo, apply))
+
+
 def _verify_prefixes(session: _Session) -> None:
     """Stages and tests each prefix in a build folder of its own."""
     for pr in session.series.prs:
@@ -244,7 +257,9 @@ def _verify_prefixes(session: _Session) -> None:
         if pr.tests and testing.run(prefix, staged, pr.tests, []):
             raise StageError(f"the stack up to {pr.name} does not pass its tests")
         shutil.rmtree(build)
-    print(f"verified: all {len(session.series.prs)} prefixes stage and pass their tests")
+    print(
+        f"verified: all {len(session.series.prs)} prefixes stage and pass their tests"
+    )
 
 
 def _report(changed: list[str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .baseenv import BaseEnv
 from .checkout import Checkout
-from .config import Workspace, digest, write_atomically, write_if_changed
+from .config import digest, Workspace, write_atomically, write_if_changed
 from .console import Console
 from .errors import StageError
 from .gitrepo import GitError
@@ -108,7 +108,9 @@ def run_driver(
     result = json.loads(result_file.read_text()) if result_file.exists() else {}
     if done.returncode or "error" in result:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise StageError(f"torchgen rejects the ops: {result.get('error', last)}", log=log)
+        raise StageError(
+            f"torchgen rejects the ops: {result.get('error', last)}", log=log
+        )
     return result
 
 

@@ -13,7 +13,7 @@ import ninja
 from .buildgraph import Binaries
 from .config import Workspace, write_atomically
 from .console import Console
-from .errors import StageError, no_space
+from .errors import no_space, StageError
 
 
 _STATUS = "[%f/%t] "
@@ -100,7 +100,9 @@ def _first_error(lines: list[str], workspace: Workspace, log: Path) -> StageErro
     for number, line in enumerate(lines):
         found = _ERROR.match(line)
         if found:
-            context = [s for s in lines[number + 1 : number + 4] if re.match(r"\s+\d* ?\|", s)]
+            context = [
+                s for s in lines[number + 1 : number + 4] if re.match(r"\s+\d* ?\|", s)
+            ]
             where = _repository_path(found["where"], workspace)
             text = "\n".join([f"{where}: error: {found['what']}", *context])
             return StageError(f"compile error\n{text}", log=log)
@@ -112,7 +114,9 @@ def _first_error(lines: list[str], workspace: Workspace, log: Path) -> StageErro
                 "use an exported at:: function, or see tools/staging/overlay/",
                 log=log,
             )
-    failed = next((s for s in lines if s.startswith("FAILED:")), lines[-1] if lines else "")
+    failed = next(
+        (s for s in lines if s.startswith("FAILED:")), lines[-1] if lines else ""
+    )
     return StageError(f"the build failed: {failed}", log=log)
 
 

@@ -1,12 +1,12 @@
 """Where everything lies: the repository, its build folder, the user's cache.
 
-    repository/build/             derived, never committed, safe to delete
-        checkout/                 git: wheel sources + one commit per PR
-        gen/ include/ obj/        torchgen output, overlay headers, objects
-        venv/                     the staged environment
-        state/ logs/              what was done last; full output of tools
-    <cache>/base-<hash>/          shared by all clones with the same pins
-        venv/ source/             pip environment; sources recovered from it
+repository/build/             derived, never committed, safe to delete
+    checkout/                 git: wheel sources + one commit per PR
+    gen/ include/ obj/        torchgen output, overlay headers, objects
+    venv/                     the staged environment
+    state/ logs/              what was done last; full output of tools
+<cache>/base-<hash>/          shared by all clones with the same pins
+    venv/ source/             pip environment; sources recovered from it
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ class Console:
         start = time.monotonic()
         if self._rich.is_terminal and not self._quiet:
             with self._rich.status(title) as status:
-                yield lambda detail: status.update(f"{title}  [dim]{_escape(detail)}[/]")
+                yield lambda detail: status.update(
+                    f"{title}  [dim]{_escape(detail)}[/]"
+                )
         else:
             self._print(f"... {title}")
             yield lambda detail: None

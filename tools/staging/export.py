@@ -23,7 +23,7 @@ from .config import Workspace, write_atomically, write_if_changed
 from .console import Console
 from .errors import StageError
 from .gitrepo import GitError, GitRepo
-from .series import SERIES_FILE, Series, UPSTREAM_ROOTS
+from .series import Series, SERIES_FILE, UPSTREAM_ROOTS
 
 
 # Two lines of context: enough to place a hunk, little enough to survive drift.
@@ -102,7 +102,9 @@ def write(exported: Exported, series: Series) -> list[str]:
         if write_if_changed(series.root / path, data):
             (series.root / path).chmod(0o755 if executable else 0o644)
             changed.append(path)
-    for path in sorted({f for pr in series.prs for f in pr.files} - set(exported.files)):
+    for path in sorted(
+        {f for pr in series.prs for f in pr.files} - set(exported.files)
+    ):
         (series.root / path).unlink(missing_ok=True)
         changed.append(f"{path} (removed)")
     if _update_series(exported, series):
@@ -129,7 +131,11 @@ def export(checkout: Checkout, series: Series) -> list[str]:
 
 
 def refresh(
-    workspace: Workspace, checkout: Checkout, series: Series, name: str, console: Console
+    workspace: Workspace,
+    checkout: Checkout,
+    series: Series,
+    name: str,
+    console: Console,
 ) -> list[str]:
     """Folds the uncommitted edits of the checkout into one PR.
 
@@ -307,7 +313,9 @@ def _update_series(exported: Exported, series: Series) -> bool:
 
 def _is_test(path: str) -> bool:
     name = path.rsplit("/", 1)[-1]
-    return path.startswith("test/") and name.startswith("test_") and name.endswith(".py")
+    return (
+        path.startswith("test/") and name.startswith("test_") and name.endswith(".py")
+    )
 
 
 def _multiline(items: list[str]) -> tomlkit.items.Array:

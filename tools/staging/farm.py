@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .baseenv import BaseEnv
-from .config import Workspace, digest, write_atomically
+from .config import digest, Workspace, write_atomically
 from .console import Console
 from .errors import StageError
 

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import StageError, no_space
+from .errors import no_space, StageError
 
 
 _DATE = "2000-01-01T00:00:00+0000"

@@ -37,7 +37,7 @@ def assembly(names: list[str]) -> str:
         f".globl {name}\n.type {name}, @object\n.size {name}, 8\n{name}:\n.quad 0\n"
         for name in names
     )
-    return f".data\n.balign 8\n{entries}.section .note.GNU-stack,\"\",@progbits\n"
+    return f'.data\n.balign 8\n{entries}.section .note.GNU-stack,"",@progbits\n'
 
 
 if __name__ == "__main__":

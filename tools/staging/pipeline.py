@@ -18,7 +18,7 @@ import filelock
 
 from . import baseenv, buildgraph, codegen, compile, wheelsource
 from .baseenv import BaseEnv
-from .buildgraph import BuildOptions, Binaries
+from .buildgraph import Binaries, BuildOptions
 from .checkout import Checkout
 from .codegen import Generated
 from .config import Workspace, write_if_changed
@@ -60,7 +60,9 @@ def locked(workspace: Workspace, console: Console, wait: bool = True) -> Iterato
                 f"another stage.py is working in {workspace.build}",
                 hint="wait for it, or leave out --no-wait",
             ) from None
-        console.warn(f"another stage.py is working in {workspace.build}; waiting for it")
+        console.warn(
+            f"another stage.py is working in {workspace.build}; waiting for it"
+        )
         lock.acquire()
     try:
         yield

@@ -6,17 +6,26 @@ upstream paths. Everything under build/ is derived from them.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import tomllib
 
 from . import patchfile
 from .errors import StageError
 
 
 SERIES_FILE = "torch_patches/series.toml"
-UPSTREAM_ROOTS = ("aten", "torch", "torchgen", "test", "benchmarks", "docs", "functorch")
+UPSTREAM_ROOTS = (
+    "aten",
+    "torch",
+    "torchgen",
+    "test",
+    "benchmarks",
+    "docs",
+    "functorch",
+)
 _PR_KEYS = {"name", "title", "files", "tests", "labels", "owners"}
 
 

@@ -80,7 +80,9 @@ def run(
         print(f"--- {test}", flush=True)
         results = workspace.build / "test-results" / f"{_flat(test)}.xml"
         results.unlink(missing_ok=True)
-        status = _run_file(workspace, staged, test, [*pytest_args, f"--junit-xml={results}"])
+        status = _run_file(
+            workspace, staged, test, [*pytest_args, f"--junit-xml={results}"]
+        )
         report.counts["files"] += 1
         _count(results, report)
         # 5: the -k expression matched nothing in this file.

@@ -39,7 +39,12 @@ _SKIPPED_FILES = {
     "torch/version.py",
     "torch/testing/_internal/generated/annotated_fn_args.py",
 }
-_HEADER_ROOTS = {"ATen": "aten/src/ATen", "c10": "c10", "caffe2": "caffe2", "torch": "torch"}
+_HEADER_ROOTS = {
+    "ATen": "aten/src/ATen",
+    "c10": "c10",
+    "caffe2": "caffe2",
+    "torch": "torch",
+}
 _SHIM_HEADERS = "/aoti_torch/generated/"
 
 # Source path -> path below site-packages, for files a patch or PR may hold.

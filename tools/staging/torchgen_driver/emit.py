@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torchgen.gen as gen
-from opdiff import masked_indices, OpDiff, Rejected
 from tools.autograd import (
     gen_annotated_fn_args,
     gen_autograd_functions,
@@ -39,6 +38,8 @@ from torchgen.model import (
 )
 from torchgen.selective_build.selector import SelectiveBuilder
 from torchgen.utils import FileManager
+
+from opdiff import masked_indices, OpDiff, Rejected
 
 
 AUTOGRAD = "torch/csrc/autograd/generated"
@@ -97,7 +98,9 @@ class Emitter:
         self._generate({**arguments, "structured_native_functions": []}, [])
         for path in install.glob("*.cpp"):
             registers = "m.impl" in path.read_text()
-            wanted = path.stem.startswith("Register") and path.stem.endswith("Everything")
+            wanted = path.stem.startswith("Register") and path.stem.endswith(
+                "Everything"
+            )
             if not (registers and wanted) or "Functionalization" in path.stem:
                 path.unlink()
 
@@ -249,7 +252,9 @@ class Emitter:
 
 
 def _functions(group: NativeFunction | NativeFunctionsGroup) -> list[NativeFunction]:
-    return list(group.functions()) if isinstance(group, NativeFunctionsGroup) else [group]
+    return (
+        list(group.functions()) if isinstance(group, NativeFunctionsGroup) else [group]
+    )
 
 
 def _as_fragment(schema: str) -> str:

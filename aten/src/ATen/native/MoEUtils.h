@@ -22,14 +22,17 @@
 #include <string_view>
 #include <utility>
 
-// TORCH_SYM_CHECK that raises ValueError.
-#define MOE_SYM_CHECK_VALUE(cond, ...) \
-  TORCH_CHECK_VALUE((cond).expect_true(__FILE__, __LINE__), __VA_ARGS__)
-
 namespace at::native::moe {
 
-// Slot and row ids are int32; a count of them has to fit too.
+// Slot and row ids are int32; a count of them has to fit too. A symbolic size
+// is left to the kernel that runs: a bound here would be a guard in every graph
+// with dynamic shapes, and export rejects a bound that its Dim does not name.
 constexpr int64_t kMaxIndex = std::numeric_limits<int32_t>::max();
+
+inline bool fits_index(const c10::SymInt& count) {
+  const auto value = count.maybe_as_int();
+  return !value.has_value() || *value <= kMaxIndex;
+}
 
 enum class Activation : uint8_t {
   SwiGLU,
@@ -238,25 +241,28 @@ inline c10::SymInt check_permutation(
       ": topk_indices must have dtype int32 or int64, got ",
       dtype_name(topk_indices.scalar_type()));
   check_rank(op, "topk_indices", topk_indices, 2, "(T, K)");
-  MOE_SYM_CHECK_VALUE(
-      num_experts.sym_ge(1).sym_and(num_experts.sym_le(kMaxIndex)),
+  TORCH_CHECK_VALUE(
+      num_experts.sym_ge(1).expect_true(__FILE__, __LINE__) &&
+          fits_index(num_experts),
       op,
       ": num_experts must be in [1, 2**31), got ",
       num_experts);
-  MOE_SYM_CHECK_VALUE(
-      row_alignment.sym_ge(1).sym_and(row_alignment.sym_le(kMaxIndex)),
+  TORCH_CHECK_VALUE(
+      row_alignment.sym_ge(1).expect_true(__FILE__, __LINE__) &&
+          fits_index(row_alignment),
       op,
       ": row_alignment must be in [1, 2**31), got ",
       row_alignment);
   const c10::SymInt num_slots = topk_indices.sym_numel();
-  MOE_SYM_CHECK_VALUE(
-      num_slots.sym_le(kMaxIndex),
+  TORCH_CHECK_VALUE(
+      fits_index(num_slots),
       op,
       ": topk_indices must have fewer than 2**31 elements, got shape ",
       shape_string(topk_indices.sym_sizes()));
   if (num_rows.has_value()) {
-    MOE_SYM_CHECK_VALUE(
-        num_rows->sym_ge(0).sym_and(num_rows->sym_le(kMaxIndex)),
+    TORCH_CHECK_VALUE(
+        num_rows->sym_ge(0).expect_true(__FILE__, __LINE__) &&
+            fits_index(*num_rows),
         op,
         ": num_rows must be in [0, 2**31), got ",
         *num_rows);
@@ -265,8 +271,8 @@ inline c10::SymInt check_permutation(
   // Each expert that has a slot wastes at most row_alignment - 1 rows.
   const c10::SymInt bound =
       num_slots + num_experts.min(num_slots) * (row_alignment - 1);
-  MOE_SYM_CHECK_VALUE(
-      bound.sym_le(kMaxIndex),
+  TORCH_CHECK_VALUE(
+      fits_index(bound),
       op,
       ": the number of rows T*K + min(E, T*K) * (row_alignment - 1) must be"
       " less than 2**31, got ",
@@ -436,15 +442,15 @@ inline MLPSizes check_mlp_inputs(
     sizes.num_rows = sizes.num_tokens;
     sizes.top_k = 1;
   }
-  MOE_SYM_CHECK_VALUE(
-      (sizes.num_tokens * sizes.top_k).sym_le(kMaxIndex),
+  TORCH_CHECK_VALUE(
+      fits_index(sizes.num_tokens * sizes.top_k),
       op,
       ": T*K must be less than 2**31, got T = ",
       sizes.num_tokens,
       " and K = ",
       sizes.top_k);
-  MOE_SYM_CHECK_VALUE(
-      sizes.num_rows.sym_le(kMaxIndex),
+  TORCH_CHECK_VALUE(
+      fits_index(sizes.num_rows),
       op,
       ": the number of rows R must be less than 2**31, got ",
       sizes.num_rows);

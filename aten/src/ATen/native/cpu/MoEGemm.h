@@ -107,11 +107,28 @@ void pack_tile(
     }
     return;
   }
-  for (int64_t n = 0; n < cols; ++n) {
-    const scalar_t* column = src + n * b.col_stride;
-    for (int64_t k = 0; k < depth; ++k) {
-      dst[k * width + n] = static_cast<acc_t>(column[k * b.row_stride]);
+  // A column of B is a line of storage in the usual case, a weight (N, K).
+  constexpr int64_t length = 64;
+  acc_t lines[width * length];
+  for (int64_t k = 0; k < depth; k += length) {
+    const int64_t count = std::min(length, depth - k);
+    for (int64_t n = 0; n < cols; ++n) {
+      const scalar_t* column = src + k * b.row_stride + n * b.col_stride;
+      if (b.row_stride == 1) {
+        load_row(column, lines + n * length, count);
+        continue;
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        lines[n * length + i] = static_cast<acc_t>(column[i * b.row_stride]);
+      }
     }
+    vec::transpose_mxn<acc_t>(
+        lines,
+        length,
+        dst + k * width,
+        width,
+        static_cast<int>(cols),
+        static_cast<int>(count));
   }
 }
 

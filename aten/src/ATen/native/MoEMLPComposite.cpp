@@ -1,0 +1,456 @@
+// _moe_mlp for every backend that has no kernel of its own, from ATen ops. See
+// MoEUtils.h for the notation.
+//
+// Where the rules of _grouped_mm allow it, the matmuls are grouped ones: then
+// nothing here syncs with the host and no shape depends on data, so the op can
+// be captured in a CUDA graph. Otherwise a loop over the experts reads `offs` on
+// the host: one sync.
+//
+// A row without a slot (padding, or behind the last expert) is set to zero
+// before each use, as _grouped_mm leaves the rows behind offs[-1] uninitialised.
+#define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEUtils.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/_moe_mlp_backward_native.h>
+#include <ATen/ops/_moe_mlp_native.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/threshold_backward.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#endif
+
+#include <algorithm>
+#include <vector>
+
+namespace at::native {
+namespace {
+
+using moe::Activation;
+using moe::ActivationSpec;
+
+bool can_use_grouped_mm(const moe::MLPInputs& in) {
+  if (in.input.scalar_type() == kDouble) {
+    return false;
+  }
+  const int64_t alignment = 16 / in.input.element_size();
+  const auto aligned = [&](const Tensor& w) {
+    const bool row_major = w.stride(2) == 1 && w.stride(1) >= w.size(2) &&
+        w.stride(1) % alignment == 0;
+    const bool col_major = w.stride(1) == 1 && w.stride(2) >= w.size(1) &&
+        w.stride(2) % alignment == 0;
+    return w.numel() > 0 && w.size(1) % alignment == 0 &&
+        w.size(2) % alignment == 0 && (row_major || col_major) &&
+        w.stride(0) % alignment == 0 && w.storage_offset() % alignment == 0;
+  };
+  return aligned(in.w_in) && aligned(in.w_out);
+}
+
+// Rows and slots as index tensors. What is not a live row or slot reads index 0
+// and is masked.
+struct Routing {
+  Tensor offs; // (E) int32
+  Tensor row_slot; // (R) int64
+  Tensor row_token; // (R) int64
+  Tensor row_expert; // (R) int64
+  Tensor row_is_live; // (R, 1) bool
+  Tensor slot_row; // (T, K) int64
+  Tensor slot_is_live; // (T, K) bool
+  // offs on the host, for the loop over experts; empty with grouped matmuls.
+  std::vector<int64_t> ends;
+
+  Tensor masked(const Tensor& rows) const {
+    return at::where(row_is_live, rows, 0);
+  }
+};
+
+Routing make_routing(const moe::MLPInputs& in, int64_t num_rows) {
+  const int64_t num_experts = in.offs.size(0);
+  const auto index_options = in.offs.options();
+  Routing routing;
+  routing.offs = in.offs.contiguous();
+  const auto row = at::arange(num_rows, index_options);
+  const auto live_rows = routing.offs.narrow(0, num_experts - 1, 1);
+  const auto slot = in.row_slots.defined() ? in.row_slots : row;
+  const auto is_live = slot.ge(0).logical_and(row.lt(live_rows));
+  const int64_t top_k = in.slot_rows.defined() ? in.slot_rows.size(1) : 1;
+  routing.row_is_live = is_live.unsqueeze(1);
+  routing.row_slot = at::where(is_live, slot, 0).to(kLong);
+  routing.row_token = routing.row_slot.floor_divide(top_k);
+  routing.row_expert =
+      at::searchsorted(routing.offs, row, /*out_int32=*/false, /*right=*/true)
+          .clamp_max(num_experts - 1);
+  const auto slot_row =
+      in.slot_rows.defined() ? in.slot_rows : row.unsqueeze(1);
+  routing.slot_is_live = slot_row.ge(0).logical_and(slot_row.lt(live_rows));
+  routing.slot_row = at::where(routing.slot_is_live, slot_row, 0).to(kLong);
+  if (!can_use_grouped_mm(in)) {
+    const auto host_offs = routing.offs.cpu();
+    const auto* data = host_offs.const_data_ptr<int32_t>();
+    routing.ends.assign(data, data + num_experts);
+  }
+  return routing;
+}
+
+// (R, N) = rows (R, K) times w_e (E, K, N), e the expert of the row
+Tensor multiply_experts(
+    const Routing& routing,
+    const Tensor& rows,
+    const Tensor& w) {
+  if (routing.ends.empty()) {
+    return at::_grouped_mm(rows, w, routing.offs);
+  }
+  auto result = at::zeros({rows.size(0), w.size(2)}, rows.options());
+  int64_t begin = 0;
+  for (size_t e = 0; e < routing.ends.size(); ++e) {
+    const int64_t count = routing.ends[e] - begin;
+    if (count > 0) {
+      auto out = result.narrow(0, begin, count);
+      at::mm_out(
+          out, rows.narrow(0, begin, count), w.select(0, static_cast<int64_t>(e)));
+    }
+    begin = routing.ends[e];
+  }
+  return result;
+}
+
+// (E, P, Q): per expert lhs^T rhs over its rows; lhs (R, P), rhs (R, Q)
+Tensor reduce_experts(
+    const Routing& routing,
+    const Tensor& lhs,
+    const Tensor& rhs) {
+  if (routing.ends.empty()) {
+    return at::_grouped_mm(lhs.t(), rhs, routing.offs);
+  }
+  const auto num_experts = static_cast<int64_t>(routing.ends.size());
+  auto result =
+      at::zeros({num_experts, lhs.size(1), rhs.size(1)}, lhs.options());
+  int64_t begin = 0;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t count = routing.ends[e] - begin;
+    if (count > 0) {
+      auto out = result.select(0, e);
+      at::mm_out(
+          out, lhs.narrow(0, begin, count).t(), rhs.narrow(0, begin, count));
+    }
+    begin = routing.ends[e];
+  }
+  return result;
+}
+
+// (E, Q): per expert the sum of its rows (R, Q). As a matmul this has a fixed
+// summation order, unlike index_add; 8 equal columns meet the 16-byte rule.
+Tensor sum_experts(const Routing& routing, const Tensor& rows) {
+  const auto ones = at::ones({rows.size(0), 8}, rows.options());
+  return reduce_experts(routing, ones, rows).select(1, 0).contiguous();
+}
+
+Tensor with_strides_of(const Tensor& operand, const Tensor& grad) {
+  auto result = at::empty_like(operand);
+  if (result.strides() == grad.strides()) {
+    return grad;
+  }
+  return result.copy_(grad);
+}
+
+ScalarType accumulate_type(const Tensor& input) {
+  return at::toOpMathType(input.scalar_type());
+}
+
+// (T, D) from (R, D): each token's rows summed in slot order.
+Tensor combine_slots(const Routing& routing, const Tensor& rows) {
+  const auto type = accumulate_type(rows);
+  auto sum = at::zeros(
+      {routing.slot_row.size(0), rows.size(1)}, rows.options().dtype(type));
+  for (int64_t k = 0; k < routing.slot_row.size(1); ++k) {
+    const auto values =
+        rows.index_select(0, routing.slot_row.select(1, k)).to(type);
+    sum.add_(at::where(
+        routing.slot_is_live.select(1, k).unsqueeze(1), values, 0));
+  }
+  return sum.to(rows.scalar_type());
+}
+
+// Gate and up (R, F) of H (R, G*F) in the accumulation type. Without a gate,
+// `up` is undefined.
+std::pair<Tensor, Tensor> split_gate(
+    const Tensor& preact,
+    const ActivationSpec& spec) {
+  const auto h = preact.to(accumulate_type(preact));
+  if (!spec.is_gated) {
+    return {h, Tensor()};
+  }
+  if (spec.interleaved) {
+    const auto pairs = h.unflatten(1, {-1, 2});
+    return {pairs.select(2, 0), pairs.select(2, 1)};
+  }
+  const int64_t hidden = h.size(1) / 2;
+  return {h.narrow(1, 0, hidden), h.narrow(1, hidden, hidden)};
+}
+
+// act(H) in the accumulation type, (R, F)
+Tensor activate(const Tensor& preact, const ActivationSpec& spec) {
+  const auto [gate, up] = split_gate(preact, spec);
+  switch (spec.kind) {
+    case Activation::SwiGLU:
+      return at::silu(gate) * up;
+    case Activation::GeGLU:
+      return at::gelu(gate) * up;
+    case Activation::GeGLUTanh:
+      return at::gelu(gate, "tanh") * up;
+    case Activation::ReGLU:
+      return gate.relu() * up;
+    case Activation::SwiGLUOAI: {
+      const auto g = gate.clamp_max(spec.limit);
+      const auto u = up.clamp(-spec.limit, spec.limit);
+      return g * (g * spec.alpha).sigmoid() * (u + 1);
+    }
+    case Activation::SiLU:
+      return at::silu(gate);
+    case Activation::GELU:
+      return at::gelu(gate);
+    case Activation::ReLU:
+      return gate.relu();
+    case Activation::ReLU2:
+      return gate.relu().square();
+  }
+  TORCH_INTERNAL_ASSERT(false, "unhandled activation");
+}
+
+// Gradients of gate and up (undefined without a gate) from that of act(H).
+std::pair<Tensor, Tensor> activate_backward(
+    const Tensor& gate,
+    const Tensor& up,
+    const Tensor& grad,
+    const ActivationSpec& spec) {
+  switch (spec.kind) {
+    case Activation::SwiGLU:
+      return {at::silu_backward(grad * up, gate), grad * at::silu(gate)};
+    case Activation::GeGLU:
+      return {at::gelu_backward(grad * up, gate), grad * at::gelu(gate)};
+    case Activation::GeGLUTanh:
+      return {
+          at::gelu_backward(grad * up, gate, "tanh"),
+          grad * at::gelu(gate, "tanh")};
+    case Activation::ReGLU:
+      return {at::threshold_backward(grad * up, gate, 0), grad * gate.relu()};
+    case Activation::SwiGLUOAI: {
+      const auto g = gate.clamp_max(spec.limit);
+      const auto u = up.clamp(-spec.limit, spec.limit);
+      const auto s = (g * spec.alpha).sigmoid();
+      const auto grad_g = grad * (u + 1) * s * (g * spec.alpha * (1 - s) + 1);
+      return {
+          grad_g.masked_fill(gate.gt(spec.limit), 0),
+          (grad * g * s).masked_fill(up.abs().gt(spec.limit), 0)};
+    }
+    case Activation::SiLU:
+      return {at::silu_backward(grad, gate), Tensor()};
+    case Activation::GELU:
+      return {at::gelu_backward(grad, gate), Tensor()};
+    case Activation::ReLU:
+      return {at::threshold_backward(grad, gate, 0), Tensor()};
+    case Activation::ReLU2:
+      return {grad * gate.relu() * 2, Tensor()};
+  }
+  TORCH_INTERNAL_ASSERT(false, "unhandled activation");
+}
+
+// dH (R, G*F) in the accumulation type.
+Tensor preact_grad(
+    const Tensor& preact,
+    const Tensor& grad,
+    const ActivationSpec& spec) {
+  const auto [gate, up] = split_gate(preact, spec);
+  const auto [grad_gate, grad_up] = activate_backward(gate, up, grad, spec);
+  if (!spec.is_gated) {
+    return grad_gate;
+  }
+  return spec.interleaved ? at::stack({grad_gate, grad_up}, 2).flatten(1)
+                          : at::cat({grad_gate, grad_up}, 1);
+}
+
+Tensor weights_of_rows(const Tensor& topk_weights, const Routing& routing) {
+  return topk_weights.reshape({-1})
+      .index_select(0, routing.row_slot)
+      .unsqueeze(1);
+}
+
+bool has_work(const moe::MLPInputs& in, const moe::MLPSizes& sizes) {
+  return in.input.size(0) > 0 && in.offs.size(0) > 0 &&
+      sizes.num_rows.expect_int() > 0 && sizes.top_k.expect_int() > 0;
+}
+
+} // namespace
+
+std::tuple<Tensor, Tensor> moe_mlp_composite(
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit,
+    bool compute_preact) {
+  constexpr const char* op = "_moe_mlp";
+  const auto spec =
+      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
+  const moe::MLPInputs in(
+      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+  const auto sizes = moe::check_mlp_inputs(op, in, spec);
+  const int64_t num_rows = sizes.num_rows.expect_int();
+  const int64_t gated_dim = sizes.gated_dim.expect_int();
+  const auto no_preact = at::zeros(
+      {compute_preact ? num_rows : 0, gated_dim}, input.options());
+  if (!has_work(in, sizes)) {
+    return {at::zeros(input.sizes(), input.options()), no_preact};
+  }
+
+  const auto dtype = input.scalar_type();
+  const auto type = accumulate_type(input);
+  const auto routing = make_routing(in, num_rows);
+  const auto x = routing.masked(input.index_select(0, routing.row_token));
+  auto h = multiply_experts(routing, x, w_in.transpose(1, 2));
+  if (in.b_in.defined()) {
+    h = (h.to(type) + in.b_in.index_select(0, routing.row_expert)).to(dtype);
+  }
+  h = routing.masked(h);
+  const auto act = activate(h, spec).to(dtype);
+  auto o = multiply_experts(routing, act, w_out.transpose(1, 2)).to(type);
+  if (in.b_out.defined()) {
+    o = o + in.b_out.index_select(0, routing.row_expert);
+  }
+  if (in.topk_weights.defined()) {
+    o = o * weights_of_rows(in.topk_weights, routing);
+  }
+  return {
+      combine_slots(routing, o.to(dtype)), compute_preact ? h : no_preact};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+moe_mlp_backward_composite(
+    const Tensor& grad_out,
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const Tensor& preact,
+    std::array<bool, 6> output_mask,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit) {
+  constexpr const char* op = "_moe_mlp_backward";
+  const auto spec =
+      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
+  const moe::MLPInputs in(
+      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+  const auto sizes = moe::check_mlp_inputs(op, in, spec);
+  moe::check_mlp_backward_inputs(op, in, spec, sizes, grad_out, preact);
+
+  const std::array<Tensor, 6> operands = {
+      input, w_in, w_out, in.topk_weights, in.b_in, in.b_out};
+  std::array<Tensor, 6> grads;
+  std::array<bool, 6> wanted{};
+  for (size_t i = 0; i < grads.size(); ++i) {
+    wanted[i] = output_mask[i] && operands[i].defined();
+    // A gradient that is not wanted is empty, see defined_grads in MoEMLP.cpp.
+    grads[i] = wanted[i] ? Tensor() : at::empty({0}, input.options());
+  }
+  const auto result = [&]() {
+    return std::make_tuple(
+        grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]);
+  };
+  if (!has_work(in, sizes)) {
+    for (size_t i = 0; i < grads.size(); ++i) {
+      if (wanted[i]) {
+        grads[i] = i == 1 || i == 2
+            ? at::zeros_like(operands[i])
+            : at::zeros(operands[i].sizes(), operands[i].options());
+      }
+    }
+    return result();
+  }
+
+  const auto dtype = input.scalar_type();
+  const auto type = accumulate_type(input);
+  const auto routing = make_routing(in, sizes.num_rows.expect_int());
+  const auto dy = routing.masked(grad_out.index_select(0, routing.row_token));
+  const auto h = routing.masked(preact);
+  const auto act = activate(h, spec).to(dtype);
+  const auto s = in.topk_weights.defined()
+      ? weights_of_rows(in.topk_weights, routing).to(type)
+      : at::ones({1, 1}, input.options().dtype(type));
+  const bool wants_preact_grad = wanted[0] || wanted[1] || wanted[4];
+
+  // dA' = dO W_out is shared by dS and dH.
+  Tensor grad_act;
+  if (wants_preact_grad || wanted[3]) {
+    grad_act = routing.masked(multiply_experts(routing, dy, w_out)).to(type);
+  }
+  if (wanted[3]) {
+    auto row_grad = (grad_act * act).sum(1);
+    if (in.b_out.defined()) {
+      row_grad = row_grad +
+          (dy.to(type) * in.b_out.index_select(0, routing.row_expert)).sum(1);
+    }
+    const auto slot_grad =
+        row_grad.index_select(0, routing.slot_row.reshape({-1}))
+            .view(routing.slot_row.sizes());
+    grads[3] = at::where(routing.slot_is_live, slot_grad, 0)
+                   .to(in.topk_weights.scalar_type());
+  }
+  if (wanted[2]) {
+    grads[2] = with_strides_of(
+        w_out, reduce_experts(routing, dy, (act * s).to(dtype)));
+  }
+  if (wanted[5]) {
+    grads[5] = sum_experts(routing, (dy * s).to(dtype));
+  }
+  if (wants_preact_grad) {
+    const auto dh =
+        routing.masked(preact_grad(h, grad_act * s, spec)).to(dtype);
+    if (wanted[0]) {
+      grads[0] = combine_slots(routing, multiply_experts(routing, dh, w_in));
+    }
+    if (wanted[1]) {
+      const auto x = routing.masked(input.index_select(0, routing.row_token));
+      grads[1] = with_strides_of(w_in, reduce_experts(routing, dh, x));
+    }
+    if (wanted[4]) {
+      grads[4] = sum_experts(routing, dh);
+    }
+  }
+  return result();
+}
+
+} // namespace at::native
