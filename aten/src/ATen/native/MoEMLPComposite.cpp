@@ -299,6 +299,79 @@ bool has_work(const moe::MLPInputs& in, const moe::MLPSizes& sizes) {
       sizes.num_rows.expect_int() > 0 && sizes.top_k.expect_int() > 0;
 }
 
+using Gradients = std::array<Tensor, 6>;
+
+// Gradients of w_in, b_in and input, which all need dH.
+void backward_of_preact(
+    const moe::MLPInputs& in,
+    const Routing& routing,
+    const Tensor& grad_preact,
+    const std::array<bool, 6>& wanted,
+    Gradients& grads) {
+  if (wanted[0]) {
+    grads[0] =
+        combine_slots(routing, multiply_experts(routing, grad_preact, in.w_in));
+  }
+  if (wanted[1]) {
+    const auto x = routing.masked(in.input.index_select(0, routing.row_token));
+    grads[1] =
+        with_strides_of(in.w_in, reduce_experts(routing, grad_preact, x));
+  }
+  if (wanted[4]) {
+    grads[4] = sum_experts(routing, grad_preact);
+  }
+}
+
+void backward_of_live_rows(
+    const moe::MLPInputs& in,
+    const Routing& routing,
+    const ActivationSpec& spec,
+    const Tensor& grad_out,
+    const Tensor& preact,
+    const std::array<bool, 6>& wanted,
+    Gradients& grads) {
+  const auto dtype = in.input.scalar_type();
+  const auto type = accumulate_type(in.input);
+  const auto dy = routing.masked(grad_out.index_select(0, routing.row_token));
+  const auto h = routing.masked(preact);
+  const auto act = activate(h, spec).to(dtype);
+  const auto s = in.topk_weights.defined()
+      ? weights_of_rows(in.topk_weights, routing).to(type)
+      : at::ones({1, 1}, in.input.options().dtype(type));
+  if (wanted[2]) {
+    grads[2] = with_strides_of(
+        in.w_out, reduce_experts(routing, dy, (act * s).to(dtype)));
+  }
+  if (wanted[5]) {
+    grads[5] = sum_experts(routing, (dy * s).to(dtype));
+  }
+
+  const bool wants_preact_grad = wanted[0] || wanted[1] || wanted[4];
+  if (!wants_preact_grad && !wanted[3]) {
+    return;
+  }
+  // dA' = dO W_out, of which both dS and dH are made.
+  const auto grad_act =
+      routing.masked(multiply_experts(routing, dy, in.w_out)).to(type);
+  if (wanted[3]) {
+    auto row_grad = (grad_act * act).sum(1);
+    if (in.b_out.defined()) {
+      row_grad = row_grad +
+          (dy.to(type) * in.b_out.index_select(0, routing.row_expert)).sum(1);
+    }
+    const auto slot_grad =
+        row_grad.index_select(0, routing.slot_row.reshape({-1}))
+            .view(routing.slot_row.sizes());
+    grads[3] = at::where(routing.slot_is_live, slot_grad, 0)
+                   .to(in.topk_weights.scalar_type());
+  }
+  if (wants_preact_grad) {
+    const auto grad_preact =
+        routing.masked(preact_grad(h, grad_act * s, spec)).to(dtype);
+    backward_of_preact(in, routing, grad_preact, wanted, grads);
+  }
+}
+
 } // namespace
 
 std::tuple<Tensor, Tensor> moe_mlp_composite(
@@ -377,80 +450,30 @@ moe_mlp_backward_composite(
   const auto sizes = moe::check_mlp_inputs(op, in, spec);
   moe::check_mlp_backward_inputs(op, in, spec, sizes, grad_out, preact);
 
-  const std::array<Tensor, 6> operands = {
+  const Gradients operands = {
       input, w_in, w_out, in.topk_weights, in.b_in, in.b_out};
-  std::array<Tensor, 6> grads;
   std::array<bool, 6> wanted{};
-  for (size_t i = 0; i < grads.size(); ++i) {
+  for (size_t i = 0; i < operands.size(); ++i) {
     wanted[i] = output_mask[i] && operands[i].defined();
-    // A gradient that is not wanted is empty, see defined_grads in MoEMLP.cpp.
-    grads[i] = wanted[i] ? Tensor() : at::empty({0}, input.options());
   }
-  const auto result = [&]() {
-    return std::make_tuple(
-        grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]);
-  };
-  if (!has_work(in, sizes)) {
-    for (size_t i = 0; i < grads.size(); ++i) {
-      if (wanted[i]) {
-        grads[i] = i == 1 || i == 2
-            ? at::zeros_like(operands[i])
-            : at::zeros(operands[i].sizes(), operands[i].options());
-      }
-    }
-    return result();
+  Gradients grads;
+  if (has_work(in, sizes)) {
+    const auto routing = make_routing(in, sizes.num_rows.expect_int());
+    backward_of_live_rows(
+        in, routing, spec, grad_out, preact, wanted, grads);
   }
-
-  const auto dtype = input.scalar_type();
-  const auto type = accumulate_type(input);
-  const auto routing = make_routing(in, sizes.num_rows.expect_int());
-  const auto dy = routing.masked(grad_out.index_select(0, routing.row_token));
-  const auto h = routing.masked(preact);
-  const auto act = activate(h, spec).to(dtype);
-  const auto s = in.topk_weights.defined()
-      ? weights_of_rows(in.topk_weights, routing).to(type)
-      : at::ones({1, 1}, input.options().dtype(type));
-  const bool wants_preact_grad = wanted[0] || wanted[1] || wanted[4];
-
-  // dA' = dO W_out is shared by dS and dH.
-  Tensor grad_act;
-  if (wants_preact_grad || wanted[3]) {
-    grad_act = routing.masked(multiply_experts(routing, dy, w_out)).to(type);
-  }
-  if (wanted[3]) {
-    auto row_grad = (grad_act * act).sum(1);
-    if (in.b_out.defined()) {
-      row_grad = row_grad +
-          (dy.to(type) * in.b_out.index_select(0, routing.row_expert)).sum(1);
-    }
-    const auto slot_grad =
-        row_grad.index_select(0, routing.slot_row.reshape({-1}))
-            .view(routing.slot_row.sizes());
-    grads[3] = at::where(routing.slot_is_live, slot_grad, 0)
-                   .to(in.topk_weights.scalar_type());
-  }
-  if (wanted[2]) {
-    grads[2] = with_strides_of(
-        w_out, reduce_experts(routing, dy, (act * s).to(dtype)));
-  }
-  if (wanted[5]) {
-    grads[5] = sum_experts(routing, (dy * s).to(dtype));
-  }
-  if (wants_preact_grad) {
-    const auto dh =
-        routing.masked(preact_grad(h, grad_act * s, spec)).to(dtype);
-    if (wanted[0]) {
-      grads[0] = combine_slots(routing, multiply_experts(routing, dh, w_in));
-    }
-    if (wanted[1]) {
-      const auto x = routing.masked(input.index_select(0, routing.row_token));
-      grads[1] = with_strides_of(w_in, reduce_experts(routing, dh, x));
-    }
-    if (wanted[4]) {
-      grads[4] = sum_experts(routing, dh);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!wanted[i]) {
+      // Defined but empty, see defined_grads in MoEMLP.cpp.
+      grads[i] = at::empty({0}, input.options());
+    } else if (!grads[i].defined()) {
+      const bool is_weight = i == 1 || i == 2;
+      grads[i] = at::zeros_like(
+          operands[i],
+          is_weight ? MemoryFormat::Preserve : MemoryFormat::Contiguous);
     }
   }
-  return result();
+  return {grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]};
 }
 
 } // namespace at::native

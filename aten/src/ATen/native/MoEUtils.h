@@ -163,9 +163,9 @@ inline void check_rank(
       op,
       ": ",
       name,
-      " must have ",
+      " must be ",
       rank,
-      " dimensions ",
+      "-D ",
       rule,
       ", got shape ",
       shape_string(tensor.sym_sizes()));

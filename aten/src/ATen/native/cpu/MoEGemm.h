@@ -234,6 +234,9 @@ void gemm(
     bool accumulate) {
   constexpr int64_t width = kTileCols<acc_t>;
   constexpr int64_t task_cols = kTilesPerTask * width;
+  if (M == 0 || N == 0) {
+    return;
+  }
   if (K == 0) {
     for (int64_t m = 0; m < (accumulate ? 0 : M); ++m) {
       std::fill_n(c + m * c_stride, N, acc_t(0));

@@ -169,6 +169,13 @@ void gather_tokens(
 }
 
 template <typename acc_t>
+inline void scale_row(acc_t scale, const acc_t* src, acc_t* dst, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    dst[i] = scale * src[i];
+  }
+}
+
+template <typename acc_t>
 inline void add_row(const acc_t* src, acc_t* dst, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     dst[i] += src[i];
@@ -324,10 +331,7 @@ void forward(
           if (b_out != nullptr) {
             add_row(b_out, y, D);
           }
-          const acc_t s = ops.weight(block_rows[i].slot);
-          for (int64_t d = 0; d < D; ++d) {
-            y[d] *= s;
-          }
+          scale_row(ops.weight(block_rows[i].slot), y, y, D);
           store_row(y, result.row(block_rows[i].row), D);
         }
       });
@@ -397,16 +401,15 @@ class WeightGrad {
     }
   }
 
-  bool wanted() const {
-    return grad_.defined();
-  }
-
   void add(
       int64_t expert,
       const acc_t* lhs,
       const acc_t* rhs,
       int64_t n,
       bool first) {
+    if (!grad_.defined()) {
+      return;
+    }
     const MatrixView<acc_t> lhs_t{lhs, 1, rows_}, rhs_t{rhs, 1, cols_};
     const MatrixView<acc_t> lhs_n{lhs, rows_, 1}, rhs_n{rhs, cols_, 1};
     acc_t* c = target(expert);
@@ -421,13 +424,13 @@ class WeightGrad {
 
   // After the last block of rows, or instead of it when there is none.
   void finish(int64_t expert, bool empty) {
+    if (!grad_.defined() || (!empty && direct())) {
+      return;
+    }
     const int64_t lines = transposed_ ? cols_ : rows_;
     const int64_t length = transposed_ ? rows_ : cols_;
     scalar_t* slice = slice_of(expert);
     const int64_t step = grad_.stride(transposed_ ? 1 : 2);
-    if (!empty && direct()) {
-      return;
-    }
     const auto* sums =
         empty ? nullptr : buffer_.template const_data_ptr<acc_t>();
     parallel_rows(lines, length, [&](int64_t begin, int64_t end) {
@@ -510,150 +513,161 @@ class BiasGrad {
   std::vector<acc_t> sum_;
 };
 
-// Buffers of one block of rows.
-template <typename acc_t>
-struct BackwardBlock {
-  const RoutedRow* rows;
-  int64_t n;
-  acc_t* tokens; // (n, D): first dO, at the end dX of the rows
-  acc_t* act; // (n, F): first dA' = dO W_out, then s * A
-  acc_t* hidden; // (n, G*F): dH
-  acc_t* weight_grads; // (T*K) or null: dS
-};
+template <typename scalar_t>
+class BackwardPass {
+ public:
+  using acc_t = at::opmath_type<scalar_t>;
 
-// From dA' and the saved pre-activation: dS, dH and s * A.
-template <typename scalar_t, typename acc_t>
-void activate_backward_rows(
-    const Operands<scalar_t>& ops,
-    const moe::ActivationSpec& spec,
-    const scalar_t* preact,
-    const acc_t* b_out,
-    const BackwardBlock<acc_t>& block) {
-  const int64_t F = ops.hidden;
-  parallel_rows(block.n, ops.gated, [&](int64_t begin, int64_t end) {
-    std::vector<acc_t> gate_up(2 * F), act(F), h(ops.gated);
-    std::vector<scalar_t> rounded(F);
-    for (int64_t i = begin; i < end; ++i) {
-      const auto [row, slot] = block.rows[i];
-      const acc_t s = ops.weight(slot);
-      acc_t* grad_act = block.act + i * F;
+  BackwardPass(
+      const moe::MLPInputs& inputs,
+      const moe::ActivationSpec& spec,
+      const Tensor& grad_out,
+      const Tensor& preact,
+      const MoEMLPGrads& grads)
+      : ops_(inputs, spec),
+        spec_(spec),
+        grad_out_(grad_out.contiguous()),
+        preact_(preact.contiguous()),
+        grads_(grads),
+        wants_hidden_(
+            grads.input.defined() || grads.w_in.defined() ||
+            grads.b_in.defined()),
+        block_size_(largest_block(ops_)),
+        tokens_(buffer<acc_t>(block_size_, ops_.model_dim)),
+        act_(buffer<acc_t>(block_size_, ops_.hidden)),
+        hidden_(buffer<acc_t>(block_size_, ops_.gated)),
+        grad_w_in_(grads.w_in),
+        grad_w_out_(grads.w_out),
+        grad_b_in_(grads.b_in),
+        grad_b_out_(grads.b_out) {
+    if (grads.input.defined()) {
+      grad_input_.emplace(ops_, grads.input);
+    }
+    if (grads.topk_weights.defined()) {
+      grad_weights_ = at::zeros(grads.topk_weights.sizes(), act_.options());
+    }
+  }
+
+  void run() {
+    std::vector<RoutedRow> rows;
+    for (int64_t e = 0; e < ops_.experts; ++e) {
+      collect_rows(ops_, e, rows);
+      for (size_t first = 0; first < rows.size(); first += block_size_) {
+        const int64_t n =
+            std::min<int64_t>(block_size_, rows.size() - first);
+        run_block(e, rows.data() + first, n, first == 0);
+      }
+      grad_w_in_.finish(e, rows.empty());
+      grad_w_out_.finish(e, rows.empty());
+      grad_b_in_.finish(e);
+      grad_b_out_.finish(e);
+    }
+    if (grad_input_.has_value()) {
+      grad_input_->finish();
+    }
+    if (grad_weights_.defined()) {
+      grads_.topk_weights.copy_(grad_weights_);
+    }
+  }
+
+ private:
+  // The buffers hold in turn: tokens_ dO, X and dX; act_ dA' and s * A.
+  void run_block(
+      int64_t expert,
+      const RoutedRow* rows,
+      int64_t n,
+      bool is_first) {
+    const int64_t D = ops_.model_dim;
+    auto* tokens = tokens_.template mutable_data_ptr<acc_t>();
+    auto* act = act_.template mutable_data_ptr<acc_t>();
+    auto* hidden = hidden_.template mutable_data_ptr<acc_t>();
+    gather_tokens(
+        grad_out_.template const_data_ptr<scalar_t>(), rows, n, ops_.top_k, D,
+        tokens);
+    if (wants_hidden_ || grad_weights_.defined()) {
+      gemm<acc_t, scalar_t>(
+          n, ops_.hidden, D, {tokens, D, 1}, ops_.weight_of(ops_.w_out, expert),
+          act, ops_.hidden, /*accumulate=*/false);
+    }
+    activate_rows_backward(expert, rows, n);
+    grad_w_out_.add(expert, tokens, act, n, is_first);
+    grad_b_out_.add(
+        tokens, n, [&](int64_t i) { return ops_.weight(rows[i].slot); });
+    grad_b_in_.add(hidden, n, [](int64_t) { return acc_t(1); });
+    if (grads_.w_in.defined()) {
+      gather_tokens(
+          ops_.input.template const_data_ptr<scalar_t>(), rows, n, ops_.top_k,
+          D, tokens);
+      grad_w_in_.add(expert, hidden, tokens, n, is_first);
+    }
+    if (grad_input_.has_value()) {
+      gemm<acc_t, scalar_t>(
+          n, D, ops_.gated, {hidden, ops_.gated, 1},
+          ops_.weight_of(ops_.w_in, expert), tokens, D, /*accumulate=*/false);
+      parallel_rows(n, D, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          store_row(tokens + i * D, grad_input_->row(rows[i].row), D);
+        }
+      });
+    }
+  }
+
+  // From dA' and the saved pre-activation: dS, dH and s * A.
+  void activate_rows_backward(
+      int64_t expert,
+      const RoutedRow* rows,
+      int64_t n) {
+    const int64_t F = ops_.hidden;
+    const auto* preact = preact_.template const_data_ptr<scalar_t>();
+    const auto* tokens = tokens_.template const_data_ptr<acc_t>();
+    auto* act = act_.template mutable_data_ptr<acc_t>();
+    auto* hidden = hidden_.template mutable_data_ptr<acc_t>();
+    parallel_rows(n, ops_.gated, [&](int64_t begin, int64_t end) {
+      std::vector<acc_t> gate_up(2 * F), recomputed(F), h(ops_.gated);
+      std::vector<scalar_t> rounded(F);
       acc_t* gate = gate_up.data();
       acc_t* up = gate + F;
-      load_row(preact + row * ops.gated, h.data(), ops.gated);
-      split_gate(h.data(), F, spec, gate, up);
-      activate_row(gate, up, F, spec, act.data());
-      store_row(act.data(), rounded.data(), F);
-      load_row(rounded.data(), act.data(), F);
-      if (block.weight_grads != nullptr) {
-        acc_t grad = dot(grad_act, act.data(), F);
-        if (b_out != nullptr) {
-          grad += dot(
-              block.tokens + i * ops.model_dim, b_out, ops.model_dim);
-        }
-        block.weight_grads[slot] = grad;
-      }
-      for (int64_t f = 0; f < F; ++f) {
-        grad_act[f] *= s;
-      }
-      activate_backward_row(gate, up, grad_act, F, spec);
-      merge_gate(gate, up, F, spec, block.hidden + i * ops.gated);
-      for (int64_t f = 0; f < F; ++f) {
-        grad_act[f] = s * act[f];
-      }
-    }
-  });
-}
-
-template <typename scalar_t>
-void backward(
-    const moe::MLPInputs& inputs,
-    const moe::ActivationSpec& spec,
-    const Tensor& grad_out,
-    const Tensor& preact,
-    const MoEMLPGrads& grads) {
-  using acc_t = at::opmath_type<scalar_t>;
-  const Operands<scalar_t> ops(inputs, spec);
-  const int64_t D = ops.model_dim;
-  const int64_t F = ops.hidden;
-  const bool wants_tokens = grads.input.defined();
-  const int64_t block_size = largest_block(ops);
-  const Tensor grad_tokens = grad_out.contiguous();
-  const Tensor saved = preact.contiguous();
-  const auto* dy = grad_tokens.const_data_ptr<scalar_t>();
-  const auto* x = ops.input.template const_data_ptr<scalar_t>();
-
-  const Tensor token_buffer = buffer<acc_t>(block_size, D);
-  const Tensor act_buffer = buffer<acc_t>(block_size, F);
-  const Tensor hidden_buffer = buffer<acc_t>(block_size, ops.gated);
-  const Tensor weight_grads = grads.topk_weights.defined()
-      ? at::zeros(grads.topk_weights.sizes(), act_buffer.options())
-      : Tensor();
-  WeightGrad<scalar_t> grad_w_in(grads.w_in), grad_w_out(grads.w_out);
-  BiasGrad<scalar_t> grad_b_in(grads.b_in), grad_b_out(grads.b_out);
-  std::optional<RoutedOutput<scalar_t>> grad_input;
-  if (wants_tokens) {
-    grad_input.emplace(ops, grads.input);
-  }
-
-  std::vector<RoutedRow> rows;
-  for (int64_t e = 0; e < ops.experts; ++e) {
-    collect_rows(ops, e, rows);
-    for (size_t first = 0; first < rows.size(); first += block_size) {
-      const BackwardBlock<acc_t> block{
-          rows.data() + first,
-          std::min<int64_t>(block_size, rows.size() - first),
-          token_buffer.mutable_data_ptr<acc_t>(),
-          act_buffer.mutable_data_ptr<acc_t>(),
-          hidden_buffer.mutable_data_ptr<acc_t>(),
-          weight_grads.defined() ? weight_grads.mutable_data_ptr<acc_t>()
-                                 : nullptr};
-      const int64_t n = block.n;
-      const auto weight_of_row = [&](int64_t i) {
-        return ops.weight(block.rows[i].slot);
-      };
-      gather_tokens(dy, block.rows, n, ops.top_k, D, block.tokens);
-      gemm<acc_t, scalar_t>(
-          n, F, D, {block.tokens, D, 1}, ops.weight_of(ops.w_out, e), block.act,
-          F, /*accumulate=*/false);
-      activate_backward_rows(
-          ops, spec, saved.const_data_ptr<scalar_t>(), ops.b_out_of(e), block);
-      if (grad_w_out.wanted()) {
-        grad_w_out.add(e, block.tokens, block.act, n, first == 0);
-      }
-      grad_b_out.add(block.tokens, n, weight_of_row);
-      grad_b_in.add(block.hidden, n, [](int64_t) { return acc_t(1); });
-      if (grad_w_in.wanted()) {
-        gather_tokens(x, block.rows, n, ops.top_k, D, block.tokens);
-        grad_w_in.add(e, block.hidden, block.tokens, n, first == 0);
-      }
-      if (wants_tokens) {
-        gemm<acc_t, scalar_t>(
-            n, D, ops.gated, {block.hidden, ops.gated, 1},
-            ops.weight_of(ops.w_in, e), block.tokens, D, /*accumulate=*/false);
-        parallel_rows(n, D, [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i) {
-            store_row(
-                block.tokens + i * D, grad_input->row(block.rows[i].row), D);
+      for (int64_t i = begin; i < end; ++i) {
+        const auto [row, slot] = rows[i];
+        const acc_t s = ops_.weight(slot);
+        acc_t* act_row = act + i * F;
+        load_row(preact + row * ops_.gated, h.data(), ops_.gated);
+        split_gate(h.data(), F, spec_, gate, up);
+        activate_row(gate, up, F, spec_, recomputed.data());
+        store_row(recomputed.data(), rounded.data(), F);
+        load_row(rounded.data(), recomputed.data(), F);
+        if (grad_weights_.defined()) {
+          acc_t grad = dot(act_row, recomputed.data(), F);
+          if (const acc_t* b_out = ops_.b_out_of(expert)) {
+            grad += dot(tokens + i * ops_.model_dim, b_out, ops_.model_dim);
           }
-        });
+          grad_weights_.template mutable_data_ptr<acc_t>()[slot] = grad;
+        }
+        if (wants_hidden_) {
+          scale_row(s, act_row, act_row, F);
+          activate_backward_row(gate, up, act_row, F, spec_);
+          merge_gate(gate, up, F, spec_, hidden + i * ops_.gated);
+        }
+        scale_row(s, recomputed.data(), act_row, F);
       }
-    }
-    if (grad_w_in.wanted()) {
-      grad_w_in.finish(e, rows.empty());
-    }
-    if (grad_w_out.wanted()) {
-      grad_w_out.finish(e, rows.empty());
-    }
-    grad_b_in.finish(e);
-    grad_b_out.finish(e);
+    });
   }
-  if (wants_tokens) {
-    grad_input->finish();
-  }
-  if (weight_grads.defined()) {
-    grads.topk_weights.copy_(weight_grads);
-  }
-}
+
+  const Operands<scalar_t> ops_;
+  const moe::ActivationSpec& spec_;
+  const Tensor grad_out_;
+  const Tensor preact_;
+  const MoEMLPGrads& grads_;
+  const bool wants_hidden_; // some gradient needs dH
+  const int64_t block_size_;
+  const Tensor tokens_; // (block, D)
+  const Tensor act_; // (block, F)
+  const Tensor hidden_; // (block, G*F), dH
+  Tensor grad_weights_; // (T, K) in the accumulation type
+  std::optional<RoutedOutput<scalar_t>> grad_input_;
+  WeightGrad<scalar_t> grad_w_in_, grad_w_out_;
+  BiasGrad<scalar_t> grad_b_in_, grad_b_out_;
+};
 
 void moe_mlp_kernel(
     const moe::MLPInputs& inputs,
@@ -674,7 +688,8 @@ void moe_mlp_backward_kernel(
     const MoEMLPGrads& grads) {
   AT_DISPATCH_FLOATING_TYPES_AND2(
       kBFloat16, kHalf, inputs.input.scalar_type(), "moe_mlp_backward_cpu", [&] {
-        backward<scalar_t>(inputs, activation, grad_out, preact, grads);
+        BackwardPass<scalar_t>(inputs, activation, grad_out, preact, grads)
+            .run();
       });
 }
 

@@ -1,0 +1,69 @@
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+
+#include <string_view>
+
+/*
+The autocast rule of _moe_mlp: tokens and expert parameters are cast to the lower
+precision, router weights are not. They are few, a router computes them in float32,
+and the kernels multiply them in float32 before they round.
+*/
+
+namespace at::autocast {
+namespace {
+
+template <c10::DeviceType device_type>
+std::tuple<Tensor, Tensor> moe_mlp_autocast(
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit,
+    bool compute_preact) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(
+      get_autocast_dispatch_key_from_device_type(device_type));
+  const auto dtype = get_lower_precision_fp_from_device_type(device_type);
+  return at::_moe_mlp(
+      cached_cast(dtype, input, device_type),
+      cached_cast(dtype, w_in, device_type),
+      cached_cast(dtype, w_out, device_type),
+      offs,
+      topk_weights,
+      row_slots,
+      slot_rows,
+      cached_cast(dtype, b_in, device_type),
+      cached_cast(dtype, b_out, device_type),
+      activation,
+      gate_interleaved,
+      alpha,
+      limit,
+      compute_preact);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(aten, AutocastCPU, m) {
+  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<c10::DeviceType::CPU>));
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastCUDA, m) {
+  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<c10::DeviceType::CUDA>));
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastXPU, m) {
+  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<c10::DeviceType::XPU>));
+}
+
+TORCH_LIBRARY_IMPL(aten, AutocastMPS, m) {
+  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<c10::DeviceType::MPS>));
+}
+
+} // namespace at::autocast
