@@ -3,7 +3,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch.nn.moe import token_rounding
+from torch.nn.moe.routing import token_rounding
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

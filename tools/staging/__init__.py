@@ -4,6 +4,7 @@ Read in this order; every module only imports the ones before it:
 
     errors, console      what the user sees
     gitrepo              git with a reproducible identity
+    subprocesses         children that end with the stager
     series               torch_patches/series.toml and the patch files
     config               where everything lies
     baseenv              pinned pip environment, checked against its RECORD

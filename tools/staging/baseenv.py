@@ -26,6 +26,7 @@ from .config import base_key, Workspace, write_atomically
 from .console import Console
 from .errors import no_space, StageError
 from .series import Series
+from .subprocesses import die_with_parent
 
 
 _NEEDED_BYTES = 7 * 2**30  # 5.4 GB installed, plus the largest wheel unpacked
@@ -121,7 +122,11 @@ def _pip_install(env: BaseEnv, series: Series, update: Callable[[str], None]) ->
         f"torch=={series.base.torch}",
     ]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=die_with_parent,
     )
     lines = []
     for line in process.stdout or ():
@@ -140,10 +145,11 @@ def _pip_error(lines: list[str], log: Path) -> StageError:
         return no_space(log.parent)
     errors = [line for line in lines if line.startswith("ERROR")]
     first = errors[0] if errors else (lines[-1] if lines else "no output")
-    network = ("Temporary failure", "Connection", "timed out", "NewConnectionError")
-    hint = "check the network (pip's own settings are used), then repeat the command"
-    found = any(word in text for word in network)
-    return StageError(f"pip: {first}", hint=hint if found else None, log=log)
+    return StageError(
+        f"pip: {first}",
+        hint="check the network and pip's settings, then repeat the command",
+        log=log,
+    )
 
 
 def _check_build(env: BaseEnv, series: Series) -> None:

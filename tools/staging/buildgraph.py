@@ -310,7 +310,7 @@ class _Graph:
         build, site = self._workspace.build, self._env.site
         torch_include = site / "torch/include"
         include = (
-            f"-isystem {build}/include -isystem {torch_include} "
+            f"-I{build}/include -isystem {torch_include} "
             f"-isystem {torch_include}/torch/csrc/api/include"
         )
         # No machine path reaches the binaries or an error message.

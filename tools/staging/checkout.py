@@ -152,8 +152,7 @@ class Checkout:
         Args:
             without: leave out the patch's edits of files below this folder.
         """
-        index = {"GIT_INDEX_FILE": str(self.path / ".git" / "stage-index")}
-        self.git.run("read-tree", parent, env=index)
+        index = self._private_index(parent)
         patch = series.patch(pr)
         if patch is not None and patch.diff:
             self._apply(pr, patch, index, without)
@@ -161,6 +160,15 @@ class Checkout:
         tree = self.git.run("write-tree", env=index).strip()
         message = f"{series.message(pr).rstrip()}\n\n{TRAILER}: {pr.name}\n"
         return self.git.run("commit-tree", tree, "-p", parent, data=message).strip()
+
+    def _private_index(self, commit: str) -> dict[str, str]:
+        """Environment for git commands on an index of our own, at ``commit``."""
+        path = self.path / ".git" / "stage-index"
+        # Only a killed call leaves its lock: we hold the lock of the build folder.
+        path.with_name("stage-index.lock").unlink(missing_ok=True)
+        index = {"GIT_INDEX_FILE": str(path)}
+        self.git.run("read-tree", commit, env=index)
+        return index
 
     def _apply(
         self,
@@ -241,8 +249,8 @@ class Checkout:
     def _repair(self, state: dict, target: str, console: Console) -> None:
         """Finishes a switch of the work tree that was killed half way."""
         console.note("the last call was interrupted; repairing build/checkout")
-        (self.path / ".git" / "index.lock").unlink(missing_ok=True)
-        (self.path / ".git" / "HEAD.lock").unlink(missing_ok=True)
+        for lock in ("index.lock", "HEAD.lock", "refs/heads/staged.lock"):
+            (self.path / ".git" / lock).unlink(missing_ok=True)
         self.git.run("reset", "--hard", "-q", target)
         self._save({**state, "tip": target, "fingerprint": None})
         state.update(tip=target, fingerprint=None)
@@ -287,8 +295,7 @@ class Checkout:
         return self.git.run_bytes("show", f"{commit}:{name}") == path.read_bytes()
 
     def _keep_copy(self, tip: str) -> Path:
-        index = {"GIT_INDEX_FILE": str(self.path / ".git" / "stage-index")}
-        self.git.run("read-tree", "HEAD", env=index)
+        index = self._private_index("HEAD")
         self.git.run("add", "-A", env=index)
         diff = self.git.run_bytes("diff", "--cached", "--binary", tip, env=index)
         kept = self._build / f"discarded-{time.strftime('%Y%m%d-%H%M%S')}.patch"

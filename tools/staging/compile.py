@@ -14,6 +14,7 @@ from .buildgraph import Binaries
 from .config import Workspace, write_atomically
 from .console import Console
 from .errors import no_space, StageError
+from .subprocesses import die_with_parent
 
 
 _STATUS = "[%f/%t] "
@@ -43,6 +44,7 @@ def build(workspace: Workspace, binaries: Binaries, console: Console) -> None:
         text=True,
         errors="replace",
         env={**os.environ, "NINJA_STATUS": _STATUS, "LC_ALL": "C"},
+        preexec_fn=die_with_parent,
     )
     lines: list[str] = []
     try:

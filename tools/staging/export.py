@@ -172,7 +172,7 @@ def refresh(
                 env={"GIT_SEQUENCE_EDITOR": "true"},
             )
         except GitError:
-            raise _rebase_conflict(scratch, pr.name) from None
+            raise _rebase_conflict(scratch, series, pr.name) from None
         changed = write(collect(scratch, series, scratch.commits()), series)
         shutil.rmtree(scratch.path.parent)
     return changed
@@ -275,14 +275,16 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copy(source, target)
 
 
-def _rebase_conflict(scratch: Checkout, name: str) -> StageError:
+def _rebase_conflict(scratch: Checkout, series: Series, name: str) -> StageError:
+    """Says which later PR made the lines that the edits change."""
     files = scratch.git.run("diff", "--name-only", "--diff-filter=U").split()
-    try:
-        later = scratch.git.run("log", "-1", "--format=%B", "REBASE_HEAD")
-    except GitError:
-        later = ""
-    line = next((s for s in later.splitlines() if s.startswith("Staged-PR: ")), "")
-    other = line.removeprefix("Staged-PR: ") or "a PR of the stack"
+    names = [pr.name for pr in series.prs]
+    later = [
+        pr.name
+        for pr in series.prs[names.index(name) + 1 :]
+        if (patch := series.patch(pr)) and set(patch.paths) & set(files)
+    ]
+    other = " or ".join(later) or "the PR that made them"
     return StageError(
         f"the edits do not fit into {name}: {other} changes the same lines of "
         f"{', '.join(files) or 'a file'}",

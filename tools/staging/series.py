@@ -185,7 +185,11 @@ def landing_files(series: Series) -> list[str]:
     for top in UPSTREAM_ROOTS:
         for path in sorted((series.root / top).rglob("*")):
             name = path.relative_to(series.root).as_posix()
-            if path.is_dir() or "__pycache__" in path.parts or name.endswith(".pyc"):
+            parts = name.split("/")
+            # Caches of Python, pytest and ruff are nobody's sources.
+            if path.is_dir() or "__pycache__" in parts:
+                continue
+            if any(part.startswith(".") for part in parts):
                 continue
             if not any(_covers(entry, name) for entry in series.non_landing):
                 found.append(name)

@@ -21,7 +21,8 @@ def check(path: Path) -> None:
     match = _OWNERS.match(text.split("\n", 1)[0])
     if not match:
         rule = 'the first line must be: # Owner(s): ["module: <label>"]'
-        report(path, "owner", rule, line=1, code=CODE)
+        # lintrunner cannot show line 1 of an empty file.
+        report(path, "owner", rule, line=1 if text else None, code=CODE)
     else:
         for label in json.loads(match.group(1)):
             if not _LABEL.match(label):

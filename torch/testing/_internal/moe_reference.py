@@ -307,12 +307,12 @@ def moe_topk_reference(
         )
         w = scores[chosen]
         if normalize:
-            w = w / w.sum()
+            w = w / (w.sum() + 1e-20)
         indices.append(chosen)
         weights.append(w * scale)
     shape = (*logits.shape[:-1], k)
     topk_indices = torch.tensor(indices, dtype=torch.int64, device=logits.device)
-    topk_weights = torch.stack(weights) if weights else rows.new_zeros(0, k)
+    topk_weights = torch.stack(weights) if weights else rows[:, :k]
     return topk_indices.reshape(shape), topk_weights.reshape(shape)
 
 

@@ -22,6 +22,8 @@ DEFINE_DISPATCH(moe_mlp_backward_stub);
 
 namespace {
 
+using GradTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 // offs must not decrease and must stay in [0, R].
 void check_offs_values(const char* op, const Tensor& offs, int64_t num_rows) {
   const auto offs_contiguous = offs.contiguous();
@@ -43,76 +45,86 @@ void check_offs_values(const char* op, const Tensor& offs, int64_t num_rows) {
   }
 }
 
-// row_slots and slot_rows must be inverse to each other. Their ranges follow
-// from that only after each has been checked on its own.
-void check_slot_values(
-    const char* op,
-    const Tensor& row_slots,
-    const Tensor& slot_rows) {
-  const auto rows_to_slots = row_slots.contiguous();
-  const auto slots_to_rows = slot_rows.contiguous();
-  const auto* slot_of = rows_to_slots.const_data_ptr<int32_t>();
-  const auto* row_of = slots_to_rows.const_data_ptr<int32_t>();
-  const int64_t num_rows = row_slots.numel();
-  const int64_t num_slots = slot_rows.numel();
-  const int64_t top_k = slot_rows.size(1);
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t slot = slot_of[row];
-    TORCH_CHECK_INDEX(
-        slot >= -1 && slot < num_slots,
-        op,
-        ": row_slots must be in [-1, T*K) = [-1, ",
-        num_slots,
-        "), got ",
-        slot,
-        " at [",
-        row,
-        "]");
-    TORCH_CHECK_VALUE(
-        slot == -1 || row_of[slot] == row,
-        op,
-        ": row_slots and slot_rows must be inverse to each other, got"
-        " row_slots[",
-        row,
-        "] = ",
-        slot,
-        " but the row of that slot is ",
-        row_of[slot]);
+// An index tensor, what one of its positions is, and what its values are below.
+struct SlotIndex {
+  const char* name;
+  const char* position;
+  const char* range;
+  Tensor ids;
+  int64_t limit;
+
+  const int32_t* data() const {
+    return ids.const_data_ptr<int32_t>();
   }
-  for (int64_t slot = 0; slot < num_slots; ++slot) {
-    const int64_t row = row_of[slot];
+};
+
+void check_range(const char* op, const SlotIndex& index) {
+  const auto* ids = index.data();
+  for (int64_t i = 0; i < index.ids.numel(); ++i) {
     TORCH_CHECK_INDEX(
-        row >= -1 && row < num_rows,
+        ids[i] >= -1 && ids[i] < index.limit,
         op,
-        ": slot_rows must be in [-1, R) = [-1, ",
-        num_rows,
+        ": ",
+        index.name,
+        " must be in ",
+        index.range,
+        " = [-1, ",
+        index.limit,
         "), got ",
-        row,
-        " at [",
-        slot / top_k,
-        ", ",
-        slot % top_k,
-        "]");
+        ids[i],
+        " at ",
+        index.position,
+        " ",
+        i);
+  }
+}
+
+void check_inverse(
+    const char* op,
+    const SlotIndex& index,
+    const SlotIndex& inverse) {
+  const auto* ids = index.data();
+  const auto* inverse_ids = inverse.data();
+  for (int64_t i = 0; i < index.ids.numel(); ++i) {
     TORCH_CHECK_VALUE(
-        row == -1 || slot_of[row] == slot,
+        ids[i] == -1 || inverse_ids[ids[i]] == i,
         op,
-        ": row_slots and slot_rows must be inverse to each other, got"
-        " slot_rows[",
-        slot / top_k,
-        ", ",
-        slot % top_k,
-        "] = ",
-        row,
-        " but the slot of that row is ",
-        slot_of[row]);
+        ": row_slots and slot_rows must be inverse to each other, but ",
+        index.name,
+        " has ",
+        ids[i],
+        " at ",
+        index.position,
+        " ",
+        i,
+        " and ",
+        inverse.name,
+        " has ",
+        inverse_ids[ids[i]],
+        " at ",
+        inverse.position,
+        " ",
+        ids[i]);
   }
 }
 
 void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
   check_offs_values(op, in.offs, num_rows);
-  if (in.row_slots.defined()) {
-    check_slot_values(op, in.row_slots, in.slot_rows);
+  if (!in.row_slots.defined()) {
+    return;
   }
+  const SlotIndex row_slots{
+      "row_slots",
+      "row",
+      "[-1, T*K)",
+      in.row_slots.contiguous(),
+      in.slot_rows.numel()};
+  const SlotIndex slot_rows{
+      "slot_rows", "slot", "[-1, R)", in.slot_rows.contiguous(), num_rows};
+  check_range(op, row_slots);
+  check_range(op, slot_rows);
+  check_inverse(op, row_slots, slot_rows);
+  check_inverse(op, slot_rows, row_slots);
 }
 
 // Shapes of the gradients that output_mask asks for and that have an operand.
@@ -147,9 +159,7 @@ MoEMLPGrads allocate_grads(
   return grads;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> defined_grads(
-    const MoEMLPGrads& grads,
-    const Tensor& input) {
+GradTuple defined_grads(const MoEMLPGrads& grads, const Tensor& input) {
   const auto or_empty = [&](const Tensor& grad) {
     return grad.defined() ? grad : at::empty({0}, input.options());
   };
@@ -183,7 +193,15 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
   const auto spec =
       moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
   const moe::MLPInputs inputs(
-      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+      input,
+      w_in,
+      w_out,
+      offs,
+      topk_weights,
+      row_slots,
+      slot_rows,
+      b_in,
+      b_out);
   const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
   const int64_t num_rows = sizes.num_rows.expect_int();
   check_values(op, inputs, num_rows);
@@ -192,8 +210,7 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
   auto preact = at::empty(
       {compute_preact ? num_rows : 0, sizes.gated_dim.expect_int()},
       input.options());
-  moe_mlp_stub(
-      kCPU, inputs, spec, output, compute_preact ? preact : Tensor());
+  moe_mlp_stub(kCPU, inputs, spec, output, compute_preact ? preact : Tensor());
   return {std::move(output), std::move(preact)};
 }
 
@@ -216,7 +233,15 @@ std::tuple<Tensor, Tensor> moe_mlp_meta(
   const auto spec =
       moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
   const moe::MLPInputs inputs(
-      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+      input,
+      w_in,
+      w_out,
+      offs,
+      topk_weights,
+      row_slots,
+      slot_rows,
+      b_in,
+      b_out);
   const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
   return {
       at::empty_symint(input.sym_sizes(), input.options()),
@@ -225,7 +250,7 @@ std::tuple<Tensor, Tensor> moe_mlp_meta(
           input.options())};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_cpu(
+GradTuple moe_mlp_backward_cpu(
     const Tensor& grad_out,
     const Tensor& input,
     const Tensor& w_in,
@@ -246,7 +271,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_cpu(
   const auto spec =
       moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
   const moe::MLPInputs inputs(
-      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+      input,
+      w_in,
+      w_out,
+      offs,
+      topk_weights,
+      row_slots,
+      slot_rows,
+      b_in,
+      b_out);
   const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
   moe::check_mlp_backward_inputs(op, inputs, spec, sizes, grad_out, preact);
   check_values(op, inputs, sizes.num_rows.expect_int());
@@ -256,8 +289,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_backward_cpu(
   return defined_grads(grads, input);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
-moe_mlp_backward_meta(
+GradTuple moe_mlp_backward_meta(
     const Tensor& grad_out,
     const Tensor& input,
     const Tensor& w_in,
@@ -278,7 +310,15 @@ moe_mlp_backward_meta(
   const auto spec =
       moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
   const moe::MLPInputs inputs(
-      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+      input,
+      w_in,
+      w_out,
+      offs,
+      topk_weights,
+      row_slots,
+      slot_rows,
+      b_in,
+      b_out);
   const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
   moe::check_mlp_backward_inputs(op, inputs, spec, sizes, grad_out, preact);
   return defined_grads(allocate_grads(inputs, output_mask), input);

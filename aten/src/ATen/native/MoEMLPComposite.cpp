@@ -3,11 +3,12 @@
 //
 // Where the rules of _grouped_mm allow it, the matmuls are grouped ones: then
 // nothing here syncs with the host and no shape depends on data, so the op can
-// be captured in a CUDA graph. Otherwise a loop over the experts reads `offs` on
-// the host: one sync.
+// be captured in a CUDA graph. Otherwise a loop over the experts reads `offs`
+// on the host: one sync.
 //
 // A row without a slot (padding, or behind the last expert) is set to zero
-// before each use, as _grouped_mm leaves the rows behind offs[-1] uninitialised.
+// before each use, as _grouped_mm leaves the rows behind offs[-1]
+// uninitialised.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -126,7 +127,9 @@ Tensor multiply_experts(
     if (count > 0) {
       auto out = result.narrow(0, begin, count);
       at::mm_out(
-          out, rows.narrow(0, begin, count), w.select(0, static_cast<int64_t>(e)));
+          out,
+          rows.narrow(0, begin, count),
+          w.select(0, static_cast<int64_t>(e)));
     }
     begin = routing.ends[e];
   }
@@ -184,8 +187,8 @@ Tensor combine_slots(const Routing& routing, const Tensor& rows) {
   for (int64_t k = 0; k < routing.slot_row.size(1); ++k) {
     const auto values =
         rows.index_select(0, routing.slot_row.select(1, k)).to(type);
-    sum.add_(at::where(
-        routing.slot_is_live.select(1, k).unsqueeze(1), values, 0));
+    sum.add_(
+        at::where(routing.slot_is_live.select(1, k).unsqueeze(1), values, 0));
   }
   return sum.to(rows.scalar_type());
 }
@@ -393,12 +396,20 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
   const auto spec =
       moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
   const moe::MLPInputs in(
-      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+      input,
+      w_in,
+      w_out,
+      offs,
+      topk_weights,
+      row_slots,
+      slot_rows,
+      b_in,
+      b_out);
   const auto sizes = moe::check_mlp_inputs(op, in, spec);
   const int64_t num_rows = sizes.num_rows.expect_int();
   const int64_t gated_dim = sizes.gated_dim.expect_int();
-  const auto no_preact = at::zeros(
-      {compute_preact ? num_rows : 0, gated_dim}, input.options());
+  const auto no_preact =
+      at::zeros({compute_preact ? num_rows : 0, gated_dim}, input.options());
   if (!has_work(in, sizes)) {
     return {at::zeros(input.sizes(), input.options()), no_preact};
   }
@@ -420,8 +431,7 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
   if (in.topk_weights.defined()) {
     o = o * weights_of_rows(in.topk_weights, routing);
   }
-  return {
-      combine_slots(routing, o.to(dtype)), compute_preact ? h : no_preact};
+  return {combine_slots(routing, o.to(dtype)), compute_preact ? h : no_preact};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
@@ -446,7 +456,15 @@ moe_mlp_backward_composite(
   const auto spec =
       moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
   const moe::MLPInputs in(
-      input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out);
+      input,
+      w_in,
+      w_out,
+      offs,
+      topk_weights,
+      row_slots,
+      slot_rows,
+      b_in,
+      b_out);
   const auto sizes = moe::check_mlp_inputs(op, in, spec);
   moe::check_mlp_backward_inputs(op, in, spec, sizes, grad_out, preact);
 
@@ -459,8 +477,7 @@ moe_mlp_backward_composite(
   Gradients grads;
   if (has_work(in, sizes)) {
     const auto routing = make_routing(in, sizes.num_rows.expect_int());
-    backward_of_live_rows(
-        in, routing, spec, grad_out, preact, wanted, grads);
+    backward_of_live_rows(in, routing, spec, grad_out, preact, wanted, grads);
   }
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!wanted[i]) {

@@ -33,9 +33,8 @@ int64_t check_permutation_concrete(
     int64_t num_experts,
     std::optional<int64_t> num_rows,
     int64_t row_alignment) {
-  const auto rows = num_rows.has_value()
-      ? std::optional<c10::SymInt>(*num_rows)
-      : std::nullopt;
+  const auto rows = num_rows.has_value() ? std::optional<c10::SymInt>(*num_rows)
+                                         : std::nullopt;
   return moe::check_permutation(topk_indices, num_experts, rows, row_alignment)
       .expect_int();
 }
@@ -78,8 +77,8 @@ void permute_slots(
     const PermutationResult& result) {
   const auto* experts = topk_indices.const_data_ptr<index_t>();
   const int64_t num_slots = topk_indices.numel();
-  const auto counts = count_slots(
-      experts, num_slots, topk_indices.size(1), num_experts);
+  const auto counts =
+      count_slots(experts, num_slots, topk_indices.size(1), num_experts);
 
   const auto& [row_slots, slot_rows, offs, counts_out] = result;
   auto* offs_data = offs.mutable_data_ptr<int32_t>();
@@ -113,6 +112,18 @@ void permute_slots(
   }
 }
 
+// Where the backend has an assertion that runs on the device.
+void check_ids_on_device(const Tensor& experts, int64_t num_experts) {
+  const auto device = experts.device();
+  if (device.is_cpu() || device.is_cuda() || device.is_mps() ||
+      device.is_xpu()) {
+    at::_assert_async(
+        experts.ge(-1).logical_and(experts.le(num_experts)).all(),
+        "_moe_permutation: topk_indices must be in [-1, num_experts] (-1 and"
+        " num_experts mean no expert)");
+  }
+}
+
 } // namespace
 
 PermutationResult moe_permutation_cpu(
@@ -138,7 +149,7 @@ PermutationResult moe_permutation_cpu(
 }
 
 // Any backend, with neither a host sync nor a data-dependent shape: the ids can
-// only be checked by an assertion that runs on the device.
+// only be checked on the device.
 PermutationResult moe_permutation_composite(
     const Tensor& topk_indices,
     int64_t num_experts,
@@ -150,10 +161,7 @@ PermutationResult moe_permutation_composite(
   const auto long_options = topk_indices.options().dtype(kLong);
 
   const auto experts = topk_indices.reshape({-1}).to(kLong);
-  at::_assert_async(
-      experts.ge(-1).logical_and(experts.le(num_experts)).all(),
-      "_moe_permutation: topk_indices must be in [-1, num_experts] (-1 and"
-      " num_experts mean no expert)");
+  check_ids_on_device(experts, num_experts);
   const auto [sorted, order] = at::sort(
       at::where(experts.lt(0), num_experts, experts),
       /*stable=*/std::optional<bool>(true),

@@ -163,9 +163,9 @@ inline void check_rank(
       op,
       ": ",
       name,
-      " must be ",
+      " must have ",
       rank,
-      "-D ",
+      rank == 1 ? " dimension " : " dimensions ",
       rule,
       ", got shape ",
       shape_string(tensor.sym_sizes()));
@@ -234,7 +234,8 @@ inline c10::SymInt check_permutation(
     const std::optional<c10::SymInt>& num_rows,
     const c10::SymInt& row_alignment) {
   constexpr const char* op = "_moe_permutation";
-  check_placement(op, "topk_indices", topk_indices, "topk_indices", topk_indices);
+  check_placement(
+      op, "topk_indices", topk_indices, "topk_indices", topk_indices);
   TORCH_CHECK_TYPE(
       topk_indices.scalar_type() == kInt || topk_indices.scalar_type() == kLong,
       op,
@@ -400,7 +401,11 @@ inline MLPSizes check_mlp_inputs(
   check_mlp_dtypes(op, in);
   check_rank(op, "input", in.input, 2, "(T, D)");
   check_rank(
-      op, "w_in", in.w_in, 3, activation.is_gated ? "(E, 2*F, D)" : "(E, F, D)");
+      op,
+      "w_in",
+      in.w_in,
+      3,
+      activation.is_gated ? "(E, 2*F, D)" : "(E, F, D)");
   check_rank(op, "w_out", in.w_out, 3, "(E, D, F)");
   TORCH_CHECK_VALUE(
       in.row_slots.defined() == in.slot_rows.defined(),

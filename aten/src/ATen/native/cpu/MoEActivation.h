@@ -21,9 +21,9 @@ using moe::Activation;
 // Calls fn(std::integral_constant<Activation, kind>).
 template <typename Fn>
 inline void dispatch_activation(Activation kind, const Fn& fn) {
-#define MOE_CASE(name)                                               \
-  case Activation::name:                                             \
-    fn(std::integral_constant<Activation, Activation::name>{});      \
+#define MOE_CASE(name)                                          \
+  case Activation::name:                                        \
+    fn(std::integral_constant<Activation, Activation::name>{}); \
     return;
   switch (kind) {
     MOE_CASE(SwiGLU)
@@ -76,8 +76,7 @@ inline std::pair<Vec, Vec> gelu_tanh_with_grad(const Vec& x) {
   const Vec inner_grad = beta * (Vec(1) + Vec(3) * kappa * x2);
   const Vec half_sum = Vec(0.5) * (Vec(1) + t);
   return {
-      x * half_sum,
-      half_sum + Vec(0.5) * x * (Vec(1) - t * t) * inner_grad};
+      x * half_sum, half_sum + Vec(0.5) * x * (Vec(1) - t * t) * inner_grad};
 }
 
 template <typename Vec>
@@ -140,8 +139,7 @@ inline std::pair<Vec, Vec> activate_backward(
   } else if constexpr (kind == Activation::GeGLUTanh) {
     return gated(gelu_tanh_with_grad(gate));
   } else if constexpr (kind == Activation::ReGLU) {
-    return {
-        Vec::blendv(grad * up, zero, gate <= zero), grad * relu(gate)};
+    return {Vec::blendv(grad * up, zero, gate <= zero), grad * relu(gate)};
   } else if constexpr (kind == Activation::SwiGLUOAI) {
     const Vec& limit = constants.limit;
     const Vec g = vec::minimum(gate, limit);

@@ -87,7 +87,8 @@ struct MatrixView {
   int64_t col_stride;
 };
 
-// dst (rows of B, kTileCols) <- B[k0 : k0 + depth, n0 : n0 + cols], zero-padded.
+// dst (rows of B, kTileCols) <- B[k0 : k0 + depth, n0 : n0 + cols],
+// zero-padded.
 template <typename acc_t, typename scalar_t>
 void pack_tile(
     const MatrixView<scalar_t>& b,
@@ -247,8 +248,7 @@ void gemm(
   const int64_t col_blocks = (N + task_cols - 1) / task_cols;
   const int64_t work_per_task =
       std::min(M, kBlockRows) * std::min(N, task_cols) * K;
-  const int64_t grain =
-      std::max<int64_t>(1, 16 * kMinWork / work_per_task);
+  const int64_t grain = std::max<int64_t>(1, 16 * kMinWork / work_per_task);
   at::parallel_for(
       0, row_blocks * col_blocks, grain, [&](int64_t begin, int64_t end) {
         std::vector<acc_t> tile(std::min(K, kBlockK) * width);

@@ -7,10 +7,10 @@
 // No result of a token depends on the other tokens or on the number of threads:
 // gemm() guarantees it, and every other loop works on one row.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
-#include <ATen/core/Tensor.h>
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>
 #include <ATen/native/cpu/MoEActivation.h>
 #include <ATen/native/cpu/MoEGemm.h>
@@ -147,8 +147,7 @@ void parallel_rows(int64_t rows, int64_t cols, const Fn& fn) {
   at::parallel_for(
       0,
       rows,
-      std::max<int64_t>(
-          1, kMinWork / 4 / std::max<int64_t>(1, cols)),
+      std::max<int64_t>(1, kMinWork / 4 / std::max<int64_t>(1, cols)),
       fn);
 }
 
@@ -272,8 +271,8 @@ void activate_rows(
       if (bias != nullptr) {
         add_row(bias, h, ops.gated);
       }
-      scalar_t* kept = preact == nullptr ? rounded.data()
-                                         : preact + rows[i].row * ops.gated;
+      scalar_t* kept =
+          preact == nullptr ? rounded.data() : preact + rows[i].row * ops.gated;
       store_row(h, kept, ops.gated);
       load_row(kept, h, ops.gated);
       acc_t* gate = gate_up.data();
@@ -315,16 +314,33 @@ void forward(
       const int64_t n = std::min<int64_t>(block, rows.size() - first);
       gather_tokens(input, block_rows, n, ops.top_k, D, x);
       gemm<acc_t, scalar_t>(
-          n, ops.gated, D, {x, D, 1}, ops.weight_of_t(ops.w_in, e), h,
-          ops.gated, /*accumulate=*/false);
+          n,
+          ops.gated,
+          D,
+          {x, D, 1},
+          ops.weight_of_t(ops.w_in, e),
+          h,
+          ops.gated,
+          /*accumulate=*/false);
       activate_rows(
-          ops, spec, block_rows, n, ops.b_in_of(e), h,
+          ops,
+          spec,
+          block_rows,
+          n,
+          ops.b_in_of(e),
+          h,
           preact.defined() ? preact.mutable_data_ptr<scalar_t>() : nullptr,
           act);
       acc_t* projected = x;
       gemm<acc_t, scalar_t>(
-          n, D, ops.hidden, {act, ops.hidden, 1}, ops.weight_of_t(ops.w_out, e),
-          projected, D, /*accumulate=*/false);
+          n,
+          D,
+          ops.hidden,
+          {act, ops.hidden, 1},
+          ops.weight_of_t(ops.w_out, e),
+          projected,
+          D,
+          /*accumulate=*/false);
       parallel_rows(n, D, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           acc_t* y = projected + i * D;
@@ -368,7 +384,9 @@ void add_columns(
     const Scale& scale,
     acc_t* sum) {
   at::parallel_for(
-      0, cols, std::max<int64_t>(64, kMinWork / rows),
+      0,
+      cols,
+      std::max<int64_t>(64, kMinWork / rows),
       [&](int64_t begin, int64_t end) {
         for (int64_t i = 0; i < rows; ++i) {
           const acc_t s = scale(i);
@@ -553,8 +571,7 @@ class BackwardPass {
     for (int64_t e = 0; e < ops_.experts; ++e) {
       collect_rows(ops_, e, rows);
       for (size_t first = 0; first < rows.size(); first += block_size_) {
-        const int64_t n =
-            std::min<int64_t>(block_size_, rows.size() - first);
+        const int64_t n = std::min<int64_t>(block_size_, rows.size() - first);
         run_block(e, rows.data() + first, n, first == 0);
       }
       grad_w_in_.finish(e, rows.empty());
@@ -582,12 +599,22 @@ class BackwardPass {
     auto* act = act_.template mutable_data_ptr<acc_t>();
     auto* hidden = hidden_.template mutable_data_ptr<acc_t>();
     gather_tokens(
-        grad_out_.template const_data_ptr<scalar_t>(), rows, n, ops_.top_k, D,
+        grad_out_.template const_data_ptr<scalar_t>(),
+        rows,
+        n,
+        ops_.top_k,
+        D,
         tokens);
     if (wants_hidden_ || grad_weights_.defined()) {
       gemm<acc_t, scalar_t>(
-          n, ops_.hidden, D, {tokens, D, 1}, ops_.weight_of(ops_.w_out, expert),
-          act, ops_.hidden, /*accumulate=*/false);
+          n,
+          ops_.hidden,
+          D,
+          {tokens, D, 1},
+          ops_.weight_of(ops_.w_out, expert),
+          act,
+          ops_.hidden,
+          /*accumulate=*/false);
     }
     activate_rows_backward(expert, rows, n);
     grad_w_out_.add(expert, tokens, act, n, is_first);
@@ -596,14 +623,24 @@ class BackwardPass {
     grad_b_in_.add(hidden, n, [](int64_t) { return acc_t(1); });
     if (grads_.w_in.defined()) {
       gather_tokens(
-          ops_.input.template const_data_ptr<scalar_t>(), rows, n, ops_.top_k,
-          D, tokens);
+          ops_.input.template const_data_ptr<scalar_t>(),
+          rows,
+          n,
+          ops_.top_k,
+          D,
+          tokens);
       grad_w_in_.add(expert, hidden, tokens, n, is_first);
     }
     if (grad_input_.has_value()) {
       gemm<acc_t, scalar_t>(
-          n, D, ops_.gated, {hidden, ops_.gated, 1},
-          ops_.weight_of(ops_.w_in, expert), tokens, D, /*accumulate=*/false);
+          n,
+          D,
+          ops_.gated,
+          {hidden, ops_.gated, 1},
+          ops_.weight_of(ops_.w_in, expert),
+          tokens,
+          D,
+          /*accumulate=*/false);
       parallel_rows(n, D, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           store_row(tokens + i * D, grad_input_->row(rows[i].row), D);
@@ -687,7 +724,11 @@ void moe_mlp_backward_kernel(
     const Tensor& preact,
     const MoEMLPGrads& grads) {
   AT_DISPATCH_FLOATING_TYPES_AND2(
-      kBFloat16, kHalf, inputs.input.scalar_type(), "moe_mlp_backward_cpu", [&] {
+      kBFloat16,
+      kHalf,
+      inputs.input.scalar_type(),
+      "moe_mlp_backward_cpu",
+      [&] {
         BackwardPass<scalar_t>(inputs, activation, grad_out, preact, grads)
             .run();
       });

@@ -1,0 +1,79 @@
+"""Real text without a network: the documentation and sources that ship inside torch, as bytes."""
+
+import hashlib
+import pathlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+VOCAB_SIZE = 256  # one token per byte
+SOURCES = (
+    "_tensor_docs.py",
+    "_torch_docs.py",
+    "distributions/**/*.py",
+    "nn/**/*.py",
+    "optim/**/*.py",
+)
+HELD_OUT_EVERY = 10  # every tenth file is never trained on
+
+
+class Corpus(NamedTuple):
+    """Bytes of the text as uint8 tensors, and where they came from.
+
+    Attributes:
+        train: (N,) text to train on.
+        held_out: (M,) text of other files.
+        num_files: how many files both parts hold.
+        sha256: of both parts.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    num_files: int
+    sha256: str
+
+
+def read_corpus() -> Corpus:
+    """Read SOURCES of the installed torch, whole files in the order of their paths.
+
+    Raises:
+        FileNotFoundError: the installed torch lacks one of SOURCES.
+    """
+    root = pathlib.Path(torch.__file__).parent
+    paths: list[pathlib.Path] = []
+    for pattern in SOURCES:
+        found = sorted(root.glob(pattern))
+        if not found:
+            raise FileNotFoundError(f"the installed torch has no {pattern}")
+        paths += found
+    texts = [path.read_bytes() for path in paths]
+    held_out = b"".join(texts[::HELD_OUT_EVERY])
+    train = b"".join(t for i, t in enumerate(texts) if i % HELD_OUT_EVERY)
+    return Corpus(
+        train=torch.frombuffer(bytearray(train), dtype=torch.uint8),
+        held_out=torch.frombuffer(bytearray(held_out), dtype=torch.uint8),
+        num_files=len(paths),
+        sha256=hashlib.sha256(train + held_out).hexdigest(),
+    )
+
+
+def sample_batches(
+    text: Tensor, num_batches: int, batch: int, sequence: int, seed: int
+) -> Tensor:
+    """Windows at random places: (num_batches, batch, sequence + 1) int64.
+
+    A window's first ``sequence`` bytes are the input, its last ``sequence`` bytes the targets.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(
+        len(text) - sequence, (num_batches, batch, 1), generator=generator
+    )
+    return text[starts + torch.arange(sequence + 1)].long()
+
+
+def byte_entropy(text: Tensor) -> float:
+    """Loss (nats per byte) of a model that knows how often each byte occurs and nothing else."""
+    p = torch.bincount(text.long(), minlength=VOCAB_SIZE).double() / len(text)
+    return torch.special.entr(p).sum().item()

@@ -1,0 +1,162 @@
+# Owner(s): ["oncall: distributed"]
+"""DTensor rules of the MoE ops: values, gradients, placements, communication."""
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import (
+    distribute_tensor,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+from torch.testing._internal.distributed._tensor.common_dtensor import (
+    DTensorContinuousTestBase,
+)
+
+
+T, K, E, D, H = 12, 2, 4, 8, 16
+# Placements that the tensor-parallel rule takes as they are.
+TENSOR_PARALLEL = {"w_in": Shard(1), "w_out": Shard(2), "b_in": Shard(1)}
+
+
+def operands(gated=True, bias=True):
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    tensors = {
+        "input": randn(T, D),
+        "topk_weights": randn(T, K),
+        "w_in": randn(E, (2 if gated else 1) * H, D),
+        "w_out": randn(E, D, H),
+    }
+    if bias:
+        tensors |= {"b_in": randn(E, (2 if gated else 1) * H), "b_out": randn(E, D)}
+    topk_indices = torch.rand(T, E, generator=generator).topk(K).indices
+    topk_indices[0, 0] = -1
+    return tensors, topk_indices
+
+
+class TestMoeDTensor(DTensorContinuousTestBase):
+    world_size = 2
+
+    def _distribute(self, tensors, topk_indices, placements):
+        mesh = self.build_device_mesh()
+        distributed = {
+            name: distribute_tensor(
+                tensor, mesh, [placements.get(name, Replicate())]
+            ).requires_grad_()
+            for name, tensor in tensors.items()
+        }
+        return distributed, distribute_tensor(topk_indices, mesh, [Replicate()])
+
+    def _compare(self, placements, gated=True, bias=True, **kwargs):
+        """Against plain tensors; returns the output and the two communication logs."""
+        tensors, topk_indices = operands(gated, bias)
+        leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+        expected = F.moe_mlp(topk_indices=topk_indices, **leaves, **kwargs)
+        grad = torch.ones_like(expected)
+        expected.backward(grad)
+
+        leaves_d, topk_d = self._distribute(tensors, topk_indices, placements)
+        with CommDebugMode() as forward:
+            out = F.moe_mlp(topk_indices=topk_d, **leaves_d, **kwargs)
+        placement = out.placements
+        self.assertEqual(out.full_tensor(), expected)
+        grad = distribute_tensor(grad, out.device_mesh, [Replicate()])
+        with CommDebugMode() as backward:
+            out.backward(grad)
+        for name, leaf in leaves.items():
+            self.assertEqual(leaves_d[name].grad.full_tensor(), leaf.grad, msg=name)
+        return placement, leaves_d, forward, backward
+
+    @parametrize("bias", (False, True))
+    @parametrize(
+        "activation,gate_interleaved", [("swiglu", True), ("swiglu_oai", True), ("relu", False)]
+    )  # fmt: skip
+    def test_tensor_parallel(self, activation, gate_interleaved, bias):
+        placement, leaves, forward, _ = self._compare(
+            TENSOR_PARALLEL,
+            gated=gate_interleaved,
+            bias=bias,
+            activation=activation,
+            gate_interleaved=gate_interleaved,
+        )
+        # Partial sums over the hidden units, and nothing is sent to get there.
+        self.assertEqual(placement, (Partial("sum"),))
+        self.assertEqual(forward.get_total_counts(), 0)
+        for name, shard in TENSOR_PARALLEL.items():
+            if name in leaves:
+                self.assertEqual(leaves[name].grad.placements, (shard,), msg=name)
+
+    def test_gates_before_ups_are_gathered(self):
+        # A shard of w_in would hold gates only or ups only.
+        placement, _, forward, _ = self._compare(TENSOR_PARALLEL)
+        self.assertEqual(placement, (Replicate(),))
+        self.assertGreater(forward.get_total_counts(), 0)
+
+    @parametrize("name", ("input", "w_in", "w_out", "topk_weights"))
+    def test_dimension_zero_is_gathered(self, name):
+        # Rows and experts are counted in the whole tensor.
+        placement, _, forward, _ = self._compare(
+            {name: Shard(0)}, activation="swiglu", gate_interleaved=True
+        )
+        self.assertEqual(placement, (Replicate(),))
+        self.assertGreater(forward.get_total_counts(), 0)
+
+    def test_replicated(self):
+        placement, _, forward, backward = self._compare({})
+        self.assertEqual(placement, (Replicate(),))
+        self.assertEqual(forward.get_total_counts(), 0)
+        self.assertEqual(backward.get_total_counts(), 0)
+
+    def test_frozen_experts(self):
+        # Gradients that the output mask leaves out have no placement to speak of.
+        tensors, topk_indices = operands()
+        leaves, topk = self._distribute(tensors, topk_indices, TENSOR_PARALLEL)
+        for name in ("w_in", "w_out", "b_in", "b_out"):
+            leaves[name].requires_grad_(False)
+        F.moe_mlp(topk_indices=topk, **leaves, gate_interleaved=True).sum().backward()
+        plain = {name: t.clone() for name, t in tensors.items()}
+        plain["input"].requires_grad_()
+        F.moe_mlp(
+            topk_indices=topk_indices, **plain, gate_interleaved=True
+        ).sum().backward()
+        self.assertEqual(leaves["input"].grad.full_tensor(), plain["input"].grad)
+        self.assertIsNone(leaves["w_in"].grad)
+
+    def test_no_grad(self):
+        tensors, topk_indices = operands()
+        leaves, topk = self._distribute(tensors, topk_indices, TENSOR_PARALLEL)
+        with torch.no_grad():
+            out = F.moe_mlp(topk_indices=topk, **leaves, gate_interleaved=True)
+        expected = F.moe_mlp(
+            topk_indices=topk_indices, **tensors, gate_interleaved=True
+        )
+        self.assertEqual(out.full_tensor(), expected)
+
+    @parametrize("placement", (Replicate(), Shard(0)))
+    def test_permutation(self, placement):
+        _, topk_indices = operands()
+        mesh = self.build_device_mesh()
+        expected = torch.ops.aten._moe_permutation(topk_indices, E, row_alignment=4)
+        actual = torch.ops.aten._moe_permutation(
+            distribute_tensor(topk_indices, mesh, [placement]), E, row_alignment=4
+        )
+        for ours, theirs in zip(actual, expected):
+            self.assertIsInstance(ours, DTensor)
+            self.assertEqual(ours.full_tensor(), theirs)
+
+
+instantiate_parametrized_tests(TestMoeDTensor)
+
+if __name__ == "__main__":
+    run_tests()

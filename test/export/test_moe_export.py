@@ -1,0 +1,78 @@
+# Owner(s): ["oncall: export"]
+
+import io
+
+import torch
+import torch.nn.functional as F
+from torch.export import Dim, export, load, save
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+class MoeLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(16, 4)
+        self.w_in = torch.nn.Parameter(torch.randn(4, 48, 16))
+        self.w_out = torch.nn.Parameter(torch.randn(4, 16, 24))
+
+    def forward(self, x):
+        return F.moe_mlp(x, *F.moe_topk(self.router(x), 2), self.w_in, self.w_out)
+
+
+def moe_nodes(program):
+    return [
+        node
+        for node in program.graph.nodes
+        if node.op == "call_function" and "moe" in str(node.target)
+    ]
+
+
+@instantiate_parametrized_tests
+class TestMoeExport(TestCase):
+    @parametrize("grad", [False, True])
+    @parametrize("dynamic", [False, True])
+    def test_export(self, grad, dynamic):
+        layer, x = MoeLayer(), torch.randn(9, 16)
+        shapes = ({0: Dim("num_tokens")},) if dynamic else None
+        with torch.set_grad_enabled(grad):
+            program = export(layer, (x,), dynamic_shapes=shapes)
+        permutation, mlp = moe_nodes(program)
+        self.assertEqual(permutation.target, torch.ops.aten._moe_permutation.default)
+        self.assertEqual(mlp.target, torch.ops.aten._moe_mlp.default)
+        # A program made for inference must not pay for a backward.
+        self.assertEqual(mlp.kwargs.get("compute_preact", True), grad)
+        for num_tokens in (9, 3, 40) if dynamic else (9,):
+            x = torch.randn(num_tokens, 16)
+            self.assertEqual(program.module()(x), layer(x))
+
+    def test_decompositions_keep_the_ops(self):
+        layer = MoeLayer()
+        program = export(layer, (torch.randn(9, 16),)).run_decompositions()
+        self.assertEqual(
+            [node.target for node in moe_nodes(program)],
+            [torch.ops.aten._moe_permutation.default, torch.ops.aten._moe_mlp.default],
+        )
+
+    def test_save_and_load(self):
+        layer, x = MoeLayer(), torch.randn(9, 16)
+        file = io.BytesIO()
+        save(export(layer, (x,)), file)
+        file.seek(0)
+        self.assertEqual(load(file).module()(x), layer(x))
+
+    def test_exported_program_trains(self):
+        layer, x = MoeLayer(), torch.randn(9, 16)
+        module = export(layer, (x,)).module()
+        expected = torch.autograd.grad(layer(x).sum(), layer.w_in)
+        self.assertEqual(
+            torch.autograd.grad(module(x).sum(), module.w_in), expected
+        )
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,210 @@
+# Owner(s): ["module: nn"]
+"""nn.MoE: its meaning, parameters, options, and life in the rest of PyTorch."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.moe.losses import load_balancing_loss, updated_expert_bias
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+    TestCase,
+)
+
+
+D, H, E, K = 8, 12, 6, 2
+
+
+def expert(x, w_in, w_out, activation, b_in=None, b_out=None):
+    hidden = F.linear(x, w_in, b_in)
+    if activation == "relu":
+        return F.linear(hidden.relu(), w_out, b_out)
+    gate, up = hidden.chunk(2, -1)
+    return F.linear(F.silu(gate) * up, w_out, b_out)
+
+
+def loop(layer, x):
+    """The layer, token by token; softmax router with normalised weights."""
+    rows = []
+    for token in x.flatten(0, -2):
+        logits = F.linear(token, layer.router)
+        weights, chosen = logits.softmax(-1).topk(layer.top_k)
+        weights = weights / weights.sum()
+        y = 0
+        for s, e in zip(weights, chosen.tolist()):
+            biases = (layer.b_in[e], layer.b_out[e]) if layer.b_in is not None else ()
+            matrices = (layer.w_in[e], layer.w_out[e])
+            y = y + s * expert(token, *matrices, layer.activation, *biases)
+        if layer.shared_w_in is not None:
+            matrices = (layer.shared_w_in[0], layer.shared_w_out[0])
+            y = y + expert(token, *matrices, layer.activation)
+        rows.append(y)
+    return torch.stack(rows).view_as(x)
+
+
+def make(**kwargs):
+    torch.manual_seed(0)
+    return nn.MoE(D, H, E, K, dtype=torch.float64, **kwargs)
+
+
+class TestMoEModule(TestCase):
+    @parametrize(
+        "options",
+        [
+            subtest({}, name="plain"),
+            subtest({"bias": True}, name="bias"),
+            subtest({"activation": "relu"}, name="relu"),
+            subtest({"shared_hidden_dim": 5}, name="shared"),
+            subtest(
+                {"activation": "relu", "bias": True, "shared_hidden_dim": 20},
+                name="all",
+            ),
+        ],
+    )
+    @parametrize("shape", [(9,), (2, 5)])
+    def test_means_the_loop(self, options, shape):
+        layer = make(**options)
+        x = torch.randn(*shape, D, dtype=torch.float64, requires_grad=True)
+        leaves = [x, *layer.parameters()]
+        output, logits, topk_indices = layer(x)
+        expected = loop(layer, x)
+        self.assertEqual(output, expected)
+        self.assertEqual(logits, F.linear(x, layer.router))
+        self.assertEqual(topk_indices, logits.topk(K).indices)
+        grad = torch.randn_like(expected)
+        self.assertEqual(
+            torch.autograd.grad(output, leaves, grad),
+            torch.autograd.grad(expected, leaves, grad),
+        )
+
+    def test_routing_options_reach_the_router(self):
+        options = {
+            "score": "sigmoid",
+            "normalize": False,
+            "num_groups": 3,
+            "top_groups": 1,
+            "scale": 2.5,
+        }
+        layer = make(balance_bias=True, **options)
+        layer.balance_bias.copy_(torch.randn(E))
+        x = torch.randn(7, D, dtype=torch.float64)
+        logits, indices, weights = layer.route(x)
+        expected = F.moe_topk(logits, K, bias=layer.balance_bias, **options)
+        self.assertEqual((indices, weights), expected)
+        self.assertNotEqual(indices, F.moe_topk(logits, K)[0])
+
+    def test_state_dict(self):
+        layer = make(bias=True, shared_hidden_dim=5, balance_bias=True)
+        layer.balance_bias += 1
+        shapes = {name: tuple(t.shape) for name, t in layer.state_dict().items()}
+        self.assertEqual(
+            shapes,
+            {
+                "router": (E, D),
+                "w_in": (E, 2 * H, D),
+                "w_out": (E, D, H),
+                "b_in": (E, 2 * H),
+                "b_out": (E, D),
+                "shared_w_in": (1, 10, D),
+                "shared_w_out": (1, D, 5),
+                "balance_bias": (E,),
+            },
+        )
+        other = make(bias=True, shared_hidden_dim=5, balance_bias=True)
+        other.load_state_dict(layer.state_dict())
+        x = torch.randn(3, D, dtype=torch.float64)
+        self.assertEqual(other(x), layer(x))
+        self.assertEqual(copy.deepcopy(layer)(x), layer(x))
+        self.assertEqual(set(make().state_dict()), {"router", "w_in", "w_out"})
+
+    def test_initial_values(self):
+        layer = nn.MoE(64, 256, 16, 2, bias=True, shared_hidden_dim=32)
+        for name, fan_in in (
+            ("router", 64),
+            ("w_in", 64),
+            ("b_in", 64),
+            ("w_out", 256),
+            ("b_out", 256),
+            ("shared_w_in", 64),
+            ("shared_w_out", 32),
+        ):
+            bound = fan_in**-0.5
+            values = getattr(layer, name)
+            self.assertLessEqual(values.abs().max().item(), bound)
+            self.assertGreater(values.abs().max().item(), 0.9 * bound)
+
+    @parametrize("dtype", (torch.float32, torch.bfloat16))
+    def test_meta_device_and_dtype(self, dtype):
+        layer = nn.MoE(D, H, E, K, device="meta", dtype=dtype, balance_bias=True)
+        output = layer(torch.randn(5, D, device="meta", dtype=dtype)).output
+        self.assertEqual(output.device.type, "meta")
+        self.assertEqual(output.dtype, dtype)
+        # The choice of experts is made in float32 whatever the parameters are.
+        self.assertEqual(layer.balance_bias.dtype, torch.float32)
+        real = layer.to_empty(device="cpu")
+        real.reset_parameters()
+        self.assertTrue(real(torch.randn(5, D, dtype=dtype)).output.isfinite().all())
+
+    @parametrize("backend", ("aot_eager", "inductor"))
+    def test_compile(self, backend):
+        layer = make(bias=True, shared_hidden_dim=5)
+        x = torch.randn(6, D, dtype=torch.float64)
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        expected = layer(x)
+        self.assertEqual(compiled(x), expected)
+        expected.output.sum().backward()
+        grads = {n: p.grad.clone() for n, p in layer.named_parameters()}
+        layer.zero_grad()
+        compiled(x).output.sum().backward()
+        self.assertEqual({n: p.grad for n, p in layer.named_parameters()}, grads)
+
+    def test_autocast(self):
+        layer = nn.MoE(D, H, E, K, shared_hidden_dim=4)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = layer(torch.randn(5, D)).output
+        self.assertEqual(output.dtype, torch.bfloat16)
+        output.float().sum().backward()
+        self.assertEqual({p.grad.dtype for p in layer.parameters()}, {torch.float32})
+
+    def test_training_with_the_loss_and_the_bias(self):
+        # One step of each way to balance, as a training loop has them.
+        layer = make(balance_bias=True)
+        x = torch.randn(64, D, dtype=torch.float64)
+        output, logits, topk_indices = layer(x)
+        loss = output.square().mean()
+        loss = loss + 0.01 * load_balancing_loss(logits.softmax(-1), topk_indices)
+        loss.backward()
+        self.assertTrue(all(p.grad.abs().sum() > 0 for p in layer.parameters()))
+        counts = topk_indices.flatten().bincount(minlength=E)
+        layer.balance_bias = updated_expert_bias(layer.balance_bias, counts, 100.0)
+        # A step this large leaves only experts that were below the mean.
+        popular = counts * E > 64 * K
+        after = layer(x).topk_indices.flatten().bincount(minlength=E)
+        self.assertTrue(popular.any())
+        self.assertEqual(after[popular].sum().item(), 0)
+
+    def test_repr(self):
+        self.assertExpectedInline(
+            repr(nn.MoE(4, 8, 3, 2)),
+            """MoE(4, 8, num_experts=3, top_k=2, activation='swiglu')""",
+        )
+        self.assertExpectedInline(
+            repr(nn.MoE(4, 8, 3, 2, bias=True, balance_bias=True, shared_hidden_dim=6)),
+            """MoE(4, 8, num_experts=3, top_k=2, activation='swiglu', bias=True, shared_hidden_dim=6, balance_bias=True)""",
+        )
+
+    @parametrize("top_k", (0, 7))
+    def test_errors(self, top_k):
+        message = f"between 1 and num_experts = 6, got {top_k}"
+        with self.assertRaisesRegex(ValueError, message):
+            nn.MoE(D, H, E, top_k)
+
+
+instantiate_parametrized_tests(TestMoEModule)
+
+if __name__ == "__main__":
+    run_tests()

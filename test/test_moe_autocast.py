@@ -1,0 +1,136 @@
+# Owner(s): ["module: amp (automated mixed precision)"]
+"""Autocast of the MoE functionals: low-precision experts, float32 router."""
+
+import torch
+import torch.nn.functional as F
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+T, K, E, D, H = 24, 2, 4, 16, 32
+
+
+def operands(dtype=torch.float32, bias=False):
+    torch.manual_seed(0)
+    topk_indices, topk_weights = F.moe_topk(torch.randn(T, E), K)
+    tensors = {
+        "input": torch.randn(T, D, dtype=dtype),
+        "topk_weights": topk_weights.to(dtype),
+        "w_in": torch.randn(E, 2 * H, D, dtype=dtype),
+        "w_out": torch.randn(E, D, H, dtype=dtype),
+    }
+    if bias:
+        tensors["b_in"] = torch.randn(E, 2 * H, dtype=dtype)
+        tensors["b_out"] = torch.randn(E, D, dtype=dtype)
+    return tensors, topk_indices
+
+
+def cast_all_but_router_weights(tensors, dtype):
+    return {k: v if k == "topk_weights" else v.to(dtype) for k, v in tensors.items()}
+
+
+class TestMoeAutocast(TestCase):
+    @parametrize("dtype", (torch.bfloat16, torch.float16))
+    @parametrize("bias", (False, True))
+    @parametrize("compiled", (False, True))
+    def test_experts_are_cast_and_router_weights_are_not(self, dtype, bias, compiled):
+        tensors, topk_indices = operands(bias=bias)
+
+        def function(tensors):
+            with torch.autocast("cpu", dtype):
+                return F.moe_mlp(topk_indices=topk_indices, **tensors)
+
+        if compiled:
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        leaves = {k: v.clone().requires_grad_() for k, v in tensors.items()}
+        out = function(leaves)
+        self.assertEqual(out.dtype, dtype)
+        out.sum().backward()
+
+        low = cast_all_but_router_weights(tensors, dtype)
+        low = {k: v.clone().requires_grad_() for k, v in low.items()}
+        expected = F.moe_mlp(topk_indices=topk_indices, **low)
+        self.assertEqual(out, expected, atol=0, rtol=0)
+        expected.sum().backward()
+        for name, leaf in leaves.items():
+            self.assertEqual(leaf.grad.dtype, torch.float32)
+            self.assertEqual(
+                leaf.grad, low[name].grad.float(), atol=0, rtol=0, msg=name
+            )
+
+    def test_rounded_router_weights_would_show(self):
+        # The comparison above can tell the two rules apart.
+        tensors, topk_indices = operands()
+        low = cast_all_but_router_weights(tensors, torch.bfloat16)
+        out = F.moe_mlp(topk_indices=topk_indices, **low)
+        low["topk_weights"] = low["topk_weights"].bfloat16()
+        self.assertFalse(torch.equal(out, F.moe_mlp(topk_indices=topk_indices, **low)))
+
+    def test_activation_of_an_earlier_op(self):
+        tensors, topk_indices = operands()
+        tensors["input"] = tensors["input"].bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = F.moe_mlp(topk_indices=topk_indices, **tensors)
+        low = cast_all_but_router_weights(tensors, torch.bfloat16)
+        self.assertEqual(
+            out, F.moe_mlp(topk_indices=topk_indices, **low), atol=0, rtol=0
+        )
+
+    def test_backward_inside_autocast(self):
+        tensors, topk_indices = operands()
+        grads = []
+        for inside in (False, True):
+            leaves = {k: v.clone().requires_grad_() for k, v in tensors.items()}
+            with torch.autocast("cpu", torch.bfloat16):
+                out = F.moe_mlp(topk_indices=topk_indices, **leaves)
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                out.sum().backward()
+            grads.append([leaf.grad for leaf in leaves.values()])
+        self.assertEqual(grads[0], grads[1], atol=0, rtol=0)
+
+    def test_weight_casts_are_cached(self):
+        tensors, topk_indices = operands()
+        tensors["w_in"].requires_grad_()
+        tensors["w_out"].requires_grad_()
+        casts = []
+
+        class CountCasts(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func is torch.ops.aten._to_copy.default:
+                    casts.append(tuple(args[0].shape))
+                return func(*args, **(kwargs or {}))
+
+        with torch.autocast("cpu", torch.bfloat16), CountCasts():
+            F.moe_mlp(topk_indices=topk_indices, **tensors)
+            F.moe_mlp(topk_indices=topk_indices, **tensors)
+        self.assertEqual(casts.count((E, 2 * H, D)), 1)
+        self.assertEqual(casts.count((E, D, H)), 1)
+        self.assertEqual(casts.count((T, K)), 0)
+
+    @parametrize("dtype", (torch.float32, torch.float64))
+    def test_left_alone(self, dtype):
+        # Switched off, and for float64, which autocast never casts.
+        tensors, topk_indices = operands(dtype)
+        expected = F.moe_mlp(topk_indices=topk_indices, **tensors)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float64):
+            out = F.moe_mlp(topk_indices=topk_indices, **tensors)
+        self.assertEqual(out, expected, atol=0, rtol=0)
+
+    @parametrize("score", ("softmax", "sigmoid"))
+    def test_router_computes_in_float32(self, score):
+        logits = torch.randn(T, E, dtype=torch.bfloat16)
+        expected = F.moe_topk(logits, K, score=score)
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = F.moe_topk(logits, K, score=score)
+        self.assertEqual(actual[1].dtype, torch.float32)
+        self.assertEqual(actual, expected, atol=0, rtol=0)
+
+
+instantiate_parametrized_tests(TestMoeAutocast)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,121 @@
+# Owner(s): ["module: functorch"]
+"""torch.func transforms of the MoE functionals: what composes, and what says it does not."""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+B, T, K, E, D, H = 3, 6, 2, 4, 5, 7
+
+
+def mlp(x, logits, w_in, w_out):
+    return F.moe_mlp(x, *F.moe_topk(logits, K), w_in, w_out)
+
+
+def operands():
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    return randn(B, T, D), randn(B, T, E), randn(E, 2 * H, D), randn(E, D, H)
+
+
+class TestMoeFunctorch(TestCase):
+    def test_vmap_over_tokens(self):
+        x, logits, w_in, w_out = operands()
+        out = vmap(mlp, in_dims=(0, 0, None, None))(x, logits, w_in, w_out)
+        one_by_one = [mlp(x[i], logits[i], w_in, w_out) for i in range(B)]
+        self.assertEqual(out, torch.stack(one_by_one))
+        self.assertEqual(out, mlp(x, logits, w_in, w_out))
+
+    def test_vmap_over_weights(self):
+        x, logits, w_in, w_out = operands()
+        w_in, w_out = (torch.stack([w, 2 * w, -w]) for w in (w_in, w_out))
+        out = vmap(mlp, in_dims=(None, None, 0, 0))(x[0], logits[0], w_in, w_out)
+        one_by_one = [mlp(x[0], logits[0], w_in[i], w_out[i]) for i in range(B)]
+        self.assertEqual(out, torch.stack(one_by_one))
+
+    def test_grad(self):
+        args = operands()
+        actual = grad(lambda *a: mlp(*a).sin().sum(), argnums=(0, 1, 2, 3))(*args)
+        leaves = [arg.clone().requires_grad_() for arg in args]
+        mlp(*leaves).sin().sum().backward()
+        self.assertEqual(actual, tuple(leaf.grad for leaf in leaves))
+
+    def test_per_sample_gradients(self):
+        x, logits, w_in, w_out = operands()
+
+        def loss(w_in, w_out, x, logits):
+            return mlp(x, logits, w_in, w_out).square().sum()
+
+        per_sample = vmap(grad(loss, argnums=(0, 1)), in_dims=(None, None, 0, 0))
+        actual = per_sample(w_in, w_out, x, logits)
+        for i in range(B):
+            expected = grad(loss, argnums=(0, 1))(w_in, w_out, x[i], logits[i])
+            self.assertEqual(tuple(g[i] for g in actual), expected)
+
+    def test_vjp_and_jacrev(self):
+        x, logits, w_in, w_out = (
+            arg[0] if arg.shape[0] == B else arg for arg in operands()
+        )
+        out, pullback = vjp(lambda x: mlp(x, logits, w_in, w_out), x)
+        jacobian = jacrev(lambda x: mlp(x, logits, w_in, w_out))(x)
+        self.assertEqual(jacobian.shape, (T, D, T, D))
+        direction = torch.ones_like(out)
+        expected = torch.einsum("ab,abcd->cd", direction, jacobian)
+        self.assertEqual(pullback(direction)[0], expected)
+        # A token's output depends on no other token.
+        others = ~torch.eye(T, dtype=torch.bool)
+        self.assertEqual(jacobian.transpose(1, 2)[others].abs().max().item(), 0)
+
+    def test_functional_call(self):
+        class Block(torch.nn.Module):
+            def __init__(self, w_in, w_out):
+                super().__init__()
+                self.w_in = torch.nn.Parameter(w_in)
+                self.w_out = torch.nn.Parameter(w_out)
+
+            def forward(self, x, logits):
+                return mlp(x, logits, self.w_in, self.w_out)
+
+        x, logits, w_in, w_out = operands()
+        params = {"w_in": 2 * w_in, "w_out": 3 * w_out}
+        self.assertEqual(
+            functional_call(Block(w_in, w_out), params, (x, logits)),
+            mlp(x, logits, 2 * w_in, 3 * w_out),
+        )
+
+    @parametrize("api", ("jvp", "forward_ad"))
+    def test_forward_mode_says_that_it_is_missing(self, api):
+        x, logits, w_in, w_out = operands()
+        message = "forward AD with _moe_mlp that does not support it"
+        with self.assertRaisesRegex(NotImplementedError, message):
+            if api == "jvp":
+                jvp(lambda x: mlp(x, logits, w_in, w_out), (x,), (x,))
+            else:
+                with forward_ad.dual_level():
+                    mlp(forward_ad.make_dual(x, x), logits, w_in, w_out)
+
+    def test_second_derivative_says_that_it_is_missing(self):
+        x, logits, w_in, w_out = operands()
+        x.requires_grad_()
+        out = mlp(x, logits, w_in, w_out).sin().sum()
+        (first,) = torch.autograd.grad(out, x, create_graph=True)
+        message = "derivative for aten::_moe_mlp_backward is not implemented"
+        with self.assertRaisesRegex(RuntimeError, message):
+            first.sum().backward()
+
+
+instantiate_parametrized_tests(TestMoeFunctorch)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,174 @@
+# Owner(s): ["module: nn"]
+"""Router losses and the loss-free bias: values by loops, gradients, edge cases."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch.nn.moe.losses import (
+    load_balancing_loss,
+    router_z_loss,
+    updated_expert_bias,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+B, S, E, K = 3, 10, 4, 2
+
+
+def router(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(B, S, E, generator=generator, dtype=dtype)
+    scores = logits.sigmoid()
+    return logits, scores, scores.topk(K).indices
+
+
+def loop(scores, indices):
+    """One group of tokens: ``(T, E)`` and ``(T, K)``."""
+    tokens, experts = scores.shape
+    ids = [i for i in indices.flatten().tolist() if 0 <= i < experts]
+    total = 0.0
+    for e in range(experts):
+        wanted = sum((scores[t, e] / scores[t].sum()).item() for t in range(tokens))
+        total += ids.count(e) / max(len(ids), 1) * wanted / tokens
+    return experts * total
+
+
+class TestMoeLosses(TestCase):
+    def test_all_tokens(self):
+        _, scores, indices = router()
+        expected = loop(scores.flatten(0, 1), indices.flatten(0, 1))
+        self.assertEqual(load_balancing_loss(scores, indices).item(), expected)
+
+    def test_per_sequence(self):
+        _, scores, indices = router()
+        expected = sum(loop(scores[b], indices[b]) for b in range(B)) / B
+        actual = load_balancing_loss(scores, indices, per_sequence=True)
+        self.assertEqual(actual.item(), expected)
+        self.assertNotEqual(expected, load_balancing_loss(scores, indices).item())
+
+    @parametrize("sentinel", (-1, E))
+    def test_no_expert_counts_nowhere(self, sentinel):
+        _, scores, indices = router()
+        indices[:, ::2, 0] = sentinel
+        expected = loop(scores.flatten(0, 1), indices.flatten(0, 1))
+        self.assertEqual(load_balancing_loss(scores, indices).item(), expected)
+        nobody = torch.full_like(indices, sentinel)
+        self.assertEqual(load_balancing_loss(scores, nobody).item(), 0.0)
+
+    def test_extremes(self):
+        uniform = torch.full((8, E), 1 / E)
+        one = torch.zeros(8, 1, dtype=torch.int64)
+        self.assertEqual(load_balancing_loss(uniform, one).item(), 1.0)
+        wants_one = torch.eye(E)[:1].expand(8, E)
+        self.assertEqual(load_balancing_loss(wants_one, one).item(), float(E))
+        even = torch.arange(8).view(8, 1) % E
+        self.assertEqual(load_balancing_loss(wants_one, even).item(), 1.0)
+
+    @parametrize("per_sequence", (False, True))
+    def test_gradcheck(self, per_sequence):
+        _, scores, indices = router()
+        scores.requires_grad_()
+        self.assertTrue(
+            torch.autograd.gradcheck(
+                lambda s: load_balancing_loss(s, indices, per_sequence=per_sequence),
+                (scores,),
+            )
+        )
+
+    def test_descent_balances(self):
+        # Steps against the gradient alone move a lopsided router to an even one.
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(256, 8, generator=generator)
+        weight = torch.randn(E, 8, generator=generator) * 0.1
+        offset = torch.tensor([1.0, 0.0, 0.0, 0.0]).requires_grad_()
+
+        def busiest():
+            scores = (F.linear(x, weight) + offset).softmax(-1)
+            indices = scores.topk(1).indices
+            return scores, indices, indices.flatten().bincount(minlength=E).max().item()
+
+        before = busiest()[2]
+        for _ in range(60):
+            scores, indices, _ = busiest()
+            (grad,) = torch.autograd.grad(load_balancing_loss(scores, indices), offset)
+            offset = (offset - grad).detach().requires_grad_()
+        self.assertGreater(before, 200)
+        self.assertLess(busiest()[2], 110)
+
+    def test_z_loss(self):
+        logits, _, _ = router()
+        terms = [
+            math.log(sum(math.exp(v) for v in row)) ** 2
+            for row in logits.flatten(0, 1).tolist()
+        ]
+        self.assertEqual(router_z_loss(logits).item(), sum(terms) / len(terms))
+        logits.requires_grad_()
+        self.assertTrue(torch.autograd.gradcheck(router_z_loss, (logits,)))
+
+    @parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+    def test_low_precision_is_computed_in_float32(self, dtype):
+        logits, scores, indices = router(torch.float32)
+        logits, scores = logits.to(dtype), scores.to(dtype)
+        for actual, expected in (
+            (router_z_loss(logits), router_z_loss(logits.float())),
+            (
+                load_balancing_loss(scores, indices),
+                load_balancing_loss(scores.float(), indices),
+            ),
+        ):
+            self.assertEqual(actual.dtype, torch.float32)
+            self.assertEqual(actual, expected, atol=0, rtol=0)
+
+    def test_bias_update(self):
+        bias = torch.tensor([0.5, 0.0, -0.5, 0.25])
+        counts = torch.tensor([10, 6, 2, 6], dtype=torch.int32)
+        actual = updated_expert_bias(bias, counts, 0.125)
+        self.assertEqual(actual, torch.tensor([0.375, 0.0, -0.375, 0.25]))
+        self.assertEqual(bias, torch.tensor([0.5, 0.0, -0.5, 0.25]))
+
+    def test_bias_balances(self):
+        generator = torch.Generator().manual_seed(2)
+        logits = torch.randn(512, E, generator=generator)
+        logits += torch.tensor([3.0, 0.0, 0.0, -3.0])
+        bias = torch.zeros(E)
+        for _ in range(1500):
+            indices, _ = F.moe_topk(logits, 1, score="sigmoid", bias=bias)
+            counts = indices.flatten().bincount(minlength=E)
+            bias = updated_expert_bias(bias, counts, 0.001)
+        self.assertLess(counts.max().item(), 160)
+        self.assertGreater(counts.min().item(), 96)
+
+    def test_compile(self):
+        logits, scores, indices = router(torch.float32)
+        counts = indices.flatten().bincount(minlength=E)
+
+        def function(logits, scores, indices, counts):
+            loss = load_balancing_loss(scores, indices, per_sequence=True)
+            return loss + router_z_loss(logits), updated_expert_bias(
+                torch.zeros(E), counts, 0.1
+            )
+
+        args = (logits, scores, indices, counts)
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        self.assertEqual(compiled(*args), function(*args))
+
+    def test_errors(self):
+        _, scores, indices = router()
+        with self.assertRaisesRegex(ValueError, r"got \(3, 10, 4\) and \(3, 9, 2\)"):
+            load_balancing_loss(scores, indices[:, :9])
+        with self.assertRaisesRegex(ValueError, r"\(\*, S, E\), got \(10, 4\)"):
+            load_balancing_loss(scores[0], indices[0], per_sequence=True)
+        with self.assertRaisesRegex(ValueError, r"got \(4,\) and \(3,\)"):
+            updated_expert_bias(torch.zeros(4), torch.zeros(3), 0.1)
+
+
+instantiate_parametrized_tests(TestMoeLosses)
+
+if __name__ == "__main__":
+    run_tests()

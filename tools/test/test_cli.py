@@ -1,0 +1,116 @@
+"""The command line: help, wrong arguments, one failure = one message."""
+
+import errno
+import os
+import sys
+import time
+
+import filelock
+import pytest
+from click.testing import CliRunner
+
+from staging import cli, pipeline
+from staging.errors import StageError
+
+
+VERBS = sorted(cli.cli.commands)
+
+
+def call(monkeypatch, *arguments):
+    """Runs main() and returns the exit status."""
+    monkeypatch.setattr(sys, "argv", ["stage.py", *arguments])
+    with pytest.raises(SystemExit) as leave:
+        cli.main()
+    return leave.value.code
+
+
+def test_verbs():
+    assert VERBS == [
+        "export", "lint", "python", "refresh", "run", "setup", "test", "verify",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example(verb):
+    result = CliRunner().invoke(cli.cli, [verb, "--help"], prog_name="stage.py")
+    assert result.exit_code == 0
+    assert f"Example: python3 tools/stage.py {verb}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["setup", "--nonsense"], "No such option"),
+        (["setup", "--capability", "sse"], "'sse' is not one of 'all', 'host'"),
+        (["refresh"], "give either a PR or --regenerate-shims"),
+        (["test", "-k", "bf16"], "options of pytest follow a double dash"),
+    ],
+)
+def test_wrong_arguments(monkeypatch, capsys, arguments, expected):
+    assert call(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_unknown_test_path(monkeypatch, capsys):
+    assert call(monkeypatch, "test", "test/absent.py") == 1
+    assert "no test file or folder 'test/absent.py'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (StageError("broken", hint="mend it"), "error: broken\nfix: mend it\n"),
+        (OSError(errno.ENOSPC, "full", "x"), "error: no space left on the disk of x"),
+        (OSError(errno.EACCES, "denied", "x"), "error: denied: x\n"),
+    ],
+)
+def test_failure_is_one_message(monkeypatch, capsys, failure, expected):
+    def fail(*args, **kwargs):
+        raise failure
+
+    monkeypatch.setattr(pipeline, "options", fail)
+    assert call(monkeypatch, "setup") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(expected)
+    assert "Traceback" not in error
+
+
+def test_arguments_of_pytest(monkeypatch):
+    words = ["test", "test/test_a.py", "--", "-k", "bf16"]
+    monkeypatch.setattr(sys, "argv", ["stage.py", *words])
+    given = ("test/test_a.py", "-k", "bf16")
+    assert cli._split_at_dashes(given) == (["test/test_a.py"], ["-k", "bf16"])
+
+
+def test_second_call_waits_or_fails(project, console, capfd):
+    project.workspace.build.mkdir()
+    held = filelock.FileLock(project.workspace.build / ".lock")
+    with held:
+        with pytest.raises(StageError, match="another stage.py is working in"):
+            with pipeline.locked(project.workspace, console, wait=False):
+                pass
+        pid = os.fork()
+        if pid == 0:
+            with pipeline.locked(project.workspace, console):
+                os._exit(7)
+        said, deadline = "", time.monotonic() + 60
+        while "waiting for it" not in said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said += capfd.readouterr().err
+        assert "waiting for it" in said
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_options_stay_in_force(project):
+    workspace = project.workspace
+    assert pipeline.options(workspace, None, None).capability == "all"
+    project.setup(options=pipeline.options(workspace, "host", True))
+    project.setup()
+    kept = pipeline.options(workspace, None, None)
+    assert (kept.capability, kept.ndebug) == ("host", True)
+    assert pipeline.options(workspace, None, False).capability == "host"

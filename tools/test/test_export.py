@@ -1,0 +1,182 @@
+"""export, refresh, verify: patches and commits are two forms of one thing."""
+
+import pytest
+from conftest import FIRST_FILE
+
+from staging import export
+from staging.errors import StageError
+
+
+OVERRIDES = "torch/overrides.py"
+
+
+def snapshot(project):
+    """Everything under version control in the repository."""
+    roots = ("torch_patches", "torch", "test")
+    return {
+        path.relative_to(project.root).as_posix(): path.read_bytes()
+        for root in roots
+        for path in sorted((project.root / root).rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.fixture
+def exported(project):
+    """The project, set up and in the form export writes."""
+    project.setup()
+    export.export(project.checkout(), project.series)
+    project.setup()
+    return project
+
+
+def refresh(project, name, console):
+    checkout = project.checkout()
+    checkout.ensure_current(project.series, console)
+    changed = export.refresh(project.workspace, checkout, project.series, name, console)
+    checkout.sync(project.series, console)
+    return changed
+
+
+def test_apply_then_export_is_the_identity(exported):
+    before = snapshot(exported)
+    assert export.verify(exported.checkout(), exported.series) == []
+    assert export.export(exported.checkout(), exported.series) == []
+    assert snapshot(exported) == before
+
+
+def test_exported_patch_has_no_drifting_lines(exported):
+    text = (exported.root / "torch_patches/100-first.patch").read_text()
+    assert text.startswith("From " + "0" * 40 + " Mon Sep 17 00:00:00 2001\n")
+    assert "From: A Contributor <contributor@example.com>\n" in text
+    assert "\n\nIt is needed.\n---\n\ndiff --git" in text
+    assert "index " not in text
+    assert "Staged-PR" not in text
+
+
+def test_verify_names_a_patch_that_is_not_canonical(exported):
+    path = exported.root / "torch_patches/110-second.patch"
+    path.write_text(path.read_text().replace("@@ -30,4 +30,5 @@", "@@ -29,4 +30,5 @@"))
+    (problem,) = export.verify(exported.checkout(), exported.series)
+    assert problem.startswith("torch_patches/110-second.patch: not in the form")
+
+
+def test_verify_reports_the_bijection_first(exported):
+    exported.write("torch/nn/orphan.py", "\n")
+    (problem,) = export.verify(exported.checkout(), exported.series)
+    assert "orphan.py" in problem
+
+
+def test_refresh_goes_to_the_named_pr_only(exported, console):
+    path = exported.workspace.checkout / OVERRIDES
+    text = path.read_text().replace("first = True", "first = 'edited'")
+    path.write_text(text)
+    other = (exported.root / "torch_patches/110-second.patch").read_bytes()
+    assert refresh(exported, "100", console) == ["torch_patches/100-first.patch"]
+    patch = (exported.root / "torch_patches/100-first.patch").read_text()
+    assert "+first = 'edited'" in patch
+    assert (exported.root / "torch_patches/110-second.patch").read_bytes() == other
+    exported.setup()
+    assert (exported.site / OVERRIDES).read_text() == text
+
+
+def test_refresh_moves_later_hunks(exported, console):
+    path = exported.workspace.checkout / OVERRIDES
+    path.write_text("added_on_top = 1\n" + path.read_text())
+    changed = refresh(exported, "100", console)
+    assert set(changed) == {
+        "torch_patches/100-first.patch",
+        "torch_patches/110-second.patch",
+    }
+    assert export.verify(exported.checkout(), exported.series) == []
+
+
+def test_refresh_takes_new_and_edited_new_files(exported, console):
+    exported.edit_checkout("torch/nn/moe.py", "# edited\n")
+    exported.edit_checkout("test/test_other.py", "def test_other(): pass\n")
+    refresh(exported, "100-first", console)
+    assert (exported.root / "torch/nn/moe.py").read_text() == "# edited\n"
+    pr = exported.series.get("100")
+    assert pr.files == ("torch/nn/moe.py", "test/test_other.py")
+    assert pr.tests == ("test/test_other.py",)
+    assert "# edited\n" == (exported.workspace.checkout / "torch/nn/moe.py").read_text()
+    exported.setup()
+
+
+def test_refresh_refuses_a_file_of_another_pr(exported, console):
+    before = snapshot(exported)
+    exported.edit_checkout("torch/nn/moe.py", "# edited\n")
+    with pytest.raises(StageError, match="torch/nn/moe.py is a new file of 100-first"):
+        refresh(exported, "110", console)
+    assert snapshot(exported) == before
+
+
+def test_refresh_that_does_not_fit_names_the_later_pr(exported, console):
+    before = snapshot(exported)
+    path = exported.workspace.checkout / OVERRIDES
+    path.write_text(path.read_text().replace("second = True", "second = 2"))
+    with pytest.raises(
+        StageError, match="110-second changes the same lines"
+    ) as failure:
+        refresh(exported, "100", console)
+    assert OVERRIDES in str(failure.value)
+    assert snapshot(exported) == before
+    assert "second = 2" in path.read_text(), "the edit was lost"
+
+
+def test_refresh_without_edits(exported, console):
+    with pytest.raises(StageError, match="no uncommitted edits"):
+        refresh(exported, "100", console)
+
+
+def test_refresh_carries_edits_over_a_repository_change(exported, console):
+    path = exported.workspace.checkout / OVERRIDES
+    path.write_text(path.read_text().replace("first = True", "first = 3"))
+    exported.write("torch/nn/moe.py", "# repository\n")
+    refresh(exported, "100", console)
+    assert (exported.root / "torch/nn/moe.py").read_text() == "# repository\n"
+    assert "+first = 3" in (exported.root / "torch_patches/100-first.patch").read_text()
+
+
+def test_both_sides_changed_the_same_file(exported, console):
+    exported.edit_checkout("torch/nn/moe.py", "# checkout\n")
+    exported.write("torch/nn/moe.py", "# repository\n")
+    with pytest.raises(StageError, match="both changed since the last setup"):
+        refresh(exported, "100", console)
+    assert (exported.root / "torch/nn/moe.py").read_text() == "# repository\n"
+    checkout = exported.workspace.checkout / "torch/nn/moe.py"
+    assert checkout.read_text() == "# checkout\n"
+
+
+def test_export_refuses_uncommitted_edits(exported):
+    exported.edit_checkout("torch/nn/moe.py", "# edited\n")
+    with pytest.raises(StageError, match="uncommitted edits: torch/nn/moe.py"):
+        export.export(exported.checkout(), exported.series)
+
+
+def test_export_of_an_amended_commit(exported, console):
+    git = exported.checkout().git
+    exported.edit_checkout("torch/nn/moe.py", FIRST_FILE + "# amended\n")
+    first = git.run("rev-list", "--reverse", "HEAD").split()[1]
+    git.run("commit", "-qa", f"--fixup={first}")
+    base = exported.checkout().base
+    git.run(
+        "rebase", "-q", "-i", "--autosquash", base, env={"GIT_SEQUENCE_EDITOR": "true"}
+    )
+    assert export.export(exported.checkout(), exported.series) == ["torch/nn/moe.py"]
+    assert (exported.root / "torch/nn/moe.py").read_text().endswith("# amended\n")
+
+
+def test_commit_without_pr(exported):
+    git = exported.checkout().git
+    git.run("commit", "-q", "--allow-empty", "-m", "stray")
+    with pytest.raises(StageError, match=r"\(stray\) belongs to no PR"):
+        export.export(exported.checkout(), exported.series)
+
+
+def test_commit_that_deletes_a_pytorch_file(exported):
+    git = exported.checkout().git
+    git.run("rm", "-q", "torch/nn/functional.py")
+    git.run("commit", "-q", "--amend", "--no-edit")
+    with pytest.raises(StageError, match="deletes torch/nn/functional.py"):
+        export.export(exported.checkout(), exported.series)

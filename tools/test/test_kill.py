@@ -1,0 +1,83 @@
+"""kill -9 at any moment of setup: the next call repairs, nothing is half done."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import FIRST_FILE
+
+
+TOOLS = Path(__file__).parents[1]
+PROGRAM = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from staging import pipeline, series
+from staging.config import Workspace
+from staging.console import Console
+root, cache = Path(sys.argv[2]), Path(sys.argv[3])
+workspace, console = Workspace(root, root / "build", cache), Console(quiet=True)
+with pipeline.locked(workspace, console):
+    print("started", flush=True)
+    pipeline.setup(workspace, series.load(root), console)
+print("done", flush=True)
+"""
+
+
+def setup_and_kill(project, delay):
+    """Starts setup in a process of its own and kills it after ``delay`` seconds.
+
+    Returns:
+        Whether it was killed before it was done.
+    """
+    arguments = [str(TOOLS), str(project.root), str(project.cache)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "started\n"
+    time.sleep(delay)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    rest = process.stdout.read()
+    process.wait()
+    return "done" not in rest
+
+
+def check(project, text):
+    """Sets up for real and compares every staged file and the base."""
+    staged = project.setup()
+    site = project.site
+    assert (site / "torch/nn/moe.py").read_text() == text
+    assert "second = True" in (site / "torch/overrides.py").read_text()
+    assert project.checkout().git.resolve("HEAD") == staged.tip
+    assert project.checkout().edits() == []
+    names = [path.name for path in project.workspace.build.iterdir()]
+    assert not [name for name in names if name.endswith((".tmp", ".old"))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_first_setup(project, seed):
+    rng = random.Random(seed)
+    killed = [setup_and_kill(project, rng.uniform(0.0, 0.25)) for _ in range(3)]
+    assert any(killed), "no call was killed in time; the delays are too long"
+    check(project, FIRST_FILE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_update(project, seed):
+    rng = random.Random(seed)
+    project.setup()
+    for step in range(3):
+        project.write("torch/nn/moe.py", f"# version {step}\n")
+        setup_and_kill(project, rng.uniform(0.0, 0.12))
+    check(project, "# version 2\n")

@@ -1,0 +1,102 @@
+"""Every lint rule finds what it is for and passes the corrected text."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+LINTERS = Path(__file__).parents[1] / "staging/linters"
+GOOD_TEST = """\
+# Owner(s): ["module: nn"]
+from torch.testing._internal.common_utils import run_tests
+
+
+if __name__ == "__main__":
+    run_tests()
+"""
+
+
+def lint(linter, folder, *words):
+    """Runs one adapter; returns its findings."""
+    done = subprocess.run(
+        [sys.executable, LINTERS / linter, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def names(linter, folder, text, file="a.py", *words):
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return [finding["name"] for finding in lint(linter, folder, *words, file)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x = 1\n", []),
+        ("x = 1", ["whitespace"]),
+        ("x = 1  \n", ["whitespace"]),
+        ("if x:\n\ty = 1\n", ["tab"]),
+        ("x = '\u00e9'\n", ["ascii"]),
+        ("x = '" + "/ho" + "me/someone/x'\n", ["machine path"]),
+        ("# see py" + "pi.org\n", ["registry"]),
+        ("x = 1\n" * 801, ["file length"]),
+        ("def f():\n" + "    x = 1\n" * 91, ["function length"]),
+        ("def f(:\n", ["syntax"]),
+    ],
+)
+def test_text_rules(tmp_path, text, expected):
+    assert names("text.py", tmp_path, text) == expected
+
+
+def test_whitespace_fix(tmp_path):
+    (tmp_path / "a.md").write_text("a  \nb\n\n\n")
+    (finding,) = lint("text.py", tmp_path, "a.md")
+    assert finding["replacement"] == "a\nb\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD_TEST, []),
+        (GOOD_TEST.replace("# Owner", "# Author"), ["owner"]),
+        (GOOD_TEST.replace("module: nn", "nn"), ["owner"]),
+        (GOOD_TEST.replace("    run_tests()", "    pass"), ["main"]),
+        (GOOD_TEST.replace('if __name__ == "__main__":', "if True:"), ["main"]),
+    ],
+)
+def test_test_file_rules(tmp_path, text, expected):
+    assert names("test_files.py", tmp_path, text, "test/test_a.py") == expected
+
+
+def test_ruff_rules(tmp_path):
+    text = "import os\nimport torch\nimport numpy\n\n\nx = torch.ones(1)\n"
+    found = names("ruff_adapter.py", tmp_path, text, "a.py", "check")
+    assert set(found) == {"I001", "F401"}
+    found = names("ruff_adapter.py", tmp_path, "x = {'a':1}\n", "b.py", "format")
+    assert found == ["format"]
+
+
+def test_spelling(tmp_path):
+    assert names("codespell_adapter.py", tmp_path, "# teh offs\n") == ["spelling"]
+
+
+def test_stack_rules(project):
+    pins = "click==8.5.1\nrich==15.0.0\n"
+    project.write("tools/requirements.txt", pins)
+    assert lint("stack.py", project.root) == []
+    project.write("tools/requirements.txt", "rich==15.0.0\nclick>=8\n")
+    project.write("torch/nn/orphan.py", "\n")
+    path = project.root / "torch_patches/110-second.patch"
+    path.write_text(path.read_text().replace("So that it keeps working.\n", ""))
+    found = {finding["name"] for finding in lint("stack.py", project.root)}
+    assert found == {"pin", "pin order", "series", "description"}

@@ -1,0 +1,93 @@
+"""series.toml: what is accepted, and the bijection with the files."""
+
+import pytest
+
+from staging import series as series_module
+from staging.errors import StageError
+
+
+def test_consistent_stack_has_no_problem(project):
+    assert series_module.problems(project.series) == []
+    assert project.series.tests == ("test/test_moe.py",)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("torch/nn/orphan.py", "torch/nn/orphan.py: belongs to no PR"),
+        ("docs/source/orphan.md", "docs/source/orphan.md: belongs to no PR"),
+        ("torch_patches/999-x.patch", "torch_patches/999-x.patch: no PR"),
+    ],
+)
+def test_file_that_no_pr_names(project, name, expected):
+    project.write(name, "x\n")
+    (problem,) = series_module.problems(project.series)
+    assert problem.startswith(expected)
+
+
+def test_non_landing_folder_is_exempt(project):
+    project.write("benchmarks/results/a.json", "{}\n")
+    assert series_module.problems(project.series) == []
+    project.write("benchmarks/other.py", "\n")
+    assert len(series_module.problems(project.series)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("torch/nn/moe.py", "torch/nn/moe.py: listed by 100-first"),
+        ("torch_patches/110-second.patch", "torch_patches/110-second.patch: missing"),
+    ],
+)
+def test_named_file_that_is_missing(project, name, expected):
+    (project.root / name).unlink()
+    (problem,) = series_module.problems(project.series)
+    assert problem.startswith(expected)
+
+
+def test_file_of_two_prs(project):
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(
+        path.read_text().replace(
+            '["test/test_moe.py"]', '["test/test_moe.py", "torch/nn/moe.py"]', 1
+        )
+    )
+    (problem,) = series_module.problems(project.series)
+    assert problem == "torch/nn/moe.py: listed by 100-first and by 110-second"
+
+
+def test_patch_that_adds_a_file(project):
+    path = project.root / "torch_patches/110-second.patch"
+    new = "diff --git a/torch/x.py b/torch/x.py\nnew file mode 100644\n"
+    path.write_text(path.read_text() + new + "--- /dev/null\n+++ b/torch/x.py\n")
+    (problem,) = series_module.problems(project.series)
+    assert "adds or deletes torch/x.py" in problem
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("title =", "titel =", "unknown field titel"),
+        ('git = "', 'commit = "', "[base]"),
+        ('name = "110-second"', 'name = "100-first"', "occurs twice"),
+        ("[base]", "[base", "series.toml"),
+    ],
+)
+def test_malformed_file(project, old, new, expected):
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(StageError, match=expected.replace("[", r"\[")):
+        series_module.load(project.root)
+
+
+def test_pr_by_name_or_slot(project):
+    assert project.series.get("110").name == "110-second"
+    assert [pr.name for pr in project.series.upto("100").prs] == ["100-first"]
+    with pytest.raises(StageError, match="no PR named '120'.*100-first, 110-second"):
+        project.series.get("120")
+
+
+def test_tool_caches_are_not_sources(project):
+    project.write("test/.pytest_cache/v/lastfailed", "{}\n")
+    project.write("torch/nn/__pycache__/moe.cpython-311.pyc", "")
+    assert series_module.problems(project.series) == []

@@ -1,0 +1,121 @@
+"""What keeps the load of the experts balanced. Prototype: may change.
+
+Terms: T tokens, E experts, K experts per token.
+"""
+
+import torch
+from torch import Tensor
+
+
+__all__ = ["load_balancing_loss", "router_z_loss", "updated_expert_bias"]
+
+
+def _check_same_tokens(name: str, topk_indices: Tensor, scores: Tensor) -> None:
+    if topk_indices.dim() < 2 or topk_indices.shape[:-1] != scores.shape[:-1]:
+        raise ValueError(
+            f"{name}: scores (*, E) and topk_indices (*, K) must have the same leading "
+            f"dimensions, at least one, got {tuple(scores.shape)} and "
+            f"{tuple(topk_indices.shape)}"
+        )
+
+
+def _counts(topk_indices: Tensor, num_experts: int) -> Tensor:
+    """``(*, S, K)`` ids to ``(*, E)`` numbers of slots; -1 and E count nowhere."""
+    ids = topk_indices.long().flatten(-2)
+    nowhere = (ids < 0) | (ids >= num_experts)
+    ids = ids.masked_fill(nowhere, num_experts)
+    # Integers, so that the order of the additions does not matter.
+    counts = ids.new_zeros((*ids.shape[:-1], num_experts + 1))
+    return counts.scatter_add(-1, ids, torch.ones_like(ids))[..., :num_experts]
+
+
+def load_balancing_loss(
+    scores: Tensor, topk_indices: Tensor, *, per_sequence: bool = False
+) -> Tensor:
+    r"""The product of how often experts are chosen and how much they are wanted.
+
+    .. math::
+        E \sum_e f_e P_e, \quad
+        f_e = \frac{\text{slots of expert } e}{\text{all slots}}, \quad
+        P_e = \operatorname{mean}_t \frac{s_{t,e}}{\sum_j s_{t,j}}
+
+    It is 1 when either is uniform, and up to E when all tokens want and choose one
+    expert. Only :math:`P` has a gradient. Switch Transformer (arXiv:2101.03961,
+    equation 4) for K = 1; per sequence it is the complementary loss of DeepSeek-V3
+    (arXiv:2412.19437, equations 17-20). Multiply by a coefficient of your choice.
+
+    Args:
+        scores: ``(*, E)``, not negative: softmax or sigmoid of the router's logits.
+        topk_indices: ``(*, K)`` integers; -1 and E mean no expert and count nowhere.
+        per_sequence: balance each sequence by itself, and average: ``scores`` must
+            be ``(*, S, E)`` with sequences of S tokens. Otherwise all tokens are
+            balanced together.
+
+    Returns:
+        Tensor: a float32 scalar (float64 for float64 scores).
+
+    Raises:
+        ValueError: shapes that do not belong together.
+    """
+    _check_same_tokens("load_balancing_loss", topk_indices, scores)
+    if not per_sequence:
+        scores, topk_indices = scores.flatten(0, -2), topk_indices.flatten(0, -2)
+    elif scores.dim() < 3:
+        raise ValueError(
+            "load_balancing_loss: per_sequence=True needs scores of shape (*, S, E), "
+            f"got {tuple(scores.shape)}"
+        )
+    if scores.dtype != torch.float64:
+        scores = scores.float()
+    num_experts = scores.shape[-1]
+    wanted = (scores / scores.sum(-1, keepdim=True)).mean(-2)
+    counts = _counts(topk_indices, num_experts)
+    # Without a single slot there is nothing to balance: 0, not 0 / 0.
+    chosen = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return num_experts * (chosen * wanted).sum(-1).mean()
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    r"""The mean square of the logits' log-sum-exp, which keeps logits small.
+
+    Large logits lose precision in the softmax. ST-MoE (arXiv:2202.08906, equation 5).
+
+    Args:
+        logits: ``(*, E)``.
+
+    Returns:
+        Tensor: a float32 scalar (float64 for float64 logits).
+    """
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    return logits.logsumexp(-1).square().mean()
+
+
+def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    r"""The next selection bias of balancing without an auxiliary loss.
+
+    The bias of an expert with less than the mean load goes up by ``rate``, with more
+    it goes down, and with exactly the mean it stays. It takes part in the choice of
+    experts only (``bias`` of :func:`torch.nn.functional.moe_topk`), so it disturbs no
+    gradient. Loss-free balancing (arXiv:2408.15664, algorithm 1).
+
+    Args:
+        bias: ``(E,)`` floating point.
+        counts: ``(E,)`` slots per expert of the last step, over all ranks that share
+            the experts.
+        rate: a step, 0.001 in the paper.
+
+    Returns:
+        Tensor: a new tensor like ``bias``; assign it when the step is over.
+
+    Raises:
+        ValueError: shapes that differ, or are not ``(E,)``.
+    """
+    if bias.dim() != 1 or bias.shape != counts.shape:
+        raise ValueError(
+            "updated_expert_bias: bias and counts must have the same shape (E,), got "
+            f"{tuple(bias.shape)} and {tuple(counts.shape)}"
+        )
+    # mean - count, times E: exact in integers
+    missing = counts.sum() - counts * counts.numel()
+    return bias.detach() + rate * missing.sign().to(bias.dtype)
