@@ -1,0 +1,385 @@
+# mypy: ignore-errors
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+
+import torch
+import torch.nn.functional as F
+from torch.testing import make_tensor
+from torch.testing._internal.common_dtype import floating_types_and
+from torch.testing._internal.moe_generators import MoeCase
+from torch.testing._internal.moe_reference import (
+    moe_mlp_backward_reference,
+    moe_mlp_reference,
+    moe_permutation_reference,
+    moe_topk_reference,
+)
+from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
+from torch.utils._pytree import tree_map_only
+
+
+tiny = partial(MoeCase, num_tokens=5, dim=4, hidden=3, num_experts=3)
+
+# Small enough for a numerical Jacobian, and between them every kind of row plan.
+CASES = (
+    tiny("plain"),
+    tiny("sentinels", num_tokens=6, routing="sentinels", num_rows=10),
+    tiny("clipped_aligned", row_alignment=4, num_rows=9),
+    tiny("no_tokens", num_tokens=0),
+)
+
+# Case, keyword arguments, and which optional operands are there.
+MLP_SAMPLES = (
+    (CASES[0], {}, {}),
+    (CASES[0], {"activation": "geglu", "gate_interleaved": True}, {"bias": True}),
+    (CASES[1], {"activation": "swiglu_oai", "alpha": 1.5, "limit": 2.0}, {}),
+    (CASES[2], {"activation": "silu"}, {"weighted": False}),
+    (CASES[3], {}, {"bias": True}),
+)
+
+
+def operands_of_sample(case, dtype, device, requires_grad, activation, options):
+    """Router weights are float32 where the expert dtype is lower, as F.moe_topk makes them."""
+    weights_dtype = torch.promote_types(dtype, torch.float32)
+    return case.operands(
+        dtype,
+        device,
+        activation=activation,
+        weights_dtype=weights_dtype if options.get("weighted", True) else None,
+        bias=options.get("bias", False),
+        requires_grad=requires_grad,
+    )
+
+
+def numpy_reference(reference):
+    """``reference`` as OpInfo wants it: from NumPy arrays to NumPy arrays."""
+
+    def ref(*args, **kwargs):
+        args, kwargs = tree_map_only(np.ndarray, torch.from_numpy, (args, kwargs))
+        return tree_map_only(torch.Tensor, np.asarray, reference(*args, **kwargs))
+
+    return ref
+
+
+def sample_inputs_moe_permutation(op_info, device, dtype, requires_grad, **kwargs):
+    for case in CASES:
+        yield SampleInput(
+            case.topk_indices(device).to(dtype),
+            args=(case.num_experts,),
+            kwargs={"num_rows": case.num_rows, "row_alignment": case.row_alignment},
+        )
+
+
+def error_inputs_moe_permutation(op_info, device, **kwargs):
+    indices = torch.zeros(3, 2, dtype=torch.int64, device=device)
+
+    def error(text, *args, error_type=ValueError, **kwargs):
+        sample = SampleInput(args[0], args=args[1:], kwargs=kwargs)
+        return ErrorInput(
+            sample, error_type=error_type, error_regex=f"_moe_permutation: {text}"
+        )
+
+    yield error(
+        "topk_indices must have dtype int32 or int64, got float32",
+        indices.float(),
+        3,
+        error_type=TypeError,
+    )
+    yield error("topk_indices must have 2 dimensions", indices[0], 3)
+    yield error("num_experts must be in .*, got 0", indices, 0)
+    yield error("num_rows must be in .*, got -1", indices, 3, num_rows=-1)
+    yield error("row_alignment must be in .*, got 0", indices, 3, row_alignment=0)
+
+
+def sample_inputs_moe_mlp(op_info, device, dtype, requires_grad, **kwargs):
+    for case, op_kwargs, options in MLP_SAMPLES:
+        activation = op_kwargs.get("activation", "swiglu")
+        ops = operands_of_sample(
+            case, dtype, device, requires_grad, activation, options
+        )
+        args = ops.args()
+        yield SampleInput(args[0], args=args[1:], kwargs=dict(op_kwargs))
+    # Rows that are expert-major already: no permutation.
+    ops = operands_of_sample(
+        tiny("rows", top_k=1), dtype, device, requires_grad, "swiglu", {}
+    )
+    yield SampleInput(ops.input, args=(ops.w_in, ops.w_out, ops.offs, ops.topk_weights))
+
+
+def error_inputs_moe_mlp(op_info, device, **kwargs):
+    ops = CASES[0].operands(torch.float32, device)
+
+    def error(text, *, error_type=ValueError, op_kwargs=None, **changes):
+        args = dataclasses.replace(ops, **changes).args()
+        sample = SampleInput(args[0], args=args[1:], kwargs=op_kwargs or {})
+        return ErrorInput(
+            sample, error_type=error_type, error_regex=f"_moe_mlp: {text}"
+        )
+
+    yield error(
+        "w_out must have the dtype of input, float32, got float64",
+        w_out=ops.w_out.double(),
+        error_type=TypeError,
+    )
+    yield error(
+        "offs must have dtype int32, got int64",
+        offs=ops.offs.long(),
+        error_type=TypeError,
+    )
+    yield error(
+        r"w_in must have shape \(E, 2\*F, D\) = \(3, 6, 4\), got \(3, 5, 4\)",
+        w_in=ops.w_in[:, :5],
+    )
+    yield error(
+        r"topk_weights must have shape \(T, K\) = \(5, 2\), got \(4, 2\)",
+        topk_weights=ops.topk_weights[:4],
+    )
+    yield error(
+        "activation must be one of .*, got 'mish'", op_kwargs={"activation": "mish"}
+    )
+    yield error("alpha is an argument of activation", op_kwargs={"alpha": 1.0})
+
+
+def reference_moe_mlp(*args, **kwargs):
+    kwargs.pop("compute_preact", None)
+    return moe_mlp_reference(*args, **kwargs)
+
+
+def sample_inputs_moe_mlp_backward(op_info, device, dtype, requires_grad, **kwargs):
+    masks = ([True] * 6, [True, False, True, False, True, False], [False] * 6)
+    for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES):
+        activation = op_kwargs.get("activation", "swiglu")
+        ops = operands_of_sample(case, dtype, device, False, activation, options)
+        _, preact = moe_mlp_reference(*ops.args(), **op_kwargs)
+        yield SampleInput(
+            ops.grad_out,
+            args=(*ops.args(), preact.to(dtype), masks[i % len(masks)]),
+            kwargs=dict(op_kwargs),
+        )
+
+
+def error_inputs_moe_mlp_backward(op_info, device, **kwargs):
+    ops = CASES[0].operands(torch.float32, device)
+    preact = torch.zeros(10, 6, device=device)
+
+    def error(text, grad_out, preact):
+        args = (*ops.args(), preact, [True] * 6)
+        return ErrorInput(
+            SampleInput(grad_out, args=args),
+            error_type=ValueError,
+            error_regex=f"_moe_mlp_backward: {text}",
+        )
+
+    yield error(
+        r"grad_out must have shape \(T, D\) = \(5, 4\), got \(5, 3\)",
+        ops.grad_out[:, :3],
+        preact,
+    )
+    yield error(
+        r"preact must have shape .*, got \(0, 6\); preact has 0 rows when the forward ran",
+        ops.grad_out,
+        preact[:0],
+    )
+
+
+def reference_moe_mlp_backward(grad_out, *args, **kwargs):
+    *args, _, mask = args
+    grads = moe_mlp_backward_reference(grad_out, *args, **kwargs)
+    empty = grad_out.new_empty(0)
+    return tuple(
+        grad if on and grad is not None else empty
+        for on, grad in zip(mask, grads, strict=True)
+    )
+
+
+def sample_inputs_moe_topk(op_info, device, dtype, requires_grad, **kwargs):
+    make = partial(make_tensor, device=device, dtype=dtype, low=-4, high=4)
+
+    def sample(shape, k, **kwargs):
+        logits = make(shape, requires_grad=requires_grad)
+        return SampleInput(logits, args=(k,), kwargs=kwargs)
+
+    groups = {"num_groups": 4, "top_groups": 2}
+    yield sample((5, 8), 2)
+    yield sample((2, 3, 8), 3, normalize=False, scale=2.5)
+    yield sample((8,), 8, score="sigmoid")
+    yield sample((5, 8), 3, **groups)
+    yield sample((5, 8), 4, score="sigmoid", bias=make((8,)), **groups)
+    yield sample((0, 8), 2)
+
+
+def error_inputs_moe_topk(op_info, device, **kwargs):
+    logits = torch.zeros(3, 8, device=device)
+
+    def error(text, *args, **kwargs):
+        return ErrorInput(
+            SampleInput(args[0], args=args[1:], kwargs=kwargs),
+            error_type=ValueError,
+            error_regex=f"moe_topk: {text}",
+        )
+
+    yield error("logits must be a floating point tensor", logits.long(), 2)
+    yield error(r"k must be in \[1, 8\].*, got 9", logits, 9)
+    yield error(
+        r"k must be in \[1, 2\].*, got 3", logits, 3, num_groups=4, top_groups=1
+    )
+    yield error("score must be .*, got 'tanh'", logits, 2, score="tanh")
+    yield error(
+        r"bias must have shape \(E,\) = \(8,\), got \(7,\)",
+        logits,
+        2,
+        bias=logits[0, :7],
+    )
+    yield error(
+        "num_groups and top_groups must be given together", logits, 2, num_groups=4
+    )
+    yield error(
+        "num_groups must divide E = 8, got 3", logits, 2, num_groups=3, top_groups=1
+    )
+    yield error(
+        r"top_groups must be in .*, got 5", logits, 2, num_groups=4, top_groups=5
+    )
+
+
+def sample_inputs_functional_moe_mlp(op_info, device, dtype, requires_grad, **kwargs):
+    for case, op_kwargs, options in MLP_SAMPLES:
+        activation = op_kwargs.get("activation", "swiglu")
+        ops = operands_of_sample(
+            case, dtype, device, requires_grad, activation, options
+        )
+        yield SampleInput(
+            ops.input,
+            args=(ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out),
+            kwargs={
+                "b_in": ops.b_in,
+                "b_out": ops.b_out,
+                "num_rows": case.num_rows,
+                "row_alignment": case.row_alignment,
+                **op_kwargs,
+            },
+        )
+
+
+def error_inputs_functional_moe_mlp(op_info, device, **kwargs):
+    ops = CASES[0].operands(torch.float32, device)
+    names = ("input", "topk_indices", "topk_weights", "w_in", "w_out")
+
+    def error(text, *, error_type=ValueError, **changes):
+        args = [changes.pop(name, getattr(ops, name)) for name in names]
+        return ErrorInput(
+            SampleInput(args[0], args=tuple(args[1:]), kwargs=changes),
+            error_type=error_type,
+            error_regex=text,
+        )
+
+    yield error(
+        r"moe_mlp: topk_indices must have shape .*, got \(4, 2\)",
+        topk_indices=ops.topk_indices[:4],
+    )
+    yield error(
+        r"moe_mlp: topk_weights must have the shape of topk_indices",
+        topk_weights=ops.topk_weights[:, :1],
+    )
+    yield error(r"moe_mlp: w_in must have shape", w_in=ops.w_in[0])
+    yield error(
+        "_moe_permutation: topk_indices must have dtype",
+        topk_indices=ops.topk_indices.float(),
+        error_type=TypeError,
+    )
+    yield error(r"_moe_mlp: w_out must have shape", w_out=ops.w_out[:2])
+
+
+def reference_functional_moe_mlp(
+    input,
+    topk_indices,
+    topk_weights,
+    w_in,
+    w_out,
+    *,
+    b_in=None,
+    b_out=None,
+    num_rows=None,
+    row_alignment=1,
+    **kwargs,
+):
+    plan = moe_permutation_reference(
+        topk_indices, w_in.shape[0], num_rows=num_rows, row_alignment=row_alignment
+    )
+    output, _ = moe_mlp_reference(
+        input,
+        w_in,
+        w_out,
+        plan.offs,
+        topk_weights,
+        plan.row_slots,
+        plan.slot_rows,
+        b_in,
+        b_out,
+        **kwargs,
+    )
+    return output
+
+
+moe_dtypes = floating_types_and(torch.float16, torch.bfloat16)
+
+op_db: list[OpInfo] = [
+    OpInfo(
+        "_moe_permutation",
+        op=torch._moe_permutation,
+        ref=numpy_reference(moe_permutation_reference),
+        dtypes=(torch.int32, torch.int64),
+        sample_inputs_func=sample_inputs_moe_permutation,
+        error_inputs_func=error_inputs_moe_permutation,
+        supports_autograd=False,
+        supports_out=False,
+    ),
+    OpInfo(
+        "_moe_mlp",
+        op=torch._moe_mlp,
+        ref=numpy_reference(reference_moe_mlp),
+        dtypes=moe_dtypes,
+        sample_inputs_func=sample_inputs_moe_mlp,
+        error_inputs_func=error_inputs_moe_mlp,
+        supports_out=False,
+        # _moe_mlp_backward has no derivative.
+        supports_gradgrad=False,
+    ),
+    OpInfo(
+        "_moe_mlp_backward",
+        op=torch.ops.aten._moe_mlp_backward.default,
+        ref=numpy_reference(reference_moe_mlp_backward),
+        dtypes=moe_dtypes,
+        sample_inputs_func=sample_inputs_moe_mlp_backward,
+        error_inputs_func=error_inputs_moe_mlp_backward,
+        supports_autograd=False,
+        supports_out=False,
+    ),
+    OpInfo(
+        "nn.functional.moe_topk",
+        op=F.moe_topk,
+        ref=numpy_reference(moe_topk_reference),
+        dtypes=moe_dtypes,
+        sample_inputs_func=sample_inputs_moe_topk,
+        error_inputs_func=error_inputs_moe_topk,
+        supports_out=False,
+        supports_forward_ad=True,
+        supports_fwgrad_bwgrad=True,
+        # TorchScript has no torch.promote_types.
+        supports_scripting=False,
+    ),
+    OpInfo(
+        "nn.functional.moe_mlp",
+        op=F.moe_mlp,
+        ref=numpy_reference(reference_functional_moe_mlp),
+        dtypes=moe_dtypes,
+        sample_inputs_func=sample_inputs_functional_moe_mlp,
+        error_inputs_func=error_inputs_functional_moe_mlp,
+        supports_out=False,
+        # _moe_mlp_backward has no derivative.
+        supports_gradgrad=False,
+        # TorchScript has no generator expressions.
+        supports_scripting=False,
+    ),
+]
