@@ -13,6 +13,10 @@ _COMMON = {
     "num_key_value_heads": 2,
     "hidden_act": "silu",
     "max_position_embeddings": 4096,
+    # the defaults lie outside this small vocabulary
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
 }
 
 # family -> (name of the config class, what makes the family, tiny sizes, timed sizes)
