@@ -211,9 +211,7 @@ class TestMoeInvariants(TestCase):
             case = MoeCase("memory", 64, 32, 24, num_experts=8, top_k=4)
             ops = case.operands(dtype, requires_grad=True)
             with saved_for_backward(exclude=(ops.w_in, ops.w_out)) as saved:
-                mlp(
-                    ops.input, ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out
-                )
+                mlp(ops.input, ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
             bound = saved_bytes_bound(dtype, 64, 32, 2 * 24, num_experts=8, top_k=4)
             self.assertLessEqual(nbytes(saved), bound)
 
@@ -264,9 +262,7 @@ class TestMoeInvariants(TestCase):
         finally:
             torch.set_num_threads(threads)
 
-    @parametrize(
-        "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-    )
+    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     def test_independence_on_cpu(self, dtype):
         self.check_independence(moe_mlp, dtype)
         self.assertBreaks(self.check_independence, batch_normalised, dtype)
@@ -345,14 +341,14 @@ class TestMoeInvariants(TestCase):
             self.assertTrue(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
         from torchgen.aoti.fallback_ops import inductor_fallback_ops
 
-        self.assertIn(f"aten.{name.removeprefix('aten::')}.default", inductor_fallback_ops)
+        self.assertIn(
+            f"aten.{name.removeprefix('aten::')}.default", inductor_fallback_ops
+        )
         if not name.endswith("_backward"):  # torchgen makes no binding for these
             binding = getattr(torch, name.removeprefix("aten::"))
             from torch._dynamo.trace_rules import lookup
 
-            self.assertEqual(
-                lookup(binding).__name__, "TorchInGraphFunctionVariable"
-            )
+            self.assertEqual(lookup(binding).__name__, "TorchInGraphFunctionVariable")
 
     @parametrize("op", OPS, name_fn=lambda op: op.name().removeprefix("aten::"))
     def test_upstream_shape(self, op):

@@ -92,7 +92,9 @@ def tail_rows() -> tuple[bool, str]:
     mat_a, mat_b, offs = operands(offs=(8, 16))
     dirty = 0
     for _ in range(50):
-        poison = [torch.full((32, 32), float("nan"), dtype=mat_a.dtype) for _ in range(8)]
+        poison = [
+            torch.full((32, 32), float("nan"), dtype=mat_a.dtype) for _ in range(8)
+        ]
         del poison
         dirty += int(F.grouped_mm(mat_a, mat_b, offs=offs)[16:].isnan().any())
     return dirty == 0, f"NaN found in the tail rows in {dirty} of 50 calls"

@@ -69,9 +69,7 @@ class TestMoeExport(TestCase):
         layer, x = MoeLayer(), torch.randn(9, 16)
         module = export(layer, (x,)).module()
         expected = torch.autograd.grad(layer(x).sum(), layer.w_in)
-        self.assertEqual(
-            torch.autograd.grad(module(x).sum(), module.w_in), expected
-        )
+        self.assertEqual(torch.autograd.grad(module(x).sum(), module.w_in), expected)
 
 
 if __name__ == "__main__":

@@ -178,9 +178,7 @@ class TestMoeCompile(TestCase):
         expected = run(layer, x)
         for function in (checkpointed, torch.compile(checkpointed, fullgraph=True)):
             output = function(x)
-            grads = torch.autograd.grad(
-                output.square().sum(), [x, *layer.parameters()]
-            )
+            grads = torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])
             self.assertEqual((output.detach(), *grads), expected)
 
 

@@ -19,6 +19,8 @@ namespace at::native {
 
 DEFINE_DISPATCH(moe_mlp_stub);
 DEFINE_DISPATCH(moe_mlp_backward_stub);
+DEFINE_DISPATCH(moe_mlp_brgemm_stub);
+DEFINE_DISPATCH(moe_mlp_backward_brgemm_stub);
 
 namespace {
 
@@ -210,7 +212,10 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
   auto preact = at::empty(
       {compute_preact ? num_rows : 0, sizes.gated_dim.expect_int()},
       input.options());
-  moe_mlp_stub(kCPU, inputs, spec, output, compute_preact ? preact : Tensor());
+  const Tensor kept_preact = compute_preact ? preact : Tensor();
+  if (!moe_mlp_brgemm_stub(kCPU, inputs, spec, output, kept_preact)) {
+    moe_mlp_stub(kCPU, inputs, spec, output, kept_preact);
+  }
   return {std::move(output), std::move(preact)};
 }
 
@@ -285,7 +290,10 @@ GradTuple moe_mlp_backward_cpu(
   check_values(op, inputs, sizes.num_rows.expect_int());
 
   const auto grads = allocate_grads(inputs, output_mask);
-  moe_mlp_backward_stub(kCPU, inputs, spec, grad_out, preact, grads);
+  if (!moe_mlp_backward_brgemm_stub(
+          kCPU, inputs, spec, grad_out, preact, grads)) {
+    moe_mlp_backward_stub(kCPU, inputs, spec, grad_out, preact, grads);
+  }
   return defined_grads(grads, input);
 }
 

@@ -36,4 +36,22 @@ using moe_mlp_backward_fn = void (*)(
 DECLARE_DISPATCH(moe_mlp_fn, moe_mlp_stub)
 DECLARE_DISPATCH(moe_mlp_backward_fn, moe_mlp_backward_stub)
 
+// Same contracts, but may decline (false, nothing written): the call is then
+// left to the portable kernels above. See is_eligible in cpu/MoEBrgemmOperands.h.
+using moe_mlp_brgemm_fn = bool (*)(
+    const moe::MLPInputs& inputs,
+    const moe::ActivationSpec& activation,
+    const Tensor& output,
+    const Tensor& preact);
+
+using moe_mlp_backward_brgemm_fn = bool (*)(
+    const moe::MLPInputs& inputs,
+    const moe::ActivationSpec& activation,
+    const Tensor& grad_out,
+    const Tensor& preact,
+    const MoEMLPGrads& grads);
+
+DECLARE_DISPATCH(moe_mlp_brgemm_fn, moe_mlp_brgemm_stub)
+DECLARE_DISPATCH(moe_mlp_backward_brgemm_fn, moe_mlp_backward_brgemm_stub)
+
 } // namespace at::native

@@ -1,0 +1,461 @@
+#pragma once
+
+// The operands of _moe_mlp as the brgemm kernels read them, and the step that
+// forward and backward share: routed rows times an expert matrix, summed per
+// token.
+
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLP.h>
+#include <ATen/native/cpu/MoEBrgemm.h>
+
+#include <vector>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_brgemm {
+
+// Which token, slot and router weight a routed row has.
+struct Routing {
+  int64_t tokens;
+  int64_t top_k = 1;
+  int64_t last_row = 0; // offs[-1]
+  std::vector<Block> experts; // rows of each expert without trailing padding
+  Tensor row_slots; // (R) or undefined: the slot of row r is r
+  Tensor slot_rows; // (T, K) or undefined
+  Tensor weights; // (T, K) float or undefined: 1
+
+  explicit Routing(const moe::MLPInputs& in) : tokens(in.input.size(0)) {
+    if (in.row_slots.defined()) {
+      row_slots = in.row_slots.contiguous();
+      slot_rows = in.slot_rows.contiguous();
+      top_k = slot_rows.size(1);
+      slot_of_row_ = row_slots.const_data_ptr<int32_t>();
+    }
+    if (in.topk_weights.defined()) {
+      weights = in.topk_weights.to(kFloat).contiguous();
+      weight_of_slot_ = weights.const_data_ptr<float>();
+    }
+    const Tensor offs = in.offs.contiguous();
+    const auto* ends = offs.const_data_ptr<int32_t>();
+    for (const auto e : c10::irange(offs.numel())) {
+      int64_t end = ends[e];
+      while (end > last_row && slot(end - 1) < 0) {
+        --end;
+      }
+      experts.push_back({e, last_row, end});
+      last_row = ends[e];
+    }
+  }
+
+  int64_t slot(int64_t row) const {
+    return slot_of_row_ == nullptr ? row : slot_of_row_[row];
+  }
+  // 0 for a padding row.
+  float weight(int64_t row) const {
+    const int64_t s = slot(row);
+    if (s < 0) {
+      return 0.f;
+    }
+    return weight_of_slot_ == nullptr ? 1.f : weight_of_slot_[s];
+  }
+
+ private:
+  const int32_t* slot_of_row_ = nullptr;
+  const float* weight_of_slot_ = nullptr;
+};
+
+// Rows of a matrix by routed row: its own rows, or those of the row's token
+// (null for padding) when `routing` is given.
+template <typename scalar_t>
+struct RowSource {
+  const scalar_t* data;
+  int64_t ld;
+  const Routing* routing = nullptr;
+
+  const scalar_t* row(int64_t r) const {
+    if (routing == nullptr) {
+      return data + r * ld;
+    }
+    const int64_t slot = routing->slot(r);
+    return slot < 0 ? nullptr : data + slot / routing->top_k * ld;
+  }
+};
+
+// x (rows, cols), copied if its rows are not contiguous.
+inline Tensor with_dense_rows(const Tensor& x) {
+  return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
+}
+
+// (E, rows, cols) weights read in place if rows or columns are dense.
+template <typename scalar_t>
+class WeightStack {
+ public:
+  explicit WeightStack(const Tensor& w)
+      : storage_(is_dense(w, 1) || is_dense(w, 2) ? w : w.contiguous()),
+        data_(storage_.template const_data_ptr<scalar_t>()),
+        expert_stride_(storage_.stride(0)),
+        row_stride_(storage_.stride(1)),
+        col_stride_(storage_.stride(2)) {
+    if (is_dense(storage_, 2)) {
+      col_stride_ = 1;
+    } else {
+      row_stride_ = 1;
+    }
+  }
+  // Right operand of x w^T: its columns are the rows of w.
+  WeightView<scalar_t> transposed(int64_t e) const {
+    return {data_ + e * expert_stride_, row_stride_, col_stride_};
+  }
+  // Right operand of x w.
+  WeightView<scalar_t> plain(int64_t e) const {
+    return {data_ + e * expert_stride_, col_stride_, row_stride_};
+  }
+
+ private:
+  static bool is_dense(const Tensor& w, int64_t dim) {
+    return w.size(dim) <= 1 || w.stride(dim) == 1;
+  }
+
+  Tensor storage_;
+  const scalar_t* data_;
+  int64_t expert_stride_, row_stride_, col_stride_;
+};
+
+template <typename compute_t>
+inline int64_t block_rows(int64_t k) {
+  const int64_t row_bytes = round_up(k, 2) * sizeof(compute_t);
+  return kTileRows *
+      std::clamp<int64_t>(
+             kBlockBytes / row_bytes / kTileRows, 1, kMaxBlockTiles);
+}
+
+// The blocks of a GEMM of this depth and number of panels, cut finer when there
+// would be too few to keep every thread busy.
+template <typename compute_t>
+inline WorkList gemm_work(
+    const std::vector<Block>& experts,
+    int64_t k,
+    int64_t panels,
+    int64_t threads) {
+  int64_t rows = block_rows<compute_t>(k);
+  auto blocks = make_blocks(experts, rows);
+  while (rows > kTileRows &&
+         static_cast<int64_t>(blocks.size()) * panels <
+             kStepsPerThread * threads) {
+    rows = round_up(rows / 2, kTileRows);
+    blocks = make_blocks(experts, rows);
+  }
+  return WorkList(std::move(blocks), panels, kPackCostRows);
+}
+
+// The left operand of a block as compute_t rows: packed into `buffer`, or in
+// place when it already has that type, stays put and needs no padding.
+template <typename scalar_t, typename compute_t>
+inline const compute_t* left_operand(
+    const RowSource<scalar_t>& source,
+    const Block& block,
+    int64_t k,
+    compute_t* buffer,
+    int64_t& ld) {
+  if constexpr (std::is_same_v<scalar_t, compute_t>) {
+    if (source.routing == nullptr && k % kVnni<compute_t> == 0) {
+      ld = source.ld;
+      return source.row(block.begin);
+    }
+  }
+  ld = round_up(k, kVnni<compute_t>);
+  pack_rows<scalar_t, compute_t>(
+      [&](int64_t r) { return source.row(block.begin + r); },
+      block.end - block.begin,
+      k,
+      buffer);
+  return buffer;
+}
+
+// Runs fn(block, panel, a, ld_a, packed_panel, c) for every (block, panel),
+// with `a` the block's rows of `source` and the last two per-thread buffers for
+// gemm_panel.
+template <typename scalar_t, typename Fn>
+void for_each_panel(
+    const Routing& routing,
+    const RowSource<scalar_t>& source,
+    int64_t k,
+    int64_t panels,
+    const Fn& fn) {
+  using compute_t = compute_type<scalar_t>;
+  const int64_t threads = at::get_num_threads();
+  const int64_t max_rows = block_rows<compute_t>(k);
+  const int64_t c_bytes = max_rows * kPanelCols * sizeof(float);
+  const int64_t a_bytes =
+      max_rows * round_up(k, kVnni<compute_t>) * sizeof(compute_t);
+  const Scratch scratch(threads, kPanelBytes + c_bytes + a_bytes);
+  gemm_work<compute_t>(routing.experts, k, panels, threads)
+      .run(
+          threads,
+          [&](int64_t thread,
+              const Block& block,
+              int64_t first,
+              int64_t last) {
+            char* base = scratch.at(thread);
+            auto* packed = reinterpret_cast<compute_t*>(base);
+            auto* c = reinterpret_cast<float*>(base + kPanelBytes);
+            int64_t ld_a = 0;
+            const compute_t* a = left_operand<scalar_t, compute_t>(
+                source,
+                block,
+                k,
+                reinterpret_cast<compute_t*>(base + kPanelBytes + c_bytes),
+                ld_a);
+            for (const auto panel : c10::irange(first, last)) {
+              fn(block, panel, a, ld_a, packed, c);
+            }
+          },
+          kVnni<compute_t> > 1);
+}
+
+// One expert matrix per expert as right operand, with what its epilogue adds.
+template <typename scalar_t>
+struct Projection {
+  const WeightStack<scalar_t>& weights;
+  bool transposed;
+  const scalar_t* bias; // (E, D) or null
+  bool weighted; // by the router weight
+  int64_t depth; // columns of the source
+  int64_t dim; // D
+};
+
+// out[r, :cols] = round(s_r * (source_r * W_e[:, d0 : d0 + cols] + bias))
+template <typename scalar_t>
+void project_rows(
+    const Routing& routing,
+    const RowSource<scalar_t>& source,
+    const Projection<scalar_t>& projection,
+    int64_t d0,
+    int64_t cols,
+    scalar_t* out,
+    int64_t ld_out) {
+  using compute_t = compute_type<scalar_t>;
+  const int64_t depth = projection.depth;
+  const auto panel_fn = [&](const Block& block,
+                            int64_t panel,
+                            const compute_t* a,
+                            int64_t ld_a,
+                            compute_t* packed,
+                            float* c) {
+    const auto w = projection.transposed
+        ? projection.weights.transposed(block.expert)
+        : projection.weights.plain(block.expert);
+    const int64_t n0 = panel * kPanelCols;
+    const int64_t n = std::min(kPanelCols, cols - n0);
+    alignas(64) float bias[kPanelCols] = {};
+    if (projection.bias != nullptr) {
+      convert_row(
+          projection.bias + block.expert * projection.dim + d0 + n0, bias, n);
+    }
+    gemm_panel(
+        a,
+        ld_a,
+        block.end - block.begin,
+        depth,
+        packed,
+        c,
+        [&](int64_t k0, int64_t k, compute_t* dst) {
+          w.pack(d0 + n0, n, k0, k, dst, kPanelCols);
+        },
+        [&](int64_t m0, int64_t m, const float* tile) {
+          for (const auto i : c10::irange(m)) {
+            const int64_t row = block.begin + m0 + i;
+            const Vec scale(projection.weighted ? routing.weight(row) : 1.f);
+            const float* from = tile + i * kPanelCols;
+            scalar_t* to = out + row * ld_out + n0;
+            for (int64_t j = 0; j < n; j += kLanes) {
+              store_float(
+                  to + j,
+                  scale * (Vec::loadu(from + j) + Vec::loadu(bias + j)),
+                  n - j);
+            }
+          }
+        });
+  };
+  for_each_panel(
+      routing, source, depth, (cols + kPanelCols - 1) / kPanelCols, panel_fn);
+}
+
+// Columns of the routed rows that exist at a time: whole panels within
+// kCombineBytes, but at least kMinCombineCols.
+template <typename scalar_t>
+inline int64_t combine_width(int64_t rows, int64_t d) {
+  const int64_t column_bytes =
+      std::max<int64_t>(1, rows) * static_cast<int64_t>(sizeof(scalar_t));
+  const int64_t fits = kCombineBytes / column_bytes / kPanelCols * kPanelCols;
+  return std::min(d, std::max(kMinCombineCols, fits));
+}
+
+// out[t, :cols] = sum over the slots of t, in slot order, of float(its row)
+template <typename scalar_t>
+void combine(
+    const Routing& routing,
+    const scalar_t* rows,
+    int64_t ld,
+    int64_t cols,
+    scalar_t* out,
+    int64_t ld_out) {
+  const auto* slot_rows = routing.slot_rows.const_data_ptr<int32_t>();
+  at::parallel_for(
+      0, routing.tokens, kCombineGrain, [&](int64_t begin, int64_t end) {
+        std::vector<const scalar_t*> from(routing.top_k);
+        for (const auto t : c10::irange(begin, end)) {
+          int64_t count = 0;
+          for (const auto k : c10::irange(routing.top_k)) {
+            const int64_t row = slot_rows[t * routing.top_k + k];
+            if (row >= 0 && row < routing.last_row) {
+              from[count++] = rows + row * ld;
+            }
+          }
+          for (int64_t i = 0; i < cols; i += kLanes) {
+            Vec sum(0.f);
+            for (const auto j : c10::irange(count)) {
+              sum = sum + load_float(from[j] + i, cols - i);
+            }
+            store_float(out + t * ld_out + i, sum, cols - i);
+          }
+        }
+      });
+}
+
+// Zeroes the rows of x (rows, cols) outside every expert's block.
+template <typename scalar_t>
+void zero_unrouted(
+    const Routing& routing,
+    scalar_t* x,
+    int64_t rows,
+    int64_t cols) {
+  int64_t begin = 0;
+  for (const auto& e : routing.experts) {
+    std::fill(x + begin * cols, x + e.begin * cols, scalar_t(0));
+    begin = e.end;
+  }
+  std::fill(x + begin * cols, x + rows * cols, scalar_t(0));
+}
+
+// out (T, D): the projected rows of each token, summed in slot order.
+template <typename scalar_t>
+void project_tokens(
+    const Routing& routing,
+    const RowSource<scalar_t>& source,
+    const Projection<scalar_t>& projection,
+    const Tensor& out) {
+  const int64_t d = projection.dim;
+  auto* data = out.mutable_data_ptr<scalar_t>();
+  if (!routing.slot_rows.defined()) {
+    project_rows(routing, source, projection, 0, d, data, d);
+    zero_unrouted(routing, data, routing.tokens, d);
+    return;
+  }
+  const int64_t width = combine_width<scalar_t>(routing.last_row, d);
+  const Tensor rows = at::empty({routing.last_row, width}, out.options());
+  auto* routed = rows.mutable_data_ptr<scalar_t>();
+  for (int64_t d0 = 0; d0 < d; d0 += width) {
+    const int64_t cols = std::min(width, d - d0);
+    project_rows(routing, source, projection, d0, cols, routed, width);
+    combine(routing, routed, width, cols, data + d0, d);
+  }
+}
+
+// Where gate and up of hidden unit f are in a row of H or dH.
+struct HiddenLayout {
+  int64_t hidden; // F
+  bool gated;
+  bool interleaved;
+
+  int64_t cols() const {
+    return gated ? 2 * hidden : hidden;
+  }
+
+  // Gate and up of units [f, f + n), n <= kLanes.
+  template <typename scalar_t>
+  void load(const scalar_t* row, int64_t f, int64_t n, Vec& gate, Vec& up)
+      const {
+    if (!interleaved) {
+      gate = load_float(row + f, n);
+      up = gated ? load_float(row + hidden + f, n) : gate;
+      return;
+    }
+    const Vec low = load_float(row + 2 * f, 2 * n);
+    const Vec high = 2 * n > kLanes
+        ? load_float(row + 2 * f + kLanes, 2 * n - kLanes)
+        : Vec(0.f);
+    std::tie(gate, up) = vec::deinterleave2(low, high);
+  }
+
+  template <typename scalar_t>
+  void store(
+      scalar_t* row,
+      int64_t f,
+      int64_t n,
+      const Vec& gate,
+      const Vec& up) const {
+    if (!interleaved) {
+      store_float(row + f, gate, n);
+      if (gated) {
+        store_float(row + hidden + f, up, n);
+      }
+      return;
+    }
+    const auto [low, high] = vec::interleave2(gate, up);
+    store_float(row + 2 * f, low, 2 * n);
+    if (2 * n > kLanes) {
+      store_float(row + 2 * f + kLanes, high, 2 * n - kLanes);
+    }
+  }
+
+  template <typename scalar_t>
+  void zero(scalar_t* row, int64_t f, int64_t n) const {
+    if (interleaved) {
+      std::fill_n(row + 2 * f, 2 * n, scalar_t(0));
+      return;
+    }
+    std::fill_n(row + f, n, scalar_t(0));
+    if (gated) {
+      std::fill_n(row + hidden + f, n, scalar_t(0));
+    }
+  }
+};
+
+template <typename scalar_t>
+inline const scalar_t* data_or_null(const Tensor& x) {
+  return x.defined() ? x.const_data_ptr<scalar_t>() : nullptr;
+}
+
+inline Tensor contiguous_or_undefined(const Tensor& x) {
+  return x.defined() ? x.contiguous() : x;
+}
+
+// Whether these kernels take a call. Otherwise the portable kernel does:
+// float64, empty matrices, a PyTorch without oneDNN (or with
+// torch.backends.mkldnn disabled), where brgemm has no bfloat16 kernel and
+// its float fallback would make a row depend on the number of rows.
+inline bool is_eligible(const moe::MLPInputs& in) {
+  const auto dtype = in.input.scalar_type();
+  return (dtype == kFloat || dtype == kBFloat16 || dtype == kHalf) &&
+      at::globalContext().hasMKLDNN() &&
+      at::globalContext().userEnabledMkldnn() && in.w_out.size(1) > 0 &&
+      in.w_out.size(2) > 0;
+}
+
+// Calls fn with a zero of the dtype, which is one of is_eligible's.
+template <typename Fn>
+inline void dispatch_dtype(ScalarType dtype, const Fn& fn) {
+  if (dtype == kFloat) {
+    fn(0.f);
+  } else if (dtype == kBFloat16) {
+    fn(BFloat16(0));
+  } else {
+    fn(Half(0));
+  }
+}
+
+} // namespace moe_brgemm
+} // namespace CPU_CAPABILITY
+} // namespace at::native

@@ -1,0 +1,142 @@
+# Owner(s): ["oncall: distributed"]
+
+import torch
+import torch.distributed as dist
+from torch.distributed._moe.load_stats import LoadStats
+from torch.distributed._moe.migration import migrate
+from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+E, SHAPE = 8, (3, 5)
+TOPOLOGY = Topology(2, 2, 3)
+
+
+def expert_values(expert, dtype, salt):
+    """What an expert's weights or state are, so that every rank knows all of them."""
+    g = torch.Generator().manual_seed(100 * salt + expert)
+    return torch.randn(SHAPE, generator=g).to(dtype)
+
+
+def slot_values(placement, rank, dtype, salt):
+    rows = [
+        expert_values(e, dtype, salt) if e >= 0 else torch.full(SHAPE, -1.0).to(dtype)
+        for e in placement.slot_experts[rank].tolist()
+    ]
+    return torch.stack(rows)
+
+
+class GlooTest(MultiProcContinuousTest):
+    world_size = 4
+
+    @classmethod
+    def backend_str(cls):
+        return "gloo"
+
+    @classmethod
+    def device_type(cls):
+        return "cpu"
+
+
+@instantiate_parametrized_tests
+class TestMigration(GlooTest):
+    def placements(self):
+        g = torch.Generator().manual_seed(0)
+        loads = torch.rand(2, E, generator=g)
+        return [
+            plan(loads[0], TOPOLOGY, num_replicas=E),
+            plan(loads[1], TOPOLOGY),
+            Placement.contiguous(TOPOLOGY, E),
+        ]
+
+    @parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+    def test_bits_arrive(self, dtype):
+        first, replicated, plain = self.placements()
+        for old, new in ((first, replicated), (replicated, plain), (plain, plain)):
+            weights = slot_values(old, self.rank, dtype, 1)
+            moved = migrate([weights], old, new)
+            self.assertEqual(moved, new.moves_from(old))
+            filled = new.slot_experts[self.rank] >= 0
+            want = slot_values(new, self.rank, dtype, 1)
+            self.assertEqual(
+                weights[filled].view(torch.uint8), want[filled].view(torch.uint8)
+            )
+
+    def test_training_goes_on_with_the_same_bits(self):
+        first, second, _ = self.placements()
+
+        def build(placement):
+            torch.manual_seed(7)
+            rows = slot_values(placement, self.rank, torch.float32, 1)
+            param = torch.nn.Parameter(rows)
+            return param, torch.optim.AdamW([param], lr=0.1)
+
+        def step(param, optimizer, placement, number):
+            param.grad = slot_values(placement, self.rank, torch.float32, number)
+            optimizer.step()
+
+        stays, reference = build(second)
+        moves, optimizer = build(first)
+        for number in (2, 3):
+            step(stays, reference, second, number)
+            step(moves, optimizer, first, number)
+        migrate([moves], first, second, optimizer=optimizer)
+        for number in (4, 5):
+            step(stays, reference, second, number)
+            step(moves, optimizer, second, number)
+        filled = second.slot_experts[self.rank] >= 0
+        self.assertEqual(moves[filled], stays[filled], atol=0, rtol=0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            got, want = optimizer.state[moves][name], reference.state[stays][name]
+            self.assertEqual(got[filled], want[filled], atol=0, rtol=0)
+
+    def test_errors_on_every_rank(self):
+        plain = Placement.contiguous(TOPOLOGY, E)
+        other = Placement.contiguous(Topology(1, 4, 3), E)
+        with self.assertRaisesRegex(ValueError, "one topology and number of experts"):
+            migrate([torch.zeros(3, 2)], plain, other)
+        small = Placement.contiguous(Topology(1, 2, 4), E)
+        with self.assertRaisesRegex(ValueError, "for 2 ranks, group has 4"):
+            migrate([torch.zeros(4, 2)], small, small)
+        with self.assertRaisesRegex(ValueError, r"3 slots .* got shape \(2, 2\)"):
+            migrate([torch.zeros(2, 2)], plain, plain)
+
+
+class TestLoadStats(GlooTest):
+    def test_average_over_ranks_and_time(self):
+        stats = LoadStats(2, E, decay=0.75)
+        with self.assertRaisesRegex(RuntimeError, r"call start\(\) first"):
+            stats.result()
+        counts = torch.arange(E, dtype=torch.int32)
+        stats.record(0, counts * (self.rank + 1))
+        stats.record(1, counts)
+        stats.record(1, counts)
+        stats.start()
+        stats.record(0, counts)  # belongs to the next sum
+        self.assertTrue(stats.pending)
+        with self.assertRaisesRegex(RuntimeError, "take result"):
+            stats.start()
+        first = stats.result()
+        want = torch.stack([counts * 10, counts * 8]).double()
+        self.assertEqual(first, want)
+        stats.start()
+        second = torch.stack([counts * 4, counts * 0]).double()
+        self.assertEqual(stats.result(), 0.75 * want + 0.25 * second)
+        gathered = [None] * self.world_size
+        dist.all_gather_object(gathered, first.tolist())
+        self.assertTrue(all(g == gathered[0] for g in gathered))
+
+    def test_errors(self):
+        with self.assertRaisesRegex(ValueError, r"decay must be in \[0, 1\), got 1"):
+            LoadStats(1, E, decay=1)
+        with self.assertRaisesRegex(ValueError, r"shape \(8,\), got \(7,\)"):
+            LoadStats(1, E).record(0, torch.zeros(7, dtype=torch.int32))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,319 @@
+# Owner(s): ["module: dsl-native-ops"]
+"""Which calls of the MoE ops the Triton kernels take, and what a user can choose.
+
+Runs without a GPU: the device is mocked. What the kernels compute is tested in
+test_moe_triton_interpreter.py.
+"""
+
+import logging
+import unittest
+from unittest import mock
+
+import torch
+from torch._native.ops.moe import triton_impl
+from torch.nn.moe.backend import (
+    _enabled_backends,
+    _triton_is_registered,
+    moe_kernel,
+    MoeBackend,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+    TestCase,
+)
+from torch.testing._internal.moe_generators import get_case, MoeCase
+
+
+def replaced(args, position, value):
+    return (*args[:position], value, *args[position + 1 :])
+
+
+def misaligned(x):
+    """``x`` on storage that starts 2 bytes after a 16-byte boundary."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+class EligibilityTestCase(TestCase):
+    """CPU tensors pass for tensors on one GPU of a given compute capability."""
+
+    capability = (9, 0)
+
+    def setUp(self):
+        super().setUp()
+        # The rule about the kind of device is tested on its own.
+        original = triton_impl._device_reason
+        is_cuda = mock.PropertyMock(return_value=True)
+
+        def device_reason(tensors):
+            with mock.patch.object(torch.Tensor, "is_cuda", is_cuda, create=True):
+                return original(tensors)
+
+        for patch in (
+            mock.patch.object(triton_impl, "_device_reason", device_reason),
+            mock.patch.object(triton_impl, "_capability", lambda i: self.capability),
+            mock.patch.object(triton_impl.tu, "_try_initialize_driver", lambda: True),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def args(self, dtype=torch.bfloat16, bias=True, **kwargs):
+        case = MoeCase("eligible", dim=32, hidden=48)
+        return case.operands(dtype, bias=bias, **kwargs).args()
+
+
+class TestEligibility(EligibilityTestCase):
+    @parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+    @parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_served(self, capability, dtype):
+        self.capability = capability
+        self.assertIsNone(triton_impl.mlp_reason(*self.args(dtype)))
+        self.assertIsNone(triton_impl.mlp_reason(*self.args(dtype, bias=False)))
+        args = self.args(dtype, weights_dtype=dtype)
+        self.assertIsNone(triton_impl.mlp_reason(*args))
+
+    @parametrize("capability", [(7, 5), (8, 6), (8, 9), (9, 1), (12, 0)])
+    def test_other_capabilities(self, capability):
+        self.capability = capability
+        reason = triton_impl.mlp_reason(*self.args())
+        self.assertIn(f"compute capability {capability}", reason)
+
+    def test_tables_exist_for_every_served_capability(self):
+        from torch._native.ops.moe.triton_kernels.configs import table_for_capability
+
+        for capability in triton_impl._CAPABILITIES:
+            self.assertIsNotNone(table_for_capability(*capability))
+        self.assertIsNone(table_for_capability(8, 6))
+
+    def test_activation_names_agree_with_the_kernels(self):
+        from torch._native.ops.moe.triton_kernels import activations
+
+        self.assertEqual(triton_impl._GATED, activations.GATED_ACTIVATIONS)
+        self.assertEqual(triton_impl._PLAIN, activations.PLAIN_ACTIVATIONS)
+
+    @parametrize("dtype", [torch.float32, torch.float64])
+    def test_other_dtypes(self, dtype):
+        self.assertIn("dtype", triton_impl.mlp_reason(*self.args(dtype)))
+
+    @parametrize(
+        "dim,hidden,served",
+        [(16, 16, True), (48, 32, True), (24, 32, False), (32, 8, False)],
+    )
+    def test_alignment_of_sizes(self, dim, hidden, served):
+        args = MoeCase("a", dim=dim, hidden=hidden).operands(torch.bfloat16).args()
+        self.assertEqual(triton_impl.mlp_reason(*args) is None, served)
+
+    def test_weight_storage(self):
+        args = self.args()
+        transposed = args[1].transpose(1, 2).contiguous().transpose(1, 2)
+        self.assertIsNone(triton_impl.mlp_reason(*replaced(args, 1, transposed)))
+        strided = torch.empty(*args[1].shape, 2, dtype=args[1].dtype)[..., 0]
+        reason = triton_impl.mlp_reason(*replaced(args, 1, strided))
+        self.assertIn("neither of the last two dimensions of w_in", reason)
+        reason = triton_impl.mlp_reason(*replaced(args, 2, misaligned(args[2])))
+        self.assertIn("w_out is not aligned", reason)
+
+    @parametrize(
+        "position,change",
+        [
+            subtest((0, lambda x: x[:-1]), name="input"),
+            subtest((0, lambda x: x[None]), name="input_dim"),
+            subtest((1, lambda x: x[:, :-2]), name="w_in"),
+            subtest((2, lambda x: x[:-1]), name="w_out"),
+            subtest((3, lambda x: x.long()), name="offs_dtype"),
+            subtest((4, lambda x: x[:, :1]), name="topk_weights"),
+            subtest((4, lambda x: x.double()), name="topk_weights_dtype"),
+            subtest((5, lambda x: None), name="row_slots"),
+            subtest((6, lambda x: x.long()), name="slot_rows_dtype"),
+            subtest((7, lambda x: x[:, :-1]), name="b_in"),
+            subtest((8, lambda x: x.float()), name="b_out_dtype"),
+        ],
+    )
+    def test_malformed_calls_are_left_to_the_composite(self, position, change):
+        args = self.args()
+        args = replaced(args, position, change(args[position]))
+        self.assertIsNotNone(triton_impl.mlp_reason(*args))
+
+    @parametrize(
+        "kwargs",
+        [
+            {"activation": "tanh"},
+            {"activation": "relu", "gate_interleaved": True},
+            {"alpha": 1.0},
+            {"activation": "swiglu_oai", "limit": 0.0},
+        ],
+    )
+    def test_malformed_activations(self, kwargs):
+        self.assertIsNotNone(triton_impl.mlp_reason(*self.args(), **kwargs))
+
+    def test_backward(self):
+        args = self.args()
+        x, w_in, row_slots = args[0], args[1], args[5]
+        preact = x.new_empty(len(row_slots), w_in.shape[1])
+        reason = triton_impl.mlp_backward_reason
+        mask = [True] * 6
+        self.assertIsNone(reason(x, *args, preact, mask, activation="swiglu"))
+        self.assertIn("shape", reason(x, *args, preact[:0], mask))
+        self.assertIn("dtype", reason(x.float(), *args, preact, mask))
+        self.assertIn("dtype", reason(x, *args, preact.float(), mask))
+        expanded = x[:1].expand_as(x)
+        self.assertIsNone(reason(expanded, *args, preact, mask))
+
+    def test_permutation(self):
+        reason = triton_impl.permutation_reason
+        indices = get_case("uniform").topk_indices()
+        self.assertIsNone(reason(indices, 4))
+        self.assertIsNone(reason(indices.int(), 4, 64, 8))
+        self.assertIsNotNone(reason(indices.float(), 4))
+        self.assertIsNotNone(reason(indices[0], 4))
+        self.assertIsNotNone(reason(indices, 0))
+        self.assertIsNotNone(reason(indices, 5000))
+        self.assertIsNotNone(reason(indices, 4, -1))
+        self.assertIsNotNone(reason(indices, 4, None, 2**30))
+
+    def test_copy_on_write(self):
+        args = self.args()
+        lazy = torch._lazy_clone(args[0])
+        reason = triton_impl.mlp_reason(*replaced(args, 0, lazy))
+        self.assertIn("copy-on-write", reason)
+
+    def test_rocm(self):
+        with mock.patch.object(torch.version, "hip", "6.4"):
+            self.assertIn("ROCm", triton_impl.mlp_reason(*self.args()))
+
+
+class TestDevice(TestCase):
+    def test_cpu_tensors_are_not_served(self):
+        args = MoeCase("cpu", dim=32, hidden=48).operands(torch.bfloat16).args()
+        self.assertIn("not CUDA", triton_impl.mlp_reason(*args))
+        indices = get_case("uniform").topk_indices()
+        self.assertIn("not CUDA", triton_impl.permutation_reason(indices, 4))
+
+
+class TestSelection(EligibilityTestCase):
+    def setUp(self):
+        super().setUp()
+        registered = mock.patch(
+            "torch.nn.moe.backend._triton_is_registered", lambda: True
+        )
+        registered.start()
+        self.addCleanup(registered.stop)
+
+    def test_default_prefers_triton_and_falls_back(self):
+        self.assertTrue(triton_impl._mlp_cond(*self.args()))
+        self.assertFalse(triton_impl._mlp_cond(*self.args(torch.float32)))
+
+    def test_composite_only(self):
+        with moe_kernel(MoeBackend.COMPOSITE):
+            self.assertFalse(triton_impl._mlp_cond(*self.args()))
+        self.assertTrue(triton_impl._mlp_cond(*self.args()))
+
+    def test_triton_only_never_falls_back(self):
+        with moe_kernel(MoeBackend.TRITON):
+            self.assertTrue(triton_impl._mlp_cond(*self.args()))
+            with self.assertRaisesRegex(
+                RuntimeError, "_moe_mlp: .*dtype torch.float32"
+            ):
+                triton_impl._mlp_cond(*self.args(torch.float32))
+            with self.assertRaisesRegex(
+                RuntimeError, "_moe_permutation: .*num_experts"
+            ):
+                triton_impl._permutation_cond(get_case("uniform").topk_indices(), 5000)
+            with mock.patch.object(
+                triton_impl.tu, "_try_initialize_driver", lambda: False
+            ):
+                with self.assertRaisesRegex(RuntimeError, "no driver"):
+                    triton_impl._mlp_cond(*self.args())
+
+    def test_context_nests_and_restores(self):
+        with moe_kernel([MoeBackend.COMPOSITE, MoeBackend.TRITON]):
+            with self.assertRaisesRegex(KeyError, "inside"):
+                with moe_kernel(MoeBackend.TRITON):
+                    self.assertEqual(_enabled_backends(), (MoeBackend.TRITON,))
+                    raise KeyError("inside")
+            self.assertEqual(len(_enabled_backends()), 2)
+        self.assertEqual(_enabled_backends(), tuple(MoeBackend))
+
+    @parametrize("backends", [[], ["triton"], [MoeBackend.TRITON, None]])
+    def test_bad_arguments(self, backends):
+        with self.assertRaisesRegex(ValueError, "backends must be"):
+            with moe_kernel(backends):
+                pass
+
+    def test_triton_that_is_not_there(self):
+        with mock.patch("torch.nn.moe.backend._triton_is_registered", lambda: False):
+            with self.assertRaisesRegex(RuntimeError, "not available"):
+                with moe_kernel(MoeBackend.TRITON):
+                    pass
+            with moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE]):
+                pass
+
+    def test_log_says_which_kernel_runs(self):
+        with self.assertLogs(triton_impl.log, logging.DEBUG) as logs:
+            triton_impl._mlp_cond(*self.args())
+            triton_impl._mlp_cond(*self.args(torch.float32))
+        self.assertIn("_moe_mlp: triton", logs.output[0])
+        self.assertIn("_moe_mlp: composite: dtype torch.float32", logs.output[1])
+
+
+@unittest.skipIf(
+    not torch.backends.cuda.is_built(),
+    "torch._native registers Triton kernels in CUDA builds only",
+)
+class TestRegistration(TestCase):
+    @parametrize("op", ["_moe_permutation", "_moe_mlp", "_moe_mlp_backward"])
+    def test_router_is_installed_for_cuda(self, op):
+        from torch._native.registry import _graphs, get_dsl_operations
+
+        self.assertIn(op, get_dsl_operations("triton"))
+        (node,) = _graphs["aten", op, "CUDA"]
+        self.assertTrue(node.active)
+        self.assertTrue(
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "CUDA")
+        )
+        self.assertTrue(_triton_is_registered())
+
+    def test_disabled_operation_counts_as_not_there(self):
+        import torch.backends.python_native as native
+
+        with native.operations_disabled("_moe_mlp"):
+            self.assertFalse(_triton_is_registered())
+            with self.assertRaisesRegex(RuntimeError, "not available"):
+                with moe_kernel(MoeBackend.TRITON):
+                    pass
+        self.assertTrue(_triton_is_registered())
+
+    def test_implementation_hands_its_arguments_to_the_launcher(self):
+        args = MoeCase("router", dim=32, hidden=48).operands(torch.bfloat16).args()
+        sentinel = (torch.zeros(1), torch.ones(1))
+        calls = []
+
+        def launcher(plan, *args, **kwargs):
+            calls.append((args, kwargs))
+            return sentinel
+
+        with (
+            mock.patch.object(triton_impl, "_device_reason", lambda tensors: None),
+            mock.patch.object(triton_impl, "_plan", lambda index: None),
+            mock.patch.object(triton_impl, "_on_device", lambda x: mock.MagicMock()),
+            mock.patch(
+                "torch._native.ops.moe.triton_kernels.launch.moe_mlp_forward", launcher
+            ),
+        ):
+            self.assertTrue(triton_impl._mlp_cond(*args, compute_preact=False))
+            out = triton_impl._mlp_impl(*args, activation="reglu", compute_preact=False)
+        self.assertIs(out, sentinel)
+        ((launched, kwargs),) = calls
+        self.assertEqual(len(launched), len(args) + 1)
+        self.assertEqual(launched[-1].name, "reglu")
+        self.assertEqual(kwargs, {"compute_preact": False})
+
+
+instantiate_parametrized_tests(TestEligibility)
+instantiate_parametrized_tests(TestSelection)
+instantiate_parametrized_tests(TestRegistration)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,390 @@
+# Owner(s): ["module: dsl-native-ops"]
+"""What the Triton kernels of the MoE ops compute and which memory they touch.
+
+The kernels run in Triton's interpreter on CPU tensors, against the float64 loops
+of moe_reference.py, with every fresh allocation filled with NaN and with every
+load and store checked. Speed and code generation: test_moe_triton_static_gate.py.
+"""
+
+import os
+
+
+# Before anything can import Triton: its own helpers decide at import time.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import contextlib
+import itertools
+from unittest import mock
+
+from triton.runtime.errors import InterpreterError
+
+import torch
+from torch._native.ops.moe import triton_impl
+from torch._native.ops.moe.triton_kernels import launch
+from torch._native.ops.moe.triton_kernels.activations import (
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+)
+from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
+from torch.testing._internal.common_utils import (
+    DeterministicGuard,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+    TestCase,
+)
+from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
+from torch.testing._internal.moe_reference import (
+    check_close,
+    moe_mlp_backward_reference,
+    moe_mlp_backward_unfused,
+    moe_mlp_reference,
+    moe_mlp_unfused,
+    moe_permutation_reference,
+)
+from torch.testing._internal.triton_interpreter import (
+    exact_floats,
+    MemorySanitizer,
+    require_interpreter,
+)
+
+
+require_interpreter()
+
+CASES = [subtest(case, name=case.name) for case in moe_cases()]
+ALL = (True,) * 6
+
+
+def make_plan(**config) -> launch.LaunchPlan:
+    """One tile configuration for all kernels, and three multiprocessors."""
+    config = {
+        "block_m": 32,
+        "block_n": 32,
+        "block_k": 32,
+        "num_warps": 4,
+        "num_stages": 2,
+        **config,
+    }
+    return launch.LaunchPlan(
+        {kernel: (TileConfig(**config),) for kernel in KERNELS}, num_sms=3
+    )
+
+
+# The two forms that ship: pointers with a program per tile, and TMA with a loop
+# over tiles. The small columns make F and D span several tiles.
+POINTERS = make_plan(block_n=16, epilogue_parts=2)
+TMA = make_plan(block_n=32, epilogue_parts=4, tma=True, programs_per_sm=1)
+
+
+class MoeKernelTestCase(TestCase):
+    """Runs every test on checked memory, with NaN in fresh allocations."""
+
+    def setUp(self):
+        super().setUp()
+        self.sanitizer = MemorySanitizer()
+        for context in (
+            exact_floats(),
+            self.sanitizer(),
+            DeterministicGuard(True, fill_uninitialized_memory=True),
+        ):
+            context.__enter__()
+            self.addCleanup(context.__exit__, None, None, None)
+
+    def check_against_reference(
+        self, args, grad_out, plan, act=None, output_mask=ALL, **kwargs
+    ):
+        """Forward and backward of ``args`` within the tolerance; returns the results."""
+        act = launch.Activation() if act is None else act
+        kwargs = {
+            "activation": act.name,
+            "gate_interleaved": act.gate_interleaved,
+            "alpha": act.alpha,
+            "limit": act.limit,
+        }
+        dtype = args[0].dtype
+        output, preact = launch.moe_mlp_forward(plan, *args, act)
+        truth = moe_mlp_reference(*args, **kwargs)
+        unfused = moe_mlp_unfused(*args, **kwargs)
+        check_close(output, truth[0], unfused[0], dtype, "output")
+        check_close(preact, truth[1], unfused[1], dtype, "preact")
+
+        grads = launch.moe_mlp_backward(plan, grad_out, *args, preact, output_mask, act)
+        truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
+        unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
+        for wanted, grad, name, expected, yardstick in zip(
+            output_mask, grads, truth._fields, truth, unfused
+        ):
+            if expected is None or not wanted:
+                self.assertEqual(grad.shape, (0,), name)
+            else:
+                check_close(grad, expected, yardstick, dtype, name)
+        return output, preact, grads
+
+
+class TestMoePermutation(MoeKernelTestCase):
+    def check(self, topk_indices, num_experts, **kwargs):
+        actual = launch.moe_permutation(topk_indices, num_experts, **kwargs)
+        expected = moe_permutation_reference(topk_indices, num_experts, **kwargs)
+        for name, a, b in zip(expected._fields, actual, expected):
+            self.assertEqual(a, b, atol=0, rtol=0, msg=lambda m: f"{name}: {m}")
+
+    @parametrize("case", CASES)
+    @parametrize("dtype", [torch.int32, torch.int64])
+    def test_cases(self, case, dtype):
+        self.check(
+            case.topk_indices().to(dtype),
+            case.num_experts,
+            num_rows=case.num_rows,
+            row_alignment=case.row_alignment,
+        )
+
+    def test_many_blocks_of_slots(self):
+        case = MoeCase(
+            "many", num_tokens=450, num_experts=64, top_k=8, routing="recorded"
+        )
+        self.check(case.topk_indices(), 64)
+        self.check(case.topk_indices(), 64, num_rows=2000, row_alignment=16)
+
+    @parametrize("num_experts", [1, 63, 64, 65, 300])
+    def test_num_experts(self, num_experts):
+        indices = torch.randint(-1, num_experts + 1, (40, 3))
+        self.check(indices, num_experts, row_alignment=4)
+
+    def test_strided_indices(self):
+        self.check(torch.randint(0, 5, (3, 20)).t(), 5)
+
+
+class TestMoeMlp(MoeKernelTestCase):
+    @parametrize("case", CASES)
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    def test_cases(self, case, plan):
+        act = launch.Activation(gate_interleaved=plan is TMA)
+        operands = case.operands(torch.bfloat16, bias=True)
+        self.check_against_reference(operands.args(), operands.grad_out, plan, act)
+        if case.num_tokens and case.rows:
+            self.assertGreater(self.sanitizer.num_accesses, 0)
+
+    @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
+    @parametrize("gate_interleaved", [False, True])
+    def test_activations(self, activation, gate_interleaved):
+        act = launch.Activation(activation, gate_interleaved)
+        if gate_interleaved and not act.gated:
+            return
+        operands = get_case("zipf").operands(torch.float32, activation=activation)
+        self.check_against_reference(operands.args(), operands.grad_out, POINTERS, act)
+
+    def test_swiglu_oai_parameters(self):
+        # A limit that most of H exceeds, and both clamps.
+        act = launch.Activation("swiglu_oai", alpha=0.7, limit=0.4)
+        operands = get_case("uniform").operands(torch.float32, bias=True)
+        self.check_against_reference(operands.args(), operands.grad_out, TMA, act)
+
+    @parametrize("dtype", [torch.float16, torch.float32])
+    @parametrize("weights_dtype", [None, torch.float32, "input"])
+    def test_dtypes(self, dtype, weights_dtype):
+        if weights_dtype == "input":
+            weights_dtype = dtype
+        operands = get_case("aligned").operands(
+            dtype, weights_dtype=weights_dtype, bias=True
+        )
+        self.check_against_reference(operands.args(), operands.grad_out, TMA)
+
+    @parametrize(
+        "block",
+        [
+            subtest((64, 64, 64), name="larger_than_the_problem"),
+            subtest((16, 16, 16), name="many_tiles"),
+            subtest((32, 16, 64), name="rows_in_one_step"),
+        ],
+    )
+    @parametrize("tma", [False, True])
+    def test_blocks(self, block, tma):
+        m, n, k = block
+        plan = make_plan(block_m=m, block_n=n, block_k=k, tma=tma, group_m=2)
+        operands = MoeCase("blocks", num_tokens=40, dim=48, hidden=32).operands(
+            torch.bfloat16
+        )
+        self.check_against_reference(operands.args(), operands.grad_out, plan)
+
+    @parametrize("offs", [[3, 3, 11, 13], [0, 0, 0, 9], [0, 0, 0, 0]])
+    def test_rows_that_are_expert_major_already(self, offs):
+        operands = get_case("top_1").operands(torch.bfloat16, bias=True)
+        args = list(operands.args())
+        args[3] = torch.tensor(offs, dtype=torch.int32)
+        args[5] = args[6] = None
+        for plan in (POINTERS, TMA):
+            self.check_against_reference(args, operands.grad_out, plan)
+
+    @parametrize("tma", [False, True])
+    def test_strides(self, tma):
+        operands = get_case("zipf").operands(torch.bfloat16, bias=True)
+        args = list(operands.args())
+        args[0] = args[0].t().contiguous().t()
+        for i in (1, 2):  # expert weights stored transposed
+            args[i] = args[i].transpose(1, 2).contiguous().transpose(1, 2)
+        args[7] = args[7].t().contiguous().t()
+        args[8] = args[8][:1].expand_as(args[8])
+        grad_out = operands.grad_out[:1].expand_as(operands.grad_out)
+        plan = TMA if tma else POINTERS
+        _, _, grads = self.check_against_reference(args, grad_out, plan)
+        self.assertEqual(grads[1].stride(), args[1].stride())
+        self.assertEqual(grads[2].stride(), args[2].stride())
+
+    def test_output_masks(self):
+        operands = get_case("sentinels").operands(torch.bfloat16, bias=True)
+        for mask in itertools.chain(
+            ([i == j for i in range(6)] for j in range(6)), [(False,) * 6]
+        ):
+            self.check_against_reference(
+                operands.args(), operands.grad_out, POINTERS, output_mask=tuple(mask)
+            )
+
+    def test_no_preact_in_inference(self):
+        operands = get_case("tail").operands(torch.bfloat16)
+        act = launch.Activation()
+        expected, _ = launch.moe_mlp_forward(TMA, *operands.args(), act)
+        output, preact = launch.moe_mlp_forward(
+            TMA, *operands.args(), act, compute_preact=False
+        )
+        self.assertEqual(preact.shape, (0, operands.w_in.shape[1]))
+        self.assertEqual(output, expected, atol=0, rtol=0)
+
+    def test_bits_do_not_depend_on_the_other_tokens(self):
+        # Every other token is dropped: its ids become "no expert".
+        case = get_case("zipf")
+        operands = case.operands(torch.bfloat16, bias=True)
+        act = launch.Activation()
+
+        def run(topk_indices):
+            row_slots, slot_rows, offs, _ = launch.moe_permutation(
+                topk_indices, case.num_experts
+            )
+            args = list(operands.args())
+            args[3], args[5], args[6] = offs, row_slots, slot_rows
+            output, preact = launch.moe_mlp_forward(POINTERS, *args, act)
+            grads = launch.moe_mlp_backward(
+                POINTERS, operands.grad_out, *args, preact, ALL, act
+            )
+            return output, grads[0], grads[3]
+
+        everyone = run(operands.topk_indices)
+        again = run(operands.topk_indices)
+        alone = operands.topk_indices.clone()
+        alone[1::2] = -1
+        for name, a, b, c in zip(
+            ("output", "grad_input", "grad_topk_weights"),
+            everyone,
+            again,
+            run(alone),
+        ):
+            self.assertEqual(a, b, atol=0, rtol=0, msg=name)
+            self.assertEqual(a[::2], c[::2], atol=0, rtol=0, msg=name)
+            self.assertEqual(c[1::2].abs().max().item(), 0.0, msg=name)
+
+    def test_offsets_beyond_int32(self):
+        # Experts 2^31 elements apart. Only the pages in use exist.
+        case = MoeCase("far", num_tokens=8, num_experts=2, top_k=1)
+        operands = case.operands(torch.bfloat16)
+        args = list(operands.args())
+        with DeterministicGuard(False):
+            storage = torch.empty((1 << 31) + 4096, dtype=torch.bfloat16)
+        for i, far in ((1, 1 << 31), (2, (1 << 31) + 1024)):
+            weight = args[i]
+            shape, strides = weight.shape, weight.stride()
+            view = storage.as_strided(shape, (far, *strides[1:]), (i - 1) * 1024)
+            args[i] = view.copy_(weight)
+        for plan in (POINTERS, TMA):
+            output, preact = launch.moe_mlp_forward(plan, *args, launch.Activation())
+            truth, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
+            check_close(output, truth[0], unfused[0], torch.bfloat16, "output")
+
+    @parametrize(
+        "position,index,value",
+        [
+            subtest((5, 0, 26), name="slot_past_the_last"),
+            subtest((3, -1, 33), name="offset_past_the_last_row"),
+            subtest((6, (0, 0), 99), name="row_past_the_last"),
+        ],
+    )
+    def test_sanitizer_finds_a_wrong_index(self, position, index, value):
+        # The CPU kernel refuses such metadata; on CUDA it is the caller's contract.
+        operands = get_case("uniform").operands(torch.bfloat16)
+        args = list(operands.args())
+        args[position][index] = value
+        with self.assertRaisesRegex(InterpreterError, "out of bounds"):
+            launch.moe_mlp_forward(POINTERS, *args, launch.Activation())
+
+
+class TestMoeDispatch(MoeKernelTestCase):
+    """The implementations of triton_impl.py behind the ops, with their autograd."""
+
+    def setUp(self):
+        super().setUp()
+        lib = self.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        self.calls = []
+        for op, impl in (
+            ("_moe_permutation", triton_impl._permutation_impl),
+            ("_moe_mlp", triton_impl._mlp_impl),
+            ("_moe_mlp_backward", triton_impl._mlp_backward_impl),
+        ):
+
+            def counted(*args, op=op, impl=impl, **kwargs):
+                self.calls.append(op)
+                # The interpreter keeps references to the storages of its arguments;
+                # a debug build checks that an op's results have none.
+                return tuple(x.clone() for x in impl(*args, **kwargs))
+
+            lib.impl(op, counted, "CPU", allow_override=True)
+        # There is no device to ask, and none to make current.
+        for name, replacement in (
+            ("_plan", lambda index: POINTERS),
+            ("_on_device", lambda tensor: contextlib.nullcontext()),
+        ):
+            self.enter_context(mock.patch.object(triton_impl, name, replacement))
+
+    def enter_context(self, context):
+        value = context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        return value
+
+    def test_functional_and_autograd(self):
+        operands = get_case("sentinels").operands(
+            torch.float32, bias=True, requires_grad=True
+        )
+        leaves = [
+            getattr(operands, name)
+            for name in ("input", "w_in", "w_out", "topk_weights", "b_in", "b_out")
+        ]
+        x, w_in, w_out, weights, b_in, b_out = leaves
+        output = torch.nn.functional.moe_mlp(
+            x, operands.topk_indices, weights, w_in, w_out, b_in=b_in, b_out=b_out
+        )
+        grads = torch.autograd.grad(output, leaves, operands.grad_out)
+        self.assertEqual(
+            self.calls, ["_moe_permutation", "_moe_mlp", "_moe_mlp_backward"]
+        )
+        args = [x if x is None else x.detach() for x in operands.args()]
+        truth, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
+        check_close(output, truth[0], unfused[0], torch.float32, "output")
+        truth = moe_mlp_backward_reference(operands.grad_out, *args)
+        unfused = moe_mlp_backward_unfused(operands.grad_out, *args)
+        for name, grad, a, b in zip(truth._fields, grads, truth, unfused):
+            check_close(grad, a, b, torch.float32, name)
+
+    def test_schema_defaults_and_keywords(self):
+        operands = get_case("zipf").operands(torch.bfloat16, activation="relu2")
+        output, preact = torch.ops.aten._moe_mlp(
+            *operands.args()[:7], activation="relu2", compute_preact=False
+        )
+        truth = moe_mlp_reference(*operands.args(), activation="relu2")
+        unfused = moe_mlp_unfused(*operands.args(), activation="relu2")
+        check_close(output, truth[0], unfused[0], torch.bfloat16, "output")
+        self.assertEqual(preact.shape[0], 0)
+
+
+instantiate_parametrized_tests(TestMoePermutation)
+instantiate_parametrized_tests(TestMoeMlp)
+
+if __name__ == "__main__":
+    run_tests()

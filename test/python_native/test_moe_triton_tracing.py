@@ -1,0 +1,131 @@
+# Owner(s): ["module: dsl-native-ops"]
+"""On CUDA the MoE layer is one graph without host syncs or data-dependent shapes.
+
+Runs without a GPU, on fake CUDA tensors. A fake tensor has no values, so that any
+read of one on the host is an error.
+"""
+
+import os
+
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import unittest
+from unittest import mock
+
+import triton
+
+import torch
+import torch.nn.functional as F
+from torch._native.ops.moe.triton_kernels import launch
+from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+E, K, D, H = 8, 2, 64, 128
+
+
+def layer(x, logits, w_in, w_out):
+    indices, weights = F.moe_topk(logits, K)
+    return F.moe_mlp(x, indices, weights, w_in, w_out)
+
+
+def fake_layer_args(num_tokens, device="cuda"):
+    def empty(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
+    return (
+        empty(num_tokens, D),
+        empty(num_tokens, E),
+        empty(E, 2 * H, D),
+        empty(E, D, H),
+    )
+
+
+@unittest.skipIf(
+    not torch.backends.cuda.is_built(), "fake CUDA tensors need a CUDA build"
+)
+class TestMoeTracing(TestCase):
+    @parametrize("dynamic", [False, True])
+    def test_layer_is_one_graph(self, dynamic):
+        torch._dynamo.reset()
+        graphs = []
+
+        def backend(graph_module, example_inputs):
+            graphs.append(graph_module)
+            return graph_module
+
+        with FakeTensorMode(), torch.no_grad():
+            args = fake_layer_args(40)
+            if dynamic:
+                torch._dynamo.mark_dynamic(args[0], 0)
+                torch._dynamo.mark_dynamic(args[1], 0)
+            compiled = torch.compile(layer, fullgraph=True, backend=backend)
+            out = compiled(*args)
+        self.assertEqual(out.shape, (40, D))
+        self.assertEqual(out.device.type, "cuda")
+        self.assertEqual(len(graphs), 1)
+        nodes = graphs[0].graph.nodes
+        self.assertIn(torch._moe_mlp, [node.target for node in nodes])
+        methods = [node.target for node in nodes if node.op == "call_method"]
+        self.assertFalse(set(methods) & {"item", "tolist", "nonzero", "cpu"}, methods)
+
+    def test_launchers_read_no_value(self):
+        launched = []
+
+        def run(self, *args, grid, warmup, **kwargs):
+            launched.append(self.__name__)
+
+        config = TileConfig(64, 64, 32, num_warps=4, num_stages=2)
+        plan = launch.LaunchPlan(dict.fromkeys(KERNELS, (config,)), 132)
+        act = launch.Activation()
+        with (
+            mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
+            FakeTensorMode(),
+        ):
+            x, _, w_in, w_out = fake_layer_args(40)
+            indices = torch.empty(40, K, dtype=torch.int64, device="cuda")
+            weights = torch.empty(40, K, device="cuda")
+            row_slots, slot_rows, offs, _ = launch.moe_permutation(indices, E)
+            args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, None, None)
+            out, preact = launch.moe_mlp_forward(plan, *args, act)
+            grads = launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 6, act)
+        self.assertEqual(out.shape, x.shape)
+        for grad, operand in zip(grads, (x, w_in, w_out, weights)):
+            self.assertEqual(grad.shape, operand.shape)
+            self.assertEqual(grad.device.type, "cuda")
+        self.assertIn("scatter_kernel", launched)
+        self.assertEqual(launched.count("weight_grad_kernel"), 2)
+        self.assertEqual(launched.count("combine_kernel"), 2)
+
+    def test_a_host_read_would_be_seen(self):
+        with FakeTensorMode():
+            offs = torch.empty(E, dtype=torch.int32, device="cuda")
+            with self.assertRaisesRegex(
+                Exception, "data-dependent|_local_scalar_dense"
+            ):
+                offs[-1].item()
+
+    def test_backward_op_on_fake_tensors(self):
+        with FakeTensorMode():
+            x, _, w_in, w_out = fake_layer_args(40)
+            indices = torch.empty(40, K, dtype=torch.int64, device="cuda")
+            weights = torch.empty(40, K, device="cuda")
+            row_slots, slot_rows, offs, _ = torch.ops.aten._moe_permutation(indices, E)
+            args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, None, None)
+            _, preact = torch.ops.aten._moe_mlp(*args)
+            grads = torch.ops.aten._moe_mlp_backward(x, *args, preact, [True] * 6)
+        for grad, operand in zip(grads, (x, w_in, w_out, weights)):
+            self.assertEqual((grad.shape, grad.dtype), (operand.shape, operand.dtype))
+
+
+instantiate_parametrized_tests(TestMoeTracing)
+
+if __name__ == "__main__":
+    run_tests()

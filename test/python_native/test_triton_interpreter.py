@@ -1,0 +1,119 @@
+# Owner(s): ["module: dsl-native-ops"]
+"""The instruments of triton_interpreter.py measure what they claim to."""
+
+import os
+
+
+# Before anything can import Triton: its own helpers decide at import time.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+import torch
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.triton_interpreter import (
+    exact_floats,
+    MemorySanitizer,
+    require_interpreter,
+)
+
+
+require_interpreter()
+
+
+@triton.jit
+def _float_ops_kernel(x, y, total, product, less, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a = tl.load(x + i[:, None] * N + i[None, :])
+    b = tl.load(y + i[:, None] * N + i[None, :])
+    tl.store(total + i[:, None] * N + i[None, :], a + b)
+    tl.store(product + i[:, None] * N + i[None, :], tl.dot(a, b))
+    tl.store(less + i[:, None] * N + i[None, :], (a < b).to(tl.int32))
+
+
+@triton.jit
+def _cast_kernel(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty))
+
+
+@triton.jit
+def _copy_kernel(x, out, n, OFFSET: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):
+    i = tl.program_id(0) * STEP + tl.arange(0, N) + OFFSET
+    tl.store(out + i, tl.load(x + i, mask=i < n, other=0.0), mask=i < n)
+
+
+@triton.jit
+def _constant_store_kernel(out, N: tl.constexpr):
+    tl.store(out + tl.arange(0, N) // 2, tl.arange(0, N))
+
+
+class TestInterpreter(TestCase):
+    def _run_float_ops(self):
+        n = 16
+        x, y = torch.randn(2, n, n, dtype=torch.bfloat16).unbind()
+        total = torch.empty_like(x)
+        product = torch.empty(n, n)
+        less = torch.empty(n, n, dtype=torch.int32)
+        _float_ops_kernel[(1,)](x, y, total, product, less, N=n)
+        return (total, product, less), (x + y, x.float() @ y.float(), (x < y).int())
+
+    def test_bfloat16_arithmetic_is_exact(self):
+        with exact_floats():
+            actual, expected = self._run_float_ops()
+        self.assertEqual(actual, expected, atol=1e-5, rtol=0)
+
+    def test_stock_interpreter_is_wrong(self):
+        # When this fails, Triton computes bfloat16 itself and exact_floats can go.
+        actual, expected = self._run_float_ops()
+        self.assertNotEqual(actual[0], expected[0])
+        self.assertNotEqual(actual[1], expected[1])
+
+    @parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+    def test_casts_round_to_nearest_even(self, dtype):
+        x = torch.randn(1024) * 16
+        out = torch.empty(1024, dtype=dtype)
+        with exact_floats():
+            _cast_kernel[(1,)](x, out, N=1024)
+        self.assertEqual(out.float(), x.to(dtype).float(), atol=0, rtol=0)
+
+    def test_sanitizer_accepts_a_correct_kernel(self):
+        x, out = torch.randn(100), torch.empty(100)
+        sanitizer = MemorySanitizer()
+        with sanitizer():
+            _copy_kernel[(7,)](x, out, 100, OFFSET=0, STEP=16, N=16)
+        self.assertEqual(out, x)
+        self.assertEqual(sanitizer.num_accesses, 14)
+
+    def test_sanitizer_finds_an_access_out_of_bounds(self):
+        # The neighbour of x in memory is x's own storage, so nothing would crash.
+        storage = torch.randn(256)
+        x, out = storage[:100], torch.empty(256)
+        with MemorySanitizer()():
+            with self.assertRaisesRegex(InterpreterError, "load out of bounds"):
+                _copy_kernel[(7,)](x, out, 112, OFFSET=0, STEP=16, N=16)
+        with MemorySanitizer()():
+            with self.assertRaisesRegex(InterpreterError, "store out of bounds"):
+                _copy_kernel[(7,)](storage, out[:100], 112, OFFSET=0, STEP=16, N=16)
+
+    def test_sanitizer_finds_a_write_race(self):
+        x, out = torch.randn(100), torch.empty(100)
+        with MemorySanitizer()():
+            with self.assertRaisesRegex(InterpreterError, "store to one address"):
+                _copy_kernel[(7,)](x, out, 100, OFFSET=0, STEP=15, N=16)
+        with MemorySanitizer()():
+            with self.assertRaisesRegex(InterpreterError, "two lanes"):
+                _constant_store_kernel[(1,)](torch.empty(8, dtype=torch.int32), N=16)
+
+
+instantiate_parametrized_tests(TestInterpreter)
+
+if __name__ == "__main__":
+    run_tests()

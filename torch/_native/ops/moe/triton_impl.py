@@ -1,0 +1,396 @@
+"""Triton kernels for ``aten::_moe_permutation``, ``_moe_mlp`` and its backward.
+
+Who is served (``permutation_reason`` and ``mlp_reason`` return why not):
+
+  - CUDA tensors on compute capability 8.0, 9.0 or 10.0; not ROCm
+  - bfloat16 or float16 operands, router weights in that dtype or float32
+  - D and F multiples of 16, so that rows are read 16 bytes at a time
+  - expert weights contiguous in one of their last two dimensions and aligned to
+    16 bytes; transposed storage needs no copy
+  - at most 4096 experts and 32 experts per token
+  - no copy-on-write tensor
+
+Everything else, and everything malformed, falls through to the composite kernel
+of the op, which also owns the error messages. ``torch.nn.moe.backend.moe_kernel`` restricts
+the choice; a call that only allows Triton and is not eligible raises.
+
+Three layers, each with one job: reasons (cheap, no allocation, no Triton import),
+the device guard (``_on_device``), and the launchers in triton_kernels/launch.py,
+imported at the first call.
+"""
+
+import functools
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ... import triton_utils as tu
+
+
+if TYPE_CHECKING:
+    from .triton_kernels.launch import LaunchPlan
+
+log = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+_MAX_EXPERTS = 4096
+_MAX_TOP_K = 32
+# Elements: a row of them is a multiple of 16 bytes, and Triton specializes a size
+# as vectorizable only if 16 divides it.
+_ALIGNMENT = 16
+_INT32_MAX = 2**31 - 1
+
+
+@functools.cache
+def _capability(device_index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
+
+
+def _device_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
+    """Why the tensors' device or storage rules Triton out, or None."""
+    first = tensors[0]
+    assert first is not None
+    if not first.is_cuda:
+        return f"device is {first.device}, not CUDA"
+    if torch.version.hip is not None:
+        return "ROCm is not served"
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.device != first.device:
+            return f"tensors are on {first.device} and {tensor.device}"
+        if torch._C._is_cow_tensor(tensor):
+            return "a tensor is copy-on-write"
+    capability = _capability(first.device.index or 0)
+    if capability not in _CAPABILITIES:
+        return f"compute capability {capability} is not one of {_CAPABILITIES}"
+    return None
+
+
+def permutation_reason(
+    topk_indices: Tensor,
+    num_experts: int,
+    num_rows: int | None = None,
+    row_alignment: int = 1,
+) -> str | None:
+    """Why Triton cannot run ``_moe_permutation`` on these arguments, or None."""
+    if topk_indices.dim() != 2 or topk_indices.dtype not in (torch.int32, torch.int64):
+        return "topk_indices is not a (T, K) int32 or int64 tensor"
+    if not 1 <= num_experts <= _MAX_EXPERTS:
+        return f"num_experts is {num_experts}, not in [1, {_MAX_EXPERTS}]"
+    if not 1 <= row_alignment <= _INT32_MAX:
+        return f"row_alignment is {row_alignment}"
+    if num_rows is None:
+        slots = topk_indices.numel()
+        num_rows = slots + min(num_experts, slots) * (row_alignment - 1)
+    if not 0 <= num_rows <= _INT32_MAX or topk_indices.numel() > _INT32_MAX:
+        return "more slots or rows than int32 can count"
+    return _device_reason((topk_indices,))
+
+
+def _weight_reason(name: str, weight: Tensor) -> str | None:
+    rows, columns = weight.shape[1:]
+    if rows * columns > _INT32_MAX:
+        return f"an expert of {name} has more elements than int32 can count"
+    if 1 not in weight.stride()[1:]:
+        return f"neither of the last two dimensions of {name} is contiguous"
+    other = [s for s in weight.stride() if s != 1]
+    if any(s % _ALIGNMENT for s in other) or weight.data_ptr() % 16:
+        return f"{name} is not aligned to 16 bytes"
+    return None
+
+
+def _dtype_reason(
+    input: Tensor, topk_weights: Tensor | None, operands: tuple[Tensor | None, ...]
+) -> str | None:
+    dtype = input.dtype
+    if dtype not in _DTYPES:
+        return f"dtype {dtype} is not one of {_DTYPES}"
+    if any(x is not None and x.dtype != dtype for x in operands):
+        return "operands have several dtypes"
+    if topk_weights is not None and topk_weights.dtype not in (dtype, torch.float32):
+        return f"topk_weights has dtype {topk_weights.dtype}"
+    return None
+
+
+def _shape_reason(
+    input: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    offs: Tensor,
+    topk_weights: Tensor | None,
+    row_slots: Tensor | None,
+    slot_rows: Tensor | None,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    gated: bool,
+) -> str | None:
+    """Why the shapes are not served; malformed ones are among those."""
+    if (input.dim(), w_in.dim(), w_out.dim(), offs.dim()) != (2, 3, 3, 1):
+        return "an operand has the wrong number of dimensions"
+    T, D = input.shape
+    E, _, F = w_out.shape
+    gF = 2 * F if gated else F
+    routed = slot_rows is not None
+    K = slot_rows.shape[-1] if slot_rows is not None else 1
+    expected = (
+        (w_in, (E, gF, D)),
+        (w_out, (E, D, F)),
+        (offs, (E,)),
+        (b_in, (E, gF)),
+        (b_out, (E, D)),
+        (slot_rows, (T, K)),
+        (topk_weights, (T, K)),
+    )
+    if any(x is not None and x.shape != shape for x, shape in expected):
+        return "the operands' shapes do not fit together"
+    if routed != (row_slots is not None) or (
+        row_slots is not None and row_slots.dim() != 1
+    ):
+        return "row_slots and slot_rows do not fit together"
+    if any(
+        x is not None and x.dtype != torch.int32 for x in (offs, row_slots, slot_rows)
+    ):
+        return "offs, row_slots or slot_rows is not int32"
+    if not 1 <= E <= _MAX_EXPERTS or not 1 <= K <= _MAX_TOP_K:
+        return f"E = {E} or K = {K} is out of range"
+    if T * K > _INT32_MAX or (row_slots is not None and len(row_slots) > _INT32_MAX):
+        return "more slots or rows than int32 can count"
+    if D == 0 or F == 0 or D % _ALIGNMENT or F % _ALIGNMENT:
+        return f"D = {D} or F = {F} is not a positive multiple of {_ALIGNMENT}"
+    return _weight_reason("w_in", w_in) or _weight_reason("w_out", w_out)
+
+
+def _activation_reason(
+    activation: str,
+    gate_interleaved: bool,
+    alpha: float | None,
+    limit: float | None,
+) -> str | None:
+    # The composite names the mistake.
+    is_oai = activation == "swiglu_oai"
+    if activation not in _GATED and activation not in _PLAIN:
+        return f"unknown activation {activation!r}"
+    if gate_interleaved and activation not in _GATED:
+        return "gate_interleaved without a gate"
+    if not is_oai and (alpha is not None or limit is not None):
+        return "alpha or limit without swiglu_oai"
+    if limit is not None and not limit > 0:
+        return f"limit is {limit}"
+    return None
+
+
+# As in triton_kernels/activations.py, which cannot be imported before Triton;
+# test_moe_triton_eligibility.py compares the two.
+_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai")
+_PLAIN = ("silu", "gelu", "relu", "relu2")
+
+
+def mlp_reason(
+    input: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    offs: Tensor,
+    topk_weights: Tensor | None = None,
+    row_slots: Tensor | None = None,
+    slot_rows: Tensor | None = None,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    gate_interleaved: bool = False,
+    alpha: float | None = None,
+    limit: float | None = None,
+    compute_preact: bool = True,
+) -> str | None:
+    """Why Triton cannot run ``_moe_mlp`` on these arguments, or None."""
+    return (
+        _dtype_reason(input, topk_weights, (w_in, w_out, b_in, b_out))
+        or _activation_reason(activation, gate_interleaved, alpha, limit)
+        or _shape_reason(
+            input,
+            w_in,
+            w_out,
+            offs,
+            topk_weights,
+            row_slots,
+            slot_rows,
+            b_in,
+            b_out,
+            activation in _GATED,
+        )
+        or _device_reason(
+            (input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out)
+        )
+    )
+
+
+def mlp_backward_reason(
+    grad_out: Tensor,
+    input: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    offs: Tensor,
+    topk_weights: Tensor | None,
+    row_slots: Tensor | None,
+    slot_rows: Tensor | None,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    preact: Tensor,
+    output_mask: list[bool],
+    **activation,
+) -> str | None:
+    """Why Triton cannot run ``_moe_mlp_backward`` on these arguments, or None."""
+    reason = mlp_reason(
+        input,
+        w_in,
+        w_out,
+        offs,
+        topk_weights,
+        row_slots,
+        slot_rows,
+        b_in,
+        b_out,
+        **activation,
+    )
+    if reason is not None:
+        return reason
+    if grad_out.dtype != input.dtype or preact.dtype != input.dtype:
+        return "grad_out or preact has another dtype than input"
+    num_rows = input.shape[0] if row_slots is None else row_slots.shape[0]
+    if grad_out.shape != input.shape or preact.shape != (num_rows, w_in.shape[1]):
+        return "grad_out or preact has the wrong shape"
+    return _device_reason((input, grad_out, preact))
+
+
+def _choose(op: str, reason: str | None) -> bool:
+    """Whether Triton runs this call, given why it cannot (None: it can).
+
+    Raises:
+        RuntimeError: ``torch.nn.moe.backend.moe_kernel`` allows only Triton, which cannot.
+    """
+    from torch.nn.moe.backend import _enabled_backends, MoeBackend
+
+    enabled = _enabled_backends()
+    if MoeBackend.TRITON not in enabled:
+        reason = "moe_kernel() does not allow MoeBackend.TRITON"
+    elif MoeBackend.COMPOSITE not in enabled:
+        if reason is None and not tu._try_initialize_driver():
+            # The router would fall back in silence.
+            reason = "Triton found no driver"
+        if reason is not None:
+            raise RuntimeError(
+                f"{op}: moe_kernel() allows only MoeBackend.TRITON, which cannot run "
+                f"this call: {reason}"
+            )
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s: %s", op, "triton" if reason is None else f"composite: {reason}")
+    return reason is None
+
+
+def _permutation_cond(topk_indices, num_experts, *, num_rows=None, row_alignment=1):
+    reason = permutation_reason(topk_indices, num_experts, num_rows, row_alignment)
+    return _choose("_moe_permutation", reason)
+
+
+def _mlp_cond(*args, **kwargs) -> bool:
+    return _choose("_moe_mlp", mlp_reason(*args, **kwargs))
+
+
+def _mlp_backward_cond(*args, **kwargs) -> bool:
+    return _choose("_moe_mlp_backward", mlp_backward_reason(*args, **kwargs))
+
+
+@functools.cache
+def _plan(device_index: int) -> "LaunchPlan":
+    from .triton_kernels.configs import table_for_capability
+    from .triton_kernels.launch import LaunchPlan
+
+    table = table_for_capability(*_capability(device_index))
+    assert table is not None, "the reasons let an unserved device through"
+    properties = torch.cuda.get_device_properties(device_index)
+    return LaunchPlan(table, properties.multi_processor_count)
+
+
+def _on_device(tensor: Tensor):
+    # Python overrides get no device guard from the dispatcher.
+    return torch.cuda.device(tensor.get_device())
+
+
+def _permutation_impl(topk_indices, num_experts, *, num_rows=None, row_alignment=1):
+    from .triton_kernels.launch import moe_permutation
+
+    with _on_device(topk_indices):
+        return moe_permutation(
+            topk_indices, num_experts, num_rows=num_rows, row_alignment=row_alignment
+        )
+
+
+def _mlp_impl(
+    input,
+    w_in,
+    w_out,
+    offs,
+    topk_weights=None,
+    row_slots=None,
+    slot_rows=None,
+    b_in=None,
+    b_out=None,
+    *,
+    activation="swiglu",
+    gate_interleaved=False,
+    alpha=None,
+    limit=None,
+    compute_preact=True,
+):
+    from .triton_kernels.launch import Activation, moe_mlp_forward
+
+    with _on_device(input):
+        return moe_mlp_forward(
+            _plan(input.get_device()),
+            input,
+            w_in,
+            w_out,
+            offs,
+            topk_weights,
+            row_slots,
+            slot_rows,
+            b_in,
+            b_out,
+            Activation(activation, gate_interleaved, alpha, limit),
+            compute_preact=compute_preact,
+        )
+
+
+def _mlp_backward_impl(
+    grad_out,
+    *tensors,
+    activation="swiglu",
+    gate_interleaved=False,
+    alpha=None,
+    limit=None,
+):
+    from .triton_kernels.launch import Activation, moe_mlp_backward
+
+    *operands, preact, output_mask = tensors
+    with _on_device(grad_out):
+        return moe_mlp_backward(
+            _plan(grad_out.get_device()),
+            grad_out,
+            *operands,
+            preact,
+            tuple(output_mask),
+            Activation(activation, gate_interleaved, alpha, limit),
+        )
+
+
+def register_to_dispatch() -> None:
+    for op_symbol, cond, impl in (
+        ("_moe_permutation", _permutation_cond, _permutation_impl),
+        ("_moe_mlp", _mlp_cond, _mlp_impl),
+        ("_moe_mlp_backward", _mlp_backward_cond, _mlp_backward_impl),
+    ):
+        tu.register_op_override("aten", op_symbol, "CUDA", cond=cond, impl=impl)

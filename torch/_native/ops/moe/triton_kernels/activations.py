@@ -1,0 +1,116 @@
+"""Expert activations and their derivatives, as Triton device functions.
+
+Everything here is elementwise in float32. ``gate`` and ``up`` are the two
+halves of the pre-activation H for a gated (GLU) activation; a plain activation
+only has ``gate``. Names and formulas are those of ``aten::_moe_mlp``.
+
+Every formula is written so that an input row of zeros gives zeros, which is
+what makes padding rows free: they need no masking after the activation.
+"""
+
+import triton
+import triton.language as tl
+
+
+GATED_ACTIVATIONS: tuple[str, ...] = (
+    "swiglu",
+    "geglu",
+    "geglu_tanh",
+    "reglu",
+    "swiglu_oai",
+)
+PLAIN_ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "relu", "relu2")
+
+# swiglu_oai when the caller gives neither.
+DEFAULT_ALPHA = 1.702
+DEFAULT_LIMIT = 7.0
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+# Of 2u, where gelu_tanh(x) = x/2 * (1 + tanh(u)) and u = c * (x + 0.044715 x^3).
+_TANH_SCALE = tl.constexpr(2 * 0.7978845608028654)
+_TANH_CUBIC = tl.constexpr(2 * 0.7978845608028654 * 0.044715)
+_TANH_CUBIC_SLOPE = tl.constexpr(3 * 2 * 0.7978845608028654 * 0.044715)
+
+
+@triton.jit
+def _gelu_tanh_sigmoid(x):
+    # (1 + tanh(u)) / 2 == sigmoid(2u); the sigmoid form has no cancellation
+    # near zero and needs no libdevice tanh, which the interpreter lacks.
+    return tl.sigmoid(x * (x * x * _TANH_CUBIC + _TANH_SCALE))
+
+
+@triton.jit
+def unary_forward(x, KIND: tl.constexpr):
+    """``f(x)`` of a plain activation, or of what a gated one does to its gate.
+
+    Args:
+        x: float32 block.
+        KIND: name of the activation.
+    """
+    if KIND == "silu" or KIND == "swiglu":
+        y = x * tl.sigmoid(x)
+    elif KIND == "gelu" or KIND == "geglu":
+        y = x * (0.5 + 0.5 * tl.erf(x * _SQRT_HALF))
+    elif KIND == "geglu_tanh":
+        y = x * _gelu_tanh_sigmoid(x)
+    elif KIND == "relu" or KIND == "reglu":
+        y = tl.where(x <= 0.0, 0.0, x)
+    else:
+        tl.static_assert(KIND == "relu2", "unknown activation")
+        r = tl.where(x <= 0.0, 0.0, x)
+        y = r * r
+    return y
+
+
+@triton.jit
+def unary_derivative(x, KIND: tl.constexpr):
+    """``f'(x)`` of :func:`unary_forward`; ``x`` is float32."""
+    if KIND == "silu" or KIND == "swiglu":
+        s = tl.sigmoid(x)
+        d = s * (1.0 + x * (1.0 - s))
+    elif KIND == "gelu" or KIND == "geglu":
+        cdf = 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
+        d = cdf + x * _INV_SQRT_2PI * tl.exp(x * x * -0.5)
+    elif KIND == "geglu_tanh":
+        s = _gelu_tanh_sigmoid(x)
+        slope = x * x * _TANH_CUBIC_SLOPE + _TANH_SCALE
+        d = s + x * s * (1.0 - s) * slope
+    elif KIND == "relu" or KIND == "reglu":
+        d = tl.where(x <= 0.0, 0.0, 1.0)
+    else:
+        tl.static_assert(KIND == "relu2", "unknown activation")
+        d = tl.where(x <= 0.0, 0.0, 2.0 * x)
+    return d
+
+
+@triton.jit
+def glu_forward(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """``A`` from the two halves of H (float32 in, float32 out)."""
+    if ACTIVATION == "swiglu_oai":
+        g = tl.where(gate > limit, limit, gate)
+        u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        a = g * tl.sigmoid(alpha * g) * (u + 1.0)
+    else:
+        a = unary_forward(gate, ACTIVATION) * up
+    return a
+
+
+@triton.jit
+def glu_backward(grad, gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """``(d gate, d up)`` for ``grad = dA`` (float32 in, float32 out).
+
+    The clamps of ``swiglu_oai`` pass the gradient on their boundary, as
+    ``torch.clamp`` does.
+    """
+    if ACTIVATION == "swiglu_oai":
+        g = tl.where(gate > limit, limit, gate)
+        u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        s = tl.sigmoid(alpha * g)
+        d_gate = grad * (u + 1.0) * (s + alpha * g * s * (1.0 - s))
+        d_gate = tl.where(gate > limit, 0.0, d_gate)
+        d_up = tl.where((up > limit) | (up < -limit), 0.0, grad * g * s)
+    else:
+        d_gate = grad * up * unary_derivative(gate, ACTIVATION)
+        d_up = grad * unary_forward(gate, ACTIVATION)
+    return d_gate, d_up

@@ -1,0 +1,281 @@
+"""Backward kernels: the activation gradient with everything that falls out of it,
+and the weight gradients.
+
+Letters: T tokens, D model dim, F expert hidden dim, E experts, K experts per
+token, R routed rows, g = 2 for a gated activation else 1. ``s`` is the router
+weight of a slot, dO the gradient of the output.
+
+The arithmetic, after SonicMoE (arXiv 2512.14080, section 3.2): no matmul of the
+forward is recomputed and neither s*dO nor a gathered copy of x or dO is formed.
+
+    dA' = dO[token(r)] @ w_out[e]         gathered matmul
+    A   = act(H)                          recomputed from the saved H
+    dS  = <dA', A>                        partial per column tile, summed in order
+    dH  = act'(s * dA', H)
+    A'  = s * A                           so that dw_out[e] = dO^T A'
+
+No kernel uses an atomic: every output element is written by one program.
+"""
+
+import triton
+import triton.language as tl
+
+from .activations import (
+    glu_backward,
+    glu_forward,
+    unary_derivative,
+    unary_forward,
+)
+from .forward import column_parts, load_rows, load_weight, routed_rows, row_tile
+from .permutation import tile_of
+
+
+@triton.jit
+def _load_preact(
+    preact, first_row, first_col, row_length, valid, last_col,
+    USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Tile of H; rows without a slot read as 0 (TMA reads what is there).
+
+    H is stored as zeros where a row has no slot, and rows past the expert's end
+    are not stored, so that TMA needs no row mask.
+    """
+    if USE_TMA:
+        h = preact.load([first_row, first_col])
+    else:
+        ptrs = row_tile(preact, first_row, first_col, row_length, BLOCK_M, BLOCK_N)
+        cols = first_col + tl.arange(0, BLOCK_N)
+        mask = valid[:, None] & (cols[None, :] < last_col)
+        h = tl.load(ptrs, mask=mask, other=0.0)
+    return h
+
+
+@triton.jit
+def _act_backward_epilogue(
+    acc, s, first_row, row_end, valid, first_n,
+    preact, grad_preact, scaled_hidden, alpha, limit, F,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    STORE_HIDDEN: tl.constexpr,
+    USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Stores dH and A' for some columns of dA'; returns their <dA', A> per row."""
+    dtype = grad_preact.dtype.element_ty
+    cols = first_n + tl.arange(0, BLOCK_N)
+    in_tile = (first_row + tl.arange(0, BLOCK_M) < row_end)[:, None]
+    grad = acc * s[:, None]
+    if GATED and INTERLEAVED:
+        h_cols = first_n * 2 + tl.arange(0, BLOCK_N * 2)
+        h = _load_preact(
+            preact, first_row, first_n * 2, F * 2, valid, F * 2,
+            USE_TMA, BLOCK_M, BLOCK_N * 2,
+        )  # fmt: skip
+        gate, up = tl.split(tl.reshape(h, (BLOCK_M, BLOCK_N, 2)))
+        gate = gate.to(tl.float32)
+        up = up.to(tl.float32)
+        a = glu_forward(gate, up, alpha, limit, ACTIVATION).to(dtype)
+        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION)
+        dh = tl.join(d_gate.to(dtype), d_up.to(dtype))
+        dh = tl.reshape(dh, (BLOCK_M, BLOCK_N * 2))
+        ptrs = row_tile(
+            grad_preact, first_row, first_n * 2, F * 2, BLOCK_M, BLOCK_N * 2
+        )
+        tl.store(ptrs, dh, mask=in_tile & (h_cols[None, :] < 2 * F))
+    elif GATED:
+        gate = _load_preact(
+            preact, first_row, first_n, F * 2, valid, F, USE_TMA, BLOCK_M, BLOCK_N
+        ).to(tl.float32)
+        up = _load_preact(
+            preact, first_row, F + first_n, F * 2, valid, F * 2,
+            USE_TMA, BLOCK_M, BLOCK_N,
+        ).to(tl.float32)  # fmt: skip
+        a = glu_forward(gate, up, alpha, limit, ACTIVATION).to(dtype)
+        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION)
+        ptrs = row_tile(grad_preact, first_row, first_n, F * 2, BLOCK_M, BLOCK_N)
+        mask = in_tile & (cols[None, :] < F)
+        tl.store(ptrs, d_gate.to(dtype), mask=mask)
+        tl.store(ptrs + F, d_up.to(dtype), mask=mask)
+    else:
+        h = _load_preact(
+            preact, first_row, first_n, F, valid, F, USE_TMA, BLOCK_M, BLOCK_N
+        ).to(tl.float32)
+        a = unary_forward(h, ACTIVATION).to(dtype)
+        dh = grad * unary_derivative(h, ACTIVATION)
+        ptrs = row_tile(grad_preact, first_row, first_n, F, BLOCK_M, BLOCK_N)
+        tl.store(ptrs, dh.to(dtype), mask=in_tile & (cols[None, :] < F))
+    a = a.to(tl.float32)
+    if STORE_HIDDEN:
+        ptrs = row_tile(scaled_hidden, first_row, first_n, F, BLOCK_M, BLOCK_N)
+        a_scaled = (a * s[:, None]).to(dtype)
+        tl.store(ptrs, a_scaled, mask=in_tile & (cols[None, :] < F))
+    return tl.sum(acc * a, 1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def act_backward_kernel(
+    grad_out,  # (T, D), contiguous last dimension: dO
+    w_out,  # (E, D, F) by strides, or TMA descriptor
+    preact,  # (R, g*F) contiguous, or TMA descriptor: H
+    scale,  # (T*K,) contiguous: router weight of each slot
+    row_slots,  # (R,) int32
+    tiles,  # tile list
+    grad_preact,  # (R, g*F) contiguous, written: dH
+    scaled_hidden,  # (R, F) contiguous, written: A'
+    scale_partials,  # (cdiv(F, BLOCK_N), R) float32, written: dS by column tile
+    D, F, num_rows, top_k,
+    stride_gt, stride_we, stride_wd, stride_wf,
+    alpha, limit,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    STORE_HIDDEN: tl.constexpr, STORE_PARTIALS: tl.constexpr,
+    K_MAJOR: tl.constexpr, USE_TMA: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dH, A' and the dS partials of one tile, from dA' = dO[token(r)] @ w_out[e].
+
+    The contraction runs over D, so D is the weight's K dimension here: K_MAJOR
+    means that D is contiguous, which nn.Linear's layout is not.
+    """
+    num_n = tl.cdiv(F, BLOCK_N)
+    num_tiles = tl.load(tiles) * num_n
+    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
+        rows, slots, valid = routed_rows(
+            row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M
+        )
+        tokens = (slots // top_k).to(tl.int64)
+        g_ptrs = grad_out + tokens[:, None] * stride_gt
+        g_ptrs += tl.arange(0, BLOCK_K)[None, :]
+        first_n = tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, D, BLOCK_K):
+            g = load_rows(g_ptrs, k, D, EVEN_K, BLOCK_K)
+            w = load_weight(
+                w_out, expert, first_n, k, F, D, stride_we, stride_wf, stride_wd,
+                K_MAJOR, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            acc = tl.dot(g, w, acc, input_precision=PRECISION)
+
+        acc = tl.where(valid[:, None], acc, 0.0)
+        if HAS_SCALE:
+            s = tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)
+        else:
+            s = tl.where(valid, 1.0, 0.0)
+        dot = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+        for i in tl.static_range(EPILOGUE_PARTS):
+            dot += _act_backward_epilogue(
+                parts[i], s, first_row, row_end, valid,
+                first_n + i * (BLOCK_N // EPILOGUE_PARTS),
+                preact, grad_preact, scaled_hidden, alpha, limit, F,
+                ACTIVATION, GATED, INTERLEAVED, STORE_HIDDEN,
+                USE_TMA, BLOCK_M, BLOCK_N // EPILOGUE_PARTS,
+            )  # fmt: skip
+        if STORE_PARTIALS:
+            ptrs = scale_partials + tile_n.to(tl.int64) * num_rows + rows
+            tl.store(ptrs, dot, mask=rows < row_end)
+
+
+@triton.jit
+def _expert_rows(
+    base,  # (tokens or R, C), contiguous last dimension
+    row_slots, first_row, row_end, first_col, C, top_k, stride,
+    GATHER: tl.constexpr, FULL_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
+    EVEN_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_R, BLOCK_C) tile of an expert's rows; rows without a slot are zero.
+
+    GATHER reads the rows of the slots' tokens; else ``base`` is in row order
+    and holds zeros where a row has no slot. FULL_ROWS promises that all rows
+    belong to the expert; only then may TMA, which cannot mask rows, read them.
+    """
+    cols = first_col + tl.arange(0, BLOCK_C)
+    if USE_TMA and FULL_ROWS and not GATHER:
+        tile = base.load([first_row, first_col])
+    else:
+        rows = first_row + tl.arange(0, BLOCK_R)
+        if GATHER:
+            if FULL_ROWS:
+                slots = tl.load(row_slots + rows)
+            else:
+                slots = tl.load(row_slots + rows, mask=rows < row_end, other=-1)
+            mask = (slots >= 0)[:, None]
+            source = (tl.where(slots >= 0, slots, 0) // top_k).to(tl.int64)
+        else:
+            mask = (rows < row_end)[:, None]
+            source = rows.to(tl.int64)
+        if not EVEN_C:
+            mask = mask & (cols[None, :] < C)
+        ptrs = base + source[:, None] * stride + cols[None, :]
+        tile = tl.load(ptrs, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def weight_grad_kernel(
+    p,  # (R, M) contiguous rows, or (T, M) when GATHER_P
+    q,  # (R, N) contiguous rows, or (T, N) when GATHER_Q
+    p_desc, q_desc,  # TMA descriptors of p and q where USE_TMA applies to them
+    row_slots,  # (R,) int32
+    offs,  # (E,) int32
+    out,  # (E, M, N) by strides, written
+    M, N, num_experts, top_k,
+    stride_p, stride_q, stride_oe, stride_om, stride_on,
+    GATHER_P: tl.constexpr, GATHER_Q: tl.constexpr, USE_TMA: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[e] = sum over the rows r of expert e of p[r]^T q[r]; zeros if it has none.
+
+    dw_out: p = dO gathered, q = A'. dw_in: p = dH, q = x gathered. The gather is
+    part of the load of the contraction loop. Only an expert's last block of rows
+    can be partial, so it alone is masked, after the loop.
+    """
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    for index in tl.range(
+        tl.program_id(0), num_experts * num_m * num_n, tl.num_programs(0)
+    ):
+        expert = index // (num_m * num_n)
+        within = index % (num_m * num_n)
+        first_group = within // (GROUP_M * num_n) * GROUP_M
+        group_m = tl.minimum(num_m - first_group, GROUP_M)
+        within = within % (GROUP_M * num_n)
+        first_m = (first_group + within % group_m) * BLOCK_M
+        first_n = (within // group_m) * BLOCK_N
+
+        start = tl.load(offs + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offs + expert)
+        full_end = start + (end - start) // BLOCK_K * BLOCK_K
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for row in tl.range(start, full_end, BLOCK_K):
+            p_tile = _expert_rows(
+                p_desc if USE_TMA and not GATHER_P else p,
+                row_slots, row, end, first_m, M, top_k, stride_p,
+                GATHER_P, True, USE_TMA, EVEN_M, BLOCK_K, BLOCK_M,
+            )  # fmt: skip
+            q_tile = _expert_rows(
+                q_desc if USE_TMA and not GATHER_Q else q,
+                row_slots, row, end, first_n, N, top_k, stride_q,
+                GATHER_Q, True, USE_TMA, EVEN_N, BLOCK_K, BLOCK_N,
+            )  # fmt: skip
+            acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)
+        if full_end < end:
+            p_tile = _expert_rows(
+                p, row_slots, full_end, end, first_m, M, top_k, stride_p,
+                GATHER_P, False, False, EVEN_M, BLOCK_K, BLOCK_M,
+            )  # fmt: skip
+            q_tile = _expert_rows(
+                q, row_slots, full_end, end, first_n, N, top_k, stride_q,
+                GATHER_Q, False, False, EVEN_N, BLOCK_K, BLOCK_N,
+            )  # fmt: skip
+            acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)
+
+        m = first_m + tl.arange(0, BLOCK_M)
+        n = first_n + tl.arange(0, BLOCK_N)
+        ptrs = out + expert.to(tl.int64) * stride_oe
+        ptrs += m[:, None] * stride_om + n[None, :] * stride_on
+        mask = (m[:, None] < M) & (n[None, :] < N)
+        tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,700 @@
+"""Launchers: allocate the outputs of the MoE ops and launch their kernels.
+
+The arguments are those of ``aten::_moe_permutation``, ``_moe_mlp`` and
+``_moe_mlp_backward``, already checked. Nothing here reads a tensor's value,
+picks a device or decides whether Triton should be used at all: the caller has
+made the tensors' device current (see ../triton_impl.py).
+
+Besides torch and Triton this folder imports nothing, so that the kernels run on
+releases of torch that lack torch._native.
+"""
+
+import dataclasses
+
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import torch
+from torch import Tensor
+
+from .activations import DEFAULT_ALPHA, DEFAULT_LIMIT, GATED_ACTIVATIONS
+from .backward import act_backward_kernel, weight_grad_kernel
+from .configs import choose_config, KernelTable, TileConfig
+from .forward import grouped_mm_kernel, up_kernel
+from .permutation import (
+    count_kernel,
+    expert_offsets_kernel,
+    fill_rows_kernel,
+    scan_blocks_kernel,
+    scatter_kernel,
+    schedule_tiles_kernel,
+)
+from .reductions import (
+    bias_dot_kernel,
+    bias_grad_kernel,
+    combine_kernel,
+    scale_grad_kernel,
+    zero_tail_kernel,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchPlan:
+    """What a launcher has to know about the device.
+
+    Attributes:
+        table: tile configurations of its architecture.
+        num_sms: its multiprocessors.
+    """
+
+    table: KernelTable
+    num_sms: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """The keyword arguments of ``_moe_mlp`` that define the activation."""
+
+    name: str = "swiglu"
+    gate_interleaved: bool = False
+    alpha: float | None = None
+    limit: float | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.name in GATED_ACTIVATIONS
+
+    def kernel_args(self) -> dict[str, object]:
+        return {
+            "alpha": DEFAULT_ALPHA if self.alpha is None else self.alpha,
+            "limit": DEFAULT_LIMIT if self.limit is None else self.limit,
+            "ACTIVATION": self.name,
+            "GATED": self.gated,
+            "INTERLEAVED": self.gate_interleaved,
+        }
+
+
+class _Rows:
+    """The routed rows of one call, and their tile list per tile height."""
+
+    def __init__(
+        self,
+        offs: Tensor,
+        row_slots: Tensor | None,
+        slot_rows: Tensor | None,
+        num_tokens: int,
+    ) -> None:
+        self.offs = offs.contiguous()
+        self.last_offset = self.offs[-1:]
+        self.num_experts = offs.shape[0]
+        self.has_slots = row_slots is not None
+        # The kernels never read it where HAS_SLOTS is False.
+        self.row_slots = offs if row_slots is None else row_slots.contiguous()
+        self.slot_rows = None if slot_rows is None else slot_rows.contiguous()
+        self.top_k = 1 if slot_rows is None else slot_rows.shape[1]
+        self.num_rows = num_tokens if row_slots is None else row_slots.shape[0]
+        self._tiles: dict[int, Tensor] = {}
+
+    def max_tiles(self, block_m: int) -> int:
+        """No routing has more row tiles than this."""
+        return self.num_rows // block_m + min(self.num_experts, self.num_rows)
+
+    def tiles(self, block_m: int) -> Tensor:
+        """(1 + max_tiles, 4) int32 list of ``schedule_tiles_kernel``."""
+        if block_m not in self._tiles:
+            bound = self.max_tiles(block_m)
+            block_t = 64
+            tiles = self.offs.new_empty(1 + bound, 4)
+            schedule_tiles_kernel[(triton.cdiv(bound, block_t),)](
+                self.offs,
+                tiles,
+                self.num_experts,
+                BLOCK_M=block_m,
+                BLOCK_E=min(128, triton.next_power_of_2(self.num_experts)),
+                BLOCK_T=block_t,
+            )
+            self._tiles[block_m] = tiles
+        return self._tiles[block_m]
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """``x`` (rows, C) with unit stride in its last dimension, copied only if it lacks one."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _tma_ok(x: Tensor) -> bool:
+    """Whether a TMA descriptor can describe ``x``: 16-byte rows, unit last stride."""
+    size = x.element_size()
+    return (
+        x.numel() > 0
+        and x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(s > 0 and s * size % 16 == 0 for s in x.stride()[:-1])
+    )
+
+
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    # tf32 is what Triton would pick for float32, and is no float32 result.
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def _weight_operand(
+    w: Tensor, config: TileConfig, block_n: int, use_tma: bool
+) -> tuple[object, dict[str, bool]]:
+    """The ``w`` argument of a matmul kernel and the flags that describe it.
+
+    Args:
+        w: (E, N, K) view of an expert weight.
+        config: tile configuration.
+        block_n: columns of one weight tile.
+        use_tma: pass a TMA descriptor instead of a pointer.
+    """
+    k_major = w.stride(2) == 1
+    operand: object = w
+    if use_tma:
+        if k_major:
+            operand = _descriptor(w, [1, block_n, config.block_k])
+        else:
+            operand = _descriptor(w.transpose(1, 2), [1, config.block_k, block_n])
+    return operand, {"K_MAJOR": k_major, "USE_TMA": use_tma}
+
+
+def _weight_tma_ok(w: Tensor) -> bool:
+    return _tma_ok(w) or _tma_ok(w.transpose(1, 2))
+
+
+def _tile_args(config: TileConfig, num_columns: int, num_inner: int) -> dict:
+    return {
+        "EVEN_N": num_columns % config.block_n == 0,
+        "EVEN_K": num_inner % config.block_k == 0,
+        "GROUP_M": config.group_m,
+        "EPILOGUE_PARTS": config.epilogue_parts,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def _grid(plan: LaunchPlan, config: TileConfig, num_tiles: int) -> tuple[int]:
+    if config.programs_per_sm:
+        num_tiles = min(num_tiles, plan.num_sms * config.programs_per_sm)
+    return (num_tiles,)
+
+
+def _zero_tail(plan: LaunchPlan, rows: _Rows, out: Tensor) -> None:
+    """Zeroes the rows of ``out`` (R, N) past the last expert's."""
+    num_rows, num_columns = out.shape
+    block_m, block_n = 8, 512
+    grid = (
+        min(triton.cdiv(num_rows, block_m), plan.num_sms),
+        triton.cdiv(num_columns, block_n),
+    )
+    zero_tail_kernel[grid](
+        out,
+        rows.last_offset,
+        num_rows,
+        num_columns,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+    )
+
+
+def moe_permutation(
+    topk_indices: Tensor,
+    num_experts: int,
+    *,
+    num_rows: int | None = None,
+    row_alignment: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``aten::_moe_permutation``: row_slots, slot_rows, offs, counts (all int32)."""
+    num_tokens, top_k = topk_indices.shape
+    num_slots = num_tokens * top_k
+    if num_rows is None:
+        num_rows = num_slots + min(num_experts, num_slots) * (row_alignment - 1)
+    topk_indices = topk_indices.contiguous()
+
+    def int32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=topk_indices.device)
+
+    row_slots = int32(num_rows)
+    slot_rows = int32(num_tokens, top_k)
+    offs = int32(num_experts)
+    counts = int32(num_experts)
+    starts = torch.empty_like(offs, dtype=torch.int64)
+    # One slot per thread at least, and one block where a block can hold them all.
+    block_s = max(128, min(1024, triton.next_power_of_2(num_slots)))
+    num_blocks = triton.cdiv(num_slots, block_s)
+    block_counts = int32(num_blocks, num_experts)
+    block_e = min(64, triton.next_power_of_2(num_experts))
+
+    if num_rows > 0:
+        fill_rows_kernel[(triton.cdiv(num_rows, 2048),)](
+            row_slots, num_rows, BLOCK=2048
+        )
+    if num_blocks > 0:
+        count_kernel[(num_blocks,)](
+            topk_indices,
+            block_counts,
+            num_slots,
+            num_experts,
+            BLOCK_S=block_s,
+            BINS=triton.next_power_of_2(num_experts + 1),
+            # The device assert on the ids, and no other check.
+            debug=True,
+            sanitize_overflow=False,
+        )
+    scan_blocks_kernel[(triton.cdiv(num_experts, block_e),)](
+        block_counts, counts, num_blocks, num_experts, BLOCK_B=32, BLOCK_E=block_e
+    )
+    expert_offsets_kernel[(1,)](
+        counts,
+        offs,
+        starts,
+        num_rows,
+        num_experts,
+        row_alignment,
+        BLOCK_E=min(1024, triton.next_power_of_2(num_experts)),
+    )
+    if num_blocks > 0:
+        scatter_kernel[(num_blocks,)](
+            topk_indices,
+            block_counts,
+            starts,
+            row_slots,
+            slot_rows,
+            num_slots,
+            num_rows,
+            num_experts,
+            BLOCK_S=block_s,
+        )
+    return row_slots, slot_rows, offs, counts
+
+
+def _combine(rows: _Rows, routed: Tensor, out: Tensor) -> None:
+    """out (T, D) = per token, the sum of its rows of ``routed`` (R, D)."""
+    num_tokens, dim = out.shape
+    block_d = min(512, triton.next_power_of_2(dim))
+    block_t = 4
+    combine_kernel[(triton.cdiv(num_tokens, block_t), triton.cdiv(dim, block_d))](
+        routed,
+        rows.slot_rows,
+        out,
+        num_tokens,
+        dim,
+        TOP_K=rows.top_k,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+    )
+
+
+def _up(
+    plan: LaunchPlan,
+    rows: _Rows,
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor | None,
+    act: Activation,
+    preact: Tensor,
+    hidden: Tensor,
+) -> None:
+    """preact (R, g*F) = H unless it is empty, and hidden (R, F) = act(H)."""
+    dim, num_hidden = x.shape[1], hidden.shape[1]
+    config = choose_config(
+        plan.table, "up_gated" if act.gated else "up_plain", num_hidden
+    )
+    width = config.block_n * (2 if act.gate_interleaved else 1)
+    use_tma = config.tma and _weight_tma_ok(w_in)
+    w, w_flags = _weight_operand(w_in, config, width, use_tma)
+    num_tiles = rows.max_tiles(config.block_m) * triton.cdiv(num_hidden, config.block_n)
+    up_kernel[_grid(plan, config, num_tiles)](
+        x,
+        w,
+        w_in if b_in is None else b_in,
+        rows.row_slots,
+        rows.tiles(config.block_m),
+        preact,
+        hidden,
+        dim,
+        num_hidden,
+        rows.top_k,
+        x.stride(0),
+        *w_in.stride(),
+        *((0, 0) if b_in is None else b_in.stride()),
+        **act.kernel_args(),
+        HAS_SLOTS=rows.has_slots,
+        HAS_BIAS=b_in is not None,
+        STORE_PREACT=preact.shape[0] > 0,
+        PRECISION=_precision(x.dtype),
+        **w_flags,
+        **_tile_args(config, num_hidden, dim),
+    )
+
+
+def _grouped_mm(
+    plan: LaunchPlan,
+    kernel: str,
+    rows: _Rows,
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """out (R, N) = scale * (a (R, P) @ w (E, N, P)^T + bias (E, N)) by expert."""
+    num_inner, num_columns = a.shape[1], out.shape[1]
+    config = choose_config(plan.table, kernel, num_columns)
+    use_tma = config.tma and _weight_tma_ok(w) and _tma_ok(a)
+    w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
+    a_operand: object = a
+    if use_tma:
+        a_operand = _descriptor(a, [config.block_m, config.block_k])
+    num_tiles = rows.max_tiles(config.block_m) * triton.cdiv(
+        num_columns, config.block_n
+    )
+    grouped_mm_kernel[_grid(plan, config, num_tiles)](
+        a_operand,
+        w_operand,
+        w if bias is None else bias,
+        w if scale is None else scale,
+        rows.row_slots,
+        rows.tiles(config.block_m),
+        out,
+        num_columns,
+        num_inner,
+        *w.stride(),
+        *((0, 0) if bias is None else bias.stride()),
+        HAS_SLOTS=rows.has_slots,
+        HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
+        PRECISION=_precision(a.dtype),
+        **w_flags,
+        **_tile_args(config, num_columns, num_inner),
+    )
+
+
+def moe_mlp_forward(
+    plan: LaunchPlan,
+    input: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    offs: Tensor,
+    topk_weights: Tensor | None,
+    row_slots: Tensor | None,
+    slot_rows: Tensor | None,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    act: Activation,
+    *,
+    compute_preact: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``aten::_moe_mlp``: output (T, D) and preact (R, g*F), or (0, g*F)."""
+    num_tokens, dim = input.shape
+    num_hidden = w_out.shape[2]
+    rows = _Rows(offs, row_slots, slot_rows, num_tokens)
+    output = input.new_empty(num_tokens, dim)
+    preact = input.new_empty(rows.num_rows if compute_preact else 0, w_in.shape[1])
+    if min(num_tokens, rows.num_rows, dim, num_hidden) == 0:
+        return output.zero_(), preact.zero_()
+
+    hidden = input.new_empty(rows.num_rows, num_hidden)
+    _up(plan, rows, _row_major(input), w_in, b_in, act, preact, hidden)
+    if compute_preact:
+        _zero_tail(plan, rows, preact)
+    scale = None if topk_weights is None else topk_weights.reshape(-1)
+    if rows.slot_rows is None:
+        _grouped_mm(plan, "down", rows, hidden, w_out, b_out, scale, output)
+        _zero_tail(plan, rows, output)
+    else:
+        routed = input.new_empty(rows.num_rows, dim)
+        _grouped_mm(plan, "down", rows, hidden, w_out, b_out, scale, routed)
+        _combine(rows, routed, output)
+    return output, preact
+
+
+def _act_backward(
+    plan: LaunchPlan,
+    rows: _Rows,
+    grad_out: Tensor,
+    w_out: Tensor,
+    b_out: Tensor | None,
+    preact: Tensor,
+    scale: Tensor | None,
+    act: Activation,
+    *,
+    need_hidden: bool,
+    need_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dH (R, g*F), A' (R, F) or empty, dS partials (P, R) float32 or empty."""
+    dim, num_hidden = w_out.shape[1:]
+    w = w_out.transpose(1, 2)
+    config = choose_config(plan.table, "act_backward", num_hidden)
+    num_n = triton.cdiv(num_hidden, config.block_n)
+    num_partials = num_n + (b_out is not None) if need_scale else 0
+    partials = preact.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
+    grad_preact = torch.empty_like(preact)
+    scaled_hidden = preact.new_empty(rows.num_rows if need_hidden else 0, num_hidden)
+    use_tma = config.tma and _weight_tma_ok(w) and _tma_ok(preact)
+    w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
+    preact_operand: object = preact
+    if use_tma:
+        width = config.block_n // config.epilogue_parts
+        width *= 2 if act.gate_interleaved else 1
+        preact_operand = _descriptor(preact, [config.block_m, width])
+    num_tiles = rows.max_tiles(config.block_m) * num_n
+    act_backward_kernel[_grid(plan, config, num_tiles)](
+        grad_out,
+        w_operand,
+        preact_operand,
+        preact if scale is None else scale,
+        rows.row_slots,
+        rows.tiles(config.block_m),
+        grad_preact,
+        scaled_hidden,
+        partials,
+        dim,
+        num_hidden,
+        rows.num_rows,
+        rows.top_k,
+        grad_out.stride(0),
+        *w_out.stride(),
+        **act.kernel_args(),
+        HAS_SLOTS=rows.has_slots,
+        HAS_SCALE=scale is not None,
+        STORE_HIDDEN=need_hidden,
+        STORE_PARTIALS=need_scale,
+        PRECISION=_precision(preact.dtype),
+        **w_flags,
+        **_tile_args(config, num_hidden, dim),
+    )
+    if need_scale and b_out is not None:
+        block_m = 16
+        bias_dot_kernel[(rows.max_tiles(block_m),)](
+            grad_out,
+            b_out,
+            rows.row_slots,
+            rows.tiles(block_m),
+            partials[num_n],
+            dim,
+            rows.top_k,
+            grad_out.stride(0),
+            *b_out.stride(),
+            HAS_SLOTS=rows.has_slots,
+            BLOCK_M=block_m,
+            BLOCK_D=min(512, triton.next_power_of_2(dim)),
+        )
+    return grad_preact, scaled_hidden, partials
+
+
+def _scale_grad(rows: _Rows, partials: Tensor, topk_weights: Tensor) -> Tensor:
+    """d(topk_weights) (T, K) from the dS partials (P, R)."""
+    grad = torch.empty_like(topk_weights, memory_format=torch.contiguous_format)
+    block = 256
+    scale_grad_kernel[(triton.cdiv(grad.numel(), block),)](
+        partials,
+        rows.last_offset if rows.slot_rows is None else rows.slot_rows,
+        grad,
+        grad.numel(),
+        rows.num_rows,
+        partials.shape[0],
+        HAS_SLOTS=rows.has_slots,
+        BLOCK=block,
+    )
+    return grad
+
+
+def _weight_grad(
+    plan: LaunchPlan,
+    rows: _Rows,
+    p: Tensor,
+    q: Tensor,
+    w: Tensor,
+    *,
+    gather_p: bool = False,
+    gather_q: bool = False,
+) -> Tensor:
+    """(E, M, N) like ``w``: per expert, the sum over its rows of p^T q.
+
+    Args:
+        plan, rows: the call's.
+        p: (R, M) rows, or (T, M) when ``gather_p``.
+        q: (R, N) rows, or (T, N) when ``gather_q``.
+        w: the weight, whose strides the gradient follows.
+        gather_p, gather_q: the operand is per token.
+    """
+    grad = torch.empty_like(w)
+    out = grad
+    if grad.stride(1) == 1 and grad.stride(2) != 1:
+        # The transposed product stores along the contiguous dimension.
+        p, q, gather_p, gather_q = q, p, gather_q, gather_p
+        out = grad.transpose(1, 2)
+    num_m, num_n = out.shape[1:]
+    config = choose_config(plan.table, "weight_grad", num_n)
+    gather_p = gather_p and rows.has_slots
+    gather_q = gather_q and rows.has_slots
+    use_tma = config.tma and (gather_p or _tma_ok(p)) and (gather_q or _tma_ok(q))
+    p_desc = q_desc = rows.offs
+    if use_tma and not gather_p:
+        p_desc = _descriptor(p, [config.block_k, config.block_m])
+    if use_tma and not gather_q:
+        q_desc = _descriptor(q, [config.block_k, config.block_n])
+    tiles_per_expert = triton.cdiv(num_m, config.block_m) * triton.cdiv(
+        num_n, config.block_n
+    )
+    tile_args = _tile_args(config, num_n, num_m)
+    tile_args["EVEN_M"] = num_m % config.block_m == 0
+    # The contraction runs over rows, and the epilogue only stores.
+    del tile_args["EVEN_K"], tile_args["EPILOGUE_PARTS"]
+    if not (gather_p or gather_q):
+        # No stage goes to the rows' slots; as many tiles as with a gather fit.
+        tile_args["num_stages"] = (config.num_stages + 1) // 2
+    weight_grad_kernel[_grid(plan, config, rows.num_experts * tiles_per_expert)](
+        p,
+        q,
+        p_desc,
+        q_desc,
+        rows.row_slots,
+        rows.offs,
+        out,
+        num_m,
+        num_n,
+        rows.num_experts,
+        rows.top_k,
+        p.stride(0),
+        q.stride(0),
+        *out.stride(),
+        GATHER_P=gather_p,
+        GATHER_Q=gather_q,
+        USE_TMA=use_tma,
+        PRECISION=_precision(p.dtype),
+        **tile_args,
+    )
+    return grad
+
+
+def _bias_grad(
+    rows: _Rows,
+    source: Tensor,
+    bias: Tensor,
+    *,
+    scale: Tensor | None = None,
+    gather: bool = False,
+) -> Tensor:
+    """(E, N) like ``bias``: per expert, the sum of scale * source over its rows."""
+    grad = torch.empty_like(bias)
+    num_experts, num_columns = grad.shape
+    block_n = 128
+    bias_grad_kernel[(num_experts, triton.cdiv(num_columns, block_n))](
+        source,
+        source if scale is None else scale,
+        rows.row_slots,
+        rows.offs,
+        grad,
+        num_columns,
+        rows.top_k,
+        source.stride(0),
+        *grad.stride(),
+        GATHER=gather and rows.has_slots,
+        HAS_SLOTS=rows.has_slots,
+        HAS_SCALE=scale is not None,
+        BLOCK_R=32,
+        BLOCK_N=block_n,
+    )
+    return grad
+
+
+def _input_grad(
+    plan: LaunchPlan, rows: _Rows, grad_preact: Tensor, w_in: Tensor, num_tokens: int
+) -> Tensor:
+    """dX (T, D): per token, the sum in slot order of its rows of dH @ w_in."""
+    dim = w_in.shape[2]
+    grad_input = grad_preact.new_empty(num_tokens, dim)
+    w = w_in.transpose(1, 2)
+    if rows.slot_rows is None:
+        _grouped_mm(plan, "input_grad", rows, grad_preact, w, None, None, grad_input)
+        _zero_tail(plan, rows, grad_input)
+    else:
+        routed = grad_preact.new_empty(rows.num_rows, dim)
+        _grouped_mm(plan, "input_grad", rows, grad_preact, w, None, None, routed)
+        _combine(rows, routed, grad_input)
+    return grad_input
+
+
+def _zero_gradients(
+    operands: tuple[Tensor | None, ...], output_mask: tuple[bool, ...], like: Tensor
+) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.zeros_like(operand)
+        if wanted and operand is not None
+        else like.new_empty(0)
+        for operand, wanted in zip(operands, output_mask, strict=True)
+    )
+
+
+def moe_mlp_backward(
+    plan: LaunchPlan,
+    grad_out: Tensor,
+    input: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    offs: Tensor,
+    topk_weights: Tensor | None,
+    row_slots: Tensor | None,
+    slot_rows: Tensor | None,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    preact: Tensor,
+    output_mask: tuple[bool, ...],
+    act: Activation,
+) -> tuple[Tensor, ...]:
+    """``aten::_moe_mlp_backward``: the six gradients in ``output_mask`` order.
+
+    A gradient that is masked out, or whose operand is absent, is a tensor of
+    shape (0,).
+    """
+    operands = (input, w_in, w_out, topk_weights, b_in, b_out)
+    num_tokens, dim = input.shape
+    rows = _Rows(offs, row_slots, slot_rows, num_tokens)
+    if min(num_tokens, rows.num_rows, dim, w_out.shape[2]) == 0:
+        return _zero_gradients(operands, output_mask, input)
+
+    grads = [input.new_empty(0) for _ in operands]
+    want_x, want_w_in, want_w_out, want_scale, want_b_in, want_b_out = (
+        wanted and operand is not None
+        for wanted, operand in zip(output_mask, operands, strict=True)
+    )
+    x, grad_out = _row_major(input), _row_major(grad_out)
+    scale = None if topk_weights is None else topk_weights.reshape(-1)
+    if want_x or want_w_in or want_w_out or want_scale or want_b_in:
+        grad_preact, scaled_hidden, partials = _act_backward(
+            plan,
+            rows,
+            grad_out,
+            w_out,
+            b_out,
+            preact.contiguous(),
+            scale,
+            act,
+            need_hidden=want_w_out,
+            need_scale=want_scale,
+        )
+    if want_x:
+        grads[0] = _input_grad(plan, rows, grad_preact, w_in, num_tokens)
+    if want_w_in:
+        grads[1] = _weight_grad(plan, rows, grad_preact, x, w_in, gather_q=True)
+    if want_w_out:
+        grads[2] = _weight_grad(
+            plan, rows, grad_out, scaled_hidden, w_out, gather_p=True
+        )
+    if want_scale:
+        grads[3] = _scale_grad(rows, partials, topk_weights)
+    if want_b_in:
+        grads[4] = _bias_grad(rows, grad_preact, b_in)
+    if want_b_out:
+        grads[5] = _bias_grad(rows, grad_out, b_out, scale=scale, gather=True)
+    return tuple(grads)

@@ -1,0 +1,217 @@
+"""Routing metadata: the stable expert-major order of the slots, and tile lists.
+
+Letters: T tokens, K experts per token, E experts, R routed rows, S = T*K slots.
+Slot ``s = t*K + k``. Nothing here reads a value on the host: every grid is a
+static bound.
+
+The order is a counting sort in three launches:
+
+    count    per block of slots, how many ask for each expert   -> (blocks, E)
+    scan     prefix over the blocks, then over the experts      -> counts, offs
+    scatter  rank within the block + the two prefixes           -> row_slots, slot_rows
+
+Ids -1 and E mean "no expert". Any other id outside [0, E) trips the device assert
+of ``count_kernel``, which its launch turns on; no kernel ever indexes with one.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_experts(topk_indices, slots, num_slots, num_experts):
+    """Expert of each slot as int32; E for "no expert" and past the end."""
+    expert = tl.load(topk_indices + slots, mask=slots < num_slots, other=-1)
+    tl.device_assert(
+        (expert >= -1) & (expert <= num_experts),
+        "_moe_permutation: topk_indices must be in [-1, num_experts] = [-1, E]",
+    )
+    in_range = (expert >= 0) & (expert < num_experts)
+    return tl.where(in_range, expert, num_experts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def count_kernel(
+    topk_indices,  # (S,) int32 or int64
+    block_counts,  # (blocks, E) int32, written
+    num_slots,
+    num_experts,
+    BLOCK_S: tl.constexpr,
+    BINS: tl.constexpr,  # power of two > E: bin E collects "no expert"
+):
+    """How many slots of this block ask for each expert. Grid: (blocks,)."""
+    block = tl.program_id(0)
+    slots = block * BLOCK_S + tl.arange(0, BLOCK_S)
+    expert = _load_experts(topk_indices, slots, num_slots, num_experts)
+    bins = tl.arange(0, BINS)
+    tl.store(
+        block_counts + block.to(tl.int64) * num_experts + bins,
+        tl.histogram(expert, BINS),
+        mask=bins < num_experts,
+    )
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def scan_blocks_kernel(
+    block_counts,  # (blocks, E) int32, replaced by its exclusive prefix over blocks
+    counts,  # (E,) int32, written
+    num_blocks,
+    num_experts,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Exclusive prefix over the blocks, per expert. Grid: (cdiv(E, BLOCK_E),)."""
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    running = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        blocks = first + tl.arange(0, BLOCK_B)
+        ptrs = block_counts + blocks[:, None].to(tl.int64) * num_experts
+        ptrs += experts[None, :]
+        mask = (blocks[:, None] < num_blocks) & (experts[None, :] < num_experts)
+        n = tl.load(ptrs, mask=mask, other=0)
+        inclusive = tl.cumsum(n, 0)
+        tl.store(ptrs, running[None, :] + inclusive - n, mask=mask)
+        running += tl.sum(n, 0)
+    tl.store(counts + experts, running, mask=experts < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def expert_offsets_kernel(
+    counts,  # (E,) int32
+    offs,  # (E,) int32, written: end row of each expert, clipped to R
+    starts,  # (E,) int64, written: first row of each expert, not clipped
+    num_rows,
+    num_experts,
+    row_alignment,
+    BLOCK_E: tl.constexpr,
+):
+    """Aligned prefix of ``counts`` over the experts. Grid: (1,)."""
+    # int64: the aligned sum may pass 2^31 although R, which clips it, does not.
+    running = tl.zeros((), dtype=tl.int64)
+    alignment = tl.cast(row_alignment, tl.int64)
+    for first in range(0, num_experts, BLOCK_E):
+        experts = first + tl.arange(0, BLOCK_E)
+        mask = experts < num_experts
+        n = tl.load(counts + experts, mask=mask, other=0).to(tl.int64)
+        n = tl.cdiv(n, alignment) * alignment
+        end = running + tl.cumsum(n, 0)
+        tl.store(starts + experts, end - n, mask=mask)
+        tl.store(offs + experts, tl.minimum(end, num_rows).to(tl.int32), mask=mask)
+        running += tl.sum(n, 0)
+
+
+@triton.jit
+def _run_start(expert_a, start_a, expert_b, start_b):
+    # Over an ascending sequence: where the run that the last element is in began.
+    return expert_b, tl.where(expert_a == expert_b, start_a, start_b)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+def scatter_kernel(
+    topk_indices,  # (S,) int32 or int64
+    block_prefix,  # (blocks, E) int32: exclusive prefix over blocks
+    starts,  # (E,) int64
+    row_slots,  # (R,) int32, preset to -1
+    slot_rows,  # (S,) int32, written
+    num_slots,
+    num_rows,
+    num_experts,
+    BLOCK_S: tl.constexpr,
+):
+    """Rows of the slots of this block, in slot order within an expert. Grid: (blocks,)."""
+    block = tl.program_id(0)
+    position = tl.arange(0, BLOCK_S)
+    expert = _load_experts(
+        topk_indices, block * BLOCK_S + position, num_slots, num_experts
+    )
+    # Sorting (expert, position) pairs packed in one integer is stable by
+    # construction; the rank is the distance to the start of the expert's run.
+    packed = tl.sort(expert.to(tl.int64) * BLOCK_S + position)
+    expert = (packed // BLOCK_S).to(tl.int32)
+    slot = block * BLOCK_S + (packed % BLOCK_S).to(tl.int32)
+    _, run_start = tl.associative_scan((expert, position), 0, _run_start)
+
+    routed = expert < num_experts
+    prefix = tl.load(
+        block_prefix + block.to(tl.int64) * num_experts + expert, mask=routed, other=0
+    )
+    row = tl.load(starts + expert, mask=routed, other=0)
+    row += prefix + (position - run_start)
+    fits = routed & (row < num_rows)
+    tl.store(row_slots + row, slot, mask=fits)
+    tl.store(
+        slot_rows + slot, tl.where(fits, row, -1).to(tl.int32), mask=slot < num_slots
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def fill_rows_kernel(
+    row_slots,  # (R,) int32, written: -1
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    """Mark every row as padding before the scatter. Grid: (cdiv(R, BLOCK),)."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(row_slots + rows, tl.full((BLOCK,), -1, tl.int32), mask=rows < num_rows)
+
+
+@triton.jit
+def schedule_tiles_kernel(
+    offs,  # (E,) int32
+    tiles,  # (1 + bound, 4) int32, written; see below
+    num_experts,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """The row tiles of all experts, in expert order. Grid: (cdiv(bound, BLOCK_T),).
+
+    ``tiles[0, 0]`` is the number of tiles. ``tiles[1 + i]`` is (expert, first
+    row, end row of the expert, -) of tile i; a tile never spans two experts.
+    The bound that makes the grid static is ``R // BLOCK_M + min(E, R)``.
+    """
+    tile = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    first_tile = tl.zeros((BLOCK_T,), dtype=tl.int32)
+    total = tl.zeros((), dtype=tl.int32)
+    for first in range(0, num_experts, BLOCK_E):
+        e = first + tl.arange(0, BLOCK_E)
+        end = tl.load(offs + e, mask=e < num_experts, other=0)
+        start = tl.load(offs + e - 1, mask=(e > 0) & (e < num_experts), other=0)
+        n = tl.where(e < num_experts, tl.cdiv(end - start, BLOCK_M), 0)
+        tiles_end = total + tl.cumsum(n, 0)
+        # Experts whose tiles all come before this one.
+        before = (tiles_end[None, :] <= tile[:, None]) & (e[None, :] < num_experts)
+        expert += tl.sum(before.to(tl.int32), 1)
+        first_tile = tl.maximum(
+            first_tile, tl.max(tl.where(before, tiles_end[None, :], 0), 1)
+        )
+        total += tl.sum(n, 0)
+    used = tile < total
+    start = tl.load(offs + expert - 1, mask=used & (expert > 0), other=0)
+    end = tl.load(offs + expert, mask=used, other=0)
+    entry = tiles + 4 + tile * 4
+    tl.store(entry, expert, mask=used)
+    tl.store(entry + 1, start + (tile - first_tile) * BLOCK_M, mask=used)
+    tl.store(entry + 2, end, mask=used)
+    if tl.program_id(0) == 0:
+        tl.store(tiles, total)
+
+
+@triton.jit
+def tile_of(tiles, index, num_n, GROUP_M: tl.constexpr):
+    """Tile ``index`` of the (row tiles x column tiles) grid, in L2-friendly order.
+
+    ``GROUP_M`` neighbouring row tiles walk the columns together: they mostly
+    share the expert's weights, and each reuses its own rows.
+
+    Returns:
+        expert, first row, end row of the expert, column tile (all scalars).
+    """
+    num_m = tl.load(tiles)
+    group = index // (GROUP_M * num_n)
+    first_m = group * GROUP_M
+    group_m = tl.minimum(num_m - first_m, GROUP_M)
+    within = index % (GROUP_M * num_n)
+    entry = tiles + 4 + (first_m + within % group_m) * 4
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), within // group_m

@@ -1,0 +1,534 @@
+"""Which rank holds which expert: periodic placement of MoE expert weights.
+
+Terms
+    replica    one copy of an expert's weights in one slot of one rank
+    group      experts that must stay on one node (group-limited routing)
+    load       routed token copies ("slots" of the router) of an expert
+    imbalance  heaviest rank load / mean rank load; 1 is perfect
+
+:func:`plan` runs every few hundred steps on averaged counts and may move
+weights between any two ranks. What changes inside one step, on the exact counts
+of that step and only inside a node, is :mod:`torch.distributed._moe.quota`.
+
+The three steps (groups to nodes, replicas inside a node, replicas to ranks) and
+both greedy rules follow the policy that DeepSeek's EPLB describes; the swap
+refinement, the rule that a rank never holds an expert twice, slots left free
+for quotas, experts shared by several nodes and the migration price are added
+here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed._moe._packing import overlap_matching, pack, refine
+
+
+__all__ = ["Placement", "Topology", "plan"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of the machine as placement sees it.
+
+    Rank ``r`` is on node ``r // ranks_per_node``.
+
+    Attributes:
+        num_nodes (int): nodes; the links inside one are the fast ones.
+        ranks_per_node (int): ranks of each node.
+        slots_per_rank (int): experts whose weights a rank has room for,
+            slots left free for :func:`~torch.distributed._moe.quota.plan_step`
+            included.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    slots_per_rank: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "ranks_per_node", "slots_per_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"Topology: {name} must be at least 1, got {getattr(self, name)}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_ranks * self.slots_per_rank
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Expert of every slot of every rank.
+
+    Attributes:
+        topology (Topology): the machine it was made for.
+        num_experts (int): number E of experts.
+        slot_experts (Tensor): (num_ranks, slots_per_rank) int64 on CPU, expert
+            of the slot or -1 for a free slot. Every expert is somewhere, and a
+            rank holds an expert at most once.
+    """
+
+    topology: Topology
+    num_experts: int
+    slot_experts: Tensor
+
+    def __post_init__(self) -> None:
+        shape = (self.topology.num_ranks, self.topology.slots_per_rank)
+        if tuple(self.slot_experts.shape) != shape:
+            raise ValueError(
+                "Placement: slot_experts must have shape (num_ranks, slots_per_rank) "
+                f"= {shape}, got {tuple(self.slot_experts.shape)}"
+            )
+        holds = self.rank_holds()
+        if (holds > 1).any():
+            rank, expert = (holds > 1).nonzero()[0].tolist()
+            raise ValueError(f"Placement: rank {rank} holds expert {expert} twice")
+        missing = (holds.sum(0) == 0).nonzero().flatten().tolist()
+        if missing:
+            raise ValueError(f"Placement: experts {missing} are on no rank")
+
+    @staticmethod
+    def contiguous(topology: Topology, num_experts: int) -> Placement:
+        """Experts in order, ``num_experts / num_ranks`` to a rank, no replicas.
+
+        Args:
+            topology (Topology): the machine.
+            num_experts (int): number of experts, a multiple of the ranks.
+
+        Returns:
+            Placement: where sharding the expert dimension puts them.
+        """
+        home, rest = divmod(num_experts, topology.num_ranks)
+        if rest or home > topology.slots_per_rank:
+            raise ValueError(
+                "Placement.contiguous: num_experts must be a multiple of the "
+                f"{topology.num_ranks} ranks and fill at most slots_per_rank = "
+                f"{topology.slots_per_rank} each, got {num_experts}"
+            )
+        slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
+        slots[:, :home] = torch.arange(num_experts).view(topology.num_ranks, home)
+        return Placement(topology, num_experts, slots)
+
+    def rank_holds(self) -> Tensor:
+        """Replicas of each expert per rank, (num_ranks, num_experts) int64."""
+        flat = self.slot_experts
+        holds = torch.zeros(flat.shape[0], self.num_experts + 1, dtype=torch.int64)
+        holds.scatter_add_(
+            1, torch.where(flat < 0, self.num_experts, flat), torch.ones_like(flat)
+        )
+        return holds[:, : self.num_experts]
+
+    def rank_loads(self, counts: Tensor) -> Tensor:
+        """Load per rank if the replicas of an expert share its load evenly.
+
+        Args:
+            counts (Tensor): (num_experts) load of each expert.
+
+        Returns:
+            Tensor: (num_ranks) float64.
+        """
+        holds = self.rank_holds().double()
+        return holds @ (counts.double().cpu() / holds.sum(0))
+
+    def imbalance(self, counts: Tensor) -> float:
+        """Heaviest rank load over the mean one, replicas sharing evenly."""
+        loads = self.rank_loads(counts)
+        return (loads.max() / loads.mean().clamp_min(1e-300)).item()
+
+    def moves_from(self, previous: Placement) -> int:
+        """Replicas that a rank must receive when ``previous`` becomes ``self``."""
+        return int((self.rank_holds() > previous.rank_holds()).sum())
+
+
+def _replicate(loads: list[float], budget: int, limit: int) -> list[int]:
+    """Number of replicas per expert: each further one where it lowers most.
+
+    Giving the next replica to the largest load per replica minimises the largest
+    load per replica. No expert gets more than ``limit`` (a rank holds it once);
+    what cannot be used stays free.
+    """
+    copies = [1] * len(loads)
+    heap = [(-load, e) for e, load in enumerate(loads)]
+    heapq.heapify(heap)
+    while budget > 0 and heap:
+        _, e = heapq.heappop(heap)
+        if copies[e] < limit:
+            copies[e] += 1
+            budget -= 1
+            heapq.heappush(heap, (-loads[e] / copies[e], e))
+    return copies
+
+
+def _items(experts: list[int], loads: list[float], copies: list[int]):
+    """One (expert, load) item per replica."""
+    owner = [e for e, c in zip(experts, copies) for _ in range(c)]
+    load = [w / c for w, c in zip(loads, copies) for _ in range(c)]
+    return owner, load
+
+
+# Packings tried with another split of the replicas, over the number of replicas
+# squared; this keeps a plan below 10 ms per layer on one CPU core.
+_TRIAL_BUDGET = 80_000
+# Heaviest experts that give or take a replica in those trials.
+_TRIAL_EXPERTS = 4
+# Swaps end here where free slots let quotas level the ranks in every step anyway.
+_LEFT_TO_QUOTAS = 1.01
+# Trials end here: what is left is below the noise of the counts.
+_GOOD_ENOUGH = 1.002
+
+
+def _pack_replicas(
+    experts: list[int],
+    loads: list[float],
+    copies: list[int],
+    ranks: int,
+    use_swaps: bool,
+    floor: float,
+) -> tuple[float, list[list[int]]]:
+    """Heaviest rank load and the experts of each rank for given replicas."""
+    owner, load = _items(experts, loads, copies)
+    # Spread what is placed, so that every rank keeps its share of free slots.
+    capacity = -(-len(owner) // ranks)
+    packs = pack(load, owner, ranks, capacity)
+    if use_swaps:
+        packs = refine(load, owner, packs, ranks, capacity, floor=floor)
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    total = [0.0] * ranks
+    for expert, w, rank in zip(owner, load, packs):
+        held[rank].append(expert)
+        total[rank] += w
+    return max(total), held
+
+
+def _replica_moves(heavy: list[int]) -> list[list[tuple[int, int]]]:
+    """Moves (from, to) of one replica, then of two at once, to try in this order."""
+    one = [(a, b) for a in heavy for b in heavy if a != b]
+    return [[m] for m in one] + [
+        [m, n] for i, m in enumerate(one) for n in one[i:] if m[0] != n[1]
+    ]
+
+
+def _place_in_node(
+    experts: list[int],
+    loads: list[float],
+    num_replicas: int,
+    ranks: int,
+    use_swaps: bool,
+    floor: float,
+) -> list[list[int]]:
+    """Replicates the experts of one node and packs them onto its ranks.
+
+    The smallest largest replica is not always the best: more replicas above half
+    a rank's share than ranks leave two of them on one rank. Therefore a replica
+    is moved between two of the heaviest experts while that helps.
+    """
+    copies = _replicate(loads, num_replicas - len(experts), ranks)
+    best, held = _pack_replicas(experts, loads, copies, ranks, use_swaps, floor)
+    floor = max(floor, sum(loads) / ranks)
+    heavy = heapq.nlargest(_TRIAL_EXPERTS, range(len(loads)), key=loads.__getitem__)
+    swaps = _replica_moves(heavy)
+    trials = _TRIAL_BUDGET // num_replicas**2 if use_swaps else 0
+    while swaps and trials > 0 and best > floor * _GOOD_ENOUGH:
+        other = list(copies)
+        for give, take in swaps.pop(0):
+            other[give] -= 1
+            other[take] += 1
+        # Not where a rank would hold an expert twice, an expert would be on no
+        # rank, or one replica alone is as heavy as the heaviest rank now.
+        if not all(1 <= other[e] <= ranks for e in heavy):
+            continue
+        if max(loads[e] / other[e] for e in heavy) >= best:
+            continue
+        trials -= 1
+        load, packed = _pack_replicas(experts, loads, other, ranks, use_swaps, floor)
+        if load < best:
+            best, held, copies = load, packed, other
+            swaps = _replica_moves(heavy)
+    return held
+
+
+def _groups_to_nodes(
+    counts: list[float],
+    topology: Topology,
+    num_groups: int,
+    num_node_replicas: int,
+    use_swaps: bool,
+) -> list[dict[int, float]]:
+    """Experts of each node with the part of their load that the node expects."""
+    size = len(counts) // num_groups
+    group_loads = [sum(counts[g * size : (g + 1) * size]) for g in range(num_groups)]
+    copies = [1] * num_groups
+    if num_node_replicas:
+        copies = _replicate(group_loads, num_node_replicas, topology.num_nodes)
+    owner, load = _items(list(range(num_groups)), group_loads, copies)
+    capacity = -(-len(owner) // topology.num_nodes)
+    packs = pack(load, owner, topology.num_nodes, capacity)
+    if use_swaps:
+        packs = refine(load, owner, packs, topology.num_nodes, capacity)
+    nodes: list[dict[int, float]] = [{} for _ in range(topology.num_nodes)]
+    for g, node in zip(owner, packs):
+        for e in range(g * size, (g + 1) * size):
+            nodes[node][e] = counts[e] / copies[g]
+    return nodes
+
+
+def _nodes_of(previous: Placement, counts: list[float]) -> list[dict[int, float]]:
+    """The node step that ``previous`` made, with the loads of today."""
+    topology = previous.topology
+    holds = previous.rank_holds().view(
+        topology.num_nodes, topology.ranks_per_node, previous.num_experts
+    )
+    on_node = holds.sum(1) > 0
+    share = on_node.sum(0).tolist()
+    return [
+        {e: counts[e] / share[e] for e in row.nonzero().flatten().tolist()}
+        for row in on_node
+    ]
+
+
+def _fill_nodes(
+    nodes: list[dict[int, float]],
+    topology: Topology,
+    num_replicas: int,
+    use_swaps: bool,
+) -> list[list[int]]:
+    """Experts held by each rank, given the experts of each node."""
+    base, extra = divmod(num_replicas, topology.num_nodes)
+    total = sum(len(node) for node in nodes)
+    floor = max(sum(node.values()) for node in nodes) / topology.ranks_per_node
+    if num_replicas < topology.num_slots:
+        floor *= _LEFT_TO_QUOTAS
+    held: list[list[int]] = []
+    for n, node in enumerate(nodes):
+        # Node replicas come on top: they are why a node has more experts.
+        share = base + (1 if n < extra else 0) if num_replicas > total else 0
+        share = max(share, len(node))
+        ranks = topology.ranks_per_node
+        held += _place_in_node(
+            list(node), list(node.values()), share, ranks, use_swaps, floor
+        )
+    return held
+
+
+def _swap_in_place(
+    previous: Placement, counts: list[float], price: float
+) -> list[list[int]]:
+    """``previous`` after the swaps inside its nodes that are worth their moves."""
+    topology = previous.topology
+    copies = previous.rank_holds().sum(0).tolist()
+    nodes = _nodes_of(previous, counts)
+    floor = max(sum(node.values()) for node in nodes) / topology.ranks_per_node
+    held: list[list[int]] = []
+    for n in range(topology.num_nodes):
+        start = n * topology.ranks_per_node
+        rows = previous.slot_experts[start : start + topology.ranks_per_node].tolist()
+        owner = [e for row in rows for e in row if e >= 0]
+        rank = [r for r, row in enumerate(rows) for e in row if e >= 0]
+        load = [counts[e] / copies[e] for e in owner]
+        capacity = max(rank.count(r) for r in range(topology.ranks_per_node))
+        rank = refine(
+            load,
+            owner,
+            rank,
+            topology.ranks_per_node,
+            capacity,
+            floor=floor,
+            price=price,
+        )
+        node: list[list[int]] = [[] for _ in rows]
+        for e, r in zip(owner, rank):
+            node[r].append(e)
+        held += node
+    return held
+
+
+def _to_slots(
+    held: list[list[int]],
+    topology: Topology,
+    num_experts: int,
+    previous: Placement | None,
+) -> Placement:
+    """Slots of each rank; a replica that was there before keeps its slot."""
+    if previous is not None:
+        held = _relabel(held, topology, previous)
+    slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
+    for rank, experts in enumerate(held):
+        left = sorted(experts)
+        row = [-1] * topology.slots_per_rank
+        if previous is not None:
+            for slot, e in enumerate(previous.slot_experts[rank].tolist()):
+                if e in left:
+                    row[slot] = e
+                    left.remove(e)
+        for slot, e in enumerate(row):
+            if e < 0 and left:
+                row[slot] = left.pop(0)
+        slots[rank] = torch.tensor(row)
+    return Placement(topology, num_experts, slots)
+
+
+def _relabel(
+    held: list[list[int]], topology: Topology, previous: Placement
+) -> list[list[int]]:
+    """Renames nodes, and ranks inside a node, to keep most replicas in place.
+
+    Nodes are alike and so are the ranks of a node, therefore a renaming changes
+    no load, only how much moves.
+    """
+    per_node = topology.ranks_per_node
+    old = [set(row) - {-1} for row in previous.slot_experts.tolist()]
+    starts = range(0, topology.num_ranks, per_node)
+    new_nodes = [set().union(*held[s : s + per_node]) for s in starts]
+    old_nodes = [set().union(*old[s : s + per_node]) for s in starts]
+    result: list[list[int]] = [[] for _ in held]
+    for new, kept in enumerate(overlap_matching(new_nodes, old_nodes)):
+        source = held[new * per_node : (new + 1) * per_node]
+        target = old[kept * per_node : (kept + 1) * per_node]
+        ranks = overlap_matching([set(s) for s in source], target)
+        for experts, rank in zip(source, ranks):
+            result[kept * per_node + rank] = experts
+    return result
+
+
+def _check(
+    counts: Tensor,
+    topology: Topology,
+    num_replicas: int,
+    num_groups: int | None,
+    num_node_replicas: int,
+    migration_cost: float,
+    previous: Placement | None,
+) -> None:
+    if counts.dim() != 1 or counts.numel() == 0:
+        raise ValueError(
+            f"plan: counts must have shape (num_experts), got {tuple(counts.shape)}"
+        )
+    E = counts.numel()
+    if counts.dtype.is_complex or not bool((counts >= 0).all()):
+        raise ValueError("plan: counts must be real, finite and not negative")
+    if not bool(torch.isfinite(counts.double()).all()):
+        raise ValueError("plan: counts must be real, finite and not negative")
+    most = topology.num_slots
+    if not E + num_node_replicas <= num_replicas <= most:
+        raise ValueError(
+            "plan: num_replicas must be in [num_experts + num_node_replicas, "
+            f"num_slots] = [{E + num_node_replicas}, {most}], got {num_replicas}"
+        )
+    if num_groups is not None:
+        nodes = topology.num_nodes
+        if num_groups < nodes or num_groups % nodes or E % num_groups:
+            raise ValueError(
+                f"plan: num_groups must divide the {E} experts and be a multiple of "
+                f"the {nodes} nodes, got {num_groups}"
+            )
+    if num_node_replicas < 0 or (num_node_replicas and num_groups != E):
+        raise ValueError(
+            "plan: num_node_replicas must be 0 unless num_groups equals the number "
+            f"of experts ({E}), got {num_node_replicas} with num_groups={num_groups}"
+        )
+    if migration_cost < 0 or (migration_cost and previous is None):
+        raise ValueError(
+            "plan: migration_cost must not be negative and needs previous, got "
+            f"{migration_cost} with previous {'given' if previous else 'None'}"
+        )
+    if previous is not None and (
+        previous.topology != topology or previous.num_experts != E
+    ):
+        raise ValueError(
+            f"plan: previous must be a placement of {E} experts on {topology}, got "
+            f"{previous.num_experts} experts on {previous.topology}"
+        )
+
+
+def plan(
+    counts: Tensor,
+    topology: Topology,
+    *,
+    num_replicas: int | None = None,
+    num_groups: int | None = None,
+    num_node_replicas: int = 0,
+    previous: Placement | None = None,
+    migration_cost: float = 0.0,
+    use_swaps: bool = True,
+) -> Placement:
+    """Places experts on ranks so that the heaviest rank is as light as possible.
+
+    Args:
+        counts (Tensor): (num_experts) load of each expert, any real dtype, for
+            example from :class:`~torch.distributed._moe.load_stats.LoadStats`.
+        topology (Topology): the machine.
+
+    Keyword Args:
+        num_replicas (int, optional): slots to fill; the others stay free for
+            :func:`~torch.distributed._moe.quota.plan_step`. Default: all slots.
+        num_groups (int, optional): consecutive experts form this many groups,
+            and a group never spans nodes. ``num_experts`` makes every expert its
+            own group, which is the node step for online quotas. ``None`` places
+            freely over all ranks. Default: None
+        num_node_replicas (int): how many times an expert is put on one more
+            node, heaviest expert first; needs ``num_groups == num_experts``.
+            An expert heavier than a node's share needs it. Default: 0
+        previous (Placement, optional): placement in use; nodes, ranks and slots
+            are then named so that most weights stay. Default: None
+        migration_cost (float): price of moving one replica, in the unit of
+            ``counts``. The plan with the smallest heaviest-rank load plus
+            price of its moves wins, and leaving everything in place is one of
+            the plans. Default: 0.0
+        use_swaps (bool): refine both packings by swaps. Default: True
+
+    Returns:
+        Placement: an expert on at least one rank, at most once on each.
+    """
+    counts = counts.detach().cpu()
+    if num_replicas is None:
+        num_replicas = topology.num_slots
+    _check(
+        counts,
+        topology,
+        num_replicas,
+        num_groups,
+        num_node_replicas,
+        migration_cost,
+        previous,
+    )
+    E = counts.numel()
+    loads = counts.double().tolist()
+    free = Topology(1, topology.num_ranks, topology.slots_per_rank)
+    if num_groups is None:
+        domain, nodes = free, [dict(enumerate(loads))]
+    else:
+        domain = topology
+        nodes = _groups_to_nodes(
+            loads, topology, num_groups, num_node_replicas, use_swaps
+        )
+    held = _fill_nodes(nodes, domain, num_replicas, use_swaps)
+    if previous is None:
+        return _to_slots(held, topology, E, None)
+
+    if num_groups is None:
+        previous = Placement(free, E, previous.slot_experts)
+    candidates = [_to_slots(held, domain, E, previous)]
+    if migration_cost:
+        candidates.append(previous)
+        swapped = _swap_in_place(previous, loads, migration_cost)
+        candidates.append(_to_slots(swapped, domain, E, previous))
+        if num_groups is not None:
+            kept = _fill_nodes(
+                _nodes_of(previous, loads), domain, num_replicas, use_swaps
+            )
+            candidates.append(_to_slots(kept, domain, E, previous))
+    best = min(
+        candidates,
+        key=lambda p: (
+            p.rank_loads(counts).max().item() + migration_cost * p.moves_from(previous)
+        ),
+    )
+    return Placement(topology, E, best.slot_experts)

@@ -1,0 +1,137 @@
+"""What expert placement is compared with: loads, a lower bound and a peer.
+
+Shared by the placement test and its benchmark.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+LOADS = ("uniform", "lognormal_0.5", "lognormal_1.0", "zipf_1")
+
+
+def expert_loads(kind: str, num_experts: int, seed: int) -> Tensor:
+    """Loads of one layer, (num_experts) float64, sum 1.
+
+    Args:
+        kind (str): one of :data:`LOADS`. Zipf-1 gives the i-th most used expert
+            a share proportional to 1/i; which expert that is, is random.
+        num_experts (int): number of experts.
+        seed (int): seed of the draw.
+    """
+    g = torch.Generator().manual_seed(seed)
+    if kind == "uniform":
+        loads = torch.rand(num_experts, generator=g, dtype=torch.float64)
+    elif kind == "zipf_1":
+        order = torch.randperm(num_experts, generator=g)
+        loads = 1 / (1 + order.double())
+    else:
+        sigma = float(kind.removeprefix("lognormal_"))
+        noise = torch.randn(num_experts, generator=g, dtype=torch.float64)
+        loads = (sigma * noise).exp()
+    return loads / loads.sum()
+
+
+def drifted(loads: Tensor, sigma: float, seed: int) -> Tensor:
+    """``loads`` after each expert changed by a lognormal factor, sum 1."""
+    g = torch.Generator().manual_seed(1000 + seed)
+    noise = torch.randn(loads.shape, generator=g, dtype=torch.float64)
+    loads = loads * (sigma * noise).exp()
+    return loads / loads.sum()
+
+
+def heaviest_pack_bound(replica_loads: list[float], num_packs: int) -> float:
+    """A load below which the heaviest of ``num_packs`` full packs cannot be.
+
+    The largest of: the mean; the largest replica; and, as every pack holds
+    ``n = len(replica_loads) / num_packs`` items, what the i heaviest replicas must
+    share packs with: they fill some ``j <= i`` packs, whose other places hold at
+    least the lightest replicas. With two places per pack, the i-th heaviest
+    replicas cannot all be next to replicas lighter than the i-th lightest.
+    """
+    n, rest = divmod(len(replica_loads), num_packs)
+    if rest:
+        raise ValueError("heaviest_pack_bound: every pack must be full")
+    down = torch.tensor(replica_loads, dtype=torch.float64).sort(descending=True).values
+    zero = torch.zeros(1, dtype=torch.float64)
+    heaviest = torch.cat([zero, down.cumsum(0)])
+    lightest = torch.cat([zero, down.flip(0).cumsum(0)])
+    bound = max((down.sum() / num_packs).item(), down[0].item())
+    for i in range(1, num_packs + 1):
+        packs = range(-(-i // n), i + 1)
+        bound = max(
+            bound,
+            min(((heaviest[i] + lightest[j * n - i]) / j).item() for j in packs),
+        )
+    if n == 2:
+        paired = down[:num_packs] + down.flip(0)[:num_packs]
+        bound = max(bound, paired.max().item())
+    return bound
+
+
+def _balanced_packs(weights: list[float], num_packs: int) -> list[int]:
+    """Heaviest first onto the lightest pack that is not full yet."""
+    room = len(weights) // num_packs
+    total, size = [0.0] * num_packs, [0] * num_packs
+    result = [0] * len(weights)
+    for i in sorted(range(len(weights)), key=lambda i: -weights[i]):
+        pack = min(
+            (p for p in range(num_packs) if size[p] < room), key=total.__getitem__
+        )
+        result[i] = pack
+        total[pack] += weights[i]
+        size[pack] += 1
+    return result
+
+
+def eplb_rank_experts(
+    loads: Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_ranks: int
+) -> tuple[list[list[int]], list[int]]:
+    """The published load balancer of DeepSeek, from its description.
+
+    Groups are packed onto nodes, replicas are added inside a node one by one to the
+    expert with the largest load per replica, then replicas are packed onto the
+    ranks of the node. Where groups do not divide over nodes it takes all ranks as
+    one node. Source: README of deepseek-ai/EPLB.
+
+    Args:
+        loads (Tensor): (num_experts) loads.
+        num_replicas (int): replicas in total.
+        num_groups (int): groups of consecutive experts.
+        num_nodes (int): nodes.
+        num_ranks (int): ranks in total.
+
+    Returns:
+        tuple: experts of each rank (one may come twice), replicas of each expert.
+    """
+    if num_groups % num_nodes:
+        num_groups = num_nodes = 1
+    size = len(loads) // num_groups
+    groups = loads.view(num_groups, size).sum(1).tolist()
+    node_of_group = _balanced_packs(groups, num_nodes)
+    ranks: list[list[int]] = []
+    copies = [1] * len(loads)
+    for node in range(num_nodes):
+        experts = [e for e in range(len(loads)) if node_of_group[e // size] == node]
+        replicas = list(experts)
+        for _ in range(num_replicas // num_nodes - len(experts)):
+            heaviest = max(experts, key=lambda e: float(loads[e]) / copies[e])
+            copies[heaviest] += 1
+            replicas.append(heaviest)
+        weights = [float(loads[e]) / copies[e] for e in replicas]
+        packs = _balanced_packs(weights, num_ranks // num_nodes)
+        for rank in range(num_ranks // num_nodes):
+            ranks.append([e for e, p in zip(replicas, packs) if p == rank])
+    return ranks, copies
+
+
+def eplb_imbalance(loads: Tensor, planned: Tensor, *args: int) -> float:
+    """Heaviest over mean rank load under ``loads`` of a plan for ``planned``.
+
+    ``args`` are the further arguments of :func:`eplb_rank_experts`.
+    """
+    ranks, copies = eplb_rank_experts(planned, *args)
+    rank_loads = [sum(float(loads[e]) / copies[e] for e in rank) for rank in ranks]
+    return max(rank_loads) * len(rank_loads) / float(loads.sum())
