@@ -95,7 +95,7 @@ class BuildOptions:
             that return their input.
     """
 
-    capability: str = "all"
+    capability: str = "host"
     ndebug: bool = False
 
 

@@ -79,7 +79,7 @@ def cli(context: click.Context) -> None:
     "--capability",
     type=click.Choice(["all", "host"]),
     help="CPU capabilities native/cpu/ is compiled for: all of them, or only this "
-    "machine's (quicker). Stays in force until changed. First default: all.",
+    "machine's (quicker). Stays in force until changed. First default: host.",
 )
 @click.option(
     "--ndebug/--no-ndebug",
@@ -98,7 +98,7 @@ def setup(
 ) -> None:
     """Makes or updates the staged environment in build/venv.
 
-    Example: python3 tools/stage.py setup --capability host
+    Example: python3 tools/stage.py setup --capability all
     """
     start = time.monotonic()
     options = pipeline.options(session.workspace, capability, ndebug)

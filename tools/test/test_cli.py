@@ -108,7 +108,7 @@ def test_second_call_waits_or_fails(project, console, capfd):
 
 def test_options_stay_in_force(project):
     workspace = project.workspace
-    assert pipeline.options(workspace, None, None).capability == "all"
+    assert pipeline.options(workspace, None, None).capability == "host"
     project.setup(options=pipeline.options(workspace, "host", True))
     project.setup()
     kept = pipeline.options(workspace, None, None)
