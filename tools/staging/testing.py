@@ -118,6 +118,9 @@ def _run_file(
         env = environment(workspace, staged)
         # The current folder must not be importable: `torch` is next door.
         env["PYTHONSAFEPATH"] = "1"
+        if test.startswith("test/distributed/"):
+            # As torchrun does: ranks that each spin on all cores crawl.
+            env.setdefault("OMP_NUM_THREADS", "1")
     command += ["-m", "pytest", str(repo / test), f"--rootdir={folder}"]
     command += ["-p", "no:cacheprovider", "-q", *args]
     return subprocess.run(command, cwd=folder, env=env).returncode
