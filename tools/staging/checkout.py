@@ -54,6 +54,7 @@ class Checkout:
         Raises:
             StageError: a patch does not apply, or unexported edits.
         """
+        self._drop_stale_locks()
         state = self.prepare(console)
         fingerprint = _fingerprint(series, self.base)
         tip = state.get("tip", self.base)
@@ -246,11 +247,15 @@ class Checkout:
             self._state_file.unlink(missing_ok=True)
             os.rename(temporary, self.path)
 
+    def _drop_stale_locks(self) -> None:
+        """Removes what a killed git left: we hold the lock of the build folder."""
+        folder = self.path / ".git"
+        for lock in (*folder.glob("*.lock"), *folder.glob("refs/**/*.lock")):
+            lock.unlink(missing_ok=True)
+
     def _repair(self, state: dict, target: str, console: Console) -> None:
         """Finishes a switch of the work tree that was killed half way."""
         console.note("the last call was interrupted; repairing build/checkout")
-        for lock in ("index.lock", "HEAD.lock", "refs/heads/staged.lock"):
-            (self.path / ".git" / lock).unlink(missing_ok=True)
         self.git.run("reset", "--hard", "-q", target)
         self._save({**state, "tip": target, "fingerprint": None})
         state.update(tip=target, fingerprint=None)
