@@ -408,10 +408,10 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
   const auto sizes = moe::check_mlp_inputs(op, in, spec);
   const int64_t num_rows = sizes.num_rows.expect_int();
   const int64_t gated_dim = sizes.gated_dim.expect_int();
-  const auto no_preact =
-      at::zeros({compute_preact ? num_rows : 0, gated_dim}, input.options());
   if (!has_work(in, sizes)) {
-    return {at::zeros(input.sizes(), input.options()), no_preact};
+    return {
+        at::zeros(input.sizes(), input.options()),
+        at::zeros({compute_preact ? num_rows : 0, gated_dim}, input.options())};
   }
 
   const auto dtype = input.scalar_type();
@@ -431,7 +431,9 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
   if (in.topk_weights.defined()) {
     o = o * weights_of_rows(in.topk_weights, routing);
   }
-  return {combine_slots(routing, o.to(dtype)), compute_preact ? h : no_preact};
+  return {
+      combine_slots(routing, o.to(dtype)),
+      compute_preact ? h : at::empty({0, gated_dim}, input.options())};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
