@@ -137,11 +137,16 @@ def _without_machine_folders(argument: str, root: pathlib.Path) -> str:
 
 
 def _git_hash(root: pathlib.Path) -> str | None:
-    """Commit of the repository, with "+" when files differ from it; None without git."""
+    """Commit of the repository, with "+" when files differ from it; None without git.
+
+    Results do not count: runs of one commit write them one after the other.
+    """
     git = ["git", "-C", str(root)]
+    files = ["--", ".", ":!benchmarks/moe/results"]
     try:
         commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)
-        changes = subprocess.check_output([*git, "status", "--porcelain"], text=True)
+        status = [*git, "status", "--porcelain", *files]
+        changes = subprocess.check_output(status, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.strip() + ("+" if changes.strip() else "")
