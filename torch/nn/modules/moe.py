@@ -51,6 +51,8 @@ class MoE(Module):
         num_experts: E.
         top_k: K, experts per token.
         activation: of the experts, see :func:`~torch.nn.functional.moe_mlp`.
+        gate_interleaved: whether gate and up rows of ``w_in`` alternate, see
+            :func:`~torch.nn.functional.moe_mlp`. Default: ``False``
         bias: whether experts have biases. Default: ``False``
         score: "softmax" or "sigmoid", see :func:`~torch.nn.functional.moe_topk`.
         normalize: whether the weights of a token's experts sum to ``scale``.
@@ -98,6 +100,7 @@ class MoE(Module):
         top_k: int,
         *,
         activation: str = "swiglu",
+        gate_interleaved: bool = False,
         bias: bool = False,
         score: str = "softmax",
         normalize: bool = True,
@@ -119,6 +122,7 @@ class MoE(Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self.activation = activation
+        self.gate_interleaved = gate_interleaved
         self.routing = {
             "score": score,
             "normalize": normalize,
@@ -172,10 +176,11 @@ class MoE(Module):
         )
         return logits, indices, weights
 
-    def forward(self, input: Tensor) -> MoEOutput:
-        """Runs the forward pass."""
-        logits, topk_indices, topk_weights = self.route(input)
-        output = F.moe_mlp(
+    def run_routed(
+        self, input: Tensor, topk_indices: Tensor, topk_weights: Tensor
+    ) -> Tensor:
+        """Weighted sum ``(*, D)`` of the experts that the router chose."""
+        return F.moe_mlp(
             input,
             topk_indices,
             topk_weights,
@@ -184,17 +189,39 @@ class MoE(Module):
             b_in=self.b_in,
             b_out=self.b_out,
             activation=self.activation,
+            gate_interleaved=self.gate_interleaved,
         )
-        if self.shared_w_in is not None and self.shared_w_out is not None:
-            everyone = topk_indices.new_zeros((*input.shape[:-1], 1))
-            output = output + F.moe_mlp(
-                input,
-                everyone,
-                None,
-                self.shared_w_in,
-                self.shared_w_out,
-                activation=self.activation,
-            )
+
+    def run_shared(self, input: Tensor) -> Tensor | None:
+        """Output ``(*, D)`` of the expert that every token uses, None without one."""
+        if self.shared_w_in is None or self.shared_w_out is None:
+            return None
+        return F.moe_mlp(
+            input,
+            torch.zeros((*input.shape[:-1], 1), dtype=torch.int64, device=input.device),
+            None,
+            self.shared_w_in,
+            self.shared_w_out,
+            activation=self.activation,
+            gate_interleaved=self.gate_interleaved,
+        )
+
+    def run_experts(
+        self, input: Tensor, topk_indices: Tensor, topk_weights: Tensor
+    ) -> Tensor:
+        """Routed and shared experts: all of the layer that comes after the router.
+
+        :class:`~torch.distributed.tensor.parallel.ExpertParallel` replaces this method,
+        to send tokens to the ranks of their experts.
+        """
+        output = self.run_routed(input, topk_indices, topk_weights)
+        shared = self.run_shared(input)
+        return output if shared is None else output + shared
+
+    def forward(self, input: Tensor) -> MoEOutput:
+        """Runs the forward pass."""
+        logits, topk_indices, topk_weights = self.route(input)
+        output = self.run_experts(input, topk_indices, topk_weights)
         return MoEOutput(output, logits, topk_indices)
 
     def extra_repr(self) -> str:
@@ -203,6 +230,8 @@ class MoE(Module):
             f"{self.embed_dim}, {self.hidden_dim}, num_experts={self.num_experts}, "
             f"top_k={self.top_k}, activation={self.activation!r}"
         ]
+        if self.gate_interleaved:
+            parts.append("gate_interleaved=True")
         if self.b_in is not None:
             parts.append("bias=True")
         if self.shared_w_out is not None:

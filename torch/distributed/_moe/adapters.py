@@ -1,0 +1,199 @@
+"""How expert parallelism finds its way in a kind of MoE module.
+
+An :class:`ExpertAdapter` names the expert parameters of a module and the method to step
+into, and translates a call of that method to tokens, expert ids and router weights.
+:class:`~torch.distributed.tensor.parallel.ExpertParallel` does the rest.
+
+Terms: T tokens, K experts per token, E experts, D model dim, F hidden dim of an expert,
+R rows = copies of tokens in expert order, M rows that a rank received.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol, TYPE_CHECKING
+
+import torch
+from torch import nn, Tensor
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+__all__ = ["Exchange", "ExpertAdapter", "GroupedExpertsAdapter", "MoEAdapter"]
+
+
+class Exchange(Protocol):
+    """Runs experts on the ranks that have them; what an adapter calls.
+
+    Args:
+        input (Tensor): (\\*, D) tokens of this rank.
+        topk_indices (Tensor): (\\*, K) integer expert ids in [-1, E].
+        topk_weights (Tensor, optional): (\\*, K); None where the experts apply none.
+        experts (callable): ``experts(rows, ids, weights) -> (M, D)`` with rows (M, D),
+            ids (M, k) of local experts or -1, and weights (M, k).
+        shared (callable, optional): output (\\*, D) of what all tokens go through, to be
+            added. It may be called at any point, so as to overlap with communication.
+
+    Returns:
+        Tensor: (\\*, D).
+    """
+
+    def __call__(
+        self,
+        input: Tensor,
+        topk_indices: Tensor,
+        topk_weights: Tensor | None,
+        experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+        shared: Callable[[], Tensor] | None = None,
+    ) -> Tensor: ...
+
+
+class ExpertAdapter(ABC):
+    """Describes a kind of MoE module to expert parallelism.
+
+    Attributes:
+        method (str): the method that gets routed tokens and returns what the experts
+            make of them. It is replaced on the parallelized module.
+    """
+
+    method: str = "forward"
+
+    @abstractmethod
+    def matches(self, module: nn.Module) -> bool:
+        """Whether ``module`` is of this kind."""
+
+    @abstractmethod
+    def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
+        """Names of the parameters with E on dim 0, and their dim over F.
+
+        A parameter without such a dim, as a bias of the output, has None: it is added
+        to the output once.
+        """
+
+    @abstractmethod
+    def run(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        exchange: Exchange,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """What replaces ``method``: calls ``exchange`` with what the arguments mean.
+
+        Args:
+            module (nn.Module): the parallelized module. Its expert parameters are the
+                local ones, plain tensors with E / EP experts, during the call.
+            original (callable): the replaced method, bound to ``module``.
+            exchange (Exchange): takes tokens to their experts and back.
+        """
+
+    def check_tensor_parallel(self, module: nn.Module) -> None:
+        """Raises if an even shard of the dims over F is not a set of hidden units."""
+        return None
+
+
+class MoEAdapter(ExpertAdapter):
+    """:class:`torch.nn.MoE` and its subclasses."""
+
+    method = "run_experts"
+
+    def matches(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.MoE)
+
+    def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
+        dims: dict[str, int | None] = {"w_in": 1, "w_out": 2}
+        if module.b_in is not None:
+            dims.update(b_in=1, b_out=None)
+        return dims
+
+    def run(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        exchange: Exchange,
+        input: Tensor,
+        topk_indices: Tensor,
+        topk_weights: Tensor,
+    ) -> Tensor:
+        shared = None
+        if module.shared_w_in is not None:
+
+            def shared() -> Tensor:
+                return module.run_shared(input)
+
+        return exchange(input, topk_indices, topk_weights, module.run_routed, shared)
+
+    def check_tensor_parallel(self, module: nn.Module) -> None:
+        w_in, w_out = module.w_in, module.w_out
+        if w_in.shape[1] != w_out.shape[2] and not module.gate_interleaved:
+            raise ValueError(
+                "ExpertParallel: tensor parallel experts need the gate and the up row of a "
+                "hidden unit on one rank, but w_in of shape "
+                f"{tuple(w_in.shape)} has all {w_out.shape[2]} gate rows before the up "
+                "rows (activation="
+                f"{module.activation!r}, gate_interleaved=False). Use "
+                "gate_interleaved=True, an activation without gate, or a mesh without "
+                "the tensor parallel dim"
+            )
+
+
+class GroupedExpertsAdapter(ExpertAdapter):
+    """Experts called with rows in expert order, as torchtitan's ``GroupedExperts``.
+
+    ``forward(x, num_tokens_per_expert) -> out`` with x and out (R, D), the rows of expert
+    0 first, and counts (E). Rows past the sum of the counts are padding. The
+    three weights are (E, F, D), (E, D, F) and (E, F, D). As each copy of a token is a row
+    of its own here, each copy travels; a module that is called with tokens and expert
+    ids sends each token once per rank.
+
+    Args:
+        w1 (str): gate projection. Default: ``"w1"``
+        w2 (str): down projection. Default: ``"w2"``
+        w3 (str): up projection. Default: ``"w3"``
+    """
+
+    def __init__(self, w1: str = "w1", w2: str = "w2", w3: str = "w3") -> None:
+        self.w1, self.w2, self.w3 = w1, w2, w3
+
+    def matches(self, module: nn.Module) -> bool:
+        parameters = dict(module.named_parameters(recurse=False))
+        weights = [parameters.get(name) for name in (self.w1, self.w2, self.w3)]
+        return all(w is not None and w.dim() == 3 for w in weights)
+
+    def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
+        return {self.w1: 1, self.w2: 2, self.w3: 1}
+
+    def run(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        exchange: Exchange,
+        x: Tensor,
+        num_tokens_per_expert: Tensor,
+    ) -> Tensor:
+        ends = num_tokens_per_expert.long().cumsum(0)
+        row = torch.arange(x.shape[0], device=x.device)
+        # E, no expert, for the padding at the end.
+        ids = torch.bucketize(row, ends, right=True)
+
+        def experts(rows: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+            local = getattr(module, self.w1).shape[0]
+            key = local_ids[:, 0]
+            key = torch.where(key < 0, local, key)
+            counts = key.new_zeros(local + 1).scatter_add_(0, key, torch.ones_like(key))
+            order = torch.argsort(key, stable=True)
+            out = original(rows[order], counts[:local].to(num_tokens_per_expert.dtype))
+            return out[torch.argsort(order)]
+
+        return exchange(x, ids[:, None], None, experts)
+
+
+#: Tried in this order by :class:`~torch.distributed.tensor.parallel.ExpertParallel`.
+DEFAULT_ADAPTERS: tuple[ExpertAdapter, ...] = (
+    MoEAdapter(),
+    GroupedExpertsAdapter(),
+    GroupedExpertsAdapter("w1_EFD", "w2_EDF", "w3_EFD"),
+)
