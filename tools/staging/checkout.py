@@ -65,6 +65,9 @@ class Checkout:
             self._protect_edits(tip, target, discard, console)
             self._switch(state, target)
             self._save({**state, "tip": target, "fingerprint": fingerprint})
+        absent = sorted({f for pr in series.prs for f in pr.upstream_paths})
+        if absent:
+            console.note(f"not in the wheel, only `apply` edits: {', '.join(absent)}")
         return target
 
     def ensure_current(self, series: Series, console: Console) -> None:
@@ -156,7 +159,9 @@ class Checkout:
         index = self._private_index(parent)
         patch = series.patch(pr)
         if patch is not None and patch.diff:
-            self._apply(pr, patch, index, without)
+            staged = patch.without(pr.upstream_paths)
+            if staged.diff:
+                self._apply(pr, staged, index, without)
         self._add_files(series, pr, parent, index)
         tree = self.git.run("write-tree", env=index).strip()
         message = f"{series.message(pr).rstrip()}\n\n{TRAILER}: {pr.name}\n"
@@ -186,7 +191,8 @@ class Checkout:
             )
         try:
             limits = [f"--exclude={without}/*"] if without else []
-            self.git.run("apply", "--cached", *limits, "-", data=patch.diff, env=index)
+            options = ("--cached", "--whitespace=nowarn", *limits)
+            self.git.run("apply", *options, "-", data=patch.diff, env=index)
         except GitError as error:
             raise _apply_error(pr, patch, error.stderr) from None
 
@@ -341,10 +347,15 @@ def _pr_parts(series: Series, pr: PullRequest) -> list[str | bytes]:
     return parts
 
 
+def pr_digest(series: Series, pr: PullRequest) -> str:
+    """Names everything one PR consists of."""
+    return digest(*_pr_parts(series, pr))
+
+
 def _fingerprint(series: Series, base: str) -> str:
     total = hashlib.sha256(base.encode())
     for pr in series.prs:
-        total.update(digest(*_pr_parts(series, pr)).encode())
+        total.update(pr_digest(series, pr).encode())
     return total.hexdigest()
 
 

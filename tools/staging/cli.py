@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -12,10 +12,20 @@ from pathlib import Path
 
 import click
 
-from . import export as export_module, lint, pipeline, series as series_module, testing
+from . import (
+    apply as apply_module,
+    drift as drift_module,
+    export as export_module,
+    lint,
+    pipeline,
+    prbody,
+    prefixes,
+    series as series_module,
+    testing,
+)
 from .baseenv import BaseEnv
 from .checkout import Checkout
-from .config import Workspace, workspace as make_workspace
+from .config import Workspace, workspace as make_workspace, write_atomically
 from .console import Console
 from .errors import from_os_error, StageError
 from .pipeline import Staged
@@ -126,8 +136,15 @@ def python(session: _Session, arguments: tuple[str, ...]) -> None:
 
 @cli.command(context_settings=_PASS_ON | {"allow_interspersed_args": True})
 @click.argument("paths", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--upstream",
+    type=click.Path(path_type=Path),
+    metavar="CHECKOUT",
+    help="Run PyTorch's own suites out of this checkout, narrowed down to our ops "
+    "(PATHS narrow it down further).",
+)
 @click.pass_obj
-def test(session: _Session, paths: tuple[str, ...]) -> None:
+def test(session: _Session, paths: tuple[str, ...], upstream: Path | None) -> None:
     """Runs tests in the staged environment: PATHS [-- PYTEST ARGUMENTS].
 
     Without paths: the tests of the whole stack, then those of the stager.
@@ -136,6 +153,13 @@ def test(session: _Session, paths: tuple[str, ...]) -> None:
     Example: python3 tools/stage.py test test/test_moe_mlp.py -- -k bf16 -x
     """
     names, arguments = _split_at_dashes(paths)
+    if upstream is not None:
+        suites = testing.upstream_suites(upstream, names)
+        staged = session.setup()
+        status = testing.run_upstream(
+            session.workspace, staged, upstream, suites, arguments
+        )
+        sys.exit(status)
     selected = testing.select(session.workspace, session.series, names)
     needs_stage = any(not t.startswith(testing.STAGER_TESTS) for t in selected)
     staged = session.setup() if needs_stage or not names else None
@@ -187,8 +211,17 @@ def export(session: _Session) -> None:
     is_flag=True,
     help="Instead: write the C shim headers that torchgen wants into all patches.",
 )
+@click.option(
+    "--upstream",
+    type=click.Path(path_type=Path),
+    metavar="CHECKOUT",
+    help="Instead: take the uncommitted edits of files that the wheel lacks (docs, "
+    "expect files, C++) out of this checkout of PyTorch.",
+)
 @click.pass_obj
-def refresh(session: _Session, pr: str | None, regenerate_shims: bool) -> None:
+def refresh(
+    session: _Session, pr: str | None, regenerate_shims: bool, upstream: Path | None
+) -> None:
     """Folds the uncommitted edits of build/checkout into one PR.
 
     Edits of files PyTorch already has go into the patch of PR, other files
@@ -196,13 +229,18 @@ def refresh(session: _Session, pr: str | None, regenerate_shims: bool) -> None:
 
     Example: python3 tools/stage.py refresh 130
     """
-    if bool(pr) == regenerate_shims:
+    if bool(pr) == regenerate_shims or (regenerate_shims and upstream):
         raise click.UsageError("give either a PR or --regenerate-shims")
     with session.checkout() as (env, checkout):
         arguments = session.workspace, checkout, session.series
         if regenerate_shims:
             changed = export_module.regenerate_shims(
                 session.workspace, env, checkout, session.series, session.console
+            )
+        elif upstream is not None:
+            target = apply_module.Target(upstream)
+            changed = export_module.refresh_upstream(
+                checkout, session.series, pr, target
             )
         else:
             changed = export_module.refresh(*arguments, pr, session.console)
@@ -214,24 +252,161 @@ def refresh(session: _Session, pr: str | None, regenerate_shims: bool) -> None:
 @click.option(
     "--each",
     is_flag=True,
-    help="Also stage every prefix of the stack and run the tests of its last PR.",
+    help="Also stage every prefix of the stack and run the tests of its last PR. "
+    "What passed is remembered; a repeated call goes on.",
 )
+@click.option("--from", "first", metavar="PR", help="With --each: start at this PR.")
+@click.option(
+    "--only", multiple=True, metavar="PR", help="With --each: this prefix (repeatable)."
+)
+@click.option("--redo", is_flag=True, help="With --each: also what passed before.")
 @click.pass_obj
-def verify(session: _Session, each: bool) -> None:
+def verify(
+    session: _Session, each: bool, first: str | None, only: tuple[str, ...], redo: bool
+) -> None:
     """Proves that patches and tree are consistent.
 
     Applying the stack and exporting it again gives the same bytes, and
     series.toml and the files agree in both directions.
 
-    Example: python3 tools/stage.py verify --each
+    Example: python3 tools/stage.py verify --each --from 110
     """
+    if (first or only or redo) and not each:
+        raise click.UsageError("--from, --only and --redo go with --each")
+    if first and only:
+        raise click.UsageError("give either --from or --only")
+    names = prefixes.select(session.series, first, only)
     with session.checkout() as (_, checkout):
         problems = export_module.verify(checkout, session.series)
     if problems:
         raise StageError("\n".join(problems))
     print(f"verified: {len(session.series.prs)} PRs, apply -> export is the identity")
     if each:
-        _verify_prefixes(session)
+        _verify_prefixes(session, names, redo)
+
+
+@cli.command()
+@click.argument("checkout", type=click.Path(path_type=Path))
+@click.option(
+    "--continue", "resume", is_flag=True, help="Go on after a conflict was resolved."
+)
+@click.option("--abort", is_flag=True, help="Undo what the stopped call did.")
+@click.option("--upto", metavar="PR", help="Only the stack up to this PR.")
+@click.option(
+    "--any-base",
+    is_flag=True,
+    help="Also onto a PyTorch older than the pinned release.",
+)
+@click.pass_obj
+def apply(
+    session: _Session,
+    checkout: Path,
+    resume: bool,
+    abort: bool,
+    upto: str | None,
+    any_base: bool,
+) -> None:
+    """Applies the stack to a git CHECKOUT of PyTorch, one commit per PR.
+
+    With `git am --3way` and your identity, onto the branch that is checked out.
+    The tree must be clean. PRs that are there already are skipped.
+
+    Example: python3 tools/stage.py apply ../pytorch
+    """
+    if resume and abort:
+        raise click.UsageError("give either --continue or --abort")
+    target = apply_module.Target(checkout)
+    series = session.series.upto(upto) if upto else session.series
+    with target.locked(), session.checkout() as (_, source):
+        applier = apply_module.Applier(target, source, series, print)
+        if abort:
+            print(f"back at {applier.abort()[:12]}")
+            return
+        before = target.head
+        applier.proceed() if resume else applier.start(any_base)
+    made = target.git.run("rev-list", "--count", f"{before}..HEAD").strip()
+    print(f"{made} commits made in {target.path}; see git log {before[:12]}..")
+    if target.detached:
+        session.console.note("HEAD is detached; keep the commits: git switch -c NAME")
+
+
+@cli.command()
+@click.argument("versions", nargs=-1)
+@click.option(
+    "--checkout",
+    "checkouts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Also against HEAD of this git checkout of PyTorch (repeatable).",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the result, hunk by hunk, as JSON.",
+)
+@click.option("--markdown", is_flag=True, help="Print the table for CONTRIBUTING.md.")
+@click.pass_obj
+def drift(
+    session: _Session,
+    versions: tuple[str, ...],
+    checkouts: tuple[Path, ...],
+    json_file: Path | None,
+    markdown: bool,
+) -> None:
+    """Shows how every patch fits released VERSIONS of torch, hunk by hunk.
+
+    Only the patched files of a version are fetched from its wheel. clean: at
+    most moved. fuzzy: needs a three-way merge. conflict: needs a human.
+
+    Example: python3 tools/stage.py drift 2.14.1 2.13.0 --checkout ../pytorch
+    """
+    if not versions and not checkouts:
+        raise click.UsageError("name a version or a --checkout, e.g. drift 2.14.1")
+    cache = session.workspace.cache
+    sources = [drift_module.WheelSource(v, cache) for v in versions]
+    sources += [drift_module.CheckoutSource(path) for path in checkouts]
+    with session.checkout() as (_, checkout):
+        found = [
+            drift_module.measure_with_progress(
+                checkout, session.series, source, session.console
+            )
+            for source in sources
+        ]
+    words = [a for a in sys.argv[2:] if a != "--markdown"]
+    command = f"python3 tools/stage.py drift {shlex.join(words)}"
+    if json_file:
+        text = drift_module.to_json(found, session.series, command)
+        write_atomically(json_file, text.encode())
+    if markdown:
+        print(drift_module.markdown(found, command), end="")
+    else:
+        drift_module.show(found)
+
+
+@cli.command()
+@click.argument("name", metavar="PR")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write it to a file instead.",
+)
+@click.pass_obj
+def pr(session: _Session, name: str, out: Path | None) -> None:
+    """Prints the body of a pull request, in markdown; the first line is its title.
+
+    Made of the patch's description, its entry in series.toml and the results
+    files that entry names. PR is a name or a slot number.
+
+    Example: python3 tools/stage.py pr 130 | gh pr create --body-file -
+    """
+    text = prbody.render(session.series, session.series.get(name))
+    if out:
+        write_atomically(out, text.encode())
+    else:
+        print(text, end="")
 
 
 @cli.command("lint")
@@ -245,21 +420,18 @@ def lint_command(session: _Session, apply: bool) -> None:
     sys.exit(lint.run(session.workspace.repo, apply))
 
 
-def _verify_prefixes(session: _Session) -> None:
-    """Stages and tests each prefix in a build folder of its own."""
-    for pr in session.series.prs:
-        session.console.note(f"prefix up to {pr.name}")
-        build = session.workspace.build / "prefix" / pr.name
-        prefix = make_workspace(ROOT, build)
-        series = session.series.upto(pr.name)
-        with pipeline.locked(prefix, session.console):
-            staged = pipeline.setup(prefix, series, session.console)
-        if pr.tests and testing.run(prefix, staged, pr.tests, []):
-            raise StageError(f"the stack up to {pr.name} does not pass its tests")
-        shutil.rmtree(build)
-    print(
-        f"verified: all {len(session.series.prs)} prefixes stage and pass their tests"
+def _verify_prefixes(session: _Session, names: list[str], redo: bool) -> None:
+    """Stages and tests prefixes and sums up."""
+    results = prefixes.run(
+        session.workspace, session.series, names, session.console, redo
     )
+    print("=== prefixes")
+    for result in results:
+        print(result)
+    bad = [result.name for result in results if not result.good]
+    if bad:
+        raise StageError(f"prefixes that are not good: {', '.join(bad)}")
+    print(f"verified: {len(results)} prefixes stage and pass their tests")
 
 
 def _report(changed: list[str]) -> None:

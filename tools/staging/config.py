@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .series import Series
+from .texts import encode
 
 
 CACHE_VARIABLE = "MOE_STAGING_CACHE"
@@ -77,7 +78,7 @@ def digest(*parts: str | bytes) -> str:
     """One hash of several texts, unambiguous about where each ends."""
     total = hashlib.sha256()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = encode(part) if isinstance(part, str) else part
         total.update(f"{len(data)}:".encode())
         total.update(data)
     return total.hexdigest()
@@ -89,7 +90,7 @@ def write_if_changed(path: Path, text: str | bytes) -> bool:
     Returns:
         Whether the file was written.
     """
-    data = text.encode() if isinstance(text, str) else text
+    data = encode(text) if isinstance(text, str) else text
     try:
         if path.read_bytes() == data:
             return False

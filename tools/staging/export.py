@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import tomlkit
 
 from . import codegen, patchfile, series as series_module
+from .apply import Target
 from .baseenv import BaseEnv
 from .checkout import Checkout
 from .config import Workspace, write_atomically, write_if_changed
 from .console import Console
 from .errors import StageError
 from .gitrepo import GitError, GitRepo
-from .series import Series, SERIES_FILE, UPSTREAM_ROOTS
+from .series import PullRequest, Series, SERIES_FILE, UPSTREAM_ROOTS, UpstreamFile
+from .texts import encode
 
 
 # Two lines of context: enough to place a hunk, little enough to survive drift.
-_DIFF = ("diff-tree", "-r", "-p", "-U2", "--no-renames", "--no-ext-diff", "--no-color")
+_DIFF = (
+    *("diff-tree", "-r", "-p", "-U2", "--binary", "--no-renames"),
+    *("--no-ext-diff", "--no-color", "--src-prefix=a/", "--dst-prefix=b/"),
+)
 
 
 @dataclass
@@ -82,9 +87,15 @@ def collect(
                 raise StageError(f"{name}: edits {path}, a new file of {owner[path]}")
         diff = ""
         if edited:
-            diff = checkout.git.run(*_DIFF, f"{commit}^", commit, "--", *edited)
+            specs = [f":(literal){path}" for path in edited]
+            diff = checkout.git.run(*_DIFF, f"{commit}^", commit, "--", *specs)
+        pr = series.get(name)
+        # Files the wheel lacks are in no commit; their hunks stay as they are.
+        patch = series.patch(pr)
+        if pr.upstream and patch:
+            diff = patchfile.merge(diff, patch.only(pr.upstream_paths).diff)
         text = patchfile.render(message, diff, series.author)
-        exported.patches[series.get(name).patch_path] = text
+        exported.patches[pr.patch_path] = text
     return exported
 
 
@@ -178,6 +189,85 @@ def refresh(
     return changed
 
 
+def refresh_upstream(
+    checkout: Checkout, series: Series, name: str, target: Target
+) -> list[str]:
+    """Takes edits of files that the wheel lacks out of a real checkout.
+
+    The hunks go into the patch; series.toml gets the path, the upstream commit
+    and a hash of the context, never the file.
+
+    Args:
+        target: a checkout of PyTorch with uncommitted edits of such files, made
+            on top of upstream or of the stack up to this PR.
+
+    Returns:
+        Paths of the repository that changed.
+
+    Raises:
+        StageError: no such edits, or of files that build/checkout has.
+    """
+    pr = series.get(name)
+    paths = target.dirty()
+    if not paths:
+        raise StageError(
+            f"{target.path} has no uncommitted edits", hint="edit files there first"
+        )
+    for path in paths:
+        if checkout.git.has(f"{checkout.base}:{path}") or series.owner(path):
+            raise StageError(
+                f"{path} is in build/checkout",
+                hint=f"edit it there, then tools/stage.py refresh {pr.name}",
+            )
+    old = _before(target, series, pr, paths)
+    diff = target.git.run(
+        *("diff", "-U2", "--no-renames", "--no-ext-diff", "--no-color"),
+        *("--src-prefix=a/", "--dst-prefix=b/", old, "--"),
+        *(f":(literal){path}" for path in paths),
+    )
+    parts = patchfile.split_by_file(patchfile.normalise(diff))
+    patch = series.patch(pr) or patchfile.Patch(series.message(pr), "")
+    merged = patchfile.merge(patch.without(paths).diff, *parts)
+    text = patchfile.render(patch.message, merged, series.author)
+    facts = [file for file in pr.upstream if file.path not in paths]
+    commit = target.upstream_commit()
+    for part in parts:
+        context = patchfile.context(part)
+        facts.append(UpstreamFile(patchfile.path_of(part), commit, context))
+    changed = (
+        [pr.patch_path] if write_if_changed(series.root / pr.patch_path, text) else []
+    )
+    return changed + _write_facts(series, pr, sorted(facts, key=lambda f: f.path))
+
+
+def _before(target: Target, series: Series, pr: PullRequest, paths: list[str]) -> str:
+    """The commit of the checkout that this PR's hunks start from."""
+    done = target.commits()
+    names = [other.name for other in series.prs]
+    for later in names[names.index(pr.name) + 1 :]:
+        if later in done and set(series.get(later).upstream_paths) & set(paths):
+            raise StageError(
+                f"{later}, which edits the same files, is applied in {target.path}",
+                hint=f"git switch -c part {done[later][:12]}^, and edit there",
+            )
+    return f"{done[pr.name]}^" if pr.name in done else "HEAD"
+
+
+def _write_facts(
+    series: Series, pr: PullRequest, facts: list[UpstreamFile]
+) -> list[str]:
+    path = series.root / SERIES_FILE
+    document = tomlkit.parse(path.read_text(encoding="utf-8"))
+    entry = next(e for e in document["pr"] if e["name"] == pr.name)
+    rows = tomlkit.array()
+    for fact in facts:
+        row = tomlkit.inline_table()
+        row.update(asdict(fact))
+        rows.append(row)
+    entry["upstream"] = rows.multiline(True)
+    return [SERIES_FILE] if write_if_changed(path, tomlkit.dumps(document)) else []
+
+
 def regenerate_shims(
     workspace: Workspace,
     env: BaseEnv,
@@ -224,7 +314,7 @@ def verify(checkout: Checkout, series: Series) -> list[str]:
     tip = checkout.commit_stack(series, {})
     exported = collect(checkout, series, checkout.commits(tip))
     for path, text in exported.patches.items():
-        if (series.root / path).read_text(encoding="utf-8") != text:
+        if (series.root / path).read_bytes() != encode(text):
             found.append(f"{path}: not in the form export writes (run export)")
     return found
 

@@ -4,18 +4,27 @@ A patch is a mail as `git am` reads it: zero commit hash, no statistics, no
 signature, no index lines (they change whenever an earlier PR of the stack
 touches the same file). The message is the description of the pull request.
 Reading is lenient (a bare `git diff` is accepted), writing has one form.
-Used by series, checkout and export.
+Texts are the bytes of the files decoded with ``surrogateescape``, and lines
+end at "\\n" only, so that any file survives.
+Used by series, checkout, export, apply and drift.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from .texts import encode
 
 
 _ZERO = "0" * 40
-_DIFF = re.compile(r"^diff --git a/(\S+) b/(\S+)$", re.MULTILINE)
+_DIFF = re.compile(r"^diff --git a/(.+) b/(.+)$", re.MULTILINE)
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@.*$", re.MULTILINE)
+# What format-patch writes below a diff. A removed line "- " looks like its first
+# line, but the diff does not end with a line that starts with a digit.
+_SIGNATURE = re.compile(r"\n-- \n\d[^\n]*\n*\Z")
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,16 @@ class Patch:
         """The files it edits, in order."""
         return tuple(m.group(2) for m in _DIFF.finditer(self.diff))
 
+    def only(self, paths: Collection[str]) -> Patch:
+        """The same message with the edits of these files."""
+        kept = (p for p in split_by_file(self.diff) if path_of(p) in paths)
+        return replace(self, diff="".join(kept))
+
+    def without(self, paths: Collection[str]) -> Patch:
+        """The same message with the edits of all other files."""
+        kept = (p for p in split_by_file(self.diff) if path_of(p) not in paths)
+        return replace(self, diff="".join(kept))
+
     @property
     def created(self) -> tuple[str, ...]:
         """Files it would add or delete, which a patch must not do."""
@@ -51,7 +70,7 @@ def parse(text: str) -> Patch:
     match = _DIFF.search(text)
     head = text[: match.start()] if match else text
     diff = text[match.start() :] if match else ""
-    diff = re.sub(r"\n-- \n.*\Z", "\n", diff, flags=re.DOTALL)
+    diff = _SIGNATURE.sub("\n", diff)
     return Patch(_message(head), diff)
 
 
@@ -99,6 +118,43 @@ def split_by_file(diff: str) -> list[str]:
     return [diff[a:b] for a, b in zip(starts, starts[1:])]
 
 
+def path_of(part: str) -> str:
+    """The file that one piece of split_by_file edits."""
+    match = _DIFF.match(part)
+    return match.group(2) if match else ""
+
+
+def merge(*diffs: str) -> str:
+    """One diff of several over different files, in the order git writes."""
+    parts = [part for diff in diffs for part in split_by_file(diff)]
+    return "".join(sorted(parts, key=lambda part: encode(path_of(part))))
+
+
+def hunks(part: str) -> list[str]:
+    """The header lines of the hunks of one file, in order."""
+    return [match.group(0) for match in _HUNK.finditer(part)]
+
+
+def context(part: str) -> str:
+    """Names the text a file must have for its hunks: a hash of their old lines.
+
+    Line numbers do not enter, so it stays when the hunks only move.
+    """
+    total = hashlib.sha256()
+    for line in part[part.find("\n@@ ") + 1 :].split("\n"):
+        if line.startswith("@@ "):
+            total.update(b"@@\n")
+        elif line[:1] in (" ", "-"):
+            total.update(encode(f"{line[1:]}\n"))
+    return total.hexdigest()[:16]
+
+
+def changed_lines(part: str) -> int:
+    """Added plus removed lines of the hunks of one file."""
+    body = part[part.find("\n@@ ") + 1 :] if "\n@@ " in part else ""
+    return sum(line[:1] in ("+", "-") for line in body.split("\n"))
+
+
 def hunk_at(diff: str, path: str, line: int) -> str:
     """Names the hunk of ``path`` that starts at old line ``line``.
 
@@ -106,11 +162,10 @@ def hunk_at(diff: str, path: str, line: int) -> str:
         "hunk 2 of 3 (@@ -10,4 +10,6 @@)", or "line N" when none starts there.
     """
     for part in split_by_file(diff):
-        match = _DIFF.match(part)
-        if not match or match.group(2) != path:
+        if path_of(part) != path:
             continue
-        hunks = list(_HUNK.finditer(part))
-        for number, hunk in enumerate(hunks, 1):
+        found = list(_HUNK.finditer(part))
+        for number, hunk in enumerate(found, 1):
             if int(hunk.group(1)) == line:
-                return f"hunk {number} of {len(hunks)} ({hunk.group(0)})"
+                return f"hunk {number} of {len(found)} ({hunk.group(0)})"
     return f"line {line}"

@@ -14,6 +14,7 @@ import tomllib
 
 from . import patchfile
 from .errors import StageError
+from .texts import decode
 
 
 SERIES_FILE = "torch_patches/series.toml"
@@ -26,7 +27,11 @@ UPSTREAM_ROOTS = (
     "docs",
     "functorch",
 )
-_PR_KEYS = {"name", "title", "files", "tests", "labels", "owners"}
+_PR_KEYS = {
+    *("name", "title", "files", "tests", "labels", "owners"),
+    *("fixes", "support", "test_plan", "results", "bc", "upstream"),
+}
+_UPSTREAM_KEYS = {"path", "commit", "context"}
 
 
 @dataclass(frozen=True)
@@ -40,20 +45,46 @@ class Base:
 
 
 @dataclass(frozen=True)
+class UpstreamFile:
+    """Facts about an edited file that the wheel lacks.
+
+    Args:
+        path: where it lies upstream.
+        commit: the upstream commit its text was read at.
+        context: patchfile.context of the patch's hunks in it.
+    """
+
+    path: str
+    commit: str
+    context: str
+
+
+@dataclass(frozen=True)
 class PullRequest:
     """One entry of the stack; see the head of series.toml for the fields."""
 
     name: str
     title: str
-    files: tuple[str, ...]
-    tests: tuple[str, ...]
-    labels: tuple[str, ...]
-    owners: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
+    fixes: tuple[str, ...] = ()
+    support: tuple[tuple[str, ...], ...] = ()
+    test_plan: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    bc: str = ""
+    upstream: tuple[UpstreamFile, ...] = ()
 
     @property
     def patch_path(self) -> str:
         """Where its patch lies, relative to the repository."""
         return f"torch_patches/{self.name}.patch"
+
+    @property
+    def upstream_paths(self) -> frozenset[str]:
+        """The files it edits that the wheel lacks."""
+        return frozenset(file.path for file in self.upstream)
 
 
 @dataclass(frozen=True)
@@ -97,7 +128,8 @@ class Series:
         path = self.root / pr.patch_path
         if not path.exists():
             return None
-        return patchfile.parse(path.read_text(encoding="utf-8"))
+        # Not read_text: it would turn "\r\n" into "\n".
+        return patchfile.parse(decode(path.read_bytes()))
 
     def message(self, pr: PullRequest) -> str:
         """Commit message of a PR: its patch's, else its title."""
@@ -143,14 +175,24 @@ def _pull_request(entry: dict) -> PullRequest:
             f"{SERIES_FILE}: PR {entry.get('name', '?')}: unknown field "
             f"{', '.join(sorted(unknown))}; allowed: {', '.join(sorted(_PR_KEYS))}"
         )
+    lists = ("files", "tests", "labels", "owners", "fixes", "test_plan", "results")
     return PullRequest(
         name=entry["name"],
         title=entry["title"],
-        files=tuple(entry.get("files", ())),
-        tests=tuple(entry.get("tests", ())),
-        labels=tuple(entry.get("labels", ())),
-        owners=tuple(entry.get("owners", ())),
+        support=tuple(tuple(row) for row in entry.get("support", ())),
+        bc=entry.get("bc", ""),
+        upstream=tuple(_upstream_file(entry, f) for f in entry.get("upstream", ())),
+        **{key: tuple(entry.get(key, ())) for key in lists},
     )
+
+
+def _upstream_file(entry: dict, fields: dict) -> UpstreamFile:
+    if set(fields) != _UPSTREAM_KEYS:
+        raise StageError(
+            f"{SERIES_FILE}: PR {entry['name']}: an entry of upstream has the fields "
+            f"{', '.join(sorted(_UPSTREAM_KEYS))}, not {', '.join(sorted(fields))}"
+        )
+    return UpstreamFile(**fields)
 
 
 def problems(series: Series) -> list[str]:
@@ -159,6 +201,8 @@ def problems(series: Series) -> list[str]:
         *_file_problems(series),
         *_patch_problems(series),
         *_order_problems(series),
+        *_upstream_problems(series),
+        *_body_problems(series),
     ]
 
 
@@ -225,3 +269,28 @@ def _order_problems(series: Series) -> Iterator[str]:
         patch = series.patch(pr)
         if not pr.files and not (patch and patch.diff):
             yield f"{pr.name}: neither edits a file nor adds one"
+
+
+def _upstream_problems(series: Series) -> Iterator[str]:
+    """Hunks for files the wheel lacks are as they were when upstream was read."""
+    for pr in series.prs:
+        patch = series.patch(pr)
+        parts = patchfile.split_by_file(patch.diff) if patch else []
+        found = {patchfile.path_of(part): part for part in parts}
+        for file in pr.upstream:
+            if file.path not in found:
+                yield f"{pr.name}: upstream names {file.path}; the patch has no such edit"
+            elif patchfile.context(found[file.path]) != file.context:
+                yield (
+                    f"{pr.patch_path}: the context of {file.path} is not that of upstream "
+                    f"commit {file.commit[:10]} (write it with refresh --upstream)"
+                )
+
+
+def _body_problems(series: Series) -> Iterator[str]:
+    for pr in series.prs:
+        for path in pr.results:
+            if not (series.root / path).is_file():
+                yield f"{pr.name}: results file {path} does not exist"
+        if len({len(row) for row in pr.support}) > 1:
+            yield f"{pr.name}: rows of support have different lengths"

@@ -24,6 +24,30 @@ from .series import Series
 
 
 STAGER_TESTS = "tools/test"
+_OURS = "moe or grouped_mm"
+# PyTorch's own suites that know our ops once the stack is in: those that run
+# over the OpInfo database, and those that check lists every op must be on.
+UPSTREAM_SUITES = (
+    ("test/test_ops.py", _OURS),
+    ("test/test_meta.py", _OURS),
+    ("test/test_decomp.py", f"({_OURS}) or HasDecomp"),
+    ("test/test_fake_tensor.py", _OURS),
+    ("test/test_proxy_tensor.py", _OURS),
+    ("test/test_schema_check.py", _OURS),
+    ("test/test_ops_gradients.py", _OURS),
+    ("test/functorch/test_ops.py", _OURS),
+    ("test/functorch/test_vmap.py", _OURS),
+    ("test/functorch/test_aotdispatch.py", _OURS),
+    ("test/inductor/test_torchinductor_opinfo.py", _OURS),
+    ("test/distributed/tensor/test_dtensor_ops.py", _OURS),
+    ("test/test_modules.py", "MoE"),
+    ("test/test_autocast.py", ""),
+    ("test/test_flop_counter.py", ""),
+    ("test/test_overrides.py", ""),
+    ("test/test_public_bindings.py", ""),
+    ("test/dynamo/test_trace_rules.py", ""),
+    ("test/python_native", ""),
+)
 _COUNTED = ("failures", "errors", "skipped")
 
 
@@ -83,13 +107,76 @@ def run(
         status = _run_file(
             workspace, staged, test, [*pytest_args, f"--junit-xml={results}"]
         )
-        report.counts["files"] += 1
-        _count(results, report)
-        # 5: the -k expression matched nothing in this file.
-        if status not in (0, 5):
-            report.failed.append(test)
-    for test in report.failed:
-        print(f"FAILED {test}")
+        _collect(report, test, results, status)
+    return _summary(report, start)
+
+
+def upstream_suites(upstream: Path, paths: Sequence[str]) -> list[tuple[str, str]]:
+    """(file, -k expression) of PyTorch's suites to run out of ``upstream``.
+
+    Args:
+        paths: only these files or folders; none means all of UPSTREAM_SUITES.
+
+    Raises:
+        StageError: not a checkout of PyTorch, or a path it does not have.
+    """
+    if not (upstream / "test" / "test_ops.py").is_file():
+        raise StageError(
+            f"{upstream} has no test/test_ops.py",
+            hint="--upstream takes a checkout of PyTorch at the pinned release",
+        )
+    known = dict(UPSTREAM_SUITES)
+    if not paths:
+        return [s for s in UPSTREAM_SUITES if (upstream / s[0]).exists()]
+    for path in paths:
+        if not (upstream / path).exists():
+            raise StageError(f"no test file or folder {path!r} in {upstream}")
+    return [(path, known.get(path, _OURS)) for path in paths]
+
+
+def run_upstream(
+    workspace: Workspace,
+    staged: Staged,
+    upstream: Path,
+    suites: Sequence[tuple[str, str]],
+    pytest_args: Sequence[str],
+) -> int:
+    """Runs PyTorch's own suites in the staged environment and sums up.
+
+    The tests are the checkout's, `torch` is the staged one: test files and the
+    wheel should be of one release.
+
+    Returns:
+        0 if everything passed.
+    """
+    start, report = time.monotonic(), Report()
+    folder = (upstream / "test").resolve()
+    for path, expression in suites:
+        print(f"--- {path}{f' -k {expression!r}' if expression else ''}", flush=True)
+        results = workspace.build / "test-results" / f"upstream.{_flat(path)}.xml"
+        results.unlink(missing_ok=True)
+        command = [str(staged.python), "-m", "pytest", str(upstream.resolve() / path)]
+        command += [f"--rootdir={folder}", "-p", "no:cacheprovider", "-q"]
+        command += ["-k", expression] if expression else []
+        # The current folder must not be importable: `torch` is next door.
+        env = {**environment(workspace, staged), "PYTHONSAFEPATH": "1"}
+        command += [*pytest_args, f"--junit-xml={results}"]
+        status = subprocess.run(command, cwd=folder, env=env).returncode
+        _collect(report, path, results, status)
+    return _summary(report, start)
+
+
+def _collect(report: Report, name: str, results: Path, status: int) -> None:
+    report.counts["files"] += 1
+    _count(results, report)
+    # 5: the -k expression matched nothing in this file.
+    if status not in (0, 5):
+        report.failed.append(name)
+
+
+def _summary(report: Report, start: float) -> int:
+    for name in report.failed:
+        print(f"FAILED {name}")
     print(report.line(time.monotonic() - start), flush=True)
     nothing_ran = not report.counts["passed"] and not report.failed
     return 1 if report.failed or nothing_ran else 0

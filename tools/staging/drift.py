@@ -1,0 +1,262 @@
+"""drift: how the patches fit other PyTorch versions, hunk by hunk.
+
+The stack is applied in order to the texts another version has, so that a later
+PR meets what the earlier ones made. A hunk in conflict is put in by force and
+counted, so that one conflict is not reported by every PR above it.
+
+Sources are released wheels (a few members of each are fetched) and git
+checkouts. What no wheel holds (C++ sources, docs, expect files) is reported as
+"not in wheel" there, and tested against a checkout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import rich.console
+import rich.table
+import rich.text
+
+from . import patchfile, wheelsource
+from .checkout import Checkout
+from .console import Console
+from .errors import StageError
+from .gitrepo import GitError, GitRepo
+from .placement import place, Placement
+from .series import PullRequest, Series
+from .texts import decode, encode
+from .wheelfile import WheelFile
+
+
+NOT_IN_WHEEL = "not in wheel"
+# Worst first: a PR is as its worst file.
+_ORDER = ("conflict", "no such file", "fuzzy", "clean", "already upstream")
+_WORDS = {"absent": "no such file", "already": "already upstream"}
+
+
+@dataclass(frozen=True)
+class FileDrift:
+    """One edited file of one PR in one version."""
+
+    path: str
+    status: str
+    hunks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PatchDrift:
+    """One PR in one version; ``files`` are the files its patch edits."""
+
+    name: str
+    files: tuple[FileDrift, ...]
+
+    @property
+    def status(self) -> str:
+        """The worst of its files; "no edits" for a PR of new files only."""
+        found = {file.status for file in self.files}
+        if not found:
+            return "no edits"
+        return next((word for word in _ORDER if word in found), NOT_IN_WHEEL)
+
+
+@dataclass(frozen=True)
+class VersionDrift:
+    """The whole stack in one version.
+
+    Args:
+        version: "2.14.1", or the name of a checkout.
+        commit: of a checkout, else "".
+    """
+
+    version: str
+    commit: str
+    patches: tuple[PatchDrift, ...]
+
+
+class WheelSource:
+    """Texts of a release."""
+
+    commit = ""
+
+    def __init__(self, version: str, cache: Path | None = None) -> None:
+        self.name = version
+        self._wheel = WheelFile(version, cache)
+
+    def prepare(self, paths: set[str]) -> None:
+        """Fetches what the wheel has of these."""
+        members = {wheelsource.installed_path(path) for path in paths}
+        self._wheel.fetch({m for m in members if m})
+
+    def holds(self, path: str) -> bool:
+        """Whether a wheel has files of this kind at all."""
+        return wheelsource.installed_path(path) is not None
+
+    def read(self, path: str) -> bytes | None:
+        member = wheelsource.installed_path(path)
+        data = self._wheel.read(member) if member else None
+        if data is None or not member or not member.startswith("torch/include/"):
+            return data
+        return encode(wheelsource.unguard(decode(data)))
+
+
+class CheckoutSource:
+    """Texts of a git checkout at its HEAD; the work tree is not read."""
+
+    def __init__(self, path: Path) -> None:
+        self._git = GitRepo(path)
+        try:
+            self.commit = self._git.resolve("HEAD")
+        except (GitError, OSError):
+            raise StageError(
+                f"{path} is not a git checkout with a commit",
+                hint="drift --checkout takes a checkout of PyTorch",
+            ) from None
+        self.name = self.commit[:10]
+
+    def prepare(self, paths: set[str]) -> None:
+        pass
+
+    def holds(self, path: str) -> bool:
+        return True
+
+    def read(self, path: str) -> bytes | None:
+        try:
+            return self._git.run_bytes("show", f"HEAD:{path}")
+        except GitError:
+            return None
+
+
+def measure(
+    checkout: Checkout,
+    series: Series,
+    source: WheelSource | CheckoutSource,
+    advance: Callable[[int, str], None] = lambda done, detail: None,
+) -> VersionDrift:
+    """Puts the stack onto the texts of ``source``, PR by PR.
+
+    Args:
+        checkout: build/checkout; its commits are the versions to merge.
+    """
+    diffs = {pr.name: _parts(series, pr) for pr in series.prs}
+    paths = {patchfile.path_of(p) for parts in diffs.values() for p in parts}
+    source.prepare(paths)
+    texts: dict[str, bytes | None] = {}
+    commits = checkout.commits(checkout.commit_stack(series, {}))
+    patches = []
+    for done, (commit, name, _) in enumerate(commits):
+        advance(done, name)
+        files = []
+        for part in diffs[name]:
+            path = patchfile.path_of(part)
+            if not source.holds(path):
+                files.append(FileDrift(path, NOT_IN_WHEEL))
+                continue
+            if path not in texts:
+                texts[path] = source.read(path)
+            found = place(part, texts[path], _versions(checkout, commit, path))
+            if found.status != "absent":
+                texts[path] = found.data
+            files.append(_file(path, found))
+        patches.append(PatchDrift(name, tuple(files)))
+    return VersionDrift(source.name, source.commit, tuple(patches))
+
+
+def measure_with_progress(
+    checkout: Checkout,
+    series: Series,
+    source: WheelSource | CheckoutSource,
+    console: Console,
+) -> VersionDrift:
+    """measure, with a progress bar."""
+    with console.progress(f"drift against {source.name}", len(series.prs)) as advance:
+        return measure(checkout, series, source, advance)
+
+
+_COLOURS = {"clean": "green", "fuzzy": "yellow", "conflict": "red"}
+
+
+def show(drifts: list[VersionDrift]) -> None:
+    """Prints the table and, below it, every hunk that needs a human."""
+    table = rich.table.Table("PR", *(d.version for d in drifts))
+    for index, patch in enumerate(drifts[0].patches):
+        words = [d.patches[index].status for d in drifts]
+        table.add_row(
+            patch.name, *(rich.text.Text(w, _COLOURS.get(w, "")) for w in words)
+        )
+    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    for line in _details(drifts):
+        print(line)
+
+
+def markdown(drifts: list[VersionDrift], command: str) -> str:
+    """The table for CONTRIBUTING.md: one row per PR, one column per version.
+
+    Conflicts are spelled out below it.
+    """
+    heads = ["PR", *(d.version for d in drifts)]
+    lines = [f"`{command}`", "", _row(heads), _row(["---"] * len(heads))]
+    for index, patch in enumerate(drifts[0].patches):
+        cells = [d.patches[index].status for d in drifts]
+        lines.append(_row([patch.name, *cells]))
+    details = _details(drifts)
+    return "\n".join([*lines, *([""] if details else []), *details]) + "\n"
+
+
+def to_json(drifts: list[VersionDrift], series: Series, command: str) -> str:
+    """The result file; the table can be made from it."""
+    data = {
+        "command": command,
+        "base": {"torch": series.base.torch, "git": series.base.git},
+        "versions": [
+            {
+                "version": d.version,
+                "commit": d.commit,
+                "patches": [
+                    {
+                        "name": p.name,
+                        "status": p.status,
+                        "files": [asdict(f) for f in p.files],
+                    }
+                    for p in d.patches
+                ],
+            }
+            for d in drifts
+        ],
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _details(drifts: list[VersionDrift]) -> list[str]:
+    """One line per file that needs a human."""
+    return [
+        f"- {d.version}, {p.name}: {f.path}: {', '.join(f.hunks) or f.status}"
+        for d in drifts
+        for p in d.patches
+        for f in p.files
+        if f.status in ("conflict", "no such file")
+    ]
+
+
+def _parts(series: Series, pr: PullRequest) -> list[str]:
+    patch = series.patch(pr)
+    return patchfile.split_by_file(patch.diff) if patch else []
+
+
+def _versions(checkout: Checkout, commit: str, path: str) -> tuple[bytes, bytes] | None:
+    """The file before and after the PR; None for what the wheel lacks."""
+    old, new = f"{commit}^:{path}", f"{commit}:{path}"
+    if not checkout.git.has(old):
+        return None
+    return checkout.git.run_bytes("show", old), checkout.git.run_bytes("show", new)
+
+
+def _file(path: str, found: Placement) -> FileDrift:
+    return FileDrift(path, _WORDS.get(found.status, found.status), found.rejected)
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,250 @@
+"""pr: the body of one pull request, in the shape PyTorch's reviewers ask for.
+
+Why and what come from the patch's description, everything else from its entry
+in series.toml and from the results files that entry names. Nothing is made up:
+a section without a source says what is missing instead of being left out
+silently, except benchmarks, which not every PR needs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import patchfile
+from .errors import StageError
+from .series import PullRequest, Series
+
+
+_MAX_ROWS = 16
+# "> 1 wins" and "< 1 wins" columns, by the word that ends their name.
+_WINS_ABOVE = ("speedup", "slowdown", "of_bound")
+_WINS_BELOW = ("ratio", "relative_time")
+_TEST_PLAN = re.compile(
+    r"^(?:Test plan|Tests):.*?(?=\n\n\S|\Z)", re.MULTILINE | re.DOTALL
+)
+
+
+def render(series: Series, pr: PullRequest) -> str:
+    """Markdown of the whole body; its first line is the title.
+
+    Raises:
+        StageError: no patch with a description yet, or an unreadable results file.
+    """
+    patch = series.patch(pr)
+    if patch is None or not patch.message:
+        raise StageError(
+            f"{pr.patch_path}: no description yet",
+            hint="the patch carries it: refresh, or amend the commit and export",
+        )
+    title, _, text = patch.message.partition("\n\n")
+    plan = _TEST_PLAN.search(text)
+    body = _TEST_PLAN.sub("", text).strip()
+    sections = [
+        f"# {title.strip()}",
+        _stack(series, pr),
+        body,
+        _section("Support", _support(pr)),
+        _section("Test plan", _test_plan(series, pr, plan.group(0) if plan else "")),
+        _section("Benchmarks", _benchmarks(series, pr)),
+        _section("Backward compatibility", _bc(pr, patch)),
+        _section("What to review", _review(series, pr, patch)),
+        _closing(pr),
+    ]
+    return "\n\n".join(s for s in sections if s).rstrip() + "\n"
+
+
+def _section(title: str, text: str) -> str:
+    return f"## {title}\n\n{text}" if text else ""
+
+
+def _stack(series: Series, pr: PullRequest) -> str:
+    """As ghstack lists it: newest on top, an arrow at this one."""
+    lines = ["Stack (oldest at bottom):"]
+    for other in reversed(series.prs):
+        patch = series.patch(other)
+        title = (patch.message if patch else other.title).partition("\n")[0]
+        mark = "__->__ " if other is pr else ""
+        lines.append(f"* {mark}{other.name}: {title.strip()}")
+    return "\n".join(lines)
+
+
+def _support(pr: PullRequest) -> str:
+    """The matrix of series.toml: first row is the head."""
+    return _table([list(row) for row in pr.support]) if pr.support else ""
+
+
+def _test_plan(series: Series, pr: PullRequest, text: str) -> str:
+    """Exact commands; upstream's form first, then the one without a build."""
+    lines = list(pr.test_plan) or [f"python {test}" for test in pr.tests]
+    parts = []
+    if text:
+        words = text.partition(":")[2].strip("\n")
+        commands = [line.strip() for line in words.splitlines()]
+        extra = [c for c in commands if c.startswith("python ") and c not in lines]
+        lines += extra
+        prose = [c for c in commands if c and c not in lines]
+        parts += ["\n".join(prose)] if prose else []
+    if lines:
+        parts.append("```\n" + "\n".join(lines) + "\n```")
+    if pr.tests:
+        staged = f"python3 tools/stage.py test {' '.join(pr.tests)}"
+        base = f"torch {series.base.torch} ({series.base.git[:8]})"
+        parts.append(
+            f"Run on the {base} wheel with the stack up to this PR staged onto it "
+            f"(`tools/stage.py verify --each --only {pr.name}`), without a build of "
+            f"PyTorch:\n\n```\n{staged}\n```"
+        )
+    return "\n\n".join(parts) or "No test of its own: nothing here runs by itself."
+
+
+def _benchmarks(series: Series, pr: PullRequest) -> str:
+    return "\n\n".join(_results(series.root, name) for name in pr.results)
+
+
+def _results(root: Path, name: str) -> str:
+    """One results file: provenance, then its rows, losing ones first."""
+    try:
+        data = json.loads((root / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StageError(f"results file {name} does not exist") from None
+    except json.JSONDecodeError as error:
+        raise StageError(f"{name}: {error}") from None
+    facts = [f"`{name}`"]
+    facts += [
+        f"{key}: {data[key]}" for key in ("torch", "machine", "threads") if key in data
+    ]
+    head = (
+        f"{', '.join(facts)}\n\n```\n{data.get('command', 'no command recorded')}\n```"
+    )
+    rows = _rows(data)
+    if not rows:
+        return head
+    losing = [row for row in rows if _loses(row)]
+    shown = losing + [row for row in rows if row not in losing]
+    cut = shown[: max(_MAX_ROWS, len(losing))]
+    columns = [key for key in cut[0] if any(_cell(row.get(key)) for row in cut)]
+    table = [columns, *([_cell(row.get(c)) for c in columns] for row in cut)]
+    for row, cells in zip(cut, table[1:]):
+        if row in losing:
+            cells[0] = f"{cells[0]} (**loses**)"
+    counted = f"{len(rows)} rows, {len(losing)} of them lost"
+    if len(cut) < len(rows):
+        counted += f"; {len(rows) - len(cut)} winning rows are only in the file"
+    return f"{head}\n\n{_table(table)}\n\n{counted}."
+
+
+def _rows(data: Any) -> list[dict]:
+    """The measured rows: under "rows", else the first list of objects."""
+    if isinstance(data, list):
+        return [row for row in data if isinstance(row, dict)]
+    candidates = [data.get("rows"), data.get("blocks"), *data.values()]
+    for value in candidates:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return value
+    return []
+
+
+def _loses(row: dict) -> bool:
+    """Whether a row says that the peer is better."""
+    if "loses" in row:
+        return bool(row["loses"])
+    for key, value in row.items():
+        number = value.get("median") if isinstance(value, dict) else value
+        if not isinstance(number, (int, float)) or isinstance(number, bool):
+            continue
+        if key.endswith(_WINS_ABOVE[:2]) and number < 1:
+            return True
+        if key.endswith(_WINS_BELOW) and number > 1:
+            return True
+    return False
+
+
+def _cell(value: Any) -> str:
+    """A value as a table shows it; "" for what has no place in a cell."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        if "median" not in value:
+            return ""
+        low, high = (value.get(k) for k in ("p10", "p90"))
+        spread = f" ({_cell(low)} - {_cell(high)})" if low is not None else ""
+        return f"{_cell(value['median'])}{spread}"
+    if isinstance(value, list):
+        simple = all(isinstance(v, (int, str)) for v in value) and len(value) <= 8
+        return " x ".join(map(str, value)) if simple else ""
+    return "" if value is None else str(value).replace("|", "\\|")
+
+
+def _bc(pr: PullRequest, patch: patchfile.Patch) -> str:
+    if pr.bc:
+        return pr.bc.strip()
+    if patch.diff:
+        return (
+            "Not BC-breaking: no public signature, schema or default of a released "
+            "function changes."
+        )
+    return "Not BC-breaking: only new files."
+
+
+def _review(series: Series, pr: PullRequest, patch: patchfile.Patch) -> str:
+    """What changes where, biggest first, so that a reviewer knows the order."""
+    sizes = sorted(file_sizes(series, pr), key=lambda item: -item[1])
+    new = set(pr.files)
+    rows = [["file", "changed lines", ""]]
+    for path, lines, kind in sizes:
+        words = [w for w in ("new" if path in new else "", kind) if w]
+        rows.append([f"`{path}`", str(lines), ", ".join(words)])
+    core = sum(lines for _, lines, kind in sizes if not kind)
+    return f"{_table(rows)}\n\n{core} changed lines outside tests, generated files and kernels."
+
+
+def file_sizes(series: Series, pr: PullRequest) -> Iterator[tuple[str, int, str]]:
+    """(path, changed lines, kind) of every file of a PR.
+
+    Kind is "test", "generated", "kernel", "docs", "data" or "" for the code
+    whose size is limited.
+    """
+    patch = series.patch(pr)
+    for part in patchfile.split_by_file(patch.diff) if patch else ():
+        path = patchfile.path_of(part)
+        yield path, patchfile.changed_lines(part), kind_of(path)
+    for path in pr.files:
+        data = (series.root / path).read_bytes()
+        lines = 0 if b"\0" in data else data.count(b"\n")
+        yield path, lines, kind_of(path)
+
+
+_KINDS = (
+    ("generated", r".*/generated/.*|test/expect/.*"),
+    ("data", r".*\.(npz|json|csv|png)"),
+    ("docs", r".*\.(md|rst)"),
+    ("test", r"test/.*|torch/testing/.*|benchmarks/.*"),
+    ("kernel", r"aten/src/ATen/native/(cpu|cuda)/.*|.*/triton_kernels/.*"),
+)
+
+
+def kind_of(path: str) -> str:
+    """Which files do not count against the size of a PR, and why."""
+    return next((kind for kind, form in _KINDS if re.fullmatch(form, path)), "")
+
+
+def _closing(pr: PullRequest) -> str:
+    lines = [f"Fixes {issue}" for issue in pr.fixes]
+    labels = ", ".join(f"`{label}`" for label in pr.labels)
+    lines += [f"Labels: {labels}"] if labels else []
+    if pr.owners:
+        names = [f"@{owner.lstrip('@')}" for owner in pr.owners]
+        lines.append(f"cc {' '.join(names)}")
+    return "\n".join(lines)
+
+
+def _table(rows: list[list[str]]) -> str:
+    head, *rest = rows
+    lines = [head, ["---"] * len(head), *rest]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
