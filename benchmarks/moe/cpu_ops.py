@@ -16,9 +16,10 @@ import datetime
 import pathlib
 import sys
 
-import torch
 from cpu import report, shapes
 from cpu.timing import measure_row, Settings
+
+import torch
 
 from measure import provenance
 
@@ -35,7 +36,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--seconds", type=float, help="cap for all timed calls of a form in a row"
     )
     parser.add_argument("--no-compiled", action="store_true", help="no compiled peers")
-    parser.add_argument("--out", type=pathlib.Path, help="JSON, merged with what it has")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="JSON, merged with what it has"
+    )
     parser.add_argument(
         "--fresh", action="store_true", help="drop what the JSON has instead of merging"
     )

@@ -41,12 +41,18 @@ class Sample(NamedTuple):
     experts: list[int]
 
 
+MAX_ELEMENTS = 4 * 10**8  # of the weights that the sampled tokens need in float64
+
+
 def make_sample(row: Row, indices: Tensor, max_tokens: int, max_experts: int) -> Sample:
     """Tokens spread over the batch, and the experts with the most and the fewest rows."""
-    T, E = row.case.num_tokens, row.case.num_experts
-    tokens = torch.linspace(0, T - 1, min(T, max_tokens)).long().unique()
-    by_load = torch.bincount(indices.flatten(), minlength=E).argsort(descending=True)
-    order = [e for pair in zip(by_load.tolist(), by_load.flip(0).tolist()) for e in pair]
+    c = row.case
+    affordable = max(2, MAX_ELEMENTS // (c.top_k * 3 * c.dim * c.hidden))
+    count = min(c.num_tokens, max_tokens, affordable)
+    tokens = torch.linspace(0, c.num_tokens - 1, count).long().unique()
+    load = torch.bincount(indices.flatten(), minlength=c.num_experts)
+    by_load = load.argsort(descending=True).tolist()
+    order = [e for pair in zip(by_load, reversed(by_load)) for e in pair]
     return Sample(tokens, list(dict.fromkeys(order))[:max_experts])
 
 

@@ -16,7 +16,6 @@ if str(_FOLDER) not in sys.path:
     sys.path.insert(0, str(_FOLDER))
 
 import blocks
-
 from .shapes import Layer, Row
 
 
@@ -24,7 +23,7 @@ OURS = "moe_mlp"
 
 # What a peer may cost before it is left out of a row; the row then says what it would have cost.
 MAX_COPIED_BYTES = 2 << 30  # of weights, by batched_mm, in one layer
-MAX_INDEX_GRAD_BYTES = 64 << 30  # gradients of w[expert], by transformers' eager loop
+MAX_INDEX_GRAD_BYTES = 4 << 30  # gradients of w[expert], by transformers' eager loop
 
 Call = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]
 

@@ -9,6 +9,7 @@ import rich.box
 import rich.console
 import rich.progress
 import rich.table
+
 import torch
 
 from .peers import OURS
@@ -137,7 +138,7 @@ def print_row(row: dict[str, object]) -> None:
         text += f"  saved {form['saved_bytes'] / 2**20:.1f} MiB"
         _console.print(text + ("  capped" if "capped" in form else ""), highlight=False)
     for name, reason in row["left_out"].items():
-        _console.print(f"  {name:32} left out: {reason}", highlight=False)
+        _console.print(f"  {name:32} left out: {reason}", highlight=False, markup=False)
 
 
 def print_table(rows: Iterable[dict[str, object]]) -> None:

@@ -71,9 +71,7 @@ class Row:
 
 
 def _case(name: str, *shape: int, routing: str = "uniform") -> MoeCase:
-    return MoeCase(
-        name, **dict(zip(_CASE_FIELDS, shape, strict=True)), routing=routing
-    )
+    return MoeCase(name, **dict(zip(_CASE_FIELDS, shape, strict=True)), routing=routing)
 
 
 _CASE_FIELDS = ("num_tokens", "dim", "hidden", "num_experts", "top_k")
@@ -146,9 +144,7 @@ def quick_rows() -> tuple[Row, ...]:
     ]
     rows += [Row("tiny-gpt_oss", tiny, backward=b, gpt_oss=True) for b in _PASSES]
     rows += [Row("tiny-recorded", recorded, backward=b) for b in _PASSES]
-    rows.append(
-        Row("tiny-decode", _case("d", 2, 32, 16, 4, 2), layers=4, routings=3)
-    )
+    rows.append(Row("tiny-decode", _case("d", 2, 32, 16, 4, 2), layers=4, routings=3))
     rows.append(Row("tiny-sparsity", tiny, backward=True, sweep="constant K"))
     return tuple(rows)
 

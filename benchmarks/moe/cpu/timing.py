@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from measure import peak_bytes, saved_bytes, Spread, spread
-
 from . import bounds, check
 from .peers import Form, left_out, make_forms, OURS
 from .shapes import make_operands, Operands, Row
+from measure import peak_bytes, saved_bytes, Spread, spread
 
 
 class Settings(NamedTuple):
@@ -27,7 +26,7 @@ class Settings(NamedTuple):
     """
 
     rounds: int = 15
-    seconds: float = 8.0
+    seconds: float = 5.0
     compiled: bool = True
     compile_seconds: float = 90.0
     tokens: int = 48
@@ -164,24 +163,14 @@ def _checked_runners(
     return runners, entries
 
 
-def _rounds(
-    runners: dict[str, Runner], entries: dict[str, dict], settings: Settings
-) -> dict[str, int]:
-    """Rounds of every form after a warm-up call; a slow one is capped, and its entry says so."""
-    rounds = {}
-    for name, runner in runners.items():
-        start = time.perf_counter()
-        runner()
-        seconds = time.perf_counter() - start
-        affordable = max(MIN_ROUNDS, int(settings.seconds / seconds))
-        rounds[name] = min(settings.rounds, affordable)
-        if rounds[name] < settings.rounds and name != OURS:
-            entries[name]["capped"] = (
-                f"{rounds[name]} of {settings.rounds} rounds: a call takes {seconds:.2f} s "
-                f"and a form may take {settings.seconds:g} s"
-            )
-    peers = [n for name, n in rounds.items() if name != OURS]
-    rounds[OURS] = max(rounds[OURS], *peers)
+def _rounds(name: str, entry: dict, seconds: float, settings: Settings) -> int:
+    """Rounds of a form whose call took ``seconds``; a slow peer is capped and says so."""
+    rounds = min(settings.rounds, max(MIN_ROUNDS, int(settings.seconds / seconds)))
+    if rounds < settings.rounds and name != OURS:
+        entry["capped"] = (
+            f"{rounds} of {settings.rounds} rounds: a call takes {seconds:.2f} s "
+            f"and a form may take {settings.seconds:g} s"
+        )
     return rounds
 
 
@@ -198,10 +187,15 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
     without = left_out(row, copies, hits, stored)
     runners, entries = _checked_runners(row, operands, settings, without)
     row_bound = bounds.bound(row, operands)
+    rounds = {}
     for name, runner in runners.items():
         entries[name]["saved_bytes"] = runner.saved_bytes()
-        entries[name]["peak_bytes"] = peak_bytes(runner)
-    seconds = interleaved(runners, _rounds(runners, entries, settings))
+        start = time.perf_counter()
+        entries[name]["peak_bytes"] = peak_bytes(runner)  # also the warm-up
+        warm_up = time.perf_counter() - start
+        rounds[name] = _rounds(name, entries[name], warm_up, settings)
+    rounds[OURS] = max(rounds.values())
+    seconds = interleaved(runners, rounds)
     for name, values in seconds.items():
         entry = entries[name]
         entry["rounds"] = len(values)

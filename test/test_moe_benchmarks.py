@@ -1,0 +1,152 @@
+# Owner(s): ["module: nn"]
+"""Smoke tests of benchmarks/moe/cpu_ops.py: tiny rows, every form against float64, the JSON."""
+
+import json
+import pathlib
+import sys
+import tempfile
+
+import torch
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+_BENCHMARKS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "moe"
+sys.path.insert(0, str(_BENCHMARKS))
+
+import cpu_ops
+from cpu import bounds, report, shapes, timing
+
+import blocks
+
+
+def tiny(name, **changes):
+    rows = {row.id: row for row in shapes.quick_rows()}
+    return timing.measure_row(
+        rows[name], cpu_ops.settings_of(cpu_ops.parse_args(["--quick"]))
+    )
+
+
+class TestCpuOps(TestCase):
+    def _run(self, *arguments):
+        self.assertEqual(cpu_ops.main(["--quick", *arguments]), 0)
+
+    def test_quick_run(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out, plot = pathlib.Path(folder, "rows.json"), pathlib.Path(folder, "p.png")
+            self._run("--out", str(out), "--plot", str(plot))
+            record = json.loads(out.read_text())
+            self.assertEqual(plot.read_bytes()[1:4], b"PNG")
+        report.check_schema(record)
+        self.assertEqual(
+            [row["id"] for row in record["rows"]],
+            [row.id for row in shapes.quick_rows()],
+        )
+        for row in record["rows"]:
+            eager = {n for n, f in row["forms"].items() if f["kind"] == "eager"}
+            expected = {"moe_mlp", "loop_unbound", "transformers_eager"}
+            expected |= {"transformers_grouped_mm", "transformers_batched_mm"}
+            if "gpt_oss" not in row["id"]:
+                expected.add("three_grouped_mm")
+            self.assertEqual(eager, expected)
+            self.assertEqual(row["forms"].keys() & row["left_out"].keys(), set())
+
+    def test_saved_bytes(self):
+        # Invariant 3, and that a peer which gathers saves more.
+        row = tiny("tiny/float32/forward+backward")
+        T, D, F, E, K = row["shape"].values()
+        ours = row["forms"]["moe_mlp"]["saved_bytes"]
+        tensors = 4 * (T * D + 2 * T * K * F)
+        self.assertGreaterEqual(ours, tensors)
+        self.assertLessEqual(ours, tensors + 24 * T * K + 8 * E)
+        peer = row["forms"]["transformers_grouped_mm"]["saved_bytes"]
+        self.assertGreater(peer, tensors + 4 * T * K * D)
+
+    def test_wrong_form_is_an_error(self):
+        right = blocks.three_grouped_mm
+
+        def wrong(x, indices, weights, w1, w3, w_out):
+            return right(x, indices, weights, w3, w1, w_out)
+
+        blocks.three_grouped_mm = wrong
+        try:
+            with self.assertRaisesRegex(
+                AssertionError, "y of three_grouped_mm .*error"
+            ):
+                tiny("tiny/float32/forward")
+        finally:
+            blocks.three_grouped_mm = right
+
+    def test_wrong_weight_gradient_is_an_error(self):
+        right = blocks.loop_over_unbound_experts
+
+        def wrong(x, indices, weights, w_in, w_out, **kwargs):
+            return right(
+                x, indices, weights, w_in, w_out.detach() + 0 * w_out, **kwargs
+            )
+
+        blocks.loop_over_unbound_experts = wrong
+        try:
+            with self.assertRaisesRegex(AssertionError, "dw_out of loop_unbound"):
+                tiny("tiny/bfloat16/forward+backward")
+        finally:
+            blocks.loop_over_unbound_experts = right
+
+    def test_partial_runs_merge(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder, "rows.json")
+            first, second = "tiny/float32/forward", "tiny/bfloat16/forward"
+            self._run("--out", str(out), "--rows", first)
+            self._run("--out", str(out), "--rows", second, "--rounds", "2")
+            self._run("--out", str(out), "--rows", second, "--rounds", "4")
+            rows = json.loads(out.read_text())["rows"]
+            self.assertEqual([row["id"] for row in rows], [first, second])
+            self.assertEqual(rows[1]["forms"]["moe_mlp"]["rounds"], 4)
+
+            record = json.loads(out.read_text())
+            out.write_text(json.dumps({**record, "git": "another"}))
+            arguments = ["--quick", "--out", str(out), "--rows", first]
+            self.assertEqual(cpu_ops.main(arguments), 2)
+            self._run(*arguments[1:], "--fresh")
+            rows = json.loads(out.read_text())["rows"]
+            self.assertEqual([row["id"] for row in rows], [first])
+
+    def test_select(self):
+        rows = shapes.default_rows()
+        self.assertEqual(len({row.id for row in rows}), len(rows))
+        self.assertEqual(shapes.select(rows, None), list(rows))
+        chosen = shapes.select(rows, ["decode-*", "2048-1024-512-32-4/float32/forward"])
+        self.assertEqual(len(chosen), 4)
+        with self.assertRaisesRegex(ValueError, "--rows nothing matches none of"):
+            shapes.select(rows, ["nothing"])
+
+    def test_median_interval(self):
+        low, high, confidence = timing.median_interval(range(10))
+        self.assertEqual((low, high), (1, 8))
+        self.assertEqual(confidence, 1 - 2 * 11 / 1024)
+        self.assertEqual(timing.median_interval([3.0, 1.0, 2.0])[:2], (1.0, 3.0))
+
+    def test_bound(self):
+        row = {row.id: row for row in shapes.quick_rows()}["tiny/float32/forward"]
+        T, D, F, E, K = row.shape().values()
+        self.assertEqual(bounds.flops(row), 2 * T * K * 3 * D * F)
+        self.assertEqual(
+            bounds.compulsory_bytes(row, 3), 4 * (3 * 3 * D * F + 2 * T * D)
+        )
+        operands = shapes.make_operands(row)
+        bound = bounds.bound(row, operands)
+        self.assertEqual(
+            bound["milliseconds"],
+            max(bound["compute_milliseconds"], bound["memory_milliseconds"]),
+        )
+
+    def test_rows_are_the_same_every_time(self):
+        row = shapes.quick_rows()[0]
+        first, second = shapes.make_operands(row), shapes.make_operands(row)
+        self.assertEqual(first.x, second.x, atol=0, rtol=0)
+        self.assertEqual(first.layers, second.layers, atol=0, rtol=0)
+        distinct = torch.stack(list(first.layers[0].w_in)).flatten(1).unique(dim=0)
+        self.assertEqual(len(distinct), row.case.num_experts)
+
+
+if __name__ == "__main__":
+    run_tests()
