@@ -34,8 +34,8 @@ from .texts import encode
 
 
 _FOLDER = "moe-stage"
-# Enough to know PyTorch by, in any version that can be meant.
-_MARKERS = ("torch/overrides.py", "torch/nn/functional.py")
+# One is enough to know PyTorch by: any file may move some day.
+_MARKERS = ("torch/nn/functional.py", "torch/overrides.py", "torchgen/gen.py")
 # How far back commits of this stack are looked for.
 _HISTORY = 2000
 _INDEX = re.compile(r"^index ([0-9a-f]{40})\.\.([0-9a-f]{40})", re.MULTILINE)
@@ -264,10 +264,10 @@ class Applier:
                 "that is the stager's own checkout; it has the stack already",
                 hint="name a checkout of PyTorch",
             )
-        missing = [m for m in _MARKERS if not self._git.has(f"HEAD:{m}")]
-        if missing:
+        if not any(self._git.has(f"HEAD:{marker}") for marker in _MARKERS):
             raise StageError(
-                f"{target.path} is not PyTorch: its HEAD has no {missing[0]}"
+                f"{target.path} is not PyTorch: its HEAD has no {_MARKERS[0]}",
+                hint="name a git checkout of PyTorch",
             )
         for name in ("rebase-apply", "rebase-merge", "MERGE_HEAD", "CHERRY_PICK_HEAD"):
             if (target.folder / name).exists():

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from staging import pipeline, series as series_module
+from staging import export, pipeline, series as series_module
+from staging.apply import Applier, Target
 from staging.baseenv import BaseEnv, locate
 from staging.checkout import Checkout
 from staging.config import Workspace
 from staging.console import Console
+from staging.gitrepo import GitRepo, UserRepo
 from staging.pipeline import Staged
 from staging.series import Series
 
@@ -30,6 +32,7 @@ WHEEL_FILES = {
     "torch/__init__.py": "from torch import overrides\n",
     "torch/version.py": f"git_version = '{GIT_VERSION}'\n",
     "torch/overrides.py": "".join(f"line_{i} = {i}\n" for i in range(1, 41)),
+    "torch/dos.py": "".join(f"dos_{i} = {i}\r\n" for i in range(1, 21)),
     "torch/nn/__init__.py": "",
     "torch/nn/functional.py": "def relu(x):\n    return max(x, 0)\n",
     "torch/include/ATen/core/Tensor.h": "#pragma once\n",
@@ -135,6 +138,86 @@ class Project:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
+    def refresh(self, name: str) -> list[str]:
+        """Folds the edits of build/checkout into a PR."""
+        console, checkout = Console(quiet=True), self.checkout()
+        checkout.ensure_current(self.series, console)
+        changed = export.refresh(
+            self.workspace, checkout, self.series, name, console
+        )
+        checkout.sync(self.series, console)
+        return changed
+
+
+class Upstream:
+    """A clone of the synthetic upstream, as a contributor has one."""
+
+    def __init__(self, path: Path, project: Project) -> None:
+        self.path = path
+        self.project = project
+        self.git = UserRepo(path)
+        self.said: list[str] = []
+
+    def apply(self, verb: str = "start", upto: str | None = None, **arguments) -> None:
+        """One call of `apply`, `apply --continue` or `apply --abort`."""
+        series = self.project.series.upto(upto) if upto else self.project.series
+        target, self.said = Target(self.path), []
+        with target.locked():
+            source = self.project.checkout()
+            applier = Applier(
+                target, source, series, lambda outcome: self.said.append(outcome.what)
+            )
+            getattr(applier, verb)(**arguments)
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+        return path
+
+    def read(self, name: str) -> str:
+        return (self.path / name).read_bytes().decode()
+
+    def edit(self, name: str, old: str, new: str) -> None:
+        """Replaces text of a file, which must be there."""
+        text = self.read(name)
+        assert old in text
+        self.write(name, text.replace(old, new))
+
+    def commit(self, message: str) -> str:
+        self.git.run("add", "-A")
+        self.git.run("commit", "-q", "-m", message)
+        return self.git.resolve("HEAD")
+
+    def tree(self, revision: str = "HEAD") -> str:
+        """Names the contents of a commit, byte for byte."""
+        return self.git.resolve(f"{revision}^{{tree}}")
+
+    def titles(self) -> list[str]:
+        return self.git.run("log", "--reverse", "--format=%s").splitlines()
+
+
+@pytest.fixture
+def upstream(project: Project, tmp_path: Path) -> Upstream:
+    """The project, set up, and a clone of what it was recovered from."""
+    project.setup()
+    path = tmp_path / "a checkout"
+    make_upstream(project, path)
+    return Upstream(path, project)
+
+
+def make_upstream(project: Project, path: Path, *options: str) -> None:
+    source = project.env.folder / "source-1"
+    GitRepo(path.parent).run("clone", "-q", *options, f"file://{source}", path.name)
+    identify(path)
+
+
+def identify(path: Path) -> None:
+    """A contributor's name, so that no test needs the machine's."""
+    git = UserRepo(path)
+    git.run("config", "user.name", "Someone Else")
+    git.run("config", "user.email", "someone@example.com")
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
@@ -156,7 +239,7 @@ def write_wheel(env: BaseEnv) -> None:
     for name, text in WHEEL_FILES.items():
         path = env.site / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_bytes(text.encode())
         digest = hashlib.sha256(text.encode()).digest()
         encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
         rows.append(f"{name},sha256={encoded},{len(text)}\n")
