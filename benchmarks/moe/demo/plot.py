@@ -18,6 +18,7 @@ from demo.report import Result
 FUSED_COLOR = "#d1495b"
 UNFUSED_COLOR = "#2e6f95"
 OTHER_COLOR = "#9aa5ad"
+RANKS_COLOR = "#3a7d44"
 
 
 def write_plot(result: Result, path: pathlib.Path) -> None:
@@ -83,6 +84,15 @@ def _plot_losses(axes: Axes, result: Result) -> None:
         ha="right",
         color="#66717a",
     )
+    if result.expert_parallel is not None:
+        axes.plot(
+            steps,
+            result.expert_parallel.losses,
+            color=RANKS_COLOR,
+            lw=1.2,
+            ls=(0, (2, 2)),
+            label=f"fused on {result.expert_parallel.ranks} expert-parallel ranks",
+        )
     axes.set_ylabel("training loss (nats per byte)")
     axes.legend(frameon=False)
     _clean(axes)
@@ -109,6 +119,9 @@ def _plot_differences(axes: Axes, result: Result) -> None:
             None if i else "two unfused runs, other expert order",
         )
     plot(result.differences["fused - unfused"], FUSED_COLOR, 2, "fused and unfused")
+    if result.expert_parallel is not None:
+        label = f"fused on {result.expert_parallel.ranks} ranks and on one"
+        plot(result.expert_parallel.differences, RANKS_COLOR, 2, label)
     axes.axhline(limit, color="black", ls=":", lw=1)
     axes.annotate(
         "allowed: 2x the largest between unfused runs",

@@ -63,6 +63,36 @@ class BlockRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertParallelRow:
+    """The fused model trained with its experts on several ranks.
+
+    Attributes:
+        losses: training loss of every step, mean over ranks (nats per byte).
+        held_out_end: loss on text that is never trained on.
+        differences: per step |loss difference| to the fused run of one process.
+        tokens_per_second: of all ranks together, over the steps.
+        wire_bytes: by level of the mesh, of all ranks and layers in one step: "payload" (token
+            rows), "minimum" (payload with every row sent once per rank that needs it), "metadata"
+            (ids, router weights, sizes).
+    """
+
+    ranks: int
+    losses: list[float]
+    held_out_end: float
+    differences: list[float]
+    tokens_per_second: Spread
+    wire_bytes: dict[str, dict[str, float]]
+
+    def total_wire_bytes(self) -> dict[str, float]:
+        """Sum over the levels."""
+        levels = self.wire_bytes.values()
+        return {
+            name: sum(level[name] for level in levels)
+            for name in ("payload", "minimum", "metadata")
+        }
+
+
+@dataclasses.dataclass(frozen=True)
 class Check:
     """One thing the demo promises; the demo fails when one does not hold."""
 
@@ -82,6 +112,7 @@ class Result:
     training: list[TrainingRow]
     differences: dict[str, list[float]]
     blocks: list[BlockRow]
+    expert_parallel: ExpertParallelRow | None
     checks: list[Check]
     seconds: float
 
@@ -122,6 +153,8 @@ class Display:
     def show(self, result: Result) -> None:
         self.console.print(_training_table(result))
         self.console.print(_block_table(result))
+        if result.expert_parallel is not None:
+            self.console.print(_expert_parallel_table(result, result.expert_parallel))
         self.console.print(_check_table(result))
 
 
@@ -191,6 +224,39 @@ def _block_table(result: Result) -> rich.table.Table:
     return table
 
 
+def _expert_parallel_table(result: Result, row: ExpertParallelRow) -> rich.table.Table:
+    table = _table(
+        "Expert parallel: the fused model on more ranks, one thread each; bytes between ranks",
+        "run",
+        "loss last",
+        "held-out end",
+        "largest difference",
+        "tokens/s",
+        "payload KiB/step",
+        "minimum",
+        "metadata",
+    )
+    fused = next(r for r in result.training if r.run == "fused")
+    table.add_row(
+        f"fused, 1 process, {result.provenance['threads']} threads",
+        f"{fused.losses[-1]:.4f}",
+        f"{fused.held_out_end:.4f}",
+        "",
+        f"{fused.tokens_per_second.median:,.0f}",
+        *("",) * 3,
+    )
+    wire = row.total_wire_bytes()
+    table.add_row(
+        f"{row.ranks} gloo ranks",
+        f"{row.losses[-1]:.4f}",
+        f"{row.held_out_end:.4f}",
+        f"{max(row.differences):.1e}",
+        f"{row.tokens_per_second.median:,.0f}",
+        *(f"{wire[name] / 2**10:,.1f}" for name in ("payload", "minimum", "metadata")),
+    )
+    return table
+
+
 def _check_table(result: Result) -> rich.table.Table:
     table = rich.table.Table(
         title="Checks", title_justify="left", title_style="bold", box=rich.box.SIMPLE
@@ -222,6 +288,8 @@ def write_json(result: Result, path: pathlib.Path) -> None:
     fields = fields.pop("provenance") | fields
     for name in ("training", "blocks", "checks"):
         fields[name] = [vars(row) for row in fields[name]]
+    if result.expert_parallel is not None:
+        fields["expert_parallel"] = vars(result.expert_parallel)
     lines = json.dumps(_rounded(fields), indent=1)
     lines = re.sub(
         r"\[[-+.\deE,\s]+\]",

@@ -32,7 +32,8 @@ class Run:
 
     def step(self, window: Tensor, learning_rate: float) -> None:
         start = time.perf_counter()
-        self.optimizer.param_groups[0]["lr"] = learning_rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
         self.optimizer.zero_grad()
         loss = self.model.loss(window)
         loss.backward()
@@ -47,16 +48,31 @@ class Run:
         return torch.stack(losses).mean().item()
 
 
+def make_run(
+    name: str, model: LanguageModel, groups: list[list[torch.nn.Parameter]]
+) -> Run:
+    """A run whose optimizer updates the parameters of ``groups``.
+
+    Args:
+        groups: parameters that one fused update can take together: all of a model, but for
+            DTensors on different meshes.
+    """
+    optimizer = torch.optim.AdamW(
+        [{"params": group} for group in groups],
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+        fused=True,
+    )
+    return Run(name, model, optimizer)
+
+
 def make_runs(blocks: dict[str, MoEBlock], config: ModelConfig, seed: int) -> list[Run]:
     """One run per named block, all with the initial weights that ``seed`` gives."""
     runs = []
     for name, block in blocks.items():
         torch.manual_seed(seed)
         model = LanguageModel(config, block)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        runs.append(Run(name, model, optimizer))
+        runs.append(make_run(name, model, [list(model.parameters())]))
     return runs
 
 

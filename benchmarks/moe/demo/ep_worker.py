@@ -1,0 +1,261 @@
+"""One rank of the expert-parallel training run of the demo; torchrun starts it.
+
+    python -m torch.distributed.run --nproc-per-node 2 benchmarks/moe/demo/ep_worker.py --out FILE
+
+The model, its initial weights and the text are those of train_demo.py. Every rank takes its share
+of each batch, holds its share of the experts, and sends tokens to the others through a token
+switch; everything else is sharded by FSDP2. Rank 0 writes what was measured to FILE.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import pathlib
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn, Tensor
+from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import fully_shard
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import blocks
+from blocks import MoEBlock
+from demo import text
+from demo.model import LanguageModel, MoE, ModelConfig
+from demo.report import Display
+from demo.train import learning_rate, make_run
+
+
+TIMEOUT = datetime.timedelta(seconds=60)  # of a collective, so that nothing hangs
+COUNT_EVERY = 10  # steps; bytes are counted in these and time in the others
+
+
+def expert_parallel(
+    switch: TokenSwitchAllToAll, on_route: Callable[[Tensor], None] = lambda indices: None
+) -> MoEBlock:
+    """``F.moe_topk`` here, ``F.moe_mlp`` where the experts are.
+
+    Args:
+        on_route: called with the (T, K) expert ids of every layer.
+    """
+
+    def experts(
+        x_TD: Tensor,
+        indices_TK: Tensor,
+        weights_TK: Tensor,
+        w_in_EGD: Tensor,
+        w_out_EDF: Tensor,
+    ) -> Tensor:
+        on_route(indices_TK)
+        routing = switch.create_routing(indices_TK, layout="flat")
+        rows, weights, ids = switch.dispatch(routing, x_TD, weights_TK)
+        out = F.moe_mlp(rows, ids, weights, w_in_EGD, w_out_EDF)
+        return switch.combine(routing, out)
+
+    return MoEBlock(F.moe_topk, experts)
+
+
+def make_mesh(num_hosts: int) -> DeviceMesh:
+    """(ranks,) "ep" on one host or one rank per host, else (hosts, ranks per host)."""
+    ranks = dist.get_world_size()
+    if ranks % num_hosts:
+        raise ValueError(f"{ranks} ranks do not divide over --hosts {num_hosts}")
+    if num_hosts in (1, ranks):
+        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    shape = (num_hosts, ranks // num_hosts)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
+
+
+def make_switch(
+    mesh: DeviceMesh, num_experts: int, combine: Literal["reduce", "exact"]
+) -> TokenSwitchAllToAll:
+    """Flat all-to-all on a 1-D mesh; node, then local on a 2-D one."""
+    if mesh.ndim == 1:
+        return TokenSwitchAllToAll(mesh.get_group(), num_experts, combine=combine)
+    return TokenSwitchHierarchical(mesh, num_experts, combine=combine)
+
+
+def shard(model: LanguageModel, mesh: DeviceMesh) -> list[list[nn.Parameter]]:
+    """Keep this rank's experts, and this rank's shard of everything else.
+
+    Returns:
+        The parameters of experts and the others, for the optimizer.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    experts = []
+    for layer in model.modules():
+        if not isinstance(layer, MoE):
+            continue
+        for name in ("w_in", "w_out"):
+            whole = layer.get_parameter(name).detach()
+            mine = nn.Parameter(whole.chunk(ranks)[rank].clone())
+            # The loss is the mean over ranks, which FSDP sees to for the others.
+            mine.register_hook(lambda grad: grad / ranks)
+            setattr(layer, name, mine)
+            experts.append(mine)
+    flat = mesh if mesh.ndim == 1 else mesh._flatten("ep")
+    # One group: without the experts the layers are too small to be worth a message each.
+    fully_shard(model, mesh=flat, ignored_params=set(experts))
+    own = {id(p) for p in experts}
+    return [experts, [p for p in model.parameters() if id(p) not in own]]
+
+
+
+class WireCounter:
+    """Bytes between ranks in some steps, beside the fewest that would do.
+
+    Attributes:
+        steps: how many were counted.
+        levels: of the mesh: "flat", or "node" and "local"; each with the bytes of all counted
+            steps and all ranks together.
+            payload: token rows to the experts and back, and their gradients.
+            minimum: payload if each token goes once to every other rank (or node) that holds
+                one of its experts, comes back once, and so does its gradient.
+            metadata: expert ids, router weights and their gradients, sizes.
+    """
+
+    def __init__(self, switch: TokenSwitchAllToAll, mesh: DeviceMesh, config: ModelConfig):
+        self.switch, self.mesh, self.config = switch, mesh, config
+        self.steps = 0
+        self.levels: dict[str, Counter[str]] = {}
+        self._routed: list[Tensor] | None = None
+
+    def on_route(self, indices: Tensor) -> None:
+        if self._routed is not None:
+            self._routed.append(indices)
+
+    def count(self, step: Callable[[], None]) -> None:
+        """Run ``step`` and add its bytes."""
+        self._routed = []
+        with count_wire_bytes(self.switch) as wire:
+            step()
+        routed, self._routed = self._routed, None
+        row_bytes = self.config.d_model * self.config.expert_dtype.itemsize
+        minimum: Counter[str] = Counter()
+        for indices in routed:
+            of_ranks = [torch.empty_like(indices) for _ in range(self.mesh.size())]
+            dist.all_gather(of_ranks, indices.contiguous())
+            rows = deduplicated_rows(of_ranks, self.config.experts, self.mesh.shape)
+            for level, per_rank in rows.items():
+                minimum[level] += 4 * row_bytes * per_rank[dist.get_rank()]
+        for level in minimum:
+            sent = dict(wire.sent[level])
+            payload = sent.pop("rows", 0) + sent.pop("returned", 0)
+            total = torch.tensor([payload, minimum[level], sum(sent.values())])
+            dist.all_reduce(total)
+            names = ("payload", "minimum", "metadata")
+            counts = dict(zip(names, total.tolist(), strict=True))
+            self.levels.setdefault(level, Counter()).update(counts)
+        self.steps += 1
+
+    def per_step(self) -> dict[str, dict[str, float]]:
+        return {
+            level: {name: total / self.steps for name, total in counts.items()}
+            for level, counts in self.levels.items()
+        }
+
+
+def mean_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
+def train(arguments: argparse.Namespace) -> dict[str, object]:
+    """Train and return what was seen: the same on every rank, but for the times."""
+    config = ModelConfig()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    corpus = text.read_corpus()
+    shape = (arguments.batch, config.sequence)
+    batches = text.sample_batches(
+        corpus.train, arguments.schedule, *shape, arguments.seed
+    )
+    held_out = text.sample_batches(
+        corpus.held_out, arguments.evaluation_batches, *shape, arguments.seed
+    )
+    if arguments.batch % ranks:
+        raise ValueError(f"--batch {arguments.batch} must be a multiple of {ranks} ranks")
+
+    mesh = make_mesh(arguments.hosts)
+    switch = make_switch(mesh, config.experts, arguments.combine)
+    wire = WireCounter(switch, mesh, config)
+    torch.manual_seed(arguments.seed)
+    model = LanguageModel(config, expert_parallel(switch, wire.on_route))
+    run = make_run("expert-parallel", model, shard(model, mesh))
+
+    with Display().progress(
+        f"Training on {ranks} ranks", arguments.steps if rank == 0 else 0
+    ) as advance:
+        for i in range(arguments.steps):
+            window = batches[i].chunk(ranks)[rank]
+            rate = learning_rate(i, arguments.schedule)
+            if i % COUNT_EVERY == 0:
+                wire.count(functools.partial(run.step, window, rate))
+                run.seconds.pop()
+            else:
+                run.step(window, rate)
+            if rank == 0:
+                advance(f"loss {run.losses[-1]:.3f} on rank 0")
+    held_out_end = run.evaluate(held_out.chunk(ranks, dim=1)[rank])
+    return {
+        "ranks": ranks,
+        "hosts": arguments.hosts,
+        "losses": mean_over_ranks(run.losses),
+        "held_out_end": mean_over_ranks([held_out_end])[0],
+        "seconds": run.seconds,
+        "wire_bytes": wire.per_step(),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON to write")
+    parser.add_argument("--steps", type=int, default=200, help="steps to train")
+    parser.add_argument(
+        "--schedule",
+        type=int,
+        help="steps of the learning rate's schedule (default: --steps)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="weights and order of text")
+    parser.add_argument("--batch", type=int, default=4, help="windows of all ranks")
+    parser.add_argument("--evaluation-batches", type=int, default=8)
+    parser.add_argument("--hosts", type=int, default=1, help="hosts the ranks are on")
+    parser.add_argument(
+        "--combine",
+        choices=("reduce", "exact"),
+        default="reduce",
+        help="one row back per token and rank, or per slot",
+    )
+    arguments = parser.parse_args()
+    arguments.schedule = arguments.schedule or arguments.steps
+    return arguments
+
+
+@record
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(1)  # ranks share the cores
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    result = train(arguments)
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
