@@ -1,17 +1,15 @@
 # Owner(s): ["oncall: distributed"]
 
-import contextlib
 import dataclasses
 import functools
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed._moe import wire
+from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
 from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchAllToAll
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.distributed._moe.checkpoint import save_communication
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -19,277 +17,239 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
-from torch.testing._internal.moe_reference import (
-    check_close,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
+from torch.testing._internal.distributed.moe_token_switch import (
+    CASE,
+    one_rank,
+    run_layer,
+    SHARES,
+    TokenSwitchTest,
+    truth,
 )
+from torch.testing._internal.moe_generators import ROUTINGS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 
-# Tokens of each of the four ranks.
-SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0)}
-CASE = MoeCase("ep", num_tokens=17, num_experts=8, top_k=3)
+def scale_layer(switch, ids, x, weights, w_in, w_out):
+    """A layer whose experts do nothing that could sync."""
+    routing = switch.create_routing(ids)
+    rows, row_weights, _ = switch.dispatch(routing, x, weights)
+    return switch.combine(routing, rows * row_weights.sum(1, keepdim=True).to(x.dtype))
 
 
-def case_of(routing):
-    """17 tokens with a routing; the recorded one has its own E and K."""
-    if routing == "recorded":
-        return dataclasses.replace(CASE, routing=routing, num_experts=64, top_k=8)
-    return dataclasses.replace(CASE, routing=routing)
+class CountAllToAll(TorchDispatchMode):
+    """Counts the all-to-alls that run, in forward and backward."""
 
+    count = 0
 
-@dataclasses.dataclass
-class Result:
-    """Output and gradients of one rank's tokens and experts."""
-
-    output: torch.Tensor
-    grad_input: torch.Tensor
-    grad_weights: torch.Tensor
-    grad_w_in: torch.Tensor
-    grad_w_out: torch.Tensor
-
-
-class TokenSwitchTest(MultiProcContinuousTest):
-    world_size = 4
-
-    @classmethod
-    def backend_str(cls):
-        return "gloo"
-
-    @classmethod
-    def device_type(cls):
-        return "cpu"
-
-    @staticmethod
-    @functools.cache
-    def mesh(ep):
-        """The world as (world / ep, ep); once, as a gloo group owns threads."""
-        return init_device_mesh("cpu", (4 // ep, ep), mesh_dim_names=("dp", "ep"))
-
-    def switch(self, ep=4, num_experts=8, **kwargs):
-        group = self.mesh(ep).get_group("ep")
-        return TokenSwitchAllToAll(group, num_experts, **kwargs)
-
-    def slices(self, ep, share, num_experts=8):
-        """Tokens and experts of this rank; each EP group routes the tokens of its
-        own ranks."""
-        bounds = [sum(SHARES[share][:r]) for r in range(5)]
-        tokens = slice(bounds[self.rank], bounds[self.rank + 1])
-        local, first = num_experts // ep, self.rank % ep
-        return tokens, slice(local * first, local * (first + 1))
-
-    def run_switch(self, switch, operands, tokens, experts, grow=False) -> Result:
-        x, weights, w_in, w_out = (
-            t.detach().clone().requires_grad_()
-            for t in (
-                operands.input[tokens],
-                operands.topk_weights[tokens],
-                operands.w_in[experts],
-                operands.w_out[experts],
-            )
-        )
-
-        def step():
-            for t in (x, weights, w_in, w_out):
-                t.grad = None
-            ids = operands.topk_indices[tokens]
-            routing = switch.create_routing(ids, layout="flat")
-            rows, row_weights, row_ids = switch.dispatch(routing, x, weights)
-            out = F.moe_mlp(rows, row_ids, row_weights, w_in, w_out)
-            y = switch.combine(routing, out)
-            y.backward(operands.grad_out[tokens])
-            return y.detach()
-
-        y = grow_and_rerun([switch], step) if grow else step()
-        return Result(y, x.grad, weights.grad, w_in.grad, w_out.grad)
-
-    def one_rank(self, operands) -> Result:
-        """F.moe_mlp of all tokens and experts in this process."""
-        leaves = [
-            t.detach().clone().requires_grad_()
-            for t in (
-                operands.input,
-                operands.topk_weights,
-                operands.w_in,
-                operands.w_out,
-            )
-        ]
-        x, weights, w_in, w_out = leaves
-        y = F.moe_mlp(x, operands.topk_indices, weights, w_in, w_out)
-        y.backward(operands.grad_out)
-        return Result(y.detach(), *(t.grad for t in leaves))
-
-    def sum_over_replicas(self, grad, ep):
-        """Adds what the EP groups, which hold copies of the experts, contribute."""
-        total = grad.double()
-        dist.all_reduce(total, group=self.mesh(ep).get_group("dp"))
-        return total
-
-    def assert_within_invariant_1(self, got, operands, tokens, experts, dtype, ep):
-        args = operands.args()
-        ref, _ = moe_mlp_reference(*args)
-        unfused, _ = moe_mlp_unfused(*args)
-        grads = moe_mlp_backward_reference(operands.grad_out, *args)
-        unfused_grads = moe_mlp_backward_unfused(operands.grad_out, *args)
-
-        def check(name, value, want, loose, part):
-            if value.numel():
-                check_close(value, want[part], loose[part], dtype, name)
-
-        check("output", got.output, ref, unfused, tokens)
-        for name, part, value in (
-            ("input", tokens, got.grad_input),
-            ("topk_weights", tokens, got.grad_weights),
-            ("w_in", experts, self.sum_over_replicas(got.grad_w_in, ep)),
-            ("w_out", experts, self.sum_over_replicas(got.grad_w_out, ep)),
-        ):
-            want = getattr(grads, f"grad_{name}")
-            check(name, value, want, getattr(unfused_grads, f"grad_{name}"), part)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops._c10d_functional.all_to_all_single.default
+        return func(*args, **(kwargs or {}))
 
 
 @instantiate_parametrized_tests
 class TestAllToAll(TokenSwitchTest):
+    def switch(self, ep=4, num_experts=8, **kwargs):
+        group = self.mesh(4 // ep, ep).get_group(1)
+        return TokenSwitchAllToAll(group, num_experts, **kwargs)
+
     @parametrize("routing", list(ROUTINGS))
     @parametrize("ep", [1, 2, 4])
     @parametrize("combine", ["reduce", "exact"])
     def test_matches_one_rank(self, routing, ep, combine):
-        case = case_of(routing)
-        E = case.num_experts
         for dtype in (torch.float32, torch.bfloat16):
-            operands = case.operands(dtype)
-            whole = self.one_rank(operands)
+            want = truth(routing, dtype)
+            E = want.operands.w_in.shape[0]
             for share in SHARES:
-                tokens, experts = self.slices(ep, share, E)
+                tokens, experts = self.part(ep, share, E)
                 switch = self.switch(ep, E, combine=combine)
-                got = self.run_switch(switch, operands, tokens, experts)
-                self.assert_within_invariant_1(
-                    got, operands, tokens, experts, dtype, ep
-                )
-                if combine == "exact":
-                    for name in ("output", "grad_input", "grad_weights"):
-                        want = getattr(whole, name)[tokens]
-                        self.assertTrue(torch.equal(getattr(got, name), want), name)
+                got = self.run_switch(switch, want.operands, tokens, experts)
+                exact = combine == "exact"
+                self.check(got, want, tokens, experts, exact=exact, ep=ep)
 
     @parametrize("combine", ["reduce", "exact"])
     def test_static_gives_the_compact_bits(self, combine):
         for routing in ROUTINGS:
-            case = case_of(routing)
-            operands, E = case.operands(), case.num_experts
+            operands = truth(routing).operands
+            E = operands.w_in.shape[0]
             for share in SHARES:
-                tokens, experts = self.slices(4, share, E)
+                part = self.part(4, share, E)
                 compact = self.run_switch(
-                    self.switch(4, E, combine=combine), operands, tokens, experts
+                    self.switch(4, E, combine=combine), operands, *part
                 )
                 switch = self.switch(4, E, combine=combine, capacity=17)
-                static = self.run_switch(switch, operands, tokens, experts)
+                static = self.run_switch(switch, operands, *part)
                 switch.check_overflow()
-                for name in ("output", "grad_input", "grad_weights"):
-                    got, want = getattr(static, name), getattr(compact, name)
-                    self.assertTrue(torch.equal(got, want), (routing, share, name))
+                self.assert_same_bits(static, compact, (routing, share))
 
     @parametrize("combine", ["reduce", "exact"])
     def test_overflow_raises_on_every_rank_and_a_rerun_recovers(self, combine):
-        operands = case_of("one_expert").operands()
-        tokens, experts = self.slices(4, "gaps")
+        operands = truth("one_expert").operands
+        part = self.part(4, "gaps")
         switch = self.switch(combine=combine, capacity=2)
-        self.run_switch(switch, operands, tokens, experts)
+        self.run_switch(switch, operands, *part)
         with self.assertRaisesRegex(RuntimeError, "needed 9 rows but capacity is 2"):
             switch.check_overflow()
-        got = self.run_switch(switch, operands, tokens, experts, grow=True)
+        got = self.run_switch(switch, operands, *part, grow=True)
         self.assertEqual(switch.capacity, 9)
-        compact = self.run_switch(
-            self.switch(combine=combine), operands, tokens, experts
-        )
-        for name in ("output", "grad_input", "grad_weights"):
-            self.assertTrue(torch.equal(getattr(got, name), getattr(compact, name)))
+        compact = self.run_switch(self.switch(combine=combine), operands, *part)
+        self.assert_same_bits(got, compact)
+
+    def test_all_replicas_rerun_together(self):
+        # Ranks 0 and 1 share experts, 2 and 3 hold copies; only the first pair has
+        # more tokens than fit, and each step ends with a collective over all four.
+        switch = self.switch(ep=2, capacity=2)
+        tokens = 3 if self.rank < 2 else 1
+        steps = []
+
+        def step():
+            ids = torch.zeros(tokens, 1, dtype=torch.int64)
+            routing = switch.create_routing(ids)
+            rows, _, _ = switch.dispatch(routing, torch.ones(tokens, 4), ids.float())
+            total = switch.combine(routing, rows).sum()
+            dist.all_reduce(total)
+            steps.append(total.item())
+
+        grow_and_rerun([switch], step, group=dist.group.WORLD)
+        self.assertEqual(steps, [4 * (2 + 2 + 1 + 1), 4 * (3 + 3 + 1 + 1)])
+        self.assertEqual(switch.capacity, 3 if self.rank < 2 else 2)
+
+        with self.assertRaisesRegex(RuntimeError, "did not fit after 0 reruns"):
+            switch.capacity = 1
+            tokens = 5
+            grow_and_rerun([switch], step, max_reruns=0, group=dist.group.WORLD)
 
     @parametrize("combine", ["reduce", "exact"])
-    def test_static_reads_nothing_on_the_host(self, combine):
+    @parametrize("capacity", [None, 8])
+    def test_host_reads(self, combine, capacity):
+        """None in static mode; in compact mode the sizes, once."""
         operands = CASE.operands(torch.bfloat16)
-        tokens, experts = self.slices(4, "even")
-        switch = self.switch(combine=combine, capacity=8)
-        x = operands.input[tokens].requires_grad_()
-        weights = operands.topk_weights[tokens].requires_grad_()
-        # Reading a value goes through these two whatever the device.
+        tokens, experts = self.part(4, "even")
+        switch = self.switch(combine=combine, capacity=capacity)
+        read = []
+        tolist = torch.Tensor.tolist
+
+        def spy(t):
+            read.append(t)
+            return tolist(t)
+
+        # Eager CPU tensors are read without a dispatch, which the mode would see.
         forbidden = mock.Mock(side_effect=AssertionError("host read"))
         with (
             NoHostSyncMode(),
-            mock.patch.object(torch.Tensor, "tolist", forbidden),
+            mock.patch.object(torch.Tensor, "tolist", spy),
             mock.patch.object(torch.Tensor, "item", forbidden),
+            mock.patch.object(torch.Tensor, "__bool__", forbidden),
+            mock.patch.object(torch.Tensor, "__int__", forbidden),
         ):
-            routing = switch.create_routing(operands.topk_indices[tokens])
-            rows, row_weights, _ = switch.dispatch(routing, x, weights)
-            y = switch.combine(routing, rows * row_weights.sum(1, keepdim=True))
-            y.sum().backward()
+            self.run_switch(switch, operands, tokens, experts, layer=scale_layer)
+        self.assertEqual(len(read), 1 if capacity is None else 0)
 
-    def test_compact_reads_the_sizes_once(self):
-        switch = self.switch()
-        ids = CASE.topk_indices()
-        calls = []
-        original = torch.Tensor.tolist
+    def test_compiles_as_one_graph(self):
+        """Any sizes in one graph; more in test_moe_token_switch_local.py."""
+        torch._dynamo.reset()
+        switch = self.switch(4, 64, combine="exact")
+        case = dataclasses.replace(CASE, num_experts=64, top_k=8)
+        part = self.part(4, "gaps", 64)
+        with torch._dynamo.config.patch(
+            capture_scalar_outputs=True, error_on_recompile=True
+        ):
+            compiled = torch.compile(run_layer, backend="aot_eager", fullgraph=True)
+            for routing in (*ROUTINGS, "none"):
+                operands = dataclasses.replace(
+                    case, routing="uniform" if routing == "none" else routing
+                ).operands()
+                if routing == "none":
+                    operands.topk_indices.fill_(-1)
+                want = self.run_switch(switch, operands, *part)
+                got = self.run_switch(switch, operands, *part, layer=compiled)
+                self.assert_same_bits(got, want, routing)
+                self.assertEqual(got.grad_w_in, want.grad_w_in)
 
-        def tolist(t):
-            calls.append(t)
-            return original(t)
+    @parametrize("combine", ["reduce", "exact"])
+    @parametrize("capacity", [None, 17])
+    def test_checkpoint_does_not_communicate_again(self, combine, capacity):
+        operands = truth("zipf").operands
+        part = self.part(4, "gaps")
+        switch = self.switch(combine=combine, capacity=capacity)
 
-        with mock.patch.object(torch.Tensor, "tolist", tolist):
-            routing = switch.create_routing(ids)
-            x = torch.randn(17, 16, requires_grad=True)
-            rows, _, _ = switch.dispatch(routing, x, torch.ones(17, 3))
-            switch.combine(routing, rows).sum().backward()
-        self.assertEqual(len(calls), 1)
+        def behind(switch, *args):
+            # Recomputing this needs what combine returned.
+            return run_layer(switch, *args).sin().sin()
 
-    @contextlib.contextmanager
-    def count_wire(self, switch):
-        """Bytes per dtype that this rank sends to other ranks."""
-        sent = {}
-        exchange = switch._exchange
+        def layer_with(context_fn):
+            return functools.partial(
+                checkpoint, behind, use_reentrant=False, context_fn=context_fn
+            )
 
-        def counting(x, splits):
-            rows = x.shape[0] if splits.send is None else sum(splits.send)
-            own = rows // 4 if splits.send is None else splits.send[self.rank]
-            per_row = x[0].numel() * x.element_size() if x.shape[0] else 0
-            sent[x.dtype] = sent.get(x.dtype, 0) + (rows - own) * per_row
-            return exchange(x, splits)
-
-        with mock.patch.object(switch, "_exchange", counting):
-            yield sent
+        counts, results = [], []
+        kept = save_communication()
+        for layer in (behind, layer_with(kept), layer_with(noop_context_fn)):
+            with CountAllToAll() as mode:
+                results.append(self.run_switch(switch, operands, *part, layer=layer))
+            counts.append(mode.count)
+        for got in results[1:]:
+            self.assert_same_bits(got, results[0])
+        # Forward: sizes (compact), ids, rows, weights, returned; backward: the last 3.
+        once = 8 if capacity is None else 7
+        self.assertEqual(counts[:2], [once, once])
+        # Shows that the test can fail.
+        self.assertEqual(counts[2], once + once - 3)
 
     def test_wire_bytes_are_the_deduplicated_minimum(self):
         T, D, K, E = 64, 2048, 8, 32
-        torch.manual_seed(self.rank)
-        ids = torch.rand(T, E).argsort(1)[:, :K]
+        generator = torch.Generator().manual_seed(0)
+        ids = [torch.rand(T, E, generator=generator).argsort(1)[:, :K] for _ in range(3)]
+        ids.append(torch.full((T, K), 31))  # duplicates: one row, K slots
+        mine = ids[self.rank].int()
         x, weights = torch.randn(T, D).bfloat16(), torch.rand(T, K)
-        copies = 0
+        copies, slots = 0, 0
         for t in range(T):
-            copies += len({e // 8 for e in ids[t].tolist()} - {self.rank})
-        switch = self.switch(num_experts=E)
-        with self.count_wire(switch) as sent:
-            routing = switch.create_routing(ids)
-            switch.dispatch(routing, x, weights)
-        self.assertEqual(sent.pop(torch.bfloat16), copies * D * 2)
-        self.assertLessEqual(sum(sent.values()), 0.02 * copies * D * 2)
+            copies += len({e // 8 for e in mine[t].tolist()} - {self.rank})
+            slots += sum(e // 8 != self.rank for e in mine[t].tolist())
+        minimum = deduplicated_rows(ids, E, (4,))["flat"][self.rank]
+        self.assertEqual(minimum, copies)
+        bf16 = copies * D * 2
+
+        for combine in ("reduce", "exact"):
+            switch = self.switch(num_experts=E, combine=combine)
+            with count_wire_bytes(switch) as sent:
+                routing = switch.create_routing(mine)
+                switch.dispatch(routing, x, weights)
+            self.assertEqual(sent.payload("flat"), bf16)
+            # An int32 and a float per slot, four int32 per pair of ranks.
+            self.assertEqual(sent.metadata("flat"), 8 * slots + 3 * 16)
+            self.assertLessEqual(sent.metadata("flat"), 0.02 * bf16)
+            self.assertEqual(sent.scales("flat"), 0)
 
         switch = self.switch(num_experts=E, wire_dtype=torch.float8_e4m3fn)
-        with self.count_wire(switch) as sent:
-            routing = switch.create_routing(ids)
-            switch.dispatch(routing, x, weights)
-        self.assertLessEqual(sent[torch.uint8], 0.52 * copies * D * 2)
+        with count_wire_bytes(switch) as sent:
+            routing = switch.create_routing(mine)
+            rows, _, _ = switch.dispatch(routing, x, weights)
+        self.assertEqual(sent.payload("flat"), copies * D)
+        self.assertEqual(sent.scales("flat"), copies * D // 128)
+        self.assertLessEqual(sent.payload("flat") + sent.scales("flat"), 0.52 * bf16)
+        with count_wire_bytes(switch) as sent:
+            switch.combine(routing, rows)
+        received = sum(
+            len({e // 8 for e in row.tolist()} & {self.rank})
+            for source, other in enumerate(ids)
+            if source != self.rank
+            for row in other
+        )
+        self.assertEqual(sent.sent["flat"], {"returned": received * D * 2})
 
     @parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
     def test_wire_dtype_rounds_the_rows_once(self, dtype):
         operands = CASE.operands()
-        tokens, experts = self.slices(4, "gaps")
+        tokens, experts = self.part(4, "gaps")
         got = self.run_switch(
             self.switch(combine="exact", wire_dtype=dtype), operands, tokens, experts
         )
         rounded = wire.decode(
             wire.encode(operands.input, dtype), dtype, 16, torch.float32
         )
-        whole = self.one_rank(dataclasses.replace(operands, input=rounded))
+        whole = one_rank(dataclasses.replace(operands, input=rounded))
         for name in ("output", "grad_input", "grad_weights"):
             want = getattr(whole, name)[tokens]
             self.assertTrue(torch.equal(getattr(got, name), want), name)

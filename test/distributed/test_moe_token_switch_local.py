@@ -1,115 +1,204 @@
 # Owner(s): ["oncall: distributed"]
 
 import dataclasses
+import functools
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo import lookup_backend
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.checkpoint import save_communication
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     TestCase,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
+from torch.testing._internal.distributed.moe_token_switch import (
+    EXACT,
+    leaves_of,
+    run_layer,
+    run_on_local_ranks,
+    truth_of,
+)
+from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase, ROUTINGS
+from torch.utils.checkpoint import checkpoint
 
 
 CASE = MoeCase("local", num_tokens=128, num_experts=64, top_k=8, dim=8, hidden=8)
 
 
+@functools.cache
+def truth(routing):
+    return truth_of(dataclasses.replace(CASE, routing=routing).operands())
+
+
+@functools.cache
+def shape_truth(name, experts):
+    case = get_case(name)
+    return truth_of(
+        dataclasses.replace(
+            case, num_experts=experts, num_rows=None, row_alignment=1
+        ).operands()
+    )
+
+
 @instantiate_parametrized_tests
-class TestStaticSwitch(TestCase):
-    """Static routing reads nothing on the host, so that many ranks fit one process."""
+class TestLocalRanks(TestCase):
+    """Many ranks in one process: the switch is tensor code without branches on data."""
 
-    def tearDown(self):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        super().tearDown()
-
-    def on_ranks(self, ranks, operands, combine):
-        """Output and gradients of all tokens, computed by ``ranks`` local ranks."""
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        with LocalTensorMode(ranks):
-
-            def shard(t):
-                parts = dict(enumerate(t.detach().chunk(ranks)))
-                return LocalTensor({r: p.clone() for r, p in parts.items()})
-
-            x, weights, w_in, w_out = (
-                shard(t).requires_grad_()
-                for t in (
-                    operands.input,
-                    operands.topk_weights,
-                    operands.w_in,
-                    operands.w_out,
-                )
+    def check(self, got, want, exact):
+        for field in dataclasses.fields(got):
+            name = field.name
+            want.check(
+                name,
+                getattr(got, name),
+                slice(None),
+                exact=exact and name in EXACT,
             )
-            switch = TokenSwitchAllToAll(
-                dist.group.WORLD, 64, combine=combine, capacity=128 // ranks
-            )
-            routing = switch.create_routing(shard(operands.topk_indices))
-            rows, row_weights, ids = switch.dispatch(routing, x, weights)
-            out = F.moe_mlp(rows, ids, row_weights, w_in, w_out)
-            y = switch.combine(routing, out)
-            y.backward(shard(operands.grad_out))
-            results = (y.detach(), x.grad, weights.grad, w_in.grad, w_out.grad)
-            parts = [[t._local_tensors[r] for r in range(ranks)] for t in results]
-        return [torch.cat(p) for p in parts]
+
+    def switch(self, combine, capacity):
+        return lambda: TokenSwitchAllToAll(
+            dist.group.WORLD, 64, combine=combine, capacity=capacity
+        )
 
     @parametrize("routing", list(ROUTINGS))
     @parametrize("combine", ["reduce", "exact"])
-    @parametrize("ranks", [8, 64])
-    def test_matches_one_rank(self, routing, combine, ranks):
-        operands = dataclasses.replace(CASE, routing=routing).operands()
-        leaves = [
-            t.detach().clone().requires_grad_()
-            for t in (
-                operands.input,
-                operands.topk_weights,
-                operands.w_in,
-                operands.w_out,
-            )
-        ]
-        y = F.moe_mlp(leaves[0], operands.topk_indices, *leaves[1:])
-        y.backward(operands.grad_out)
-        want = [y.detach()] + [t.grad for t in leaves]
-        got = self.on_ranks(ranks, operands, combine)
-        names = ("output", "input", "topk_weights", "w_in", "w_out")
-        for name, a, b in zip(names, got, want):
-            if combine == "exact" and name in names[:3]:
-                self.assertTrue(torch.equal(a, b), name)
-            else:
-                self.assertEqual(a, b, msg=lambda m: f"{name}: {m}")
+    @parametrize("ranks", [2, 4, 8, 16, 64])
+    def test_static_matches_one_rank(self, routing, combine, ranks):
+        want = truth(routing)
+        make = self.switch(combine, 128 // ranks)
+        got = run_on_local_ranks(ranks, want.operands, make)
+        self.check(got, want, combine == "exact")
+
+    @parametrize("routing", list(ROUTINGS))
+    @parametrize("combine", ["reduce", "exact"])
+    def test_compact_matches_one_rank(self, routing, combine):
+        want = truth(routing)
+        # Ranks without tokens, and one with most of them.
+        shares = [0, 100, 0, 5, 7, 0, 0, 16]
+        got = run_on_local_ranks(
+            8, want.operands, self.switch(combine, None), shares
+        )
+        self.check(got, want, combine == "exact")
+
+    @parametrize("ep", [1, 2, 4, 8])
+    def test_every_generator_shape(self, ep):
+        for i, case in enumerate(moe_cases()):
+            # The row plan is not of the switch; experts are as many as ranks need.
+            experts = -(-case.num_experts // ep) * ep
+            want = shape_truth(case.name, experts)
+            T = case.num_tokens
+            shares = [T // ep + (r < T % ep) for r in range(ep)]
+            for combine in ("reduce", "exact"):
+                capacity = max(T, 1) if i % 2 == (combine == "exact") else None
+
+                def make():
+                    return TokenSwitchAllToAll(
+                        dist.group.WORLD, experts, combine=combine, capacity=capacity
+                    )
+
+                with self.subTest(case=case.name, combine=combine, capacity=capacity):
+                    got = run_on_local_ranks(ep, want.operands, make, shares)
+                    self.check(got, want, combine == "exact")
+
+    def test_overflow_raises(self):
+        want = truth("one_expert")
+        with self.assertRaisesRegex(RuntimeError, "needed 16 rows but capacity is 15"):
+            run_on_local_ranks(8, want.operands, self.switch("reduce", 15))
+
+
+@instantiate_parametrized_tests
+class TestCompile(TestCase):
+    """On one rank, where the compact sizes depend on the data as on many."""
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        config = torch._dynamo.config.patch(
+            capture_scalar_outputs=True, error_on_recompile=True
+        )
+        config.__enter__()
+        self.addCleanup(config.__exit__, None, None, None)
+
+    def check_bits(self, switch, compiled, eager=run_layer):
+        """Also where nothing is sent, so that all sizes are 0."""
+        for routing in ("uniform", "sentinels", "one_expert", "none"):
+            operands = truth("uniform" if routing == "none" else routing).operands
+            ids = operands.topk_indices
+            if routing == "none":
+                ids = torch.full_like(ids, -1)
+            results = []
+            for layer in (eager, compiled):
+                leaves = leaves_of(operands)
+                y = layer(switch, ids, *leaves)
+                y.backward(operands.grad_out)
+                switch.check_overflow()
+                results.append([y.detach(), *(t.grad for t in leaves)])
+            for want, got in zip(*results):
+                self.assertTrue(torch.equal(want, got), routing)
 
     @parametrize("combine", ["reduce", "exact"])
-    def test_compiles_as_one_graph(self, combine):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        operands = CASE.operands()
+    @parametrize("capacity", [None, 128])
+    def test_one_graph(self, combine, capacity):
         switch = TokenSwitchAllToAll(
-            dist.group.WORLD, 64, combine=combine, capacity=128
+            dist.group.WORLD, 64, combine=combine, capacity=capacity
         )
+        graphs = []
 
-        def layer(x, ids, weights, w_in, w_out):
-            routing = switch.create_routing(ids)
-            rows, row_weights, row_ids = switch.dispatch(routing, x, weights)
-            return switch.combine(
-                routing, F.moe_mlp(rows, row_ids, row_weights, w_in, w_out)
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return lookup_backend("aot_eager")(graph, inputs)
+
+        self.check_bits(
+            switch, torch.compile(run_layer, backend=backend, fullgraph=True)
+        )
+        self.assertEqual(len(graphs), 1)
+        # What the host reads is none in static mode, else elements of one tensor.
+        read = [n for n in graphs[0].graph.nodes if n.target == "item"]
+        tensors = {n.args[0].args[0] for n in read}
+        self.assertEqual(len(tensors), 1 if capacity is None else 0)
+
+    def test_inductor(self):
+        switch = TokenSwitchAllToAll(dist.group.WORLD, 64)
+        self.check_bits(switch, torch.compile(run_layer, fullgraph=True))
+
+    @parametrize("capacity", [None, 128])
+    def test_checkpoint_does_not_communicate_again(self, capacity):
+        switch = TokenSwitchAllToAll(dist.group.WORLD, 64, capacity=capacity)
+        kept = save_communication()
+        collectives = {"forward": 0, "backward": 0}
+
+        def behind(switch, *args):
+            # Recomputing this needs what combine returned.
+            return run_layer(switch, *args).sin().sin()
+
+        def layer(switch, *args):
+            return checkpoint(
+                behind, switch, *args, use_reentrant=False, context_fn=kept
             )
 
-        results = []
-        for fn in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-            x, weights = (
-                t.detach().clone().requires_grad_()
-                for t in (operands.input, operands.topk_weights)
-            )
-            y = fn(x, operands.topk_indices, weights, operands.w_in, operands.w_out)
-            y.backward(operands.grad_out)
-            results.append((y.detach(), x.grad, weights.grad))
-        for eager, compiled in zip(*results):
-            self.assertTrue(torch.equal(eager, compiled))
+        def count(which):
+            def compiler(graph, inputs):
+                for node in graph.graph.nodes:
+                    collectives[which] += "all_to_all_single" in str(node.target)
+                return make_boxed_func(graph.forward)
+
+            return compiler
+
+        backend = aot_autograd(
+            fw_compiler=count("forward"),
+            bw_compiler=count("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        self.check_bits(switch, compiled, eager=behind)
+        once = 5 if capacity is None else 4
+        self.assertEqual(collectives, {"forward": once, "backward": 3})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,278 @@
+# Owner(s): ["oncall: distributed"]
+
+import dataclasses
+import functools
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed._moe import wire
+from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
+from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.common_moe import NoHostSyncMode
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.distributed.moe_token_switch import (
+    CASE,
+    EXACT,
+    leaves_of,
+    one_rank,
+    run_layer,
+    run_on_local_ranks,
+    SHARES,
+    TokenSwitchTest,
+    truth,
+    truth_of,
+)
+from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
+
+
+LOCAL_CASE = MoeCase("local", num_tokens=128, num_experts=64, top_k=8, dim=8, hidden=8)
+
+
+@functools.cache
+def local_truth(routing):
+    return truth_of(dataclasses.replace(LOCAL_CASE, routing=routing).operands())
+
+
+@instantiate_parametrized_tests
+class TestHierarchical(TokenSwitchTest):
+    def switch(self, num_experts=8, nodes=2, **kwargs):
+        mesh = self.mesh(nodes, 4 // nodes)
+        return TokenSwitchHierarchical(mesh, num_experts, **kwargs)
+
+    @parametrize("routing", list(ROUTINGS))
+    @parametrize("combine", ["reduce", "exact"])
+    def test_matches_one_rank(self, routing, combine):
+        for dtype in (torch.float32, torch.bfloat16):
+            want = truth(routing, dtype)
+            E = want.operands.w_in.shape[0]
+            for share in SHARES:
+                tokens, experts = self.part(4, share, E)
+                switch = self.switch(E, combine=combine)
+                got = self.run_switch(switch, want.operands, tokens, experts)
+                self.check(got, want, tokens, experts, exact=combine == "exact")
+
+    @parametrize("nodes", [1, 4])
+    def test_one_node_and_nodes_of_one_rank(self, nodes):
+        want = truth("zipf")
+        tokens, experts = self.part(4, "gaps")
+        for combine in ("reduce", "exact"):
+            switch = self.switch(nodes=nodes, combine=combine)
+            got = self.run_switch(switch, want.operands, tokens, experts)
+            self.check(got, want, tokens, experts, exact=combine == "exact")
+
+    @parametrize("combine", ["reduce", "exact"])
+    def test_static_gives_the_compact_bits(self, combine):
+        for routing in ROUTINGS:
+            operands = truth(routing).operands
+            E = operands.w_in.shape[0]
+            for share in SHARES:
+                part = self.part(4, share, E)
+                compact = self.run_switch(
+                    self.switch(E, combine=combine), operands, *part
+                )
+                switch = self.switch(E, combine=combine, capacity=(17, 17))
+                static = self.run_switch(switch, operands, *part)
+                switch.check_overflow()
+                self.assert_same_bits(static, compact, (routing, share))
+
+    @parametrize("combine", ["reduce", "exact"])
+    def test_overflow_of_each_level(self, combine):
+        operands = truth("one_expert").operands
+        part = self.part(4, "gaps")
+        compact = self.run_switch(self.switch(combine=combine), operands, *part)
+        for capacity, level, needed in (((2, 17), "node", 9), ((17, 3), "local", 16)):
+            switch = self.switch(combine=combine, capacity=capacity)
+            self.run_switch(switch, operands, *part)
+            with self.assertRaisesRegex(
+                RuntimeError, f"needed {needed} rows but capacity of level '{level}'"
+            ):
+                switch.check_overflow()
+        # What the first level left out did not reach the second: two reruns.
+        switch = self.switch(combine=combine, capacity=(2, 3))
+        got = self.run_switch(switch, operands, *part, grow=True)
+        self.assertEqual(switch.capacity, (9, 16))
+        self.assert_same_bits(got, compact)
+
+    def test_wire_bytes_are_the_deduplicated_minimum(self):
+        T, D, K, E = 64, 2048, 8, 32
+        generator = torch.Generator().manual_seed(0)
+        ids = [torch.rand(T, E, generator=generator).argsort(1)[:, :K] for _ in range(4)]
+        mine = ids[self.rank]
+        x, weights = torch.randn(T, D).bfloat16(), torch.rand(T, K)
+        # By the definition: 2 nodes of 2 ranks of 8 experts.
+        node = sum(len({e // 16 for e in row} - {self.rank // 2}) for row in mine.tolist())
+        local = sum(
+            (self.rank ^ 1) in {e // 8 for e in row}
+            for source, other in enumerate(ids)
+            if source % 2 == self.rank % 2
+            for row in other.tolist()
+        )
+        minimum = deduplicated_rows(ids, E, (2, 2))
+        self.assertEqual(minimum["node"][self.rank], node)
+        self.assertEqual(minimum["local"][self.rank], local)
+        # The flat switch sends a token to both ranks of the other node.
+        flat = deduplicated_rows(ids, E, (4,))["flat"]
+        self.assertLess(sum(minimum["node"]), 0.6 * sum(flat))
+
+        for wire_dtype, size in ((None, 2), (torch.float8_e4m3fn, 1)):
+            switch = self.switch(E, wire_dtype=wire_dtype)
+            with count_wire_bytes(switch) as sent:
+                routing = switch.create_routing(mine)
+                switch.dispatch(routing, x, weights)
+            for level, rows in (("node", node), ("local", local)):
+                bf16 = rows * D * 2
+                payload, scales = sent.payload(level), sent.scales(level)
+                self.assertEqual(payload, rows * D * size)
+                self.assertEqual(scales, rows * D // 128 if size == 1 else 0)
+                self.assertLessEqual(sent.metadata(level), 0.02 * bf16)
+                if size == 1:
+                    self.assertLessEqual(payload + scales, 0.52 * bf16)
+
+    def test_wire_dtype_rounds_the_rows_once(self):
+        operands, dtype = CASE.operands(), torch.float8_e4m3fn
+        tokens, experts = self.part(4, "gaps")
+        got = self.run_switch(
+            self.switch(combine="exact", wire_dtype=dtype), operands, tokens, experts
+        )
+        rounded = wire.decode(
+            wire.encode(operands.input, dtype), dtype, 16, torch.float32
+        )
+        whole = one_rank(dataclasses.replace(operands, input=rounded))
+        for name in EXACT:
+            want = getattr(whole, name)[tokens]
+            self.assertTrue(torch.equal(getattr(got, name), want), name)
+
+    @parametrize("capacity", [None, (17, 17)])
+    def test_host_reads(self, capacity):
+        """None in static mode; in compact mode the sizes of both levels, once."""
+        switch = self.switch(capacity=capacity)
+        tokens, _ = self.part(4, "even")
+        ids = CASE.topk_indices()[tokens]
+        x = torch.randn(ids.shape[0], 8, requires_grad=True)
+        weights = torch.rand(ids.shape, requires_grad=True)
+        read = []
+        tolist = torch.Tensor.tolist
+
+        def spy(t):
+            read.append(t)
+            return tolist(t)
+
+        forbidden = mock.Mock(side_effect=AssertionError("host read"))
+        with (
+            NoHostSyncMode(),
+            mock.patch.object(torch.Tensor, "tolist", spy),
+            mock.patch.object(torch.Tensor, "item", forbidden),
+            mock.patch.object(torch.Tensor, "__bool__", forbidden),
+            mock.patch.object(torch.Tensor, "__int__", forbidden),
+        ):
+            routing = switch.create_routing(ids)
+            rows, row_weights, _ = switch.dispatch(routing, x, weights)
+            y = switch.combine(routing, rows * row_weights.sum(1, keepdim=True))
+            y.sum().backward()
+        self.assertEqual(len(read), 1 if capacity is None else 0)
+
+    def test_counts(self):
+        ids = CASE.topk_indices()
+        for combine in ("reduce", "exact"):
+            counts = torch.zeros(2, dtype=torch.int32)
+            self.switch(combine=combine).create_routing(ids, counts)
+            want = torch.bincount(ids.flatten(), minlength=8)[2 * self.rank :][:2]
+            self.assertEqual(counts, 4 * want, exact_dtype=False)
+
+    def test_errors_on_every_rank(self):
+        switch = self.switch()
+        ids = torch.zeros(3, 2, dtype=torch.int64)
+        with self.assertRaisesRegex(ValueError, r"2 dimensions .* 1 of shape \(4,\)"):
+            TokenSwitchHierarchical(self.mesh(4), 8)
+        with self.assertRaisesRegex(ValueError, "multiple of the 4 ranks .* got 6"):
+            self.switch(6)
+        with self.assertRaisesRegex(ValueError, "capacity must be None or a tuple"):
+            self.switch(capacity=5)
+        with self.assertRaisesRegex(ValueError, "capacity must be at least 1, got 0"):
+            self.switch(capacity=(5, 0))
+        with self.assertRaisesRegex(RuntimeError, r"must be in \[-1, num_experts\]"):
+            switch.create_routing(ids + 9)
+        with self.assertRaisesRegex(RuntimeError, "K must be the same on all ranks"):
+            switch.create_routing(ids[:, : 1 + self.rank // 2])
+
+
+@instantiate_parametrized_tests
+class TestHierarchicalCompile(TestCase):
+    """On one rank, as compiling on four takes four times as long."""
+
+    @parametrize("capacity", [None, (17, 17)])
+    def test_compiles_as_one_graph(self, capacity):
+        torch._dynamo.reset()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        switch = TokenSwitchHierarchical(
+            init_device_mesh("cpu", (1, 1)),
+            8,
+            combine="exact" if capacity is None else "reduce",
+            capacity=capacity,
+        )
+        with torch._dynamo.config.patch(
+            capture_scalar_outputs=True, error_on_recompile=True
+        ):
+            compiled = torch.compile(run_layer, backend="aot_eager", fullgraph=True)
+            for routing in ("uniform", "sentinels", "one_expert"):
+                operands = truth(routing).operands
+                results = []
+                for layer in (run_layer, compiled):
+                    leaves = leaves_of(operands)
+                    y = layer(switch, operands.topk_indices, *leaves)
+                    y.backward(operands.grad_out)
+                    switch.check_overflow()
+                    results.append([y.detach(), *(t.grad for t in leaves)])
+                for want, got in zip(*results):
+                    self.assertTrue(torch.equal(want, got), routing)
+
+
+@instantiate_parametrized_tests
+class TestHierarchicalLocalRanks(TestCase):
+    """Up to 64 ranks in one process."""
+
+    def run_ranks(self, nodes, per_node, routing, combine, capacity, shares=None):
+        want = local_truth(routing)
+
+        def make():
+            mesh = init_device_mesh("cpu", (nodes, per_node))
+            return TokenSwitchHierarchical(
+                mesh, 64, combine=combine, capacity=capacity
+            )
+
+        got = run_on_local_ranks(nodes * per_node, want.operands, make, shares)
+        for field in dataclasses.fields(got):
+            name = field.name
+            exact = combine == "exact" and name in EXACT
+            want.check(name, getattr(got, name), slice(None), exact=exact)
+
+    @parametrize("routing", list(ROUTINGS))
+    @parametrize("combine", ["reduce", "exact"])
+    @parametrize("shape", [(2, 1), (2, 2), (2, 4), (4, 4)])
+    def test_static_matches_one_rank(self, routing, combine, shape):
+        nodes, per_node = shape
+        most = 128 // (nodes * per_node)
+        self.run_ranks(*shape, routing, combine, (most, most * nodes))
+
+    @parametrize("routing", list(ROUTINGS))
+    def test_64_ranks(self, routing):
+        combine = "exact" if list(ROUTINGS).index(routing) % 2 else "reduce"
+        self.run_ranks(8, 8, routing, combine, (2, 16))
+
+    @parametrize("combine", ["reduce", "exact"])
+    def test_compact_matches_one_rank(self, combine):
+        for routing in ("zipf", "sentinels", "one_expert"):
+            shares = [0, 100, 0, 5, 7, 0, 0, 16]
+            self.run_ranks(2, 4, routing, combine, None, shares)
+
+
+if __name__ == "__main__":
+    run_tests()

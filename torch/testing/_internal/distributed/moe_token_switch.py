@@ -1,0 +1,259 @@
+"""What the token switch tests share: one MoE layer on many ranks next to one rank.
+
+Gloo processes use :class:`TokenSwitchTest`; many ranks in one process use
+:func:`run_on_local_ranks`. Both are compared with :class:`Truth`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchAllToAll
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.moe_generators import MoeCase, MoeOperands
+from torch.testing._internal.moe_reference import (
+    check_close,
+    moe_mlp_backward_reference,
+    moe_mlp_backward_unfused,
+    moe_mlp_reference,
+    moe_mlp_unfused,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+# Tokens of each of the four ranks.
+SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0)}
+CASE = MoeCase("ep", num_tokens=17, num_experts=8, top_k=3)
+# What "exact" promises the bits of.
+EXACT = ("output", "grad_input", "grad_weights")
+
+
+@dataclasses.dataclass
+class Result:
+    """Output and gradients of some tokens and experts."""
+
+    output: Tensor
+    grad_input: Tensor
+    grad_weights: Tensor
+    grad_w_in: Tensor
+    grad_w_out: Tensor
+
+
+@dataclasses.dataclass
+class Truth:
+    """A layer on one rank, in float64, unfused, and fused."""
+
+    operands: MoeOperands
+    reference: Result
+    unfused: Result
+    one_rank: Result
+    dtype: torch.dtype
+
+    def check(
+        self, name: str, got: Tensor, part: slice, *, exact: bool = False
+    ) -> None:
+        """Raises unless field ``name`` is within invariant 1, and exact if asked for."""
+        if got.numel():
+            want, loose = getattr(self.reference, name), getattr(self.unfused, name)
+            check_close(got, want[part], loose[part], self.dtype, name)
+        if exact and not torch.equal(got, getattr(self.one_rank, name)[part]):
+            raise AssertionError(f"{name} has not the bits of one rank")
+
+
+def leaves_of(
+    operands: MoeOperands, tokens: slice = slice(None), experts: slice = slice(None)
+) -> tuple[Tensor, ...]:
+    """Input, router weights, w_in and w_out of a share, as new leaves."""
+    return tuple(
+        t[part].detach().clone().requires_grad_()
+        for t, part in (
+            (operands.input, tokens),
+            (operands.topk_weights, tokens),
+            (operands.w_in, experts),
+            (operands.w_out, experts),
+        )
+    )
+
+
+def one_rank(operands: MoeOperands) -> Result:
+    """F.moe_mlp of all tokens and experts in this process."""
+    leaves = leaves_of(operands)
+    y = F.moe_mlp(leaves[0], operands.topk_indices, *leaves[1:])
+    y.backward(operands.grad_out)
+    return Result(y.detach(), *(t.grad for t in leaves))
+
+
+def truth_of(operands: MoeOperands) -> Truth:
+    """Runs ``operands`` on one rank."""
+
+    def result(forward: Callable, backward: Callable) -> Result:
+        grads = backward(operands.grad_out, *operands.args())
+        return Result(
+            forward(*operands.args())[0],
+            grads.grad_input,
+            grads.grad_topk_weights,
+            grads.grad_w_in,
+            grads.grad_w_out,
+        )
+
+    return Truth(
+        operands,
+        result(moe_mlp_reference, moe_mlp_backward_reference),
+        result(moe_mlp_unfused, moe_mlp_backward_unfused),
+        one_rank(operands),
+        operands.input.dtype,
+    )
+
+
+@functools.cache
+def truth(routing: str, dtype: torch.dtype = torch.float32) -> Truth:
+    """17 tokens with a routing; the recorded one has its own E and K."""
+    case = dataclasses.replace(CASE, routing=routing)
+    if routing == "recorded":
+        case = dataclasses.replace(case, num_experts=64, top_k=8)
+    return truth_of(case.operands(dtype))
+
+
+def run_layer(
+    switch: TokenSwitchAllToAll,
+    ids: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+) -> Tensor:
+    """Dispatch, local experts, combine."""
+    routing = switch.create_routing(ids, layout="flat")
+    rows, row_weights, row_ids = switch.dispatch(routing, x, weights)
+    num_rows = switch.num_slots(routing)
+    out = F.moe_mlp(rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows)
+    return switch.combine(routing, out)
+
+
+class TokenSwitchTest(MultiProcContinuousTest):
+    """Four gloo processes."""
+
+    world_size = 4
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "gloo"
+
+    @classmethod
+    def device_type(cls) -> str:
+        return "cpu"
+
+    @staticmethod
+    @functools.cache
+    def mesh(*shape: int) -> dist.device_mesh.DeviceMesh:
+        """Made once, as a gloo group owns threads."""
+        return init_device_mesh("cpu", shape)
+
+    def part(self, ep: int, share: str, num_experts: int = 8) -> tuple[slice, slice]:
+        """Tokens and experts of this rank; each EP group routes the tokens of its
+        own ranks."""
+        bounds = [sum(SHARES[share][:r]) for r in range(5)]
+        tokens = slice(bounds[self.rank], bounds[self.rank + 1])
+        local, first = num_experts // ep, self.rank % ep
+        return tokens, slice(local * first, local * (first + 1))
+
+    def run_switch(
+        self,
+        switch: TokenSwitchAllToAll,
+        operands: MoeOperands,
+        tokens: slice,
+        experts: slice,
+        *,
+        grow: bool = False,
+        layer: Callable[..., Tensor] = run_layer,
+    ) -> Result:
+        """Forward and backward of this rank's tokens and experts."""
+        leaves = leaves_of(operands, tokens, experts)
+        ids = operands.topk_indices[tokens]
+
+        def step() -> Tensor:
+            for t in leaves:
+                t.grad = None
+            y = layer(switch, ids, *leaves)
+            y.backward(operands.grad_out[tokens])
+            return y.detach()
+
+        y = grow_and_rerun([switch], step) if grow else step()
+        return Result(y, *(t.grad for t in leaves))
+
+    def check(
+        self,
+        got: Result,
+        truth: Truth,
+        tokens: slice,
+        experts: slice,
+        *,
+        exact: bool,
+        ep: int = 4,
+    ) -> None:
+        """Invariant 1, and the bits of one rank if ``exact``; weight gradients are
+        summed over the EP groups, which hold copies of the experts."""
+        for name in EXACT:
+            truth.check(name, getattr(got, name), tokens, exact=exact)
+        copies = self.mesh(4 // ep, ep).get_group(0)
+        for name in ("grad_w_in", "grad_w_out"):
+            total = getattr(got, name).double()
+            dist.all_reduce(total, group=copies)
+            truth.check(name, total, experts)
+
+    def assert_same_bits(self, got: Result, want: Result, message: Any = None) -> None:
+        """Of what "exact" promises."""
+        for name in EXACT:
+            same = torch.equal(getattr(got, name), getattr(want, name))
+            self.assertTrue(same, (message, name))
+
+
+def run_on_local_ranks(
+    ranks: int,
+    operands: MoeOperands,
+    make_switch: Callable[[], TokenSwitchAllToAll],
+    shares: list[int] | None = None,
+) -> Result:
+    """The layer on ``ranks`` simulated ranks of this process.
+
+    Args:
+        make_switch (callable): makes the switch, called with a fake process group.
+        shares (list[int], optional): tokens of each rank; equal parts by default.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with LocalTensorMode(ranks):
+
+            def shard(t: Tensor, sizes: list[int] | None = None) -> LocalTensor:
+                parts = t.detach().split(sizes or t.shape[0] // ranks)
+                return LocalTensor({r: p.clone() for r, p in enumerate(parts)})
+
+            x, weights = (
+                shard(t, shares).requires_grad_()
+                for t in (operands.input, operands.topk_weights)
+            )
+            w_in, w_out = (
+                shard(t).requires_grad_() for t in (operands.w_in, operands.w_out)
+            )
+            switch = make_switch()
+            ids = shard(operands.topk_indices, shares)
+            y = run_layer(switch, ids, x, weights, w_in, w_out)
+            y.backward(shard(operands.grad_out, shares))
+            switch.check_overflow()
+            results = (y.detach(), x.grad, weights.grad, w_in.grad, w_out.grad)
+            parts = [[t._local_tensors[r] for r in range(ranks)] for t in results]
+        return Result(*(torch.cat(p) for p in parts))
+    finally:
+        dist.destroy_process_group()
