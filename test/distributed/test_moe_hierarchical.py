@@ -103,11 +103,15 @@ class TestHierarchical(TokenSwitchTest):
     def test_wire_bytes_are_the_deduplicated_minimum(self):
         T, D, K, E = 64, 2048, 8, 32
         generator = torch.Generator().manual_seed(0)
-        ids = [torch.rand(T, E, generator=generator).argsort(1)[:, :K] for _ in range(4)]
+        ids = [
+            torch.rand(T, E, generator=generator).argsort(1)[:, :K] for _ in range(4)
+        ]
         mine = ids[self.rank]
         x, weights = torch.randn(T, D).bfloat16(), torch.rand(T, K)
         # By the definition: 2 nodes of 2 ranks of 8 experts.
-        node = sum(len({e // 16 for e in row} - {self.rank // 2}) for row in mine.tolist())
+        node = sum(
+            len({e // 16 for e in row} - {self.rank // 2}) for row in mine.tolist()
+        )
         local = sum(
             (self.rank ^ 1) in {e // 8 for e in row}
             for source, other in enumerate(ids)
@@ -244,9 +248,7 @@ class TestHierarchicalLocalRanks(TestCase):
 
         def make():
             mesh = init_device_mesh("cpu", (nodes, per_node))
-            return TokenSwitchHierarchical(
-                mesh, 64, combine=combine, capacity=capacity
-            )
+            return TokenSwitchHierarchical(mesh, 64, combine=combine, capacity=capacity)
 
         got = run_on_local_ranks(nodes * per_node, want.operands, make, shares)
         for field in dataclasses.fields(got):

@@ -199,8 +199,10 @@ class TestAllToAll(TokenSwitchTest):
     def test_wire_bytes_are_the_deduplicated_minimum(self):
         T, D, K, E = 64, 2048, 8, 32
         generator = torch.Generator().manual_seed(0)
-        ids = [torch.rand(T, E, generator=generator).argsort(1)[:, :K] for _ in range(3)]
-        ids.append(torch.full((T, K), 31))  # duplicates: one row, K slots
+        ids = [
+            torch.rand(T, E, generator=generator).argsort(1)[:, :K] for _ in range(3)
+        ]
+        ids.append(torch.zeros(T, K, dtype=torch.int64))  # one row, K slots
         mine = ids[self.rank].int()
         x, weights = torch.randn(T, D).bfloat16(), torch.rand(T, K)
         copies, slots = 0, 0

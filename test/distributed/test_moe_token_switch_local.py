@@ -23,7 +23,12 @@ from torch.testing._internal.distributed.moe_token_switch import (
     run_on_local_ranks,
     truth_of,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase, ROUTINGS
+from torch.testing._internal.moe_generators import (
+    get_case,
+    moe_cases,
+    MoeCase,
+    ROUTINGS,
+)
 from torch.utils.checkpoint import checkpoint
 
 
@@ -79,9 +84,7 @@ class TestLocalRanks(TestCase):
         want = truth(routing)
         # Ranks without tokens, and one with most of them.
         shares = [0, 100, 0, 5, 7, 0, 0, 16]
-        got = run_on_local_ranks(
-            8, want.operands, self.switch(combine, None), shares
-        )
+        got = run_on_local_ranks(8, want.operands, self.switch(combine, None), shares)
         self.check(got, want, combine == "exact")
 
     @parametrize("ep", [1, 2, 4, 8])

@@ -259,7 +259,9 @@ class Exchange:
             None,
         )
 
-    def send(self, x: Tensor, splits: Splits, kind: str, scale_bytes: int = 0) -> Tensor:
+    def send(
+        self, x: Tensor, splits: Splits, kind: str, scale_bytes: int = 0
+    ) -> Tensor:
         """Rows of ``x`` to their ranks; the only place that communicates.
 
         Args:
