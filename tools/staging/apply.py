@@ -186,6 +186,12 @@ class Applier:
         self._source = source
         self._series = series
         self._say = say
+        self._absent: dict[str, list[str]] = {}
+
+    @property
+    def absent(self) -> dict[str, list[str]]:
+        """Files that PRs edit and the checkout does not have -> those PRs."""
+        return self._absent
 
     def start(self, any_base: bool = False) -> None:
         """Applies everything that is not there yet.
@@ -377,6 +383,9 @@ class Applier:
         only = patch.only(facts).diff if patch else ""
         for part in patchfile.split_by_file(only):
             path = patchfile.path_of(part)
+            if not self._git.has(f"HEAD:{path}"):
+                self._absent.setdefault(path, []).append(pr.name)
+                continue
             placed = self._place(part, path, facts[path].commit)
             if placed is None:
                 left[path] = part
@@ -396,8 +405,6 @@ class Applier:
         Returns:
             "" if the edit is there already; None if it fits nowhere.
         """
-        if not self._git.has(f"HEAD:{path}"):
-            return None
         current = self._git.run_bytes("show", f"HEAD:{path}")
         found = placement.place(part, current)
         if found.status == "already":

@@ -325,6 +325,10 @@ def apply(
         before = target.head
         applier.proceed() if resume else applier.start(any_base)
     made = target.git.run("rev-list", "--count", f"{before}..HEAD").strip()
+    for path, names in applier.absent.items():
+        session.console.warn(
+            f"no {path} here; its edits by {', '.join(names)} are left out"
+        )
     print(f"{made} commits made in {target.path}; see git log {before[:12]}..")
     if target.detached:
         session.console.note("HEAD is detached; keep the commits: git switch -c NAME")

@@ -12,6 +12,7 @@ checkouts. What no wheel holds (C++ sources, docs, expect files) is reported as
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from .wheelfile import WheelFile
 NOT_IN_WHEEL = "not in wheel"
 # Worst first: a PR is as its worst file.
 _ORDER = ("conflict", "no such file", "fuzzy", "clean", "already upstream")
+_LINE = re.compile(r"\(@@ -(\d+).*\)")
 _WORDS = {"absent": "no such file", "already": "already upstream"}
 
 
@@ -231,14 +233,25 @@ def to_json(drifts: list[VersionDrift], series: Series, command: str) -> str:
 
 
 def _details(drifts: list[VersionDrift]) -> list[str]:
-    """One line per file that needs a human."""
-    return [
-        f"- {d.version}, {p.name}: {f.path}: {', '.join(f.hunks) or f.status}"
+    """One line per file that needs a human, and the files no wheel has."""
+    lines = [
+        f"- {d.version}, {p.name}: `{f.path}`: {_hunks(f) or f.status}"
         for d in drifts
         for p in d.patches
         for f in p.files
         if f.status in ("conflict", "no such file")
     ]
+    files = [f for d in drifts for p in d.patches for f in p.files]
+    unknown = sorted({f.path for f in files if f.status == NOT_IN_WHEEL})
+    if unknown:
+        names = ", ".join(f"`{path}`" for path in unknown)
+        lines.append(f"- {NOT_IN_WHEEL}, so only `--checkout` can tell: {names}")
+    return lines
+
+
+def _hunks(file: FileDrift) -> str:
+    """ "hunk 1 of 5 (line 8754)": numbers of the patch, lines of the base."""
+    return ", ".join(_LINE.sub(r"(line \1)", hunk) for hunk in file.hunks)
 
 
 def _parts(series: Series, pr: PullRequest) -> list[str]:

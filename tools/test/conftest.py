@@ -112,6 +112,10 @@ class Project:
         return series_module.load(self.root)
 
     @property
+    def console(self) -> Console:
+        return Console(quiet=True)
+
+    @property
     def env(self) -> BaseEnv:
         return locate(self.workspace, self.series)
 
@@ -142,9 +146,7 @@ class Project:
         """Folds the edits of build/checkout into a PR."""
         console, checkout = Console(quiet=True), self.checkout()
         checkout.ensure_current(self.series, console)
-        changed = export.refresh(
-            self.workspace, checkout, self.series, name, console
-        )
+        changed = export.refresh(self.workspace, checkout, self.series, name, console)
         checkout.sync(self.series, console)
         return changed
 
@@ -222,7 +224,12 @@ def identify(path: Path) -> None:
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
     """The stack of two PRs on the fake wheel, not set up yet."""
-    made = Project(tmp_path / "repo", tmp_path / "cache")
+    return make_project(tmp_path)
+
+
+def make_project(folder: Path) -> Project:
+    """The project of the fixture, for tests that share one."""
+    made = Project(folder / "repo", folder / "cache")
     made.write("torch_patches/series.toml", SERIES)
     made.write("torch_patches/100-first.patch", FIRST_PATCH)
     made.write("torch_patches/110-second.patch", SECOND_PATCH)

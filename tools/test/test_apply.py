@@ -78,7 +78,9 @@ def test_changed_context_is_merged(upstream):
     upstream.commit("upstream moved on")
     upstream.apply()
     assert upstream.said == ["applied by merge", "applied"]
-    assert "first = True\nline_12 = 12\nline_13 = 'thirteen'" in upstream.read(OVERRIDES)
+    assert "first = True\nline_12 = 12\nline_13 = 'thirteen'" in upstream.read(
+        OVERRIDES
+    )
 
 
 @pytest.fixture
@@ -172,10 +174,14 @@ def test_renamed_file(upstream):
 def test_crlf_file(upstream):
     project = upstream.project
     dos = project.workspace.checkout / "torch/dos.py"
-    text = dos.read_bytes().replace(b"dos_7 = 7\r\n", b"dos_7 = 7\r\nunix = 0\ncr\r = 1\r\n")
+    text = dos.read_bytes().replace(
+        b"dos_7 = 7\r\n", b"dos_7 = 7\r\nunix = 0\ncr\r = 1\r\n"
+    )
     dos.write_bytes(text)
     project.refresh("110")
-    assert b"+unix = 0\n" in (project.root / "torch_patches/110-second.patch").read_bytes()
+    assert (
+        b"+unix = 0\n" in (project.root / "torch_patches/110-second.patch").read_bytes()
+    )
     upstream.write("torch/dos.py", "moved = 1\r\n" + WHEEL_FILES["torch/dos.py"])
     upstream.commit("upstream moved on")
     upstream.apply()
@@ -196,8 +202,12 @@ def test_already_upstream(upstream):
 def test_empty_patch(upstream):
     project = upstream.project
     path = project.root / "torch_patches/series.toml"
-    path.write_text(path.read_text() + '\n[[pr]]\nname = "120-empty"\ntitle = "Nothing"\n')
-    project.write("torch_patches/120-empty.patch", "Subject: [PATCH] Nothing\n\nAt all.\n---\n")
+    path.write_text(
+        path.read_text() + '\n[[pr]]\nname = "120-empty"\ntitle = "Nothing"\n'
+    )
+    project.write(
+        "torch_patches/120-empty.patch", "Subject: [PATCH] Nothing\n\nAt all.\n---\n"
+    )
     project.setup()
     upstream.apply()
     assert upstream.said == [*BOTH, "empty"]
@@ -281,7 +291,9 @@ def test_wrong_base(upstream, tmp_path):
 def test_older_pytorch_needs_a_word(upstream):
     upstream.write("version.txt", "2.13.0a0\n")
     upstream.commit("an old release")
-    with pytest.raises(StageError, match="PyTorch 2.13.0a0; the stack is made for 2.15"):
+    with pytest.raises(
+        StageError, match="PyTorch 2.13.0a0; the stack is made for 2.15"
+    ):
         upstream.apply()
     upstream.apply(any_base=True)
     assert upstream.said == BOTH
