@@ -3,6 +3,7 @@
 Read in this order; every module only imports the ones before it:
 
     errors, console      what the user sees
+    texts                bytes as text and back
     gitrepo              git with a reproducible identity
     subprocesses         children that end with the stager
     series               torch_patches/series.toml and the patch files
@@ -14,7 +15,13 @@ Read in this order; every module only imports the ones before it:
     buildgraph, compile  two binaries from the new C++
     farm                 the staged environment: links to the base + our files
     pipeline             setup = all of the above, in order
+    placement            where the hunks of one file fit
+    apply                the stack onto a real checkout, with git am
     export               edits of the checkout back into patches; verify
+    prefixes             verify --each
+    wheelfile, drift     how the patches fit other releases
+    prbody               the body of a pull request
+    testing, lint        test files and linters
     cli                  the command line of tools/stage.py
 
 This package never lands in PyTorch.

@@ -27,7 +27,7 @@ import filelock
 from . import patchfile, placement
 from .checkout import Checkout, pr_digest, TRAILER
 from .config import write_atomically
-from .errors import StageError
+from .errors import ArgumentError, StageError
 from .gitrepo import GitError, UserRepo
 from .series import PullRequest, Series
 from .texts import encode
@@ -62,7 +62,7 @@ class Target:
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
-            raise StageError(
+            raise ArgumentError(
                 f"no folder {path}",
                 hint="name a git checkout of PyTorch: git clone "
                 "https://github.com/pytorch/pytorch",
@@ -70,7 +70,7 @@ class Target:
         try:
             top = UserRepo(path).run("rev-parse", "--show-toplevel").rstrip("\n")
         except GitError:
-            raise StageError(
+            raise ArgumentError(
                 f"{path} is not a git checkout (no work tree)",
                 hint="name a git checkout of PyTorch, not an unpacked archive",
             ) from None

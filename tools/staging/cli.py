@@ -27,7 +27,7 @@ from .baseenv import BaseEnv
 from .checkout import Checkout
 from .config import Workspace, workspace as make_workspace, write_atomically
 from .console import Console
-from .errors import from_os_error, StageError
+from .errors import ArgumentError, from_os_error, StageError
 from .pipeline import Staged
 from .series import Series
 
@@ -421,7 +421,11 @@ def lint_command(session: _Session, apply: bool) -> None:
 
     Example: python3 tools/stage.py lint -a
     """
-    sys.exit(lint.run(session.workspace.repo, apply))
+    status = lint.run(session.workspace.repo, apply)
+    if status == 0:
+        for line in lint.large_prs(session.series):
+            session.console.note(f"large: {line}")
+    sys.exit(status)
 
 
 def _verify_prefixes(session: _Session, names: list[str], redo: bool) -> None:
@@ -470,6 +474,9 @@ def main() -> None:
         sys.exit(2)
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
+    except ArgumentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except StageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

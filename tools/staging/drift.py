@@ -24,7 +24,7 @@ import rich.text
 from . import patchfile, wheelsource
 from .checkout import Checkout
 from .console import Console
-from .errors import StageError
+from .errors import ArgumentError
 from .gitrepo import GitError, GitRepo
 from .placement import place, Placement
 from .series import PullRequest, Series
@@ -112,7 +112,7 @@ class CheckoutSource:
         try:
             self.commit = self._git.resolve("HEAD")
         except (GitError, OSError):
-            raise StageError(
+            raise ArgumentError(
                 f"{path} is not a git checkout with a commit",
                 hint="drift --checkout takes a checkout of PyTorch",
             ) from None

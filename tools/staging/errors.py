@@ -32,6 +32,13 @@ class StageError(Exception):
         return "\n".join(lines)
 
 
+class ArgumentError(StageError):
+    """A value given on the command line that cannot be: one line, exit status 2."""
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.hint}" if self.hint else self.message
+
+
 def no_space(where: Path | str) -> StageError:
     """The error for a full disk, however it was noticed."""
     return StageError(

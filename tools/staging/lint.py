@@ -1,4 +1,4 @@
-"""Runs lintrunner with the pinned tools on every file of the repository."""
+"""Runs lintrunner with the pinned tools on every file; reports large PRs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .prbody import file_sizes
+from .series import Series
+
 
 # Committed or not: a new file is checked before it is added.
 _FILES = "git ls-files --cached --others --exclude-standard"
+
+
+# What a reviewer takes on in one sitting; the aim for every PR of the stack.
+MAX_CHANGED_LINES = 500
+
+
+def large_prs(series: Series) -> list[str]:
+    """One line per PR above the size that is aimed at; a report, not an error.
+
+    Counted are changed lines outside tests, generated files, docs, data and
+    kernels.
+    """
+    found = []
+    for pr in series.prs:
+        sizes = [(path, n) for path, n, kind in file_sizes(series, pr) if not kind]
+        total = sum(n for _, n in sizes)
+        if total > MAX_CHANGED_LINES:
+            path, most = max(sizes, key=lambda item: item[1])
+            found.append(
+                f"{pr.name}: {total} changed lines outside tests, generated files and "
+                f"kernels, aim {MAX_CHANGED_LINES}; most in {path} ({most})"
+            )
+    return found
 
 
 def run(repo: Path, apply: bool) -> int:

@@ -182,14 +182,20 @@ def _cell(value: Any) -> str:
 
 
 def _bc(pr: PullRequest, patch: patchfile.Patch) -> str:
+    """What series.toml says, else only what the diff itself proves."""
     if pr.bc:
         return pr.bc.strip()
-    if patch.diff:
-        return (
-            "Not BC-breaking: no public signature, schema or default of a released "
-            "function changes."
-        )
-    return "Not BC-breaking: only new files."
+    changed = [
+        f"`{patchfile.path_of(part)}`"
+        for part in patchfile.split_by_file(patch.diff)
+        if re.search(r"^-(?!-- )", part[part.find("\n@@ ") :], re.MULTILINE)
+    ]
+    if not changed:
+        return "Not BC-breaking: it only adds, no released line changes."
+    return (
+        f"**Not stated yet.** It changes released lines of {', '.join(changed)}; say "
+        "what a user can notice in `bc` of series.toml."
+    )
 
 
 def _review(series: Series, pr: PullRequest, patch: patchfile.Patch) -> str:

@@ -18,7 +18,7 @@ from .baseenv import locate
 from .checkout import pr_digest
 from .config import digest, Workspace, write_atomically
 from .console import Console
-from .errors import StageError
+from .errors import ArgumentError, StageError
 from .series import PullRequest, Series
 
 
@@ -50,10 +50,10 @@ def select(series: Series, first: str | None, only: tuple[str, ...]) -> list[str
     """Names of the prefixes to run: all, those from ``first`` on, or ``only``.
 
     Raises:
-        StageError: an unknown name, or both at once.
+        ArgumentError: an unknown name, or both at once.
     """
     if first and only:
-        raise StageError("give either --from or --only", hint="leave one out")
+        raise ArgumentError("give either --from or --only", hint="leave one out")
     names = [pr.name for pr in series.prs]
     if only:
         wanted = {series.get(name).name for name in only}

@@ -13,7 +13,7 @@ from pathlib import Path
 import tomllib
 
 from . import patchfile
-from .errors import StageError
+from .errors import ArgumentError, StageError
 from .texts import decode
 
 
@@ -106,13 +106,15 @@ class Series:
         """The PR with this name (or slot number).
 
         Raises:
-            StageError: unknown name.
+            ArgumentError: unknown name.
         """
         for pr in self.prs:
             if name in (pr.name, pr.name.split("-")[0]):
                 return pr
         known = ", ".join(pr.name for pr in self.prs)
-        raise StageError(f"no PR named {name!r} in {SERIES_FILE}; there are: {known}")
+        raise ArgumentError(
+            f"no PR named {name!r} in {SERIES_FILE}; there are: {known}"
+        )
 
     def upto(self, name: str) -> Series:
         """The prefix of the stack that ends with this PR."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .config import Workspace
-from .errors import StageError
+from .errors import ArgumentError, StageError
 from .pipeline import Staged
 from .series import Series
 
@@ -121,7 +121,7 @@ def upstream_suites(upstream: Path, paths: Sequence[str]) -> list[tuple[str, str
         StageError: not a checkout of PyTorch, or a path it does not have.
     """
     if not (upstream / "test" / "test_ops.py").is_file():
-        raise StageError(
+        raise ArgumentError(
             f"{upstream} has no test/test_ops.py",
             hint="--upstream takes a checkout of PyTorch at the pinned release",
         )
@@ -130,7 +130,10 @@ def upstream_suites(upstream: Path, paths: Sequence[str]) -> list[tuple[str, str
         return [s for s in UPSTREAM_SUITES if (upstream / s[0]).exists()]
     for path in paths:
         if not (upstream / path).exists():
-            raise StageError(f"no test file or folder {path!r} in {upstream}")
+            raise ArgumentError(
+                f"no test file or folder {path!r} in {upstream}",
+                hint="paths are those of the checkout, e.g. test/test_ops.py",
+            )
     return [(path, known.get(path, _OURS)) for path in paths]
 
 
@@ -238,7 +241,10 @@ def _locate(repo: Path, name: str) -> Path:
         path = (base / name).resolve()
         if path.exists() and path.is_relative_to(repo):
             return path
-    raise StageError(f"no test file or folder {name!r} in the repository")
+    raise ArgumentError(
+        f"no test file or folder {name!r} in the repository",
+        hint="for example: test test/test_moe_mlp.py",
+    )
 
 
 def _flat(test: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from .config import cache_folder, write_atomically
-from .errors import StageError
+from .errors import ArgumentError, StageError
 
 
 _VERSION = re.compile(r"^\d+\.\d+(\.\d+)?([a-z0-9.+]+)?$")
@@ -36,7 +36,7 @@ class WheelFile:
 
     def __init__(self, version: str, cache: Path | None = None) -> None:
         if not _VERSION.match(version):
-            raise StageError(
+            raise ArgumentError(
                 f"{version!r} is no version of torch",
                 hint="give released versions, for example: drift 2.14.1 2.13.0",
             )

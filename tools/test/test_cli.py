@@ -26,7 +26,8 @@ def call(monkeypatch, *arguments):
 
 def test_verbs():
     assert VERBS == [
-        "export", "lint", "python", "refresh", "run", "setup", "test", "verify",
+        "apply", "drift", "export", "lint", "pr", "python", "refresh", "run", "setup",
+        "test", "verify",
     ]  # fmt: skip
 
 
@@ -45,6 +46,21 @@ def test_every_verb_has_help_with_an_example(verb):
         (["setup", "--capability", "sse"], "'sse' is not one of 'all', 'host'"),
         (["refresh"], "give either a PR or --regenerate-shims"),
         (["test", "-k", "bf16"], "options of pytest follow a double dash"),
+        (["apply"], "Missing argument 'CHECKOUT'"),
+        (["apply", "a", "b"], "unexpected extra argument (b)"),
+        (["apply", ".", "--continue", "--abort"], "give either --continue or --abort"),
+        (["drift"], "name a version or a --checkout, e.g. drift 2.14.1"),
+        (["drift", "--json"], "requires an argument"),
+        (["pr"], "Missing argument 'PR'"),
+        (["pr", "110", "120"], "unexpected extra argument (120)"),
+        (["verify", "--only", "110"], "--from, --only and --redo go with --each"),
+        (["verify", "--each", "--from", "1", "--only", "2"], "give either --from or"),
+        (["verify", "110"], "unexpected extra argument (110)"),
+        (["export", "110"], "unexpected extra argument (110)"),
+        (["lint", "--fix"], "No such option"),
+        (["refresh", "110", "120"], "unexpected extra argument (120)"),
+        (["refresh", "--upstream", "."], "give either a PR or --regenerate-shims"),
+        (["test", "--upstream"], "requires an argument"),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, arguments, expected):
@@ -55,7 +71,7 @@ def test_wrong_arguments(monkeypatch, capsys, arguments, expected):
 
 
 def test_unknown_test_path(monkeypatch, capsys):
-    assert call(monkeypatch, "test", "test/absent.py") == 1
+    assert call(monkeypatch, "test", "test/absent.py") == 2
     assert "no test file or folder 'test/absent.py'" in capsys.readouterr().err
 
 
@@ -114,3 +130,20 @@ def test_options_stay_in_force(project):
     kept = pipeline.options(workspace, None, None)
     assert (kept.capability, kept.ndebug) == ("host", True)
     assert pipeline.options(workspace, None, False).capability == "host"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["pr", "999"], "no PR named '999'"),
+        (["apply", "/absent"], "no folder /absent"),
+        (["verify", "--each", "--only", "999"], "no PR named '999'"),
+        (["drift", "newest"], "'newest' is no version of torch"),
+        (["test", "--upstream", "/absent"], "/absent has no test/test_ops.py"),
+    ],
+)
+def test_wrong_values_say_what_to_do(monkeypatch, capsys, arguments, expected):
+    assert call(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert expected in error
+    assert len(error.strip().splitlines()) == 1

@@ -100,3 +100,23 @@ def test_stack_rules(project):
     path.write_text(path.read_text().replace("So that it keeps working.\n", ""))
     found = {finding["name"] for finding in lint("stack.py", project.root)}
     assert found == {"pin", "pin order", "series", "description"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# A\n\nTakes 36.1 ms.\n", ["results reference"]),
+        ("# A\n\nTakes 36.1 ms (`benchmarks/moe/results/a.json`).\n", []),
+        ("# A\n\nSee `results/a.json`.\n\n# B\n\nIt is 1.3x.\n", ["results reference"]),
+        ("# A\n\nSee benchmarks/moe/results/b.json.\n", ["results file"]),
+        ("# A\n\n6 GB of disk, about two minutes, torch 2.15.0.\n", []),
+    ],
+)
+def test_results_references(project, text, expected):
+    for name in ("requirements.txt", "tools/requirements.txt"):
+        project.write(name, "")
+    project.write("benchmarks/moe/results/a.json", "{}\n")
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(path.read_text().replace("benchmarks/results/", "benchmarks/"))
+    project.write("README.md", text)
+    assert [f["name"] for f in lint("stack.py", project.root)] == expected

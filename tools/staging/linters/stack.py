@@ -1,4 +1,5 @@
-"""series.toml and the tree agree; patches are well formed; pins are exact.
+"""series.toml and the tree agree; patches are well formed; pins are exact;
+measured numbers in the documents name the results file they are from.
 
 The paths lintrunner passes are ignored: these rules are about the whole.
 """
@@ -20,6 +21,13 @@ from staging.errors import StageError
 CODE = "STACK"
 _MAX_SUBJECT = 72
 _PIN = re.compile(r"^[A-Za-z0-9_.\-]+==[A-Za-z0-9_.]+$")
+_DOCUMENTS = ("README.md", "RFC.md", "CONTRIBUTING.md", "benchmarks/moe/README.md")
+_RESULTS_FILE = re.compile(r"[\w/.-]*\bresults/[\w.-]+\.json\b")
+# Times, rates, sizes and factors; not "60 seconds" or "6 GB of disk".
+_MEASURED = re.compile(
+    r"\b\d[\d.]*\s?(?:ms|us|[GT]FLOP/s|GB/s|tokens/s|MiB)\b|\b\d+\.\d+x\b"
+)
+_HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
 _PIN_FILES = ("requirements.txt", "tools/requirements.txt")
 
 
@@ -64,6 +72,33 @@ def check_pins(root: Path) -> None:
             report(name, "pin order", "pins must be sorted and unique", code=CODE)
 
 
+def check_results(root: Path) -> None:
+    """Results files that documents name exist; sections with numbers name one."""
+    for name in _DOCUMENTS:
+        path = root / name
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        starts = [0, *(m.start() for m in _HEADING.finditer(text)), len(text)]
+        for start, end in zip(starts, starts[1:]):
+            section = text[start:end]
+            named = _RESULTS_FILE.findall(section)
+            for file in named:
+                if not any(
+                    (root / base / file).is_file() for base in ("", "benchmarks/moe")
+                ):
+                    line = text.count("\n", 0, start + section.index(file)) + 1
+                    rule = f"{file} does not exist"
+                    report(name, "results file", rule, line=line, code=CODE)
+            number = _MEASURED.search(section)
+            if number and not named:
+                line = text.count("\n", 0, start + number.start()) + 1
+                rule = (
+                    f"{number.group(0)!r} is a measured number; name its file "
+                    "below benchmarks/moe/results/ in the same section"
+                )
+                report(name, "results reference", rule, line=line, code=CODE)
+
+
 if __name__ == "__main__":
     check_series(Path.cwd())
+    check_results(Path.cwd())
     check_pins(Path.cwd())

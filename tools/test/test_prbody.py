@@ -1,0 +1,141 @@
+"""pr: every section comes from a source, and losing rows are never dropped."""
+
+import json
+
+import pytest
+
+from staging import lint, prbody
+from staging.errors import StageError
+
+
+def write_series(project, fields):
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(path.read_text() + fields)
+
+
+def body(project, name="110"):
+    return prbody.render(project.series, project.series.get(name))
+
+
+def test_sections_of_a_plain_pr(project):
+    text = body(project)
+    assert text.startswith("# Add its test\n\nStack (oldest at bottom):\n")
+    assert "* __->__ 110-second: Add its test\n* 100-first: Add moe.py\n" in text
+    assert "So that it keeps working." in text
+    assert "```\npython test/test_moe.py\n```" in text
+    assert "python3 tools/stage.py test test/test_moe.py" in text
+    assert "verify --each --only 110-second" in text
+    assert "it only adds, no released line changes" in text
+    assert "| `test/test_moe.py` | 2 | new, test |" in text
+    assert "1 changed lines outside tests" in text
+
+
+def test_fields_of_the_series(project):
+    write_series(
+        project,
+        'labels = ["module: nn"]\nowners = ["someone", "@other"]\nfixes = ["#12"]\n'
+        'bc = "Raises where it returned nonsense."\n'
+        'support = [["", "CPU"], ["bfloat16", "tested"]]\n'
+        'test_plan = ["python test/test_ops.py -k moe"]\n',
+    )
+    text = body(project)
+    assert "Fixes #12\nLabels: `module: nn`\ncc @someone @other\n" in text
+    assert "## Backward compatibility\n\nRaises where it returned nonsense." in text
+    assert "|  | CPU |\n| --- | --- |\n| bfloat16 | tested |" in text
+    assert "```\npython test/test_ops.py -k moe\n```" in text
+
+
+def test_test_plan_of_the_description_is_not_said_twice(project):
+    path = project.root / "torch_patches/110-second.patch"
+    plan = (
+        "Test plan:\n    python test/test_moe.py\n    python test/test_ops.py -k moe\n"
+    )
+    path.write_text(path.read_text().replace("working.\n", f"working.\n\n{plan}"))
+    text = body(project)
+    assert "Test plan:" not in text
+    assert "```\npython test/test_moe.py\npython test/test_ops.py -k moe\n```" in text
+
+
+def test_changed_line_needs_a_statement(project):
+    path = project.root / "torch_patches/110-second.patch"
+    hunk = path.read_text().replace("+30,5 @@", "+30,4 @@")
+    path.write_text(hunk.replace(" line_31 = 31", "-line_31 = 31"))
+    assert (
+        "**Not stated yet.** It changes released lines of `torch/overrides.py`"
+        in body(project)
+    )
+
+
+def test_losing_rows_come_first_and_are_all_there(project):
+    rows = [
+        {"shape": [4, i], "ms": {"median": 1.5, "p10": 1.25, "p90": 2.0}, "speedup": s}
+        for i, s in enumerate([1.5] * 30 + [0.5, 0.75])
+    ]
+    data = {"command": "python bench.py", "torch": "2.15.0", "rows": rows}
+    project.write("benchmarks/results/moe.json", json.dumps(data))
+    write_series(project, 'results = ["benchmarks/results/moe.json"]\n')
+    text = body(project)
+    assert (
+        "`benchmarks/results/moe.json`, torch: 2.15.0\n\n```\npython bench.py\n```"
+        in text
+    )
+    lines = [line for line in text.splitlines() if " x " in line]
+    assert "| 4 x 30 (**loses**) | 1.5 (1.25 - 2) | 0.5 |" == lines[0]
+    assert "(**loses**)" in lines[1] and "(**loses**)" not in lines[2]
+    assert "32 rows, 2 of them lost; 16 winning rows are only in the file." in text
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"speedup": 0.9}, True),
+        ({"speedup": 1.1}, False),
+        ({"slowdown": {"median": 0.8}}, True),
+        ({"ratio": 1.2}, True),
+        ({"ratio": 0.9}, False),
+        ({"loses": True, "speedup": 2.0}, True),
+        ({"ms": 0.5}, False),
+    ],
+)
+def test_what_loses(row, expected):
+    assert prbody._loses(row) is expected
+
+
+def test_results_file_that_is_missing_or_broken(project):
+    write_series(project, 'results = ["benchmarks/results/moe.json"]\n')
+    with pytest.raises(StageError, match="moe.json does not exist"):
+        body(project)
+    project.write("benchmarks/results/moe.json", "{")
+    with pytest.raises(StageError, match="benchmarks/results/moe.json: "):
+        body(project)
+
+
+def test_no_description(project):
+    (project.root / "torch_patches/110-second.patch").unlink()
+    with pytest.raises(StageError, match="no description yet"):
+        body(project)
+
+
+def test_large_pr_is_reported(project):
+    assert lint.large_prs(project.series) == []
+    project.write("torch/nn/moe.py", "x = 1\n" * 600)
+    project.write("test/test_moe.py", "x = 1\n" * 600)
+    (line,) = lint.large_prs(project.series)
+    assert line.startswith("100-first: 601 changed lines outside tests")
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("torch/nn/moe.py", ""),
+        ("aten/src/ATen/native/MoEMLP.cpp", ""),
+        ("aten/src/ATen/native/cpu/MoEMLPKernel.cpp", "kernel"),
+        ("torch/_native/ops/moe/triton_kernels/forward.py", "kernel"),
+        ("torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h", "generated"),
+        ("test/expect/HasDecompTest.expect", "generated"),
+        ("torch/testing/_internal/moe_reference.py", "test"),
+        ("docs/source/nn.md", "docs"),
+    ],
+)
+def test_kinds(path, kind):
+    assert prbody.kind_of(path) == kind

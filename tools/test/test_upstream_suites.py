@@ -1,0 +1,81 @@
+"""test --upstream: PyTorch's own test files, with the staged torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from staging import testing
+from staging.errors import StageError
+from staging.pipeline import Staged
+
+
+TESTS = """\
+import pathlib
+import torch
+
+
+def test_meta_moe_mlp():
+    assert torch.staged, "the checkout's torch was imported"
+
+
+def test_meta_other():
+    raise AssertionError("not ours")
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A PyTorch checkout whose own torch must not be imported."""
+    path = tmp_path / "py torch"
+    for name in ("test/test_ops.py", "test/test_meta.py"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(TESTS)
+    (path / "torch").mkdir()
+    (path / "torch/__init__.py").write_text("staged = False\n")
+    return path
+
+
+@pytest.fixture
+def staged(project, tmp_path, monkeypatch):
+    """A staged environment: this Python with a torch of its own."""
+    site = tmp_path / "site"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch/__init__.py").write_text("staged = True\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    return Staged(sys.executable, "hash", "tip")
+
+
+def test_suites_are_those_the_checkout_has(checkout):
+    found = testing.upstream_suites(checkout, [])
+    assert [path for path, _ in found] == ["test/test_ops.py", "test/test_meta.py"]
+    assert all(expression == "moe or grouped_mm" for _, expression in found)
+    assert testing.upstream_suites(checkout, ["test/test_meta.py"]) == found[1:]
+
+
+def test_they_run_with_the_staged_torch(project, staged, checkout, capfd):
+    suites = testing.upstream_suites(checkout, [])
+    assert testing.run_upstream(project.workspace, staged, checkout, suites, []) == 0
+    assert "=== 2 passed in" in capfd.readouterr().out
+    meta = [("test/test_meta.py", "")]
+    assert testing.run_upstream(project.workspace, staged, checkout, meta, []) == 1
+    assert "FAILED test/test_meta.py" in capfd.readouterr().out
+
+
+def test_nothing_selected_is_a_failure(project, staged, checkout):
+    suites = [("test/test_meta.py", "no_such_test")]
+    assert testing.run_upstream(project.workspace, staged, checkout, suites, []) == 1
+
+
+def test_wrong_checkout(checkout, tmp_path):
+    with pytest.raises(StageError, match="has no test/test_ops.py"):
+        testing.upstream_suites(tmp_path, [])
+    with pytest.raises(StageError, match="no test file or folder 'test/absent.py'"):
+        testing.upstream_suites(checkout, ["test/absent.py"])
+
+
+def test_long_script_explains_itself():
+    script = testing.Path(__file__).parents[2] / ".ci/long"
+    done = subprocess.run([script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Example: .ci/long" in done.stdout
