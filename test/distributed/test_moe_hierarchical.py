@@ -69,7 +69,7 @@ class TestHierarchical(TokenSwitchTest):
 
     @parametrize("combine", ["reduce", "exact"])
     def test_static_gives_the_compact_bits(self, combine):
-        for routing in ROUTINGS:
+        for routing in ("zipf", "sentinels", "recorded"):
             operands = truth(routing).operands
             E = operands.w_in.shape[0]
             for share in SHARES:
@@ -257,9 +257,17 @@ class TestHierarchicalLocalRanks(TestCase):
             want.check(name, getattr(got, name), slice(None), exact=exact)
 
     @parametrize("routing", list(ROUTINGS))
-    @parametrize("combine", ["reduce", "exact"])
-    @parametrize("shape", [(2, 1), (2, 2), (2, 4), (4, 4)])
-    def test_static_matches_one_rank(self, routing, combine, shape):
+    @parametrize(
+        "shape,combine",
+        [
+            ((2, 1), "reduce"),
+            ((2, 2), "exact"),
+            ((2, 4), "exact"),
+            ((4, 2), "reduce"),
+            ((4, 4), "exact"),
+        ],
+    )
+    def test_static_matches_one_rank(self, routing, shape, combine):
         nodes, per_node = shape
         most = 128 // (nodes * per_node)
         self.run_ranks(*shape, routing, combine, (most, most * nodes))

@@ -66,6 +66,10 @@ def save_communication(
             :func:`~torch.utils.checkpoint.create_selective_checkpoint_contexts`, about
             all other ops. Default: None (they are recomputed)
 
+    Under :func:`torch.compile`, a static switch sets its overflow counter inside the
+    region, which needs
+    ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``.
+
     Example::
         >>> # xdoctest: +SKIP("needs a process group")
         >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=save_communication())
