@@ -15,6 +15,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
     TestCase,
 )
 from torch.testing._internal.distributed.moe_token_switch import (
@@ -145,8 +146,10 @@ class TestAllToAll(TokenSwitchTest):
             self.run_switch(switch, operands, tokens, experts, layer=scale_layer)
         self.assertEqual(len(read), 1 if capacity is None else 0)
 
+    @slowTest
     def test_compiles_as_one_graph(self):
-        """Any sizes in one graph; more in test_moe_token_switch_local.py."""
+        """Sizes that differ by rank. Slow, as four processes compile the same; on one
+        rank in test_moe_token_switch_local.py."""
         torch._dynamo.reset()
         switch = self.switch(4, 64, combine="exact")
         case = dataclasses.replace(CASE, num_experts=64, top_k=8)
