@@ -67,7 +67,7 @@ def _stack(series: Series, pr: PullRequest) -> str:
     for other in reversed(series.prs):
         patch = series.patch(other)
         title = (patch.message if patch else other.title).partition("\n")[0]
-        mark = "__->__ " if other is pr else ""
+        mark = "__->__ " if other.name == pr.name else ""
         lines.append(f"* {mark}{other.name}: {title.strip()}")
     return "\n".join(lines)
 
