@@ -386,7 +386,7 @@ def test_killed_at_any_moment(upstream, tmp_path):
     upstream.apply()
     duration = time.monotonic() - start
     expected = upstream.tree()
-    for number in range(12):
+    for number in range(7):
         path = tmp_path / f"clone {number}"
         make_upstream(upstream.project, path)
         clone = Upstream(path, upstream.project)
@@ -397,7 +397,7 @@ def test_killed_at_any_moment(upstream, tmp_path):
         assert clone.titles()[1:] == ["Add moe.py", "Add its test"]
         assert clone.git.run("status", "--porcelain") == ""
         shutil.rmtree(path)
-    assert killed >= 6, "hardly any call was killed in time"
+    assert killed >= 4, "hardly any call was killed in time"
 
 
 @pytest.mark.parametrize("moment", ["files", "am"])

@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 from conftest import WHEEL_FILES
@@ -111,9 +112,8 @@ def test_wrong_sources(project, tmp_path):
 
 
 def test_version_that_does_not_exist(project, monkeypatch):
-    class Failed:
-        returncode, stdout, stderr = 1, "", "ERROR: No matching distribution found"
-
-    monkeypatch.setattr(wheelfile.subprocess, "run", lambda *a, **k: Failed)
+    failed = SimpleNamespace(returncode=1, stdout="", stderr="ERROR: No matching\n")
+    pip = SimpleNamespace(run=lambda *command, **options: failed)
+    monkeypatch.setattr(wheelfile, "subprocess", pip)
     with pytest.raises(StageError, match="pip finds no wheel of torch 9.9.9: ERROR"):
-        measure(project, drift.WheelSource("9.9.9", project.cache))
+        drift.WheelSource("9.9.9", project.cache).prepare({OVERRIDES})
