@@ -423,8 +423,9 @@ def lint_command(session: _Session, apply: bool) -> None:
     """
     status = lint.run(session.workspace.repo, apply)
     if status == 0:
-        for line in lint.large_prs(session.series):
-            session.console.note(f"large: {line}")
+        series = session.series
+        for line in (*lint.large_prs(series), *lint.unlisted_sources(series)):
+            session.console.note(f"note: {line}")
     sys.exit(status)
 
 

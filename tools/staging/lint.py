@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from . import patchfile
 from .prbody import file_sizes
 from .series import Series
 
@@ -17,6 +18,8 @@ _FILES = "git ls-files --cached --others --exclude-standard"
 
 # What a reviewer takes on in one sitting; the aim for every PR of the stack.
 MAX_CHANGED_LINES = 500
+BUILD_LIST = "build_variables.bzl"
+_NO_PATCH = patchfile.Patch("", "")
 
 
 def large_prs(series: Series) -> list[str]:
@@ -36,6 +39,31 @@ def large_prs(series: Series) -> list[str]:
                 f"kernels, aim {MAX_CHANGED_LINES}; most in {path} ({most})"
             )
     return found
+
+
+def unlisted_sources(series: Series) -> list[str]:
+    """One line per new C++ source that upstream's build list does not get.
+
+    CMake finds it by a glob, so the staged build and most of CI are green
+    without; builds from build_variables.bzl would lack it.
+    """
+    listed = {
+        line[1:].strip().strip(',"')
+        for pr in series.prs
+        for part in patchfile.split_by_file((series.patch(pr) or _NO_PATCH).diff)
+        if patchfile.path_of(part) == BUILD_LIST
+        for line in part.split("\n")
+        if line.startswith("+ ")
+    }
+    return [
+        f"{pr.name}: {path} has no line in {BUILD_LIST}; add it in a checkout of "
+        f"PyTorch, then refresh {pr.name} --upstream"
+        for pr in series.prs
+        for path in pr.files
+        if path.startswith("aten/src/ATen/native/")
+        and path.endswith(".cpp")
+        and path not in listed
+    ]
 
 
 def run(repo: Path, apply: bool) -> int:

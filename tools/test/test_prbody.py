@@ -124,6 +124,24 @@ def test_large_pr_is_reported(project):
     assert line.startswith("100-first: 601 changed lines outside tests")
 
 
+def test_new_source_without_a_line_in_the_build_list(project):
+    name = "aten/src/ATen/native/MoE.cpp"
+    project.write(name, "\n")
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(
+        path.read_text().replace(
+            '["torch/nn/moe.py"]', f'["{name}", "torch/nn/moe.py"]'
+        )
+    )
+    (line,) = lint.unlisted_sources(project.series)
+    assert line.startswith(f"100-first: {name} has no line in build_variables.bzl")
+    patch = project.root / "torch_patches/100-first.patch"
+    hunk = f'@@ -1,2 +1,3 @@\n a\n+    "{name}",\n b\n'
+    head = "diff --git a/build_variables.bzl b/build_variables.bzl\n"
+    patch.write_text(patch.read_text() + head + hunk)
+    assert lint.unlisted_sources(project.series) == []
+
+
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
