@@ -81,6 +81,27 @@ class TestMoEModule(TestCase):
             torch.autograd.grad(expected, leaves, grad),
         )
 
+    def test_gate_interleaved(self):
+        """The same layer with the gate and up rows of all experts in another order."""
+        options = {"bias": True, "shared_hidden_dim": 5}
+        layer, halves = make(gate_interleaved=True, **options), make(**options)
+        state = layer.state_dict()
+        for name in ("w_in", "b_in", "shared_w_in"):
+            state[name] = torch.cat([state[name][:, ::2], state[name][:, 1::2]], 1)
+        halves.load_state_dict(state)
+        x = torch.randn(5, D, dtype=torch.float64)
+        self.assertEqual(layer(x), halves(x))
+        self.assertIn("gate_interleaved=True", repr(layer))
+
+    def test_run_experts_is_routed_and_shared(self):
+        layer, x = make(shared_hidden_dim=5), torch.randn(5, D, dtype=torch.float64)
+        output, _, _ = layer(x)
+        _, *routing = layer.route(x)
+        self.assertEqual(layer.run_experts(x, *routing), output)
+        parts = layer.run_routed(x, *routing), layer.run_shared(x)
+        self.assertEqual(parts[0] + parts[1], output)
+        self.assertIsNone(make().run_shared(x))
+
     def test_routing_options_reach_the_router(self):
         options = {
             "score": "sigmoid",

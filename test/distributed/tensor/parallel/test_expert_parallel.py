@@ -1,28 +1,128 @@
 # Owner(s): ["oncall: distributed"]
-"""ExpertParallel gives the result of one process, on every mesh."""
+"""ExpertParallel gives the result of one process, on every mesh and kind of module."""
 
 import copy
+import dataclasses
 import functools
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._moe.adapters import ExpertAdapter, GroupedExpertsAdapter
+from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchAllToAll
+from torch.distributed._moe.mesh import fold_expert_parallel
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+from torch.distributed.tensor.parallel.expert_parallel import (
+    sequential_schedule,
+    token_switches,
+)
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    subtest,
+)
+from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
+from torch.testing._internal.moe_reference import (
+    check_close,
+    moe_mlp_backward_reference,
+    moe_mlp_backward_unfused,
+    moe_mlp_reference,
+    moe_mlp_unfused,
 )
 
 
-D, H, E, K = 16, 24, 8, 3
+D, H, E, K, T = 16, 24, 8, 3, 17
 # Tokens of each of the four ranks.
 SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0)}
-T = 17
+
+
+def case_of(routing):
+    """17 tokens with a routing; the recorded one has its own E and K."""
+    case = MoeCase("ep", num_tokens=T, num_experts=E, top_k=K)
+    if routing == "recorded":
+        return dataclasses.replace(case, routing=routing, num_experts=64, top_k=8)
+    return dataclasses.replace(case, routing=routing)
+
+
+class RowMoE(nn.MoE):
+    """A router whose logits of a token do not depend on how many there are; fp32 GEMMs
+    round differently for a few rows."""
+
+    def route(self, input):
+        logits = (input.unsqueeze(-2) * self.router).sum(-1)
+        return logits, *F.moe_topk(logits, self.top_k, **self.routing)
+
+
+class GivenMoE(nn.MoE):
+    """Takes the routing it is given."""
+
+    def route(self, input):
+        return None, *self.given
+
+
+class GroupedExperts(nn.Module):
+    """Of torchtitan's shape: rows in expert order and counts."""
+
+    def __init__(self, w1, w2, w3):
+        super().__init__()
+        self.w1, self.w2, self.w3 = map(nn.Parameter, (w1, w2, w3))
+
+    def forward(self, x, num_tokens_per_expert):
+        out, begin = [], 0
+        for e, count in enumerate(num_tokens_per_expert.tolist()):
+            rows = x[begin : begin + count]
+            hidden = F.silu(rows @ self.w1[e].T) * (rows @ self.w3[e].T)
+            out.append(hidden @ self.w2[e].T)
+            begin += count
+        return torch.cat([*out, x.new_zeros(len(x) - begin, x.shape[1])])
+
+
+class SortingMoE(nn.Module):
+    """Sorts tokens for ``GroupedExperts`` and weights what comes back."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x, ids, weights):
+        num_experts = self.experts.w1.shape[0]
+        order = ids.flatten().argsort(stable=True)
+        order = order[ids.flatten()[order] >= 0]
+        counts = torch.bincount(ids.flatten()[order], minlength=num_experts + 1)
+        token = order // ids.shape[1]
+        rows = self.experts(x[token], counts[:num_experts])
+        rows = rows * weights.flatten()[order, None].to(rows.dtype)
+        return torch.zeros_like(x).index_add(0, token, rows)
+
+
+class RoutedExperts(nn.Module):
+    """Called with tokens, scores, ids and counts; one fused weight."""
+
+    def __init__(self, w13, w2):
+        super().__init__()
+        self.w13, self.w2 = nn.Parameter(w13), nn.Parameter(w2)
+
+    def forward(self, x, scores, ids, counts):
+        return F.moe_mlp(x, ids, scores, self.w13, self.w2)
+
+
+class RoutedExpertsAdapter(ExpertAdapter):
+    def matches(self, module):
+        return isinstance(module, RoutedExperts)
+
+    def expert_parameters(self, module):
+        return {"w13": 1, "w2": 2}
+
+    def run(self, module, original, exchange, x, scores, ids, counts):
+        def experts(rows, ids, weights):
+            return original(rows, weights, ids, None)
+
+        return exchange(x, ids, scores, experts)
 
 
 class ExpertParallelTest(MultiProcContinuousTest):
@@ -38,9 +138,12 @@ class ExpertParallelTest(MultiProcContinuousTest):
 
     @staticmethod
     @functools.cache
-    def mesh(*shape, names):
+    def mesh(names, *shape):
         """Once each, as a gloo group owns threads."""
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+    def ep_mesh(self, ep):
+        return self.mesh(("dp_replicate", "ep"), 4 // ep, ep)
 
     def tokens(self, share):
         """Slice of this rank."""
@@ -48,55 +151,365 @@ class ExpertParallelTest(MultiProcContinuousTest):
         return slice(begin, begin + SHARES[share][self.rank])
 
 
-class RowMoE(nn.MoE):
-    """A router whose logits of a token do not depend on how many there are; fp32 GEMMs
-    round differently for a few rows."""
+@dataclasses.dataclass
+class Whole:
+    """Float64 truth and same-dtype yardstick of output and gradients."""
 
-    def route(self, input):
-        logits = (input.unsqueeze(-2) * self.router).sum(-1)
-        return logits, *F.moe_topk(logits, self.top_k, **self.routing)
+    truth: dict
+    unfused: dict
+
+    @classmethod
+    @functools.cache
+    def of_case(cls, routing, dtype):
+        """Operands of a SwiGLU layer with biases, and what they give."""
+        operands = case_of(routing).operands(dtype, bias=True)
+        return operands, cls.of(operands)
+
+    @classmethod
+    def of(cls, operands, **kwargs):
+        args, results = operands.args(), []
+        for forward, backward in (
+            (moe_mlp_reference, moe_mlp_backward_reference),
+            (moe_mlp_unfused, moe_mlp_backward_unfused),
+        ):
+            grads = backward(operands.grad_out, *args, **kwargs)._asdict()
+            grads = {name.removeprefix("grad_"): g for name, g in grads.items()}
+            results.append({"output": forward(*args, **kwargs)[0], **grads})
+        return cls(*results)
+
+    def check(self, name, got, dtype, part=slice(None)):
+        if got.numel():
+            truth, unfused = self.truth[name][part], self.unfused[name][part]
+            check_close(got, truth, unfused, dtype, name)
 
 
 @instantiate_parametrized_tests
 class TestExpertParallel(ExpertParallelTest):
-    def compare(self, split, layer, share, x, grad):
-        """Output and input gradient of this rank's tokens, their bits in one process,
-        and (name, gradient, gradient in one process) of all parameters."""
-        leaf = x.clone().requires_grad_()
+    def given_moe(self, operands, activation, interleaved=False):
+        """A layer with the operands as parameters."""
+        E, D, H = operands.w_out.shape
+        layer = GivenMoE(
+            *(D, H, E, operands.topk_indices.shape[1]),
+            activation=activation,
+            bias=operands.b_in is not None,
+            gate_interleaved=interleaved,
+            dtype=operands.input.dtype,
+        )
+        with torch.no_grad():
+            for name in ("w_in", "w_out", "b_in", "b_out"):
+                if getattr(operands, name) is not None:
+                    layer.get_parameter(name).copy_(getattr(operands, name))
+        return layer
+
+    def run_part(self, layer, operands, part):
+        """Output and gradients of some tokens; those of parameters are whole."""
+        x = operands.input[part].clone().requires_grad_()
+        weights = operands.topk_weights[part].clone().requires_grad_()
+        layer.given = operands.topk_indices[part], weights
         layer.zero_grad()
-        whole = layer(leaf).output
-        whole.backward(grad)
-        part = self.tokens(share)
-        mine = x[part].clone().requires_grad_()
-        split.zero_grad()
-        output = split(mine).output
-        output.backward(grad[part])
-        grads = []
-        for name, p in split.named_parameters():
-            if isinstance(p, DTensor):
-                self.assertEqual(p.grad.placements, p.placements)
-                got = p.grad.full_tensor()
-            else:
-                got = p.grad.clone()
-                dist.all_reduce(got)
-            grads.append((name, got, layer.get_parameter(name).grad))
-        return (output, whole[part]), (mine.grad, leaf.grad[part]), grads
+        output = layer(x).output
+        output.backward(operands.grad_out[part])
+        grads = {
+            name: p.grad.full_tensor()
+            for name, p in layer.named_parameters()
+            if name != "router"
+        }
+        return {"output": output, "input": x.grad, "topk_weights": weights.grad}, grads
+
+    @parametrize("routing", list(ROUTINGS))
+    @parametrize("ep", [1, 2, 4])
+    @parametrize("combine", ["reduce", "exact"])
+    def test_matches_the_float64_loop(self, routing, ep, combine):
+        for dtype in (torch.float32, torch.bfloat16):
+            operands, whole = Whole.of_case(routing, dtype)
+            layer = parallelize_module(
+                self.given_moe(operands, "swiglu"),
+                self.ep_mesh(ep),
+                ExpertParallel(combine=combine),
+            )
+            for share in SHARES:
+                part = self.tokens(share)
+                mine, grads = self.run_part(layer, operands, part)
+                for name, got in mine.items():
+                    whole.check(name, got, dtype, part)
+                for name, got in grads.items():
+                    whole.check(name, got, dtype)
+
+    @parametrize("activation", ["relu2", "swiglu"])
+    def test_tensor_parallel_experts(self, activation):
+        mesh = self.mesh(("ep", "tp"), 2, 2)
+        kwargs = {"activation": activation}
+        if activation == "swiglu":
+            kwargs["gate_interleaved"] = True
+        for dtype in (torch.float32, torch.bfloat16):
+            operands = case_of("zipf").operands(dtype, activation=activation, bias=True)
+            whole = Whole.of(operands, **kwargs)
+            layer = self.given_moe(operands, activation, activation == "swiglu")
+            layer = parallelize_module(layer, mesh, ExpertParallel())
+            self.assertEqual(layer.w_out.to_local().shape, (E // 2, D, H // 2))
+            # Ranks of tp have the same tokens.
+            half = slice(0, 9) if self.rank < 2 else slice(9, T)
+            mine, grads = self.run_part(layer, operands, half)
+            for name, got in mine.items():
+                whole.check(name, got, dtype, half)
+            for name, got in grads.items():
+                whole.check(name, got, dtype)
 
     @parametrize("ep", [1, 2, 4])
     def test_exact_gives_the_bits_of_one_process(self, ep):
         torch.manual_seed(0)
         x, grad = torch.randn(T, D), torch.randn(T, D)
         layer = RowMoE(D, H, E, K, shared_hidden_dim=8)
-        mesh = self.mesh(4 // ep, ep, names=("dp_replicate", "ep"))
         split = parallelize_module(
-            copy.deepcopy(layer), mesh, ExpertParallel(combine="exact")
+            copy.deepcopy(layer), self.ep_mesh(ep), ExpertParallel(combine="exact")
         )
+        leaf = x.clone().requires_grad_()
+        whole = layer(leaf).output
+        whole.backward(grad)
         for share in SHARES:
-            y, dx, grads = self.compare(split, layer, share, x, grad)
-            self.assertTrue(torch.equal(*y), share)
-            self.assertTrue(torch.equal(*dx), share)
-            for name, got, want in grads:
-                self.assertEqual(got, want, msg=name)
+            part = self.tokens(share)
+            mine = x[part].clone().requires_grad_()
+            split.zero_grad()
+            output = split(mine).output
+            output.backward(grad[part])
+            for name, p in split.named_parameters():
+                if isinstance(p, DTensor):
+                    self.assertEqual(p.grad.placements, p.placements)
+                    got = p.grad.full_tensor()
+                else:
+                    # Router and shared experts belong to data parallelism.
+                    got = p.grad.clone()
+                    dist.all_reduce(got)
+                self.assertEqual(got, layer.get_parameter(name).grad, msg=name)
+            self.assertTrue(torch.equal(output, whole[part]), share)
+            self.assertTrue(torch.equal(mine.grad, leaf.grad[part]), share)
+
+    @parametrize(
+        "names,shape,ep",
+        [
+            subtest((("ep",), (4,), 4), name="ep4"),
+            subtest((("dp_replicate", "ep"), (2, 2), 2), name="ep2"),
+            subtest((("ep", "tp"), (2, 2), 2), name="ep2_tp2"),
+        ],
+    )
+    @parametrize("routing", ["zipf", "sentinels", "one_expert"])
+    def test_grouped_experts(self, names, shape, ep, routing):
+        operands = case_of(routing).operands()
+        gate, up = operands.w_in.chunk(2, dim=1)
+        layer = SortingMoE(GroupedExperts(gate, operands.w_out, up))
+        mesh = self.mesh(names, *shape)
+        parallelize_module(layer, mesh, {"experts": ExpertParallel(combine="exact")})
+        self.assertEqual(layer.experts.w1.to_local().shape[0], E // ep)
+        whole = Whole.of(operands)
+        part = self.tokens("gaps")
+        if "tp" in names:
+            part = slice(0, 9) if self.rank < 2 else slice(9, T)
+        x = operands.input[part].clone().requires_grad_()
+        weights = operands.topk_weights[part].clone().requires_grad_()
+        ids = operands.topk_indices[part]
+        # Both "no expert" ids are left out by the sort.
+        output = layer(x, ids.masked_fill(ids == E, -1), weights)
+        output.backward(operands.grad_out[part])
+        grads = {
+            name: p.grad.full_tensor() for name, p in layer.experts.named_parameters()
+        }
+        whole.check("output", output, torch.float32, part)
+        whole.check("input", x.grad, torch.float32, part)
+        whole.check("topk_weights", weights.grad, torch.float32, part)
+        whole.check("w_in", torch.cat([grads["w1"], grads["w3"]], 1), torch.float32)
+        whole.check("w_out", grads["w2"], torch.float32)
+
+    def test_a_module_with_its_own_adapter(self):
+        operands = case_of("uniform").operands()
+        layer = RoutedExperts(operands.w_in, operands.w_out)
+        style = ExpertParallel(adapter=RoutedExpertsAdapter())
+        parallelize_module(layer, self.ep_mesh(4), style)
+        part = self.tokens("even")
+        x = operands.input[part].clone().requires_grad_()
+        weights, ids = operands.topk_weights[part], operands.topk_indices[part]
+        output = layer(x, weights, ids, None)
+        output.backward(operands.grad_out[part])
+        grads = {name: p.grad.full_tensor() for name, p in layer.named_parameters()}
+        whole = Whole.of(operands)
+        whole.check("output", output, torch.float32, part)
+        whole.check("input", x.grad, torch.float32, part)
+        whole.check("w_in", grads["w13"], torch.float32)
+        whole.check("w_out", grads["w2"], torch.float32)
+
+    def test_switch_and_schedule_of_ones_own(self):
+        torch.manual_seed(0)
+        x, layer = torch.randn(T, D), nn.MoE(D, H, E, K, shared_hidden_dim=8)
+        calls = []
+
+        def switch(mesh, num_experts):
+            calls.append((mesh.mesh_dim_names, num_experts))
+            return TokenSwitchAllToAll(mesh.get_group(), num_experts, combine="exact")
+
+        def schedule(switch, tokens, ids, weights, experts, shared):
+            """Shared experts first, tokens in two chunks."""
+            first = shared()
+            routed = [
+                sequential_schedule(switch, *chunk, experts, None)[0]
+                for chunk in zip(*(t.tensor_split(2) for t in (tokens, ids, weights)))
+            ]
+            return torch.cat(routed), first
+
+        split = copy.deepcopy(layer)
+        style = ExpertParallel(token_switch=switch, schedule=schedule)
+        parallelize_module(split, self.ep_mesh(4), style)
+        self.assertEqual(calls, [(("ep",), E)])
+        for share in SHARES:
+            part = self.tokens(share)
+            self.assertEqual(split(x[part]).output, layer(x).output[part])
+
+    def test_static_capacity_grows(self):
+        torch.manual_seed(0)
+        x, layer = torch.randn(T, D), nn.MoE(D, H, E, K)
+        split = parallelize_module(
+            copy.deepcopy(layer), self.ep_mesh(4), ExpertParallel(capacity=1)
+        )
+        part = self.tokens("all_on_one")
+        (switch,) = token_switches(split)
+        split(x[part])
+        with self.assertRaisesRegex(RuntimeError, "needed .* rows but capacity is 1"):
+            switch.check_overflow()
+        output = grow_and_rerun(
+            token_switches(split), lambda: split(x[part]).output.detach()
+        )
+        self.assertEqual(output, layer(x).output[part])
+
+    def test_leading_dims_names_and_copies(self):
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, D)
+        layer = nn.MoE(D, H, E, K, bias=True)
+        names = list(layer.state_dict())
+        split = parallelize_module(
+            copy.deepcopy(layer), self.ep_mesh(4), {"": ExpertParallel()}
+        )
+        self.assertEqual(list(split.state_dict()), names)
+        self.assertEqual(split.w_in.placements[-1], Shard(0))
+        self.assertEqual(split.w_in.shape, layer.w_in.shape)
+        self.assertFalse(isinstance(split.router, DTensor))
+        want = layer(x)
+        for module in (split, copy.deepcopy(split)):
+            got = module(x)
+            self.assertEqual(got.output, want.output)
+            self.assertEqual(got.topk_indices, want.topk_indices)
+        # A copy has its own parameters.
+        twin = copy.deepcopy(split)
+        with torch.no_grad():
+            twin.w_out.zero_()
+            twin.b_out.zero_()
+        self.assertEqual(twin(x).output, torch.zeros_like(x))
+        self.assertEqual(split(x).output, want.output)
+
+    def test_frozen_experts(self):
+        layer = nn.MoE(D, H, E, K).requires_grad_(False)
+        layer.router.requires_grad_()
+        split = parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
+        self.assertFalse(split.w_in.requires_grad)
+        split(torch.randn(4, D)).output.sum().backward()
+        self.assertIsNotNone(split.router.grad)
+        self.assertIsNone(split.w_in.grad)
+
+    def test_ranks_start_from_the_parameters_of_rank_0(self):
+        torch.manual_seed(self.rank)
+        layer = nn.MoE(D, H, E, K)
+        want = layer.w_in.detach().clone()
+        dist.broadcast(want, 0)
+        parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
+        self.assertEqual(layer.w_in.full_tensor(), want)
+
+    def test_errors(self):
+        mesh = self.ep_mesh(4)["ep"]
+        two_dims = self.mesh(("ep", "tp"), 2, 2)
+
+        def apply(module, mesh=mesh, **kwargs):
+            return parallelize_module(module, mesh, ExpertParallel(**kwargs))
+
+        def moe(experts=E, hidden=H, **kwargs):
+            return nn.MoE(D, hidden, experts, 2, **kwargs)
+
+        with self.assertRaisesRegex(ValueError, "multiple of the 4 ranks .* got 6"):
+            apply(moe(6))
+        with self.assertRaisesRegex(ValueError, "all 24 gate rows before the up rows"):
+            apply(moe(), two_dims)
+        with self.assertRaisesRegex(
+            ValueError, r"dim 1 of 'w_in' .* multiple of the 2 ranks .* \(8, 7, 16\)"
+        ):
+            apply(moe(hidden=7, activation="relu"), two_dims)
+        odd = moe(hidden=7, gate_interleaved=True)
+        with self.assertRaisesRegex(ValueError, "dim 2 of 'w_out' .* of the 2 ranks"):
+            apply(odd, two_dims)
+        with self.assertRaisesRegex(ValueError, r"1-D, or .* dims \('x', 'y'\)"):
+            apply(moe(), self.mesh(("x", "y"), 2, 2))
+        with self.assertRaisesRegex(ValueError, "ep_dim='y'.*'tp'"):
+            apply(moe(), two_dims, ep_dim="y")
+        with self.assertRaisesRegex(NotImplementedError, "got Linear with parameters"):
+            apply(nn.Linear(4, 4))
+        with self.assertRaisesRegex(AttributeError, "parameter 'gate' in MoE"):
+            apply(moe(), adapter=GroupedExpertsAdapter("gate", "down", "up"))
+        experts = GroupedExperts(*(torch.zeros(n, 4, 4) for n in (8, 8, 4)))
+        with self.assertRaisesRegex(ValueError, r"on dim 0, got shapes .*\(4, 4, 4\)"):
+            apply(experts)
+        with self.assertRaisesRegex(TypeError, "a TokenSwitch, got int"):
+            apply(moe(), token_switch=lambda mesh, num_experts: 3)
+        with self.assertRaisesRegex(ValueError, "'reduce' or 'exact', got 'mean'"):
+            apply(moe(), combine="mean")
+        with self.assertRaisesRegex(ValueError, "options of the default token switch"):
+            ExpertParallel(token_switch=TokenSwitchAllToAll, capacity=3)
+        with self.assertRaisesRegex(ValueError, "sequence_parallel_mesh must be 1-D"):
+            ExpertParallel(sequence_parallel_mesh=two_dims)
+        split = apply(moe())
+        with self.assertRaisesRegex(RuntimeError, "already expert parallel"):
+            apply(split)
+        sharded = moe()
+        parallelize_module(sharded, mesh, ExpertParallel())
+        del sharded._expert_parallel
+        with self.assertRaisesRegex(ValueError, "'w_in' is already distributed"):
+            apply(sharded)
+        x = DTensor.from_local(torch.randn(4, D), mesh, [Shard(0)])
+        with self.assertRaisesRegex(TypeError, "input must be .* plain tensor"):
+            split(x)
+        split.w_in = nn.Parameter(torch.zeros(2, 2 * H, D))
+        with self.assertRaisesRegex(RuntimeError, "'w_in' must be the DTensor"):
+            split(torch.randn(4, D))
+
+
+class TestFoldExpertParallel(ExpertParallelTest):
+    def test_ranks(self):
+        dense = self.mesh(("dp_shard", "cp", "tp"), 1, 2, 2)
+        for ep in (1, 2, 4):
+            sparse = fold_expert_parallel(dense, ep)
+            self.assertEqual(sparse.mesh_dim_names, ("efsdp", "ep"))
+            self.assertEqual(sparse.shape, (4 // ep, ep))
+            self.assertEqual(sparse["ep"].get_local_rank(), self.rank % ep)
+            self.assertEqual(sparse["efsdp"].get_local_rank(), self.rank // ep)
+
+    def test_other_dims_stay(self):
+        dense = self.mesh(("pp", "dp_shard"), 2, 2)
+        sparse = fold_expert_parallel(dense, 2)
+        self.assertEqual(sparse.mesh_dim_names, ("pp", "efsdp", "ep"))
+        self.assertEqual(sparse.shape, (2, 1, 2))
+        self.assertEqual(
+            sparse["pp"].get_group().group_name, dense["pp"].get_group().group_name
+        )
+        self.assertEqual(
+            sparse["ep"].mesh.tolist(), [self.rank // 2 * 2, self.rank // 2 * 2 + 1]
+        )
+
+    def test_errors(self):
+        dense = self.mesh(("dp_shard", "cp", "tp"), 1, 2, 2)
+        with self.assertRaisesRegex(
+            ValueError, r"ep_degree must divide dp_shard=1 \* cp=2 \* tp=2 = 4, got 3"
+        ):
+            fold_expert_parallel(dense, 3)
+        with self.assertRaisesRegex(ValueError, "= 4, got 0"):
+            fold_expert_parallel(dense, 0)
+        with self.assertRaisesRegex(ValueError, r"at least one of .* got .*\('x', 'y'"):
+            fold_expert_parallel(self.mesh(("x", "y"), 2, 2), 2)
+        with self.assertRaisesRegex(ValueError, "must not have a dim 'tp' yet"):
+            fold_expert_parallel(dense, 2, dims=("cp",), efsdp_dim="tp")
 
 
 if __name__ == "__main__":

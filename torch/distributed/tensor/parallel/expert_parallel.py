@@ -87,6 +87,7 @@ class _Region:
         self.schedule = schedule
         self.tp_mesh = tp_mesh
         self.original = original
+        self.expert_names: tuple[str, ...] = ()
         self.grad_placements: dict[str, tuple[Placement, ...]] = {}
         self.added_once: set[str] = set()
 
@@ -97,7 +98,8 @@ class _Region:
         """Local shards, whose gradients go back to the distributed parameters."""
         local = {}
         for name, grad_placements in self.grad_placements.items():
-            param = module.get_parameter(name)
+            owner, _, leaf = name.rpartition(".")
+            param = getattr(module.get_submodule(owner), leaf)
             if not isinstance(param, DTensor):
                 raise RuntimeError(
                     f"ExpertParallel: parameter {name!r} must be the DTensor that "
@@ -121,12 +123,6 @@ class _Region:
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """See :class:`torch.distributed._moe.adapters.Exchange`."""
-        if isinstance(input, DTensor):
-            raise TypeError(
-                "ExpertParallel: input must be the tokens of this rank as a plain tensor, got "
-                f"a DTensor with {input.placements}; use PrepareModuleInput with "
-                "use_local_output=True"
-            )
         tokens = input.flatten(0, -2)
         ids = topk_indices.flatten(0, -2)
         if topk_weights is None:
@@ -153,6 +149,13 @@ class _Region:
 
 def _parallel_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     region = module._expert_parallel
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, DTensor):
+            raise TypeError(
+                "ExpertParallel: input must be the tokens of this rank as a plain tensor, "
+                f"got a DTensor with {value.placements}; use PrepareModuleInput with "
+                "use_local_output=True"
+            )
     with _reparametrize_module(module, region.local_parameters(module)):
         if region.adapter.method == "forward":
             return _parallel_method(module, *args, **kwargs)
@@ -242,6 +245,12 @@ class ExpertParallel(ParallelStyle):
                 "ExpertParallel: combine, capacity and wire_dtype are options of the "
                 f"default token switch, got {options} next to token_switch"
             )
+        if sequence_parallel_mesh is not None and sequence_parallel_mesh.ndim != 1:
+            raise ValueError(
+                "ExpertParallel: sequence_parallel_mesh must be 1-D, got a "
+                f"{sequence_parallel_mesh.ndim}-D mesh with dims "
+                f"{sequence_parallel_mesh.mesh_dim_names}"
+            )
         self.switch_options = options
         self.token_switch = token_switch
         self.schedule = schedule
@@ -319,6 +328,7 @@ class ExpertParallel(ParallelStyle):
                 for name in ("forward", adapter.method)
             },
         )
+        region.expert_names = tuple(dims)
         for name, hidden_dim in dims.items():
             placements, grads = zip(*(_placements(role, hidden_dim) for role in roles))
             self._distribute(module, name, device_mesh, placements)
