@@ -21,18 +21,42 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-__all__ = ["Exchange", "ExpertAdapter", "GroupedExpertsAdapter", "MoEAdapter"]
+__all__ = [
+    "ExpertAdapter",
+    "ExpertExchange",
+    "Experts",
+    "GroupedExpertsAdapter",
+    "MoEAdapter",
+]
 
 
-class Exchange(Protocol):
+class Experts(Protocol):
+    """Local experts of a rank.
+
+    Args:
+        rows (Tensor): (M, D) received rows.
+        ids (Tensor): (M, k) of local experts, or -1.
+        weights (Tensor): (M, k).
+        num_rows (int, optional): bound of the ids that are not -1, where the token switch
+            knows one: the rows that the experts need memory for. Default: None
+
+    Returns:
+        Tensor: (M, D).
+    """
+
+    def __call__(
+        self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None = None
+    ) -> Tensor: ...
+
+
+class ExpertExchange(Protocol):
     """Runs experts on the ranks that have them; what an adapter calls.
 
     Args:
         input (Tensor): (\\*, D) tokens of this rank.
         topk_indices (Tensor): (\\*, K) integer expert ids in [-1, E].
         topk_weights (Tensor, optional): (\\*, K); None where the experts apply none.
-        experts (callable): ``experts(rows, ids, weights) -> (M, D)`` with rows (M, D),
-            ids (M, k) of local experts or -1, and weights (M, k).
+        experts (Experts): what the local experts make of received rows.
         shared (callable, optional): output (\\*, D) of what all tokens go through, to be
             added. It may be called at any point, so as to overlap with communication.
 
@@ -45,7 +69,7 @@ class Exchange(Protocol):
         input: Tensor,
         topk_indices: Tensor,
         topk_weights: Tensor | None,
-        experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+        experts: Experts,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor: ...
 
@@ -77,7 +101,7 @@ class ExpertAdapter(ABC):
         self,
         module: nn.Module,
         original: Callable[..., Any],
-        exchange: Exchange,
+        exchange: ExpertExchange,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
@@ -87,7 +111,7 @@ class ExpertAdapter(ABC):
             module (nn.Module): the parallelized module. Its expert parameters are the
                 local ones, plain tensors with E / EP experts, during the call.
             original (callable): the replaced method, bound to ``module``.
-            exchange (Exchange): takes tokens to their experts and back.
+            exchange (ExpertExchange): takes tokens to their experts and back.
         """
 
     def check_tensor_parallel(self, module: nn.Module) -> None:
@@ -113,7 +137,7 @@ class MoEAdapter(ExpertAdapter):
         self,
         module: nn.Module,
         original: Callable[..., Any],
-        exchange: Exchange,
+        exchange: ExpertExchange,
         input: Tensor,
         topk_indices: Tensor,
         topk_weights: Tensor,
@@ -170,7 +194,7 @@ class GroupedExpertsAdapter(ExpertAdapter):
         self,
         module: nn.Module,
         original: Callable[..., Any],
-        exchange: Exchange,
+        exchange: ExpertExchange,
         x: Tensor,
         num_tokens_per_expert: Tensor,
     ) -> Tensor:
@@ -179,7 +203,12 @@ class GroupedExpertsAdapter(ExpertAdapter):
         # E, no expert, for the padding at the end.
         ids = torch.bucketize(row, ends, right=True)
 
-        def experts(rows: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
+        def experts(
+            rows: Tensor,
+            local_ids: Tensor,
+            weights: Tensor,
+            num_rows: int | None = None,
+        ) -> Tensor:
             local = getattr(module, self.w1).shape[0]
             key = local_ids[:, 0]
             key = torch.where(key < 0, local, key)

@@ -177,9 +177,16 @@ class MoE(Module):
         return logits, indices, weights
 
     def run_routed(
-        self, input: Tensor, topk_indices: Tensor, topk_weights: Tensor
+        self,
+        input: Tensor,
+        topk_indices: Tensor,
+        topk_weights: Tensor,
+        num_rows: int | None = None,
     ) -> Tensor:
-        """Weighted sum ``(*, D)`` of the experts that the router chose."""
+        """Weighted sum ``(*, D)`` of the experts that the router chose.
+
+        ``num_rows`` is that of :func:`~torch.nn.functional.moe_mlp`.
+        """
         return F.moe_mlp(
             input,
             topk_indices,
@@ -190,6 +197,7 @@ class MoE(Module):
             b_out=self.b_out,
             activation=self.activation,
             gate_interleaved=self.gate_interleaved,
+            num_rows=num_rows,
         )
 
     def run_shared(self, input: Tensor) -> Tensor | None:

@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import functools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,7 @@ class RoutedExpertsAdapter(ExpertAdapter):
         return {"w13": 1, "w2": 2}
 
     def run(self, module, original, exchange, x, scores, ids, counts):
-        def experts(rows, ids, weights):
+        def experts(rows, ids, weights, num_rows=None):
             return original(rows, weights, ids, None)
 
         return exchange(x, ids, scores, experts)
@@ -402,6 +403,22 @@ class TestExpertParallel(ExpertParallelTest):
             twin.b_out.zero_()
         self.assertEqual(twin(x).output, torch.zeros_like(x))
         self.assertEqual(split(x).output, want.output)
+
+    def test_experts_have_no_memory_for_slots_of_other_ranks(self):
+        layer = nn.MoE(D, H, E, K)
+        parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
+        rows = []
+        original = F.moe_mlp
+
+        def recording(*args, num_rows=None, **kwargs):
+            rows.append(num_rows)
+            return original(*args, num_rows=num_rows, **kwargs)
+
+        with mock.patch.object(F, "moe_mlp", recording):
+            ids = layer(torch.randn(20, D)).topk_indices
+        counts = torch.bincount(ids.flatten() // (E // 4), minlength=4)
+        dist.all_reduce(counts)
+        self.assertEqual(rows, [counts[self.rank].item()])
 
     def test_frozen_experts(self):
         layer = nn.MoE(D, H, E, K).requires_grad_(False)

@@ -7,7 +7,7 @@ from typing import Any, Literal, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
-from torch.distributed._moe.adapters import DEFAULT_ADAPTERS, ExpertAdapter
+from torch.distributed._moe.adapters import DEFAULT_ADAPTERS, ExpertAdapter, Experts
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._token_switch import TokenSwitch
 from torch.distributed.tensor import (
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.placement_types import Placement
 
-    Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
     Schedule = Callable[
         [TokenSwitch, Tensor, Tensor, Tensor, Experts, Callable[[], Tensor] | None],
         tuple[Tensor, Tensor | None],
@@ -55,8 +54,8 @@ def sequential_schedule(
         tokens (Tensor): (T, D) of this rank.
         topk_indices (Tensor): (T, K) ids in [-1, E].
         topk_weights (Tensor): (T, K).
-        experts (callable): ``experts(rows, local ids, weights) -> rows``, see
-            :class:`torch.distributed._moe.adapters.Exchange`.
+        experts (Experts): the local experts, see
+            :class:`torch.distributed._moe.adapters.Experts`.
         shared (callable, optional): the shared experts of all tokens.
 
     Returns:
@@ -64,7 +63,9 @@ def sequential_schedule(
     """
     routing = switch.create_routing(topk_indices, layout="flat")
     rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)
-    output = switch.combine(routing, experts(rows, ids, weights))
+    num_slots = getattr(switch, "num_slots", None)
+    num_rows = None if num_slots is None else num_slots(routing)
+    output = switch.combine(routing, experts(rows, ids, weights, num_rows))
     return output, None if shared is None else shared()
 
 
@@ -122,7 +123,7 @@ class _Region:
         experts: Experts,
         shared: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """See :class:`torch.distributed._moe.adapters.Exchange`."""
+        """See :class:`torch.distributed._moe.adapters.ExpertExchange`."""
         tokens = input.flatten(0, -2)
         ids = topk_indices.flatten(0, -2)
         if topk_weights is None:
