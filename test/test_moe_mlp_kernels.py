@@ -31,6 +31,10 @@ _moe_mlp_backward = torch.ops.aten._moe_mlp_backward.default
 
 all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
 all_dtypes = parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# float64 is always the portable kernel.
+level_2_dtypes = parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
 # brgemm is part of oneDNN: without it the portable kernel runs.
 both_kernels = parametrize("portable", [False, True])
 
@@ -69,7 +73,7 @@ class TestMoeMlpKernels(TestCase):
                 check_close(grad, want, yardstick, dtype, name)
 
     @all_cases
-    @all_dtypes
+    @level_2_dtypes
     @both_kernels
     def test_thread_count(self, case, dtype, portable):
         args = case.operands(dtype, "cpu", bias=True).args()
@@ -83,20 +87,51 @@ class TestMoeMlpKernels(TestCase):
             torch.set_num_threads(threads)
         self.assertEqual(many, other, rtol=0, atol=0)
 
-    @all_dtypes
+    @all_cases
+    @level_2_dtypes
     @both_kernels
-    @parametrize("kept", [1, 2, 3, 5, 17, 40])
-    def test_other_tokens(self, dtype, portable, kept):
-        """y, dX and d(topk_weights) of the first tokens are those of a batch without the others."""
-        tokens, model_dim, hidden, experts, top_k = 90, 70, 45, 3, 2
-        generator = torch.Generator().manual_seed(kept)
+    def test_batch_composition(self, case, dtype, portable):
+        """y, dX and d(topk_weights) of a token are the same bits in every batch it is part of."""
+        ops = case.operands(dtype, "cpu", bias=True)
+
+        def run(tokens):
+            # Without num_rows, with which a token may fit into one batch and not into another.
+            plan = moe_permutation_reference(
+                ops.topk_indices[tokens],
+                case.num_experts,
+                row_alignment=case.row_alignment,
+            )
+            args = (ops.input[tokens], ops.w_in, ops.w_out, plan.offs)
+            args += (ops.topk_weights[tokens], plan.row_slots, plan.slot_rows)
+            args += (ops.b_in, ops.b_out)
+            output, _, grads = run_op(args, ops.grad_out[tokens], portable)
+            return output, grads[0], grads[3]
+
+        every = torch.arange(case.num_tokens)
+        whole = run(every)
+        for tokens in (every[-1:], every[: len(every) // 3], every.flip(0)[::2]):
+            expected = [x[tokens] for x in whole]
+            self.assertEqual(list(run(tokens)), expected, rtol=0, atol=0)
+
+    @level_2_dtypes
+    @both_kernels
+    @parametrize("shape", [(200, 70, 45), (70, 2100, 24)])
+    @parametrize("transposed", [False, True])
+    def test_other_tokens(self, dtype, portable, shape, transposed):
+        """The same over more than one tile of rows, depth that is cut, and both storage orders."""
+        (tokens, model_dim, hidden), experts, top_k = shape, 3, 2
+        generator = torch.Generator().manual_seed(0)
 
         def randn(*shape):
             return torch.randn(shape, generator=generator).to(dtype)
 
+        def weight(rows, cols):
+            if transposed:
+                return randn(experts, cols, rows).transpose(1, 2)
+            return randn(experts, rows, cols)
+
         x, grad_out = randn(tokens, model_dim), randn(tokens, model_dim)
-        w_in = randn(experts, 2 * hidden, model_dim)
-        w_out = randn(experts, model_dim, hidden)
+        w_in, w_out = weight(2 * hidden, model_dim), weight(model_dim, hidden)
         weights = torch.rand(tokens, top_k, generator=generator)
         indices = torch.randint(experts, (tokens, top_k), generator=generator)
 
@@ -105,9 +140,12 @@ class TestMoeMlpKernels(TestCase):
             args = (x[:count], w_in, w_out, plan.offs, weights[:count])
             args += (plan.row_slots, plan.slot_rows)
             output, _, grads = run_op(args, grad_out[:count], portable)
-            return output[:kept], grads[0][:kept], grads[3][:kept]
+            return output, grads[0], grads[3]
 
-        self.assertEqual(run_first(kept), run_first(tokens), rtol=0, atol=0)
+        every = run_first(tokens)
+        for count in (1, 2, 3, 5, 17, 40):
+            expected = [result[:count] for result in every]
+            self.assertEqual(list(run_first(count)), expected, rtol=0, atol=0)
 
 
 instantiate_parametrized_tests(TestMoeMlpKernels)

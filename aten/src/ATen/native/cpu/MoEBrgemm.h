@@ -19,6 +19,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -45,11 +46,9 @@ constexpr int64_t kPanelBytes = 256 * 1024;
 // again for the next block of rows.
 constexpr int64_t kBlockBytes = 2 * 1024 * 1024;
 constexpr int64_t kMaxBlockTiles = 64;
-// (block, panel) steps that every thread should get at least: the split is at
-// step granularity, so this bounds the imbalance to a quarter.
-constexpr int64_t kStepsPerThread = 4;
-// Rows whose GEMM costs as much as packing their weight panel (work split).
-constexpr int64_t kPackCostRows = 24;
+// Tasks that every thread should get at least: this bounds what the others wait
+// for the last one to a few percent.
+constexpr int64_t kTasksPerThread = 32;
 // The routed rows of y and dX exist only this many bytes at a time (columns
 // are cut): they are still in L3 when they are summed, and a buffer of this
 // size is recycled by malloc instead of being mapped and zeroed anew.
@@ -57,15 +56,14 @@ constexpr int64_t kCombineBytes = 8 * 1024 * 1024;
 constexpr int64_t kMinCombineCols = 4 * kPanelCols;
 // Tokens that are worth another thread.
 constexpr int64_t kCombineGrain = 16;
-// Weight gradient: macro tile and rows reduced per step. The packed operands
-// and the fp32 tile are 0.4 MiB in bf16.
+// Weight gradient: lines and columns of a macro tile, and rows reduced per step.
+// The packed operands and the fp32 tile are 0.8 MiB in bf16.
+constexpr int64_t kGradLines = 512;
 constexpr int64_t kGradTile = 256;
 constexpr int64_t kGradRows = 256;
 // Rows of a reduction step are padded with zeros to this multiple, so that a
 // handful of brgemm kernels serves every expert size.
 constexpr int64_t kGradRowsMultiple = 8;
-// Rows whose product costs as much as writing the finished tile (work split).
-constexpr int64_t kGradWriteRows = 64;
 
 // Type of the packed GEMM operands. brgemm has a bfloat16 dot product on every
 // AVX512 machine; float16 would need avx512_fp16 and is multiplied in fp32.
@@ -146,51 +144,47 @@ inline void convert_row(const scalar_t* src, compute_t* dst, int64_t n) {
 
 // ---- packing of the right operand: dst is [ceil(K/v)][kPanelCols][v] -------
 
-// Transposes a 16 x 16 block of 32-bit units (one float or two bfloat16).
-inline void transpose16(const float* src, int64_t ld_src, float* dst) {
-  vec::transpose_mxn<float, 16, 16>(src, ld_src, dst, kPanelCols);
-}
-
-// Columns n of the source are contiguous along K: src[n * ld + k].
-template <typename scalar_t, typename compute_t>
+// Rows of length k that become columns: column(n) is a pointer or null (zeros),
+// and so is every column from n to width, a multiple of 16. dst is
+// [ceil(k/v)][width][v].
+template <typename scalar_t, typename compute_t, typename ColumnFn>
 void pack_along_k(
-    const scalar_t* src,
-    int64_t ld,
+    const ColumnFn& column,
     int64_t n,
     int64_t k,
     compute_t* dst,
     int64_t width) {
   constexpr int64_t v = kVnni<compute_t>;
   constexpr int64_t step = 16 * v;
-  const bool whole_words =
-      std::is_same_v<scalar_t, compute_t> && (v == 1 || ld % v == 0);
   auto* words = reinterpret_cast<float*>(dst);
   alignas(64) compute_t stage[16 * step];
-  alignas(64) float flipped[16 * kPanelCols];
+  alignas(64) float flipped[16 * 16];
   for (int64_t n0 = 0; n0 < width; n0 += 16) {
-    const int64_t cols = std::clamp<int64_t>(n - n0, 0, 16);
+    const scalar_t* from[16];
+    for (const auto i : c10::irange(16)) {
+      from[i] = n0 + i < n ? column(n0 + i) : nullptr;
+    }
+    std::memset(stage, 0, sizeof(stage));
     for (int64_t k0 = 0; k0 < k; k0 += step) {
       const int64_t depth = std::min(step, k - k0);
-      const scalar_t* block = src + n0 * ld + k0;
-      float* out = words + k0 / v * kPanelCols + n0;
-      if (whole_words && cols == 16 && depth == step) {
-        transpose16(reinterpret_cast<const float*>(block), ld / v, out);
-        continue;
-      }
-      if (cols < 16 || depth < step) {
+      if (depth < step) {
         std::memset(stage, 0, sizeof(stage));
       }
-      for (const auto i : c10::irange(cols)) {
-        convert_row(block + i * ld, stage + i * step, depth);
+      for (const auto i : c10::irange(16)) {
+        if (from[i] != nullptr) {
+          convert_row(from[i] + k0, stage + i * step, depth);
+        }
       }
+      float* out = words + k0 / v * width + n0;
+      const auto* in = reinterpret_cast<const float*>(stage);
+      // A block of 16 x 16 words: one float or two bfloat16 each.
       if (depth == step) {
-        transpose16(reinterpret_cast<const float*>(stage), 16, out);
+        vec::transpose_mxn<float, 16, 16>(in, 16, out, width);
         continue;
       }
-      transpose16(reinterpret_cast<const float*>(stage), 16, flipped);
+      vec::transpose_mxn<float, 16, 16>(in, 16, flipped, 16);
       for (const auto i : c10::irange((depth + v - 1) / v)) {
-        std::memcpy(
-            out + i * kPanelCols, flipped + i * kPanelCols, 16 * sizeof(float));
+        std::memcpy(out + i * width, flipped + i * 16, 16 * sizeof(float));
       }
     }
   }
@@ -257,13 +251,23 @@ void pack_along_n(
   }
 }
 
-// One expert's weight as a right operand B[k][n] = data[n * ld_n + k * ld_k],
-// with one of the two strides equal to 1.
+// One expert's weight, the factor W of x W: W[k][n] = data[n * ld_n + k * ld_k]
+// with one of the two strides equal to 1. The dense one decides which operand
+// of brgemm the weight is:
+//  - along k, its columns are rows of a left operand as they lie in memory. The
+//    product is transposed, W^T x^T, and only x is packed: with some hundred
+//    rows per expert that is several times less than the weight, and a decode
+//    step touches every weight byte once, in the order of its addresses;
+//  - along n, it is packed as a right operand by interleaving rows.
 template <typename scalar_t>
 struct WeightView {
   const scalar_t* data;
   int64_t ld_n;
   int64_t ld_k;
+
+  bool along_k() const {
+    return ld_k == 1;
+  }
 
   // Packs columns [n0, n0 + n) and rows [k0, k0 + k); columns n..width are 0.
   template <typename compute_t>
@@ -275,13 +279,25 @@ struct WeightView {
       compute_t* dst,
       int64_t width) const {
     const scalar_t* src = data + n0 * ld_n + k0 * ld_k;
-    if (ld_k == 1) {
-      pack_along_k<scalar_t, compute_t>(src, ld_n, n, k, dst, width);
-    } else {
-      pack_along_n<scalar_t, compute_t>(
-          [&](int64_t i) { return src + i * ld_k; }, n, k, dst, width);
-    }
+    pack_along_n<scalar_t, compute_t>(
+        [&](int64_t i) { return src + i * ld_k; }, n, k, dst, width);
   }
+};
+
+// Columns [first, first + count) of a GEMM, at column `at` of a panel and alone
+// in `width` columns of it.
+struct PanelSpan {
+  int64_t first;
+  int64_t count;
+  int64_t at = 0;
+  int64_t width = kPanelCols;
+};
+
+// The columns of one panel: gate and up halves are two spans. `ahead` is how far
+// to the right the next panel's columns are, 0 if this thread has none.
+struct PanelColumns {
+  PanelSpan spans[2];
+  int64_t ahead = 0;
 };
 
 // ---- packing of the left operand -------------------------------------------
@@ -316,13 +332,13 @@ void pack_transposed(
     int64_t k_padded,
     compute_t* dst) {
   constexpr int64_t side = 16 * kVnni<compute_t>;
-  alignas(64) compute_t stage[side * kGradTile];
+  alignas(64) compute_t stage[side * kGradLines];
   alignas(64) compute_t flipped[side * side];
   for (int64_t k0 = 0; k0 < k_padded; k0 += side) {
     const int64_t keep = std::min(side, k_padded - k0);
     for (const auto i : c10::irange(side)) {
       const scalar_t* from = k0 + i < rows ? row(k0 + i) : nullptr;
-      compute_t* out = stage + i * kGradTile;
+      compute_t* out = stage + i * kGradLines;
       if (from != nullptr) {
         convert_row(from, out, n);
       } else {
@@ -333,11 +349,11 @@ void pack_transposed(
       const int64_t cols = std::min(side, n - i0);
       if (keep == side && cols == side) {
         vec::transpose_mxn<compute_t, side, side>(
-            stage + i0, kGradTile, dst + i0 * kGradRows + k0, kGradRows);
+            stage + i0, kGradLines, dst + i0 * kGradRows + k0, kGradRows);
         continue;
       }
       vec::transpose_mxn<compute_t, side, side>(
-          stage + i0, kGradTile, flipped, side);
+          stage + i0, kGradLines, flipped, side);
       for (const auto i : c10::irange(cols)) {
         std::memcpy(
             dst + (i0 + i) * kGradRows + k0, flipped + i * side,
@@ -377,32 +393,162 @@ inline void brgemm(
       /*is_vnni=*/kVnni<compute_t> > 1);
 }
 
-// C[rows, kPanelCols] = A[rows, k] * panel, one kPanelDepth of K at a time.
-// pack(k0, depth, dst) fills the panel; epilogue(row0, rows, c) sees a finished
-// tile with leading dimension kPanelCols.
-template <typename compute_t, typename PackFn, typename EpilogueFn>
-void gemm_panel(
-    const compute_t* a,
-    int64_t ld_a,
+// Columns of a packed right operand for this many rows of x, at most kTileRows.
+inline int64_t tile_width(int64_t rows) {
+  return round_up(std::min(rows, kTileRows), 16);
+}
+
+// The rows of a block as an operand of gemm_panel: row major with leading
+// dimension ld, or, where the weight lies along k, packed by pack_along_k one
+// tile of kTileRows after the other.
+template <typename compute_t>
+struct RowOperand {
+  const compute_t* data;
+  int64_t ld;
+};
+
+// Asks for a share of the next panel's weight while this one is multiplied.
+template <typename scalar_t>
+inline void prefetch_lines(
+    const WeightView<scalar_t>& w,
+    const PanelColumns& columns,
+    int64_t k,
+    int64_t share,
+    int64_t shares) {
+  if (columns.ahead == 0) {
+    return;
+  }
+  constexpr int64_t line = 64 / sizeof(scalar_t);
+  for (const auto& span : columns.spans) {
+    const int64_t first = span.first + columns.ahead;
+    for (const auto n : c10::irange(
+             first + span.count * share / shares,
+             first + span.count * (share + 1) / shares)) {
+      const scalar_t* from = w.data + n * w.ld_n;
+      for (int64_t i = 0; i < k; i += line) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+      }
+    }
+  }
+}
+
+// out[row][col] = in[col][row], both kTileRows x kPanelCols at most.
+inline void transpose_tile(const float* in, int64_t rows, float* out) {
+  static_assert(kTileRows == kPanelCols);
+  for (int64_t col = 0; col < kPanelCols; col += 16) {
+    for (int64_t row = 0; row < rows; row += 16) {
+      vec::transpose_mxn<float, 16, 16>(
+          in + col * kTileRows + row,
+          kTileRows,
+          out + row * kPanelCols + col,
+          kPanelCols);
+    }
+  }
+}
+
+// gemm_panel for a weight along k: C^T = W^T x^T.
+template <typename scalar_t, typename compute_t, typename EpilogueFn>
+void gemm_panel_along_k(
+    const WeightView<scalar_t>& w,
+    const PanelColumns& columns,
+    const RowOperand<compute_t>& x,
     int64_t rows,
     int64_t k,
     compute_t* panel,
     float* c,
-    const PackFn& pack,
     const EpilogueFn& epilogue) {
   constexpr int64_t depth = kPanelDepth<compute_t>;
+  constexpr int64_t v = kVnni<compute_t>;
+  const bool in_place = std::is_same_v<scalar_t, compute_t> && k % v == 0;
+  const int64_t x_depth = round_up(k, v);
+  const int64_t steps = (k + depth - 1) / depth;
+  const int64_t shares = steps * ((rows + kTileRows - 1) / kTileRows);
+  int64_t share = 0;
+  alignas(64) float tile[kTileRows * kPanelCols];
+  for (int64_t k0 = 0; k0 < k; k0 += depth) {
+    const int64_t kb = std::min(depth, k - k0);
+    const int64_t padded = round_up(kb, v);
+    if (!in_place) {
+      for (const auto& span : columns.spans) {
+        pack_rows<scalar_t, compute_t>(
+            [&](int64_t i) {
+              return w.data + (span.first + i) * w.ld_n + k0;
+            },
+            span.count,
+            kb,
+            panel + span.at * padded);
+      }
+    }
+    for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
+      const int64_t m = std::min(kTileRows, rows - m0);
+      const int64_t width = tile_width(m);
+      float* sums = steps == 1 ? c : c + m0 * kPanelCols;
+      prefetch_lines(w, columns, k, share++, shares);
+      for (const auto& span : columns.spans) {
+        if (span.count == 0) {
+          continue;
+        }
+        const compute_t* lines = panel + span.at * padded;
+        if constexpr (std::is_same_v<scalar_t, compute_t>) {
+          lines = in_place ? w.data + span.first * w.ld_n + k0 : lines;
+        }
+        cpublas::brgemm(
+            span.count,
+            width,
+            padded,
+            in_place ? w.ld_n : padded,
+            width,
+            kTileRows,
+            /*add_C=*/k0 > 0,
+            lines,
+            x.data + m0 * x_depth + k0 * width,
+            sums + span.at * kTileRows,
+            /*is_vnni=*/v > 1);
+      }
+      if (k0 + depth >= k) {
+        transpose_tile(sums, m, tile);
+        epilogue(m0, m, tile);
+      }
+    }
+  }
+}
+
+// A panel of x W: [rows, k] times the columns' weights, one kPanelDepth of K at
+// a time. epilogue(row0, rows, c) sees a finished tile with leading dimension
+// kPanelCols; what it holds outside the spans is undefined. `panel` and c are
+// scratch, see for_each_panel.
+template <typename scalar_t, typename compute_t, typename EpilogueFn>
+void gemm_panel(
+    const WeightView<scalar_t>& w,
+    const PanelColumns& columns,
+    const RowOperand<compute_t>& x,
+    int64_t rows,
+    int64_t k,
+    compute_t* panel,
+    float* c,
+    const EpilogueFn& epilogue) {
+  if (w.along_k()) {
+    gemm_panel_along_k(w, columns, x, rows, k, panel, c, epilogue);
+    return;
+  }
+  constexpr int64_t depth = kPanelDepth<compute_t>;
+  constexpr int64_t v = kVnni<compute_t>;
   const bool single = k <= depth;
   for (int64_t k0 = 0; k0 < k; k0 += depth) {
     const int64_t kb = std::min(depth, k - k0);
-    pack(k0, kb, panel);
-    const bool last = k0 + depth >= k;
+    for (const auto& span : columns.spans) {
+      if (span.count > 0) {
+        w.pack(
+            span.first, span.count, k0, kb, panel + span.at * v, span.width);
+      }
+    }
     for (int64_t m0 = 0; m0 < rows;) {
       const int64_t m = next_tile_rows(rows - m0);
       float* tile = single ? c : c + m0 * kPanelCols;
       brgemm<compute_t>(
-          m, round_up(kb, kVnni<compute_t>), a + m0 * ld_a + k0, ld_a, panel,
-          tile, kPanelCols, k0 > 0);
-      if (last) {
+          m, round_up(kb, v), x.data + m0 * x.ld + k0, x.ld, panel, tile,
+          kPanelCols, k0 > 0);
+      if (k0 + depth >= k) {
         epilogue(m0, m, tile);
       }
       m0 += m;
@@ -419,74 +565,43 @@ struct Block {
   int64_t end;
 };
 
-// Splits blocks x panels over the threads by estimated cost, at panel
-// granularity and in a fixed order. Each (block, panel) is computed by exactly
-// one thread in exactly one way, so the split cannot change a bit.
+// Hands out blocks x panels to the threads as they come, a few panels of one
+// block at a time. Each (block, panel) is computed in exactly one way, so it
+// does not matter which thread gets it, and a thread that the system or a
+// neighbour slows down gets less.
 class WorkList {
  public:
-  WorkList(std::vector<Block> blocks, int64_t panels, int64_t fixed_cost)
-      : blocks_(std::move(blocks)), panels_(panels), fixed_cost_(fixed_cost) {
-    for (const auto& block : blocks_) {
-      total_ += panels_ * cost(block);
-    }
-  }
+  // At most panels_per_task panels of a block are handed out at once.
+  WorkList(std::vector<Block> blocks, int64_t panels, int64_t panels_per_task)
+      : blocks_(std::move(blocks)),
+        panels_(panels),
+        per_task_(std::clamp<int64_t>(panels_per_task, 1, panels)) {}
 
-  // fn(thread, block, panel_begin, panel_end) for every block a thread shares.
+  // fn(thread, block, panel_begin, panel_end) for every task.
   template <typename Fn>
   void run(int64_t threads, const Fn& fn, bool uses_vnni) const {
+    const int64_t tasks_per_block = (panels_ + per_task_ - 1) / per_task_;
+    const int64_t tasks =
+        static_cast<int64_t>(blocks_.size()) * tasks_per_block;
+    std::atomic<int64_t> next{0};
     at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
       for (const auto thread : c10::irange(begin, end)) {
-        run_thread(thread, threads, fn);
+        for (int64_t task = next++; task < tasks; task = next++) {
+          const int64_t first = task % tasks_per_block * per_task_;
+          fn(thread,
+             blocks_[task / tasks_per_block],
+             first,
+             std::min(first + per_task_, panels_));
+        }
       }
       cpublas::brgemm_release(uses_vnni);
     });
   }
 
  private:
-  int64_t cost(const Block& block) const {
-    return fixed_cost_ + block.end - block.begin;
-  }
-
-  template <typename Fn>
-  void run_thread(int64_t thread, int64_t threads, const Fn& fn) const {
-    const int64_t low = share(thread, threads);
-    const int64_t high = share(thread + 1, threads);
-    int64_t start = 0;
-    for (const auto& block : blocks_) {
-      const int64_t each = cost(block);
-      const auto panel_at = [&](int64_t bound) {
-        return std::clamp<int64_t>(
-            (bound - start + each - 1) / each, 0, panels_);
-      };
-      const int64_t first = bound_panel(panel_at, low, start);
-      const int64_t last = bound_panel(panel_at, high, start);
-      if (first < last) {
-        fn(thread, block, first, last);
-      }
-      start += panels_ * each;
-      if (start >= high) {
-        break;
-      }
-    }
-  }
-
-  template <typename PanelAt>
-  static int64_t bound_panel(
-      const PanelAt& panel_at,
-      int64_t bound,
-      int64_t start) {
-    return bound <= start ? 0 : panel_at(bound);
-  }
-
-  int64_t share(int64_t thread, int64_t threads) const {
-    // Split the product so that it cannot overflow.
-    return total_ / threads * thread + total_ % threads * thread / threads;
-  }
-
   std::vector<Block> blocks_;
   int64_t panels_;
-  int64_t fixed_cost_;
-  int64_t total_ = 0;
+  int64_t per_task_;
 };
 
 // Cuts each expert's rows into blocks of at most max_rows (at least one block

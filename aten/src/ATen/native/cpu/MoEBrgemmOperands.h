@@ -103,11 +103,11 @@ class WeightStack {
       row_stride_ = 1;
     }
   }
-  // Right operand of x w^T: its columns are the rows of w.
+  // x w^T: the columns of the product are the rows of w.
   WeightView<scalar_t> transposed(int64_t e) const {
     return {data_ + e * expert_stride_, row_stride_, col_stride_};
   }
-  // Right operand of x w.
+  // x w
   WeightView<scalar_t> plain(int64_t e) const {
     return {data_ + e * expert_stride_, col_stride_, row_stride_};
   }
@@ -130,67 +130,103 @@ inline int64_t block_rows(int64_t k) {
              kBlockBytes / row_bytes / kTileRows, 1, kMaxBlockTiles);
 }
 
-// The blocks of a GEMM of this depth and number of panels, cut finer when there
-// would be too few to keep every thread busy.
+// The (block, panel) steps of a GEMM of this depth. Blocks are cut finer when
+// there would be too few steps to keep every thread busy.
 template <typename compute_t>
 inline WorkList gemm_work(
     const std::vector<Block>& experts,
-    int64_t k,
+    int64_t max_rows,
     int64_t panels,
     int64_t threads) {
-  int64_t rows = block_rows<compute_t>(k);
+  const int64_t wanted = kTasksPerThread * threads;
+  int64_t rows = max_rows;
   auto blocks = make_blocks(experts, rows);
   while (rows > kTileRows &&
-         static_cast<int64_t>(blocks.size()) * panels <
-             kStepsPerThread * threads) {
+         static_cast<int64_t>(blocks.size()) * panels < wanted) {
     rows = round_up(rows / 2, kTileRows);
     blocks = make_blocks(experts, rows);
   }
-  return WorkList(std::move(blocks), panels, kPackCostRows);
+  const int64_t per_task = panels * static_cast<int64_t>(blocks.size()) / wanted;
+  return WorkList(std::move(blocks), panels, per_task);
 }
 
-// The left operand of a block as compute_t rows: packed into `buffer`, or in
-// place when it already has that type, stays put and needs no padding.
+// Whether the rows of a source are an operand of gemm_panel where they are:
+// they have its type, stay put, need no padding and no transposition.
+template <typename scalar_t>
+inline bool is_operand(
+    const RowSource<scalar_t>& source,
+    int64_t k,
+    bool along_k) {
+  return std::is_same_v<scalar_t, compute_type<scalar_t>> && !along_k &&
+      source.routing == nullptr && k % kVnni<compute_type<scalar_t>> == 0;
+}
+
+// The operand of a block, packed into `buffer` unless is_operand.
 template <typename scalar_t, typename compute_t>
-inline const compute_t* left_operand(
+inline RowOperand<compute_t> row_operand(
     const RowSource<scalar_t>& source,
     const Block& block,
     int64_t k,
-    compute_t* buffer,
-    int64_t& ld) {
+    bool along_k,
+    compute_t* buffer) {
   if constexpr (std::is_same_v<scalar_t, compute_t>) {
-    if (source.routing == nullptr && k % kVnni<compute_t> == 0) {
-      ld = source.ld;
-      return source.row(block.begin);
+    if (is_operand(source, k, along_k)) {
+      return {source.row(block.begin), source.ld};
     }
   }
-  ld = round_up(k, kVnni<compute_t>);
-  pack_rows<scalar_t, compute_t>(
-      [&](int64_t r) { return source.row(block.begin + r); },
-      block.end - block.begin,
-      k,
-      buffer);
-  return buffer;
+  const int64_t ld = round_up(k, kVnni<compute_t>);
+  const int64_t rows = block.end - block.begin;
+  if (!along_k) {
+    pack_rows<scalar_t, compute_t>(
+        [&](int64_t r) { return source.row(block.begin + r); },
+        rows,
+        k,
+        buffer);
+    return {buffer, ld};
+  }
+  for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
+    const int64_t m = std::min(kTileRows, rows - m0);
+    pack_along_k<scalar_t, compute_t>(
+        [&](int64_t r) { return source.row(block.begin + m0 + r); },
+        m,
+        k,
+        buffer + m0 * ld,
+        tile_width(m));
+  }
+  return {buffer, ld};
 }
 
-// Runs fn(block, panel, a, ld_a, packed_panel, c) for every (block, panel),
-// with `a` the block's rows of `source` and the last two per-thread buffers for
-// gemm_panel.
+// Runs fn(block, panel, is_last, x, packed, c) for every (block, panel), with x
+// the block's rows of `source` as an operand for weights that lie along k or
+// not, and `packed` and c per-thread buffers for gemm_panel. is_last: this
+// thread does not go on with the next panel.
 template <typename scalar_t, typename Fn>
 void for_each_panel(
     const Routing& routing,
     const RowSource<scalar_t>& source,
     int64_t k,
     int64_t panels,
+    bool along_k,
     const Fn& fn) {
   using compute_t = compute_type<scalar_t>;
   const int64_t threads = at::get_num_threads();
-  const int64_t max_rows = block_rows<compute_t>(k);
-  const int64_t c_bytes = max_rows * kPanelCols * sizeof(float);
-  const int64_t a_bytes =
-      max_rows * round_up(k, kVnni<compute_t>) * sizeof(compute_t);
-  const Scratch scratch(threads, kPanelBytes + c_bytes + a_bytes);
-  gemm_work<compute_t>(routing.experts, k, panels, threads)
+  int64_t most = 0;
+  for (const auto& expert : routing.experts) {
+    most = std::max(most, expert.end - expert.begin);
+  }
+  const int64_t depth = round_up(k, kVnni<compute_t>);
+  // Not larger than this call needs: a small layer is called often.
+  const int64_t max_rows =
+      std::min(block_rows<compute_t>(k), round_up(most, kTileRows));
+  const int64_t panel_bytes = kPanelCols * sizeof(compute_t) *
+      std::min(depth, kPanelDepth<compute_t>);
+  const int64_t c_rows = k <= kPanelDepth<compute_t> ? kTileRows : max_rows;
+  const int64_t c_bytes = c_rows * kPanelCols * sizeof(float);
+  const int64_t x_bytes = is_operand(source, k, along_k)
+      ? 0
+      : max_rows * depth * sizeof(compute_t);
+  const Scratch scratch(threads, panel_bytes + c_bytes + x_bytes);
+  gemm_work<compute_t>(routing.experts, max_rows, panels, threads)
       .run(
           threads,
           [&](int64_t thread,
@@ -199,22 +235,21 @@ void for_each_panel(
               int64_t last) {
             char* base = scratch.at(thread);
             auto* packed = reinterpret_cast<compute_t*>(base);
-            auto* c = reinterpret_cast<float*>(base + kPanelBytes);
-            int64_t ld_a = 0;
-            const compute_t* a = left_operand<scalar_t, compute_t>(
+            auto* c = reinterpret_cast<float*>(base + panel_bytes);
+            const auto x = row_operand<scalar_t, compute_t>(
                 source,
                 block,
                 k,
-                reinterpret_cast<compute_t*>(base + kPanelBytes + c_bytes),
-                ld_a);
+                along_k,
+                reinterpret_cast<compute_t*>(base + panel_bytes + c_bytes));
             for (const auto panel : c10::irange(first, last)) {
-              fn(block, panel, a, ld_a, packed, c);
+              fn(block, panel, panel + 1 == last, x, packed, c);
             }
           },
           kVnni<compute_t> > 1);
 }
 
-// One expert matrix per expert as right operand, with what its epilogue adds.
+// One matrix per expert, with what its epilogue adds.
 template <typename scalar_t>
 struct Projection {
   const WeightStack<scalar_t>& weights;
@@ -223,6 +258,10 @@ struct Projection {
   bool weighted; // by the router weight
   int64_t depth; // columns of the source
   int64_t dim; // D
+
+  WeightView<scalar_t> of(int64_t expert) const {
+    return transposed ? weights.transposed(expert) : weights.plain(expert);
+  }
 };
 
 // out[r, :cols] = round(s_r * (source_r * W_e[:, d0 : d0 + cols] + bias))
@@ -239,13 +278,11 @@ void project_rows(
   const int64_t depth = projection.depth;
   const auto panel_fn = [&](const Block& block,
                             int64_t panel,
-                            const compute_t* a,
-                            int64_t ld_a,
+                            bool is_last,
+                            const RowOperand<compute_t>& x,
                             compute_t* packed,
                             float* c) {
-    const auto w = projection.transposed
-        ? projection.weights.transposed(block.expert)
-        : projection.weights.plain(block.expert);
+    const auto w = projection.of(block.expert);
     const int64_t n0 = panel * kPanelCols;
     const int64_t n = std::min(kPanelCols, cols - n0);
     alignas(64) float bias[kPanelCols] = {};
@@ -254,15 +291,13 @@ void project_rows(
           projection.bias + block.expert * projection.dim + d0 + n0, bias, n);
     }
     gemm_panel(
-        a,
-        ld_a,
+        w,
+        PanelColumns{{{d0 + n0, n}, {0, 0}}, is_last ? 0 : kPanelCols},
+        x,
         block.end - block.begin,
         depth,
         packed,
         c,
-        [&](int64_t k0, int64_t k, compute_t* dst) {
-          w.pack(d0 + n0, n, k0, k, dst, kPanelCols);
-        },
         [&](int64_t m0, int64_t m, const float* tile) {
           for (const auto i : c10::irange(m)) {
             const int64_t row = block.begin + m0 + i;
@@ -279,7 +314,12 @@ void project_rows(
         });
   };
   for_each_panel(
-      routing, source, depth, (cols + kPanelCols - 1) / kPanelCols, panel_fn);
+      routing,
+      source,
+      depth,
+      (cols + kPanelCols - 1) / kPanelCols,
+      projection.of(0).along_k(),
+      panel_fn);
 }
 
 // Columns of the routed rows that exist at a time: whole panels within

@@ -72,9 +72,13 @@ class WeightGrad {
   void run(const std::vector<Block>& experts) const {
     const int64_t threads = at::get_num_threads();
     const int64_t across = (length_ + kGradTile - 1) / kGradTile;
-    const int64_t tiles = (lines_ + kGradTile - 1) / kGradTile * across;
-    const Scratch scratch(threads, kCBytes + kLeftBytes + kRightBytes);
-    WorkList(experts, tiles, kGradWriteRows)
+    const int64_t tiles = (lines_ + kGradLines - 1) / kGradLines * across;
+    const int64_t lines = std::min(kGradLines, round_up(lines_, 32));
+    const int64_t c_bytes = lines * kGradTile * sizeof(float);
+    const int64_t left_bytes = lines * kGradRows * sizeof(compute_t);
+    const Scratch scratch(threads, c_bytes + left_bytes + kRightBytes);
+    // A task is a row of tiles: its left operand is packed once.
+    WorkList(experts, tiles, across)
         .run(
             threads,
             [&](int64_t thread,
@@ -83,16 +87,15 @@ class WeightGrad {
                 int64_t last) {
               char* base = scratch.at(thread);
               auto* c = reinterpret_cast<float*>(base);
-              auto* a = reinterpret_cast<compute_t*>(base + kCBytes);
-              auto* b = reinterpret_cast<compute_t*>(
-                  base + kCBytes + kLeftBytes);
+              auto* a = reinterpret_cast<compute_t*>(base + c_bytes);
+              auto* b =
+                  reinterpret_cast<compute_t*>(base + c_bytes + left_bytes);
               for (const auto tile : c10::irange(first, last)) {
-                // The left operand of a whole row of tiles is packed once.
-                const bool packed = tile > first && tile % across > 0 &&
-                    block.end - block.begin <= kGradRows;
+                const bool packed =
+                    tile > first && block.end - block.begin <= kGradRows;
                 tile_of(
                     block,
-                    tile / across * kGradTile,
+                    tile / across * kGradLines,
                     tile % across * kGradTile,
                     packed,
                     a,
@@ -107,9 +110,6 @@ class WeightGrad {
   }
 
  private:
-  static constexpr int64_t kCBytes = kGradTile * kGradTile * sizeof(float);
-  static constexpr int64_t kLeftBytes =
-      kGradTile * kGradRows * sizeof(compute_t);
   static constexpr int64_t kRightBytes =
       kPanelCols * kGradRows * sizeof(compute_t);
 
@@ -121,7 +121,7 @@ class WeightGrad {
       compute_t* a,
       compute_t* b,
       float* c) const {
-    const int64_t height = std::min(kGradTile, lines_ - i0);
+    const int64_t height = std::min(kGradLines, lines_ - i0);
     const int64_t width = std::min(kGradTile, length_ - j0);
     scalar_t* out = target_.mutable_data_ptr<scalar_t>() +
         block.expert * target_.stride(0) + i0 * line_stride_ + j0;
@@ -279,7 +279,7 @@ class BackwardPass {
     });
   }
 
-  void run() const {
+  void run() {
     const int64_t d = input_.size(1);
     const auto grad_out = tokens(grad_out_);
     if (grad_hidden_.defined() || weighted_act_.defined() ||
@@ -289,6 +289,14 @@ class BackwardPass {
     if (grad_weight_parts_.defined()) {
       grad_topk_weights(grad_out);
     }
+    grad_weight_parts_.reset();
+    if (grads_.w_out.defined()) {
+      const RowSource<scalar_t> act{
+          data_or_null<scalar_t>(weighted_act_), layout_.hidden};
+      WeightGrad<scalar_t>(grads_.w_out, grad_out, act).run(routing_.experts);
+    }
+    // The routed rows of dX may take its place.
+    weighted_act_.reset();
     const RowSource<scalar_t> grad_hidden{
         data_or_null<scalar_t>(grad_hidden_), layout_.cols()};
     if (grads_.input.defined()) {
@@ -308,11 +316,6 @@ class BackwardPass {
     if (grads_.w_in.defined()) {
       WeightGrad<scalar_t>(grads_.w_in, grad_hidden, tokens(input_))
           .run(routing_.experts);
-    }
-    if (grads_.w_out.defined()) {
-      const RowSource<scalar_t> act{
-          data_or_null<scalar_t>(weighted_act_), layout_.hidden};
-      WeightGrad<scalar_t>(grads_.w_out, grad_out, act).run(routing_.experts);
     }
     if (grads_.b_in.defined()) {
       column_sums(routing_, grad_hidden, /*weighted=*/false, grads_.b_in);
@@ -340,15 +343,15 @@ class BackwardPass {
         grad_out,
         d,
         panels_,
+        w_out_.plain(0).along_k(),
         [&](const Block& block,
             int64_t panel,
-            const compute_t* a,
-            int64_t ld_a,
+            bool is_last,
+            const RowOperand<compute_t>& x,
             compute_t* packed,
             float* c) {
           const int64_t f0 = panel * kPanelCols;
           const int64_t units = std::min(kPanelCols, layout_.hidden - f0);
-          const auto w = w_out_.plain(block.expert);
           const auto epilogue = [&](int64_t m0, int64_t m, const float* tile) {
             for (const auto i : c10::irange(m)) {
               (this->*grad_row_)(
@@ -357,20 +360,20 @@ class BackwardPass {
           };
           const int64_t rows = block.end - block.begin;
           if (!multiply) {
-            std::fill_n(c, rows * kPanelCols, 0.f);
-            epilogue(0, rows, c);
+            static constexpr float zeros[kTileRows * kPanelCols] = {};
+            for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
+              epilogue(m0, std::min(kTileRows, rows - m0), zeros);
+            }
             return;
           }
           gemm_panel(
-              a,
-              ld_a,
+              w_out_.plain(block.expert),
+              PanelColumns{{{f0, units}, {0, 0}}, is_last ? 0 : kPanelCols},
+              x,
               rows,
               d,
               packed,
               c,
-              [&](int64_t k0, int64_t k, compute_t* dst) {
-                w.pack(f0, units, k0, k, dst, kPanelCols);
-              },
               epilogue);
         });
   }

@@ -56,12 +56,13 @@ class ForwardPass {
         tokens,
         d,
         (layout_.hidden + units_ - 1) / units_,
+        w_in_.transposed(0).along_k(),
         [&](const Block& block,
             int64_t panel,
-            const compute_t* a,
-            int64_t ld_a,
+            bool is_last,
+            const RowOperand<compute_t>& x,
             compute_t* packed,
-            float* c) { hidden_panel(block, panel, a, ld_a, packed, c); });
+            float* c) { hidden_panel(block, panel, is_last, x, packed, c); });
 
     const WeightStack<scalar_t> w_out(in.w_out);
     const Tensor b_out = contiguous_or_undefined(in.b_out);
@@ -84,44 +85,42 @@ class ForwardPass {
   void hidden_panel(
       const Block& block,
       int64_t panel,
-      const compute_t* a,
-      int64_t ld_a,
+      bool is_last,
+      const RowOperand<compute_t>& x,
       compute_t* packed,
       float* c) const {
     const int64_t f0 = panel * units_;
     const int64_t units = std::min(units_, layout_.hidden - f0);
-    const auto w = w_in_.transposed(block.expert);
     alignas(64) float bias[kPanelCols] = {};
     load_bias(block.expert, f0, units, bias);
     gemm_panel(
-        a,
-        ld_a,
+        w_in_.transposed(block.expert),
+        columns_of(f0, units, is_last),
+        x,
         block.end - block.begin,
         input_.size(1),
         packed,
         c,
-        [&](int64_t k0, int64_t k, compute_t* dst) {
-          if (!layout_.gated) {
-            w.pack(f0, units, k0, k, dst, kPanelCols);
-          } else if (layout_.interleaved) {
-            w.pack(2 * f0, 2 * units, k0, k, dst, kPanelCols);
-          } else {
-            w.pack(f0, units, k0, k, dst, units_);
-            w.pack(
-                layout_.hidden + f0,
-                units,
-                k0,
-                k,
-                dst + units_ * kVnni<compute_t>,
-                units_);
-          }
-        },
         [&](int64_t m0, int64_t m, const float* tile) {
           for (const auto i : c10::irange(m)) {
             (this->*activate_)(
                 block.begin + m0 + i, f0, units, tile + i * kPanelCols, bias);
           }
         });
+  }
+
+  PanelColumns columns_of(int64_t f0, int64_t units, bool is_last) const {
+    const int64_t ahead = is_last ? 0 : units_;
+    if (!layout_.gated) {
+      return {{{f0, units}, {0, 0}}, ahead};
+    }
+    if (layout_.interleaved) {
+      return {{{2 * f0, 2 * units}, {0, 0}}, 2 * ahead};
+    }
+    return {
+        {{f0, units, 0, units_},
+         {layout_.hidden + f0, units, units_, units_}},
+        ahead};
   }
 
   // In the order of the panel's columns.
