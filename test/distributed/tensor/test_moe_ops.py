@@ -1,8 +1,12 @@
 # Owner(s): ["oncall: distributed"]
 """DTensor rules of the MoE ops: values, gradients, placements, communication."""
 
+import unittest.mock
+
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import (
     distribute_tensor,
     DTensor,
@@ -10,11 +14,14 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
 )
+from torch.distributed.tensor._ops import _moe_ops
+from torch.distributed.tensor._ops.strategy_validation import compare_operator
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    TestCase,
 )
 from torch.testing._internal.distributed._tensor.common_dtensor import (
     DTensorContinuousTestBase,
@@ -103,9 +110,46 @@ class TestMoeDTensor(DTensorContinuousTestBase):
         self.assertEqual(placement, (Replicate(),))
         self.assertGreater(forward.get_total_counts(), 0)
 
-    @parametrize("name", ("input", "w_in", "w_out", "topk_weights"))
-    def test_dimension_zero_is_gathered(self, name):
-        # Rows and experts are counted in the whole tensor.
+    @parametrize("name", ("w_in", "w_out", "b_in", "b_out"))
+    def test_experts_elsewhere_are_an_error(self, name):
+        # Not a gather: whoever shards experts has no room for all of them.
+        tensors, topk_indices = operands()
+        leaves, topk = self._distribute(tensors, topk_indices, {name: Shard(0)})
+        message = f"_moe_mlp.default: {name} has placements .*0.*counts experts"
+        with CommDebugMode() as mode:
+            with self.assertRaisesRegex(NotImplementedError, message):
+                F.moe_mlp(topk_indices=topk, **leaves, gate_interleaved=True)
+        self.assertEqual(mode.get_total_counts(), 0)
+
+    def test_experts_elsewhere_on_one_mesh_dimension(self):
+        # One of two mesh dimensions is enough.
+        mesh = init_device_mesh(self.device_type, (1, 2), mesh_dim_names=("ep", "tp"))
+        tensors, topk_indices = operands()
+        placements = {n: [Replicate(), p] for n, p in TENSOR_PARALLEL.items()}
+        placements["w_out"] = [Shard(0), Shard(2)]
+        replicated = [Replicate(), Replicate()]
+
+        def call():
+            leaves = {
+                name: distribute_tensor(tensor, mesh, placements.get(name, replicated))
+                for name, tensor in tensors.items()
+            }
+            topk = distribute_tensor(topk_indices, mesh, replicated)
+            return F.moe_mlp(topk_indices=topk, **leaves, gate_interleaved=True)
+
+        with self.assertRaisesRegex(NotImplementedError, "w_out has placements"):
+            call()
+        placements["w_out"] = [Replicate(), Shard(2)]
+        out = call()
+        self.assertEqual(out.placements, (Replicate(), Partial("sum")))
+        expected = F.moe_mlp(
+            topk_indices=topk_indices, **tensors, gate_interleaved=True
+        )
+        self.assertEqual(out.full_tensor(), expected)
+
+    @parametrize("name", ("input", "topk_weights"))
+    def test_tokens_are_gathered(self, name):
+        # Rows are counted in the whole tensor.
         placement, _, forward, _ = self._compare(
             {name: Shard(0)}, activation="swiglu", gate_interleaved=True
         )
@@ -156,7 +200,43 @@ class TestMoeDTensor(DTensorContinuousTestBase):
             self.assertEqual(ours.full_tensor(), theirs)
 
 
+class TestMoeShardingRules(TestCase):
+    """PyTorch's own check of sharding rules, on the samples of the OpInfos."""
+
+    def setUp(self):
+        super().setUp()
+        dist.init_process_group("fake", rank=0, world_size=2)
+
+    def tearDown(self):
+        dist.destroy_process_group()
+        super().tearDown()
+
+    @parametrize("name,confirmed", [("_moe_mlp", 2), ("_moe_mlp_backward", 2)])
+    def test_rules_are_confirmed(self, name, confirmed):
+        # The rule of both samples whose hidden units two ranks can share.
+        stats = compare_operator(name, incorrect_only=True)
+        self.assertFalse(stats.no_dtensor_support)
+        self.assertEqual(stats.false_positives, [])
+        self.assertEqual(stats.true_positives, confirmed)
+
+    def test_wrong_rule_is_found(self):
+        # The output of a shard of the hidden units is a summand, not the output.
+        def wrong(op_schema):
+            strategy = _moe_ops.moe_mlp_strategy(op_schema)
+            for spec in strategy.strategies:
+                first, second = spec.output_specs
+                first.placements = (Replicate(),)
+            return strategy
+
+        funcs = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+        with unittest.mock.patch.dict(funcs, {torch.ops.aten._moe_mlp.default: wrong}):
+            stats = compare_operator("_moe_mlp", incorrect_only=True)
+        self.assertEqual(stats.true_positives, 0)
+        self.assertEqual(len(stats.false_positives), 2)
+
+
 instantiate_parametrized_tests(TestMoeDTensor)
+instantiate_parametrized_tests(TestMoeShardingRules)
 
 if __name__ == "__main__":
     run_tests()

@@ -17,110 +17,163 @@ What has no rule, because it would be wrong:
     E                    expert ids are global; expert parallelism moves tokens instead
     D                    the activation is not linear in partial sums over D
 
-Such operands are gathered first; ``ExplicitRedistributionContext`` shows where.
+Operands sharded along rows, tokens or D are gathered first, which is right and small;
+``ExplicitRedistributionContext`` shows where. Experts sharded along E are an error: whoever
+stores them so did it for their size, and gathering them would undo that without a word.
 """
 
+from collections.abc import Sequence
+
 import torch
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import (
-    ArgsType,
-    KwargsType,
+    OpSchema,
+    OpStrategy,
+    PlacementList,
     RuntimeSchemaInfo,
 )
-from torch.distributed.tensor._ops.single_dim_strategy import (
-    _ShardingPlaceholder,
-    register_single_dim_strategy,
+from torch.distributed.tensor._ops.utils import (
+    expand_to_full_mesh_op_strategy,
+    register_op_strategy,
 )
-from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
+from torch.distributed.tensor.placement_types import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
 
 
 aten = torch.ops.aten
 
-_Rule = list[Placement | _ShardingPlaceholder | None]
-
 _STATIC_KWARGS = ["activation", "gate_interleaved", "alpha", "limit", "compute_preact"]
+# Operands whose dimension 0 counts experts.
+_PER_EXPERT = ("w_in", "w_out", "offs", "b_in", "b_out")
 
 
-@register_single_dim_strategy(
+def _operands(op_schema: OpSchema) -> dict[str, object]:
+    """The arguments by name, positional and keyword ones."""
+    names = [argument.name for argument in op_schema.op._schema.arguments]
+    return {**dict(zip(names, op_schema.args_schema)), **op_schema.kwargs_schema}
+
+
+def _is_sharded_by_expert(spec: DTensorSpec) -> bool:
+    return any(placement.is_shard(0) for placement in spec.placements)
+
+
+def _check_no_expert_is_elsewhere(
+    op: torch._ops.OpOverload, operands: dict[str, object]
+) -> None:
+    """Raises NotImplementedError where an operand comes sharded along its experts."""
+    for name in _PER_EXPERT:
+        operand = operands.get(name)
+        if not isinstance(operand, OpStrategy):
+            continue
+        # One strategy per operand, except where all placements are asked about at once.
+        specs = [strategy.output_spec for strategy in operand.strategies]
+        if all(_is_sharded_by_expert(spec) for spec in specs):
+            raise NotImplementedError(
+                f"{op}: {name} has placements {specs[0].placements}, and dimension 0 of "
+                f"{name} counts experts. Allowed are Replicate, and shards of the hidden "
+                "dimension of the experts: the ids in topk_indices are global, so a rank "
+                "with some of the experts would need the tokens that ask for them. Move "
+                "tokens to their experts with torch.distributed._token_switch and call the "
+                "op on local tensors, or redistribute the experts to Replicate first."
+            )
+
+
+def _strategy(
+    op_schema: OpSchema,
+    num_outputs: int,
+    rule: tuple[Sequence[Placement], dict[str, Placement]] | None,
+) -> OpStrategy:
+    """Everything replicated, or ``rule``.
+
+    Args:
+        num_outputs: of the op.
+        rule: placements of the outputs, and those of the tensor operands that are not
+            Replicate.
+    """
+    operands = _operands(op_schema)
+    _check_no_expert_is_elsewhere(op_schema.op, operands)
+    tensors = [n for n, operand in operands.items() if isinstance(operand, OpStrategy)]
+    rules: list[PlacementList] = [[Replicate()] * (num_outputs + len(tensors))]
+    if rule is not None:
+        outputs, placements = rule
+        rules.append([*outputs, *(placements.get(n, Replicate()) for n in tensors)])
+    return expand_to_full_mesh_op_strategy(
+        op_schema.get_mesh_from_args(), op_schema, rules, input_index=num_outputs
+    )
+
+
+@register_op_strategy(
     aten._moe_permutation.default,
     schema_info=RuntimeSchemaInfo(1, ["num_rows", "row_alignment"]),
 )
-def moe_permutation_strategy(
-    op: torch._ops.OpOverload, args_schema: ArgsType, kwargs_schema: KwargsType
-) -> list[_Rule]:
+def moe_permutation_strategy(op_schema: OpSchema) -> OpStrategy:
     """No rule: where a slot goes depends on all slots before it."""
-    return []
+    return _strategy(op_schema, 4, None)
 
 
-def _shards_of_hidden_units(
-    w_in: object, w_out: object, kwargs_schema: KwargsType
-) -> bool:
+def _shards_of_hidden_units(operands: dict[str, object]) -> bool:
     """Whether an even shard of g*F holds the same hidden units as one of F."""
-    if not isinstance(w_in, TensorMeta) or not isinstance(w_out, TensorMeta):
-        raise AssertionError(f"Expected TensorMeta, got {type(w_in)}, {type(w_out)}")
+    w_in, w_out = operands["w_in"], operands["w_out"]
+    if not isinstance(w_in, OpStrategy) or not isinstance(w_out, OpStrategy):
+        raise AssertionError(f"Expected OpStrategy, got {type(w_in)}, {type(w_out)}")
     gated = w_in.shape[1] != w_out.shape[2]
-    return not gated or bool(kwargs_schema.get("gate_interleaved", False))
+    return not gated or bool(operands.get("gate_interleaved", False))
 
 
-def _tensor_placements(
-    args_schema: ArgsType, placements: dict[int, Placement | _ShardingPlaceholder]
-) -> _Rule:
-    """One placement per tensor operand, Replicate unless listed by position."""
-    return [
-        placements.get(position, Replicate())
-        for position, arg in enumerate(args_schema)
-        if isinstance(arg, TensorMeta)
-    ]
-
-
-@register_single_dim_strategy(
+@register_op_strategy(
     aten._moe_mlp.default, schema_info=RuntimeSchemaInfo(static_kwargkey=_STATIC_KWARGS)
 )
-def moe_mlp_strategy(
-    op: torch._ops.OpOverload, args_schema: ArgsType, kwargs_schema: KwargsType
-) -> list[_Rule]:
-    """Positions: 1 w_in, 2 w_out, 7 b_in, 8 b_out."""
-    if not _shards_of_hidden_units(args_schema[1], args_schema[2], kwargs_schema):
-        return []
-    operands: dict[int, Placement | _ShardingPlaceholder] = {
-        1: _ShardingPlaceholder(1),
-        2: _ShardingPlaceholder(2),
-        7: _ShardingPlaceholder(1),
-        8: Partial("sum"),
-    }
-    output, preact = Partial("sum"), _ShardingPlaceholder(1)
-    return [[output, preact, *_tensor_placements(args_schema, operands)]]
+def moe_mlp_strategy(op_schema: OpSchema) -> OpStrategy:
+    """Outputs: output, preact."""
+    rule = None
+    if _shards_of_hidden_units(_operands(op_schema)):
+        rule = (
+            (Partial("sum"), Shard(1)),
+            {
+                "w_in": Shard(1),
+                "w_out": Shard(2),
+                "b_in": Shard(1),
+                "b_out": Partial("sum"),
+            },
+        )
+    return _strategy(op_schema, 2, rule)
 
 
-@register_single_dim_strategy(
+@register_op_strategy(
     aten._moe_mlp_backward.default,
     schema_info=RuntimeSchemaInfo(11, _STATIC_KWARGS),
 )
-def moe_mlp_backward_strategy(
-    op: torch._ops.OpOverload, args_schema: ArgsType, kwargs_schema: KwargsType
-) -> list[_Rule]:
-    """Positions: 2 w_in, 3 w_out, 8 b_in, 9 b_out, 10 preact, 11 output_mask."""
-    if not _shards_of_hidden_units(args_schema[2], args_schema[3], kwargs_schema):
-        return []
-    operands: dict[int, Placement | _ShardingPlaceholder] = {
-        2: _ShardingPlaceholder(1),
-        3: _ShardingPlaceholder(2),
-        8: _ShardingPlaceholder(1),
-        9: Partial("sum"),
-        10: _ShardingPlaceholder(1),
-    }
-    gradients = (
-        Partial("sum"),  # input
-        _ShardingPlaceholder(1),  # w_in
-        _ShardingPlaceholder(2),  # w_out
-        Partial("sum"),  # topk_weights
-        _ShardingPlaceholder(1),  # b_in
-        Replicate(),  # b_out: a sum over rows of grad_out, the same on every rank
-    )
-    # A gradient that the mask leaves out is an empty tensor, which has no dimension
-    # to shard.
-    masked: _Rule = [
-        gradient if wanted else Replicate()
-        for gradient, wanted in zip(gradients, args_schema[11])
-    ]
-    return [[*masked, *_tensor_placements(args_schema, operands)]]
+def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
+    """Outputs: the six gradients in the order of output_mask."""
+    operands = _operands(op_schema)
+    rule = None
+    if _shards_of_hidden_units(operands):
+        gradients = (
+            Partial("sum"),  # input
+            Shard(1),  # w_in
+            Shard(2),  # w_out
+            Partial("sum"),  # topk_weights
+            Shard(1),  # b_in
+            Replicate(),  # b_out: a sum over rows of grad_out, the same on every rank
+        )
+        # A gradient that the mask leaves out is an empty tensor, which has no dimension
+        # to shard.
+        outputs = [
+            gradient if wanted else Replicate()
+            for gradient, wanted in zip(gradients, operands["output_mask"])
+        ]
+        rule = (
+            outputs,
+            {
+                "w_in": Shard(1),
+                "w_out": Shard(2),
+                "b_in": Shard(1),
+                "b_out": Partial("sum"),
+                "preact": Shard(1),
+            },
+        )
+    return _strategy(op_schema, 6, rule)

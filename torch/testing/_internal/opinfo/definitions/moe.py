@@ -37,6 +37,13 @@ MLP_SAMPLES = (
     (CASES[1], {"activation": "swiglu_oai", "alpha": 1.5, "limit": 2.0}, {}),
     (CASES[2], {"activation": "silu"}, {"weighted": False}),
     (CASES[3], {}, {"bias": True}),
+    # Hidden units, rows and tokens that two ranks can share.
+    (tiny("even", num_tokens=6, hidden=4), {"activation": "relu"}, {"bias": True}),
+    (
+        tiny("even_gated", num_tokens=6, hidden=4),
+        {"activation": "swiglu_oai", "gate_interleaved": True},
+        {"bias": True},
+    ),
 )
 
 
@@ -148,7 +155,7 @@ def reference_moe_mlp(*args, **kwargs):
 
 
 def sample_inputs_moe_mlp_backward(op_info, device, dtype, requires_grad, **kwargs):
-    masks = ([True] * 6, [True, False, True, False, True, False], [False] * 6)
+    masks = ([True] * 6, [False] * 6, [True, False, True, False, True, False])
     for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES):
         activation = op_kwargs.get("activation", "swiglu")
         ops = operands_of_sample(case, dtype, device, False, activation, options)
