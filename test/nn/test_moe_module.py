@@ -2,13 +2,23 @@
 """nn.MoE: its meaning, parameters, options, and life in the rest of PyTorch."""
 
 import copy
+import importlib
+import io
+import pathlib
+import pickle
+import re
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.moe.losses import load_balancing_loss, updated_expert_bias
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_modules import module_db, ModuleErrorEnum, modules
 from torch.testing._internal.common_utils import (
+    freeze_rng_state,
+    gradcheck,
     instantiate_parametrized_tests,
+    noncontiguous_like,
     parametrize,
     run_tests,
     subtest,
@@ -224,8 +234,126 @@ class TestMoEModule(TestCase):
         with self.assertRaisesRegex(ValueError, message):
             nn.MoE(D, H, E, top_k)
 
+    def test_documentation(self):
+        # The names it lists exist, and its code blocks run, one after the other.
+        root = pathlib.Path(__file__).resolve().parents[2]
+        text = (root / "docs" / "source" / "nn.moe.md").read_text()
+        listed = re.findall(
+            r"currentmodule:: (\S+)\n.. autosummary::\n(?: +:.*\n)+\n((?: +\w+\n)+)",
+            text,
+        )
+        self.assertEqual(len(listed), 3)
+        for module_name, names in listed:
+            module = importlib.import_module(module_name)
+            for name in names.split():
+                documented = getattr(module, name).__doc__ + (module.__doc__ or "")
+                self.assertIn("prototype", documented.lower())
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        self.assertEqual(len(blocks), 2)
+        namespace = {}
+        for block in blocks:
+            exec(block, namespace)
+        self.assertTrue(namespace["layer"].router.grad.isfinite().all())
+
+
+moe_modules = modules([info for info in module_db if info.module_cls is nn.MoE])
+
+
+class TestMoEModuleInfo(TestCase):
+    """The checks that test_modules.py makes of every module, from the ModuleInfo."""
+
+    def _each(self, module_info, device, dtype, requires_grad=False):
+        """Modules, their forward inputs and their ModuleInputs, reproducibly."""
+        inputs = module_info.module_inputs_func(
+            module_info, device, dtype, requires_grad, training=True
+        )
+        self.assertGreater(len(inputs), 1)
+        for module_input in inputs:
+            with freeze_rng_state():
+                torch.manual_seed(0)
+                arguments = module_input.constructor_input
+                kwargs = {**arguments.kwargs, "device": device, "dtype": dtype}
+                module = module_info.module_cls(*arguments.args, **kwargs)
+            yield module, module_input.forward_input.args, module_input
+
+    @moe_modules
+    def test_forward(self, device, dtype, module_info, training):
+        for module, args, module_input in self._each(module_info, device, dtype):
+            expected = module_input.reference_fn(module, *args)
+            self.assertEqual(module(*args), expected)
+            self.assertEqual(module.eval()(*args), expected)
+
+    @moe_modules
+    def test_factory_kwargs(self, device, dtype, module_info, training):
+        for module, _, _ in self._each(module_info, device, dtype):
+            for tensor in (*module.parameters(), *module.buffers()):
+                self.assertEqual(str(tensor.device), device)
+                self.assertEqual(tensor.dtype, dtype)
+
+    @moe_modules
+    def test_pickle_and_state_dict(self, device, dtype, module_info, training):
+        for module, args, module_input in self._each(module_info, device, dtype):
+            expected = module(*args)
+            self.assertEqual(pickle.loads(pickle.dumps(module))(*args), expected)
+            file = io.BytesIO()
+            torch.save(module.state_dict(), file)
+            file.seek(0)
+            arguments = module_input.constructor_input
+            other = module_info.module_cls(*arguments.args, **arguments.kwargs)
+            other.to(device, dtype).load_state_dict(torch.load(file))
+            self.assertEqual(other(*args), expected)
+
+    @moe_modules
+    def test_non_contiguous_tensors(self, device, dtype, module_info, training):
+        for module, args, _ in self._each(module_info, device, dtype, True):
+            leaves = [args[0], *module.parameters()]
+            output = module(*args).output
+            grad = torch.randn_like(output)
+            expected = torch.autograd.grad(output, leaves, grad)
+            strided = noncontiguous_like(args[0].detach()).requires_grad_()
+            self.assertFalse(strided.is_contiguous())
+            actual = module(strided).output
+            self.assertEqual(actual, output)
+            leaves[0] = strided
+            self.assertEqual(
+                torch.autograd.grad(actual, leaves, noncontiguous_like(grad)), expected
+            )
+
+    @modules(
+        [info for info in module_db if info.module_cls is nn.MoE],
+        allowed_dtypes=[torch.double],
+    )
+    def test_grad(self, device, dtype, module_info, training):
+        for module, args, _ in self._each(module_info, device, dtype, True):
+            names = [name for name, _ in module.named_parameters()]
+
+            def function(x, *parameters):
+                state = dict(zip(names, parameters))
+                output, logits, _ = torch.func.functional_call(module, state, (x,))
+                return output, logits
+
+            self.assertTrue(gradcheck(function, (*args, *module.parameters())))
+
+    @modules(
+        [info for info in module_db if info.module_cls is nn.MoE],
+        allowed_dtypes=[torch.float],
+    )
+    def test_errors(self, device, dtype, module_info, training):
+        errors = module_info.module_error_inputs_func(
+            module_info, device, dtype, requires_grad=False, training=True
+        )
+        self.assertEqual({e.error_on for e in errors}, set(ModuleErrorEnum))
+        for error in errors:
+            arguments = error.module_error_input.constructor_input
+            forward = error.module_error_input.forward_input
+            with self.assertRaisesRegex(error.error_type, error.error_regex):
+                module = nn.MoE(*arguments.args, **arguments.kwargs)
+                self.assertEqual(error.error_on, ModuleErrorEnum.FORWARD_ERROR)
+                module(*forward.args)
+
 
 instantiate_parametrized_tests(TestMoEModule)
+instantiate_device_type_tests(TestMoEModuleInfo, globals(), only_for="cpu")
 
 if __name__ == "__main__":
     run_tests()
