@@ -44,6 +44,43 @@ class TestMoeFunctorch(TestCase):
         one_by_one = [mlp(x[0], logits[0], w_in[i], w_out[i]) for i in range(B)]
         self.assertEqual(out, torch.stack(one_by_one))
 
+    @parametrize("name", ("input", "topk_indices", "topk_weights", "w_in", "w_out", "b_in", "b_out"))  # fmt: skip
+    def test_vmap_over_one_operand(self, name):
+        # The others are shared, whatever their place in the ops below.
+        x, logits, w_in, w_out = operands()
+        topk_indices, topk_weights = F.moe_topk(logits, K)
+        single = {
+            "input": x[0],
+            "topk_indices": topk_indices[0],
+            "topk_weights": topk_weights[0],
+            "w_in": w_in,
+            "w_out": w_out,
+            "b_in": torch.linspace(-1, 1, E * 2 * H, dtype=x.dtype).view(E, -1),
+            "b_out": torch.linspace(1, 2, E * D, dtype=x.dtype).view(E, D),
+        }
+        batches = {
+            "input": x,
+            "topk_indices": topk_indices,
+            "topk_weights": topk_weights,
+        }
+        batch = batches.get(name)
+        if batch is None:
+            batch = torch.stack([single[name] * factor for factor in (1, 2, -1)])
+        leaves = [n for n, tensor in single.items() if tensor.is_floating_point()]
+
+        def loss(operand):
+            def of_leaves(tensors):
+                args = {**single, name: operand, **tensors}
+                return F.moe_mlp(**args, num_rows=T * K + 3).sin().sum()
+
+            tensors = {n: operand if n == name else single[n] for n in leaves}
+            return grad(of_leaves)(tensors)
+
+        actual = vmap(loss)(batch)
+        for i in range(B):
+            expected = loss(batch[i])
+            self.assertEqual({n: g[i] for n, g in actual.items()}, expected)
+
     def test_grad(self):
         args = operands()
         actual = grad(lambda *a: mlp(*a).sin().sum(), argnums=(0, 1, 2, 3))(*args)
