@@ -1,9 +1,9 @@
 """Time transformers' experts modules with F.moe_mlp and with transformers' own code.
 
 One row per family, forward and forward with backward, all implementations in this
-process on the same weights, called in turns::
+process on the same weights, called in turns, after their outputs were compared::
 
-    python benchmarks/moe/clients/run.py --out benchmarks/moe/results/clients.json
+    python3 tools/stage.py python benchmarks/moe/clients/run.py --out FILE.json
 
 A ratio above 1 means that F.moe_mlp is faster than that peer.
 """
@@ -12,6 +12,7 @@ import argparse
 import json
 import pathlib
 import sys
+import time
 
 import torch
 
@@ -28,6 +29,9 @@ from measure import interleaved_seconds, paired_ratio, provenance, spread
 PEERS = ("eager", "grouped_mm", "batched_mm")
 # batched_mm copies one expert per slot; above this it is left out, and said so.
 MAX_COPIED_BYTES = 2 << 30
+MIN_ROUNDS = 3
+# Of the largest output; a wrong expert or gate is off by all of it.
+TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-4}
 
 
 def copied_bytes(experts: torch.nn.Module, slots: int) -> int:
@@ -58,14 +62,37 @@ def functions_of(
     return {name: function(name) for name in names}
 
 
-def rows_of(family: str, tokens: int, dtype: torch.dtype, rounds: int) -> list[dict]:
+def check_outputs(functions: dict) -> None:
+    """Raises AssertionError where an implementation differs from eager."""
+    expected = functions["eager"]()
+    bound = TOLERANCE[expected.dtype] * expected.abs().max().item()
+    for name, function in functions.items():
+        error = (function() - expected).abs().max().item()
+        if not error <= bound:
+            raise AssertionError(
+                f"{name} differs from eager by {error}, {bound} allowed"
+            )
+
+
+def affordable_rounds(functions: dict, rounds: int, seconds: float) -> int:
+    """Rounds that fit into ``seconds``, from one call of each, which also warms up."""
+    start = time.perf_counter()
+    for function in functions.values():
+        function()
+    return min(rounds, max(MIN_ROUNDS, int(seconds / (time.perf_counter() - start))))
+
+
+def rows_of(
+    family: str, tokens: int, dtype: torch.dtype, rounds: int, seconds: float
+) -> list[dict]:
     """The two rows of a family.
 
     Args:
         family: a key of FAMILIES.
         tokens: T.
         dtype: of the experts.
-        rounds: timed calls per implementation.
+        rounds: timed calls per implementation, at most.
+        seconds: cap for all timed calls of a row.
     """
     model = build(family, timed=True, dtype=dtype)
     experts = experts_of(model)[0]
@@ -90,9 +117,11 @@ def rows_of(family: str, tokens: int, dtype: torch.dtype, rounds: int) -> list[d
     }
     rows = []
     for backward in (False, True):
-        seconds = interleaved_seconds(
-            functions_of(experts, names, (x, index, weights), backward), rounds=rounds
-        )
+        functions = functions_of(experts, names, (x, index, weights), backward)
+        if not backward:
+            check_outputs(functions)
+        count = affordable_rounds(functions, rounds, seconds)
+        times = interleaved_seconds(functions, rounds=count, warmup=0)
         peers = [name for name in names if name != "moe_mlp"]
         rows.append(
             {
@@ -100,11 +129,15 @@ def rows_of(family: str, tokens: int, dtype: torch.dtype, rounds: int) -> list[d
                 "pass": "forward+backward" if backward else "forward",
                 **shape,
                 "dtype": str(dtype).removeprefix("torch."),
+                "rounds": count,
+                "capped": f"{count} of {rounds} rounds, for a row may take {seconds:g} s"
+                if count < rounds
+                else None,
                 "milliseconds": {
-                    n: [1e3 * v for v in spread(s)] for n, s in seconds.items()
+                    n: [1e3 * v for v in spread(s)] for n, s in times.items()
                 },
                 "ratio": {
-                    p: list(paired_ratio(seconds[p], seconds["moe_mlp"])) for p in peers
+                    p: list(paired_ratio(times[p], times["moe_mlp"])) for p in peers
                 },
                 "left_out": left_out,
             }
@@ -119,16 +152,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="cap for the timed calls of a row"
+    )
     parser.add_argument("--family", choices=list(FAMILIES), nargs="+", default=FAMILIES)
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
     args = parser.parse_args()
-    transformers_experts.add_client_packages()
+    try:
+        transformers_experts.require_transformers()
+    except RuntimeError as error:
+        sys.exit(f"run.py: {error}")
     transformers_experts.register()
+    dtype = getattr(torch, args.dtype)
     rows = []
     for family in args.family:
-        for row in rows_of(
-            family, args.tokens, getattr(torch, args.dtype), args.rounds
-        ):
+        for row in rows_of(family, args.tokens, dtype, args.rounds, args.seconds):
             rows.append(row)
             shape = ", ".join(f"{n}={row[n]}" for n in "TDFEK")
             ratios = "  ".join(

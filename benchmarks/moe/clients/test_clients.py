@@ -1,7 +1,11 @@
 # Owner(s): ["module: nn"]
 """F.moe_mlp inside transformers: five families against its eager code; weight layouts."""
 
-import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
 
 import transformers_experts
 
@@ -14,11 +18,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-transformers_experts.add_client_packages()
-if importlib.util.find_spec("transformers") is None:
-    raise RuntimeError(
-        "transformers is not installed; README.md in this folder says how to add it"
-    )
+transformers_experts.require_transformers()
 
 from families import build, experts_of, FAMILIES
 from layouts import (
@@ -113,6 +113,20 @@ class TestTransformers(TestCase):
             results.append({"out": out.detach(), "x": leaf.grad, "s": s.grad, **grads})
         actual, eager, reference = results
         self._check(actual, eager, reference)
+
+    def test_missing_package_names_the_command(self):
+        # Without site-packages nothing is installed, wherever these tests find it.
+        folder = pathlib.Path(__file__).parent
+        with tempfile.TemporaryDirectory() as empty:
+            done = subprocess.run(
+                [sys.executable, str(folder / "run.py")],
+                env={**os.environ, "MOE_CLIENTS": empty},
+                capture_output=True,
+                text=True,
+            )
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("pip install --target build/clients", done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
 
     def test_unknown_gate_is_an_error(self):
         experts = experts_of(build("mixtral"))[0]

@@ -5,7 +5,9 @@
 those of transformers.
 """
 
+import importlib.util
 import os
+import pathlib
 import sys
 
 from layouts import from_transformers
@@ -26,11 +28,31 @@ _GATED = {
 }
 
 
+DEFAULT_FOLDER = "build/clients"
+
+
 def add_client_packages() -> None:
-    """Makes the packages of the folder ``$MOE_CLIENTS`` importable, after all others."""
-    folder = os.environ.get("MOE_CLIENTS")
-    if folder and folder not in sys.path:
+    """Makes the packages of ``$MOE_CLIENTS``, else build/clients, importable, after all others."""
+    default = pathlib.Path(__file__).resolve().parents[3] / DEFAULT_FOLDER
+    folder = os.environ.get("MOE_CLIENTS", str(default))
+    if folder not in sys.path:
         sys.path.append(folder)
+
+
+def require_transformers() -> None:
+    """Makes transformers importable.
+
+    Raises:
+        RuntimeError: it is not installed; names the command that installs it.
+    """
+    add_client_packages()
+    if importlib.util.find_spec("transformers") is None:
+        raise RuntimeError(
+            "transformers is not installed. In the root of the repository run\n"
+            f"    python3 tools/stage.py python -m pip install --target {DEFAULT_FOLDER} "
+            "-r benchmarks/moe/clients/requirements.txt\n"
+            "or set MOE_CLIENTS to a folder that has it"
+        )
 
 
 def activation_arguments(experts: torch.nn.Module) -> dict[str, object]:
