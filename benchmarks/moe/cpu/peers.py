@@ -115,7 +115,9 @@ def _three_grouped_mm(layers: Sequence[Layer], row: Row) -> Form:
 
 def transformers_version() -> str | None:
     """Version of the transformers package, None where it cannot be imported."""
-    sys.path.append(str(_FOLDER / "clients"))
+    clients = str(_FOLDER / "clients")
+    if clients not in sys.path:
+        sys.path.append(clients)
     from transformers_experts import add_client_packages
 
     add_client_packages()
@@ -211,6 +213,9 @@ def left_out(
             f"{index_grads / 2**30:.0f} GiB in a backward, more than the cap of "
             f"{MAX_INDEX_GRAD_BYTES >> 30} GiB"
         )
+    if row.sweep:
+        few = "a sweep has one loop and one grouped form only"
+        reasons |= {"transformers_eager": few, "three_grouped_mm": few}
     if row.gpt_oss:
         reasons["three_grouped_mm"] = "torchtitan's GroupedExperts has no biases"
     return reasons

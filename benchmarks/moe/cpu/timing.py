@@ -26,7 +26,7 @@ class Settings(NamedTuple):
     """
 
     rounds: int = 15
-    seconds: float = 5.0
+    seconds: float = 3.0
     compiled: bool = True
     compile_seconds: float = 90.0
     tokens: int = 48
