@@ -1,14 +1,17 @@
 """Imbalance of expert placements beside EPLB on the same loads.
 
-    python benchmarks/moe/ep_placement.py [--seeds 10] [--json FILE]
+    python benchmarks/moe/ep_placement.py [--seeds 10] [--out FOLDER]
 
-Prints two tables, means over seeds of heaviest / mean rank load for 256 experts:
-plans judged on the loads they were made for, and plans judged after the loads of the
-experts drifted. Times are CPU milliseconds per layer, single-threaded.
+Prints two tables, means over seeds of heaviest / mean rank load for 256 experts: plans
+judged on the loads they were made for, and plans judged after the loads of the experts
+drifted. ``bound`` is what no plan with these replicas, or no quota inside the nodes, can
+be below. Times are CPU milliseconds per layer, single-threaded. ``--out`` also writes
+ep_placement.json and ep_placement.png.
 """
 
 import argparse
 import json
+import pathlib
 import time
 from statistics import mean
 
@@ -20,7 +23,10 @@ from torch.testing._internal.distributed.moe_placement import (
     eplb_imbalance,
     expert_loads,
     LOADS,
+    placement_bound,
 )
+
+from measure import provenance
 
 
 EXPERTS = 256
@@ -33,6 +39,11 @@ STATIC = [
     ("144 ranks x 2 slots", Topology(18, 8, 2), None),
 ]
 CLUSTER = Topology(8, 8, 6)
+DRIFTS = (0.0, 0.3, 0.6)
+# Experts on a second node; None: as many as plan(drift=...) chooses.
+SHARED = (0, 1, 8, None)
+# Another range of draws, to see what a mean of few is worth.
+OTHER_SEEDS = range(1000, 1040)
 
 
 def timed(fn):
@@ -42,9 +53,9 @@ def timed(fn):
 
 
 def static_row(name, topology, num_groups, kind, seeds):
-    ours, no_swaps, peer, ms = [], [], [], []
+    ours, no_swaps, peer, to_bound, ms = [], [], [], [], []
     nodes = topology.num_nodes if num_groups else 1
-    for seed in range(seeds):
+    for seed in seeds:
         loads = expert_loads(kind, EXPERTS, seed)
         placement, t = timed(lambda: plan(loads, topology, num_groups=num_groups))
         plain = plan(loads, topology, num_groups=num_groups, use_swaps=False)
@@ -52,6 +63,8 @@ def static_row(name, topology, num_groups, kind, seeds):
         ours.append(placement.imbalance(loads))
         no_swaps.append(plain.imbalance(loads))
         peer.append(eplb_imbalance(loads, loads, *args))
+        heaviest = placement.rank_loads(loads).max().item()
+        to_bound.append(heaviest / placement_bound(placement, loads, num_groups))
         ms.append(t)
     return {
         "case": name,
@@ -59,39 +72,49 @@ def static_row(name, topology, num_groups, kind, seeds):
         "eplb": mean(peer),
         "plan_no_swaps": mean(no_swaps),
         "plan": mean(ours),
+        "plan_to_bound": mean(to_bound),
         "plan_ms": mean(ms),
     }
 
 
-def drift_row(kind, sigma, shared, seeds):
-    two_scales, peer, plan_ms, step_ms = [], [], [], []
-    for seed in range(seeds):
-        loads = expert_loads(kind, EXPERTS, seed)
-        later = drifted(loads, sigma, seed)
-        placement, t = timed(
-            lambda: plan(
-                loads,
-                CLUSTER,
-                num_groups=EXPERTS,
-                num_replicas=EXPERTS + shared,
-                num_node_replicas=shared,
-            )
+def two_time_scales(kind, sigma, shared, seed):
+    """Plan on the loads of ``seed``, quotas on what they drifted to."""
+    loads = expert_loads(kind, EXPERTS, seed)
+    later = drifted(loads, sigma, seed)
+    fixed = shared or 0
+    placement, plan_ms = timed(
+        lambda: plan(
+            loads,
+            CLUSTER,
+            num_groups=EXPERTS,
+            num_replicas=EXPERTS + fixed,
+            num_node_replicas=fixed,
+            drift=sigma if shared is None else 0.0,
         )
-        plan_ms.append(t)
-        counts = (later * TOKEN_COPIES).round().long()
-        step, t = timed(lambda: plan_step(counts, placement))
-        step_ms.append(t)
-        two_scales.append(step.imbalance())
-        slots, ranks = CLUSTER.num_slots, CLUSTER.num_ranks
-        peer.append(eplb_imbalance(later, loads, slots, 1, 1, ranks))
+    )
+    counts = (later * TOKEN_COPIES).round().long()
+    step, step_ms = timed(lambda: plan_step(counts, placement))
+    per_node = step.quotas.sum(0).view(CLUSTER.num_nodes, -1).sum(1).double()
+    slots, ranks = CLUSTER.num_slots, CLUSTER.num_ranks
+    return {
+        "eplb": eplb_imbalance(later, loads, slots, 1, 1, ranks),
+        "bound": (per_node.max() / per_node.mean()).item(),
+        "two_time_scales": step.imbalance(),
+        "experts_on_two_nodes": int((placement.slot_experts >= 0).sum()) - EXPERTS,
+        "plan_ms": plan_ms,
+        "step_ms": step_ms,
+    }
+
+
+def drift_row(kind, sigma, shared, seeds):
+    draws = [two_time_scales(kind, sigma, shared, seed) for seed in seeds]
+    others = [two_time_scales(kind, sigma, shared, seed) for seed in OTHER_SEEDS]
     return {
         "loads": kind,
         "drift": sigma,
-        "experts_on_two_nodes": shared,
-        "eplb": mean(peer),
-        "two_time_scales": mean(two_scales),
-        "plan_ms": mean(plan_ms),
-        "step_ms": mean(step_ms),
+        "asked": "for drift" if shared is None else shared,
+        **{name: mean(draw[name] for draw in draws) for name in draws[0]},
+        "other_draws": mean(draw["two_time_scales"] for draw in others),
     }
 
 
@@ -103,24 +126,64 @@ def show(title, rows):
         print("  ".join(f"{cell:>20}" for cell in cells))
 
 
+def write_plot(rows, path):
+    """Imbalance over drift, one panel per kind of load."""
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, len(LOADS), figsize=(14, 3.6), sharey=True)
+    for panel, kind in zip(panels, LOADS, strict=True):
+        own = [row for row in rows if row["loads"] == kind]
+        for asked in (0, 1, 8, "for drift"):
+            line = [row for row in own if row["asked"] == asked]
+            panel.plot(
+                DRIFTS,
+                [row["two_time_scales"] for row in line],
+                marker="o",
+                label=f"two time scales, {asked} shared experts"
+                if asked != "for drift"
+                else "two time scales, plan(drift=...)",
+            )
+        eplb = [row["eplb"] for row in own if row["asked"] == 0]
+        panel.plot(DRIFTS, eplb, "k--", marker="s", label="EPLB over all ranks")
+        panel.set_title(kind)
+        panel.set_xlabel("drift (std of log load)")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("heaviest / mean rank load")
+    panels[0].set_ylim(1, 1.8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=5, fontsize=8)
+    figure.tight_layout(rect=(0, 0.08, 1, 1))
+    figure.savefig(path, dpi=110)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10, help="draws per row")
-    parser.add_argument("--json", help="also write the rows to this file")
+    parser.add_argument("--out", type=pathlib.Path, help="folder for JSON and plot")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    static = [static_row(*case, kind, args.seeds) for case in STATIC for kind in LOADS]
+    seeds = range(args.seeds)
+    static = [static_row(*case, kind, seeds) for case in STATIC for kind in LOADS]
     show("Same loads", static)
     drift = [
-        drift_row(kind, sigma, shared, args.seeds)
-        for sigma in (0.0, 0.3, 0.6)
+        drift_row(kind, sigma, shared, seeds)
+        for sigma in DRIFTS
         for kind in LOADS
-        for shared in (0, 1, 8)
+        for shared in SHARED
     ]
     show("64 ranks in nodes of 8, 4 experts and 2 free slots each", drift)
-    if args.json:
-        with open(args.json, "w") as f:
-            json.dump({"seeds": args.seeds, "static": static, "drift": drift}, f)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        result = {
+            "provenance": provenance(),
+            "seeds": args.seeds,
+            "other_draws": len(OTHER_SEEDS),
+            "static": static,
+            "drift": drift,
+        }
+        text = json.dumps(result, indent=1) + "\n"
+        (args.out / "ep_placement.json").write_text(text)
+        write_plot(drift, args.out / "ep_placement.png")
 
 
 if __name__ == "__main__":

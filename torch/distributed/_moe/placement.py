@@ -20,6 +20,8 @@ here.
 from __future__ import annotations
 
 import heapq
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
@@ -167,6 +169,36 @@ def _replicate(loads: list[float], budget: int, limit: int) -> list[int]:
     return copies
 
 
+# A quarter of the free slots at most: the others are what quotas borrow into.
+_FREE_SLOTS_FOR_NODES = 4
+# Standard deviations of a node's load that its shared experts must be able to level.
+# The heaviest of 8 nodes is expected 1.4 above the mean; some of the nodes it shares
+# experts with are above it, too.
+_DRIFT_COVER = 3.0
+
+
+def _node_replicas_for_drift(
+    loads: list[float], topology: Topology, drift: float, free_slots: int
+) -> int:
+    """Node replicas with which nodes can be levelled after loads drifted.
+
+    If expert loads change by independent factors of relative spread ``drift``, that of
+    a node changes by ``drift`` times the root of the sum of squares of its experts'
+    loads. What a node can hand over without moving weights are its parts of the
+    experts that other nodes hold too, on average the load of all shared experts
+    over the nodes.
+    """
+    nodes = topology.num_nodes
+    spread = drift * (sum(w * w for w in loads) / nodes) ** 0.5
+
+    def handed_over(num: int) -> float:
+        copies = _replicate(loads, num, nodes)
+        return sum(w for w, c in zip(loads, copies) if c > 1) / nodes
+
+    most = free_slots // _FREE_SLOTS_FOR_NODES
+    return bisect_left(range(most), _DRIFT_COVER * spread, key=handed_over)
+
+
 def _items(experts: list[int], loads: list[float], copies: list[int]):
     """One (expert, load) item per replica."""
     owner = [e for e, c in zip(experts, copies) for _ in range(c)]
@@ -180,7 +212,7 @@ _TRIAL_BUDGET = 80_000
 # Heaviest experts that give or take a replica in those trials.
 _TRIAL_EXPERTS = 4
 # Swaps end here where free slots let quotas level the ranks in every step anyway.
-_LEFT_TO_QUOTAS = 1.01
+_LEFT_TO_QUOTAS = 1.05
 # Trials end here: what is left is below the noise of the counts.
 _GOOD_ENOUGH = 1.002
 
@@ -404,6 +436,7 @@ def _check(
     num_replicas: int,
     num_groups: int | None,
     num_node_replicas: int,
+    drift: float,
     migration_cost: float,
     previous: Placement | None,
 ) -> None:
@@ -434,6 +467,12 @@ def _check(
             "plan: num_node_replicas must be 0 unless num_groups equals the number "
             f"of experts ({E}), got {num_node_replicas} with num_groups={num_groups}"
         )
+    if not 0 <= drift < math.inf or (drift and num_groups != E):
+        raise ValueError(
+            "plan: drift must be finite and not negative, and 0 unless num_groups "
+            f"equals the number of experts ({E}), got {drift} with "
+            f"num_groups={num_groups}"
+        )
     if migration_cost < 0 or (migration_cost and previous is None):
         raise ValueError(
             "plan: migration_cost must not be negative and needs previous, got "
@@ -455,6 +494,7 @@ def plan(
     num_replicas: int | None = None,
     num_groups: int | None = None,
     num_node_replicas: int = 0,
+    drift: float = 0.0,
     previous: Placement | None = None,
     migration_cost: float = 0.0,
     use_swaps: bool = True,
@@ -476,6 +516,11 @@ def plan(
         num_node_replicas (int): how many times an expert is put on one more
             node, heaviest expert first; needs ``num_groups == num_experts``.
             An expert heavier than a node's share needs it. Default: 0
+        drift (float): expected relative spread of an expert's load until the next
+            plan (standard deviation of its logarithm). As many node replicas as
+            level the nodes under it are added to ``num_replicas`` and
+            ``num_node_replicas``, at most a quarter of the free slots; needs
+            ``num_groups == num_experts``. Default: 0.0
         previous (Placement, optional): placement in use; nodes, ranks and slots
             are then named so that most weights stay. Default: None
         migration_cost (float): price of moving one replica, in the unit of
@@ -496,11 +541,19 @@ def plan(
         num_replicas,
         num_groups,
         num_node_replicas,
+        drift,
         migration_cost,
         previous,
     )
     E = counts.numel()
     loads = counts.double().tolist()
+    if drift:
+        # Free before any node replica.
+        free_slots = topology.num_slots - num_replicas + num_node_replicas
+        for_drift = _node_replicas_for_drift(loads, topology, drift, free_slots)
+        added = max(0, for_drift - num_node_replicas)
+        num_node_replicas += added
+        num_replicas += added
     free = Topology(1, topology.num_ranks, topology.slots_per_rank)
     if num_groups is None:
         domain, nodes = free, [dict(enumerate(loads))]

@@ -24,10 +24,15 @@ and splitting quotas over sources by interval overlap are this module's own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed._moe.placement import Placement
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 __all__ = ["StepPlan", "plan_step", "reroute", "split_by_source"]
@@ -194,45 +199,80 @@ def _export(
 ) -> list[dict[int, int]] | None:
     """Tokens per rank and expert with no rank above ``cap``, or None.
 
-    Greedy: the heaviest rank gives from its heaviest expert to the rank of its
-    node with most room that holds the expert or can borrow it.
+    Nodes are independent here; where one choice of targets leaves a node above the
+    cap, another one is tried on that node.
     """
     per_node = placement.topology.ranks_per_node
     free = (placement.slot_experts < 0).sum(1).tolist()
-    held = [dict(row) for row in start]
-    loads = [sum(row.values()) for row in held]
-    for first in range(0, len(held), per_node):
-        node = range(first, first + per_node)
-        for source in sorted(node, key=lambda r: -loads[r]):
-            excess = loads[source] - cap
-            if excess <= 0:
+    held: list[dict[int, int]] = []
+    for first in range(0, len(start), per_node):
+        node = slice(first, first + per_node)
+        for choose in (_most_room, _tightest_fit):
+            done = _export_in_node(start[node], free[node], cap, min_tokens, choose)
+            if done is not None:
                 break
-            for e, tokens in sorted(held[source].items(), key=lambda x: -x[1]):
-                while excess > 0 and tokens > 0:
-                    least = min(min_tokens, tokens)
-                    hosts = [
-                        r
-                        for r in node
-                        if loads[r] < cap
-                        and (e in held[r] or (free[r] and cap - loads[r] >= least))
-                    ]
-                    if not hosts:
-                        break
-                    target = min(hosts, key=lambda r: loads[r])
-                    quota = min(max(excess, least), tokens, cap - loads[target])
-                    if e not in held[target]:
-                        free[target] -= 1
-                        held[target][e] = 0
-                    held[target][e] += quota
-                    held[source][e] -= quota
-                    loads[target] += quota
-                    loads[source] -= quota
-                    tokens -= quota
-                    excess -= quota
-                if excess <= 0:
+        else:
+            return None
+        held += done
+    return held
+
+
+def _most_room(hosts: list[int], room: list[int], amount: int) -> int:
+    """Fewest targets for one expert."""
+    return max(hosts, key=room.__getitem__)
+
+
+def _tightest_fit(hosts: list[int], room: list[int], amount: int) -> int:
+    """Fewest targets that stay half full: room is lost once the slots are used up."""
+    fitting = [r for r in hosts if room[r] >= amount]
+    if fitting:
+        return min(fitting, key=room.__getitem__)
+    return _most_room(hosts, room, amount)
+
+
+def _export_in_node(
+    start: list[dict[int, int]],
+    free: list[int],
+    cap: int,
+    min_tokens: int,
+    choose: Callable[[list[int], list[int], int], int],
+) -> list[dict[int, int]] | None:
+    """:func:`_export` of the ranks of one node.
+
+    Greedy: the heaviest rank gives from its heaviest expert to the rank that
+    ``choose`` takes from those that hold the expert or can borrow it.
+    """
+    held = [dict(row) for row in start]
+    free = list(free)
+    room = [cap - sum(row.values()) for row in held]
+    for source in sorted(range(len(held)), key=room.__getitem__):
+        if room[source] >= 0:
+            break
+        for e, tokens in sorted(held[source].items(), key=lambda x: -x[1]):
+            while room[source] < 0 and tokens > 0:
+                least = min(min_tokens, tokens)
+                hosts = [
+                    r
+                    for r, space in enumerate(room)
+                    if space > 0 and (e in held[r] or (free[r] and space >= least))
+                ]
+                if not hosts:
                     break
-            if excess > 0:
-                return None
+                amount = min(max(-room[source], least), tokens)
+                target = choose(hosts, room, amount)
+                amount = min(amount, room[target])
+                if e not in held[target]:
+                    free[target] -= 1
+                    held[target][e] = 0
+                held[target][e] += amount
+                held[source][e] -= amount
+                room[target] -= amount
+                room[source] += amount
+                tokens -= amount
+            if room[source] >= 0:
+                break
+        if room[source] < 0:
+            return None
     return held
 
 

@@ -5,8 +5,14 @@ Shared by the placement test and its benchmark.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+
+if TYPE_CHECKING:
+    from torch.distributed._moe.placement import Placement
 
 
 LOADS = ("uniform", "lognormal_0.5", "lognormal_1.0", "zipf_1")
@@ -69,6 +75,29 @@ def heaviest_pack_bound(replica_loads: list[float], num_packs: int) -> float:
         paired = down[:num_packs] + down.flip(0)[:num_packs]
         bound = max(bound, paired.max().item())
     return bound
+
+
+def placement_bound(
+    placement: Placement, loads: Tensor, num_groups: int | None
+) -> float:
+    """Lower bound of the heaviest rank for the replicas that ``placement`` has.
+
+    The larger of the node-step bound (what a node has to carry on its ranks) and the
+    largest-replica bound, see :func:`heaviest_pack_bound`.
+
+    Args:
+        placement (Placement): a placement without free slots.
+        loads (Tensor): (num_experts) loads it was made for.
+        num_groups (int, optional): as given to ``plan``; None means that ranks are
+            not bound to nodes.
+    """
+    nodes = 1 if num_groups is None else placement.topology.num_nodes
+    share = (loads / placement.rank_holds().sum(0)).tolist()
+    bounds = []
+    for rows in placement.slot_experts.chunk(nodes):
+        replicas = [share[e] for e in rows.flatten().tolist()]
+        bounds.append(heaviest_pack_bound(replicas, rows.shape[0]))
+    return max(bounds)
 
 
 def _balanced_packs(weights: list[float], num_packs: int) -> list[int]:
