@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch.distributed._moe.load_stats import LoadStats
-from torch.distributed._moe.migration import migrate
+from torch.distributed._moe.migration import migrate, sum_replica_gradients
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import (
@@ -95,6 +95,45 @@ class TestMigration(GlooTest):
             got, want = optimizer.state[moves][name], reference.state[stays][name]
             self.assertEqual(got[filled], want[filled], atol=0, rtol=0)
 
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_replicas_train_as_one(self, dtype):
+        _, replicated, _ = self.placements()
+        copies = replicated.rank_holds().sum(0)
+        self.assertGreater(copies.max().item(), 1)
+        rows = slot_values(replicated, self.rank, dtype, 1)
+        param = torch.nn.Parameter(rows)
+        optimizer = torch.optim.AdamW([param], lr=0.1)
+
+        def grad_of(expert, rank, step):
+            return expert_values(expert, dtype, 10 * step + rank)
+
+        held = replicated.slot_experts[self.rank].tolist()
+        for step in (1, 2):
+            param.grad = torch.stack(
+                [grad_of(max(e, 0), self.rank, step) for e in held]
+            )
+            sum_replica_gradients([param], replicated)
+            for slot, e in enumerate(held):
+                if e < 0:
+                    continue
+                ranks = replicated.rank_holds()[:, e].nonzero().flatten().tolist()
+                want = sum(grad_of(e, r, step).float() for r in ranks).to(dtype)
+                self.assertEqual(param.grad[slot], want, atol=0, rtol=0)
+            optimizer.step()
+        # Replicas still have the same bits on every rank.
+        everywhere = [torch.empty_like(param.data) for _ in range(self.world_size)]
+        dist.all_gather(everywhere, param.data)
+        for e in range(E):
+            at = (replicated.slot_experts == e).nonzero().tolist()
+            for rank, slot in at:
+                first_rank, first_slot = at[0]
+                self.assertEqual(
+                    everywhere[rank][slot],
+                    everywhere[first_rank][first_slot],
+                    atol=0,
+                    rtol=0,
+                )
+
     def test_errors_on_every_rank(self):
         plain = Placement.contiguous(TOPOLOGY, E)
         other = Placement.contiguous(Topology(1, 4, 3), E)
@@ -103,6 +142,8 @@ class TestMigration(GlooTest):
         small = Placement.contiguous(Topology(1, 2, 4), E)
         with self.assertRaisesRegex(ValueError, "for 2 ranks, group has 4"):
             migrate([torch.zeros(4, 2)], small, small)
+        with self.assertRaisesRegex(ValueError, "for 2 ranks, group has 4"):
+            sum_replica_gradients([torch.zeros(4, 2)], small)
         with self.assertRaisesRegex(ValueError, r"3 slots .* got shape \(2, 2\)"):
             migrate([torch.zeros(2, 2)], plain, plain)
 

@@ -1,0 +1,140 @@
+# Owner(s): ["oncall: distributed"]
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.load_stats import LoadStats
+from torch.distributed._moe.migration import migrate
+from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.distributed._moe.quota import plan_step, reroute, split_by_source
+from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.distributed.moe_token_switch import TokenSwitchTest
+
+
+E = 8
+TOPOLOGY = Topology(2, 2, 3)
+
+
+class TestPlacedLayer(TokenSwitchTest):
+    """A layer on placements with replicas and borrowed experts, beside one rank."""
+
+    D, HIDDEN, TOKENS, K = 16, 12, 24, 2
+
+    def setUp(self):
+        super().setUp()
+        g = torch.Generator().manual_seed(3)
+        self.x = torch.randn(self.TOKENS, self.D, generator=g)
+        # Experts 0 and 1 are hot, so that replicas and quotas have something to do.
+        logits = torch.randn(self.TOKENS, E, generator=g)
+        logits[:, :2] += 1.5
+        self.ids = logits.topk(self.K, dim=1).indices
+        self.ids[5] = torch.tensor([-1, E])
+        self.weights = torch.rand(self.TOKENS, self.K, generator=g)
+        self.w_in = torch.randn(E, 2 * self.HIDDEN, self.D, generator=g)
+        self.w_out = torch.randn(E, self.D, self.HIDDEN, generator=g)
+        share = self.TOKENS // self.world_size
+        self.mine = slice(self.rank * share, (self.rank + 1) * share)
+
+    def rows_of(self, weight, slot_experts):
+        """What the slots of this rank hold; nothing usable in free slots."""
+        rows = weight[slot_experts[self.rank].clamp_min(0)].clone()
+        rows[slot_experts[self.rank] < 0] = float("nan")
+        return rows
+
+    def slot_ids(self, placement):
+        """This rank's ids as slots, and the plan of the step that they follow."""
+        source = torch.zeros(self.world_size, E, dtype=torch.int64)
+        for rank, ids in enumerate(self.ids.chunk(self.world_size)):
+            routed = ids[(ids >= 0) & (ids < E)]
+            source[rank] = torch.bincount(routed, minlength=E)
+        step = plan_step(source.sum(0), placement)
+        split = split_by_source(source, step.quotas)
+        slots = reroute(
+            self.ids[self.mine],
+            split[self.rank],
+            step.slots_of(),
+            placement.topology.slots_per_rank,
+        )
+        return slots, step
+
+    def run_layer(self, slots, w_in, w_out):
+        switch = TokenSwitchAllToAll(
+            dist.group.WORLD, TOPOLOGY.num_slots, combine="exact"
+        )
+        x = self.x[self.mine].clone().requires_grad_()
+        weights = self.weights[self.mine].clone().requires_grad_()
+        routing = switch.create_routing(slots)
+        rows, row_weights, row_ids = switch.dispatch(routing, x, weights)
+        y = switch.combine(routing, F.moe_mlp(rows, row_ids, row_weights, w_in, w_out))
+        y.sin().sum().backward()
+        return y.detach(), x.grad, weights.grad
+
+    def one_rank(self):
+        x = self.x.clone().requires_grad_()
+        weights = self.weights.clone().requires_grad_()
+        y = F.moe_mlp(x, self.ids, weights, self.w_in, self.w_out)
+        y.sin().sum().backward()
+        return tuple(t[self.mine] for t in (y.detach(), x.grad, weights.grad))
+
+    def test_same_bits_before_and_after_the_move(self):
+        loads = torch.rand(2, E, generator=torch.Generator().manual_seed(0))
+        placements = [
+            Placement.contiguous(TOPOLOGY, E),
+            plan(loads[0], TOPOLOGY),  # four replicas
+            plan(loads[1], TOPOLOGY, num_groups=E, num_replicas=E),  # four free slots
+        ]
+        want = self.one_rank()
+        first = placements[0]
+        w_in, w_out = (
+            self.rows_of(w, first.slot_experts) for w in (self.w_in, self.w_out)
+        )
+        used = 0
+        for old, new in zip([first, *placements], placements):
+            migrate([w_in, w_out], old, new)
+            slots, step = self.slot_ids(new)
+            # A borrowed expert is in its slot for this step only.
+            used += int((step.slot_experts != new.slot_experts).sum())
+            borrowing = Placement(TOPOLOGY, E, step.slot_experts)
+            step_in, step_out = w_in.clone(), w_out.clone()
+            migrate([step_in, step_out], new, borrowing)
+            for got, bits in zip(self.run_layer(slots, step_in, step_out), want):
+                self.assertEqual(got, bits, atol=0, rtol=0)
+        self.assertGreater(used, 0)
+        copies = placements[1].rank_holds().sum(0)
+        self.assertGreater(copies.max().item(), 1)
+
+    def test_rows_that_did_not_move_are_noticed(self):
+        # The comparison above can fail: without the move, bits differ on some rank.
+        old = Placement.contiguous(TOPOLOGY, E)
+        new = plan(torch.rand(E, generator=torch.Generator().manual_seed(0)), TOPOLOGY)
+        slots, _ = self.slot_ids(new)
+        stale = [self.rows_of(w, old.slot_experts) for w in (self.w_in, self.w_out)]
+        got, _, _ = self.run_layer(slots, *stale)
+        same = torch.tensor(torch.equal(got, self.one_rank()[0]), dtype=torch.int32)
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        self.assertEqual(same.item(), 0)
+
+    def test_collects_while_a_layer_trains(self):
+        # Counts of the switch itself, summed while the next steps run.
+        stats = LoadStats(1, E, decay=0.0)
+        switch = TokenSwitchAllToAll(dist.group.WORLD, E)
+        total = torch.zeros(E, dtype=torch.int64)
+        for step in range(3):
+            g = torch.Generator().manual_seed(10 * step)
+            ids = torch.randint(0, E, (self.world_size, 6, 2), generator=g)
+            received = torch.zeros(E // self.world_size, dtype=torch.int32)
+            switch.create_routing(ids[self.rank], received)
+            local = slice(2 * self.rank, 2 * self.rank + 2)
+            counts = torch.zeros(E, dtype=torch.int32)
+            counts[local] = received
+            stats.record(0, counts)
+            if step == 1:
+                stats.start()  # in flight during step 2
+            if step < 2:
+                total += torch.bincount(ids.flatten(), minlength=E)
+        self.assertEqual(stats.result()[0], total.double())
+
+
+if __name__ == "__main__":
+    run_tests()
