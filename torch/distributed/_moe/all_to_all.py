@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._moe import wire
+from torch.distributed._moe.consistency import SameOnAllRanks
 from torch.distributed._moe.exchange import (
     Exchange,
     read_on_host,
@@ -144,6 +145,7 @@ class TokenSwitchAllToAll(TokenSwitch):
         self._num_ranks = num_ranks
         self._exact = combine == "exact"
         self._wire_dtype = wire_dtype
+        self._agreed: SameOnAllRanks | None = None
 
     def _check_capacity(self, argument: str, capacity: int | None) -> None:
         if capacity is not None and capacity < 1:
@@ -187,6 +189,13 @@ class TokenSwitchAllToAll(TokenSwitch):
                 f"{name}: topk_idx must be an integer tensor of shape (T, K), got "
                 f"{topk_idx.dtype} of shape {tuple(topk_idx.shape)}"
             )
+        self._must_agree(
+            num_experts=self._num_experts,
+            K=topk_idx.shape[1],
+            combine="exact" if self._exact else "reduce",
+            capacity=self.capacity,
+            wire_dtype=self._wire_dtype,
+        )
         idx = topk_idx.long()
         # Without a sync where the ids are on a device.
         torch._assert_async(
@@ -207,6 +216,15 @@ class TokenSwitchAllToAll(TokenSwitch):
         return Routing(
             handle=_Handle(routes, recv_idx), topk_idx=topk_idx, layout=layout
         )
+
+    def _must_agree(self, **values: object) -> None:
+        """Raises on all ranks where ``values`` differ; see :class:`SameOnAllRanks`."""
+        if torch.compiler.is_compiling():
+            return
+        if self._agreed is None:
+            groups = [level.group for level in self.levels]
+            self._agreed = SameOnAllRanks(type(self).__name__, groups)
+        self._agreed.check(**values)
 
     def _plan(self, idx: Tensor) -> tuple[Route, ...]:
         """Routes of the levels for (T, K) int64 ids."""
@@ -324,6 +342,11 @@ class TokenSwitchAllToAll(TokenSwitch):
                 f"{name}: topk_weights must have shape (T, K) = "
                 f"{tuple(routing.topk_idx.shape)}, got {tuple(topk_weights.shape)}"
             )
+        self._must_agree(
+            D=tokens.shape[1],
+            tokens_dtype=tokens.dtype,
+            topk_weights_dtype=topk_weights.dtype,
+        )
         if self._wire_dtype is None:
             out_tokens = self._dispatch_rows(handle, tokens)
         else:
