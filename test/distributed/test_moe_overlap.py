@@ -1,0 +1,329 @@
+# Owner(s): ["oncall: distributed"]
+
+import contextlib
+import threading
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
+from torch.distributed._moe.schedule import (
+    OverlapSchedule,
+    PartSeconds,
+    simulated_seconds,
+    Step,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+    TestCase,
+)
+from torch.testing._internal.distributed.moe_token_switch import (
+    SHARES,
+    TokenSwitchTest,
+    truth,
+)
+
+
+SWITCHES = {
+    "flat_reduce": {},
+    "flat_exact": {"combine": "exact"},
+    "static_exact": {"combine": "exact", "capacity": 17},
+    "hierarchical_reduce": {},
+    "hierarchical_exact": {"combine": "exact"},
+}
+
+
+def sequential_schedule(switch, tokens, ids, weights, experts, shared=None):
+    """Two chunks, one part after the other: what a trace must be able to reject."""
+    outputs = []
+    for x, i, w in zip(tokens.chunk(2), ids.chunk(2), weights.chunk(2)):
+        routing = switch.create_routing(i, layout="flat")
+        rows, row_weights, row_ids = switch.dispatch(routing, x, w)
+        outputs.append(
+            switch.combine(routing, experts(rows, row_ids, row_weights, None))
+        )
+    return torch.cat(outputs), None if shared is None else shared()
+
+
+class Trace:
+    """When communication begins and ends, in the order of the calls of a switch.
+
+    Computation asks :meth:`in_flight` whether a call of another part has begun although
+    nobody waited for it, and waits for its end: only communication that makes progress
+    while this computation runs can pass.
+    """
+
+    def __init__(self, patience):
+        self.patience = patience
+        self.lock = threading.Condition()
+        self.ended = []
+        self.seen = {}
+
+    def record(self, name, function):
+        def recorded(*args, **kwargs):
+            result = function(*args, **kwargs)
+            with self.lock:
+                self.ended.append(name)
+                self.lock.notify_all()
+            return result
+
+        return recorded
+
+    def in_flight(self, computation, name, count):
+        """Notes whether ``count`` calls of ``name`` end while ``computation`` runs."""
+        with self.lock:
+            self.seen[computation] = self.lock.wait_for(
+                lambda: self.ended.count(name) >= count, self.patience
+            )
+
+    @contextlib.contextmanager
+    def of(self, switch):
+        names = {
+            "_dispatch_new": "dispatch",
+            "_combine_new": "combine",
+            "_dispatch_grad": "dispatch_grad",
+        }
+        with contextlib.ExitStack() as stack:
+            for method, name in names.items():
+                recorded = self.record(name, getattr(switch, method))
+                stack.enter_context(mock.patch.object(switch, method, recorded))
+            yield self
+
+
+@instantiate_parametrized_tests
+class TestOverlap(TokenSwitchTest):
+    def switch(self, name):
+        if name.startswith("hierarchical"):
+            return TokenSwitchHierarchical(self.mesh(2, 2), 8, **SWITCHES[name])
+        return TokenSwitchAllToAll(self.mesh(4).get_group(), 8, **SWITCHES[name])
+
+    @parametrize("name", list(SWITCHES))
+    def test_result_of_one_rank(self, name):
+        schedules = [
+            OverlapSchedule(1),
+            OverlapSchedule(2, shared="combine"),
+            OverlapSchedule(5),
+            OverlapSchedule(
+                2,
+                order=(
+                    Step("dispatch", 1),
+                    Step("dispatch", 0),
+                    Step("experts", 0),
+                    Step("experts", 1),
+                    Step("combine", 1),
+                    Step("shared"),
+                    Step("combine", 0),
+                ),
+            ),
+        ]
+        switch = self.switch(name)
+        for number, schedule in enumerate(schedules):
+            routing = ("uniform", "one_expert", "sentinels", "zipf")[number]
+            share = list(SHARES)[number % len(SHARES)]
+            case = truth(routing)
+            tokens, experts = self.part(4, share)
+
+            def layer(switch, ids, x, weights, w_in, w_out):
+                def local(rows, row_ids, row_weights, num_rows):
+                    return F.moe_mlp(
+                        rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
+                    )
+
+                y, twice = schedule(switch, x, ids, weights, local, lambda: 2 * x)
+                self.assertEqual(twice, 2 * x)
+                return y
+
+            got = self.run_switch(switch, case.operands, tokens, experts, layer=layer)
+            self.check(got, case, tokens, experts, exact="exact" in name)
+
+    def traced(self, schedule, patience):
+        """Which communication made progress under which computation."""
+        case = truth("uniform")
+        tokens, part = self.part(4, "even")
+        switch = self.switch("flat_exact")
+        trace = Trace(patience)
+        chunks = []
+
+        def layer(switch, ids, x, weights, w_in, w_out):
+            def local(rows, row_ids, row_weights, num_rows):
+                chunk = len(chunks)
+                chunks.append(chunk)
+                if chunk == 0:
+                    # The next chunk arrives, without anyone waiting for it.
+                    trace.in_flight("experts_0", "dispatch", 2)
+                else:
+                    trace.in_flight("experts_1", "combine", 1)
+                out = F.moe_mlp(
+                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
+                )
+
+                def backward(grad):
+                    # Backward takes the last chunk first.
+                    if chunk == 1:
+                        trace.in_flight("backward_1", "dispatch_grad", 2)
+                    else:
+                        # The gradient of chunk 1's tokens, after both combines.
+                        trace.in_flight("backward_0", "combine", 3)
+
+                if out.requires_grad:
+                    out.register_hook(backward)
+                return out
+
+            def shared():
+                trace.in_flight("shared", "dispatch", 1)
+                return x * 1
+
+            y, other = schedule(switch, x, ids, weights, local, shared)
+            return y + 0 * other
+
+        with trace.of(switch):
+            self.run_switch(switch, case.operands, tokens, part, layer=layer)
+        return trace.seen
+
+    def test_communication_runs_under_computation(self):
+        seen = self.traced(OverlapSchedule(2), patience=60)
+        parts = ("shared", "experts_0", "experts_1", "backward_1", "backward_0")
+        self.assertEqual(seen, dict.fromkeys(parts, True))
+
+    def test_trace_rejects_a_schedule_without_overlap(self):
+        seen = self.traced(sequential_schedule, patience=0.5)
+        self.assertFalse(seen["experts_0"])
+        self.assertFalse(seen["backward_1"])
+
+    def test_shared_experts_under_the_last_combine(self):
+        case = truth("uniform")
+        tokens, part = self.part(4, "gaps")
+        switch, trace = self.switch("flat_reduce"), Trace(60)
+
+        def layer(switch, ids, x, weights, w_in, w_out):
+            def local(rows, row_ids, row_weights, num_rows):
+                return F.moe_mlp(
+                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
+                )
+
+            def shared():
+                trace.in_flight("shared", "combine", 2)
+                return x
+
+            schedule = OverlapSchedule(2, shared="combine")
+            return schedule(switch, x, ids, weights, local, shared)[0]
+
+        with trace.of(switch):
+            self.run_switch(switch, case.operands, tokens, part, layer=layer)
+        self.assertTrue(trace.seen["shared"])
+
+    def test_error_of_communication_reaches_the_caller(self):
+        case = truth("uniform")
+        tokens, _ = self.part(4, "even")
+        switch = self.switch("flat_reduce")
+        ids = case.operands.topk_indices[tokens].float()
+        x, weights = case.operands.input[tokens], case.operands.topk_weights[tokens]
+        with self.assertRaisesRegex(ValueError, "topk_idx must be an integer tensor"):
+            OverlapSchedule(2)(switch, x, ids, weights, lambda rows, i, w, n: rows)
+
+    def test_inference(self):
+        case = truth("uniform")
+        tokens, part = self.part(4, "even")
+        switch, o = self.switch("flat_exact"), case.operands
+        with torch.no_grad():
+            y, none = OverlapSchedule(3)(
+                switch,
+                o.input[tokens],
+                o.topk_indices[tokens],
+                o.topk_weights[tokens],
+                lambda rows, i, w, _: F.moe_mlp(
+                    rows, i, w, o.w_in[part], o.w_out[part]
+                ),
+            )
+        self.assertIsNone(none)
+        self.assertFalse(y.requires_grad)
+        self.assertEqual(y, case.one_rank.output[tokens], atol=0, rtol=0)
+
+
+@instantiate_parametrized_tests
+class TestSchedule(TestCase):
+    def test_default_order(self):
+        parts = [f"{part[0]}{chunk}" for part, chunk in OverlapSchedule(3).steps()]
+        self.assertEqual(" ".join(parts), "d0 d1 s0 e0 c0 d2 e1 c1 e2 c2")
+        order = OverlapSchedule(2, shared="combine").steps()
+        parts = [f"{part[0]}{chunk}" for part, chunk in order]
+        self.assertEqual(" ".join(parts), "d0 d1 e0 c0 e1 c1 s0")
+
+    def test_simulation(self):
+        # Two queues by hand: d0 0-1, d1 1-2, shared 0-2, e0 2-6, c0 6-7, e1 6-10, c1 10-11.
+        parts = PartSeconds((1, 1), (4, 4), (1, 1), 2)
+        self.assertEqual(parts.total(), 14)
+        self.assertEqual(simulated_seconds(OverlapSchedule(2), parts), 11)
+        # One chunk hides the shared experts only.
+        one = PartSeconds((2,), (8,), (2,), 2)
+        self.assertEqual(simulated_seconds(OverlapSchedule(1), one), 12)
+        # Never longer than one after the other, never shorter than either queue.
+        g = torch.Generator().manual_seed(0)
+        for chunks in (1, 2, 5):
+            for _ in range(20):
+                d, e, c = torch.rand(3, chunks, generator=g).tolist()
+                parts = PartSeconds(tuple(d), tuple(e), tuple(c), 0.7)
+                for shared in ("dispatch", "combine"):
+                    got = simulated_seconds(OverlapSchedule(chunks, shared), parts)
+                    self.assertLessEqual(got, parts.total() + 1e-9)
+                    self.assertGreaterEqual(got, max(sum(d + c), sum(e) + 0.7) - 1e-9)
+
+    @parametrize(
+        "kwargs, message",
+        [
+            subtest(
+                ({"num_chunks": 0}, "num_chunks .* at least 1, got 0"), name="chunks"
+            ),
+            subtest(
+                ({"shared": "late"}, "shared must be .* got 'late'"), name="shared"
+            ),
+            subtest(
+                ({"num_chunks": 1, "order": (Step("shared"),)}, "compute and combine"),
+                name="missing",
+            ),
+            subtest(
+                (
+                    {
+                        "num_chunks": 1,
+                        "order": (
+                            Step("experts", 0),
+                            Step("dispatch", 0),
+                            Step("combine", 0),
+                            Step("shared"),
+                        ),
+                    },
+                    "chunk 0 in this order",
+                ),
+                name="order",
+            ),
+            subtest(
+                (
+                    {
+                        "num_chunks": 1,
+                        "order": (
+                            Step("dispatch", 0),
+                            Step("experts", 0),
+                            Step("combine", 0),
+                        ),
+                    },
+                    "one shared",
+                ),
+                name="no_shared",
+            ),
+        ],
+    )
+    def test_errors(self, kwargs, message):
+        with self.assertRaisesRegex(ValueError, message):
+            OverlapSchedule(**kwargs)
+
+    def test_simulation_error(self):
+        with self.assertRaisesRegex(ValueError, "parts must be of 2 chunks"):
+            simulated_seconds(OverlapSchedule(2), PartSeconds((1,), (1,), (1,)))
+
+
+if __name__ == "__main__":
+    run_tests()

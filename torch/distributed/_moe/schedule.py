@@ -1,0 +1,439 @@
+"""Order of communication and computation in an expert-parallel layer.
+
+Contract
+    A schedule cuts the tokens of this rank into chunks and says in which order the
+    parts of the layer are issued: ``dispatch``, ``experts`` and ``combine`` of every
+    chunk and the ``shared`` experts of all tokens. Communication of one part is in
+    flight while the parts that are issued after it compute; it is waited for right
+    before its result is used. Any :class:`TokenSwitch` will do, as a part is a whole
+    ``dispatch`` or ``combine``, with all its levels, its gathers and the host sync of
+    compact routing.
+
+Where communication runs
+    cpu      on one thread of the process, first in first out, so that all ranks issue
+             the same collectives in the same order whatever their threads do.
+    other    on a side stream of the device, issued by the calling thread.
+    inline   at once, where another thread could not see what the calling thread does:
+             under a dispatch mode (LocalTensorMode, FakeTensorMode, ...) and in
+             torch.compile, which orders collectives itself.
+
+Backward
+    Every communication is a pair of autograd nodes. The backward of the later one
+    issues the communication of the gradient, the backward of the earlier one waits for
+    it. The engine runs nodes in the reverse order of their creation: gradients of all
+    outputs are sent first, then the chunks go backwards, last chunk first, each
+    computing while the gradients of its neighbours travel. What is not overlapped: the
+    first gradient to arrive, and the last to leave, have nothing to hide behind but
+    the shared experts.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed._token_switch import Routing, TokenSwitch
+
+
+__all__ = ["OverlapSchedule", "PartSeconds", "Step", "simulated_seconds"]
+
+
+class Step(NamedTuple):
+    """Issue one part of the layer.
+
+    Attributes:
+        part (str): ``"dispatch"``, ``"experts"``, ``"combine"`` or ``"shared"``.
+        chunk (int): chunk of tokens; 0 for shared experts.
+    """
+
+    part: str
+    chunk: int = 0
+
+
+def _default_order(num_chunks: int, shared: str) -> tuple[Step, ...]:
+    order = [Step("dispatch", 0)]
+    for chunk in range(num_chunks):
+        if chunk + 1 < num_chunks:
+            order.append(Step("dispatch", chunk + 1))
+        if chunk == 0 and shared == "dispatch":
+            order.append(Step("shared"))
+        order += [Step("experts", chunk), Step("combine", chunk)]
+    if shared == "combine":
+        order.append(Step("shared"))
+    return tuple(order)
+
+
+@dataclass(frozen=True)
+class OverlapSchedule:
+    """Runs chunks of tokens so that communication hides behind computation.
+
+    Is a ``schedule`` of ``ExpertParallel``; a planner may fill its fields.
+
+    Args:
+        num_chunks (int): chunks of tokens of each rank; equal on all ranks. More hide
+            more, but experts compute fewer rows at once. Static capacities are per
+            chunk. Default: 2
+        shared (str): shared experts run while the first chunks are dispatched
+            (``"dispatch"``), or while the last chunk is combined (``"combine"``).
+            Default: ``"dispatch"``
+        order (tuple[Step], optional): order of all parts. Every chunk is dispatched,
+            computed and combined once, in this order; ``Step("shared")`` comes
+            once. Equal on all ranks. Default: None (dispatch of chunk i + 1, experts of
+            chunk i, combine of chunk i, and so on)
+
+    Results are those of one chunk: per token bit-equal where the experts' kernel does
+    not let a row depend on others; gradients of expert weights are sums over the
+    chunks, in another order than without.
+
+    Under activation checkpointing the communication of a recomputed layer is repeated.
+
+    Example::
+        >>> # xdoctest: +SKIP("needs a process group")
+        >>> schedule = OverlapSchedule(num_chunks=4)
+        >>> y, shared = schedule(switch, x, topk_indices, topk_weights, experts, mlp)
+    """
+
+    num_chunks: int = 2
+    shared: Literal["dispatch", "combine"] = "dispatch"
+    order: tuple[Step, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 1:
+            raise ValueError(
+                f"OverlapSchedule: num_chunks must be at least 1, got {self.num_chunks}"
+            )
+        if self.shared not in ("dispatch", "combine"):
+            raise ValueError(
+                "OverlapSchedule: shared must be 'dispatch' or 'combine', "
+                f"got {self.shared!r}"
+            )
+        if self.order is None:
+            return
+        wanted = {Step("shared")}
+        for chunk in range(self.num_chunks):
+            parts = [Step(p, chunk) for p in ("dispatch", "experts", "combine")]
+            wanted.update(parts)
+            at = [self.order.index(s) for s in parts if s in self.order]
+            if len(at) < 3 or at != sorted(at):
+                raise ValueError(
+                    "OverlapSchedule: order must dispatch, compute and combine chunk "
+                    f"{chunk} in this order, got {self.order}"
+                )
+        if set(self.order) != wanted or len(self.order) != len(wanted):
+            raise ValueError(
+                f"OverlapSchedule: order must have the parts of {self.num_chunks} "
+                f"chunks and one shared, each once, got {self.order}"
+            )
+
+    def steps(self) -> tuple[Step, ...]:
+        """The parts in the order in which they are issued."""
+        return self.order or _default_order(self.num_chunks, self.shared)
+
+    def __call__(
+        self,
+        switch: TokenSwitch,
+        tokens: Tensor,
+        topk_indices: Tensor,
+        topk_weights: Tensor,
+        experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor],
+        shared: Callable[[], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the layer. Collective over the ranks of ``switch``.
+
+        Args:
+            switch (TokenSwitch): takes tokens to the ranks of their experts and back.
+            tokens (Tensor): (T, D) of this rank.
+            topk_indices (Tensor): (T, K) integer ids in [-1, E].
+            topk_weights (Tensor): (T, K).
+            experts (callable): ``experts(rows, local ids, weights, num_rows) -> rows``,
+                where ``num_rows`` bounds the slots of the rows, or is None.
+            shared (callable, optional): the shared experts of all tokens.
+
+        Returns:
+            (Tensor, Tensor or None): (T, D) routed output, and what ``shared`` returned.
+        """
+        if tokens.dim() != 2 or topk_indices.shape[:1] != tokens.shape[:1]:
+            raise ValueError(
+                "OverlapSchedule: tokens must have shape (T, D) and topk_indices "
+                f"(T, K), got {tuple(tokens.shape)} and {tuple(topk_indices.shape)}"
+            )
+        sizes = _chunk_sizes(tokens.shape[0], self.num_chunks)
+        inputs = list(
+            zip(
+                tokens.split(sizes),
+                topk_indices.split(sizes),
+                topk_weights.split(sizes),
+            )
+        )
+        sent: list[Any] = [None] * self.num_chunks
+        rows: list[Any] = [None] * self.num_chunks
+        shared_output = None
+        for part, chunk in self.steps():
+            if part == "dispatch":
+                sent[chunk] = _begin(_Dispatch(switch, inputs[chunk][1]), inputs[chunk])
+            elif part == "experts":
+                out, weights, ids = _end(*sent[chunk])
+                routing = sent[chunk][0].routing
+                num_slots = getattr(switch, "num_slots", None)
+                num_rows = None if num_slots is None else num_slots(routing)
+                rows[chunk] = experts(out, ids, weights, num_rows)
+            elif part == "combine":
+                routing = sent[chunk][0].routing
+                sent[chunk] = _begin(_Combine(switch, routing), (rows[chunk],))
+                rows[chunk] = None
+            elif shared is not None:
+                shared_output = shared()
+        return torch.cat([_end(*pair) for pair in sent]), shared_output
+
+
+def _chunk_sizes(total: int, num_chunks: int) -> list[int]:
+    """As equal as possible, the larger ones first; 0 where there are too few."""
+    size, rest = divmod(total, num_chunks)
+    return [size + (chunk < rest) for chunk in range(num_chunks)]
+
+
+# -- communication in flight
+
+
+@functools.cache
+def _communication_thread() -> ThreadPoolExecutor:
+    # One for all layers: two could issue collectives of a group in any order.
+    return ThreadPoolExecutor(1, thread_name_prefix="moe_communication")
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+# A forked process has no threads but its own.
+os.register_at_fork(after_in_child=_communication_thread.cache_clear)
+
+
+class _Flight:
+    """Result of communication that was issued and may not have arrived."""
+
+    def __init__(self, work: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+        self._done: torch.Event | None = None
+        self._future: Future[Any] | None = None
+        device = inputs[0].device
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+            self._value = _without_grad(work, *inputs)
+        elif device.type == "cpu":
+            if threading.current_thread().name.startswith("moe_communication"):
+                raise AssertionError("communication inside communication")
+            self._future = _communication_thread().submit(_without_grad, work, *inputs)
+        else:
+            stream = _side_stream(device)
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            _used_on(stream, inputs)
+            with stream:
+                self._value = _without_grad(work, *inputs)
+                self._done = stream.record_event()
+
+    def result(self) -> Any:
+        """Waits; raises what the communication raised."""
+        if self._future is not None:
+            return self._future.result()
+        if self._done is not None:
+            stream = torch.accelerator.current_stream(self._done.device)
+            stream.wait_event(self._done)
+            _used_on(stream, self._value)
+        return self._value
+
+
+def _used_on(stream: torch.Stream, tensors: Sequence[Tensor | None]) -> None:
+    """Keeps the allocator from reusing ``tensors`` before ``stream`` is done."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)
+
+
+def _without_grad(work: Callable[..., Any], *inputs: Tensor) -> Any:
+    # Grad mode belongs to a thread, and the autograd nodes are made below.
+    with torch.no_grad():
+        return work(*inputs)
+
+
+class _Dispatch:
+    """Routing and dispatch of one chunk."""
+
+    def __init__(self, switch: TokenSwitch, topk_indices: Tensor) -> None:
+        self.switch = switch
+        self.topk_indices = topk_indices
+        self.routing: Routing
+
+    def forward(self, tokens: Tensor, topk_weights: Tensor) -> tuple[Any, ...]:
+        switch = self.switch
+        self.routing = switch.create_routing(self.topk_indices, layout="flat")
+        rows = switch._exact_recv_tokens(self.routing)
+        if rows is None:
+            raise ValueError(
+                "OverlapSchedule: switch must know the rows that a dispatch returns, "
+                f"{type(switch).__name__} does not"
+            )
+        return switch._dispatch_new(self.routing, tokens, topk_weights, rows)
+
+    def backward(
+        self, needs: Sequence[bool], grad_rows: Tensor, grad_weights: Tensor, _: Any
+    ) -> tuple[Tensor | None, ...]:
+        switch, routing = self.switch, self.routing
+        grad_tokens = grad_topk_weights = None
+        if needs[0]:
+            grad_tokens = switch._combine_new(routing, grad_rows.contiguous())
+        if needs[1]:
+            grad_topk_weights = switch._combine_topk_weights(routing, grad_weights)
+        return grad_tokens, grad_topk_weights
+
+
+class _Combine:
+    """Combine of one chunk."""
+
+    def __init__(self, switch: TokenSwitch, routing: Routing) -> None:
+        self.switch = switch
+        self.routing = routing
+
+    def forward(self, rows: Tensor) -> tuple[Tensor]:
+        self.shape, self.dtype = rows.shape, rows.dtype
+        return (self.switch._combine_new(self.routing, rows),)
+
+    def backward(self, needs: Sequence[bool], grad: Tensor) -> tuple[Tensor]:
+        return (self.switch._dispatch_grad(self.routing, grad, self.shape, self.dtype),)
+
+
+class _Exchange:
+    """One :class:`_Dispatch` or :class:`_Combine` in both directions."""
+
+    def __init__(self, part: _Dispatch | _Combine) -> None:
+        self.part = part
+        self.needs: Sequence[bool]
+        self.there: _Flight
+        self.back: _Flight
+
+    @property
+    def routing(self) -> Routing:
+        return self.part.routing
+
+
+class _Begin(torch.autograd.Function):
+    """Issues communication; its backward waits for that of the gradients."""
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]
+    def forward(ctx: Any, exchange: _Exchange, *inputs: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange.needs = ctx.needs_input_grad[1:]
+        exchange.there = _Flight(exchange.part.forward, inputs)
+        # Carries the edge of the graph; what was sent arrives in _End.
+        return inputs[0].new_empty(0)
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        flight = ctx.exchange.back
+        del ctx.exchange.back
+        return None, *flight.result()
+
+
+class _End(torch.autograd.Function):
+    """Waits for communication; its backward issues that of the gradients."""
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]
+    def forward(ctx: Any, exchange: _Exchange, edge: Tensor) -> Any:
+        ctx.exchange = exchange
+        outputs = exchange.there.result()
+        del exchange.there  # Nothing keeps what arrived but its users.
+        ctx.edge = (edge.dtype, edge.device)
+        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        exchange = ctx.exchange
+        backward = functools.partial(exchange.part.backward, exchange.needs)
+        exchange.back = _Flight(backward, grads)
+        dtype, device = ctx.edge
+        return None, torch.zeros(0, dtype=dtype, device=device)
+
+
+def _begin(
+    part: _Dispatch | _Combine, inputs: tuple[Tensor, ...]
+) -> tuple[_Exchange, Tensor]:
+    exchange = _Exchange(part)
+    if isinstance(part, _Dispatch):
+        inputs = (inputs[0], inputs[2])  # without the ids
+    return exchange, _Begin.apply(exchange, *inputs)  # type: ignore[return-value]
+
+
+def _end(exchange: _Exchange, edge: Tensor) -> Any:
+    return _End.apply(exchange, edge)
+
+
+# -- what a schedule would gain
+
+
+@dataclass(frozen=True)
+class PartSeconds:
+    """Measured seconds of the parts of a layer, each run alone.
+
+    Attributes:
+        dispatch (tuple[float, ...]): of every chunk, routing included.
+        experts (tuple[float, ...]): of every chunk.
+        combine (tuple[float, ...]): of every chunk.
+        shared (float): of the shared experts of all tokens.
+    """
+
+    dispatch: tuple[float, ...]
+    experts: tuple[float, ...]
+    combine: tuple[float, ...]
+    shared: float = 0.0
+
+    def total(self) -> float:
+        """Seconds without any overlap."""
+        parts = (*self.dispatch, *self.experts, *self.combine)
+        return sum(parts) + self.shared
+
+
+def simulated_seconds(schedule: OverlapSchedule, parts: PartSeconds) -> float:
+    """Seconds of a forward if communication and computation do not slow each other.
+
+    Two queues, one for communication and one for computation, each first in first out.
+    A part is issued when the computation before it in the order has ended, experts
+    wait for their dispatch, and the end waits for everything.
+
+    Args:
+        schedule (OverlapSchedule): the order.
+        parts (PartSeconds): of as many chunks.
+    """
+    chunks = {len(parts.dispatch), len(parts.experts), len(parts.combine)}
+    if chunks != {schedule.num_chunks}:
+        raise ValueError(
+            f"simulated_seconds: parts must be of {schedule.num_chunks} chunks, "
+            f"got {sorted(chunks)}"
+        )
+    computed = communicated = 0.0
+    arrived: dict[int, float] = {}
+    for part, chunk in schedule.steps():
+        if part == "shared":
+            computed += parts.shared
+        elif part == "experts":
+            computed = max(computed, arrived[chunk]) + parts.experts[chunk]
+        else:
+            seconds = getattr(parts, part)[chunk]
+            communicated = max(communicated, computed) + seconds
+            arrived[chunk] = communicated
+    return max(computed, communicated)
