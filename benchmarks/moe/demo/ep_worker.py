@@ -3,8 +3,7 @@
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/moe/demo/ep_worker.py --out FILE
 
 The model, its initial weights and the text are those of train_demo.py. Every rank takes its share
-of each batch, holds its share of the experts, and sends tokens to the others through a token
-switch; everything else is sharded by FSDP2. Rank 0 writes what was measured to FILE.
+of each batch; ExpertParallel spreads the experts over the ranks and FSDP2 everything else. Rank 0 writes what was measured to FILE.
 """
 
 import argparse
@@ -19,20 +18,20 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
+from torch.distributed._moe.adapters import Exchange, ExpertAdapter
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import blocks
-from blocks import MoEBlock
 from demo import text
 from demo.model import LanguageModel, MoE, ModelConfig
 from demo.report import Display
@@ -43,29 +42,35 @@ TIMEOUT = datetime.timedelta(seconds=60)  # of a collective, so that nothing han
 COUNT_EVERY = 10  # steps; bytes are counted in these and time in the others
 
 
-def expert_parallel(
-    switch: TokenSwitchAllToAll, on_route: Callable[[Tensor], None] = lambda indices: None
-) -> MoEBlock:
-    """``F.moe_topk`` here, ``F.moe_mlp`` where the experts are.
+class DemoAdapter(ExpertAdapter):
+    """Shows ExpertParallel the expert weights of the demo's MoE layer.
 
     Args:
         on_route: called with the (T, K) expert ids of every layer.
     """
 
-    def experts(
+    method = "run_experts"
+
+    def __init__(self, on_route: Callable[[Tensor], None]) -> None:
+        self.on_route = on_route
+
+    def matches(self, module: nn.Module) -> bool:
+        return isinstance(module, MoE)
+
+    def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
+        return {"w_in": 1, "w_out": 2}
+
+    def run(
+        self,
+        module: nn.Module,
+        original: Callable[..., Tensor],
+        exchange: Exchange,
         x_TD: Tensor,
         indices_TK: Tensor,
         weights_TK: Tensor,
-        w_in_EGD: Tensor,
-        w_out_EDF: Tensor,
     ) -> Tensor:
-        on_route(indices_TK)
-        routing = switch.create_routing(indices_TK, layout="flat")
-        rows, weights, ids = switch.dispatch(routing, x_TD, weights_TK)
-        out = F.moe_mlp(rows, ids, weights, w_in_EGD, w_out_EDF)
-        return switch.combine(routing, out)
-
-    return MoEBlock(F.moe_topk, experts)
+        self.on_route(indices_TK)
+        return exchange(x_TD, indices_TK, weights_TK, original)
 
 
 def make_mesh(num_hosts: int) -> DeviceMesh:
@@ -88,30 +93,25 @@ def make_switch(
     return TokenSwitchHierarchical(mesh, num_experts, combine=combine)
 
 
-def shard(model: LanguageModel, mesh: DeviceMesh) -> list[list[nn.Parameter]]:
-    """Keep this rank's experts, and this rank's shard of everything else.
+def shard(
+    model: LanguageModel, mesh: DeviceMesh, style: ExpertParallel
+) -> list[list[nn.Parameter]]:
+    """Experts of the MoE layers by ``style``, everything else by FSDP2.
 
     Returns:
         The parameters of experts and the others, for the optimizer.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    experts = []
-    for layer in model.modules():
-        if not isinstance(layer, MoE):
-            continue
-        for name in ("w_in", "w_out"):
-            whole = layer.get_parameter(name).detach()
-            mine = nn.Parameter(whole.chunk(ranks)[rank].clone())
-            # The loss is the mean over ranks, which FSDP sees to for the others.
-            mine.register_hook(lambda grad: grad / ranks)
-            setattr(layer, name, mine)
-            experts.append(mine)
     flat = mesh if mesh.ndim == 1 else mesh._flatten("ep")
+    parallelize_module(model, flat, {"layers.*.moe": style})
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    experts = [p for layer in layers for p in (layer.w_in, layer.w_out)]
+    for p in experts:
+        # The loss is the mean over ranks, which FSDP sees to for the others.
+        p.register_hook(lambda grad: grad / flat.size())
     # One group: without the experts the layers are too small to be worth a message each.
     fully_shard(model, mesh=flat, ignored_params=set(experts))
     own = {id(p) for p in experts}
     return [experts, [p for p in model.parameters() if id(p) not in own]]
-
 
 
 class WireCounter:
@@ -193,8 +193,13 @@ def train(arguments: argparse.Namespace) -> dict[str, object]:
     switch = make_switch(mesh, config.experts, arguments.combine)
     wire = WireCounter(switch, mesh, config)
     torch.manual_seed(arguments.seed)
-    model = LanguageModel(config, expert_parallel(switch, wire.on_route))
-    run = make_run("expert-parallel", model, shard(model, mesh))
+    model = LanguageModel(config, blocks.fused())
+    # All layers share the switch: it keeps nothing of a batch.
+    style = ExpertParallel(
+        token_switch=lambda mesh, num_experts: switch,
+        adapter=DemoAdapter(wire.on_route),
+    )
+    run = make_run("expert-parallel", model, shard(model, mesh, style))
 
     with Display().progress(
         f"Training on {ranks} ranks", arguments.steps if rank == 0 else 0

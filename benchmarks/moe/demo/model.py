@@ -39,10 +39,14 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.flatten(0, -2)
+        routed = self.block.route(self.router(x_TD), self.top_k)
         # Mixed precision by hand: router and parameters stay float32.
-        experts = (p.to(self.dtype) for p in (self.w_in, self.w_out))
-        y_TD = self.block(x_TD.to(self.dtype), self.router(x_TD), self.top_k, *experts)
+        y_TD = self.run_experts(x_TD.to(self.dtype), *routed)
         return y_TD.to(x.dtype).view_as(x)
+
+    def run_experts(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        experts = (p.to(self.dtype) for p in (self.w_in, self.w_out))
+        return self.block.experts(x_TD, indices_TK, weights_TK, *experts)
 
 
 class Attention(nn.Module):
