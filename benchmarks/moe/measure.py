@@ -8,11 +8,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Spread(NamedTuple):
@@ -29,22 +32,24 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def interleaved_seconds(
-    functions: dict[str, Callable[[], object]],
+    functions: dict[Name, Callable[[], object]],
     *,
     rounds: int,
     warmup: int = 3,
     on_round: Callable[[int], None] = lambda i: None,
-) -> dict[str, list[float]]:
+    before: Callable[[], object] = lambda: None,
+) -> dict[Name, list[float]]:
     """Time every function once per round, so that drift of the machine hits all alike.
 
     The order within a round rotates. Entry i of every list is from round i, so two lists may be
     compared pairwise.
     """
     names = list(functions)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[Name, list[float]] = {name: [] for name in names}
     for i in range(warmup + rounds):
         first = i % len(names)
         for name in names[first:] + names[:first]:
+            before()
             start = time.perf_counter()
             functions[name]()
             if i >= warmup:

@@ -162,7 +162,7 @@ def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f}"
 
 
-def _table(title: str, *columns: str) -> rich.table.Table:
+def make_table(title: str, *columns: str) -> rich.table.Table:
     """A left-aligned column, then right-aligned ones."""
     table = rich.table.Table(
         title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD
@@ -174,7 +174,7 @@ def _table(title: str, *columns: str) -> rich.table.Table:
 
 
 def _training_table(result: Result) -> rich.table.Table:
-    table = _table(
+    table = make_table(
         "Training: nats per byte; bytes of one forward and backward of the model",
         "block",
         "loss first",
@@ -200,7 +200,7 @@ def _training_table(result: Result) -> rich.table.Table:
 
 
 def _block_table(result: Result) -> rich.table.Table:
-    table = _table(
+    table = make_table(
         "One MoE block of the trained model, forward and backward: median (p10 - p90)",
         "block",
         "ms",
@@ -225,7 +225,7 @@ def _block_table(result: Result) -> rich.table.Table:
 
 
 def _expert_parallel_table(result: Result, row: ExpertParallelRow) -> rich.table.Table:
-    table = _table(
+    table = make_table(
         "Expert parallel: the fused model on more ranks, one thread each; bytes between ranks",
         "run",
         "loss last",
@@ -282,18 +282,23 @@ def _rounded(value: object) -> object:
     return value
 
 
-def write_json(result: Result, path: pathlib.Path) -> None:
-    """The result as JSON, provenance on top, every list of numbers on one line."""
-    fields = dict(vars(result))
-    fields = fields.pop("provenance") | fields
-    for name in ("training", "blocks", "checks"):
-        fields[name] = [vars(row) for row in fields[name]]
-    if result.expert_parallel is not None:
-        fields["expert_parallel"] = vars(result.expert_parallel)
+def format_json(fields: dict[str, object]) -> str:
+    """Numbers rounded, every list of numbers on one line."""
     lines = json.dumps(_rounded(fields), indent=1)
     lines = re.sub(
         r"\[[-+.\deE,\s]+\]",
         lambda numbers: " ".join(numbers[0].split()).replace("[ ", "["),
         lines,
     )
-    path.write_text(lines + "\n")
+    return lines + "\n"
+
+
+def write_json(result: Result, path: pathlib.Path) -> None:
+    """The result as JSON, provenance on top."""
+    fields = dict(vars(result))
+    fields = fields.pop("provenance") | fields
+    for name in ("training", "blocks", "checks"):
+        fields[name] = [vars(row) for row in fields[name]]
+    if result.expert_parallel is not None:
+        fields["expert_parallel"] = vars(result.expert_parallel)
+    path.write_text(format_json(fields))

@@ -1,0 +1,300 @@
+"""Expert parallelism on two hosts: bytes, times, balance, and what a model predicts.
+
+    python benchmarks/moe/ep.py [--quick] [--out build/ep] [--json FILE]
+
+Two hosts of two gloo ranks each, in two network namespaces of this machine (or two loopback
+addresses where those are not permitted). One MoE layer per row: bytes on the wire beside the
+fewest that would do, seconds of a step and of its parts, the alpha-beta prediction of the
+collectives beside what they took, before and after placement of the experts, bfloat16 and FP8
+rows, flat and hierarchical switch. Then, without ranks, the balance that placement reaches on
+bigger machines, and what chunks of tokens could hide. Prints tables; writes ep.png and ep.json.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+import tempfile
+import time
+
+import rich.console
+import rich.table
+import torch
+from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.testing._internal.distributed.two_hosts import two_hosts
+from torch.testing._internal.moe_generators import recorded_routing
+
+from demo.report import format_json, LOG_WIDTH, make_table
+from ep_plot import write_plot
+from ep_rank import counts_of, EXPERTS, routed
+from measure import provenance
+
+
+RANKS_PER_HOST = 2
+RANK_SCRIPT = pathlib.Path(__file__).with_name("ep_rank.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What is measured; --quick only shows that it runs."""
+
+    tokens: int = 128
+    dim: int = 2048
+    small_dim: int = 128
+    hidden: int = 64
+    rounds: int = 7
+
+
+QUICK = Sizes(tokens=16, dim=256, small_dim=128, hidden=16, rounds=2)
+
+
+def measure(sizes: Sizes, timeout: float) -> dict[str, object]:
+    """What the ranks saw, and what their hosts were."""
+    with tempfile.TemporaryDirectory() as folder, two_hosts() as cluster:
+        out = pathlib.Path(folder, "ranks.json")
+        options = {"out": out, **dataclasses.asdict(sizes)}
+        words = [f"--{n.replace('_', '-')}={value}" for n, value in options.items()]
+        cluster.torchrun(RANKS_PER_HOST, [str(RANK_SCRIPT), *words], timeout=timeout)
+        return {"hosts": cluster.describe()} | json.loads(out.read_text())
+
+
+def total(row: dict, *names: str) -> float:
+    """Bytes of the named kinds over all levels of a case."""
+    return sum(level[name] for level in row["levels"].values() for name in names)
+
+
+def add_shares(row: dict) -> None:
+    """The ratios that the tables and the plot show."""
+    payload = total(row, "rows", "returned")
+    minimum = total(row, "minimum_rows", "minimum_returned")
+    row["payload_of_minimum"] = payload / minimum
+    # Of the rows to the experts alone, which is all that the metadata is needed for.
+    metadata = total(row, "ids", "weights", "sizes")
+    row["metadata_share"] = metadata / total(row, "rows")
+    row["scales_share"] = total(row, "scales") / total(row, "rows")
+    width = row["dim"] * 2
+    sent = width if row["wire"] == "bfloat16" else row["dim"] * (1 + 1 / 128)
+    row["crossing_bytes"] = row["crossing_rows"] * (sent + width)
+
+
+def placements(seeds: int) -> list[dict[str, object]]:
+    """Balance of the recorded and of synthetic routing on bigger machines.
+
+    The plan sees one draw and is judged on another one.
+    """
+    rows = []
+    for topology in (Topology(2, 2, 16), Topology(2, 4, 8), Topology(4, 8, 3)):
+        home = dataclasses.replace(
+            topology, slots_per_rank=EXPERTS // topology.num_ranks
+        )
+        for routing in ("recorded", "uniform", "zipf"):
+            draws = range(1 if routing == "recorded" else seeds)
+            before, after, milliseconds = [], [], []
+            for seed in draws:
+                tokens = len(recorded_routing()[0]) // 2
+                known = counts_of(routed(routing, tokens, 2 * seed))
+                later = counts_of(routed(routing, tokens, 2 * seed + 1))
+                start = time.process_time()
+                placement = plan(known, topology, num_replicas=topology.num_slots)
+                milliseconds.append(1e3 * (time.process_time() - start))
+                in_order = Placement.contiguous(home, EXPERTS)
+                before.append(in_order.imbalance(later))
+                after.append(placement.imbalance(later))
+            rows.append(
+                {
+                    "ranks": topology.num_ranks,
+                    "ranks_per_node": topology.ranks_per_node,
+                    "slots_per_rank": topology.slots_per_rank,
+                    "routing": routing,
+                    "before": sum(before) / len(before),
+                    "after": sum(after) / len(after),
+                    "plan_ms": sum(milliseconds) / len(milliseconds),
+                }
+            )
+    return rows
+
+
+def overlapped_seconds(
+    chunks: int, dispatch: float, experts: float, combine: float, alpha: float
+) -> float:
+    """Seconds of a forward in chunks on one link and one compute unit.
+
+    Every chunk is dispatched, computed, combined, in this order; the link takes what is ready
+    first, dispatches before combines. Chunks divide the parts evenly and each costs ``alpha``
+    more in both directions.
+    """
+    there, work, back = (part / chunks for part in (dispatch, experts, combine))
+    if chunks > 1:
+        there, back = there + alpha, back + alpha
+    link = compute = 0.0
+    computed = []
+    for _ in range(chunks):
+        link += there
+        compute = max(link, compute) + work
+        computed.append(compute)
+    for ready in computed:
+        link = max(link, ready) + back
+    return link
+
+
+def overlaps(measured: dict) -> list[dict[str, object]]:
+    """Simulated forward of the recorded routing in chunks, from the parts as measured."""
+    rows = []
+    for case in measured["cases"]:
+        if case["routing"] != "recorded" or case["placed"] or case["wire"] != "bfloat16":
+            continue
+        experts = case["experts_seconds"][0] / 3  # forward: one of three products
+        switch = case["switch_seconds"][0]
+        there = total(case, "rows", "scales", "ids", "weights", "sizes")
+        share = there / (there + total(case, "returned"))
+        alpha = sum(measured["links"][level]["alpha"] for level in case["levels"])
+        parts = (switch * share, experts, switch * (1 - share), alpha)
+        times = {n: overlapped_seconds(n, *parts) for n in (1, 2, 4, 8)}
+        rows.append(
+            {
+                "switch": case["switch"],
+                "dim": case["dim"],
+                "forward_seconds": {str(n): t for n, t in times.items()},
+                "gain": times[1] / min(times.values()),
+                "bound": (switch + experts) / max(switch, experts),
+            }
+        )
+    return rows
+
+
+def name_of(row: dict) -> str:
+    placed = ", placed" if row["placed"] else ""
+    return f"{row['routing']}, {row['switch']}{placed}"
+
+
+def show(result: dict) -> None:
+    console = rich.console.Console(highlight=False)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    console.print(f"{result['hosts']}; 2 gloo ranks each, one thread a rank")
+    bytes_table = make_table(
+        "KiB of one forward, all ranks; scales and metadata as a share of the rows there",
+        *("layer", "D", "wire", "KiB there", "back", "/ minimum"),
+        *("scales", "metadata", "host to host", "interface"),
+    )
+    times_table = make_table(
+        "Milliseconds of one layer, slowest rank; imbalance of its token copies",
+        *("layer", "D", "wire", "fwd + bwd", "switch, fwd"),
+        *("collectives", "alpha-beta", "imbalance"),
+    )
+    for row in result["cases"]:
+        start = (name_of(row), str(row["dim"]), row["wire"])
+        seen = row["interface_bytes"]
+        bytes_table.add_row(
+            *start,
+            f"{total(row, 'rows') / 1024:,.0f}",
+            f"{total(row, 'returned') / 1024:,.0f}",
+            f"{row['payload_of_minimum']:.3f}",
+            f"{row['scales_share']:.1%}",
+            f"{row['metadata_share']:.1%}",
+            f"{row['crossing_bytes'] / 1024:,.0f}",
+            f"{seen / 1024:,.0f}" if seen is not None else "-",
+        )
+        middle, low, high = (1e3 * s for s in row["step_seconds"])
+        times_table.add_row(
+            *start,
+            f"{middle:.0f} ({low:.0f} - {high:.0f})",
+            f"{1e3 * row['switch_seconds'][0]:.1f}",
+            f"{1e3 * sum(row['wire_seconds'].values()):.1f}",
+            f"{1e3 * sum(row['predicted_seconds'].values()):.1f}",
+            f"{row['imbalance']:.2f}",
+        )
+    for table in (bytes_table, times_table):
+        table.columns[0].no_wrap = True
+        console.print(table)
+    links = make_table(
+        "Levels: all-to-all of n bytes a rank takes alpha + beta n; recorded routing, bfloat16",
+        *("level", "alpha us", "1 / beta MB/s", "measured ms", "predicted ms"),
+    )
+    for level, link in result["links"].items():
+        row = next(r for r in result["cases"] if level in r["levels"])
+        rate = f"{1e-6 / link['beta']:,.0f}" if link["beta"] else "-"
+        links.add_row(
+            level,
+            f"{1e6 * link['alpha']:.0f}",
+            rate,
+            f"{1e3 * row['wire_seconds'][level]:.2f}",
+            f"{1e3 * row['predicted_seconds'][level]:.2f}",
+        )
+    console.print(links)
+    console.print(_placement_table(result["placements"]))
+    console.print(_overlap_table(result["overlaps"]))
+
+
+def _placement_table(rows: list[dict]) -> rich.table.Table:
+    table = make_table(
+        "Heaviest / mean rank load, planned on one draw and judged on another",
+        *("routing", "ranks", "slots a rank", "in order", "placed", "plan ms"),
+    )
+    for row in rows:
+        table.add_row(
+            row["routing"],
+            f"{row['ranks'] // row['ranks_per_node']} x {row['ranks_per_node']}",
+            str(row["slots_per_rank"]),
+            f"{row['before']:.3f}",
+            f"{row['after']:.3f}",
+            f"{row['plan_ms']:.1f}",
+        )
+    return table
+
+
+def _overlap_table(rows: list[dict]) -> rich.table.Table:
+    table = make_table(
+        "Simulated forward in chunks of tokens, ms, from the parts above; gain and its bound",
+        *("switch", "D", "1 chunk", "2", "4", "8", "gain", "bound"),
+    )
+    for row in rows:
+        times = (f"{1e3 * t:.1f}" for t in row["forward_seconds"].values())
+        ratios = (f"{row[name]:.2f}x" for name in ("gain", "bound"))
+        table.add_row(row["switch"], str(row["dim"]), *times, *ratios)
+    return table
+
+
+def parse_arguments() -> argparse.Namespace:
+    root = pathlib.Path(__file__).resolve().parents[2]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small: does it run at all")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=root / "build" / "ep", help="folder to write"
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="also write the JSON here")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    sizes = QUICK if arguments.quick else Sizes()
+    measured = measure(sizes, timeout=240)
+    for row in measured["cases"]:
+        add_shares(row)
+    result = {
+        **provenance(),
+        "settings": dataclasses.asdict(sizes),
+        **measured,
+        "placements": placements(2 if arguments.quick else 10),
+        "overlaps": overlaps(measured),
+    }
+    result["seconds"] = time.perf_counter() - start
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = format_json(result)
+    for path in (arguments.out / "ep.json", arguments.json):
+        if path is not None:
+            path.write_text(text)
+    write_plot(result, arguments.out / "ep.png")
+    show(result)
+    print(f"{result['seconds']:.0f} s; wrote {arguments.out}/ep.json and ep.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,386 @@
+"""One rank of ep.py: links, bytes and times of token switches; torchrun starts it.
+
+Rank 0 of the (hosts, ranks per host) mesh writes one JSON with what all ranks saw.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import pathlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.exchange import Exchange
+from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
+from torch.distributed._moe.placement import plan, Topology
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.testing._internal.moe_generators import MoeCase, recorded_routing
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from measure import interleaved_seconds, spread
+
+
+TIMEOUT = datetime.timedelta(seconds=60)
+EXPERTS, TOP_K = 64, 8  # those of the recorded routing
+WIRES = {"bfloat16": None, "float8": torch.float8_e4m3fn}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One MoE layer on all ranks.
+
+    Attributes:
+        routing: "recorded" or a synthetic one of moe_generators.
+        switch: "flat" or "hierarchical".
+        wire: a key of WIRES; tokens are bfloat16.
+        dim: D.
+        placed: experts lie where plan() puts them, not in order.
+    """
+
+    routing: str
+    switch: str
+    wire: str
+    dim: int
+    placed: bool = False
+
+
+def cases(dim: int, small_dim: int) -> list[Case]:
+    both = ("flat", "hierarchical")
+    found = [Case("recorded", s, w, dim) for s in both for w in WIRES]
+    found += [Case(r, s, "bfloat16", dim) for r in ("uniform", "zipf") for s in both]
+    found += [Case(r, "flat", "bfloat16", dim, True) for r in ("recorded", "zipf")]
+    return [*found, Case("recorded", "flat", "bfloat16", small_dim)]
+
+
+def routed(routing: str, num_tokens: int, seed: int) -> Tensor:
+    """(num_tokens, K) expert ids; another ``seed`` is another draw of the same load."""
+    if routing == "recorded":
+        indices, _ = recorded_routing()
+        return indices[seed * num_tokens :][:num_tokens]
+    case = MoeCase(
+        "ep",
+        num_tokens=num_tokens,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        routing=routing,
+        seed=seed,
+    )
+    return case.topk_indices()
+
+
+def counts_of(indices: Tensor) -> Tensor:
+    return torch.bincount(indices.flatten(), minlength=EXPERTS)
+
+
+def slots_of_experts(routing: str, num_tokens: int, mesh: DeviceMesh) -> Tensor:
+    """(E,) expert-parallel slot of each expert, planned on another draw of the load."""
+    topology = Topology(mesh.size(0), mesh.size(1), EXPERTS // mesh.size())
+    earlier = counts_of(routed(routing, num_tokens, seed=1))
+    placement = plan(earlier, topology)
+    slots = torch.empty(EXPERTS, dtype=torch.int64)
+    slots[placement.slot_experts.flatten()] = torch.arange(EXPERTS)
+    return slots
+
+
+def make_switch(case: Case, mesh: DeviceMesh) -> TokenSwitchAllToAll:
+    wire = WIRES[case.wire]
+    if case.switch == "flat":
+        group = dist.group.WORLD
+        return TokenSwitchAllToAll(group, EXPERTS, wire_dtype=wire)
+    return TokenSwitchHierarchical(mesh, EXPERTS, wire_dtype=wire)
+
+
+class Layer:
+    """Operands of one rank, and the parts of a step that are timed."""
+
+    def __init__(self, case: Case, mesh: DeviceMesh, tokens: int, hidden: int) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.case = case
+        self.switch = make_switch(case, mesh)
+        everyone = routed(case.routing, tokens * ranks, seed=0)
+        if case.placed:
+            everyone = slots_of_experts(case.routing, tokens * ranks, mesh)[everyone]
+        self.of_ranks = list(everyone.chunk(ranks))
+        self.ids = self.of_ranks[rank]
+        generator = torch.Generator().manual_seed(rank)
+        normal = functools.partial(torch.randn, generator=generator)
+        local = EXPERTS // ranks
+
+        def leaf(values: Tensor) -> Tensor:
+            return values.bfloat16().requires_grad_()
+
+        self.x = leaf(normal(tokens, case.dim))
+        self.w_in = leaf(normal(local, 2 * hidden, case.dim) * case.dim**-0.5)
+        self.w_out = leaf(normal(local, case.dim, hidden) * hidden**-0.5)
+        self.weights = normal(tokens, TOP_K).softmax(-1).requires_grad_()
+        self.grad_y = normal(tokens, case.dim).bfloat16()
+
+    def forward(self) -> Tensor:
+        routing = self.switch.create_routing(self.ids, layout="flat")
+        rows, weights, ids = self.switch.dispatch(routing, self.x, self.weights)
+        out = F.moe_mlp(rows, ids, weights, self.w_in, self.w_out)
+        return self.switch.combine(routing, out)
+
+    def step(self) -> None:
+        leaves = (self.x, self.weights, self.w_in, self.w_out)
+        torch.autograd.grad(self.forward(), leaves, self.grad_y)
+
+    @torch.no_grad()
+    def there_and_back(self) -> None:
+        """What the switch alone does in a forward."""
+        routing = self.switch.create_routing(self.ids, layout="flat")
+        rows, _, _ = self.switch.dispatch(routing, self.x, self.weights)
+        self.switch.combine(routing, rows)
+
+    def experts_only(self) -> Callable[[], None]:
+        """The step's computation on the rows that this rank receives."""
+        with torch.no_grad():
+            routing = self.switch.create_routing(self.ids, layout="flat")
+            received = self.switch.dispatch(routing, self.x, self.weights)
+        rows, weights, ids = (t.detach() for t in received)
+        rows.requires_grad_()
+        leaves = (rows, self.w_in, self.w_out)
+
+        def compute() -> None:
+            out = F.moe_mlp(rows, ids, weights, self.w_in, self.w_out)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+        return compute
+
+    def rows_here(self) -> int:
+        """Token copies that the experts of this rank compute."""
+        local = EXPERTS // dist.get_world_size()
+        owners = torch.cat(self.of_ranks).flatten() // local
+        return int((owners == dist.get_rank()).sum())
+
+
+class SendTimer:
+    """Seconds inside the collectives of a switch, and their sizes, by level."""
+
+    def __init__(self, switch: TokenSwitchAllToAll) -> None:
+        self.exchanges = switch.levels
+        self.seconds: Counter[str] = Counter()
+
+    def __enter__(self) -> "SendTimer":
+        for exchange in self.exchanges:
+            exchange.send = functools.partial(self._send, exchange, exchange.send)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for exchange in self.exchanges:
+            del exchange.send
+
+    def _send(self, exchange: Exchange, send: Callable, *args, **kwargs) -> Tensor:
+        # Together, or the time of the slowest rank before it would count as the link's.
+        dist.barrier(group=exchange.group)
+        start = time.perf_counter()
+        out = send(*args, **kwargs)
+        self.seconds[exchange.level] += time.perf_counter() - start
+        return out
+
+
+def sum_over_ranks(values: list[float]) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def max_over_ranks(values: list[float]) -> list[float]:
+    largest = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def fit_links(mesh: DeviceMesh, rounds: int) -> dict[str, dict[str, object]]:
+    """Seconds of an all-to-all at each level as alpha + beta * bytes a rank sends to others.
+
+    Alpha and beta minimise the squared relative error over sizes from 256 bytes to 4 MiB.
+    """
+    groups = {"flat": dist.group.WORLD, "node": mesh.get_group(0)}
+    groups["local"] = mesh.get_group(1)
+    sizes = [2**k for k in range(8, 23, 2)]
+    functions = {}
+    for level, group in groups.items():
+        ranks = dist.get_world_size(group)
+        for size in sizes:
+            each = size // (ranks - 1)
+            send = torch.zeros(ranks * each, dtype=torch.uint8)
+
+            # As the switches call it: sizes for every rank, a new tensor for the result.
+            def run(send=send, splits=[each] * ranks, group=group) -> None:
+                funcol.wait_tensor(
+                    funcol.all_to_all_single(send, splits, splits, group)
+                )
+
+            functions[level, size] = run
+    seconds = interleaved_seconds(
+        functions, rounds=rounds, warmup=2, before=lambda: dist.barrier()
+    )
+    links = {}
+    for level in groups:
+        times = [median(seconds[level, size]) for size in sizes]
+        times = max_over_ranks(times)
+        t = torch.tensor(times, dtype=torch.float64)
+        n = torch.tensor(sizes, dtype=torch.float64)
+        a = torch.stack([1 / t, n / t], dim=1)
+        alpha, beta = torch.linalg.lstsq(a, torch.ones_like(t)[:, None]).solution[:, 0]
+        links[level] = {
+            "alpha": max(alpha.item(), 0.0),
+            "beta": max(beta.item(), 0.0),
+            "bytes": sizes,
+            "seconds": times,
+        }
+    return links
+
+
+def crossing_rows(layer: Layer, ranks_per_host: int) -> int:
+    """Rows that leave hosts in one direction: per token and rank if flat, else per host."""
+    local = EXPERTS // len(layer.of_ranks)
+    total = 0
+    for source, ids in enumerate(layer.of_ranks):
+        per = local if layer.case.switch == "flat" else local * ranks_per_host
+        goes = F.one_hot(ids // per, EXPERTS // per).any(dim=1)
+        host = torch.arange(EXPERTS // per) * per // (local * ranks_per_host)
+        total += int(goes[:, host != source // ranks_per_host].sum())
+    return total
+
+
+def interface_bytes() -> int | None:
+    """Bytes this host has sent; None where it has no interface of its own."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    path = pathlib.Path("/sys/class/net", name, "statistics/tx_bytes")
+    return None if name == "lo" else int(path.read_text())
+
+
+def measure_bytes(layer: Layer, mesh: DeviceMesh, rounds: int) -> dict[str, object]:
+    """Bytes of one forward, of all ranks: accounted by level, and seen on the interface."""
+    case = layer.case
+    with count_wire_bytes(layer.switch) as wire:
+        layer.there_and_back()
+    shape = (mesh.size(),) if case.switch == "flat" else tuple(mesh.shape)
+    rows = deduplicated_rows(layer.of_ranks, EXPERTS, shape)
+    levels = {}
+    for level, per_rank in rows.items():
+        sent = dict(wire.sent[level])
+        names = ("rows", "scales", "returned", "ids", "weights", "sizes")
+        mine = [sent.get(name, 0) for name in names]
+        total = dict(zip(names, sum_over_ranks(mine), strict=True))
+        dispatched = case.dim * (1 if case.wire == "float8" else 2)
+        heaviest = max_over_ranks([sum(mine)])[0]
+        levels[level] = total | {
+            "minimum_rows": sum(per_rank) * dispatched,
+            "minimum_returned": sum(per_rank) * case.dim * 2,
+            "messages": sum(wire.messages[level].values()),
+            "heaviest_rank": heaviest,
+        }
+    dist.barrier()
+    before = interface_bytes()
+    for _ in range(rounds):
+        layer.there_and_back()
+    dist.barrier()
+    seen = None
+    if before is not None:
+        after = interface_bytes()
+        first = dist.get_rank() % mesh.size(1) == 0
+        sent = (after - before) / rounds if first and after is not None else 0
+        seen = sum_over_ranks([sent])[0]
+    return {
+        "levels": levels,
+        "crossing_rows": crossing_rows(layer, mesh.size(1)),
+        "interface_bytes": seen,
+    }
+
+
+def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
+    """Seconds of the parts of a step; every rank waits for the others before each."""
+    functions: dict[tuple[int, str], Callable[[], None]] = {}
+    for i, layer in enumerate(layers):
+        functions[i, "step"] = layer.step
+        functions[i, "switch"] = layer.there_and_back
+        functions[i, "experts"] = layer.experts_only()
+    seconds = interleaved_seconds(
+        functions, rounds=rounds, warmup=1, before=lambda: dist.barrier()
+    )
+    rows = []
+    for i, layer in enumerate(layers):
+        row: dict[str, object] = {}
+        for part in ("step", "switch", "experts"):
+            slowest = max_over_ranks(seconds[i, part])
+            row[f"{part}_seconds"] = spread(slowest)
+        wire: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            with SendTimer(layer.switch) as timer:
+                layer.there_and_back()
+            for level, value in timer.seconds.items():
+                wire.setdefault(level, []).append(value)
+        row["wire_seconds"] = {
+            level: max_over_ranks([median(values)])[0]
+            for level, values in wire.items()
+        }
+        loads = [0.0] * dist.get_world_size()
+        loads[dist.get_rank()] = float(layer.rows_here())
+        loads = sum_over_ranks(loads)
+        row["imbalance"] = max(loads) * len(loads) / sum(loads)
+        rows.append(row)
+    return rows
+
+
+def predicted_seconds(links: dict, levels: dict) -> dict[str, float]:
+    """Alpha per collective plus beta per byte of the rank that sends most, by level."""
+    return {
+        level: seen["messages"] * links[level]["alpha"]
+        + seen["heaviest_rank"] * links[level]["beta"]
+        for level, seen in levels.items()
+    }
+
+
+@record
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=128, help="of every rank")
+    parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--small-dim", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    shape = (arguments.hosts, dist.get_world_size() // arguments.hosts)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
+    links = fit_links(mesh, 3 * arguments.rounds)
+    layers = [
+        Layer(case, mesh, arguments.tokens, arguments.hidden)
+        for case in cases(arguments.dim, arguments.small_dim)
+    ]
+    found = []
+    times = measure_times(layers, arguments.rounds)
+    for layer, timed in zip(layers, times, strict=True):
+        row = dataclasses.asdict(layer.case) | timed
+        row |= measure_bytes(layer, mesh, rounds=3)
+        row["predicted_seconds"] = predicted_seconds(links, row["levels"])
+        found.append(row)
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps({"links": links, "cases": found}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

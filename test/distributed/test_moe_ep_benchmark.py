@@ -1,0 +1,69 @@
+# Owner(s): ["oncall: distributed"]
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "moe" / "ep.py"
+
+
+@unittest.skipUnless(
+    dist.is_available() and dist.is_gloo_available() and sys.platform == "linux",
+    "needs gloo and Linux",
+)
+@unittest.skipUnless(SCRIPT.exists(), f"needs {SCRIPT}")
+@unittest.skipUnless(
+    importlib.util.find_spec("rich") and importlib.util.find_spec("matplotlib"),
+    "the benchmark needs rich and matplotlib",
+)
+class EpBenchmarkTest(TestCase):
+    def test_quick_run(self):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(SCRIPT), "--quick", "--out", folder]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            self.assertGreater(Path(folder, "ep.png").stat().st_size, 10_000)
+            result = json.loads(Path(folder, "ep.json").read_text())
+        self.assertIn("ep.py --quick", result["command"])
+        cases = {
+            (c["routing"], c["switch"], c["wire"], c["dim"], c["placed"]): c
+            for c in result["cases"]
+        }
+        self.assertEqual(len(cases), 11)
+        for key, case in cases.items():
+            self.assertEqual(case["payload_of_minimum"], 1.0, str(key))
+            levels = {"flat"} if key[1] == "flat" else {"node", "local"}
+            self.assertEqual(set(case["levels"]), levels)
+            self.assertEqual(set(case["predicted_seconds"]), levels)
+            self.assertGreaterEqual(case["imbalance"], 1.0)
+        bfloat16 = cases["recorded", "flat", "bfloat16", 256, False]
+        float8 = cases["recorded", "flat", "float8", 256, False]
+        hierarchical = cases["recorded", "hierarchical", "bfloat16", 256, False]
+        rows, rows8 = (c["levels"]["flat"]["rows"] for c in (bfloat16, float8))
+        self.assertEqual(rows8 * 2, rows)
+        scales = float8["levels"]["flat"]["scales"]
+        self.assertEqual(scales * 128, rows8)
+        self.assertEqual(float8["scales_share"], 1 / 128)
+        # The point of the hierarchy: fewer bytes from host to host.
+        self.assertLess(hierarchical["crossing_bytes"], bfloat16["crossing_bytes"])
+        self.assertEqual(
+            hierarchical["crossing_bytes"],
+            sum(hierarchical["levels"]["node"][n] for n in ("rows", "returned")),
+        )
+        if bfloat16["interface_bytes"] is not None:
+            # What the kernel counted is no less than what was accounted for.
+            for case in (bfloat16, hierarchical):
+                self.assertGreater(case["interface_bytes"], case["crossing_bytes"])
+        self.assertTrue(all(o["gain"] <= o["bound"] for o in result["overlaps"]))
+
+
+if __name__ == "__main__":
+    run_tests()
