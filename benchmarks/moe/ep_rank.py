@@ -134,7 +134,8 @@ class Layer:
     def forward(self) -> Tensor:
         routing = self.switch.create_routing(self.ids, layout="flat")
         rows, weights, ids = self.switch.dispatch(routing, self.x, self.weights)
-        out = F.moe_mlp(rows, ids, weights, self.w_in, self.w_out)
+        slots = self.switch.num_slots(routing)
+        out = F.moe_mlp(rows, ids, weights, self.w_in, self.w_out, num_rows=slots)
         return self.switch.combine(routing, out)
 
     def step(self) -> None:
@@ -153,12 +154,13 @@ class Layer:
         with torch.no_grad():
             routing = self.switch.create_routing(self.ids, layout="flat")
             received = self.switch.dispatch(routing, self.x, self.weights)
+            slots = self.switch.num_slots(routing)
         rows, weights, ids = (t.detach() for t in received)
         rows.requires_grad_()
         leaves = (rows, self.w_in, self.w_out)
 
         def compute() -> None:
-            out = F.moe_mlp(rows, ids, weights, self.w_in, self.w_out)
+            out = F.moe_mlp(rows, ids, weights, self.w_in, self.w_out, num_rows=slots)
             torch.autograd.grad(out, leaves, torch.ones_like(out))
 
         return compute

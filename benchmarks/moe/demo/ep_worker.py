@@ -18,9 +18,10 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
-from torch.distributed._moe.adapters import Exchange, ExpertAdapter
+from torch.distributed._moe.adapters import ExpertAdapter, ExpertExchange
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -64,13 +65,21 @@ class DemoAdapter(ExpertAdapter):
         self,
         module: nn.Module,
         original: Callable[..., Tensor],
-        exchange: Exchange,
+        exchange: ExpertExchange,
         x_TD: Tensor,
         indices_TK: Tensor,
         weights_TK: Tensor,
     ) -> Tensor:
+        def experts(
+            rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None = None
+        ) -> Tensor:
+            # The experts of this rank. A received row may have K slots here, or one:
+            # num_rows is how many there are.
+            local = (p.to(module.dtype) for p in (module.w_in, module.w_out))
+            return F.moe_mlp(rows, ids, weights, *local, num_rows=num_rows)
+
         self.on_route(indices_TK)
-        return exchange(x_TD, indices_TK, weights_TK, original)
+        return exchange(x_TD, indices_TK, weights_TK, experts)
 
 
 def make_mesh(num_hosts: int) -> DeviceMesh:
