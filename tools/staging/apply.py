@@ -170,8 +170,9 @@ class Applier:
     Args:
         target: where the commits go.
         source: build/checkout; its commits and blobs are the patches.
-        series: the stack, or the prefix that is wanted.
+        series: the whole stack.
         say: gets one Outcome per PR, as it happens.
+        upto: stop after this PR; a call that goes on keeps to it.
     """
 
     def __init__(
@@ -180,12 +181,15 @@ class Applier:
         source: Checkout,
         series: Series,
         say: Callable[[Outcome], None],
+        upto: str | None = None,
     ) -> None:
         self._target = target
         self._git = target.git
         self._source = source
         self._series = series
         self._say = say
+        self._upto = upto or target.state.get("upto") or series.prs[-1].name
+        self._wanted = series.upto(self._upto)
         self._absent: dict[str, list[str]] = {}
 
     @property
@@ -313,7 +317,7 @@ class Applier:
 
     def _check_untracked(self) -> None:
         done = self._target.commits()
-        for pr in self._series.prs:
+        for pr in self._wanted.prs:
             if pr.name in done:
                 continue
             for path in pr.files:
@@ -327,9 +331,9 @@ class Applier:
     # -- the loop ---------------------------------------------------------------
 
     def _run(self, start: str, skip: str | None = None) -> None:
-        commits = self._source.commits(self._source.commit_stack(self._series, {}))
+        commits = self._source.commits(self._source.commit_stack(self._wanted, {}))
         done = self._target.commits()
-        for (commit, _, _), pr in zip(commits, self._series.prs, strict=True):
+        for (commit, _, _), pr in zip(commits, self._wanted.prs, strict=True):
             if pr.name in done:
                 self._say(self._there(pr, done[pr.name]))
             elif pr.name != skip:
@@ -345,7 +349,12 @@ class Applier:
     def _apply(self, pr: PullRequest, commit: str, start: str) -> Outcome:
         """One PR: from its commit in build/checkout to a commit here."""
         mail, left = self._mail(pr, commit)
-        state = {"start": start, "current": pr.name, "head": self._target.head}
+        state = {
+            "start": start,
+            "current": pr.name,
+            "head": self._target.head,
+            "upto": self._upto,
+        }
         before, how = state["head"], "applied"
         if mail:
             self._target.state = {**state, "phase": "am"}

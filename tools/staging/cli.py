@@ -316,9 +316,9 @@ def apply(
     if resume and abort:
         raise click.UsageError("give either --continue or --abort")
     target = apply_module.Target(checkout)
-    series = session.series.upto(upto) if upto else session.series
+    series = session.series
     with target.locked(), session.checkout() as (_, source):
-        applier = apply_module.Applier(target, source, series, print)
+        applier = apply_module.Applier(target, source, series, print, upto)
         if abort:
             print(f"back at {applier.abort()[:12]}")
             return

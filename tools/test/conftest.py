@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from staging import export, pipeline, series as series_module
-from staging.apply import Applier, Target
+from staging.apply import Applier, Outcome, Target
 from staging.baseenv import BaseEnv, locate
 from staging.checkout import Checkout
 from staging.config import Workspace
@@ -162,13 +162,14 @@ class Upstream:
 
     def apply(self, verb: str = "start", upto: str | None = None, **arguments) -> None:
         """One call of `apply`, `apply --continue` or `apply --abort`."""
-        series = self.project.series.upto(upto) if upto else self.project.series
-        target, self.said = Target(self.path), []
+        series, target, self.said = self.project.series, Target(self.path), []
         with target.locked():
             source = self.project.checkout()
-            applier = Applier(
-                target, source, series, lambda outcome: self.said.append(outcome.what)
-            )
+
+            def say(outcome: Outcome) -> None:
+                self.said.append(outcome.what)
+
+            applier = Applier(target, source, series, say, upto)
             getattr(applier, verb)(**arguments)
 
     def write(self, name: str, text: str) -> Path:

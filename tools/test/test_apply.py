@@ -127,6 +127,18 @@ def test_conflict_resolved_and_continued(stopped):
     assert stopped.said == ["already applied"] * 2
 
 
+def test_continue_keeps_to_the_pr_that_was_asked_for(stopped):
+    stopped.apply("abort")
+    with pytest.raises(StageError, match="100-first.patch conflicts"):
+        stopped.apply(upto="100")
+    resolve(stopped)
+    stopped.git.run("add", OVERRIDES)
+    stopped.apply("proceed")
+    assert stopped.titles()[-1] == "Add moe.py"
+    stopped.apply()
+    check_resolved(stopped)
+
+
 def test_conflict_finished_with_git_itself(stopped):
     resolve(stopped)
     stopped.git.run("add", OVERRIDES)
