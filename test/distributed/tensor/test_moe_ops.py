@@ -199,6 +199,31 @@ class TestMoeDTensor(DTensorContinuousTestBase):
             self.assertIsInstance(ours, DTensor)
             self.assertEqual(ours.full_tensor(), theirs)
 
+    @parametrize("bias", [False, True])
+    def test_router_with_sharded_tokens(self, bias):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(T, E, generator=generator)
+        shift = torch.randn(E, generator=generator) if bias else None
+        leaf = logits.clone().requires_grad_()
+        indices, weights = torch.ops.aten._moe_topk(leaf, K, shift)
+        cotangent = torch.randn(T, K, generator=generator)
+        weights.backward(cotangent)
+
+        mesh = self.build_device_mesh()
+        leaf_d = distribute_tensor(logits, mesh, [Shard(0)]).requires_grad_()
+        if bias:
+            shift = distribute_tensor(shift, mesh, [Replicate()])
+        with CommDebugMode() as communication:
+            indices_d, weights_d = torch.ops.aten._moe_topk(leaf_d, K, shift)
+            weights_d.backward(distribute_tensor(cotangent, mesh, [Shard(0)]))
+        for actual in (indices_d, weights_d, leaf_d.grad):
+            self.assertEqual(actual.placements, (Shard(0),))
+        self.assertEqual(indices_d.full_tensor(), indices)
+        self.assertEqual(weights_d.full_tensor(), weights)
+        self.assertEqual(leaf_d.grad.full_tensor(), leaf.grad)
+        counts = communication.get_comm_counts()
+        self.assertEqual(sum(counts.values()), 1)  # distribute_tensor scatters
+
 
 class TestMoeShardingRules(TestCase):
     """PyTorch's own check of sharding rules, on the samples of the OpInfos."""

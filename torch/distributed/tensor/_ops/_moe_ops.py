@@ -20,6 +20,8 @@ What has no rule, because it would be wrong:
 Operands sharded along rows, tokens or D are gathered first, which is right and small;
 ``ExplicitRedistributionContext`` shows where. Experts sharded along E are an error: whoever
 stores them so did it for their size, and gathering them would undo that without a word.
+
+The router (_moe_topk) works on one token at a time, so its tokens may be sharded.
 """
 
 from collections.abc import Sequence
@@ -122,6 +124,27 @@ def _shards_of_hidden_units(operands: dict[str, object]) -> bool:
         raise AssertionError(f"Expected OpStrategy, got {type(w_in)}, {type(w_out)}")
     gated = w_in.shape[1] != w_out.shape[2]
     return not gated or bool(operands.get("gate_interleaved", False))
+
+
+@register_op_strategy(
+    aten._moe_topk.default,
+    schema_info=RuntimeSchemaInfo(
+        1, ["score", "normalize", "num_groups", "top_groups", "scale"]
+    ),
+)
+def moe_topk_strategy(op_schema: OpSchema) -> OpStrategy:
+    """Tokens; the bias is replicated."""
+    return _strategy(op_schema, 2, ((Shard(0), Shard(0)), {"logits": Shard(0)}))
+
+
+@register_op_strategy(
+    aten._moe_topk_backward.default,
+    schema_info=RuntimeSchemaInfo(static_kwargkey=["score", "normalize", "scale"]),
+)
+def moe_topk_backward_strategy(op_schema: OpSchema) -> OpStrategy:
+    """Tokens."""
+    tokens = ("grad_weights", "logits", "topk_indices")
+    return _strategy(op_schema, 1, ((Shard(0),), dict.fromkeys(tokens, Shard(0))))
 
 
 @register_op_strategy(

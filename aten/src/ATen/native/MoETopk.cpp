@@ -1,0 +1,240 @@
+// _moe_topk: the router of a Mixture-of-Experts layer as one op, so that an
+// accelerator can run it as one kernel. F.moe_topk states the rules; the lines
+// here are its lines. See MoEUtils.h for the notation.
+#define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEUtils.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/_moe_topk_backward_native.h>
+#include <ATen/ops/_moe_topk_native.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/softmax.h>
+#include <ATen/ops/sort.h>
+#include <ATen/ops/topk.h>
+#include <ATen/ops/zeros_like.h>
+#endif
+
+#include <algorithm>
+#include <vector>
+
+namespace at::native {
+namespace {
+
+// Below the rounding of any sum but one of K underflowed scores.
+constexpr double kSumGuard = 1e-20;
+
+ScalarType score_dtype(const Tensor& logits) {
+  return logits.scalar_type() == kDouble ? kDouble : kFloat;
+}
+
+void check_logits(const char* op, const Tensor& logits, std::string_view score) {
+  TORCH_CHECK_VALUE(
+      logits.dim() == 2 && at::isFloatingType(logits.scalar_type()),
+      op,
+      ": logits must be a floating point tensor of shape (T, E), got ",
+      moe::dtype_name(logits.scalar_type()),
+      " of shape ",
+      moe::shape_string(logits.sym_sizes()));
+  TORCH_CHECK_VALUE(
+      score == "softmax" || score == "sigmoid",
+      op,
+      ": score must be 'softmax' or 'sigmoid', got '",
+      score,
+      "'");
+}
+
+void check_topk(
+    const Tensor& logits,
+    int64_t k,
+    const std::optional<Tensor>& bias,
+    std::string_view score,
+    std::optional<int64_t> num_groups,
+    std::optional<int64_t> top_groups) {
+  constexpr const char* op = "_moe_topk";
+  check_logits(op, logits, score);
+  const auto num_experts = logits.sym_size(1);
+  if (bias.has_value()) {
+    TORCH_CHECK_VALUE(
+        bias->dim() == 1 && bias->sym_size(0) == num_experts,
+        op,
+        ": bias must have shape (E,) = (",
+        num_experts,
+        ",), got ",
+        moe::shape_string(bias->sym_sizes()));
+    TORCH_CHECK(
+        bias->device() == logits.device(),
+        op,
+        ": bias must be on the device of logits, ",
+        logits.device(),
+        ", got ",
+        bias->device());
+  }
+  TORCH_CHECK_VALUE(
+      num_groups.has_value() == top_groups.has_value(),
+      op,
+      ": num_groups and top_groups must be given together");
+  auto selectable = num_experts;
+  if (num_groups.has_value()) {
+    TORCH_CHECK_VALUE(
+        *num_groups >= 1 && num_experts % *num_groups == 0,
+        op,
+        ": num_groups must divide E = ",
+        num_experts,
+        ", got ",
+        *num_groups);
+    TORCH_CHECK_VALUE(
+        *top_groups >= 1 && *top_groups <= *num_groups,
+        op,
+        ": top_groups must be in [1, num_groups] = [1, ",
+        *num_groups,
+        "], got ",
+        *top_groups);
+    selectable = num_experts / *num_groups * *top_groups;
+  }
+  TORCH_CHECK_VALUE(
+      k >= 1 && selectable >= k,
+      op,
+      ": k must be in [1, ",
+      selectable,
+      "], the number of selectable experts, got ",
+      k);
+}
+
+Tensor scores_of(const Tensor& logits, std::string_view score) {
+  const auto wide = logits.to(score_dtype(logits));
+  return score == "softmax" ? at::softmax(wide, -1) : at::sigmoid(wide);
+}
+
+// Indices of the k largest along the last dimension; ties go to the lower one.
+Tensor stable_topk(const Tensor& values, int64_t k) {
+  const auto sorted = at::sort(
+      values,
+      /*stable=*/std::optional<bool>(true),
+      /*dim=*/-1,
+      /*descending=*/true);
+  return std::get<1>(sorted).narrow(-1, 0, k);
+}
+
+Tensor select_experts(
+    const Tensor& choice,
+    int64_t k,
+    bool has_bias,
+    std::optional<int64_t> num_groups,
+    std::optional<int64_t> top_groups) {
+  if (!num_groups.has_value()) {
+    return stable_topk(choice, k);
+  }
+  const int64_t size = choice.size(1) / *num_groups;
+  const auto grouped = choice.unflatten(-1, {*num_groups, size});
+  const int64_t num_best = has_bias ? std::min<int64_t>(2, size) : 1;
+  const auto group_scores = std::get<0>(at::topk(grouped, num_best)).sum(-1);
+  // Ascending ids, so that ties go to the lower expert after the gather.
+  const auto groups =
+      std::get<0>(stable_topk(group_scores, *top_groups).sort(-1));
+  const auto members = at::arange(size, groups.options());
+  const auto candidates = (groups.unsqueeze(-1) * size + members).flatten(-2);
+  const auto best = stable_topk(choice.gather(-1, candidates), k);
+  return candidates.gather(-1, best);
+}
+
+} // namespace
+
+std::tuple<Tensor, Tensor> moe_topk_composite(
+    const Tensor& logits,
+    int64_t k,
+    const std::optional<Tensor>& bias,
+    std::string_view score,
+    bool normalize,
+    std::optional<int64_t> num_groups,
+    std::optional<int64_t> top_groups,
+    double scale) {
+  check_topk(logits, k, bias, score, num_groups, top_groups);
+  const auto scores = scores_of(logits, score);
+  const auto choice = bias.has_value() ? scores + *bias : scores;
+  const auto indices =
+      select_experts(choice, k, bias.has_value(), num_groups, top_groups)
+          .contiguous();
+  auto weights = scores.gather(-1, indices);
+  if (normalize) {
+    weights = weights / (weights.sum(-1, /*keepdim=*/true) + kSumGuard);
+  }
+  return {indices, weights * scale};
+}
+
+std::tuple<Tensor, Tensor> moe_topk_meta(
+    const Tensor& logits,
+    int64_t k,
+    const std::optional<Tensor>& bias,
+    std::string_view score,
+    bool normalize,
+    std::optional<int64_t> num_groups,
+    std::optional<int64_t> top_groups,
+    double scale) {
+  check_topk(logits, k, bias, score, num_groups, top_groups);
+  const std::vector<c10::SymInt> sizes = {logits.sym_size(0), k};
+  return {
+      at::empty_symint(sizes, logits.options().dtype(kLong)),
+      at::empty_symint(sizes, logits.options().dtype(score_dtype(logits)))};
+}
+
+// With p the scores, s_j = p[indices_j], S = sum of s + guard and
+// w_j = scale * s_j / S:
+//   ds_j = scale / S * (g_j - sum_i g_i s_i / S)   (normalize; else scale * g_j)
+//   sigmoid: dlogits = scatter(ds * s * (1 - s))
+//   softmax: dlogits = scatter(ds * s) - p * sum_j ds_j s_j
+Tensor moe_topk_backward_composite(
+    const Tensor& grad_weights,
+    const Tensor& logits,
+    const Tensor& topk_indices,
+    std::string_view score,
+    bool normalize,
+    double scale) {
+  check_logits("_moe_topk_backward", logits, score);
+  TORCH_CHECK_VALUE(
+      grad_weights.sizes() == topk_indices.sizes() && topk_indices.dim() == 2 &&
+          topk_indices.size(0) == logits.size(0),
+      "_moe_topk_backward: grad_weights and topk_indices must have shape (T, K) with T = ",
+      logits.size(0),
+      ", got ",
+      grad_weights.sizes(),
+      " and ",
+      topk_indices.sizes());
+  const auto scores = scores_of(logits, score);
+  const auto chosen = scores.gather(-1, topk_indices);
+  auto grad = grad_weights.to(scores.scalar_type()) * scale;
+  if (normalize) {
+    const auto sum = chosen.sum(-1, /*keepdim=*/true) + kSumGuard;
+    const auto mean = (grad * chosen).sum(-1, /*keepdim=*/true) / sum;
+    grad = (grad - mean) / sum;
+  }
+  auto weighted = grad * chosen;
+  Tensor base;
+  if (score == "softmax") {
+    base = scores * -weighted.sum(-1, /*keepdim=*/true);
+  } else {
+    base = at::zeros_like(scores);
+    weighted = weighted * (1 - chosen);
+  }
+  return base.scatter_add(-1, topk_indices, weighted).to(logits.scalar_type());
+}
+
+Tensor moe_topk_backward_meta(
+    const Tensor& grad_weights,
+    const Tensor& logits,
+    const Tensor& topk_indices,
+    std::string_view score,
+    bool normalize,
+    double scale) {
+  check_logits("_moe_topk_backward", logits, score);
+  return at::empty_symint(logits.sym_sizes(), logits.options());
+}
+
+} // namespace at::native
