@@ -173,6 +173,60 @@ class TestEligibility(EligibilityTestCase):
         self.assertIsNotNone(reason(indices, 4, -1))
         self.assertIsNotNone(reason(indices, 4, None, 2**30))
 
+    @parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @parametrize(
+        "num_experts,k,options",
+        [
+            (64, 8, {}),
+            (4096, 32, {"score": "sigmoid"}),
+            (160, 6, {"num_groups": 8, "top_groups": 3}),
+            (256, 8, {"num_groups": 8, "top_groups": 4, "scale": 2.5}),
+        ],
+    )
+    def test_router_served(self, dtype, num_experts, k, options):
+        logits = torch.zeros(3, num_experts, dtype=dtype)
+        self.assertIsNone(triton_impl.topk_reason(logits, k, **options))
+        bias = torch.zeros(num_experts)
+        self.assertIsNone(triton_impl.topk_reason(logits, k, bias, **options))
+        indices, weights = torch.zeros(3, k, dtype=torch.int64), torch.zeros(3, k)
+        self.assertIsNone(triton_impl.topk_backward_reason(weights, logits, indices))
+
+    @parametrize(
+        "num_experts,k,kwargs",
+        [
+            (8, 0, {}),
+            (8, 9, {}),
+            (64, 33, {}),
+            (4097, 2, {}),
+            # 1367 groups of 3 experts are padded to 2048 of 4.
+            (4101, 2, {"num_groups": 1367, "top_groups": 4}),
+            (2049 * 2, 2, {"num_groups": 2049, "top_groups": 2}),
+            (8, 2, {"num_groups": 3, "top_groups": 1}),
+            (8, 2, {"num_groups": 4, "top_groups": 5}),
+            (8, 2, {"num_groups": 4}),
+            (8, 3, {"num_groups": 4, "top_groups": 1}),
+            (8, 2, {"score": "tanh"}),
+            (8, 2, {"bias": torch.zeros(7)}),
+            (8, 2, {"bias": torch.zeros(8, dtype=torch.float64)}),
+        ],
+    )
+    def test_router_left_to_the_composite(self, num_experts, k, kwargs):
+        logits = torch.zeros(3, num_experts)
+        self.assertIsNotNone(triton_impl.topk_reason(logits, k, **kwargs))
+
+    def test_router_operands(self):
+        reason = triton_impl.topk_reason
+        self.assertIsNotNone(reason(torch.zeros(3, 8, dtype=torch.float64), 2))
+        self.assertIsNotNone(reason(torch.zeros(2, 3, 8), 2))
+        self.assertIn("copy-on-write", reason(torch._lazy_clone(torch.zeros(3, 8)), 2))
+        logits, indices = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64)
+        reason = triton_impl.topk_backward_reason
+        self.assertIsNone(reason(torch.zeros(3, 2), logits, indices))
+        self.assertIn("shape", reason(torch.zeros(3, 1), logits, indices))
+        self.assertIn("int64", reason(torch.zeros(3, 2), logits, indices.int()))
+        self.assertIn("T", reason(torch.zeros(3, 2), logits[:2], indices))
+        self.assertIn("dtype", reason(torch.zeros(3, 2).half(), logits, indices))
+
     def test_copy_on_write(self):
         args = self.args()
         lazy = torch._lazy_clone(args[0])
@@ -190,6 +244,7 @@ class TestDevice(TestCase):
         self.assertIn("not CUDA", triton_impl.mlp_reason(*args))
         indices = get_case("uniform").topk_indices()
         self.assertIn("not CUDA", triton_impl.permutation_reason(indices, 4))
+        self.assertIn("not CUDA", triton_impl.topk_reason(torch.zeros(3, 8), 2))
 
 
 class TestSelection(EligibilityTestCase):
@@ -221,6 +276,8 @@ class TestSelection(EligibilityTestCase):
                 RuntimeError, "_moe_permutation: .*num_experts"
             ):
                 triton_impl._permutation_cond(get_case("uniform").topk_indices(), 5000)
+            with self.assertRaisesRegex(RuntimeError, "_moe_topk: .*k is 40"):
+                triton_impl._topk_cond(torch.zeros(2, 64), 40)
             with mock.patch.object(
                 triton_impl.tu, "_try_initialize_driver", lambda: False
             ):
@@ -263,7 +320,16 @@ class TestSelection(EligibilityTestCase):
     "torch._native registers Triton kernels in CUDA builds only",
 )
 class TestRegistration(TestCase):
-    @parametrize("op", ["_moe_permutation", "_moe_mlp", "_moe_mlp_backward"])
+    @parametrize(
+        "op",
+        [
+            "_moe_topk",
+            "_moe_topk_backward",
+            "_moe_permutation",
+            "_moe_mlp",
+            "_moe_mlp_backward",
+        ],
+    )
     def test_router_is_installed_for_cuda(self, op):
         from torch._native.registry import _graphs, get_dsl_operations
 

@@ -25,7 +25,11 @@ from torch._native.ops.moe.triton_kernels.activations import (
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
 )
-from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
+from torch._native.ops.moe.triton_kernels.configs import (
+    FORWARD_KERNELS,
+    KERNELS,
+    TileConfig,
+)
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
     instantiate_parametrized_tests,
@@ -281,6 +285,46 @@ class TestMoeMlp(MoeKernelTestCase):
             self.assertEqual(a, b, atol=0, rtol=0, msg=name)
             self.assertEqual(a[::2], c[::2], atol=0, rtol=0, msg=name)
             self.assertEqual(c[1::2].abs().max().item(), 0.0, msg=name)
+
+    def test_few_rows_take_small_tiles_and_have_the_same_bits(self):
+        # Two tables in one: the entry for decoding is used below 4 rows per expert.
+        large = TileConfig(64, 16, 32, 4, 2, epilogue_parts=2)
+        small = TileConfig(16, 16, 32, 4, 2, max_rows=4)
+        table = {
+            kernel: (small, large) if kernel in FORWARD_KERNELS else (large,)
+            for kernel in KERNELS
+        }
+        plan = launch.LaunchPlan(table, num_sms=3)
+        case = get_case("zipf")  # 74 rows, 8 experts
+        operands = case.operands(torch.bfloat16, bias=True)
+        act, chosen = launch.Activation(), []
+        original = launch._tile_args
+
+        def tile_args(config, *sizes):
+            chosen.append(config)
+            return original(config, *sizes)
+
+        def run(num_tokens):
+            row_slots, slot_rows, offs, _ = launch.moe_permutation(
+                operands.topk_indices[:num_tokens], case.num_experts
+            )
+            args = list(operands.args())
+            args[0], args[3] = args[0][:num_tokens], offs
+            args[4:7] = args[4][:num_tokens], row_slots, slot_rows
+            with mock.patch.object(launch, "_tile_args", tile_args):
+                output, preact = launch.moe_mlp_forward(plan, *args, act)
+                grad = operands.grad_out[:num_tokens]
+                launch.moe_mlp_backward(plan, grad, *args, preact, ALL, act)
+            return output
+
+        batch = run(37)
+        self.assertEqual(set(chosen), {large})
+        chosen.clear()
+        for num_tokens in (1, 16):
+            output = run(num_tokens)
+            self.assertEqual(output, batch[:num_tokens], atol=0, rtol=0)
+        self.assertEqual(set(chosen), {small, large})
+        self.assertEqual(chosen[:2], [small, small])
 
     def test_offsets_beyond_int32(self):
         # Experts 2^31 elements apart. Only the pages in use exist.

@@ -10,9 +10,15 @@ import os
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import functools
+import json
+import pathlib
+import unittest
+
 import torch
 from torch._native.ops.moe.triton_kernels import launch
 from torch._native.ops.moe.triton_kernels.configs import (
+    FORWARD_KERNELS,
     KERNELS,
     MAX_CONFIGS,
     TABLES,
@@ -26,13 +32,22 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.moe_triton_sweep import (
     ACTIVATION_KERNELS,
+    parallel_sweep,
+    source_hash,
     sweep,
     UP,
     Variant,
+    variants,
 )
 from torch.testing._internal.triton_static_gate import ARCHITECTURES, compile_only
 
 
+# Rows of all Triton versions that the kernels are compiled for.
+RECORD = (
+    pathlib.Path(__file__).resolve().parents[2]
+    / "benchmarks/moe/results/triton_static_gate.json"
+)
+RECORDED_VERSIONS = ("3.6.0", "3.9.0")
 # Which kernel function runs the configurations of a table entry.
 FUNCTIONS = {
     "up_gated": "up_kernel",
@@ -60,17 +75,78 @@ def shipped(arch: str) -> set[tuple]:
     }
 
 
+@functools.cache
+def compiled_rows():
+    """What ships, compiled once for all tests, on all CPUs."""
+    return parallel_sweep()
+
+
 class TestMoeStaticGate(TestCase):
     @parametrize("arch", ARCHITECTURES)
     def test_every_shipped_config(self, arch):
         bad, compiled = [], set()
-        for variant, report, problems in sweep(arch):
+        for variant, report, problems in compiled_rows()[arch]:
             block = tuple(report.constants.get(f"BLOCK_{axis}") for axis in "MNK")
             compiled.add((report.kernel, *block, report.num_warps, report.num_stages))
             if problems:
                 bad.append((variant, report.kernel, block, report.num_warps, problems))
         self.assertEqual(bad, [])
         self.assertEqual(shipped(arch) - compiled, set())
+
+    @parametrize("arch", ARCHITECTURES)
+    def test_every_kernel_is_compiled(self, arch):
+        package = pathlib.Path(launch.__file__).parent
+        kernels = {
+            line.split("(")[0].removeprefix("def ")
+            for path in package.glob("*.py")
+            for line in path.read_text().splitlines()
+            if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
+        }
+        self.assertGreater(len(kernels), 15)
+        compiled = {report.kernel for _, report, _ in compiled_rows()[arch]}
+        self.assertEqual(kernels - compiled, set())
+
+    @unittest.skipIf(not RECORD.exists(), "the record is kept outside of PyTorch")
+    @parametrize("version", RECORDED_VERSIONS)
+    def test_record_is_of_these_sources(self, version):
+        # One Triton is installed here; the record says what the other one compiled.
+        record = json.loads(RECORD.read_text())
+        self.assertEqual(
+            record["sources"].get(version),
+            source_hash(),
+            f"run moe_triton_sweep under Triton {version}; see its docstring",
+        )
+        rows = [row for row in record["rows"] if row["triton"] == version]
+        self.assertEqual([row for row in rows if row["problems"]], [])
+        for arch in ARCHITECTURES:
+            names = ("kernel", "num_warps", "num_stages")
+            compiled = set()
+            for row in rows:
+                if row["arch"] == arch:
+                    block = tuple(row["constants"].get(f"BLOCK_{x}") for x in "MNK")
+                    kernel, num_warps, num_stages = (row[name] for name in names)
+                    compiled.add((kernel, *block, num_warps, num_stages))
+            self.assertEqual(shipped(arch) - compiled, set())
+
+    def test_forward_kernels_have_one_matrix_instruction(self):
+        # Then a row is summed in the same steps whatever tile it is in: configs.py.
+        for arch in ("sm_80", "sm_90", "sm_100"):
+            for variant, report, _ in compiled_rows()[arch]:
+                if report.kernel in ("up_kernel", "grouped_mm_kernel"):
+                    matrix = {"mma.sync", "wgmma", "tcgen05"} & set(report.instructions)
+                    self.assertEqual(len(matrix), 1, (variant, report))
+
+    def test_workers_compile_what_one_process_does(self):
+        def facts(rows):
+            return {
+                (r.kernel, r.num_warps, r.num_stages, r.registers, r.shared_bytes)
+                for _, r, _ in rows
+            }
+
+        names = ("silu", "geglu")
+        rows = [row for row in compiled_rows()["sm_80"] if row.variant in names]
+        chosen = tuple(v for v in variants() if v.name in names)
+        self.assertEqual(facts(rows), facts(sweep("sm_80", chosen=chosen)))
 
     def test_tables_are_complete(self):
         self.assertEqual(set(TABLES), set(ARCHITECTURES))
@@ -80,6 +156,12 @@ class TestMoeStaticGate(TestCase):
                 self.assertLessEqual(len(configs), MAX_CONFIGS)
                 self.assertGreater(len(configs), 0)
                 self.assertEqual(len(set(configs)), len(configs))
+        for table in TABLES.values():
+            for kernel, entry in table.items():
+                if kernel not in FORWARD_KERNELS:
+                    self.assertFalse(any(config.max_rows for config in entry))
+                # Some problem is too narrow for everything else.
+                self.assertFalse(entry[-1].max_rows or entry[-1].max_columns)
 
     @parametrize("num_tokens,num_experts", [(1, 8), (4096, 4096)])
     def test_ids_are_checked_on_the_device(self, num_tokens, num_experts):

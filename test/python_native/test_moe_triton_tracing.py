@@ -17,7 +17,7 @@ import triton
 
 import torch
 import torch.nn.functional as F
-from torch._native.ops.moe.triton_kernels import launch
+from torch._native.ops.moe.triton_kernels import launch, topk
 from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_utils import (
@@ -72,7 +72,8 @@ class TestMoeTracing(TestCase):
         self.assertEqual(out.device.type, "cuda")
         self.assertEqual(len(graphs), 1)
         nodes = graphs[0].graph.nodes
-        self.assertIn(torch._moe_mlp, [node.target for node in nodes])
+        for op in (torch._moe_topk, torch._moe_permutation, torch._moe_mlp):
+            self.assertIn(op, [node.target for node in nodes])
         methods = [node.target for node in nodes if node.op == "call_method"]
         self.assertFalse(set(methods) & {"item", "tolist", "nonzero", "cpu"}, methods)
 
@@ -90,8 +91,11 @@ class TestMoeTracing(TestCase):
             FakeTensorMode(),
         ):
             x, _, w_in, w_out = fake_layer_args(40)
-            indices = torch.empty(40, K, dtype=torch.int64, device="cuda")
-            weights = torch.empty(40, K, device="cuda")
+            logits = fake_layer_args(40)[1]
+            indices, weights = topk.moe_topk(
+                logits, K, logits[0], num_groups=4, top_groups=2
+            )
+            grad_logits = topk.moe_topk_backward(weights, logits, indices)
             row_slots, slot_rows, offs, _ = launch.moe_permutation(indices, E)
             args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, None, None)
             out, preact = launch.moe_mlp_forward(plan, *args, act)
@@ -100,6 +104,8 @@ class TestMoeTracing(TestCase):
         for grad, operand in zip(grads, (x, w_in, w_out, weights)):
             self.assertEqual(grad.shape, operand.shape)
             self.assertEqual(grad.device.type, "cuda")
+        self.assertEqual((grad_logits.shape, grad_logits.dtype), ((40, E), x.dtype))
+        self.assertEqual(launched[:2], ["topk_kernel", "topk_backward_kernel"])
         self.assertIn("scatter_kernel", launched)
         self.assertEqual(launched.count("weight_grad_kernel"), 2)
         self.assertEqual(launched.count("combine_kernel"), 2)
@@ -114,6 +120,10 @@ class TestMoeTracing(TestCase):
 
     def test_backward_op_on_fake_tensors(self):
         with FakeTensorMode():
+            logits = fake_layer_args(40)[1]
+            topk_indices, topk_weights = torch.ops.aten._moe_topk(logits, K)
+            grad = torch.ops.aten._moe_topk_backward(topk_weights, logits, topk_indices)
+            self.assertEqual((grad.shape, grad.dtype), (logits.shape, logits.dtype))
             x, _, w_in, w_out = fake_layer_args(40)
             indices = torch.empty(40, K, dtype=torch.int64, device="cuda")
             weights = torch.empty(40, K, device="cuda")

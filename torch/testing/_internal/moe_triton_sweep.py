@@ -5,19 +5,26 @@ gate asserts on its rows, and running the module records them as a table:
 
     python -m torch.testing._internal.moe_triton_sweep --output FILE
 
-Run it once per Triton version; FILE keeps the rows of the other versions.
+Run it once per Triton version; FILE keeps the rows of the other versions, and the hash
+of the sources that each version's rows were compiled from (:func:`source_hash`).
 """
 
 import argparse
+import ast
+import concurrent.futures
 import dataclasses
+import hashlib
 import json
+import multiprocessing
+import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch._native.ops.moe.triton_kernels import backward, forward, launch
+from torch._native.ops.moe.triton_kernels import backward, forward, launch, topk
 from torch._native.ops.moe.triton_kernels.activations import (
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
@@ -135,6 +142,7 @@ def _launch(variant: Variant, table: KernelTable) -> None:
     x = torch.empty(T, D, dtype=dtype)
     if not variant.kernels:
         launch.moe_permutation(torch.empty(T, K, dtype=torch.int64), E)
+        _launch_router(T, variant)
     args = (
         x,
         weight(gF, D),
@@ -148,6 +156,26 @@ def _launch(variant: Variant, table: KernelTable) -> None:
     )
     _, preact = launch.moe_mlp_forward(plan, *args, act)
     launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 6, act)
+
+
+# Experts, experts per token and options of the routers that are compiled: small, the
+# groups of DeepSeek-V2 and -V3, and the largest that is served.
+ROUTERS: tuple[tuple[int, int, dict[str, object]], ...] = (
+    (64, 8, {}),
+    (160, 6, {"num_groups": 8, "top_groups": 3}),
+    (256, 8, {"score": "sigmoid", "num_groups": 8, "top_groups": 4}),
+    (4096, 32, {}),
+)
+
+
+def _launch_router(num_tokens: int, variant: Variant) -> None:
+    routers = ((1, 1, {}), (6, 3, {"score": "sigmoid"})) if variant.odd else ROUTERS
+    for num_experts, k, options in routers:
+        logits = torch.empty(num_tokens, num_experts, dtype=variant.dtype)
+        bias = torch.empty(num_experts) if variant.slots else None
+        indices, weights = topk.moe_topk(logits, k, bias, **options)
+        score = str(options.get("score", "softmax"))
+        topk.moe_topk_backward(weights, logits, indices, score=score)
 
 
 class Row(NamedTuple):
@@ -168,6 +196,7 @@ def sweep(
     arch: str,
     table: KernelTable | None = None,
     chosen: tuple[Variant, ...] | None = None,
+    seen: str | None = None,
 ) -> Iterator[Row]:
     """Compiles for ``arch`` and judges.
 
@@ -175,11 +204,12 @@ def sweep(
         arch: an entry of ARCHITECTURES.
         table: tile configurations; default: the ones that ship.
         chosen: default: :func:`variants`.
+        seen: as in :func:`compile_only`.
     """
     table = TABLES[arch] if table is None else table
     for variant in variants() if chosen is None else chosen:
         count = max(map(len, table.values())) if variant.every_config else 1
-        with compile_only(arch, variant.kernels) as reports:
+        with compile_only(arch, variant.kernels, seen) as reports:
             for index in range(count):
                 _launch(variant, _one_config(table, index))
         for report in reports:
@@ -188,47 +218,97 @@ def sweep(
             yield Row(variant.name, report, report.problems(matrix=matrix, tma=tma))
 
 
-def record(path: pathlib.Path, architectures: tuple[str, ...] = ARCHITECTURES) -> int:
-    """Writes the rows of this Triton version; returns how many have problems.
+def _sweep_variant(arch: str, index: int, seen: str) -> list[Row]:
+    torch.set_num_threads(1)
+    return list(sweep(arch, chosen=variants()[index : index + 1], seen=seen))
+
+
+def parallel_sweep(
+    architectures: tuple[str, ...] = ARCHITECTURES, workers: int | None = None
+) -> dict[str, list[Row]]:
+    """:func:`sweep` of what ships, each kernel once, on several processes.
 
     Args:
-        path: a table to create, or to replace rows of.
-        architectures: whose rows.
+        architectures: entries of ARCHITECTURES.
+        workers: default: one per CPU that this process may use.
+
+    Returns:
+        By architecture, in the order of :func:`variants`. A kernel that two variants
+        launch alike is a row of one of them.
     """
+    workers = workers or len(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="moe_static_gate_") as folder,
+        concurrent.futures.ProcessPoolExecutor(workers, context) as pool,
+    ):
+        # The variants with every configuration are first and take longest.
+        jobs = [
+            (arch, pool.submit(_sweep_variant, arch, index, os.path.join(folder, arch)))
+            for index in range(len(variants()))
+            for arch in architectures
+        ]
+        rows: dict[str, list[Row]] = {arch: [] for arch in architectures}
+        for arch, job in jobs:
+            rows[arch] += job.result()
+    return rows
+
+
+def _without_docstrings(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            if isinstance(body[0].value, ast.Constant):
+                body[0].value.value = ""
+    return ast.dump(tree)
+
+
+def source_hash() -> str:
+    """Of the kernels, launchers, tables and variants; comments do not count."""
+    kernels = pathlib.Path(launch.__file__).parent
+    digest = hashlib.sha256()
+    for path in (*sorted(kernels.glob("*.py")), pathlib.Path(__file__)):
+        digest.update(f"{path.name}\n{_without_docstrings(path.read_text())}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _json_row(row: Row) -> dict[str, object]:
+    import triton
+
+    fields = {"triton": triton.__version__, "variant": row.variant}
+    fields.update(dataclasses.asdict(row.report))
+    fields["constants"] = {
+        name: value
+        for name, value in row.report.constants.items()
+        if name.startswith(("BLOCK", "USE_TMA", "GATHER", "EPILOGUE"))
+    }
+    fields["problems"] = row.problems
+    return fields
+
+
+def record(path: pathlib.Path) -> int:
+    """Writes the rows of this Triton version to ``path``; returns how many are bad."""
     import triton
 
     table = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    kept = [
-        row
-        for row in table["rows"]
-        if row["triton"] != triton.__version__ or row["arch"] not in architectures
-    ]
+    kept = [row for row in table["rows"] if row["triton"] != triton.__version__]
     fresh = []
-    for arch in architectures:
-        for variant, report, problems in sweep(arch):
-            row = {"triton": triton.__version__, "variant": variant}
-            row.update(dataclasses.asdict(report))
-            row["constants"] = {
-                name: value
-                for name, value in report.constants.items()
-                if name.startswith(("BLOCK", "USE_TMA", "GATHER", "EPILOGUE"))
-            }
-            row["problems"] = problems
-            fresh.append(row)
-        print(arch, sum(row["arch"] == arch for row in fresh), "kernels", flush=True)
+    for arch, rows in parallel_sweep().items():
+        fresh += [_json_row(row) for row in rows]
+        print(arch, len(rows), "kernels", flush=True)
+    sources = {**table.get("sources", {}), triton.__version__: source_hash()}
     command = "python -m torch.testing._internal.moe_triton_sweep --output FILE"
-    ordered = sorted(kept + fresh, key=lambda row: (row["triton"], row["arch"]))
+    ordered = sorted(
+        kept + fresh, key=lambda row: (row["triton"], row["arch"], row["variant"])
+    )
     rows = ",\n  ".join(json.dumps(row) for row in ordered)
-    path.write_text(f'{{\n "command": "{command}",\n "rows": [\n  {rows}\n ]\n}}\n')
+    head = f'"command": "{command}",\n "sources": {json.dumps(sources, sort_keys=True)}'
+    path.write_text(f'{{\n {head},\n "rows": [\n  {rows}\n ]\n}}\n')
     return sum(bool(row["problems"]) for row in fresh)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=pathlib.Path, required=True)
-    parser.add_argument(
-        "--arch", action="append", choices=ARCHITECTURES, help="default: all"
-    )
-    options = parser.parse_args()
-    chosen = ARCHITECTURES if options.arch is None else tuple(options.arch)
-    sys.exit(1 if record(options.output, chosen) else 0)
+    sys.exit(1 if record(parser.parse_args().output) else 0)

@@ -185,13 +185,17 @@ def _report(compiled, kernel: str, arch: str, constants: dict, log: str):
 
 
 @contextlib.contextmanager
-def compile_only(arch: str, kernels: tuple = ()) -> Iterator[list[KernelReport]]:
+def compile_only(
+    arch: str, kernels: tuple = (), seen: str | None = None
+) -> Iterator[list[KernelReport]]:
     """Launches inside compile for ``arch`` and append to the list that is yielded.
 
     Args:
         arch: a key of SHARED_MEMORY_LIMIT.
         kernels: JIT functions to compile; launches of others are skipped. Empty
             means all. A launch equal to an earlier one is not reported again.
+        seen: a folder, empty at first, that several contexts and processes may share;
+            what one of them has compiled no other compiles or reports again.
     """
     import triton
     from triton.runtime import driver, jit
@@ -200,6 +204,8 @@ def compile_only(arch: str, kernels: tuple = ()) -> Iterator[list[KernelReport]]
         raise RuntimeError("compile_only needs a process without TRITON_INTERPRET")
     reports: list[KernelReport] = []
     compiled_functions: list = []
+    # amdgcn comes without a log; equal launches have one object.
+    amd_reported: set[int] = set()
     original_run = jit.JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
@@ -212,7 +218,10 @@ def compile_only(arch: str, kernels: tuple = ()) -> Iterator[list[KernelReport]]
         log = io.StringIO()
         with contextlib.redirect_stdout(log):
             compiled = original_run(self, *args, grid=grid, warmup=True, **kwargs)
-        fresh = log.getvalue() or "amdgcn" in compiled.asm
+        fresh = bool(log.getvalue())
+        if "amdgcn" in compiled.asm:
+            fresh = id(compiled) not in amd_reported
+            amd_reported.add(id(compiled))
         if fresh:
             names = {p.name for p in self.params if p.is_constexpr}
             constants = {n: v for n, v in kwargs.items() if n in names}
@@ -226,10 +235,12 @@ def compile_only(arch: str, kernels: tuple = ()) -> Iterator[list[KernelReport]]
     jit.JITFunction.run = run
     driver.set_active(_StubDriver(gpu_target(arch)))
     try:
-        with knobs.nvidia.scope(), knobs.compilation.scope():
+        with knobs.nvidia.scope(), knobs.compilation.scope(), knobs.cache.scope():
             knobs.nvidia.dump_ptxas_log = True
-            # A cached binary comes without its log.
-            knobs.compilation.always_compile = True
+            # A cached binary comes without its log, so that it is not reported.
+            knobs.compilation.always_compile = seen is None
+            if seen is not None:
+                knobs.cache.dir = seen
             yield reports
     finally:
         jit.JITFunction.run = original_run

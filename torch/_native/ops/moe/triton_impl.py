@@ -1,18 +1,19 @@
-"""Triton kernels for ``aten::_moe_permutation``, ``_moe_mlp`` and its backward.
+"""Triton kernels for ``aten::_moe_topk``, ``_moe_permutation``, ``_moe_mlp`` and backward.
 
-Who is served (``permutation_reason`` and ``mlp_reason`` return why not):
+Who is served (the functions ``*_reason`` return why not):
 
   - CUDA tensors on compute capability 8.0, 9.0 or 10.0; not ROCm
   - bfloat16 or float16 operands, router weights in that dtype or float32
   - D and F multiples of 16, so that rows are read 16 bytes at a time
   - expert weights contiguous in one of their last two dimensions and aligned to
     16 bytes; transposed storage needs no copy
-  - at most 4096 experts and 32 experts per token
+  - at most 4096 experts and 32 experts per token; the router takes float32 too
   - no copy-on-write tensor
 
 Everything else, and everything malformed, falls through to the composite kernel
 of the op, which also owns the error messages. ``torch.nn.moe.backend.moe_kernel`` restricts
-the choice; a call that only allows Triton and is not eligible raises.
+the choice; a call that only allows Triton and is not eligible raises. Tiles come from
+a table; TORCH_MOE_TRITON_AUTOTUNE=1 measures instead (triton_kernels/autotune.py).
 
 Three layers, each with one job: reasons (cheap, no allocation, no Triton import),
 the device guard (``_on_device``), and the launchers in triton_kernels/launch.py,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_ROUTER_DTYPES = (*_DTYPES, torch.float32)
 _CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 _MAX_EXPERTS = 4096
 _MAX_TOP_K = 32
@@ -89,6 +91,67 @@ def permutation_reason(
     if not 0 <= num_rows <= _INT32_MAX or topk_indices.numel() > _INT32_MAX:
         return "more slots or rows than int32 can count"
     return _device_reason((topk_indices,))
+
+
+def topk_reason(
+    logits: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    score: str = "softmax",
+    normalize: bool = True,
+    num_groups: int | None = None,
+    top_groups: int | None = None,
+    scale: float = 1.0,
+) -> str | None:
+    """Why Triton cannot run ``_moe_topk`` on these arguments, or None."""
+    if logits.dim() != 2 or logits.dtype not in _ROUTER_DTYPES:
+        return f"logits is not (T, E) of one of {_ROUTER_DTYPES}"
+    E = logits.shape[1]
+    if score not in ("softmax", "sigmoid"):
+        return f"score is {score!r}"
+    if bias is not None and (bias.shape != (E,) or bias.dtype not in _ROUTER_DTYPES):
+        return f"bias is not (E,) of one of {_ROUTER_DTYPES}"
+    if (num_groups is None) != (top_groups is None):
+        return "only one of num_groups and top_groups is given"
+    groups, chosen = num_groups or 1, top_groups or 1
+    if num_groups is not None and (num_groups < 1 or E % num_groups):
+        return f"num_groups = {num_groups} does not divide E = {E}"
+    if not 1 <= chosen <= groups:
+        return f"top_groups is {top_groups}"
+    if not 1 <= k <= min(_MAX_TOP_K, E // groups * chosen):
+        return f"k is {k}"
+    # Every group is padded to a power of two of at least two experts.
+    padded = _next_power_of_2(groups) * _next_power_of_2(max(E // groups, 2))
+    if padded > _MAX_EXPERTS:
+        return f"{E} experts in {groups} groups need {padded} columns"
+    return _device_reason((logits, bias))
+
+
+def topk_backward_reason(
+    grad_weights: Tensor,
+    logits: Tensor,
+    topk_indices: Tensor,
+    *,
+    score: str = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> str | None:
+    """Why Triton cannot run ``_moe_topk_backward`` on these arguments, or None."""
+    if topk_indices.dim() != 2 or topk_indices.dtype != torch.int64:
+        return "topk_indices is not a (T, K) int64 tensor"
+    if grad_weights.shape != topk_indices.shape:
+        return "grad_weights and topk_indices differ in shape"
+    if logits.shape[:1] != topk_indices.shape[:1]:
+        return "logits and topk_indices differ in T"
+    if grad_weights.dtype != torch.float32:
+        return f"grad_weights has dtype {grad_weights.dtype}"
+    reason = topk_reason(logits, topk_indices.shape[1], score=score)
+    return reason or _device_reason((logits, grad_weights, topk_indices))
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def _weight_reason(name: str, weight: Tensor) -> str | None:
@@ -296,6 +359,14 @@ def _permutation_cond(topk_indices, num_experts, *, num_rows=None, row_alignment
     return _choose("_moe_permutation", reason)
 
 
+def _topk_cond(*args, **kwargs) -> bool:
+    return _choose("_moe_topk", topk_reason(*args, **kwargs))
+
+
+def _topk_backward_cond(*args, **kwargs) -> bool:
+    return _choose("_moe_topk_backward", topk_backward_reason(*args, **kwargs))
+
+
 def _mlp_cond(*args, **kwargs) -> bool:
     return _choose("_moe_mlp", mlp_reason(*args, **kwargs))
 
@@ -306,13 +377,15 @@ def _mlp_backward_cond(*args, **kwargs) -> bool:
 
 @functools.cache
 def _plan(device_index: int) -> "LaunchPlan":
+    from .triton_kernels import autotune
     from .triton_kernels.configs import table_for_capability
     from .triton_kernels.launch import LaunchPlan
 
     table = table_for_capability(*_capability(device_index))
     assert table is not None, "the reasons let an unserved device through"
     properties = torch.cuda.get_device_properties(device_index)
-    return LaunchPlan(table, properties.multi_processor_count)
+    autotuner = autotune.Autotuner() if autotune.is_enabled() else None
+    return LaunchPlan(table, properties.multi_processor_count, autotuner)
 
 
 def _on_device(tensor: Tensor):
@@ -327,6 +400,20 @@ def _permutation_impl(topk_indices, num_experts, *, num_rows=None, row_alignment
         return moe_permutation(
             topk_indices, num_experts, num_rows=num_rows, row_alignment=row_alignment
         )
+
+
+def _topk_impl(logits, k, bias=None, **options):
+    from .triton_kernels.topk import moe_topk
+
+    with _on_device(logits):
+        return moe_topk(logits, k, bias, **options)
+
+
+def _topk_backward_impl(grad_weights, logits, topk_indices, **options):
+    from .triton_kernels.topk import moe_topk_backward
+
+    with _on_device(logits):
+        return moe_topk_backward(grad_weights, logits, topk_indices, **options)
 
 
 def _mlp_impl(
@@ -389,6 +476,8 @@ def _mlp_backward_impl(
 
 def register_to_dispatch() -> None:
     for op_symbol, cond, impl in (
+        ("_moe_topk", _topk_cond, _topk_impl),
+        ("_moe_topk_backward", _topk_backward_cond, _topk_backward_impl),
         ("_moe_permutation", _permutation_cond, _permutation_impl),
         ("_moe_mlp", _mlp_cond, _mlp_impl),
         ("_moe_mlp_backward", _mlp_backward_cond, _mlp_backward_impl),

@@ -1,14 +1,18 @@
 """Tile configurations of the matmul kernels, per architecture.
 
-``TABLES[arch][kernel]`` lists at most six configurations; the first whose
-columns fit the problem is used, the others are what a tuner may choose from.
-All of them pass the static gate of
+``TABLES[arch][kernel]`` lists at most six configurations; the first one that fits
+the problem is used (``choose_config``). All of them pass the static gate of
 test/python_native/test_moe_triton_static_gate.py: no register spills, matrix
-instructions of the architecture, shared memory within its limit. None has been
-measured on a GPU; benchmarks/moe/gpu_lab.py --tune is what reorders them.
+instructions of the architecture, shared memory within its limit.
+``benchmarks/moe/gpu_lab.py --tune`` measures and rewrites a table; the comment above
+it says on what it was measured.
 
-The choice depends on the expert shape and never on T or the routing, so that a
-token's result does not change with the tokens beside it.
+The choice depends on static sizes, never on the routing. Where it depends on the
+number of rows (``max_rows``, small tiles for decoding), a token still has the same
+bits whatever the tokens beside it: only the forward kernels have such entries, and
+all entries of a forward kernel sum a row in steps of one matrix instruction, in the
+same order. In the backward a column tile's width shows in d(topk_weights), so those
+kernels have none.
 """
 
 import dataclasses
@@ -31,6 +35,9 @@ class TileConfig:
             parts, to fit in registers.
         programs_per_sm: programs per multiprocessor that walk the tiles; 0 for one
             program per tile.
+        max_rows: only for at most so many routed rows per expert on average; 0 for
+            any number. Forward kernels only.
+        max_columns: only for at most so many columns; 0 for any number.
     """
 
     block_m: int
@@ -42,6 +49,8 @@ class TileConfig:
     epilogue_parts: int = 1
     tma: bool = False
     programs_per_sm: int = 0
+    max_rows: int = 0
+    max_columns: int = 0
 
 
 MAX_CONFIGS = 6
@@ -60,138 +69,174 @@ KERNELS: tuple[str, ...] = (
     "weight_grad",
 )
 
+# Their results have the same bits in every configuration of an architecture.
+FORWARD_KERNELS: tuple[str, ...] = ("up_gated", "up_plain", "down")
+
 KernelTable = Mapping[str, tuple[TileConfig, ...]]
 
 
-def _ampere() -> KernelTable:
-    # cp.async and mma.sync; 163 KiB of shared memory.
-    up_gated = (
-        TileConfig(128, 64, 64, num_warps=8, num_stages=3, epilogue_parts=2),
-        TileConfig(128, 64, 32, num_warps=8, num_stages=4, epilogue_parts=2),
-        TileConfig(64, 64, 64, num_warps=4, num_stages=3, epilogue_parts=4),
-    )
-    plain = (
-        TileConfig(128, 128, 64, num_warps=8, num_stages=3, epilogue_parts=2),
-        TileConfig(128, 64, 64, num_warps=4, num_stages=3, epilogue_parts=2),
-        TileConfig(64, 64, 64, num_warps=4, num_stages=3),
-    )
-    act_backward = (
-        TileConfig(128, 64, 64, num_warps=8, num_stages=3, epilogue_parts=2),
-        TileConfig(64, 64, 64, num_warps=4, num_stages=3, epilogue_parts=4),
-    )
-    weight_grad = (
-        TileConfig(128, 128, 64, num_warps=8, num_stages=4),
-        TileConfig(128, 64, 64, num_warps=4, num_stages=4),
-        TileConfig(64, 64, 64, num_warps=4, num_stages=4),
-    )
-    return {
-        "up_gated": up_gated,
-        "up_plain": plain,
-        "down": plain,
-        "act_backward": act_backward,
-        "input_grad": plain,
-        "weight_grad": weight_grad,
-    }
+# --- table sm_80
+# cp.async and mma.sync; 163 KiB of shared memory.
+# Chosen by hand; measured on no GPU.
+_SM_80: KernelTable = {
+    "up_gated": (
+        TileConfig(16, 64, 64, 4, 4, max_rows=16),
+        TileConfig(128, 64, 64, 8, 3, epilogue_parts=2),
+        TileConfig(128, 64, 32, 8, 4, epilogue_parts=2),
+        TileConfig(64, 64, 64, 4, 3, epilogue_parts=4),
+    ),
+    "up_plain": (
+        TileConfig(16, 64, 64, 4, 4, max_rows=16),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=2),
+        TileConfig(128, 64, 64, 4, 3, epilogue_parts=2),
+        TileConfig(64, 64, 64, 4, 3),
+    ),
+    "down": (
+        TileConfig(16, 64, 64, 4, 4, max_rows=16),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=2),
+        TileConfig(128, 64, 64, 4, 3, epilogue_parts=2),
+        TileConfig(64, 64, 64, 4, 3),
+    ),
+    "act_backward": (
+        TileConfig(128, 64, 64, 8, 3, epilogue_parts=2),
+        TileConfig(64, 64, 64, 4, 3, epilogue_parts=4),
+    ),
+    "input_grad": (
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=2),
+        TileConfig(128, 64, 64, 4, 3, epilogue_parts=2),
+        TileConfig(64, 64, 64, 4, 3),
+    ),
+    "weight_grad": (
+        TileConfig(128, 128, 64, 8, 4),
+        TileConfig(128, 64, 64, 4, 4),
+        TileConfig(64, 64, 64, 4, 4),
+    ),
+}
+# --- end of table sm_80
 
 
-def _tma(*args: int, epilogue_parts: int = 1, programs_per_sm: int = 0) -> TileConfig:
-    m, n, k, warps, stages = args
-    return TileConfig(
-        m,
-        n,
-        k,
-        num_warps=warps,
-        num_stages=stages,
-        epilogue_parts=epilogue_parts,
-        tma=True,
-        programs_per_sm=programs_per_sm,
-    )
+# --- table sm_90
+# wgmma works on 64 rows per group of 4 warps, hence no smaller tile; 227 KiB of
+# shared memory. Tiles of 4 warps leave room for a second program on the
+# multiprocessor, whose loads and matmuls hide the other's epilogue. weight_grad loads
+# the rows' slots one pipeline step ahead of the rows, so that half of the stages,
+# rounded up, hold data.
+# Chosen by hand; measured on no GPU.
+_SM_90: KernelTable = {
+    "up_gated": (
+        TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True, max_rows=64),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 64, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
+        TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True),
+    ),
+    "up_plain": (
+        TileConfig(64, 64, 64, 4, 4, tma=True, max_rows=64),
+        TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 4, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
+        TileConfig(64, 64, 64, 4, 4, tma=True),
+    ),
+    "down": (
+        TileConfig(64, 64, 64, 4, 4, tma=True, max_rows=64),
+        TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 4, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
+        TileConfig(64, 64, 64, 4, 4, tma=True),
+    ),
+    "act_backward": (
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 64, 64, 4, 3, epilogue_parts=4, tma=True),
+        TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True),
+    ),
+    "input_grad": (
+        TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 4, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
+        TileConfig(64, 64, 64, 4, 4, tma=True),
+    ),
+    "weight_grad": (
+        TileConfig(128, 256, 64, 8, 5, tma=True, programs_per_sm=1),
+        TileConfig(256, 128, 64, 8, 5, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 5, tma=True),
+        TileConfig(128, 128, 64, 4, 5, tma=True),
+        TileConfig(64, 64, 64, 4, 5, tma=True),
+    ),
+}
+# --- end of table sm_90
 
 
-def _hopper() -> KernelTable:
-    # wgmma works on 64 rows per group of 4 warps; 227 KiB of shared memory.
-    # Tiles of 4 warps leave room for a second program on the multiprocessor,
-    # whose loads and matmuls hide the other's epilogue.
-    up_gated = (
-        _tma(128, 128, 64, 8, 4, epilogue_parts=4, programs_per_sm=1),
-        _tma(128, 128, 64, 8, 3, epilogue_parts=4),
-        _tma(128, 64, 64, 8, 4, epilogue_parts=2, programs_per_sm=1),
-        _tma(64, 64, 64, 4, 4, epilogue_parts=2),
-    )
-    plain = (
-        _tma(128, 256, 64, 8, 4, epilogue_parts=4, programs_per_sm=1),
-        _tma(128, 128, 64, 8, 4, epilogue_parts=2, programs_per_sm=1),
-        _tma(128, 128, 64, 4, 3, epilogue_parts=4),
-        _tma(128, 64, 64, 4, 4, epilogue_parts=2),
-        _tma(64, 64, 64, 4, 4),
-    )
-    act_backward = (
-        _tma(128, 128, 64, 8, 4, epilogue_parts=4, programs_per_sm=1),
-        _tma(128, 128, 64, 8, 3, epilogue_parts=4),
-        _tma(128, 64, 64, 4, 3, epilogue_parts=4),
-        _tma(64, 64, 64, 4, 4, epilogue_parts=2),
-    )
-    # The rows' slots are loaded one pipeline step ahead of the rows, so that half
-    # of the stages, rounded up, hold data.
-    weight_grad = (
-        _tma(128, 256, 64, 8, 5, programs_per_sm=1),
-        _tma(256, 128, 64, 8, 5, programs_per_sm=1),
-        _tma(128, 128, 64, 8, 5),
-        _tma(128, 128, 64, 4, 5),
-        _tma(64, 64, 64, 4, 5),
-    )
-    return {
-        "up_gated": up_gated,
-        "up_plain": plain,
-        "down": plain,
-        "act_backward": act_backward,
-        "input_grad": plain,
-        "weight_grad": weight_grad,
-    }
+# --- table sm_100
+# Accumulators live in tensor memory; the epilogue's registers are the limit.
+# Chosen by hand; measured on no GPU.
+_SM_100: KernelTable = {
+    "up_gated": (
+        TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True, max_rows=64),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True),
+        TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True),
+    ),
+    "up_plain": (
+        TileConfig(64, 64, 64, 4, 4, tma=True, max_rows=64),
+        TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
+        TileConfig(64, 64, 64, 4, 4, tma=True),
+    ),
+    "down": (
+        TileConfig(64, 64, 64, 4, 4, tma=True, max_rows=64),
+        TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 4, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
+        TileConfig(64, 64, 64, 4, 4, tma=True),
+    ),
+    "act_backward": (
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 64, 64, 8, 4, epilogue_parts=2, tma=True),
+        TileConfig(64, 64, 64, 4, 4, epilogue_parts=4, tma=True),
+    ),
+    "input_grad": (
+        TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 4, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
+        TileConfig(64, 64, 64, 4, 4, tma=True),
+    ),
+    "weight_grad": (
+        TileConfig(128, 256, 64, 8, 5, tma=True, programs_per_sm=1),
+        TileConfig(256, 128, 64, 8, 5, tma=True, programs_per_sm=1),
+        TileConfig(128, 128, 64, 8, 5, tma=True),
+        TileConfig(128, 128, 64, 4, 5, tma=True),
+        TileConfig(64, 64, 64, 4, 5, tma=True),
+    ),
+}
+# --- end of table sm_100
 
 
-def _blackwell() -> KernelTable:
-    # Accumulators live in tensor memory; the epilogue's registers are the limit.
-    table = dict(_hopper())
-    table["up_gated"] = (
-        _tma(128, 128, 64, 8, 4, epilogue_parts=4, programs_per_sm=1),
-        _tma(128, 128, 64, 8, 3, epilogue_parts=4),
-        _tma(64, 64, 64, 4, 4, epilogue_parts=2),
-    )
-    table["up_plain"] = (
-        _tma(128, 256, 64, 8, 4, epilogue_parts=4, programs_per_sm=1),
-        _tma(128, 128, 64, 8, 4, epilogue_parts=2, programs_per_sm=1),
-        _tma(64, 64, 64, 4, 4),
-    )
-    table["act_backward"] = (
-        _tma(128, 128, 64, 8, 4, epilogue_parts=4, programs_per_sm=1),
-        _tma(128, 128, 64, 8, 3, epilogue_parts=4),
-        _tma(128, 64, 64, 8, 4, epilogue_parts=2),
-        _tma(64, 64, 64, 4, 4, epilogue_parts=4),
-    )
-    return table
-
-
-def _cdna3() -> KernelTable:
-    # 64 KiB of shared memory. Compiled by the gate only: no op is registered for
-    # ROCm, which uses the composite.
-    gated = (TileConfig(128, 64, 64, num_warps=8, num_stages=2, epilogue_parts=2),)
-    plain = (TileConfig(128, 128, 64, num_warps=8, num_stages=2, epilogue_parts=2),)
-    return {
-        "up_gated": gated,
-        "up_plain": plain,
-        "down": plain,
-        "act_backward": gated,
-        "input_grad": plain,
-        "weight_grad": plain,
-    }
-
+# --- table gfx942
+# 64 KiB of shared memory. Compiled by the gate only: no op is registered for ROCm,
+# which uses the composite.
+# Chosen by hand; measured on no GPU.
+_GFX942: KernelTable = {
+    "up_gated": (TileConfig(128, 64, 64, 8, 2, epilogue_parts=2),),
+    "up_plain": (TileConfig(128, 128, 64, 8, 2, epilogue_parts=2),),
+    "down": (TileConfig(128, 128, 64, 8, 2, epilogue_parts=2),),
+    "act_backward": (TileConfig(128, 64, 64, 8, 2, epilogue_parts=2),),
+    "input_grad": (TileConfig(128, 128, 64, 8, 2, epilogue_parts=2),),
+    "weight_grad": (TileConfig(128, 128, 64, 8, 2, epilogue_parts=2),),
+}
+# --- end of table gfx942
 
 TABLES: dict[str, KernelTable] = {
-    "sm_80": _ampere(),
-    "sm_90": _hopper(),
-    "sm_100": _blackwell(),
-    "gfx942": _cdna3(),
+    "sm_80": _SM_80,
+    "sm_90": _SM_90,
+    "sm_100": _SM_100,
+    "gfx942": _GFX942,
 }
 
 
@@ -204,16 +249,30 @@ def table_for_capability(major: int, minor: int) -> KernelTable | None:
     return TABLES.get(f"sm_{10 * major + minor}")
 
 
-def choose_config(table: KernelTable, kernel: str, num_columns: int) -> TileConfig:
-    """The first configuration of ``kernel`` that is not wider than the problem.
+def fitting_configs(
+    table: KernelTable, kernel: str, num_columns: int, rows_per_expert: float
+) -> tuple[TileConfig, ...]:
+    """The configurations of ``kernel`` for a problem, in the table's order; never none.
 
     Args:
         table: an entry of ``TABLES``.
         kernel: one of ``KERNELS``.
         num_columns: columns of the kernel's output (of A for ``up``).
+        rows_per_expert: routed rows over experts, both static.
     """
-    configs = table[kernel]
-    for config in configs:
-        if config.block_n < 2 * num_columns:
-            return config
-    return configs[-1]
+
+    def fits(config: TileConfig) -> bool:
+        return (
+            config.block_n < 2 * num_columns
+            and (not config.max_rows or rows_per_expert <= config.max_rows)
+            and (not config.max_columns or num_columns <= config.max_columns)
+        )
+
+    return tuple(filter(fits, table[kernel])) or table[kernel][-1:]
+
+
+def choose_config(
+    table: KernelTable, kernel: str, num_columns: int, rows_per_expert: float
+) -> TileConfig:
+    """The first of :func:`fitting_configs`."""
+    return fitting_configs(table, kernel, num_columns, rows_per_expert)[0]

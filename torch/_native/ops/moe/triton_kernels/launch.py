@@ -10,6 +10,7 @@ releases of torch that lack torch._native.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor
 
 from .activations import DEFAULT_ALPHA, DEFAULT_LIMIT, GATED_ACTIVATIONS
+from .autotune import Autotuner
 from .backward import act_backward_kernel, weight_grad_kernel
-from .configs import choose_config, KernelTable, TileConfig
+from .configs import fitting_configs, KernelTable, TileConfig
 from .forward import grouped_mm_kernel, up_kernel
 from .permutation import (
     count_kernel,
@@ -45,10 +47,12 @@ class LaunchPlan:
     Attributes:
         table: tile configurations of its architecture.
         num_sms: its multiprocessors.
+        autotuner: chooses among the configurations that fit; None for the first.
     """
 
     table: KernelTable
     num_sms: int
+    autotuner: Autotuner | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +185,33 @@ def _tile_args(config: TileConfig, num_columns: int, num_inner: int) -> dict:
     }
 
 
+def _run(
+    plan: LaunchPlan,
+    kernel: str,
+    rows: _Rows,
+    num_columns: int,
+    num_inner: int,
+    traits: tuple[object, ...],
+    launch: Callable[[TileConfig], object],
+) -> object:
+    """Calls ``launch`` with the configuration of ``kernel`` for this problem.
+
+    Args:
+        plan, rows: the call's.
+        kernel: an entry of ``configs.KERNELS``.
+        num_columns, num_inner: columns of the output and length of the contraction.
+        traits: what else decides which code is compiled; for the autotuner.
+        launch: launches the kernel; returns what the caller wants.
+    """
+    density = rows.num_rows / rows.num_experts
+    configs = fitting_configs(plan.table, kernel, num_columns, density)
+    config = configs[0]
+    if plan.autotuner is not None:
+        problem = (kernel, num_columns, num_inner, traits, int(density).bit_length())
+        config = plan.autotuner.choose(problem, configs, launch)
+    return launch(config)
+
+
 def _grid(plan: LaunchPlan, config: TileConfig, num_tiles: int) -> tuple[int]:
     if config.programs_per_sm:
         num_tiles = min(num_tiles, plan.num_sms * config.programs_per_sm)
@@ -305,35 +336,38 @@ def _up(
 ) -> None:
     """preact (R, g*F) = H unless it is empty, and hidden (R, F) = act(H)."""
     dim, num_hidden = x.shape[1], hidden.shape[1]
-    config = choose_config(
-        plan.table, "up_gated" if act.gated else "up_plain", num_hidden
-    )
-    width = config.block_n * (2 if act.gate_interleaved else 1)
-    use_tma = config.tma and _weight_tma_ok(w_in)
-    w, w_flags = _weight_operand(w_in, config, width, use_tma)
-    num_tiles = rows.max_tiles(config.block_m) * triton.cdiv(num_hidden, config.block_n)
-    up_kernel[_grid(plan, config, num_tiles)](
-        x,
-        w,
-        w_in if b_in is None else b_in,
-        rows.row_slots,
-        rows.tiles(config.block_m),
-        preact,
-        hidden,
-        dim,
-        num_hidden,
-        rows.top_k,
-        x.stride(0),
-        *w_in.stride(),
-        *((0, 0) if b_in is None else b_in.stride()),
-        **act.kernel_args(),
-        HAS_SLOTS=rows.has_slots,
-        HAS_BIAS=b_in is not None,
-        STORE_PREACT=preact.shape[0] > 0,
-        PRECISION=_precision(x.dtype),
-        **w_flags,
-        **_tile_args(config, num_hidden, dim),
-    )
+
+    def launch(config: TileConfig) -> None:
+        width = config.block_n * (2 if act.gate_interleaved else 1)
+        use_tma = config.tma and _weight_tma_ok(w_in)
+        w, w_flags = _weight_operand(w_in, config, width, use_tma)
+        num_n = triton.cdiv(num_hidden, config.block_n)
+        up_kernel[_grid(plan, config, rows.max_tiles(config.block_m) * num_n)](
+            x,
+            w,
+            w_in if b_in is None else b_in,
+            rows.row_slots,
+            rows.tiles(config.block_m),
+            preact,
+            hidden,
+            dim,
+            num_hidden,
+            rows.top_k,
+            x.stride(0),
+            *w_in.stride(),
+            *((0, 0) if b_in is None else b_in.stride()),
+            **act.kernel_args(),
+            HAS_SLOTS=rows.has_slots,
+            HAS_BIAS=b_in is not None,
+            STORE_PREACT=preact.shape[0] > 0,
+            PRECISION=_precision(x.dtype),
+            **w_flags,
+            **_tile_args(config, num_hidden, dim),
+        )
+
+    kernel = "up_gated" if act.gated else "up_plain"
+    traits = (x.dtype, act, w_in.stride(2) == 1, preact.shape[0] > 0)
+    _run(plan, kernel, rows, num_hidden, dim, traits, launch)
 
 
 def _grouped_mm(
@@ -348,34 +382,37 @@ def _grouped_mm(
 ) -> None:
     """out (R, N) = scale * (a (R, P) @ w (E, N, P)^T + bias (E, N)) by expert."""
     num_inner, num_columns = a.shape[1], out.shape[1]
-    config = choose_config(plan.table, kernel, num_columns)
-    use_tma = config.tma and _weight_tma_ok(w) and _tma_ok(a)
-    w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
-    a_operand: object = a
-    if use_tma:
-        a_operand = _descriptor(a, [config.block_m, config.block_k])
-    num_tiles = rows.max_tiles(config.block_m) * triton.cdiv(
-        num_columns, config.block_n
-    )
-    grouped_mm_kernel[_grid(plan, config, num_tiles)](
-        a_operand,
-        w_operand,
-        w if bias is None else bias,
-        w if scale is None else scale,
-        rows.row_slots,
-        rows.tiles(config.block_m),
-        out,
-        num_columns,
-        num_inner,
-        *w.stride(),
-        *((0, 0) if bias is None else bias.stride()),
-        HAS_SLOTS=rows.has_slots,
-        HAS_BIAS=bias is not None,
-        HAS_SCALE=scale is not None,
-        PRECISION=_precision(a.dtype),
-        **w_flags,
-        **_tile_args(config, num_columns, num_inner),
-    )
+
+    def launch(config: TileConfig) -> None:
+        use_tma = config.tma and _weight_tma_ok(w) and _tma_ok(a)
+        w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
+        a_operand: object = a
+        if use_tma:
+            a_operand = _descriptor(a, [config.block_m, config.block_k])
+        num_n = triton.cdiv(num_columns, config.block_n)
+        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        grouped_mm_kernel[grid](
+            a_operand,
+            w_operand,
+            w if bias is None else bias,
+            w if scale is None else scale,
+            rows.row_slots,
+            rows.tiles(config.block_m),
+            out,
+            num_columns,
+            num_inner,
+            *w.stride(),
+            *((0, 0) if bias is None else bias.stride()),
+            HAS_SLOTS=rows.has_slots,
+            HAS_BIAS=bias is not None,
+            HAS_SCALE=scale is not None,
+            PRECISION=_precision(a.dtype),
+            **w_flags,
+            **_tile_args(config, num_columns, num_inner),
+        )
+
+    traits = (a.dtype, w.stride(2) == 1, scale is not None)
+    _run(plan, kernel, rows, num_columns, num_inner, traits, launch)
 
 
 def moe_mlp_forward(
@@ -433,62 +470,72 @@ def _act_backward(
     """dH (R, g*F), A' (R, F) or empty, dS partials (P, R) float32 or empty."""
     dim, num_hidden = w_out.shape[1:]
     w = w_out.transpose(1, 2)
-    config = choose_config(plan.table, "act_backward", num_hidden)
-    num_n = triton.cdiv(num_hidden, config.block_n)
-    num_partials = num_n + (b_out is not None) if need_scale else 0
-    partials = preact.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
     grad_preact = torch.empty_like(preact)
     scaled_hidden = preact.new_empty(rows.num_rows if need_hidden else 0, num_hidden)
-    use_tma = config.tma and _weight_tma_ok(w) and _tma_ok(preact)
-    w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
-    preact_operand: object = preact
-    if use_tma:
-        width = config.block_n // config.epilogue_parts
-        width *= 2 if act.gate_interleaved else 1
-        preact_operand = _descriptor(preact, [config.block_m, width])
-    num_tiles = rows.max_tiles(config.block_m) * num_n
-    act_backward_kernel[_grid(plan, config, num_tiles)](
-        grad_out,
-        w_operand,
-        preact_operand,
-        preact if scale is None else scale,
-        rows.row_slots,
-        rows.tiles(config.block_m),
-        grad_preact,
-        scaled_hidden,
-        partials,
-        dim,
-        num_hidden,
-        rows.num_rows,
-        rows.top_k,
-        grad_out.stride(0),
-        *w_out.stride(),
-        **act.kernel_args(),
-        HAS_SLOTS=rows.has_slots,
-        HAS_SCALE=scale is not None,
-        STORE_HIDDEN=need_hidden,
-        STORE_PARTIALS=need_scale,
-        PRECISION=_precision(preact.dtype),
-        **w_flags,
-        **_tile_args(config, num_hidden, dim),
-    )
-    if need_scale and b_out is not None:
-        block_m = 16
-        bias_dot_kernel[(rows.max_tiles(block_m),)](
+
+    def launch(config: TileConfig) -> Tensor:
+        num_n = triton.cdiv(num_hidden, config.block_n)
+        num_partials = num_n + (b_out is not None) if need_scale else 0
+        partials = preact.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
+        use_tma = config.tma and _weight_tma_ok(w) and _tma_ok(preact)
+        w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
+        preact_operand: object = preact
+        if use_tma:
+            width = config.block_n // config.epilogue_parts
+            width *= 2 if act.gate_interleaved else 1
+            preact_operand = _descriptor(preact, [config.block_m, width])
+        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        act_backward_kernel[grid](
             grad_out,
-            b_out,
+            w_operand,
+            preact_operand,
+            preact if scale is None else scale,
             rows.row_slots,
-            rows.tiles(block_m),
-            partials[num_n],
+            rows.tiles(config.block_m),
+            grad_preact,
+            scaled_hidden,
+            partials,
             dim,
+            num_hidden,
+            rows.num_rows,
             rows.top_k,
             grad_out.stride(0),
-            *b_out.stride(),
+            *w_out.stride(),
+            **act.kernel_args(),
             HAS_SLOTS=rows.has_slots,
-            BLOCK_M=block_m,
-            BLOCK_D=min(512, triton.next_power_of_2(dim)),
+            HAS_SCALE=scale is not None,
+            STORE_HIDDEN=need_hidden,
+            STORE_PARTIALS=need_scale,
+            PRECISION=_precision(preact.dtype),
+            **w_flags,
+            **_tile_args(config, num_hidden, dim),
         )
+        return partials
+
+    traits = (preact.dtype, act, w.stride(2) == 1, need_hidden, need_scale)
+    partials = _run(plan, "act_backward", rows, num_hidden, dim, traits, launch)
+    if need_scale and b_out is not None:
+        _bias_dot(rows, grad_out, b_out, partials[-1])
     return grad_preact, scaled_hidden, partials
+
+
+def _bias_dot(rows: _Rows, grad_out: Tensor, b_out: Tensor, partial: Tensor) -> None:
+    """partial (R,) = what the output bias adds to dS."""
+    dim, block_m = grad_out.shape[1], 16
+    bias_dot_kernel[(rows.max_tiles(block_m),)](
+        grad_out,
+        b_out,
+        rows.row_slots,
+        rows.tiles(block_m),
+        partial,
+        dim,
+        rows.top_k,
+        grad_out.stride(0),
+        *b_out.stride(),
+        HAS_SLOTS=rows.has_slots,
+        BLOCK_M=block_m,
+        BLOCK_D=min(512, triton.next_power_of_2(dim)),
+    )
 
 
 def _scale_grad(rows: _Rows, partials: Tensor, topk_weights: Tensor) -> Tensor:
@@ -534,46 +581,50 @@ def _weight_grad(
         p, q, gather_p, gather_q = q, p, gather_q, gather_p
         out = grad.transpose(1, 2)
     num_m, num_n = out.shape[1:]
-    config = choose_config(plan.table, "weight_grad", num_n)
     gather_p = gather_p and rows.has_slots
     gather_q = gather_q and rows.has_slots
-    use_tma = config.tma and (gather_p or _tma_ok(p)) and (gather_q or _tma_ok(q))
-    p_desc = q_desc = rows.offs
-    if use_tma and not gather_p:
-        p_desc = _descriptor(p, [config.block_k, config.block_m])
-    if use_tma and not gather_q:
-        q_desc = _descriptor(q, [config.block_k, config.block_n])
-    tiles_per_expert = triton.cdiv(num_m, config.block_m) * triton.cdiv(
-        num_n, config.block_n
-    )
-    tile_args = _tile_args(config, num_n, num_m)
-    tile_args["EVEN_M"] = num_m % config.block_m == 0
-    # The contraction runs over rows, and the epilogue only stores.
-    del tile_args["EVEN_K"], tile_args["EPILOGUE_PARTS"]
-    if not (gather_p or gather_q):
-        # No stage goes to the rows' slots; as many tiles as with a gather fit.
-        tile_args["num_stages"] = (config.num_stages + 1) // 2
-    weight_grad_kernel[_grid(plan, config, rows.num_experts * tiles_per_expert)](
-        p,
-        q,
-        p_desc,
-        q_desc,
-        rows.row_slots,
-        rows.offs,
-        out,
-        num_m,
-        num_n,
-        rows.num_experts,
-        rows.top_k,
-        p.stride(0),
-        q.stride(0),
-        *out.stride(),
-        GATHER_P=gather_p,
-        GATHER_Q=gather_q,
-        USE_TMA=use_tma,
-        PRECISION=_precision(p.dtype),
-        **tile_args,
-    )
+
+    def launch(config: TileConfig) -> None:
+        use_tma = config.tma and (gather_p or _tma_ok(p)) and (gather_q or _tma_ok(q))
+        p_desc = q_desc = rows.offs
+        if use_tma and not gather_p:
+            p_desc = _descriptor(p, [config.block_k, config.block_m])
+        if use_tma and not gather_q:
+            q_desc = _descriptor(q, [config.block_k, config.block_n])
+        tiles_per_expert = triton.cdiv(num_m, config.block_m) * triton.cdiv(
+            num_n, config.block_n
+        )
+        tile_args = _tile_args(config, num_n, num_m)
+        tile_args["EVEN_M"] = num_m % config.block_m == 0
+        # The contraction runs over rows, and the epilogue only stores.
+        del tile_args["EVEN_K"], tile_args["EPILOGUE_PARTS"]
+        if not (gather_p or gather_q):
+            # No stage goes to the rows' slots; as many tiles as with a gather fit.
+            tile_args["num_stages"] = (config.num_stages + 1) // 2
+        weight_grad_kernel[_grid(plan, config, rows.num_experts * tiles_per_expert)](
+            p,
+            q,
+            p_desc,
+            q_desc,
+            rows.row_slots,
+            rows.offs,
+            out,
+            num_m,
+            num_n,
+            rows.num_experts,
+            rows.top_k,
+            p.stride(0),
+            q.stride(0),
+            *out.stride(),
+            GATHER_P=gather_p,
+            GATHER_Q=gather_q,
+            USE_TMA=use_tma,
+            PRECISION=_precision(p.dtype),
+            **tile_args,
+        )
+
+    traits = (p.dtype, gather_p, gather_q)
+    _run(plan, "weight_grad", rows, num_n, num_m, traits, launch)
     return grad
 
 
