@@ -1,0 +1,445 @@
+# Owner(s): ["module: dsl-native-ops"]
+"""benchmarks/moe/gpu_lab.py, rehearsed on a CPU in Triton's interpreter."""
+
+import os
+
+
+# Before anything can import Triton: its own helpers decide at import time.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import ast
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from unittest import mock
+
+import torch
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.triton_interpreter import exact_floats, require_interpreter
+
+
+require_interpreter()
+MOE_BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/moe"
+SCRIPT = MOE_BENCHMARKS / "gpu_lab.py"
+sys.path.insert(0, str(MOE_BENCHMARKS))
+from lab import checks, peers, registration, shapes, timing, tuning
+from lab.loading import autotune, configs, KERNELS, launch
+
+
+CONFIG = configs.TileConfig
+
+
+def rehearse(*arguments):
+    """Runs the script; its exit status is checked."""
+    command = [sys.executable, str(SCRIPT), "--rehearse", *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode != 0:
+        raise AssertionError(run.stdout + run.stderr)
+    return run.stdout
+
+
+def plan_of(*entries):
+    return launch.LaunchPlan(dict.fromkeys(configs.KERNELS, entries), num_sms=2)
+
+
+TILE = CONFIG(32, 32, 32, 4, 2)
+
+
+class TestRehearsal(TestCase):
+    def test_check_and_time(self):
+        with tempfile.TemporaryDirectory() as folder:
+            output = pathlib.Path(folder) / "run.json"
+            printed = rehearse("--rounds", 1, "--no-compile", "--output", output)
+            report = json.loads(output.read_text())
+        for row in (*report["cases"], *report["repeatable"], report["registration"]):
+            self.assertTrue(row["ok"], row)
+        self.assertEqual(
+            [row["case"] for row in report["cases"]], list(checks.REHEARSAL_CASES)
+        )
+        self.assertEqual(
+            [row["shape"]["name"] for row in report["rows"]],
+            [shape.name for shape in shapes.REHEARSAL],
+        )
+        for row in report["rows"]:
+            for name in ("ours", "titan", "fused_gate"):
+                for kind in ("forward", "step"):
+                    self.assertGreater(row["ms"][f"{name}/{kind}"], 0)
+            for name in ("titan", "fused_gate"):
+                self.assertLess(row["relative_distance_to_ours"][name], 2e-2)
+            self.assertGreater(row["bound_ms"]["step"], row["bound_ms"]["forward"])
+        self.assertIn("ours_graph/forward", report["rows"][1]["ms"])
+        for name in ("scattermoe", "sonicmoe"):
+            self.assertIn(name, report["peers"]["absent"])
+        self.assertIn("of bound", printed)
+        self.assertIn("--rehearse", report["command"])
+
+    def test_tune_rewrites_the_table(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "configs.py"
+            shutil.copy(KERNELS / "configs.py", copy)
+            output = pathlib.Path(folder) / "tune.json"
+            rehearse(
+                "--tune", "--rounds", 1, "--configs", copy, "--output", output,
+                "--only", "tiny",
+            )  # fmt: skip
+            text, report = copy.read_text(), json.loads(output.read_text())
+            self.assertEqual(sorted(os.listdir(folder)), ["configs.py", "tune.json"])
+        module = {"__name__": "tuned", "dataclasses": dataclasses}
+        exec(compile(text, "configs.py", "exec"), module)
+        tuned = module["TABLES"]["sm_90"]
+        self.assertEqual(set(tuned), set(configs.KERNELS))
+        for kernel, entry in tuned.items():
+            self.assertLessEqual(len(entry), configs.MAX_CONFIGS)
+            forward = kernel in configs.FORWARD_KERNELS
+            self.assertEqual(any(c.max_rows for c in entry), forward, kernel)
+            self.assertIn(f'"{kernel}"', "\n".join(report["table"]))
+            measured = [r for r in report["results"] if r["kernel"] == kernel]
+            self.assertTrue(all(r["ms"] > 0 for r in measured), measured)
+            self.assertEqual(len(measured), 6 if forward else 3, kernel)
+        self.assertIn("measured on interpreter, torch", text)
+        # The other architectures are as they were.
+        original = (KERNELS / "configs.py").read_text()
+        for arch in ("sm_80", "sm_100", "gfx942"):
+            self.assertEqual(table_text(text, arch), table_text(original, arch))
+        self.assertNotEqual(table_text(text, "sm_90"), table_text(original, "sm_90"))
+
+
+def table_text(text, arch):
+    return text.split(f"# --- table {arch}\n")[1].split("# --- end of table")[0]
+
+
+class TestTables(TestCase):
+    @parametrize("arch", list(configs.TABLES))
+    def test_committed_tables_are_formatted_as_the_tuner_formats(self, arch):
+        lines = tuning.format_table(arch, configs.TABLES[arch])
+        self.assertIn("\n".join(lines) + "\n", (KERNELS / "configs.py").read_text())
+
+    def test_rewriting_twice_is_rewriting_once(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "configs.py"
+            shutil.copy(KERNELS / "configs.py", copy)
+            tuning.rewrite(copy, "sm_80", configs.TABLES["sm_80"], "a card")
+            once = copy.read_text()
+            tuning.rewrite(copy, "sm_80", configs.TABLES["sm_80"], "a card")
+            self.assertEqual(copy.read_text(), once)
+            self.assertIn("measured on a card.", once)
+            ast.parse(once)
+
+    def test_rewrite_refuses_a_bad_table_and_leaves_the_file(self):
+        good = dict(configs.TABLES["sm_90"])
+        seven = tuple(CONFIG(64, 64, 64, 4, stages) for stages in range(2, 9))
+        for kernel, entry in (
+            ("down", seven),
+            ("down", ()),
+            ("down", (TILE, TILE)),
+            ("weight_grad", (dataclasses.replace(TILE, max_rows=8),)),
+        ):
+            with tempfile.TemporaryDirectory() as folder:
+                copy = pathlib.Path(folder) / "configs.py"
+                shutil.copy(KERNELS / "configs.py", copy)
+                before = copy.read_text()
+                with self.assertRaises(ValueError):
+                    tuning.rewrite(copy, "sm_90", {**good, kernel: entry}, "a card")
+                self.assertEqual(copy.read_text(), before)
+                self.assertEqual(os.listdir(folder), ["configs.py"])
+
+    def test_a_crash_while_writing_leaves_the_file(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "configs.py"
+            shutil.copy(KERNELS / "configs.py", copy)
+            before = copy.read_text()
+            with mock.patch.object(os, "replace", side_effect=KeyboardInterrupt):
+                with self.assertRaises(KeyboardInterrupt):
+                    tuning.rewrite(copy, "sm_90", configs.TABLES["sm_90"], "a card")
+            self.assertEqual(copy.read_text(), before)
+            self.assertEqual(os.listdir(folder), ["configs.py"])
+
+
+class TestTuner(TestCase):
+    def result(
+        self, ms, config=TILE, shape="a", columns=512, rows=512.0, kernel="down"
+    ):
+        return tuning.Result(kernel, shape, columns, rows, config, ms)
+
+    def test_keeps_the_fastest_over_all_shapes(self):
+        slow_on_one = CONFIG(64, 64, 32, 4, 2)
+        results = [
+            self.result(1.0, shape="a"),
+            self.result(1.1, shape="b"),
+            self.result(0.9, slow_on_one, shape="a"),
+            self.result(3.0, slow_on_one, shape="b"),
+        ]
+        entry = tuning.choose("down", results, (TILE, slow_on_one), 64)
+        self.assertEqual(entry[0], TILE)
+
+    def test_separates_decoding_and_widths(self):
+        few, narrow, wide = (CONFIG(64, 64, 64, 4, n) for n in (2, 3, 4))
+        results = [
+            *(self.result(ms, c, "d", 512, 4.0) for c, ms in ((few, 1), (narrow, 2))),
+            *(self.result(ms, c, "n", 256) for c, ms in ((narrow, 1), (wide, 2))),
+            *(self.result(ms, c, "w", 2048) for c, ms in ((narrow, 2), (wide, 1))),
+        ]
+        entry = tuning.choose("down", results, (TILE,), 64)
+        self.assertEqual(entry[0], dataclasses.replace(few, max_rows=64))
+        self.assertEqual(entry[1], dataclasses.replace(narrow, max_columns=256))
+        self.assertEqual(entry[2:], (wide, TILE))
+        table = dict.fromkeys(configs.KERNELS, entry)
+        choose = configs.choose_config
+        self.assertIs(choose(table, "down", 512, 4.0), entry[0])
+        self.assertIs(choose(table, "down", 256, 512.0), entry[1])
+        self.assertIs(choose(table, "down", 2048, 512.0), entry[2])
+        self.assertEqual(choose(table, "down", 16, 512.0), TILE)
+
+    def test_backward_kernels_do_not_depend_on_the_number_of_rows(self):
+        results = [self.result(1.0, rows=1.0, kernel="weight_grad")]
+        entry = tuning.choose("weight_grad", results, (TILE,), 64)
+        self.assertEqual(entry, (TILE,))
+
+    def test_nothing_measured_keeps_the_committed_entry(self):
+        self.assertEqual(tuning.choose("down", [], (TILE,), 64), (TILE,))
+        refused = [self.result(None)]
+        self.assertEqual(tuning.choose("down", refused, (TILE,), 64), (TILE,))
+
+    def test_never_more_than_the_limit(self):
+        results = [
+            self.result(1.0, CONFIG(64, 64, 64, 4, n + 2), f"s{n}", 64 << n)
+            for n in range(9)
+        ]
+        entry = tuning.choose("down", results, (TILE,), 64)
+        self.assertLessEqual(len(entry), configs.MAX_CONFIGS)
+        self.assertEqual(entry[-1], TILE)
+
+    def test_refuses_what_must_not_ship(self):
+        class Compiled:
+            def __init__(self, spills, shared):
+                self.n_spills = spills
+                self.metadata = mock.Mock(shared=shared)
+
+        seen = tuning.CompiledKernels()
+        seen.launched = [Compiled(0, 100)]
+        self.assertEqual(seen.problem(200), "")
+        seen.launched.append(Compiled(0, 300))
+        self.assertIn("300 bytes of shared memory", seen.problem(200))
+        seen.launched = [Compiled(4, 0)]
+        self.assertIn("4 spilled registers", seen.problem(200))
+
+        def fails(plan):
+            raise RuntimeError("out of resource")
+
+        self.assertIn("out of resource", tuning.try_candidate(fails, plan_of(TILE), 1))
+
+    def test_candidates_are_distinct_and_begin_with_the_table(self):
+        for table in configs.TABLES.values():
+            for kernel in configs.KERNELS:
+                found = tuning.candidates(table, kernel, limit=14)
+                self.assertEqual(len(set(found)), len(found))
+                self.assertLessEqual(len(found), 14)
+                committed = {tuning._plain(c) for c in table[kernel]}
+                self.assertEqual(set(found[: len(committed)]), committed)
+
+
+class TestAutotuner(TestCase):
+    def test_measures_once_and_remembers(self):
+        slow, fast = TILE, CONFIG(16, 16, 16, 4, 2)
+        launched = []
+        times = {slow: 2.0, fast: 1.0}
+
+        def measure(function):
+            function()
+            return times[launched[-1]]
+
+        tuner = autotune.Autotuner(measure, is_capturing=lambda: False)
+        for _ in range(2):
+            chosen = tuner.choose("problem", (slow, fast), launched.append)
+            self.assertEqual(chosen, fast)
+        self.assertEqual(launched, [slow, fast])
+        tuner.clear()
+        tuner.choose("problem", (slow, fast), launched.append)
+        self.assertEqual(len(launched), 4)
+
+    def test_passes_over_what_does_not_fit(self):
+        def measure(function):
+            raise torch.OutOfMemoryError("no memory")
+
+        tuner = autotune.Autotuner(measure, is_capturing=lambda: False)
+        chosen = tuner.choose("problem", (TILE, CONFIG(16, 16, 16, 4, 2)), print)
+        self.assertEqual(chosen, TILE)
+
+    def test_measures_nothing_while_a_graph_is_captured(self):
+        tuner = autotune.Autotuner(
+            lambda function: self.fail("measured"), is_capturing=lambda: True
+        )
+        configurations = (TILE, CONFIG(16, 16, 16, 4, 2))
+        self.assertEqual(tuner.choose("problem", configurations, print), TILE)
+
+    def test_forgets_before_it_grows_without_bound(self):
+        tuner = autotune.Autotuner(lambda function: 1.0, is_capturing=lambda: False)
+        configurations = (TILE, CONFIG(16, 16, 16, 4, 2))
+        with mock.patch.object(autotune, "MAX_PROBLEMS", 3):
+            for problem in range(10):
+                tuner.choose(problem, configurations, print)
+                self.assertLessEqual(len(tuner._chosen), 3)
+
+    def test_is_off_unless_asked_for(self):
+        with mock.patch.dict(os.environ):
+            os.environ.pop(autotune.ENVIRONMENT_VARIABLE, None)
+            self.assertFalse(autotune.is_enabled())
+            os.environ[autotune.ENVIRONMENT_VARIABLE] = "1"
+            self.assertTrue(autotune.is_enabled())
+
+    def test_the_layer_has_the_same_bits_with_it(self):
+        entries = (TILE, dataclasses.replace(TILE, block_m=16, block_n=16))
+        case = checks.generators.MoeCase("wide", dim=32, hidden=32)
+        args = case.operands(torch.bfloat16).args()
+        tried = []
+
+        def measure(function):
+            function()
+            tried.append(None)
+            return 1.0 / len(tried)  # the last one tried is the fastest
+
+        tuner = autotune.Autotuner(measure, is_capturing=lambda: False)
+        with exact_floats():
+            plain = launch.moe_mlp_forward(plan_of(*entries), *args, checks.ACT)
+            plan = dataclasses.replace(plan_of(*entries), autotuner=tuner)
+            tuned = launch.moe_mlp_forward(plan, *args, checks.ACT)
+        self.assertEqual(tuned, plain, atol=0, rtol=0)
+        self.assertEqual(len(tried), 4)
+        self.assertEqual(set(tuner._chosen.values()), {entries[1]})
+
+
+class TestRobustness(TestCase):
+    def test_a_failing_kernel_is_a_row_and_not_the_end(self):
+        case = checks.generators.get_case("uniform")
+        plan = plan_of(TILE)
+        broken = mock.patch.object(
+            launch, "moe_permutation", side_effect=RuntimeError("planted")
+        )
+        with exact_floats(), broken:
+            row = checks.check_case(plan, case, torch.device("cpu"))
+        self.assertIn("planted", row["permutation"])
+        self.assertFalse(row["ok"])
+        for name in ("topk", "forward", "backward"):
+            self.assertEqual(row[name], "ok")
+
+    def test_a_wrong_kernel_is_found(self):
+        case = checks.generators.get_case("uniform")
+        right = launch.moe_mlp_forward
+
+        def wrong(*args, **kwargs):
+            output, preact = right(*args, **kwargs)
+            return output * 1.1, preact
+
+        with (
+            exact_floats(),
+            mock.patch.object(launch, "moe_mlp_forward", wrong),
+        ):
+            row = checks.check_case(plan_of(TILE), case, torch.device("cpu"))
+        self.assertIn("output: error", row["forward"])
+        self.assertEqual(row["backward"], "ok")
+
+    def test_rounds_shrink_before_rows_do(self):
+        budget = timing.Budget(10)
+        self.assertEqual(budget.rounds(1.0, 10, 20), 20)
+        self.assertEqual(budget.rounds(100.0, 10, 20), 9)
+        self.assertEqual(timing.Budget(-1).rounds(100.0, 10, 20), 3)
+
+    def test_peers_that_cannot_be_imported_are_named(self):
+        with tempfile.TemporaryDirectory() as folder:
+            package = pathlib.Path(folder) / "checkout/scattermoe"
+            package.mkdir(parents=True)
+            (package / "__init__.py").write_text("raise OSError('no CUDA here')\n")
+            path = list(sys.path)
+            try:
+                found, missing = peers.find_libraries(pathlib.Path(folder))
+            finally:
+                sys.path[:] = path
+        self.assertNotIn("scattermoe", found)
+        self.assertIn("no CUDA here", missing["scattermoe"])
+
+
+class TestRegistration(TestCase):
+    """The operators that stand in for torch/_native on an older torch."""
+
+    def setUp(self):
+        super().setUp()
+        context = exact_floats()
+        context.__enter__()
+        self.addCleanup(context.__exit__, None, None, None)
+        library = registration.register("CPU")
+        self.addCleanup(library._destroy)
+        registration.use_plan(plan_of(TILE))
+
+    @parametrize("op", list(registration.SCHEMAS))
+    def test_schema_is_that_of_aten(self, op):
+        ours = str(getattr(torch.ops.moe_lab, op).default._schema)
+        upstream = str(getattr(torch.ops.aten, op).default._schema)
+        # The launchers get all operands by position; aten has defaults for some.
+        ours, upstream = (
+            re.sub("(Tensor[?] [a-z_]+)=None", r"\1", s.split("::")[1])
+            for s in (ours, upstream)
+        )
+        self.assertEqual(ours, upstream)
+
+    def test_layer_and_gradients(self):
+        shape = shapes.Shape("layer", 12, 32, 16, 4, 2)
+        operands = shapes.make_operands(shape, torch.device("cpu"))
+        output = registration.layer(*operands.layer_args())
+        grads = torch.autograd.grad(output, operands.leaves(), operands.grad)
+        x, ids, weights, w_in, w_out = operands.layer_args()
+        expected = torch.nn.functional.moe_mlp(x, ids, weights, w_in, w_out)
+        truth = torch.autograd.grad(expected, operands.leaves(), operands.grad)
+        self.assertEqual(output, expected, atol=2e-2, rtol=2e-2)
+        for grad, other in zip(grads, truth):
+            self.assertEqual(grad, other, atol=5e-2, rtol=5e-2)
+
+    def test_frozen_operands_cost_no_gradient(self):
+        shape = shapes.Shape("frozen", 6, 32, 16, 4, 2)
+        operands = shapes.make_operands(shape, torch.device("cpu"))
+        x, ids, weights, w_in, w_out = operands.layer_args()
+        masks = []
+        original = launch.moe_mlp_backward
+
+        def recorded(*args):
+            masks.append(args[-2])
+            return original(*args)
+
+        with mock.patch.object(launch, "moe_mlp_backward", recorded):
+            output = registration.layer(
+                x, ids, weights.detach(), w_in.detach(), w_out.detach()
+            )
+            (grad,) = torch.autograd.grad(output, x, operands.grad)
+        self.assertEqual(masks, [(True, False, False, False, False, False)])
+        self.assertEqual(grad.shape, x.shape)
+
+    def test_router(self):
+        logits = torch.randn(9, 8, requires_grad=True)
+        indices, weights = registration.route(logits, 3, score="sigmoid", scale=2.0)
+        expected = torch.nn.functional.moe_topk(logits, 3, score="sigmoid", scale=2.0)
+        self.assertEqual((indices, weights), expected)
+        (grad,) = torch.autograd.grad(weights.square().sum(), logits)
+        (other,) = torch.autograd.grad(expected[1].square().sum(), logits)
+        self.assertEqual(grad, other)
+
+    def test_needs_a_plan(self):
+        registration.use_plan(None)
+        operands = shapes.make_operands(shapes.REHEARSAL[1], torch.device("cpu"))
+        with self.assertRaisesRegex(RuntimeError, "use_plan"):
+            registration.layer(*operands.layer_args())
+
+
+instantiate_parametrized_tests(TestTables)
+instantiate_parametrized_tests(TestRegistration)
+
+if __name__ == "__main__":
+    run_tests()
