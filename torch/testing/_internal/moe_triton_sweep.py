@@ -59,7 +59,8 @@ class Variant:
     Attributes:
         name: unique.
         kernels: which kernels to compile for it.
-        every_config: all configurations of the tables, or only the first.
+        every_config: all configurations of the tables, or only the first that is
+            not for few rows or columns.
         activation: the activation arguments.
         dtype: of the operands.
         bias: with biases.
@@ -119,6 +120,14 @@ def variants() -> tuple[Variant, ...]:
 def _one_config(table: KernelTable, index: int) -> dict[str, tuple[TileConfig, ...]]:
     return {
         kernel: (configs[min(index, len(configs) - 1)],)
+        for kernel, configs in table.items()
+    }
+
+
+def _main_config(table: KernelTable) -> dict[str, tuple[TileConfig, ...]]:
+    """The first configuration of every kernel that is not for few rows or columns."""
+    return {
+        kernel: (next(c for c in configs if not (c.max_rows or c.max_columns)),)
         for kernel, configs in table.items()
     }
 
@@ -208,10 +217,13 @@ def sweep(
     """
     table = TABLES[arch] if table is None else table
     for variant in variants() if chosen is None else chosen:
-        count = max(map(len, table.values())) if variant.every_config else 1
+        tables = [_main_config(table)]
+        if variant.every_config:
+            count = max(map(len, table.values()))
+            tables = [_one_config(table, index) for index in range(count)]
         with compile_only(arch, variant.kernels, seen) as reports:
-            for index in range(count):
-                _launch(variant, _one_config(table, index))
+            for one_each in tables:
+                _launch(variant, one_each)
         for report in reports:
             matrix = report.kernel in MATRIX_KERNEL_NAMES
             tma = bool(report.constants.get("USE_TMA"))
