@@ -10,8 +10,9 @@ R rows = copies of tokens in expert order, M rows that a rank received.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import Any, cast, Protocol, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
@@ -70,7 +71,7 @@ class ExpertExchange(Protocol):
         topk_indices: Tensor,
         topk_weights: Tensor | None,
         experts: Experts,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
     ) -> Tensor: ...
 
 
@@ -129,6 +130,7 @@ class MoEAdapter(ExpertAdapter):
 
     def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
         dims: dict[str, int | None] = {"w_in": 1, "w_out": 2}
+        module = cast(nn.MoE, module)
         if module.b_in is not None:
             dims.update(b_in=1, b_out=None)
         return dims
@@ -142,15 +144,14 @@ class MoEAdapter(ExpertAdapter):
         topk_indices: Tensor,
         topk_weights: Tensor,
     ) -> Tensor:
+        module = cast(nn.MoE, module)
         shared = None
         if module.shared_w_in is not None:
-
-            def shared() -> Tensor:
-                return module.run_shared(input)
-
+            shared = functools.partial(module.run_shared, input)
         return exchange(input, topk_indices, topk_weights, module.run_routed, shared)
 
     def check_tensor_parallel(self, module: nn.Module) -> None:
+        module = cast(nn.MoE, module)
         w_in, w_out = module.w_in, module.w_out
         if w_in.shape[1] != w_out.shape[2] and not module.gate_interleaved:
             raise ValueError(

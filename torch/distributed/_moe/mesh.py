@@ -129,6 +129,7 @@ def expert_shard_placement(
         ...     fully_shard(block, mesh=dp, shard_placement_fn=placement)
         ...     block.set_gradient_divide_factor(dp.size())
     """
+    info: FSDPMeshInfo
     if expert_mesh.ndim == 1:
         info = FSDPMeshInfo(expert_mesh, shard_mesh_dim=0)
     elif expert_mesh.ndim == 2:

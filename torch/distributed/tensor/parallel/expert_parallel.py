@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from typing import Any, Literal, TYPE_CHECKING
+from typing import Any, cast, Literal, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
@@ -28,7 +28,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     Schedule = Callable[
-        [TokenSwitch, Tensor, Tensor, Tensor, Experts, Callable[[], Tensor] | None],
+        [
+            TokenSwitch,
+            Tensor,
+            Tensor,
+            Tensor,
+            Experts,
+            Callable[[], Tensor | None] | None,
+        ],
         tuple[Tensor, Tensor | None],
     ]
 
@@ -42,7 +49,7 @@ def sequential_schedule(
     topk_indices: Tensor,
     topk_weights: Tensor,
     experts: Experts,
-    shared: Callable[[], Tensor] | None,
+    shared: Callable[[], Tensor | None] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Dispatch, experts, combine, shared experts, one after the other.
 
@@ -121,7 +128,7 @@ class _Region:
         topk_indices: Tensor,
         topk_weights: Tensor | None,
         experts: Experts,
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
     ) -> Tensor:
         """See :class:`torch.distributed._moe.adapters.ExpertExchange`."""
         tokens = input.flatten(0, -2)
@@ -148,8 +155,12 @@ class _Region:
         return copy.to_local(grad_placements=[Partial()])
 
 
+def _region_of(module: nn.Module) -> _Region:
+    return cast("_Region", module._expert_parallel)
+
+
 def _parallel_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    region = module._expert_parallel
+    region = _region_of(module)
     for value in (*args, *kwargs.values()):
         if isinstance(value, DTensor):
             raise TypeError(
@@ -164,7 +175,7 @@ def _parallel_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _parallel_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    region = module._expert_parallel
+    region = _region_of(module)
     original = types.MethodType(region.original[region.adapter.method], module)
     return region.adapter.run(module, original, region.exchange, *args, **kwargs)
 
@@ -314,7 +325,7 @@ class ExpertParallel(ParallelStyle):
         roles = self._roles(device_mesh)
         dims = adapter.expert_parameters(module)
         num_experts = self._check(module, adapter, dims, roles, device_mesh)
-        names = device_mesh.mesh_dim_names
+        names = device_mesh.mesh_dim_names or ()
         mesh_of = {
             role: device_mesh if device_mesh.ndim == 1 else device_mesh[names[i]]
             for i, role in enumerate(roles)
