@@ -15,13 +15,14 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import NoReturn
 
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PINS = os.path.join(ROOT, "tools", "requirements.txt")
 
 
-def fail(message):
+def fail(message) -> NoReturn:
     """Ends with one readable message."""
     print("error: " + message, file=sys.stderr)
     sys.exit(1)

@@ -233,7 +233,7 @@ def refresh(
         raise click.UsageError("give either a PR or --regenerate-shims")
     with session.checkout() as (env, checkout):
         arguments = session.workspace, checkout, session.series
-        if regenerate_shims:
+        if pr is None:
             changed = export_module.regenerate_shims(
                 session.workspace, env, checkout, session.series, session.console
             )

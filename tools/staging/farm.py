@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .baseenv import BaseEnv
 from .config import digest, Workspace, write_atomically
@@ -48,7 +49,7 @@ class Farm:
         Returns:
             Whether anything changed.
         """
-        manifest = self._read()
+        manifest: dict[str, Any] = self._read()
         if manifest.get("base") != self._env.key:
             mode = self._rebuild(console)
             manifest = {"base": self._env.key, "mode": mode, "files": {}}

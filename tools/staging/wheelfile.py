@@ -127,7 +127,7 @@ def _lazy_file(url: str):
 
         command = create_command("download")
         options, _ = command.parse_args(["torch"])
-        session = command._build_session(options)
+        session = command._build_session(options)  # pyrefly: ignore [missing-attribute]
     except (ImportError, AttributeError):
         return None  # another pip: it may have moved
     try:

@@ -13,8 +13,8 @@ Everything below ``out`` has the layout of a PyTorch build:
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torchgen.gen as gen
 from tools.autograd import (
@@ -187,7 +187,7 @@ class Emitter:
 
     def _manager(self, folder: Path) -> FileManager:
         folder.mkdir(parents=True, exist_ok=True)
-        options = SimpleNamespace(
+        options = Namespace(
             source_path=str(self.aten), install_dir=str(folder), dry_run=False
         )
         return gen.make_file_manager(options=options, install_dir=str(folder))
@@ -215,6 +215,7 @@ class Emitter:
         install = Path(arguments["cpu_fm"].install_dir)
         # gen_source_files also writes C shims; those have their own step.
         write_shims = gen.gen_aoti_c_shim_files
+        # pyrefly: ignore [bad-assignment]
         gen.gen_aoti_c_shim_files = lambda **kwargs: None
         try:
             gen.gen_source_files(
