@@ -508,7 +508,8 @@ def grow_and_rerun(
     for _ in range(max_reruns + 1):
         result = step()
         # Every switch communicates, so that no rank stops at the first overflow.
-        overflow = any([switch.grow() for switch in switches])
+        grown = [switch.grow() for switch in switches]
+        overflow = any(grown)
         if group is not None:
             device = dist.distributed_c10d._get_pg_default_device(group)
             flag = torch.tensor([overflow], dtype=torch.int32, device=device)
