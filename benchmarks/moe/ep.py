@@ -20,14 +20,15 @@ import time
 
 import rich.console
 import rich.table
+from ep_plot import write_plot
+from ep_rank import counts_of, EXPERTS, routed
+
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.testing._internal.distributed.two_hosts import two_hosts
 from torch.testing._internal.moe_generators import recorded_routing
 
 from demo.report import format_json, LOG_WIDTH, make_table
-from ep_plot import write_plot
-from ep_rank import counts_of, EXPERTS, routed
 from measure import provenance
 
 
@@ -142,7 +143,11 @@ def overlaps(measured: dict) -> list[dict[str, object]]:
     """Simulated forward of the recorded routing in chunks, from the parts as measured."""
     rows = []
     for case in measured["cases"]:
-        if case["routing"] != "recorded" or case["placed"] or case["wire"] != "bfloat16":
+        if (
+            case["routing"] != "recorded"
+            or case["placed"]
+            or case["wire"] != "bfloat16"
+        ):
             continue
         experts = case["experts_seconds"][0] / 3  # forward: one of three products
         switch = case["switch_seconds"][0]
@@ -261,9 +266,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="small: does it run at all")
     parser.add_argument(
-        "--out", type=pathlib.Path, default=root / "build" / "ep", help="folder to write"
+        "--quick", action="store_true", help="small: does it run at all"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=root / "build" / "ep",
+        help="folder to write",
     )
     parser.add_argument("--json", type=pathlib.Path, help="also write the JSON here")
     return parser.parse_args()

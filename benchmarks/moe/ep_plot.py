@@ -38,7 +38,7 @@ def _label(row: dict) -> str:
 
 
 def _plot_bytes(axes: Axes, cases: list[dict]) -> None:
-    cases = cases[::-1]
+    cases.reverse()
     labels = [_label(row) for row in cases]
     left = [0.0] * len(cases)
     for kind, color in KINDS.items():
@@ -56,7 +56,11 @@ def _plot_bytes(axes: Axes, cases: list[dict]) -> None:
     axes.plot([b / 2**20 for b in least], labels, "k|", ms=14, label="fewest for rows")
     axes.set_title("Bytes between ranks in one forward (MiB)", loc="left", fontsize=10)
     axes.legend(
-        frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.07)
+        frameon=False,
+        fontsize=8,
+        ncols=5,
+        loc="upper center",
+        bbox_to_anchor=(0.4, -0.07),
     )
     _clean(axes, "x")
 
@@ -68,7 +72,9 @@ def _plot_links(axes: Axes, links: dict) -> None:
         fit = [1e3 * (link["alpha"] + link["beta"] * n) for n in sizes]
         axes.loglog(sizes, times, "o", color=COLORS[level], label=level)
         axes.loglog(sizes, fit, "-", color=COLORS[level], lw=1)
-    axes.set_title("All-to-all, dots measured, lines alpha + beta n", loc="left", fontsize=10)
+    axes.set_title(
+        "All-to-all, dots measured, lines alpha + beta n", loc="left", fontsize=10
+    )
     axes.set_xlabel("bytes n that a rank sends to others")
     axes.set_ylabel("ms")
     axes.legend(frameon=False)
@@ -85,7 +91,9 @@ def _plot_predictions(axes: Axes, cases: list[dict]) -> None:
         axes.loglog(*zip(*pairs, strict=True), "o", color=color, label=level)
     low, high = axes.get_xlim()
     axes.plot([low, high], [low, high], "k:", lw=1)
-    axes.set_title("Collectives of a forward: measured over predicted", loc="left", fontsize=10)
+    axes.set_title(
+        "Collectives of a forward: measured over predicted", loc="left", fontsize=10
+    )
     axes.set_xlabel("alpha-beta prediction (ms)")
     axes.set_ylabel("measured (ms)")
     axes.legend(frameon=False)
@@ -102,7 +110,11 @@ def _plot_balance(axes: Axes, rows: list[dict]) -> None:
         values = [row[name] for row in rows][::-1]
         axes.barh(labels, values, color=color, height=height, label=label)
     axes.axvline(1, color="black", lw=1)
-    axes.set_title("Heaviest / mean rank load, on loads the plan has not seen", loc="left", fontsize=10)
+    axes.set_title(
+        "Heaviest / mean rank load, on loads the plan has not seen",
+        loc="left",
+        fontsize=10,
+    )
     axes.legend(frameon=False)
     _clean(axes, "x")
 

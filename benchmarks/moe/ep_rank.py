@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from statistics import median
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -179,7 +180,7 @@ class SendTimer:
         self.exchanges = switch.levels
         self.seconds: Counter[str] = Counter()
 
-    def __enter__(self) -> "SendTimer":
+    def __enter__(self) -> Self:
         for exchange in self.exchanges:
             exchange.send = functools.partial(self._send, exchange, exchange.send)
         return self
@@ -332,8 +333,7 @@ def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
             for level, value in timer.seconds.items():
                 wire.setdefault(level, []).append(value)
         row["wire_seconds"] = {
-            level: max_over_ranks([median(values)])[0]
-            for level, values in wire.items()
+            level: max_over_ranks([median(values)])[0] for level, values in wire.items()
         }
         loads = [0.0] * dist.get_world_size()
         loads[dist.get_rank()] = float(layer.rows_here())

@@ -86,6 +86,12 @@ def test_ruff_rules(tmp_path):
     assert found == ["format"]
 
 
+def test_types(tmp_path):
+    text = "def f(x: int) -> str:\n    return x\n"
+    assert names("pyrefly_adapter.py", tmp_path, text) == ["bad-return"]
+    assert names("pyrefly_adapter.py", tmp_path, text.replace("str", "int")) == []
+
+
 def test_spelling(tmp_path):
     assert names("codespell_adapter.py", tmp_path, "# teh offs\n") == ["spelling"]
 

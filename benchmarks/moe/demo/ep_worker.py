@@ -34,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import blocks
 from demo import text
-from demo.model import LanguageModel, MoE, ModelConfig
+from demo.model import LanguageModel, ModelConfig, MoE
 from demo.report import Display
 from demo.train import learning_rate, make_run
 
@@ -136,7 +136,9 @@ class WireCounter:
             metadata: expert ids, router weights and their gradients, sizes.
     """
 
-    def __init__(self, switch: TokenSwitchAllToAll, mesh: DeviceMesh, config: ModelConfig):
+    def __init__(
+        self, switch: TokenSwitchAllToAll, mesh: DeviceMesh, config: ModelConfig
+    ):
         self.switch, self.mesh, self.config = switch, mesh, config
         self.steps = 0
         self.levels: dict[str, Counter[str]] = {}
@@ -196,7 +198,9 @@ def train(arguments: argparse.Namespace) -> dict[str, object]:
         corpus.held_out, arguments.evaluation_batches, *shape, arguments.seed
     )
     if arguments.batch % ranks:
-        raise ValueError(f"--batch {arguments.batch} must be a multiple of {ranks} ranks")
+        raise ValueError(
+            f"--batch {arguments.batch} must be a multiple of {ranks} ranks"
+        )
 
     mesh = make_mesh(arguments.hosts)
     switch = make_switch(mesh, config.experts, arguments.combine)

@@ -44,7 +44,9 @@ class MoE(nn.Module):
         y_TD = self.run_experts(x_TD.to(self.dtype), *routed)
         return y_TD.to(x.dtype).view_as(x)
 
-    def run_experts(self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def run_experts(
+        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
         experts = (p.to(self.dtype) for p in (self.w_in, self.w_out))
         return self.block.experts(x_TD, indices_TK, weights_TK, *experts)
 
