@@ -38,7 +38,7 @@ def _label(row: dict) -> str:
 
 
 def _plot_bytes(axes: Axes, cases: list[dict]) -> None:
-    cases.reverse()
+    cases = list(reversed(cases))
     labels = [_label(row) for row in cases]
     left = [0.0] * len(cases)
     for kind, color in KINDS.items():

@@ -123,10 +123,14 @@ class TestAllToAll(TokenSwitchTest):
     @parametrize("combine", ["reduce", "exact"])
     @parametrize("capacity", [None, 8])
     def test_host_reads(self, combine, capacity):
-        """None in static mode; in compact mode the sizes, once."""
+        """None in static mode; in compact mode the sizes, once.
+
+        Not counted: the comparison of arguments at the first use of a switch.
+        """
         operands = CASE.operands(torch.bfloat16)
         tokens, experts = self.part(4, "even")
         switch = self.switch(combine=combine, capacity=capacity)
+        self.run_switch(switch, operands, tokens, experts, layer=scale_layer)
         read = []
         tolist = torch.Tensor.tolist
 

@@ -21,10 +21,10 @@ __all__ = ["SameOnAllRanks"]
 class SameOnAllRanks:
     """Compares arguments over ranks the first time that they are used.
 
-    A collective of Python objects and one host sync per new set of values; nothing after
-    that. A rank that changes a value alone after it was compared is not noticed here:
-    its collective meets another one of its peers, which the backend reports or which
-    ends in its timeout.
+    A collective of Python objects and one host sync per set of argument names; nothing
+    after that. It must not depend on the values: a rank whose value is new would wait
+    here for peers that go on. A rank that changes a value alone later is left to what
+    the collectives carry themselves, or to the timeout of the backend.
 
     Not compared: in FakeTensorMode, where nothing communicates, and on the fake backend,
     whose ranks are all in this process.
@@ -38,20 +38,20 @@ class SameOnAllRanks:
     def __init__(self, owner: str, groups: Sequence[ProcessGroup]) -> None:
         self._owner = owner
         self._groups = groups
-        self._seen: set[tuple[tuple[str, Any], ...]] = set()
+        self._seen: set[tuple[str, ...]] = set()
 
     def check(self, **values: Any) -> None:
         """Raises RuntimeError on all ranks if one of the ``values`` differs.
 
         Args:
-            values: hashable values by argument name, compared and shown by ``str``.
+            values: by argument name, compared and shown by ``str``.
         """
-        key = tuple(values.items())
+        key = tuple(values)
         if key in self._seen or detect_fake_mode() is not None:
             return
         if any(dist.get_backend(group) == "fake" for group in self._groups):
             return
-        shown = {name: str(value) for name, value in key}
+        shown = {name: str(value) for name, value in values.items()}
         rows = [(dist.get_rank(), shown)]
         # A mode of one rank only, such as a profiler, must not change what is sent.
         with _disable_current_modes():
