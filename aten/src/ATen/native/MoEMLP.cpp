@@ -15,10 +15,6 @@
 #include <ATen/ops/zeros.h>
 #endif
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace at::native {
 
 DEFINE_DISPATCH(moe_mlp_stub);
@@ -133,25 +129,6 @@ void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
   check_inverse(op, slot_rows, row_slots);
 }
 
-// The gradients of the weights and the pre-activation are as large as all expert
-// weights or all routed rows, and new in every call: written once, they can cost
-// more time in page faults than in arithmetic. Asks for huge pages where the
-// system leaves that to the program; it is advice, so errors are ignored.
-Tensor with_huge_pages(Tensor x) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t page = 2 * 1024 * 1024;
-  if (x.is_cpu() && x.storage().nbytes() >= 4 * page) {
-    const auto begin =
-        reinterpret_cast<uintptr_t>(x.storage().mutable_data());
-    const auto first = (begin + page - 1) / page * page;
-    const auto last = (begin + x.storage().nbytes()) / page * page;
-    // NOLINTNEXTLINE(performance-no-int-to-ptr)
-    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-  }
-#endif
-  return x;
-}
-
 // Shapes of the gradients that output_mask asks for and that have an operand.
 // The others become {0}, as every returned gradient must be defined:
 // Inductor's C++ wrapper can not unpack an undefined tensor.
@@ -166,10 +143,10 @@ MoEMLPGrads allocate_grads(
     grads.input = contiguous(in.input);
   }
   if (output_mask[1]) {
-    grads.w_in = with_huge_pages(at::empty_like(in.w_in));
+    grads.w_in = at::empty_like(in.w_in);
   }
   if (output_mask[2]) {
-    grads.w_out = with_huge_pages(at::empty_like(in.w_out));
+    grads.w_out = at::empty_like(in.w_out);
   }
   if (output_mask[3] && in.topk_weights.defined()) {
     grads.topk_weights = at::zeros_symint(
@@ -232,10 +209,9 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
   check_values(op, inputs, num_rows);
 
   auto output = at::empty(input.sizes(), input.options());
-  auto preact = with_huge_pages(
-      at::empty(
-          {compute_preact ? num_rows : 0, sizes.gated_dim.expect_int()},
-          input.options()));
+  auto preact = at::empty(
+      {compute_preact ? num_rows : 0, sizes.gated_dim.expect_int()},
+      input.options());
   const Tensor kept_preact = compute_preact ? preact : Tensor();
   if (!moe_mlp_brgemm_stub(kCPU, inputs, spec, output, kept_preact)) {
     moe_mlp_stub(kCPU, inputs, spec, output, kept_preact);
