@@ -34,7 +34,8 @@ def clip_grad_norm_(
         parameters (iterable of Tensor, or Tensor): with gradients that are plain tensors, equal
             on all ranks, or DTensors of any mesh.
         max_norm (float): largest norm after clipping.
-        norm_type (float): Default: 2.0
+        norm_type (float): infinity only where no rank has an empty shard, as
+            :func:`torch.nn.utils.get_total_norm`. Default: 2.0
         error_if_nonfinite (bool): raise if the norm is not finite. Default: ``False``
         foreach (bool, optional): see :func:`torch.nn.utils.clip_grad_norm_`. Default: None
 

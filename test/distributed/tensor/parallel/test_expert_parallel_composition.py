@@ -147,7 +147,7 @@ class TestFSDP(CompositionTest):
             self.assertEqual(block.up.weight.device_mesh, dense)
         self.compare(model, whole, 4, self.rank)
 
-    @parametrize("norm_type", [2.0, float("inf")])
+    @parametrize("norm_type", [2.0, 1.0])
     def test_clip_grad_norm(self, norm_type):
         whole = make_model()
         model = copy.deepcopy(whole)
