@@ -143,8 +143,17 @@ def python(session: _Session, arguments: tuple[str, ...]) -> None:
     help="Run PyTorch's own suites out of this checkout, narrowed down to our ops "
     "(PATHS narrow it down further).",
 )
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    help="Test files to run at the same time. Default: 1",
+)
 @click.pass_obj
-def test(session: _Session, paths: tuple[str, ...], upstream: Path | None) -> None:
+def test(
+    session: _Session, paths: tuple[str, ...], upstream: Path | None, jobs: int
+) -> None:
     """Runs tests in the staged environment: PATHS [-- PYTEST ARGUMENTS].
 
     Without paths: the tests of the whole stack, then those of the stager.
@@ -163,7 +172,7 @@ def test(session: _Session, paths: tuple[str, ...], upstream: Path | None) -> No
     selected = testing.select(session.workspace, session.series, names)
     needs_stage = any(not t.startswith(testing.STAGER_TESTS) for t in selected)
     staged = session.setup() if needs_stage or not names else None
-    sys.exit(testing.run(session.workspace, staged, selected, arguments))
+    sys.exit(testing.run(session.workspace, staged, selected, arguments, jobs))
 
 
 @cli.command(context_settings=_PASS_ON)

@@ -14,6 +14,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,21 +94,35 @@ def run(
     staged: Staged | None,
     tests: Sequence[str],
     pytest_args: Sequence[str],
+    jobs: int = 1,
 ) -> int:
-    """Runs the files one after the other and prints a summary.
+    """Runs the files and prints a summary.
+
+    Args:
+        jobs: files at the same time; with more than one, the output of a file is
+            printed when it has ended.
 
     Returns:
         0 if everything passed.
     """
     start, report = time.monotonic(), Report()
-    for test in tests:
-        print(f"--- {test}", flush=True)
+
+    def run_one(test: str) -> tuple[str, Path, int]:
         results = workspace.build / "test-results" / f"{_flat(test)}.xml"
         results.unlink(missing_ok=True)
-        status = _run_file(
-            workspace, staged, test, [*pytest_args, f"--junit-xml={results}"]
-        )
-        _collect(report, test, results, status)
+        args = [*pytest_args, f"--junit-xml={results}"]
+        if jobs == 1:
+            print(f"--- {test}", flush=True)
+        began = time.monotonic()
+        status, output = _run_file(workspace, staged, test, args, capture=jobs > 1)
+        if jobs > 1:
+            seconds = time.monotonic() - began
+            print(f"--- {test}  {seconds:.0f} s\n{output}", end="", flush=True)
+        return test, results, status
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for test, results, status in pool.map(run_one, tests):
+            _collect(report, test, results, status)
     return _summary(report, start)
 
 
@@ -195,8 +210,13 @@ def environment(workspace: Workspace, staged: Staged) -> dict[str, str]:
 
 
 def _run_file(
-    workspace: Workspace, staged: Staged | None, test: str, args: list[str]
-) -> int:
+    workspace: Workspace,
+    staged: Staged | None,
+    test: str,
+    args: list[str],
+    capture: bool = False,
+) -> tuple[int, str]:
+    """Exit status, and the output if it is captured."""
     repo = workspace.repo
     if test.startswith(STAGER_TESTS):
         command, folder, env = [sys.executable], repo / "tools", dict(os.environ)
@@ -213,7 +233,18 @@ def _run_file(
             env.setdefault("OMP_NUM_THREADS", "1")
     command += ["-m", "pytest", str(repo / test), f"--rootdir={folder}"]
     command += ["-p", "no:cacheprovider", "-q", *args]
-    return subprocess.run(command, cwd=folder, env=env).returncode
+    if not capture:
+        return subprocess.run(command, cwd=folder, env=env).returncode, ""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    return done.returncode, done.stdout
 
 
 def _count(results: Path, report: Report) -> None:
