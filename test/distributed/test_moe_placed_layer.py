@@ -21,8 +21,8 @@ class TestPlacedLayer(TokenSwitchTest):
 
     D, HIDDEN, TOKENS, K = 16, 12, 24, 2
 
-    def setUp(self):
-        super().setUp()
+    def make_data(self):
+        """Not setUp, which the processes of the ranks do not call."""
         g = torch.Generator().manual_seed(3)
         self.x = torch.randn(self.TOKENS, self.D, generator=g)
         # Experts 0 and 1 are hot, so that replicas and quotas have something to do.
@@ -78,6 +78,7 @@ class TestPlacedLayer(TokenSwitchTest):
         return tuple(t[self.mine] for t in (y.detach(), x.grad, weights.grad))
 
     def test_same_bits_before_and_after_the_move(self):
+        self.make_data()
         loads = torch.rand(2, E, generator=torch.Generator().manual_seed(0))
         placements = [
             Placement.contiguous(TOPOLOGY, E),
@@ -106,6 +107,7 @@ class TestPlacedLayer(TokenSwitchTest):
 
     def test_rows_that_did_not_move_are_noticed(self):
         # The comparison above can fail: without the move, bits differ on some rank.
+        self.make_data()
         old = Placement.contiguous(TOPOLOGY, E)
         new = plan(torch.rand(E, generator=torch.Generator().manual_seed(0)), TOPOLOGY)
         slots, _ = self.slot_ids(new)
