@@ -20,13 +20,17 @@ import time
 
 import rich.console
 import rich.table
-from ep_plot import write_plot
-from ep_rank import counts_of, EXPERTS, routed
 
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.testing._internal.distributed.two_hosts import two_hosts
 from torch.testing._internal.moe_generators import recorded_routing
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from ep_plot import write_plot
+from ep_rank import counts_of, EXPERTS, routed
 
 from demo.report import format_json, LOG_WIDTH, make_table
 from measure import provenance
