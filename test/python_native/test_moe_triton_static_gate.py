@@ -11,7 +11,9 @@ import os
 os.environ.pop("TRITON_INTERPRET", None)
 
 import functools
+import json
 import pathlib
+import unittest
 
 import torch
 from torch._native.ops.moe.triton_kernels import launch
@@ -31,6 +33,7 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.moe_triton_sweep import (
     ACTIVATION_KERNELS,
     parallel_sweep,
+    source_hash,
     sweep,
     UP,
     Variant,
@@ -39,6 +42,12 @@ from torch.testing._internal.moe_triton_sweep import (
 from torch.testing._internal.triton_static_gate import ARCHITECTURES, compile_only
 
 
+# Rows of all Triton versions that the kernels are compiled for.
+RECORD = (
+    pathlib.Path(__file__).resolve().parents[2]
+    / "benchmarks/moe/results/triton_static_gate.json"
+)
+RECORDED_VERSIONS = ("3.6.0", "3.9.0")
 # Which kernel function runs the configurations of a table entry.
 FUNCTIONS = {
     "up_gated": "up_kernel",
@@ -96,6 +105,28 @@ class TestMoeStaticGate(TestCase):
         self.assertGreater(len(kernels), 15)
         compiled = {report.kernel for _, report, _ in compiled_rows()[arch]}
         self.assertEqual(kernels - compiled, set())
+
+    @unittest.skipIf(not RECORD.exists(), "the record is kept outside of PyTorch")
+    @parametrize("version", RECORDED_VERSIONS)
+    def test_record_is_of_these_sources(self, version):
+        # One Triton is installed here; the record says what the other one compiled.
+        record = json.loads(RECORD.read_text())
+        self.assertEqual(
+            record["sources"].get(version),
+            source_hash(),
+            f"run moe_triton_sweep under Triton {version}; see its docstring",
+        )
+        rows = [row for row in record["rows"] if row["triton"] == version]
+        self.assertEqual([row for row in rows if row["problems"]], [])
+        for arch in ARCHITECTURES:
+            names = ("kernel", "num_warps", "num_stages")
+            compiled = set()
+            for row in rows:
+                if row["arch"] == arch:
+                    block = tuple(row["constants"].get(f"BLOCK_{x}") for x in "MNK")
+                    kernel, num_warps, num_stages = (row[name] for name in names)
+                    compiled.add((kernel, *block, num_warps, num_stages))
+            self.assertEqual(shipped(arch) - compiled, set())
 
     def test_forward_kernels_have_one_matrix_instruction(self):
         # Then a row is summed in the same steps whatever tile it is in: configs.py.
