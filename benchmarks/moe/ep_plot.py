@@ -38,20 +38,20 @@ def _label(row: dict) -> str:
 
 
 def _plot_bytes(axes: Axes, cases: list[dict]) -> None:
-    cases = list(reversed(cases))
-    labels = [_label(row) for row in cases]
-    left = [0.0] * len(cases)
+    upwards = cases[::-1]
+    labels = [_label(row) for row in upwards]
+    left = [0.0] * len(upwards)
     for kind, color in KINDS.items():
         names = ("ids", "weights", "sizes") if kind == "metadata" else (kind,)
         widths = [
             sum(level[n] for level in row["levels"].values() for n in names) / 2**20
-            for row in cases
+            for row in upwards
         ]
         axes.barh(labels, widths, left=left, color=color, height=0.6, label=kind)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     least = [
         sum(v["minimum_rows"] + v["minimum_returned"] for v in row["levels"].values())
-        for row in cases
+        for row in upwards
     ]
     axes.plot([b / 2**20 for b in least], labels, "k|", ms=14, label="fewest for rows")
     axes.set_title("Bytes between ranks in one forward (MiB)", loc="left", fontsize=10)
