@@ -40,8 +40,8 @@ STATIC = [
 ]
 CLUSTER = Topology(8, 8, 6)
 DRIFTS = (0.0, 0.3, 0.6)
-# Experts on a second node; None: as many as plan(drift=...) chooses.
-SHARED = (0, 1, 8, None)
+# What plan is asked about experts on a second node.
+SHARED = ("none", "as needed", "1", "8", "for drift")
 # Another range of draws, to see what a mean of few is worth.
 OTHER_SEEDS = range(1000, 1040)
 
@@ -81,15 +81,17 @@ def two_time_scales(kind, sigma, shared, seed):
     """Plan on the loads of ``seed``, quotas on what they drifted to."""
     loads = expert_loads(kind, EXPERTS, seed)
     later = drifted(loads, sigma, seed)
-    fixed = shared or 0
+    options = {"as needed": {}, "for drift": {"drift": sigma}}
+    if shared not in options:
+        options[shared] = {"num_node_replicas": 0 if shared == "none" else int(shared)}
+    fixed = options[shared].get("num_node_replicas", 0)
     placement, plan_ms = timed(
         lambda: plan(
             loads,
             CLUSTER,
             num_groups=EXPERTS,
             num_replicas=EXPERTS + fixed,
-            num_node_replicas=fixed,
-            drift=sigma if shared is None else 0.0,
+            **options[shared],
         )
     )
     counts = (later * TOKEN_COPIES).round().long()
@@ -112,7 +114,7 @@ def drift_row(kind, sigma, shared, seeds):
     return {
         "loads": kind,
         "drift": sigma,
-        "asked": "for drift" if shared is None else shared,
+        "asked": shared,
         **{name: mean(draw[name] for draw in draws) for name in draws[0]},
         "other_draws": mean(draw["two_time_scales"] for draw in others),
     }
@@ -133,17 +135,15 @@ def write_plot(rows, path):
     figure, panels = plt.subplots(1, len(LOADS), figsize=(14, 3.6), sharey=True)
     for panel, kind in zip(panels, LOADS, strict=True):
         own = [row for row in rows if row["loads"] == kind]
-        for asked in (0, 1, 8, "for drift"):
+        for asked in SHARED:
             line = [row for row in own if row["asked"] == asked]
             panel.plot(
                 DRIFTS,
                 [row["two_time_scales"] for row in line],
                 marker="o",
-                label=f"two time scales, {asked} shared experts"
-                if asked != "for drift"
-                else "two time scales, plan(drift=...)",
+                label=f"two time scales, shared experts: {asked}",
             )
-        eplb = [row["eplb"] for row in own if row["asked"] == 0]
+        eplb = [row["eplb"] for row in own if row["asked"] == "none"]
         panel.plot(DRIFTS, eplb, "k--", marker="s", label="EPLB over all ranks")
         panel.set_title(kind)
         panel.set_xlabel("drift (std of log load)")
@@ -151,7 +151,7 @@ def write_plot(rows, path):
     panels[0].set_ylabel("heaviest / mean rank load")
     panels[0].set_ylim(1, 1.8)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=5, fontsize=8)
+    figure.legend(handles, labels, loc="lower center", ncols=6, fontsize=8)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.savefig(path, dpi=110)
 

@@ -252,40 +252,35 @@ class TestQuota(TestCase):
             held = [e for e in row if e >= 0]
             self.assertEqual(len(held), len(set(held)))
 
-    # (loads, experts put on a second node or None for as many as the drift asks for,
-    # most mean imbalance). Zipf-1 has an expert heavier than a node's share. Without
-    # shared experts lognormal 1.0 cannot keep 1.14: its node totals alone drift apart
-    # by that much, whatever happens inside a node.
+    # (loads, options of plan, most mean imbalance). Zipf-1 and one draw of lognormal 1.0
+    # have an expert heavier than a node's share, which plan puts on a second node.
     @parametrize(
-        "kind, node_replicas, limit",
+        "kind, options, limit",
         [
-            subtest(("uniform", 0, 1.14), name="uniform"),
-            subtest(("lognormal_0.5", 0, 1.14), name="lognormal_0_5"),
-            subtest(("lognormal_1.0", 1, 1.14), name="lognormal_1_0"),
-            subtest(("zipf_1", 1, 1.25), name="zipf_1"),
-            subtest(("uniform", None, 1.06), name="uniform_for_drift"),
-            subtest(("lognormal_0.5", None, 1.06), name="lognormal_0_5_for_drift"),
-            subtest(("lognormal_1.0", None, 1.06), name="lognormal_1_0_for_drift"),
-            subtest(("zipf_1", None, 1.10), name="zipf_1_for_drift"),
+            subtest(("uniform", {}, 1.14), name="uniform"),
+            subtest(("lognormal_0.5", {}, 1.14), name="lognormal_0_5"),
+            subtest(("lognormal_1.0", {}, 1.14), name="lognormal_1_0"),
+            subtest(("zipf_1", {}, 1.25), name="zipf_1"),
+            subtest(("uniform", {"drift": 0.3}, 1.06), name="uniform_for_drift"),
+            subtest(("lognormal_0.5", {"drift": 0.3}, 1.06), name="log_0_5_for_drift"),
+            subtest(("lognormal_1.0", {"drift": 0.3}, 1.06), name="log_1_0_for_drift"),
+            subtest(("zipf_1", {"drift": 0.3}, 1.10), name="zipf_1_for_drift"),
         ],
     )
-    def test_two_time_scales_under_drift(self, kind, node_replicas, limit):
-        self.check_two_time_scales(kind, node_replicas, limit, SEEDS)
-        if node_replicas is None:
-            # Draws that were not looked at when the planner was written.
-            self.check_two_time_scales(kind, node_replicas, limit, range(500, 510))
+    def test_two_time_scales_under_drift(self, kind, options, limit):
+        self.check_two_time_scales(kind, options, limit, SEEDS)
+        # Draws that were not looked at when the planner was written.
+        if options or kind.startswith("lognormal"):
+            self.check_two_time_scales(kind, options, limit, range(500, 510))
 
-    def check_two_time_scales(self, kind, node_replicas, limit, seeds):
+    def check_two_time_scales(self, kind, options, limit, seeds):
         two_scales, floors, peer = [], [], []
         for seed in seeds:
             loads = expert_loads(kind, 256, seed)
             later = drifted(loads, 0.3, seed)
-            if node_replicas is None:
-                placement = plan(
-                    loads, CLUSTER, num_groups=256, num_replicas=256, drift=0.3
-                )
-            else:
-                placement = node_plan(loads, node_replicas)
+            placement = plan(
+                loads, CLUSTER, num_groups=256, num_replicas=256, **options
+            )
             counts = token_counts(later)
             step = plan_step(counts, placement)
             self.assert_legal(step, counts, placement)
@@ -297,6 +292,28 @@ class TestQuota(TestCase):
         self.assertLess(mean(two_scales), mean(peer))
         # Inside the nodes, ranks are level: the more free slots, the better.
         self.assertLessEqual(mean(two_scales), mean(floors) * 1.10)
+
+    def test_node_replicas_that_are_needed(self):
+        def on_nodes(loads, **options):
+            placement = plan(loads, CLUSTER, num_groups=len(loads), **options)
+            return placement.rank_holds().view(8, 8, -1).sum(1).gt(0).sum(0).tolist()
+
+        # Of 8 nodes: an expert of less than a share, of 2.5 shares, of 1.5 shares.
+        loads = torch.full((256,), 3.1 / 253, dtype=torch.float64)
+        loads[0], loads[1], loads[2] = 0.9, 2.5, 1.5
+        self.assertEqual(on_nodes(loads, num_replicas=256), [1, 3, 2] + [1] * 253)
+        self.assertEqual(on_nodes(loads), [1, 3, 2] + [1] * 253)
+        none = on_nodes(loads, num_replicas=256, num_node_replicas=0)
+        self.assertEqual(none, [1] * 256)
+        loads[1], loads[2] = 1.0, 1.0
+        loads[0] = 6 - loads[3:].sum()
+        self.assertEqual(on_nodes(loads, num_replicas=256)[1:3], [1, 1])
+        # All of it on one expert: on every node, but not without slots.
+        loads = torch.zeros(256)
+        loads[7] = 1
+        self.assertEqual(on_nodes(loads)[7], 8)
+        full = plan(loads, Topology(8, 8, 4), num_groups=256)
+        self.assertEqual(full.rank_holds().sum(0).tolist(), [1] * 256)
 
     def test_more_drift_shares_more_experts(self):
         for kind in LOADS:

@@ -199,6 +199,12 @@ def _node_replicas_for_drift(
     return bisect_left(range(most), _DRIFT_COVER * spread, key=handed_over)
 
 
+def _needed_node_replicas(loads: list[float], num_nodes: int) -> int:
+    """Fewest node replicas that leave no part of an expert above a node's share."""
+    share = sum(loads) / num_nodes
+    return sum(math.ceil(w / share * (1 - 1e-9)) - 1 for w in loads if w > share)
+
+
 def _items(experts: list[int], loads: list[float], copies: list[int]):
     """One (expert, load) item per replica."""
     owner = [e for e, c in zip(experts, copies) for _ in range(c)]
@@ -493,7 +499,7 @@ def plan(
     *,
     num_replicas: int | None = None,
     num_groups: int | None = None,
-    num_node_replicas: int = 0,
+    num_node_replicas: int | None = None,
     drift: float = 0.0,
     previous: Placement | None = None,
     migration_cost: float = 0.0,
@@ -513,9 +519,12 @@ def plan(
             and a group never spans nodes. ``num_experts`` makes every expert its
             own group, which is the node step for online quotas. ``None`` places
             freely over all ranks. Default: None
-        num_node_replicas (int): how many times an expert is put on one more
-            node, heaviest expert first; needs ``num_groups == num_experts``.
-            An expert heavier than a node's share needs it. Default: 0
+        num_node_replicas (int, optional): how many times an expert is put on one
+            more node, heaviest expert first; needs ``num_groups == num_experts``
+            unless 0. They are a part of ``num_replicas``. ``None`` is as many as
+            leave no expert heavier than a node's share: such an expert makes its
+            node the heaviest whatever happens inside. ``num_replicas`` grows where
+            it has no room for them. Default: None
         drift (float): expected relative spread of an expert's load until the next
             plan (standard deviation of its logarithm). As many node replicas as
             level the nodes under it are added to ``num_replicas`` and
@@ -540,13 +549,19 @@ def plan(
         topology,
         num_replicas,
         num_groups,
-        num_node_replicas,
+        num_node_replicas or 0,
         drift,
         migration_cost,
         previous,
     )
     E = counts.numel()
     loads = counts.double().tolist()
+    if num_node_replicas is None:
+        num_node_replicas = 0
+        if num_groups == E:
+            needed = _needed_node_replicas(loads, topology.num_nodes)
+            num_node_replicas = min(needed, topology.num_slots - E)
+            num_replicas = max(num_replicas, E + num_node_replicas)
     if drift:
         # Free before any node replica.
         free_slots = topology.num_slots - num_replicas + num_node_replicas
