@@ -1,12 +1,14 @@
 # Owner(s): ["oncall: distributed"]
 
 import contextlib
+import functools
 import threading
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.checkpoint import save_communication
 from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
 from torch.distributed._moe.schedule import (
     OverlapSchedule,
@@ -22,10 +24,13 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.distributed.moe_token_switch import (
+    leaves_of,
     SHARES,
     TokenSwitchTest,
     truth,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 
 SWITCHES = {
@@ -47,6 +52,13 @@ def sequential_schedule(switch, tokens, ids, weights, experts, shared=None):
             switch.combine(routing, experts(rows, row_ids, row_weights, None))
         )
     return torch.cat(outputs), None if shared is None else shared()
+
+
+class PassingMode(TorchDispatchMode):
+    """Any mode: what another thread does is not seen by it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 class Trace:
@@ -215,6 +227,86 @@ class TestOverlap(TokenSwitchTest):
         with trace.of(switch):
             self.run_switch(switch, case.operands, tokens, part, layer=layer)
         self.assertTrue(trace.seen["shared"])
+
+    @parametrize("name", ["flat_reduce", "static_exact", "hierarchical_exact"])
+    def test_checkpoint_does_not_communicate_again(self, name):
+        operands, part = truth("zipf").operands, self.part(4, "gaps")
+        switch, schedule = self.switch(name), OverlapSchedule(3)
+
+        def behind(switch, ids, x, weights, w_in, w_out):
+            def local(rows, row_ids, row_weights, num_rows):
+                return F.moe_mlp(
+                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
+                )
+
+            y, twice = schedule(switch, x, ids, weights, local, lambda: 2 * x)
+            # Recomputing this needs what combine returned.
+            return (y + twice).sin().sin()
+
+        def layer_with(context_fn):
+            return functools.partial(
+                checkpoint, behind, use_reentrant=False, context_fn=context_fn
+            )
+
+        def collectives():
+            groups = [level.group for level in switch.levels]
+            return sum(group._get_sequence_number_for_group() for group in groups)
+
+        def run(layer, mode=contextlib.nullcontext):
+            threads, dispatch = [], switch._dispatch_new
+
+            def recording(*args):
+                threads.append(threading.current_thread() is threading.main_thread())
+                return dispatch(*args)
+
+            before = collectives()
+            with mode(), mock.patch.object(switch, "_dispatch_new", recording):
+                got = self.run_switch(switch, operands, *part, layer=layer)
+            return got, collectives() - before, threads
+
+        self.run_switch(switch, operands, *part, layer=behind)  # compares arguments
+        want, once, _ = run(behind)
+        kept = layer_with(save_communication())
+        got, count, on_main_thread = run(kept)
+        self.assert_same_bits(got, want)
+        self.assertEqual(count, once)
+        # In flight in forward; what was kept needs no flight.
+        self.assertEqual(on_main_thread, [False] * 3 + [True] * 3)
+        # Under another mode nothing is in flight, neither is it repeated.
+        got, count, on_main_thread = run(kept, PassingMode)
+        self.assert_same_bits(got, want)
+        self.assertEqual(count, once)
+        self.assertEqual(on_main_thread, [True] * 6)
+        # Shows that the test can fail: all of the forward's are repeated.
+        with torch.no_grad():
+            before = collectives()
+            behind(switch, *self.leaves(operands, part))
+            forward = collectives() - before
+        got, count, _ = run(layer_with(noop_context_fn))
+        self.assert_same_bits(got, want)
+        self.assertEqual(count, once + forward)
+
+    def test_checkpoint_can_be_run_backward_once(self):
+        operands, part = truth("uniform").operands, self.part(4, "even")
+        ids, *leaves = self.leaves(operands, part)
+        switch = self.switch("flat_reduce")
+
+        def layer(x, weights, w_in, w_out):
+            def local(rows, i, w, n):
+                return F.moe_mlp(rows, i, w, w_in, w_out, num_rows=n)
+
+            return OverlapSchedule(2)(switch, x, ids, weights, local)[0].sin()
+
+        y = checkpoint(
+            layer, *leaves, use_reentrant=False, context_fn=save_communication()
+        )
+        y.sum().backward(retain_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "backward an extra time"):
+            y.sum().backward()
+
+    def leaves(self, operands, part):
+        tokens, experts = part
+        return operands.topk_indices[tokens], *leaves_of(operands, tokens, experts)
 
     def test_error_of_communication_reaches_the_caller(self):
         case = truth("uniform")

@@ -9,15 +9,26 @@ The rows are kept as they travelled, so that FP8 rows cost half of what bfloat16
 do. The rows that came back are used if something behind combine, inside the region, has
 to be recomputed from its output; they are kept in any case. To save them, end the region
 in front of combine.
+
+Communication that :class:`~torch.distributed._moe.schedule.OverlapSchedule` runs on
+another thread or stream is not seen by the dispatch mode of the region. It gets a mode of
+its own, :func:`part_of_region`, and stays in flight.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, TYPE_CHECKING
+from collections import defaultdict
+from typing import Any, Protocol, TYPE_CHECKING
 
 import torch
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    TorchDispatchMode,
+)
 from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
@@ -25,10 +36,10 @@ from torch.utils.checkpoint import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
+    from typing_extensions import Self
 
 
-__all__ = ["save_communication"]
+__all__ = ["part_of_region", "Region", "save_communication"]
 
 _COLLECTIVES = (
     torch.ops._c10d_functional.all_to_all_single.default,
@@ -56,9 +67,88 @@ def _policy(
     return inner(ctx, op, *args, **kwargs)
 
 
+class Region(Protocol):
+    """Dispatch mode of a checkpointed region, in its forward or in its recomputation.
+
+    Attributes:
+        replays (bool): whether the region is recomputed.
+    """
+
+    replays: bool
+
+    def part(self, inline: bool) -> TorchDispatchMode | None:
+        """See :func:`part_of_region`."""
+        ...
+
+
+class _Saving(_CachingTorchDispatchMode):
+    """Forward of a region."""
+
+    replays = False
+
+    def __init__(
+        self,
+        policy: Callable[..., CheckpointPolicy],
+        parts: list[TorchDispatchMode | None],
+    ) -> None:
+        super().__init__(policy, defaultdict(dict))
+        self.parts = parts
+
+    def part(self, inline: bool) -> TorchDispatchMode | None:
+        if inline:
+            self.parts.append(None)
+            return None
+        # A storage of its own, as parts and what runs beside them have no common order.
+        saving, replaying = create_selective_checkpoint_contexts(self.policy_fn)
+        self.parts.append(replaying)
+        return saving
+
+
+class _Replaying(_CachedTorchDispatchMode):
+    """Recomputation of a region."""
+
+    replays = True
+
+    def __init__(self, forward: _Saving) -> None:
+        super().__init__(None, forward.storage)
+        self.parts = forward.parts
+        self.next_part = 0
+
+    def __enter__(self) -> Self:
+        self.next_part = 0
+        return super().__enter__()
+
+    def part(self, inline: bool) -> TorchDispatchMode | None:
+        self.next_part += 1
+        return self.parts[self.next_part - 1]
+
+
+def part_of_region() -> tuple[Region | None, bool]:
+    """The innermost :func:`save_communication` region here, and if it is the only mode.
+
+    Communication inside a region that is to run elsewhere calls ``region.part(inline)``
+    and runs under the mode that this returns. In the recomputation, it must be called in
+    the same order, and the work run under the mode with no other, which gives back what
+    the collectives returned. None stands for work that runs, or ran in forward, under
+    the mode of the region itself.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    for mode in reversed(stack):
+        if isinstance(mode, (_Saving, _Replaying)):
+            return mode, len(stack) == 1
+    return None, not stack
+
+
+def _contexts(
+    policy: Callable[..., CheckpointPolicy],
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    forward = _Saving(policy, [])
+    return forward, _Replaying(forward)
+
+
 def save_communication(
     policy: Callable[..., CheckpointPolicy] | None = None,
-) -> Callable[[], tuple[AbstractContextManager, AbstractContextManager]]:
+) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
     """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint` for MoE layers.
 
     Args:
@@ -74,6 +164,4 @@ def save_communication(
         >>> # xdoctest: +SKIP("needs a process group")
         >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=save_communication())
     """
-    return functools.partial(
-        create_selective_checkpoint_contexts, functools.partial(_policy, policy)
-    )
+    return functools.partial(_contexts, functools.partial(_policy, policy))

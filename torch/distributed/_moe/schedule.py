@@ -14,8 +14,10 @@ Where communication runs
              the same collectives in the same order whatever their threads do.
     other    on a side stream of the device, issued by the calling thread.
     inline   at once, where another thread could not see what the calling thread does:
-             under a dispatch mode (LocalTensorMode, FakeTensorMode, ...) and in
-             torch.compile, which orders collectives itself.
+             under a dispatch mode (LocalTensorMode, FakeTensorMode, ...) other than
+             that of save_communication.
+    compile  in the graph, in the order of the steps. What runs beside what is up to
+             the compiler.
 
 Backward
     Every communication is a pair of autograd nodes. The backward of the later one
@@ -38,13 +40,15 @@ from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.distributed._moe.checkpoint import part_of_region
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed._token_switch import Routing, TokenSwitch
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 
 __all__ = ["OverlapSchedule", "PartSeconds", "Step", "simulated_seconds"]
@@ -97,7 +101,8 @@ class OverlapSchedule:
     not let a row depend on others; gradients of expert weights are sums over the
     chunks, in another order than without.
 
-    Under activation checkpointing the communication of a recomputed layer is repeated.
+    Activation checkpointing repeats the communication of a recomputed layer, unless its
+    ``context_fn`` is :func:`~torch.distributed._moe.checkpoint.save_communication`.
 
     Example::
         >>> # xdoctest: +SKIP("needs a process group")
@@ -228,19 +233,26 @@ class _Flight:
     def __init__(self, work: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
         self._done: torch.Event | None = None
         self._future: Future[Any] | None = None
+        region, alone = part_of_region()
+        mode = None if region is None else region.part(inline=not alone)
+        if region is not None and region.replays:
+            # Nothing to wait for: what the collectives returned was kept.
+            self._value = _without_grad(work, mode, *inputs)
+            return
+        work = functools.partial(_without_grad, work, mode)
         device = inputs[0].device
-        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
-            self._value = _without_grad(work, *inputs)
+        if not alone:
+            self._value = work(*inputs)
         elif device.type == "cpu":
             if threading.current_thread().name.startswith("moe_communication"):
                 raise AssertionError("communication inside communication")
-            self._future = _communication_thread().submit(_without_grad, work, *inputs)
+            self._future = _communication_thread().submit(work, *inputs)
         else:
             stream = _side_stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
             _used_on(stream, inputs)
             with stream:
-                self._value = _without_grad(work, *inputs)
+                self._value = work(*inputs)
                 self._done = stream.record_event()
 
     def result(self) -> Any:
@@ -261,10 +273,15 @@ def _used_on(stream: torch.Stream, tensors: Sequence[Tensor | None]) -> None:
             tensor.record_stream(stream)
 
 
-def _without_grad(work: Callable[..., Any], *inputs: Tensor) -> Any:
+def _without_grad(
+    work: Callable[..., Any], mode: TorchDispatchMode | None, *inputs: Tensor
+) -> Any:
     # Grad mode belongs to a thread, and the autograd nodes are made below.
     with torch.no_grad():
-        return work(*inputs)
+        if mode is None:
+            return work(*inputs)
+        with _disable_current_modes(), mode:
+            return work(*inputs)
 
 
 class _Dispatch:
@@ -285,6 +302,10 @@ class _Dispatch:
                 f"{type(switch).__name__} does not"
             )
         return switch._dispatch_new(self.routing, tokens, topk_weights, rows)
+
+    def traced(self, tokens: Tensor, topk_weights: Tensor) -> tuple[Any, ...]:
+        self.routing = self.switch.create_routing(self.topk_indices, layout="flat")
+        return self.switch.dispatch(self.routing, tokens, topk_weights)
 
     def backward(
         self, needs: Sequence[bool], grad_rows: Tensor, grad_weights: Tensor, _: Any
@@ -308,6 +329,9 @@ class _Combine:
     def forward(self, rows: Tensor) -> tuple[Tensor]:
         self.shape, self.dtype = rows.shape, rows.dtype
         return (self.switch._combine_new(self.routing, rows),)
+
+    def traced(self, rows: Tensor) -> Tensor:
+        return self.switch.combine(self.routing, rows)
 
     def backward(self, needs: Sequence[bool], grad: Tensor) -> tuple[Tensor]:
         return (self.switch._dispatch_grad(self.routing, grad, self.shape, self.dtype),)
@@ -372,15 +396,17 @@ class _End(torch.autograd.Function):
 
 def _begin(
     part: _Dispatch | _Combine, inputs: tuple[Tensor, ...]
-) -> tuple[_Exchange, Tensor]:
+) -> tuple[_Exchange, Any]:
     exchange = _Exchange(part)
     if isinstance(part, _Dispatch):
         inputs = (inputs[0], inputs[2])  # without the ids
-    return exchange, _Begin.apply(exchange, *inputs)  # type: ignore[return-value]
+    if torch.compiler.is_compiling():
+        return exchange, part.traced(*inputs)
+    return exchange, _Begin.apply(exchange, *inputs)
 
 
-def _end(exchange: _Exchange, edge: Tensor) -> Any:
-    return _End.apply(exchange, edge)
+def _end(exchange: _Exchange, sent: Any) -> Any:
+    return sent if torch.compiler.is_compiling() else _End.apply(exchange, sent)
 
 
 # -- what a schedule would gain
