@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any, cast, Literal, TYPE_CHECKING
 
@@ -176,7 +177,8 @@ def _parallel_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _parallel_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     region = _region_of(module)
-    original = types.MethodType(region.original[region.adapter.method], module)
+    # Not a bound method, which torch.compile can't make.
+    original = functools.partial(region.original[region.adapter.method], module)
     return region.adapter.run(module, original, region.exchange, *args, **kwargs)
 
 
