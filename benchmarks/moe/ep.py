@@ -23,6 +23,11 @@ import rich.table
 
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.distributed._moe.schedule import (
+    OverlapSchedule,
+    PartSeconds,
+    simulated_seconds,
+)
 from torch.testing._internal.distributed.two_hosts import two_hosts
 from torch.testing._internal.moe_generators import recorded_routing
 
@@ -123,24 +128,17 @@ def placements(seeds: int) -> list[dict[str, object]]:
 def overlapped_seconds(
     chunks: int, dispatch: float, experts: float, combine: float, alpha: float
 ) -> float:
-    """Seconds of a forward in chunks on one link and one compute unit.
+    """Seconds of a forward under OverlapSchedule, on one link and one compute unit.
 
-    Every chunk is dispatched, computed, combined, in this order; the link takes what is ready
-    first, dispatches before combines. Chunks divide the parts evenly and each costs ``alpha``
-    more in both directions.
+    Chunks divide the parts evenly and each costs ``alpha`` more in both directions.
     """
-    there, work, back = (part / chunks for part in (dispatch, experts, combine))
-    if chunks > 1:
-        there, back = there + alpha, back + alpha
-    link = compute = 0.0
-    computed = []
-    for _ in range(chunks):
-        link += there
-        compute = max(link, compute) + work
-        computed.append(compute)
-    for ready in computed:
-        link = max(link, ready) + back
-    return link
+    extra = alpha if chunks > 1 else 0.0
+    parts = PartSeconds(
+        dispatch=(dispatch / chunks + extra,) * chunks,
+        experts=(experts / chunks,) * chunks,
+        combine=(combine / chunks + extra,) * chunks,
+    )
+    return simulated_seconds(OverlapSchedule(chunks), parts)
 
 
 def overlaps(measured: dict) -> list[dict[str, object]]:

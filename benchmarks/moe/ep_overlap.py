@@ -1,162 +1,261 @@
-"""What overlap would gain in an expert-parallel layer: simulated from measured parts.
+"""What overlap gains in an expert-parallel layer: simulated from measured parts, and measured.
 
-    python -m torch.distributed.run --nproc-per-node 2 benchmarks/moe/ep_overlap.py [--out FOLDER]
+    python benchmarks/moe/ep_overlap.py [--ranks 2] [--out FOLDER]
 
-Every part of the forward (dispatch with routing, experts, combine, shared experts) is
-timed alone, per chunk, as medians over rounds, after a barrier, and the slowest rank
-counts. Two queues, one for communication and one for computation, then give the time
-under a schedule. Beside it: what the two schedules take when they run here, where
-communication and computation share the same cores.
+Gloo ranks on this machine, one thread each. Every part of a forward (dispatch with routing,
+experts, combine, shared experts) is timed alone, per chunk; two queues, one for communication and
+one for computation, then give the time under a schedule. Beside it, the schedule as it runs here,
+interleaved with the plain order of parts. All are medians over rounds of the slowest rank.
+
+Links. ``gloo``: communication is copying, which takes the core that the experts compute on, so
+that there is little to hide behind: the simulation does not describe this machine. The others:
+gloo, and after each collective the time that its bytes to others would take at one of
+``--link-gb-per-s``, spent sleeping. That time takes no core, as a network card takes none; the
+longer it is, the more of the communication is what the simulation assumes.
 """
 
 import argparse
-import dataclasses
+import contextlib
+import datetime
 import functools
 import json
 import pathlib
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.exchange import Exchange, Splits
 from torch.distributed._moe.schedule import (
     OverlapSchedule,
     PartSeconds,
     simulated_seconds,
 )
-from torch.distributed._token_switch import TokenSwitch
-
-from measure import provenance
+from torch.distributed.tensor.parallel.expert_parallel import sequential_schedule
 
 
-def _seconds(function: Callable[[], object], rounds: int) -> tuple[float, object]:
-    """Median over rounds of the slowest rank's seconds, and the last result."""
-    times, result = [], None
-    for _ in range(rounds + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        result = function()
-        spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-        dist.all_reduce(spent, dist.ReduceOp.MAX)
-        times.append(spent.item())
-    return statistics.median(times[1:]), result
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from measure import interleaved_seconds, provenance, Spread, spread
+
+
+SIZES = {"T": 2048, "D": 1024, "F": 512, "E": 32, "K": 4}
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+@contextlib.contextmanager
+def slow_link(switch: TokenSwitchAllToAll, bytes_per_s: float) -> Iterator[None]:
+    """Every collective takes longer, by the time that a link of this rate would take."""
+
+    def send(
+        self: Exchange, send: Callable, x: Tensor, splits: Splits, *args, **kwargs
+    ) -> Tensor:
+        out = send(x, splits, *args, **kwargs)
+        # Both directions at once; what the slower one carries.
+        row = x.nbytes / max(x.shape[0], 1)
+        mine = dist.get_rank(self.group)
+        others = []
+        for rows, total in ((splits.send, x.shape[0]), (splits.recv, out.shape[0])):
+            here = total // self.num_ranks if rows is None else rows[mine]
+            others.append(total - here)
+        time.sleep(max(others) * row / bytes_per_s)
+        return out
+
+    for level in switch.levels:
+        level.send = functools.partial(send, level, level.send)
+    try:
+        yield
+    finally:
+        for level in switch.levels:
+            del level.send
+
+
+class Layer:
+    """Operands of one rank."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        T, D, H, E, K = (sizes[name] for name in SIZES)
+        ranks = dist.get_world_size()
+        g = torch.Generator().manual_seed(dist.get_rank())
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g).bfloat16()
+
+        self.x = randn(T, D)
+        self.ids = torch.rand(T, E, generator=g).topk(K, dim=1).indices
+        self.weights = torch.rand(T, K, generator=g)
+        self.w_in = randn(E // ranks, 2 * H, D) * D**-0.5
+        self.w_out = randn(E // ranks, D, H) * H**-0.5
+        self.shared_in = randn(1, 2 * H, D) * D**-0.5
+        self.shared_out = randn(1, D, H) * H**-0.5
+        self.switch = TokenSwitchAllToAll(dist.group.WORLD, E)
+
+    def experts(
+        self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None
+    ) -> Tensor:
+        return F.moe_mlp(rows, ids, weights, self.w_in, self.w_out, num_rows=num_rows)
+
+    def shared(self) -> Tensor:
+        ids = torch.zeros(self.x.shape[0], 1, dtype=torch.int64)
+        return F.moe_mlp(self.x, ids, None, self.shared_in, self.shared_out)
+
+    def run(self, schedule: Callable) -> None:
+        operands = (self.x, self.ids, self.weights, self.experts, self.shared)
+        schedule(self.switch, *operands)
+
+    def parts(self, chunks: int) -> dict[tuple[str, int, int], Callable[[], object]]:
+        """Each part of a forward in chunks, on the results of the ones before it."""
+        functions: dict[tuple[str, int, int], Callable[[], object]] = {}
+        pieces = (t.tensor_split(chunks) for t in (self.x, self.ids, self.weights))
+        for chunk, (x, ids, weights) in enumerate(zip(*pieces)):
+
+            def dispatch(x=x, ids=ids, weights=weights):
+                routing = self.switch.create_routing(ids, layout="flat")
+                return routing, self.switch.dispatch(routing, x, weights)
+
+            routing, (rows, row_weights, row_ids) = dispatch()
+            slots = self.switch.num_slots(routing)
+            experts = functools.partial(self.experts, rows, row_ids, row_weights, slots)
+            combine = functools.partial(self.switch.combine, routing, experts())
+            functions["dispatch", chunks, chunk] = dispatch
+            functions["experts", chunks, chunk] = experts
+            functions["combine", chunks, chunk] = combine
+        return functions
+
+
+def slowest(seconds: dict, rounds: int) -> dict:
+    """Of every round, the rank that took longest."""
+    all_times = torch.tensor(list(seconds.values()), dtype=torch.float64)
+    dist.all_reduce(all_times, dist.ReduceOp.MAX)
+    return dict(zip(seconds, all_times.view(-1, rounds).tolist(), strict=True))
+
+
+def part_seconds(times: dict, chunks: int) -> PartSeconds:
+    def medians(part: str) -> tuple[float, ...]:
+        each = (times[part, chunks, chunk] for chunk in range(chunks))
+        return tuple(statistics.median(t) for t in each)
+
+    shared = statistics.median(times["shared"])
+    names = ("dispatch", "experts", "combine")
+    return PartSeconds(*(medians(name) for name in names), shared)
+
+
+def milliseconds(times: Spread) -> list[float]:
+    return [1e3 * t for t in times]
 
 
 @torch.no_grad()
-def measure_parts(
-    schedule: OverlapSchedule,
-    switch: TokenSwitch,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor],
-    shared: Callable[[], Tensor] | None = None,
-    rounds: int = 7,
-) -> PartSeconds:
-    """Seconds of every part of a forward, each alone. Collective.
+def measure_link(
+    layer: Layer, link: str, args: argparse.Namespace
+) -> list[dict[str, object]]:
+    schedules = {
+        (chunks, where): OverlapSchedule(chunks, where)
+        for chunks in args.chunks
+        for where in ("dispatch", "combine")
+    }
+    functions: dict[object, Callable[[], object]] = {"shared": layer.shared}
+    for chunks in sorted({1, *args.chunks}):
+        functions |= layer.parts(chunks)
+    functions["sequential"] = functools.partial(layer.run, sequential_schedule)
+    for key, schedule in schedules.items():
+        functions[key] = functools.partial(layer.run, schedule)
+    times = slowest(
+        interleaved_seconds(
+            functions, rounds=args.rounds, warmup=2, before=lambda: dist.barrier()
+        ),
+        args.rounds,
+    )
+    plain = part_seconds(times, 1)
+    sequential = spread(times["sequential"])
+    rows = []
+    for (chunks, where), schedule in schedules.items():
+        parts = part_seconds(times, chunks)
+        simulated = simulated_seconds(schedule, parts)
+        measured = spread(times[chunks, where])
+        rows.append(
+            {
+                "link": link,
+                "chunks": chunks,
+                "shared_beside": where,
+                "dispatch_ms": 1e3 * sum(parts.dispatch),
+                "experts_ms": 1e3 * sum(parts.experts),
+                "combine_ms": 1e3 * sum(parts.combine),
+                "shared_ms": 1e3 * parts.shared,
+                "sequential_parts_ms": 1e3 * plain.total(),
+                "simulated_ms": 1e3 * simulated,
+                "simulated_gain": plain.total() / simulated,
+                "sequential_measured_ms": milliseconds(sequential),
+                "measured_ms": milliseconds(measured),
+                "measured_gain": sequential.median / measured.median,
+            }
+        )
+    return rows
 
-    Args:
-        schedule: gives the number of chunks.
-        switch: as for the schedule; so are the other tensors and functions.
-        rounds: measured rounds of each part, after one that is not.
-    """
-    chunks = schedule.num_chunks
-    dispatch, compute, combine = [], [], []
-    for part in zip(*(t.tensor_split(chunks) for t in (x, ids, weights))):
 
-        def send(part=part):
-            routing = switch.create_routing(part[1], layout="flat")
-            return routing, switch.dispatch(routing, part[0], part[2])
+def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", args.ranks)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=args.ranks, timeout=TIMEOUT
+    )
+    layer = Layer({name: getattr(args, name) for name in SIZES})
+    rows = measure_link(layer, "gloo", args)
+    for rate in args.link_gb_per_s:
+        with slow_link(layer.switch, 1e9 * rate):
+            rows += measure_link(layer, f"{rate} GB/s, no core", args)
+    if rank == 0:
+        pathlib.Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
 
-        seconds, (routing, received) = _seconds(send, rounds)
-        dispatch.append(seconds)
-        num_slots = getattr(switch, "num_slots", None)
-        num_rows = None if num_slots is None else num_slots(routing)
-        rows, row_weights, row_ids = received
-        args = (rows, row_ids, row_weights, num_rows)
-        seconds, rows = _seconds(functools.partial(experts, *args), rounds)
-        compute.append(seconds)
-        send_back = functools.partial(switch.combine, routing, rows)
-        combine.append(_seconds(send_back, rounds)[0])
-    alone = _seconds(shared, rounds)[0] if shared else 0.0
-    return PartSeconds(tuple(dispatch), tuple(compute), tuple(combine), alone)
+
+def show(rows: list[dict]) -> None:
+    print(*(f"{name:>22}" for name in rows[0]))
+    for row in rows:
+        cells = []
+        for value in row.values():
+            if isinstance(value, list):
+                value = "{:.1f} ({:.1f} - {:.1f})".format(*value)
+            elif isinstance(value, float):
+                value = f"{value:.2f}"
+            cells.append(f"{value:>22}")
+        print(*cells)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, value in (("T", 2048), ("D", 1024), ("F", 512), ("E", 32), ("K", 4)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, value in SIZES.items():
         parser.add_argument(f"-{name}", type=int, default=value)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--link-gb-per-s", type=float, nargs="*", default=[0.2, 0.05])
     parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    g = torch.Generator().manual_seed(rank)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g).bfloat16()
-
-    x = randn(args.T, args.D)
-    ids = torch.rand(args.T, args.E, generator=g).topk(args.K, dim=1).indices
-    weights = torch.rand(args.T, args.K, generator=g)
-    local = args.E // ranks
-    w_in = randn(local, 2 * args.F, args.D) * args.D**-0.5
-    w_out = randn(local, args.D, args.F) * args.F**-0.5
-    one_in, one_out = randn(1, 2 * args.F, args.D), randn(1, args.D, args.F)
-    nobody = torch.zeros(args.T, 1, dtype=torch.int64)
-    ones = torch.ones(args.T, 1)
-    switch = TokenSwitchAllToAll(dist.group.WORLD, args.E)
-
-    def experts(
-        rows: Tensor, row_ids: Tensor, row_weights: Tensor, num_rows: int | None
-    ) -> Tensor:
-        return F.moe_mlp(rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows)
-
-    def shared() -> Tensor:
-        return F.moe_mlp(x, nobody, ones, one_in, one_out)
-
-    rows = []
-    for chunks in args.chunks:
-        for where in ("dispatch", "combine"):
-            schedule = OverlapSchedule(chunks, where)
-            operands = (switch, x, ids, weights, experts, shared)
-            parts = measure_parts(schedule, *operands, args.rounds)
-            with torch.no_grad():
-                here, _ = _seconds(lambda: schedule(*operands), args.rounds)
-            predicted = simulated_seconds(schedule, parts)
-            rows.append(
-                {
-                    "chunks": chunks,
-                    "shared": where,
-                    "sequential_ms": 1e3 * parts.total(),
-                    "simulated_ms": 1e3 * predicted,
-                    "simulated_gain": parts.total() / predicted,
-                    "measured_here_ms": 1e3 * here,
-                    "parts_s": dataclasses.asdict(parts),
-                }
-            )
-            if rank == 0:
-                shown = {k: v for k, v in rows[-1].items() if k != "parts_s"}
-                values = (f"{v:.4g}" if type(v) is float else v for v in shown.values())
-                print(*(f"{name} {v} " for name, v in zip(shown, values)))
-    if rank == 0 and args.out:
-        shapes = {name: getattr(args, name) for name in "TDFEK"}
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (folder, args), nprocs=args.ranks)
+        rows = json.loads(pathlib.Path(folder, "rows.json").read_text())
+    show(rows)
+    if args.out:
         result = {
-            "provenance": provenance(),
-            "ranks": ranks,
-            "tokens_per_rank": shapes,
+            **provenance(),
+            "ranks": args.ranks,
+            "tokens_per_rank": {name: getattr(args, name) for name in SIZES},
             "rounds": args.rounds,
+            "milliseconds": "median, or median, p10 and p90, of the slowest rank",
             "rows": rows,
         }
         text = json.dumps(result, indent=1) + "\n"
         (args.out / "ep_overlap.json").write_text(text)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

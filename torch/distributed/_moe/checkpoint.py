@@ -36,6 +36,7 @@ from torch.utils.checkpoint import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
     from typing_extensions import Self
 
 
