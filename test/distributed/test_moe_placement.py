@@ -321,7 +321,12 @@ class TestQuota(TestCase):
             shared = []
             for drift in (0.0, 0.1, 0.3, 10.0):
                 placement = plan(
-                    loads, CLUSTER, num_groups=256, num_replicas=256, drift=drift
+                    loads,
+                    CLUSTER,
+                    num_groups=256,
+                    num_replicas=256,
+                    num_node_replicas=0,
+                    drift=drift,
                 )
                 nodes = placement.rank_holds().view(8, 8, 256).sum(1)
                 shared.append(int(nodes.gt(0).sum()) - 256)
