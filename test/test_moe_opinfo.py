@@ -96,7 +96,7 @@ def layout(result):
 class TestMoeOpInfo(TestCase):
     def test_in_op_db(self, device):
         names = {op.name for op in moe_op_db}
-        self.assertEqual(len(names), 5)
+        self.assertEqual(len(names), 7)
         self.assertEqual(names - {op.name for op in op_db}, set())
 
     # TestCommon
@@ -220,7 +220,7 @@ class TestMoeOpInfo(TestCase):
             loss = sum(y.sum() for y in function(*operands))
             grads = torch.autograd.grad(loss, operands, create_graph=True)
             with self.assertRaisesRegex(
-                RuntimeError, "_moe_mlp_backward is not implemented"
+                RuntimeError, "_moe_(mlp|topk)_backward is not implemented"
             ):
                 sum(g.sum() for g in grads).backward()
 
@@ -234,7 +234,7 @@ class TestMoeOpInfo(TestCase):
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(args[0], args[0])
             with self.assertRaisesRegex(
-                NotImplementedError, "forward AD with _moe_mlp"
+                NotImplementedError, "forward AD with _moe_(mlp|topk)"
             ):
                 op(dual, *args[1:], **kwargs)
 
@@ -283,7 +283,7 @@ class TestMoeOpInfo(TestCase):
 
     @all_ops
     def test_core_aten(self, device, dtype, op):
-        # The three ops are kernels, not decompositions; what the functionals add to
+        # The ops are kernels, not decompositions; what the functionals add to
         # them decomposes to core ATen with the same result.
         table = core_aten_decompositions()
         for sample in op.sample_inputs(device, dtype):

@@ -236,9 +236,17 @@ class TestMoeShardingRules(TestCase):
         dist.destroy_process_group()
         super().tearDown()
 
-    @parametrize("name,confirmed", [("_moe_mlp", 2), ("_moe_mlp_backward", 2)])
+    @parametrize(
+        "name,confirmed",
+        [
+            ("_moe_mlp", 2),
+            ("_moe_mlp_backward", 2),
+            ("_moe_topk", 1),
+            ("_moe_topk_backward", 1),
+        ],
+    )
     def test_rules_are_confirmed(self, name, confirmed):
-        # The rule of both samples whose hidden units two ranks can share.
+        # On the samples whose hidden units, or tokens, two ranks can share.
         stats = compare_operator(name, incorrect_only=True)
         self.assertFalse(stats.no_dtensor_support)
         self.assertEqual(stats.false_positives, [])

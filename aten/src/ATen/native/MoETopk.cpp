@@ -108,6 +108,31 @@ void check_topk(
       k);
 }
 
+void check_topk_backward(
+    const Tensor& grad_weights,
+    const Tensor& logits,
+    const Tensor& topk_indices,
+    std::string_view score) {
+  constexpr const char* op = "_moe_topk_backward";
+  check_logits(op, logits, score);
+  TORCH_CHECK_TYPE(
+      topk_indices.scalar_type() == kLong,
+      op,
+      ": topk_indices must have dtype int64, got ",
+      moe::dtype_name(topk_indices.scalar_type()));
+  const auto T = logits.sym_size(0);
+  TORCH_CHECK_VALUE(
+      topk_indices.dim() == 2 &&
+          topk_indices.sym_size(0).sym_eq(T).expect_true(__FILE__, __LINE__),
+      op,
+      ": topk_indices must have shape (T, K) with T = ",
+      T,
+      ", got ",
+      moe::shape_string(topk_indices.sym_sizes()));
+  moe::check_shape(
+      op, "grad_weights", grad_weights, "(T, K)", topk_indices.sym_sizes());
+}
+
 Tensor scores_of(const Tensor& logits, std::string_view score) {
   const auto wide = logits.to(score_dtype(logits));
   return score == "softmax" ? at::softmax(wide, -1) : at::sigmoid(wide);
@@ -159,9 +184,10 @@ std::tuple<Tensor, Tensor> moe_topk_composite(
   check_topk(logits, k, bias, score, num_groups, top_groups);
   const auto scores = scores_of(logits, score);
   const auto choice = bias.has_value() ? scores + *bias : scores;
+  // Not contiguous(): without tokens, a slice of E columns already counts as that.
   const auto indices =
       select_experts(choice, k, bias.has_value(), num_groups, top_groups)
-          .contiguous();
+          .clone(at::MemoryFormat::Contiguous);
   auto weights = scores.gather(-1, indices);
   if (normalize) {
     weights = weights / (weights.sum(-1, /*keepdim=*/true) + kSumGuard);
@@ -197,16 +223,7 @@ Tensor moe_topk_backward_composite(
     std::string_view score,
     bool normalize,
     double scale) {
-  check_logits("_moe_topk_backward", logits, score);
-  TORCH_CHECK_VALUE(
-      grad_weights.sizes() == topk_indices.sizes() && topk_indices.dim() == 2 &&
-          topk_indices.size(0) == logits.size(0),
-      "_moe_topk_backward: grad_weights and topk_indices must have shape (T, K) with T = ",
-      logits.size(0),
-      ", got ",
-      grad_weights.sizes(),
-      " and ",
-      topk_indices.sizes());
+  check_topk_backward(grad_weights, logits, topk_indices, score);
   const auto scores = scores_of(logits, score);
   const auto chosen = scores.gather(-1, topk_indices);
   auto grad = grad_weights.to(scores.scalar_type()) * scale;
@@ -233,7 +250,7 @@ Tensor moe_topk_backward_meta(
     std::string_view score,
     bool normalize,
     double scale) {
-  check_logits("_moe_topk_backward", logits, score);
+  check_topk_backward(grad_weights, logits, topk_indices, score);
   return at::empty_symint(logits.sym_sizes(), logits.options());
 }
 
