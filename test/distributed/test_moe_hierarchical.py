@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed._moe import wire
 from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
 from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
+from torch.distributed._moe.rerun import grow_and_rerun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
@@ -96,7 +97,7 @@ class TestHierarchical(TokenSwitchTest):
                 switch.check_overflow()
         # What the first level left out did not reach the second: two reruns.
         switch = self.switch(combine=combine, capacity=(2, 3))
-        got = self.run_switch(switch, operands, *part, grow=True)
+        got = self.run_switch(switch, operands, *part, rerun=grow_and_rerun)
         self.assertEqual(switch.capacity, (9, 16))
         self.assert_same_bits(got, compact)
 

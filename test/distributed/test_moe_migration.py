@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed._moe.load_stats import LoadStats
 from torch.distributed._moe.migration import migrate, sum_replica_gradients
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
@@ -31,7 +30,8 @@ def slot_values(placement, rank, dtype, salt):
     return torch.stack(rows)
 
 
-class GlooTest(MultiProcContinuousTest):
+@instantiate_parametrized_tests
+class TestMigration(MultiProcContinuousTest):
     world_size = 4
 
     @classmethod
@@ -42,9 +42,6 @@ class GlooTest(MultiProcContinuousTest):
     def device_type(cls):
         return "cpu"
 
-
-@instantiate_parametrized_tests
-class TestMigration(GlooTest):
     def placements(self):
         g = torch.Generator().manual_seed(0)
         loads = torch.rand(2, E, generator=g)
@@ -146,37 +143,6 @@ class TestMigration(GlooTest):
             sum_replica_gradients([torch.zeros(4, 2)], small)
         with self.assertRaisesRegex(ValueError, r"3 slots .* got shape \(2, 2\)"):
             migrate([torch.zeros(2, 2)], plain, plain)
-
-
-class TestLoadStats(GlooTest):
-    def test_average_over_ranks_and_time(self):
-        stats = LoadStats(2, E, decay=0.75)
-        with self.assertRaisesRegex(RuntimeError, r"call start\(\) first"):
-            stats.result()
-        counts = torch.arange(E, dtype=torch.int32)
-        stats.record(0, counts * (self.rank + 1))
-        stats.record(1, counts)
-        stats.record(1, counts)
-        stats.start()
-        stats.record(0, counts)  # belongs to the next sum
-        self.assertTrue(stats.pending)
-        with self.assertRaisesRegex(RuntimeError, "take result"):
-            stats.start()
-        first = stats.result()
-        want = torch.stack([counts * 10, counts * 8]).double()
-        self.assertEqual(first, want)
-        stats.start()
-        second = torch.stack([counts * 4, counts * 0]).double()
-        self.assertEqual(stats.result(), 0.75 * want + 0.25 * second)
-        gathered = [None] * self.world_size
-        dist.all_gather_object(gathered, first.tolist())
-        self.assertTrue(all(g == gathered[0] for g in gathered))
-
-    def test_errors(self):
-        with self.assertRaisesRegex(ValueError, r"decay must be in \[0, 1\), got 1"):
-            LoadStats(1, E, decay=1)
-        with self.assertRaisesRegex(ValueError, r"shape \(8,\), got \(7,\)"):
-            LoadStats(1, E).record(0, torch.zeros(7, dtype=torch.int32))
 
 
 if __name__ == "__main__":

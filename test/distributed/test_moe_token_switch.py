@@ -1,22 +1,17 @@
 # Owner(s): ["oncall: distributed"]
 
 import dataclasses
-import functools
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed._moe import wire
-from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
-from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchAllToAll
-from torch.distributed._moe.checkpoint import save_communication
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     slowTest,
-    TestCase,
 )
 from torch.testing._internal.distributed.moe_token_switch import (
     CASE,
@@ -27,8 +22,6 @@ from torch.testing._internal.distributed.moe_token_switch import (
     truth,
 )
 from torch.testing._internal.moe_generators import ROUTINGS
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 
 def scale_layer(switch, ids, x, weights, w_in, w_out):
@@ -36,16 +29,6 @@ def scale_layer(switch, ids, x, weights, w_in, w_out):
     routing = switch.create_routing(ids)
     rows, row_weights, _ = switch.dispatch(routing, x, weights)
     return switch.combine(routing, rows * row_weights.sum(1, keepdim=True).to(x.dtype))
-
-
-class CountAllToAll(TorchDispatchMode):
-    """Counts the all-to-alls that run, in forward and backward."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops._c10d_functional.all_to_all_single.default
-        return func(*args, **(kwargs or {}))
 
 
 @instantiate_parametrized_tests
@@ -84,41 +67,13 @@ class TestAllToAll(TokenSwitchTest):
                 self.assert_same_bits(static, compact, (routing, share))
 
     @parametrize("combine", ["reduce", "exact"])
-    def test_overflow_raises_on_every_rank_and_a_rerun_recovers(self, combine):
+    def test_overflow_raises_on_every_rank(self, combine):
         operands = truth("one_expert").operands
         part = self.part(4, "gaps")
         switch = self.switch(combine=combine, capacity=2)
         self.run_switch(switch, operands, *part)
         with self.assertRaisesRegex(RuntimeError, "needed 9 rows but capacity is 2"):
             switch.check_overflow()
-        got = self.run_switch(switch, operands, *part, grow=True)
-        self.assertEqual(switch.capacity, 9)
-        compact = self.run_switch(self.switch(combine=combine), operands, *part)
-        self.assert_same_bits(got, compact)
-
-    def test_all_replicas_rerun_together(self):
-        # Ranks 0 and 1 share experts, 2 and 3 hold copies; only the first pair has
-        # more tokens than fit, and each step ends with a collective over all four.
-        switch = self.switch(ep=2, capacity=2)
-        tokens = 3 if self.rank < 2 else 1
-        steps = []
-
-        def step():
-            ids = torch.zeros(tokens, 1, dtype=torch.int64)
-            routing = switch.create_routing(ids)
-            rows, _, _ = switch.dispatch(routing, torch.ones(tokens, 4), ids.float())
-            total = switch.combine(routing, rows).sum()
-            dist.all_reduce(total)
-            steps.append(total.item())
-
-        grow_and_rerun([switch], step, group=dist.group.WORLD)
-        self.assertEqual(steps, [4 * (2 + 2 + 1 + 1), 4 * (3 + 3 + 1 + 1)])
-        self.assertEqual(switch.capacity, 3 if self.rank < 2 else 2)
-
-        with self.assertRaisesRegex(RuntimeError, "did not fit after 0 reruns"):
-            switch.capacity = 1
-            tokens = 5
-            grow_and_rerun([switch], step, max_reruns=0, group=dist.group.WORLD)
 
     @parametrize("combine", ["reduce", "exact"])
     @parametrize("capacity", [None, 8])
@@ -172,81 +127,6 @@ class TestAllToAll(TokenSwitchTest):
                 got = self.run_switch(switch, operands, *part, layer=compiled)
                 self.assert_same_bits(got, want, routing)
                 self.assertEqual(got.grad_w_in, want.grad_w_in)
-
-    @parametrize("combine", ["reduce", "exact"])
-    @parametrize("capacity", [None, 17])
-    def test_checkpoint_does_not_communicate_again(self, combine, capacity):
-        operands = truth("zipf").operands
-        part = self.part(4, "gaps")
-        switch = self.switch(combine=combine, capacity=capacity)
-
-        def behind(switch, *args):
-            # Recomputing this needs what combine returned.
-            return run_layer(switch, *args).sin().sin()
-
-        def layer_with(context_fn):
-            return functools.partial(
-                checkpoint, behind, use_reentrant=False, context_fn=context_fn
-            )
-
-        counts, results = [], []
-        kept = save_communication()
-        for layer in (behind, layer_with(kept), layer_with(noop_context_fn)):
-            with CountAllToAll() as mode:
-                results.append(self.run_switch(switch, operands, *part, layer=layer))
-            counts.append(mode.count)
-        for got in results[1:]:
-            self.assert_same_bits(got, results[0])
-        # Forward: sizes (compact), ids, rows, weights, returned; backward: the last 3.
-        once = 8 if capacity is None else 7
-        self.assertEqual(counts[:2], [once, once])
-        # Shows that the test can fail.
-        self.assertEqual(counts[2], once + once - 3)
-
-    def test_wire_bytes_are_the_deduplicated_minimum(self):
-        T, D, K, E = 64, 2048, 8, 32
-        generator = torch.Generator().manual_seed(0)
-        ids = [
-            torch.rand(T, E, generator=generator).argsort(1)[:, :K] for _ in range(3)
-        ]
-        ids.append(torch.zeros(T, K, dtype=torch.int64))  # one row, K slots
-        mine = ids[self.rank].int()
-        x, weights = torch.randn(T, D).bfloat16(), torch.rand(T, K)
-        copies, slots = 0, 0
-        for t in range(T):
-            copies += len({e // 8 for e in mine[t].tolist()} - {self.rank})
-            slots += sum(e // 8 != self.rank for e in mine[t].tolist())
-        minimum = deduplicated_rows(ids, E, (4,))["flat"][self.rank]
-        self.assertEqual(minimum, copies)
-        bf16 = copies * D * 2
-
-        for combine in ("reduce", "exact"):
-            switch = self.switch(num_experts=E, combine=combine)
-            with count_wire_bytes(switch) as sent:
-                routing = switch.create_routing(mine)
-                switch.dispatch(routing, x, weights)
-            self.assertEqual(sent.payload("flat"), bf16)
-            # An int32 and a float per slot, four int32 per pair of ranks.
-            self.assertEqual(sent.metadata("flat"), 8 * slots + 3 * 16)
-            self.assertLessEqual(sent.metadata("flat"), 0.02 * bf16)
-            self.assertEqual(sent.scales("flat"), 0)
-
-        switch = self.switch(num_experts=E, wire_dtype=torch.float8_e4m3fn)
-        with count_wire_bytes(switch) as sent:
-            routing = switch.create_routing(mine)
-            rows, _, _ = switch.dispatch(routing, x, weights)
-        self.assertEqual(sent.payload("flat"), copies * D)
-        self.assertEqual(sent.scales("flat"), copies * D // 128)
-        self.assertLessEqual(sent.payload("flat") + sent.scales("flat"), 0.52 * bf16)
-        with count_wire_bytes(switch) as sent:
-            switch.combine(routing, rows)
-        received = sum(
-            len({e // 8 for e in row.tolist()} & {self.rank})
-            for source, other in enumerate(ids)
-            if source != self.rank
-            for row in other
-        )
-        self.assertEqual(sent.sent["flat"], {"returned": received * D * 2})
 
     @parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
     def test_wire_dtype_rounds_the_rows_once(self, dtype):
@@ -315,39 +195,6 @@ class TestAllToAll(TokenSwitchTest):
             switch.combine(routing, torch.zeros(1000, 4))
         with self.assertRaisesRegex(RuntimeError, "no static routing was made"):
             switch.required_capacity()
-
-
-class TestWire(TestCase):
-    def test_fp8_error_and_range(self):
-        torch.manual_seed(0)
-        for dim in (1, 127, 128, 300):
-            self.assertEqual(
-                wire.encode(torch.empty(0, dim), torch.float8_e4m3fn).numel(), 0
-            )
-            x = torch.randn(7, dim) * torch.logspace(-20, 20, 7)[:, None]
-            x[3] = 0
-            packed = wire.encode(x, torch.float8_e4m3fn)
-            self.assertEqual(packed.shape, (7, dim + -(-dim // 128)))
-            back = wire.decode(packed, torch.float8_e4m3fn, dim, x.dtype)
-            self.assertEqual(back[3], x[3])
-            # 3 mantissa bits: half a unit of 2**-3 relative, or of the smallest
-            # subnormal of a block whose largest value is 2**8 and above.
-            largest = x.abs().amax(1, keepdim=True)
-            allowed = torch.maximum(x.abs() / 16, largest * 2.0**-17)
-            self.assertTrue(((back - x).abs() <= allowed).all())
-
-    def test_fp8_twice_is_once(self):
-        x = torch.randn(5, 256)
-        for _ in range(2):
-            once = wire.decode(
-                wire.encode(x, torch.float8_e4m3fn),
-                torch.float8_e4m3fn,
-                256,
-                torch.bfloat16,
-            )
-            if x.dtype == torch.bfloat16:
-                self.assertEqual(once, x, atol=0, rtol=0)
-            x = once
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Owner(s): ["module: dsl-native-ops"]
-"""Which calls of the MoE ops the Triton kernels take, and what a user can choose.
+"""Which calls of the MoE ops the Triton kernels take, and what moe_kernel() changes.
 
 Runs without a GPU: the device is mocked. What the kernels compute is tested in
 test_moe_triton_interpreter.py.
@@ -11,12 +11,7 @@ from unittest import mock
 
 import torch
 from torch._native.ops.moe import triton_impl
-from torch.nn.moe.backend import (
-    _enabled_backends,
-    _triton_is_registered,
-    moe_kernel,
-    MoeBackend,
-)
+from torch.nn.moe.backend import _triton_is_registered, moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -283,29 +278,6 @@ class TestSelection(EligibilityTestCase):
             ):
                 with self.assertRaisesRegex(RuntimeError, "no driver"):
                     triton_impl._mlp_cond(*self.args())
-
-    def test_context_nests_and_restores(self):
-        with moe_kernel([MoeBackend.COMPOSITE, MoeBackend.TRITON]):
-            with self.assertRaisesRegex(KeyError, "inside"):
-                with moe_kernel(MoeBackend.TRITON):
-                    self.assertEqual(_enabled_backends(), (MoeBackend.TRITON,))
-                    raise KeyError("inside")
-            self.assertEqual(len(_enabled_backends()), 2)
-        self.assertEqual(_enabled_backends(), tuple(MoeBackend))
-
-    @parametrize("backends", [[], ["triton"], [MoeBackend.TRITON, None]])
-    def test_bad_arguments(self, backends):
-        with self.assertRaisesRegex(ValueError, "backends must be"):
-            with moe_kernel(backends):
-                pass
-
-    def test_triton_that_is_not_there(self):
-        with mock.patch("torch.nn.moe.backend._triton_is_registered", lambda: False):
-            with self.assertRaisesRegex(RuntimeError, "not available"):
-                with moe_kernel(MoeBackend.TRITON):
-                    pass
-            with moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE]):
-                pass
 
     def test_log_says_which_kernel_runs(self):
         with self.assertLogs(triton_impl.log, logging.DEBUG) as logs:

@@ -392,7 +392,8 @@ def _update_series(exported: Exported, series: Series) -> bool:
         old = list(entry.get("files", []))
         if sorted(old) == sorted(new):
             continue
-        tests = [t for t in entry.get("tests", []) if t in new]
+        # A test that is not among its files is one of an earlier PR.
+        tests = [t for t in entry.get("tests", []) if t in new or t not in old]
         tests += [f for f in new if _is_test(f) and f not in tests and f not in old]
         files = [f for f in old if f in new] + [f for f in new if f not in old]
         entry["files"] = _multiline(files)

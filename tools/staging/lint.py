@@ -34,9 +34,10 @@ def large_prs(series: Series) -> list[str]:
         total = sum(n for _, n in sizes)
         if total > MAX_CHANGED_LINES:
             path, most = max(sizes, key=lambda item: item[1])
+            why = "; its `large` in series.toml says why" if pr.large else ""
             found.append(
                 f"{pr.name}: {total} changed lines outside tests, generated files and "
-                f"kernels, aim {MAX_CHANGED_LINES}; most in {path} ({most})"
+                f"kernels, aim {MAX_CHANGED_LINES}; most in {path} ({most}){why}"
             )
     return found
 

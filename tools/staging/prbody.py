@@ -207,7 +207,8 @@ def _review(series: Series, pr: PullRequest, patch: patchfile.Patch) -> str:
         words = [w for w in ("new" if path in new else "", kind) if w]
         rows.append([f"`{path}`", str(lines), ", ".join(words)])
     core = sum(lines for _, lines, kind in sizes if not kind)
-    return f"{_table(rows)}\n\n{core} changed lines outside tests, generated files and kernels."
+    text = f"{_table(rows)}\n\n{core} changed lines outside tests, generated files and kernels."
+    return f"{text} {pr.large.strip()}" if pr.large else text
 
 
 def file_sizes(series: Series, pr: PullRequest) -> Iterator[tuple[str, int, str]]:

@@ -29,7 +29,7 @@ UPSTREAM_ROOTS = (
 )
 _PR_KEYS = {
     *("name", "title", "files", "tests", "labels", "owners"),
-    *("fixes", "support", "test_plan", "results", "bc", "upstream"),
+    *("fixes", "support", "test_plan", "results", "bc", "large", "upstream"),
 }
 _UPSTREAM_KEYS = {"path", "commit", "context"}
 
@@ -74,6 +74,7 @@ class PullRequest:
     test_plan: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     bc: str = ""
+    large: str = ""
     upstream: tuple[UpstreamFile, ...] = ()
 
     @property
@@ -99,8 +100,8 @@ class Series:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """All test files, in stack order."""
-        return tuple(t for pr in self.prs for t in pr.tests)
+        """All test files, in stack order; one may prove several PRs."""
+        return tuple(dict.fromkeys(t for pr in self.prs for t in pr.tests))
 
     def get(self, name: str) -> PullRequest:
         """The PR with this name (or slot number).
@@ -183,6 +184,7 @@ def _pull_request(entry: dict) -> PullRequest:
         title=entry["title"],
         support=tuple(tuple(row) for row in entry.get("support", ())),
         bc=entry.get("bc", ""),
+        large=entry.get("large", ""),
         upstream=tuple(_upstream_file(entry, f) for f in entry.get("upstream", ())),
         **{key: tuple(entry.get(key, ())) for key in lists},
     )
@@ -218,8 +220,11 @@ def _file_problems(series: Series) -> Iterator[str]:
             if not (series.root / path).is_file():
                 yield f"{path}: listed by {pr.name}, but there is no such file"
         for test in pr.tests:
-            if test not in pr.files:
-                yield f"{test}: a test of {pr.name} that is not among its files"
+            if test not in seen:
+                yield (
+                    f"{test}: a test of {pr.name} that is not among its files or those "
+                    "of an earlier PR"
+                )
     for path in landing_files(series):
         if path not in seen:
             yield f"{path}: belongs to no PR (and is not in non_landing)"

@@ -157,3 +157,17 @@ def test_new_source_without_a_line_in_the_build_list(project):
 )
 def test_kinds(path, kind):
     assert prbody.kind_of(path) == kind
+
+
+def test_large_pr_with_a_reason(project):
+    project.write("torch/nn/moe.py", "x = 1\n" * 600)
+    path = project.root / "torch_patches/series.toml"
+    text = path.read_text()
+    at = text.index('name = "110-second"')
+    head = text[:at].rstrip().removesuffix("[[pr]]")
+    path.write_text(
+        f'{head}large = "No part of it works alone."\n\n[[pr]]\n{text[at:]}'
+    )
+    (line,) = lint.large_prs(project.series)
+    assert line.endswith("; its `large` in series.toml says why")
+    assert body(project, "100").count("No part of it works alone.") == 1

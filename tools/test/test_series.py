@@ -91,3 +91,24 @@ def test_tool_caches_are_not_sources(project):
     project.write("test/.pytest_cache/v/lastfailed", "{}\n")
     project.write("torch/nn/__pycache__/moe.cpython-311.pyc", "")
     assert series_module.problems(project.series) == []
+
+
+def test_a_test_may_prove_a_later_pr_too(project):
+    project.write("test/test_more.py", "\n")
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(
+        path.read_text()
+        + '\n[[pr]]\nname = "120-third"\ntitle = "t"\nfiles = ["test/test_more.py"]\n'
+        'tests = ["test/test_more.py", "test/test_moe.py"]\n'
+    )
+    patch = (project.root / "torch_patches/110-second.patch").read_text()
+    head = patch[: patch.index("diff --git")]
+    (project.root / "torch_patches/120-third.patch").write_text(head)
+    assert series_module.problems(project.series) == []
+    assert project.series.tests == ("test/test_moe.py", "test/test_more.py")
+    text = path.read_text().replace(
+        'tests = ["test/test_moe.py"]', 'tests = ["test/test_more.py"]'
+    )
+    path.write_text(text)
+    (problem,) = series_module.problems(project.series)
+    assert problem.startswith("test/test_more.py: a test of 110-second that is not")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._moe.placement import Placement
+from torch.distributed._moe.topology import Placement
 from torch.distributed.tensor import DTensor
 
 

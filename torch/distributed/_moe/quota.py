@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed._moe.placement import Placement
+from torch.distributed._moe.topology import Placement
 
 
 if TYPE_CHECKING:

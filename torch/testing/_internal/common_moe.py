@@ -23,6 +23,14 @@ def call_composite(op, *args, **kwargs):
 BACKENDS = {"native": call_native, "composite": call_composite}
 
 
+def backends_of(op) -> list[str]:
+    """Names of the :data:`BACKENDS` that ``op`` has a kernel for in this build."""
+    key = "CompositeExplicitAutograd"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        return list(BACKENDS)
+    return ["native"]
+
+
 def to_meta(value):
     """``value`` with every tensor replaced by a meta tensor of the same shape and strides."""
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)

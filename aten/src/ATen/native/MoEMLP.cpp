@@ -1,5 +1,5 @@
 // _moe_mlp and its backward: entry points of the CPU and the Meta kernels.
-// See MoEUtils.h for the notation and the rules.
+// See MoEMLPUtils.h for the notation and the rules.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>

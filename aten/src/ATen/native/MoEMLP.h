@@ -4,7 +4,7 @@
 // values and allocate; the kernels behind these stubs only compute.
 
 #include <ATen/native/DispatchStub.h>
-#include <ATen/native/MoEUtils.h>
+#include <ATen/native/MoEMLPUtils.h>
 
 namespace at::native {
 

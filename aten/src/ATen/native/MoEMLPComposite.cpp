@@ -1,19 +1,18 @@
 // _moe_mlp for every backend that has no kernel of its own, from ATen ops. See
-// MoEUtils.h for the notation.
+// MoEMLPUtils.h for the notation.
 //
 // Where the rules of _grouped_mm allow it, the matmuls are grouped ones: then
 // nothing here syncs with the host and no shape depends on data, so the op can
 // be captured in a CUDA graph. Otherwise a loop over the experts reads `offs`
 // on the host: one sync.
 //
-// A row without a slot (padding, or behind the last expert) is set to zero
-// before each use, as _grouped_mm leaves the rows behind offs[-1]
-// uninitialised.
+// A row without a slot is set to zero before each use, as _grouped_mm leaves
+// the rows behind offs[-1] uninitialised.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEUtils.h>
+#include <ATen/native/MoEMLPUtils.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._moe.adapters import ExpertAdapter, GroupedExpertsAdapter
-from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchAllToAll
-from torch.distributed._moe.mesh import fold_expert_parallel
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.rerun import grow_and_rerun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
@@ -491,42 +491,6 @@ class TestExpertParallel(ExpertParallelTest):
         split.w_in = nn.Parameter(torch.zeros(2, 2 * H, D))
         with self.assertRaisesRegex(RuntimeError, "'w_in' must be the DTensor"):
             split(torch.randn(4, D))
-
-
-class TestFoldExpertParallel(ExpertParallelTest):
-    def test_ranks(self):
-        dense = self.mesh(("dp_shard", "cp", "tp"), 1, 2, 2)
-        for ep in (1, 2, 4):
-            sparse = fold_expert_parallel(dense, ep)
-            self.assertEqual(sparse.mesh_dim_names, ("efsdp", "ep"))
-            self.assertEqual(sparse.shape, (4 // ep, ep))
-            self.assertEqual(sparse["ep"].get_local_rank(), self.rank % ep)
-            self.assertEqual(sparse["efsdp"].get_local_rank(), self.rank // ep)
-
-    def test_other_dims_stay(self):
-        dense = self.mesh(("pp", "dp_shard"), 2, 2)
-        sparse = fold_expert_parallel(dense, 2)
-        self.assertEqual(sparse.mesh_dim_names, ("pp", "efsdp", "ep"))
-        self.assertEqual(sparse.shape, (2, 1, 2))
-        self.assertEqual(
-            sparse["pp"].get_group().group_name, dense["pp"].get_group().group_name
-        )
-        self.assertEqual(
-            sparse["ep"].mesh.tolist(), [self.rank // 2 * 2, self.rank // 2 * 2 + 1]
-        )
-
-    def test_errors(self):
-        dense = self.mesh(("dp_shard", "cp", "tp"), 1, 2, 2)
-        with self.assertRaisesRegex(
-            ValueError, r"ep_degree must divide dp_shard=1 \* cp=2 \* tp=2 = 4, got 3"
-        ):
-            fold_expert_parallel(dense, 3)
-        with self.assertRaisesRegex(ValueError, "= 4, got 0"):
-            fold_expert_parallel(dense, 0)
-        with self.assertRaisesRegex(ValueError, r"at least one of .* got .*\('x', 'y'"):
-            fold_expert_parallel(self.mesh(("x", "y"), 2, 2), 2)
-        with self.assertRaisesRegex(ValueError, "must not have a dim 'tp' yet"):
-            fold_expert_parallel(dense, 2, dims=("cp",), efsdp_dim="tp")
 
 
 if __name__ == "__main__":

@@ -450,7 +450,7 @@ def token_switches(model: nn.Module) -> list[TokenSwitch]:
     """Token switches of the expert parallel modules in ``model``, in module order.
 
     For ``check_overflow`` after a step, or
-    :func:`torch.distributed._moe.all_to_all.grow_and_rerun`.
+    :func:`torch.distributed._moe.rerun.grow_and_rerun`.
     """
     regions = [getattr(m, "_expert_parallel", None) for m in model.modules()]
     return [region.switch for region in regions if region is not None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 if TYPE_CHECKING:
-    from torch.distributed._moe.placement import Placement
+    from torch.distributed._moe.topology import Placement
 
 
 LOADS = ("uniform", "lognormal_0.5", "lognormal_1.0", "zipf_1")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchAllToAll
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -176,10 +176,14 @@ class TokenSwitchTest(MultiProcContinuousTest):
         tokens: slice,
         experts: slice,
         *,
-        grow: bool = False,
+        rerun: Callable[..., Tensor] | None = None,
         layer: Callable[..., Tensor] = run_layer,
     ) -> Result:
-        """Forward and backward of this rank's tokens and experts."""
+        """Forward and backward of this rank's tokens and experts.
+
+        Args:
+            rerun (callable, optional): ``rerun([switch], step)`` runs the step.
+        """
         leaves = leaves_of(operands, tokens, experts)
         ids = operands.topk_indices[tokens]
 
@@ -190,7 +194,7 @@ class TokenSwitchTest(MultiProcContinuousTest):
             y.backward(operands.grad_out[tokens])
             return y.detach()
 
-        y = grow_and_rerun([switch], step) if grow else step()
+        y = step() if rerun is None else rerun([switch], step)
         return Result(y, *(t.grad for t in leaves))
 
     def check(

@@ -5,7 +5,7 @@
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <ATen/native/MoEUtils.h>
+#include <ATen/native/MoEMLPUtils.h>
 #include <c10/util/MathConstants.h>
 
 #include <algorithm>

@@ -1,0 +1,219 @@
+# Owner(s): ["oncall: distributed"]
+"""What a training step needs besides a token switch: rerun, checkpoint, byte counts."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.checkpoint import save_communication
+from torch.distributed._moe.rerun import grow_and_rerun
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.distributed.moe_token_switch import (
+    leaves_of,
+    run_layer,
+    TokenSwitchTest,
+    truth,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+
+class CountAllToAll(TorchDispatchMode):
+    """Counts the all-to-alls that run, in forward and backward."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops._c10d_functional.all_to_all_single.default
+        return func(*args, **(kwargs or {}))
+
+
+@instantiate_parametrized_tests
+class TestSwitchTools(TokenSwitchTest):
+    def switch(self, ep=4, num_experts=8, **kwargs):
+        group = self.mesh(4 // ep, ep).get_group(1)
+        return TokenSwitchAllToAll(group, num_experts, **kwargs)
+
+    @parametrize("combine", ["reduce", "exact"])
+    def test_a_rerun_recovers_from_overflow(self, combine):
+        operands = truth("one_expert").operands
+        part = self.part(4, "gaps")
+        switch = self.switch(combine=combine, capacity=2)
+        got = self.run_switch(switch, operands, *part, rerun=grow_and_rerun)
+        self.assertEqual(switch.capacity, 9)
+        compact = self.run_switch(self.switch(combine=combine), operands, *part)
+        self.assert_same_bits(got, compact)
+
+    def test_all_replicas_rerun_together(self):
+        # Ranks 0 and 1 share experts, 2 and 3 hold copies; only the first pair has
+        # more tokens than fit, and each step ends with a collective over all four.
+        switch = self.switch(ep=2, capacity=2)
+        tokens = 3 if self.rank < 2 else 1
+        steps = []
+
+        def step():
+            ids = torch.zeros(tokens, 1, dtype=torch.int64)
+            routing = switch.create_routing(ids)
+            rows, _, _ = switch.dispatch(routing, torch.ones(tokens, 4), ids.float())
+            total = switch.combine(routing, rows).sum()
+            dist.all_reduce(total)
+            steps.append(total.item())
+
+        grow_and_rerun([switch], step, group=dist.group.WORLD)
+        self.assertEqual(steps, [4 * (2 + 2 + 1 + 1), 4 * (3 + 3 + 1 + 1)])
+        self.assertEqual(switch.capacity, 3 if self.rank < 2 else 2)
+
+        with self.assertRaisesRegex(RuntimeError, "did not fit after 0 reruns"):
+            switch.capacity = 1
+            tokens = 5
+            grow_and_rerun([switch], step, max_reruns=0, group=dist.group.WORLD)
+
+    @parametrize("combine", ["reduce", "exact"])
+    @parametrize("capacity", [None, 17])
+    def test_checkpoint_does_not_communicate_again(self, combine, capacity):
+        operands = truth("zipf").operands
+        part = self.part(4, "gaps")
+        switch = self.switch(combine=combine, capacity=capacity)
+
+        def behind(switch, *args):
+            # Recomputing this needs what combine returned.
+            return run_layer(switch, *args).sin().sin()
+
+        def layer_with(context_fn):
+            return functools.partial(
+                checkpoint, behind, use_reentrant=False, context_fn=context_fn
+            )
+
+        counts, results = [], []
+        kept = save_communication()
+        for layer in (behind, layer_with(kept), layer_with(noop_context_fn)):
+            with CountAllToAll() as mode:
+                results.append(self.run_switch(switch, operands, *part, layer=layer))
+            counts.append(mode.count)
+        for got in results[1:]:
+            self.assert_same_bits(got, results[0])
+        # Forward: sizes (compact), ids, rows, weights, returned; backward: the last 3.
+        once = 8 if capacity is None else 7
+        self.assertEqual(counts[:2], [once, once])
+        # Shows that the test can fail.
+        self.assertEqual(counts[2], once + once - 3)
+
+    def test_wire_bytes_are_the_deduplicated_minimum(self):
+        T, D, K, E = 64, 2048, 8, 32
+        generator = torch.Generator().manual_seed(0)
+        ids = [
+            torch.rand(T, E, generator=generator).argsort(1)[:, :K] for _ in range(3)
+        ]
+        ids.append(torch.zeros(T, K, dtype=torch.int64))  # one row, K slots
+        mine = ids[self.rank].int()
+        x, weights = torch.randn(T, D).bfloat16(), torch.rand(T, K)
+        copies, slots = 0, 0
+        for t in range(T):
+            copies += len({e // 8 for e in mine[t].tolist()} - {self.rank})
+            slots += sum(e // 8 != self.rank for e in mine[t].tolist())
+        minimum = deduplicated_rows(ids, E, (4,))["flat"][self.rank]
+        self.assertEqual(minimum, copies)
+        bf16 = copies * D * 2
+
+        for combine in ("reduce", "exact"):
+            switch = self.switch(num_experts=E, combine=combine)
+            with count_wire_bytes(switch) as sent:
+                routing = switch.create_routing(mine)
+                switch.dispatch(routing, x, weights)
+            self.assertEqual(sent.payload("flat"), bf16)
+            # An int32 and a float per slot, four int32 per pair of ranks.
+            self.assertEqual(sent.metadata("flat"), 8 * slots + 3 * 16)
+            self.assertLessEqual(sent.metadata("flat"), 0.02 * bf16)
+            self.assertEqual(sent.scales("flat"), 0)
+
+        switch = self.switch(num_experts=E, wire_dtype=torch.float8_e4m3fn)
+        with count_wire_bytes(switch) as sent:
+            routing = switch.create_routing(mine)
+            rows, _, _ = switch.dispatch(routing, x, weights)
+        self.assertEqual(sent.payload("flat"), copies * D)
+        self.assertEqual(sent.scales("flat"), copies * D // 128)
+        self.assertLessEqual(sent.payload("flat") + sent.scales("flat"), 0.52 * bf16)
+        with count_wire_bytes(switch) as sent:
+            switch.combine(routing, rows)
+        received = sum(
+            len({e // 8 for e in row.tolist()} & {self.rank})
+            for source, other in enumerate(ids)
+            if source != self.rank
+            for row in other
+        )
+        self.assertEqual(sent.sent["flat"], {"returned": received * D * 2})
+
+
+@instantiate_parametrized_tests
+class TestCompiledCheckpoint(TestCase):
+    """On one rank, where the compact sizes depend on the data as on many."""
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        config = torch._dynamo.config.patch(
+            capture_scalar_outputs=True, error_on_recompile=True
+        )
+        config.__enter__()
+        self.addCleanup(config.__exit__, None, None, None)
+
+    # The overflow counter is set in the region; setting it again would not hurt.
+    @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+    @parametrize("capacity", [None, 17])
+    def test_checkpoint_does_not_communicate_again(self, capacity):
+        switch = TokenSwitchAllToAll(dist.group.WORLD, 8, capacity=capacity)
+        kept = save_communication()
+        all_to_all = torch.ops._c10d_functional.all_to_all_single.default
+        collectives = {"forward": 0, "backward": 0}
+
+        def behind(switch, *args):
+            # Recomputing this needs what combine returned.
+            return run_layer(switch, *args).sin().sin()
+
+        def layer(switch, *args):
+            return checkpoint(
+                behind, switch, *args, use_reentrant=False, context_fn=kept
+            )
+
+        def count(which):
+            def compiler(graph, inputs):
+                nodes = graph.graph.find_nodes(op="call_function", target=all_to_all)
+                collectives[which] += len(nodes)
+                return make_boxed_func(graph.forward)
+
+            return compiler
+
+        backend = aot_autograd(
+            fw_compiler=count("forward"),
+            bw_compiler=count("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        operands = truth("zipf").operands
+        # Also where nothing is sent, so that all sizes are 0.
+        for ids in (operands.topk_indices, torch.full_like(operands.topk_indices, -1)):
+            results = []
+            for run in (behind, compiled):
+                leaves = leaves_of(operands)
+                y = run(switch, ids, *leaves)
+                y.backward(operands.grad_out)
+                results.append([y.detach(), *(t.grad for t in leaves)])
+            for want, got in zip(*results, strict=True):
+                self.assertTrue(torch.equal(want, got))
+        once = 5 if capacity is None else 4
+        self.assertEqual(collectives, {"forward": once, "backward": 3})
+
+
+if __name__ == "__main__":
+    run_tests()
