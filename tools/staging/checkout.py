@@ -65,7 +65,9 @@ class Checkout:
             self._protect_edits(tip, target, discard, console)
             self._switch(state, target)
             self._save({**state, "tip": target, "fingerprint": fingerprint})
-        absent = sorted({f for pr in series.prs for f in pr.upstream_paths})
+        paths = {f for pr in series.prs for f in pr.upstream_paths}
+        # setup makes the hunks of stub templates in the stubs; see stubs.py.
+        absent = sorted(f for f in paths if not f.endswith(".pyi.in"))
         if absent:
             console.note(f"not in the wheel, only `apply` edits: {', '.join(absent)}")
         return target
@@ -95,6 +97,13 @@ class Checkout:
                 "and keeps a copy",
             ) from None
         self._save({**state, "tip": target, "fingerprint": fingerprint})
+
+    def tip(self, series: Series, console: Console) -> str:
+        """The commit of the whole stack; the work tree stays as it is."""
+        state = self.prepare(console)
+        tip = self.commit_stack(series, state.setdefault("commits", {}))
+        self._save(state)
+        return tip
 
     def commit_stack(self, series: Series, known: dict[str, str]) -> str:
         """Makes one commit per PR on top of the base, without the work tree.

@@ -22,6 +22,7 @@ from . import (
     prefixes,
     series as series_module,
     testing,
+    typecheck,
 )
 from .baseenv import BaseEnv
 from .checkout import Checkout
@@ -428,14 +429,32 @@ def pr(session: _Session, name: str, out: Path | None) -> None:
 def lint_command(session: _Session, apply: bool) -> None:
     """Runs all linters on every file of the repository.
 
+    On a fresh clone it makes the base environment first: the types of our files
+    below torch/ are checked inside that torch.
+
     Example: python3 tools/stage.py lint -a
     """
     status = lint.run(session.workspace.repo, apply)
+    if status == 0:
+        status = _check_types(session)
     if status == 0:
         series = session.series
         for line in (*lint.large_prs(series), *lint.unlisted_sources(series)):
             session.console.note(f"note: {line}")
     sys.exit(status)
+
+
+def _check_types(session: _Session) -> int:
+    """Pyrefly on our files below torch/; 1 if it finds an error."""
+    series, console = session.series, session.console
+    with pipeline.locked(session.workspace, console):
+        env, checkout = pipeline.open_checkout(session.workspace, series, console)
+        with console.step("check the types of our files below torch/"):
+            tip = checkout.tip(series, console)
+            errors = typecheck.check(session.workspace, env, checkout, series, tip)
+    for line in errors:
+        print(line)
+    return 1 if errors else 0
 
 
 def _verify_prefixes(session: _Session, names: list[str], redo: bool) -> None:

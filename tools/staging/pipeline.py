@@ -26,6 +26,7 @@ from .console import Console
 from .errors import StageError
 from .farm import Farm
 from .series import Series
+from .stubs import patched_stubs
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def setup(
         compile.build(workspace, binaries, console)
     farm = Farm(workspace, env)
     files = staged_files(env, checkout, generated, binaries, tip)
+    files.update(patched_stubs(env, series))
     farm.update(files, console)
     return Staged(farm.python, farm.build_hash, tip)
 

@@ -57,6 +57,8 @@ _INSTALLED = (
     (r"aten/src/(ATen/.*\.(?:h|cuh))", r"torch/include/\1"),
     (r"(c10/.*\.h)", r"torch/include/\1"),
     (r"(torch/(?:csrc|headeronly)/.*\.h)", r"torch/include/\1"),
+    # A stub is made of its template; see stubs.py.
+    (r"(torch/.*\.pyi)\.in", r"\1"),
     (
         r"((?:torch|torchgen|functorch)/.*\.(?:py|pyi|jinja|json|yaml|in|txt|npz|md))",
         r"\1",

@@ -35,6 +35,7 @@ WHEEL_FILES = {
     "torch/dos.py": "".join(f"dos_{i} = {i}\r\n" for i in range(1, 21)),
     "torch/nn/__init__.py": "",
     "torch/nn/functional.py": "def relu(x):\n    return max(x, 0)\n",
+    "torch/nn/functional.pyi": "def relu(x: int) -> int: ...\n",
     "torch/include/ATen/core/Tensor.h": "#pragma once\n",
     "torchgen/packaged/ATen/native/README.md": "# native\n",
     "functorch/__init__.py": "",

@@ -46,7 +46,12 @@ class Experts(Protocol):
     """
 
     def __call__(
-        self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None = None
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        /,
+        num_rows: int | None = None,
     ) -> Tensor: ...
 
 

@@ -27,7 +27,7 @@ The communication itself is in exchange.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TYPE_CHECKING
+from typing import cast, Literal, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,10 @@ class _Handle:
 
     routes: tuple[Route, ...]
     recv_idx: Tensor
+
+
+def _handle_of(routing: Routing) -> _Handle:
+    return cast("_Handle", routing.handle)
 
 
 class TokenSwitchAllToAll(TokenSwitch):
@@ -266,13 +270,13 @@ class TokenSwitchAllToAll(TokenSwitch):
 
         Exact in compact mode, where it saves moe_mlp the memory of empty places.
         """
-        route = routing.handle.routes[-1]
+        route = _handle_of(routing).routes[-1]
         if route.recv_slot is None:
             return route.recv_idx.numel()
         return route.recv_slot.shape[0]
 
     def _exact_recv_tokens(self, routing: Routing) -> int:
-        return routing.handle.recv_idx.shape[0]
+        return _handle_of(routing).recv_idx.shape[0]
 
     def _dispatch_rows(
         self, handle: _Handle, rows: Tensor, scale_bytes: int = 0
@@ -321,7 +325,7 @@ class TokenSwitchAllToAll(TokenSwitch):
         topk_weights: Tensor,
         max_recv_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        name, handle = type(self).__name__, routing.handle
+        name, handle = type(self).__name__, _handle_of(routing)
         if max_recv_tokens < handle.recv_idx.shape[0]:
             raise ValueError(
                 f"{name}: max_recv_tokens must be at least the "
@@ -360,7 +364,7 @@ class TokenSwitchAllToAll(TokenSwitch):
                 f"{type(self).__name__}: expert_tokens must have shape (M, D) with M = "
                 f"{rows} dispatched rows, got {tuple(expert_tokens.shape)}"
             )
-        return self._return_rows(routing.handle, expert_tokens)
+        return self._return_rows(_handle_of(routing), expert_tokens)
 
     def _dispatch_grad(
         self,
@@ -369,12 +373,14 @@ class TokenSwitchAllToAll(TokenSwitch):
         expert_shape: torch.Size,
         expert_dtype: torch.dtype,
     ) -> Tensor:
-        return self._dispatch_rows(routing.handle, grad_out_tokens.to(expert_dtype))
+        return self._dispatch_rows(
+            _handle_of(routing), grad_out_tokens.to(expert_dtype)
+        )
 
     def _combine_topk_weights(
         self, routing: Routing, grad_out_topk_weights: Tensor
     ) -> Tensor:
-        handle = routing.handle
+        handle = _handle_of(routing)
         grads = grad_out_topk_weights
         if self._exact:
             grads = grads.select(1, 0)
@@ -392,7 +398,7 @@ class TokenSwitchAllToAll(TokenSwitch):
         H: int,
         K: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        recv_idx = routing.handle.recv_idx
+        recv_idx = _handle_of(routing).recv_idx
         return (
             tokens.new_empty(recv_idx.shape[0], H),
             topk_weights.new_empty(recv_idx.shape),
@@ -421,8 +427,8 @@ class TokenSwitchAllToAll(TokenSwitch):
 
     def _required(self) -> list[int]:
         """Capacity that every level needed since the last call, on all its ranks."""
-        needed = [level.needed for level in self.levels]
-        if any(n is None for n in needed):
+        needed = [level.needed for level in self.levels if level.needed is not None]
+        if len(needed) < len(self.levels):
             raise RuntimeError(
                 f"{type(self).__name__}: no static routing was made since the last "
                 "check"
@@ -450,7 +456,7 @@ class TokenSwitchAllToAll(TokenSwitch):
         if self.capacity is None:
             return
         for level, needed in zip(self.levels, self._required()):
-            if needed > level.capacity:
+            if level.capacity is not None and needed > level.capacity:
                 where = "" if level.level == "flat" else f" of level {level.level!r}"
                 raise RuntimeError(
                     f"{type(self).__name__}: a pair of ranks needed {needed} rows but "
@@ -468,6 +474,6 @@ class TokenSwitchAllToAll(TokenSwitch):
             return False
         grew = False
         for level, needed in zip(self.levels, self._required()):
-            if needed > level.capacity:
+            if level.capacity is not None and needed > level.capacity:
                 level.capacity, grew = needed, True
         return grew

@@ -53,7 +53,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     norms = []
     for params in groups.values():
-        grads = [param.grad for param in params]
+        grads = [param.grad for param in params if param.grad is not None]
         norm = get_total_norm(grads, norm_type, foreach=foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)

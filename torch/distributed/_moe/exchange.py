@@ -54,6 +54,13 @@ class Splits:
     send: list[int] | None
     recv: list[int] | None
 
+    @property
+    def num_sent(self) -> int:
+        """To all ranks, where pairs of ranks differ."""
+        if self.send is None:
+            raise AssertionError("even splits have no numbers of rows")
+        return sum(self.send)
+
     def flipped(self) -> Splits:
         return Splits(self.recv, self.send)
 
@@ -194,7 +201,7 @@ class Exchange:
 
     def _plan_compact(self, idx: Tensor, demand: Demand, sizes: Sizes) -> Route:
         T, K = idx.shape
-        num_rows, num_slots = sum(sizes.rows.send), sum(sizes.slots.send)
+        num_rows, num_slots = sizes.rows.num_sent, sizes.slots.num_sent
         order = torch.argsort(demand.dest.flatten(), stable=True)
         # Rows are in the order of their first slots, by rank and then by token.
         row = demand.is_first.flatten()[order].cumsum(0) - 1
@@ -213,7 +220,7 @@ class Exchange:
         recv_row = (ids % 2).cumsum(0) - 1
         slot = ids // 2
         recv_slot = recv_row * K + slot % max(K, 1)
-        received = sum(sizes.rows.recv)
+        received = sizes.rows.flipped().num_sent
         recv_idx = ids.new_full((received * K,), -1)
         recv_idx = recv_idx.index_copy(0, recv_slot, slot // max(K, 1))
         return Route(

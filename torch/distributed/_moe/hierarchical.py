@@ -94,10 +94,11 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
         return capacity
 
     @property
+    # pyrefly: ignore[bad-override]
     def capacity(self) -> tuple[int, int] | None:
         """Rows for every pair of nodes, and of ranks of a node; None for compact."""
-        node, local = self.levels
-        return None if node.capacity is None else (node.capacity, local.capacity)
+        node, local = (level.capacity for level in self.levels)
+        return None if node is None or local is None else (node, local)
 
     @capacity.setter
     def capacity(self, capacity: tuple[int, int] | None) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["migrate", "sum_replica_gradients"]
 
 
-def _moves(previous: Placement, placement: Placement) -> list[tuple[int, ...]]:
+def _moves(
+    previous: Placement, placement: Placement
+) -> list[tuple[int, int, int, int]]:
     """(source rank, source slot, target rank, target slot) of every filled slot.
 
     A replica that a rank already had is taken from there, others from the rank
@@ -54,7 +56,10 @@ def _moves(previous: Placement, placement: Placement) -> list[tuple[int, ...]]:
 
 
 def _move_rows(
-    tensor: Tensor, moves: list[tuple[int, ...]], rank: int, group: ProcessGroup | None
+    tensor: Tensor,
+    moves: list[tuple[int, int, int, int]],
+    rank: int,
+    group: ProcessGroup | None,
 ) -> None:
     """Applies ``moves`` to the slots (first dimension) of one local tensor."""
     # (other rank, slot here) in the order of the other side's list.

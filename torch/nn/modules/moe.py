@@ -1,7 +1,7 @@
 """The Mixture-of-Experts feed-forward layer as a module."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +123,7 @@ class MoE(Module):
         self.top_k = top_k
         self.activation = activation
         self.gate_interleaved = gate_interleaved
-        self.routing = {
+        self.routing: dict[str, Any] = {
             "score": score,
             "normalize": normalize,
             "num_groups": num_groups,

@@ -64,7 +64,7 @@ def _device_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
             continue
         if tensor.device != first.device:
             return f"tensors are on {first.device} and {tensor.device}"
-        if torch._C._is_cow_tensor(tensor):
+        if torch._C._is_cow_tensor(tensor):  # pyrefly: ignore[missing-attribute]
             return "a tensor is copy-on-write"
     capability = _capability(first.device.index or 0)
     if capability not in _CAPABILITIES:
@@ -462,15 +462,14 @@ def _mlp_backward_impl(
 ):
     from .triton_kernels.launch import Activation, moe_mlp_backward
 
-    *operands, preact, output_mask = tensors
+    *operands, output_mask = tensors
     with _on_device(grad_out):
         return moe_mlp_backward(
             _plan(grad_out.get_device()),
             grad_out,
             *operands,
-            preact,
-            tuple(output_mask),
-            Activation(activation, gate_interleaved, alpha, limit),
+            output_mask=tuple(output_mask),
+            act=Activation(activation, gate_interleaved, alpha, limit),
         )
 
 

@@ -25,6 +25,7 @@ The router (_moe_topk) works on one token at a time, so its tokens may be sharde
 """
 
 from collections.abc import Sequence
+from typing import cast, TypeAlias
 
 import torch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -47,6 +48,9 @@ from torch.distributed.tensor.placement_types import (
 
 
 aten = torch.ops.aten
+
+# Placements of the outputs, and those of the tensor operands that are not Replicate.
+_Rule: TypeAlias = tuple[Sequence[Placement], dict[str, Placement]]
 
 _STATIC_KWARGS = ["activation", "gate_interleaved", "alpha", "limit", "compute_preact"]
 # Operands whose dimension 0 counts experts.
@@ -87,14 +91,13 @@ def _check_no_expert_is_elsewhere(
 def _strategy(
     op_schema: OpSchema,
     num_outputs: int,
-    rule: tuple[Sequence[Placement], dict[str, Placement]] | None,
+    rule: _Rule | None,
 ) -> OpStrategy:
     """Everything replicated, or ``rule``.
 
     Args:
         num_outputs: of the op.
-        rule: placements of the outputs, and those of the tensor operands that are not
-            Replicate.
+        rule: what may be sharded.
     """
     operands = _operands(op_schema)
     _check_no_expert_is_elsewhere(op_schema.op, operands)
@@ -152,7 +155,7 @@ def moe_topk_backward_strategy(op_schema: OpSchema) -> OpStrategy:
 )
 def moe_mlp_strategy(op_schema: OpSchema) -> OpStrategy:
     """Outputs: output, preact."""
-    rule = None
+    rule: _Rule | None = None
     if _shards_of_hidden_units(_operands(op_schema)):
         rule = (
             (Partial("sum"), Shard(1)),
@@ -173,7 +176,7 @@ def moe_mlp_strategy(op_schema: OpSchema) -> OpStrategy:
 def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
     """Outputs: the six gradients in the order of output_mask."""
     operands = _operands(op_schema)
-    rule = None
+    rule: _Rule | None = None
     if _shards_of_hidden_units(operands):
         gradients = (
             Partial("sum"),  # input
@@ -185,9 +188,10 @@ def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
         )
         # A gradient that the mask leaves out is an empty tensor, which has no dimension
         # to shard.
+        mask = cast("Sequence[bool]", operands["output_mask"])
         outputs = [
             gradient if wanted else Replicate()
-            for gradient, wanted in zip(gradients, operands["output_mask"])
+            for gradient, wanted in zip(gradients, mask, strict=True)
         ]
         rule = (
             outputs,

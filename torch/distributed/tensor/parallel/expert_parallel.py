@@ -71,6 +71,8 @@ def sequential_schedule(
     """
     routing = switch.create_routing(topk_indices, layout="flat")
     rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)
+    if weights is None or ids is None:
+        raise AssertionError("the flat layout has weights and ids")
     num_slots = getattr(switch, "num_slots", None)
     num_rows = None if num_slots is None else num_slots(routing)
     output = switch.combine(routing, experts(rows, ids, weights, num_rows))
@@ -252,7 +254,11 @@ class ExpertParallel(ParallelStyle):
         replicate_dim: str = "dp_replicate",
     ) -> None:
         super().__init__()
-        options = {"combine": combine, "capacity": capacity, "wire_dtype": wire_dtype}
+        options: dict[str, Any] = {
+            "combine": combine,
+            "capacity": capacity,
+            "wire_dtype": wire_dtype,
+        }
         defaults = {"combine": "reduce", "capacity": None, "wire_dtype": None}
         if token_switch is not None and options != defaults:
             raise ValueError(
@@ -356,7 +362,7 @@ class ExpertParallel(ParallelStyle):
                         module, name, self.sequence_parallel_mesh, [Replicate()]
                     )
                     region.grad_placements[name] = (Partial(),)
-        module._expert_parallel = region
+        module._expert_parallel = region  # pyrefly: ignore[bad-argument-type]
         module.forward = types.MethodType(_parallel_forward, module)
         if adapter.method != "forward":
             setattr(module, adapter.method, types.MethodType(_parallel_method, module))

@@ -289,6 +289,7 @@ def grouped_mm_kernel(
             if USE_TMA:
                 a_tile = a.load([first_row, k])
             else:
+                # pyrefly: ignore[unbound-name]
                 a_tile = load_rows(a_ptrs, k, P, EVEN_K, BLOCK_K)
             w_tile = load_weight(
                 w, expert, first_n, k, N, P, stride_we, stride_wn, stride_wp,
@@ -313,7 +314,7 @@ def grouped_mm_kernel(
                 b = tl.load(b_ptrs, mask=cols < N, other=0.0)
                 o += b[None, :].to(tl.float32)
             if HAS_SCALE:
-                o *= s[:, None]
+                o *= s[:, None]  # pyrefly: ignore[unbound-name]
             ptrs = row_tile(out, first_row, first_col, N, BLOCK_M, WIDTH)
             mask = in_tile & (cols[None, :] < N)
             tl.store(ptrs, o.to(out.dtype.element_ty), mask=mask)

@@ -515,7 +515,9 @@ def _act_backward(
     traits = (preact.dtype, act, w.stride(2) == 1, need_hidden, need_scale)
     partials = _run(plan, "act_backward", rows, num_hidden, dim, traits, launch)
     if need_scale and b_out is not None:
+        # pyrefly: ignore[bad-index]
         _bias_dot(rows, grad_out, b_out, partials[-1])
+    # pyrefly: ignore[bad-return]
     return grad_preact, scaled_hidden, partials
 
 
@@ -735,17 +737,26 @@ def moe_mlp_backward(
             need_scale=want_scale,
         )
     if want_x:
+        # pyrefly: ignore[unbound-name]
         grads[0] = _input_grad(plan, rows, grad_preact, w_in, num_tokens)
     if want_w_in:
         grads[1] = _weight_grad(plan, rows, grad_preact, x, w_in, gather_q=True)
     if want_w_out:
         grads[2] = _weight_grad(
-            plan, rows, grad_out, scaled_hidden, w_out, gather_p=True
+            plan,
+            rows,
+            grad_out,
+            scaled_hidden,  # pyrefly: ignore[unbound-name]
+            w_out,
+            gather_p=True,
         )
     if want_scale:
+        # pyrefly: ignore[unbound-name, bad-argument-type]
         grads[3] = _scale_grad(rows, partials, topk_weights)
     if want_b_in:
+        # pyrefly: ignore[bad-argument-type]
         grads[4] = _bias_grad(rows, grad_preact, b_in)
     if want_b_out:
+        # pyrefly: ignore[bad-argument-type]
         grads[5] = _bias_grad(rows, grad_out, b_out, scale=scale, gather=True)
     return tuple(grads)

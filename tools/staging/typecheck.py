@@ -1,0 +1,92 @@
+"""Pyrefly on the stack's own files below torch/.
+
+They mean something only inside a whole torch, so build/types gets one: the sources at
+the tip of the stack, the stubs that the wheel brings, and the stubs of the stack's
+templates. Nothing is compiled, and build/checkout stays as it is. Used by lint.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from .baseenv import BaseEnv
+from .checkout import Checkout
+from .config import Workspace, write_if_changed
+from .errors import StageError
+from .series import Series
+from .stubs import patched_stubs
+
+
+_CONFIG = Path(__file__).with_name("linters") / "pyrefly_torch.toml"
+_NOT_CHECKED = "torch/testing/_internal/"  # as upstream
+
+
+def check(
+    workspace: Workspace, env: BaseEnv, checkout: Checkout, series: Series, tip: str
+) -> list[str]:
+    """One line per error Pyrefly has about our files below torch/.
+
+    Args:
+        tip: commit of build/checkout's repository with the whole stack.
+
+    Raises:
+        StageError: Pyrefly itself fails.
+    """
+    files = [
+        path
+        for pr in series.prs
+        for path in pr.files
+        if path.startswith("torch/")
+        and path.endswith(".py")
+        and not path.startswith(_NOT_CHECKED)
+    ]
+    if not files:
+        return []
+    tree = make_tree(workspace, env, checkout, series, tip)
+    command = [str(Path(sys.executable).with_name("pyrefly")), "check"]
+    command += ["--config", str(_CONFIG), "--output-format=json", "--summary=none"]
+    command += ["--python-interpreter-path", str(env.python)]
+    command += ["--search-path", str(tree), *files]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    try:
+        findings = json.loads(done.stdout)["errors"]
+    except (json.JSONDecodeError, KeyError):
+        raise StageError(f"pyrefly failed: {done.stderr.strip()[:500]}") from None
+    return [
+        f"{_relative(found['path'], tree)}:{found['line']}: {found['name']}: "
+        f"{found['description']}"
+        for found in findings
+    ]
+
+
+def make_tree(
+    workspace: Workspace, env: BaseEnv, checkout: Checkout, series: Series, tip: str
+) -> Path:
+    """build/types: what a build of the stack has in Python, without the build."""
+    tree = workspace.build / "types"
+    tree.mkdir(parents=True, exist_ok=True)
+    # Its own index, inside, so that only what changed is written, and all of it
+    # when somebody deleted the folder.
+    git = {
+        "GIT_DIR": str(checkout.path / ".git"),
+        "GIT_INDEX_FILE": str(tree / ".index"),
+        "GIT_WORK_TREE": str(tree),
+    }
+    (tree / ".index.lock").unlink(missing_ok=True)
+    checkout.git.run("read-tree", "--reset", "-u", tip, env=git)
+    files = {
+        path.relative_to(env.site).as_posix(): path.read_bytes()
+        for path in (env.site / "torch").rglob("*.pyi")
+    }
+    for name, data in (files | patched_stubs(env, series)).items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        write_if_changed(tree / name, data)
+    return tree
+
+
+def _relative(path: str, tree: Path) -> str:
+    found = Path(path)
+    return (found.relative_to(tree) if found.is_absolute() else found).as_posix()

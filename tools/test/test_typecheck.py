@@ -1,0 +1,79 @@
+"""The types of the stack's files, and stubs whose templates only upstream has."""
+
+import pytest
+
+from staging import patchfile, typecheck
+from staging.errors import StageError
+
+
+HUNK = """\
+diff --git a/torch/nn/functional.pyi.in b/torch/nn/functional.pyi.in
+--- a/torch/nn/functional.pyi.in
++++ b/torch/nn/functional.pyi.in
+@@ -7,1 +7,2 @@
+ def relu(x: int) -> int: ...
++def moe(x: int) -> int: ...
+"""
+MOE = """\
+from torch.nn import functional as F
+
+
+def moe(x: int) -> {}:
+    return F.{}(x)
+"""
+
+
+def check(project):
+    checkout = project.checkout()
+    tip = checkout.tip(project.series, project.console)
+    arguments = project.workspace, project.env, checkout, project.series, tip
+    return typecheck.check(*arguments)
+
+
+def edit_template(project, hunk=HUNK):
+    """The hunk, as refresh --upstream would write it."""
+    patch = project.root / "torch_patches/100-first.patch"
+    head, _, diff = patch.read_text().partition("diff --git")
+    patch.write_text(head + patchfile.merge("diff --git" + diff, hunk))
+    series = project.root / "torch_patches/series.toml"
+    fact = (
+        'upstream = [{path = "torch/nn/functional.pyi.in", commit = "'
+        + "1" * 40
+        + f'", context = "{patchfile.context(hunk)}"}}]\n'
+    )
+    files = 'files = ["torch/nn/moe.py"]\n'
+    series.write_text(series.read_text().replace(files, files + fact))
+
+
+def test_error_and_its_correction(project):
+    project.write("torch/nn/moe.py", MOE.format("str", "relu"))
+    (error,) = check(project)
+    assert error.startswith("torch/nn/moe.py:5: bad-return: ")
+    project.write("torch/nn/moe.py", MOE.format("int", "relu"))
+    assert check(project) == []
+
+
+def test_checkout_is_left_alone(project):
+    project.setup()
+    project.edit_checkout("torch/overrides.py", "line_1 = 'mine'\n")
+    project.write("torch/nn/moe.py", MOE.format("int", "relu"))
+    assert check(project) == []
+    path = project.workspace.checkout / "torch/overrides.py"
+    assert path.read_text() == "line_1 = 'mine'\n"
+
+
+def test_hunk_of_a_template_is_in_the_stub(project):
+    project.write("torch/nn/moe.py", MOE.format("int", "moe"))
+    (error,) = check(project)
+    assert "missing-attribute" in error
+    edit_template(project)
+    assert check(project) == []
+    project.setup()
+    stub = project.site / "torch/nn/functional.pyi"
+    assert stub.read_text().endswith("\ndef moe(x: int) -> int: ...\n")
+
+
+def test_hunk_that_does_not_fit_the_stub(project):
+    edit_template(project, HUNK.replace("relu", "gelu"))
+    with pytest.raises(StageError, match="100-first.patch does not fit the stub"):
+        project.setup()
