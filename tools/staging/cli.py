@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -390,11 +391,11 @@ def drift(
         ]
     words = [a for a in sys.argv[2:] if a != "--markdown"]
     command = f"python3 tools/stage.py drift {shlex.join(words)}"
+    result = drift_module.result(found, session.series, command)
     if json_file:
-        text = drift_module.to_json(found, session.series, command)
-        write_atomically(json_file, text.encode())
+        write_atomically(json_file, f"{json.dumps(result, indent=1)}\n".encode())
     if markdown:
-        print(drift_module.markdown(found, command), end="")
+        print(drift_module.markdown(result), end="")
     else:
         drift_module.show(found)
 

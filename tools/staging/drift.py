@@ -11,7 +11,6 @@ checkouts. What no wheel holds (C++ sources, docs, expect files) is reported as
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -194,23 +193,28 @@ def show(drifts: list[VersionDrift]) -> None:
         print(line)
 
 
-def markdown(drifts: list[VersionDrift], command: str) -> str:
-    """The table for CONTRIBUTING.md: one row per PR, one column per version.
+def markdown(data: dict) -> str:
+    """The table of CONTRIBUTING.md: PRs that fare alike in one row.
 
-    Conflicts are spelled out below it.
+    PRs that edit no file of PyTorch are left out.
+
+    Args:
+        data: as in the result file.
     """
-    heads = ["PR", *(d.version for d in drifts)]
-    lines = [f"`{command}`", "", _row(heads), _row(["---"] * len(heads))]
-    for index, patch in enumerate(drifts[0].patches):
-        cells = [d.patches[index].status for d in drifts]
-        lines.append(_row([patch.name, *cells]))
-    details = _details(drifts)
-    return "\n".join([*lines, *([""] if details else []), *details]) + "\n"
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for patches in zip(*(version["patches"] for version in data["versions"])):
+        statuses = tuple(patch["status"] for patch in patches)
+        if not patches[0]["files"]:
+            continue
+        groups.setdefault(statuses, []).append(patches[0]["name"].split("-")[0])
+    heads = ["PRs", *(version["version"] for version in data["versions"])]
+    rows = [[", ".join(slots), *statuses] for statuses, slots in groups.items()]
+    return "\n".join(map(_row, [heads, ["---"] * len(heads), *rows])) + "\n"
 
 
-def to_json(drifts: list[VersionDrift], series: Series, command: str) -> str:
-    """The result file; the table can be made from it."""
-    data = {
+def result(drifts: list[VersionDrift], series: Series, command: str) -> dict:
+    """What the result file holds; the table can be made from it."""
+    return {
         "command": command,
         "base": {"torch": series.base.torch, "git": series.base.git},
         "versions": [
@@ -229,7 +233,6 @@ def to_json(drifts: list[VersionDrift], series: Series, command: str) -> str:
             for d in drifts
         ],
     }
-    return json.dumps(data, indent=1) + "\n"
 
 
 def _details(drifts: list[VersionDrift]) -> list[str]:

@@ -44,6 +44,7 @@ UPSTREAM_SUITES = (
     ("test/test_modules.py", "MoE"),
     ("test/test_autocast.py", ""),
     ("test/test_flop_counter.py", ""),
+    ("test/test_namedtuple_return_api.py", ""),
     ("test/test_overrides.py", ""),
     ("test/test_public_bindings.py", ""),
     ("test/dynamo/test_trace_rules.py", ""),

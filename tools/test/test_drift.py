@@ -1,6 +1,5 @@
 """drift: every status, from wheels and checkouts, with the hunk in conflict."""
 
-import json
 import zipfile
 from types import SimpleNamespace
 
@@ -51,18 +50,20 @@ def test_status(project, monkeypatch, text, expected):
     assert [patch.status for patch in found.patches] == expected
 
 
-def test_hunk_in_conflict_is_named(project, monkeypatch):
+def test_hunk_in_conflict_is_named(project, monkeypatch, capsys):
     text = LINES.replace("line_31 = 31", "other")
     found = measure(project, wheel(project, monkeypatch, {OVERRIDES: text}))
     assert found.patches[0].status == "clean"
     (file,) = found.patches[1].files
     assert file.hunks == ("hunk 1 of 1 (@@ -30,4 +30,5 @@)",)
-    table = drift.markdown([found], "stage.py drift 2.14.1")
-    assert "| 110-second | conflict |" in table
-    assert f"- 2.14.1, 110-second: `{OVERRIDES}`: hunk 1 of 1 (line 30)" in table
-    data = json.loads(drift.to_json([found], project.series, "stage.py drift 2.14.1"))
+    data = drift.result([found], project.series, "stage.py drift 2.14.1")
     assert data["command"] == "stage.py drift 2.14.1"
     assert data["versions"][0]["patches"][1]["status"] == "conflict"
+    assert drift.markdown(data).endswith("| 110 | conflict |\n")
+    drift.show([found])
+    assert f"2.14.1, 110-second: `{OVERRIDES}`: hunk 1 of 1 (line 30)" in (
+        capsys.readouterr().out
+    )
 
 
 def test_one_conflict_does_not_spoil_the_next_pr(project, monkeypatch):

@@ -126,3 +126,27 @@ def test_results_references(project, text, expected):
     path.write_text(path.read_text().replace("benchmarks/results/", "benchmarks/"))
     project.write("README.md", text)
     assert [f["name"] for f in lint("stack.py", project.root)] == expected
+
+
+def test_drift_table(project):
+    project.write("tools/requirements.txt", "")
+    files = [{"path": "torch/overrides.py", "status": "clean", "hunks": []}]
+    patches = [
+        {"name": name, "status": "clean", "files": files}
+        for name in ("100-first", "110-second")
+    ]
+    version = {"version": "2.14.1", "patches": patches}
+    data = {"command": "stage.py drift 2.14.1", "versions": [version]}
+    project.write("torch_patches/drift.json", json.dumps(data))
+    table = "| PRs | 2.14.1 |\n| --- | --- |\n| 100, 110 | clean |\n"
+    project.write("CONTRIBUTING.md", f"# Drift\n\n{table}")
+    assert lint("stack.py", project.root) == []
+    project.write("CONTRIBUTING.md", table.replace("clean", "fuzzy"))
+    assert [f["name"] for f in lint("stack.py", project.root)] == ["drift table"]
+    del patches[1]
+    project.write("torch_patches/drift.json", json.dumps(data))
+    project.write("CONTRIBUTING.md", table.replace("100, 110", "100"))
+    (finding,) = lint("stack.py", project.root)
+    assert (
+        finding["name"] == "drift" and "2.14.1: of other PRs" in finding["description"]
+    )

@@ -6,6 +6,7 @@ The paths lintrunner passes are ignored: these rules are about the whole.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from message import report
-from staging import series as series_module
+from staging import drift, series as series_module
 from staging.errors import StageError
 
 
@@ -28,6 +29,7 @@ _MEASURED = re.compile(
     r"\b\d[\d.]*\s?(?:ms|us|[GT]FLOP/s|GB/s|tokens/s|MiB)\b|\b\d+\.\d+x\b"
 )
 _HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
+_DRIFT_FILE = "torch_patches/drift.json"
 _PIN_FILES = ("requirements.txt", "tools/requirements.txt")
 
 
@@ -56,6 +58,34 @@ def check_series(root: Path) -> None:
             report(pr.patch_path, "description", rule, code=CODE)
         if not patch.message.isascii():
             report(pr.patch_path, "ascii", "the message is not ASCII", code=CODE)
+
+
+def check_drift(root: Path) -> None:
+    """The drift table in CONTRIBUTING.md is that of drift.json, of today's stack."""
+    path = root / _DRIFT_FILE
+    if not path.exists():
+        return
+    data = json.loads(path.read_text())
+    contributing = root / "CONTRIBUTING.md"
+    text = contributing.read_text() if contributing.exists() else ""
+    again = f"; run {data['command']} and put `drift --markdown`'s table there"
+    if drift.markdown(data) not in text:
+        rule = f"has not the table of {_DRIFT_FILE}{again}"
+        report(contributing.name, "drift table", rule, code=CODE)
+    try:
+        series = series_module.load(root)
+    except StageError:
+        return  # check_series says it
+    patches = {pr.name: series.patch(pr) for pr in series.prs}
+    edits = {name: set(patch.paths) for name, patch in patches.items() if patch}
+    edits = {name: paths for name, paths in edits.items() if paths}
+    for version in data["versions"]:
+        measured = {
+            p["name"]: {f["path"] for f in p["files"]} for p in version["patches"]
+        }
+        if {name: paths for name, paths in measured.items() if paths} != edits:
+            rule = f"{version['version']}: of other PRs or files than today's{again}"
+            report(_DRIFT_FILE, "drift", rule, code=CODE)
 
 
 def check_pins(root: Path) -> None:
@@ -101,4 +131,5 @@ def check_results(root: Path) -> None:
 if __name__ == "__main__":
     check_series(Path.cwd())
     check_results(Path.cwd())
+    check_drift(Path.cwd())
     check_pins(Path.cwd())
