@@ -1,16 +1,14 @@
 #pragma once
 
-// Building blocks of the brgemm kernels of _moe_mlp and _moe_mlp_backward:
-// operand packing, the blocked GEMM loop and the static work split. A "block"
-// is a run of rows of one expert, a "panel" is kPanelCols output columns of that
-// expert's GEMM. MoEGemm.h is the portable counterpart.
+// Building blocks of the brgemm kernels of _moe_mlp and _moe_mlp_backward: the
+// blocked GEMM loop and the static work split. A "block" is a run of rows of
+// one expert, a "panel" is kPanelCols output columns of that expert's GEMM, a
+// "task" some panels of one block. MoEGemm.h is the portable counterpart.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/native/CPUBlas.h>
-#include <c10/util/irange.h>
+#include <ATen/native/cpu/MoEBrgemmPacking.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -18,28 +16,26 @@
 #include <ATen/ops/empty.h>
 #endif
 
-#include <algorithm>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <atomic>
-#include <cstring>
-#include <type_traits>
 #include <vector>
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_brgemm {
 
-using Vec = vec::Vectorized<float>;
-constexpr int64_t kLanes = Vec::size();
-
 // Blocking. None of these numbers depends on the number of rows of an expert
 // or on the thread count: the order in which one output element is accumulated
 // is a function of D, F and this table alone.
-// Output columns of a packed weight panel. 64 fp32 columns are four zmm, with
-// which brgemm reaches its peak from 8 rows on.
-constexpr int64_t kPanelCols = 64;
 // Rows of one brgemm call: its 64 x 64 fp32 result (16 KiB) is still in L1
 // when the epilogue reads it.
 constexpr int64_t kTileRows = 64;
+// The same where the weight lies along N: fewer calls, and 64 KiB that the
+// epilogue finds in L2.
+constexpr int64_t kMaxTileRows = 256;
 // Bytes of one packed panel along K: a quarter of a 1 MiB L2.
 constexpr int64_t kPanelBytes = 256 * 1024;
 // Bytes of gathered rows one thread keeps; beyond that the panels are packed
@@ -52,204 +48,53 @@ constexpr int64_t kTasksPerThread = 32;
 // The routed rows of y and dX exist only this many bytes at a time (columns
 // are cut): they are still in L3 when they are summed, and a buffer of this
 // size is recycled by malloc instead of being mapped and zeroed anew.
-constexpr int64_t kCombineBytes = 8 * 1024 * 1024;
+constexpr int64_t kCombineBytes = 16 * 1024 * 1024;
 constexpr int64_t kMinCombineCols = 4 * kPanelCols;
 // Tokens that are worth another thread.
 constexpr int64_t kCombineGrain = 16;
 // Weight gradient: lines and columns of a macro tile, and rows reduced per step.
-// The packed operands and the fp32 tile are 0.8 MiB in bf16.
-constexpr int64_t kGradLines = 512;
+// The packed operands are 0.6 MiB in bf16; the fp32 tile, 0.5 MiB, is only
+// touched for experts with more rows than one step reduces.
 constexpr int64_t kGradTile = 256;
-constexpr int64_t kGradRows = 256;
+constexpr int64_t kGradRows = 512;
+// Lines of one brgemm call there. A call costs some 0.5 us before it starts,
+// which is a quarter of a 64 x 64 product of 128 rows.
+constexpr int64_t kGradTileRows = 256;
 // Rows of a reduction step are padded with zeros to this multiple, so that a
-// handful of brgemm kernels serves every expert size.
-constexpr int64_t kGradRowsMultiple = 8;
-
-// Type of the packed GEMM operands. brgemm has a bfloat16 dot product on every
-// AVX512 machine; float16 would need avx512_fp16 and is multiplied in fp32.
-template <typename scalar_t>
-using compute_type =
-    std::conditional_t<std::is_same_v<scalar_t, BFloat16>, BFloat16, float>;
-
-// Elements along K that the packed layout keeps together: [K/v][N][v].
-template <typename compute_t>
-constexpr int64_t kVnni = sizeof(float) / sizeof(compute_t);
+// handful of brgemm kernels serves every expert size. It is the depth of an AMX
+// bf16 instruction.
+constexpr int64_t kGradRowsMultiple = 32;
 
 template <typename compute_t>
 constexpr int64_t kPanelDepth =
     kPanelBytes / (kPanelCols * static_cast<int64_t>(sizeof(compute_t)));
 
-inline int64_t round_up(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
+// Along N, neighbouring panels are packed together: the pieces of weight rows
+// that are read get longer, and fewer pages are visited per byte.
+constexpr int64_t kMaxGroup = 4;
+constexpr int64_t kGroupBytes = 512 * 1024;
+// Rows packed for one panel of a group before the next panel's turn.
+constexpr int64_t kGroupRows = 8;
 
-template <typename scalar_t>
-inline Vec load_float(const scalar_t* src) {
-  if constexpr (std::is_same_v<scalar_t, float>) {
-    return Vec::loadu(src);
-  } else {
-    Vec out;
-    vec::load_to_float<scalar_t>(src, out);
-    return out;
-  }
-}
+// How a GEMM of depth k goes through its panels: `group` of them at a time, and
+// `depth` of K per step.
+struct PanelSteps {
+  int64_t depth;
+  int64_t group;
 
-template <typename scalar_t>
-inline Vec load_float(const scalar_t* src, int64_t n) {
-  if (n >= kLanes) {
-    return load_float(src);
-  }
-  if constexpr (std::is_same_v<scalar_t, float>) {
-    return Vec::loadu(src, n);
-  } else {
-    return std::get<0>(vec::convert_to_float<scalar_t>(
-        vec::Vectorized<scalar_t>::loadu(src, n)));
-  }
-}
-
-template <typename scalar_t>
-inline void store_float(scalar_t* dst, const Vec& x, int64_t n = kLanes) {
-  if constexpr (std::is_same_v<scalar_t, float>) {
-    x.store(dst, std::min(n, kLanes));
-  } else {
-    vec::convert_from_float<scalar_t>(x, x).store(dst, std::min(n, kLanes));
-  }
-}
-
-// The value a float has after a round trip through scalar_t.
-template <typename scalar_t>
-inline Vec round_through(const Vec& x) {
-  if constexpr (std::is_same_v<scalar_t, float>) {
-    return x;
-  } else {
-    return std::get<0>(
-        vec::convert_to_float<scalar_t>(vec::convert_from_float<scalar_t>(x, x)));
-  }
-}
-
-template <typename scalar_t, typename compute_t>
-inline void convert_row(const scalar_t* src, compute_t* dst, int64_t n) {
-  if constexpr (std::is_same_v<scalar_t, compute_t>) {
-    std::memcpy(dst, src, n * sizeof(scalar_t));
-  } else {
-    int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      load_float(src + i).store(dst + i);
+  template <typename compute_t>
+  static PanelSteps of(int64_t k, bool along_k) {
+    constexpr int64_t most = kPanelDepth<compute_t>;
+    if (along_k) {
+      return {most, 1};
     }
-    for (; i < n; ++i) {
-      dst[i] = static_cast<float>(src[i]);
-    }
+    const int64_t depth =
+        k <= most ? round_up(std::max<int64_t>(k, 1), kVnni<compute_t>) : most / 2;
+    const int64_t bytes =
+        depth * kPanelCols * static_cast<int64_t>(sizeof(compute_t));
+    return {depth, std::clamp<int64_t>(kGroupBytes / bytes, 1, kMaxGroup)};
   }
-}
-
-// ---- packing of the right operand: dst is [ceil(K/v)][kPanelCols][v] -------
-
-// Rows of length k that become columns: column(n) is a pointer or null (zeros),
-// and so is every column from n to width, a multiple of 16. dst is
-// [ceil(k/v)][width][v].
-template <typename scalar_t, typename compute_t, typename ColumnFn>
-void pack_along_k(
-    const ColumnFn& column,
-    int64_t n,
-    int64_t k,
-    compute_t* dst,
-    int64_t width) {
-  constexpr int64_t v = kVnni<compute_t>;
-  constexpr int64_t step = 16 * v;
-  auto* words = reinterpret_cast<float*>(dst);
-  alignas(64) compute_t stage[16 * step];
-  alignas(64) float flipped[16 * 16];
-  for (int64_t n0 = 0; n0 < width; n0 += 16) {
-    const scalar_t* from[16];
-    for (const auto i : c10::irange(16)) {
-      from[i] = n0 + i < n ? column(n0 + i) : nullptr;
-    }
-    std::memset(stage, 0, sizeof(stage));
-    for (int64_t k0 = 0; k0 < k; k0 += step) {
-      const int64_t depth = std::min(step, k - k0);
-      if (depth < step) {
-        std::memset(stage, 0, sizeof(stage));
-      }
-      for (const auto i : c10::irange(16)) {
-        if (from[i] != nullptr) {
-          convert_row(from[i] + k0, stage + i * step, depth);
-        }
-      }
-      float* out = words + k0 / v * width + n0;
-      const auto* in = reinterpret_cast<const float*>(stage);
-      // A block of 16 x 16 words: one float or two bfloat16 each.
-      if (depth == step) {
-        vec::transpose_mxn<float, 16, 16>(in, 16, out, width);
-        continue;
-      }
-      vec::transpose_mxn<float, 16, 16>(in, 16, flipped, 16);
-      for (const auto i : c10::irange((depth + v - 1) / v)) {
-        std::memcpy(out + i * width, flipped + i * 16, 16 * sizeof(float));
-      }
-    }
-  }
-}
-
-// Two rows of the right operand (either may be null: zeros) interleaved.
-template <typename scalar_t, typename compute_t>
-inline void interleave_rows(
-    const scalar_t* row0,
-    const scalar_t* row1,
-    int64_t n,
-    compute_t* dst,
-    int64_t width) {
-  int64_t i = 0;
-  const __m512i low = _mm512_set_epi16(
-      47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-      39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i high = _mm512_set_epi16(
-      63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24,
-      55, 23, 54, 22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
-  for (; i + 32 <= n; i += 32) {
-    const __m512i a =
-        row0 ? _mm512_loadu_si512(row0 + i) : _mm512_setzero_si512();
-    const __m512i b =
-        row1 ? _mm512_loadu_si512(row1 + i) : _mm512_setzero_si512();
-    _mm512_storeu_si512(dst + 2 * i, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_storeu_si512(
-        dst + 2 * i + 32, _mm512_permutex2var_epi16(a, high, b));
-  }
-  for (; i < n; ++i) {
-    dst[2 * i] = row0 ? row0[i] : scalar_t(0);
-    dst[2 * i + 1] = row1 ? row1[i] : scalar_t(0);
-  }
-  for (; i < width; ++i) {
-    dst[2 * i] = dst[2 * i + 1] = scalar_t(0);
-  }
-}
-
-// Rows k of the source are contiguous along N; row(k) is a pointer or null.
-template <typename scalar_t, typename compute_t, typename RowFn>
-void pack_along_n(
-    const RowFn& row,
-    int64_t n,
-    int64_t k,
-    compute_t* dst,
-    int64_t width) {
-  n = std::clamp<int64_t>(n, 0, width);
-  if constexpr (kVnni<compute_t> == 2) {
-    for (int64_t i = 0; i < k; i += 2) {
-      interleave_rows<scalar_t, compute_t>(
-          row(i), i + 1 < k ? row(i + 1) : nullptr, n, dst + i * kPanelCols,
-          width);
-    }
-  } else {
-    for (const auto i : c10::irange(k)) {
-      float* out = dst + i * kPanelCols;
-      const scalar_t* from = row(i);
-      if (from != nullptr) {
-        convert_row(from, out, n);
-      }
-      const int64_t filled = from != nullptr ? n : 0;
-      std::fill(out + filled, out + width, 0.f);
-    }
-  }
-}
+};
 
 // One expert's weight, the factor W of x W: W[k][n] = data[n * ld_n + k * ld_k]
 // with one of the two strides equal to 1. The dense one decides which operand
@@ -287,95 +132,29 @@ struct WeightView {
 // Columns [first, first + count) of a GEMM, at column `at` of a panel and alone
 // in `width` columns of it.
 struct PanelSpan {
-  int64_t first;
-  int64_t count;
+  int64_t first = 0;
+  int64_t count = 0;
   int64_t at = 0;
   int64_t width = kPanelCols;
 };
 
-// The columns of one panel: gate and up halves are two spans. `ahead` is how far
-// to the right the next panel's columns are, 0 if this thread has none.
+// The columns of one panel: gate and up halves are two spans.
 struct PanelColumns {
   PanelSpan spans[2];
-  int64_t ahead = 0;
 };
-
-// ---- packing of the left operand -------------------------------------------
-
-// Rows of length k, zero padded to a multiple of v; row(r) null: zeros.
-template <typename scalar_t, typename compute_t, typename RowFn>
-void pack_rows(
-    const RowFn& row,
-    int64_t rows,
-    int64_t k,
-    compute_t* dst) {
-  const int64_t ld = round_up(k, kVnni<compute_t>);
-  for (const auto r : c10::irange(rows)) {
-    const scalar_t* from = row(r);
-    compute_t* out = dst + r * ld;
-    if (from == nullptr) {
-      std::memset(out, 0, ld * sizeof(compute_t));
-    } else {
-      convert_row(from, out, k);
-      std::fill(out + k, out + ld, compute_t(0));
-    }
-  }
-}
-
-// dst[i][k] = row(k)[i] for i < n, k < rows; zeros up to k_padded. ld of dst is
-// kGradRows. Goes through a small contiguous copy because rows are gathered.
-template <typename scalar_t, typename compute_t, typename RowFn>
-void pack_transposed(
-    const RowFn& row,
-    int64_t n,
-    int64_t rows,
-    int64_t k_padded,
-    compute_t* dst) {
-  constexpr int64_t side = 16 * kVnni<compute_t>;
-  alignas(64) compute_t stage[side * kGradLines];
-  alignas(64) compute_t flipped[side * side];
-  for (int64_t k0 = 0; k0 < k_padded; k0 += side) {
-    const int64_t keep = std::min(side, k_padded - k0);
-    for (const auto i : c10::irange(side)) {
-      const scalar_t* from = k0 + i < rows ? row(k0 + i) : nullptr;
-      compute_t* out = stage + i * kGradLines;
-      if (from != nullptr) {
-        convert_row(from, out, n);
-      } else {
-        std::memset(out, 0, n * sizeof(compute_t));
-      }
-    }
-    for (int64_t i0 = 0; i0 < n; i0 += side) {
-      const int64_t cols = std::min(side, n - i0);
-      if (keep == side && cols == side) {
-        vec::transpose_mxn<compute_t, side, side>(
-            stage + i0, kGradLines, dst + i0 * kGradRows + k0, kGradRows);
-        continue;
-      }
-      vec::transpose_mxn<compute_t, side, side>(
-          stage + i0, kGradLines, flipped, side);
-      for (const auto i : c10::irange(cols)) {
-        std::memcpy(
-            dst + (i0 + i) * kGradRows + k0, flipped + i * side,
-            keep * sizeof(compute_t));
-      }
-    }
-  }
-}
 
 // ---- blocked GEMM ----------------------------------------------------------
 
 // Number of rows of the next brgemm call. Every distinct number is a kernel
-// that brgemm generates once per thread, so there are only 18 of them; a row's
+// that brgemm generates once per thread, so there are only 20 of them; a row's
 // result does not depend on the choice.
 inline int64_t next_tile_rows(int64_t left) {
-  if (left >= kTileRows) {
-    return kTileRows;
+  for (int64_t rows = kMaxTileRows; rows > 16; rows /= 2) {
+    if (left >= rows) {
+      return rows;
+    }
   }
-  if (left >= 32) {
-    return 32;
-  }
-  return left > 16 ? 16 : left;
+  return std::min<int64_t>(left, 16);
 }
 
 template <typename compute_t>
@@ -398,7 +177,7 @@ inline int64_t tile_width(int64_t rows) {
   return round_up(std::min(rows, kTileRows), 16);
 }
 
-// The rows of a block as an operand of gemm_panel: row major with leading
+// The rows of a block as an operand of PanelTask: row major with leading
 // dimension ld, or, where the weight lies along k, packed by pack_along_k one
 // tile of kTileRows after the other.
 template <typename compute_t>
@@ -407,7 +186,8 @@ struct RowOperand {
   int64_t ld;
 };
 
-// Asks for a share of the next panel's weight while this one is multiplied.
+// Asks for a share of a panel's weight, which lies along K, while another panel
+// is multiplied.
 template <typename scalar_t>
 inline void prefetch_lines(
     const WeightView<scalar_t>& w,
@@ -415,18 +195,54 @@ inline void prefetch_lines(
     int64_t k,
     int64_t share,
     int64_t shares) {
-  if (columns.ahead == 0) {
-    return;
-  }
   constexpr int64_t line = 64 / sizeof(scalar_t);
   for (const auto& span : columns.spans) {
-    const int64_t first = span.first + columns.ahead;
     for (const auto n : c10::irange(
-             first + span.count * share / shares,
-             first + span.count * (share + 1) / shares)) {
+             span.first + span.count * share / shares,
+             span.first + span.count * (share + 1) / shares)) {
       const scalar_t* from = w.data + n * w.ld_n;
       for (int64_t i = 0; i < k; i += line) {
         _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T1);
+      }
+    }
+  }
+}
+
+// Packs rows [k0, k0 + k) of neighbouring panels, whose weight lies along N, one
+// panel after the other.
+template <typename scalar_t, typename compute_t>
+inline void pack_group(
+    const WeightView<scalar_t>& w,
+    const PanelColumns* columns,
+    int64_t panels,
+    int64_t k0,
+    int64_t k,
+    compute_t* packed) {
+  constexpr int64_t v = kVnni<compute_t>;
+  constexpr int64_t line = 64 / sizeof(scalar_t);
+  const int64_t panel_size = round_up(k, v) * kPanelCols;
+  for (int64_t r0 = 0; r0 < k; r0 += kGroupRows) {
+    const int64_t rows = std::min(kGroupRows, k - r0);
+    const int64_t ahead = std::min(r0 + 2 * kGroupRows, k);
+    const int64_t ahead_end = std::min(ahead + kGroupRows, k);
+    for (const auto panel : c10::irange(panels)) {
+      for (const auto& span : columns[panel].spans) {
+        if (span.count == 0) {
+          continue;
+        }
+        for (const auto r : c10::irange(ahead, ahead_end)) {
+          const scalar_t* from = w.data + span.first + (k0 + r) * w.ld_k;
+          for (int64_t i = 0; i < span.count; i += line) {
+            _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T0);
+          }
+        }
+        w.pack(
+            span.first,
+            span.count,
+            k0 + r0,
+            rows,
+            packed + panel * panel_size + r0 * kPanelCols + span.at * v,
+            span.width);
       }
     }
   }
@@ -446,115 +262,163 @@ inline void transpose_tile(const float* in, int64_t rows, float* out) {
   }
 }
 
-// gemm_panel for a weight along k: C^T = W^T x^T.
-template <typename scalar_t, typename compute_t, typename EpilogueFn>
-void gemm_panel_along_k(
-    const WeightView<scalar_t>& w,
-    const PanelColumns& columns,
-    const RowOperand<compute_t>& x,
-    int64_t rows,
-    int64_t k,
-    compute_t* panel,
-    float* c,
-    const EpilogueFn& epilogue) {
-  constexpr int64_t depth = kPanelDepth<compute_t>;
-  constexpr int64_t v = kVnni<compute_t>;
-  const bool in_place = std::is_same_v<scalar_t, compute_t> && k % v == 0;
-  const int64_t x_depth = round_up(k, v);
-  const int64_t steps = (k + depth - 1) / depth;
-  const int64_t shares = steps * ((rows + kTileRows - 1) / kTileRows);
-  int64_t share = 0;
-  alignas(64) float tile[kTileRows * kPanelCols];
-  for (int64_t k0 = 0; k0 < k; k0 += depth) {
-    const int64_t kb = std::min(depth, k - k0);
-    const int64_t padded = round_up(kb, v);
-    if (!in_place) {
-      for (const auto& span : columns.spans) {
-        pack_rows<scalar_t, compute_t>(
-            [&](int64_t i) {
-              return w.data + (span.first + i) * w.ld_n + k0;
-            },
-            span.count,
-            kb,
-            panel + span.at * padded);
-      }
-    }
-    for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
-      const int64_t m = std::min(kTileRows, rows - m0);
-      const int64_t width = tile_width(m);
-      float* sums = steps == 1 ? c : c + m0 * kPanelCols;
-      prefetch_lines(w, columns, k, share++, shares);
-      for (const auto& span : columns.spans) {
-        if (span.count == 0) {
-          continue;
-        }
-        const compute_t* lines = panel + span.at * padded;
-        if constexpr (std::is_same_v<scalar_t, compute_t>) {
-          lines = in_place ? w.data + span.first * w.ld_n + k0 : lines;
-        }
-        cpublas::brgemm(
-            span.count,
-            width,
-            padded,
-            in_place ? w.ld_n : padded,
-            width,
-            kTileRows,
-            /*add_C=*/k0 > 0,
-            lines,
-            x.data + m0 * x_depth + k0 * width,
-            sums + span.at * kTileRows,
-            /*is_vnni=*/v > 1);
-      }
-      if (k0 + depth >= k) {
-        transpose_tile(sums, m, tile);
-        epilogue(m0, m, tile);
-      }
-    }
-  }
-}
+// Panels [first, last) of x W for `rows` rows of x, and what to do with them.
+// columns(panel) is a PanelColumns. epilogue(panel, row0, rows, c) sees a
+// finished tile with leading dimension kPanelCols; what it holds outside the
+// spans is undefined. prologue(panel, row0, rows) comes before the tile's last
+// product. `packed` and c are scratch, see for_each_task.
+template <typename scalar_t, typename compute_t>
+struct PanelTask {
+  const WeightView<scalar_t>& w;
+  int64_t first;
+  int64_t last;
+  const RowOperand<compute_t>& x;
+  int64_t rows;
+  int64_t k;
+  compute_t* packed;
+  float* c;
 
-// A panel of x W: [rows, k] times the columns' weights, one kPanelDepth of K at
-// a time. epilogue(row0, rows, c) sees a finished tile with leading dimension
-// kPanelCols; what it holds outside the spans is undefined. `panel` and c are
-// scratch, see for_each_panel.
-template <typename scalar_t, typename compute_t, typename EpilogueFn>
-void gemm_panel(
-    const WeightView<scalar_t>& w,
-    const PanelColumns& columns,
-    const RowOperand<compute_t>& x,
-    int64_t rows,
-    int64_t k,
-    compute_t* panel,
-    float* c,
-    const EpilogueFn& epilogue) {
-  if (w.along_k()) {
-    gemm_panel_along_k(w, columns, x, rows, k, panel, c, epilogue);
-    return;
+  template <typename ColumnsFn, typename EpilogueFn, typename PrologueFn>
+  void run(
+      const ColumnsFn& columns,
+      const EpilogueFn& epilogue,
+      const PrologueFn& prologue) const {
+    if (!w.along_k()) {
+      run_along_n(columns, epilogue, prologue);
+      return;
+    }
+    PanelColumns now = columns(first);
+    for (const auto panel : c10::irange(first, last)) {
+      const PanelColumns next =
+          panel + 1 < last ? columns(panel + 1) : PanelColumns{};
+      run_along_k(panel, now, next, epilogue, prologue);
+      now = next;
+    }
   }
-  constexpr int64_t depth = kPanelDepth<compute_t>;
-  constexpr int64_t v = kVnni<compute_t>;
-  const bool single = k <= depth;
-  for (int64_t k0 = 0; k0 < k; k0 += depth) {
-    const int64_t kb = std::min(depth, k - k0);
+
+ private:
+  template <typename ColumnsFn, typename EpilogueFn, typename PrologueFn>
+  void run_along_n(
+      const ColumnsFn& columns,
+      const EpilogueFn& epilogue,
+      const PrologueFn& prologue) const {
+    constexpr int64_t v = kVnni<compute_t>;
+    const auto steps = PanelSteps::of<compute_t>(k, /*along_k=*/false);
+    const bool single = k <= steps.depth;
+    for (int64_t p0 = first; p0 < last; p0 += steps.group) {
+      const int64_t group = std::min(steps.group, last - p0);
+      PanelColumns group_columns[kMaxGroup];
+      for (const auto i : c10::irange(group)) {
+        group_columns[i] = columns(p0 + i);
+      }
+      for (int64_t k0 = 0; k0 < k; k0 += steps.depth) {
+        const int64_t kb = std::min(steps.depth, k - k0);
+        const int64_t padded = round_up(kb, v);
+        pack_group(w, group_columns, group, k0, kb, packed);
+        for (const auto i : c10::irange(group)) {
+          for (int64_t m0 = 0; m0 < rows;) {
+            const int64_t m = next_tile_rows(rows - m0);
+            float* tile = single ? c : c + (i * rows + m0) * kPanelCols;
+            if (k0 + kb == k) {
+              prologue(p0 + i, m0, m);
+            }
+            brgemm<compute_t>(
+                m, padded, x.data + m0 * x.ld + k0, x.ld,
+                packed + i * padded * kPanelCols, tile, kPanelCols, k0 > 0);
+            if (k0 + kb == k) {
+              epilogue(p0 + i, m0, m, tile);
+            }
+            m0 += m;
+          }
+        }
+      }
+    }
+  }
+
+  // C^T = W^T x^T.
+  template <typename EpilogueFn, typename PrologueFn>
+  void run_along_k(
+      int64_t panel,
+      const PanelColumns& columns,
+      const PanelColumns& next,
+      const EpilogueFn& epilogue,
+      const PrologueFn& prologue) const {
+    constexpr int64_t depth = kPanelDepth<compute_t>;
+    constexpr int64_t v = kVnni<compute_t>;
+    const bool in_place = std::is_same_v<scalar_t, compute_t> && k % v == 0;
+    const int64_t x_depth = round_up(k, v);
+    const int64_t steps = (k + depth - 1) / depth;
+    const int64_t shares = steps * ((rows + kTileRows - 1) / kTileRows);
+    int64_t share = 0;
+    alignas(64) float tile[kTileRows * kPanelCols];
+    for (int64_t k0 = 0; k0 < k; k0 += depth) {
+      const int64_t kb = std::min(depth, k - k0);
+      const int64_t padded = round_up(kb, v);
+      if (!in_place) {
+        for (const auto& span : columns.spans) {
+          pack_rows<scalar_t, compute_t>(
+              [&](int64_t i) {
+                return w.data + (span.first + i) * w.ld_n + k0;
+              },
+              span.count,
+              kb,
+              packed + span.at * padded);
+        }
+      }
+      for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
+        const int64_t m = std::min(kTileRows, rows - m0);
+        float* sums = steps == 1 ? c : c + m0 * kPanelCols;
+        prefetch_lines(w, next, k, share++, shares);
+        if (k0 + depth >= k) {
+          prologue(panel, m0, m);
+        }
+        multiply_along_k(columns, m0, m, k0, padded, x_depth, in_place, sums);
+        if (k0 + depth >= k) {
+          transpose_tile(sums, m, tile);
+          epilogue(panel, m0, m, tile);
+        }
+      }
+    }
+  }
+
+  void multiply_along_k(
+      const PanelColumns& columns,
+      int64_t m0,
+      int64_t m,
+      int64_t k0,
+      int64_t depth,
+      int64_t x_depth,
+      bool in_place,
+      float* sums) const {
+    const int64_t width = tile_width(m);
     for (const auto& span : columns.spans) {
-      if (span.count > 0) {
-        w.pack(
-            span.first, span.count, k0, kb, panel + span.at * v, span.width);
+      if (span.count == 0) {
+        continue;
       }
-    }
-    for (int64_t m0 = 0; m0 < rows;) {
-      const int64_t m = next_tile_rows(rows - m0);
-      float* tile = single ? c : c + m0 * kPanelCols;
-      brgemm<compute_t>(
-          m, round_up(kb, v), x.data + m0 * x.ld + k0, x.ld, panel, tile,
-          kPanelCols, k0 > 0);
-      if (k0 + depth >= k) {
-        epilogue(m0, m, tile);
+      const compute_t* lines = packed + span.at * depth;
+      if constexpr (std::is_same_v<scalar_t, compute_t>) {
+        lines = in_place ? w.data + span.first * w.ld_n + k0 : lines;
       }
-      m0 += m;
+      cpublas::brgemm(
+          span.count,
+          width,
+          depth,
+          in_place ? w.ld_n : depth,
+          width,
+          kTileRows,
+          /*add_C=*/k0 > 0,
+          lines,
+          x.data + m0 * x_depth + k0 * width,
+          sums + span.at * kTileRows,
+          /*is_vnni=*/kVnni<compute_t> > 1);
     }
   }
-}
+};
+
+// A prologue that does nothing.
+struct NoPrologue {
+  void operator()(int64_t, int64_t, int64_t) const {}
+};
 
 // ---- work split ------------------------------------------------------------
 
@@ -621,6 +485,21 @@ inline std::vector<Block> make_blocks(
     }
   }
   return blocks;
+}
+
+// Maps the pages of memory that is about to be written. Weight gradients are as
+// large as the weights and new in every step, so that each of their pages is
+// touched for the first time here; asking for them together costs about half of
+// the page faults. Only a hint: failing (an older kernel) changes nothing.
+inline void map_pages(void* data, int64_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+  constexpr uintptr_t page = 4096;
+  const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  if (begin < end) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);
+  }
+#endif
 }
 
 // Cache-line aligned per-thread buffers cut out of one allocation.

@@ -150,7 +150,7 @@ inline WorkList gemm_work(
   return WorkList(std::move(blocks), panels, per_task);
 }
 
-// Whether the rows of a source are an operand of gemm_panel where they are:
+// Whether the rows of a source are an operand of PanelTask where they are:
 // they have its type, stay put, need no padding and no transposition.
 template <typename scalar_t>
 inline bool is_operand(
@@ -196,12 +196,11 @@ inline RowOperand<compute_t> row_operand(
   return {buffer, ld};
 }
 
-// Runs fn(block, panel, is_last, x, packed, c) for every (block, panel), with x
-// the block's rows of `source` as an operand for weights that lie along k or
-// not, and `packed` and c per-thread buffers for gemm_panel. is_last: this
-// thread does not go on with the next panel.
+// Runs fn(block, first, last, x, packed, c) for every task, panels [first, last)
+// of a block, with x the block's rows of `source` as an operand for weights that
+// lie along k or not, and `packed` and c per-thread buffers for PanelTask.
 template <typename scalar_t, typename Fn>
-void for_each_panel(
+void for_each_task(
     const Routing& routing,
     const RowSource<scalar_t>& source,
     int64_t k,
@@ -218,9 +217,12 @@ void for_each_panel(
   // Not larger than this call needs: a small layer is called often.
   const int64_t max_rows =
       std::min(block_rows<compute_t>(k), round_up(most, kTileRows));
-  const int64_t panel_bytes = kPanelCols * sizeof(compute_t) *
-      std::min(depth, kPanelDepth<compute_t>);
-  const int64_t c_rows = k <= kPanelDepth<compute_t> ? kTileRows : max_rows;
+  const auto steps = PanelSteps::of<compute_t>(k, along_k);
+  const int64_t group = std::min(steps.group, panels);
+  const int64_t panel_bytes = group * kPanelCols *
+      std::min(depth, steps.depth) * static_cast<int64_t>(sizeof(compute_t));
+  const int64_t c_rows =
+      k <= steps.depth ? std::min(kMaxTileRows, max_rows) : group * max_rows;
   const int64_t c_bytes = c_rows * kPanelCols * sizeof(float);
   const int64_t x_bytes = is_operand(source, k, along_k)
       ? 0
@@ -242,9 +244,7 @@ void for_each_panel(
                 k,
                 along_k,
                 reinterpret_cast<compute_t*>(base + panel_bytes + c_bytes));
-            for (const auto panel : c10::irange(first, last)) {
-              fn(block, panel, panel + 1 == last, x, packed, c);
-            }
+            fn(block, first, last, x, packed, c);
           },
           kVnni<compute_t> > 1);
 }
@@ -275,51 +275,56 @@ void project_rows(
     scalar_t* out,
     int64_t ld_out) {
   using compute_t = compute_type<scalar_t>;
-  const int64_t depth = projection.depth;
-  const auto panel_fn = [&](const Block& block,
-                            int64_t panel,
-                            bool is_last,
-                            const RowOperand<compute_t>& x,
-                            compute_t* packed,
-                            float* c) {
-    const auto w = projection.of(block.expert);
+  const auto columns = [&](int64_t panel) {
     const int64_t n0 = panel * kPanelCols;
-    const int64_t n = std::min(kPanelCols, cols - n0);
-    alignas(64) float bias[kPanelCols] = {};
-    if (projection.bias != nullptr) {
-      convert_row(
-          projection.bias + block.expert * projection.dim + d0 + n0, bias, n);
-    }
-    gemm_panel(
-        w,
-        PanelColumns{{{d0 + n0, n}, {0, 0}}, is_last ? 0 : kPanelCols},
-        x,
-        block.end - block.begin,
-        depth,
-        packed,
-        c,
-        [&](int64_t m0, int64_t m, const float* tile) {
+    return PanelColumns{
+        {{d0 + n0, std::min(kPanelCols, cols - n0)}, PanelSpan{}}};
+  };
+  const auto task_fn = [&](const Block& block,
+                           int64_t first,
+                           int64_t last,
+                           const RowOperand<compute_t>& x,
+                           compute_t* packed,
+                           float* c) {
+    const auto epilogue =
+        [&](int64_t panel, int64_t m0, int64_t m, const float* tile) {
+          const int64_t n0 = panel * kPanelCols;
+          const int64_t n = std::min(kPanelCols, cols - n0);
+          alignas(64) float bias[kPanelCols] = {};
+          if (projection.bias != nullptr) {
+            convert_row(
+                projection.bias + block.expert * projection.dim + d0 + n0,
+                bias,
+                n);
+          }
           for (const auto i : c10::irange(m)) {
             const int64_t row = block.begin + m0 + i;
             const Vec scale(projection.weighted ? routing.weight(row) : 1.f);
             const float* from = tile + i * kPanelCols;
-            scalar_t* to = out + row * ld_out + n0;
-            for (int64_t j = 0; j < n; j += kLanes) {
-              store_float(
-                  to + j,
-                  scale * (Vec::loadu(from + j) + Vec::loadu(bias + j)),
-                  n - j);
-            }
+            store_row(out + row * ld_out + n0, n, [&](int64_t j) {
+              return scale * (Vec::loadu(from + j) + Vec::loadu(bias + j));
+            });
           }
-        });
+        };
+    const auto w = projection.of(block.expert);
+    PanelTask<scalar_t, compute_t>{
+        w,
+        first,
+        last,
+        x,
+        block.end - block.begin,
+        projection.depth,
+        packed,
+        c}
+        .run(columns, epilogue, NoPrologue{});
   };
-  for_each_panel(
+  for_each_task(
       routing,
       source,
-      depth,
+      projection.depth,
       (cols + kPanelCols - 1) / kPanelCols,
       projection.of(0).along_k(),
-      panel_fn);
+      task_fn);
 }
 
 // Columns of the routed rows that exist at a time: whole panels within
@@ -353,13 +358,13 @@ void combine(
               from[count++] = rows + row * ld;
             }
           }
-          for (int64_t i = 0; i < cols; i += kLanes) {
+          store_row(out + t * ld_out, cols, [&](int64_t i) {
             Vec sum(0.f);
             for (const auto j : c10::irange(count)) {
               sum = sum + load_float(from[j] + i, cols - i);
             }
-            store_float(out + t * ld_out + i, sum, cols - i);
-          }
+            return sum;
+          });
         }
       });
 }

@@ -90,6 +90,7 @@ class WeightGrad {
               auto* a = reinterpret_cast<compute_t*>(base + c_bytes);
               auto* b =
                   reinterpret_cast<compute_t*>(base + c_bytes + left_bytes);
+              map_lines(block, first / across * kGradLines);
               for (const auto tile : c10::irange(first, last)) {
                 const bool packed =
                     tile > first && block.end - block.begin <= kGradRows;
@@ -113,6 +114,17 @@ class WeightGrad {
   static constexpr int64_t kRightBytes =
       kPanelCols * kGradRows * sizeof(compute_t);
 
+  // The lines of a row of macro tiles, if they are one piece of memory.
+  void map_lines(const Block& block, int64_t i0) const {
+    if (line_stride_ == length_) {
+      map_pages(
+          target_.mutable_data_ptr<scalar_t>() +
+              block.expert * target_.stride(0) + i0 * line_stride_,
+          std::min(kGradLines, lines_ - i0) * length_ *
+              static_cast<int64_t>(sizeof(scalar_t)));
+    }
+  }
+
   void tile_of(
       const Block& block,
       int64_t i0,
@@ -131,6 +143,8 @@ class WeightGrad {
       }
       return;
     }
+    const int64_t last = block.begin +
+        (block.end - block.begin - 1) / kGradRows * kGradRows;
     for (int64_t r0 = block.begin; r0 < block.end; r0 += kGradRows) {
       const int64_t rows = std::min(kGradRows, block.end - r0);
       const int64_t depth = round_up(rows, kGradRowsMultiple);
@@ -145,53 +159,101 @@ class WeightGrad {
             depth,
             a);
       }
-      const auto right_row = [&](int64_t r) -> const scalar_t* {
-        const scalar_t* row = r < rows ? right_.row(r0 + r) : nullptr;
-        return row == nullptr ? row : row + j0;
-      };
-      multiply(right_row, height, width, depth, r0 > block.begin, a, b, c);
+      const scalar_t* right[kGradRows] = {};
+      for (const auto r : c10::irange(rows)) {
+        const scalar_t* row = right_.row(r0 + r);
+        right[r] = row == nullptr ? row : row + j0;
+      }
+      multiply(
+          right,
+          Extent{height, width, depth, length_ - j0},
+          /*is_first=*/r0 == block.begin,
+          /*is_last=*/r0 == last,
+          a,
+          b,
+          c,
+          out);
     }
-    for (const auto i : c10::irange(height)) {
-      for (int64_t j = 0; j < width; j += kLanes) {
-        store_float(
-            out + i * line_stride_ + j,
-            Vec::loadu(c + i * kGradTile + j),
-            width - j);
+  }
+
+  struct Extent {
+    int64_t height;
+    int64_t width;
+    int64_t depth;
+    int64_t left; // columns from the tile's first one on
+  };
+
+  // Asks for the next panel's rows, or the next macro tile's, in the share of
+  // lines [m0, m0 + m).
+  void prefetch_rows(
+      const scalar_t* const* right,
+      int64_t ahead,
+      const Extent& extent,
+      int64_t m0,
+      int64_t m) const {
+    if (extent.left <= ahead) {
+      return;
+    }
+    constexpr int64_t line = 64 / sizeof(scalar_t);
+    for (const auto r : c10::irange(
+             extent.depth * m0 / extent.height,
+             extent.depth * (m0 + m) / extent.height)) {
+      if (right[r] == nullptr) {
+        continue;
+      }
+      for (int64_t j = 0; j < kPanelCols; j += line) {
+        _mm_prefetch(
+            reinterpret_cast<const char*>(right[r] + ahead + j), _MM_HINT_T1);
       }
     }
   }
 
-  template <typename RowFn>
-  static void multiply(
-      const RowFn& right_row,
-      int64_t height,
-      int64_t width,
-      int64_t depth,
-      bool accumulate,
+  // Adds one step to the macro tile; the last one writes it while a product is
+  // still in cache. c holds its kGradTileRows x kPanelCols products one after
+  // the other, and only one if the first step is the last one.
+  void multiply(
+      const scalar_t* const* right,
+      const Extent& extent,
+      bool is_first,
+      bool is_last,
       const compute_t* a,
       compute_t* b,
-      float* c) {
-    for (int64_t n0 = 0; n0 < width; n0 += kPanelCols) {
+      float* c,
+      scalar_t* out) const {
+    for (int64_t n0 = 0; n0 < extent.width; n0 += kPanelCols) {
       pack_along_n<scalar_t, compute_t>(
           [&](int64_t r) {
-            const scalar_t* row = right_row(r);
-            return row == nullptr ? row : row + n0;
+            return right[r] == nullptr ? right[r] : right[r] + n0;
           },
-          width - n0,
-          depth,
+          extent.width - n0,
+          extent.depth,
           b,
           kPanelCols);
-      for (int64_t m0 = 0; m0 < height;) {
-        const int64_t m = next_tile_rows(height - m0);
+      for (int64_t m0 = 0; m0 < extent.height;) {
+        const int64_t m = std::min(kGradTileRows, extent.height - m0);
+        prefetch_rows(right, n0 + kPanelCols, extent, m0, m);
+        float* sums = is_first && is_last
+            ? c
+            : c + (n0 * extent.height + m0 * kPanelCols);
         brgemm<compute_t>(
             m,
-            depth,
-            a + m0 * kGradRows,
-            kGradRows,
+            extent.depth,
+            a + m0 * extent.depth,
+            extent.depth,
             b,
-            c + m0 * kGradTile + n0,
-            kGradTile,
-            accumulate);
+            sums,
+            kPanelCols,
+            /*accumulate=*/!is_first);
+        if (is_last) {
+          const int64_t n = std::min(kPanelCols, extent.width - n0);
+          for (const auto i : c10::irange(m)) {
+            const float* from = sums + i * kPanelCols;
+            store_row(
+                out + (m0 + i) * line_stride_ + n0, n, [&](int64_t j) {
+                  return Vec::loadu(from + j);
+                });
+          }
+        }
         m0 += m;
       }
     }
@@ -261,18 +323,22 @@ class BackwardPass {
         input_(with_dense_rows(in.input)),
         grad_out_(with_dense_rows(grad_out)),
         preact_(preact.contiguous()),
+        preact_data_(preact_.template const_data_ptr<scalar_t>()),
         w_out_(in.w_out) {
     const int64_t rows = routing_.last_row;
     if (grads.input.defined() || grads.w_in.defined() ||
         grads.b_in.defined()) {
       grad_hidden_ = at::empty({rows, layout_.cols()}, input_.options());
+      grad_hidden_data_ = grad_hidden_.template mutable_data_ptr<scalar_t>();
     }
     if (grads.w_out.defined()) {
       weighted_act_ = at::empty({rows, layout_.hidden}, input_.options());
+      weighted_act_data_ = weighted_act_.template mutable_data_ptr<scalar_t>();
     }
     if (grads.topk_weights.defined()) {
       grad_weight_parts_ =
           at::empty({rows, panels_}, input_.options().dtype(kFloat));
+      parts_data_ = grad_weight_parts_.mutable_data_ptr<float>();
     }
     moe_cpu::dispatch_activation(spec.kind, [&](auto kind) {
       grad_row_ = &BackwardPass::template grad_row<decltype(kind)::value>;
@@ -338,44 +404,72 @@ class BackwardPass {
     const int64_t d = input_.size(1);
     const bool multiply =
         grad_hidden_.defined() || grad_weight_parts_.defined();
-    for_each_panel(
+    for_each_task(
         routing_,
         grad_out,
         d,
         panels_,
         w_out_.plain(0).along_k(),
         [&](const Block& block,
-            int64_t panel,
-            bool is_last,
+            int64_t first,
+            int64_t last,
             const RowOperand<compute_t>& x,
             compute_t* packed,
             float* c) {
-          const int64_t f0 = panel * kPanelCols;
-          const int64_t units = std::min(kPanelCols, layout_.hidden - f0);
-          const auto epilogue = [&](int64_t m0, int64_t m, const float* tile) {
-            for (const auto i : c10::irange(m)) {
-              (this->*grad_row_)(
-                  block.begin + m0 + i, panel, units, tile + i * kPanelCols);
-            }
-          };
           const int64_t rows = block.end - block.begin;
+          const auto epilogue =
+              [&](int64_t panel, int64_t m0, int64_t m, const float* tile) {
+                for (const auto i : c10::irange(m)) {
+                  (this->*grad_row_)(
+                      block.begin + m0 + i,
+                      panel,
+                      units_of(panel),
+                      tile + i * kPanelCols);
+                }
+              };
           if (!multiply) {
             static constexpr float zeros[kTileRows * kPanelCols] = {};
-            for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
-              epilogue(m0, std::min(kTileRows, rows - m0), zeros);
+            for (const auto panel : c10::irange(first, last)) {
+              for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
+                epilogue(panel, m0, std::min(kTileRows, rows - m0), zeros);
+              }
             }
             return;
           }
-          gemm_panel(
-              w_out_.plain(block.expert),
-              PanelColumns{{{f0, units}, {0, 0}}, is_last ? 0 : kPanelCols},
-              x,
-              rows,
-              d,
-              packed,
-              c,
-              epilogue);
+          const auto w = w_out_.plain(block.expert);
+          PanelTask<scalar_t, compute_t>{w, first, last, x, rows, d, packed, c}
+              .run(
+                  [&](int64_t panel) {
+                    return PanelColumns{
+                        {{panel * kPanelCols, units_of(panel)}, PanelSpan{}}};
+                  },
+                  epilogue,
+                  [&](int64_t panel, int64_t m0, int64_t m) {
+                    prefetch_preact(block.begin + m0, m, panel);
+                  });
         });
+  }
+
+  int64_t units_of(int64_t panel) const {
+    return std::min(kPanelCols, layout_.hidden - panel * kPanelCols);
+  }
+
+  // H is read in pieces of a panel's width, from memory, by the epilogue.
+  void prefetch_preact(int64_t row, int64_t rows, int64_t panel) const {
+    const int64_t gates = layout_.interleaved ? 2 : 1;
+    const int64_t halves = layout_.gated && !layout_.interleaved ? 2 : 1;
+    constexpr int64_t line = 64 / sizeof(scalar_t);
+    for (const auto i : c10::irange(rows)) {
+      const scalar_t* h =
+          preact_data_ + (row + i) * layout_.cols() + panel * kPanelCols * gates;
+      for (const auto half : c10::irange(halves)) {
+        for (int64_t j = 0; j < units_of(panel) * gates; j += line) {
+          _mm_prefetch(
+              reinterpret_cast<const char*>(h + half * layout_.hidden + j),
+              _MM_HINT_T0);
+        }
+      }
+    }
   }
 
   // dH, s * A and a part of dS of one row from its dA' (fp32).
@@ -383,8 +477,8 @@ class BackwardPass {
   void grad_row(int64_t row, int64_t panel, int64_t units, const float* grad_act)
       const {
     const int64_t f0 = panel * kPanelCols;
-    scalar_t* grad_h = row_of(grad_hidden_, row, layout_.cols());
-    scalar_t* act = row_of(weighted_act_, row, layout_.hidden);
+    scalar_t* grad_h = row_of(grad_hidden_data_, row, layout_.cols());
+    scalar_t* act = row_of(weighted_act_data_, row, layout_.hidden);
     if (routing_.slot(row) < 0) {
       if (grad_h != nullptr) {
         layout_.zero(grad_h, f0, units);
@@ -394,8 +488,7 @@ class BackwardPass {
       }
       return;
     }
-    const scalar_t* h =
-        preact_.const_data_ptr<scalar_t>() + row * layout_.cols();
+    const scalar_t* h = preact_data_ + row * layout_.cols();
     const Vec scale(routing_.weight(row));
     Vec grad_weight(0.f);
     for (int64_t j = 0; j < units; j += kLanes) {
@@ -405,7 +498,7 @@ class BackwardPass {
       const Vec grad = Vec::loadu(grad_act + j);
       const Vec a = round_through<scalar_t>(
           moe_cpu::activate<kind>(gate, up, constants_));
-      if (grad_weight_parts_.defined()) {
+      if (parts_data_ != nullptr) {
         grad_weight = grad_weight + Vec::set(Vec(0.f), grad * a, n);
       }
       if (act != nullptr) {
@@ -417,8 +510,8 @@ class BackwardPass {
         layout_.store(grad_h, f0 + j, n, grad_gate, grad_up);
       }
     }
-    if (grad_weight_parts_.defined()) {
-      grad_weight_parts_.mutable_data_ptr<float>()[row * panels_ + panel] =
+    if (parts_data_ != nullptr) {
+      parts_data_[row * panels_ + panel] =
           vec::vec_reduce_all<float>(
               [](const Vec& x, const Vec& y) { return x + y; }, grad_weight);
     }
@@ -455,8 +548,8 @@ class BackwardPass {
     grads_.topk_weights.copy_(sums);
   }
 
-  static scalar_t* row_of(const Tensor& x, int64_t row, int64_t cols) {
-    return x.defined() ? x.mutable_data_ptr<scalar_t>() + row * cols : nullptr;
+  static scalar_t* row_of(scalar_t* x, int64_t row, int64_t cols) {
+    return x == nullptr ? x : x + row * cols;
   }
 
   using grad_row_fn = void (BackwardPass::*)(
@@ -472,10 +565,15 @@ class BackwardPass {
   const int64_t panels_; // of F
   const moe_cpu::ActivationConstants<Vec> constants_;
   const Tensor input_, grad_out_, preact_;
+  const scalar_t* preact_data_;
   const WeightStack<scalar_t> w_out_;
   Tensor grad_hidden_; // dH (last_row, G*F)
   Tensor weighted_act_; // s * A (last_row, F)
   Tensor grad_weight_parts_; // (last_row, panels_) float
+  // Of the three above, null where they are undefined.
+  scalar_t* grad_hidden_data_ = nullptr;
+  scalar_t* weighted_act_data_ = nullptr;
+  float* parts_data_ = nullptr;
   grad_row_fn grad_row_ = nullptr;
 };
 #endif

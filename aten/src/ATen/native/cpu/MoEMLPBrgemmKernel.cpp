@@ -51,18 +51,28 @@ class ForwardPass {
         input_.const_data_ptr<scalar_t>(),
         input_.stride(0),
         routing_.slot_rows.defined() ? &routing_ : nullptr};
-    for_each_panel(
+    for_each_task(
         routing_,
         tokens,
         d,
         (layout_.hidden + units_ - 1) / units_,
         w_in_.transposed(0).along_k(),
         [&](const Block& block,
-            int64_t panel,
-            bool is_last,
+            int64_t first,
+            int64_t last,
             const RowOperand<compute_t>& x,
             compute_t* packed,
-            float* c) { hidden_panel(block, panel, is_last, x, packed, c); });
+            float* c) {
+          const auto w = w_in_.transposed(block.expert);
+          PanelTask<scalar_t, compute_t>{
+              w, first, last, x, block.end - block.begin, d, packed, c}
+              .run(
+                  [&](int64_t panel) { return columns_of(panel); },
+                  [&](int64_t panel, int64_t m0, int64_t m, const float* tile) {
+                    activate_tile(block, panel, m0, m, tile);
+                  },
+                  NoPrologue{});
+        });
 
     const WeightStack<scalar_t> w_out(in.w_out);
     const Tensor b_out = contiguous_or_undefined(in.b_out);
@@ -80,47 +90,40 @@ class ForwardPass {
   }
 
  private:
-  // Units [f0, f0 + units) of H and A for the rows of a block. With two halves
-  // the panel is [gate | up], half of kPanelCols each.
-  void hidden_panel(
-      const Block& block,
-      int64_t panel,
-      bool is_last,
-      const RowOperand<compute_t>& x,
-      compute_t* packed,
-      float* c) const {
-    const int64_t f0 = panel * units_;
-    const int64_t units = std::min(units_, layout_.hidden - f0);
-    alignas(64) float bias[kPanelCols] = {};
-    load_bias(block.expert, f0, units, bias);
-    gemm_panel(
-        w_in_.transposed(block.expert),
-        columns_of(f0, units, is_last),
-        x,
-        block.end - block.begin,
-        input_.size(1),
-        packed,
-        c,
-        [&](int64_t m0, int64_t m, const float* tile) {
-          for (const auto i : c10::irange(m)) {
-            (this->*activate_)(
-                block.begin + m0 + i, f0, units, tile + i * kPanelCols, bias);
-          }
-        });
+  int64_t units_of(int64_t panel) const {
+    return std::min(units_, layout_.hidden - panel * units_);
   }
 
-  PanelColumns columns_of(int64_t f0, int64_t units, bool is_last) const {
-    const int64_t ahead = is_last ? 0 : units_;
+  // H and A of a panel's units for m rows of a block.
+  void activate_tile(
+      const Block& block,
+      int64_t panel,
+      int64_t m0,
+      int64_t m,
+      const float* tile) const {
+    const int64_t f0 = panel * units_;
+    const int64_t units = units_of(panel);
+    alignas(64) float bias[kPanelCols] = {};
+    load_bias(block.expert, f0, units, bias);
+    for (const auto i : c10::irange(m)) {
+      (this->*activate_)(
+          block.begin + m0 + i, f0, units, tile + i * kPanelCols, bias);
+    }
+  }
+
+  // With two halves the panel is [gate | up], half of kPanelCols each.
+  PanelColumns columns_of(int64_t panel) const {
+    const int64_t f0 = panel * units_;
+    const int64_t units = units_of(panel);
     if (!layout_.gated) {
-      return {{{f0, units}, {0, 0}}, ahead};
+      return {{{f0, units}, PanelSpan{}}};
     }
     if (layout_.interleaved) {
-      return {{{2 * f0, 2 * units}, {0, 0}}, 2 * ahead};
+      return {{{2 * f0, 2 * units}, PanelSpan{}}};
     }
     return {
         {{f0, units, 0, units_},
-         {layout_.hidden + f0, units, units_, units_}},
-        ahead};
+         {layout_.hidden + f0, units, units_, units_}}};
   }
 
   // In the order of the panel's columns.
@@ -160,24 +163,55 @@ class ForwardPass {
       return;
     }
     const auto column = [&](int64_t j) {
-      return round_through<scalar_t>(
-          Vec::loadu(c + j) + Vec::loadu(bias + j));
+      return Vec::loadu(c + j) + Vec::loadu(bias + j);
     };
-    for (int64_t j = 0; j < units; j += kLanes) {
+    const auto activated = [&](const Vec& gate, const Vec& up) {
+      return moe_cpu::activate<kind>(gate, up, constants_);
+    };
+    int64_t j = 0;
+    for (; j + 2 * kLanes <= units; j += 2 * kLanes) {
+      Vec gates[2], ups[2];
+      if (layout_.interleaved) {
+        for (const auto i : c10::irange(2)) {
+          const int64_t at = 2 * j + 2 * i * kLanes;
+          const auto [low, high] = store_rounded(
+              h == nullptr ? h : h + 2 * f0 + at,
+              column(at),
+              column(at + kLanes));
+          std::tie(gates[i], ups[i]) = vec::deinterleave2(low, high);
+        }
+      } else {
+        const auto half = [&](int64_t at, int64_t to, Vec* x) {
+          std::tie(x[0], x[1]) = store_rounded(
+              h == nullptr ? h : h + to + f0 + j,
+              column(at + j),
+              column(at + j + kLanes));
+        };
+        half(0, 0, gates);
+        if (layout_.gated) {
+          half(units_, layout_.hidden, ups);
+        } else {
+          std::copy_n(gates, 2, ups);
+        }
+      }
+      store_rounded(
+          act + j, activated(gates[0], ups[0]), activated(gates[1], ups[1]));
+    }
+    for (; j < units; j += kLanes) {
       const int64_t n = std::min(kLanes, units - j);
       Vec gate, up;
       if (layout_.interleaved) {
-        std::tie(gate, up) =
-            vec::deinterleave2(column(2 * j), column(2 * j + kLanes));
+        std::tie(gate, up) = vec::deinterleave2(
+            round_through<scalar_t>(column(2 * j)),
+            round_through<scalar_t>(column(2 * j + kLanes)));
       } else {
-        gate = column(j);
-        up = layout_.gated ? column(units_ + j) : gate;
+        gate = round_through<scalar_t>(column(j));
+        up = layout_.gated ? round_through<scalar_t>(column(units_ + j)) : gate;
       }
       if (h != nullptr) {
         layout_.store(h, f0 + j, n, gate, up);
       }
-      store_float(
-          act + j, moe_cpu::activate<kind>(gate, up, constants_), n);
+      store_float(act + j, activated(gate, up), n);
     }
   }
 

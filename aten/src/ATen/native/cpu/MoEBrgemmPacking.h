@@ -1,0 +1,352 @@
+#pragma once
+
+// Operand packing for the brgemm kernels of _moe_mlp: rows of tokens and expert
+// weights into the layouts that cpublas::brgemm reads, and rows of floats back.
+// MoEBrgemm.h has the loops around it.
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_brgemm {
+
+using Vec = vec::Vectorized<float>;
+constexpr int64_t kLanes = Vec::size();
+
+// Output columns of a packed weight panel. 64 fp32 columns are four zmm, with
+// which brgemm reaches its peak from 8 rows on.
+constexpr int64_t kPanelCols = 64;
+// Lines of a transposed operand of the weight gradient, the height of its tiles.
+constexpr int64_t kGradLines = 512;
+
+// Type of the packed GEMM operands. brgemm has a bfloat16 dot product on every
+// AVX512 machine; float16 would need avx512_fp16 and is multiplied in fp32.
+template <typename scalar_t>
+using compute_type =
+    std::conditional_t<std::is_same_v<scalar_t, BFloat16>, BFloat16, float>;
+
+// Elements along K that the packed layout keeps together: [K/v][N][v].
+template <typename compute_t>
+constexpr int64_t kVnni = sizeof(float) / sizeof(compute_t);
+
+inline int64_t round_up(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+template <typename scalar_t>
+inline Vec load_float(const scalar_t* src) {
+  if constexpr (std::is_same_v<scalar_t, float>) {
+    return Vec::loadu(src);
+  } else {
+    Vec out;
+    vec::load_to_float<scalar_t>(src, out);
+    return out;
+  }
+}
+
+template <typename scalar_t>
+inline Vec load_float(const scalar_t* src, int64_t n) {
+  if (n >= kLanes) {
+    return load_float(src);
+  }
+  if constexpr (std::is_same_v<scalar_t, float>) {
+    return Vec::loadu(src, n);
+  } else {
+    return std::get<0>(vec::convert_to_float<scalar_t>(
+        vec::Vectorized<scalar_t>::loadu(src, n)));
+  }
+}
+
+template <typename scalar_t>
+inline void store_float(scalar_t* dst, const Vec& x, int64_t n = kLanes) {
+  if constexpr (std::is_same_v<scalar_t, float>) {
+    x.store(dst, std::min(n, kLanes));
+  } else {
+    vec::convert_from_float<scalar_t>(x, x).store(dst, std::min(n, kLanes));
+  }
+}
+
+// Stores value(j), the lanes [j, j + kLanes) of a row, for j < n.
+template <typename scalar_t, typename ValueFn>
+inline void store_row(scalar_t* dst, int64_t n, const ValueFn& value) {
+  int64_t j = 0;
+  if constexpr (!std::is_same_v<scalar_t, float>) {
+    // Two registers of floats are one of scalar_t.
+    for (; j + 2 * kLanes <= n; j += 2 * kLanes) {
+      vec::convert_from_float<scalar_t>(value(j), value(j + kLanes))
+          .store(dst + j);
+    }
+  }
+  for (; j < n; j += kLanes) {
+    store_float(dst + j, value(j), n - j);
+  }
+}
+
+// The value a float has after a round trip through scalar_t.
+template <typename scalar_t>
+inline Vec round_through(const Vec& x) {
+  if constexpr (std::is_same_v<scalar_t, float>) {
+    return x;
+  } else {
+    return std::get<0>(
+        vec::convert_to_float<scalar_t>(vec::convert_from_float<scalar_t>(x, x)));
+  }
+}
+
+// Two registers of floats rounded to scalar_t: stored, unless dst is null, and
+// returned as the floats that scalar_t holds.
+template <typename scalar_t>
+inline std::pair<Vec, Vec> store_rounded(
+    scalar_t* dst,
+    const Vec& low,
+    const Vec& high) {
+  if constexpr (std::is_same_v<scalar_t, float>) {
+    if (dst != nullptr) {
+      low.store(dst);
+      high.store(dst + kLanes);
+    }
+    return {low, high};
+  } else {
+    const auto rounded = vec::convert_from_float<scalar_t>(low, high);
+    if (dst != nullptr) {
+      rounded.store(dst);
+    }
+    const auto [first, second] = vec::convert_to_float<scalar_t>(rounded);
+    return {first, second};
+  }
+}
+
+template <typename scalar_t, typename compute_t>
+inline void convert_row(const scalar_t* src, compute_t* dst, int64_t n) {
+  if constexpr (std::is_same_v<scalar_t, compute_t>) {
+    std::memcpy(dst, src, n * sizeof(scalar_t));
+  } else {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      load_float(src + i).store(dst + i);
+    }
+    for (; i < n; ++i) {
+      dst[i] = static_cast<float>(src[i]);
+    }
+  }
+}
+
+// ---- packing of the right operand: dst is [ceil(K/v)][kPanelCols][v] -------
+
+// out[w * ld + r] = the w-th of the 16 words (fp32, or a pair of bfloat16) at
+// from[r]. Four rows share a register, so that only the 4 x 4 blocks inside its
+// lanes are left to transpose.
+inline void transpose_words(const void* const* from, float* out, int64_t ld) {
+  const auto lanes = [&](int64_t row, int64_t word) {
+    const auto quad = [&](int64_t r) {
+      return _mm_loadu_ps(static_cast<const float*>(from[r]) + word);
+    };
+    __m512 x = _mm512_castps128_ps512(quad(row));
+    x = _mm512_insertf32x4(x, quad(row + 4), 1);
+    x = _mm512_insertf32x4(x, quad(row + 8), 2);
+    return _mm512_insertf32x4(x, quad(row + 12), 3);
+  };
+  for (int64_t word = 0; word < 16; word += 4) {
+    const __m512 a = lanes(0, word);
+    const __m512 b = lanes(1, word);
+    const __m512 c = lanes(2, word);
+    const __m512 d = lanes(3, word);
+    const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
+    const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+    const __m512d cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+    const __m512d cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+    float* to = out + word * ld;
+    _mm512_storeu_pd(to, _mm512_unpacklo_pd(ab_low, cd_low));
+    _mm512_storeu_pd(to + ld, _mm512_unpackhi_pd(ab_low, cd_low));
+    _mm512_storeu_pd(to + 2 * ld, _mm512_unpacklo_pd(ab_high, cd_high));
+    _mm512_storeu_pd(to + 3 * ld, _mm512_unpackhi_pd(ab_high, cd_high));
+  }
+}
+
+// Rows of length k that become columns: column(n) is a pointer or null (zeros),
+// and so is every column from n to width, a multiple of 16. dst is
+// [ceil(k/v)][width][v].
+template <typename scalar_t, typename compute_t, typename ColumnFn>
+void pack_along_k(
+    const ColumnFn& column,
+    int64_t n,
+    int64_t k,
+    compute_t* dst,
+    int64_t width) {
+  constexpr int64_t v = kVnni<compute_t>;
+  constexpr int64_t step = 16 * v;
+  constexpr bool same_type = std::is_same_v<scalar_t, compute_t>;
+  auto* words = reinterpret_cast<float*>(dst);
+  alignas(64) static constexpr char zeros[64] = {};
+  alignas(64) compute_t stage[16 * step];
+  alignas(64) float flipped[16 * 16];
+  for (int64_t n0 = 0; n0 < width; n0 += 16) {
+    const scalar_t* source[16];
+    const void* from[16];
+    for (const auto i : c10::irange(16)) {
+      source[i] = n0 + i < n ? column(n0 + i) : nullptr;
+      from[i] = zeros;
+    }
+    for (int64_t k0 = 0; k0 < k; k0 += step) {
+      const int64_t depth = std::min(step, k - k0);
+      for (const auto i : c10::irange(16)) {
+        if (source[i] == nullptr) {
+          continue;
+        }
+        from[i] = source[i] + k0;
+        _mm_prefetch(
+            reinterpret_cast<const char*>(source[i] + k0 + 4 * step),
+            _MM_HINT_T0);
+        if (!same_type || depth < step) {
+          std::fill_n(stage + i * step + depth, step - depth, compute_t(0));
+          convert_row(source[i] + k0, stage + i * step, depth);
+          from[i] = stage + i * step;
+        }
+      }
+      float* out = words + k0 / v * width + n0;
+      if (depth == step) {
+        transpose_words(from, out, width);
+        continue;
+      }
+      transpose_words(from, flipped, 16);
+      for (const auto i : c10::irange((depth + v - 1) / v)) {
+        std::memcpy(out + i * width, flipped + i * 16, 16 * sizeof(float));
+      }
+    }
+  }
+}
+
+// Two rows of the right operand (either may be null: zeros) interleaved.
+template <typename scalar_t, typename compute_t>
+inline void interleave_rows(
+    const scalar_t* row0,
+    const scalar_t* row1,
+    int64_t n,
+    compute_t* dst,
+    int64_t width) {
+  int64_t i = 0;
+  const __m512i low = _mm512_set_epi16(
+      47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+      39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_set_epi16(
+      63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24,
+      55, 23, 54, 22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+  for (; i + 32 <= n; i += 32) {
+    const __m512i a =
+        row0 ? _mm512_loadu_si512(row0 + i) : _mm512_setzero_si512();
+    const __m512i b =
+        row1 ? _mm512_loadu_si512(row1 + i) : _mm512_setzero_si512();
+    _mm512_storeu_si512(dst + 2 * i, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_storeu_si512(
+        dst + 2 * i + 32, _mm512_permutex2var_epi16(a, high, b));
+  }
+  for (; i < n; ++i) {
+    dst[2 * i] = row0 ? row0[i] : scalar_t(0);
+    dst[2 * i + 1] = row1 ? row1[i] : scalar_t(0);
+  }
+  for (; i < width; ++i) {
+    dst[2 * i] = dst[2 * i + 1] = scalar_t(0);
+  }
+}
+
+// Rows k of the source are contiguous along N; row(k) is a pointer or null.
+template <typename scalar_t, typename compute_t, typename RowFn>
+void pack_along_n(
+    const RowFn& row,
+    int64_t n,
+    int64_t k,
+    compute_t* dst,
+    int64_t width) {
+  n = std::clamp<int64_t>(n, 0, width);
+  if constexpr (kVnni<compute_t> == 2) {
+    for (int64_t i = 0; i < k; i += 2) {
+      interleave_rows<scalar_t, compute_t>(
+          row(i), i + 1 < k ? row(i + 1) : nullptr, n, dst + i * kPanelCols,
+          width);
+    }
+  } else {
+    for (const auto i : c10::irange(k)) {
+      float* out = dst + i * kPanelCols;
+      const scalar_t* from = row(i);
+      if (from != nullptr) {
+        convert_row(from, out, n);
+      }
+      const int64_t filled = from != nullptr ? n : 0;
+      std::fill(out + filled, out + width, 0.f);
+    }
+  }
+}
+
+// ---- packing of the left operand -------------------------------------------
+
+// Rows of length k, zero padded to a multiple of v; row(r) null: zeros.
+template <typename scalar_t, typename compute_t, typename RowFn>
+void pack_rows(
+    const RowFn& row,
+    int64_t rows,
+    int64_t k,
+    compute_t* dst) {
+  const int64_t ld = round_up(k, kVnni<compute_t>);
+  for (const auto r : c10::irange(rows)) {
+    const scalar_t* from = row(r);
+    compute_t* out = dst + r * ld;
+    if (from == nullptr) {
+      std::memset(out, 0, ld * sizeof(compute_t));
+    } else {
+      convert_row(from, out, k);
+      std::fill(out + k, out + ld, compute_t(0));
+    }
+  }
+}
+
+// dst[i][k] = row(k)[i] for i < n, k < rows; zeros up to k_padded, which is ld of
+// dst. Goes through a small contiguous copy because rows are gathered.
+template <typename scalar_t, typename compute_t, typename RowFn>
+void pack_transposed(
+    const RowFn& row,
+    int64_t n,
+    int64_t rows,
+    int64_t k_padded,
+    compute_t* dst) {
+  constexpr int64_t side = 16 * kVnni<compute_t>;
+  alignas(64) compute_t stage[side * kGradLines];
+  alignas(64) compute_t flipped[side * side];
+  for (int64_t k0 = 0; k0 < k_padded; k0 += side) {
+    const int64_t keep = std::min(side, k_padded - k0);
+    for (const auto i : c10::irange(side)) {
+      const scalar_t* from = k0 + i < rows ? row(k0 + i) : nullptr;
+      compute_t* out = stage + i * kGradLines;
+      if (from != nullptr) {
+        convert_row(from, out, n);
+      } else {
+        std::memset(out, 0, n * sizeof(compute_t));
+      }
+    }
+    for (int64_t i0 = 0; i0 < n; i0 += side) {
+      const int64_t cols = std::min(side, n - i0);
+      if (keep == side && cols == side) {
+        vec::transpose_mxn<compute_t, side, side>(
+            stage + i0, kGradLines, dst + i0 * k_padded + k0, k_padded);
+        continue;
+      }
+      vec::transpose_mxn<compute_t, side, side>(
+          stage + i0, kGradLines, flipped, side);
+      for (const auto i : c10::irange(cols)) {
+        std::memcpy(
+            dst + (i0 + i) * k_padded + k0, flipped + i * side,
+            keep * sizeof(compute_t));
+      }
+    }
+  }
+}
+
+} // namespace moe_brgemm
+} // namespace CPU_CAPABILITY
+} // namespace at::native
