@@ -246,6 +246,10 @@ class TestPlan(TestCase):
         self.assertLess(least_cpu_time(to_nodes), 0.01)
         for_drift = functools.partial(to_nodes, drift=0.3)
         self.assertLess(least_cpu_time(for_drift), 0.01)
+        # Many packings would be tried here.
+        loads = expert_loads("zipf_1", 64, 0)
+        many_trials = functools.partial(plan, loads, Topology(4, 8, 3))
+        self.assertLess(least_cpu_time(many_trials), 0.01)
 
     def test_errors(self):
         ones = torch.ones(8)

@@ -6,6 +6,8 @@ items of one owner never share a pack. A pack has ``capacity`` places.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -16,6 +18,29 @@ _CLOSE_ENOUGH = 1e-3
 _SWAPS_PER_PACK = 2
 # Pairs against pairs grow with the fourth power of the capacity.
 _PAIR_SEARCH_CAPACITY = 10
+
+
+class Effort:
+    """What a search has cost and may cost, in swaps of about 0.1 ms on a CPU core.
+
+    Counted, not timed, so that all ranks find the same plan.
+
+    Attributes:
+        spent (float): so far.
+        limit (float): the search ends here.
+    """
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self.limit = math.inf
+
+    def left(self) -> bool:
+        return self.spent < self.limit
+
+
+# Beside a swap: a search for two against two, and, per item and pack, a packing.
+_PAIR_SEARCH_EFFORT = 2.0
+PACK_EFFORT = 1e-3
 
 
 def pack(
@@ -91,6 +116,7 @@ def refine(
     *,
     floor: float = 0.0,
     price: float = 0.0,
+    effort: Effort | None = None,
 ) -> list[int]:
     """Swaps items of the heaviest pack against items elsewhere while that helps.
 
@@ -110,10 +136,12 @@ def refine(
         price (float): price of a moved item in the unit of the loads; the
             result minimises heaviest pack plus price times moved items over the
             sequence of swaps. Default: 0.0
+        effort (Effort, optional): counts this search and may end it. Default: None
 
     Returns:
         list[int]: pack of each item, heaviest pack not heavier than before.
     """
+    effort = effort or Effort()
     if num_packs == 1 or not loads:
         return packs
     state = _State(loads, owners, packs, num_packs, capacity)
@@ -127,10 +155,12 @@ def refine(
     floor *= 1 + _CLOSE_ENOUGH
     for _ in range(_SWAPS_PER_PACK * num_packs):
         heavy = int(state.total.argmax())
-        if state.total[heavy].item() <= floor:
+        if state.total[heavy].item() <= floor or not effort.left():
             break
+        effort.spent += 1
         swap = state.best_swap(heavy)
         if swap is None and capacity <= _PAIR_SEARCH_CAPACITY:
+            effort.spent += _PAIR_SEARCH_EFFORT
             swap = state.best_pair_swap(heavy)
         if swap is None:
             break

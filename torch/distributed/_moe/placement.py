@@ -22,10 +22,17 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._moe._packing import overlap_matching, pack, refine
+from torch.distributed._moe._packing import (
+    Effort,
+    overlap_matching,
+    pack,
+    PACK_EFFORT,
+    refine,
+)
 from torch.distributed._moe.topology import Placement, Topology
 
 
@@ -94,9 +101,9 @@ def _items(experts: list[int], loads: list[float], copies: list[int]):
     return owner, load
 
 
-# Packings tried with another split of the replicas, over the number of replicas
-# squared; this keeps a plan below 10 ms per layer on one CPU core.
-_TRIAL_BUDGET = 80_000
+# Effort of packings with another split of the replicas, first packings included; this
+# keeps a plan below 10 ms per layer on one CPU core.
+_EFFORT = 44.0
 # Heaviest experts that give or take a replica in those trials.
 _TRIAL_EXPERTS = 4
 # Swaps end here where free slots let quotas level the ranks in every step anyway.
@@ -105,74 +112,91 @@ _LEFT_TO_QUOTAS = 1.05
 _GOOD_ENOUGH = 1.002
 
 
+class _Search(NamedTuple):
+    """How the replicas of a node are packed onto its ranks."""
+
+    ranks: int
+    use_swaps: bool
+    floor: float
+    effort: Effort
+
+
+class _Packed(NamedTuple):
+    """Experts of a node with their loads and replicas, and those of each rank."""
+
+    heaviest: float
+    experts: list[int]
+    loads: list[float]
+    copies: list[int]
+    held: list[list[int]]
+
+
 def _pack_replicas(
-    experts: list[int],
-    loads: list[float],
-    copies: list[int],
-    ranks: int,
-    use_swaps: bool,
-    floor: float,
-) -> tuple[float, list[list[int]]]:
-    """Heaviest rank load and the experts of each rank for given replicas."""
+    experts: list[int], loads: list[float], copies: list[int], search: _Search
+) -> _Packed:
+    """Packs given replicas onto the ranks of a node."""
     owner, load = _items(experts, loads, copies)
+    ranks = search.ranks
     # Spread what is placed, so that every rank keeps its share of free slots.
     capacity = -(-len(owner) // ranks)
+    search.effort.spent += PACK_EFFORT * len(load) * ranks
     packs = pack(load, owner, ranks, capacity)
-    if use_swaps:
-        packs = refine(load, owner, packs, ranks, capacity, floor=floor)
+    if search.use_swaps:
+        packs = refine(
+            *(load, owner, packs, ranks, capacity),
+            floor=search.floor,
+            effort=search.effort,
+        )
     held: list[list[int]] = [[] for _ in range(ranks)]
     total = [0.0] * ranks
     for expert, w, rank in zip(owner, load, packs):
         held[rank].append(expert)
         total[rank] += w
-    return max(total), held
+    return _Packed(max(total), experts, loads, copies, held)
 
 
-def _replica_moves(heavy: list[int]) -> list[list[tuple[int, int]]]:
-    """Moves (from, to) of one replica, then of two at once, to try in this order."""
+def _other_replicas(node: _Packed, ranks: int) -> list[list[int]]:
+    """Replicas after one or two moves between the heaviest experts, to try in this order.
+
+    Those that leave the smallest largest replica come first. Left out is where a rank
+    would hold an expert twice, an expert would be on no rank, or one replica alone is
+    as heavy as the heaviest rank now.
+    """
+    loads = node.loads
+    heavy = heapq.nlargest(_TRIAL_EXPERTS, range(len(loads)), key=loads.__getitem__)
     one = [(a, b) for a in heavy for b in heavy if a != b]
-    return [[m] for m in one] + [
-        [m, n] for i, m in enumerate(one) for n in one[i:] if m[0] != n[1]
-    ]
+    two = [(m, n) for i, m in enumerate(one) for n in one[i:] if m[0] != n[1]]
+    found = []
+    for moves in [(m,) for m in one] + two:
+        copies = list(node.copies)
+        for give, take in moves:
+            copies[give] -= 1
+            copies[take] += 1
+        if all(1 <= copies[e] <= ranks for e in heavy):
+            largest = max(loads[e] / copies[e] for e in heavy)
+            if largest < node.heaviest:
+                found.append((largest, copies))
+    return [copies for _, copies in sorted(found)]
 
 
-def _place_in_node(
-    experts: list[int],
-    loads: list[float],
-    num_replicas: int,
-    ranks: int,
-    use_swaps: bool,
-    floor: float,
-) -> list[list[int]]:
-    """Replicates the experts of one node and packs them onto its ranks.
+def _with_other_replicas(node: _Packed, search: _Search) -> list[list[int]]:
+    """Experts of each rank after moves of replicas between the heaviest experts.
 
     The smallest largest replica is not always the best: more replicas above half
     a rank's share than ranks leave two of them on one rank. Therefore a replica
     is moved between two of the heaviest experts while that helps.
     """
-    copies = _replicate(loads, num_replicas - len(experts), ranks)
-    best, held = _pack_replicas(experts, loads, copies, ranks, use_swaps, floor)
-    floor = max(floor, sum(loads) / ranks)
-    heavy = heapq.nlargest(_TRIAL_EXPERTS, range(len(loads)), key=loads.__getitem__)
-    swaps = _replica_moves(heavy)
-    trials = _TRIAL_BUDGET // num_replicas**2 if use_swaps else 0
-    while swaps and trials > 0 and best > floor * _GOOD_ENOUGH:
-        other = list(copies)
-        for give, take in swaps.pop(0):
-            other[give] -= 1
-            other[take] += 1
-        # Not where a rank would hold an expert twice, an expert would be on no
-        # rank, or one replica alone is as heavy as the heaviest rank now.
-        if not all(1 <= other[e] <= ranks for e in heavy):
-            continue
-        if max(loads[e] / other[e] for e in heavy) >= best:
-            continue
-        trials -= 1
-        load, packed = _pack_replicas(experts, loads, other, ranks, use_swaps, floor)
-        if load < best:
-            best, held, copies = load, packed, other
-            swaps = _replica_moves(heavy)
-    return held
+    ranks, effort = search.ranks, search.effort
+    # Of a trial alone.
+    effort.limit -= PACK_EFFORT * sum(node.copies) * ranks
+    floor = max(search.floor, sum(node.loads) / ranks)
+    others = _other_replicas(node, ranks)
+    while others and effort.left() and node.heaviest > floor * _GOOD_ENOUGH:
+        trial = _pack_replicas(node.experts, node.loads, others.pop(0), search)
+        if trial.heaviest < node.heaviest:
+            node = trial
+            others = _other_replicas(node, ranks)
+    return node.held
 
 
 def _groups_to_nodes(
@@ -226,16 +250,20 @@ def _fill_nodes(
     floor = max(sum(node.values()) for node in nodes) / topology.ranks_per_node
     if num_replicas < topology.num_slots:
         floor *= _LEFT_TO_QUOTAS
-    held: list[list[int]] = []
+    search = _Search(topology.ranks_per_node, use_swaps, floor, Effort())
+    packed = []
     for n, node in enumerate(nodes):
         # Node replicas come on top: they are why a node has more experts.
         share = base + (1 if n < extra else 0) if num_replicas > total else 0
-        share = max(share, len(node))
-        ranks = topology.ranks_per_node
-        held += _place_in_node(
-            list(node), list(node.values()), share, ranks, use_swaps, floor
-        )
-    return held
+        loads = list(node.values())
+        copies = _replicate(loads, max(0, share - len(node)), search.ranks)
+        packed.append(_pack_replicas(list(node), loads, copies, search))
+    held = [node.held for node in packed]
+    if use_swaps:
+        for n in sorted(range(len(nodes)), key=lambda n: -packed[n].heaviest):
+            search.effort.limit = _EFFORT
+            held[n] = _with_other_replicas(packed[n], search)
+    return [rank for node in held for rank in node]
 
 
 def _swap_in_place(
