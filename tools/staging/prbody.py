@@ -8,21 +8,15 @@ silently, except benchmarks, which not every PR needs.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-from . import patchfile
+from . import benchtable, patchfile
+from .benchtable import table
 from .errors import StageError
 from .series import PullRequest, Series
 
 
-_MAX_ROWS = 16
-# "> 1 wins" and "< 1 wins" columns, by the word that ends their name.
-_WINS_ABOVE = ("speedup", "slowdown", "of_bound")
-_WINS_BELOW = ("ratio", "relative_time")
 _TEST_PLAN = re.compile(
     r"^(?:Test plan|Tests):.*?(?=\n\n\S|\Z)", re.MULTILINE | re.DOTALL
 )
@@ -74,7 +68,7 @@ def _stack(series: Series, pr: PullRequest) -> str:
 
 def _support(pr: PullRequest) -> str:
     """The matrix of series.toml: first row is the head."""
-    return _table([list(row) for row in pr.support]) if pr.support else ""
+    return table([list(row) for row in pr.support]) if pr.support else ""
 
 
 def _test_plan(series: Series, pr: PullRequest, text: str) -> str:
@@ -94,91 +88,16 @@ def _test_plan(series: Series, pr: PullRequest, text: str) -> str:
         staged = f"python3 tools/stage.py test {' '.join(pr.tests)}"
         base = f"torch {series.base.torch} ({series.base.git[:8]})"
         parts.append(
-            f"Run on the {base} wheel with the stack up to this PR staged onto it "
-            f"(`tools/stage.py verify --each --only {pr.name}`), without a build of "
-            f"PyTorch:\n\n```\n{staged}\n```"
+            f"Run on the {base} wheel, without a build of PyTorch: the staging "
+            "repository of this stack puts the PRs up to this one onto the wheel "
+            f"(`tools/stage.py verify --each --only {pr.name}`). There, with the whole "
+            f"stack:\n\n```\n{staged}\n```"
         )
     return "\n\n".join(parts) or "No test of its own: nothing here runs by itself."
 
 
 def _benchmarks(series: Series, pr: PullRequest) -> str:
-    return "\n\n".join(_results(series.root, name) for name in pr.results)
-
-
-def _results(root: Path, name: str) -> str:
-    """One results file: provenance, then its rows, losing ones first."""
-    try:
-        data = json.loads((root / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise StageError(f"results file {name} does not exist") from None
-    except json.JSONDecodeError as error:
-        raise StageError(f"{name}: {error}") from None
-    facts = [f"`{name}`"]
-    facts += [
-        f"{key}: {data[key]}" for key in ("torch", "machine", "threads") if key in data
-    ]
-    head = (
-        f"{', '.join(facts)}\n\n```\n{data.get('command', 'no command recorded')}\n```"
-    )
-    rows = _rows(data)
-    if not rows:
-        return head
-    losing = [row for row in rows if _loses(row)]
-    shown = losing + [row for row in rows if row not in losing]
-    cut = shown[: max(_MAX_ROWS, len(losing))]
-    columns = [key for key in cut[0] if any(_cell(row.get(key)) for row in cut)]
-    table = [columns, *([_cell(row.get(c)) for c in columns] for row in cut)]
-    for row, cells in zip(cut, table[1:]):
-        if row in losing:
-            cells[0] = f"{cells[0]} (**loses**)"
-    counted = f"{len(rows)} rows, {len(losing)} of them lost"
-    if len(cut) < len(rows):
-        counted += f"; {len(rows) - len(cut)} winning rows are only in the file"
-    return f"{head}\n\n{_table(table)}\n\n{counted}."
-
-
-def _rows(data: Any) -> list[dict]:
-    """The measured rows: under "rows", else the first list of objects."""
-    if isinstance(data, list):
-        return [row for row in data if isinstance(row, dict)]
-    candidates = [data.get("rows"), data.get("blocks"), *data.values()]
-    for value in candidates:
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            return value
-    return []
-
-
-def _loses(row: dict) -> bool:
-    """Whether a row says that the peer is better."""
-    if "loses" in row:
-        return bool(row["loses"])
-    for key, value in row.items():
-        number = value.get("median") if isinstance(value, dict) else value
-        if not isinstance(number, (int, float)) or isinstance(number, bool):
-            continue
-        if key.endswith(_WINS_ABOVE[:2]) and number < 1:
-            return True
-        if key.endswith(_WINS_BELOW) and number > 1:
-            return True
-    return False
-
-
-def _cell(value: Any) -> str:
-    """A value as a table shows it; "" for what has no place in a cell."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, dict):
-        if "median" not in value:
-            return ""
-        low, high = (value.get(k) for k in ("p10", "p90"))
-        spread = f" ({_cell(low)} - {_cell(high)})" if low is not None else ""
-        return f"{_cell(value['median'])}{spread}"
-    if isinstance(value, list):
-        simple = all(isinstance(v, (int, str)) for v in value) and len(value) <= 8
-        return " x ".join(map(str, value)) if simple else ""
-    return "" if value is None else str(value).replace("|", "\\|")
+    return "\n\n".join(benchtable.render(series.root, entry) for entry in pr.results)
 
 
 def _bc(pr: PullRequest, patch: patchfile.Patch) -> str:
@@ -207,7 +126,7 @@ def _review(series: Series, pr: PullRequest, patch: patchfile.Patch) -> str:
         words = [w for w in ("new" if path in new else "", kind) if w]
         rows.append([f"`{path}`", str(lines), ", ".join(words)])
     core = sum(lines for _, lines, kind in sizes if not kind)
-    text = f"{_table(rows)}\n\n{core} changed lines outside tests, generated files and kernels."
+    text = f"{table(rows)}\n\n{core} changed lines outside tests, generated files and kernels."
     return f"{text} {pr.large.strip()}" if pr.large else text
 
 
@@ -249,9 +168,3 @@ def _closing(pr: PullRequest) -> str:
         names = [f"@{owner.lstrip('@')}" for owner in pr.owners]
         lines.append(f"cc {' '.join(names)}")
     return "\n".join(lines)
-
-
-def _table(rows: list[list[str]]) -> str:
-    head, *rest = rows
-    lines = [head, ["---"] * len(head), *rest]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -6,13 +6,14 @@ upstream paths. Everything under build/ is derived from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import tomllib
 
-from . import patchfile
+from . import benchtable, patchfile
 from .errors import ArgumentError, StageError
 from .texts import decode
 
@@ -72,7 +73,7 @@ class PullRequest:
     fixes: tuple[str, ...] = ()
     support: tuple[tuple[str, ...], ...] = ()
     test_plan: tuple[str, ...] = ()
-    results: tuple[str, ...] = ()
+    results: tuple[Mapping[str, Any], ...] = ()
     bc: str = ""
     large: str = ""
     upstream: tuple[UpstreamFile, ...] = ()
@@ -178,16 +179,30 @@ def _pull_request(entry: dict) -> PullRequest:
             f"{SERIES_FILE}: PR {entry.get('name', '?')}: unknown field "
             f"{', '.join(sorted(unknown))}; allowed: {', '.join(sorted(_PR_KEYS))}"
         )
-    lists = ("files", "tests", "labels", "owners", "fixes", "test_plan", "results")
+    lists = ("files", "tests", "labels", "owners", "fixes", "test_plan")
     return PullRequest(
         name=entry["name"],
         title=entry["title"],
         support=tuple(tuple(row) for row in entry.get("support", ())),
         bc=entry.get("bc", ""),
         large=entry.get("large", ""),
+        results=tuple(_results(entry, r) for r in entry.get("results", ())),
         upstream=tuple(_upstream_file(entry, f) for f in entry.get("upstream", ())),
         **{key: tuple(entry.get(key, ())) for key in lists},
     )
+
+
+def _results(entry: dict, fields: str | dict) -> Mapping[str, Any]:
+    """One results file, or a part of it; see benchtable."""
+    fields = {"file": fields} if isinstance(fields, str) else fields
+    unknown = set(fields) - benchtable.KEYS
+    if unknown or "file" not in fields:
+        raise StageError(
+            f"{SERIES_FILE}: PR {entry['name']}: an entry of results has a file and of "
+            f"the fields {', '.join(sorted(benchtable.KEYS))}; got "
+            f"{', '.join(sorted(fields))}"
+        )
+    return fields
 
 
 def _upstream_file(entry: dict, fields: dict) -> UpstreamFile:
@@ -296,8 +311,17 @@ def _upstream_problems(series: Series) -> Iterator[str]:
 
 def _body_problems(series: Series) -> Iterator[str]:
     for pr in series.prs:
-        for path in pr.results:
-            if not (series.root / path).is_file():
-                yield f"{pr.name}: results file {path} does not exist"
+        for entry in pr.results:
+            try:
+                benchtable.render(series.root, entry)
+            except StageError as error:
+                yield f"{pr.name}: {error.message}"
+        topics = [label for label in pr.labels if label.startswith("topic: ")]
+        notes = [label for label in pr.labels if label.startswith("release notes: ")]
+        if pr.labels and bool(notes) == (topics == ["topic: not user facing"]):
+            yield (
+                f"{pr.name}: labels need 'topic: not user facing', or a 'release notes: ' "
+                f"and another 'topic: ' label; got {', '.join(pr.labels)}"
+            )
         if len({len(row) for row in pr.support}) > 1:
             yield f"{pr.name}: rows of support have different lengths"

@@ -33,13 +33,16 @@ def test_sections_of_a_plain_pr(project):
 def test_fields_of_the_series(project):
     write_series(
         project,
-        'labels = ["module: nn"]\nowners = ["someone", "@other"]\nfixes = ["#12"]\n'
+        'labels = ["module: nn", "topic: not user facing"]\nowners = ["someone", "@other"]\nfixes = ["#12"]\n'
         'bc = "Raises where it returned nonsense."\n'
         'support = [["", "CPU"], ["bfloat16", "tested"]]\n'
         'test_plan = ["python test/test_ops.py -k moe"]\n',
     )
     text = body(project)
-    assert "Fixes #12\nLabels: `module: nn`\ncc @someone @other\n" in text
+    assert (
+        "Fixes #12\nLabels: `module: nn`, `topic: not user facing`\ncc @someone @other\n"
+        in text
+    )
     assert "## Backward compatibility\n\nRaises where it returned nonsense." in text
     assert "|  | CPU |\n| --- | --- |\n| bfloat16 | tested |" in text
     assert "```\npython test/test_ops.py -k moe\n```" in text
@@ -66,39 +69,25 @@ def test_changed_line_needs_a_statement(project):
     )
 
 
-def test_losing_rows_come_first_and_are_all_there(project):
-    rows = [
-        {"shape": [4, i], "ms": {"median": 1.5, "p10": 1.25, "p90": 2.0}, "speedup": s}
-        for i, s in enumerate([1.5] * 30 + [0.5, 0.75])
-    ]
+def test_results(project):
+    rows = [{"shape": [4, 8], "speedup": 1.5}, {"shape": [4, 1], "speedup": 0.5}]
     data = {"command": "python bench.py", "torch": "2.15.0", "rows": rows}
     project.write("benchmarks/results/moe.json", json.dumps(data))
-    write_series(project, 'results = ["benchmarks/results/moe.json"]\n')
+    entry = '{file = "benchmarks/results/moe.json", loses = "speedup < 1"}'
+    write_series(project, f"results = [{entry}]\n")
     text = body(project)
     assert (
-        "`benchmarks/results/moe.json`, torch: 2.15.0\n\n```\npython bench.py\n```"
+        "## Benchmarks\n\n`benchmarks/results/moe.json` of the staging repository, torch: 2.15.0\n\n```\npython"
         in text
     )
-    lines = [line for line in text.splitlines() if " x " in line]
-    assert "| 4 x 30 (**loses**) | 1.5 (1.25 - 2) | 0.5 |" == lines[0]
-    assert "(**loses**)" in lines[1] and "(**loses**)" not in lines[2]
-    assert "32 rows, 2 of them lost; 16 winning rows are only in the file." in text
+    assert "| 4 x 1 (**loses**) | 0.5 |\n| 4 x 8 | 1.5 |" in text
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"speedup": 0.9}, True),
-        ({"speedup": 1.1}, False),
-        ({"slowdown": {"median": 0.8}}, True),
-        ({"ratio": 1.2}, True),
-        ({"ratio": 0.9}, False),
-        ({"loses": True, "speedup": 2.0}, True),
-        ({"ms": 0.5}, False),
-    ],
-)
-def test_what_loses(row, expected):
-    assert prbody._loses(row) is expected
+def test_results_entry_with_an_unknown_field(project):
+    entry = '{file = "benchmarks/results/moe.json", loose = "speedup < 1"}'
+    write_series(project, f"results = [{entry}]\n")
+    with pytest.raises(StageError, match="110-second: an entry of results .* loose"):
+        body(project)
 
 
 def test_results_file_that_is_missing_or_broken(project):

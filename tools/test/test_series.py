@@ -112,3 +112,19 @@ def test_a_test_may_prove_a_later_pr_too(project):
     path.write_text(text)
     (problem,) = series_module.problems(project.series)
     assert problem.startswith("test/test_more.py: a test of 110-second that is not")
+
+
+@pytest.mark.parametrize(
+    ("labels", "good"),
+    [
+        (["module: nn", "topic: not user facing"], True),
+        (["release notes: nn", "topic: bug fixes"], True),
+        (["module: nn", "topic: bug fixes"], False),
+        (["release notes: nn", "topic: not user facing"], False),
+    ],
+)
+def test_labels_of_release_notes(project, labels, good):
+    path = project.root / "torch_patches/series.toml"
+    text = ", ".join(f'"{label}"' for label in labels)
+    path.write_text(f"{path.read_text()}labels = [{text}]\n")
+    assert (series_module.problems(project.series) == []) is good
