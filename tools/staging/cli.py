@@ -271,9 +271,20 @@ def refresh(
     "--only", multiple=True, metavar="PR", help="With --each: this prefix (repeatable)."
 )
 @click.option("--redo", is_flag=True, help="With --each: also what passed before.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    metavar="N",
+    help="With --each: test files of a prefix to run at the same time. Default: 1",
+)
 @click.pass_obj
 def verify(
-    session: _Session, each: bool, first: str | None, only: tuple[str, ...], redo: bool
+    session: _Session,
+    each: bool,
+    first: str | None,
+    only: tuple[str, ...],
+    redo: bool,
+    jobs: int | None,
 ) -> None:
     """Proves that patches and tree are consistent.
 
@@ -282,8 +293,8 @@ def verify(
 
     Example: python3 tools/stage.py verify --each --from 110
     """
-    if (first or only or redo) and not each:
-        raise click.UsageError("--from, --only and --redo go with --each")
+    if (first or only or redo or jobs) and not each:
+        raise click.UsageError("--from, --only, --redo and --jobs go with --each")
     if first and only:
         raise click.UsageError("give either --from or --only")
     names = prefixes.select(session.series, first, only)
@@ -293,7 +304,7 @@ def verify(
         raise StageError("\n".join(problems))
     print(f"verified: {len(session.series.prs)} PRs, apply -> export is the identity")
     if each:
-        _verify_prefixes(session, names, redo)
+        _verify_prefixes(session, names, redo, jobs or 1)
 
 
 @cli.command()
@@ -458,10 +469,12 @@ def _check_types(session: _Session) -> int:
     return 1 if errors else 0
 
 
-def _verify_prefixes(session: _Session, names: list[str], redo: bool) -> None:
+def _verify_prefixes(
+    session: _Session, names: list[str], redo: bool, jobs: int
+) -> None:
     """Stages and tests prefixes and sums up."""
     results = prefixes.run(
-        session.workspace, session.series, names, session.console, redo
+        session.workspace, session.series, names, session.console, redo, jobs
     )
     print("=== prefixes")
     for result in results:
@@ -499,7 +512,7 @@ def main() -> None:
     try:
         cli.main(prog_name="stage.py", standalone_mode=False)
     except click.UsageError as error:
-        verb = f"stage.py {error.ctx.info_name}" if error.ctx else "stage.py"
+        verb = error.ctx.command_path if error.ctx else "stage.py"
         print(f"error: {error.format_message()} (see {verb} --help)", file=sys.stderr)
         sys.exit(2)
     except click.exceptions.Exit as leave:

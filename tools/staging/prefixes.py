@@ -67,12 +67,14 @@ def run(
     names: list[str],
     console: Console,
     redo: bool = False,
+    jobs: int = 1,
 ) -> list[Result]:
     """Stages and tests prefixes, oldest first.
 
     Args:
         names: last PRs of the prefixes.
         redo: also those that passed before.
+        jobs: test files of a prefix at the same time.
 
     Returns:
         One result per prefix. A prefix that does not stage ends the run: the
@@ -85,7 +87,7 @@ def run(
         if not redo and memory.has(name, keys[name]):
             results.append(Result(name, "passed before"))
             continue
-        result = _one(workspace, series.upto(name), console)
+        result = _one(workspace, series.upto(name), console, jobs)
         if result.good:
             memory.add(name, keys[name], result.seconds)
         results.append(result)
@@ -103,7 +105,7 @@ def prefix_keys(workspace: Workspace, series: Series) -> dict[str, str]:
     return keys
 
 
-def _one(workspace: Workspace, series: Series, console: Console) -> Result:
+def _one(workspace: Workspace, series: Series, console: Console, jobs: int) -> Result:
     pr: PullRequest = series.prs[-1]
     build = workspace.build / "prefix"
     prefix = Workspace(workspace.repo, build, workspace.cache)
@@ -112,7 +114,7 @@ def _one(workspace: Workspace, series: Series, console: Console) -> Result:
     try:
         with pipeline.locked(prefix, console):
             staged = pipeline.setup(prefix, series, console, discard=True)
-            failed = testing.run(prefix, staged, pr.tests, []) if pr.tests else 0
+            failed = pr.tests and testing.run(prefix, staged, pr.tests, [], jobs)
     except StageError as error:
         print(f"error: {error}", flush=True)
         seconds = time.monotonic() - start

@@ -113,7 +113,7 @@ class Series:
         for pr in self.prs:
             if name in (pr.name, pr.name.split("-")[0]):
                 return pr
-        known = ", ".join(pr.name for pr in self.prs)
+        known = ", ".join(pr.name.split("-")[0] for pr in self.prs)
         raise ArgumentError(
             f"no PR named {name!r} in {SERIES_FILE}; there are: {known}"
         )

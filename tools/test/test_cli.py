@@ -53,7 +53,7 @@ def test_every_verb_has_help_with_an_example(verb):
         (["drift", "--json"], "requires an argument"),
         (["pr"], "Missing argument 'PR'"),
         (["pr", "110", "120"], "unexpected extra argument (120)"),
-        (["verify", "--only", "110"], "--from, --only and --redo go with --each"),
+        (["verify", "--only", "110"], "--only, --redo and --jobs go with --each"),
         (["verify", "--each", "--from", "1", "--only", "2"], "give either --from or"),
         (["verify", "110"], "unexpected extra argument (110)"),
         (["export", "110"], "unexpected extra argument (110)"),

@@ -15,7 +15,7 @@ def ran(monkeypatch):
     """Replaces the test runner; collects what it was asked to run."""
     calls, failing = [], []
 
-    def run(workspace, staged, tests, arguments):
+    def run(workspace, staged, tests, arguments, jobs):
         site = next(workspace.venv.glob("lib/python*/site-packages"))
         text = (site / "torch/overrides.py").read_text()
         calls.append((list(tests), "second = True" in text))

@@ -83,7 +83,7 @@ def test_malformed_file(project, old, new, expected):
 def test_pr_by_name_or_slot(project):
     assert project.series.get("110").name == "110-second"
     assert [pr.name for pr in project.series.upto("100").prs] == ["100-first"]
-    with pytest.raises(StageError, match="no PR named '120'.*100-first, 110-second"):
+    with pytest.raises(StageError, match="no PR named '120'.*there are: 100, 110"):
         project.series.get("120")
 
 
