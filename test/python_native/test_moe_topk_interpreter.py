@@ -173,6 +173,32 @@ class TestMoeTopk(RouterKernelTestCase):
         self.assertEqual(indices, expected[0])
         self.assertEqual(weights, expected[1])
 
+    @parametrize("score", ["softmax", "sigmoid"])
+    @parametrize("groups", [False, True])
+    @parametrize("bias", [False, True])
+    def test_special_values_as_in_the_composite(self, score, groups, bias):
+        # NaN, infinities, both zeros and ties, in every combination that 300 rows hit.
+        values = torch.tensor(
+            [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 1.0, 2.0]
+        )
+        logits = values[torch.randint(1, 8, (300, 16))]
+        logits[::3] = values[torch.randint(3, 8, (100, 16))]
+        logits[::5, 3] = torch.nan
+        options = {"num_groups": 4, "top_groups": 2} if groups else {}
+        if bias:
+            options["bias"] = values[torch.randint(1, 8, (16,))]
+            options["bias"][2:4] = torch.nan
+        indices, weights = topk.moe_topk(logits, 5, score=score, **options)
+        expected = torch.ops.aten._moe_topk(logits, 5, score=score, **options)
+        self.assertEqual(indices, expected[0])
+        self.assertEqual(weights, expected[1])
+        cotangent = torch.randn_like(weights)
+        grad = topk.moe_topk_backward(cotangent, logits, indices, score=score)
+        expected = torch.ops.aten._moe_topk_backward(
+            cotangent, logits, indices, score=score
+        )
+        self.assertEqual(grad, expected)
+
     def test_normalize_survives_underflow(self):
         _, weights = topk.moe_topk(torch.full((1, 4), -200.0), 2, score="sigmoid")
         self.assertEqual(weights.tolist(), [[0.0, 0.0]])

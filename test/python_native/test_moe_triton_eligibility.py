@@ -6,6 +6,9 @@ test_moe_triton_interpreter.py.
 """
 
 import logging
+import os
+import subprocess
+import sys
 import unittest
 from unittest import mock
 
@@ -167,6 +170,9 @@ class TestEligibility(EligibilityTestCase):
         self.assertIsNotNone(reason(indices, 5000))
         self.assertIsNotNone(reason(indices, 4, -1))
         self.assertIsNotNone(reason(indices, 4, None, 2**30))
+        # A block of rows past the last one is still counted in int32.
+        self.assertIsNone(reason(indices, 4, 2**31 - 4097))
+        self.assertIsNotNone(reason(indices, 4, 2**31 - 4096))
 
     @parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @parametrize(
@@ -287,11 +293,42 @@ class TestSelection(EligibilityTestCase):
         self.assertIn("_moe_mlp: composite: dtype torch.float32", logs.output[1])
 
 
+# What a user sees, from a process of its own: imports are counted, logs are configured.
+IMPORT_AND_LOG = """
+import sys
+import torch
+assert "torch._native.ops.moe.triton_impl" in sys.modules
+loaded = [name for name in ("triton", "cutlass", "torch._inductor") if name in sys.modules]
+loaded += [name for name in sys.modules if "ops.moe.triton_kernels" in name]
+assert not loaded, loaded
+assert not torch.cuda.is_initialized()
+
+from torch._native.ops.moe import triton_impl
+assert not triton_impl._topk_cond(torch.zeros(2, 8), 2)
+triton_impl._device_reason = lambda tensors: None
+assert triton_impl._topk_cond(torch.zeros(2, 8), 2)
+assert "triton" not in sys.modules
+assert not torch.cuda.is_initialized()
+"""
+
+
 @unittest.skipIf(
     not torch.backends.cuda.is_built(),
     "torch._native registers Triton kernels in CUDA builds only",
 )
 class TestRegistration(TestCase):
+    def test_import_loads_no_dsl_and_logs_name_the_backend(self):
+        env = {**os.environ, "TORCH_LOGS": "+native_dsl"}
+        run = subprocess.run(
+            [sys.executable, "-c", IMPORT_AND_LOG],
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(run.returncode, 0, run.stderr)
+        self.assertIn("_moe_topk: composite: device is cpu, not CUDA", run.stderr)
+        self.assertIn("_moe_topk: triton\n", run.stderr)
+
     @parametrize(
         "op",
         [

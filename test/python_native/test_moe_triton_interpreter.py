@@ -135,20 +135,55 @@ class TestMoePermutation(MoeKernelTestCase):
 
     @parametrize("case", CASES)
     @parametrize("dtype", [torch.int32, torch.int64])
-    def test_cases(self, case, dtype):
-        self.check(
-            case.topk_indices().to(dtype),
-            case.num_experts,
-            num_rows=case.num_rows,
-            row_alignment=case.row_alignment,
-        )
+    @parametrize("alone", [False, True])
+    def test_cases(self, case, dtype, alone):
+        # All of them fit in one block; without that kernel they take several.
+        limits = {"_BLOCK_SLOTS": 1024 if alone else -1, "_SLOTS_PER_PROGRAM": 32}
+        with mock.patch.multiple(launch, **limits):
+            self.check(
+                case.topk_indices().to(dtype),
+                case.num_experts,
+                num_rows=case.num_rows,
+                row_alignment=case.row_alignment,
+            )
+
+    @parametrize("num_slots,num_rows,num_experts", [(1024, 8192, 1023), (1, 1, 1)])
+    def test_largest_block(self, num_slots, num_rows, num_experts):
+        ids = torch.randint(-1, num_experts + 1, (num_slots, 1))
+        launched = []
+        original = launch.permute_block_kernel.run
+
+        def run(*args, **kwargs):
+            launched.append(kwargs["grid"])
+            return original(*args, **kwargs)
+
+        with (
+            mock.patch.object(launch.permute_block_kernel, "run", run),
+            mock.patch.object(launch, "_SLOTS_PER_PROGRAM", 128),
+        ):
+            self.check(ids, num_experts, num_rows=num_rows)
+            self.assertEqual(len(launched), 1)
+            self.assertEqual(len(launched), 1)
+            for slots, rows, experts in ((1025, 1, 1), (1, 8193, 1), (1, 1, 1024)):
+                ids = torch.zeros(slots, 1, dtype=torch.int64)
+                launch.moe_permutation(ids, experts, num_rows=rows)
+            self.assertEqual(len(launched), 1)
+
+    def test_aligned_starts_beyond_int32(self):
+        # Experts that start past R, and past int32; their slots did not fit.
+        ids = torch.arange(8).repeat(3)[:, None]
+        for limit in (1024, -1):
+            limits = {"_BLOCK_SLOTS": limit, "_SLOTS_PER_PROGRAM": 16}
+            with mock.patch.multiple(launch, **limits):
+                self.check(ids, 8, num_rows=5, row_alignment=2**31 - 1)
 
     def test_many_blocks_of_slots(self):
         case = MoeCase(
             "many", num_tokens=450, num_experts=64, top_k=8, routing="recorded"
         )
-        self.check(case.topk_indices(), 64)
-        self.check(case.topk_indices(), 64, num_rows=2000, row_alignment=16)
+        with mock.patch.object(launch, "_SLOTS_PER_PROGRAM", 256):
+            self.check(case.topk_indices(), 64)
+            self.check(case.topk_indices(), 64, num_rows=2000, row_alignment=16)
 
     @parametrize("num_experts", [1, 63, 64, 65, 300])
     def test_num_experts(self, num_experts):
@@ -326,23 +361,6 @@ class TestMoeMlp(MoeKernelTestCase):
         self.assertEqual(set(chosen), {small, large})
         self.assertEqual(chosen[:2], [small, small])
 
-    def test_offsets_beyond_int32(self):
-        # Experts 2^31 elements apart. Only the pages in use exist.
-        case = MoeCase("far", num_tokens=8, num_experts=2, top_k=1)
-        operands = case.operands(torch.bfloat16)
-        args = list(operands.args())
-        with DeterministicGuard(False):
-            storage = torch.empty((1 << 31) + 4096, dtype=torch.bfloat16)
-        for i, far in ((1, 1 << 31), (2, (1 << 31) + 1024)):
-            weight = args[i]
-            shape, strides = weight.shape, weight.stride()
-            view = storage.as_strided(shape, (far, *strides[1:]), (i - 1) * 1024)
-            args[i] = view.copy_(weight)
-        for plan in (POINTERS, TMA):
-            output, preact = launch.moe_mlp_forward(plan, *args, launch.Activation())
-            truth, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
-            check_close(output, truth[0], unfused[0], torch.bfloat16, "output")
-
     @parametrize(
         "position,index,value",
         [
@@ -358,6 +376,144 @@ class TestMoeMlp(MoeKernelTestCase):
         args[position][index] = value
         with self.assertRaisesRegex(InterpreterError, "out of bounds"):
             launch.moe_mlp_forward(POINTERS, *args, launch.Activation())
+
+
+class TestOffsetsBeyondInt32(MoeKernelTestCase):
+    """Tensors of more than 2^31 elements, of which only the pages in use exist."""
+
+    FAR = 1 << 21  # rows; times 1024 columns it is 2^31 elements
+    ROWS, COLUMNS = FAR + 64, 1024
+
+    def storage(self, *shape, dtype=torch.bfloat16):
+        with DeterministicGuard(False):
+            return torch.empty(shape, dtype=dtype)
+
+    def spread(self, x, stride, offset=0):
+        """``x`` in storage whose first dimension has this stride."""
+        storage = self.storage((x.shape[0] - 1) * stride + offset + x.stride(0))
+        strides = (stride, *x.stride()[1:])
+        return storage.as_strided(x.shape, strides, offset).copy_(x)
+
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    def test_experts_and_tokens(self, plan):
+        case = MoeCase("far", num_tokens=4, num_experts=2, top_k=2)
+        operands = case.operands(torch.bfloat16, bias=True)
+        args = list(operands.args())
+        args[0] = self.spread(args[0], 1 << 30)
+        for i in (1, 2, 7, 8):
+            args[i] = self.spread(args[i], (1 << 31) + 16)
+        grad_out = self.spread(operands.grad_out, 1 << 30)
+        self.check_against_reference(args, grad_out, plan)
+
+    @parametrize("transposed", [False, True])
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    def test_weight_gradients(self, plan, transposed):
+        # Far rows of both operands, and far experts of the gradient.
+        case = get_case("top_1")
+        operands = case.operands(torch.bfloat16)
+        rows = launch._Rows(operands.offs, operands.row_slots, None, case.num_tokens)
+        num_rows, num_experts = len(operands.row_slots), case.num_experts
+        p = torch.randn(num_rows, 48).bfloat16()
+        q = torch.randn(case.num_tokens, 32).bfloat16()
+        w = torch.empty(num_experts, 48, 32, dtype=torch.bfloat16)
+        if transposed:
+            w = w.transpose(1, 2).contiguous().transpose(1, 2)
+        near = launch._weight_grad(plan, rows, p, q, w, gather_q=True)
+        far = self.spread(torch.zeros_like(w), 1 << 30)
+        with mock.patch.object(torch, "empty_like", lambda _: far):
+            launch._weight_grad(
+                plan,
+                rows,
+                self.spread(p, 1 << 28),
+                self.spread(q, 1 << 28),
+                w,
+                gather_q=True,
+            )
+        self.assertEqual(far.stride(0), 1 << 30)
+        self.assertEqual(far, near, atol=0, rtol=0)
+
+    def far_rows(self, block_m):
+        """Five rows of expert 1 behind FAR rows of expert 0, whose tiles are left out."""
+        first, end = self.FAR, self.FAR + 5
+        row_slots = torch.full((self.ROWS,), -1, dtype=torch.int32)
+        row_slots[first:end] = torch.arange(5, dtype=torch.int32)
+        slot_rows = torch.arange(first, end, dtype=torch.int32)[:, None]
+        offs = torch.tensor([first, end], dtype=torch.int32)
+        rows = launch._Rows(offs, row_slots, slot_rows, 5)
+        tiles = [[1, 0, 0, 0], [1, first, end, 0]]
+        rows._tiles[block_m] = torch.tensor(tiles, dtype=torch.int32)
+        return rows, slice(first, end)
+
+    @parametrize("tma", [False, True])
+    def test_routed_rows(self, tma):
+        # Every tensor of routed rows is far; the near result is that of five rows.
+        n = self.COLUMNS
+        plan = make_plan(
+            block_m=16, block_n=256, block_k=256, tma=tma, programs_per_sm=1
+        )
+        act = launch.Activation("relu2")
+        rows, here = self.far_rows(16)
+        near = launch._Rows(
+            torch.tensor([0, 5], dtype=torch.int32),
+            torch.arange(5, dtype=torch.int32),
+            torch.arange(5, dtype=torch.int32)[:, None],
+            5,
+        )
+        x, grad = torch.randn(2, 5, 32).bfloat16().unbind()
+        w_in = torch.randn(2, n, 32).bfloat16()
+        w_wide = torch.randn(2, n, n).bfloat16()
+        w_out = torch.randn(2, 32, n).bfloat16()
+        scale = torch.rand(5)
+
+        results = []
+        for r, which in ((near, slice(None)), (rows, here)):
+            preact, hidden = (self.storage(r.num_rows, n) for _ in range(2))
+            launch._up(plan, r, x, w_in, None, act, preact, hidden)
+            routed = self.storage(r.num_rows, n)
+            launch._grouped_mm(plan, "down", r, hidden, w_wide, None, scale, routed)
+            total = torch.empty(5, n, dtype=torch.bfloat16)
+            launch._combine(r, routed, total)
+            result = [preact[which].clone(), hidden[which].clone(), total]
+            del hidden, routed
+            with DeterministicGuard(False):
+                dh, scaled, partials = launch._act_backward(
+                    plan, r, grad, w_out, None, preact, scale, act,
+                    need_hidden=True, need_scale=True,
+                )  # fmt: skip
+            results.append(
+                [*result, dh[which], scaled[which], partials[:, which].clone()]
+            )
+            del dh, scaled, preact
+        names = ("preact", "hidden", "output", "grad_preact", "scaled_hidden", "dS")
+        for name, a, b in zip(names, *results):
+            self.assertEqual(b, a, atol=0, rtol=0, msg=name)
+
+    def test_zero_tail_and_dS_partials(self):
+        rows, _ = self.far_rows(16)
+        out = self.storage(self.ROWS, self.COLUMNS)
+        out[self.FAR :].fill_(1)
+        launch._zero_tail(POINTERS, rows, out)
+        tail = out[self.FAR :].float().sum(1)
+        self.assertEqual(tail.tolist(), [self.COLUMNS] * 5 + [0] * 59)
+        del out
+
+        partials = self.storage(self.COLUMNS + 1, self.ROWS, dtype=torch.float32)
+        here = partials[:, self.FAR : self.FAR + 5]
+        here.copy_(torch.randint(-8, 8, here.shape))
+        grad = launch._scale_grad(rows, partials, torch.empty(5, 1))
+        self.assertEqual(grad[:, 0], here.sum(0), atol=0, rtol=0)
+
+    def test_bias_gradients(self):
+        operands = get_case("top_1").operands(torch.bfloat16, bias=True)
+        rows = launch._Rows(
+            operands.offs, operands.row_slots, operands.slot_rows, len(operands.input)
+        )
+        source = torch.randn(rows.num_rows, 32).bfloat16()
+        far = self.spread(source, 1 << 28)
+        for options in ({}, {"gather": True}):
+            expected = launch._bias_grad(rows, source, operands.b_out, **options)
+            actual = launch._bias_grad(rows, far, operands.b_out, **options)
+            self.assertEqual(actual, expected, atol=0, rtol=0)
 
 
 class TestMoeDispatch(MoeKernelTestCase):
@@ -429,6 +585,7 @@ class TestMoeDispatch(MoeKernelTestCase):
 
 instantiate_parametrized_tests(TestMoePermutation)
 instantiate_parametrized_tests(TestMoeMlp)
+instantiate_parametrized_tests(TestOffsetsBeyondInt32)
 
 if __name__ == "__main__":
     run_tests()

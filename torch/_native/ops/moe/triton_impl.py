@@ -44,6 +44,8 @@ _MAX_TOP_K = 32
 # as vectorizable only if 16 divides it.
 _ALIGNMENT = 16
 _INT32_MAX = 2**31 - 1
+# Of slots and rows: blocks of them, which may reach past the last, are counted in int32.
+_MAX_ROWS = _INT32_MAX - 4096
 
 
 @functools.cache
@@ -88,7 +90,7 @@ def permutation_reason(
     if num_rows is None:
         slots = topk_indices.numel()
         num_rows = slots + min(num_experts, slots) * (row_alignment - 1)
-    if not 0 <= num_rows <= _INT32_MAX or topk_indices.numel() > _INT32_MAX:
+    if not 0 <= num_rows <= _MAX_ROWS or topk_indices.numel() > _MAX_ROWS:
         return "more slots or rows than int32 can count"
     return _device_reason((topk_indices,))
 
@@ -220,7 +222,7 @@ def _shape_reason(
         return "offs, row_slots or slot_rows is not int32"
     if not 1 <= E <= _MAX_EXPERTS or not 1 <= K <= _MAX_TOP_K:
         return f"E = {E} or K = {K} is out of range"
-    if T * K > _INT32_MAX or (row_slots is not None and len(row_slots) > _INT32_MAX):
+    if T * K > _MAX_ROWS or (row_slots is not None and len(row_slots) > _MAX_ROWS):
         return "more slots or rows than int32 can count"
     if D == 0 or F == 0 or D % _ALIGNMENT or F % _ALIGNMENT:
         return f"D = {D} or F = {F} is not a positive multiple of {_ALIGNMENT}"

@@ -180,7 +180,7 @@ def act_backward_kernel(
 @triton.jit
 def _expert_rows(
     base,  # (tokens or R, C), contiguous last dimension
-    row_slots, first_row, row_end, first_col, C, top_k, stride,
+    row_slots, first_row, row_end, first_col, C, stride, TOP_K: tl.constexpr,
     GATHER: tl.constexpr, FULL_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -201,7 +201,8 @@ def _expert_rows(
             else:
                 slots = tl.load(row_slots + rows, mask=rows < row_end, other=-1)
             mask = (slots >= 0)[:, None]
-            source = (tl.where(slots >= 0, slots, 0) // top_k).to(tl.int64)
+            # A constant divisor: this is done in every step of the contraction.
+            source = (tl.where(slots >= 0, slots, 0) // TOP_K).to(tl.int64)
         else:
             mask = (rows < row_end)[:, None]
             source = rows.to(tl.int64)
@@ -220,8 +221,9 @@ def weight_grad_kernel(
     row_slots,  # (R,) int32
     offs,  # (E,) int32
     out,  # (E, M, N) by strides, written
-    M, N, num_experts, top_k,
+    M, N, num_experts,
     stride_p, stride_q, stride_oe, stride_om, stride_on,
+    TOP_K: tl.constexpr,
     GATHER_P: tl.constexpr, GATHER_Q: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     GROUP_M: tl.constexpr,
@@ -253,22 +255,22 @@ def weight_grad_kernel(
         for row in tl.range(start, full_end, BLOCK_K):
             p_tile = _expert_rows(
                 p_desc if USE_TMA and not GATHER_P else p,
-                row_slots, row, end, first_m, M, top_k, stride_p,
+                row_slots, row, end, first_m, M, stride_p, TOP_K,
                 GATHER_P, True, USE_TMA, EVEN_M, BLOCK_K, BLOCK_M,
             )  # fmt: skip
             q_tile = _expert_rows(
                 q_desc if USE_TMA and not GATHER_Q else q,
-                row_slots, row, end, first_n, N, top_k, stride_q,
+                row_slots, row, end, first_n, N, stride_q, TOP_K,
                 GATHER_Q, True, USE_TMA, EVEN_N, BLOCK_K, BLOCK_N,
             )  # fmt: skip
             acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)
         if full_end < end:
             p_tile = _expert_rows(
-                p, row_slots, full_end, end, first_m, M, top_k, stride_p,
+                p, row_slots, full_end, end, first_m, M, stride_p, TOP_K,
                 GATHER_P, False, False, EVEN_M, BLOCK_K, BLOCK_M,
             )  # fmt: skip
             q_tile = _expert_rows(
-                q, row_slots, full_end, end, first_n, N, top_k, stride_q,
+                q, row_slots, full_end, end, first_n, N, stride_q, TOP_K,
                 GATHER_Q, False, False, EVEN_N, BLOCK_K, BLOCK_N,
             )  # fmt: skip
             acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)

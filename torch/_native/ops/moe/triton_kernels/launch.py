@@ -26,7 +26,7 @@ from .forward import grouped_mm_kernel, up_kernel
 from .permutation import (
     count_kernel,
     expert_offsets_kernel,
-    fill_rows_kernel,
+    permute_block_kernel,
     scan_blocks_kernel,
     scatter_kernel,
     schedule_tiles_kernel,
@@ -236,6 +236,67 @@ def _zero_tail(plan: LaunchPlan, rows: _Rows, out: Tensor) -> None:
     )
 
 
+# Slots, rows and experts that one program permutes alone.
+_BLOCK_SLOTS = 1024
+_BLOCK_ROWS = 8192
+_BLOCK_EXPERTS = 1023
+# Slots of a program where they are more. The sort of 1024 takes twice as long to compile.
+_SLOTS_PER_PROGRAM = 512
+
+
+def _permute_blocks(
+    topk_indices: Tensor,
+    row_slots: Tensor,
+    slot_rows: Tensor,
+    offs: Tensor,
+    counts: Tensor,
+    row_alignment: int,
+) -> None:
+    """Writes the last five of :func:`moe_permutation`, by blocks of slots."""
+    num_slots, num_rows, num_experts = slot_rows.numel(), len(row_slots), len(offs)
+    block_s, block_e = _SLOTS_PER_PROGRAM, 16
+    num_blocks = max(triton.cdiv(num_slots, block_s), 1)
+    starts = torch.empty_like(offs, dtype=torch.int64)
+    block_counts = offs.new_empty(num_blocks, num_experts)
+    count_kernel[(max(num_blocks, triton.cdiv(num_rows, block_s)),)](
+        topk_indices,
+        block_counts,
+        row_slots,
+        num_slots,
+        num_rows,
+        num_blocks,
+        num_experts,
+        BLOCK_S=block_s,
+        BINS=triton.next_power_of_2(num_experts + 1),
+        # The device assert on the ids, and no other check.
+        debug=True,
+        sanitize_overflow=False,
+    )
+    scan_blocks_kernel[(triton.cdiv(num_experts, block_e),)](
+        block_counts, counts, num_blocks, num_experts, BLOCK_B=256, BLOCK_E=block_e
+    )
+    expert_offsets_kernel[(1,)](
+        counts,
+        offs,
+        starts,
+        num_rows,
+        num_experts,
+        row_alignment,
+        BLOCK_E=min(1024, triton.next_power_of_2(num_experts)),
+    )
+    scatter_kernel[(num_blocks,)](
+        topk_indices,
+        block_counts,
+        starts,
+        row_slots,
+        slot_rows,
+        num_slots,
+        num_rows,
+        num_experts,
+        BLOCK_S=block_s,
+    )
+
+
 def moe_permutation(
     topk_indices: Tensor,
     num_experts: int,
@@ -257,52 +318,30 @@ def moe_permutation(
     slot_rows = int32(num_tokens, top_k)
     offs = int32(num_experts)
     counts = int32(num_experts)
-    starts = torch.empty_like(offs, dtype=torch.int64)
-    # One slot per thread at least, and one block where a block can hold them all.
-    block_s = max(128, min(1024, triton.next_power_of_2(num_slots)))
-    num_blocks = triton.cdiv(num_slots, block_s)
-    block_counts = int32(num_blocks, num_experts)
-    block_e = min(64, triton.next_power_of_2(num_experts))
-
-    if num_rows > 0:
-        fill_rows_kernel[(triton.cdiv(num_rows, 2048),)](
-            row_slots, num_rows, BLOCK=2048
-        )
-    if num_blocks > 0:
-        count_kernel[(num_blocks,)](
+    if (
+        num_slots <= _BLOCK_SLOTS
+        and num_rows <= _BLOCK_ROWS
+        and num_experts <= _BLOCK_EXPERTS
+    ):
+        permute_block_kernel[(1,)](
             topk_indices,
-            block_counts,
-            num_slots,
-            num_experts,
-            BLOCK_S=block_s,
-            BINS=triton.next_power_of_2(num_experts + 1),
-            # The device assert on the ids, and no other check.
-            debug=True,
-            sanitize_overflow=False,
-        )
-    scan_blocks_kernel[(triton.cdiv(num_experts, block_e),)](
-        block_counts, counts, num_blocks, num_experts, BLOCK_B=32, BLOCK_E=block_e
-    )
-    expert_offsets_kernel[(1,)](
-        counts,
-        offs,
-        starts,
-        num_rows,
-        num_experts,
-        row_alignment,
-        BLOCK_E=min(1024, triton.next_power_of_2(num_experts)),
-    )
-    if num_blocks > 0:
-        scatter_kernel[(num_blocks,)](
-            topk_indices,
-            block_counts,
-            starts,
             row_slots,
             slot_rows,
+            offs,
+            counts,
             num_slots,
             num_rows,
             num_experts,
-            BLOCK_S=block_s,
+            row_alignment,
+            # One slot per thread at least.
+            BLOCK_S=max(128, triton.next_power_of_2(num_slots)),
+            BINS=max(128, triton.next_power_of_2(num_experts + 1)),
+            debug=True,
+            sanitize_overflow=False,
+        )
+    else:
+        _permute_blocks(
+            topk_indices, row_slots, slot_rows, offs, counts, row_alignment
         )
     return row_slots, slot_rows, offs, counts
 
@@ -614,10 +653,10 @@ def _weight_grad(
             num_m,
             num_n,
             rows.num_experts,
-            rows.top_k,
             p.stride(0),
             q.stride(0),
             *out.stride(),
+            TOP_K=rows.top_k,
             GATHER_P=gather_p,
             GATHER_Q=gather_q,
             USE_TMA=use_tma,

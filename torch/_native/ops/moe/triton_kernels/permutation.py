@@ -4,11 +4,13 @@ Letters: T tokens, K experts per token, E experts, R routed rows, S = T*K slots.
 Slot ``s = t*K + k``. Nothing here reads a value on the host: every grid is a
 static bound.
 
-The order is a counting sort in three launches:
+The order is a counting sort:
 
     count    per block of slots, how many ask for each expert   -> (blocks, E)
     scan     prefix over the blocks, then over the experts      -> counts, offs
     scatter  rank within the block + the two prefixes           -> row_slots, slot_rows
+
+Where one block holds all slots, as in decoding, one kernel does it in one launch.
 
 Ids -1 and E mean "no expert". Any other id outside [0, E) trips the device assert
 of ``count_kernel``, which its launch turns on; no kernel ever indexes with one.
@@ -30,25 +32,35 @@ def _load_experts(topk_indices, slots, num_slots, num_experts):
     return tl.where(in_range, expert, num_experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "num_blocks"])
 def count_kernel(
     topk_indices,  # (S,) int32 or int64
     block_counts,  # (blocks, E) int32, written
+    row_slots,  # (R,) int32, written: -1, until the scatter
     num_slots,
+    num_rows,
+    num_blocks,
     num_experts,
     BLOCK_S: tl.constexpr,
     BINS: tl.constexpr,  # power of two > E: bin E collects "no expert"
 ):
-    """How many slots of this block ask for each expert. Grid: (blocks,)."""
+    """How many slots of this block ask for each expert, and row_slots without slots.
+
+    Grid: (cdiv(max(S, R), BLOCK_S),), at least 1.
+    """
     block = tl.program_id(0)
     slots = block * BLOCK_S + tl.arange(0, BLOCK_S)
-    expert = _load_experts(topk_indices, slots, num_slots, num_experts)
-    bins = tl.arange(0, BINS)
     tl.store(
-        block_counts + block.to(tl.int64) * num_experts + bins,
-        tl.histogram(expert, BINS),
-        mask=bins < num_experts,
+        row_slots + slots, tl.full((BLOCK_S,), -1, tl.int32), mask=slots < num_rows
     )
+    if block < num_blocks:
+        expert = _load_experts(topk_indices, slots, num_slots, num_experts)
+        bins = tl.arange(0, BINS)
+        tl.store(
+            block_counts + block.to(tl.int64) * num_experts + bins,
+            tl.histogram(expert, BINS),
+            mask=bins < num_experts,
+        )
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -106,6 +118,25 @@ def _run_start(expert_a, start_a, expert_b, start_b):
     return expert_b, tl.where(expert_a == expert_b, start_a, start_b)
 
 
+@triton.jit
+def _sort_by_expert(expert, BLOCK_S: tl.constexpr):
+    """The positions of a block in the order of their experts.
+
+    Args:
+        expert: (BLOCK_S,) int32; times BLOCK_S it has to fit in int32.
+
+    Returns:
+        Expert and position in that order, and the rank among those of the same expert.
+    """
+    place = tl.arange(0, BLOCK_S)
+    # Sorting (expert, position) pairs packed in one integer is stable by
+    # construction; the rank is the distance to the start of the expert's run.
+    packed = tl.sort(expert * BLOCK_S + place)
+    expert = packed // BLOCK_S
+    _, run_start = tl.associative_scan((expert, place), 0, _run_start)
+    return expert, packed % BLOCK_S, place - run_start
+
+
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def scatter_kernel(
     topk_indices,  # (S,) int32 or int64
@@ -120,23 +151,15 @@ def scatter_kernel(
 ):
     """Rows of the slots of this block, in slot order within an expert. Grid: (blocks,)."""
     block = tl.program_id(0)
-    position = tl.arange(0, BLOCK_S)
-    expert = _load_experts(
-        topk_indices, block * BLOCK_S + position, num_slots, num_experts
-    )
-    # Sorting (expert, position) pairs packed in one integer is stable by
-    # construction; the rank is the distance to the start of the expert's run.
-    packed = tl.sort(expert.to(tl.int64) * BLOCK_S + position)
-    expert = (packed // BLOCK_S).to(tl.int32)
-    slot = block * BLOCK_S + (packed % BLOCK_S).to(tl.int32)
-    _, run_start = tl.associative_scan((expert, position), 0, _run_start)
-
+    slots = block * BLOCK_S + tl.arange(0, BLOCK_S)
+    expert = _load_experts(topk_indices, slots, num_slots, num_experts)
+    expert, position, rank = _sort_by_expert(expert, BLOCK_S)
+    slot = block * BLOCK_S + position
     routed = expert < num_experts
     prefix = tl.load(
         block_prefix + block.to(tl.int64) * num_experts + expert, mask=routed, other=0
     )
-    row = tl.load(starts + expert, mask=routed, other=0)
-    row += prefix + (position - run_start)
+    row = tl.load(starts + expert, mask=routed, other=0) + (prefix + rank)
     fits = routed & (row < num_rows)
     tl.store(row_slots + row, slot, mask=fits)
     tl.store(
@@ -144,15 +167,46 @@ def scatter_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def fill_rows_kernel(
-    row_slots,  # (R,) int32, written: -1
+@triton.jit(do_not_specialize=["num_slots", "num_rows"])
+def permute_block_kernel(
+    topk_indices,  # (S,) int32 or int64
+    row_slots,  # (R,) int32, written
+    slot_rows,  # (S,) int32, written
+    offs,  # (E,) int32, written: end row of each expert, clipped to R
+    counts,  # (E,) int32, written
+    num_slots,
     num_rows,
-    BLOCK: tl.constexpr,
+    num_experts,
+    row_alignment,
+    BLOCK_S: tl.constexpr,
+    BINS: tl.constexpr,  # power of two > E: bin E collects "no expert"
 ):
-    """Mark every row as padding before the scatter. Grid: (cdiv(R, BLOCK),)."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(row_slots + rows, tl.full((BLOCK,), -1, tl.int32), mask=rows < num_rows)
+    """The whole permutation of at most BLOCK_S slots. Grid: (1,)."""
+    place = tl.arange(0, BLOCK_S)
+    expert = _load_experts(topk_indices, place, num_slots, num_experts)
+    bins = tl.arange(0, BINS)
+    is_expert = bins < num_experts
+    count = tl.where(is_expert, tl.histogram(expert, BINS), 0)
+    alignment = tl.cast(row_alignment, tl.int64)
+    aligned = tl.cdiv(count.to(tl.int64), alignment) * alignment
+    end = tl.cumsum(aligned, 0)
+    tl.store(counts + bins, count, mask=is_expert)
+    tl.store(offs + bins, tl.minimum(end, num_rows).to(tl.int32), mask=is_expert)
+
+    none = tl.full((BLOCK_S,), -1, tl.int32)
+    for first in range(0, num_rows, BLOCK_S):
+        tl.store(row_slots + first + place, none, mask=first + place < num_rows)
+    expert, slot, rank = _sort_by_expert(expert, BLOCK_S)
+    # Rows past R are not used, so that clipped starts do as well.
+    start = tl.gather(tl.minimum(end - aligned, num_rows).to(tl.int32), expert, 0)
+    row = start.to(tl.int64) + rank
+    fits = (expert < num_experts) & (row < num_rows)
+    # Other threads have marked these rows as padding.
+    tl.debug_barrier()
+    tl.store(row_slots + row, slot, mask=fits)
+    tl.store(
+        slot_rows + slot, tl.where(fits, row, -1).to(tl.int32), mask=slot < num_slots
+    )
 
 
 @triton.jit
