@@ -11,8 +11,11 @@ of the sources that each version's rows were compiled from (:func:`source_hash`)
 
 import argparse
 import ast
+import atexit
 import concurrent.futures
+import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -68,6 +71,7 @@ class Variant:
         slots: with a permutation; without, rows are expert-major already.
         odd: the smallest multiples, D and F that no tile divides, and K = E = 1,
             which Triton specializes on.
+        architectures: for which it is compiled.
     """
 
     name: str
@@ -79,6 +83,12 @@ class Variant:
     transposed: bool = False
     slots: bool = True
     odd: bool = False
+    architectures: tuple[str, ...] = ARCHITECTURES
+
+
+# No op is registered for the others: they get every kernel and configuration, and not
+# every dtype, layout and activation as well.
+REGISTERED = tuple(arch for arch in ARCHITECTURES if arch.startswith("sm_"))
 
 
 def variants() -> tuple[Variant, ...]:
@@ -100,8 +110,8 @@ def variants() -> tuple[Variant, ...]:
         Variant("all_kernels", kernels=ALL_KERNELS, bias=True),
         Variant("no_slots", kernels=ALL_KERNELS, slots=False, bias=True),
         Variant("odd", kernels=ALL_KERNELS, odd=True, bias=True),
-        Variant("transposed", transposed=True),
-        Variant("float16", dtype=torch.float16),
+        Variant("transposed", transposed=True, architectures=REGISTERED),
+        Variant("float16", dtype=torch.float16, architectures=REGISTERED),
     ]
     for name in GATED_ACTIVATIONS + PLAIN_ACTIVATIONS:
         if name not in ("swiglu", "silu"):
@@ -112,6 +122,7 @@ def variants() -> tuple[Variant, ...]:
                     # The clamps make it the one that needs most registers.
                     every_config=name == "swiglu_oai",
                     activation=launch.Activation(name),
+                    architectures=REGISTERED,
                 )
             )
     return tuple(chosen)
@@ -150,7 +161,8 @@ def _launch(variant: Variant, table: KernelTable) -> None:
 
     x = torch.empty(T, D, dtype=dtype)
     if not variant.kernels:
-        launch.moe_permutation(torch.empty(T, K, dtype=torch.int64), E)
+        for num_tokens in (4096, 1):  # by blocks, and the block for decoding
+            launch.moe_permutation(torch.empty(num_tokens, K, dtype=torch.int64), E)
         _launch_router(T, variant)
     args = (
         x,
@@ -217,6 +229,8 @@ def sweep(
     """
     table = TABLES[arch] if table is None else table
     for variant in variants() if chosen is None else chosen:
+        if arch not in variant.architectures:
+            continue
         tables = [_main_config(table)]
         if variant.every_config:
             count = max(map(len, table.values()))
@@ -230,8 +244,37 @@ def sweep(
             yield Row(variant.name, report, report.problems(matrix=matrix, tma=tma))
 
 
-def _sweep_variant(arch: str, index: int, seen: str) -> list[Row]:
+# The compilers are in the worker and in the assembler that it starts: large heaps of
+# small objects, which huge pages make a sixth faster.
+_COMPILER_HEAP = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864:"
+    "glibc.malloc.trim_threshold=1073741824"
+)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """For the processes that start inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _prepare_worker() -> None:
     torch.set_num_threads(1)
+    # What is imported stays; every collection would walk it. Triton's bindings count
+    # at exit what was not collected.
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+
+
+def _sweep_variant(arch: str, index: int, seen: str) -> list[Row]:
     return list(sweep(arch, chosen=variants()[index : index + 1], seen=seen))
 
 
@@ -252,7 +295,10 @@ def parallel_sweep(
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="moe_static_gate_") as folder,
-        concurrent.futures.ProcessPoolExecutor(workers, context) as pool,
+        _environment("GLIBC_TUNABLES", _COMPILER_HEAP),
+        concurrent.futures.ProcessPoolExecutor(
+            workers, context, initializer=_prepare_worker
+        ) as pool,
     ):
         # The variants with every configuration are first and take longest.
         jobs = [
