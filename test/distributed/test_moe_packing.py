@@ -4,7 +4,7 @@ from statistics import mean
 
 import torch
 from torch.distributed._moe._packing import overlap_matching, pack, refine
-from torch.distributed._moe.topology import Placement, Topology
+from torch.distributed._moe.topology import assign_slots, Placement, Topology
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -117,6 +117,18 @@ class TestPlacement(TestCase):
         self.assertEqual(placement.imbalance(torch.tensor([4, 2])), 4 / 3)
         alone = Placement(Topology(1, 2, 2), 2, torch.tensor([[0, 1], [-1, 1]]))
         self.assertEqual(placement.moves_from(alone), 1)
+
+    def test_slots_and_names_of_what_stays(self):
+        topology = Topology(2, 2, 2)
+        first = assign_slots([[0, 1], [2], [3], [4, 5]], topology, 6, None)
+        self.assertEqual(
+            first.slot_experts.tolist(), [[0, 1], [2, -1], [3, -1], [4, 5]]
+        )
+        # The same nodes and ranks in another order, and expert 1 on a rank more.
+        held = [[5, 4], [3, 1], [2], [1, 0]]
+        again = assign_slots(held, topology, 6, first)
+        self.assertEqual(again.slot_experts.tolist(), [[0, 1], [2, -1], [3, 1], [4, 5]])
+        self.assertEqual(again.moves_from(first), 1)
 
     def test_errors(self):
         with self.assertRaisesRegex(ValueError, "num_nodes must be at least 1, got 0"):

@@ -17,8 +17,8 @@ import triton
 
 import torch
 import torch.nn.functional as F
-from torch._native.ops.moe.triton_kernels import launch, topk
 from torch._dynamo.source import ConstantSource
+from torch._native.ops.moe.triton_kernels import launch, topk
 from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -131,7 +131,9 @@ class TestMoeTracing(TestCase):
         # Nothing reads a value, no size comes from one, and T is not specialized.
         self.assertNotIn(aten._local_scalar_dense.default, called)
         self.assertNotIn(aten.nonzero.default, called)
-        made = {s for n in graph.nodes for s in free_unbacked_symbols(n.meta.get("val"))}
+        made = {
+            s for n in graph.nodes for s in free_unbacked_symbols(n.meta.get("val"))
+        }
         self.assertEqual(len(made), 1 if tokens == "unbacked" else 0)
         self.assertEqual(shape_env.guards, [])
 

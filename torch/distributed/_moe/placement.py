@@ -28,12 +28,11 @@ import torch
 from torch import Tensor
 from torch.distributed._moe._packing import (
     Effort,
-    overlap_matching,
     pack,
     PACK_EFFORT,
     refine,
 )
-from torch.distributed._moe.topology import Placement, Topology
+from torch.distributed._moe.topology import assign_slots, Placement, Topology
 
 
 __all__ = ["Placement", "Topology", "plan"]
@@ -298,54 +297,6 @@ def _swap_in_place(
     return held
 
 
-def _to_slots(
-    held: list[list[int]],
-    topology: Topology,
-    num_experts: int,
-    previous: Placement | None,
-) -> Placement:
-    """Slots of each rank; a replica that was there before keeps its slot."""
-    if previous is not None:
-        held = _relabel(held, topology, previous)
-    slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
-    for rank, experts in enumerate(held):
-        left = sorted(experts)
-        row = [-1] * topology.slots_per_rank
-        if previous is not None:
-            for slot, e in enumerate(previous.slot_experts[rank].tolist()):
-                if e in left:
-                    row[slot] = e
-                    left.remove(e)
-        for slot, e in enumerate(row):
-            if e < 0 and left:
-                row[slot] = left.pop(0)
-        slots[rank] = torch.tensor(row)
-    return Placement(topology, num_experts, slots)
-
-
-def _relabel(
-    held: list[list[int]], topology: Topology, previous: Placement
-) -> list[list[int]]:
-    """Renames nodes, and ranks inside a node, to keep most replicas in place.
-
-    Nodes are alike and so are the ranks of a node, therefore a renaming changes
-    no load, only how much moves.
-    """
-    per_node = topology.ranks_per_node
-    old = [set(row) - {-1} for row in previous.slot_experts.tolist()]
-    starts = range(0, topology.num_ranks, per_node)
-    new_nodes = [set().union(*held[s : s + per_node]) for s in starts]
-    old_nodes = [set().union(*old[s : s + per_node]) for s in starts]
-    result: list[list[int]] = [[] for _ in held]
-    for new, kept in enumerate(overlap_matching(new_nodes, old_nodes)):
-        source = held[new * per_node : (new + 1) * per_node]
-        target = old[kept * per_node : (kept + 1) * per_node]
-        ranks = overlap_matching([set(s) for s in source], target)
-        for experts, rank in zip(source, ranks):
-            result[kept * per_node + rank] = experts
-    return result
-
-
 def _check(
     counts: Tensor,
     topology: Topology,
@@ -489,20 +440,20 @@ def plan(
         )
     held = _fill_nodes(nodes, domain, num_replicas, use_swaps)
     if previous is None:
-        return _to_slots(held, topology, E, None)
+        return assign_slots(held, topology, E, None)
 
     if num_groups is None:
         previous = Placement(free, E, previous.slot_experts)
-    candidates = [_to_slots(held, domain, E, previous)]
+    candidates = [assign_slots(held, domain, E, previous)]
     if migration_cost:
         candidates.append(previous)
         swapped = _swap_in_place(previous, loads, migration_cost)
-        candidates.append(_to_slots(swapped, domain, E, previous))
+        candidates.append(assign_slots(swapped, domain, E, previous))
         if num_groups is not None:
             kept = _fill_nodes(
                 _nodes_of(previous, loads), domain, num_replicas, use_swaps
             )
-            candidates.append(_to_slots(kept, domain, E, previous))
+            candidates.append(assign_slots(kept, domain, E, previous))
     best = min(
         candidates,
         key=lambda p: (

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed._moe._packing import overlap_matching
 
 
-__all__ = ["Placement", "Topology"]
+__all__ = ["assign_slots", "Placement", "Topology"]
 
 
 @dataclass(frozen=True)
@@ -136,3 +137,61 @@ class Placement:
     def moves_from(self, previous: Placement) -> int:
         """Replicas that a rank must receive when ``previous`` becomes ``self``."""
         return int((self.rank_holds() > previous.rank_holds()).sum())
+
+
+def assign_slots(
+    held: list[list[int]],
+    topology: Topology,
+    num_experts: int,
+    previous: Placement | None,
+) -> Placement:
+    """Placement of the experts that each rank is to hold.
+
+    With ``previous``, nodes, and ranks inside a node, are renamed so that most replicas
+    stay, and a replica that stays keeps its slot.
+
+    Args:
+        held (list[list[int]]): experts of each rank, at most ``slots_per_rank``.
+        topology (Topology): the machine.
+        num_experts (int): number of experts.
+        previous (Placement, optional): placement in use.
+    """
+    if previous is not None:
+        held = _relabel(held, topology, previous)
+    slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
+    for rank, experts in enumerate(held):
+        left = sorted(experts)
+        row = [-1] * topology.slots_per_rank
+        if previous is not None:
+            for slot, e in enumerate(previous.slot_experts[rank].tolist()):
+                if e in left:
+                    row[slot] = e
+                    left.remove(e)
+        for slot, e in enumerate(row):
+            if e < 0 and left:
+                row[slot] = left.pop(0)
+        slots[rank] = torch.tensor(row)
+    return Placement(topology, num_experts, slots)
+
+
+def _relabel(
+    held: list[list[int]], topology: Topology, previous: Placement
+) -> list[list[int]]:
+    """Renames nodes, and ranks inside a node, to keep most replicas in place.
+
+    Nodes are alike and so are the ranks of a node, therefore a renaming changes
+    no load, only how much moves.
+    """
+    per_node = topology.ranks_per_node
+    old = [set(row) - {-1} for row in previous.slot_experts.tolist()]
+    starts = range(0, topology.num_ranks, per_node)
+    new_nodes = [set().union(*held[s : s + per_node]) for s in starts]
+    old_nodes = [set().union(*old[s : s + per_node]) for s in starts]
+    result: list[list[int]] = [[] for _ in held]
+    for new, kept in enumerate(overlap_matching(new_nodes, old_nodes)):
+        source = held[new * per_node : (new + 1) * per_node]
+        target = old[kept * per_node : (kept + 1) * per_node]
+        ranks = overlap_matching([set(s) for s in source], target)
+        for experts, rank in zip(source, ranks):
+            result[kept * per_node + rank] = experts
+    return result

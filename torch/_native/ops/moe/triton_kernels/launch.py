@@ -340,9 +340,7 @@ def moe_permutation(
             sanitize_overflow=False,
         )
     else:
-        _permute_blocks(
-            topk_indices, row_slots, slot_rows, offs, counts, row_alignment
-        )
+        _permute_blocks(topk_indices, row_slots, slot_rows, offs, counts, row_alignment)
     return row_slots, slot_rows, offs, counts
 
 
