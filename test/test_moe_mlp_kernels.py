@@ -54,6 +54,26 @@ def run_op(args, grad_out, portable=False):
     return output, preact, grads
 
 
+def large_operands(shape, dtype, transposed):
+    """Input, weights, router weights and choices of 3 experts, 2 per token; and a gradient."""
+    tokens, model_dim, hidden = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    def weight(rows, cols):
+        if transposed:
+            return randn(3, cols, rows, scale=cols**-0.5).transpose(1, 2)
+        return randn(3, rows, cols, scale=cols**-0.5)
+
+    x, grad_out = randn(tokens, model_dim), randn(tokens, model_dim)
+    w_in, w_out = weight(2 * hidden, model_dim), weight(model_dim, hidden)
+    weights = torch.rand(tokens, 2, generator=generator)
+    indices = torch.randint(3, (tokens, 2), generator=generator)
+    return (x, w_in, w_out, weights, indices), grad_out
+
+
 class TestMoeMlpKernels(TestCase):
     @all_cases
     @all_dtypes
@@ -113,36 +133,44 @@ class TestMoeMlpKernels(TestCase):
             expected = [x[tokens] for x in whole]
             self.assertEqual(list(run(tokens)), expected, rtol=0, atol=0)
 
+    @all_dtypes
+    @both_kernels
+    @parametrize("shape", [(1300, 72, 40), (90, 2300, 24)])
+    @parametrize("transposed", [False, True])
+    def test_large_reference(self, dtype, portable, shape, transposed):
+        """More rows than one step of a weight gradient, and depth that is cut."""
+        args, grad_out = large_operands(shape, dtype, transposed)
+        plan = moe_permutation_reference(args[4], 3)
+        args = (*args[:3], plan.offs, args[3], plan.row_slots, plan.slot_rows)
+        output, preact, grads = run_op(args, grad_out, portable)
+        expected, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
+        check_close(output, expected[0], unfused[0], dtype, "output")
+        check_close(preact, expected[1], unfused[1], dtype, "preact")
+        expected = moe_mlp_backward_reference(grad_out, *args)
+        unfused = moe_mlp_backward_unfused(grad_out, *args)
+        for name, grad, want, yardstick in zip(
+            expected._fields, grads, expected, unfused
+        ):
+            if want is not None:
+                check_close(grad, want, yardstick, dtype, name)
+
     @level_2_dtypes
     @both_kernels
-    @parametrize("shape", [(200, 70, 45), (70, 2100, 24)])
+    @parametrize("shape", [(200, 70, 45), (70, 2100, 24), (700, 40, 24)])
     @parametrize("transposed", [False, True])
     def test_other_tokens(self, dtype, portable, shape, transposed):
         """The same over more than one tile of rows, depth that is cut, and both storage orders."""
-        (tokens, model_dim, hidden), experts, top_k = shape, 3, 2
-        generator = torch.Generator().manual_seed(0)
-
-        def randn(*shape):
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        def weight(rows, cols):
-            if transposed:
-                return randn(experts, cols, rows).transpose(1, 2)
-            return randn(experts, rows, cols)
-
-        x, grad_out = randn(tokens, model_dim), randn(tokens, model_dim)
-        w_in, w_out = weight(2 * hidden, model_dim), weight(model_dim, hidden)
-        weights = torch.rand(tokens, top_k, generator=generator)
-        indices = torch.randint(experts, (tokens, top_k), generator=generator)
+        operands, grad_out = large_operands(shape, dtype, transposed)
+        x, w_in, w_out, weights, indices = operands
 
         def run_first(count):
-            plan = moe_permutation_reference(indices[:count], experts)
+            plan = moe_permutation_reference(indices[:count], 3)
             args = (x[:count], w_in, w_out, plan.offs, weights[:count])
             args += (plan.row_slots, plan.slot_rows)
             output, _, grads = run_op(args, grad_out[:count], portable)
             return output, grads[0], grads[3]
 
-        every = run_first(tokens)
+        every = run_first(len(x))
         for count in (1, 2, 3, 5, 17, 40):
             expected = [result[:count] for result in every]
             self.assertEqual(list(run_first(count)), expected, rtol=0, atol=0)

@@ -36,8 +36,6 @@ constexpr int64_t kTileRows = 64;
 // The same where the weight lies along N: fewer calls, and 64 KiB that the
 // epilogue finds in L2.
 constexpr int64_t kMaxTileRows = 256;
-// Bytes of one packed panel along K: a quarter of a 1 MiB L2.
-constexpr int64_t kPanelBytes = 256 * 1024;
 // Bytes of gathered rows one thread keeps; beyond that the panels are packed
 // again for the next block of rows.
 constexpr int64_t kBlockBytes = 2 * 1024 * 1024;
@@ -65,9 +63,11 @@ constexpr int64_t kGradTileRows = 256;
 // bf16 instruction.
 constexpr int64_t kGradRowsMultiple = 32;
 
+// Depth of one product along K. In bfloat16 a packed panel of it is a quarter of
+// a 1 MiB L2. In float32, sums of sums round less than one long sum: as at::mm
+// does, so that the result is not less exact than with separate ops.
 template <typename compute_t>
-constexpr int64_t kPanelDepth =
-    kPanelBytes / (kPanelCols * static_cast<int64_t>(sizeof(compute_t)));
+constexpr int64_t kPanelDepth = kVnni<compute_t> > 1 ? 2048 : 256;
 
 // Along N, neighbouring panels are packed together: the pieces of weight rows
 // that are read get longer, and fewer pages are visited per byte.
@@ -88,8 +88,9 @@ struct PanelSteps {
     if (along_k) {
       return {most, 1};
     }
-    const int64_t depth =
-        k <= most ? round_up(std::max<int64_t>(k, 1), kVnni<compute_t>) : most / 2;
+    const int64_t depth = k <= most
+        ? round_up(std::max<int64_t>(k, 1), kVnni<compute_t>)
+        : std::min<int64_t>(most, 1024);
     const int64_t bytes =
         depth * kPanelCols * static_cast<int64_t>(sizeof(compute_t));
     return {depth, std::clamp<int64_t>(kGroupBytes / bytes, 1, kMaxGroup)};

@@ -133,7 +133,8 @@ void pack_tile(
   }
 }
 
-// c (rows, kTileCols) = [c +] a (rows, depth) * tile (depth, kTileCols)
+// c (rows, kTileCols) = [c +] a (rows, depth) * tile (depth, kTileCols). What c
+// holds is added last: sums of sums round less than one long sum.
 template <int rows, typename acc_t>
 inline void multiply_tile(
     int64_t depth,
@@ -146,8 +147,8 @@ inline void multiply_tile(
   constexpr int lanes = Vec::size();
   Vec sum[rows][2];
   c10::ForcedUnroll<rows>{}([&](auto i) {
-    sum[i][0] = accumulate ? Vec::loadu(c + i * c_stride) : Vec(0);
-    sum[i][1] = accumulate ? Vec::loadu(c + i * c_stride + lanes) : Vec(0);
+    sum[i][0] = Vec(0);
+    sum[i][1] = Vec(0);
   });
   for (int64_t k = 0; k < depth; ++k) {
     const Vec b0 = Vec::loadu(tile + k * 2 * lanes);
@@ -160,8 +161,13 @@ inline void multiply_tile(
     });
   }
   c10::ForcedUnroll<rows>{}([&](auto i) {
-    sum[i][0].store(c + i * c_stride);
-    sum[i][1].store(c + i * c_stride + lanes);
+    acc_t* out = c + i * c_stride;
+    if (accumulate) {
+      sum[i][0] = Vec::loadu(out) + sum[i][0];
+      sum[i][1] = Vec::loadu(out + lanes) + sum[i][1];
+    }
+    sum[i][0].store(out);
+    sum[i][1].store(out + lanes);
   });
 }
 
