@@ -129,9 +129,7 @@ void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
   check_inverse(op, slot_rows, row_slots);
 }
 
-// Shapes of the gradients that output_mask asks for and that have an operand.
-// The others become {0}, as every returned gradient must be defined:
-// Inductor's C++ wrapper can not unpack an undefined tensor.
+// The gradients that output_mask asks for and that have an operand, but w_in's.
 MoEMLPGrads allocate_grads(
     const moe::MLPInputs& in,
     const std::array<bool, 6>& output_mask) {
@@ -142,9 +140,7 @@ MoEMLPGrads allocate_grads(
   if (output_mask[0]) {
     grads.input = contiguous(in.input);
   }
-  if (output_mask[1]) {
-    grads.w_in = at::empty_like(in.w_in);
-  }
+  grads.wants_w_in = output_mask[1];
   if (output_mask[2]) {
     grads.w_out = at::empty_like(in.w_out);
   }
@@ -161,6 +157,8 @@ MoEMLPGrads allocate_grads(
   return grads;
 }
 
+// Every returned gradient must be defined, as Inductor's C++ wrapper can not
+// unpack an undefined tensor: the others become {0}.
 GradTuple defined_grads(const MoEMLPGrads& grads, const Tensor& input) {
   const auto or_empty = [&](const Tensor& grad) {
     return grad.defined() ? grad : at::empty({0}, input.options());
@@ -289,7 +287,7 @@ GradTuple moe_mlp_backward_cpu(
   moe::check_mlp_backward_inputs(op, inputs, spec, sizes, grad_out, preact);
   check_values(op, inputs, sizes.num_rows.expect_int());
 
-  const auto grads = allocate_grads(inputs, output_mask);
+  auto grads = allocate_grads(inputs, output_mask);
   if (!moe_mlp_backward_brgemm_stub(
           kCPU, inputs, spec, grad_out, preact, grads)) {
     moe_mlp_backward_stub(kCPU, inputs, spec, grad_out, preact, grads);
@@ -329,7 +327,11 @@ GradTuple moe_mlp_backward_meta(
       b_out);
   const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
   moe::check_mlp_backward_inputs(op, inputs, spec, sizes, grad_out, preact);
-  return defined_grads(allocate_grads(inputs, output_mask), input);
+  auto grads = allocate_grads(inputs, output_mask);
+  if (grads.wants_w_in) {
+    grads.w_in = at::empty_like(w_in);
+  }
+  return defined_grads(grads, input);
 }
 
 } // namespace at::native

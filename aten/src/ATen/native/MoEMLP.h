@@ -11,7 +11,10 @@ namespace at::native {
 // Gradients in the order of output_mask; one that is not wanted is undefined.
 struct MoEMLPGrads {
   Tensor input; // (T, D), contiguous
-  Tensor w_in; // (E, G*F, D), strides of w_in
+  // (E, G*F, D), strides of w_in. The largest one by far: if it is wanted, the
+  // kernel allocates it, when its own buffers are gone.
+  Tensor w_in;
+  bool wants_w_in = false;
   Tensor w_out; // (E, D, F), strides of w_out
   Tensor topk_weights; // (T, K), contiguous, zero-filled
   Tensor b_in; // (E, G*F), contiguous
@@ -31,7 +34,7 @@ using moe_mlp_backward_fn = void (*)(
     const moe::ActivationSpec& activation,
     const Tensor& grad_out,
     const Tensor& preact,
-    const MoEMLPGrads& grads);
+    MoEMLPGrads& grads);
 
 DECLARE_DISPATCH(moe_mlp_fn, moe_mlp_stub)
 DECLARE_DISPATCH(moe_mlp_backward_fn, moe_mlp_backward_stub)
@@ -49,7 +52,7 @@ using moe_mlp_backward_brgemm_fn = bool (*)(
     const moe::ActivationSpec& activation,
     const Tensor& grad_out,
     const Tensor& preact,
-    const MoEMLPGrads& grads);
+    MoEMLPGrads& grads);
 
 DECLARE_DISPATCH(moe_mlp_brgemm_fn, moe_mlp_brgemm_stub)
 DECLARE_DISPATCH(moe_mlp_backward_brgemm_fn, moe_mlp_backward_brgemm_stub)

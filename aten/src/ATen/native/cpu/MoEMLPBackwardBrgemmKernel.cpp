@@ -313,7 +313,7 @@ class BackwardPass {
       const moe::ActivationSpec& spec,
       const Tensor& grad_out,
       const Tensor& preact,
-      const MoEMLPGrads& grads)
+      MoEMLPGrads& grads)
       : in_(in),
         grads_(grads),
         routing_(in),
@@ -326,8 +326,7 @@ class BackwardPass {
         preact_data_(preact_.template const_data_ptr<scalar_t>()),
         w_out_(in.w_out) {
     const int64_t rows = routing_.last_row;
-    if (grads.input.defined() || grads.w_in.defined() ||
-        grads.b_in.defined()) {
+    if (grads.input.defined() || grads.wants_w_in || grads.b_in.defined()) {
       grad_hidden_ = at::empty({rows, layout_.cols()}, input_.options());
       grad_hidden_data_ = grad_hidden_.template mutable_data_ptr<scalar_t>();
     }
@@ -379,7 +378,8 @@ class BackwardPass {
               d},
           grads_.input);
     }
-    if (grads_.w_in.defined()) {
+    if (grads_.wants_w_in) {
+      grads_.w_in = at::empty_like(in_.w_in);
       WeightGrad<scalar_t>(grads_.w_in, grad_hidden, tokens(input_))
           .run(routing_.experts);
     }
@@ -559,7 +559,7 @@ class BackwardPass {
       const float*) const;
 
   const moe::MLPInputs& in_;
-  const MoEMLPGrads& grads_;
+  MoEMLPGrads& grads_;
   const Routing routing_;
   const HiddenLayout layout_;
   const int64_t panels_; // of F
@@ -583,7 +583,7 @@ bool moe_mlp_backward_brgemm_kernel(
     const moe::ActivationSpec& activation,
     const Tensor& grad_out,
     const Tensor& preact,
-    const MoEMLPGrads& grads) {
+    MoEMLPGrads& grads) {
 #if defined(CPU_CAPABILITY_AVX512)
   if (!is_eligible(inputs)) {
     return false;

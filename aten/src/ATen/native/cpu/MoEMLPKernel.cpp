@@ -19,6 +19,7 @@
 #include <ATen/Functions.h>
 #else
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #endif
 
@@ -548,8 +549,7 @@ class BackwardPass {
         preact_(preact.contiguous()),
         grads_(grads),
         wants_hidden_(
-            grads.input.defined() || grads.w_in.defined() ||
-            grads.b_in.defined()),
+            grads.input.defined() || grads.wants_w_in || grads.b_in.defined()),
         block_size_(largest_block(ops_)),
         tokens_(buffer<acc_t>(block_size_, ops_.model_dim)),
         act_(buffer<acc_t>(block_size_, ops_.hidden)),
@@ -722,7 +722,10 @@ void moe_mlp_backward_kernel(
     const moe::ActivationSpec& activation,
     const Tensor& grad_out,
     const Tensor& preact,
-    const MoEMLPGrads& grads) {
+    MoEMLPGrads& grads) {
+  if (grads.wants_w_in) {
+    grads.w_in = at::empty_like(inputs.w_in);
+  }
   AT_DISPATCH_FLOATING_TYPES_AND2(
       kBFloat16,
       kHalf,
