@@ -44,7 +44,7 @@ def local_truth(routing):
 @instantiate_parametrized_tests
 class TestHierarchical(TokenSwitchTest):
     def switch(self, num_experts=8, nodes=2, **kwargs):
-        mesh = self.mesh(nodes, 4 // nodes)
+        mesh = self.mesh(None, nodes, 4 // nodes)
         return TokenSwitchHierarchical(mesh, num_experts, **kwargs)
 
     @parametrize("routing", list(ROUTINGS))
@@ -199,7 +199,7 @@ class TestHierarchical(TokenSwitchTest):
         switch = self.switch()
         ids = torch.zeros(3, 2, dtype=torch.int64)
         with self.assertRaisesRegex(ValueError, r"2 dimensions .* 1 of shape \(4,\)"):
-            TokenSwitchHierarchical(self.mesh(4), 8)
+            TokenSwitchHierarchical(self.mesh(None, 4), 8)
         with self.assertRaisesRegex(ValueError, "multiple of the 4 ranks .* got 6"):
             self.switch(6)
         with self.assertRaisesRegex(ValueError, "capacity must be None or a tuple"):

@@ -4,12 +4,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed._moe.migration import migrate, sum_replica_gradients
 from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
 )
+from torch.testing._internal.distributed.moe_gloo import GlooTest
 
 
 E, SHAPE = 8, (3, 5)
@@ -31,17 +31,7 @@ def slot_values(placement, rank, dtype, salt):
 
 
 @instantiate_parametrized_tests
-class TestMigration(MultiProcContinuousTest):
-    world_size = 4
-
-    @classmethod
-    def backend_str(cls):
-        return "gloo"
-
-    @classmethod
-    def device_type(cls):
-        return "cpu"
-
+class TestMigration(GlooTest):
     def placements(self):
         g = torch.Generator().manual_seed(0)
         loads = torch.rand(2, E, generator=g)

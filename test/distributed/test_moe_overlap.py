@@ -110,8 +110,8 @@ class Trace:
 class TestOverlap(TokenSwitchTest):
     def switch(self, name):
         if name.startswith("hierarchical"):
-            return TokenSwitchHierarchical(self.mesh(2, 2), 8, **SWITCHES[name])
-        return TokenSwitchAllToAll(self.mesh(4).get_group(), 8, **SWITCHES[name])
+            return TokenSwitchHierarchical(self.mesh(None, 2, 2), 8, **SWITCHES[name])
+        return TokenSwitchAllToAll(self.mesh(None, 4).get_group(), 8, **SWITCHES[name])
 
     @parametrize("name", list(SWITCHES))
     def test_result_of_one_rank(self, name):

@@ -15,10 +15,10 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    TestCase,
 )
 from torch.testing._internal.distributed.moe_token_switch import (
     leaves_of,
+    OneRankCompileTest,
     run_layer,
     TokenSwitchTest,
     truth,
@@ -40,7 +40,7 @@ class CountAllToAll(TorchDispatchMode):
 @instantiate_parametrized_tests
 class TestSwitchTools(TokenSwitchTest):
     def switch(self, ep=4, num_experts=8, **kwargs):
-        group = self.mesh(4 // ep, ep).get_group(1)
+        group = self.mesh(None, 4 // ep, ep).get_group(1)
         return TokenSwitchAllToAll(group, num_experts, **kwargs)
 
     @parametrize("combine", ["reduce", "exact"])
@@ -154,20 +154,7 @@ class TestSwitchTools(TokenSwitchTest):
 
 
 @instantiate_parametrized_tests
-class TestCompiledCheckpoint(TestCase):
-    """On one rank, where the compact sizes depend on the data as on many."""
-
-    def setUp(self):
-        super().setUp()
-        torch._dynamo.reset()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.addCleanup(dist.destroy_process_group)
-        config = torch._dynamo.config.patch(
-            capture_scalar_outputs=True, error_on_recompile=True
-        )
-        config.__enter__()
-        self.addCleanup(config.__exit__, None, None, None)
-
+class TestCompiledCheckpoint(OneRankCompileTest):
     # The overflow counter is set in the region; setting it again would not hurt.
     @torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     @parametrize("capacity", [None, 17])

@@ -34,7 +34,7 @@ def scale_layer(switch, ids, x, weights, w_in, w_out):
 @instantiate_parametrized_tests
 class TestAllToAll(TokenSwitchTest):
     def switch(self, ep=4, num_experts=8, **kwargs):
-        group = self.mesh(4 // ep, ep).get_group(1)
+        group = self.mesh(None, 4 // ep, ep).get_group(1)
         return TokenSwitchAllToAll(group, num_experts, **kwargs)
 
     @parametrize("routing", list(ROUTINGS))

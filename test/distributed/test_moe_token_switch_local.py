@@ -17,6 +17,7 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.distributed.moe_token_switch import (
     EXACT,
     leaves_of,
+    OneRankCompileTest,
     run_layer,
     run_on_local_ranks,
     truth_of,
@@ -113,20 +114,7 @@ class TestLocalRanks(TestCase):
 
 
 @instantiate_parametrized_tests
-class TestCompile(TestCase):
-    """On one rank, where the compact sizes depend on the data as on many."""
-
-    def setUp(self):
-        super().setUp()
-        torch._dynamo.reset()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.addCleanup(dist.destroy_process_group)
-        config = torch._dynamo.config.patch(
-            capture_scalar_outputs=True, error_on_recompile=True
-        )
-        config.__enter__()
-        self.addCleanup(config.__exit__, None, None, None)
-
+class TestCompile(OneRankCompileTest):
     def check_bits(self, switch, compiled):
         """Also where nothing is sent, so that all sizes are 0."""
         for routing in ("uniform", "sentinels", "one_expert", "none"):

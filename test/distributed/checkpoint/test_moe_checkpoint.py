@@ -9,17 +9,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._moe.mesh import expert_shard_placement, fold_expert_parallel
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
 )
 from torch.testing._internal.distributed.checkpoint_utils import with_temp_dir
+from torch.testing._internal.distributed.moe_gloo import GlooTest
 
 
 D, H, E, K = 16, 24, 8, 3
@@ -52,23 +51,7 @@ def flatten(state, prefix=""):
 
 
 @instantiate_parametrized_tests
-class TestMoECheckpoint(MultiProcContinuousTest):
-    world_size = 4
-
-    @classmethod
-    def backend_str(cls):
-        return "gloo"
-
-    @classmethod
-    def device_type(cls):
-        return "cpu"
-
-    @staticmethod
-    @functools.cache
-    def mesh(names, *shape):
-        """Once each, as a gloo group owns threads."""
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
+class TestMoECheckpoint(GlooTest):
     @staticmethod
     @functools.cache
     def sparse(ep):

@@ -13,20 +13,19 @@ from torch import nn
 from torch.distributed._moe.adapters import ExpertAdapter, GroupedExpertsAdapter
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.rerun import grow_and_rerun
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.distributed.tensor.parallel.expert_parallel import (
     sequential_schedule,
     token_switches,
 )
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     subtest,
 )
+from torch.testing._internal.distributed.moe_gloo import GlooTest
 from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
 from torch.testing._internal.moe_reference import (
     check_close,
@@ -126,23 +125,7 @@ class RoutedExpertsAdapter(ExpertAdapter):
         return exchange(x, ids, scores, experts)
 
 
-class ExpertParallelTest(MultiProcContinuousTest):
-    world_size = 4
-
-    @classmethod
-    def backend_str(cls):
-        return "gloo"
-
-    @classmethod
-    def device_type(cls):
-        return "cpu"
-
-    @staticmethod
-    @functools.cache
-    def mesh(names, *shape):
-        """Once each, as a gloo group owns threads."""
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
+class ExpertParallelTest(GlooTest):
     def ep_mesh(self, ep):
         return self.mesh(("dp_replicate", "ep"), 4 // ep, ep)
 

@@ -11,11 +11,9 @@ from torch import nn
 from torch._dynamo import lookup_backend
 from torch.distributed._moe.consistency import SameOnAllRanks
 from torch.distributed._moe.schedule import OverlapSchedule
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.distributed.tensor.parallel.expert_parallel import token_switches
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -24,6 +22,7 @@ from torch.testing._internal.common_utils import (
     slowTest,
     subtest,
 )
+from torch.testing._internal.distributed.moe_gloo import GlooTest
 
 
 D, H, E, K, T = 16, 24, 8, 3, 12
@@ -67,22 +66,8 @@ class SortedMoE(nn.Module):
 
 
 @instantiate_parametrized_tests
-class TestExpertParallelCompile(MultiProcContinuousTest):
+class TestExpertParallelCompile(GlooTest):
     world_size = 2
-
-    @classmethod
-    def backend_str(cls):
-        return "gloo"
-
-    @classmethod
-    def device_type(cls):
-        return "cpu"
-
-    @staticmethod
-    @functools.cache
-    def mesh(names, *shape):
-        """Once each, as a gloo group owns threads."""
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
     def moe(self, mesh=None, bias=True, activation="swiglu", **kwargs):
         torch.manual_seed(0)

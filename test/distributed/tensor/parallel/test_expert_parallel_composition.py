@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._moe.clip_grad import clip_grad_norm_
 from torch.distributed._moe.mesh import expert_shard_placement, fold_expert_parallel
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard
@@ -19,12 +18,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
     RowwiseParallel,
 )
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
 )
+from torch.testing._internal.distributed.moe_gloo import GlooTest
 from torch.utils.checkpoint import checkpoint
 
 
@@ -61,23 +60,7 @@ def make_batch():
     return torch.randn(T, D).double(), torch.randn(T, D).double()
 
 
-class CompositionTest(MultiProcContinuousTest):
-    world_size = 4
-
-    @classmethod
-    def backend_str(cls):
-        return "gloo"
-
-    @classmethod
-    def device_type(cls):
-        return "cpu"
-
-    @staticmethod
-    @functools.cache
-    def mesh(names, *shape):
-        """Once each, as a gloo group owns threads."""
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
+class CompositionTest(GlooTest):
     @staticmethod
     @functools.cache
     def sparse(names, shape, ep):

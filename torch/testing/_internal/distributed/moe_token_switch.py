@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed.moe_gloo import GlooTest
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
 from torch.testing._internal.moe_reference import (
     check_close,
@@ -142,24 +142,8 @@ def run_layer(
     return switch.combine(routing, out)
 
 
-class TokenSwitchTest(MultiProcContinuousTest):
+class TokenSwitchTest(GlooTest):
     """Four gloo processes."""
-
-    world_size = 4
-
-    @classmethod
-    def backend_str(cls) -> str:
-        return "gloo"
-
-    @classmethod
-    def device_type(cls) -> str:
-        return "cpu"
-
-    @staticmethod
-    @functools.cache
-    def mesh(*shape: int) -> dist.device_mesh.DeviceMesh:
-        """Made once, as a gloo group owns threads."""
-        return init_device_mesh("cpu", shape)
 
     def part(self, ep: int, share: str, num_experts: int = 8) -> tuple[slice, slice]:
         """Tokens and experts of this rank; each EP group routes the tokens of its
@@ -211,7 +195,7 @@ class TokenSwitchTest(MultiProcContinuousTest):
         summed over the EP groups, which hold copies of the experts."""
         for name in EXACT:
             truth.check(name, getattr(got, name), tokens, exact=exact)
-        copies = self.mesh(4 // ep, ep).get_group(0)
+        copies = self.mesh(None, 4 // ep, ep).get_group(0)
         for name in ("grad_w_in", "grad_w_out"):
             total = getattr(got, name).double()
             dist.all_reduce(total, group=copies)
@@ -222,6 +206,21 @@ class TokenSwitchTest(MultiProcContinuousTest):
         for name in EXACT:
             same = torch.equal(getattr(got, name), getattr(want, name))
             self.assertTrue(same, (message, name))
+
+
+class OneRankCompileTest(TestCase):
+    """On one rank, where the compact sizes depend on the data as on many."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        torch._dynamo.reset()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        config = torch._dynamo.config.patch(
+            capture_scalar_outputs=True, error_on_recompile=True
+        )
+        config.__enter__()
+        self.addCleanup(config.__exit__, None, None, None)
 
 
 def run_on_local_ranks(
