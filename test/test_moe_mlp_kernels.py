@@ -1,11 +1,15 @@
 # Owner(s): ["module: nn"]
-"""The two CPU kernels of _moe_mlp: brgemm and portable, and what a token's result may depend on.
+"""The CPU kernels of _moe_mlp: blocked and portable, and what a token's result may depend on.
 
 test_moe_mlp.py compares the kernel that a plain call gets with float64; here the portable kernel is
-forced where the brgemm kernel would be taken, and determinism level 2 is checked for both.
+forced where the blocked kernel would be taken, and determinism level 2 is checked for both. The
+blocked kernel multiplies bfloat16 on AMX tiles where there are some, and is forced to brgemm here.
 """
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import torch
 from torch.testing._internal.common_utils import (
@@ -135,7 +139,9 @@ class TestMoeMlpKernels(TestCase):
 
     @all_dtypes
     @both_kernels
-    @parametrize("shape", [(1300, 72, 40), (90, 2300, 24)])
+    @parametrize(
+        "shape", [(1300, 72, 40), (1300, 600, 40), (90, 2300, 24), (200, 70, 45)]
+    )
     @parametrize("transposed", [False, True])
     def test_large_reference(self, dtype, portable, shape, transposed):
         """More rows than one step of a weight gradient, and depth that is cut."""
@@ -174,6 +180,19 @@ class TestMoeMlpKernels(TestCase):
         for count in (1, 2, 3, 5, 17, 40):
             expected = [result[:count] for result in every]
             self.assertEqual(list(run_first(count)), expected, rtol=0, atol=0)
+
+    def test_without_tiles(self):
+        """What a CPU with AVX512 and without AMX runs, or one that oneDNN's limit makes such."""
+        # Not run_tests(): where the environment says CI it wants xmlrunner, which pytest does not.
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", __file__]
+            + ["-k", "bfloat16 and (large_reference or other_tokens)"],
+            env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+        self.assertRegex(run.stdout, r"\d\d passed")
 
 
 instantiate_parametrized_tests(TestMoeMlpKernels)

@@ -39,9 +39,15 @@ inline void dispatch_activation(Activation kind, const Fn& fn) {
 #undef MOE_CASE
 }
 
-template <typename Vec>
-inline Vec sigmoid(const Vec& x) {
-  return Vec(1) / (Vec(1) + x.neg().exp());
+// With `fast`, for results that are rounded to 16 bits, the exponential is exact to
+// 20 units in the last place of a float.
+template <bool fast, typename Vec>
+C10_ALWAYS_INLINE Vec sigmoid(const Vec& x) {
+  if constexpr (fast) {
+    return Vec(1) / (Vec(1) + x.neg().exp_u20());
+  } else {
+    return Vec(1) / (Vec(1) + x.neg().exp());
+  }
 }
 
 template <typename Vec>
@@ -50,9 +56,9 @@ inline Vec relu(const Vec& x) {
 }
 
 // silu(x) and its derivative
-template <typename Vec>
-inline std::pair<Vec, Vec> silu_with_grad(const Vec& x) {
-  const Vec s = sigmoid(x);
+template <bool fast, typename Vec>
+C10_ALWAYS_INLINE std::pair<Vec, Vec> silu_with_grad(const Vec& x) {
+  const Vec s = sigmoid<fast>(x);
   return {x * s, s * (Vec(1) + x * (Vec(1) - s))};
 }
 
@@ -89,13 +95,13 @@ struct ActivationConstants {
         limit(static_cast<typename Vec::value_type>(spec.limit)) {}
 };
 
-template <Activation kind, typename Vec>
-inline Vec activate(
+template <Activation kind, bool fast = false, typename Vec>
+C10_ALWAYS_INLINE Vec activate(
     const Vec& gate,
     const Vec& up,
     const ActivationConstants<Vec>& constants) {
   if constexpr (kind == Activation::SwiGLU) {
-    return gate * sigmoid(gate) * up;
+    return gate * sigmoid<fast>(gate) * up;
   } else if constexpr (kind == Activation::GeGLU) {
     return gelu_with_grad(gate).first * up;
   } else if constexpr (kind == Activation::GeGLUTanh) {
@@ -106,9 +112,9 @@ inline Vec activate(
     const Vec g = vec::minimum(gate, constants.limit);
     const Vec u =
         vec::minimum(vec::maximum(up, constants.limit.neg()), constants.limit);
-    return g * sigmoid(constants.alpha * g) * (u + Vec(1));
+    return g * sigmoid<fast>(constants.alpha * g) * (u + Vec(1));
   } else if constexpr (kind == Activation::SiLU) {
-    return gate * sigmoid(gate);
+    return gate * sigmoid<fast>(gate);
   } else if constexpr (kind == Activation::GELU) {
     return gelu_with_grad(gate).first;
   } else if constexpr (kind == Activation::ReLU) {
@@ -120,44 +126,60 @@ inline Vec activate(
   }
 }
 
-// Gradients of gate and up from the gradient of the activation's output. Like
-// torch.clamp, a value exactly at the limit of swiglu_oai passes its gradient.
-template <Activation kind, typename Vec>
-inline std::pair<Vec, Vec> activate_backward(
+// An activation's output and, from the gradient of it, those of gate and up.
+template <typename Vec>
+struct ActivationGrads {
+  Vec act, gate, up;
+};
+
+// Like torch.clamp, a value exactly at the limit of swiglu_oai passes its gradient.
+template <Activation kind, bool fast = false, typename Vec>
+C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
     const Vec& gate,
     const Vec& up,
     const Vec& grad,
     const ActivationConstants<Vec>& constants) {
   const Vec zero(0);
-  const auto gated = [&](const std::pair<Vec, Vec>& act) {
-    return std::pair<Vec, Vec>{grad * up * act.second, grad * act.first};
+  // From the function of the gate and its derivative.
+  const auto gated = [&](const std::pair<Vec, Vec>& f) {
+    return ActivationGrads<Vec>{
+        f.first * up, grad * up * f.second, grad * f.first};
+  };
+  const auto plain = [&](const std::pair<Vec, Vec>& f) {
+    return ActivationGrads<Vec>{f.first, grad * f.second, zero};
   };
   if constexpr (kind == Activation::SwiGLU) {
-    return gated(silu_with_grad(gate));
+    return gated(silu_with_grad<fast>(gate));
   } else if constexpr (kind == Activation::GeGLU) {
     return gated(gelu_with_grad(gate));
   } else if constexpr (kind == Activation::GeGLUTanh) {
     return gated(gelu_tanh_with_grad(gate));
   } else if constexpr (kind == Activation::ReGLU) {
-    return {Vec::blendv(grad * up, zero, gate <= zero), grad * relu(gate)};
+    const Vec positive = relu(gate);
+    return {
+        positive * up,
+        Vec::blendv(grad * up, zero, gate <= zero),
+        grad * positive};
   } else if constexpr (kind == Activation::SwiGLUOAI) {
     const Vec& limit = constants.limit;
     const Vec g = vec::minimum(gate, limit);
     const Vec u = vec::minimum(vec::maximum(up, limit.neg()), limit);
-    const Vec s = sigmoid(constants.alpha * g);
+    const Vec s = sigmoid<fast>(constants.alpha * g);
     const Vec g_grad = s * (Vec(1) + constants.alpha * g * (Vec(1) - s));
     return {
+        g * s * (u + Vec(1)),
         Vec::blendv(grad * (u + Vec(1)) * g_grad, zero, gate > limit),
         Vec::blendv(grad * g * s, zero, up.abs() > limit)};
   } else if constexpr (kind == Activation::SiLU) {
-    return {grad * silu_with_grad(gate).second, zero};
+    return plain(silu_with_grad<fast>(gate));
   } else if constexpr (kind == Activation::GELU) {
-    return {grad * gelu_with_grad(gate).second, zero};
+    return plain(gelu_with_grad(gate));
   } else if constexpr (kind == Activation::ReLU) {
-    return {Vec::blendv(grad, zero, gate <= zero), zero};
+    return {relu(gate), Vec::blendv(grad, zero, gate <= zero), zero};
   } else {
     static_assert(kind == Activation::ReLU2);
-    return {grad * (Vec(2) * relu(gate)), zero};
+    const Vec positive = relu(gate);
+    return {positive * positive, grad * (Vec(2) * positive), zero};
   }
 }
 
@@ -237,14 +259,13 @@ inline void activate_backward_row(
   dispatch_activation(spec.kind, [&](auto kind) {
     for (int64_t f = 0; f < hidden; f += Vec::size()) {
       const int64_t count = std::min<int64_t>(Vec::size(), hidden - f);
-      const auto [grad_gate, grad_up] =
-          activate_backward<decltype(kind)::value>(
-              Vec::loadu(gate + f, count),
-              Vec::loadu(up + f, count),
-              Vec::loadu(grad + f, count),
-              constants);
-      grad_gate.store(gate + f, count);
-      grad_up.store(up + f, count);
+      const auto grads = activate_with_grads<decltype(kind)::value>(
+          Vec::loadu(gate + f, count),
+          Vec::loadu(up + f, count),
+          Vec::loadu(grad + f, count),
+          constants);
+      grads.gate.store(gate + f, count);
+      grads.up.store(up + f, count);
     }
   });
 }

@@ -1,13 +1,15 @@
 #pragma once
 
 // Building blocks of the brgemm kernels of _moe_mlp and _moe_mlp_backward: the
-// blocked GEMM loop and the static work split. A "block" is a run of rows of
-// one expert, a "panel" is kPanelCols output columns of that expert's GEMM, a
-// "task" some panels of one block. MoEGemm.h is the portable counterpart.
+// blocked GEMM loop, on AMX tiles where the CPU has them, and the work split. A
+// "block" is a run of rows of one expert, a "panel" is kPanelCols output columns
+// of that expert's GEMM, a "task" some panels of one block. MoEGemm.h is the
+// portable counterpart.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/CPUBlas.h>
+#include <ATen/native/cpu/MoEAmx.h>
 #include <ATen/native/cpu/MoEBrgemmPacking.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -21,6 +23,8 @@
 #endif
 
 #include <atomic>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace at::native {
@@ -34,7 +38,7 @@ namespace moe_brgemm {
 // when the epilogue reads it.
 constexpr int64_t kTileRows = 64;
 // The same where the weight lies along N: fewer calls, and 64 KiB that the
-// epilogue finds in L2.
+// epilogue finds in L2. Along K, rows whose sums exist before the next panel.
 constexpr int64_t kMaxTileRows = 256;
 // Bytes of gathered rows one thread keeps; beyond that the panels are packed
 // again for the next block of rows.
@@ -43,25 +47,15 @@ constexpr int64_t kMaxBlockTiles = 64;
 // Tasks that every thread should get at least: this bounds what the others wait
 // for the last one to a few percent.
 constexpr int64_t kTasksPerThread = 32;
-// The routed rows of y and dX exist only this many bytes at a time (columns
-// are cut): they are still in L3 when they are summed, and a buffer of this
-// size is recycled by malloc instead of being mapped and zeroed anew.
-constexpr int64_t kCombineBytes = 16 * 1024 * 1024;
+// The routed rows of y and dX exist only so many bytes at a time (columns are cut):
+// they are still in cache when they are summed, and a buffer of this size is
+// recycled by malloc instead of being mapped and zeroed anew. More for dX, whose
+// weights are read in pieces as wide as the cut.
+constexpr int64_t kCombineBytes = 4 * 1024 * 1024;
+constexpr int64_t kGradCombineBytes = 16 * 1024 * 1024;
 constexpr int64_t kMinCombineCols = 4 * kPanelCols;
 // Tokens that are worth another thread.
 constexpr int64_t kCombineGrain = 16;
-// Weight gradient: lines and columns of a macro tile, and rows reduced per step.
-// The packed operands are 0.6 MiB in bf16; the fp32 tile, 0.5 MiB, is only
-// touched for experts with more rows than one step reduces.
-constexpr int64_t kGradTile = 256;
-constexpr int64_t kGradRows = 512;
-// Lines of one brgemm call there. A call costs some 0.5 us before it starts,
-// which is a quarter of a 64 x 64 product of 128 rows.
-constexpr int64_t kGradTileRows = 256;
-// Rows of a reduction step are padded with zeros to this multiple, so that a
-// handful of brgemm kernels serves every expert size. It is the depth of an AMX
-// bf16 instruction.
-constexpr int64_t kGradRowsMultiple = 32;
 
 // Depth of one product along K. In bfloat16 a packed panel of it is a quarter of
 // a 1 MiB L2. In float32, sums of sums round less than one long sum: as at::mm
@@ -158,20 +152,65 @@ inline int64_t next_tile_rows(int64_t left) {
   return std::min<int64_t>(left, 16);
 }
 
+// Whether products of this type run on AMX tiles.
 template <typename compute_t>
-inline void brgemm(
+inline bool uses_tiles() {
+  return std::is_same_v<compute_t, BFloat16> && moe_amx::is_available();
+}
+
+// C (m, n) = A (m, k) B [+ C], B packed.
+template <typename compute_t>
+inline void multiply(
     int64_t m,
+    int64_t n,
     int64_t k,
     const compute_t* a,
     int64_t ld_a,
     const compute_t* b,
+    int64_t ld_b,
     float* c,
     int64_t ld_c,
     bool accumulate) {
+#ifdef MOE_HAS_AMX
+  if constexpr (std::is_same_v<compute_t, BFloat16>) {
+    if (uses_tiles<compute_t>()) {
+      moe_amx::multiply(m, n, k, ld_a, ld_b, ld_c, accumulate, a, b, c);
+      return;
+    }
+  }
+#endif
   cpublas::brgemm(
-      m, kPanelCols, k, ld_a, kPanelCols, ld_c, accumulate, a, b, c,
+      m, n, k, ld_a, ld_b, ld_c, accumulate, a, b, c,
       /*is_vnni=*/kVnni<compute_t> > 1);
 }
+
+// What a thread has to hold while it calls multiply.
+template <typename compute_t>
+class GemmSession {
+ public:
+  GemmSession() {
+#ifdef MOE_HAS_AMX
+    if (uses_tiles<compute_t>()) {
+      tiles_.emplace();
+    }
+#endif
+  }
+  ~GemmSession() {
+#ifdef MOE_HAS_AMX
+    if (tiles_) {
+      return;
+    }
+#endif
+    cpublas::brgemm_release(/*is_vnni=*/kVnni<compute_t> > 1);
+  }
+  GemmSession(const GemmSession&) = delete;
+  GemmSession& operator=(const GemmSession&) = delete;
+
+#ifdef MOE_HAS_AMX
+ private:
+  std::optional<moe_amx::Session> tiles_;
+#endif
+};
 
 // Columns of a packed right operand for this many rows of x, at most kTileRows.
 inline int64_t tile_width(int64_t rows) {
@@ -227,13 +266,27 @@ inline void pack_group(
   }
 }
 
+// A tile as the products of weights that lie along K leave it: one column of the
+// panel after the other, kTileRows apart.
+struct TransposedTile {
+  const float* data;
+
+  const float* column(int64_t i) const {
+    return data + i * kTileRows;
+  }
+};
+
+template <typename EpilogueFn>
+constexpr bool takes_transposed = std::
+    is_invocable_v<const EpilogueFn&, int64_t, int64_t, int64_t, TransposedTile>;
+
 // out[row][col] = in[col][row], both kTileRows x kPanelCols at most.
-inline void transpose_tile(const float* in, int64_t rows, float* out) {
+inline void transpose_tile(const TransposedTile& in, int64_t rows, float* out) {
   static_assert(kTileRows == kPanelCols);
   for (int64_t col = 0; col < kPanelCols; col += 16) {
     for (int64_t row = 0; row < rows; row += 16) {
       vec::transpose_mxn<float, 16, 16>(
-          in + col * kTileRows + row,
+          in.column(col) + row,
           kTileRows,
           out + row * kPanelCols + col,
           kPanelCols);
@@ -241,11 +294,27 @@ inline void transpose_tile(const float* in, int64_t rows, float* out) {
   }
 }
 
+// Lines of the left operand, at most most_lines, and depth of one product for m rows
+// of x. A product on tiles is cheap to start: it is cut so that the lines' share is
+// still in L1 for the next tile of rows.
+struct ProductStep {
+  int64_t lines;
+  int64_t depth;
+
+  template <typename compute_t>
+  static ProductStep of(int64_t m, int64_t depth, int64_t most_lines) {
+    if (uses_tiles<compute_t>()) {
+      return {moe_amx::kBlock, m > kTileRows ? moe_amx::kStep : depth};
+    }
+    return {most_lines, depth};
+  }
+};
+
 // Panels [first, last) of x W for `rows` rows of x, and what to do with them.
 // columns(panel) is a PanelColumns. epilogue(panel, row0, rows, c) sees a
-// finished tile with leading dimension kPanelCols; what it holds outside the
-// spans is undefined. prologue(panel, row0, rows) comes before the tile's last
-// product. `packed` and c are scratch, see for_each_task.
+// finished tile with leading dimension kPanelCols, or a TransposedTile if it can
+// take one and the weight lies along K; what it holds outside the spans is
+// undefined. `packed` and c are scratch, see for_each_task.
 template <typename scalar_t, typename compute_t>
 struct PanelTask {
   const WeightView<scalar_t>& w;
@@ -257,26 +326,20 @@ struct PanelTask {
   compute_t* packed;
   float* c;
 
-  template <typename ColumnsFn, typename EpilogueFn, typename PrologueFn>
-  void run(
-      const ColumnsFn& columns,
-      const EpilogueFn& epilogue,
-      const PrologueFn& prologue) const {
+  template <typename ColumnsFn, typename EpilogueFn>
+  void run(const ColumnsFn& columns, const EpilogueFn& epilogue) const {
     if (!w.along_k()) {
-      run_along_n(columns, epilogue, prologue);
+      run_along_n(columns, epilogue);
       return;
     }
     for (const auto panel : c10::irange(first, last)) {
-      run_along_k(panel, columns(panel), epilogue, prologue);
+      run_along_k(panel, columns(panel), epilogue);
     }
   }
 
  private:
-  template <typename ColumnsFn, typename EpilogueFn, typename PrologueFn>
-  void run_along_n(
-      const ColumnsFn& columns,
-      const EpilogueFn& epilogue,
-      const PrologueFn& prologue) const {
+  template <typename ColumnsFn, typename EpilogueFn>
+  void run_along_n(const ColumnsFn& columns, const EpilogueFn& epilogue) const {
     constexpr int64_t v = kVnni<compute_t>;
     const auto steps = PanelSteps::of<compute_t>(k, /*along_k=*/false);
     const bool single = k <= steps.depth;
@@ -294,12 +357,10 @@ struct PanelTask {
           for (int64_t m0 = 0; m0 < rows;) {
             const int64_t m = next_tile_rows(rows - m0);
             float* tile = single ? c : c + (i * rows + m0) * kPanelCols;
-            if (k0 + kb == k) {
-              prologue(p0 + i, m0, m);
-            }
-            brgemm<compute_t>(
-                m, padded, x.data + m0 * x.ld + k0, x.ld,
-                packed + i * padded * kPanelCols, tile, kPanelCols, k0 > 0);
+            multiply<compute_t>(
+                m, kPanelCols, padded, x.data + m0 * x.ld + k0, x.ld,
+                packed + i * padded * kPanelCols, kPanelCols, tile, kPanelCols,
+                k0 > 0);
             if (k0 + kb == k) {
               epilogue(p0 + i, m0, m, tile);
             }
@@ -312,84 +373,91 @@ struct PanelTask {
 
   // C^T = W^T x^T. The weight is left to the hardware's prefetcher: asking for the
   // next panel in software made this 10 to 30 % slower, from 4 to 128 rows.
-  template <typename EpilogueFn, typename PrologueFn>
+  template <typename EpilogueFn>
   void run_along_k(
       int64_t panel,
       const PanelColumns& columns,
-      const EpilogueFn& epilogue,
-      const PrologueFn& prologue) const {
+      const EpilogueFn& epilogue) const {
     constexpr int64_t depth = kPanelDepth<compute_t>;
     constexpr int64_t v = kVnni<compute_t>;
     const bool in_place = std::is_same_v<scalar_t, compute_t> && k % v == 0;
-    const int64_t x_depth = round_up(k, v);
-    const int64_t steps = (k + depth - 1) / depth;
-    alignas(64) float tile[kTileRows * kPanelCols];
-    for (int64_t k0 = 0; k0 < k; k0 += depth) {
-      const int64_t kb = std::min(depth, k - k0);
-      const int64_t padded = round_up(kb, v);
-      if (!in_place) {
-        for (const auto& span : columns.spans) {
-          pack_rows<scalar_t, compute_t>(
-              [&](int64_t i) {
-                return w.data + (span.first + i) * w.ld_n + k0;
-              },
-              span.count,
-              kb,
-              packed + span.at * padded);
+    for (int64_t m0 = 0; m0 < rows; m0 += kMaxTileRows) {
+      const int64_t m = std::min(kMaxTileRows, rows - m0);
+      for (int64_t k0 = 0; k0 < k; k0 += depth) {
+        const int64_t kb = std::min(depth, k - k0);
+        const int64_t padded = round_up(kb, v);
+        if (!in_place) {
+          for (const auto& span : columns.spans) {
+            pack_rows<scalar_t, compute_t>(
+                [&](int64_t i) {
+                  return w.data + (span.first + i) * w.ld_n + k0;
+                },
+                span.count,
+                kb,
+                packed + span.at * padded);
+          }
         }
+        multiply_along_k(columns, m0, m, k0, padded, in_place);
       }
-      for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
-        const int64_t m = std::min(kTileRows, rows - m0);
-        float* sums = steps == 1 ? c : c + m0 * kPanelCols;
-        if (k0 + depth >= k) {
-          prologue(panel, m0, m);
-        }
-        multiply_along_k(columns, m0, m, k0, padded, x_depth, in_place, sums);
-        if (k0 + depth >= k) {
-          transpose_tile(sums, m, tile);
-          epilogue(panel, m0, m, tile);
-        }
-      }
+      finish_along_k(panel, m0, m, epilogue);
     }
   }
 
+  // One step of K for rows [m0, m0 + m).
   void multiply_along_k(
       const PanelColumns& columns,
       int64_t m0,
       int64_t m,
       int64_t k0,
       int64_t depth,
-      int64_t x_depth,
-      bool in_place,
-      float* sums) const {
-    const int64_t width = tile_width(m);
+      bool in_place) const {
+    const int64_t x_depth = round_up(k, kVnni<compute_t>);
+    const int64_t ld = in_place ? w.ld_n : depth;
+    const auto step = ProductStep::of<compute_t>(m, depth, kPanelCols);
     for (const auto& span : columns.spans) {
-      if (span.count == 0) {
-        continue;
-      }
       const compute_t* lines = packed + span.at * depth;
       if constexpr (std::is_same_v<scalar_t, compute_t>) {
         lines = in_place ? w.data + span.first * w.ld_n + k0 : lines;
       }
-      cpublas::brgemm(
-          span.count,
-          width,
-          depth,
-          in_place ? w.ld_n : depth,
-          width,
-          kTileRows,
-          /*add_C=*/k0 > 0,
-          lines,
-          x.data + m0 * x_depth + k0 * width,
-          sums + span.at * kTileRows,
-          /*is_vnni=*/kVnni<compute_t> > 1);
+      for (int64_t i = 0; i < span.count; i += step.lines) {
+        for (int64_t kk = 0; kk < depth; kk += step.depth) {
+          for (int64_t t = 0; t < m; t += kTileRows) {
+            const int64_t width = tile_width(m - t);
+            multiply<compute_t>(
+                std::min(step.lines, span.count - i),
+                width,
+                std::min(step.depth, depth - kk),
+                lines + i * ld + kk,
+                ld,
+                x.data + (m0 + t) * x_depth + (k0 + kk) * width,
+                width,
+                c + t * kPanelCols + (span.at + i) * kTileRows,
+                kTileRows,
+                /*accumulate=*/k0 + kk > 0);
+          }
+        }
+      }
     }
   }
-};
 
-// A prologue that does nothing.
-struct NoPrologue {
-  void operator()(int64_t, int64_t, int64_t) const {}
+  template <typename EpilogueFn>
+  void finish_along_k(
+      int64_t panel,
+      int64_t m0,
+      int64_t m,
+      const EpilogueFn& epilogue) const {
+    for (int64_t t = 0; t < m; t += kTileRows) {
+      const int64_t tile_rows = std::min(kTileRows, m - t);
+      const TransposedTile sums{c + t * kPanelCols};
+      if constexpr (takes_transposed<EpilogueFn>) {
+        epilogue(panel, m0 + t, tile_rows, sums);
+      } else {
+        alignas(64) float tile[kTileRows * kPanelCols];
+        transpose_tile(sums, tile_rows, tile);
+        epilogue(panel, m0 + t, tile_rows, tile);
+      }
+    }
+  }
 };
 
 // ---- work split ------------------------------------------------------------
@@ -401,10 +469,10 @@ struct Block {
   int64_t end;
 };
 
-// Hands out blocks x panels to the threads as they come, a few panels of one
-// block at a time. Each (block, panel) is computed in exactly one way, so it
-// does not matter which thread gets it, and a thread that the system or a
-// neighbour slows down gets less.
+// Hands out blocks x panels to the threads as they come. A thread takes a block and
+// goes through its panels, a few at a time, and helps with the others' blocks when
+// none is left, so that one that the system or a neighbour slows down gets less.
+// Each (block, panel) is computed in exactly one way, whichever thread gets it.
 class WorkList {
  public:
   // At most panels_per_task panels of a block are handed out at once.
@@ -413,24 +481,34 @@ class WorkList {
         panels_(panels),
         per_task_(std::clamp<int64_t>(panels_per_task, 1, panels)) {}
 
-  // fn(thread, block, panel_begin, panel_end) for every task.
-  template <typename Fn>
-  void run(int64_t threads, const Fn& fn, bool uses_vnni) const {
-    const int64_t tasks_per_block = (panels_ + per_task_ - 1) / per_task_;
-    const int64_t tasks =
-        static_cast<int64_t>(blocks_.size()) * tasks_per_block;
-    std::atomic<int64_t> next{0};
+  // fn(thread, block, panel_begin, panel_end) for every task. The tasks of a block
+  // come one after the other on the thread that took it.
+  template <typename compute_t, typename Fn>
+  void run(int64_t threads, const Fn& fn) const {
+    const auto blocks = static_cast<int64_t>(blocks_.size());
+    std::atomic<int64_t> next_block{0};
+    std::vector<std::atomic<int64_t>> next_panel(blocks);
     at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+      const GemmSession<compute_t> session;
       for (const auto thread : c10::irange(begin, end)) {
-        for (int64_t task = next++; task < tasks; task = next++) {
-          const int64_t first = task % tasks_per_block * per_task_;
-          fn(thread,
-             blocks_[task / tasks_per_block],
-             first,
-             std::min(first + per_task_, panels_));
+        const auto work_on = [&](int64_t block) {
+          auto& next = next_panel[block];
+          for (int64_t first = next.fetch_add(per_task_); first < panels_;
+               first = next.fetch_add(per_task_)) {
+            fn(thread,
+               blocks_[block],
+               first,
+               std::min(first + per_task_, panels_));
+          }
+        };
+        for (int64_t block = next_block++; block < blocks;
+             block = next_block++) {
+          work_on(block);
+        }
+        for (const auto block : c10::irange(blocks)) {
+          work_on(block);
         }
       }
-      cpublas::brgemm_release(uses_vnni);
     });
   }
 
@@ -439,6 +517,15 @@ class WorkList {
   int64_t panels_;
   int64_t per_task_;
 };
+
+// Rows of the expert that has most.
+inline int64_t most_rows(const std::vector<Block>& experts) {
+  int64_t most = 0;
+  for (const auto& expert : experts) {
+    most = std::max(most, expert.end - expert.begin);
+  }
+  return most;
+}
 
 // Cuts each expert's rows into blocks of at most max_rows (at least one block
 // per expert when keep_empty).
@@ -462,7 +549,9 @@ inline std::vector<Block> make_blocks(
 // Maps the pages of memory that is about to be written. Weight gradients are as
 // large as the weights and new in every step, so that each of their pages is
 // touched for the first time here; asking for them together costs about half of
-// the page faults. Only a hint: failing (an older kernel) changes nothing.
+// the page faults. Huge pages would cost less yet, but not where a hypervisor takes
+// free memory back: after a pause a step was a quarter slower with them. Only a
+// hint: failing (an older kernel) changes nothing.
 inline void map_pages(void* data, int64_t bytes) {
 #ifdef MADV_POPULATE_WRITE
   constexpr uintptr_t page = 4096;

@@ -82,6 +82,32 @@ struct RowSource {
   }
 };
 
+// Routed rows that are already what row_operand makes of rows for weights along k:
+// expert by expert, each from a multiple of kRowsMultiple on.
+template <typename scalar_t>
+struct PackedRows {
+  static constexpr int64_t kRowsMultiple = 16;
+
+  scalar_t* data;
+  int64_t ld;
+  const Routing* routing;
+  const int64_t* first_rows; // of each expert
+
+  static std::vector<int64_t> make_first_rows(const Routing& routing) {
+    std::vector<int64_t> first{0};
+    for (const auto& expert : routing.experts) {
+      first.push_back(
+          first.back() + round_up(expert.end - expert.begin, kRowsMultiple));
+    }
+    return first;
+  }
+  // The tile that begins at this row of the expert.
+  scalar_t* tile(int64_t expert, int64_t row) const {
+    return data +
+        (first_rows[expert] + row - routing->experts[expert].begin) * ld;
+  }
+};
+
 // x (rows, cols), copied if its rows are not contiguous.
 inline Tensor with_dense_rows(const Tensor& x) {
   return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
@@ -161,6 +187,24 @@ inline bool is_operand(
       source.routing == nullptr && k % kVnni<compute_type<scalar_t>> == 0;
 }
 
+template <typename scalar_t>
+inline bool is_operand(const PackedRows<scalar_t>&, int64_t, bool) {
+  return true;
+}
+
+template <typename scalar_t, typename compute_t>
+inline RowOperand<compute_t> row_operand(
+    const PackedRows<scalar_t>& source,
+    const Block& block,
+    int64_t,
+    bool,
+    compute_t*) {
+  if constexpr (std::is_same_v<scalar_t, compute_t>) {
+    return {source.tile(block.expert, block.begin), source.ld};
+  }
+  TORCH_INTERNAL_ASSERT(false, "packed rows have the operand's type");
+}
+
 // The operand of a block, packed into `buffer` unless is_operand.
 template <typename scalar_t, typename compute_t>
 inline RowOperand<compute_t> row_operand(
@@ -199,20 +243,17 @@ inline RowOperand<compute_t> row_operand(
 // Runs fn(block, first, last, x, packed, c) for every task, panels [first, last)
 // of a block, with x the block's rows of `source` as an operand for weights that
 // lie along k or not, and `packed` and c per-thread buffers for PanelTask.
-template <typename scalar_t, typename Fn>
+template <typename scalar_t, typename Source, typename Fn>
 void for_each_task(
     const Routing& routing,
-    const RowSource<scalar_t>& source,
+    const Source& source,
     int64_t k,
     int64_t panels,
     bool along_k,
     const Fn& fn) {
   using compute_t = compute_type<scalar_t>;
   const int64_t threads = at::get_num_threads();
-  int64_t most = 0;
-  for (const auto& expert : routing.experts) {
-    most = std::max(most, expert.end - expert.begin);
-  }
+  const int64_t most = most_rows(routing.experts);
   const int64_t depth = round_up(k, kVnni<compute_t>);
   // Not larger than this call needs: a small layer is called often.
   const int64_t max_rows =
@@ -221,15 +262,19 @@ void for_each_task(
   const int64_t group = std::min(steps.group, panels);
   const int64_t panel_bytes = group * kPanelCols *
       std::min(depth, steps.depth) * static_cast<int64_t>(sizeof(compute_t));
-  const int64_t c_rows =
-      k <= steps.depth ? std::min(kMaxTileRows, max_rows) : group * max_rows;
+  const int64_t c_rows = along_k || k <= steps.depth
+      ? std::min(kMaxTileRows, max_rows)
+      : group * max_rows;
   const int64_t c_bytes = c_rows * kPanelCols * sizeof(float);
   const int64_t x_bytes = is_operand(source, k, along_k)
       ? 0
       : max_rows * depth * sizeof(compute_t);
   const Scratch scratch(threads, panel_bytes + c_bytes + x_bytes);
+  // The block whose rows a thread has packed.
+  std::vector<const Block*> packed_block(threads);
+  std::vector<RowOperand<compute_t>> operands(threads);
   gemm_work<compute_t>(routing.experts, max_rows, panels, threads)
-      .run(
+      .template run<compute_t>(
           threads,
           [&](int64_t thread,
               const Block& block,
@@ -238,15 +283,18 @@ void for_each_task(
             char* base = scratch.at(thread);
             auto* packed = reinterpret_cast<compute_t*>(base);
             auto* c = reinterpret_cast<float*>(base + panel_bytes);
-            const auto x = row_operand<scalar_t, compute_t>(
-                source,
-                block,
-                k,
-                along_k,
-                reinterpret_cast<compute_t*>(base + panel_bytes + c_bytes));
+            auto& x = operands[thread];
+            if (packed_block[thread] != &block) {
+              x = row_operand<scalar_t, compute_t>(
+                  source,
+                  block,
+                  k,
+                  along_k,
+                  reinterpret_cast<compute_t*>(base + panel_bytes + c_bytes));
+              packed_block[thread] = &block;
+            }
             fn(block, first, last, x, packed, c);
-          },
-          kVnni<compute_t> > 1);
+          });
 }
 
 // One matrix per expert, with what its epilogue adds.
@@ -258,17 +306,74 @@ struct Projection {
   bool weighted; // by the router weight
   int64_t depth; // columns of the source
   int64_t dim; // D
+  int64_t combine_bytes; // of routed rows that exist at a time
 
   WeightView<scalar_t> of(int64_t expert) const {
     return transposed ? weights.transposed(expert) : weights.plain(expert);
   }
 };
 
-// out[r, :cols] = round(s_r * (source_r * W_e[:, d0 : d0 + cols] + bias))
+// Where project_rows writes: routed row r at data + r * ld.
 template <typename scalar_t>
+struct ProjectedRows {
+  scalar_t* data;
+  int64_t ld;
+};
+
+// out[r, n0 : n0 + n] = round(s_r * (tile + bias)) for the m rows from row0 on.
+template <typename scalar_t>
+inline void store_projected(
+    const float* tile,
+    const float* bias,
+    const float* scales,
+    int64_t m,
+    int64_t n,
+    const ProjectedRows<scalar_t>& out) {
+  for (const auto i : c10::irange(m)) {
+    const Vec scale(scales[i]);
+    const float* from = tile + i * kPanelCols;
+    store_row(out.data + i * out.ld, n, [&](int64_t j) {
+      return scale * (Vec::loadu(from + j) + Vec::loadu(bias + j));
+    });
+  }
+}
+
+template <typename scalar_t>
+inline void store_projected(
+    const TransposedTile& tile,
+    const float* bias,
+    const float* scales,
+    int64_t m,
+    int64_t n,
+    const ProjectedRows<scalar_t>& out) {
+  if constexpr (std::is_same_v<scalar_t, BFloat16>) {
+    for (int64_t i = 0; i < m; i += kLanes) {
+      const Vec scale = Vec::loadu(scales + i);
+      for (int64_t j = 0; j < n; j += 2 * kLanes) {
+        __m512i words[kLanes];
+        for (const auto pair : c10::irange(kLanes)) {
+          const int64_t at = j + 2 * pair;
+          const auto value = [&](int64_t col) {
+            return scale * (Vec::loadu(tile.column(col) + i) + Vec(bias[col]));
+          };
+          words[pair] = pack_pair(value(at), value(at + 1));
+        }
+        store_pairs(
+            words, m - i, n - j, out.data + i * out.ld + j, out.ld);
+      }
+    }
+  } else {
+    alignas(64) float rows[kTileRows * kPanelCols];
+    transpose_tile(tile, m, rows);
+    store_projected(rows, bias, scales, m, n, out);
+  }
+}
+
+// out[r, :cols] = round(s_r * (source_r * W_e[:, d0 : d0 + cols] + bias))
+template <typename scalar_t, typename Source>
 void project_rows(
     const Routing& routing,
-    const RowSource<scalar_t>& source,
+    const Source& source,
     const Projection<scalar_t>& projection,
     int64_t d0,
     int64_t cols,
@@ -287,7 +392,7 @@ void project_rows(
                            compute_t* packed,
                            float* c) {
     const auto epilogue =
-        [&](int64_t panel, int64_t m0, int64_t m, const float* tile) {
+        [&](int64_t panel, int64_t m0, int64_t m, const auto& tile) {
           const int64_t n0 = panel * kPanelCols;
           const int64_t n = std::min(kPanelCols, cols - n0);
           alignas(64) float bias[kPanelCols] = {};
@@ -297,14 +402,18 @@ void project_rows(
                 bias,
                 n);
           }
+          alignas(64) float scales[kMaxTileRows] = {};
+          const int64_t row = block.begin + m0;
           for (const auto i : c10::irange(m)) {
-            const int64_t row = block.begin + m0 + i;
-            const Vec scale(projection.weighted ? routing.weight(row) : 1.f);
-            const float* from = tile + i * kPanelCols;
-            store_row(out + row * ld_out + n0, n, [&](int64_t j) {
-              return scale * (Vec::loadu(from + j) + Vec::loadu(bias + j));
-            });
+            scales[i] = projection.weighted ? routing.weight(row + i) : 1.f;
           }
+          store_projected(
+              tile,
+              bias,
+              scales,
+              m,
+              n,
+              ProjectedRows<scalar_t>{out + row * ld_out + n0, ld_out});
         };
     const auto w = projection.of(block.expert);
     PanelTask<scalar_t, compute_t>{
@@ -316,9 +425,9 @@ void project_rows(
         projection.depth,
         packed,
         c}
-        .run(columns, epilogue, NoPrologue{});
+        .run(columns, epilogue);
   };
-  for_each_task(
+  for_each_task<scalar_t>(
       routing,
       source,
       projection.depth,
@@ -327,13 +436,13 @@ void project_rows(
       task_fn);
 }
 
-// Columns of the routed rows that exist at a time: whole panels within
-// kCombineBytes, but at least kMinCombineCols.
+// Columns of the routed rows that exist at a time: whole panels within so many
+// bytes, but at least kMinCombineCols.
 template <typename scalar_t>
-inline int64_t combine_width(int64_t rows, int64_t d) {
+inline int64_t combine_width(int64_t rows, int64_t d, int64_t bytes) {
   const int64_t column_bytes =
       std::max<int64_t>(1, rows) * static_cast<int64_t>(sizeof(scalar_t));
-  const int64_t fits = kCombineBytes / column_bytes / kPanelCols * kPanelCols;
+  const int64_t fits = bytes / column_bytes / kPanelCols * kPanelCols;
   return std::min(d, std::max(kMinCombineCols, fits));
 }
 
@@ -385,10 +494,10 @@ void zero_unrouted(
 }
 
 // out (T, D): the projected rows of each token, summed in slot order.
-template <typename scalar_t>
+template <typename scalar_t, typename Source>
 void project_tokens(
     const Routing& routing,
-    const RowSource<scalar_t>& source,
+    const Source& source,
     const Projection<scalar_t>& projection,
     const Tensor& out) {
   const int64_t d = projection.dim;
@@ -398,7 +507,8 @@ void project_tokens(
     zero_unrouted(routing, data, routing.tokens, d);
     return;
   }
-  const int64_t width = combine_width<scalar_t>(routing.last_row, d);
+  const int64_t width = combine_width<scalar_t>(
+      routing.last_row, d, projection.combine_bytes);
   const Tensor rows = at::empty({routing.last_row, width}, out.options());
   auto* routed = rows.mutable_data_ptr<scalar_t>();
   for (int64_t d0 = 0; d0 < d; d0 += width) {
@@ -420,8 +530,12 @@ struct HiddenLayout {
 
   // Gate and up of units [f, f + n), n <= kLanes.
   template <typename scalar_t>
-  void load(const scalar_t* row, int64_t f, int64_t n, Vec& gate, Vec& up)
-      const {
+  C10_ALWAYS_INLINE void load(
+      const scalar_t* row,
+      int64_t f,
+      int64_t n,
+      Vec& gate,
+      Vec& up) const {
     if (!interleaved) {
       gate = load_float(row + f, n);
       up = gated ? load_float(row + hidden + f, n) : gate;
@@ -435,7 +549,7 @@ struct HiddenLayout {
   }
 
   template <typename scalar_t>
-  void store(
+  C10_ALWAYS_INLINE void store(
       scalar_t* row,
       int64_t f,
       int64_t n,
@@ -453,6 +567,28 @@ struct HiddenLayout {
     if (2 * n > kLanes) {
       store_float(row + 2 * f + kLanes, high, 2 * n - kLanes);
     }
+  }
+
+  // Of units [f, f + 2 * kLanes).
+  template <typename scalar_t>
+  C10_ALWAYS_INLINE void store_two(
+      scalar_t* row,
+      int64_t f,
+      const Vec& gate0,
+      const Vec& up0,
+      const Vec& gate1,
+      const Vec& up1) const {
+    if (!interleaved) {
+      store_rounded(row + f, gate0, gate1);
+      if (gated) {
+        store_rounded(row + hidden + f, up0, up1);
+      }
+      return;
+    }
+    const auto [low0, high0] = vec::interleave2(gate0, up0);
+    const auto [low1, high1] = vec::interleave2(gate1, up1);
+    store_rounded(row + 2 * f, low0, high0);
+    store_rounded(row + 2 * f + 2 * kLanes, low1, high1);
   }
 
   template <typename scalar_t>

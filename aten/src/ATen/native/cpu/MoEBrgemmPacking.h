@@ -23,14 +23,17 @@ constexpr int64_t kLanes = Vec::size();
 // Output columns of a packed weight panel. 64 fp32 columns are four zmm, with
 // which brgemm reaches its peak from 8 rows on.
 constexpr int64_t kPanelCols = 64;
-// Lines of a transposed operand of the weight gradient, the height of its tiles.
-constexpr int64_t kGradLines = 512;
 
 // Type of the packed GEMM operands. brgemm has a bfloat16 dot product on every
 // AVX512 machine; float16 would need avx512_fp16 and is multiplied in fp32.
 template <typename scalar_t>
 using compute_type =
     std::conditional_t<std::is_same_v<scalar_t, BFloat16>, BFloat16, float>;
+
+// Whether the functions of a call may be less exact than float's: its results are
+// rounded to fewer bits.
+template <typename scalar_t>
+constexpr bool kFastMath = !std::is_same_v<scalar_t, float>;
 
 // Elements along K that the packed layout keeps together: [K/v][N][v].
 template <typename compute_t>
@@ -41,7 +44,7 @@ inline int64_t round_up(int64_t x, int64_t multiple) {
 }
 
 template <typename scalar_t>
-inline Vec load_float(const scalar_t* src) {
+C10_ALWAYS_INLINE Vec load_float(const scalar_t* src) {
   if constexpr (std::is_same_v<scalar_t, float>) {
     return Vec::loadu(src);
   } else {
@@ -52,7 +55,7 @@ inline Vec load_float(const scalar_t* src) {
 }
 
 template <typename scalar_t>
-inline Vec load_float(const scalar_t* src, int64_t n) {
+C10_ALWAYS_INLINE Vec load_float(const scalar_t* src, int64_t n) {
   if (n >= kLanes) {
     return load_float(src);
   }
@@ -65,7 +68,10 @@ inline Vec load_float(const scalar_t* src, int64_t n) {
 }
 
 template <typename scalar_t>
-inline void store_float(scalar_t* dst, const Vec& x, int64_t n = kLanes) {
+C10_ALWAYS_INLINE void store_float(
+    scalar_t* dst,
+    const Vec& x,
+    int64_t n = kLanes) {
   if constexpr (std::is_same_v<scalar_t, float>) {
     x.store(dst, std::min(n, kLanes));
   } else {
@@ -75,7 +81,10 @@ inline void store_float(scalar_t* dst, const Vec& x, int64_t n = kLanes) {
 
 // Stores value(j), the lanes [j, j + kLanes) of a row, for j < n.
 template <typename scalar_t, typename ValueFn>
-inline void store_row(scalar_t* dst, int64_t n, const ValueFn& value) {
+C10_ALWAYS_INLINE void store_row(
+    scalar_t* dst,
+    int64_t n,
+    const ValueFn& value) {
   int64_t j = 0;
   if constexpr (!std::is_same_v<scalar_t, float>) {
     // Two registers of floats are one of scalar_t.
@@ -91,7 +100,7 @@ inline void store_row(scalar_t* dst, int64_t n, const ValueFn& value) {
 
 // The value a float has after a round trip through scalar_t.
 template <typename scalar_t>
-inline Vec round_through(const Vec& x) {
+C10_ALWAYS_INLINE Vec round_through(const Vec& x) {
   if constexpr (std::is_same_v<scalar_t, float>) {
     return x;
   } else {
@@ -103,7 +112,7 @@ inline Vec round_through(const Vec& x) {
 // Two registers of floats rounded to scalar_t: stored, unless dst is null, and
 // returned as the floats that scalar_t holds.
 template <typename scalar_t>
-inline std::pair<Vec, Vec> store_rounded(
+C10_ALWAYS_INLINE std::pair<Vec, Vec> store_rounded(
     scalar_t* dst,
     const Vec& low,
     const Vec& high) {
@@ -143,7 +152,10 @@ inline void convert_row(const scalar_t* src, compute_t* dst, int64_t n) {
 // out[w * ld + r] = the w-th of the 16 words (fp32, or a pair of bfloat16) at
 // from[r]. Four rows share a register, so that only the 4 x 4 blocks inside its
 // lanes are left to transpose.
-inline void transpose_words(const void* const* from, float* out, int64_t ld) {
+C10_ALWAYS_INLINE void transpose_words(
+    const void* const* from,
+    float* out,
+    int64_t ld) {
   const auto lanes = [&](int64_t row, int64_t word) {
     const auto quad = [&](int64_t r) {
       return _mm_loadu_ps(static_cast<const float*>(from[r]) + word);
@@ -167,6 +179,46 @@ inline void transpose_words(const void* const* from, float* out, int64_t ld) {
     _mm512_storeu_pd(to + ld, _mm512_unpackhi_pd(ab_low, cd_low));
     _mm512_storeu_pd(to + 2 * ld, _mm512_unpacklo_pd(ab_high, cd_high));
     _mm512_storeu_pd(to + 3 * ld, _mm512_unpackhi_pd(ab_high, cd_high));
+  }
+}
+
+// Two columns rounded to bfloat16, the first in the lower halves.
+C10_ALWAYS_INLINE __m512i pack_pair(const Vec& low, const Vec& high) {
+  const __m512i interleave = _mm512_set_epi16(
+      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+      23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(
+      interleave, __m512i(vec::convert_from_float<BFloat16>(low, high)));
+}
+
+C10_ALWAYS_INLINE std::pair<Vec, Vec> unpack_pair(__m512i pair) {
+  return {
+      _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)),
+      _mm512_castsi512_ps(
+          _mm512_and_si512(pair, _mm512_set1_epi32(0xffff0000)))};
+}
+
+// dst[r][2 * i + j] = half j of words[i][r], for r < rows and 2 * i + j < columns.
+inline void store_pairs(
+    const __m512i* words,
+    int64_t rows,
+    int64_t columns,
+    BFloat16* dst,
+    int64_t ld) {
+  const void* from[16];
+  for (const auto i : c10::irange(16)) {
+    from[i] = words + i;
+  }
+  if (rows >= 16 && columns >= 32 && ld % 2 == 0) {
+    transpose_words(from, reinterpret_cast<float*>(dst), ld / 2);
+    return;
+  }
+  alignas(64) float flipped[16 * 16];
+  transpose_words(from, flipped, 16);
+  rows = std::min<int64_t>(rows, 16);
+  columns = std::min<int64_t>(columns, 32);
+  for (const auto r : c10::irange(rows)) {
+    std::memcpy(dst + r * ld, flipped + r * 16, columns * sizeof(BFloat16));
   }
 }
 
@@ -223,6 +275,23 @@ void pack_along_k(
   }
 }
 
+// Words of an element of a and the same of b: the first 16 and the others.
+struct InterleavedWords {
+  __m512i low, high;
+};
+
+C10_ALWAYS_INLINE InterleavedWords interleave_words(__m512i a, __m512i b) {
+  const __m512i low = _mm512_set_epi16(
+      47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+      39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_set_epi16(
+      63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24,
+      55, 23, 54, 22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+  return {
+      _mm512_permutex2var_epi16(a, low, b),
+      _mm512_permutex2var_epi16(a, high, b)};
+}
+
 // Two rows of the right operand (either may be null: zeros) interleaved.
 template <typename scalar_t, typename compute_t>
 inline void interleave_rows(
@@ -232,20 +301,14 @@ inline void interleave_rows(
     compute_t* dst,
     int64_t width) {
   int64_t i = 0;
-  const __m512i low = _mm512_set_epi16(
-      47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-      39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  const __m512i high = _mm512_set_epi16(
-      63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24,
-      55, 23, 54, 22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
   for (; i + 32 <= n; i += 32) {
     const __m512i a =
         row0 ? _mm512_loadu_si512(row0 + i) : _mm512_setzero_si512();
     const __m512i b =
         row1 ? _mm512_loadu_si512(row1 + i) : _mm512_setzero_si512();
-    _mm512_storeu_si512(dst + 2 * i, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_storeu_si512(
-        dst + 2 * i + 32, _mm512_permutex2var_epi16(a, high, b));
+    const auto words = interleave_words(a, b);
+    _mm512_storeu_si512(dst + 2 * i, words.low);
+    _mm512_storeu_si512(dst + 2 * i + 32, words.high);
   }
   for (; i < n; ++i) {
     dst[2 * i] = row0 ? row0[i] : scalar_t(0);
@@ -306,8 +369,41 @@ void pack_rows(
   }
 }
 
+// From row + i on 32 elements, zeros from n on; row may be null: zeros.
+C10_ALWAYS_INLINE __m512i
+load_part(const BFloat16* row, int64_t i, int64_t n) {
+  if (row == nullptr) {
+    return _mm512_setzero_si512();
+  }
+  return n - i >= 32
+      ? _mm512_loadu_si512(row + i)
+      : _mm512_maskz_loadu_epi16((1u << (n - i)) - 1, row + i);
+}
+
+// 32 columns of 32 rows, transposed: pairs of rows are words, and a line of the
+// result is 16 words.
+template <typename RowFn>
+void transpose_pairs(
+    const RowFn& row,
+    int64_t i,
+    int64_t n,
+    BFloat16* dst,
+    int64_t ld) {
+  __m512i low[16], high[16];
+  for (const auto pair : c10::irange(16)) {
+    const auto words = interleave_words(
+        load_part(row(2 * pair), i, n), load_part(row(2 * pair + 1), i, n));
+    low[pair] = words.low;
+    high[pair] = words.high;
+  }
+  store_pairs(low, n - i, 32, dst, ld);
+  if (n - i > 16) {
+    store_pairs(high, n - i - 16, 32, dst + 16 * ld, ld);
+  }
+}
+
 // dst[i][k] = row(k)[i] for i < n, k < rows; zeros up to k_padded, which is ld of
-// dst. Goes through a small contiguous copy because rows are gathered.
+// dst and a multiple of 32.
 template <typename scalar_t, typename compute_t, typename RowFn>
 void pack_transposed(
     const RowFn& row,
@@ -315,35 +411,24 @@ void pack_transposed(
     int64_t rows,
     int64_t k_padded,
     compute_t* dst) {
-  constexpr int64_t side = 16 * kVnni<compute_t>;
-  alignas(64) compute_t stage[side * kGradLines];
-  alignas(64) compute_t flipped[side * side];
-  for (int64_t k0 = 0; k0 < k_padded; k0 += side) {
-    const int64_t keep = std::min(side, k_padded - k0);
-    for (const auto i : c10::irange(side)) {
-      const scalar_t* from = k0 + i < rows ? row(k0 + i) : nullptr;
-      compute_t* out = stage + i * kGradLines;
-      if (from != nullptr) {
-        convert_row(from, out, n);
-      } else {
-        std::memset(out, 0, n * sizeof(compute_t));
+  if constexpr (std::is_same_v<compute_t, BFloat16>) {
+    for (int64_t k0 = 0; k0 < k_padded; k0 += 32) {
+      const scalar_t* from[32];
+      for (const auto k : c10::irange(32)) {
+        from[k] = k0 + k < rows ? row(k0 + k) : nullptr;
+      }
+      for (int64_t i = 0; i < n; i += 32) {
+        transpose_pairs(
+            [&](int64_t k) { return from[k]; },
+            i,
+            n,
+            dst + i * k_padded + k0,
+            k_padded);
       }
     }
-    for (int64_t i0 = 0; i0 < n; i0 += side) {
-      const int64_t cols = std::min(side, n - i0);
-      if (keep == side && cols == side) {
-        vec::transpose_mxn<compute_t, side, side>(
-            stage + i0, kGradLines, dst + i0 * k_padded + k0, k_padded);
-        continue;
-      }
-      vec::transpose_mxn<compute_t, side, side>(
-          stage + i0, kGradLines, flipped, side);
-      for (const auto i : c10::irange(cols)) {
-        std::memcpy(
-            dst + (i0 + i) * k_padded + k0, flipped + i * side,
-            keep * sizeof(compute_t));
-      }
-    }
+  } else {
+    // Without pairs the two layouts are one.
+    pack_along_k<scalar_t, compute_t>(row, rows, n, dst, k_padded);
   }
 }
 

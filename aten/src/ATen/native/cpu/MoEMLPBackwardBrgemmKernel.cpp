@@ -14,6 +14,7 @@
 #if defined(CPU_CAPABILITY_AVX512)
 #include <ATen/native/cpu/MoEActivation.h>
 #include <ATen/native/cpu/MoEBrgemmOperands.h>
+#include <ATen/native/cpu/MoEBrgemmWeightGrad.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -42,229 +43,6 @@ float dot(const scalar_t* a, const scalar_t* b, int64_t n) {
       [](const Vec& x, const Vec& y) { return x + y; }, sum);
 }
 
-// grad (E, I, J) = sum over the expert's rows r of left_r^T right_r.
-template <typename scalar_t>
-class WeightGrad {
-  using compute_t = compute_type<scalar_t>;
-
- public:
-  // left has I columns and right has J. The operands change sides when I is the
-  // dense dimension of the gradient.
-  WeightGrad(
-      const Tensor& grad,
-      const RowSource<scalar_t>& left,
-      const RowSource<scalar_t>& right)
-      : grad_(grad), left_(left), right_(right) {
-    const bool rows_dense = grad.size(1) <= 1 || grad.stride(1) == 1;
-    const bool cols_dense = grad.size(2) <= 1 || grad.stride(2) == 1;
-    target_ = rows_dense || cols_dense
-        ? grad
-        : at::empty(grad.sizes(), grad.options());
-    const bool swapped = rows_dense && !cols_dense;
-    lines_ = grad.size(swapped ? 2 : 1);
-    length_ = grad.size(swapped ? 1 : 2);
-    line_stride_ = target_.stride(swapped ? 2 : 1);
-    if (swapped) {
-      std::swap(left_, right_);
-    }
-  }
-
-  void run(const std::vector<Block>& experts) const {
-    const int64_t threads = at::get_num_threads();
-    const int64_t across = (length_ + kGradTile - 1) / kGradTile;
-    const int64_t tiles = (lines_ + kGradLines - 1) / kGradLines * across;
-    const int64_t lines = std::min(kGradLines, round_up(lines_, 32));
-    const int64_t c_bytes = lines * kGradTile * sizeof(float);
-    const int64_t left_bytes = lines * kGradRows * sizeof(compute_t);
-    const Scratch scratch(threads, c_bytes + left_bytes + kRightBytes);
-    // A task is a row of tiles: its left operand is packed once.
-    WorkList(experts, tiles, across)
-        .run(
-            threads,
-            [&](int64_t thread,
-                const Block& block,
-                int64_t first,
-                int64_t last) {
-              char* base = scratch.at(thread);
-              auto* c = reinterpret_cast<float*>(base);
-              auto* a = reinterpret_cast<compute_t*>(base + c_bytes);
-              auto* b =
-                  reinterpret_cast<compute_t*>(base + c_bytes + left_bytes);
-              map_lines(block, first / across * kGradLines);
-              for (const auto tile : c10::irange(first, last)) {
-                const bool packed =
-                    tile > first && block.end - block.begin <= kGradRows;
-                tile_of(
-                    block,
-                    tile / across * kGradLines,
-                    tile % across * kGradTile,
-                    packed,
-                    a,
-                    b,
-                    c);
-              }
-            },
-            kVnni<compute_t> > 1);
-    if (!target_.is_same(grad_)) {
-      grad_.copy_(target_);
-    }
-  }
-
- private:
-  static constexpr int64_t kRightBytes =
-      kPanelCols * kGradRows * sizeof(compute_t);
-
-  // The lines of a row of macro tiles, if they are one piece of memory.
-  void map_lines(const Block& block, int64_t i0) const {
-    if (line_stride_ == length_) {
-      map_pages(
-          target_.mutable_data_ptr<scalar_t>() +
-              block.expert * target_.stride(0) + i0 * line_stride_,
-          std::min(kGradLines, lines_ - i0) * length_ *
-              static_cast<int64_t>(sizeof(scalar_t)));
-    }
-  }
-
-  void tile_of(
-      const Block& block,
-      int64_t i0,
-      int64_t j0,
-      bool packed,
-      compute_t* a,
-      compute_t* b,
-      float* c) const {
-    const int64_t height = std::min(kGradLines, lines_ - i0);
-    const int64_t width = std::min(kGradTile, length_ - j0);
-    scalar_t* out = target_.mutable_data_ptr<scalar_t>() +
-        block.expert * target_.stride(0) + i0 * line_stride_ + j0;
-    if (block.begin == block.end) {
-      for (const auto i : c10::irange(height)) {
-        std::fill_n(out + i * line_stride_, width, scalar_t(0));
-      }
-      return;
-    }
-    const int64_t last = block.begin +
-        (block.end - block.begin - 1) / kGradRows * kGradRows;
-    for (int64_t r0 = block.begin; r0 < block.end; r0 += kGradRows) {
-      const int64_t rows = std::min(kGradRows, block.end - r0);
-      const int64_t depth = round_up(rows, kGradRowsMultiple);
-      if (!packed) {
-        pack_transposed<scalar_t, compute_t>(
-            [&](int64_t r) {
-              const scalar_t* row = left_.row(r0 + r);
-              return row == nullptr ? row : row + i0;
-            },
-            height,
-            rows,
-            depth,
-            a);
-      }
-      const scalar_t* right[kGradRows] = {};
-      for (const auto r : c10::irange(rows)) {
-        const scalar_t* row = right_.row(r0 + r);
-        right[r] = row == nullptr ? row : row + j0;
-      }
-      multiply(
-          right,
-          Extent{height, width, depth, length_ - j0},
-          /*is_first=*/r0 == block.begin,
-          /*is_last=*/r0 == last,
-          a,
-          b,
-          c,
-          out);
-    }
-  }
-
-  struct Extent {
-    int64_t height;
-    int64_t width;
-    int64_t depth;
-    int64_t left; // columns from the tile's first one on
-  };
-
-  // Asks for the next panel's rows, or the next macro tile's, in the share of
-  // lines [m0, m0 + m).
-  void prefetch_rows(
-      const scalar_t* const* right,
-      int64_t ahead,
-      const Extent& extent,
-      int64_t m0,
-      int64_t m) const {
-    if (extent.left <= ahead) {
-      return;
-    }
-    constexpr int64_t line = 64 / sizeof(scalar_t);
-    for (const auto r : c10::irange(
-             extent.depth * m0 / extent.height,
-             extent.depth * (m0 + m) / extent.height)) {
-      if (right[r] == nullptr) {
-        continue;
-      }
-      for (int64_t j = 0; j < kPanelCols; j += line) {
-        _mm_prefetch(
-            reinterpret_cast<const char*>(right[r] + ahead + j), _MM_HINT_T1);
-      }
-    }
-  }
-
-  // Adds one step to the macro tile; the last one writes it while a product is
-  // still in cache. c holds its kGradTileRows x kPanelCols products one after
-  // the other, and only one if the first step is the last one.
-  void multiply(
-      const scalar_t* const* right,
-      const Extent& extent,
-      bool is_first,
-      bool is_last,
-      const compute_t* a,
-      compute_t* b,
-      float* c,
-      scalar_t* out) const {
-    for (int64_t n0 = 0; n0 < extent.width; n0 += kPanelCols) {
-      pack_along_n<scalar_t, compute_t>(
-          [&](int64_t r) {
-            return right[r] == nullptr ? right[r] : right[r] + n0;
-          },
-          extent.width - n0,
-          extent.depth,
-          b,
-          kPanelCols);
-      for (int64_t m0 = 0; m0 < extent.height;) {
-        const int64_t m = std::min(kGradTileRows, extent.height - m0);
-        prefetch_rows(right, n0 + kPanelCols, extent, m0, m);
-        float* sums = is_first && is_last
-            ? c
-            : c + (n0 * extent.height + m0 * kPanelCols);
-        brgemm<compute_t>(
-            m,
-            extent.depth,
-            a + m0 * extent.depth,
-            extent.depth,
-            b,
-            sums,
-            kPanelCols,
-            /*accumulate=*/!is_first);
-        if (is_last) {
-          const int64_t n = std::min(kPanelCols, extent.width - n0);
-          for (const auto i : c10::irange(m)) {
-            const float* from = sums + i * kPanelCols;
-            store_row(
-                out + (m0 + i) * line_stride_ + n0, n, [&](int64_t j) {
-                  return Vec::loadu(from + j);
-                });
-          }
-        }
-        m0 += m;
-      }
-    }
-  }
-
-  const Tensor& grad_;
-  RowSource<scalar_t> left_, right_;
-  Tensor target_;
-  int64_t lines_, length_, line_stride_;
-};
-
 // grad (E, cols) = sum over the expert's rows r of [weight_r *] source_r.
 template <typename scalar_t>
 void column_sums(
@@ -273,16 +51,17 @@ void column_sums(
     bool weighted,
     const Tensor& grad) {
   const int64_t cols = grad.size(1);
-  const int64_t chunks = (cols + kGradTile - 1) / kGradTile;
+  constexpr int64_t kChunk = 256;
+  const int64_t chunks = (cols + kChunk - 1) / kChunk;
   const int64_t experts = grad.size(0);
   auto* out = grad.mutable_data_ptr<scalar_t>();
   at::parallel_for(0, experts * chunks, 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float sum[kGradTile];
+    alignas(64) float sum[kChunk];
     for (const auto task : c10::irange(begin, end)) {
       const auto& block = routing.experts[task / chunks];
-      const int64_t c0 = task % chunks * kGradTile;
-      const int64_t n = std::min(kGradTile, cols - c0);
-      std::fill_n(sum, kGradTile, 0.f);
+      const int64_t c0 = task % chunks * kChunk;
+      const int64_t n = std::min(kChunk, cols - c0);
+      std::fill_n(sum, kChunk, 0.f);
       for (const auto r : c10::irange(block.begin, block.end)) {
         const scalar_t* row = source.row(r);
         if (row == nullptr) {
@@ -375,7 +154,8 @@ class BackwardPass {
               /*bias=*/nullptr,
               /*weighted=*/false,
               layout_.cols(),
-              d},
+              d,
+              kGradCombineBytes},
           grads_.input);
     }
     if (grads_.wants_w_in) {
@@ -404,7 +184,7 @@ class BackwardPass {
     const int64_t d = input_.size(1);
     const bool multiply =
         grad_hidden_.defined() || grad_weight_parts_.defined();
-    for_each_task(
+    for_each_task<scalar_t>(
         routing_,
         grad_out,
         d,
@@ -420,6 +200,9 @@ class BackwardPass {
           const auto epilogue =
               [&](int64_t panel, int64_t m0, int64_t m, const float* tile) {
                 for (const auto i : c10::irange(m)) {
+                  if (i + kRowsAhead < m) {
+                    prefetch_preact(block.begin + m0 + i + kRowsAhead, panel);
+                  }
                   (this->*grad_row_)(
                       block.begin + m0 + i,
                       panel,
@@ -443,10 +226,7 @@ class BackwardPass {
                     return PanelColumns{
                         {{panel * kPanelCols, units_of(panel)}, PanelSpan{}}};
                   },
-                  epilogue,
-                  [&](int64_t panel, int64_t m0, int64_t m) {
-                    prefetch_preact(block.begin + m0, m, panel);
-                  });
+                  epilogue);
         });
   }
 
@@ -455,21 +235,45 @@ class BackwardPass {
   }
 
   // H is read in pieces of a panel's width, from memory, by the epilogue.
-  void prefetch_preact(int64_t row, int64_t rows, int64_t panel) const {
+  void prefetch_preact(int64_t row, int64_t panel) const {
     const int64_t gates = layout_.interleaved ? 2 : 1;
     const int64_t halves = layout_.gated && !layout_.interleaved ? 2 : 1;
     constexpr int64_t line = 64 / sizeof(scalar_t);
-    for (const auto i : c10::irange(rows)) {
-      const scalar_t* h =
-          preact_data_ + (row + i) * layout_.cols() + panel * kPanelCols * gates;
-      for (const auto half : c10::irange(halves)) {
-        for (int64_t j = 0; j < units_of(panel) * gates; j += line) {
-          _mm_prefetch(
-              reinterpret_cast<const char*>(h + half * layout_.hidden + j),
-              _MM_HINT_T0);
-        }
+    const scalar_t* h =
+        preact_data_ + row * layout_.cols() + panel * kPanelCols * gates;
+    for (const auto half : c10::irange(halves)) {
+      for (int64_t j = 0; j < units_of(panel) * gates; j += line) {
+        _mm_prefetch(
+            reinterpret_cast<const char*>(h + half * layout_.hidden + j),
+            _MM_HINT_T0);
       }
     }
+  }
+
+  struct HiddenGrads {
+    Vec act, gate, up; // s * A, dH
+  };
+
+  // Of units [f, f + n) of a row, n <= kLanes; adds their part of dS.
+  template <Activation kind>
+  C10_ALWAYS_INLINE HiddenGrads grad_lanes(
+      const scalar_t* h,
+      int64_t f,
+      int64_t n,
+      const Vec& grad,
+      const Vec& scale,
+      Vec& grad_weight) const {
+    constexpr bool fast = kFastMath<scalar_t>;
+    Vec gate, up;
+    layout_.load(h, f, n, gate, up);
+    const auto grads = moe_cpu::activate_with_grads<kind, fast>(
+        gate, up, scale * grad, constants_);
+    const Vec a = round_through<scalar_t>(grads.act);
+    if (parts_data_ != nullptr) {
+      grad_weight = grad_weight +
+          (n < kLanes ? Vec::set(Vec(0.f), grad * a, n) : grad * a);
+    }
+    return {scale * a, grads.gate, grads.up};
   }
 
   // dH, s * A and a part of dS of one row from its dA' (fp32).
@@ -491,23 +295,30 @@ class BackwardPass {
     const scalar_t* h = preact_data_ + row * layout_.cols();
     const Vec scale(routing_.weight(row));
     Vec grad_weight(0.f);
-    for (int64_t j = 0; j < units; j += kLanes) {
-      const int64_t n = std::min(kLanes, units - j);
-      Vec gate, up;
-      layout_.load(h, f0 + j, n, gate, up);
-      const Vec grad = Vec::loadu(grad_act + j);
-      const Vec a = round_through<scalar_t>(
-          moe_cpu::activate<kind>(gate, up, constants_));
-      if (parts_data_ != nullptr) {
-        grad_weight = grad_weight + Vec::set(Vec(0.f), grad * a, n);
-      }
+    const auto lanes = [&](int64_t j, int64_t n) {
+      return grad_lanes<kind>(
+          h, f0 + j, n, Vec::loadu(grad_act + j), scale, grad_weight);
+    };
+    int64_t j = 0;
+    for (; j + 2 * kLanes <= units; j += 2 * kLanes) {
+      const HiddenGrads first = lanes(j, kLanes);
+      const HiddenGrads second = lanes(j + kLanes, kLanes);
       if (act != nullptr) {
-        store_float(act + f0 + j, scale * a, n);
+        store_rounded(act + f0 + j, first.act, second.act);
       }
       if (grad_h != nullptr) {
-        const auto [grad_gate, grad_up] = moe_cpu::activate_backward<kind>(
-            gate, up, scale * grad, constants_);
-        layout_.store(grad_h, f0 + j, n, grad_gate, grad_up);
+        layout_.store_two(
+            grad_h, f0 + j, first.gate, first.up, second.gate, second.up);
+      }
+    }
+    for (; j < units; j += kLanes) {
+      const int64_t n = std::min(kLanes, units - j);
+      const HiddenGrads tail = lanes(j, n);
+      if (act != nullptr) {
+        store_float(act + f0 + j, tail.act, n);
+      }
+      if (grad_h != nullptr) {
+        layout_.store(grad_h, f0 + j, n, tail.gate, tail.up);
       }
     }
     if (parts_data_ != nullptr) {
@@ -547,6 +358,9 @@ class BackwardPass {
     });
     grads_.topk_weights.copy_(sums);
   }
+
+  // Rows of H that are on their way while one is used.
+  static constexpr int64_t kRowsAhead = 6;
 
   static scalar_t* row_of(scalar_t* x, int64_t row, int64_t cols) {
     return x == nullptr ? x : x + row * cols;

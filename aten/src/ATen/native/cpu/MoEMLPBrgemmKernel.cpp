@@ -34,11 +34,23 @@ class ForwardPass {
         input_(with_dense_rows(in.input)),
         b_in_(contiguous_or_undefined(in.b_in)),
         w_in_(in.w_in),
-        act_(at::empty({routing_.last_row, layout_.hidden}, input_.options())),
+        w_out_(in.w_out),
+        packs_act_(
+            std::is_same_v<scalar_t, BFloat16> &&
+            w_in_.transposed(0).along_k() && w_out_.transposed(0).along_k()),
+        first_rows_(PackedRows<scalar_t>::make_first_rows(routing_)),
+        act_(at::empty(
+            {packs_act_ ? first_rows_.back() : routing_.last_row,
+             round_up(layout_.hidden, packs_act_ ? 2 : 1)},
+            input_.options())),
         preact_(
             preact.defined() ? preact.mutable_data_ptr<scalar_t>() : nullptr) {
     moe_cpu::dispatch_activation(spec.kind, [&](auto kind) {
       activate_ = &ForwardPass::template activate_row<decltype(kind)::value>;
+      if constexpr (std::is_same_v<scalar_t, BFloat16>) {
+        activate_pairs_ =
+            &ForwardPass::template activate_pairs<decltype(kind)::value>;
+      }
     });
   }
 
@@ -51,7 +63,7 @@ class ForwardPass {
         input_.const_data_ptr<scalar_t>(),
         input_.stride(0),
         routing_.slot_rows.defined() ? &routing_ : nullptr};
-    for_each_task(
+    for_each_task<scalar_t>(
         routing_,
         tokens,
         d,
@@ -68,25 +80,27 @@ class ForwardPass {
               w, first, last, x, block.end - block.begin, d, packed, c}
               .run(
                   [&](int64_t panel) { return columns_of(panel); },
-                  [&](int64_t panel, int64_t m0, int64_t m, const float* tile) {
+                  [&](int64_t panel, int64_t m0, int64_t m, const auto& tile) {
                     activate_tile(block, panel, m0, m, tile);
-                  },
-                  NoPrologue{});
+                  });
         });
 
-    const WeightStack<scalar_t> w_out(in.w_out);
     const Tensor b_out = contiguous_or_undefined(in.b_out);
-    project_tokens(
-        routing_,
-        RowSource<scalar_t>{act_.const_data_ptr<scalar_t>(), layout_.hidden},
-        Projection<scalar_t>{
-            w_out,
-            /*transposed=*/true,
-            data_or_null<scalar_t>(b_out),
-            /*weighted=*/true,
-            layout_.hidden,
-            d},
-        output);
+    const Projection<scalar_t> projection{
+        w_out_,
+        /*transposed=*/true,
+        data_or_null<scalar_t>(b_out),
+        /*weighted=*/true,
+        layout_.hidden,
+        d,
+        kCombineBytes};
+    if (packs_act_) {
+      project_tokens(routing_, packed_act(), projection, output);
+      return;
+    }
+    const RowSource<scalar_t> act{
+        act_.const_data_ptr<scalar_t>(), layout_.hidden};
+    project_tokens(routing_, act, projection, output);
   }
 
  private:
@@ -108,6 +122,117 @@ class ForwardPass {
     for (const auto i : c10::irange(m)) {
       (this->*activate_)(
           block.begin + m0 + i, f0, units, tile + i * kPanelCols, bias);
+    }
+  }
+
+  // The same of a tile with one column after the other.
+  void activate_tile(
+      const Block& block,
+      int64_t panel,
+      int64_t m0,
+      int64_t m,
+      const TransposedTile& tile) const {
+    if (packs_act_) {
+      (this->*activate_pairs_)(block, panel, m0, m, tile);
+      return;
+    }
+    alignas(64) float rows[kTileRows * kPanelCols];
+    transpose_tile(tile, m, rows);
+    activate_tile(block, panel, m0, m, static_cast<const float*>(rows));
+  }
+
+  PackedRows<scalar_t> packed_act() const {
+    return {
+        act_.mutable_data_ptr<scalar_t>(),
+        act_.size(1),
+        &routing_,
+        first_rows_.data()};
+  }
+
+  // Bit i: row + i is not padding.
+  __mmask16 live_rows(int64_t row, int64_t rows) const {
+    uint32_t mask = 0;
+    for (const auto i : c10::irange(std::min<int64_t>(rows, kLanes))) {
+      mask |= static_cast<uint32_t>(routing_.slot(row + i) >= 0) << i;
+    }
+    return static_cast<__mmask16>(mask);
+  }
+
+  // H, and A as the operand of the second GEMM, which has pairs of units as the
+  // tile does: nothing is transposed but H.
+  template <Activation kind>
+  void activate_pairs(
+      const Block& block,
+      int64_t panel,
+      int64_t m0,
+      int64_t m,
+      const TransposedTile& tile) const {
+    const int64_t f0 = panel * units_;
+    const int64_t units = units_of(panel);
+    alignas(64) float bias[kPanelCols] = {};
+    load_bias(block.expert, f0, units, bias);
+    const int64_t width = tile_width(m);
+    auto* act = reinterpret_cast<int32_t*>(
+                    packed_act().tile(block.expert, block.begin + m0)) +
+        f0 / 2 * width;
+    constexpr int64_t pairs = kPanelCols / 2;
+    __m512i h[pairs];
+    for (int64_t row0 = 0; row0 < m; row0 += kLanes) {
+      const int64_t row = block.begin + m0 + row0;
+      const auto live = live_rows(row, m - row0);
+      for (const auto i : c10::irange(pairs)) {
+        const auto column = [&](int64_t j) {
+          return Vec::loadu(tile.column(j) + row0) + Vec(bias[j]);
+        };
+        h[i] = _mm512_maskz_mov_epi32(
+            live, pack_pair(column(2 * i), column(2 * i + 1)));
+      }
+      store_preact(h, panel, row, m - row0);
+      for (int64_t i = 0; 2 * i < units; ++i) {
+        const auto [low, high] = activate_pair<kind>(h, i);
+        __m512i a = _mm512_maskz_mov_epi32(live, pack_pair(low, high));
+        if (2 * i + 1 == units) {
+          a = _mm512_and_si512(a, _mm512_set1_epi32(0xffff));
+        }
+        _mm512_storeu_si512(act + i * width + row0, a);
+      }
+    }
+  }
+
+  // A of units 2 i and 2 i + 1 of a panel whose H is given.
+  template <Activation kind>
+  std::pair<Vec, Vec> activate_pair(const __m512i* h, int64_t i) const {
+    if (layout_.interleaved) {
+      const auto [gate0, up0] = unpack_pair(h[2 * i]);
+      const auto [gate1, up1] = unpack_pair(h[2 * i + 1]);
+      return {
+          moe_cpu::activate<kind, kFastMath<scalar_t>>(gate0, up0, constants_),
+          moe_cpu::activate<kind, kFastMath<scalar_t>>(gate1, up1, constants_)};
+    }
+    const auto [gate0, gate1] = unpack_pair(h[i]);
+    const auto [up0, up1] =
+        unpack_pair(layout_.gated ? h[units_ / 2 + i] : h[i]);
+    return {
+        moe_cpu::activate<kind, kFastMath<scalar_t>>(gate0, up0, constants_),
+        moe_cpu::activate<kind, kFastMath<scalar_t>>(gate1, up1, constants_)};
+  }
+
+  // H of a panel's columns for the rows from `row` on, at most kLanes.
+  void store_preact(const __m512i* h, int64_t panel, int64_t row, int64_t rows)
+      const {
+    if (preact_ == nullptr) {
+      return;
+    }
+    const int64_t ld = layout_.cols();
+    for (const auto& span : columns_of(panel).spans) {
+      for (int64_t j = 0; j < span.count; j += 2 * kLanes) {
+        store_pairs(
+            h + (span.at + j) / 2,
+            rows,
+            span.count - j,
+            preact_ + row * ld + span.first + j,
+            ld);
+      }
     }
   }
 
@@ -166,7 +291,7 @@ class ForwardPass {
       return Vec::loadu(c + j) + Vec::loadu(bias + j);
     };
     const auto activated = [&](const Vec& gate, const Vec& up) {
-      return moe_cpu::activate<kind>(gate, up, constants_);
+      return moe_cpu::activate<kind, kFastMath<scalar_t>>(gate, up, constants_);
     };
     int64_t j = 0;
     for (; j + 2 * kLanes <= units; j += 2 * kLanes) {
@@ -228,10 +353,18 @@ class ForwardPass {
   const moe_cpu::ActivationConstants<Vec> constants_;
   const Tensor input_;
   const Tensor b_in_;
-  const WeightStack<scalar_t> w_in_;
-  const Tensor act_; // (last_row, F)
+  const WeightStack<scalar_t> w_in_, w_out_;
+  const bool packs_act_;
+  const std::vector<int64_t> first_rows_; // of act_, if packed
+  const Tensor act_; // (last_row, F) or packed rows
   scalar_t* preact_; // (R, G*F) or null
   activate_fn activate_ = nullptr;
+  void (ForwardPass::*activate_pairs_)(
+      const Block&,
+      int64_t,
+      int64_t,
+      int64_t,
+      const TransposedTile&) const = nullptr;
 };
 #endif
 
