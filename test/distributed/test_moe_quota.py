@@ -1,6 +1,5 @@
 # Owner(s): ["oncall: distributed"]
 
-import time
 from statistics import mean
 
 import torch
@@ -17,6 +16,7 @@ from torch.testing._internal.distributed.moe_placement import (
     drifted,
     eplb_imbalance,
     expert_loads,
+    num_calls,
 )
 
 
@@ -95,17 +95,11 @@ class TestQuota(TestCase):
         # Inside the nodes, ranks are level: the more free slots, the better.
         self.assertLessEqual(mean(two_scales), mean(floors) * 1.10)
 
-    def test_less_than_10_ms_per_layer(self):
+    def test_effort_is_bounded(self):
         loads = expert_loads("lognormal_0.5", 256, 0)
         placement = plan(loads, CLUSTER, num_groups=256, num_replicas=256)
         counts = token_counts(drifted(loads, 0.3, 0))
-        # CPU time of the fastest of a few runs, as other processes may run too.
-        times = []
-        for _ in range(5):
-            start = time.process_time()
-            plan_step(counts, placement)
-            times.append(time.process_time() - start)
-        self.assertLess(min(times), 0.01)
+        self.assertLess(num_calls(lambda: plan_step(counts, placement)), 11_000)
 
     @parametrize(
         "counts",

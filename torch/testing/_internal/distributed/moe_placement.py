@@ -5,6 +5,8 @@ Shared by the placement test and its benchmark.
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +14,23 @@ from torch import Tensor
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed._moe.topology import Placement
 
 
 LOADS = ("uniform", "lognormal_0.5", "lognormal_1.0", "zipf_1")
+
+
+def num_calls(fn: Callable[[], object]) -> int:
+    """Function calls that ``fn`` makes, builtins included.
+
+    How much planning costs, the same on every machine. Milliseconds are in
+    benchmarks/moe/results/ep_placement.json.
+    """
+    profile = cProfile.Profile()
+    profile.runcall(fn)
+    return pstats.Stats(profile).total_calls
 
 
 def expert_loads(kind: str, num_experts: int, seed: int) -> Tensor:
