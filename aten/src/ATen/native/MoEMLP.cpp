@@ -129,7 +129,8 @@ void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
   check_inverse(op, slot_rows, row_slots);
 }
 
-// The gradients that output_mask asks for and that have an operand, but w_in's.
+// The gradients that output_mask asks for and that have an operand, but those of
+// w_in and w_out.
 MoEMLPGrads allocate_grads(
     const moe::MLPInputs& in,
     const std::array<bool, 6>& output_mask) {
@@ -141,9 +142,7 @@ MoEMLPGrads allocate_grads(
     grads.input = contiguous(in.input);
   }
   grads.wants_w_in = output_mask[1];
-  if (output_mask[2]) {
-    grads.w_out = at::empty_like(in.w_out);
-  }
+  grads.wants_w_out = output_mask[2];
   if (output_mask[3] && in.topk_weights.defined()) {
     grads.topk_weights = at::zeros_symint(
         in.topk_weights.sym_sizes(), in.topk_weights.options());
@@ -330,6 +329,9 @@ GradTuple moe_mlp_backward_meta(
   auto grads = allocate_grads(inputs, output_mask);
   if (grads.wants_w_in) {
     grads.w_in = at::empty_like(w_in);
+  }
+  if (grads.wants_w_out) {
+    grads.w_out = at::empty_like(w_out);
   }
   return defined_grads(grads, input);
 }

@@ -11,11 +11,12 @@ namespace at::native {
 // Gradients in the order of output_mask; one that is not wanted is undefined.
 struct MoEMLPGrads {
   Tensor input; // (T, D), contiguous
-  // (E, G*F, D), strides of w_in. The largest one by far: if it is wanted, the
-  // kernel allocates it, when its own buffers are gone.
-  Tensor w_in;
-  bool wants_w_in = false;
+  // The largest ones by far: the kernel allocates those that are wanted, when
+  // buffers that it no longer needs are gone.
+  Tensor w_in; // (E, G*F, D), strides of w_in
   Tensor w_out; // (E, D, F), strides of w_out
+  bool wants_w_in = false;
+  bool wants_w_out = false;
   Tensor topk_weights; // (T, K), contiguous, zero-filled
   Tensor b_in; // (E, G*F), contiguous
   Tensor b_out; // (E, D), contiguous

@@ -2,8 +2,9 @@
 //   1. dA' = dO W_out, and in its epilogue A from H, dS = <dA', A>,
 //      dH = dAct(s * dA', H) and s * A;
 //   2. dX = dH W_in, summed per token;
-//   3. dW_in = dH^T X and dW_out = dO^T (s * A), written once, in the strides of
-//      the weights, and the bias gradients.
+//   3. dW_in = dH^T X, then dW_out = dO^T (s * A), written once, in the strides of
+//      the weights, and the bias gradients. dH, twice as large as s * A, is gone
+//      when the last gradient is allocated.
 // Tokens are gathered while operands are packed; only dH and s * A exist for
 // all rows. dW reduces over the rows of an expert and is the one result that
 // depends on other tokens (but not on the thread count).
@@ -109,7 +110,7 @@ class BackwardPass {
       grad_hidden_ = at::empty({rows, layout_.cols()}, input_.options());
       grad_hidden_data_ = grad_hidden_.template mutable_data_ptr<scalar_t>();
     }
-    if (grads.w_out.defined()) {
+    if (grads.wants_w_out) {
       weighted_act_ = at::empty({rows, layout_.hidden}, input_.options());
       weighted_act_data_ = weighted_act_.template mutable_data_ptr<scalar_t>();
     }
@@ -134,13 +135,6 @@ class BackwardPass {
       grad_topk_weights(grad_out);
     }
     grad_weight_parts_.reset();
-    if (grads_.w_out.defined()) {
-      const RowSource<scalar_t> act{
-          data_or_null<scalar_t>(weighted_act_), layout_.hidden};
-      WeightGrad<scalar_t>(grads_.w_out, grad_out, act).run(routing_.experts);
-    }
-    // The routed rows of dX may take its place.
-    weighted_act_.reset();
     const RowSource<scalar_t> grad_hidden{
         data_or_null<scalar_t>(grad_hidden_), layout_.cols()};
     if (grads_.input.defined()) {
@@ -165,6 +159,13 @@ class BackwardPass {
     }
     if (grads_.b_in.defined()) {
       column_sums(routing_, grad_hidden, /*weighted=*/false, grads_.b_in);
+    }
+    grad_hidden_.reset();
+    if (grads_.wants_w_out) {
+      grads_.w_out = at::empty_like(in_.w_out);
+      const RowSource<scalar_t> act{
+          data_or_null<scalar_t>(weighted_act_), layout_.hidden};
+      WeightGrad<scalar_t>(grads_.w_out, grad_out, act).run(routing_.experts);
     }
     if (grads_.b_out.defined()) {
       column_sums(routing_, grad_out, /*weighted=*/true, grads_.b_out);

@@ -726,6 +726,9 @@ void moe_mlp_backward_kernel(
   if (grads.wants_w_in) {
     grads.w_in = at::empty_like(inputs.w_in);
   }
+  if (grads.wants_w_out) {
+    grads.w_out = at::empty_like(inputs.w_out);
+  }
   AT_DISPATCH_FLOATING_TYPES_AND2(
       kBFloat16,
       kHalf,
