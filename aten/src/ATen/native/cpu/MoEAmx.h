@@ -7,8 +7,8 @@
 // rows costs what it computes.
 
 #include <ATen/cpu/Utils.h>
+#include <ATen/native/cpu/MoEOneDNN.h>
 #include <c10/util/BFloat16.h>
-#include <c10/util/env.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
@@ -39,17 +39,8 @@ constexpr int64_t kStep = 512;
 // AMX is there, the system lets the process have it, and ONEDNN_MAX_CPU_ISA, which
 // bounds brgemm, does not forbid it.
 inline bool is_available() {
-  static const bool available = [] {
-    const auto limit = c10::utils::get_env("ONEDNN_MAX_CPU_ISA");
-    if (limit && *limit != "ALL" && *limit != "DEFAULT" &&
-        limit->find("AMX") == std::string::npos) {
-      return false;
-    }
-    const auto capabilities = at::cpu::get_cpu_capabilities();
-    const auto bf16 = capabilities.find("amx_bf16");
-    return bf16 != capabilities.end() && bf16->second.toBool() &&
-        at::cpu::init_amx();
-  }();
+  static const bool available = moe_cpu::has_instructions("amx_bf16") &&
+      moe_cpu::onednn_may_use({"AMX"}) && at::cpu::init_amx();
   return available;
 }
 

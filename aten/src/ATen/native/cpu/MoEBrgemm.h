@@ -11,6 +11,7 @@
 #include <ATen/native/CPUBlas.h>
 #include <ATen/native/cpu/MoEAmx.h>
 #include <ATen/native/cpu/MoEBrgemmPacking.h>
+#include <ATen/native/cpu/MoEThinGemm.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -217,13 +218,21 @@ inline int64_t tile_width(int64_t rows) {
   return round_up(std::min(rows, kTileRows), 16);
 }
 
+// Whether a block of so few rows is multiplied by moe_thin if its weight lies along k.
+template <typename compute_t>
+inline bool is_thin(int64_t rows) {
+  return moe_thin::is_available<compute_t>() && rows <= moe_thin::kMaxRows &&
+      !uses_tiles<compute_t>();
+}
+
 // The rows of a block as an operand of PanelTask: row major with leading
-// dimension ld, or, where the weight lies along k, packed by pack_along_k one
-// tile of kTileRows after the other.
+// dimension ld, or, where the weight lies along k and the block is not thin, packed
+// by pack_along_k one tile of kTileRows after the other.
 template <typename compute_t>
 struct RowOperand {
   const compute_t* data;
   int64_t ld;
+  bool is_thin = false;
 };
 
 // Packs rows [k0, k0 + k) of neighbouring panels, whose weight lies along N, one
@@ -320,6 +329,7 @@ struct PanelTask {
   const WeightView<scalar_t>& w;
   int64_t first;
   int64_t last;
+  int64_t panels; // of the block
   const RowOperand<compute_t>& x;
   int64_t rows;
   int64_t k;
@@ -333,7 +343,10 @@ struct PanelTask {
       return;
     }
     for (const auto panel : c10::irange(first, last)) {
-      run_along_k(panel, columns(panel), epilogue);
+      // Most likely the next one here.
+      const auto next =
+          panel + 1 < panels ? columns(panel + 1) : PanelColumns{};
+      run_along_k(panel, columns(panel), next, epilogue);
     }
   }
 
@@ -377,6 +390,7 @@ struct PanelTask {
   void run_along_k(
       int64_t panel,
       const PanelColumns& columns,
+      const PanelColumns& next,
       const EpilogueFn& epilogue) const {
     constexpr int64_t depth = kPanelDepth<compute_t>;
     constexpr int64_t v = kVnni<compute_t>;
@@ -397,7 +411,11 @@ struct PanelTask {
                 packed + span.at * padded);
           }
         }
-        multiply_along_k(columns, m0, m, k0, padded, in_place);
+        if (x.is_thin) {
+          multiply_thin(columns, next, k0, padded, in_place);
+        } else {
+          multiply_along_k(columns, m0, m, k0, padded, in_place);
+        }
       }
       finish_along_k(panel, m0, m, epilogue);
     }
@@ -437,6 +455,50 @@ struct PanelTask {
           }
         }
       }
+    }
+  }
+
+  // The same for all rows of a thin block, which wait for the weight.
+  void multiply_thin(
+      const PanelColumns& columns,
+      const PanelColumns& next,
+      int64_t k0,
+      int64_t depth,
+      bool in_place) const {
+    const int64_t ld = in_place ? w.ld_n : depth;
+    const auto lines_of = [&](const PanelSpan& span) {
+      if constexpr (std::is_same_v<scalar_t, compute_t>) {
+        if (in_place) {
+          return w.data + span.first * w.ld_n + k0;
+        }
+      }
+      return static_cast<const compute_t*>(packed + span.at * depth);
+    };
+    const PanelSpan order[] = {
+        columns.spans[0], columns.spans[1], next.spans[0]};
+    for (const auto i : c10::irange(2)) {
+      const auto& span = order[i];
+      // The first span is followed by the second, if there is one.
+      const auto& follower = order[i + 1].count > 0 ? order[i + 1] : order[2];
+      const moe_thin::Prefetch prefetch = in_place
+          ? moe_thin::Prefetch(
+                lines_of(follower),
+                std::min(follower.count, moe_thin::kGroups * moe_thin::kLines),
+                depth,
+                ld)
+          : moe_thin::Prefetch();
+      moe_thin::multiply<compute_t>(
+          span.count,
+          rows,
+          depth,
+          lines_of(span),
+          ld,
+          x.data + k0,
+          x.ld,
+          c + span.at * kTileRows,
+          kTileRows,
+          /*accumulate=*/k0 > 0,
+          prefetch);
     }
   }
 

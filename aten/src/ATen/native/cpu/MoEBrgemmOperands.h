@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>
 #include <ATen/native/cpu/MoEBrgemm.h>
+#include <ATen/native/cpu/MoEOneDNN.h>
 
 #include <vector>
 
@@ -83,7 +84,8 @@ struct RowSource {
 };
 
 // Routed rows that are already what row_operand makes of rows for weights along k:
-// expert by expert, each from a multiple of kRowsMultiple on.
+// expert by expert, each from a multiple of kRowsMultiple on. All rows of an expert
+// are thin, or none.
 template <typename scalar_t>
 struct PackedRows {
   static constexpr int64_t kRowsMultiple = 16;
@@ -100,6 +102,10 @@ struct PackedRows {
           first.back() + round_up(expert.end - expert.begin, kRowsMultiple));
     }
     return first;
+  }
+  bool is_thin(int64_t expert) const {
+    const auto& block = routing->experts[expert];
+    return moe_brgemm::is_thin<scalar_t>(block.end - block.begin);
   }
   // The tile that begins at this row of the expert.
   scalar_t* tile(int64_t expert, int64_t row) const {
@@ -200,7 +206,10 @@ inline RowOperand<compute_t> row_operand(
     bool,
     compute_t*) {
   if constexpr (std::is_same_v<scalar_t, compute_t>) {
-    return {source.tile(block.expert, block.begin), source.ld};
+    return {
+        source.tile(block.expert, block.begin),
+        source.ld,
+        source.is_thin(block.expert)};
   }
   TORCH_INTERNAL_ASSERT(false, "packed rows have the operand's type");
 }
@@ -220,13 +229,14 @@ inline RowOperand<compute_t> row_operand(
   }
   const int64_t ld = round_up(k, kVnni<compute_t>);
   const int64_t rows = block.end - block.begin;
-  if (!along_k) {
+  const bool thin = along_k && is_thin<compute_t>(rows);
+  if (!along_k || thin) {
     pack_rows<scalar_t, compute_t>(
         [&](int64_t r) { return source.row(block.begin + r); },
         rows,
         k,
         buffer);
-    return {buffer, ld};
+    return {buffer, ld, thin};
   }
   for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
     const int64_t m = std::min(kTileRows, rows - m0);
@@ -380,6 +390,7 @@ void project_rows(
     scalar_t* out,
     int64_t ld_out) {
   using compute_t = compute_type<scalar_t>;
+  const int64_t panels = (cols + kPanelCols - 1) / kPanelCols;
   const auto columns = [&](int64_t panel) {
     const int64_t n0 = panel * kPanelCols;
     return PanelColumns{
@@ -420,6 +431,7 @@ void project_rows(
         w,
         first,
         last,
+        panels,
         x,
         block.end - block.begin,
         projection.depth,
@@ -431,7 +443,7 @@ void project_rows(
       routing,
       source,
       projection.depth,
-      (cols + kPanelCols - 1) / kPanelCols,
+      panels,
       projection.of(0).along_k(),
       task_fn);
 }
@@ -614,12 +626,13 @@ inline Tensor contiguous_or_undefined(const Tensor& x) {
 }
 
 // Whether these kernels take a call. Otherwise the portable kernel does:
-// float64, empty matrices, a PyTorch without oneDNN (or with
-// torch.backends.mkldnn disabled), where brgemm has no bfloat16 kernel and
-// its float fallback would make a row depend on the number of rows.
+// float64, empty matrices, bfloat16 on a CPU without AVX512-BF16, a PyTorch without
+// oneDNN (or with torch.backends.mkldnn disabled), where brgemm has no bfloat16
+// kernel and its float fallback would make a row depend on the number of rows.
 inline bool is_eligible(const moe::MLPInputs& in) {
   const auto dtype = in.input.scalar_type();
-  return (dtype == kFloat || dtype == kBFloat16 || dtype == kHalf) &&
+  return (dtype == kFloat || dtype == kHalf ||
+          (dtype == kBFloat16 && moe_cpu::brgemm_has_bfloat16())) &&
       at::globalContext().hasMKLDNN() &&
       at::globalContext().userEnabledMkldnn() && in.w_out.size(1) > 0 &&
       in.w_out.size(2) > 0;

@@ -149,6 +149,18 @@ inline void convert_row(const scalar_t* src, compute_t* dst, int64_t n) {
 
 // ---- packing of the right operand: dst is [ceil(K/v)][kPanelCols][v] -------
 
+C10_ALWAYS_INLINE __m128 load_quad(const void* row, int64_t word) {
+  return _mm_loadu_ps(static_cast<const float*>(row) + word);
+}
+
+// Four words of every fourth of 16 rows.
+C10_ALWAYS_INLINE __m512 load_quads(const void* const* rows, int64_t word) {
+  __m512 x = _mm512_castps128_ps512(load_quad(rows[0], word));
+  x = _mm512_insertf32x4(x, load_quad(rows[4], word), 1);
+  x = _mm512_insertf32x4(x, load_quad(rows[8], word), 2);
+  return _mm512_insertf32x4(x, load_quad(rows[12], word), 3);
+}
+
 // out[w * ld + r] = the w-th of the 16 words (fp32, or a pair of bfloat16) at
 // from[r]. Four rows share a register, so that only the 4 x 4 blocks inside its
 // lanes are left to transpose.
@@ -156,20 +168,11 @@ C10_ALWAYS_INLINE void transpose_words(
     const void* const* from,
     float* out,
     int64_t ld) {
-  const auto lanes = [&](int64_t row, int64_t word) {
-    const auto quad = [&](int64_t r) {
-      return _mm_loadu_ps(static_cast<const float*>(from[r]) + word);
-    };
-    __m512 x = _mm512_castps128_ps512(quad(row));
-    x = _mm512_insertf32x4(x, quad(row + 4), 1);
-    x = _mm512_insertf32x4(x, quad(row + 8), 2);
-    return _mm512_insertf32x4(x, quad(row + 12), 3);
-  };
   for (int64_t word = 0; word < 16; word += 4) {
-    const __m512 a = lanes(0, word);
-    const __m512 b = lanes(1, word);
-    const __m512 c = lanes(2, word);
-    const __m512 d = lanes(3, word);
+    const __m512 a = load_quads(from, word);
+    const __m512 b = load_quads(from + 1, word);
+    const __m512 c = load_quads(from + 2, word);
+    const __m512 d = load_quads(from + 3, word);
     const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
     const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
     const __m512d cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));

@@ -221,7 +221,8 @@ class BackwardPass {
             return;
           }
           const auto w = w_out_.plain(block.expert);
-          PanelTask<scalar_t, compute_t>{w, first, last, x, rows, d, packed, c}
+          PanelTask<scalar_t, compute_t>{
+              w, first, last, panels_, x, rows, d, packed, c}
               .run(
                   [&](int64_t panel) {
                     return PanelColumns{

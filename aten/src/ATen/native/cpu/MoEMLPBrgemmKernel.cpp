@@ -63,11 +63,12 @@ class ForwardPass {
         input_.const_data_ptr<scalar_t>(),
         input_.stride(0),
         routing_.slot_rows.defined() ? &routing_ : nullptr};
+    const int64_t panels = (layout_.hidden + units_ - 1) / units_;
     for_each_task<scalar_t>(
         routing_,
         tokens,
         d,
-        (layout_.hidden + units_ - 1) / units_,
+        panels,
         w_in_.transposed(0).along_k(),
         [&](const Block& block,
             int64_t first,
@@ -77,7 +78,7 @@ class ForwardPass {
             float* c) {
           const auto w = w_in_.transposed(block.expert);
           PanelTask<scalar_t, compute_t>{
-              w, first, last, x, block.end - block.begin, d, packed, c}
+              w, first, last, panels, x, block.end - block.begin, d, packed, c}
               .run(
                   [&](int64_t panel) { return columns_of(panel); },
                   [&](int64_t panel, int64_t m0, int64_t m, const auto& tile) {
@@ -172,9 +173,12 @@ class ForwardPass {
     alignas(64) float bias[kPanelCols] = {};
     load_bias(block.expert, f0, units, bias);
     const int64_t width = tile_width(m);
+    const auto packed = packed_act();
     auto* act = reinterpret_cast<int32_t*>(
-                    packed_act().tile(block.expert, block.begin + m0)) +
-        f0 / 2 * width;
+        packed.tile(block.expert, block.begin + m0));
+    // Where the words of the panel's first pair are, and those of a pair after it.
+    const bool thin = packed.is_thin(block.expert);
+    act += f0 / 2 * (thin ? 1 : width);
     constexpr int64_t pairs = kPanelCols / 2;
     __m512i h[pairs];
     for (int64_t row0 = 0; row0 < m; row0 += kLanes) {
@@ -194,7 +198,15 @@ class ForwardPass {
         if (2 * i + 1 == units) {
           a = _mm512_and_si512(a, _mm512_set1_epi32(0xffff));
         }
-        _mm512_storeu_si512(act + i * width + row0, a);
+        if (thin) {
+          alignas(64) int32_t words[kLanes];
+          _mm512_store_si512(words, a);
+          for (const auto r : c10::irange(m)) {
+            act[r * packed.ld / 2 + i] = words[r];
+          }
+        } else {
+          _mm512_storeu_si512(act + i * width + row0, a);
+        }
       }
     }
   }
