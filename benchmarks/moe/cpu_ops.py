@@ -9,10 +9,16 @@ has compared each of them with float64::
 of one commit merge in the same file, each with its own command and time. Peers are those of
 the transformers package where ``MOE_CLIENTS`` points at it (clients/README.md), else our own
 code in the same forms; every entry names its source.
+
+By default memory is what malloc makes of it: buffers of more than 32 MiB, weight gradients
+above all, are given back to the system by every form and are touched for the first time in
+every call. ``--keep-memory`` measures as under an allocator that keeps them (tcmalloc or
+jemalloc, which ``torch.backends.xeon.run_cpu`` loads).
 """
 
 import argparse
 import datetime
+import os
 import pathlib
 import sys
 
@@ -22,6 +28,10 @@ from cpu.timing import measure_row, Settings
 import torch
 
 from measure import provenance
+
+
+# For glibc: no buffer is a mapping of its own, none is given back.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -42,6 +52,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--fresh", action="store_true", help="drop what the JSON has instead of merging"
     )
+    parser.add_argument(
+        "--keep-memory", action="store_true", help="malloc keeps what it has (glibc)"
+    )
     parser.add_argument("--plot", type=pathlib.Path, help="PNG of all rows of the JSON")
     return parser.parse_args(argv)
 
@@ -61,6 +74,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.keep_memory and not KEEP_MEMORY.items() <= os.environ.items():
+        # malloc reads its settings when a process starts.
+        command = [sys.executable, *(sys.argv if argv is None else [__file__, *argv])]
+        os.execve(sys.executable, command, {**os.environ, **KEEP_MEMORY})
     rows = shapes.quick_rows() if args.quick else shapes.default_rows()
     try:
         rows = shapes.select(rows, args.rows)
