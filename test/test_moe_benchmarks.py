@@ -5,6 +5,7 @@ import json
 import pathlib
 import sys
 import tempfile
+from unittest import mock
 
 import torch
 from torch.testing._internal.common_utils import run_tests, TestCase
@@ -111,6 +112,17 @@ class TestCpuOps(TestCase):
             self._run(*arguments[1:], "--fresh")
             rows = json.loads(out.read_text())["rows"]
             self.assertEqual([row["id"] for row in rows], [first])
+
+    def test_keep_memory(self):
+        arguments = ["--keep-memory", "--quick", "--rounds", "2"]
+        with mock.patch("os.execve", side_effect=SystemExit) as restart:
+            with self.assertRaises(SystemExit):
+                cpu_ops.main(arguments)
+        _, command, environment = restart.call_args.args
+        self.assertEqual(command[2:], arguments)
+        self.assertEqual(environment["MALLOC_MMAP_MAX_"], "0")
+        with mock.patch.dict("os.environ", environment):
+            self.assertEqual(cpu_ops.main([*arguments, "--list"]), 0)
 
     def test_select(self):
         rows = shapes.default_rows()
