@@ -20,6 +20,7 @@ import argparse
 import datetime
 import os
 import pathlib
+import platform
 import sys
 
 from cpu import report, shapes
@@ -74,6 +75,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.keep_memory and platform.libc_ver()[0] != "glibc":
+        print("cpu_ops.py: --keep-memory needs glibc's malloc", file=sys.stderr)
+        return 2
     if args.keep_memory and not KEEP_MEMORY.items() <= os.environ.items():
         # malloc reads its settings when a process starts.
         command = [sys.executable, *(sys.argv if argv is None else [__file__, *argv])]

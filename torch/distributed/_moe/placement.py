@@ -101,7 +101,7 @@ def _items(experts: list[int], loads: list[float], copies: list[int]):
 
 
 # Effort of packings with another split of the replicas, first packings included; this
-# keeps a plan below 10 ms per layer on one CPU core.
+# keeps a plan at some 10 ms per layer on one CPU core.
 _EFFORT = 44.0
 # Heaviest experts that give or take a replica in those trials.
 _TRIAL_EXPERTS = 4

@@ -176,7 +176,7 @@ class ForwardPass {
     const auto packed = packed_act();
     auto* act = reinterpret_cast<int32_t*>(
         packed.tile(block.expert, block.begin + m0));
-    // Where the words of the panel's first pair are, and those of a pair after it.
+    // Pair i of row r is at [i][r] of the tile, at [r][i] of a thin expert's rows.
     const bool thin = packed.is_thin(block.expert);
     act += f0 / 2 * (thin ? 1 : width);
     constexpr int64_t pairs = kPanelCols / 2;
