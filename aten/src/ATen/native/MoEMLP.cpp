@@ -19,8 +19,8 @@ namespace at::native {
 
 DEFINE_DISPATCH(moe_mlp_stub);
 DEFINE_DISPATCH(moe_mlp_backward_stub);
-DEFINE_DISPATCH(moe_mlp_brgemm_stub);
-DEFINE_DISPATCH(moe_mlp_backward_brgemm_stub);
+DEFINE_DISPATCH(moe_mlp_avx512_stub);
+DEFINE_DISPATCH(moe_mlp_backward_avx512_stub);
 
 namespace {
 
@@ -210,7 +210,7 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
       {compute_preact ? num_rows : 0, sizes.gated_dim.expect_int()},
       input.options());
   const Tensor kept_preact = compute_preact ? preact : Tensor();
-  if (!moe_mlp_brgemm_stub(kCPU, inputs, spec, output, kept_preact)) {
+  if (!moe_mlp_avx512_stub(kCPU, inputs, spec, output, kept_preact)) {
     moe_mlp_stub(kCPU, inputs, spec, output, kept_preact);
   }
   return {std::move(output), std::move(preact)};
@@ -287,7 +287,7 @@ GradTuple moe_mlp_backward_cpu(
   check_values(op, inputs, sizes.num_rows.expect_int());
 
   auto grads = allocate_grads(inputs, output_mask);
-  if (!moe_mlp_backward_brgemm_stub(
+  if (!moe_mlp_backward_avx512_stub(
           kCPU, inputs, spec, grad_out, preact, grads)) {
     moe_mlp_backward_stub(kCPU, inputs, spec, grad_out, preact, grads);
   }

@@ -1,13 +1,12 @@
 #pragma once
 
-// bfloat16 products on AMX tiles for the kernels of _moe_mlp, in place of
-// cpublas::brgemm where the CPU has them. brgemm generates a kernel per shape and
-// pays for loading it in every call; here a product is one 32 x 32 block after
-// the other, with the left operand's share of a step in L1, and any number of
-// rows costs what it computes.
+// bfloat16 products on AMX tiles for the kernels of _moe_mlp, where the CPU has them.
+// cpublas::brgemm generates a kernel per shape and pays for loading it in every call;
+// here a product is one 32 x 32 block after the other, with the left operand's share
+// of a step in L1, and any number of rows costs what it computes.
 
 #include <ATen/cpu/Utils.h>
-#include <ATen/native/cpu/MoEOneDNN.h>
+#include <ATen/native/cpu/MoECpuFeatures.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/irange.h>
 
@@ -37,10 +36,10 @@ constexpr int64_t kStep = 512;
 #ifdef MOE_HAS_AMX
 
 // AMX is there, the system lets the process have it, and ONEDNN_MAX_CPU_ISA, which
-// bounds brgemm, does not forbid it.
+// bounds our products too, does not forbid it.
 inline bool is_available() {
   static const bool available = moe_cpu::has_instructions("amx_bf16") &&
-      moe_cpu::onednn_may_use({"AMX"}) && at::cpu::init_amx();
+      moe_cpu::may_use({"AMX"}) && at::cpu::init_amx();
   return available;
 }
 
@@ -217,8 +216,8 @@ MOE_AMX_TARGET inline void multiply_tail(
   }
 }
 
-// C (m, n) = A (m, k) B [+ C] with B packed as [ceil(k / 2)][ld_b][2]. As
-// cpublas::brgemm, but n has to be a multiple of 16 and B's last pair complete.
+// C (m, n) = A (m, k) B [+ C] with B packed as [ceil(k / 2)][ld_b][2], its last pair
+// complete, and n a multiple of 16.
 // The order of addition of an element of C depends on k alone. Needs a Session.
 MOE_AMX_TARGET inline void multiply(
     int64_t m,

@@ -2,25 +2,17 @@
 
 // Products of a few rows with a weight that lies along K, for the kernels of
 // _moe_mlp: a decode step, which reads every weight once and should do little else.
-// cpublas::brgemm without AMX multiplies each weight by 16 rows, of which all but
-// these few are zeros. Here 16 lines of the weight are transposed in registers, and
-// a product is of 16 lines and one row. The order of addition is brgemm's, so that
-// the bits of a row do not depend on how many others there are.
+// MoEVectorGemm.h multiplies each weight by 16 rows, of which all but these few are
+// zeros. Here 16 lines of the weight are transposed in registers, and a product is of
+// 16 lines and one row. The order of addition is the same, so that the bits of a row
+// do not depend on how many others there are.
 
-#include <ATen/native/cpu/MoEBrgemmPacking.h>
+#include <ATen/native/cpu/MoEAvx512Packing.h>
+#include <ATen/native/cpu/MoEVectorGemm.h>
 
 #include <cstring>
 #include <type_traits>
 #include <utility>
-
-// The files of a capability are compiled for AVX512; only functions of this target
-// may hold instructions of AVX512-BF16.
-#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 11)
-#define MOE_HAS_AVX512_BF16
-#define MOE_AVX512_BF16_TARGET __attribute__((target("avx512bf16")))
-#else
-#define MOE_AVX512_BF16_TARGET
-#endif
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -35,42 +27,7 @@ constexpr int64_t kGroups = 2;
 // Words (fp32, or a pair of bfloat16) of a line that are transposed at once.
 constexpr int64_t kWords = 16;
 
-// A matrix that is asked for in the order of its addresses, on its way to L2, while
-// another one is multiplied. Lines are read 32 at a time and 64 bytes of each, which
-// the hardware fetches at half of the speed of one long run.
-class Prefetch {
- public:
-  Prefetch() = default;
-  template <typename compute_t>
-  Prefetch(const compute_t* data, int64_t lines, int64_t length, int64_t ld)
-      : line_(reinterpret_cast<const char*>(data)),
-        lines_(lines),
-        bytes_(length * static_cast<int64_t>(sizeof(compute_t))),
-        ld_(ld * static_cast<int64_t>(sizeof(compute_t))) {}
-
-  C10_ALWAYS_INLINE void next(int64_t count) {
-    while (count > 0 && lines_ > 0) {
-      const int64_t run = std::min(count, (bytes_ - at_ + 63) / 64);
-      for (const auto i : c10::irange(run)) {
-        _mm_prefetch(line_ + at_ + i * 64, _MM_HINT_T1);
-      }
-      count -= run;
-      at_ += run * 64;
-      if (at_ >= bytes_) {
-        at_ = 0;
-        line_ += ld_;
-        --lines_;
-      }
-    }
-  }
-
- private:
-  const char* line_ = nullptr;
-  int64_t lines_ = 0;
-  int64_t bytes_ = 0;
-  int64_t ld_ = 0;
-  int64_t at_ = 0;
-};
+using moe_vector::Prefetch;
 
 // out[word][line] for the next kWords words of kLines lines, at most `left`.
 C10_ALWAYS_INLINE void transpose_lines(
@@ -83,7 +40,7 @@ C10_ALWAYS_INLINE void transpose_lines(
     from[i] = lines[i] + word;
   }
   if (left >= kWords) {
-    moe_brgemm::transpose_words(from, out, kLines);
+    moe_avx512::transpose_words(from, out, kLines);
     return;
   }
   alignas(64) float rest[kLines * kWords];
@@ -91,18 +48,7 @@ C10_ALWAYS_INLINE void transpose_lines(
     std::memcpy(rest + i * kWords, from[i], left * sizeof(float));
     from[i] = rest + i * kWords;
   }
-  moe_brgemm::transpose_words(from, out, kLines);
-}
-
-// Whether this compiler can make products of the type. The CPU can: without
-// AVX512-BF16 brgemm has no kernel for bfloat16 either, see is_eligible.
-template <typename compute_t>
-constexpr bool is_available() {
-#ifdef MOE_HAS_AVX512_BF16
-  return true;
-#else
-  return std::is_same_v<compute_t, float>;
-#endif
+  moe_avx512::transpose_words(from, out, kLines);
 }
 
 // kGroups * kLines lines by `rows` rows.
@@ -131,13 +77,7 @@ MOE_AVX512_BF16_TARGET void multiply_lines(
         for (int64_t g = 0; g < kGroups; ++g) {
           const __m512 line_words = _mm512_load_ps(transposed[g] + w * kLines);
           __m512& sum = sums[g * rows + r];
-          if constexpr (std::is_same_v<compute_t, float>) {
-            sum = _mm512_fmadd_ps(line_words, x_word, sum);
-          } else {
-#ifdef MOE_HAS_AVX512_BF16
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)line_words, (__m512bh)x_word);
-#endif
-          }
+          sum = moe_vector::add_product<compute_t>(sum, line_words, x_word);
         }
       }
     }
@@ -180,7 +120,7 @@ inline void multiply(
     int64_t ld_c,
     bool accumulate,
     Prefetch next) {
-  constexpr int64_t v = moe_brgemm::kVnni<compute_t>;
+  constexpr int64_t v = moe_avx512::kVnni<compute_t>;
   const auto multiply_lines = multiply_lines_of<compute_t>(
       m, std::make_index_sequence<kMaxRows>());
   for (int64_t i = 0; i < n; i += kGroups * kLines) {

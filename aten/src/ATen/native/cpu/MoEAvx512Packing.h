@@ -1,8 +1,8 @@
 #pragma once
 
-// Operand packing for the brgemm kernels of _moe_mlp: rows of tokens and expert
-// weights into the layouts that cpublas::brgemm reads, and rows of floats back.
-// MoEBrgemm.h has the loops around it.
+// Operand packing for the AVX512 kernels of _moe_mlp: rows of tokens and expert
+// weights into the layouts that the products read, and rows of floats back.
+// MoEAvx512.h has the loops around it.
 
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -15,17 +15,17 @@
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
-namespace moe_brgemm {
+namespace moe_avx512 {
 
 using Vec = vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
-// Output columns of a packed weight panel. 64 fp32 columns are four zmm, with
-// which brgemm reaches its peak from 8 rows on.
+// Output columns of a packed weight panel: four registers of floats, so that a
+// product of six rows keeps all the registers busy.
 constexpr int64_t kPanelCols = 64;
 
-// Type of the packed GEMM operands. brgemm has a bfloat16 dot product on every
-// AVX512 machine; float16 would need avx512_fp16 and is multiplied in fp32.
+// Type of the packed GEMM operands. float16 has no product that is summed in fp32
+// and is multiplied as such.
 template <typename scalar_t>
 using compute_type =
     std::conditional_t<std::is_same_v<scalar_t, BFloat16>, BFloat16, float>;
@@ -435,6 +435,6 @@ void pack_transposed(
   }
 }
 
-} // namespace moe_brgemm
+} // namespace moe_avx512
 } // namespace CPU_CAPABILITY
 } // namespace at::native

@@ -1,21 +1,21 @@
-// Forward of _moe_mlp on brgemm: two blocked GEMMs over all experts at once,
+// Forward of _moe_mlp with AVX512: two blocked GEMMs over all experts at once,
 // split over (expert, rows, columns). The gather of tokens is fused into the
 // packing of the left operand; bias, activation and router weight into the
-// epilogue of a tile that is still in L1; see MoEBrgemm.h for the terms.
+// epilogue of a tile that is still in L1; see MoEAvx512.h for the terms.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>
 
 #if defined(CPU_CAPABILITY_AVX512)
 #include <ATen/native/cpu/MoEActivation.h>
-#include <ATen/native/cpu/MoEBrgemmOperands.h>
+#include <ATen/native/cpu/MoEAvx512Operands.h>
 #endif
 
 namespace at::native {
 namespace {
 
 #if defined(CPU_CAPABILITY_AVX512)
-using namespace moe_brgemm;
+using namespace moe_avx512;
 using moe_cpu::Activation;
 
 template <typename scalar_t>
@@ -70,19 +70,16 @@ class ForwardPass {
         d,
         panels,
         w_in_.transposed(0).along_k(),
-        [&](const Block& block,
-            int64_t first,
-            int64_t last,
-            const RowOperand<compute_t>& x,
-            compute_t* packed,
-            float* c) {
-          const auto w = w_in_.transposed(block.expert);
-          PanelTask<scalar_t, compute_t>{
-              w, first, last, panels, x, block.end - block.begin, d, packed, c}
+        [&](const Task<compute_t>& task) {
+          PanelTask<scalar_t, compute_t>(
+              task,
+              [&](int64_t expert) { return w_in_.transposed(expert); },
+              panels,
+              d)
               .run(
                   [&](int64_t panel) { return columns_of(panel); },
                   [&](int64_t panel, int64_t m0, int64_t m, const auto& tile) {
-                    activate_tile(block, panel, m0, m, tile);
+                    activate_tile(task.block, panel, m0, m, tile);
                   });
         });
 
@@ -380,7 +377,7 @@ class ForwardPass {
 };
 #endif
 
-bool moe_mlp_brgemm_kernel(
+bool moe_mlp_avx512_kernel(
     const moe::MLPInputs& inputs,
     const moe::ActivationSpec& activation,
     const Tensor& output,
@@ -401,6 +398,6 @@ bool moe_mlp_brgemm_kernel(
 
 } // namespace
 
-ALSO_REGISTER_AVX512_DISPATCH(moe_mlp_brgemm_stub, &moe_mlp_brgemm_kernel)
+ALSO_REGISTER_AVX512_DISPATCH(moe_mlp_avx512_stub, &moe_mlp_avx512_kernel)
 
 } // namespace at::native

@@ -1,12 +1,12 @@
-// Backward of _moe_mlp on brgemm. No GEMM of the forward is repeated:
-//   1. dA' = dO W_out, and in its epilogue A from H, dS = <dA', A>,
-//      dH = dAct(s * dA', H) and s * A;
+// Backward of _moe_mlp with AVX512. No GEMM of the forward is repeated:
+//   1. dA' = dO W_out, and in its epilogue A from H, dS = <dA', A> and
+//      dH = dAct(s * dA', H);
 //   2. dX = dH W_in, summed per token;
 //   3. dW_in = dH^T X, then dW_out = dO^T (s * A), written once, in the strides of
-//      the weights, and the bias gradients. dH, twice as large as s * A, is gone
-//      when the last gradient is allocated.
-// Tokens are gathered while operands are packed; only dH and s * A exist for
-// all rows. dW reduces over the rows of an expert and is the one result that
+//      the weights, and the bias gradients. dH is gone when the last gradient is
+//      allocated.
+// Tokens are gathered and A is computed again while operands are packed; only dH
+// exists for all rows. dW reduces over the rows of an expert and is the one result that
 // depends on other tokens (but not on the thread count).
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@
 
 #if defined(CPU_CAPABILITY_AVX512)
 #include <ATen/native/cpu/MoEActivation.h>
-#include <ATen/native/cpu/MoEBrgemmOperands.h>
-#include <ATen/native/cpu/MoEBrgemmWeightGrad.h>
+#include <ATen/native/cpu/MoEAvx512Operands.h>
+#include <ATen/native/cpu/MoEAvx512WeightGrad.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -29,7 +29,7 @@ namespace at::native {
 namespace {
 
 #if defined(CPU_CAPABILITY_AVX512)
-using namespace moe_brgemm;
+using namespace moe_avx512;
 using moe_cpu::Activation;
 
 // Fixed order of addition: lanes, then across lanes.
@@ -110,10 +110,6 @@ class BackwardPass {
       grad_hidden_ = at::empty({rows, layout_.cols()}, input_.options());
       grad_hidden_data_ = grad_hidden_.template mutable_data_ptr<scalar_t>();
     }
-    if (grads.wants_w_out) {
-      weighted_act_ = at::empty({rows, layout_.hidden}, input_.options());
-      weighted_act_data_ = weighted_act_.template mutable_data_ptr<scalar_t>();
-    }
     if (grads.topk_weights.defined()) {
       grad_weight_parts_ =
           at::empty({rows, panels_}, input_.options().dtype(kFloat));
@@ -121,14 +117,15 @@ class BackwardPass {
     }
     moe_cpu::dispatch_activation(spec.kind, [&](auto kind) {
       grad_row_ = &BackwardPass::template grad_row<decltype(kind)::value>;
+      weighted_act_ =
+          &BackwardPass::template weighted_act<decltype(kind)::value>;
     });
   }
 
   void run() {
     const int64_t d = input_.size(1);
     const auto grad_out = tokens(grad_out_);
-    if (grad_hidden_.defined() || weighted_act_.defined() ||
-        grad_weight_parts_.defined()) {
+    if (grad_hidden_.defined() || grad_weight_parts_.defined()) {
       grad_hidden(grad_out);
     }
     if (grad_weight_parts_.defined()) {
@@ -154,7 +151,7 @@ class BackwardPass {
     }
     if (grads_.wants_w_in) {
       grads_.w_in = at::empty_like(in_.w_in);
-      WeightGrad<scalar_t>(grads_.w_in, grad_hidden, tokens(input_))
+      WeightGrad<scalar_t>(grads_.w_in, {grad_hidden}, {tokens(input_)})
           .run(routing_.experts);
     }
     if (grads_.b_in.defined()) {
@@ -163,9 +160,11 @@ class BackwardPass {
     grad_hidden_.reset();
     if (grads_.wants_w_out) {
       grads_.w_out = at::empty_like(in_.w_out);
-      const RowSource<scalar_t> act{
-          data_or_null<scalar_t>(weighted_act_), layout_.hidden};
-      WeightGrad<scalar_t>(grads_.w_out, grad_out, act).run(routing_.experts);
+      const auto act = [this](int64_t row, int64_t f0, int64_t n, scalar_t* out) {
+        (this->*weighted_act_)(row, f0, n, out);
+      };
+      WeightGrad<scalar_t>(grads_.w_out, {grad_out}, {{}, act})
+          .run(routing_.experts);
     }
     if (grads_.b_out.defined()) {
       column_sums(routing_, grad_out, /*weighted=*/true, grads_.b_out);
@@ -180,49 +179,34 @@ class BackwardPass {
         routing_.slot_rows.defined() ? &routing_ : nullptr};
   }
 
-  // Step 1 for all rows. dW_out alone needs no dA', only A.
+  // Step 1 for all rows.
   void grad_hidden(const RowSource<scalar_t>& grad_out) const {
     const int64_t d = input_.size(1);
-    const bool multiply =
-        grad_hidden_.defined() || grad_weight_parts_.defined();
     for_each_task<scalar_t>(
         routing_,
         grad_out,
         d,
         panels_,
         w_out_.plain(0).along_k(),
-        [&](const Block& block,
-            int64_t first,
-            int64_t last,
-            const RowOperand<compute_t>& x,
-            compute_t* packed,
-            float* c) {
-          const int64_t rows = block.end - block.begin;
+        [&](const Task<compute_t>& task) {
           const auto epilogue =
               [&](int64_t panel, int64_t m0, int64_t m, const float* tile) {
                 for (const auto i : c10::irange(m)) {
                   if (i + kRowsAhead < m) {
-                    prefetch_preact(block.begin + m0 + i + kRowsAhead, panel);
+                    prefetch_preact(task.block.begin + m0 + i + kRowsAhead, panel);
                   }
                   (this->*grad_row_)(
-                      block.begin + m0 + i,
+                      task.block.begin + m0 + i,
                       panel,
                       units_of(panel),
                       tile + i * kPanelCols);
                 }
               };
-          if (!multiply) {
-            static constexpr float zeros[kTileRows * kPanelCols] = {};
-            for (const auto panel : c10::irange(first, last)) {
-              for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
-                epilogue(panel, m0, std::min(kTileRows, rows - m0), zeros);
-              }
-            }
-            return;
-          }
-          const auto w = w_out_.plain(block.expert);
-          PanelTask<scalar_t, compute_t>{
-              w, first, last, panels_, x, rows, d, packed, c}
+          PanelTask<scalar_t, compute_t>(
+              task,
+              [&](int64_t expert) { return w_out_.plain(expert); },
+              panels_,
+              d)
               .run(
                   [&](int64_t panel) {
                     return PanelColumns{
@@ -253,7 +237,7 @@ class BackwardPass {
   }
 
   struct HiddenGrads {
-    Vec act, gate, up; // s * A, dH
+    Vec gate, up;
   };
 
   // Of units [f, f + n) of a row, n <= kLanes; adds their part of dS.
@@ -270,27 +254,23 @@ class BackwardPass {
     layout_.load(h, f, n, gate, up);
     const auto grads = moe_cpu::activate_with_grads<kind, fast>(
         gate, up, scale * grad, constants_);
-    const Vec a = round_through<scalar_t>(grads.act);
     if (parts_data_ != nullptr) {
+      const Vec a = round_through<scalar_t>(grads.act);
       grad_weight = grad_weight +
           (n < kLanes ? Vec::set(Vec(0.f), grad * a, n) : grad * a);
     }
-    return {scale * a, grads.gate, grads.up};
+    return {grads.gate, grads.up};
   }
 
-  // dH, s * A and a part of dS of one row from its dA' (fp32).
+  // dH and a part of dS of one row from its dA' (fp32).
   template <Activation kind>
   void grad_row(int64_t row, int64_t panel, int64_t units, const float* grad_act)
       const {
     const int64_t f0 = panel * kPanelCols;
     scalar_t* grad_h = row_of(grad_hidden_data_, row, layout_.cols());
-    scalar_t* act = row_of(weighted_act_data_, row, layout_.hidden);
     if (routing_.slot(row) < 0) {
       if (grad_h != nullptr) {
         layout_.zero(grad_h, f0, units);
-      }
-      if (act != nullptr) {
-        std::fill_n(act + f0, units, scalar_t(0));
       }
       return;
     }
@@ -305,9 +285,6 @@ class BackwardPass {
     for (; j + 2 * kLanes <= units; j += 2 * kLanes) {
       const HiddenGrads first = lanes(j, kLanes);
       const HiddenGrads second = lanes(j + kLanes, kLanes);
-      if (act != nullptr) {
-        store_rounded(act + f0 + j, first.act, second.act);
-      }
       if (grad_h != nullptr) {
         layout_.store_two(
             grad_h, f0 + j, first.gate, first.up, second.gate, second.up);
@@ -316,9 +293,6 @@ class BackwardPass {
     for (; j < units; j += kLanes) {
       const int64_t n = std::min(kLanes, units - j);
       const HiddenGrads tail = lanes(j, n);
-      if (act != nullptr) {
-        store_float(act + f0 + j, tail.act, n);
-      }
       if (grad_h != nullptr) {
         layout_.store(grad_h, f0 + j, n, tail.gate, tail.up);
       }
@@ -328,6 +302,25 @@ class BackwardPass {
           vec::vec_reduce_all<float>(
               [](const Vec& x, const Vec& y) { return x + y; }, grad_weight);
     }
+  }
+
+  // s * A of units [f0, f0 + n) of a row.
+  template <Activation kind>
+  void weighted_act(int64_t row, int64_t f0, int64_t n, scalar_t* out) const {
+    if (routing_.slot(row) < 0) {
+      std::fill_n(out, n, scalar_t(0));
+      return;
+    }
+    const scalar_t* h = preact_data_ + row * layout_.cols();
+    const Vec scale(routing_.weight(row));
+    store_row(out, n, [&](int64_t j) {
+      Vec gate, up;
+      layout_.load(h, f0 + j, std::min(kLanes, n - j), gate, up);
+      return scale *
+          round_through<scalar_t>(
+                 moe_cpu::activate<kind, kFastMath<scalar_t>>(
+                     gate, up, constants_));
+    });
   }
 
   // dS of a slot: its row's parts in panel order, and <dO, b_out>.
@@ -384,17 +377,17 @@ class BackwardPass {
   const scalar_t* preact_data_;
   const WeightStack<scalar_t> w_out_;
   Tensor grad_hidden_; // dH (last_row, G*F)
-  Tensor weighted_act_; // s * A (last_row, F)
   Tensor grad_weight_parts_; // (last_row, panels_) float
-  // Of the three above, null where they are undefined.
+  // Of the two above, null where they are undefined.
   scalar_t* grad_hidden_data_ = nullptr;
-  scalar_t* weighted_act_data_ = nullptr;
   float* parts_data_ = nullptr;
   grad_row_fn grad_row_ = nullptr;
+  void (BackwardPass::*weighted_act_)(int64_t, int64_t, int64_t, scalar_t*)
+      const = nullptr;
 };
 #endif
 
-bool moe_mlp_backward_brgemm_kernel(
+bool moe_mlp_backward_avx512_kernel(
     const moe::MLPInputs& inputs,
     const moe::ActivationSpec& activation,
     const Tensor& grad_out,
@@ -417,7 +410,7 @@ bool moe_mlp_backward_brgemm_kernel(
 } // namespace
 
 ALSO_REGISTER_AVX512_DISPATCH(
-    moe_mlp_backward_brgemm_stub,
-    &moe_mlp_backward_brgemm_kernel)
+    moe_mlp_backward_avx512_stub,
+    &moe_mlp_backward_avx512_kernel)
 
 } // namespace at::native

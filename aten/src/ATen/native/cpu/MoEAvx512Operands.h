@@ -1,20 +1,20 @@
 #pragma once
 
-// The operands of _moe_mlp as the brgemm kernels read them, and the step that
+// The operands of _moe_mlp as the AVX512 kernels read them, and the step that
 // forward and backward share: routed rows times an expert matrix, summed per
 // token.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>
-#include <ATen/native/cpu/MoEBrgemm.h>
-#include <ATen/native/cpu/MoEOneDNN.h>
+#include <ATen/native/cpu/MoEAvx512.h>
+#include <ATen/native/cpu/MoECpuFeatures.h>
 
 #include <vector>
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
-namespace moe_brgemm {
+namespace moe_avx512 {
 
 // Which token, slot and router weight a routed row has.
 struct Routing {
@@ -105,7 +105,7 @@ struct PackedRows {
   }
   bool is_thin(int64_t expert) const {
     const auto& block = routing->experts[expert];
-    return moe_brgemm::is_thin<scalar_t>(block.end - block.begin);
+    return moe_avx512::is_thin<scalar_t>(block.end - block.begin);
   }
   // The tile that begins at this row of the expert.
   scalar_t* tile(int64_t expert, int64_t row) const {
@@ -250,9 +250,8 @@ inline RowOperand<compute_t> row_operand(
   return {buffer, ld};
 }
 
-// Runs fn(block, first, last, x, packed, c) for every task, panels [first, last)
-// of a block, with x the block's rows of `source` as an operand for weights that
-// lie along k or not, and `packed` and c per-thread buffers for PanelTask.
+// Runs fn(task) for every Task, with x the block's rows of `source` as an operand for
+// weights that lie along k or not, and per-thread buffers for PanelTask.
 template <typename scalar_t, typename Source, typename Fn>
 void for_each_task(
     const Routing& routing,
@@ -288,6 +287,7 @@ void for_each_task(
           threads,
           [&](int64_t thread,
               const Block& block,
+              const Block* next,
               int64_t first,
               int64_t last) {
             char* base = scratch.at(thread);
@@ -303,7 +303,7 @@ void for_each_task(
                   reinterpret_cast<compute_t*>(base + panel_bytes + c_bytes));
               packed_block[thread] = &block;
             }
-            fn(block, first, last, x, packed, c);
+            fn(Task<compute_t>{block, next, first, last, x, packed, c});
           });
 }
 
@@ -396,12 +396,7 @@ void project_rows(
     return PanelColumns{
         {{d0 + n0, std::min(kPanelCols, cols - n0)}, PanelSpan{}}};
   };
-  const auto task_fn = [&](const Block& block,
-                           int64_t first,
-                           int64_t last,
-                           const RowOperand<compute_t>& x,
-                           compute_t* packed,
-                           float* c) {
+  const auto task_fn = [&](const Task<compute_t>& task) {
     const auto epilogue =
         [&](int64_t panel, int64_t m0, int64_t m, const auto& tile) {
           const int64_t n0 = panel * kPanelCols;
@@ -409,12 +404,12 @@ void project_rows(
           alignas(64) float bias[kPanelCols] = {};
           if (projection.bias != nullptr) {
             convert_row(
-                projection.bias + block.expert * projection.dim + d0 + n0,
+                projection.bias + task.block.expert * projection.dim + d0 + n0,
                 bias,
                 n);
           }
           alignas(64) float scales[kMaxTileRows] = {};
-          const int64_t row = block.begin + m0;
+          const int64_t row = task.block.begin + m0;
           for (const auto i : c10::irange(m)) {
             scales[i] = projection.weighted ? routing.weight(row + i) : 1.f;
           }
@@ -426,17 +421,11 @@ void project_rows(
               n,
               ProjectedRows<scalar_t>{out + row * ld_out + n0, ld_out});
         };
-    const auto w = projection.of(block.expert);
-    PanelTask<scalar_t, compute_t>{
-        w,
-        first,
-        last,
+    PanelTask<scalar_t, compute_t>(
+        task,
+        [&](int64_t expert) { return projection.of(expert); },
         panels,
-        x,
-        block.end - block.begin,
-        projection.depth,
-        packed,
-        c}
+        projection.depth)
         .run(columns, epilogue);
   };
   for_each_task<scalar_t>(
@@ -626,14 +615,14 @@ inline Tensor contiguous_or_undefined(const Tensor& x) {
 }
 
 // Whether these kernels take a call. Otherwise the portable kernel does:
-// float64, empty matrices, bfloat16 on a CPU without AVX512-BF16, a PyTorch without
-// oneDNN (or with torch.backends.mkldnn disabled), where brgemm has no bfloat16
-// kernel and its float fallback would make a row depend on the number of rows.
+// float64, empty matrices, bfloat16 on a CPU or from a compiler without AVX512-BF16,
+// and where torch.backends.mkldnn is disabled, the switch with which one asks for
+// plain kernels on CPU.
 inline bool is_eligible(const moe::MLPInputs& in) {
   const auto dtype = in.input.scalar_type();
   return (dtype == kFloat || dtype == kHalf ||
-          (dtype == kBFloat16 && moe_cpu::brgemm_has_bfloat16())) &&
-      at::globalContext().hasMKLDNN() &&
+          (dtype == kBFloat16 && moe_vector::is_available<BFloat16>() &&
+           moe_cpu::has_avx512_bf16())) &&
       at::globalContext().userEnabledMkldnn() && in.w_out.size(1) > 0 &&
       in.w_out.size(2) > 0;
 }
@@ -650,6 +639,6 @@ inline void dispatch_dtype(ScalarType dtype, const Fn& fn) {
   }
 }
 
-} // namespace moe_brgemm
+} // namespace moe_avx512
 } // namespace CPU_CAPABILITY
 } // namespace at::native
