@@ -19,6 +19,15 @@
 #define MOE_AVX512_BF16_TARGET
 #endif
 
+// The sums of a product are registers only if the loops over them are unrolled.
+#if defined(__clang__)
+#define MOE_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define MOE_UNROLL _Pragma("GCC unroll 12")
+#else
+#define MOE_UNROLL
+#endif
+
 namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_vector {
@@ -144,10 +153,10 @@ MOE_AVX512_BF16_TARGET inline void multiply_block(
   const float* b = in.b;
   const int64_t ld_a = in.ld_a;
   __m512 sums[rows][registers];
-#pragma GCC unroll 12
+  MOE_UNROLL
   for (int64_t i = 0; i < rows; ++i) {
     out.begin(row + i);
-#pragma GCC unroll 4
+    MOE_UNROLL
     for (int64_t j = 0; j < registers; ++j) {
       sums[i][j] = _mm512_setzero_ps();
     }
@@ -157,21 +166,21 @@ MOE_AVX512_BF16_TARGET inline void multiply_block(
     const int64_t end = std::min(step + kWords, in.words);
     for (int64_t word = step; word < end; ++word, b += in.ld_b) {
       __m512 right[registers];
-#pragma GCC unroll 4
+      MOE_UNROLL
       for (int64_t j = 0; j < registers; ++j) {
         right[j] = _mm512_loadu_ps(b + j * moe_avx512::kLanes);
       }
-#pragma GCC unroll 12
+      MOE_UNROLL
       for (int64_t i = 0; i < rows; ++i) {
         const __m512 left = _mm512_set1_ps(a[i * ld_a + word]);
-#pragma GCC unroll 4
+        MOE_UNROLL
         for (int64_t j = 0; j < registers; ++j) {
           sums[i][j] = add_product<compute_t>(sums[i][j], left, right[j]);
         }
       }
     }
   }
-#pragma GCC unroll 12
+  MOE_UNROLL
   for (int64_t i = 0; i < rows; ++i) {
     out.finish(row + i, sums[i]);
   }
@@ -229,7 +238,7 @@ struct FloatRows {
   C10_ALWAYS_INLINE void begin(int64_t) const {}
   C10_ALWAYS_INLINE void finish(int64_t row, const __m512* sums) const {
     float* to = c + row * ld;
-#pragma GCC unroll 4
+    MOE_UNROLL
     for (int64_t j = 0; j < registers; ++j, to += moe_avx512::kLanes) {
       _mm512_storeu_ps(
           to,
