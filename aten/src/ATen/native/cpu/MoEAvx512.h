@@ -172,8 +172,7 @@ inline int64_t tile_width(int64_t rows) {
 // Whether a block of so few rows is multiplied by moe_thin if its weight lies along k.
 template <typename compute_t>
 inline bool is_thin(int64_t rows) {
-  return moe_vector::is_available<compute_t>() && rows <= moe_thin::kMaxRows &&
-      !uses_tiles<compute_t>();
+  return rows <= moe_thin::kMaxRows && !uses_tiles<compute_t>();
 }
 
 // The rows of a block as an operand of PanelTask: row major with leading
@@ -344,7 +343,7 @@ class PanelTask {
         prefetch.set_looks(
             group * moe_vector::looks<compute_t>(rows_, padded));
         for (const auto i : c10::irange(group)) {
-          for (int64_t m0 = 0; m0 < rows_;) {
+          for (int64_t m0 = 0; m0 < rows_; m0 += kMaxTileRows) {
             const int64_t m = std::min(kMaxTileRows, rows_ - m0);
             float* tile = single ? c_ : c_ + (i * rows_ + m0) * kPanelCols;
             multiply_packed<compute_t>(
@@ -354,7 +353,6 @@ class PanelTask {
             if (k0 + kb == k_) {
               epilogue(p0 + i, m0, m, tile);
             }
-            m0 += m;
           }
         }
       }
@@ -510,8 +508,8 @@ class PanelTask {
       for (int64_t kk = 0; kk < depth; kk += step.depth) {
         for (int64_t t = 0; t < m; t += kTileRows) {
           const int64_t width = tile_width(m - t);
-          prefetch.pace =
-              t == 0 ? moe_vector::block_rows(width) : 0;
+          // A look per kWords of each row of a block: a cache line of each.
+          prefetch.pace = t == 0 ? moe_vector::block_rows(width) : 0;
           multiply_packed<compute_t>(
               std::min(step.lines, span.count - l),
               width,

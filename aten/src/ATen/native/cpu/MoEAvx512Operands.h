@@ -621,7 +621,7 @@ inline Tensor contiguous_or_undefined(const Tensor& x) {
 inline bool is_eligible(const moe::MLPInputs& in) {
   const auto dtype = in.input.scalar_type();
   return (dtype == kFloat || dtype == kHalf ||
-          (dtype == kBFloat16 && moe_vector::is_available<BFloat16>() &&
+          (dtype == kBFloat16 && moe_vector::kHasBFloat16 &&
            moe_cpu::has_avx512_bf16())) &&
       at::globalContext().userEnabledMkldnn() && in.w_out.size(1) > 0 &&
       in.w_out.size(2) > 0;

@@ -27,6 +27,10 @@ constexpr int64_t kGradRows = 512;
 // Bytes of the packed right operand: as many columns as fit are multiplied with
 // all lines of the task before the next ones.
 constexpr int64_t kGradBytes = 512 * 1024;
+// The same for an operand whose rows are made: all columns of all steps, if they fit,
+// are packed once per expert. The threads together do not use more than the operand's
+// rows would, had they been written, or kGradBytes each.
+constexpr int64_t kGradMadeBytes = 2 * 1024 * 1024;
 // Lines of one product, stored from registers: so few that they stay in L1 and their
 // pages of the gradient in the TLB.
 constexpr int64_t kGradProductLines = 60;
@@ -34,10 +38,6 @@ constexpr int64_t kGradProductLines = 60;
 // instruction, and what pack_transposed writes at once.
 constexpr int64_t kGradRowsMultiple = 32;
 
-// The same for an operand whose rows are made: all columns of all steps, if they fit,
-// are packed once per expert. The threads together do not use more than the operand's
-// rows would, had they been written.
-constexpr int64_t kGradMadeBytes = 2 * 1024 * 1024;
 // Columns of the right operand that are made at once, and elements of either.
 constexpr int64_t kMadeColumns = 8 * 1024;
 constexpr int64_t kMadeElements = 2 * kMadeColumns;

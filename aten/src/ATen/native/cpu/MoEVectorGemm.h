@@ -35,8 +35,7 @@ namespace moe_vector {
 // Words (fp32, or a pair of bfloat16) of a line between two looks at the prefetch.
 constexpr int64_t kWords = 16;
 // Registers of a row of the result.
-constexpr int64_t kMaxRegisters = 4;
-constexpr int64_t kMaxColumns = kMaxRegisters * moe_avx512::kLanes;
+constexpr int64_t kMaxRegisters = moe_avx512::kPanelCols / moe_avx512::kLanes;
 
 // Rows of the result that are computed together: with their registers about as many
 // as there are, and enough that a sum does not wait for its own last product.
@@ -46,15 +45,12 @@ constexpr int64_t block_rows(int64_t columns) {
 template <int64_t registers>
 constexpr int64_t kRows = block_rows(registers * moe_avx512::kLanes);
 
-// Whether this compiler can make products of the type. The CPU can, see is_eligible.
-template <typename compute_t>
-constexpr bool is_available() {
+// Whether this compiler can make products of bfloat16.
 #ifdef MOE_HAS_AVX512_BF16
-  return true;
+constexpr bool kHasBFloat16 = true;
 #else
-  return std::is_same_v<compute_t, float>;
+constexpr bool kHasBFloat16 = false;
 #endif
-}
 
 // sum + a * b of words.
 template <typename compute_t>
@@ -66,7 +62,7 @@ add_product(__m512 sum, __m512 a, __m512 b) {
 #ifdef MOE_HAS_AVX512_BF16
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 #else
-    TORCH_INTERNAL_ASSERT(false, "see is_available");
+    TORCH_INTERNAL_ASSERT(false, "see is_eligible");
 #endif
   }
 }
@@ -248,7 +244,7 @@ struct FloatRows {
 };
 
 // C (m, n) = A (m, k) B [+ C] with B packed as [k / v][ld_b][v], v = kVnni, for n a
-// multiple of 16, at most kMaxColumns, and k of v.
+// multiple of kLanes, at most kPanelCols, and k of v.
 template <typename compute_t>
 inline void multiply(
     int64_t m,
