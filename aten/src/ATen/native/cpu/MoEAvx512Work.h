@@ -117,17 +117,12 @@ inline int64_t most_rows(const std::vector<Block>& experts) {
   return most;
 }
 
-// Cuts each expert's rows into blocks of at most max_rows (at least one block
-// per expert when keep_empty).
+// Cuts each expert's rows into blocks of at most max_rows.
 inline std::vector<Block> make_blocks(
     const std::vector<Block>& experts,
-    int64_t max_rows,
-    bool keep_empty = false) {
+    int64_t max_rows) {
   std::vector<Block> blocks;
   for (const auto& expert : experts) {
-    if (expert.begin == expert.end && keep_empty) {
-      blocks.push_back(expert);
-    }
     for (int64_t row = expert.begin; row < expert.end; row += max_rows) {
       blocks.push_back(
           {expert.expert, row, std::min(row + max_rows, expert.end)});
