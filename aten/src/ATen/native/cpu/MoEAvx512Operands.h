@@ -332,7 +332,7 @@ struct ProjectedRows {
 
 // out[r, n0 : n0 + n] = round(s_r * (tile + bias)) for the m rows from row0 on.
 template <typename scalar_t>
-inline void store_projected(
+MOE_AVX512_BF16_TARGET inline void store_projected(
     const float* tile,
     const float* bias,
     const float* scales,
@@ -342,14 +342,18 @@ inline void store_projected(
   for (const auto i : c10::irange(m)) {
     const Vec scale(scales[i]);
     const float* from = tile + i * kPanelCols;
-    store_row(out.data + i * out.ld, n, [&](int64_t j) {
-      return scale * (Vec::loadu(from + j) + Vec::loadu(bias + j));
-    });
+    __m512 values[kPanelCols / kLanes];
+    MOE_UNROLL
+    for (int64_t j = 0; j < kPanelCols / kLanes; ++j) {
+      values[j] =
+          scale * (Vec::loadu(from + j * kLanes) + Vec::loadu(bias + j * kLanes));
+    }
+    moe_vector::store_registers(out.data + i * out.ld, n, values);
   }
 }
 
 template <typename scalar_t>
-inline void store_projected(
+MOE_AVX512_BF16_TARGET inline void store_projected(
     const TransposedTile& tile,
     const float* bias,
     const float* scales,

@@ -13,6 +13,15 @@
 #include <type_traits>
 #include <utility>
 
+// The files of a capability are compiled for AVX512; only functions of this target
+// may hold instructions of AVX512-BF16.
+#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 11)
+#define MOE_HAS_AVX512_BF16
+#define MOE_AVX512_BF16_TARGET __attribute__((target("avx512bf16")))
+#else
+#define MOE_AVX512_BF16_TARGET
+#endif
+
 namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_avx512 {
@@ -185,13 +194,24 @@ C10_ALWAYS_INLINE void transpose_words(
   }
 }
 
+// Two registers rounded to bfloat16, one after the other. Subnormal floats become 0,
+// as they do in the products.
+MOE_AVX512_BF16_TARGET C10_ALWAYS_INLINE __m512i
+round_two(const Vec& low, const Vec& high) {
+#ifdef MOE_HAS_AVX512_BF16
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+#else
+  return __m512i(vec::convert_from_float<BFloat16>(low, high));
+#endif
+}
+
 // Two columns rounded to bfloat16, the first in the lower halves.
-C10_ALWAYS_INLINE __m512i pack_pair(const Vec& low, const Vec& high) {
+MOE_AVX512_BF16_TARGET C10_ALWAYS_INLINE __m512i
+pack_pair(const Vec& low, const Vec& high) {
   const __m512i interleave = _mm512_set_epi16(
       31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
       23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return _mm512_permutexvar_epi16(
-      interleave, __m512i(vec::convert_from_float<BFloat16>(low, high)));
+  return _mm512_permutexvar_epi16(interleave, round_two(low, high));
 }
 
 C10_ALWAYS_INLINE std::pair<Vec, Vec> unpack_pair(__m512i pair) {

@@ -354,13 +354,20 @@ class WeightGrad {
             reinterpret_cast<const char*>(data + row * ld + j), _MM_HINT_T0);
       }
     }
-    C10_ALWAYS_INLINE void finish(int64_t row, const __m512* products) const {
-      store_row(data + row * ld, columns, [&](int64_t at) {
-        const Vec product(products[at / kLanes]);
-        return sums == nullptr
-            ? product
-            : Vec::loadu(sums + row * kPanelCols + at) + product;
-      });
+    template <int64_t registers>
+    MOE_AVX512_BF16_TARGET C10_ALWAYS_INLINE void finish(
+        int64_t row,
+        const __m512 (&products)[registers]) const {
+      __m512 out[registers];
+      MOE_UNROLL
+      for (int64_t j = 0; j < registers; ++j) {
+        out[j] = sums == nullptr
+            ? products[j]
+            : _mm512_add_ps(
+                  _mm512_loadu_ps(sums + row * kPanelCols + j * kLanes),
+                  products[j]);
+      }
+      moe_vector::store_registers(data + row * ld, columns, out);
     }
   };
 

@@ -159,7 +159,7 @@ class ForwardPass {
   // H, and A as the operand of the second GEMM, which has pairs of units as the
   // tile does: nothing is transposed but H.
   template <Activation kind>
-  void activate_pairs(
+  MOE_AVX512_BF16_TARGET void activate_pairs(
       const Block& block,
       int64_t panel,
       int64_t m0,

@@ -10,15 +10,6 @@
 #include <algorithm>
 #include <type_traits>
 
-// The files of a capability are compiled for AVX512; only functions of this target
-// may hold instructions of AVX512-BF16.
-#if defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 11)
-#define MOE_HAS_AVX512_BF16
-#define MOE_AVX512_BF16_TARGET __attribute__((target("avx512bf16")))
-#else
-#define MOE_AVX512_BF16_TARGET
-#endif
-
 // The sums of a product are registers only if the loops over them are unrolled.
 #if defined(__clang__)
 #define MOE_UNROLL _Pragma("unroll")
@@ -64,6 +55,34 @@ add_product(__m512 sum, __m512 a, __m512 b) {
 #else
     TORCH_INTERNAL_ASSERT(false, "see is_eligible");
 #endif
+  }
+}
+
+// Stores the first n floats of the registers, rounded to scalar_t.
+template <typename scalar_t, int64_t registers>
+MOE_AVX512_BF16_TARGET C10_ALWAYS_INLINE void
+store_registers(scalar_t* dst, int64_t n, const __m512 (&from)[registers]) {
+  using moe_avx512::kLanes;
+  using moe_avx512::Vec;
+  if constexpr (std::is_same_v<scalar_t, BFloat16>) {
+    static_assert(registers % 2 == 0);
+    MOE_UNROLL
+    for (int64_t j = 0; j < registers; j += 2) {
+      const auto left = std::clamp<int64_t>(n - j * kLanes, 0, 2 * kLanes);
+      _mm512_mask_storeu_epi16(
+          dst + j * kLanes,
+          static_cast<__mmask32>((uint64_t{1} << left) - 1),
+          moe_avx512::round_two(from[j], from[j + 1]));
+    }
+  } else if constexpr (std::is_same_v<scalar_t, float>) {
+    MOE_UNROLL
+    for (int64_t j = 0; j < registers; ++j) {
+      Vec(from[j]).store(
+          dst + j * kLanes, std::clamp<int64_t>(n - j * kLanes, 0, kLanes));
+    }
+  } else {
+    moe_avx512::store_row(
+        dst, n, [&](int64_t j) { return Vec(from[j / kLanes]); });
   }
 }
 
