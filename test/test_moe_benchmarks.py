@@ -147,10 +147,21 @@ class TestCpuOps(TestCase):
             bounds.compulsory_bytes(row, 3), 4 * (3 * 3 * D * F + 2 * T * D)
         )
         operands = shapes.make_operands(row)
-        bound = bounds.bound(row, operands)
+        bound = bounds.Bound(row, operands)
+        measured = bound.rates(0)
+        self.assertTrue(all(rate > 0 for rate in measured), measured)
+        compute, memory = bound.seconds(1e9, 2e9)
+        self.assertEqual(compute, bounds.flops(row) / 1e9)
         self.assertEqual(
-            bound["milliseconds"],
-            max(bound["compute_milliseconds"], bound["memory_milliseconds"]),
+            memory, bounds.compulsory_bytes(row, bounds.hit_experts(operands)) / 2e9
+        )
+        # Medians of the rounds' rates.
+        entry = bound.as_json([(1e9, 1e9), (2e9, 1e9), (9e9, 1e9)])
+        self.assertEqual(entry["compute_milliseconds"], 1e3 * compute / 2)
+        self.assertEqual(entry["memory_milliseconds"], 1e3 * memory * 2)
+        self.assertEqual(
+            entry["milliseconds"],
+            max(entry["compute_milliseconds"], entry["memory_milliseconds"]),
         )
 
     def test_rows_are_the_same_every_time(self):

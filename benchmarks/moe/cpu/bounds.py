@@ -1,15 +1,16 @@
 """A fair lower bound on the time of a row: arithmetic at the rate of at::mm, bytes at that of memory.
 
-The rate of at::mm is measured in this run on the row's own matrices: as many rows as an expert has
-on average, with operands and result in the cache and nothing allocated. The bytes are those no
-implementation can do without: the weights of the experts that are hit, input and output, and for a
-backward the pre-activation there and back and the gradients.
+The rate of at::mm is measured on the row's own matrices: as many rows as an expert has on average,
+with operands and result in the cache and nothing allocated. The bytes are those no implementation
+can do without: the weights of the experts that are hit, input and output, and for a backward the
+pre-activation there and back and the gradients. Both rates are measured in every round of a row,
+so that what slows the machine down slows the bound down with the forms.
 """
 
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,14 +32,12 @@ def _median_seconds(function: Callable[[], object], budget: float) -> float:
 
 
 @functools.cache
-def stream_bytes_per_second() -> float:
-    """Memory bandwidth: the faster of reading and copying."""
+def _stream() -> tuple[Callable[[], object], Callable[[], object]]:
+    """Reading STREAM_BYTES, and copying half of them, which moves as many."""
     source = torch.ones(STREAM_BYTES // 4)
-    read = STREAM_BYTES / _median_seconds(source.sum, 0.5)
     half = source[: len(source) // 2]
     target = torch.empty_like(half)
-    copy = STREAM_BYTES / _median_seconds(lambda: target.copy_(half), 0.5)
-    return max(read, copy)
+    return source.sum, lambda: target.copy_(half)
 
 
 def products(row: Row, rows: int) -> list[tuple[int, int, int]]:
@@ -61,10 +60,9 @@ def _transposed(row: Row) -> list[tuple[bool, bool]]:
     return forward + [(False, False), (False, False), (True, False), (True, False)]
 
 
-@functools.cache
-def _mm_seconds(
+def _mm(
     m: int, k: int, n: int, transposed: tuple[bool, bool], dtype: torch.dtype
-) -> float:
+) -> Callable[[], object]:
     def matrix(rows: int, columns: int, as_view: bool) -> Tensor:
         if as_view:
             return torch.randn(columns, rows).to(dtype).t()
@@ -72,22 +70,12 @@ def _mm_seconds(
 
     a, b = matrix(m, k, transposed[0]), matrix(k, n, transposed[1])
     out = torch.empty(m, n, dtype=dtype)
-    return _median_seconds(lambda: torch.mm(a, b, out=out), 0.1)
+    return lambda: torch.mm(a, b, out=out)
 
 
 def flops(row: Row) -> int:
     """Of all products of a layer."""
     return 2 * sum(m * k * n for m, k, n in products(row, row.case.rows))
-
-
-def mm_flops_per_second(row: Row) -> tuple[float, int]:
-    """Rate of at::mm on the products of an average expert, and that expert's rows."""
-    rows = max(1, round(row.case.rows / row.case.num_experts))
-    seconds = sum(
-        _mm_seconds(*mkn, transposed, row.dtype)
-        for mkn, transposed in zip(products(row, rows), _transposed(row))
-    )
-    return 2 * sum(m * k * n for m, k, n in products(row, rows)) / seconds, rows
 
 
 def hit_experts(operands: Operands) -> float:
@@ -108,20 +96,55 @@ def compulsory_bytes(row: Row, hits: float) -> float:
     return elements * row.dtype.itemsize
 
 
-def bound(row: Row, operands: Operands) -> dict[str, object]:
-    """The bound of a row, as its JSON has it; times are of all layers of a call."""
-    rate, rows = mm_flops_per_second(row)
-    hits, bandwidth = hit_experts(operands), stream_bytes_per_second()
-    compute = row.layers * flops(row) / rate
-    memory = row.layers * compulsory_bytes(row, hits) / bandwidth
-    return {
-        "milliseconds": 1e3 * max(compute, memory),
-        "limited_by": "compute" if compute >= memory else "memory",
-        "compute_milliseconds": 1e3 * compute,
-        "memory_milliseconds": 1e3 * memory,
-        "gflop": row.layers * flops(row) / 1e9,
-        "mm_tflops": rate / 1e12,
-        "mm_rows": rows,
-        "hit_experts": hits,
-        "stream_gb_per_second": bandwidth / 1e9,
-    }
+class Bound:
+    """The bound of a row; times are of all layers of a call.
+
+    Attributes:
+        rows: of an average expert.
+    """
+
+    def __init__(self, row: Row, operands: Operands):
+        self.row = row
+        self.rows = max(1, round(row.case.rows / row.case.num_experts))
+        self.hits = hit_experts(operands)
+        self._products = products(row, self.rows)
+        self._mm = [
+            _mm(*mkn, transposed, row.dtype)
+            for mkn, transposed in zip(self._products, _transposed(row))
+        ]
+        self._stream = _stream()
+
+    def rates(self, budget: float = 0.02) -> tuple[float, float]:
+        """FLOPs and bytes per second now.
+
+        Args:
+            budget: seconds for each product and each way to stream, or 3 calls of it.
+        """
+        seconds = sum(_median_seconds(product, budget) for product in self._mm)
+        work = 2 * sum(m * k * n for m, k, n in self._products)
+        stream = min(_median_seconds(function, budget) for function in self._stream)
+        return work / seconds, STREAM_BYTES / stream
+
+    def seconds(self, mm_rate: float, stream_rate: float) -> tuple[float, float]:
+        """Of arithmetic and of bytes, at these rates."""
+        layers = self.row.layers
+        return (
+            layers * flops(self.row) / mm_rate,
+            layers * compulsory_bytes(self.row, self.hits) / stream_rate,
+        )
+
+    def as_json(self, rates: Sequence[tuple[float, float]]) -> dict[str, object]:
+        """What a row of the JSON says of its bound, by the medians of the rates."""
+        mm_rate, stream_rate = map(statistics.median, zip(*rates))
+        compute, memory = self.seconds(mm_rate, stream_rate)
+        return {
+            "milliseconds": 1e3 * max(compute, memory),
+            "limited_by": "compute" if compute >= memory else "memory",
+            "compute_milliseconds": 1e3 * compute,
+            "memory_milliseconds": 1e3 * memory,
+            "gflop": self.row.layers * flops(self.row) / 1e9,
+            "mm_tflops": mm_rate / 1e12,
+            "mm_rows": self.rows,
+            "hit_experts": self.hits,
+            "stream_gb_per_second": stream_rate / 1e9,
+        }

@@ -107,7 +107,9 @@ def _as_json(values: Spread, digits: int) -> dict[str, float]:
 
 
 def interleaved(
-    runners: dict[str, Callable[[], None]], rounds: dict[str, int]
+    runners: dict[str, Callable[[], None]],
+    rounds: dict[str, int],
+    on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Seconds of every call. In a round each form runs once; the first one rotates.
 
@@ -116,6 +118,7 @@ def interleaved(
     """
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for i in range(max(rounds.values())):
+        on_round()
         names = [name for name in runners if i < rounds[name]]
         for name in names[i % len(names) :] + names[: i % len(names)]:
             start = time.perf_counter()
@@ -186,7 +189,6 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
     copies = row.case.rows * stored // row.case.num_experts
     without = left_out(row, copies, hits, stored)
     runners, entries = _checked_runners(row, operands, settings, without)
-    row_bound = bounds.bound(row, operands)
     rounds = {}
     for name, runner in runners.items():
         entries[name]["saved_bytes"] = runner.saved_bytes()
@@ -195,7 +197,9 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
         warm_up = time.perf_counter() - start
         rounds[name] = _rounds(name, entries[name], warm_up, settings)
     rounds[OURS] = max(rounds.values())
-    seconds = interleaved(runners, rounds)
+    row_bound = bounds.Bound(row, operands)
+    rates = []
+    seconds = interleaved(runners, rounds, lambda: rates.append(row_bound.rates()))
     for name, values in seconds.items():
         entry = entries[name]
         entry["rounds"] = len(values)
@@ -210,7 +214,10 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
             }
     eager = [n for n, e in entries.items() if e["kind"] == "eager" and n != OURS]
     best = min(eager, key=lambda n: entries[n]["milliseconds"]["median"])
-    ours = entries[OURS]["milliseconds"]["median"]
+    shares = [
+        max(row_bound.seconds(*rate)) / ours
+        for rate, ours in zip(rates, seconds[OURS], strict=True)
+    ]
     return {
         "id": row.id,
         "shape": row.shape(),
@@ -222,8 +229,8 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
         "gradient_bytes": stored if row.backward else 0,
         "best_eager_peer": best,
         "ratio": entries[best]["ratio_to_ours"],
-        "of_bound": round(row_bound["milliseconds"] / ours, 4),
-        "bound": row_bound,
+        "of_bound": round(spread(shares).median, 4),
+        "bound": row_bound.as_json(rates),
         "forms": entries,
         "left_out": without,
     }
