@@ -10,8 +10,10 @@ import contextlib
 import os
 import subprocess
 import sys
+import unittest
 
 import torch
+from torch.profiler import profile
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -78,6 +80,36 @@ def large_operands(shape, dtype, transposed):
     return (x, w_in, w_out, weights, indices), grad_out
 
 
+def large_args(shape, dtype, transposed):
+    """Arguments of _moe_mlp, and a gradient."""
+    (x, w_in, w_out, weights, indices), grad_out = large_operands(
+        shape, dtype, transposed
+    )
+    plan = moe_permutation_reference(indices, 3)
+    args = (x, w_in, w_out, plan.offs, weights, plan.row_slots, plan.slot_rows)
+    return args, grad_out
+
+
+def allocated_bytes(dtype, portable=False):
+    """What _moe_mlp allocates, which tells the kernels apart: their results may be the same bits."""
+    args, _ = large_args((90, 300, 24), dtype, False)
+    with kernel(portable), profile(profile_memory=True) as profiler:
+        _moe_mlp(*args)
+    events = profiler.profiler.kineto_results.events()
+    return sum(max(0, e.nbytes()) for e in events if e.name() == "[memory]")
+
+
+def run_python(*args, **env):
+    # Not run_tests(): where the environment says CI it wants xmlrunner, which pytest does not.
+    return subprocess.run(
+        [sys.executable, *args],
+        env={**os.environ, **env},
+        cwd=os.path.dirname(os.path.abspath(__file__)),
+        capture_output=True,
+        text=True,
+    )
+
+
 class TestMoeMlpKernels(TestCase):
     @all_cases
     @all_dtypes
@@ -110,6 +142,24 @@ class TestMoeMlpKernels(TestCase):
         finally:
             torch.set_num_threads(threads)
         self.assertEqual(many, other, rtol=0, atol=0)
+
+    @level_2_dtypes
+    @both_kernels
+    @parametrize("shape", [(200, 70, 45), (1300, 72, 40), (600, 24, 1300)])
+    @parametrize("transposed", [False, True])
+    def test_thread_count_large(self, dtype, portable, shape, transposed):
+        """Where the number of threads decides how rows are cut and how much is packed at once."""
+        args, grad_out = large_args(shape, dtype, transposed)
+        threads = torch.get_num_threads()
+        try:
+            results = []
+            for count in (1, 2, 3, 8):
+                torch.set_num_threads(count)
+                results.append(run_op(args, grad_out, portable))
+        finally:
+            torch.set_num_threads(threads)
+        for other in results[1:]:
+            self.assertEqual(other, results[0], rtol=0, atol=0)
 
     @all_cases
     @level_2_dtypes
@@ -148,9 +198,7 @@ class TestMoeMlpKernels(TestCase):
     def test_large_reference(self, dtype, portable, shape, transposed):
         """More rows than one step of a weight gradient, depth that is cut, and activations that
         are too many to pack at once."""
-        args, grad_out = large_operands(shape, dtype, transposed)
-        plan = moe_permutation_reference(args[4], 3)
-        args = (*args[:3], plan.offs, args[3], plan.row_slots, plan.slot_rows)
+        args, grad_out = large_args(shape, dtype, transposed)
         output, preact, grads = run_op(args, grad_out, portable)
         expected, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
         check_close(output, expected[0], unfused[0], dtype, "output")
@@ -184,19 +232,65 @@ class TestMoeMlpKernels(TestCase):
             expected = [result[:count] for result in every]
             self.assertEqual(list(run_first(count)), expected, rtol=0, atol=0)
 
+    def check_in_subprocess(self, tests, **env):
+        run = run_python("-m", "pytest", "-q", __file__, "-k", tests, **env)
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+        self.assertRegex(run.stdout, r"\d\d passed")
+
     @parametrize("isa", ["AVX512_CORE_BF16", "AVX512_CORE"])
     def test_less_than_amx(self, isa):
         """What a CPU without AMX runs, and one without AVX512-BF16: the limit makes such."""
-        # Not run_tests(): where the environment says CI it wants xmlrunner, which pytest does not.
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", __file__]
-            + ["-k", "bfloat16 and (large_reference or other_tokens)"],
-            env={**os.environ, "ONEDNN_MAX_CPU_ISA": isa},
-            capture_output=True,
-            text=True,
+        self.check_in_subprocess(
+            "bfloat16 and (large_reference or other_tokens)", ONEDNN_MAX_CPU_ISA=isa
         )
-        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
-        self.assertRegex(run.stdout, r"\d\d passed")
+
+    @unittest.skipIf(
+        torch.backends.cpu.get_cpu_capability() != "AVX512",
+        "the portable kernel is the only one without AVX512",
+    )
+    @parametrize(
+        "name,isa,kernels",
+        [
+            # Kernels of bfloat16 and float32; which one bfloat16 has without a limit
+            # depends on the CPU.
+            subtest(("ONEDNN_MAX_CPU_ISA", "ALL", (None, "avx512")), name="all"),
+            subtest(
+                ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", ("portable", "avx512")),
+                name="avx512",
+            ),
+            subtest(
+                ("ONEDNN_MAX_CPU_ISA", "avx2", ("portable", "portable")), name="avx2"
+            ),
+            subtest(
+                ("DNNL_MAX_CPU_ISA", "AVX2", ("portable", "portable")), name="old_name"
+            ),
+        ],
+    )
+    def test_choice_of_kernel(self, name, isa, kernels):
+        """Both switches choose the kernel."""
+        dtypes = (torch.bfloat16, torch.float32)
+        portable = [allocated_bytes(dtype, portable=True) for dtype in dtypes]
+        self.assertNotEqual(allocated_bytes(torch.float32), portable[1])
+        code = (
+            "import torch, test_moe_mlp_kernels as t; "
+            "print(*map(t.allocated_bytes, (torch.bfloat16, torch.float32)))"
+        )
+        run = run_python("-c", code, **{name: isa})
+        self.assertEqual(run.returncode, 0, run.stderr)
+        found = [int(word) for word in run.stdout.split()[-2:]]
+        for dtype, got, plain, expected in zip(dtypes, found, portable, kernels):
+            if expected is not None:
+                self.assertEqual(got == plain, expected == "portable", f"{dtype}")
+
+    @parametrize("capability", ["avx2", "default"])
+    def test_portable_builds(self, capability):
+        """The portable kernel as compiled for CPUs without AVX512."""
+        env = {"ATEN_CPU_CAPABILITY": capability}
+        code = "import torch, test_moe_mlp_kernels as t; t.allocated_bytes(torch.float32)"
+        run = run_python("-c", code, **env)
+        if "DispatchStub" in run.stderr:
+            self.skipTest(f"this torch has no kernels for {capability}: a host build")
+        self.check_in_subprocess("portable_False and large_reference", **env)
 
 
 instantiate_parametrized_tests(TestMoeMlpKernels)

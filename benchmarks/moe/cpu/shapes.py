@@ -83,7 +83,7 @@ def _training_rows() -> list[Row]:
     for shape in ((2048, 1024, 512, 32, 4), (2048, 1536, 256, 128, 8)):
         case = _case("-".join(map(str, shape)), *shape)
         rows += [
-            Row(case.name, case, dtype, b, compiled=b and dtype == torch.bfloat16)
+            Row(case.name, case, dtype, b, compiled=dtype == torch.bfloat16)
             for dtype in (torch.bfloat16, torch.float32)
             for b in _PASSES
         ]

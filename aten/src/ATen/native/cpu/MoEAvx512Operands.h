@@ -620,15 +620,15 @@ inline Tensor contiguous_or_undefined(const Tensor& x) {
 
 // Whether these kernels take a call. Otherwise the portable kernel does:
 // float64, empty matrices, bfloat16 on a CPU or from a compiler without AVX512-BF16,
-// and where torch.backends.mkldnn is disabled, the switch with which one asks for
-// plain kernels on CPU.
+// where ONEDNN_MAX_CPU_ISA forbids the instructions, and where torch.backends.mkldnn
+// is disabled, the switch with which one asks for plain kernels on CPU.
 inline bool is_eligible(const moe::MLPInputs& in) {
   const auto dtype = in.input.scalar_type();
   return (dtype == kFloat || dtype == kHalf ||
           (dtype == kBFloat16 && moe_vector::kHasBFloat16 &&
            moe_cpu::has_avx512_bf16())) &&
-      at::globalContext().userEnabledMkldnn() && in.w_out.size(1) > 0 &&
-      in.w_out.size(2) > 0;
+      moe_cpu::may_use_avx512() && at::globalContext().userEnabledMkldnn() &&
+      in.w_out.size(1) > 0 && in.w_out.size(2) > 0;
 }
 
 // Calls fn with a zero of the dtype, which is one of is_eligible's.

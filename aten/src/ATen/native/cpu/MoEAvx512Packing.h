@@ -34,7 +34,7 @@ constexpr int64_t kLanes = Vec::size();
 constexpr int64_t kPanelCols = 64;
 
 // Type of the packed GEMM operands. float16 has no product that is summed in fp32
-// and is multiplied as such.
+// and is multiplied as float32.
 template <typename scalar_t>
 using compute_type =
     std::conditional_t<std::is_same_v<scalar_t, BFloat16>, BFloat16, float>;

@@ -138,12 +138,17 @@ inline std::vector<Block> make_blocks(
 // free memory back: after a pause a step was a quarter slower with them. Only a
 // hint: failing (an older kernel) changes nothing.
 inline void map_pages(void* data, int64_t bytes) {
+#ifdef __linux__
 #ifdef MADV_POPULATE_WRITE
+  constexpr int populate_write = MADV_POPULATE_WRITE;
+#else
+  constexpr int populate_write = 23; // Linux 5.14, glibc 2.35
+#endif
   constexpr uintptr_t page = 4096;
   const auto begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
   const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
   if (begin < end) {
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);
+    madvise(reinterpret_cast<void*>(begin), end - begin, populate_write);
   }
 #endif
 }

@@ -1,8 +1,8 @@
 #pragma once
 
-// Products in AVX512 registers for the kernels of _moe_mlp. They run at the rate of
-// cpublas::brgemm, but nothing is generated, a finished row is handed over while it is
-// in registers, and what will be read next from memory is asked for in between.
+// Products in AVX512 registers for the kernels of _moe_mlp, in place of cpublas::brgemm:
+// nothing is generated, a finished row is handed over while it is in registers, and what
+// will be read next from memory is asked for in between.
 
 #include <ATen/cpu/vec/vec.h>
 #include <ATen/native/cpu/MoEAvx512Packing.h>
