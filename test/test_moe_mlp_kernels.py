@@ -286,7 +286,9 @@ class TestMoeMlpKernels(TestCase):
     def test_portable_builds(self, capability):
         """The portable kernel as compiled for CPUs without AVX512."""
         env = {"ATEN_CPU_CAPABILITY": capability}
-        code = "import torch, test_moe_mlp_kernels as t; t.allocated_bytes(torch.float32)"
+        code = (
+            "import torch, test_moe_mlp_kernels as t; t.allocated_bytes(torch.float32)"
+        )
         run = run_python("-c", code, **env)
         if "DispatchStub" in run.stderr:
             self.skipTest(f"this torch has no kernels for {capability}: a host build")

@@ -1,0 +1,72 @@
+# Owner(s): ["module: nn"]
+"""The backward of grouped_mm with gradients that have neither dense rows nor dense columns."""
+
+import torch
+import torch.nn.functional as F
+from torch.testing._internal.common_device_type import (
+    instantiate_device_type_tests,
+    onlyOn,
+)
+from torch.testing._internal.common_utils import parametrize, run_tests, TestCase
+
+
+G, M, K, N = 4, 64, 32, 48
+SHAPES = {
+    "2d_3d": ((M, K), (G, K, N)),
+    "3d_3d": ((G, M, K), (G, K, N)),
+    "2d_2d": ((K, M), (M, N)),
+    "3d_2d": ((G, N, K), (K, M)),
+}
+
+
+def loop(mat_a, mat_b, layout, size=M // G):
+    """grouped_mm with groups of one size."""
+    if layout == "3d_3d":
+        return mat_a @ mat_b
+    spans = [slice(g * size, (g + 1) * size) for g in range(G)]
+    if layout == "2d_2d":
+        return torch.stack([mat_a[:, s] @ mat_b[s] for s in spans])
+    if layout == "2d_3d":
+        return torch.cat([mat_a[s] @ b for s, b in zip(spans, mat_b)])
+    return torch.cat([a @ mat_b[:, s] for s, a in zip(spans, mat_a)], dim=1)
+
+
+def gradient(kind, out):
+    if kind == "expanded":
+        return torch.ones((), dtype=out.dtype, device=out.device).expand(out.shape)
+    if kind == "expanded_rows":
+        return torch.randn_like(out[..., :1, :]).expand(out.shape)
+    wide = torch.randn(*out.shape, 2, dtype=out.dtype, device=out.device)
+    return wide[..., 0]  # every other element
+
+
+class TestGroupedMMGradient(TestCase):
+    @onlyOn(["cpu", "cuda"])
+    @parametrize("layout", list(SHAPES))
+    @parametrize("kind", ("expanded", "expanded_rows", "every_other"))
+    @parametrize("transposed", (False, True))
+    def test_strides(self, device, layout, kind, transposed):
+        torch.manual_seed(0)
+        leaves = []
+        for shape in SHAPES[layout]:
+            leaf = torch.randn(shape, dtype=torch.bfloat16, device=device)
+            if transposed:
+                leaf = leaf.transpose(-2, -1).contiguous().transpose(-2, -1)
+            leaves.append(leaf.requires_grad_())
+        offs = None
+        if layout != "3d_3d":
+            ends = range(M // G, M + 1, M // G)
+            offs = torch.tensor(ends, dtype=torch.int32, device=device)
+        out = F.grouped_mm(*leaves, offs=offs)
+        grad = gradient(kind, out)
+        actual = torch.autograd.grad(out, leaves, grad)
+        wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        expected = torch.autograd.grad(loop(*wide, layout), wide, grad.double())
+        for got, want in zip(actual, expected):
+            self.assertEqual(got.double(), want, atol=0.05, rtol=0.02)
+
+
+instantiate_device_type_tests(TestGroupedMMGradient, globals())
+
+if __name__ == "__main__":
+    run_tests()
