@@ -1,22 +1,28 @@
 # Owner(s): ["module: nn"]
-"""The backward of grouped_mm with gradients that have neither dense rows nor dense columns."""
+"""The backward of grouped_mm with gradients that are no operands of it as they are."""
 
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.common_cuda import SM80OrLater
 from torch.testing._internal.common_device_type import (
     instantiate_device_type_tests,
     onlyOn,
+    skipCUDAIf,
 )
 from torch.testing._internal.common_utils import parametrize, run_tests, TestCase
 
 
-G, M, K, N = 4, 64, 32, 48
-SHAPES = {
-    "2d_3d": ((M, K), (G, K, N)),
-    "3d_3d": ((G, M, K), (G, K, N)),
-    "2d_2d": ((K, M), (M, N)),
-    "3d_2d": ((G, N, K), (K, M)),
-}
+G, M, K = 4, 64, 32
+LAYOUTS = ("2d_3d", "3d_3d", "2d_2d", "3d_2d")
+
+
+def shapes(layout, n):
+    return {
+        "2d_3d": ((M, K), (G, K, n)),
+        "3d_3d": ((G, M, K), (G, K, n)),
+        "2d_2d": ((K, M), (M, n)),
+        "3d_2d": ((G, n, K), (K, M)),
+    }[layout]
 
 
 def loop(mat_a, mat_b, layout, size=M // G):
@@ -36,21 +42,30 @@ def gradient(kind, out):
         return torch.ones((), dtype=out.dtype, device=out.device).expand(out.shape)
     if kind == "expanded_rows":
         return torch.randn_like(out[..., :1, :]).expand(out.shape)
+    if kind == "narrowed":  # unaligned, as from the backward of cat()
+        size = (*out.shape[:-1], out.shape[-1] + 3)
+        wide = torch.randn(size, dtype=out.dtype, device=out.device)
+        return wide[..., 3:]
+    if kind == "contiguous":
+        return torch.randn(out.shape, dtype=out.dtype, device=out.device)
     wide = torch.randn(*out.shape, 2, dtype=out.dtype, device=out.device)
     return wide[..., 0]  # every other element
 
 
 class TestGroupedMMGradient(TestCase):
     @onlyOn(["cpu", "cuda"])
-    @parametrize("layout", list(SHAPES))
-    @parametrize("kind", ("expanded", "expanded_rows", "every_other"))
-    @parametrize("transposed", (False, True))
-    def test_strides(self, device, layout, kind, transposed):
+    @skipCUDAIf(not SM80OrLater, "Grouped gemm supported only on SM80 or greater")
+    @parametrize("layout", LAYOUTS)
+    @parametrize(
+        "kind", ("contiguous", "expanded", "expanded_rows", "every_other", "narrowed")
+    )
+    @parametrize("n", (48, 10))
+    def test_strides(self, device, layout, kind, n):
         torch.manual_seed(0)
         leaves = []
-        for shape in SHAPES[layout]:
+        for shape in shapes(layout, n):
             leaf = torch.randn(shape, dtype=torch.bfloat16, device=device)
-            if transposed:
+            if shape[-1] == n:  # columns of 16 bytes, whatever n is
                 leaf = leaf.transpose(-2, -1).contiguous().transpose(-2, -1)
             leaves.append(leaf.requires_grad_())
         offs = None

@@ -135,6 +135,16 @@ def batch_normalised(x, indices, weights, w_in, w_out, **kwargs):
     return F.moe_mlp(x / scale, indices, weights, w_in * scale, w_out, **kwargs)
 
 
+def split_over_threads(x, indices, weights, w_in, w_out, **kwargs):
+    """Every thread multiplies its share of the hidden units, and the shares are summed."""
+    hidden, output = w_out.shape[2], 0
+    for units in torch.arange(hidden).tensor_split(torch.get_num_threads()):
+        gates_and_ups = w_in[:, torch.cat([units, hidden + units])]
+        share = (gates_and_ups, w_out[:, :, units])
+        output = output + F.moe_mlp(x, indices, weights, *share, **kwargs)
+    return output
+
+
 def synchronising(op, *args, **kwargs):
     """Asks the host how many rows are in use, as loops over experts do."""
     for arg in args:
@@ -239,33 +249,41 @@ class TestMoeInvariants(TestCase):
         self.check_same_bits(moe_mlp)
         self.assertBreaks(self.check_same_bits, AtomicCombine())
 
-    def check_independence(self, mlp, dtype):
-        """A token's y, dX and d(topk_weights) ignore its neighbours and the threads."""
+    def run_tokens(self, mlp, dtype, tokens=slice(None)):
+        """y, dX and d(topk_weights) of some of the tokens of a case."""
         case = MoeCase("alone", 96, 40, 56, num_experts=4, top_k=2, routing="zipf")
         ops = case.operands(dtype, requires_grad=True)
+        x, weights = ops.input[tokens], ops.topk_weights[tokens]
+        out = mlp(x, ops.topk_indices[tokens], weights, ops.w_in, ops.w_out)
+        grads = torch.autograd.grad(out, (x, weights), ops.grad_out[tokens])
+        return out.detach(), *grads
 
-        def run(tokens):
-            x, weights = ops.input[tokens], ops.topk_weights[tokens]
-            out = mlp(x, ops.topk_indices[tokens], weights, ops.w_in, ops.w_out)
-            grads = torch.autograd.grad(out, (x, weights), ops.grad_out[tokens])
-            return out.detach(), *grads
-
-        everyone = run(slice(None))
+    def check_neighbours(self, mlp, dtype):
+        """A token's results ignore the other tokens."""
+        everyone = self.run_tokens(mlp, dtype)
         for tokens in (slice(0, 1), slice(3, 5), slice(10, 17), slice(1, 96, 7)):
             expected = tuple(t[tokens] for t in everyone)
-            self.assertEqual(run(tokens), expected, rtol=0, atol=0)
+            actual = self.run_tokens(mlp, dtype, tokens)
+            self.assertEqual(actual, expected, rtol=0, atol=0)
+
+    def check_threads(self, mlp, dtype):
+        """A token's results ignore the number of threads."""
+        everyone = self.run_tokens(mlp, dtype)
         threads = torch.get_num_threads()
         try:
             for count in (1, 3):
                 torch.set_num_threads(count)
-                self.assertEqual(run(slice(None)), everyone, rtol=0, atol=0)
+                actual = self.run_tokens(mlp, dtype)
+                self.assertEqual(actual, everyone, rtol=0, atol=0)
         finally:
             torch.set_num_threads(threads)
 
     @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     def test_independence_on_cpu(self, dtype):
-        self.check_independence(moe_mlp, dtype)
-        self.assertBreaks(self.check_independence, batch_normalised, dtype)
+        self.check_neighbours(moe_mlp, dtype)
+        self.check_threads(moe_mlp, dtype)
+        self.assertBreaks(self.check_neighbours, batch_normalised, dtype)
+        self.assertBreaks(self.check_threads, split_over_threads, dtype)
 
     # 5. No host sync
 

@@ -7,7 +7,6 @@ pre-activation there and back and the gradients. Both rates are measured in ever
 so that what slows the machine down slows the bound down with the forms.
 """
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,6 @@ def _median_seconds(function: Callable[[], object], budget: float) -> float:
     return statistics.median(seconds)
 
 
-@functools.cache
 def _stream() -> tuple[Callable[[], object], Callable[[], object]]:
     """Reading STREAM_BYTES, and copying half of them, which moves as many."""
     source = torch.ones(STREAM_BYTES // 4)
@@ -120,9 +118,9 @@ class Bound:
         Args:
             budget: seconds for each product and each way to stream, or 3 calls of it.
         """
+        stream = min(_median_seconds(function, budget) for function in self._stream)
         seconds = sum(_median_seconds(product, budget) for product in self._mm)
         work = 2 * sum(m * k * n for m, k, n in self._products)
-        stream = min(_median_seconds(function, budget) for function in self._stream)
         return work / seconds, STREAM_BYTES / stream
 
     def seconds(self, mm_rate: float, stream_rate: float) -> tuple[float, float]:

@@ -213,7 +213,7 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
                 "confidence": round(confidence, 4),
             }
     eager = [n for n, e in entries.items() if e["kind"] == "eager" and n != OURS]
-    best = min(eager, key=lambda n: entries[n]["milliseconds"]["median"])
+    best = min(eager, key=lambda n: entries[n]["ratio_to_ours"]["median"])
     shares = [
         max(row_bound.seconds(*rate)) / ours
         for rate, ours in zip(rates, seconds[OURS], strict=True)

@@ -39,7 +39,7 @@ constexpr int64_t kStep = 512;
 // bounds our products too, does not forbid it.
 inline bool is_available() {
   static const bool available = moe_cpu::has_instructions("amx_bf16") &&
-      moe_cpu::may_use({"AMX"}) && at::cpu::init_amx();
+      moe_cpu::may_use_amx() && at::cpu::init_amx();
   return available;
 }
 

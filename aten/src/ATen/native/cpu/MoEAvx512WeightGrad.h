@@ -329,14 +329,26 @@ class WeightGrad {
         // While the product is still in cache.
         const int64_t n = std::min(kPanelCols, step.width - j);
         for (const auto l : c10::irange(m)) {
-          const float* from = sums + l * kPanelCols;
-          store_row(
-              line(block, step.i0 + i + l) + step.j0 + j, n, [&](int64_t at) {
-                return Vec::loadu(from + at);
-              });
+          store_line(
+              line(block, step.i0 + i + l) + step.j0 + j,
+              n,
+              sums + l * kPanelCols);
         }
       }
     }
+  }
+
+  // n of the kPanelCols floats from `sums` on.
+  MOE_AVX512_BF16_TARGET static void store_line(
+      scalar_t* dst,
+      int64_t n,
+      const float* sums) {
+    __m512 out[kPanelCols / kLanes];
+    MOE_UNROLL
+    for (int64_t j = 0; j < kPanelCols / kLanes; ++j) {
+      out[j] = _mm512_loadu_ps(sums + j * kLanes);
+    }
+    moe_vector::store_registers(dst, n, out);
   }
 
   // Writes the gradient's rows from the registers of a product. Their memory is asked
