@@ -147,7 +147,7 @@ class TestCpuOps(TestCase):
             bounds.compulsory_bytes(row, 3), 4 * (3 * 3 * D * F + 2 * T * D)
         )
         operands = shapes.make_operands(row)
-        bound = bounds.Bound(row, operands)
+        bound = bounds.Bound(row, operands, stream_bytes=1 << 26)
         measured = bound.rates(0)
         self.assertTrue(all(rate > 0 for rate in measured), measured)
         compute, memory = bound.seconds(1e9, 2e9)

@@ -261,7 +261,6 @@ class TestMoeMlpKernels(TestCase):
         [
             # Kernels of bfloat16 and float32; which one bfloat16 has without a limit
             # depends on the CPU.
-            subtest(("ONEDNN_MAX_CPU_ISA", "ALL", (None, "avx512")), name="all"),
             subtest(("ONEDNN_MAX_CPU_ISA", "other", (None, "avx512")), name="other"),
             subtest(
                 ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", ("portable", "avx512")),

@@ -63,7 +63,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def settings_of(args: argparse.Namespace) -> Settings:
     settings = Settings()
     if args.quick:
-        settings = Settings(rounds=3, seconds=1.0, compiled=False, tokens=10**6, experts=10**6)  # fmt: skip
+        settings = Settings(rounds=3, seconds=1.0, compiled=False, tokens=10**6, experts=10**6, stream_bytes=1 << 26)  # fmt: skip
     if args.rounds is not None:
         settings = settings._replace(rounds=args.rounds)
     if args.seconds is not None:

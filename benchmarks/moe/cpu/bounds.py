@@ -30,9 +30,9 @@ def _median_seconds(function: Callable[[], object], budget: float) -> float:
     return statistics.median(seconds)
 
 
-def _stream() -> tuple[Callable[[], object], Callable[[], object]]:
-    """Reading STREAM_BYTES, and copying half of them, which moves as many."""
-    source = torch.ones(STREAM_BYTES // 4)
+def _stream(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Reading so many bytes, and copying half of them, which moves as many."""
+    source = torch.ones(size // 4)
     half = source[: len(source) // 2]
     target = torch.empty_like(half)
     return source.sum, lambda: target.copy_(half)
@@ -97,11 +97,14 @@ def compulsory_bytes(row: Row, hits: float) -> float:
 class Bound:
     """The bound of a row; times are of all layers of a call.
 
+    Args:
+        stream_bytes: to measure the rate of memory with.
+
     Attributes:
         rows: of an average expert.
     """
 
-    def __init__(self, row: Row, operands: Operands):
+    def __init__(self, row: Row, operands: Operands, stream_bytes: int = STREAM_BYTES):
         self.row = row
         self.rows = max(1, round(row.case.rows / row.case.num_experts))
         self.hits = hit_experts(operands)
@@ -110,7 +113,8 @@ class Bound:
             _mm(*mkn, transposed, row.dtype)
             for mkn, transposed in zip(self._products, _transposed(row))
         ]
-        self._stream = _stream()
+        self.stream_bytes = stream_bytes
+        self._stream = _stream(stream_bytes)
 
     def rates(self, budget: float = 0.02) -> tuple[float, float]:
         """FLOPs and bytes per second now.
@@ -121,7 +125,7 @@ class Bound:
         stream = min(_median_seconds(function, budget) for function in self._stream)
         seconds = sum(_median_seconds(product, budget) for product in self._mm)
         work = 2 * sum(m * k * n for m, k, n in self._products)
-        return work / seconds, STREAM_BYTES / stream
+        return work / seconds, self.stream_bytes / stream
 
     def seconds(self, mm_rate: float, stream_rate: float) -> tuple[float, float]:
         """Of arithmetic and of bytes, at these rates."""

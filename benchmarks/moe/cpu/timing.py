@@ -23,6 +23,7 @@ class Settings(NamedTuple):
         compiled: with compiled peers.
         compile_seconds: a peer that compiles longer than this is left out.
         tokens, experts: of the sample that is checked.
+        stream_bytes: read to measure the rate of memory.
     """
 
     rounds: int = 15
@@ -31,6 +32,7 @@ class Settings(NamedTuple):
     compile_seconds: float = 90.0
     tokens: int = 48
     experts: int = 2
+    stream_bytes: int = bounds.STREAM_BYTES
 
 
 MIN_ROUNDS = 3
@@ -197,7 +199,7 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
         warm_up = time.perf_counter() - start
         rounds[name] = _rounds(name, entries[name], warm_up, settings)
     rounds[OURS] = max(rounds.values())
-    row_bound = bounds.Bound(row, operands)
+    row_bound = bounds.Bound(row, operands, settings.stream_bytes)
     rates = []
     seconds = interleaved(runners, rounds, lambda: rates.append(row_bound.rates()))
     for name, values in seconds.items():
