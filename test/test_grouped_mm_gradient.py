@@ -1,6 +1,8 @@
 # Owner(s): ["module: nn"]
 """The backward of grouped_mm with gradients that are no operands of it as they are."""
 
+from test_grouped_mm_cpu import LAYOUTS, loop
+
 import torch
 import torch.nn.functional as F
 from torch.testing._internal.common_cuda import SM80OrLater
@@ -13,7 +15,6 @@ from torch.testing._internal.common_utils import parametrize, run_tests, TestCas
 
 
 G, M, K = 4, 64, 32
-LAYOUTS = ("2d_3d", "3d_3d", "2d_2d", "3d_2d")
 
 
 def shapes(layout, n):
@@ -23,18 +24,6 @@ def shapes(layout, n):
         "2d_2d": ((K, M), (M, n)),
         "3d_2d": ((G, n, K), (K, M)),
     }[layout]
-
-
-def loop(mat_a, mat_b, layout, size=M // G):
-    """grouped_mm with groups of one size."""
-    if layout == "3d_3d":
-        return mat_a @ mat_b
-    spans = [slice(g * size, (g + 1) * size) for g in range(G)]
-    if layout == "2d_2d":
-        return torch.stack([mat_a[:, s] @ mat_b[s] for s in spans])
-    if layout == "2d_3d":
-        return torch.cat([mat_a[s] @ b for s, b in zip(spans, mat_b)])
-    return torch.cat([a @ mat_b[:, s] for s, a in zip(spans, mat_a)], dim=1)
 
 
 def gradient(kind, out):
@@ -76,7 +65,7 @@ class TestGroupedMMGradient(TestCase):
         grad = gradient(kind, out)
         actual = torch.autograd.grad(out, leaves, grad)
         wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-        expected = torch.autograd.grad(loop(*wide, layout), wide, grad.double())
+        expected = torch.autograd.grad(loop(*wide, offs), wide, grad.double())
         for got, want in zip(actual, expected):
             self.assertEqual(got.double(), want, atol=0.05, rtol=0.02)
 

@@ -14,6 +14,7 @@ from torch.testing._internal.common_moe import (
     call_native,
     nbytes,
     NoHostSyncMode,
+    num_threads,
     saved_bytes_bound,
     saved_for_backward,
     to_meta,
@@ -269,14 +270,10 @@ class TestMoeInvariants(TestCase):
     def check_threads(self, mlp, dtype):
         """A token's results ignore the number of threads."""
         everyone = self.run_tokens(mlp, dtype)
-        threads = torch.get_num_threads()
-        try:
-            for count in (1, 3):
-                torch.set_num_threads(count)
+        for count in (1, 3):
+            with num_threads(count):
                 actual = self.run_tokens(mlp, dtype)
-                self.assertEqual(actual, everyone, rtol=0, atol=0)
-        finally:
-            torch.set_num_threads(threads)
+            self.assertEqual(actual, everyone, rtol=0, atol=0)
 
     @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     def test_independence_on_cpu(self, dtype):

@@ -14,6 +14,7 @@ import unittest
 
 import torch
 from torch.profiler import profile
+from torch.testing._internal.common_moe import num_threads
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -142,12 +143,8 @@ class TestMoeMlpKernels(TestCase):
         args = case.operands(dtype, "cpu", bias=True).args()
         grad_out = torch.randn(args[0].shape).to(dtype)
         many = run_op(args, grad_out, portable)
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(3 if threads == 1 else 1)
+        with num_threads(3 if torch.get_num_threads() == 1 else 1):
             other = run_op(args, grad_out, portable)
-        finally:
-            torch.set_num_threads(threads)
         self.assertEqual(many, other, rtol=0, atol=0)
 
     @level_2_dtypes
@@ -157,16 +154,12 @@ class TestMoeMlpKernels(TestCase):
     def test_thread_count_large(self, dtype, portable, shape, transposed):
         """Where the number of threads decides how rows are cut and how much is packed at once."""
         args, grad_out = large_args(shape, dtype, transposed)
-        threads = torch.get_num_threads()
-        try:
-            results = []
-            for count in (1, 2, 3, 8):
-                torch.set_num_threads(count)
-                results.append(run_op(args, grad_out, portable))
-        finally:
-            torch.set_num_threads(threads)
-        for other in results[1:]:
-            self.assertEqual(other, results[0], rtol=0, atol=0)
+        with num_threads(1):
+            one = run_op(args, grad_out, portable)
+        for count in (2, 3, 8):
+            with num_threads(count):
+                other = run_op(args, grad_out, portable)
+            self.assertEqual(other, one, rtol=0, atol=0)
 
     @all_cases
     @level_2_dtypes

@@ -36,6 +36,17 @@ def to_meta(value):
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)
 
 
+@contextlib.contextmanager
+def num_threads(count: int):
+    """Runs ops inside with ``count`` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class NoHostSyncMode(TorchDispatchMode):
     """Raises on an op whose result, or whose shape, the host has to read from the data."""
 
