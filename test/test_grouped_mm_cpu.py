@@ -1,6 +1,8 @@
 # Owner(s): ["module: nn"]
 """The CPU kernel of grouped_mm: values, gradients, strides, offs, and its meta."""
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -178,6 +180,20 @@ class TestGroupedMMCPU(TestCase):
                 torch._grouped_mm(*args)
         with self.assertRaisesRegex(RuntimeError, "output dtype must match"):
             F.grouped_mm(mat_a, mat_b, offs=offs, out_dtype=torch.float32)
+
+    @parametrize("layout", LAYOUTS)
+    @parametrize("fake", (False, True))
+    def test_contraction_error(self, layout, fake):
+        # In 2d_2d the summed dimension is the one that offs divides, yet both have it.
+        mat_a, mat_b, offs = operands(layout, "left_over")
+        mat_b = mat_b[..., 1:, :]
+        with FakeTensorMode() if fake else contextlib.nullcontext() as mode:
+            if fake:
+                mat_a, mat_b = map(mode.from_tensor, (mat_a, mat_b))
+                offs = offs if offs is None else mode.from_tensor(offs)
+            message = f"must match, got {mat_a.shape[-1]} and {mat_a.shape[-1] - 1}"
+            with self.assertRaisesRegex(RuntimeError, message):
+                F.grouped_mm(mat_a, mat_b, offs=offs)
 
     @parametrize("layout", LAYOUTS)
     @parametrize("dtype", DTYPES)

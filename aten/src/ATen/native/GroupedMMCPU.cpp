@@ -12,8 +12,6 @@
 #include <ATen/ops/mm.h>
 #endif
 
-#include <algorithm>
-
 namespace at::native {
 
 namespace {
@@ -49,8 +47,7 @@ void check_grouped_mm_cpu_inputs(
       "d");
   const bool ragged = mat_a.dim() == 2 || mat_b.dim() == 2;
   TORCH_CHECK(
-      (mat_a.dim() == 2 && mat_b.dim() == 2) ||
-          mat_a.size(-1) == mat_b.size(-2),
+      mat_a.size(-1) == mat_b.size(-2),
       "contraction dimension of mat_a and mat_b must match, got ",
       mat_a.size(-1),
       " and ",
@@ -118,7 +115,7 @@ Tensor _grouped_mm_cpu(
   const bool b_is_2d = mat_b.dim() == 2;
   const int64_t length = !b_is_2d ? mat_a.size(0)
       : !a_is_2d                  ? mat_b.size(1)
-                                  : std::min(mat_a.size(1), mat_b.size(0));
+                                  : mat_a.size(1);
   const Tensor contiguous_offs = offs->contiguous();
   const auto ends = checked_group_ends(contiguous_offs, length);
   int64_t start = 0;
