@@ -33,7 +33,7 @@ T, K, E, D, H = 12, 2, 4, 8, 16
 TENSOR_PARALLEL = {"w_in": Shard(1), "w_out": Shard(2), "b_in": Shard(1)}
 
 
-def operands(gated=True, bias=True):
+def operands(gated=True, bias=True, hidden=H):
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
@@ -42,11 +42,14 @@ def operands(gated=True, bias=True):
     tensors = {
         "input": randn(T, D),
         "topk_weights": randn(T, K),
-        "w_in": randn(E, (2 if gated else 1) * H, D),
-        "w_out": randn(E, D, H),
+        "w_in": randn(E, (2 if gated else 1) * hidden, D),
+        "w_out": randn(E, D, hidden),
     }
     if bias:
-        tensors |= {"b_in": randn(E, (2 if gated else 1) * H), "b_out": randn(E, D)}
+        tensors |= {
+            "b_in": randn(E, (2 if gated else 1) * hidden),
+            "b_out": randn(E, D),
+        }
     topk_indices = torch.rand(T, E, generator=generator).topk(K).indices
     topk_indices[0, 0] = -1
     return tensors, topk_indices
@@ -65,9 +68,9 @@ class TestMoeDTensor(DTensorContinuousTestBase):
         }
         return distributed, distribute_tensor(topk_indices, mesh, [Replicate()])
 
-    def _compare(self, placements, gated=True, bias=True, **kwargs):
+    def _compare(self, placements, gated=True, bias=True, hidden=H, **kwargs):
         """Against plain tensors; returns the output and the two communication logs."""
-        tensors, topk_indices = operands(gated, bias)
+        tensors, topk_indices = operands(gated, bias, hidden)
         leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
         expected = F.moe_mlp(topk_indices=topk_indices, **leaves, **kwargs)
         grad = torch.ones_like(expected)
@@ -109,6 +112,19 @@ class TestMoeDTensor(DTensorContinuousTestBase):
         placement, _, forward, _ = self._compare(TENSOR_PARALLEL)
         self.assertEqual(placement, (Replicate(),))
         self.assertGreater(forward.get_total_counts(), 0)
+
+    @parametrize("gated", (False, True))
+    def test_uneven_shards_of_hidden_units(self, gated):
+        # 3 and 2 of 5. With gates, w_in is cut in the middle of its 10 rows.
+        placement, _, forward, _ = self._compare(
+            TENSOR_PARALLEL,
+            gated=gated,
+            hidden=5,
+            activation="swiglu" if gated else "relu",
+            gate_interleaved=gated,
+        )
+        self.assertEqual(placement, (Replicate() if gated else Partial("sum"),))
+        self.assertEqual(forward.get_total_counts() > 0, gated)
 
     @parametrize("name", ("w_in", "w_out", "b_in", "b_out"))
     def test_experts_elsewhere_are_an_error(self, name):

@@ -8,8 +8,9 @@ dimension of the experts.
     b_out                partial, as its summand of the output must be added once
 
 With g = 2 this is right only if a shard of w_in holds the gate and the up row of each of
-its hidden units, that is when they are interleaved. Gates stored before ups would need
-another layout than a shard, so the rule is left out.
+its hidden units, that is when they are interleaved and the ranks share F evenly: otherwise
+w_in is cut at other hidden units than w_out. Gates stored before ups would need another
+layout than a shard. In both cases the rule is left out, and the operands are gathered.
 
 What has no rule, because it would be wrong:
 
@@ -25,6 +26,7 @@ The router (_moe_topk) works on one token at a time, so its tokens may be sharde
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast, TypeAlias
 
 import torch
@@ -37,6 +39,7 @@ from torch.distributed.tensor._op_schema import (
 )
 from torch.distributed.tensor._ops.utils import (
     expand_to_full_mesh_op_strategy,
+    is_tensor_evenly_shardable,
     register_op_strategy,
 )
 from torch.distributed.tensor.placement_types import (
@@ -88,16 +91,29 @@ def _check_no_expert_is_elsewhere(
             )
 
 
+def _is_even(
+    operand: int,
+    inputs: list[DTensorSpec],
+    outputs: DTensorSpec | tuple[DTensorSpec | None, ...],
+) -> bool:
+    """Whether all ranks get as much of the operand; for full_mesh_strategy_filter."""
+    spec = inputs[operand]
+    return is_tensor_evenly_shardable(spec.shape, spec)
+
+
 def _strategy(
     op_schema: OpSchema,
     num_outputs: int,
     rule: _Rule | None,
+    *,
+    even: str | None = None,
 ) -> OpStrategy:
     """Everything replicated, or ``rule``.
 
     Args:
         num_outputs: of the op.
         rule: what may be sharded.
+        even: the operand of which all ranks must get as much.
     """
     operands = _operands(op_schema)
     _check_no_expert_is_elsewhere(op_schema.op, operands)
@@ -107,7 +123,13 @@ def _strategy(
         outputs, placements = rule
         rules.append([*outputs, *(placements.get(n, Replicate()) for n in tensors)])
     return expand_to_full_mesh_op_strategy(
-        op_schema.get_mesh_from_args(), op_schema, rules, input_index=num_outputs
+        op_schema.get_mesh_from_args(),
+        op_schema,
+        rules,
+        input_index=num_outputs,
+        full_mesh_strategy_filter=partial(_is_even, tensors.index(even))
+        if even is not None
+        else None,
     )
 
 
@@ -120,13 +142,21 @@ def moe_permutation_strategy(op_schema: OpSchema) -> OpStrategy:
     return _strategy(op_schema, 4, None)
 
 
-def _shards_of_hidden_units(operands: dict[str, object]) -> bool:
-    """Whether an even shard of g*F holds the same hidden units as one of F."""
+def _is_gated(operands: dict[str, object]) -> bool:
     w_in, w_out = operands["w_in"], operands["w_out"]
     if not isinstance(w_in, OpStrategy) or not isinstance(w_out, OpStrategy):
         raise AssertionError(f"Expected OpStrategy, got {type(w_in)}, {type(w_out)}")
-    gated = w_in.shape[1] != w_out.shape[2]
-    return not gated or bool(operands.get("gate_interleaved", False))
+    return w_in.shape[1] != w_out.shape[2]
+
+
+def _mlp_strategy(op_schema: OpSchema, num_outputs: int, rule: _Rule) -> OpStrategy:
+    """``rule`` where a shard of g*F holds the same hidden units as one of F."""
+    operands = _operands(op_schema)
+    if not _is_gated(operands):
+        return _strategy(op_schema, num_outputs, rule)
+    if not operands.get("gate_interleaved", False):
+        return _strategy(op_schema, num_outputs, None)
+    return _strategy(op_schema, num_outputs, rule, even="w_out")
 
 
 @register_op_strategy(
@@ -155,18 +185,13 @@ def moe_topk_backward_strategy(op_schema: OpSchema) -> OpStrategy:
 )
 def moe_mlp_strategy(op_schema: OpSchema) -> OpStrategy:
     """Outputs: output, preact."""
-    rule: _Rule | None = None
-    if _shards_of_hidden_units(_operands(op_schema)):
-        rule = (
-            (Partial("sum"), Shard(1)),
-            {
-                "w_in": Shard(1),
-                "w_out": Shard(2),
-                "b_in": Shard(1),
-                "b_out": Partial("sum"),
-            },
-        )
-    return _strategy(op_schema, 2, rule)
+    placements: dict[str, Placement] = {
+        "w_in": Shard(1),
+        "w_out": Shard(2),
+        "b_in": Shard(1),
+        "b_out": Partial("sum"),
+    }
+    return _mlp_strategy(op_schema, 2, ((Partial("sum"), Shard(1)), placements))
 
 
 @register_op_strategy(
@@ -175,32 +200,25 @@ def moe_mlp_strategy(op_schema: OpSchema) -> OpStrategy:
 )
 def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
     """Outputs: the six gradients in the order of output_mask."""
-    operands = _operands(op_schema)
-    rule: _Rule | None = None
-    if _shards_of_hidden_units(operands):
-        gradients = (
-            Partial("sum"),  # input
-            Shard(1),  # w_in
-            Shard(2),  # w_out
-            Partial("sum"),  # topk_weights
-            Shard(1),  # b_in
-            Replicate(),  # b_out: a sum over rows of grad_out, the same on every rank
-        )
-        # A gradient that the mask leaves out is an empty tensor, which has no dimension
-        # to shard.
-        mask = cast("Sequence[bool]", operands["output_mask"])
-        outputs = [
-            gradient if wanted else Replicate()
-            for gradient, wanted in zip(gradients, mask, strict=True)
-        ]
-        rule = (
-            outputs,
-            {
-                "w_in": Shard(1),
-                "w_out": Shard(2),
-                "b_in": Shard(1),
-                "b_out": Partial("sum"),
-                "preact": Shard(1),
-            },
-        )
-    return _strategy(op_schema, 6, rule)
+    gradients = (
+        Partial("sum"),  # input
+        Shard(1),  # w_in
+        Shard(2),  # w_out
+        Partial("sum"),  # topk_weights
+        Shard(1),  # b_in
+        Replicate(),  # b_out: a sum over rows of grad_out, the same on every rank
+    )
+    # A gradient that the mask leaves out is an empty tensor, which has no dimension to shard.
+    mask = cast("Sequence[bool]", _operands(op_schema)["output_mask"])
+    outputs = [
+        gradient if wanted else Replicate()
+        for gradient, wanted in zip(gradients, mask, strict=True)
+    ]
+    placements: dict[str, Placement] = {
+        "w_in": Shard(1),
+        "w_out": Shard(2),
+        "b_in": Shard(1),
+        "b_out": Partial("sum"),
+        "preact": Shard(1),
+    }
+    return _mlp_strategy(op_schema, 6, (outputs, placements))
