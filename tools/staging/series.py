@@ -6,6 +6,7 @@ upstream paths. Everything under build/ is derived from them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,8 @@ _PR_KEYS = {
     *("fixes", "support", "test_plan", "results", "bc", "large", "upstream"),
 }
 _UPSTREAM_KEYS = {"path", "commit", "context"}
+# The release in which a C shim appears.
+_SHIM_VERSION = re.compile(r"\bTORCH_VERSION_\d+_\d+_\d+\b")
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,7 @@ def problems(series: Series) -> list[str]:
         *_patch_problems(series),
         *_order_problems(series),
         *_upstream_problems(series),
+        *_shim_problems(series),
         *_body_problems(series),
     ]
 
@@ -307,6 +311,38 @@ def _upstream_problems(series: Series) -> Iterator[str]:
                     f"{pr.patch_path}: the context of {file.path} is not that of upstream "
                     f"commit {file.commit[:10]} (write it with refresh --upstream)"
                 )
+
+
+def _shim_problems(series: Series) -> Iterator[str]:
+    """New C shims exist from target_release on, which is newer than the base.
+
+    The headers of the base have no macro for it. An undefined one counts as 0 in #if, so the
+    staged torch has the shims all the same.
+    """
+    if _release(series.base.target_release) <= _release(series.base.torch):
+        yield (
+            f"{SERIES_FILE}: target_release must be above the base {series.base.torch}, got "
+            f"{series.base.target_release!r}"
+        )
+    macro = (
+        f"TORCH_VERSION_{'_'.join(map(str, _release(series.base.target_release)))}_0"
+    )
+    for pr in series.prs:
+        patch = series.patch(pr)
+        added = [
+            line
+            for part in (patchfile.split_by_file(patch.diff) if patch else [])
+            for line in part.split("\n")
+            if line.startswith("+")
+        ]
+        for name in sorted(set(_SHIM_VERSION.findall("\n".join(added))) - {macro}):
+            yield f"{pr.patch_path}: C shims since {name}; target_release is {macro}"
+
+
+def _release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _body_problems(series: Series) -> Iterator[str]:

@@ -65,6 +65,32 @@ def test_patch_that_adds_a_file(project):
 
 
 @pytest.mark.parametrize(
+    ("since", "expected"),
+    [
+        ("TORCH_VERSION_2_16_0", []),
+        (
+            "TORCH_VERSION_2_15_0",
+            [
+                "torch_patches/110-second.patch: C shims since TORCH_VERSION_2_15_0; "
+                "target_release is TORCH_VERSION_2_16_0"
+            ],
+        ),
+    ],
+)
+def test_release_of_c_shims(project, since, expected):
+    path = project.root / "torch_patches/110-second.patch"
+    path.write_text(path.read_text().replace("second = True", f"second = '{since}'"))
+    assert series_module.problems(project.series) == expected
+
+
+def test_target_release_is_not_out_yet(project):
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(path.read_text().replace('release = "2.16"', 'release = "2.15"'))
+    (problem,) = series_module.problems(series_module.load(project.root))
+    assert problem.endswith("target_release must be above the base 2.15.0, got '2.15'")
+
+
+@pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
         ("title =", "titel =", "unknown field titel"),
