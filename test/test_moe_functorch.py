@@ -152,7 +152,105 @@ class TestMoeFunctorch(TestCase):
             first.sum().backward()
 
 
+GROUPS = {"num_groups": 2, "top_groups": 1}
+
+
+def router_weights(logits, **options):
+    return torch._moe_topk(logits, K, **options)[1]
+
+
+class TestRouterOp(TestCase):
+    """The op that F.moe_topk is on CUDA, here with CPU tensors."""
+
+    @parametrize("options", ({}, GROUPS, {"score": "sigmoid", "normalize": False}))
+    def test_vmap(self, options):
+        logits, bias = operands()[1], torch.linspace(0, 1, E, dtype=torch.float64)
+
+        def route(logits, bias):
+            return torch._moe_topk(logits, K, bias, **options)
+
+        actual = vmap(route, in_dims=(0, None))(logits, bias)
+        biases = torch.stack([bias, -bias])
+        other = vmap(route, in_dims=(None, 0))(logits[0], biases)
+        for i in range(B):
+            expected = route(logits[i], bias)
+            self.assertEqual([x[i] for x in actual], list(expected))
+        for i in range(2):
+            expected = route(logits[0], biases[i])
+            self.assertEqual([x[i] for x in other], list(expected))
+
+    @parametrize("options", ({}, GROUPS, {"score": "sigmoid", "normalize": False}))
+    def test_grad_and_vjp(self, options):
+        logits = operands()[1]
+
+        def loss(logits, weights=router_weights):
+            return weights(logits, **options).sin().sum()
+
+        def functional(logits, **options):
+            return F.moe_topk(logits, K, **options)[1]
+
+        per_sample = vmap(grad(loss))(logits)
+        for i in range(B):
+            expected = grad(lambda x: loss(x, functional))(logits[i])
+            self.assertEqual(grad(loss)(logits[i]), expected)
+            self.assertEqual(per_sample[i], expected)
+        out, pullback = vjp(lambda x: router_weights(x, **options), logits[0])
+        leaf = logits[0].clone().requires_grad_()
+        functional(leaf, **options).backward(torch.ones_like(out))
+        self.assertEqual(pullback(torch.ones_like(out))[0], leaf.grad)
+
+    @parametrize("api", ("jvp", "forward_ad"))
+    def test_forward_mode_says_that_it_is_missing(self, api):
+        logits = operands()[1][0]
+        message = "forward AD with _moe_topk that does not support it"
+        with self.assertRaisesRegex(NotImplementedError, message):
+            if api == "jvp":
+                jvp(router_weights, (logits,), (logits,))
+            else:
+                with forward_ad.dual_level():
+                    router_weights(forward_ad.make_dual(logits, logits))
+
+    def test_second_derivative_says_that_it_is_missing(self):
+        logits = operands()[1][0].requires_grad_()
+        out = router_weights(logits).sin().sum()
+        (first,) = torch.autograd.grad(out, logits, create_graph=True)
+        message = "derivative for aten::_moe_topk_backward is not implemented"
+        with self.assertRaisesRegex(RuntimeError, message):
+            first.sum().backward()
+
+    def test_the_steps_have_both(self):
+        # What the docstring of F.moe_topk says of every other device.
+        logits = operands()[1][0]
+
+        def weights(logits):
+            return F.moe_topk(logits, K)[1]
+
+        _, tangent = jvp(weights, (logits,), (logits,))
+        _, pullback = vjp(weights, logits)
+        cotangent = torch.randn_like(tangent)
+        expected = (pullback(cotangent)[0] * logits).sum()
+        self.assertEqual((tangent * cotangent).sum(), expected)
+        leaf = logits.clone().requires_grad_()
+        self.assertTrue(torch.autograd.gradgradcheck(weights, (leaf,)))
+
+    @parametrize("autocast", (False, True))
+    @parametrize("dtype", (torch.float32, torch.bfloat16))
+    def test_autocast(self, autocast, dtype):
+        # No rule: logits are what they are, scores and weights float32.
+        logits = operands()[1][0].to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            indices, weights = torch._moe_topk(logits, K, **GROUPS)
+        self.assertEqual(weights.dtype, torch.float32)
+        expected = F.moe_topk(logits, K, **GROUPS)
+        self.assertEqual((indices, weights), expected, rtol=0, atol=0)
+        (got,) = torch.autograd.grad(weights.square().sum(), logits)
+        (want,) = torch.autograd.grad(expected[1].square().sum(), logits)
+        self.assertEqual(got.dtype, dtype)
+        self.assertEqual(got, want)
+
+
 instantiate_parametrized_tests(TestMoeFunctorch)
+instantiate_parametrized_tests(TestRouterOp)
 
 if __name__ == "__main__":
     run_tests()

@@ -41,6 +41,8 @@ OPS = (
     aten._moe_mlp.default,
     aten._moe_mlp_backward.default,
 )
+# No kernel of its own on CPU, where F.moe_topk keeps its steps.
+ROUTER_OPS = (aten._moe_topk.default, aten._moe_topk_backward.default)
 
 # The schemas as they were frozen: tensors and returns never change, keyword
 # arguments with a default may be appended.
@@ -64,6 +66,15 @@ SCHEMAS = {
         "bool gate_interleaved=False, float? alpha=None, float? limit=None) -> "
         "(Tensor grad_input, Tensor grad_w_in, Tensor grad_w_out, "
         "Tensor grad_topk_weights, Tensor grad_b_in, Tensor grad_b_out)"
+    ),
+    "aten::_moe_topk": (
+        '(Tensor logits, int k, Tensor? bias=None, *, str score="softmax", '
+        "bool normalize=True, int? num_groups=None, int? top_groups=None, "
+        "float scale=1.) -> (Tensor topk_indices, Tensor topk_weights)"
+    ),
+    "aten::_moe_topk_backward": (
+        "(Tensor grad_weights, Tensor logits, Tensor topk_indices, *, "
+        'str score="softmax", bool normalize=True, float scale=1.) -> Tensor'
     ),
 }
 
@@ -300,6 +311,26 @@ class TestMoeInvariants(TestCase):
             self.check_no_sync, synchronising, error=RuntimeError, text="host sync"
         )
 
+    def check_router_without_sync(self, call):
+        logits, bias = torch.randn(6, 8), torch.randn(8)
+        groups = {"num_groups": 4, "top_groups": 2}
+        with NoHostSyncMode():
+            indices, weights = call(ROUTER_OPS[0], logits, 3, bias, **groups)
+            call(ROUTER_OPS[1], weights, logits, indices)
+
+    def test_router_without_host_sync(self):
+        def synchronising(op, *args, **kwargs):
+            args[0].isnan().any().item()
+            return call_composite(op, *args, **kwargs)
+
+        self.check_router_without_sync(call_composite)
+        self.assertBreaks(
+            self.check_router_without_sync,
+            synchronising,
+            error=RuntimeError,
+            text="host sync",
+        )
+
     # 6. Any routing is legal, nothing else is
 
     def check_ids(self, mlp):
@@ -352,7 +383,8 @@ class TestMoeInvariants(TestCase):
     def check_upstream_shape(self, op):
         name = op.name()
         self.assertEqual(str(op._schema), name + SCHEMAS[name])
-        for key in ("CPU", "Meta", "CompositeExplicitAutograd"):
+        keys = ("Meta", "CompositeExplicitAutograd")
+        for key in keys if "_moe_topk" in name else ("CPU", *keys):
             self.assertTrue(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
         from torchgen.aoti.fallback_ops import inductor_fallback_ops
 
@@ -365,7 +397,9 @@ class TestMoeInvariants(TestCase):
 
             self.assertEqual(lookup(binding).__name__, "TorchInGraphFunctionVariable")
 
-    @parametrize("op", OPS, name_fn=lambda op: op.name().removeprefix("aten::"))
+    @parametrize(
+        "op", OPS + ROUTER_OPS, name_fn=lambda op: op.name().removeprefix("aten::")
+    )
     def test_upstream_shape(self, op):
         self.check_upstream_shape(op)
         self.assertBreaks(self.check_upstream_shape, _Renamed(op))
@@ -381,7 +415,8 @@ class _Renamed:
 
     def __init__(self, op):
         self.op = op
-        self._schema = str(op._schema).replace("num_experts", "E").replace("w_in", "w1")
+        schema = str(op._schema).replace("num_experts", "E").replace("w_in", "w1")
+        self._schema = schema.replace("logits", "scores")
 
     def name(self):
         return self.op.name()

@@ -24,6 +24,25 @@ from torch.testing._internal.common_utils import (
 T, D, HIDDEN, E, K = 24, 16, 24, 4, 2
 
 
+class RouterOp(torch.nn.Module):
+    """The router as the op that F.moe_topk is on CUDA."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.bias = torch.nn.Buffer(torch.linspace(-1, 1, 8))
+        self.options = options
+
+    def forward(self, logits):
+        return torch._moe_topk(logits, 3, self.bias, **self.options)
+
+
+ROUTERS = {
+    "softmax": {},
+    "groups": {"num_groups": 4, "top_groups": 2, "scale": 2.5},
+    "sigmoid": {"score": "sigmoid", "normalize": False},
+}
+
+
 class MoeLayer(torch.nn.Module):
     """A router and its experts: what a model compiles."""
 
@@ -133,6 +152,24 @@ class TestMoeCompile(TestCase):
         compiled = torch.compile(layer, fullgraph=True)
         self.assertEqual(grads(compiled, x), grads(layer, x))
 
+    @config.patch(cpp_wrapper=True)
+    @parametrize("name", list(ROUTERS))
+    def test_router_op_in_cpp_wrapper(self, name):
+        # Strings, bools and optional integers through the C shims of both ops.
+        router = RouterOp(**ROUTERS[name])
+        logits = torch.randn(6, 8, requires_grad=True)
+        compiled = torch.compile(router, fullgraph=True)
+
+        def run(function):
+            indices, weights = function(logits)
+            (grad,) = torch.autograd.grad(weights.square().sum(), logits)
+            return indices, weights.detach(), grad
+
+        actual, codes = run_and_get_code(lambda: run(compiled))
+        self.assertEqual(actual, run(router))
+        for op in ("_moe_topk", "_moe_topk_backward"):
+            self.assertIn(f"aoti_torch_cpu_{op}(", "".join(codes))
+
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_partitioner_saves_no_more_than_eager(self, dtype):
         layer = MoeLayer(dtype)
@@ -182,16 +219,12 @@ class TestMoeCompile(TestCase):
             self.assertEqual((output.detach(), *grads), expected)
 
 
+@instantiate_parametrized_tests
 class TestMoeAOTInductor(TestCase):
-    def test_package(self):
-        # The ops have C shims, so the package does not go through a proxy.
-        layer = MoeLayer().requires_grad_(False)
-        x = tokens().detach()
-        num_tokens = torch.export.Dim("num_tokens", min=2, max=1024)
+    def package(self, module, x, **kwargs):
+        """The module as a loaded package, and its C++ code."""
         with torch.no_grad():
-            program = torch.export.export(
-                layer, (x,), dynamic_shapes=({0: num_tokens},)
-            )
+            program = torch.export.export(module, (x,), **kwargs)
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "moe.pt2")
             torch._inductor.aoti_compile_and_package(program, package_path=path)
@@ -201,12 +234,26 @@ class TestMoeAOTInductor(TestCase):
                     for name in package.namelist()
                     if name.endswith(".cpp")
                 )
-            self.assertIn("aoti_torch_cpu__moe_mlp(", code)
-            self.assertIn("aoti_torch_cpu__moe_permutation(", code)
-            packaged = torch._inductor.aoti_load_package(path)
-            for count in (T, 5):
-                x = tokens(count).detach()
-                self.assertEqual(packaged(x), layer(x))
+            return torch._inductor.aoti_load_package(path), code
+
+    def test_package(self):
+        # The ops have C shims, so the package does not go through a proxy.
+        layer = MoeLayer().requires_grad_(False)
+        x = tokens().detach()
+        num_tokens = torch.export.Dim("num_tokens", min=2, max=1024)
+        packaged, code = self.package(layer, x, dynamic_shapes=({0: num_tokens},))
+        self.assertIn("aoti_torch_cpu__moe_mlp(", code)
+        self.assertIn("aoti_torch_cpu__moe_permutation(", code)
+        for count in (T, 5):
+            x = tokens(count).detach()
+            self.assertEqual(packaged(x), layer(x))
+
+    @parametrize("name", list(ROUTERS))
+    def test_router_op(self, name):
+        router, logits = RouterOp(**ROUTERS[name]), torch.randn(6, 8)
+        packaged, code = self.package(router, logits)
+        self.assertIn("aoti_torch_cpu__moe_topk(", code)
+        self.assertEqual(tuple(packaged(logits)), tuple(router(logits)))
 
 
 class TestMoeOtherProcesses(TestCase):
