@@ -80,6 +80,27 @@ class TestMoeAutocast(TestCase):
             out, F.moe_mlp(topk_indices=topk_indices, **low), atol=0, rtol=0
         )
 
+    @parametrize("given", (torch.bfloat16, torch.float16))
+    @parametrize("dtype", (torch.bfloat16, torch.float16))
+    def test_16_bit_router_weights(self, given, dtype):
+        # Legal next to operands of their dtype, so legal when those are cast.
+        tensors, topk_indices = operands(given)
+        leaves = {k: v.clone().requires_grad_() for k, v in tensors.items()}
+        with torch.autocast("cpu", dtype):
+            out = F.moe_mlp(topk_indices=topk_indices, **leaves)
+        self.assertEqual(out.dtype, dtype)
+        out.sum().backward()
+
+        tensors["topk_weights"] = tensors["topk_weights"].float()
+        low = cast_all_but_router_weights(tensors, dtype)
+        low = {k: v.clone().requires_grad_() for k, v in low.items()}
+        expected = F.moe_mlp(topk_indices=topk_indices, **low)
+        self.assertEqual(out, expected, atol=0, rtol=0)
+        expected.sum().backward()
+        for name, leaf in leaves.items():
+            grad = low[name].grad.to(given)
+            self.assertEqual(leaf.grad, grad, atol=0, rtol=0, msg=name)
+
     def test_backward_inside_autocast(self):
         tensors, topk_indices = operands()
         grads = []

@@ -6,7 +6,8 @@
 /*
 The autocast rule of _moe_mlp: tokens and expert parameters are cast to the lower
 precision, router weights are not. They are few, a router computes them in float32,
-and the kernels multiply them in float32 before they round.
+and the kernels multiply them in float32 before they round. Those that come in 16 bits
+are cast to float32: next to operands of the other 16-bit dtype they would be an error.
 */
 
 namespace at::autocast {
@@ -36,7 +37,7 @@ std::tuple<Tensor, Tensor> moe_mlp_autocast(
       cached_cast(dtype, w_in, device_type),
       cached_cast(dtype, w_out, device_type),
       offs,
-      topk_weights,
+      cached_cast(kFloat, topk_weights, device_type),
       row_slots,
       slot_rows,
       cached_cast(dtype, b_in, device_type),
