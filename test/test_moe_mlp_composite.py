@@ -4,6 +4,8 @@
 That it computes the same is in test_moe_mlp.py, which runs on every kernel of the build.
 """
 
+import dataclasses
+
 import torch
 from torch.testing._internal.common_moe import backends_of, call_composite
 from torch.testing._internal.common_utils import (
@@ -61,6 +63,60 @@ class TestMoeMlpComposite(TestCase):
         names = ops_of_both(dim, dtype)
         self.assertIn("mm", names)
         self.assertNotIn("_grouped_mm", names)
+
+    def test_address_decides_not_the_offset(self):
+        # The storage of a foreign buffer may start anywhere.
+        case = MoeCase(
+            "address", num_tokens=13, num_experts=4, top_k=2, dim=16, hidden=24
+        )
+        ops = case.operands(torch.bfloat16)
+        size = 2 * ops.w_in.numel()
+        buffer = bytearray(size + 32)
+        start = -torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() % 16
+        expected, _ = call_composite(_moe_mlp, *ops.args())
+        for shift, name in ((0, "_grouped_mm"), (2, "mm")):
+            w_in = torch.frombuffer(
+                buffer, dtype=torch.bfloat16, offset=start + shift, count=size // 2
+            ).view(ops.w_in.shape)
+            w_in.copy_(ops.w_in)
+            self.assertEqual(w_in.storage_offset(), 0)
+            self.assertEqual(w_in.data_ptr() % 16, shift)
+            with Seen() as seen:
+                out, _ = call_composite(
+                    _moe_mlp, *dataclasses.replace(ops, w_in=w_in).args()
+                )
+            self.assertEqual({"_grouped_mm", "mm"} & seen.names, {name})
+            self.assertEqual(out, expected)
+
+    @parametrize("odd_stride", (False, True))
+    def test_gradient_is_not_copied(self, odd_stride):
+        # One expert: the stride of its dimension is anything, and means nothing.
+        case = MoeCase("copy", num_tokens=13, num_experts=1, top_k=1, dim=16, hidden=24)
+        ops = case.operands(torch.bfloat16)
+        if odd_stride:
+            w_in = ops.w_in.as_strided(ops.w_in.shape, (8, *ops.w_in.stride()[1:]))
+            ops = dataclasses.replace(ops, w_in=w_in)
+        args = (*ops.args(), *[None] * (9 - len(ops.args())))
+        _, preact = call_composite(_moe_mlp, *args)
+        mask = [False, True, True, False, False, False]
+        with Seen() as seen:
+            call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, mask)
+        self.assertNotIn("copy_", seen.names)
+        self.assertNotIn("empty_like", seen.names)
+
+    def test_gradient_has_the_strides_of_the_weight(self):
+        case = MoeCase(
+            "strides", num_tokens=13, num_experts=3, top_k=1, dim=16, hidden=24
+        )
+        ops = case.operands(torch.bfloat16)
+        w_in = ops.w_in.mT.contiguous().mT
+        ops = dataclasses.replace(ops, w_in=w_in, w_out=ops.w_out[:1].expand(3, -1, -1))
+        args = (*ops.args(), *[None] * (9 - len(ops.args())))
+        _, preact = call_composite(_moe_mlp, *args)
+        mask = [False, True, True, False, False, False]
+        grads = call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, mask)
+        for operand, grad in zip((ops.w_in, ops.w_out), grads[1:3]):
+            self.assertEqual(grad.stride(), torch.empty_like(operand).stride())
 
 
 if __name__ == "__main__":

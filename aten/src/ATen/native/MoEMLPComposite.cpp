@@ -9,10 +9,12 @@
 // A row without a slot is set to zero before each use, as _grouped_mm leaves
 // the rows behind offs[-1] uninitialised.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/ExpandUtils.h>
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPUtils.h>
+#include <c10/util/irange.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -48,6 +50,19 @@ namespace {
 using moe::Activation;
 using moe::ActivationSpec;
 
+// Whether the data starts at a multiple of 16 bytes. A fake tensor has no address, but
+// an offset into one that an allocator would have aligned.
+bool starts_aligned(const Tensor& w) {
+  if (!w.has_storage()) {
+    return true;
+  }
+  auto* storage = w.storage().unsafeGetStorageImpl();
+  // Not data_ptr(), which raises for a fake tensor.
+  const auto base = reinterpret_cast<uintptr_t>(
+      storage->_mutable_data_ptr_no_checks().get());
+  return (base + w.storage_offset() * w.element_size()) % 16 == 0;
+}
+
 bool can_use_grouped_mm(const moe::MLPInputs& in) {
   if (in.input.scalar_type() == kDouble) {
     return false;
@@ -60,7 +75,7 @@ bool can_use_grouped_mm(const moe::MLPInputs& in) {
         w.stride(2) % alignment == 0;
     return w.numel() > 0 && w.size(1) % alignment == 0 &&
         w.size(2) % alignment == 0 && (row_major || col_major) &&
-        w.stride(0) % alignment == 0 && w.storage_offset() % alignment == 0;
+        w.stride(0) % alignment == 0 && starts_aligned(w);
   };
   return aligned(in.w_in) && aligned(in.w_out);
 }
@@ -166,12 +181,17 @@ Tensor sum_experts(const Routing& routing, const Tensor& rows) {
   return reduce_experts(routing, ones, rows).select(1, 0).contiguous();
 }
 
+// grad with the strides that empty_like(operand) has; those of dimensions of size 1
+// mean nothing.
 Tensor with_strides_of(const Tensor& operand, const Tensor& grad) {
-  auto result = at::empty_like(operand);
-  if (result.strides() == grad.strides()) {
-    return grad;
+  const auto strides =
+      at::infer_dense_strides(operand.sizes(), operand.strides());
+  for (const auto dim : c10::irange(grad.dim())) {
+    if (grad.size(dim) != 1 && grad.stride(dim) != strides[dim]) {
+      return at::empty_like(operand).copy_(grad);
+    }
   }
-  return result.copy_(grad);
+  return grad;
 }
 
 ScalarType accumulate_type(const Tensor& input) {
