@@ -23,7 +23,12 @@ from torch.testing._internal.common_utils import (
     subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
+from torch.testing._internal.moe_generators import (
+    get_case,
+    moe_cases,
+    MoeCase,
+    MoeOperands,
+)
 from torch.testing._internal.moe_reference import (
     ACTIVATIONS,
     check_close,
@@ -102,6 +107,31 @@ def strided_operands(ops):
     )
 
 
+def one_token_with_preact(preact, hidden, grad):
+    """Operands with H = preact, A = the output and dA = grad, for any one dtype.
+
+    Args:
+        preact: (g*F,)
+        hidden: F, which is D as well.
+        grad: of the output, a number.
+    """
+    like = {"dtype": preact.dtype, "device": preact.device}
+    x = torch.zeros(1, hidden, **like)
+    return MoeOperands(
+        input=x,
+        w_in=torch.zeros(1, preact.shape[0], hidden, **like),
+        w_out=torch.eye(hidden, **like).unsqueeze(0),
+        offs=torch.ones(1, dtype=torch.int32, device=preact.device),
+        topk_weights=None,
+        row_slots=None,
+        slot_rows=None,
+        b_in=preact.unsqueeze(0),
+        b_out=None,
+        grad_out=torch.full_like(x, grad),
+        topk_indices=None,
+    )
+
+
 class TestMoeMlp(TestCase):
     def check_forward(self, ops, backend="native", **kwargs):
         with DeterministicGuard(True, fill_uninitialized_memory=True):
@@ -153,6 +183,44 @@ class TestMoeMlp(TestCase):
             kwargs.update(alpha=1.25, limit=clamp_limit(ops))
         _, preact = self.check_forward(ops, backend, **kwargs)
         self.check_backward(ops, preact, backend, **kwargs)
+
+    def check_preact(self, ops, backend, activation):
+        """Activation and its gradient for the pre-activation that is b_in."""
+        kwargs = {"activation": activation}
+        output, preact = BACKENDS[backend](_moe_mlp, *ops.args(), **kwargs)
+        self.assertEqual(preact, ops.b_in, rtol=0, atol=0)
+        mask = [False] * 4 + [True, False]
+        grads = run_backward(backend, ops, preact, mask, **kwargs)
+        expected, _ = moe_mlp_reference(*ops.args(), **kwargs)
+        rtol = 4 * torch.finfo(output.dtype).eps
+        self.assertEqual(output.double(), expected, rtol=rtol, atol=1e-30)
+        expected = moe_mlp_backward_reference(ops.grad_out, *ops.args(), **kwargs)
+        actual = grads.grad_b_in.double()
+        self.assertEqual(actual, expected.grad_b_in, rtol=rtol, atol=1e-30)
+
+    @all_backends
+    @all_dtypes
+    @parametrize("activation", ["silu", "swiglu", "swiglu_oai"])
+    def test_extreme_gates(self, device, activation, dtype, backend):
+        # Where exp(-x) overflows, and where x times a tiny sigmoid would not be tiny.
+        gates = [-3e38, -1e38, -1e30, -5e4, -1e3, -100, -89, -88, -80, 0, 80, 100, 1e3]
+        gates = torch.tensor(gates, dtype=torch.float64, device=device)
+        gates = gates.clamp(min=torch.finfo(dtype).min).to(dtype)
+        hidden = len(gates)
+        preact = gates if activation == "silu" else torch.cat([gates, gates.sign() / 2])
+        ops = one_token_with_preact(preact, hidden, 1.0)
+        self.check_preact(ops, backend, activation)
+
+    @all_backends
+    @all_dtypes
+    @parametrize("activation", ["relu", "relu2"])
+    @parametrize("grad", [float("inf"), -float("inf")])
+    def test_infinite_gradient(self, device, activation, grad, dtype, backend):
+        # Zero where the gate is not positive, not NaN.
+        preact = torch.tensor([-2.0, -0.0, 0.0, 3.0], dtype=dtype, device=device)
+        ops = one_token_with_preact(preact, 4, grad)
+        ops = dataclasses.replace(ops, w_out=torch.ones_like(ops.w_out))
+        self.check_preact(ops, backend, activation)
 
     @all_backends
     @parametrize("weights_dtype", [None, torch.float32, torch.bfloat16])

@@ -279,10 +279,12 @@ std::pair<Tensor, Tensor> activate_backward(
       const auto g = gate.clamp_max(spec.limit);
       const auto u = up.clamp(-spec.limit, spec.limit);
       const auto s = (g * spec.alpha).sigmoid();
-      const auto grad_g = grad * (u + 1) * s * (g * spec.alpha * (1 - s) + 1);
+      // Not g * alpha first, which overflows where s is 0.
+      const auto g_s = g * s;
+      const auto grad_g = grad * (u + 1) * (s + g_s * spec.alpha * (1 - s));
       return {
           grad_g.masked_fill(gate.gt(spec.limit), 0),
-          (grad * g * s).masked_fill(up.abs().gt(spec.limit), 0)};
+          (grad * g_s).masked_fill(up.abs().gt(spec.limit), 0)};
     }
     case Activation::SiLU:
       return {at::silu_backward(grad, gate), Tensor()};
@@ -291,7 +293,7 @@ std::pair<Tensor, Tensor> activate_backward(
     case Activation::ReLU:
       return {at::threshold_backward(grad, gate, 0), Tensor()};
     case Activation::ReLU2:
-      return {grad * gate.relu() * 2, Tensor()};
+      return {at::threshold_backward(grad * gate * 2, gate, 0), Tensor()};
   }
   TORCH_INTERNAL_ASSERT(false, "unhandled activation");
 }

@@ -40,7 +40,8 @@ inline void dispatch_activation(Activation kind, const Fn& fn) {
 }
 
 // With `fast`, for results that are rounded to 16 bits, the exponential is exact to
-// 20 units in the last place of a float.
+// 20 units in the last place of a float. It overflows to infinity, as the sigmoid of a
+// large negative number must be 0.
 template <bool fast, typename Vec>
 C10_ALWAYS_INLINE Vec sigmoid(const Vec& x) {
   if constexpr (fast) {
@@ -66,16 +67,18 @@ template <typename Vec>
 inline std::pair<Vec, Vec> gelu_with_grad(const Vec& x) {
   using acc_t = typename Vec::value_type;
   const Vec cdf =
-      Vec(0.5) * (Vec(1) + (x * Vec(static_cast<acc_t>(M_SQRT1_2))).erf());
-  const Vec pdf = Vec(static_cast<acc_t>(0.5 * M_SQRT1_2 * M_2_SQRTPI)) *
-      (x * x * Vec(-0.5)).exp();
+      Vec(0.5) * (Vec(1) + (x * Vec(c10::frac_sqrt_2<acc_t>)).erf());
+  const Vec pdf_of_0(static_cast<acc_t>(
+      c10::frac_sqrt_2<double> * c10::frac_1_sqrt_pi<double>));
+  const Vec pdf = pdf_of_0 * (x * x * Vec(-0.5)).exp();
   return {x * cdf, cdf + x * pdf};
 }
 
 template <typename Vec>
 inline std::pair<Vec, Vec> gelu_tanh_with_grad(const Vec& x) {
   using acc_t = typename Vec::value_type;
-  const Vec beta(static_cast<acc_t>(M_SQRT2 * M_2_SQRTPI * 0.5));
+  const Vec beta(static_cast<acc_t>(
+      c10::sqrt_2<double> * c10::frac_1_sqrt_pi<double>));
   const Vec kappa(static_cast<acc_t>(0.044715));
   const Vec x2 = x * x;
   const Vec t = (beta * x * (Vec(1) + kappa * x2)).tanh();
@@ -165,11 +168,13 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
     const Vec g = vec::minimum(gate, limit);
     const Vec u = vec::minimum(vec::maximum(up, limit.neg()), limit);
     const Vec s = sigmoid<fast>(constants.alpha * g);
-    const Vec g_grad = s * (Vec(1) + constants.alpha * g * (Vec(1) - s));
+    // Not alpha * g first, which overflows where s is 0.
+    const Vec g_s = g * s;
+    const Vec g_grad = s + constants.alpha * g_s * (Vec(1) - s);
     return {
-        g * s * (u + Vec(1)),
+        g_s * (u + Vec(1)),
         Vec::blendv(grad * (u + Vec(1)) * g_grad, zero, gate > limit),
-        Vec::blendv(grad * g * s, zero, up.abs() > limit)};
+        Vec::blendv(grad * g_s, zero, up.abs() > limit)};
   } else if constexpr (kind == Activation::SiLU) {
     return plain(silu_with_grad<fast>(gate));
   } else if constexpr (kind == Activation::GELU) {
@@ -179,7 +184,10 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
   } else {
     static_assert(kind == Activation::ReLU2);
     const Vec positive = relu(gate);
-    return {positive * positive, grad * (Vec(2) * positive), zero};
+    return {
+        positive * positive,
+        Vec::blendv(grad * (Vec(2) * positive), zero, gate <= zero),
+        zero};
   }
 }
 
