@@ -286,6 +286,39 @@ class TestMoeMlp(TestCase):
         self.assertEqual(grads.grad_w_out.stride(), ops.w_out.stride())
 
     @all_backends
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    @parametrize("transposed", [False, True])
+    @parametrize("with_slots", [False, True])
+    def test_odd_strides(self, device, with_slots, transposed, dtype, backend):
+        """Dense rows an odd number of elements apart, from an odd one on: a part of a parameter
+        that also holds a bias, a gradient through ``torch.cat``. 8 rows, and many more."""
+        case = MoeCase("odd", num_tokens=75, top_k=1)
+        ops = case.operands(dtype, device)
+        offs = torch.tensor([8, 8, 20, 75], dtype=torch.int32, device=device)
+        slots = torch.arange(75, dtype=torch.int32, device=device)
+
+        def odd(x):
+            wide = torch.nn.functional.pad(x, (1, 2)).contiguous()
+            self.assertEqual(wide.stride(-2) % 2, 1)
+            return wide[..., 1:-2]
+
+        def odd_weight(w):
+            return odd(w.mT).mT if transposed else odd(w)
+
+        ops = dataclasses.replace(
+            ops,
+            input=odd(ops.input),
+            w_in=odd_weight(ops.w_in),
+            w_out=odd_weight(ops.w_out),
+            grad_out=odd(ops.grad_out),
+            offs=offs,
+            row_slots=slots if with_slots else None,
+            slot_rows=slots[:, None] if with_slots else None,
+        )
+        _, preact = self.check_forward(ops, backend)
+        self.check_backward(ops, preact, backend)
+
+    @all_backends
     def test_expanded(self, device, backend):
         ops = get_case("uniform").operands(torch.float32, device, bias=True)
         E = ops.offs.shape[0]

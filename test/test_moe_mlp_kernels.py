@@ -7,6 +7,7 @@ blocked kernel multiplies bfloat16 on AMX tiles where there are some, and is kep
 """
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -164,15 +165,21 @@ class TestMoeMlpKernels(TestCase):
     @all_cases
     @level_2_dtypes
     @both_kernels
-    def test_batch_composition(self, case, dtype, portable):
+    @parametrize("exact_weights", [False, True])
+    def test_batch_composition(self, case, dtype, portable, exact_weights):
         """y, dX and d(topk_weights) of a token are the same bits in every batch it is part of."""
         ops = case.operands(dtype, "cpu", bias=True)
+        if not exact_weights:
+            ops = dataclasses.replace(ops, topk_weights=ops.topk_weights.to(dtype))
+        routed = (ops.topk_indices >= 0) & (ops.topk_indices < case.num_experts)
+        clips = (ops.slot_rows[routed] < 0).any()
 
         def run(tokens):
-            # Without num_rows, with which a token may fit into one batch and not into another.
             plan = moe_permutation_reference(
                 ops.topk_indices[tokens],
                 case.num_experts,
+                # A token may fit into one batch and not into another.
+                num_rows=None if clips else case.num_rows,
                 row_alignment=case.row_alignment,
             )
             args = (ops.input[tokens], ops.w_in, ops.w_out, plan.offs)
@@ -242,7 +249,9 @@ class TestMoeMlpKernels(TestCase):
     def test_less_than_amx(self, isa):
         """What a CPU without AMX runs, and one without AVX512-BF16: the limit makes such."""
         self.check_in_subprocess(
-            "bfloat16 and (large_reference or other_tokens)", ONEDNN_MAX_CPU_ISA=isa
+            "bfloat16 and portable_False and (large_reference or other_tokens or "
+            "thread_count or batch_composition)",
+            ONEDNN_MAX_CPU_ISA=isa,
         )
 
     @unittest.skipIf(
@@ -294,7 +303,9 @@ class TestMoeMlpKernels(TestCase):
             self.skipTest(f"this torch has no kernels for {capability}: a host build")
         self.assertEqual(run.returncode, 0, run.stderr)
         self.check_in_subprocess(
-            "portable_False and large_reference and (shape2 or shape3)", **switches
+            "portable_False and (large_reference and (shape2 or shape3) or "
+            "bfloat16 and (thread_count or batch_composition))",
+            **switches,
         )
 
 

@@ -20,7 +20,8 @@ namespace moe_avx512 {
 
 // Blocking. None of these numbers depends on the number of rows of an expert
 // or on the thread count: the order in which one output element is accumulated
-// is a function of D, F and this table alone.
+// is a function of D, F, the kind of product, the dense side of the weight and this
+// table.
 // Rows of a tile: its 64 x 64 fp32 sums (16 KiB) are still in L1 when the epilogue
 // reads them.
 constexpr int64_t kTileRows = 64;
@@ -164,20 +165,20 @@ inline void multiply_packed(
       m, n, k, a, ld_a, b, ld_b, c, ld_c, accumulate, prefetch);
 }
 
-// Columns of a packed right operand for this many rows of x, at most kTileRows.
-inline int64_t tile_width(int64_t rows) {
-  return round_up(std::min(rows, kTileRows), 16);
-}
-
 // Whether a block of so few rows is multiplied by moe_thin if its weight lies along k.
 template <typename compute_t>
 inline bool is_thin(int64_t rows) {
   return rows <= moe_thin::kMaxRows && !uses_tiles<compute_t>();
 }
 
+// Columns of a packed right operand for this many rows of x, at most kTileRows.
+inline int64_t tile_width(int64_t rows, bool is_thin) {
+  return is_thin ? rows : round_up(std::min(rows, kTileRows), 16);
+}
+
 // The rows of a block as an operand of PanelTask: row major with leading
-// dimension ld, or, where the weight lies along k and the block is not thin, packed
-// by pack_along_k one tile of kTileRows after the other.
+// dimension ld, or, where the weight lies along k, packed by pack_along_k one tile of
+// kTileRows after the other.
 template <typename compute_t>
 struct RowOperand {
   const compute_t* data;
@@ -402,7 +403,8 @@ class PanelTask {
       const EpilogueFn& epilogue) const {
     constexpr int64_t depth = kPanelDepth<compute_t>;
     constexpr int64_t v = kVnni<compute_t>;
-    const bool in_place = std::is_same_v<scalar_t, compute_t> && k_ % v == 0;
+    const bool in_place = std::is_same_v<scalar_t, compute_t> && k_ % v == 0 &&
+        w_.ld_n % v == 0;
     const bool is_last = panel + 1 == panels_;
     const Lines lines{
         columns(panel),
@@ -507,7 +509,7 @@ class PanelTask {
     for (int64_t l = 0; l < span.count; l += step.lines) {
       for (int64_t kk = 0; kk < depth; kk += step.depth) {
         for (int64_t t = 0; t < m; t += kTileRows) {
-          const int64_t width = tile_width(m - t);
+          const int64_t width = tile_width(m - t, /*is_thin=*/false);
           // A look per kWords of each row of a block: a cache line of each.
           prefetch.pace = t == 0 ? moe_vector::block_rows(width) : 0;
           multiply_packed<compute_t>(
@@ -556,12 +558,11 @@ class PanelTask {
         depth,
         lines_of(span, k0, depth, lines.in_place),
         lines.in_place ? w_.ld_n : depth,
-        x_.data + k0,
-        x_.ld,
+        x_.data + k0 * rows_,
         c_ + span.at * kTileRows,
         kTileRows,
         /*accumulate=*/k0 > 0,
-        following(lines, i, k0, moe_thin::kGroups * moe_thin::kLines));
+        following(lines, i, k0, kPanelCols));
   }
 
   template <typename EpilogueFn>

@@ -183,14 +183,15 @@ inline WorkList gemm_work(
 }
 
 // Whether the rows of a source are an operand of PanelTask where they are:
-// they have its type, stay put, need no padding and no transposition.
+// they have its type, stay put, begin at words, need no padding and no transposition.
 template <typename scalar_t>
 inline bool is_operand(
     const RowSource<scalar_t>& source,
     int64_t k,
     bool along_k) {
+  constexpr int64_t v = kVnni<compute_type<scalar_t>>;
   return std::is_same_v<scalar_t, compute_type<scalar_t>> && !along_k &&
-      source.routing == nullptr && k % kVnni<compute_type<scalar_t>> == 0;
+      source.routing == nullptr && k % v == 0 && source.ld % v == 0;
 }
 
 template <typename scalar_t>
@@ -229,15 +230,15 @@ inline RowOperand<compute_t> row_operand(
   }
   const int64_t ld = round_up(k, kVnni<compute_t>);
   const int64_t rows = block.end - block.begin;
-  const bool thin = along_k && is_thin<compute_t>(rows);
-  if (!along_k || thin) {
+  if (!along_k) {
     pack_rows<scalar_t, compute_t>(
         [&](int64_t r) { return source.row(block.begin + r); },
         rows,
         k,
         buffer);
-    return {buffer, ld, thin};
+    return {buffer, ld};
   }
+  const bool thin = is_thin<compute_t>(rows);
   for (int64_t m0 = 0; m0 < rows; m0 += kTileRows) {
     const int64_t m = std::min(kTileRows, rows - m0);
     pack_along_k<scalar_t, compute_t>(
@@ -245,9 +246,9 @@ inline RowOperand<compute_t> row_operand(
         m,
         k,
         buffer + m0 * ld,
-        tile_width(m));
+        tile_width(m, thin));
   }
-  return {buffer, ld};
+  return {buffer, ld, thin};
 }
 
 // Runs fn(task) for every Task, with x the block's rows of `source` as an operand for

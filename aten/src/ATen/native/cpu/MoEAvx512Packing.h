@@ -156,7 +156,7 @@ inline void convert_row(const scalar_t* src, compute_t* dst, int64_t n) {
   }
 }
 
-// ---- packing of the right operand: dst is [ceil(K/v)][kPanelCols][v] -------
+// ---- packing of the right operand: dst is [ceil(K/v)][width][v] ------------
 
 C10_ALWAYS_INLINE __m128 load_quad(const void* row, int64_t word) {
   return _mm_loadu_ps(static_cast<const float*>(row) + word);
@@ -170,32 +170,45 @@ C10_ALWAYS_INLINE __m512 load_quads(const void* const* rows, int64_t word) {
   return _mm512_insertf32x4(x, load_quad(rows[12], word), 3);
 }
 
+// out[w][r] = word w of row r of 16, where quads[i] has four words of each of rows i,
+// 4 + i, 8 + i and 12 + i: only the 4 x 4 blocks inside lanes are left to transpose.
+C10_ALWAYS_INLINE void transpose_quads(const __m512 (&quads)[4], __m512* out) {
+  const __m512d ab_low =
+      _mm512_castps_pd(_mm512_unpacklo_ps(quads[0], quads[1]));
+  const __m512d ab_high =
+      _mm512_castps_pd(_mm512_unpackhi_ps(quads[0], quads[1]));
+  const __m512d cd_low =
+      _mm512_castps_pd(_mm512_unpacklo_ps(quads[2], quads[3]));
+  const __m512d cd_high =
+      _mm512_castps_pd(_mm512_unpackhi_ps(quads[2], quads[3]));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_low, cd_low));
+  out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab_low, cd_low));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_high, cd_high));
+  out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab_high, cd_high));
+}
+
 // out[w * ld + r] = the w-th of the 16 words (fp32, or a pair of bfloat16) at
-// from[r]. Four rows share a register, so that only the 4 x 4 blocks inside its
-// lanes are left to transpose.
+// from[r].
 C10_ALWAYS_INLINE void transpose_words(
     const void* const* from,
     float* out,
     int64_t ld) {
   for (int64_t word = 0; word < 16; word += 4) {
-    const __m512 a = load_quads(from, word);
-    const __m512 b = load_quads(from + 1, word);
-    const __m512 c = load_quads(from + 2, word);
-    const __m512 d = load_quads(from + 3, word);
-    const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
-    const __m512d ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
-    const __m512d cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
-    const __m512d cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
-    float* to = out + word * ld;
-    _mm512_storeu_pd(to, _mm512_unpacklo_pd(ab_low, cd_low));
-    _mm512_storeu_pd(to + ld, _mm512_unpackhi_pd(ab_low, cd_low));
-    _mm512_storeu_pd(to + 2 * ld, _mm512_unpacklo_pd(ab_high, cd_high));
-    _mm512_storeu_pd(to + 3 * ld, _mm512_unpackhi_pd(ab_high, cd_high));
+    const __m512 quads[4] = {
+        load_quads(from, word),
+        load_quads(from + 1, word),
+        load_quads(from + 2, word),
+        load_quads(from + 3, word)};
+    __m512 words[4];
+    transpose_quads(quads, words);
+    for (const auto i : c10::irange(4)) {
+      _mm512_storeu_ps(out + (word + i) * ld, words[i]);
+    }
   }
 }
 
-// Two registers rounded to bfloat16, one after the other. Subnormal floats become 0,
-// as they do in the products.
+// Two registers rounded to bfloat16, one after the other. The instruction makes 0 of
+// subnormal floats, as the products do.
 MOE_AVX512_BF16_TARGET C10_ALWAYS_INLINE __m512i
 round_two(const Vec& low, const Vec& high) {
 #ifdef MOE_HAS_AVX512_BF16
@@ -246,8 +259,7 @@ inline void store_pairs(
 }
 
 // Rows of length k that become columns: column(n) is a pointer or null (zeros),
-// and so is every column from n to width, a multiple of 16. dst is
-// [ceil(k/v)][width][v].
+// and so is every column from n to width. dst is [ceil(k/v)][width][v].
 template <typename scalar_t, typename compute_t, typename ColumnFn>
 void pack_along_k(
     const ColumnFn& column,
@@ -263,6 +275,7 @@ void pack_along_k(
   alignas(64) compute_t stage[16 * step];
   alignas(64) float flipped[16 * 16];
   for (int64_t n0 = 0; n0 < width; n0 += 16) {
+    const int64_t columns = std::min<int64_t>(16, width - n0);
     const scalar_t* source[16];
     const void* from[16];
     for (const auto i : c10::irange(16)) {
@@ -286,13 +299,13 @@ void pack_along_k(
         }
       }
       float* out = words + k0 / v * width + n0;
-      if (depth == step) {
+      if (depth == step && columns == 16) {
         transpose_words(from, out, width);
         continue;
       }
       transpose_words(from, flipped, 16);
       for (const auto i : c10::irange((depth + v - 1) / v)) {
-        std::memcpy(out + i * width, flipped + i * 16, 16 * sizeof(float));
+        std::memcpy(out + i * width, flipped + i * 16, columns * sizeof(float));
       }
     }
   }

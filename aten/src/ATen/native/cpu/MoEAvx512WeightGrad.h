@@ -22,7 +22,7 @@ namespace moe_avx512 {
 // Lines of a gradient that one task computes.
 constexpr int64_t kGradLines = 512;
 // Rows reduced per step. An expert with more keeps its sums in fp32 between the
-// steps, 1 MiB for a task.
+// steps, at most 1 MiB for a task.
 constexpr int64_t kGradRows = 512;
 // Bytes of the packed right operand: as many columns as fit are multiplied with
 // all lines of the task before the next ones.
@@ -98,8 +98,9 @@ class WeightGrad {
         round_up(std::min(most, kGradRows), kGradRowsMultiple);
     const int64_t lines = std::min(kGradLines, round_up(lines_, 32));
     const int64_t left_bytes = lines * depth * sizeof(compute_t);
-    const int64_t right_bytes =
-        std::min(most_right_bytes(experts, threads), right_bytes_of(most));
+    // What lies behind it is aligned, too.
+    const int64_t right_bytes = round_up(
+        std::min(most_right_bytes(experts, threads), right_bytes_of(most)), 64);
     const int64_t sums_bytes = sizeof(float) *
         (most > kGradRows ? lines * columns_of(kGradRows)
                           : kGradProductLines * kPanelCols);

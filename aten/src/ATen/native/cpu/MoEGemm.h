@@ -1,9 +1,9 @@
 #pragma once
 
 // The matmul of the portable _moe_mlp kernel. Why not at::mm or cpublas::gemm:
-//  - every element is one chain of fused multiply-adds over ascending k, so a
-//    row of the result depends neither on the other rows nor on the number of
-//    threads; library GEMMs pick another summation order for other M;
+//  - every element adds its products over ascending k, in blocks that depend on
+//    K alone, so a row of the result depends neither on the other rows nor on the
+//    number of threads; library GEMMs pick another summation order for other M;
 //  - the result stays in the accumulation type until bias, router weight and
 //    activation have been applied, so that there is one rounding;
 //  - the weights may have any strides, and are converted while being packed.

@@ -169,18 +169,18 @@ class ForwardPass {
     const int64_t units = units_of(panel);
     alignas(64) float bias[kPanelCols] = {};
     load_bias(block.expert, f0, units, bias);
-    const int64_t width = tile_width(m);
     const auto packed = packed_act();
+    const int64_t width = tile_width(m, packed.is_thin(block.expert));
+    // Pair i of row r is at [i][r].
     auto* act = reinterpret_cast<int32_t*>(
-        packed.tile(block.expert, block.begin + m0));
-    // Pair i of row r is at [i][r] of the tile, at [r][i] of a thin expert's rows.
-    const bool thin = packed.is_thin(block.expert);
-    act += f0 / 2 * (thin ? 1 : width);
+                    packed.tile(block.expert, block.begin + m0)) +
+        f0 / 2 * width;
     constexpr int64_t pairs = kPanelCols / 2;
     __m512i h[pairs];
     for (int64_t row0 = 0; row0 < m; row0 += kLanes) {
       const int64_t row = block.begin + m0 + row0;
       const auto live = live_rows(row, m - row0);
+      const auto columns = std::min(kLanes, width - row0);
       for (const auto i : c10::irange(pairs)) {
         const auto column = [&](int64_t j) {
           return Vec::loadu(tile.column(j) + row0) + Vec(bias[j]);
@@ -195,15 +195,10 @@ class ForwardPass {
         if (2 * i + 1 == units) {
           a = _mm512_and_si512(a, _mm512_set1_epi32(0xffff));
         }
-        if (thin) {
-          alignas(64) int32_t words[kLanes];
-          _mm512_store_si512(words, a);
-          for (const auto r : c10::irange(m)) {
-            act[r * packed.ld / 2 + i] = words[r];
-          }
-        } else {
-          _mm512_storeu_si512(act + i * width + row0, a);
-        }
+        _mm512_mask_storeu_epi32(
+            act + i * width + row0,
+            static_cast<__mmask16>((1u << columns) - 1),
+            a);
       }
     }
   }

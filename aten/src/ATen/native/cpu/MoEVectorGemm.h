@@ -8,13 +8,15 @@
 #include <ATen/native/cpu/MoEAvx512Packing.h>
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 
-// The sums of a product are registers only if the loops over them are unrolled.
+// The sums of a product are registers only if the loops over them, of at most 16
+// iterations, are unrolled.
 #if defined(__clang__)
 #define MOE_UNROLL _Pragma("unroll")
 #elif defined(__GNUC__)
-#define MOE_UNROLL _Pragma("GCC unroll 12")
+#define MOE_UNROLL _Pragma("GCC unroll 16")
 #else
 #define MOE_UNROLL
 #endif
@@ -29,9 +31,10 @@ constexpr int64_t kWords = 16;
 constexpr int64_t kMaxRegisters = moe_avx512::kPanelCols / moe_avx512::kLanes;
 
 // Rows of the result that are computed together: with their registers about as many
-// as there are, and enough that a sum does not wait for its own last product.
+// as there are, and enough that a sum does not wait for its own last product. Not more
+// than L1 has ways: rows that are a multiple of a page apart meet in one set of it.
 constexpr int64_t block_rows(int64_t columns) {
-  return columns > 48 ? 6 : columns > 32 ? 8 : 12;
+  return columns > 48 ? 6 : 8;
 }
 template <int64_t registers>
 constexpr int64_t kRows = block_rows(registers * moe_avx512::kLanes);
@@ -56,6 +59,13 @@ add_product(__m512 sum, __m512 a, __m512 b) {
     TORCH_INTERNAL_ASSERT(false, "see is_eligible");
 #endif
   }
+}
+
+// A word in every lane. It is not always aligned, nor a float.
+C10_ALWAYS_INLINE __m512 broadcast_word(const float* word) {
+  float value;
+  std::memcpy(&value, word, sizeof(value));
+  return _mm512_set1_ps(value);
 }
 
 // Stores the first n floats of the registers, rounded to scalar_t.
@@ -187,7 +197,7 @@ MOE_AVX512_BF16_TARGET inline void multiply_block(
       }
       MOE_UNROLL
       for (int64_t i = 0; i < rows; ++i) {
-        const __m512 left = _mm512_set1_ps(a[i * ld_a + word]);
+        const __m512 left = broadcast_word(a + i * ld_a + word);
         MOE_UNROLL
         for (int64_t j = 0; j < registers; ++j) {
           sums[i][j] = add_product<compute_t>(sums[i][j], left, right[j]);
@@ -263,7 +273,7 @@ struct FloatRows {
 };
 
 // C (m, n) = A (m, k) B [+ C] with B packed as [k / v][ld_b][v], v = kVnni, for n a
-// multiple of kLanes, at most kPanelCols, and k of v.
+// multiple of kLanes, at most kPanelCols, and k and ld_a of v.
 template <typename compute_t>
 inline void multiply(
     int64_t m,
@@ -278,6 +288,7 @@ inline void multiply(
     bool accumulate,
     PacedPrefetch& prefetch) {
   constexpr int64_t v = moe_avx512::kVnni<compute_t>;
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(k % v == 0 && ld_a % v == 0);
   const Operands in{
       reinterpret_cast<const float*>(a),
       ld_a / v,
