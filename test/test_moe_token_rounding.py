@@ -147,6 +147,41 @@ class TestMoeTokenRounding(TestCase):
         self.assertIs(rounded.topk_weights, weights)
         self.assertEqual(rounded.num_rows, 12)
 
+    @parametrize("num_tokens", (0, 1, 127))
+    def test_not_training_takes_any_number_of_tokens(self, num_tokens):
+        routing = router(num_tokens, 4, 2)
+        rounded = token_rounding(*routing, 128, training=False)
+        self.assertIs(rounded.topk_indices, routing[0])
+        self.assertEqual(rounded.num_rows, 2 * num_tokens)
+
+    def test_float64(self):
+        # What F.moe_topk makes of float64 logits.
+        logits = torch.randn(32, 4, dtype=torch.float64)
+        indices, weights = F.moe_topk(logits, 2)
+        scores = logits.softmax(-1)
+        rounded = token_rounding(indices, weights, scores, 8, rounding="up")
+        self.assertEqual(rounded.topk_weights.dtype, torch.float64)
+        token, expert = torch.where(rounded.topk_indices >= 0)
+        actual = {
+            (t, e): rounded.topk_weights[t, e].item()
+            for t, e in zip(token.tolist(), expert.tolist())
+        }
+        self.assertEqual(
+            actual, loop(indices, weights, scores, 8, "up"), rtol=0, atol=0
+        )
+
+    @parametrize("compiled", (False, True))
+    @parametrize("bad", (-2, 5))
+    def test_ids_out_of_range(self, compiled, bad):
+        indices, weights, scores = router(16, 4, 2)
+        indices[3, 1] = bad
+        function = token_rounding
+        if compiled:
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        message = rf"topk_indices must be in \[-1, 4\] .*, got {bad} at \[3, 1\]"
+        with self.assertRaisesRegex(IndexError, message):
+            function(indices, weights, scores, 4)
+
     def test_leading_dimensions_and_no_tokens(self):
         indices, weights, scores = router(24, 5, 2)
         flat = token_rounding(indices, weights, scores, 4)
@@ -206,20 +241,34 @@ class TestMoeTokenRounding(TestCase):
     @parametrize(
         "change,message",
         [
-            subtest(({"tile": 0}, "tile must be between 1 and the number of tokens, 16, got 0"), name="tile_0"),
-            subtest(({"tile": 17}, "number of tokens, 16, got 17"), name="tile_17"),
+            subtest(({"tile": 0}, "tile must be at least 1, got 0"), name="tile_0"),
+            subtest(({"tile": 0, "training": False}, "at least 1, got 0"), name="tile_0_eval"),
+            subtest(({"tile": 17}, "tile must be between 1 and the number of tokens, 16, got 17"), name="tile_17"),
             subtest(({"rounding": "even"}, r"one of \('nearest', 'up', 'down'\), got 'even'"), name="rounding"),
             subtest(({"topk_weights": torch.rand(16, 3)}, r"\(16, 2\) and \(16, 3\)"), name="weights_shape"),
             subtest(({"scores": torch.rand(15, 4)}, r"dimensions \(16,\) of topk_indices, got \(15, 4\)"), name="scores_shape"),
-            subtest(({"scores": torch.rand(16, 4).double()}, "must be float32, got torch.float64"), name="dtype"),
         ],
     )  # fmt: skip
     def test_errors(self, change, message):
+        self._check_error(ValueError, change, message)
+
+    @parametrize(
+        "change,message",
+        [
+            subtest(({"scores": torch.rand(16, 4).double()}, "got torch.float64 and torch.float32"), name="mixed"),
+            subtest(({"scores": torch.rand(16, 4).bfloat16()}, "got torch.bfloat16 and torch.float32"), name="scores"),
+            subtest(({"topk_indices": torch.rand(16, 2)}, "topk_indices must have dtype int32 or int64, got torch.float32"), name="indices"),
+        ],
+    )  # fmt: skip
+    def test_dtype_errors(self, change, message):
+        self._check_error(TypeError, change, message)
+
+    def _check_error(self, error, change, message):
         indices, weights, scores = router(16, 4, 2)
         arguments = dict(
             topk_indices=indices, topk_weights=weights, scores=scores, tile=4
         )
-        with self.assertRaisesRegex(ValueError, message):
+        with self.assertRaisesRegex(error, message):
             token_rounding(**{**arguments, **change})
 
 

@@ -20,7 +20,7 @@ class TokenRounding(NamedTuple):
     Attributes:
         topk_indices: ``(*, E)``; entry e is e where the token goes to expert e, else
             -1. The routing of the router, ``(*, K)``, when not training.
-        topk_weights: float32 of the same shape, zero where the index is -1.
+        topk_weights: of the same shape, zero where the index is -1.
         num_rows: the most rows that this routing can have, a constant of the shapes.
     """
 
@@ -58,15 +58,18 @@ def token_rounding(
         to suffer at one.
 
     Args:
-        topk_indices: ``(*, K)`` int32 or int64, the experts of each token, distinct
-            ones; -1 and E mean no expert.
-        topk_weights: ``(*, K)`` float32, their weights.
-        scores: ``(*, E)`` float32, how much each token wants each expert: the softmax
-            or sigmoid of the router's logits, with its scale.
-        tile: rows of a tile of the kernel in use, at most the number of tokens.
+        topk_indices: ``(*, K)`` int32 or int64, the experts of each token; -1 and E
+            mean no expert. They must be distinct, which is not checked: an expert
+            that a token names twice has it once, with either weight.
+        topk_weights: ``(*, K)`` float32 or float64, their weights.
+        scores: ``(*, E)`` of the dtype of ``topk_weights``, how much each token wants
+            each expert: the softmax or sigmoid of the router's logits, with its scale.
+        tile: rows of a tile of the kernel in use, at most the number of tokens where
+            there are any. When not training, any number from 1 on.
         rounding: "nearest" (halves go up), "up" or "down". Where rounding up asks for
             more tokens than there are, it rounds down.
-        training: when False, return the arguments as they are.
+        training: when False, return the arguments as they are, for any number of
+            tokens.
 
     Returns:
         TokenRounding: to be used as ``F.moe_mlp(x, r.topk_indices, r.topk_weights,
@@ -75,6 +78,9 @@ def token_rounding(
     Raises:
         ValueError: shapes that do not belong together, a tile that is not between 1
             and the number of tokens, an unknown rounding.
+        TypeError: a dtype breaks a rule above.
+        IndexError: when training, an expert id is outside [-1, E]. On CUDA this is a
+            device-side assert.
 
     Example::
 
@@ -85,7 +91,7 @@ def token_rounding(
         >>> counts = (rounded.topk_indices >= 0).sum(0)
         >>> assert (counts % 32 == 0).all()
     """
-    _check(topk_indices, topk_weights, scores, tile, rounding)
+    _check(topk_indices, topk_weights, scores, tile, rounding, training)
     num_tokens = topk_indices.shape[:-1].numel()
     num_slots = topk_indices.numel()
     if not training:
@@ -110,7 +116,12 @@ def token_rounding(
 
 
 def _check(
-    topk_indices: Tensor, topk_weights: Tensor, scores: Tensor, tile: int, rounding: str
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    scores: Tensor,
+    tile: int,
+    rounding: str,
+    training: bool,
 ) -> None:
     if topk_indices.dim() == 0 or topk_indices.shape != topk_weights.shape:
         raise ValueError(
@@ -122,19 +133,29 @@ def _check(
             "token_rounding: scores must have shape (*, E) with the leading dimensions "
             f"{tuple(topk_indices.shape[:-1])} of topk_indices, got {tuple(scores.shape)}"
         )
-    if scores.dtype != torch.float32 or topk_weights.dtype != torch.float32:
-        raise ValueError(
-            "token_rounding: scores and topk_weights must be float32, got "
-            f"{scores.dtype} and {topk_weights.dtype}"
+    if topk_indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            "token_rounding: topk_indices must have dtype int32 or int64, got "
+            f"{topk_indices.dtype}"
+        )
+    if (
+        scores.dtype not in (torch.float32, torch.float64)
+        or topk_weights.dtype != scores.dtype
+    ):
+        raise TypeError(
+            "token_rounding: scores and topk_weights must both be float32 or both be "
+            f"float64, got {scores.dtype} and {topk_weights.dtype}"
         )
     if rounding not in _ROUNDINGS:
         raise ValueError(
             f"token_rounding: rounding must be one of {_ROUNDINGS}, got {rounding!r}"
         )
+    if tile < 1:
+        raise ValueError(f"token_rounding: tile must be at least 1, got {tile}")
     num_tokens = topk_indices.shape[:-1].numel()
-    if tile < 1 or 0 < num_tokens < tile:
+    if training and 0 < num_tokens < tile:
         raise ValueError(
-            f"token_rounding: tile must be between 1 and the number of tokens, "
+            "token_rounding: tile must be between 1 and the number of tokens, "
             f"{num_tokens}, got {tile}"
         )
 
@@ -142,9 +163,10 @@ def _check(
 def _dense(indices: Tensor, weights: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """``(T, E)`` chosen by the router; its weight there, the score elsewhere."""
     num_tokens, num_experts = scores.shape
+    # Of the row plan only which slots have no row, and its check of the ids.
+    _, slot_rows, _, _ = torch.ops.aten._moe_permutation(indices, num_experts)
     # "No expert" goes to a column of its own, which is cut off again.
-    nowhere = (indices < 0) | (indices >= num_experts)
-    columns = indices.long().masked_fill(nowhere, num_experts)
+    columns = indices.long().masked_fill(slot_rows < 0, num_experts)
     chosen = torch.zeros(
         (num_tokens, num_experts + 1), dtype=torch.bool, device=scores.device
     )
