@@ -61,6 +61,47 @@ class TestMoeLosses(TestCase):
         nobody = torch.full_like(indices, sentinel)
         self.assertEqual(load_balancing_loss(scores, nobody).item(), 0.0)
 
+    @parametrize("shape", ((0,), (0, S), (B, 0)))
+    @parametrize("per_sequence", (False, True))
+    def test_no_tokens(self, shape, per_sequence):
+        # A rank may have none; its loss is added to that of the others.
+        logits = torch.zeros(*shape, E, requires_grad=True)
+        loss = router_z_loss(logits)
+        if not per_sequence or len(shape) == 2:
+            indices = torch.zeros(*shape, K, dtype=torch.int64)
+            loss = loss + load_balancing_loss(
+                logits.softmax(-1), indices, per_sequence=per_sequence
+            )
+        self.assertEqual(loss.item(), 0.0)
+        loss.backward()
+        self.assertEqual(logits.grad, torch.zeros_like(logits))
+
+    def test_scores_that_underflow(self):
+        # All scores of token 1 are zero in float32.
+        logits = torch.zeros(3, E)
+        logits[1] = -200.0
+        logits.requires_grad_()
+        indices = torch.tensor([[0, 1], [0, 1], [0, 1]])
+        loss = load_balancing_loss(logits.sigmoid(), indices)
+        self.assertEqual(loss.item(), 2 / 3)
+        loss.backward()
+        self.assertTrue(logits.grad.isfinite().all())
+        self.assertGreater(logits.grad[0].abs().max().item(), 0)
+
+    @parametrize("compiled", (False, True))
+    @parametrize("per_sequence", (False, True))
+    @parametrize("bad", (-2, E + 1))
+    def test_ids_out_of_range(self, bad, per_sequence, compiled):
+        _, scores, indices = router()
+        indices[2, 3, 1] = bad
+        function = load_balancing_loss
+        if compiled:
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        row = 2 * S + 3
+        message = rf"must be in \[-1, {E}\] .*, got {bad} at \[{row}, 1\]"
+        with self.assertRaisesRegex(IndexError, message):
+            function(scores, indices, per_sequence=per_sequence)
+
     def test_extremes(self):
         uniform = torch.full((8, E), 1 / E)
         one = torch.zeros(8, 1, dtype=torch.int64)
@@ -132,6 +173,12 @@ class TestMoeLosses(TestCase):
         self.assertEqual(actual, torch.tensor([0.375, 0.0, -0.375, 0.25]))
         self.assertEqual(bias, torch.tensor([0.5, 0.0, -0.5, 0.25]))
 
+    def test_bias_update_beyond_32_bits(self):
+        # 4 * 2**30 does not fit in the int32 that _moe_permutation counts in.
+        counts = torch.tensor([2**30, 0, 0, 0], dtype=torch.int32)
+        actual = updated_expert_bias(torch.zeros(4), counts, 0.125)
+        self.assertEqual(actual, torch.tensor([-0.125, 0.125, 0.125, 0.125]))
+
     def test_bias_balances(self):
         generator = torch.Generator().manual_seed(2)
         logits = torch.randn(512, E, generator=generator)
@@ -144,7 +191,8 @@ class TestMoeLosses(TestCase):
         self.assertLess(counts.max().item(), 160)
         self.assertGreater(counts.min().item(), 96)
 
-    def test_compile(self):
+    @parametrize("backend", ("aot_eager", "inductor"))
+    def test_compile(self, backend):
         logits, scores, indices = router(torch.float32)
         counts = indices.flatten().bincount(minlength=E)
 
@@ -155,8 +203,10 @@ class TestMoeLosses(TestCase):
             )
 
         args = (logits, scores, indices, counts)
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
         self.assertEqual(compiled(*args), function(*args))
+        fewer = (*(t[:, :7] for t in args[:3]), counts)
+        self.assertEqual(compiled(*fewer), function(*fewer))
 
     def test_errors(self):
         _, scores, indices = router()
@@ -166,6 +216,28 @@ class TestMoeLosses(TestCase):
             load_balancing_loss(scores[0], indices[0], per_sequence=True)
         with self.assertRaisesRegex(ValueError, r"got \(4,\) and \(3,\)"):
             updated_expert_bias(torch.zeros(4), torch.zeros(3), 0.1)
+
+    def test_dtype_errors(self):
+        logits, scores, indices = router()
+        with self.assertRaisesRegex(TypeError, "scores must be .*, got torch.int64"):
+            load_balancing_loss(indices, scores)
+        with self.assertRaisesRegex(
+            TypeError, "topk_indices must have dtype .*, got torch.float64"
+        ):
+            load_balancing_loss(scores, scores)
+        with self.assertRaisesRegex(TypeError, "logits must be .*, got torch.int64"):
+            router_z_loss(indices)
+        counts = torch.ones(4, dtype=torch.int64)
+        for dtype in (torch.float32, torch.bool):
+            with self.assertRaisesRegex(
+                TypeError, f"counts must be integers, got {dtype}"
+            ):
+                updated_expert_bias(torch.zeros(4), counts.to(dtype), 0.1)
+        for dtype in (torch.bfloat16, torch.float16, torch.int64):
+            with self.assertRaisesRegex(
+                TypeError, f"bias must be float32 or float64, got {dtype}"
+            ):
+                updated_expert_bias(torch.zeros(4, dtype=dtype), counts, 0.1)
 
 
 instantiate_parametrized_tests(TestMoeLosses)
