@@ -54,6 +54,9 @@ class TestAdapters(TestCase):
         _, ids, weights = module.route(x)
         got = adapter.run(module, module.run_experts, Recorder(), x, ids, weights)
         self.assertEqual(got, want, atol=0, rtol=0)
+        # A bound of this rank's rows is none of the rows that arrive.
+        got = adapter.run(module, module.run_experts, Recorder(), x, ids, weights, 1)
+        self.assertEqual(got, want, atol=0, rtol=0)
 
     def test_grouped_experts(self):
         torch.manual_seed(0)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.moe.losses import load_balancing_loss, updated_expert_bias
+from torch.nn.moe.routing import token_rounding
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_modules import module_db, ModuleErrorEnum, modules
 from torch.testing._internal.common_utils import (
@@ -21,9 +22,11 @@ from torch.testing._internal.common_utils import (
     noncontiguous_like,
     parametrize,
     run_tests,
+    set_default_dtype,
     subtest,
     TestCase,
 )
+from torch.testing._internal.moe_reference import ACTIVATIONS, GATED_ACTIVATIONS
 
 
 D, H, E, K = 8, 12, 6, 2
@@ -54,6 +57,19 @@ def loop(layer, x):
             y = y + expert(token, *matrices, layer.activation)
         rows.append(y)
     return torch.stack(rows).view_as(x)
+
+
+class RoundedMoE(nn.MoE):
+    """Whole tiles of rows, in training."""
+
+    tile = 4
+
+    def route(self, input):
+        logits, indices, weights = super().route(input)
+        rounded = token_rounding(
+            indices, weights, logits.softmax(-1), self.tile, training=self.training
+        )
+        return logits, *rounded
 
 
 def make(**kwargs):
@@ -127,6 +143,100 @@ class TestMoEModule(TestCase):
         expected = F.moe_topk(logits, K, bias=layer.balance_bias, **options)
         self.assertEqual((indices, weights), expected)
         self.assertNotEqual(indices, F.moe_topk(logits, K)[0])
+
+    @parametrize("activation", ACTIVATIONS)
+    def test_gates_of_activations(self, activation):
+        # The functional raises where w_in has the rows of another kind of activation.
+        layer = make(activation=activation, shared_hidden_dim=5)
+        g = 2 if activation in GATED_ACTIVATIONS else 1
+        self.assertEqual(layer.w_in.shape, (E, g * H, D))
+        x = torch.randn(5, D, dtype=torch.float64)
+        self.assertEqual(layer(x).output.shape, x.shape)
+
+    def test_alpha_and_limit(self):
+        options = {"activation": "swiglu_oai", "alpha": 1.25, "limit": 0.5}
+        layer = make(shared_hidden_dim=5, **options)
+        x = torch.randn(5, D, dtype=torch.float64)
+        _, *routing = layer.route(x)
+        routed = F.moe_mlp(x, *routing, layer.w_in, layer.w_out, **options)
+        everyone = torch.zeros(5, 1, dtype=torch.int64)
+        matrices = layer.shared_w_in, layer.shared_w_out
+        shared = F.moe_mlp(x, everyone, None, *matrices, **options)
+        self.assertEqual(layer(x).output, routed + shared)
+        self.assertEqual(layer.run_routed(x, *routing), routed)
+        for name in ("alpha", "limit"):
+            other = F.moe_mlp(
+                x, everyone, None, *matrices, **{**options, name: options[name] * 2}
+            )
+            self.assertNotEqual(shared, other)
+        self.assertIn("alpha=1.25, limit=0.5", repr(layer))
+
+    @parametrize("compiled", (False, True))
+    def test_num_rows_of_the_router(self, compiled):
+        torch.manual_seed(0)
+        layer = RoundedMoE(D, H, E, K, dtype=torch.float64)
+        x = torch.randn(24, D, dtype=torch.float64)
+        _, indices, weights, num_rows = layer.route(x)
+        self.assertEqual(num_rows % layer.tile, 0)
+        self.assertLess(num_rows, indices.numel())
+        expected = F.moe_mlp(
+            x, indices, weights, layer.w_in, layer.w_out, num_rows=num_rows
+        )
+        shapes = []
+
+        def pack(tensor):
+            shapes.append(tuple(tensor.shape))
+            return tensor
+
+        function = layer
+        if compiled:
+            function = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output, _, topk_indices = function(x)
+        self.assertEqual(output, expected)
+        self.assertEqual(topk_indices, indices)
+        # The pre-activations have as many rows.
+        self.assertEqual([s[0] for s in shapes if s[1:] == (2 * H,)], [num_rows])
+        layer.eval()
+        self.assertEqual(function(x[:1]).topk_indices.shape, (1, K))
+
+    def test_balance_bias_stays_float32(self):
+        layer = nn.MoE(D, H, E, K, balance_bias=True)
+        # Not a bfloat16 number: there the next one after 0.5 is 0.504.
+        layer.balance_bias += 0.501
+        block = nn.Sequential(nn.Linear(D, D), layer)
+        for cast in (
+            lambda m: m.bfloat16(),
+            lambda m: m.half(),
+            lambda m: m.to("cpu", torch.bfloat16),
+            lambda m: copy.deepcopy(m),
+        ):
+            cast(block)
+            self.assertEqual(layer.balance_bias, torch.full((E,), 0.501))
+            self.assertIs(
+                dict(block.named_buffers())["1.balance_bias"], layer.balance_bias
+            )
+        self.assertEqual(layer.router.dtype, torch.bfloat16)
+        state = layer.state_dict()
+        self.assertEqual(state["balance_bias"].dtype, torch.float32)
+        other = nn.MoE(D, H, E, K, balance_bias=True).bfloat16()
+        other.load_state_dict(state)
+        self.assertEqual(other.balance_bias, layer.balance_bias, atol=0, rtol=0)
+        self.assertEqual(copy.deepcopy(layer).balance_bias, layer.balance_bias)
+        counts = torch.tensor([9, 0, 0, 0, 0, 0])
+        after = updated_expert_bias(layer.balance_bias, counts, 0.001)
+        self.assertTrue((after != layer.balance_bias).all())
+        x = torch.randn(3, D, dtype=torch.bfloat16)
+        self.assertEqual(other(x), layer(x))
+        meta = layer.to("meta")
+        self.assertEqual(meta.balance_bias.dtype, torch.float32)
+        self.assertEqual(meta.balance_bias.device.type, "meta")
+        # As the scores: float64 where the logits are.
+        self.assertEqual(make(balance_bias=True).balance_bias.dtype, torch.float64)
+        self.assertEqual(other.double().balance_bias.dtype, torch.float64)
+        with set_default_dtype(torch.bfloat16):
+            layer = nn.MoE(D, H, E, K, balance_bias=True)
+        self.assertEqual(layer.balance_bias.dtype, torch.float32)
 
     def test_state_dict(self):
         layer = make(bias=True, shared_hidden_dim=5, balance_bias=True)
@@ -234,6 +344,26 @@ class TestMoEModule(TestCase):
         with self.assertRaisesRegex(ValueError, message):
             nn.MoE(D, H, E, top_k)
 
+    @parametrize(
+        "options,message",
+        [
+            subtest(({"activation": "swigl"}, "activation must be one of .*, got 'swigl'"), name="activation"),
+            subtest(({"activation": "relu", "gate_interleaved": True}, "gate_interleaved=True needs"), name="interleaved"),
+            subtest(({"alpha": 1.5}, "alpha is an argument of activation 'swiglu_oai' only"), name="alpha"),
+            subtest(({"activation": "swiglu_oai", "limit": 0.0}, "limit must be > 0, got 0"), name="limit"),
+            subtest(({"score": "relu"}, "score must be .*, got 'relu'"), name="score"),
+            subtest(({"num_groups": 4, "top_groups": 1}, "num_groups must divide E = 6, got 4"), name="num_groups"),
+            subtest(({"num_groups": 3}, "num_groups and top_groups must be given together"), name="top_groups"),
+            subtest(({"num_groups": 6, "top_groups": 1}, r"k must be in \[1, 1\], the number of selectable"), name="selectable"),
+            subtest(({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"), name="hidden_dim"),
+            subtest(({"shared_hidden_dim": 0}, "shared_hidden_dim must be at least 1, got 0"), name="shared"),
+        ],
+    )  # fmt: skip
+    def test_construction_errors(self, options, message):
+        arguments = {"embed_dim": D, "hidden_dim": H, "num_experts": E, "top_k": K}
+        with self.assertRaisesRegex(ValueError, message):
+            nn.MoE(**{**arguments, **options})
+
     def test_documentation(self):
         # The names it lists exist, and its code blocks run, one after the other.
         root = pathlib.Path(__file__).resolve().parents[2]
@@ -249,11 +379,14 @@ class TestMoEModule(TestCase):
                 documented = getattr(module, name).__doc__ + (module.__doc__ or "")
                 self.assertIn("prototype", documented.lower())
         blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        self.assertEqual(len(blocks), 2)
+        self.assertGreater(len(blocks), 2)
         namespace = {}
         for block in blocks:
             exec(block, namespace)
         self.assertTrue(namespace["layer"].router.grad.isfinite().all())
+        rounded = namespace["RoundedMoE"](16, 32, num_experts=8, top_k=2)
+        counts = (rounded(torch.randn(40, 16)).topk_indices >= 0).sum(0)
+        self.assertEqual(counts % 8, torch.zeros_like(counts))
 
 
 moe_modules = modules([info for info in module_db if info.module_cls is nn.MoE])

@@ -148,7 +148,10 @@ class MoEAdapter(ExpertAdapter):
         input: Tensor,
         topk_indices: Tensor,
         topk_weights: Tensor,
+        num_rows: int | None = None,
     ) -> Tensor:
+        # num_rows bounds the rows of this rank's tokens. The experts get the rows of
+        # all ranks' tokens, and the exchange bounds those.
         module = cast(nn.MoE, module)
         shared = None
         if module.shared_w_in is not None:

@@ -1,5 +1,6 @@
 """The Mixture-of-Experts feed-forward layer as a module."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ class MoEOutput(NamedTuple):
     Attributes:
         output: ``(*, D)``.
         logits: ``(*, E)``, the router's; losses and statistics start from these.
-        topk_indices: ``(*, K)`` int64, the chosen experts.
+        topk_indices: ``(*, K)``, the chosen experts; int64 unless another router makes
+            other ids.
     """
 
     output: Tensor
@@ -53,7 +55,9 @@ class MoE(Module):
         activation: of the experts, see :func:`~torch.nn.functional.moe_mlp`.
         gate_interleaved: whether gate and up rows of ``w_in`` alternate, see
             :func:`~torch.nn.functional.moe_mlp`. Default: ``False``
-        bias: whether experts have biases. Default: ``False``
+        alpha: of ``"swiglu_oai"``, see :func:`~torch.nn.functional.moe_mlp`.
+        limit: of ``"swiglu_oai"``, see :func:`~torch.nn.functional.moe_mlp`.
+        bias: whether the routed experts have biases. Default: ``False``
         score: "softmax" or "sigmoid", see :func:`~torch.nn.functional.moe_topk`.
         normalize: whether the weights of a token's experts sum to ``scale``.
         num_groups: see :func:`~torch.nn.functional.moe_topk`.
@@ -62,8 +66,8 @@ class MoE(Module):
         balance_bias: whether there is a buffer ``balance_bias`` that takes part in the
             choice of experts, to be moved by
             :func:`~torch.nn.moe.losses.updated_expert_bias`. Default: ``False``
-        shared_hidden_dim: width of an expert that every token uses in addition; none
-            if ``None``.
+        shared_hidden_dim: width of an expert that every token uses in addition, with
+            weight 1 and always without biases; none if ``None``.
 
     Shape:
         - Input: :math:`(*, D)`.
@@ -77,10 +81,17 @@ class MoE(Module):
         b_out: :math:`(E, D)`, or None.
         shared_w_in: :math:`(1, gF_s, D)`, or None.
         shared_w_out: :math:`(1, D, F_s)`, or None.
-        balance_bias: :math:`(E)` float32 buffer, or None.
+        balance_bias: :math:`(E)` buffer, or None. It is float32 in a layer of lower
+            precision too, also after :meth:`~torch.nn.Module.to`: in bfloat16 the steps
+            of :func:`~torch.nn.moe.losses.updated_expert_bias` would round away.
 
     All parameters start from :math:`\mathcal{U}(-\sqrt{k}, \sqrt{k})` with k = 1 / the
     summed dimension, as in :class:`~torch.nn.Linear`.
+
+    Raises:
+        ValueError: a size is below 1, ``top_k`` above the number of selectable experts,
+            or an option is none of :func:`~torch.nn.functional.moe_topk` or
+            :func:`~torch.nn.functional.moe_mlp`; the message names it.
 
     Example::
 
@@ -101,6 +112,8 @@ class MoE(Module):
         *,
         activation: str = "swiglu",
         gate_interleaved: bool = False,
+        alpha: float | None = None,
+        limit: float | None = None,
         bias: bool = False,
         score: str = "softmax",
         normalize: bool = True,
@@ -113,6 +126,14 @@ class MoE(Module):
         dtype=None,
     ) -> None:
         super().__init__()
+        for name, size in (
+            ("embed_dim", embed_dim),
+            ("hidden_dim", hidden_dim),
+            ("num_experts", num_experts),
+            ("shared_hidden_dim", shared_hidden_dim),
+        ):
+            if size is not None and size < 1:
+                raise ValueError(f"MoE: {name} must be at least 1, got {size}")
         if not 1 <= top_k <= num_experts:
             raise ValueError(
                 f"MoE: top_k must be between 1 and num_experts = {num_experts}, got {top_k}"
@@ -123,6 +144,8 @@ class MoE(Module):
         self.top_k = top_k
         self.activation = activation
         self.gate_interleaved = gate_interleaved
+        self.alpha = alpha
+        self.limit = limit
         self.routing: dict[str, Any] = {
             "score": score,
             "normalize": normalize,
@@ -131,10 +154,12 @@ class MoE(Module):
             "scale": scale,
         }
 
+        g = 2 if activation in _GATED else 1
+        self._check_options(g)
+
         def parameter(*shape: int) -> Parameter:
             return Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        g = 2 if activation in _GATED else 1
         self.router = parameter(num_experts, embed_dim)
         self.w_in = parameter(num_experts, g * hidden_dim, embed_dim)
         self.w_out = parameter(num_experts, embed_dim, hidden_dim)
@@ -144,9 +169,30 @@ class MoE(Module):
         if shared_hidden_dim is not None:
             self.shared_w_in = parameter(1, g * shared_hidden_dim, embed_dim)
             self.shared_w_out = parameter(1, embed_dim, shared_hidden_dim)
-        zeros = torch.zeros(num_experts, device=device) if balance_bias else None
+        zeros = None
+        if balance_bias:
+            dtype = torch.promote_types(self.router.dtype, torch.float32)
+            zeros = torch.zeros(num_experts, device=device, dtype=dtype)
         self.register_buffer("balance_bias", zeros)
         self.reset_parameters()
+
+    def _check_options(self, g: int) -> None:
+        """Raises here what the functionals would raise in the first forward pass."""
+        empty = functools.partial(torch.empty, device="meta", dtype=torch.float32)
+        no_tokens = empty(0, 1)
+        F.moe_topk(empty(0, self.num_experts), self.top_k, **self.routing)
+        self._mlp(no_tokens, no_tokens.long(), None, empty(1, g, 1), empty(1, 1, 1))
+
+    def _apply(self, fn, recurse=True):
+        before = self.balance_bias
+        super()._apply(fn, recurse)
+        after = self.balance_bias
+        if before is not None and after is not None:
+            dtype = torch.promote_types(after.dtype, torch.float32)
+            if after.dtype != dtype:
+                # From before, as the cast has lost bits.
+                self.balance_bias = before.to(after.device, dtype)
+        return self
 
     def reset_parameters(self) -> None:
         """Draws new parameters, and zeroes the balance bias."""
@@ -165,10 +211,12 @@ class MoE(Module):
         if self.balance_bias is not None:
             init.zeros_(self.balance_bias)
 
-    def route(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def route(self, input: Tensor) -> tuple[Any, ...]:
         """Logits ``(*, E)``, chosen experts ``(*, K)`` and their weights ``(*, K)``.
 
-        A subclass with another router overrides this.
+        A subclass with another router overrides this. It may return ``num_rows`` of
+        :func:`~torch.nn.functional.moe_mlp` as a fourth value, for a router that knows
+        that its choice needs fewer rows than one per id.
         """
         logits = F.linear(input, self.router)
         indices, weights = F.moe_topk(
@@ -187,7 +235,7 @@ class MoE(Module):
 
         ``num_rows`` is that of :func:`~torch.nn.functional.moe_mlp`.
         """
-        return F.moe_mlp(
+        return self._mlp(
             input,
             topk_indices,
             topk_weights,
@@ -195,8 +243,6 @@ class MoE(Module):
             self.w_out,
             b_in=self.b_in,
             b_out=self.b_out,
-            activation=self.activation,
-            gate_interleaved=self.gate_interleaved,
             num_rows=num_rows,
         )
 
@@ -204,32 +250,54 @@ class MoE(Module):
         """Output ``(*, D)`` of the expert that every token uses, None without one."""
         if self.shared_w_in is None or self.shared_w_out is None:
             return None
+        everyone = torch.zeros(
+            (*input.shape[:-1], 1), dtype=torch.int64, device=input.device
+        )
+        return self._mlp(input, everyone, None, self.shared_w_in, self.shared_w_out)
+
+    def _mlp(
+        self,
+        input: Tensor,
+        topk_indices: Tensor,
+        topk_weights: Tensor | None,
+        w_in: Tensor,
+        w_out: Tensor,
+        **kwargs: Any,
+    ) -> Tensor:
         return F.moe_mlp(
             input,
-            torch.zeros((*input.shape[:-1], 1), dtype=torch.int64, device=input.device),
-            None,
-            self.shared_w_in,
-            self.shared_w_out,
+            topk_indices,
+            topk_weights,
+            w_in,
+            w_out,
             activation=self.activation,
             gate_interleaved=self.gate_interleaved,
+            alpha=self.alpha,
+            limit=self.limit,
+            **kwargs,
         )
 
     def run_experts(
-        self, input: Tensor, topk_indices: Tensor, topk_weights: Tensor
+        self,
+        input: Tensor,
+        topk_indices: Tensor,
+        topk_weights: Tensor,
+        num_rows: int | None = None,
     ) -> Tensor:
         """Routed and shared experts: all of the layer that comes after the router.
 
         :class:`~torch.distributed.tensor.parallel.ExpertParallel` replaces this method,
-        to send tokens to the ranks of their experts.
+        to send tokens to the ranks of their experts. ``num_rows`` is that of
+        :func:`~torch.nn.functional.moe_mlp`.
         """
-        output = self.run_routed(input, topk_indices, topk_weights)
+        output = self.run_routed(input, topk_indices, topk_weights, num_rows)
         shared = self.run_shared(input)
         return output if shared is None else output + shared
 
     def forward(self, input: Tensor) -> MoEOutput:
         """Runs the forward pass."""
-        logits, topk_indices, topk_weights = self.route(input)
-        output = self.run_experts(input, topk_indices, topk_weights)
+        logits, topk_indices, topk_weights, *num_rows = self.route(input)
+        output = self.run_experts(input, topk_indices, topk_weights, *num_rows)
         return MoEOutput(output, logits, topk_indices)
 
     def extra_repr(self) -> str:
@@ -240,6 +308,10 @@ class MoE(Module):
         ]
         if self.gate_interleaved:
             parts.append("gate_interleaved=True")
+        if self.alpha is not None:
+            parts.append(f"alpha={self.alpha}")
+        if self.limit is not None:
+            parts.append(f"limit={self.limit}")
         if self.b_in is not None:
             parts.append("bias=True")
         if self.shared_w_out is not None:
