@@ -1,11 +1,13 @@
 # Owner(s): ["module: nn"]
 """F.moe_mlp inside transformers: five families against its eager code; weight layouts."""
 
+import importlib
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+import types
 
 import transformers_experts
 
@@ -128,11 +130,85 @@ class TestTransformers(TestCase):
         self.assertIn("pip install --target build/clients", done.stderr)
         self.assertNotIn("Traceback", done.stderr)
 
-    def test_unknown_gate_is_an_error(self):
+    def _experts(self, model, name, dtype=torch.float64):
+        """The experts class of a model by itself; no config of a whole model."""
+        modeling = importlib.import_module(
+            f"transformers.models.{model}.modeling_{model}"
+        )
+        config = types.SimpleNamespace(
+            hidden_size=8,
+            intermediate_size=6,
+            moe_intermediate_size=6,
+            num_experts=3,
+            num_local_experts=3,
+            n_routed_experts=3,
+            hidden_act="silu",
+            hidden_activation="gelu_pytorch_tanh",
+            mlp_hidden_act="relu2",
+            swiglu_alpha=1.5,
+            swiglu_limit=0.75,
+            mlp_bias=False,
+            moe_latent_size=None,
+            _experts_implementation="eager",
+        )
+        if model in ("lfm2_moe", "gemma4"):
+            del config.hidden_act
+        experts = getattr(modeling, name)(config)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in experts.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise)
+        return experts.to(dtype)
+
+    @parametrize(
+        "model,name,activation",
+        [
+            # act_fn is a function, and the config has no name of it
+            ("lfm2_moe", "Lfm2MoeExperts", "swiglu"),
+            # the config has another key
+            ("gemma4", "Gemma4TextExperts", "geglu_tanh"),
+            ("gpt_oss", "GptOssExperts", "swiglu_oai"),
+            # the gate of gpt-oss with gates first
+            ("openai_privacy_filter", "OpenAIPrivacyFilterExperts", "swiglu_oai"),
+            ("minimax_m3_vl", "MiniMaxM3VLExperts", "swiglu_oai"),
+        ],
+    )
+    def test_gates(self, model, name, activation):
+        experts = self._experts(model, name)
+        arguments = transformers_experts.activation_arguments(experts)
+        self.assertEqual(arguments["activation"], activation)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(10, 8, generator=generator, dtype=torch.float64)
+        weights, index = torch.rand(10, 3, generator=generator).topk(2)
+        expected = experts(x, index, weights.double())
+        experts.config._experts_implementation = transformers_experts.NAME
+        # One of the models adds in float32.
+        actual = experts(x, index, weights.double())
+        self.assertEqual(actual, expected.double(), atol=1e-5, rtol=1e-5)
+
+    @parametrize(
+        "model,name,message",
+        [
+            # a limit without alpha
+            (
+                "deepseek_v4",
+                "DeepseekV4Experts",
+                "a gate of its own, DeepseekV4Experts",
+            ),
+            ("glm5_next", "Glm5NextTextExperts", "a gate of its own"),
+            ("nemotron_h", "NemotronHExperts", "experts without gates"),
+        ],
+    )
+    def test_unknown_gate_is_an_error(self, model, name, message):
+        with self.assertRaisesRegex(NotImplementedError, message):
+            transformers_experts.activation_arguments(self._experts(model, name))
+
+    def test_unknown_activation_is_an_error(self):
         experts = experts_of(build("mixtral"))[0]
-        experts.config.hidden_act = "quick_gelu"
+        experts.act_fn = torch.nn.Hardswish()
         with self.assertRaisesRegex(
-            NotImplementedError, "hidden_act must be one of silu"
+            NotImplementedError, "act_fn of MixtralExperts must be .*, got Hardswish"
         ):
             transformers_experts.activation_arguments(experts)
 

@@ -19,12 +19,22 @@ from torch import Tensor
 
 NAME = "moe_mlp"
 
+# Name of what a module has as act_fn, the class of a module or a function's own.
 _GATED = {
+    "SiLUActivation": "swiglu",
+    "SiLU": "swiglu",
     "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "relu": "reglu",
+    "GELUActivation": "geglu",
+    "GELUTanh": "geglu_tanh",
+    "ReLU": "reglu",
+}
+
+# Where a gate is defined that is swiglu_oai, and what it calls alpha and limit. By name:
+# other gates have a limit as well, and clamp something else.
+_CLAMPED = {
+    "GptOssExperts._apply_gate": ("alpha", "limit"),
+    "OpenAIPrivacyFilterExperts._apply_gate": ("alpha", "limit"),
+    "MiniMaxM3VLExperts._apply_gate": ("swiglu_alpha", "swiglu_limit"),
 }
 
 
@@ -66,21 +76,22 @@ def activation_arguments(experts: torch.nn.Module) -> dict[str, object]:
             f"{type(experts).__name__}: experts without gates or with a norm after them "
             "have no F.moe_mlp equivalent here"
         )
-    if hasattr(experts, "limit"):
-        # The clamped gate of gpt-oss.
-        return {
-            "activation": "swiglu_oai",
-            "alpha": experts.alpha,
-            "limit": experts.limit,
-        }
-    if type(experts)._apply_gate.__name__ != "_default_apply_gate":
+    gate = type(experts)._apply_gate.__qualname__
+    if gate in _CLAMPED:
+        alpha, limit = (getattr(experts, name) for name in _CLAMPED[gate])
+        return {"activation": "swiglu_oai", "alpha": alpha, "limit": limit}
+    if gate != "_default_apply_gate":
         raise NotImplementedError(
-            f"{type(experts).__name__} has a gate of its own, which is not known here"
+            f"{type(experts).__name__} has a gate of its own, {gate}, which is not known "
+            f"here; known are {', '.join(_CLAMPED)} and the default"
         )
-    name = experts.config.hidden_act
+    # Not the name in the config, which models keep under several keys or not at all.
+    act = experts.act_fn
+    name = type(act).__name__ if isinstance(act, torch.nn.Module) else act.__name__
     if name not in _GATED:
         raise NotImplementedError(
-            f"hidden_act must be one of {', '.join(_GATED)}, got {name}"
+            f"act_fn of {type(experts).__name__} must be one of {', '.join(_GATED)}, got "
+            f"{name}"
         )
     return {"activation": _GATED[name]}
 
