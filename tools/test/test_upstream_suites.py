@@ -1,5 +1,6 @@
 """test --upstream: PyTorch's own test files, with the staged torch."""
 
+import shutil
 import subprocess
 import sys
 
@@ -79,3 +80,26 @@ def test_long_script_explains_itself():
     done = subprocess.run([script, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "Example: .ci/long" in done.stdout
+
+
+def test_long_script_repeats_what_another_run_did_not_cover(tmp_path):
+    """Other arguments or a new file: not "passed before"."""
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / "tools").mkdir()
+    script = tmp_path / ".ci/long"
+    shutil.copy2(testing.Path(__file__).parents[2] / ".ci/long", script)
+    (tmp_path / "tools/stage.py").write_text("print('called')\n")
+    (tmp_path / ".gitignore").write_text("build/\n")
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c", "-C", str(tmp_path)]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+
+    def passed_before(*arguments):
+        done = subprocess.run([script, *arguments], capture_output=True, text=True)
+        return done.stdout.count("passed before")
+
+    assert passed_before("--only", "130") == 0
+    assert passed_before() == 0
+    assert passed_before() == 3
+    (tmp_path / "test_new.py").write_text("new\n")
+    assert passed_before() == 0
