@@ -80,6 +80,13 @@ def tools_python():
 
 def install_tools(folder, python):
     """venv + pip; a folder without the stamp is a killed attempt."""
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError:
+        fail(
+            "this Python cannot make environments: no module ensurepip\nfix: install "
+            "it (Debian, Ubuntu: apt-get install python%d.%d-venv)" % sys.version_info[:2]
+        )
     print("... install the stager's tools into " + folder, file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

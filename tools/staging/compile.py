@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import ninja
@@ -67,7 +68,7 @@ def build(workspace: Workspace, binaries: Binaries, console: Console) -> None:
 
 
 def check_compiler() -> None:
-    """Raises a StageError when there is no C++ compiler that knows C++20."""
+    """Raises a StageError when there is no C++20 compiler, or no header of Python."""
     if not shutil.which("g++"):
         raise StageError(
             "no C++ compiler: g++ is not on PATH",
@@ -80,6 +81,13 @@ def check_compiler() -> None:
         raise StageError(
             f"g++ {version or '(broken)'} is too old for PyTorch headers",
             hint="install g++ 11 or newer and put it first on PATH",
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        package = "python" + sysconfig.get_python_version() + "-dev"
+        raise StageError(
+            f"no headers of Python: {header} is missing",
+            hint=f"install them (Debian, Ubuntu: apt-get install {package})",
         )
 
 

@@ -100,6 +100,8 @@ def setup(
     """
     chosen = options or _last_options(workspace)
     write_if_changed(workspace.state / "options.json", json.dumps(asdict(chosen)))
+    if not baseenv.locate(workspace, series).stamp.exists():
+        compile.check_compiler()  # before the download, not after it
     env, checkout = open_checkout(workspace, series, console, fresh)
     tip = checkout.sync(series, console, discard)
     generated = codegen.update(workspace, env, checkout, tip, console)

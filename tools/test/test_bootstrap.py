@@ -53,6 +53,17 @@ def test_no_git(clone):
     assert done.stderr.startswith("error: git is not on PATH\nfix: ")
 
 
+def test_no_venv(clone):
+    """Debian's Python without the package of ensurepip."""
+    (clone / "sitecustomize.py").write_text(
+        "import sys; sys.modules['ensurepip'] = None\n"
+    )
+    done = stage(clone, PYTHONPATH=str(clone))
+    assert done.returncode == 1
+    assert "no module ensurepip\nfix: install it" in done.stderr
+    assert "-venv)" in done.stderr
+
+
 def test_no_network(clone):
     done = stage(
         clone,

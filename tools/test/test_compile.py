@@ -4,6 +4,7 @@ import ctypes
 import re
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -104,6 +105,16 @@ def test_old_compiler(project, graph, console, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StageError, match=r"g\+\+ 9 is too old"):
         compile.build(project.workspace, graph[1], console)
+
+
+def test_no_python_headers(project, monkeypatch):
+    """Said before torch is downloaded."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nonexistent")
+    project.env.stamp.unlink()
+    with pytest.raises(StageError, match="/nonexistent/Python.h is missing") as failure:
+        project.setup()
+    assert "-dev)" in failure.value.hint
+    assert not project.env.stamp.exists()
 
 
 def test_killed_stager_takes_the_compiler_along(project, graph):
