@@ -1,8 +1,11 @@
 # Owner(s): ["module: nn"]
 """What moe_kernel() accepts and restores, whatever kernels this build has."""
 
+import pathlib
+import re
 from unittest import mock
 
+from torch.nn.moe import backend
 from torch.nn.moe.backend import _enabled_backends, moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -44,6 +47,17 @@ class TestMoeBackend(TestCase):
                     pass
             with moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE]):
                 pass
+
+    def test_documentation(self):
+        # The page lists what is public, and its code block runs.
+        page = pathlib.Path(__file__).resolve().parents[1] / "docs" / "source"
+        text = (page / "nn.moe.backend.md").read_text()
+        listed = re.search(r":nosignatures:\n\n((?: +\w+\n)+)", text).group(1)
+        self.assertEqual(set(listed.split()), set(backend.__all__))
+        (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        names = {}
+        exec(block, names)
+        self.assertEqual(names["y"].shape, names["x"].shape)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ def install_tools(folder, python):
     except ImportError:
         fail(
             "this Python cannot make environments: no module ensurepip\nfix: install "
-            "it (Debian, Ubuntu: apt-get install python%d.%d-venv)" % sys.version_info[:2]
+            "it (Debian, Ubuntu: apt-get install python%d.%d-venv)"
+            % sys.version_info[:2]
         )
     print("... install the stager's tools into " + folder, file=sys.stderr, flush=True)
     shutil.rmtree(folder, ignore_errors=True)

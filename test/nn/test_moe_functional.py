@@ -1,6 +1,8 @@
 # Owner(s): ["module: nn"]
 
 import doctest
+import pathlib
+import re
 import typing
 
 import torch
@@ -314,6 +316,27 @@ class TestMoeFunctionalText(TestCase):
         self.assertGreaterEqual(len(test.examples), 2)
         result = doctest.DocTestRunner(verbose=False).run(test)
         self.assertEqual(result.failed, 0)
+
+    def test_documentation(self):
+        # The code blocks of the page run, one after the other; they compare what they compute.
+        page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "source"
+        text = (page / "nn.functional.moe.md").read_text()
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        self.assertEqual(len(blocks), 4)
+        names = {}
+        for block in blocks:
+            exec(block, names)
+        gate, up = names["gate_up_proj"].mT[:, 0::2], names["gate_up_proj"].mT[:, 1::2]
+        bias = names["gate_up_proj_bias"]
+        z = F.moe_mlp(
+            *(names[name] for name in ("x", "indices", "weights")),
+            torch.cat([gate, up], dim=1),
+            names["down_proj"].mT.contiguous(),
+            b_in=torch.cat([bias[:, 0::2], bias[:, 1::2]], dim=1),
+            b_out=names["down_proj_bias"],
+            activation="swiglu_oai",
+        )
+        self.assertEqual(names["z"], z)
 
 
 instantiate_device_type_tests(TestMoeTopk, globals())

@@ -43,7 +43,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<=": operator.le,
     ">=": operator.ge,
 }
-_CONDITION = re.compile(r"^(?P<left>\S+) (?P<sign>[<>]=?) (?P<right>\S+)$")
+_CONDITION = re.compile(r"^(?P<left>\S.*?) (?P<sign>[<>]=?) (?P<right>\S.*)$")
 _FACTS = ("torch", "machine", "threads")
 _MISSING = object()
 

@@ -61,6 +61,12 @@ def test_losing_rows_come_first_and_are_all_there(tmp_path, conditions, expected
     assert f"4 rows, {len(expected)} of them lost" in text
 
 
+def test_condition_on_a_name_with_spaces(tmp_path):
+    rows = [{"n": n, "forms": {"mm, compiled": {"ms": n}}} for n in (1, 2)]
+    text = render(tmp_path, rows, columns=["n"], loses="forms.mm, compiled.ms < 2")
+    assert lines(text) == ["| 1 (**loses**) |", "| 2 |"]
+
+
 def test_row_to_compare_with(tmp_path):
     text = render(
         tmp_path,
