@@ -12,11 +12,11 @@ longer exists in this torch.
 import argparse
 import json
 import pathlib
-import platform
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from measure import provenance
 from torch.utils.flop_counter import FlopCounterMode
 
 
@@ -139,13 +139,8 @@ def main() -> None:
         rows.append({"gap": probe.__name__, "closed": closed, "evidence": evidence})
         print(f"{probe.__name__:18} {'closed' if closed else 'OPEN':7} {evidence}")
     if args.out:
-        record = {
-            "command": "python benchmarks/moe/grouped_mm_gaps.py",
-            "torch": torch.__version__,
-            "torch_git": torch.version.git_version,
-            "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
-            "rows": rows,
-        }
+        record = {**provenance(), "rows": rows}
+        del record["git"]  # the rows are of a torch, not of this tree
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
