@@ -15,7 +15,7 @@ _BENCHMARKS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "moe"
 sys.path.insert(0, str(_BENCHMARKS))
 
 import cpu_ops
-from cpu import bounds, report, shapes, timing
+from cpu import bounds, peers, report, shapes, timing
 
 import blocks
 
@@ -93,6 +93,18 @@ class TestCpuOps(TestCase):
                 tiny("tiny/bfloat16/forward+backward")
         finally:
             blocks.loop_over_unbound_experts = right
+
+    def test_without_the_clients_folder(self):
+        path = [folder for folder in sys.path if not folder.endswith("clients")]
+        modules = {k: v for k, v in sys.modules.items() if "transformers" not in k}
+        modules["transformers"] = None  # as if it was not installed
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(peers, "_FOLDER", pathlib.Path(folder)),
+            mock.patch.object(sys, "path", path),
+            mock.patch.dict(sys.modules, modules, clear=True),
+        ):
+            self.assertIsNone(peers.transformers_version())
 
     def test_partial_runs_merge(self):
         with tempfile.TemporaryDirectory() as folder:

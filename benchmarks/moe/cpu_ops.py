@@ -3,12 +3,12 @@
 Every row runs all forms in this process, in turns, on views of the same weights, after it
 has compared each of them with float64::
 
-    python3 tools/stage.py python benchmarks/moe/cpu_ops.py --out FILE.json --plot FILE.png
+    python benchmarks/moe/cpu_ops.py --out FILE.json --plot FILE.png
 
 ``--rows`` takes names or shell patterns of ids (``--list`` shows them); rows of several runs
 of one commit merge in the same file, each with its own command and time. Peers are those of
-the transformers package where ``MOE_CLIENTS`` points at it (clients/README.md), else our own
-code in the same forms; every entry names its source.
+the transformers package where it can be imported, else our own code in the same forms; every
+entry names its source.
 
 By default memory is what malloc makes of it: buffers of more than 32 MiB, weight gradients
 above all, are given back to the system by every form and are touched for the first time in

@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from measure import provenance
 from torch.utils.flop_counter import FlopCounterMode
+
+from measure import provenance
 
 
 def operands(

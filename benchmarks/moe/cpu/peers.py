@@ -115,12 +115,13 @@ def _three_grouped_mm(layers: Sequence[Layer], row: Row) -> Form:
 
 def transformers_version() -> str | None:
     """Version of the transformers package, None where it cannot be imported."""
-    clients = str(_FOLDER / "clients")
-    if clients not in sys.path:
-        sys.path.append(clients)
-    from transformers_experts import add_client_packages
+    if (_FOLDER / "clients").is_dir():  # the staging tree's, which brings the package
+        clients = str(_FOLDER / "clients")
+        if clients not in sys.path:
+            sys.path.append(clients)
+        from transformers_experts import add_client_packages
 
-    add_client_packages()
+        add_client_packages()
     try:
         import transformers
     except ImportError:
