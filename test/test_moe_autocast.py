@@ -34,6 +34,18 @@ def cast_all_but_router_weights(tensors, dtype):
 
 
 class TestMoeAutocast(TestCase):
+    def check(self, out, leaves, low, topk_indices):
+        """out and the gradients of leaves are those of the cast operands low."""
+        out.sum().backward()
+        low = {k: v.clone().requires_grad_() for k, v in low.items()}
+        expected = F.moe_mlp(topk_indices=topk_indices, **low)
+        self.assertEqual(out, expected, atol=0, rtol=0)
+        expected.sum().backward()
+        for name, leaf in leaves.items():
+            self.assertEqual(leaf.grad.dtype, leaf.dtype)
+            grad = low[name].grad.to(leaf.dtype)
+            self.assertEqual(leaf.grad, grad, atol=0, rtol=0, msg=name)
+
     @parametrize("dtype", (torch.bfloat16, torch.float16))
     @parametrize("bias", (False, True))
     @parametrize("compiled", (False, True))
@@ -49,18 +61,8 @@ class TestMoeAutocast(TestCase):
         leaves = {k: v.clone().requires_grad_() for k, v in tensors.items()}
         out = function(leaves)
         self.assertEqual(out.dtype, dtype)
-        out.sum().backward()
-
         low = cast_all_but_router_weights(tensors, dtype)
-        low = {k: v.clone().requires_grad_() for k, v in low.items()}
-        expected = F.moe_mlp(topk_indices=topk_indices, **low)
-        self.assertEqual(out, expected, atol=0, rtol=0)
-        expected.sum().backward()
-        for name, leaf in leaves.items():
-            self.assertEqual(leaf.grad.dtype, torch.float32)
-            self.assertEqual(
-                leaf.grad, low[name].grad.float(), atol=0, rtol=0, msg=name
-            )
+        self.check(out, leaves, low, topk_indices)
 
     def test_rounded_router_weights_would_show(self):
         # The comparison above can tell the two rules apart.
@@ -89,17 +91,9 @@ class TestMoeAutocast(TestCase):
         with torch.autocast("cpu", dtype):
             out = F.moe_mlp(topk_indices=topk_indices, **leaves)
         self.assertEqual(out.dtype, dtype)
-        out.sum().backward()
-
         tensors["topk_weights"] = tensors["topk_weights"].float()
         low = cast_all_but_router_weights(tensors, dtype)
-        low = {k: v.clone().requires_grad_() for k, v in low.items()}
-        expected = F.moe_mlp(topk_indices=topk_indices, **low)
-        self.assertEqual(out, expected, atol=0, rtol=0)
-        expected.sum().backward()
-        for name, leaf in leaves.items():
-            grad = low[name].grad.to(given)
-            self.assertEqual(leaf.grad, grad, atol=0, rtol=0, msg=name)
+        self.check(out, leaves, low, topk_indices)
 
     def test_backward_inside_autocast(self):
         tensors, topk_indices = operands()

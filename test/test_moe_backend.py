@@ -7,6 +7,7 @@ from unittest import mock
 
 from torch.nn.moe import backend
 from torch.nn.moe.backend import _enabled_backends, moe_kernel, MoeBackend
+from torch.testing._internal.common_moe import run_code_blocks
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -54,9 +55,8 @@ class TestMoeBackend(TestCase):
         text = (page / "nn.moe.backend.md").read_text()
         listed = re.search(r":nosignatures:\n\n((?: +\w+\n)+)", text).group(1)
         self.assertEqual(set(listed.split()), set(backend.__all__))
-        (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        names = {}
-        exec(block, names)
+        count, names = run_code_blocks(text)
+        self.assertEqual(count, 1)
         self.assertEqual(names["y"].shape, names["x"].shape)
 
 

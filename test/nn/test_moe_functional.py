@@ -2,7 +2,6 @@
 
 import doctest
 import pathlib
-import re
 import typing
 
 import torch
@@ -11,6 +10,7 @@ from torch.overrides import get_testing_overrides, TorchFunctionMode
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_moe import (
     nbytes,
+    run_code_blocks,
     saved_bytes_bound,
     saved_for_backward,
 )
@@ -321,11 +321,8 @@ class TestMoeFunctionalText(TestCase):
         # The code blocks of the page run, one after the other; they compare what they compute.
         page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "source"
         text = (page / "nn.functional.moe.md").read_text()
-        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        self.assertEqual(len(blocks), 4)
-        names = {}
-        for block in blocks:
-            exec(block, names)
+        count, names = run_code_blocks(text)
+        self.assertEqual(count, 4)
         gate, up = names["gate_up_proj"].mT[:, 0::2], names["gate_up_proj"].mT[:, 1::2]
         bias = names["gate_up_proj_bias"]
         z = F.moe_mlp(

@@ -15,6 +15,7 @@ from torch.nn.moe.losses import load_balancing_loss, updated_expert_bias
 from torch.nn.moe.routing import token_rounding
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_modules import module_db, ModuleErrorEnum, modules
+from torch.testing._internal.common_moe import run_code_blocks
 from torch.testing._internal.common_utils import (
     freeze_rng_state,
     gradcheck,
@@ -378,11 +379,8 @@ class TestMoEModule(TestCase):
             for name in names.split():
                 documented = getattr(module, name).__doc__ + (module.__doc__ or "")
                 self.assertIn("prototype", documented.lower())
-        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        self.assertGreater(len(blocks), 2)
-        namespace = {}
-        for block in blocks:
-            exec(block, namespace)
+        count, namespace = run_code_blocks(text)
+        self.assertGreater(count, 2)
         self.assertTrue(namespace["layer"].router.grad.isfinite().all())
         rounded = namespace["RoundedMoE"](16, 32, num_experts=8, top_k=2)
         counts = (rounded(torch.randn(40, 16)).topk_indices >= 0).sum(0)

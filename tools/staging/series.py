@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tomllib
+from packaging.version import Version
 
 from . import benchtable, patchfile
 from .errors import ArgumentError, StageError
@@ -34,8 +35,8 @@ _PR_KEYS = {
     *("fixes", "support", "test_plan", "results", "bc", "large", "upstream"),
 }
 _UPSTREAM_KEYS = {"path", "commit", "context"}
-# The release in which a C shim appears.
-_SHIM_VERSION = re.compile(r"\bTORCH_VERSION_\d+_\d+_\d+\b")
+# The release in which a C shim appears, in an added line.
+_SHIM_VERSION = re.compile(r"^\+.*\b(TORCH_VERSION_\d+_\d+_\d+)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -319,30 +320,18 @@ def _shim_problems(series: Series) -> Iterator[str]:
     The headers of the base have no macro for it. An undefined one counts as 0 in #if, so the
     staged torch has the shims all the same.
     """
-    if _release(series.base.target_release) <= _release(series.base.torch):
+    target, base = map(Version, (series.base.target_release, series.base.torch))
+    if target.release[:2] <= base.release[:2]:
         yield (
             f"{SERIES_FILE}: target_release must be above the base {series.base.torch}, got "
             f"{series.base.target_release!r}"
         )
-    macro = (
-        f"TORCH_VERSION_{'_'.join(map(str, _release(series.base.target_release)))}_0"
-    )
+    macro = f"TORCH_VERSION_{target.major}_{target.minor}_0"
     for pr in series.prs:
         patch = series.patch(pr)
-        added = [
-            line
-            for part in (patchfile.split_by_file(patch.diff) if patch else [])
-            for line in part.split("\n")
-            if line.startswith("+")
-        ]
-        for name in sorted(set(_SHIM_VERSION.findall("\n".join(added))) - {macro}):
+        named = _SHIM_VERSION.findall(patch.diff) if patch else []
+        for name in sorted(set(named) - {macro}):
             yield f"{pr.patch_path}: C shims since {name}; target_release is {macro}"
-
-
-def _release(version: str) -> tuple[int, int]:
-    """The first two numbers of a version."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _body_problems(series: Series) -> Iterator[str]:

@@ -171,8 +171,8 @@ class MoE(Module):
             self.shared_w_out = parameter(1, embed_dim, shared_hidden_dim)
         zeros = None
         if balance_bias:
-            dtype = torch.promote_types(self.router.dtype, torch.float32)
-            zeros = torch.zeros(num_experts, device=device, dtype=dtype)
+            bias_dtype = torch.promote_types(self.router.dtype, torch.float32)
+            zeros = torch.zeros(num_experts, device=device, dtype=bias_dtype)
         self.register_buffer("balance_bias", zeros)
         self.reset_parameters()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.moe._ids import check_dtype, expert_columns
 
 
 __all__ = ["load_balancing_loss", "router_z_loss", "updated_expert_bias"]
@@ -20,11 +21,7 @@ def _check_floating(name: str, argument: str, value: Tensor) -> None:
 
 
 def _check_same_tokens(name: str, topk_indices: Tensor, scores: Tensor) -> None:
-    if topk_indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"{name}: topk_indices must have dtype int32 or int64, got "
-            f"{topk_indices.dtype}"
-        )
+    check_dtype(name, topk_indices)
     if topk_indices.dim() < 2 or topk_indices.shape[:-1] != scores.shape[:-1]:
         raise ValueError(
             f"{name}: scores (*, E) and topk_indices (*, K) must have the same leading "
@@ -35,12 +32,7 @@ def _check_same_tokens(name: str, topk_indices: Tensor, scores: Tensor) -> None:
 
 def _counts(topk_indices: Tensor, num_experts: int) -> Tensor:
     """``(*, S, K)`` ids to ``(*, E)`` numbers of slots; -1 and E count nowhere."""
-    # Of the row plan only which slots have no row, and its check of the ids.
-    _, slot_rows, _, _ = torch.ops.aten._moe_permutation(
-        topk_indices.flatten(0, -2), num_experts
-    )
-    nowhere = slot_rows.view(topk_indices.shape) < 0
-    ids = topk_indices.long().masked_fill(nowhere, num_experts).flatten(-2)
+    ids = expert_columns(topk_indices, num_experts).flatten(-2)
     # Integers, so that the order of the additions does not matter.
     counts = ids.new_zeros((*ids.shape[:-1], num_experts + 1))
     return counts.scatter_add(-1, ids, torch.ones_like(ids))[..., :num_experts]

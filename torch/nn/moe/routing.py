@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.moe._ids import check_dtype, expert_columns
 
 
 __all__ = ["TokenRounding", "token_rounding"]
@@ -133,11 +134,7 @@ def _check(
             "token_rounding: scores must have shape (*, E) with the leading dimensions "
             f"{tuple(topk_indices.shape[:-1])} of topk_indices, got {tuple(scores.shape)}"
         )
-    if topk_indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            "token_rounding: topk_indices must have dtype int32 or int64, got "
-            f"{topk_indices.dtype}"
-        )
+    check_dtype("token_rounding", topk_indices)
     if (
         scores.dtype not in (torch.float32, torch.float64)
         or topk_weights.dtype != scores.dtype
@@ -163,10 +160,7 @@ def _check(
 def _dense(indices: Tensor, weights: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """``(T, E)`` chosen by the router; its weight there, the score elsewhere."""
     num_tokens, num_experts = scores.shape
-    # Of the row plan only which slots have no row, and its check of the ids.
-    _, slot_rows, _, _ = torch.ops.aten._moe_permutation(indices, num_experts)
-    # "No expert" goes to a column of its own, which is cut off again.
-    columns = indices.long().masked_fill(slot_rows < 0, num_experts)
+    columns = expert_columns(indices, num_experts)
     chosen = torch.zeros(
         (num_tokens, num_experts + 1), dtype=torch.bool, device=scores.device
     )

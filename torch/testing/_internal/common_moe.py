@@ -1,6 +1,7 @@
 """What the MoE test files share: ways to run an op, and what they watch while it runs."""
 
 import contextlib
+import re
 
 import torch
 from torch import Tensor
@@ -34,6 +35,19 @@ def backends_of(op) -> list[str]:
 def to_meta(value):
     """``value`` with every tensor replaced by a meta tensor of the same shape and strides."""
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)
+
+
+def run_code_blocks(text: str) -> tuple[int, dict[str, object]]:
+    """Runs the Python blocks of a documentation page one after the other.
+
+    Returns:
+        tuple: how many there are, and the names that they leave.
+    """
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)
+    return len(blocks), names
 
 
 @contextlib.contextmanager
