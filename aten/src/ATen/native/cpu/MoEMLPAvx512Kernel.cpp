@@ -8,7 +8,8 @@
 
 #if defined(CPU_CAPABILITY_AVX512)
 #include <ATen/native/cpu/MoEActivation.h>
-#include <ATen/native/cpu/MoEAvx512Operands.h>
+#include <ATen/native/cpu/MoEAvx512HiddenLayout.h>
+#include <ATen/native/cpu/MoEAvx512Projection.h>
 #endif
 
 namespace at::native {

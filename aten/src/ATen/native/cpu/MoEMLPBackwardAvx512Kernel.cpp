@@ -14,7 +14,8 @@
 
 #if defined(CPU_CAPABILITY_AVX512)
 #include <ATen/native/cpu/MoEActivation.h>
-#include <ATen/native/cpu/MoEAvx512Operands.h>
+#include <ATen/native/cpu/MoEAvx512HiddenLayout.h>
+#include <ATen/native/cpu/MoEAvx512Projection.h>
 #include <ATen/native/cpu/MoEAvx512WeightGrad.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -59,8 +60,9 @@ void column_sums(
   at::parallel_for(0, experts * chunks, 1, [&](int64_t begin, int64_t end) {
     alignas(64) float sum[kChunk];
     for (const auto task : c10::irange(begin, end)) {
-      const auto& block = routing.experts[task / chunks];
-      const int64_t c0 = task % chunks * kChunk;
+      // Neighbouring tasks are other experts': one with most of the rows is shared.
+      const auto& block = routing.experts[task % experts];
+      const int64_t c0 = task / experts * kChunk;
       const int64_t n = std::min(kChunk, cols - c0);
       std::fill_n(sum, kChunk, 0.f);
       for (const auto r : c10::irange(block.begin, block.end)) {
