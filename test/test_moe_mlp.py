@@ -24,10 +24,11 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.moe_generators import (
+    extreme_gates,
     get_case,
     moe_cases,
     MoeCase,
-    MoeOperands,
+    one_token_with_preact,
 )
 from torch.testing._internal.moe_reference import (
     ACTIVATIONS,
@@ -107,31 +108,6 @@ def strided_operands(ops):
     )
 
 
-def one_token_with_preact(preact, hidden, grad):
-    """Operands with H = preact, A = the output and dA = grad, for any one dtype.
-
-    Args:
-        preact: (g*F,)
-        hidden: F, which is D as well.
-        grad: of the output, a number.
-    """
-    like = {"dtype": preact.dtype, "device": preact.device}
-    x = torch.zeros(1, hidden, **like)
-    return MoeOperands(
-        input=x,
-        w_in=torch.zeros(1, preact.shape[0], hidden, **like),
-        w_out=torch.eye(hidden, **like).unsqueeze(0),
-        offs=torch.ones(1, dtype=torch.int32, device=preact.device),
-        topk_weights=None,
-        row_slots=None,
-        slot_rows=None,
-        b_in=preact.unsqueeze(0),
-        b_out=None,
-        grad_out=torch.full_like(x, grad),
-        topk_indices=None,
-    )
-
-
 class TestMoeMlp(TestCase):
     def check_forward(self, ops, backend="native", **kwargs):
         with DeterministicGuard(True, fill_uninitialized_memory=True):
@@ -202,13 +178,9 @@ class TestMoeMlp(TestCase):
     @all_dtypes
     @parametrize("activation", ["silu", "swiglu", "swiglu_oai"])
     def test_extreme_gates(self, device, activation, dtype, backend):
-        # Where exp(-x) overflows, and where x times a tiny sigmoid would not be tiny.
-        gates = [-3e38, -1e38, -1e30, -5e4, -1e3, -100, -89, -88, -80, 0, 80, 100, 1e3]
-        gates = torch.tensor(gates, dtype=torch.float64, device=device)
-        gates = gates.clamp(min=torch.finfo(dtype).min).to(dtype)
-        hidden = len(gates)
+        gates = extreme_gates(dtype, device)
         preact = gates if activation == "silu" else torch.cat([gates, gates.sign() / 2])
-        ops = one_token_with_preact(preact, hidden, 1.0)
+        ops = one_token_with_preact(preact, len(gates), 1.0)
         self.check_preact(ops, backend, activation)
 
     @all_backends

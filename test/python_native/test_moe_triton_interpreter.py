@@ -13,6 +13,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import contextlib
+import dataclasses
 import itertools
 from unittest import mock
 
@@ -38,7 +39,13 @@ from torch.testing._internal.common_utils import (
     subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
+from torch.testing._internal.moe_generators import (
+    extreme_gates,
+    get_case,
+    moe_cases,
+    MoeCase,
+    one_token_with_preact,
+)
 from torch.testing._internal.moe_reference import (
     check_close,
     moe_mlp_backward_reference,
@@ -218,6 +225,40 @@ class TestMoeMlp(MoeKernelTestCase):
         act = launch.Activation("swiglu_oai", alpha=0.7, limit=0.4)
         operands = get_case("uniform").operands(torch.float32, bias=True)
         self.check_against_reference(operands.args(), operands.grad_out, TMA, act)
+
+    def check_preact(self, operands, act):
+        """Activation and its gradient for the pre-activation that is b_in."""
+        kwargs = {"activation": act.name}
+        output, preact = launch.moe_mlp_forward(POINTERS, *operands.args(), act)
+        self.assertEqual(preact, operands.b_in, rtol=0, atol=0)
+        mask = (False,) * 4 + (True, False)
+        grad = launch.moe_mlp_backward(
+            POINTERS, operands.grad_out, *operands.args(), preact, mask, act
+        )[4]
+        expected, _ = moe_mlp_reference(*operands.args(), **kwargs)
+        tolerance = {"rtol": 4 * torch.finfo(output.dtype).eps, "atol": 1e-30}
+        self.assertEqual(output.double(), expected, **tolerance)
+        expected = moe_mlp_backward_reference(
+            operands.grad_out, *operands.args(), **kwargs
+        )
+        self.assertEqual(grad.double(), expected.grad_b_in, **tolerance)
+
+    @parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @parametrize("activation", ["silu", "swiglu", "swiglu_oai"])
+    def test_extreme_gates(self, activation, dtype):
+        gates = extreme_gates(dtype)
+        preact = gates if activation == "silu" else torch.cat([gates, gates.sign() / 2])
+        operands = one_token_with_preact(preact, len(gates), 1.0)
+        self.check_preact(operands, launch.Activation(activation))
+
+    @parametrize("dtype", [torch.bfloat16, torch.float32])
+    @parametrize("activation", ["relu", "relu2"])
+    def test_infinite_gradient(self, activation, dtype):
+        # Zero where the gate is not positive, not NaN.
+        preact = torch.tensor([-2.0, -0.0, 0.0, 3.0], dtype=dtype)
+        operands = one_token_with_preact(preact, 4, float("inf"))
+        operands = dataclasses.replace(operands, w_out=torch.ones_like(operands.w_out))
+        self.check_preact(operands, launch.Activation(activation))
 
     @parametrize("dtype", [torch.float16, torch.float32])
     @parametrize("weights_dtype", [None, torch.float32, "input"])

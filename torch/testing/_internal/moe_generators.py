@@ -258,6 +258,37 @@ class MoeCase:
         )
 
 
+def one_token_with_preact(preact: Tensor, hidden: int, grad: float) -> MoeOperands:
+    """Operands with H = preact, A = the output and dA = grad, for any one dtype.
+
+    Args:
+        preact: (g*F,)
+        hidden: F, which is D as well.
+        grad: of the output, a number.
+    """
+    x = preact.new_zeros(1, hidden)
+    return MoeOperands(
+        input=x,
+        w_in=preact.new_zeros(1, preact.shape[0], hidden),
+        w_out=torch.eye(hidden, dtype=preact.dtype, device=preact.device).unsqueeze(0),
+        offs=torch.ones(1, dtype=torch.int32, device=preact.device),
+        topk_weights=None,
+        row_slots=None,
+        slot_rows=None,
+        b_in=preact.unsqueeze(0),
+        b_out=None,
+        grad_out=torch.full_like(x, grad),
+        topk_indices=None,
+    )
+
+
+def extreme_gates(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Where exp(-x) overflows, and where x times a tiny sigmoid would not be tiny."""
+    gates = [-3e38, -1e38, -1e30, -5e4, -1e3, -100, -89, -88, -80, 0, 80, 100, 1e3]
+    wide = torch.tensor(gates, dtype=torch.float64, device=device)
+    return wide.clamp(min=torch.finfo(dtype).min).to(dtype)
+
+
 def moe_cases() -> tuple[MoeCase, ...]:
     """Small cases that together reach every legal corner of routing, row plan and shape."""
     return (

@@ -64,24 +64,27 @@ def unary_forward(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def unary_derivative(x, KIND: tl.constexpr):
-    """``f'(x)`` of :func:`unary_forward`; ``x`` is float32."""
+def unary_backward(grad, x, KIND: tl.constexpr):
+    """``grad * f'(x)`` of :func:`unary_forward`; ``grad`` and ``x`` are float32.
+
+    Where relu and relu2 are flat it is 0 for an infinite ``grad`` too.
+    """
     if KIND == "silu" or KIND == "swiglu":
         s = tl.sigmoid(x)
-        d = s * (1.0 + x * (1.0 - s))
+        dx = grad * (s * (1.0 + x * (1.0 - s)))
     elif KIND == "gelu" or KIND == "geglu":
         cdf = 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
-        d = cdf + x * _INV_SQRT_2PI * tl.exp(x * x * -0.5)
+        dx = grad * (cdf + x * _INV_SQRT_2PI * tl.exp(x * x * -0.5))
     elif KIND == "geglu_tanh":
         s = _gelu_tanh_sigmoid(x)
         slope = x * x * _TANH_CUBIC_SLOPE + _TANH_SCALE
-        d = s + x * s * (1.0 - s) * slope
+        dx = grad * (s + x * s * (1.0 - s) * slope)
     elif KIND == "relu" or KIND == "reglu":
-        d = tl.where(x <= 0.0, 0.0, 1.0)
+        dx = tl.where(x <= 0.0, 0.0, grad)
     else:
         tl.static_assert(KIND == "relu2", "unknown activation")
-        d = tl.where(x <= 0.0, 0.0, 2.0 * x)
-    return d
+        dx = tl.where(x <= 0.0, 0.0, grad * (2.0 * x))
+    return dx
 
 
 @triton.jit
@@ -107,10 +110,12 @@ def glu_backward(grad, gate, up, alpha, limit, ACTIVATION: tl.constexpr):
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
         s = tl.sigmoid(alpha * g)
-        d_gate = grad * (u + 1.0) * (s + alpha * g * s * (1.0 - s))
+        # Not alpha * g first, which overflows where s is 0.
+        g_s = g * s
+        d_gate = grad * (u + 1.0) * (s + alpha * g_s * (1.0 - s))
         d_gate = tl.where(gate > limit, 0.0, d_gate)
-        d_up = tl.where((up > limit) | (up < -limit), 0.0, grad * g * s)
+        d_up = tl.where((up > limit) | (up < -limit), 0.0, grad * g_s)
     else:
-        d_gate = grad * up * unary_derivative(gate, ACTIVATION)
+        d_gate = unary_backward(grad * up, gate, ACTIVATION)
         d_up = grad * unary_forward(gate, ACTIVATION)
     return d_gate, d_up

@@ -23,7 +23,7 @@ import triton.language as tl
 from .activations import (
     glu_backward,
     glu_forward,
-    unary_derivative,
+    unary_backward,
     unary_forward,
 )
 from .forward import column_parts, load_rows, load_weight, routed_rows, row_tile
@@ -99,7 +99,7 @@ def _act_backward_epilogue(
             preact, first_row, first_n, F, valid, F, USE_TMA, BLOCK_M, BLOCK_N
         ).to(tl.float32)
         a = unary_forward(h, ACTIVATION).to(dtype)
-        dh = grad * unary_derivative(h, ACTIVATION)
+        dh = unary_backward(grad, h, ACTIVATION)
         ptrs = row_tile(grad_preact, first_row, first_n, F, BLOCK_M, BLOCK_N)
         tl.store(ptrs, dh.to(dtype), mask=in_tile & (cols[None, :] < F))
     a = a.to(tl.float32)
