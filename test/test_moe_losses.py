@@ -76,6 +76,19 @@ class TestMoeLosses(TestCase):
         loss.backward()
         self.assertEqual(logits.grad, torch.zeros_like(logits))
 
+    @parametrize("num_tokens", [0, 1, 7])
+    def test_exported(self, num_tokens):
+        class Losses(torch.nn.Module):
+            def forward(self, logits, indices):
+                balance = load_balancing_loss(logits.softmax(-1), indices)
+                return balance + router_z_loss(logits)
+
+        shapes = ({0: torch.export.Dim("num_tokens", min=0)},) * 2
+        example = (torch.randn(5, E), torch.randint(E, (5, K)))
+        program = torch.export.export(Losses(), example, dynamic_shapes=shapes)
+        args = (torch.randn(num_tokens, E), torch.randint(E, (num_tokens, K)))
+        self.assertEqual(program.module()(*args), Losses()(*args))
+
     def test_scores_that_underflow(self):
         # All scores of token 1 are zero in float32.
         logits = torch.zeros(3, E)

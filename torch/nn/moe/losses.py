@@ -3,8 +3,6 @@
 Terms: T tokens, E experts, K experts per token.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.moe._ids import check_dtype, expert_columns
@@ -40,7 +38,8 @@ def _counts(topk_indices: Tensor, num_experts: int) -> Tensor:
 
 def _mean(values: Tensor, dim: int) -> Tensor:
     """The mean, 0 of nothing: a rank without tokens adds no loss and no gradient."""
-    count: Any = torch.sym_max(values.shape[dim], 1)  # max() would be a guard
+    # On a tensor: the exporter takes max(T, 1) of a dynamic T for T.
+    count = values.new_full((), values.shape[dim]).clamp(min=1)
     return values.sum(dim) / count
 
 
