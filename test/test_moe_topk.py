@@ -49,6 +49,33 @@ class TestMoeTopk(TestCase):
         (expected,) = torch.autograd.grad(expected[1], logits, cotangent)
         self.assertEqual(grad, expected)
 
+    @parametrize("num_experts", [E, 128])
+    @parametrize("name", list(OPTIONS))
+    @parametrize("dtype", [torch.float32, torch.float64])
+    def test_selection_is_that_of_a_sort(self, num_experts, name, dtype):
+        # Ties everywhere; the bias makes every kind of value. Enough rows for two threads.
+        logits = torch.randn(600, num_experts, dtype=dtype).round()
+        kinds = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan])
+        bias = kinds[torch.randint(len(kinds), (num_experts,))]
+        score = OPTIONS[name].get("score", "softmax")
+        scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+        num_groups, top_groups = (
+            OPTIONS[name].get(key) for key in ("num_groups", "top_groups")
+        )
+        selectable = num_experts // (num_groups or 1) * (top_groups or 1)
+        for k in (1, 3, selectable):
+            for some_bias in (None, bias, bias[torch.randperm(num_experts)]):
+                indices, _ = torch._moe_topk(logits, k, some_bias, **OPTIONS[name])
+                expected = F._select_experts(
+                    scores, k, some_bias, num_groups, top_groups
+                )
+                self.assertEqual(indices, expected)
+
+    def test_strided_logits(self):
+        logits = torch.randn(E, 40)
+        expected = torch._moe_topk(logits.t().contiguous(), 4)
+        self.assertEqual(torch._moe_topk(logits.t(), 4), expected, rtol=0, atol=0)
+
     @parametrize("name", list(OPTIONS))
     def test_gradcheck(self, name):
         logits = torch.randn(5, E, dtype=torch.float64, requires_grad=True)

@@ -41,7 +41,8 @@ class TestMoeExport(TestCase):
         shapes = ({0: Dim("num_tokens")},) if dynamic else None
         with torch.set_grad_enabled(grad):
             program = export(layer, (x,), dynamic_shapes=shapes)
-        permutation, mlp = moe_nodes(program)
+        topk, permutation, mlp = moe_nodes(program)
+        self.assertEqual(topk.target, torch.ops.aten._moe_topk.default)
         self.assertEqual(permutation.target, torch.ops.aten._moe_permutation.default)
         self.assertEqual(mlp.target, torch.ops.aten._moe_mlp.default)
         # A program made for inference must not pay for a backward.
@@ -53,9 +54,10 @@ class TestMoeExport(TestCase):
     def test_decompositions_keep_the_ops(self):
         layer = MoeLayer()
         program = export(layer, (torch.randn(9, 16),)).run_decompositions()
+        names = ("_moe_topk", "_moe_permutation", "_moe_mlp")
         self.assertEqual(
             [node.target for node in moe_nodes(program)],
-            [torch.ops.aten._moe_permutation.default, torch.ops.aten._moe_mlp.default],
+            [getattr(torch.ops.aten, name).default for name in names],
         )
 
     def test_save_and_load(self):
