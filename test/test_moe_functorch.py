@@ -100,6 +100,28 @@ class TestMoeFunctorch(TestCase):
             expected = grad(loss, argnums=(0, 1))(w_in, w_out, x[i], logits[i])
             self.assertEqual(tuple(g[i] for g in actual), expected)
 
+    @parametrize("name", ("x", "logits", "w_in", "w_out"))
+    @parametrize("outer", ("backward", "grad"))
+    def test_gradient_of_a_vmap(self, name, outer):
+        # Of an operand with a batch, which does not say inside vmap that it requires grad.
+        x, logits, w_in, w_out = operands()
+        args = {"x": x[0], "logits": logits[0], "w_in": w_in, "w_out": w_out}
+        batches = torch.stack([args[name] * factor for factor in (1, 2, -1)])
+
+        def loss(operand):
+            return mlp(**{**args, name: operand}).sin().sum()
+
+        def sum_of_losses(batches):
+            return vmap(loss)(batches).sum()
+
+        if outer == "grad":
+            actual = grad(sum_of_losses)(batches)
+        else:
+            batches.requires_grad_()
+            (actual,) = torch.autograd.grad(sum_of_losses(batches), batches)
+        expected = [grad(loss)(operand) for operand in batches.detach()]
+        self.assertEqual(actual, torch.stack(expected))
+
     def test_vjp_and_jacrev(self):
         x, logits, w_in, w_out = (
             arg[0] if arg.shape[0] == B else arg for arg in operands()

@@ -104,6 +104,31 @@ class TestMoeMlpComposite(TestCase):
         self.assertNotIn("copy_", seen.names)
         self.assertNotIn("empty_like", seen.names)
 
+    @parametrize("looped", [False, True])
+    def test_infinite_router_weight_stays_with_its_expert(self, looped):
+        # Padding rows of the other experts have no slot, nor any slot's weight.
+        case = MoeCase(
+            "inf",
+            num_tokens=4,
+            num_experts=4,
+            top_k=1,
+            dim=16,
+            hidden=24,
+            row_alignment=8,
+        )
+        ops = case.operands(torch.float64 if looped else torch.bfloat16, bias=True)
+        weights = torch.ones(4, 1)
+        weights[0] = torch.inf
+        ops = dataclasses.replace(ops, topk_weights=weights.to(ops.topk_weights.dtype))
+        expert = int(ops.topk_indices[0])
+        _, preact = call_composite(_moe_mlp, *ops.args())
+        args = (ops.grad_out, *ops.args(), preact, [True] * 6)
+        grads = call_composite(_moe_mlp_backward, *args)
+        others = [e for e in range(case.num_experts) if e != expert]
+        for grad in (grads[1], grads[2], grads[4], grads[5]):
+            self.assertFalse(grad[expert].isfinite().all())
+            self.assertTrue(grad[others].isfinite().all())
+
     def test_gradient_has_the_strides_of_the_weight(self):
         case = MoeCase(
             "strides", num_tokens=13, num_experts=3, top_k=1, dim=16, hidden=24

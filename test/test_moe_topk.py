@@ -158,7 +158,11 @@ class TestMoeTopk(TestCase):
                 ({"num_groups": 4, "top_groups": 5}, "top_groups must"),
                 name="top_groups",
             ),
-            subtest(({"bias": torch.zeros(3)}, "bias must have shape"), name="bias"),
+            subtest(({"bias": torch.zeros(3)}, "bias must be a real"), name="bias"),
+            subtest(
+                ({"bias": torch.zeros(E, dtype=torch.complex64)}, "got complex64"),
+                name="complex_bias",
+            ),
         ],
     )
     @parametrize("device", ["cpu", "meta"])

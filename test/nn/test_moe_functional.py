@@ -80,12 +80,14 @@ class TestMoeTopk(TestCase):
         (expected,) = torch.autograd.grad(expected_weights, logits, cotangent.double())
         self.assertEqual(grad, expected)
 
-    @parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    @parametrize(
+        "dtype", [torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float64]
+    )
     def test_dtype(self, device, dtype):
         # Scores are never computed in less than float32.
         logits = torch.randn(40, 16, device=device).to(dtype)
         indices, weights = F.moe_topk(logits, 4)
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         expected_indices, expected_weights = F.moe_topk(logits.to(wide), 4)
         self.assertEqual(weights.dtype, wide)
         self.assertEqual(indices, expected_indices)
@@ -240,6 +242,13 @@ class TestMoeMlp(TestCase):
         self.assertEqual(
             kwargs.get("compute_preact", True), which not in ("none", "no_grad")
         )
+
+    def test_jit_trace(self, device):
+        # Its sizes are tensors.
+        ops = get_case("uniform").operands(torch.float32, device)
+        x, *others = moe_mlp_arguments(ops)
+        traced = torch.jit.trace(lambda x: F.moe_mlp(x, *others), x)
+        self.assertEqual(traced(2 * x), F.moe_mlp(2 * x, *others))
 
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_saved_bytes(self, device, dtype):

@@ -291,6 +291,26 @@ class TestMoEModule(TestCase):
         real.reset_parameters()
         self.assertTrue(real(torch.randn(5, D, dtype=dtype)).output.isfinite().all())
 
+    def test_ensemble(self):
+        layers = [make(shared_hidden_dim=5) for _ in range(3)]
+        x = torch.randn(5, D, dtype=torch.float64)
+        params, buffers = torch.func.stack_module_state(layers)
+
+        def output(params, buffers):
+            args = (layers[0], (params, buffers), (x,))
+            return torch.func.functional_call(*args).output
+
+        torch.vmap(output)(params, buffers).square().sum().backward()
+        for i, layer in enumerate(layers):
+            layer(x).output.square().sum().backward()
+            for name, param in layer.named_parameters():
+                self.assertEqual(params[name].grad[i], param.grad)
+
+    def test_symbolic_trace(self):
+        layer = make(shared_hidden_dim=5)
+        x = torch.randn(5, D, dtype=torch.float64)
+        self.assertEqual(torch.fx.symbolic_trace(layer)(x), layer(x))
+
     @parametrize("backend", ("aot_eager", "inductor"))
     def test_compile(self, backend):
         layer = make(bias=True, shared_hidden_dim=5)

@@ -251,7 +251,7 @@ class MoE(Module):
         if self.shared_w_in is None or self.shared_w_out is None:
             return None
         everyone = torch.zeros(
-            (*input.shape[:-1], 1), dtype=torch.int64, device=input.device
+            input.shape[:-1] + (1,), dtype=torch.int64, device=input.device
         )
         return self._mlp(input, everyone, None, self.shared_w_in, self.shared_w_out)
 

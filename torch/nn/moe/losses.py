@@ -95,7 +95,7 @@ def load_balancing_loss(
     if scores.dtype != torch.float64:
         scores = scores.float()
     num_experts = scores.shape[-1]
-    # The guard of moe_topk: below the rounding of any sum but that of underflowed scores.
+    # The guard of moe_topk, against a sum of 0.
     wanted = _mean(scores / (scores.sum(-1, keepdim=True) + 1e-20), -2)
     counts = _counts(topk_indices, num_experts).to(scores.dtype)
     # Without a single slot there is nothing to balance: 0, not 0 / 0.

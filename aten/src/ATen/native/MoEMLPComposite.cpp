@@ -359,8 +359,9 @@ void backward_of_live_rows(
   const auto dy = routing.masked(grad_out.index_select(0, routing.row_token));
   const auto h = routing.masked(preact);
   const auto act = activate(h, spec).to(dtype);
+  // Rows without a slot would take the weight of slot 0, which may be infinite.
   const auto s = in.topk_weights.defined()
-      ? weights_of_rows(in.topk_weights, routing).to(type)
+      ? routing.masked(weights_of_rows(in.topk_weights, routing)).to(type)
       : at::ones({1, 1}, in.input.options().dtype(type));
   if (wanted[2]) {
     grads[2] = with_strides_of(

@@ -33,7 +33,7 @@
 namespace at::native {
 namespace {
 
-// Below the rounding of any sum but one of K underflowed scores.
+// Against a sum of 0: all K scores may have underflowed.
 constexpr double kSumGuard = 1e-20;
 
 ScalarType score_dtype(const Tensor& logits) {
@@ -68,11 +68,14 @@ void check_topk(
   const auto num_experts = logits.sym_size(1);
   if (bias.has_value()) {
     TORCH_CHECK_VALUE(
-        bias->dim() == 1 && bias->sym_size(0) == num_experts,
+        bias->dim() == 1 && bias->sym_size(0) == num_experts &&
+            !bias->is_complex(),
         op,
-        ": bias must have shape (E,) = (",
+        ": bias must be a real tensor of shape (E,) = (",
         num_experts,
         ",), got ",
+        moe::dtype_name(bias->scalar_type()),
+        " of shape ",
         moe::shape_string(bias->sym_sizes()));
     TORCH_CHECK(
         bias->device() == logits.device(),
