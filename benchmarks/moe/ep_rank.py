@@ -34,7 +34,7 @@ from torch.testing._internal.moe_generators import MoeCase, recorded_routing
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from measure import interleaved_seconds, spread
+from measure import end_rank, interleaved_seconds, spread
 
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -386,3 +386,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -112,6 +112,18 @@ def peak_bytes(function: Callable[[], object]) -> int:
         allocated += size  # negative when freed
         peak = max(peak, allocated)
     return peak
+
+
+def end_rank() -> NoReturn:
+    """Ends a rank whose process groups are destroyed, without Python's shutdown.
+
+    Where functional collectives were used, threads of gloo outlive the groups. One that still
+    holds a tensor frees it while Python shuts down, and aborts the process
+    (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def provenance() -> dict[str, object]:

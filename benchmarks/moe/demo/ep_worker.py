@@ -37,6 +37,7 @@ from demo import text
 from demo.model import LanguageModel, ModelConfig, MoE
 from demo.report import Display
 from demo.train import learning_rate, make_run
+from measure import end_rank
 
 
 TIMEOUT = datetime.timedelta(seconds=60)  # of a collective, so that nothing hangs
@@ -277,3 +278,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()
