@@ -15,6 +15,7 @@ _BENCHMARKS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "moe"
 sys.path.insert(0, str(_BENCHMARKS))
 
 import cpu_ops
+import cpu_router
 from cpu import bounds, peers, report, shapes, timing
 
 import blocks
@@ -183,6 +184,20 @@ class TestCpuOps(TestCase):
         self.assertEqual(first.layers, second.layers, atol=0, rtol=0)
         distinct = torch.stack(list(first.layers[0].w_in)).flatten(1).unique(dim=0)
         self.assertEqual(len(distinct), row.case.num_experts)
+
+
+class TestCpuRouter(TestCase):
+    def test_all_choose_the_same(self):
+        logits = torch.randn(20, 16)
+        expected = cpu_router.ROUTERS["moe_topk"](logits, 3)
+        for router in cpu_router.ROUTERS.values():
+            self.assertEqual(router(logits, 3), expected)
+
+    def test_row(self):
+        row = cpu_router.measure((4, 8, 2), rounds=3)
+        self.assertEqual((row["T"], row["E"], row["k"]), (4, 8, 2))
+        for name in ("milliseconds", "sort_to_ours", "topk_to_ours"):
+            self.assertGreater(row[name]["median"], 0)
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ def peak_bytes(function: Callable[[], object]) -> int:
 def end_rank() -> NoReturn:
     """Ends a rank whose process groups are destroyed, without Python's shutdown.
 
-    Where functional collectives were used, threads of gloo outlive the groups. One that still
-    holds a tensor frees it while Python shuts down, and aborts the process
+    Where functional collectives were used, threads of gloo outlive the groups. One that frees a
+    tensor while Python shuts down can abort the process
     (https://github.com/pytorch/pytorch/pull/179291).
     """
     sys.stdout.flush()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 # Below every packed candidate: padding, and groups that were not chosen.
 _NONE = tl.constexpr(-(2**63))
-# As in F.moe_topk: below the rounding of any sum but one of k underflowed scores.
+# As in F.moe_topk: against a sum of 0.
 _SUM_GUARD = tl.constexpr(1e-20)
 # Scores a program holds at once.
 _BLOCK_ELEMENTS = 2048
