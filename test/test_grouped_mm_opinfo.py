@@ -5,6 +5,9 @@ The suites themselves (TestCommon, TestGradients, TestCompositeCompliance, ...)
 pick the OpInfo up from op_db; the checks here call the same helpers on it alone.
 """
 
+import doctest
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
@@ -123,6 +126,19 @@ class TestGroupedMMOpInfo(TestCase):
             optests.fake_check(op, args, kwargs)
             for dynamic in (False, True):
                 optests.aot_autograd_check(op.get_op(), args, kwargs, dynamic)
+
+    def test_docstring_example(self, device):
+        doc = inspect.getdoc(F.grouped_mm)
+        example = doctest.DocTestParser().get_doctest(
+            doc, {"torch": torch, "F": F}, "grouped_mm", None, None
+        )
+        self.assertEqual(len(example.examples), 6)
+        self.assertEqual(doctest.DocTestRunner().run(example).failed, 0)
+
+    def test_other_out_dtype_is_an_error(self, device):
+        mat = torch.randn(2, 8, 8, dtype=torch.bfloat16, device=device)
+        with self.assertRaisesRegex(RuntimeError, "output dtype must match"):
+            F.grouped_mm(mat, mat, out_dtype=torch.float32)
 
     @ops(grouped_mm_ops, allowed_dtypes=(torch.float64,))
     def test_vmap(self, device, dtype, op):

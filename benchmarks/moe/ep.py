@@ -28,14 +28,15 @@ from torch.distributed._moe.schedule import (
     PartSeconds,
     simulated_seconds,
 )
-from torch.testing._internal.distributed.two_hosts import two_hosts
 from torch.testing._internal.moe_generators import recorded_routing
 
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from ep_plot import write_plot
 from ep_rank import counts_of, EXPERTS, routed
+from two_hosts import two_hosts
 
 from demo.report import format_json, LOG_WIDTH, make_table
 from measure import provenance

@@ -13,13 +13,19 @@ import argparse
 import gc
 import json
 import pathlib
+import sys
 import time
 from statistics import mean
 
 import torch
 from torch.distributed._moe.placement import plan, Topology
 from torch.distributed._moe.quota import plan_step
-from torch.testing._internal.distributed.moe_placement import (
+
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
+
+from moe_placement import (
     drifted,
     eplb_imbalance,
     expert_loads,

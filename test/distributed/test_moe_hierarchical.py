@@ -4,6 +4,19 @@ import dataclasses
 import functools
 from unittest import mock
 
+from moe_token_switch import (
+    CASE,
+    EXACT,
+    leaves_of,
+    one_rank,
+    run_layer,
+    run_on_local_ranks,
+    SHARES,
+    TokenSwitchTest,
+    truth,
+    truth_of,
+)
+
 import torch
 import torch.distributed as dist
 from torch.distributed._moe import wire
@@ -17,18 +30,6 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
     TestCase,
-)
-from torch.testing._internal.distributed.moe_token_switch import (
-    CASE,
-    EXACT,
-    leaves_of,
-    one_rank,
-    run_layer,
-    run_on_local_ranks,
-    SHARES,
-    TokenSwitchTest,
-    truth,
-    truth_of,
 )
 from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
 

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
+from moe_gloo import GlooTest
+
 import torch
 import torch.distributed as dist
 from torch.distributed._moe.migration import migrate, sum_replica_gradients
@@ -9,7 +11,6 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-from torch.testing._internal.distributed.moe_gloo import GlooTest
 
 
 E, SHAPE = 8, (3, 5)

@@ -5,6 +5,13 @@ import functools
 import threading
 from unittest import mock
 
+from moe_token_switch import (
+    leaves_of,
+    SHARES,
+    TokenSwitchTest,
+    truth,
+)
+
 import torch
 import torch.nn.functional as F
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
@@ -22,12 +29,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     subtest,
     TestCase,
-)
-from torch.testing._internal.distributed.moe_token_switch import (
-    leaves_of,
-    SHARES,
-    TokenSwitchTest,
-    truth,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn

@@ -2,6 +2,12 @@
 
 from statistics import mean
 
+from moe_placement import (
+    expert_loads,
+    heaviest_pack_bound,
+    LOADS,
+)
+
 import torch
 from torch.distributed._moe._packing import overlap_matching, pack, refine
 from torch.distributed._moe.topology import assign_slots, Placement, Topology
@@ -11,11 +17,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     subtest,
     TestCase,
-)
-from torch.testing._internal.distributed.moe_placement import (
-    expert_loads,
-    heaviest_pack_bound,
-    LOADS,
 )
 
 

@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
+from moe_token_switch import TokenSwitchTest
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,7 +11,6 @@ from torch.distributed._moe.migration import migrate
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.distributed._moe.quota import plan_step, reroute, split_by_source
 from torch.testing._internal.common_utils import run_tests
-from torch.testing._internal.distributed.moe_token_switch import TokenSwitchTest
 
 
 E = 8

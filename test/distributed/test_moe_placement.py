@@ -3,6 +3,15 @@
 import functools
 from statistics import mean
 
+from moe_placement import (
+    drifted,
+    eplb_imbalance,
+    expert_loads,
+    LOADS,
+    num_calls,
+    placement_bound,
+)
+
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.testing._internal.common_utils import (
@@ -11,14 +20,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     subtest,
     TestCase,
-)
-from torch.testing._internal.distributed.moe_placement import (
-    drifted,
-    eplb_imbalance,
-    expert_loads,
-    LOADS,
-    num_calls,
-    placement_bound,
 )
 
 

@@ -2,6 +2,13 @@
 
 from statistics import mean
 
+from moe_placement import (
+    drifted,
+    eplb_imbalance,
+    expert_loads,
+    num_calls,
+)
+
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.distributed._moe.quota import plan_step, reroute, split_by_source
@@ -11,12 +18,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     subtest,
     TestCase,
-)
-from torch.testing._internal.distributed.moe_placement import (
-    drifted,
-    eplb_imbalance,
-    expert_loads,
-    num_calls,
 )
 
 

@@ -3,6 +3,14 @@
 
 import functools
 
+from moe_token_switch import (
+    leaves_of,
+    OneRankCompileTest,
+    run_layer,
+    TokenSwitchTest,
+    truth,
+)
+
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
@@ -15,13 +23,6 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-)
-from torch.testing._internal.distributed.moe_token_switch import (
-    leaves_of,
-    OneRankCompileTest,
-    run_layer,
-    TokenSwitchTest,
-    truth,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn

@@ -3,6 +3,15 @@
 import dataclasses
 from unittest import mock
 
+from moe_token_switch import (
+    CASE,
+    one_rank,
+    run_layer,
+    SHARES,
+    TokenSwitchTest,
+    truth,
+)
+
 import torch
 from torch.distributed._moe import wire
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
@@ -12,14 +21,6 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
     slowTest,
-)
-from torch.testing._internal.distributed.moe_token_switch import (
-    CASE,
-    one_rank,
-    run_layer,
-    SHARES,
-    TokenSwitchTest,
-    truth,
 )
 from torch.testing._internal.moe_generators import ROUTINGS
 

@@ -3,6 +3,15 @@
 import dataclasses
 import functools
 
+from moe_token_switch import (
+    EXACT,
+    leaves_of,
+    OneRankCompileTest,
+    run_layer,
+    run_on_local_ranks,
+    truth_of,
+)
+
 import torch
 import torch.distributed as dist
 from torch._dynamo import lookup_backend
@@ -13,14 +22,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     slowTest,
     TestCase,
-)
-from torch.testing._internal.distributed.moe_token_switch import (
-    EXACT,
-    leaves_of,
-    OneRankCompileTest,
-    run_layer,
-    run_on_local_ranks,
-    truth_of,
 )
 from torch.testing._internal.moe_generators import (
     get_case,

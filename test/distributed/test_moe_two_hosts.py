@@ -11,11 +11,12 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import two_hosts as two_hosts_module
+from two_hosts import Cluster, two_hosts
+
 import torch
 import torch.distributed as dist
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed import two_hosts as two_hosts_module
-from torch.testing._internal.distributed.two_hosts import Cluster, two_hosts
 
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "moe"

@@ -18,6 +18,8 @@ import sys
 import tempfile
 from unittest import mock
 
+from triton_interpreter import exact_floats, require_interpreter
+
 import torch
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -25,7 +27,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.triton_interpreter import exact_floats, require_interpreter
 
 
 require_interpreter()

@@ -16,6 +16,11 @@ from unittest import mock
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
+from triton_interpreter import (
+    exact_floats,
+    MemorySanitizer,
+    require_interpreter,
+)
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +36,6 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.moe_generators import moe_cases
 from torch.testing._internal.moe_reference import check_close, moe_topk_reference
-from torch.testing._internal.triton_interpreter import (
-    exact_floats,
-    MemorySanitizer,
-    require_interpreter,
-)
 
 
 require_interpreter()

@@ -18,6 +18,11 @@ import itertools
 from unittest import mock
 
 from triton.runtime.errors import InterpreterError
+from triton_interpreter import (
+    exact_floats,
+    MemorySanitizer,
+    require_interpreter,
+)
 
 import torch
 from torch._native.ops.moe import triton_impl
@@ -53,11 +58,6 @@ from torch.testing._internal.moe_reference import (
     moe_mlp_reference,
     moe_mlp_unfused,
     moe_permutation_reference,
-)
-from torch.testing._internal.triton_interpreter import (
-    exact_floats,
-    MemorySanitizer,
-    require_interpreter,
 )
 
 

@@ -16,6 +16,17 @@ import json
 import pathlib
 import unittest
 
+from moe_triton_sweep import (
+    ACTIVATION_KERNELS,
+    parallel_sweep,
+    source_hash,
+    sweep,
+    UP,
+    Variant,
+    variants,
+)
+from triton_static_gate import ARCHITECTURES, compile_only
+
 import torch
 from torch._native.ops.moe.triton_kernels import launch
 from torch._native.ops.moe.triton_kernels.configs import (
@@ -31,16 +42,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.moe_triton_sweep import (
-    ACTIVATION_KERNELS,
-    parallel_sweep,
-    source_hash,
-    sweep,
-    UP,
-    Variant,
-    variants,
-)
-from torch.testing._internal.triton_static_gate import ARCHITECTURES, compile_only
 
 
 # Rows of all Triton versions that the kernels are compiled for.

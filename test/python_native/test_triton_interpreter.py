@@ -10,6 +10,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
+from triton_interpreter import (
+    exact_floats,
+    MemorySanitizer,
+    require_interpreter,
+)
 
 import torch
 from torch.testing._internal.common_utils import (
@@ -17,11 +22,6 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
     TestCase,
-)
-from torch.testing._internal.triton_interpreter import (
-    exact_floats,
-    MemorySanitizer,
-    require_interpreter,
 )
 
 

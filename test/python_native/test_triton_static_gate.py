@@ -8,6 +8,12 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import triton
 import triton.language as tl
+from triton_static_gate import (
+    ARCHITECTURES,
+    compile_only,
+    KernelReport,
+    MATRIX_INSTRUCTION,
+)
 
 import torch
 from torch.testing._internal.common_utils import (
@@ -15,12 +21,6 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
     TestCase,
-)
-from torch.testing._internal.triton_static_gate import (
-    ARCHITECTURES,
-    compile_only,
-    KernelReport,
-    MATRIX_INSTRUCTION,
 )
 
 

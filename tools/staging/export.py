@@ -313,6 +313,14 @@ def verify(checkout: Checkout, series: Series) -> list[str]:
         return found
     tip = checkout.commit_stack(series, {})
     exported = collect(checkout, series, checkout.commits(tip))
+    known: dict[str, str] = {}
+    for stack in series.stacks():
+        fresh = dict(known)
+        try:
+            checkout.commit_stack(stack, fresh)
+        except StageError as error:
+            found.append(f"without the series it does not need: {error.message}")
+        known.update(fresh)
     for path, text in exported.patches.items():
         if (series.root / path).read_bytes() != encode(text):
             found.append(f"{path}: not in the form export writes (run export)")

@@ -87,7 +87,7 @@ def run(
         if not redo and memory.has(name, keys[name]):
             results.append(Result(name, "passed before"))
             continue
-        result = _one(workspace, series.upto(name), console, jobs)
+        result = _one(workspace, series.prefix(name), console, jobs)
         if result.good:
             memory.add(name, keys[name], result.seconds)
         results.append(result)
@@ -99,10 +99,12 @@ def run(
 
 def prefix_keys(workspace: Workspace, series: Series) -> dict[str, str]:
     """PR name -> hash of the prefix that ends with it, and of the base."""
-    key, keys = locate(workspace, series).folder.name, {}
-    for pr in series.prs:
-        key = keys[pr.name] = digest(key, pr_digest(series, pr), *pr.tests)
-    return keys
+    base = locate(workspace, series).folder.name
+    own = {pr.name: digest(pr_digest(series, pr), *pr.tests) for pr in series.prs}
+    return {
+        name: digest(base, *(own[pr.name] for pr in series.prefix(name).prs))
+        for name in own
+    }
 
 
 def _one(workspace: Workspace, series: Series, console: Console, jobs: int) -> Result:

@@ -1,4 +1,4 @@
-"""torch_patches/series.toml: the stack of pull requests and the base pin.
+"""torch_patches/series.toml: the series of pull requests and the base pin.
 
 Source of truth is the repository: the patches plus the new files at their
 upstream paths. Everything under build/ is derived from them.
@@ -7,7 +7,7 @@ upstream paths. Everything under build/ is derived from them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ UPSTREAM_ROOTS = (
     "functorch",
 )
 _PR_KEYS = {
-    *("name", "title", "files", "tests", "labels", "owners"),
+    *("name", "series", "needs", "title", "files", "tests", "labels", "owners"),
     *("fixes", "support", "test_plan", "results", "bc", "large", "upstream"),
 }
+_PART_KEYS = {"name", "needs", "why"}
 _UPSTREAM_KEYS = {"path", "commit", "context"}
 # The release in which a C shim appears, in an added line.
 _SHIM_VERSION = re.compile(r"^\+.*\b(TORCH_VERSION_\d+_\d+_\d+)\b", re.MULTILINE)
@@ -65,11 +66,27 @@ class UpstreamFile:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One series: pull requests that a maintainer takes together.
+
+    Args:
+        needs: series that have to be applied first.
+        why: what it is for, in one sentence.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True)
 class PullRequest:
     """One entry of the stack; see the head of series.toml for the fields."""
 
     name: str
+    series: str
     title: str
+    needs: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
@@ -95,12 +112,13 @@ class PullRequest:
 
 @dataclass(frozen=True)
 class Series:
-    """The whole stack, first PR first."""
+    """The whole stack, first PR first, or the part of it that ``select`` chose."""
 
     root: Path
     base: Base
     author: str
     non_landing: tuple[str, ...]
+    parts: tuple[Part, ...]
     prs: tuple[PullRequest, ...]
 
     @property
@@ -126,6 +144,53 @@ class Series:
         """The prefix of the stack that ends with this PR."""
         last = self.prs.index(self.get(name))
         return replace(self, prs=self.prs[: last + 1])
+
+    def closure(self, names: Iterable[str]) -> set[str]:
+        """These series and all that they need.
+
+        Raises:
+            ArgumentError: unknown name.
+        """
+        known = {part.name: part for part in self.parts}
+        found: set[str] = set()
+        todo = list(names)
+        while todo:
+            name = todo.pop()
+            if name not in known:
+                raise ArgumentError(
+                    f"no series named {name!r} in {SERIES_FILE}; there are: "
+                    f"{', '.join(known)}"
+                )
+            if name not in found:
+                found.add(name)
+                todo += known[name].needs
+        return found
+
+    def select(self, names: Iterable[str]) -> Series:
+        """The PRs of these series and of all that they need.
+
+        A PR with ``needs`` of its own is among them if those series are, too.
+        """
+        found = self.closure(names)
+        chosen = (
+            pr for pr in self.prs if pr.series in found and found.issuperset(pr.needs)
+        )
+        return replace(self, prs=tuple(chosen))
+
+    def stacks(self) -> list[Series]:
+        """The prefixes that are not part of a longer one: together, every PR."""
+        found: dict[tuple[str, ...], Series] = {}
+        for pr in reversed(self.prs):
+            prefix = self.prefix(pr.name)
+            names = tuple(other.name for other in prefix.prs)
+            if not any(names == longer[: len(names)] for longer in found):
+                found[names] = prefix
+        return list(found.values())[::-1]
+
+    def prefix(self, name: str) -> Series:
+        """What a PR lies on, and the PR: no more than its series need."""
+        pr = self.get(name)
+        return self.select((pr.series, *pr.needs)).upto(pr.name)
 
     def owner(self, path: str) -> PullRequest | None:
         """The PR that adds this new file."""
@@ -164,6 +229,7 @@ def load(root: Path) -> Series:
             base=Base(**data["base"]),
             author=data["project"]["author"],
             non_landing=tuple(data["project"].get("non_landing", ())),
+            parts=tuple(_part(entry) for entry in data.get("series", ())),
             prs=tuple(_pull_request(entry) for entry in data.get("pr", ())),
         )
     except KeyError as error:
@@ -176,6 +242,15 @@ def load(root: Path) -> Series:
     return series
 
 
+def _part(entry: dict) -> Part:
+    if set(entry) != _PART_KEYS:
+        raise StageError(
+            f"{SERIES_FILE}: series {entry.get('name', '?')} has the fields "
+            f"{', '.join(sorted(_PART_KEYS))}, not {', '.join(sorted(entry))}"
+        )
+    return Part(entry["name"], tuple(entry["needs"]), entry["why"])
+
+
 def _pull_request(entry: dict) -> PullRequest:
     unknown = set(entry) - _PR_KEYS
     if unknown:
@@ -183,9 +258,10 @@ def _pull_request(entry: dict) -> PullRequest:
             f"{SERIES_FILE}: PR {entry.get('name', '?')}: unknown field "
             f"{', '.join(sorted(unknown))}; allowed: {', '.join(sorted(_PR_KEYS))}"
         )
-    lists = ("files", "tests", "labels", "owners", "fixes", "test_plan")
+    lists = ("needs", "files", "tests", "labels", "owners", "fixes", "test_plan")
     return PullRequest(
         name=entry["name"],
+        series=entry["series"],
         title=entry["title"],
         support=tuple(tuple(row) for row in entry.get("support", ())),
         bc=entry.get("bc", ""),
@@ -220,10 +296,12 @@ def _upstream_file(entry: dict, fields: dict) -> UpstreamFile:
 
 def problems(series: Series) -> list[str]:
     """Every way in which series.toml and the repository disagree."""
+    order = list(_order_problems(series))
+    if order:
+        return order  # the rest asks what a PR lies on
     return [
         *_file_problems(series),
         *_patch_problems(series),
-        *_order_problems(series),
         *_upstream_problems(series),
         *_shim_problems(series),
         *_body_problems(series),
@@ -239,12 +317,12 @@ def _file_problems(series: Series) -> Iterator[str]:
             seen[path] = pr.name
             if not (series.root / path).is_file():
                 yield f"{path}: listed by {pr.name}, but there is no such file"
-        for test in pr.tests:
-            if test not in seen:
-                yield (
-                    f"{test}: a test of {pr.name} that is not among its files or those "
-                    "of an earlier PR"
-                )
+        below = {path for other in series.prefix(pr.name).prs for path in other.files}
+        for test in sorted(set(pr.tests) - below):
+            yield (
+                f"{test}: a test of {pr.name} that is not among its files or those "
+                "of an earlier PR of the series it needs"
+            )
     for path in landing_files(series):
         if path not in seen:
             yield f"{path}: belongs to no PR (and is not in non_landing)"
@@ -296,6 +374,19 @@ def _order_problems(series: Series) -> Iterator[str]:
         patch = series.patch(pr)
         if not pr.files and not (patch and patch.diff):
             yield f"{pr.name}: neither edits a file nor adds one"
+    known = {part.name: part for part in series.parts}
+    unknown = [
+        f"{owner.name}: there is no series {name!r}"
+        for owner in (*series.parts, *series.prs)
+        for name in (*owner.needs, getattr(owner, "series", owner.name))
+        if name not in known
+    ]
+    yield from unknown
+    for index, pr in enumerate(() if unknown else series.prs):
+        needed = series.closure((*known[pr.series].needs, *pr.needs))
+        for other in series.prs[index:]:
+            if other.series in needed:
+                yield f"{pr.name}: needs {other.series}, but {other.name} is later"
 
 
 def _upstream_problems(series: Series) -> Iterator[str]:

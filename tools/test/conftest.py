@@ -51,13 +51,25 @@ target_release = "2.16"
 author = "A Contributor <contributor@example.com>"
 non_landing = ["benchmarks/results/"]
 
+[[series]]
+name = "core"
+needs = []
+why = "What it is about."
+
+[[series]]
+name = "more"
+needs = ["core"]
+why = "What goes beyond."
+
 [[pr]]
 name = "100-first"
+series = "core"
 title = "Add moe.py"
 files = ["torch/nn/moe.py"]
 
 [[pr]]
 name = "110-second"
+series = "core"
 title = "Add its test"
 files = ["test/test_moe.py"]
 tests = ["test/test_moe.py"]

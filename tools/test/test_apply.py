@@ -215,7 +215,8 @@ def test_empty_patch(upstream):
     project = upstream.project
     path = project.root / "torch_patches/series.toml"
     path.write_text(
-        path.read_text() + '\n[[pr]]\nname = "120-empty"\ntitle = "Nothing"\n'
+        path.read_text()
+        + '\n[[pr]]\nname = "120-empty"\nseries = "core"\ntitle = "Nothing"\n'
     )
     project.write(
         "torch_patches/120-empty.patch", "Subject: [PATCH] Nothing\n\nAt all.\n---\n"

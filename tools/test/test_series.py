@@ -124,7 +124,7 @@ def test_a_test_may_prove_a_later_pr_too(project):
     path = project.root / "torch_patches/series.toml"
     path.write_text(
         path.read_text()
-        + '\n[[pr]]\nname = "120-third"\ntitle = "t"\nfiles = ["test/test_more.py"]\n'
+        + '\n[[pr]]\nname = "120-third"\nseries = "more"\ntitle = "t"\nfiles = ["test/test_more.py"]\n'
         'tests = ["test/test_more.py", "test/test_moe.py"]\n'
     )
     patch = (project.root / "torch_patches/110-second.patch").read_text()

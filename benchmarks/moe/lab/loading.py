@@ -46,7 +46,8 @@ generators = _testing("moe_generators")
 
 def exact_interpreter():
     """The context in which Triton's interpreter computes bfloat16 as hardware does."""
-    return _testing("triton_interpreter").exact_floats()
+    path = ROOT / "test/python_native/triton_interpreter.py"
+    return load_by_path("triton_interpreter", path).exact_floats()
 
 
 __all__ = [

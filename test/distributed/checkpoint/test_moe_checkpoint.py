@@ -2,6 +2,8 @@
 """A model saved at one expert-parallel degree loads at every other one, bit by bit."""
 
 import functools
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,11 @@ from torch.testing._internal.common_utils import (
     run_tests,
 )
 from torch.testing._internal.distributed.checkpoint_utils import with_temp_dir
-from torch.testing._internal.distributed.moe_gloo import GlooTest
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from moe_gloo import GlooTest  # noqa: E402
 
 
 D, H, E, K = 16, 24, 8, 3

@@ -4,6 +4,8 @@
 import copy
 import dataclasses
 import functools
+import sys
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -25,7 +27,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     subtest,
 )
-from torch.testing._internal.distributed.moe_gloo import GlooTest
 from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
 from torch.testing._internal.moe_reference import (
     check_close,
@@ -34,6 +35,11 @@ from torch.testing._internal.moe_reference import (
     moe_mlp_reference,
     moe_mlp_unfused,
 )
+
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from moe_gloo import GlooTest  # noqa: E402
 
 
 D, H, E, K, T = 16, 24, 8, 3, 17

@@ -3,6 +3,8 @@
 
 import copy
 import functools
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,8 +25,12 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-from torch.testing._internal.distributed.moe_gloo import GlooTest
 from torch.utils.checkpoint import checkpoint
+
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from moe_gloo import GlooTest  # noqa: E402
 
 
 D, H, E, K, T = 16, 24, 8, 3, 20

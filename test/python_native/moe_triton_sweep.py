@@ -3,7 +3,7 @@
 Test-only. :func:`sweep` runs the real launchers under ``compile_only``; the static
 gate asserts on its rows, and running the module records them as a table:
 
-    python -m torch.testing._internal.moe_triton_sweep --output FILE
+    python test/python_native/moe_triton_sweep.py --output FILE
 
 Run it once per Triton version; FILE keeps the rows of the other versions, and the hash
 of the sources that each version's rows were compiled from (:func:`source_hash`).
@@ -26,6 +26,12 @@ import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from triton_static_gate import (
+    ARCHITECTURES,
+    compile_only,
+    KernelReport,
+)
+
 import torch
 from torch._native.ops.moe.triton_kernels import backward, forward, launch, topk
 from torch._native.ops.moe.triton_kernels.activations import (
@@ -36,11 +42,6 @@ from torch._native.ops.moe.triton_kernels.configs import (
     KernelTable,
     TABLES,
     TileConfig,
-)
-from torch.testing._internal.triton_static_gate import (
-    ARCHITECTURES,
-    compile_only,
-    KernelReport,
 )
 
 
@@ -356,7 +357,7 @@ def record(path: pathlib.Path) -> int:
         fresh += [_json_row(row) for row in rows]
         print(arch, len(rows), "kernels", flush=True)
     sources = {**table.get("sources", {}), triton.__version__: source_hash()}
-    command = "python -m torch.testing._internal.moe_triton_sweep --output FILE"
+    command = "python test/python_native/moe_triton_sweep.py --output FILE"
     ordered = sorted(
         kept + fresh, key=lambda row: (row["triton"], row["arch"], row["variant"])
     )

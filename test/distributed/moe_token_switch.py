@@ -10,6 +10,8 @@ import dataclasses
 import functools
 from typing import Any, TYPE_CHECKING
 
+from moe_gloo import GlooTest
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,7 +20,6 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.testing._internal.distributed.moe_gloo import GlooTest
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
 from torch.testing._internal.moe_reference import (
     check_close,
