@@ -59,7 +59,15 @@ all_activations = parametrize(
 
 def differentiable(ops):
     """Operands in output_mask order."""
-    return (ops.input, ops.w_in, ops.w_out, ops.topk_weights, ops.b_in, ops.b_out)
+    return (
+        ops.input,
+        ops.w_in,
+        ops.w_out,
+        ops.topk_weights,
+        ops.b_in,
+        ops.b_out,
+        ops.w_up,
+    )
 
 
 def run_backward(backend, ops, preact, mask=None, **kwargs):
@@ -71,17 +79,20 @@ def run_backward(backend, ops, preact, mask=None, **kwargs):
     return MoeMlpGrads(*grads)
 
 
-def clamp_limit(ops):
-    """A limit of swiglu_oai that clamps much of both halves, away from every pre-activation.
+def with_integer_preacts(ops):
+    """Pre-activations that are small integers, so that any dtype and any order of summation
+    gives them exactly, and many of them are the limit of an activation."""
 
-    The derivative jumps at the limit, so a pre-activation that rounds to its other side has
-    another gradient than in float64, in any implementation.
-    """
-    _, preact = moe_mlp_reference(*ops.args())
-    values = preact.abs().flatten().sort().values
-    values = values[(values > 0.5) & (values < 1)]
-    widest = values.diff().argmax()
-    return values[widest : widest + 2].mean().item()
+    def whole(x):
+        return None if x is None else x.detach().mul(2).round().clamp(-2, 2)
+
+    return dataclasses.replace(
+        ops,
+        input=whole(ops.input),
+        w_in=whole(ops.w_in),
+        b_in=whole(ops.b_in),
+        w_up=whole(ops.w_up),
+    )
 
 
 def strided_operands(ops):
@@ -104,6 +115,7 @@ def strided_operands(ops):
         slot_rows=column_major(ops.slot_rows),
         b_in=gaps(ops.b_in),
         b_out=column_major(ops.b_out),
+        w_up=None if ops.w_up is None else gaps(ops.w_up).mT.contiguous().mT,
         grad_out=column_major(ops.grad_out),
     )
 
@@ -156,16 +168,65 @@ class TestMoeMlp(TestCase):
         ops = get_case("sentinels").operands(dtype, device, activation=activation)
         kwargs = {"activation": activation, "gate_interleaved": gate_interleaved}
         if activation == "swiglu_oai":
-            kwargs.update(alpha=1.25, limit=clamp_limit(ops))
+            kwargs.update(alpha=1.25)
         _, preact = self.check_forward(ops, backend, **kwargs)
         self.check_backward(ops, preact, backend, **kwargs)
+
+    @all_backends
+    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    @parametrize("form", ["halves", "interleaved", "separate"])
+    @parametrize("activation", ["swiglu", "geglu", "swiglu_oai"])
+    def test_limit(self, device, activation, form, dtype, backend):
+        ops = get_case("sentinels").operands(dtype, device, bias=True)
+        ops = with_integer_preacts(ops.split_gate() if form == "separate" else ops)
+        kwargs = {"activation": activation, "limit": 3.0}
+        if form == "interleaved":
+            kwargs["gate_interleaved"] = True
+        _, preact = self.check_forward(ops, backend, **kwargs)
+        for value in (-3, 3):
+            self.assertGreater(preact.eq(value).sum(), 10)
+        self.assertGreater(preact.abs().gt(3).sum(), 10)
+        self.check_backward(ops, preact, backend, **kwargs)
+
+    @all_backends
+    def test_limit_of_swiglu_oai_is_7(self, device, backend):
+        ops = get_case("sentinels").operands(torch.float32, device, bias=True)
+        ops = with_integer_preacts(ops)
+        kwargs = {"activation": "swiglu_oai"}
+        output, preact = self.check_forward(ops, backend, **kwargs)
+        self.assertGreater(preact.abs().gt(7).sum(), 10)
+        self.check_backward(ops, preact, backend, **kwargs)
+        free, _ = BACKENDS[backend](_moe_mlp, *ops.args(), limit=float("inf"), **kwargs)
+        self.assertNotEqual(free, output)
+
+    @all_backends
+    def test_gradient_at_the_limit_is_that_of_clamp(self, device, backend):
+        for limit in (7.0, float("inf")):
+            preact = torch.tensor([7.0, -7.0, 1.0, 7.0, -7.0, 1.0], device=device)
+            ops = one_token_with_preact(preact, 3, 1.0)
+            mask = [False] * 4 + [True, False, False]
+            grads = run_backward(backend, ops, ops.b_in, mask, limit=limit)
+            b = ops.b_in.detach().requires_grad_()
+            gate, up = b.chunk(2, dim=1)
+            y = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+            (expected,) = torch.autograd.grad(y.sum(), b)
+            self.assertEqual(grads.grad_b_in, expected)
+
+    @all_backends
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    @all_cases
+    def test_separate_up(self, device, case, dtype, backend):
+        ops = case.operands(dtype, device, bias=True).split_gate()
+        _, preact = self.check_forward(ops, backend)
+        self.assertEqual(preact.shape[1], 2 * ops.w_up.shape[1])
+        self.check_backward(ops, preact, backend)
 
     def check_preact(self, ops, backend, activation):
         """Activation and its gradient for the pre-activation that is b_in."""
         kwargs = {"activation": activation}
         output, preact = BACKENDS[backend](_moe_mlp, *ops.args(), **kwargs)
         self.assertEqual(preact, ops.b_in, rtol=0, atol=0)
-        mask = [False] * 4 + [True, False]
+        mask = [False] * 4 + [True, False, False]
         grads = run_backward(backend, ops, preact, mask, **kwargs)
         expected, _ = moe_mlp_reference(*ops.args(), **kwargs)
         rtol = 4 * torch.finfo(output.dtype).eps
@@ -231,13 +292,16 @@ class TestMoeMlp(TestCase):
         self.check_backward(ops, preact, backend)
 
     @all_backends
-    def test_output_mask(self, device, backend):
+    @parametrize("separate_up", [False, True])
+    def test_output_mask(self, device, separate_up, backend):
         ops = get_case("uniform").operands(torch.float32, device, bias=True)
+        ops = ops.split_gate() if separate_up else ops
         _, preact = _moe_mlp(*ops.args())
-        full = run_backward(backend, ops, preact)
-        for index in range(6):
+        full = run_backward(backend, ops, preact, [True] * 7)
+        self.assertEqual(full.grad_w_up.numel() > 0, separate_up)
+        for index in range(7):
             for wanted in (True, False):
-                mask = [(i == index) == wanted for i in range(6)]
+                mask = [(i == index) == wanted for i in range(7)]
                 grads = run_backward(backend, ops, preact, mask)
                 for on, grad, expected in zip(mask, grads, full, strict=True):
                     if on:
@@ -247,15 +311,18 @@ class TestMoeMlp(TestCase):
 
     @all_backends
     @parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_strides(self, device, dtype, backend):
+    @parametrize("separate_up", [False, True])
+    def test_strides(self, device, separate_up, dtype, backend):
         ops = get_case("aligned").operands(dtype, device, bias=True)
-        ops = strided_operands(ops)
+        ops = strided_operands(ops.split_gate() if separate_up else ops)
         for x in (*ops.args(), ops.grad_out):
-            self.assertFalse(x.is_contiguous())
+            self.assertFalse(x is not None and x.is_contiguous())
         _, preact = self.check_forward(ops, backend)
         grads = self.check_backward(ops, preact, backend)
         self.assertEqual(grads.grad_w_in.stride(), ops.w_in.stride())
         self.assertEqual(grads.grad_w_out.stride(), ops.w_out.stride())
+        if separate_up:
+            self.assertEqual(grads.grad_w_up.stride(), ops.w_up.stride())
 
     @all_backends
     @parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -306,11 +373,14 @@ class TestMoeMlp(TestCase):
         _, preact = self.check_forward(ops, backend)
         self.check_backward(ops, preact, backend)
 
-    @parametrize("frozen", ["input", "w_in", "w_out", "topk_weights", "b_in", "b_out"])
+    @parametrize(
+        "frozen", ["input", "w_in", "w_out", "topk_weights", "b_in", "b_out", "w_up"]
+    )
     def test_autograd(self, device, frozen):
         ops = get_case("sentinels").operands(
             torch.float32, device, bias=True, requires_grad=True
         )
+        ops = ops.split_gate()
         getattr(ops, frozen).requires_grad_(False)
         output, preact = torch._moe_mlp(*ops.args())
         self.assertEqual(type(output.grad_fn).__name__, "MoeMlpBackward0")
@@ -324,7 +394,10 @@ class TestMoeMlp(TestCase):
                 self.assertIsNone(x.grad)
 
     @all_activations
-    def test_gradcheck(self, device, activation, gate_interleaved):
+    @parametrize("separate_up", [False, True])
+    def test_gradcheck(self, device, separate_up, activation, gate_interleaved):
+        if separate_up and (gate_interleaved or activation not in GATED_ACTIVATIONS):
+            return
         case = MoeCase("tiny", 4, 3, 2, num_experts=3, routing="sentinels", num_rows=9)
         ops = case.operands(
             torch.float64,
@@ -334,6 +407,7 @@ class TestMoeMlp(TestCase):
             bias=True,
             requires_grad=True,
         )
+        ops = ops.split_gate() if separate_up else ops
 
         def mlp(*args):
             return torch._moe_mlp(
@@ -386,21 +460,24 @@ class TestMoeMlp(TestCase):
         self.assertGreater(nbytes(saved), preact_bytes)
 
     @parametrize("case_name", ["uniform", "aligned_tail", "no_tokens"])
-    def test_opcheck(self, device, case_name):
+    @parametrize("separate_up", [False, True])
+    def test_opcheck(self, device, separate_up, case_name):
         ops = get_case(case_name).operands(
             torch.float32, device, bias=True, requires_grad=True
         )
+        ops = ops.split_gate() if separate_up else ops
         torch.library.opcheck(_moe_mlp, ops.args())
         num_tokens = ops.input.shape[0]
         all_to_the_first = torch.full_like(ops.offs, num_tokens)
-        torch.library.opcheck(_moe_mlp, (*ops.args()[:3], all_to_the_first))
+        if not separate_up:
+            torch.library.opcheck(_moe_mlp, (*ops.args()[:3], all_to_the_first))
         with torch.no_grad():
             _, preact = _moe_mlp(*ops.args())
         args = [
             None if x is None else x.detach()
             for x in (ops.grad_out, *ops.args(), preact)
         ]
-        for mask in ([True] * 6, [False, True, False, True, False, True]):
+        for mask in ([True] * 7, [False, True, False, True, False, True, False]):
             torch.library.opcheck(_moe_mlp_backward, (*args, mask))
 
 
@@ -521,6 +598,48 @@ ERRORS = [
         limit=-7.0,
     ),
     bad(
+        "limit_of_reglu",
+        ValueError,
+        "limit is an argument of activations swiglu, geglu, swiglu_oai only, got limit=7 "
+        "with 'reglu'",
+        activation="reglu",
+        limit=7.0,
+    ),
+    bad(
+        "w_up_dtype",
+        TypeError,
+        "w_up must have the dtype of input, float32, got bfloat16",
+        w_in=torch.zeros(4, 24, 16),
+        w_up=torch.zeros(4, 24, 16, dtype=torch.bfloat16),
+    ),
+    bad(
+        "w_up_shape",
+        ValueError,
+        "w_up must have shape (E, F, D) = (4, 24, 16), got (4, 16, 24)",
+        w_in=torch.zeros(4, 24, 16),
+        w_up=torch.zeros(4, 16, 24),
+    ),
+    bad(
+        "w_up_and_both_halves",
+        ValueError,
+        "w_in must have shape (E, F, D), the gate next to w_up, = (4, 24, 16), got (4, 48, 16)",
+        w_up=torch.zeros(4, 24, 16),
+    ),
+    bad(
+        "w_up_plain",
+        ValueError,
+        "w_up needs an activation with a gate, got 'silu'",
+        w_up=torch.zeros(4, 24, 16),
+        activation="silu",
+    ),
+    bad(
+        "w_up_interleaved",
+        ValueError,
+        "gate_interleaved=True needs gate and up in one tensor, got w_up",
+        w_up=torch.zeros(4, 24, 16),
+        gate_interleaved=True,
+    ),
+    bad(
         "grad_out_shape",
         ValueError,
         "grad_out must have shape (T, D) = (13, 16), got (16, 13)",
@@ -554,7 +673,7 @@ class TestMoeMlpErrors(TestCase):
     @parametrize("error,text,op,changes", ERRORS)
     def test_same_text(self, device, error, text, op, changes):
         ops = get_case("uniform").operands(f32, device, bias=True)
-        names = [f.name for f in dataclasses.fields(ops)][:9]
+        names = [f.name for f in dataclasses.fields(ops)][:10]
         tensors = dict(zip(names, ops.args(), strict=True))
         if op is _moe_mlp_backward:
             preact = torch.zeros(26, 48, device=device)
@@ -564,7 +683,7 @@ class TestMoeMlpErrors(TestCase):
                 change = changes[name]
                 tensors[name] = None if change is None else change.to(device)
         kwargs = {k: v for k, v in changes.items() if k not in tensors}
-        mask = () if op is _moe_mlp else ([True] * 6,)
+        mask = () if op is _moe_mlp else ([True] * 7,)
         args = (*tensors.values(), *mask)
         calls = [(BACKENDS[name], args) for name in backends_of(op)]
         for call, operands in (*calls, (call_native, to_meta(args))):

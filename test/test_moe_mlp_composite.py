@@ -40,8 +40,8 @@ def ops_of_both(dim, dtype):
     ops = case.operands(dtype)
     with Seen() as seen:
         _, preact = call_composite(_moe_mlp, *ops.args())
-        args = (*ops.args(), *[None] * (9 - len(ops.args())))
-        call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, [True] * 6)
+        args = (*ops.args(), *[None] * (10 - len(ops.args())))
+        call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, [True] * 7)
     return seen.names
 
 
@@ -96,9 +96,9 @@ class TestMoeMlpComposite(TestCase):
         if odd_stride:
             w_in = ops.w_in.as_strided(ops.w_in.shape, (8, *ops.w_in.stride()[1:]))
             ops = dataclasses.replace(ops, w_in=w_in)
-        args = (*ops.args(), *[None] * (9 - len(ops.args())))
+        args = (*ops.args(), *[None] * (10 - len(ops.args())))
         _, preact = call_composite(_moe_mlp, *args)
-        mask = [False, True, True, False, False, False]
+        mask = [False, True, True, *[False] * 4]
         with Seen() as seen:
             call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, mask)
         self.assertNotIn("copy_", seen.names)
@@ -122,7 +122,7 @@ class TestMoeMlpComposite(TestCase):
         ops = dataclasses.replace(ops, topk_weights=weights.to(ops.topk_weights.dtype))
         expert = int(ops.topk_indices[0])
         _, preact = call_composite(_moe_mlp, *ops.args())
-        args = (ops.grad_out, *ops.args(), preact, [True] * 6)
+        args = (ops.grad_out, *ops.args(), preact, [True] * 7)
         grads = call_composite(_moe_mlp_backward, *args)
         others = [e for e in range(case.num_experts) if e != expert]
         for grad in (grads[1], grads[2], grads[4], grads[5]):
@@ -136,9 +136,9 @@ class TestMoeMlpComposite(TestCase):
         ops = case.operands(torch.bfloat16)
         w_in = ops.w_in.mT.contiguous().mT
         ops = dataclasses.replace(ops, w_in=w_in, w_out=ops.w_out[:1].expand(3, -1, -1))
-        args = (*ops.args(), *[None] * (9 - len(ops.args())))
+        args = (*ops.args(), *[None] * (10 - len(ops.args())))
         _, preact = call_composite(_moe_mlp, *args)
-        mask = [False, True, True, False, False, False]
+        mask = [False, True, True, *[False] * 4]
         grads = call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, mask)
         for operand, grad in zip((ops.w_in, ops.w_out), grads[1:3]):
             self.assertEqual(grad.stride(), torch.empty_like(operand).stride())

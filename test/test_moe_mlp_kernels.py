@@ -58,7 +58,7 @@ def run_op(args, grad_out, portable=False):
     with kernel(portable):
         output, preact = _moe_mlp(*args)
         args = tuple(args) + (None,) * (9 - len(args))
-        grads = _moe_mlp_backward(grad_out, *args, preact, [True] * 6)
+        grads = _moe_mlp_backward(grad_out, *args, preact, [True] * 7)
     return output, preact, grads
 
 

@@ -313,7 +313,7 @@ class TestMoeGenerators(TestCase):
         self.assertEqual(
             shapes,
             [(T, D), (E, F, D), (E, D, F), (E,)]
-            + [(T, K), (case.rows,), (T, K), (E, F), (E, D)],
+            + [(T, K), (case.rows,), (T, K), (E, F), (E, D), None],
         )
         self.assertEqual(ops.topk_indices, case.topk_indices())
         again = case.operands(torch.bfloat16, activation="silu", bias=True)

@@ -158,22 +158,23 @@ class RecordCalls(TorchDispatchMode):
 class TestMoeMlp(TestCase):
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     @parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
-    def test_reference(self, device, case, dtype):
+    @parametrize("separate_up", [False, True])
+    def test_reference(self, device, separate_up, case, dtype):
         ops = case.operands(dtype, device, bias=True, requires_grad=True)
-        biases = {"b_in": ops.b_in, "b_out": ops.b_out}
-        output = F.moe_mlp(*moe_mlp_arguments(ops), **biases, **plan_kwargs(case))
+        ops = ops.split_gate() if separate_up else ops
+        others = {"b_in": ops.b_in, "b_out": ops.b_out, "w_up": ops.w_up}
+        output = F.moe_mlp(*moe_mlp_arguments(ops), **others, **plan_kwargs(case))
         expected, _ = moe_mlp_reference(*ops.args())
         unfused, _ = moe_mlp_unfused(*ops.args())
         self.assertEqual(output.dtype, dtype)
         check_close(output, expected, unfused, dtype, "output")
 
-        operands = (ops.input, ops.w_in, ops.w_out, ops.topk_weights, *biases.values())
+        operands = (ops.input, ops.w_in, ops.w_out, ops.topk_weights, *others.values())
+        operands = operands if separate_up else operands[:-1]
         grads = torch.autograd.grad(output, operands, ops.grad_out)
         expected = moe_mlp_backward_reference(ops.grad_out, *ops.args())
         unfused = moe_mlp_backward_unfused(ops.grad_out, *ops.args())
-        for name, *tensors in zip(
-            expected._fields, grads, expected, unfused, strict=True
-        ):
+        for name, *tensors in zip(expected._fields, grads, expected, unfused):
             check_close(*tensors, dtype, name)
 
     @parametrize("shape", [(3, 4), (2, 2, 3), (12, 1)])

@@ -175,9 +175,10 @@ def _launch(variant: Variant, table: KernelTable) -> None:
         int32(T, K) if variant.slots else None,
         torch.empty(E, gF, dtype=dtype) if variant.bias else None,
         torch.empty(E, D, dtype=dtype) if variant.bias else None,
+        None,
     )
     _, preact = launch.moe_mlp_forward(plan, *args, act)
-    launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 6, act)
+    launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 7, act)
 
 
 # Experts, experts per token and options of the routers that are compiled: small, the

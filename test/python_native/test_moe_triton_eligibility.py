@@ -151,7 +151,7 @@ class TestEligibility(EligibilityTestCase):
         x, w_in, row_slots = args[0], args[1], args[5]
         preact = x.new_empty(len(row_slots), w_in.shape[1])
         reason = triton_impl.mlp_backward_reason
-        mask = [True] * 6
+        mask = [True] * 7
         self.assertIsNone(reason(x, *args, preact, mask, activation="swiglu"))
         self.assertIn("shape", reason(x, *args, preact[:0], mask))
         self.assertIn("dtype", reason(x.float(), *args, preact, mask))

@@ -64,7 +64,7 @@ from torch.testing._internal.moe_reference import (
 require_interpreter()
 
 CASES = [subtest(case, name=case.name) for case in moe_cases()]
-ALL = (True,) * 6
+ALL = (True,) * 7
 
 
 def make_plan(**config) -> launch.LaunchPlan:
@@ -314,7 +314,7 @@ class TestMoeMlp(MoeKernelTestCase):
     def test_output_masks(self):
         operands = get_case("sentinels").operands(torch.bfloat16, bias=True)
         for mask in itertools.chain(
-            ([i == j for i in range(6)] for j in range(6)), [(False,) * 6]
+            ([i == j for i in range(7)] for j in range(7)), [(False,) * 7]
         ):
             self.check_against_reference(
                 operands.args(), operands.grad_out, POINTERS, output_mask=tuple(mask)

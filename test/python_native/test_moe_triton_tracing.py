@@ -184,9 +184,9 @@ class TestMoeTracing(TestCase):
             )
             grad_logits = topk.moe_topk_backward(weights, logits, indices)
             row_slots, slot_rows, offs, _ = launch.moe_permutation(indices, E)
-            args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, None, None)
+            args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, *[None] * 3)
             out, preact = launch.moe_mlp_forward(plan, *args, act)
-            grads = launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 6, act)
+            grads = launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 7, act)
         self.assertEqual(out.shape, x.shape)
         for grad, operand in zip(grads, (x, w_in, w_out, weights)):
             self.assertEqual(grad.shape, operand.shape)
@@ -215,9 +215,9 @@ class TestMoeTracing(TestCase):
             indices = torch.empty(40, K, dtype=torch.int64, device="cuda")
             weights = torch.empty(40, K, device="cuda")
             row_slots, slot_rows, offs, _ = torch.ops.aten._moe_permutation(indices, E)
-            args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, None, None)
+            args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, *[None] * 3)
             _, preact = torch.ops.aten._moe_mlp(*args)
-            grads = torch.ops.aten._moe_mlp_backward(x, *args, preact, [True] * 6)
+            grads = torch.ops.aten._moe_mlp_backward(x, *args, preact, [True] * 7)
         for grad, operand in zip(grads, (x, w_in, w_out, weights)):
             self.assertEqual((grad.shape, grad.dtype), (operand.shape, operand.dtype))
 

@@ -21,7 +21,7 @@ from .timing import graph_replay
 
 
 ACT = launch.Activation()
-ALL = (True,) * 6
+ALL = (True,) * 7
 REHEARSAL_CASES = ("uniform", "clipped_aligned", "no_tokens", "one_of_one", "ragged")
 
 
@@ -99,6 +99,8 @@ def _check_backward(plan, operands, preact: Tensor) -> None:
     truth = reference.moe_mlp_backward_reference(grad_out, *args)
     yardstick = reference.moe_mlp_backward_unfused(grad_out, *args)
     for name, grad, a, b in zip(truth._fields, grads, truth, yardstick):
+        if a is None:
+            continue
         reference.check_close(grad, a, b, args[0].dtype, name)
 
 

@@ -21,7 +21,7 @@ _ROUTER = 'str score="softmax", bool normalize=True'
 _GROUPS = "int? num_groups=None, int? top_groups=None"
 _OPERANDS = (
     "Tensor input, Tensor w_in, Tensor w_out, Tensor offs, Tensor? topk_weights, "
-    "Tensor? row_slots, Tensor? slot_rows, Tensor? b_in, Tensor? b_out"
+    "Tensor? row_slots, Tensor? slot_rows, Tensor? b_in, Tensor? b_out, Tensor? w_up"
 )
 SCHEMAS: dict[str, str] = {
     "_moe_topk": f"(Tensor logits, int k, Tensor? bias=None, *, {_ROUTER}, {_GROUPS}, "
@@ -34,9 +34,10 @@ SCHEMAS: dict[str, str] = {
     "_moe_mlp": f"({_OPERANDS}, *, {_ACTIVATION}, bool compute_preact=True) -> "
     "(Tensor output, Tensor preact)",
     "_moe_mlp_backward": f"(Tensor grad_out, {_OPERANDS}, Tensor preact, "
-    f"bool[6] output_mask, *, {_ACTIVATION}) -> "
+    f"bool[7] output_mask, *, {_ACTIVATION}) -> "
     "(Tensor grad_input, Tensor grad_w_in, Tensor grad_w_out, "
-    "Tensor grad_topk_weights, Tensor grad_b_in, Tensor grad_b_out)",
+    "Tensor grad_topk_weights, Tensor grad_b_in, Tensor grad_b_out, "
+    "Tensor grad_w_up)",
 }
 
 _plan: launch.LaunchPlan | None = None
@@ -104,7 +105,7 @@ def _fake_mlp(
 
 def _fake_mlp_backward(grad_out, *args, **options):
     output_mask = args[-1]
-    operands = (args[0], args[1], args[2], args[4], args[7], args[8])
+    operands = (args[0], args[1], args[2], args[4], args[7], args[8], args[9])
     return tuple(
         torch.empty_like(x) if wanted and x is not None else grad_out.new_empty(0)
         for x, wanted in zip(operands, output_mask, strict=True)
@@ -138,8 +139,8 @@ def _setup_mlp(ctx, inputs, keyword_only_inputs, output):
 
 def _mlp_gradient(ctx, grad_output, grad_preact):
     *operands, preact = ctx.saved_tensors
-    # input, w_in, w_out, topk_weights, b_in, b_out
-    differentiable = (0, 1, 2, 4, 7, 8)
+    # input, w_in, w_out, topk_weights, b_in, b_out, w_up
+    differentiable = (0, 1, 2, 4, 7, 8, 9)
     mask = [ctx.needs_input_grad[i] for i in differentiable]
     ops = getattr(torch.ops, NAMESPACE)
     grads = ops._moe_mlp_backward(grad_output, *operands, preact, mask, **ctx.options)
@@ -192,7 +193,7 @@ def layer(x: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor):
         t.requires_grad for t in (x, weights, w_in, w_out)
     )
     output, _ = ops._moe_mlp(
-        x, w_in, w_out, offs, weights, row_slots, slot_rows, None, None,
+        x, w_in, w_out, offs, weights, row_slots, slot_rows, None, None, None,
         compute_preact=needs_grad,
     )  # fmt: skip
     return output

@@ -127,6 +127,7 @@ class MoeOperands:
         slot_rows: (T, K) int32
         b_in: (E, g*F) or None
         b_out: (E, D) or None
+        w_up: (E, F, D) or None; w_in is then (E, F, D) too
         grad_out: (T, D)
         topk_indices: (T, K) int64
     """
@@ -140,6 +141,7 @@ class MoeOperands:
     slot_rows: Tensor
     b_in: Tensor | None
     b_out: Tensor | None
+    w_up: Tensor | None
     grad_out: Tensor
     topk_indices: Tensor
 
@@ -155,7 +157,15 @@ class MoeOperands:
             self.slot_rows,
             self.b_in,
             self.b_out,
+            self.w_up,
         )
+
+    def split_gate(self) -> "MoeOperands":
+        """The same layer with the two halves of ``w_in`` as ``w_in`` and ``w_up``."""
+        gate, up = (w.detach().clone() for w in self.w_in.chunk(2, dim=1))
+        for w in (gate, up):
+            w.requires_grad_(self.w_in.requires_grad)
+        return dataclasses.replace(self, w_in=gate, w_up=up)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +263,7 @@ class MoeCase:
             slot_rows=plan.slot_rows.to(device),
             b_in=normal(E, gF) if bias else None,
             b_out=normal(E, D) if bias else None,
+            w_up=None,
             grad_out=normal(T, D).detach(),
             topk_indices=topk_indices.to(device),
         )
@@ -277,6 +288,7 @@ def one_token_with_preact(preact: Tensor, hidden: int, grad: float) -> MoeOperan
         slot_rows=None,
         b_in=preact.unsqueeze(0),
         b_out=None,
+        w_up=None,
         grad_out=torch.full_like(x, grad),
         topk_indices=None,
     )

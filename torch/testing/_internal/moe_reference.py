@@ -48,19 +48,35 @@ class MoeMlpGrads(NamedTuple):
     grad_topk_weights: Tensor | None
     grad_b_in: Tensor | None
     grad_b_out: Tensor | None
+    grad_w_up: Tensor | None
+
+
+def _clamp_gate(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    if limit is None:
+        return gate, up
+    return gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+
+
+def _swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
+    gate, up = _clamp_gate(gate, up, limit)
+    return F.silu(gate) * up
+
+
+def _geglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
+    gate, up = _clamp_gate(gate, up, limit)
+    return F.gelu(gate) * up
 
 
 def _swiglu_oai(
     gate: Tensor, up: Tensor, alpha: float = 1.702, limit: float = 7.0
 ) -> Tensor:
-    gate = gate.clamp(max=limit)
-    up = up.clamp(min=-limit, max=limit)
+    gate, up = _clamp_gate(gate, up, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
 GATED_ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    "swiglu": lambda gate, up: F.silu(gate) * up,
-    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "swiglu": _swiglu,
+    "geglu": _geglu,
     "geglu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
     "reglu": lambda gate, up: F.relu(gate) * up,
     "swiglu_oai": _swiglu_oai,
@@ -178,13 +194,15 @@ def _moe_mlp_loop(
     slot_rows: Tensor | None = None,
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
+    w_up: Tensor | None = None,
     **activation_kwargs,
 ) -> tuple[Tensor, Tensor]:
     """The loop over experts, in the dtype of the operands; differentiable.
 
     Args:
         linear: how a (rows, in) x (out, in) product is computed.
-        input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out: as in ``_moe_mlp``.
+        input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out, w_up: as in
+            ``_moe_mlp``.
         activation_kwargs: keyword arguments of :func:`apply_activation`.
 
     Returns:
@@ -195,7 +213,8 @@ def _moe_mlp_loop(
     if row_slots is None:
         row_slots = torch.arange(num_rows, device=input.device)
     output = input.new_zeros(input.shape)
-    preact = input.new_zeros(num_rows, w_in.shape[1])
+    matrices = (w_in,) if w_up is None else (w_in, w_up)
+    preact = input.new_zeros(num_rows, len(matrices) * w_in.shape[1])
     start = 0
     for expert, end in enumerate(offs.tolist()):
         rows = torch.arange(start, end, device=input.device)
@@ -204,7 +223,16 @@ def _moe_mlp_loop(
         slots = row_slots[rows].long()
         tokens = slots // top_k
 
-        h = linear(input[tokens], w_in[expert], None if b_in is None else b_in[expert])
+        biases = [None] * len(matrices)
+        if b_in is not None:
+            biases = b_in[expert].chunk(len(matrices))
+        h = torch.cat(
+            [
+                linear(input[tokens], w[expert], b)
+                for w, b in zip(matrices, biases, strict=True)
+            ],
+            dim=1,
+        )
         a = apply_activation(h, **activation_kwargs)
         o = linear(a, w_out[expert], None if b_out is None else b_out[expert])
         if topk_weights is not None:
@@ -251,7 +279,7 @@ def _backward(
     ]
     with torch.enable_grad():
         output, _ = forward(*leaves, **kwargs)
-    order = (0, 1, 2, 4, 7, 8)  # input, w_in, w_out, topk_weights, b_in, b_out
+    order = (0, 1, 2, 4, 7, 8, 9)  # input, w_in, w_out, topk_weights, b_in, b_out, w_up
     operands = [leaves[i] if i < len(leaves) else None for i in order]
     grads = torch.autograd.grad(
         output,

@@ -1,6 +1,7 @@
 // _moe_mlp and its backward: entry points of the CPU and the Meta kernels.
 // See MoEMLPUtils.h for the notation and the rules.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>
 
@@ -10,6 +11,7 @@
 #else
 #include <ATen/ops/_moe_mlp_backward_native.h>
 #include <ATen/ops/_moe_mlp_native.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -24,7 +26,8 @@ DEFINE_DISPATCH(moe_mlp_backward_avx512_stub);
 
 namespace {
 
-using GradTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using GradTuple =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // offs must not decrease and must stay in [0, R].
 void check_offs_values(const char* op, const Tensor& offs, int64_t num_rows) {
@@ -110,6 +113,39 @@ void check_inverse(
   }
 }
 
+// Ids per thread, each worth a few instructions.
+constexpr int64_t kCheckGrain = 16384;
+
+// Whether the ids of both are in range and inverse to each other. A look at every row,
+// from there at its slot, and a count: as many slots as rows that found theirs leave
+// none that could hold anything else.
+bool are_inverse(const SlotIndex& row_slots, const SlotIndex& slot_rows) {
+  const auto* slots = row_slots.data();
+  const auto* rows = slot_rows.data();
+  const auto count = [](int64_t size, const auto& is_live) {
+    return at::parallel_reduce(
+        0,
+        size,
+        kCheckGrain,
+        int64_t(0),
+        [&](int64_t begin, int64_t end, int64_t live) {
+          for (int64_t i = begin; i < end; ++i) {
+            live += is_live(i);
+          }
+          return live;
+        },
+        std::plus<int64_t>());
+  };
+  const int64_t num_rows = row_slots.ids.numel();
+  const int64_t num_slots = slot_rows.ids.numel();
+  const int64_t rows_without = count(num_rows, [&](int64_t r) { return slots[r] == -1; });
+  const int64_t rows_found = count(num_rows, [&](int64_t r) {
+    return slots[r] >= 0 && slots[r] < num_slots && rows[slots[r]] == r;
+  });
+  const int64_t slots_without = count(num_slots, [&](int64_t s) { return rows[s] == -1; });
+  return rows_without + rows_found == num_rows && slots_without + rows_found == num_slots;
+}
+
 void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
   check_offs_values(op, in.offs, num_rows);
   if (!in.row_slots.defined()) {
@@ -123,17 +159,21 @@ void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
       in.slot_rows.numel()};
   const SlotIndex slot_rows{
       "slot_rows", "slot", "[-1, R)", in.slot_rows.contiguous(), num_rows};
+  if (are_inverse(row_slots, slot_rows)) {
+    return;
+  }
+  // One of these says where and how.
   check_range(op, row_slots);
   check_range(op, slot_rows);
   check_inverse(op, row_slots, slot_rows);
   check_inverse(op, slot_rows, row_slots);
 }
 
-// The gradients that output_mask asks for and that have an operand, but those of
-// w_in and w_out.
+// The gradients that output_mask asks for and that have an operand, but those of the
+// expert weights.
 MoEMLPGrads allocate_grads(
     const moe::MLPInputs& in,
-    const std::array<bool, 6>& output_mask) {
+    const std::array<bool, 7>& output_mask) {
   const auto contiguous = [](const Tensor& operand) {
     return at::empty_symint(operand.sym_sizes(), operand.options());
   };
@@ -153,6 +193,7 @@ MoEMLPGrads allocate_grads(
   if (output_mask[5] && in.b_out.defined()) {
     grads.b_out = contiguous(in.b_out);
   }
+  grads.wants_w_up = output_mask[6] && in.w_up.defined();
   return grads;
 }
 
@@ -168,7 +209,31 @@ GradTuple defined_grads(const MoEMLPGrads& grads, const Tensor& input) {
       or_empty(grads.w_out),
       or_empty(grads.topk_weights),
       or_empty(grads.b_in),
-      or_empty(grads.b_out)};
+      or_empty(grads.b_out),
+      or_empty(grads.w_up)};
+}
+
+// Gate and up in one tensor, for kernels that know no w_up.
+moe::MLPInputs fuse_gate_and_up(moe::MLPInputs in) {
+  if (in.w_up.defined()) {
+    in.w_in = at::cat({in.w_in, in.w_up}, 1);
+    in.w_up = Tensor();
+  }
+  return in;
+}
+
+// The gradients of gate and up out of the one of both.
+void split_gate_and_up(const moe::MLPInputs& in, MoEMLPGrads& grads, bool wants_gate) {
+  if (!in.w_up.defined() || !grads.w_in.defined()) {
+    return;
+  }
+  const auto fused = std::move(grads.w_in);
+  const int64_t hidden = in.w_in.size(1);
+  grads.w_in = wants_gate ? at::empty_like(in.w_in).copy_(fused.narrow(1, 0, hidden))
+                          : Tensor();
+  if (grads.wants_w_up) {
+    grads.w_up = at::empty_like(in.w_up).copy_(fused.narrow(1, hidden, hidden));
+  }
 }
 
 } // namespace
@@ -183,35 +248,41 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
     const std::optional<Tensor>& slot_rows,
     const std::optional<Tensor>& b_in,
     const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
     std::string_view activation,
     bool gate_interleaved,
     std::optional<double> alpha,
     std::optional<double> limit,
     bool compute_preact) {
   constexpr const char* op = "_moe_mlp";
-  const auto spec =
-      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
-  const moe::MLPInputs inputs(
-      input,
-      w_in,
-      w_out,
-      offs,
-      topk_weights,
-      row_slots,
-      slot_rows,
-      b_in,
-      b_out);
-  const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
-  const int64_t num_rows = sizes.num_rows.expect_int();
-  check_values(op, inputs, num_rows);
+  const moe::MLPCall call(
+      op,
+      {input,
+       w_in,
+       w_out,
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  const int64_t num_rows = call.sizes.num_rows.expect_int();
+  check_values(op, call.inputs, num_rows);
 
   auto output = at::empty(input.sizes(), input.options());
   auto preact = at::empty(
-      {compute_preact ? num_rows : 0, sizes.gated_dim.expect_int()},
+      {compute_preact ? num_rows : 0, call.sizes.gated_dim.expect_int()},
       input.options());
   const Tensor kept_preact = compute_preact ? preact : Tensor();
-  if (!moe_mlp_avx512_stub(kCPU, inputs, spec, output, kept_preact)) {
-    moe_mlp_stub(kCPU, inputs, spec, output, kept_preact);
+  const auto inputs = fuse_gate_and_up(call.inputs);
+  if (!moe_mlp_avx512_stub(
+          kCPU, inputs, call.activation, output, kept_preact)) {
+    moe_mlp_stub(kCPU, inputs, call.activation, output, kept_preact);
   }
   return {std::move(output), std::move(preact)};
 }
@@ -226,29 +297,33 @@ std::tuple<Tensor, Tensor> moe_mlp_meta(
     const std::optional<Tensor>& slot_rows,
     const std::optional<Tensor>& b_in,
     const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
     std::string_view activation,
     bool gate_interleaved,
     std::optional<double> alpha,
     std::optional<double> limit,
     bool compute_preact) {
-  constexpr const char* op = "_moe_mlp";
-  const auto spec =
-      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
-  const moe::MLPInputs inputs(
-      input,
-      w_in,
-      w_out,
-      offs,
-      topk_weights,
-      row_slots,
-      slot_rows,
-      b_in,
-      b_out);
-  const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
+  const moe::MLPCall call(
+      "_moe_mlp",
+      {input,
+       w_in,
+       w_out,
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
   return {
       at::empty_symint(input.sym_sizes(), input.options()),
       at::empty_symint(
-          {compute_preact ? sizes.num_rows : c10::SymInt(0), sizes.gated_dim},
+          {compute_preact ? call.sizes.num_rows : c10::SymInt(0),
+           call.sizes.gated_dim},
           input.options())};
 }
 
@@ -263,34 +338,42 @@ GradTuple moe_mlp_backward_cpu(
     const std::optional<Tensor>& slot_rows,
     const std::optional<Tensor>& b_in,
     const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
     const Tensor& preact,
-    std::array<bool, 6> output_mask,
+    std::array<bool, 7> output_mask,
     std::string_view activation,
     bool gate_interleaved,
     std::optional<double> alpha,
     std::optional<double> limit) {
   constexpr const char* op = "_moe_mlp_backward";
-  const auto spec =
-      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
-  const moe::MLPInputs inputs(
-      input,
-      w_in,
-      w_out,
-      offs,
-      topk_weights,
-      row_slots,
-      slot_rows,
-      b_in,
-      b_out);
-  const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
-  moe::check_mlp_backward_inputs(op, inputs, spec, sizes, grad_out, preact);
-  check_values(op, inputs, sizes.num_rows.expect_int());
+  const moe::MLPCall call(
+      op,
+      {input,
+       w_in,
+       w_out,
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  moe::check_mlp_backward_inputs(op, call, grad_out, preact);
+  check_values(op, call.inputs, call.sizes.num_rows.expect_int());
 
-  auto grads = allocate_grads(inputs, output_mask);
+  auto grads = allocate_grads(call.inputs, output_mask);
+  grads.wants_w_in |= grads.wants_w_up;
+  const auto inputs = fuse_gate_and_up(call.inputs);
   if (!moe_mlp_backward_avx512_stub(
-          kCPU, inputs, spec, grad_out, preact, grads)) {
-    moe_mlp_backward_stub(kCPU, inputs, spec, grad_out, preact, grads);
+          kCPU, inputs, call.activation, grad_out, preact, grads)) {
+    moe_mlp_backward_stub(
+        kCPU, inputs, call.activation, grad_out, preact, grads);
   }
+  split_gate_and_up(call.inputs, grads, output_mask[1]);
   return defined_grads(grads, input);
 }
 
@@ -305,33 +388,40 @@ GradTuple moe_mlp_backward_meta(
     const std::optional<Tensor>& slot_rows,
     const std::optional<Tensor>& b_in,
     const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
     const Tensor& preact,
-    std::array<bool, 6> output_mask,
+    std::array<bool, 7> output_mask,
     std::string_view activation,
     bool gate_interleaved,
     std::optional<double> alpha,
     std::optional<double> limit) {
   constexpr const char* op = "_moe_mlp_backward";
-  const auto spec =
-      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
-  const moe::MLPInputs inputs(
-      input,
-      w_in,
-      w_out,
-      offs,
-      topk_weights,
-      row_slots,
-      slot_rows,
-      b_in,
-      b_out);
-  const auto sizes = moe::check_mlp_inputs(op, inputs, spec);
-  moe::check_mlp_backward_inputs(op, inputs, spec, sizes, grad_out, preact);
-  auto grads = allocate_grads(inputs, output_mask);
+  const moe::MLPCall call(
+      op,
+      {input,
+       w_in,
+       w_out,
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  moe::check_mlp_backward_inputs(op, call, grad_out, preact);
+  auto grads = allocate_grads(call.inputs, output_mask);
   if (grads.wants_w_in) {
     grads.w_in = at::empty_like(w_in);
   }
   if (grads.wants_w_out) {
     grads.w_out = at::empty_like(w_out);
+  }
+  if (grads.wants_w_up) {
+    grads.w_up = at::empty_like(*w_up);
   }
   return defined_grads(grads, input);
 }

@@ -13,10 +13,12 @@ struct MoEMLPGrads {
   Tensor input; // (T, D), contiguous
   // The largest ones by far: the kernel allocates those that are wanted, when
   // buffers that it no longer needs are gone.
-  Tensor w_in; // (E, G*F, D), strides of w_in
+  Tensor w_in; // shape and strides of w_in
   Tensor w_out; // (E, D, F), strides of w_out
+  Tensor w_up; // (E, F, D), strides of w_up
   bool wants_w_in = false;
   bool wants_w_out = false;
+  bool wants_w_up = false;
   Tensor topk_weights; // (T, K), contiguous, zero-filled
   Tensor b_in; // (E, G*F), contiguous
   Tensor b_out; // (E, D), contiguous

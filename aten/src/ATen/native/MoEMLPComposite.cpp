@@ -77,7 +77,8 @@ bool can_use_grouped_mm(const moe::MLPInputs& in) {
         w.size(2) % alignment == 0 && (row_major || col_major) &&
         w.stride(0) % alignment == 0 && starts_aligned(w);
   };
-  return aligned(in.w_in) && aligned(in.w_out);
+  return aligned(in.w_in) && aligned(in.w_out) &&
+      (!in.w_up.defined() || aligned(in.w_up));
 }
 
 // Rows and slots as index tensors. What is not a live row or slot reads index 0
@@ -175,10 +176,13 @@ Tensor reduce_experts(
 }
 
 // (E, Q): per expert the sum of its rows (R, Q). As a matmul this has a fixed
-// summation order, unlike index_add; 8 equal columns meet the 16-byte rule.
+// summation order, unlike index_add; 8 equal columns meet the 16-byte rule. A copy, as the
+// result must not keep the other 7 alive.
 Tensor sum_experts(const Routing& routing, const Tensor& rows) {
   const auto ones = at::ones({rows.size(0), 8}, rows.options());
-  return reduce_experts(routing, ones, rows).select(1, 0).contiguous();
+  return reduce_experts(routing, ones, rows)
+      .select(1, 0)
+      .clone(MemoryFormat::Contiguous);
 }
 
 // grad with the strides that empty_like(operand) has; those of dimensions of size 1
@@ -229,9 +233,21 @@ std::pair<Tensor, Tensor> split_gate(
   return {h.narrow(1, 0, hidden), h.narrow(1, hidden, hidden)};
 }
 
+// Gate and up as the activation sees them: clamped where it has a limit.
+std::pair<Tensor, Tensor> clamp_gate(
+    const Tensor& gate,
+    const Tensor& up,
+    const ActivationSpec& spec) {
+  if (!spec.is_limited()) {
+    return {gate, up};
+  }
+  return {gate.clamp_max(spec.limit), up.clamp(-spec.limit, spec.limit)};
+}
+
 // act(H) in the accumulation type, (R, F)
 Tensor activate(const Tensor& preact, const ActivationSpec& spec) {
-  const auto [gate, up] = split_gate(preact, spec);
+  const auto [raw_gate, raw_up] = split_gate(preact, spec);
+  const auto [gate, up] = clamp_gate(raw_gate, raw_up, spec);
   switch (spec.kind) {
     case Activation::SwiGLU:
       return at::silu(gate) * up;
@@ -241,11 +257,8 @@ Tensor activate(const Tensor& preact, const ActivationSpec& spec) {
       return at::gelu(gate, "tanh") * up;
     case Activation::ReGLU:
       return gate.relu() * up;
-    case Activation::SwiGLUOAI: {
-      const auto g = gate.clamp_max(spec.limit);
-      const auto u = up.clamp(-spec.limit, spec.limit);
-      return g * (g * spec.alpha).sigmoid() * (u + 1);
-    }
+    case Activation::SwiGLUOAI:
+      return gate * (gate * spec.alpha).sigmoid() * (up + 1);
     case Activation::SiLU:
       return at::silu(gate);
     case Activation::GELU:
@@ -258,7 +271,7 @@ Tensor activate(const Tensor& preact, const ActivationSpec& spec) {
   TORCH_INTERNAL_ASSERT(false, "unhandled activation");
 }
 
-// Gradients of gate and up (undefined without a gate) from that of act(H).
+// Gradients of the clamped gate and up (undefined without a gate) from that of act(H).
 std::pair<Tensor, Tensor> activate_backward(
     const Tensor& gate,
     const Tensor& up,
@@ -276,15 +289,11 @@ std::pair<Tensor, Tensor> activate_backward(
     case Activation::ReGLU:
       return {at::threshold_backward(grad * up, gate, 0), grad * gate.relu()};
     case Activation::SwiGLUOAI: {
-      const auto g = gate.clamp_max(spec.limit);
-      const auto u = up.clamp(-spec.limit, spec.limit);
-      const auto s = (g * spec.alpha).sigmoid();
-      // Not g * alpha first, which overflows where s is 0.
-      const auto g_s = g * s;
-      const auto grad_g = grad * (u + 1) * (s + g_s * spec.alpha * (1 - s));
+      const auto s = (gate * spec.alpha).sigmoid();
+      // Not gate * alpha first, which overflows where s is 0.
+      const auto g_s = gate * s;
       return {
-          grad_g.masked_fill(gate.gt(spec.limit), 0),
-          (grad * g_s).masked_fill(up.abs().gt(spec.limit), 0)};
+          grad * (up + 1) * (s + g_s * spec.alpha * (1 - s)), grad * g_s};
     }
     case Activation::SiLU:
       return {at::silu_backward(grad, gate), Tensor()};
@@ -303,10 +312,16 @@ Tensor preact_grad(
     const Tensor& preact,
     const Tensor& grad,
     const ActivationSpec& spec) {
-  const auto [gate, up] = split_gate(preact, spec);
-  const auto [grad_gate, grad_up] = activate_backward(gate, up, grad, spec);
+  const auto [raw_gate, raw_up] = split_gate(preact, spec);
+  const auto [gate, up] = clamp_gate(raw_gate, raw_up, spec);
+  auto [grad_gate, grad_up] = activate_backward(gate, up, grad, spec);
   if (!spec.is_gated) {
     return grad_gate;
+  }
+  if (spec.is_limited()) {
+    // As the backward of clamp: nothing at the limit either.
+    grad_gate = grad_gate.masked_fill(raw_gate.ge(spec.limit), 0);
+    grad_up = grad_up.masked_fill(raw_up.abs().ge(spec.limit), 0);
   }
   return spec.interleaved ? at::stack({grad_gate, grad_up}, 2).flatten(1)
                           : at::cat({grad_gate, grad_up}, 1);
@@ -323,23 +338,58 @@ bool has_work(const moe::MLPInputs& in, const moe::MLPSizes& sizes) {
       sizes.num_rows.expect_int() > 0 && sizes.top_k.expect_int() > 0;
 }
 
-using Gradients = std::array<Tensor, 6>;
+using Gradients = std::array<Tensor, 7>;
 
-// Gradients of w_in, b_in and input, which all need dH.
+// (R, G*F) = x W_in^T, of two matmuls with w_up
+Tensor project_in(const moe::MLPInputs& in, const Routing& routing, const Tensor& x) {
+  const auto h = multiply_experts(routing, x, in.w_in.transpose(1, 2));
+  if (!in.w_up.defined()) {
+    return h;
+  }
+  const auto up = multiply_experts(routing, x, in.w_up.transpose(1, 2));
+  return at::cat({h, up}, 1);
+}
+
+// (R, D) = dH W_in
+Tensor project_in_backward(
+    const moe::MLPInputs& in,
+    const Routing& routing,
+    const Tensor& grad_gate,
+    const Tensor& grad_up) {
+  const auto dx = multiply_experts(routing, grad_gate, in.w_in);
+  if (!in.w_up.defined()) {
+    return dx;
+  }
+  const auto type = accumulate_type(dx);
+  const auto dx_up = multiply_experts(routing, grad_up, in.w_up);
+  return (dx.to(type) + dx_up).to(dx.scalar_type());
+}
+
+// Gradients of w_in, w_up, b_in and input, which all need dH.
 void backward_of_preact(
     const moe::MLPInputs& in,
     const Routing& routing,
     const Tensor& grad_preact,
-    const std::array<bool, 6>& wanted,
+    const std::array<bool, 7>& wanted,
     Gradients& grads) {
+  // The columns of w_in, which with w_up are the first half.
+  const int64_t columns = in.w_in.size(1);
+  const auto grad_gate = grad_preact.narrow(1, 0, columns);
+  const auto grad_up =
+      grad_preact.narrow(1, columns, grad_preact.size(1) - columns);
   if (wanted[0]) {
-    grads[0] =
-        combine_slots(routing, multiply_experts(routing, grad_preact, in.w_in));
+    grads[0] = combine_slots(
+        routing, project_in_backward(in, routing, grad_gate, grad_up));
   }
-  if (wanted[1]) {
+  if (wanted[1] || wanted[6]) {
     const auto x = routing.masked(in.input.index_select(0, routing.row_token));
-    grads[1] =
-        with_strides_of(in.w_in, reduce_experts(routing, grad_preact, x));
+    if (wanted[1]) {
+      grads[1] =
+          with_strides_of(in.w_in, reduce_experts(routing, grad_gate, x));
+    }
+    if (wanted[6]) {
+      grads[6] = with_strides_of(in.w_up, reduce_experts(routing, grad_up, x));
+    }
   }
   if (wanted[4]) {
     grads[4] = sum_experts(routing, grad_preact);
@@ -352,7 +402,7 @@ void backward_of_live_rows(
     const ActivationSpec& spec,
     const Tensor& grad_out,
     const Tensor& preact,
-    const std::array<bool, 6>& wanted,
+    const std::array<bool, 7>& wanted,
     Gradients& grads) {
   const auto dtype = in.input.scalar_type();
   const auto type = accumulate_type(in.input);
@@ -371,7 +421,8 @@ void backward_of_live_rows(
     grads[5] = sum_experts(routing, (dy * s).to(dtype));
   }
 
-  const bool wants_preact_grad = wanted[0] || wanted[1] || wanted[4];
+  const bool wants_preact_grad =
+      wanted[0] || wanted[1] || wanted[4] || wanted[6];
   if (!wants_preact_grad && !wanted[3]) {
     return;
   }
@@ -409,25 +460,29 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
     const std::optional<Tensor>& slot_rows,
     const std::optional<Tensor>& b_in,
     const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
     std::string_view activation,
     bool gate_interleaved,
     std::optional<double> alpha,
     std::optional<double> limit,
     bool compute_preact) {
-  constexpr const char* op = "_moe_mlp";
-  const auto spec =
-      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
-  const moe::MLPInputs in(
-      input,
-      w_in,
-      w_out,
-      offs,
-      topk_weights,
-      row_slots,
-      slot_rows,
-      b_in,
-      b_out);
-  const auto sizes = moe::check_mlp_inputs(op, in, spec);
+  const moe::MLPCall call(
+      "_moe_mlp",
+      {input,
+       w_in,
+       w_out,
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  const auto& [in, spec, sizes] = call;
   const int64_t num_rows = sizes.num_rows.expect_int();
   const int64_t gated_dim = sizes.gated_dim.expect_int();
   if (!has_work(in, sizes)) {
@@ -440,7 +495,7 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
   const auto type = accumulate_type(input);
   const auto routing = make_routing(in, num_rows);
   const auto x = routing.masked(input.index_select(0, routing.row_token));
-  auto h = multiply_experts(routing, x, w_in.transpose(1, 2));
+  auto h = project_in(in, routing, x);
   if (in.b_in.defined()) {
     h = (h.to(type) + in.b_in.index_select(0, routing.row_expert)).to(dtype);
   }
@@ -458,7 +513,7 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
       compute_preact ? h : at::empty({0, gated_dim}, input.options())};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 moe_mlp_backward_composite(
     const Tensor& grad_out,
     const Tensor& input,
@@ -470,31 +525,35 @@ moe_mlp_backward_composite(
     const std::optional<Tensor>& slot_rows,
     const std::optional<Tensor>& b_in,
     const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
     const Tensor& preact,
-    std::array<bool, 6> output_mask,
+    std::array<bool, 7> output_mask,
     std::string_view activation,
     bool gate_interleaved,
     std::optional<double> alpha,
     std::optional<double> limit) {
   constexpr const char* op = "_moe_mlp_backward";
-  const auto spec =
-      moe::parse_activation(op, activation, gate_interleaved, alpha, limit);
-  const moe::MLPInputs in(
-      input,
-      w_in,
-      w_out,
-      offs,
-      topk_weights,
-      row_slots,
-      slot_rows,
-      b_in,
-      b_out);
-  const auto sizes = moe::check_mlp_inputs(op, in, spec);
-  moe::check_mlp_backward_inputs(op, in, spec, sizes, grad_out, preact);
-
+  const moe::MLPCall call(
+      op,
+      {input,
+       w_in,
+       w_out,
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  moe::check_mlp_backward_inputs(op, call, grad_out, preact);
+  const auto& [in, spec, sizes] = call;
   const Gradients operands = {
-      input, w_in, w_out, in.topk_weights, in.b_in, in.b_out};
-  std::array<bool, 6> wanted{};
+      input, w_in, w_out, in.topk_weights, in.b_in, in.b_out, in.w_up};
+  std::array<bool, 7> wanted{};
   for (size_t i = 0; i < operands.size(); ++i) {
     wanted[i] = output_mask[i] && operands[i].defined();
   }
@@ -508,13 +567,13 @@ moe_mlp_backward_composite(
       // Defined but empty, see defined_grads in MoEMLP.cpp.
       grads[i] = at::empty({0}, input.options());
     } else if (!grads[i].defined()) {
-      const bool is_weight = i == 1 || i == 2;
+      const bool is_weight = i == 1 || i == 2 || i == 6;
       grads[i] = at::zeros_like(
           operands[i],
           is_weight ? MemoryFormat::Preserve : MemoryFormat::Contiguous);
     }
   }
-  return {grads[0], grads[1], grads[2], grads[3], grads[4], grads[5]};
+  return std::tuple_cat(grads);
 }
 
 } // namespace at::native

@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <sstream>
 #include <string_view>
@@ -31,33 +32,58 @@ struct ActivationName {
   std::string_view name;
   Activation kind;
   bool is_gated;
+  // Takes `limit`: the gate is clamped to at most that, the up projection to
+  // [-limit, limit].
+  bool has_limit;
 };
 
 constexpr std::array<ActivationName, 9> kActivations = {{
-    {"swiglu", Activation::SwiGLU, true},
-    {"geglu", Activation::GeGLU, true},
-    {"geglu_tanh", Activation::GeGLUTanh, true},
-    {"reglu", Activation::ReGLU, true},
-    {"swiglu_oai", Activation::SwiGLUOAI, true},
-    {"silu", Activation::SiLU, false},
-    {"gelu", Activation::GELU, false},
-    {"relu", Activation::ReLU, false},
-    {"relu2", Activation::ReLU2, false},
+    {"swiglu", Activation::SwiGLU, true, true},
+    {"geglu", Activation::GeGLU, true, true},
+    {"geglu_tanh", Activation::GeGLUTanh, true, false},
+    {"reglu", Activation::ReGLU, true, false},
+    {"swiglu_oai", Activation::SwiGLUOAI, true, true},
+    {"silu", Activation::SiLU, false, false},
+    {"gelu", Activation::GELU, false, false},
+    {"relu", Activation::ReLU, false, false},
+    {"relu2", Activation::ReLU2, false, false},
 }};
+
+// The entry of `kind`; the table is in the order of the enum.
+constexpr const ActivationName& activation_name(Activation kind) {
+  return kActivations[static_cast<size_t>(kind)];
+}
 
 struct ActivationSpec {
   Activation kind;
   bool is_gated;
   // Gate and up alternate (H[:, 0::2], H[:, 1::2]) instead of being two halves.
   bool interleaved;
-  // Only swiglu_oai reads these two.
+  // Only swiglu_oai reads it.
   double alpha;
+  // Of activations with has_limit; infinity where nothing is clamped.
   double limit;
+
+  bool is_limited() const {
+    return limit < std::numeric_limits<double>::infinity();
+  }
 
   int64_t gates() const {
     return is_gated ? 2 : 1;
   }
 };
+
+// The names of those entries of the table for which `holds`, with commas.
+template <typename Predicate>
+std::string activation_names(const Predicate& holds) {
+  std::ostringstream names;
+  for (const auto& entry : kActivations) {
+    if (holds(entry)) {
+      names << (names.tellp() > 0 ? ", " : "") << entry.name;
+    }
+  }
+  return names.str();
+}
 
 inline ActivationSpec parse_activation(
     const char* op,
@@ -71,20 +97,14 @@ inline ActivationSpec parse_activation(
       found = &entry;
     }
   }
-  if (found == nullptr) {
-    std::ostringstream allowed;
-    for (const auto& entry : kActivations) {
-      allowed << (&entry == kActivations.data() ? "" : ", ") << entry.name;
-    }
-    TORCH_CHECK_VALUE(
-        false,
-        op,
-        ": activation must be one of ",
-        allowed.str(),
-        ", got '",
-        activation,
-        "'");
-  }
+  TORCH_CHECK_VALUE(
+      found != nullptr,
+      op,
+      ": activation must be one of ",
+      activation_names([](const ActivationName&) { return true; }),
+      ", got '",
+      activation,
+      "'");
   TORCH_CHECK_VALUE(
       found->is_gated || !gate_interleaved,
       op,
@@ -101,14 +121,17 @@ inline ActivationSpec parse_activation(
       activation,
       "'");
   TORCH_CHECK_VALUE(
-      is_oai || !limit.has_value(),
+      found->has_limit || !limit.has_value(),
       op,
-      ": limit is an argument of activation 'swiglu_oai' only, got limit=",
+      ": limit is an argument of activations ",
+      activation_names([](const ActivationName& a) { return a.has_limit; }),
+      " only, got limit=",
       limit.value_or(0),
       " with '",
       activation,
       "'");
-  const double limit_value = limit.value_or(7.0);
+  const double limit_value = limit.value_or(
+      is_oai ? 7.0 : std::numeric_limits<double>::infinity());
   TORCH_CHECK_VALUE(
       limit_value > 0, op, ": limit must be > 0, got ", limit_value);
   return {
@@ -122,15 +145,16 @@ inline ActivationSpec parse_activation(
 // Tensor operands. Absent optional tensors are undefined tensors: this is also
 // how autograd hands a saved `Tensor?` to the backward.
 struct MLPInputs {
-  const Tensor& input; // (T, D)
-  const Tensor& w_in; // (E, G*F, D)
-  const Tensor& w_out; // (E, D, F)
-  const Tensor& offs; // (E) int32
+  Tensor input; // (T, D)
+  Tensor w_in; // (E, G*F, D), or with w_up the gate alone, (E, F, D)
+  Tensor w_out; // (E, D, F)
+  Tensor offs; // (E) int32
   Tensor topk_weights; // (T, K)
   Tensor row_slots; // (R) int32
   Tensor slot_rows; // (T, K) int32
-  Tensor b_in; // (E, G*F)
+  Tensor b_in; // (E, G*F), gate before up also with w_up
   Tensor b_out; // (E, D)
+  Tensor w_up; // (E, F, D)
 
   MLPInputs(
       const Tensor& input,
@@ -141,7 +165,8 @@ struct MLPInputs {
       const std::optional<Tensor>& row_slots,
       const std::optional<Tensor>& slot_rows,
       const std::optional<Tensor>& b_in,
-      const std::optional<Tensor>& b_out)
+      const std::optional<Tensor>& b_out,
+      const std::optional<Tensor>& w_up)
       : input(input),
         w_in(w_in),
         w_out(w_out),
@@ -150,7 +175,8 @@ struct MLPInputs {
         row_slots(row_slots.value_or(Tensor())),
         slot_rows(slot_rows.value_or(Tensor())),
         b_in(b_in.value_or(Tensor())),
-        b_out(b_out.value_or(Tensor())) {}
+        b_out(b_out.value_or(Tensor())),
+        w_up(w_up.value_or(Tensor())) {}
 };
 
 struct MLPSizes {
@@ -186,6 +212,7 @@ inline void check_mlp_dtypes(const char* op, const MLPInputs& in) {
   same_as_input("w_out", in.w_out);
   same_as_input("b_in", in.b_in);
   same_as_input("b_out", in.b_out);
+  same_as_input("w_up", in.w_up);
   const auto is_int32 = [&](const char* name, const Tensor& tensor) {
     TORCH_CHECK_TYPE(
         !tensor.defined() || tensor.scalar_type() == kInt,
@@ -209,7 +236,7 @@ inline void check_mlp_dtypes(const char* op, const MLPInputs& in) {
 }
 
 inline void check_mlp_placement(const char* op, const MLPInputs& in) {
-  const std::array<std::pair<const char*, const Tensor*>, 9> operands = {{
+  const std::array<std::pair<const char*, const Tensor*>, 10> operands = {{
       {"input", &in.input},
       {"w_in", &in.w_in},
       {"w_out", &in.w_out},
@@ -219,6 +246,7 @@ inline void check_mlp_placement(const char* op, const MLPInputs& in) {
       {"slot_rows", &in.slot_rows},
       {"b_in", &in.b_in},
       {"b_out", &in.b_out},
+      {"w_up", &in.w_up},
   }};
   for (const auto& [name, tensor] : operands) {
     if (tensor->defined()) {
@@ -234,13 +262,22 @@ inline MLPSizes check_mlp_inputs(
     const ActivationSpec& activation) {
   check_mlp_placement(op, in);
   check_mlp_dtypes(op, in);
-  check_rank(op, "input", in.input, 2, "(T, D)");
-  check_rank(
+  const bool has_up = in.w_up.defined();
+  TORCH_CHECK_VALUE(
+      !has_up || activation.is_gated,
       op,
-      "w_in",
-      in.w_in,
-      3,
-      activation.is_gated ? "(E, 2*F, D)" : "(E, F, D)");
+      ": w_up needs an activation with a gate, got '",
+      activation_name(activation.kind).name,
+      "'");
+  TORCH_CHECK_VALUE(
+      !has_up || !activation.interleaved,
+      op,
+      ": gate_interleaved=True needs gate and up in one tensor, got w_up");
+  const char* w_in_rule = has_up ? "(E, F, D), the gate next to w_up,"
+      : activation.is_gated      ? "(E, 2*F, D)"
+                                 : "(E, F, D)";
+  check_rank(op, "input", in.input, 2, "(T, D)");
+  check_rank(op, "w_in", in.w_in, 3, w_in_rule);
   check_rank(op, "w_out", in.w_out, 3, "(E, D, F)");
   TORCH_CHECK_VALUE(
       in.row_slots.defined() == in.slot_rows.defined(),
@@ -264,8 +301,18 @@ inline MLPSizes check_mlp_inputs(
       op,
       "w_in",
       in.w_in,
-      activation.is_gated ? "(E, 2*F, D)" : "(E, F, D)",
-      {sizes.num_experts, sizes.gated_dim, sizes.model_dim});
+      w_in_rule,
+      {sizes.num_experts,
+       has_up ? sizes.hidden_dim : sizes.gated_dim,
+       sizes.model_dim});
+  if (has_up) {
+    check_shape(
+        op,
+        "w_up",
+        in.w_up,
+        "(E, F, D)",
+        {sizes.num_experts, sizes.hidden_dim, sizes.model_dim});
+  }
   check_shape(op, "offs", in.offs, "(E)", {sizes.num_experts});
   if (in.row_slots.defined()) {
     check_rank(op, "row_slots", in.row_slots, 1, "(R)");
@@ -317,14 +364,36 @@ inline MLPSizes check_mlp_inputs(
   return sizes;
 }
 
+// What forward and backward, CPU, composite and Meta all start from.
+struct MLPCall {
+  MLPInputs inputs;
+  ActivationSpec activation;
+  MLPSizes sizes;
+
+  MLPCall(
+      const char* op,
+      MLPInputs operands,
+      std::string_view activation_name,
+      bool gate_interleaved,
+      std::optional<double> alpha,
+      std::optional<double> limit)
+      : inputs(std::move(operands)),
+        activation(parse_activation(
+            op,
+            activation_name,
+            gate_interleaved,
+            alpha,
+            limit)),
+        sizes(check_mlp_inputs(op, inputs, activation)) {}
+};
+
 // The two operands that only the backward has.
 inline void check_mlp_backward_inputs(
     const char* op,
-    const MLPInputs& in,
-    const ActivationSpec& activation,
-    const MLPSizes& sizes,
+    const MLPCall& call,
     const Tensor& grad_out,
     const Tensor& preact) {
+  const auto& [in, activation, sizes] = call;
   const auto dtype = in.input.scalar_type();
   const std::array<std::pair<const char*, const Tensor*>, 2> operands = {
       {{"grad_out", &grad_out}, {"preact", &preact}}};

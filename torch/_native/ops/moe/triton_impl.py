@@ -264,6 +264,7 @@ def mlp_reason(
     slot_rows: Tensor | None = None,
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
+    w_up: Tensor | None = None,
     *,
     activation: str = "swiglu",
     gate_interleaved: bool = False,
@@ -272,6 +273,8 @@ def mlp_reason(
     compute_preact: bool = True,
 ) -> str | None:
     """Why Triton cannot run ``_moe_mlp`` on these arguments, or None."""
+    if w_up is not None:
+        return "w_up is given"
     return (
         _dtype_reason(input, topk_weights, (w_in, w_out, b_in, b_out))
         or _activation_reason(activation, gate_interleaved, alpha, limit)
@@ -304,6 +307,7 @@ def mlp_backward_reason(
     slot_rows: Tensor | None,
     b_in: Tensor | None,
     b_out: Tensor | None,
+    w_up: Tensor | None,
     preact: Tensor,
     output_mask: list[bool],
     **activation,
@@ -319,6 +323,7 @@ def mlp_backward_reason(
         slot_rows,
         b_in,
         b_out,
+        w_up,
         **activation,
     )
     if reason is not None:
@@ -428,6 +433,7 @@ def _mlp_impl(
     slot_rows=None,
     b_in=None,
     b_out=None,
+    w_up=None,
     *,
     activation="swiglu",
     gate_interleaved=False,
@@ -449,6 +455,7 @@ def _mlp_impl(
             slot_rows,
             b_in,
             b_out,
+            w_up,
             Activation(activation, gate_interleaved, alpha, limit),
             compute_preact=compute_preact,
         )

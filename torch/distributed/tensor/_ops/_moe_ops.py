@@ -57,7 +57,7 @@ _Rule: TypeAlias = tuple[Sequence[Placement], dict[str, Placement]]
 
 _STATIC_KWARGS = ["activation", "gate_interleaved", "alpha", "limit", "compute_preact"]
 # Operands whose dimension 0 counts experts.
-_PER_EXPERT = ("w_in", "w_out", "offs", "b_in", "b_out")
+_PER_EXPERT = ("w_in", "w_out", "offs", "b_in", "b_out", "w_up")
 
 
 def _operands(op_schema: OpSchema) -> dict[str, object]:
@@ -152,6 +152,8 @@ def _is_gated(operands: dict[str, object]) -> bool:
 def _mlp_strategy(op_schema: OpSchema, num_outputs: int, rule: _Rule) -> OpStrategy:
     """``rule`` where a shard of g*F holds the same hidden units as one of F."""
     operands = _operands(op_schema)
+    if operands.get("w_up") is not None:
+        return _strategy(op_schema, num_outputs, None)
     if not _is_gated(operands):
         return _strategy(op_schema, num_outputs, rule)
     if not operands.get("gate_interleaved", False):
@@ -196,10 +198,10 @@ def moe_mlp_strategy(op_schema: OpSchema) -> OpStrategy:
 
 @register_op_strategy(
     aten._moe_mlp_backward.default,
-    schema_info=RuntimeSchemaInfo(11, _STATIC_KWARGS),
+    schema_info=RuntimeSchemaInfo(12, _STATIC_KWARGS),
 )
 def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Outputs: the six gradients in the order of output_mask."""
+    """Outputs: the seven gradients in the order of output_mask."""
     gradients = (
         Partial("sum"),  # input
         Shard(1),  # w_in
@@ -207,6 +209,7 @@ def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
         Partial("sum"),  # topk_weights
         Shard(1),  # b_in
         Replicate(),  # b_out: a sum over rows of grad_out, the same on every rank
+        Shard(1),  # w_up
     )
     # A gradient that the mask leaves out is an empty tensor, which has no dimension to shard.
     mask = cast("Sequence[bool]", _operands(op_schema)["output_mask"])
@@ -221,4 +224,4 @@ def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
         "b_out": Partial("sum"),
         "preact": Shard(1),
     }
-    return _mlp_strategy(op_schema, 6, (outputs, placements))
+    return _mlp_strategy(op_schema, 7, (outputs, placements))

@@ -10,7 +10,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -92,17 +95,36 @@ template <typename Vec>
 struct ActivationConstants {
   Vec alpha;
   Vec limit;
+  // From here on nothing has a gradient: the limit, or NaN where there is none.
+  Vec tie;
 
   explicit ActivationConstants(const moe::ActivationSpec& spec)
       : alpha(static_cast<typename Vec::value_type>(spec.alpha)),
-        limit(static_cast<typename Vec::value_type>(spec.limit)) {}
+        limit(static_cast<typename Vec::value_type>(spec.limit)),
+        tie(static_cast<typename Vec::value_type>(
+            spec.is_limited() ? spec.limit
+                              : std::numeric_limits<double>::quiet_NaN())) {}
 };
+
+template <typename Vec>
+C10_ALWAYS_INLINE std::pair<Vec, Vec> clamp_gate(
+    const Vec& gate,
+    const Vec& up,
+    const Vec& limit) {
+  return {
+      vec::minimum(gate, limit),
+      vec::minimum(vec::maximum(up, limit.neg()), limit)};
+}
 
 template <Activation kind, bool fast = false, typename Vec>
 C10_ALWAYS_INLINE Vec activate(
-    const Vec& gate,
-    const Vec& up,
+    const Vec& raw_gate,
+    const Vec& raw_up,
     const ActivationConstants<Vec>& constants) {
+  Vec gate = raw_gate, up = raw_up;
+  if constexpr (moe::activation_name(kind).has_limit) {
+    std::tie(gate, up) = clamp_gate(raw_gate, raw_up, constants.limit);
+  }
   if constexpr (kind == Activation::SwiGLU) {
     return gate * sigmoid<fast>(gate) * up;
   } else if constexpr (kind == Activation::GeGLU) {
@@ -112,10 +134,7 @@ C10_ALWAYS_INLINE Vec activate(
   } else if constexpr (kind == Activation::ReGLU) {
     return relu(gate) * up;
   } else if constexpr (kind == Activation::SwiGLUOAI) {
-    const Vec g = vec::minimum(gate, constants.limit);
-    const Vec u =
-        vec::minimum(vec::maximum(up, constants.limit.neg()), constants.limit);
-    return g * sigmoid<fast>(constants.alpha * g) * (u + Vec(1));
+    return gate * sigmoid<fast>(constants.alpha * gate) * (up + Vec(1));
   } else if constexpr (kind == Activation::SiLU) {
     return gate * sigmoid<fast>(gate);
   } else if constexpr (kind == Activation::GELU) {
@@ -135,9 +154,8 @@ struct ActivationGrads {
   Vec act, gate, up;
 };
 
-// Like torch.clamp, a value exactly at the limit of swiglu_oai passes its gradient.
-template <Activation kind, bool fast = false, typename Vec>
-C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
+template <Activation kind, bool fast, typename Vec>
+C10_ALWAYS_INLINE ActivationGrads<Vec> clamped_with_grads(
     const Vec& gate,
     const Vec& up,
     const Vec& grad,
@@ -164,17 +182,12 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
         Vec::blendv(grad * up, zero, gate <= zero),
         grad * positive};
   } else if constexpr (kind == Activation::SwiGLUOAI) {
-    const Vec& limit = constants.limit;
-    const Vec g = vec::minimum(gate, limit);
-    const Vec u = vec::minimum(vec::maximum(up, limit.neg()), limit);
-    const Vec s = sigmoid<fast>(constants.alpha * g);
-    // Not alpha * g first, which overflows where s is 0.
-    const Vec g_s = g * s;
+    const Vec s = sigmoid<fast>(constants.alpha * gate);
+    // Not alpha * gate first, which overflows where s is 0.
+    const Vec g_s = gate * s;
     const Vec g_grad = s + constants.alpha * g_s * (Vec(1) - s);
     return {
-        g_s * (u + Vec(1)),
-        Vec::blendv(grad * (u + Vec(1)) * g_grad, zero, gate > limit),
-        Vec::blendv(grad * g_s, zero, up.abs() > limit)};
+        g_s * (up + Vec(1)), grad * (up + Vec(1)) * g_grad, grad * g_s};
   } else if constexpr (kind == Activation::SiLU) {
     return plain(silu_with_grad<fast>(gate));
   } else if constexpr (kind == Activation::GELU) {
@@ -188,6 +201,27 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
         positive * positive,
         Vec::blendv(grad * (Vec(2) * positive), zero, gate <= zero),
         zero};
+  }
+}
+
+// Like the backward of torch.clamp, a value exactly at the limit passes no gradient. An
+// infinite one passes it where there is no limit.
+template <Activation kind, bool fast = false, typename Vec>
+C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
+    const Vec& gate,
+    const Vec& up,
+    const Vec& grad,
+    const ActivationConstants<Vec>& constants) {
+  if constexpr (!moe::activation_name(kind).has_limit) {
+    return clamped_with_grads<kind, fast>(gate, up, grad, constants);
+  } else {
+    const auto [g, u] = clamp_gate(gate, up, constants.limit);
+    const auto grads = clamped_with_grads<kind, fast>(g, u, grad, constants);
+    const Vec zero(0);
+    return {
+        grads.act,
+        Vec::blendv(grads.gate, zero, gate >= constants.tie),
+        Vec::blendv(grads.up, zero, up.abs() >= constants.tie)};
   }
 }
 

@@ -463,6 +463,7 @@ def moe_mlp_forward(
     slot_rows: Tensor | None,
     b_in: Tensor | None,
     b_out: Tensor | None,
+    w_up: None,
     act: Activation,
     *,
     compute_preact: bool = True,
@@ -738,23 +739,24 @@ def moe_mlp_backward(
     slot_rows: Tensor | None,
     b_in: Tensor | None,
     b_out: Tensor | None,
+    w_up: None,
     preact: Tensor,
     output_mask: tuple[bool, ...],
     act: Activation,
 ) -> tuple[Tensor, ...]:
-    """``aten::_moe_mlp_backward``: the six gradients in ``output_mask`` order.
+    """``aten::_moe_mlp_backward``: the seven gradients in ``output_mask`` order.
 
     A gradient that is masked out, or whose operand is absent, is a tensor of
     shape (0,).
     """
-    operands = (input, w_in, w_out, topk_weights, b_in, b_out)
+    operands = (input, w_in, w_out, topk_weights, b_in, b_out, w_up)
     num_tokens, dim = input.shape
     rows = _Rows(offs, row_slots, slot_rows, num_tokens)
     if min(num_tokens, rows.num_rows, dim, w_out.shape[2]) == 0:
         return _zero_gradients(operands, output_mask, input)
 
     grads = [input.new_empty(0) for _ in operands]
-    want_x, want_w_in, want_w_out, want_scale, want_b_in, want_b_out = (
+    want_x, want_w_in, want_w_out, want_scale, want_b_in, want_b_out, _ = (
         wanted and operand is not None
         for wanted, operand in zip(output_mask, operands, strict=True)
     )

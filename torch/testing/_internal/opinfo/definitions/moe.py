@@ -155,7 +155,7 @@ def reference_moe_mlp(*args, **kwargs):
 
 
 def sample_inputs_moe_mlp_backward(op_info, device, dtype, requires_grad, **kwargs):
-    masks = ([True] * 6, [False] * 6, [True, False, True, False, True, False])
+    masks = ([True] * 7, [False] * 7, [True, False, True, False, True, False, True])
     for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES):
         activation = op_kwargs.get("activation", "swiglu")
         ops = operands_of_sample(case, dtype, device, False, activation, options)
@@ -172,7 +172,7 @@ def error_inputs_moe_mlp_backward(op_info, device, **kwargs):
     preact = torch.zeros(10, 6, device=device)
 
     def error(text, grad_out, preact):
-        args = (*ops.args(), preact, [True] * 6)
+        args = (*ops.args(), preact, [True] * 7)
         return ErrorInput(
             SampleInput(grad_out, args=args),
             error_type=ValueError,
