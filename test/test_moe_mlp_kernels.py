@@ -57,7 +57,7 @@ def run_op(args, grad_out, portable=False):
     """Output, preact and the gradients that belong to tokens, then those of the weights."""
     with kernel(portable):
         output, preact = _moe_mlp(*args)
-        args = tuple(args) + (None,) * (9 - len(args))
+        args = tuple(args) + (None,) * (10 - len(args))
         grads = _moe_mlp_backward(grad_out, *args, preact, [True] * 7)
     return output, preact, grads
 
