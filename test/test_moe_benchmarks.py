@@ -14,18 +14,20 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 _BENCHMARKS = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "moe"
 sys.path.insert(0, str(_BENCHMARKS))
 
+import check
 import cpu_ops
 import cpu_router
-from cpu import bounds, peers, report, shapes, timing
+import peers
+import shapes
 
-import blocks
+import measure
+from demo import evidence
+from demo.model import LanguageModel, ModelConfig
 
 
-def tiny(name, **changes):
-    rows = {row.id: row for row in shapes.quick_rows()}
-    return timing.measure_row(
-        rows[name], cpu_ops.settings_of(cpu_ops.parse_args(["--quick"]))
-    )
+def tiny(name):
+    rows = {row.id: row for row in shapes.QUICK_ROWS}
+    return cpu_ops.measure_row(rows[name], cpu_ops.QUICK)
 
 
 class TestCpuOps(TestCase):
@@ -38,12 +40,14 @@ class TestCpuOps(TestCase):
             self._run("--out", str(out), "--plot", str(plot))
             record = json.loads(out.read_text())
             self.assertEqual(plot.read_bytes()[1:4], b"PNG")
-        report.check_schema(record)
-        self.assertEqual(
-            [row["id"] for row in record["rows"]],
-            [row.id for row in shapes.quick_rows()],
-        )
+        rows = [row.id for row in shapes.QUICK_ROWS]
+        self.assertEqual([row["id"] for row in record["rows"]], rows)
         for row in record["rows"]:
+            self.assertIn(row["best_eager_peer"], row["forms"])
+            for name, form in row["forms"].items():
+                ratio = set() if name == peers.OURS else {"ratio_to_ours"}
+                self.assertLessEqual(cpu_ops.FORM_KEYS | ratio, form.keys())
+                self.assertLessEqual(form["error_over_allowed"], 1)
             eager = {n for n, f in row["forms"].items() if f["kind"] == "eager"}
             expected = {"moe_mlp", "loop_unbound"}
             expected |= {"transformers_grouped_mm", "transformers_batched_mm"}
@@ -66,34 +70,39 @@ class TestCpuOps(TestCase):
         self.assertGreater(peer, tensors + 4 * T * K * D)
 
     def test_wrong_form_is_an_error(self):
-        right = blocks.three_grouped_mm
+        right = peers.three_grouped_mm
 
         def wrong(x, indices, weights, w1, w3, w_out):
             return right(x, indices, weights, w3, w1, w_out)
 
-        blocks.three_grouped_mm = wrong
-        try:
-            with self.assertRaisesRegex(
-                AssertionError, "y of three_grouped_mm .*error"
-            ):
-                tiny("tiny/float32/forward")
-        finally:
-            blocks.three_grouped_mm = right
+        with (
+            mock.patch.object(peers, "three_grouped_mm", wrong),
+            self.assertRaisesRegex(AssertionError, "y of .*three_grouped_mm .*error"),
+        ):
+            tiny("tiny/float32/forward")
 
     def test_wrong_weight_gradient_is_an_error(self):
-        right = blocks.loop_over_unbound_experts
+        right = peers.loop_over_unbound_experts
 
         def wrong(x, indices, weights, w_in, w_out, **kwargs):
             return right(
                 x, indices, weights, w_in, w_out.detach() + 0 * w_out, **kwargs
             )
 
-        blocks.loop_over_unbound_experts = wrong
-        try:
-            with self.assertRaisesRegex(AssertionError, "dw_out of loop_unbound"):
-                tiny("tiny/bfloat16/forward+backward")
-        finally:
-            blocks.loop_over_unbound_experts = right
+        with (
+            mock.patch.object(peers, "loop_over_unbound_experts", wrong),
+            self.assertRaisesRegex(AssertionError, "dw_out of .*loop_unbound"),
+        ):
+            tiny("tiny/bfloat16/forward+backward")
+
+    def test_a_missing_gradient_is_an_error(self):
+        shape = shapes.QUICK_ROWS[0].shape
+        operands = shapes.make_operands(shape, dtype=torch.float32)
+        whole = check.Sample(torch.arange(shape.T), list(range(shape.E)))
+        expected = check.truth(shape, operands, whole, backward=True)
+        with self.assertRaisesRegex(AssertionError, "this gives .'y'., not"):
+            actual = check.sampled(whole, operands.x, ())
+            check.errors(actual, expected, torch.float32, "this")
 
     def test_without_the_clients_folder(self):
         path = [folder for folder in sys.path if not folder.endswith("clients")]
@@ -101,7 +110,7 @@ class TestCpuOps(TestCase):
         modules["transformers"] = None  # as if it was not installed
         with (
             tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(peers, "_FOLDER", pathlib.Path(folder)),
+            mock.patch.object(peers, "__file__", str(pathlib.Path(folder, "p.py"))),
             mock.patch.object(sys, "path", path),
             mock.patch.dict(sys.modules, modules, clear=True),
         ):
@@ -138,7 +147,7 @@ class TestCpuOps(TestCase):
             self.assertEqual(cpu_ops.main([*arguments, "--list"]), 0)
 
     def test_select(self):
-        rows = shapes.default_rows()
+        rows = shapes.CPU_ROWS
         self.assertEqual(len({row.id for row in rows}), len(rows))
         self.assertEqual(shapes.select(rows, None), list(rows))
         chosen = shapes.select(rows, ["decode-*", "2048-1024-512-32-4/float32/forward"])
@@ -147,29 +156,25 @@ class TestCpuOps(TestCase):
             shapes.select(rows, ["nothing"])
 
     def test_median_interval(self):
-        low, high, confidence = timing.median_interval(range(10))
+        low, high, confidence = measure.median_interval(range(10))
         self.assertEqual((low, high), (1, 8))
         self.assertEqual(confidence, 1 - 2 * 11 / 1024)
-        self.assertEqual(timing.median_interval([3.0, 1.0, 2.0])[:2], (1.0, 3.0))
+        self.assertEqual(measure.median_interval([3.0, 1.0, 2.0])[:2], (1.0, 3.0))
 
     def test_bound(self):
-        row = {row.id: row for row in shapes.quick_rows()}["tiny/float32/forward"]
-        T, D, F, E, K = row.shape().values()
-        self.assertEqual(bounds.flops(row), 2 * T * K * 3 * D * F)
-        self.assertEqual(
-            bounds.compulsory_bytes(row, 3), 4 * (3 * 3 * D * F + 2 * T * D)
-        )
-        operands = shapes.make_operands(row)
-        bound = bounds.Bound(row, operands, stream_bytes=1 << 26)
+        row = {row.id: row for row in shapes.QUICK_ROWS}["tiny/float32/forward"]
+        T, D, F, E, K = row.shape.sizes().values()
+        moved = 4 * (3 * 3 * D * F + 2 * T * D)
+        self.assertEqual(row.shape.flops(), 2 * T * K * 3 * D * F)
+        self.assertEqual(row.shape.compulsory_bytes(False, 3, 4), moved)
+        bound = cpu_ops.Bound(row, 3, stream_bytes=1 << 26)
         measured = bound.rates(0)
         self.assertTrue(all(rate > 0 for rate in measured), measured)
         compute, memory = bound.seconds(1e9, 2e9)
-        self.assertEqual(compute, bounds.flops(row) / 1e9)
-        self.assertEqual(
-            memory, bounds.compulsory_bytes(row, bounds.hit_experts(operands)) / 2e9
-        )
+        self.assertEqual(compute, row.shape.flops() / 1e9)
+        self.assertEqual(memory, moved / 2e9)
         # Medians of the rounds' rates.
-        entry = bound.as_json([(1e9, 1e9), (2e9, 1e9), (9e9, 1e9)])
+        entry = bound.record([(1e9, 1e9), (2e9, 1e9), (9e9, 1e9)])
         self.assertEqual(entry["compute_milliseconds"], 1e3 * compute / 2)
         self.assertEqual(entry["memory_milliseconds"], 1e3 * memory * 2)
         self.assertEqual(
@@ -178,12 +183,42 @@ class TestCpuOps(TestCase):
         )
 
     def test_rows_are_the_same_every_time(self):
-        row = shapes.quick_rows()[0]
-        first, second = shapes.make_operands(row), shapes.make_operands(row)
-        self.assertEqual(first.x, second.x, atol=0, rtol=0)
-        self.assertEqual(first.layers, second.layers, atol=0, rtol=0)
-        distinct = torch.stack(list(first.layers[0].w_in)).flatten(1).unique(dim=0)
-        self.assertEqual(len(distinct), row.case.num_experts)
+        shape = shapes.QUICK_ROWS[0].shape
+        first, second = (shapes.make_operands(shape) for _ in range(2))
+        for a, b in zip(
+            first.stored() + first.layer_args(), second.stored() + second.layer_args()
+        ):
+            self.assertEqual(a, b, atol=0, rtol=0)
+        distinct = first.w_in.detach().flatten(1).unique(dim=0)
+        self.assertEqual(len(distinct), shape.E)
+
+
+class TestDemo(TestCase):
+    """What the demo says of a layer; `stage.py run` trains one."""
+
+    def test_evidence(self):
+        config = ModelConfig(layers=2, d_model=32, experts=6, top_k=2, expert_hidden=16)
+        torch.manual_seed(0)
+        model = LanguageModel(config, peers.fused())
+        samples = evidence.capture(model, torch.randint(256, (1, 40)))
+        self.assertEqual(len(samples), 2)
+        for block in peers.demo_blocks().values():
+            errors = evidence.float64_errors(samples[0], block)
+            self.assertEqual(len(errors), 5)
+            self.assertLessEqual(check.largest_share(errors, "a block"), 1)
+        saved = evidence.saved_by_experts(samples[1], peers.fused())
+        self.assertTrue(saved.holds(), saved)
+        unfused = evidence.saved_by_experts(samples[1], peers.demo_blocks()["unfused"])
+        self.assertFalse(unfused.holds())
+
+    def test_orders_of_experts_give_the_same(self):
+        shape = shapes.QUICK_ROWS[0].shape
+        operands = shapes.make_operands(shape, dtype=torch.float64)
+        blocks = peers.training_blocks([None, [3, 1, 0, 2]])
+        self.assertEqual(list(blocks), ["unfused", "unfused, order 2", "fused"])
+        first, *others = (b.experts(*operands.layer_args()) for b in blocks.values())
+        for other in others:
+            self.assertEqual(other, first)
 
 
 class TestCpuRouter(TestCase):

@@ -14,63 +14,449 @@ By default memory is what malloc makes of it: buffers of more than 32 MiB, weigh
 above all, are given back to the system by every form and are touched for the first time in
 every call. ``--keep-memory`` measures as under an allocator that keeps them (tcmalloc or
 jemalloc, which ``torch.backends.xeon.run_cpu`` loads).
+
+The bound is the larger of arithmetic at the rate of at::mm, measured on the row's own matrices
+(as many rows as an expert has on average, operands in the cache, nothing allocated), and of the
+bytes that no implementation can do without at the rate of memory. Both rates are measured in
+every round, so that what slows the machine down slows the bound down with the forms.
 """
 
 import argparse
 import datetime
+import json
 import os
 import pathlib
 import platform
+import statistics
 import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from cpu import report, shapes
-from cpu.timing import measure_row, Settings
+import check
+import shapes
+from peers import make_peers, OURS, Peer, too_costly
+from report import console, mib, progress, show, spread_text
+from shapes import make_operands, Operands, Row
 
 import torch
+from torch import Tensor
 
-from measure import provenance
+from measure import (
+    affordable_rounds,
+    interleaved_seconds,
+    paired_ratio,
+    peak_bytes,
+    provenance,
+    ratio_record,
+    saved_bytes,
+    spread,
+    write_json,
+)
 
 
 # For glibc: no buffer is a mapping of its own, none is given back.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+# What must not differ between the runs that share a file.
+_SAME = ("git", "torch", "torch_git", "machine", "threads", "cpu_flags")
+# What every form of a row has in the JSON, beside its ratio to ours. Times are of one call, through
+# all layers of the row; ratios are peer over ours, per round; bytes are of one call.
+FORM_KEYS = {"source", "kind", "error_over_allowed", "saved_bytes", "peak_bytes", "rounds", "milliseconds"}  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """How a run measures.
+
+    Attributes:
+        rounds: timed calls of a form, unless it is capped.
+        seconds: a form whose calls take longer than this together gets fewer rounds.
+        compiled: with compiled peers.
+        compile_seconds: a peer that compiles longer than this is left out.
+        tokens, experts: of the sample that is checked.
+        stream_bytes: read to measure the rate of memory; far beyond the cache.
+    """
+
+    rounds: int = 15
+    seconds: float = 3.0
+    compiled: bool = True
+    compile_seconds: float = 90.0
+    tokens: int = 48
+    experts: int = 2
+    stream_bytes: int = 1 << 30
+
+
+QUICK = Settings(3, 1.0, False, tokens=10**6, experts=10**6, stream_bytes=1 << 26)
+
+
+class Runner:
+    """One form on the operands of a row.
+
+    Calls take the routings of the row in turns. In a decode row they also shift the expert ids
+    from form to form, so that no form finds the weights in the cache that another one just read.
+    """
+
+    def __init__(
+        self, row: Row, layers: Sequence[Operands], ids: list, peer: Peer, shift: int
+    ):
+        self.row, self.layers, self.peer = row, layers, peer
+        self.leaves = [peer.leaves(layer) for layer in layers]
+        shift = shift if row.layers > 1 else 0
+        self.ids = [[(i + shift) % row.shape.E for i in of_layer] for of_layer in ids]
+        self.calls = 0
+
+    def forward(self, x: Tensor, weights: Tensor, routing: int = 0) -> Tensor:
+        for ids, leaves in zip(self.ids[routing], self.leaves):
+            y = self.peer.call(x, ids, weights, *leaves)
+        return y
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        o = self.layers[0]
+        return o.x.detach().requires_grad_(), o.weights.detach().requires_grad_()
+
+    def result(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """y of the first layer under the unshifted first routing, and all gradients."""
+        o, (x, weights) = self.layers[0], self.inputs()
+        with torch.set_grad_enabled(self.row.backward):
+            y = self.peer.call(x, o.ids, weights, *self.leaves[0])
+        if not self.row.backward:
+            return y, ()
+        dx, ds, *grads = torch.autograd.grad(y, (x, weights, *self.leaves[0]), o.grad)
+        return y, (dx, ds, *self.peer.canonical(grads))
+
+    def __call__(self) -> None:
+        self.calls += 1
+        x, weights = self.inputs()
+        with torch.set_grad_enabled(self.row.backward):
+            y = self.forward(x, weights, self.calls % len(self.ids))
+        if self.row.backward:
+            leaves = (x, weights, *self.leaves[0])
+            torch.autograd.grad(y, leaves, self.layers[0].grad)
+
+    def saved_bytes(self) -> int:
+        """Kept for backward; of a forward row, nothing."""
+        if not self.row.backward:
+            return 0
+        stored = [t for layer in self.layers for t in layer.stored()]
+        return saved_bytes(lambda: self.forward(*self.inputs()), stored)
+
+
+class Bound:
+    """The bound of a row; times are of all layers of a call.
+
+    Args:
+        hits: experts with rows, averaged over layers and routings.
+        stream_bytes: to measure the rate of memory with.
+    """
+
+    def __init__(self, row: Row, hits: float, stream_bytes: int):
+        self.row, self.hits, self.stream_bytes = row, hits, stream_bytes
+        shape = row.shape
+        self.rows = max(1, round(shape.T * shape.K / shape.E))
+        self._products = shape.products(row.backward, self.rows)
+        # Which operands are transposed views where weights are (out, in).
+        views = ((0, 1), (0, 1), (0, 0), (0, 0), (1, 0), (1, 0))
+        self._mm = [self._mm_of(*p, *v) for p, v in zip(self._products, views)]
+        source = torch.ones(stream_bytes // 4)
+        half = source[: len(source) // 2]
+        target = torch.empty_like(half)
+        self._stream = (source.sum, lambda: target.copy_(half))
+
+    def _mm_of(self, m: int, k: int, n: int, a_view: int, b_view: int) -> Callable:
+        def matrix(rows: int, columns: int, as_view: int) -> Tensor:
+            size = (columns, rows) if as_view else (rows, columns)
+            x = torch.randn(size).to(self.row.dtype)
+            return x.t() if as_view else x
+
+        a, b = matrix(m, k, a_view), matrix(k, n, b_view)
+        out = torch.empty(m, n, dtype=self.row.dtype)
+        return lambda: torch.mm(a, b, out=out)
+
+    def rates(self, budget: float = 0.02) -> tuple[float, float]:
+        """FLOPs and bytes per second now; ``budget`` seconds for each measurement."""
+
+        def median(function: Callable[[], object]) -> float:
+            function()
+            seconds, end = [], time.perf_counter() + budget
+            while len(seconds) < 3 or time.perf_counter() < end:
+                seconds += interleaved_seconds({0: function}, rounds=1, warmup=0)[0]
+            return statistics.median(seconds)
+
+        stream = min(map(median, self._stream))
+        work = 2 * sum(m * k * n for m, k, n in self._products)
+        return work / sum(map(median, self._mm)), self.stream_bytes / stream
+
+    def seconds(self, mm_rate: float, stream_rate: float) -> tuple[float, float]:
+        """Of arithmetic and of bytes, at these rates."""
+        row, size = self.row, self.row.dtype.itemsize
+        moved = row.shape.compulsory_bytes(row.backward, self.hits, size)
+        work = row.shape.flops(row.backward)
+        return row.layers * work / mm_rate, row.layers * moved / stream_rate
+
+    def record(self, rates: Sequence[tuple[float, float]]) -> dict[str, object]:
+        """What a row of the JSON says of its bound, by the medians of the rates."""
+        mm_rate, stream_rate = map(statistics.median, zip(*rates))
+        compute, memory = self.seconds(mm_rate, stream_rate)
+        return {
+            "milliseconds": 1e3 * max(compute, memory),
+            "limited_by": "compute" if compute >= memory else "memory",
+            "compute_milliseconds": 1e3 * compute,
+            "memory_milliseconds": 1e3 * memory,
+            "gflop": self.row.layers * self.row.shape.flops(self.row.backward) / 1e9,
+            "mm_tflops": mm_rate / 1e12,
+            "mm_rows": self.rows,
+            "hit_experts": self.hits,
+            "stream_gb_per_second": stream_rate / 1e9,
+        }
+
+
+def _checked_runners(
+    row: Row, layers: Sequence[Operands], ids: list, settings: Settings, without: dict
+) -> tuple[dict[str, Runner], dict[str, dict]]:
+    """Runners of the forms whose results are right, and what is known of each so far.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
+    shape, first = row.shape, layers[0]
+    sample = check.make_sample(shape, first.ids, settings.tokens, settings.experts)
+    expected = check.truth(shape, first, sample, backward=row.backward)
+    runners, entries = {}, {}
+    peers, failed = make_peers(
+        shape, without, compiled=settings.compiled and row.compiled
+    )
+    without |= failed
+    for i, peer in enumerate(peers):
+        runner = Runner(row, layers, ids, peer, shift=i * 13)
+        start = time.perf_counter()
+        y, grads = runner.result()
+        first_call = time.perf_counter() - start
+        actual = check.sampled(sample, y, grads)
+        who = f"{row.id}: {peer.name} ({peer.source})"
+        share = check.largest_share(check.errors(actual, expected, row.dtype, who), who)
+        del y, grads, actual
+        if peer.compiled and first_call > settings.compile_seconds:
+            limit = f"more than the cap of {settings.compile_seconds:.0f} s"
+            without[peer.name] = f"took {first_call:.0f} s to compile, {limit}"
+            continue
+        runners[peer.name] = runner
+        kind = "compiled" if peer.compiled else "eager"
+        entries[peer.name] = {
+            "source": peer.source,
+            "kind": kind,
+            "error_over_allowed": share,
+        }
+        if peer.compiled:
+            entries[peer.name]["first_call_seconds"] = round(first_call, 2)
+    return runners, entries
+
+
+def _measured_bytes(
+    runners: dict[str, Runner], entries: dict[str, dict], settings: Settings
+) -> dict[str, int]:
+    """Adds saved and peak bytes; rounds of each form: a slow peer is capped and says so."""
+    rounds = {}
+    for name, runner in runners.items():
+        entry = entries[name]
+        entry["saved_bytes"] = runner.saved_bytes()
+        start = time.perf_counter()
+        entry["peak_bytes"] = peak_bytes(runner)  # also the warm-up
+        call = time.perf_counter() - start
+        rounds[name] = affordable_rounds(settings.rounds, call, settings.seconds)
+        if rounds[name] < settings.rounds and name != OURS:
+            entry["capped"] = (
+                f"{rounds[name]} of {settings.rounds} rounds: a call takes {call:.2f} s "
+                f"and a form may take {settings.seconds:g} s"
+            )
+    rounds[OURS] = max(rounds.values())
+    return rounds
+
+
+def measure_row(row: Row, settings: Settings) -> dict[str, object]:
+    """One row of the JSON.
+
+    Raises:
+        AssertionError: a form computes something else than the float64 reference.
+    """
+    shape = row.shape
+    layers = [make_operands(shape, dtype=row.dtype, layer=i) for i in range(row.layers)]
+    ids = [
+        [shape.topk_indices(100 * i + j) for j in range(row.layers)]
+        for i in range(row.routings)
+    ]
+    hits = statistics.mean(len(i.unique()) for of_layer in ids for i in of_layer)
+    stored = sum(t.nbytes for t in layers[0].stored())
+    without = too_costly(shape, round(hits), stored, row.backward)
+    if row.sweep:
+        few = "a sweep has one loop and one grouped form only"
+        without |= {"transformers_eager": few, "three_grouped_mm": few}
+    runners, entries = _checked_runners(row, layers, ids, settings, without)
+    rounds = _measured_bytes(runners, entries, settings)
+    bound, rates = Bound(row, hits, settings.stream_bytes), []
+    seconds = interleaved_seconds(
+        runners, rounds=rounds, warmup=0, on_round=lambda i: rates.append(bound.rates())
+    )
+    for name, values in seconds.items():
+        entry = entries[name]
+        entry["rounds"] = len(values)
+        entry["milliseconds"] = spread([1e3 * v for v in values])._asdict()
+        if name != OURS:
+            entry["ratio_to_ours"] = ratio_record(values, seconds[OURS])
+    eager = [n for n, e in entries.items() if e["kind"] == "eager" and n != OURS]
+    best = min(eager, key=lambda n: entries[n]["ratio_to_ours"]["median"])
+    bounds = [max(bound.seconds(*rate)) for rate in rates]
+    return {
+        "id": row.id,
+        "shape": shape.sizes(),
+        "routing": shape.routing,
+        "dtype": row.dtype_name,
+        "pass": row.pass_name,
+        "layers": row.layers,
+        "sweep": row.sweep,
+        "gradient_bytes": stored if row.backward else 0,
+        "best_eager_peer": best,
+        "ratio": entries[best]["ratio_to_ours"],
+        "of_bound": paired_ratio(bounds, seconds[OURS]).median,
+        "bound": bound.record(rates),
+        "forms": entries,
+        "left_out": without,
+    }
+
+
+def open_record(path: pathlib.Path | None, *, fresh: bool) -> dict[str, object]:
+    """The record that rows are added to: that of the file, if it has rows of the same commit.
+
+    Raises:
+        ValueError: the file is of another commit, torch, machine or thread count.
+    """
+    flags = [n for n, has in torch.cpu.get_capabilities().items() if has is True]
+    record = {**provenance(), "cpu_flags": " ".join(sorted(flags)), "rows": []}
+    if path is None or fresh or not path.exists():
+        return record
+    old = json.loads(path.read_text())
+    differ = [key for key in _SAME if old.get(key) != record[key]]
+    if differ:
+        changes = ", ".join(f"{k}: {old.get(k)} there, {record[k]} now" for k in differ)
+        raise ValueError(
+            f"--out {path.name} holds rows of another state ({changes}); "
+            "give --fresh to drop them, or another file"
+        )
+    return {**record, "rows": old["rows"]}
+
+
+def print_row(row: dict) -> None:
+    """All forms of a row, the fastest first."""
+    bound = row["bound"]
+    print(
+        f"{row['id']}  {row['of_bound']:.0%} of the bound "
+        f"({bound['milliseconds']:.2f} ms, {bound['limited_by']})"
+    )
+    forms = row["forms"].items()
+    for name, form in sorted(forms, key=lambda f: f[1]["milliseconds"]["median"]):
+        text = f"  {name:32} {spread_text(form['milliseconds'].values(), digits=2)} ms"
+        if ratio := form.get("ratio_to_ours"):
+            low, high = ratio["interval"]
+            text += f"  {ratio['median']:.2f}x [{low:.2f}, {high:.2f}]"
+        text += f"  peak {mib(form['peak_bytes'])} MiB  saved {mib(form['saved_bytes'])} MiB"
+        print(text + ("  capped" if "capped" in form else ""))
+    for name, reason in row["left_out"].items():
+        print(f"  {name:32} left out: {reason}")
+
+
+def print_table(rows: Sequence[dict]) -> None:
+    def ours(row: dict) -> dict:
+        return row["forms"][OURS]
+
+    def others(row: dict) -> list[dict]:
+        return [form for name, form in row["forms"].items() if name != OURS]
+
+    columns = {
+        "row": "id",
+        "ms": lambda r: ours(r)["milliseconds"]["median"],
+        "best eager peer": "best_eager_peer",
+        "peer / ours": lambda r: r["ratio"]["median"],
+        "interval": lambda r: "{:.2f} - {:.2f}".format(*r["ratio"]["interval"]),
+        "of bound": lambda r: f"{r['of_bound']:.0%}",
+        "peak MiB": lambda r: mib(ours(r)["peak_bytes"]),
+        "least peer peak": lambda r: mib(min(f["peak_bytes"] for f in others(r))),
+        "saved": lambda r: mib(ours(r)["saved_bytes"]),
+    }
+    show("F.moe_mlp on the CPU", rows, columns)
+
+
+def plot(rows: list[dict], path: pathlib.Path) -> None:
+    """Ratios, shares of the bound, and the two sweeps, as one PNG."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(
+        2, 2, figsize=(13, 11), height_ratios=(2, 1), layout="constrained"
+    )
+    y, medians = range(len(rows)), [r["ratio"]["median"] for r in rows]
+    ends = list(zip(*(r["ratio"]["interval"] for r in rows)))
+    errors = [[abs(m - v) for m, v in zip(medians, side)] for side in ends]
+    axes[0, 0].barh(y, medians, xerr=errors, color="tab:blue", ecolor="black")
+    axes[0, 0].set_xlabel("time of the best eager peer / F.moe_mlp; id: T-D-F-E-K")
+    axes[0, 1].barh(y, [r["of_bound"] for r in rows], color="tab:green")
+    axes[0, 1].set_xlabel("bound / F.moe_mlp")
+    for axis, names in zip(axes[0], ([r["id"] for r in rows], [""] * len(rows))):
+        axis.axvline(1, color="black", linewidth=1)
+        axis.set_yticks(y, names, fontsize=7)
+        axis.invert_yaxis()
+    for axis, sweep in zip(axes[1], ("constant K", "constant FLOPs")):
+        _plot_sweep(axis, rows, sweep)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _plot_sweep(axes, rows: list[dict], sweep: str) -> None:
+    own = [r for r in rows if r["sweep"] == sweep]
+    own.sort(key=lambda r: r["shape"]["E"])
+    lines = {n: [] for n in dict.fromkeys(n for row in own for n in row["forms"])}
+    for row in own:
+        for name, form in row["forms"].items():
+            lines[name].append((row["shape"]["E"], form["milliseconds"]["median"]))
+    for name, points in lines.items():
+        width = 3 if name == OURS else 1
+        axes.plot(*zip(*points), marker="o", label=name, linewidth=width)
+    if own:
+        points = [(r["shape"]["E"], r["bound"]["milliseconds"]) for r in own]
+        axes.plot(*zip(*points), "k:", label="bound")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.legend(fontsize=6)
+    axes.set_xlabel(f"E, {sweep}")
+    axes.set_ylabel("forward + backward, ms")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", nargs="+", metavar="PATTERN", help="only these rows")
-    parser.add_argument("--list", action="store_true", help="print ids of rows, no run")
-    parser.add_argument("--quick", action="store_true", help="tiny rows: a smoke test")
-    parser.add_argument("--rounds", type=int, help="timed calls per form")
-    parser.add_argument(
-        "--seconds", type=float, help="cap for all timed calls of a form in a row"
-    )
-    parser.add_argument("--no-compiled", action="store_true", help="no compiled peers")
-    parser.add_argument(
-        "--out", type=pathlib.Path, help="JSON, merged with what it has"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--rows", nargs="+", metavar="PATTERN", help="only these rows")
+    add("--list", action="store_true", help="print ids of rows, no run")
+    add("--quick", action="store_true", help="tiny rows: a smoke test")
+    add("--rounds", type=int, help="timed calls per form")
+    add("--seconds", type=float, help="cap for all timed calls of a form in a row")
+    add("--no-compiled", action="store_true", help="no compiled peers")
+    add("--out", type=pathlib.Path, help="JSON, merged with what it has")
+    add(
         "--fresh", action="store_true", help="drop what the JSON has instead of merging"
     )
-    parser.add_argument(
-        "--keep-memory", action="store_true", help="malloc keeps what it has (glibc)"
-    )
-    parser.add_argument("--plot", type=pathlib.Path, help="PNG of all rows of the JSON")
+    add("--keep-memory", action="store_true", help="malloc keeps what it has (glibc)")
+    add("--plot", type=pathlib.Path, help="PNG of all rows of the JSON")
     return parser.parse_args(argv)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    settings = Settings()
-    if args.quick:
-        settings = Settings(rounds=3, seconds=1.0, compiled=False, tokens=10**6, experts=10**6, stream_bytes=1 << 26)  # fmt: skip
-    if args.rounds is not None:
-        settings = settings._replace(rounds=args.rounds)
-    if args.seconds is not None:
-        settings = settings._replace(seconds=args.seconds)
+    given = {"rounds": args.rounds, "seconds": args.seconds}
+    given = {name: value for name, value in given.items() if value is not None}
     if args.no_compiled:
-        settings = settings._replace(compiled=False)
-    return settings
+        given["compiled"] = False
+    return (QUICK if args.quick else Settings())._replace(**given)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,11 +468,11 @@ def main(argv: list[str] | None = None) -> int:
         # malloc reads its settings when a process starts.
         command = [sys.executable, *(sys.argv if argv is None else [__file__, *argv])]
         os.execve(sys.executable, command, {**os.environ, **KEEP_MEMORY})
-    rows = shapes.quick_rows() if args.quick else shapes.default_rows()
     try:
-        rows = shapes.select(rows, args.rows)
-        settings = settings_of(args)
-        record = report.open_record(args.out, provenance(), fresh=args.fresh)
+        rows = shapes.select(
+            shapes.QUICK_ROWS if args.quick else shapes.CPU_ROWS, args.rows
+        )
+        record = open_record(args.out, fresh=args.fresh)
     except ValueError as error:
         print(f"cpu_ops.py: {error}", file=sys.stderr)
         return 2
@@ -94,21 +480,26 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(row.id for row in rows))
         return 0
     torch.manual_seed(0)
-    for row in report.progress(rows):
-        start = datetime.datetime.now(datetime.timezone.utc)
-        measured = measure_row(row, settings)
-        run = {
-            "command": record["command"],
-            "started": start.isoformat(timespec="seconds"),
-            "load_average": report.load_average(),
-        }
-        report.add_row(record, {**measured, **run})
-        report.print_row(record["rows"][-1])
-        if args.out:
-            report.write(record, args.out)  # after every row, so that a stop loses none
-    report.print_table(record["rows"])
+    with progress("Rows", len(rows) if console().is_terminal else 0) as advance:
+        for row in rows:
+            start = datetime.datetime.now(datetime.timezone.utc)
+            measured = measure_row(row, settings_of(args)) | {
+                "command": record["command"],
+                "started": start.isoformat(timespec="seconds"),
+                "load_average": round(os.getloadavg()[0], 2),
+            }
+            kept = [r for r in record["rows"] if r["id"] != row.id]
+            record["rows"] = [*kept, measured]
+            print_row(measured)
+            if console().is_terminal:
+                advance(row.id)
+            if args.out:
+                write_json(
+                    record, args.out
+                )  # after every row, so that a stop loses none
+    print_table(record["rows"])
     if args.plot:
-        report.plot(record["rows"], args.plot)
+        plot(record["rows"], args.plot)
     return 0
 
 

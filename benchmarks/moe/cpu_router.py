@@ -10,19 +10,25 @@ are others in every call: what a branch predictor learns from some is of no use 
 
 import argparse
 import itertools
-import json
 import pathlib
-from collections.abc import Callable
+
+from peers import route
+from report import show
+from shapes import ROUTER_SHAPES
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from blocks import route
-from measure import interleaved_seconds, paired_ratio, provenance, spread
+from measure import (
+    interleaved_seconds,
+    provenance,
+    ratio_record,
+    spread,
+    write_json,
+)
 
 
-SHAPES = ((1, 128, 8), (64, 128, 8), (512, 64, 8), (2048, 128, 8), (4096, 256, 8))
 LOGITS = 16  # tensors of them, in turns
 
 
@@ -38,36 +44,36 @@ ROUTERS = {"moe_topk": F.moe_topk, "sort": sort, "topk": route}
 
 
 def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, object]:
-    num_tokens, num_experts, k = shape
-    tensors = [torch.randn(num_tokens, num_experts) for _ in range(LOGITS)]
-
-    def on_the_next(router: Callable[[Tensor, int], object]) -> Callable[[], object]:
-        logits = itertools.cycle(tensors)
-        return lambda: router(next(logits), k)
-
-    calls = {name: on_the_next(router) for name, router in ROUTERS.items()}
+    T, E, k = shape
+    calls = {}
+    for name, router in ROUTERS.items():
+        logits = itertools.cycle([torch.randn(T, E) for _ in range(LOGITS)])
+        calls[name] = lambda router=router, logits=logits: router(next(logits), k)
     seconds = interleaved_seconds(calls, rounds=rounds)
-    row: dict[str, object] = {"T": num_tokens, "E": num_experts, "k": k}
-    row["milliseconds"] = spread(1e3 * s for s in seconds["moe_topk"])._asdict()
-    for name in ("sort", "topk"):
-        ratio = paired_ratio(seconds[name], seconds["moe_topk"])
-        row[f"{name}_to_ours"] = ratio._asdict()
-    return row
+    ours = seconds["moe_topk"]
+    row = {
+        "T": T,
+        "E": E,
+        "k": k,
+        "milliseconds": spread(1e3 * s for s in ours)._asdict(),
+    }
+    peers = ("sort", "topk")
+    return row | {f"{p}_to_ours": ratio_record(seconds[p], ours) for p in peers}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON to write")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
     parser.add_argument("--rounds", type=int, default=200, help="calls of each router")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    result = provenance()
-    result["rows"] = [measure(shape, arguments.rounds) for shape in SHAPES]
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    for row in result["rows"]:
-        print(json.dumps(row))
+    rows = [measure(shape, arguments.rounds) for shape in ROUTER_SHAPES]
+    median = {n: lambda r, n=n: r[n]["median"] for n in list(rows[0])[3:]}
+    show("F.moe_topk on the CPU", rows, {"T": "T", "E": "E", "k": "k"} | median)
+    if arguments.out:
+        write_json({**provenance(), "rows": rows}, arguments.out)
 
 
 if __name__ == "__main__":

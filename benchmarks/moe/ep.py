@@ -7,7 +7,7 @@ addresses where those are not permitted). One MoE layer per row: bytes on the wi
 fewest that would do, seconds of a step and of its parts, the alpha-beta prediction of the
 collectives beside what they took, before and after placement of the experts, bfloat16 and FP8
 rows, flat and hierarchical switch. Then, without ranks, the balance that placement reaches on
-bigger machines, and what chunks of tokens could hide. Prints tables; writes ep.png and ep.json.
+bigger machines, and what chunks of tokens could hide. Prints tables; writes ep.json.
 """
 
 import argparse
@@ -17,9 +17,7 @@ import pathlib
 import sys
 import tempfile
 import time
-
-import rich.console
-import rich.table
+from collections.abc import Callable
 
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
@@ -34,15 +32,15 @@ from torch.testing._internal.moe_generators import recorded_routing
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
-from ep_plot import write_plot
 from ep_rank import counts_of, EXPERTS, routed
+from report import show, spread_text
 from two_hosts import two_hosts
 
-from demo.report import format_json, LOG_WIDTH, make_table
-from measure import provenance
+from measure import provenance, write_json
 
 
 RANKS_PER_HOST = 2
+CHUNKS = (1, 2, 4, 8)
 RANK_SCRIPT = pathlib.Path(__file__).with_name("ep_rank.py")
 
 
@@ -158,7 +156,7 @@ def overlaps(measured: dict) -> list[dict[str, object]]:
         share = there / (there + total(case, "returned"))
         alpha = sum(measured["links"][level]["alpha"] for level in case["levels"])
         parts = (switch * share, experts, switch * (1 - share), alpha)
-        times = {n: overlapped_seconds(n, *parts) for n in (1, 2, 4, 8)}
+        times = {n: overlapped_seconds(n, *parts) for n in CHUNKS}
         rows.append(
             {
                 "switch": case["switch"],
@@ -176,114 +174,93 @@ def name_of(row: dict) -> str:
     return f"{row['routing']}, {row['switch']}{placed}"
 
 
-def show(result: dict) -> None:
-    console = rich.console.Console(highlight=False)
-    if not console.is_terminal:
-        console.width = LOG_WIDTH
-    console.print(f"{result['hosts']}; 2 gloo ranks each, one thread a rank")
-    bytes_table = make_table(
+def kib(*names: str) -> Callable[[dict], str]:
+    return lambda row: f"{total(row, *names) / 1024:,.0f}"
+
+
+def seen(row: dict) -> str:
+    found = row["interface_bytes"]
+    return "-" if found is None else f"{found / 1024:,.0f}"
+
+
+def show_all(result: dict) -> None:
+    print(f"{result['hosts']}; 2 gloo ranks each, one thread a rank")
+    layer = {"layer": name_of, "D": "dim", "wire": "wire"}
+    show(
         "KiB of one forward, all ranks; scales and metadata as a share of the rows there",
-        *("layer", "D", "wire", "KiB there", "back", "/ minimum"),
-        *("scales", "metadata", "host to host", "interface"),
+        result["cases"],
+        layer
+        | {
+            "there": kib("rows"),
+            "back": kib("returned"),
+            "/ minimum": "payload_of_minimum",
+            "scales": lambda r: f"{r['scales_share']:.1%}",
+            "metadata": lambda r: f"{r['metadata_share']:.1%}",
+            "host to host": lambda r: f"{r['crossing_bytes'] / 1024:,.0f}",
+            "interface": seen,
+        },
     )
-    times_table = make_table(
+    show(
         "Milliseconds of one layer, slowest rank; imbalance of its token copies",
-        *("layer", "D", "wire", "fwd + bwd", "switch, fwd"),
-        *("collectives", "alpha-beta", "imbalance"),
+        result["cases"],
+        layer
+        | {
+            "fwd + bwd": lambda r: spread_text(r["step_seconds"], 1e3),
+            "switch, fwd": lambda r: 1e3 * r["switch_seconds"][0],
+            "collectives": lambda r: 1e3 * sum(r["wire_seconds"].values()),
+            "alpha-beta": lambda r: 1e3 * sum(r["predicted_seconds"].values()),
+            "imbalance": "imbalance",
+        },
     )
-    for row in result["cases"]:
-        start = (name_of(row), str(row["dim"]), row["wire"])
-        seen = row["interface_bytes"]
-        bytes_table.add_row(
-            *start,
-            f"{total(row, 'rows') / 1024:,.0f}",
-            f"{total(row, 'returned') / 1024:,.0f}",
-            f"{row['payload_of_minimum']:.3f}",
-            f"{row['scales_share']:.1%}",
-            f"{row['metadata_share']:.1%}",
-            f"{row['crossing_bytes'] / 1024:,.0f}",
-            f"{seen / 1024:,.0f}" if seen is not None else "-",
-        )
-        middle, low, high = (1e3 * s for s in row["step_seconds"])
-        times_table.add_row(
-            *start,
-            f"{middle:.0f} ({low:.0f} - {high:.0f})",
-            f"{1e3 * row['switch_seconds'][0]:.1f}",
-            f"{1e3 * sum(row['wire_seconds'].values()):.1f}",
-            f"{1e3 * sum(row['predicted_seconds'].values()):.1f}",
-            f"{row['imbalance']:.2f}",
-        )
-    for table in (bytes_table, times_table):
-        table.columns[0].no_wrap = True
-        console.print(table)
-    links = make_table(
-        "Levels: all-to-all of n bytes a rank takes alpha + beta n; recorded routing, bfloat16",
-        *("level", "alpha us", "1 / beta MB/s", "measured ms", "predicted ms"),
-    )
+    links = []
     for level, link in result["links"].items():
         row = next(r for r in result["cases"] if level in r["levels"])
-        rate = f"{1e-6 / link['beta']:,.0f}" if link["beta"] else "-"
-        links.add_row(
-            level,
-            f"{1e6 * link['alpha']:.0f}",
-            rate,
-            f"{1e3 * row['wire_seconds'][level]:.2f}",
-            f"{1e3 * row['predicted_seconds'][level]:.2f}",
-        )
-    console.print(links)
-    console.print(_placement_table(result["placements"]))
-    console.print(_overlap_table(result["overlaps"]))
-
-
-def _placement_table(rows: list[dict]) -> rich.table.Table:
-    table = make_table(
+        links.append({"level": level, **link, **row})
+    show(
+        "Levels: all-to-all of n bytes a rank takes alpha + beta n; recorded routing, bfloat16",
+        links,
+        {
+            "level": "level",
+            "alpha us": lambda r: 1e6 * r["alpha"],
+            "1 / beta MB/s": lambda r: 1e-6 / r["beta"] if r["beta"] else "-",
+            "measured ms": lambda r: 1e3 * r["wire_seconds"][r["level"]],
+            "predicted ms": lambda r: 1e3 * r["predicted_seconds"][r["level"]],
+        },
+    )
+    show(
         "Heaviest / mean rank load, planned on one draw and judged on another",
-        *("routing", "ranks", "slots a rank", "in order", "placed", "plan ms"),
+        result["placements"],
+        {
+            "routing": "routing",
+            "ranks": lambda r: (
+                f"{r['ranks'] // r['ranks_per_node']} x {r['ranks_per_node']}"
+            ),
+            "slots a rank": "slots_per_rank",
+            "in order": "before",
+            "placed": "after",
+            "plan ms": "plan_ms",
+        },
     )
-    for row in rows:
-        table.add_row(
-            row["routing"],
-            f"{row['ranks'] // row['ranks_per_node']} x {row['ranks_per_node']}",
-            str(row["slots_per_rank"]),
-            f"{row['before']:.3f}",
-            f"{row['after']:.3f}",
-            f"{row['plan_ms']:.1f}",
-        )
-    return table
-
-
-def _overlap_table(rows: list[dict]) -> rich.table.Table:
-    table = make_table(
+    chunks = {
+        f"{n} chunks": lambda r, n=n: 1e3 * r["forward_seconds"][str(n)] for n in CHUNKS
+    }
+    show(
         "Simulated forward in chunks of tokens, ms, from the parts above; gain and its bound",
-        *("switch", "D", "1 chunk", "2", "4", "8", "gain", "bound"),
+        result["overlaps"],
+        {"switch": "switch", "D": "dim", **chunks, "gain": "gain", "bound": "bound"},
     )
-    for row in rows:
-        times = (f"{1e3 * t:.1f}" for t in row["forward_seconds"].values())
-        ratios = (f"{row[name]:.2f}x" for name in ("gain", "bound"))
-        table.add_row(row["switch"], str(row["dim"]), *times, *ratios)
-    return table
-
-
-def parse_arguments() -> argparse.Namespace:
-    root = pathlib.Path(__file__).resolve().parents[2]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small: does it run at all"
-    )
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        default=root / "build" / "ep",
-        help="folder to write",
-    )
-    parser.add_argument("--json", type=pathlib.Path, help="also write the JSON here")
-    return parser.parse_args()
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    default_out = pathlib.Path(__file__).resolve().parents[2] / "build" / "ep"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="small: does it run at all")
+    add("--out", type=pathlib.Path, default=default_out, help="folder to write")
+    add("--json", type=pathlib.Path, help="also write the JSON here")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
     sizes = QUICK if arguments.quick else Sizes()
@@ -298,14 +275,11 @@ def main() -> int:
         "overlaps": overlaps(measured),
     }
     result["seconds"] = time.perf_counter() - start
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = format_json(result)
     for path in (arguments.out / "ep.json", arguments.json):
         if path is not None:
-            path.write_text(text)
-    write_plot(result, arguments.out / "ep.png")
-    show(result)
-    print(f"{result['seconds']:.0f} s; wrote {arguments.out}/ep.json and ep.png")
+            write_json(result, path)
+    show_all(result)
+    print(f"{result['seconds']:.0f} s; wrote {arguments.out}/ep.json")
     return 0
 
 

@@ -43,10 +43,13 @@ from torch.distributed.tensor.parallel.expert_parallel import sequential_schedul
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from measure import interleaved_seconds, provenance, Spread, spread
+from ep_rank import RankLayer
+from report import show, spread_text
+from shapes import OVERLAP_SHAPE, Shape
+
+from measure import interleaved_seconds, provenance, Spread, spread, write_json
 
 
-SIZES = {"T": 2048, "D": 1024, "F": 512, "E": 32, "K": 4}
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -77,34 +80,18 @@ def slow_link(switch: TokenSwitchAllToAll, bytes_per_s: float) -> Iterator[None]
             del level.send
 
 
-class Layer:
-    """Operands of one rank."""
+class Layer(RankLayer):
+    """Operands of one rank, with a shared expert."""
 
-    def __init__(self, sizes: dict[str, int]) -> None:
-        T, D, H, E, K = (sizes[name] for name in SIZES)
-        ranks = dist.get_world_size()
-        g = torch.Generator().manual_seed(dist.get_rank())
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=g).bfloat16()
-
-        self.x = randn(T, D)
-        self.ids = torch.rand(T, E, generator=g).topk(K, dim=1).indices
-        self.weights = torch.rand(T, K, generator=g)
-        self.w_in = randn(E // ranks, 2 * H, D) * D**-0.5
-        self.w_out = randn(E // ranks, D, H) * H**-0.5
-        self.shared_in = randn(1, 2 * H, D) * D**-0.5
-        self.shared_out = randn(1, D, H) * H**-0.5
-        self.switch = TokenSwitchAllToAll(dist.group.WORLD, E)
-
-    def experts(
-        self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None
-    ) -> Tensor:
-        return F.moe_mlp(rows, ids, weights, self.w_in, self.w_out, num_rows=num_rows)
+    def __init__(self, shape: Shape) -> None:
+        ids = shape.topk_indices(seed=dist.get_rank())
+        switch = TokenSwitchAllToAll(dist.group.WORLD, shape.E)
+        super().__init__(switch, ids, shape.D, shape.F, shape.E)
+        self.shared_weights = [w[:1].clone() for w in (self.w_in, self.w_out)]
+        self.zeros = torch.zeros(shape.T, 1, dtype=torch.int64)
 
     def shared(self) -> Tensor:
-        ids = torch.zeros(self.x.shape[0], 1, dtype=torch.int64)
-        return F.moe_mlp(self.x, ids, None, self.shared_in, self.shared_out)
+        return F.moe_mlp(self.x, self.zeros, None, *self.shared_weights)
 
     def run(self, schedule: Callable) -> None:
         operands = (self.x, self.ids, self.weights, self.experts, self.shared)
@@ -114,15 +101,10 @@ class Layer:
         """Each part of a forward in chunks, on the results of the ones before it."""
         functions: dict[tuple[str, int, int], Callable[[], object]] = {}
         pieces = (t.tensor_split(chunks) for t in (self.x, self.ids, self.weights))
-        for chunk, (x, ids, weights) in enumerate(zip(*pieces)):
-
-            def dispatch(x=x, ids=ids, weights=weights):
-                routing = self.switch.create_routing(ids, layout="flat")
-                return routing, self.switch.dispatch(routing, x, weights)
-
-            routing, (rows, row_weights, row_ids) = dispatch()
-            slots = self.switch.num_slots(routing)
-            experts = functools.partial(self.experts, rows, row_ids, row_weights, slots)
+        for chunk, piece in enumerate(zip(*pieces)):
+            dispatch = functools.partial(self.dispatch, *piece)
+            routing, received = dispatch()
+            experts = functools.partial(self.experts, *received)
             combine = functools.partial(self.switch.combine, routing, experts())
             functions["dispatch", chunks, chunk] = dispatch
             functions["experts", chunks, chunk] = experts
@@ -205,7 +187,8 @@ def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=args.ranks, timeout=TIMEOUT
     )
-    layer = Layer({name: getattr(args, name) for name in SIZES})
+    sizes = (getattr(args, name) for name in OVERLAP_SHAPE.sizes())
+    layer = Layer(Shape("overlap", *sizes))
     rows = measure_link(layer, "gloo", args)
     for rate in args.link_gb_per_s:
         with slow_link(layer.switch, 1e9 * rate):
@@ -215,24 +198,11 @@ def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def show(rows: list[dict]) -> None:
-    print(*(f"{name:>22}" for name in rows[0]))
-    for row in rows:
-        cells = []
-        for value in row.values():
-            if isinstance(value, list):
-                value = "{:.1f} ({:.1f} - {:.1f})".format(*value)
-            elif isinstance(value, float):
-                value = f"{value:.2f}"
-            cells.append(f"{value:>22}")
-        print(*cells)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, value in SIZES.items():
+    for name, value in OVERLAP_SHAPE.sizes().items():
         parser.add_argument(f"-{name}", type=int, default=value)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11)
@@ -244,18 +214,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (folder, args), nprocs=args.ranks)
         rows = json.loads(pathlib.Path(folder, "rows.json").read_text())
-    show(rows)
+    columns = {n: n for n in rows[0] if "_measured_" not in n and n != "measured_ms"}
+    for name in ("sequential_measured_ms", "measured_ms"):
+        columns[name] = lambda r, n=name: spread_text(r[n])
+    show("A layer on gloo ranks, forward", rows, columns)
     if args.out:
         result = {
             **provenance(),
             "ranks": args.ranks,
-            "tokens_per_rank": {name: getattr(args, name) for name in SIZES},
+            "tokens_per_rank": {
+                name: getattr(args, name) for name in OVERLAP_SHAPE.sizes()
+            },
             "rounds": args.rounds,
             "milliseconds": "median, or median, p10 and p90, of the slowest rank",
             "rows": rows,
         }
-        text = json.dumps(result, indent=1) + "\n"
-        (args.out / "ep_overlap.json").write_text(text)
+        write_json(result, args.out / "ep_overlap.json")
 
 
 if __name__ == "__main__":

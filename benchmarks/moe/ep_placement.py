@@ -6,12 +6,11 @@ Prints two tables, means over seeds of heaviest / mean rank load for 256 experts
 judged on the loads they were made for, and plans judged after the loads of the experts
 drifted. ``bound`` is what no plan with these replicas, or no quota inside the nodes, can
 be below. Times are CPU milliseconds per layer, single-threaded. ``--out`` also writes
-ep_placement.json and ep_placement.png.
+ep_placement.json.
 """
 
 import argparse
 import gc
-import json
 import pathlib
 import sys
 import time
@@ -32,8 +31,9 @@ from moe_placement import (
     LOADS,
     placement_bound,
 )
+from report import show
 
-from measure import provenance
+from measure import provenance, write_json
 
 
 EXPERTS = 256
@@ -131,60 +131,24 @@ def drift_row(kind, sigma, shared, seeds):
     }
 
 
-def show(title, rows):
-    print(f"\n{title}")
-    print("  ".join(f"{name:>20}" for name in rows[0]))
-    for row in rows:
-        cells = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
-        print("  ".join(f"{cell:>20}" for cell in cells))
-
-
-def write_plot(rows, path):
-    """Imbalance over drift, one panel per kind of load."""
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, len(LOADS), figsize=(14, 3.6), sharey=True)
-    for panel, kind in zip(panels, LOADS, strict=True):
-        own = [row for row in rows if row["loads"] == kind]
-        for asked in SHARED:
-            line = [row for row in own if row["asked"] == asked]
-            panel.plot(
-                DRIFTS,
-                [row["two_time_scales"] for row in line],
-                marker="o",
-                label=f"two time scales, shared experts: {asked}",
-            )
-        eplb = [row["eplb"] for row in own if row["asked"] == "none"]
-        panel.plot(DRIFTS, eplb, "k--", marker="s", label="EPLB over all ranks")
-        panel.set_title(kind)
-        panel.set_xlabel("drift (std of log load)")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("heaviest / mean rank load")
-    panels[0].set_ylim(1, 1.8)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=6, fontsize=8)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.savefig(path, dpi=110)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10, help="draws per row")
-    parser.add_argument("--out", type=pathlib.Path, help="folder for JSON and plot")
+    parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(args.seeds)
     static = [static_row(*case, kind, seeds) for case in STATIC for kind in LOADS]
-    show("Same loads", static)
+    show("Same loads", static, {name: name for name in static[0]})
     drift = [
         drift_row(kind, sigma, shared, seeds)
         for sigma in DRIFTS
         for kind in LOADS
         for shared in SHARED
     ]
-    show("64 ranks in nodes of 8, 4 experts and 2 free slots each", drift)
+    title = "64 ranks in nodes of 8, 4 experts and 2 free slots each"
+    show(title, drift, {name: name for name in drift[0]})
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
         result = {
             "provenance": provenance(),
             "seeds": args.seeds,
@@ -192,9 +156,7 @@ def main():
             "static": static,
             "drift": drift,
         }
-        text = json.dumps(result, indent=1) + "\n"
-        (args.out / "ep_placement.json").write_text(text)
-        write_plot(drift, args.out / "ep_placement.png")
+        write_json(result, args.out / "ep_placement.json")
 
 
 if __name__ == "__main__":

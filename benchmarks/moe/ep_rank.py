@@ -107,37 +107,68 @@ def make_switch(case: Case, mesh: DeviceMesh) -> TokenSwitchAllToAll:
     return TokenSwitchHierarchical(mesh, EXPERTS, wire_dtype=wire)
 
 
-class Layer:
-    """Operands of one rank, and the parts of a step that are timed."""
+class RankLayer:
+    """Operands of one rank of an expert-parallel layer, and its forward in parts.
+
+    Args:
+        switch: of the layer.
+        ids: (T, K) of this rank.
+        dim: D.
+        hidden: F.
+        num_experts: of all ranks.
+    """
+
+    def __init__(
+        self,
+        switch: TokenSwitchAllToAll,
+        ids: Tensor,
+        dim: int,
+        hidden: int,
+        num_experts: int,
+    ) -> None:
+        self.switch, self.ids = switch, ids
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        local = num_experts // dist.get_world_size()
+
+        def leaf(*size: int, std: float = 1.0) -> Tensor:
+            values = torch.randn(size, generator=generator) * std
+            return values.bfloat16().requires_grad_()
+
+        self.x = leaf(len(ids), dim)
+        self.w_in = leaf(local, 2 * hidden, dim, std=dim**-0.5)
+        self.w_out = leaf(local, dim, hidden, std=hidden**-0.5)
+        weights = torch.randn(ids.shape, generator=generator)
+        self.weights = weights.softmax(-1).requires_grad_()
+        self.grad_y = leaf(len(ids), dim).detach()
+
+    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor):
+        """The routing, and (rows, ids, weights, number of slots) for :meth:`experts`."""
+        routing = self.switch.create_routing(ids, layout="flat")
+        rows, weights, ids = self.switch.dispatch(routing, x, weights)
+        return routing, (rows, ids, weights, self.switch.num_slots(routing))
+
+    def experts(
+        self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None
+    ) -> Tensor:
+        return F.moe_mlp(rows, ids, weights, self.w_in, self.w_out, num_rows=num_rows)
+
+    def forward(self) -> Tensor:
+        routing, received = self.dispatch(self.x, self.ids, self.weights)
+        return self.switch.combine(routing, self.experts(*received))
+
+
+class Layer(RankLayer):
+    """A case of ep.py, and the parts of a step that are timed."""
 
     def __init__(self, case: Case, mesh: DeviceMesh, tokens: int, hidden: int) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.case = case
-        self.switch = make_switch(case, mesh)
         everyone = routed(case.routing, tokens * ranks, seed=0)
         if case.placed:
             everyone = slots_of_experts(case.routing, tokens * ranks, mesh)[everyone]
         self.of_ranks = list(everyone.chunk(ranks))
-        self.ids = self.of_ranks[rank]
-        generator = torch.Generator().manual_seed(rank)
-        normal = functools.partial(torch.randn, generator=generator)
-        local = EXPERTS // ranks
-
-        def leaf(values: Tensor) -> Tensor:
-            return values.bfloat16().requires_grad_()
-
-        self.x = leaf(normal(tokens, case.dim))
-        self.w_in = leaf(normal(local, 2 * hidden, case.dim) * case.dim**-0.5)
-        self.w_out = leaf(normal(local, case.dim, hidden) * hidden**-0.5)
-        self.weights = normal(tokens, TOP_K).softmax(-1).requires_grad_()
-        self.grad_y = normal(tokens, case.dim).bfloat16()
-
-    def forward(self) -> Tensor:
-        routing = self.switch.create_routing(self.ids, layout="flat")
-        rows, weights, ids = self.switch.dispatch(routing, self.x, self.weights)
-        slots = self.switch.num_slots(routing)
-        out = F.moe_mlp(rows, ids, weights, self.w_in, self.w_out, num_rows=slots)
-        return self.switch.combine(routing, out)
+        switch = make_switch(case, mesh)
+        super().__init__(switch, self.of_ranks[rank], case.dim, hidden, EXPERTS)
 
     def step(self) -> None:
         leaves = (self.x, self.weights, self.w_in, self.w_out)
@@ -146,22 +177,20 @@ class Layer:
     @torch.no_grad()
     def there_and_back(self) -> None:
         """What the switch alone does in a forward."""
-        routing = self.switch.create_routing(self.ids, layout="flat")
-        rows, _, _ = self.switch.dispatch(routing, self.x, self.weights)
+        routing, (rows, *_) = self.dispatch(self.x, self.ids, self.weights)
         self.switch.combine(routing, rows)
 
     def experts_only(self) -> Callable[[], None]:
         """The step's computation on the rows that this rank receives."""
         with torch.no_grad():
-            routing = self.switch.create_routing(self.ids, layout="flat")
-            received = self.switch.dispatch(routing, self.x, self.weights)
-            slots = self.switch.num_slots(routing)
-        rows, weights, ids = (t.detach() for t in received)
-        rows.requires_grad_()
+            _, (rows, ids, weights, slots) = self.dispatch(
+                self.x, self.ids, self.weights
+            )
+        rows, weights = rows.detach().requires_grad_(), weights.detach()
         leaves = (rows, self.w_in, self.w_out)
 
         def compute() -> None:
-            out = F.moe_mlp(rows, ids, weights, self.w_in, self.w_out, num_rows=slots)
+            out = self.experts(rows, ids, weights, slots)
             torch.autograd.grad(out, leaves, torch.ones_like(out))
 
         return compute

@@ -1,8 +1,8 @@
 """Checks, times and tunes the MoE Triton kernels on whatever GPU is there.
 
 For a bare machine: torch >= 2.11 and Triton >= 3.6, no network, no installed package of
-this repository. Carry this file, lab/ beside it, torch/_native/ops/moe and
-torch/testing/_internal/moe_*.py; everything is loaded by path.
+this repository. Carry this file, lab/, measure.py, peers.py and shapes.py beside it,
+torch/_native/ops/moe and torch/testing/_internal/moe_*.py; everything is loaded by path.
 
     python benchmarks/moe/gpu_lab.py --output run.json    # on a GPU, under 8 minutes
     python benchmarks/moe/gpu_lab.py --tune               # measures, rewrites configs.py
@@ -13,7 +13,7 @@ What a run does, in this order:
     2. router, permutation, forward and backward on the small cases of the tests
        against float64, the torch.library registration, the same bits twice, as a CUDA
        graph and for one token alone; compute-sanitizer where it is installed
-    3. times, interleaved with the peers of lab/peers.py; a row per shape
+    3. times, interleaved with the peers of peers.py; a row per shape
 
 A kernel that fails is a row that says so, and a kernel that takes the CUDA context with
 it ends only its process: the parent starts another for the rows that are left. When time
@@ -33,16 +33,25 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 
 if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
+import peers
 import triton
-from lab import checks, peers, registration, tuning
-from lab.loading import autotune, configs, exact_interpreter, KERNELS, launch
-from lab.shapes import (
+from lab import checks, registration, tuning
+from lab.loading import (
+    autotune,
+    configs,
+    exact_interpreter,
+    graph_replay,
+    KERNELS,
+    launch,
+)
+from shapes import (
     COMPILED_PEER,
     GPU_SHAPES,
     make_operands,
@@ -50,22 +59,38 @@ from lab.shapes import (
     Shape,
     TUNING_SHAPES,
 )
-from lab.timing import (
-    Budget,
-    graph_replay,
-    interleaved,
-    measure_ceilings,
-    median_and_spread,
-)
 
 import torch
+
+from measure import affordable_rounds, interleaved_seconds, spread, write_json
 
 
 # Shared memory of a program in a rehearsal, where no device says.
 REHEARSAL_SHARED = 227 << 10
+# Loops over experts wait for the device in every turn, and batched_mm copies weights.
+NOT_ON_GPU = ("transformers_eager", "transformers_batched_mm", "loop_unbound")
 # Less than this left: the compiled peers are not made, and the row shows no time.
 COMPILE_SECONDS = 120
 DEVICE_LOST = 17  # exit status of a stage
+
+
+class Budget:
+    """Seconds that are left, for choosing how often to repeat.
+
+    Args:
+        seconds: from now.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        return self._end - time.monotonic()
+
+    def rounds(self, seconds: float, rows_left: int, wanted: int) -> int:
+        """Repetitions for one of ``rows_left`` rows: ``wanted`` if time allows."""
+        share = max(self.left(), 0) / max(rows_left, 1)
+        return affordable_rounds(wanted, seconds, share)
 
 
 @dataclasses.dataclass
@@ -120,29 +145,53 @@ def open_lab(options: argparse.Namespace) -> Lab:
     return Lab(options, device, plan, properties.name, arch, shared, GPU_SHAPES, budget)
 
 
+def measure_ceilings(device: torch.device, rehearse: bool) -> tuple[float, float]:
+    """Copy bandwidth in bytes/s (read plus written) and dense bfloat16 flops/s."""
+    size, n = (1 << 20, 128) if rehearse else (1 << 31, 8192)
+    source = torch.randint(0, 127, (size,), dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16).unbind()
+    functions = {"copy": lambda: target.copy_(source), "mm": lambda: a @ b}
+    times = interleaved_seconds(functions, rounds=20, device=device)
+    copy, mm = (spread(times[name]).median for name in functions)
+    return 2 * size / copy, 2 * n**3 / mm
+
+
+def passes(peer: peers.Peer, operands) -> dict[str, Callable[[], object]]:
+    """The forward and the step of one peer."""
+    x, ids, weights = operands.layer_args()[:3]
+    leaves = peer.leaves(operands)
+
+    def forward():
+        with torch.no_grad():
+            return peer.call(x, ids, weights, *leaves)
+
+    def step():
+        output = peer.call(x, ids, weights, *leaves)
+        return torch.autograd.grad(output, (x, weights, *leaves), operands.grad)
+
+    return {"forward": forward, "step": step}
+
+
 def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dict:
     """One row of the table: ours and the peers, their spread, and the bound."""
-    operands = make_operands(shape, lab.device)
+    operands = make_operands(shape, lab.device, weights_dtype=torch.float32)
     compiled = shape.name in COMPILED_PEER and not lab.options.no_compile
     if compiled and lab.budget.left() < COMPILE_SECONDS:
         compiled = False
-    found, failed = peers.make_peers(shape, operands, libraries, compiled)
-    ours = peers.Peer(
-        lambda: registration.layer(*operands.layer_args()), operands.leaves()
+    found, failed = peers.make_peers(
+        shape,
+        NOT_ON_GPU,
+        libraries=libraries,
+        compiled=compiled,
+        ours=registration.layer,
     )
     row: dict = {"shape": dataclasses.asdict(shape), "failed": failed}
     row["compiled_peers"] = compiled
     functions, reference_output, slowest = {}, None, 0.0
-    for name, peer in {"ours": ours, **found}.items():
-
-        def forward(peer=peer):
-            with torch.no_grad():
-                return peer.layer()
-
-        def step(peer=peer):
-            return torch.autograd.grad(peer.layer(), peer.leaves, operands.grad)
-
-        for kind, function in (("forward", forward), ("step", step)):
+    for peer in found:
+        name = "ours" if peer.name == peers.OURS else peer.name
+        for kind, function in passes(peer, operands).items():
             result: dict = {}
             output = checks.attempt(result, "ran", function)
             if result["ran"] != "ok":
@@ -158,17 +207,18 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
                 row.setdefault("relative_distance_to_ours", {})[name] = error
             begin = time.perf_counter()
             checks.attempt(result, "again", function)
-            slowest += 1e3 * (time.perf_counter() - begin)
+            slowest += time.perf_counter() - begin
     _add_graph(lab, shape, functions, row)
     rounds = lab.budget.rounds(slowest, rows_left, lab.options.rounds)
     row["rounds"] = rounds
     if rounds < lab.options.rounds:
         row["note"] = f"{rounds} rounds instead of {lab.options.rounds}: time is short"
-    times = interleaved(functions, lab.device, rounds)
-    row["ms"] = {name: median_and_spread(t)[0] for name, t in times.items()}
-    row["spread_ms"] = {name: median_and_spread(t)[1] for name, t in times.items()}
+    times = interleaved_seconds(functions, rounds=rounds, warmup=1, device=lab.device)
+    spreads = {n: spread([1e3 * s for s in t]) for n, t in times.items() if t}
+    row["ms"] = {name: s.median for name, s in spreads.items()}
+    row["spread_ms"] = {name: [s.p10, s.p90] for name, s in spreads.items()}
     row["bound_ms"] = {k: shape.bound_ms(k, *ceilings) for k in ("forward", "step")}
-    row["held_bytes"] = _held_bytes(lab.device, {"ours": ours, **found}, functions)
+    row["held_bytes"] = _held_bytes(lab.device, found, operands, functions)
     return row
 
 
@@ -186,15 +236,17 @@ def _add_graph(lab: Lab, shape: Shape, functions: dict, row: dict) -> None:
         functions["ours_graph/forward"] = replay
 
 
-def _held_bytes(device: torch.device, layers: dict, functions: dict) -> dict[str, int]:
+def _held_bytes(device, found: list[peers.Peer], operands, functions: dict) -> dict:
     """What each layer holds between forward and backward; nothing on a CPU."""
     if device.type != "cuda":
         return {}
     held = {}
-    for name, peer in layers.items():
+    for peer in found:
+        name = "ours" if peer.name == peers.OURS else peer.name
         if f"{name}/step" in functions:
+            leaves = peer.leaves(operands)
             before = torch.cuda.memory_allocated()
-            output = peer.layer()
+            output = peer.call(*operands.layer_args()[:3], *leaves)
             held[name] = torch.cuda.memory_allocated() - before
             del output
     return held
@@ -208,7 +260,7 @@ def print_row(row: dict) -> None:
         if own is None:
             print(f"{shape.name:18s} {kind:8s} FAILED {row['failed']}")
             continue
-        tflops = factor * shape.forward_flops() / own / 1e9
+        tflops = factor * shape.flops() / own / 1e9
         others = " ".join(
             f"{name.split('/')[0]} x{t / own:.2f}"
             for name, t in ms.items()
@@ -224,11 +276,8 @@ def print_row(row: dict) -> None:
 
 def write(lab: Lab, report: dict) -> None:
     """The report so far: what a killed run leaves is a valid file."""
-    path = lab.options.output
-    if path is not None:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(report, indent=1) + "\n")
-        os.replace(part, path)
+    if lab.options.output is not None:
+        write_json(report, lab.options.output)
 
 
 def header(lab: Lab) -> dict:

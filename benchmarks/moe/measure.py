@@ -1,14 +1,21 @@
-"""How the MoE benchmarks measure: time, saved bytes, allocated bytes, and where a number is from."""
+"""How every MoE benchmark measures: one clock, one meter of saved and one of peak bytes, one JSON.
 
+torch.utils.benchmark times one function after another, so that what else a machine does hits one
+of them and not its peer. Here all functions take turns in every round: ratios are of one round.
+"""
+
+import json
+import math
 import os
 import pathlib
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -16,6 +23,7 @@ from torch import Tensor
 
 
 Name = TypeVar("Name", bound=Hashable)
+MIN_ROUNDS = 3
 
 
 class Spread(NamedTuple):
@@ -27,39 +35,96 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[float]) -> Spread:
+    values = list(values)
+    if len(values) == 1:
+        return Spread(*values * 3)
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     return Spread(deciles[4], deciles[0], deciles[8])
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Low and high end of a confidence interval of the median, and its confidence.
+
+    Order statistics: exact for any distribution. The narrowest with at least 95 %, or all of the
+    values where there are too few for that.
+    """
+    ordered, n = sorted(values), len(values)
+    best = (ordered[0], ordered[-1], 1 - 2**-n * 2)
+    for cut in range(1, n // 2):
+        tail = sum(math.comb(n, i) for i in range(cut + 1)) / 2**n
+        if 1 - 2 * tail < 0.95:
+            break
+        best = (ordered[cut], ordered[-1 - cut], 1 - 2 * tail)
+    return best
+
+
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
+    """Of the rounds that both have."""
+    return spread([a / b for a, b in zip(numerator, denominator)])
+
+
+def ratio_record(peer: Sequence[float], ours: Sequence[float]) -> dict[str, object]:
+    """What a results file says of a peer's times over ours: spread, interval, confidence."""
+    low, high, confidence = median_interval([a / b for a, b in zip(peer, ours)])
+    return paired_ratio(peer, ours)._asdict() | {
+        "interval": [low, high],
+        "confidence": confidence,
+    }
+
+
+def timed(function: Callable[[], object], device: torch.device | None = None) -> float:
+    """Seconds of one call; on CUDA those between two events."""
+    if device is None or device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return 1e-3 * begin.elapsed_time(end)
+
+
 def interleaved_seconds(
-    functions: dict[Name, Callable[[], object]],
+    functions: Mapping[Name, Callable[[], object]],
     *,
-    rounds: int,
+    rounds: int | Mapping[Name, int],
     warmup: int = 3,
-    on_round: Callable[[int], None] = lambda i: None,
+    on_round: Callable[[int], object] = lambda i: None,
     before: Callable[[], object] = lambda: None,
+    device: torch.device | None = None,
 ) -> dict[Name, list[float]]:
     """Time every function once per round, so that drift of the machine hits all alike.
 
     The order within a round rotates. Entry i of every list is from round i, so two lists may be
     compared pairwise.
+
+    Args:
+        functions: what is timed, by name.
+        rounds: of all, or of each: one with fewer takes part in the first ones.
+        warmup: rounds before that, which are not recorded.
+        on_round: called before every round.
+        before: called before every call, outside its time.
+        device: where the functions run.
     """
-    names = list(functions)
-    seconds: dict[Name, list[float]] = {name: [] for name in names}
-    for i in range(warmup + rounds):
+    limits = rounds if isinstance(rounds, Mapping) else dict.fromkeys(functions, rounds)
+    seconds: dict[Name, list[float]] = {name: [] for name in functions}
+    for i in range(warmup + max(limits.values())):
+        on_round(i)
+        names = [name for name in functions if i < warmup + limits[name]]
         first = i % len(names)
         for name in names[first:] + names[:first]:
             before()
-            start = time.perf_counter()
-            functions[name]()
+            value = timed(functions[name], device)
             if i >= warmup:
-                seconds[name].append(time.perf_counter() - start)
-        on_round(i)
+                seconds[name].append(value)
     return seconds
 
 
-def paired_ratio(numerator: list[float], denominator: list[float]) -> Spread:
-    return spread([a / b for a, b in zip(numerator, denominator, strict=True)])
+def affordable_rounds(rounds: int, seconds: float, budget: float) -> int:
+    """As many of ``rounds`` as fit into ``budget`` when one takes ``seconds``; a few always."""
+    return max(min(MIN_ROUNDS, rounds), min(rounds, int(budget / max(seconds, 1e-6))))
 
 
 def saved_bytes(forward: Callable[[], object], parameters: Iterable[Tensor]) -> int:
@@ -92,8 +157,14 @@ def peak_bytes(function: Callable[[], object]) -> int:
     """Highest number of bytes that were allocated at once while ``function`` ran.
 
     From the allocator events of torch.profiler: every allocation through c10, temporary or not.
-    Scratch memory that a BLAS library allocates by itself is not seen.
+    Scratch memory that a BLAS library allocates by itself is not seen. On CUDA, of the caching
+    allocator.
     """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
     from torch._C._profiler import _EventType
     from torch.profiler import profile, ProfilerActivity
 
@@ -167,3 +238,30 @@ def _git_hash(root: pathlib.Path) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.strip() + ("+" if changes.strip() else "")
+
+
+def _plain(value: object) -> object:
+    """Seven digits are more than any measurement here has; spreads are objects."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Spread):
+        return _plain(value._asdict())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def write_json(fields: Mapping[str, object], path: pathlib.Path) -> None:
+    """Numbers rounded, every list of numbers on one line; a killed run leaves a whole file."""
+    lines = json.dumps(_plain(fields), indent=1)
+    lines = re.sub(
+        r"\[[-+.\deE,\s]+\]",
+        lambda numbers: " ".join(numbers[0].split()).replace("[ ", "["),
+        lines,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(lines + "\n")
+    os.replace(part, path)

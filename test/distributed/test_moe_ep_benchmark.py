@@ -21,8 +21,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "moe" / "ep.py"
 )
 @unittest.skipUnless(SCRIPT.exists(), f"needs {SCRIPT}")
 @unittest.skipUnless(
-    importlib.util.find_spec("rich") and importlib.util.find_spec("matplotlib"),
-    "the benchmark needs rich and matplotlib",
+    importlib.util.find_spec("rich"),
+    "the benchmark needs rich",
 )
 class EpBenchmarkTest(TestCase):
     def test_quick_run(self):
@@ -30,7 +30,6 @@ class EpBenchmarkTest(TestCase):
             command = [sys.executable, str(SCRIPT), "--quick", "--out", folder]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-            self.assertGreater(Path(folder, "ep.png").stat().st_size, 10_000)
             result = json.loads(Path(folder, "ep.json").read_text())
         self.assertIn("ep.py --quick", result["command"])
         cases = {

@@ -112,7 +112,8 @@ class TrainingTest(TestCase):
         cls.addClassCleanup(sys.path.remove, str(BENCHMARKS))
 
     def single_process_losses(self) -> dict[str, list[float]]:
-        import blocks
+        import peers
+
         from demo import text
         from demo.model import ModelConfig
         from demo.train import make_runs, train
@@ -120,12 +121,8 @@ class TrainingTest(TestCase):
         config = ModelConfig()
         generator = torch.Generator().manual_seed(SEED)
         orders = [torch.randperm(config.experts, generator=generator) for _ in range(2)]
-        named = {f"order {i}": blocks.unfused(o.tolist()) for i, o in enumerate(orders)}
-        runs = make_runs(
-            {"unfused": blocks.unfused(), **named, "fused": blocks.fused()},
-            config,
-            SEED,
-        )
+        blocks = peers.training_blocks([None, *(order.tolist() for order in orders)])
+        runs = make_runs(blocks, config, SEED)
         corpus = text.read_corpus()
         shape = (BATCH, config.sequence)
         train(runs, text.sample_batches(corpus.train, STEPS, *shape, SEED))
@@ -158,7 +155,7 @@ class TrainingTest(TestCase):
                     "evaluation-batches": 1,
                 }
                 words = [f"--{name}={value}" for name, value in options.items()]
-                script = str(BENCHMARKS / "demo" / "ep_worker.py")
+                script = str(BENCHMARKS / "demo" / "expert_parallel.py")
                 before = [host.sent_bytes() for host in cluster.hosts]
                 cluster.torchrun(ranks_per_host, [script, *words], timeout=120)
                 seen = json.loads(out.read_text())

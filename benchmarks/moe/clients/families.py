@@ -142,8 +142,3 @@ def build(family: str, *, timed: bool = False, dtype: torch.dtype = torch.float3
             noise = torch.randn(parameter.shape, generator=generator) * scale
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
     return model.to(dtype)
-
-
-def experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The experts modules of a model, first layer first."""
-    return [m for m in model.modules() if hasattr(m, "_is_expert_parallel")]

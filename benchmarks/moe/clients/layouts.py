@@ -8,8 +8,8 @@ of nn.Linear: w_in ``(E, 2F, D)``, w_out ``(E, D, F)``.
     transformers, gpt-oss        (E, D, 2F), interleaved        (E, F, D)
     torchtitan                   w1, w3: (E, F, D) each         w2: (E, D, F)
 
-All conversions are exact. Those from transformers are views, so that an optimizer keeps
-working on the tensors of the model.
+All conversions are exact. Those from a library are views, so that an optimizer keeps working on the
+tensors of the model: torchtitan's w3 is F.moe_mlp's w_up.
 """
 
 from typing import NamedTuple
@@ -22,12 +22,13 @@ class ExpertWeights(NamedTuple):
     """Operands of F.moe_mlp.
 
     Attributes:
-        w_in: ``(E, 2F, D)``.
+        w_in: ``(E, 2F, D)``, or the gates ``(E, F, D)`` beside ``w_up``.
         w_out: ``(E, D, F)``.
         b_in: ``(E, 2F)`` or None.
         b_out: ``(E, D)`` or None.
         gate_interleaved: whether row 2i of w_in is gate i and row 2i + 1 is up i; else
             the F gates stand before the F ups.
+        w_up: ``(E, F, D)`` or None.
     """
 
     w_in: Tensor
@@ -35,12 +36,14 @@ class ExpertWeights(NamedTuple):
     b_in: Tensor | None = None
     b_out: Tensor | None = None
     gate_interleaved: bool = False
+    w_up: Tensor | None = None
 
 
 def interleave(weights: ExpertWeights) -> ExpertWeights:
     """The same experts with interleaved gates (a copy of w_in and b_in)."""
     if weights.gate_interleaved:
         return weights
+    weights = concatenate(weights)
 
     def rows(x: Tensor) -> Tensor:
         return torch.stack(x.chunk(2, dim=1), dim=2).flatten(1, 2)
@@ -50,7 +53,10 @@ def interleave(weights: ExpertWeights) -> ExpertWeights:
 
 
 def concatenate(weights: ExpertWeights) -> ExpertWeights:
-    """The same experts with the gates first (a copy of w_in and b_in)."""
+    """The same experts with the gates first in one tensor (a copy of w_in and b_in)."""
+    if weights.w_up is not None:
+        w_in = torch.cat([weights.w_in, weights.w_up], dim=1)
+        return weights._replace(w_in=w_in, w_up=None)
     if not weights.gate_interleaved:
         return weights
 
@@ -99,7 +105,7 @@ def to_transformers(
 
 def from_torchtitan(w1: Tensor, w2: Tensor, w3: Tensor) -> ExpertWeights:
     """torchtitan's GroupedExperts: w1 gate and w3 up ``(E, F, D)``, w2 down ``(E, D, F)``."""
-    return ExpertWeights(torch.cat([w1, w3], dim=1), w2)
+    return ExpertWeights(w1, w2, w_up=w3)
 
 
 def to_torchtitan(weights: ExpertWeights) -> dict[str, Tensor]:
@@ -110,6 +116,8 @@ def to_torchtitan(weights: ExpertWeights) -> dict[str, Tensor]:
     """
     if weights.b_in is not None or weights.b_out is not None:
         raise ValueError("torchtitan's GroupedExperts has no biases, these experts do")
-    w1, w3 = concatenate(weights).w_in.chunk(2, dim=1)
+    w1, w3 = weights.w_in, weights.w_up
+    if w3 is None:
+        w1, w3 = concatenate(weights).w_in.chunk(2, dim=1)
     state = {"w1": w1, "w2": weights.w_out, "w3": w3}
     return {name: tensor.contiguous() for name, tensor in state.items()}

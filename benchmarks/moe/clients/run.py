@@ -1,7 +1,7 @@
 """Time transformers' experts modules with F.moe_mlp and with transformers' own code.
 
-One row per family, forward and forward with backward, all implementations in this
-process on the same weights, called in turns, after their outputs were compared::
+One row per family, pass and number of tokens, all implementations in this process on the same
+weights, called in turns, after their outputs were compared::
 
     python3 tools/stage.py python benchmarks/moe/clients/run.py --out FILE.json
 
@@ -9,35 +9,36 @@ A ratio above 1 means that F.moe_mlp is faster than that peer.
 """
 
 import argparse
-import json
 import pathlib
 import sys
-import time
 
 import torch
 
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import transformers_experts
-from families import build, experts_of, FAMILIES
-from layouts import from_transformers
+try:
+    from transformers_experts import experts_of
+except ImportError as error:
+    sys.exit(f"run.py: {error}")
+from families import build, FAMILIES
+from peers import MAX_COPIED_BYTES
+from report import show
 
-from measure import interleaved_seconds, paired_ratio, provenance, spread
+from measure import (
+    affordable_rounds,
+    interleaved_seconds,
+    provenance,
+    ratio_record,
+    spread,
+    timed,
+    write_json,
+)
 
 
 PEERS = ("eager", "grouped_mm", "batched_mm")
-# batched_mm copies one expert per slot; above this it is left out, and said so.
-MAX_COPIED_BYTES = 2 << 30
-MIN_ROUNDS = 3
 # Of the largest output; a wrong expert or gate is off by all of it.
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-4}
-
-
-def copied_bytes(experts: torch.nn.Module, slots: int) -> int:
-    """Bytes of the weights that batched_mm gathers."""
-    matrices = (experts.gate_up_proj, experts.down_proj)
-    return slots * sum(m[0].numel() * m.element_size() for m in matrices)
 
 
 def functions_of(
@@ -74,14 +75,6 @@ def check_outputs(functions: dict) -> None:
             )
 
 
-def affordable_rounds(functions: dict, rounds: int, seconds: float) -> int:
-    """Rounds that fit into ``seconds``, from one call of each, which also warms up."""
-    start = time.perf_counter()
-    for function in functions.values():
-        function()
-    return min(rounds, max(MIN_ROUNDS, int(seconds / (time.perf_counter() - start))))
-
-
 def rows_of(
     family: str, tokens: int, dtype: torch.dtype, rounds: int, seconds: float
 ) -> list[dict]:
@@ -96,33 +89,28 @@ def rows_of(
     """
     model = build(family, timed=True, dtype=dtype)
     experts = experts_of(model)[0]
-    k = model.config.num_experts_per_tok
+    k, E = model.config.num_experts_per_tok, experts.num_experts
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(tokens, model.config.hidden_size, generator=generator).to(dtype)
-    scores = torch.randn(tokens, experts.num_experts, generator=generator).softmax(-1)
-    weights, index = scores.topk(k)
+    weights, index = torch.randn(tokens, E, generator=generator).softmax(-1).topk(k)
     weights = (weights / weights.sum(-1, keepdim=True)).to(dtype)
-    copies = copied_bytes(experts, tokens * k)
-    names = ["moe_mlp", *PEERS]
-    left_out = {}
+    matrices = (experts.gate_up_proj, experts.down_proj)
+    copies = tokens * k * sum(m[0].nbytes for m in matrices)
+    names, left_out = ["moe_mlp", *PEERS], {}
     if copies > MAX_COPIED_BYTES:
         names.remove("batched_mm")
         left_out["batched_mm"] = f"would copy {copies / 2**30:.1f} GiB of weights"
-    shape = {
-        "T": tokens,
-        "D": x.shape[1],
-        "F": from_transformers(experts).w_out.shape[2],
-        "E": experts.num_experts,
-        "K": k,
-    }
+    F = max(experts.down_proj.shape[1:]) + min(experts.down_proj.shape[1:]) - x.shape[1]
+    shape = {"T": tokens, "D": x.shape[1], "F": F, "E": E, "K": k}
     rows = []
     for backward in (False, True):
         functions = functions_of(experts, names, (x, index, weights), backward)
         if not backward:
             check_outputs(functions)
-        count = affordable_rounds(functions, rounds, seconds)
+        count = affordable_rounds(rounds, sum(map(timed, functions.values())), seconds)
         times = interleaved_seconds(functions, rounds=count, warmup=0)
-        peers = [name for name in names if name != "moe_mlp"]
+        ours = times["moe_mlp"]
+        capped = f"{count} of {rounds} rounds, for a row may take {seconds:g} s"
         rows.append(
             {
                 "family": family,
@@ -130,15 +118,11 @@ def rows_of(
                 **shape,
                 "dtype": str(dtype).removeprefix("torch."),
                 "rounds": count,
-                "capped": f"{count} of {rounds} rounds, for a row may take {seconds:g} s"
-                if count < rounds
-                else None,
+                "capped": capped if count < rounds else None,
                 "milliseconds": {
-                    n: [1e3 * v for v in spread(s)] for n, s in times.items()
+                    n: spread([1e3 * v for v in s]) for n, s in times.items()
                 },
-                "ratio": {
-                    p: list(paired_ratio(times[p], times["moe_mlp"])) for p in peers
-                },
+                "ratio": {p: ratio_record(times[p], ours) for p in names[1:]},
                 "left_out": left_out,
             }
         )
@@ -149,36 +133,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument(
-        "--seconds", type=float, default=8.0, help="cap for the timed calls of a row"
-    )
-    parser.add_argument("--family", choices=list(FAMILIES), nargs="+", default=FAMILIES)
-    parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[512])
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--rounds", type=int, default=10)
+    add("--seconds", type=float, default=8.0, help="cap for the timed calls of a row")
+    add("--family", choices=list(FAMILIES), nargs="+", default=FAMILIES)
+    add("--out", type=pathlib.Path, help="also write the rows as JSON")
     args = parser.parse_args()
-    try:
-        transformers_experts.require_transformers()
-    except RuntimeError as error:
-        sys.exit(f"run.py: {error}")
-    transformers_experts.register()
-    dtype = getattr(torch, args.dtype)
-    rows = []
+    dtype, rows = getattr(torch, args.dtype), []
     for family in args.family:
-        for row in rows_of(family, args.tokens, dtype, args.rounds, args.seconds):
-            rows.append(row)
-            shape = ", ".join(f"{n}={row[n]}" for n in "TDFEK")
-            ratios = "  ".join(
-                f"{p} {r[0]:.2f}x [{r[1]:.2f}, {r[2]:.2f}]"
-                for p, r in row["ratio"].items()
+        for tokens in args.tokens:
+            rows += rows_of(family, tokens, dtype, args.rounds, args.seconds)
+    columns = {"family": "family", "pass": "pass", "T": "T", "rounds": "rounds"}
+    columns["ms"] = lambda r: r["milliseconds"]["moe_mlp"].median
+    for peer in PEERS:
+
+        def cell(row, peer=peer):
+            ratio = row["ratio"].get(peer)
+            return ratio and "{:.2f} [{:.2f}, {:.2f}]".format(
+                ratio["median"], *ratio["interval"]
             )
-            milliseconds = row["milliseconds"]["moe_mlp"][0]
-            print(
-                f"{family:12} {row['pass']:17} {shape:36} {milliseconds:8.2f} ms  {ratios}"
-            )
+
+        columns[f"{peer} / ours"] = cell
+    show("Experts modules of transformers", rows, columns)
     if args.out:
-        args.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+        write_json({**provenance(), "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,31 @@
 # Owner(s): ["module: nn"]
-"""F.moe_mlp inside transformers: five families against its eager code; weight layouts."""
+"""F.moe_mlp inside transformers: five families against its eager code; weight layouts.
 
-import importlib
+The quick shard of matrix.py, which runs every experts class and whole models.
+"""
+
+import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import types
+from unittest import mock
 
-import transformers_experts
+import matrix
+import moe_mlp_experts
+from families import build, FAMILIES
+from layouts import (
+    concatenate,
+    ExpertWeights,
+    from_torchtitan,
+    from_transformers,
+    interleave,
+    to_torchtitan,
+    to_transformers,
+)
+from moe_mlp_experts import NAME
+from transformers_experts import experts_of, fused_experts
 
 import torch
 from torch.testing._internal.common_utils import (
@@ -20,21 +36,6 @@ from torch.testing._internal.common_utils import (
 )
 
 
-transformers_experts.require_transformers()
-
-from families import build, experts_of, FAMILIES
-from layouts import (
-    concatenate,
-    ExpertWeights,
-    from_torchtitan,
-    from_transformers,
-    interleave,
-    to_torchtitan,
-    to_transformers,
-)
-
-
-transformers_experts.register()
 families = parametrize("family", list(FAMILIES))
 
 
@@ -130,87 +131,99 @@ class TestTransformers(TestCase):
         self.assertIn("pip install --target build/clients", done.stderr)
         self.assertNotIn("Traceback", done.stderr)
 
-    def _experts(self, model, name, dtype=torch.float64):
-        """The experts class of a model by itself; no config of a whole model."""
-        modeling = importlib.import_module(
-            f"transformers.models.{model}.modeling_{model}"
-        )
-        config = types.SimpleNamespace(
-            hidden_size=8,
-            intermediate_size=6,
-            moe_intermediate_size=6,
-            num_experts=3,
-            num_local_experts=3,
-            n_routed_experts=3,
-            hidden_act="silu",
-            hidden_activation="gelu_pytorch_tanh",
-            mlp_hidden_act="relu2",
-            swiglu_alpha=1.5,
-            swiglu_limit=0.75,
-            mlp_bias=False,
-            moe_latent_size=None,
-            _experts_implementation="eager",
-        )
-        if model in ("lfm2_moe", "gemma4"):
-            del config.hidden_act
-        experts = getattr(modeling, name)(config)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in experts.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise)
-        return experts.to(dtype)
-
     @parametrize(
-        "model,name,activation",
-        [
-            # act_fn is a function, and the config has no name of it
-            ("lfm2_moe", "Lfm2MoeExperts", "swiglu"),
-            # the config has another key
-            ("gemma4", "Gemma4TextExperts", "geglu_tanh"),
-            ("gpt_oss", "GptOssExperts", "swiglu_oai"),
-            # the gate of gpt-oss with gates first
-            ("openai_privacy_filter", "OpenAIPrivacyFilterExperts", "swiglu_oai"),
-            ("minimax_m3_vl", "MiniMaxM3VLExperts", "swiglu_oai"),
-        ],
+        "name",
+        ["Lfm2MoeExperts", "Gemma4TextExperts", "GptOssExperts", "NemotronHExperts"],
     )
-    def test_gates(self, model, name, activation):
-        experts = self._experts(model, name)
-        arguments = transformers_experts.activation_arguments(experts)
-        self.assertEqual(arguments["activation"], activation)
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(10, 8, generator=generator, dtype=torch.float64)
-        weights, index = torch.rand(10, 3, generator=generator).topk(2)
-        expected = experts(x, index, weights.double())
-        experts.config._experts_implementation = transformers_experts.NAME
-        # One of the models adds in float32.
-        actual = experts(x, index, weights.double())
-        self.assertEqual(actual, expected.double(), atol=1e-5, rtol=1e-5)
+    def test_class(self, name):
+        # act_fn is a function; another key of the config; clamped and transposed; without gates
+        (found,) = (c for c in matrix.experts_classes() if c.__name__ == name)
+        row = matrix.run_class(found)
+        self.assertEqual(row["state"], "runs", row)
 
-    @parametrize(
-        "model,name,message",
-        [
-            # a limit without alpha
-            (
-                "deepseek_v4",
-                "DeepseekV4Experts",
-                "a gate of its own, DeepseekV4Experts",
-            ),
-            ("glm5_next", "Glm5NextTextExperts", "a gate of its own"),
-            ("nemotron_h", "NemotronHExperts", "experts without gates"),
-        ],
-    )
-    def test_unknown_gate_is_an_error(self, model, name, message):
-        with self.assertRaisesRegex(NotImplementedError, message):
-            transformers_experts.activation_arguments(self._experts(model, name))
 
-    def test_unknown_activation_is_an_error(self):
+class TestChoice(TestCase):
+    """experts_implementation="moe_mlp" by one import: it takes effect, or the log says why not."""
+
+    def setUp(self):
+        super().setUp()
+        moe_mlp_experts._logged.clear()
+
+    def _logs(self, function):
+        with self.assertLogs("moe_mlp_experts", "WARNING") as logs:
+            function()
+        return "\n".join(logs.output)
+
+    def test_from_config_and_saved(self):
+        import transformers
+
+        config = build("qwen3_moe").config
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_config(config, experts_implementation=NAME)
+        self.assertEqual(len(fused_experts(model)), 2)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            saved = json.loads(pathlib.Path(folder, "config.json").read_text())
+            self.assertEqual(saved["experts_implementation"], NAME)
+            loaded = auto.from_pretrained(folder)
+            self.assertEqual(len(fused_experts(loaded)), 2)
+            other = auto.from_pretrained(folder, experts_implementation="eager")
+            self.assertEqual(fused_experts(other), [])
+            other.save_pretrained(folder)
+            saved = json.loads(pathlib.Path(folder, "config.json").read_text())
+            self.assertNotIn("experts_implementation", saved)
+
+    def test_switch_there_and_back(self):
+        model = build("mixtral")
+        for name, count in ((NAME, 2), ("eager", 0), (NAME, 2)):
+            model.set_experts_implementation(name)
+            self.assertEqual(len(fused_experts(model)), count)
+
+    def test_unknown_activation_falls_back(self):
+        model = build("mixtral")
+        tokens = torch.arange(8)[None]
+        for experts in experts_of(model):
+            experts.act_fn = torch.nn.Hardswish()
+        model.set_experts_implementation("grouped_mm")
+        expected = model(input_ids=tokens).logits
+
+        def run():
+            model.set_experts_implementation(NAME)
+            self.assertEqual(model(input_ids=tokens).logits, expected)
+
+        text = self._logs(run)
+        self.assertIn("act_fn of MixtralExperts is Hardswish", text)
+        self.assertIn("has no effect on MixtralForCausalLM", text)
+
+    def test_unknown_gate_falls_back(self):
         experts = experts_of(build("mixtral"))[0]
-        experts.act_fn = torch.nn.Hardswish()
-        with self.assertRaisesRegex(
-            NotImplementedError, "act_fn of MixtralExperts must be .*, got Hardswish"
-        ):
-            transformers_experts.activation_arguments(experts)
+
+        def _apply_gate(self, gate_up):
+            return gate_up.chunk(2, dim=-1)[0]
+
+        with mock.patch.object(type(experts), "_apply_gate", _apply_gate):
+            plan = moe_mlp_experts.plan_of(experts)
+        self.assertIn("a gate of its own", plan.reason)
+        experts.has_post_expert_norm = True
+        self.assertIn("norm", moe_mlp_experts.plan_of(experts).reason)
+
+    def test_a_model_without_experts_says_so(self):
+        import transformers
+
+        config = transformers.LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)  # fmt: skip
+        auto = transformers.AutoModelForCausalLM
+        text = self._logs(lambda: auto.from_config(config, experts_implementation=NAME))
+        self.assertIn("has no effect on LlamaForCausalLM", text)
+        with self.assertNoLogs("moe_mlp_experts", "WARNING"):
+            auto.from_config(config)  # nobody asked
+
+    @parametrize("name", ["Llama4ForCausalLM", "JetMoeForCausalLM"])
+    def test_model_without_the_interface(self, name):
+        import transformers
+
+        row = matrix.run_model(getattr(transformers, name), compiled=False)
+        self.assertEqual((row["state"], row["layers"]), ("runs", "2 of 2"), row)
+        self.assertEqual(row["generate"], "same")
 
 
 class TestLayouts(TestCase):
@@ -239,10 +252,14 @@ class TestLayouts(TestCase):
     def test_torchtitan_round_trip(self):
         weights = self._weights()
         state = to_torchtitan(weights)
+        back = from_torchtitan(**state)
+        self.assertEqual(back.w_up.data_ptr(), state["w3"].data_ptr())
         self.assertEqual({n: t.shape for n, t in state.items()}, {
             "w1": (3, 4, 5), "w2": (3, 5, 4), "w3": (3, 4, 5)
         })  # fmt: skip
-        self.assertEqual(from_torchtitan(**state), weights, atol=0, rtol=0)
+        self.assertEqual(concatenate(back), weights, atol=0, rtol=0)
+        self.assertEqual(to_torchtitan(back), state, atol=0, rtol=0)
+        self.assertEqual(interleave(back), interleave(weights), atol=0, rtol=0)
         self.assertEqual(to_torchtitan(interleave(weights)), state, atol=0, rtol=0)
 
     def test_torchtitan_means_the_same(self):
@@ -271,6 +288,7 @@ class TestLayouts(TestCase):
 
 
 instantiate_parametrized_tests(TestTransformers)
+instantiate_parametrized_tests(TestChoice)
 instantiate_parametrized_tests(TestLayouts)
 
 if __name__ == "__main__":

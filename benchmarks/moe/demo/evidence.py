@@ -1,56 +1,57 @@
-"""What can be said about one MoE block inside a trained model: time, bytes, error."""
+"""What can be said about one MoE block inside a trained model: operands, saved bytes, error."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import check
+from peers import MoEBlock
+from shapes import Operands, Shape
+
 import torch
 from torch import Tensor
-from torch.testing._internal.moe_reference import (
-    error_and_bound,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
-    moe_permutation_reference,
-)
 
-from blocks import MoEBlock
 from demo.model import LanguageModel, MoE
-from measure import peak_bytes, saved_bytes
+from measure import saved_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSample:
-    """What one MoE layer of a model computed with: its operands and the gradient that came back.
+    """What one MoE layer of a model computed with, and the gradient that came back.
 
     Attributes:
-        x: (T, D) input; requires grad.
         logits: (T, E) float32 router logits; require grad.
-        w_in: (E, 2*F, D); requires grad.
-        w_out: (E, D, F); requires grad.
-        grad_y: (T, D) gradient of the block's output.
-        k: experts per token.
+        operands: of the experts, without ids and router weights; they require grad.
     """
 
-    x: Tensor
+    shape: Shape
     logits: Tensor
-    w_in: Tensor
-    w_out: Tensor
-    grad_y: Tensor
-    k: int
+    operands: Operands
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        o = self.operands
+        return o.x, self.logits, o.w_in, o.w_out
 
     def forward(self, block: MoEBlock) -> Tensor:
-        return block(self.x, self.logits, self.k, self.w_in, self.w_out)
+        x, logits, w_in, w_out = self.leaves()
+        return block(x, logits, self.shape.K, w_in, w_out)
 
     def forward_backward(self, block: MoEBlock) -> tuple[Tensor, ...]:
         """Gradients of x, logits, w_in and w_out."""
-        operands = (self.x, self.logits, self.w_in, self.w_out)
-        return torch.autograd.grad(self.forward(block), operands, self.grad_y)
+        return torch.autograd.grad(
+            self.forward(block), self.leaves(), self.operands.grad
+        )
 
     def accumulate_grads(self, block: MoEBlock) -> None:
         """The same gradients, added to ``.grad`` of the operands."""
-        self.forward(block).backward(self.grad_y)
+        self.forward(block).backward(self.operands.grad)
+
+    def routed(self, block: MoEBlock) -> Operands:
+        """With the ids and weights that the block's router gives."""
+        ids, weights = block.route(self.logits.detach(), self.shape.K)
+        return dataclasses.replace(
+            self.operands, ids=ids, weights=weights.detach().requires_grad_()
+        )
 
 
 def capture(model: LanguageModel, window: Tensor) -> list[BlockSample]:
@@ -75,17 +76,18 @@ def capture(model: LanguageModel, window: Tensor) -> list[BlockSample]:
     def leaf(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.detach().to(dtype, copy=True).requires_grad_()
 
-    return [
-        BlockSample(
-            x=leaf(inputs[layer], layer.dtype),
-            logits=leaf(layer.router(inputs[layer]), torch.float32),
-            w_in=leaf(layer.w_in, layer.dtype),
-            w_out=leaf(layer.w_out, layer.dtype),
-            grad_y=grads[layer].to(layer.dtype),
-            k=layer.top_k,
+    samples = []
+    for layer in layers:
+        x, w_in, w_out = (
+            leaf(t, layer.dtype) for t in (inputs[layer], layer.w_in, layer.w_out)
         )
-        for layer in layers
-    ]
+        E, D, F = layer.w_out.shape
+        shape = Shape("demo", x.shape[0], D, F, E, layer.top_k)
+        logits = leaf(layer.router(inputs[layer]), torch.float32)
+        none = torch.empty(0)
+        operands = Operands(x, none, none, w_in, w_out, grads[layer].to(layer.dtype))
+        samples.append(BlockSample(shape, logits, operands))
+    return samples
 
 
 class SavedBytes(NamedTuple):
@@ -113,68 +115,21 @@ def saved_by_experts(
     Args:
         wrap: applied to the function first, such as ``torch.compile``.
     """
-    indices, weights = block.route(sample.logits.detach(), sample.k)
-    weights.requires_grad_()
-    experts = wrap(block.experts)
-    num_experts, gate_up, _ = sample.w_in.shape
+    o, shape, experts = sample.routed(block), sample.shape, wrap(block.experts)
+    slots = shape.T * shape.K
     return SavedBytes(
-        measured=saved_bytes(
-            lambda: experts(sample.x, indices, weights, sample.w_in, sample.w_out),
-            (sample.w_in, sample.w_out),
-        ),
-        operand_bytes=sample.x.itemsize
-        * (sample.x.numel() + gate_up * indices.numel()),
-        allowance=24 * indices.numel() + 8 * num_experts,
+        measured=saved_bytes(lambda: experts(*o.layer_args()), (o.w_in, o.w_out)),
+        operand_bytes=o.x.itemsize * (shape.T * shape.D + slots * 2 * shape.F),
+        allowance=24 * slots + 8 * shape.E,
     )
 
 
-def peak_activation_bytes(forward_backward: Callable[[], object]) -> int:
-    """Peak of forward and backward beyond what lives anyway: parameters and their gradients.
-
-    Args:
-        forward_backward: accumulates into ``.grad``. Runs twice: the first time leaves the
-            gradients behind, so that the second, which is measured, allocates only buffers.
-    """
-    forward_backward()
-    return peak_bytes(forward_backward)
-
-
-class Float64Error(NamedTuple):
-    """Error of one tensor against the float64 reference.
-
-    Attributes:
-        error: max|actual - reference|.
-        bound: the error that invariant 1 allows.
-        scale: max|reference|.
-    """
-
-    error: float
-    bound: float
-    scale: float
-
-
-def float64_errors(sample: BlockSample, block: MoEBlock) -> dict[str, Float64Error]:
+def float64_errors(sample: BlockSample, block: MoEBlock) -> dict[str, check.Error]:
     """Errors of the output and of every gradient of ``block.experts``."""
-    indices, weights = block.route(sample.logits.detach(), sample.k)
-    weights.requires_grad_()
-    operands = (sample.x, sample.w_in, sample.w_out, weights)
-    y = block.experts(sample.x, indices, weights, sample.w_in, sample.w_out)
-    actual = (y, *torch.autograd.grad(y, operands, sample.grad_y))
-
-    plan = moe_permutation_reference(indices, sample.w_in.shape[0])
-    args = (sample.x, sample.w_in, sample.w_out, plan.offs, weights)
-    args = tuple(a.detach() for a in (*args, plan.row_slots, plan.slot_rows))
-    reference = (
-        moe_mlp_reference(*args)[0],
-        *moe_mlp_backward_reference(sample.grad_y, *args)[:4],
-    )
-    unfused = (
-        moe_mlp_unfused(*args)[0],
-        *moe_mlp_backward_unfused(sample.grad_y, *args)[:4],
-    )
-    names = ("output", "grad_input", "grad_w_in", "grad_w_out", "grad_topk_weights")
-    errors = {}
-    for name, a, r, u in zip(names, actual, reference, unfused, strict=True):
-        error, bound = error_and_bound(a, r, u, sample.x.dtype)
-        errors[name] = Float64Error(error, bound, r.abs().max().item())
-    return errors
+    o = sample.routed(block)
+    whole = check.Sample(torch.arange(sample.shape.T), list(range(sample.shape.E)))
+    y = block.experts(*o.layer_args())
+    grads = torch.autograd.grad(y, o.leaves(), o.grad)
+    expected = check.truth(sample.shape, o, whole, backward=True)
+    actual = check.sampled(whole, y, grads)
+    return check.errors(actual, expected, o.x.dtype, "the block")

@@ -2,11 +2,12 @@
 
 import dataclasses
 
+from peers import MoEBlock
+
 import torch
 import torch.nn.functional as F
 from torch import nn, Tensor
 
-from blocks import MoEBlock
 from demo.text import VOCAB_SIZE
 
 

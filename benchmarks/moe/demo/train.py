@@ -3,12 +3,13 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+
+from peers import MoEBlock
 
 import torch
 from torch import Tensor
 
-from blocks import MoEBlock
 from demo.model import LanguageModel, ModelConfig
 
 
@@ -98,7 +99,3 @@ def train(
         for run in runs[first:] + runs[:first]:
             run.step(window, learning_rate(step, len(batches)))
         on_step(step)
-
-
-def largest_difference(a: Iterable[float], b: Iterable[float]) -> float:
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))

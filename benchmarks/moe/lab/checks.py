@@ -11,13 +11,13 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from shapes import make_operands, Shape
+
 import torch
 from torch import Tensor
 
 from . import registration
-from .loading import generators, launch, reference, topk
-from .shapes import make_operands, Shape
-from .timing import graph_replay
+from .loading import generators, graph_replay, launch, reference, topk
 
 
 ACT = launch.Activation()
@@ -158,7 +158,7 @@ def _check_alone(operands, first: tuple[Tensor, ...]) -> None:
 def check_repeatable(shape: Shape, device: torch.device) -> dict[str, object]:
     """Forward and backward twice, as a CUDA graph, and one token alone: the same bits."""
     row: dict[str, object] = {"shape": shape.name}
-    operands = make_operands(shape, device)
+    operands = make_operands(shape, device, weights_dtype=torch.float32)
     first = attempt(row, "runs", lambda: _step(operands))
     if first is None:
         return row

@@ -7,6 +7,9 @@ installed; only the files beside this one are needed.
 import importlib.util
 import pathlib
 import sys
+from collections.abc import Callable
+
+import torch
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -50,11 +53,29 @@ def exact_interpreter():
     return load_by_path("triton_interpreter", path).exact_floats()
 
 
+def graph_replay(
+    function: Callable[[], object], device: torch.device
+) -> Callable[[], object]:
+    """``function`` as a replayed CUDA graph, which leaves out launch gaps; itself on CPU."""
+    if device.type != "cuda":
+        return function
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = function()
+
+    def replay() -> object:
+        graph.replay()
+        return held
+
+    return replay
+
+
 __all__ = [
     "autotune",
     "configs",
     "exact_interpreter",
     "generators",
+    "graph_replay",
     "KERNELS",
     "launch",
     "load_by_path",

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable
 from typing import Self
 
 import triton
+from shapes import Operands, Shape
 
 import torch
 
 from .loading import configs, launch
-from .shapes import Operands, Shape
-from .timing import interleaved
+from measure import interleaved_seconds
 
 
 TileConfig = configs.TileConfig
@@ -247,8 +247,11 @@ def measure_kernel(
         else:
             functions[config] = lambda candidate=candidate: call(candidate)
     if functions:
-        for config, times in interleaved(functions, device, effort.rounds).items():
-            ms = statistics.median(times)
+        seconds = interleaved_seconds(
+            functions, rounds=effort.rounds, warmup=1, device=device
+        )
+        for config, times in seconds.items():
+            ms = 1e3 * statistics.median(times)
             results.append(Result(kernel, shape.name, columns, density, config, ms))
     return results
 

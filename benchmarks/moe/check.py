@@ -1,0 +1,176 @@
+"""A measured layer against float64, by the rule of moe_reference.py.
+
+Float64 copies of all weights of a large layer would not fit, so that a large one is checked on a
+sample: y, dX and d(topk_weights) of some tokens, which no other token has a share in, and dW and
+db of some experts, over all of their rows. Small ones are checked whole.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from shapes import Operands, Shape
+
+import torch
+from torch import Tensor
+from torch.testing._internal.moe_reference import (
+    error_and_bound,
+    moe_mlp_backward_reference,
+    moe_mlp_backward_unfused,
+    moe_mlp_reference,
+    moe_mlp_unfused,
+)
+
+
+MAX_ELEMENTS = 4 * 10**8  # of the weights that the sampled tokens need in float64
+
+
+class Sample(NamedTuple):
+    """What of a layer is checked.
+
+    Attributes:
+        tokens: (S,) int64, in ascending order.
+        experts: ids of the experts whose gradients are checked.
+    """
+
+    tokens: Tensor
+    experts: list[int]
+
+
+class Error(NamedTuple):
+    """max|actual - reference|, what invariant 1 allows of it, and max|reference|."""
+
+    error: float
+    bound: float
+    scale: float
+
+
+def make_sample(shape: Shape, ids: Tensor, max_tokens: int, max_experts: int) -> Sample:
+    """Tokens spread over the batch, and the experts with the most and the fewest rows."""
+    affordable = max(2, MAX_ELEMENTS // (shape.K * 3 * shape.D * shape.F))
+    count = min(shape.T, max_tokens, affordable)
+    tokens = torch.linspace(0, shape.T - 1, count).long().unique()
+    load = torch.bincount(ids.flatten(), minlength=shape.E)
+    by_load = load.argsort(descending=True).tolist()
+    order = [e for pair in zip(by_load, reversed(by_load)) for e in pair]
+    return Sample(tokens, list(dict.fromkeys(order))[:max_experts])
+
+
+def _rows_of(shape: Shape, o: Operands, e: int, chosen: Tensor):
+    """Slots (n, 2) of expert ``e`` among the ``chosen`` (T, K), and arguments of its reference."""
+    slots = (chosen & (o.ids == e)).nonzero()
+    tokens, k = slots.unbind(1)
+    w_in, w_out = (w[e : e + 1].detach() for w in (o.w_in, o.w_out))
+    if shape.gpt_oss:
+        w_in, w_out = w_in.mT, w_out.mT
+    rows = torch.arange(len(slots), dtype=torch.int32)
+    biases = (None if b is None else b[e : e + 1] for b in (o.b_in, o.b_out))
+    x, s = o.x.detach()[tokens], o.weights.detach()[tokens, k, None]
+    offs = torch.tensor([len(slots)], dtype=torch.int32)
+    return slots, (x, w_in, w_out, offs, s, rows, rows[:, None], *biases)
+
+
+def _values(
+    shape: Shape,
+    o: Operands,
+    sample: Sample,
+    backward: bool,
+    functions: Sequence[Callable],
+) -> dict[str, Tensor]:
+    forward, gradients = functions
+    dtype = torch.float64 if forward is moe_mlp_reference else o.x.dtype
+    of_tokens = torch.zeros_like(o.ids, dtype=torch.bool)
+    of_tokens[sample.tokens] = True
+    y = torch.zeros(o.x.shape, dtype=dtype)
+    dx = torch.zeros_like(y)
+    ds = torch.zeros_like(
+        o.weights.detach().to(torch.promote_types(dtype, o.weights.dtype))
+    )
+    stacks: dict[str, list[Tensor]] = {}
+    hit = o.ids[sample.tokens].unique().tolist()
+    for e in sorted({*hit, *(sample.experts if backward else ())}):
+        chosen = of_tokens.new_ones(()) if e in sample.experts else of_tokens
+        slots, args = _rows_of(shape, o, e, chosen)
+        y.index_add_(0, slots[:, 0], forward(*args, **shape.activation())[0])
+        if not backward:
+            continue
+        g = gradients(o.grad[slots[:, 0]], *args, **shape.activation())
+        dx.index_add_(0, slots[:, 0], g.grad_input)
+        ds[slots[:, 0], slots[:, 1]] = g.grad_topk_weights[:, 0]
+        if e in sample.experts:
+            w = (g.grad_w_in, g.grad_w_out)
+            w = (t.mT for t in w) if shape.gpt_oss else w
+            names = ("dw_in", "dw_out", "db_in", "db_out")
+            for name, grad in zip(names, (*w, g.grad_b_in, g.grad_b_out)):
+                if grad is not None:
+                    stacks.setdefault(name, []).append((e, grad))
+    values = {"y": y[sample.tokens]}
+    if backward:
+        values |= {"dx": dx[sample.tokens], "dweights": ds[sample.tokens]}
+    for name, grads in stacks.items():
+        of_expert = dict(grads)
+        values[name] = torch.cat([of_expert[e] for e in sample.experts])
+    return values
+
+
+def truth(shape: Shape, operands: Operands, sample: Sample, *, backward: bool):
+    """Values of the sample by name: in float64, and unfused in the dtype of the operands."""
+    exact = (moe_mlp_reference, moe_mlp_backward_reference)
+    unfused = (moe_mlp_unfused, moe_mlp_backward_unfused)
+    return tuple(
+        _values(shape, operands, sample, backward, functions)
+        for functions in (exact, unfused)
+    )
+
+
+def sampled(sample: Sample, y: Tensor, grads: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The sample of what was computed.
+
+    Args:
+        grads: of x, the router weights and the stored weights; empty for a forward.
+    """
+    values = {"y": y.detach()[sample.tokens]}
+    if grads:
+        dx, ds, *of_weights = grads
+        values |= {"dx": dx[sample.tokens], "dweights": ds[sample.tokens]}
+        for name, grad in zip(("dw_in", "dw_out", "db_in", "db_out"), of_weights):
+            values[name] = grad[sample.experts]
+    return values
+
+
+def errors(
+    actual: Mapping[str, Tensor], expected, dtype: torch.dtype, who: str
+) -> dict[str, Error]:
+    """Of every value.
+
+    Args:
+        expected: of :func:`truth`.
+        who: names what was computed, for the message.
+
+    Raises:
+        AssertionError: a value is missing.
+    """
+    reference, unfused = expected
+    if actual.keys() != reference.keys():
+        raise AssertionError(f"{who} gives {sorted(actual)}, not {sorted(reference)}")
+    return {
+        name: Error(
+            *error_and_bound(actual[name], exact, unfused[name], dtype),
+            exact.abs().max().item(),
+        )
+        for name, exact in reference.items()
+    }
+
+
+def largest_share(found: Mapping[str, Error], who: str) -> float:
+    """Largest error over the allowed one.
+
+    Raises:
+        AssertionError: a value is wrong.
+    """
+    for name, (error, bound, _) in found.items():
+        if not error <= bound:
+            raise AssertionError(
+                f"{name} of {who} has error {error:.3e} against float64, "
+                f"{bound:.3e} is allowed"
+            )
+    return max(error / bound if bound else 0.0 for error, bound, _ in found.values())

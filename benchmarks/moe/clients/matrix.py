@@ -1,0 +1,367 @@
+"""Every experts class of the installed transformers, and whole models, with F.moe_mlp.
+
+    python3 tools/stage.py python benchmarks/moe/clients/matrix.py [--models] [--only REGEX] [--out FILE.json]
+
+Experts: each class that uses transformers' interface or has an adapter here, by itself, tiny, in
+float32: output and gradients of everything against its own eager code in float64, by invariant 1.
+``--models``: the causal language models around them from tiny configs: the same for the logits and
+every parameter, generate() token by token, and a torch.compile with fullgraph. What cannot be built
+from a config alone, here without files, is a row that says so and counts as not run.
+"""
+
+import argparse
+import importlib
+import pathlib
+import re
+import sys
+import warnings
+from collections import Counter
+
+import torch
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import transformers_experts
+from moe_mlp_experts import NAME, plan_of
+from transformers_experts import ADAPTERS, experts_of, fused_experts
+
+from measure import provenance, write_json
+
+
+class TinyConfig:
+    """A config for an experts class alone: every attribute it may ask for, by its name."""
+
+    _experts_implementation = "eager"
+    hidden_size = dim = 16
+    hidden_act = hidden_activation = "silu"
+    mlp_hidden_act = "relu2"
+    swiglu_alpha, swiglu_limit = 1.5, 0.75
+    swiglu_limits = swiglu_limits_shared = None
+    mlp_gate_softcap, moe_hidden_size = 1.0, 16
+    moe_latent_size = zero_expert_num = None
+    rms_norm_eps = layer_norm_epsilon = norm_eps = 1e-6
+    ffn_act_fn = {"name": "silu"}
+    num_experts_per_tok = moe_top_k = 2
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if "expert" in name and "size" not in name and "dim" not in name:
+            return 4
+        if re.search("intermediate|ffn|expert_dim|expert_size", name):
+            return 12
+        if re.search("bias|use_|is_|enable", name):
+            return False
+        if re.search("act", name):
+            return "silu"
+        raise AttributeError(name)
+
+
+# Sizes of a whole model, where its config has the name.
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "intermediate_size_mlp": 48,
+    "expert_ffn_hidden_size": 16,
+    "ffn_hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "n_layers": 2,
+    "num_attention_heads": 4,
+    "n_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "moe_top_k": 2,
+    "d_model": 32,
+    "max_seq_len": 64,
+    "max_position_embeddings": 64,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_expert_groups": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 0,
+    "num_dense_layers": 0,
+    "decoder_sparse_step": 1,
+    "interleave_moe_layer_step": 1,
+    "zero_expert_num": 2,
+    "sliding_window": 16,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def error_over_allowed(actual: dict, eager: dict, exact: dict) -> float:
+    """Largest share of invariant 1's error, over all values.
+
+    Raises:
+        AssertionError: a value is missing.
+    """
+    if not actual.keys() == eager.keys() == exact.keys():
+        raise AssertionError(f"{sorted(actual)} is not {sorted(exact)}")
+    worst = 0.0
+    for name, reference in exact.items():
+        scale = reference.abs().max().item()
+        eps = torch.finfo(actual[name].dtype).eps
+        error, own = (
+            (x[name].double() - reference).abs().max().item() for x in (actual, eager)
+        )
+        bound = 2 * own + 4 * eps * scale
+        worst = max(worst, error / bound if bound else float(error > 0))
+    return worst
+
+
+def experts_classes() -> list[type[torch.nn.Module]]:
+    """Of the installed transformers: those of the interface, and those with an adapter."""
+    import transformers
+
+    folder = pathlib.Path(transformers.__file__).parent / "models"
+    found = []
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        text = path.read_text()
+        interface = r"^@use_experts_implementation.*\nclass (\w+)"
+        names = re.findall(interface, text, re.MULTILINE)
+        names += [
+            n for n in ADAPTERS if re.search(rf"^class {n}\(", text, re.MULTILINE)
+        ]
+        if not names:
+            continue
+        name = f"transformers.models.{path.parent.name}.{path.stem}"
+        module = importlib.import_module(name)
+        found += [getattr(module, name) for name in names]
+    return found
+
+
+def _fill(module: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            scale = p.shape[-1] ** -0.5 if p.dim() > 1 else 0.1
+            noise = (
+                torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale
+            )
+            p.copy_(noise if p.dim() > 1 else p + noise)
+
+
+def run_class(experts_class: type[torch.nn.Module]) -> dict[str, object]:
+    """One experts class by itself."""
+    row: dict[str, object] = {"class": experts_class.__name__}
+    adapted = experts_class.__name__ in ADAPTERS
+    config = TinyConfig()
+    module = experts_class(config)
+    _fill(module, 0)
+    if adapted:
+        transformers_experts._adapt(experts_class)
+        reason = ADAPTERS[experts_class.__name__][1](module)
+    else:
+        reason = plan_of(module).reason
+    if reason is not None:
+        return row | {"state": "falls back", "why": reason}
+
+    def outcome(dtype: torch.dtype, fused: bool) -> dict[str, torch.Tensor]:
+        module.to(dtype).zero_grad()
+        config._experts_implementation = NAME if fused else "eager"
+        module._uses_moe_mlp = fused
+        g = torch.Generator().manual_seed(1)
+        x = torch.randn(10, 16, generator=g).to(dtype).requires_grad_()
+        weights, ids = torch.rand(10, 4, generator=g).topk(2)
+        weights = weights.to(dtype).requires_grad_()
+        args = (x, ids, weights)
+        if experts_class.__name__ in ("Llama4TextMoe", "JetMoeMoE"):
+            args = (x[None],)  # they hold their router
+        elif experts_class.__name__ == "DbrxExperts":
+            args = (x[None], ids, weights)
+        y = module(*args)
+        y = y[0] if isinstance(y, tuple) else y
+        y.square().sum().backward()
+        values = {"y": y.detach(), "x": x.grad, "weights": weights.grad}
+        values |= {n: p.grad for n, p in module.named_parameters()}
+        return {n: v for n, v in values.items() if v is not None}
+
+    actual, eager, exact = (
+        outcome(dtype, fused)
+        for dtype, fused in (
+            (torch.float32, True),
+            (torch.float32, False),
+            (torch.float64, False),
+        )
+    )
+    share = error_over_allowed(actual, eager, exact)
+    state = "runs" if share <= 1 else "wrong"
+    return row | {"state": state, "error_over_allowed": share}
+
+
+def _shrink(config) -> None:
+    for name, value in TINY.items():
+        if getattr(config, name, None) is not None or (
+            value is None and hasattr(config, name)
+        ):
+            try:
+                setattr(config, name, value)
+            except (AttributeError, ValueError, TypeError):
+                pass
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if isinstance(kinds, list) and kinds:
+            # One of each kind, the sparse and the full ones first.
+            order = sorted(
+                dict.fromkeys(kinds), key=lambda k: ("sparse" not in k, "full" not in k)
+            )
+            setattr(config, name, (order * 2)[: config.num_hidden_layers])
+    for sub in ("attn_config", "ffn_config"):
+        if getattr(config, sub, None) is not None:
+            _shrink(getattr(config, sub))
+    if hasattr(
+        config, "kv_n_heads"
+    ):  # DBRX's attention, which has no default for the other
+        config.kv_n_heads, config.rope_theta = 2, 1e4
+
+
+def build_model(model_class: type, dtype: torch.dtype, implementation: str):
+    config = model_class.config_class()
+    for sub in ("text_config", "thinker_config"):
+        config = getattr(config, sub, config) if sub == "text_config" else config
+    _shrink(config)
+    config._attn_implementation = "eager"
+    config._experts_implementation = implementation
+    torch.manual_seed(0)
+    model = model_class(config).float()
+    _fill(model, 1)
+    return model.to(dtype).eval()
+
+
+def model_classes() -> list[type]:
+    """Causal language models whose modeling file has an experts class."""
+    found = {}
+    for experts_class in experts_classes():
+        module = sys.modules[experts_class.__module__]
+        for name, candidate in vars(module).items():
+            if name.endswith("ForCausalLM") and isinstance(candidate, type):
+                if candidate.__module__ == module.__name__:
+                    found[name] = candidate
+    return list(found.values())
+
+
+def run_model(model_class: type, *, compiled: bool = True) -> dict[str, object]:
+    """One whole model."""
+    row: dict[str, object] = {"model": model_class.__name__}
+    tokens = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    def outcome(dtype: torch.dtype, implementation: str) -> dict[str, torch.Tensor]:
+        model = build_model(model_class, dtype, implementation)
+        logits = model(input_ids=tokens, use_cache=False).logits
+        target = tokens.roll(-1, dims=1).flatten()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), target).backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return {"logits": logits.detach(), **grads}
+
+    try:
+        eager = outcome(torch.float32, "eager")
+        exact = outcome(torch.float64, "eager")
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return row | {"state": "not built", "why": text[:160]}
+    ours = build_model(model_class, torch.float32, "eager")
+    ours.set_experts_implementation(NAME)
+    row["layers"] = f"{len(fused_experts(ours))} of {len(experts_of(ours))}"
+    if not fused_experts(ours):
+        return row | {"state": "falls back"}
+    row["error_over_allowed"] = error_over_allowed(
+        outcome(torch.float32, NAME), eager, exact
+    )
+    row["state"] = "runs" if row["error_over_allowed"] <= 1 else "wrong"
+    row["generate"] = _generates_alike(model_class, tokens)
+    if compiled:
+        row["compile"] = _compiles(ours, tokens)
+    return row
+
+
+def _generates_alike(model_class: type, tokens: torch.Tensor) -> str:
+    try:
+        texts = [
+            build_model(model_class, torch.float32, name).generate(
+                tokens, max_new_tokens=6, do_sample=False, pad_token_id=0
+            )
+            for name in ("eager", NAME)
+        ]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    return "same" if torch.equal(*texts) else "differs"
+
+
+def _compiles(model, tokens: torch.Tensor) -> str:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = model(input_ids=tokens, use_cache=False).logits
+        try:
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            actual = compiled(input_ids=tokens, use_cache=False).logits
+        except Exception as error:
+            model.set_experts_implementation("batched_mm")
+            torch._dynamo.reset()
+            try:
+                torch.compile(model, fullgraph=True, backend="aot_eager")(
+                    input_ids=tokens, use_cache=False
+                )
+            except Exception:
+                return "nor does it with batched_mm"
+            return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+    close = torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    return "same" if close else "differs"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", action="store_true", help="whole models as well")
+    parser.add_argument("--only", default="", help="classes whose name matches")
+    parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    result: dict[str, object] = provenance()
+    jobs = [("experts", experts_classes(), run_class)]
+    if args.models:
+        jobs.append(("models", model_classes(), run_model))
+    wrong = 0
+    for name, classes, run in jobs:
+        rows = []
+        for each in classes:
+            if not re.search(args.only, each.__name__):
+                continue
+            try:
+                rows.append(run(each))
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                rows.append(
+                    {"class": each.__name__, "state": "fails", "why": text[:160]}
+                )
+            print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
+        states = Counter(row["state"] for row in rows)
+        print(f"{name}: {dict(states)}")
+        result[name] = rows
+        wrong += states["wrong"] + states["fails"]
+    if args.out:
+        write_json(result, args.out)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

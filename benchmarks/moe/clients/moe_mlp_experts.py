@@ -1,0 +1,161 @@
+"""F.moe_mlp as the forward of a transformers experts module.
+
+What of a module is passed to ``torch.nn.functional.moe_mlp`` is decided once per module, by
+:func:`plan_of`; a module that computes something else keeps the forward of "grouped_mm", and the
+log says why. This file is what the patch beside it adds to transformers.
+"""
+
+import logging
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+logger = logging.getLogger(__name__)
+NAME = "moe_mlp"
+
+# What a module has as act_fn (the class of a module or a function's name): with a gate, and alone.
+_ACTIVATIONS = {
+    "SiLUActivation": ("swiglu", "silu"),
+    "SiLU": ("swiglu", "silu"),
+    "silu": ("swiglu", "silu"),
+    "GELUActivation": ("geglu", "gelu"),
+    "GELU": ("geglu", "gelu"),
+    "GELUTanh": ("geglu_tanh", None),
+    "NewGELUActivation": ("geglu_tanh", None),
+    "ReLU": ("reglu", "relu"),
+    "ReLUSquaredActivation": (None, "relu2"),
+}
+
+
+class _Gate(NamedTuple):
+    """A gate that is not ``act_fn(gate) * up``, as F.moe_mlp has it.
+
+    Attributes:
+        activation: None is that of ``act_fn``.
+        limit: name of the module's attribute, which clamps gate and up before.
+        alpha: likewise.
+    """
+
+    activation: str | None
+    limit: str | None = None
+    alpha: str | None = None
+
+
+# By where it is defined: other gates have a limit as well, and clamp something else.
+_GATES = {
+    "_default_apply_gate": _Gate(None),
+    "BeamExperts._apply_gate": _Gate(None),  # in float32, as F.moe_mlp always is
+    "DeepseekV4Experts._apply_gate": _Gate(None, "limit"),
+    "Glm5NextTextExperts._apply_gate": _Gate("swiglu", "swiglu_limit"),
+    "HYV4Experts._apply_gate": _Gate("swiglu", "swiglu_limit"),
+    "GptOssExperts._apply_gate": _Gate("swiglu_oai", "limit", "alpha"),
+    "OpenAIPrivacyFilterExperts._apply_gate": _Gate("swiglu_oai", "limit", "alpha"),
+    "MiniMaxM3VLExperts._apply_gate": _Gate(
+        "swiglu_oai", "swiglu_limit", "swiglu_alpha"
+    ),
+}
+
+
+class Plan(NamedTuple):
+    """How a module is computed.
+
+    Attributes:
+        options: keyword arguments of F.moe_mlp, without tensors.
+        reason: why it is not F.moe_mlp; None if it is.
+    """
+
+    options: dict[str, object]
+    reason: str | None = None
+
+
+def activation_of(act_fn: object, *, gated: bool = True) -> str | None:
+    """Name of an activation for F.moe_mlp; None if it has none."""
+    # Not the name in the config, which models keep under several keys or not at all.
+    is_module = isinstance(act_fn, torch.nn.Module)
+    name = type(act_fn).__name__ if is_module else getattr(act_fn, "__name__", "")
+    return _ACTIVATIONS.get(name, (None, None))[0 if gated else 1]
+
+
+def plan_of(experts: torch.nn.Module) -> Plan:
+    """What F.moe_mlp needs to compute a module of ``use_experts_implementation``."""
+    name = type(experts).__name__
+    if getattr(experts, "has_post_expert_norm", False):
+        return Plan({}, f"{name} has a norm between the experts and the sum over them")
+    options: dict[str, object] = {}
+    act_fn, gate = getattr(experts, "act_fn", None), _Gate(None)
+    if experts.has_gate:
+        where = type(experts)._apply_gate.__qualname__
+        if where not in _GATES:
+            return Plan(
+                {}, f"{name} has a gate of its own, {where}, which is not known"
+            )
+        gate = _GATES[where]
+        options["gate_interleaved"] = not experts.is_concatenated
+    activation = gate.activation or activation_of(act_fn, gated=experts.has_gate)
+    if activation is None:
+        known = ", ".join(_ACTIVATIONS)
+        return Plan({}, f"act_fn of {name} is {act_fn}, which is none of {known}")
+    options["activation"] = activation
+    for argument in ("limit", "alpha"):
+        if attribute := getattr(gate, argument):
+            options[argument] = float(getattr(experts, attribute))
+    return Plan(options)
+
+
+def cached_plan(experts: torch.nn.Module) -> Plan:
+    """:func:`plan_of`, once per module; the first module of a class that falls back says so."""
+    plan = experts.__dict__.get("_moe_mlp_plan")
+    if plan is None:
+        plan = experts.__dict__["_moe_mlp_plan"] = plan_of(experts)
+        if plan.reason is not None:
+            log_once(f'experts_implementation="{NAME}" falls back: {plan.reason}')
+    return plan
+
+
+_logged: set[str] = set()
+
+
+def log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logger.warning(message)
+
+
+def experts_forward(
+    self: torch.nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """What transformers calls in place of the forward of an experts module.
+
+    Args:
+        self: the experts module.
+        hidden_states: ``(T, D)``.
+        top_k_index: ``(T, K)``; the number of experts means none.
+        top_k_weights: ``(T, K)``.
+    """
+    plan = cached_plan(self)
+    if plan.reason is not None:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        return grouped_mm_experts_forward(
+            self, hidden_states, top_k_index, top_k_weights
+        )
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    w_in, w_out = getattr(self, first), self.down_proj
+    if self.is_transposed:
+        w_in, w_out = w_in.mT, w_out.mT
+    return F.moe_mlp(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        w_in,
+        w_out,
+        b_in=getattr(self, f"{first}_bias") if self.has_bias else None,
+        b_out=self.down_proj_bias if self.has_bias else None,
+        **plan.options,
+    )

@@ -1,0 +1,570 @@
+"""Every way to compute an MoE layer that is compared here: ours, what people write, what libraries do.
+
+The functions have one meaning, on weights in nn.Linear convention:
+
+    route(logits_TE, k) -> indices_TK, weights_TK     softmax over all experts, the k best,
+                                                      renormalized
+    experts(x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF) -> y_TD
+                                                      gated experts (SwiGLU), weighted sum
+
+Letters are those of shapes.py. :func:`make_peers` binds them, and the libraries that can be
+imported, to the operands of a row; :func:`demo_blocks` pairs them with a router. Nothing of a
+library lies in this repository; what is written here follows the public functions
+scattermoe.parallel_experts.parallel_linear and sonicmoe.functional.moe_general_routing_inputs.
+"""
+
+import functools
+import importlib
+import inspect
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shapes import Operands, Shape
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+OURS = "moe_mlp"
+
+# What a peer may cost before it is left out of a row; the row then says what it would have cost.
+MAX_COPIED_BYTES = 2 << 30  # of weights, by batched_mm, in one layer
+MAX_INDEX_GRAD_BYTES = 4 << 30  # gradients of w[expert], by transformers' eager loop
+
+
+class MoEBlock(NamedTuple):
+    """A router and the experts it feeds."""
+
+    route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        logits_TE: Tensor,
+        k: int,
+        w_in_EGD: Tensor,
+        w_out_EDF: Tensor,
+    ) -> Tensor:
+        return self.experts(x_TD, *self.route(logits_TE, k), w_in_EGD, w_out_EDF)
+
+
+def swiglu(h_RG: Tensor) -> Tensor:
+    """(R, 2*F) with the gates first -> (R, F)."""
+    gate, up = h_RG.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(h_RG: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """gpt-oss's gate: (R, 2*F) with gates and ups interleaved -> (R, F)."""
+    gate, up = h_RG[..., 0::2], h_RG[..., 1::2]
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def route(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Plain torch router: indices (T, k) int64, weights (T, k) float32."""
+    weights_TK, indices_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(k)
+    return indices_TK, weights_TK / weights_TK.sum(-1, keepdim=True)
+
+
+def loop_over_hit_experts(
+    x_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    w_in_EGD: Tensor | Sequence[Tensor],
+    w_out_EDF: Tensor | Sequence[Tensor],
+    expert_order: Sequence[int] | None = None,
+    *,
+    b_in_EG: Tensor | Sequence[Tensor] | None = None,
+    b_out_ED: Tensor | Sequence[Tensor] | None = None,
+    gate: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:
+    """Gather the tokens of one expert, two linears, weight, add back; the next expert.
+
+    This is the form of the eager MoE layers of Hugging Face Transformers.
+
+    Args:
+        expert_order: the order in which experts are visited; None for ascending.
+        gate: (rows, G) -> (rows, F).
+    """
+    num_experts = len(w_in_EGD)
+    mask_EKT = F.one_hot(indices_TK, num_experts).permute(2, 1, 0)
+    hit_E = mask_EKT.sum((1, 2)).tolist()
+    y_TD = torch.zeros_like(x_TD)
+    for expert in expert_order or range(num_experts):
+        if not hit_E[expert]:
+            continue
+        choices, tokens = torch.where(mask_EKT[expert])
+        b_in = None if b_in_EG is None else b_in_EG[expert]
+        b_out = None if b_out_ED is None else b_out_ED[expert]
+        h = F.linear(x_TD[tokens], w_in_EGD[expert], b_in)
+        o = F.linear(gate(h), w_out_EDF[expert], b_out)
+        o = o * weights_TK[tokens, choices, None]
+        y_TD.index_add_(0, tokens, o.to(y_TD.dtype))
+    return y_TD
+
+
+def loop_over_unbound_experts(
+    x_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    w_in_EGD: Tensor,
+    w_out_EDF: Tensor,
+    expert_order: Sequence[int] | None = None,
+    *,
+    b_in_EG: Tensor | None = None,
+    b_out_ED: Tensor | None = None,
+    gate: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:
+    """The same loop without its largest cost.
+
+    The gradient of ``w[expert]`` is as large as all of ``w`` and there is one per expert; unbound
+    once, ``w`` gets a single gradient.
+    """
+    return loop_over_hit_experts(
+        x_TD,
+        indices_TK,
+        weights_TK,
+        w_in_EGD.unbind(),
+        w_out_EDF.unbind(),
+        expert_order,
+        b_in_EG=None if b_in_EG is None else b_in_EG.unbind(),
+        b_out_ED=None if b_out_ED is None else b_out_ED.unbind(),
+        gate=gate,
+    )
+
+
+def _sorted_by_expert(
+    indices_TK: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots in expert order (R), the expert of each (R), and the end row of every expert (E)."""
+    experts_R, slots_R = indices_TK.flatten().sort(stable=True)
+    counts_E = torch.histc(
+        experts_R.float(), bins=num_experts, min=0, max=num_experts - 1
+    )
+    return slots_R, experts_R, counts_E.cumsum(0, dtype=torch.int32)
+
+
+def _sum_over_slots(o_RD: Tensor, slots_R: Tensor, weights_TK: Tensor) -> Tensor:
+    """Weight the rows, put them back into slot order and sum those of a token."""
+    T, K = weights_TK.shape
+    o_RD = o_RD * weights_TK.flatten()[slots_R, None]
+    rows_R = torch.empty_like(slots_R)
+    rows_R[slots_R] = torch.arange(len(slots_R), device=slots_R.device)
+    return o_RD[rows_R].view(T, K, -1).sum(1)
+
+
+def sorted_grouped_mm(
+    x_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    w_in_EGD: Tensor,
+    w_out_EDF: Tensor,
+    *,
+    b_in_EG: Tensor | None = None,
+    b_out_ED: Tensor | None = None,
+    gate: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:
+    """Sort the rows by expert, two ``F.grouped_mm``, sum the rows of a token.
+
+    This is the form of "grouped_mm" in Hugging Face Transformers.
+    """
+    slots_R, experts_R, offs_E = _sorted_by_expert(indices_TK, w_in_EGD.shape[0])
+    x_RD = x_TD[slots_R // indices_TK.shape[1]]
+    h_RG = F.grouped_mm(x_RD, w_in_EGD.mT, offs=offs_E)
+    if b_in_EG is not None:
+        h_RG = h_RG + b_in_EG[experts_R]
+    o_RD = F.grouped_mm(gate(h_RG), w_out_EDF.mT, offs=offs_E)
+    if b_out_ED is not None:
+        o_RD = o_RD + b_out_ED[experts_R]
+    return _sum_over_slots(o_RD, slots_R, weights_TK).to(x_TD.dtype)
+
+
+def three_grouped_mm(
+    x_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    w1_EFD: Tensor,
+    w3_EFD: Tensor,
+    w_out_EDF: Tensor,
+) -> Tensor:
+    """The form of torchtitan: gate and up are two matrices, the sum over slots is fp32.
+
+    Args:
+        w1_EFD: the gates.
+        w3_EFD: the ups.
+    """
+    slots_R, _, offs_E = _sorted_by_expert(indices_TK, w1_EFD.shape[0])
+    T, K = indices_TK.shape
+    x_RD = x_TD[slots_R // K]
+    h_RF = F.silu(F.grouped_mm(x_RD, w1_EFD.mT, offs=offs_E))
+    h_RF = h_RF * F.grouped_mm(x_RD, w3_EFD.mT, offs=offs_E)
+    o_RD = F.grouped_mm(h_RF, w_out_EDF.mT, offs=offs_E)
+    slots_RD = torch.zeros_like(o_RD).index_copy(0, slots_R, o_RD)
+    y_T1D = weights_TK.float()[:, None] @ slots_RD.view(T, K, -1).float()
+    return y_T1D.squeeze(1).to(x_TD.dtype)
+
+
+def batched_mm(
+    x_TD: Tensor,
+    indices_TK: Tensor,
+    weights_TK: Tensor,
+    w_in_EGD: Tensor,
+    w_out_EDF: Tensor,
+    *,
+    b_in_EG: Tensor | None = None,
+    b_out_ED: Tensor | None = None,
+    gate: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:
+    """Copy the matrices of one expert per slot, then ``bmm``.
+
+    This is the form of "batched_mm" in Hugging Face Transformers, for a few tokens.
+    """
+    T, K = indices_TK.shape
+    experts_R = indices_TK.flatten()
+    x_RD1 = x_TD.repeat_interleave(K, 0)[..., None]
+    h_RG = torch.bmm(w_in_EGD[experts_R], x_RD1).squeeze(-1)
+    if b_in_EG is not None:
+        h_RG = h_RG + b_in_EG[experts_R]
+    o_RD = torch.bmm(w_out_EDF[experts_R], gate(h_RG)[..., None]).squeeze(-1)
+    if b_out_ED is not None:
+        o_RD = o_RD + b_out_ED[experts_R]
+    o_RD = o_RD * weights_TK.flatten()[:, None]
+    return o_RD.view(T, K, -1).sum(1).to(x_TD.dtype)
+
+
+def fused() -> MoEBlock:
+    """``F.moe_topk`` and ``F.moe_mlp``."""
+    return MoEBlock(F.moe_topk, F.moe_mlp)
+
+
+def training_blocks(
+    orders: Sequence[Sequence[int] | None] = (None,),
+) -> dict[str, MoEBlock]:
+    """The blocks that the demo trains: unfused in several orders of the experts, and fused.
+
+    Another order changes only the order of the sums, and so shows what rounding alone does.
+    """
+    blocks = {}
+    for i, order in enumerate(orders, start=1):
+        experts = functools.partial(loop_over_unbound_experts, expert_order=order)
+        blocks["unfused" if i == 1 else f"unfused, order {i}"] = MoEBlock(
+            route, experts
+        )
+    return blocks | {"fused": fused()}
+
+
+def demo_blocks() -> dict[str, MoEBlock]:
+    """The blocks that the demo times on a trained layer."""
+    return {
+        "unfused, indexed": MoEBlock(route, loop_over_hit_experts),
+        "unfused": MoEBlock(route, loop_over_unbound_experts),
+        "grouped_mm": MoEBlock(route, sorted_grouped_mm),
+        "fused": fused(),
+    }
+
+
+class Peer(NamedTuple):
+    """One way to compute a layer.
+
+    Attributes:
+        name: of the row's entry.
+        source: whose code runs.
+        call: (x (T, D), indices (T, K), weights (T, K), *leaves) -> y (T, D).
+        leaves: operands of a layer -> the weights that gradients are of: views of the stored ones,
+            or a copy in another order, made before any clock starts.
+        canonical: gradients of the leaves -> those of the stored weights.
+        compiled: whether it is a compiled peer.
+    """
+
+    name: str
+    source: str
+    call: Callable[..., Tensor]
+    leaves: Callable[[Operands], tuple[Tensor, ...]]
+    canonical: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
+    compiled: bool = False
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _stored(operands: Operands) -> tuple[Tensor, ...]:
+    return tuple(map(_leaf, operands.stored()))
+
+
+def _gate_and_up(operands: Operands) -> tuple[Tensor, ...]:
+    return tuple(map(_leaf, (*operands.w_in.chunk(2, dim=1), operands.w_out)))
+
+
+def _block(experts: Callable[..., Tensor], shape: Shape) -> Callable[..., Tensor]:
+    """``experts`` on weights as they are stored."""
+    if not shape.gpt_oss:
+        return experts
+
+    def call(x, indices, weights, w_in, w_out, b_in, b_out):
+        biases = {"b_in_EG": b_in, "b_out_ED": b_out}
+        return experts(
+            x, indices, weights, w_in.mT, w_out.mT, **biases, gate=clamped_swiglu
+        )
+
+    return call
+
+
+def _moe_mlp(shape: Shape) -> Callable[..., Tensor]:
+    def call(x, indices, weights, w_in, w_out, b_in=None, b_out=None):
+        if shape.gpt_oss:
+            w_in, w_out = w_in.mT, w_out.mT
+        options = {"b_in": b_in, "b_out": b_out, **shape.activation()}
+        return F.moe_mlp(x, indices, weights, w_in, w_out, **options)
+
+    return call
+
+
+def transformers_version() -> str | None:
+    """Version of the transformers package, None where it cannot be imported."""
+    clients = pathlib.Path(__file__).resolve().parent / "clients"
+    if clients.is_dir():  # the staging tree's, which brings the package
+        if str(clients) not in sys.path:
+            sys.path.append(str(clients))
+        from packages import add_client_packages
+
+        add_client_packages()
+    try:
+        import transformers
+    except ImportError:
+        return None
+    return transformers.__version__
+
+
+def _transformers(shape: Shape, name: str) -> Callable[..., Tensor]:
+    """An experts module of transformers, set to one implementation, on the weights it is given."""
+    import transformers
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    family = (transformers.MixtralConfig, MixtralExperts)
+    if shape.gpt_oss:
+        family = (transformers.GptOssConfig, GptOssExperts)
+    sizes = {"hidden_size": shape.D, "intermediate_size": shape.F}
+    sizes |= {"num_local_experts": shape.E, "num_experts_per_tok": shape.K}
+    config = family[0](**sizes)
+    config._experts_implementation = name
+    with torch.device("meta"):
+        module = family[1](config)
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    for parameter in names:
+        if hasattr(module, parameter):
+            delattr(module, parameter)
+
+    def call(x, indices, weights, *leaves):
+        module.__dict__.update(zip(names, leaves))
+        return module(x, indices, weights)
+
+    return call
+
+
+def _scattermoe_leaves(operands: Operands) -> tuple[Tensor, ...]:
+    gate, up = operands.w_in.detach().chunk(2, dim=1)
+    # Its gated MLP takes the first half as the one that is not activated.
+    return _leaf(torch.cat([up, gate], dim=1)), _leaf(operands.w_out)
+
+
+def _scattermoe(shape: Shape) -> Callable[..., Tensor]:
+    module = importlib.import_module("scattermoe.parallel_experts")
+
+    def call(x, ids, weights, w_in, w_out):
+        with torch.no_grad():
+            if hasattr(module, "flatten_sort_count"):
+                order = module.flatten_sort_count(ids, num_experts=shape.E)
+            else:
+                experts, slots = ids.flatten().sort()
+                order = (experts, slots, experts.bincount(minlength=shape.E).cumsum(-1))
+        up, gate = module.parallel_linear(
+            x, w_in.permute(0, 2, 1), shape.K, *order, grouped_out=True
+        ).chunk(2, dim=-1)
+        return module.parallel_linear(
+            F.silu(gate) * up,
+            w_out.permute(0, 2, 1),
+            1,
+            *order,
+            grouped_in=True,
+            gates=weights.to(x.dtype),  # it multiplies them by rows in the dtype of x
+        )
+
+    return call
+
+
+def _sonicmoe_leaves(operands: Operands) -> tuple[Tensor, ...]:
+    # Its storage alternates gate and up rows.
+    E, two_f, D = operands.w_in.shape
+    halves = operands.w_in.detach().view(E, 2, two_f // 2, D)
+    return _leaf(halves.transpose(1, 2).reshape(E, two_f, D)), _leaf(operands.w_out)
+
+
+def _sonicmoe(shape: Shape) -> Callable[..., Tensor]:
+    run = importlib.import_module("sonicmoe.functional").moe_general_routing_inputs
+    activation = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+    parameters = inspect.signature(run).parameters
+    inference = next(name for name in parameters if name.startswith("is_inference"))
+
+    def call(x, ids, weights, w_in, w_out):
+        tokens = torch.arange(len(ids), device=ids.device, dtype=torch.int32)
+        out, _ = run(
+            x=x,
+            router_scores=weights.reshape(-1),
+            token_indices=tokens.repeat_interleave(ids.shape[1]),
+            expert_indices=ids.reshape(-1).int(),
+            w1=w_in.permute(1, 2, 0),
+            b1=None,
+            w2=w_out.permute(1, 2, 0),
+            b2=None,
+            E=shape.E,
+            stream_id=torch.cuda.current_stream().cuda_stream,
+            activation_type=activation,
+            **{inference: not torch.is_grad_enabled()},
+        )
+        return out
+
+    return call
+
+
+# Peers from GPU libraries: the call, its weights, and what has to be importable.
+LIBRARIES = {
+    "scattermoe": (_scattermoe, _scattermoe_leaves, "scattermoe"),
+    "sonicmoe": (_sonicmoe, _sonicmoe_leaves, "sonicmoe"),
+}
+_OWN_FORMS = {
+    "eager": loop_over_hit_experts,
+    "grouped_mm": sorted_grouped_mm,
+    "batched_mm": batched_mm,
+}
+
+
+def find_libraries(folder: pathlib.Path | None) -> tuple[list[str], dict[str, str]]:
+    """Which GPU libraries can be imported, and why the others cannot.
+
+    Args:
+        folder: searched first; holds packages or checkouts with a package each.
+    """
+    if folder is not None:
+        if not folder.is_dir():
+            raise SystemExit(f"--peers: {folder} is not a folder")
+        for path in (*sorted(p for p in folder.iterdir() if p.is_dir()), folder):
+            sys.path.insert(0, str(path))
+    found, missing = [], {}
+    for name, (*_, module) in LIBRARIES.items():
+        try:
+            importlib.import_module(module)
+            found.append(name)
+        except Exception as error:  # a broken installation is no reason to stop
+            missing[name] = f"{type(error).__name__}: {error}"[:200]
+    return found, missing
+
+
+def too_costly(
+    shape: Shape, hits: float, layer_bytes: int, backward: bool
+) -> dict[str, str]:
+    """Peers that cost too much to be timed, and what they would have cost.
+
+    Args:
+        hits: experts with rows.
+        layer_bytes: bytes of the weights of a layer.
+        backward: with a backward.
+    """
+    reasons = {}
+    copies = shape.T * shape.K * layer_bytes // shape.E
+    if copies > MAX_COPIED_BYTES:
+        reasons["transformers_batched_mm"] = (
+            f"would copy {copies / 2**30:.1f} GiB of weights, more than the cap of "
+            f"{MAX_COPIED_BYTES >> 30} GiB"
+        )
+    index_grads = hits * layer_bytes
+    if backward and index_grads > MAX_INDEX_GRAD_BYTES:
+        reasons["transformers_eager"] = (
+            f"its w[expert] has a gradient as large as w per expert, "
+            f"{index_grads / 2**30:.0f} GiB in a backward, more than the cap of "
+            f"{MAX_INDEX_GRAD_BYTES >> 30} GiB"
+        )
+    if shape.gpt_oss:
+        reasons["three_grouped_mm"] = "torchtitan's GroupedExperts has no biases"
+    return reasons
+
+
+def make_peers(
+    shape: Shape,
+    without: Sequence[str] = (),
+    *,
+    libraries: Sequence[str] = (),
+    compiled: bool = False,
+    ours: Callable[..., Tensor] | None = None,
+) -> tuple[list[Peer], dict[str, str]]:
+    """Ours first, then its peers, and why some could not be made.
+
+    Args:
+        shape: of the layer.
+        without: names of peers to leave out.
+        libraries: names from LIBRARIES that can be imported.
+        compiled: with the compiled forms of those that can be captured.
+        ours: what is called for F.moe_mlp; default itself.
+    """
+    version = transformers_version()
+    makers: dict[str, Callable[[], Peer]] = {
+        OURS: lambda: Peer(OURS, "F.moe_mlp", ours or _moe_mlp(shape), _stored)
+    }
+
+    def of_transformers(name: str) -> Peer:
+        source, call = f"own, the form of {name} in transformers", None
+        if version is not None:
+            source, call = f"transformers {version}", _transformers(shape, name)
+        call = call or _block(_OWN_FORMS[name], shape)
+        return Peer(f"transformers_{name}", source, call, _stored)
+
+    for name in _OWN_FORMS:
+        makers[f"transformers_{name}"] = functools.partial(of_transformers, name)
+    makers["loop_unbound"] = lambda: Peer(
+        "loop_unbound",
+        "own: transformers' loop over w.unbind() instead of w[expert]",
+        _block(loop_over_unbound_experts, shape),
+        _stored,
+    )
+    makers["three_grouped_mm"] = lambda: Peer(
+        "three_grouped_mm",
+        "own, the form of torchtitan",
+        three_grouped_mm,
+        _gate_and_up,
+        lambda grads: (torch.cat(list(grads[:2]), dim=1), grads[2]),
+    )
+    for name in libraries:
+        call, leaves, _ = LIBRARIES[name]
+        makers[name] = lambda n=name, c=call, v=leaves: Peer(n, n, c(shape), v)
+    peers, failed = [], {}
+    for name, make in makers.items():
+        if name in without:
+            continue
+        try:
+            peers.append(make())
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+    if compiled:  # the loops are data-dependent
+        capturable = ("grouped_mm", "batched_mm")
+        peers += [_compiled(p, shape) for p in peers if p.name.endswith(capturable)]
+    return peers, failed
+
+
+def _compiled(peer: Peer, shape: Shape) -> Peer:
+    if peer.name.startswith("transformers_"):
+        # Its modules hold their weights, so that every layer would be compiled for itself;
+        # ours in the same form takes them as arguments.
+        form = peer.name.removeprefix("transformers_")
+        call, source = (
+            _block(_OWN_FORMS[form], shape),
+            f"own, the form of {form} in transformers",
+        )
+        peer = peer._replace(call=call, source=source)
+    call = torch.compile(peer.call, dynamic=False)
+    return peer._replace(name=f"{peer.name}, compiled", call=call, compiled=True)

@@ -1,0 +1,339 @@
+"""The one table of what is measured: shapes, rows and their operands, on a CPU and on a GPU.
+
+Letters: T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R = T*K routed
+rows, G = 2*F (gate rows, then up rows).
+"""
+
+import dataclasses
+import fnmatch
+import functools
+
+import torch
+from torch import Tensor
+
+
+try:
+    from torch.testing._internal.moe_generators import MoeCase
+except ModuleNotFoundError:  # a bare GPU machine: gpu_lab.py has it by path
+    from lab.loading import generators
+
+    MoeCase = generators.MoeCase
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One layer; the letters of the module docstring.
+
+    Attributes:
+        routing: a key of moe_generators.ROUTINGS.
+        gpt_oss: gpt-oss's experts: biases, clamped GLU, interleaved gates and matrices stored
+            ``(E, D, 2F)`` and ``(E, F, D)``; else SwiGLU, gates first, in nn.Linear layout.
+    """
+
+    name: str
+    T: int
+    D: int
+    F: int
+    E: int
+    K: int
+    routing: str = "uniform"
+    gpt_oss: bool = False
+
+    def sizes(self) -> dict[str, int]:
+        return {letter: getattr(self, letter) for letter in "TDFEK"}
+
+    def activation(self) -> dict[str, object]:
+        """As F.moe_mlp and moe_reference.py name it."""
+        if not self.gpt_oss:
+            return {"activation": "swiglu"}
+        limits = {"alpha": 1.702, "limit": 7.0}
+        return {"activation": "swiglu_oai", "gate_interleaved": True, **limits}
+
+    def topk_indices(self, seed: int = 0) -> Tensor:
+        """(T, K) int64."""
+        case = MoeCase(self.name, self.T, self.D, self.F, self.E, self.K, self.routing)
+        return dataclasses.replace(case, seed=seed).topk_indices()
+
+    def products(self, backward: bool, rows: int) -> list[tuple[int, int, int]]:
+        """(m, k, n) of the matrix products of one expert with so many rows."""
+        D, F = self.D, self.F
+        forward = [(rows, D, 2 * F), (rows, F, D)]
+        if not backward:
+            return forward
+        # dA = dO W_out, dX = dH W_in, dW_in = dH^T X, dW_out = dO^T A
+        back = [(rows, D, F), (rows, 2 * F, D), (2 * F, rows, D), (D, rows, F)]
+        return forward + back
+
+    def flops(self, backward: bool = False) -> int:
+        """Of all products of a layer."""
+        return 2 * sum(
+            m * k * n for m, k, n in self.products(backward, self.T * self.K)
+        )
+
+    def compulsory_bytes(self, backward: bool, hits: float, itemsize: int = 2) -> float:
+        """Bytes that a layer has to read and to write.
+
+        Args:
+            hits: experts with rows.
+        """
+        expert, R = 3 * self.D * self.F, self.T * self.K
+        elements = hits * expert + 2 * self.T * self.D
+        if backward:
+            # pre-activation written and read; dY, X read again, dX; weights again, dW of all
+            elements += 2 * 2 * R * self.F + 3 * self.T * self.D
+            elements += (hits + self.E) * expert
+        return elements * itemsize
+
+    def kernel_costs(self) -> dict[str, tuple[int, int]]:
+        """(flops, bytes) of every Triton kernel; bfloat16, SwiGLU.
+
+        Every input is read once and every output written once. Experts that no token
+        asks for are not read: of E at most T*K are.
+        """
+        T, D, n, R = self.T, self.D, self.F, self.T * self.K
+        mm = 2 * R * n * D
+        weights = 2 * min(self.E, R) * n * D
+        gradients = 2 * self.E * n * D
+        return {
+            "up": (2 * mm, 2 * R * D + 2 * weights + 6 * R * n),
+            "down": (mm, 2 * R * n + weights + 2 * R * D),
+            "combine": (0, 2 * R * D + 4 * R + 2 * T * D),
+            "act_backward": (mm, 2 * R * D + weights + 10 * R * n + 4 * R),
+            "weight_grad_out": (mm, 2 * R * D + 2 * R * n + gradients),
+            "input_grad": (2 * mm, 4 * R * n + 2 * weights + 2 * R * D),
+            "weight_grad_in": (2 * mm, 2 * R * D + 4 * R * n + 2 * gradients),
+            "combine_grad": (0, 2 * R * D + 2 * T * D),
+        }
+
+    def bound_ms(self, kind: str, bandwidth: float, rate: float) -> float:
+        """Sum over Triton kernels of the larger of flops / rate and bytes / bandwidth.
+
+        Args:
+            kind: "forward", or "step" for forward and backward.
+            bandwidth: bytes/s of a copy, read plus written.
+            rate: flops/s of a dense bfloat16 product.
+        """
+        costs = self.kernel_costs()
+        names = ("up", "down", "combine") if kind == "forward" else tuple(costs)
+        return sum(
+            1e3 * max(costs[n][0] / rate, costs[n][1] / bandwidth) for n in names
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured row of cpu_ops.py.
+
+    Attributes:
+        dtype: of input, experts and router weights.
+        backward: forward and backward, else forward alone (under no_grad).
+        layers: how many layers, each with its own weights, one timed call runs through.
+        routings: how many routings the calls take in turns.
+        sweep: the sweep that the row belongs to.
+        compiled: with compiled peers beside.
+    """
+
+    shape: Shape
+    dtype: torch.dtype = torch.bfloat16
+    backward: bool = False
+    layers: int = 1
+    routings: int = 1
+    sweep: str | None = None
+    compiled: bool = False
+
+    @property
+    def id(self) -> str:
+        """name/dtype/pass"""
+        return f"{self.shape.name}/{self.dtype_name}/{self.pass_name}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def pass_name(self) -> str:
+        return "forward+backward" if self.backward else "forward"
+
+
+def _named(*sizes: int, prefix: str = "", **options) -> Shape:
+    return Shape(prefix + "-".join(map(str, sizes)), *sizes, **options)
+
+
+_PASSES = (False, True)
+_TRAINING = (_named(2048, 1024, 512, 32, 4), _named(2048, 1536, 256, 128, 8))
+_LARGE = (
+    _named(4096, 2048, 768, 128, 8),
+    _named(512, 2880, 2880, 32, 4, prefix="gpt_oss-", gpt_oss=True),
+    _named(512, 4096, 14336, 8, 2, prefix="mixtral-"),
+    _named(4096, 2048, 1024, 64, 8, prefix="recorded-", routing="recorded"),
+)
+_DECODE = tuple(_named(T, 2048, 768, 128, 8, prefix="decode-") for T in (1, 8, 64))
+# Sparsity: E at constant K, and finer experts at constant FLOPs (K*F and E*F constant).
+_CONSTANT_K = tuple(
+    Shape(f"sparsity-K4-E{E}", 2048, 1024, 512, E, 4) for E in (8, 16, 32, 64, 128, 256)
+)
+_CONSTANT_FLOPS = tuple(
+    Shape(f"sparsity-KF2048-E{8 * K}", 2048, 1024, 2048 // K, 8 * K, K)
+    for K in (1, 2, 4, 8, 16)
+)
+CPU_ROWS = (
+    *(
+        Row(shape, dtype, b, compiled=dtype == torch.bfloat16)
+        for shape in _TRAINING
+        for dtype in (torch.bfloat16, torch.float32)
+        for b in _PASSES
+    ),
+    # A backward of Mixtral's layer takes more memory than most CPUs here have.
+    *(Row(s, backward=b) for s in _LARGE for b in _PASSES if not (b and s.F == 14336)),
+    *(Row(s, layers=4, routings=8, compiled=s.T == 8) for s in _DECODE),
+    *(Row(s, backward=True, sweep="constant K") for s in _CONSTANT_K),
+    *(Row(s, backward=True, sweep="constant FLOPs") for s in _CONSTANT_FLOPS),
+)
+_TINY = Shape("tiny", 24, 32, 16, 4, 2)
+_TINY_OSS = dataclasses.replace(_TINY, name="tiny-gpt_oss", gpt_oss=True)
+_TINY_RECORDED = Shape("tiny-recorded", 40, 32, 16, 64, 8, routing="recorded")
+# One tiny row of every kind, for a smoke test.
+QUICK_ROWS = (
+    *(Row(_TINY, t, b) for t in (torch.bfloat16, torch.float32) for b in _PASSES),
+    *(Row(s, backward=b) for s in (_TINY_OSS, _TINY_RECORDED) for b in _PASSES),
+    Row(Shape("tiny-decode", 2, 32, 16, 4, 2), layers=4, routings=3),
+    Row(Shape("tiny-sparsity", *_TINY.sizes().values()), backward=True, sweep="constant K"),
+)  # fmt: skip
+
+# SonicMoE (arXiv 2512.14080), table 9b.
+TABLE_9B = tuple(
+    Shape(f"{model}-n{n}", T, D, n, E, K)
+    for model, T, D, sizes in (
+        ("1.4B", 40960, 768, ((256, 128, 8), (512, 64, 4), (1024, 32, 2))),
+        ("7B", 24576, 1536, ((256, 128, 8), (512, 64, 4), (1024, 32, 2))),
+        ("30B", 32768, 4096, ((256, 256, 16), (512, 128, 8), (1024, 64, 4))),
+        ("120B", 32768, 4096, ((512, 256, 16), (1024, 128, 8), (2048, 64, 4))),
+    )
+    for n, E, K in sizes
+)
+# The expert sizes of the published configurations.
+OPEN_MODELS = (
+    Shape("OLMoE-1B-7B", 32768, 2048, 1024, 64, 8),
+    Shape("gpt-oss-20b", 32768, 2880, 2880, 32, 4),
+    Shape("Qwen3-30B-A3B", 32768, 2048, 768, 128, 8),
+    Shape("Kimi-Linear-48B", 32768, 2304, 1024, 256, 8),
+    Shape("Qwen3-Next-80B", 32768, 2048, 512, 512, 10),
+    Shape("Qwen3-235B-A22B", 32768, 4096, 1536, 128, 8),
+    Shape("DeepSeek-V3.2", 16384, 7168, 2048, 256, 8),
+)
+DECODE = tuple(
+    Shape(f"OLMoE-decode-T{T}", T, 2048, 1024, 64, 8) for T in (1, 16, 64, 256)
+)
+GPU_SHAPES = TABLE_9B + OPEN_MODELS + DECODE
+# Compiling the peers takes longer than all their runs: a small and a large layer.
+COMPILED_PEER = ("7B-n256", "30B-n512")
+# What a tuner measures: narrow, middle and wide experts of both model dims, and decode.
+TUNING_SHAPES = ("7B-n256", "30B-n512", "OLMoE-1B-7B", "120B-n2048", "OLMoE-decode-T64")
+REHEARSAL = (Shape("tiny", 24, 32, 32, 4, 2), Shape("tiny-decode", 1, 32, 32, 4, 2))
+
+# (T, E, K) of cpu_router.py.
+ROUTER_SHAPES = ((1, 128, 8), (64, 128, 8), (512, 64, 8), (2048, 128, 8), (4096, 256, 8))  # fmt: skip
+# Of every rank of ep_overlap.py.
+OVERLAP_SHAPE = Shape("overlap", 2048, 1024, 512, 32, 4)
+
+
+def select(rows: tuple[Row, ...], patterns: list[str] | None) -> list[Row]:
+    """The rows whose id or name matches one of the patterns (shell wildcards); None for all.
+
+    Raises:
+        ValueError: a pattern without a match.
+    """
+    for pattern in patterns or ():
+        if not any(_matches(row, pattern) for row in rows):
+            names = "\n  ".join(r.id for r in rows)
+            raise ValueError(f"--rows {pattern} matches none of\n  {names}")
+    return [
+        row
+        for row in rows
+        if patterns is None or any(_matches(row, pattern) for pattern in patterns)
+    ]
+
+
+def _matches(row: Row, pattern: str) -> bool:
+    return fnmatch.fnmatch(row.id, pattern) or row.shape.name == pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """One layer's tensors as they are stored; every peer works on views of them.
+
+    Attributes:
+        x: ``(T, D)``.
+        ids: ``(T, K)`` int64.
+        weights: ``(T, K)`` router weights.
+        w_in: ``(E, 2F, D)``, or ``(E, D, 2F)`` for gpt-oss.
+        w_out: ``(E, D, F)``, or ``(E, F, D)`` for gpt-oss.
+        grad: ``(T, D)`` gradient of the output.
+        b_in: ``(E, 2F)`` or None.
+        b_out: ``(E, D)`` or None.
+    """
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    w_in: Tensor
+    w_out: Tensor
+    grad: Tensor
+    b_in: Tensor | None = None
+    b_out: Tensor | None = None
+
+    def layer_args(self) -> tuple[Tensor, ...]:
+        return (self.x, self.ids, self.weights, self.w_in, self.w_out)
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        return (self.x, self.weights, self.w_in, self.w_out)
+
+    def stored(self) -> tuple[Tensor, ...]:
+        """Expert parameters, as they are stored."""
+        found = (self.w_in, self.w_out, self.b_in, self.b_out)
+        return tuple(t for t in found if t is not None)
+
+
+def make_operands(
+    shape: Shape,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    layer: int = 0,
+    weights_dtype: torch.dtype | None = None,
+) -> Operands:
+    """Values of order one in every intermediate, never zeros; the same for every call.
+
+    Args:
+        layer: another one has other weights and another routing, of the same kind.
+        weights_dtype: of the router weights; default ``dtype``, as transformers has them.
+    """
+    device = torch.device(device)
+    generator = torch.Generator(device).manual_seed(layer)
+    randn = functools.partial(torch.randn, generator=generator, device=device)
+    T, D, F, E, K = shape.sizes().values()
+
+    def experts(rows: int, columns: int, fan_in: int) -> Tensor:
+        # Few random matrices, turned by e rows, are as different as is needed and do not
+        # take minutes.
+        w = torch.empty(E, rows, columns, dtype=dtype, device=device)
+        for e in range(E):
+            new = randn(rows, columns) * fan_in**-0.5 if e < 4 else w[e % 4].roll(e, 0)
+            w[e] = new
+        return w
+
+    x, grad = randn(T, D).to(dtype), randn(T, D).to(dtype)
+    if device.type == "cpu":
+        ids = shape.topk_indices(layer)
+    else:  # the generator's draws on a CPU would take longer than the layer
+        ids = torch.rand(T, E, device=device, generator=generator).topk(K).indices
+    weights = torch.rand(T, K, device=device, generator=generator) + 0.5
+    weights = (weights / weights.sum(-1, keepdim=True)).to(weights_dtype or dtype)
+    biases = {}
+    if shape.gpt_oss:
+        biases = {"b_in": randn(E, 2 * F).to(dtype), "b_out": randn(E, D).to(dtype)}
+        w_in, w_out = experts(D, 2 * F, D), experts(F, D, F)
+    else:
+        w_in, w_out = experts(2 * F, D, D), experts(D, F, F)
+    leaves = [t.requires_grad_() for t in (x, weights, w_in, w_out)]
+    return Operands(leaves[0], ids, *leaves[1:], grad, **biases)
