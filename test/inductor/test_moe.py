@@ -25,7 +25,7 @@ T, D, HIDDEN, E, K = 24, 16, 24, 4, 2
 
 
 class RouterOp(torch.nn.Module):
-    """The router as the op that F.moe_topk is on CUDA."""
+    """The router as an op."""
 
     def __init__(self, **options):
         super().__init__()

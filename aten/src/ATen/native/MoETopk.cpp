@@ -1,13 +1,11 @@
-// _moe_topk: the router of a Mixture-of-Experts layer as one op, so that an
-// accelerator can run it as one kernel. F.moe_topk states the rules; the lines
-// here are its lines, but that the CPU does not sort all experts of every token to
-// find k of them. See MoEUtils.h for the notation.
+// _moe_topk: the router of a Mixture-of-Experts layer as one op, so that one kernel
+// can run it. F.moe_topk states the rules, and the composite kernel here has them in
+// the fewest lines. The CPU kernel is in cpu/MoETopkKernel.cpp; see MoEUtils.h for
+// the notation.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
-#include <ATen/Dispatch.h>
-#include <ATen/NumericUtils.h>
-#include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/native/MoETopk.h>
 #include <ATen/native/MoEUtils.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -27,14 +25,14 @@
 #endif
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 namespace at::native {
-namespace {
 
-// Against a sum of 0: all K scores may have underflowed.
-constexpr double kSumGuard = 1e-20;
+DEFINE_DISPATCH(moe_topk_stub);
+DEFINE_DISPATCH(moe_topk_backward_stub);
+
+namespace {
 
 ScalarType score_dtype(const Tensor& logits) {
   return logits.scalar_type() == kDouble ? kDouble : kFloat;
@@ -141,6 +139,14 @@ void check_topk_backward(
       op, "grad_weights", grad_weights, "(T, K)", topk_indices.sym_sizes());
 }
 
+// What the CPU kernels read: no float8, and contiguous rows.
+Tensor rows_of(const Tensor& logits) {
+  const auto dtype = logits.scalar_type();
+  const auto wide =
+      c10::isFloat8Type(dtype) ? logits.to(kFloat) : logits;
+  return wide.stride(1) == 1 ? wide : wide.contiguous();
+}
+
 Tensor scores_of(const Tensor& logits, std::string_view score) {
   const auto wide = logits.to(score_dtype(logits));
   return score == "softmax" ? at::softmax(wide, -1) : at::sigmoid(wide);
@@ -156,119 +162,9 @@ Tensor stable_topk(const Tensor& values, int64_t k) {
   return std::get<1>(sorted).narrow(-1, 0, k);
 }
 
-// The best `capacity` of the values offered, best first and NaN before all, as
-// at::sort orders them. Of equal values the one offered first is the better.
-template <typename scalar_t>
-class Best {
- public:
-  explicit Best(int64_t capacity) : values_(capacity), ids_(capacity) {}
-
-  void clear() {
-    count_ = 0;
-  }
-
-  void offer(scalar_t value, int64_t id) {
-    if (count_ == ids_.size()) {
-      if (!is_better(value, values_[count_ - 1])) {
-        return;
-      }
-      --count_;
-    }
-    auto place = count_++;
-    for (; place > 0 && is_better(value, values_[place - 1]); --place) {
-      values_[place] = values_[place - 1];
-      ids_[place] = ids_[place - 1];
-    }
-    values_[place] = value;
-    ids_[place] = id;
-  }
-
-  std::vector<int64_t>& ids() {
-    return ids_;
-  }
-
-  scalar_t sum() const {
-    return std::accumulate(values_.begin(), values_.end(), scalar_t(0));
-  }
-
- private:
-  static bool is_better(scalar_t a, scalar_t b) {
-    return a > b || (at::_isnan(a) && !at::_isnan(b));
-  }
-
-  std::vector<scalar_t> values_;
-  std::vector<int64_t> ids_;
-  size_t count_ = 0;
-};
-
 // How many of its best scores are the score of a group.
 int64_t num_best_of_group(bool has_bias, int64_t size) {
   return has_bias ? std::min<int64_t>(2, size) : 1;
-}
-
-// Rows [begin, end) of select_experts().
-template <typename scalar_t>
-void select_rows(
-    const scalar_t* choice,
-    int64_t* indices,
-    int64_t begin,
-    int64_t end,
-    int64_t num_experts,
-    int64_t k,
-    bool has_bias,
-    int64_t num_groups,
-    int64_t top_groups) {
-  const int64_t size = num_experts / num_groups;
-  Best<scalar_t> experts(k);
-  Best<scalar_t> groups(top_groups);
-  std::iota(groups.ids().begin(), groups.ids().end(), 0);
-  Best<scalar_t> of_group(num_best_of_group(has_bias, size));
-  for (int64_t t = begin; t < end; ++t) {
-    const scalar_t* row = choice + t * num_experts;
-    if (top_groups < num_groups) {
-      groups.clear();
-      for (int64_t g = 0; g < num_groups; ++g) {
-        of_group.clear();
-        for (int64_t e = g * size; e < (g + 1) * size; ++e) {
-          of_group.offer(row[e], e);
-        }
-        groups.offer(of_group.sum(), g);
-      }
-      // Ascending ids, so that ties go to the lower expert.
-      std::sort(groups.ids().begin(), groups.ids().end());
-    }
-    experts.clear();
-    for (const int64_t g : groups.ids()) {
-      for (int64_t e = g * size; e < (g + 1) * size; ++e) {
-        experts.offer(row[e], e);
-      }
-    }
-    std::copy_n(experts.ids().begin(), k, indices + t * k);
-  }
-}
-
-Tensor select_experts_cpu(
-    const Tensor& choice,
-    int64_t k,
-    bool has_bias,
-    int64_t num_groups,
-    int64_t top_groups) {
-  // A block of fewer scores costs less than to hand it to another thread.
-  constexpr int64_t kGrainScores = 4096;
-  const int64_t T = choice.size(0);
-  const int64_t E = choice.size(1);
-  const auto scores = choice.contiguous();
-  auto indices = at::empty({T, k}, choice.options().dtype(kLong));
-  auto* out = indices.mutable_data_ptr<int64_t>();
-  AT_DISPATCH_FLOATING_TYPES(scores.scalar_type(), "_moe_topk", [&] {
-    const auto* in = scores.const_data_ptr<scalar_t>();
-    at::parallel_for(
-        0, T, at::divup(kGrainScores, E), [&](int64_t begin, int64_t end) {
-          select_rows(
-              in, out, begin, end, E, k, has_bias, num_groups, top_groups);
-        });
-  });
-  return indices;
 }
 
 Tensor select_experts(
@@ -277,10 +173,6 @@ Tensor select_experts(
     bool has_bias,
     std::optional<int64_t> num_groups,
     std::optional<int64_t> top_groups) {
-  if (choice.is_cpu()) {
-    return select_experts_cpu(
-        choice, k, has_bias, num_groups.value_or(1), top_groups.value_or(1));
-  }
   if (!num_groups.has_value()) {
     return stable_topk(choice, k);
   }
@@ -310,16 +202,45 @@ std::tuple<Tensor, Tensor> moe_topk_composite(
     double scale) {
   check_topk(logits, k, bias, score, num_groups, top_groups);
   const auto scores = scores_of(logits, score);
-  const auto choice = bias.has_value() ? scores + *bias : scores;
+  const auto choice =
+      bias.has_value() ? scores + bias->to(scores.scalar_type()) : scores;
   // Not contiguous(): without tokens, a slice of E columns already counts as that.
   const auto indices =
       select_experts(choice, k, bias.has_value(), num_groups, top_groups)
           .clone(at::MemoryFormat::Contiguous);
   auto weights = scores.gather(-1, indices);
   if (normalize) {
-    weights = weights / (weights.sum(-1, /*keepdim=*/true) + kSumGuard);
+    weights = weights / (weights.sum(-1, /*keepdim=*/true) + kMoETopkSumGuard);
   }
   return {indices, weights * scale};
+}
+
+std::tuple<Tensor, Tensor> moe_topk_cpu(
+    const Tensor& logits,
+    int64_t k,
+    const std::optional<Tensor>& bias,
+    std::string_view score,
+    bool normalize,
+    std::optional<int64_t> num_groups,
+    std::optional<int64_t> top_groups,
+    double scale) {
+  check_topk(logits, k, bias, score, num_groups, top_groups);
+  const MoETopkSpec spec{
+      score == "softmax",
+      normalize,
+      num_groups.value_or(1),
+      top_groups.value_or(1),
+      scale};
+  const auto rows = rows_of(logits);
+  Tensor shift;
+  if (bias.has_value()) {
+    shift = bias->to(score_dtype(logits)).contiguous();
+  }
+  const auto T = logits.size(0);
+  auto indices = at::empty({T, k}, logits.options().dtype(kLong));
+  auto weights = at::empty({T, k}, logits.options().dtype(score_dtype(logits)));
+  moe_topk_stub(kCPU, rows, shift, spec, indices, weights);
+  return {std::move(indices), std::move(weights)};
 }
 
 std::tuple<Tensor, Tensor> moe_topk_meta(
@@ -355,7 +276,7 @@ Tensor moe_topk_backward_composite(
   const auto chosen = scores.gather(-1, topk_indices);
   auto grad = grad_weights.to(scores.scalar_type()) * scale;
   if (normalize) {
-    const auto sum = chosen.sum(-1, /*keepdim=*/true) + kSumGuard;
+    const auto sum = chosen.sum(-1, /*keepdim=*/true) + kMoETopkSumGuard;
     const auto mean = (grad * chosen).sum(-1, /*keepdim=*/true) / sum;
     grad = (grad - mean) / sum;
   }
@@ -368,6 +289,27 @@ Tensor moe_topk_backward_composite(
     weighted = weighted * (1 - chosen);
   }
   return base.scatter_add(-1, topk_indices, weighted).to(logits.scalar_type());
+}
+
+Tensor moe_topk_backward_cpu(
+    const Tensor& grad_weights,
+    const Tensor& logits,
+    const Tensor& topk_indices,
+    std::string_view score,
+    bool normalize,
+    double scale) {
+  check_topk_backward(grad_weights, logits, topk_indices, score);
+  const MoETopkSpec spec{score == "softmax", normalize, 1, 1, scale};
+  const auto rows = rows_of(logits);
+  auto grad = at::empty(logits.sizes(), rows.options());
+  moe_topk_backward_stub(
+      kCPU,
+      grad_weights.to(score_dtype(logits)).contiguous(),
+      rows,
+      topk_indices.contiguous(),
+      spec,
+      grad);
+  return grad.to(logits.scalar_type());
 }
 
 Tensor moe_topk_backward_meta(

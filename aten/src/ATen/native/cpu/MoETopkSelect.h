@@ -1,0 +1,378 @@
+#pragma once
+
+// The k best of a row of numbers, in exactly the order in which a stable descending
+// at::sort puts them, without sorting the others. All loops over the row are of
+// integers and without branches that depend on the values, so that the time depends
+// little on their order, and the compiler turns most of them into vector code.
+//
+//   k <= n / 4   the k-th largest maximum of 2k groups of ranks is a bound that few
+//                ranks exceed, and only those are sorted
+//   k <= n / 2   the k-th largest is found by quickselect
+//   else         all are sorted
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <type_traits>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+// Larger is better in the order of at::sort(stable, descending): NaN before all,
+// 0 and -0 equal. What is equal here keeps its order.
+template <typename scalar_t>
+using rank_t =
+    std::conditional_t<std::is_same_v<scalar_t, double>, int64_t, int32_t>;
+
+template <typename scalar_t>
+inline rank_t<scalar_t> rank_of(scalar_t value) {
+  using rank = rank_t<scalar_t>;
+  constexpr auto kMax = std::numeric_limits<rank>::max();
+  value += scalar_t(0); // -0 to 0
+  rank bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits ^= (bits >> (8 * sizeof(rank) - 1)) & kMax;
+  return value == value ? bits : kMax;
+}
+
+template <typename scalar_t>
+inline scalar_t value_of(rank_t<scalar_t> rank) {
+  rank ^= (rank >> (8 * sizeof(rank) - 1)) &
+      std::numeric_limits<rank_t<scalar_t>>::max();
+  scalar_t value;
+  std::memcpy(&value, &rank, sizeof(value));
+  return value;
+}
+
+constexpr int64_t kFew = 32; // numbers that are ordered by counting
+constexpr int64_t kBlock = 16; // ranks that are looked at together
+
+// better[i] = how many of n <= size numbers are larger than number i; copies them to `few`.
+template <int64_t size, typename number_t>
+inline void count_better(
+    const number_t* numbers,
+    int64_t n,
+    number_t* few,
+    number_t* better) {
+  std::fill(few, few + size, std::numeric_limits<number_t>::min());
+  std::copy_n(numbers, n, few);
+  number_t counts[size] = {};
+  for (int64_t j = 0; j < n; ++j) {
+    const number_t number = few[j];
+    for (int64_t i = 0; i < size; ++i) {
+      counts[i] += number > few[i];
+    }
+  }
+  std::copy_n(counts, size, better);
+}
+
+template <typename number_t>
+inline void count_better_of_few(
+    const number_t* numbers,
+    int64_t n,
+    number_t* few,
+    number_t* better) {
+  if (n <= kFew / 4) {
+    count_better<kFew / 4>(numbers, n, few, better);
+  } else if (n <= kFew / 2) {
+    count_better<kFew / 2>(numbers, n, few, better);
+  } else {
+    count_better<kFew>(numbers, n, few, better);
+  }
+}
+
+// The k-th largest of up to kFew numbers.
+template <typename number_t>
+inline number_t kth_of_few(const number_t* numbers, int64_t n, int64_t k) {
+  number_t few[kFew], better[kFew];
+  count_better_of_few(numbers, n, few, better);
+  auto kth = std::numeric_limits<number_t>::max();
+  for (int64_t i = 0; i < n; ++i) {
+    kth = better[i] < k ? std::min(kth, few[i]) : kth;
+  }
+  return kth;
+}
+
+template <typename rank>
+inline int64_t count_above(const rank* ranks, int64_t n, rank bound) {
+  rank count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    count += ranks[i] > bound;
+  }
+  return count;
+}
+
+template <typename rank>
+inline int64_t count_equal(const rank* ranks, int64_t n, rank value) {
+  rank count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    count += ranks[i] == value;
+  }
+  return count;
+}
+
+// The k-th largest of n ranks, which are overwritten. A quickselect whose pivot
+// is about the k-th largest by a sample, and whose loops have no branches.
+template <typename rank>
+inline rank kth_largest(rank* ranks, int64_t n, int64_t k) {
+  constexpr int kRounds = 12; // then the worst case is near
+  for (int round = 0; n > kFew; ++round) {
+    if (round == kRounds) {
+      std::nth_element(ranks, ranks + k - 1, ranks + n, std::greater<rank>());
+      return ranks[k - 1];
+    }
+    rank sample[kFew];
+    for (int64_t i = 0; i < kFew; ++i) {
+      sample[i] = ranks[i * n / kFew];
+    }
+    const rank pivot =
+        kth_of_few(sample, kFew, std::min(k * kFew / n + 1, kFew));
+    const int64_t above = count_above(ranks, n, pivot);
+    int64_t kept = 0;
+    if (above >= k) {
+      for (int64_t i = 0; i < n; ++i) {
+        const rank value = ranks[i];
+        ranks[kept] = value;
+        kept += value > pivot;
+      }
+    } else {
+      const int64_t rest = k - above - count_equal(ranks, n, pivot);
+      if (rest <= 0) {
+        return pivot;
+      }
+      k = rest;
+      for (int64_t i = 0; i < n; ++i) {
+        const rank value = ranks[i];
+        ranks[kept] = value;
+        kept += value < pivot;
+      }
+    }
+    n = kept;
+  }
+  return kth_of_few(ranks, n, k);
+}
+
+// A lower bound of the k-th largest that few others exceed: the k-th largest of the
+// maxima of 2k or more groups. `maxima` holds n of them or one more block.
+template <typename rank>
+inline rank bound_of_best(const rank* ranks, int64_t n, int64_t k, rank* maxima) {
+  const int64_t groups = (2 * k + kBlock - 1) / kBlock * kBlock;
+  std::copy_n(ranks, groups, maxima);
+  for (int64_t begin = groups; begin < n; begin += groups) {
+    const int64_t size = std::min(groups, n - begin);
+    for (int64_t i = 0; i < size; ++i) {
+      maxima[i] = std::max(maxima[i], ranks[begin + i]);
+    }
+  }
+  return kth_largest(maxima, groups, k);
+}
+
+// A rank and its place as one number; the lower place is the better.
+inline int64_t key_of(int32_t rank, int64_t place) {
+  return (static_cast<int64_t>(rank) << 32) | (0xffffffff - place);
+}
+
+inline int64_t place_of(int64_t key) {
+  return 0xffffffff - (key & 0xffffffff);
+}
+
+// Merges two sorted runs of the same length, from both ends at a time: neither
+// end can leave its run.
+inline void merge_runs(const int64_t* a, const int64_t* b, int64_t n, int64_t* out) {
+  const int64_t *a_end = a + n - 1, *b_end = b + n - 1;
+  int64_t* out_end = out + 2 * n - 1;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t x = *a, y = *b;
+    const bool first = x > y;
+    *out++ = first ? x : y;
+    a += first;
+    b += !first;
+    const int64_t u = *a_end, v = *b_end;
+    const bool last = u < v;
+    *out_end-- = last ? u : v;
+    a_end -= last;
+    b_end -= !last;
+  }
+}
+
+// Sorts keys, best first.
+inline void sort_keys(int64_t* keys, int64_t n, int64_t* other) {
+  for (int64_t begin = 0; begin < n; begin += kFew) {
+    int64_t few[kFew], better[kFew];
+    const int64_t size = std::min(kFew, n - begin);
+    count_better_of_few(keys + begin, size, few, better);
+    for (int64_t i = 0; i < size; ++i) {
+      keys[begin + better[i]] = few[i];
+    }
+  }
+  int64_t *from = keys, *to = other;
+  for (int64_t run = kFew; run < n; run *= 2) {
+    int64_t begin = 0;
+    for (; begin + 2 * run <= n; begin += 2 * run) {
+      merge_runs(from + begin, from + begin + run, run, to + begin);
+    }
+    const int64_t middle = std::min(begin + run, n);
+    std::merge(
+        from + begin,
+        from + middle,
+        from + middle,
+        from + n,
+        to + begin,
+        std::greater<int64_t>());
+    std::swap(from, to);
+  }
+  if (from != keys) {
+    std::copy_n(from, n, keys);
+  }
+}
+
+template <typename rank>
+inline bool descends(const rank* ranks, int64_t n) {
+  int64_t i = 0;
+  for (; i + kBlock < n; i += kBlock) {
+    int32_t rises = 0;
+    for (int64_t j = i; j < i + kBlock; ++j) {
+      rises |= ranks[j] < ranks[j + 1];
+    }
+    if (rises) {
+      return false;
+    }
+  }
+  return std::is_sorted(ranks + i, ranks + n, std::greater<rank>());
+}
+
+template <typename rank>
+inline bool ascends_strictly(const rank* ranks, int64_t n) {
+  int64_t i = 0;
+  for (; i + kBlock < n; i += kBlock) {
+    int32_t falls = 0;
+    for (int64_t j = i; j < i + kBlock; ++j) {
+      falls |= ranks[j] >= ranks[j + 1];
+    }
+    if (falls) {
+      return false;
+    }
+  }
+  for (; i + 1 < n; ++i) {
+    if (ranks[i] >= ranks[i + 1]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Calls found(place, chosen) place by place until all are found: those of the ranks above
+// `bound`, of which there are `above`, and the first `equals` of those that equal it.
+template <typename rank, typename Found>
+inline void for_each_best(
+    const rank* ranks,
+    int64_t n,
+    rank bound,
+    int64_t above,
+    int64_t equals,
+    const Found& found) {
+  auto look = [&](int64_t i) {
+    const bool equal = (ranks[i] == bound) & (equals > 0);
+    const bool larger = ranks[i] > bound;
+    equals -= equal;
+    above -= larger;
+    found(i, equal | larger);
+  };
+  int64_t i = 0;
+  for (; i + kBlock <= n && above + equals > 0; i += kBlock) {
+    // The lowest rank is none of a number, so that this does not overflow.
+    const rank below = equals > 0 ? bound - 1 : bound;
+    int32_t any = 0;
+    for (int64_t j = i; j < i + kBlock; ++j) {
+      any |= ranks[j] > below;
+    }
+    if (any) {
+      for (int64_t j = i; j < i + kBlock; ++j) {
+        look(j);
+      }
+    }
+  }
+  for (; i < n && above + equals > 0; ++i) {
+    look(i);
+  }
+}
+
+// Places of the k best of n ranks, best first. `copy` holds n + kBlock ranks,
+// `keys` and `other` n + kBlock numbers each.
+template <typename rank>
+inline void select_best(
+    const rank* ranks,
+    int64_t n,
+    int64_t k,
+    int64_t* places,
+    rank* copy,
+    int64_t* keys,
+    int64_t* other) {
+  if (descends(ranks, n)) {
+    std::iota(places, places + k, 0);
+    return;
+  }
+  if (ascends_strictly(ranks, n)) {
+    for (int64_t i = 0; i < k; ++i) {
+      places[i] = n - 1 - i;
+    }
+    return;
+  }
+  if (k == 1) {
+    rank largest = ranks[0];
+    for (int64_t i = 1; i < n; ++i) {
+      largest = std::max(largest, ranks[i]);
+    }
+    places[0] = std::find(ranks, ranks + n, largest) - ranks;
+    return;
+  }
+  constexpr bool kHasKeys = std::is_same_v<rank, int32_t>;
+  int64_t kept = 0;
+  auto keep = [&](int64_t place, bool take) {
+    keys[kept] = kHasKeys ? key_of(ranks[place], place) : place;
+    kept += take;
+  };
+  if (n <= kFew || 2 * k > n) {
+    for (int64_t i = 0; i < n; ++i) {
+      keep(i, true);
+    }
+  } else {
+    rank bound;
+    if (n >= 4 * k && n >= 4 * kBlock) {
+      bound = bound_of_best(ranks, n, k, copy);
+    } else {
+      std::copy_n(ranks, n, copy);
+      bound = kth_largest(copy, n, k);
+    }
+    int64_t above = count_above(ranks, n, bound);
+    if (above > k + kFew) {
+      // The bound was a bad one.
+      int64_t size = 0;
+      for (int64_t i = 0; i < n; ++i) {
+        copy[size] = ranks[i];
+        size += ranks[i] > bound;
+      }
+      bound = kth_largest(copy, size, k);
+      above = count_above(ranks, n, bound);
+    }
+    const int64_t equals = std::max<int64_t>(k - above, 0);
+    for_each_best(ranks, n, bound, above, equals, keep);
+  }
+  if constexpr (kHasKeys) {
+    sort_keys(keys, kept, other);
+    std::transform(keys, keys + k, places, place_of);
+  } else {
+    std::stable_sort(keys, keys + kept, [ranks](int64_t a, int64_t b) {
+      return ranks[a] > ranks[b];
+    });
+    std::copy_n(keys, k, places);
+  }
+}
+
+} // namespace moe_cpu
+} // namespace CPU_CAPABILITY
+} // namespace at::native
