@@ -29,7 +29,7 @@ from .checkout import Checkout, pr_digest, TRAILER
 from .config import write_atomically
 from .errors import ArgumentError, StageError
 from .gitrepo import GitError, UserRepo
-from .series import PullRequest, Series
+from .series import PullRequest, Stack
 from .texts import encode
 
 
@@ -69,9 +69,11 @@ class Target:
             )
         try:
             top = UserRepo(path).run("rev-parse", "--show-toplevel").rstrip("\n")
-        except GitError:
+        except GitError as error:
+            # Its own words name the fix where the folder is another user's.
+            said = " ".join(error.stderr.split()).removeprefix("fatal: ")
             raise ArgumentError(
-                f"{path} is not a git checkout (no work tree)",
+                f"{path} is no git checkout that can be used: {said}",
                 hint="name a git checkout of PyTorch, not an unpacked archive",
             ) from None
         self.git = UserRepo(Path(top))
@@ -170,26 +172,26 @@ class Applier:
     Args:
         target: where the commits go.
         source: build/checkout; its commits and blobs are the patches.
-        series: the whole stack.
+        stack: all of it.
         say: gets one Outcome per PR, as it happens.
-        upto: stop after this PR; a call that goes on keeps to it.
+        wanted: the part of the stack to apply; a call that goes on keeps to it.
     """
 
     def __init__(
         self,
         target: Target,
         source: Checkout,
-        series: Series,
+        stack: Stack,
         say: Callable[[Outcome], None],
-        upto: str | None = None,
+        wanted: Stack | None = None,
     ) -> None:
         self._target = target
         self._git = target.git
         self._source = source
-        self._series = series
+        self._stack = stack
         self._say = say
-        self._upto = upto or target.state.get("upto") or series.prs[-1].name
-        self._wanted = series.upto(self._upto)
+        asked_for = target.state.get("wanted")
+        self._wanted = wanted or (stack.only(asked_for) if asked_for else stack)
         self._absent: dict[str, list[str]] = {}
 
     @property
@@ -306,7 +308,7 @@ class Applier:
         if not self._git.has("HEAD:version.txt"):
             return
         text = self._git.run("show", "HEAD:version.txt").strip()
-        pinned = self._series.base.torch
+        pinned = self._stack.base.torch
         if _release(text) < _release(pinned):
             raise StageError(
                 f"{self._target.path} is PyTorch {text}; the stack is made for {pinned} "
@@ -342,7 +344,7 @@ class Applier:
 
     def _there(self, pr: PullRequest, commit: str) -> Outcome:
         made_from = self._target.applied.get(commit)
-        if made_from in (None, pr_digest(self._series, pr)):
+        if made_from in (None, pr_digest(self._stack, pr)):
             return Outcome(pr.name, "already applied", commit)
         return Outcome(pr.name, "applied, patch changed", commit)
 
@@ -353,7 +355,7 @@ class Applier:
             "start": start,
             "current": pr.name,
             "head": self._target.head,
-            "upto": self._upto,
+            "wanted": [pr.name for pr in self._wanted.prs],
         }
         before, how = state["head"], "applied"
         if mail:
@@ -369,10 +371,10 @@ class Applier:
             raise self._by_hand(pr, left)
         after = self._target.head
         if after == before:
-            patch = self._series.patch(pr)
+            patch = self._stack.patch(pr)
             empty = not pr.files and not (patch and patch.diff)
             return Outcome(pr.name, "empty" if empty else "already upstream")
-        self._target.remember(after, pr_digest(self._series, pr))
+        self._target.remember(after, pr_digest(self._stack, pr))
         return Outcome(pr.name, how, after)
 
     def _am(self, mail: str) -> str:
@@ -387,7 +389,7 @@ class Applier:
             if old.strip("0"):
                 self._write_blob(self._source.git.run_bytes("cat-file", "blob", old))
         left: dict[str, str] = {}
-        patch = self._series.patch(pr)
+        patch = self._stack.patch(pr)
         facts = {file.path: file for file in pr.upstream}
         only = patch.only(facts).diff if patch else ""
         for part in patchfile.split_by_file(only):
@@ -402,9 +404,9 @@ class Applier:
                 diff = patchfile.merge(diff, placed)
         if not diff:
             return "", left
-        message = self._series.message(pr).rstrip()
+        message = self._stack.message(pr).rstrip()
         head = patchfile.render(
-            f"{message}\n\n{TRAILER}: {pr.name}\n", "", self._series.author
+            f"{message}\n\n{TRAILER}: {pr.name}\n", "", self._stack.author
         )
         return head + diff, left
 
@@ -462,7 +464,7 @@ class Applier:
         )
 
     def _hunks(self, pr: PullRequest, name: str) -> str:
-        patch = self._series.patch(pr)
+        patch = self._stack.patch(pr)
         part = patch.only({name}).diff if patch else ""
         if not part or not self._git.has(f"HEAD:{name}"):
             return ""
@@ -484,7 +486,7 @@ class Applier:
     def _finish(self, state: dict) -> None:
         """Makes the commit of the PR that stopped the last call."""
         target, name = self._target, state["current"]
-        pr = self._series.get(name)
+        pr = self._stack.get(name)
         unmerged = target.unmerged()
         if unmerged:
             raise StageError(
@@ -500,7 +502,7 @@ class Applier:
         staged, before = bool(target.staged()), state["head"]
         if state["phase"] == "manual" and staged:
             made = target.head != before
-            message = f"{self._series.message(pr).rstrip()}\n\n{TRAILER}: {name}\n"
+            message = f"{self._stack.message(pr).rstrip()}\n\n{TRAILER}: {name}\n"
             options = ("--amend", "--no-edit") if made else ("-F", "-")
             self._git.run("commit", "-q", *options, data=None if made else message)
         elif state["phase"] == "conflict" and target.am_runs:
@@ -509,7 +511,7 @@ class Applier:
         if after == before:
             self._say(Outcome(name, "already upstream"))
         else:
-            target.remember(after, pr_digest(self._series, pr))
+            target.remember(after, pr_digest(self._stack, pr))
         # Only now: a kill before this line repeats a step that does nothing.
         target.state = {**state, "phase": "done"}
 
@@ -527,7 +529,7 @@ class Applier:
         if left:
             write_atomically(self._target.own / "interrupted.patch", left)
         git.run("reset", "-q", "--hard", "HEAD")
-        for path in self._series.get(state["current"]).files:
+        for path in self._stack.get(state["current"]).files:
             there = self._target.path / path
             if there.exists() and not git.has(f"HEAD:{path}"):
                 there.unlink()

@@ -25,7 +25,7 @@ import filelock
 from .config import base_key, Workspace, write_atomically
 from .console import Console
 from .errors import no_space, StageError
-from .series import Series
+from .series import Stack
 from .subprocesses import die_with_parent
 
 
@@ -49,14 +49,14 @@ class BaseEnv:
         return self.stamp.read_text()
 
 
-def locate(workspace: Workspace, series: Series) -> BaseEnv:
+def locate(workspace: Workspace, stack: Stack) -> BaseEnv:
     """Where the base environment is (or will be)."""
-    folder = workspace.cache / f"base-{base_key(series)}"
-    return BaseEnv(folder, series.base.python)
+    folder = workspace.cache / f"base-{base_key(stack)}"
+    return BaseEnv(folder, stack.base.python)
 
 
 def ensure(
-    workspace: Workspace, series: Series, console: Console, fresh: bool = False
+    workspace: Workspace, stack: Stack, console: Console, fresh: bool = False
 ) -> BaseEnv:
     """Makes the base environment if needed and checks that torch is untouched.
 
@@ -66,7 +66,7 @@ def ensure(
     Raises:
         StageError: no space, no network, wrong torch build, an edited file.
     """
-    env = locate(workspace, series)
+    env = locate(workspace, stack)
     env.folder.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(f"{env.folder}.lock")
     if not _try(lock):
@@ -77,7 +77,7 @@ def ensure(
             with console.step("remove the base environment"):
                 shutil.rmtree(env.folder)
         if not env.stamp.exists():
-            _create(env, series, console)
+            _create(env, stack, console)
         _check_untouched(env, console)
     lock.release()
     return env
@@ -91,7 +91,7 @@ def _try(lock: filelock.FileLock) -> bool:
     return True
 
 
-def _create(env: BaseEnv, series: Series, console: Console) -> None:
+def _create(env: BaseEnv, stack: Stack, console: Console) -> None:
     if env.folder.exists():
         shutil.rmtree(env.folder)
     free = shutil.disk_usage(env.folder.parent).free
@@ -101,25 +101,25 @@ def _create(env: BaseEnv, series: Series, console: Console) -> None:
             f"{env.folder.parent} has {free / 2**30:.1f} GB free",
             hint="free some space, or set MOE_STAGING_CACHE to a folder elsewhere",
         )
-    with console.step(f"install torch {series.base.torch} into {env.folder}") as update:
+    with console.step(f"install torch {stack.base.torch} into {env.folder}") as update:
         subprocess.run(
             [sys.executable, "-m", "venv", str(env.venv)],
             check=True,
             capture_output=True,
         )
-        _pip_install(env, series, update)
-    _check_build(env, series)
+        _pip_install(env, stack, update)
+    _check_build(env, stack)
     # Random, so that a rebuilt environment never matches an old staged one.
     write_atomically(env.stamp, os.urandom(8).hex().encode())
 
 
-def _pip_install(env: BaseEnv, series: Series, update: Callable[[str], None]) -> None:
+def _pip_install(env: BaseEnv, stack: Stack, update: Callable[[str], None]) -> None:
     log = env.folder / "pip.log"
     command = [
         *(str(env.python), "-m", "pip", "install", "--progress-bar=off"),
         *("--disable-pip-version-check", "--no-input", "--log", str(log)),
-        *("-r", str(series.root / "requirements.txt")),
-        f"torch=={series.base.torch}",
+        *("-r", str(stack.root / "requirements.txt")),
+        f"torch=={stack.base.torch}",
     ]
     process = subprocess.Popen(
         command,
@@ -152,14 +152,14 @@ def _pip_error(lines: list[str], log: Path) -> StageError:
     )
 
 
-def _check_build(env: BaseEnv, series: Series) -> None:
+def _check_build(env: BaseEnv, stack: Stack) -> None:
     """The version number alone does not say which commit a wheel was built from."""
     namespace: dict[str, str] = {}
     exec((env.site / "torch" / "version.py").read_text(), namespace)
-    if namespace["git_version"] != series.base.git:
+    if namespace["git_version"] != stack.base.git:
         raise StageError(
-            f"torch {series.base.torch} was built from {namespace['git_version']}, "
-            f"series.toml pins {series.base.git}",
+            f"torch {stack.base.torch} was built from {namespace['git_version']}, "
+            f"series.toml pins {stack.base.git}",
             hint="install from the official index, or correct [base] git",
         )
 

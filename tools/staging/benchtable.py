@@ -16,8 +16,8 @@ shows, and which of them lose:
     what     a sentence above the table
     limit    rows to show besides losing ones. Default: 16
 
-A losing row is always shown, others up to `limit`. A number with a spread (an object with
-a median, or a list of three) counts as its median.
+A losing row is always shown, others up to `limit`. A number with a spread counts as its
+median: an object with `median` and `interval` or `p10` and `p90`, or [median, p10, p90].
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _number(value: Any) -> float | None:
 
 
 def _is_spread(value: Any) -> bool:
-    """[median, low, high], as some results have it."""
+    """[median, p10, p90], as some results have it."""
     return (
         isinstance(value, list)
         and len(value) == 3
@@ -247,15 +247,24 @@ def cell(value: Any) -> str:
     if isinstance(value, dict):
         if "median" not in value:
             return ""
-        low, high = (value.get(k) for k in ("p10", "p90"))
-        spread = f" ({cell(low)} - {cell(high)})" if low is not None else ""
-        return f"{cell(value['median'])}{spread}"
+        return f"{cell(value['median'])}{_bracket(value)}"
     if _is_spread(value):
-        return f"{cell(value[0])} ({cell(value[1])} - {cell(value[2])})"
+        return f"{cell(value[0])} (p10 - p90: {cell(value[1])} - {cell(value[2])})"
     if isinstance(value, list):
         simple = all(isinstance(v, (int, str)) for v in value) and len(value) <= 8
         return " x ".join(map(str, value)) if simple else ""
     return str(value).replace("|", "\\|")
+
+
+def _bracket(value: dict) -> str:
+    """What surrounds a median, and what that is: two kinds look alike in a table."""
+    if "interval" in value:
+        low, high = value["interval"]
+        share = f"{100 * value['confidence']:.0f} % " if "confidence" in value else ""
+        return f" ({share}interval: {cell(low)} - {cell(high)})"
+    if "p10" in value:
+        return f" (p10 - p90: {cell(value['p10'])} - {cell(value['p90'])})"
+    return ""
 
 
 def table(rows: list[list[str]]) -> str:

@@ -23,7 +23,7 @@ from .config import digest, Workspace, write_atomically
 from .console import Console
 from .errors import StageError
 from .gitrepo import GitError, GitRepo
-from .series import PullRequest, Series
+from .series import PullRequest, Stack
 
 
 TRAILER = "Staged-PR"
@@ -41,7 +41,7 @@ class Checkout:
         self._state_file = workspace.state / "checkout.json"
         self.base = source.resolve("HEAD")
 
-    def sync(self, series: Series, console: Console, discard: bool = False) -> str:
+    def sync(self, stack: Stack, console: Console, discard: bool = False) -> str:
         """Brings the checkout to the tip of the stack.
 
         Args:
@@ -56,23 +56,23 @@ class Checkout:
         """
         self._drop_stale_locks()
         state = self.prepare(console)
-        fingerprint = _fingerprint(series, self.base)
+        fingerprint = _fingerprint(stack, self.base)
         tip = state.get("tip", self.base)
         if state.get("fingerprint") == fingerprint and self._is_clean(tip):
             return tip
         with console.step("apply the PR stack to the checkout"):
-            target = self.commit_stack(series, state.setdefault("commits", {}))
+            target = self.commit_stack(stack, state.setdefault("commits", {}))
             self._protect_edits(tip, target, discard, console)
             self._switch(state, target)
             self._save({**state, "tip": target, "fingerprint": fingerprint})
-        paths = {f for pr in series.prs for f in pr.upstream_paths}
+        paths = {f for pr in stack.prs for f in pr.upstream_paths}
         # setup makes the hunks of stub templates in the stubs; see stubs.py.
         absent = sorted(f for f in paths if not f.endswith(".pyi.in"))
         if absent:
             console.note(f"not in the wheel, only `apply` edits: {', '.join(absent)}")
         return target
 
-    def ensure_current(self, series: Series, console: Console) -> None:
+    def ensure_current(self, stack: Stack, console: Console) -> None:
         """Brings the checkout to the tip, carrying uncommitted edits along.
 
         Writing the checkout back then loses no edit of the repository.
@@ -81,10 +81,10 @@ class Checkout:
             StageError: both changed the same files since the last setup.
         """
         state = self.prepare(console)
-        fingerprint = _fingerprint(series, self.base)
+        fingerprint = _fingerprint(stack, self.base)
         if state.get("fingerprint") == fingerprint:
             return
-        target = self.commit_stack(series, state.setdefault("commits", {}))
+        target = self.commit_stack(stack, state.setdefault("commits", {}))
         tip = state.get("tip", self.base)
         try:
             if self.git.resolve("HEAD") != tip:
@@ -98,14 +98,14 @@ class Checkout:
             ) from None
         self._save({**state, "tip": target, "fingerprint": fingerprint})
 
-    def tip(self, series: Series, console: Console) -> str:
+    def tip(self, stack: Stack, console: Console) -> str:
         """The commit of the whole stack; the work tree stays as it is."""
         state = self.prepare(console)
-        tip = self.commit_stack(series, state.setdefault("commits", {}))
+        tip = self.commit_stack(stack, state.setdefault("commits", {}))
         self._save(state)
         return tip
 
-    def commit_stack(self, series: Series, known: dict[str, str]) -> str:
+    def commit_stack(self, stack: Stack, known: dict[str, str]) -> str:
         """Makes one commit per PR on top of the base, without the work tree.
 
         Args:
@@ -113,11 +113,11 @@ class Checkout:
         """
         parent, chain = self.base, self.base
         fresh: dict[str, str] = {}
-        for pr in series.prs:
-            chain = digest(chain, *_pr_parts(series, pr))
+        for pr in stack.prs:
+            chain = digest(chain, *_pr_parts(stack, pr))
             commit = known.get(chain)
             if commit is None or not self.git.has(commit):
-                commit = self.commit_pr(series, pr, parent)
+                commit = self.commit_pr(stack, pr, parent)
             fresh[chain] = parent = commit
         known.clear()
         known.update(fresh)
@@ -155,7 +155,7 @@ class Checkout:
 
     def commit_pr(
         self,
-        series: Series,
+        stack: Stack,
         pr: PullRequest,
         parent: str,
         without: str | None = None,
@@ -166,14 +166,14 @@ class Checkout:
             without: leave out the patch's edits of files below this folder.
         """
         index = self._private_index(parent)
-        patch = series.patch(pr)
+        patch = stack.patch(pr)
         if patch is not None and patch.diff:
             staged = patch.without(pr.upstream_paths)
             if staged.diff:
                 self._apply(pr, staged, index, without)
-        self._add_files(series, pr, parent, index)
+        self._add_files(stack, pr, parent, index)
         tree = self.git.run("write-tree", env=index).strip()
-        message = f"{series.message(pr).rstrip()}\n\n{TRAILER}: {pr.name}\n"
+        message = f"{stack.message(pr).rstrip()}\n\n{TRAILER}: {pr.name}\n"
         return self.git.run("commit-tree", tree, "-p", parent, data=message).strip()
 
     def _private_index(self, commit: str) -> dict[str, str]:
@@ -206,11 +206,11 @@ class Checkout:
             raise _apply_error(pr, patch, error.stderr) from None
 
     def _add_files(
-        self, series: Series, pr: PullRequest, parent: str, index: dict[str, str]
+        self, stack: Stack, pr: PullRequest, parent: str, index: dict[str, str]
     ) -> None:
         lines = []
         for name in pr.files:
-            path = series.root / name
+            path = stack.root / name
             if not path.is_file():
                 raise StageError(
                     f"{pr.name}: {name} is listed in series.toml but missing"
@@ -341,30 +341,30 @@ class Checkout:
         write_atomically(self._state_file, json.dumps(state, indent=1).encode())
 
 
-def _pr_parts(series: Series, pr: PullRequest) -> list[str | bytes]:
+def _pr_parts(stack: Stack, pr: PullRequest) -> list[str | bytes]:
     """Everything that decides the commit of a PR."""
-    patch = series.patch(pr)
+    patch = stack.patch(pr)
     parts: list[str | bytes] = [
         pr.name,
-        series.message(pr),
+        stack.message(pr),
         patch.diff if patch else "",
     ]
     for name in pr.files:
-        path = series.root / name
+        path = stack.root / name
         parts += [name, path.read_bytes() if path.is_file() else "missing"]
         parts.append(str(os.access(path, os.X_OK)))
     return parts
 
 
-def pr_digest(series: Series, pr: PullRequest) -> str:
+def pr_digest(stack: Stack, pr: PullRequest) -> str:
     """Names everything one PR consists of."""
-    return digest(*_pr_parts(series, pr))
+    return digest(*_pr_parts(stack, pr))
 
 
-def _fingerprint(series: Series, base: str) -> str:
+def _fingerprint(stack: Stack, base: str) -> str:
     total = hashlib.sha256(base.encode())
-    for pr in series.prs:
-        total.update(pr_digest(series, pr).encode())
+    for pr in stack.prs:
+        total.update(pr_digest(stack, pr).encode())
     return total.hexdigest()
 
 

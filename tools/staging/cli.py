@@ -31,7 +31,7 @@ from .config import Workspace, workspace as make_workspace, write_atomically
 from .console import Console
 from .errors import ArgumentError, from_os_error, StageError
 from .pipeline import Staged
-from .series import Series
+from .series import Stack
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,25 +48,41 @@ class _Session:
         self.workspace: Workspace = make_workspace(ROOT)
 
     @property
-    def series(self) -> Series:
+    def stack(self) -> Stack:
         return series_module.load(ROOT)
 
     def setup(self, wait: bool = True, **arguments) -> Staged:
         """pipeline.setup under the lock of the build folder."""
         with pipeline.locked(self.workspace, self.console, wait=wait):
-            return pipeline.setup(
-                self.workspace, self.series, self.console, **arguments
-            )
+            return pipeline.setup(self.workspace, self.stack, self.console, **arguments)
 
     @contextmanager
     def checkout(self) -> Iterator[tuple[BaseEnv, Checkout]]:
         """Base environment and checkout, under the lock of the build folder."""
         with pipeline.locked(self.workspace, self.console):
             env, checkout = pipeline.open_checkout(
-                self.workspace, self.series, self.console
+                self.workspace, self.stack, self.console
             )
-            checkout.ensure_current(self.series, self.console)
+            checkout.ensure_current(self.stack, self.console)
             yield env, checkout
+
+    def selected(self, names: tuple[str, ...]) -> Stack:
+        """The named series with what they need; the whole stack if none is named."""
+        if not names:
+            return self.stack
+        for pr in self.stack.left_out(names):
+            needs = " ".join(f"--series {name}" for name in pr.needs)
+            self.console.note(f"left out: {pr.name}; it needs {needs}")
+        return self.stack.select(names)
+
+
+_series_option = click.option(
+    "--series",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Only this series of series.toml and what it needs (repeatable).",
+)
 
 
 @click.group(context_settings=_CONTEXT)
@@ -152,18 +168,40 @@ def python(session: _Session, arguments: tuple[str, ...]) -> None:
     metavar="N",
     help="Test files to run at the same time. Default: 1",
 )
+@click.option(
+    "--series",
+    "series",
+    multiple=True,
+    metavar="NAME",
+    help="Stage this series and what it needs, nothing else, and run its tests "
+    "(repeatable).",
+)
 @click.pass_obj
 def test(
-    session: _Session, paths: tuple[str, ...], upstream: Path | None, jobs: int
+    session: _Session,
+    paths: tuple[str, ...],
+    upstream: Path | None,
+    jobs: int,
+    series: tuple[str, ...],
 ) -> None:
     """Runs tests in the staged environment: PATHS [-- PYTEST ARGUMENTS].
 
     Without paths: the tests of the whole stack, then those of the stager.
     Options of pytest follow a double dash.
 
-    Example: python3 tools/stage.py test test/test_moe_mlp.py -- -k bf16 -x
+    Example: python3 tools/stage.py test test/test_moe_mlp.py -- -k bfloat16 -x
     """
     names, arguments = _split_at_dashes(paths)
+    if series:
+        stack = session.selected(series)
+        own = {t for pr in stack.prs if pr.series in series for t in pr.tests}
+        chosen = [t for t in stack.tests if t in own]
+        if names:
+            chosen = testing.select(session.workspace, stack, names)
+        status = prefixes.test(
+            session.workspace, stack, chosen, arguments, session.console, jobs
+        )
+        sys.exit(status)
     if upstream is not None:
         suites = testing.upstream_suites(upstream, names)
         staged = session.setup()
@@ -171,7 +209,7 @@ def test(
             session.workspace, staged, upstream, suites, arguments
         )
         sys.exit(status)
-    selected = testing.select(session.workspace, session.series, names)
+    selected = testing.select(session.workspace, session.stack, names)
     needs_stage = any(not t.startswith(testing.STAGER_TESTS) for t in selected)
     staged = session.setup() if needs_stage or not names else None
     sys.exit(testing.run(session.workspace, staged, selected, arguments, jobs))
@@ -210,8 +248,8 @@ def export(session: _Session) -> None:
     Example: python3 tools/stage.py export
     """
     with session.checkout() as (_, checkout):
-        changed = export_module.export(checkout, session.series)
-        checkout.sync(session.series, session.console)
+        changed = export_module.export(checkout, session.stack)
+        checkout.sync(session.stack, session.console)
     _report(changed)
 
 
@@ -243,19 +281,19 @@ def refresh(
     if bool(pr) == regenerate_shims or (regenerate_shims and upstream):
         raise click.UsageError("give either a PR or --regenerate-shims")
     with session.checkout() as (env, checkout):
-        arguments = session.workspace, checkout, session.series
+        arguments = session.workspace, checkout, session.stack
         if pr is None:
             changed = export_module.regenerate_shims(
-                session.workspace, env, checkout, session.series, session.console
+                session.workspace, env, checkout, session.stack, session.console
             )
         elif upstream is not None:
             target = apply_module.Target(upstream)
             changed = export_module.refresh_upstream(
-                checkout, session.series, pr, target
+                checkout, session.stack, pr, target
             )
         else:
             changed = export_module.refresh(*arguments, pr, session.console)
-        checkout.sync(session.series, session.console)
+        checkout.sync(session.stack, session.console)
     _report(changed)
 
 
@@ -270,6 +308,7 @@ def refresh(
 @click.option(
     "--only", multiple=True, metavar="PR", help="With --each: this prefix (repeatable)."
 )
+@_series_option
 @click.option("--redo", is_flag=True, help="With --each: also what passed before.")
 @click.option(
     "--jobs",
@@ -283,28 +322,31 @@ def verify(
     each: bool,
     first: str | None,
     only: tuple[str, ...],
+    names: tuple[str, ...],
     redo: bool,
     jobs: int | None,
 ) -> None:
     """Proves that patches and tree are consistent.
 
-    Applying the stack and exporting it again gives the same bytes, and
-    series.toml and the files agree in both directions.
+    Applying the stack and exporting it again gives the same bytes, every series
+    applies with no more than it needs, and series.toml and the files agree in both
+    directions. With --series, --each stops at the PRs of that series alone.
 
-    Example: python3 tools/stage.py verify --each --from 110
+    Example: python3 tools/stage.py verify --each --series grouped-mm
     """
     if (first or only or redo or jobs) and not each:
         raise click.UsageError("--from, --only, --redo and --jobs go with --each")
     if first and only:
         raise click.UsageError("give either --from or --only")
-    names = prefixes.select(session.series, first, only)
+    chosen = prefixes.select(session.stack, first, only, names)
     with session.checkout() as (_, checkout):
-        problems = export_module.verify(checkout, session.series)
+        problems = export_module.verify(checkout, session.stack)
     if problems:
         raise StageError("\n".join(problems))
-    print(f"verified: {len(session.series.prs)} PRs, apply -> export is the identity")
+    total = f"{len(session.stack.prs)} PRs in {len(session.stack.series)} series"
+    print(f"verified: {total}, apply -> export is the identity")
     if each:
-        _verify_prefixes(session, names, redo, jobs or 1)
+        _verify_prefixes(session, chosen, redo, jobs or 1)
 
 
 @cli.command()
@@ -313,7 +355,8 @@ def verify(
     "--continue", "resume", is_flag=True, help="Go on after a conflict was resolved."
 )
 @click.option("--abort", is_flag=True, help="Undo what the stopped call did.")
-@click.option("--upto", metavar="PR", help="Only the stack up to this PR.")
+@_series_option
+@click.option("--upto", metavar="PR", help="Only the PRs up to this one.")
 @click.option(
     "--any-base",
     is_flag=True,
@@ -325,31 +368,35 @@ def apply(
     checkout: Path,
     resume: bool,
     abort: bool,
+    names: tuple[str, ...],
     upto: str | None,
     any_base: bool,
 ) -> None:
     """Applies the stack to a git CHECKOUT of PyTorch, one commit per PR.
 
     With `git am --3way` and your identity, onto the branch that is checked out.
-    The tree must be clean. PRs that are there already are skipped.
+    The tree must be clean. PRs that are there already are skipped, so that one series
+    after another can be applied.
 
-    Example: python3 tools/stage.py apply ../pytorch
+    Example: python3 tools/stage.py apply ../pytorch --series grouped-mm
     """
     if resume and abort:
         raise click.UsageError("give either --continue or --abort")
     target = apply_module.Target(checkout)
-    series = session.series
+    stack = session.stack
+    wanted = session.selected(names).upto(upto) if upto else session.selected(names)
+    asked = wanted if names or upto else None
     with target.locked(), session.checkout() as (_, source):
-        applier = apply_module.Applier(target, source, series, print, upto)
+        applier = apply_module.Applier(target, source, stack, print, asked)
         if abort:
             print(f"back at {applier.abort()[:12]}")
             return
         before = target.head
         applier.proceed() if resume else applier.start(any_base)
     made = target.git.run("rev-list", "--count", f"{before}..HEAD").strip()
-    for path, names in applier.absent.items():
+    for path, prs in applier.absent.items():
         session.console.warn(
-            f"no {path} here; its edits by {', '.join(names)} are left out"
+            f"no {path} here; its edits by {', '.join(prs)} are left out"
         )
     print(f"{made} commits made in {target.path}; see git log {before[:12]}..")
     if target.detached:
@@ -372,6 +419,7 @@ def apply(
     metavar="FILE",
     help="Also write the result, hunk by hunk, as JSON.",
 )
+@_series_option
 @click.option("--markdown", is_flag=True, help="Print the table for CONTRIBUTING.md.")
 @click.pass_obj
 def drift(
@@ -379,6 +427,7 @@ def drift(
     versions: tuple[str, ...],
     checkouts: tuple[Path, ...],
     json_file: Path | None,
+    names: tuple[str, ...],
     markdown: bool,
 ) -> None:
     """Shows how every patch fits released VERSIONS of torch, hunk by hunk.
@@ -393,16 +442,15 @@ def drift(
     cache = session.workspace.cache
     sources = [drift_module.WheelSource(v, cache) for v in versions]
     sources += [drift_module.CheckoutSource(path) for path in checkouts]
+    stack = session.selected(names)
     with session.checkout() as (_, checkout):
         found = [
-            drift_module.measure_with_progress(
-                checkout, session.series, source, session.console
-            )
+            drift_module.measure_with_progress(checkout, stack, source, session.console)
             for source in sources
         ]
     words = [a for a in sys.argv[2:] if a != "--markdown"]
     command = f"python3 tools/stage.py drift {shlex.join(words)}"
-    result = drift_module.result(found, session.series, command)
+    result = drift_module.result(found, stack, command)
     if json_file:
         write_atomically(json_file, f"{json.dumps(result, indent=1)}\n".encode())
     if markdown:
@@ -412,27 +460,44 @@ def drift(
 
 
 @cli.command()
-@click.argument("name", metavar="PR")
+@click.argument("name", metavar="PR", required=False)
+@_series_option
+@click.option("--title", is_flag=True, help="Print the title only.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write it to a file instead.",
+    help="Write it to a file instead; with --series, one file per PR into a folder.",
 )
 @click.pass_obj
-def pr(session: _Session, name: str, out: Path | None) -> None:
+def pr(
+    session: _Session,
+    name: str | None,
+    names: tuple[str, ...],
+    title: bool,
+    out: Path | None,
+) -> None:
     """Prints the body of a pull request, in markdown; the first line is its title.
 
     Made of the patch's description, its entry in series.toml and the results
-    files that entry names. PR is a name or a slot number.
+    files that entry names. PR is a name or a slot number; --series prints those of
+    the PRs of a series.
 
-    Example: python3 tools/stage.py pr 130 | gh pr create --body-file -
+    Example: python3 tools/stage.py pr 130 | gh pr create --title "$(python3
+    tools/stage.py pr 130 --title)" --body-file -
     """
-    text = prbody.render(session.series, session.series.get(name))
-    if out:
-        write_atomically(out, text.encode())
-    else:
-        print(text, end="")
+    stack = session.stack
+    if bool(name) == bool(names):
+        raise click.UsageError("give either a PR or --series")
+    stack.closure(names)  # an unknown name is an error
+    chosen = [stack.get(name)] if name else [p for p in stack.prs if p.series in names]
+    for one in chosen:
+        text = f"{prbody.title(stack, one)}\n" if title else prbody.render(stack, one)
+        if out is None:
+            print(text, end="" if one is chosen[-1] else "\n")
+        else:
+            path = out / f"{one.name}.md" if names else out
+            write_atomically(path, text.encode())
 
 
 @cli.command("lint")
@@ -450,20 +515,20 @@ def lint_command(session: _Session, apply: bool) -> None:
     if status == 0:
         status = _check_types(session)
     if status == 0:
-        series = session.series
-        for line in (*lint.large_prs(series), *lint.unlisted_sources(series)):
+        stack = session.stack
+        for line in (*lint.large_prs(stack), *lint.unlisted_sources(stack)):
             session.console.note(f"note: {line}")
     sys.exit(status)
 
 
 def _check_types(session: _Session) -> int:
     """Pyrefly on our files below torch/; 1 if it finds an error."""
-    series, console = session.series, session.console
+    stack, console = session.stack, session.console
     with pipeline.locked(session.workspace, console):
-        env, checkout = pipeline.open_checkout(session.workspace, series, console)
+        env, checkout = pipeline.open_checkout(session.workspace, stack, console)
         with console.step("check the types of our files below torch/"):
-            tip = checkout.tip(series, console)
-            errors = typecheck.check(session.workspace, env, checkout, series, tip)
+            tip = checkout.tip(stack, console)
+            errors = typecheck.check(session.workspace, env, checkout, stack, tip)
     for line in errors:
         print(line)
     return 1 if errors else 0
@@ -474,7 +539,7 @@ def _verify_prefixes(
 ) -> None:
     """Stages and tests prefixes and sums up."""
     results = prefixes.run(
-        session.workspace, session.series, names, session.console, redo, jobs
+        session.workspace, session.stack, names, session.console, redo, jobs
     )
     print("=== prefixes")
     for result in results:

@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from .series import Series
+from .series import Stack
 from .texts import encode
 
 
@@ -67,10 +67,10 @@ def cache_folder() -> Path:
     return Path(home) / _CACHE_NAME
 
 
-def base_key(series: Series) -> str:
+def base_key(stack: Stack) -> str:
     """Names the base environment: a hash of everything that is pinned in it."""
-    pins = (series.root / "requirements.txt").read_bytes()
-    text = f"{series.base.torch} {series.base.git} {series.base.python}\n"
+    pins = (stack.root / "requirements.txt").read_bytes()
+    text = f"{stack.base.torch} {stack.base.git} {stack.base.python}\n"
     return hashlib.sha256(text.encode() + pins).hexdigest()[:12]
 
 

@@ -26,7 +26,7 @@ from .console import Console
 from .errors import ArgumentError
 from .gitrepo import GitError, GitRepo
 from .placement import place, Placement
-from .series import PullRequest, Series
+from .series import PullRequest, Stack
 from .texts import decode, encode
 from .wheelfile import WheelFile
 
@@ -132,7 +132,7 @@ class CheckoutSource:
 
 def measure(
     checkout: Checkout,
-    series: Series,
+    stack: Stack,
     source: WheelSource | CheckoutSource,
     advance: Callable[[int, str], None] = lambda done, detail: None,
 ) -> VersionDrift:
@@ -141,11 +141,11 @@ def measure(
     Args:
         checkout: build/checkout; its commits are the versions to merge.
     """
-    diffs = {pr.name: _parts(series, pr) for pr in series.prs}
+    diffs = {pr.name: _parts(stack, pr) for pr in stack.prs}
     paths = {patchfile.path_of(p) for parts in diffs.values() for p in parts}
     source.prepare(paths)
     texts: dict[str, bytes | None] = {}
-    commits = checkout.commits(checkout.commit_stack(series, {}))
+    commits = checkout.commits(checkout.commit_stack(stack, {}))
     patches = []
     for done, (commit, name, _) in enumerate(commits):
         advance(done, name)
@@ -167,13 +167,13 @@ def measure(
 
 def measure_with_progress(
     checkout: Checkout,
-    series: Series,
+    stack: Stack,
     source: WheelSource | CheckoutSource,
     console: Console,
 ) -> VersionDrift:
     """measure, with a progress bar."""
-    with console.progress(f"drift against {source.name}", len(series.prs)) as advance:
-        return measure(checkout, series, source, advance)
+    with console.progress(f"drift against {source.name}", len(stack.prs)) as advance:
+        return measure(checkout, stack, source, advance)
 
 
 _COLOURS = {"clean": "green", "fuzzy": "yellow", "conflict": "red"}
@@ -212,11 +212,11 @@ def markdown(data: dict) -> str:
     return "\n".join(map(_row, [heads, ["---"] * len(heads), *rows])) + "\n"
 
 
-def result(drifts: list[VersionDrift], series: Series, command: str) -> dict:
+def result(drifts: list[VersionDrift], stack: Stack, command: str) -> dict:
     """What the result file holds; the table can be made from it."""
     return {
         "command": command,
-        "base": {"torch": series.base.torch, "git": series.base.git},
+        "base": {"torch": stack.base.torch, "git": stack.base.git},
         "versions": [
             {
                 "version": d.version,
@@ -257,8 +257,8 @@ def _hunks(file: FileDrift) -> str:
     return ", ".join(_LINE.sub(r"(line \1)", hunk) for hunk in file.hunks)
 
 
-def _parts(series: Series, pr: PullRequest) -> list[str]:
-    patch = series.patch(pr)
+def _parts(stack: Stack, pr: PullRequest) -> list[str]:
+    patch = stack.patch(pr)
     return patchfile.split_by_file(patch.diff) if patch else []
 
 

@@ -24,7 +24,7 @@ from .config import Workspace, write_atomically, write_if_changed
 from .console import Console
 from .errors import StageError
 from .gitrepo import GitError, GitRepo
-from .series import PullRequest, Series, SERIES_FILE, UPSTREAM_ROOTS, UpstreamFile
+from .series import PullRequest, SERIES_FILE, Stack, UPSTREAM_ROOTS, UpstreamFile
 from .texts import encode
 
 
@@ -51,7 +51,7 @@ class Exported:
 
 
 def collect(
-    checkout: Checkout, series: Series, commits: Iterable[tuple[str, str, str]]
+    checkout: Checkout, stack: Stack, commits: Iterable[tuple[str, str, str]]
 ) -> Exported:
     """Turns commits into patches and new files.
 
@@ -63,7 +63,7 @@ def collect(
             file of another PR.
     """
     commits = list(commits)
-    expected = [pr.name for pr in series.prs]
+    expected = [pr.name for pr in stack.prs]
     found = [name for _, name, _ in commits]
     if found != expected:
         raise StageError(
@@ -89,17 +89,17 @@ def collect(
         if edited:
             specs = [f":(literal){path}" for path in edited]
             diff = checkout.git.run(*_DIFF, f"{commit}^", commit, "--", *specs)
-        pr = series.get(name)
+        pr = stack.get(name)
         # Files the wheel lacks are in no commit; their hunks stay as they are.
-        patch = series.patch(pr)
+        patch = stack.patch(pr)
         if pr.upstream and patch:
             diff = patchfile.merge(diff, patch.only(pr.upstream_paths).diff)
-        text = patchfile.render(message, diff, series.author)
+        text = patchfile.render(message, diff, stack.author)
         exported.patches[pr.patch_path] = text
     return exported
 
 
-def write(exported: Exported, series: Series) -> list[str]:
+def write(exported: Exported, stack: Stack) -> list[str]:
     """Writes the repository; removes new files that left the stack.
 
     Returns:
@@ -107,23 +107,21 @@ def write(exported: Exported, series: Series) -> list[str]:
     """
     changed = []
     for path, text in exported.patches.items():
-        if write_if_changed(series.root / path, text):
+        if write_if_changed(stack.root / path, text):
             changed.append(path)
     for path, (data, executable) in exported.files.items():
-        if write_if_changed(series.root / path, data):
-            (series.root / path).chmod(0o755 if executable else 0o644)
+        if write_if_changed(stack.root / path, data):
+            (stack.root / path).chmod(0o755 if executable else 0o644)
             changed.append(path)
-    for path in sorted(
-        {f for pr in series.prs for f in pr.files} - set(exported.files)
-    ):
-        (series.root / path).unlink(missing_ok=True)
+    for path in sorted({f for pr in stack.prs for f in pr.files} - set(exported.files)):
+        (stack.root / path).unlink(missing_ok=True)
         changed.append(f"{path} (removed)")
-    if _update_series(exported, series):
+    if _update_series(exported, stack):
         changed.append(SERIES_FILE)
     return changed
 
 
-def export(checkout: Checkout, series: Series) -> list[str]:
+def export(checkout: Checkout, stack: Stack) -> list[str]:
     """Rewrites patches and new files from the commits of the checkout.
 
     Returns:
@@ -138,13 +136,13 @@ def export(checkout: Checkout, series: Series) -> list[str]:
             f"build/checkout has uncommitted edits: {', '.join(edits[:5])}",
             hint="fold them into a PR: tools/stage.py refresh <PR>",
         )
-    return write(collect(checkout, series, checkout.commits()), series)
+    return write(collect(checkout, stack, checkout.commits()), stack)
 
 
 def refresh(
     workspace: Workspace,
     checkout: Checkout,
-    series: Series,
+    stack: Stack,
     name: str,
     console: Console,
 ) -> list[str]:
@@ -160,7 +158,7 @@ def refresh(
         StageError: nothing to fold, a file of another PR, or a later PR that
             does not fit on top any more.
     """
-    pr = series.get(name)
+    pr = stack.get(name)
     edits = checkout.edits()
     if not edits:
         raise StageError(
@@ -168,7 +166,7 @@ def refresh(
             hint="edit files there, then refresh; or export committed changes",
         )
     for path in edits:
-        _check_owner(series, pr.name, path)
+        _check_owner(stack, pr.name, path)
     target = next(c for c, owner, _ in checkout.commits() if owner == pr.name)
     with console.step(f"fold {len(edits)} edited files into {pr.name}"):
         scratch = scratch_checkout(workspace, checkout)
@@ -183,14 +181,14 @@ def refresh(
                 env={"GIT_SEQUENCE_EDITOR": "true"},
             )
         except GitError:
-            raise _rebase_conflict(scratch, series, pr.name) from None
-        changed = write(collect(scratch, series, scratch.commits()), series)
+            raise _rebase_conflict(scratch, stack, pr.name) from None
+        changed = write(collect(scratch, stack, scratch.commits()), stack)
         shutil.rmtree(scratch.path.parent)
     return changed
 
 
 def refresh_upstream(
-    checkout: Checkout, series: Series, name: str, target: Target
+    checkout: Checkout, stack: Stack, name: str, target: Target
 ) -> list[str]:
     """Takes edits of files that the wheel lacks out of a real checkout.
 
@@ -207,45 +205,45 @@ def refresh_upstream(
     Raises:
         StageError: no such edits, or of files that build/checkout has.
     """
-    pr = series.get(name)
+    pr = stack.get(name)
     paths = target.dirty()
     if not paths:
         raise StageError(
             f"{target.path} has no uncommitted edits", hint="edit files there first"
         )
     for path in paths:
-        if checkout.git.has(f"{checkout.base}:{path}") or series.owner(path):
+        if checkout.git.has(f"{checkout.base}:{path}") or stack.owner(path):
             raise StageError(
                 f"{path} is in build/checkout",
                 hint=f"edit it there, then tools/stage.py refresh {pr.name}",
             )
-    old = _before(target, series, pr, paths)
+    old = _before(target, stack, pr, paths)
     diff = target.git.run(
         *("diff", "-U2", "--no-renames", "--no-ext-diff", "--no-color"),
         *("--src-prefix=a/", "--dst-prefix=b/", old, "--"),
         *(f":(literal){path}" for path in paths),
     )
     parts = patchfile.split_by_file(patchfile.normalise(diff))
-    patch = series.patch(pr) or patchfile.Patch(series.message(pr), "")
+    patch = stack.patch(pr) or patchfile.Patch(stack.message(pr), "")
     merged = patchfile.merge(patch.without(paths).diff, *parts)
-    text = patchfile.render(patch.message, merged, series.author)
+    text = patchfile.render(patch.message, merged, stack.author)
     facts = [file for file in pr.upstream if file.path not in paths]
     commit = target.upstream_commit()
     for part in parts:
         context = patchfile.context(part)
         facts.append(UpstreamFile(patchfile.path_of(part), commit, context))
     changed = (
-        [pr.patch_path] if write_if_changed(series.root / pr.patch_path, text) else []
+        [pr.patch_path] if write_if_changed(stack.root / pr.patch_path, text) else []
     )
-    return changed + _write_facts(series, pr, sorted(facts, key=lambda f: f.path))
+    return changed + _write_facts(stack, pr, sorted(facts, key=lambda f: f.path))
 
 
-def _before(target: Target, series: Series, pr: PullRequest, paths: list[str]) -> str:
+def _before(target: Target, stack: Stack, pr: PullRequest, paths: list[str]) -> str:
     """The commit of the checkout that this PR's hunks start from."""
     done = target.commits()
-    names = [other.name for other in series.prs]
+    names = [other.name for other in stack.prs]
     for later in names[names.index(pr.name) + 1 :]:
-        if later in done and set(series.get(later).upstream_paths) & set(paths):
+        if later in done and set(stack.get(later).upstream_paths) & set(paths):
             raise StageError(
                 f"{later}, which edits the same files, is applied in {target.path}",
                 hint=f"git switch -c part {done[later][:12]}^, and edit there",
@@ -253,10 +251,8 @@ def _before(target: Target, series: Series, pr: PullRequest, paths: list[str]) -
     return f"{done[pr.name]}^" if pr.name in done else "HEAD"
 
 
-def _write_facts(
-    series: Series, pr: PullRequest, facts: list[UpstreamFile]
-) -> list[str]:
-    path = series.root / SERIES_FILE
+def _write_facts(stack: Stack, pr: PullRequest, facts: list[UpstreamFile]) -> list[str]:
+    path = stack.root / SERIES_FILE
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     entry = next(e for e in document["pr"] if e["name"] == pr.name)
     rows = tomlkit.array()
@@ -272,7 +268,7 @@ def regenerate_shims(
     workspace: Workspace,
     env: BaseEnv,
     checkout: Checkout,
-    series: Series,
+    stack: Stack,
     console: Console,
 ) -> list[str]:
     """Writes the C shim headers torchgen wants into every PR's patch.
@@ -285,8 +281,8 @@ def regenerate_shims(
     """
     scratch = scratch_checkout(workspace, checkout)
     parent = checkout.base
-    for pr in series.prs:
-        commit = scratch.commit_pr(series, pr, parent, without=codegen.SHIM_FOLDER)
+    for pr in stack.prs:
+        commit = scratch.commit_pr(stack, pr, parent, without=codegen.SHIM_FOLDER)
         if codegen.inputs_differ(scratch, parent, commit):
             with console.step(f"generate the C shim headers of {pr.name}"):
                 scratch.git.run("checkout", "-q", "--force", "--detach", commit)
@@ -297,32 +293,32 @@ def regenerate_shims(
                 scratch.git.run("commit", "-q", "--amend", "--no-edit", "--allow-empty")
                 commit = scratch.git.resolve("HEAD")
         parent = commit
-    changed = write(collect(scratch, series, scratch.commits(parent)), series)
+    changed = write(collect(scratch, stack, scratch.commits(parent)), stack)
     shutil.rmtree(scratch.path.parent)
     return changed
 
 
-def verify(checkout: Checkout, series: Series) -> list[str]:
+def verify(checkout: Checkout, stack: Stack) -> list[str]:
     """Everything that keeps apply -> export from being the identity.
 
     Returns:
         One line per problem; empty when the repository is consistent.
     """
-    found = series_module.problems(series)
+    found = series_module.problems(stack)
     if found:
         return found
-    tip = checkout.commit_stack(series, {})
-    exported = collect(checkout, series, checkout.commits(tip))
+    tip = checkout.commit_stack(stack, {})
+    exported = collect(checkout, stack, checkout.commits(tip))
     known: dict[str, str] = {}
-    for stack in series.stacks():
+    for branch in stack.branches():
         fresh = dict(known)
         try:
-            checkout.commit_stack(stack, fresh)
+            checkout.commit_stack(branch, fresh)
         except StageError as error:
             found.append(f"without the series it does not need: {error.message}")
         known.update(fresh)
     for path, text in exported.patches.items():
-        if (series.root / path).read_bytes() != encode(text):
+        if (stack.root / path).read_bytes() != encode(text):
             found.append(f"{path}: not in the form export writes (run export)")
     return found
 
@@ -354,8 +350,8 @@ def _contents(git: GitRepo, commit: str, path: str) -> tuple[bytes, bool]:
     return git.run_bytes("show", f"{commit}:{path}"), mode == "100755"
 
 
-def _check_owner(series: Series, name: str, path: str) -> None:
-    owner = series.owner(path)
+def _check_owner(stack: Stack, name: str, path: str) -> None:
+    owner = stack.owner(path)
     if owner is not None and owner.name != name:
         raise StageError(
             f"{path} is a new file of {owner.name}, not of {name}",
@@ -373,14 +369,14 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copy(source, target)
 
 
-def _rebase_conflict(scratch: Checkout, series: Series, name: str) -> StageError:
+def _rebase_conflict(scratch: Checkout, stack: Stack, name: str) -> StageError:
     """Says which later PR made the lines that the edits change."""
     files = scratch.git.run("diff", "--name-only", "--diff-filter=U").split()
-    names = [pr.name for pr in series.prs]
+    names = [pr.name for pr in stack.prs]
     later = [
         pr.name
-        for pr in series.prs[names.index(name) + 1 :]
-        if (patch := series.patch(pr)) and set(patch.paths) & set(files)
+        for pr in stack.prs[names.index(name) + 1 :]
+        if (patch := stack.patch(pr)) and set(patch.paths) & set(files)
     ]
     other = " or ".join(later) or "the PR that made them"
     return StageError(
@@ -390,9 +386,9 @@ def _rebase_conflict(scratch: Checkout, series: Series, name: str) -> StageError
     )
 
 
-def _update_series(exported: Exported, series: Series) -> bool:
-    """Keeps the files and tests lists in step, and the rest of the text as is."""
-    path = series.root / SERIES_FILE
+def _update_series(exported: Exported, stack: Stack) -> bool:
+    """Keeps the lists of files in step, and the rest of the text as it is."""
+    path = stack.root / SERIES_FILE
     document = tomlkit.parse(path.read_text(encoding="utf-8"))
     changed = False
     for entry in document["pr"]:
@@ -400,23 +396,12 @@ def _update_series(exported: Exported, series: Series) -> bool:
         old = list(entry.get("files", []))
         if sorted(old) == sorted(new):
             continue
-        # A test that is not among its files is one of an earlier PR.
-        tests = [t for t in entry.get("tests", []) if t in new or t not in old]
-        tests += [f for f in new if _is_test(f) and f not in tests and f not in old]
         files = [f for f in old if f in new] + [f for f in new if f not in old]
         entry["files"] = _multiline(files)
-        entry["tests"] = _multiline(tests)
         changed = True
     if changed:
         write_atomically(path, tomlkit.dumps(document).encode())
     return changed
-
-
-def _is_test(path: str) -> bool:
-    name = path.rsplit("/", 1)[-1]
-    return (
-        path.startswith("test/") and name.startswith("test_") and name.endswith(".py")
-    )
 
 
 def _multiline(items: list[str]) -> tomlkit.items.Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from . import patchfile
 from .prbody import file_sizes
-from .series import Series
+from .series import Stack
 
 
 # Committed or not: a new file is checked before it is added.
@@ -22,15 +22,15 @@ BUILD_LIST = "build_variables.bzl"
 _NO_PATCH = patchfile.Patch("", "")
 
 
-def large_prs(series: Series) -> list[str]:
+def large_prs(stack: Stack) -> list[str]:
     """One line per PR above the size that is aimed at; a report, not an error.
 
     Counted are changed lines outside tests, generated files, docs, data and
     kernels.
     """
     found = []
-    for pr in series.prs:
-        sizes = [(path, n) for path, n, kind in file_sizes(series, pr) if not kind]
+    for pr in stack.prs:
+        sizes = [(path, n) for path, n, kind in file_sizes(stack, pr) if not kind]
         total = sum(n for _, n in sizes)
         if total > MAX_CHANGED_LINES:
             path, most = max(sizes, key=lambda item: item[1])
@@ -42,7 +42,7 @@ def large_prs(series: Series) -> list[str]:
     return found
 
 
-def unlisted_sources(series: Series) -> list[str]:
+def unlisted_sources(stack: Stack) -> list[str]:
     """One line per new C++ source that upstream's build list does not get.
 
     CMake finds it by a glob, so the staged build and most of CI are green
@@ -50,8 +50,8 @@ def unlisted_sources(series: Series) -> list[str]:
     """
     listed = {
         line[1:].strip().strip(',"')
-        for pr in series.prs
-        for part in patchfile.split_by_file((series.patch(pr) or _NO_PATCH).diff)
+        for pr in stack.prs
+        for part in patchfile.split_by_file((stack.patch(pr) or _NO_PATCH).diff)
         if patchfile.path_of(part) == BUILD_LIST
         for line in part.split("\n")
         if line.startswith("+ ")
@@ -59,7 +59,7 @@ def unlisted_sources(series: Series) -> list[str]:
     return [
         f"{pr.name}: {path} has no line in {BUILD_LIST}; add it in a checkout of "
         f"PyTorch, then refresh {pr.name} --upstream"
-        for pr in series.prs
+        for pr in stack.prs
         for path in pr.files
         if path.startswith("aten/src/ATen/native/")
         and path.endswith(".cpp")

@@ -6,7 +6,7 @@ touches the same file). The message is the description of the pull request.
 Reading is lenient (a bare `git diff` is accepted), writing has one form.
 Texts are the bytes of the files decoded with ``surrogateescape``, and lines
 end at "\\n" only, so that any file survives.
-Used by series, checkout, export, apply and drift.
+Used by stack, checkout, export, apply and drift.
 """
 
 from __future__ import annotations

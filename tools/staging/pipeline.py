@@ -25,7 +25,7 @@ from .config import Workspace, write_if_changed
 from .console import Console
 from .errors import StageError
 from .farm import Farm
-from .series import Series
+from .series import Stack
 from .stubs import patched_stubs
 
 
@@ -72,17 +72,17 @@ def locked(workspace: Workspace, console: Console, wait: bool = True) -> Iterato
 
 
 def open_checkout(
-    workspace: Workspace, series: Series, console: Console, fresh: bool = False
+    workspace: Workspace, stack: Stack, console: Console, fresh: bool = False
 ) -> tuple[BaseEnv, Checkout]:
     """The base environment and the checkout, without bringing it to the tip."""
     _check_platform()
-    env = baseenv.ensure(workspace, series, console, fresh=fresh)
+    env = baseenv.ensure(workspace, stack, console, fresh=fresh)
     return env, Checkout(workspace, wheelsource.ensure(env, console))
 
 
 def setup(
     workspace: Workspace,
-    series: Series,
+    stack: Stack,
     console: Console,
     options: BuildOptions | None = None,
     fresh: bool = False,
@@ -100,17 +100,17 @@ def setup(
     """
     chosen = options or _last_options(workspace)
     write_if_changed(workspace.state / "options.json", json.dumps(asdict(chosen)))
-    if not baseenv.locate(workspace, series).stamp.exists():
+    if not baseenv.locate(workspace, stack).stamp.exists():
         compile.check_compiler()  # before the download, not after it
-    env, checkout = open_checkout(workspace, series, console, fresh)
-    tip = checkout.sync(series, console, discard)
+    env, checkout = open_checkout(workspace, stack, console, fresh)
+    tip = checkout.sync(stack, console, discard)
     generated = codegen.update(workspace, env, checkout, tip, console)
     binaries = buildgraph.write(workspace, env, checkout, generated, tip, chosen)
     if binaries:
         compile.build(workspace, binaries, console)
     farm = Farm(workspace, env)
     files = staged_files(env, checkout, generated, binaries, tip)
-    files.update(patched_stubs(env, series))
+    files.update(patched_stubs(env, stack))
     farm.update(files, console)
     return Staged(farm.python, farm.build_hash, tip)
 

@@ -9,43 +9,45 @@ silently, except benchmarks, which not every PR needs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator
 
 from . import benchtable, patchfile
 from .benchtable import table
 from .errors import StageError
-from .series import PullRequest, Series
+from .series import PullRequest, Stack
 
 
+NOT_STATED = "Not stated yet"
 _TEST_PLAN = re.compile(
     r"^(?:Test plan|Tests):.*?(?=\n\n\S|\Z)", re.MULTILINE | re.DOTALL
 )
 
 
-def render(series: Series, pr: PullRequest) -> str:
+def render(stack: Stack, pr: PullRequest) -> str:
     """Markdown of the whole body; its first line is the title.
 
     Raises:
         StageError: no patch with a description yet, or an unreadable results file.
     """
-    patch = series.patch(pr)
+    patch = stack.patch(pr)
     if patch is None or not patch.message:
         raise StageError(
             f"{pr.patch_path}: no description yet",
             hint="the patch carries it: refresh, or amend the commit and export",
         )
-    title, _, text = patch.message.partition("\n\n")
+    _, _, text = patch.message.partition("\n\n")
     plan = _TEST_PLAN.search(text)
     body = _TEST_PLAN.sub("", text).strip()
     sections = [
-        f"# {title.strip()}",
-        _stack(series, pr),
+        f"# {title(stack, pr)}",
+        _stack(stack, pr),
         body,
         _section("Support", _support(pr)),
-        _section("Test plan", _test_plan(series, pr, plan.group(0) if plan else "")),
-        _section("Benchmarks", _benchmarks(series, pr)),
-        _section("Backward compatibility", _bc(pr, patch)),
-        _section("What to review", _review(series, pr, patch)),
+        _section("Test plan", _test_plan(stack, pr, plan.group(0) if plan else "")),
+        _section("Benchmarks", _benchmarks(stack, pr)),
+        _section("Backward compatibility", _bc(stack, pr, patch)),
+        _section("What to review", _review(stack, pr, patch)),
         _closing(pr),
     ]
     return "\n\n".join(s for s in sections if s).rstrip() + "\n"
@@ -55,14 +57,21 @@ def _section(title: str, text: str) -> str:
     return f"## {title}\n\n{text}" if text else ""
 
 
-def _stack(series: Series, pr: PullRequest) -> str:
-    """As ghstack lists it: newest on top, an arrow at this one."""
-    lines = ["Stack (oldest at bottom):"]
-    for other in reversed(series.prs):
-        patch = series.patch(other)
-        title = (patch.message if patch else other.title).partition("\n")[0]
+def title(stack: Stack, pr: PullRequest) -> str:
+    """One line: that of the description, else of series.toml."""
+    patch = stack.patch(pr)
+    return (patch.message if patch else pr.title).partition("\n")[0].strip()
+
+
+def _stack(stack: Stack, pr: PullRequest) -> str:
+    """As ghstack lists it: newest on top, an arrow at this one; its series only."""
+    series = next(one for one in stack.series if one.name == pr.series)
+    lines = [f"Series {series.name} (oldest at bottom): {series.why}"]
+    for other in reversed([o for o in stack.prs if o.series == pr.series]):
         mark = "__->__ " if other.name == pr.name else ""
-        lines.append(f"* {mark}{other.name}: {title.strip()}")
+        lines.append(f"* {mark}{other.name}: {title(stack, other)}")
+    needed = [*dict.fromkeys((*series.needs, *pr.needs))]
+    lines += [f"* on top of the series {', '.join(needed)}"] if needed else []
     return "\n".join(lines)
 
 
@@ -71,7 +80,7 @@ def _support(pr: PullRequest) -> str:
     return table([list(row) for row in pr.support]) if pr.support else ""
 
 
-def _test_plan(series: Series, pr: PullRequest, text: str) -> str:
+def _test_plan(stack: Stack, pr: PullRequest, text: str) -> str:
     """Exact commands; upstream's form first, then the one without a build."""
     lines = list(pr.test_plan) or [f"python {test}" for test in pr.tests]
     parts = []
@@ -86,7 +95,7 @@ def _test_plan(series: Series, pr: PullRequest, text: str) -> str:
         parts.append("```\n" + "\n".join(lines) + "\n```")
     if pr.tests:
         staged = f"python3 tools/stage.py test {' '.join(pr.tests)}"
-        base = f"torch {series.base.torch} ({series.base.git[:8]})"
+        base = f"torch {stack.base.torch} ({stack.base.git[:8]})"
         parts.append(
             f"Run on the {base} wheel, without a build of PyTorch: the staging "
             "repository of this stack puts the PRs up to this one onto the wheel "
@@ -96,52 +105,63 @@ def _test_plan(series: Series, pr: PullRequest, text: str) -> str:
     return "\n\n".join(parts) or "No test of its own: nothing here runs by itself."
 
 
-def _benchmarks(series: Series, pr: PullRequest) -> str:
-    return "\n\n".join(benchtable.render(series.root, entry) for entry in pr.results)
+def _benchmarks(stack: Stack, pr: PullRequest) -> str:
+    return "\n\n".join(benchtable.render(stack.root, entry) for entry in pr.results)
 
 
-def _bc(pr: PullRequest, patch: patchfile.Patch) -> str:
+def _bc(stack: Stack, pr: PullRequest, patch: patchfile.Patch) -> str:
     """What series.toml says, else only what the diff itself proves."""
     if pr.bc:
         return pr.bc.strip()
-    changed = [
-        f"`{patchfile.path_of(part)}`"
-        for part in patchfile.split_by_file(patch.diff)
-        if re.search(r"^-(?!-- )", part[part.find("\n@@ ") :], re.MULTILINE)
-    ]
+    ours = set()  # what PRs below added is not released yet
+    for other in stack.prefix(pr.name).prs[:-1]:
+        ours |= set(_lines(stack.patch(other), "+"))
+    changed = [f"`{path}`" for path, _ in dict(_lines(patch, "-", but=ours)).items()]
     if not changed:
         return "Not BC-breaking: it only adds, no released line changes."
     return (
-        f"**Not stated yet.** It changes released lines of {', '.join(changed)}; say "
+        f"**{NOT_STATED}.** It changes released lines of {', '.join(changed)}; say "
         "what a user can notice in `bc` of series.toml."
     )
 
 
-def _review(series: Series, pr: PullRequest, patch: patchfile.Patch) -> str:
+def _lines(
+    patch: patchfile.Patch | None, sign: str, but: Container[tuple[str, str]] = ()
+) -> Iterator[tuple[str, str]]:
+    """(path, text) of the added or removed lines of a patch."""
+    for part in patchfile.split_by_file(patch.diff) if patch else ():
+        path = patchfile.path_of(part)
+        for line in part[part.find("\n@@ ") :].split("\n"):
+            if line.startswith(sign) and (path, line[1:]) not in but:
+                yield path, line[1:]
+
+
+def _review(stack: Stack, pr: PullRequest, patch: patchfile.Patch) -> str:
     """What changes where, biggest first, so that a reviewer knows the order."""
-    sizes = sorted(file_sizes(series, pr), key=lambda item: -item[1])
+    sizes = sorted(file_sizes(stack, pr), key=lambda item: -item[1])
     new = set(pr.files)
     rows = [["file", "changed lines", ""]]
     for path, lines, kind in sizes:
         words = [w for w in ("new" if path in new else "", kind) if w]
         rows.append([f"`{path}`", str(lines), ", ".join(words)])
-    core = sum(lines for _, lines, kind in sizes if not kind)
-    text = f"{table(rows)}\n\n{core} changed lines outside tests, generated files and kernels."
+    counts = Counter(kind for _, lines, kind in sizes for _ in range(lines))
+    text = f"{table(rows)}\n\n{counts['']} changed lines outside tests, generated files and kernels"
+    text += f"; {counts['kernel']} lines of kernels." if counts["kernel"] else "."
     return f"{text} {pr.large.strip()}" if pr.large else text
 
 
-def file_sizes(series: Series, pr: PullRequest) -> Iterator[tuple[str, int, str]]:
+def file_sizes(stack: Stack, pr: PullRequest) -> Iterator[tuple[str, int, str]]:
     """(path, changed lines, kind) of every file of a PR.
 
     Kind is "test", "generated", "kernel", "docs", "data" or "" for the code
     whose size is limited.
     """
-    patch = series.patch(pr)
+    patch = stack.patch(pr)
     for part in patchfile.split_by_file(patch.diff) if patch else ():
         path = patchfile.path_of(part)
         yield path, patchfile.changed_lines(part), kind_of(path)
     for path in pr.files:
-        data = (series.root / path).read_bytes()
+        data = (stack.root / path).read_bytes()
         lines = 0 if b"\0" in data else data.count(b"\n")
         yield path, lines, kind_of(path)
 

@@ -1,6 +1,6 @@
-"""verify --each: every prefix of the stack stages and passes its own tests.
+"""verify --each, test --series: every part of the stack stages and passes its own tests.
 
-All prefixes are staged one after the other in one build folder, so a prefix
+All of them are staged one after the other in one build folder, so a prefix
 only compiles what its last PR changed. What passed is remembered under a hash
 of everything it consists of; a repeated or interrupted run goes on from there.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from .checkout import pr_digest
 from .config import digest, Workspace, write_atomically
 from .console import Console
 from .errors import ArgumentError, StageError
-from .series import PullRequest, Series
+from .series import PullRequest, Stack
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Result:
 
     Args:
         name: its last PR.
-        status: "passed", "passed before", "failed" or "does not stage".
-        seconds: staging and tests; 0 for "passed before".
+        status: "passed", "passed before", "failed", "does not stage" or "not tried".
+        seconds: staging and tests, if it was tried.
         detail: the error, if it does not stage.
     """
 
@@ -46,24 +47,33 @@ class Result:
         return f"{self.name:32} {self.status:15} {self.seconds:6.1f} s"
 
 
-def select(series: Series, first: str | None, only: tuple[str, ...]) -> list[str]:
+def select(
+    stack: Stack,
+    first: str | None = None,
+    only: Sequence[str] = (),
+    series: Sequence[str] = (),
+) -> list[str]:
     """Names of the prefixes to run: all, those from ``first`` on, or ``only``.
+
+    Args:
+        series: of these only.
 
     Raises:
         ArgumentError: an unknown name, or both at once.
     """
     if first and only:
         raise ArgumentError("give either --from or --only", hint="leave one out")
-    names = [pr.name for pr in series.prs]
+    stack.closure(series)  # an unknown name is an error
+    names = [pr.name for pr in stack.prs if not series or pr.series in series]
     if only:
-        wanted = {series.get(name).name for name in only}
+        wanted = {stack.get(name).name for name in only}
         return [name for name in names if name in wanted]
-    return names[names.index(series.get(first).name) :] if first else names
+    return [name for name in names if not first or name >= stack.get(first).name]
 
 
 def run(
     workspace: Workspace,
-    series: Series,
+    stack: Stack,
     names: list[str],
     console: Console,
     redo: bool = False,
@@ -77,52 +87,71 @@ def run(
         jobs: test files of a prefix at the same time.
 
     Returns:
-        One result per prefix. A prefix that does not stage ends the run: the
-        later ones contain it.
+        One result per prefix. What contains a prefix that does not stage is not tried.
     """
     memory = _Memory(workspace.state / "prefixes.json")
-    keys = prefix_keys(workspace, series)
+    keys = prefix_keys(workspace, stack)
     results: list[Result] = []
+    broken: set[str] = set()
     for name in names:
+        if broken & {pr.name for pr in stack.prefix(name).prs}:
+            results.append(Result(name, "not tried"))
+            continue
         if not redo and memory.has(name, keys[name]):
             results.append(Result(name, "passed before"))
             continue
-        result = _one(workspace, series.prefix(name), console, jobs)
+        result = _one(workspace, stack.prefix(name), console, jobs)
         if result.good:
             memory.add(name, keys[name], result.seconds)
         results.append(result)
         print(result, flush=True)
         if result.status == "does not stage":
-            break
+            broken.add(name)
     return results
 
 
-def prefix_keys(workspace: Workspace, series: Series) -> dict[str, str]:
+def test(
+    workspace: Workspace,
+    stack: Stack,
+    tests: Sequence[str],
+    pytest_args: Sequence[str],
+    console: Console,
+    jobs: int = 1,
+) -> int:
+    """Stages a part of the stack on its own, below build/prefix, and runs tests there.
+
+    Returns:
+        0 if everything passed.
+    """
+    prefix = Workspace(workspace.repo, workspace.build / "prefix", workspace.cache)
+    with pipeline.locked(prefix, console):
+        staged = pipeline.setup(prefix, stack, console, discard=True)
+        status = testing.run(prefix, staged, tests, pytest_args, jobs) if tests else 0
+    # One per part, and no other can use it.
+    shutil.rmtree(prefix.build / "inductor", ignore_errors=True)
+    return status
+
+
+def prefix_keys(workspace: Workspace, stack: Stack) -> dict[str, str]:
     """PR name -> hash of the prefix that ends with it, and of the base."""
-    base = locate(workspace, series).folder.name
-    own = {pr.name: digest(pr_digest(series, pr), *pr.tests) for pr in series.prs}
+    base = locate(workspace, stack).folder.name
+    own = {pr.name: digest(pr_digest(stack, pr), *pr.tests) for pr in stack.prs}
     return {
-        name: digest(base, *(own[pr.name] for pr in series.prefix(name).prs))
+        name: digest(base, *(own[pr.name] for pr in stack.prefix(name).prs))
         for name in own
     }
 
 
-def _one(workspace: Workspace, series: Series, console: Console, jobs: int) -> Result:
-    pr: PullRequest = series.prs[-1]
-    build = workspace.build / "prefix"
-    prefix = Workspace(workspace.repo, build, workspace.cache)
+def _one(workspace: Workspace, stack: Stack, console: Console, jobs: int) -> Result:
+    pr: PullRequest = stack.prs[-1]
     console.note(f"prefix up to {pr.name}")
     start = time.monotonic()
     try:
-        with pipeline.locked(prefix, console):
-            staged = pipeline.setup(prefix, series, console, discard=True)
-            failed = pr.tests and testing.run(prefix, staged, pr.tests, [], jobs)
+        failed = test(workspace, stack, pr.tests, [], console, jobs)
     except StageError as error:
         print(f"error: {error}", flush=True)
         seconds = time.monotonic() - start
         return Result(pr.name, "does not stage", seconds, str(error))
-    # One per prefix, and no later prefix can use it.
-    shutil.rmtree(build / "inductor", ignore_errors=True)
     status = "failed" if failed else "passed"
     return Result(pr.name, status, time.monotonic() - start)
 

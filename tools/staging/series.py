@@ -7,7 +7,7 @@ upstream paths. Everything under build/ is derived from them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ _PR_KEYS = {
     *("name", "series", "needs", "title", "files", "tests", "labels", "owners"),
     *("fixes", "support", "test_plan", "results", "bc", "large", "upstream"),
 }
-_PART_KEYS = {"name", "needs", "why"}
+_SERIES_KEYS = {"name", "needs", "why"}
 _UPSTREAM_KEYS = {"path", "commit", "context"}
 # The release in which a C shim appears, in an added line.
 _SHIM_VERSION = re.compile(r"^\+.*\b(TORCH_VERSION_\d+_\d+_\d+)\b", re.MULTILINE)
@@ -66,7 +66,7 @@ class UpstreamFile:
 
 
 @dataclass(frozen=True)
-class Part:
+class Series:
     """One series: pull requests that a maintainer takes together.
 
     Args:
@@ -111,14 +111,14 @@ class PullRequest:
 
 
 @dataclass(frozen=True)
-class Series:
+class Stack:
     """The whole stack, first PR first, or the part of it that ``select`` chose."""
 
     root: Path
     base: Base
     author: str
     non_landing: tuple[str, ...]
-    parts: tuple[Part, ...]
+    series: tuple[Series, ...]
     prs: tuple[PullRequest, ...]
 
     @property
@@ -140,7 +140,7 @@ class Series:
             f"no PR named {name!r} in {SERIES_FILE}; there are: {known}"
         )
 
-    def upto(self, name: str) -> Series:
+    def upto(self, name: str) -> Stack:
         """The prefix of the stack that ends with this PR."""
         last = self.prs.index(self.get(name))
         return replace(self, prs=self.prs[: last + 1])
@@ -151,7 +151,7 @@ class Series:
         Raises:
             ArgumentError: unknown name.
         """
-        known = {part.name: part for part in self.parts}
+        known = {one.name: one for one in self.series}
         found: set[str] = set()
         todo = list(names)
         while todo:
@@ -166,7 +166,7 @@ class Series:
                 todo += known[name].needs
         return found
 
-    def select(self, names: Iterable[str]) -> Series:
+    def select(self, names: Iterable[str]) -> Stack:
         """The PRs of these series and of all that they need.
 
         A PR with ``needs`` of its own is among them if those series are, too.
@@ -177,9 +177,19 @@ class Series:
         )
         return replace(self, prs=tuple(chosen))
 
-    def stacks(self) -> list[Series]:
+    def only(self, names: Iterable[str]) -> Stack:
+        """The PRs with these names."""
+        kept = set(names)
+        return replace(self, prs=tuple(pr for pr in self.prs if pr.name in kept))
+
+    def left_out(self, names: Collection[str]) -> list[PullRequest]:
+        """The PRs of these series that ``select`` leaves out: they need others, too."""
+        chosen = self.select(names).prs
+        return [pr for pr in self.prs if pr.series in names and pr not in chosen]
+
+    def branches(self) -> list[Stack]:
         """The prefixes that are not part of a longer one: together, every PR."""
-        found: dict[tuple[str, ...], Series] = {}
+        found: dict[tuple[str, ...], Stack] = {}
         for pr in reversed(self.prs):
             prefix = self.prefix(pr.name)
             names = tuple(other.name for other in prefix.prs)
@@ -187,7 +197,7 @@ class Series:
                 found[names] = prefix
         return list(found.values())[::-1]
 
-    def prefix(self, name: str) -> Series:
+    def prefix(self, name: str) -> Stack:
         """What a PR lies on, and the PR: no more than its series need."""
         pr = self.get(name)
         return self.select((pr.series, *pr.needs)).upto(pr.name)
@@ -210,7 +220,7 @@ class Series:
         return patch.message if patch and patch.message else f"{pr.title}\n"
 
 
-def load(root: Path) -> Series:
+def load(root: Path) -> Stack:
     """Reads series.toml of the repository at ``root``.
 
     Raises:
@@ -224,31 +234,31 @@ def load(root: Path) -> Series:
     except tomllib.TOMLDecodeError as error:
         raise StageError(f"{SERIES_FILE}: {error}") from None
     try:
-        series = Series(
+        stack = Stack(
             root=root,
             base=Base(**data["base"]),
             author=data["project"]["author"],
             non_landing=tuple(data["project"].get("non_landing", ())),
-            parts=tuple(_part(entry) for entry in data.get("series", ())),
+            series=tuple(_series(entry) for entry in data.get("series", ())),
             prs=tuple(_pull_request(entry) for entry in data.get("pr", ())),
         )
     except KeyError as error:
         raise StageError(f"{SERIES_FILE}: {error} is missing") from None
     except TypeError as error:
         raise StageError(f"{SERIES_FILE}: [base]: {error}") from None
-    names = [pr.name for pr in series.prs]
+    names = [pr.name for pr in stack.prs]
     if len(set(names)) != len(names):
         raise StageError(f"{SERIES_FILE}: a PR name occurs twice")
-    return series
+    return stack
 
 
-def _part(entry: dict) -> Part:
-    if set(entry) != _PART_KEYS:
+def _series(entry: dict) -> Series:
+    if set(entry) != _SERIES_KEYS:
         raise StageError(
             f"{SERIES_FILE}: series {entry.get('name', '?')} has the fields "
-            f"{', '.join(sorted(_PART_KEYS))}, not {', '.join(sorted(entry))}"
+            f"{', '.join(sorted(_SERIES_KEYS))}, not {', '.join(sorted(entry))}"
         )
-    return Part(entry["name"], tuple(entry["needs"]), entry["why"])
+    return Series(entry["name"], tuple(entry["needs"]), entry["why"])
 
 
 def _pull_request(entry: dict) -> PullRequest:
@@ -258,11 +268,13 @@ def _pull_request(entry: dict) -> PullRequest:
             f"{SERIES_FILE}: PR {entry.get('name', '?')}: unknown field "
             f"{', '.join(sorted(unknown))}; allowed: {', '.join(sorted(_PR_KEYS))}"
         )
-    lists = ("needs", "files", "tests", "labels", "owners", "fixes", "test_plan")
+    lists = ("needs", "files", "labels", "owners", "fixes", "test_plan")
+    own = [path for path in entry.get("files", ()) if is_test(path)]
     return PullRequest(
         name=entry["name"],
         series=entry["series"],
         title=entry["title"],
+        tests=tuple(dict.fromkeys((*own, *entry.get("tests", ())))),
         support=tuple(tuple(row) for row in entry.get("support", ())),
         bc=entry.get("bc", ""),
         large=entry.get("large", ""),
@@ -294,53 +306,58 @@ def _upstream_file(entry: dict, fields: dict) -> UpstreamFile:
     return UpstreamFile(**fields)
 
 
-def problems(series: Series) -> list[str]:
+def is_test(path: str) -> bool:
+    """Whether pytest would collect it."""
+    return bool(re.fullmatch(r"test/(?:.*/)?test_[^/]*\.py", path))
+
+
+def problems(stack: Stack) -> list[str]:
     """Every way in which series.toml and the repository disagree."""
-    order = list(_order_problems(series))
+    order = list(_order_problems(stack))
     if order:
         return order  # the rest asks what a PR lies on
     return [
-        *_file_problems(series),
-        *_patch_problems(series),
-        *_upstream_problems(series),
-        *_shim_problems(series),
-        *_body_problems(series),
+        *_file_problems(stack),
+        *_patch_problems(stack),
+        *_upstream_problems(stack),
+        *_shim_problems(stack),
+        *_body_problems(stack),
     ]
 
 
-def _file_problems(series: Series) -> Iterator[str]:
+def _file_problems(stack: Stack) -> Iterator[str]:
     seen: dict[str, str] = {}
-    for pr in series.prs:
+    for pr in stack.prs:
         for path in pr.files:
             if path in seen:
                 yield f"{path}: listed by {seen[path]} and by {pr.name}"
             seen[path] = pr.name
-            if not (series.root / path).is_file():
+            if not (stack.root / path).is_file():
                 yield f"{path}: listed by {pr.name}, but there is no such file"
-        below = {path for other in series.prefix(pr.name).prs for path in other.files}
+        below = {path for other in stack.prefix(pr.name).prs for path in other.files}
         for test in sorted(set(pr.tests) - below):
             yield (
                 f"{test}: a test of {pr.name} that is not among its files or those "
                 "of an earlier PR of the series it needs"
             )
-    for path in landing_files(series):
+    for path in landing_files(stack):
         if path not in seen:
             yield f"{path}: belongs to no PR (and is not in non_landing)"
 
 
-def landing_files(series: Series) -> list[str]:
+def landing_files(stack: Stack) -> list[str]:
     """Files of the repository at upstream paths, minus the non-landing ones."""
     found = []
     for top in UPSTREAM_ROOTS:
-        for path in sorted((series.root / top).rglob("*")):
-            name = path.relative_to(series.root).as_posix()
+        for path in sorted((stack.root / top).rglob("*")):
+            name = path.relative_to(stack.root).as_posix()
             parts = name.split("/")
             # Caches of Python, pytest and ruff are nobody's sources.
             if path.is_dir() or "__pycache__" in parts:
                 continue
             if any(part.startswith(".") for part in parts):
                 continue
-            if not any(_covers(entry, name) for entry in series.non_landing):
+            if not any(_covers(entry, name) for entry in stack.non_landing):
                 found.append(name)
     return found
 
@@ -349,14 +366,14 @@ def _covers(entry: str, name: str) -> bool:
     return name.startswith(entry) if entry.endswith("/") else name == entry
 
 
-def _patch_problems(series: Series) -> Iterator[str]:
-    folder = series.root / "torch_patches"
-    named = {pr.patch_path for pr in series.prs}
+def _patch_problems(stack: Stack) -> Iterator[str]:
+    folder = stack.root / "torch_patches"
+    named = {pr.patch_path for pr in stack.prs}
     for path in sorted(folder.glob("*.patch")):
         if f"torch_patches/{path.name}" not in named:
             yield f"torch_patches/{path.name}: no PR of {SERIES_FILE} names it"
-    for pr in series.prs:
-        patch = series.patch(pr)
+    for pr in stack.prs:
+        patch = stack.patch(pr)
         if patch is None:
             yield f"{pr.patch_path}: missing; it carries at least the PR description"
             continue
@@ -366,33 +383,33 @@ def _patch_problems(series: Series) -> Iterator[str]:
             yield f"{pr.patch_path}: adds or deletes {path}; new files go into the tree"
 
 
-def _order_problems(series: Series) -> Iterator[str]:
-    names = [pr.name for pr in series.prs]
+def _order_problems(stack: Stack) -> Iterator[str]:
+    names = [pr.name for pr in stack.prs]
     if names != sorted(names):
         yield f"{SERIES_FILE}: PRs are not in slot order: {', '.join(names)}"
-    for pr in series.prs:
-        patch = series.patch(pr)
+    for pr in stack.prs:
+        patch = stack.patch(pr)
         if not pr.files and not (patch and patch.diff):
             yield f"{pr.name}: neither edits a file nor adds one"
-    known = {part.name: part for part in series.parts}
+    known = {one.name: one for one in stack.series}
     unknown = [
         f"{owner.name}: there is no series {name!r}"
-        for owner in (*series.parts, *series.prs)
+        for owner in (*stack.series, *stack.prs)
         for name in (*owner.needs, getattr(owner, "series", owner.name))
         if name not in known
     ]
     yield from unknown
-    for index, pr in enumerate(() if unknown else series.prs):
-        needed = series.closure((*known[pr.series].needs, *pr.needs))
-        for other in series.prs[index:]:
+    for index, pr in enumerate(() if unknown else stack.prs):
+        needed = stack.closure((*known[pr.series].needs, *pr.needs))
+        for other in stack.prs[index:]:
             if other.series in needed:
                 yield f"{pr.name}: needs {other.series}, but {other.name} is later"
 
 
-def _upstream_problems(series: Series) -> Iterator[str]:
+def _upstream_problems(stack: Stack) -> Iterator[str]:
     """Hunks for files the wheel lacks are as they were when upstream was read."""
-    for pr in series.prs:
-        patch = series.patch(pr)
+    for pr in stack.prs:
+        patch = stack.patch(pr)
         parts = patchfile.split_by_file(patch.diff) if patch else []
         found = {patchfile.path_of(part): part for part in parts}
         for file in pr.upstream:
@@ -405,31 +422,31 @@ def _upstream_problems(series: Series) -> Iterator[str]:
                 )
 
 
-def _shim_problems(series: Series) -> Iterator[str]:
+def _shim_problems(stack: Stack) -> Iterator[str]:
     """New C shims exist from target_release on, which is newer than the base.
 
     The headers of the base have no macro for it. An undefined one counts as 0 in #if, so the
     staged torch has the shims all the same.
     """
-    target, base = map(Version, (series.base.target_release, series.base.torch))
+    target, base = map(Version, (stack.base.target_release, stack.base.torch))
     if target.release[:2] <= base.release[:2]:
         yield (
-            f"{SERIES_FILE}: target_release must be above the base {series.base.torch}, got "
-            f"{series.base.target_release!r}"
+            f"{SERIES_FILE}: target_release must be above the base {stack.base.torch}, got "
+            f"{stack.base.target_release!r}"
         )
     macro = f"TORCH_VERSION_{target.major}_{target.minor}_0"
-    for pr in series.prs:
-        patch = series.patch(pr)
+    for pr in stack.prs:
+        patch = stack.patch(pr)
         named = _SHIM_VERSION.findall(patch.diff) if patch else []
         for name in sorted(set(named) - {macro}):
             yield f"{pr.patch_path}: C shims since {name}; target_release is {macro}"
 
 
-def _body_problems(series: Series) -> Iterator[str]:
-    for pr in series.prs:
+def _body_problems(stack: Stack) -> Iterator[str]:
+    for pr in stack.prs:
         for entry in pr.results:
             try:
-                benchtable.render(series.root, entry)
+                benchtable.render(stack.root, entry)
             except StageError as error:
                 yield f"{pr.name}: {error.message}"
         topics = [label for label in pr.labels if label.startswith("topic: ")]

@@ -11,21 +11,21 @@ from . import patchfile, wheelsource
 from .baseenv import BaseEnv
 from .errors import StageError
 from .placement import place
-from .series import Series
+from .series import Stack
 
 
 SUFFIX = ".pyi.in"
 
 
-def patched_stubs(env: BaseEnv, series: Series) -> dict[str, bytes]:
+def patched_stubs(env: BaseEnv, stack: Stack) -> dict[str, bytes]:
     """Path below site-packages -> the stub as a build of the stack would have it.
 
     Raises:
         StageError: a hunk does not fit.
     """
     stubs: dict[str, bytes] = {}
-    for pr in series.prs:
-        patch = series.patch(pr)
+    for pr in stack.prs:
+        patch = stack.patch(pr)
         for part in patchfile.split_by_file(patch.diff) if patch else ():
             path = patchfile.path_of(part)
             stub = wheelsource.installed_path(path) if path.endswith(SUFFIX) else None

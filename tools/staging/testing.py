@@ -21,7 +21,7 @@ from pathlib import Path
 from .config import Workspace
 from .errors import ArgumentError, StageError
 from .pipeline import Staged
-from .series import Series
+from .series import Stack
 
 
 STAGER_TESTS = "tools/test"
@@ -68,7 +68,7 @@ class Report:
         return f"=== {text} in {seconds:.1f}s ({self.counts['files']} files) ==="
 
 
-def select(workspace: Workspace, series: Series, paths: Sequence[str]) -> list[str]:
+def select(workspace: Workspace, stack: Stack, paths: Sequence[str]) -> list[str]:
     """Test files to run, relative to the repository.
 
     Args:
@@ -79,7 +79,7 @@ def select(workspace: Workspace, series: Series, paths: Sequence[str]) -> list[s
         StageError: a path that does not exist.
     """
     if not paths:
-        return [*series.tests, *_stager_tests(workspace.repo)]
+        return [*stack.tests, *_stager_tests(workspace.repo)]
     found: list[str] = []
     for text in paths:
         name, separator, test = text.partition("::")

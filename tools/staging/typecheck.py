@@ -16,7 +16,7 @@ from .baseenv import BaseEnv
 from .checkout import Checkout
 from .config import Workspace, write_if_changed
 from .errors import StageError
-from .series import Series
+from .series import Stack
 from .stubs import patched_stubs
 
 
@@ -25,7 +25,7 @@ _NOT_CHECKED = "torch/testing/_internal/"  # as upstream
 
 
 def check(
-    workspace: Workspace, env: BaseEnv, checkout: Checkout, series: Series, tip: str
+    workspace: Workspace, env: BaseEnv, checkout: Checkout, stack: Stack, tip: str
 ) -> list[str]:
     """One line per error Pyrefly has about our files below torch/.
 
@@ -37,7 +37,7 @@ def check(
     """
     files = [
         path
-        for pr in series.prs
+        for pr in stack.prs
         for path in pr.files
         if path.startswith("torch/")
         and path.endswith(".py")
@@ -45,7 +45,7 @@ def check(
     ]
     if not files:
         return []
-    tree = make_tree(workspace, env, checkout, series, tip)
+    tree = make_tree(workspace, env, checkout, stack, tip)
     command = [str(Path(sys.executable).with_name("pyrefly")), "check"]
     command += ["--config", str(_CONFIG), "--output-format=json", "--summary=none"]
     command += ["--python-interpreter-path", str(env.python)]
@@ -63,7 +63,7 @@ def check(
 
 
 def make_tree(
-    workspace: Workspace, env: BaseEnv, checkout: Checkout, series: Series, tip: str
+    workspace: Workspace, env: BaseEnv, checkout: Checkout, stack: Stack, tip: str
 ) -> Path:
     """build/types: what a build of the stack has in Python, without the build."""
     tree = workspace.build / "types"
@@ -81,7 +81,7 @@ def make_tree(
         path.relative_to(env.site).as_posix(): path.read_bytes()
         for path in (env.site / "torch").rglob("*.pyi")
     }
-    for name, data in (files | patched_stubs(env, series)).items():
+    for name, data in (files | patched_stubs(env, stack)).items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         write_if_changed(tree / name, data)
     return tree

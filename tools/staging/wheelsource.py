@@ -25,7 +25,7 @@ from .console import Console
 from .gitrepo import GitRepo
 
 
-# Part of the folder name: a new recovery rule makes a new tree.
+# Series of the folder name: a new recovery rule makes a new tree.
 _FORMAT = 1
 _GUARD = "#if !defined(TORCH_STABLE_ONLY) && !defined(TORCH_TARGET_VERSION)"
 _GUARD_END = (

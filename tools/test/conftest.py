@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from staging.config import Workspace
 from staging.console import Console
 from staging.gitrepo import GitRepo, UserRepo
 from staging.pipeline import Staged
-from staging.series import Series
+from staging.series import Stack
 
 
 GIT_VERSION = "0" * 40
@@ -60,6 +61,11 @@ why = "What it is about."
 name = "more"
 needs = ["core"]
 why = "What goes beyond."
+
+[[series]]
+name = "apart"
+needs = []
+why = "What stands alone."
 
 [[pr]]
 name = "100-first"
@@ -106,6 +112,22 @@ diff --git a/torch/overrides.py b/torch/overrides.py
  line_31 = 31
  line_32 = 32
 """
+THIRD_PATCH = """\
+Subject: [PATCH] Add more
+
+Why not.
+---
+
+diff --git a/torch/overrides.py b/torch/overrides.py
+--- a/torch/overrides.py
++++ b/torch/overrides.py
+@@ -{first},4 +{first},5 @@
+ {context[0]}
+ {context[1]}
++third = True
+ {context[2]}
+ {context[3]}
+"""
 FIRST_FILE = "def moe(x):\n    return x\n"
 
 
@@ -121,7 +143,7 @@ class Project:
         return Workspace(self.root, self.root / "build", self.cache)
 
     @property
-    def series(self) -> Series:
+    def stack(self) -> Stack:
         return series_module.load(self.root)
 
     @property
@@ -130,7 +152,7 @@ class Project:
 
     @property
     def env(self) -> BaseEnv:
-        return locate(self.workspace, self.series)
+        return locate(self.workspace, self.stack)
 
     @property
     def site(self) -> Path:
@@ -138,17 +160,38 @@ class Project:
         return self.workspace.venv / self.env.site.relative_to(self.env.venv)
 
     def setup(self, **arguments) -> Staged:
-        return pipeline.setup(self.workspace, self.series, Console(True), **arguments)
+        return pipeline.setup(self.workspace, self.stack, Console(True), **arguments)
 
     def checkout(self) -> Checkout:
         console = Console(quiet=True)
-        return pipeline.open_checkout(self.workspace, self.series, console)[1]
+        return pipeline.open_checkout(self.workspace, self.stack, console)[1]
 
     def write(self, name: str, text: str) -> Path:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         return path
+
+    def add_third(self, fields: str = 'series = "apart"', first: int = 19) -> None:
+        """A third PR: a file of its own, and a line amid lines of overrides.py.
+
+        Args:
+            first: the first of those four lines, as they are in the whole stack.
+        """
+        overrides = WHEEL_FILES["torch/overrides.py"]
+        for patch in (FIRST_PATCH, SECOND_PATCH):
+            line, after = re.search(r"\n\+(\w.*)\n (.*)", patch).groups()
+            overrides = overrides.replace(f"\n{after}\n", f"\n{line}\n{after}\n")
+        context = overrides.splitlines()[first - 1 : first + 3]
+        path = self.root / "torch_patches/series.toml"
+        entry = f'[[pr]]\nname = "120-third"\n{fields}\ntitle = "Add more"\n'
+        entry += 'files = ["test/test_more.py"]\ntests = ["test/test_more.py"]\n'
+        path.write_text(f"{path.read_text()}\n{entry}")
+        self.write("test/test_more.py", "def test_more():\n    pass\n")
+        self.write(
+            "torch_patches/120-third.patch",
+            THIRD_PATCH.format(first=first, context=context),
+        )
 
     def edit_checkout(self, name: str, text: str) -> None:
         path = self.workspace.checkout / name
@@ -158,9 +201,9 @@ class Project:
     def refresh(self, name: str) -> list[str]:
         """Folds the edits of build/checkout into a PR."""
         console, checkout = Console(quiet=True), self.checkout()
-        checkout.ensure_current(self.series, console)
-        changed = export.refresh(self.workspace, checkout, self.series, name, console)
-        checkout.sync(self.series, console)
+        checkout.ensure_current(self.stack, console)
+        changed = export.refresh(self.workspace, checkout, self.stack, name, console)
+        checkout.sync(self.stack, console)
         return changed
 
 
@@ -173,16 +216,23 @@ class Upstream:
         self.git = UserRepo(path)
         self.said: list[str] = []
 
-    def apply(self, verb: str = "start", upto: str | None = None, **arguments) -> None:
+    def apply(
+        self,
+        verb: str = "start",
+        upto: str | None = None,
+        series: tuple[str, ...] = (),
+        **arguments,
+    ) -> None:
         """One call of `apply`, `apply --continue` or `apply --abort`."""
-        series, target, self.said = self.project.series, Target(self.path), []
+        stack, target, self.said = self.project.stack, Target(self.path), []
+        wanted = stack.upto(upto) if upto else stack.select(series) if series else None
         with target.locked():
             source = self.project.checkout()
 
             def say(outcome: Outcome) -> None:
                 self.said.append(outcome.what)
 
-            applier = Applier(target, source, series, say, upto)
+            applier = Applier(target, source, stack, say, wanted)
             getattr(applier, verb)(**arguments)
 
     def write(self, name: str, text: str) -> Path:

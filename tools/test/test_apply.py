@@ -25,7 +25,7 @@ TOOLS = Path(__file__).parents[1]
 def expected_tree(project):
     """What the checkout must hold: the stack on the pinned release."""
     checkout = project.checkout()
-    return checkout.git.resolve(checkout.commit_stack(project.series, {}) + "^{tree}")
+    return checkout.git.resolve(checkout.commit_stack(project.stack, {}) + "^{tree}")
 
 
 def test_one_commit_per_pr_with_the_same_bytes(upstream):
@@ -45,6 +45,33 @@ def test_again_does_nothing(upstream):
     upstream.apply()
     assert upstream.said == ["already applied"] * 2
     assert upstream.git.resolve("HEAD") == head
+
+
+def test_series_one_after_another_in_any_order(upstream):
+    upstream.project.add_third()
+    for series, said in (
+        (("apart",), ["applied"]),
+        (("apart",), ["already applied"]),
+        (("more",), ["applied", "applied"]),
+        ((), ["already applied"] * 3),
+    ):
+        upstream.apply(series=series)
+        assert upstream.said == said
+    assert upstream.titles()[1:] == ["Add more", "Add moe.py", "Add its test"]
+    assert upstream.tree() == expected_tree(upstream.project)
+
+
+def test_continue_keeps_to_the_series(upstream):
+    upstream.project.add_third()
+    upstream.edit(OVERRIDES, "line_20 = 20\n", "line_20 = 'twenty'\n")
+    upstream.edit(OVERRIDES, "line_21 = 21\n", "line_21 = 0\n")
+    upstream.commit("upstream moved on")
+    with pytest.raises(StageError, match="120-third.patch conflicts"):
+        upstream.apply(series=("apart",))
+    upstream.git.run("checkout", "-q", "--theirs", OVERRIDES)
+    upstream.git.run("add", OVERRIDES)
+    upstream.apply("proceed")
+    assert upstream.titles()[-1] == "Add more"
 
 
 def test_changed_patch_is_named_but_not_applied_twice(upstream):
@@ -287,7 +314,9 @@ def test_wrong_base(upstream, tmp_path):
     with pytest.raises(StageError, match="no folder"):
         Target(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StageError, match="not a git checkout"):
+    with pytest.raises(
+        StageError, match="is no git checkout that can be used: not a git repository"
+    ):
         Target(tmp_path / "empty")
     other = Upstream(tmp_path / "empty", upstream.project)
     other.git.run("init", "-q")

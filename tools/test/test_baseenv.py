@@ -11,7 +11,7 @@ from staging.errors import from_os_error, StageError
 
 
 def test_edited_wheel_file_is_named(project, console):
-    baseenv.ensure(project.workspace, project.series, console)
+    baseenv.ensure(project.workspace, project.stack, console)
     path = project.env.site / "torch/overrides.py"
     path.write_text(path.read_text() + "edited = True\n")
     with pytest.raises(StageError) as failure:
@@ -23,7 +23,7 @@ def test_edited_wheel_file_is_named(project, console):
 def test_missing_wheel_file_is_named(project, console):
     (project.env.site / "torch/nn/functional.py").unlink()
     with pytest.raises(StageError, match="functional.py is missing"):
-        baseenv.ensure(project.workspace, project.series, console)
+        baseenv.ensure(project.workspace, project.stack, console)
 
 
 def test_write_through_the_staged_environment_is_noticed(project):
@@ -36,16 +36,16 @@ def test_write_through_the_staged_environment_is_noticed(project):
 
 
 def test_untouched_files_are_hashed_once(project, console, monkeypatch):
-    baseenv.ensure(project.workspace, project.series, console)
+    baseenv.ensure(project.workspace, project.stack, console)
     hashed = []
     real = baseenv._compare
     monkeypatch.setattr(
         baseenv, "_compare", lambda env, rows: (hashed.extend(rows), real(env, rows))
     )
-    baseenv.ensure(project.workspace, project.series, console)
+    baseenv.ensure(project.workspace, project.stack, console)
     assert hashed == []
     (project.env.site / "torch/nn/functional.py").touch()
-    baseenv.ensure(project.workspace, project.series, console)
+    baseenv.ensure(project.workspace, project.stack, console)
     assert [name for name, _ in hashed] == ["torch/nn/functional.py"]
 
 
@@ -54,7 +54,7 @@ def test_no_space_for_the_base(project, console, monkeypatch):
     usage = shutil._ntuple_diskusage(10 * 2**30, 9 * 2**30, 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StageError) as failure:
-        baseenv.ensure(project.workspace, project.series, console)
+        baseenv.ensure(project.workspace, project.stack, console)
     assert "needs 7 GB" in str(failure.value)
     assert "1.0 GB free" in str(failure.value)
     assert not project.env.folder.exists()
@@ -70,7 +70,7 @@ def test_network_trouble(project, console, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(StageError) as failure:
-        baseenv.ensure(project.workspace, project.series, console)
+        baseenv.ensure(project.workspace, project.stack, console)
     assert failure.value.message.startswith("pip: ERROR")
     assert "check the network" in failure.value.hint
     assert failure.value.log.exists()
@@ -83,14 +83,14 @@ def test_killed_installation_is_started_again(project, console, monkeypatch):
     leftover.touch()
     made = []
 
-    def fake_create(env, series, console):
+    def fake_create(env, stack, console):
         made.append(env)
         shutil.rmtree(env.folder)
         raise StageError("stop here")
 
     monkeypatch.setattr(baseenv, "_create", fake_create)
     with pytest.raises(StageError, match="stop here"):
-        baseenv.ensure(project.workspace, project.series, console)
+        baseenv.ensure(project.workspace, project.stack, console)
     assert made
 
 
@@ -107,13 +107,13 @@ def test_other_build_of_the_same_version(project):
     path = project.env.site / "torch/version.py"
     path.write_text("git_version = 'other'\n")
     with pytest.raises(StageError, match="was built from other"):
-        baseenv._check_build(project.env, project.series)
+        baseenv._check_build(project.env, project.stack)
 
 
 def test_pins_name_the_environment(project):
-    before = base_key(project.series)
+    before = base_key(project.stack)
     project.write("requirements.txt", "numpy==2.4.7\n")
-    assert base_key(project.series) != before
+    assert base_key(project.stack) != before
 
 
 def test_full_disk_is_reported_with_the_path(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from staging import benchtable
+from staging.benchtable import cell
 from staging.errors import StageError
 
 
@@ -32,8 +33,8 @@ def test_provenance_and_columns(tmp_path):
         "Faster is less.\n\n`a.json` of the staging repository, torch: 2.15.0\n\n```\npython"
     )
     assert "| name | time |" in text
-    assert lines(text)[0] == "| a | 2 (1.5 - 3) |"
-    assert lines(text)[2] == "| a | 4 (3 - 5) |"
+    assert lines(text)[0] == "| a | 2 (p10 - p90: 1.5 - 3) |"
+    assert lines(text)[2] == "| a | 4 (p10 - p90: 3 - 5) |"
     assert text.endswith("4 rows.")
 
 
@@ -110,3 +111,10 @@ def test_groups_have_the_largest_value(tmp_path):
 def test_entry_that_does_not_fit_the_file(tmp_path, entry, message):
     with pytest.raises(StageError, match=message):
         render(tmp_path, **entry)
+
+
+def test_every_bracket_says_what_it_is():
+    spread = {"median": 2.0, "p10": 1.5, "p90": 3.0}
+    assert cell(spread) == "2 (p10 - p90: 1.5 - 3)"
+    interval = spread | {"interval": [1.75, 2.25], "confidence": 0.958}
+    assert cell(interval) == "2 (96 % interval: 1.75 - 2.25)"

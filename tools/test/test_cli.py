@@ -51,7 +51,7 @@ def test_every_verb_has_help_with_an_example(verb):
         (["apply", ".", "--continue", "--abort"], "give either --continue or --abort"),
         (["drift"], "name a version or a --checkout, e.g. drift 2.14.1"),
         (["drift", "--json"], "requires an argument"),
-        (["pr"], "Missing argument 'PR'"),
+        (["pr"], "give either a PR or --series"),
         (["pr", "110", "120"], "unexpected extra argument (120)"),
         (["verify", "--only", "110"], "--only, --redo and --jobs go with --each"),
         (["verify", "--each", "--from", "1", "--only", "2"], "give either --from or"),
@@ -136,6 +136,9 @@ def test_options_stay_in_force(project):
     ("arguments", "expected"),
     [
         (["pr", "999"], "no PR named '999'"),
+        (["pr", "--series", "less"], "no series named 'less'"),
+        (["drift", "2.14.1", "--series", "less"], "no series named 'less'"),
+        (["test", "--series", "less"], "no series named 'less'"),
         (["apply", "/absent"], "no folder /absent"),
         (["verify", "--each", "--only", "999"], "no PR named '999'"),
         (["drift", "newest"], "'newest' is no version of torch"),

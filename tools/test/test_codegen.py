@@ -33,8 +33,8 @@ _INPUT_FOLDERS = ("aten/src/ATen/native", "aten/src/ATen/templates", "tools/auto
 
 @pytest.fixture(scope="module")
 def base():
-    series = series_module.load(ROOT)
-    env = baseenv.locate(make_workspace(ROOT), series)
+    stack = series_module.load(ROOT)
+    env = baseenv.locate(make_workspace(ROOT), stack)
     if not env.stamp.exists():
         pytest.skip("the base environment is not installed (stage.py setup)")
     wheelsource.ensure(env, Console(quiet=True))

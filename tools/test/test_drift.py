@@ -27,7 +27,7 @@ def wheel(project, monkeypatch, files, version="2.14.1"):
 
 def measure(project, source):
     project.setup()
-    return drift.measure(project.checkout(), project.series, source)
+    return drift.measure(project.checkout(), project.stack, source)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_hunk_in_conflict_is_named(project, monkeypatch, capsys):
     assert found.patches[0].status == "clean"
     (file,) = found.patches[1].files
     assert file.hunks == ("hunk 1 of 1 (@@ -30,4 +30,5 @@)",)
-    data = drift.result([found], project.series, "stage.py drift 2.14.1")
+    data = drift.result([found], project.stack, "stage.py drift 2.14.1")
     assert data["command"] == "stage.py drift 2.14.1"
     assert data["versions"][0]["patches"][1]["status"] == "conflict"
     assert drift.markdown(data).endswith("| 110 | conflict |\n")

@@ -25,23 +25,23 @@ def snapshot(project):
 def exported(project):
     """The project, set up and in the form export writes."""
     project.setup()
-    export.export(project.checkout(), project.series)
+    export.export(project.checkout(), project.stack)
     project.setup()
     return project
 
 
 def refresh(project, name, console):
     checkout = project.checkout()
-    checkout.ensure_current(project.series, console)
-    changed = export.refresh(project.workspace, checkout, project.series, name, console)
-    checkout.sync(project.series, console)
+    checkout.ensure_current(project.stack, console)
+    changed = export.refresh(project.workspace, checkout, project.stack, name, console)
+    checkout.sync(project.stack, console)
     return changed
 
 
 def test_apply_then_export_is_the_identity(exported):
     before = snapshot(exported)
-    assert export.verify(exported.checkout(), exported.series) == []
-    assert export.export(exported.checkout(), exported.series) == []
+    assert export.verify(exported.checkout(), exported.stack) == []
+    assert export.export(exported.checkout(), exported.stack) == []
     assert snapshot(exported) == before
 
 
@@ -57,13 +57,13 @@ def test_exported_patch_has_no_drifting_lines(exported):
 def test_verify_names_a_patch_that_is_not_canonical(exported):
     path = exported.root / "torch_patches/110-second.patch"
     path.write_text(path.read_text().replace("@@ -30,4 +30,5 @@", "@@ -29,4 +30,5 @@"))
-    (problem,) = export.verify(exported.checkout(), exported.series)
+    (problem,) = export.verify(exported.checkout(), exported.stack)
     assert problem.startswith("torch_patches/110-second.patch: not in the form")
 
 
 def test_verify_reports_the_bijection_first(exported):
     exported.write("torch/nn/orphan.py", "\n")
-    (problem,) = export.verify(exported.checkout(), exported.series)
+    (problem,) = export.verify(exported.checkout(), exported.stack)
     assert "orphan.py" in problem
 
 
@@ -88,7 +88,7 @@ def test_refresh_moves_later_hunks(exported, console):
         "torch_patches/100-first.patch",
         "torch_patches/110-second.patch",
     }
-    assert export.verify(exported.checkout(), exported.series) == []
+    assert export.verify(exported.checkout(), exported.stack) == []
 
 
 def test_refresh_takes_new_and_edited_new_files(exported, console):
@@ -96,7 +96,7 @@ def test_refresh_takes_new_and_edited_new_files(exported, console):
     exported.edit_checkout("test/test_other.py", "def test_other(): pass\n")
     refresh(exported, "100-first", console)
     assert (exported.root / "torch/nn/moe.py").read_text() == "# edited\n"
-    pr = exported.series.get("100")
+    pr = exported.stack.get("100")
     assert pr.files == ("torch/nn/moe.py", "test/test_other.py")
     assert pr.tests == ("test/test_other.py",)
     assert "# edited\n" == (exported.workspace.checkout / "torch/nn/moe.py").read_text()
@@ -151,7 +151,7 @@ def test_both_sides_changed_the_same_file(exported, console):
 def test_export_refuses_uncommitted_edits(exported):
     exported.edit_checkout("torch/nn/moe.py", "# edited\n")
     with pytest.raises(StageError, match="uncommitted edits: torch/nn/moe.py"):
-        export.export(exported.checkout(), exported.series)
+        export.export(exported.checkout(), exported.stack)
 
 
 def test_export_of_an_amended_commit(exported, console):
@@ -163,7 +163,7 @@ def test_export_of_an_amended_commit(exported, console):
     git.run(
         "rebase", "-q", "-i", "--autosquash", base, env={"GIT_SEQUENCE_EDITOR": "true"}
     )
-    assert export.export(exported.checkout(), exported.series) == ["torch/nn/moe.py"]
+    assert export.export(exported.checkout(), exported.stack) == ["torch/nn/moe.py"]
     assert (exported.root / "torch/nn/moe.py").read_text().endswith("# amended\n")
 
 
@@ -171,7 +171,7 @@ def test_commit_without_pr(exported):
     git = exported.checkout().git
     git.run("commit", "-q", "--allow-empty", "-m", "stray")
     with pytest.raises(StageError, match=r"\(stray\) belongs to no PR"):
-        export.export(exported.checkout(), exported.series)
+        export.export(exported.checkout(), exported.stack)
 
 
 def test_commit_that_deletes_a_pytorch_file(exported):
@@ -179,4 +179,16 @@ def test_commit_that_deletes_a_pytorch_file(exported):
     git.run("rm", "-q", "torch/nn/functional.py")
     git.run("commit", "-q", "--amend", "--no-edit")
     with pytest.raises(StageError, match="deletes torch/nn/functional.py"):
-        export.export(exported.checkout(), exported.series)
+        export.export(exported.checkout(), exported.stack)
+
+
+def test_series_that_leans_on_another_is_reported(project):
+    """Its context is a line of 100, which it does not need."""
+    project.add_third(first=10)
+    project.setup()
+    export.export(project.checkout(), project.stack)
+    (problem,) = export.verify(project.checkout(), project.stack)
+    assert problem.startswith("without the series it does not need: torch_patches/120-")
+    series = project.root / "torch_patches/series.toml"
+    series.write_text(series.read_text().replace('series = "apart"', 'series = "more"'))
+    assert export.verify(project.checkout(), project.stack) == []

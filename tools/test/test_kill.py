@@ -25,7 +25,7 @@ root, cache = Path(sys.argv[2]), Path(sys.argv[3])
 workspace, console = Workspace(root, root / "build", cache), Console(quiet=True)
 with pipeline.locked(workspace, console):
     print("started", flush=True)
-    pipeline.setup(workspace, series.load(root), console)
+    pipeline.setup(workspace, stack.load(root), console)
 print("done", flush=True)
 """
 

@@ -108,6 +108,18 @@ def test_stack_rules(project):
     assert found == {"pin", "pin order", "series", "description"}
 
 
+def test_changed_released_line_without_a_statement(project):
+    for name in ("requirements.txt", "tools/requirements.txt"):
+        project.write(name, "")
+    path = project.root / "torch_patches/110-second.patch"
+    hunk = path.read_text().replace("+30,5 @@", "+30,4 @@")
+    path.write_text(hunk.replace(" line_31 = 31", "-line_31 = 31"))
+    assert [f["name"] for f in lint("stack.py", project.root)] == ["110-second"]
+    series = project.root / "torch_patches/series.toml"
+    series.write_text(f'{series.read_text()}bc = "Nothing uses line_31."\n')
+    assert lint("stack.py", project.root) == []
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

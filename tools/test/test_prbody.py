@@ -14,12 +14,12 @@ def write_series(project, fields):
 
 
 def body(project, name="110"):
-    return prbody.render(project.series, project.series.get(name))
+    return prbody.render(project.stack, project.stack.get(name))
 
 
 def test_sections_of_a_plain_pr(project):
     text = body(project)
-    assert text.startswith("# Add its test\n\nStack (oldest at bottom):\n")
+    assert text.startswith("# Add its test\n\nSeries core (oldest at bottom): ")
     assert "* __->__ 110-second: Add its test\n* 100-first: Add moe.py\n" in text
     assert "So that it keeps working." in text
     assert "```\npython test/test_moe.py\n```" in text
@@ -69,6 +69,23 @@ def test_changed_line_needs_a_statement(project):
     )
 
 
+def test_changed_line_of_an_earlier_pr_was_never_released(project):
+    path = project.root / "torch_patches/110-second.patch"
+    path.write_text(path.read_text().replace(" line_31 = 31", "-first = True"))
+    assert "it only adds, no released line changes" in body(project)
+
+
+def test_kernels_are_counted_apart(project):
+    name = "aten/src/ATen/native/cpu/MoEKernel.cpp"
+    project.write(name, "\n" * 300)
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(path.read_text().replace('["torch/nn/moe.py"]', f'["{name}"]'))
+    assert (
+        "1 changed lines outside tests, generated files and kernels; 300 lines of kernels."
+        in body(project, "100")
+    )
+
+
 def test_results(project):
     rows = [{"shape": [4, 8], "speedup": 1.5}, {"shape": [4, 1], "speedup": 0.5}]
     data = {"command": "python bench.py", "torch": "2.15.0", "rows": rows}
@@ -106,10 +123,10 @@ def test_no_description(project):
 
 
 def test_large_pr_is_reported(project):
-    assert lint.large_prs(project.series) == []
+    assert lint.large_prs(project.stack) == []
     project.write("torch/nn/moe.py", "x = 1\n" * 600)
     project.write("test/test_moe.py", "x = 1\n" * 600)
-    (line,) = lint.large_prs(project.series)
+    (line,) = lint.large_prs(project.stack)
     assert line.startswith("100-first: 601 changed lines outside tests")
 
 
@@ -122,13 +139,13 @@ def test_new_source_without_a_line_in_the_build_list(project):
             '["torch/nn/moe.py"]', f'["{name}", "torch/nn/moe.py"]'
         )
     )
-    (line,) = lint.unlisted_sources(project.series)
+    (line,) = lint.unlisted_sources(project.stack)
     assert line.startswith(f"100-first: {name} has no line in build_variables.bzl")
     patch = project.root / "torch_patches/100-first.patch"
     hunk = f'@@ -1,2 +1,3 @@\n a\n+    "{name}",\n b\n'
     head = "diff --git a/build_variables.bzl b/build_variables.bzl\n"
     patch.write_text(patch.read_text() + head + hunk)
-    assert lint.unlisted_sources(project.series) == []
+    assert lint.unlisted_sources(project.stack) == []
 
 
 @pytest.mark.parametrize(
@@ -157,6 +174,6 @@ def test_large_pr_with_a_reason(project):
     path.write_text(
         f'{head}large = "No part of it works alone."\n\n[[pr]]\n{text[at:]}'
     )
-    (line,) = lint.large_prs(project.series)
+    (line,) = lint.large_prs(project.stack)
     assert line.endswith("; its `large` in series.toml says why")
     assert body(project, "100").count("No part of it works alone.") == 1

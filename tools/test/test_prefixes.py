@@ -28,7 +28,7 @@ def ran(monkeypatch):
 
 def run(project, names=NAMES, **arguments):
     console = Console(quiet=True)
-    found = prefixes.run(project.workspace, project.series, names, console, **arguments)
+    found = prefixes.run(project.workspace, project.stack, names, console, **arguments)
     return [result.status for result in found]
 
 
@@ -58,11 +58,13 @@ def test_a_failure_is_not_remembered(project, ran):
     assert run(project) == ["passed before", "passed"]
 
 
-def test_prefix_that_does_not_stage_ends_the_run(project, ran):
+def test_what_contains_a_broken_prefix_is_not_tried(project, ran):
+    project.add_third()
     path = project.root / "torch_patches/100-first.patch"
     path.write_text(path.read_text().replace(" line_12 = 12", " line_12 = 0"))
-    assert run(project) == ["does not stage"]
-    assert not ran[0]
+    found = run(project, [*NAMES, "120-third"])
+    assert found == ["does not stage", "not tried", "passed"]
+    assert ran[0] == [(["test/test_more.py"], False)]
 
 
 def test_a_smaller_prefix_after_a_larger_one(project, ran):
@@ -71,6 +73,16 @@ def test_a_smaller_prefix_after_a_larger_one(project, ran):
     overrides = project.workspace.build / "prefix/checkout/torch/overrides.py"
     assert "first = True" in overrides.read_text()
     assert "second = True" not in overrides.read_text()
+
+
+def test_series_is_staged_without_the_others(project, ran):
+    project.add_third()
+    stack = project.stack.select(["apart"])
+    console = Console(quiet=True)
+    prefixes.test(project.workspace, stack, stack.tests, [], console)
+    assert ran[0] == [(["test/test_more.py"], False)], "no line of 110"
+    assert prefixes.select(project.stack, series=["apart"]) == ["120-third"]
+    assert prefixes.select(project.stack, "110", series=["core"]) == ["110-second"]
 
 
 @pytest.mark.parametrize(
@@ -83,9 +95,9 @@ def test_a_smaller_prefix_after_a_larger_one(project, ran):
     ],
 )
 def test_selection(project, first, only, expected):
-    assert prefixes.select(project.series, first, only) == expected
+    assert prefixes.select(project.stack, first, only) == expected
 
 
 def test_selection_of_an_unknown_pr(project):
     with pytest.raises(StageError, match="no PR named '120'"):
-        prefixes.select(project.series, "120", ())
+        prefixes.select(project.stack, "120", ())

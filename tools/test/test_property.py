@@ -47,7 +47,7 @@ def template(tmp_path_factory):
     """A project in the form export writes; every case starts from a copy."""
     project = make_project(tmp_path_factory.mktemp("template"))
     project.setup()
-    export.export(project.checkout(), project.series)
+    export.export(project.checkout(), project.stack)
     project.setup()
     return project
 
@@ -95,7 +95,7 @@ def test_edit_refresh_apply_is_the_identity(
         shutil.copytree(template.root, folder / "repo", symlinks=True)
         project = type(template)(folder / "repo", template.cache)
         checkout = project.checkout()
-        checkout.ensure_current(project.series, project.console)
+        checkout.ensure_current(project.stack, project.console)
         before = checkout.git.resolve("HEAD^{tree}")
         edit(checkout.path, splices, new_files, executable)
         if not checkout.edits():
@@ -105,7 +105,7 @@ def test_edit_refresh_apply_is_the_identity(
         checkout.git.run("reset", "-q")
         project.refresh("110")
         assert checkout.git.resolve("HEAD^{tree}") == wanted != before
-        assert export.verify(checkout, project.series) == []
+        assert export.verify(checkout, project.stack) == []
         shutil.copytree(clean, folder / "clone", symlinks=True)
         upstream = Upstream(folder / "clone", project)
         upstream.apply()

@@ -7,8 +7,8 @@ from staging.errors import StageError
 
 
 def test_consistent_stack_has_no_problem(project):
-    assert series_module.problems(project.series) == []
-    assert project.series.tests == ("test/test_moe.py",)
+    assert series_module.problems(project.stack) == []
+    assert project.stack.tests == ("test/test_moe.py",)
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ def test_consistent_stack_has_no_problem(project):
 )
 def test_file_that_no_pr_names(project, name, expected):
     project.write(name, "x\n")
-    (problem,) = series_module.problems(project.series)
+    (problem,) = series_module.problems(project.stack)
     assert problem.startswith(expected)
 
 
 def test_non_landing_folder_is_exempt(project):
     project.write("benchmarks/results/a.json", "{}\n")
-    assert series_module.problems(project.series) == []
+    assert series_module.problems(project.stack) == []
     project.write("benchmarks/other.py", "\n")
-    assert len(series_module.problems(project.series)) == 1
+    assert len(series_module.problems(project.stack)) == 1
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_non_landing_folder_is_exempt(project):
 )
 def test_named_file_that_is_missing(project, name, expected):
     (project.root / name).unlink()
-    (problem,) = series_module.problems(project.series)
+    (problem,) = series_module.problems(project.stack)
     assert problem.startswith(expected)
 
 
@@ -52,7 +52,7 @@ def test_file_of_two_prs(project):
             '["test/test_moe.py"]', '["test/test_moe.py", "torch/nn/moe.py"]', 1
         )
     )
-    (problem,) = series_module.problems(project.series)
+    (problem,) = series_module.problems(project.stack)
     assert problem == "torch/nn/moe.py: listed by 100-first and by 110-second"
 
 
@@ -60,7 +60,7 @@ def test_patch_that_adds_a_file(project):
     path = project.root / "torch_patches/110-second.patch"
     new = "diff --git a/torch/x.py b/torch/x.py\nnew file mode 100644\n"
     path.write_text(path.read_text() + new + "--- /dev/null\n+++ b/torch/x.py\n")
-    (problem,) = series_module.problems(project.series)
+    (problem,) = series_module.problems(project.stack)
     assert "adds or deletes torch/x.py" in problem
 
 
@@ -80,7 +80,7 @@ def test_patch_that_adds_a_file(project):
 def test_release_of_c_shims(project, since, expected):
     path = project.root / "torch_patches/110-second.patch"
     path.write_text(path.read_text().replace("second = True", f"second = '{since}'"))
-    assert series_module.problems(project.series) == expected
+    assert series_module.problems(project.stack) == expected
 
 
 def test_target_release_is_not_out_yet(project):
@@ -107,37 +107,89 @@ def test_malformed_file(project, old, new, expected):
 
 
 def test_pr_by_name_or_slot(project):
-    assert project.series.get("110").name == "110-second"
-    assert [pr.name for pr in project.series.upto("100").prs] == ["100-first"]
+    assert project.stack.get("110").name == "110-second"
+    assert [pr.name for pr in project.stack.upto("100").prs] == ["100-first"]
     with pytest.raises(StageError, match="no PR named '120'.*there are: 100, 110"):
-        project.series.get("120")
+        project.stack.get("120")
 
 
 def test_tool_caches_are_not_sources(project):
     project.write("test/.pytest_cache/v/lastfailed", "{}\n")
     project.write("torch/nn/__pycache__/moe.cpython-311.pyc", "")
-    assert series_module.problems(project.series) == []
+    assert series_module.problems(project.stack) == []
+
+
+def names(stack):
+    return [pr.name.split("-")[0] for pr in stack.prs]
 
 
 def test_a_test_may_prove_a_later_pr_too(project):
-    project.write("test/test_more.py", "\n")
+    project.add_third('series = "more"')
     path = project.root / "torch_patches/series.toml"
     path.write_text(
-        path.read_text()
-        + '\n[[pr]]\nname = "120-third"\nseries = "more"\ntitle = "t"\nfiles = ["test/test_more.py"]\n'
-        'tests = ["test/test_more.py", "test/test_moe.py"]\n'
+        path.read_text().replace('_more.py"]', '_more.py", "test/test_moe.py"]')
     )
-    patch = (project.root / "torch_patches/110-second.patch").read_text()
-    head = patch[: patch.index("diff --git")]
-    (project.root / "torch_patches/120-third.patch").write_text(head)
-    assert series_module.problems(project.series) == []
-    assert project.series.tests == ("test/test_moe.py", "test/test_more.py")
-    text = path.read_text().replace(
-        'tests = ["test/test_moe.py"]', 'tests = ["test/test_more.py"]'
+    path.write_text(
+        path.read_text().replace(
+            'files = ["test/test_more.py", "test/test_moe.py"]',
+            'files = ["test/test_more.py"]',
+        )
     )
-    path.write_text(text)
-    (problem,) = series_module.problems(project.series)
-    assert problem.startswith("test/test_more.py: a test of 110-second that is not")
+    assert series_module.problems(project.stack) == []
+    assert project.stack.tests == ("test/test_moe.py", "test/test_more.py")
+    path.write_text(path.read_text().replace('series = "more"', 'series = "apart"'))
+    (problem,) = series_module.problems(project.stack)
+    assert problem.startswith("test/test_moe.py: a test of 120-third that is not among")
+
+
+def test_series_and_what_it_needs(project):
+    project.add_third()
+    stack = project.stack
+    assert names(stack.select(["apart"])) == ["120"]
+    assert names(stack.select(["core"])) == ["100", "110"]
+    assert names(stack.select(["more"])) == ["100", "110"], "what it needs"
+    assert names(stack.select(["more", "apart"])) == ["100", "110", "120"]
+    assert names(stack.prefix("120")) == ["120"]
+    assert [names(branch) for branch in stack.branches()] == [["100", "110"], ["120"]]
+    with pytest.raises(StageError, match="no series named 'les'.*core, more, apart"):
+        stack.select(["les"])
+
+
+def test_pr_that_needs_further_series(project):
+    project.add_third('series = "apart"\nneeds = ["more"]')
+    stack = project.stack
+    assert names(stack.select(["apart"])) == []
+    assert [pr.name for pr in stack.left_out(["apart"])] == ["120-third"]
+    assert names(stack.select(["apart", "more"])) == ["100", "110", "120"]
+    assert names(stack.prefix("120")) == ["100", "110", "120"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ('needs = ["core"]', 'needs = ["kern"]', "more: there is no series 'kern'"),
+        ('series = "core"', 'series = "kern"', "100-first: there is no series 'kern'"),
+        (
+            'name = "core"\nneeds = []',
+            'name = "core"\nneeds = ["apart"]',
+            "100-first: needs apart, but 120-third is later",
+        ),
+        (
+            'why = "What it',
+            'because = "What it',
+            "series core has the fields name, needs,",
+        ),
+    ],
+)
+def test_series_that_cannot_be(project, old, new, expected):
+    project.add_third()
+    path = project.root / "torch_patches/series.toml"
+    path.write_text(path.read_text().replace(old, new, 1))
+    try:
+        problem = series_module.problems(project.stack)[0]
+    except StageError as error:
+        problem = error.message
+    assert expected in problem
 
 
 @pytest.mark.parametrize(
@@ -153,4 +205,4 @@ def test_labels_of_release_notes(project, labels, good):
     path = project.root / "torch_patches/series.toml"
     text = ", ".join(f'"{label}"' for label in labels)
     path.write_text(f"{path.read_text()}labels = [{text}]\n")
-    assert (series_module.problems(project.series) == []) is good
+    assert (series_module.problems(project.stack) == []) is good

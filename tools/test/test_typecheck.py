@@ -25,8 +25,8 @@ def moe(x: int) -> {}:
 
 def check(project):
     checkout = project.checkout()
-    tip = checkout.tip(project.series, project.console)
-    arguments = project.workspace, project.env, checkout, project.series, tip
+    tip = checkout.tip(project.stack, project.console)
+    arguments = project.workspace, project.env, checkout, project.stack, tip
     return typecheck.check(*arguments)
 
 
@@ -35,14 +35,14 @@ def edit_template(project, hunk=HUNK):
     patch = project.root / "torch_patches/100-first.patch"
     head, _, diff = patch.read_text().partition("diff --git")
     patch.write_text(head + patchfile.merge("diff --git" + diff, hunk))
-    series = project.root / "torch_patches/series.toml"
+    stack = project.root / "torch_patches/series.toml"
     fact = (
         'upstream = [{path = "torch/nn/functional.pyi.in", commit = "'
         + "1" * 40
         + f'", context = "{patchfile.context(hunk)}"}}]\n'
     )
     files = 'files = ["torch/nn/moe.py"]\n'
-    series.write_text(series.read_text().replace(files, files + fact))
+    stack.write_text(stack.read_text().replace(files, files + fact))
 
 
 def test_error_and_its_correction(project):

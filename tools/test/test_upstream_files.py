@@ -1,4 +1,4 @@
-"""Edits of files the wheel lacks: kept in patch and series, made by apply only."""
+"""Edits of files the wheel lacks: kept in patch and stack, made by apply only."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def documented(upstream):
     upstream.edit(PAGE, "    nn.Layer7\n", "    nn.Layer7\n    nn.MoE\n")
     project = upstream.project
     changed = export.refresh_upstream(
-        project.checkout(), project.series, "110", Target(upstream.path)
+        project.checkout(), project.stack, "110", Target(upstream.path)
     )
     assert changed == ["torch_patches/110-second.patch", series_module.SERIES_FILE]
     upstream.git.run("checkout", "-q", "--", PAGE)
@@ -28,13 +28,13 @@ def documented(upstream):
 
 def test_series_has_facts_and_patch_has_the_hunk(documented):
     project = documented.project
-    (fact,) = project.series.get("110").upstream
+    (fact,) = project.stack.get("110").upstream
     assert (fact.path, fact.commit) == (PAGE, documented.page_commit)
     text = (project.root / "torch_patches/110-second.patch").read_text()
     assert "+    nn.MoE\n" in text
     assert text.index(f"a/{PAGE}") < text.index("a/torch/overrides.py")
     assert "nn.Layer1\n" not in text, "the file was copied"
-    assert series_module.problems(project.series) == []
+    assert series_module.problems(project.stack) == []
 
 
 def test_setup_leaves_it_out_and_says_so(documented, capfd):
@@ -42,7 +42,7 @@ def test_setup_leaves_it_out_and_says_so(documented, capfd):
     from staging.console import Console
 
     project = documented.project
-    pipeline.setup(project.workspace, project.series, Console())
+    pipeline.setup(project.workspace, project.stack, Console())
     assert f"only `apply` edits: {PAGE}" in capfd.readouterr().err
     assert not (project.workspace.checkout / PAGE).exists()
 
@@ -50,11 +50,11 @@ def test_setup_leaves_it_out_and_says_so(documented, capfd):
 def test_export_keeps_it(documented):
     project = documented.project
     project.setup()
-    export.export(project.checkout(), project.series)
+    export.export(project.checkout(), project.stack)
     path = project.root / "torch_patches/110-second.patch"
     before = path.read_bytes()
     assert b"nn.MoE" in before
-    assert export.verify(project.checkout(), project.series) == []
+    assert export.verify(project.checkout(), project.stack) == []
     overrides = project.workspace.checkout / "torch/overrides.py"
     overrides.write_text(overrides.read_text() + "third = 3\n")
     project.refresh("110")
@@ -65,14 +65,14 @@ def test_export_keeps_it(documented):
 def test_hunk_that_changed_since_upstream_was_read(documented):
     path = documented.project.root / "torch_patches/110-second.patch"
     path.write_text(path.read_text().replace("     nn.Layer8\n", "     nn.Layer9\n"))
-    (problem,) = series_module.problems(documented.project.series)
+    (problem,) = series_module.problems(documented.project.stack)
     assert "context of docs/source/nn.md is not that of upstream commit" in problem
 
 
 def test_fact_without_a_hunk(documented):
     path = documented.project.root / "torch_patches/series.toml"
     path.write_text(path.read_text().replace("nn.md", "absent.md"))
-    (problem,) = series_module.problems(documented.project.series)
+    (problem,) = series_module.problems(documented.project.stack)
     assert "upstream names docs/source/absent.md; the patch has no such edit" in problem
 
 
@@ -111,8 +111,8 @@ def test_old_text_in_the_history_makes_a_merge_possible(documented):
 
 
 def test_hunk_without_a_place_is_left_to_a_human(documented):
-    series = documented.project.root / "torch_patches/series.toml"
-    series.write_text(series.read_text().replace(documented.page_commit, "0" * 40))
+    stack = documented.project.root / "torch_patches/series.toml"
+    stack.write_text(stack.read_text().replace(documented.page_commit, "0" * 40))
     documented.write(PAGE, "another page\n")
     start = documented.commit("upstream moved on")
     with pytest.raises(
@@ -143,7 +143,7 @@ def test_drift_reads_it_from_a_checkout(documented):
     project = documented.project
     project.setup()
     source = drift.CheckoutSource(documented.path)
-    found = drift.measure(project.checkout(), project.series, source)
+    found = drift.measure(project.checkout(), project.stack, source)
     assert [f.status for f in found.patches[1].files] == ["clean", "clean"]
     assert drift.WheelSource("2.14.1", project.cache).holds(PAGE) is False
 
@@ -153,10 +153,10 @@ def test_edit_of_a_file_that_the_wheel_has(upstream):
     project = upstream.project
     target = Target(upstream.path)
     with pytest.raises(StageError, match="torch/nn/functional.py is in build/checkout"):
-        export.refresh_upstream(project.checkout(), project.series, "110", target)
+        export.refresh_upstream(project.checkout(), project.stack, "110", target)
     upstream.git.run("checkout", "-q", "--", ".")
     with pytest.raises(StageError, match="no uncommitted edits"):
-        export.refresh_upstream(project.checkout(), project.series, "110", target)
+        export.refresh_upstream(project.checkout(), project.stack, "110", target)
 
 
 def test_edit_on_top_of_the_applied_stack(documented):
@@ -165,9 +165,9 @@ def test_edit_on_top_of_the_applied_stack(documented):
     documented.edit(PAGE, "    nn.MoE\n", "    nn.MoE\n    nn.More\n")
     project = documented.project
     export.refresh_upstream(
-        project.checkout(), project.series, "110", Target(documented.path)
+        project.checkout(), project.stack, "110", Target(documented.path)
     )
     text = (project.root / "torch_patches/110-second.patch").read_text()
     assert "+    nn.MoE\n+    nn.More\n" in text
-    (fact,) = project.series.get("110").upstream
+    (fact,) = project.stack.get("110").upstream
     assert fact.commit == documented.page_commit

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from message import report
 from staging import drift, series as series_module
 from staging.errors import StageError
+from staging.prbody import NOT_STATED, render
 
 
 CODE = "STACK"
@@ -36,15 +37,17 @@ _PIN_FILES = ("requirements.txt", "tools/requirements.txt")
 def check_series(root: Path) -> None:
     """Bijection between series.toml and the files, and the form of patches."""
     try:
-        series = series_module.load(root)
-        problems = series_module.problems(series)
+        stack = series_module.load(root)
+        problems = series_module.problems(stack)
     except StageError as error:
         problems = [error.message]
-        series = None
+        stack = None
     for problem in problems:
         report(series_module.SERIES_FILE, "series", problem, code=CODE)
-    for pr in series.prs if series else ():
-        patch = series.patch(pr) if series else None
+    if stack is None:
+        return
+    for pr in stack.prs:
+        patch = stack.patch(pr)
         if patch is None or not patch.message:
             continue
         subject, _, body = patch.message.partition("\n\n")
@@ -56,6 +59,9 @@ def check_series(root: Path) -> None:
         if not body.strip():
             rule = "no description; the message says why the PR exists"
             report(pr.patch_path, "description", rule, code=CODE)
+        if not problems and NOT_STATED in render(stack, pr):
+            rule = "changes released lines; say in `bc` what a user can notice"
+            report(series_module.SERIES_FILE, pr.name, rule, code=CODE)
         if not patch.message.isascii():
             report(pr.patch_path, "ascii", "the message is not ASCII", code=CODE)
 
@@ -73,10 +79,10 @@ def check_drift(root: Path) -> None:
         rule = f"has not the table of {_DRIFT_FILE}{again}"
         report(contributing.name, "drift table", rule, code=CODE)
     try:
-        series = series_module.load(root)
+        stack = series_module.load(root)
     except StageError:
         return  # check_series says it
-    patches = {pr.name: series.patch(pr) for pr in series.prs}
+    patches = {pr.name: stack.patch(pr) for pr in stack.prs}
     edits = {name: set(patch.paths) for name, patch in patches.items() if patch}
     edits = {name: paths for name, paths in edits.items() if paths}
     for version in data["versions"]:
