@@ -1,0 +1,428 @@
+"""The performance model against published rows: errors by level and by source.
+
+    python benchmarks/moe/published.py                  # the table
+    python benchmarks/moe/published.py --worst 20       # and the rows it misses
+    python benchmarks/moe/published.py --csv more.csv   # rows that no constant has seen
+    python benchmarks/moe/published.py --fit            # the constants of moe_calibration.py
+
+``published.csv`` has a fact a row: where it stands, the number as printed, its
+configuration. A third of the configurations calibrates (column ``split``; rows that repeat
+one configuration in several releases are on one side, and so are dispatch and combine).
+The split was locked before the model's structure was, and ``--fit`` reads no other row.
+Rows of a file given with ``--csv`` whose id is not in ``published.csv`` are held out.
+Not scored: rows that lack a part of their configuration, TPU, Mamba hybrids, memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import statistics
+import sys
+import time
+from typing import Any
+
+from torch.distributed._tools import moe_calibration, moe_cost_model as cost
+from torch.distributed._tools.moe_calibration import BOUNDS, Constants, Profile
+from torch.distributed._tools.moe_estimator import infer, Layout, MODELS, train_step
+
+
+HERE = pathlib.Path(__file__).resolve().parent
+Row = dict[str, str]
+
+KERNELS = {"torchtitan": "grouped_mm", "torch_grouped": "grouped_mm"}
+ALGORITHMS = {
+    "ll": "low_latency",
+    "pplx": "low_latency",
+    "onesided": "one_sided",
+    "hybridep": "staged",
+    "a2a": "flat",
+    "deepep": "hierarchical",
+    "uccl": "hierarchical",
+    "mori": "hierarchical",
+}
+
+
+def number(row: Row, key: str, default: float = 0) -> int:
+    return int(float(row[key] or default))
+
+
+def year(row: Row) -> float:
+    """Of the software: of the container's name, else of the publication."""
+    if m := re.match(r"(\d\d)\.(\d\d)", row["note"]):
+        return 2000 + int(m[1]) + (int(m[2]) - 1) / 12
+    known = {
+        "folding": 25.0, "megascale": 25.0, "deepseek": 25.0, "modelzoo": 25.8,
+        "torchtitan": 25.9, "mcore_paper": 26.0, "primus": 26.2,
+    }  # fmt: skip
+    return 2000 + known.get(row["source"], 26.0)
+
+
+def graphs(row: Row) -> int:
+    """CUDA graphs of a training row: 0 none, 1 of parts, 2 of the whole step. Recipes
+    capture parts on GB systems and, with token dropping, on Blackwell; that whole steps
+    came with 26.06 is inferred from the tables."""
+    grace = row["gpu"] in ("GB200", "GB300")
+    release = float((re.match(r"\d\d\.\d\d", row["note"]) or ["0"])[0])
+    if row["source"] == "bridge" and release >= 26.06:
+        if row["dtype"] in ("mxfp8", "nvfp4") and row["model"] != "deepseek-v3":
+            return 2
+    dropping = "tokendrop" in row["note"] and row["gpu"] != "H100"
+    return int(grace or dropping)
+
+
+class Predictor:
+    """Value of a row in its own unit, for constants by generation of GPUs."""
+
+    def __init__(self, constants: dict[str, Constants] | None = None) -> None:
+        self._profiles: dict[str, Profile] = {}
+        self._constants = constants or {}
+
+    def profile(self, gpu: str) -> Profile:
+        if gpu not in self._profiles:
+            p = moe_calibration.profile(gpu)
+            c = self._constants.get(p.device.generation, p.constants)
+            self._profiles[gpu] = dataclasses.replace(p, constants=c)
+        return self._profiles[gpu]
+
+    def __call__(self, row: Row) -> float | None:
+        if row["gpu"] not in moe_calibration.DEVICES:
+            return None
+        if "not scored" in row["note"] or "not scor" in row["note"]:
+            return None
+        method = getattr(self, row["level"], None)
+        return method(row, self.profile(row["gpu"])) if method else None
+
+    def gemm(self, r: Row, p: Profile) -> float:
+        g, m, n, k = (int(re.search(rf"\b{x}=(\d+)", r["note"])[1]) for x in "GMNK")  # type: ignore[index]
+        low = r["dtype"] in cost.LOW_PRECISION
+        relative = 1.0
+        if r["impl"] == "torch_grouped":
+            relative = p.constants.grouped8 if low else p.constants.grouped16
+        if r["pass"] == "wgrad":
+            relative *= 0.80 if low else 0.92
+            t = cost.gemm(p, g, n, k, m, r["dtype"], relative=relative)
+        else:
+            t = cost.gemm(p, g, m, n, k, r["dtype"], relative=relative)
+        return 2 * g * m * n * k / t / 1e12 if r["unit"] == "TFLOPS" else t * 1e6
+
+    def gemm_fb(self, r: Row, p: Profile) -> float:
+        g, low, dtype = number(r, "E"), r["dtype"] in cost.LOW_PRECISION, r["dtype"]
+        rows, n, d = number(r, "T"), number(r, "n"), number(r, "d")
+        m = rows / g
+        relative = p.constants.grouped8 if low else p.constants.grouped16
+        t = cost.gemm(p, g, m, n, d, dtype, relative=relative)
+        t += cost.gemm(p, g, m, d, n, dtype, relative=relative)
+        relative *= 0.80 if low else 0.92
+        t += cost.gemm(p, g, n, d, m, dtype, relative=relative)
+        if low:
+            t += 2 * cost.quantize(p, rows * (d + n)) + 2 * cost.quantize(p, g * n * d)
+        return t * 1e6
+
+    def quant(self, r: Row, p: Profile) -> float:
+        return cost.stream(p, 3.03 * number(r, "T")) * 1e6
+
+    def a2a(self, r: Row, p: Profile) -> float:
+        T, d, k, ep = (number(r, x) for x in ("T", "d", "K", "EP"))
+        domain = number(r, "domain", 8)
+        limit = 4 if "top-4" in r["note"] and ep > domain else 0
+        units = re.search(r"(\d+) SMs", r["note"])
+        algorithm = ALGORITHMS.get(r["impl"], "hierarchical")
+        t = cost.all_to_all(
+            p, T, d, k, ep, domain=domain, dtype=r["dtype"], algorithm=algorithm,
+            node_limit=limit, combine=r["pass"] == "combine",
+            units=int(units[1]) if units else 0,
+        )  # fmt: skip
+        if r["unit"] == "us":
+            return t * 1e6
+        # Their bandwidth counts copies to nodes, or to ranks of one domain, own included.
+        w = cost.copies(ep, domain, k, limit)
+        logical = T * d * cost.ITEMSIZE[r["dtype"]]
+        return logical * (w.nodes if ep > domain else w.ranks) / t / 1e9
+
+    def layer_ep(self, r: Row, p: Profile) -> float:
+        T, d, f, k, ep = (number(r, x) for x in ("T", "d", "n", "K", "EP"))
+        domain, e, dtype = number(r, "domain", 8), number(r, "E"), r["dtype"]
+        scale = 1e3 if r["unit"] == "ms" else 1e6
+        if r["impl"] == "megamoe":
+            return fused_layer(p, T, d, f, e, k, ep, domain, dtype) * scale
+        algorithm = ALGORITHMS.get(r["impl"], "hierarchical")
+        comm = 2 * cost.all_to_all(
+            p, T, d, k, ep, domain=domain, algorithm=algorithm
+        )
+        pass_, rows = r["pass"], T * k
+        t = cost.experts(
+            p, rows, d, f, e / ep, kernel="mcore", dtype=dtype, pass_=pass_, tokens=T
+        )
+        t += cost.dense_mlp(p, T, d, number(r, "shared"), dtype, pass_)
+        passes = cost.ALL_TO_ALLS[algorithm].gathers
+        t += cost.stream(p, 4 * passes * rows * d, 2 * passes) if passes else 0.0
+        return (t + comm + cost.router(p, T, d, e, k, pass_)) * scale
+
+    def layer1(self, r: Row, p: Profile) -> float:
+        T, d, f, e, k = (number(r, x) for x in ("T", "d", "n", "E", "K"))
+        pass_ = "fwd" if r["pass"] == "inference" else r["pass"]
+        kernel = KERNELS.get(r["impl"], r["impl"])
+        kernel = kernel if kernel in cost.EXPERT_KERNELS else "mcore"
+        t = cost.experts(
+            p, T * k, d, f, e, kernel=kernel, dtype=r["dtype"], pass_=pass_, tokens=T
+        )
+        if r["impl"] == "torchtitan":
+            t += cost.router(p, T, d, e, k)
+        t += cost.dense_mlp(p, T, d, number(r, "shared"), "bf16", pass_)
+        if r["unit"] == "TFLOPS":
+            return cost.expert_flops(T * k, d, f, pass_=pass_) / t / 1e12
+        return t * 1e3
+
+    def kernel(self, r: Row, p: Profile) -> float:
+        T, d, f, e, k = (number(r, x) for x in ("T", "d", "n", "E", "K"))
+        rows = T * k
+        n, depth, extra = {
+            "up": (2 * f, d, 2 * rows * f),
+            "dH": (f, d, 8 * rows * f),
+            "dX": (d, 2 * f, 0),
+        }[r["pass"]]
+        return cost.gemm(p, e, rows / e, n, depth, extra_bytes=extra) * 1e3
+
+    def flux(self, r: Row, p: Profile) -> float:
+        """Tensor-parallel experts: all-gather before, reduce-scatter after, overlapped."""
+        T, d, f, e, k = (number(r, x) for x in ("T", "d", "n", "E", "K"))
+        tp, ep = number(r, "TP"), number(r, "EP", 1)
+        tokens, up = 8 * T, r["pass"] == "layer0"
+        rows, local = tokens * k / ep, e / ep
+        n, depth = (f // tp, d) if up else (d, f // tp)
+        t = cost.gemm(p, local, rows / local, n, depth)
+        t += 0 if up else cost.stream(p, 2 * rows * d + 2 * tokens * d)
+        comm = tokens * d * 2 * 7 / 8 / (p.device.fast * p.constants.fast)
+        comm += p.constants.fast_us * 1e-6
+        return (max(t, comm) + 0.15 * min(t, comm)) * 1e3
+
+    def train(self, r: Row, p: Profile) -> float | None:
+        if r["model"] not in MODELS or r["impl"] == "fsdp+ep":
+            return None
+        model, tp, note = MODELS[r["model"]], number(r, "TP", 1), r["note"]
+        shared_tp = "expert TP = TP" in note
+        shared_tp |= r["source"] == "megascale" and r["impl"] == "mcore"
+        hidden = r["impl"] in ("dualpipe", "megascale") or "1f1b" in note
+        flat = note.startswith("a2a") or r["source"] in ("folding", "megascale")
+        layout = Layout(
+            gpus=number(r, "n_gpus"), ep=number(r, "EP", 1), tp=tp, pp=number(r, "PP", 1),
+            cp=8 if r["impl"] == "megascale" else number(r, "CP", 1),
+            expert_tp=tp if shared_tp else 1, virtual=number(r, "VP", 1),
+            micro_batch=number(r, "mbs", 1), dtype=r["dtype"], recompute="selective",
+            algorithm="flat" if flat else "hierarchical", node_limit=model.node_limit,
+            domain=number(r, "domain", 8), graphs=graphs(r),
+        )  # fmt: skip
+        seq = number(r, "seq", 4096)
+        step = train_step(
+            p, model, layout, global_batch=number(r, "gbs", 256), seq=seq,
+            exposed=0.15 if hidden else None, year=year(r),
+        )  # fmt: skip
+        per_token = model.train_flops(seq)
+        rate = step.tokens_per_second
+        if r["unit"] == "TFLOPS":
+            return rate * per_token / 1e12
+        if r["unit"] == "%MFU":
+            return 100 * rate * per_token / p.device.bf16
+        return rate
+
+    def infer(self, r: Row, p: Profile) -> float | None:
+        if not number(r, "T") or r["model"] not in MODELS:
+            return None
+        return 8 * infer(
+            p, MODELS[r["model"]], number(r, "T"), number(r, "seq"), ep=number(r, "EP"),
+            phase=r["pass"], domain=number(r, "domain", 8),
+            redundant=16 if r["impl"] == "rtp-llm" else 32,
+            imbalance=1.25 if "imbalance" in r["note"] else 1.0,
+        )  # fmt: skip
+
+
+def fused_layer(
+    p: Profile, T: int, d: int, f: int, e: int, k: int, ep: int, domain: int, dtype: str
+) -> float:
+    """One kernel for dispatch, both products and combine (DeepGEMM's MegaMoE)."""
+    comm = sum(
+        cost.all_to_all(p, T, d, k, ep, domain=domain, dtype=w, algorithm="one_sided")
+        for w in ("fp8", "bf16")
+    )
+    rows = T * k
+    hit = cost.hit_experts(e / ep, rows)
+    launch = p.constants.launch_us * 1e-6
+    t = sum(
+        cost.gemm(p, hit, rows / hit, n, depth, dtype) - launch
+        for n, depth in ((2 * f, d), (d, f))
+    )
+    return max(t, comm) + 0.15 * min(t, comm)
+
+
+# ---- fit and table ---------------------------------------------------------------------
+
+# What is fitted on which levels, bottom up: links, kernels, then the step around them.
+STAGES = (
+    (("a2a",), ("fast", "fast_us", "slow", "slow_us", "setup_us", "floor_us", "fabric",
+                "unit_rate", "row_bytes")),
+    (("gemm", "gemm_fb", "quant", "kernel", "layer1", "layer_ep"),
+     ("mma16", "mma8", "memory", "tile_start", "launch_us", "grouped16", "grouped8")),
+    (("train", "infer"), ("stack", "host_us", "exposed", "drift")),
+)  # fmt: skip
+# Of the software, not of the GPU: one value for all generations.
+SHARED = ("host_us", "exposed", "drift")
+
+
+def stiffness(name: str) -> float:
+    return 0.6 if name in ("mma16", "mma8", "tile_start") else 0.03
+
+
+def fit(rows: list[Row]) -> dict[str, Constants]:
+    """Constants by generation from the rows that calibrate."""
+    generations = ("hopper", "blackwell", "cdna")
+    values = {g: dataclasses.asdict(Constants()) for g in generations}
+    values["blackwell"]["tile_start"] = 100.0  # tiles overlap their ends: tensor memory
+    by_gen = {
+        g: [r for r in rows if moe_calibration.profile(r["gpu"]).device.generation == g]
+        for g in generations
+    }
+
+    def error(rs: list[Row], constants: dict[str, dict[str, float]]) -> float:
+        predict = Predictor({g: Constants(**v) for g, v in constants.items()})
+        count = collections.Counter((r["source"], r["level"]) for r in rs)
+        total = 0.0
+        for r in rs:
+            off = abs(math.log((predict(r) or 1e-9) / float(r["value"])))
+            total += min(off, 1.0) / count[r["source"], r["level"]] ** 0.5
+        return total
+
+    for levels, names in STAGES:
+        own = [n for n in names if n not in SHARED]
+        for g in generations:
+            rs = [r for r in by_gen[g] if r["level"] in levels]
+            if not rs:
+                continue
+            moved = moe_calibration.fit(
+                {n: values[g][n] for n in own},
+                lambda v: error(rs, {**values, g: {**values[g], **v}}),
+                bounds=BOUNDS,
+                stiffness=stiffness,
+            )
+            values[g].update(moved)
+        if shared := [n for n in names if n in SHARED]:
+            _fit_shared(rows, levels, shared, values, error)
+    return {
+        g: Constants(**{k: float(f"{x:.4g}") for k, x in v.items()})
+        for g, v in values.items()
+    }
+
+
+def _fit_shared(rows, levels, shared, values, error) -> None:  # type: ignore[no-untyped-def]
+    """The software's constants, with each generation's ``stack`` once more."""
+    rs = [r for r in rows if r["level"] in levels]
+    start = {n: values["hopper"][n] for n in shared}
+    start |= {f"stack {g}": v["stack"] for g, v in values.items()}
+
+    def spread(v: dict[str, float]) -> dict[str, dict[str, float]]:
+        common = {n: v[n] for n in shared}
+        return {g: {**values[g], **common, "stack": v[f"stack {g}"]} for g in values}
+
+    bounds = {n: BOUNDS[n.split()[0]] for n in start}
+    values.update(
+        spread(moe_calibration.fit(start, lambda v: error(rs, spread(v)), bounds=bounds))
+    )
+
+
+def scored(path: pathlib.Path) -> list[Row]:
+    """Rows that the model has an answer for, with their split."""
+    with open(HERE / "published.csv", newline="") as file:
+        known = {r["id"]: r["split"] for r in csv.DictReader(file)}
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    predict = Predictor()
+    for r in rows:
+        r["split"] = known.get(r["id"], "held out")
+    return [r for r in rows if r["split"] != "not scored" and predict(r) is not None]
+
+
+def errors(rows: list[Row], predict: Predictor) -> list[tuple[float, Row, float]]:
+    """(signed relative error, row, prediction)."""
+    out = []
+    for r in rows:
+        value = predict(r)
+        assert value is not None
+        out.append((value / float(r["value"]) - 1, r, value))
+    return out
+
+
+def table(errs: list[tuple[float, Row, float]]) -> list[dict[str, Any]]:
+    """Median, 90th percentile and bias of the held-out rows, by level and by source."""
+    held = [e for e in errs if e[1]["split"] == "held out"]
+    groups: dict[str, list[float]] = {"all": [e[0] for e in held]}
+    for key in ("level", "source"):
+        for name in sorted({e[1][key] for e in held}):
+            groups[f"{key} {name}"] = [e[0] for e in held if e[1][key] == name]
+    groups["calibration rows"] = [e[0] for e in errs if e[1]["split"] == "calibration"]
+    out = []
+    for name, values in groups.items():
+        if not values:
+            continue
+        size = sorted(map(abs, values))
+        out.append({
+            "rows": name,
+            "n": len(values),
+            "median": round(100 * statistics.median(size), 1),
+            "p90": round(100 * size[min(len(size) - 1, int(0.9 * len(size)))], 1),
+            "bias": round(100 * statistics.median(values), 1),
+        })  # fmt: skip
+    return out
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    print(f"{'':24}{'n':>5}{'median %':>10}{'p90 %':>8}{'bias %':>8}")
+    for r in rows:
+        print(f"{r['rows']:24}{r['n']:5}{r['median']:10}{r['p90']:8}{r['bias']:+8}")
+
+
+def print_worst(errs: list[tuple[float, Row, float]], n: int) -> None:
+    held = [e for e in errs if e[1]["split"] == "held out"]
+    for off, r, value in sorted(held, key=lambda e: -abs(e[0]))[:n]:
+        layout = " ".join(f"{k}{r[k]}" for k in ("T", "EP", "TP", "PP", "mbs") if r[k])
+        print(
+            f"{off:+6.0%} {r['id']} {r['level']} {r['pass']} {r['model']} {r['gpu']} "
+            f"{r['impl']} {r['dtype']} {layout}: {r['value']} {r['unit']}, "
+            f"model {value:.4g}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--csv", type=pathlib.Path, default=HERE / "published.csv")
+    parser.add_argument("--fit", action="store_true", help="print constants, fitted anew")
+    parser.add_argument("--worst", type=int, default=0)
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    rows = scored(args.csv)
+    if args.fit:
+        start = time.monotonic()
+        constants = fit([r for r in rows if r["split"] == "calibration"])
+        print(f"# fitted in {time.monotonic() - start:.0f} s", file=sys.stderr)
+        for g, c in constants.items():
+            print(f'    "{g}": {{')
+            for k, v in dataclasses.asdict(c).items():
+                print(f'        "{k}": {v},')
+            print("    },")
+        return
+    errs = errors(rows, Predictor())
+    result = table(errs)
+    print_table(result)
+    print_worst(errs, args.worst)
+    if args.json:
+        data = {"command": "python benchmarks/moe/published.py --json FILE", "rows": result}
+        args.json.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

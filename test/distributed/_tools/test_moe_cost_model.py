@@ -1,0 +1,291 @@
+# Owner(s): ["oncall: distributed"]
+
+import dataclasses
+import hashlib
+import importlib.util
+import pathlib
+import sys
+import unittest
+
+import torch
+from torch.distributed._tools import moe_calibration, moe_cost_model as cost
+from torch.distributed._tools.moe_calibration import (
+    BOUNDS,
+    Constants,
+    CpuConstants,
+    DEVICES,
+    fit,
+    Profile,
+    profile,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+
+HAS_MOE = hasattr(torch.ops.aten, "_moe_mlp")
+HAS_EP = importlib.util.find_spec("torch.distributed._moe") is not None
+BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks" / "moe"
+
+
+def published():
+    """The checker of benchmarks/moe, by its path."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import published as module
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def faster(p, **device):
+    return dataclasses.replace(p, device=dataclasses.replace(p.device, **device))
+
+
+def check_links(all_to_all):
+    """A faster link is never slower, and more bytes are never faster."""
+    base = profile("H100")
+    for algorithm in cost.ALL_TO_ALLS:
+        for ep in (8, 16, 64):
+            for units in (0, 8):
+
+                def seconds(p, tokens=4096, d=7168, **kw):
+                    return all_to_all(
+                        p, tokens, d, 8, ep, algorithm=algorithm, units=units, **kw
+                    )
+
+                now = seconds(base)
+                for link in ("fast", "slow"):
+                    doubled = faster(base, **{link: 2 * getattr(base.device, link)})
+                    assert seconds(doubled) <= now, (algorithm, ep, link)
+                assert seconds(base, tokens=8192) >= now
+                assert seconds(base, d=8192) >= now
+                assert seconds(base, dtype="fp8") <= now
+                assert seconds(base, imbalance=1.5) >= now
+
+
+def check_kernels(experts):
+    """Faster memory, products or launches are never slower; more rows never faster."""
+    for name in ("H100", "B200", "MI300X"):
+        p = profile(name)
+        for rows, local in ((64, 8), (8192, 8), (65536, 64)):
+            for dtype in ("bf16", "fp8"):
+                kw = {"kernel": "mcore", "dtype": dtype, "pass_": "fwd+bwd"}
+                now = experts(p, rows, 2048, 768, local, **kw)
+                for what in ("memory_rate", "bf16", "fp8", "cache"):
+                    doubled = faster(p, **{what: 2 * getattr(p.device, what)})
+                    assert experts(doubled, rows, 2048, 768, local, **kw) <= now * (
+                        1 + 1e-9
+                    ), (name, what)
+                assert experts(p, 2 * rows, 2048, 768, local, **kw) > now
+                assert experts(p, rows, 2048, 1536, local, **kw) > now
+
+
+def check_flops(flops):
+    """The formula counts what the flop counter counts for the products of the experts."""
+    T, D, F, E, K = 24, 16, 12, 4, 2
+    ids = torch.arange(T * K).view(T, K) % E
+    for gated in (True, False):
+        x = torch.randn(T, D, requires_grad=True)
+        up = [torch.randn(D, F, requires_grad=True) for _ in range(E)]
+        gate = [torch.randn(D, F, requires_grad=True) for _ in range(E)]
+        down = [torch.randn(F, D, requires_grad=True) for _ in range(E)]
+        with FlopCounterMode(display=False) as forward:
+            out = torch.zeros(T, D)
+            for e in range(E):
+                rows = (ids == e).any(1).nonzero()[:, 0]
+                h = x[rows] @ up[e]
+                h = h * (x[rows] @ gate[e]).sigmoid() if gated else h.relu()
+                out = out.index_add(0, rows, h @ down[e])
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        assert flops(T * K, D, F, gated=gated) == forward.get_total_flops()
+        counted = backward.get_total_flops()
+        assert flops(T * K, D, F, gated=gated, pass_="bwd") == counted
+
+
+def check_bytes(wire_bytes):
+    """Expected bytes are those that the accounting of the token switches counts."""
+    from torch.distributed._moe.accounting import deduplicated_rows
+
+    gen = torch.Generator().manual_seed(0)
+    T, E, K, W, L = 4000, 64, 4, 16, 4
+    ids = [torch.randint(E, (T, K), generator=gen) for _ in range(W)]
+    for shape, domain in (((W,), W), ((W // L, L), L)):
+        want = deduplicated_rows(ids, E, shape)
+        got = wire_bytes(T, 256, K, W, domain)
+        assert set(got) == set(want), (set(got), set(want))
+        for level, rows in want.items():
+            counted = sum(rows) / W * 256 * 2
+            assert abs(got[level] / counted - 1) < 0.01, (level, got[level], counted)
+    flat = wire_bytes(T, 256, K, W, L, dedup=False)
+    sent = sum((i // (E // W) != r).sum().item() for r, i in enumerate(ids)) / W
+    assert abs(flat["flat"] / (sent * 512) - 1) < 0.01
+
+
+class TestProperties(TestCase):
+    def test_links(self):
+        check_links(cost.all_to_all)
+
+        def broken(p, tokens, *args, **kw):  # a start that grows with the link's rate
+            return cost.all_to_all(p, tokens, *args, **kw) + 1e-14 * p.device.slow
+
+        with self.assertRaises(AssertionError):
+            check_links(broken)
+
+    def test_kernels(self):
+        check_kernels(cost.experts)
+
+        def broken(p, rows, *args, **kw):  # cost per row falls faster than rows grow
+            return cost.experts(p, rows, *args, **kw) + 1e3 / rows**2
+
+        with self.assertRaises(AssertionError):
+            check_kernels(broken)
+
+    def test_flops(self):
+        check_flops(cost.expert_flops)
+
+        def broken(rows, d, f, *, gated=True, pass_="fwd"):  # forgets the gate
+            return cost.expert_flops(rows, d, f, gated=False, pass_=pass_)
+
+        with self.assertRaises(AssertionError):
+            check_flops(broken)
+
+    @unittest.skipUnless(HAS_EP, "needs torch.distributed._moe")
+    def test_bytes(self):
+        check_bytes(cost.wire_bytes)
+
+        def broken(tokens, d, k, ep, domain, *args, **kw):  # its own rank counted as well
+            got = cost.wire_bytes(tokens, d, k, ep, domain, *args, **kw)
+            return {level: n * ep / (ep - 1) for level, n in got.items()}
+
+        with self.assertRaises(AssertionError):
+            check_bytes(broken)
+
+    def test_hit_experts(self):
+        gen = torch.Generator().manual_seed(0)
+        for experts, rows in ((64, 16), (8, 100), (128, 128)):
+            drawn = torch.randint(experts, (2000, rows), generator=gen)
+            hit = torch.zeros(2000, experts).scatter_(1, drawn, 1).sum(1).mean().item()
+            self.assertEqual(cost.hit_experts(experts, rows), hit, rtol=0.01, atol=0.01)
+
+    def test_nothing_to_do(self):
+        p = profile("H100")
+        self.assertEqual(cost.gemm(p, 8, 0, 64, 64), 0)
+        self.assertEqual(cost.all_to_all(p, 4096, 7168, 8, 1), 0)
+        c = CpuConstants()
+        self.assertEqual(cost.cpu_experts(c, 0, 64, 64, 8, 2), c.call_us * 1e-6)
+
+    def test_small_experts_are_bound_by_memory(self):
+        # Decode: 64 tokens over 128 experts read the weights; FLOPs do not matter.
+        p = profile("H100")
+        shares = cost.expert_shares(p, 64 * 8, 2048, 768, 128)
+        self.assertGreater(shares["memory"], shares["compute"])
+        whole = cost.experts(p, 64 * 8, 2048, 768, 128)
+        self.assertEqual(sum(shares.values()), whole)
+        big = cost.expert_shares(p, 65536, 2048, 768, 8, kernel="mcore", dtype="fp8")
+        self.assertGreater(big["quantisation"], 0)
+
+    def test_bad_arguments(self):
+        p = profile("H100")
+        with self.assertRaisesRegex(ValueError, "algorithm must be one of .*got 'ring'"):
+            cost.all_to_all(p, 1, 1, 1, 2, algorithm="ring")
+        with self.assertRaisesRegex(ValueError, "dtype must be one of .*got 'int3'"):
+            cost.gemm(p, 1, 1, 1, 1, "int3")
+        with self.assertRaisesRegex(ValueError, "kernel must be one of .*got 'x'"):
+            cost.experts(p, 1, 1, 1, 1, kernel="x")
+        with self.assertRaisesRegex(ValueError, "pass_ must be .*got 'both'"):
+            cost.experts(p, 1, 1, 1, 1, pass_="both")
+        with self.assertRaisesRegex(ValueError, "device must be one of .*got 'H1'"):
+            profile("H1")
+
+
+class TestProfiles(TestCase):
+    @parametrize("name", DEVICES)
+    def test_json(self, name):
+        p = profile(name)
+        again = Profile.from_json(p.to_json())
+        self.assertEqual(again.to_json(), p.to_json())
+        self.assertIn("fitted" if p.device.generation != "ampere" else "not", p.provenance)
+
+    def test_peaks_are_dense(self):
+        self.assertEqual(profile("H100").device.bf16, 989.5e12)
+        self.assertEqual(profile("B200").device.fp8, 4500e12)
+        with self.assertRaisesRegex(ValueError, "expected name, device, constants"):
+            Profile.from_json({"name": "x"})
+
+    def test_fit(self):
+        rows = [(x, 3.0 * x + 7.0) for x in (1, 2, 5, 10, 50)]
+
+        def loss(v):
+            off = [abs(torch.tensor((v["a"] * x + v["b"]) / y).log().item()) for x, y in rows]
+            return sum(off)
+
+        got = fit({"a": 1.0, "b": 1.0}, loss, bounds={"a": (0.1, 10), "b": (0.1, 100)},
+                  stiffness=lambda name: 0.0)  # fmt: skip
+        self.assertEqual(got["a"], 3.0, rtol=0.05, atol=0)
+        self.assertEqual(got["b"], 7.0, rtol=0.05, atol=0)
+
+    def test_constants_are_within_bounds(self):
+        for values in moe_calibration.FITTED.values():
+            Constants(**values)
+            for name, value in values.items():
+                low, high = BOUNDS[name]
+                self.assertTrue(low <= value <= high, (name, value))
+
+
+@unittest.skipUnless((BENCHMARKS / "published.csv").exists(), "needs benchmarks/moe")
+class TestPublished(TestCase):
+    """Errors on the rows that no constant has seen; the limits are the project's."""
+
+    LIMITS = {
+        "all": 14, "level a2a": 9, "level gemm": 9, "level layer_ep": 20,
+        "level train": 22, "level gemm_fb": 17,
+    }  # fmt: skip
+
+    def check(self, predict):
+        p = published()
+        rows = p.scored(BENCHMARKS / "published.csv")
+        got = {r["rows"]: r["median"] for r in p.table(p.errors(rows, predict))}
+        for name, limit in self.LIMITS.items():
+            self.assertLessEqual(got[name], limit, name)
+        self.assertEqual(
+            {k: round(got[f"level {k}"] / 100, 3) for k in moe_calibration.HELD_OUT_ERROR},
+            moe_calibration.HELD_OUT_ERROR,
+        )
+
+    def test_held_out(self):
+        p = published()
+        self.check(p.Predictor())
+        slow = {
+            g: dataclasses.replace(Constants(**v), fast=0.3, mma16=0.4, mma8=0.3)
+            for g, v in moe_calibration.FITTED.items()
+        }
+        with self.assertRaises(AssertionError):
+            self.check(p.Predictor(slow))
+
+    def test_split_is_locked(self):
+        p = published()
+        rows = p.scored(BENCHMARKS / "published.csv")
+        calibrate = [r["id"] for r in rows if r["split"] == "calibration"]
+        digest = hashlib.md5("\n".join(sorted(calibrate)).encode()).hexdigest()
+        self.assertEqual(digest[:12], "f7b503d3d4b3")
+        self.assertLess(len(calibrate) / len(rows), 0.4)
+
+    def test_links_are_fitted_on_calibration_rows_alone(self):
+        p = published()
+        rows = p.scored(BENCHMARKS / "published.csv")
+        rows = [r for r in rows if r["split"] == "calibration" and r["level"] == "a2a"]
+        for name, value in dataclasses.asdict(p.fit(rows)["blackwell"]).items():
+            if name in p.STAGES[0][1]:
+                self.assertEqual(value, moe_calibration.FITTED["blackwell"][name], name)
+
+
+instantiate_parametrized_tests(TestProfiles)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,358 @@
+# Owner(s): ["oncall: distributed"]
+
+import contextlib
+import importlib.util
+import io
+import json
+import pathlib
+import tempfile
+import time
+import unittest
+
+import torch
+from torch.distributed._tools import moe_planner
+from torch.distributed._tools.moe_calibration import (
+    Constants,
+    CpuConstants,
+    profile,
+    Profile,
+)
+from torch.distributed._tools.moe_estimator import Layout, memory, MODELS
+from torch.distributed._tools.moe_planner import (
+    FILL,
+    inference_table,
+    main,
+    plan,
+    select_recipe,
+)
+from torch.distributed._tools.moe_simulator import (
+    Assumptions,
+    expected_imbalance,
+    largest_normal,
+    simulate,
+)
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+HAS_EP = importlib.util.find_spec("torch.distributed._moe") is not None
+
+# Published layouts: model, GPU, GPUs, sequences, layout, what their recipes fix. Of
+# Megatron-Bridge unless H800 (DeepSeek's report) or Mixtral, Qwen2 (MoE Parallel Folding).
+BRIDGE = {"gradient_bytes": 2, "optimizer_bytes": 8}
+GRAPHS = {**BRIDGE, "graphs": 1}
+LAYOUTS = (
+    ("deepseek-v3", "H800", 2048, 15360, (1, 16, 64), "fp8", {}),
+    ("deepseek-v3", "H100", 1024, 8192, (2, 8, 64), "fp8", BRIDGE),
+    ("deepseek-v3", "GB200", 256, 4096, (1, 4, 64), "mxfp8", GRAPHS),
+    ("deepseek-v3", "GB300", 256, 4096, (1, 2, 32), "mxfp8", GRAPHS),
+    ("deepseek-v3", "B200", 256, 4096, (1, 8, 32), "mxfp8", BRIDGE),
+    ("deepseek-v3", "B300", 256, 4096, (1, 8, 8), "mxfp8", BRIDGE),
+    ("kimi-k2", "GB300", 256, 4096, (1, 4, 64), "mxfp8", GRAPHS),
+    ("qwen3-235b-a22b", "H100", 256, 8192, (2, 8, 32), "fp8", BRIDGE),
+    ("qwen3-235b-a22b", "GB200", 256, 8192, (1, 8, 32), "mxfp8", GRAPHS),
+    ("qwen3-235b-a22b", "GB300", 256, 8192, (1, 4, 32), "mxfp8", GRAPHS),
+    ("qwen3-235b-a22b", "B300", 256, 8192, (1, 8, 8), "mxfp8", BRIDGE),
+    ("qwen3-30b-a3b", "H100", 16, 1024, (1, 1, 16), "fp8", BRIDGE),
+    ("qwen3-30b-a3b", "GB200", 8, 512, (1, 1, 8), "mxfp8", GRAPHS),
+    ("qwen3-30b-a3b", "B200", 8, 512, (1, 1, 8), "mxfp8", GRAPHS),
+    ("gpt-oss-120b", "H100", 64, 1280, (1, 4, 8), "bf16", BRIDGE),
+    ("gpt-oss-120b", "GB200", 64, 1280, (1, 1, 64), "bf16", GRAPHS),
+    ("gpt-oss-120b", "B200", 64, 1280, (1, 1, 8), "bf16", BRIDGE),
+    ("mixtral-8x7b", "H100", 64, 256, (1, 4, 8), "bf16", {}),
+    ("mixtral-8x22b", "H100", 128, 256, (2, 8, 8), "bf16", {}),
+    ("qwen2-57b-a14b", "H100", 64, 256, (2, 4, 4), "bf16", {}),
+)
+
+
+def within_ten_percent(find):
+    """How many published layouts reach 90 % of the best one's tokens a second."""
+    near = 0
+    for model, gpu, gpus, batch, (tp, pp, ep), dtype, fixed in LAYOUTS:
+        kw = {"global_batch": batch, "dtypes": (dtype,), "top": 1 << 20, **fixed}
+        ranked = find(model, gpu, gpus, **kw).best
+        theirs = next(r for r, x in ranked if (x.tp, x.pp, x.ep) == (tp, pp, ep))
+        near += theirs >= 0.9 * ranked[0][0]
+    return near
+
+
+class TestPlan(TestCase):
+    def test_published_layouts(self):
+        self.assertGreaterEqual(within_ten_percent(plan), 17)
+
+    def test_explains(self):
+        found = plan("deepseek-v3", "H800", 2048, global_batch=15360, dtypes=("fp8",))
+        self.assertEqual((found.layout.pp, found.layout.ep), (16, 64))
+        by_name = {c.name: c for c in found.choices}
+        wanted = (*moe_planner.DIMENSIONS, "recipe", "chunks", "capacity_factor",
+                  "replicas", "row_alignment")  # fmt: skip
+        self.assertEqual(tuple(by_name), wanted)
+        for choice in found.choices:
+            self.assertRegex(choice.reason, r"\d|no exchange")
+        for name in ("ep", "tp", "pp", "micro_batch"):
+            self.assertIsNotNone(by_name[name].other, name)
+            self.assertGreaterEqual(by_name[name].other_loss, -0.005)
+        self.assertLess(found.memory.total, FILL * profile("H800").device.memory)
+        self.assertEqual(json.loads(json.dumps(found.to_json()))["layout"]["ep"], 64)
+
+    def test_parallel_dims(self):
+        found = plan("qwen3-235b-a22b", "H100", 256, global_batch=2048)
+        dims = found.parallel_dims()
+        rest = dims["dp_replicate"] * dims["dp_shard"] * dims["cp"] * dims["tp"]
+        self.assertEqual(rest * dims["pp"], dims["world_size"])
+        # torchtitan: ep borrows dp_shard * cp * tp.
+        self.assertEqual(dims["dp_shard"] * dims["cp"] * dims["tp"] % dims["ep"], 0)
+
+    @unittest.skipUnless(HAS_EP, "needs ExpertParallel")
+    def test_expert_parallel_takes_it(self):
+        from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
+
+        found = plan("deepseek-v3", "B200", 256, global_batch=4096)
+        ExpertParallel(**found.expert_parallel())
+
+    def test_errors_name_what_works(self):
+        kw = {"global_batch": 1024}
+        for fixed, message in (
+            ({"ep": 48}, r"ep must divide the experts, 256, got 48; .* works: ep=32"),
+            ({"tp": 3}, r"tp must divide the attention heads, 128, got 3; .* tp=2"),
+            ({"pp": 7}, r"pp must divide the 64 GPUs, got 7; .* works: pp=8"),
+            ({"depth": 2}, r"\['depth'\] are not dimensions; those are .*ep"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                plan("deepseek-v3", "H800", 64, **kw, **fixed)
+        with self.assertRaisesRegex(ValueError, "nothing fits .* needs .*works: gpus=") as e:
+            plan("deepseek-v3", "H800", 64, **kw)
+        works = int(str(e.exception).split("works: gpus=")[1].split(",")[0])
+        plan("deepseek-v3", "H800", works, global_batch=1024 * works // 64)
+        with self.assertRaisesRegex(ValueError, "no layout divides .* global_batch="):
+            plan("qwen3-30b-a3b", "H100", 64, global_batch=63, pp=1, tp=1)
+        with self.assertRaisesRegex(ValueError, "load must have 128 entries.* got 3"):
+            plan("qwen3-30b-a3b", "H100", 16, global_batch=512, ep=8, load=[1, 2, 3])
+
+    def test_skewed_load(self):
+        load = [1.0] * 128
+        load[0] = 40.0
+        kw = {"global_batch": 512, "ep": 8}
+        even = plan("qwen3-30b-a3b", "H200", 16, **kw)
+        skewed = plan("qwen3-30b-a3b", "H200", 16, load=load, **kw)
+        self.assertLess(even.capacity_factor, 1.2)
+        self.assertEqual(even.replicas, 0)
+        if HAS_EP:  # replicas bring the heaviest rank back
+            self.assertGreater(skewed.replicas, 0)
+            self.assertLess(skewed.capacity_factor, 1.3)
+        else:
+            self.assertGreater(skewed.capacity_factor, 2)
+        reason = next(c.reason for c in skewed.choices if c.name == "replicas")
+        self.assertRegex(reason, r"the given load: none: 2\.6")
+
+    def test_recipe_is_per_gemm(self):
+        p = profile("B200")
+        # 16,384 rows an expert of DeepSeek-V3, and 32 rows an expert of a tiny one.
+        big, times = select_recipe(p, 131072, 7168, 2048, 8)
+        self.assertEqual(set(big.values()), {"mxfp8"})
+        small, _ = select_recipe(p, 4096, 512, 128, 128)
+        self.assertEqual(set(small.values()), {"bf16"})
+        for gemm, seconds in times.items():
+            self.assertEqual(big[gemm], min(seconds, key=seconds.get))
+
+    def test_all_candidates_fit_the_machine(self):
+        found = plan("gpt-oss-120b", "B200", 64, global_batch=1280, top=50)
+        for _, x in found.best:
+            self.assertEqual(64 % (x.tp * x.pp), 0)
+            self.assertEqual(MODELS["gpt-oss-120b"].experts % x.ep, 0)
+            size = memory(MODELS["gpt-oss-120b"], x, global_batch=1280).total
+            self.assertLessEqual(size, FILL * 180e9)
+
+    def test_inference(self):
+        rows = inference_table(
+            MODELS["deepseek-v3"], profile("H800"), 128, phase="decode", tokens=128,
+            context=4096,
+        )  # fmt: skip
+        self.assertGreaterEqual(rows[0]["ep"], 64)
+        with self.assertRaisesRegex(ValueError, "fit on no ep of 2 GPUs"):
+            inference_table(
+                MODELS["deepseek-v3"], profile("H800"), 2, phase="decode", tokens=8,
+                context=4096,
+            )  # fmt: skip
+
+
+class TestCommand(TestCase):
+    def call(self, *words):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(words)
+        return code, out.getvalue(), err.getvalue()
+
+    def test_first_plan(self):
+        help_text = moe_planner._parser().format_help()
+        command = help_text.split("moe_planner")[-1].split()
+        self.assertEqual(command[0], "qwen3-30b-a3b")
+        code, out, _ = self.call(*command)
+        self.assertEqual(code, 0)
+        for word in ("tokens/s/GPU", "because:", "next:", "uncertainty", "ParallelDims"):
+            self.assertIn(word, out)
+
+    def test_json_and_plot(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path, plot = pathlib.Path(folder, "p.json"), pathlib.Path(folder, "p.png")
+            words = ["qwen3-30b-a3b", "--device", "B200", "--json", str(path)]
+            try:
+                import matplotlib  # noqa: F401
+
+                words += ["--plot", str(plot)]
+            except ImportError:
+                plot = None
+            self.assertEqual(self.call(*words)[0], 0)
+            self.assertIn("choices", json.loads(path.read_text()))
+            self.assertTrue(plot is None or plot.stat().st_size > 1000)
+
+    def test_errors(self):
+        code, _, err = self.call("qwen3-30b-a3b", "--device", "H1000")
+        self.assertEqual(code, 2)
+        self.assertIn("device must be one of", err)
+
+    def test_cpu(self):
+        p = profile("H100")
+        cpu = Profile("a CPU", p.device, Constants(), "made up", CpuConstants())
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "cpu.json")
+            path.write_text(json.dumps(cpu.to_json()))
+            code, out, _ = self.call("olmoe-1b-7b", "--device", str(path))
+        self.assertEqual(code, 0)
+        self.assertIn("tokens_per_second", out)
+
+
+def check_monotone(run):
+    """More skew, jitter, stragglers, failures are never better; nor are more GPUs."""
+    base = run(Assumptions())
+    assert base.slowdown >= 1 and 0 < base.goodput <= 1
+    for worse in (
+        {"imbalance": 1.5}, {"jitter": 0.05}, {"slow_share": 0.05}, {"slow_by": 0.5},
+        {"mtbf_hours": 5000}, {"restart_seconds": 3600}, {"save_seconds": 300},
+    ):  # fmt: skip
+        job = run(Assumptions(**worse))
+        assert job.tokens_per_second < base.tokens_per_second, worse
+
+
+class TestSimulator(TestCase):
+    layout = Layout(tp=2, pp=8, ep=64, dtype="fp8", virtual=4)
+
+    def jobs(self, gpus, **kw):
+        return simulate(profile("H100"), MODELS["deepseek-v3"], self.layout, gpus, **kw)
+
+    def test_hundred_thousand(self):
+        self.jobs([1024])
+        start = time.process_time()
+        (job,) = self.jobs([102400])
+        self.assertLess(time.process_time() - start, 2)
+        self.assertEqual(job.gpus, 102400)
+
+    def test_deterministic(self):
+        self.assertEqual(self.jobs([4096], seed=3), self.jobs([4096], seed=3))
+        self.assertNotEqual(self.jobs([4096], seed=3), self.jobs([4096], seed=4))
+
+    def test_monotone(self):
+        check_monotone(lambda a: self.jobs([8192], assumptions=a)[0])
+
+        def broken(a):  # forgets failures
+            (job,) = self.jobs([8192], assumptions=a)
+            return job._replace(tokens_per_second=job.tokens_per_second / job.goodput)
+
+        with self.assertRaises(AssertionError):
+            check_monotone(broken)
+        goodput = [j.goodput for j in self.jobs([1024, 8192, 102400])]
+        self.assertEqual(goodput, sorted(goodput, reverse=True))
+
+    def test_quiet_machine_is_ideal(self):
+        quiet = Assumptions(imbalance=1, jitter=0, silicon=0, slow_share=0,
+                            mtbf_hours=1e12, save_seconds=0)  # fmt: skip
+        (job,) = self.jobs([2048], assumptions=quiet)
+        self.assertEqual(job.slowdown, 1.0, rtol=1e-5, atol=0)
+        self.assertEqual(job.goodput, 1.0, rtol=1e-5, atol=0)
+
+    def test_goodput_of_drawn_failures(self):
+        """The closed form against failures that are drawn one by one."""
+        from torch.distributed._tools.moe_simulator import _goodput
+
+        a = Assumptions()
+        expected, mtbf, interval = _goodput(a, 32768)
+        gen = torch.Generator().manual_seed(0)
+        good = total = 0.0
+        period = interval + a.save_seconds
+        for uptime in torch.empty(20000).exponential_(1 / mtbf, generator=gen).tolist():
+            good += uptime // period * interval
+            total += uptime + a.detect_seconds + a.restart_seconds
+        self.assertEqual(expected, good / total, rtol=0.01, atol=0)
+
+    def test_errors(self):
+        with self.assertRaisesRegex(ValueError, "64 GPUs are fewer .* multiple of 512"):
+            self.jobs([64])
+        with self.assertRaisesRegex(ValueError, "imbalance is heaviest over mean"):
+            Assumptions(imbalance=0.5)
+        with self.assertRaisesRegex(ValueError, "jitter must not be negative, got -1"):
+            Assumptions(jitter=-1)
+
+
+class TestImbalance(TestCase):
+    def drawn(self, load, tokens, k, ep, samples=400):
+        gen = torch.Generator().manual_seed(0)
+        p = torch.tensor(load, dtype=torch.float64)
+        ids = torch.multinomial(p.expand(samples, -1), tokens * k, True, generator=gen)
+        rank = ids // (len(load) // ep)
+        counts = torch.zeros(samples, ep).scatter_add_(1, rank, torch.ones(rank.shape))
+        return counts.amax(1) * ep / (tokens * k)
+
+    def test_closed_form(self):
+        skewed = [2.0 ** -(i % 7) for i in range(64)]
+        for load in ([1.0] * 64, skewed):
+            for tokens, ep in ((64, 8), (1024, 8), (1024, 32)):
+                heaviest = self.drawn(load, tokens, 4, ep)
+                got = expected_imbalance(load, tokens, 4, ep)
+                self.assertEqual(got, heaviest.mean().item(), rtol=0.02, atol=0)
+                high = expected_imbalance(load, tokens, 4, ep, quantile=0.95)
+                self.assertEqual(high, heaviest.quantile(0.95).item(), rtol=0.05, atol=0)
+
+    def test_design_effect_and_placement(self):
+        load = [1.0] * 16
+        plain = expected_imbalance(load, 256, 2, 4)
+        self.assertGreater(expected_imbalance(load, 256, 2, 4, design=4.0), plain)
+        load[:4] = [10.0] * 4
+        spread = expected_imbalance(load, 256, 2, 4, placement=[0, 1, 2, 3] * 4)
+        self.assertLess(spread, expected_imbalance(load, 256, 2, 4))
+
+    def test_recorded_routing(self):
+        try:
+            from torch.testing._internal.moe_generators import recorded_routing
+        except ImportError:
+            self.skipTest("needs the recorded routing")
+        ids = torch.as_tensor(recorded_routing()[0]).long()
+        experts, k = 64, ids.shape[1]
+        load = torch.bincount(ids.flatten(), minlength=experts).double()
+        gen = torch.Generator().manual_seed(0)
+        off = []
+        for tokens in (256, 1024):
+            for ep in (4, 8, 16):
+                real = []
+                for _ in range(60):
+                    rows = ids[torch.randperm(len(ids), generator=gen)[:tokens]]
+                    rank = torch.bincount(rows.flatten() * ep // experts, minlength=ep)
+                    real.append(rank.max().item() * ep / (tokens * k))
+                want = sum(real) / len(real)
+                off.append(abs(expected_imbalance(load, tokens, k, ep) / want - 1))
+        self.assertLess(sorted(off)[len(off) // 2], 0.03)
+
+    def test_largest_normal(self):
+        for n in (2, 8, 64, 1024):
+            gen = torch.Generator().manual_seed(0)
+            drawn = torch.randn(4000, n, generator=gen).amax(1).mean().item()
+            self.assertEqual(largest_normal(n), drawn, rtol=0.06, atol=0.02)
+        self.assertEqual(largest_normal(1), 0)
+
+    def test_errors(self):
+        with self.assertRaisesRegex(ValueError, "10 experts do not divide over ep = 4"):
+            expected_imbalance([1.0] * 10, 64, 2, 4)
+        with self.assertRaisesRegex(ValueError, "one non-negative number per expert"):
+            expected_imbalance([0.0] * 8, 64, 2, 4)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,751 @@
+# mypy: allow-untyped-defs
+"""Seconds and bytes of a mixture-of-experts layer, as pure functions of shapes and a profile.
+
+Contract
+    A kernel takes the smooth maximum of compute and of memory traffic, plus a launch. An
+    all-to-all takes a start, plus the slowest of its levels; which bytes a level carries
+    follows from where K experts of a token live. Every number that is not on a data sheet
+    is a field of ``moe_calibration.Constants``, never a literal next to a use. Units:
+    seconds, bytes, FLOPs, rows; nothing here makes a tensor or touches a device.
+
+Notation
+    T tokens, D model width, F expert width, E experts, K experts of a token, R routed rows
+    of a GPU, EP ranks that share the experts, domain ranks joined by the fast link.
+
+Consumers: the estimator, the planner and the simulator beside this file; Inductor's
+estimates; ``OverlapSchedule``; the choice of precision. How far to trust it is measured by
+``benchmarks/moe/published.py`` and printed in ``docs/source/distributed.moe_planner.md``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch.distributed._tools.moe_calibration import CpuConstants, Profile
+
+
+__all__ = [
+    "ALL_TO_ALLS",
+    "EXPERT_KERNELS",
+    "LOW_PRECISION",
+    "all_to_all",
+    "choose_chunks",
+    "copies",
+    "cpu_experts",
+    "dense_mlp",
+    "expert_flops",
+    "expert_gemms",
+    "experts",
+    "expert_shares",
+    "gemm",
+    "hit_experts",
+    "layer_chunks",
+    "overlapped",
+    "quantize",
+    "recipe_seconds",
+    "router",
+    "stream",
+    "wire_bytes",
+]
+
+US = 1e-6
+# Bytes an element, scales of blocks of 32 (FP8, MXFP8) or of 16 (NVFP4) included.
+ITEMSIZE: dict[str, float] = {
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1 + 1 / 32,
+    "mxfp8": 1 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+    "fp8xfp4": 1 + 1 / 32,  # activations; the weights are nvfp4
+}
+LOW_PRECISION = ("fp8", "mxfp8", "nvfp4", "fp8xfp4")
+
+
+# ---- kernels ---------------------------------------------------------------------------
+
+
+def smooth_max(a: float, b: float, p: float = 4) -> float:
+    """(a^p + b^p)^(1/p): two bounds that touch cost more than either."""
+    if not a or not b:
+        return max(a, b)
+    return (a**p + b**p) ** (1 / p)
+
+
+_TILES = [
+    (m, n)
+    for m in (64, 128, 256)
+    for n in (16, 32, 64, 96, 112, 128, 160, 192, 256)
+    if m * n <= 128 * 256
+]
+
+
+@functools.lru_cache(1 << 16)
+def _waves(groups: int, m: float, n: float, units: int) -> list[tuple[int, int, int]]:
+    """(rows, columns, waves) of every tile shape over all groups."""
+    return [
+        (bm, bn, math.ceil(groups * math.ceil(m / bm) * math.ceil(n / bn) / units))
+        for bm, bn in _TILES
+    ]
+
+
+def _operand_traffic(
+    p: Profile, groups: float, m: float, n: float, k: float, a: float, b: float
+) -> float:
+    """Bytes of both operands from memory; read again once a group outgrows the cache.
+
+    A wave of tiles is a near square of the output, so that it reads two strips of its
+    side; the strips of later waves come from the cache as long as a group fits there.
+    """
+    once = groups * (m * k * a + n * k * b)
+    if m * k * a + n * k * b <= p.device.cache:
+        return once
+    tiles = math.ceil(m / 128) * math.ceil(n / 256)
+    side = math.sqrt(p.device.units * 128 * 256)
+    strips = groups * tiles / p.device.units * (min(side, m) * a + min(side, n) * b) * k
+    return max(once, strips)
+
+
+@functools.lru_cache(1 << 16)
+def gemm(
+    p: Profile,
+    groups: float,
+    m: float,
+    n: float,
+    k: float,
+    dtype: str = "bf16",
+    *,
+    extra_bytes: float = 0.0,
+    relative: float = 1.0,
+    out_bytes: float = 2.0,
+    align: int = 1,
+) -> float:
+    """Seconds of ``groups`` products (m, k) @ (k, n).
+
+    Output tiles come in waves over the SMs, and the best tile shape is taken; the start
+    and the end of a tile cost as much as more of the summed dimension; small tiles have
+    more operand traffic per product.
+
+    Args:
+        p (Profile): the device.
+        groups (float): products, empty ones not counted (:func:`hit_experts`).
+        m (float): mean rows of a group, padded to ``align``.
+        n, k (float): columns, and the summed dimension.
+        dtype (str): a key of ``ITEMSIZE``.
+
+    Keyword Args:
+        extra_bytes (float): that an epilogue reads or writes.
+        relative (float): speed of this kernel against the best one.
+        out_bytes (float): of an output element.
+        align (int): rows to which a group is padded.
+    """
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"gemm: dtype must be one of {list(ITEMSIZE)}, got {dtype!r}")
+    if m <= 0 or groups <= 0 or n <= 0 or k <= 0:
+        return 0.0
+    c, d = p.constants, p.device
+    m = math.ceil(m / align) * align
+    low = dtype in LOW_PRECISION
+    peak = d.fp4 if dtype == "nvfp4" and d.fp4 else d.fp8 if low else d.bf16
+    rate = peak * (c.mma8 if low else c.mma16) * relative / d.units
+    if dtype == "fp32":
+        rate /= 2  # tf32
+    depth = k + c.tile_start / (1 if low else 2)
+    compute = min(
+        waves * 2 * bm * bn * depth / rate * (1 + 12 * (bm + bn) / (bm * bn)) / 1.14
+        for bm, bn, waves in _waves(math.ceil(groups), m, n, d.units)
+    )
+    size = ITEMSIZE[dtype]
+    weight = ITEMSIZE["nvfp4"] if dtype == "fp8xfp4" else size
+    traffic = _operand_traffic(p, groups, m, n, k, size, weight)
+    traffic += groups * m * n * out_bytes + extra_bytes
+    return smooth_max(compute, traffic / (d.memory_rate * c.memory)) + c.launch_us * US
+
+
+def stream(p: Profile, nbytes: float, kernels: int = 1) -> float:
+    """Seconds of elementwise kernels that read and write ``nbytes``."""
+    rate = p.device.memory_rate * p.constants.memory
+    return nbytes / rate + kernels * p.constants.launch_us * US
+
+
+def quantize(p: Profile, elements: float, both: bool = False) -> float:
+    """Seconds of bf16 to 8 bits with scales, and of the scales' swizzle.
+
+    Args:
+        p (Profile): the device.
+        elements (float): to quantise.
+        both (bool): along rows and columns, from one read.
+    """
+    if not elements:
+        return 0.0
+    return stream(p, elements * (4.06 + 0.12 if both else 3.03 + 0.06), 2)
+
+
+def hit_experts(num_experts: float, rows: float) -> float:
+    """Expected experts with at least one of ``rows`` uniform rows."""
+    if num_experts <= 1:
+        return min(1.0, rows)
+    return num_experts * (1 - (1 - 1 / num_experts) ** rows)
+
+
+# ---- communication ---------------------------------------------------------------------
+
+
+class Copies(NamedTuple):
+    """Copies of a token: to other ranks, to other nodes; and all places, own included."""
+
+    fast: float
+    slow: float
+    nodes: float
+    ranks: float
+
+
+def distinct(bins: float, choices: float) -> float:
+    """Expected number of different bins that uniform choices hit."""
+    return bins * (1 - (1 - 1 / bins) ** choices)
+
+
+def copies(
+    ep: int, domain: int, k: int, node_limit: int = 0, dedup: bool = True
+) -> Copies:
+    """Expected copies of a token with ``k`` uniform experts.
+
+    Args:
+        ep (int): ranks that share the experts.
+        domain (int): ranks joined by the fast link.
+        k (int): experts of a token.
+        node_limit (int): most nodes a token may go to; 0 for any.
+        dedup (bool): one copy per rank and one per node, else one per expert.
+    """
+    nodes = math.ceil(ep / domain)
+    reach = min(nodes, node_limit) if node_limit else nodes
+    to_nodes = distinct(reach, k) if nodes > 1 else 1.0
+    ranks = distinct(ep if nodes <= reach else reach * domain, k) if ep > 1 else 1.0
+    ranks = min(ranks, k) if dedup else k
+    slow = (to_nodes if dedup else k) * (1 - 1 / nodes) if nodes > 1 else 0.0
+    return Copies(ranks * (1 - 1 / ep), slow, to_nodes, ranks)
+
+
+class AllToAll(NamedTuple):
+    """An algorithm of dispatch and combine.
+
+    Attributes:
+        dedup: one copy per rank and per node instead of one per expert.
+        setup: counts and a host sync go before it.
+        serial: share of the shorter level that is not hidden behind the longer one.
+        one_hop: what leaves the domain does not pass the fast link.
+        gathers: passes over the routed rows to bring them into order.
+    """
+
+    dedup: bool
+    setup: bool
+    serial: float
+    one_hop: bool
+    gathers: int
+
+
+ALL_TO_ALLS = {
+    # One copy per expert, as all_to_all_single after a permutation (NCCL, gloo).
+    "flat": AllToAll(False, True, 1.0, True, 2),
+    # Once per node, forwarded inside; in one domain once per rank (DeepEP).
+    "hierarchical": AllToAll(True, True, 0.0, False, 1),
+    # The same copies, but the two levels of a chunk follow each other (HybridEP).
+    "staged": AllToAll(True, True, 1.0, False, 0),
+    # Straight to the expert's rank, no counts first, for decode (DeepEP, pplx).
+    "low_latency": AllToAll(False, False, 0.0, True, 0),
+    # Stores into the peers' memory inside one domain.
+    "one_sided": AllToAll(False, False, 0.0, True, 0),
+}
+
+
+def all_to_all(
+    p: Profile,
+    tokens: float,
+    d: int,
+    k: int,
+    ep: int,
+    *,
+    domain: int | None = None,
+    dtype: str = "bf16",
+    algorithm: str = "hierarchical",
+    node_limit: int = 0,
+    imbalance: float = 1.0,
+    combine: bool = False,
+    units: int = 0,
+) -> float:
+    """Seconds of a dispatch, or of a combine, which moves the same copies back.
+
+    Args:
+        p (Profile): the device.
+        tokens (float): T of a rank.
+        d (int): D.
+        k (int): K.
+        ep (int): ranks that share the experts.
+
+    Keyword Args:
+        domain (int, optional): ranks joined by the fast link. Default: the device's
+        dtype (str): of the rows on the wire.
+        algorithm (str): a key of :data:`ALL_TO_ALLS`.
+        node_limit (int): most nodes of a token.
+        imbalance (float): heaviest rank over mean rank.
+        combine (bool): the way back.
+        units (int): SMs of the communication kernel; 0 for as many as it takes.
+    """
+    if algorithm not in ALL_TO_ALLS:
+        raise ValueError(
+            f"all_to_all: algorithm must be one of {list(ALL_TO_ALLS)}, got {algorithm!r}"
+        )
+    if ep <= 1:
+        return 0.0
+    c, dev, kind = p.constants, p.device, ALL_TO_ALLS[algorithm]
+    domain = domain or dev.domain
+    w = copies(ep, domain, k, node_limit, kind.dedup)
+    if algorithm == "one_sided":  # a copy per distinct rank; a router spreads K over them
+        w = Copies(min(k, ep) * (1 - 1 / ep), 0.0, 1.0, min(k, ep))
+    size = tokens * d * ITEMSIZE[dtype] * imbalance
+    crowd = 1 + c.fabric * max(0.0, math.log2(ep / 8))
+    fast = size * w.fast / (dev.fast * c.fast) * (crowd if ep <= domain else 1)
+    slow = size * w.slow / (dev.slow * c.slow) * crowd
+    if kind.one_hop and ep > domain:
+        fast *= (domain - 1) / (ep - 1)
+    if units:
+        handled = w.ranks + (w.nodes if ep > domain else 0)
+        per_row = d * ITEMSIZE[dtype] + c.row_bytes
+        fast = smooth_max(fast, tokens * handled * per_row / (units * c.unit_rate))
+    moved = max(fast, slow) + kind.serial * min(fast, slow)
+    if algorithm == "one_sided":  # stores are posted, loads wait for the way back
+        moved = smooth_max(moved, c.floor_us * US * (1.0 if combine else 0.25), 2)
+    start = c.fast_us if ep <= domain else c.slow_us
+    return moved + (start + (c.setup_us if kind.setup else 0.0)) * US
+
+
+def wire_bytes(
+    tokens: float,
+    d: int,
+    k: int,
+    ep: int,
+    domain: int,
+    dtype: str = "bf16",
+    *,
+    node_limit: int = 0,
+    dedup: bool = True,
+) -> dict[str, float]:
+    """Expected bytes a rank sends to others in a dispatch, by level.
+
+    The levels are those of :func:`torch.distributed._moe.accounting.count_wire_bytes`:
+    ``flat`` without deduplication between nodes, else ``node`` and ``local``.
+    """
+    w = copies(ep, domain, k, node_limit, dedup)
+    row = d * ITEMSIZE[dtype]
+    if not dedup or ep <= domain:
+        return {"flat": tokens * row * w.fast}
+    # A relay forwards what its node receives, unless it is for itself: by symmetry, one of
+    # the domain's ranks is the relay.
+    local = w.ranks * (1 - 1 / domain)
+    return {"node": tokens * row * w.slow, "local": tokens * row * local}
+
+
+# ---- one layer of experts --------------------------------------------------------------
+
+
+class ExpertKernel(NamedTuple):
+    """Speed of the products against the best ones, and how much runs around them.
+
+    Attributes:
+        relative: speed of the products; None: fitted as ``grouped16`` and ``grouped8``.
+        apart: 0 gather and activation inside the products, 1 the activation apart, 2 the
+            gather as well, 3 separate gate and up products and unfused elementwise work.
+    """
+
+    relative: float | None
+    apart: int
+
+
+# Relative speeds are those of SonicMoE's published ablations (arXiv 2512.14080).
+EXPERT_KERNELS = {
+    "moe_mlp": ExpertKernel(0.80, 0),
+    "sonic": ExpertKernel(1.0, 0),
+    "deepgemm++": ExpertKernel(1.0, 2),
+    "scattermoe": ExpertKernel(0.80, 1),
+    "momoe": ExpertKernel(0.70, 1),
+    "liger": ExpertKernel(0.87, 0),
+    "grouped_mm": ExpertKernel(None, 3),
+    "mcore": ExpertKernel(0.95, 2),
+}
+
+
+class _Products:
+    """Products of one layer: forward (``mm``) and of the weights' gradients (``wgrad``)."""
+
+    def __init__(self, p: Profile, rows: float, local: float, kernel: str, dtype: str):
+        if kernel not in EXPERT_KERNELS:
+            raise ValueError(
+                f"experts: kernel must be one of {list(EXPERT_KERNELS)}, got {kernel!r}"
+            )
+        relative, self.apart = EXPERT_KERNELS[kernel]
+        low = dtype in LOW_PRECISION
+        if relative is None:
+            relative = p.constants.grouped8 if low else p.constants.grouped16
+        self.p, self.dtype, self.low, self.relative = p, dtype, low, relative
+        self.hit = hit_experts(local, rows)
+        self.rows = rows / max(self.hit, 1e-9)
+        # FP8 products want groups of 128 rows; that is where padding goes.
+        self.align = 128 if low else 1
+
+    def mm(self, n: float, k: float, extra_bytes: float = 0.0) -> float:
+        return gemm(
+            self.p, self.hit, self.rows, n, k, self.dtype,
+            extra_bytes=extra_bytes, relative=self.relative, align=self.align,
+        )  # fmt: skip
+
+    def wgrad(self, n: float, k: float) -> float:
+        # Short sums over an expert's rows: 8 % slower, 20 % with scales along them.
+        return gemm(
+            self.p, max(self.hit, 1.0), n, k, self.rows, self.dtype,
+            relative=self.relative * (0.80 if self.low else 0.92),
+            out_bytes=4 if self.low else 2,
+        )  # fmt: skip
+
+    def quantized(self, elements: float, both: bool = True) -> float:
+        return quantize(self.p, elements, both) if self.low and self.apart else 0.0
+
+    def weights(self, elements: float) -> float:
+        """torchao quantises the weights in every call, others once a step."""
+        return self.quantized(elements, False) if self.apart == 3 else 0.0
+
+
+def _forward(g: _Products, rows: float, tokens: float, d: int, f: int) -> float:
+    p, apart = g.p, g.apart
+    t = stream(p, 4 * rows * d) if apart > 1 else 0.0  # gather
+    t += g.quantized(rows * d) + g.weights(g.hit * 2 * f * d)
+    if apart < 3:
+        t += g.mm(2 * f, d, 2 * rows * f if apart == 0 else 0)
+    else:
+        t += 2 * g.mm(f, d)
+    if apart:
+        t += stream(p, (6 if apart < 3 else 14) * rows * f, 1 if apart < 3 else 3)
+    t += g.quantized(rows * f) + g.weights(g.hit * f * d)
+    t += g.mm(d, f) + stream(p, 2 * rows * d + 2 * tokens * d)  # and the weighted sum
+    if apart == 3:
+        t += stream(p, 8 * rows * d, 2)  # float32 scores, scatter-add
+    return t
+
+
+def _backward(g: _Products, rows: float, tokens: float, d: int, f: int) -> float:
+    p, apart = g.p, g.apart
+    t = stream(p, 6 * rows * d) if apart > 1 else 0.0  # rows of dO, scaled; d(weights)
+    t += g.quantized(rows * d) + g.weights(g.hit * f * d)
+    t += g.mm(f, d, 8 * rows * f if apart == 0 else 0) + g.wgrad(d, f)
+    if apart:
+        t += stream(p, (12 if apart < 3 else 22) * rows * f, 1 if apart < 3 else 4)
+    if apart == 1:
+        t += stream(p, 8 * rows * d, 2)  # ScatterMoE groups X and dO
+    t += g.quantized(2 * rows * f) + g.weights(g.hit * 2 * f * d)
+    if apart < 3:
+        t += g.mm(d, 2 * f) + g.wgrad(2 * f, d)
+    else:
+        t += 2 * (g.mm(d, f) + g.wgrad(f, d))
+    return t + stream(p, 2 * rows * d + 2 * tokens * d)
+
+
+@functools.lru_cache(1 << 14)
+def experts(
+    p: Profile,
+    rows: float,
+    d: int,
+    f: float,
+    local: float,
+    *,
+    kernel: str = "moe_mlp",
+    dtype: str = "bf16",
+    pass_: str = "fwd",
+    tokens: float | None = None,
+) -> float:
+    """Seconds of the routed experts of one GPU, gated: up (2F, D) and down (D, F).
+
+    Args:
+        p (Profile): the device.
+        rows (float): R.
+        d (int): D.
+        f (float): F.
+        local (float): experts of this GPU.
+
+    Keyword Args:
+        kernel (str): a key of :data:`EXPERT_KERNELS`.
+        dtype (str): of the products.
+        pass_ (str): ``"fwd"``, ``"bwd"`` or ``"fwd+bwd"``.
+        tokens (float, optional): output rows. Default: ``rows``
+    """
+    if pass_ not in ("fwd", "bwd", "fwd+bwd"):
+        raise ValueError(f"experts: pass_ must be fwd, bwd or fwd+bwd, got {pass_!r}")
+    tokens = tokens or rows
+    g = _Products(p, rows, local, kernel, dtype)
+    t = _forward(g, rows, tokens, d, f) if "fwd" in pass_ else 0.0
+    return t + (_backward(g, rows, tokens, d, f) if "bwd" in pass_ else 0.0)
+
+
+def expert_shares(
+    p: Profile, rows: float, d: int, f: float, local: float, **kw: Any
+) -> dict[str, float]:
+    """Where the time of :func:`experts` goes: ``compute``, ``memory``, ``quantisation``.
+
+    Compute is what is left with an infinitely fast memory, quantisation what the same
+    products without scales would save, memory the rest.
+    """
+    fast = dataclasses.replace(p, device=dataclasses.replace(p.device, memory_rate=1e18))
+    whole = experts(p, rows, d, f, local, **kw)
+    g = _Products(p, rows, local, kw.get("kernel", "moe_mlp"), kw.get("dtype", "bf16"))
+    q = g.quantized(rows * d) + g.quantized(rows * f)
+    q += g.weights(g.hit * 3 * f * d)
+    if kw.get("pass_", "fwd") == "fwd+bwd":
+        q += g.quantized(rows * d) + g.quantized(2 * rows * f) + g.weights(g.hit * 3 * f * d)
+    elif kw.get("pass_") == "bwd":
+        q = g.quantized(rows * d) + g.quantized(2 * rows * f) + g.weights(g.hit * 3 * f * d)
+    compute = min(experts(fast, rows, d, f, local, **kw), whole - q)
+    return {"compute": compute, "memory": whole - compute - q, "quantisation": q}
+
+
+def expert_flops(
+    rows: float, d: int, f: float, *, gated: bool = True, pass_: str = "fwd"
+) -> float:
+    """FLOPs of the experts' products: what the flop counter counts for ``_moe_mlp``."""
+    forward = 2 * rows * d * f * (3 if gated else 2)
+    return forward * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
+
+
+def expert_gemms(
+    p: Profile, rows: float, d: int, f: float, local: float, dtype: str
+) -> dict[str, float]:
+    """Seconds of forward, input-gradient and weight-gradient products, quantisation in.
+
+    Weights are quantised once a step, activations and gradients where they are made:
+    along rows for ``forward`` and ``dgrad``, along columns for ``wgrad``.
+    """
+    g = _Products(p, rows, local, "mcore", dtype)
+    weights = quantize(p, 3 * g.hit * f * d) if g.low else 0.0
+    rowwise = g.quantized(rows * d, False) + g.quantized(rows * f, False)
+    gradients = g.quantized(rows * d, False) + g.quantized(2 * rows * f, False)
+    return {
+        "forward": g.mm(2 * f, d) + g.mm(d, f) + rowwise + weights,
+        "dgrad": g.mm(f, d) + g.mm(d, 2 * f) + gradients + weights,
+        "wgrad": g.wgrad(d, f) + g.wgrad(2 * f, d) + rowwise + gradients,
+    }
+
+
+def recipe_seconds(
+    p: Profile,
+    rows: float,
+    d: int,
+    f: float,
+    local: float,
+    dtypes: Sequence[str] = ("bf16", "mxfp8"),
+) -> dict[str, dict[str, float]]:
+    """Seconds of every GEMM of the experts in every dtype: what a selector compares.
+
+    Returns:
+        ``{"forward": {"bf16": s, "mxfp8": s}, "dgrad": ..., "wgrad": ...}``; the
+        quantisation is in the low-precision numbers.
+
+    Example::
+        >>> times = recipe_seconds(profile("H100"), 8192, 7168, 2048, 8, ("bf16", "fp8"))
+        >>> recipe = {gemm: min(s, key=s.get) for gemm, s in times.items()}
+    """
+    by_dtype = {dt: expert_gemms(p, rows, d, f, local, dt) for dt in dtypes}
+    return {
+        which: {dt: by_dtype[dt][which] for dt in dtypes}
+        for which in ("forward", "dgrad", "wgrad")
+    }
+
+
+def router(p: Profile, tokens: float, d: int, e: int, k: int, pass_: str = "fwd") -> float:
+    """Seconds of logits, top-k and permutation; backward as much again."""
+    logits = gemm(p, 1, tokens, e, d)
+    t = logits + stream(p, tokens * (8 * e + 16 * k), 6)
+    return t * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
+
+
+def dense_mlp(
+    p: Profile,
+    tokens: float,
+    d: int,
+    f: float,
+    dtype: str = "bf16",
+    pass_: str = "fwd",
+    tp: int = 1,
+) -> float:
+    """Seconds of a gated MLP: a shared expert or a dense layer, over ``tp`` ranks."""
+    if not f:
+        return 0.0
+    f = int(f / tp)
+    q = 0.0
+    if dtype in LOW_PRECISION:
+        q = quantize(p, tokens * d) + quantize(p, tokens * f)
+    products = gemm(p, 1, tokens, 2 * f, d, dtype) + gemm(p, 1, tokens, d, f, dtype)
+    t = products + stream(p, 6 * tokens * f) + q
+    return t * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
+
+
+# ---- a CPU -----------------------------------------------------------------------------
+
+
+def cpu_experts(
+    c: CpuConstants,
+    tokens: float,
+    d: int,
+    f: int,
+    num_experts: int,
+    k: int,
+    *,
+    hit: float | None = None,
+    dtype: str = "bf16",
+    pass_: str = "fwd",
+    transposed: bool = False,
+) -> float:
+    """Seconds of ``F.moe_mlp`` on a CPU.
+
+    Products reach their rate with enough rows an expert, weights of every hit expert are
+    read once, transposed ones are packed first, and gradients of all weights are touched
+    for the first time.
+
+    Args:
+        c (CpuConstants): the machine.
+        tokens (float): T.
+        d, f, num_experts, k (int): D, F, E, K.
+
+    Keyword Args:
+        hit (float, optional): experts with rows. Default: as of uniform routing
+        dtype (str): ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        pass_ (str): ``"fwd"`` or ``"fwd+bwd"``.
+        transposed (bool): weights stored as (E, D, 2F) and (E, F, D).
+    """
+    rows, size = tokens * k, ITEMSIZE[dtype]
+    if hit is None:
+        hit = hit_experts(num_experts, rows)
+    if not rows or not hit:
+        return c.call_us * US
+    m = rows / hit
+    peak = c.rate32 if dtype == "fp32" else c.rate16
+    rate = peak * m / (m + c.half_rows)
+    weights = hit * 3 * d * f * size
+    moved = weights + (2 * tokens * d + 3 * rows * f) * size
+    forward = smooth_max(6 * rows * f * d / rate, moved / c.memory)
+    forward += (c.call_us + hit * c.expert_us) * US
+    packed = weights / c.pack if transposed else 0.0
+    if pass_ == "fwd":
+        return forward + packed
+    moved = weights + (5 * tokens * d + 6 * rows * f) * size
+    backward = smooth_max(12 * rows * f * d / (rate * c.backward), moved / c.memory)
+    backward += (c.call_us + 2 * hit * c.expert_us) * US
+    return forward + backward + packed + 3 * num_experts * d * f * size / c.fault
+
+
+# ---- schedules -------------------------------------------------------------------------
+
+
+def overlapped(
+    steps: Iterable[tuple[str, int]],
+    dispatch: float,
+    experts: float,
+    combine: float,
+    shared: float = 0.0,
+) -> float:
+    """Seconds of a layer whose communication hides behind computation.
+
+    Two queues, one for communication and one for computation, each first in first out. A
+    part is issued when the computation before it in the order has ended, experts wait for
+    their dispatch, and the end waits for everything.
+
+    Args:
+        steps (iterable of (str, int)): parts and chunks in the order of issue, as
+            ``OverlapSchedule.steps()``.
+        dispatch, experts, combine (float): seconds of one chunk.
+        shared (float): seconds of the shared experts of all tokens.
+    """
+    seconds = {"dispatch": dispatch, "combine": combine}
+    computed = communicated = 0.0
+    arrived: dict[int, float] = {}
+    for part, chunk in steps:
+        if part == "shared":
+            computed += shared
+        elif part == "experts":
+            computed = max(computed, arrived[chunk]) + experts
+        else:
+            communicated = max(communicated, computed) + seconds[part]
+            arrived[chunk] = communicated
+    return max(computed, communicated)
+
+
+def choose_chunks(
+    parts: Callable[[int], tuple[float, float, float]],
+    shared: float = 0.0,
+    candidates: Sequence[int] = (1, 2, 4, 8),
+) -> list[tuple[float, int]]:
+    """(seconds, chunks) of a layer under ``OverlapSchedule``, best first.
+
+    Args:
+        parts (callable): of a number of chunks, seconds of dispatch, experts and combine
+            of one chunk: starts of exchanges and small products are in them.
+        shared (float): seconds of the shared experts.
+        candidates (sequence of int): chunks to compare; fewer win a tie.
+    """
+    from torch.distributed._moe.schedule import OverlapSchedule
+
+    return sorted(
+        (overlapped(OverlapSchedule(n).steps(), *parts(n), shared), n) for n in candidates
+    )
+
+
+def layer_chunks(
+    p: Profile,
+    tokens: float,
+    d: int,
+    f: int,
+    num_experts: int,
+    k: int,
+    ep: int,
+    *,
+    shared_f: int = 0,
+    dtype: str = "bf16",
+    kernel: str = "moe_mlp",
+    imbalance: float = 1.0,
+    candidates: Sequence[int] = (1, 2, 4, 8),
+    **exchange: Any,
+) -> list[tuple[float, int]]:
+    """(seconds, chunks) of the forward of an expert-parallel layer, best first.
+
+    Args:
+        p (Profile): the device.
+        tokens (float): T of a rank.
+        d, f, num_experts, k (int): D, F, E, K.
+        ep (int): ranks that share the experts.
+
+    Keyword Args:
+        shared_f (int): width of the shared experts.
+        dtype, kernel (str): of the products, see :func:`experts`.
+        imbalance (float): heaviest rank over mean rank.
+        candidates (sequence of int): chunks to compare.
+        exchange: ``domain``, ``algorithm`` and ``node_limit`` of :func:`all_to_all`.
+    """
+
+    def parts(n: int) -> tuple[float, float, float]:
+        t = tokens / n
+        there, back = (
+            all_to_all(
+                p, t, d, k, ep, imbalance=imbalance, combine=combine, **exchange
+            )
+            for combine in (False, True)
+        )
+        work = experts(
+            p, t * k * imbalance, d, f, num_experts / ep,
+            kernel=kernel, dtype=dtype, tokens=t,
+        )  # fmt: skip
+        return there, work, back
+
+    return choose_chunks(parts, dense_mlp(p, tokens, d, shared_f, dtype), candidates)
