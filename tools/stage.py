@@ -9,6 +9,7 @@ stager's own small environment in the user's cache, and runs tools/staging in
 it. The rest of the stager starts at tools/staging/cli.py.
 """
 
+import ast
 import hashlib
 import os
 import re
@@ -20,12 +21,39 @@ from typing import NoReturn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PINS = os.path.join(ROOT, "tools", "requirements.txt")
+HELP = {"-h", "--help"}
 
 
 def fail(message) -> NoReturn:
     """Ends with one readable message."""
     print("error: " + message, file=sys.stderr)
     sys.exit(1)
+
+
+def words():
+    """What the stager itself is asked, without the arguments of another program."""
+    given = sys.argv[1:]
+    return given[: given.index("--")] if "--" in given else given
+
+
+def show_help() -> NoReturn:
+    """Help before the first installation: read out of the verbs' docstrings."""
+    with open(os.path.join(ROOT, "tools", "staging", "cli.py")) as file:
+        tree = ast.parse(file.read())
+    verbs = {}
+    for node in tree.body:
+        for call in getattr(node, "decorator_list", []):
+            if ast.unparse(getattr(call, "func", call)) == "cli.command":
+                named = [arg.value for arg in call.args]
+                verbs[named[0] if named else node.name] = ast.get_docstring(node)
+    asked = [verbs[word] for word in words() if word in verbs]
+    if asked:
+        print("%s\n\nIts options show once any verb has run." % asked[0])
+    else:
+        print(__doc__.strip())
+        for name, text in verbs.items():
+            print("    %-10s%s" % (name, text.splitlines()[0]))
+    sys.exit(0)
 
 
 def check_python():
@@ -54,18 +82,20 @@ def cache_folder():
     """Same rule as staging/config.py."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     default = os.path.join(home, "pytorch-moe-staging")
-    return os.environ.get("MOE_STAGING_CACHE") or default
+    return os.path.abspath(os.environ.get("MOE_STAGING_CACHE") or default)
 
 
 def tools_python():
     """Path of the interpreter with the pinned tools; installs them once."""
     with open(PINS, "rb") as file:
         key = hashlib.sha256(file.read() + sys.version.encode()).hexdigest()[:12]
-    folder = os.path.join(os.path.abspath(cache_folder()), "tools-" + key)
+    folder = os.path.join(cache_folder(), "tools-" + key)
     python = os.path.join(folder, "bin", "python")
     stamp = os.path.join(folder, "complete")
     if os.path.exists(stamp):
         return python
+    if HELP.intersection(words()):
+        show_help()
     import fcntl  # Linux only, like the stager
 
     os.makedirs(os.path.dirname(folder), exist_ok=True)
@@ -117,9 +147,13 @@ def main():
     try:
         python = tools_python()
     except OSError as error:
-        fail("%s: %s" % (error.strerror, error.filename))
+        fail(
+            "%s: %s\nfix: make it writable, or set MOE_STAGING_CACHE to a folder that is"
+            % (error.strerror, error.filename)
+        )
     start = "import sys; sys.path.insert(0, sys.argv.pop(1)); import staging.cli as c; c.main()"
     sys.stdout.flush()
+    os.environ["MOE_STAGING_CACHE"] = cache_folder()
     os.execv(python, [python, "-c", start, os.path.join(ROOT, "tools")] + sys.argv[1:])
 
 

@@ -456,14 +456,29 @@ class Applier:
             first = next((s for s in lines if s.startswith(("error", "fatal"))), "")
             return StageError(f"{pr.patch_path}: git am: {first or error.stderr}")
         self._target.state = {**state, "phase": "conflict"}
-        where = "\n".join(f"  {name}{self._hunks(pr, name)}" for name in files)
+        where = "\n".join(f"  {name}{self._conflict(pr, name)}" for name in files)
         return StageError(
             f"{pr.patch_path} conflicts in {self._target.path}:\n{where}",
             hint="edit the files between the conflict marks and git add them, then "
             "stage.py apply CHECKOUT --continue   (or --abort)",
         )
 
-    def _hunks(self, pr: PullRequest, name: str) -> str:
+    def _conflict(self, pr: PullRequest, name: str) -> str:
+        """What happened to a file upstream and what to do, or the hunks that do not fit."""
+        stages = self._git.run("ls-files", "-u", "--", f":(literal){name}")
+        base, ours = (f" {n}\t" in stages for n in (1, 2))
+        if not ours:
+            return f": deleted upstream; git rm {name}, or git add it to keep it"
+        if not base:
+            return ": upstream has a file of this name; merge both, or rename ours here"
+        theirs = self._git.run_bytes("show", f"HEAD:{name}")
+        if b"\r\n" in theirs and b"\r\n" not in self._git.run_bytes(
+            "show", f":1:{name}"
+        ):
+            return (
+                f": its lines end in CRLF upstream; git checkout --ours {name}, and make "
+                "the edit there"
+            )
         patch = self._stack.patch(pr)
         part = patch.only({name}).diff if patch else ""
         if not part or not self._git.has(f"HEAD:{name}"):

@@ -14,6 +14,7 @@ per CPU capability, with upstream's flags (cmake/Codegen.cmake).
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -244,7 +245,7 @@ class _Graph:
             "python_torch_functions_0.cpp",
         ]
         texts = [autograd / name for name in names] + [_OVERLAY / "python_module.cpp"]
-        python = f"-O1 -isystem {sysconfig.get_paths()['include']}"
+        python = f"-O1 -isystem {_word(sysconfig.get_paths()['include'])}"
         self._compile_unity("python", _includes(texts), python, self._extension_objects)
 
     def add_source(self, path: Path, name: str) -> None:
@@ -267,19 +268,20 @@ class _Graph:
         """Writes build.ninja (if different) and names its products."""
         library = self._workspace.build / "lib" / "libtorch.so"
         extension = None
-        objects = " ".join(map(str, self._library_objects))
+        objects = _paths(self._library_objects)
         if self._options.capability == "host":
-            empty = self._obj / "null_dispatch.s"
+            empty = _paths([self._obj / "null_dispatch.s"])
             self._rules.append(f"build {empty}: nulldispatch {objects}")
             self._rules.append(f"build {empty}.o: assemble {empty}")
             objects += f" {empty}.o"
-        self._rules.append(f"build {library}: library {objects}\ndefault {library}")
+        target = _paths([library])
+        self._rules.append(f"build {target}: library {objects}\ndefault {target}")
         if self._extension_objects:
             suffix = sysconfig.get_config_var("EXT_SUFFIX")
             extension = library.with_name(f"_C{suffix}")
-            objects = " ".join(map(str, self._extension_objects))
-            self._rules.append(f"build {extension}: extension {objects} | {library}")
-            self._rules.append(f"default {extension}")
+            objects, second = _paths(self._extension_objects), _paths([extension])
+            self._rules.append(f"build {second}: extension {objects} | {target}")
+            self._rules.append(f"default {second}")
         text = "\n".join([*self._header(), *self._rules]) + "\n"
         ninja_file = self._workspace.build / "build.ninja"
         write_if_changed(ninja_file, text)
@@ -304,26 +306,27 @@ class _Graph:
     ) -> None:
         target = self._obj / f"{name}.o"
         objects.append(target)
-        self._rules.append(f"build {target}: cc {source}\n  flags = {flags}")
+        names = f"{_paths([target])}: cc {_paths([source])}"
+        self._rules.append(f"build {names}\n  flags = {flags}")
 
     def _header(self) -> list[str]:
         build, site = self._workspace.build, self._env.site
         torch_include = site / "torch/include"
         include = (
-            f"-I{build}/include -isystem {torch_include} "
-            f"-isystem {torch_include}/torch/csrc/api/include"
+            f"{_word(f'-I{build}/include')} -isystem {_word(torch_include)} "
+            f"-isystem {_word(f'{torch_include}/torch/csrc/api/include')}"
         )
         # No machine path reaches the binaries or an error message.
-        prefixes = (
-            f"-ffile-prefix-map={self._workspace.checkout}/= "
-            f"-ffile-prefix-map={build}/= -ffile-prefix-map={torch_include}/="
+        prefixes = " ".join(
+            _word(f"-ffile-prefix-map={folder}/=")
+            for folder in (self._workspace.checkout, build, torch_include)
         )
         ndebug = "-DNDEBUG" if self._options.ndebug else ""
         needed = " ".join(f"-l:{n}" for n in _torch_libraries(site))
-        lib = f"-L{site}/torch/lib"
-        null_dispatch = f"{sys.executable} {_HERE / 'null_dispatch.py'}"
+        lib = _word(f"-L{site}/torch/lib")
+        null_dispatch = f"{_word(sys.executable)} {_word(_HERE / 'null_dispatch.py')}"
         return [
-            f"builddir = {build}",
+            f"builddir = {str(build).replace('$', '$$')}",
             f"common = {_COMMON} {ndebug} {prefixes} {include}",
             "rule cc",
             "  command = g++ $common $flags -MMD -MF $out.d -c $in -o $out",
@@ -340,12 +343,23 @@ class _Graph:
             f"{lib} -Wl,--no-as-needed {needed} -Wl,--as-needed -l:libc10.so",
             "  description = link libtorch.so",
             "rule extension",
-            f"  command = g++ -shared -o $out $in -Wl,--no-as-needed -L{build}/lib "
+            f"  command = g++ -shared -o $out $in -Wl,--no-as-needed "
+            f"{_word(f'-L{build}/lib')} "
             f"-l:libtorch.so {lib} -l:libtorch_python.so -Wl,--as-needed "
             "-l:libtorch_cpu.so -l:libc10.so -Wl,--enable-new-dtags "
             "-Wl,-rpath,\\$$ORIGIN:\\$$ORIGIN/lib",
             "  description = link torch._C",
         ]
+
+
+def _paths(paths: Iterable[Path]) -> str:
+    """Paths of a build line: ninja ends one at a space or a colon."""
+    return " ".join(re.sub(r"([$ :])", r"$\1", str(path)) for path in paths)
+
+
+def _word(text: str | Path) -> str:
+    """One word of a command, for the shell and, before it, for ninja."""
+    return shlex.quote(str(text)).replace("$", "$$")
 
 
 def capabilities(source: str, wanted: str) -> list[str]:

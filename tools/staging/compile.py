@@ -20,7 +20,7 @@ from .subprocesses import die_with_parent
 
 _STATUS = "[%f/%t] "
 _PROGRESS = re.compile(r"^\[(\d+)/(\d+)\] (.*)")
-_ERROR = re.compile(r"^(?P<where>\S+?:\d+(?::\d+)?): (?:fatal )?error: (?P<what>.*)")
+_ERROR = re.compile(r"^(?P<where>.+?:\d+(?::\d+)?): (?:fatal )?error: (?P<what>.*)")
 _LINK_ERROR = re.compile(r"undefined reference to [`'](.*)'")
 _BYTES_PER_JOB = 2 * 2**30  # peak of one compiler on ATen headers, with margin
 
@@ -68,7 +68,7 @@ def build(workspace: Workspace, binaries: Binaries, console: Console) -> None:
 
 
 def check_compiler() -> None:
-    """Raises a StageError when there is no C++20 compiler, or no header of Python."""
+    """Raises a StageError without a C++20 compiler, binutils or headers of Python."""
     if not shutil.which("g++"):
         raise StageError(
             "no C++ compiler: g++ is not on PATH",
@@ -81,6 +81,12 @@ def check_compiler() -> None:
         raise StageError(
             f"g++ {version or '(broken)'} is too old for PyTorch headers",
             hint="install g++ 11 or newer and put it first on PATH",
+        )
+    absent = [name for name in ("as", "ld", "nm", "readelf") if not shutil.which(name)]
+    if absent:
+        raise StageError(
+            f"not on PATH: {', '.join(absent)}",
+            hint="install binutils (Debian, Ubuntu: apt-get install binutils)",
         )
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
@@ -132,7 +138,8 @@ def _first_error(lines: list[str], workspace: Workspace, log: Path) -> StageErro
 
 def _repository_path(where: str, workspace: Workspace) -> str:
     """Names the file the user edits instead of its copy below build/."""
-    path, line = where.split(":", 1)
+    match = re.fullmatch(r"(.*?)((?::\d+)+)", where)
+    path, line = (match[1], match[2][1:]) if match else (where, "")
     include = f"{workspace.build}/include/"
     if path.startswith(include):
         name = path.removeprefix(include)

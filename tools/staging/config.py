@@ -62,7 +62,7 @@ def cache_folder() -> Path:
     """$MOE_STAGING_CACHE, else the XDG cache folder. stage.py has the same rule."""
     explicit = os.environ.get(CACHE_VARIABLE)
     if explicit:
-        return Path(explicit)
+        return Path(explicit).absolute()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / _CACHE_NAME
 

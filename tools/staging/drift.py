@@ -32,8 +32,10 @@ from .wheelfile import WheelFile
 
 
 NOT_IN_WHEEL = "not in wheel"
+# A new file of the stack, which that version has as well: apply stops on it.
+SAME_NAME = "file exists"
 # Worst first: a PR is as its worst file.
-_ORDER = ("conflict", "no such file", "fuzzy", "clean", "already upstream")
+_ORDER = ("conflict", SAME_NAME, "no such file", "fuzzy", "clean", "already upstream")
 _LINE = re.compile(r"\(@@ -(\d+).*\)")
 _WORDS = {"absent": "no such file", "already": "already upstream"}
 
@@ -143,13 +145,13 @@ def measure(
     """
     diffs = {pr.name: _parts(stack, pr) for pr in stack.prs}
     paths = {patchfile.path_of(p) for parts in diffs.values() for p in parts}
-    source.prepare(paths)
+    source.prepare(paths | {path for pr in stack.prs for path in pr.files})
     texts: dict[str, bytes | None] = {}
     commits = checkout.commits(checkout.commit_stack(stack, {}))
     patches = []
     for done, (commit, name, _) in enumerate(commits):
         advance(done, name)
-        files = []
+        files = _same_names(stack, stack.get(name), source)
         for part in diffs[name]:
             path = patchfile.path_of(part)
             if not source.holds(path):
@@ -196,7 +198,7 @@ def show(drifts: list[VersionDrift]) -> None:
 def markdown(data: dict) -> str:
     """The table of CONTRIBUTING.md: PRs that fare alike in one row.
 
-    PRs that edit no file of PyTorch are left out.
+    PRs that only add files are left out, unless a file of that name is there.
 
     Args:
         data: as in the result file.
@@ -204,7 +206,7 @@ def markdown(data: dict) -> str:
     groups: dict[tuple[str, ...], list[str]] = {}
     for patches in zip(*(version["patches"] for version in data["versions"])):
         statuses = tuple(patch["status"] for patch in patches)
-        if not patches[0]["files"]:
+        if not any(patch["files"] for patch in patches):
             continue
         groups.setdefault(statuses, []).append(patches[0]["name"].split("-")[0])
     heads = ["PRs", *(version["version"] for version in data["versions"])]
@@ -242,7 +244,7 @@ def _details(drifts: list[VersionDrift]) -> list[str]:
         for d in drifts
         for p in d.patches
         for f in p.files
-        if f.status in ("conflict", "no such file")
+        if f.status in ("conflict", "no such file", SAME_NAME)
     ]
     files = [f for d in drifts for p in d.patches for f in p.files]
     unknown = sorted({f.path for f in files if f.status == NOT_IN_WHEEL})
@@ -260,6 +262,18 @@ def _hunks(file: FileDrift) -> str:
 def _parts(stack: Stack, pr: PullRequest) -> list[str]:
     patch = stack.patch(pr)
     return patchfile.split_by_file(patch.diff) if patch else []
+
+
+def _same_names(
+    stack: Stack, pr: PullRequest, source: WheelSource | CheckoutSource
+) -> list[FileDrift]:
+    """New files of the PR that this version has with other contents."""
+    found = {path: source.read(path) for path in pr.files if source.holds(path)}
+    return [
+        FileDrift(path, SAME_NAME)
+        for path, data in found.items()
+        if data is not None and data != (stack.root / path).read_bytes()
+    ]
 
 
 def _versions(checkout: Checkout, commit: str, path: str) -> tuple[bytes, bytes] | None:

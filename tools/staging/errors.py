@@ -51,4 +51,9 @@ def from_os_error(error: OSError) -> StageError:
     """Turns an operating system error into a StageError that names the path."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return no_space(error.filename or "the build folder")
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return StageError(
+            f"cannot write {error.filename or ''}: {error.strerror}",
+            hint="make it writable, or set MOE_STAGING_CACHE to a folder that is",
+        )
     return StageError(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "))

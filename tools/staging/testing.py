@@ -143,7 +143,10 @@ def upstream_suites(upstream: Path, paths: Sequence[str]) -> list[tuple[str, str
         )
     known = dict(UPSTREAM_SUITES)
     if not paths:
-        return [s for s in UPSTREAM_SUITES if (upstream / s[0]).exists()]
+        absent = [path for path, _ in UPSTREAM_SUITES if not (upstream / path).exists()]
+        if absent:
+            print(f"not in {upstream}, so not run: {', '.join(absent)}", flush=True)
+        return [s for s in UPSTREAM_SUITES if s[0] not in absent]
     for path in paths:
         if not (upstream / path).exists():
             raise ArgumentError(
@@ -179,7 +182,7 @@ def run_upstream(
         command += ["-k", expression] if expression else []
         # The current folder must not be importable: `torch` is next door.
         env = {**environment(workspace, staged), "PYTHONSAFEPATH": "1"}
-        command += [*pytest_args, f"--junit-xml={results}"]
+        command += [*pytest_args, "-rs", f"--junit-xml={results}"]
         status = subprocess.run(command, cwd=folder, env=env).returncode
         _collect(report, path, results, status)
     return _summary(report, start)

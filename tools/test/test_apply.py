@@ -14,7 +14,7 @@ from conftest import FIRST_FILE, identify, make_upstream, Upstream, WHEEL_FILES
 
 from staging.apply import Target
 from staging.errors import StageError
-from staging.gitrepo import GitError, GitRepo
+from staging.gitrepo import GitError, GitRepo, UserRepo
 
 
 OVERRIDES = "torch/overrides.py"
@@ -198,6 +198,60 @@ def test_abort_also_drops_what_had_been_applied(upstream):
     assert upstream.said == ["applied"]
     upstream.apply("abort")
     assert upstream.git.resolve("HEAD") == start
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        (
+            OVERRIDES,
+            None,
+            f"{OVERRIDES}: deleted upstream; git rm {OVERRIDES}, or git add",
+        ),
+        (
+            OVERRIDES,
+            WHEEL_FILES[OVERRIDES].replace("\n", "\r\n"),
+            f"{OVERRIDES}: its lines end in CRLF upstream; git checkout --ours {OVERRIDES}",
+        ),
+        (
+            "torch/nn/moe.py",
+            "theirs = 1\n",
+            "upstream has a file of this name; merge both",
+        ),
+    ],
+)
+def test_what_happened_to_the_file_upstream(upstream, path, text, expected):
+    if text is None:
+        (upstream.path / path).unlink()
+    else:
+        upstream.write(path, text)
+    upstream.commit("upstream moved on")
+    with pytest.raises(StageError) as failure:
+        upstream.apply(upto="100")
+    assert expected in failure.value.message
+    # As it says.
+    if text is None:
+        upstream.git.run("rm", "-q", path)
+    elif "theirs" in text:
+        upstream.write(path, f"{FIRST_FILE}{text}")
+        upstream.git.run("add", path)
+    else:
+        upstream.git.run("checkout", "--ours", "--", path)
+        upstream.edit(path, "line_12 = 12\r\n", "first = True\r\nline_12 = 12\r\n")
+        upstream.git.run("add", path)
+    upstream.apply("proceed")
+    assert upstream.titles()[-1] == "Add moe.py"
+    assert upstream.git.run("status", "--porcelain") == ""
+
+
+def test_checkout_of_another_user(upstream, monkeypatch):
+    """git's own words, which name the setting that lets it."""
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    monkeypatch.setattr(
+        UserRepo, "_environment", lambda self: {**os.environ, "LC_ALL": "C"}
+    )
+    with pytest.raises(StageError, match="dubious ownership.*safe.directory"):
+        Target(upstream.path)
 
 
 def test_renamed_file(upstream):

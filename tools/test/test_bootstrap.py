@@ -26,12 +26,13 @@ def clone(tmp_path):
     return root
 
 
-def stage(root, **environment):
+def stage(root, *arguments, cwd=None, **environment):
     """Runs stage.py as a user does."""
     env = {**os.environ, "MOE_STAGING_CACHE": str(root / "cache"), **environment}
     return subprocess.run(
-        [sys.executable, root / "tools/stage.py", "setup"],
+        [sys.executable, root / "tools/stage.py", *(arguments or ["setup"])],
         env=env,
+        cwd=cwd,
         capture_output=True,
         text=True,
     )
@@ -79,11 +80,42 @@ def test_no_network(clone):
     assert not list((clone / "cache").glob("tools-*/complete"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], "\n    setup     Makes or updates the staged environment"),
+        (["apply", "-h"], "Applies the stack to a git CHECKOUT of PyTorch"),
+    ],
+)
+def test_help_installs_nothing(clone, arguments, expected):
+    (clone / "tools/staging").mkdir()
+    shutil.copy(STAGE.parent / "staging/cli.py", clone / "tools/staging")
+    done = stage(clone, *arguments)
+    assert done.returncode == 0
+    assert expected in done.stdout
+    assert not (clone / "cache").exists()
+
+
+def test_relative_cache_folder_is_the_callers(clone, tmp_path):
+    (tmp_path / "here").mkdir()
+    network = {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "http://127.0.0.1:9/"}
+    stage(
+        clone,
+        cwd=tmp_path / "here",
+        MOE_STAGING_CACHE="mine",
+        **network,
+        PIP_RETRIES="0",
+    )
+    assert list((tmp_path / "here/mine").glob("tools-*"))
+    assert not (clone / "mine").exists()
+
+
 def test_cache_folder_that_cannot_be_made(clone):
     (clone / "file").touch()
     done = stage(clone, MOE_STAGING_CACHE=str(clone / "file" / "cache"))
     assert done.returncode == 1
     assert done.stderr.startswith("error: Not a directory: ")
+    assert "\nfix: make it writable, or set MOE_STAGING_CACHE" in done.stderr
 
 
 def test_old_python_can_read_the_bootstrap():

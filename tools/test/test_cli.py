@@ -80,7 +80,11 @@ def test_unknown_test_path(monkeypatch, capsys):
     [
         (StageError("broken", hint="mend it"), "error: broken\nfix: mend it\n"),
         (OSError(errno.ENOSPC, "full", "x"), "error: no space left on the disk of x"),
-        (OSError(errno.EACCES, "denied", "x"), "error: denied: x\n"),
+        (OSError(errno.ENOTDIR, "no folder", "x"), "error: no folder: x\n"),
+        (
+            OSError(errno.EROFS, "read-only", "x"),
+            "error: cannot write x: read-only\nfix:",
+        ),
     ],
 )
 def test_failure_is_one_message(monkeypatch, capsys, failure, expected):

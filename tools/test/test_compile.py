@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import make_project
 
 from staging import buildgraph, compile, null_dispatch
 from staging.buildgraph import Binaries
@@ -84,6 +85,30 @@ def test_overlay_headers_are_not_system_headers(project):
     assert f"-I{project.workspace.build}/include " in text
 
 
+def test_paths_with_a_space(tmp_path, console):
+    """Of the clone, the cache and the interpreter: build.ninja as it is written."""
+    project = make_project(tmp_path / "a clone $1: one's")
+    lib, build = project.env.site / "torch/lib", project.workspace.build
+    lib.mkdir(parents=True)
+    for name in ("libtorch.so", "libc10.so"):
+        command = ["g++", "-shared", "-x", "c++", "/dev/null", "-o", lib / name]
+        subprocess.run(command, check=True)
+    source = build / "checkout/aten/src/ATen/native/MoE.cpp"
+    source.parent.mkdir(parents=True)
+    (build / "include").mkdir()
+    (build / "include/value.h").write_text("#define VALUE 7\n")
+    source.write_text('#include <value.h>\nextern "C" int value() { return VALUE; }\n')
+    graph = buildgraph._Graph(project.workspace, project.env, buildgraph.BuildOptions())
+    graph.add_source(source, "aten/src/ATen/native/MoE.cpp")
+    binaries = graph.write({})
+    compile.build(project.workspace, binaries, console)
+    symbols = subprocess.run(["nm", binaries.library], capture_output=True, text=True)
+    assert " value\n" in symbols.stdout
+    (build / "include/value.h").write_text("#define VALUE nothing_here\n")
+    with pytest.raises(StageError, match=r"/value\.h:1:15: error: 'nothing_here'"):
+        compile.build(project.workspace, binaries, console)
+
+
 def test_hidden_symbol_is_a_link_error(project, graph, console):
     source, binaries = graph
     source.write_text("int hidden(int); int user() { return hidden(1); }\n")
@@ -96,6 +121,15 @@ def test_no_compiler(project, graph, console, monkeypatch):
     with pytest.raises(StageError, match="g.. is not on PATH") as failure:
         compile.build(project.workspace, graph[1], console)
     assert "apt-get install g++" in failure.value.hint
+
+
+def test_no_binutils(project, graph, console, monkeypatch, tmp_path):
+    (tmp_path / "g++").write_text("#!/bin/sh\necho 12\n")
+    (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(StageError, match="not on PATH: as, ld, nm, readelf") as failure:
+        compile.build(project.workspace, graph[1], console)
+    assert "install binutils" in failure.value.hint
 
 
 def test_old_compiler(project, graph, console, monkeypatch, tmp_path):

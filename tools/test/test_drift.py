@@ -105,6 +105,19 @@ def test_checkout(upstream):
     assert [patch.status for patch in found.patches] == ["fuzzy", "clean"]
 
 
+def test_file_of_the_same_name(upstream):
+    """What apply would stop on."""
+    upstream.write("torch/nn/moe.py", "theirs = 1\n")
+    upstream.commit("upstream has one, too")
+    project = upstream.project
+    found = measure(project, drift.CheckoutSource(upstream.path))
+    assert [patch.status for patch in found.patches] == ["file exists", "clean"]
+    data = drift.result([found], project.stack, "")
+    assert "| 100 | file exists |" in drift.markdown(data)
+    with pytest.raises(StageError, match="100-first.patch conflicts"):
+        upstream.apply()
+
+
 def test_wrong_sources(project, tmp_path):
     with pytest.raises(StageError, match="'main' is no version of torch"):
         drift.WheelSource("main", project.cache)

@@ -12,7 +12,7 @@ from staging.pipeline import Staged
 
 
 TESTS = """\
-import pathlib
+import pytest
 import torch
 
 
@@ -22,6 +22,11 @@ def test_meta_moe_mlp():
 
 def test_meta_other():
     raise AssertionError("not ours")
+
+
+@pytest.mark.skip(reason="needs a GPU")
+def test_meta_moe_topk():
+    pass
 """
 
 
@@ -47,8 +52,11 @@ def staged(project, tmp_path, monkeypatch):
     return Staged(sys.executable, "hash", "tip")
 
 
-def test_suites_are_those_the_checkout_has(checkout):
+def test_suites_are_those_the_checkout_has(checkout, capsys):
     found = testing.upstream_suites(checkout, [])
+    said = capsys.readouterr().out
+    assert said.startswith(f"not in {checkout}, so not run: test/test_decomp.py, ")
+    assert all(path in said for path, _ in testing.UPSTREAM_SUITES[2:])
     assert [path for path, _ in found] == ["test/test_ops.py", "test/test_meta.py"]
     assert all(expression == "moe or grouped_mm" for _, expression in found)
     assert testing.upstream_suites(checkout, ["test/test_meta.py"]) == found[1:]
@@ -57,7 +65,9 @@ def test_suites_are_those_the_checkout_has(checkout):
 def test_they_run_with_the_staged_torch(project, staged, checkout, capfd):
     suites = testing.upstream_suites(checkout, [])
     assert testing.run_upstream(project.workspace, staged, checkout, suites, []) == 0
-    assert "=== 2 passed in" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "=== 2 passed, 2 skipped in" in said
+    assert "SKIPPED [1]" in said and "needs a GPU" in said
     meta = [("test/test_meta.py", "")]
     assert testing.run_upstream(project.workspace, staged, checkout, meta, []) == 1
     assert "FAILED test/test_meta.py" in capfd.readouterr().out

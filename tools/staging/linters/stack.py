@@ -87,7 +87,8 @@ def check_drift(root: Path) -> None:
     edits = {name: paths for name, paths in edits.items() if paths}
     for version in data["versions"]:
         measured = {
-            p["name"]: {f["path"] for f in p["files"]} for p in version["patches"]
+            p["name"]: {f["path"] for f in p["files"] if f["status"] != drift.SAME_NAME}
+            for p in version["patches"]
         }
         if {name: paths for name, paths in measured.items() if paths} != edits:
             rule = f"{version['version']}: of other PRs or files than today's{again}"
