@@ -38,7 +38,7 @@ class TinyConfig:
     mlp_hidden_act = "relu2"
     swiglu_alpha, swiglu_limit = 1.5, 0.75
     swiglu_limits = swiglu_limits_shared = None
-    mlp_gate_softcap, moe_hidden_size = 1.0, 16
+    moe_hidden_size = 16
     moe_latent_size = zero_expert_num = None
     rms_norm_eps = layer_norm_epsilon = norm_eps = 1e-6
     ffn_act_fn = {"name": "silu"}
@@ -53,6 +53,8 @@ class TinyConfig:
             return 12
         if re.search("bias|use_|is_|enable", name):
             return False
+        if re.search("softcap|eps", name):
+            return 1.0
         if re.search("act", name):
             return "silu"
         raise AttributeError(name)
@@ -230,8 +232,8 @@ def _shrink(config) -> None:
             _shrink(getattr(config, sub))
     if hasattr(
         config, "kv_n_heads"
-    ):  # DBRX's attention, which has no default for the other
-        config.kv_n_heads, config.rope_theta = 2, 1e4
+    ):  # the attention of DBRX, whose own defaults do not run
+        config.kv_n_heads, config.rope_theta, config.clip_qkv = 2, 1e4, 8.0
 
 
 def build_model(model_class: type, dtype: torch.dtype, implementation: str):

@@ -136,7 +136,7 @@ class TestTransformers(TestCase):
         ["Lfm2MoeExperts", "Gemma4TextExperts", "GptOssExperts", "NemotronHExperts"],
     )
     def test_class(self, name):
-        # act_fn is a function; another key of the config; clamped and transposed; without gates
+        # A limit; act_fn is a function; another key of the config; clamped and transposed; without gates
         (found,) = (c for c in matrix.experts_classes() if c.__name__ == name)
         row = matrix.run_class(found)
         self.assertEqual(row["state"], "runs", row)
@@ -217,13 +217,36 @@ class TestChoice(TestCase):
         with self.assertNoLogs("moe_mlp_experts", "WARNING"):
             auto.from_config(config)  # nobody asked
 
-    @parametrize("name", ["Llama4ForCausalLM", "JetMoeForCausalLM"])
+    @parametrize("name", ["Llama4ForCausalLM", "DbrxForCausalLM", "JetMoeForCausalLM"])
     def test_model_without_the_interface(self, name):
         import transformers
 
         row = matrix.run_model(getattr(transformers, name), compiled=False)
         self.assertEqual((row["state"], row["layers"]), ("runs", "2 of 2"), row)
         self.assertEqual(row["generate"], "same")
+
+
+class TestPatch(TestCase):
+    """transformers.patch, which can be opened as it is, adds the forward that is tested here."""
+
+    def test_applies_and_is_the_tested_file(self):
+        import transformers
+
+        here = pathlib.Path(__file__).parent
+        name = pathlib.Path("src/transformers/integrations/moe.py")
+        installed = (
+            pathlib.Path(transformers.__file__).parent / "integrations" / "moe.py"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            target = pathlib.Path(folder, name)
+            target.parent.mkdir(parents=True)
+            target.write_text(installed.read_text())
+            patch = str(here / "transformers.patch")
+            for command in (["init", "-q"], ["apply", "--unidiff-zero", patch]):
+                subprocess.run(["git", *command], cwd=folder, check=True)
+            added = target.with_name("moe_mlp_experts.py").read_text()
+            self.assertIn('"moe_mlp": moe_mlp_experts_forward', target.read_text())
+        self.assertEqual(added, (here / "moe_mlp_experts.py").read_text())
 
 
 class TestLayouts(TestCase):

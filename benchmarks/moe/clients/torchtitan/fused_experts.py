@@ -1,0 +1,89 @@
+"""F.moe_mlp and a token switch inside torchtitan, by its own override mechanism.
+
+Nothing of torchtitan is edited; one entry of a training config activates it::
+
+    config.override.imports.append("fused_experts.fused_routed_experts")
+
+RoutedExperts keeps its parameters, their sharding, initialisation and checkpoints: w1 and w3 stay two
+parameters and are read in place (F.moe_mlp's w_in and w_up). What changes is its forward, between
+router and sum. Without expert parallelism that is one call; with it, each token goes once to every
+rank that has one of its experts, with its ids and router weights.
+"""
+
+from dataclasses import dataclass
+
+from torchtitan.config import derive, override
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+
+def _local(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.to(dtype)
+
+
+class FusedRoutedExperts(RoutedExperts):
+    """RoutedExperts on F.moe_mlp; letters as there."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    switch = None
+
+    def parallelize(self, parallel_dims) -> None:
+        super().parallelize(parallel_dims)
+        mesh = parallel_dims.get_optional_mesh("ep")
+        if mesh is not None and mesh.size() > 1:
+            from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+
+            num_experts = self.token_dispatcher.num_experts
+            self.switch = TokenSwitchAllToAll(mesh.get_group(), num_experts)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        topk_scores_TK: torch.Tensor,
+        topk_expert_ids_TK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        w = self.inner_experts
+        # As torchtitan's: experts compute in bfloat16 whatever comes in.
+        w1, w2, w3 = (_local(p, torch.bfloat16) for p in (w.w1_EFD, w.w2_EDF, w.w3_EFD))
+        x, scores = x_TD.bfloat16(), topk_scores_TK.float()
+        if self.switch is None:
+            y = F.moe_mlp(x, topk_expert_ids_TK, scores, w1, w2, w_up=w3)
+            return y.type_as(x_TD)
+        routing = self.switch.create_routing(topk_expert_ids_TK, layout="flat")
+        rows, scores, ids = self.switch.dispatch(routing, x, scores)
+        y = F.moe_mlp(rows, ids, scores, w1, w2, w_up=w3)
+        return self.switch.combine(routing, y).type_as(x_TD)
+
+
+def refusal(config: RoutedExperts.Config) -> str | None:
+    """Why a config is left as it is: its experts or its dispatcher are not the plain ones."""
+    experts = type(config.inner_experts)
+    if experts is not GroupedExperts.Config:
+        return f"inner_experts is {experts.__qualname__}"
+    dispatcher = type(config.token_dispatcher).__qualname__.removesuffix(".Config")
+    plain = ("LocalTokenDispatcher", "AllToAllTokenDispatcher")
+    if not dispatcher.endswith(plain):
+        return f"token_dispatcher is {dispatcher}"
+    return None
+
+
+@override(
+    target=RoutedExperts.Config,
+    description="F.moe_mlp and a deduplicating token switch",
+)
+def fused_routed_experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
+    reason = refusal(config)
+    if reason is not None:
+        raise NotImplementedError(
+            f"fused_routed_experts replaces torchtitan's GroupedExperts with a local or an all-to-all "
+            f"dispatcher; {reason}"
+        )
+    return derive(config, FusedRoutedExperts.Config)

@@ -1,0 +1,201 @@
+"""Train torchtitan's own debug models with its own experts and with ours, in turns, and compare.
+
+    PYTHONPATH=TORCHTITAN:ITS_PACKAGES python3 tools/stage.py python \
+        benchmarks/moe/clients/torchtitan/train.py [--ranks 1 2 4] [--steps 8] [--out FILE.json]
+
+torchtitan is a checkout beside this repository (reviewed and run at b5bcd76) with its packages
+(spmd_types, tyro, grain, datasets, ...); nothing of it lies here. Model, parallelisation and
+initialisation are its code, the text is the bytes of torch's own sources. Both models start from the
+same weights and see the same batches; they take turns within every step. Gloo ranks, one thread each,
+expert parallelism over all of them.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+from report import show, spread_text
+
+from demo.text import read_corpus, sample_batches
+from measure import end_rank, paired_ratio, provenance, spread, write_json
+
+
+MODELS = {"deepseek_v3": "debugmodel", "qwen3": "debugmodel_moe"}
+OURS = "fused_experts.fused_routed_experts"  # the one line that a user adds
+LEARNING_RATE = 1e-3
+
+
+def on_cpu() -> None:
+    """torchtitan asks torch for the machine's accelerator when it is imported."""
+    torch._utils._get_available_device_type = lambda: "cpu"
+
+
+def build(family: str, ranks: int, fused: bool, tokens: int) -> torch.nn.Module:
+    """torchtitan's model as its Trainer builds it, with or without the override."""
+    import importlib
+    from types import SimpleNamespace
+
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.config.override import apply_overrides, OverrideConfig
+    from torchtitan.distributed import ParallelDims, utils as dist_utils
+
+    registry = importlib.import_module(f"torchtitan.models.{family}").model_registry
+    spec = registry(MODELS[family], attn_backend="flex")
+    parallelism = ParallelismConfig(
+        expert_parallel_degree=ranks,
+        data_parallel_shard_degree=ranks,
+        spmd_backend="partial_dtensor",
+    )
+    training = TrainingConfig(
+        num_tokens_per_microbatch_per_dp_rank=tokens,
+        max_context_length=tokens,
+        mixed_precision_param="float32",
+    )
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=ranks, cp=1, tp=1, pp=1, ep=ranks,
+        world_size=ranks, spmd_backend="partial_dtensor",
+    )  # fmt: skip
+    dist_utils.set_spmd_backend("partial_dtensor")
+    config = SimpleNamespace(parallelism=parallelism, model_spec=spec)
+    spec.model.update_from_config(config=config)
+    imports = ["cpu_attention.causal_attention", *([OURS] if fused else [])]
+    apply_overrides(OverrideConfig(imports=imports), spec.model)
+    with torch.device("meta"):
+        model = spec.model.build()
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+    )
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model.train()
+
+
+def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """So that both start alike, whatever order a random generator was asked in."""
+    with torch.no_grad():
+        for a, b in zip(source.parameters(), target.parameters(), strict=True):
+            b.copy_(a)
+
+
+def rank_main(rank: int, ranks: int, folder: str, args: argparse.Namespace) -> None:
+    on_cpu()
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    rows = {}
+    for family in args.models:
+        rows[family] = train(family, rank, ranks, args)
+    if rank == 0:
+        pathlib.Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+    end_rank()
+
+
+def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
+    own, fused = (build(family, ranks, f, args.tokens) for f in (False, True))
+    copy_weights(own, fused)
+    runs = {"torchtitan": own, "fused": fused}
+    optimizers = {
+        # Parameters live on two meshes where there is expert parallelism.
+        name: torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+        for name, model in runs.items()
+    }
+    windows = sample_batches(read_corpus().train, args.steps, ranks, args.tokens, 0)
+    losses: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for step, window in enumerate(windows):
+        mine = window[rank]
+        order = list(runs) if step % 2 else list(runs)[::-1]
+        for name in order:
+            dist.barrier()
+            start = time.perf_counter()
+            logits = runs[name](mine[:-1], torch.arange(args.tokens))
+            loss = torch.nn.functional.cross_entropy(logits.float(), mine[1:])
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            seconds[name].append(time.perf_counter() - start)
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses[name].append(mean.item() / ranks)
+    return {"losses": losses, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    add("--steps", type=int, default=8)
+    add("--tokens", type=int, default=512, help="of every rank")
+    add("--out", type=pathlib.Path, help="also write the rows as JSON")
+    args = parser.parse_args()
+    rows = []
+    for ranks in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(rank_main, (ranks, folder, args), nprocs=ranks)
+            seen = json.loads(pathlib.Path(folder, "rows.json").read_text())
+        for family, row in seen.items():
+            losses, seconds = row["losses"], row["seconds"]
+            pairs = list(zip(losses["torchtitan"], losses["fused"]))
+            warm = {name: values[1:] for name, values in seconds.items()}
+            rows.append(
+                {
+                    "model": f"{family} {MODELS[family]}",
+                    "ranks": ranks,
+                    "tokens_per_rank": args.tokens,
+                    "losses": losses,
+                    "largest_loss_difference": max(abs(a - b) for a, b in pairs),
+                    "seconds_per_step": {n: spread(v) for n, v in warm.items()},
+                    "ratio": paired_ratio(warm["torchtitan"], warm["fused"]),
+                }
+            )
+    show(
+        "torchtitan's own experts and ours, s/step",
+        rows,
+        {
+            "model": "model",
+            "ranks": "ranks",
+            "first loss": lambda r: r["losses"]["fused"][0],
+            "last": lambda r: r["losses"]["fused"][-1],
+            "largest difference": lambda r: f"{r['largest_loss_difference']:.1e}",
+            "torchtitan": lambda r: spread_text(
+                r["seconds_per_step"]["torchtitan"], digits=2
+            ),
+            "fused": lambda r: spread_text(r["seconds_per_step"]["fused"], digits=2),
+            "torchtitan / fused": "ratio",
+        },
+    )
+    if args.out:
+        write_json(
+            {**provenance(), "torchtitan": "b5bcd76", "lines_changed": 1, "rows": rows},
+            args.out,
+        )
+
+
+if __name__ == "__main__":
+    main()
