@@ -6,6 +6,7 @@ import typing
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import get_testing_overrides, TorchFunctionMode
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_moe import (
@@ -130,6 +131,27 @@ class TestMoeTopk(TestCase):
         chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
         self.assertEqual(logits.grad[~chosen].count_nonzero(), 0)
         self.assertEqual(logits.grad[chosen].count_nonzero(), 18)
+
+    @parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+    def test_is_one_op(self, device, dtype):
+        # On every device: no softmax and no gather besides it.
+        logits = torch.randn(7, 16, device=device, dtype=dtype)
+        for where in (device, "meta", "cuda"):
+            with FakeTensorMode(allow_non_fake_inputs=True), RecordCalls() as record:
+                fake = torch.empty_like(logits, device=where)
+                record.calls.clear()
+                indices, weights = F.moe_topk(fake, 4)
+            called = [func for func, _ in record.calls]
+            self.assertEqual(called, [torch.ops.aten._moe_topk.default])
+            self.assertEqual(indices.dtype, torch.int64)
+            self.assertEqual(weights.dtype, torch.promote_types(dtype, torch.float32))
+
+    def test_second_derivative_says_that_it_is_missing(self, device):
+        logits = torch.randn(5, 16, device=device, requires_grad=True)
+        weights = F.moe_topk(logits, 3)[1].square().sum()
+        (first,) = torch.autograd.grad(weights, logits, create_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "_moe_topk_backward is not impl"):
+            first.sum().backward()
 
     def test_normalize_survives_underflow(self, device):
         logits = torch.full((1, 4), -200.0, device=device)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch._native.ops.moe import triton_impl
-from torch.nn.moe.backend import _triton_is_registered, moe_kernel, MoeBackend
+from torch.nn.utils.moe_kernel import _triton_is_registered, moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -252,7 +252,7 @@ class TestSelection(EligibilityTestCase):
     def setUp(self):
         super().setUp()
         registered = mock.patch(
-            "torch.nn.moe.backend._triton_is_registered", lambda: True
+            "torch.nn.utils.moe_kernel._triton_is_registered", lambda: True
         )
         registered.start()
         self.addCleanup(registered.stop)

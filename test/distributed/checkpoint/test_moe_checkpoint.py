@@ -39,7 +39,7 @@ def make_model(seed):
 
 
 def run(model, x):
-    return model[1]["moe"](model[0](x)).output
+    return model[1]["moe"](model[0](x))
 
 
 def whole(value):

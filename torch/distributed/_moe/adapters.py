@@ -138,6 +138,8 @@ class MoEAdapter(ExpertAdapter):
         module = cast(nn.MoE, module)
         if module.b_in is not None:
             dims.update(b_in=1, b_out=None)
+        if module.w_up is not None:
+            dims["w_up"] = 1
         return dims
 
     def run(
@@ -148,10 +150,7 @@ class MoEAdapter(ExpertAdapter):
         input: Tensor,
         topk_indices: Tensor,
         topk_weights: Tensor,
-        num_rows: int | None = None,
     ) -> Tensor:
-        # num_rows bounds the rows of this rank's tokens. The experts get the rows of
-        # all ranks' tokens, and the exchange bounds those.
         module = cast(nn.MoE, module)
         shared = None
         if module.shared_w_in is not None:
@@ -161,7 +160,11 @@ class MoEAdapter(ExpertAdapter):
     def check_tensor_parallel(self, module: nn.Module) -> None:
         module = cast(nn.MoE, module)
         w_in, w_out = module.w_in, module.w_out
-        if w_in.shape[1] != w_out.shape[2] and not module.gate_interleaved:
+        halves = w_in.shape[1] != w_out.shape[2] and not module.gate_interleaved
+        if module.w_up is not None:
+            # b_in has the gate's biases before those of w_up.
+            halves = module.b_in is not None
+        if halves:
             raise ValueError(
                 "ExpertParallel: tensor parallel experts need the gate and the up row of a "
                 "hidden unit on one rank, but w_in of shape "

@@ -1,36 +1,20 @@
 """The Mixture-of-Experts feed-forward layer as a module."""
 
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import init
 from torch.nn.parameter import Parameter
+from torch.nn.utils.moe import _moe_mlp_in_rows
 
+from .linear import Linear
 from .module import Module
 
 
-__all__ = ["MoE", "MoEOutput"]
-
-_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai")
-
-
-class MoEOutput(NamedTuple):
-    """What :class:`MoE` returns.
-
-    Attributes:
-        output: ``(*, D)``.
-        logits: ``(*, E)``, the router's; losses and statistics start from these.
-        topk_indices: ``(*, K)``, the chosen experts; int64 unless another router makes
-            other ids.
-    """
-
-    output: Tensor
-    logits: Tensor
-    topk_indices: Tensor
+__all__ = ["MoE"]
 
 
 class MoE(Module):
@@ -44,8 +28,12 @@ class MoE(Module):
 
     It is :func:`~torch.nn.functional.moe_topk` and
     :func:`~torch.nn.functional.moe_mlp` with parameters. No loss is added and nothing
-    is remembered: :mod:`torch.nn.moe.losses` has the functions that keep experts
-    balanced, and they take the logits and indices that are returned.
+    is remembered: :mod:`torch.nn.utils.moe` has the functions that keep experts
+    balanced, and ``need_routing=True`` returns what they take.
+
+    :func:`torch.export.export`, AOTInductor and :func:`torch.jit.trace` take this module.
+    :func:`torch.jit.script`, which is deprecated, does not: it has no keyword-only
+    arguments with defaults, such as those of :func:`~torch.nn.functional.moe_mlp`.
 
     Args:
         embed_dim: D, width of a token.
@@ -55,8 +43,10 @@ class MoE(Module):
         activation: of the experts, see :func:`~torch.nn.functional.moe_mlp`.
         gate_interleaved: whether gate and up rows of ``w_in`` alternate, see
             :func:`~torch.nn.functional.moe_mlp`. Default: ``False``
-        alpha: of ``"swiglu_oai"``, see :func:`~torch.nn.functional.moe_mlp`.
-        limit: of ``"swiglu_oai"``, see :func:`~torch.nn.functional.moe_mlp`.
+        separate_up: whether the up projection is a parameter ``w_up`` of its own, as many
+            checkpoints store it; gated activations only. Default: ``False``
+        alpha: see :func:`~torch.nn.functional.moe_mlp`.
+        limit: see :func:`~torch.nn.functional.moe_mlp`.
         bias: whether the routed experts have biases. Default: ``False``
         score: "softmax" or "sigmoid", see :func:`~torch.nn.functional.moe_topk`.
         normalize: whether the weights of a token's experts sum to ``scale``.
@@ -65,40 +55,49 @@ class MoE(Module):
         scale: factor of all router weights. Default: 1.0
         balance_bias: whether there is a buffer ``balance_bias`` that takes part in the
             choice of experts, to be moved by
-            :func:`~torch.nn.moe.losses.updated_expert_bias`. Default: ``False``
+            :func:`~torch.nn.utils.moe.updated_expert_bias`. Default: ``False``
         shared_hidden_dim: width of an expert that every token uses in addition, with
             weight 1 and always without biases; none if ``None``.
 
     Shape:
         - Input: :math:`(*, D)`.
-        - Output: a :class:`MoEOutput`.
+        - Output: :math:`(*, D)`; with ``need_routing=True`` a tuple of it, the router's
+          logits :math:`(*, E)` and the chosen experts :math:`(*, K)`.
 
     Attributes:
-        router: :math:`(E, D)`.
-        w_in: :math:`(E, gF, D)`, g = 2 for gated activations and 1 otherwise.
+        router: :class:`~torch.nn.Linear` from D to E without bias.
+        w_in: :math:`(E, gF, D)`, g = 2 for gated activations and 1 otherwise; with
+            ``separate_up`` the gate, :math:`(E, F, D)`.
+        w_up: :math:`(E, F, D)` with ``separate_up``, else None.
         w_out: :math:`(E, D, F)`.
-        b_in: :math:`(E, gF)`, or None.
+        b_in: :math:`(E, gF)`, or None; with ``separate_up`` the gate's F first.
         b_out: :math:`(E, D)`, or None.
-        shared_w_in: :math:`(1, gF_s, D)`, or None.
-        shared_w_out: :math:`(1, D, F_s)`, or None.
-        balance_bias: :math:`(E)` buffer, or None. It is float32 in a layer of lower
-            precision too, also after :meth:`~torch.nn.Module.to`: in bfloat16 the steps
-            of :func:`~torch.nn.moe.losses.updated_expert_bias` would round away.
+        shared_w_in: :math:`(gF_s, D)`, or None.
+        shared_w_up: :math:`(F_s, D)` with ``separate_up``, or None.
+        shared_w_out: :math:`(D, F_s)`, or None.
+        balance_bias: :math:`(E)` buffer, or None. At least float32 when constructed, whatever
+            ``dtype`` is: in bfloat16 the steps of
+            :func:`~torch.nn.utils.moe.updated_expert_bias` would round away, and it refuses
+            them. ``module.to(torch.bfloat16)`` casts it like every buffer.
+
+    The state dict has exactly these parameters and this buffer, those that are not None,
+    and ``router.weight``.
 
     All parameters start from :math:`\mathcal{U}(-\sqrt{k}, \sqrt{k})` with k = 1 / the
     summed dimension, as in :class:`~torch.nn.Linear`.
 
     Raises:
-        ValueError: a size is below 1, ``top_k`` above the number of selectable experts,
-            or an option is none of :func:`~torch.nn.functional.moe_topk` or
-            :func:`~torch.nn.functional.moe_mlp`; the message names it.
+        ValueError: a size is below 1, ``top_k`` above ``num_experts``, ``activation`` is none of
+            :func:`~torch.nn.functional.moe_mlp`, or ``separate_up`` is given without a gate;
+            the message names it. What else the two functionals do not take they say in the
+            first forward pass.
 
     Example::
 
         >>> layer = torch.nn.MoE(16, 32, num_experts=8, top_k=2)
-        >>> output, logits, topk_indices = layer(torch.randn(4, 10, 16))
-        >>> output.shape
+        >>> layer(torch.randn(4, 10, 16)).shape
         torch.Size([4, 10, 16])
+        >>> output, logits, indices = layer(torch.randn(4, 10, 16), need_routing=True)
     """
 
     __constants__ = ["embed_dim", "hidden_dim", "num_experts", "top_k"]
@@ -112,6 +111,7 @@ class MoE(Module):
         *,
         activation: str = "swiglu",
         gate_interleaved: bool = False,
+        separate_up: bool = False,
         alpha: float | None = None,
         limit: float | None = None,
         bias: bool = False,
@@ -138,6 +138,17 @@ class MoE(Module):
             raise ValueError(
                 f"MoE: top_k must be between 1 and num_experts = {num_experts}, got {top_k}"
             )
+        if activation not in get_args(F._MoeActivation):
+            raise ValueError(
+                "MoE: activation must be one of "
+                f"{', '.join(get_args(F._MoeActivation))}, got {activation!r}"
+            )
+        is_gated = activation in ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai")
+        if separate_up and (not is_gated or gate_interleaved):
+            raise ValueError(
+                "MoE: separate_up=True needs a gated activation and gate_interleaved=False, "
+                f"got {activation!r} and gate_interleaved={gate_interleaved}"
+            )
         self.embed_dim = embed_dim
         self.hidden_dim = hidden_dim
         self.num_experts = num_experts
@@ -154,53 +165,42 @@ class MoE(Module):
             "scale": scale,
         }
 
-        g = 2 if activation in _GATED else 1
-        self._check_options(g)
-
         def parameter(*shape: int) -> Parameter:
             return Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.router = parameter(num_experts, embed_dim)
-        self.w_in = parameter(num_experts, g * hidden_dim, embed_dim)
-        self.w_out = parameter(num_experts, embed_dim, hidden_dim)
-        self.b_in = parameter(num_experts, g * hidden_dim) if bias else None
-        self.b_out = parameter(num_experts, embed_dim) if bias else None
-        self.shared_w_in = self.shared_w_out = None
-        if shared_hidden_dim is not None:
-            self.shared_w_in = parameter(1, g * shared_hidden_dim, embed_dim)
-            self.shared_w_out = parameter(1, embed_dim, shared_hidden_dim)
+        gates = 2 if is_gated else 1
+        in_rows = 1 if separate_up else gates
+        E, D, H, S = num_experts, embed_dim, hidden_dim, shared_hidden_dim
+        self.router = Linear(D, E, bias=False, device=device, dtype=dtype)
+        self.w_in = parameter(E, in_rows * H, D)
+        self.w_up = parameter(E, H, D) if separate_up else None
+        self.w_out = parameter(E, D, H)
+        self.b_in = parameter(E, gates * H) if bias else None
+        self.b_out = parameter(E, D) if bias else None
+        self.shared_w_in = self.shared_w_up = self.shared_w_out = None
+        if S is not None:
+            self.shared_w_in = parameter(in_rows * S, D)
+            self.shared_w_up = parameter(S, D) if separate_up else None
+            self.shared_w_out = parameter(D, S)
         zeros = None
         if balance_bias:
-            bias_dtype = torch.promote_types(self.router.dtype, torch.float32)
-            zeros = torch.zeros(num_experts, device=device, dtype=bias_dtype)
+            bias_dtype = torch.promote_types(self.w_in.dtype, torch.float32)
+            zeros = torch.zeros(E, device=device, dtype=bias_dtype)
         self.register_buffer("balance_bias", zeros)
-        self.reset_parameters()
-
-    def _check_options(self, g: int) -> None:
-        """Raises here what the functionals would raise in the first forward pass."""
-        empty = functools.partial(torch.empty, device="meta", dtype=torch.float32)
-        no_tokens = empty(0, 1)
-        F.moe_topk(empty(0, self.num_experts), self.top_k, **self.routing)
-        self._mlp(no_tokens, no_tokens.long(), None, empty(1, g, 1), empty(1, 1, 1))
-
-    def _apply(self, fn, recurse=True):
-        before = self.balance_bias
-        super()._apply(fn, recurse)
-        after = self.balance_bias
-        if before is not None and after is not None:
-            dtype = torch.promote_types(after.dtype, torch.float32)
-            if after.dtype != dtype:
-                # From before, as the cast has lost bits.
-                self.balance_bias = before.to(after.device, dtype)
-        return self
+        self._reset_experts()
 
     def reset_parameters(self) -> None:
         """Draws new parameters, and zeroes the balance bias."""
+        self.router.reset_parameters()
+        self._reset_experts()
+
+    def _reset_experts(self) -> None:
         for weight, bias in (
-            (self.router, None),
             (self.w_in, self.b_in),
+            (self.w_up, None),
             (self.w_out, self.b_out),
             (self.shared_w_in, None),
+            (self.shared_w_up, None),
             (self.shared_w_out, None),
         ):
             if weight is not None:
@@ -211,14 +211,12 @@ class MoE(Module):
         if self.balance_bias is not None:
             init.zeros_(self.balance_bias)
 
-    def route(self, input: Tensor) -> tuple[Any, ...]:
+    def route(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits ``(*, E)``, chosen experts ``(*, K)`` and their weights ``(*, K)``.
 
-        A subclass with another router overrides this. It may return ``num_rows`` of
-        :func:`~torch.nn.functional.moe_mlp` as a fourth value, for a router that knows
-        that its choice needs fewer rows than one per id.
+        A subclass with another router overrides this.
         """
-        logits = F.linear(input, self.router)
+        logits = self.router(input)
         indices, weights = F.moe_topk(
             logits, self.top_k, bias=self.balance_bias, **self.routing
         )
@@ -233,72 +231,73 @@ class MoE(Module):
     ) -> Tensor:
         """Weighted sum ``(*, D)`` of the experts that the router chose.
 
-        ``num_rows`` is that of :func:`~torch.nn.functional.moe_mlp`.
+        ``num_rows`` is a static bound of the rows, for a caller that knows one, as
+        expert parallelism with a capacity does: slots that do not fit add nothing.
         """
-        return self._mlp(
-            input,
-            topk_indices,
-            topk_weights,
-            self.w_in,
-            self.w_out,
-            b_in=self.b_in,
-            b_out=self.b_out,
-            num_rows=num_rows,
+        experts = {
+            "w_up": self.w_up,
+            "b_in": self.b_in,
+            "b_out": self.b_out,
+            **self._options(),
+        }
+        weights = (self.w_in, self.w_out)
+        if num_rows is None:
+            return F.moe_mlp(input, topk_indices, topk_weights, *weights, **experts)
+        return _moe_mlp_in_rows(
+            input, topk_indices, topk_weights, *weights, num_rows=num_rows, **experts
         )
 
     def run_shared(self, input: Tensor) -> Tensor | None:
         """Output ``(*, D)`` of the expert that every token uses, None without one."""
         if self.shared_w_in is None or self.shared_w_out is None:
             return None
-        everyone = torch.zeros(
-            input.shape[:-1] + (1,), dtype=torch.int64, device=input.device
+        rows = torch.atleast_2d(input).flatten(0, -2)
+        w_up = self.shared_w_up
+        # One expert with all rows: a dense MLP, nothing is routed.
+        output, _ = torch._moe_mlp(
+            rows,
+            self.shared_w_in.unsqueeze(0),
+            self.shared_w_out.unsqueeze(0),
+            rows.new_full((1,), rows.shape[0], dtype=torch.int32),
+            w_up=None if w_up is None else w_up.unsqueeze(0),
+            **self._options(),
+            compute_preact=torch.is_grad_enabled(),
         )
-        return self._mlp(input, everyone, None, self.shared_w_in, self.shared_w_out)
+        return output.view(input.shape)
 
-    def _mlp(
-        self,
-        input: Tensor,
-        topk_indices: Tensor,
-        topk_weights: Tensor | None,
-        w_in: Tensor,
-        w_out: Tensor,
-        **kwargs: Any,
-    ) -> Tensor:
-        return F.moe_mlp(
-            input,
-            topk_indices,
-            topk_weights,
-            w_in,
-            w_out,
-            activation=self.activation,
-            gate_interleaved=self.gate_interleaved,
-            alpha=self.alpha,
-            limit=self.limit,
-            **kwargs,
-        )
+    def _options(self) -> dict[str, Any]:
+        return {
+            "activation": self.activation,
+            "gate_interleaved": self.gate_interleaved,
+            "alpha": self.alpha,
+            "limit": self.limit,
+        }
 
     def run_experts(
-        self,
-        input: Tensor,
-        topk_indices: Tensor,
-        topk_weights: Tensor,
-        num_rows: int | None = None,
+        self, input: Tensor, topk_indices: Tensor, topk_weights: Tensor
     ) -> Tensor:
         """Routed and shared experts: all of the layer that comes after the router.
 
         :class:`~torch.distributed.tensor.parallel.ExpertParallel` replaces this method,
-        to send tokens to the ranks of their experts. ``num_rows`` is that of
-        :func:`~torch.nn.functional.moe_mlp`.
+        to send tokens to the ranks of their experts.
         """
-        output = self.run_routed(input, topk_indices, topk_weights, num_rows)
+        output = self.run_routed(input, topk_indices, topk_weights)
         shared = self.run_shared(input)
         return output if shared is None else output + shared
 
-    def forward(self, input: Tensor) -> MoEOutput:
-        """Runs the forward pass."""
-        logits, topk_indices, topk_weights, *num_rows = self.route(input)
-        output = self.run_experts(input, topk_indices, topk_weights, *num_rows)
-        return MoEOutput(output, logits, topk_indices)
+    def forward(
+        self, input: Tensor, *, need_routing: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Runs the forward pass.
+
+        Args:
+            input: ``(*, D)``.
+            need_routing: whether to return the router's logits ``(*, E)`` and the
+                chosen experts ``(*, K)`` as well, for losses and statistics.
+        """
+        logits, topk_indices, topk_weights = self.route(input)
+        output = self.run_experts(input, topk_indices, topk_weights)
+        return (output, logits, topk_indices) if need_routing else output
 
     def extra_repr(self) -> str:
         """Sizes, and what differs from the defaults."""
@@ -308,6 +307,8 @@ class MoE(Module):
         ]
         if self.gate_interleaved:
             parts.append("gate_interleaved=True")
+        if self.w_up is not None:
+            parts.append("separate_up=True")
         if self.alpha is not None:
             parts.append(f"alpha={self.alpha}")
         if self.limit is not None:

@@ -60,7 +60,7 @@ class RowMoE(nn.MoE):
     round differently for a few rows."""
 
     def route(self, input):
-        logits = (input.unsqueeze(-2) * self.router).sum(-1)
+        logits = (input.unsqueeze(-2) * self.router.weight).sum(-1)
         return logits, *F.moe_topk(logits, self.top_k, **self.routing)
 
 
@@ -197,12 +197,12 @@ class TestExpertParallel(ExpertParallelTest):
         weights = operands.topk_weights[part].clone().requires_grad_()
         layer.given = operands.topk_indices[part], weights
         layer.zero_grad()
-        output = layer(x).output
+        output = layer(x)
         output.backward(operands.grad_out[part])
         grads = {
             name: p.grad.full_tensor()
             for name, p in layer.named_parameters()
-            if name != "router"
+            if name != "router.weight"
         }
         return {"output": output, "input": x.grad, "topk_weights": weights.grad}, grads
 
@@ -254,13 +254,13 @@ class TestExpertParallel(ExpertParallelTest):
             copy.deepcopy(layer), self.ep_mesh(ep), ExpertParallel(combine="exact")
         )
         leaf = x.clone().requires_grad_()
-        whole = layer(leaf).output
+        whole = layer(leaf)
         whole.backward(grad)
         for share in SHARES:
             part = self.tokens(share)
             mine = x[part].clone().requires_grad_()
             split.zero_grad()
-            output = split(mine).output
+            output = split(mine)
             output.backward(grad[part])
             for name, p in split.named_parameters():
                 if isinstance(p, DTensor):
@@ -350,7 +350,7 @@ class TestExpertParallel(ExpertParallelTest):
         self.assertEqual(calls, [(("ep",), E)])
         for share in SHARES:
             part = self.tokens(share)
-            self.assertEqual(split(x[part]).output, layer(x).output[part])
+            self.assertEqual(split(x[part]), layer(x)[part])
 
     def test_static_capacity_grows(self):
         torch.manual_seed(0)
@@ -364,9 +364,9 @@ class TestExpertParallel(ExpertParallelTest):
         with self.assertRaisesRegex(RuntimeError, "needed .* rows but capacity is 1"):
             switch.check_overflow()
         output = grow_and_rerun(
-            token_switches(split), lambda: split(x[part]).output.detach()
+            token_switches(split), lambda: split(x[part]).detach()
         )
-        self.assertEqual(output, layer(x).output[part])
+        self.assertEqual(output, layer(x)[part])
 
     def test_leading_dims_names_and_copies(self):
         torch.manual_seed(0)
@@ -379,19 +379,19 @@ class TestExpertParallel(ExpertParallelTest):
         self.assertEqual(list(split.state_dict()), names)
         self.assertEqual(split.w_in.placements[-1], Shard(0))
         self.assertEqual(split.w_in.shape, layer.w_in.shape)
-        self.assertFalse(isinstance(split.router, DTensor))
+        self.assertFalse(isinstance(split.router.weight, DTensor))
         want = layer(x)
         for module in (split, copy.deepcopy(split)):
             got = module(x)
-            self.assertEqual(got.output, want.output)
+            self.assertEqual(got, want)
             self.assertEqual(got.topk_indices, want.topk_indices)
         # A copy has its own parameters.
         twin = copy.deepcopy(split)
         with torch.no_grad():
             twin.w_out.zero_()
             twin.b_out.zero_()
-        self.assertEqual(twin(x).output, torch.zeros_like(x))
-        self.assertEqual(split(x).output, want.output)
+        self.assertEqual(twin(x), torch.zeros_like(x))
+        self.assertEqual(split(x), want)
 
     def test_experts_have_no_memory_for_slots_of_other_ranks(self):
         layer = nn.MoE(D, H, E, K)
@@ -414,8 +414,8 @@ class TestExpertParallel(ExpertParallelTest):
         layer.router.requires_grad_()
         split = parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
         self.assertFalse(split.w_in.requires_grad)
-        split(torch.randn(4, D)).output.sum().backward()
-        self.assertIsNotNone(split.router.grad)
+        split(torch.randn(4, D)).sum().backward()
+        self.assertIsNotNone(split.router.weight.grad)
         self.assertIsNone(split.w_in.grad)
 
     def test_ranks_start_from_the_parameters_of_rank_0(self):

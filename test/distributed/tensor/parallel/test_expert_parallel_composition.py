@@ -47,7 +47,7 @@ class Block(nn.Module):
 
     def run(self, x):
         x = x + self.down(self.up(x).relu())
-        return x + self.moe(x).output
+        return x + self.moe(x)
 
     def forward(self, x):
         if self.checkpoint:

@@ -11,7 +11,7 @@ Who is served (the functions ``*_reason`` return why not):
   - no copy-on-write tensor
 
 Everything else, and everything malformed, falls through to the composite kernel
-of the op, which also owns the error messages. ``torch.nn.moe.backend.moe_kernel`` restricts
+of the op, which also owns the error messages. ``torch.nn.utils.moe_kernel.moe_kernel`` restricts
 the choice; a call that only allows Triton and is not eligible raises. Tiles come from
 a table; TORCH_MOE_TRITON_AUTOTUNE=1 measures instead (triton_kernels/autotune.py).
 
@@ -340,9 +340,9 @@ def _choose(op: str, reason: str | None) -> bool:
     """Whether Triton runs this call, given why it cannot (None: it can).
 
     Raises:
-        RuntimeError: ``torch.nn.moe.backend.moe_kernel`` allows only Triton, which cannot.
+        RuntimeError: ``torch.nn.utils.moe_kernel.moe_kernel`` allows only Triton, which cannot.
     """
-    from torch.nn.moe.backend import _enabled_backends, MoeBackend
+    from torch.nn.utils.moe_kernel import _enabled_backends, MoeBackend
 
     enabled = _enabled_backends()
     if MoeBackend.TRITON not in enabled:

@@ -67,7 +67,7 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
 
     .. code-block:: python
 
-        from torch.nn.moe.backend import moe_kernel, MoeBackend
+        from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 
         with moe_kernel(MoeBackend.TRITON):
             y = torch.nn.functional.moe_mlp(x, indices, weights, w_in, w_out)

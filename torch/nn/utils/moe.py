@@ -1,0 +1,456 @@
+"""What trains a Mixture-of-Experts layer besides its experts. Prototype: may change.
+
+Everything here is a pure function of tensors: it works on any router's output, on any
+device, and keeps no state between steps. Losses and a bias that balance the load of the
+experts, and a routing in whole tiles of rows.
+
+Terms: T tokens, E experts, K experts per token, f_e tokens that chose expert e.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+__all__ = [
+    "TokenRounding",
+    "load_balancing_loss",
+    "moe_mlp_rounded",
+    "router_z_loss",
+    "token_rounding",
+    "updated_expert_bias",
+]
+
+_ROUNDINGS = ("nearest", "up", "down")
+
+
+def _check_ids(name: str, topk_indices: Tensor) -> None:
+    if topk_indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{name}: topk_indices must have dtype int32 or int64, got "
+            f"{topk_indices.dtype}"
+        )
+
+
+def _expert_columns(name: str, topk_indices: Tensor, num_experts: int) -> Tensor:
+    """``(*, K)`` int64 ids in which "no expert" is E, a column to be cut off again."""
+    ids = topk_indices.long()
+    torch._assert_async(
+        ((ids >= -1) & (ids <= num_experts)).all(),
+        f"{name}: topk_indices must be in [-1, E] = [-1, {num_experts}]",
+    )
+    return torch.where(ids < 0, num_experts, ids)
+
+
+def _check_floating(name: str, argument: str, value: Tensor) -> None:
+    if not value.is_floating_point():
+        raise TypeError(
+            f"{name}: {argument} must be a floating point tensor, got {value.dtype}"
+        )
+
+
+def _check_same_tokens(name: str, topk_indices: Tensor, scores: Tensor) -> None:
+    _check_ids(name, topk_indices)
+    if topk_indices.dim() < 2 or topk_indices.shape[:-1] != scores.shape[:-1]:
+        raise ValueError(
+            f"{name}: scores (*, E) and topk_indices (*, K) must have the same leading "
+            f"dimensions, at least one, got {tuple(scores.shape)} and "
+            f"{tuple(topk_indices.shape)}"
+        )
+
+
+def _counts(name: str, topk_indices: Tensor, num_experts: int) -> Tensor:
+    """``(*, S, K)`` ids to ``(*, E)`` numbers of slots; -1 and E count nowhere."""
+    ids = _expert_columns(name, topk_indices, num_experts).flatten(-2)
+    # Integers, so that the order of the additions does not matter.
+    counts = ids.new_zeros((*ids.shape[:-1], num_experts + 1))
+    return counts.scatter_add(-1, ids, torch.ones_like(ids))[..., :num_experts]
+
+
+def _mean(values: Tensor, dim: int) -> Tensor:
+    """The mean, 0 of nothing: a rank without tokens adds no loss and no gradient."""
+    # On a tensor: the exporter takes max(T, 1) of a dynamic T for T.
+    count = values.new_full((), values.shape[dim]).clamp(min=1)
+    return values.sum(dim) / count
+
+
+def load_balancing_loss(
+    scores: Tensor, topk_indices: Tensor, *, per_sequence: bool = False
+) -> Tensor:
+    r"""The product of how often experts are chosen and how much they are wanted.
+
+    .. math::
+        E \sum_e f_e P_e, \quad
+        f_e = \frac{\text{slots of expert } e}{\text{all slots}}, \quad
+        P_e = \operatorname{mean}_t \frac{s_{t,e}}{\sum_j s_{t,j}}
+
+    It is 1 when either is uniform, up to E when all tokens want and choose one
+    expert, and 0 without tokens. Only :math:`P` has a gradient. Switch Transformer
+    (arXiv:2101.03961, equation 4) for K = 1; per sequence it is the complementary loss
+    of DeepSeek-V3 (arXiv:2412.19437, equations 17-20). Multiply by a coefficient of
+    your choice.
+
+    .. note::
+        Equation 18 of DeepSeek-V3 counts the K experts with the highest scores, without
+        the bias of the selection. Where a bias took part in the choice
+        (``balance_bias=True`` of :class:`torch.nn.MoE`), pass
+        ``F.moe_topk(logits, k, score=...)[0]`` here instead of the chosen experts.
+
+    Args:
+        scores: ``(*, E)`` floating point, not negative: softmax or sigmoid of the
+            router's logits.
+        topk_indices: ``(*, K)`` int32 or int64; -1 and E mean no expert and count
+            nowhere.
+        per_sequence: balance each sequence by itself, and average: ``scores`` must
+            be ``(*, S, E)`` with sequences of S tokens. Otherwise all tokens are
+            balanced together.
+
+    Returns:
+        Tensor: a float32 scalar (float64 for float64 scores).
+
+    Raises:
+        ValueError: shapes that do not belong together.
+        TypeError: a dtype breaks a rule above, as when the arguments are swapped.
+        RuntimeError: an expert id is outside [-1, E]. On CUDA this is a device-side
+            assert.
+    """
+    _check_floating("load_balancing_loss", "scores", scores)
+    _check_same_tokens("load_balancing_loss", topk_indices, scores)
+    if not per_sequence:
+        scores, topk_indices = scores.flatten(0, -2), topk_indices.flatten(0, -2)
+    elif scores.dim() < 3:
+        raise ValueError(
+            "load_balancing_loss: per_sequence=True needs scores of shape (*, S, E), "
+            f"got {tuple(scores.shape)}"
+        )
+    if scores.dtype != torch.float64:
+        scores = scores.float()
+    num_experts = scores.shape[-1]
+    # The guard of moe_topk, against a sum of 0.
+    wanted = _mean(scores / (scores.sum(-1, keepdim=True) + 1e-20), -2)
+    counts = _counts("load_balancing_loss", topk_indices, num_experts)
+    counts = counts.to(scores.dtype)
+    # Without a single slot there is nothing to balance: 0, not 0 / 0.
+    chosen = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return num_experts * _mean((chosen * wanted).sum(-1).flatten(), 0)
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    r"""The mean square of the logits' log-sum-exp, which keeps logits small.
+
+    Large logits lose precision in the softmax. ST-MoE (arXiv:2202.08906, equation 5).
+
+    Args:
+        logits: ``(*, E)`` floating point.
+
+    Returns:
+        Tensor: a float32 scalar (float64 for float64 logits); 0 without tokens.
+
+    Raises:
+        TypeError: ``logits`` is not floating point.
+    """
+    _check_floating("router_z_loss", "logits", logits)
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    return _mean(logits.logsumexp(-1).square().flatten(), 0)
+
+
+def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    r"""The next selection bias of balancing without an auxiliary loss.
+
+    The bias of an expert with less than the mean load goes up by ``rate``, with more
+    it goes down, and with exactly the mean it stays. It takes part in the choice of
+    experts only (``bias`` of :func:`torch.nn.functional.moe_topk`), so it disturbs no
+    gradient. Loss-free balancing (arXiv:2408.15664, algorithm 1).
+
+    Args:
+        bias: ``(E,)`` float32 or float64. Lower precisions are refused: there a step
+            of 0.001 rounds away as soon as the bias is large, and balancing stops.
+        counts: ``(E,)`` integers, slots per expert of the last step, summed over all
+            ranks that share the experts.
+        rate: a step, 0.001 in the paper.
+
+    Returns:
+        Tensor: a new tensor like ``bias``; assign it when the step is over.
+
+    Raises:
+        ValueError: shapes that differ, or are not ``(E,)``.
+        TypeError: a dtype breaks a rule above.
+    """
+    if bias.dim() != 1 or bias.shape != counts.shape:
+        raise ValueError(
+            "updated_expert_bias: bias and counts must have the same shape (E,), got "
+            f"{tuple(bias.shape)} and {tuple(counts.shape)}"
+        )
+    if bias.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"updated_expert_bias: bias must be float32 or float64, got {bias.dtype}"
+        )
+    if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
+        raise TypeError(
+            f"updated_expert_bias: counts must be integers, got {counts.dtype}"
+        )
+    # mean - count, times E: exact in integers, but not in 32 bits
+    counts = counts.long()
+    missing = counts.sum() - counts * counts.numel()
+    return bias.detach() + rate * missing.sign().to(bias.dtype)
+
+
+class TokenRounding(NamedTuple):
+    """A routing of :func:`token_rounding`, which :func:`moe_mlp_rounded` runs.
+
+    Attributes:
+        topk_indices: ``(*, E)``; entry e is e where the token goes to expert e, else
+            -1. The routing of the router, ``(*, K)``, when not training.
+        topk_weights: of the same shape, zero where the index is -1.
+        num_rows: the most rows that this routing can have, a constant of the shapes.
+    """
+
+    topk_indices: Tensor
+    topk_weights: Tensor
+    num_rows: int
+
+
+def token_rounding(
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    scores: Tensor,
+    tile: int,
+    *,
+    rounding: Literal["nearest", "up", "down"] = "nearest",
+    training: bool = True,
+) -> TokenRounding:
+    r"""Rounds the number of tokens of every expert to a multiple of ``tile``.
+
+    Grouped matmuls work in tiles of rows. When experts get few tokens each, the tiles
+    that are not full cost a good part of the time. This changes a few (token, expert)
+    pairs so that there are none: an expert that rounds down drops the tokens that want
+    it least, one that rounds up also takes the tokens, among those that did not choose
+    it, that come closest to choosing it. No expert gains or loses ``tile`` tokens or
+    more. This is the token rounding of SonicMoE (arXiv:2512.14080, Algorithm 4; its
+    nearest, up and down rules).
+
+    The kept pairs keep their weight of ``topk_weights``; an added pair has its weight
+    from ``scores``. Gradients flow through both. Nothing is synchronised with the host.
+
+    .. warning::
+        A prototype. The choice for one token depends on the other tokens, later ones
+        included, so it must be off (``training=False``) in evaluation and generation.
+        Quality is reported to hold when experts get two tiles or more on average, and
+        to suffer at one.
+
+    Args:
+        topk_indices: ``(*, K)`` int32 or int64, the experts of each token; -1 and E
+            mean no expert. They must be distinct, which is not checked: an expert
+            that a token names twice has it once, with either weight.
+        topk_weights: ``(*, K)`` float32 or float64, their weights.
+        scores: ``(*, E)`` of the dtype of ``topk_weights``, how much each token wants
+            each expert: the softmax or sigmoid of the router's logits, with its scale.
+        tile: rows of a tile of the kernel in use, at most the number of tokens where
+            there are any. When not training, any number from 1 on.
+        rounding: "nearest" (halves go up), "up" or "down". Where rounding up asks for
+            more tokens than there are, it rounds down.
+        training: when False, return the arguments as they are, for any number of
+            tokens.
+
+    Returns:
+        TokenRounding: the routing, for :func:`moe_mlp_rounded`.
+
+    Raises:
+        ValueError: shapes that do not belong together, a tile that is not between 1
+            and the number of tokens, an unknown rounding.
+        TypeError: a dtype breaks a rule above.
+        RuntimeError: when training, an expert id is outside [-1, E]. On CUDA this is a
+            device-side assert.
+
+    Example::
+
+        >>> logits = torch.randn(256, 8)
+        >>> scores = logits.softmax(-1)
+        >>> topk_weights, topk_indices = scores.topk(2)
+        >>> rounded = token_rounding(topk_indices, topk_weights, scores, 32)
+        >>> counts = (rounded.topk_indices >= 0).sum(0)
+        >>> assert (counts % 32 == 0).all()
+    """
+    _check_token_rounding(
+        topk_indices, topk_weights, scores, tile, rounding, training
+    )
+    num_tokens = topk_indices.shape[:-1].numel()
+    num_slots = topk_indices.numel()
+    if not training:
+        return TokenRounding(topk_indices, topk_weights, num_slots)
+
+    num_experts = scores.shape[-1]
+    chosen, weights = _dense(
+        topk_indices.reshape(num_tokens, topk_indices.shape[-1]),
+        topk_weights.reshape(num_tokens, topk_indices.shape[-1]),
+        scores.reshape(num_tokens, num_experts),
+    )
+    target = _rounded_counts(chosen.sum(0), num_tokens, tile, rounding)
+    kept = _preference_ranks(chosen, weights.detach()) < target
+    experts = torch.arange(
+        num_experts, dtype=topk_indices.dtype, device=topk_indices.device
+    )
+    return TokenRounding(
+        torch.where(kept, experts, -1).view(scores.shape),
+        torch.where(kept, weights, 0.0).view(scores.shape),
+        _most_rows(num_tokens, num_slots, num_experts, tile, rounding),
+    )
+
+
+def moe_mlp_rounded(
+    input: Tensor,
+    routing: TokenRounding,
+    w_in: Tensor,
+    w_out: Tensor,
+    **kwargs: Any,
+) -> Tensor:
+    """:func:`torch.nn.functional.moe_mlp` of a rounded routing.
+
+    The same values as ``F.moe_mlp(input, routing.topk_indices, routing.topk_weights, w_in,
+    w_out, **kwargs)``, in memory for the rows of the routing only, not for E per token.
+
+    Args:
+        input: ``(*, D)`` tokens.
+        routing: of these tokens.
+        w_in: see :func:`torch.nn.functional.moe_mlp`, as is ``w_out``.
+        w_out: ``(E, D, F)``.
+        **kwargs: other arguments of :func:`torch.nn.functional.moe_mlp`.
+
+    Returns:
+        Tensor: of the shape and dtype of ``input``.
+
+    Raises:
+        ValueError: as :func:`torch.nn.functional.moe_mlp`, as are the other errors.
+    """
+    return _moe_mlp_in_rows(
+        input,
+        routing.topk_indices,
+        routing.topk_weights,
+        w_in,
+        w_out,
+        num_rows=routing.num_rows,
+        **kwargs,
+    )
+
+
+def _moe_mlp_in_rows(
+    input: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor | None,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    num_rows: int | None,
+    **kwargs: Any,
+) -> Tensor:
+    """F.moe_mlp with a static bound of the rows; slots that do not fit add nothing."""
+    flat_ids = torch.atleast_2d(topk_indices).flatten(0, -2)
+    weights = topk_weights
+    if weights is not None:
+        weights = torch.atleast_2d(weights).flatten(0, -2)
+    row_slots, slot_rows, offs, _ = torch._moe_permutation(
+        flat_ids, w_in.shape[0], num_rows=num_rows
+    )
+    output, _ = torch._moe_mlp(
+        torch.atleast_2d(input).flatten(0, -2),
+        w_in,
+        w_out,
+        offs,
+        weights,
+        row_slots,
+        slot_rows,
+        **kwargs,
+        compute_preact=torch.is_grad_enabled(),
+    )
+    return output.view(input.shape)
+
+
+def _check_token_rounding(
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    scores: Tensor,
+    tile: int,
+    rounding: str,
+    training: bool,
+) -> None:
+    if topk_indices.dim() == 0 or topk_indices.shape != topk_weights.shape:
+        raise ValueError(
+            "token_rounding: topk_indices and topk_weights must have the same shape "
+            f"(*, K), got {tuple(topk_indices.shape)} and {tuple(topk_weights.shape)}"
+        )
+    if scores.dim() == 0 or scores.shape[:-1] != topk_indices.shape[:-1]:
+        raise ValueError(
+            "token_rounding: scores must have shape (*, E) with the leading dimensions "
+            f"{tuple(topk_indices.shape[:-1])} of topk_indices, got {tuple(scores.shape)}"
+        )
+    _check_ids("token_rounding", topk_indices)
+    if (
+        scores.dtype not in (torch.float32, torch.float64)
+        or topk_weights.dtype != scores.dtype
+    ):
+        raise TypeError(
+            "token_rounding: scores and topk_weights must both be float32 or both be "
+            f"float64, got {scores.dtype} and {topk_weights.dtype}"
+        )
+    if rounding not in _ROUNDINGS:
+        raise ValueError(
+            f"token_rounding: rounding must be one of {_ROUNDINGS}, got {rounding!r}"
+        )
+    if tile < 1:
+        raise ValueError(f"token_rounding: tile must be at least 1, got {tile}")
+    num_tokens = topk_indices.shape[:-1].numel()
+    if training and 0 < num_tokens < tile:
+        raise ValueError(
+            "token_rounding: tile must be between 1 and the number of tokens, "
+            f"{num_tokens}, got {tile}"
+        )
+
+
+def _dense(indices: Tensor, weights: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """``(T, E)`` chosen by the router; its weight there, the score elsewhere."""
+    num_tokens, num_experts = scores.shape
+    columns = _expert_columns("token_rounding", indices, num_experts)
+    chosen = torch.zeros(
+        (num_tokens, num_experts + 1), dtype=torch.bool, device=scores.device
+    )
+    chosen = chosen.scatter(1, columns, True)
+    wide = torch.cat([scores, scores.new_zeros((num_tokens, 1))], dim=1)
+    dense = wide.scatter(1, columns, weights)
+    return chosen[:, :num_experts], dense[:, :num_experts]
+
+
+def _rounded_counts(
+    counts: Tensor, num_tokens: int, tile: int, rounding: str
+) -> Tensor:
+    """``(E,)`` multiples of ``tile`` near ``counts``, none above ``num_tokens``."""
+    added = {"nearest": tile // 2, "up": tile - 1, "down": 0}[rounding]
+    target = (counts + added) // tile * tile
+    return torch.where(target > num_tokens, target - tile, target)
+
+
+def _preference_ranks(chosen: Tensor, weights: Tensor) -> Tensor:
+    """``(T, E)`` place of each token in the order in which an expert takes tokens.
+
+    Tokens that chose the expert come first. Within them, and within the others, the
+    larger weight comes first, and of equal ones the earlier token.
+    """
+    order = weights.argsort(dim=0, descending=True, stable=True)
+    chosen_in_order = chosen.gather(0, order)
+    before = chosen_in_order.cumsum(0)
+    rank = torch.where(
+        chosen_in_order,
+        before - 1,
+        before[-1:] + (~chosen_in_order).cumsum(0) - 1,
+    )
+    return torch.empty_like(rank).scatter(0, order, rank)
+
+
+def _most_rows(
+    num_tokens: int, num_slots: int, num_experts: int, tile: int, rounding: str
+) -> int:
+    """An upper bound of the sum of the rounded counts."""
+    added = {"nearest": tile // 2, "up": tile - 1, "down": 0}[rounding]
+    rows = num_slots + min(num_experts, num_slots) * added
+    return min(rows // tile, num_tokens // tile * num_experts) * tile
