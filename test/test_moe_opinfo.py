@@ -4,15 +4,19 @@
 test_ops.py and its siblings pick these OpInfos up from op_db. They test 700
 operators; this file asks the same questions about ours alone: TestCommon, TestMeta,
 TestFakeTensor, TestGradients, TestProxyTensor, functionalization, schema check,
-TestDecomp, TestInductorOpInfo, unbacked sizes. Forward-mode derivatives and double
+TestDecomp, TestInductorOpInfo, unbacked sizes, the expected failures of functorch's suites. Forward-mode derivatives and double
 backward are checked where the OpInfo claims them, and to raise where it does not.
 """
 
+import unittest
+
 import torch
 from torch._decomp import core_aten_decompositions
+from torch._inductor import config as inductor_config
 from torch._subclasses import CrossRefFakeMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.autograd import gradcheck, gradgradcheck
+from torch.func import jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal import composite_compliance, optests
 from torch.testing._internal.common_device_type import (
@@ -89,6 +93,15 @@ def backward(result, sample):
     return torch.autograd.grad(outputs, leaves(sample), cotangents, allow_unused=True)
 
 
+def error_of(function, *args):
+    """The RuntimeError that the call raises, or None."""
+    try:
+        function(*args)
+    except RuntimeError as error:
+        return error
+    return None
+
+
 def layout(result):
     return [(x.shape, x.stride(), x.dtype) for x in tree_leaves(result)]
 
@@ -96,7 +109,7 @@ def layout(result):
 class TestMoeOpInfo(TestCase):
     def test_in_op_db(self, device):
         names = {op.name for op in moe_op_db}
-        self.assertEqual(len(names), 7)
+        self.assertEqual(len(names), 8)
         self.assertEqual(names - {op.name for op in op_db}, set())
 
     # TestCommon
@@ -121,6 +134,16 @@ class TestMoeOpInfo(TestCase):
                 continue
             works.add(dtype)
         self.assertEqual(works, set(claimed))
+        if not op.supports_autograd:
+            return
+        for dtype in claimed:
+            sample = next(iter(op.sample_inputs(device, dtype, requires_grad=True)))
+            args, kwargs = arguments(sample)
+            # What the suite takes the gradient of: the first of several results.
+            result = sample.output_process_fn_grad(op(*args, **kwargs))
+            result = result[0] if isinstance(result, tuple) else result
+            result.sum().backward()
+            self.assertIsNotNone(sample.input.grad)
 
     @ops(moe_op_db, allowed_dtypes=(torch.float64, torch.int32))
     def test_reference(self, device, dtype, op):
@@ -161,6 +184,19 @@ class TestMoeOpInfo(TestCase):
                     op(*operands[0], **operands[1])
             count += 1
         self.assertGreaterEqual(count, 2)
+
+    @all_ops
+    def test_samples_are_cheap(self, device, dtype, op):
+        # test_operator of TestCompositeCompliance runs every subset of a sample's tensors, and
+        # vmap's exhaustive test three ways to batch each positional one. Two minutes, once.
+        subsets = batches = 0
+        for sample in op.sample_inputs(device, dtype):
+            args, kwargs = arguments(sample)
+            is_tensor = [isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))]
+            subsets += 2 ** sum(is_tensor)
+            batches += 3 ** sum(isinstance(x, torch.Tensor) for x in args)
+        self.assertLessEqual(subsets, 640)
+        self.assertLessEqual(batches, 1500)
 
     @ops(differentiable, allowed_dtypes=(torch.float32,))
     def test_composite_compliance(self, device, dtype, op):
@@ -295,10 +331,60 @@ class TestMoeOpInfo(TestCase):
             expected = {
                 "nn.functional.moe_topk": {"_moe_topk"},
                 "nn.functional.moe_mlp": {"_moe_permutation", "_moe_mlp"},
+                "nn.functional.grouped_mlp": {"_moe_mlp"},
             }.get(op.name, {op.name})
             self.assertEqual(kernels, expected)
             others = [t for t in called if "moe" not in t.__name__]
             self.assertEqual([t for t in others if t in table], [])
+
+    # functorch: TestOperators, TestVmapOperatorsOpInfo
+
+    def check_expected_failures(self, op, failure, cls_name, test_names):
+        """That the tests that fail for this reason, and only they, are said to."""
+        for name in test_names:
+            expected = any(
+                info.decorators[0] is unittest.expectedFailure
+                for info in op.decorators
+                if (info.cls_name, info.test_name) == (cls_name, name)
+            )
+            self.assertEqual(expected, failure is not None, f"{name}: {failure}")
+
+    @all_ops
+    def test_batching_rules(self, device, dtype, op):
+        sample = next(iter(op.sample_inputs(device, dtype)))
+        function = function_of_input(op, sample)
+        batch = torch.stack([sample.input] * 2)
+        expected = function(sample.input)
+        actual = vmap(function)(batch)
+        for one, both in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
+            self.assertEqual(both, torch.stack([one, one]))
+        torch._C._functorch._set_vmap_fallback_enabled(False)
+        try:
+            failure = error_of(vmap(function), batch)
+        finally:
+            torch._C._functorch._set_vmap_fallback_enabled(True)
+        self.check_expected_failures(
+            op, failure, "TestVmapOperatorsOpInfo", ["test_op_has_batch_rule"]
+        )
+        if op.supports_autograd:
+            self.check_expected_failures(
+                op, failure, "TestOperators", ["test_vmapvjp_has_batch_rule"]
+            )
+
+    @float32_only
+    def test_forward_over_reverse(self, device, dtype, op):
+        sample = next(iter(op.sample_inputs(device, dtype, requires_grad=True)))
+        function = function_of_leaves(op, sample)
+        primals = tuple(x.detach() for x in leaves(sample))
+
+        def gradients(*primals):
+            outputs, pullback = vjp(function, *primals)
+            return pullback(tuple(map(torch.ones_like, outputs)))
+
+        failure = error_of(jvp, gradients, primals, primals)
+        self.check_expected_failures(
+            op, failure, "TestOperators", ["test_jvpvjp", "test_vmapjvpvjp"]
+        )
 
     # TestInductorOpInfo, test_ops_unbacked
 
@@ -310,11 +396,14 @@ class TestMoeOpInfo(TestCase):
         sample = next(iter(op.sample_inputs(device, dtype, requires_grad=grad)))
         args, kwargs = arguments(sample)
         compiled = torch.compile(op.get_op(), fullgraph=True)
-        expected, actual = op(*args, **kwargs), compiled(*args, **kwargs)
-        self.assertEqual(actual, expected)
-        self.assertEqual(layout(actual), layout(expected))
-        if grad:
-            self.assertEqual(backward(actual, sample), backward(expected, sample))
+        expected = op(*args, **kwargs)
+        # As the suite compiles: an op without a lowering is an error.
+        with inductor_config.patch(implicit_fallbacks=False):
+            actual = compiled(*args, **kwargs)
+            self.assertEqual(actual, expected)
+            self.assertEqual(layout(actual), layout(expected))
+            if grad:
+                self.assertEqual(backward(actual, sample), backward(expected, sample))
 
     @all_ops
     def test_unbacked(self, device, dtype, op):

@@ -60,6 +60,31 @@ class TestMoeExport(TestCase):
             [getattr(torch.ops.aten, name).default for name in names],
         )
 
+    def test_inference_program_does_not_write_preactivations(self):
+        # Exported in grad mode, as most are: only the graph tells that nothing reads them.
+        layer, x = MoeLayer(), torch.randn(9, 16)
+        program = export(layer, (x,), dynamic_shapes=({0: Dim("num_tokens")},))
+        program = program.run_decompositions()
+        (mlp,) = [n for n in moe_nodes(program) if "_moe_mlp" in str(n.target)]
+        self.assertFalse(mlp.kwargs["compute_preact"])
+        self.assertEqual(mlp.meta["val"][1].shape, (0, 48))
+        x = torch.randn(5, 16)
+        self.assertEqual(program.module()(x), layer(x))
+
+    def test_preactivations_that_are_read_stay(self):
+        class Both(torch.nn.Module):
+            def forward(self, x, w_in, w_out, offs):
+                return torch._moe_mlp(x, w_in, w_out, offs)
+
+        args = (
+            torch.randn(9, 16),
+            torch.randn(2, 48, 16),
+            torch.randn(2, 16, 24),
+            torch.tensor([4, 9], dtype=torch.int32),
+        )
+        program = export(Both(), args).run_decompositions()
+        self.assertEqual(tuple(program.module()(*args)), tuple(Both()(*args)))
+
     def test_save_and_load(self):
         layer, x = MoeLayer(), torch.randn(9, 16)
         file = io.BytesIO()

@@ -1,6 +1,7 @@
 # Owner(s): ["module: inductor"]
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,7 @@ ROUTERS = {
 class MoeLayer(torch.nn.Module):
     """A router and its experts: what a model compiles."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype=torch.float32, separate_up=False):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
@@ -57,7 +58,8 @@ class MoeLayer(torch.nn.Module):
             )
 
         self.router = normal(E, D)
-        self.w_in = normal(E, 2 * HIDDEN, D)
+        self.w_in = normal(E, HIDDEN if separate_up else 2 * HIDDEN, D)
+        self.w_up = normal(E, HIDDEN, D) if separate_up else None
         self.w_out = normal(E, D, HIDDEN)
         self.b_in = normal(E, 2 * HIDDEN)
         self.b_out = normal(E, D)
@@ -70,9 +72,34 @@ class MoeLayer(torch.nn.Module):
             weights,
             self.w_in,
             self.w_out,
+            w_up=self.w_up,
             b_in=self.b_in,
             b_out=self.b_out,
+            limit=1.0,
         )
+
+
+class GroupedLayer(torch.nn.Module):
+    """Experts of rows that are in their order."""
+
+    def __init__(self):
+        super().__init__()
+        experts = MoeLayer(separate_up=True)
+        self.w_in, self.w_up, self.w_out = experts.w_in, experts.w_up, experts.w_out
+
+    def forward(self, x):
+        # The last row has no expert.
+        offs = torch.arange(1, E + 1, device=x.device, dtype=torch.int32)
+        offs = offs * ((x.shape[0] - 1) // E)
+        return F.grouped_mlp(x, self.w_in, self.w_out, offs=offs, w_up=self.w_up)
+
+
+LAYERS = {
+    "fused": MoeLayer,
+    "separate": lambda: MoeLayer(separate_up=True),
+    "grouped": GroupedLayer,
+}
+all_layers = parametrize("name", list(LAYERS))
 
 
 def tokens(num_tokens=T, dtype=torch.float32):
@@ -108,8 +135,9 @@ class TestMoeCompile(TestCase):
         compiled = torch.compile(layer, fullgraph=True, dynamic=False)
         self.check(compiled, layer, tokens(dtype=dtype))
 
-    def test_dynamic_tokens(self):
-        layer = MoeLayer()
+    @all_layers
+    def test_dynamic_tokens(self, name):
+        layer = LAYERS[name]()
         counter = CompileCounter()
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
         for num_tokens in (T, 7, 61):
@@ -121,8 +149,9 @@ class TestMoeCompile(TestCase):
         for num_tokens in (T, 7, 61):
             self.check(compiled, layer, tokens(num_tokens))
 
-    def test_unbacked_tokens(self):
-        layer = MoeLayer()
+    @all_layers
+    def test_unbacked_tokens(self, name):
+        layer = LAYERS[name]()
         compiled = torch.compile(layer, fullgraph=True)
         x = tokens()
         torch._dynamo.decorators.mark_unbacked(x, 0)
@@ -137,10 +166,11 @@ class TestMoeCompile(TestCase):
         self.assertIn("compute_preact=False", code)
 
     @config.patch(cpp_wrapper=True)
+    @parametrize("separate_up", [False, True])
     @parametrize("frozen", [(), ("w_in", "b_out"), ("router", "w_out", "b_in")])
-    def test_backward_in_cpp_wrapper(self, frozen):
+    def test_backward_in_cpp_wrapper(self, frozen, separate_up):
         # A masked gradient that is undefined, rather than empty, crashes only here.
-        layer = MoeLayer()
+        layer = MoeLayer(separate_up=separate_up)
         for name in frozen:
             layer.get_parameter(name).requires_grad_(False)
         trained = [p for p in layer.parameters() if p.requires_grad]
@@ -223,8 +253,7 @@ class TestMoeCompile(TestCase):
 class TestMoeAOTInductor(TestCase):
     def package(self, module, x, **kwargs):
         """The module as a loaded package, and its C++ code."""
-        with torch.no_grad():
-            program = torch.export.export(module, (x,), **kwargs)
+        program = torch.export.export(module, (x,), **kwargs)
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "moe.pt2")
             torch._inductor.aoti_compile_and_package(program, package_path=path)
@@ -236,14 +265,19 @@ class TestMoeAOTInductor(TestCase):
                 )
             return torch._inductor.aoti_load_package(path), code
 
-    def test_package(self):
-        # The ops have C shims, so the package does not go through a proxy.
-        layer = MoeLayer().requires_grad_(False)
+    @all_layers
+    def test_package(self, name):
+        # The ops have C shims, so the package does not go through a proxy. The parameters
+        # require grad, and yet nobody reads the pre-activations.
+        layer = LAYERS[name]()
         x = tokens().detach()
         num_tokens = torch.export.Dim("num_tokens", min=2, max=1024)
         packaged, code = self.package(layer, x, dynamic_shapes=({0: num_tokens},))
-        self.assertIn("aoti_torch_cpu__moe_mlp(", code)
-        self.assertIn("aoti_torch_cpu__moe_permutation(", code)
+        (call,) = re.findall(r"aoti_torch_cpu__moe_mlp\((.*?)\)\);", code, re.DOTALL)
+        compute_preact = call.split("&buf")[-3].split(",")[-2].strip()
+        self.assertEqual(compute_preact, "0", call)
+        if name != "grouped":
+            self.assertIn("aoti_torch_cpu__moe_permutation(", code)
         for count in (T, 5):
             x = tokens(count).detach()
             self.assertEqual(packaged(x), layer(x))

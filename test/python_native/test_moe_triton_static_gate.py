@@ -1,7 +1,8 @@
 # Owner(s): ["module: dsl-native-ops"]
 """Every tile configuration that ships compiles well for every GPU it ships for.
 
-Nothing runs: the assemblers in Triton's wheel compile for GPUs that are not there.
+Nothing runs: the assemblers in Triton's wheel compile for GPUs that are not there. The sweep
+takes minutes, so it is slow; each run compares its record with the sources instead.
 What the kernels compute: test_moe_triton_interpreter.py.
 """
 
@@ -40,6 +41,8 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
+    TEST_WITH_SLOW,
     TestCase,
 )
 
@@ -93,8 +96,8 @@ class TestMoeStaticGateItself(TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        # For the tests of the other class, which wait for it.
-        started_sweep()
+        if TEST_WITH_SLOW:  # for the tests of the other class, which wait for it
+            started_sweep()
 
     def test_tables_are_complete(self):
         self.assertEqual(set(TABLES), set(ARCHITECTURES))
@@ -151,6 +154,7 @@ class TestMoeStaticGateItself(TestCase):
 
 
 class TestMoeStaticGate(TestCase):
+    @slowTest
     @parametrize("arch", ARCHITECTURES)
     def test_every_shipped_config(self, arch):
         bad, compiled = [], set()
@@ -162,6 +166,7 @@ class TestMoeStaticGate(TestCase):
         self.assertEqual(bad, [])
         self.assertEqual(shipped(arch) - compiled, set())
 
+    @slowTest
     @parametrize("arch", ARCHITECTURES)
     def test_every_kernel_is_compiled(self, arch):
         package = pathlib.Path(launch.__file__).parent
@@ -197,6 +202,7 @@ class TestMoeStaticGate(TestCase):
                     compiled.add((kernel, *block, num_warps, num_stages))
             self.assertEqual(shipped(arch) - compiled, set())
 
+    @slowTest
     def test_forward_kernels_have_one_matrix_instruction(self):
         # Then a row is summed in the same steps whatever tile it is in: configs.py.
         for arch in ("sm_80", "sm_90", "sm_100"):
@@ -205,6 +211,7 @@ class TestMoeStaticGate(TestCase):
                     matrix = {"mma.sync", "wgmma", "tcgen05"} & set(report.instructions)
                     self.assertEqual(len(matrix), 1, (variant, report))
 
+    @slowTest
     def test_workers_compile_what_one_process_does(self):
         def facts(rows):
             return {

@@ -98,18 +98,25 @@ def test_long_script_repeats_what_another_run_did_not_cover(tmp_path):
     (tmp_path / "tools").mkdir()
     script = tmp_path / ".ci/long"
     shutil.copy2(testing.Path(__file__).parents[2] / ".ci/long", script)
-    (tmp_path / "tools/stage.py").write_text("print('called')\n")
+    program = "import sys; print('called'); sys.exit('fail' in sys.argv)\n"
+    (tmp_path / "tools/stage.py").write_text(program)
     (tmp_path / ".gitignore").write_text("build/\n")
     git = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c", "-C", str(tmp_path)]
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
 
-    def passed_before(*arguments):
-        done = subprocess.run([script, *arguments], capture_output=True, text=True)
-        return done.stdout.count("passed before")
+    def run(*arguments):
+        return subprocess.run([script, *arguments], capture_output=True, text=True)
 
-    assert passed_before("--only", "130") == 0
-    assert passed_before() == 0
-    assert passed_before() == 3
+    def passed_before(*arguments):
+        return run(*arguments).stdout.count("passed before")
+
+    assert passed_before("verify", "--", "--only", "130") == 0
+    assert passed_before("verify", "slow") == 0
+    assert passed_before("slow", "verify") == 2
+    assert passed_before() == 2
+    assert passed_before() == 6
     (tmp_path / "test_new.py").write_text("new\n")
-    assert passed_before() == 0
+    assert passed_before("drift") == 0
+    assert run("drifts").stderr.startswith("no shard drifts; there are: verify slow")
+    assert "verify: FAILED after" in run("verify", "--", "fail").stdout

@@ -242,8 +242,9 @@ def _moe_mlp_loop(
     return output, preact
 
 
-def _double(x: Tensor | None) -> Tensor | None:
-    return x.double() if x is not None and x.is_floating_point() else x
+def _double(x):
+    """``x`` in float64 if it is a tensor of floating point numbers."""
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def moe_mlp_reference(
@@ -254,12 +255,13 @@ def moe_mlp_reference(
     Args:
         args: the tensors of ``_moe_mlp`` in its order (None where absent).
         activation: a key of ACTIVATIONS.
-        kwargs: ``gate_interleaved``, ``alpha``, ``limit``.
+        kwargs: ``gate_interleaved``, ``alpha``, ``limit``, and tensors by name.
 
     Returns:
         output (T, D) and preact (R, g*F), both float64.
     """
     args = tuple(map(_double, args))
+    kwargs = {name: _double(value) for name, value in kwargs.items()}
     return _moe_mlp_loop(_linear, *args, activation=activation, **kwargs)
 
 

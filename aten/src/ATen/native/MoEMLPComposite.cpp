@@ -50,17 +50,13 @@ namespace {
 using moe::Activation;
 using moe::ActivationSpec;
 
-// Whether the data starts at a multiple of 16 bytes. A fake tensor has no address, but
-// an offset into one that an allocator would have aligned.
+// Whether the data starts at a multiple of 16 bytes. Fake tensors have no address: there
+// it is an offset into a storage that an allocator would have aligned.
 bool starts_aligned(const Tensor& w) {
-  if (!w.has_storage()) {
-    return true;
+  if (!w.has_storage() || w.storage().device_type() == kMeta) {
+    return w.storage_offset() * w.element_size() % 16 == 0;
   }
-  auto* storage = w.storage().unsafeGetStorageImpl();
-  // Not data_ptr(), which raises for a fake tensor.
-  const auto base = reinterpret_cast<uintptr_t>(
-      storage->_mutable_data_ptr_no_checks().get());
-  return (base + w.storage_offset() * w.element_size()) % 16 == 0;
+  return reinterpret_cast<uintptr_t>(w.const_data_ptr()) % 16 == 0;
 }
 
 bool can_use_grouped_mm(const moe::MLPInputs& in) {

@@ -3,6 +3,7 @@
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/MoEUtils.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -114,9 +115,10 @@ void permute_slots(
 
 // Where the backend has an assertion that runs on the device.
 void check_ids_on_device(const Tensor& experts, int64_t num_experts) {
-  const auto device = experts.device();
-  if (device.is_cpu() || device.is_cuda() || device.is_mps() ||
-      device.is_xpu()) {
+  static const auto assertion = c10::Dispatcher::singleton().findSchemaOrThrow(
+      "aten::_assert_async", "msg");
+  const auto backend = c10::highestPriorityBackendTypeId(experts.key_set());
+  if (assertion.hasComputedKernelForDispatchKey(backend)) {
     at::_assert_async(
         experts.ge(-1).logical_and(experts.le(num_experts)).all(),
         "_moe_permutation: topk_indices must be in [-1, num_experts] (-1 and"

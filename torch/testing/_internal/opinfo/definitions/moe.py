@@ -1,7 +1,9 @@
 # mypy: ignore-errors
 
 import dataclasses
+import unittest
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
@@ -16,7 +18,12 @@ from torch.testing._internal.moe_reference import (
     moe_permutation_reference,
     moe_topk_reference,
 )
-from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
+from torch.testing._internal.opinfo.core import (
+    DecorateInfo,
+    ErrorInput,
+    OpInfo,
+    SampleInput,
+)
 from torch.utils._pytree import tree_map_only
 
 
@@ -30,34 +37,59 @@ CASES = (
     tiny("no_tokens", num_tokens=0),
 )
 
-# Case, keyword arguments, and which optional operands are there.
+# Case, keyword arguments, and which optional operands are there. Generic suites try every
+# subset of a sample's tensors, and vmap every way to batch its positional ones: so most samples
+# have few tensors (rows that are in expert order need no permutation), and the optional ones are
+# keyword arguments.
 MLP_SAMPLES = (
-    (CASES[0], {}, {}),
-    (CASES[0], {"activation": "geglu", "gate_interleaved": True}, {"bias": True}),
-    (CASES[1], {"activation": "swiglu_oai", "alpha": 1.5, "limit": 2.0}, {}),
-    (CASES[2], {"activation": "silu"}, {"weighted": False}),
-    (CASES[3], {}, {"bias": True}),
-    # Hidden units, rows and tokens that two ranks can share.
-    (tiny("even", num_tokens=6, hidden=4), {"activation": "relu"}, {"bias": True}),
+    (CASES[0], {}, {"permuted": True, "weighted": True}),
+    (CASES[1], {"activation": "silu"}, {"permuted": True}),
+    (CASES[2], {"activation": "geglu", "limit": 1.0}, {"permuted": True}),
+    (CASES[3], {}, {}),
+    (CASES[0], {}, {"weighted": True, "separate_up": True}),
+    (CASES[0], {"activation": "geglu_tanh", "gate_interleaved": True}, {"bias": True}),
+    # Hidden units that two ranks can share.
+    (tiny("even", hidden=4), {"activation": "relu"}, {"bias": True}),
     (
-        tiny("even_gated", num_tokens=6, hidden=4),
-        {"activation": "swiglu_oai", "gate_interleaved": True},
-        {"bias": True},
+        tiny("even_gated", hidden=4),
+        {"activation": "swiglu_oai", "gate_interleaved": True, "alpha": 1.5, "limit": 2.0},
+        {},
     ),
 )
 
 
-def operands_of_sample(case, dtype, device, requires_grad, activation, options):
+def operands_of_sample(
+    case,
+    dtype,
+    device,
+    requires_grad,
+    activation="swiglu",
+    *,
+    permuted=False,
+    weighted=False,
+    separate_up=False,
+    bias=False,
+):
     """Router weights are float32 where the expert dtype is lower, as F.moe_topk makes them."""
-    weights_dtype = torch.promote_types(dtype, torch.float32)
-    return case.operands(
+    if not permuted:
+        case = dataclasses.replace(case, top_k=1, num_rows=None, row_alignment=1)
+    ops = case.operands(
         dtype,
         device,
         activation=activation,
-        weights_dtype=weights_dtype if options.get("weighted", True) else None,
-        bias=options.get("bias", False),
+        weights_dtype=torch.promote_types(dtype, torch.float32) if weighted else None,
+        bias=bias,
         requires_grad=requires_grad,
     )
+    if not permuted:
+        ops = dataclasses.replace(ops, row_slots=None, slot_rows=None)
+    return ops.split_gate() if separate_up else ops
+
+
+def optional_operands(ops, *names):
+    """Those that are there, by name."""
+    values = {name: getattr(ops, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def numpy_reference(reference):
@@ -100,19 +132,24 @@ def error_inputs_moe_permutation(op_info, device, **kwargs):
     yield error("row_alignment must be in .*, got 0", indices, 3, row_alignment=0)
 
 
+OPTIONAL_OPERANDS = ("topk_weights", "row_slots", "slot_rows", "b_in", "b_out", "w_up")
+
+
 def sample_inputs_moe_mlp(op_info, device, dtype, requires_grad, **kwargs):
     for case, op_kwargs, options in MLP_SAMPLES:
-        activation = op_kwargs.get("activation", "swiglu")
         ops = operands_of_sample(
-            case, dtype, device, requires_grad, activation, options
+            case,
+            dtype,
+            device,
+            requires_grad,
+            op_kwargs.get("activation", "swiglu"),
+            **options,
         )
-        args = ops.args()
-        yield SampleInput(args[0], args=args[1:], kwargs=dict(op_kwargs))
-    # Rows that are expert-major already: no permutation.
-    ops = operands_of_sample(
-        tiny("rows", top_k=1), dtype, device, requires_grad, "swiglu", {}
-    )
-    yield SampleInput(ops.input, args=(ops.w_in, ops.w_out, ops.offs, ops.topk_weights))
+        yield SampleInput(
+            ops.input,
+            args=(ops.w_in, ops.w_out, ops.offs),
+            kwargs={**optional_operands(ops, *OPTIONAL_OPERANDS), **op_kwargs},
+        )
 
 
 def error_inputs_moe_mlp(op_info, device, **kwargs):
@@ -156,14 +193,29 @@ def reference_moe_mlp(*args, **kwargs):
 
 def sample_inputs_moe_mlp_backward(op_info, device, dtype, requires_grad, **kwargs):
     masks = ([True] * 7, [False] * 7, [True, False, True, False, True, False, True])
-    for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES):
-        activation = op_kwargs.get("activation", "swiglu")
-        ops = operands_of_sample(case, dtype, device, False, activation, options)
+    # It has two more tensors, which is four times as many subsets.
+    for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES[2:]):
+        options = {**options, "weighted": False, "bias": False}
+        ops = operands_of_sample(
+            case,
+            dtype,
+            device,
+            False,
+            op_kwargs.get("activation", "swiglu"),
+            **options,
+        )
         _, preact = moe_mlp_reference(*ops.args(), **op_kwargs)
+        operands = dict.fromkeys(OPTIONAL_OPERANDS)
+        operands.update(optional_operands(ops, *OPTIONAL_OPERANDS))
         yield SampleInput(
             ops.grad_out,
-            args=(*ops.args(), preact.to(dtype), masks[i % len(masks)]),
-            kwargs=dict(op_kwargs),
+            args=(ops.input, ops.w_in, ops.w_out, ops.offs),
+            kwargs={
+                **operands,
+                "preact": preact.to(dtype),
+                "output_mask": masks[i % len(masks)],
+                **op_kwargs,
+            },
         )
 
 
@@ -191,13 +243,15 @@ def error_inputs_moe_mlp_backward(op_info, device, **kwargs):
     )
 
 
-def reference_moe_mlp_backward(grad_out, *args, **kwargs):
-    *args, _, mask = args
-    grads = moe_mlp_backward_reference(grad_out, *args, **kwargs)
+def reference_moe_mlp_backward(
+    grad_out, *args, preact=None, output_mask=(True,) * 7, **kwargs
+):
+    operands = (*args, *(kwargs.pop(name) for name in OPTIONAL_OPERANDS))
+    grads = moe_mlp_backward_reference(grad_out, *operands, **kwargs)
     empty = grad_out.new_empty(0)
     return tuple(
         grad if on and grad is not None else empty
-        for on, grad in zip(mask, grads, strict=True)
+        for on, grad in zip(output_mask, grads, strict=True)
     )
 
 
@@ -206,7 +260,10 @@ def sample_inputs_moe_topk(op_info, device, dtype, requires_grad, **kwargs):
 
     def sample(shape, k, **kwargs):
         logits = make(shape, requires_grad=requires_grad)
-        return SampleInput(logits, args=(k,), kwargs=kwargs)
+        # The first result, the indices, has no gradient.
+        return SampleInput(
+            logits, args=(k,), kwargs=kwargs, output_process_fn_grad=itemgetter(1)
+        )
 
     groups = {"num_groups": 4, "top_groups": 2}
     yield sample((5, 8), 2)
@@ -257,7 +314,12 @@ def sample_inputs_moe_topk_op(op_info, device, dtype, requires_grad, **kwargs):
     # Tokens that two ranks can share.
     make = partial(make_tensor, device=device, dtype=dtype, low=-4, high=4)
     logits = make((6, 8), requires_grad=requires_grad)
-    yield SampleInput(logits, args=(3,), kwargs={"bias": make((8,))})
+    yield SampleInput(
+        logits,
+        args=(3,),
+        kwargs={"bias": make((8,))},
+        output_process_fn_grad=itemgetter(1),
+    )
 
 
 def error_inputs_moe_topk_op(op_info, device, **kwargs):
@@ -326,22 +388,68 @@ def reference_moe_topk_backward(grad_weights, logits, topk_indices, **kwargs):
 
 
 def sample_inputs_functional_moe_mlp(op_info, device, dtype, requires_grad, **kwargs):
-    for case, op_kwargs, options in MLP_SAMPLES:
-        activation = op_kwargs.get("activation", "swiglu")
+    for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES):
         ops = operands_of_sample(
-            case, dtype, device, requires_grad, activation, options
+            dataclasses.replace(case, num_rows=None, row_alignment=1),
+            dtype,
+            device,
+            requires_grad,
+            op_kwargs.get("activation", "swiglu"),
+            **{**options, "permuted": True},
         )
+        args = (ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
+        names = ("topk_weights", "w_in", "w_out") if i else ()
         yield SampleInput(
             ops.input,
-            args=(ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out),
+            args=args[: 4 - len(names)],
             kwargs={
-                "b_in": ops.b_in,
-                "b_out": ops.b_out,
-                "num_rows": case.num_rows,
-                "row_alignment": case.row_alignment,
+                **{name: getattr(ops, name) for name in names},
+                **optional_operands(ops, "b_in", "b_out", "w_up"),
                 **op_kwargs,
             },
         )
+
+
+def sample_inputs_grouped_mlp(op_info, device, dtype, requires_grad, **kwargs):
+    for case, op_kwargs, options in MLP_SAMPLES:
+        ops = operands_of_sample(
+            case,
+            dtype,
+            device,
+            requires_grad,
+            op_kwargs.get("activation", "swiglu"),
+            **{**options, "permuted": False, "weighted": False},
+        )
+        yield SampleInput(
+            ops.input,
+            args=(ops.w_in, ops.w_out),
+            kwargs={
+                **optional_operands(ops, "offs", "b_in", "b_out", "w_up"),
+                **op_kwargs,
+            },
+        )
+
+
+def error_inputs_grouped_mlp(op_info, device, **kwargs):
+    ops = operands_of_sample(CASES[0], torch.float32, device, False)
+
+    def error(text, *, error_type=ValueError, **changes):
+        w_in, w_out, offs = (
+            changes.pop(name, getattr(ops, name)) for name in ("w_in", "w_out", "offs")
+        )
+        sample = SampleInput(ops.input, args=(w_in, w_out), kwargs={"offs": offs, **changes})
+        return ErrorInput(
+            sample, error_type=error_type, error_regex=f"_moe_mlp: {text}"
+        )
+
+    yield error("offs must have dtype int32", offs=ops.offs.long(), error_type=TypeError)
+    yield error(r"offs must have shape \(E\) = \(3\), got \(2\)", offs=ops.offs[:2])
+    yield error(r"w_out must have shape", w_out=ops.w_out[:2])
+    yield error("w_in must have shape .*, the gate next to w_up", w_up=ops.w_in[:, :3])
+
+
+def reference_grouped_mlp(input, w_in, w_out, *, offs, **kwargs):
+    return moe_mlp_reference(input, w_in, w_out, offs, **kwargs)[0]
 
 
 def error_inputs_functional_moe_mlp(op_info, device, **kwargs):
@@ -374,21 +482,9 @@ def error_inputs_functional_moe_mlp(op_info, device, **kwargs):
 
 
 def reference_functional_moe_mlp(
-    input,
-    topk_indices,
-    topk_weights,
-    w_in,
-    w_out,
-    *,
-    b_in=None,
-    b_out=None,
-    num_rows=None,
-    row_alignment=1,
-    **kwargs,
+    input, topk_indices, topk_weights, w_in, w_out, **kwargs
 ):
-    plan = moe_permutation_reference(
-        topk_indices, w_in.shape[0], num_rows=num_rows, row_alignment=row_alignment
-    )
+    plan = moe_permutation_reference(topk_indices, w_in.shape[0])
     output, _ = moe_mlp_reference(
         input,
         w_in,
@@ -397,12 +493,25 @@ def reference_functional_moe_mlp(
         topk_weights,
         plan.row_slots,
         plan.slot_rows,
-        b_in,
-        b_out,
         **kwargs,
     )
     return output
 
+
+# What the functorch suites ask of every op: a batching rule (there is none: rows of different
+# samples are in different permutations, so vmap loops), and forward over reverse mode.
+NO_BATCHING_RULE = (
+    DecorateInfo(
+        unittest.expectedFailure, "TestVmapOperatorsOpInfo", "test_op_has_batch_rule"
+    ),
+    DecorateInfo(
+        unittest.expectedFailure, "TestOperators", "test_vmapvjp_has_batch_rule"
+    ),
+)
+NO_FORWARD_OVER_REVERSE = (
+    DecorateInfo(unittest.expectedFailure, "TestOperators", "test_jvpvjp"),
+    DecorateInfo(unittest.expectedFailure, "TestOperators", "test_vmapjvpvjp"),
+)
 
 moe_dtypes = floating_types_and(torch.float16, torch.bfloat16)
 
@@ -416,6 +525,7 @@ op_db: list[OpInfo] = [
         error_inputs_func=error_inputs_moe_permutation,
         supports_autograd=False,
         supports_out=False,
+        skips=NO_BATCHING_RULE[:1],
     ),
     OpInfo(
         "_moe_mlp",
@@ -427,6 +537,7 @@ op_db: list[OpInfo] = [
         supports_out=False,
         # _moe_mlp_backward has no derivative.
         supports_gradgrad=False,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
     ),
     OpInfo(
         "_moe_mlp_backward",
@@ -437,6 +548,7 @@ op_db: list[OpInfo] = [
         error_inputs_func=error_inputs_moe_mlp_backward,
         supports_autograd=False,
         supports_out=False,
+        skips=NO_BATCHING_RULE[:1],
     ),
     OpInfo(
         "_moe_topk",
@@ -448,6 +560,7 @@ op_db: list[OpInfo] = [
         supports_out=False,
         # _moe_topk_backward has no derivative.
         supports_gradgrad=False,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
     ),
     OpInfo(
         "_moe_topk_backward",
@@ -458,6 +571,7 @@ op_db: list[OpInfo] = [
         error_inputs_func=error_inputs_moe_topk_backward,
         supports_autograd=False,
         supports_out=False,
+        skips=NO_BATCHING_RULE[:1],
     ),
     OpInfo(
         "nn.functional.moe_topk",
@@ -471,6 +585,7 @@ op_db: list[OpInfo] = [
         supports_gradgrad=False,
         # TorchScript has no keyword-only arguments with defaults.
         supports_scripting=False,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
     ),
     OpInfo(
         "nn.functional.moe_mlp",
@@ -482,7 +597,22 @@ op_db: list[OpInfo] = [
         supports_out=False,
         # _moe_mlp_backward has no derivative.
         supports_gradgrad=False,
-        # TorchScript has no generator expressions.
+        # TorchScript has no keyword-only arguments with defaults.
         supports_scripting=False,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+    ),
+    OpInfo(
+        "nn.functional.grouped_mlp",
+        op=F.grouped_mlp,
+        ref=numpy_reference(reference_grouped_mlp),
+        dtypes=moe_dtypes,
+        sample_inputs_func=sample_inputs_grouped_mlp,
+        error_inputs_func=error_inputs_grouped_mlp,
+        supports_out=False,
+        # _moe_mlp_backward has no derivative.
+        supports_gradgrad=False,
+        # TorchScript has no keyword-only arguments with defaults.
+        supports_scripting=False,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
     ),
 ]
