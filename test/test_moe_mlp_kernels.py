@@ -1,13 +1,12 @@
 # Owner(s): ["module: nn"]
-"""The CPU kernels of _moe_mlp: blocked and portable, and what a token's result may depend on.
+"""The CPU kernel of _moe_mlp: what a token's result may depend on, and what its memory does.
 
-test_moe_mlp.py compares the kernel that a plain call gets with float64; here the portable kernel is
-forced where the blocked kernel would be taken, and determinism level 2 is checked for both. The
-blocked kernel multiplies bfloat16 on AMX tiles where there are some, and is kept from it here.
+test_moe_mlp.py compares with float64 over the shapes of moe_generators.py; here are those where
+the kernel cuts rows, columns and depth, and the builds for other CPU capabilities.
 """
 
-import contextlib
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -38,27 +37,16 @@ _moe_mlp = torch.ops.aten._moe_mlp.default
 _moe_mlp_backward = torch.ops.aten._moe_mlp_backward.default
 
 all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
-all_dtypes = parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-# float64 is always the portable kernel.
-level_2_dtypes = parametrize(
+all_dtypes = parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 )
-# The blocked kernel heeds PyTorch's switch for special CPU kernels.
-both_kernels = parametrize("portable", [False, True])
 
 
-def kernel(portable):
-    if portable:
-        return torch.backends.mkldnn.flags(enabled=False)
-    return contextlib.nullcontext()
-
-
-def run_op(args, grad_out, portable=False):
-    """Output, preact and the gradients that belong to tokens, then those of the weights."""
-    with kernel(portable):
-        output, preact = _moe_mlp(*args)
-        args = tuple(args) + (None,) * (10 - len(args))
-        grads = _moe_mlp_backward(grad_out, *args, preact, [True] * 7)
+def run_op(args, grad_out):
+    """Output, preact and the gradients in the order of output_mask."""
+    output, preact = _moe_mlp(*args)
+    args = tuple(args) + (None,) * (10 - len(args))
+    grads = _moe_mlp_backward(grad_out, *args, preact, [True] * 7)
     return output, preact, grads
 
 
@@ -92,13 +80,13 @@ def large_args(shape, dtype, transposed):
     return args, grad_out
 
 
-def allocated_bytes(dtype, portable=False):
-    """What _moe_mlp allocates, which tells the kernels apart: their results may be the same bits."""
-    args, _ = large_args((90, 300, 24), dtype, False)
-    with kernel(portable), profile(profile_memory=True) as profiler:
-        _moe_mlp(*args)
+def peak_bytes(function):
+    """The most bytes that are allocated at once while function runs."""
+    with profile(profile_memory=True) as profiler:
+        function()
     events = profiler.profiler.kineto_results.events()
-    return sum(max(0, e.nbytes()) for e in events if e.name() == "[memory]")
+    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate((size for _, size in memory), initial=0))
 
 
 # What chooses kernels from outside.
@@ -122,51 +110,31 @@ def run_python(*args, **switches):
 class TestMoeMlpKernels(TestCase):
     @all_cases
     @all_dtypes
-    def test_portable_reference(self, case, dtype):
+    def test_thread_count(self, case, dtype):
         args = case.operands(dtype, "cpu", bias=True).args()
         grad_out = torch.randn(args[0].shape).to(dtype)
-        output, preact, grads = run_op(args, grad_out, portable=True)
-        expected, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
-        check_close(output, expected[0], unfused[0], dtype, "output")
-        check_close(preact, expected[1], unfused[1], dtype, "preact")
-        expected = moe_mlp_backward_reference(grad_out, *args)
-        unfused = moe_mlp_backward_unfused(grad_out, *args)
-        for name, grad, want, yardstick in zip(
-            expected._fields, grads, expected, unfused
-        ):
-            if want is not None:
-                check_close(grad, want, yardstick, dtype, name)
-
-    @all_cases
-    @level_2_dtypes
-    @both_kernels
-    def test_thread_count(self, case, dtype, portable):
-        args = case.operands(dtype, "cpu", bias=True).args()
-        grad_out = torch.randn(args[0].shape).to(dtype)
-        many = run_op(args, grad_out, portable)
+        many = run_op(args, grad_out)
         with num_threads(3 if torch.get_num_threads() == 1 else 1):
-            other = run_op(args, grad_out, portable)
+            other = run_op(args, grad_out)
         self.assertEqual(many, other, rtol=0, atol=0)
 
-    @level_2_dtypes
-    @both_kernels
+    @all_dtypes
     @parametrize("shape", [(200, 70, 45), (1300, 72, 40), (600, 24, 1300)])
     @parametrize("transposed", [False, True])
-    def test_thread_count_large(self, dtype, portable, shape, transposed):
+    def test_thread_count_large(self, dtype, shape, transposed):
         """Where the number of threads decides how rows are cut and how much is packed at once."""
         args, grad_out = large_args(shape, dtype, transposed)
         with num_threads(1):
-            one = run_op(args, grad_out, portable)
-        for count in (2, 3, 8):
+            one = run_op(args, grad_out)
+        for count in (2, 3, 64):
             with num_threads(count):
-                other = run_op(args, grad_out, portable)
+                other = run_op(args, grad_out)
             self.assertEqual(other, one, rtol=0, atol=0)
 
     @all_cases
-    @level_2_dtypes
-    @both_kernels
+    @all_dtypes
     @parametrize("exact_weights", [False, True])
-    def test_batch_composition(self, case, dtype, portable, exact_weights):
+    def test_batch_composition(self, case, dtype, exact_weights):
         """y, dX and d(topk_weights) of a token are the same bits in every batch it is part of."""
         ops = case.operands(dtype, "cpu", bias=True)
         if not exact_weights:
@@ -185,7 +153,7 @@ class TestMoeMlpKernels(TestCase):
             args = (ops.input[tokens], ops.w_in, ops.w_out, plan.offs)
             args += (ops.topk_weights[tokens], plan.row_slots, plan.slot_rows)
             args += (ops.b_in, ops.b_out)
-            output, _, grads = run_op(args, ops.grad_out[tokens], portable)
+            output, _, grads = run_op(args, ops.grad_out[tokens])
             return output, grads[0], grads[3]
 
         every = torch.arange(case.num_tokens)
@@ -194,19 +162,18 @@ class TestMoeMlpKernels(TestCase):
             expected = [x[tokens] for x in whole]
             self.assertEqual(list(run(tokens)), expected, rtol=0, atol=0)
 
-    @all_dtypes
-    @both_kernels
+    @parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @parametrize(
         "shape",
         [(1300, 72, 40), (1300, 600, 40), (90, 2300, 24), (200, 70, 45)]
         + [(1300, 24, 1300), (40, 8, 8300)],
     )
     @parametrize("transposed", [False, True])
-    def test_large_reference(self, dtype, portable, shape, transposed):
+    def test_large_reference(self, dtype, shape, transposed):
         """More rows than one step of a weight gradient, depth that is cut, and activations that
         are too many to pack at once."""
         args, grad_out = large_args(shape, dtype, transposed)
-        output, preact, grads = run_op(args, grad_out, portable)
+        output, preact, grads = run_op(args, grad_out)
         expected, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
         check_close(output, expected[0], unfused[0], dtype, "output")
         check_close(preact, expected[1], unfused[1], dtype, "preact")
@@ -218,11 +185,10 @@ class TestMoeMlpKernels(TestCase):
             if want is not None:
                 check_close(grad, want, yardstick, dtype, name)
 
-    @level_2_dtypes
-    @both_kernels
+    @all_dtypes
     @parametrize("shape", [(200, 70, 45), (70, 2100, 24), (700, 40, 24)])
     @parametrize("transposed", [False, True])
-    def test_other_tokens(self, dtype, portable, shape, transposed):
+    def test_other_tokens(self, dtype, shape, transposed):
         """The same over more than one tile of rows, depth that is cut, and both storage orders."""
         operands, grad_out = large_operands(shape, dtype, transposed)
         x, w_in, w_out, weights, indices = operands
@@ -231,7 +197,7 @@ class TestMoeMlpKernels(TestCase):
             plan = moe_permutation_reference(indices[:count], 3)
             args = (x[:count], w_in, w_out, plan.offs, weights[:count])
             args += (plan.row_slots, plan.slot_rows)
-            output, _, grads = run_op(args, grad_out[:count], portable)
+            output, _, grads = run_op(args, grad_out[:count])
             return output, grads[0], grads[3]
 
         every = run_first(len(x))
@@ -239,72 +205,93 @@ class TestMoeMlpKernels(TestCase):
             expected = [result[:count] for result in every]
             self.assertEqual(list(run_first(count)), expected, rtol=0, atol=0)
 
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    @parametrize("transposed", ["neither", "gate", "up", "both"])
+    def test_separate_up(self, dtype, transposed):
+        """Gate and up apart, in storage orders of their own: the bits of one tensor."""
+        (x, w_in, w_out, weights, indices), grad_out = large_operands(
+            (150, 70, 45), dtype, False
+        )
+        plan = moe_permutation_reference(indices, 3)
+        routing = (plan.offs, weights, plan.row_slots, plan.slot_rows, None, None)
+        output, preact, grads = run_op((x, w_in, w_out, *routing), grad_out)
+        gate, up = (
+            half.mT.contiguous().mT if transposed in (name, "both") else half
+            for name, half in zip(("gate", "up"), w_in.chunk(2, dim=1))
+        )
+        others = run_op((x, gate, w_out, *routing, up), grad_out)
+        self.assertEqual(others[:2], (output, preact), rtol=0, atol=0)
+        grad_gate, grad_up = others[2][1], others[2][6]
+        self.assertEqual(torch.cat([grad_gate, grad_up], 1), grads[1], rtol=0, atol=0)
+        for i in (0, 2, 3):
+            self.assertEqual(others[2][i], grads[i], rtol=0, atol=0)
+
+    def test_bias_gradients_of_many_rows(self):
+        """Sums over 200,000 rows, as exact as those of torch.sum."""
+        tokens, dim = 200_000, 16
+        generator = torch.Generator().manual_seed(0)
+        grad_out = torch.rand(tokens, dim, generator=generator)
+        offs = torch.tensor([tokens], dtype=torch.int32)
+        w = torch.eye(dim)[None]
+        args = (torch.zeros(tokens, dim), w, w, offs, None, None, None)
+        args += (torch.ones(1, dim), torch.zeros(1, dim), None)
+        kwargs = {"activation": "relu"}
+        _, preact = _moe_mlp(*args, **kwargs)
+        mask = [False, False, False, False, True, True, False]
+        grads = _moe_mlp_backward(grad_out, *args, preact, mask, **kwargs)
+        expected = grad_out.double().sum(0)
+        eps = 4 * torch.finfo(torch.float32).eps
+        for grad in (grads[4], grads[5]):
+            self.assertEqual(grad[0].double(), expected, rtol=eps, atol=0)
+        self.assertEqual(grads[5][0], grad_out.sum(0), rtol=eps, atol=0)
+
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_memory_over_threads(self, dtype):
+        """Scratch follows the work, not the number of threads."""
+        args, grad_out = large_args((1024, 512, 64), dtype, False)
+        preact = _moe_mlp(*args)[1]
+
+        def backward():
+            mask = [True, True, True, True, False, False, False]
+            _moe_mlp_backward(grad_out, *args, None, None, None, preact, mask)
+
+        for function in (lambda: _moe_mlp(*args), backward):
+            with num_threads(1):
+                one = peak_bytes(function)
+            for count in (16, 64, 128):
+                with num_threads(count):
+                    self.assertLessEqual(peak_bytes(function), max(1.5 * one, 1 << 22))
+
     def check_in_subprocess(self, tests, **switches):
         # Not run_tests(): where the environment says CI it wants xmlrunner, which pytest does not.
         run = run_python("-m", "pytest", "-q", __file__, "-k", tests, **switches)
         self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
         self.assertRegex(run.stdout, r"\d\d passed")
 
-    @parametrize("isa", ["AVX512_CORE_BF16", "AVX512_CORE"])
-    def test_less_than_amx(self, isa):
-        """What a CPU without AMX runs, and one without AVX512-BF16: the limit makes such."""
-        self.check_in_subprocess(
-            "bfloat16 and portable_False and (large_reference or other_tokens or "
-            "thread_count or batch_composition)",
-            ONEDNN_MAX_CPU_ISA=isa,
-        )
-
     @unittest.skipIf(
-        torch.backends.cpu.get_cpu_capability() != "AVX512",
-        "the portable kernel is the only one without AVX512",
+        not torch.cpu._is_amx_tile_supported(), "without AMX brgemm is not used"
     )
-    @parametrize(
-        "name,isa,kernels",
-        [
-            # Kernels of bfloat16 and float32; which one bfloat16 has without a limit
-            # depends on the CPU.
-            subtest(("ONEDNN_MAX_CPU_ISA", "other", (None, "avx512")), name="other"),
-            subtest(
-                ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", ("portable", "avx512")),
-                name="avx512",
-            ),
-            subtest(
-                ("ONEDNN_MAX_CPU_ISA", "avx2", ("portable", "portable")), name="avx2"
-            ),
-            subtest(
-                ("DNNL_MAX_CPU_ISA", "AVX2", ("portable", "portable")), name="old_name"
-            ),
-        ],
-    )
-    def test_choice_of_kernel(self, name, isa, kernels):
-        """Both switches choose the kernel."""
-        dtypes = (torch.bfloat16, torch.float32)
-        code = (
-            "import torch, test_moe_mlp_kernels as t; "
-            "print(*map(t.allocated_bytes, (torch.bfloat16, torch.float32)))"
+    def test_without_brgemm(self):
+        self.check_in_subprocess(
+            "bfloat16 and (large_reference or other_tokens or thread_count)",
+            ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16",
         )
-        run = run_python("-c", code, **{name: isa})
-        self.assertEqual(run.returncode, 0, run.stderr)
-        found = [int(word) for word in run.stdout.split()[-2:]]
-        for dtype, got, expected in zip(dtypes, found, kernels):
-            if expected is not None:
-                portable = allocated_bytes(dtype, portable=True)
-                self.assertEqual(got == portable, expected == "portable", f"{dtype}")
 
     @parametrize("capability", ["avx2", "default"])
-    def test_portable_builds(self, capability):
-        """The portable kernel as compiled for CPUs without AVX512."""
+    def test_other_builds(self, capability):
+        """The kernel as compiled for CPUs that have less."""
         switches = {"ATEN_CPU_CAPABILITY": capability}
         code = (
-            "import torch, test_moe_mlp_kernels as t; t.allocated_bytes(torch.float32)"
+            "import torch, test_moe_mlp_kernels as t; "
+            "t.run_op(*t.large_args((9, 8, 8), torch.float32, False))"
         )
         run = run_python("-c", code, **switches)
         if "DispatchStub: missing" in run.stderr:
             self.skipTest(f"this torch has no kernels for {capability}: a host build")
         self.assertEqual(run.returncode, 0, run.stderr)
         self.check_in_subprocess(
-            "portable_False and (large_reference and (shape2 or shape3) or "
-            "bfloat16 and (thread_count or batch_composition))",
+            "large_reference and (shape2 or shape3) or "
+            "bfloat16 and (thread_count or batch_composition)",
             **switches,
         )
 

@@ -11,8 +11,7 @@ __all__ = ["MoeBackend", "moe_kernel"]
 class MoeBackend(enum.Enum):
     """A kernel of :func:`torch.nn.functional.moe_mlp` for tensors on an accelerator.
 
-    On CPU no backend selects or excludes a kernel;
-    ``torch.backends.mkldnn.flags(enabled=False)`` asks for the portable one.
+    On CPU no backend selects or excludes a kernel.
 
     Attributes:
         TRITON: fused Triton kernels; CUDA only, see

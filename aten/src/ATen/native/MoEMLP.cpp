@@ -11,7 +11,6 @@
 #else
 #include <ATen/ops/_moe_mlp_backward_native.h>
 #include <ATen/ops/_moe_mlp_native.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -21,8 +20,6 @@ namespace at::native {
 
 DEFINE_DISPATCH(moe_mlp_stub);
 DEFINE_DISPATCH(moe_mlp_backward_stub);
-DEFINE_DISPATCH(moe_mlp_avx512_stub);
-DEFINE_DISPATCH(moe_mlp_backward_avx512_stub);
 
 namespace {
 
@@ -213,29 +210,6 @@ GradTuple defined_grads(const MoEMLPGrads& grads, const Tensor& input) {
       or_empty(grads.w_up)};
 }
 
-// Gate and up in one tensor, for kernels that know no w_up.
-moe::MLPInputs fuse_gate_and_up(moe::MLPInputs in) {
-  if (in.w_up.defined()) {
-    in.w_in = at::cat({in.w_in, in.w_up}, 1);
-    in.w_up = Tensor();
-  }
-  return in;
-}
-
-// The gradients of gate and up out of the one of both.
-void split_gate_and_up(const moe::MLPInputs& in, MoEMLPGrads& grads, bool wants_gate) {
-  if (!in.w_up.defined() || !grads.w_in.defined()) {
-    return;
-  }
-  const auto fused = std::move(grads.w_in);
-  const int64_t hidden = in.w_in.size(1);
-  grads.w_in = wants_gate ? at::empty_like(in.w_in).copy_(fused.narrow(1, 0, hidden))
-                          : Tensor();
-  if (grads.wants_w_up) {
-    grads.w_up = at::empty_like(in.w_up).copy_(fused.narrow(1, hidden, hidden));
-  }
-}
-
 } // namespace
 
 std::tuple<Tensor, Tensor> moe_mlp_cpu(
@@ -279,11 +253,7 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
       {compute_preact ? num_rows : 0, call.sizes.gated_dim.expect_int()},
       input.options());
   const Tensor kept_preact = compute_preact ? preact : Tensor();
-  const auto inputs = fuse_gate_and_up(call.inputs);
-  if (!moe_mlp_avx512_stub(
-          kCPU, inputs, call.activation, output, kept_preact)) {
-    moe_mlp_stub(kCPU, inputs, call.activation, output, kept_preact);
-  }
+  moe_mlp_stub(kCPU, call.inputs, call.activation, output, kept_preact);
   return {std::move(output), std::move(preact)};
 }
 
@@ -366,14 +336,8 @@ GradTuple moe_mlp_backward_cpu(
   check_values(op, call.inputs, call.sizes.num_rows.expect_int());
 
   auto grads = allocate_grads(call.inputs, output_mask);
-  grads.wants_w_in |= grads.wants_w_up;
-  const auto inputs = fuse_gate_and_up(call.inputs);
-  if (!moe_mlp_backward_avx512_stub(
-          kCPU, inputs, call.activation, grad_out, preact, grads)) {
-    moe_mlp_backward_stub(
-        kCPU, inputs, call.activation, grad_out, preact, grads);
-  }
-  split_gate_and_up(call.inputs, grads, output_mask[1]);
+  moe_mlp_backward_stub(
+      kCPU, call.inputs, call.activation, grad_out, preact, grads);
   return defined_grads(grads, input);
 }
 

@@ -42,22 +42,4 @@ using moe_mlp_backward_fn = void (*)(
 DECLARE_DISPATCH(moe_mlp_fn, moe_mlp_stub)
 DECLARE_DISPATCH(moe_mlp_backward_fn, moe_mlp_backward_stub)
 
-// Same contracts, but may decline (false, nothing written): the call is then
-// left to the portable kernels above. See is_eligible in cpu/MoEAvx512Operands.h.
-using moe_mlp_avx512_fn = bool (*)(
-    const moe::MLPInputs& inputs,
-    const moe::ActivationSpec& activation,
-    const Tensor& output,
-    const Tensor& preact);
-
-using moe_mlp_backward_avx512_fn = bool (*)(
-    const moe::MLPInputs& inputs,
-    const moe::ActivationSpec& activation,
-    const Tensor& grad_out,
-    const Tensor& preact,
-    MoEMLPGrads& grads);
-
-DECLARE_DISPATCH(moe_mlp_avx512_fn, moe_mlp_avx512_stub)
-DECLARE_DISPATCH(moe_mlp_backward_avx512_fn, moe_mlp_backward_avx512_stub)
-
 } // namespace at::native

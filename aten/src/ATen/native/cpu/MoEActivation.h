@@ -1,19 +1,18 @@
 #pragma once
 
-// Activations of _moe_mlp and their derivatives, on vectors and on rows. The
-// activations without a gate read `gate` only.
+// Activations of _moe_mlp and their derivatives, on vectors, and where gate and up of a
+// hidden unit are in a row of pre-activations. Activations without a gate read `gate`
+// only.
 
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/native/MoEMLPUtils.h>
+#include <ATen/native/cpu/MoEPacking.h>
 #include <c10/util/MathConstants.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
-#include <limits>
 #include <tuple>
 #include <type_traits>
-#include <utility>
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -21,25 +20,37 @@ namespace moe_cpu {
 
 using moe::Activation;
 
-// Calls fn(std::integral_constant<Activation, kind>).
+// An activation as a type. clamps: gate and up are clamped at spec.limit.
+template <Activation kind_, bool clamps_>
+struct ActivationType {
+  static constexpr Activation kind = kind_;
+  static constexpr bool clamps = clamps_;
+};
+
+// Calls fn with the ActivationType of a spec.
 template <typename Fn>
-inline void dispatch_activation(Activation kind, const Fn& fn) {
-#define MOE_CASE(name)                                          \
-  case Activation::name:                                        \
-    fn(std::integral_constant<Activation, Activation::name>{}); \
-    return;
-  switch (kind) {
-    MOE_CASE(SwiGLU)
-    MOE_CASE(GeGLU)
+inline void dispatch_activation(const moe::ActivationSpec& spec, const Fn& fn) {
+  const bool clamps = std::isfinite(spec.limit);
+#define MOE_CASE(name)   \
+  case Activation::name: \
+    return fn(ActivationType<Activation::name, false>{});
+#define MOE_CASE_WITH_LIMIT(name)                                \
+  case Activation::name:                                         \
+    return clamps ? fn(ActivationType<Activation::name, true>{}) \
+                  : fn(ActivationType<Activation::name, false>{});
+  switch (spec.kind) {
+    MOE_CASE_WITH_LIMIT(SwiGLU)
+    MOE_CASE_WITH_LIMIT(GeGLU)
     MOE_CASE(GeGLUTanh)
     MOE_CASE(ReGLU)
-    MOE_CASE(SwiGLUOAI)
+    MOE_CASE_WITH_LIMIT(SwiGLUOAI)
     MOE_CASE(SiLU)
     MOE_CASE(GELU)
     MOE_CASE(ReLU)
     MOE_CASE(ReLU2)
   }
 #undef MOE_CASE
+#undef MOE_CASE_WITH_LIMIT
 }
 
 // With `fast`, for results that are rounded to 16 bits, the exponential is exact to
@@ -69,10 +80,8 @@ C10_ALWAYS_INLINE std::pair<Vec, Vec> silu_with_grad(const Vec& x) {
 template <typename Vec>
 inline std::pair<Vec, Vec> gelu_with_grad(const Vec& x) {
   using acc_t = typename Vec::value_type;
-  const Vec cdf =
-      Vec(0.5) * (Vec(1) + (x * Vec(c10::frac_sqrt_2<acc_t>)).erf());
-  const Vec pdf_of_0(static_cast<acc_t>(
-      c10::frac_sqrt_2<double> * c10::frac_1_sqrt_pi<double>));
+  const Vec cdf = Vec(0.5) * (Vec(1) + (x * Vec(c10::frac_sqrt_2<acc_t>)).erf());
+  const Vec pdf_of_0(static_cast<acc_t>(c10::frac_sqrt_2<double> * c10::frac_1_sqrt_pi<double>));
   const Vec pdf = pdf_of_0 * (x * x * Vec(-0.5)).exp();
   return {x * cdf, cdf + x * pdf};
 }
@@ -80,73 +89,24 @@ inline std::pair<Vec, Vec> gelu_with_grad(const Vec& x) {
 template <typename Vec>
 inline std::pair<Vec, Vec> gelu_tanh_with_grad(const Vec& x) {
   using acc_t = typename Vec::value_type;
-  const Vec beta(static_cast<acc_t>(
-      c10::sqrt_2<double> * c10::frac_1_sqrt_pi<double>));
+  const Vec beta(static_cast<acc_t>(c10::sqrt_2<double> * c10::frac_1_sqrt_pi<double>));
   const Vec kappa(static_cast<acc_t>(0.044715));
   const Vec x2 = x * x;
   const Vec t = (beta * x * (Vec(1) + kappa * x2)).tanh();
   const Vec inner_grad = beta * (Vec(1) + Vec(3) * kappa * x2);
   const Vec half_sum = Vec(0.5) * (Vec(1) + t);
-  return {
-      x * half_sum, half_sum + Vec(0.5) * x * (Vec(1) - t * t) * inner_grad};
+  return {x * half_sum, half_sum + Vec(0.5) * x * (Vec(1) - t * t) * inner_grad};
 }
 
 template <typename Vec>
 struct ActivationConstants {
   Vec alpha;
   Vec limit;
-  // From here on nothing has a gradient: the limit, or NaN where there is none.
-  Vec tie;
 
   explicit ActivationConstants(const moe::ActivationSpec& spec)
       : alpha(static_cast<typename Vec::value_type>(spec.alpha)),
-        limit(static_cast<typename Vec::value_type>(spec.limit)),
-        tie(static_cast<typename Vec::value_type>(
-            spec.is_limited() ? spec.limit
-                              : std::numeric_limits<double>::quiet_NaN())) {}
+        limit(static_cast<typename Vec::value_type>(spec.limit)) {}
 };
-
-template <typename Vec>
-C10_ALWAYS_INLINE std::pair<Vec, Vec> clamp_gate(
-    const Vec& gate,
-    const Vec& up,
-    const Vec& limit) {
-  return {
-      vec::minimum(gate, limit),
-      vec::minimum(vec::maximum(up, limit.neg()), limit)};
-}
-
-template <Activation kind, bool fast = false, typename Vec>
-C10_ALWAYS_INLINE Vec activate(
-    const Vec& raw_gate,
-    const Vec& raw_up,
-    const ActivationConstants<Vec>& constants) {
-  Vec gate = raw_gate, up = raw_up;
-  if constexpr (moe::activation_name(kind).has_limit) {
-    std::tie(gate, up) = clamp_gate(raw_gate, raw_up, constants.limit);
-  }
-  if constexpr (kind == Activation::SwiGLU) {
-    return gate * sigmoid<fast>(gate) * up;
-  } else if constexpr (kind == Activation::GeGLU) {
-    return gelu_with_grad(gate).first * up;
-  } else if constexpr (kind == Activation::GeGLUTanh) {
-    return gelu_tanh_with_grad(gate).first * up;
-  } else if constexpr (kind == Activation::ReGLU) {
-    return relu(gate) * up;
-  } else if constexpr (kind == Activation::SwiGLUOAI) {
-    return gate * sigmoid<fast>(constants.alpha * gate) * (up + Vec(1));
-  } else if constexpr (kind == Activation::SiLU) {
-    return gate * sigmoid<fast>(gate);
-  } else if constexpr (kind == Activation::GELU) {
-    return gelu_with_grad(gate).first;
-  } else if constexpr (kind == Activation::ReLU) {
-    return relu(gate);
-  } else {
-    static_assert(kind == Activation::ReLU2);
-    const Vec positive = relu(gate);
-    return positive * positive;
-  }
-}
 
 // An activation's output and, from the gradient of it, those of gate and up.
 template <typename Vec>
@@ -154,17 +114,14 @@ struct ActivationGrads {
   Vec act, gate, up;
 };
 
+// Without the clamp.
 template <Activation kind, bool fast, typename Vec>
-C10_ALWAYS_INLINE ActivationGrads<Vec> clamped_with_grads(
-    const Vec& gate,
-    const Vec& up,
-    const Vec& grad,
-    const ActivationConstants<Vec>& constants) {
+C10_ALWAYS_INLINE ActivationGrads<Vec> unclamped_grads(
+    const Vec& gate, const Vec& up, const Vec& grad, const ActivationConstants<Vec>& constants) {
   const Vec zero(0);
   // From the function of the gate and its derivative.
   const auto gated = [&](const std::pair<Vec, Vec>& f) {
-    return ActivationGrads<Vec>{
-        f.first * up, grad * up * f.second, grad * f.first};
+    return ActivationGrads<Vec>{f.first * up, grad * up * f.second, grad * f.first};
   };
   const auto plain = [&](const std::pair<Vec, Vec>& f) {
     return ActivationGrads<Vec>{f.first, grad * f.second, zero};
@@ -177,17 +134,13 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> clamped_with_grads(
     return gated(gelu_tanh_with_grad(gate));
   } else if constexpr (kind == Activation::ReGLU) {
     const Vec positive = relu(gate);
-    return {
-        positive * up,
-        Vec::blendv(grad * up, zero, gate <= zero),
-        grad * positive};
+    return {positive * up, Vec::blendv(grad * up, zero, gate <= zero), grad * positive};
   } else if constexpr (kind == Activation::SwiGLUOAI) {
     const Vec s = sigmoid<fast>(constants.alpha * gate);
     // Not alpha * gate first, which overflows where s is 0.
-    const Vec g_s = gate * s;
-    const Vec g_grad = s + constants.alpha * g_s * (Vec(1) - s);
-    return {
-        g_s * (up + Vec(1)), grad * (up + Vec(1)) * g_grad, grad * g_s};
+    const Vec gate_s = gate * s;
+    const Vec gate_grad = s + constants.alpha * gate_s * (Vec(1) - s);
+    return {gate_s * (up + Vec(1)), grad * (up + Vec(1)) * gate_grad, grad * gate_s};
   } else if constexpr (kind == Activation::SiLU) {
     return plain(silu_with_grad<fast>(gate));
   } else if constexpr (kind == Activation::GELU) {
@@ -197,121 +150,105 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> clamped_with_grads(
   } else {
     static_assert(kind == Activation::ReLU2);
     const Vec positive = relu(gate);
-    return {
-        positive * positive,
-        Vec::blendv(grad * (Vec(2) * positive), zero, gate <= zero),
-        zero};
+    return {positive * positive, Vec::blendv(grad * (Vec(2) * positive), zero, gate <= zero), zero};
   }
 }
 
-// Like the backward of torch.clamp, a value exactly at the limit passes no gradient. An
-// infinite one passes it where there is no limit.
-template <Activation kind, bool fast = false, typename Vec>
+// Like torch.clamp, a value at the limit passes no gradient, nor does NaN.
+template <typename Act, bool fast, typename Vec>
 C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
-    const Vec& gate,
-    const Vec& up,
-    const Vec& grad,
-    const ActivationConstants<Vec>& constants) {
-  if constexpr (!moe::activation_name(kind).has_limit) {
-    return clamped_with_grads<kind, fast>(gate, up, grad, constants);
+    const Vec& gate, const Vec& up, const Vec& grad, const ActivationConstants<Vec>& constants) {
+  if constexpr (!Act::clamps) {
+    return unclamped_grads<Act::kind, fast>(gate, up, grad, constants);
   } else {
-    const auto [g, u] = clamp_gate(gate, up, constants.limit);
-    const auto grads = clamped_with_grads<kind, fast>(g, u, grad, constants);
+    const Vec& limit = constants.limit;
+    const auto grads = unclamped_grads<Act::kind, fast>(
+        vec::minimum(gate, limit), vec::minimum(vec::maximum(up, limit.neg()), limit), grad,
+        constants);
     const Vec zero(0);
     return {
-        grads.act,
-        Vec::blendv(grads.gate, zero, gate >= constants.tie),
-        Vec::blendv(grads.up, zero, up.abs() >= constants.tie)};
+        grads.act, Vec::blendv(zero, grads.gate, gate < limit),
+        Vec::blendv(zero, grads.up, up.abs() < limit)};
   }
 }
 
-// One pre-activation row (G*F) as gate (F) and up (F). Without a gate, `up` is
-// not written.
-template <typename acc_t>
-inline void split_gate(
-    const acc_t* row,
-    int64_t hidden,
-    const moe::ActivationSpec& spec,
-    acc_t* gate,
-    acc_t* up) {
-  if (!spec.interleaved) {
-    std::copy_n(row, hidden, gate);
-    if (spec.is_gated) {
-      std::copy_n(row + hidden, hidden, up);
+template <typename Act, bool fast, typename Vec>
+C10_ALWAYS_INLINE Vec
+activate(const Vec& gate, const Vec& up, const ActivationConstants<Vec>& constants) {
+  // Compilers drop the gradients, which nobody reads.
+  return activate_with_grads<Act, fast>(gate, up, Vec(0), constants).act;
+}
+
+// Two vectors of hidden units.
+template <typename Vec>
+struct GateUp {
+  std::pair<Vec, Vec> gate, up;
+};
+
+template <typename Act, bool fast, typename Vec>
+C10_ALWAYS_INLINE std::pair<Vec, Vec>
+activate_pair(const GateUp<Vec>& h, const ActivationConstants<Vec>& constants) {
+  return {
+      activate<Act, fast>(h.gate.first, h.up.first, constants),
+      activate<Act, fast>(h.gate.second, h.up.second, constants)};
+}
+
+// Where gate and up of hidden unit f are in a row of H or dH.
+struct HiddenLayout {
+  int64_t hidden;  // F
+  bool gated;
+  bool interleaved;
+
+  int64_t cols() const {
+    return gated ? 2 * hidden : hidden;
+  }
+  // 2 if the gates of all units come before the ups.
+  int64_t halves() const {
+    return gated && !interleaved ? 2 : 1;
+  }
+
+  // Of units [f, f + n) of a row whose ups, if apart, begin at `up_offset`; zeros after n.
+  template <typename scalar_t>
+  C10_ALWAYS_INLINE GateUp<VecOf<scalar_t>>
+  load(const scalar_t* row, int64_t up_offset, int64_t f, int64_t n) const {
+    constexpr int64_t lanes = kPairLanes<scalar_t>;
+    if (!interleaved) {
+      const auto gate = load_pair(row + f, n);
+      return {gate, gated ? load_pair(row + up_offset + f, n) : gate};
     }
-    return;
+    const auto a = load_pair(row + 2 * f, 2 * n);
+    const auto b = load_pair(row + 2 * f + lanes, std::max<int64_t>(0, 2 * n - lanes));
+    const auto [gate0, up0] = vec::deinterleave2(a.first, a.second);
+    const auto [gate1, up1] = vec::deinterleave2(b.first, b.second);
+    return {{gate0, gate1}, {up0, up1}};
   }
-  for (int64_t f = 0; f < hidden; ++f) {
-    gate[f] = row[2 * f];
-    up[f] = row[2 * f + 1];
-  }
-}
 
-// Inverse of split_gate.
-template <typename acc_t>
-inline void merge_gate(
-    const acc_t* gate,
-    const acc_t* up,
-    int64_t hidden,
-    const moe::ActivationSpec& spec,
-    acc_t* row) {
-  if (!spec.interleaved) {
-    std::copy_n(gate, hidden, row);
-    if (spec.is_gated) {
-      std::copy_n(up, hidden, row + hidden);
+  // Stores them, unless row is null, and returns what scalar_t holds.
+  template <typename scalar_t>
+  C10_ALWAYS_INLINE GateUp<VecOf<scalar_t>>
+  store(scalar_t* row, int64_t f, int64_t n, const GateUp<VecOf<scalar_t>>& x) const {
+    constexpr int64_t lanes = kPairLanes<scalar_t>;
+    const auto to = [&](int64_t at) { return row == nullptr ? row : row + at; };
+    if (!interleaved) {
+      const auto gate = store_pair<scalar_t>(to(f), x.gate, n);
+      return {gate, gated ? store_pair<scalar_t>(to(hidden + f), x.up, n) : gate};
     }
-    return;
+    const auto [a0, a1] = vec::interleave2(x.gate.first, x.up.first);
+    const auto [b0, b1] = vec::interleave2(x.gate.second, x.up.second);
+    store_pair<scalar_t>(to(2 * f), {a0, a1}, 2 * n);
+    store_pair<scalar_t>(2 * n > lanes ? to(2 * f + lanes) : nullptr, {b0, b1}, 2 * n - lanes);
+    return {store_pair<scalar_t>(nullptr, x.gate), store_pair<scalar_t>(nullptr, x.up)};
   }
-  for (int64_t f = 0; f < hidden; ++f) {
-    row[2 * f] = gate[f];
-    row[2 * f + 1] = up[f];
+
+  template <typename scalar_t>
+  void zero(scalar_t* row, int64_t f, int64_t n) const {
+    const int64_t width = interleaved ? 2 : 1;
+    for (int64_t half = 0; row != nullptr && half < halves(); ++half) {
+      std::fill_n(row + half * hidden + width * f, width * n, scalar_t(0));
+    }
   }
-}
+};
 
-// out (F) = act(gate, up)
-template <typename acc_t>
-inline void activate_row(
-    const acc_t* gate,
-    const acc_t* up,
-    int64_t hidden,
-    const moe::ActivationSpec& spec,
-    acc_t* out) {
-  using Vec = vec::Vectorized<acc_t>;
-  const ActivationConstants<Vec> constants(spec);
-  dispatch_activation(spec.kind, [&](auto kind) {
-    for (int64_t f = 0; f < hidden; f += Vec::size()) {
-      const int64_t count = std::min<int64_t>(Vec::size(), hidden - f);
-      activate<decltype(kind)::value>(
-          Vec::loadu(gate + f, count), Vec::loadu(up + f, count), constants)
-          .store(out + f, count);
-    }
-  });
-}
-
-// In place: gate and up become their gradients.
-template <typename acc_t>
-inline void activate_backward_row(
-    acc_t* gate,
-    acc_t* up,
-    const acc_t* grad,
-    int64_t hidden,
-    const moe::ActivationSpec& spec) {
-  using Vec = vec::Vectorized<acc_t>;
-  const ActivationConstants<Vec> constants(spec);
-  dispatch_activation(spec.kind, [&](auto kind) {
-    for (int64_t f = 0; f < hidden; f += Vec::size()) {
-      const int64_t count = std::min<int64_t>(Vec::size(), hidden - f);
-      const auto grads = activate_with_grads<decltype(kind)::value>(
-          Vec::loadu(gate + f, count),
-          Vec::loadu(up + f, count),
-          Vec::loadu(grad + f, count),
-          constants);
-      grads.gate.store(gate + f, count);
-      grads.up.store(up + f, count);
-    }
-  });
-}
-
-} // namespace moe_cpu
-} // namespace CPU_CAPABILITY
-} // namespace at::native
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native

@@ -1,12 +1,10 @@
 #pragma once
 
-// bfloat16 products on AMX tiles for the kernels of _moe_mlp, where the CPU has them.
-// cpublas::brgemm generates a kernel per shape and pays for loading it in every call;
-// here a product is one 32 x 32 block after the other, with the left operand's share
-// of a step in L1, and any number of rows costs what it computes.
+// bfloat16 products on AMX tiles for _moe_mlp, where the CPU has them. cpublas::brgemm
+// generates a kernel per shape and pays for loading it in every call; here a product is
+// one 32 x 32 block after the other, with the left operand's share of a step in L1, and
+// any number of rows costs what it computes.
 
-#include <ATen/cpu/Utils.h>
-#include <ATen/native/cpu/MoECpuFeatures.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/irange.h>
 
@@ -14,8 +12,8 @@
 #include <array>
 #include <cstring>
 
-#if defined(CPU_CAPABILITY_AVX512) && defined(__x86_64__) && \
-    defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#if defined(CPU_CAPABILITY_AVX512) && defined(__x86_64__) && defined(__linux__) && \
+    (defined(__clang__) || __GNUC__ >= 11)
 #define MOE_HAS_AMX
 #include <immintrin.h>
 // The files of a capability are compiled for AVX512; only these functions may
@@ -35,14 +33,6 @@ constexpr int64_t kStep = 512;
 
 #ifdef MOE_HAS_AMX
 
-// AMX is there, the system lets the process have it, and ONEDNN_MAX_CPU_ISA, which
-// bounds our products too, does not forbid it.
-inline bool is_available() {
-  static const bool available = moe_cpu::has_instructions("amx_bf16") &&
-      moe_cpu::may_use_amx() && at::cpu::init_amx();
-  return available;
-}
-
 // The operand of LDTILECFG for blocks of so many rows, at most 32. Tiles 0 to 3 are
 // a block of C, 4 and 5 rows of A, 6 and 7 columns of B. The lower half of C and A
 // may have fewer rows, or the upper if there is no lower.
@@ -56,8 +46,7 @@ struct alignas(64) TileConfig {
   constexpr explicit TileConfig(int64_t block_rows = kBlock) {
     const bool with_lower = block_rows > kTile;
     const auto upper = static_cast<uint8_t>(with_lower ? kTile : block_rows);
-    const auto lower =
-        static_cast<uint8_t>(with_lower ? block_rows - kTile : kTile);
+    const auto lower = static_cast<uint8_t>(with_lower ? block_rows - kTile : kTile);
     rows[0] = rows[1] = rows[4] = upper;
     rows[2] = rows[3] = rows[5] = lower;
     rows[6] = rows[7] = kTile;
@@ -94,13 +83,7 @@ class Session {
 // than 16 rows and columns. Leading dimensions are bytes.
 template <bool with_lower, bool with_right>
 MOE_AMX_TARGET inline void multiply_block(
-    const char* a,
-    int64_t ld_a,
-    const char* b,
-    int64_t ld_b,
-    char* c,
-    int64_t ld_c,
-    int64_t steps,
+    const char* a, int64_t ld_a, const char* b, int64_t ld_b, char* c, int64_t ld_c, int64_t steps,
     bool accumulate) {
   char* c_lower = c + kTile * ld_c;
   if (accumulate) {
@@ -154,24 +137,15 @@ MOE_AMX_TARGET inline void multiply_block(
 
 // `rows` of C, at most 32, for n columns, a multiple of 16.
 MOE_AMX_TARGET inline void multiply_rows(
-    int64_t rows,
-    int64_t n,
-    const char* a,
-    int64_t ld_a,
-    const char* b,
-    int64_t ld_b,
-    char* c,
-    int64_t ld_c,
-    int64_t steps,
-    bool accumulate) {
+    int64_t rows, int64_t n, const char* a, int64_t ld_a, const char* b, int64_t ld_b, char* c,
+    int64_t ld_c, int64_t steps, bool accumulate) {
   for (int64_t j = 0; j < n; j += kBlock) {
     const char* bj = b + j * 4;
     char* cj = c + j * 4;
     const bool with_right = j + kTile < n;
-    const auto multiply = rows > kTile
-        ? (with_right ? multiply_block<true, true> : multiply_block<true, false>)
-        : (with_right ? multiply_block<false, true>
-                      : multiply_block<false, false>);
+    const auto multiply =
+        rows > kTile ? (with_right ? multiply_block<true, true> : multiply_block<true, false>)
+                     : (with_right ? multiply_block<false, true> : multiply_block<false, false>);
     multiply(a, ld_a, bj, ld_b, cj, ld_c, steps, accumulate);
   }
 }
@@ -179,16 +153,8 @@ MOE_AMX_TARGET inline void multiply_rows(
 // The same for the last `depth` of K, less than the 32 that a tile has: both operands
 // are copied next to zeros.
 MOE_AMX_TARGET inline void multiply_tail(
-    int64_t rows,
-    int64_t n,
-    int64_t depth,
-    const BFloat16* a,
-    int64_t ld_a,
-    const BFloat16* b,
-    int64_t ld_b,
-    float* c,
-    int64_t ld_c,
-    bool accumulate) {
+    int64_t rows, int64_t n, int64_t depth, const BFloat16* a, int64_t ld_a, const BFloat16* b,
+    int64_t ld_b, float* c, int64_t ld_c, bool accumulate) {
   alignas(64) BFloat16 left[kBlock * kBlock] = {};
   for (const auto i : c10::irange(rows)) {
     std::memcpy(left + i * kBlock, a + i * ld_a, depth * sizeof(BFloat16));
@@ -198,21 +164,12 @@ MOE_AMX_TARGET inline void multiply_tail(
     alignas(64) BFloat16 right[kBlock * 2 * kBlock] = {};
     for (const auto pair : c10::irange((depth + 1) / 2)) {
       std::memcpy(
-          right + pair * 2 * kBlock,
-          b + (pair * ld_b + j) * 2,
-          columns * 2 * sizeof(BFloat16));
+          right + pair * 2 * kBlock, b + (pair * ld_b + j) * 2, columns * 2 * sizeof(BFloat16));
     }
     multiply_rows(
-        rows,
-        columns,
-        reinterpret_cast<const char*>(left),
-        64,
-        reinterpret_cast<const char*>(right),
-        4 * kBlock,
-        reinterpret_cast<char*>(c + j),
-        ld_c * 4,
-        1,
-        accumulate);
+        rows, columns, reinterpret_cast<const char*>(left), 64,
+        reinterpret_cast<const char*>(right), 4 * kBlock, reinterpret_cast<char*>(c + j), ld_c * 4,
+        1, accumulate);
   }
 }
 
@@ -220,16 +177,8 @@ MOE_AMX_TARGET inline void multiply_tail(
 // complete, and n a multiple of 16.
 // The order of addition of an element of C depends on k alone. Needs a Session.
 MOE_AMX_TARGET inline void multiply(
-    int64_t m,
-    int64_t n,
-    int64_t k,
-    int64_t ld_a,
-    int64_t ld_b,
-    int64_t ld_c,
-    bool accumulate,
-    const BFloat16* a,
-    const BFloat16* b,
-    float* c) {
+    int64_t m, int64_t n, int64_t k, int64_t ld_a, int64_t ld_b, int64_t ld_c, bool accumulate,
+    const BFloat16* a, const BFloat16* b, float* c) {
   const int64_t whole = k / kBlock * kBlock;
   for (int64_t m0 = 0; m0 < m; m0 += kBlock) {
     const int64_t rows = std::min(kBlock, m - m0);
@@ -240,28 +189,13 @@ MOE_AMX_TARGET inline void multiply(
     }
     for (int64_t k0 = 0; k0 < whole; k0 += kStep) {
       multiply_rows(
-          rows,
-          n,
-          reinterpret_cast<const char*>(am + k0),
-          ld_a * 2,
-          reinterpret_cast<const char*>(b + k0 * ld_b),
-          ld_b * 4,
-          reinterpret_cast<char*>(cm),
-          ld_c * 4,
-          std::min(kStep, whole - k0) / kBlock,
-          accumulate || k0 > 0);
+          rows, n, reinterpret_cast<const char*>(am + k0), ld_a * 2,
+          reinterpret_cast<const char*>(b + k0 * ld_b), ld_b * 4, reinterpret_cast<char*>(cm),
+          ld_c * 4, std::min(kStep, whole - k0) / kBlock, accumulate || k0 > 0);
     }
     if (whole < k) {
       multiply_tail(
-          rows,
-          n,
-          k - whole,
-          am + whole,
-          ld_a,
-          b + whole * ld_b,
-          ld_b,
-          cm,
-          ld_c,
+          rows, n, k - whole, am + whole, ld_a, b + whole * ld_b, ld_b, cm, ld_c,
           accumulate || whole > 0);
     }
     if (rows < kBlock) {
@@ -270,14 +204,8 @@ MOE_AMX_TARGET inline void multiply(
   }
 }
 
-#else
-
-inline bool is_available() {
-  return false;
-}
-
 #endif
 
-} // namespace moe_amx
-} // namespace CPU_CAPABILITY
-} // namespace at::native
+}  // namespace moe_amx
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native

@@ -1,0 +1,482 @@
+#pragma once
+
+// The one loop of the CPU kernels of _moe_mlp: routed rows times a matrix per expert,
+// over a list of (block, panel) tasks. A "block" is a run of rows of one expert, a
+// "panel" kPanelCols columns of the product. A micro-GEMM (MoEMicroGemm.h) multiplies,
+// a weight source packs panels for it, and an epilogue takes the finished tile.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLP.h>
+#include <ATen/native/cpu/MoEMicroGemm.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#else
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#endif
+
+#include <atomic>
+#include <vector>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+// None of these numbers changes a bit of a result.
+// Rows of a block at most: their sums stay in L2, and a packed panel serves them all.
+constexpr int64_t kMaxBlockRows = 240;
+// Down to which blocks are cut for more tasks or less scratch.
+constexpr int64_t kMinBlockRows = 48;
+// Of a block's rows, where they have to be packed.
+constexpr int64_t kPackedElements = 512 * 1024;
+// Of all threads together, where blocks can be cut so far.
+constexpr int64_t kScratchBytes = 4 * 1024 * 1024;
+// Tasks that every thread should get at least: this bounds what the others wait for
+// the last one to a few percent.
+constexpr int64_t kTasksPerThread = 32;
+// Down to which threads are spared, as each has its own scratch.
+constexpr int64_t kMinTasksPerThread = 4;
+// Products, and elements of an elementwise loop, that are worth another thread.
+constexpr int64_t kMinProducts = 256 * 1024;
+constexpr int64_t kMinElements = 32 * 1024;
+
+// ---- routing --------------------------------------------------------------------
+
+// Rows [begin, end) of one expert.
+struct Block {
+  int64_t expert;
+  int64_t begin;
+  int64_t end;
+
+  int64_t rows() const {
+    return end - begin;
+  }
+};
+
+inline Tensor contiguous_or_undefined(const Tensor& x) {
+  return x.defined() ? x.contiguous() : x;
+}
+
+template <typename scalar_t>
+inline const scalar_t* data_or_null(const Tensor& x) {
+  return x.defined() ? x.const_data_ptr<scalar_t>() : nullptr;
+}
+
+// Which token, slot and router weight a routed row has.
+template <typename acc_t>
+struct Routing {
+  int64_t tokens;
+  int64_t top_k = 1;
+  int64_t last_row = 0;        // offs[-1]
+  int64_t most_rows = 0;       // of an expert
+  std::vector<Block> experts;  // rows of each expert without trailing padding
+  Tensor row_slots;            // (R) or undefined: the slot of row r is r
+  Tensor slot_rows;            // (T, K) or undefined
+  Tensor weights;              // (T, K) or undefined: 1
+
+  explicit Routing(const moe::MLPInputs& in)
+      : tokens(in.input.size(0)),
+        row_slots(contiguous_or_undefined(in.row_slots)),
+        slot_rows(contiguous_or_undefined(in.slot_rows)) {
+    if (slot_rows.defined()) {
+      top_k = slot_rows.size(1);
+    }
+    if (in.topk_weights.defined()) {
+      weights = in.topk_weights.to(c10::CppTypeToScalarType<acc_t>::value).contiguous();
+    }
+    slot_of_row_ = data_or_null<int32_t>(row_slots);
+    weight_of_slot_ = data_or_null<acc_t>(weights);
+    const Tensor offs = in.offs.contiguous();
+    const auto* ends = offs.const_data_ptr<int32_t>();
+    for (const auto e : c10::irange(offs.numel())) {
+      int64_t end = ends[e];
+      while (end > last_row && slot(end - 1) < 0) {
+        --end;
+      }
+      experts.push_back({e, last_row, end});
+      most_rows = std::max(most_rows, end - last_row);
+      last_row = ends[e];
+    }
+  }
+
+  // -1 for a padding row.
+  int64_t slot(int64_t row) const {
+    return slot_of_row_ == nullptr ? row : slot_of_row_[row];
+  }
+  // 0 for a padding row.
+  acc_t weight(int64_t row) const {
+    const int64_t s = slot(row);
+    if (s < 0) {
+      return acc_t(0);
+    }
+    return weight_of_slot_ == nullptr ? acc_t(1) : weight_of_slot_[s];
+  }
+
+ private:
+  const int32_t* slot_of_row_ = nullptr;
+  const acc_t* weight_of_slot_ = nullptr;
+};
+
+// Rows of a matrix by routed row: its own rows, or those of the row's token (null for
+// padding) when `routing` is given.
+template <typename scalar_t>
+struct RowSource {
+  const scalar_t* data = nullptr;
+  int64_t ld = 0;
+  const Routing<acc_type<scalar_t>>* routing = nullptr;
+
+  const scalar_t* row(int64_t r) const {
+    if (routing == nullptr) {
+      return data + r * ld;
+    }
+    const int64_t slot = routing->slot(r);
+    return slot < 0 ? nullptr : data + slot / routing->top_k * ld;
+  }
+};
+
+// x (T, cols) with contiguous rows, by routed row.
+template <typename scalar_t>
+inline RowSource<scalar_t>
+rows_of_tokens(const Tensor& x, const Routing<acc_type<scalar_t>>& routing) {
+  return {
+      x.const_data_ptr<scalar_t>(), x.stride(0), routing.slot_rows.defined() ? &routing : nullptr};
+}
+
+// x, copied if its rows are not contiguous.
+inline Tensor with_dense_rows(const Tensor& x) {
+  return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
+}
+
+// Cuts each expert's rows into blocks of at most max_rows.
+inline std::vector<Block> make_blocks(const std::vector<Block>& experts, int64_t max_rows) {
+  std::vector<Block> blocks;
+  for (const auto& expert : experts) {
+    for (int64_t row = expert.begin; row < expert.end; row += max_rows) {
+      blocks.push_back({expert.expert, row, std::min(row + max_rows, expert.end)});
+    }
+  }
+  return blocks;
+}
+
+// ---- work -----------------------------------------------------------------------
+
+// Hands out blocks x panels to the threads as they come. A thread takes a block and
+// goes through its panels, a few at a time, and helps with the others' blocks when
+// none is left, so that one that the system or a neighbour slows down gets less.
+// Each (block, panel) is computed in exactly one way, whichever thread gets it.
+class WorkList {
+ public:
+  // For at most max_threads, which limits what the work is worth.
+  WorkList(std::vector<Block> blocks, int64_t panels, int64_t max_threads, int64_t tasks_per_thread)
+      : blocks_(std::move(blocks)),
+        panels_(panels),
+        threads_(std::max<int64_t>(1, std::min(max_threads, tasks()))),
+        per_task_(
+            std::clamp<int64_t>(
+                tasks() / (tasks_per_thread * threads_), 1, std::max<int64_t>(1, panels))) {}
+
+  int64_t tasks() const {
+    return static_cast<int64_t>(blocks_.size()) * panels_;
+  }
+  int64_t threads() const {
+    return threads_;
+  }
+
+  // fn(thread, block, panel_begin, panel_end) for every task. The tasks of a block that a
+  // thread takes come one after the other.
+  template <typename Session, typename Fn>
+  void run(const Fn& fn) const {
+    if (tasks() == 0) {
+      return;
+    }
+    const auto blocks = static_cast<int64_t>(blocks_.size());
+    std::atomic<int64_t> next_block{0};
+    std::vector<std::atomic<int64_t>> next_panel(blocks);
+    at::parallel_for(0, threads_, 1, [&](int64_t begin, int64_t end) {
+      [[maybe_unused]] const Session session;
+      for (const auto thread : c10::irange(begin, end)) {
+        const auto work_on = [&](int64_t block) {
+          auto& panel = next_panel[block];
+          for (int64_t first = panel.fetch_add(per_task_); first < panels_;
+               first = panel.fetch_add(per_task_)) {
+            const int64_t last = std::min(first + per_task_, panels_);
+            fn(thread, blocks_[block], first, last);
+          }
+        };
+        for (int64_t block = next_block++; block < blocks; block = next_block++) {
+          work_on(block);
+        }
+        for (const auto block : c10::irange(blocks)) {
+          work_on(block);
+        }
+      }
+    });
+  }
+
+ private:
+  std::vector<Block> blocks_;
+  int64_t panels_;
+  int64_t threads_;
+  int64_t per_task_;
+};
+
+// Threads that so many products are worth.
+inline int64_t threads_for(int64_t products) {
+  return std::clamp<int64_t>(products / kMinProducts, 1, at::get_num_threads());
+}
+
+// Cache-line aligned buffers of each thread, cut out of one allocation.
+class Scratch {
+ public:
+  // One more buffer, of so many elements.
+  template <typename T>
+  void add(int64_t elements) {
+    begins_.push_back(bytes_);
+    bytes_ += round_up(elements * static_cast<int64_t>(sizeof(T)), 64);
+  }
+  // Of a thread. One cache line more: equal addresses modulo a page share a set.
+  int64_t bytes() const {
+    return bytes_ + 64;
+  }
+  void allocate(int64_t threads) {
+    storage_ = at::empty({threads * bytes() + 64}, at::kByte);
+    const auto address = reinterpret_cast<uintptr_t>(storage_.mutable_data_ptr());
+    base_ = reinterpret_cast<char*>((address + 63) / 64 * 64);
+  }
+  template <typename T>
+  T* at(int64_t thread, size_t buffer) const {
+    return reinterpret_cast<T*>(base_ + thread * bytes() + begins_[buffer]);
+  }
+
+ private:
+  std::vector<int64_t> begins_;
+  int64_t bytes_ = 0;
+  Tensor storage_;
+  char* base_ = nullptr;
+};
+
+// ---- weights --------------------------------------------------------------------
+
+// Columns [first, first + count) of a part of a weight source, at column `at` of a panel
+// and alone in `width` columns of it.
+struct PanelSpan {
+  int64_t part = 0;
+  int64_t first = 0;
+  int64_t count = 0;
+  int64_t at = 0;
+  int64_t width = kPanelCols;
+};
+
+// The columns of one panel: gate and up halves are two spans.
+struct PanelColumns {
+  PanelSpan spans[2];
+
+  int64_t end() const {
+    const PanelSpan& last = spans[spans[1].count > 0 ? 1 : 0];
+    return last.at + last.count;
+  }
+};
+
+inline PanelColumns plain_panel(int64_t first, int64_t count) {
+  return {{{0, first, count}, PanelSpan{}}};
+}
+
+// How the weights of the experts are stored, and the one place that knows: it makes
+// packed panels for a micro-GEMM. These are dense ones of any strides, (E, rows, cols),
+// in one part or, gate and up, in two that lie one after the other in one tensor or
+// apart in two. Weights of fewer bits or packed before are other sources, with the
+// members k_parts, part_depth and pack.
+template <typename scalar_t>
+class WeightSource {
+ public:
+  // B is W^T if `transposed`, whose columns are the rows of W, a part each; else W, whose
+  // parts follow each other along K.
+  WeightSource(const Tensor& w, const Tensor& w_up, int64_t parts, bool transposed)
+      : k_parts(transposed ? 1 : parts),
+        part_depth(transposed ? w.size(2) : w.size(1) / (w_up.defined() ? 1 : parts)),
+        transposed_(transposed) {
+    const int64_t part_rows = w.size(1) / (w_up.defined() ? 1 : parts);
+    for (const auto part : c10::irange(parts)) {
+      const Tensor& source = part == 1 && w_up.defined() ? w_up : w;
+      parts_[part] = {
+          source.const_data_ptr<scalar_t>() +
+              (part == 1 && !w_up.defined() ? part_rows * w.stride(1) : 0),
+          source.stride(0), stride_of(source, 1), stride_of(source, 2)};
+    }
+  }
+
+  // K is so many parts of so many elements.
+  const int64_t k_parts;
+  const int64_t part_depth;
+
+  // Columns of `span`, rows [k0, k0 + depth) of a part of K, into a panel.
+  template <typename operand_t>
+  void pack(
+      int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0, int64_t depth,
+      int64_t tile_cols, operand_t* panel) const {
+    pack_panel<scalar_t, operand_t>(
+        view(expert, span, k_part, k0), span.count, depth, span.at, span.width, tile_cols, panel);
+  }
+
+ private:
+  struct Part {
+    const scalar_t* data;
+    int64_t expert_stride;
+    int64_t row_stride;
+    int64_t col_stride;
+  };
+
+  // That of a dimension of one element says nothing.
+  static int64_t stride_of(const Tensor& w, int64_t dim) {
+    return w.size(dim) <= 1 ? 1 : w.stride(dim);
+  }
+
+  StridedView<scalar_t>
+  view(int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0) const {
+    const Part& part = parts_[transposed_ ? span.part : k_part];
+    const int64_t k_stride = transposed_ ? part.col_stride : part.row_stride;
+    const int64_t n_stride = transposed_ ? part.row_stride : part.col_stride;
+    return {
+        part.data + expert * part.expert_stride + k0 * k_stride + span.first * n_stride, k_stride,
+        n_stride};
+  }
+
+  Part parts_[2];
+  bool transposed_;
+};
+
+// ---- the loop -------------------------------------------------------------------
+
+// x B for the routed rows x of `source`, B of `weights` with so many panels.
+// columns(panel) is a PanelColumns; epilogue(block, panel, c) gets the finished tile of
+// all rows of a block, with leading dimension kPanelCols: what it holds outside the spans
+// is undefined.
+template <typename scalar_t, typename Micro, typename Weights>
+class ExpertGemm {
+  using operand_t = typename Micro::operand_t;
+  using acc_t = acc_type<scalar_t>;
+
+ public:
+  ExpertGemm(
+      const Routing<acc_t>& routing, const RowSource<scalar_t>& source, const Weights& weights,
+      int64_t panels)
+      : source_(source),
+        weights_(weights),
+        padded_depth_(round_up(weights.part_depth, kWordElements<operand_t>)),
+        row_size_(weights.k_parts * padded_depth_),
+        in_place_(
+            std::is_same_v<scalar_t, operand_t> && !Micro::kDenseRows &&
+            padded_depth_ == weights.part_depth),
+        zeros_(at::zeros({row_size_}, c10::CppTypeToScalarType<operand_t>::value)) {
+    const int64_t threads =
+        threads_for(routing.last_row * panels * kPanelCols * std::max<int64_t>(1, row_size_));
+    const int64_t least = round_up(kMinBlockRows, Micro::kTileRows);
+    int64_t rows =
+        round_up(std::clamp<int64_t>(routing.most_rows, 1, kMaxBlockRows), Micro::kTileRows);
+    auto blocks = make_blocks(routing.experts, rows);
+    // Cut for more tasks, or for less scratch.
+    while (rows > least &&
+           (static_cast<int64_t>(blocks.size()) * panels < kTasksPerThread * threads ||
+            threads * reserve(rows).bytes() > kScratchBytes ||
+            (!in_place_ && rows * row_size_ > kPackedElements))) {
+      rows = std::max(least, round_up(rows / 2, Micro::kTileRows));
+      blocks = make_blocks(routing.experts, rows);
+    }
+    const int64_t tasks = static_cast<int64_t>(blocks.size()) * panels;
+    work_.emplace(
+        std::move(blocks), panels,
+        std::min(threads, (tasks + kMinTasksPerThread - 1) / kMinTasksPerThread), kTasksPerThread);
+    scratch_ = reserve(rows);
+    scratch_.allocate(work_->threads());
+  }
+
+  template <typename ColumnsFn, typename EpilogueFn>
+  void run(const ColumnsFn& columns, const EpilogueFn& epilogue) const {
+    std::vector<const Block*> prepared(work_->threads());
+    work_->template run<typename Micro::Session>(
+        [&](int64_t thread, const Block& block, int64_t first, int64_t last) {
+          auto* lines = scratch_.at<const operand_t*>(thread, 0);
+          auto* c = scratch_.at<acc_t>(thread, 1);
+          auto* packed = scratch_.at<operand_t>(thread, 2);
+          if (prepared[thread] != &block) {
+            prepare_rows(block, lines, scratch_.at<operand_t>(thread, 3));
+            prepared[thread] = &block;
+          }
+          for (const auto panel : c10::irange(first, last)) {
+            multiply_panel(block, columns(panel), lines, packed, c);
+            epilogue(block, panel, static_cast<const acc_t*>(c));
+          }
+        });
+  }
+
+ private:
+  // What a thread needs for blocks of so many rows.
+  Scratch reserve(int64_t rows) const {
+    Scratch scratch;
+    scratch.add<const operand_t*>(rows);
+    scratch.add<acc_t>(rows * kPanelCols);
+    scratch.add<operand_t>(kPanelCols * std::min(padded_depth_, Micro::kDepth));
+    scratch.add<operand_t>(in_place_ ? 0 : rows * row_size_);
+    return scratch;
+  }
+
+  // The rows of a block as a left operand: as they lie in memory, or packed.
+  void prepare_rows(const Block& block, const operand_t** lines, operand_t* packed) const {
+    const int64_t rows = block.rows();
+    for (const auto i : c10::irange(in_place_ ? rows : round_up(rows, Micro::kTileRows))) {
+      const scalar_t* row = i < rows ? source_.row(block.begin + i) : nullptr;
+      if constexpr (std::is_same_v<scalar_t, operand_t>) {
+        if (in_place_) {
+          lines[i] = row != nullptr ? row : zeros_.template const_data_ptr<operand_t>();
+          continue;
+        }
+      }
+      operand_t* out = packed + i * row_size_;
+      lines[i] = out;
+      for (const auto part : c10::irange(weights_.k_parts)) {
+        const int64_t filled = row == nullptr ? 0 : weights_.part_depth;
+        convert_row(row + part * filled, out, filled);
+        std::fill(out + filled, out + padded_depth_, operand_t(0));
+        out += padded_depth_;
+      }
+    }
+  }
+
+  void multiply_panel(
+      const Block& block, const PanelColumns& columns, const operand_t* const* lines,
+      operand_t* packed, acc_t* c) const {
+    const int64_t depth = weights_.part_depth;
+    if (depth == 0) {
+      std::fill_n(c, block.rows() * kPanelCols, acc_t(0));
+    }
+    for (const auto part : c10::irange(weights_.k_parts)) {
+      for (int64_t k0 = 0; k0 < depth; k0 += Micro::kDepth) {
+        const int64_t k = std::min(Micro::kDepth, depth - k0);
+        for (const auto& span : columns.spans) {
+          if (span.count > 0) {
+            weights_.template pack<operand_t>(
+                block.expert, span, part, k0, k, Micro::kTileCols, packed);
+          }
+        }
+        Micro::multiply(
+            block.rows(), columns.end(), k, {lines, row_size_, part * padded_depth_ + k0}, packed,
+            {c, /*accumulate=*/part + k0 > 0});
+      }
+    }
+  }
+
+  const RowSource<scalar_t>& source_;
+  const Weights& weights_;
+  const int64_t padded_depth_;  // of a part of K
+  const int64_t row_size_;      // elements of a packed row
+  const bool in_place_;         // rows are operands as they lie in memory
+  const Tensor zeros_;          // the row of padding
+  std::optional<WorkList> work_;
+  Scratch scratch_;
+};
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native

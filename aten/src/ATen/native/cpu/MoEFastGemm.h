@@ -1,0 +1,92 @@
+#pragma once
+
+// Micro-GEMMs of bfloat16 with instructions of their own, in place of those of
+// MoEMicroGemm.h: AMX tiles (MoEAmx.h), else AVX512-BF16.
+
+#include <ATen/cpu/Utils.h>
+#include <ATen/native/cpu/MoEAmx.h>
+#include <ATen/native/cpu/MoEMicroGemm.h>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+#if defined(MOE_HAS_AMX)
+
+// The words of VecGemm, with one instruction per vector of them instead of two shifts,
+// two masks and two products. In assembly, as the files of a capability are compiled
+// for AVX512 without it.
+struct DotProducts {
+  template <int64_t rows, int64_t vectors>
+  C10_ALWAYS_INLINE static void
+  add(const BFloat16* const (&a)[rows], int64_t k, const BFloat16* const (&b)[vectors],
+      vec::Vectorized<float> (&sums)[rows][vectors]) {
+    __m512i right[vectors];
+    MOE_UNROLL
+    for (int64_t j = 0; j < vectors; ++j) {
+      right[j] = _mm512_loadu_si512(b[j]);
+    }
+    MOE_UNROLL
+    for (int64_t i = 0; i < rows; ++i) {
+      int32_t word;
+      std::memcpy(&word, a[i] + k, sizeof(word));
+      const __m512i left = _mm512_set1_epi32(word);
+      MOE_UNROLL
+      for (int64_t j = 0; j < vectors; ++j) {
+        __m512 sum = sums[i][j];
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right[j]));
+        sums[i][j] = sum;
+      }
+    }
+  }
+};
+
+struct AmxGemm {
+  using operand_t = BFloat16;
+  using Session = moe_amx::Session;
+
+  static constexpr int64_t kTileRows = moe_amx::kBlock;
+  static constexpr int64_t kTileCols = kPanelCols;
+  static constexpr int64_t kDepth = 1024;
+  static constexpr bool kDenseRows = true;
+
+  static void multiply(
+      int64_t m, int64_t n, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
+      const ProductTile<float>& out) {
+    moe_amx::multiply(
+        m, round_up(n, moe_amx::kTile), round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols,
+        kPanelCols, out.accumulate, a.lines[0] + a.offset, b, out.c);
+  }
+};
+
+inline bool has_instructions(const char* name) {
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  const auto found = capabilities.find(name);
+  return found != capabilities.end() && found->second.toBool();
+}
+
+// Calls fn(BFloat16(0), Micro()) if this CPU has one of these.
+template <typename Fn>
+bool dispatch_fast_micro_gemm(const Fn& fn) {
+  static const bool has_amx = has_instructions("amx_bf16") && at::cpu::init_amx();
+  static const bool has_dot = has_instructions("avx512_bf16");
+  if (has_amx) {
+    fn(BFloat16(0), AmxGemm());
+  } else if (has_dot) {
+    fn(BFloat16(0), VecGemm<BFloat16, DotProducts>());
+  }
+  return has_amx || has_dot;
+}
+
+#else
+
+template <typename Fn>
+bool dispatch_fast_micro_gemm(const Fn&) {
+  return false;
+}
+
+#endif
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native

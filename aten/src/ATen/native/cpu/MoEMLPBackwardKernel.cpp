@@ -1,0 +1,240 @@
+// Backward of _moe_mlp on CPU. No product of the forward is repeated:
+//   1. dA' = dO W_out, and in its epilogue A from H, dS = <dA', A> and
+//      dH = dAct(s * dA', H);
+//   2. dX = dH W_in, summed per token;
+//   3. dW_in = dH^T X, then dW_out = dO^T (s * A), in the strides of the weights, and the
+//      bias gradients. dH is gone when the last gradient is allocated.
+// Tokens are gathered and A is computed again while operands are packed; only dH exists
+// for all rows. dW and the bias gradients reduce over the rows of an expert and are the
+// results that depend on other tokens (but not on the thread count).
+#define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLP.h>
+#include <ATen/native/cpu/MoEWeightGrad.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#else
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#endif
+
+namespace at::native {
+namespace {
+
+using namespace moe_cpu;
+
+template <typename scalar_t, typename Micro>
+class BackwardPass {
+  using acc_t = acc_type<scalar_t>;
+  using Vec = VecOf<scalar_t>;
+
+ public:
+  BackwardPass(
+      const moe::MLPInputs& in, const moe::ActivationSpec& spec, const Tensor& grad_out,
+      const Tensor& preact, MoEMLPGrads& grads)
+      : in_(in),
+        grads_(grads),
+        routing_(in),
+        layout_{in.w_out.size(2), spec.is_gated, spec.interleaved},
+        panels_((layout_.hidden + kPanelCols - 1) / kPanelCols),
+        constants_(spec),
+        input_(with_dense_rows(in.input)),
+        grad_out_(with_dense_rows(grad_out)),
+        preact_(preact.contiguous()),
+        preact_data_(preact_.template const_data_ptr<scalar_t>()) {
+    const int64_t rows = routing_.last_row;
+    if (grads.input.defined() || grads.wants_w_in || grads.wants_w_up || grads.b_in.defined()) {
+      grad_hidden_ = at::empty({rows, layout_.cols()}, input_.options());
+      grad_hidden_data_ = grad_hidden_.template mutable_data_ptr<scalar_t>();
+    }
+    if (grads.topk_weights.defined()) {
+      grad_weight_parts_ = at::empty(
+          {rows, panels_}, input_.options().dtype(c10::CppTypeToScalarType<acc_t>::value));
+      parts_data_ = grad_weight_parts_.template mutable_data_ptr<acc_t>();
+    }
+    dispatch_activation(spec, [&](auto act) {
+      grad_row_ = &BackwardPass::template grad_row<decltype(act)>;
+      weighted_act_ = &BackwardPass::template weighted_act<decltype(act)>;
+    });
+  }
+
+  void run() {
+    const auto grad_out = rows_of_tokens<scalar_t>(grad_out_, routing_);
+    if (grad_hidden_.defined() || grad_weight_parts_.defined()) {
+      compute_grad_hidden(grad_out);
+    }
+    if (grad_weight_parts_.defined()) {
+      compute_grad_topk_weights(grad_out);
+    }
+    grad_weight_parts_.reset();
+    const RowSource<scalar_t> grad_hidden{grad_hidden_data_, layout_.cols()};
+    if (grads_.input.defined()) {
+      const auto w_in = input_weights<scalar_t>(in_, layout_, /*transposed=*/false);
+      project_tokens<scalar_t, Micro>(
+          routing_, grad_hidden, w_in, RowEpilogue<scalar_t>{}, kGradCombineBytes, grads_.input);
+    }
+    const auto input = rows_of_tokens<scalar_t>(input_, routing_);
+    if (grads_.wants_w_in) {
+      grads_.w_in = at::empty_like(in_.w_in);
+      weight_grad(grads_.w_in, {grad_hidden}, {input});
+    }
+    if (grads_.wants_w_up) {
+      grads_.w_up = at::empty_like(in_.w_up);
+      weight_grad(grads_.w_up, {grad_hidden, layout_.hidden}, {input});
+    }
+    if (grads_.b_in.defined()) {
+      column_sums(routing_, grad_hidden, /*weighted=*/false, grads_.b_in);
+    }
+    grad_hidden_.reset();
+    if (grads_.wants_w_out) {
+      grads_.w_out = at::empty_like(in_.w_out);
+      const auto act = [this](int64_t row, int64_t f0, int64_t n, scalar_t* out) {
+        (this->*weighted_act_)(row, f0, n, out);
+      };
+      weight_grad(grads_.w_out, {grad_out}, {{}, 0, act});
+    }
+    if (grads_.b_out.defined()) {
+      column_sums(routing_, grad_out, /*weighted=*/true, grads_.b_out);
+    }
+  }
+
+ private:
+  void weight_grad(
+      const Tensor& grad, const GradOperand<scalar_t>& left,
+      const GradOperand<scalar_t>& right) const {
+    WeightGrad<scalar_t, Micro>(grad, left, right).run(routing_);
+  }
+
+  int64_t units_of(int64_t panel) const {
+    return std::min(kPanelCols, layout_.hidden - panel * kPanelCols);
+  }
+
+  // Step 1 for all rows.
+  void compute_grad_hidden(const RowSource<scalar_t>& grad_out) const {
+    const WeightSource<scalar_t> w_out(in_.w_out, {}, 1, /*transposed=*/false);
+    ExpertGemm<scalar_t, Micro, WeightSource<scalar_t>>(routing_, grad_out, w_out, panels_)
+        .run(
+            [&](int64_t panel) { return plain_panel(panel * kPanelCols, units_of(panel)); },
+            [&](const Block& block, int64_t panel, const acc_t* c) {
+              for (const auto row : c10::irange(block.begin, block.end)) {
+                (this->*grad_row_)(row, panel, units_of(panel), c);
+                c += kPanelCols;
+              }
+            });
+  }
+
+  // dH and a part of dS of one row from its dA'.
+  template <typename Act>
+  void grad_row(int64_t row, int64_t panel, int64_t units, const acc_t* grad_act) const {
+    const int64_t f0 = panel * kPanelCols;
+    scalar_t* grad_h =
+        grad_hidden_data_ == nullptr ? nullptr : grad_hidden_data_ + row * layout_.cols();
+    if (routing_.slot(row) < 0) {
+      layout_.zero(grad_h, f0, units);
+      return;
+    }
+    const scalar_t* h = preact_data_ + row * layout_.cols();
+    const Vec scale(routing_.weight(row));
+    Vec grad_weight(0);
+    for (int64_t j = 0; j < units; j += kPairLanes<scalar_t>) {
+      const int64_t n = std::min(kPairLanes<scalar_t>, units - j);
+      const auto x = layout_.load(h, layout_.hidden, f0 + j, n);
+      const auto grad = load_pair(grad_act + j, n);
+      const auto first = activate_with_grads<Act, kFastMath<scalar_t>>(
+          x.gate.first, x.up.first, scale * grad.first, constants_);
+      const auto second = activate_with_grads<Act, kFastMath<scalar_t>>(
+          x.gate.second, x.up.second, scale * grad.second, constants_);
+      if (grad_h != nullptr) {
+        layout_.template store<scalar_t>(
+            grad_h, f0 + j, n, {{first.gate, second.gate}, {first.up, second.up}});
+      }
+      const auto act = store_pair<scalar_t>(nullptr, {first.act, second.act});
+      grad_weight = grad_weight + grad.first * act.first + grad.second * act.second;
+    }
+    if (parts_data_ != nullptr) {
+      parts_data_[row * panels_ + panel] =
+          vec::vec_reduce_all<acc_t>([](const Vec& x, const Vec& y) { return x + y; }, grad_weight);
+    }
+  }
+
+  // s * A of units [f0, f0 + n) of a row.
+  template <typename Act>
+  void weighted_act(int64_t row, int64_t f0, int64_t n, scalar_t* out) const {
+    if (routing_.slot(row) < 0) {
+      std::fill_n(out, n, scalar_t(0));
+      return;
+    }
+    const scalar_t* h = preact_data_ + row * layout_.cols();
+    const Vec scale(routing_.weight(row));
+    store_row(out, n, [&](int64_t j, int64_t count) {
+      const auto act = store_pair<scalar_t>(
+          nullptr, activate_pair<Act, kFastMath<scalar_t>>(
+                       layout_.load(h, layout_.hidden, f0 + j, count), constants_));
+      return VecPair<scalar_t>{scale * act.first, scale * act.second};
+    });
+  }
+
+  // dS of a slot: its row's parts in panel order, and <dO, b_out>.
+  void compute_grad_topk_weights(const RowSource<scalar_t>& grad_out) const {
+    const Tensor sums = at::zeros(grads_.topk_weights.sizes(), grad_weight_parts_.options());
+    auto* out = sums.template mutable_data_ptr<acc_t>();
+    const Tensor b_out = contiguous_or_undefined(in_.b_out);
+    const auto* bias = data_or_null<scalar_t>(b_out);
+    const int64_t d = input_.size(1);
+    const auto blocks = make_blocks(routing_.experts, kMaxBlockRows);
+    at::parallel_for(
+        0, static_cast<int64_t>(blocks.size()),
+        rows_grain(kMaxBlockRows * (panels_ + (bias == nullptr ? 0 : d))),
+        [&](int64_t begin, int64_t end) {
+          for (const auto i : c10::irange(begin, end)) {
+            for (const auto row : c10::irange(blocks[i].begin, blocks[i].end)) {
+              const int64_t slot = routing_.slot(row);
+              if (slot < 0) {
+                continue;
+              }
+              acc_t sum(0);
+              for (const auto panel : c10::irange(panels_)) {
+                sum += parts_data_[row * panels_ + panel];
+              }
+              if (bias != nullptr) {
+                sum += dot(grad_out.row(row), bias + blocks[i].expert * d, d);
+              }
+              out[slot] = sum;
+            }
+          }
+        });
+    grads_.topk_weights.copy_(sums);
+  }
+
+  const moe::MLPInputs& in_;
+  MoEMLPGrads& grads_;
+  const Routing<acc_t> routing_;
+  const HiddenLayout layout_;
+  const int64_t panels_;  // of F
+  const ActivationConstants<Vec> constants_;
+  const Tensor input_, grad_out_, preact_;
+  const scalar_t* preact_data_;
+  Tensor grad_hidden_;        // dH (last_row, G*F)
+  Tensor grad_weight_parts_;  // (last_row, panels_)
+  // Of the two above, null where they are undefined.
+  scalar_t* grad_hidden_data_ = nullptr;
+  acc_t* parts_data_ = nullptr;
+  void (BackwardPass::*grad_row_)(int64_t, int64_t, int64_t, const acc_t*) const = nullptr;
+  void (BackwardPass::*weighted_act_)(int64_t, int64_t, int64_t, scalar_t*) const = nullptr;
+};
+
+void moe_mlp_backward_kernel(
+    const moe::MLPInputs& inputs, const moe::ActivationSpec& activation, const Tensor& grad_out,
+    const Tensor& preact, MoEMLPGrads& grads) {
+  dispatch_micro_gemm(inputs.input.scalar_type(), [&](auto zero, auto micro) {
+    BackwardPass<decltype(zero), decltype(micro)>(inputs, activation, grad_out, preact, grads)
+        .run();
+  });
+}
+
+}  // namespace
+
+ALSO_REGISTER_AVX512_DISPATCH(moe_mlp_backward_stub, &moe_mlp_backward_kernel)
+
+}  // namespace at::native

@@ -1,0 +1,245 @@
+#pragma once
+
+// The micro-GEMMs of _moe_mlp: c (m, n) = [c +] a (m, k) b (k, n) in the accumulation
+// type, for n <= kPanelCols and b packed by pack_panel. A micro-GEMM has
+//   operand_t    what it multiplies
+//   kTileCols    columns of a tile of a packed panel
+//   kDepth       K of one product: sums of sums round less than one long sum
+//   kTileRows    of whose multiples blocks of rows are made
+//   kDenseRows   whether rows of a must be evenly apart, and the last kTileRows readable
+//   Session      what a thread holds while it multiplies
+//   multiply()
+// An element is summed over ascending k, in steps of kDepth: in an order that depends
+// neither on the number of rows nor on the thread count.
+
+#include <ATen/native/CPUBlas.h>
+#include <ATen/native/cpu/MoEPacking.h>
+
+// The sums of a product are registers only if the loops over them are unrolled.
+#if defined(__clang__)
+#define MOE_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define MOE_UNROLL _Pragma("GCC unroll 16")
+#else
+#define MOE_UNROLL
+#endif
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+// Rows of a left operand: row i begins at lines[i] + offset. ld is their distance where
+// they are evenly apart.
+template <typename operand_t>
+struct RowLines {
+  const operand_t* const* lines;
+  int64_t ld;
+  int64_t offset;
+};
+
+// The result of a product: [c +] a b with leading dimension kPanelCols.
+template <typename acc_t>
+struct ProductTile {
+  acc_t* c;
+  bool accumulate;
+};
+
+// ---- products in vector registers ----------------------------------------------
+
+// sums[i][j] += a[i][k] * b[j], for one word of K.
+struct FusedMultiplyAdd {
+  template <typename operand_t, int64_t rows, int64_t vectors>
+  C10_ALWAYS_INLINE static void
+  add(const operand_t* const (&a)[rows], int64_t k, const operand_t* const (&b)[vectors],
+      vec::Vectorized<operand_t> (&sums)[rows][vectors]) {
+    add_products(
+        [&](int64_t i) { return vec::Vectorized<operand_t>(a[i][k]); },
+        [&](int64_t j) { return vec::Vectorized<operand_t>::loadu(b[j]); }, sums);
+  }
+
+  // A bfloat16 is the upper half of a float: a word of two is two floats with a shift
+  // and a mask, whose products are exact.
+  template <int64_t rows, int64_t vectors>
+  C10_ALWAYS_INLINE static void
+  add(const BFloat16* const (&a)[rows], int64_t k, const BFloat16* const (&b)[vectors],
+      vec::Vectorized<float> (&sums)[rows][vectors]) {
+    using Words = vec::Vectorized<int32_t>;
+    const auto each_half = [&](const auto& half) {
+      add_products(
+          [&](int64_t i) {
+            int32_t word;
+            std::memcpy(&word, a[i] + k, sizeof(word));
+            return vec::cast<float>(half(Words(word)));
+          },
+          [&](int64_t j) { return vec::cast<float>(half(Words::loadu(b[j]))); }, sums);
+    };
+    each_half([](const Words& x) { return x << Words(16); });
+    each_half([](const Words& x) { return x & Words(static_cast<int32_t>(0xffff0000)); });
+  }
+
+ private:
+  template <typename LeftFn, typename RightFn, typename Vec, int64_t rows, int64_t vectors>
+  C10_ALWAYS_INLINE static void
+  add_products(const LeftFn& left_of, const RightFn& right_of, Vec (&sums)[rows][vectors]) {
+    Vec right[vectors];
+    MOE_UNROLL
+    for (int64_t j = 0; j < vectors; ++j) {
+      right[j] = right_of(j);
+    }
+    MOE_UNROLL
+    for (int64_t i = 0; i < rows; ++i) {
+      const Vec left = left_of(i);
+      MOE_UNROLL
+      for (int64_t j = 0; j < vectors; ++j) {
+        sums[i][j] = vec::fmadd(left, right[j], sums[i][j]);
+      }
+    }
+  }
+};
+
+template <typename operand, typename Products = FusedMultiplyAdd>
+struct VecGemm {
+  using operand_t = operand;
+  using acc_t = acc_type<operand_t>;
+  using Vec = vec::Vectorized<acc_t>;
+  struct Session {};
+
+  // Vectors of a row of a tile: with the sums of kTileRows rows the registers are full.
+#if defined(CPU_CAPABILITY_AVX512)
+  static constexpr int64_t kVectors = 4;
+#else
+  static constexpr int64_t kVectors = 2;
+#endif
+  static constexpr int64_t kTileRows = 6;
+  static constexpr int64_t kTileCols = kVectors * Vec::size();
+  static constexpr int64_t kDepth = 256;
+  static constexpr bool kDenseRows = false;
+  static_assert(kPanelCols % kTileCols == 0);
+
+  static void multiply(
+      int64_t m, int64_t n, int64_t k, const RowLines<operand_t>& a, const operand_t* b,
+      const ProductTile<acc_t>& out) {
+    const int64_t tiles = (n + kTileCols - 1) / kTileCols;
+    const int64_t whole = m / kTileRows * kTileRows;
+    for (const auto tile : c10::irange(tiles)) {
+      for (int64_t row = 0; row < whole; row += kTileRows) {
+        multiply_block<kTileRows, 1>(row, tile, k, a, b, out);
+      }
+    }
+    multiply_rest<kTileRows - 1>(m - whole, whole, tiles, k, a, b, out);
+  }
+
+ private:
+  template <int64_t rows, int64_t tiles>
+  static void multiply_block(
+      int64_t row, int64_t tile, int64_t depth, const RowLines<operand_t>& in,
+      const operand_t* panel, const ProductTile<acc_t>& out) {
+    constexpr int64_t v = kWordElements<operand_t>;
+    constexpr int64_t vectors = tiles * kVectors;
+    const operand_t* a[rows];
+    const operand_t* b[vectors];
+    Vec sums[rows][vectors];
+    MOE_UNROLL
+    for (int64_t i = 0; i < rows; ++i) {
+      a[i] = in.lines[row + i] + in.offset;
+      MOE_UNROLL
+      for (int64_t j = 0; j < vectors; ++j) {
+        sums[i][j] = Vec(0);
+      }
+    }
+    MOE_UNROLL
+    for (int64_t j = 0; j < vectors; ++j) {
+      b[j] = panel + (tile + j / kVectors) * kTileCols * round_up(depth, v) +
+             j % kVectors * Vec::size() * v;
+    }
+    for (int64_t k = 0; k < depth; k += v) {
+      Products::add(a, k, b, sums);
+      MOE_UNROLL
+      for (int64_t j = 0; j < vectors; ++j) {
+        b[j] += kTileCols * v;
+      }
+    }
+    MOE_UNROLL
+    for (int64_t i = 0; i < rows; ++i) {
+      acc_t* to = out.c + (row + i) * kPanelCols + tile * kTileCols;
+      MOE_UNROLL
+      for (int64_t j = 0; j < vectors; ++j, to += Vec::size()) {
+        (out.accumulate ? Vec::loadu(to) + sums[i][j] : sums[i][j]).store(to);
+      }
+    }
+  }
+
+  // The last rows, fewer than kTileRows. Very few are multiplied by several tiles at a
+  // time: a sum waits for its own last product, and there must be others in between.
+  template <int64_t rows>
+  static void multiply_rest(
+      int64_t left, int64_t row, int64_t tiles, int64_t k, const RowLines<operand_t>& a,
+      const operand_t* b, const ProductTile<acc_t>& out) {
+    if constexpr (rows > 0) {
+      if (left < rows) {
+        return multiply_rest<rows - 1>(left, row, tiles, k, a, b, out);
+      }
+      constexpr int64_t at_once = std::min<int64_t>(
+          rows == 1   ? 4
+          : rows <= 3 ? 2
+                      : 1,
+          kPanelCols / kTileCols);
+      int64_t tile = 0;
+      for (; tile + at_once <= tiles; tile += at_once) {
+        multiply_block<rows, at_once>(row, tile, k, a, b, out);
+      }
+      for (; tile < tiles; ++tile) {
+        multiply_block<rows, 1>(row, tile, k, a, b, out);
+      }
+    }
+  }
+};
+
+// ---- products of oneDNN ----------------------------------------------------------
+
+#if defined(CPUBLAS_BRGEMM_BF16BF16F32)
+// Always of kTileRows rows: one generated kernel, and one order of addition.
+struct BrGemm {
+  using operand_t = BFloat16;
+  struct Session {
+    Session() = default;
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+    ~Session() {
+      cpublas::brgemm_release();
+    }
+  };
+
+  static constexpr int64_t kTileRows = 32;
+  static constexpr int64_t kTileCols = kPanelCols;
+  static constexpr int64_t kDepth = 1024;
+  static constexpr bool kDenseRows = true;
+
+  // Where there are AMX tiles. Elsewhere nothing has to be packed for brgemm, which
+  // then multiplies in the same registers as VecGemm.
+  static bool is_available() {
+    return cpublas::could_pack(kBFloat16);
+  }
+
+  static void multiply(
+      int64_t m, int64_t, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
+      const ProductTile<float>& out) {
+    for (int64_t row = 0; row < m; row += kTileRows) {
+      cpublas::brgemm(
+          kTileRows, kPanelCols, round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols, kPanelCols,
+          out.accumulate, a.lines[row] + a.offset, b, out.c + row * kPanelCols);
+    }
+  }
+};
+#endif
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native
+
+// Micro-GEMMs of later pull requests: dispatch_fast_micro_gemm(dtype, fn), see
+// dispatch_micro_gemm in MoEProjection.h.
+#if __has_include(<ATen/native/cpu/MoEFastGemm.h>)
+#include <ATen/native/cpu/MoEFastGemm.h>
+#define MOE_HAS_FAST_GEMM
+#endif

@@ -1,0 +1,262 @@
+#pragma once
+
+// Rows of any dtype as vectors of the accumulation type, and the packing of operands
+// for the micro-GEMMs of MoEMicroGemm.h.
+
+#include <ATen/OpMathType.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+template <typename scalar_t>
+using acc_type = at::opmath_type<scalar_t>;
+template <typename scalar_t>
+using VecOf = vec::Vectorized<acc_type<scalar_t>>;
+
+// What the micro-GEMMs multiply. float16 has no product that is summed in float, and
+// is multiplied as float; so is bfloat16 where words of two can't be loaded as floats.
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+constexpr bool kMultipliesBFloat16 = true;
+#else
+constexpr bool kMultipliesBFloat16 = false;
+#endif
+template <typename scalar_t>
+using operand_type = std::conditional_t<
+    std::is_same_v<scalar_t, Half> || (std::is_same_v<scalar_t, BFloat16> && !kMultipliesBFloat16),
+    float, scalar_t>;
+
+// A word is what packed operands keep together along K: an element, or two of bfloat16.
+template <typename operand_t>
+constexpr int64_t kWordElements = std::is_same_v<operand_t, BFloat16> ? 2 : 1;
+template <typename operand_t>
+using word_type = std::conditional_t<std::is_same_v<operand_t, double>, double, float>;
+
+// Columns of a packed panel, and of the tile that a product makes.
+constexpr int64_t kPanelCols = 64;
+
+inline int64_t round_up(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+// ---- rows as vectors: two at a time, as many elements as a vector of 16 bits -------
+
+template <typename scalar_t>
+constexpr int64_t kPairLanes = 2 * VecOf<scalar_t>::size();
+template <typename scalar_t>
+using VecPair = std::pair<VecOf<scalar_t>, VecOf<scalar_t>>;
+
+// The first n elements, and zeros.
+template <typename scalar_t>
+C10_ALWAYS_INLINE VecPair<scalar_t>
+load_pair(const scalar_t* src, int64_t n = kPairLanes<scalar_t>) {
+  if (n < kPairLanes<scalar_t>) {
+    alignas(64) scalar_t part[kPairLanes<scalar_t>] = {};
+    std::copy_n(src, n, part);
+    return load_pair<scalar_t>(part);
+  }
+  if constexpr (std::is_same_v<scalar_t, acc_type<scalar_t>>) {
+    using Vec = VecOf<scalar_t>;
+    return {Vec::loadu(src), Vec::loadu(src + Vec::size())};
+  } else {
+    const auto [low, high] = vec::convert_to_float<scalar_t>(vec::Vectorized<scalar_t>::loadu(src));
+    return {low, high};
+  }
+}
+
+// Rounds to scalar_t, stores the first n elements unless dst is null, and returns the
+// values that scalar_t holds.
+template <typename scalar_t>
+C10_ALWAYS_INLINE VecPair<scalar_t>
+store_pair(scalar_t* dst, const VecPair<scalar_t>& x, int64_t n = kPairLanes<scalar_t>) {
+  if (dst != nullptr && n < kPairLanes<scalar_t>) {
+    alignas(64) scalar_t part[kPairLanes<scalar_t>];
+    const auto rounded = store_pair<scalar_t>(part, x);
+    std::copy_n(part, n, dst);
+    return rounded;
+  }
+  if constexpr (std::is_same_v<scalar_t, acc_type<scalar_t>>) {
+    if (dst != nullptr) {
+      x.first.store(dst);
+      x.second.store(dst + VecOf<scalar_t>::size());
+    }
+    return x;
+  } else {
+    const auto rounded = vec::convert_from_float<scalar_t>(x.first, x.second);
+    if (dst != nullptr) {
+      rounded.store(dst);
+    }
+    const auto [low, high] = vec::convert_to_float<scalar_t>(rounded);
+    return {low, high};
+  }
+}
+
+template <typename Vec, typename Fn>
+C10_ALWAYS_INLINE auto map_pair(const Fn& fn, const std::pair<Vec, Vec>& x) {
+  return std::pair<Vec, Vec>{fn(x.first), fn(x.second)};
+}
+
+// Stores value(j), the elements [j, j + kPairLanes) of a row, for j < n.
+template <typename scalar_t, typename ValueFn>
+C10_ALWAYS_INLINE void store_row(scalar_t* dst, int64_t n, const ValueFn& value) {
+  for (int64_t j = 0; j < n; j += kPairLanes<scalar_t>) {
+    const int64_t count = std::min(kPairLanes<scalar_t>, n - j);
+    store_pair<scalar_t>(dst + j, value(j, count), count);
+  }
+}
+
+template <typename scalar_t, typename operand_t>
+inline void convert_row(const scalar_t* src, operand_t* dst, int64_t n) {
+  if constexpr (std::is_same_v<scalar_t, operand_t>) {
+    std::copy_n(src, n, dst);
+  } else {
+    store_row(dst, n, [&](int64_t j, int64_t count) { return load_pair(src + j, count); });
+  }
+}
+
+// sum over i < n of a[i] * b[i]: lanes, then across lanes.
+template <typename scalar_t>
+inline acc_type<scalar_t> dot(const scalar_t* a, const scalar_t* b, int64_t n) {
+  using Vec = VecOf<scalar_t>;
+  Vec sum(0);
+  for (int64_t i = 0; i < n; i += kPairLanes<scalar_t>) {
+    const int64_t count = std::min(kPairLanes<scalar_t>, n - i);
+    const auto x = load_pair(a + i, count), y = load_pair(b + i, count);
+    sum = sum + x.first * y.first + x.second * y.second;
+  }
+  return vec::vec_reduce_all<acc_type<scalar_t>>(
+      [](const Vec& x, const Vec& y) { return x + y; }, sum);
+}
+
+// ---- packing -----------------------------------------------------------------
+
+// A part of a matrix: element (k, n) is data[k * k_stride + n * n_stride].
+template <typename scalar_t>
+struct StridedView {
+  const scalar_t* data;
+  int64_t k_stride;
+  int64_t n_stride;
+};
+
+// dst[w * ld + i] = word w of line i, for `lines` lines of `depth` elements, whose
+// element e is line(i)[e * stride]. Zero padded to whole words, and to `width` lines.
+template <typename scalar_t, typename operand_t, typename LineFn>
+void pack_lines(
+    const LineFn& line, int64_t stride, int64_t lines, int64_t depth, int64_t width, int64_t ld,
+    operand_t* dst) {
+  using word_t = word_type<operand_t>;
+  constexpr int64_t v = kWordElements<operand_t>;
+  constexpr int64_t lanes = vec::Vectorized<word_t>::size();
+  // At least a cache line of bfloat16 at a time.
+  constexpr int64_t words = std::max<int64_t>(lanes, 16);
+  alignas(64) operand_t staged[lanes][words * v];
+  alignas(64) word_t flipped[words][lanes];
+  auto* out = reinterpret_cast<word_t*>(dst);
+  for (int64_t i0 = 0; i0 < width; i0 += lanes) {
+    const int64_t columns = std::min(lanes, width - i0);
+    for (int64_t k0 = 0; k0 < depth; k0 += words * v) {
+      const int64_t count = std::min(words * v, depth - k0);
+      for (const auto i : c10::irange(lanes)) {
+        int64_t filled = 0;
+        if (i0 + i < lines && stride == 1) {
+          convert_row(line(i0 + i) + k0, staged[i], count);
+          filled = count;
+        } else if (i0 + i < lines) {
+          const scalar_t* from = line(i0 + i) + k0 * stride;
+          for (; filled < count; ++filled) {
+            staged[i][filled] = static_cast<operand_t>(from[filled * stride]);
+          }
+        }
+        std::fill(staged[i] + filled, staged[i] + words * v, operand_t(0));
+      }
+      const bool whole = count == words * v && columns == lanes;
+      word_t* to = out + k0 / v * ld + i0;
+      for (int64_t w = 0; w < words; w += lanes) {
+        vec::transpose_mxn<word_t, lanes, lanes>(
+            reinterpret_cast<const word_t*>(staged[0]) + w, words, whole ? to + w * ld : flipped[w],
+            whole ? ld : lanes);
+      }
+      for (int64_t w = 0; !whole && w < (count + v - 1) / v; ++w) {
+        std::copy_n(flipped[w], columns, to + w * ld);
+      }
+    }
+  }
+}
+
+// Words of two rows (either may be null: zeros): element i of the one, then of the other.
+inline void interleave_rows(const BFloat16* row0, const BFloat16* row1, int64_t n, BFloat16* dst) {
+  using Words = vec::Vectorized<int32_t>;
+  int64_t i = 0;
+  if (row0 != nullptr && row1 != nullptr) {
+    for (; i + kPairLanes<BFloat16> <= n; i += kPairLanes<BFloat16>) {
+      const auto lower = load_pair(row0 + i), upper = load_pair(row1 + i);
+      // As floats both are the upper half of a word.
+      const auto store = [&](const auto& a, const auto& b, int64_t at) {
+        (((vec::cast<int32_t>(a) >> Words(16)) & Words(0xffff)) | vec::cast<int32_t>(b))
+            .store(dst + 2 * at);
+      };
+      store(lower.first, upper.first, i);
+      store(lower.second, upper.second, i + Words::size());
+    }
+  }
+  for (; i < n; ++i) {
+    dst[2 * i] = row0 ? row0[i] : BFloat16(0);
+    dst[2 * i + 1] = row1 ? row1[i] : BFloat16(0);
+  }
+}
+
+// dst[w * ld + i] = word w of column i, for `depth` rows that are dense along the
+// columns. row(k) may be null: zeros. Zero padded like pack_lines.
+template <typename scalar_t, typename operand_t, typename RowFn>
+void pack_rows(
+    const RowFn& row, int64_t columns, int64_t depth, int64_t width, int64_t ld, operand_t* dst) {
+  constexpr int64_t v = kWordElements<operand_t>;
+  for (int64_t k = 0; k < depth; k += v, dst += ld * v) {
+    if constexpr (v == 2) {
+      interleave_rows(row(k), k + 1 < depth ? row(k + 1) : nullptr, columns, dst);
+      std::fill(dst + columns * v, dst + width * v, operand_t(0));
+    } else {
+      const scalar_t* from = row(k);
+      const int64_t filled = from != nullptr ? columns : 0;
+      convert_row(from, dst, filled);
+      std::fill(dst + filled, dst + width, operand_t(0));
+    }
+  }
+}
+
+// Columns [at, at + width) of a panel, of which `columns` come from b and the others are
+// 0. A panel is kPanelCols / tile_cols tiles of [words of depth][tile_cols].
+template <typename scalar_t, typename operand_t>
+void pack_panel(
+    const StridedView<scalar_t>& b, int64_t columns, int64_t depth, int64_t at, int64_t width,
+    int64_t tile_cols, operand_t* panel) {
+  constexpr int64_t v = kWordElements<operand_t>;
+  for (int64_t n = 0, count = 0; n < width; n += count) {
+    const int64_t in_tile = (at + n) % tile_cols;
+    count = std::min(tile_cols - in_tile, width - n);
+    const int64_t filled = std::clamp<int64_t>(columns - n, 0, count);
+    operand_t* dst = panel + (at + n - in_tile) * round_up(depth, v) + in_tile * v;
+    const scalar_t* src = b.data + n * b.n_stride;
+    if (b.n_stride == 1 && b.k_stride != 1) {
+      pack_rows<scalar_t, operand_t>(
+          [&](int64_t k) { return src + k * b.k_stride; }, filled, depth, count, tile_cols, dst);
+    } else {
+      pack_lines<scalar_t, operand_t>(
+          [&](int64_t i) { return src + i * b.n_stride; }, b.k_stride, filled, depth, count,
+          tile_cols, dst);
+    }
+  }
+}
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native

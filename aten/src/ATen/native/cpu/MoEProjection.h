@@ -1,0 +1,168 @@
+#pragma once
+
+// What forward and backward of _moe_mlp share besides the products: routed rows times a
+// matrix per expert, summed per token, and which micro-GEMM a call gets.
+
+#include <ATen/native/cpu/MoEActivation.h>
+#include <ATen/native/cpu/MoEDriver.h>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+// The routed rows of y and dX exist only so many bytes at a time (columns are cut):
+// they are still in cache when they are summed, and a buffer of this size is
+// recycled by malloc instead of being mapped and zeroed anew. More for dX, whose
+// weights are read in pieces as wide as the cut.
+constexpr int64_t kCombineBytes = 4 * 1024 * 1024;
+constexpr int64_t kGradCombineBytes = 16 * 1024 * 1024;
+constexpr int64_t kMinCombineCols = 4 * kPanelCols;
+
+// Rows of an elementwise loop that are worth another thread.
+inline int64_t rows_grain(int64_t elements_per_row) {
+  return std::max<int64_t>(1, kMinElements / std::max<int64_t>(1, elements_per_row));
+}
+
+// Whether the functions of a call may be less exact than float's: its results are
+// rounded to fewer bits.
+template <typename scalar_t>
+constexpr bool kFastMath = !std::is_same_v<scalar_t, acc_type<scalar_t>>;
+
+// W_in, or gate and up, as a source of panels.
+template <typename scalar_t>
+WeightSource<scalar_t>
+input_weights(const moe::MLPInputs& in, const HiddenLayout& layout, bool transposed) {
+  return {in.w_in, in.w_up, layout.halves(), transposed};
+}
+
+// Calls fn(scalar_t(0), Micro()) for a dtype and the micro-GEMM it gets here.
+template <typename Fn>
+void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
+  switch (dtype) {
+    case kDouble:
+      return fn(double(0), VecGemm<double>());
+    case kFloat:
+      return fn(float(0), VecGemm<float>());
+    case kHalf:
+      return fn(Half(0), VecGemm<float>());
+    default:
+#ifdef MOE_HAS_FAST_GEMM
+      if (dispatch_fast_micro_gemm(fn)) {
+        return;
+      }
+#endif
+#if defined(CPU_CAPABILITY_AVX512) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
+      if (BrGemm::is_available()) {
+        return fn(BFloat16(0), BrGemm());
+      }
+#endif
+      return fn(BFloat16(0), VecGemm<operand_type<BFloat16>>());
+  }
+}
+
+// Zeroes the rows of x (rows, cols) outside every expert's block.
+template <typename scalar_t, typename acc_t>
+void zero_unrouted(const Routing<acc_t>& routing, scalar_t* x, int64_t rows, int64_t cols) {
+  int64_t begin = 0;
+  for (const auto& e : routing.experts) {
+    std::fill(x + begin * cols, x + e.begin * cols, scalar_t(0));
+    begin = e.end;
+  }
+  std::fill(x + begin * cols, x + rows * cols, scalar_t(0));
+}
+
+// out[t, :cols] = sum over the slots of t, in slot order, of float(its row)
+template <typename scalar_t>
+void combine(
+    const Routing<acc_type<scalar_t>>& routing, const scalar_t* rows, int64_t ld, int64_t cols,
+    scalar_t* out, int64_t ld_out) {
+  const auto* slot_rows = routing.slot_rows.template const_data_ptr<int32_t>();
+  at::parallel_for(
+      0, routing.tokens, rows_grain(cols * routing.top_k), [&](int64_t begin, int64_t end) {
+        std::vector<const scalar_t*> from(routing.top_k);
+        for (const auto t : c10::irange(begin, end)) {
+          int64_t count = 0;
+          for (const auto k : c10::irange(routing.top_k)) {
+            const int64_t row = slot_rows[t * routing.top_k + k];
+            if (row >= 0 && row < routing.last_row) {
+              from[count++] = rows + row * ld;
+            }
+          }
+          store_row(out + t * ld_out, cols, [&](int64_t i, int64_t n) {
+            VecPair<scalar_t> sum;
+            for (const auto j : c10::irange(count)) {
+              const auto x = load_pair(from[j] + i, n);
+              sum = {sum.first + x.first, sum.second + x.second};
+            }
+            return sum;
+          });
+        }
+      });
+}
+
+// What happens to a routed row after the product: round(s_r * (row + bias)).
+template <typename scalar_t>
+struct RowEpilogue {
+  const scalar_t* bias = nullptr;  // (E, D)
+  bool weighted = false;           // by the router weight
+};
+
+// out (T, D): rows of `source` times B of `weights` after their epilogue, summed per token
+// in slot order. At most combine_bytes of routed rows exist at a time.
+template <typename scalar_t, typename Micro, typename Weights>
+void project_tokens(
+    const Routing<acc_type<scalar_t>>& routing, const RowSource<scalar_t>& source,
+    const Weights& weights, const RowEpilogue<scalar_t>& epilogue, int64_t combine_bytes,
+    const Tensor& out) {
+  using acc_t = acc_type<scalar_t>;
+  using Vec = VecOf<scalar_t>;
+  const int64_t d = out.size(1);
+  const bool sums = routing.slot_rows.defined();
+  const int64_t column_bytes =
+      static_cast<int64_t>(sizeof(scalar_t)) * std::max<int64_t>(1, routing.last_row);
+  const int64_t width =
+      !sums ? d
+            : std::min(
+                  d, std::max(
+                         kMinCombineCols, combine_bytes / column_bytes / kPanelCols * kPanelCols));
+  auto* data = out.mutable_data_ptr<scalar_t>();
+  const Tensor rows = sums ? at::empty({routing.last_row, width}, out.options()) : out;
+  auto* routed = rows.template mutable_data_ptr<scalar_t>();
+  for (int64_t d0 = 0; d0 < d; d0 += width) {
+    const int64_t cols = std::min(width, d - d0);
+    const auto cols_of = [&](int64_t panel) {
+      return std::min(kPanelCols, cols - panel * kPanelCols);
+    };
+    ExpertGemm<scalar_t, Micro, Weights>(
+        routing, source, weights, (cols + kPanelCols - 1) / kPanelCols)
+        .run(
+            [&](int64_t panel) { return plain_panel(d0 + panel * kPanelCols, cols_of(panel)); },
+            [&](const Block& block, int64_t panel, const acc_t* c) {
+              const int64_t n0 = panel * kPanelCols;
+              const int64_t n = cols_of(panel);
+              alignas(64) acc_t bias[kPanelCols] = {};
+              if (epilogue.bias != nullptr) {
+                convert_row(epilogue.bias + block.expert * d + d0 + n0, bias, n);
+              }
+              for (const auto row : c10::irange(block.begin, block.end)) {
+                const Vec scale(epilogue.weighted ? routing.weight(row) : acc_t(1));
+                const acc_t* from = c + (row - block.begin) * kPanelCols;
+                store_row(routed + row * width + n0, n, [&](int64_t j, int64_t) {
+                  const auto x = load_pair(from + j), b = load_pair(bias + j);
+                  return VecPair<scalar_t>{
+                      scale * (x.first + b.first), scale * (x.second + b.second)};
+                });
+              }
+            });
+    if (sums) {
+      combine(routing, routed, width, cols, data + d0, d);
+    }
+  }
+  if (!sums) {
+    zero_unrouted(routing, data, routing.tokens, d);
+  }
+}
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native

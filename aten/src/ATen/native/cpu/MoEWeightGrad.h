@@ -1,0 +1,303 @@
+#pragma once
+
+// Sums over the rows of an expert, for the backward of _moe_mlp: gradients of weights,
+// grad[e] = left_e^T right_e, and of biases. The order of addition depends on the rows
+// alone, not on the thread count.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/native/cpu/MoEProjection.h>
+
+#include <functional>
+#include <vector>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+// Lines of a gradient that one task computes at most, and down to which they are cut for
+// more tasks or less scratch.
+constexpr int64_t kMaxGradLines = 240;
+constexpr int64_t kMinGradLines = 48;
+// Scratch of a thread: the packed left operand of a task and the packed right operand of
+// an expert, each if it fits, else a part of it at a time. All threads together should
+// use no more than the third number.
+constexpr int64_t kGradLeftBytes = 512 * 1024;
+constexpr int64_t kGradRightBytes = 2 * 1024 * 1024;
+constexpr int64_t kGradScratchBytes = 8 * 1024 * 1024;
+
+// Columns of an operand by routed row: of a RowSource, or made when they are packed,
+// which costs less than to write and read them once they do not fit the caches.
+template <typename scalar_t>
+struct GradOperand {
+  RowSource<scalar_t> rows;
+  int64_t first_column = 0;
+  // make(row, c0, n, out) writes columns [c0, c0 + n) of a row.
+  std::function<void(int64_t, int64_t, int64_t, scalar_t*)> make;
+
+  // from[i] <- columns [c0, c0 + n) of row row0 + i for i < count, null: zeros. In
+  // buffer (count, n) if they are made.
+  void locate(
+      int64_t row0, int64_t count, int64_t c0, int64_t n, scalar_t* buffer,
+      const scalar_t** from) const {
+    for (const auto i : c10::irange(count)) {
+      if (make) {
+        make(row0 + i, c0, n, buffer + i * n);
+        from[i] = buffer + i * n;
+        continue;
+      }
+      const scalar_t* row = rows.row(row0 + i);
+      from[i] = row == nullptr ? row : row + first_column + c0;
+    }
+  }
+};
+
+// grad (E, I, J) = sum over the expert's rows r of left_r^T right_r.
+template <typename scalar_t, typename Micro>
+class WeightGrad {
+  using operand_t = typename Micro::operand_t;
+  using word_t = word_type<operand_t>;
+  using acc_t = acc_type<scalar_t>;
+  static constexpr int64_t v = kWordElements<operand_t>;
+  static constexpr int64_t lanes = vec::Vectorized<word_t>::size();
+  static constexpr int64_t kRowsMultiple = lanes * v;  // that are transposed at once
+  static constexpr int64_t kDepth = Micro::kDepth;     // rows reduced per product
+  static_assert(kDepth % kRowsMultiple == 0);
+
+ public:
+  // left has I columns and right has J. The operands change sides when I is the
+  // dense dimension of the gradient.
+  WeightGrad(
+      const Tensor& grad, const GradOperand<scalar_t>& left, const GradOperand<scalar_t>& right)
+      : grad_(grad), left_(left), right_(right) {
+    const bool rows_dense = grad.size(1) <= 1 || grad.stride(1) == 1;
+    const bool cols_dense = grad.size(2) <= 1 || grad.stride(2) == 1;
+    target_ = rows_dense || cols_dense ? grad : at::empty(grad.sizes(), grad.options());
+    const bool swapped = rows_dense && !cols_dense;
+    lines_ = grad.size(swapped ? 2 : 1);
+    length_ = grad.size(swapped ? 1 : 2);
+    line_stride_ = target_.stride(swapped ? 2 : 1);
+    data_ = target_.template mutable_data_ptr<scalar_t>();
+    if (swapped) {
+      std::swap(left_, right_);
+    }
+  }
+
+  void run(const Routing<acc_t>& routing) {
+    if (lines_ > 0 && length_ > 0) {
+      compute(routing);
+    }
+    if (!target_.is_same(grad_)) {
+      grad_.copy_(target_);
+    }
+  }
+
+ private:
+  struct Buffers {
+    operand_t* left;          // [lines][depth]
+    operand_t* right;         // [panel][step][packed panel]
+    acc_t* sums;              // [lines][kPanelCols]
+    scalar_t* made;           // [kDepth][kPanelCols], if an operand is made
+    const scalar_t** from;    // [kDepth]
+    const operand_t** lines;  // [lines]
+  };
+
+  void compute(const Routing<acc_t>& routing) {
+    constexpr auto size = static_cast<int64_t>(sizeof(operand_t));
+    const int64_t depth = std::max(kRowsMultiple, round_up(routing.most_rows, kRowsMultiple));
+    const int64_t step = std::min(depth, kDepth);
+    const int64_t threads = threads_for(routing.last_row * lines_ * length_);
+    const int64_t share = kGradScratchBytes / threads;
+    // So many lines that their left operand fits, and that there are tasks for all.
+    const int64_t lines_fit = std::min(kGradLeftBytes, share / 4) / (depth * size);
+    const int64_t lines_shared =
+        lines_ * static_cast<int64_t>(routing.experts.size()) / (2 * threads);
+    task_lines_ = round_up(
+        std::min(
+            lines_, std::clamp(std::min(lines_fit, lines_shared), kMinGradLines, kMaxGradLines)),
+        Micro::kTileRows);
+    left_size_ = round_up(task_lines_, kPanelCols) * (lines_fit >= task_lines_ ? depth : step);
+    right_size_ = round_up(length_, kPanelCols) * depth;
+    if (right_size_ * size > std::min(kGradRightBytes, share / 2)) {
+      right_size_ = kPanelCols * step;
+    }
+    const WorkList work(routing.experts, (lines_ + task_lines_ - 1) / task_lines_, threads, 2);
+    Scratch scratch;
+    scratch.add<operand_t>(left_size_);
+    scratch.add<operand_t>(right_size_);
+    scratch.add<acc_t>(task_lines_ * kPanelCols);
+    scratch.add<scalar_t>(left_.make || right_.make ? step * kPanelCols : 0);
+    scratch.add<const scalar_t*>(step);
+    scratch.add<const operand_t*>(task_lines_);
+    scratch.allocate(work.threads());
+    std::vector<const Block*> packed(work.threads());
+    work.template run<typename Micro::Session>(
+        [&](int64_t thread, const Block& block, int64_t first, int64_t last) {
+          const Buffers at{
+              scratch.at<operand_t>(thread, 0),       scratch.at<operand_t>(thread, 1),
+              scratch.at<acc_t>(thread, 2),           scratch.at<scalar_t>(thread, 3),
+              scratch.at<const scalar_t*>(thread, 4), scratch.at<const operand_t*>(thread, 5)};
+          for (const auto task : c10::irange(first, last)) {
+            compute_lines(block, task * task_lines_, packed[thread] == &block, at);
+            packed[thread] = &block;
+          }
+        });
+  }
+
+  // The lines of a task. has_right: the right operand of all the expert's rows and
+  // columns is packed already, if it fits.
+  void compute_lines(const Block& block, int64_t i0, bool has_right, const Buffers& at) const {
+    const int64_t height = std::min(task_lines_, lines_ - i0);
+    const int64_t rows = block.rows();
+    scalar_t* out = data_ + block.expert * target_.stride(0) + i0 * line_stride_;
+    if (rows == 0) {
+      for (const auto i : c10::irange(height)) {
+        std::fill_n(out + i * line_stride_, length_, scalar_t(0));
+      }
+      return;
+    }
+    const int64_t depth = round_up(rows, kRowsMultiple);
+    const bool left_fits = round_up(height, kPanelCols) * depth <= left_size_;
+    const bool right_fits = round_up(length_, kPanelCols) * depth <= right_size_;
+    const int64_t ld = left_fits ? depth : kDepth;
+    for (const auto i : c10::irange(task_lines_)) {
+      at.lines[i] = at.left + i * ld;
+    }
+    for (int64_t j0 = 0; j0 < length_; j0 += kPanelCols) {
+      const int64_t n = std::min(kPanelCols, length_ - j0);
+      for (int64_t r0 = 0; r0 < rows; r0 += kDepth) {
+        const int64_t k = std::min(kDepth, depth - r0);
+        const Block part{block.expert, block.begin + r0, std::min(block.end, block.begin + r0 + k)};
+        const int64_t offset = left_fits ? r0 : 0;
+        if (!left_fits || j0 == 0) {
+          pack_left(part, i0, height, at, at.left + offset, ld);
+        }
+        operand_t* right = at.right + (right_fits ? j0 * depth + r0 * kPanelCols : 0);
+        if (!right_fits || !has_right) {
+          pack_right(part, j0, n, k, at, right);
+        }
+        Micro::multiply(height, n, k, {at.lines, ld, offset}, right, {at.sums, r0 > 0});
+      }
+      for (const auto i : c10::irange(height)) {
+        store_row(out + i * line_stride_ + j0, n, [&](int64_t j, int64_t) {
+          return load_pair(at.sums + i * kPanelCols + j);
+        });
+      }
+    }
+  }
+
+  // dst[i * ld + r] = row r of the part at column i0 + i; zeros after the last row.
+  void pack_left(
+      const Block& part, int64_t i0, int64_t height, const Buffers& at, operand_t* dst,
+      int64_t ld) const {
+    alignas(64) operand_t staged[kRowsMultiple * kPanelCols] = {};
+    const int64_t rows = part.rows();
+    for (int64_t c0 = 0; c0 < height; c0 += kPanelCols) {
+      const int64_t n = std::min(kPanelCols, height - c0);
+      left_.locate(part.begin, rows, i0 + c0, n, at.made, at.from);
+      for (int64_t r0 = 0; r0 < rows; r0 += kRowsMultiple) {
+        pack_rows<scalar_t, operand_t>(
+            [&](int64_t r) { return r0 + r < rows ? at.from[r0 + r] : nullptr; }, n, kRowsMultiple,
+            n, kPanelCols, staged);
+        for (int64_t i = 0; i < n; i += lanes) {
+          vec::transpose_mxn<word_t, lanes, lanes>(
+              reinterpret_cast<const word_t*>(staged) + i, kPanelCols,
+              reinterpret_cast<word_t*>(dst + (c0 + i) * ld + r0), ld / v);
+        }
+      }
+    }
+  }
+
+  // The panel of columns [j0, j0 + n), of depth k; zeros after the last row.
+  void pack_right(
+      const Block& part, int64_t j0, int64_t n, int64_t k, const Buffers& at,
+      operand_t* panel) const {
+    const int64_t rows = part.rows();
+    right_.locate(part.begin, rows, j0, n, at.made, at.from);
+    for (int64_t j = 0; j < n; j += Micro::kTileCols) {
+      pack_rows<scalar_t, operand_t>(
+          [&](int64_t r) { return r < rows && at.from[r] != nullptr ? at.from[r] + j : nullptr; },
+          std::min(Micro::kTileCols, n - j), k, Micro::kTileCols, Micro::kTileCols, panel + j * k);
+    }
+  }
+
+  const Tensor& grad_;
+  GradOperand<scalar_t> left_, right_;
+  Tensor target_;
+  scalar_t* data_;  // of target_
+  int64_t lines_, length_, line_stride_;
+  int64_t task_lines_ = 0, left_size_ = 0, right_size_ = 0;
+};
+
+// Columns of a bias gradient that one task sums, and rows whose sum is one after the
+// other; those sums are added in pairs, so that errors grow with the logarithm of the
+// number of rows.
+constexpr int64_t kSumCols = 128;
+constexpr int64_t kSumRows = 32;
+
+// sum (kSumCols) <- sum over rows [begin, end) of weight(r) * row(r)[0 : n], in an order
+// that depends on their number alone. row(r) may be null: zeros.
+template <typename scalar_t, typename RowFn, typename WeightFn>
+void sum_rows(
+    int64_t begin, int64_t end, int64_t n, const RowFn& row, const WeightFn& weight,
+    acc_type<scalar_t>* sum) {
+  using Vec = VecOf<scalar_t>;
+  std::fill_n(sum, kSumCols, 0);
+  if (end - begin <= kSumRows) {
+    for (const auto r : c10::irange(begin, end)) {
+      const scalar_t* from = row(r);
+      const Vec scale(weight(r));
+      for (int64_t j = 0; from != nullptr && j < n; j += kPairLanes<scalar_t>) {
+        const auto x = load_pair(from + j, n - j);
+        const auto s = load_pair(sum + j);
+        store_pair<acc_type<scalar_t>>(
+            sum + j, {vec::fmadd(scale, x.first, s.first), vec::fmadd(scale, x.second, s.second)});
+      }
+    }
+    return;
+  }
+  alignas(64) acc_type<scalar_t> second[kSumCols];
+  const int64_t middle = begin + (end - begin) / 2;
+  sum_rows<scalar_t>(begin, middle, n, row, weight, sum);
+  sum_rows<scalar_t>(middle, end, n, row, weight, second);
+  for (const auto j : c10::irange(kSumCols)) {
+    sum[j] += second[j];
+  }
+}
+
+// grad (E, cols) = sum over the expert's rows r of [weight_r *] source_r
+template <typename scalar_t>
+void column_sums(
+    const Routing<acc_type<scalar_t>>& routing, const RowSource<scalar_t>& source, bool weighted,
+    const Tensor& grad) {
+  using acc_t = acc_type<scalar_t>;
+  const int64_t cols = grad.size(1);
+  const int64_t experts = grad.size(0);
+  const int64_t chunks = (cols + kSumCols - 1) / kSumCols;
+  auto* out = grad.mutable_data_ptr<scalar_t>();
+  at::parallel_for(
+      0, experts * chunks,
+      rows_grain((routing.last_row / std::max<int64_t>(1, experts) + 1) * kSumCols),
+      [&](int64_t begin, int64_t end) {
+        for (const auto task : c10::irange(begin, end)) {
+          // Neighbouring tasks are other experts': one with most of the rows is shared.
+          const Block& block = routing.experts[task % experts];
+          const int64_t c0 = task / experts * kSumCols;
+          const int64_t n = std::min(kSumCols, cols - c0);
+          alignas(64) acc_t sum[kSumCols];
+          sum_rows<scalar_t>(
+              block.begin, block.end, n,
+              [&](int64_t r) {
+                const scalar_t* row = source.row(r);
+                return row == nullptr ? row : row + c0;
+              },
+              [&](int64_t r) { return weighted ? routing.weight(r) : acc_t(1); }, sum);
+          store_row(out + block.expert * cols + c0, n, [&](int64_t j, int64_t) {
+            return load_pair(sum + j);
+          });
+        }
+      });
+}
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native
