@@ -30,7 +30,8 @@ from typing import Any
 
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import BOUNDS, Constants, Profile
-from torch.distributed._tools.moe_estimator import infer, Layout, MODELS, train_step
+from torch.distributed._tools.moe_config import MODELS
+from torch.distributed._tools.moe_estimator import infer, Layout, train_step
 
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -153,9 +154,7 @@ class Predictor:
         if r["impl"] == "megamoe":
             return fused_layer(p, T, d, f, e, k, ep, domain, dtype) * scale
         algorithm = ALGORITHMS.get(r["impl"], "hierarchical")
-        comm = 2 * cost.all_to_all(
-            p, T, d, k, ep, domain=domain, algorithm=algorithm
-        )
+        comm = 2 * cost.all_to_all(p, T, d, k, ep, domain=domain, algorithm=algorithm)
         pass_, rows = r["pass"], T * k
         t = cost.experts(
             p, rows, d, f, e / ep, kernel="mcore", dtype=dtype, pass_=pass_, tokens=T
@@ -331,7 +330,9 @@ def _fit_shared(rows, levels, shared, values, error) -> None:  # type: ignore[no
 
     bounds = {n: BOUNDS[n.split()[0]] for n in start}
     values.update(
-        spread(moe_calibration.fit(start, lambda v: error(rs, spread(v)), bounds=bounds))
+        spread(
+            moe_calibration.fit(start, lambda v: error(rs, spread(v)), bounds=bounds)
+        )
     )
 
 
@@ -400,7 +401,9 @@ def print_worst(errs: list[tuple[float, Row, float]], n: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--csv", type=pathlib.Path, default=HERE / "published.csv")
-    parser.add_argument("--fit", action="store_true", help="print constants, fitted anew")
+    parser.add_argument(
+        "--fit", action="store_true", help="print constants, fitted anew"
+    )
     parser.add_argument("--worst", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
@@ -420,7 +423,10 @@ def main() -> None:
     print_table(result)
     print_worst(errs, args.worst)
     if args.json:
-        data = {"command": "python benchmarks/moe/published.py --json FILE", "rows": result}
+        data = {
+            "command": "python benchmarks/moe/published.py --json FILE",
+            "rows": result,
+        }
         args.json.write_text(json.dumps(data, indent=1) + "\n")
 
 

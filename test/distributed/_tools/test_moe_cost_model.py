@@ -1,10 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 import dataclasses
-import hashlib
 import importlib.util
-import pathlib
-import sys
 import unittest
 
 import torch
@@ -27,19 +24,7 @@ from torch.testing._internal.common_utils import (
 from torch.utils.flop_counter import FlopCounterMode
 
 
-HAS_MOE = hasattr(torch.ops.aten, "_moe_mlp")
 HAS_EP = importlib.util.find_spec("torch.distributed._moe") is not None
-BENCHMARKS = pathlib.Path(__file__).parents[3] / "benchmarks" / "moe"
-
-
-def published():
-    """The checker of benchmarks/moe, by its path."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import published as module
-    finally:
-        sys.path.pop(0)
-    return module
 
 
 def faster(p, **device):
@@ -159,7 +144,9 @@ class TestProperties(TestCase):
     def test_bytes(self):
         check_bytes(cost.wire_bytes)
 
-        def broken(tokens, d, k, ep, domain, *args, **kw):  # its own rank counted as well
+        def broken(
+            tokens, d, k, ep, domain, *args, **kw
+        ):  # its own rank counted as well
             got = cost.wire_bytes(tokens, d, k, ep, domain, *args, **kw)
             return {level: n * ep / (ep - 1) for level, n in got.items()}
 
@@ -192,7 +179,9 @@ class TestProperties(TestCase):
 
     def test_bad_arguments(self):
         p = profile("H100")
-        with self.assertRaisesRegex(ValueError, "algorithm must be one of .*got 'ring'"):
+        with self.assertRaisesRegex(
+            ValueError, "algorithm must be one of .*got 'ring'"
+        ):
             cost.all_to_all(p, 1, 1, 1, 2, algorithm="ring")
         with self.assertRaisesRegex(ValueError, "dtype must be one of .*got 'int3'"):
             cost.gemm(p, 1, 1, 1, 1, "int3")
@@ -210,7 +199,9 @@ class TestProfiles(TestCase):
         p = profile(name)
         again = Profile.from_json(p.to_json())
         self.assertEqual(again.to_json(), p.to_json())
-        self.assertIn("fitted" if p.device.generation != "ampere" else "not", p.provenance)
+        self.assertIn(
+            "fitted" if p.device.generation != "ampere" else "not", p.provenance
+        )
 
     def test_peaks_are_dense(self):
         self.assertEqual(profile("H100").device.bf16, 989.5e12)
@@ -222,7 +213,10 @@ class TestProfiles(TestCase):
         rows = [(x, 3.0 * x + 7.0) for x in (1, 2, 5, 10, 50)]
 
         def loss(v):
-            off = [abs(torch.tensor((v["a"] * x + v["b"]) / y).log().item()) for x, y in rows]
+            off = [
+                abs(torch.tensor((v["a"] * x + v["b"]) / y).log().item())
+                for x, y in rows
+            ]
             return sum(off)
 
         got = fit({"a": 1.0, "b": 1.0}, loss, bounds={"a": (0.1, 10), "b": (0.1, 100)},
@@ -236,53 +230,6 @@ class TestProfiles(TestCase):
             for name, value in values.items():
                 low, high = BOUNDS[name]
                 self.assertTrue(low <= value <= high, (name, value))
-
-
-@unittest.skipUnless((BENCHMARKS / "published.csv").exists(), "needs benchmarks/moe")
-class TestPublished(TestCase):
-    """Errors on the rows that no constant has seen; the limits are the project's."""
-
-    LIMITS = {
-        "all": 14, "level a2a": 9, "level gemm": 9, "level layer_ep": 20,
-        "level train": 22, "level gemm_fb": 17,
-    }  # fmt: skip
-
-    def check(self, predict):
-        p = published()
-        rows = p.scored(BENCHMARKS / "published.csv")
-        got = {r["rows"]: r["median"] for r in p.table(p.errors(rows, predict))}
-        for name, limit in self.LIMITS.items():
-            self.assertLessEqual(got[name], limit, name)
-        self.assertEqual(
-            {k: round(got[f"level {k}"] / 100, 3) for k in moe_calibration.HELD_OUT_ERROR},
-            moe_calibration.HELD_OUT_ERROR,
-        )
-
-    def test_held_out(self):
-        p = published()
-        self.check(p.Predictor())
-        slow = {
-            g: dataclasses.replace(Constants(**v), fast=0.3, mma16=0.4, mma8=0.3)
-            for g, v in moe_calibration.FITTED.items()
-        }
-        with self.assertRaises(AssertionError):
-            self.check(p.Predictor(slow))
-
-    def test_split_is_locked(self):
-        p = published()
-        rows = p.scored(BENCHMARKS / "published.csv")
-        calibrate = [r["id"] for r in rows if r["split"] == "calibration"]
-        digest = hashlib.md5("\n".join(sorted(calibrate)).encode()).hexdigest()
-        self.assertEqual(digest[:12], "f7b503d3d4b3")
-        self.assertLess(len(calibrate) / len(rows), 0.4)
-
-    def test_links_are_fitted_on_calibration_rows_alone(self):
-        p = published()
-        rows = p.scored(BENCHMARKS / "published.csv")
-        rows = [r for r in rows if r["split"] == "calibration" and r["level"] == "a2a"]
-        for name, value in dataclasses.asdict(p.fit(rows)["blackwell"]).items():
-            if name in p.STAGES[0][1]:
-                self.assertEqual(value, moe_calibration.FITTED["blackwell"][name], name)
 
 
 instantiate_parametrized_tests(TestProfiles)

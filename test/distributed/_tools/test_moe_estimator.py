@@ -7,13 +7,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.moe_calibration import profile
+from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_estimator import (
     infer,
     Layout,
     layer_peak,
     memory,
-    MODELS,
-    MoEConfig,
     MoERuntimeEstimator,
     saved_bytes,
     train_step,
@@ -51,7 +50,9 @@ class TestConfig(TestCase):
         self.assertEqual(MoEConfig.from_config(QWEN3_30B), MODELS["qwen3-30b-a3b"])
         self.assertEqual(MoEConfig.from_config(DEEPSEEK_V3), MODELS["deepseek-v3"])
         with self.assertRaisesRegex(ValueError, "config has none of .*num_experts"):
-            MoEConfig.from_config({k: v for k, v in QWEN3_30B.items() if k != "num_experts"})
+            MoEConfig.from_config(
+                {k: v for k, v in QWEN3_30B.items() if k != "num_experts"}
+            )
 
     def test_parameters(self):
         for name, billions in (("deepseek-v3", 671), ("qwen3-30b-a3b", 30.5),
@@ -126,9 +127,7 @@ def check_saved_bytes(formula):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             F.moe_mlp(x, ids, weights, w_in, w_out)
-        want = formula(
-            T, T * K, D, f, k=K, num_experts=E, itemsize=x.element_size()
-        )
+        want = formula(T, T * K, D, f, k=K, num_experts=E, itemsize=x.element_size())
         assert sum(saved.values()) == want, (sum(saved.values()), want)
 
 
@@ -151,7 +150,9 @@ class TestMemory(TestCase):
         ]
         self.assertEqual(sizes, sorted(sizes, reverse=True))
         self.assertGreater(sizes[0], sizes[2])
-        with self.assertRaisesRegex(ValueError, "recompute must be one of .*got 'some'"):
+        with self.assertRaisesRegex(
+            ValueError, "recompute must be one of .*got 'some'"
+        ):
             memory(model, Layout(recompute="some"))
 
     @parametrize("field", ("ep", "pp", "gpus"))
@@ -166,7 +167,9 @@ class TestMemory(TestCase):
         for d, f, e, k, shared, peak in (
             (7168, 2048, 32, 8, 2048, 2.45), (4096, 14336, 8, 2, 0, 2.04),
         ):  # fmt: skip
-            got = layer_peak(4096, 4096 * k, d, f, e / 8, shared_f=shared, kernel="mcore")
+            got = layer_peak(
+                4096, 4096 * k, d, f, e / 8, shared_f=shared, kernel="mcore"
+            )
             self.assertGreater(got / 1e9, 0.5 * peak)
             self.assertLess(got / 1e9, 2.0 * peak)
 

@@ -17,7 +17,8 @@ from torch.distributed._tools.moe_calibration import (
     profile,
     Profile,
 )
-from torch.distributed._tools.moe_estimator import Layout, memory, MODELS
+from torch.distributed._tools.moe_config import MODELS
+from torch.distributed._tools.moe_estimator import Layout, memory
 from torch.distributed._tools.moe_planner import (
     FILL,
     inference_table,
@@ -119,7 +120,9 @@ class TestPlan(TestCase):
         ):
             with self.assertRaisesRegex(ValueError, message):
                 plan("deepseek-v3", "H800", 64, **kw, **fixed)
-        with self.assertRaisesRegex(ValueError, "nothing fits .* needs .*works: gpus=") as e:
+        with self.assertRaisesRegex(
+            ValueError, "nothing fits .* needs .*works: gpus="
+        ) as e:
             plan("deepseek-v3", "H800", 64, **kw)
         works = int(str(e.exception).split("works: gpus=")[1].split(",")[0])
         plan("deepseek-v3", "H800", works, global_batch=1024 * works // 64)
@@ -188,7 +191,13 @@ class TestCommand(TestCase):
         self.assertEqual(command[0], "qwen3-30b-a3b")
         code, out, _ = self.call(*command)
         self.assertEqual(code, 0)
-        for word in ("tokens/s/GPU", "because:", "next:", "uncertainty", "ParallelDims"):
+        for word in (
+            "tokens/s/GPU",
+            "because:",
+            "next:",
+            "uncertainty",
+            "ParallelDims",
+        ):
             self.assertIn(word, out)
 
     def test_json_and_plot(self):
@@ -309,7 +318,9 @@ class TestImbalance(TestCase):
                 got = expected_imbalance(load, tokens, 4, ep)
                 self.assertEqual(got, heaviest.mean().item(), rtol=0.02, atol=0)
                 high = expected_imbalance(load, tokens, 4, ep, quantile=0.95)
-                self.assertEqual(high, heaviest.quantile(0.95).item(), rtol=0.05, atol=0)
+                self.assertEqual(
+                    high, heaviest.quantile(0.95).item(), rtol=0.05, atol=0
+                )
 
     def test_design_effect_and_placement(self):
         load = [1.0] * 16

@@ -15,10 +15,14 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import statistics
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
+from torch.distributed._tools.moe_cost_model import cpu_experts, gemm, stream
 
 
 if TYPE_CHECKING:
@@ -35,8 +39,15 @@ __all__ = [
     "FITTED_PROVENANCE",
     "HELD_OUT_ERROR",
     "Profile",
+    "CPU_ROWS",
+    "CpuRow",
     "calibrate",
+    "cpu_call",
     "fit",
+    "fit_cpu",
+    "measure_calls",
+    "measure_kernels",
+    "measure_links",
     "profile",
 ]
 
@@ -93,7 +104,9 @@ _SHEETS = {
     "A100": _Sheet("NVIDIA A100", "ampere", 108, 300e9, 25e9, cache=40e6),
     "H100": _Sheet("NVIDIA H100", "hopper", 132, 450e9, 50e9),
     "H800": _Sheet("NVIDIA H100", "hopper", 132, 200e9, 50e9),
-    "H200": _Sheet("NVIDIA H100", "hopper", 132, 450e9, 50e9, 8, 50e6, 0, 4.8e12, 141e9),
+    "H200": _Sheet(
+        "NVIDIA H100", "hopper", 132, 450e9, 50e9, 8, 50e6, 0, 4.8e12, 141e9
+    ),
     "B200": _Sheet("NVIDIA B200", "blackwell", 148, 900e9, 50e9, 8, 126e6),
     "GB200": _Sheet(
         "NVIDIA GB300", "blackwell", 148, 900e9, 50e9, 72, 126e6, 0, 8e12, 186e9
@@ -430,3 +443,281 @@ def fit(
             if before - best < 1e-4:
                 break
     return now
+
+
+# ---- measuring -------------------------------------------------------------------------
+
+
+class CpuRow(NamedTuple):
+    """A call of the microbenchmark: shape, dtype, pass, layout of the weights."""
+
+    T: int
+    D: int
+    F: int
+    E: int
+    K: int
+    dtype: str = "bf16"
+    pass_: str = "fwd"
+    transposed: bool = False
+
+
+# Many and few rows an expert, both dtypes, wide gradients, weights read once, transposed
+# weights: each constant is seen by two rows at least, and weights outgrow caches, as they
+# do in models. Together 75 GFLOP: two seconds on the slowest CPU that was met.
+CPU_ROWS = (
+    CpuRow(512, 1024, 512, 8, 4),
+    CpuRow(512, 1024, 512, 16, 4),
+    CpuRow(256, 1024, 512, 32, 2),
+    CpuRow(64, 1024, 512, 32, 4, pass_="fwd+bwd"),
+    CpuRow(256, 1536, 256, 64, 4, pass_="fwd+bwd"),
+    CpuRow(512, 1024, 256, 64, 8),
+    CpuRow(256, 1024, 512, 8, 4, pass_="fwd+bwd"),
+    CpuRow(256, 1024, 512, 8, 4, "fp32"),
+    CpuRow(128, 1024, 512, 8, 4, "fp32", "fwd+bwd"),
+    CpuRow(1, 2048, 768, 32, 8),
+    CpuRow(8, 2048, 768, 32, 8),
+    CpuRow(32, 2048, 768, 32, 4),
+    CpuRow(256, 1440, 1440, 8, 2, transposed=True),
+    CpuRow(128, 1440, 1440, 8, 2, pass_="fwd+bwd", transposed=True),
+)
+
+
+def cpu_call(row: CpuRow) -> tuple[Callable[[], object], float]:
+    """A call of ``F.moe_mlp`` (or, without it, of the same products one by one), and the
+    number of experts that have rows."""
+    gen = torch.Generator().manual_seed(0)
+    T, D, F, E, K = row[:5]
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[row.dtype]
+    grad = row.pass_ != "fwd"
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        if row.transposed:
+            w = torch.empty(E, columns, rows, dtype=dtype).transpose(1, 2)
+        else:
+            w = torch.empty(E, rows, columns, dtype=dtype)
+        return w.copy_(torch.randn(rows, columns, generator=gen) * columns**-0.5)
+
+    x = torch.randn(T, D, generator=gen).to(dtype).requires_grad_(grad)
+    ids = torch.rand(T, E, generator=gen).topk(K, 1).indices
+    weights = torch.full((T, K), 1.0 / K).requires_grad_(grad)
+    w_in = weight(2 * F, D).requires_grad_(grad)
+    w_out = weight(D, F).requires_grad_(grad)
+    leaves = (x, weights, w_in, w_out)
+
+    def forward() -> torch.Tensor:
+        if hasattr(torch.nn.functional, "moe_mlp"):
+            return torch.nn.functional.moe_mlp(x, ids, weights, w_in, w_out)
+        out = x.new_zeros(T, D)
+        for e in range(E):
+            t, k = (ids == e).nonzero(as_tuple=True)
+            gate, up = (x[t] @ w_in[e].T).chunk(2, 1)
+            y = (torch.nn.functional.silu(gate) * up) @ w_out[e].T
+            out = out.index_add(0, t, (weights[t, k, None] * y).to(dtype))
+        return out
+
+    def call() -> None:
+        with torch.set_grad_enabled(grad):
+            y = forward()
+            if grad:
+                torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    return call, float(ids.unique().numel())
+
+
+def measure_calls(
+    calls: Sequence[Callable[[], object]],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+    synchronize: Callable[[], object] = lambda: None,
+    least: int = 3,
+) -> list[float]:
+    """Median seconds of every call; calls take turns until ``seconds`` are over, at least
+    ``least`` times, so that what disturbs the machine disturbs all alike."""
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    for call in calls:
+        call()
+    while time.perf_counter() < end or len(times[0]) < least:
+        for call, into in zip(calls, times):
+            synchronize()
+            start = clock()
+            call()
+            synchronize()
+            into.append(clock() - start)
+    return [statistics.median(t) for t in times]
+
+
+def fit_cpu(
+    rows: Sequence[CpuRow], hit: Sequence[float], seconds: Sequence[float]
+) -> CpuConstants:
+    """Constants of a CPU from measured calls."""
+
+    def loss(v: dict[str, float]) -> float:
+        c, total = CpuConstants(**v), 0.0
+        for row, h, t in zip(rows, hit, seconds):
+            got = cpu_experts(
+                c, *row[:5], hit=h, dtype=row.dtype, pass_=row.pass_,
+                transposed=row.transposed,
+            )  # fmt: skip
+            total += abs(math.log(got / t))
+        return total
+
+    found = fit(dataclasses.asdict(CpuConstants()), loss, stiffness=lambda name: 0.02)
+    return CpuConstants(**{k: float(f"{v:.4g}") for k, v in found.items()})
+
+
+def measure_links(
+    group: Any, sizes: Sequence[int], seconds: float = 3.0
+) -> tuple[float, float]:
+    """(start in seconds, B/s that a rank sends to others) of an all-to-all over a group.
+
+    The backend decides the device: NCCL on CUDA, gloo on CPU. Least relative error of
+    start plus bytes over rate, over the sizes in bytes; the slowest rank counts.
+    """
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size(group)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    points = []
+    for size in sizes:
+        part = max(1, size // ranks)
+        x = torch.zeros(part * ranks, dtype=torch.uint8, device=device)
+        y = torch.empty_like(x)
+        times = []
+        rounds = 21 if size < 1 << 20 else 7
+        for _ in range(rounds):
+            dist.barrier(group)
+            synchronize()
+            start = time.perf_counter()
+            dist.all_to_all_single(y, x, group=group)
+            synchronize()
+            times.append(time.perf_counter() - start)
+        slowest = torch.tensor(
+            statistics.median(times), dtype=torch.float64, device=device
+        )
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        points.append((part * (ranks - 1), slowest.item()))
+
+    def loss(v: dict[str, float]) -> float:
+        return sum(abs(math.log((v["start"] + n / v["rate"]) / t)) for n, t in points)
+
+    found = fit({"start": 1e-4, "rate": 1e9}, loss, stiffness=lambda name: 0.0,
+                steps=(10, 3, 2, 1.5, 1.25, 1.12, 1.06, 1.03, 1.015))  # fmt: skip
+    return found["start"], found["rate"]
+
+
+def measure_kernels(p: Profile, device: str, seconds: float = 15.0) -> Constants:
+    """Constants of products and of memory, by products and copies on ``device``."""
+    small = device == "cpu"
+    sizes = (128, 256, 512) if small else (512, 2048, 4096, 8192)
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    shapes = [(m, n, n) for m in sizes for n in sizes[1:]]
+    calls: list[Callable[[], object]] = []
+    for m, n, k in shapes:
+        a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        b = torch.randn(k, n, device=device, dtype=torch.bfloat16)
+        calls.append(functools.partial(torch.mm, a, b))
+    copied = [1 << 12, (1 << 22) if small else (1 << 28)]
+    for n in copied:
+        calls.append(torch.empty(n, dtype=torch.uint8, device=device).clone)
+    measured = measure_calls(calls, seconds, synchronize=synchronize)
+
+    def predicted(c: Constants) -> list[float]:
+        q = dataclasses.replace(p, constants=c)
+        return [gemm(q, 1, m, n, k) for m, n, k in shapes] + [
+            stream(q, 2 * n) for n in copied
+        ]
+
+    def loss(v: dict[str, float]) -> float:
+        got = predicted(dataclasses.replace(p.constants, **v))
+        return sum(abs(math.log(g / t)) for g, t in zip(got, measured))
+
+    names = ("mma16", "memory", "tile_start", "launch_us")
+    start = {n: getattr(p.constants, n) for n in names}
+    found = fit(start, loss, bounds=None if small else BOUNDS)
+    return dataclasses.replace(p.constants, **found)
+
+
+def calibrate(
+    *,
+    device: str = "cpu",
+    gpu: str | None = None,
+    group: Any = None,
+    seconds: float = 20.0,
+    clock: str = "wall",
+) -> Profile:
+    """The profile of the machine at hand, in at most about 30 seconds.
+
+    Keyword Args:
+        device (str): ``"cpu"`` or ``"cuda"``.
+        gpu (str, optional): data sheet to start from, one of :data:`DEVICES`, for CUDA.
+        group (ProcessGroup, optional): whose links are measured as well.
+        seconds (float): to measure kernels for.
+        clock (str): ``"wall"``, or ``"process"``: time of this process, for a machine with
+            neighbours and one thread.
+    """
+    if clock not in ("wall", "process") or device not in ("cpu", "cuda"):
+        raise ValueError(
+            "calibrate: clock must be wall or process, device cpu or cuda, got "
+            f"{clock!r}, {device!r}"
+        )
+    threads = torch.get_num_threads()
+    where = f"{threads} threads, {torch.backends.cpu.get_cpu_capability()}"
+    rate, start = 1e9, 1e-4
+    if group is not None:
+        start, rate = measure_links(group, [1 << n for n in range(10, 25, 2)])
+    if device == "cuda":
+        p = profile(gpu or "H100")
+        constants = measure_kernels(p, "cuda", seconds)
+        if group is not None:
+            constants = dataclasses.replace(
+                constants, fast=min(0.98, rate / p.device.fast), fast_us=1e6 * start
+            )
+        return dataclasses.replace(
+            p, constants=constants, provenance="measured on this machine"
+        )
+    calls, hit = zip(*(cpu_call(row) for row in CPU_ROWS))
+    tick = time.process_time if clock == "process" else time.perf_counter
+    measured = measure_calls(calls, seconds, tick)
+    cpu = fit_cpu(CPU_ROWS, hit, measured)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    sheet = Device(
+        "cpu", threads, cpu.rate16, cpu.rate16, cpu.memory, rate, rate, float(memory),
+        domain=1 << 20,
+    )  # fmt: skip
+    ideal = Constants(fast=1.0, slow=1.0, fast_us=1e6 * start, slow_us=1e6 * start,
+                      setup_us=0.0, fabric=0.0)  # fmt: skip
+    found = f"measured on this machine ({where}, {clock} clock)"
+    return Profile("this CPU", sheet, ideal, found, cpu)
+
+
+def main() -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        description="Measures the profile of this machine."
+    )
+    parser.add_argument("--output", default="profile.json")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--gpu", help=f"data sheet: {', '.join(DEVICES)}")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--clock", choices=("wall", "process"), default="wall")
+    args = parser.parse_args()
+    p = calibrate(
+        device=args.device, gpu=args.gpu, seconds=args.seconds, clock=args.clock
+    )
+    command = (
+        f"python -m torch.distributed._tools.moe_calibration --device {args.device} "
+        f"--seconds {args.seconds:g} --clock {args.clock}"
+    )
+    with open(args.output, "w") as file:
+        json.dump({"command": command, "torch": torch.__version__, "profile": p.to_json()},
+                  file, indent=1)  # fmt: skip
+    print(f"{args.output}: {p.provenance}")
+    for name, value in dataclasses.asdict(p.cpu or p.constants).items():
+        print(f"  {name:12} {value:.4g}")
+
+
+if __name__ == "__main__":
+    main()

@@ -307,7 +307,9 @@ def all_to_all(
     c, dev, kind = p.constants, p.device, ALL_TO_ALLS[algorithm]
     domain = domain or dev.domain
     w = copies(ep, domain, k, node_limit, kind.dedup)
-    if algorithm == "one_sided":  # a copy per distinct rank; a router spreads K over them
+    if (
+        algorithm == "one_sided"
+    ):  # a copy per distinct rank; a router spreads K over them
         w = Copies(min(k, ep) * (1 - 1 / ep), 0.0, 1.0, min(k, ep))
     size = tokens * d * ITEMSIZE[dtype] * imbalance
     crowd = 1 + c.fabric * max(0.0, math.log2(ep / 8))
@@ -499,15 +501,25 @@ def expert_shares(
     Compute is what is left with an infinitely fast memory, quantisation what the same
     products without scales would save, memory the rest.
     """
-    fast = dataclasses.replace(p, device=dataclasses.replace(p.device, memory_rate=1e18))
+    fast = dataclasses.replace(
+        p, device=dataclasses.replace(p.device, memory_rate=1e18)
+    )
     whole = experts(p, rows, d, f, local, **kw)
     g = _Products(p, rows, local, kw.get("kernel", "moe_mlp"), kw.get("dtype", "bf16"))
     q = g.quantized(rows * d) + g.quantized(rows * f)
     q += g.weights(g.hit * 3 * f * d)
     if kw.get("pass_", "fwd") == "fwd+bwd":
-        q += g.quantized(rows * d) + g.quantized(2 * rows * f) + g.weights(g.hit * 3 * f * d)
+        q += (
+            g.quantized(rows * d)
+            + g.quantized(2 * rows * f)
+            + g.weights(g.hit * 3 * f * d)
+        )
     elif kw.get("pass_") == "bwd":
-        q = g.quantized(rows * d) + g.quantized(2 * rows * f) + g.weights(g.hit * 3 * f * d)
+        q = (
+            g.quantized(rows * d)
+            + g.quantized(2 * rows * f)
+            + g.weights(g.hit * 3 * f * d)
+        )
     compute = min(experts(fast, rows, d, f, local, **kw), whole - q)
     return {"compute": compute, "memory": whole - compute - q, "quantisation": q}
 
@@ -564,7 +576,9 @@ def recipe_seconds(
     }
 
 
-def router(p: Profile, tokens: float, d: int, e: int, k: int, pass_: str = "fwd") -> float:
+def router(
+    p: Profile, tokens: float, d: int, e: int, k: int, pass_: str = "fwd"
+) -> float:
     """Seconds of logits, top-k and permutation; backward as much again."""
     logits = gemm(p, 1, tokens, e, d)
     t = logits + stream(p, tokens * (8 * e + 16 * k), 6)
@@ -698,7 +712,8 @@ def choose_chunks(
     from torch.distributed._moe.schedule import OverlapSchedule
 
     return sorted(
-        (overlapped(OverlapSchedule(n).steps(), *parts(n), shared), n) for n in candidates
+        (overlapped(OverlapSchedule(n).steps(), *parts(n), shared), n)
+        for n in candidates
     )
 
 
@@ -737,9 +752,7 @@ def layer_chunks(
     def parts(n: int) -> tuple[float, float, float]:
         t = tokens / n
         there, back = (
-            all_to_all(
-                p, t, d, k, ep, imbalance=imbalance, combine=combine, **exchange
-            )
+            all_to_all(p, t, d, k, ep, imbalance=imbalance, combine=combine, **exchange)
             for combine in (False, True)
         )
         work = experts(

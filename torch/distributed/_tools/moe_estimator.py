@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs
 """Time and memory of a mixture-of-experts model: a block, a training step, inference.
 
-A :class:`MoEConfig` is a model by its sizes, from a table, from a transformers
-configuration, or from a module. A :class:`Layout` says how it is spread. What they cost is
-summed from :mod:`.moe_cost_model`. :class:`MoERuntimeEstimator` does the same for a module
+A :class:`.MoEConfig` is a model by its sizes, a :class:`Layout` says how it is spread. What
+they cost is summed from :mod:`.moe_cost_model`. :class:`MoERuntimeEstimator` does the same for a module
 that runs under ``FakeTensorMode``, in the manner of ``RuntimeEstimator``.
 
     >>> config = MoEConfig.by_name("qwen3-30b-a3b")
@@ -13,6 +12,7 @@ that runs under ``FakeTensorMode``, in the manner of ``RuntimeEstimator``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_cost_model import LOW_PRECISION, US
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._runtime_estimation import _IGNORE_OPS, _VIEW_OPS
@@ -27,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed._tools.moe_calibration import Profile
 
@@ -35,226 +36,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Layout",
     "Memory",
-    "MODELS",
-    "MoEConfig",
+    "cpu_table",
     "MoERuntimeEstimator",
     "Step",
     "block",
     "infer",
+    "inductor_estimate",
     "layer_peak",
     "memory",
     "op_seconds",
     "saved_bytes",
     "train_step",
 ]
-
-
-# ---- models ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Sizes of a decoder with mixture-of-experts layers.
-
-    Attributes:
-        layers, d, f, experts, k: decoder layers, D, F, E, K.
-        heads, kv_heads, head_dim, vocab: of attention and of the embedding.
-        shared_f: width of the shared experts together.
-        dense, dense_f: leading layers without experts, and their width.
-        mla, q_lora: multi-head latent attention, and the rank of its queries.
-        node_limit: most nodes of a token (group-limited routing).
-        window: share of the full attention that sliding windows leave.
-        mtp: layers of multi-token prediction.
-        gated: gate and up projections, else up only.
-    """
-
-    layers: int
-    d: int
-    f: int
-    experts: int
-    k: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    shared_f: int = 0
-    dense: int = 0
-    dense_f: int = 0
-    mla: bool = False
-    node_limit: int = 0
-    window: float = 1.0
-    mtp: int = 0
-    q_lora: int = 0
-    gated: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "d", "f", "experts", "k", "heads", "head_dim", "vocab"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"MoEConfig: {name} must be at least 1, got {getattr(self, name)}"
-                )
-        if self.k > self.experts:
-            raise ValueError(
-                f"MoEConfig: k must be at most experts = {self.experts}, got {self.k}"
-            )
-
-    def attention(self, tp: int = 1) -> list[tuple[float, float]]:
-        """(n, k) of the projections of one of ``tp`` ranks."""
-        h, kv = self.heads / tp, max(self.kv_heads / tp, 1)
-        if not self.mla:
-            return [((h + 2 * kv) * self.head_dim, self.d), (self.d, h * self.head_dim)]
-        q = [(h * 192, self.d)]
-        if self.q_lora:
-            q = [(self.q_lora, self.d), (h * 192, self.q_lora)]
-        return q + [(576, self.d), (h * 256, 512), (self.d, h * 128)]
-
-    def core_flops(self, tokens: float, seq: int, tp: int = 1) -> float:
-        """FLOPs of causal attention."""
-        width = 192 + 128 if self.mla else 2 * self.head_dim
-        return tokens * seq * self.window * self.heads / tp * width
-
-    @property
-    def matrices(self) -> int:
-        return 3 if self.gated else 2
-
-    def parameters(self) -> dict[str, float]:
-        """Numbers of parameters: of the routed experts, and of the rest."""
-        attention = sum(n * k for n, k in self.attention())
-        moe, m = self.layers - self.dense, self.matrices
-        other = self.layers * attention + moe * m * self.d * self.shared_f
-        other += self.dense * m * self.d * self.dense_f + 2 * self.vocab * self.d
-        other += moe * self.d * self.experts
-        return {"expert": moe * m * self.d * self.f * self.experts, "other": other}
-
-    def train_flops(self, seq: int) -> float:
-        """FLOPs of a training token: six per active parameter, and attention."""
-        attention = sum(n * k for n, k in self.attention())
-        moe = self.matrices * self.d * (self.f * self.k + self.shared_f)
-        moe += self.d * self.experts
-        body = self.layers * attention + (self.layers - self.dense) * moe
-        body += self.dense * self.matrices * self.d * self.dense_f + self.vocab * self.d
-        body += self.mtp * (attention + moe + 2 * self.d**2 + self.vocab * self.d)
-        return 6 * body + 3 * (self.layers + self.mtp) * self.core_flops(1, seq)
-
-    @staticmethod
-    def by_name(name: str) -> MoEConfig:
-        """One of :data:`MODELS`."""
-        if name not in MODELS:
-            raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
-        return MODELS[name]
-
-    @staticmethod
-    def from_config(config: Any) -> MoEConfig:
-        """From a transformers configuration, or a dict like its ``config.json``."""
-        read = config.get if isinstance(config, dict) else lambda k: getattr(config, k, None)
-
-        def first(*names: str, default: Any = None) -> Any:
-            for name in names:
-                if (value := read(name)) is not None:
-                    return value
-            if default is None:
-                raise ValueError(f"MoEConfig.from_config: config has none of {names}")
-            return default
-
-        layers, d = first("num_hidden_layers"), first("hidden_size")
-        heads = first("num_attention_heads")
-        f = first("moe_intermediate_size", "intermediate_size")
-        shared = first("shared_expert_intermediate_size", default=0)
-        shared = shared or first("n_shared_experts", "num_shared_experts", default=0) * f
-        dense = first("first_k_dense_replace", default=0)
-        types = first("layer_types", default=())
-        window = first("sliding_window", default=0)
-        sliding = sum(t == "sliding_attention" for t in types) / max(len(types), 1)
-        groups, per_token = first("n_group", default=0), first("topk_group", default=0)
-        return MoEConfig(
-            layers=layers,
-            d=d,
-            f=f,
-            experts=first("num_experts", "n_routed_experts", "num_local_experts"),
-            k=first("num_experts_per_tok", "experts_per_token", "moe_topk"),
-            heads=heads,
-            kv_heads=first("num_key_value_heads", default=heads),
-            head_dim=first("head_dim", "v_head_dim", default=d // heads),
-            vocab=first("vocab_size"),
-            shared_f=shared,
-            dense=dense,
-            dense_f=first("intermediate_size", default=f) if dense else 0,
-            mla=read("kv_lora_rank") is not None,
-            node_limit=per_token if groups > per_token else 0,
-            window=1 - sliding / 2 if sliding and window else 1.0,
-            mtp=first("num_nextn_predict_layers", default=0),
-            q_lora=read("q_lora_rank") or 0,
-        )
-
-    @staticmethod
-    def from_module(module: torch.nn.Module) -> MoEConfig:
-        """From a module with a transformers configuration, or from the shapes of its
-        expert weights (torchtitan's ``w1_EFD``, ``w2_EDF``, ``w3_EFD``, or ``nn.MoE``).
-
-        The module may be on the meta device or fake: only shapes are read.
-        """
-        if (config := getattr(module, "config", None)) is not None:
-            return MoEConfig.from_config(getattr(config, "text_config", config))
-        shapes = [tuple(q.shape) for q in module.parameters() if q.dim() == 3]
-        if not shapes:
-            raise ValueError(
-                "MoEConfig.from_module: module has neither a .config nor a parameter of "
-                "three dimensions (E, F, D)"
-            )
-        embedding = max(
-            (m for m in module.modules() if isinstance(m, torch.nn.Embedding)),
-            key=lambda m: m.num_embeddings,
-            default=None,
-        )
-        d = embedding.embedding_dim if embedding else None
-        up = next(s for s in shapes if d in (None, s[1], s[2]))
-        d = d or min(up[1], up[2])
-        width = up[1] if up[2] == d else up[2]
-        layer_experts = [m for m in module.modules() if _has_experts(m)]
-        per_layer = max(len(shapes) // max(len(layer_experts), 1), 1)
-        top_k = next(
-            (int(v) for m in module.modules() for n in ("top_k", "k", "topk")
-             if isinstance(v := getattr(m, n, None), int) and v > 0),
-            1,
-        )  # fmt: skip
-        head = next((int(v) for m in module.modules() if isinstance(
-            v := getattr(m, "head_dim", None), int) and v > 0), min(128, d))  # fmt: skip
-        heads = max(d // head, 1)
-        return MoEConfig(
-            layers=max(len(layer_experts), 1), d=d, f=width if per_layer > 2 else width // 2,
-            experts=up[0], k=top_k, heads=heads, kv_heads=heads, head_dim=head,
-            vocab=embedding.num_embeddings if embedding else 1,
-        )  # fmt: skip
-
-
-def _has_experts(module: torch.nn.Module) -> bool:
-    return any(q.dim() == 3 for q in module.parameters(recurse=False))
-
-
-# Sizes as in the models' published configurations.
-MODELS = {
-    "deepseek-v3": MoEConfig(
-        61, 7168, 2048, 256, 8, 128, 128, 128, 129280, 2048, 3, 18432, True, 4,
-        mtp=1, q_lora=1536,
-    ),  # fmt: skip
-    "kimi-k2": MoEConfig(
-        61, 7168, 2048, 384, 8, 64, 64, 128, 163840, 2048, 1, 18432, True,
-        q_lora=1536,
-    ),  # fmt: skip
-    "qwen3-30b-a3b": MoEConfig(48, 2048, 768, 128, 8, 32, 4, 128, 151936),
-    "qwen3-235b-a22b": MoEConfig(94, 4096, 1536, 128, 8, 64, 4, 128, 151936),
-    "gpt-oss-120b": MoEConfig(
-        36, 2880, 2880, 128, 4, 64, 8, 64, 201088, window=0.55
-    ),
-    "gpt-oss-20b": MoEConfig(24, 2880, 2880, 32, 4, 64, 8, 64, 201088, window=0.55),
-    "olmoe-1b-7b": MoEConfig(16, 2048, 1024, 64, 8, 16, 16, 128, 50304),
-    "mixtral-8x7b": MoEConfig(32, 4096, 14336, 8, 2, 32, 8, 128, 32000),
-    "mixtral-8x22b": MoEConfig(56, 6144, 16384, 8, 2, 48, 8, 128, 32768),
-    "mixtral-8x22b-g8t8": MoEConfig(56, 6144, 2048, 64, 8, 48, 8, 128, 32768),
-    "qwen2-57b-a14b": MoEConfig(28, 3584, 2560, 64, 8, 28, 4, 128, 151936, 20480),
-    "llama4-scout": MoEConfig(48, 5120, 8192, 16, 1, 40, 8, 128, 202048, 8192),
-    "internal-352b": MoEConfig(60, 4096, 14336, 32, 3, 32, 8, 128, 65536),
-}
 
 
 # ---- layouts ---------------------------------------------------------------------------
@@ -448,7 +241,7 @@ def train_step(
             published frameworks leave, a fitted constant
         year (float): of the software; published numbers grow with it.
     """
-    c, dev = p.constants, p.device
+    c = p.constants
     tokens, accumulation = layout.micro_batch * seq, layout.accumulation(global_batch)
     exposed = c.exposed if exposed is None else exposed
     speed = math.exp(-c.drift * (year - 2026.0))
@@ -557,6 +350,43 @@ def infer(
     layer = 2 * max(compute, comm) if two_batches else compute + comm
     head = cost.gemm(p, 1, tokens if phase == "decode" else 8, model.vocab, model.d)
     return tokens / (layer * model.layers + head)
+
+
+def cpu_table(
+    model: MoEConfig, p: Profile, tokens: Sequence[int] = (1, 64, 2048)
+) -> list[dict[str, Any]]:
+    """Tokens a second of a model on a CPU, by dtype, tokens of a step and pass.
+
+    Attention's cache is not counted; projections and the experts are. A row says whether
+    the weights (and, in training, gradients and Adam's moments) fit.
+    """
+    if p.cpu is None:
+        raise ValueError(f"cpu_table: {p.name} is not a profile of a CPU")
+    weights, moe = model.parameters(), model.layers - model.dense
+    out = []
+    for dtype, t, pass_ in itertools.product(
+        ("bf16", "fp32"), tokens, ("fwd", "fwd+bwd")
+    ):
+        if pass_ == "fwd+bwd" and t == 1:
+            continue
+        experts = cost.cpu_experts(
+            p.cpu, t, model.d, model.f, model.experts, model.k, dtype=dtype, pass_=pass_
+        )
+        rate = p.cpu.rate32 if dtype == "fp32" else p.cpu.rate16
+        rate *= t / (t + p.cpu.half_rows)
+        dense = 2 * t * weights["other"] / rate
+        dense = cost.smooth_max(
+            dense, weights["other"] * cost.ITEMSIZE[dtype] / p.cpu.memory
+        )
+        dense *= 3 if pass_ == "fwd+bwd" else 1
+        need = sum(weights.values()) * (cost.ITEMSIZE[dtype] if pass_ == "fwd" else 16)
+        out.append({
+            "dtype": dtype, "tokens": t, "pass": pass_,
+            "layer_ms": 1e3 * experts,
+            "tokens_per_second": t / (moe * experts + dense),
+            "memory": need, "fits": need <= 0.9 * p.device.memory,
+        })  # fmt: skip
+    return out
 
 
 # ---- memory ----------------------------------------------------------------------------
@@ -756,11 +586,34 @@ def op_seconds(p: Profile, func: Any, args: Sequence[Any], out: Any) -> float:
         if b.dim() == 2:  # weight gradients: the summed dimension is the ragged one
             m, k = a.shape[-2], a.shape[-1] / groups
         relative = p.constants.grouped16
-        return cost.gemm(p, groups, m, n, k, _DTYPES.get(a.dtype, "bf16"), relative=relative)
+        return cost.gemm(
+            p, groups, m, n, k, _DTYPES.get(a.dtype, "bf16"), relative=relative
+        )
     if packet in flop_registry:
         flops = flop_registry[packet](*args, out_val=out)
         return cost.smooth_max(flops / (0.55 * p.device.bf16), seconds)
     return seconds
+
+
+def inductor_estimate(p: Profile) -> Callable[[Any, int | None], float | None]:
+    """``custom_runtime_estimation`` of Inductor's overlap scheduling, for MoE layers.
+
+    Milliseconds of ``_moe_mlp`` and its backward; None, which leaves the node to Inductor,
+    for everything else.
+
+    Example::
+        >>> config = torch._inductor.config.aten_distributed_optimizations
+        >>> config.custom_runtime_estimation = inductor_estimate(profile("H100"))
+    """
+
+    def estimate(node: Any, override_size: int | None = None) -> float | None:
+        name = getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
+        if name not in ("_moe_mlp", "_moe_mlp_backward"):
+            return None
+        args = torch.fx.map_arg(node.args, lambda n: n.meta.get("val"))
+        return 1e3 * op_seconds(p, node.target, args, None)
+
+    return estimate
 
 
 class MoERuntimeEstimator(TorchDispatchMode):

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import DEVICES, HELD_OUT_ERROR, profile
+from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_estimator import (
+    cpu_table,
     infer,
     Layout,
     memory,
     Memory,
-    MODELS,
-    MoEConfig,
     Step,
     train_step,
 )
@@ -46,7 +46,9 @@ __all__ = ["Choice", "Plan", "overlap_schedule", "plan", "select_recipe"]
 
 DIMENSIONS = ("ep", "tp", "pp", "micro_batch", "recompute", "dtype", "algorithm")
 FILL = 0.95  # of the device's memory
-LAYERS_PER_STAGE = 3  # sends between stages are not modelled; short ones would show them
+LAYERS_PER_STAGE = (
+    3  # sends between stages are not modelled; short ones would show them
+)
 OVERFLOW = 1e-4  # probability that a step's heaviest rank exceeds its capacity
 
 
@@ -144,7 +146,9 @@ def _powers(limit: int) -> list[int]:
 
 
 def _low_precision(p: Profile) -> str | None:
-    return {"hopper": "fp8", "blackwell": "mxfp8", "cdna": "fp8"}.get(p.device.generation)
+    return {"hopper": "fp8", "blackwell": "mxfp8", "cdna": "fp8"}.get(
+        p.device.generation
+    )
 
 
 def _check_fixed(model: MoEConfig, gpus: int, fixed: dict[str, Any]) -> None:
@@ -156,7 +160,9 @@ def _check_fixed(model: MoEConfig, gpus: int, fixed: dict[str, Any]) -> None:
     unknown = set(fixed) - {f.name for f in dataclasses.fields(Layout)}
     if unknown:
         known = ", ".join(f.name for f in dataclasses.fields(Layout))
-        raise ValueError(f"plan: {sorted(unknown)} are not dimensions; those are {known}")
+        raise ValueError(
+            f"plan: {sorted(unknown)} are not dimensions; those are {known}"
+        )
     for name, whole, what in (
         ("ep", model.experts, "the experts"),
         ("tp", model.heads, "the attention heads"),
@@ -223,13 +229,21 @@ def _ranked(
         if m.total > FILL * p.device.memory:
             continue
         step = train_step(
-            p, model, x, global_batch=batch, seq=seq, imbalance=imbalance, exposed=exposed
+            p,
+            model,
+            x,
+            global_batch=batch,
+            seq=seq,
+            imbalance=imbalance,
+            exposed=exposed,
         )
         out.append((step.tokens_per_second, x, step, m))
     out.sort(key=lambda e: -e[0])
     if out:  # of equals, the one with less machinery
         equal = [e for e in out if e[0] > 0.995 * out[0][0]]
-        best = min(equal, key=lambda e: (e[1].dtype != "bf16", e[1].tp * e[1].pp, e[1].ep))
+        best = min(
+            equal, key=lambda e: (e[1].dtype != "bf16", e[1].tp * e[1].pp, e[1].ep)
+        )
         out.remove(best)
         out.insert(0, best)
     return out
@@ -296,7 +310,14 @@ def select_recipe(
 
 
 def overlap_schedule(
-    p: Profile, tokens: int, d: int, f: int, num_experts: int, k: int, ep: int, **kw: Any
+    p: Profile,
+    tokens: int,
+    d: int,
+    f: int,
+    num_experts: int,
+    k: int,
+    ep: int,
+    **kw: Any,
 ):  # type: ignore[no-untyped-def]
     """The ``OverlapSchedule`` with the chunks of ``moe_cost_model.layer_chunks``."""
     from torch.distributed._moe.schedule import OverlapSchedule
@@ -313,7 +334,9 @@ def _chunks(p: Profile, model: MoEConfig, x: Layout, tokens: float) -> Choice:
         dtype=x.dtype, kernel=x.kernel, domain=x.domain or None, algorithm=x.algorithm,
         node_limit=x.node_limit,
     )  # fmt: skip
-    times = ", ".join(f"{n}: {1e3 * t:.2f} ms" for t, n in sorted(ranked, key=lambda e: e[1]))
+    times = ", ".join(
+        f"{n}: {1e3 * t:.2f} ms" for t, n in sorted(ranked, key=lambda e: e[1])
+    )
     (best, n), (second, m) = ranked[:2]
     return Choice("chunks", n, f"forward of a layer with {times}", m, 1 - best / second)
 
@@ -364,7 +387,13 @@ def _load_choices(
 
 
 def _with_replicas(
-    share: Sequence[float], ep: int, p: Profile, x: Layout, extra: int, tokens: float, k: int
+    share: Sequence[float],
+    ep: int,
+    p: Profile,
+    x: Layout,
+    extra: int,
+    tokens: float,
+    k: int,
 ) -> float | None:
     """Imbalance after ``torch.distributed._moe.placement`` placed ``extra`` replicas."""
     try:
@@ -381,7 +410,9 @@ def _with_replicas(
     return max(1.0, systematic) * noise
 
 
-def _rounding(p: Profile, model: MoEConfig, x: Layout, rows: float) -> tuple[Choice, int]:
+def _rounding(
+    p: Profile, model: MoEConfig, x: Layout, rows: float
+) -> tuple[Choice, int]:
     """Whether to round an expert's tokens to tiles (``token_rounding``)."""
     local = model.experts / x.ep
     mean, tile = rows / local, 128
@@ -390,7 +421,9 @@ def _rounding(p: Profile, model: MoEConfig, x: Layout, rows: float) -> tuple[Cho
             "row_alignment", 1, f"{mean:.0f} rows an expert are below a tile of {tile}"
         ), 1
     kw: dict[str, Any] = {"kernel": x.kernel, "dtype": x.dtype, "pass_": "fwd+bwd"}
-    rounded = cost.experts(p, local * round(mean / tile) * tile, model.d, model.f, local, **kw)
+    rounded = cost.experts(
+        p, local * round(mean / tile) * tile, model.d, model.f, local, **kw
+    )
     ragged = cost.experts(p, rows + local * tile / 2, model.d, model.f, local, **kw)
     gain = 1 - rounded / ragged * (mean / (round(mean / tile) * tile))
     align = tile if gain > 0.03 else 1
@@ -524,7 +557,9 @@ def plan(
     rows = tokens * model.k
     chunks = _chunks(p, model, x, tokens)
     rounding, align = _rounding(p, model, x, rows)
-    recipe, times = select_recipe(p, rows, model.d, model.f, model.experts / x.ep, dtypes)
+    recipe, times = select_recipe(
+        p, rows, model.d, model.f, model.experts / x.ep, dtypes
+    )
     recipe_reason = "; ".join(
         f"{which} " + ", ".join(f"{dt} {1e3 * t:.2f} ms" for dt, t in s.items())
         for which, s in times.items()
@@ -539,7 +574,7 @@ def plan(
     )  # fmt: skip
 
 
-# ---- inference, and a CPU --------------------------------------------------------------
+# ---- inference --------------------------------------------------------------------------
 
 
 def inference_table(
@@ -581,7 +616,14 @@ def inference_table(
             share = load if load is not None else [1.0] * model.experts
             imbalance = expected_imbalance(share, tokens * ep, model.k, ep)
         rate = infer(
-            p, model, tokens, context, ep=ep, phase=phase, imbalance=imbalance, dtype=dtype
+            p,
+            model,
+            tokens,
+            context,
+            ep=ep,
+            phase=phase,
+            imbalance=imbalance,
+            dtype=dtype,
         )
         out.append({"ep": ep, "tokens_per_second_per_gpu": rate, "memory": need,
                     "imbalance": imbalance})  # fmt: skip
@@ -594,39 +636,6 @@ def inference_table(
     return sorted(out, key=lambda r: -r["tokens_per_second_per_gpu"])
 
 
-def cpu_table(
-    model: MoEConfig, p: Profile, tokens: Sequence[int] = (1, 64, 2048)
-) -> list[dict[str, Any]]:
-    """Tokens a second of a model on a CPU, by dtype, tokens of a step and pass.
-
-    Attention's cache is not counted; projections and the experts are. A row says whether
-    the weights (and, in training, gradients and Adam's moments) fit.
-    """
-    if p.cpu is None:
-        raise ValueError(f"cpu_table: {p.name} is not a profile of a CPU")
-    weights, moe = model.parameters(), model.layers - model.dense
-    out = []
-    for dtype, t, pass_ in itertools.product(("bf16", "fp32"), tokens, ("fwd", "fwd+bwd")):
-        if pass_ == "fwd+bwd" and t == 1:
-            continue
-        experts = cost.cpu_experts(
-            p.cpu, t, model.d, model.f, model.experts, model.k, dtype=dtype, pass_=pass_
-        )
-        rate = p.cpu.rate32 if dtype == "fp32" else p.cpu.rate16
-        rate *= t / (t + p.cpu.half_rows)
-        dense = 2 * t * weights["other"] / rate
-        dense = cost.smooth_max(dense, weights["other"] * cost.ITEMSIZE[dtype] / p.cpu.memory)
-        dense *= 3 if pass_ == "fwd+bwd" else 1
-        need = sum(weights.values()) * (cost.ITEMSIZE[dtype] if pass_ == "fwd" else 16)
-        out.append({
-            "dtype": dtype, "tokens": t, "pass": pass_,
-            "layer_ms": 1e3 * experts,
-            "tokens_per_second": t / (moe * experts + dense),
-            "memory": need, "fits": need <= 0.9 * p.device.memory,
-        })  # fmt: skip
-    return out
-
-
 # ---- command line ----------------------------------------------------------------------
 
 
@@ -634,7 +643,9 @@ def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A table of dicts with the same keys."""
     cells = [[str(k) for k in rows[0]]]
     for r in rows:
-        cells.append([f"{v:,.4g}" if isinstance(v, float) else str(v) for v in r.values()])
+        cells.append(
+            [f"{v:,.4g}" if isinstance(v, float) else str(v) for v in r.values()]
+        )
     widths = [max(len(c[i]) for c in cells) for i in range(len(cells[0]))]
     for line in cells:
         yield "  ".join(c.rjust(w) for c, w in zip(line, widths))
@@ -653,7 +664,11 @@ def print_plan(found: Plan) -> None:
         print(f"  {c.name:16} {value}")
         print(f"  {'':16} because: {c.reason}")
         if c.other_loss is not None:
-            close = ", not told apart by this model" if c.other_loss < found.error / 4 else ""
+            close = (
+                ", not told apart by this model"
+                if c.other_loss < found.error / 4
+                else ""
+            )
             print(f"  {'':16} next: {c.other} ({-c.other_loss:+.1%}{close})")
     print("\nbest layouts")
     fields = ("ep", "tp", "pp", "virtual", "micro_batch", "recompute", "dtype")
@@ -684,14 +699,19 @@ def plot_plan(
     ]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     bottom = [0.0] * len(degrees)
-    steps = [train_step(p, model, replace(x, ep=e), global_batch=batch, seq=seq) for e in degrees]
+    steps = [
+        train_step(p, model, replace(x, ep=e), global_batch=batch, seq=seq)
+        for e in degrees
+    ]
     for part in steps[0].parts:
         heights = [1e3 * s.parts[part] for s in steps]
         left.bar([str(e) for e in degrees], heights, bottom=bottom, label=part)
         bottom = [a + b for a, b in zip(bottom, heights)]
     left.set(xlabel="EP", ylabel="ms a layer, forward and backward")
     left.legend(fontsize=7)
-    sizes = [memory(model, replace(x, ep=e), seq=seq, global_batch=batch) for e in degrees]
+    sizes = [
+        memory(model, replace(x, ep=e), seq=seq, global_batch=batch) for e in degrees
+    ]
     bottom = [0.0] * len(degrees)
     for part in sizes[0]._fields:
         heights = [getattr(m, part) / 1e9 for m in sizes]
@@ -720,10 +740,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--dtype", nargs="+", help="of products: bf16 fp8 mxfp8 nvfp4")
     parser.add_argument(
-        "--load", help="JSON list: load of every expert now, as LoadStats.result() has it"
+        "--load",
+        help="JSON list: load of every expert now, as LoadStats.result() has it",
     )
-    parser.add_argument("--phase", choices=("train", "prefill", "decode"), default="train")
-    parser.add_argument("--tokens", type=int, default=128, help="of a GPU, in inference")
+    parser.add_argument(
+        "--phase", choices=("train", "prefill", "decode"), default="train"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="of a GPU, in inference"
+    )
     for name in ("ep", "tp", "pp", "micro-batch", "domain", "graphs"):
         parser.add_argument(f"--{name}", type=int, help="fixed instead of chosen")
     parser.add_argument("--recompute", choices=("none", "selective", "full"))

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed._tools.moe_calibration import Profile
-    from torch.distributed._tools.moe_estimator import Layout, MoEConfig
+    from torch.distributed._tools.moe_config import MoEConfig
+    from torch.distributed._tools.moe_estimator import Layout
 
 
 __all__ = [
@@ -157,7 +158,9 @@ class Assumptions:
             )
         for name, value in vars(self).items():
             if value is not None and value < 0:
-                raise ValueError(f"Assumptions: {name} must not be negative, got {value}")
+                raise ValueError(
+                    f"Assumptions: {name} must not be negative, got {value}"
+                )
 
 
 class SimulatedJob(NamedTuple):
@@ -277,9 +280,7 @@ def simulate(
         One :class:`SimulatedJob` per number of GPUs.
     """
     a = assumptions or Assumptions()
-    return [
-        _one(p, model, layout, n, batch_per_dp, seq, a, steps, seed) for n in gpus
-    ]
+    return [_one(p, model, layout, n, batch_per_dp, seq, a, steps, seed) for n in gpus]
 
 
 def plot_jobs(jobs: Sequence[SimulatedJob], path: str, title: str = "") -> None:

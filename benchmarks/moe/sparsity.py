@@ -1,0 +1,306 @@
+"""Regimes of sparsity on this CPU: model beside measurement, and the same on H100 and B200.
+
+    python benchmarks/moe/sparsity.py [--plot FILE.png] [--json FILE.json]
+    python benchmarks/moe/sparsity.py --check [--seconds 3]  # all rows of cpu_ops.py
+    python benchmarks/moe/sparsity.py --gloo                 # a step of two gloo ranks
+
+First the machine is calibrated (``moe_calibration.calibrate``), on other shapes than are
+measured. Two sweeps over E, K and F: at constant FLOPs (T K F), and at constant bytes of
+weights (E F). For every point the shares of computation, memory, communication (8 ranks) and
+quantisation, predicted. With ``--clock process`` and one thread the time of this process
+counts, for a machine with neighbours.
+"""
+
+import argparse
+import math
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+
+from measure import end_rank, provenance, write_json
+from shapes import CPU_ROWS, make_operands, Operands, Row, Shape
+
+import torch
+import torch.distributed as dist
+from torch.distributed._tools import moe_calibration, moe_cost_model as cost
+from torch.distributed._tools.moe_calibration import Profile
+
+
+T, D = 512, 1024
+# (F, E, K): finer experts at constant FLOPs; then more FLOPs over the same weights.
+SWEEPS = {
+    "constant FLOPs (K F = 2048)": [
+        (2048, 8, 1), (1024, 16, 2), (512, 32, 4), (256, 64, 8), (128, 128, 16),
+    ],
+    "constant bytes (E F = 16384)": [
+        (512, 32, 1), (512, 32, 4), (512, 32, 16), (128, 128, 4), (128, 128, 16),
+    ],
+}  # fmt: skip
+RANKS = 8
+
+
+def call_of(row: Row, operands: list[Operands]):  # type: ignore[no-untyped-def]
+    """``F.moe_mlp`` on the layers of a row."""
+    options = row.shape.activation()
+
+    def call() -> None:
+        for o in operands:
+            x, w = o.x, o.weights
+            leaves = [t.requires_grad_(row.backward) for t in (x, w, *o.stored())]
+            w_in, w_out, b_in, b_out = o.w_in, o.w_out, o.b_in, o.b_out
+            if row.shape.gpt_oss:
+                w_in, w_out = w_in.mT, w_out.mT
+            with torch.set_grad_enabled(row.backward):
+                y = torch.nn.functional.moe_mlp(
+                    x, o.ids, w, w_in, w_out, b_in=b_in, b_out=b_out, **options
+                )
+                if row.backward:
+                    torch.autograd.grad(y, leaves, o.grad)
+
+    return call
+
+
+def predicted_seconds(p: Profile, row: Row, hit: float) -> float:
+    """The model's answer for a row of cpu_ops.py."""
+    assert p.cpu is not None
+    dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[row.dtype]
+    return row.layers * cost.cpu_experts(
+        p.cpu, *row.shape.sizes().values(), hit=hit, dtype=dtype,
+        pass_="fwd+bwd" if row.backward else "fwd", transposed=row.shape.gpt_oss,
+    )  # fmt: skip
+
+
+def measure(p: Profile, rows: Iterable[Row], seconds: float, clock: str) -> list[dict]:
+    """Measured and predicted seconds of every row."""
+    tick = time.process_time if clock == "process" else time.perf_counter
+    out = []
+    for row in rows:
+        operands = [
+            make_operands(row.shape, dtype=row.dtype, layer=i)
+            for i in range(row.layers)
+        ]
+        hit = statistics.mean(o.ids.unique().numel() for o in operands)
+        (got,) = moe_calibration.measure_calls(
+            [call_of(row, operands)], seconds, tick, least=1
+        )
+        model = predicted_seconds(p, row, hit)
+        out.append(
+            {"id": row.id, **row.shape.sizes(), "ms": 1e3 * got, "model_ms": 1e3 * model,
+             "error": model / got - 1}
+        )  # fmt: skip
+        print(
+            f"{row.id:44} {1e3 * got:9.2f} ms  model {1e3 * model:9.2f}  {model / got - 1:+.0%}"
+        )
+        sys.stdout.flush()
+    return out
+
+
+def summary(rows: list[dict]) -> dict[str, float]:
+    size = sorted(abs(r["error"]) for r in rows)
+    p90 = size[min(len(size) - 1, int(0.9 * len(size)))]
+    result = {
+        "rows": len(size),
+        "median_error": statistics.median(size),
+        "p90_error": p90,
+    }
+    print({k: round(v, 3) for k, v in result.items()})
+    return result
+
+
+def shares(
+    name: str, f: int, e: int, k: int, tokens: int = 4096, d: int = 4096
+) -> dict:
+    """Predicted shares of a layer on a GPU with 8 ranks, forward and backward."""
+    p = moe_calibration.profile(name)
+    dtype = {"hopper": "fp8", "blackwell": "mxfp8"}[p.device.generation]
+    local = max(e / RANKS, 1)
+    parts = cost.expert_shares(
+        p, tokens * k, d, f, local, kernel="deepgemm++", dtype=dtype, pass_="fwd+bwd",
+        tokens=tokens,
+    )  # fmt: skip
+    comm = 2 * sum(
+        cost.all_to_all(
+            p, tokens, d, k, RANKS, domain=8, dtype=wire, combine=wire == "bf16"
+        )
+        for wire in (dtype, "bf16")
+    )
+    whole = sum(parts.values()) + comm
+    return {
+        "ms": 1e3 * whole,
+        **{n: v / whole for n, v in parts.items()},
+        "communication": comm / whole,
+    }
+
+
+def cpu_shares(p: Profile, row: dict) -> dict[str, float]:
+    """Predicted shares of a measured row: products, and memory with what it touches first."""
+    assert p.cpu is not None
+    c = p.cpu
+    rows, hit = row["T"] * row["K"], cost.hit_experts(row["E"], row["T"] * row["K"])
+    m = rows / hit
+    rate = c.rate16 * m / (m + c.half_rows)
+    compute = 6 * rows * row["F"] * D * (1 / rate + 2 / rate / c.backward)
+    return {"compute": min(1.0, 1e3 * compute / row["model_ms"]),
+            "memory": max(0.0, 1 - 1e3 * compute / row["model_ms"])}  # fmt: skip
+
+
+def sweep(p: Profile, seconds: float, clock: str) -> list[dict]:
+    points = [(name, *x) for name, xs in SWEEPS.items() for x in xs]
+    rows = [
+        Row(Shape(f"sparsity-F{f}-E{e}-K{k}", T, D, f, e, k), backward=True)
+        for _, f, e, k in points
+    ]
+    out = measure(p, rows, seconds, clock)
+    for r, (name, f, e, k) in zip(out, points):
+        # GPUs: experts of eight times the width and the rows of a training micro-batch.
+        r |= {"sweep": name, "cpu": cpu_shares(p, r)}
+        r |= {gpu: shares(gpu, f, e, k) for gpu in ("H100", "B200")}
+    return out
+
+
+def plot(rows: list[dict], path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(3, 2, figsize=(9, 8), layout="constrained")
+    colors = {"compute": "tab:blue", "memory": "tab:orange", "communication": "tab:green",
+              "quantisation": "tab:red"}  # fmt: skip
+    for column, name in enumerate(SWEEPS):
+        mine = [r for r in rows if r["sweep"] == name]
+        labels = [f"F{r['F']}\nE{r['E']} K{r['K']}" for r in mine]
+        for line, where in enumerate(("cpu", "H100", "B200")):
+            panel, bottom = axes[line][column], [0.0] * len(mine)
+            whole = [r["model_ms"] if where == "cpu" else r[where]["ms"] for r in mine]
+            for part, color in colors.items():
+                heights = [r[where].get(part, 0.0) * w for r, w in zip(mine, whole)]
+                panel.bar(labels, heights, bottom=bottom, color=color, label=part)
+                bottom = [a + b for a, b in zip(bottom, heights)]
+            if where == "cpu":
+                panel.plot(labels, [r["ms"] for r in mine], "kx", label="measured")
+            panel.set_title(
+                f"{name}: {'this CPU' if where == 'cpu' else where + ', predicted'}",
+                fontsize=9,
+            )
+            panel.set_ylabel("ms, fwd + bwd", fontsize=8)
+            panel.tick_params(labelsize=7)
+    axes[0][0].legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+# ---- two gloo ranks --------------------------------------------------------------------
+
+
+def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
+    """Calibrates and measures a step on one of two ranks, each with one thread."""
+    from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    group = mesh.get_group()
+    p = moe_calibration.calibrate(seconds=seconds, group=group)
+    assert p.cpu is not None
+    rows = []
+    for tokens, f, e, k in ((256, 256, 16, 2), (512, 256, 16, 4), (128, 512, 32, 4)):
+        gen = torch.Generator().manual_seed(rank)
+        x = torch.randn(tokens, D, generator=gen).bfloat16()
+        ids = torch.rand(tokens, e, generator=gen).topk(k, 1).indices
+        weights = torch.full((tokens, k), 1.0 / k)
+        w_in = torch.randn(e // 2, 2 * f, D).bfloat16() * D**-0.5
+        w_out = torch.randn(e // 2, D, f).bfloat16() * f**-0.5
+        switch = TokenSwitchAllToAll(mesh, e)
+
+        def step() -> None:
+            with torch.no_grad():
+                routing = switch.create_routing(ids, layout="flat")
+                got, w, local = switch.dispatch(routing, x, weights)
+                y = torch.nn.functional.moe_mlp(got, local, w, w_in, w_out)
+                switch.combine(routing, y)
+
+        times = []
+        for _ in range(9):
+            dist.barrier(group)
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        slowest = torch.tensor(statistics.median(times[2:]), dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        # Half of the slots of both ranks are here; the exchange of counts, ids and weights
+        # is one more start each way.
+        compute = cost.cpu_experts(p.cpu, tokens, D, f, e // 2, k)
+        comm = sum(
+            cost.all_to_all(p, tokens, D, k, 2, algorithm="hierarchical", combine=back)
+            for back in (False, True)
+        )
+        moved = cost.wire_bytes(tokens, D, k, 2, 2)["flat"] * 2 * 3 / p.cpu.memory
+        model = compute + comm + 3 * p.constants.fast_us * 1e-6 + moved
+        rows.append({"T": tokens, "F": f, "E": e, "K": k, "ms": 1e3 * slowest.item(),
+                     "model_ms": 1e3 * model, "error": model / slowest.item() - 1})  # fmt: skip
+    if rank == 0:
+        for r in rows:
+            print({k: round(v, 3) for k, v in r.items()}, flush=True)
+        write_json(
+            {"rows": rows, "profile": p.to_json()}, pathlib.Path(folder, "out.json")
+        )
+    dist.barrier(group)
+    end_rank()
+
+
+def gloo(seconds: float, clock: str) -> list[dict]:
+    import json
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (folder, seconds, clock), nprocs=2)
+        return json.loads(pathlib.Path(folder, "out.json").read_text())["rows"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--check", action="store_true", help="the rows of cpu_ops.py")
+    parser.add_argument("--gloo", action="store_true", help="a step of two gloo ranks")
+    parser.add_argument(
+        "--gflop", type=float, default=math.inf, help="of a row at most"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="a row")
+    parser.add_argument("--calibrate", type=float, default=15.0, help="seconds")
+    parser.add_argument("--clock", choices=("wall", "process"), default="wall")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--plot", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    record = provenance()
+    if args.gloo:
+        record["gloo"] = gloo(args.calibrate, args.clock)
+        if args.json:
+            write_json(record, args.json)
+        return
+    p = moe_calibration.calibrate(seconds=args.calibrate, clock=args.clock)
+    print(p.provenance, p.cpu)
+    if args.check:
+        rows = [r for r in CPU_ROWS if r.shape.flops(r.backward) <= 1e9 * args.gflop]
+        record["rows"] = measure(p, rows, args.seconds, args.clock)
+        record["summary"] = summary(record["rows"])
+        record["left_out"] = [r.id for r in CPU_ROWS if r not in rows]
+    else:
+        record["rows"] = sweep(p, args.seconds, args.clock)
+        record["summary"] = summary(record["rows"])
+        if args.plot:
+            plot(record["rows"], args.plot)
+    record["profile"] = p.to_json()
+    if args.json:
+        write_json(record, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+# Owner(s): ["oncall: distributed"]
+
+"""Who asks the cost model gets its numbers, and no others."""
+
+import unittest
+from unittest import mock
+
+import torch
+from torch.distributed._moe.schedule import OverlapSchedule
+from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools.moe_calibration import (
+    calibrate,
+    cpu_call,
+    CpuConstants,
+    CpuRow,
+    fit_cpu,
+    measure_kernels,
+    measure_links,
+    Profile,
+    profile,
+)
+from torch.distributed._tools.moe_estimator import inductor_estimate, op_seconds
+from torch.distributed._tools.moe_planner import overlap_schedule, select_recipe
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+class TestSchedule(TestCase):
+    def test_two_queues(self):
+        one = cost.overlapped(OverlapSchedule(1).steps(), 1, 4, 1, shared=2)
+        # Shared experts run beside the dispatch, and before the routed ones.
+        self.assertEqual(one, 2 + 4 + 1)
+
+    def test_overlap_bounds(self):
+        for d, e, c in ((1.0, 4.0, 1.0), (4.0, 1.0, 4.0), (2.0, 2.0, 2.0)):
+            serial = d + e + c
+            for n in (1, 2, 4):
+                got = cost.overlapped(OverlapSchedule(n).steps(), d / n, e / n, c / n)
+                self.assertLessEqual(got, serial + 1e-9)
+                self.assertGreaterEqual(got, max(e, d + c) - 1e-9)
+
+    def test_chunks_of_the_model(self):
+        p = profile("H100")
+        # Two nodes and long sequences: links as slow as products.
+        args = (32768, 4096, 1536, 128, 8, 32)
+        ranked = cost.layer_chunks(p, *args)
+        schedule = overlap_schedule(p, *args)
+        self.assertEqual(schedule.num_chunks, ranked[0][1])
+        self.assertGreater(schedule.num_chunks, 1)
+        # Few tokens: starts outweigh what could hide.
+        self.assertEqual(overlap_schedule(p, 64, *args[1:]).num_chunks, 1)
+        # A broken one, whose exchange is free, has nothing to hide.
+        with mock.patch.object(cost, "all_to_all", lambda *a, **k: 0.0):
+            self.assertEqual(overlap_schedule(p, *args).num_chunks, 1)
+
+
+class TestInductor(TestCase):
+    def graph(self, T=512, D=256, f=128, E=16, K=4):
+        def layer(x, w_in, w_out, weights):
+            ids = torch.arange(T * K).view(T, K) % E
+            y = F.moe_mlp(x, ids, weights, w_in, w_out)
+            return torch.autograd.grad(y.sum(), (x, w_in, w_out))
+
+        args = (
+            torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True),
+            torch.randn(E, 2 * f, D, dtype=torch.bfloat16, requires_grad=True),
+            torch.randn(E, D, f, dtype=torch.bfloat16, requires_grad=True),
+            torch.rand(T, K, requires_grad=True),
+        )
+        return make_fx(layer, tracing_mode="fake")(*args).graph
+
+    def test_hook(self):
+        p = profile("H100")
+        estimate = inductor_estimate(p)
+        seen = {}
+        for node in self.graph().nodes:
+            ms = estimate(node)
+            if ms is not None:
+                seen[node.target._overloadpacket.__name__] = ms
+        self.assertEqual(set(seen), {"_moe_mlp", "_moe_mlp_backward"})
+        for name, pass_ in (("_moe_mlp", "fwd"), ("_moe_mlp_backward", "bwd")):
+            want = cost.experts(p, 2048, 256, 128, 16, pass_=pass_, tokens=512)
+            self.assertEqual(seen[name], 1e3 * want)
+
+    def test_inductor_takes_it(self):
+        from torch._inductor.fx_passes.overlap_scheduling import get_custom_estimation
+
+        estimate = inductor_estimate(profile("B200"))
+        node = next(n for n in self.graph().nodes if "_moe_mlp" in str(n.target))
+        self.assertEqual(get_custom_estimation(node, estimate), estimate(node))
+        config = torch._inductor.config.aten_distributed_optimizations
+        self.assertIsNone(config.custom_runtime_estimation)  # gated: nobody sets it
+
+
+class TestPrecision(TestCase):
+    def test_quantisation_is_compared(self):
+        p = profile("B200")
+        recipe, times = select_recipe(p, 131072, 7168, 2048, 8)
+        self.assertEqual(set(recipe), {"forward", "dgrad", "wgrad"})
+        with mock.patch.object(cost, "quantize", lambda *a, **k: 0.0):
+            _, free = select_recipe(p, 131072, 7168, 2048, 8)
+        for gemm in recipe:
+            self.assertLess(free[gemm]["mxfp8"], times[gemm]["mxfp8"])
+            self.assertEqual(free[gemm]["bf16"], times[gemm]["bf16"])
+
+
+class TestCalibrate(TestCase):
+    def test_fit_finds_a_machine(self):
+        true = CpuConstants(rate16=3e11, half_rows=20.0, memory=3e10, expert_us=30.0)
+        from torch.distributed._tools.moe_calibration import CPU_ROWS
+
+        hit = [cost.hit_experts(r.E, r.T * r.K) for r in CPU_ROWS]
+
+        def seconds(c, r, h):
+            return cost.cpu_experts(
+                c, *r[:5], hit=h, dtype=r.dtype, pass_=r.pass_, transposed=r.transposed
+            )
+
+        times = [seconds(true, r, h) for r, h in zip(CPU_ROWS, hit)]
+        found = fit_cpu(CPU_ROWS, hit, times)
+        for shape in ((2048, 1024, 512, 32, 4), (64, 2048, 768, 128, 8)):
+            for pass_ in ("fwd", "fwd+bwd"):
+                row = CpuRow(*shape, pass_=pass_)
+                h = cost.hit_experts(row.E, row.T * row.K)
+                want = seconds(true, row, h)
+                self.assertEqual(seconds(found, row, h), want, rtol=0.2, atol=0)
+
+    def test_calls_run(self):
+        for row in (
+            CpuRow(8, 32, 16, 4, 2), CpuRow(8, 32, 16, 4, 2, "fp32", "fwd+bwd"),
+            CpuRow(8, 32, 16, 4, 2, pass_="fwd+bwd", transposed=True),
+        ):  # fmt: skip
+            call, hit = cpu_call(row)
+            call()
+            self.assertTrue(1 <= hit <= 4)
+
+    def test_profile_of_this_machine(self):
+        tiny = (CpuRow(8, 32, 16, 4, 2), CpuRow(8, 32, 16, 4, 2, pass_="fwd+bwd"))
+        with mock.patch("torch.distributed._tools.moe_calibration.CPU_ROWS", tiny):
+            p = calibrate(seconds=0.0)
+        self.assertIn("measured on this machine", p.provenance)
+        self.assertEqual(Profile.from_json(p.to_json()).cpu, p.cpu)
+        with self.assertRaisesRegex(ValueError, "clock must be wall or process"):
+            calibrate(clock="sun")
+
+    def test_kernels_rehearsed_on_cpu(self):
+        # What runs on CUDA, on small sizes: products and copies get faster constants
+        # than a device a thousand times faster would have.
+        got = measure_kernels(profile("H100"), "cpu", seconds=0.0)
+        self.assertLess(got.memory, 0.5)
+        self.assertGreater(got.mma16, 0)
+
+
+class TestLinks(MultiThreadedTestCase):
+    @property
+    def world_size(self):
+        return 2
+
+    def setUp(self):
+        super().setUp()
+        self._spawn_threads()
+
+    def test_start_and_rate(self):
+        group = torch.distributed.group.WORLD
+        start, rate = measure_links(group, [1 << 10, 1 << 16, 1 << 20])
+        self.assertGreater(rate, 0)
+        self.assertGreater(start, 0)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,250 @@
+# mypy: allow-untyped-defs
+"""A mixture-of-experts model by its sizes: from a table, a configuration, or a module.
+
+    >>> MoEConfig.by_name("qwen3-30b-a3b").parameters()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+__all__ = ["MODELS", "MoEConfig"]
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Sizes of a decoder with mixture-of-experts layers.
+
+    Attributes:
+        layers, d, f, experts, k: decoder layers, D, F, E, K.
+        heads, kv_heads, head_dim, vocab: of attention and of the embedding.
+        shared_f: width of the shared experts together.
+        dense, dense_f: leading layers without experts, and their width.
+        mla, q_lora: multi-head latent attention, and the rank of its queries.
+        node_limit: most nodes of a token (group-limited routing).
+        window: share of the full attention that sliding windows leave.
+        mtp: layers of multi-token prediction.
+        gated: gate and up projections, else up only.
+    """
+
+    layers: int
+    d: int
+    f: int
+    experts: int
+    k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    shared_f: int = 0
+    dense: int = 0
+    dense_f: int = 0
+    mla: bool = False
+    node_limit: int = 0
+    window: float = 1.0
+    mtp: int = 0
+    q_lora: int = 0
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "d", "f", "experts", "k", "heads", "head_dim", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"MoEConfig: {name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.k > self.experts:
+            raise ValueError(
+                f"MoEConfig: k must be at most experts = {self.experts}, got {self.k}"
+            )
+
+    def attention(self, tp: int = 1) -> list[tuple[float, float]]:
+        """(n, k) of the projections of one of ``tp`` ranks."""
+        h, kv = self.heads / tp, max(self.kv_heads / tp, 1)
+        if not self.mla:
+            return [((h + 2 * kv) * self.head_dim, self.d), (self.d, h * self.head_dim)]
+        q = [(h * 192, self.d)]
+        if self.q_lora:
+            q = [(self.q_lora, self.d), (h * 192, self.q_lora)]
+        return q + [(576, self.d), (h * 256, 512), (self.d, h * 128)]
+
+    def core_flops(self, tokens: float, seq: int, tp: int = 1) -> float:
+        """FLOPs of causal attention."""
+        width = 192 + 128 if self.mla else 2 * self.head_dim
+        return tokens * seq * self.window * self.heads / tp * width
+
+    @property
+    def matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    def parameters(self) -> dict[str, float]:
+        """Numbers of parameters: of the routed experts, and of the rest."""
+        attention = sum(n * k for n, k in self.attention())
+        moe, m = self.layers - self.dense, self.matrices
+        other = self.layers * attention + moe * m * self.d * self.shared_f
+        other += self.dense * m * self.d * self.dense_f + 2 * self.vocab * self.d
+        other += moe * self.d * self.experts
+        return {"expert": moe * m * self.d * self.f * self.experts, "other": other}
+
+    def train_flops(self, seq: int) -> float:
+        """FLOPs of a training token: six per active parameter, and attention."""
+        attention = sum(n * k for n, k in self.attention())
+        moe = self.matrices * self.d * (self.f * self.k + self.shared_f)
+        moe += self.d * self.experts
+        body = self.layers * attention + (self.layers - self.dense) * moe
+        body += self.dense * self.matrices * self.d * self.dense_f + self.vocab * self.d
+        body += self.mtp * (attention + moe + 2 * self.d**2 + self.vocab * self.d)
+        return 6 * body + 3 * (self.layers + self.mtp) * self.core_flops(1, seq)
+
+    @staticmethod
+    def by_name(name: str) -> MoEConfig:
+        """One of :data:`MODELS`."""
+        if name not in MODELS:
+            raise ValueError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
+        return MODELS[name]
+
+    @staticmethod
+    def from_config(config: Any) -> MoEConfig:
+        """From a transformers configuration, or a dict like its ``config.json``."""
+        read = (
+            config.get
+            if isinstance(config, dict)
+            else lambda k: getattr(config, k, None)
+        )
+
+        def first(*names: str, default: Any = None) -> Any:
+            for name in names:
+                if (value := read(name)) is not None:
+                    return value
+            if default is None:
+                raise ValueError(f"MoEConfig.from_config: config has none of {names}")
+            return default
+
+        layers, d = first("num_hidden_layers"), first("hidden_size")
+        heads = first("num_attention_heads")
+        f = first("moe_intermediate_size", "intermediate_size")
+        shared = first("shared_expert_intermediate_size", default=0)
+        shared = (
+            shared or first("n_shared_experts", "num_shared_experts", default=0) * f
+        )
+        dense = first("first_k_dense_replace", default=0)
+        types = first("layer_types", default=())
+        window = first("sliding_window", default=0)
+        sliding = sum(t == "sliding_attention" for t in types) / max(len(types), 1)
+        groups, per_token = first("n_group", default=0), first("topk_group", default=0)
+        return MoEConfig(
+            layers=layers,
+            d=d,
+            f=f,
+            experts=first("num_experts", "n_routed_experts", "num_local_experts"),
+            k=first("num_experts_per_tok", "experts_per_token", "moe_topk"),
+            heads=heads,
+            kv_heads=first("num_key_value_heads", default=heads),
+            head_dim=first("head_dim", "v_head_dim", default=d // heads),
+            vocab=first("vocab_size"),
+            shared_f=shared,
+            dense=dense,
+            dense_f=first("intermediate_size", default=f) if dense else 0,
+            mla=read("kv_lora_rank") is not None,
+            node_limit=per_token if groups > per_token else 0,
+            window=1 - sliding / 2 if sliding and window else 1.0,
+            mtp=first("num_nextn_predict_layers", default=0),
+            q_lora=read("q_lora_rank") or 0,
+        )
+
+    @staticmethod
+    def from_module(module: torch.nn.Module) -> MoEConfig:
+        """From a module with a transformers configuration, or from the shapes of its
+        expert weights (torchtitan's ``w1_EFD``, ``w2_EDF``, ``w3_EFD``, or ``nn.MoE``).
+
+        The module may be on the meta device or fake: only shapes are read.
+        """
+        if (config := getattr(module, "config", None)) is not None:
+            return MoEConfig.from_config(getattr(config, "text_config", config))
+        shapes = [tuple(q.shape) for q in module.parameters() if q.dim() == 3]
+        if not shapes:
+            raise ValueError(
+                "MoEConfig.from_module: module has neither a .config nor a parameter of "
+                "three dimensions (E, F, D)"
+            )
+        embedding = max(
+            (m for m in module.modules() if isinstance(m, torch.nn.Embedding)),
+            key=lambda m: m.num_embeddings,
+            default=None,
+        )
+        d = embedding.embedding_dim if embedding else None
+        up = next(s for s in shapes if d in (None, s[1], s[2]))
+        d = d or min(up[1], up[2])
+        width = up[1] if up[2] == d else up[2]
+        layer_experts = [m for m in module.modules() if _has_experts(m)]
+        per_layer = max(len(shapes) // max(len(layer_experts), 1), 1)
+        top_k = next(
+            (int(v) for m in module.modules() for n in ("top_k", "k", "topk")
+             if isinstance(v := getattr(m, n, None), int) and v > 0),
+            1,
+        )  # fmt: skip
+        head = next((int(v) for m in module.modules() if isinstance(
+            v := getattr(m, "head_dim", None), int) and v > 0), min(128, d))  # fmt: skip
+        heads = max(d // head, 1)
+        return MoEConfig(
+            layers=max(len(layer_experts), 1), d=d, f=width if per_layer > 2 else width // 2,
+            experts=up[0], k=top_k, heads=heads, kv_heads=heads, head_dim=head,
+            vocab=embedding.num_embeddings if embedding else 1,
+        )  # fmt: skip
+
+
+def _has_experts(module: torch.nn.Module) -> bool:
+    return any(q.dim() == 3 for q in module.parameters(recurse=False))
+
+
+# Sizes as in the models' published configurations.
+MODELS = {
+    "deepseek-v3": MoEConfig(
+        61,
+        7168,
+        2048,
+        256,
+        8,
+        128,
+        128,
+        128,
+        129280,
+        2048,
+        3,
+        18432,
+        True,
+        4,
+        mtp=1,
+        q_lora=1536,
+    ),  # fmt: skip
+    "kimi-k2": MoEConfig(
+        61,
+        7168,
+        2048,
+        384,
+        8,
+        64,
+        64,
+        128,
+        163840,
+        2048,
+        1,
+        18432,
+        True,
+        q_lora=1536,
+    ),  # fmt: skip
+    "qwen3-30b-a3b": MoEConfig(48, 2048, 768, 128, 8, 32, 4, 128, 151936),
+    "qwen3-235b-a22b": MoEConfig(94, 4096, 1536, 128, 8, 64, 4, 128, 151936),
+    "gpt-oss-120b": MoEConfig(36, 2880, 2880, 128, 4, 64, 8, 64, 201088, window=0.55),
+    "gpt-oss-20b": MoEConfig(24, 2880, 2880, 32, 4, 64, 8, 64, 201088, window=0.55),
+    "olmoe-1b-7b": MoEConfig(16, 2048, 1024, 64, 8, 16, 16, 128, 50304),
+    "mixtral-8x7b": MoEConfig(32, 4096, 14336, 8, 2, 32, 8, 128, 32000),
+    "mixtral-8x22b": MoEConfig(56, 6144, 16384, 8, 2, 48, 8, 128, 32768),
+    "mixtral-8x22b-g8t8": MoEConfig(56, 6144, 2048, 64, 8, 48, 8, 128, 32768),
+    "qwen2-57b-a14b": MoEConfig(28, 3584, 2560, 64, 8, 28, 4, 128, 151936, 20480),
+    "llama4-scout": MoEConfig(48, 5120, 8192, 16, 1, 40, 8, 128, 202048, 8192),
+    "internal-352b": MoEConfig(60, 4096, 14336, 32, 3, 32, 8, 128, 65536),
+}
