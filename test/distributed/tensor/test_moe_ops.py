@@ -33,7 +33,7 @@ T, K, E, D, H = 12, 2, 4, 8, 16
 TENSOR_PARALLEL = {"w_in": Shard(1), "w_out": Shard(2), "b_in": Shard(1)}
 
 
-def operands(gated=True, bias=True, hidden=H):
+def operands(gated=True, bias=True, hidden=H, separate_up=False):
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape):
@@ -50,6 +50,8 @@ def operands(gated=True, bias=True, hidden=H):
             "b_in": randn(E, (2 if gated else 1) * hidden),
             "b_out": randn(E, D),
         }
+    if separate_up:
+        tensors["w_in"], tensors["w_up"] = tensors["w_in"].clone().chunk(2, dim=1)
     topk_indices = torch.rand(T, E, generator=generator).topk(K).indices
     topk_indices[0, 0] = -1
     return tensors, topk_indices
@@ -68,9 +70,11 @@ class TestMoeDTensor(DTensorContinuousTestBase):
         }
         return distributed, distribute_tensor(topk_indices, mesh, [Replicate()])
 
-    def _compare(self, placements, gated=True, bias=True, hidden=H, **kwargs):
+    def _compare(
+        self, placements, gated=True, bias=True, hidden=H, separate_up=False, **kwargs
+    ):
         """Against plain tensors; returns the output and the two communication logs."""
-        tensors, topk_indices = operands(gated, bias, hidden)
+        tensors, topk_indices = operands(gated, bias, hidden, separate_up)
         leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
         expected = F.moe_mlp(topk_indices=topk_indices, **leaves, **kwargs)
         grad = torch.ones_like(expected)
@@ -106,6 +110,28 @@ class TestMoeDTensor(DTensorContinuousTestBase):
         for name, shard in TENSOR_PARALLEL.items():
             if name in leaves:
                 self.assertEqual(leaves[name].grad.placements, (shard,), msg=name)
+
+    def test_tensor_parallel_with_separate_up(self):
+        placements = {**TENSOR_PARALLEL, "w_up": Shard(1)}
+        placement, leaves, forward, backward = self._compare(
+            placements, bias=False, separate_up=True
+        )
+        self.assertEqual(placement, (Partial("sum"),))
+        self.assertEqual(forward.get_total_counts(), 0)
+        for name in ("w_in", "w_up", "w_out"):
+            self.assertEqual(leaves[name].grad.placements, (placements[name],))
+        # Nothing of the size of weights or pre-activations is sent.
+        self.assertNotIn(
+            torch.ops.c10d_functional.all_gather_into_tensor,
+            {op for op, count in backward.get_comm_counts().items() if count},
+        )
+
+    def test_separate_up_with_biases_is_gathered(self):
+        placement, _, forward, _ = self._compare(
+            {**TENSOR_PARALLEL, "w_up": Shard(1)}, separate_up=True
+        )
+        self.assertEqual(placement, (Replicate(),))
+        self.assertGreater(forward.get_total_counts(), 0)
 
     def test_gates_before_ups_are_gathered(self):
         # A shard of w_in would hold gates only or ups only.

@@ -7,7 +7,9 @@ dimension of the experts.
     w_out                sharded along F          grad_topk_weights    partial sums
     b_out                partial, as its summand of the output must be added once
 
-With g = 2 this is right only if a shard of w_in holds the gate and the up row of each of
+Gates and ups as two weights, w_in and w_up, are sharded alike; there preact is a strided shard,
+whose halves are sharded each on its own, and b_in, of which that would be true as well, is
+gathered with all others. In one weight, g = 2, the rule is right only if a shard of w_in holds the gate and the up row of each of
 its hidden units, that is when they are interleaved and the ranks share F evenly: otherwise
 w_in is cut at other hidden units than w_out. Gates stored before ups would need another
 layout than a shard. In both cases the rule is left out, and the operands are gathered.
@@ -43,6 +45,7 @@ from torch.distributed.tensor._ops.utils import (
     register_op_strategy,
 )
 from torch.distributed.tensor.placement_types import (
+    _StridedShard,
     Partial,
     Placement,
     Replicate,
@@ -142,6 +145,22 @@ def moe_permutation_strategy(op_schema: OpSchema) -> OpStrategy:
     return _strategy(op_schema, 4, None)
 
 
+_TENSOR_PARALLEL: dict[str, Placement] = {
+    "w_in": Shard(1),
+    "w_out": Shard(2),
+    "w_up": Shard(1),
+    "b_in": Shard(1),
+    "b_out": Partial("sum"),
+}
+
+
+def _preact_placement(operands: dict[str, object]) -> Placement:
+    """With w_up each half of the columns, gates and ups, is sharded on its own."""
+    if operands.get("w_up") is not None:
+        return _StridedShard(1, split_factor=2)
+    return Shard(1)
+
+
 def _is_gated(operands: dict[str, object]) -> bool:
     w_in, w_out = operands["w_in"], operands["w_out"]
     if not isinstance(w_in, OpStrategy) or not isinstance(w_out, OpStrategy):
@@ -153,7 +172,9 @@ def _mlp_strategy(op_schema: OpSchema, num_outputs: int, rule: _Rule) -> OpStrat
     """``rule`` where a shard of g*F holds the same hidden units as one of F."""
     operands = _operands(op_schema)
     if operands.get("w_up") is not None:
-        return _strategy(op_schema, num_outputs, None)
+        if operands.get("b_in") is not None:
+            return _strategy(op_schema, num_outputs, None)
+        return _strategy(op_schema, num_outputs, rule, even="w_out")
     if not _is_gated(operands):
         return _strategy(op_schema, num_outputs, rule)
     if not operands.get("gate_interleaved", False):
@@ -187,13 +208,8 @@ def moe_topk_backward_strategy(op_schema: OpSchema) -> OpStrategy:
 )
 def moe_mlp_strategy(op_schema: OpSchema) -> OpStrategy:
     """Outputs: output, preact."""
-    placements: dict[str, Placement] = {
-        "w_in": Shard(1),
-        "w_out": Shard(2),
-        "b_in": Shard(1),
-        "b_out": Partial("sum"),
-    }
-    return _mlp_strategy(op_schema, 2, ((Partial("sum"), Shard(1)), placements))
+    preact = _preact_placement(_operands(op_schema))
+    return _mlp_strategy(op_schema, 2, ((Partial("sum"), preact), _TENSOR_PARALLEL))
 
 
 @register_op_strategy(
@@ -202,26 +218,23 @@ def moe_mlp_strategy(op_schema: OpSchema) -> OpStrategy:
 )
 def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
     """Outputs: the seven gradients in the order of output_mask."""
-    gradients = (
-        Partial("sum"),  # input
-        Shard(1),  # w_in
-        Shard(2),  # w_out
-        Partial("sum"),  # topk_weights
-        Shard(1),  # b_in
-        Replicate(),  # b_out: a sum over rows of grad_out, the same on every rank
-        Shard(1),  # w_up
-    )
-    # A gradient that the mask leaves out is an empty tensor, which has no dimension to shard.
-    mask = cast("Sequence[bool]", _operands(op_schema)["output_mask"])
-    outputs = [
-        gradient if wanted else Replicate()
-        for gradient, wanted in zip(gradients, mask, strict=True)
-    ]
-    placements: dict[str, Placement] = {
+    operands = _operands(op_schema)
+    gradients = {
+        "input": Partial("sum"),
         "w_in": Shard(1),
         "w_out": Shard(2),
+        "topk_weights": Partial("sum"),
         "b_in": Shard(1),
-        "b_out": Partial("sum"),
-        "preact": Shard(1),
+        # A sum over rows of grad_out, the same on every rank.
+        "b_out": Replicate(),
+        "w_up": Shard(1),
     }
+    # A gradient that the mask leaves out, or that has no operand, is an empty tensor, which has
+    # no dimension to shard.
+    mask = cast("Sequence[bool]", operands["output_mask"])
+    outputs = [
+        gradient if wanted and isinstance(operands.get(name), OpStrategy) else Replicate()
+        for (name, gradient), wanted in zip(gradients.items(), mask, strict=True)
+    ]
+    placements = {**_TENSOR_PARALLEL, "preact": _preact_placement(operands)}
     return _mlp_strategy(op_schema, 7, (outputs, placements))

@@ -192,7 +192,8 @@ def reference_moe_mlp(*args, **kwargs):
 
 
 def sample_inputs_moe_mlp_backward(op_info, device, dtype, requires_grad, **kwargs):
-    masks = ([True] * 7, [False] * 7, [True, False, True, False, True, False, True])
+    some = [True, False, True, False, True, False, True]
+    masks = ([True] * 7, [True] * 7, some, [False] * 7)
     # It has two more tensors, which is four times as many subsets.
     for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES[2:]):
         options = {**options, "weighted": False, "bias": False}
