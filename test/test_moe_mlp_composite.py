@@ -104,6 +104,39 @@ class TestMoeMlpComposite(TestCase):
         self.assertNotIn("copy_", seen.names)
         self.assertNotIn("empty_like", seen.names)
 
+    def test_separate_up_is_not_concatenated(self):
+        # Activations are, at most; a copy of all weights in every step is what w_up saves.
+        case = MoeCase("up", num_tokens=4, num_experts=8, top_k=1, dim=64, hidden=96)
+        ops = case.operands(torch.bfloat16).split_gate()
+        largest = 0
+
+        class Largest(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                nonlocal largest
+                result = func(*args, **(kwargs or {}))
+                if func is torch.ops.aten.cat.default:
+                    largest = max(largest, result.numel())
+                return result
+
+        with Largest():
+            _, preact = call_composite(_moe_mlp, *ops.args())
+            args = (ops.grad_out, *ops.args(), preact, [True] * 7)
+            call_composite(_moe_mlp_backward, *args)
+        self.assertEqual(largest, preact.numel())
+
+    @parametrize("num_experts", [1, 3])
+    def test_bias_gradients_keep_only_their_bytes(self, num_experts):
+        case = MoeCase(
+            "bias", num_tokens=13, num_experts=num_experts, top_k=1, dim=16, hidden=24
+        )
+        ops = case.operands(torch.bfloat16, bias=True)
+        _, preact = call_composite(_moe_mlp, *ops.args())
+        grads = call_composite(
+            _moe_mlp_backward, ops.grad_out, *ops.args(), preact, [True] * 7
+        )
+        for grad in grads[4:6]:
+            self.assertEqual(grad.untyped_storage().nbytes(), grad.numel() * 2)
+
     @parametrize("looped", [False, True])
     def test_infinite_router_weight_stays_with_its_expert(self, looped):
         # Padding rows of the other experts have no slot, nor any slot's weight.

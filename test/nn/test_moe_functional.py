@@ -1,5 +1,6 @@
 # Owner(s): ["module: nn"]
 
+import dataclasses
 import doctest
 import pathlib
 import typing
@@ -283,12 +284,53 @@ class TestMoeMlp(TestCase):
         self.assertLessEqual(nbytes(saved), bound)
         self.assertGreater(nbytes(saved), dtype.itemsize * 200 * 48)
 
-    @parametrize("functional", ["moe_mlp", "moe_topk"])
+    @parametrize("dtype", [torch.float32, torch.bfloat16])
+    @parametrize("separate_up", [False, True])
+    def test_grouped_mlp(self, device, separate_up, dtype):
+        # The last row belongs to no group, and the second group has none.
+        case = MoeCase("rows", num_tokens=9, top_k=1, num_experts=3)
+        ops = case.operands(
+            dtype, device, weights_dtype=None, bias=True, requires_grad=True
+        )
+        offs = torch.tensor([3, 3, 8], dtype=torch.int32, device=device)
+        ops = dataclasses.replace(ops, offs=offs, row_slots=None, slot_rows=None)
+        ops = ops.split_gate() if separate_up else ops
+        options = {"b_in": ops.b_in, "b_out": ops.b_out, "w_up": ops.w_up}
+        output = F.grouped_mlp(ops.input, ops.w_in, ops.w_out, offs=offs, **options)
+        args = ops.args()
+        expected, unfused = moe_mlp_reference(*args)[0], moe_mlp_unfused(*args)[0]
+        check_close(output, expected, unfused, dtype, "output")
+        self.assertEqual(output[8].count_nonzero(), 0)
+        present = [x for x in (ops.input, ops.w_in, ops.w_out) if x is not None]
+        present += [x for x in options.values() if x is not None]
+        grads = torch.autograd.grad(output, present, ops.grad_out)
+        expected = moe_mlp_backward_reference(ops.grad_out, *args)
+        unfused = moe_mlp_backward_unfused(ops.grad_out, *args)
+        names = [n for n, x in zip(expected._fields, expected) if x is not None]
+        for name, grad in zip(names, grads, strict=True):
+            tensors = grad, getattr(expected, name), getattr(unfused, name)
+            check_close(*tensors, dtype, name)
+
+    def test_grouped_mlp_keeps_preactivations_for_backward_only(self, device):
+        ops = get_case("top_1").operands(torch.float32, device)
+        args, offs = (ops.input, ops.w_in, ops.w_out), ops.offs
+        for requires_grad in (False, True):
+            ops.w_in.requires_grad_(requires_grad)
+            with RecordCalls() as record:
+                F.grouped_mlp(*args, offs=offs)
+            ((_, kwargs),) = record.calls
+            self.assertEqual(kwargs.get("compute_preact", True), requires_grad)
+
+    @parametrize("functional", ["moe_mlp", "moe_topk", "grouped_mlp"])
     def test_torch_function(self, device, functional):
         ops = get_case("uniform").operands(torch.float32, device)
         if functional == "moe_mlp":
             function, args = F.moe_mlp, moe_mlp_arguments(ops)
             kwargs = {"activation": "swiglu_oai", "limit": 2.0, "num_rows": 20}
+        elif functional == "grouped_mlp":
+            function, args = F.grouped_mlp, (ops.input, ops.w_in, ops.w_out)
+            offs = ops.offs.clamp(max=13)
+            kwargs = {"offs": offs, "limit": 2.0}
         else:
             function, args = F.moe_topk, (ops.input, 2)
             kwargs = {"score": "sigmoid", "scale": 2.0}
@@ -354,7 +396,7 @@ class TestMoeFunctionalText(TestCase):
         page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "source"
         text = (page / "nn.functional.moe.md").read_text()
         count, names = run_code_blocks(text)
-        self.assertEqual(count, 4)
+        self.assertEqual(count, 5)
         gate, up = names["gate_up_proj"].mT[:, 0::2], names["gate_up_proj"].mT[:, 1::2]
         bias = names["gate_up_proj_bias"]
         z = F.moe_mlp(
