@@ -200,6 +200,24 @@ class TestMoeMlp(TestCase):
         for name, *tensors in zip(expected._fields, grads, expected, unfused):
             check_close(*tensors, dtype, name)
 
+    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @parametrize("of_logits", [torch.float64, torch.float32, torch.bfloat16])
+    def test_router_of_another_dtype(self, device, dtype, of_logits):
+        # Whatever moe_topk returns, moe_mlp takes, with a gradient for the logits.
+        ops = MoeCase("pairs", num_tokens=12).operands(dtype, device)
+        num_experts = ops.w_in.shape[0]
+        logits = torch.randn(12, num_experts, device=device).to(of_logits)
+        indices, weights = F.moe_topk(logits.requires_grad_(), 2)
+        wide = torch.promote_types(of_logits, torch.float32)
+        self.assertEqual(weights.dtype, wide)
+        output = F.moe_mlp(ops.input, indices, weights, ops.w_in, ops.w_out)
+        kept = weights if wide == dtype else weights.float()
+        expected = F.moe_mlp(ops.input, indices, kept, ops.w_in, ops.w_out)
+        self.assertEqual(output, expected, rtol=0, atol=0)
+        (grad,) = torch.autograd.grad(output.sum(), logits)
+        self.assertEqual(grad.dtype, of_logits)
+        self.assertGreater(grad.abs().max(), 0)
+
     @parametrize("shape", [(3, 4), (2, 2, 3), (12, 1)])
     def test_leading_dimensions(self, device, shape):
         ops = MoeCase("flat", num_tokens=12).operands(torch.float32, device)

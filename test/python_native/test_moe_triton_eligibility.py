@@ -10,9 +10,11 @@ import os
 import subprocess
 import sys
 import unittest
+from typing import get_args
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch._native.ops.moe import triton_impl
 from torch.nn.utils.moe_kernel import _triton_is_registered, moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
@@ -88,8 +90,9 @@ class TestEligibility(EligibilityTestCase):
     def test_activation_names_agree_with_the_kernels(self):
         from torch._native.ops.moe.triton_kernels import activations
 
-        self.assertEqual(triton_impl._GATED, activations.GATED_ACTIVATIONS)
-        self.assertEqual(triton_impl._PLAIN, activations.PLAIN_ACTIVATIONS)
+        gated, plain = activations.GATED_ACTIVATIONS, activations.PLAIN_ACTIVATIONS
+        self.assertEqual(get_args(F._MoeGatedActivation), gated)
+        self.assertEqual(get_args(F._MoeActivation), (*gated, *plain))
 
     @parametrize("dtype", [torch.float32, torch.float64])
     def test_other_dtypes(self, dtype):

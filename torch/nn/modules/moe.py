@@ -143,7 +143,7 @@ class MoE(Module):
                 "MoE: activation must be one of "
                 f"{', '.join(get_args(F._MoeActivation))}, got {activation!r}"
             )
-        is_gated = activation in ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai")
+        is_gated = activation in get_args(F._MoeGatedActivation)
         if separate_up and (not is_gated or gate_interleaved):
             raise ValueError(
                 "MoE: separate_up=True needs a gated activation and gate_interleaved=False, "
@@ -254,14 +254,13 @@ class MoE(Module):
         rows = torch.atleast_2d(input).flatten(0, -2)
         w_up = self.shared_w_up
         # One expert with all rows: a dense MLP, nothing is routed.
-        output, _ = torch._moe_mlp(
+        output = F.grouped_mlp(
             rows,
             self.shared_w_in.unsqueeze(0),
             self.shared_w_out.unsqueeze(0),
-            rows.new_full((1,), rows.shape[0], dtype=torch.int32),
+            offs=rows.new_full((1,), rows.shape[0], dtype=torch.int32),
             w_up=None if w_up is None else w_up.unsqueeze(0),
             **self._options(),
-            compute_preact=torch.is_grad_enabled(),
         )
         return output.view(input.shape)
 

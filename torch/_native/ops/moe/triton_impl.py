@@ -22,7 +22,7 @@ imported at the first call.
 
 import functools
 import logging
-from typing import TYPE_CHECKING
+from typing import get_args, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -229,6 +229,10 @@ def _shape_reason(
     return _weight_reason("w_in", w_in) or _weight_reason("w_out", w_out)
 
 
+def _is_gated(activation: str) -> bool:
+    return activation in get_args(torch.nn.functional._MoeGatedActivation)
+
+
 def _activation_reason(
     activation: str,
     gate_interleaved: bool,
@@ -237,21 +241,15 @@ def _activation_reason(
 ) -> str | None:
     # The composite names the mistake.
     is_oai = activation == "swiglu_oai"
-    if activation not in _GATED and activation not in _PLAIN:
+    if activation not in get_args(torch.nn.functional._MoeActivation):
         return f"unknown activation {activation!r}"
-    if gate_interleaved and activation not in _GATED:
+    if gate_interleaved and not _is_gated(activation):
         return "gate_interleaved without a gate"
     if not is_oai and (alpha is not None or limit is not None):
         return "alpha or limit without swiglu_oai"
     if limit is not None and not limit > 0:
         return f"limit is {limit}"
     return None
-
-
-# As in triton_kernels/activations.py, which cannot be imported before Triton;
-# test_moe_triton_eligibility.py compares the two.
-_GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai")
-_PLAIN = ("silu", "gelu", "relu", "relu2")
 
 
 def mlp_reason(
@@ -288,7 +286,7 @@ def mlp_reason(
             slot_rows,
             b_in,
             b_out,
-            activation in _GATED,
+            _is_gated(activation),
         )
         or _device_reason(
             (input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out)
