@@ -1,0 +1,390 @@
+# Owner(s): ["module: inductor"]
+"""The rewrite of MoE blocks to _moe_mlp (torch/_inductor/fx_passes/moe_fusion.py)."""
+
+import copy
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.fx_passes.moe_fusion import moe_fusion
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+
+
+T, D, HIDDEN, E, K = 20, 32, 16, 6, 3
+
+
+def gate_swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def gate_clamped(gate, up):
+    return F.silu(gate.clamp(max=2)) * up.clamp(min=-2, max=2)
+
+
+def gate_oai(gate, up):
+    gate, up = gate.clamp(min=None, max=2.0), up.clamp(min=-2.0, max=2.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+GATES = {
+    "swiglu": gate_swiglu,
+    "clamped": gate_clamped,
+    "oai": gate_oai,
+    "geglu": lambda gate, up: F.gelu(gate) * up,
+    "geglu_tanh": lambda gate, up: up * F.gelu(gate, approximate="tanh"),
+    "reglu": lambda gate, up: torch.relu(gate) * up,
+    "sigmoid": lambda gate, up: gate * torch.sigmoid(gate) * up,
+}
+PLAIN = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda h: torch.square(F.relu(h)),
+}
+
+
+def halves(h, how):
+    return {
+        "chunk": lambda: h.chunk(2, dim=-1),
+        "split": lambda: h.split(h.shape[-1] // 2, dim=-1),
+        "slices": lambda: (h[..., : h.shape[-1] // 2], h[..., h.shape[-1] // 2 :]),
+        "unbind": lambda: h.unflatten(-1, (2, -1)).unbind(-2),
+        "interleaved": lambda: (h[..., ::2], h[..., 1::2]),
+        "pairs": lambda: h.view(h.shape[0], -1, 2).unbind(-1),
+    }[how]()
+
+
+class Experts(nn.Module):
+    """Experts as people write them: ``form`` says with what, the rest how."""
+
+    def __init__(
+        self,
+        form="grouped",
+        gate="swiglu",
+        split="chunk",
+        apart=False,
+        bias=False,
+        transposed=False,
+        combine="sum",
+        before=False,
+    ):
+        super().__init__()
+        self.form, self.gate, self.split, self.apart = form, gate, split, apart
+        self.transposed, self.combine, self.before = transposed, combine, before
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(*shape):
+            w = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+            return nn.Parameter(
+                w.mT.contiguous() if transposed and len(shape) == 3 else w
+            )
+
+        wide = HIDDEN if apart or gate in PLAIN else 2 * HIDDEN
+        self.w_in, self.w_out = weight(E, wide, D), weight(E, D, HIDDEN)
+        self.w_up = weight(E, wide, D) if apart else None
+        self.b_in = weight(E, wide) if bias else None
+        self.b_out = weight(E, D) if bias else None
+
+    def linear(self, rows, weight, bias, experts):
+        if self.form == "grouped":
+            weight = weight if self.transposed else weight.transpose(-2, -1)
+            out = F.grouped_mm(rows, weight, offs=experts[0])
+            ids = experts[1]
+        else:
+            ids = experts
+            if self.transposed:
+                out = torch.bmm(rows.unsqueeze(1), weight[ids]).squeeze(1)
+            else:
+                out = torch.bmm(weight[ids], rows.unsqueeze(-1)).squeeze(-1)
+        if bias is not None:
+            out.add_(bias[ids])
+        return out
+
+    def mlp(self, rows, experts):
+        h = self.linear(rows, self.w_in, self.b_in, experts)
+        if self.gate in PLAIN:
+            a = PLAIN[self.gate](h)
+        elif self.apart:
+            a = GATES[self.gate](h, self.linear(rows, self.w_up, None, experts))
+        else:
+            a = GATES[self.gate](*halves(h, self.split))
+        return self.linear(a, self.w_out, self.b_out, experts)
+
+    def forward(self, x, topk_indices, topk_weights):
+        ids, weights = topk_indices.reshape(-1), topk_weights.reshape(-1)
+        if self.form == "batched":
+            out = self.mlp(x.repeat_interleave(K, dim=0), ids)
+            out = out * weights.unsqueeze(-1)
+            return out.view(-1, K, D).sum(dim=1).to(x.dtype)
+        sorted_ids, perm = torch.sort(ids)
+        counts = torch.histc(sorted_ids.float(), bins=E, min=0, max=E - 1)
+        offs = torch.cumsum(counts, 0, dtype=torch.int32)
+        token = perm // K
+        index = token.reshape(-1, 1).expand(-1, D)
+        rows = x.gather(0, index) if self.combine == "scatter_add" else x[token]
+        column = weights[perm].unsqueeze(-1)
+        if self.before:
+            rows = (rows * column).to(x.dtype)
+        out = self.mlp(rows, (offs, sorted_ids))
+        if not self.before:
+            out = (out * column).to(x.dtype)
+        if self.combine == "scatter_add":
+            return torch.zeros_like(x).scatter_add(0, index, out)
+        if self.combine == "index_add":
+            return torch.zeros_like(x).index_add(0, token, out)
+        if self.combine == "index_add_":
+            y = torch.zeros_like(x)
+            y.index_add_(0, token, out)
+            return y
+        if self.combine == "shared":
+            return (x * 0.5).index_add(0, token, out)
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.size(0))
+        return out[inverse].view(-1, K, D).sum(dim=1).to(x.dtype)
+
+
+def make_inputs(dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(T, D, generator=generator)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
+    ids = torch.where(ids == 2, 3, ids)  # expert 2 is empty, 3 has a token twice
+    weights = torch.rand(T, K, generator=generator)
+    return x.to(dtype), ids, weights.to(dtype)
+
+
+def run(fn, module, inputs, training, grad):
+    """Output, then with training the gradients of x, router weights and parameters."""
+    x, ids, weights = inputs
+    if not training:
+        with torch.no_grad():
+            return [fn(x, ids, weights)]
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = fn(x, ids, weights)
+    wanted = [x, weights, *module.parameters()]
+    return [y, *torch.autograd.grad(y, wanted, grad.to(y.dtype))]
+
+
+def rewritten_eager(gm, example_inputs):
+    """A backend that runs the rewritten graph as it is."""
+    moe_fusion(gm.graph)
+    gm.recompile()
+    return gm.forward
+
+
+@functools.cache
+def fixed_inputs(dtype):
+    return make_inputs(dtype), torch.randn(
+        T, D, generator=torch.Generator().manual_seed(2)
+    )
+
+
+@instantiate_parametrized_tests
+class TestMoEFusion(TestCase):
+    def setUp(self):
+        super().setUp()
+        counters.clear()
+
+    def check(
+        self,
+        experts,
+        full,
+        training=False,
+        dynamic=False,
+        blocks=1,
+        backend=rewritten_eager,
+    ):
+        experts = experts.to(torch.bfloat16)
+        inputs, grad = fixed_inputs(torch.bfloat16)
+        exact = copy.deepcopy(experts).double()
+        exact_inputs = (inputs[0].double(), inputs[1], inputs[2].double())
+        with torch._dynamo.config.patch(disable=True):
+            want = run(exact, exact, exact_inputs, training, grad)
+            written = run(experts, experts, inputs, training, grad)
+        torch._dynamo.reset()
+        with config.patch(moe_fusion=True):
+            compiled = torch.compile(
+                experts, fullgraph=True, dynamic=dynamic, backend=backend
+            )
+            got = run(compiled, experts, inputs, training, grad)
+        self.assertEqual(counters["inductor"]["moe_fusion"], blocks)
+        self.assertEqual(counters["inductor"]["moe_fusion_full"], blocks * full)
+        eps = torch.finfo(torch.bfloat16).eps
+        for ours, theirs, ref in zip(got, written, want, strict=True):
+            self.assertEqual(ours.dtype, theirs.dtype)
+            error, allowed = (
+                (ours.double() - ref).abs().max(),
+                (theirs.double() - ref).abs().max(),
+            )
+            self.assertLessEqual(error, 2 * allowed + 4 * eps * ref.abs().max())
+
+    @parametrize("training", [False, True])
+    @parametrize("dynamic", [False, True])
+    @parametrize("form", ["grouped", "batched"])
+    @parametrize("kind", ["fused", "oai"])
+    def test_modes(self, form, kind, training, dynamic):
+        options = {"gate": "swiglu"}
+        if kind == "oai":
+            options = {
+                "gate": "oai",
+                "split": "interleaved",
+                "bias": True,
+                "transposed": True,
+            }
+        self.check(Experts(form, **options), True, training, dynamic)
+
+    @parametrize("form", ["grouped", "batched"])
+    @parametrize("gate", [*GATES, *PLAIN])
+    def test_activations(self, form, gate):
+        self.check(Experts(form, gate=gate), True)
+
+    @parametrize("split", ["split", "slices", "unbind", "interleaved", "pairs"])
+    def test_halves(self, split):
+        self.check(Experts(split=split), True)
+
+    @parametrize("training", [False, True])
+    @parametrize("combine", ["scatter_add", "index_add", "index_add_", "shared"])
+    def test_combines(self, combine, training):
+        self.check(Experts(combine=combine, apart=True), True, training)
+
+    @parametrize("training", [False, True])
+    @parametrize("form", ["grouped", "batched"])
+    def test_gate_and_up_apart(self, form, training):
+        self.check(Experts(form, apart=True), True, training)
+
+    @parametrize("training", [False, True])
+    def test_scores_before_experts(self, training):
+        self.check(Experts(before=True, combine="index_add"), False, training)
+
+    @parametrize("form", ["grouped", "batched"])
+    def test_inductor(self, form):
+        options = {"gate": "oai", "split": "interleaved", "bias": True}
+        self.check(Experts(form, **options), True, True, backend="inductor")
+
+    def test_off_by_default(self):
+        inputs, _ = fixed_inputs(torch.bfloat16)
+        torch.compile(Experts().to(torch.bfloat16), fullgraph=True)(*inputs)
+        self.assertEqual(counters["inductor"]["moe_fusion"], 0)
+
+    def check_untouched(self, fn, experts):
+        experts = experts.to(torch.bfloat16)
+        inputs, _ = fixed_inputs(torch.bfloat16)
+        with torch.no_grad():
+            want = fn(experts, *inputs)
+            compiled = torch.compile(fn, fullgraph=True, backend=rewritten_eager)
+            got = compiled(experts, *inputs)
+        self.assertEqual(counters["inductor"]["moe_fusion"], 0)
+        self.assertEqual(got, want)
+
+    def test_near_miss_used_activation(self):
+        class Hooked(Experts):
+            def linear(self, rows, weight, bias, experts):
+                if rows.shape[-1] == HIDDEN:
+                    self.seen = rows
+                return super().linear(rows, weight, bias, experts)
+
+        def fn(m, *args):
+            y = m(*args)
+            return y, m.seen
+
+        self.check_untouched(fn, Hooked())
+
+    def test_near_miss_other_activation(self):
+        class Tanh(Experts):
+            def mlp(self, rows, experts):
+                h = self.linear(rows, self.w_in, None, experts)
+                gate, up = h.chunk(2, -1)
+                return self.linear(torch.tanh(gate) * up, self.w_out, None, experts)
+
+        self.check_untouched(lambda m, *args: m(*args), Tanh())
+
+    def test_near_miss_up_before_gate(self):
+        class Swapped(Experts):
+            def mlp(self, rows, experts):
+                up, gate = self.linear(rows, self.w_in, None, experts).chunk(2, -1)
+                return self.linear(F.silu(gate) * up, self.w_out, None, experts)
+
+        self.check_untouched(lambda m, *args: m(*args), Swapped())
+
+    def test_near_miss_other_offsets(self):
+        class Offset(Experts):
+            def linear(self, rows, weight, bias, experts):
+                offs, ids = experts
+                if rows.shape[-1] == HIDDEN:
+                    offs = torch.clamp(offs, max=30)
+                return super().linear(rows, weight, bias, (offs, ids))
+
+        def fn(m, *args):  # rows past the last offset are undefined as written
+            return m(*args) * 0
+
+        self.check_untouched(fn, Offset())
+
+    def test_near_miss_bias_of_other_ids(self):
+        class Other(Experts):
+            def linear(self, rows, weight, bias, experts):
+                offs, ids = experts
+                return super().linear(rows, weight, bias, (offs, ids.flip(0)))
+
+        self.check_untouched(lambda m, *args: m(*args), Other(bias=True))
+
+    def test_near_miss_wrong_limit(self):
+        def gate(gate, up):
+            return F.silu(gate.clamp(max=2)) * up.clamp(min=-2, max=1)
+
+        GATES["asymmetric"] = gate
+        self.addCleanup(GATES.pop, "asymmetric")
+        self.check_untouched(lambda m, *args: m(*args), Experts(gate="asymmetric"))
+
+    def test_core_with_other_tokens(self):
+        # Rows of one token go to another one: only the experts are the op's.
+        class Shifted(Experts):
+            def forward(self, x, ids, weights):
+                ids, weights = ids.reshape(-1), weights.reshape(-1)
+                sorted_ids, perm = torch.sort(ids)
+                counts = torch.histc(sorted_ids.float(), bins=E, min=0, max=E - 1)
+                offs = torch.cumsum(counts, 0, dtype=torch.int32)
+                out = self.mlp(x[perm // K], (offs, sorted_ids))
+                out = (out * weights[perm].unsqueeze(-1)).to(x.dtype)
+                return torch.zeros_like(x).index_add(0, (perm // K + 1) % T, out)
+
+        self.check(Shifted(), False)
+
+    def test_two_layers_that_share_weights(self):
+        class Two(Experts):
+            def forward(self, x, ids, weights):
+                x = super().forward(x, ids, weights)
+                return super().forward(x, ids, weights)
+
+        self.check(Two(), True, training=True, blocks=2)
+
+    def test_sentinel_rows_are_dropped(self):
+        # offs that end before the rows do: the rest belongs to no expert.
+        module = Experts().to(torch.bfloat16)
+        (x, ids, weights), _ = fixed_inputs(torch.bfloat16)
+        ids = torch.where(ids == 5, E, ids)  # past the last expert
+
+        def fn(x, ids, weights):
+            ids_, perm = torch.sort(ids.reshape(-1))
+            counts = torch.histc(ids_.float(), bins=E, min=0, max=E - 1)
+            offs = torch.cumsum(counts, 0, dtype=torch.int32)
+            out = module.mlp(x[perm // K], (offs, ids_))
+            out = out * weights.reshape(-1)[perm].unsqueeze(-1)
+            inverse = torch.argsort(perm)
+            return out[inverse].view(-1, K, D).sum(dim=1)
+
+        with torch.no_grad():
+            compiled = torch.compile(fn, fullgraph=True, backend=rewritten_eager)
+            got = compiled(x, ids, weights)
+        self.assertEqual(counters["inductor"]["moe_fusion_full"], 1)
+        want = F.moe_mlp(x, ids, weights, module.w_in, module.w_out)
+        self.assertEqual(got, want)
+
+
+if __name__ == "__main__":
+    run_tests()

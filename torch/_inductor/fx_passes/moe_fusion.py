@@ -1,0 +1,522 @@
+"""Rewrites Mixture-of-Experts blocks to ``torch._moe_mlp`` (``config.moe_fusion``, off by default).
+
+People write the experts of a transformer as two matmuls per expert, with ``grouped_mm`` over rows
+that a sort put in expert order, or with ``bmm`` over gathered weights, and an activation between
+them. The pass finds the second matmul and walks to what is around it:
+
+    rows -> up projection(s) -> activation -> down projection -> router weights -> sum per token
+
+It runs before autograd, where the block still reads as it was written, so that its backward is the
+derivative of the op, and no graph of a backward has to be recognised. This level is not
+functional, so every in-place form is matched as such (``out.add_(bias)``, ``y.index_add_``), and a
+node that anything else reads or writes keeps its block as it is.
+
+Two results are possible. *full*: gather, experts and combine become one op. *core*: only the
+experts do, on rows that are in expert order already, where the graph gathers or combines in a way
+that is not known, or weights the rows before the experts.
+
+Nothing is assumed about the routing: the op gets the graph's own order of rows and its offsets.
+What is assumed of a *bias*, which is indexed by expert id instead, is checked
+(``is_expert_of_row``). TORCH_LOGS="+inductor" says what became of every block.
+"""
+
+import logging
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from .moe_match import (
+    activation_of,
+    ActivationMatch,
+    argument,
+    CASTS,
+    flat_source,
+    is_expert_of_row,
+    matmul_of,
+    op_name,
+    operand_orders,
+    Projection,
+    projection_of,
+    rank,
+    row_selection,
+    rows_of_expanded,
+    same_size,
+    sorted_by,
+    uncast,
+    value_of,
+    VIEWS,
+)
+
+
+log = logging.getLogger(__name__)
+
+
+class _NoMatch(Exception):
+    """Why a block stays as it is written."""
+
+
+# --- the block -------------------------------------------------------------------------------
+
+
+@dataclass
+class _Block:
+    """What _moe_mlp replaces: every node between its operands and end."""
+
+    activation: ActivationMatch
+    ups: list[Projection]
+    down: Projection
+    rows: Node  # (R, D)
+    end: Node
+    # only if gather and combine are part of it:
+    tokens: Node | None = None  # (T, D)
+    top_k: int = 0
+    perm: Node | None = None  # (R) slot of every row; None if rows are in slot order
+    inverse: Node | None = None  # (R) row of every slot, if the graph has it
+    weights: Node | None = None  # (R) in slot order
+    base: Node | None = None  # (T, D) that the combine adds to
+    effects: list[Node] = field(default_factory=list)
+    why_core: str = ""
+
+
+def _match_core(down_node: Node) -> _Block:
+    down = matmul_of(down_node)
+    if down is None:
+        raise _NoMatch("is no matmul per expert")
+    for user in down.out.users:  # the bias comes after the anchor
+        biased = projection_of(user) if op_name(user) == "add" else None
+        if biased is not None and biased.bias is not None:
+            down = biased
+    down = projection_of(down.out) or down
+    activation = activation_of(down.rows)
+    if activation is None:
+        raise _NoMatch("its input is no known activation")
+    ups = [projection_of(h) for h in activation.hidden]
+    if any(u is None or u.experts is not down.experts for u in ups):
+        raise _NoMatch("the activation is not of projections with the same offsets")
+    rows = [uncast(u.rows) for u in ups]
+    if any(r is not rows[0] for r in rows) or rank(rows[0]) != 2:
+        raise _NoMatch("gate and up read different rows")
+    if (
+        len(ups) == 2
+        and len({u.transposed for u in ups} | {u.bias is None for u in ups}) > 2
+    ):
+        raise _NoMatch("gate and up differ in layout or bias")
+    for p in (*ups, down):
+        if p.bias_index is not None and not is_expert_of_row(
+            p.bias_index, p.experts, p.grouped
+        ):
+            raise _NoMatch("a bias is not indexed by the experts of the rows")
+    dtypes = {
+        value_of(n).dtype
+        for p in (*ups, down)
+        for n in (p.weight, p.bias)
+        if n is not None
+    }
+    if len(dtypes) != 1:
+        raise _NoMatch(f"weights have dtypes {dtypes}")
+    block = _Block(activation, ups, down, rows[0], down.out)
+    block.effects = [e for p in (*ups, down) for e in p.effects]
+    return block
+
+
+def _match_gather(block: _Block) -> None:
+    """tokens, top_k and perm from rows = tokens[token of every row]."""
+    rows = block.rows
+    if op_name(rows) == "repeat_interleave" and not block.down.grouped:
+        repeats, dim = argument(rows, 1, "repeats"), argument(rows, 2, "dim")
+        if isinstance(repeats, int) and dim in (0, -2):
+            block.tokens, block.top_k = rows.args[0], repeats
+    elif (taken := row_selection(rows)) is not None:
+        token_of = taken[1]
+        if op_name(token_of) in ("floordiv", "floor_divide", "div", "divide"):
+            by, rounding = (
+                token_of.args[1],
+                token_of.kwargs.get("rounding_mode", "floor"),
+            )
+            exact = (
+                op_name(token_of) in ("floordiv", "floor_divide")
+                or "rounding_mode" in token_of.kwargs
+            )
+            if isinstance(by, int) and exact and rounding in ("floor", "trunc"):
+                block.tokens, block.top_k, block.perm = taken[0], by, token_of.args[0]
+        elif op_name(taken[0]) == "repeat_interleave":
+            repeats, dim = (
+                argument(taken[0], 1, "repeats"),
+                argument(taken[0], 2, "dim"),
+            )
+            if isinstance(repeats, int) and dim in (0, -2):
+                block.tokens, block.top_k, block.perm = (
+                    taken[0].args[0],
+                    repeats,
+                    token_of,
+                )
+    if block.tokens is None:
+        raise _NoMatch("the gather of its rows is not known")
+    if block.down.grouped and (block.perm is None or sorted_by(block.perm) is None):
+        raise _NoMatch("rows are not ordered by a sort")
+    if not block.down.grouped and block.perm is not None:
+        raise _NoMatch("bmm over rows that are not in the order of slots")
+    tokens, all_rows = value_of(block.tokens), value_of(rows)
+    if tokens is None or tokens.dim() != 2 or block.top_k < 1:
+        raise _NoMatch("tokens are not two-dimensional")
+    # A guard: ids and tokens are often inputs of their own, whose sizes nothing related so far.
+    if not guard_or_false(tokens.shape[0] * block.top_k == all_rows.shape[0]):
+        raise _NoMatch("rows are not K to a token")
+
+
+def _only_user(node: Node, block: _Block) -> Node | None:
+    users = [u for u in node.users if u not in block.effects]
+    return users[0] if len(users) == 1 else None
+
+
+def _match_combine(block: _Block) -> None:
+    """weights and the sum over the rows of a token, from the end of the experts on."""
+    node, in_slots = block.down.out, block.perm is None
+    while (user := _only_user(node, block)) is not None:
+        name = op_name(user)
+        if name in CASTS | {"contiguous"}:
+            if not value_of(user).is_floating_point():
+                break
+        elif name == "mul" and block.weights is None:
+            other = next((o for n, o in operand_orders(user, "mul") if n is node), None)
+            block.weights = _slot_weights(other, block, in_slots, rank(node) == 3)
+            if block.weights is None:
+                raise _NoMatch("the rows are not multiplied by router weights")
+        elif (
+            (taken := row_selection(user)) is not None
+            and taken[0] is node
+            and not in_slots
+        ):
+            if not _inverts(taken[1], block):
+                raise _NoMatch("rows are put in an order that is not that of the slots")
+            block.inverse, in_slots = taken[1], True
+        elif name in ("view", "reshape", "unflatten") and in_slots and rank(user) == 3:
+            slots, tokens = value_of(user), value_of(block.tokens)
+            if not (
+                same_size(slots.shape[1], block.top_k)
+                and same_size(slots.shape[2], tokens.shape[1])
+            ):
+                raise _NoMatch("rows are viewed as something else than (T, K, D)")
+        elif name == "sum" and rank(node) == 3:
+            dim = argument(user, 1, "dim")
+            if dim not in (1, -2, [1], (1,), [-2], (-2,)) or argument(
+                user, 2, "keepdim", False
+            ):
+                raise _NoMatch("a sum that is not over the K rows of a token")
+            block.end = user
+            return
+        elif name.rstrip("_") in ("index_add", "scatter_add"):
+            _match_add(user, node, block)
+            return
+        else:
+            break
+        node = user
+    raise _NoMatch(
+        f"the combine is not known: {op_name(user) if user else 'several users'}"
+    )
+
+
+def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Node | None:
+    """Router weights (R) or (T, K) in slot order of which node is a column."""
+    node = uncast(node)
+    if cube:  # (T, K, 1)
+        flat = node
+        while op_name(flat) in VIEWS and rank(flat) == 3:
+            flat = flat.args[0]
+        if op_name(flat) == "getitem" and flat.args[1] in ((Ellipsis, None),):
+            flat = flat.args[0]
+        shape = value_of(flat).shape if rank(flat) == 2 else ()
+        return flat if len(shape) == 2 and same_size(shape[1], block.top_k) else None
+    if rank(node) != 2 or not same_size(value_of(node).shape[1], 1):
+        return None
+    flat = uncast(flat_source(node))
+    if rank(flat) != 1:
+        return None
+    if in_slots:
+        return flat
+    taken = row_selection(flat)
+    return (
+        taken[0]
+        if taken is not None and taken[1] is block.perm and rank(taken[0]) == 1
+        else None
+    )
+
+
+def _inverts(inverse: Node, block: _Block) -> bool:
+    """Whether inverse[perm] is 0, 1, 2, ..."""
+    if op_name(inverse) == "argsort":
+        return inverse.args[0] is block.perm
+    if (
+        op_name(inverse) == "getitem"
+        and inverse.args[1] == 1
+        and op_name(inverse.args[0]) == "sort"
+    ):
+        return inverse.args[0].args[0] is block.perm
+    if op_name(inverse) in ("index_put", "scatter", "scatter_", "index_put_"):
+        return _writes_inverse(inverse, block)
+    if op_name(inverse) not in (
+        "empty_like",
+        "zeros_like",
+        "empty",
+        "zeros",
+        "new_empty",
+        "new_zeros",
+    ):
+        return False
+    writers = [
+        u for u in inverse.users if u.args[0] is inverse and row_selection(u) is None
+    ]
+    if len(writers) != 1 or op_name(writers[0]) not in (
+        "setitem",
+        "index_put_",
+        "scatter_",
+    ):
+        return False
+    return _writes_inverse(writers[0], block)
+
+
+def _writes_inverse(writer: Node, block: _Block) -> bool:
+    if op_name(writer).startswith("scatter"):
+        if argument(writer, 1, "dim") not in (0, -1):
+            return False
+        at, written = argument(writer, 2, "index"), argument(writer, 3, "src")
+    else:
+        at, written = writer.args[1], writer.args[2]
+        if isinstance(at, (tuple, list)) and len(at) == 1:
+            at = at[0]
+    if at is not block.perm or op_name(written) not in ("arange", "iota"):
+        return False
+    args = [a for a in written.args if not isinstance(a, torch.dtype)]
+    return len(args) == 1 or (len(args) == 2 and args[0] == 0)
+
+
+def _match_add(user: Node, rows: Node, block: _Block) -> None:
+    """base.index_add(0, token of every row, rows), or scatter_add, in place or not."""
+    name, base = op_name(user), user.args[0]
+    index, source = (
+        argument(user, 2, "index"),
+        argument(user, 3, "source" if "index" in name else "src"),
+    )
+    if (
+        argument(user, 1, "dim") not in (0, -2)
+        or source is not rows
+        or user.kwargs.get("alpha", 1) != 1
+    ):
+        raise _NoMatch(f"{name} is not over rows")
+    token_of = index if "index" in name else rows_of_expanded(index)
+    taken = row_selection(block.rows)
+    if taken is None or token_of is not taken[1]:
+        raise _NoMatch(f"{name} is not to the tokens of the rows")
+    shape = value_of(base).shape if rank(base) == 2 else ()
+    if len(shape) != 2 or not same_size(shape[0], value_of(block.tokens).shape[0]):
+        raise _NoMatch(f"{name} is into something else than (T, D)")
+    block.end = user
+    fresh = op_name(base) in ("zeros_like", "zeros", "new_zeros")
+    if name.endswith("_"):
+        if not fresh or any(u is not user and u < user for u in base.users):
+            raise _NoMatch(f"{name} is into a tensor that is in use")
+    elif not fresh:
+        block.base = base
+
+
+def _match_block(down_node: Node) -> _Block:
+    block = _match_core(down_node)
+    try:
+        _match_gather(block)
+        _match_combine(block)
+        end, tokens = value_of(block.end), value_of(block.tokens)
+        narrowed = [u for u in block.end.users if op_name(u) in CASTS]
+        if end.dtype != tokens.dtype and end.dtype.itemsize > tokens.dtype.itemsize:
+            # The op rounds its result: it must be what the block does anyway.
+            if len(narrowed) != len(block.end.users) or block.base is not None:
+                raise _NoMatch("the combine keeps a wider dtype than the tokens have")
+        _check_closed(block)
+    except _NoMatch as why:
+        core = _match_core(down_node)
+        core.why_core = str(why)
+        if not core.down.grouped:
+            raise
+        _check_closed(core)
+        return core
+    return block
+
+
+def _operands_of(block: _Block) -> set[Node]:
+    projections = (*block.ups, block.down)
+    nodes = [
+        n for p in projections for n in (p.weight, p.bias, p.bias_index, p.experts)
+    ]
+    nodes += [block.perm, block.inverse, block.weights, block.base]
+    nodes.append(block.tokens if block.tokens is not None else block.rows)
+    return {n for n in nodes if n is not None}
+
+
+def _inside(block: _Block) -> set[Node]:
+    """The nodes between the operands and the end."""
+    stop, inside, todo = _operands_of(block), set(), [block.end, *block.effects]
+    while todo:
+        node = todo.pop()
+        if node in stop or node in inside or node.op in ("placeholder", "get_attr"):
+            continue
+        inside.add(node)
+        todo += node.all_input_nodes
+    return inside
+
+
+def _check_closed(block: _Block) -> None:
+    """Nothing outside reads or writes an intermediate."""
+    inside = _inside(block)
+    for node in inside:
+        value = value_of(node)
+        if node is block.end or value is None or not value.is_floating_point():
+            continue
+        if not any(u in inside for u in node.users) and node not in block.effects:
+            continue
+        for user in node.users:
+            fresh_sum = op_name(block.end).endswith("_") and block.end.args[0] is node
+            if user not in inside and not fresh_sum:
+                raise _NoMatch(f"{node} is used by {user} as well")
+
+
+# --- the rewrite -----------------------------------------------------------------------------
+
+
+def _weight(graph: Graph, projection: Projection) -> Node:
+    if not projection.transposed:
+        return projection.weight
+    return graph.call_method("transpose", (projection.weight, 1, 2))
+
+
+def _int32(graph: Graph, node: Node) -> Node:
+    return graph.call_method("to", (node, torch.int32))
+
+
+def _slots(graph: Graph, block: _Block) -> tuple[Node, Node]:
+    """row_slots (R) and slot_rows (T, K); rows behind the last expert's are of no expert."""
+    perm = block.perm
+    last = graph.call_function(operator.getitem, (block.down.experts, -1))
+    count = graph.call_method("size", (perm, 0))
+    device = value_of(perm).device
+    options = {"dtype": torch.int32, "device": device}
+    rows = graph.call_function(torch.arange, (count,), options)
+    perm32 = _int32(graph, perm)
+    live = graph.call_function(operator.lt, (rows, last))
+    row_slots = graph.call_function(torch.where, (live, perm32, -1))
+    if block.inverse is None:
+        empty = graph.call_function(torch.empty_like, (perm32,))
+        inverse = graph.call_method("scatter", (empty, 0, perm, rows))
+    else:
+        inverse = _int32(graph, block.inverse)
+    used = graph.call_function(operator.lt, (inverse, last))
+    slot_rows = graph.call_function(torch.where, (used, inverse, -1))
+    return row_slots, graph.call_method("view", (slot_rows, -1, block.top_k))
+
+
+def _routing(graph: Graph, block: _Block) -> tuple[Node, Node | None, Node | None]:
+    """offs, row_slots, slot_rows."""
+    if block.tokens is None:
+        return block.down.experts, None, None
+    if block.down.grouped:
+        return block.down.experts, *_slots(graph, block)
+    experts = value_of(block.down.weight).shape[0]
+    ids = block.down.experts
+    # An index below 0 counts from the end; for the op it is no expert.
+    negative = graph.call_function(operator.lt, (ids, 0))
+    wrapped = graph.call_function(operator.add, (ids, experts))
+    ids = graph.call_function(torch.where, (negative, wrapped, ids))
+    ids = graph.call_method("view", (ids, -1, block.top_k))
+    routing = graph.call_function(torch._moe_permutation, (ids, experts))
+    row_slots, slot_rows, offs = (
+        graph.call_function(operator.getitem, (routing, i)) for i in range(3)
+    )
+    return offs, row_slots, slot_rows
+
+
+def _emit(graph: Graph, block: _Block) -> Node:
+    """The op and what makes its operands, in front of the end of the block."""
+    dtype = value_of(block.down.weight).dtype
+    x = block.tokens if block.tokens is not None else block.rows
+    if value_of(x).dtype != dtype:
+        x = graph.call_method("to", (x, dtype))
+    offs, row_slots, slot_rows = _routing(graph, block)
+    if value_of(block.down.experts).dtype != torch.int32 and block.down.grouped:
+        offs = _int32(graph, offs)
+    weights = block.weights
+    if weights is not None:
+        if value_of(weights).dtype not in (dtype, torch.float32):
+            weights = graph.call_method("float", (weights,))
+        weights = graph.call_method("reshape", (weights, -1, block.top_k))
+    biases = [u.bias for u in block.ups]
+    b_in = biases[0]
+    if len(block.ups) == 2 and b_in is not None:
+        b_in = graph.call_function(torch.cat, (biases, 1))
+    kwargs = {
+        "topk_weights": weights,
+        "row_slots": row_slots,
+        "slot_rows": slot_rows,
+        "b_in": b_in,
+        "b_out": block.down.bias,
+        "w_up": _weight(graph, block.ups[1]) if len(block.ups) == 2 else None,
+        "activation": block.activation.name,
+        "gate_interleaved": block.activation.interleaved,
+        "alpha": block.activation.alpha,
+        "limit": block.activation.limit,
+        "compute_preact": torch.is_grad_enabled(),
+    }
+    args = (x, _weight(graph, block.ups[0]), _weight(graph, block.down), offs)
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    moe = graph.call_function(torch._moe_mlp, args, given)
+    out = graph.call_function(operator.getitem, (moe, 0))
+    end_dtype = value_of(block.end).dtype
+    if end_dtype != dtype:
+        out = graph.call_method("to", (out, end_dtype))
+    if block.base is not None:
+        out = graph.call_function(operator.add, (block.base, out))
+    return out
+
+
+def _rewrite(graph: Graph, block: _Block) -> None:
+    inside = _inside(block)
+    with graph.inserting_before(block.end):
+        out = _emit(graph, block)
+    out.meta.update(block.end.meta)
+    targets = [block.end]
+    if op_name(block.end).endswith("_"):  # later nodes read the tensor that it wrote to
+        targets.append(block.end.args[0])
+    for target in targets:
+        target.replace_all_uses_with(
+            out, delete_user_cb=lambda user: user not in inside
+        )
+    for node in sorted(inside, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def moe_fusion(graph: Graph) -> None:
+    """Rewrites every block of experts that it recognises; the others stay as they are."""
+    anchors = [
+        n for n in graph.nodes if op_name(n) in ("grouped_mm", "_grouped_mm", "squeeze")
+    ]
+    for anchor in reversed(anchors):
+        if (
+            anchor not in graph.nodes
+            or matmul_of(anchor) is None
+            or activation_of(matmul_of(anchor).rows) is None
+        ):
+            continue
+        try:
+            block = _match_block(anchor)
+        except _NoMatch as why:
+            log.info("moe_fusion: %s stays: %s", anchor, why)
+            continue
+        _rewrite(graph, block)
+        kind = f"core ({block.why_core})" if block.why_core else "full"
+        log.info("moe_fusion: %s became _moe_mlp: %s", anchor, kind)
+        counters["inductor"]["moe_fusion"] += 1
+        counters["inductor"]["moe_fusion_full"] += not block.why_core
+    graph.lint()

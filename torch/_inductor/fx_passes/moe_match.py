@@ -1,0 +1,538 @@
+"""What moe_fusion recognises in a graph before autograd: activations, and one matmul per expert.
+
+Functions take a node and answer what it computes, or None. They see torch functions, methods and
+aten overloads alike (:func:`op_name`), and read shapes and dtypes from the traced values.
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+CASTS = {
+    "to",
+    "_to_copy",
+    "float",
+    "bfloat16",
+    "half",
+    "type_as",
+    "convert_element_type",
+}
+VIEWS = {
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unsqueeze",
+    "contiguous",
+    "expand",
+}
+# activation of the gate -> name of the gated activation of _moe_mlp
+_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+_CLAMPED = ("swiglu", "geglu")  # of those, the ones that take a limit
+_PLAIN = ("silu", "gelu", "relu", "relu2")
+
+
+def op_name(node: Any) -> str:
+    """Name of the op that a node calls, the same for torch functions, methods and aten; else ""."""
+    if not isinstance(node, Node):
+        return ""
+    target = node.target
+    if node.op == "call_method":
+        return str(target)
+    if node.op != "call_function":
+        return ""
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return name if namespace in ("aten", "prims") else ""
+    name = getattr(target, "__name__", "")
+    known = (torch, F, operator, torch.ops.aten)
+    return name if any(getattr(m, name, None) is target for m in known) else ""
+
+
+def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def value_of(node: Any) -> torch.Tensor | None:
+    if not isinstance(node, Node):
+        return None
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def rank(node: Any) -> int:
+    value = value_of(node)
+    return -1 if value is None else value.dim()
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal without a guard."""
+    return a is b or bool(statically_known_true(a == b))
+
+
+def uncast(node: Any) -> Any:
+    """The node before casts of dtype, none of which changes what the fused op computes in float32."""
+    while op_name(node) in CASTS | {"contiguous"} and isinstance(node.args[0], Node):
+        before, after = value_of(node.args[0]), value_of(node)
+        if before is None or after is None or before.device != after.device:
+            break
+        if not (before.is_floating_point() and after.is_floating_point()):
+            break
+        node = node.args[0]
+    return node
+
+
+def operand_orders(node: Any, *names: str) -> Iterator[tuple[Any, Any]]:
+    """Both orders of the two operands of a commutative op."""
+    if (
+        isinstance(node, Node)
+        and op_name(node) in names
+        and len(node.args) == 2
+        and not node.kwargs
+    ):
+        a, b = node.args
+        yield a, b
+        yield b, a
+
+
+def row_selection(node: Any) -> tuple[Node, Node] | None:
+    """(source, positions) where node is ``source[positions]`` along dimension 0."""
+    name = op_name(node)
+    if not isinstance(node, Node):
+        return None
+    source, positions = (node.args[0] if node.args else None), None
+    if name == "getitem":
+        positions = node.args[1]
+        if isinstance(positions, tuple) and len(positions) == 1:
+            positions = positions[0]
+    elif (
+        name == "index"
+        and isinstance(node.args[1], (list, tuple))
+        and len(node.args[1]) == 1
+    ):
+        positions = node.args[1][0]
+    elif name == "index_select" and argument(node, 1, "dim") == 0:
+        positions = argument(node, 2, "index")
+    elif name == "gather" and argument(node, 1, "dim") in (0, -rank(source)):
+        positions = rows_of_expanded(argument(node, 2, "index"))
+    value = value_of(positions)
+    if (
+        value is None
+        or value.dim() != 1
+        or value.dtype not in (torch.int64, torch.int32)
+    ):
+        return None
+    return (source, positions) if isinstance(source, Node) else None
+
+
+def rows_of_expanded(index: Any) -> Any:
+    """tok where index is ``tok`` repeated along dimension 1, as gather and scatter_add want it."""
+    if rank(index) == 1:
+        return index
+    if op_name(index) in ("expand", "expand_as") and isinstance(index, Node):
+        column = index.args[0]
+        if op_name(column) in ("reshape", "view", "unsqueeze") and rank(column) == 2:
+            flat, value = column.args[0], value_of(column)
+            if rank(flat) == 1 and value is not None and same_size(value.shape[1], 1):
+                return flat
+    return None
+
+
+def flat_source(node: Any) -> Any:
+    """The one-dimensional node of which node is a column, or node."""
+    while op_name(node) in VIEWS and rank(node) > 1:
+        node = node.args[0]
+    if (
+        op_name(node) == "getitem"
+        and isinstance(node, Node)
+        and node.args[1]
+        in (
+            (slice(None), None),
+            (Ellipsis, None),
+        )
+    ):
+        node = node.args[0]
+    return node
+
+
+# --- activations -----------------------------------------------------------------------------
+
+
+def _unary(node: Any) -> tuple[str, Node] | None:
+    """(activation, its argument)."""
+    node = uncast(node)
+    name = op_name(node)
+    if not isinstance(node, Node):
+        return None
+    if name in ("silu", "relu") and not argument(node, 1, "inplace", False):
+        return name, node.args[0]
+    if name == "gelu":
+        approximate = argument(node, 1, "approximate", "none")
+        return ("gelu_tanh" if approximate == "tanh" else "gelu"), node.args[0]
+    for x, gate in operand_orders(node, "mul"):
+        if op_name(uncast(gate)) == "sigmoid" and uncast(
+            uncast(gate).args[0]
+        ) is uncast(x):
+            return "silu", x
+    squared = name == "square" or (
+        name in ("pow", "pow_") and argument(node, 1, "exponent") == 2
+    )
+    if squared and (inner := _unary(node.args[0])) is not None and inner[0] == "relu":
+        return "relu2", inner[1]
+    return None
+
+
+def _clamped(node: Any) -> tuple[Any, float | None, float | None]:
+    """(x, lowest, highest)."""
+    node, low, high = uncast(node), None, None
+    while isinstance(node, Node) and op_name(node) in (
+        "clamp",
+        "clip",
+        "clamp_max",
+        "clamp_min",
+    ):
+        name = op_name(node)
+        lo = argument(node, 1, "min") if name != "clamp_max" else None
+        hi = argument(node, 2, "max") if name in ("clamp", "clip") else None
+        hi = argument(node, 1, "max") if name == "clamp_max" else hi
+        if any(isinstance(v, Node) for v in (lo, hi)) or (
+            lo is not None and low is not None
+        ):
+            break
+        if hi is not None and high is not None:
+            break
+        low, high = (lo if low is None else low), (hi if high is None else high)
+        node = uncast(node.args[0])
+    return node, low, high
+
+
+def _half(node: Any) -> tuple[Node, int, bool] | None:
+    """(H, 0 or 1, interleaved) where node is one half of the last dimension of H (R, 2F)."""
+    node = uncast(node)
+    if (
+        not isinstance(node, Node)
+        or not node.args
+        or not isinstance(node.args[0], Node)
+    ):
+        return None
+    name, source = op_name(node), node.args[0]
+    which: Any = None
+    interleaved = False
+    if name == "getitem" and isinstance(node.args[1], int):
+        which, parts = node.args[1], source
+        source = parts.args[0] if parts.args else None
+        if op_name(parts) == "unbind":
+            return _half_of_pairs(source, argument(parts, 1, "dim", 0), which)
+        last = argument(parts, 2, "dim", 0) in (-1, rank(source) - 1)
+        if not last or op_name(parts) not in (
+            "chunk",
+            "split",
+            "split_with_sizes",
+            "tensor_split",
+        ):
+            return None
+        if len(list(parts.meta.get("example_value", parts.meta.get("val", ())))) != 2:
+            return None
+    elif name == "select":
+        return _half_of_pairs(
+            source, argument(node, 1, "dim"), argument(node, 2, "index")
+        )
+    elif name in ("getitem", "slice") and rank(source) == 2:
+        cut = _last_slice(node)
+        width = value_of(source).shape[1]
+        if cut is None:
+            return None
+        start, stop, step = cut
+        interleaved = step == 2 and start in (None, 0, 1) and _reaches(stop, width)
+        if interleaved:
+            which = start or 0
+        elif (
+            step in (None, 1)
+            and start in (None, 0)
+            and stop is not None
+            and same_size(stop * 2, width)
+        ):
+            which = 0
+        elif (
+            step in (None, 1)
+            and start is not None
+            and same_size(start * 2, width)
+            and _reaches(stop, width)
+        ):
+            which = 1
+    same_halves = (
+        value_of(node) is not None
+        and rank(source) == 2
+        and same_size(
+            value_of(node).shape[1] * 2,
+            value_of(source).shape[1],
+        )
+    )
+    if which not in (0, 1) or not same_halves:
+        return None
+    return source, which, interleaved
+
+
+def _reaches(stop: Any, width: Any) -> bool:
+    return stop is None or (
+        isinstance(stop, int) and isinstance(width, int) and stop >= width
+    )
+
+
+def _last_slice(node: Node) -> tuple | None:
+    """(start, stop, step) of a slice of the last of two dimensions."""
+    if op_name(node) == "slice":
+        if argument(node, 1, "dim", 0) not in (1, -1):
+            return None
+        return (
+            argument(node, 2, "start"),
+            argument(node, 3, "end"),
+            argument(node, 4, "step", 1),
+        )
+    index = node.args[1]
+    if (
+        isinstance(index, tuple)
+        and len(index) == 2
+        and index[0] in (Ellipsis, slice(None))
+    ):
+        cut = index[1]
+        if isinstance(cut, slice) and not any(
+            isinstance(v, Node) for v in (cut.start, cut.stop)
+        ):
+            return cut.start, cut.stop, cut.step
+    return None
+
+
+def _half_of_pairs(pairs: Any, dim: Any, which: Any) -> tuple[Node, int, bool] | None:
+    """Halves of H viewed as (R, 2, F), or interleaved as (R, F, 2)."""
+    if op_name(pairs) not in ("view", "reshape", "unflatten") or rank(pairs) != 3:
+        return None
+    source, value = pairs.args[0], value_of(pairs)
+    if rank(source) != 2 or not isinstance(dim, int) or which not in (0, 1):
+        return None
+    dim %= 3
+    if dim == 0 or not same_size(value.shape[dim], 2):
+        return None
+    return source, which, dim == 2
+
+
+@dataclass
+class ActivationMatch:
+    name: str
+    hidden: tuple[Node, ...]  # one projection (R, G*F), or gate and up apart
+    interleaved: bool = False
+    alpha: float | None = None
+    limit: float | None = None
+
+
+def _gated(name: str, gate: Any, up: Any, **options: Any) -> ActivationMatch | None:
+    gate, up = uncast(gate), uncast(up)
+    first, second = _half(gate), _half(up)
+    if first is not None and second is not None:
+        if (
+            first[0] is second[0]
+            and (first[1], second[1]) == (0, 1)
+            and first[2] == second[2]
+        ):
+            return ActivationMatch(name, (first[0],), first[2], **options)
+        return None
+    if first is None and second is None and rank(gate) == rank(up) == 2:
+        return ActivationMatch(name, (gate, up), **options)
+    return None
+
+
+def _oai(node: Any) -> ActivationMatch | None:
+    """(up + 1) * gate * sigmoid(alpha * gate), both clamped (gpt-oss)."""
+    for shifted, glu in operand_orders(node, "mul"):
+        for up, one in operand_orders(uncast(shifted), "add"):
+            if one not in (1, 1.0):
+                continue
+            for gate, sigmoid in operand_orders(uncast(glu), "mul"):
+                sigmoid = uncast(sigmoid)
+                if op_name(sigmoid) != "sigmoid":
+                    continue
+                for scaled, alpha in operand_orders(uncast(sigmoid.args[0]), "mul"):
+                    if not isinstance(alpha, (int, float)) or uncast(
+                        scaled
+                    ) is not uncast(gate):
+                        continue
+                    x, low, high = _clamped(gate)
+                    u, up_low, up_high = _clamped(up)
+                    if (
+                        low is None
+                        and high is not None
+                        and up_high == high
+                        and up_low == -high
+                    ):
+                        options = {"alpha": float(alpha), "limit": float(high)}
+                        return _gated("swiglu_oai", x, u, **options)
+    return None
+
+
+def activation_of(node: Any) -> ActivationMatch | None:
+    node = uncast(node)
+    if (oai := _oai(node)) is not None:
+        return oai
+    for activated, up in operand_orders(node, "mul"):
+        inner = _unary(activated)
+        if inner is None or inner[0] not in _GATED:
+            continue
+        name = _GATED[inner[0]]
+        gate, low, high = _clamped(inner[1])
+        u, up_low, up_high = _clamped(up)
+        if (low, high, up_low, up_high) == (None,) * 4:
+            found = _gated(name, gate, u)
+        elif (
+            name in _CLAMPED
+            and low is None
+            and high
+            and up_high == high
+            and up_low == -high
+        ):
+            found = _gated(name, gate, u, limit=float(high))
+        else:
+            continue
+        if found is not None:
+            return found
+    inner = _unary(node)
+    if inner is not None and inner[0] in _PLAIN and rank(uncast(inner[1])) == 2:
+        return ActivationMatch(inner[0], (uncast(inner[1]),))
+    return None
+
+
+# --- projections -----------------------------------------------------------------------------
+
+
+@dataclass
+class Projection:
+    """One matmul per expert: rows (R, N) -> (R, M)."""
+
+    out: Node
+    rows: Node
+    weight: Node  # (E, M, N), or (E, N, M) if transposed
+    transposed: bool
+    experts: Node  # grouped: offs (E); batched: the expert of every row (R)
+    grouped: bool
+    bias: Node | None = None  # (E, M)
+    bias_index: Node | None = (
+        None  # expert of every row; None if the matmul has the bias
+    )
+    effects: tuple[Node, ...] = ()
+
+
+def _linear_weight(node: Any) -> tuple[Node, bool]:
+    """(w, transposed): w (E, M, N) whose transpose is node, else node itself."""
+    name = op_name(node)
+    if isinstance(node, Node) and rank(node) == 3:
+        dims = [d % 3 if isinstance(d, int) else d for d in node.args[1:3]]
+        swapped = name in ("transpose", "swapaxes") and sorted(dims, key=str) == [1, 2]
+        order = node.args[1] if len(node.args) == 2 else node.args[1:]
+        swapped |= name == "permute" and tuple(order) in ((0, 2, 1), (0, -1, -2))
+        swapped |= (
+            node.target is getattr
+            and len(node.args) == 2
+            and node.args[1] in ("mT", "mH")
+        )
+        if swapped and node.args[0] is not None:
+            return node.args[0], False
+    return node, True
+
+
+def matmul_of(node: Any) -> Projection | None:
+    node = uncast(node)
+    name = op_name(node)
+    if not isinstance(node, Node):
+        return None
+    if name in ("grouped_mm", "_grouped_mm"):
+        rows, weight = node.args[0], argument(node, 1, "mat2")
+        offs, bias = argument(node, 2, "offs"), argument(node, 3, "bias")
+        if rank(rows) != 2 or rank(weight) != 3 or not isinstance(offs, Node):
+            return None
+        if value_of(node).dtype != value_of(rows).dtype:
+            return None
+        linear, transposed = _linear_weight(weight)
+        return Projection(node, rows, linear, transposed, offs, True, bias)
+    if name == "squeeze" and op_name(node.args[0]) in ("bmm", "matmul"):
+        a, b = node.args[0].args
+        for weight, column, dim, transposed in ((a, b, 2, False), (b, a, 1, True)):
+            selected = row_selection(weight)
+            if (
+                selected is None
+                or op_name(column) != "unsqueeze"
+                or rank(selected[0]) != 3
+            ):
+                continue
+            at, squeezed = argument(column, 1, "dim"), argument(node, 1, "dim")
+            if not all(isinstance(d, int) and d % 3 == dim for d in (at, squeezed)):
+                continue
+            return Projection(
+                node, column.args[0], selected[0], transposed, selected[1], False
+            )
+    return None
+
+
+def projection_of(node: Any) -> Projection | None:
+    """A matmul, and the bias that is added to it."""
+    node = uncast(node)
+    for product, added in operand_orders(node, "add"):
+        found, index = matmul_of(product), row_selection(uncast(added))
+        if found is not None and index is not None and found.bias is None:
+            found.out, (found.bias, found.bias_index) = node, index
+            return found
+    found = matmul_of(node)
+    if found is not None:
+        for user in found.out.users:
+            if (
+                op_name(user) in ("add_", "iadd")
+                and user.args[0] is found.out
+                and not user.users
+            ):
+                index = row_selection(user.args[1])
+                if index is None or found.bias is not None:
+                    return None
+                (found.bias, found.bias_index), found.effects = index, (user,)
+    return found
+
+
+def is_expert_of_row(index: Any, experts: Any, grouped: bool) -> bool:
+    """Whether index is the expert of every row: of a bmm its ids, else what offs counts, sorted."""
+    if not grouped:
+        return index is experts
+    counted = experts
+    while op_name(counted) in ("cumsum", "histc", "bincount", "int", "long", *CASTS):
+        counted = counted.args[0]
+    return counted in (index, _sorted_from(index))
+
+
+def _sorted_from(index: Node) -> Any:
+    """ids where index is ``sort(ids)[0]`` or ``ids[argsort(ids)]``."""
+    if (
+        op_name(index) == "getitem"
+        and index.args[1] == 0
+        and op_name(index.args[0]) == "sort"
+    ):
+        return index.args[0].args[0]
+    taken = row_selection(index)
+    if taken is not None and sorted_by(taken[1]) is taken[0]:
+        return taken[0]
+    return None
+
+
+def sorted_by(perm: Any) -> Any:
+    """ids where perm is the order that sorts them, which makes it a permutation; else None."""
+    if (
+        op_name(perm) == "getitem"
+        and perm.args[1] == 1
+        and op_name(perm.args[0]) == "sort"
+    ):
+        return perm.args[0].args[0]
+    return perm.args[0] if op_name(perm) == "argsort" else None
