@@ -40,7 +40,9 @@ class TestMoeBackend(TestCase):
                 pass
 
     def test_triton_that_is_not_there(self):
-        with mock.patch("torch.nn.utils.moe_kernel._triton_is_registered", lambda: False):
+        with mock.patch(
+            "torch.nn.utils.moe_kernel._triton_is_registered", lambda: False
+        ):
             with self.assertRaisesRegex(RuntimeError, "not available"):
                 with moe_kernel(MoeBackend.TRITON):
                     pass

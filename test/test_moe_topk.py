@@ -120,9 +120,7 @@ class TestMoeTopk(TestCase):
         num_experts = logits.shape[1]
         score = options.get("score", "softmax")
         # All experts with their weights are the scores, in another order.
-        everyone, weights = _moe_topk(
-            logits, num_experts, score=score, normalize=False
-        )
+        everyone, weights = _moe_topk(logits, num_experts, score=score, normalize=False)
         scores = torch.empty_like(weights).scatter_(1, everyone, weights)
         wide = logits.double()
         wide = wide.softmax(-1) if score == "softmax" else wide.sigmoid()
@@ -197,7 +195,9 @@ class TestMoeTopk(TestCase):
             self.assertEqual(_moe_topk(logits, 6, **options), expected, rtol=0, atol=0)
         for t in (0, 27, 59):
             alone = _moe_topk(logits[t : t + 1], 6, **options)
-            self.assertEqual([x[0] for x in alone], [x[t] for x in expected], rtol=0, atol=0)
+            self.assertEqual(
+                [x[0] for x in alone], [x[t] for x in expected], rtol=0, atol=0
+            )
 
     def test_bad_index_in_backward(self):
         logits, grad = torch.zeros(2, E), torch.zeros(2, 1)

@@ -82,8 +82,7 @@ def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, object]:
 
 def measure_order(T: int, E: int, k: int, order: str) -> dict[str, object]:
     """Ratios of medians, in one line of the results."""
-    # About a millisecond for 30,000 scores of a sort.
-    rounds = max(9, min(60, 2_000_000 // (T * E)))
+    rounds = max(21, min(60, 2_000_000 // (T * E)))
     seconds = seconds_of(T, E, k, rounds, order)
     median = {name: spread(s).median for name, s in seconds.items()}
     ours = median["moe_topk"]

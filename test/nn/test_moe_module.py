@@ -76,7 +76,9 @@ class TestMoEModule(TestCase):
             subtest({"bias": True}, name="bias"),
             subtest({"activation": "relu"}, name="relu"),
             subtest({"shared_hidden_dim": 5}, name="shared"),
-            subtest({"separate_up": True, "bias": True, "shared_hidden_dim": 5}, name="up"),
+            subtest(
+                {"separate_up": True, "bias": True, "shared_hidden_dim": 5}, name="up"
+            ),
             subtest(
                 {"activation": "relu", "bias": True, "shared_hidden_dim": 20},
                 name="all",
@@ -304,7 +306,14 @@ class TestMoEModule(TestCase):
         self.assertEqual(other(x), layer(x))
         self.assertEqual(copy.deepcopy(layer)(x), layer(x))
         self.assertEqual(set(make().state_dict()), {"router.weight", "w_in", "w_out"})
-        names = {"router.weight", "w_in", "w_up", "w_out", "shared_w_in", "shared_w_out"}
+        names = {
+            "router.weight",
+            "w_in",
+            "w_up",
+            "w_out",
+            "shared_w_in",
+            "shared_w_out",
+        }
         layer = make(separate_up=True, shared_hidden_dim=5)
         self.assertEqual(set(layer.state_dict()), names | {"shared_w_up"})
 
@@ -469,7 +478,9 @@ MoE(
         file = io.BytesIO()
         torch.export.save(program, file)
         file.seek(0)
-        self.assertEqual(torch.export.load(file).module()(x, **kwargs), layer(x, **kwargs))
+        self.assertEqual(
+            torch.export.load(file).module()(x, **kwargs), layer(x, **kwargs)
+        )
 
     def test_aoti_package(self):
         layer, x = nn.MoE(D, H, E, K, shared_hidden_dim=4), torch.randn(6, D)

@@ -273,9 +273,7 @@ def token_rounding(
         >>> counts = (rounded.topk_indices >= 0).sum(0)
         >>> assert (counts % 32 == 0).all()
     """
-    _check_token_rounding(
-        topk_indices, topk_weights, scores, tile, rounding, training
-    )
+    _check_token_rounding(topk_indices, topk_weights, scores, tile, rounding, training)
     num_tokens = topk_indices.shape[:-1].numel()
     num_slots = topk_indices.numel()
     if not training:

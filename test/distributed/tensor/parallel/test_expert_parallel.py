@@ -363,9 +363,7 @@ class TestExpertParallel(ExpertParallelTest):
         split(x[part])
         with self.assertRaisesRegex(RuntimeError, "needed .* rows but capacity is 1"):
             switch.check_overflow()
-        output = grow_and_rerun(
-            token_switches(split), lambda: split(x[part]).detach()
-        )
+        output = grow_and_rerun(token_switches(split), lambda: split(x[part]).detach())
         self.assertEqual(output, layer(x)[part])
 
     def test_leading_dims_names_and_copies(self):

@@ -329,8 +329,7 @@ def error_inputs_moe_topk_op(op_info, device, **kwargs):
         error_type=ValueError,
         error_regex=r"_moe_topk: logits must be .* of shape \(T, E\), got .*\(8\)",
     )
-    for error in error_inputs_moe_topk(op_info, device, **kwargs):
-        yield error
+    yield from error_inputs_moe_topk(op_info, device, **kwargs)
 
 
 def sample_inputs_moe_topk_backward(op_info, device, dtype, requires_grad, **kwargs):
