@@ -37,14 +37,14 @@ def render(stack: Stack, pr: PullRequest) -> str:
             hint="the patch carries it: refresh, or amend the commit and export",
         )
     _, _, text = patch.message.partition("\n\n")
-    plan = _TEST_PLAN.search(text)
-    body = _TEST_PLAN.sub("", text).strip()
+    plans = [found.group(0) for found in _TEST_PLAN.finditer(text)]
+    body = re.sub(r"\n{3,}", "\n\n", _TEST_PLAN.sub("", text)).strip()
     sections = [
         f"# {title(stack, pr)}",
         _stack(stack, pr),
         body,
         _section("Support", _support(pr)),
-        _section("Test plan", _test_plan(stack, pr, plan.group(0) if plan else "")),
+        _section("Test plan", _test_plan(stack, pr, plans)),
         _section("Benchmarks", _benchmarks(stack, pr)),
         _section("Backward compatibility", _bc(stack, pr, patch)),
         _section("What to review", _review(stack, pr, patch)),
@@ -80,11 +80,11 @@ def _support(pr: PullRequest) -> str:
     return table([list(row) for row in pr.support]) if pr.support else ""
 
 
-def _test_plan(stack: Stack, pr: PullRequest, text: str) -> str:
+def _test_plan(stack: Stack, pr: PullRequest, plans: list[str]) -> str:
     """Exact commands; upstream's form first, then the one without a build."""
     lines = list(pr.test_plan) or [f"python {test}" for test in pr.tests]
     parts = []
-    if text:
+    for text in plans:
         words = text.partition(":")[2].strip("\n")
         commands = [line.strip() for line in words.splitlines()]
         extra = [c for c in commands if c.startswith("python ") and c not in lines]

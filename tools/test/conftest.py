@@ -293,7 +293,7 @@ def project(tmp_path: Path) -> Project:
 
 def make_project(folder: Path) -> Project:
     """The project of the fixture, for tests that share one."""
-    made = Project(folder / "repo", folder / "cache")
+    made = Project(folder / "a repo", folder / "a cache")
     made.write("torch_patches/series.toml", SERIES)
     made.write("torch_patches/100-first.patch", FIRST_PATCH)
     made.write("torch_patches/110-second.patch", SECOND_PATCH)

@@ -25,12 +25,14 @@ def graph(project):
     (build / "include/ATen/native").mkdir(parents=True)
     library = build / "lib/libtorch.so"
     ninja_file = build / "build.ninja"
+    paths = [buildgraph._paths([p]) for p in (build / "obj/MoE.o", source, library)]
+    include = buildgraph._word(f"-I{build}/include")
     ninja_file.write_text(
-        f"rule cc\n  command = g++ -I{build}/include -fPIC -MMD -MF $out.d -c $in -o $out\n"
+        f"rule cc\n  command = g++ {include} -fPIC -MMD -MF $out.d -c $in -o $out\n"
         "  depfile = $out.d\n  deps = gcc\n"
         "rule link\n  command = g++ -shared -Wl,-z,defs $in -o $out\n"
-        f"build {build}/obj/MoE.o: cc {source}\n"
-        f"build {library}: link {build}/obj/MoE.o\n"
+        f"build {paths[0]}: cc {paths[1]}\n"
+        f"build {paths[2]}: link {paths[0]}\n"
     )
     return source, Binaries(ninja_file, library, None, sources=1)
 
@@ -82,7 +84,7 @@ def test_overlay_headers_are_not_system_headers(project):
     subprocess.run(command, check=True)
     graph.write({})
     text = (project.workspace.build / "build.ninja").read_text()
-    assert f"-I{project.workspace.build}/include " in text
+    assert f"-I{project.workspace.build}/include" in text
 
 
 def test_paths_with_a_space(tmp_path, console):
@@ -156,7 +158,7 @@ def test_killed_stager_takes_the_compiler_along(project, graph):
     source, binaries = graph
     marker = project.root / "lived-on"
     text = binaries.ninja_file.read_text()
-    slow = f"command = sh -c 'echo compiling; sleep 1; touch {marker}; false'"
+    slow = f"command = sh -c 'echo compiling; sleep 1; touch \"{marker}\"; false'"
     binaries.ninja_file.write_text(re.sub(r"command = g\+\+ -I.*", slow, text))
     source.write_text("int x;\n")
     program = (

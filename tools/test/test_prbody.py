@@ -51,11 +51,15 @@ def test_fields_of_the_series(project):
 def test_test_plan_of_the_description_is_not_said_twice(project):
     path = project.root / "torch_patches/110-second.patch"
     plan = (
-        "Test plan:\n    python test/test_moe.py\n    python test/test_ops.py -k moe\n"
+        "Test plan:\n    python test/test_moe.py\n    python test/test_ops.py -k moe\n\n"
+        "The rest.\n\nTests: test/test_moe.py, slowly.\n"
     )
     path.write_text(path.read_text().replace("working.\n", f"working.\n\n{plan}"))
     text = body(project)
-    assert "Test plan:" not in text
+    assert "Test plan:" not in text and "Tests:" not in text
+    assert (
+        "working.\n\nThe rest.\n\n## Test plan\n\ntest/test_moe.py, slowly.\n" in text
+    )
     assert "```\npython test/test_moe.py\npython test/test_ops.py -k moe\n```" in text
 
 
