@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.distributed._moe.placement import Placement, Topology
+from torch.distributed._moe.planner import plan
 from torch.distributed._moe.schedule import (
     OverlapSchedule,
     PartSeconds,

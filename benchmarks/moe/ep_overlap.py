@@ -31,14 +31,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.exchange import Exchange, Splits
 from torch.distributed._moe.schedule import (
     OverlapSchedule,
     PartSeconds,
+    sequential_schedule,
     simulated_seconds,
 )
-from torch.distributed.tensor.parallel.expert_parallel import sequential_schedule
+from torch.distributed._moe.switch import TokenSwitchAllToAll
 
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))

@@ -22,17 +22,23 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
-from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
-from torch.distributed._moe.placement import plan, Topology
+from torch.distributed._moe.exchange import count_wire_bytes, Exchange
+from torch.distributed._moe.placement import Topology
+from torch.distributed._moe.planner import plan
+from torch.distributed._moe.switch import (
+    run_experts,
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.testing._internal.moe_generators import MoeCase, recorded_routing
 
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
+
+from moe_placement import deduplicated_rows
 
 from measure import end_rank, interleaved_seconds, spread
 
@@ -150,7 +156,7 @@ class RankLayer:
     def experts(
         self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None
     ) -> Tensor:
-        return F.moe_mlp(rows, ids, weights, self.w_in, self.w_out, num_rows=num_rows)
+        return run_experts(rows, ids, weights, self.w_in, self.w_out, num_rows)
 
     def forward(self) -> Tensor:
         routing, received = self.dispatch(self.x, self.ids, self.weights)

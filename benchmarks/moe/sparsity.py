@@ -20,13 +20,14 @@ import tempfile
 import time
 from collections.abc import Iterable
 
-from measure import end_rank, provenance, write_json
 from shapes import CPU_ROWS, make_operands, Operands, Row, Shape
 
 import torch
 import torch.distributed as dist
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import Profile
+
+from measure import end_rank, provenance, write_json
 
 
 T, D = 512, 1024
@@ -198,7 +199,7 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 
 def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
     """Calibrates and measures a step on one of two ranks, each with one thread."""
-    from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+    from torch.distributed._moe.switch import TokenSwitchAllToAll
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
-"""What expert placement is compared with: loads, a lower bound and a peer.
+"""What placement and traffic are compared with: loads, bounds and a peer.
 
-Shared by the placement test and its benchmark.
+Shared by tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed._moe.topology import Placement
+    from torch.distributed._moe.placement import Placement
 
 
 LOADS = ("uniform", "lognormal_0.5", "lognormal_1.0", "zipf_1")
@@ -179,3 +179,45 @@ def eplb_imbalance(loads: Tensor, planned: Tensor, *args: int) -> float:
     ranks, copies = eplb_rank_experts(planned, *args)
     rank_loads = [sum(float(loads[e]) / copies[e] for e in rank) for rank in ranks]
     return max(rank_loads) * len(rank_loads) / float(loads.sum())
+
+
+def deduplicated_rows(
+    topk_indices: list[Tensor], num_experts: int, mesh_shape: tuple[int, ...]
+) -> dict[str, list[int]]:
+    """Fewest token rows that every rank must send to others, by level.
+
+    Args:
+        topk_indices (list[Tensor]): of each rank, (T, K) expert ids in [-1, E].
+        num_experts (int): E; flat rank r holds ``[r * E/W, (r + 1) * E/W)``.
+        mesh_shape (tuple[int, ...]): ``(W,)`` for one level: each token once to every
+            other rank with one of its experts. ``(N, L)`` for nodes of L ranks: each
+            token once to every other node, where the rank of the same local index
+            sends it on to the other ranks of the node.
+
+    Returns:
+        ``{"flat": rows of each rank}`` or ``{"node": ..., "local": ...}``.
+    """
+    W = len(topk_indices)
+    if len(mesh_shape) not in (1, 2) or W != torch.Size(mesh_shape).numel():
+        raise ValueError(
+            f"deduplicated_rows: mesh_shape must be ({W},) or (N, L) with N * L = {W} "
+            f"ranks of topk_indices, got {tuple(mesh_shape)}"
+        )
+    L = mesh_shape[-1]
+    flat, node, local = [0] * W, [0] * W, [0] * W
+    for source, idx in enumerate(topk_indices):
+        valid = (idx >= 0) & (idx < num_experts)
+        rank = torch.where(valid, idx // (num_experts // W), W)
+        # (T, W) whether the token has an expert on the rank.
+        goes = torch.zeros(idx.shape[0], W + 1, dtype=torch.bool)
+        goes = goes.scatter(1, rank.long().cpu(), True)[:, :W]
+        counts = goes.sum(0).tolist()
+        nodes = goes.view(-1, W // L, L).any(2).sum(0).tolist()
+        flat[source] = sum(counts) - counts[source]
+        node[source] = sum(nodes) - nodes[source // L]
+        for dest, count in enumerate(counts):
+            relay = dest // L * L + source % L
+            local[relay] += count if relay != dest else 0
+    if len(mesh_shape) == 1:
+        return {"flat": flat}
+    return {"node": node, "local": local}

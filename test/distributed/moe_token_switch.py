@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.switch import run_experts, TokenSwitchAllToAll
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
@@ -139,7 +139,7 @@ def run_layer(
     routing = switch.create_routing(ids, layout="flat")
     rows, row_weights, row_ids = switch.dispatch(routing, x, weights)
     num_rows = switch.num_slots(routing)
-    out = F.moe_mlp(rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows)
+    out = run_experts(rows, row_ids, row_weights, w_in, w_out, num_rows)
     return switch.combine(routing, out)
 
 

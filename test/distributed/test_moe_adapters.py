@@ -3,7 +3,7 @@
 
 import torch
 from torch import nn
-from torch.distributed._moe.adapters import (
+from torch.distributed.tensor.parallel._expert_adapters import (
     DEFAULT_ADAPTERS,
     GroupedExpertsAdapter,
     MoEAdapter,

@@ -4,8 +4,15 @@
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed._moe.consistency import SameOnAllRanks
-from torch.distributed._moe.exchange import Exchange, read_on_host, Sizes, Splits, take
+from torch.distributed._moe.exchange import (
+    Exchange,
+    pack,
+    read_on_host,
+    Splits,
+    take,
+    unpack,
+)
+from torch.distributed._moe.groups import SameOnAllRanks
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -49,11 +56,31 @@ class TestExchange(TestCase):
         exchange = Exchange(dist.group.WORLD, E, capacity, level="flat")
         demand = exchange.demand(ids)
         if capacity is not None:
-            return exchange, exchange.plan(ids, demand, None)
+            return exchange, exchange.static(demand)
         mine, theirs = exchange.exchange_counts(demand.row_counts, demand.slot_counts)
         (send, send_slots), (recv, recv_slots) = read_on_host(mine, theirs)
-        sizes = Sizes(Splits(send, recv), Splits(send_slots, recv_slots))
-        return exchange, exchange.plan(ids, demand, sizes)
+        route = exchange.compact(
+            demand, Splits(send, recv), Splits(send_slots, recv_slots)
+        )
+        return exchange, route
+
+    def dispatch(self, ids, x, capacity, weights=None):
+        """Rows, weights and local ids of all ranks, what returns, and the exchange."""
+        weights = torch.zeros(ids.shape) if weights is None else weights
+        top_k = ids.shape[1]
+        with LocalTensorMode(W):
+            ids = self.shard(ids)
+            exchange, route = self.route(ids, capacity)
+            rows, row_weights, local_ids = exchange.dispatch(
+                route, self.shard(x), self.shard(weights), ids, find_slots=True
+            )
+            # Every rank sends the rows and the weights back as they are.
+            back = exchange.return_rows(route, rows, row_weights)
+            slots = exchange.rows_to_slots(route, rows, top_k)
+            slots, _ = exchange.return_slots(route, slots)
+            by_slot = take(slots, route.slot_index)
+        parts = [self.parts(t) for t in (rows, row_weights, local_ids, by_slot)]
+        return exchange, *parts, *(torch.cat(self.parts(t)) for t in back)
 
     # For each token, the ranks that have one of its experts.
     def destinations(self, ids):
@@ -64,15 +91,9 @@ class TestExchange(TestCase):
     @parametrize("name", ["uniform", "sentinels", "one_rank", "none"])
     def test_a_token_goes_once_to_each_rank_and_returns(self, name, capacity):
         ids, x = routing(name), torch.randn(W * T, D)
-        with LocalTensorMode(W):
-            exchange, route = self.route(self.shard(ids), capacity)
-            rows = exchange.send_rows(route, self.shard(x))
-            # Every rank sends the rows back as they are.
-            back = exchange.return_rows(route, rows)
+        _, rows, _, local, by_slot, back, _ = self.dispatch(ids, x, capacity)
         ranks = self.destinations(ids)
-        for rank, (got, local_ids) in enumerate(
-            zip(self.parts(rows), self.parts(route.recv_idx), strict=True)
-        ):
+        for rank, (got, local_ids) in enumerate(zip(rows, local, strict=True)):
             used = (local_ids >= 0).any(1)
             tokens = [t for t in range(W * T) if rank in ranks[t]]
             self.assertEqual(got[used], x[tokens], atol=0, rtol=0)
@@ -83,28 +104,42 @@ class TestExchange(TestCase):
             want = torch.where(mine, ids[tokens] % (E // W), -1)
             self.assertEqual(local_ids[used], want)
         copies = torch.tensor([len(r) for r in ranks])[:, None]
-        self.assertEqual(torch.cat(self.parts(back)), x * copies)
+        self.assertEqual(back, x * copies)
+        valid = ((ids >= 0) & (ids < E))[:, :, None]
+        self.assertEqual(torch.cat(by_slot), x[:, None] * valid)
 
     @parametrize("capacity", [None, T])
-    def test_slots_return_to_where_they_came_from(self, capacity):
-        ids, values = routing("sentinels"), torch.randn(W * T, K)
-        with LocalTensorMode(W):
-            exchange, route = self.route(self.shard(ids), capacity)
-            slots = exchange.send_slots(route, self.shard(values))
-            matrix = exchange.slots_to_matrix(route, slots)
-            slots = exchange.slots_of(route, matrix)
-            returned = exchange.return_slots(route, slots)
-            back = take(returned, route.slot_index)
+    @parametrize("top_k", [K, W + 1])
+    def test_weights_return_to_where_they_came_from(self, top_k, capacity):
+        g = torch.Generator().manual_seed(1)
+        ids = torch.rand(W * T, E, generator=g).argsort(1)[:, :top_k]
+        ids[::2, 0], ids[1::3, 1] = -1, E
+        values = torch.randn(ids.shape)
+        _, _, _, local, *_, back = self.dispatch(
+            ids, torch.randn(W * T, D), capacity, values
+        )
         want = values.masked_fill((ids < 0) | (ids >= E), 0)
-        self.assertEqual(torch.cat(self.parts(back)), want)
+        self.assertEqual(back, want)
+        # Also where more columns than ranks would fit.
+        used = sum(int((ids >= 0).sum()) for ids in local)
+        self.assertEqual(used, int((want != 0).sum()))
+
+    def test_parts_of_a_message_are_aligned(self):
+        parts = [torch.randn(3, 5).bfloat16(), torch.rand(3, 3), torch.arange(6).int()]
+        parts[2] = parts[2].view(3, 2)
+        message = pack(parts, fill=[0, 1, -1])
+        self.assertEqual(message.shape, (4, 16 + 16 + 16))
+        got = unpack(message, [(p.shape[1], p.dtype) for p in parts])
+        for part, view, last in zip(parts, got, (0, 1, -1)):
+            self.assertEqual(view[:3], part, atol=0, rtol=0)
+            self.assertTrue((view[3] == last).all())
 
     def test_what_does_not_fit_is_counted(self):
         ids, ones = routing("one_rank"), torch.ones(W * T, D)
-        with LocalTensorMode(W):
-            exchange, route = self.route(self.shard(ids), T - 1)
-            rows = exchange.send_rows(route, self.shard(ones))
-        self.assertEqual(self.parts(exchange.needed), [torch.tensor(T)] * W)
-        self.assertEqual(torch.cat(self.parts(rows)).sum().item(), W * (T - 1) * D)
+        exchange, _, _, local, *_ = self.dispatch(ids, ones, T - 1)
+        self.assertEqual([n.item() for n in self.parts(exchange.needed)], [T] * W)
+        used = sum(int((ids >= 0).any(1).sum()) for ids in local)
+        self.assertEqual(used, W * (T - 1))
 
 
 class TestSameOnAllRanks(MultiThreadedTestCase):

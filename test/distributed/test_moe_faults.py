@@ -21,8 +21,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.schedule import OverlapSchedule
+from torch.distributed._moe.switch import TokenSwitchAllToAll
 
 
 if "--rank" in sys.argv:

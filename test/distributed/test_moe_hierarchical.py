@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from unittest import mock
 
+from moe_placement import deduplicated_rows
 from moe_token_switch import (
     CASE,
     EXACT,
@@ -19,10 +20,9 @@ from moe_token_switch import (
 
 import torch
 import torch.distributed as dist
-from torch.distributed._moe import wire
-from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
-from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
-from torch.distributed._moe.rerun import grow_and_rerun
+from torch.distributed._moe.exchange import count_wire_bytes, decode, encode
+from torch.distributed._moe.schedule import grow_and_rerun
+from torch.distributed._moe.switch import TokenSwitchHierarchical
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
@@ -147,9 +147,7 @@ class TestHierarchical(TokenSwitchTest):
         got = self.run_switch(
             self.switch(combine="exact", wire_dtype=dtype), operands, tokens, experts
         )
-        rounded = wire.decode(
-            wire.encode(operands.input, dtype), dtype, 16, torch.float32
-        )
+        rounded = decode(encode(operands.input, dtype), dtype, 16, torch.float32)
         whole = one_rank(dataclasses.replace(operands, input=rounded))
         for name in EXACT:
             want = getattr(whole, name)[tokens]

@@ -4,8 +4,13 @@ from moe_gloo import GlooTest
 
 import torch
 import torch.distributed as dist
-from torch.distributed._moe.migration import migrate, sum_replica_gradients
-from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.distributed._moe.placement import (
+    migrate,
+    Placement,
+    sum_replica_gradients,
+    Topology,
+)
+from torch.distributed._moe.planner import plan
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -82,6 +87,48 @@ class TestMigration(GlooTest):
         for name in ("exp_avg", "exp_avg_sq"):
             got, want = optimizer.state[moves][name], reference.state[stays][name]
             self.assertEqual(got[filled], want[filled], atol=0, rtol=0)
+
+    def test_factored_state_moves(self):
+        """Adafactor keeps row and column moments, of other shapes than the weights."""
+        first, second, _ = self.placements()
+
+        def build(placement):
+            rows = slot_values(placement, self.rank, torch.float32, 1)
+            param = torch.nn.Parameter(rows)
+            return param, torch.optim.Adafactor([param], lr=0.1)
+
+        param, optimizer = build(first)
+        reference, expected = build(second)
+        for p, o, placement in (
+            (param, optimizer, first),
+            (reference, expected, second),
+        ):
+            p.grad = slot_values(placement, self.rank, torch.float32, 2)
+            o.step()
+        migrate([param], first, second, optimizer=optimizer)
+        filled = second.slot_experts[self.rank] >= 0
+        moved = [
+            name
+            for name, value in optimizer.state[param].items()
+            if value.dim() and value.shape != param.shape
+        ]
+        self.assertEqual(len(moved), 2)
+        for name in moved:
+            got, want = optimizer.state[param][name], expected.state[reference][name]
+            self.assertEqual(got[filled], want[filled], atol=0, rtol=0)
+
+    def test_state_without_experts_is_refused(self):
+        first, second, _ = self.placements()
+        param = torch.nn.Parameter(slot_values(first, self.rank, torch.float32, 1))
+        before = param.detach().clone()
+        optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+        for state in (torch.zeros(5, 5), [torch.zeros(3)]):
+            optimizer.state[param]["preconditioner"] = state
+            with self.assertRaisesRegex(
+                ValueError, "state 'preconditioner' of SGD .* 3 slots .* got "
+            ):
+                migrate([param], first, second, optimizer=optimizer)
+            self.assertEqual(param, before)
 
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_replicas_train_as_one(self, dtype):

@@ -13,16 +13,24 @@ from moe_token_switch import (
 )
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
-from torch.distributed._moe.checkpoint import save_communication
-from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
+from torch import nn
 from torch.distributed._moe.schedule import (
     OverlapSchedule,
     PartSeconds,
+    save_communication,
     simulated_seconds,
     Step,
 )
+from torch.distributed._moe.switch import (
+    run_experts,
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -53,6 +61,17 @@ def sequential_schedule(switch, tokens, ids, weights, experts, shared=None):
             switch.combine(routing, experts(rows, row_ids, row_weights, None))
         )
     return torch.cat(outputs), None if shared is None else shared()
+
+
+class DenseAndMoE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.moe = nn.MoE(16, 12, 8, top_k=2)
+
+    def forward(self, x):
+        y = self.moe(self.before(x))
+        return self.after(y[0] if isinstance(y, tuple) else y)
 
 
 class PassingMode(TorchDispatchMode):
@@ -98,6 +117,7 @@ class Trace:
         names = {
             "_dispatch_new": "dispatch",
             "_combine_new": "combine",
+            "_dispatch_backward": "combine",
             "_dispatch_grad": "dispatch_grad",
         }
         with contextlib.ExitStack() as stack:
@@ -142,8 +162,8 @@ class TestOverlap(TokenSwitchTest):
 
             def layer(switch, ids, x, weights, w_in, w_out):
                 def local(rows, row_ids, row_weights, num_rows):
-                    return F.moe_mlp(
-                        rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
+                    return run_experts(
+                        rows, row_ids, row_weights, w_in, w_out, num_rows
                     )
 
                 y, twice = schedule(switch, x, ids, weights, local, lambda: 2 * x)
@@ -170,9 +190,7 @@ class TestOverlap(TokenSwitchTest):
                     trace.in_flight("experts_0", "dispatch", 2)
                 else:
                     trace.in_flight("experts_1", "combine", 1)
-                out = F.moe_mlp(
-                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
-                )
+                out = run_experts(rows, row_ids, row_weights, w_in, w_out, num_rows)
 
                 def backward(grad):
                     # Backward takes the last chunk first.
@@ -197,6 +215,27 @@ class TestOverlap(TokenSwitchTest):
             self.run_switch(switch, case.operands, tokens, part, layer=layer)
         return trace.seen
 
+    def test_beside_data_parallelism(self):
+        """Reductions of gradients, of another thread, go through the same ranks."""
+        torch.manual_seed(0)
+        model = DenseAndMoE()
+        style = ExpertParallel(num_chunks=2)
+        parallelize_module(model, self.mesh(None, 4), {"moe": style})
+        experts = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
+        ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, experts)
+        # A bucket for every parameter: reductions while gradients of chunks travel.
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        generator = torch.Generator().manual_seed(self.rank)
+        for _ in range(3):
+            y = ddp(torch.randn(32, 16, generator=generator))
+            y.square().sum().backward()
+        grads = model.before.weight.grad
+        everywhere = [torch.empty_like(grads) for _ in range(4)]
+        dist.all_gather(everywhere, grads)
+        for other in everywhere:
+            self.assertEqual(other, grads, atol=0, rtol=0)
+
     def test_communication_runs_under_computation(self):
         seen = self.traced(OverlapSchedule(2), patience=60)
         parts = ("shared", "experts_0", "experts_1", "backward_1", "backward_0")
@@ -214,9 +253,7 @@ class TestOverlap(TokenSwitchTest):
 
         def layer(switch, ids, x, weights, w_in, w_out):
             def local(rows, row_ids, row_weights, num_rows):
-                return F.moe_mlp(
-                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
-                )
+                return run_experts(rows, row_ids, row_weights, w_in, w_out, num_rows)
 
             def shared():
                 trace.in_flight("shared", "combine", 2)
@@ -236,9 +273,7 @@ class TestOverlap(TokenSwitchTest):
 
         def behind(switch, ids, x, weights, w_in, w_out):
             def local(rows, row_ids, row_weights, num_rows):
-                return F.moe_mlp(
-                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
-                )
+                return run_experts(rows, row_ids, row_weights, w_in, w_out, num_rows)
 
             y, twice = schedule(switch, x, ids, weights, local, lambda: 2 * x)
             # Recomputing this needs what combine returned.
@@ -294,7 +329,7 @@ class TestOverlap(TokenSwitchTest):
 
         def layer(x, weights, w_in, w_out):
             def local(rows, i, w, n):
-                return F.moe_mlp(rows, i, w, w_in, w_out, num_rows=n)
+                return run_experts(rows, i, w, w_in, w_out, n)
 
             return OverlapSchedule(2)(switch, x, ids, weights, local)[0].sin()
 

@@ -5,18 +5,35 @@ from moe_token_switch import TokenSwitchTest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
-from torch.distributed._moe.load_stats import LoadStats
-from torch.distributed._moe.migration import migrate
-from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.distributed._moe.quota import plan_step, reroute, split_by_source
-from torch.testing._internal.common_utils import run_tests
+from torch import nn
+from torch.distributed._moe.balance import plan_step, reroute, split_by_source
+from torch.distributed._moe.placement import (
+    LoadStats,
+    migrate,
+    Placement,
+    Topology,
+)
+from torch.distributed._moe.planner import plan
+from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ExpertParallel,
+    ExpertPlacement,
+    parallelize_module,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+from torch.utils.checkpoint import checkpoint
 
 
 E = 8
 TOPOLOGY = Topology(2, 2, 3)
 
 
+@instantiate_parametrized_tests
 class TestPlacedLayer(TokenSwitchTest):
     """A layer on placements with replicas and borrowed experts, beside one rank."""
 
@@ -117,6 +134,101 @@ class TestPlacedLayer(TokenSwitchTest):
         same = torch.tensor(torch.equal(got, self.one_rank()[0]), dtype=torch.int32)
         dist.all_reduce(same, dist.ReduceOp.MIN)
         self.assertEqual(same.item(), 0)
+
+    def trained(self, style, steps=9):
+        """Losses of steps with drifting routing, and final experts in order."""
+        torch.manual_seed(0)
+        model = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(torch.randn(param.shape) * 0.3)
+        if style is not None:
+            parallelize_module(model, self.mesh(("ep",), 4), style)
+        # AdamW would make steps out of the rounding of router gradients that vanish.
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+        placement = None if style is None else style.placement
+        if placement is not None:
+            placement.attach(optimizer)
+        losses, seen = [], []
+        for step in range(steps):
+            g = torch.Generator().manual_seed(step)
+            # Tokens point at one direction that turns: so do the experts that are hot.
+            hot = torch.randn(
+                self.D, generator=torch.Generator().manual_seed(step // 3)
+            )
+            x = torch.randn(self.TOKENS, self.D, generator=g) + 2 * hot
+            part = x if style is None else x[self.mine]
+            y = model(part)
+            y = y[0] if isinstance(y, tuple) else y
+            loss = (y - part.roll(1, -1)).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            if style is not None:
+                for p in model.parameters():
+                    if not isinstance(p, DTensor):
+                        dist.all_reduce(p.grad)
+                loss = loss.detach()
+                dist.all_reduce(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            if placement is not None and placement.layers[0].last_plan is not None:
+                seen.append(placement.layers[0].last_plan)
+        return model, losses, seen
+
+    def experts_in_order(self, model, placement):
+        """w_out of every expert, and that its replicas are equal."""
+        slots = placement.slot_experts[0].flatten()
+        rows = model.w_out.full_tensor().detach()
+        result = []
+        for e in range(E):
+            replicas = rows[slots == e]
+            for other in replicas[1:]:
+                self.assertEqual(other, replicas[0], atol=0, rtol=0)
+            result.append(replicas[0])
+        return torch.stack(result)
+
+    @parametrize("online", [False, True])
+    def test_training_with_a_placement(self, online):
+        self.make_data()
+        reference, want, _ = self.trained(None)
+        placement = ExpertPlacement(
+            slots_per_rank=3, ranks_per_node=2, every=2, online=online
+        )
+        model, losses, seen = self.trained(ExpertParallel(placement=placement))
+        # The same training, wherever experts are and however they are shared.
+        self.assertEqual(losses, want, atol=2e-3, rtol=2e-4)
+        got = self.experts_in_order(model, placement)
+        self.assertEqual(got, reference.w_out.detach(), atol=5e-3, rtol=1e-2)
+        # Experts did move.
+        home = Placement.contiguous(TOPOLOGY, E)
+        slots = placement.slot_experts[0]
+        self.assertFalse(torch.equal(slots, home.slot_experts))
+        if online:
+            borrowed = [not torch.equal(p.slot_experts, slots) for p in seen]
+            self.assertTrue(any(borrowed))
+            self.assertLess(max(p.imbalance() for p in seen), 2.0)
+        state = placement.state_dict()
+        again = ExpertPlacement(slots_per_rank=3, ranks_per_node=2, every=2)
+        other = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
+        parallelize_module(
+            other, self.mesh(("ep",), 4), ExpertParallel(placement=again)
+        )
+        again.load_state_dict(state)
+        self.assertEqual(again.slot_experts[0], slots)
+        self.assertEqual(again.state_dict()["stats"], state["stats"])
+
+    def test_recomputation_is_counted_once(self):
+        self.make_data()
+        placement = ExpertPlacement(slots_per_rank=2, every=None)
+        layer = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
+        parallelize_module(
+            layer, self.mesh(("ep",), 4), ExpertParallel(placement=placement)
+        )
+        x = self.x[self.mine].clone().requires_grad_()
+        y = checkpoint(layer, x, use_reentrant=False)
+        (y[0] if isinstance(y, tuple) else y).sum().backward()
+        recorded = placement.state_dict()["stats"]["recorded"]
+        self.assertEqual(recorded.sum().item(), self.TOKENS * 2)
 
     def test_collects_while_a_layer_trains(self):
         # Counts of the switch itself, summed while the next steps run.

@@ -6,12 +6,14 @@ from moe_placement import (
     drifted,
     eplb_imbalance,
     expert_loads,
+    LOADS,
     num_calls,
 )
 
 import torch
-from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.distributed._moe.quota import plan_step, reroute, split_by_source
+from torch.distributed._moe.balance import plan_step, reroute, split_by_source
+from torch.distributed._moe.placement import Placement, Topology
+from torch.distributed._moe.planner import plan
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -25,6 +27,60 @@ SEEDS = range(10)
 TOKEN_COPIES = 4_200_000
 # The two-time-scale setting: 64 ranks in nodes of 8, 4 experts and 2 free slots each.
 CLUSTER = Topology(8, 8, 6)
+
+
+def max_flow_heaviest(counts, placement):
+    """Lightest possible heaviest rank if nothing is borrowed, by maximum flows."""
+    hosts = [[] for _ in counts]
+    for rank, row in enumerate(placement.slot_experts.tolist()):
+        for e in row:
+            if e >= 0:
+                hosts[e].append(rank)
+
+    def fits(cap):
+        load = [0] * placement.topology.num_ranks
+        flow = [dict.fromkeys(ranks, 0) for ranks in hosts]
+        for e, left in enumerate(counts):
+            while left:
+                came, queue, end = {}, [], None
+                for rank in hosts[e]:
+                    came[rank] = (None, e)
+                    queue.append(rank)
+                for rank in queue:
+                    if load[rank] < cap:
+                        end = rank
+                        break
+                    for other, tokens in enumerate(flow):
+                        if tokens.get(rank):
+                            for r in hosts[other]:
+                                if r not in came:
+                                    came[r] = (rank, other)
+                                    queue.append(r)
+                if end is None:
+                    return False
+                amount, path, rank = min(left, cap - load[end]), [], end
+                while rank is not None:
+                    before, other = came[rank]
+                    path.append((before, other, rank))
+                    if before is not None:
+                        amount = min(amount, flow[other][before])
+                    rank = before
+                for before, other, rank in path:
+                    flow[other][rank] += amount
+                    if before is not None:
+                        flow[other][before] -= amount
+                load[end] += amount
+                left -= amount
+        return True
+
+    low, high = -(-sum(counts) // placement.topology.num_ranks), sum(counts)
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return max(low, 1)
 
 
 def token_counts(loads):
@@ -95,6 +151,29 @@ class TestQuota(TestCase):
         self.assertLess(mean(two_scales), mean(peer))
         # Inside the nodes, ranks are level: the more free slots, the better.
         self.assertLessEqual(mean(two_scales), mean(floors) * 1.10)
+
+    def test_near_the_maximum_flow(self):
+        """200 cases: never above an even split, and within 5 % of the best one."""
+        shapes = [(1, 8, 4, 24), (2, 4, 5, 32), (4, 4, 5, 64), (8, 2, 6, 64)]
+        for seed in range(50):
+            for nodes, per_node, slots, E in shapes:
+                topology = Topology(nodes, per_node, slots)
+                loads = expert_loads(LOADS[seed % 4], E, seed)
+                replicas = (topology.num_slots, (topology.num_slots + E) // 2, E)
+                placement = plan(
+                    drifted(loads, 0.6, seed) if seed % 3 else torch.ones(E),
+                    topology,
+                    num_replicas=replicas[seed // 4 % 3],
+                    num_groups=E if seed % 2 else None,
+                )
+                counts = (loads * (2_000, 100_000)[seed % 5 > 2]).round().long()
+                step = plan_step(counts, placement)
+                self.assertEqual(step.quotas.sum(1), counts)
+                heaviest = step.quotas.sum(0).max().item()
+                even = placement.rank_loads(counts).max().item()
+                self.assertLessEqual(heaviest, even + 1)
+                best = max_flow_heaviest(counts.tolist(), placement)
+                self.assertLessEqual(heaviest, 1.05 * best, (seed, topology))
 
     def test_effort_is_bounded(self):
         loads = expert_loads("lognormal_0.5", 256, 0)

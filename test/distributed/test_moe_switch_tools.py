@@ -3,6 +3,7 @@
 
 import functools
 
+from moe_placement import deduplicated_rows
 from moe_token_switch import (
     leaves_of,
     OneRankCompileTest,
@@ -15,10 +16,9 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
-from torch.distributed._moe.checkpoint import save_communication
-from torch.distributed._moe.rerun import grow_and_rerun
+from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.schedule import grow_and_rerun, save_communication
+from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -13,8 +13,8 @@ from moe_token_switch import (
 )
 
 import torch
-from torch.distributed._moe import wire
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.exchange import decode, encode
+from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -136,9 +136,7 @@ class TestAllToAll(TokenSwitchTest):
         got = self.run_switch(
             self.switch(combine="exact", wire_dtype=dtype), operands, tokens, experts
         )
-        rounded = wire.decode(
-            wire.encode(operands.input, dtype), dtype, 16, torch.float32
-        )
+        rounded = decode(encode(operands.input, dtype), dtype, 16, torch.float32)
         whole = one_rank(dataclasses.replace(operands, input=rounded))
         for name in ("output", "grad_input", "grad_weights"):
             want = getattr(whole, name)[tokens]

@@ -15,7 +15,7 @@ from moe_token_switch import (
 import torch
 import torch.distributed as dist
 from torch._dynamo import lookup_backend
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -153,6 +153,17 @@ class TestCompile(OneRankCompileTest):
         read = [n for n in graphs[0].graph.nodes if n.target == "item"]
         tensors = {n.args[0].args[0] for n in read}
         self.assertEqual(len(tensors), 1 if capacity is None else 0)
+
+    @parametrize("capacity", [None, 4])
+    def test_a_rank_without_tokens(self, capacity):
+        switch = TokenSwitchAllToAll(dist.group.WORLD, 64, capacity=capacity)
+        operands = truth("uniform").operands
+        leaves = leaves_of(operands, slice(0))
+        compiled = torch.compile(run_layer, backend="aot_eager", fullgraph=True)
+        y = compiled(switch, operands.topk_indices[:0], *leaves)
+        self.assertEqual(y.shape, (0, 8))
+        y.sum().backward()
+        self.assertEqual(leaves[2].grad.count_nonzero(), 0)
 
     @slowTest
     def test_inductor(self):

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 import torch
-from torch.distributed._moe import wire
+from torch.distributed._moe.exchange import decode, encode
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -10,13 +10,13 @@ class TestWire(TestCase):
         torch.manual_seed(0)
         for dim in (1, 127, 128, 300):
             self.assertEqual(
-                wire.encode(torch.empty(0, dim), torch.float8_e4m3fn).numel(), 0
+                encode(torch.empty(0, dim), torch.float8_e4m3fn).numel(), 0
             )
             x = torch.randn(7, dim) * torch.logspace(-20, 20, 7)[:, None]
             x[3] = 0
-            packed = wire.encode(x, torch.float8_e4m3fn)
+            packed = encode(x, torch.float8_e4m3fn)
             self.assertEqual(packed.shape, (7, dim + -(-dim // 128)))
-            back = wire.decode(packed, torch.float8_e4m3fn, dim, x.dtype)
+            back = decode(packed, torch.float8_e4m3fn, dim, x.dtype)
             self.assertEqual(back[3], x[3])
             # 3 mantissa bits: half a unit of 2**-3 relative, or of the smallest
             # subnormal of a block whose largest value is 2**8 and above.
@@ -27,8 +27,8 @@ class TestWire(TestCase):
     def test_fp8_twice_is_once(self):
         x = torch.randn(5, 256)
         for _ in range(2):
-            once = wire.decode(
-                wire.encode(x, torch.float8_e4m3fn),
+            once = decode(
+                encode(x, torch.float8_e4m3fn),
                 torch.float8_e4m3fn,
                 256,
                 torch.bfloat16,

@@ -46,8 +46,11 @@ class ExactSwitch(BufferSwitch):
     def _exact_recv_tokens(self, routing):
         return routing.topk_idx.shape[0]
 
-    def _combine_topk_weights(self, routing, grad_out_topk_weights):
-        return grad_out_topk_weights.flip(0)
+    def _dispatch_backward(self, routing, grad_tokens, grad_topk_weights):
+        return tuple(
+            None if grad is None else grad.flip(0)
+            for grad in (grad_tokens, grad_topk_weights)
+        )
 
     def _dispatch_grad(self, routing, grad_out_tokens, expert_shape, expert_dtype):
         return grad_out_tokens.to(expert_dtype).flip(0)

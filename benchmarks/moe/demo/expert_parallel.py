@@ -23,12 +23,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn, Tensor
-from torch.distributed._moe.accounting import count_wire_bytes, deduplicated_rows
-from torch.distributed._moe.adapters import ExpertAdapter, ExpertExchange
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
-from torch.distributed._moe.hierarchical import TokenSwitchHierarchical
+from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.switch import (
+    run_experts,
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
@@ -36,11 +37,14 @@ from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 
 
+_MOE = pathlib.Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(_MOE))
+sys.path.append(str(_MOE.parents[1] / "test" / "distributed"))
 
 import peers
 import report
+from moe_placement import deduplicated_rows
 
 from demo import text
 from demo.model import LanguageModel, ModelConfig, MoE
@@ -53,7 +57,7 @@ TIMEOUT = datetime.timedelta(seconds=60)  # of a collective, so that nothing han
 COUNT_EVERY = 10  # steps; bytes are counted in these and time in the others
 
 
-class DemoAdapter(ExpertAdapter):
+class DemoAdapter(ExpertParallel.Adapter):
     """Shows ExpertParallel the expert weights of the demo's MoE layer.
 
     Args:
@@ -75,7 +79,7 @@ class DemoAdapter(ExpertAdapter):
         self,
         module: nn.Module,
         original: Callable[..., Tensor],
-        exchange: ExpertExchange,
+        exchange: Callable[..., Tensor],
         x_TD: Tensor,
         indices_TK: Tensor,
         weights_TK: Tensor,
@@ -86,7 +90,7 @@ class DemoAdapter(ExpertAdapter):
             # The experts of this rank. A received row may have K slots here, or one:
             # num_rows is how many there are.
             local = (p.to(module.dtype) for p in (module.w_in, module.w_out))
-            return F.moe_mlp(rows, ids, weights, *local, num_rows=num_rows)
+            return run_experts(rows, ids, weights, *local, num_rows)
 
         self.on_route(indices_TK)
         return exchange(x_TD, indices_TK, weights_TK, experts)

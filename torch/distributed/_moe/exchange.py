@@ -7,8 +7,11 @@ Terms (T tokens, K slots of the router per token, W ranks, E experts, E/W per ra
     row      a token on its way to one rank. A token with several slots on a rank
              travels there once.
     slot     one (token, k) pair
-    compact  buffers have the exact number of rows, and ids and router weights travel
-             only for the slots of the destination. The sizes are read on the host.
+    message  what travels for a row: its values, and on the way to the experts its K
+             expert ids and K router weights behind them, as bytes. One collective per
+             direction.
+    compact  buffers have the exact number of rows, whose sizes are exchanged first and
+             read on the host.
     static   every pair of ranks has ``capacity`` rows of K slots. Nothing is read on
              the host; rows that do not fit are counted on the device.
 
@@ -20,31 +23,145 @@ sizes differ by rank too, and a dimension of such a size cannot be sliced with `
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.groups import inherit_timeout, own_group, silent_ranks
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 
 if TYPE_CHECKING:
-    from torch.distributed._moe.accounting import WireBytes
+    from collections.abc import Iterable, Iterator
+
     from torch.distributed.distributed_c10d import ProcessGroup
 
 
 __all__ = [
+    "count_wire_bytes",
+    "decode",
     "Demand",
+    "empty_message",
+    "encode",
     "Exchange",
-    "Route",
-    "Sizes",
-    "Splits",
+    "pack",
     "read_on_host",
+    "Route",
+    "Splits",
     "sum_in_order",
     "take",
+    "unpack",
+    "WireBytes",
 ]
+
+
+# -- rows in fewer bytes
+
+
+_BLOCK = 128
+_E4M3_EXPONENT = 8  # 2**8 <= largest e4m3 value 448 < 2**9
+_BIAS = 127
+
+
+def encode(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, D) rows as they travel: (T, D) bfloat16 or (T, D + D/128) uint8.
+
+    FP8 rows are ``D`` float8_e4m3fn bytes followed by one byte per 128 values with the
+    exponent of their scale. A power-of-two scale changes no mantissa, so that a value
+    is rounded once, and rows can be requantised along the other axis without loss.
+    """
+    if dtype == torch.bfloat16:
+        return rows.to(dtype)
+    T, D = rows.shape
+    blocks = F.pad(rows.float(), (0, -D % _BLOCK)).view(T, -(-D // _BLOCK), _BLOCK)
+    # amax < 2**exponent; scaled values stay below 2**8, which e4m3 can hold.
+    exponent = torch.frexp(blocks.abs().amax(dim=2)).exponent - _E4M3_EXPONENT
+    exponent = exponent.clamp(-_BIAS, 255 - _BIAS)
+    scaled = torch.ldexp(blocks, -exponent[:, :, None]).flatten(1)[:, :D]
+    payload = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat([payload, (exponent + _BIAS).to(torch.uint8)], dim=1)
+
+
+def decode(packed: Tensor, dtype: torch.dtype, dim: int, out: torch.dtype) -> Tensor:
+    """Inverse of :func:`encode` up to rounding: (T, dim) rows of dtype ``out``."""
+    if dtype == torch.bfloat16:
+        return packed.to(out)
+    values = packed[:, :dim].view(torch.float8_e4m3fn).float()
+    exponent = packed[:, dim:].int() - _BIAS
+    exponent = exponent.repeat_interleave(_BLOCK, dim=1)[:, :dim]
+    return torch.ldexp(values, exponent).to(out)
+
+
+# -- messages
+
+
+# So that every part of a row is aligned for its dtype, and rows for vector loads.
+_ALIGN = 16
+
+
+class _Part(NamedTuple):
+    """Bytes ``[begin, end)`` of a row, ``width`` values of ``dtype``."""
+
+    begin: int
+    end: int
+    width: int
+    dtype: torch.dtype
+
+
+def _layout(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[list[_Part], int]:
+    """Where values of (width, dtype) are in a row, and the bytes of a row."""
+    at, layout = 0, []
+    for width, dtype in parts:
+        end = at + width * dtype.itemsize
+        layout.append(_Part(at, end, width, dtype))
+        at = -(-end // _ALIGN) * _ALIGN
+    return layout, at
+
+
+def empty_message(
+    rows: int, parts: Iterable[tuple[int, torch.dtype]], device: torch.device
+) -> Tensor:
+    """(rows, bytes) uint8 for parts of (width, dtype)."""
+    _, size = _layout(parts)
+    return torch.empty(rows, size, dtype=torch.uint8, device=device)
+
+
+def pack(parts: list[Tensor], fill: list[int] | None = None) -> Tensor:
+    """(N, width) tensors side by side as bytes, (N, bytes) uint8.
+
+    Args:
+        fill (list[int], optional): appends a row of these values, one for each part.
+    """
+    layout, size = _layout((p.shape[1], p.dtype) for p in parts)
+    rows = parts[0].shape[0]
+    shape = (rows + (fill is not None), size)
+    out = torch.empty(shape, dtype=torch.uint8, device=parts[0].device)
+    for i, (part, at) in enumerate(zip(parts, layout, strict=True)):
+        place = out.narrow(1, at.begin, at.end - at.begin).view(at.dtype)
+        if fill is None:
+            place.copy_(part)
+        else:
+            place.narrow(0, 0, rows).copy_(part)
+            place.narrow(0, rows, 1).fill_(fill[i])
+    return out
+
+
+def unpack(message: Tensor, parts: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """Views of the parts of a message, of (width, dtype) each."""
+    layout, _ = _layout(parts)
+    return [
+        message.narrow(1, at.begin, at.end - at.begin).view(at.dtype) for at in layout
+    ]
+
+
+# -- routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,54 +185,68 @@ class Splits:
 EVEN = Splits(None, None)
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Splits of the rows and of the slots of a compact route."""
-
-    rows: Splits
-    slots: Splits
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Demand:
     """Which ranks the tokens of this rank go to.
 
     Attributes:
-        dest (Tensor): (T, K) int64 rank of each slot, W for no expert.
-        is_first (Tensor): (T, K) bool, the token's first slot on that rank.
-        row_counts (Tensor): (W) int64 rows for each rank.
-        slot_counts (Tensor): (W) int64 slots for each rank.
+        dest (Tensor): (T, K) int64 rank of each slot; -1 and W mean no expert.
+        columns (Tensor): (T, P) the ranks of a token, each once, in P = min(W, K)
+            columns; others are -1 or W.
+        token_of (Tensor): (T * P) int32 ``t * P + p`` of each row, by rank and token.
+        row_of (Tensor): (T, P) int32 row of each column, or -1.
+        row_counts (Tensor): (W) int32 rows for each rank.
+        slot_of (Tensor): (T, K) int32 slot in the order of ranks, tokens and k, or -1.
+        slot_counts (Tensor): (W) int32 slots for each rank.
     """
 
     dest: Tensor
-    is_first: Tensor
+    columns: Tensor
+    token_of: Tensor
+    row_of: Tensor
     row_counts: Tensor
+    slot_of: Tensor
     slot_counts: Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Route:
     """Routing of one batch over one level, used by both directions and backwards.
 
     Attributes:
-        sizes (Sizes): splits of what is sent to the experts.
-        send_token (Tensor): (rows sent) int64 token of the row; static: -1 if unused.
-        send_slot (Tensor): (slots sent) int64 slot ``t * K + k``; static: -1 if unused.
-        row_index (Tensor): (T, K) int64 returned row to add for the slot, or -1. A row
-            belongs to the first of its slots.
+        rows (Splits): of the rows that are sent to the experts.
+        slots (Splits): of their slots.
+        send_token (Tensor): (rows sent) int64 token of the row; T where unused.
+        row_index (Tensor): (T, P) int64 returned row to add for the token, or -1.
         slot_index (Tensor): (T, K) int64 returned slot, or -1.
-        recv_idx (Tensor): (M, K) int64 local expert ids of the received rows, -1 none.
-        recv_slot (Tensor, optional): (slots received) int64 position of the slot in
-            ``recv_idx``; None if every position has one, in order.
+        columns (Tensor): (T, P) rank of each column of ``row_index``.
+        dest (Tensor): (T, K) rank of each slot.
+        num_rows (int): M rows that arrive.
+        num_slots (int): slots that arrive; static: M * K.
+        recv_slot (Tensor, optional): (num_slots) int64 position in (M, K) of the slots
+            that arrive, known once they did; None if every position is one, in order.
     """
 
-    sizes: Sizes
+    rows: Splits
+    slots: Splits
     send_token: Tensor
-    send_slot: Tensor
     row_index: Tensor
     slot_index: Tensor
-    recv_idx: Tensor
-    recv_slot: Tensor | None
+    columns: Tensor
+    dest: Tensor
+    num_rows: int
+    num_slots: int
+    recv_slot: Tensor | None = None
+
+    @property
+    def is_static(self) -> bool:
+        return self.rows.send is None
+
+    def row_of_slots(self) -> Tensor:
+        """(T, K) int64 returned row that has the slot, or -1."""
+        same = self.dest.unsqueeze(2) == self.columns.unsqueeze(1)
+        rows = torch.where(same, self.row_index.unsqueeze(1), -1)
+        return rows.amax(2) if rows.shape[2] else self.dest.new_full(same.shape[:2], -1)
 
 
 def take(source: Tensor, index: Tensor) -> Tensor:
@@ -129,13 +260,45 @@ def take(source: Tensor, index: Tensor) -> Tensor:
     if some:
         rows = source[index.clamp_min(0)]
         missing = (index < 0).view(index.shape + (1,) * (source.dim() - 1))
-        return rows.masked_fill(missing, 0)
+        return rows.masked_fill_(missing, 0)
     padded = torch.cat([source, source.new_zeros((1,) + source.shape[1:])])
     return padded[torch.where(index < 0, size, index)]
 
 
+# Values up to which all terms of a sum are gathered at once: fewer kernels, more memory.
+_GATHER_AT_ONCE = 2**20
+
+
+def sum_in_order(rows: Tensor, index: Tensor) -> Tensor:
+    """(T, D) sums of the ``rows`` that (T, P) ``index`` names, from 0 on, in fp32."""
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    T, columns = index.shape
+    total = rows.new_zeros(T, rows.shape[1], dtype=wide)
+    if (
+        not torch.compiler.is_compiling()
+        and type(T) is int
+        and index.numel() * rows.shape[1] <= _GATHER_AT_ONCE
+    ):
+        for terms in take(rows, index).unbind(1):
+            total += terms
+    else:
+        for column in index.unbind(1):
+            total = total + take(rows, column)
+    return total.to(rows.dtype)
+
+
+def _sent_by(message: Tensor, splits: Splits, num_ranks: int, me: int) -> int:
+    """Rows for other ranks."""
+    if splits.send is None:
+        return message.shape[0] - message.shape[0] // num_ranks
+    return message.shape[0] - splits.send[me]
+
+
 class Exchange:
     """Sends rows and slots to the ranks of a group with ``all_to_all_single``.
+
+    Keeps the name of its group, not the group: a model outlives
+    ``destroy_process_group``, and a group that is kept alive keeps its threads.
 
     Args:
         group (ProcessGroup): rank r of it holds the experts ``[r*E/W, (r+1)*E/W)``.
@@ -154,186 +317,268 @@ class Exchange:
         *,
         level: str,
     ) -> None:
-        self.group = group
+        inherit_timeout(group)
+        self.group_name: str = group.group_name
         self.num_ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.num_experts = num_experts
+        self.local_experts = num_experts // self.num_ranks
         self.capacity = capacity
         self.level = level
+        # What it belongs to and how often it failed, for error messages.
+        self.owner = "token switch"
+        self.failures = 0
         # Largest number of rows that a pair of ranks needed since the last check.
         self.needed: Tensor | None = None
-        # Where accounting.count_wire_bytes has its counts written to.
+        # Where count_wire_bytes has its counts written to.
         self.counter: WireBytes | None = None
 
+    @property
+    def group(self) -> ProcessGroup:
+        return c10d._resolve_process_group(self.group_name)
+
+    # -- planning
+
     def demand(self, idx: Tensor, num_ranks: int | None = None) -> Demand:
-        """Ranks of the (T, K) int64 expert ids; every id outside [0, E) is no expert.
+        """Ranks of the (T, K) int64 expert ids; -1 and E are no expert.
 
         Args:
             num_ranks (int, optional): that share the experts; W by default.
         """
         W = self.num_ranks if num_ranks is None else num_ranks
-        valid = (idx >= 0) & (idx < self.num_experts)
-        dest = torch.where(valid, idx // (self.num_experts // W), W)
-        slots = torch.arange(idx.shape[1], device=idx.device)
-        earlier = slots[:, None] > slots
-        same = dest.unsqueeze(2) == dest.unsqueeze(1)
-        is_first = valid & ~(same & earlier).any(dim=2)
-        return Demand(
-            dest,
-            is_first,
-            _count(torch.where(is_first, dest, W), W),
-            _count(dest, W),
-        )
+        K = idx.shape[1]
+        dest = torch.div(idx, self.num_experts // W, rounding_mode="floor")
+        if W <= K:
+            # -1 and W have columns of their own, which are cut off.
+            goes = idx.new_zeros(idx.shape[0], W + 2).scatter_(1, dest + 1, 1)
+            ranks = torch.arange(W, device=idx.device)
+            columns = torch.where(goes.narrow(1, 1, W) > 0, ranks, W)
+        else:
+            slots = torch.arange(K, device=idx.device)
+            same = dest.unsqueeze(2) == dest.unsqueeze(1)
+            columns = dest.masked_fill((same & (slots[:, None] > slots)).any(2), W)
+        token_of, row_of, _, row_counts = torch._moe_permutation(columns, W)
+        _, slot_of, _, slot_counts = torch._moe_permutation(dest, W)
+        return Demand(dest, columns, token_of, row_of, row_counts, slot_of, slot_counts)
 
     def exchange_counts(self, *columns: Tensor) -> tuple[Tensor, Tensor]:
         """(W) integers for every rank each -> (W, C) sent and (W, C) received."""
         mine = torch.stack(columns, dim=1).int()
         return mine, self.send(mine, EVEN, "sizes")
 
-    def plan(self, idx: Tensor, demand: Demand, sizes: Sizes | None) -> Route:
-        """Exchanges the expert ids of the (T, K) slots.
-
-        Args:
-            sizes (Sizes, optional): of a compact route; None for static.
-        """
-        if sizes is None:
-            return self._plan_static(idx, demand)
-        return self._plan_compact(idx, demand, sizes)
-
-    def _plan_compact(self, idx: Tensor, demand: Demand, sizes: Sizes) -> Route:
-        T, K = idx.shape
-        num_rows, num_slots = sizes.rows.num_sent, sizes.slots.num_sent
-        order = torch.argsort(demand.dest.flatten(), stable=True)
-        # Rows are in the order of their first slots, by rank and then by token.
-        row = demand.is_first.flatten()[order].cumsum(0) - 1
-        rows = torch.arange(num_rows, device=idx.device)
-        send_token = order[torch.searchsorted(row, rows)] // max(K, 1)
-        send_slot = order.narrow(0, 0, num_slots)
-        at = torch.arange(T * K, device=idx.device)
-        slot_index = torch.empty_like(order).scatter(0, order, at).view(T, K)
-        row_index = row[slot_index].masked_fill(~demand.is_first, -1)
-        slot_index = slot_index.masked_fill(demand.dest == self.num_ranks, -1)
-        # All that is on the wire of rows and slots: a bit that starts a new row, and k.
-        slots = torch.arange(K, device=idx.device)
-        ids = idx % (self.num_experts // self.num_ranks)
-        ids = ((ids * K + slots) * 2 + demand.is_first).flatten()[send_slot].int()
-        ids = self.send(ids, sizes.slots, "ids").long()
-        recv_row = (ids % 2).cumsum(0) - 1
-        slot = ids // 2
-        recv_slot = recv_row * K + slot % max(K, 1)
-        received = sizes.rows.flipped().num_sent
-        recv_idx = ids.new_full((received * K,), -1)
-        recv_idx = recv_idx.index_copy(0, recv_slot, slot // max(K, 1))
+    def compact(self, demand: Demand, rows: Splits, slots: Splits) -> Route:
+        """Route of exactly what there is, with the sizes that the host has read."""
+        num_rows, columns = rows.num_sent, demand.columns.shape[1]
+        token = demand.token_of.narrow(0, 0, num_rows).long()
         return Route(
-            sizes,
-            send_token,
-            send_slot,
-            row_index,
-            slot_index,
-            recv_idx.view(received, K),
-            recv_slot,
+            rows,
+            slots,
+            token // max(columns, 1),
+            demand.row_of.long(),
+            demand.slot_of.long(),
+            demand.columns,
+            demand.dest,
+            rows.flipped().num_sent,
+            slots.flipped().num_sent,
         )
 
-    def _plan_static(self, idx: Tensor, demand: Demand) -> Route:
-        T, K = idx.shape
+    def static(self, demand: Demand) -> Route:
+        """Route with ``capacity`` rows for every pair of ranks."""
+        (T, K), columns = demand.dest.shape, demand.columns.shape[1]
         W, capacity = self.num_ranks, self.capacity
         if capacity is None:
             raise AssertionError("static route without a capacity")
-        # How many rows for the same rank come before the one of this slot.
-        at_rank = idx.new_zeros(T, W + 1).scatter(1, demand.dest, 1)
-        nth = (at_rank.cumsum(0) - 1).gather(1, demand.dest)
-        fits = (demand.dest < W) & (nth < capacity)
-        row = torch.where(fits, demand.dest * capacity + nth, -1)
-        row_index = row.masked_fill(~demand.is_first, -1)
-        slots = torch.arange(K, device=idx.device)
-        slot_index = torch.where(fits, row * K + slots, -1)
-        at = torch.arange(T * K, device=idx.device)
-        send_token = _invert(row_index, at // max(K, 1), W * capacity)
-        send_slot = _invert(slot_index, at, W * capacity * K)
+        begin = demand.row_counts.cumsum(0) - demand.row_counts
+        # How many rows for the same rank come before this one.
+        rank = demand.columns.clamp(0, W - 1)
+        nth = demand.row_of - begin[rank]
+        fits = (demand.row_of >= 0) & (nth < capacity)
+        row_index = torch.where(fits, rank * capacity + nth, -1)
+        # One place too many: where everything goes that has no row.
+        rows = torch.where(fits, row_index, W * capacity).flatten()
+        at = torch.arange(T * columns, device=rows.device) // max(columns, 1)
+        token = at.new_full((W * capacity + 1,), T).scatter(0, rows, at)
         needed = demand.row_counts.max()
         self.needed = (
             needed if self.needed is None else torch.maximum(self.needed, needed)
         )
-        local = idx % (self.num_experts // W)
-        ids = (take(local.flatten() + 1, send_slot) - 1).int()
-        ids = self.send(ids, EVEN, "ids").long()
-        return Route(
-            Sizes(EVEN, EVEN),
-            send_token,
-            send_slot,
+        route = Route(
+            EVEN,
+            EVEN,
+            token.narrow(0, 0, W * capacity).clone(),
             row_index,
-            slot_index,
-            ids.view(W * capacity, K),
-            None,
+            row_index,
+            demand.columns,
+            demand.dest,
+            W * capacity,
+            W * capacity * K,
         )
+        slots = torch.arange(K, device=rows.device)
+        row = route.row_of_slots()
+        route.slot_index = torch.where(row < 0, -1, row * K + slots)
+        return route
 
-    def send(
-        self, x: Tensor, splits: Splits, kind: str, scale_bytes: int = 0
-    ) -> Tensor:
-        """Rows of ``x`` to their ranks; the only place that communicates.
+    # -- communication
+
+    def dispatch(
+        self,
+        route: Route,
+        values: Tensor,
+        weights: Tensor,
+        idx: Tensor,
+        *,
+        find_slots: bool,
+        scale_bytes: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(T, D) values, (T, K) weights and expert ids -> those of the received rows.
 
         Args:
-            kind (str): what it is, for accounting.
-            scale_bytes (int): how many bytes of a row are FP8 scales.
+            find_slots (bool): whether ``route.recv_slot`` is needed.
+            scale_bytes (int): bytes of the values that are FP8 scales.
+
+        Returns:
+            (M, D) values and (M, K) weights, views of one message, and (M, K) int64 ids
+            of the experts of this rank, -1 for all others.
         """
-        if self.counter is not None:
-            self.counter.add(self, x, splits.send, kind, scale_bytes)
-        out = funcol.all_to_all_single(
-            x.contiguous(), splits.recv, splits.send, self.group
-        )
-        return funcol.wait_tensor(out)
+        # Rows of a static route that nobody uses have no expert.
+        message = pack([values, weights, idx.int()], fill=[0, 0, -1])
+        kinds = {
+            "rows": values.shape[1] * values.element_size() - scale_bytes,
+            "weights": weights.shape[1] * weights.element_size(),
+            "ids": idx.shape[1] * 4,
+            "scales": scale_bytes,
+        }
+        message = self.send(message[route.send_token], route.rows, "rows", kinds)
+        parts = [(t.shape[1], t.dtype) for t in (values, weights)]
+        parts.append((idx.shape[1], torch.int32))
+        values, weights, ids = unpack(message, parts)
+        ids = ids - self.rank * self.local_experts
+        here = (ids >= 0) & (ids < self.local_experts)
+        ids = torch.where(here, ids, -1).long()
+        if find_slots and not route.is_static:
+            route.recv_slot = self._positions(here, route.num_slots)
+        return values, weights, ids
 
-    def send_rows(self, route: Route, x: Tensor, scale_bytes: int = 0) -> Tensor:
+    def _positions(self, here: Tensor, size: int) -> Tensor:
+        """(size) positions of the slots that are here, in the flat (M, K)."""
+        flat = here.flatten()
+        place = torch.where(flat, flat.cumsum(0) - 1, size)
+        out = place.new_zeros(size + 1)
+        at = torch.arange(flat.shape[0], device=flat.device)
+        # Not a view, which a traced autograd function can't hand on.
+        return out.scatter(0, place, at).narrow(0, 0, size).clone()
+
+    def send_rows(self, route: Route, x: Tensor) -> Tensor:
         """(T, D) of the tokens -> (M, D) of the received rows."""
-        rows = self._gather(route, x, route.send_token)
-        return self.send(rows, route.sizes.rows, "rows", scale_bytes)
+        if route.is_static or torch.compiler.is_compiling() or not x.shape[0]:
+            x = torch.cat([x, x.new_zeros(1, x.shape[1])])
+        return self.send(x[route.send_token], route.rows, "rows")
 
-    def send_slots(self, route: Route, values: Tensor) -> Tensor:
-        """(T, K) of the slots -> one value per received slot."""
-        slots = self._gather(route, values.flatten(), route.send_slot)
-        return self.send(slots, route.sizes.slots, "weights")
+    def return_rows(
+        self, route: Route, rows: Tensor, weight_grads: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(M, D) of the received rows -> (T, D): sum over ranks.
 
-    def return_rows(self, route: Route, rows: Tensor) -> Tensor:
-        """(M, D) of the received rows -> (T, D): sum over ranks in slot order."""
-        rows = self.send(rows, route.sizes.rows.flipped(), "returned")
-        return sum_in_order(rows, route.row_index)
+        Args:
+            weight_grads (Tensor, optional): (M, K), to the slots they belong to.
+
+        Returns:
+            (T, D) sums, and (T, K) of ``weight_grads``.
+        """
+        if weight_grads is None:
+            rows = self.send(rows, route.rows.flipped(), "returned")
+            return sum_in_order(rows, route.row_index), None
+        rows, grads = self._return_both(route.rows, rows, weight_grads)
+        row, K = route.row_of_slots(), grads.shape[1]
+        slots = torch.arange(K, device=row.device)
+        index = torch.where(row < 0, -1, row * K + slots)
+        return sum_in_order(rows, route.row_index), take(
+            grads.contiguous().flatten(), index
+        )
 
     def return_slots(
-        self, route: Route, slots: Tensor, kind: str = "returned"
-    ) -> Tensor:
+        self, route: Route, rows: Tensor, weight_grads: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """One row per received slot -> one per sent slot; ``slot_index`` names them."""
-        return self.send(slots, route.sizes.slots.flipped(), kind)
+        if weight_grads is None:
+            return self.send(rows, route.slots.flipped(), "returned"), None
+        return self._return_both(route.slots, rows, weight_grads)
+
+    def _return_both(
+        self, splits: Splits, rows: Tensor, weight_grads: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        kinds = {
+            "returned": rows.shape[1] * rows.element_size(),
+            "weight_grads": weight_grads.shape[1] * weight_grads.element_size(),
+        }
+        message = pack([rows, weight_grads])
+        message = self.send(message, splits.flipped(), "returned", kinds)
+        parts = [(t.shape[1], t.dtype) for t in (rows, weight_grads)]
+        rows, weight_grads = unpack(message, parts)
+        return rows, weight_grads
 
     def slots_of(self, route: Route, values: Tensor) -> Tensor:
         """(M, K) -> the values of the received slots."""
-        values = values.flatten()
+        values = values.contiguous().flatten()
         return values if route.recv_slot is None else values[route.recv_slot]
 
-    def slots_to_matrix(self, route: Route, slots: Tensor) -> Tensor:
-        """Inverse of :meth:`slots_of`: (M, K), 0 where there is no slot."""
-        if route.recv_slot is None:
-            return slots.view(route.recv_idx.shape)
-        out = slots.new_zeros(route.recv_idx.numel())
-        return out.index_copy(0, route.recv_slot, slots).view(route.recv_idx.shape)
-
-    def rows_to_slots(self, route: Route, rows: Tensor) -> Tensor:
+    def rows_to_slots(self, route: Route, rows: Tensor, K: int) -> Tensor:
         """(M, D) of the received rows -> one row per received slot."""
-        K = route.recv_idx.shape[1]
         if route.recv_slot is None:
             return rows.repeat_interleave(K, dim=0)
         return rows[route.recv_slot // max(K, 1)]
 
-    def _gather(self, route: Route, source: Tensor, index: Tensor) -> Tensor:
-        # A compact route has no unused places.
-        return source[index] if route.recv_slot is not None else take(source, index)
+    def send(
+        self,
+        x: Tensor,
+        splits: Splits,
+        kind: str,
+        kinds: dict[str, int] | None = None,
+    ) -> Tensor:
+        """Rows of ``x`` to their ranks; the only place that communicates.
+
+        Args:
+            kind (str): what it is, for accounting and errors.
+            kinds (dict[str, int], optional): bytes of a row by kind, where it has
+                several parts.
+        """
+        if self.counter is not None:
+            rows = _sent_by(x, splits, self.num_ranks, self.rank)
+            width = x.element_size() * (x.shape[1] if x.dim() > 1 else 1)
+            self.counter.add(self.level, kind, rows, kinds or {kind: width})
+        try:
+            out = funcol.all_to_all_single(
+                x.contiguous(), splits.recv, splits.send, self.group_name
+            )
+            return funcol.wait_tensor(out)
+        except RuntimeError as error:
+            if torch.compiler.is_compiling():
+                raise
+            raise RuntimeError(self._failure(kind, error)) from error
+
+    def _failure(self, kind: str, error: RuntimeError) -> str:
+        where = f"{self.owner}: {_PHASES[kind]} failed at level {self.level!r}"
+        self.failures += 1
+        try:
+            ranks = dist.get_process_group_ranks(self.group)
+            return (
+                f"{where}, group {self.group_name!r} of ranks {ranks}, on rank "
+                f"{ranks[self.rank]}; "
+                f"{silent_ranks(self.group_name, ranks, self.failures)}: {error}"
+            )
+        except (RuntimeError, ValueError, KeyError):
+            return f"{where}, group {self.group_name!r}, which is destroyed: {error}"
+
+    def use_own_group(self) -> None:
+        """Communicates over a group that nobody else has, see :func:`own_group`."""
+        self.group_name = own_group(self.group)
 
 
-def sum_in_order(rows: Tensor, index: Tensor) -> Tensor:
-    """(T, D) sums of the ``rows`` that (T, K) ``index`` names, from k = 0 on, in fp32."""
-    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    total = rows.new_zeros(index.shape[0], rows.shape[1], dtype=wide)
-    for k in index.unbind(1):
-        total = total + take(rows, k)
-    return total.to(rows.dtype)
+_PHASES = {
+    "sizes": "exchange of sizes",
+    "rows": "dispatch",
+    "returned": "combine",
+}
 
 
 def read_on_host(*tables: Tensor) -> list[list[list[int]]]:
@@ -350,16 +595,74 @@ def read_on_host(*tables: Tensor) -> list[list[list[int]]]:
     return columns
 
 
-def _count(dest: Tensor, num_ranks: int) -> Tensor:
-    """(W) int64 how often each rank occurs; ``num_ranks`` is not counted."""
-    flat = dest.flatten()
-    counts = flat.new_zeros(num_ranks + 1)
-    return counts.scatter_add(0, flat, torch.ones_like(flat))[:num_ranks]
+# -- accounting
 
 
-def _invert(index: Tensor, value: Tensor, size: int) -> Tensor:
-    """(size) the flat ``value`` at each (T, K) ``index``, -1 at places without one."""
-    # One place too many: where everything goes that has no index.
-    out = index.new_full((size + 1,), -1)
-    index = torch.where(index < 0, size, index)
-    return out.scatter(0, index.flatten(), value)[:size]
+class WireBytes:
+    """Bytes and collectives by level and kind.
+
+    Counted is what an exchange hands to the collectives for other ranks; what a rank
+    sends to itself is not. Sizes are of this rank's sends only: the sum over the ranks is
+    the traffic of the level.
+
+    Levels are ``"flat"``, or ``"node"`` and ``"local"``. Kinds:
+        rows          to the experts: tokens, in backward gradients of the outputs
+        scales        of FP8 rows; they travel in the same message as the rows
+        ids, weights  expert ids and router weights of the rows, in the same message
+        returned      from the experts: outputs, in backward gradients of the tokens
+        weight_grads  gradients of the router weights, with the gradients of the tokens
+        sizes         how many rows and slots there will be
+
+    Attributes:
+        sent (dict[str, dict[str, int]]): bytes for other ranks.
+        messages (dict[str, dict[str, int]]): number of collectives, by the first kind
+            in them.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self.messages: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+
+    def payload(self, level: str) -> int:
+        """Bytes of token rows, or of their gradients, to the experts."""
+        return self.sent[level]["rows"]
+
+    def scales(self, level: str) -> int:
+        """Bytes of the FP8 scales that travel with the payload."""
+        return self.sent[level]["scales"]
+
+    def metadata(self, level: str) -> int:
+        """Bytes that say which rows are for which experts: ids, weights, sizes."""
+        return sum(self.sent[level][kind] for kind in ("ids", "weights", "sizes"))
+
+    def add(self, level: str, kind: str, rows: int, kinds: dict[str, int]) -> None:
+        """Counts one all-to-all of ``rows`` with ``kinds`` bytes in each row."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("count_wire_bytes counts in eager mode only")
+        self.messages[level][kind] += 1
+        for name, size in kinds.items():
+            if size:
+                self.sent[level][name] += rows * size
+
+
+@contextlib.contextmanager
+def count_wire_bytes(*switches: Any) -> Iterator[WireBytes]:
+    """Counts what token switches send in the body, in forward and in backward.
+
+    Example::
+        >>> # xdoctest: +SKIP("needs a process group")
+        >>> with count_wire_bytes(switch) as wire:
+        ...     routing = switch.create_routing(topk_indices)
+        ...     switch.dispatch(routing, tokens, topk_weights)
+        >>> wire.metadata("flat") / wire.payload("flat")
+    """
+    wire = WireBytes()
+    levels = [level for switch in switches for level in switch.levels]
+    before = [level.counter for level in levels]
+    for level in levels:
+        level.counter = wire
+    try:
+        yield wire
+    finally:
+        for level, counter in zip(levels, before):
+            level.counter = counter

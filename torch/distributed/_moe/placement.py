@@ -1,463 +1,647 @@
-"""Which rank holds which expert: periodic placement of MoE expert weights.
+"""Which rank holds which expert of a MoE layer, and how weights get there.
 
 Terms
+    slot       room for the weights of one expert on one rank
     replica    one copy of an expert's weights in one slot of one rank
-    group      experts that must stay on one node (group-limited routing)
-    load       routed token copies ("slots" of the router) of an expert
+    load       routed token copies of an expert
     imbalance  heaviest rank load / mean rank load; 1 is perfect
 
-:func:`plan` runs every few hundred steps on averaged counts and may move
-weights between any two ranks. What changes inside one step, on the exact counts
-of that step and only inside a node, is :mod:`torch.distributed._moe.quota`.
-
-The three steps (groups to nodes, replicas inside a node, replicas to ranks) and
-both greedy rules follow the policy that DeepSeek's EPLB describes; the swap
-refinement, the rule that a rank never holds an expert twice, slots left free
-for quotas, experts shared by several nodes and the migration price are added
-here.
+What makes a placement is :func:`torch.distributed._moe.planner.plan`; :func:`migrate`
+moves weights and optimizer state from one to another without a file, and
+:func:`sum_replica_gradients` keeps replicas equal.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from bisect import bisect_left
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._moe._packing import (
-    Effort,
-    pack,
-    PACK_EFFORT,
-    refine,
-)
-from torch.distributed._moe.topology import assign_slots, Placement, Topology
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 
 
-__all__ = ["Placement", "Topology", "plan"]
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroup
 
 
-def _replicate(loads: list[float], budget: int, limit: int) -> list[int]:
-    """Number of replicas per expert: each further one where it lowers most.
+__all__ = [
+    "assign_slots",
+    "lent",
+    "LoadStats",
+    "migrate",
+    "Placement",
+    "send_rows",
+    "sum_replica_gradients",
+    "Topology",
+]
 
-    Giving the next replica to the largest load per replica minimises the largest
-    load per replica. No expert gets more than ``limit`` (a rank holds it once);
-    what cannot be used stays free.
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of the machine as placement sees it.
+
+    Rank ``r`` is on node ``r // ranks_per_node``.
+
+    Attributes:
+        num_nodes (int): nodes; the links inside one are the fast ones.
+        ranks_per_node (int): ranks of each node.
+        slots_per_rank (int): experts whose weights a rank has room for,
+            slots left free for :func:`~torch.distributed._moe.balance.plan_step`
+            included.
     """
-    copies = [1] * len(loads)
-    heap = [(-load, e) for e, load in enumerate(loads)]
-    heapq.heapify(heap)
-    while budget > 0 and heap:
-        _, e = heapq.heappop(heap)
-        if copies[e] < limit:
-            copies[e] += 1
-            budget -= 1
-            heapq.heappush(heap, (-loads[e] / copies[e], e))
-    return copies
+
+    num_nodes: int
+    ranks_per_node: int
+    slots_per_rank: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "ranks_per_node", "slots_per_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"Topology: {name} must be at least 1, got {getattr(self, name)}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_ranks * self.slots_per_rank
 
 
-# A quarter of the free slots at most: the others are what quotas borrow into.
-_FREE_SLOTS_FOR_NODES = 4
-# Standard deviations of a node's load that its shared experts must be able to level.
-# The heaviest of 8 nodes is expected 1.4 above the mean; some of the nodes it shares
-# experts with are above it, too.
-_DRIFT_COVER = 3.0
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Expert of every slot of every rank.
 
-
-def _node_replicas_for_drift(
-    loads: list[float], topology: Topology, drift: float, free_slots: int
-) -> int:
-    """Node replicas with which nodes can be levelled after loads drifted.
-
-    If expert loads change by independent factors of relative spread ``drift``, that of
-    a node changes by ``drift`` times the root of the sum of squares of its experts'
-    loads. What a node can hand over without moving weights are its parts of the
-    experts that other nodes hold too, on average the load of all shared experts
-    over the nodes.
+    Attributes:
+        topology (Topology): the machine it was made for.
+        num_experts (int): number E of experts.
+        slot_experts (Tensor): (num_ranks, slots_per_rank) int64 on CPU, expert
+            of the slot or -1 for a free slot. Every expert is somewhere, and a
+            rank holds an expert at most once.
     """
-    nodes = topology.num_nodes
-    spread = drift * (sum(w * w for w in loads) / nodes) ** 0.5
 
-    def handed_over(num: int) -> float:
-        copies = _replicate(loads, num, nodes)
-        return sum(w for w, c in zip(loads, copies) if c > 1) / nodes
+    topology: Topology
+    num_experts: int
+    slot_experts: Tensor
 
-    most = free_slots // _FREE_SLOTS_FOR_NODES
-    return bisect_left(range(most), _DRIFT_COVER * spread, key=handed_over)
-
-
-def _needed_node_replicas(loads: list[float], num_nodes: int) -> int:
-    """Fewest node replicas that leave no part of an expert above a node's share."""
-    share = sum(loads) / num_nodes
-    return sum(math.ceil(w / share * (1 - 1e-9)) - 1 for w in loads if w > share)
-
-
-def _items(experts: list[int], loads: list[float], copies: list[int]):
-    """One (expert, load) item per replica."""
-    owner = [e for e, c in zip(experts, copies) for _ in range(c)]
-    load = [w / c for w, c in zip(loads, copies) for _ in range(c)]
-    return owner, load
-
-
-# Effort of packings with another split of the replicas, first packings included; this
-# keeps a plan at some 10 ms per layer on one CPU core.
-_EFFORT = 44.0
-# Heaviest experts that give or take a replica in those trials.
-_TRIAL_EXPERTS = 4
-# Swaps end here where free slots let quotas level the ranks in every step anyway.
-_LEFT_TO_QUOTAS = 1.05
-# Trials end here: what is left is below the noise of the counts.
-_GOOD_ENOUGH = 1.002
-
-
-class _Search(NamedTuple):
-    """How the replicas of a node are packed onto its ranks."""
-
-    ranks: int
-    use_swaps: bool
-    floor: float
-    effort: Effort
-
-
-class _Packed(NamedTuple):
-    """Experts of a node with their loads and replicas, and those of each rank."""
-
-    heaviest: float
-    experts: list[int]
-    loads: list[float]
-    copies: list[int]
-    held: list[list[int]]
-
-
-def _pack_replicas(
-    experts: list[int], loads: list[float], copies: list[int], search: _Search
-) -> _Packed:
-    """Packs given replicas onto the ranks of a node."""
-    owner, load = _items(experts, loads, copies)
-    ranks = search.ranks
-    # Spread what is placed, so that every rank keeps its share of free slots.
-    capacity = -(-len(owner) // ranks)
-    search.effort.spent += PACK_EFFORT * len(load) * ranks
-    packs = pack(load, owner, ranks, capacity)
-    if search.use_swaps:
-        packs = refine(
-            *(load, owner, packs, ranks, capacity),
-            floor=search.floor,
-            effort=search.effort,
-        )
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    total = [0.0] * ranks
-    for expert, w, rank in zip(owner, load, packs):
-        held[rank].append(expert)
-        total[rank] += w
-    return _Packed(max(total), experts, loads, copies, held)
-
-
-def _other_replicas(node: _Packed, ranks: int) -> list[list[int]]:
-    """Replicas after one or two moves between the heaviest experts, to try in this order.
-
-    Those that leave the smallest largest replica come first. Left out is where a rank
-    would hold an expert twice, an expert would be on no rank, or one replica alone is
-    as heavy as the heaviest rank now.
-    """
-    loads = node.loads
-    heavy = heapq.nlargest(_TRIAL_EXPERTS, range(len(loads)), key=loads.__getitem__)
-    one = [(a, b) for a in heavy for b in heavy if a != b]
-    two = [(m, n) for i, m in enumerate(one) for n in one[i:] if m[0] != n[1]]
-    found = []
-    for moves in [(m,) for m in one] + two:
-        copies = list(node.copies)
-        for give, take in moves:
-            copies[give] -= 1
-            copies[take] += 1
-        if all(1 <= copies[e] <= ranks for e in heavy):
-            largest = max(loads[e] / copies[e] for e in heavy)
-            if largest < node.heaviest:
-                found.append((largest, copies))
-    return [copies for _, copies in sorted(found)]
-
-
-def _with_other_replicas(node: _Packed, search: _Search) -> list[list[int]]:
-    """Experts of each rank after moves of replicas between the heaviest experts.
-
-    The smallest largest replica is not always the best: more replicas above half
-    a rank's share than ranks leave two of them on one rank. Therefore a replica
-    is moved between two of the heaviest experts while that helps.
-    """
-    ranks, effort = search.ranks, search.effort
-    # Of a trial alone.
-    effort.limit -= PACK_EFFORT * sum(node.copies) * ranks
-    floor = max(search.floor, sum(node.loads) / ranks)
-    others = _other_replicas(node, ranks)
-    while others and effort.left() and node.heaviest > floor * _GOOD_ENOUGH:
-        trial = _pack_replicas(node.experts, node.loads, others.pop(0), search)
-        if trial.heaviest < node.heaviest:
-            node = trial
-            others = _other_replicas(node, ranks)
-    return node.held
-
-
-def _groups_to_nodes(
-    counts: list[float],
-    topology: Topology,
-    num_groups: int,
-    num_node_replicas: int,
-    use_swaps: bool,
-) -> list[dict[int, float]]:
-    """Experts of each node with the part of their load that the node expects."""
-    size = len(counts) // num_groups
-    group_loads = [sum(counts[g * size : (g + 1) * size]) for g in range(num_groups)]
-    copies = [1] * num_groups
-    if num_node_replicas:
-        copies = _replicate(group_loads, num_node_replicas, topology.num_nodes)
-    owner, load = _items(list(range(num_groups)), group_loads, copies)
-    capacity = -(-len(owner) // topology.num_nodes)
-    packs = pack(load, owner, topology.num_nodes, capacity)
-    if use_swaps:
-        packs = refine(load, owner, packs, topology.num_nodes, capacity)
-    nodes: list[dict[int, float]] = [{} for _ in range(topology.num_nodes)]
-    for g, node in zip(owner, packs):
-        for e in range(g * size, (g + 1) * size):
-            nodes[node][e] = counts[e] / copies[g]
-    return nodes
-
-
-def _nodes_of(previous: Placement, counts: list[float]) -> list[dict[int, float]]:
-    """The node step that ``previous`` made, with the loads of today."""
-    topology = previous.topology
-    holds = previous.rank_holds().view(
-        topology.num_nodes, topology.ranks_per_node, previous.num_experts
-    )
-    on_node = holds.sum(1) > 0
-    share = on_node.sum(0).tolist()
-    return [
-        {e: counts[e] / share[e] for e in row.nonzero().flatten().tolist()}
-        for row in on_node
-    ]
-
-
-def _fill_nodes(
-    nodes: list[dict[int, float]],
-    topology: Topology,
-    num_replicas: int,
-    use_swaps: bool,
-) -> list[list[int]]:
-    """Experts held by each rank, given the experts of each node."""
-    base, extra = divmod(num_replicas, topology.num_nodes)
-    total = sum(len(node) for node in nodes)
-    floor = max(sum(node.values()) for node in nodes) / topology.ranks_per_node
-    if num_replicas < topology.num_slots:
-        floor *= _LEFT_TO_QUOTAS
-    search = _Search(topology.ranks_per_node, use_swaps, floor, Effort())
-    packed = []
-    for n, node in enumerate(nodes):
-        # Node replicas come on top: they are why a node has more experts.
-        share = base + (1 if n < extra else 0) if num_replicas > total else 0
-        loads = list(node.values())
-        copies = _replicate(loads, max(0, share - len(node)), search.ranks)
-        packed.append(_pack_replicas(list(node), loads, copies, search))
-    held = [node.held for node in packed]
-    if use_swaps:
-        for n in sorted(range(len(nodes)), key=lambda n: -packed[n].heaviest):
-            search.effort.limit = _EFFORT
-            held[n] = _with_other_replicas(packed[n], search)
-    return [rank for node in held for rank in node]
-
-
-def _swap_in_place(
-    previous: Placement, counts: list[float], price: float
-) -> list[list[int]]:
-    """``previous`` after the swaps inside its nodes that are worth their moves."""
-    topology = previous.topology
-    copies = previous.rank_holds().sum(0).tolist()
-    nodes = _nodes_of(previous, counts)
-    floor = max(sum(node.values()) for node in nodes) / topology.ranks_per_node
-    held: list[list[int]] = []
-    for n in range(topology.num_nodes):
-        start = n * topology.ranks_per_node
-        rows = previous.slot_experts[start : start + topology.ranks_per_node].tolist()
-        owner = [e for row in rows for e in row if e >= 0]
-        rank = [r for r, row in enumerate(rows) for e in row if e >= 0]
-        load = [counts[e] / copies[e] for e in owner]
-        capacity = max(rank.count(r) for r in range(topology.ranks_per_node))
-        rank = refine(
-            load,
-            owner,
-            rank,
-            topology.ranks_per_node,
-            capacity,
-            floor=floor,
-            price=price,
-        )
-        node: list[list[int]] = [[] for _ in rows]
-        for e, r in zip(owner, rank):
-            node[r].append(e)
-        held += node
-    return held
-
-
-def _check(
-    counts: Tensor,
-    topology: Topology,
-    num_replicas: int,
-    num_groups: int | None,
-    num_node_replicas: int,
-    drift: float,
-    migration_cost: float,
-    previous: Placement | None,
-) -> None:
-    if counts.dim() != 1 or counts.numel() == 0:
-        raise ValueError(
-            f"plan: counts must have shape (num_experts), got {tuple(counts.shape)}"
-        )
-    E = counts.numel()
-    if counts.dtype.is_complex or not bool((counts >= 0).all()):
-        raise ValueError("plan: counts must be real, finite and not negative")
-    if not bool(torch.isfinite(counts.double()).all()):
-        raise ValueError("plan: counts must be real, finite and not negative")
-    most = topology.num_slots
-    if not E + num_node_replicas <= num_replicas <= most:
-        raise ValueError(
-            "plan: num_replicas must be in [num_experts + num_node_replicas, "
-            f"num_slots] = [{E + num_node_replicas}, {most}], got {num_replicas}"
-        )
-    if num_groups is not None:
-        nodes = topology.num_nodes
-        if num_groups < nodes or num_groups % nodes or E % num_groups:
+    def __post_init__(self) -> None:
+        shape = (self.topology.num_ranks, self.topology.slots_per_rank)
+        if tuple(self.slot_experts.shape) != shape:
             raise ValueError(
-                f"plan: num_groups must divide the {E} experts and be a multiple of "
-                f"the {nodes} nodes, got {num_groups}"
+                "Placement: slot_experts must have shape (num_ranks, slots_per_rank) "
+                f"= {shape}, got {tuple(self.slot_experts.shape)}"
             )
-    if num_node_replicas < 0 or (num_node_replicas and num_groups != E):
-        raise ValueError(
-            "plan: num_node_replicas must be 0 unless num_groups equals the number "
-            f"of experts ({E}), got {num_node_replicas} with num_groups={num_groups}"
+        holds = self.rank_holds()
+        if (holds > 1).any():
+            rank, expert = (holds > 1).nonzero()[0].tolist()
+            raise ValueError(f"Placement: rank {rank} holds expert {expert} twice")
+        missing = (holds.sum(0) == 0).nonzero().flatten().tolist()
+        if missing:
+            raise ValueError(f"Placement: experts {missing} are on no rank")
+
+    @staticmethod
+    def contiguous(topology: Topology, num_experts: int) -> Placement:
+        """Experts in order, ``num_experts / num_ranks`` to a rank, no replicas.
+
+        Args:
+            topology (Topology): the machine.
+            num_experts (int): number of experts, a multiple of the ranks.
+
+        Returns:
+            Placement: where sharding the expert dimension puts them.
+        """
+        home, rest = divmod(num_experts, topology.num_ranks)
+        if rest or home > topology.slots_per_rank:
+            raise ValueError(
+                "Placement.contiguous: num_experts must be a multiple of the "
+                f"{topology.num_ranks} ranks and fill at most slots_per_rank = "
+                f"{topology.slots_per_rank} each, got {num_experts}"
+            )
+        slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
+        slots[:, :home] = torch.arange(num_experts).view(topology.num_ranks, home)
+        return Placement(topology, num_experts, slots)
+
+    def rank_holds(self) -> Tensor:
+        """Replicas of each expert per rank, (num_ranks, num_experts) int64."""
+        flat = self.slot_experts
+        holds = torch.zeros(flat.shape[0], self.num_experts + 1, dtype=torch.int64)
+        holds.scatter_add_(
+            1, torch.where(flat < 0, self.num_experts, flat), torch.ones_like(flat)
         )
-    if not 0 <= drift < math.inf or (drift and num_groups != E):
-        raise ValueError(
-            "plan: drift must be finite and not negative, and 0 unless num_groups "
-            f"equals the number of experts ({E}), got {drift} with "
-            f"num_groups={num_groups}"
-        )
-    if migration_cost < 0 or (migration_cost and previous is None):
-        raise ValueError(
-            "plan: migration_cost must not be negative and needs previous, got "
-            f"{migration_cost} with previous {'given' if previous else 'None'}"
-        )
-    if previous is not None and (
-        previous.topology != topology or previous.num_experts != E
-    ):
-        raise ValueError(
-            f"plan: previous must be a placement of {E} experts on {topology}, got "
-            f"{previous.num_experts} experts on {previous.topology}"
-        )
+        return holds[:, : self.num_experts]
+
+    def rank_loads(self, counts: Tensor) -> Tensor:
+        """Load per rank if the replicas of an expert share its load evenly.
+
+        Args:
+            counts (Tensor): (num_experts) load of each expert.
+
+        Returns:
+            Tensor: (num_ranks) float64.
+        """
+        holds = self.rank_holds().double()
+        return holds @ (counts.double().cpu() / holds.sum(0))
+
+    def imbalance(self, counts: Tensor) -> float:
+        """Heaviest rank load over the mean one, replicas sharing evenly."""
+        loads = self.rank_loads(counts)
+        return (loads.max() / loads.mean().clamp_min(1e-300)).item()
+
+    def moves_from(self, previous: Placement) -> int:
+        """Replicas that a rank must receive when ``previous`` becomes ``self``."""
+        return int((self.rank_holds() > previous.rank_holds()).sum())
 
 
-def plan(
-    counts: Tensor,
+def assign_slots(
+    held: list[list[int]],
     topology: Topology,
-    *,
-    num_replicas: int | None = None,
-    num_groups: int | None = None,
-    num_node_replicas: int | None = None,
-    drift: float = 0.0,
-    previous: Placement | None = None,
-    migration_cost: float = 0.0,
-    use_swaps: bool = True,
+    num_experts: int,
+    previous: Placement | None,
 ) -> Placement:
-    """Places experts on ranks so that the heaviest rank is as light as possible.
+    """Placement of the experts that each rank is to hold.
+
+    With ``previous``, nodes, and ranks inside a node, are renamed so that most replicas
+    stay, and a replica that stays keeps its slot.
 
     Args:
-        counts (Tensor): (num_experts) load of each expert, any real dtype, for
-            example from :class:`~torch.distributed._moe.load_stats.LoadStats`.
+        held (list[list[int]]): experts of each rank, at most ``slots_per_rank``.
         topology (Topology): the machine.
+        num_experts (int): number of experts.
+        previous (Placement, optional): placement in use.
+    """
+    if previous is not None:
+        held = _relabel(held, topology, previous)
+    slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
+    for rank, experts in enumerate(held):
+        left = sorted(experts)
+        row = [-1] * topology.slots_per_rank
+        if previous is not None:
+            for slot, e in enumerate(previous.slot_experts[rank].tolist()):
+                if e in left:
+                    row[slot] = e
+                    left.remove(e)
+        for slot, e in enumerate(row):
+            if e < 0 and left:
+                row[slot] = left.pop(0)
+        slots[rank] = torch.tensor(row)
+    return Placement(topology, num_experts, slots)
 
-    Keyword Args:
-        num_replicas (int, optional): slots to fill; the others stay free for
-            :func:`~torch.distributed._moe.quota.plan_step`. Default: all slots.
-        num_groups (int, optional): consecutive experts form this many groups,
-            and a group never spans nodes. ``num_experts`` makes every expert its
-            own group, which is the node step for online quotas. ``None`` places
-            freely over all ranks. Default: None
-        num_node_replicas (int, optional): how many times an expert is put on one
-            more node, heaviest expert first; needs ``num_groups == num_experts``
-            unless 0. They are a part of ``num_replicas``. ``None`` is as many as
-            leave no expert heavier than a node's share: such an expert makes its
-            node the heaviest whatever happens inside. ``num_replicas`` grows where
-            it has no room for them. Default: None
-        drift (float): expected relative spread of an expert's load until the next
-            plan (standard deviation of its logarithm). As many node replicas as
-            level the nodes under it are added to ``num_replicas`` and
-            ``num_node_replicas``, at most a quarter of the free slots; needs
-            ``num_groups == num_experts``. Default: 0.0
-        previous (Placement, optional): placement in use; nodes, ranks and slots
-            are then named so that most weights stay. Default: None
-        migration_cost (float): price of moving one replica, in the unit of
-            ``counts``. The plan with the smallest heaviest-rank load plus
-            price of its moves wins, and leaving everything in place is one of
-            the plans. Default: 0.0
-        use_swaps (bool): refine both packings by swaps. Default: True
+
+def _relabel(
+    held: list[list[int]], topology: Topology, previous: Placement
+) -> list[list[int]]:
+    """Renames nodes, and ranks inside a node, to keep most replicas in place.
+
+    Nodes are alike and so are the ranks of a node, therefore a renaming changes
+    no load, only how much moves.
+    """
+    per_node = topology.ranks_per_node
+    old = [set(row) - {-1} for row in previous.slot_experts.tolist()]
+    starts = range(0, topology.num_ranks, per_node)
+    new_nodes = [set().union(*held[s : s + per_node]) for s in starts]
+    old_nodes = [set().union(*old[s : s + per_node]) for s in starts]
+    result: list[list[int]] = [[] for _ in held]
+    for new, kept in enumerate(overlap_matching(new_nodes, old_nodes)):
+        source = held[new * per_node : (new + 1) * per_node]
+        target = old[kept * per_node : (kept + 1) * per_node]
+        ranks = overlap_matching([set(s) for s in source], target)
+        for experts, rank in zip(source, ranks):
+            result[kept * per_node + rank] = experts
+    return result
+
+
+def overlap_matching(new: list[set[int]], old: list[set[int]]) -> list[int]:
+    """Old name for each new set, most common members first.
+
+    Args:
+        new (list[set[int]]): sets to name.
+        old (list[set[int]]): as many sets that have the names.
 
     Returns:
-        Placement: an expert on at least one rank, at most once on each.
+        list[int]: a permutation; index into ``old`` for each new set.
     """
-    counts = counts.detach().cpu()
-    if num_replicas is None:
-        num_replicas = topology.num_slots
-    _check(
-        counts,
-        topology,
-        num_replicas,
-        num_groups,
-        num_node_replicas or 0,
-        drift,
-        migration_cost,
-        previous,
+    pairs = sorted(
+        ((-len(a & b), i, j) for i, a in enumerate(new) for j, b in enumerate(old))
     )
-    E = counts.numel()
-    loads = counts.double().tolist()
-    if num_node_replicas is None:
-        num_node_replicas = 0
-        if num_groups == E:
-            needed = _needed_node_replicas(loads, topology.num_nodes)
-            num_node_replicas = min(needed, topology.num_slots - E)
-            num_replicas = max(num_replicas, E + num_node_replicas)
-    if drift:
-        # Free before any node replica.
-        free_slots = topology.num_slots - num_replicas + num_node_replicas
-        for_drift = _node_replicas_for_drift(loads, topology, drift, free_slots)
-        added = max(0, for_drift - num_node_replicas)
-        num_node_replicas += added
-        num_replicas += added
-    free = Topology(1, topology.num_ranks, topology.slots_per_rank)
-    if num_groups is None:
-        domain, nodes = free, [dict(enumerate(loads))]
-    else:
-        domain = topology
-        nodes = _groups_to_nodes(
-            loads, topology, num_groups, num_node_replicas, use_swaps
-        )
-    held = _fill_nodes(nodes, domain, num_replicas, use_swaps)
-    if previous is None:
-        return assign_slots(held, topology, E, None)
+    name = [-1] * len(new)
+    taken: set[int] = set()
+    for _, i, j in pairs:
+        if name[i] < 0 and j not in taken:
+            name[i] = j
+            taken.add(j)
+    return name
 
-    if num_groups is None:
-        previous = Placement(free, E, previous.slot_experts)
-    candidates = [assign_slots(held, domain, E, previous)]
-    if migration_cost:
-        candidates.append(previous)
-        swapped = _swap_in_place(previous, loads, migration_cost)
-        candidates.append(assign_slots(swapped, domain, E, previous))
-        if num_groups is not None:
-            kept = _fill_nodes(
-                _nodes_of(previous, loads), domain, num_replicas, use_swaps
+
+# -- moving weights
+
+
+def _moves(
+    previous: Placement, placement: Placement
+) -> list[tuple[int, int, int, int]]:
+    """(source rank, source slot, target rank, target slot) of every filled slot.
+
+    A replica that a rank already had is taken from there, others from the rank
+    that has sent least, of the same node if one holds the expert. Every rank
+    computes the same list.
+    """
+    topology = placement.topology
+    old: dict[int, list[tuple[int, int]]] = {}
+    for rank, row in enumerate(previous.slot_experts.tolist()):
+        for slot, e in enumerate(row):
+            if e >= 0:
+                old.setdefault(e, []).append((rank, slot))
+    sent = [0] * topology.num_ranks
+    moves = []
+    for target, row in enumerate(placement.slot_experts.tolist()):
+        node = target // topology.ranks_per_node
+        for slot, e in enumerate(row):
+            if e < 0:
+                continue
+            source, source_slot = min(
+                old[e],
+                key=lambda at: (
+                    at[0] != target,
+                    at[0] // topology.ranks_per_node != node,
+                    sent[at[0]],
+                    at[0],
+                ),
             )
-            candidates.append(assign_slots(kept, domain, E, previous))
-    best = min(
-        candidates,
-        key=lambda p: (
-            p.rank_loads(counts).max().item() + migration_cost * p.moves_from(previous)
-        ),
+            sent[source] += source != target
+            moves.append((source, source_slot, target, slot))
+    return moves
+
+
+def lent(
+    placement: Placement, slot_experts: Tensor, rank: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """What ``rank`` sends and receives to have ``slot_experts`` for a step.
+
+    Returns:
+        (target rank, slot) and (source rank, slot), for :func:`send_rows`.
+    """
+    step = Placement(placement.topology, placement.num_experts, slot_experts)
+    return _out_and_in(_moves(placement, step), rank)
+
+
+def _out_and_in(
+    moves: list[tuple[int, int, int, int]], rank: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(other rank, slot here) in the order of the other side's list."""
+    out = [(m[2], m[1]) for m in moves if m[0] == rank and m[2] != rank]
+    into = [(m[0], m[3]) for m in moves if m[2] == rank and m[0] != rank]
+    return sorted(out, key=lambda x: x[0]), sorted(into, key=lambda x: x[0])
+
+
+def _move_rows(
+    tensor: Tensor,
+    moves: list[tuple[int, int, int, int]],
+    rank: int,
+    group: ProcessGroup | None,
+) -> None:
+    """Applies ``moves`` to the slots (first dimension) of one local tensor."""
+    out, into = _out_and_in(moves, rank)
+    received = send_rows(tensor, out, into, group)
+    stay = [(m[1], m[3]) for m in moves if m[0] == m[2] == rank and m[1] != m[3]]
+    kept = tensor[[source for source, _ in stay]]
+    tensor[[target for _, target in stay]] = kept
+    tensor[[slot for _, slot in into]] = received
+
+
+def send_rows(
+    tensor: Tensor,
+    out: list[tuple[int, int]],
+    into: list[tuple[int, int]],
+    group: ProcessGroup | None,
+) -> Tensor:
+    """Sends slots to ranks.
+
+    Args:
+        tensor (Tensor): its rows are sent.
+        out (list): (target rank, slot) of each row to send, by rank.
+        into (list): (source rank, any) of each row to receive, by rank.
+
+    Returns:
+        Tensor: the received rows, in the order of ``into``.
+    """
+    num_ranks = dist.get_world_size(group)
+    # Bytes, because not every backend knows every dtype.
+    width = tensor[0].numel()
+    rows = tensor[[slot for _, slot in out]].reshape(len(out), width)
+    rows = rows.view(torch.uint8)
+    received = rows.new_empty(len(into), rows.shape[1])
+    dist.all_to_all_single(
+        received,
+        rows,
+        [sum(r == other for r, _ in into) for other in range(num_ranks)],
+        [sum(r == other for r, _ in out) for other in range(num_ranks)],
+        group=group,
     )
-    return Placement(topology, E, best.slot_experts)
+    return received.view(tensor.dtype).view(len(into), *tensor.shape[1:])
+
+
+@torch.no_grad()
+def migrate(
+    params: Iterable[Tensor],
+    previous: Placement,
+    placement: Placement,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    group: ProcessGroup | None = None,
+) -> int:
+    """Moves what each slot holds from one placement to another, in place.
+
+    The values are copied as bytes: after the move every replica has exactly the
+    weights and state it had on the rank that sent it. Free slots keep whatever
+    they held. Collective over ``group``; the data of one tensor at a time is in
+    flight, only the rows that change rank.
+
+    Args:
+        params (iterable of Tensor): parameters of this rank whose first dimension
+            is ``slots_per_rank``; a :class:`DTensor` is changed in its local part.
+        previous (Placement): where the experts are.
+        placement (Placement): where they shall be.
+
+    Keyword Args:
+        optimizer (Optimizer, optional): its state of these parameters moves too:
+            every tensor whose first dimension is that of the parameter, such as moments
+            or factored ones. Single values are left, as all experts share them.
+            Default: None
+        group (ProcessGroup, optional): as many ranks as the placements have.
+            Default: the default group
+
+    Returns:
+        int: replicas that changed rank, summed over the ranks.
+
+    Raises:
+        ValueError: the placements do not fit each other, the group or ``params``, or the
+            optimizer has state that can't be told apart by expert; nothing has moved.
+    """
+    if previous.topology != placement.topology or (
+        previous.num_experts != placement.num_experts
+    ):
+        raise ValueError(
+            "migrate: both placements must be of one topology and number of experts, "
+            f"got {previous.num_experts} experts on {previous.topology} and "
+            f"{placement.num_experts} on {placement.topology}"
+        )
+    _check_group("migrate", placement, group)
+    moves = _moves(previous, placement)
+    rank = dist.get_rank(group)
+    tensors = []
+    for param in params:
+        tensors.append(_slots("migrate", param, placement))
+        if optimizer is not None:
+            tensors += _state_by_slot(optimizer, param, placement)
+    for tensor in tensors:
+        _move_rows(tensor, moves, rank, group)
+    return sum(m[0] != m[2] for m in moves)
+
+
+def _state_by_slot(
+    optimizer: torch.optim.Optimizer, param: Tensor, placement: Placement
+) -> list[Tensor]:
+    """Optimizer state of ``param`` that belongs to its slots."""
+    tensors: list[Tensor] = []
+    state: dict[str, Any] = optimizer.state.get(param, {})
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            if value.dim() and value.shape[0] == param.shape[0]:
+                tensors.append(_slots("migrate", value, placement))
+                continue
+            if value.numel() <= 1:
+                continue
+            got = f"shape {tuple(value.shape)}"
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            continue
+        else:
+            got = type(value).__name__
+        raise ValueError(
+            f"migrate: state {name!r} of {type(optimizer).__name__} must be a single "
+            f"value, or have the {param.shape[0]} slots of its parameter of shape "
+            f"{tuple(param.shape)} in its first dimension to move with them, got {got}"
+        )
+    return tensors
+
+
+def _check_group(name: str, placement: Placement, group: ProcessGroup | None) -> None:
+    num_ranks = dist.get_world_size(group)
+    if num_ranks != placement.topology.num_ranks:
+        raise ValueError(
+            f"{name}: the placement is for {placement.topology.num_ranks} ranks, "
+            f"group has {num_ranks}"
+        )
+
+
+def _slots(name: str, tensor: Tensor, placement: Placement) -> Tensor:
+    """The local part, whose first dimension is slots."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    slots = placement.topology.slots_per_rank
+    if local.dim() == 0 or local.shape[0] != slots:
+        raise ValueError(
+            f"{name}: params must have {slots} slots in their first "
+            f"dimension, got shape {tuple(local.shape)}"
+        )
+    return local
+
+
+@torch.no_grad()
+def sum_replica_gradients(
+    params: Iterable[Tensor],
+    placement: Placement,
+    *,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Gives all replicas of an expert the sum of their gradients, in place.
+
+    Without it replicas would drift apart, as each only sees its share of the tokens. The
+    rank that holds the expert first adds the gradients in the order of ranks, in
+    fp32, and sends the sum back: all replicas have the same bits. Collective over
+    ``group``; call it between backward and the optimizer's step.
+
+    An expert that was borrowed for one step is a replica of ``Placement(topology,
+    num_experts, step_plan.slot_experts)``; :func:`migrate` to that placement is
+    what fetches its weights.
+
+    Args:
+        params (iterable of Tensor): parameters of this rank whose first dimension is
+            ``slots_per_rank``; one without a gradient counts as zero and gets one.
+        placement (Placement): where the replicas are.
+
+    Keyword Args:
+        group (ProcessGroup, optional): as many ranks as the placement has. Default:
+            the default group
+    """
+    _check_group("sum_replica_gradients", placement, group)
+    rank = dist.get_rank(group)
+    holders: dict[int, list[tuple[int, int]]] = {}
+    for holder, row in enumerate(placement.slot_experts.tolist()):
+        for slot, e in enumerate(row):
+            if e >= 0:
+                holders.setdefault(e, []).append((holder, slot))
+    # (other rank, slot here), by rank and then expert on both sides.
+    to_first: list[tuple[int, int]] = []
+    to_others: list[tuple[int, int]] = []
+    for _, (first, *others) in sorted(holders.items()):
+        for other in others:
+            if other[0] == rank:
+                to_first.append((first[0], other[1]))
+            if first[0] == rank:
+                to_others.append((other[0], first[1]))
+    to_first.sort(key=lambda x: x[0])
+    to_others.sort(key=lambda x: x[0])
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        grad = _slots("sum_replica_gradients", param.grad, placement)
+        received = send_rows(grad, to_first, to_others, group)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        totals = {slot: grad[slot].to(wide) for _, slot in to_others}
+        for (_, slot), row in zip(to_others, received):
+            totals[slot] += row
+        for slot, total in totals.items():
+            grad[slot] = total.to(grad.dtype)
+        summed = send_rows(grad, to_others, to_first, group)
+        grad[[slot for _, slot in to_first]] = summed
+
+
+# -- loads
+
+
+class LoadStats:
+    """Exponential average of token copies per layer and expert over all ranks.
+
+    :meth:`record` adds the router's counts on their device. :meth:`start` begins
+    one asynchronous sum over ranks, :meth:`result` takes it in a later step, when
+    it has long arrived. Neither reads a value on the host, except ``result``.
+
+    What a backward records is not counted: activation checkpointing runs a layer again
+    there.
+
+    Args:
+        num_layers (int): number of MoE layers.
+        num_experts (int): number of experts of each.
+
+    Keyword Args:
+        group (ProcessGroup, optional): ranks to sum over. Default: the default
+            group
+        decay (float): weight of the past in the average, in [0, 1). Default: 0.9
+        device (torch.device, optional): device of the counts. Default: cpu
+
+    Example::
+        >>> # xdoctest: +SKIP("needs a process group")
+        >>> stats = LoadStats(num_layers=24, num_experts=64)
+        >>> for layer, counts in enumerate(counts_of_this_step):
+        ...     stats.record(layer, counts)
+        >>> if step % 100 == 0:
+        ...     stats.start()
+        >>> if step % 100 == 50 and stats.pending:
+        ...     loads = stats.result()  # then plan(loads[layer], topology)
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        *,
+        group: ProcessGroup | None = None,
+        decay: float = 0.9,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
+        # By name, as a group that is kept alive keeps its threads.
+        self._group_name = None if group is None else group.group_name
+        self._decay = decay
+        self._sums = torch.zeros(
+            num_layers, num_experts, dtype=torch.int64, device=device
+        )
+        self._flight: tuple[Tensor, dist.Work] | None = None
+        self._average: Tensor | None = None
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        if self._group_name is None:
+            return None
+        return c10d._resolve_process_group(self._group_name)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a sum was started and not yet taken."""
+        return self._flight is not None
+
+    def record(self, layer: int, counts: Tensor) -> None:
+        """Adds the counts of one forward pass of one layer.
+
+        Args:
+            layer (int): index of the layer.
+            counts (Tensor): (num_experts) integer, on the device of this object.
+        """
+        if counts.shape != self._sums.shape[1:]:
+            raise ValueError(
+                f"LoadStats.record: counts must have shape "
+                f"({self._sums.shape[1]},), got {tuple(counts.shape)}"
+            )
+        if not torch.compiler.is_compiling():
+            # Inside a backward: a layer that is recomputed was counted before.
+            if torch._C._current_graph_task_id() != -1:
+                return
+        self._sums[layer] += counts
+
+    def start(self) -> None:
+        """Begins to sum over ranks what was recorded since the last start."""
+        if self._flight is not None:
+            raise RuntimeError("LoadStats.start: take result() of the last start first")
+        snapshot = self._sums.clone()
+        self._sums.zero_()
+        work = dist.all_reduce(snapshot, group=self._group, async_op=True)
+        self._flight = (snapshot, work)
+
+    def result(self) -> Tensor:
+        """Waits for the sum and adds it to the average.
+
+        Returns:
+            Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
+        """
+        if self._flight is None:
+            raise RuntimeError("LoadStats.result: call start() first")
+        snapshot, work = self._flight
+        work.wait()
+        self._flight = None
+        latest = snapshot.double().cpu()
+        if self._average is None:
+            self._average = latest
+        else:
+            self._average = self._average.lerp(latest, 1 - self._decay)
+        return self._average.clone()
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Average, and what was recorded since the last sum. Collective.
+
+        A sum in flight is taken first. Equal on all ranks, so that one of them may save it.
+        """
+        if self.pending:
+            self.result()
+        recorded = self._sums.clone()
+        dist.all_reduce(recorded, group=self._group)
+        average = None if self._average is None else self._average.clone()
+        return {"recorded": recorded, "average": average}
+
+    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
+        """Goes on from ``state``, on as many ranks as one likes."""
+        recorded, average = state["recorded"], state["average"]
+        if recorded is None or recorded.shape != self._sums.shape:
+            got = None if recorded is None else tuple(recorded.shape)
+            raise ValueError(
+                "LoadStats: state must be of (num_layers, num_experts) = "
+                f"{tuple(self._sums.shape)}, got {got}"
+            )
+        self._flight = None
+        # It is the sum over all ranks: counted once.
+        self._sums.copy_(recorded if dist.get_rank(self._group) == 0 else recorded * 0)
+        self._average = None if average is None else average.clone()

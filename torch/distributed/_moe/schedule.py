@@ -1,4 +1,4 @@
-"""Order of communication and computation in an expert-parallel layer.
+"""How expert-parallel layers run in a step: order, recomputation, rerun.
 
 Contract
     A schedule cuts the tokens of this rank into chunks and says in which order the
@@ -10,8 +10,9 @@ Contract
     compact routing.
 
 Where communication runs
-    cpu      on one thread of the process, first in first out, so that all ranks issue
-             the same collectives in the same order whatever their threads do.
+    cpu      on one thread of the process, first in first out, and in groups that only it
+             uses, so that all ranks issue the same collectives in the same order
+             whatever their threads do. The groups are made at the first call.
     other    on a side stream of the device, issued by the calling thread.
     inline   at once, where another thread could not see what the calling thread does:
              under a dispatch mode (LocalTensorMode, FakeTensorMode, ...) other than
@@ -27,6 +28,18 @@ Backward
     computing while the gradients of its neighbours travel. What is not overlapped: the
     first gradient to arrive, and the last to leave, have nothing to hide behind but
     the shared experts.
+
+Recomputation
+    Plain activation checkpointing runs a region a second time in backward, and with it
+    every all-to-all and every host read of sizes. :func:`save_communication` keeps what
+    the collectives returned instead: sizes, the messages that the experts received, and
+    the rows that came back. All else is recomputed. Rows are kept as they travelled, so
+    that FP8 rows cost half of what bfloat16 rows do. The rows that came back are used if
+    something behind combine, inside the region, has to be recomputed from its output;
+    they are kept in any case. To save them, end the region in front of combine.
+
+    Communication on another thread or stream is not seen by the dispatch mode of the
+    region. It gets a mode of its own, :func:`part_of_region`, and stays in flight.
 """
 
 from __future__ import annotations
@@ -34,24 +47,49 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+from typing import Any, Literal, NamedTuple, Protocol, TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._moe.checkpoint import part_of_region
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    TorchDispatchMode,
+)
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeVar
 
+    from typing_extensions import Self
+
+    from torch.distributed._moe.switch import TokenSwitchAllToAll
     from torch.distributed._token_switch import Routing, TokenSwitch
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.distributed.distributed_c10d import ProcessGroup
+
+    R = TypeVar("R")
 
 
-__all__ = ["OverlapSchedule", "PartSeconds", "Step", "simulated_seconds"]
+__all__ = [
+    "grow_and_rerun",
+    "OverlapSchedule",
+    "PartSeconds",
+    "save_communication",
+    "sequential_schedule",
+    "simulated_seconds",
+    "Step",
+]
 
 
 class Step(NamedTuple):
@@ -102,7 +140,7 @@ class OverlapSchedule:
     chunks, in another order than without.
 
     Activation checkpointing repeats the communication of a recomputed layer, unless its
-    ``context_fn`` is :func:`~torch.distributed._moe.checkpoint.save_communication`.
+    ``context_fn`` is :func:`~torch.distributed._moe.schedule.save_communication`.
 
     Example::
         >>> # xdoctest: +SKIP("needs a process group")
@@ -174,6 +212,8 @@ class OverlapSchedule:
                 "OverlapSchedule: tokens must have shape (T, D) and topk_indices "
                 f"(T, K), got {tuple(tokens.shape)} and {tuple(topk_indices.shape)}"
             )
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            _own_groups(switch)
         sizes = _chunk_sizes(tokens.shape[0], self.num_chunks)
         inputs = list(
             zip(
@@ -203,6 +243,40 @@ class OverlapSchedule:
         return torch.cat([_end(*pair) for pair in sent]), shared_output
 
 
+def sequential_schedule(
+    switch: TokenSwitch,
+    tokens: Tensor,
+    topk_indices: Tensor,
+    topk_weights: Tensor,
+    experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor],
+    shared: Callable[[], Tensor | None] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Dispatch, experts, combine, shared experts, one after the other.
+
+    The order in which the parts of a layer run is a function of this signature, and
+    ``ExpertParallel(schedule=...)`` takes another one.
+
+    Args:
+        switch (TokenSwitch): takes tokens to the ranks of their experts and back.
+        tokens (Tensor): (T, D) of this rank.
+        topk_indices (Tensor): (T, K) ids in [-1, E].
+        topk_weights (Tensor): (T, K).
+        experts (callable): ``experts(rows, local ids, weights, num_rows) -> rows``.
+        shared (callable, optional): the shared experts of all tokens.
+
+    Returns:
+        (Tensor, Tensor or None): (T, D) routed output, and what ``shared`` returned.
+    """
+    routing = switch.create_routing(topk_indices, layout="flat")
+    rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)
+    if weights is None or ids is None:
+        raise AssertionError("the flat layout has weights and ids")
+    num_slots = getattr(switch, "num_slots", None)
+    num_rows = None if num_slots is None else num_slots(routing)
+    output = switch.combine(routing, experts(rows, ids, weights, num_rows))
+    return output, None if shared is None else shared()
+
+
 def _chunk_sizes(total: int, num_chunks: int) -> list[int]:
     """As equal as possible, the larger ones first; 0 where there are too few."""
     size, rest = divmod(total, num_chunks)
@@ -216,6 +290,22 @@ def _chunk_sizes(total: int, num_chunks: int) -> list[int]:
 def _communication_thread() -> ThreadPoolExecutor:
     # One for all layers: two could issue collectives of a group in any order.
     return ThreadPoolExecutor(1, thread_name_prefix="moe_communication")
+
+
+def _own_groups(switch: TokenSwitch) -> None:
+    """Takes ``switch`` out of the groups that other threads communicate in."""
+    _, alone = part_of_region()
+    if not alone:
+        return  # Not on the communication thread.
+    use_own_groups = getattr(switch, "use_own_groups", None)
+    if use_own_groups is None:
+        raise TypeError(
+            "OverlapSchedule: on CPU, where communication has a thread of its own, switch "
+            "must have groups of its own (use_own_groups) for it, "
+            f"{type(switch).__name__} has none"
+        )
+    with _disable_current_modes():
+        use_own_groups()
 
 
 @functools.cache
@@ -310,13 +400,11 @@ class _Dispatch:
     def backward(
         self, needs: Sequence[bool], grad_rows: Tensor, grad_weights: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
-        switch, routing = self.switch, self.routing
-        grad_tokens = grad_topk_weights = None
-        if needs[0]:
-            grad_tokens = switch._combine_new(routing, grad_rows.contiguous())
-        if needs[1]:
-            grad_topk_weights = switch._combine_topk_weights(routing, grad_weights)
-        return grad_tokens, grad_topk_weights
+        return self.switch._dispatch_backward(
+            self.routing,
+            grad_rows.contiguous() if needs[0] else None,
+            grad_weights if needs[1] else None,
+        )
 
 
 class _Combine:
@@ -463,3 +551,180 @@ def simulated_seconds(schedule: OverlapSchedule, parts: PartSeconds) -> float:
             communicated = max(communicated, computed) + seconds
             arrived[chunk] = communicated
     return max(computed, communicated)
+
+
+# -- recomputation
+
+
+_COLLECTIVES = (
+    torch.ops._c10d_functional.all_to_all_single.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+)
+
+
+def _policy(
+    inner: Callable[..., CheckpointPolicy] | None,
+    ctx: Any,
+    op: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> CheckpointPolicy:
+    if op in _COLLECTIVES:
+        return CheckpointPolicy.MUST_SAVE
+    if op is torch.ops.aten._to_copy.default:
+        target = kwargs.get("device")
+        # Sizes on their way to the host: reading them again would sync again.
+        if target is not None and torch.device(target).type == "cpu":
+            if args[0].device.type != "cpu":
+                return CheckpointPolicy.MUST_SAVE
+    if inner is None:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return inner(ctx, op, *args, **kwargs)
+
+
+class Region(Protocol):
+    """Dispatch mode of a checkpointed region, in its forward or in its recomputation.
+
+    Attributes:
+        replays (bool): whether the region is recomputed.
+    """
+
+    replays: bool
+
+    def part(self, inline: bool) -> TorchDispatchMode | None:
+        """See :func:`part_of_region`."""
+        ...
+
+
+class _Saving(_CachingTorchDispatchMode):
+    """Forward of a region."""
+
+    replays = False
+
+    def __init__(
+        self,
+        policy: Callable[..., CheckpointPolicy],
+        parts: list[TorchDispatchMode | None],
+    ) -> None:
+        super().__init__(policy, defaultdict(dict))
+        self.parts = parts
+
+    def part(self, inline: bool) -> TorchDispatchMode | None:
+        if inline:
+            self.parts.append(None)
+            return None
+        # A storage of its own, as parts and what runs beside them have no common order.
+        saving, replaying = create_selective_checkpoint_contexts(self.policy_fn)
+        self.parts.append(replaying)
+        return saving
+
+
+class _Replaying(_CachedTorchDispatchMode):
+    """Recomputation of a region."""
+
+    replays = True
+
+    def __init__(self, forward: _Saving) -> None:
+        super().__init__(None, forward.storage)
+        self.parts = forward.parts
+        self.next_part = 0
+
+    def __enter__(self) -> Self:
+        self.next_part = 0
+        return super().__enter__()
+
+    def part(self, inline: bool) -> TorchDispatchMode | None:
+        self.next_part += 1
+        return self.parts[self.next_part - 1]
+
+
+def part_of_region() -> tuple[Region | None, bool]:
+    """The innermost :func:`save_communication` region here, and if it is the only mode.
+
+    Communication inside a region that is to run elsewhere calls ``region.part(inline)``
+    and runs under the mode that this returns. In the recomputation, it must be called in
+    the same order, and the work run under the mode with no other, which gives back what
+    the collectives returned. None stands for work that runs, or ran in forward, under
+    the mode of the region itself.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    for mode in reversed(stack):
+        if isinstance(mode, (_Saving, _Replaying)):
+            return mode, len(stack) == 1
+    return None, not stack
+
+
+def _contexts(
+    policy: Callable[..., CheckpointPolicy],
+) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    forward = _Saving(policy, [])
+    return forward, _Replaying(forward)
+
+
+def save_communication(
+    policy: Callable[..., CheckpointPolicy] | None = None,
+) -> Callable[[], tuple[TorchDispatchMode, TorchDispatchMode]]:
+    """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint` for MoE layers.
+
+    Args:
+        policy (callable, optional): decides, as a policy function of
+            :func:`~torch.utils.checkpoint.create_selective_checkpoint_contexts`, about
+            all other ops. Default: None (they are recomputed)
+
+    Under :func:`torch.compile`, a static switch sets its overflow counter inside the
+    region, which needs
+    ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``.
+
+    Example::
+        >>> # xdoctest: +SKIP("needs a process group")
+        >>> y = checkpoint(layer, x, use_reentrant=False, context_fn=save_communication())
+    """
+    return functools.partial(_contexts, functools.partial(_policy, policy))
+
+
+# -- rerun
+
+
+def grow_and_rerun(
+    switches: list[TokenSwitchAllToAll],
+    step: Callable[[], R],
+    *,
+    max_reruns: int = 2,
+    group: ProcessGroup | None = None,
+) -> R:
+    """Runs ``step`` and, if tokens did not fit, again with enough capacity.
+
+    Collective over the groups of ``switches``; all ranks rerun together.
+
+    Args:
+        switches (list[TokenSwitchAllToAll]): static switches that ``step`` uses.
+        step (callable): forward and backward of one step. Runs again from the
+            start: it must zero its gradients itself, and change nothing else.
+
+    Keyword Args:
+        max_reruns (int): one is enough unless a rerun routes differently, as when
+            a later layer or level routes tokens that an earlier one left out: then
+            one for each. Default: 2
+        group (ProcessGroup, optional): ranks that ``step`` communicates with beyond
+            the groups of the switches, such as data-parallel replicas: if one has to
+            rerun, all do. Default: None
+
+    Returns:
+        What the last ``step`` returned; nothing was left out in it.
+    """
+    for _ in range(max_reruns + 1):
+        result = step()
+        # Every switch communicates, so that no rank stops at the first overflow.
+        grown = [switch.grow() for switch in switches]
+        overflow = any(grown)
+        if group is not None:
+            device = dist.distributed_c10d._get_pg_default_device(group)
+            flag = torch.tensor([overflow], dtype=torch.int32, device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+            overflow = bool(flag)
+        if not overflow:
+            return result
+    raise RuntimeError(
+        f"grow_and_rerun: tokens still did not fit after {max_reruns} reruns; "
+        f"capacities are now {[s.capacity for s in switches]}"
+    )

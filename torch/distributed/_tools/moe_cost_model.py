@@ -341,7 +341,7 @@ def wire_bytes(
 ) -> dict[str, float]:
     """Expected bytes a rank sends to others in a dispatch, by level.
 
-    The levels are those of :func:`torch.distributed._moe.accounting.count_wire_bytes`:
+    The levels are those of :func:`torch.distributed._moe.exchange.count_wire_bytes`:
     ``flat`` without deduplication between nodes, else ``node`` and ``local``.
     """
     w = copies(ep, domain, k, node_limit, dedup)

@@ -12,15 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._moe.adapters import ExpertAdapter, GroupedExpertsAdapter
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
-from torch.distributed._moe.rerun import grow_and_rerun
+from torch.distributed._moe.schedule import grow_and_rerun, sequential_schedule
+from torch.distributed._moe.switch import (
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
-from torch.distributed.tensor.parallel.expert_parallel import (
-    sequential_schedule,
-    token_switches,
+from torch.distributed.tensor.parallel._expert_adapters import (
+    ExpertAdapter,
+    GroupedExpertsAdapter,
 )
+from torch.distributed.tensor.parallel.expert_parallel import token_switches
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -380,9 +384,7 @@ class TestExpertParallel(ExpertParallelTest):
         self.assertFalse(isinstance(split.router.weight, DTensor))
         want = layer(x)
         for module in (split, copy.deepcopy(split)):
-            got = module(x)
-            self.assertEqual(got, want)
-            self.assertEqual(got.topk_indices, want.topk_indices)
+            self.assertEqual(module(x), want)
         # A copy has its own parameters.
         twin = copy.deepcopy(split)
         with torch.no_grad():
@@ -394,15 +396,16 @@ class TestExpertParallel(ExpertParallelTest):
     def test_experts_have_no_memory_for_slots_of_other_ranks(self):
         layer = nn.MoE(D, H, E, K)
         parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
-        rows = []
-        original = F.moe_mlp
+        rows, x = [], torch.randn(20, D)
+        original = torch.nn.modules.moe._moe_mlp_in_rows
 
-        def recording(*args, num_rows=None, **kwargs):
+        def recording(*args, num_rows, **kwargs):
             rows.append(num_rows)
             return original(*args, num_rows=num_rows, **kwargs)
 
-        with mock.patch.object(F, "moe_mlp", recording):
-            ids = layer(torch.randn(20, D)).topk_indices
+        with mock.patch("torch.nn.modules.moe._moe_mlp_in_rows", recording):
+            layer(x)
+        _, ids, _ = layer.route(x)
         counts = torch.bincount(ids.flatten() // (E // 4), minlength=4)
         dist.all_reduce(counts)
         self.assertEqual(rows, [counts[self.rank].item()])
@@ -460,8 +463,33 @@ class TestExpertParallel(ExpertParallelTest):
             apply(moe(), token_switch=lambda mesh, num_experts: 3)
         with self.assertRaisesRegex(ValueError, "'reduce' or 'exact', got 'mean'"):
             apply(moe(), combine="mean")
-        with self.assertRaisesRegex(ValueError, "options of the default token switch"):
+        with self.assertRaisesRegex(ValueError, "are options of 'all_to_all' and"):
             ExpertParallel(token_switch=TokenSwitchAllToAll, capacity=3)
+        with self.assertRaisesRegex(
+            ValueError, "token_switch must be one of .* 'ring'"
+        ):
+            ExpertParallel(token_switch="ring")
+        with self.assertRaisesRegex(ValueError, "max_tokens goes with .*'all_gather'"):
+            ExpertParallel(max_tokens=3)
+        with self.assertRaisesRegex(ValueError, "divide the 4 ranks .* got 3"):
+            apply(moe(), token_switch="hierarchical", ranks_per_node=3)
+        pairs = self.mesh(("a", "b"), 2, 2)
+        with self.assertRaisesRegex(
+            ValueError, r"has \[0, 1, 2, 3\], .* has \[\d, \d\]"
+        ):
+            apply(
+                moe(),
+                token_switch=lambda _, E: TokenSwitchAllToAll(
+                    pairs["b"].get_group(), E
+                ),
+            )
+        transposed = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]))
+        with self.assertRaisesRegex(
+            ValueError, r"mesh has \[0, 1, 2, 3\].* \[0, 2, 1, 3\]"
+        ):
+            apply(
+                moe(), token_switch=lambda _, E: TokenSwitchHierarchical(transposed, E)
+            )
         with self.assertRaisesRegex(ValueError, "sequence_parallel_mesh must be 1-D"):
             ExpertParallel(sequence_parallel_mesh=two_dims)
         split = apply(moe())

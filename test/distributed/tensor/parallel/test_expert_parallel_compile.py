@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import lookup_backend
-from torch.distributed._moe.consistency import SameOnAllRanks
+from torch.distributed._moe.exchange import SameOnAllRanks
 from torch.distributed._moe.schedule import OverlapSchedule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module

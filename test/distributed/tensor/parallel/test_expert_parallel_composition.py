@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._moe.clip_grad import clip_grad_norm_
-from torch.distributed._moe.mesh import expert_shard_placement, fold_expert_parallel
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard
@@ -19,6 +17,11 @@ from torch.distributed.tensor.parallel import (
     ExpertParallel,
     parallelize_module,
     RowwiseParallel,
+)
+from torch.distributed.tensor.parallel._expert_mesh import (
+    clip_grad_norm_,
+    expert_shard_placement,
+    fold_expert_parallel,
 )
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
-from torch.distributed._moe.mesh import fold_expert_parallel
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel._expert_mesh import fold_expert_parallel
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.common_utils import run_tests
 

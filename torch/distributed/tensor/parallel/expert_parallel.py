@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from typing import Any, cast, Literal, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
-from torch.distributed._moe.adapters import DEFAULT_ADAPTERS, ExpertAdapter, Experts
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.all_gather import TokenSwitchAllGather
+from torch.distributed._moe.schedule import (
+    grow_and_rerun,
+    OverlapSchedule,
+    save_communication,
+    sequential_schedule,
+)
+from torch.distributed._moe.switch import (
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
 from torch.distributed._token_switch import TokenSwitch
 from torch.distributed.tensor import (
     DeviceMesh,
@@ -19,13 +29,32 @@ from torch.distributed.tensor import (
     Replicate,
     Shard,
 )
+from torch.distributed.tensor.parallel._expert_adapters import (
+    DEFAULT_ADAPTERS,
+    ExpertAdapter,
+    Experts,
+)
+from torch.distributed.tensor.parallel._expert_mesh import (
+    clip_grad_norm_,
+    expert_shard_placement,
+    fold_expert_parallel,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils.stateless import _reparametrize_module
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import TypeVar
 
+    from torch.distributed.distributed_c10d import ProcessGroup
+
+    R = TypeVar("R")
+    from torch.distributed._moe.placement import Placement as Placements
+    from torch.distributed.tensor.parallel._expert_placement import (
+        ExpertPlacement,
+        PlacedLayer,
+    )
     from torch.distributed.tensor.placement_types import Placement
 
     Schedule = Callable[
@@ -41,42 +70,12 @@ if TYPE_CHECKING:
     ]
 
 
-__all__ = ["ExpertParallel", "sequential_schedule", "token_switches"]
+__all__ = ["ExpertParallel", "token_switches"]
 
 
-def sequential_schedule(
-    switch: TokenSwitch,
-    tokens: Tensor,
-    topk_indices: Tensor,
-    topk_weights: Tensor,
-    experts: Experts,
-    shared: Callable[[], Tensor | None] | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Dispatch, experts, combine, shared experts, one after the other.
-
-    The order in which the parts of a layer run is a function of this signature, and
-    ``ExpertParallel(schedule=...)`` takes another one.
-
-    Args:
-        switch (TokenSwitch): takes tokens to the ranks of their experts and back.
-        tokens (Tensor): (T, D) of this rank.
-        topk_indices (Tensor): (T, K) ids in [-1, E].
-        topk_weights (Tensor): (T, K).
-        experts (Experts): the local experts, see
-            :class:`torch.distributed._moe.adapters.Experts`.
-        shared (callable, optional): the shared experts of all tokens.
-
-    Returns:
-        (Tensor, Tensor or None): (T, D) routed output, and what ``shared`` returned.
-    """
-    routing = switch.create_routing(topk_indices, layout="flat")
-    rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)
-    if weights is None or ids is None:
-        raise AssertionError("the flat layout has weights and ids")
-    num_slots = getattr(switch, "num_slots", None)
-    num_rows = None if num_slots is None else num_slots(routing)
-    output = switch.combine(routing, experts(rows, ids, weights, num_rows))
-    return output, None if shared is None else shared()
+_SWITCHES = ("all_to_all", "hierarchical", "all_gather")
+# For the names of layers in errors, in the order of parallelize_module on every rank.
+_layers = itertools.count()
 
 
 class _Region:
@@ -92,12 +91,14 @@ class _Region:
         schedule: Schedule,
         tp_mesh: DeviceMesh | None,
         original: dict[str, Callable[..., Any]],
+        placed: PlacedLayer | None,
     ) -> None:
         self.adapter = adapter
         self.switch = switch
         self.schedule = schedule
         self.tp_mesh = tp_mesh
         self.original = original
+        self.placed = placed
         self.expert_names: tuple[str, ...] = ()
         self.grad_placements: dict[str, tuple[Placement, ...]] = {}
         self.added_once: set[str] = set()
@@ -127,13 +128,14 @@ class _Region:
 
     def exchange(
         self,
+        module: nn.Module,
         input: Tensor,
         topk_indices: Tensor,
         topk_weights: Tensor | None,
         experts: Experts,
         shared: Callable[[], Tensor | None] | None = None,
     ) -> Tensor:
-        """See :class:`torch.distributed._moe.adapters.ExpertExchange`."""
+        """See :class:`ExpertExchange`; ``module`` has its local parameters."""
         tokens = input.flatten(0, -2)
         ids = topk_indices.flatten(0, -2)
         if topk_weights is None:
@@ -143,9 +145,14 @@ class _Region:
         if self.tp_mesh is not None:
             tokens = self._copy_to_tensor_parallel(tokens)
             weights = self._copy_to_tensor_parallel(weights)
-        output, shared_output = self.schedule(
-            self.switch, tokens, ids, weights, experts, shared
-        )
+        in_this_step: dict[str, Tensor] = {}
+        if self.placed is not None:
+            local = {name: module.get_parameter(name) for name in self.expert_names}
+            ids, in_this_step = self.placed.route(ids, local)
+        with _reparametrize_module(module, in_this_step):
+            output, shared_output = self.schedule(
+                self.switch, tokens, ids, weights, experts, shared
+            )
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()
@@ -181,7 +188,8 @@ def _parallel_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     region = _region_of(module)
     # Not a bound method, which torch.compile can't make.
     original = functools.partial(region.original[region.adapter.method], module)
-    return region.adapter.run(module, original, region.exchange, *args, **kwargs)
+    exchange = functools.partial(region.exchange, module)
+    return region.adapter.run(module, original, exchange, *args, **kwargs)
 
 
 class ExpertParallel(ParallelStyle):
@@ -205,14 +213,26 @@ class ExpertParallel(ParallelStyle):
             gradient and the router gradient the bits that one rank would compute.
             Default: ``"reduce"``
         capacity (int, optional): rows for every pair of ranks, for static shapes;
-            ``None`` sends exactly what there is. Default: None
+            ``None`` sends exactly what there is. With ``"hierarchical"`` a pair of
+            numbers, for nodes and for ranks of a node. Default: None
         wire_dtype (torch.dtype, optional): precision of tokens on their way to the
             experts. Default: None (the dtype of the tokens)
-        token_switch (callable, optional): ``token_switch(ep_mesh, num_experts)`` makes the
-            :class:`TokenSwitch` that communicates, instead of
-            :class:`TokenSwitchAllToAll` with the three options above. Default: None
-        schedule (callable): order of communication and computation.
-            Default: :func:`sequential_schedule`
+        token_switch (str or callable): what moves the tokens. ``"all_to_all"``: each token
+            once to every rank that has one of its experts. ``"hierarchical"``: once to every
+            node, and from there to its ranks, see ``ranks_per_node``. ``"all_gather"``:
+            all tokens to all ranks, for decoding without gradients, see ``max_tokens``.
+            Or ``token_switch(ep_mesh, num_experts)`` that makes a :class:`TokenSwitch`,
+            without the other options. Default: ``"all_to_all"``
+        ranks_per_node (int, optional): of ``"hierarchical"``, a divisor of the ranks of the
+            mesh, which are in the order of the nodes. Default: None
+        max_tokens (int, optional): of ``"all_gather"``, most tokens of a rank; equal on all
+            ranks. Default: None
+        placement (ExpertPlacement, optional): moves and replicates experts by their loads
+            while the model trains. Needs a 1-D mesh. Default: None (experts stay in order)
+        num_chunks (int): chunks of tokens, of which one is on its way while another is
+            computed; equal on all ranks. Default: 1
+        schedule (callable, optional): another order of communication and computation, in
+            place of ``num_chunks``. Default: None
         adapter (ExpertAdapter, optional): describes the module. Default: None (found by the
             module)
         sequence_parallel_mesh (DeviceMesh, optional): 1-D mesh over which the tokens of the
@@ -245,8 +265,13 @@ class ExpertParallel(ParallelStyle):
         combine: Literal["reduce", "exact"] = "reduce",
         capacity: int | None = None,
         wire_dtype: torch.dtype | None = None,
-        token_switch: Callable[[DeviceMesh, int], TokenSwitch] | None = None,
-        schedule: Schedule = sequential_schedule,
+        token_switch: Literal["all_to_all", "hierarchical", "all_gather"]
+        | Callable[[DeviceMesh, int], TokenSwitch] = "all_to_all",
+        ranks_per_node: int | None = None,
+        max_tokens: int | None = None,
+        placement: ExpertPlacement | None = None,
+        num_chunks: int = 1,
+        schedule: Schedule | None = None,
         adapter: ExpertAdapter | None = None,
         sequence_parallel_mesh: DeviceMesh | None = None,
         ep_dim: str = "ep",
@@ -260,11 +285,28 @@ class ExpertParallel(ParallelStyle):
             "wire_dtype": wire_dtype,
         }
         defaults = {"combine": "reduce", "capacity": None, "wire_dtype": None}
-        if token_switch is not None and options != defaults:
-            raise ValueError(
-                "ExpertParallel: combine, capacity and wire_dtype are options of the "
-                f"default token switch, got {options} next to token_switch"
-            )
+        if isinstance(token_switch, str):
+            if token_switch not in _SWITCHES:
+                raise ValueError(
+                    f"ExpertParallel: token_switch must be one of {list(_SWITCHES)} or a "
+                    f"function, got {token_switch!r}"
+                )
+        if not isinstance(token_switch, str) or token_switch == "all_gather":
+            if options != defaults:
+                raise ValueError(
+                    "ExpertParallel: combine, capacity and wire_dtype are options of "
+                    "'all_to_all' and 'hierarchical', got "
+                    f"{options} next to token_switch={token_switch!r}"
+                )
+        for name, value, switch in (
+            ("ranks_per_node", ranks_per_node, "hierarchical"),
+            ("max_tokens", max_tokens, "all_gather"),
+        ):
+            if (value is not None) != (token_switch == switch):
+                raise ValueError(
+                    f"ExpertParallel: {name} goes with token_switch={switch!r}, got "
+                    f"{value} and {token_switch!r}"
+                )
         if sequence_parallel_mesh is not None and sequence_parallel_mesh.ndim != 1:
             raise ValueError(
                 "ExpertParallel: sequence_parallel_mesh must be 1-D, got a "
@@ -273,6 +315,18 @@ class ExpertParallel(ParallelStyle):
             )
         self.switch_options = options
         self.token_switch = token_switch
+        self.ranks_per_node = ranks_per_node
+        self.max_tokens = max_tokens
+        self.placement = placement
+        if schedule is None:
+            schedule = sequential_schedule
+            if num_chunks != 1:
+                schedule = OverlapSchedule(num_chunks)
+        elif num_chunks != 1:
+            raise ValueError(
+                "ExpertParallel: num_chunks is of the default schedule, got "
+                f"{num_chunks} next to schedule"
+            )
         self.schedule = schedule
         self.adapter = adapter
         self.sequence_parallel_mesh = sequence_parallel_mesh
@@ -280,16 +334,87 @@ class ExpertParallel(ParallelStyle):
         self.tp_dim = tp_dim
         self.replicate_dim = replicate_dim
 
+    #: Base class of what describes a kind of module, see :attr:`adapter`.
+    Adapter = ExpertAdapter
+    fold_mesh = staticmethod(fold_expert_parallel)
+    shard_placement = staticmethod(expert_shard_placement)
+    clip_grad_norm_ = staticmethod(clip_grad_norm_)
+    save_communication = staticmethod(save_communication)
+
+    @staticmethod
+    def check_overflow(model: nn.Module) -> None:
+        """Raises on every rank if tokens did not fit ``capacity`` since the last check.
+
+        Collective, and one sync for each layer: once per step, before the optimizer uses
+        what was computed.
+
+        Args:
+            model (nn.Module): has expert parallel modules.
+        """
+        for switch in _static_switches(model):
+            switch.check_overflow()
+
+    @staticmethod
+    def grow_and_rerun(
+        model: nn.Module,
+        step: Callable[[], R],
+        *,
+        max_reruns: int = 2,
+        group: ProcessGroup | None = None,
+    ) -> R:
+        """Runs ``step`` and, if tokens did not fit, again with enough capacity.
+
+        Args:
+            model (nn.Module): has expert parallel modules; all ranks rerun together.
+            step (callable): forward and backward of one step. Runs again from the
+                start: it must zero its gradients itself, and change nothing else.
+
+        Keyword Args:
+            max_reruns (int): Default: 2
+            group (ProcessGroup, optional): ranks that ``step`` communicates with beyond
+                those that share experts: if one has to rerun, all do. Default: None
+
+        Returns:
+            What the last ``step`` returned; nothing was left out in it.
+        """
+        switches = _static_switches(model)
+        return grow_and_rerun(switches, step, max_reruns=max_reruns, group=group)
+
     def _make_switch(self, ep_mesh: DeviceMesh, num_experts: int) -> TokenSwitch:
-        if self.token_switch is None:
-            return TokenSwitchAllToAll(
+        """Switch over the ranks of ``ep_mesh``, whose rank r has the r-th experts."""
+        switch: TokenSwitch
+        if self.token_switch == "all_to_all":
+            switch = TokenSwitchAllToAll(
                 ep_mesh.get_group(), num_experts, **self.switch_options
             )
-        switch = self.token_switch(ep_mesh, num_experts)
-        if not isinstance(switch, TokenSwitch):
-            raise TypeError(
-                "ExpertParallel: token_switch must return a TokenSwitch, got "
-                f"{type(switch).__name__}"
+        elif self.token_switch == "hierarchical":
+            per_node = cast(int, self.ranks_per_node)
+            if per_node < 1 or ep_mesh.size() % per_node:
+                raise ValueError(
+                    "ExpertParallel: ranks_per_node must divide the "
+                    f"{ep_mesh.size()} ranks of the mesh, got {per_node}"
+                )
+            nodes = ep_mesh.size() // per_node
+            mesh = ep_mesh._unflatten(0, (nodes, per_node), ("node", "local"))
+            switch = TokenSwitchHierarchical(mesh, num_experts, **self.switch_options)
+        elif self.token_switch == "all_gather":
+            switch = TokenSwitchAllGather(
+                ep_mesh.get_group(), num_experts, max_tokens=cast(int, self.max_tokens)
+            )
+        else:
+            make = cast("Callable[[DeviceMesh, int], TokenSwitch]", self.token_switch)
+            switch = make(ep_mesh, num_experts)
+            if not isinstance(switch, TokenSwitch):
+                raise TypeError(
+                    "ExpertParallel: token_switch must return a TokenSwitch, got "
+                    f"{type(switch).__name__}"
+                )
+        ranks, wanted = getattr(switch, "ranks", None), ep_mesh.mesh.flatten().tolist()
+        if ranks is not None and ranks != wanted:
+            raise ValueError(
+                "ExpertParallel: the token switch must have its experts on the ranks of "
+                f"the mesh, in order: the mesh has {wanted}, {type(switch).__name__} has "
+                f"{ranks}"
             )
         return switch
 
@@ -333,6 +458,19 @@ class ExpertParallel(ParallelStyle):
         roles = self._roles(device_mesh)
         dims = adapter.expert_parameters(module)
         num_experts = self._check(module, adapter, dims, roles, device_mesh)
+        placed, slots = None, num_experts
+        if self.placement is not None:
+            if device_mesh.ndim != 1:
+                raise ValueError(
+                    "ExpertParallel: placement needs a 1-D device_mesh, got a "
+                    f"{device_mesh.ndim}-D one"
+                )
+            placed = self.placement.add_layer(
+                num_experts,
+                device_mesh.get_group(),
+                lambda: [module.get_parameter(name) for name in dims],
+            )
+            slots = placed.placement.topology.num_slots
         names = device_mesh.mesh_dim_names or ()
         mesh_of = {
             role: device_mesh if device_mesh.ndim == 1 else device_mesh[names[i]]
@@ -340,17 +478,25 @@ class ExpertParallel(ParallelStyle):
         }
         region = _Region(
             adapter,
-            self._make_switch(mesh_of["ep"], num_experts),
+            self._make_switch(mesh_of["ep"], slots),
             self.schedule,
             mesh_of.get("tp"),
             {
                 name: getattr(module, name).__func__
                 for name in ("forward", adapter.method)
             },
+            placed,
         )
+        name_owner = getattr(region.switch, "name_owner", None)
+        if name_owner is not None:
+            name_owner(
+                f"expert parallel layer {next(_layers)} ({type(module).__name__})"
+            )
         region.expert_names = tuple(dims)
         for name, hidden_dim in dims.items():
             placements, grads = zip(*(_placements(role, hidden_dim) for role in roles))
+            if placed is not None:
+                self._place(module, name, placed.placement)
             self._distribute(module, name, device_mesh, placements)
             region.grad_placements[name] = grads
             if hidden_dim is None:
@@ -418,6 +564,19 @@ class ExpertParallel(ParallelStyle):
                     )
         return num_experts
 
+    def _place(self, module: nn.Module, name: str, placement: Placements) -> None:
+        """(E, ...) parameter -> one row for every slot, those that are free zero."""
+        param = module.get_parameter(name)
+        owner, _, leaf = name.rpartition(".")
+        held = placement.slot_experts.flatten().to(param.device)
+        with torch.no_grad():
+            rows = param[held.clamp_min(0)]
+            free = (held < 0).view(-1, *[1] * (param.dim() - 1))
+            rows.masked_fill_(free, 0)
+        module.get_submodule(owner).register_parameter(
+            leaf, nn.Parameter(rows, requires_grad=param.requires_grad)
+        )
+
     def _distribute(
         self,
         module: nn.Module,
@@ -435,12 +594,10 @@ class ExpertParallel(ParallelStyle):
         )
 
     def __repr__(self) -> str:
-        tmpstr = self.__class__.__name__ + "("
-        if self.token_switch is None:
-            tmpstr += ", ".join(f"{k}={v!r}" for k, v in self.switch_options.items())
-        else:
-            tmpstr += f"token_switch={self.token_switch!r}"
-        return tmpstr + ")"
+        options = {"token_switch": self.token_switch}
+        if self.token_switch in ("all_to_all", "hierarchical"):
+            options |= self.switch_options
+        return f"ExpertParallel({', '.join(f'{k}={v!r}' for k, v in options.items())})"
 
 
 def _placements(role: str, hidden_dim: int | None) -> tuple[Placement, Placement]:
@@ -453,10 +610,11 @@ def _placements(role: str, hidden_dim: int | None) -> tuple[Placement, Placement
 
 
 def token_switches(model: nn.Module) -> list[TokenSwitch]:
-    """Token switches of the expert parallel modules in ``model``, in module order.
-
-    For ``check_overflow`` after a step, or
-    :func:`torch.distributed._moe.rerun.grow_and_rerun`.
-    """
+    """Token switches of the expert parallel modules in ``model``, in module order."""
     regions = [getattr(m, "_expert_parallel", None) for m in model.modules()]
     return [region.switch for region in regions if region is not None]
+
+
+def _static_switches(model: nn.Module) -> list[TokenSwitchAllToAll]:
+    switches = token_switches(model)
+    return [s for s in switches if isinstance(s, TokenSwitchAllToAll) and s.capacity]
