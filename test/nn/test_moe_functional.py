@@ -392,16 +392,9 @@ class TestMoeFunctionalText(TestCase):
             F.moe_mlp(*moe_mlp_arguments(ops), activation="")
 
     @parametrize("functional", ["moe_mlp", "moe_topk"])
-    def test_docstring(self, functional):
-        function = getattr(F, functional)
-        doc = function.__doc__
-        self.assertEqual(doc.split()[0].split("(")[0], functional)
-        names = function.__code__.co_varnames[
-            : function.__code__.co_argcount + function.__code__.co_kwonlyargcount
-        ]
-        for name in names:
-            self.assertRegex(doc, rf"\n        {name}: \S")
-        self.assertIn("prototype", doc)
+    def test_examples(self, functional):
+        # Its examples run.
+        doc = getattr(F, functional).__doc__
         test = doctest.DocTestParser().get_doctest(
             doc, {"torch": torch, "F": F}, functional, None, 0
         )
