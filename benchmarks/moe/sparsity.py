@@ -218,7 +218,7 @@ def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
         weights = torch.full((tokens, k), 1.0 / k)
         w_in = torch.randn(e // 2, 2 * f, D).bfloat16() * D**-0.5
         w_out = torch.randn(e // 2, D, f).bfloat16() * f**-0.5
-        switch = TokenSwitchAllToAll(mesh, e)
+        switch = TokenSwitchAllToAll(group, e)
 
         def step() -> None:
             with torch.no_grad():
