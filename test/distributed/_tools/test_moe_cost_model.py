@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import pathlib
+import sys
 import unittest
 
 import torch

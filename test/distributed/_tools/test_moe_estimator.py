@@ -10,8 +10,8 @@ from torch.distributed._tools.moe_calibration import profile
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_estimator import (
     infer,
-    Layout,
     layer_peak,
+    Layout,
     memory,
     MoERuntimeEstimator,
     saved_bytes,

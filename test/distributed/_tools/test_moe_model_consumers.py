@@ -2,7 +2,6 @@
 
 """Who asks the cost model gets its numbers, and no others."""
 
-import unittest
 from unittest import mock
 
 import torch
@@ -19,7 +18,7 @@ from torch.distributed._tools.moe_calibration import (
     Profile,
     profile,
 )
-from torch.distributed._tools.moe_estimator import inductor_estimate, op_seconds
+from torch.distributed._tools.moe_estimator import inductor_estimate
 from torch.distributed._tools.moe_planner import overlap_schedule, select_recipe
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F

@@ -14,14 +14,13 @@ from torch.distributed._tools import moe_planner
 from torch.distributed._tools.moe_calibration import (
     Constants,
     CpuConstants,
-    profile,
     Profile,
+    profile,
 )
 from torch.distributed._tools.moe_config import MODELS
-from torch.distributed._tools.moe_estimator import Layout, memory
+from torch.distributed._tools.moe_estimator import inference_table, Layout, memory
 from torch.distributed._tools.moe_planner import (
     FILL,
-    inference_table,
     main,
     plan,
     select_recipe,

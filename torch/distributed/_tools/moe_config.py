@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """A mixture-of-experts model by its sizes: from a table, a configuration, or a module.
 
-    >>> MoEConfig.by_name("qwen3-30b-a3b").parameters()
+>>> MoEConfig.by_name("qwen3-30b-a3b").parameters()
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ __all__ = [
     "Step",
     "block",
     "infer",
+    "inference_table",
     "inductor_estimate",
     "layer_peak",
     "memory",
@@ -350,6 +351,64 @@ def infer(
     layer = 2 * max(compute, comm) if two_batches else compute + comm
     head = cost.gemm(p, 1, tokens if phase == "decode" else 8, model.vocab, model.d)
     return tokens / (layer * model.layers + head)
+
+
+def inference_table(
+    model: MoEConfig,
+    p: Profile,
+    gpus: int,
+    *,
+    phase: str,
+    tokens: int,
+    context: int,
+    imbalance: Callable[[int], float] = lambda ep: 1.0,
+    dtype: str = "fp8",
+) -> list[dict[str, Any]]:
+    """Tokens a second over the EP degrees that fit, best first.
+
+    Args:
+        model (MoEConfig): the model.
+        p (Profile): the GPU.
+        gpus (int): how many; a smaller EP runs copies of the group.
+
+    Keyword Args:
+        phase (str): ``"prefill"`` or ``"decode"``.
+        tokens (int): of a GPU: tokens in prefill, sequences in decode.
+        context (int): tokens of a sequence in the cache.
+        imbalance (callable): heaviest expert rank over the mean, of an EP degree.
+        dtype (str): of weights and products.
+    """
+    weights, size = model.parameters(), cost.ITEMSIZE[dtype]
+    row = 576 if model.mla else 2 * model.kv_heads * model.head_dim
+    held = tokens * (context if phase == "decode" else 1) * row * 2 * model.layers
+    held += tokens * model.d * 20 * (phase == "prefill")
+    out = []
+    for ep in (
+        e for e in (2**i for i in range(gpus.bit_length())) if model.experts % e == 0
+    ):
+        need = (weights["expert"] / ep + weights["other"]) * size + held
+        if need > 0.9 * p.device.memory:
+            continue
+        skew = imbalance(ep)
+        rate = infer(
+            p,
+            model,
+            tokens,
+            context,
+            ep=ep,
+            phase=phase,
+            imbalance=skew,
+            dtype=dtype,
+        )
+        out.append({"ep": ep, "tokens_per_second_per_gpu": rate, "memory": need,
+                    "imbalance": skew})  # fmt: skip
+    if not out:
+        raise ValueError(
+            f"inference_table: weights and cache fit on no ep of {gpus} GPUs with "
+            f"{p.device.memory / 1e9:.0f} GB; at ep={gpus} they need "
+            f"{((weights['expert'] / gpus + weights['other']) * size + held) / 1e9:.0f} GB"
+        )
+    return sorted(out, key=lambda r: -r["tokens_per_second_per_gpu"])
 
 
 def cpu_table(

@@ -26,10 +26,10 @@ from torch.distributed._tools.moe_calibration import DEVICES, HELD_OUT_ERROR, pr
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_estimator import (
     cpu_table,
-    infer,
+    inference_table,
     Layout,
-    memory,
     Memory,
+    memory,
     Step,
     train_step,
 )
@@ -395,11 +395,15 @@ def _with_replicas(
     tokens: float,
     k: int,
 ) -> float | None:
-    """Imbalance after ``torch.distributed._moe.placement`` placed ``extra`` replicas."""
+    """Imbalance after ``torch.distributed._moe`` placed ``extra`` replicas."""
     try:
-        from torch.distributed._moe.placement import plan as place, Topology
+        from torch.distributed._moe.placement import Topology
+        from torch.distributed._moe.planner import plan as place
     except ImportError:
-        return None
+        try:
+            from torch.distributed._moe.placement import plan as place, Topology
+        except ImportError:
+            return None
     domain = min(x.domain or p.device.domain, ep)
     if ep % domain or (len(share) + extra) % ep:
         return None
@@ -574,68 +578,6 @@ def plan(
     )  # fmt: skip
 
 
-# ---- inference --------------------------------------------------------------------------
-
-
-def inference_table(
-    model: MoEConfig,
-    p: Profile,
-    gpus: int,
-    *,
-    phase: str,
-    tokens: int,
-    context: int,
-    load: Sequence[float] | None = None,
-    dtype: str = "fp8",
-) -> list[dict[str, Any]]:
-    """Tokens a second over the EP degrees that fit, best first.
-
-    Args:
-        model (MoEConfig): the model.
-        p (Profile): the GPU.
-        gpus (int): how many; a smaller EP runs copies of the group.
-
-    Keyword Args:
-        phase (str): ``"prefill"`` or ``"decode"``.
-        tokens (int): of a GPU: tokens in prefill, sequences in decode.
-        context (int): tokens of a sequence in the cache.
-        load (sequence of float, optional): of the experts now. Default: uniform
-        dtype (str): of weights and products.
-    """
-    weights, size = model.parameters(), cost.ITEMSIZE[dtype]
-    row = 576 if model.mla else 2 * model.kv_heads * model.head_dim
-    held = tokens * (context if phase == "decode" else 1) * row * 2 * model.layers
-    held += tokens * model.d * 20 * (phase == "prefill")
-    out = []
-    for ep in (e for e in _powers(gpus) if model.experts % e == 0):
-        need = (weights["expert"] / ep + weights["other"]) * size + held
-        if need > 0.9 * p.device.memory:
-            continue
-        imbalance = 1.0
-        if ep > 1:
-            share = load if load is not None else [1.0] * model.experts
-            imbalance = expected_imbalance(share, tokens * ep, model.k, ep)
-        rate = infer(
-            p,
-            model,
-            tokens,
-            context,
-            ep=ep,
-            phase=phase,
-            imbalance=imbalance,
-            dtype=dtype,
-        )
-        out.append({"ep": ep, "tokens_per_second_per_gpu": rate, "memory": need,
-                    "imbalance": imbalance})  # fmt: skip
-    if not out:
-        raise ValueError(
-            f"inference_table: weights and cache fit on no ep of {gpus} GPUs with "
-            f"{p.device.memory / 1e9:.0f} GB; at ep={gpus} they need "
-            f"{((weights['expert'] / gpus + weights['other']) * size + held) / 1e9:.0f} GB"
-        )
-    return sorted(out, key=lambda r: -r["tokens_per_second_per_gpu"])
-
-
 # ---- command line ----------------------------------------------------------------------
 
 
@@ -776,7 +718,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.phase != "train":
             rows = inference_table(
                 model, p, args.gpus, phase=args.phase, tokens=args.tokens,
-                context=args.seq, load=load,
+                context=args.seq,
+                imbalance=lambda ep: expected_imbalance(
+                    load or [1.0] * model.experts, args.tokens * ep, model.k, ep
+                ),
             )  # fmt: skip
             print("\n".join(_lines(rows)))
             return 0
