@@ -208,7 +208,8 @@ def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
     )
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     group = mesh.get_group()
-    p = moe_calibration.calibrate(seconds=seconds, group=group)
+    p = moe_calibration.calibrate(seconds=seconds, group=group, clock=clock)
+    tick = time.process_time if clock == "process" else time.perf_counter
     assert p.cpu is not None
     rows = []
     for tokens, f, e, k in ((256, 256, 16, 2), (512, 256, 16, 4), (128, 512, 32, 4)):
@@ -230,9 +231,9 @@ def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
         times = []
         for _ in range(9):
             dist.barrier(group)
-            start = time.perf_counter()
+            start = tick()
             step()
-            times.append(time.perf_counter() - start)
+            times.append(tick() - start)
         slowest = torch.tensor(statistics.median(times[2:]), dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         # Half of the slots of both ranks are here; the exchange of counts, ids and weights

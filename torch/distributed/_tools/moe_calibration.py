@@ -567,7 +567,7 @@ def fit_cpu(
 
 
 def measure_links(
-    group: Any, sizes: Sequence[int], seconds: float = 3.0
+    group: Any, sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
     """(start in seconds, B/s that a rank sends to others) of an all-to-all over a group.
 
@@ -589,10 +589,10 @@ def measure_links(
         for _ in range(rounds):
             dist.barrier(group)
             synchronize()
-            start = time.perf_counter()
+            start = clock()
             dist.all_to_all_single(y, x, group=group)
             synchronize()
-            times.append(time.perf_counter() - start)
+            times.append(clock() - start)
         slowest = torch.tensor(
             statistics.median(times), dtype=torch.float64, device=device
         )
@@ -665,8 +665,9 @@ def calibrate(
     threads = torch.get_num_threads()
     where = f"{threads} threads, {torch.backends.cpu.get_cpu_capability()}"
     rate, start = 1e9, 1e-4
+    tick = time.process_time if clock == "process" else time.perf_counter
     if group is not None:
-        start, rate = measure_links(group, [1 << n for n in range(10, 25, 2)])
+        start, rate = measure_links(group, [1 << n for n in range(10, 25, 2)], tick)
     if device == "cuda":
         p = profile(gpu or "H100")
         constants = measure_kernels(p, "cuda", seconds)
@@ -678,7 +679,6 @@ def calibrate(
             p, constants=constants, provenance="measured on this machine"
         )
     calls, hit = zip(*(cpu_call(row) for row in CPU_ROWS))
-    tick = time.process_time if clock == "process" else time.perf_counter
     measured = measure_calls(calls, seconds, tick)
     cpu = fit_cpu(CPU_ROWS, hit, measured)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
