@@ -5,7 +5,6 @@
 from unittest import mock
 
 import torch
-from torch.distributed._moe.schedule import OverlapSchedule
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import (
     calibrate,
@@ -27,19 +26,6 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 class TestSchedule(TestCase):
-    def test_two_queues(self):
-        one = cost.overlapped(OverlapSchedule(1).steps(), 1, 4, 1, shared=2)
-        # Shared experts run beside the dispatch, and before the routed ones.
-        self.assertEqual(one, 2 + 4 + 1)
-
-    def test_overlap_bounds(self):
-        for d, e, c in ((1.0, 4.0, 1.0), (4.0, 1.0, 4.0), (2.0, 2.0, 2.0)):
-            serial = d + e + c
-            for n in (1, 2, 4):
-                got = cost.overlapped(OverlapSchedule(n).steps(), d / n, e / n, c / n)
-                self.assertLessEqual(got, serial + 1e-9)
-                self.assertGreaterEqual(got, max(e, d + c) - 1e-9)
-
     def test_chunks_of_the_model(self):
         p = profile("H100")
         # Two nodes and long sequences: links as slow as products.

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed._tools.moe_calibration import CpuConstants, Profile
 
@@ -47,7 +47,6 @@ __all__ = [
     "gemm",
     "hit_experts",
     "layer_chunks",
-    "overlapped",
     "quantize",
     "recipe_seconds",
     "router",
@@ -663,39 +662,6 @@ def cpu_experts(
 # ---- schedules -------------------------------------------------------------------------
 
 
-def overlapped(
-    steps: Iterable[tuple[str, int]],
-    dispatch: float,
-    experts: float,
-    combine: float,
-    shared: float = 0.0,
-) -> float:
-    """Seconds of a layer whose communication hides behind computation.
-
-    Two queues, one for communication and one for computation, each first in first out. A
-    part is issued when the computation before it in the order has ended, experts wait for
-    their dispatch, and the end waits for everything.
-
-    Args:
-        steps (iterable of (str, int)): parts and chunks in the order of issue, as
-            ``OverlapSchedule.steps()``.
-        dispatch, experts, combine (float): seconds of one chunk.
-        shared (float): seconds of the shared experts of all tokens.
-    """
-    seconds = {"dispatch": dispatch, "combine": combine}
-    computed = communicated = 0.0
-    arrived: dict[int, float] = {}
-    for part, chunk in steps:
-        if part == "shared":
-            computed += shared
-        elif part == "experts":
-            computed = max(computed, arrived[chunk]) + experts
-        else:
-            communicated = max(communicated, computed) + seconds[part]
-            arrived[chunk] = communicated
-    return max(computed, communicated)
-
-
 def choose_chunks(
     parts: Callable[[int], tuple[float, float, float]],
     shared: float = 0.0,
@@ -709,12 +675,18 @@ def choose_chunks(
         shared (float): seconds of the shared experts.
         candidates (sequence of int): chunks to compare; fewer win a tie.
     """
-    from torch.distributed._moe.schedule import OverlapSchedule
-
-    return sorted(
-        (overlapped(OverlapSchedule(n).steps(), *parts(n), shared), n)
-        for n in candidates
+    from torch.distributed._moe.schedule import (
+        OverlapSchedule,
+        PartSeconds,
+        simulated_seconds,
     )
+
+    def seconds(n: int) -> float:
+        dispatch, experts, combine = ((part,) * n for part in parts(n))
+        whole = PartSeconds(dispatch, experts, combine, shared)
+        return simulated_seconds(OverlapSchedule(n), whole)
+
+    return sorted((seconds(n), n) for n in candidates)
 
 
 def layer_chunks(

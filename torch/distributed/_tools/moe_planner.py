@@ -400,10 +400,7 @@ def _with_replicas(
         from torch.distributed._moe.placement import Topology
         from torch.distributed._moe.planner import plan as place
     except ImportError:
-        try:
-            from torch.distributed._moe.placement import plan as place, Topology
-        except ImportError:
-            return None
+        return None
     domain = min(x.domain or p.device.domain, ep)
     if ep % domain or (len(share) + extra) % ep:
         return None
