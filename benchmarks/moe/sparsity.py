@@ -156,7 +156,6 @@ def sweep(p: Profile, seconds: float, clock: str) -> list[dict]:
     ]
     out = measure(p, rows, seconds, clock)
     for r, (name, f, e, k) in zip(out, points):
-        # GPUs: experts of eight times the width and the rows of a training micro-batch.
         r |= {"sweep": name, "cpu": cpu_shares(p, r)}
         r |= {gpu: shares(gpu, f, e, k) for gpu in ("H100", "B200")}
     return out
