@@ -33,7 +33,13 @@ from triton_static_gate import (
 )
 
 import torch
-from torch._native.ops.moe.triton_kernels import backward, forward, launch, topk
+from torch._native.ops.moe.triton_kernels import (
+    backward,
+    forward,
+    launch,
+    permutation,
+    topk,
+)
 from torch._native.ops.moe.triton_kernels.activations import (
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
@@ -69,6 +75,7 @@ class Variant:
         dtype: of the operands.
         bias: with biases.
         transposed: expert weights stored with their last two dimensions swapped.
+        two_weights: gate and up as two weights.
         slots: with a permutation; without, rows are expert-major already.
         odd: the smallest multiples, D and F that no tile divides, and K = E = 1,
             which Triton specializes on.
@@ -82,6 +89,7 @@ class Variant:
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
     transposed: bool = False
+    two_weights: bool = False
     slots: bool = True
     odd: bool = False
     architectures: tuple[str, ...] = ARCHITECTURES
@@ -108,10 +116,34 @@ def variants() -> tuple[Variant, ...]:
             every_config=True,
             activation=launch.Activation("silu"),
         ),
-        Variant("all_kernels", kernels=ALL_KERNELS, bias=True),
+        Variant(
+            "all_kernels",
+            kernels=ALL_KERNELS,
+            bias=True,
+            architectures=(*ARCHITECTURES, "sm_103"),
+        ),
         Variant("no_slots", kernels=ALL_KERNELS, slots=False, bias=True),
         Variant("odd", kernels=ALL_KERNELS, odd=True, bias=True),
         Variant("transposed", transposed=True, architectures=REGISTERED),
+        Variant(
+            "two_weights",
+            kernels=(forward.up_kernel, forward.grouped_mm_kernel),
+            every_config=True,
+            two_weights=True,
+            architectures=REGISTERED,
+        ),
+        Variant(
+            "two_weights_transposed",
+            two_weights=True,
+            transposed=True,
+            architectures=REGISTERED,
+        ),
+        Variant(
+            "swiglu_limit",
+            kernels=ACTIVATION_KERNELS,
+            activation=launch.Activation("swiglu", limit=7.0),
+            architectures=REGISTERED,
+        ),
         Variant("float16", dtype=torch.float16, architectures=REGISTERED),
     ]
     for name in GATED_ACTIVATIONS + PLAIN_ACTIVATIONS:
@@ -163,11 +195,11 @@ def _launch(variant: Variant, table: KernelTable) -> None:
     x = torch.empty(T, D, dtype=dtype)
     if not variant.kernels:
         for num_tokens in (4096, 1):  # by blocks, and the block for decoding
-            launch.moe_permutation(torch.empty(num_tokens, K, dtype=torch.int64), E)
+            permutation.moe_permutation(torch.empty(num_tokens, K).long(), E)
         _launch_router(T, variant)
     args = (
         x,
-        weight(gF, D),
+        weight(F if variant.two_weights else gF, D),
         weight(D, F),
         int32(E),
         torch.empty(T, K),
@@ -175,7 +207,7 @@ def _launch(variant: Variant, table: KernelTable) -> None:
         int32(T, K) if variant.slots else None,
         torch.empty(E, gF, dtype=dtype) if variant.bias else None,
         torch.empty(E, D, dtype=dtype) if variant.bias else None,
-        None,
+        weight(F, D) if variant.two_weights else None,
     )
     _, preact = launch.moe_mlp_forward(plan, *args, act)
     launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 7, act)
@@ -229,7 +261,8 @@ def sweep(
         chosen: default: :func:`variants`.
         seen: as in :func:`compile_only`.
     """
-    table = TABLES[arch] if table is None else table
+    if table is None:
+        table = TABLES["sm_100" if arch == "sm_103" else arch]
     for variant in variants() if chosen is None else chosen:
         if arch not in variant.architectures:
             continue
@@ -281,7 +314,7 @@ def _sweep_variant(arch: str, index: int, seen: str) -> list[Row]:
 
 
 def parallel_sweep(
-    architectures: tuple[str, ...] = ARCHITECTURES, workers: int | None = None
+    architectures: tuple[str, ...] = (*ARCHITECTURES, "sm_103"), workers: int | None = None
 ) -> dict[str, list[Row]]:
     """:func:`sweep` of what ships, each kernel once, on several processes.
 

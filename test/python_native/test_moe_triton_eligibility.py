@@ -65,7 +65,7 @@ class EligibilityTestCase(TestCase):
 
 
 class TestEligibility(EligibilityTestCase):
-    @parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+    @parametrize("capability", [(8, 0), (9, 0), (10, 0), (10, 3)])
     @parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_served(self, capability, dtype):
         self.capability = capability
@@ -93,6 +93,7 @@ class TestEligibility(EligibilityTestCase):
         gated, plain = activations.GATED_ACTIVATIONS, activations.PLAIN_ACTIVATIONS
         self.assertEqual(get_args(F._MoeGatedActivation), gated)
         self.assertEqual(get_args(F._MoeActivation), (*gated, *plain))
+        self.assertEqual(triton_impl._LIMITED, activations.LIMITED_ACTIVATIONS)
 
     @parametrize("dtype", [torch.float32, torch.float64])
     def test_other_dtypes(self, dtype):
@@ -115,6 +116,48 @@ class TestEligibility(EligibilityTestCase):
         self.assertIn("neither of the last two dimensions of w_in", reason)
         reason = triton_impl.mlp_reason(*replaced(args, 2, misaligned(args[2])))
         self.assertIn("w_out is not aligned", reason)
+
+    def test_weight_strides(self):
+        # Experts inside: a row's offset passes int32, a tile's does not.
+        w = torch.empty(8192, 128, 4096, device="meta", dtype=torch.bfloat16)
+        self.assertGreater(8191 * w.stride(0), 2**31)
+        self.assertIsNone(triton_impl._weight_reason("w_in", w.transpose(0, 1)))
+        self.assertIsNone(triton_impl._weight_reason("w_in", w.permute(1, 2, 0)))
+        # The last rows of a tile of 256 would wrap around.
+        for stride, served in ((2**23, True), (2**23 + 65536, False)):
+            w = torch.empty_strided((2, 512, 64), (64, stride, 1), device="meta")
+            for view in (w, w.transpose(1, 2)):
+                reason = triton_impl._weight_reason("w_in", view)
+                self.assertEqual(reason is None, served, reason)
+                if not served:
+                    self.assertIn("spans more than int32 can count", reason)
+
+    def test_gate_and_up_as_two_weights(self):
+        args = self.args()
+        gate, up = (w.contiguous() for w in args[1].chunk(2, 1))
+
+        def reason(gate, up, **kwargs):
+            return triton_impl.mlp_reason(*replaced(args, 1, gate)[:9], up, **kwargs)
+
+        def flipped(w):
+            return w.transpose(1, 2).contiguous().transpose(1, 2)
+
+        self.assertIsNone(reason(gate, up))
+        self.assertIsNone(reason(gate, up, activation="swiglu_oai", limit=3.0))
+        self.assertIsNone(reason(flipped(gate), flipped(up)))
+        self.assertIn("different dimensions", reason(gate, flipped(up)))
+        self.assertIn("w_up is not aligned", reason(gate, misaligned(up)))
+        self.assertIn("several dtypes", reason(gate, up.half()))
+        self.assertIn("do not fit", reason(args[1], up))
+        self.assertIn("do not fit", reason(gate, up[:, :-16]))
+        self.assertIn("gate_interleaved", reason(gate, up, gate_interleaved=True))
+        self.assertIn("without a gate", reason(gate, up, activation="silu"))
+
+    @parametrize("activation", ["swiglu", "geglu", "swiglu_oai", "reglu", "silu"])
+    def test_limit(self, activation):
+        args = self.args(activation=activation)
+        reason = triton_impl.mlp_reason(*args, activation=activation, limit=5.0)
+        self.assertEqual(reason is None, activation in triton_impl._LIMITED)
 
     @parametrize(
         "position,change",

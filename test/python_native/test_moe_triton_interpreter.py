@@ -22,11 +22,12 @@ from triton_interpreter import (
     exact_floats,
     MemorySanitizer,
     require_interpreter,
+    shuffled_programs,
 )
 
 import torch
 from torch._native.ops.moe import triton_impl
-from torch._native.ops.moe.triton_kernels import launch
+from torch._native.ops.moe.triton_kernels import launch, permutation, topk
 from torch._native.ops.moe.triton_kernels.activations import (
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
@@ -135,7 +136,7 @@ class MoeKernelTestCase(TestCase):
 
 class TestMoePermutation(MoeKernelTestCase):
     def check(self, topk_indices, num_experts, **kwargs):
-        actual = launch.moe_permutation(topk_indices, num_experts, **kwargs)
+        actual = permutation.moe_permutation(topk_indices, num_experts, **kwargs)
         expected = moe_permutation_reference(topk_indices, num_experts, **kwargs)
         for name, a, b in zip(expected._fields, actual, expected):
             self.assertEqual(a, b, atol=0, rtol=0, msg=lambda m: f"{name}: {m}")
@@ -146,7 +147,7 @@ class TestMoePermutation(MoeKernelTestCase):
     def test_cases(self, case, dtype, alone):
         # All of them fit in one block; without that kernel they take several.
         limits = {"_BLOCK_SLOTS": 1024 if alone else -1, "_SLOTS_PER_PROGRAM": 32}
-        with mock.patch.multiple(launch, **limits):
+        with mock.patch.multiple(permutation, **limits):
             self.check(
                 case.topk_indices().to(dtype),
                 case.num_experts,
@@ -158,22 +159,22 @@ class TestMoePermutation(MoeKernelTestCase):
     def test_largest_block(self, num_slots, num_rows, num_experts):
         ids = torch.randint(-1, num_experts + 1, (num_slots, 1))
         launched = []
-        original = launch.permute_block_kernel.run
+        original = permutation.permute_block_kernel.run
 
         def run(*args, **kwargs):
             launched.append(kwargs["grid"])
             return original(*args, **kwargs)
 
         with (
-            mock.patch.object(launch.permute_block_kernel, "run", run),
-            mock.patch.object(launch, "_SLOTS_PER_PROGRAM", 128),
+            mock.patch.object(permutation.permute_block_kernel, "run", run),
+            mock.patch.object(permutation, "_SLOTS_PER_PROGRAM", 128),
         ):
             self.check(ids, num_experts, num_rows=num_rows)
             self.assertEqual(len(launched), 1)
             self.assertEqual(len(launched), 1)
             for slots, rows, experts in ((1025, 1, 1), (1, 8193, 1), (1, 1, 1024)):
                 ids = torch.zeros(slots, 1, dtype=torch.int64)
-                launch.moe_permutation(ids, experts, num_rows=rows)
+                permutation.moe_permutation(ids, experts, num_rows=rows)
             self.assertEqual(len(launched), 1)
 
     def test_aligned_starts_beyond_int32(self):
@@ -181,14 +182,14 @@ class TestMoePermutation(MoeKernelTestCase):
         ids = torch.arange(8).repeat(3)[:, None]
         for limit in (1024, -1):
             limits = {"_BLOCK_SLOTS": limit, "_SLOTS_PER_PROGRAM": 16}
-            with mock.patch.multiple(launch, **limits):
+            with mock.patch.multiple(permutation, **limits):
                 self.check(ids, 8, num_rows=5, row_alignment=2**31 - 1)
 
     def test_many_blocks_of_slots(self):
         case = MoeCase(
             "many", num_tokens=450, num_experts=64, top_k=8, routing="recorded"
         )
-        with mock.patch.object(launch, "_SLOTS_PER_PROGRAM", 256):
+        with mock.patch.object(permutation, "_SLOTS_PER_PROGRAM", 256):
             self.check(case.topk_indices(), 64)
             self.check(case.topk_indices(), 64, num_rows=2000, row_alignment=16)
 
@@ -226,12 +227,27 @@ class TestMoeMlp(MoeKernelTestCase):
         operands = get_case("uniform").operands(torch.float32, bias=True)
         self.check_against_reference(operands.args(), operands.grad_out, TMA, act)
 
+    @parametrize("activation", ["swiglu", "geglu"])
+    @parametrize("gate_interleaved", [False, True])
+    def test_limit(self, activation, gate_interleaved):
+        act = launch.Activation(activation, gate_interleaved, limit=0.4)
+        operands = get_case("uniform").operands(torch.bfloat16, bias=True)
+        self.check_against_reference(operands.args(), operands.grad_out, TMA, act)
+
+    @parametrize("activation", ["swiglu", "geglu", "swiglu_oai"])
+    def test_gradient_at_the_limit_is_that_of_clamp(self, activation):
+        gates = torch.tensor([-1.0, 0.5, 2.984375, 3.0, 5.0])
+        ups = torch.tensor([-5.0, -3.0, -2.984375, 0.5, 2.984375, 3.0, 5.0])
+        gate, up = torch.cartesian_prod(gates, ups).bfloat16().unbind(1)
+        operands = one_token_with_preact(torch.cat([gate, up]), len(gate), 1.0)
+        self.check_preact(operands, launch.Activation(activation, limit=3.0))
+
     def check_preact(self, operands, act):
         """Activation and its gradient for the pre-activation that is b_in."""
-        kwargs = {"activation": act.name}
+        kwargs = {"activation": act.name, "limit": act.limit}
         output, preact = launch.moe_mlp_forward(POINTERS, *operands.args(), act)
         self.assertEqual(preact, operands.b_in, rtol=0, atol=0)
-        mask = (False,) * 4 + (True, False)
+        mask = (False,) * 4 + (True, False, False)
         grad = launch.moe_mlp_backward(
             POINTERS, operands.grad_out, *operands.args(), preact, mask, act
         )[4]
@@ -311,14 +327,41 @@ class TestMoeMlp(MoeKernelTestCase):
         self.assertEqual(grads[1].stride(), args[1].stride())
         self.assertEqual(grads[2].stride(), args[2].stride())
 
-    def test_output_masks(self):
+    @parametrize("two_weights", [False, True])
+    def test_output_masks(self, two_weights):
         operands = get_case("sentinels").operands(torch.bfloat16, bias=True)
+        if two_weights:
+            operands = operands.split_gate()
         for mask in itertools.chain(
             ([i == j for i in range(7)] for j in range(7)), [(False,) * 7]
         ):
             self.check_against_reference(
                 operands.args(), operands.grad_out, POINTERS, output_mask=tuple(mask)
             )
+
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    @parametrize("transposed", [False, True])
+    @parametrize("case", ["zipf", "sentinels", "top_1"])
+    def test_gate_and_up_as_two_weights(self, case, transposed, plan):
+        operands = get_case(case).operands(torch.bfloat16, bias=True)
+        act = launch.Activation("swiglu", limit=1.5)
+        results = []
+        for one in (operands, operands.split_gate()):
+            args = list(one.args())
+            for i in (1, 2, 9):
+                if transposed and args[i] is not None:
+                    args[i] = args[i].transpose(1, 2).contiguous().transpose(1, 2)
+            results.append(
+                self.check_against_reference(args, one.grad_out, plan, act)
+            )
+        (output, preact, grads), (output_2, preact_2, grads_2) = results
+        # Every row is summed as with one weight; dX where no step straddles the halves.
+        self.assertEqual(output_2, output, rtol=0, atol=0)
+        self.assertEqual(preact_2, preact, rtol=0, atol=0)
+        both = torch.cat([grads_2[1], grads_2[6]], 1)
+        self.assertEqual(both, grads[1], rtol=0, atol=0)
+        for i in (2, 3, 4, 5):
+            self.assertEqual(grads_2[i], grads[i], rtol=0, atol=0)
 
     def test_no_preact_in_inference(self):
         operands = get_case("tail").operands(torch.bfloat16)
@@ -337,7 +380,7 @@ class TestMoeMlp(MoeKernelTestCase):
         act = launch.Activation()
 
         def run(topk_indices):
-            row_slots, slot_rows, offs, _ = launch.moe_permutation(
+            row_slots, slot_rows, offs, _ = permutation.moe_permutation(
                 topk_indices, case.num_experts
             )
             args = list(operands.args())
@@ -362,6 +405,37 @@ class TestMoeMlp(MoeKernelTestCase):
             self.assertEqual(a[::2], c[::2], atol=0, rtol=0, msg=name)
             self.assertEqual(c[1::2].abs().max().item(), 0.0, msg=name)
 
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    def test_bits_do_not_depend_on_the_order_of_programs(self, plan):
+        # Every kernel: what a program reads no other of its launch writes. The
+        # sanitizer watches as well; test_triton_interpreter.py has the racy kernel
+        # that both find.
+        case = get_case("zipf")
+        operands = case.operands(torch.bfloat16, bias=True).split_gate()
+        logits = torch.randn(case.num_tokens, case.num_experts)
+        act = launch.Activation("swiglu", limit=2.0)
+
+        def run():
+            routed = topk.moe_topk(logits, case.top_k)
+            grad_logits = topk.moe_topk_backward(routed[1], logits, routed[0])
+            # One block, and several.
+            permuted = permutation.moe_permutation(routed[0], case.num_experts)
+            limits = {"_BLOCK_SLOTS": -1, "_SLOTS_PER_PROGRAM": 16}
+            with mock.patch.multiple(permutation, **limits):
+                again = permutation.moe_permutation(routed[0], case.num_experts)
+            self.assertEqual(permuted, again)
+            output, preact = launch.moe_mlp_forward(plan, *operands.args(), act)
+            grads = launch.moe_mlp_backward(
+                plan, operands.grad_out, *operands.args(), preact, ALL, act
+            )
+            return (*routed, grad_logits, *permuted, output, preact, *grads)
+
+        expected = run()
+        for seed in range(3):
+            with shuffled_programs(seed):
+                for i, (a, b) in enumerate(zip(run(), expected, strict=True)):
+                    self.assertEqual(a, b, atol=0, rtol=0, msg=f"seed {seed}, {i}")
+
     def test_few_rows_take_small_tiles_and_have_the_same_bits(self):
         # Two tables in one: the entry for decoding is used below 4 rows per expert.
         large = TileConfig(64, 16, 32, 4, 2, epilogue_parts=2)
@@ -381,7 +455,7 @@ class TestMoeMlp(MoeKernelTestCase):
             return original(config, *sizes)
 
         def run(num_tokens):
-            row_slots, slot_rows, offs, _ = launch.moe_permutation(
+            row_slots, slot_rows, offs, _ = permutation.moe_permutation(
                 operands.topk_indices[:num_tokens], case.num_experts
             )
             args = list(operands.args())
@@ -473,6 +547,38 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         self.assertEqual(far.stride(0), 1 << 30)
         self.assertEqual(far, near, atol=0, rtol=0)
 
+    @parametrize("two_weights", [False, True])
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    def test_strides_of_weight_rows(self, plan, two_weights):
+        # (g*F, E, D) storage: a row's offset passes int32, as with 8192 rows of 128
+        # experts of 4096 columns. TMA does not care; dW and the pointers must not.
+        stride = 1 << 23
+        case = MoeCase("rows", num_tokens=4, num_experts=2, top_k=1, hidden=288)
+        operands = case.operands(torch.bfloat16)
+        if two_weights:
+            operands = operands.split_gate()
+        args = list(operands.args())
+        for i in (1, 9):
+            if args[i] is not None:
+                far = self.spread(args[i].transpose(0, 1).contiguous(), stride)
+                args[i] = far.transpose(0, 1)
+                self.assertGreater(args[i].shape[1] * stride, 1 << 31)
+        self.check_against_reference(args, operands.grad_out, plan)
+
+    def test_strides_of_weight_gradient_rows(self):
+        case = get_case("top_1")
+        operands = case.operands(torch.bfloat16)
+        rows = launch._Rows(operands.offs, operands.row_slots, None, case.num_tokens)
+        p = torch.randn(len(operands.row_slots), 288).bfloat16()
+        q = torch.randn(case.num_tokens, 16).bfloat16()
+        w = torch.empty(case.num_experts, 288, 16, dtype=torch.bfloat16)
+        near = launch._weight_grad(POINTERS, rows, p, q, w, gather_q=True)
+        far = self.spread(torch.zeros_like(w).transpose(0, 1).contiguous(), 1 << 23)
+        far = far.transpose(0, 1)
+        with mock.patch.object(torch, "empty_like", lambda _: far):
+            launch._weight_grad(POINTERS, rows, p, q, w, gather_q=True)
+        self.assertEqual(far, near, atol=0, rtol=0)
+
     def far_rows(self, block_m):
         """Five rows of expert 1 behind FAR rows of expert 0, whose tiles are left out."""
         first, end = self.FAR, self.FAR + 5
@@ -509,7 +615,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         results = []
         for r, which in ((near, slice(None)), (rows, here)):
             preact, hidden = (self.storage(r.num_rows, n) for _ in range(2))
-            launch._up(plan, r, x, w_in, None, act, preact, hidden)
+            launch._up(plan, r, x, w_in, None, None, act, preact, hidden)
             routed = self.storage(r.num_rows, n)
             launch._grouped_mm(plan, "down", r, hidden, w_wide, None, scale, routed)
             total = torch.empty(5, n, dtype=torch.bfloat16)

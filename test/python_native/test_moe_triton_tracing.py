@@ -18,7 +18,7 @@ import triton
 import torch
 import torch.nn.functional as F
 from torch._dynamo.source import ConstantSource
-from torch._native.ops.moe.triton_kernels import launch, topk
+from torch._native.ops.moe.triton_kernels import launch, permutation, topk
 from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -165,10 +165,12 @@ class TestMoeTracing(TestCase):
         self.assertFalse(set(methods) & {"item", "tolist", "nonzero", "cpu"}, methods)
 
     def test_launchers_read_no_value(self):
-        launched = []
+        launched, contracts = [], []
 
         def run(self, *args, grid, warmup, **kwargs):
             launched.append(self.__name__)
+            # No environment variable decides it, and no version of Triton.
+            contracts.append(kwargs.get("enable_fp_fusion"))
 
         config = TileConfig(64, 64, 32, num_warps=4, num_stages=2)
         plan = launch.LaunchPlan(dict.fromkeys(KERNELS, (config,)), 132)
@@ -183,10 +185,11 @@ class TestMoeTracing(TestCase):
                 logits, K, logits[0], num_groups=4, top_groups=2
             )
             grad_logits = topk.moe_topk_backward(weights, logits, indices)
-            row_slots, slot_rows, offs, _ = launch.moe_permutation(indices, E)
+            row_slots, slot_rows, offs, _ = permutation.moe_permutation(indices, E)
             args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, *[None] * 3)
             out, preact = launch.moe_mlp_forward(plan, *args, act)
             grads = launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 7, act)
+        self.assertEqual(set(contracts), {True})
         self.assertEqual(out.shape, x.shape)
         for grad, operand in zip(grads, (x, w_in, w_out, weights)):
             self.assertEqual(grad.shape, operand.shape)

@@ -1,6 +1,7 @@
 # Owner(s): ["module: dsl-native-ops"]
 """The instruments of triton_interpreter.py measure what they claim to."""
 
+import contextlib
 import os
 
 
@@ -14,6 +15,7 @@ from triton_interpreter import (
     exact_floats,
     MemorySanitizer,
     require_interpreter,
+    shuffled_programs,
 )
 
 import torch
@@ -53,6 +55,15 @@ def _copy_kernel(x, out, n, OFFSET: tl.constexpr, STEP: tl.constexpr, N: tl.cons
 @triton.jit
 def _constant_store_kernel(out, N: tl.constexpr):
     tl.store(out + tl.arange(0, N) // 2, tl.arange(0, N))
+
+
+@triton.jit
+def _turn_kernel(last, turn):
+    # Racy: the first to run takes turn 0, and so on.
+    x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    now = tl.load(last)
+    tl.store(turn + (x * 3 + y) * 4 + z, now)
+    tl.store(last, now + 1)
 
 
 class TestInterpreter(TestCase):
@@ -111,6 +122,26 @@ class TestInterpreter(TestCase):
         with MemorySanitizer()():
             with self.assertRaisesRegex(InterpreterError, "two lanes"):
                 _constant_store_kernel[(1,)](torch.empty(8, dtype=torch.int32), N=16)
+
+    def test_shuffled_programs(self):
+        # Each once, in an order of the seed; what depends on it has other results.
+        orders = []
+        for seed in (None, 0, 1, 1):
+            last, turn = (torch.zeros(size, dtype=torch.int32) for size in (1, 24))
+            shuffle = contextlib.nullcontext() if seed is None else shuffled_programs(seed)
+            with shuffle:
+                _turn_kernel[(2, 3, 4)](last, turn)
+            orders.append(turn.tolist())
+            self.assertEqual(last.item(), 24)
+        in_order, first, second, again = orders
+        self.assertEqual(in_order, list(range(24)))
+        self.assertEqual(sorted(first), in_order)
+        self.assertEqual(second, again)
+        self.assertEqual(len({*map(tuple, orders)}), 3)
+        # The sanitizer has another view of the same mistake.
+        with MemorySanitizer()(), shuffled_programs(0):
+            with self.assertRaisesRegex(InterpreterError, "store to one address"):
+                _turn_kernel[(2, 3, 4)](last, turn)
 
 
 instantiate_parametrized_tests(TestInterpreter)

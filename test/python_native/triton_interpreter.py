@@ -1,4 +1,5 @@
-"""Triton's interpreter with exact low-precision floats, and a memory sanitizer for it.
+"""Triton's interpreter with exact low-precision floats, a memory sanitizer for it, and
+programs in any order.
 
 Test-only. It lets a machine without a GPU check what a Triton kernel computes and
 which memory it touches. The environment variable TRITON_INTERPRET=1 has to be set
@@ -15,6 +16,7 @@ What the interpreter cannot show: anything about speed, and races within a progr
 
 import contextlib
 import os
+import random
 from collections.abc import Iterator
 
 import numpy as np
@@ -162,6 +164,38 @@ def exact_floats() -> Iterator[None]:
     finally:
         for name, method in original.items():
             setattr(exact.builder, name, method)
+
+
+@contextlib.contextmanager
+def shuffled_programs(seed: int) -> Iterator[None]:
+    """The programs of every grid run in an order drawn from ``seed``.
+
+    The interpreter runs them one after another, in the order of their ids. A kernel whose
+    result depends on that order (a program that reads what another one writes, a sum by
+    atomics) shows as other bits; a GPU promises no order.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
+    draw = random.Random(seed)
+    order: list[int] = []
+
+    def shuffled_dim(self, nx, ny, nz):
+        order[:] = range(nx * ny * nz)
+        draw.shuffle(order)
+        set_dim(self, nx, ny, nz)
+
+    def shuffled_idx(self, x, y, z):
+        nx, ny, nz = self.grid_dim
+        place = order[(x * ny + y) * nz + z]
+        set_idx(self, place // (ny * nz), place // nz % ny, place % nz)
+
+    builder.set_grid_dim, builder.set_grid_idx = shuffled_dim, shuffled_idx
+    try:
+        yield
+    finally:
+        builder.set_grid_dim, builder.set_grid_idx = set_dim, set_idx
 
 
 class MemorySanitizer:

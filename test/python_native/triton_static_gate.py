@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -27,15 +27,18 @@ SHARED_MEMORY_LIMIT: dict[str, int] = {
     "sm_80": 163 << 10,
     "sm_90": 227 << 10,
     "sm_100": 227 << 10,
+    "sm_103": 227 << 10,
     "gfx942": 64 << 10,
 }
 MATRIX_INSTRUCTION: dict[str, str] = {
     "sm_80": "mma.sync",
     "sm_90": "wgmma",
     "sm_100": "tcgen05",
+    "sm_103": "tcgen05",
     "gfx942": "mfma",
 }
-ARCHITECTURES: tuple[str, ...] = tuple(SHARED_MEMORY_LIMIT)
+# That have tile tables of their own; sm_103 takes what is for sm_100.
+ARCHITECTURES: tuple[str, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 _PTX_INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
@@ -186,7 +189,10 @@ def _report(compiled, kernel: str, arch: str, constants: dict, log: str):
 
 @contextlib.contextmanager
 def compile_only(
-    arch: str, kernels: tuple = (), seen: str | None = None
+    arch: str,
+    kernels: tuple = (),
+    seen: str | None = None,
+    on_launch: Callable[..., None] | None = None,
 ) -> Iterator[list[KernelReport]]:
     """Launches inside compile for ``arch`` and append to the list that is yielded.
 
@@ -196,6 +202,8 @@ def compile_only(
             means all. A launch equal to an earlier one is not reported again.
         seen: a folder, empty at first, that several contexts and processes may share;
             what one of them has compiled no other compiles or reports again.
+        on_launch: called for every launch with its report (None where an earlier
+            launch was equal), the compiled kernel, and the grid.
     """
     import triton
     from triton.runtime import driver, jit
@@ -222,12 +230,14 @@ def compile_only(
         if "amdgcn" in compiled.asm:
             fresh = id(compiled) not in amd_reported
             amd_reported.add(id(compiled))
+        report = None
         if fresh:
             names = {p.name for p in self.params if p.is_constexpr}
             constants = {n: v for n, v in kwargs.items() if n in names}
-            reports.append(
-                _report(compiled, self.__name__, arch, constants, log.getvalue())
-            )
+            report = _report(compiled, self.__name__, arch, constants, log.getvalue())
+            reports.append(report)
+        if on_launch is not None:
+            on_launch(report, compiled, grid)
         return compiled
 
     knobs = triton.knobs

@@ -2,11 +2,12 @@
 
 Who is served (the functions ``*_reason`` return why not):
 
-  - CUDA tensors on compute capability 8.0, 9.0 or 10.0; not ROCm
+  - CUDA tensors on compute capability 8.0, 9.0, 10.0 or 10.3; not ROCm. Consumer parts
+    (8.6, 8.9, 12.x) have less shared memory per block than the tiles need
   - bfloat16 or float16 operands, router weights in that dtype or float32
   - D and F multiples of 16, so that rows are read 16 bytes at a time
-  - expert weights contiguous in one of their last two dimensions and aligned to
-    16 bytes; transposed storage needs no copy
+  - expert weights contiguous in one of their last two dimensions (gate and up, where
+    they are two, in the same) and aligned to 16 bytes; transposed storage needs no copy
   - at most 4096 experts and 32 experts per token; the router takes float32 too
   - no copy-on-write tensor
 
@@ -37,13 +38,15 @@ log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ROUTER_DTYPES = (*_DTYPES, torch.float32)
-_CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+_CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 _MAX_EXPERTS = 4096
 _MAX_TOP_K = 32
 # Elements: a row of them is a multiple of 16 bytes, and Triton specializes a size
 # as vectorizable only if 16 divides it.
 _ALIGNMENT = 16
 _INT32_MAX = 2**31 - 1
+# No tile is higher or wider; offsets within one are int32.
+_MAX_BLOCK = 256
 # Of slots and rows: blocks of them, which may reach past the last, are counted in int32.
 _MAX_ROWS = _INT32_MAX - 4096
 
@@ -157,12 +160,12 @@ def _next_power_of_2(n: int) -> int:
 
 
 def _weight_reason(name: str, weight: Tensor) -> str | None:
-    rows, columns = weight.shape[1:]
-    if rows * columns > _INT32_MAX:
-        return f"an expert of {name} has more elements than int32 can count"
-    if 1 not in weight.stride()[1:]:
+    strides = weight.stride()
+    if (_MAX_BLOCK - 1) * (strides[1] + strides[2]) > _INT32_MAX:
+        return f"a tile of {name}, of strides {strides}, spans more than int32 can count"
+    if 1 not in strides[1:]:
         return f"neither of the last two dimensions of {name} is contiguous"
-    other = [s for s in weight.stride() if s != 1]
+    other = [s for s in strides if s != 1]
     if any(s % _ALIGNMENT for s in other) or weight.data_ptr() % 16:
         return f"{name} is not aligned to 16 bytes"
     return None
@@ -191,6 +194,7 @@ def _shape_reason(
     slot_rows: Tensor | None,
     b_in: Tensor | None,
     b_out: Tensor | None,
+    w_up: Tensor | None,
     gated: bool,
 ) -> str | None:
     """Why the shapes are not served; malformed ones are among those."""
@@ -202,7 +206,8 @@ def _shape_reason(
     routed = slot_rows is not None
     K = slot_rows.shape[-1] if slot_rows is not None else 1
     expected = (
-        (w_in, (E, gF, D)),
+        (w_in, (E, gF if w_up is None else F, D)),
+        (w_up, (E, F, D)),
         (w_out, (E, D, F)),
         (offs, (E,)),
         (b_in, (E, gF)),
@@ -226,7 +231,15 @@ def _shape_reason(
         return "more slots or rows than int32 can count"
     if D == 0 or F == 0 or D % _ALIGNMENT or F % _ALIGNMENT:
         return f"D = {D} or F = {F} is not a positive multiple of {_ALIGNMENT}"
-    return _weight_reason("w_in", w_in) or _weight_reason("w_out", w_out)
+    if _MAX_BLOCK * max(D, gF) > _INT32_MAX:
+        return f"D = {D} or F = {F}: a tile spans more than int32 can count"
+    if w_up is not None and (w_up.stride(2) == 1) != (w_in.stride(2) == 1):
+        return "w_in and w_up are contiguous in different dimensions"
+    return (
+        _weight_reason("w_in", w_in)
+        or _weight_reason("w_out", w_out)
+        or (None if w_up is None else _weight_reason("w_up", w_up))
+    )
 
 
 def _is_gated(activation: str) -> bool:
@@ -238,18 +251,27 @@ def _activation_reason(
     gate_interleaved: bool,
     alpha: float | None,
     limit: float | None,
+    has_up: bool,
 ) -> str | None:
     # The composite names the mistake.
-    is_oai = activation == "swiglu_oai"
     if activation not in get_args(torch.nn.functional._MoeActivation):
         return f"unknown activation {activation!r}"
-    if gate_interleaved and not _is_gated(activation):
-        return "gate_interleaved without a gate"
-    if not is_oai and (alpha is not None or limit is not None):
-        return "alpha or limit without swiglu_oai"
+    if (gate_interleaved or has_up) and not _is_gated(activation):
+        return "gate_interleaved or w_up without a gate"
+    if gate_interleaved and has_up:
+        return "gate_interleaved and w_up"
+    if alpha is not None and activation != "swiglu_oai":
+        return "alpha without swiglu_oai"
+    if limit is not None and activation not in _LIMITED:
+        return f"limit with {activation}"
     if limit is not None and not limit > 0:
         return f"limit is {limit}"
     return None
+
+
+# As in triton_kernels/activations.py, which cannot be imported before Triton;
+# test_moe_triton_eligibility.py compares the two.
+_LIMITED = ("swiglu", "geglu", "swiglu_oai")
 
 
 def mlp_reason(
@@ -271,11 +293,12 @@ def mlp_reason(
     compute_preact: bool = True,
 ) -> str | None:
     """Why Triton cannot run ``_moe_mlp`` on these arguments, or None."""
-    if w_up is not None:
-        return "w_up is given"
+    has_up = w_up is not None
+    weights = (w_in, w_out, w_up)
+    metadata = (offs, topk_weights, row_slots, slot_rows)
     return (
-        _dtype_reason(input, topk_weights, (w_in, w_out, b_in, b_out))
-        or _activation_reason(activation, gate_interleaved, alpha, limit)
+        _dtype_reason(input, topk_weights, (*weights, b_in, b_out))
+        or _activation_reason(activation, gate_interleaved, alpha, limit, has_up)
         or _shape_reason(
             input,
             w_in,
@@ -286,11 +309,10 @@ def mlp_reason(
             slot_rows,
             b_in,
             b_out,
+            w_up,
             _is_gated(activation),
         )
-        or _device_reason(
-            (input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out)
-        )
+        or _device_reason((input, *weights, *metadata, b_in, b_out))
     )
 
 
@@ -329,7 +351,8 @@ def mlp_backward_reason(
     if grad_out.dtype != input.dtype or preact.dtype != input.dtype:
         return "grad_out or preact has another dtype than input"
     num_rows = input.shape[0] if row_slots is None else row_slots.shape[0]
-    if grad_out.shape != input.shape or preact.shape != (num_rows, w_in.shape[1]):
+    width = w_in.shape[1] * (1 if w_up is None else 2)
+    if grad_out.shape != input.shape or preact.shape != (num_rows, width):
         return "grad_out or preact has the wrong shape"
     return _device_reason((input, grad_out, preact))
 
@@ -399,7 +422,7 @@ def _on_device(tensor: Tensor):
 
 
 def _permutation_impl(topk_indices, num_experts, *, num_rows=None, row_alignment=1):
-    from .triton_kernels.launch import moe_permutation
+    from .triton_kernels.permutation import moe_permutation
 
     with _on_device(topk_indices):
         return moe_permutation(

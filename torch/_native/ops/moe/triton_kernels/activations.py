@@ -10,6 +10,7 @@ what makes padding rows free: they need no masking after the activation.
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 
 GATED_ACTIVATIONS: tuple[str, ...] = (
@@ -20,10 +21,15 @@ GATED_ACTIVATIONS: tuple[str, ...] = (
     "swiglu_oai",
 )
 PLAIN_ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "relu", "relu2")
+# Of the gated ones, those whose halves may be clamped; swiglu_oai always does.
+LIMITED_ACTIVATIONS: tuple[str, ...] = ("swiglu", "geglu", "swiglu_oai")
 
 # swiglu_oai when the caller gives neither.
 DEFAULT_ALPHA = 1.702
 DEFAULT_LIMIT = 7.0
+
+# Triton's interpreter has none.
+_INLINE_ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -34,10 +40,28 @@ _TANH_CUBIC_SLOPE = tl.constexpr(3 * 2 * 0.7978845608028654 * 0.044715)
 
 
 @triton.jit
+def _sigmoid(x):
+    # A division guards against overflow in seven instructions; the denominator needs
+    # no guard, and the reciprocal's error of one ulp is half of the division's.
+    if _INLINE_ASM and is_cuda():
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [1.0 + tl.exp(-x)],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        y = tl.sigmoid(x)
+    return y
+
+
+@triton.jit
 def _gelu_tanh_sigmoid(x):
     # (1 + tanh(u)) / 2 == sigmoid(2u); the sigmoid form has no cancellation
     # near zero and needs no libdevice tanh, which the interpreter lacks.
-    return tl.sigmoid(x * (x * x * _TANH_CUBIC + _TANH_SCALE))
+    return _sigmoid(x * (x * x * _TANH_CUBIC + _TANH_SCALE))
 
 
 @triton.jit
@@ -49,7 +73,7 @@ def unary_forward(x, KIND: tl.constexpr):
         KIND: name of the activation.
     """
     if KIND == "silu" or KIND == "swiglu":
-        y = x * tl.sigmoid(x)
+        y = x * _sigmoid(x)
     elif KIND == "gelu" or KIND == "geglu":
         y = x * (0.5 + 0.5 * tl.erf(x * _SQRT_HALF))
     elif KIND == "geglu_tanh":
@@ -70,7 +94,7 @@ def unary_backward(grad, x, KIND: tl.constexpr):
     Where relu and relu2 are flat it is 0 for an infinite ``grad`` too.
     """
     if KIND == "silu" or KIND == "swiglu":
-        s = tl.sigmoid(x)
+        s = _sigmoid(x)
         dx = grad * (s * (1.0 + x * (1.0 - s)))
     elif KIND == "gelu" or KIND == "geglu":
         cdf = 0.5 + 0.5 * tl.erf(x * _SQRT_HALF)
@@ -88,34 +112,46 @@ def unary_backward(grad, x, KIND: tl.constexpr):
 
 
 @triton.jit
-def glu_forward(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def _clamp_halves(gate, up, limit, HAS_LIMIT: tl.constexpr):
+    """``min(gate, limit)`` and ``clamp(up, -limit, limit)``; NaN stays NaN."""
+    if HAS_LIMIT:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate, up
+
+
+@triton.jit
+def glu_forward(
+    gate, up, alpha, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr
+):
     """``A`` from the two halves of H (float32 in, float32 out)."""
+    g, u = _clamp_halves(gate, up, limit, HAS_LIMIT)
     if ACTIVATION == "swiglu_oai":
-        g = tl.where(gate > limit, limit, gate)
-        u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        a = g * tl.sigmoid(alpha * g) * (u + 1.0)
+        a = g * _sigmoid(alpha * g) * (u + 1.0)
     else:
-        a = unary_forward(gate, ACTIVATION) * up
+        a = unary_forward(g, ACTIVATION) * u
     return a
 
 
 @triton.jit
-def glu_backward(grad, gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def glu_backward(
+    grad, gate, up, alpha, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr
+):
     """``(d gate, d up)`` for ``grad = dA`` (float32 in, float32 out).
 
-    The clamps of ``swiglu_oai`` pass the gradient on their boundary, as
-    ``torch.clamp`` does.
+    At the limit and beyond it the gradient is zero, as ``torch.clamp``'s is.
     """
+    g, u = _clamp_halves(gate, up, limit, HAS_LIMIT)
     if ACTIVATION == "swiglu_oai":
-        g = tl.where(gate > limit, limit, gate)
-        u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        s = tl.sigmoid(alpha * g)
+        s = _sigmoid(alpha * g)
         # Not alpha * g first, which overflows where s is 0.
         g_s = g * s
         d_gate = grad * (u + 1.0) * (s + alpha * g_s * (1.0 - s))
-        d_gate = tl.where(gate > limit, 0.0, d_gate)
-        d_up = tl.where((up > limit) | (up < -limit), 0.0, grad * g_s)
+        d_up = grad * g_s
     else:
-        d_gate = unary_backward(grad * up, gate, ACTIVATION)
-        d_up = grad * unary_forward(gate, ACTIVATION)
+        d_gate = unary_backward(grad * u, g, ACTIVATION)
+        d_up = grad * unary_forward(g, ACTIVATION)
+    if HAS_LIMIT:
+        d_gate = tl.where(gate < limit, d_gate, 0.0)
+        d_up = tl.where((up < limit) & (up > -limit), d_up, 0.0)
     return d_gate, d_up

@@ -28,6 +28,8 @@ ENVIRONMENT_VARIABLE = "TORCH_MOE_TRITON_AUTOTUNE"
 # Problems remembered; past it the choices are forgotten and measured again.
 MAX_PROBLEMS = 1024
 _ROUNDS = 5
+# About a millisecond: several launches by the slowest host.
+_QUEUE_CYCLES = 2_000_000
 
 
 def is_enabled() -> bool:
@@ -36,11 +38,16 @@ def is_enabled() -> bool:
 
 
 def measure_ms(function: Callable[[], object]) -> float:
-    """Median milliseconds of ``function`` on the current CUDA stream, after one call."""
+    """Median milliseconds of ``function`` on the current CUDA stream, after one call.
+
+    The device is kept busy until the host has queued the call and both events, so that
+    what is measured is the device and not the launch.
+    """
     function()
     times = []
     for _ in range(_ROUNDS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_QUEUE_CYCLES)
         start.record()
         function()
         end.record()

@@ -33,30 +33,26 @@ from .permutation import tile_of
 @triton.jit
 def _load_preact(
     preact, first_row, first_col, row_length, valid, last_col,
-    USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tile of H; rows without a slot read as 0 (TMA reads what is there).
+    """Tile of H; rows without a slot read as 0.
 
-    H is stored as zeros where a row has no slot, and rows past the expert's end
-    are not stored, so that TMA needs no row mask.
+    By pointers, in the layout that the accumulator's epilogue works in: a TMA load
+    comes in another one, in which Triton then computes the activation a second time.
     """
-    if USE_TMA:
-        h = preact.load([first_row, first_col])
-    else:
-        ptrs = row_tile(preact, first_row, first_col, row_length, BLOCK_M, BLOCK_N)
-        cols = first_col + tl.arange(0, BLOCK_N)
-        mask = valid[:, None] & (cols[None, :] < last_col)
-        h = tl.load(ptrs, mask=mask, other=0.0)
-    return h
+    ptrs = row_tile(preact, first_row, first_col, row_length, BLOCK_M, BLOCK_N)
+    cols = first_col + tl.arange(0, BLOCK_N)
+    mask = valid[:, None] & (cols[None, :] < last_col)
+    return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
 def _act_backward_epilogue(
     acc, s, first_row, row_end, valid, first_n,
     preact, grad_preact, scaled_hidden, alpha, limit, F,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    STORE_HIDDEN: tl.constexpr,
-    USE_TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, STORE_HIDDEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Stores dH and A' for some columns of dA'; returns their <dA', A> per row."""
     dtype = grad_preact.dtype.element_ty
@@ -66,14 +62,15 @@ def _act_backward_epilogue(
     if GATED and INTERLEAVED:
         h_cols = first_n * 2 + tl.arange(0, BLOCK_N * 2)
         h = _load_preact(
-            preact, first_row, first_n * 2, F * 2, valid, F * 2,
-            USE_TMA, BLOCK_M, BLOCK_N * 2,
-        )  # fmt: skip
+            preact, first_row, first_n * 2, F * 2, valid, F * 2, BLOCK_M, BLOCK_N * 2
+        )
         gate, up = tl.split(tl.reshape(h, (BLOCK_M, BLOCK_N, 2)))
         gate = gate.to(tl.float32)
         up = up.to(tl.float32)
-        a = glu_forward(gate, up, alpha, limit, ACTIVATION).to(dtype)
-        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION)
+        a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT).to(dtype)
+        d_gate, d_up = glu_backward(
+            grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT
+        )
         dh = tl.join(d_gate.to(dtype), d_up.to(dtype))
         dh = tl.reshape(dh, (BLOCK_M, BLOCK_N * 2))
         ptrs = row_tile(
@@ -82,21 +79,22 @@ def _act_backward_epilogue(
         tl.store(ptrs, dh, mask=in_tile & (h_cols[None, :] < 2 * F))
     elif GATED:
         gate = _load_preact(
-            preact, first_row, first_n, F * 2, valid, F, USE_TMA, BLOCK_M, BLOCK_N
+            preact, first_row, first_n, F * 2, valid, F, BLOCK_M, BLOCK_N
         ).to(tl.float32)
         up = _load_preact(
-            preact, first_row, F + first_n, F * 2, valid, F * 2,
-            USE_TMA, BLOCK_M, BLOCK_N,
-        ).to(tl.float32)  # fmt: skip
-        a = glu_forward(gate, up, alpha, limit, ACTIVATION).to(dtype)
-        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION)
+            preact, first_row, F + first_n, F * 2, valid, F * 2, BLOCK_M, BLOCK_N
+        ).to(tl.float32)
+        a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT).to(dtype)
+        d_gate, d_up = glu_backward(
+            grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT
+        )
         ptrs = row_tile(grad_preact, first_row, first_n, F * 2, BLOCK_M, BLOCK_N)
         mask = in_tile & (cols[None, :] < F)
         tl.store(ptrs, d_gate.to(dtype), mask=mask)
         tl.store(ptrs + F, d_up.to(dtype), mask=mask)
     else:
         h = _load_preact(
-            preact, first_row, first_n, F, valid, F, USE_TMA, BLOCK_M, BLOCK_N
+            preact, first_row, first_n, F, valid, F, BLOCK_M, BLOCK_N
         ).to(tl.float32)
         a = unary_forward(h, ACTIVATION).to(dtype)
         dh = unary_backward(grad, h, ACTIVATION)
@@ -114,7 +112,7 @@ def _act_backward_epilogue(
 def act_backward_kernel(
     grad_out,  # (T, D), contiguous last dimension: dO
     w_out,  # (E, D, F) by strides, or TMA descriptor
-    preact,  # (R, g*F) contiguous, or TMA descriptor: H
+    preact,  # (R, g*F) contiguous: H
     scale,  # (T*K,) contiguous: router weight of each slot
     row_slots,  # (R,) int32
     tiles,  # tile list
@@ -124,8 +122,8 @@ def act_backward_kernel(
     D, F, num_rows, top_k,
     stride_gt, stride_we, stride_wd, stride_wf,
     alpha, limit,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     STORE_HIDDEN: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     K_MAJOR: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -169,8 +167,8 @@ def act_backward_kernel(
                 parts[i], s, first_row, row_end, valid,
                 first_n + i * (BLOCK_N // EPILOGUE_PARTS),
                 preact, grad_preact, scaled_hidden, alpha, limit, F,
-                ACTIVATION, GATED, INTERLEAVED, STORE_HIDDEN,
-                USE_TMA, BLOCK_M, BLOCK_N // EPILOGUE_PARTS,
+                ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_HIDDEN,
+                BLOCK_M, BLOCK_N // EPILOGUE_PARTS,
             )  # fmt: skip
         if STORE_PARTIALS:
             ptrs = scale_partials + tile_n.to(tl.int64) * num_rows + rows
@@ -275,9 +273,10 @@ def weight_grad_kernel(
             )  # fmt: skip
             acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)
 
-        m = first_m + tl.arange(0, BLOCK_M)
-        n = first_n + tl.arange(0, BLOCK_N)
-        ptrs = out + expert.to(tl.int64) * stride_oe
-        ptrs += m[:, None] * stride_om + n[None, :] * stride_on
-        mask = (m[:, None] < M) & (n[None, :] < N)
+        m = tl.arange(0, BLOCK_M)
+        n = tl.arange(0, BLOCK_N)
+        corner = out + expert.to(tl.int64) * stride_oe
+        corner += first_m.to(tl.int64) * stride_om + first_n.to(tl.int64) * stride_on
+        ptrs = corner + (m[:, None] * stride_om + n[None, :] * stride_on)
+        mask = (m[:, None] < M - first_m) & (n[None, :] < N - first_n)
         tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,7 +1,7 @@
 """Tile configurations of the matmul kernels, per architecture.
 
 ``TABLES[arch][kernel]`` lists at most six configurations; the first one that fits
-the problem is used (``choose_config``). All of them pass the static gate of
+the problem is used (``fitting_configs``). All of them pass the static gate of
 test/python_native/test_moe_triton_static_gate.py: no register spills, matrix
 instructions of the architecture, shared memory within its limit.
 ``benchmarks/moe/gpu_lab.py --tune`` measures and rewrites a table; the comment above
@@ -38,6 +38,7 @@ class TileConfig:
         max_rows: only for at most so many routed rows per expert on average; 0 for
             any number. Forward kernels only.
         max_columns: only for at most so many columns; 0 for any number.
+        max_inner: only for contractions of at most so many terms; 0 for any number.
     """
 
     block_m: int
@@ -51,9 +52,13 @@ class TileConfig:
     programs_per_sm: int = 0
     max_rows: int = 0
     max_columns: int = 0
+    max_inner: int = 0
 
 
 MAX_CONFIGS = 6
+
+# Of every launch: no environment variable decides whether a * b + c is rounded once.
+OPTIONS: Mapping[str, bool] = {"enable_fp_fusion": True}
 
 # up_gated / up_plain   H = x W_in^T with the activation; gathered rows
 # down                  o = s * (A W_out^T)
@@ -140,9 +145,12 @@ _SM_90: KernelTable = {
     ),
     "down": (
         TileConfig(64, 64, 64, 4, 4, tma=True, max_rows=64),
+        TileConfig(
+            128, 128, 64, 4, 3, epilogue_parts=2, tma=True, programs_per_sm=2,
+            max_inner=512,
+        ),  # fmt: skip
         TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
         TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
-        TileConfig(128, 128, 64, 4, 3, epilogue_parts=4, tma=True),
         TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
         TileConfig(64, 64, 64, 4, 4, tma=True),
     ),
@@ -243,14 +251,21 @@ TABLES: dict[str, KernelTable] = {
 def table_for_capability(major: int, minor: int) -> KernelTable | None:
     """The table of a CUDA compute capability, or None where there is none.
 
+    10.3 (B300) takes the table of 10.0: the same tensor memory and shared memory.
     Consumer parts (8.6, 8.9, 12.x) have about 99 KiB of shared memory, less
     than the tables need, and are not served.
     """
+    if (major, minor) == (10, 3):
+        minor = 0
     return TABLES.get(f"sm_{10 * major + minor}")
 
 
 def fitting_configs(
-    table: KernelTable, kernel: str, num_columns: int, rows_per_expert: float
+    table: KernelTable,
+    kernel: str,
+    num_columns: int,
+    num_inner: int,
+    rows_per_expert: float,
 ) -> tuple[TileConfig, ...]:
     """The configurations of ``kernel`` for a problem, in the table's order; never none.
 
@@ -258,6 +273,7 @@ def fitting_configs(
         table: an entry of ``TABLES``.
         kernel: one of ``KERNELS``.
         num_columns: columns of the kernel's output (of A for ``up``).
+        num_inner: terms of the contraction; rows of the output for ``weight_grad``.
         rows_per_expert: routed rows over experts, both static.
     """
 
@@ -266,13 +282,7 @@ def fitting_configs(
             config.block_n < 2 * num_columns
             and (not config.max_rows or rows_per_expert <= config.max_rows)
             and (not config.max_columns or num_columns <= config.max_columns)
+            and (not config.max_inner or num_inner <= config.max_inner)
         )
 
     return tuple(filter(fits, table[kernel])) or table[kernel][-1:]
-
-
-def choose_config(
-    table: KernelTable, kernel: str, num_columns: int, rows_per_expert: float
-) -> TileConfig:
-    """The first of :func:`fitting_configs`."""
-    return fitting_configs(table, kernel, num_columns, rows_per_expert)[0]

@@ -10,7 +10,9 @@ program per SM are the same kernel.
 
 ``w`` is a pointer, or a TMA descriptor over (E, rows, columns) when USE_TMA. TMA
 fills reads outside an expert's matrix with zeros, so it needs no masks.
-Offsets that a row number or an expert number takes part in are int64.
+Offsets that a row number or an expert number takes part in are int64, and so is the
+corner of a weight tile; within a tile they are int32 (``_weight_reason`` of
+../triton_impl.py bounds the strides).
 """
 
 import triton
@@ -47,14 +49,16 @@ def load_weight(
             tile = w.load([expert, first_k, first_n])
             tile = tl.reshape(tile, (BLOCK_K, BLOCK_N))
     else:
-        n = first_n + tl.arange(0, BLOCK_N)
-        k = first_k + tl.arange(0, BLOCK_K)
-        ptrs = w + expert.to(tl.int64) * stride_e
-        ptrs += k[:, None] * stride_k + n[None, :] * stride_n
+        n = tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        corner = w + expert.to(tl.int64) * stride_e
+        corner += tl.cast(first_n, tl.int64) * stride_n
+        corner += tl.cast(first_k, tl.int64) * stride_k
+        ptrs = corner + (k[:, None] * stride_k + n[None, :] * stride_n)
         if EVEN_N and EVEN_K:
             tile = tl.load(ptrs)
         else:
-            mask = (n[None, :] < n_end) & (k[:, None] < k_end)
+            mask = (n[None, :] < n_end - first_n) & (k[:, None] < k_end - first_k)
             tile = tl.load(ptrs, mask=mask, other=0.0)
     return tile
 
@@ -134,8 +138,8 @@ def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constex
 def _up_epilogue(
     acc_gate, acc_up, first_row, row_end, valid, expert, first_n,
     b_in, preact, hidden, stride_be, stride_bf, alpha, limit, F,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Bias, rounding of H, activation, and the stores of some columns of H and A.
@@ -146,10 +150,12 @@ def _up_epilogue(
     cols = first_n + tl.arange(0, BLOCK_N)
     in_tile = (first_row + tl.arange(0, BLOCK_M) < row_end)[:, None]
     b_row = b_in + expert.to(tl.int64) * stride_be
+    b_ptrs = b_row + cols.to(tl.int64) * stride_bf
     if GATED and INTERLEAVED:
         h_cols = first_n * 2 + tl.arange(0, BLOCK_N * 2)
         if HAS_BIAS:
-            bias = tl.load(b_row + h_cols * stride_bf, mask=h_cols < 2 * F, other=0.0)
+            b_ptrs = b_row + h_cols.to(tl.int64) * stride_bf
+            bias = tl.load(b_ptrs, mask=h_cols < 2 * F, other=0.0)
             acc_gate += bias[None, :].to(tl.float32)
         h = tl.where(valid[:, None], acc_gate, 0.0).to(dtype)
         if STORE_PREACT:
@@ -157,13 +163,14 @@ def _up_epilogue(
             tl.store(ptrs, h, mask=in_tile & (h_cols[None, :] < 2 * F))
         gate, up = tl.split(tl.reshape(h, (BLOCK_M, BLOCK_N, 2)))
         a = glu_forward(
-            gate.to(tl.float32), up.to(tl.float32), alpha, limit, ACTIVATION
+            gate.to(tl.float32), up.to(tl.float32), alpha, limit, ACTIVATION, HAS_LIMIT
         )
     elif GATED:
         if HAS_BIAS:
-            bias = tl.load(b_row + cols * stride_bf, mask=cols < F, other=0.0)
+            bias = tl.load(b_ptrs, mask=cols < F, other=0.0)
             acc_gate += bias[None, :].to(tl.float32)
-            bias = tl.load(b_row + (F + cols) * stride_bf, mask=cols < F, other=0.0)
+            b_ptrs += tl.cast(F, tl.int64) * stride_bf
+            bias = tl.load(b_ptrs, mask=cols < F, other=0.0)
             acc_up += bias[None, :].to(tl.float32)
         gate = tl.where(valid[:, None], acc_gate, 0.0).to(dtype)
         up = tl.where(valid[:, None], acc_up, 0.0).to(dtype)
@@ -173,11 +180,11 @@ def _up_epilogue(
             tl.store(ptrs, gate, mask=mask)
             tl.store(ptrs + F, up, mask=mask)
         a = glu_forward(
-            gate.to(tl.float32), up.to(tl.float32), alpha, limit, ACTIVATION
+            gate.to(tl.float32), up.to(tl.float32), alpha, limit, ACTIVATION, HAS_LIMIT
         )
     else:
         if HAS_BIAS:
-            bias = tl.load(b_row + cols * stride_bf, mask=cols < F, other=0.0)
+            bias = tl.load(b_ptrs, mask=cols < F, other=0.0)
             acc_gate += bias[None, :].to(tl.float32)
         h = tl.where(valid[:, None], acc_gate, 0.0).to(dtype)
         if STORE_PREACT:
@@ -191,16 +198,20 @@ def _up_epilogue(
 @triton.jit
 def up_kernel(
     x,  # (T, D), contiguous last dimension
-    w_in,  # (E, g*F, D) by strides, or TMA descriptor
+    w_in,  # (E, F, D) of the gate, or (E, 2*F, D) when INTERLEAVED, by strides,
+    #        or TMA descriptor: of that, or of (E, 2, F, D) when PAIRED
+    w_up,  # (E, F, D) likewise; read when gated, neither INTERLEAVED nor PAIRED
     b_in,  # (E, g*F) by strides
     row_slots,  # (R,) int32
     tiles,  # tile list
     preact,  # (R, g*F) contiguous, written: H
     hidden,  # (R, F) contiguous, written: A = act(H)
     D, F, top_k,
-    stride_xt, stride_we, stride_wf, stride_wd, stride_be, stride_bf,
+    stride_xt, stride_we, stride_wf, stride_wd, stride_ue, stride_uf, stride_ud,
+    stride_be, stride_bf,
     alpha, limit,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAIRED: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr,
     K_MAJOR: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -209,12 +220,13 @@ def up_kernel(
 ):  # fmt: skip
     """H = x[token(r)] @ w_in[e]^T + b_in[e], A = act(H).
 
-    BLOCK_N counts columns of A. A gated tile holds both halves of H for them:
-    two accumulators, or one of twice the width when the halves interleave.
+    BLOCK_N counts columns of A. A gated tile holds both halves of H for them: two
+    accumulators, or one of twice the width when the halves interleave or one TMA
+    load brings both (PAIRED), so that one matrix instruction reads x once for both.
     """
     num_n = tl.cdiv(F, BLOCK_N)
     num_tiles = tl.load(tiles) * num_n
-    WIDE: tl.constexpr = GATED and INTERLEAVED
+    WIDE: tl.constexpr = GATED and (INTERLEAVED or PAIRED)
     WIDTH: tl.constexpr = BLOCK_N * 2 if WIDE else BLOCK_N
     for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
@@ -226,42 +238,52 @@ def up_kernel(
         acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, D, BLOCK_K):
             a = load_rows(x_ptrs, k, D, EVEN_K, BLOCK_K)
-            w = load_weight(
-                w_in, expert, first_n * (WIDTH // BLOCK_N), k,
-                F * (WIDTH // BLOCK_N), D, stride_we, stride_wf, stride_wd,
-                K_MAJOR, USE_TMA, EVEN_N, EVEN_K, WIDTH, BLOCK_K,
-            )  # fmt: skip
-            acc_gate = tl.dot(a, w, acc_gate, input_precision=PRECISION)
-            if GATED and not INTERLEAVED:
+            if PAIRED:
+                w = w_in.load([expert, 0, first_n, k])
+                w = tl.trans(tl.reshape(w, (WIDTH, BLOCK_K)))
+            else:
                 w = load_weight(
-                    w_in, expert, F + first_n, k, 2 * F, D,
-                    stride_we, stride_wf, stride_wd,
+                    w_in, expert, first_n * (WIDTH // BLOCK_N), k,
+                    F * (WIDTH // BLOCK_N), D, stride_we, stride_wf, stride_wd,
+                    K_MAJOR, USE_TMA, EVEN_N, EVEN_K, WIDTH, BLOCK_K,
+                )  # fmt: skip
+            acc_gate = tl.dot(a, w, acc_gate, input_precision=PRECISION)
+            if GATED and not WIDE:
+                w = load_weight(
+                    w_up, expert, first_n, k, F, D, stride_ue, stride_uf, stride_ud,
                     K_MAJOR, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 acc_up = tl.dot(a, w, acc_up, input_precision=PRECISION)
-        gate_parts = column_parts(acc_gate, BLOCK_M, WIDTH, EPILOGUE_PARTS)
+        if PAIRED:
+            acc_gate, acc_up = _halves(acc_gate, BLOCK_M, WIDTH)
+        H_COLUMNS: tl.constexpr = BLOCK_N if PAIRED else WIDTH
+        gate_parts = column_parts(acc_gate, BLOCK_M, H_COLUMNS, EPILOGUE_PARTS)
         up_parts = column_parts(acc_up, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
         for i in tl.static_range(EPILOGUE_PARTS):
             _up_epilogue(
                 gate_parts[i], up_parts[i], first_row, row_end, valid, expert,
                 first_n + i * (BLOCK_N // EPILOGUE_PARTS),
                 b_in, preact, hidden, stride_be, stride_bf, alpha, limit, F,
-                ACTIVATION, GATED, INTERLEAVED, HAS_BIAS, STORE_PREACT,
+                ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, HAS_BIAS, STORE_PREACT,
                 BLOCK_M, BLOCK_N // EPILOGUE_PARTS,
             )  # fmt: skip
 
 
 @triton.jit
 def grouped_mm_kernel(
-    a,  # (R, P) contiguous rows in expert-major order, or TMA descriptor
+    a,  # (R, P) rows in expert-major order, contiguous, or TMA descriptor
     w,  # (E, N, P) by strides, or TMA descriptor
+    a_up,  # with TWO_WEIGHTS: the second P columns of (R, 2*P) rows, likewise
+    w_up,  # with TWO_WEIGHTS: (E, N, P) that they are multiplied with, likewise
     bias,  # (E, N) by strides
     scale,  # (T*K,) contiguous: router weight of each slot
     row_slots,  # (R,) int32
     tiles,  # tile list
     out,  # (R, N) contiguous, written
     N, P,
-    stride_we, stride_wn, stride_wp, stride_be, stride_bn,
+    stride_we, stride_wn, stride_wp, stride_ue, stride_un, stride_up,
+    stride_be, stride_bn,
+    TWO_WEIGHTS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     K_MAJOR: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
@@ -271,10 +293,12 @@ def grouped_mm_kernel(
     """out[r] = scale[slot(r)] * (a[r] @ w[e]^T + bias[e]), rounded once.
 
     Down-projection: a = A, w = w_out (N = D, P = F). Input gradient per routed
-    row: a = dH, w = w_in with its last two dimensions swapped (N = D, P = g*F).
+    row: a = dH, w = w_in with its last two dimensions swapped (N = D, P = g*F);
+    with gate and up as two weights, P = F, for one after the other.
     Rows of the tile that hold no slot are written too; nothing reads them.
     """
     num_n = tl.cdiv(N, BLOCK_N)
+    ROW: tl.constexpr = 2 if TWO_WEIGHTS else 1  # row length of a in P
     num_tiles = tl.load(tiles) * num_n
     for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
@@ -284,7 +308,9 @@ def grouped_mm_kernel(
             # A row past the expert's end may be past the tensor's end.
             rows = first_row + tl.arange(0, BLOCK_M)
             safe_rows = tl.where(rows < row_end, rows, first_row).to(tl.int64)
-            a_ptrs = a + safe_rows[:, None] * P + tl.arange(0, BLOCK_K)[None, :]
+            offsets = safe_rows[:, None] * (ROW * P) + tl.arange(0, BLOCK_K)[None, :]
+            a_ptrs = a + offsets
+            a_up_ptrs = a_up + offsets
         for k in tl.range(0, P, BLOCK_K):
             if USE_TMA:
                 a_tile = a.load([first_row, k])
@@ -296,6 +322,19 @@ def grouped_mm_kernel(
                 K_MAJOR, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             acc = tl.dot(a_tile, w_tile, acc, input_precision=PRECISION)
+        if TWO_WEIGHTS:
+            # Not in the loop above, where every second matmul would wait for the first.
+            for k in tl.range(0, P, BLOCK_K):
+                if USE_TMA:
+                    a_tile = a_up.load([first_row, k])
+                else:
+                    # pyrefly: ignore[unbound-name]
+                    a_tile = load_rows(a_up_ptrs, k, P, EVEN_K, BLOCK_K)
+                w_tile = load_weight(
+                    w_up, expert, first_n, k, N, P, stride_ue, stride_un, stride_up,
+                    K_MAJOR, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                acc = tl.dot(a_tile, w_tile, acc, input_precision=PRECISION)
 
         if HAS_SCALE:
             _, slots, valid = routed_rows(
@@ -310,7 +349,8 @@ def grouped_mm_kernel(
             first_col = first_n + i * WIDTH
             cols = first_col + tl.arange(0, WIDTH)
             if HAS_BIAS:
-                b_ptrs = bias + expert.to(tl.int64) * stride_be + cols * stride_bn
+                b_ptrs = bias + expert.to(tl.int64) * stride_be
+                b_ptrs += cols.to(tl.int64) * stride_bn
                 b = tl.load(b_ptrs, mask=cols < N, other=0.0)
                 o += b[None, :].to(tl.float32)
             if HAS_SCALE:

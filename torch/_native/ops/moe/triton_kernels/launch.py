@@ -1,9 +1,9 @@
-"""Launchers: allocate the outputs of the MoE ops and launch their kernels.
+"""Launchers: allocate the outputs of the expert MLP and launch its kernels.
 
-The arguments are those of ``aten::_moe_permutation``, ``_moe_mlp`` and
-``_moe_mlp_backward``, already checked. Nothing here reads a tensor's value,
-picks a device or decides whether Triton should be used at all: the caller has
-made the tensors' device current (see ../triton_impl.py).
+The arguments are those of ``aten::_moe_mlp`` and ``_moe_mlp_backward``, already
+checked. Nothing here reads a tensor's value, picks a device or decides whether Triton
+should be used at all: the caller has made the tensors' device current (see
+../triton_impl.py). The router is launched in topk.py, the permutation in permutation.py.
 
 Besides torch and Triton this folder imports nothing, so that the kernels run on
 releases of torch that lack torch._native.
@@ -21,16 +21,9 @@ from torch import Tensor
 from .activations import DEFAULT_ALPHA, DEFAULT_LIMIT, GATED_ACTIVATIONS
 from .autotune import Autotuner
 from .backward import act_backward_kernel, weight_grad_kernel
-from .configs import fitting_configs, KernelTable, TileConfig
+from .configs import fitting_configs, KernelTable, OPTIONS, TileConfig
 from .forward import grouped_mm_kernel, up_kernel
-from .permutation import (
-    count_kernel,
-    expert_offsets_kernel,
-    permute_block_kernel,
-    scan_blocks_kernel,
-    scatter_kernel,
-    schedule_tiles_kernel,
-)
+from .permutation import moe_permutation as moe_permutation, schedule_tiles_kernel
 from .reductions import (
     bias_dot_kernel,
     bias_grad_kernel,
@@ -73,6 +66,7 @@ class Activation:
             "alpha": DEFAULT_ALPHA if self.alpha is None else self.alpha,
             "limit": DEFAULT_LIMIT if self.limit is None else self.limit,
             "ACTIVATION": self.name,
+            "HAS_LIMIT": self.name == "swiglu_oai" or self.limit is not None,
             "GATED": self.gated,
             "INTERLEAVED": self.gate_interleaved,
         }
@@ -116,6 +110,7 @@ class _Rows:
                 BLOCK_M=block_m,
                 BLOCK_E=min(128, triton.next_power_of_2(self.num_experts)),
                 BLOCK_T=block_t,
+                **OPTIONS,
             )
             self._tiles[block_m] = tiles
         return self._tiles[block_m]
@@ -182,6 +177,7 @@ def _tile_args(config: TileConfig, num_columns: int, num_inner: int) -> dict:
         "BLOCK_K": config.block_k,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **OPTIONS,
     }
 
 
@@ -204,7 +200,7 @@ def _run(
         launch: launches the kernel; returns what the caller wants.
     """
     density = rows.num_rows / rows.num_experts
-    configs = fitting_configs(plan.table, kernel, num_columns, density)
+    configs = fitting_configs(plan.table, kernel, num_columns, num_inner, density)
     config = configs[0]
     if plan.autotuner is not None:
         problem = (kernel, num_columns, num_inner, traits, int(density).bit_length())
@@ -233,115 +229,8 @@ def _zero_tail(plan: LaunchPlan, rows: _Rows, out: Tensor) -> None:
         num_columns,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        **OPTIONS,
     )
-
-
-# Slots, rows and experts that one program permutes alone.
-_BLOCK_SLOTS = 1024
-_BLOCK_ROWS = 8192
-_BLOCK_EXPERTS = 1023
-# Slots of a program where they are more. The sort of 1024 takes twice as long to compile.
-_SLOTS_PER_PROGRAM = 512
-
-
-def _permute_blocks(
-    topk_indices: Tensor,
-    row_slots: Tensor,
-    slot_rows: Tensor,
-    offs: Tensor,
-    counts: Tensor,
-    row_alignment: int,
-) -> None:
-    """Writes the last five of :func:`moe_permutation`, by blocks of slots."""
-    num_slots, num_rows, num_experts = slot_rows.numel(), len(row_slots), len(offs)
-    block_s, block_e = _SLOTS_PER_PROGRAM, 16
-    num_blocks = max(triton.cdiv(num_slots, block_s), 1)
-    starts = torch.empty_like(offs, dtype=torch.int64)
-    block_counts = offs.new_empty(num_blocks, num_experts)
-    count_kernel[(max(num_blocks, triton.cdiv(num_rows, block_s)),)](
-        topk_indices,
-        block_counts,
-        row_slots,
-        num_slots,
-        num_rows,
-        num_blocks,
-        num_experts,
-        BLOCK_S=block_s,
-        BINS=triton.next_power_of_2(num_experts + 1),
-        # The device assert on the ids, and no other check.
-        debug=True,
-        sanitize_overflow=False,
-    )
-    scan_blocks_kernel[(triton.cdiv(num_experts, block_e),)](
-        block_counts, counts, num_blocks, num_experts, BLOCK_B=256, BLOCK_E=block_e
-    )
-    expert_offsets_kernel[(1,)](
-        counts,
-        offs,
-        starts,
-        num_rows,
-        num_experts,
-        row_alignment,
-        BLOCK_E=min(1024, triton.next_power_of_2(num_experts)),
-    )
-    scatter_kernel[(num_blocks,)](
-        topk_indices,
-        block_counts,
-        starts,
-        row_slots,
-        slot_rows,
-        num_slots,
-        num_rows,
-        num_experts,
-        BLOCK_S=block_s,
-    )
-
-
-def moe_permutation(
-    topk_indices: Tensor,
-    num_experts: int,
-    *,
-    num_rows: int | None = None,
-    row_alignment: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``aten::_moe_permutation``: row_slots, slot_rows, offs, counts (all int32)."""
-    num_tokens, top_k = topk_indices.shape
-    num_slots = num_tokens * top_k
-    if num_rows is None:
-        num_rows = num_slots + min(num_experts, num_slots) * (row_alignment - 1)
-    topk_indices = topk_indices.contiguous()
-
-    def int32(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=topk_indices.device)
-
-    row_slots = int32(num_rows)
-    slot_rows = int32(num_tokens, top_k)
-    offs = int32(num_experts)
-    counts = int32(num_experts)
-    if (
-        num_slots <= _BLOCK_SLOTS
-        and num_rows <= _BLOCK_ROWS
-        and num_experts <= _BLOCK_EXPERTS
-    ):
-        permute_block_kernel[(1,)](
-            topk_indices,
-            row_slots,
-            slot_rows,
-            offs,
-            counts,
-            num_slots,
-            num_rows,
-            num_experts,
-            row_alignment,
-            # One slot per thread at least.
-            BLOCK_S=max(128, triton.next_power_of_2(num_slots)),
-            BINS=max(128, triton.next_power_of_2(num_experts + 1)),
-            debug=True,
-            sanitize_overflow=False,
-        )
-    else:
-        _permute_blocks(topk_indices, row_slots, slot_rows, offs, counts, row_alignment)
-    return row_slots, slot_rows, offs, counts
 
 
 def _combine(rows: _Rows, routed: Tensor, out: Tensor) -> None:
@@ -358,7 +247,20 @@ def _combine(rows: _Rows, routed: Tensor, out: Tensor) -> None:
         TOP_K=rows.top_k,
         BLOCK_T=block_t,
         BLOCK_D=block_d,
+        **OPTIONS,
     )
+
+
+def _gate_and_up(
+    w_in: Tensor, w_up: Tensor | None, act: Activation
+) -> tuple[Tensor, Tensor]:
+    """The (E, F, D) weights of gate and up; ``w_in`` twice where they are not two."""
+    if w_up is not None:
+        return w_in, w_up
+    if act.gated and not act.gate_interleaved:
+        num_hidden = w_in.shape[1] // 2
+        return w_in[:, :num_hidden], w_in[:, num_hidden:]
+    return w_in, w_in
 
 
 def _up(
@@ -366,6 +268,7 @@ def _up(
     rows: _Rows,
     x: Tensor,
     w_in: Tensor,
+    w_up: Tensor | None,
     b_in: Tensor | None,
     act: Activation,
     preact: Tensor,
@@ -373,15 +276,25 @@ def _up(
 ) -> None:
     """preact (R, g*F) = H unless it is empty, and hidden (R, F) = act(H)."""
     dim, num_hidden = x.shape[1], hidden.shape[1]
+    gate, up = _gate_and_up(w_in, w_up, act)
+    adjacent = act.gated and not act.gate_interleaved and w_up is None
 
     def launch(config: TileConfig) -> None:
         width = config.block_n * (2 if act.gate_interleaved else 1)
-        use_tma = config.tma and _weight_tma_ok(w_in)
-        w, w_flags = _weight_operand(w_in, config, width, use_tma)
+        use_tma = config.tma and _weight_tma_ok(gate) and _weight_tma_ok(up)
+        gate_operand, w_flags = _weight_operand(gate, config, width, use_tma)
+        up_operand, _ = _weight_operand(up, config, width, use_tma)
+        paired = use_tma and adjacent and w_flags["K_MAJOR"]
+        if paired:
+            gate_operand = up_operand = _descriptor(
+                w_in.unflatten(1, (2, num_hidden)),
+                [1, 2, config.block_n, config.block_k],
+            )
         num_n = triton.cdiv(num_hidden, config.block_n)
         up_kernel[_grid(plan, config, rows.max_tiles(config.block_m) * num_n)](
             x,
-            w,
+            gate_operand,
+            up_operand,
             w_in if b_in is None else b_in,
             rows.row_slots,
             rows.tiles(config.block_m),
@@ -391,9 +304,11 @@ def _up(
             num_hidden,
             rows.top_k,
             x.stride(0),
-            *w_in.stride(),
+            *gate.stride(),
+            *up.stride(),
             *((0, 0) if b_in is None else b_in.stride()),
             **act.kernel_args(),
+            PAIRED=paired,
             HAS_SLOTS=rows.has_slots,
             HAS_BIAS=b_in is not None,
             STORE_PREACT=preact.shape[0] > 0,
@@ -403,7 +318,7 @@ def _up(
         )
 
     kernel = "up_gated" if act.gated else "up_plain"
-    traits = (x.dtype, act, w_in.stride(2) == 1, preact.shape[0] > 0)
+    traits = (x.dtype, act, adjacent, w_in.stride(2) == 1, preact.shape[0] > 0)
     _run(plan, kernel, rows, num_hidden, dim, traits, launch)
 
 
@@ -416,21 +331,33 @@ def _grouped_mm(
     bias: Tensor | None,
     scale: Tensor | None,
     out: Tensor,
+    w_up: Tensor | None = None,
 ) -> None:
-    """out (R, N) = scale * (a (R, P) @ w (E, N, P)^T + bias (E, N)) by expert."""
-    num_inner, num_columns = a.shape[1], out.shape[1]
+    """out (R, N) = scale * (a (R, P) @ w (E, N, P)^T + bias (E, N)) by expert.
+
+    With ``w_up`` (E, N, P) too, ``a`` is (R, 2P), and its halves are multiplied with
+    ``w`` and ``w_up``.
+    """
+    num_inner, num_columns = w.shape[2], out.shape[1]
+    weights = (w, w if w_up is None else w_up)
+    halves = (a, a) if w_up is None else (a[:, :num_inner], a[:, num_inner:])
 
     def launch(config: TileConfig) -> None:
-        use_tma = config.tma and _weight_tma_ok(w) and _tma_ok(a)
-        w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
-        a_operand: object = a
+        use_tma = config.tma and _tma_ok(a) and all(map(_weight_tma_ok, weights))
+        w_operands = [
+            _weight_operand(x, config, config.block_n, use_tma) for x in weights
+        ]
+        a_operands: tuple[object, ...] = halves
         if use_tma:
-            a_operand = _descriptor(a, [config.block_m, config.block_k])
+            block = [config.block_m, config.block_k]
+            a_operands = tuple(_descriptor(half, block) for half in halves)
         num_n = triton.cdiv(num_columns, config.block_n)
         grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
         grouped_mm_kernel[grid](
-            a_operand,
-            w_operand,
+            a_operands[0],
+            w_operands[0][0],
+            a_operands[1],
+            w_operands[1][0],
             w if bias is None else bias,
             w if scale is None else scale,
             rows.row_slots,
@@ -438,17 +365,19 @@ def _grouped_mm(
             out,
             num_columns,
             num_inner,
-            *w.stride(),
+            *weights[0].stride(),
+            *weights[1].stride(),
             *((0, 0) if bias is None else bias.stride()),
+            TWO_WEIGHTS=w_up is not None,
             HAS_SLOTS=rows.has_slots,
             HAS_BIAS=bias is not None,
             HAS_SCALE=scale is not None,
             PRECISION=_precision(a.dtype),
-            **w_flags,
+            **w_operands[0][1],
             **_tile_args(config, num_columns, num_inner),
         )
 
-    traits = (a.dtype, w.stride(2) == 1, scale is not None)
+    traits = (a.dtype, w.stride(2) == 1, scale is not None, w_up is not None)
     _run(plan, kernel, rows, num_columns, num_inner, traits, launch)
 
 
@@ -463,7 +392,7 @@ def moe_mlp_forward(
     slot_rows: Tensor | None,
     b_in: Tensor | None,
     b_out: Tensor | None,
-    w_up: None,
+    w_up: Tensor | None,
     act: Activation,
     *,
     compute_preact: bool = True,
@@ -473,12 +402,13 @@ def moe_mlp_forward(
     num_hidden = w_out.shape[2]
     rows = _Rows(offs, row_slots, slot_rows, num_tokens)
     output = input.new_empty(num_tokens, dim)
-    preact = input.new_empty(rows.num_rows if compute_preact else 0, w_in.shape[1])
+    width = num_hidden * (2 if act.gated else 1)
+    preact = input.new_empty(rows.num_rows if compute_preact else 0, width)
     if min(num_tokens, rows.num_rows, dim, num_hidden) == 0:
         return output.zero_(), preact.zero_()
 
     hidden = input.new_empty(rows.num_rows, num_hidden)
-    _up(plan, rows, _row_major(input), w_in, b_in, act, preact, hidden)
+    _up(plan, rows, _row_major(input), w_in, w_up, b_in, act, preact, hidden)
     if compute_preact:
         _zero_tail(plan, rows, preact)
     scale = None if topk_weights is None else topk_weights.reshape(-1)
@@ -515,18 +445,13 @@ def _act_backward(
         num_n = triton.cdiv(num_hidden, config.block_n)
         num_partials = num_n + (b_out is not None) if need_scale else 0
         partials = preact.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
-        use_tma = config.tma and _weight_tma_ok(w) and _tma_ok(preact)
+        use_tma = config.tma and _weight_tma_ok(w)
         w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
-        preact_operand: object = preact
-        if use_tma:
-            width = config.block_n // config.epilogue_parts
-            width *= 2 if act.gate_interleaved else 1
-            preact_operand = _descriptor(preact, [config.block_m, width])
         grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
         act_backward_kernel[grid](
             grad_out,
             w_operand,
-            preact_operand,
+            preact,
             preact if scale is None else scale,
             rows.row_slots,
             rows.tiles(config.block_m),
@@ -575,6 +500,7 @@ def _bias_dot(rows: _Rows, grad_out: Tensor, b_out: Tensor, partial: Tensor) -> 
         HAS_SLOTS=rows.has_slots,
         BLOCK_M=block_m,
         BLOCK_D=min(512, triton.next_power_of_2(dim)),
+        **OPTIONS,
     )
 
 
@@ -591,6 +517,7 @@ def _scale_grad(rows: _Rows, partials: Tensor, topk_weights: Tensor) -> Tensor:
         partials.shape[0],
         HAS_SLOTS=rows.has_slots,
         BLOCK=block,
+        **OPTIONS,
     )
     return grad
 
@@ -695,23 +622,38 @@ def _bias_grad(
         HAS_SCALE=scale is not None,
         BLOCK_R=32,
         BLOCK_N=block_n,
+        **OPTIONS,
     )
     return grad
 
 
 def _input_grad(
-    plan: LaunchPlan, rows: _Rows, grad_preact: Tensor, w_in: Tensor, num_tokens: int
+    plan: LaunchPlan,
+    rows: _Rows,
+    grad_preact: Tensor,
+    w_in: Tensor,
+    w_up: Tensor | None,
+    num_tokens: int,
 ) -> Tensor:
-    """dX (T, D): per token, the sum in slot order of its rows of dH @ w_in."""
+    """dX (T, D): per token, the sum in slot order of its rows of dH @ (w_in, w_up)."""
     dim = w_in.shape[2]
-    grad_input = grad_preact.new_empty(num_tokens, dim)
-    w = w_in.transpose(1, 2)
+    grad_input = routed = grad_preact.new_empty(num_tokens, dim)
+    if rows.slot_rows is not None:
+        routed = grad_preact.new_empty(rows.num_rows, dim)
+    _grouped_mm(
+        plan,
+        "input_grad",
+        rows,
+        grad_preact,
+        w_in.transpose(1, 2),
+        None,
+        None,
+        routed,
+        None if w_up is None else w_up.transpose(1, 2),
+    )
     if rows.slot_rows is None:
-        _grouped_mm(plan, "input_grad", rows, grad_preact, w, None, None, grad_input)
         _zero_tail(plan, rows, grad_input)
     else:
-        routed = grad_preact.new_empty(rows.num_rows, dim)
-        _grouped_mm(plan, "input_grad", rows, grad_preact, w, None, None, routed)
         _combine(rows, routed, grad_input)
     return grad_input
 
@@ -739,7 +681,7 @@ def moe_mlp_backward(
     slot_rows: Tensor | None,
     b_in: Tensor | None,
     b_out: Tensor | None,
-    w_up: None,
+    w_up: Tensor | None,
     preact: Tensor,
     output_mask: tuple[bool, ...],
     act: Activation,
@@ -756,13 +698,13 @@ def moe_mlp_backward(
         return _zero_gradients(operands, output_mask, input)
 
     grads = [input.new_empty(0) for _ in operands]
-    want_x, want_w_in, want_w_out, want_scale, want_b_in, want_b_out, _ = (
+    want_x, want_w_in, want_w_out, want_scale, want_b_in, want_b_out, want_w_up = (
         wanted and operand is not None
         for wanted, operand in zip(output_mask, operands, strict=True)
     )
     x, grad_out = _row_major(input), _row_major(grad_out)
     scale = None if topk_weights is None else topk_weights.reshape(-1)
-    if want_x or want_w_in or want_w_out or want_scale or want_b_in:
+    if any((want_x, want_w_in, want_w_out, want_scale, want_b_in, want_w_up)):
         grad_preact, scaled_hidden, partials = _act_backward(
             plan,
             rows,
@@ -777,9 +719,11 @@ def moe_mlp_backward(
         )
     if want_x:
         # pyrefly: ignore[unbound-name]
-        grads[0] = _input_grad(plan, rows, grad_preact, w_in, num_tokens)
+        grads[0] = _input_grad(plan, rows, grad_preact, w_in, w_up, num_tokens)
     if want_w_in:
-        grads[1] = _weight_grad(plan, rows, grad_preact, x, w_in, gather_q=True)
+        # pyrefly: ignore[unbound-name]
+        grad_gate = grad_preact[:, : w_in.shape[1]]
+        grads[1] = _weight_grad(plan, rows, grad_gate, x, w_in, gather_q=True)
     if want_w_out:
         grads[2] = _weight_grad(
             plan,
@@ -798,4 +742,9 @@ def moe_mlp_backward(
     if want_b_out:
         # pyrefly: ignore[bad-argument-type]
         grads[5] = _bias_grad(rows, grad_out, b_out, scale=scale, gather=True)
+    if want_w_up:
+        # pyrefly: ignore[unbound-name]
+        grad_up = grad_preact[:, w_in.shape[1] :]
+        # pyrefly: ignore[bad-argument-type]
+        grads[6] = _weight_grad(plan, rows, grad_up, x, w_up, gather_q=True)
     return tuple(grads)

@@ -19,6 +19,11 @@ of ``count_kernel``, which its launch turns on; no kernel ever indexes with one.
 import triton
 import triton.language as tl
 
+import torch
+from torch import Tensor
+
+from .configs import OPTIONS
+
 
 @triton.jit
 def _load_experts(topk_indices, slots, num_slots, num_experts):
@@ -269,3 +274,121 @@ def tile_of(tiles, index, num_n, GROUP_M: tl.constexpr):
     within = index % (GROUP_M * num_n)
     entry = tiles + 4 + (first_m + within % group_m) * 4
     return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), within // group_m
+
+
+# Slots, rows and experts that one program permutes alone.
+_BLOCK_SLOTS = 1024
+_BLOCK_ROWS = 8192
+_BLOCK_EXPERTS = 1023
+# Slots of a program where they are more. The sort of 1024 takes twice as long to compile.
+_SLOTS_PER_PROGRAM = 512
+
+
+def _permute_blocks(
+    topk_indices: Tensor,
+    row_slots: Tensor,
+    slot_rows: Tensor,
+    offs: Tensor,
+    counts: Tensor,
+    row_alignment: int,
+) -> None:
+    """Writes the last five of :func:`moe_permutation`, by blocks of slots."""
+    num_slots, num_rows, num_experts = slot_rows.numel(), len(row_slots), len(offs)
+    block_s, block_e = _SLOTS_PER_PROGRAM, 16
+    num_blocks = max(triton.cdiv(num_slots, block_s), 1)
+    starts = torch.empty_like(offs, dtype=torch.int64)
+    block_counts = offs.new_empty(num_blocks, num_experts)
+    count_kernel[(max(num_blocks, triton.cdiv(num_rows, block_s)),)](
+        topk_indices,
+        block_counts,
+        row_slots,
+        num_slots,
+        num_rows,
+        num_blocks,
+        num_experts,
+        BLOCK_S=block_s,
+        BINS=triton.next_power_of_2(num_experts + 1),
+        # The device assert on the ids, and no other check.
+        debug=True,
+        sanitize_overflow=False,
+        **OPTIONS,
+    )
+    scan_blocks_kernel[(triton.cdiv(num_experts, block_e),)](
+        block_counts,
+        counts,
+        num_blocks,
+        num_experts,
+        BLOCK_B=256,
+        BLOCK_E=block_e,
+        **OPTIONS,
+    )
+    expert_offsets_kernel[(1,)](
+        counts,
+        offs,
+        starts,
+        num_rows,
+        num_experts,
+        row_alignment,
+        BLOCK_E=min(1024, triton.next_power_of_2(num_experts)),
+        **OPTIONS,
+    )
+    scatter_kernel[(num_blocks,)](
+        topk_indices,
+        block_counts,
+        starts,
+        row_slots,
+        slot_rows,
+        num_slots,
+        num_rows,
+        num_experts,
+        BLOCK_S=block_s,
+        **OPTIONS,
+    )
+
+
+def moe_permutation(
+    topk_indices: Tensor,
+    num_experts: int,
+    *,
+    num_rows: int | None = None,
+    row_alignment: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``aten::_moe_permutation``: row_slots, slot_rows, offs, counts (all int32)."""
+    num_tokens, top_k = topk_indices.shape
+    num_slots = num_tokens * top_k
+    if num_rows is None:
+        num_rows = num_slots + min(num_experts, num_slots) * (row_alignment - 1)
+    topk_indices = topk_indices.contiguous()
+
+    def int32(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=topk_indices.device)
+
+    row_slots = int32(num_rows)
+    slot_rows = int32(num_tokens, top_k)
+    offs = int32(num_experts)
+    counts = int32(num_experts)
+    if (
+        num_slots <= _BLOCK_SLOTS
+        and num_rows <= _BLOCK_ROWS
+        and num_experts <= _BLOCK_EXPERTS
+    ):
+        permute_block_kernel[(1,)](
+            topk_indices,
+            row_slots,
+            slot_rows,
+            offs,
+            counts,
+            num_slots,
+            num_rows,
+            num_experts,
+            row_alignment,
+            # One slot per thread at least.
+            BLOCK_S=max(128, triton.next_power_of_2(num_slots)),
+            BINS=max(128, triton.next_power_of_2(num_experts + 1)),
+            debug=True,
+            sanitize_overflow=False,
+            **OPTIONS,
+        )
+    else:
+        _permute_blocks(topk_indices, row_slots, slot_rows, offs, counts, row_alignment)
+    return row_slots, slot_rows, offs, counts

@@ -92,7 +92,8 @@ def bias_dot_kernel(
                 mask=valid[:, None] & in_range[None, :],
                 other=0.0,
             )
-            b_ptrs = b_out + expert.to(tl.int64) * stride_be + cols * stride_bd
+            b_ptrs = b_out + expert.to(tl.int64) * stride_be
+            b_ptrs += cols.to(tl.int64) * stride_bd
             b = tl.load(b_ptrs, mask=in_range, other=0.0)
             acc += tl.sum(g.to(tl.float32) * b[None, :].to(tl.float32), 1)
         tl.store(partial + rows, acc, mask=rows < row_end)
@@ -132,7 +133,7 @@ def bias_grad_kernel(
             s = tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)
             tile *= s[:, None]
         acc += tl.sum(tile, 0)
-    ptrs = out + expert.to(tl.int64) * stride_oe + cols * stride_on
+    ptrs = out + expert.to(tl.int64) * stride_oe + cols.to(tl.int64) * stride_on
     tl.store(ptrs, acc.to(out.dtype.element_ty), mask=cols < N)
 
 

@@ -19,6 +19,8 @@ import triton.language as tl
 import torch
 from torch import Tensor
 
+from .configs import OPTIONS
+
 
 # Below every packed candidate: padding, and groups that were not chosen.
 _NONE = tl.constexpr(-(2**63))
@@ -209,9 +211,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _block(columns: int) -> dict[str, int]:
-    """Tokens and warps of a program that holds ``columns`` scores per token."""
+    """Tokens, warps and options of a program that holds ``columns`` scores per token."""
     block_t = max(1, _BLOCK_ELEMENTS // columns)
-    return {"BLOCK_T": min(block_t, 32), "num_warps": 8 if columns > 1024 else 4}
+    num_warps = 8 if columns > 1024 else 4
+    return {"BLOCK_T": min(block_t, 32), "num_warps": num_warps, **OPTIONS}
 
 
 def topk_columns(num_experts: int, num_groups: int | None) -> int:
