@@ -208,7 +208,7 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
             begin = time.perf_counter()
             checks.attempt(result, "again", function)
             slowest += time.perf_counter() - begin
-    _add_graph(lab, shape, functions, row)
+    _add_graphs(lab, shape, functions, row)
     rounds = lab.budget.rounds(slowest, rows_left, lab.options.rounds)
     row["rounds"] = rounds
     if rounds < lab.options.rounds:
@@ -218,22 +218,46 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
     row["ms"] = {name: s.median for name, s in spreads.items()}
     row["spread_ms"] = {name: [s.p10, s.p90] for name, s in spreads.items()}
     row["bound_ms"] = {k: shape.bound_ms(k, *ceilings) for k in ("forward", "step")}
+    row["predicted_h100_ms"] = predicted_ms(shape)
     row["held_bytes"] = _held_bytes(lab.device, found, operands, functions)
     return row
 
 
-def _add_graph(lab: Lab, shape: Shape, functions: dict, row: dict) -> None:
-    """Decoding is launch bound in eager: also time the forward as a graph."""
-    if shape.T > 256 or "ours/forward" not in functions:
+def _add_graphs(lab: Lab, shape: Shape, functions: dict, row: dict) -> None:
+    """Decoding is launch bound in eager: also time every forward as a graph."""
+    if shape.T > 256:
         return
-    result: dict = {}
-    replay = checks.attempt(
-        result, "graph", lambda: graph_replay(functions["ours/forward"], lab.device)
-    )
-    if replay is None:
-        row["failed"]["ours_graph/forward"] = result["graph"]
-    else:
-        functions["ours_graph/forward"] = replay
+    for name in [name for name in functions if name.endswith("/forward")]:
+        result: dict = {}
+        replay = checks.attempt(
+            result, "graph", lambda: graph_replay(functions[name], lab.device)
+        )
+        graph = name.replace("/", "_graph/")
+        if replay is None:
+            row["failed"][graph] = result["graph"]
+        else:
+            functions[graph] = replay
+
+
+def predicted_ms(shape: Shape) -> dict[str, object]:
+    """What the model of the machine code says of our kernels on an H100, with its interval.
+
+    Empty for a shape it has no row of, and where its record was not carried along.
+    """
+    path = pathlib.Path(__file__).parent / "results/triton_sass.json"
+    rows = json.loads(path.read_text())["layers"] if path.exists() else []
+    sizes = (shape.T, shape.D, shape.F, shape.E, shape.K)
+    for row in rows:
+        if tuple(row[name] for name in "TDFEK") == sizes:
+            forward, backward = row["forward_us"], row["backward_us"]
+            ends = zip(row["forward_us_range"], row["backward_us_range"])
+            return {
+                "forward": forward / 1e3,
+                "step": (forward + backward) / 1e3,
+                "forward_interval": [us / 1e3 for us in row["forward_us_range"]],
+                "step_interval": [(a + b) / 1e3 for a, b in ends],
+            }
+    return {}
 
 
 def _held_bytes(device, found: list[peers.Peer], operands, functions: dict) -> dict:
@@ -267,9 +291,11 @@ def print_row(row: dict) -> None:
             if name.endswith(f"/{kind}") and name != f"ours/{kind}"
         )
         share = row["bound_ms"][kind] / own
+        predicted = row["predicted_h100_ms"].get(kind)
+        model = "" if predicted is None else f"(H100 model {predicted:.3f}) "
         print(
             f"{shape.name:18s} {kind:8s} {own:9.3f} ms {tflops:7.1f} TFLOP/s "
-            f"{share:5.0%} of bound  {others}",
+            f"{share:5.0%} of bound {model} {others}",
             flush=True,
         )
 

@@ -24,6 +24,8 @@ from torch import Tensor
 
 Name = TypeVar("Name", bound=Hashable)
 MIN_ROUNDS = 3
+# About a millisecond of a GPU: longer than the host needs to queue a call.
+_QUEUE_CYCLES = 2_000_000
 
 
 class Spread(NamedTuple):
@@ -73,12 +75,17 @@ def ratio_record(peer: Sequence[float], ours: Sequence[float]) -> dict[str, obje
 
 
 def timed(function: Callable[[], object], device: torch.device | None = None) -> float:
-    """Seconds of one call; on CUDA those between two events."""
+    """Seconds of one call; on CUDA those between two events.
+
+    The device is kept busy until the host has queued the call, so that what is measured
+    is the device and not the launch; of a call that waits for the device it is both.
+    """
     if device is None or device.type != "cuda":
         start = time.perf_counter()
         function()
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_QUEUE_CYCLES)
     begin.record()
     function()
     end.record()

@@ -314,7 +314,8 @@ def _sweep_variant(arch: str, index: int, seen: str) -> list[Row]:
 
 
 def parallel_sweep(
-    architectures: tuple[str, ...] = (*ARCHITECTURES, "sm_103"), workers: int | None = None
+    architectures: tuple[str, ...] = (*ARCHITECTURES, "sm_103"),
+    workers: int | None = None,
 ) -> dict[str, list[Row]]:
     """:func:`sweep` of what ships, each kernel once, on several processes.
 

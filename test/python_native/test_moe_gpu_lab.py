@@ -198,11 +198,14 @@ class TestTuner(TestCase):
         self.assertEqual(entry[1], dataclasses.replace(narrow, max_columns=256))
         self.assertEqual(entry[2:], (wide, TILE))
         table = dict.fromkeys(configs.KERNELS, entry)
-        choose = configs.choose_config
-        self.assertIs(choose(table, "down", 512, 4.0), entry[0])
-        self.assertIs(choose(table, "down", 256, 512.0), entry[1])
-        self.assertIs(choose(table, "down", 2048, 512.0), entry[2])
-        self.assertEqual(choose(table, "down", 16, 512.0), TILE)
+
+        def choose(num_columns, density):
+            return configs.fitting_configs(table, "down", num_columns, 64, density)[0]
+
+        self.assertIs(choose(512, 4.0), entry[0])
+        self.assertIs(choose(256, 512.0), entry[1])
+        self.assertIs(choose(2048, 512.0), entry[2])
+        self.assertEqual(choose(16, 512.0), TILE)
 
     def test_backward_kernels_do_not_depend_on_the_number_of_rows(self):
         results = [self.result(1.0, rows=1.0, kernel="weight_grad")]
@@ -270,6 +273,23 @@ class TestAutotuner(TestCase):
         tuner.clear()
         tuner.choose("problem", (slow, fast), launched.append)
         self.assertEqual(len(launched), 4)
+
+    def test_the_device_is_busy_until_a_call_is_queued(self):
+        # Else a short kernel's time is that of its launch.
+        log = []
+
+        def event(enable_timing):
+            return mock.Mock(
+                record=lambda: log.append("event"), elapsed_time=lambda end: 2.0
+            )
+
+        with (
+            mock.patch.object(torch.cuda, "Event", event),
+            mock.patch.object(torch.cuda, "_sleep", lambda n: log.append("busy")),
+        ):
+            ms = autotune.measure_ms(lambda: log.append("call"))
+        self.assertEqual(ms, 2.0)
+        self.assertEqual(log, ["call", *["busy", "event", "call", "event"] * 5])
 
     def test_passes_over_what_does_not_fit(self):
         def measure(function):

@@ -351,9 +351,7 @@ class TestMoeMlp(MoeKernelTestCase):
             for i in (1, 2, 9):
                 if transposed and args[i] is not None:
                     args[i] = args[i].transpose(1, 2).contiguous().transpose(1, 2)
-            results.append(
-                self.check_against_reference(args, one.grad_out, plan, act)
-            )
+            results.append(self.check_against_reference(args, one.grad_out, plan, act))
         (output, preact, grads), (output_2, preact_2, grads_2) = results
         # Every row is summed as with one weight; dX where no step straddles the halves.
         self.assertEqual(output_2, output, rtol=0, atol=0)

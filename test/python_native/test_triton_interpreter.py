@@ -128,7 +128,9 @@ class TestInterpreter(TestCase):
         orders = []
         for seed in (None, 0, 1, 1):
             last, turn = (torch.zeros(size, dtype=torch.int32) for size in (1, 24))
-            shuffle = contextlib.nullcontext() if seed is None else shuffled_programs(seed)
+            shuffle = (
+                contextlib.nullcontext() if seed is None else shuffled_programs(seed)
+            )
             with shuffle:
                 _turn_kernel[(2, 3, 4)](last, turn)
             orders.append(turn.tolist())

@@ -57,7 +57,7 @@ class Result:
         shape: name of the shape.
         columns: of the kernel's output there.
         rows_per_expert: there.
-        config: the candidate, without max_rows and max_columns.
+        config: the candidate, without max_rows, max_columns and max_inner.
         ms: median; None if it was refused.
         refused: why.
     """
@@ -72,7 +72,7 @@ class Result:
 
 
 def _plain(config: TileConfig) -> TileConfig:
-    return dataclasses.replace(config, max_rows=0, max_columns=0)
+    return dataclasses.replace(config, max_rows=0, max_columns=0, max_inner=0)
 
 
 def candidates(

@@ -162,7 +162,9 @@ def _next_power_of_2(n: int) -> int:
 def _weight_reason(name: str, weight: Tensor) -> str | None:
     strides = weight.stride()
     if (_MAX_BLOCK - 1) * (strides[1] + strides[2]) > _INT32_MAX:
-        return f"a tile of {name}, of strides {strides}, spans more than int32 can count"
+        return (
+            f"a tile of {name}, of strides {strides}, spans more than int32 can count"
+        )
     if 1 not in strides[1:]:
         return f"neither of the last two dimensions of {name} is contiguous"
     other = [s for s in strides if s != 1]

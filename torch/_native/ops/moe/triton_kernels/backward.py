@@ -68,9 +68,7 @@ def _act_backward_epilogue(
         gate = gate.to(tl.float32)
         up = up.to(tl.float32)
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT).to(dtype)
-        d_gate, d_up = glu_backward(
-            grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT
-        )
+        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
         dh = tl.join(d_gate.to(dtype), d_up.to(dtype))
         dh = tl.reshape(dh, (BLOCK_M, BLOCK_N * 2))
         ptrs = row_tile(
@@ -85,17 +83,15 @@ def _act_backward_epilogue(
             preact, first_row, F + first_n, F * 2, valid, F * 2, BLOCK_M, BLOCK_N
         ).to(tl.float32)
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT).to(dtype)
-        d_gate, d_up = glu_backward(
-            grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT
-        )
+        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
         ptrs = row_tile(grad_preact, first_row, first_n, F * 2, BLOCK_M, BLOCK_N)
         mask = in_tile & (cols[None, :] < F)
         tl.store(ptrs, d_gate.to(dtype), mask=mask)
         tl.store(ptrs + F, d_up.to(dtype), mask=mask)
     else:
-        h = _load_preact(
-            preact, first_row, first_n, F, valid, F, BLOCK_M, BLOCK_N
-        ).to(tl.float32)
+        h = _load_preact(preact, first_row, first_n, F, valid, F, BLOCK_M, BLOCK_N).to(
+            tl.float32
+        )
         a = unary_forward(h, ACTIVATION).to(dtype)
         dh = unary_backward(grad, h, ACTIVATION)
         ptrs = row_tile(grad_preact, first_row, first_n, F, BLOCK_M, BLOCK_N)

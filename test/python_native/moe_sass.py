@@ -1,0 +1,627 @@
+"""What the assembler made of the MoE matmul kernels, and what that should cost on an H100.
+
+Test-only, and no GPU: the shipped configurations are compiled by the real launchers
+(``compile_only``), disassembled with the nvdisasm of Triton's wheel, and read.
+
+:func:`figures` are facts: instructions of the loop per matrix instruction, registers,
+and so on; the record of them is what a change is compared with (test_moe_sass.py).
+:func:`estimate` is a model of one kernel in cycles per tile:
+
+    tile      = fill + steps * step + epilogue
+    step      = max(tensor cores, shared memory, L2 port, issue slots, static stalls)
+    kernel    = 4-norm of the time of the multiprocessors, of DRAM and of power
+
+Nothing in it is fitted per kernel. Two constants are fitted, CLOCK and POWER_FLOPS, both
+on the dense persistent matmul of tritonbench (8192^3: 674 TFLOP/s). CALIBRATION is what
+it said about kernels that others measured and published; not modelled are bank conflicts,
+the cost of cp.async beyond its instructions and bytes, and clocks that move.
+
+    python test/python_native/moe_sass.py --output benchmarks/moe/results/triton_sass.json
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+
+from moe_triton_sweep import MATRIX_KERNELS
+from triton_static_gate import compile_only
+
+import torch
+from torch._native.ops.moe.triton_kernels import launch
+from torch._native.ops.moe.triton_kernels.configs import TABLES
+
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+MATRIX_OPS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+SHARED_PER_SM = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
+
+# H100 SXM.
+SMS = 132
+CLOCK = 1.70e9
+POWER_FLOPS = 800e12
+DRAM_BYTES = 3.35e12 * 0.90
+L2_PORT = 44  # bytes per clock and multiprocessor, all of them together
+L2_CAPACITY = 36 << 20  # of 50 MiB, what writes and duplicates leave
+L2_LATENCY, DRAM_LATENCY = 300, 800
+BARRIER = 25
+RELAUNCH = 700  # cycles from a program's end to its successor's first instruction
+LAUNCH_SECONDS = 4e-6
+# Of a layer, per call, in microseconds: what no matmul kernel does.
+SMALL_FORWARD = {"permutation": 25, "zero_tail": 3}
+SMALL_BACKWARD = {"scale_grad": 6}
+
+# (kernel, predicted, published microseconds) of kernels on H100 that nothing was fitted
+# on, with the model above and a replay of their tile order for DRAM. Sources: SGLang
+# pull request 36543 (fused MoE, E 128, N 768, 5034 rows); ScatterMoE as measured in
+# figure 6 of the SonicMoE paper (arXiv 2512.14080), the first one derived from FLOP/s.
+CALIBRATION = (
+    ("SGLang up, TMA", 515, 531),
+    ("SGLang down, TMA", 294, 283),
+    ("SGLang up, cp.async", 520, 626),
+    ("SGLang down, cp.async", 307, 316),
+    ("ScatterMoE up", 595, 603),
+    ("ScatterMoE dA", 339, 430),
+    ("ScatterMoE forward", 1756, 2255),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A layer: tokens, model dim, expert hidden dim, experts, experts per token."""
+
+    name: str
+    T: int
+    D: int
+    F: int
+    E: int
+    K: int
+
+    @property
+    def rows(self) -> int:
+        return self.T * self.K
+
+    def row_tiles(self, block_m: int) -> int:
+        """Row tiles of one drawn, uniform routing."""
+        draw = random.Random(0)
+        counts = [0] * self.E
+        for expert in draw.choices(range(self.E), k=self.rows):
+            counts[expert] += 1
+        return sum(-(-count // block_m) for count in counts)
+
+
+SHAPES = (
+    Shape("SonicMoE 7B", 24576, 1536, 256, 128, 8),
+    Shape("Qwen3-30B-A3B", 32768, 2048, 768, 128, 8),
+    Shape("OLMoE-1B-7B", 32768, 2048, 1024, 64, 8),
+    Shape("Qwen3-235B-A22B", 32768, 4096, 1536, 128, 8),
+    Shape("DeepSeek-V3", 16384, 7168, 2048, 256, 8),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of SASS.
+
+    Attributes:
+        op: opcode with its modifiers; "NOP" where the predicate is never true.
+        text: the line without address and encoding.
+        predicated: whether a predicate guards it.
+        stall: cycles that the scheduler waits after it, from the encoding.
+    """
+
+    op: str
+    text: str
+    predicated: bool
+    stall: int
+
+
+_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);?\s*/\* 0x[0-9a-f]{16} \*/")
+_SECOND_WORD = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/")
+_LABEL = re.compile(r"^(\.L_\w+):")
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """Instructions of a kernel, and its labels as indices into them."""
+
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+
+    def loops(self) -> list[tuple[int, int]]:
+        """(first, last) instruction of every backward branch's loop, short ones first."""
+        found: dict[int, int] = {}
+        for i, ins in enumerate(self.instructions):
+            target = re.search(r"`\((\.L_\w+)\)", ins.text)
+            if ins.op.startswith("BRA") and target and target[1] in self.labels:
+                first = self.labels[target[1]]
+                # A jump to itself ends the program's code.
+                if first < i or (first == i and ins.predicated):
+                    found[first] = max(i, found.get(first, 0))
+        return sorted(found.items(), key=lambda span: span[1] - span[0])
+
+    def split(self, matrix_op: str) -> tuple[list[Instruction], list[Instruction]]:
+        """The innermost loop with matrix instructions, and the rest of its outer loop."""
+        code = self.instructions
+        loops = self.loops()
+        first, last = next(
+            (a, b)
+            for a, b in loops
+            if any(ins.op.startswith(matrix_op) for ins in code[a : b + 1])
+        )
+        around = [
+            (a, b)
+            for a, b in loops
+            if a <= first and last <= b and (a, b) != (first, last)
+        ]
+        begin, end = around[-1] if around else (0, len(code) - 1)
+        outside = [*code[begin:first], *code[last + 1 : end + 1]]
+        return list(code[first : last + 1]), outside
+
+
+def nvdisasm() -> pathlib.Path:
+    """The disassembler in Triton's wheel."""
+    import triton
+
+    return pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+
+
+def disassemble(cubin: bytes) -> Listing:
+    """The listing of a cubin with one kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [nvdisasm(), "-c", "-hex", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        label, code = _LABEL.match(line.strip()), _LINE.match(line)
+        if label:
+            labels[label[1]] = len(instructions)
+        elif code:
+            body, predicate = code[1].strip().rstrip(";").strip(), ""
+            if body.startswith("@"):
+                predicate, body = body.split(None, 1)
+            op = "NOP" if predicate == "@!PT" else body.split()[0]
+            instructions.append(Instruction(op, body, bool(predicate), 0))
+        elif instructions and (word := _SECOND_WORD.match(line)):
+            stall = (int(word[1], 16) >> 41) & 15
+            instructions[-1] = dataclasses.replace(instructions[-1], stall=stall)
+    return Listing(tuple(instructions), labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One compiled configuration.
+
+    Attributes:
+        name: what it does in a layer.
+        arch: an entry of ARCHITECTURES.
+        constants: its compile-time arguments.
+        num_warps, registers, spill_bytes, shared_bytes: from the compiler.
+        listing: its code.
+    """
+
+    name: str
+    arch: str
+    constants: dict[str, object]
+    num_warps: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    listing: Listing
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        m, n, k = (self.constants[f"BLOCK_{axis}"] for axis in "MNK")
+        return m, n, k  # pyrefly: ignore[bad-return]
+
+    @property
+    def label(self) -> str:
+        m, n, k = self.block
+        parts = self.constants.get("EPILOGUE_PARTS", 1)
+        return f"{self.name} {m}x{n}x{k} warps {self.num_warps} parts {parts}"
+
+    @property
+    def occupancy(self) -> int:
+        """Programs that fit on a multiprocessor."""
+        threads = 32 * self.num_warps
+        by_registers = 65536 // (math.ceil(self.registers / 8) * 8 * threads)
+        by_shared = SHARED_PER_SM[self.arch] // (self.shared_bytes + 1024)
+        return max(1, min(by_registers, by_shared, 2048 // threads))
+
+
+def _count(instructions: Iterable[Instruction], prefix: str) -> int:
+    return sum(ins.op.startswith(prefix) for ins in instructions)
+
+
+def figures(kernel: Kernel) -> dict[str, object]:
+    """The facts of a kernel that its speed hangs on; lower is better, but for occupancy."""
+    matrix_op = MATRIX_OPS[kernel.arch]
+    loop, outside = kernel.listing.split(matrix_op)
+    matrix = [ins for ins in loop if ins.op.startswith(matrix_op)]
+    m, n, _ = kernel.block
+    outputs = m * n / (32 * kernel.num_warps)  # per thread
+    waits = [ins.text for ins in loop if ins.op.startswith("WARPGROUP.DEPBAR")]
+    depth = re.search(r"0x([0-9a-f]+)", waits[-1]) if waits else None
+    shape = re.search(r"\d+x\d+x\d+|\.\d{4,5}\b", matrix[0].op)
+    return {
+        "mma": matrix_op + ("" if shape is None else " " + shape[0].strip(".")),
+        "loop_instructions_per_mma": round(len(loop) / len(matrix), 2),
+        "matmuls_in_flight": None if depth is None else int(depth[1], 16),
+        "epilogue_mufu_per_output": round(_count(outside, "MUFU") / outputs, 2),
+        "epilogue_instructions_per_output": round(len(outside) / outputs, 2),
+        "registers": kernel.registers,
+        "spill_bytes": kernel.spill_bytes,
+        "shared_bytes": kernel.shared_bytes,
+        "occupancy": kernel.occupancy,
+    }
+
+
+# ---- the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a kernel has to do for a shape.
+
+    Attributes:
+        tiles: output tiles, padding included.
+        steps: of the contraction, on average.
+        step_bytes: brought into shared memory per step.
+        flops: useful ones.
+        dram_bytes: read and written.
+        fill_loads: loads in a row before the first operand can be loaded.
+        epilogue_loads: loads in a row in the epilogue.
+    """
+
+    tiles: float
+    steps: float
+    step_bytes: int
+    flops: float
+    dram_bytes: float
+    fill_loads: float
+    epilogue_loads: float
+
+
+def _gathered_bytes(shape: Shape, width: int, other_bytes: float) -> float:
+    """DRAM bytes of the rows of all slots, of ``width`` elements, from T tokens.
+
+    A token's row is read again by its next expert; that hits if less than the L2's
+    capacity went by, where its K uses lie anywhere in the kernel's traffic.
+    """
+    total = shape.rows * width * 2
+    share = min(1.0, L2_CAPACITY / (total + other_bytes))
+    hits = (shape.K - 1) / shape.K * (1 - (1 - share) ** shape.K)
+    return total * (1 - hits)
+
+
+def work_of(kernel: Kernel, shape: Shape) -> Work:
+    """The :class:`Work` of a kernel of :func:`kernels_of` for ``shape``."""
+    D, F, E, R = shape.D, shape.F, shape.E, shape.rows
+    bm, bn, bk = kernel.block
+    constants = kernel.constants
+
+    def weights(n: int, k: int) -> float:
+        # Row groups of an expert share its weights if they fit beside the rows.
+        group_rows = min(8 * bm, R / E)
+        fits = 2 * (n * k + group_rows * k) <= L2_CAPACITY
+        reads = 1 if fits else max(1.0, R / E / (8 * bm))
+        return 2.0 * E * n * k * reads
+
+    if kernel.name.startswith("up"):
+        tiles = shape.row_tiles(bm) * -(-F // bn)
+        rest = weights(2 * F, D) + 2 * R * F * (3 if constants["STORE_PREACT"] else 1)
+        dram = _gathered_bytes(shape, D, rest) + rest
+        return Work(tiles, D / bk, (bm + 2 * bn) * bk * 2, 4.0 * R * D * F, dram, 3, 0)
+    if kernel.name.startswith("act_backward"):
+        tiles = shape.row_tiles(bm) * -(-F // bn)
+        rest = weights(F, D) + 2 * R * F * 5
+        dram = _gathered_bytes(shape, D, rest) + rest
+        return Work(tiles, D / bk, (bm + bn) * bk * 2, 2.0 * R * D * F, dram, 3, 1)
+    if kernel.name.startswith(("down", "input_grad")):
+        inner = F if kernel.name.startswith("down") else 2 * F
+        tiles = shape.row_tiles(bm) * -(-D // bn)
+        dram = weights(D, inner) + 2 * R * inner + 2 * R * D
+        loads = 0.75 if constants["HAS_SCALE"] else 0
+        # Two weights are two loops alike, and the pipeline is filled twice.
+        fills = 2 + (DRAM_LATENCY / L2_LATENCY if constants["TWO_WEIGHTS"] else 0)
+        flops = 2.0 * R * D * inner
+        return Work(tiles, inner / bk, (bm + bn) * bk * 2, flops, dram, fills, loads)
+    wide = 2 * F if kernel.name.startswith("dw_in") else F
+    m, n = (wide, D) if constants["GATHER_Q"] else (D, wide)
+    rest = 2.0 * R * wide + 2 * E * m * n
+    dram = _gathered_bytes(shape, D, rest) + rest
+    tiles = E * -(-m // bm) * -(-n // bn)
+    steps = R / E / bk + 0.5
+    return Work(tiles, steps, (bm + bn) * bk * 2, 2.0 * R * m * n, dram, 3, 0.4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Microseconds of a kernel, and where they go.
+
+    Attributes:
+        us: the estimate.
+        of_dense: its useful FLOP/s over POWER_FLOPS.
+        limiter: what takes longest.
+    """
+
+    us: float
+    of_dense: float
+    limiter: str
+
+
+def _matrix_cost(loop: list[Instruction]) -> tuple[int, int]:
+    """FLOPs of the loop's wgmmas in one warpgroup, and the bytes they read."""
+    flops = read = 0
+    for ins in loop:
+        if ins.op.startswith("HGMMA"):
+            m, n, k = map(int, re.search(r"(\d+)x(\d+)x(\d+)", ins.op).groups())
+            from_registers = re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", ins.text)
+            flops += 2 * m * n * k
+            read += (0 if from_registers else m * k * 2) + n * k * 2
+    return flops, read
+
+
+def estimate(kernel: Kernel, work: Work) -> Estimate:
+    """Time of ``kernel``, compiled for sm_90, on an H100."""
+    loop, outside = kernel.listing.split("HGMMA")
+    warps = kernel.num_warps
+    flops, operand_bytes = (warps // 4 * x for x in _matrix_cost(loop))
+    costs = {
+        "tensor cores": flops / 4096,
+        "shared memory": (operand_bytes + work.step_bytes) / 128,
+        "L2": work.step_bytes / L2_PORT,
+        "issue": len(loop) * warps / 4,
+    }
+    shared_step = max(costs.values())
+    costs["latency"] = sum(ins.stall for ins in loop) + BARRIER * _count(
+        loop, "BAR.SYNC"
+    )
+    step = max(costs.values())
+    issue = (len(outside) + 3 * _count(outside, "MUFU")) * warps / 4
+    stalls = sum(ins.stall for ins in outside) + BARRIER * _count(outside, "BAR.SYNC")
+    epilogue = max(issue, stalls) + work.epilogue_loads * DRAM_LATENCY
+    resident = kernel.occupancy
+    # A loop over tiles is in every kernel; it turns once where a program has one tile.
+    persistent = kernel.constants["GRID"] <= resident * SMS
+    if persistent:
+        resident = min(resident, math.ceil(kernel.constants["GRID"] / SMS))
+    fill = work.fill_loads * L2_LATENCY + DRAM_LATENCY
+    if not persistent:
+        fill += RELAUNCH
+    tile = per_tile = fill + work.steps * step + epilogue
+    if resident > 1:
+        # Programs hide each other's gaps, but not what they share.
+        busy = max(work.steps * shared_step, issue)
+        per_tile = max(busy, tile / resident) + 0.1 * (tile - busy) / resident
+    if persistent:
+        cycles = math.ceil(work.tiles / (SMS * resident)) * resident * per_tile
+    else:
+        cycles = work.tiles / SMS * per_tile + 0.5 * tile
+    times = {
+        f"loop ({max(costs, key=costs.__getitem__)})"
+        if work.steps * step > tile / 2
+        else "epilogue and fill": cycles / CLOCK,
+        "DRAM": work.dram_bytes / DRAM_BYTES,
+        "power": work.tiles * work.steps * flops / POWER_FLOPS,
+    }
+    seconds = sum(t**4 for t in times.values()) ** 0.25 + LAUNCH_SECONDS
+    of_dense = work.flops / seconds / POWER_FLOPS
+    return Estimate(1e6 * seconds, of_dense, max(times, key=times.__getitem__))
+
+
+# ---- the kernels of a layer
+
+
+def _launch_layer(table, shape: Shape, two_weights: bool) -> None:
+    """Forward and backward of a training step, on operands that nothing touches."""
+    D, F, E, R = shape.D, shape.F, shape.E, shape.rows
+    plan = launch.LaunchPlan(table, SMS)
+
+    def bf16(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.bfloat16)
+
+    def int32(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.int32)
+
+    x, act = bf16(shape.T, D), launch.Activation()
+    args = (
+        x,
+        bf16(E, F if two_weights else 2 * F, D),
+        bf16(E, D, F),
+        int32(E),
+        torch.empty(shape.T, shape.K),
+        int32(R),
+        int32(shape.T, shape.K),
+        None,
+        None,
+        bf16(E, F, D) if two_weights else None,
+    )
+    mask = (True, True, True, True, False, False, two_weights)
+    _, preact = launch.moe_mlp_forward(plan, *args, act)
+    launch.moe_mlp_backward(plan, x, *args, preact, mask, act)
+
+
+def _name(report, two_weights: bool) -> str | None:
+    """What a matmul kernel does in the layer; None for those of no interest here."""
+    constants = report.constants
+    if report.kernel == "up_kernel":
+        return "up, two weights" if two_weights else "up"
+    if report.kernel == "grouped_mm_kernel" and not constants["HAS_SCALE"]:
+        return "input_grad, two weights" if two_weights else "input_grad"
+    if two_weights:
+        return None
+    if report.kernel == "weight_grad_kernel":
+        return "dw_in" if constants["GATHER_Q"] else "dw_out"
+    return {"grouped_mm_kernel": "down"}.get(report.kernel, "act_backward")
+
+
+def kernels_of(arch: str, shapes: Iterable[Shape]) -> dict[Shape, list[Kernel]]:
+    """The matmul kernels that a training step of each shape launches, as compiled."""
+    reports: dict[int, tuple] = {}
+    listings: dict[int, Listing] = {}
+    found: dict[Shape, list[Kernel]] = {shape: [] for shape in shapes}
+
+    def keep(report, compiled, grid) -> None:
+        # A later shape may launch what an earlier one had compiled.
+        key = id(compiled)
+        report, compiled = reports.setdefault(key, (report, compiled))
+        name = _name(report, two_weights)
+        if name is None:
+            return
+        if key not in listings:
+            listings[key] = disassemble(compiled.asm["cubin"])
+        kernel = Kernel(
+            name,
+            arch,
+            {**report.constants, "GRID": grid[0]},
+            report.num_warps,
+            report.registers,
+            report.spill_bytes,
+            report.shared_bytes,
+            listings[key],
+        )
+        found[shape].append(kernel)
+
+    with compile_only(arch, MATRIX_KERNELS, on_launch=keep):
+        for shape in found:
+            # Two weights are compiled alike for every shape.
+            for two_weights in (False, True) if shape == SHAPES[0] else (False,):
+                _launch_layer(TABLES[arch], shape, two_weights)
+    return found
+
+
+def layer_seconds(shape: Shape, kernels: list[Kernel]) -> dict[str, float]:
+    """Microseconds of forward and backward of ``shape``, with what is no matmul."""
+    combine = 2 * shape.D * (shape.rows + shape.T) + 4 * shape.rows
+    combine_us = 1e6 * (combine / DRAM_BYTES + LAUNCH_SECONDS)
+    times = {k.name: estimate(k, work_of(k, shape)).us for k in kernels}
+    forward = times["up"] + times["down"] + combine_us + sum(SMALL_FORWARD.values())
+    backward = combine_us + sum(SMALL_BACKWARD.values())
+    for name in ("act_backward", "input_grad", "dw_in", "dw_out"):
+        backward += times[name]
+    return {"forward_us": forward, "backward_us": backward}
+
+
+def bias() -> tuple[float, float, float]:
+    """Published over predicted, of CALIBRATION: median, lowest, highest."""
+    ratios = [published / predicted for _, predicted, published in CALIBRATION]
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def measure() -> dict[str, list[dict[str, object]]]:
+    """The rows of the record."""
+    kernels: dict[tuple[str, str], dict[str, object]] = {}
+    estimates, layers = [], []
+    middle, low, high = bias()
+    for arch in ARCHITECTURES:
+        # The narrowest and the widest take every configuration that a layer takes.
+        shapes = SHAPES if arch == "sm_90" else (SHAPES[0], SHAPES[-1])
+        for shape, compiled in kernels_of(arch, shapes).items():
+            for kernel in compiled:
+                head = {"arch": arch, "kernel": kernel.label}
+                kernels[arch, kernel.label] = {**head, **figures(kernel)}
+            if arch != "sm_90":
+                continue
+            for kernel in compiled:
+                cost = estimate(kernel, work_of(kernel, shape))
+                estimates.append(
+                    {
+                        "shape": shape.name,
+                        "kernel": kernel.label,
+                        "us": round(cost.us, 1),
+                        "of_dense": round(cost.of_dense, 3),
+                        "limiter": cost.limiter,
+                    }
+                )
+            row: dict[str, object] = dataclasses.asdict(shape)
+            for name, us in layer_seconds(shape, compiled).items():
+                row[name] = round(us)
+                row[f"{name}_corrected"] = round(us * middle)
+                row[f"{name}_range"] = [round(us * low), round(us * high)]
+            layers.append(row)
+    return {"kernels": list(kernels.values()), "estimates": estimates, "layers": layers}
+
+
+# ---- the record
+
+TOLERANCE = 0.03
+
+
+def regressions(before: dict, after: dict) -> list[str]:
+    """What in ``after`` is worse than in ``before`` by more than TOLERANCE, as text."""
+    found = []
+    for table, keys in (
+        ("kernels", ("arch", "kernel")),
+        ("estimates", ("shape", "kernel")),
+    ):
+        fresh = {tuple(row[k] for k in keys): row for row in after[table]}
+        for old in before[table]:
+            key = tuple(old[k] for k in keys)
+            new = fresh.get(key)
+            if new is None:
+                found.append(f"{', '.join(key)}: in the record, not launched any more")
+                continue
+            for name, value in old.items():
+                if name in (*keys, "of_dense", "limiter") or new[name] == value:
+                    continue
+                if isinstance(value, (int, float)) and isinstance(
+                    new[name], (int, float)
+                ):
+                    more_is_better = name in ("occupancy", "matmuls_in_flight")
+                    worse = value - new[name] if more_is_better else new[name] - value
+                    if worse <= TOLERANCE * abs(value):
+                        continue
+                found.append(f"{', '.join(key)}: {name} {value} -> {new[name]}")
+    return found
+
+
+def record(path: pathlib.Path) -> None:
+    """Measures, and writes the record."""
+    import triton
+
+    rows = measure()
+    tables = ",\n ".join(
+        f'"{name}": [\n  ' + ",\n  ".join(map(json.dumps, table)) + "\n ]"
+        for name, table in rows.items()
+    )
+    head = {
+        "command": "python test/python_native/moe_sass.py --output FILE",
+        "triton": triton.__version__,
+        "model": {"sms": SMS, "clock": CLOCK, "power_flops": POWER_FLOPS},
+        "calibration": [
+            {
+                "kernel": name,
+                "predicted_us": a,
+                "published_us": b,
+                "ratio": round(b / a, 2),
+            }
+            for name, a, b in CALIBRATION
+        ],
+        "published_over_predicted": dict(zip(("median", "low", "high"), bias())),
+    }
+    lines = ",\n ".join(f'"{k}": {json.dumps(v)}' for k, v in head.items())
+    path.write_text(f"{{\n {lines},\n {tables}\n}}\n")
+    for row in rows["layers"]:
+        print(row)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=pathlib.Path, required=True)
+    sys.exit(record(parser.parse_args().output))
