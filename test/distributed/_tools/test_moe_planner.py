@@ -83,8 +83,8 @@ class TestPlan(TestCase):
         found = plan("deepseek-v3", "H800", 2048, global_batch=15360, dtypes=("fp8",))
         self.assertEqual((found.layout.pp, found.layout.ep), (16, 64))
         by_name = {c.name: c for c in found.choices}
-        wanted = (*moe_planner.DIMENSIONS, "recipe", "chunks", "capacity_factor",
-                  "replicas", "row_alignment")  # fmt: skip
+        wanted = (*moe_planner.DIMENSIONS, "node_limit", "recipe", "chunks",
+                  "capacity_factor", "replicas", "row_alignment")  # fmt: skip
         self.assertEqual(tuple(by_name), wanted)
         for choice in found.choices:
             self.assertRegex(choice.reason, r"\d|no exchange")

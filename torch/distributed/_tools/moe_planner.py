@@ -455,14 +455,20 @@ def _reasons(
     parts, busy = step.parts, sum(step.parts.values())
     share = {k: f"{v / busy:.0%}" for k, v in parts.items()}
     other = "flat" if x.algorithm == "hierarchical" else "hierarchical"
-    times = {
-        a: sum(
+
+    def exchange(algorithm: str, limit: int) -> float:
+        return 1e3 * sum(
             cost.all_to_all(
-                p, tokens, model.d, model.k, x.ep, domain=domain, dtype=w, algorithm=a,
-                node_limit=x.node_limit, combine=w == "bf16",
+                p, tokens, model.d, model.k, x.ep, domain=domain, dtype=w,
+                algorithm=algorithm, node_limit=limit, combine=w == "bf16",
             ) for w in (x.wire, "bf16")
-        ) for a in (x.algorithm, other)
-    }  # fmt: skip
+        )  # fmt: skip
+
+    nodes = math.ceil(x.ep / domain)
+    limits = (
+        f"any node: {exchange(x.algorithm, 0):.2f} ms, at most 4: "
+        f"{exchange(x.algorithm, 4):.2f} ms; the router has to be trained with it"
+    )
     wire = cost.wire_bytes(
         tokens, model.d, model.k, x.ep, domain, x.wire,
         node_limit=x.node_limit, dedup=x.algorithm != "flat",
@@ -480,7 +486,9 @@ def _reasons(
         f"{m.total / 1e9:.0f} of {p.device.memory / 1e9:.0f} GB",
         "dtype": f"products of experts {share['experts']} of the layer",
         "algorithm": "no exchange" if x.ep == 1 else f"dispatch and combine: {x.algorithm} "
-        f"{1e3 * times[x.algorithm]:.2f} ms, {other} {1e3 * times[other]:.2f} ms; sends {sent}",
+        f"{exchange(x.algorithm, x.node_limit):.2f} ms, {other} "
+        f"{exchange(other, x.node_limit):.2f} ms; sends {sent}",
+        "node_limit": limits if nodes > 4 else f"{nodes} nodes: nothing to limit",
     }  # fmt: skip
 
 
@@ -566,6 +574,7 @@ def plan(
         for which, s in times.items()
     )
     choices += [
+        Choice("node_limit", x.node_limit, reasons["node_limit"]),
         Choice("recipe", recipe, recipe_reason), chunks, capacity, replicas, rounding,
     ]  # fmt: skip
     return Plan(
