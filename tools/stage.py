@@ -41,11 +41,11 @@ def show_help() -> NoReturn:
     with open(os.path.join(ROOT, "tools", "staging", "cli.py")) as file:
         tree = ast.parse(file.read())
     verbs = {}
-    for node in tree.body:
-        for call in getattr(node, "decorator_list", []):
-            if ast.unparse(getattr(call, "func", call)) == "cli.command":
-                named = [arg.value for arg in call.args]
-                verbs[named[0] if named else node.name] = ast.get_docstring(node)
+    for node in [node for node in tree.body if isinstance(node, ast.FunctionDef)]:
+        for call in node.decorator_list:
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "cli.command":
+                named = [ast.literal_eval(arg) for arg in call.args]
+                verbs[named[0] if named else node.name] = ast.get_docstring(node) or ""
     asked = [verbs[word] for word in words() if word in verbs]
     if asked:
         print("%s\n\nIts options show once any verb has run." % asked[0])
@@ -146,6 +146,8 @@ def main():
         )
     try:
         python = tools_python()
+    except BrokenPipeError:  # --help | head
+        sys.exit(1)
     except OSError as error:
         fail(
             "%s: %s\nfix: make it writable, or set MOE_STAGING_CACHE to a folder that is"
