@@ -14,7 +14,7 @@ from torch.testing._internal.common_utils import (
 T, K, E, D, H = 24, 2, 4, 16, 32
 
 
-def operands(dtype=torch.float32, bias=False):
+def operands(dtype=torch.float32, bias=False, separate_up=False):
     torch.manual_seed(0)
     topk_indices, topk_weights = F.moe_topk(torch.randn(T, E), K)
     tensors = {
@@ -26,6 +26,8 @@ def operands(dtype=torch.float32, bias=False):
     if bias:
         tensors["b_in"] = torch.randn(E, 2 * H, dtype=dtype)
         tensors["b_out"] = torch.randn(E, D, dtype=dtype)
+    if separate_up:
+        tensors["w_in"], tensors["w_up"] = tensors["w_in"].clone().chunk(2, dim=1)
     return tensors, topk_indices
 
 
@@ -48,9 +50,12 @@ class TestMoeAutocast(TestCase):
 
     @parametrize("dtype", (torch.bfloat16, torch.float16))
     @parametrize("bias", (False, True))
+    @parametrize("separate_up", (False, True))
     @parametrize("compiled", (False, True))
-    def test_experts_are_cast_and_router_weights_are_not(self, dtype, bias, compiled):
-        tensors, topk_indices = operands(bias=bias)
+    def test_experts_are_cast_and_router_weights_are_not(
+        self, dtype, bias, separate_up, compiled
+    ):
+        tensors, topk_indices = operands(bias=bias, separate_up=separate_up)
 
         def function(tensors):
             with torch.autocast("cpu", dtype):

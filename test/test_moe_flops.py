@@ -95,8 +95,29 @@ class TestMoeFlops(TestCase):
         x, _, _, w_in, w_out = operands()
         offs = torch.tensor((8, 8, T), dtype=torch.int32)
         with FlopCounterMode(display=False) as counter:
-            _moe_mlp(x, w_in, w_out, offs)
+            F.grouped_mlp(x, w_in, w_out, offs=offs)
         self.assertEqual(counter.get_total_flops(), 2 * T * 3 * H * D)
+
+    @parametrize(
+        "names,products",
+        [
+            (("w_in", "w_out"), 1 + 1 + 1),
+            (("w_up",), 1 + 1),
+            (("input", "w_in", "w_up", "w_out"), 1 + 2 + 2 + 1),
+        ],
+    )
+    def test_separate_up(self, names, products):
+        x, topk_indices, weights, w_in, w_out = operands()
+        gate, up = w_in.chunk(2, dim=1)
+        named = {"input": x, "w_in": gate.clone(), "w_up": up.clone(), "w_out": w_out}
+        for name in names:
+            named[name].requires_grad_()
+        with FlopCounterMode(display=False) as counter:
+            out = F.moe_mlp(topk_indices=topk_indices, topk_weights=weights, **named)
+        self.assertEqual(counter.get_total_flops(), 2 * R * 3 * H * D)
+        with FlopCounterMode(display=False) as counter:
+            out.sum().backward()
+        self.assertEqual(counter.get_total_flops(), products * 2 * R * D * H)
 
     def test_keyword_operands(self):
         x, topk_indices, weights, w_in, w_out = operands()

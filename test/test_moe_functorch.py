@@ -1,6 +1,8 @@
 # Owner(s): ["module: functorch"]
 """torch.func transforms of the MoE functionals: what composes, and what says it does not."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
@@ -44,7 +46,7 @@ class TestMoeFunctorch(TestCase):
         one_by_one = [mlp(x[0], logits[0], w_in[i], w_out[i]) for i in range(B)]
         self.assertEqual(out, torch.stack(one_by_one))
 
-    @parametrize("name", ("input", "topk_indices", "topk_weights", "w_in", "w_out", "b_in", "b_out"))  # fmt: skip
+    @parametrize("name", ("input", "topk_indices", "topk_weights", "w_in", "w_out", "w_up", "b_in", "b_out"))  # fmt: skip
     def test_vmap_over_one_operand(self, name):
         # The others are shared, whatever their place in the ops below.
         x, logits, w_in, w_out = operands()
@@ -53,7 +55,8 @@ class TestMoeFunctorch(TestCase):
             "input": x[0],
             "topk_indices": topk_indices[0],
             "topk_weights": topk_weights[0],
-            "w_in": w_in,
+            "w_in": w_in[:, :H],
+            "w_up": w_in[:, H:],
             "w_out": w_out,
             "b_in": torch.linspace(-1, 1, E * 2 * H, dtype=x.dtype).view(E, -1),
             "b_out": torch.linspace(1, 2, E * D, dtype=x.dtype).view(E, D),
@@ -71,7 +74,7 @@ class TestMoeFunctorch(TestCase):
         def loss(operand):
             def of_leaves(tensors):
                 args = {**single, name: operand, **tensors}
-                return F.moe_mlp(**args, num_rows=T * K + 3).sin().sum()
+                return F.moe_mlp(**args).sin().sum()
 
             tensors = {n: operand if n == name else single[n] for n in leaves}
             return grad(of_leaves)(tensors)
@@ -80,6 +83,14 @@ class TestMoeFunctorch(TestCase):
         for i in range(B):
             expected = loss(batch[i])
             self.assertEqual({n: g[i] for n, g in actual.items()}, expected)
+
+    def test_vmap_of_rows_in_expert_order(self):
+        x, _, w_in, w_out = operands()
+        offs = torch.tensor([[1, 1, 4, 6], [0, 2, 2, 5], [6, 6, 6, 6]]).int()
+        function = functools.partial(F.grouped_mlp, w_in=w_in, w_out=w_out)
+        out = vmap(lambda x, offs: function(x, offs=offs))(x, offs)
+        for i in range(B):
+            self.assertEqual(out[i], function(x[i], offs=offs[i]))
 
     def test_grad(self):
         args = operands()
