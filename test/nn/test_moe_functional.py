@@ -164,10 +164,6 @@ def moe_mlp_arguments(ops):
     return (ops.input, ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
 
 
-def plan_kwargs(case):
-    return {"num_rows": case.num_rows, "row_alignment": case.row_alignment}
-
-
 class RecordCalls(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -183,10 +179,11 @@ class TestMoeMlp(TestCase):
     @parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
     @parametrize("separate_up", [False, True])
     def test_reference(self, device, separate_up, case, dtype):
+        case = dataclasses.replace(case, num_rows=None, row_alignment=1)
         ops = case.operands(dtype, device, bias=True, requires_grad=True)
         ops = ops.split_gate() if separate_up else ops
         others = {"b_in": ops.b_in, "b_out": ops.b_out, "w_up": ops.w_up}
-        output = F.moe_mlp(*moe_mlp_arguments(ops), **others, **plan_kwargs(case))
+        output = F.moe_mlp(*moe_mlp_arguments(ops), **others)
         expected, _ = moe_mlp_reference(*ops.args())
         unfused, _ = moe_mlp_unfused(*ops.args())
         self.assertEqual(output.dtype, dtype)
@@ -263,7 +260,7 @@ class TestMoeMlp(TestCase):
             torch.randn(1, 4, 3, device=device),
         )
         full = F.moe_mlp(x, indices, None, *experts)
-        clipped = F.moe_mlp(x, indices, None, *experts, num_rows=2)
+        clipped = F._moe_mlp_in_rows(x, indices, None, *experts, num_rows=2)
         self.assertEqual(clipped[:2], full[:2])
         self.assertEqual(clipped[2].count_nonzero(), 0)
 
@@ -344,7 +341,7 @@ class TestMoeMlp(TestCase):
         ops = get_case("uniform").operands(torch.float32, device)
         if functional == "moe_mlp":
             function, args = F.moe_mlp, moe_mlp_arguments(ops)
-            kwargs = {"activation": "swiglu_oai", "limit": 2.0, "num_rows": 20}
+            kwargs = {"activation": "swiglu_oai", "limit": 2.0, "alpha": 1.5}
         elif functional == "grouped_mlp":
             function, args = F.grouped_mlp, (ops.input, ops.w_in, ops.w_out)
             offs = ops.offs.clamp(max=13)

@@ -27,6 +27,7 @@ from typing import Any, cast, Literal, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe.exchange import (
     decode,
@@ -138,19 +139,11 @@ def run_experts(
         w_in, w_out (Tensor): of the local experts.
         num_rows (int, optional): ``num_slots`` of the switch: the rows that memory is
             needed for. Default: None (M * K)
-        options: of ``torch._moe_mlp``.
+        options: of :func:`torch.nn.functional.moe_mlp`.
     """
-    slots, places, offs, _ = torch._moe_permutation(
-        ids, w_in.shape[0], num_rows=num_rows
+    return F._moe_mlp_in_rows(
+        rows, ids, weights, w_in, w_out, num_rows=num_rows, **options
     )
-    needs_grad = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (rows, weights, w_in, w_out)
-    )
-    return torch._moe_mlp(
-        *(rows, w_in, w_out, offs, weights, slots, places),
-        compute_preact=needs_grad,
-        **options,
-    )[0]
 
 
 class NewTensorsSwitch(TokenSwitch):

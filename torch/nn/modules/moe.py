@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import init
 from torch.nn.parameter import Parameter
-from torch.nn.utils.moe import _moe_mlp_in_rows
 
 from .linear import Linear
 from .module import Module
@@ -243,7 +242,7 @@ class MoE(Module):
         weights = (self.w_in, self.w_out)
         if num_rows is None:
             return F.moe_mlp(input, topk_indices, topk_weights, *weights, **experts)
-        return _moe_mlp_in_rows(
+        return F._moe_mlp_in_rows(
             input, topk_indices, topk_weights, *weights, num_rows=num_rows, **experts
         )
 

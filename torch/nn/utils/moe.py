@@ -322,7 +322,7 @@ def moe_mlp_rounded(
     Raises:
         ValueError: as :func:`torch.nn.functional.moe_mlp`, as are the other errors.
     """
-    return _moe_mlp_in_rows(
+    return F._moe_mlp_in_rows(
         input,
         routing.topk_indices,
         routing.topk_weights,
@@ -331,38 +331,6 @@ def moe_mlp_rounded(
         num_rows=routing.num_rows,
         **kwargs,
     )
-
-
-def _moe_mlp_in_rows(
-    input: Tensor,
-    topk_indices: Tensor,
-    topk_weights: Tensor | None,
-    w_in: Tensor,
-    w_out: Tensor,
-    *,
-    num_rows: int | None,
-    **kwargs: Any,
-) -> Tensor:
-    """F.moe_mlp with a static bound of the rows; slots that do not fit add nothing."""
-    flat_ids = torch.atleast_2d(topk_indices).flatten(0, -2)
-    weights = topk_weights
-    if weights is not None:
-        weights = torch.atleast_2d(weights).flatten(0, -2)
-    row_slots, slot_rows, offs, _ = torch._moe_permutation(
-        flat_ids, w_in.shape[0], num_rows=num_rows
-    )
-    output, _ = torch._moe_mlp(
-        torch.atleast_2d(input).flatten(0, -2),
-        w_in,
-        w_out,
-        offs,
-        weights,
-        row_slots,
-        slot_rows,
-        **kwargs,
-        compute_preact=torch.is_grad_enabled(),
-    )
-    return output.view(input.shape)
 
 
 def _check_token_rounding(
