@@ -208,7 +208,9 @@ class TestMoeMlp(TestCase):
             grads = run_backward(backend, ops, ops.b_in, mask, limit=limit)
             b = ops.b_in.detach().requires_grad_()
             gate, up = b.chunk(2, dim=1)
-            y = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+            y = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(
+                -limit, limit
+            )
             (expected,) = torch.autograd.grad(y.sum(), b)
             self.assertEqual(grads.grad_b_in, expected)
 

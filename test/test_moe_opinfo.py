@@ -192,7 +192,9 @@ class TestMoeOpInfo(TestCase):
         subsets = batches = 0
         for sample in op.sample_inputs(device, dtype):
             args, kwargs = arguments(sample)
-            is_tensor = [isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))]
+            is_tensor = [
+                isinstance(x, torch.Tensor) for x in tree_leaves((args, kwargs))
+            ]
             subsets += 2 ** sum(is_tensor)
             batches += 3 ** sum(isinstance(x, torch.Tensor) for x in args)
         self.assertLessEqual(subsets, 640)

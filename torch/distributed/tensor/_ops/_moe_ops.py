@@ -233,7 +233,9 @@ def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
     # no dimension to shard.
     mask = cast("Sequence[bool]", operands["output_mask"])
     outputs = [
-        gradient if wanted and isinstance(operands.get(name), OpStrategy) else Replicate()
+        gradient
+        if wanted and isinstance(operands.get(name), OpStrategy)
+        else Replicate()
         for (name, gradient), wanted in zip(gradients.items(), mask, strict=True)
     ]
     placements = {**_TENSOR_PARALLEL, "preact": _preact_placement(operands)}

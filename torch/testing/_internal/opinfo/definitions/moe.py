@@ -52,7 +52,12 @@ MLP_SAMPLES = (
     (tiny("even", hidden=4), {"activation": "relu"}, {"bias": True}),
     (
         tiny("even_gated", hidden=4),
-        {"activation": "swiglu_oai", "gate_interleaved": True, "alpha": 1.5, "limit": 2.0},
+        {
+            "activation": "swiglu_oai",
+            "gate_interleaved": True,
+            "alpha": 1.5,
+            "limit": 2.0,
+        },
         {},
     ),
 )
@@ -437,12 +442,16 @@ def error_inputs_grouped_mlp(op_info, device, **kwargs):
         w_in, w_out, offs = (
             changes.pop(name, getattr(ops, name)) for name in ("w_in", "w_out", "offs")
         )
-        sample = SampleInput(ops.input, args=(w_in, w_out), kwargs={"offs": offs, **changes})
+        sample = SampleInput(
+            ops.input, args=(w_in, w_out), kwargs={"offs": offs, **changes}
+        )
         return ErrorInput(
             sample, error_type=error_type, error_regex=f"_moe_mlp: {text}"
         )
 
-    yield error("offs must have dtype int32", offs=ops.offs.long(), error_type=TypeError)
+    yield error(
+        "offs must have dtype int32", offs=ops.offs.long(), error_type=TypeError
+    )
     yield error(r"offs must have shape \(E\) = \(3\), got \(2\)", offs=ops.offs[:2])
     yield error(r"w_out must have shape", w_out=ops.w_out[:2])
     yield error("w_in must have shape .*, the gate next to w_up", w_up=ops.w_in[:, :3])
