@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 import dataclasses
+import datetime
 from unittest import mock
 
 from moe_token_switch import (
@@ -13,8 +14,16 @@ from moe_token_switch import (
 )
 
 import torch
+import torch.distributed as dist
+from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.exchange import decode, encode
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.groups import group_timeout
+from torch.distributed._moe.switch import (
+    run_experts,
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -23,6 +32,7 @@ from torch.testing._internal.common_utils import (
     slowTest,
 )
 from torch.testing._internal.moe_generators import ROUTINGS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def scale_layer(switch, ids, x, weights, w_in, w_out):
@@ -30,6 +40,18 @@ def scale_layer(switch, ids, x, weights, w_in, w_out):
     routing = switch.create_routing(ids)
     rows, row_weights, _ = switch.dispatch(routing, x, weights)
     return switch.combine(routing, rows * row_weights.sum(1, keepdim=True).to(x.dtype))
+
+
+class OpTrace(TorchDispatchMode):
+    """Names of the ops that run, without the sizes and values they have."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @instantiate_parametrized_tests
@@ -141,6 +163,60 @@ class TestAllToAll(TokenSwitchTest):
         for name in ("output", "grad_input", "grad_weights"):
             want = getattr(whole, name)[tokens]
             self.assertTrue(torch.equal(getattr(got, name), want), name)
+
+    def test_all_gather_for_decoding(self):
+        """Any number of tokens up to the bound, in buffers that never move."""
+        operands = truth("sentinels").operands
+        _, experts = self.part(4, "even")
+        group = self.mesh(None, 4).get_group()
+        switch = TokenSwitchAllGather(group, 8, max_tokens=17)
+        weights = operands.w_in[experts], operands.w_out[experts]
+        want = one_rank(operands).output
+        places, ops = [], []
+        # The first call makes the buffers.
+        for share in ("even", "gaps", "all_on_one", "even"):
+            tokens, _ = self.part(4, share)
+            leaves = operands.input[tokens], operands.topk_weights[tokens]
+            trace = OpTrace()
+            with torch.inference_mode(), NoHostSyncMode(), trace:
+                routing = switch.create_routing(operands.topk_indices[tokens])
+                rows, row_weights, ids = switch.dispatch(routing, *leaves)
+                out = run_experts(rows, ids, row_weights, *weights)
+                got = switch.combine(routing, out)
+            self.assertEqual(got, want[tokens])
+            places.append((rows.data_ptr(), row_weights.data_ptr(), ids.data_ptr()))
+            ops.append(trace.ops)
+        # What runs depends neither on values nor on the number of tokens.
+        self.assertEqual(places[1:], [places[0]] * 3)
+        self.assertEqual(ops[2:], [ops[1]] * 2)
+        self.assertFalse(any("item" in op or "nonzero" in op for op in ops[1]))
+        x = operands.input[:2].clone().requires_grad_()
+        routing = switch.create_routing(operands.topk_indices[:2])
+        rows, *_ = switch.dispatch(routing, x, operands.topk_weights[:2])
+        with self.assertRaisesRegex(NotImplementedError, "train with 'all_to_all'"):
+            rows.sum().backward()
+        with self.assertRaisesRegex(
+            ValueError, "at most max_tokens = 17 tokens, got 34"
+        ):
+            switch.create_routing(operands.topk_indices.repeat(2, 1))
+
+    def test_timeout_of_sub_groups(self):
+        """Groups of a mesh have half an hour, whatever init_process_group was told."""
+        world, stock = dist.group.WORLD, datetime.timedelta(minutes=30)
+        before = group_timeout(world)
+        dist.set_timeout(datetime.timedelta(seconds=77), world)
+        try:
+            mesh = init_device_mesh("cpu", (2, 2))
+            self.assertEqual(group_timeout(mesh.get_group(1)), stock)
+            switch = TokenSwitchHierarchical(mesh, 8)
+            for level in switch.levels:
+                self.assertEqual(group_timeout(level.group).total_seconds(), 77)
+            # A group with a timeout of its own keeps it.
+            own = dist.new_group(timeout=datetime.timedelta(seconds=55))
+            TokenSwitchAllToAll(own, 8)
+            self.assertEqual(group_timeout(own).total_seconds(), 55)
+        finally:
+            dist.set_timeout(before, world)
 
     def test_counts_and_int32_ids(self):
         ids = CASE.topk_indices().int()

@@ -393,6 +393,23 @@ class TestExpertParallel(ExpertParallelTest):
         self.assertEqual(twin(x), torch.zeros_like(x))
         self.assertEqual(split(x), want)
 
+    def test_experts_made_on_meta_differ(self):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            layer = nn.MoE(D, H, E, K)
+        parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
+        layer.to_empty(device="cpu")
+        layer.reset_parameters()
+        rows = layer.w_in.full_tensor()
+        for e in range(1, E):
+            self.assertNotEqual(rows[e], rows[0])
+        # What is not distributed is equal.
+        mine = layer.router.weight.detach()
+        everywhere = [torch.empty_like(mine) for _ in range(4)]
+        dist.all_gather(everywhere, mine)
+        for other in everywhere:
+            self.assertEqual(other, mine, atol=0, rtol=0)
+
     def test_experts_have_no_memory_for_slots_of_other_ranks(self):
         layer = nn.MoE(D, H, E, K)
         parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
