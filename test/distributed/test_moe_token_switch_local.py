@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 from moe_token_switch import (
     EXACT,
@@ -15,7 +17,11 @@ from moe_token_switch import (
 import torch
 import torch.distributed as dist
 from torch._dynamo import lookup_backend
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.switch import (
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -47,6 +53,32 @@ def shape_truth(name, experts):
             case, num_experts=experts, num_rows=None, row_alignment=1
         ).operands()
     )
+
+
+class TestGroups(TestCase):
+    def test_switches_let_go_of_their_groups(self):
+        """A model outlives destroy_process_group; a gloo group that it kept alive would end
+        its threads in the shutdown of the interpreter, which aborts now and then."""
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("node", "local"))
+        groups = [dist.new_group([0]), *mesh.get_all_groups()]
+        switches = [
+            TokenSwitchAllToAll(groups[0], 64),
+            TokenSwitchHierarchical(mesh, 64, capacity=(128, 128)),
+        ]
+        operands = truth("uniform").operands
+        for switch in switches:
+            switch.use_own_groups()
+            leaves = leaves_of(operands)
+            run_layer(switch, operands.topk_indices, *leaves).sum().backward()
+        refs = [weakref.ref(group) for group in groups]
+        del groups, mesh
+        dist.destroy_process_group()
+        gc.collect()
+        self.assertEqual([ref() for ref in refs], [None] * 3)
+        # Said, where they are used nevertheless.
+        with self.assertRaisesRegex(RuntimeError, "group"):
+            switches[0].create_routing(operands.topk_indices)
 
 
 @instantiate_parametrized_tests
