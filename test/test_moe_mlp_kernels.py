@@ -85,7 +85,9 @@ def peak_bytes(function):
     with profile(profile_memory=True) as profiler:
         function()
     events = profiler.profiler.kineto_results.events()
-    memory = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    memory = sorted(
+        (e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"
+    )
     return max(itertools.accumulate((size for _, size in memory), initial=0))
 
 
