@@ -88,48 +88,70 @@ def _groups(ends: list[int], expert_bytes: int) -> list[tuple[int, int, int, int
 
 
 def _accumulating_backward(saved, grad_out: Tensor, preact: Tensor, mask, options):
-    """The gradients of ``_MASK``, but for those of the weights, which are in ``.grad``."""
+    """The gradients of ``_MASK``, but for those of the weights, which are in ``.grad``.
+
+    One backward per group of experts, on its rows in expert order. Rows of the gradient of the
+    input are summed per token afterwards, in the order of its slots, as the op does.
+    """
     x, row_slots, slot_rows = saved["input"], saved["row_slots"], saved["slot_rows"]
     offs, scores = saved["offs"], saved["topk_weights"]
-    top_k = 1 if slot_rows is None else slot_rows.shape[1]
-    ends = offs.tolist()
-    weights = {name: saved[name] for name in _WEIGHTS if saved[name] is not None}
-    expert_bytes = sum(w[0].nbytes for w in weights.values())
-    # Weights and their biases in groups; inputs, once for all rows, in the usual call.
-    rest = [wanted and name not in _WEIGHTS for name, wanted in zip(_MASK, mask)]
-    grads: list[Tensor | None] = [None] * len(_MASK)
-    if any(rest):
-        grads = [
-            grad if wanted else None
-            for grad, wanted in zip(
-                _backward(saved, grad_out, preact, rest, options), rest
+    if row_slots is None:
+        row_slots = torch.arange(x.shape[0], dtype=torch.int32)
+        slot_rows = row_slots.unsqueeze(1)
+    top_k, ends = slot_rows.shape[1], offs.tolist()
+    grads: dict[str, Tensor | None] = dict.fromkeys(_MASK)
+    for name, wanted in zip(_MASK, mask):
+        if wanted and name in ("topk_weights", "b_in", "b_out"):
+            grads[name] = torch.zeros_like(
+                saved[name], memory_format=torch.contiguous_format
             )
-        ]
-    only = [wanted and name in _WEIGHTS for name, wanted in zip(_MASK, mask)]
-    flat = None if scores is None else scores.detach().reshape(-1)
+    last_row = ends[-1] if ends else 0
+    grad_rows = x.new_empty(last_row, x.shape[1]) if mask[0] else None
+    scores = None if scores is None else scores.detach().reshape(-1)
+    stored = [
+        n for n in ("w_in", "w_out", "w_up", "b_in", "b_out") if saved[n] is not None
+    ]
+    expert_bytes = sum(saved[n][0].nbytes for n in stored)
     for first, last, start, end in _groups(ends, expert_bytes):
-        rows = slice(start, end)
+        slots = row_slots[start:end].long()
+        kept = slots >= 0
+        slots = slots.clamp(min=0)
+        tokens = slots // top_k
         part = dict.fromkeys(_TENSORS)
-        part["offs"] = offs[first:last] - start
-        if row_slots is None:
-            part["input"], grad_rows = x[rows], grad_out[rows]
-            part["topk_weights"] = None if scores is None else scores[rows]
-        else:
-            slots = row_slots[rows].long()
-            tokens = slots.clamp(min=0) // top_k
-            part["input"], grad_rows = x[tokens], grad_out[tokens]
-            kept = (slots >= 0).unsqueeze(1)
-            if flat is not None:
-                part["topk_weights"] = flat[slots.clamp(min=0)].unsqueeze(1) * kept
-            grad_rows = grad_rows * kept if not bool(kept.all()) else grad_rows
-        for name in ("w_in", "w_out", "w_up", "b_in", "b_out"):
-            if saved[name] is not None:
-                part[name] = saved[name].detach()[first:last]
-        found = _backward(part, grad_rows, preact[rows], only, options)
-        for name, grad, wanted in zip(_MASK, found, only):
-            if wanted:
+        part |= {name: saved[name].detach()[first:last] for name in stored}
+        part |= {"offs": offs[first:last] - start, "input": x[tokens]}
+        out = grad_out[tokens]
+        if scores is not None:
+            part["topk_weights"] = scores[slots].unsqueeze(1)
+        if not kept.all():  # padding rows give nothing to their expert
+            out = out * kept.unsqueeze(1)
+        found = _backward(part, out, preact[start:end], mask, options)
+        for name, grad, wanted in zip(_MASK, found, mask):
+            if not wanted:
+                continue
+            if name == "input":
+                grad_rows[start:end] = grad
+            elif name == "topk_weights":
+                grads[name].view(-1)[slots[kept]] = grad.reshape(-1)[kept]
+            elif name in _WEIGHTS:
                 saved[name].grad[first:last].add_(grad)
-    return grads
+            else:
+                grads[name][first:last] = grad
+    if grad_rows is not None:
+        grads["input"] = _sum_over_slots(grad_rows, slot_rows, x)
+    return [grads[name] for name in _MASK]
+
+
+def _sum_over_slots(rows: Tensor, slot_rows: Tensor, like: Tensor) -> Tensor:
+    """(T, D): the rows of a token, added in float32 (float64 of float64) in slot order."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    total = torch.zeros(like.shape, dtype=dtype)
+    if len(rows):
+        for of_slot in slot_rows.unbind(1):
+            kept = (of_slot >= 0).unsqueeze(1)
+            added = rows[of_slot.clamp(min=0).long()]
+            total += added if kept.all() else added.where(kept, 0)
+    return total.to(rows.dtype)
 
 
 class _MoeMlp(torch.autograd.Function):
