@@ -43,6 +43,7 @@ OPS = (
 )
 ROUTER_OPS = (aten._moe_topk.default, aten._moe_topk_backward.default)
 
+
 def moe_mlp(x, indices, weights, w_in, w_out, **kwargs):
     return F.moe_mlp(x, indices, weights, w_in, w_out, **kwargs)
 

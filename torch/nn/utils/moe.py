@@ -10,6 +10,7 @@ Terms: T tokens, E experts, K experts per token, f_e tokens that chose expert e.
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
