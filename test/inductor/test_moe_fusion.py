@@ -333,6 +333,9 @@ class TestMoEFusion(TestCase):
 
         self.check_untouched(lambda m, *args: m(*args), Other(bias=True))
 
+    def test_near_miss_bias_of_the_gate_only(self):
+        self.check_untouched(lambda m, *args: m(*args), Experts(apart=True, bias=True))
+
     def test_near_miss_wrong_limit(self):
         def gate(gate, up):
             return F.silu(gate.clamp(max=2)) * up.clamp(min=-2, max=1)

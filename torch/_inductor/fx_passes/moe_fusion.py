@@ -70,20 +70,20 @@ class _Block:
     activation: ActivationMatch
     ups: list[Projection]
     down: Projection
-    rows: Node  # (R, D)
-    end: Node
+    rows: Any  # (R, D)
+    end: Any
     # only if gather and combine are part of it:
-    tokens: Node | None = None  # (T, D)
+    tokens: Any = None  # (T, D)
     top_k: int = 0
-    perm: Node | None = None  # (R) slot of every row; None if rows are in slot order
-    inverse: Node | None = None  # (R) row of every slot, if the graph has it
-    weights: Node | None = None  # (R) in slot order
-    base: Node | None = None  # (T, D) that the combine adds to
+    perm: Any = None  # (R) slot of every row; None if rows are in slot order
+    inverse: Any = None  # (R) row of every slot, if the graph has it
+    weights: Any = None  # (R) in slot order
+    base: Any = None  # (T, D) that the combine adds to
     effects: list[Node] = field(default_factory=list)
     why_core: str = ""
 
 
-def _match_core(down_node: Node) -> _Block:
+def _match_core(down_node: Any) -> _Block:
     down = matmul_of(down_node)
     if down is None:
         raise _NoMatch("is no matmul per expert")
@@ -95,17 +95,15 @@ def _match_core(down_node: Node) -> _Block:
     activation = activation_of(down.rows)
     if activation is None:
         raise _NoMatch("its input is no known activation")
-    ups = [projection_of(h) for h in activation.hidden]
-    if any(u is None or u.experts is not down.experts for u in ups):
+    found = [projection_of(h) for h in activation.hidden]
+    ups = [u for u in found if u is not None and u.experts is down.experts]
+    if len(ups) != len(found):
         raise _NoMatch("the activation is not of projections with the same offsets")
     rows = [uncast(u.rows) for u in ups]
     if any(r is not rows[0] for r in rows) or rank(rows[0]) != 2:
         raise _NoMatch("gate and up read different rows")
-    if (
-        len(ups) == 2
-        and len({u.transposed for u in ups} | {u.bias is None for u in ups}) > 2
-    ):
-        raise _NoMatch("gate and up differ in layout or bias")
+    if len({u.bias is None for u in ups}) > 1:
+        raise _NoMatch("only one of gate and up has a bias")
     for p in (*ups, down):
         if p.bias_index is not None and not is_expert_of_row(
             p.bias_index, p.experts, p.grouped
@@ -169,7 +167,7 @@ def _match_gather(block: _Block) -> None:
         raise _NoMatch("rows are not K to a token")
 
 
-def _only_user(node: Node, block: _Block) -> Node | None:
+def _only_user(node: Any, block: _Block) -> Any:
     users = [u for u in node.users if u not in block.effects]
     return users[0] if len(users) == 1 else None
 
@@ -221,7 +219,7 @@ def _match_combine(block: _Block) -> None:
     )
 
 
-def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Node | None:
+def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Any:
     """Router weights (R) or (T, K) in slot order of which node is a column."""
     node = uncast(node)
     if cube:  # (T, K, 1)
@@ -247,7 +245,7 @@ def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Node 
     )
 
 
-def _inverts(inverse: Node, block: _Block) -> bool:
+def _inverts(inverse: Any, block: _Block) -> bool:
     """Whether inverse[perm] is 0, 1, 2, ..."""
     if op_name(inverse) == "argsort":
         return inverse.args[0] is block.perm
@@ -280,7 +278,7 @@ def _inverts(inverse: Node, block: _Block) -> bool:
     return _writes_inverse(writers[0], block)
 
 
-def _writes_inverse(writer: Node, block: _Block) -> bool:
+def _writes_inverse(writer: Any, block: _Block) -> bool:
     if op_name(writer).startswith("scatter"):
         if argument(writer, 1, "dim") not in (0, -1):
             return False
@@ -295,7 +293,7 @@ def _writes_inverse(writer: Node, block: _Block) -> bool:
     return len(args) == 1 or (len(args) == 2 and args[0] == 0)
 
 
-def _match_add(user: Node, rows: Node, block: _Block) -> None:
+def _match_add(user: Any, rows: Any, block: _Block) -> None:
     """base.index_add(0, token of every row, rows), or scatter_add, in place or not."""
     name, base = op_name(user), user.args[0]
     index, source = (
@@ -324,7 +322,7 @@ def _match_add(user: Node, rows: Node, block: _Block) -> None:
         block.base = base
 
 
-def _match_block(down_node: Node) -> _Block:
+def _match_block(down_node: Any) -> _Block:
     block = _match_core(down_node)
     try:
         _match_gather(block)
@@ -386,17 +384,17 @@ def _check_closed(block: _Block) -> None:
 # --- the rewrite -----------------------------------------------------------------------------
 
 
-def _weight(graph: Graph, projection: Projection) -> Node:
+def _weight(graph: Graph, projection: Projection) -> Any:
     if not projection.transposed:
         return projection.weight
     return graph.call_method("transpose", (projection.weight, 1, 2))
 
 
-def _int32(graph: Graph, node: Node) -> Node:
+def _int32(graph: Graph, node: Any) -> Any:
     return graph.call_method("to", (node, torch.int32))
 
 
-def _slots(graph: Graph, block: _Block) -> tuple[Node, Node]:
+def _slots(graph: Graph, block: _Block) -> tuple[Any, Node]:
     """row_slots (R) and slot_rows (T, K); rows behind the last expert's are of no expert."""
     perm = block.perm
     last = graph.call_function(operator.getitem, (block.down.experts, -1))
@@ -417,7 +415,7 @@ def _slots(graph: Graph, block: _Block) -> tuple[Node, Node]:
     return row_slots, graph.call_method("view", (slot_rows, -1, block.top_k))
 
 
-def _routing(graph: Graph, block: _Block) -> tuple[Node, Node | None, Node | None]:
+def _routing(graph: Graph, block: _Block) -> tuple[Any, Node | None, Node | None]:
     """offs, row_slots, slot_rows."""
     if block.tokens is None:
         return block.down.experts, None, None
@@ -430,14 +428,16 @@ def _routing(graph: Graph, block: _Block) -> tuple[Node, Node | None, Node | Non
     wrapped = graph.call_function(operator.add, (ids, experts))
     ids = graph.call_function(torch.where, (negative, wrapped, ids))
     ids = graph.call_method("view", (ids, -1, block.top_k))
-    routing = graph.call_function(torch._moe_permutation, (ids, experts))
+    routing = graph.call_function(
+        torch.ops.aten._moe_permutation.default, (ids, experts)
+    )
     row_slots, slot_rows, offs = (
         graph.call_function(operator.getitem, (routing, i)) for i in range(3)
     )
     return offs, row_slots, slot_rows
 
 
-def _emit(graph: Graph, block: _Block) -> Node:
+def _emit(graph: Graph, block: _Block) -> Any:
     """The op and what makes its operands, in front of the end of the block."""
     dtype = value_of(block.down.weight).dtype
     x = block.tokens if block.tokens is not None else block.rows
@@ -470,7 +470,7 @@ def _emit(graph: Graph, block: _Block) -> Node:
     }
     args = (x, _weight(graph, block.ups[0]), _weight(graph, block.down), offs)
     given = {name: value for name, value in kwargs.items() if value is not None}
-    moe = graph.call_function(torch._moe_mlp, args, given)
+    moe = graph.call_function(torch.ops.aten._moe_mlp.default, args, given)
     out = graph.call_function(operator.getitem, (moe, 0))
     end_dtype = value_of(block.end).dtype
     if end_dtype != dtype:
@@ -503,11 +503,8 @@ def moe_fusion(graph: Graph) -> None:
         n for n in graph.nodes if op_name(n) in ("grouped_mm", "_grouped_mm", "squeeze")
     ]
     for anchor in reversed(anchors):
-        if (
-            anchor not in graph.nodes
-            or matmul_of(anchor) is None
-            or activation_of(matmul_of(anchor).rows) is None
-        ):
+        matmul = matmul_of(anchor)
+        if matmul is None or activation_of(matmul.rows) is None:
             continue
         try:
             block = _match_block(anchor)

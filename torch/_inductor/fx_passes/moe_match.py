@@ -40,8 +40,11 @@ _PLAIN = ("silu", "gelu", "relu", "relu2")
 
 
 def op_name(node: Any) -> str:
-    """Name of the op that a node calls, the same for torch functions, methods and aten; else ""."""
-    if not isinstance(node, Node):
+    """Name of the op that a node calls, the same for torch functions, methods and aten; else "".
+
+    Also "" if it has keyword arguments only, which no function here reads.
+    """
+    if not isinstance(node, Node) or not node.args:
         return ""
     target = node.target
     if node.op == "call_method":
@@ -56,13 +59,13 @@ def op_name(node: Any) -> str:
     return name if any(getattr(m, name, None) is target for m in known) else ""
 
 
-def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
+def argument(node: Any, position: int, name: str, default: Any = None) -> Any:
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
 
 
-def value_of(node: Any) -> torch.Tensor | None:
+def value_of(node: Any) -> Any:
     if not isinstance(node, Node):
         return None
     value = node.meta.get("example_value", node.meta.get("val"))
@@ -104,7 +107,7 @@ def operand_orders(node: Any, *names: str) -> Iterator[tuple[Any, Any]]:
         yield b, a
 
 
-def row_selection(node: Any) -> tuple[Node, Node] | None:
+def row_selection(node: Any) -> tuple[Any, Any] | None:
     """(source, positions) where node is ``source[positions]`` along dimension 0."""
     name = op_name(node)
     if not isinstance(node, Node):
@@ -138,7 +141,7 @@ def rows_of_expanded(index: Any) -> Any:
     """tok where index is ``tok`` repeated along dimension 1, as gather and scatter_add want it."""
     if rank(index) == 1:
         return index
-    if op_name(index) in ("expand", "expand_as") and isinstance(index, Node):
+    if op_name(index) in ("expand", "expand_as"):
         column = index.args[0]
         if op_name(column) in ("reshape", "view", "unsqueeze") and rank(column) == 2:
             flat, value = column.args[0], value_of(column)
@@ -167,7 +170,7 @@ def flat_source(node: Any) -> Any:
 # --- activations -----------------------------------------------------------------------------
 
 
-def _unary(node: Any) -> tuple[str, Node] | None:
+def _unary(node: Any) -> tuple[str, Any] | None:
     """(activation, its argument)."""
     node = uncast(node)
     name = op_name(node)
@@ -215,7 +218,7 @@ def _clamped(node: Any) -> tuple[Any, float | None, float | None]:
     return node, low, high
 
 
-def _half(node: Any) -> tuple[Node, int, bool] | None:
+def _half(node: Any) -> tuple[Any, int, bool] | None:
     """(H, 0 or 1, interleaved) where node is one half of the last dimension of H (R, 2F)."""
     node = uncast(node)
     if (
@@ -288,7 +291,7 @@ def _reaches(stop: Any, width: Any) -> bool:
     )
 
 
-def _last_slice(node: Node) -> tuple | None:
+def _last_slice(node: Any) -> tuple | None:
     """(start, stop, step) of a slice of the last of two dimensions."""
     if op_name(node) == "slice":
         if argument(node, 1, "dim", 0) not in (1, -1):
@@ -312,7 +315,7 @@ def _last_slice(node: Node) -> tuple | None:
     return None
 
 
-def _half_of_pairs(pairs: Any, dim: Any, which: Any) -> tuple[Node, int, bool] | None:
+def _half_of_pairs(pairs: Any, dim: Any, which: Any) -> tuple[Any, int, bool] | None:
     """Halves of H viewed as (R, 2, F), or interleaved as (R, F, 2)."""
     if op_name(pairs) not in ("view", "reshape", "unflatten") or rank(pairs) != 3:
         return None
@@ -328,7 +331,7 @@ def _half_of_pairs(pairs: Any, dim: Any, which: Any) -> tuple[Node, int, bool] |
 @dataclass
 class ActivationMatch:
     name: str
-    hidden: tuple[Node, ...]  # one projection (R, G*F), or gate and up apart
+    hidden: tuple[Any, ...]  # one projection (R, G*F), or gate and up apart
     interleaved: bool = False
     alpha: float | None = None
     limit: float | None = None
@@ -416,26 +419,26 @@ def activation_of(node: Any) -> ActivationMatch | None:
 class Projection:
     """One matmul per expert: rows (R, N) -> (R, M)."""
 
-    out: Node
-    rows: Node
-    weight: Node  # (E, M, N), or (E, N, M) if transposed
+    out: Any
+    rows: Any
+    weight: Any  # (E, M, N), or (E, N, M) if transposed
     transposed: bool
-    experts: Node  # grouped: offs (E); batched: the expert of every row (R)
+    experts: Any  # grouped: offs (E); batched: the expert of every row (R)
     grouped: bool
-    bias: Node | None = None  # (E, M)
+    bias: Any = None  # (E, M)
     bias_index: Node | None = (
         None  # expert of every row; None if the matmul has the bias
     )
-    effects: tuple[Node, ...] = ()
+    effects: tuple[Any, ...] = ()
 
 
-def _linear_weight(node: Any) -> tuple[Node, bool]:
+def _linear_weight(node: Any) -> tuple[Any, bool]:
     """(w, transposed): w (E, M, N) whose transpose is node, else node itself."""
     name = op_name(node)
     if isinstance(node, Node) and rank(node) == 3:
         dims = [d % 3 if isinstance(d, int) else d for d in node.args[1:3]]
         swapped = name in ("transpose", "swapaxes") and sorted(dims, key=str) == [1, 2]
-        order = node.args[1] if len(node.args) == 2 else node.args[1:]
+        order: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
         swapped |= name == "permute" and tuple(order) in ((0, 2, 1), (0, -1, -2))
         swapped |= (
             node.target is getattr
@@ -462,7 +465,10 @@ def matmul_of(node: Any) -> Projection | None:
         linear, transposed = _linear_weight(weight)
         return Projection(node, rows, linear, transposed, offs, True, bias)
     if name == "squeeze" and op_name(node.args[0]) in ("bmm", "matmul"):
-        a, b = node.args[0].args
+        product: Any = node.args[0]
+        if len(product.args) != 2:
+            return None
+        a, b = product.args
         for weight, column, dim, transposed in ((a, b, 2, False), (b, a, 1, True)):
             selected = row_selection(weight)
             if (
@@ -513,7 +519,7 @@ def is_expert_of_row(index: Any, experts: Any, grouped: bool) -> bool:
     return counted in (index, _sorted_from(index))
 
 
-def _sorted_from(index: Node) -> Any:
+def _sorted_from(index: Any) -> Any:
     """ids where index is ``sort(ids)[0]`` or ``ids[argsort(ids)]``."""
     if (
         op_name(index) == "getitem"

@@ -152,9 +152,11 @@ class TokenSwitchAllGather(NewTensorsSwitch):
         rows_of_ranks = returned.view(W, rows, -1).narrow(1, 0, T)
         return rows_of_ranks.sum(0, dtype=wide).to(returned.dtype)
 
+    # pyrefly: ignore[bad-override]
     def _dispatch_backward(self, *args: Any) -> tuple[None, None]:
         raise NotImplementedError(_NO_GRADIENT)
 
+    # pyrefly: ignore[bad-override]
     def _dispatch_grad(self, *args: Any) -> Tensor:
         raise NotImplementedError(_NO_GRADIENT)
 

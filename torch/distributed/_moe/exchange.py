@@ -335,6 +335,7 @@ class Exchange:
 
     @property
     def group(self) -> ProcessGroup:
+        # pyrefly: ignore[bad-argument-type]
         return c10d._resolve_process_group(self.group_name)
 
     # -- planning
@@ -357,7 +358,9 @@ class Exchange:
             slots = torch.arange(K, device=idx.device)
             same = dest.unsqueeze(2) == dest.unsqueeze(1)
             columns = dest.masked_fill((same & (slots[:, None] > slots)).any(2), W)
+        # pyrefly: ignore[missing-attribute]
         token_of, row_of, _, row_counts = torch._moe_permutation(columns, W)
+        # pyrefly: ignore[missing-attribute]
         _, slot_of, _, slot_counts = torch._moe_permutation(dest, W)
         return Demand(dest, columns, token_of, row_of, row_counts, slot_of, slot_counts)
 
@@ -548,7 +551,11 @@ class Exchange:
             self.counter.add(self.level, kind, rows, kinds or {kind: width})
         try:
             out = funcol.all_to_all_single(
-                x.contiguous(), splits.recv, splits.send, self.group_name
+                x.contiguous(),
+                splits.recv,
+                splits.send,
+                # pyrefly: ignore[bad-argument-type]
+                self.group_name,
             )
             return funcol.wait_tensor(out)
         except RuntimeError as error:

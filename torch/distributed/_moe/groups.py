@@ -111,6 +111,7 @@ def own_group(group: ProcessGroup) -> str:
             use_local_synchronization=True,
             group_desc="moe_communication",
         )
+        # pyrefly: ignore[missing-attribute, unsupported-operation]
         _own_groups[group] = _own_groups[own] = own.group_name
     return _own_groups[group]
 

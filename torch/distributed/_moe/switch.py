@@ -141,6 +141,7 @@ def run_experts(
             needed for. Default: None (M * K)
         options: of :func:`torch.nn.functional.moe_mlp`.
     """
+    # pyrefly: ignore[missing-attribute]
     return F._moe_mlp_in_rows(
         rows, ids, weights, w_in, w_out, num_rows=num_rows, **options
     )
@@ -151,6 +152,7 @@ class NewTensorsSwitch(TokenSwitch):
 
     ranks: list[int]
 
+    # pyrefly: ignore[bad-override]
     def _alloc_dispatch_outputs(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         raise AssertionError("dispatch makes its outputs")
 
@@ -169,6 +171,7 @@ class NewTensorsSwitch(TokenSwitch):
         results = self._dispatch_new(routing, tokens, topk_weights, rows)
         for out, result in zip((out_tokens, out_topk_weights, out_topk_idx), results):
             if out is not None:
+                # pyrefly: ignore[bad-argument-type]
                 out.copy_(result)
 
     def _combine(

@@ -69,6 +69,7 @@ class MoEConfig:
         q = [(h * 192, self.d)]
         if self.q_lora:
             q = [(self.q_lora, self.d), (h * 192, self.q_lora)]
+        # pyrefly: ignore[bad-return]
         return q + [(576, self.d), (h * 256, 512), (self.d, h * 128)]
 
     def core_flops(self, tokens: float, seq: int, tp: int = 1) -> float:

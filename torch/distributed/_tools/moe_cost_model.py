@@ -488,7 +488,9 @@ def experts(
         raise ValueError(f"experts: pass_ must be fwd, bwd or fwd+bwd, got {pass_!r}")
     tokens = tokens or rows
     g = _Products(p, rows, local, kernel, dtype)
+    # pyrefly: ignore[bad-argument-type]
     t = _forward(g, rows, tokens, d, f) if "fwd" in pass_ else 0.0
+    # pyrefly: ignore[bad-argument-type]
     return t + (_backward(g, rows, tokens, d, f) if "bwd" in pass_ else 0.0)
 
 

@@ -215,6 +215,7 @@ def _candidates(
             continue
         virtual = 1 if pp == 1 else max(1, min(8, model.layers // pp // 2))
         more = {"virtual": virtual, "node_limit": model.node_limit, **rest}
+        # pyrefly: ignore[bad-argument-type]
         yield Layout(gpus=gpus, **x, **more)
 
 

@@ -245,6 +245,7 @@ def _shape_reason(
 
 
 def _is_gated(activation: str) -> bool:
+    # pyrefly: ignore[missing-attribute]
     return activation in get_args(torch.nn.functional._MoeGatedActivation)
 
 
@@ -256,6 +257,7 @@ def _activation_reason(
     has_up: bool,
 ) -> str | None:
     # The composite names the mistake.
+    # pyrefly: ignore[missing-attribute]
     if activation not in get_args(torch.nn.functional._MoeActivation):
         return f"unknown activation {activation!r}"
     if (gate_interleaved or has_up) and not _is_gated(activation):

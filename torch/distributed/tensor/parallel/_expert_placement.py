@@ -56,6 +56,7 @@ class _Borrow(torch.autograd.Function):
         group_name: str,
     ) -> Tensor:
         ctx.moved = (out, into, group_name)
+        # pyrefly: ignore[bad-argument-type]
         group = c10d._resolve_process_group(group_name)
         rows = send_rows(weight, out, into, group)
         return weight.index_copy(0, _slots_in(into, weight), rows)
@@ -103,6 +104,7 @@ class PlacedLayer:
 
     @property
     def group(self) -> ProcessGroup:
+        # pyrefly: ignore[bad-argument-type]
         return c10d._resolve_process_group(self.group_name)
 
     def move_to(self, placement: Placement) -> None:
@@ -128,6 +130,7 @@ class PlacedLayer:
         """
         placement, device = self.placement, topk_indices.device
         E, slots_per_rank = placement.num_experts, placement.topology.slots_per_rank
+        # pyrefly: ignore[missing-attribute]
         _, _, _, counts = torch._moe_permutation(topk_indices, E)
         counts = counts.long()
         self.owner._record(self.index, counts)
@@ -286,6 +289,7 @@ class ExpertPlacement:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Sums gradients of replicas before, and moves experts after its steps."""
         optimizer.register_step_pre_hook(lambda *_: self.sum_gradients())
+        # pyrefly: ignore[bad-argument-type]
         optimizer.register_step_post_hook(lambda opt, *_: self.after_step(opt))
 
     def sum_gradients(self) -> None:

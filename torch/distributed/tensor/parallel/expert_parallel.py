@@ -148,6 +148,7 @@ class _Region:
         in_this_step: dict[str, Tensor] = {}
         if self.placed is not None:
             local = {name: module.get_parameter(name) for name in self.expert_names}
+            # pyrefly: ignore[bad-argument-type]
             ids, in_this_step = self.placed.route(ids, local)
         with _reparametrize_module(module, in_this_step):
             output, shared_output = self.schedule(
@@ -321,6 +322,7 @@ class ExpertParallel(ParallelStyle):
         if schedule is None:
             schedule = sequential_schedule
             if num_chunks != 1:
+                # pyrefly: ignore[bad-assignment]
                 schedule = OverlapSchedule(num_chunks)
         elif num_chunks != 1:
             raise ValueError(
@@ -479,6 +481,7 @@ class ExpertParallel(ParallelStyle):
         region = _Region(
             adapter,
             self._make_switch(mesh_of["ep"], slots),
+            # pyrefly: ignore[bad-argument-type]
             self.schedule,
             mesh_of.get("tp"),
             {
