@@ -443,7 +443,7 @@ class TestRegistration(TestCase):
                 x, ids, weights.detach(), w_in.detach(), w_out.detach()
             )
             (grad,) = torch.autograd.grad(output, x, operands.grad)
-        self.assertEqual(masks, [(True, False, False, False, False, False)])
+        self.assertEqual(masks, [(True, *[False] * 6)])
         self.assertEqual(grad.shape, x.shape)
 
     def test_router(self):

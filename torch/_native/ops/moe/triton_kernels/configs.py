@@ -155,7 +155,7 @@ _SM_90: KernelTable = {
             tma=True,
             programs_per_sm=2,
             max_inner=512,
-        ),  # fmt: skip
+        ),
         TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
         TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
         TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
