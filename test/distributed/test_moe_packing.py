@@ -9,8 +9,13 @@ from moe_placement import (
 )
 
 import torch
-from torch.distributed._moe.placement import assign_slots, Placement, Topology
-from torch.distributed._moe.planner import overlap_matching, pack, refine
+from torch.distributed._moe.placement import (
+    assign_slots,
+    overlap_matching,
+    Placement,
+    Topology,
+)
+from torch.distributed._moe.planner import pack, refine
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -206,7 +206,8 @@ class TestPlacedLayer(TokenSwitchTest):
         if online:
             borrowed = [not torch.equal(p.slot_experts, slots) for p in seen]
             self.assertTrue(any(borrowed))
-            self.assertLess(max(p.imbalance() for p in seen), 2.0)
+            # Two nodes: with all tokens in one, its ranks have twice the mean.
+            self.assertLessEqual(max(p.imbalance() for p in seen), 2.0)
         state = placement.state_dict()
         again = ExpertPlacement(slots_per_rank=3, ranks_per_node=2, every=2)
         other = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
