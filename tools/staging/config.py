@@ -7,6 +7,10 @@ repository/build/             derived, never committed, safe to delete
     state/ logs/              what was done last; full output of tools
 <cache>/base-<hash>/          shared by all clones with the same pins
     venv/ source/             pip environment; sources recovered from it
+<cache>/builds/<hash>/        a build folder whose repository has a blank in its path
+
+Inductor does not quote the include folders of the torch that it runs in, so that a torch
+below a path with a blank can't compile. Of such a clone repository/build is a link.
 """
 
 from __future__ import annotations
@@ -53,9 +57,28 @@ class Workspace:
         return self.build / "logs"
 
 
-def workspace(repo: Path, build: Path | None = None) -> Workspace:
+    @property
+    def link(self) -> Path | None:
+        """repository/build, if that has to be a link to ``build``."""
+        link = self.repo / "build"
+        return link if _has_blank(link) and not _has_blank(self.build) else None
+
+
+def workspace(repo: Path) -> Workspace:
     """The workspace of a repository clone."""
-    return Workspace(repo=repo, build=build or repo / "build", cache=cache_folder())
+    cache, build = cache_folder(), repo / "build"
+    # A real folder there is of a stager that did not move it, and its venv works otherwise.
+    if _has_blank(build) and not _has_blank(cache) and not _is_real_folder(build):
+        build = cache / "builds" / digest(str(repo))[:12]
+    return Workspace(repo=repo, build=build, cache=cache)
+
+
+def _has_blank(path: Path) -> bool:
+    return any(c.isspace() for c in str(path))
+
+
+def _is_real_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def cache_folder() -> Path:
@@ -106,4 +129,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def write_link(path: Path, target: Path) -> None:
+    """Makes ``path`` a link to ``target``, whatever it was a link to before."""
+    if path.is_symlink() and Path(os.readlink(path)) == target:
+        return
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
     os.replace(temporary, path)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,7 @@ class Farm:
         self._env = env
         self._site = self.path / env.site.relative_to(env.venv)
         self._manifest = self.path / MANIFEST
+        self._linked = workspace.link is not None
 
     def update(self, files: dict[str, bytes], console: Console) -> bool:
         """Makes the environment hold the base plus ``files``.
@@ -89,6 +91,8 @@ class Farm:
                 check=True,
                 capture_output=True,
             )
+            if self._linked:
+                self._write_interpreter(temporary / "bin")
             site = temporary / self._env.site.relative_to(self._env.venv)
             shutil.rmtree(site)
             shutil.copytree(self._env.site, site, symlinks=True, copy_function=make)
@@ -106,6 +110,15 @@ class Farm:
                 f"the staged environment uses {mode} instead"
             )
         return mode
+
+    def _write_interpreter(self, folder: Path) -> None:
+        """Python finds its packages below the name it was called by, links and all."""
+        real = self.path / "bin" / f"python3.{sys.version_info[1]}"
+        for name in ("python", "python3"):
+            path = folder / name
+            path.unlink()
+            path.write_text(f'#!/bin/sh\nexec {shlex.quote(str(real))} "$@"\n')
+            path.chmod(0o755)
 
     def _choose_mode(self, folder: Path) -> tuple[str, Callable[[str, str], object]]:
         """Tries out, with one real file, which kind of link works here."""

@@ -21,7 +21,7 @@ from .baseenv import BaseEnv
 from .buildgraph import Binaries, BuildOptions
 from .checkout import Checkout
 from .codegen import Generated
-from .config import Workspace, write_if_changed
+from .config import Workspace, write_if_changed, write_link
 from .console import Console
 from .errors import StageError
 from .farm import Farm
@@ -51,7 +51,7 @@ def locked(workspace: Workspace, console: Console, wait: bool = True) -> Iterato
     Raises:
         StageError: another one does and ``wait`` is False.
     """
-    workspace.build.mkdir(parents=True, exist_ok=True)
+    _make_build_folder(workspace)
     lock = filelock.FileLock(workspace.build / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -69,6 +69,12 @@ def locked(workspace: Workspace, console: Console, wait: bool = True) -> Iterato
         yield
     finally:
         lock.release()
+
+
+def _make_build_folder(workspace: Workspace) -> None:
+    workspace.build.mkdir(parents=True, exist_ok=True)
+    if workspace.link:
+        write_link(workspace.link, workspace.build)
 
 
 def open_checkout(

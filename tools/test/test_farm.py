@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import subprocess
 
 import pytest
 from conftest import FIRST_FILE, WHEEL_FILES
 
+from staging import config, pipeline, series
 from staging.errors import StageError
 from staging.farm import Farm, MANIFEST
 
@@ -144,3 +146,31 @@ def test_build_hash_names_the_contents(project):
     project.write("torch/nn/moe.py", "# two\n")
     assert project.setup().build_hash != first
     assert Farm(project.workspace, project.env).build_hash != first
+
+
+def test_a_repository_whose_path_has_a_blank(project, tmp_path, monkeypatch):
+    """Inductor does not quote include folders: torch has to lie elsewhere."""
+    cache, root = tmp_path / "cache", tmp_path / "with a blank"
+    cache.symlink_to(project.cache)
+    monkeypatch.setenv("MOE_STAGING_CACHE", str(cache))
+    shutil.copytree(project.root, root, ignore=shutil.ignore_patterns("build"))
+    moved = config.workspace(root)
+    with pipeline.locked(moved, project.console):
+        staged = pipeline.setup(moved, series.load(root), project.console)
+    assert " " not in str(staged.python)
+    assert (root / "build").resolve() == moved.build.resolve()
+    command = [str(root / "build/venv/bin/python"), "-c", "import sys; print(sys.prefix)"]
+    prefix = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert prefix.stdout.strip() == str(moved.venv)
+    assert config.workspace(root).build == moved.build, "the link is taken for a folder"
+
+
+def test_a_build_folder_stays_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_STAGING_CACHE", str(tmp_path / "cache"))
+    plain, blank = tmp_path / "plain", tmp_path / "with a blank"
+    (blank / "build").mkdir(parents=True)
+    for root in (plain, blank):
+        found = config.workspace(root)
+        assert (found.build, found.link) == (root / "build", None)
+    monkeypatch.setenv("MOE_STAGING_CACHE", str(blank / "cache"))
+    assert config.workspace(tmp_path / "a b").link is None
