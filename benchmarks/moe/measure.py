@@ -4,6 +4,7 @@ torch.utils.benchmark times one function after another, so that what else a mach
 of them and not its peer. Here all functions take turns in every round: ratios are of one round.
 """
 
+import datetime
 import json
 import math
 import os
@@ -205,7 +206,7 @@ def end_rank() -> NoReturn:
 
 
 def provenance() -> dict[str, object]:
-    """What a result must say about itself: the command, versions, machine and threads."""
+    """What a result must say about itself: command, date, versions, machine and threads."""
     root = pathlib.Path(__file__).resolve().parents[2]
     capabilities = torch.cpu.get_capabilities()
     bf16 = [name for name, has in capabilities.items() if "bf16" in name and has]
@@ -214,6 +215,7 @@ def provenance() -> dict[str, object]:
     command = [_without_machine_folders(word, root) for word in (script, *sys.argv[1:])]
     return {
         "command": shlex.join(["python", *command]),
+        "date": datetime.date.today().isoformat(),
         "git": _git_hash(root),
         "torch": torch.__version__,
         "torch_git": torch.version.git_version,

@@ -4,7 +4,7 @@ An entry of `results` in series.toml says which rows and columns of a JSON file 
 shows, and which of them lose:
 
     file     the JSON
-    rows     key of its list of rows. Default: "rows"
+    rows     key of its list of rows, a path as in columns. Default: "rows"
     where    {key = value or list of values}; other rows are left out
     columns  "path" or "path = heading". A path goes into objects by dots.
     loses    conditions "path < path or number" (also >, <=, >=), any of them
@@ -62,14 +62,15 @@ def render(root: Path, entry: Mapping[str, Any]) -> str:
         *(f"{k}: {source[k]}" for k in _FACTS if k in source),
     ]
     command = source.get("command", "no command recorded")
-    parts = [f"{', '.join(facts)}", f"```\n{command}\n```"]
-    if "what" in entry:
-        parts.insert(0, entry["what"].strip())
-    rows = _rows(data, entry)
-    losing = _losing(rows, entry)
-    rows = _grouped(rows, losing, entry)
-    parts += [_table(rows, entry)]
-    return "\n\n".join(parts)
+    parts = [entry["what"].strip()] if "what" in entry else []
+    parts += [f"{', '.join(facts)}", f"```\n{command}\n```"]
+    return "\n\n".join([*parts, _table(data, entry)])
+
+
+def render_rows(root: Path, entry: Mapping[str, Any]) -> str:
+    """The same without where the rows are from."""
+    parts = [entry["what"].strip()] if "what" in entry else []
+    return "\n\n".join([*parts, _table(_load(root, entry["file"]), entry)])
 
 
 def _load(root: Path, name: str) -> dict:
@@ -83,7 +84,7 @@ def _load(root: Path, name: str) -> dict:
 
 def _rows(data: dict, entry: Mapping[str, Any]) -> list[dict]:
     key = entry.get("rows", "rows")
-    found = data.get(key)
+    found = _get(data, key)
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         lists = ", ".join(k for k, v in data.items() if isinstance(v, list)) or "none"
         raise StageError(
@@ -211,7 +212,9 @@ def _columns(entry: Mapping[str, Any], rows: list[dict]) -> list[tuple[str, str]
     return pairs
 
 
-def _table(rows: list[tuple[dict, bool]], entry: Mapping[str, Any]) -> str:
+def _table(data: dict, entry: Mapping[str, Any]) -> str:
+    found = _rows(data, entry)
+    rows = _grouped(found, _losing(found, entry), entry)
     columns = _columns(entry, [row for row, _ in rows])
     num_losing = sum(loses for _, loses in rows)
     cut = rows[: max(entry.get("limit", _MAX_ROWS), num_losing)]

@@ -16,6 +16,7 @@ import click
 from . import (
     apply as apply_module,
     drift as drift_module,
+    evidence,
     export as export_module,
     lint,
     pipeline,
@@ -498,6 +499,13 @@ def pr(
         else:
             path = out / f"{one.name}.md" if names else out
             write_atomically(path, text.encode())
+
+
+@cli.command()
+@click.pass_obj
+def results(session: _Session) -> None:
+    """Writes RESULTS.md, one page of everything measured, from the results files."""
+    write_atomically(ROOT / evidence.PAGE, evidence.render(session.stack).encode())
 
 
 @cli.command("lint")

@@ -56,7 +56,6 @@ class Workspace:
     def logs(self) -> Path:
         return self.build / "logs"
 
-
     @property
     def link(self) -> Path | None:
         """repository/build, if that has to be a link to ``build``."""

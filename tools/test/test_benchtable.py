@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from staging import benchtable
+from staging import benchtable, evidence, series
 from staging.benchtable import cell
 from staging.errors import StageError
 
@@ -118,3 +118,42 @@ def test_every_bracket_says_what_it_is():
     assert cell(spread) == "2 (p10 - p90: 1.5 - 3)"
     interval = spread | {"interval": [1.75, 2.25], "confidence": 0.958}
     assert cell(interval) == "2 (96 % interval: 1.75 - 2.25)"
+
+
+def page(root, notes, **entry):
+    folder = root / evidence.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(
+        f'["{name}"]\nwhat = "A note."\n{more}\n' for name, more in notes.items()
+    )
+    (folder / "notes.toml").write_text(text)
+    for name in ("a.json", "b.json"):
+        data = {"command": "python bench.py", "date": "2026-01-02", "rows": ROWS}
+        (folder / name).write_text(json.dumps(data))
+    pr = series.PullRequest(
+        "100-a", "s", "title", results=({"file": f"{evidence.FOLDER}/a.json", **entry},)
+    )
+    stack = series.Stack(root, None, "", (), (), (pr,))
+    return evidence.render(stack)
+
+
+def test_page_of_everything_measured(tmp_path):
+    notes = {"a.json": "", "b.json": "tables = [{columns = ['n']}]"}
+    text = page(tmp_path, notes, columns=["name", "ms"], loses="ms > 4")
+    a, b = text.split("## a.json")[1].split("## b.json")
+    assert "A note." in a and "date 2026-01-02." in a and "python bench.py" in a
+    assert lines(a)[0] == "| b (**loses**) | 5 (p10 - p90: 4 - 6) |"
+    assert lines(b) == ["| 1 |", "| 2 |", "| 3 |", "| 4 |"]
+
+
+@pytest.mark.parametrize(
+    ("notes", "message"),
+    [
+        ({"a.json": ""}, "b.json has no entry"),
+        ({"a.json": "", "b.json": "", "c.json": ""}, "c.json is missing"),
+        ({"a.json": "", "b.json": ""}, "b.json: no PR shows it, so it needs `tables`"),
+    ],
+)
+def test_page_leaves_nothing_out(tmp_path, notes, message):
+    with pytest.raises(StageError, match=message):
+        page(tmp_path, notes)

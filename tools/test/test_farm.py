@@ -159,7 +159,11 @@ def test_a_repository_whose_path_has_a_blank(project, tmp_path, monkeypatch):
         staged = pipeline.setup(moved, series.load(root), project.console)
     assert " " not in str(staged.python)
     assert (root / "build").resolve() == moved.build.resolve()
-    command = [str(root / "build/venv/bin/python"), "-c", "import sys; print(sys.prefix)"]
+    command = [
+        str(root / "build/venv/bin/python"),
+        "-c",
+        "import sys; print(sys.prefix)",
+    ]
     prefix = subprocess.run(command, capture_output=True, text=True, check=True)
     assert prefix.stdout.strip() == str(moved.venv)
     assert config.workspace(root).build == moved.build, "the link is taken for a folder"

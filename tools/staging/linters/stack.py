@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from message import report
-from staging import drift, series as series_module
+from staging import drift, evidence, series as series_module
 from staging.errors import StageError
 from staging.prbody import NOT_STATED, render
 
@@ -95,6 +95,19 @@ def check_drift(root: Path) -> None:
             report(_DRIFT_FILE, "drift", rule, code=CODE)
 
 
+def check_evidence(root: Path) -> None:
+    """RESULTS.md is what the results files say."""
+    page = root / evidence.PAGE
+    try:
+        wanted = evidence.render(series_module.load(root))
+    except StageError as error:
+        report(evidence.PAGE, "results", error.message, code=CODE)
+        return
+    if not page.exists() or page.read_text(encoding="utf-8") != wanted:
+        rule = f"is not of today's results files; run {evidence.COMMAND}"
+        report(evidence.PAGE, "results", rule, code=CODE)
+
+
 def check_pins(root: Path) -> None:
     """Every requirement names one exact version, sorted, once."""
     for name in _PIN_FILES:
@@ -139,4 +152,5 @@ if __name__ == "__main__":
     check_series(Path.cwd())
     check_results(Path.cwd())
     check_drift(Path.cwd())
+    check_evidence(Path.cwd())
     check_pins(Path.cwd())

@@ -17,6 +17,7 @@ from message import paths, report
 
 CODE = "TEXT"
 MAX_FILE_LINES = 800
+PAGE = "RESULTS.md"
 MAX_FUNCTION_LINES = 90
 # Spelled in parts, so that this file passes its own rule.
 _MACHINE_PATH = re.compile(
@@ -46,8 +47,8 @@ def check(path: Path) -> None:
 
 def _findings(path: Path, text: str) -> Iterator[tuple[int | None, str, str]]:
     lines = text.splitlines()
-    # Measured JSON is for programs.
-    if len(lines) > MAX_FILE_LINES and path.suffix != ".json":
+    # Measured JSON is for programs, and RESULTS.md is made from it.
+    if len(lines) > MAX_FILE_LINES and path.suffix != ".json" and path.name != PAGE:
         yield None, "file length", f"{len(lines)} lines, allowed are {MAX_FILE_LINES}"
     for number, line in enumerate(lines, 1):
         if "\t" in line and path.suffix != ".mk":
