@@ -245,7 +245,8 @@ class _Graph:
             "python_torch_functions_0.cpp",
         ]
         texts = [autograd / name for name in names] + [_OVERLAY / "python_module.cpp"]
-        python = f"-O1 -isystem {_word(sysconfig.get_paths()['include'])}"
+        # The parser of arguments formats with fmt, whose functions a wheel does not export.
+        python = f"-O1 -DFMT_HEADER_ONLY=1 -isystem {_word(sysconfig.get_paths()['include'])}"
         self._compile_unity("python", _includes(texts), python, self._extension_objects)
 
     def add_source(self, path: Path, name: str) -> None:

@@ -13,7 +13,7 @@
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEMLPUtils.h>
+#include <ATen/native/MoEMLPComposite.h>
 #include <c10/util/irange.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -41,14 +41,11 @@
 #include <ATen/ops/zeros_like.h>
 #endif
 
-#include <algorithm>
-#include <vector>
-
 namespace at::native {
+namespace moe_composite {
 namespace {
 
 using moe::Activation;
-using moe::ActivationSpec;
 
 // Whether the data starts at a multiple of 16 bytes. Fake tensors have no address: there
 // it is an offset into a storage that an allocator would have aligned.
@@ -77,25 +74,12 @@ bool can_use_grouped_mm(const moe::MLPInputs& in) {
       (!in.w_up.defined() || aligned(in.w_up));
 }
 
-// Rows and slots as index tensors. What is not a live row or slot reads index 0
-// and is masked.
-struct Routing {
-  Tensor offs; // (E) int32
-  Tensor row_slot; // (R) int64
-  Tensor row_token; // (R) int64
-  Tensor row_expert; // (R) int64
-  Tensor row_is_live; // (R, 1) bool
-  Tensor slot_row; // (T, K) int64
-  Tensor slot_is_live; // (T, K) bool
-  // offs on the host, for the loop over experts; empty with grouped matmuls.
-  std::vector<int64_t> ends;
+} // namespace
 
-  Tensor masked(const Tensor& rows) const {
-    return at::where(row_is_live, rows, 0);
-  }
-};
-
-Routing make_routing(const moe::MLPInputs& in, int64_t num_rows) {
+Routing make_routing(
+    const moe::MLPInputs& in,
+    int64_t num_rows,
+    bool use_grouped_mm) {
   const int64_t num_experts = in.offs.size(0);
   const auto index_options = in.offs.options();
   Routing routing;
@@ -115,7 +99,7 @@ Routing make_routing(const moe::MLPInputs& in, int64_t num_rows) {
       in.slot_rows.defined() ? in.slot_rows : row.unsqueeze(1);
   routing.slot_is_live = slot_row.ge(0).logical_and(slot_row.lt(live_rows));
   routing.slot_row = at::where(routing.slot_is_live, slot_row, 0).to(kLong);
-  if (!can_use_grouped_mm(in)) {
+  if (!use_grouped_mm) {
     const auto host_offs = routing.offs.cpu();
     const auto* data = host_offs.const_data_ptr<int32_t>();
     routing.ends.assign(data, data + num_experts);
@@ -123,7 +107,6 @@ Routing make_routing(const moe::MLPInputs& in, int64_t num_rows) {
   return routing;
 }
 
-// (R, N) = rows (R, K) times w_e (E, K, N), e the expert of the row
 Tensor multiply_experts(
     const Routing& routing,
     const Tensor& rows,
@@ -147,7 +130,6 @@ Tensor multiply_experts(
   return result;
 }
 
-// (E, P, Q): per expert lhs^T rhs over its rows; lhs (R, P), rhs (R, Q)
 Tensor reduce_experts(
     const Routing& routing,
     const Tensor& lhs,
@@ -171,9 +153,8 @@ Tensor reduce_experts(
   return result;
 }
 
-// (E, Q): per expert the sum of its rows (R, Q). As a matmul this has a fixed
-// summation order, unlike index_add; 8 equal columns meet the 16-byte rule. A copy, as the
-// result must not keep the other 7 alive.
+// As a matmul this has a fixed summation order, unlike index_add; 8 equal columns meet the
+// 16-byte rule. A copy, as the result must not keep the other 7 alive.
 Tensor sum_experts(const Routing& routing, const Tensor& rows) {
   const auto ones = at::ones({rows.size(0), 8}, rows.options());
   return reduce_experts(routing, ones, rows)
@@ -181,8 +162,6 @@ Tensor sum_experts(const Routing& routing, const Tensor& rows) {
       .clone(MemoryFormat::Contiguous);
 }
 
-// grad with the strides that empty_like(operand) has; those of dimensions of size 1
-// mean nothing.
 Tensor with_strides_of(const Tensor& operand, const Tensor& grad) {
   const auto strides =
       at::infer_dense_strides(operand.sizes(), operand.strides());
@@ -198,7 +177,6 @@ ScalarType accumulate_type(const Tensor& input) {
   return at::toOpMathType(input.scalar_type());
 }
 
-// (T, D) from (R, D): each token's rows summed in slot order.
 Tensor combine_slots(const Routing& routing, const Tensor& rows) {
   const auto type = accumulate_type(rows);
   auto sum = at::zeros(
@@ -211,6 +189,8 @@ Tensor combine_slots(const Routing& routing, const Tensor& rows) {
   }
   return sum.to(rows.scalar_type());
 }
+
+namespace {
 
 // Gate and up (R, F) of H (R, G*F) in the accumulation type. Without a gate,
 // `up` is undefined.
@@ -240,7 +220,8 @@ std::pair<Tensor, Tensor> clamp_gate(
   return {gate.clamp_max(spec.limit), up.clamp(-spec.limit, spec.limit)};
 }
 
-// act(H) in the accumulation type, (R, F)
+} // namespace
+
 Tensor activate(const Tensor& preact, const ActivationSpec& spec) {
   const auto [raw_gate, raw_up] = split_gate(preact, spec);
   const auto [gate, up] = clamp_gate(raw_gate, raw_up, spec);
@@ -266,6 +247,8 @@ Tensor activate(const Tensor& preact, const ActivationSpec& spec) {
   }
   TORCH_INTERNAL_ASSERT(false, "unhandled activation");
 }
+
+namespace {
 
 // Gradients of the clamped gate and up (undefined without a gate) from that of act(H).
 std::pair<Tensor, Tensor> activate_backward(
@@ -303,7 +286,8 @@ std::pair<Tensor, Tensor> activate_backward(
   TORCH_INTERNAL_ASSERT(false, "unhandled activation");
 }
 
-// dH (R, G*F) in the accumulation type.
+} // namespace
+
 Tensor preact_grad(
     const Tensor& preact,
     const Tensor& grad,
@@ -328,6 +312,8 @@ Tensor weights_of_rows(const Tensor& topk_weights, const Routing& routing) {
       .index_select(0, routing.row_slot)
       .unsqueeze(1);
 }
+
+namespace {
 
 bool has_work(const moe::MLPInputs& in, const moe::MLPSizes& sizes) {
   return in.input.size(0) > 0 && in.offs.size(0) > 0 &&
@@ -445,6 +431,9 @@ void backward_of_live_rows(
 }
 
 } // namespace
+} // namespace moe_composite
+
+using namespace moe_composite;
 
 std::tuple<Tensor, Tensor> moe_mlp_composite(
     const Tensor& input,
@@ -489,7 +478,7 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
 
   const auto dtype = input.scalar_type();
   const auto type = accumulate_type(input);
-  const auto routing = make_routing(in, num_rows);
+  const auto routing = make_routing(in, num_rows, can_use_grouped_mm(in));
   const auto x = routing.masked(input.index_select(0, routing.row_token));
   auto h = project_in(in, routing, x);
   if (in.b_in.defined()) {
@@ -555,7 +544,8 @@ moe_mlp_backward_composite(
   }
   Gradients grads;
   if (has_work(in, sizes)) {
-    const auto routing = make_routing(in, sizes.num_rows.expect_int());
+    const auto routing = make_routing(
+        in, sizes.num_rows.expect_int(), can_use_grouped_mm(in));
     backward_of_live_rows(in, routing, spec, grad_out, preact, wanted, grads);
   }
   for (size_t i = 0; i < grads.size(); ++i) {

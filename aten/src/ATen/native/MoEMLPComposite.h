@@ -1,0 +1,83 @@
+#pragma once
+
+// What the composite kernels of _moe_mlp and of its low-precision sibling share: routing as
+// index tensors, products over the experts, and the activations, all of ATen ops. See
+// MoEMLPUtils.h for the notation.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLPUtils.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#else
+#include <ATen/ops/where.h>
+#endif
+
+#include <cstdint>
+#include <vector>
+
+namespace at::native::moe_composite {
+
+using moe::ActivationSpec;
+
+// Rows and slots as index tensors. What is not a live row or slot reads index 0
+// and is masked.
+struct Routing {
+  Tensor offs; // (E) int32
+  Tensor row_slot; // (R) int64
+  Tensor row_token; // (R) int64
+  Tensor row_expert; // (R) int64
+  Tensor row_is_live; // (R, 1) bool
+  Tensor slot_row; // (T, K) int64
+  Tensor slot_is_live; // (T, K) bool
+  // offs on the host, for the loop over experts; empty with grouped matmuls.
+  std::vector<int64_t> ends;
+
+  Tensor masked(const Tensor& rows) const {
+    return at::where(row_is_live, rows, 0);
+  }
+};
+
+// With grouped matmuls nothing syncs; else offs is read on the host once.
+Routing make_routing(
+    const moe::MLPInputs& in,
+    int64_t num_rows,
+    bool use_grouped_mm);
+
+// (R, N) = rows (R, K) times w_e (E, K, N), e the expert of the row
+Tensor multiply_experts(
+    const Routing& routing,
+    const Tensor& rows,
+    const Tensor& w);
+
+// (E, P, Q): per expert lhs^T rhs over its rows; lhs (R, P), rhs (R, Q)
+Tensor reduce_experts(
+    const Routing& routing,
+    const Tensor& lhs,
+    const Tensor& rhs);
+
+// (E, Q): per expert the sum of its rows (R, Q)
+Tensor sum_experts(const Routing& routing, const Tensor& rows);
+
+// grad with the strides that empty_like(operand) has; those of dimensions of size 1
+// mean nothing.
+Tensor with_strides_of(const Tensor& operand, const Tensor& grad);
+
+ScalarType accumulate_type(const Tensor& input);
+
+// (T, D) from (R, D): each token's rows summed in slot order.
+Tensor combine_slots(const Routing& routing, const Tensor& rows);
+
+// act(H) in the accumulation type, (R, F)
+Tensor activate(const Tensor& preact, const ActivationSpec& spec);
+
+// dH (R, G*F) in the accumulation type, from H and the gradient of act(H)
+Tensor preact_grad(
+    const Tensor& preact,
+    const Tensor& grad,
+    const ActivationSpec& spec);
+
+// (R, 1): the router weight of each row, of slot 0 where it has none
+Tensor weights_of_rows(const Tensor& topk_weights, const Routing& routing);
+
+} // namespace at::native::moe_composite

@@ -1,0 +1,666 @@
+// _moe_mlp_scaled and its backward: the expert MLP with operands of 8 bits and fewer. See
+// MoEMLPScaledUtils.h for recipes and rules.
+//
+// Every product reads operands that are quantised along the dimension that it sums:
+//
+//   H  = q(X) q(W_in)^T        rows of X and W_in along D
+//   O  = q(A) q(W_out)^T       rows of A and W_out along F
+//   dA = q(dO) q'(W_out)       rows of dO, columns of W_out, along D
+//   dX = q(dH) q'(W_in)        rows of dH, columns of W_in, along G*F
+//   dW_in = c(q(dH))^T c(q(X)), dW_out = c(q(dO))^T c(s * A)    columns, along the rows
+//
+// c blocks begin at an expert's first row. X and H are kept in 8 bits only: with powers of
+// two as scales, c(q(X)) has the codes of c(X) but for a few percent. A, and H where it
+// is recomputed or kept whole, come from 16 bits.
+#define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLPComposite.h>
+#include <ATen/native/MoEMLPScaled.h>
+#include <ATen/native/MoEQuantize.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/_moe_mlp_scaled_backward_native.h>
+#include <ATen/ops/_moe_mlp_scaled_native.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#endif
+
+#include <array>
+#include <tuple>
+
+namespace at::native {
+
+DEFINE_DISPATCH(moe_mlp_weight_only_stub);
+
+namespace {
+
+using namespace moe_composite;
+using moe::Quantized;
+using moe::ScaledCall;
+using moe::ScalingRule;
+using Gradients = std::array<Tensor, 7>;
+using GradTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// In which products are computed: quantised numbers are exact in bfloat16, not in float16.
+ScalarType product_type(const Tensor& input) {
+  return input.scalar_type() == kBFloat16 ? kBFloat16 : kFloat;
+}
+
+// Numbers of 4 bits, two to a byte, as float32.
+Tensor unpack_pairs(const Tensor& data) {
+  const auto bytes = data.view(kByte);
+  const auto codes = at::stack({bytes.bitwise_and(15), bytes.bitwise_right_shift(4)}, -1)
+                         .flatten(-2)
+                         .to(kLong);
+  if (data.scalar_type() == kByte) {
+    return codes.to(kFloat) - 8;
+  }
+  const auto table = at::tensor(
+      {0.F, 0.5F, 1.F, 1.5F, 2.F, 3.F, 4.F, 6.F, -0.F, -0.5F, -1.F, -1.5F, -2.F, -3.F, -4.F, -6.F},
+      bytes.options().dtype(kFloat));
+  return table.index_select(0, codes.flatten()).view(codes.sizes());
+}
+
+// The numbers of a weight (E, N, K), quantised along dim; with one pair only, for weights
+// that come quantised, those serve both products.
+Tensor weight_values(
+    const Tensor& w,
+    TensorList scaled,
+    const ScalingRule& rule,
+    int64_t dim,
+    ScalarType dtype) {
+  if (scaled.empty()) {
+    return moe::dequantize(
+        moe::quantize_composite(w, rule, dim, kFloat8_e4m3fn, {}), rule, dim, dtype);
+  }
+  const bool transposed = dim == 1 && scaled.size() == 4;
+  const auto& data = scaled[transposed ? 2 : 0];
+  const auto& scale = scaled[transposed ? 3 : 1];
+  const bool packed = data.scalar_type() == kByte || data.scalar_type() == kFloat4_e2m1fn_x2;
+  const auto numbers = packed ? unpack_pairs(data) : data;
+  if (rule.type == moe::ScalingType::TensorWise) {
+    return (numbers.to(kFloat) * scale).to(dtype);
+  }
+  return moe::dequantize({numbers, scale}, rule, transposed ? 1 : 2, dtype);
+}
+
+// One call of the composite: its operands in the type of the products.
+class ScaledPass {
+ public:
+  explicit ScaledPass(const ScaledCall& scaled)
+      : scaled_(scaled),
+        in_(scaled.inputs),
+        spec_(scaled.call.activation),
+        dtype_(product_type(scaled.inputs.input)),
+        routing_(make_routing(
+            scaled.call.inputs,
+            scaled.call.sizes.num_rows.expect_int(),
+            can_use_grouped_mm())) {}
+
+  // Rows along their own dimension.
+  Tensor row_values(const Tensor& rows) const {
+    if (scaled_.weight_only()) {
+      return rows.to(dtype_);
+    }
+    return moe::dequantize(quantize_rows(rows), *scaled_.rule_a, 1, dtype_);
+  }
+
+  Quantized quantize_rows(const Tensor& rows) const {
+    return moe::quantize_composite(rows, *scaled_.rule_a, 1, kFloat8_e4m3fn, {});
+  }
+
+  Tensor gather(const Tensor& tokens) const {
+    return routing_.masked(tokens.index_select(0, routing_.row_token));
+  }
+
+  // H from the numbers of X, in the type of the products.
+  Tensor project_in(const Tensor& x) const {
+    const auto rows = gather(x);
+    auto h = multiply_experts(
+        routing_, rows, w_in(2).transpose(1, 2));
+    if (in_.w_up.defined() || !scaled_.lists.w_up.empty()) {
+      h = at::cat({h, multiply_experts(routing_, rows, w_up(2).transpose(1, 2))}, 1);
+    }
+    if (in_.b_in.defined()) {
+      h = (h.to(kFloat) + in_.b_in.index_select(0, routing_.row_expert)).to(dtype_);
+    }
+    return routing_.masked(h);
+  }
+
+  Tensor project_out(const Tensor& h) const {
+    const auto act = row_values(activate(h, spec_).to(dtype_));
+    auto o = multiply_experts(routing_, act, w_out(2).transpose(1, 2)).to(kFloat);
+    if (in_.b_out.defined()) {
+      o = o + in_.b_out.index_select(0, routing_.row_expert);
+    }
+    if (in_.topk_weights.defined()) {
+      o = o * weights_of_rows(in_.topk_weights, routing_);
+    }
+    return combine_slots(routing_, o.to(in_.input.scalar_type()));
+  }
+
+  void backward(
+      const moe::ScaledSaved& saved,
+      const std::array<bool, 7>& wanted,
+      bool hp_wgrad,
+      Gradients& grads) const;
+
+ private:
+  bool can_use_grouped_mm() const {
+    const auto& s = scaled_.call.sizes;
+    const int64_t multiple = 16 / static_cast<int64_t>(c10::elementSize(dtype_));
+    return s.model_dim.expect_int() % multiple == 0 && s.hidden_dim.expect_int() % multiple == 0;
+  }
+
+  Tensor w_in(int64_t dim) const {
+    return weight_values(in_.w_in, scaled_.lists.w_in, scaled_.rule_w, dim, dtype_);
+  }
+  Tensor w_out(int64_t dim) const {
+    return weight_values(in_.w_out, scaled_.lists.w_out, scaled_.rule_w, dim, dtype_);
+  }
+  Tensor w_up(int64_t dim) const {
+    return weight_values(in_.w_up, scaled_.lists.w_up, scaled_.rule_w, dim, dtype_);
+  }
+
+  // X as it was saved.
+  Tensor saved_input(const moe::ScaledSaved& saved) const {
+    const auto& list = scaled_.lists.input;
+    const Quantized x = list.empty() ? Quantized{saved.input_data, saved.input_scale}
+                                     : Quantized{list[0], list[1]};
+    return moe::dequantize(x, *scaled_.rule_a, 1, dtype_);
+  }
+
+  Tensor saved_preact(const moe::ScaledSaved& saved) const {
+    if (saved.preact.size(0) == 0) {
+      return project_in(saved_input(saved));
+    }
+    const auto h = scaled_.preact_dtype.has_value()
+        ? moe::dequantize({saved.preact, saved.preact_scale}, moe::kPreactRule, 1, dtype_)
+        : saved.preact.to(dtype_);
+    return routing_.masked(h);
+  }
+
+  // Columns (R, N), blocks along the rows of each expert.
+  Tensor column_values(const Tensor& rows) const {
+    const auto& rule = *scaled_.rule_a;
+    const auto q = moe::quantize_composite(rows, rule, 0, kFloat8_e4m3fn, routing_.offs);
+    return moe::dequantize(q, rule, 0, dtype_, routing_.offs).contiguous();
+  }
+
+  // (E, I, J) with the dtype and the strides of w
+  Tensor weight_grad(const Tensor& w, const Tensor& left, const Tensor& right) const {
+    return with_strides_of(w, reduce_experts(routing_, left, right).to(w.scalar_type()));
+  }
+
+  const ScaledCall& scaled_;
+  const moe::MLPInputs& in_;
+  const ActivationSpec& spec_;
+  const ScalarType dtype_;
+  const Routing routing_;
+};
+
+void ScaledPass::backward(
+    const moe::ScaledSaved& saved,
+    const std::array<bool, 7>& wanted,
+    bool hp_wgrad,
+    Gradients& grads) const {
+  const auto dtype = in_.input.scalar_type();
+  const bool keeps_columns = hp_wgrad || scaled_.weight_only();
+  const auto column = [&](const Tensor& rows) {
+    return keeps_columns ? rows : column_values(rows);
+  };
+  const auto dy = gather(in_.input.to(dtype_));
+  const auto dy_values = row_values(dy);
+  const auto h = saved_preact(saved);
+  const auto act = activate(h, spec_).to(dtype_);
+  const auto s = in_.topk_weights.defined()
+      ? routing_.masked(weights_of_rows(in_.topk_weights, routing_)).to(kFloat)
+      : at::ones({1, 1}, h.options().dtype(kFloat));
+  if (wanted[2]) {
+    const auto left = column(keeps_columns ? dy : dy_values);
+    grads[2] = weight_grad(in_.w_out, left, column((act * s).to(dtype_)));
+  }
+  if (wanted[5]) {
+    grads[5] = sum_experts(routing_, (dy * s).to(dtype_)).to(in_.b_out.scalar_type());
+  }
+  const bool wants_preact_grad = wanted[0] || wanted[1] || wanted[4] || wanted[6];
+  if (!wants_preact_grad && !wanted[3]) {
+    return;
+  }
+  const auto grad_act =
+      routing_.masked(multiply_experts(routing_, dy_values, w_out(1))).to(kFloat);
+  if (wanted[3]) {
+    auto row_grad = (grad_act * act).sum(1);
+    if (in_.b_out.defined()) {
+      row_grad = row_grad +
+          (dy.to(kFloat) * in_.b_out.index_select(0, routing_.row_expert)).sum(1);
+    }
+    const auto slot_grad = row_grad.index_select(0, routing_.slot_row.reshape({-1}))
+                               .view(routing_.slot_row.sizes());
+    grads[3] =
+        at::where(routing_.slot_is_live, slot_grad, 0).to(in_.topk_weights.scalar_type());
+  }
+  if (!wants_preact_grad) {
+    return;
+  }
+  const auto dh = routing_.masked(preact_grad(h, grad_act * s, spec_)).to(dtype_);
+  const auto dh_values = row_values(dh);
+  // With w_up the up half of H is a matrix of its own.
+  const int64_t up = dh.size(1) / 2;
+  const bool has_up = scaled_.call.inputs.w_up.defined();
+  const auto gate_of = [&](const Tensor& x) { return has_up ? x.narrow(1, 0, up) : x; };
+  const auto up_of = [&](const Tensor& x) { return x.narrow(1, up, up); };
+  if (wanted[0]) {
+    auto dx = multiply_experts(routing_, gate_of(dh_values), w_in(1));
+    if (has_up) {
+      dx = (dx.to(kFloat) + multiply_experts(routing_, up_of(dh_values), w_up(1))).to(dtype_);
+    }
+    grads[0] = combine_slots(routing_, dx.to(dtype));
+  }
+  if (wanted[1] || wanted[6]) {
+    const auto left = column(keeps_columns ? dh : dh_values);
+    const auto right = column(gather(saved_input(saved)));
+    if (wanted[1]) {
+      grads[1] = weight_grad(in_.w_in, gate_of(left), right);
+    }
+    if (wanted[6]) {
+      grads[6] = weight_grad(in_.w_up, up_of(left), right);
+    }
+  }
+  if (wanted[4]) {
+    grads[4] = sum_experts(routing_, dh).to(in_.b_in.scalar_type());
+  }
+}
+
+bool has_work(const ScaledCall& scaled) {
+  const auto& s = scaled.call.sizes;
+  return scaled.inputs.input.size(0) > 0 && s.num_experts.expect_int() > 0 &&
+      s.num_rows.expect_int() > 0 && s.top_k.expect_int() > 0;
+}
+
+using ForwardTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// (T, D), then X and H as the backward wants them; empty where it does not. Every return is
+// a tensor of its own, as generated code asserts.
+ForwardTuple forward_outputs(const ScaledCall& call, bool compute_preact, bool zeros) {
+  const auto& input = call.inputs.input;
+  const auto& sizes = call.call.sizes;
+  const auto make = [&](c10::SymIntArrayRef shape, ScalarType dtype) {
+    const auto options = input.options().dtype(dtype);
+    auto out = at::empty_symint(shape, options);
+    if (zeros && out.numel() > 0) {
+      // Not zero_(), which float8_e8m0fnu lacks.
+      out.view(kByte).zero_();
+    }
+    return out;
+  };
+  const auto none = [&] { return make({0}, input.scalar_type()); };
+  ForwardTuple out = {
+      make(input.sym_sizes(), input.scalar_type()), none(), none(), none(), none()};
+  if (!call.weight_only() && call.lists.input.empty()) {
+    std::get<1>(out) = make(input.sym_sizes(), kFloat8_e4m3fn);
+    std::get<2>(out) = make(
+        {sizes.num_tokens, moe::scale_count(*call.rule_a, sizes.model_dim)},
+        call.rule_a->scale_dtype);
+  }
+  const auto rows = compute_preact ? sizes.num_rows : c10::SymInt(0);
+  const auto preact_dtype = call.preact_dtype.value_or(input.scalar_type());
+  std::get<3>(out) = make({rows, sizes.gated_dim}, preact_dtype);
+  if (compute_preact && call.preact_dtype.has_value()) {
+    std::get<4>(out) = make(
+        {rows, moe::scale_count(moe::kPreactRule, sizes.gated_dim)}, kFloat8_e8m0fnu);
+  }
+  return out;
+}
+
+// Weights that come quantised serve any device; only the CPU has kernels for them.
+ForwardTuple forward_composite(const ScaledCall& call, bool compute_preact) {
+  if (!has_work(call)) {
+    return forward_outputs(call, compute_preact, /*zeros=*/true);
+  }
+  auto out = forward_outputs(call, /*compute_preact=*/false, /*zeros=*/false);
+  auto& [output, input_data, input_scale, preact, preact_scale] = out;
+  const auto& input = call.inputs.input;
+  const ScaledPass pass(call);
+  Tensor x = input.to(product_type(input));
+  if (!call.weight_only()) {
+    Quantized q;
+    if (call.lists.input.empty()) {
+      q = pass.quantize_rows(input);
+      input_data = q.data;
+      input_scale = q.scale;
+    } else {
+      q = {call.lists.input[0], call.lists.input[1]};
+    }
+    x = moe::dequantize(q, *call.rule_a, 1, x.scalar_type());
+  }
+  const auto h = pass.project_in(x);
+  output = pass.project_out(h);
+  if (compute_preact && call.preact_dtype.has_value()) {
+    const auto q = moe::quantize_composite(h, moe::kPreactRule, 1, *call.preact_dtype, {});
+    preact = q.data;
+    preact_scale = q.scale;
+  } else if (compute_preact) {
+    preact = h.to(input.scalar_type());
+  }
+  return out;
+}
+
+// Of all operands that output_mask asks for, in its order; empty tensors elsewhere.
+template <typename MakeFn>
+GradTuple make_gradients(
+    const ScaledCall& call,
+    const std::array<bool, 7>& wanted,
+    Gradients& grads,
+    const MakeFn& make) {
+  const auto& in = call.inputs;
+  const Gradients operands = {
+      in.input, in.w_in, in.w_out, in.topk_weights, in.b_in, in.b_out, in.w_up};
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!wanted[i]) {
+      // Defined but empty, see defined_grads in MoEMLP.cpp.
+      grads[i] = at::empty({0}, in.input.options());
+    } else if (!grads[i].defined()) {
+      const bool is_weight = i == 1 || i == 2 || i == 6;
+      grads[i] =
+          make(operands[i], is_weight ? MemoryFormat::Preserve : MemoryFormat::Contiguous);
+    }
+  }
+  return std::tuple_cat(grads);
+}
+
+std::array<bool, 7> wanted_gradients(
+    const ScaledCall& call,
+    const std::array<bool, 7>& output_mask) {
+  const auto& in = call.inputs;
+  return {
+      output_mask[0],
+      output_mask[1],
+      output_mask[2],
+      output_mask[3] && in.topk_weights.defined(),
+      output_mask[4] && in.b_in.defined(),
+      output_mask[5] && in.b_out.defined(),
+      output_mask[6] && in.w_up.defined()};
+}
+
+} // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_composite(
+    const Tensor& input,
+    const std::optional<Tensor>& w_in,
+    const std::optional<Tensor>& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
+    TensorList input_scaled,
+    TensorList w_in_scaled,
+    TensorList w_out_scaled,
+    TensorList w_up_scaled,
+    IntArrayRef recipe_a,
+    IntArrayRef recipe_w,
+    IntArrayRef swizzle_w,
+    std::optional<ScalarType> preact_dtype,
+    bool hp_wgrad,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit,
+    bool compute_preact) {
+  const ScaledCall call(
+      "_moe_mlp_scaled",
+      {input,
+       w_in.value_or(Tensor()),
+       w_out.value_or(Tensor()),
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
+      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  return forward_composite(call, compute_preact);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_meta(
+    const Tensor& input,
+    const std::optional<Tensor>& w_in,
+    const std::optional<Tensor>& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
+    TensorList input_scaled,
+    TensorList w_in_scaled,
+    TensorList w_out_scaled,
+    TensorList w_up_scaled,
+    IntArrayRef recipe_a,
+    IntArrayRef recipe_w,
+    IntArrayRef swizzle_w,
+    std::optional<ScalarType> preact_dtype,
+    bool hp_wgrad,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit,
+    bool compute_preact) {
+  const ScaledCall call(
+      "_moe_mlp_scaled",
+      {input,
+       w_in.value_or(Tensor()),
+       w_out.value_or(Tensor()),
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
+      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  return forward_outputs(call, compute_preact, /*zeros=*/false);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_cpu(
+    const Tensor& input,
+    const std::optional<Tensor>& w_in,
+    const std::optional<Tensor>& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
+    TensorList input_scaled,
+    TensorList w_in_scaled,
+    TensorList w_out_scaled,
+    TensorList w_up_scaled,
+    IntArrayRef recipe_a,
+    IntArrayRef recipe_w,
+    IntArrayRef swizzle_w,
+    std::optional<ScalarType> preact_dtype,
+    bool hp_wgrad,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit,
+    bool compute_preact) {
+  const ScaledCall call(
+      "_moe_mlp_scaled",
+      {input,
+       w_in.value_or(Tensor()),
+       w_out.value_or(Tensor()),
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
+      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  const bool is_quantised = !w_in_scaled.empty() && !w_out_scaled.empty() &&
+      (!call.call.inputs.w_up.defined() || !w_up_scaled.empty());
+  if (call.weight_only() && is_quantised && !compute_preact && has_work(call) &&
+      moe_mlp_weight_only_stub.is_device_supported(kCPU)) {
+    auto out = forward_outputs(call, compute_preact, /*zeros=*/false);
+    if (moe_mlp_weight_only_stub(kCPU, call, std::get<0>(out))) {
+      return out;
+    }
+  }
+  return forward_composite(call, compute_preact);
+}
+
+GradTuple moe_mlp_scaled_backward_composite(
+    const Tensor& grad_out,
+    const std::optional<Tensor>& w_in,
+    const std::optional<Tensor>& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
+    TensorList input_scaled,
+    TensorList w_in_scaled,
+    TensorList w_out_scaled,
+    TensorList w_up_scaled,
+    const Tensor& input_data,
+    const Tensor& input_scale,
+    const Tensor& preact,
+    const Tensor& preact_scale,
+    std::array<bool, 7> output_mask,
+    IntArrayRef recipe_a,
+    IntArrayRef recipe_w,
+    IntArrayRef swizzle_w,
+    std::optional<ScalarType> preact_dtype,
+    bool hp_wgrad,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit) {
+  constexpr const char* op = "_moe_mlp_scaled_backward";
+  moe::check_grad_out(op, grad_out);
+  const ScaledCall call(
+      op,
+      {grad_out,
+       w_in.value_or(Tensor()),
+       w_out.value_or(Tensor()),
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
+      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  const moe::ScaledSaved saved{input_data, input_scale, preact, preact_scale};
+  moe::check_saved(op, call, saved, output_mask);
+  const auto wanted = wanted_gradients(call, output_mask);
+  Gradients grads;
+  if (has_work(call)) {
+    ScaledPass(call).backward(saved, wanted, hp_wgrad, grads);
+  }
+  return make_gradients(call, wanted, grads, [](const Tensor& x, MemoryFormat format) {
+    return at::zeros_like(x, format);
+  });
+}
+
+GradTuple moe_mlp_scaled_backward_meta(
+    const Tensor& grad_out,
+    const std::optional<Tensor>& w_in,
+    const std::optional<Tensor>& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
+    TensorList input_scaled,
+    TensorList w_in_scaled,
+    TensorList w_out_scaled,
+    TensorList w_up_scaled,
+    const Tensor& input_data,
+    const Tensor& input_scale,
+    const Tensor& preact,
+    const Tensor& preact_scale,
+    std::array<bool, 7> output_mask,
+    IntArrayRef recipe_a,
+    IntArrayRef recipe_w,
+    IntArrayRef swizzle_w,
+    std::optional<ScalarType> preact_dtype,
+    bool hp_wgrad,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit) {
+  constexpr const char* op = "_moe_mlp_scaled_backward";
+  moe::check_grad_out(op, grad_out);
+  const ScaledCall call(
+      op,
+      {grad_out,
+       w_in.value_or(Tensor()),
+       w_out.value_or(Tensor()),
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
+      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  const moe::ScaledSaved saved{input_data, input_scale, preact, preact_scale};
+  moe::check_saved(op, call, saved, output_mask);
+  const auto wanted = wanted_gradients(call, output_mask);
+  Gradients grads;
+  return make_gradients(call, wanted, grads, [](const Tensor& x, MemoryFormat format) {
+    return at::empty_like(x, x.options(), format);
+  });
+}
+
+} // namespace at::native

@@ -1,0 +1,485 @@
+#pragma once
+
+// Rules of _moe_mlp_scaled and its backward: recipes, formats of weights, and what they
+// ask of the operands beyond the rules of _moe_mlp. See MoEMLPUtils.h for the notation.
+//
+// recipe_a  [] : activations keep their 16 or 32 bits (weight-only inference);
+//           [code of ScalingType]: rows of X, A, dO and dH are float8_e4m3fn.
+// recipe_w  [code]: how the weights are scaled, along the dimension that is summed.
+// swizzle_w [] or [code of WeightLayout]: how weights that come quantised are stored.
+// A list of a weight is [] (w is quantised in the call), [data, scale] or, for a weight
+// whose gradient of the rows is wanted with 1-D blocks, [data, scale, data_t, scale_t]:
+// the same weight quantised along its rows, dim 1.
+
+#include <ATen/native/MoEMLPUtils.h>
+#include <ATen/native/MoEScaling.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#else
+#include <ATen/ops/zeros.h>
+#endif
+
+#include <array>
+#include <optional>
+#include <vector>
+
+namespace at::native::moe {
+
+enum class WeightLayout : uint8_t {
+  Plain = 0, // as _moe_quantize makes them, and as checkpoints have them
+  Swizzled32x4x4 = 1, // SwizzleType::SWIZZLE_32_4_4 of the scales
+  Panels = 2, // made for the CPU kernels
+};
+
+// How H is kept in 8 bits, with every recipe.
+constexpr const ScalingRule& kPreactRule = kScalingRules[1];
+static_assert(kPreactRule.type == ScalingType::BlockWise1x32);
+
+// One scale of all weights; only for weights that come quantised.
+constexpr ScalingRule kTensorWise = {
+    ScalingType::TensorWise,
+    "TensorWise",
+    0,
+    false,
+    kFloat};
+
+// A type of quantised weights. Two numbers of 4 bits share a byte, the one with the even
+// index in the low half; int4 is stored plus 8, in uint8.
+struct WeightFormat {
+  ScalarType data;
+  ScalingType scaling;
+  ScalarType scale;
+  int64_t per_element; // numbers in an element of data
+};
+
+constexpr std::array<WeightFormat, 9> kWeightFormats = {{
+    {kFloat8_e4m3fn, ScalingType::TensorWise, kFloat, 1},
+    {kFloat8_e4m3fn, ScalingType::RowWise, kFloat, 1},
+    {kFloat8_e4m3fn, ScalingType::BlockWise1x32, kFloat8_e8m0fnu, 1},
+    {kFloat8_e4m3fn, ScalingType::BlockWise1x128, kFloat, 1},
+    {kFloat8_e4m3fn, ScalingType::BlockWise128x128, kFloat, 1},
+    {kChar, ScalingType::RowWise, kFloat, 1},
+    {kFloat4_e2m1fn_x2, ScalingType::BlockWise1x32, kFloat8_e8m0fnu, 2},
+    {kByte, ScalingType::BlockWise1x32, kFloat, 2},
+    {kByte, ScalingType::BlockWise1x128, kFloat, 2},
+}};
+
+inline const ScalingRule& weight_rule(const char* op, int64_t code) {
+  return code == static_cast<int64_t>(ScalingType::TensorWise)
+      ? kTensorWise
+      : scaling_rule(op, "recipe_w", code);
+}
+
+// The format of [data, scale] under a rule.
+inline const WeightFormat& weight_format(
+    const char* op,
+    const char* name,
+    TensorList scaled,
+    const ScalingRule& rule) {
+  std::ostringstream formats;
+  for (const auto& format : kWeightFormats) {
+    if (format.scaling == rule.type) {
+      if (format.data == scaled[0].scalar_type() &&
+          format.scale == scaled[1].scalar_type()) {
+        return format;
+      }
+      formats << (formats.tellp() > 0 ? ", " : "") << dtype_name(format.data)
+              << " and " << dtype_name(format.scale);
+    }
+  }
+  TORCH_CHECK_TYPE(
+      false,
+      op,
+      ": ",
+      name,
+      " with recipe ",
+      rule.name,
+      " must have data and scale of dtypes ",
+      formats.str(),
+      ", got ",
+      dtype_name(scaled[0].scalar_type()),
+      " and ",
+      dtype_name(scaled[1].scalar_type()));
+}
+
+// Operands that _moe_mlp does not have.
+struct ScaledLists {
+  TensorList input;
+  TensorList w_in;
+  TensorList w_out;
+  TensorList w_up;
+};
+
+struct ScaledOptions {
+  IntArrayRef recipe_a;
+  IntArrayRef recipe_w;
+  IntArrayRef swizzle_w;
+  std::optional<ScalarType> preact_dtype;
+  bool hp_wgrad;
+};
+
+namespace detail {
+
+inline void check_list_size(const char* op, const char* name, TensorList list, bool transposed) {
+  TORCH_CHECK_VALUE(
+      list.empty() || list.size() == 2 || (transposed && list.size() == 4),
+      op,
+      ": ",
+      name,
+      " must be [], [data, scale]",
+      transposed ? " or [data, scale, data_t, scale_t]" : "",
+      ", got ",
+      list.size(),
+      " tensors");
+}
+
+// A tensor without memory, of the dtype of input and the shape of a weight: that of w, or of
+// the numbers in its quantised data.
+inline Tensor weight_shape(
+    const char* op,
+    const char* name,
+    const Tensor& input,
+    const Tensor& w,
+    TensorList scaled,
+    const ScalingRule& rule) {
+  if (!w.defined() && scaled.empty()) {
+    return Tensor();
+  }
+  auto sizes = (w.defined() ? w : scaled[0]).sym_sizes().vec();
+  if (!w.defined() && !sizes.empty()) {
+    sizes.back() = sizes.back() *
+        weight_format(op, name, scaled, rule).per_element;
+  }
+  return at::zeros({1}, input.options()).expand_symint(sizes);
+}
+
+inline void check_operand_dtype(
+    const char* op,
+    const char* name,
+    const Tensor& operand,
+    const Tensor& input) {
+  TORCH_CHECK_TYPE(
+      !operand.defined() || operand.scalar_type() == input.scalar_type() ||
+          operand.scalar_type() == kFloat,
+      op,
+      ": ",
+      name,
+      " must have dtype float32 or the dtype of input, ",
+      dtype_name(input.scalar_type()),
+      ", got ",
+      dtype_name(operand.scalar_type()));
+}
+
+// data (E, N, K / per_element) and its scale, blocks along dim.
+inline void check_scaled_pair(
+    const char* op,
+    const std::string& name,
+    TensorList pair,
+    const ScalingRule& rule,
+    const c10::SymIntArrayRef logical,
+    int64_t dim,
+    const Tensor& input) {
+  const auto data_name = name + " data", scale_name = name + " scale";
+  check_placement(op, data_name.c_str(), pair[0], "input", input);
+  check_placement(op, scale_name.c_str(), pair[1], "input", input);
+  const auto per_element = weight_format(op, name.c_str(), pair, rule).per_element;
+  auto sizes = logical.vec();
+  const auto& last = sizes.back();
+  TORCH_CHECK_VALUE(
+      per_element == 1 || (last % per_element).sym_eq(0).expect_true(__FILE__, __LINE__),
+      op,
+      ": ",
+      name,
+      " with two numbers in a byte needs an even last dimension, got ",
+      last);
+  sizes.back() = last / per_element;
+  check_shape(op, data_name.c_str(), pair[0], "of the weight", sizes);
+  sizes = logical.vec();
+  if (rule.type == ScalingType::TensorWise) {
+    sizes = {1};
+  } else if (rule.square) {
+    sizes[1] = scale_count(rule, sizes[1]);
+    sizes[2] = scale_count(rule, sizes[2]);
+  } else {
+    sizes[dim] = scale_count(rule, sizes[dim]);
+  }
+  check_shape(op, scale_name.c_str(), pair[1], "of its blocks", sizes);
+}
+
+inline void check_scaled_weight(
+    const char* op,
+    const char* name,
+    TensorList scaled,
+    const ScalingRule& rule,
+    const Tensor& logical,
+    const Tensor& input) {
+  if (scaled.empty()) {
+    return;
+  }
+  check_scaled_pair(op, name, scaled.slice(0, 2), rule, logical.sym_sizes(), 2, input);
+  if (scaled.size() == 4) {
+    check_scaled_pair(
+        op, std::string(name) + "[2:]", scaled.slice(2, 2), rule, logical.sym_sizes(), 1, input);
+  }
+}
+
+} // namespace detail
+
+// What forward and backward, CPU, composite and Meta all start from. `call.inputs` has
+// stand-ins without memory for the weights, in the dtype of input.
+struct ScaledCall {
+  const ScalingRule* rule_a; // null: weight-only
+  const ScalingRule& rule_w;
+  std::optional<ScalarType> preact_dtype; // of a quantised H
+  MLPInputs inputs; // as they came
+  ScaledLists lists;
+  MLPCall call;
+
+  bool weight_only() const {
+    return rule_a == nullptr;
+  }
+
+  ScaledCall(
+      const char* op,
+      MLPInputs operands,
+      ScaledLists scaled,
+      const ScaledOptions& options,
+      std::string_view activation,
+      bool gate_interleaved,
+      std::optional<double> alpha,
+      std::optional<double> limit)
+      : rule_a(parse_rule_a(op, options.recipe_a)),
+        rule_w(parse_rule_w(op, options.recipe_w)),
+        preact_dtype(parse_preact_dtype(op, operands.input, options.preact_dtype)),
+        inputs(std::move(operands)),
+        lists(scaled),
+        call(
+            op,
+            with_stand_ins(op, inputs, lists, rule_w),
+            activation,
+            gate_interleaved,
+            alpha,
+            limit) {
+    check_recipes(op, options);
+    check_operands(op);
+  }
+
+ private:
+  static const ScalingRule* parse_rule_a(const char* op, IntArrayRef recipe) {
+    if (recipe.empty()) {
+      return nullptr;
+    }
+    TORCH_CHECK_VALUE(
+        recipe.size() == 1,
+        op,
+        ": recipe_a must be [] or have one code, got ",
+        recipe.size());
+    return &scaling_rule(op, "recipe_a", recipe[0]);
+  }
+
+  static const ScalingRule& parse_rule_w(const char* op, IntArrayRef recipe) {
+    TORCH_CHECK_VALUE(
+        recipe.size() == 1, op, ": recipe_w must have one code, got ", recipe.size());
+    return weight_rule(op, recipe[0]);
+  }
+
+  static std::optional<ScalarType> parse_preact_dtype(
+      const char* op,
+      const Tensor& input,
+      std::optional<ScalarType> dtype) {
+    if (!dtype.has_value() || *dtype == input.scalar_type()) {
+      return std::nullopt;
+    }
+    TORCH_CHECK_TYPE(
+        *dtype == kFloat8_e4m3fn || *dtype == kChar,
+        op,
+        ": preact_dtype must be None, float8_e4m3fn, int8 or the dtype of input, ",
+        dtype_name(input.scalar_type()),
+        ", got ",
+        dtype_name(*dtype));
+    return dtype;
+  }
+
+  static MLPInputs with_stand_ins(
+      const char* op,
+      const MLPInputs& in,
+      const ScaledLists& lists,
+      const ScalingRule& rule) {
+    TORCH_CHECK_TYPE(
+        in.input.scalar_type() == kFloat || in.input.scalar_type() == kBFloat16 ||
+            in.input.scalar_type() == kHalf,
+        op,
+        ": input must have dtype float32, bfloat16 or float16, got ",
+        dtype_name(in.input.scalar_type()));
+    detail::check_list_size(op, "input_scaled", lists.input, false);
+    detail::check_list_size(op, "w_in_scaled", lists.w_in, true);
+    detail::check_list_size(op, "w_out_scaled", lists.w_out, true);
+    detail::check_list_size(op, "w_up_scaled", lists.w_up, true);
+    MLPInputs out = in;
+    const auto stand_in = [&](const char* name, Tensor& w, TensorList scaled) {
+      const bool may_be_absent = &w == &out.w_up;
+      TORCH_CHECK_VALUE(
+          may_be_absent || w.defined() || !scaled.empty(),
+          op,
+          ": ",
+          name,
+          " or ",
+          name,
+          "_scaled must be given, got neither");
+      if (w.defined()) {
+        check_placement(op, name, w, "input", in.input);
+      }
+      detail::check_operand_dtype(op, name, w, in.input);
+      w = detail::weight_shape(op, name, in.input, w, scaled, rule);
+    };
+    stand_in("w_in", out.w_in, lists.w_in);
+    stand_in("w_out", out.w_out, lists.w_out);
+    stand_in("w_up", out.w_up, lists.w_up);
+    const auto bias = [&](const char* name, Tensor& b) {
+      if (b.defined()) {
+        check_placement(op, name, b, "input", in.input);
+        detail::check_operand_dtype(op, name, b, in.input);
+        b = at::zeros({1}, in.input.options()).expand_symint(b.sym_sizes());
+      }
+    };
+    bias("b_in", out.b_in);
+    bias("b_out", out.b_out);
+    return out;
+  }
+
+  void check_recipes(const char* op, const ScaledOptions& options) const {
+    const bool fits = weight_only() ||
+        (rule_a->type == ScalingType::BlockWise1x128
+             ? rule_w.type == ScalingType::BlockWise1x128 ||
+                 rule_w.type == ScalingType::BlockWise128x128
+             : rule_a->type == rule_w.type && !rule_a->square);
+    TORCH_CHECK_VALUE(
+        fits,
+        op,
+        ": recipe_a and recipe_w must be RowWise both, BlockWise1x32 both, or BlockWise1x128"
+        " with BlockWise1x128 or BlockWise128x128, or recipe_a [], got ",
+        weight_only() ? "[]" : rule_a->name,
+        " and ",
+        rule_w.name);
+    TORCH_CHECK_VALUE(
+        options.swizzle_w.empty() ||
+            (options.swizzle_w.size() == 1 &&
+             options.swizzle_w[0] == static_cast<int64_t>(WeightLayout::Plain)),
+        op,
+        ": swizzle_w must be [] or [0] (plain), got ",
+        options.swizzle_w);
+  }
+
+  void check_operands(const char* op) const {
+    const auto& logical = call.inputs;
+    detail::check_scaled_weight(
+        op, "w_in_scaled", lists.w_in, rule_w, logical.w_in, inputs.input);
+    detail::check_scaled_weight(
+        op, "w_out_scaled", lists.w_out, rule_w, logical.w_out, inputs.input);
+    if (logical.w_up.defined()) {
+      detail::check_scaled_weight(
+          op, "w_up_scaled", lists.w_up, rule_w, logical.w_up, inputs.input);
+    }
+    for (const auto& [name, w, scaled] :
+         {std::tuple("w_in", inputs.w_in, lists.w_in),
+          std::tuple("w_out", inputs.w_out, lists.w_out),
+          std::tuple("w_up", inputs.w_up, lists.w_up)}) {
+      TORCH_CHECK_VALUE(
+          rule_w.type != ScalingType::TensorWise || !w.defined() || !scaled.empty(),
+          op,
+          ": ",
+          name,
+          " cannot be quantised with recipe TensorWise, which is for weights that come so");
+    }
+    if (lists.input.empty()) {
+      return;
+    }
+    TORCH_CHECK_VALUE(
+        !weight_only(), op, ": input_scaled needs recipe_a, got recipe_a []");
+    TORCH_CHECK_TYPE(
+        lists.input[0].scalar_type() == kFloat8_e4m3fn,
+        op,
+        ": input_scaled data must have dtype float8_e4m3fn, got ",
+        dtype_name(lists.input[0].scalar_type()));
+    detail::check_scaled_pair(
+        op,
+        "input_scaled",
+        lists.input,
+        *rule_a,
+        inputs.input.sym_sizes(),
+        1,
+        inputs.input);
+  }
+};
+
+// What the backward reads besides: grad_out stands for the forward's input in `scaled`.
+struct ScaledSaved {
+  Tensor input_data; // (T, D), or empty with input_scaled or weight-only
+  Tensor input_scale;
+  Tensor preact; // (R, G*F); 0 rows: H is computed again
+  Tensor preact_scale; // (R, ceil(G*F / 32)) of a quantised one, else empty
+};
+
+inline void check_grad_out(const char* op, const Tensor& grad_out) {
+  check_rank(op, "grad_out", grad_out, 2, "(T, D)");
+  TORCH_CHECK_TYPE(
+      grad_out.scalar_type() == kFloat || grad_out.scalar_type() == kBFloat16 ||
+          grad_out.scalar_type() == kHalf,
+      op,
+      ": grad_out must have dtype float32, bfloat16 or float16, got ",
+      dtype_name(grad_out.scalar_type()));
+}
+
+inline void check_saved(
+    const char* op,
+    const ScaledCall& scaled,
+    const ScaledSaved& saved,
+    const std::array<bool, 7>& output_mask) {
+  const auto& sizes = scaled.call.sizes;
+  const bool is_recomputed = saved.preact.sym_size(0).sym_eq(0).guard_bool(__FILE__, __LINE__) &&
+      !sizes.num_rows.sym_eq(0).guard_bool(__FILE__, __LINE__);
+  const auto& x = scaled.inputs.input;
+  const bool wants_w_in = output_mask[1] || (output_mask[6] && scaled.inputs.w_up.defined());
+  TORCH_CHECK_VALUE(
+      !scaled.weight_only() || !(wants_w_in || is_recomputed),
+      op,
+      ": gradients of w_in and w_up, and preact computed again, need the rows of input, which"
+      " are saved in 8 bits only, and not at all with recipe_a []");
+  if (!scaled.weight_only() && scaled.lists.input.empty()) {
+    detail::check_scaled_pair(
+        op, "input", {saved.input_data, saved.input_scale}, *scaled.rule_a, x.sym_sizes(), 1, x);
+  }
+  for (const auto& [i, name, w] :
+       {std::tuple(1, "w_in", scaled.inputs.w_in),
+        std::tuple(2, "w_out", scaled.inputs.w_out)}) {
+    TORCH_CHECK_VALUE(
+        !output_mask[i] || w.defined(),
+        op,
+        ": output_mask asks for the gradient of ",
+        name,
+        ", which was not given");
+  }
+  if (is_recomputed) {
+    return;
+  }
+  const auto dtype = scaled.preact_dtype.value_or(x.scalar_type());
+  TORCH_CHECK_TYPE(
+      saved.preact.scalar_type() == dtype,
+      op,
+      ": preact must have dtype ",
+      dtype_name(dtype),
+      ", got ",
+      dtype_name(saved.preact.scalar_type()));
+  check_shape(op, "preact", saved.preact, "(R, G*F)", {sizes.num_rows, sizes.gated_dim});
+  if (scaled.preact_dtype.has_value()) {
+    check_shape(
+        op,
+        "preact_scale",
+        saved.preact_scale,
+        "(R, ceil(G*F / 32))",
+        {sizes.num_rows, scale_count(kPreactRule, sizes.gated_dim)});
+  }
+}
+
+} // namespace at::native::moe

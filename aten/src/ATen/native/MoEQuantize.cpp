@@ -1,0 +1,245 @@
+// _moe_quantize: data * scale with power-of-two scales, for low-precision MoE layers.
+//
+// The byte of a scale is e + 127 with e = ceil(log2(largest magnitude / largest number of
+// the data type)), clamped to [-127, 127]: data never saturates but for the clamp. It is
+// found on the bits of float32(amax * (1 / largest)), which is exact for every amax that is a
+// bfloat16. A block of zeros has byte 0, one with an infinity or a NaN has byte 255, which
+// is NaN, and NaN as data (int8: 0).
+#define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/native/MoEQuantize.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/_moe_quantize_native.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#endif
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+namespace at::native {
+namespace moe {
+namespace {
+
+constexpr int64_t kInfinityBits = 0x7F800000;
+constexpr int64_t kNaNBits = 0x7FC00000;
+
+// float32 of these bits
+Tensor from_bits(const Tensor& bits) {
+  return bits.to(kInt).view(kFloat);
+}
+
+// The bytes (int32) of blocks with these largest magnitudes (int32 bits of float32).
+Tensor scale_bytes(const Tensor& amax_bits, float largest) {
+  const auto bits = (from_bits(amax_bits) * (1.F / largest)).view(kInt);
+  const auto exponent = bits.bitwise_right_shift(23).bitwise_and(255);
+  const auto mantissa = bits.bitwise_and(0x7FFFFF);
+  // A subnormal is more than 2^-127 from half of its range on.
+  const auto up = at::where(exponent.gt(0), mantissa.gt(0), mantissa.gt(0x400000));
+  return at::where(
+      amax_bits.ge(kInfinityBits), 255, (exponent + up.to(kInt)).clamp_max(254));
+}
+
+// 2^(byte - 127), NaN for 255
+Tensor power_of_two(const Tensor& byte) {
+  const auto bits = at::where(byte.eq(0), 0x00400000, byte.bitwise_left_shift(23));
+  return from_bits(at::where(byte.eq(255), kNaNBits, bits));
+}
+
+// 2^(127 - byte)
+Tensor reciprocal(const Tensor& byte) {
+  const auto opposite = (byte.neg() + 254).clamp_min(0);
+  return power_of_two(opposite);
+}
+
+Tensor as_scale(const Tensor& byte, const ScalingRule& rule) {
+  return rule.scale_dtype == kFloat ? power_of_two(byte)
+                                    : byte.to(kByte).view(kFloat8_e8m0fnu);
+}
+
+Tensor magnitude_bits(const Tensor& x) {
+  return x.view(kInt).bitwise_and(0x7FFFFFFF);
+}
+
+// x * 2^(127 - byte) rounded to the data type; byte has the shape of x or broadcasts.
+Tensor round_data(const Tensor& x, const Tensor& byte, ScalarType dtype) {
+  const auto is_nan = byte.eq(255);
+  const auto scaled = x * reciprocal(byte);
+  if (dtype == kChar) {
+    return at::where(is_nan, 0, scaled.round().clamp(-127, 127)).to(kChar);
+  }
+  return at::where(is_nan, std::numeric_limits<double>::quiet_NaN(), scaled.clamp(-448, 448))
+      .to(dtype);
+}
+
+// For each of L elements of a dimension the place of its scale.
+Tensor scale_places(
+    const ScalingRule& rule,
+    int64_t length,
+    const Tensor& offs,
+    const TensorOptions& options) {
+  const auto place = at::arange(length, options.dtype(kLong));
+  if (!offs.defined()) {
+    return rule.block == 0 ? place.mul(0) : place.floor_divide(rule.block);
+  }
+  const auto ends = offs.to(kLong);
+  const auto expert =
+      at::searchsorted(ends, place, /*out_int32=*/false, /*right=*/true)
+          .clamp_max(offs.size(0) - 1);
+  if (rule.block == 0) {
+    return expert;
+  }
+  const auto begin = at::where(
+      expert.gt(0), ends.index_select(0, (expert - 1).clamp_min(0)), 0);
+  return begin.floor_divide(rule.block) + expert +
+      (place - begin).floor_divide(rule.block);
+}
+
+// (..., N, K) in squares of `block`: (..., n, block, k, block), padded with zeros.
+Tensor squares(const Tensor& x, int64_t block) {
+  const int64_t n = x.size(-2), k = x.size(-1);
+  const auto padded = at::constant_pad_nd(
+      x, {0, (block - k % block) % block, 0, (block - n % block) % block});
+  return padded.unflatten(-1, {padded.size(-1) / block, block})
+      .unflatten(-3, {padded.size(-2) / block, block});
+}
+
+Quantized quantize_square(const Tensor& x, const ScalingRule& rule, ScalarType dtype) {
+  const auto blocks = squares(x.to(kFloat).contiguous(), rule.block);
+  const auto byte =
+      scale_bytes(magnitude_bits(blocks).amax({-3, -1}, /*keepdim=*/true), largest_of(dtype));
+  const auto data = round_data(blocks, byte, dtype).flatten(-2).flatten(-3, -2);
+  return {
+      data.narrow(-2, 0, x.size(-2)).narrow(-1, 0, x.size(-1)).contiguous(),
+      as_scale(byte.squeeze(-1).squeeze(-2).contiguous(), rule)};
+}
+
+// Scales (..., R, C) in the order in which tensor cores read them: tiles of 128 x 4, in
+// which row r, column c is at (r % 32) * 16 + r / 32 * 4 + c. See SWIZZLE_32_4_4.
+Tensor swizzle_scales(const Tensor& scale) {
+  const int64_t rows = scale.size(-2), cols = scale.size(-1);
+  const auto padded = at::constant_pad_nd(
+      scale.view(kByte), {0, (4 - cols % 4) % 4, 0, (128 - rows % 128) % 128});
+  // ..., R/128, 4, 32, C/4, 4 becomes ..., R/128, C/4, 32, 4, 4
+  const auto ordered = padded.unflatten(-1, {padded.size(-1) / 4, 4})
+                           .unflatten(-3, {padded.size(-2) / 128, 4, 32})
+                           .transpose(-2, -4)
+                           .contiguous();
+  const auto flat = ordered.flatten(-5);
+  return (scale.dim() == 3 ? flat : flat.view({padded.size(-2), padded.size(-1)}))
+      .view(kFloat8_e8m0fnu);
+}
+
+} // namespace
+
+Tensor scale_value(const Tensor& scale) {
+  return scale.scalar_type() == kFloat8_e8m0fnu
+      ? power_of_two(scale.view(kByte).to(kInt))
+      : scale;
+}
+
+Quantized quantize_composite(
+    const Tensor& self,
+    const ScalingRule& rule,
+    int64_t dim,
+    ScalarType dtype,
+    const Tensor& offs) {
+  if (rule.square) {
+    return quantize_square(self, rule, dtype);
+  }
+  // The scaled dimension is the dense one of both results: what GEMMs of FP8 read.
+  auto x = self.movedim(dim, -1).contiguous().to(kFloat);
+  const int64_t length = x.size(-1);
+  if (offs.defined()) {
+    const auto is_live = at::arange(length, offs.options()).lt(offs.narrow(0, offs.size(0) - 1, 1));
+    x = at::where(is_live, x, 0);
+  }
+  const auto place = scale_places(rule, length, offs, x.options());
+  auto sizes = x.sizes().vec();
+  sizes.back() = (offs.defined() ? scale_count_of_experts(rule, length, offs.size(0))
+                                 : scale_count(rule, length))
+                     .expect_int();
+  auto amax = at::zeros(sizes, x.options().dtype(kInt));
+  if (x.numel() > 0) {
+    // Bits of magnitudes are in their order, with infinity and NaN on top.
+    amax = amax.scatter_reduce(-1, place.expand(x.sizes()), magnitude_bits(x), "amax");
+  }
+  const auto byte = scale_bytes(amax, largest_of(dtype));
+  const auto data = round_data(x, byte.index_select(-1, place), dtype);
+  return {data.movedim(-1, dim), as_scale(byte, rule).movedim(-1, dim)};
+}
+
+Tensor dequantize(
+    const Quantized& quantized,
+    const ScalingRule& rule,
+    int64_t dim,
+    ScalarType dtype,
+    const Tensor& offs) {
+  const auto value = scale_value(quantized.scale);
+  const auto data = quantized.data.to(kFloat);
+  if (rule.square) {
+    const auto padded =
+        squares(data, rule.block) * value.unsqueeze(-1).unsqueeze(-3);
+    return padded.flatten(-2)
+        .flatten(-3, -2)
+        .narrow(-2, 0, data.size(-2))
+        .narrow(-1, 0, data.size(-1))
+        .to(dtype);
+  }
+  const auto place = scale_places(rule, data.size(dim), offs, data.options());
+  return (data * value.index_select(dim, place)).to(dtype);
+}
+
+} // namespace moe
+
+std::tuple<Tensor, Tensor> moe_quantize_composite(
+    const Tensor& self,
+    int64_t recipe,
+    const std::optional<Tensor>& offs,
+    int64_t dim,
+    std::optional<ScalarType> dtype,
+    int64_t swizzle) {
+  const auto call = moe::check_quantize(self, recipe, offs, dim, dtype, swizzle);
+  auto [data, scale] = moe::quantize_composite(
+      self, call.rule, call.dim, call.dtype, offs.value_or(Tensor()));
+  if (call.swizzle == moe::SwizzleType::SWIZZLE_32_4_4) {
+    scale = moe::swizzle_scales(scale.movedim(call.dim, -1));
+  }
+  return {data, scale};
+}
+
+std::tuple<Tensor, Tensor> moe_quantize_meta(
+    const Tensor& self,
+    int64_t recipe,
+    const std::optional<Tensor>& offs,
+    int64_t dim,
+    std::optional<ScalarType> dtype,
+    int64_t swizzle) {
+  auto call = moe::check_quantize(self, recipe, offs, dim, dtype, swizzle);
+  // The scaled dimension is dense.
+  const int64_t dense = call.rule.square ? self.dim() - 1 : call.dim;
+  const auto empty_with = [&](std::vector<c10::SymInt> sizes, ScalarType type) {
+    std::rotate(sizes.begin() + dense, sizes.begin() + dense + 1, sizes.end());
+    return at::empty_symint(sizes, self.options().dtype(type));
+  };
+  auto data = empty_with(self.sym_sizes().vec(), call.dtype).movedim(-1, dense);
+  auto scale = empty_with(call.scale_sizes, call.rule.scale_dtype);
+  if (call.swizzle == moe::SwizzleType::SWIZZLE_32_4_4) {
+    scale = at::empty_symint(
+        moe::swizzled_sizes(scale.sym_sizes().vec()), scale.options());
+    return {data, scale};
+  }
+  return {data, scale.movedim(-1, dense)};
+}
+
+} // namespace at::native
