@@ -1,0 +1,127 @@
+"""Every code block of README, RFC and docs runs as it stands there, or says why it does not.
+
+A fenced block is run by its kind: Python (one namespace per document, in the staged torch),
+`$ command` lines with their output below (... stands for what is left out), the schemas of our ops. Above any other one, a
+comment `<!-- not run: reason -->`.
+"""
+
+import doctest
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from staging import config
+
+
+ROOT = Path(__file__).parents[2]
+PYTHON = config.workspace(ROOT).venv / "bin" / "python"
+DOCUMENTS = ["README.md", "RFC.md"]
+DOCUMENTS += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/source/*.md"))
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?"
+    r"^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+_RANK = """
+import torch.distributed
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+)
+"""
+# What a document takes for granted: names, and eight GPUs.
+BEFORE = {
+    "README.md": """
+import torch, torch.nn.functional as F
+x, router = torch.randn(5, 8), torch.nn.Linear(8, 16)
+w_in, w_out = torch.randn(16, 12, 8), torch.randn(16, 8, 6)
+""",
+    "docs/source/distributed.expert_parallel.md": f"""
+import torch
+{_RANK}
+tokens = torch.randn(5, 64)
+model = torch.nn.ModuleDict({{"layers": torch.nn.ModuleList([torch.nn.ModuleDict(
+    {{"moe": torch.nn.MoE(8, 16, num_experts=8, top_k=2)}})])}})
+""",
+}
+BEFORE["RFC.md"] = BEFORE["README.md"] + "K, E = 2, 16\n"
+BEFORE["docs/source/distributed.moe_planner.md"] = """
+import torch
+tokens_per_expert = torch.arange(128) + 100
+"""
+SMALLER = {
+    '"cuda", (8,)': '"cpu", (1,)',
+    "MoE(1024, 2048": "MoE(64, 128",
+    "slots_per_rank=10": "slots_per_rank=8",
+}
+
+pytestmark = pytest.mark.skipif(
+    not PYTHON.exists(), reason="no staged environment; stage.py setup makes it"
+)
+
+
+def blocks(name):
+    """(language, body, reason not to run it) of a document's fenced blocks."""
+    text = (ROOT / name).read_text()
+    found = [(m["language"], m["body"], m["reason"]) for m in _BLOCK.finditer(text)]
+    assert len(found) == len(re.findall(r"(?m)^```\S", text)) + len(
+        re.findall(r"(?m)^```$", text)
+    ) - len(found), f"{name}: an open code block"
+    return found
+
+
+def run(arguments, folder, **variables):
+    env = {**os.environ, **variables, "PATH": f"{PYTHON.parent}:{os.environ['PATH']}"}
+    return subprocess.run(
+        arguments, cwd=folder, capture_output=True, text=True, env=env
+    )
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_python(name, tmp_path):
+    bodies = [body for kind, body, why in blocks(name) if kind == "python" and not why]
+    text = "\n".join([BEFORE.get(name, ""), *bodies])
+    for large, small in SMALLER.items():
+        text = text.replace(large, small)
+    done = run([str(PYTHON), "-W", "ignore", "-c", text], tmp_path)
+    assert done.returncode == 0, f"{name}\n{text}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_print_what_the_document_says(name, tmp_path):
+    for _, body, why in blocks(name):
+        if why or not body.startswith("$ "):
+            continue
+        *commands, output = re.split(r"(?m)^\$ ((?:.*\\\n)*.*)\n", body)[1:]
+        assert len(commands) == 1, f"{name}: one command per block, got {commands}"
+        done = run(shlex.split(commands[0].replace("\\\n", " ")), tmp_path)
+        printed = done.stdout + done.stderr
+        same = doctest.OutputChecker().check_output(output, printed, doctest.ELLIPSIS)
+        assert same, f"{name}: {commands[0]}\nprints\n{printed}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_schemas_are_those_of_the_ops(name, tmp_path):
+    for _, body, why in blocks(name):
+        if why or not body.startswith("_moe_"):
+            continue
+        schemas = [" ".join(s.split()) for s in re.split(r"\n(?=\S)", body.strip())]
+        program = (
+            "import sys, torch\n"
+            "for text in sys.argv[1:]:\n"
+            "    said = torch._C.parse_schema('aten::' + text)\n"
+            "    op = getattr(torch.ops.aten, text.partition('(')[0]).default._schema\n"
+            "    assert str(said) == str(op), f'{said}\\nis really\\n{op}'\n"
+        )
+        done = run([str(PYTHON), "-c", program, *schemas], tmp_path)
+        assert done.returncode == 0, f"{name}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_other_block_says_why_it_is_not_run(name):
+    for kind, body, why in blocks(name):
+        known = kind in ("python", "{eval-rst}") or body.startswith(("$ ", "_moe_"))
+        assert known or why, f"{name}: nothing runs\n{body}"
