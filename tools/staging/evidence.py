@@ -8,10 +8,11 @@ of series.toml show; of a file that no PR shows, those of notes.toml (see bencht
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from . import benchtable
 from .errors import StageError

@@ -17,7 +17,7 @@ from message import paths, report
 
 CODE = "TEXT"
 MAX_FILE_LINES = 800
-PAGE = "RESULTS.md"
+_LISTS = ("RESULTS.md", "series.toml")
 MAX_FUNCTION_LINES = 90
 # Spelled in parts, so that this file passes its own rule.
 _MACHINE_PATH = re.compile(
@@ -47,8 +47,9 @@ def check(path: Path) -> None:
 
 def _findings(path: Path, text: str) -> Iterator[tuple[int | None, str, str]]:
     lines = text.splitlines()
-    # Measured JSON is for programs, and RESULTS.md is made from it.
-    if len(lines) > MAX_FILE_LINES and path.suffix != ".json" and path.name != PAGE:
+    # JSON is for programs, RESULTS.md is made from it, series.toml grows with the stack.
+    data = path.suffix == ".json" or path.name in _LISTS
+    if len(lines) > MAX_FILE_LINES and not data:
         yield None, "file length", f"{len(lines)} lines, allowed are {MAX_FILE_LINES}"
     for number, line in enumerate(lines, 1):
         if "\t" in line and path.suffix != ".mk":
