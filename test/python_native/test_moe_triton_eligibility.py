@@ -47,9 +47,9 @@ class EligibilityTestCase(TestCase):
         original = triton_impl._device_reason
         is_cuda = mock.PropertyMock(return_value=True)
 
-        def device_reason(tensors):
+        def device_reason(tensors, memory=True):
             with mock.patch.object(torch.Tensor, "is_cuda", is_cuda, create=True):
-                return original(tensors)
+                return original(tensors, memory)
 
         for patch in (
             mock.patch.object(triton_impl, "_device_reason", device_reason),
@@ -351,7 +351,7 @@ assert not torch.cuda.is_initialized()
 
 from torch._native.ops.moe import triton_impl
 assert not triton_impl._topk_cond(torch.zeros(2, 8), 2)
-triton_impl._device_reason = lambda tensors: None
+triton_impl._device_reason = lambda *_: None
 assert triton_impl._topk_cond(torch.zeros(2, 8), 2)
 assert "triton" not in sys.modules
 assert not torch.cuda.is_initialized()
@@ -416,7 +416,7 @@ class TestRegistration(TestCase):
             return sentinel
 
         with (
-            mock.patch.object(triton_impl, "_device_reason", lambda tensors: None),
+            mock.patch.object(triton_impl, "_device_reason", lambda *_: None),
             mock.patch.object(triton_impl, "_plan", lambda index: None),
             mock.patch.object(triton_impl, "_on_device", lambda x: mock.MagicMock()),
             mock.patch(

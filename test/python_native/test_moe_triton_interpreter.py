@@ -524,7 +524,9 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         # Far rows of both operands, and far experts of the gradient.
         case = get_case("top_1")
         operands = case.operands(torch.bfloat16)
-        rows = launch._Rows(operands.offs, operands.row_slots, None, case.num_tokens)
+        rows = launch._Rows(
+            POINTERS, operands.offs, operands.row_slots, None, case.num_tokens
+        )
         num_rows, num_experts = len(operands.row_slots), case.num_experts
         p = torch.randn(num_rows, 48).bfloat16()
         q = torch.randn(case.num_tokens, 32).bfloat16()
@@ -566,7 +568,9 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
     def test_strides_of_weight_gradient_rows(self):
         case = get_case("top_1")
         operands = case.operands(torch.bfloat16)
-        rows = launch._Rows(operands.offs, operands.row_slots, None, case.num_tokens)
+        rows = launch._Rows(
+            POINTERS, operands.offs, operands.row_slots, None, case.num_tokens
+        )
         p = torch.randn(len(operands.row_slots), 288).bfloat16()
         q = torch.randn(case.num_tokens, 16).bfloat16()
         w = torch.empty(case.num_experts, 288, 16, dtype=torch.bfloat16)
@@ -584,7 +588,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         row_slots[first:end] = torch.arange(5, dtype=torch.int32)
         slot_rows = torch.arange(first, end, dtype=torch.int32)[:, None]
         offs = torch.tensor([first, end], dtype=torch.int32)
-        rows = launch._Rows(offs, row_slots, slot_rows, 5)
+        rows = launch._Rows(POINTERS, offs, row_slots, slot_rows, 5)
         tiles = [[1, 0, 0, 0], [1, first, end, 0]]
         rows._tiles[block_m] = torch.tensor(tiles, dtype=torch.int32)
         return rows, slice(first, end)
@@ -599,6 +603,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         act = launch.Activation("relu2")
         rows, here = self.far_rows(16)
         near = launch._Rows(
+            POINTERS,
             torch.tensor([0, 5], dtype=torch.int32),
             torch.arange(5, dtype=torch.int32),
             torch.arange(5, dtype=torch.int32)[:, None],
@@ -651,7 +656,11 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
     def test_bias_gradients(self):
         operands = get_case("top_1").operands(torch.bfloat16, bias=True)
         rows = launch._Rows(
-            operands.offs, operands.row_slots, operands.slot_rows, len(operands.input)
+            POINTERS,
+            operands.offs,
+            operands.row_slots,
+            operands.slot_rows,
+            len(operands.input),
         )
         source = torch.randn(rows.num_rows, 32).bfloat16()
         far = self.spread(source, 1 << 28)

@@ -107,7 +107,7 @@ def kernel_calls(
     """
     x, ids, weights, w_in, w_out = (t.detach() for t in operands.layer_args())
     row_slots, slot_rows, offs, _ = launch.moe_permutation(ids, shape.E)
-    rows = launch._Rows(offs, row_slots, slot_rows, shape.T)
+    rows = launch._Rows(plan, offs, row_slots, slot_rows, shape.T)
     scale = weights.reshape(-1)
     preact = x.new_empty(rows.num_rows, w_in.shape[1])
     hidden = x.new_empty(rows.num_rows, shape.F)

@@ -56,8 +56,10 @@ def _capability(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 
-def _device_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
-    """Why the tensors' device or storage rules Triton out, or None."""
+def _device_reason(
+    tensors: tuple[Tensor | None, ...], memory: bool = True
+) -> str | None:
+    """Why the tensors' device, or their storage if ``memory``, rules Triton out, or None."""
     first = tensors[0]
     assert first is not None
     if not first.is_cuda:
@@ -69,7 +71,8 @@ def _device_reason(tensors: tuple[Tensor | None, ...]) -> str | None:
             continue
         if tensor.device != first.device:
             return f"tensors are on {first.device} and {tensor.device}"
-        if torch._C._is_cow_tensor(tensor):  # pyrefly: ignore[missing-attribute]
+        # pyrefly: ignore[missing-attribute]
+        if memory and torch._C._is_cow_tensor(tensor):
             return "a tensor is copy-on-write"
     capability = _capability(first.device.index or 0)
     if capability not in _CAPABILITIES:
@@ -168,8 +171,15 @@ def _weight_reason(name: str, weight: Tensor) -> str | None:
     if 1 not in strides[1:]:
         return f"neither of the last two dimensions of {name} is contiguous"
     other = [s for s in strides if s != 1]
-    if any(s % _ALIGNMENT for s in other) or weight.data_ptr() % 16:
+    if any(s % _ALIGNMENT for s in other):
         return f"{name} is not aligned to 16 bytes"
+    return None
+
+
+def _address_reason(**weights: Tensor | None) -> str | None:
+    for name, weight in weights.items():
+        if weight is not None and weight.data_ptr() % 16:
+            return f"{name} is not aligned to 16 bytes"
     return None
 
 
@@ -295,8 +305,12 @@ def mlp_reason(
     alpha: float | None = None,
     limit: float | None = None,
     compute_preact: bool = True,
+    memory: bool = True,
 ) -> str | None:
-    """Why Triton cannot run ``_moe_mlp`` on these arguments, or None."""
+    """Why Triton cannot run ``_moe_mlp`` on these arguments, or None.
+
+    Without ``memory`` for tensors that have none; the caller answers for their alignment.
+    """
     has_up = w_up is not None
     weights = (w_in, w_out, w_up)
     metadata = (offs, topk_weights, row_slots, slot_rows)
@@ -316,7 +330,8 @@ def mlp_reason(
             w_up,
             _is_gated(activation),
         )
-        or _device_reason((input, *weights, *metadata, b_in, b_out))
+        or _device_reason((input, *weights, *metadata, b_in, b_out), memory)
+        or (_address_reason(w_in=w_in, w_out=w_out, w_up=w_up) if memory else None)
     )
 
 
@@ -334,9 +349,12 @@ def mlp_backward_reason(
     w_up: Tensor | None,
     preact: Tensor,
     output_mask: list[bool],
-    **activation,
+    **options,
 ) -> str | None:
-    """Why Triton cannot run ``_moe_mlp_backward`` on these arguments, or None."""
+    """Why Triton cannot run ``_moe_mlp_backward`` on these arguments, or None.
+
+    ``options`` are those of ``mlp_reason``.
+    """
     reason = mlp_reason(
         input,
         w_in,
@@ -348,7 +366,7 @@ def mlp_backward_reason(
         b_in,
         b_out,
         w_up,
-        **activation,
+        **options,
     )
     if reason is not None:
         return reason

@@ -11,6 +11,7 @@ releases of torch that lack torch._native.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -33,6 +34,19 @@ from .reductions import (
 )
 
 
+def _itself(x):
+    return x
+
+
+def _min(a: int, b: int) -> int:
+    # Without a guard on a size that a compiler does not know.
+    return torch.sym_min(a, b)  # pyrefly: ignore[bad-return]
+
+
+def _is_addressable(x: Tensor) -> bool:
+    return x.numel() > 0 and x.data_ptr() % 16 == 0
+
+
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
     """What a launcher has to know about the device.
@@ -41,11 +55,19 @@ class LaunchPlan:
         table: tile configurations of its architecture.
         num_sms: its multiprocessors.
         autotuner: chooses among the configurations that fit; None for the first.
+        kernel: what is launched in place of a kernel. This and the next two are for a compiler
+            that traces the launchers (torch/_inductor/kernel/moe.py), on tensors without memory
+            and with symbolic sizes.
+        hint: a number in place of a size, where the size decides about speed or is 0.
+        is_addressable: whether a tensor has elements, the first at a multiple of 16 bytes.
     """
 
     table: KernelTable
     num_sms: int
     autotuner: Autotuner | None = None
+    kernel: Callable[[Any], Any] = _itself
+    hint: Callable[[int], int] = _itself
+    is_addressable: Callable[[Tensor], bool] = _is_addressable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +99,13 @@ class _Rows:
 
     def __init__(
         self,
+        plan: LaunchPlan,
         offs: Tensor,
         row_slots: Tensor | None,
         slot_rows: Tensor | None,
         num_tokens: int,
     ) -> None:
+        self.plan = plan
         self.offs = offs.contiguous()
         self.last_offset = self.offs[-1:]
         self.num_experts = offs.shape[0]
@@ -91,11 +115,13 @@ class _Rows:
         self.slot_rows = None if slot_rows is None else slot_rows.contiguous()
         self.top_k = 1 if slot_rows is None else slot_rows.shape[1]
         self.num_rows = num_tokens if row_slots is None else row_slots.shape[0]
+        # Of buffers that TMA may read, which needs one where a compiler knows of none.
+        self.num_buffer_rows = torch.sym_max(self.num_rows, 1)
         self._tiles: dict[int, Tensor] = {}
 
     def max_tiles(self, block_m: int) -> int:
         """No routing has more row tiles than this."""
-        return self.num_rows // block_m + min(self.num_experts, self.num_rows)
+        return self.num_rows // block_m + torch.sym_min(self.num_experts, self.num_rows)
 
     def tiles(self, block_m: int) -> Tensor:
         """(1 + max_tiles, 4) int32 list of ``schedule_tiles_kernel``."""
@@ -103,7 +129,7 @@ class _Rows:
             bound = self.max_tiles(block_m)
             block_t = 64
             tiles = self.offs.new_empty(1 + bound, 4)
-            schedule_tiles_kernel[(triton.cdiv(bound, block_t),)](
+            self.plan.kernel(schedule_tiles_kernel)[(triton.cdiv(bound, block_t),)](
                 self.offs,
                 tiles,
                 self.num_experts,
@@ -121,13 +147,12 @@ def _row_major(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _tma_ok(x: Tensor) -> bool:
+def _tma_ok(plan: LaunchPlan, x: Tensor) -> bool:
     """Whether a TMA descriptor can describe ``x``: 16-byte rows, unit last stride."""
     size = x.element_size()
     return (
-        x.numel() > 0
-        and x.stride(-1) == 1
-        and x.data_ptr() % 16 == 0
+        x.stride(-1) == 1
+        and plan.is_addressable(x)
         and all(s > 0 and s * size % 16 == 0 for s in x.stride()[:-1])
     )
 
@@ -162,8 +187,8 @@ def _weight_operand(
     return operand, {"K_MAJOR": k_major, "USE_TMA": use_tma}
 
 
-def _weight_tma_ok(w: Tensor) -> bool:
-    return _tma_ok(w) or _tma_ok(w.transpose(1, 2))
+def _weight_tma_ok(plan: LaunchPlan, *weights: Tensor) -> bool:
+    return all(_tma_ok(plan, w) or _tma_ok(plan, w.mT) for w in weights)
 
 
 def _tile_args(config: TileConfig, num_columns: int, num_inner: int) -> dict:
@@ -199,7 +224,7 @@ def _run(
         traits: what else decides which code is compiled; for the autotuner.
         launch: launches the kernel; returns what the caller wants.
     """
-    density = rows.num_rows / rows.num_experts
+    density = plan.hint(rows.num_rows) / rows.num_experts
     configs = fitting_configs(plan.table, kernel, num_columns, num_inner, density)
     config = configs[0]
     if plan.autotuner is not None:
@@ -210,7 +235,7 @@ def _run(
 
 def _grid(plan: LaunchPlan, config: TileConfig, num_tiles: int) -> tuple[int]:
     if config.programs_per_sm:
-        num_tiles = min(num_tiles, plan.num_sms * config.programs_per_sm)
+        num_tiles = _min(num_tiles, plan.num_sms * config.programs_per_sm)
     return (num_tiles,)
 
 
@@ -219,10 +244,10 @@ def _zero_tail(plan: LaunchPlan, rows: _Rows, out: Tensor) -> None:
     num_rows, num_columns = out.shape
     block_m, block_n = 8, 512
     grid = (
-        min(triton.cdiv(num_rows, block_m), plan.num_sms),
+        _min(triton.cdiv(num_rows, block_m), plan.num_sms),
         triton.cdiv(num_columns, block_n),
     )
-    zero_tail_kernel[grid](
+    plan.kernel(zero_tail_kernel)[grid](
         out,
         rows.last_offset,
         num_rows,
@@ -238,7 +263,8 @@ def _combine(rows: _Rows, routed: Tensor, out: Tensor) -> None:
     num_tokens, dim = out.shape
     block_d = min(512, triton.next_power_of_2(dim))
     block_t = 4
-    combine_kernel[(triton.cdiv(num_tokens, block_t), triton.cdiv(dim, block_d))](
+    grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(dim, block_d))
+    rows.plan.kernel(combine_kernel)[grid](
         routed,
         rows.slot_rows,
         out,
@@ -249,6 +275,23 @@ def _combine(rows: _Rows, routed: Tensor, out: Tensor) -> None:
         BLOCK_D=block_d,
         **OPTIONS,
     )
+
+
+def _finish_rows(
+    plan: LaunchPlan, rows: _Rows, routed: Tensor, num_tokens: int, combine: bool
+) -> Tensor:
+    """Per token (T, D), or if not ``combine`` per row (R, D), what ``routed`` (R, D) says."""
+    if rows.slot_rows is None:
+        _zero_tail(plan, rows, routed)
+    elif combine:
+        output = routed.new_empty(num_tokens, routed.shape[1])
+        _combine(rows, routed, output)
+        return output
+    return routed
+
+
+def _nothing_to_do(plan: LaunchPlan, *sizes: int) -> bool:
+    return any(plan.hint(size) == 0 for size in sizes)
 
 
 def _gate_and_up(
@@ -281,7 +324,7 @@ def _up(
 
     def launch(config: TileConfig) -> None:
         width = config.block_n * (2 if act.gate_interleaved else 1)
-        use_tma = config.tma and _weight_tma_ok(gate) and _weight_tma_ok(up)
+        use_tma = config.tma and _weight_tma_ok(plan, gate, up)
         gate_operand, w_flags = _weight_operand(gate, config, width, use_tma)
         up_operand, _ = _weight_operand(up, config, width, use_tma)
         paired = use_tma and adjacent and w_flags["K_MAJOR"]
@@ -291,7 +334,8 @@ def _up(
                 [1, 2, config.block_n, config.block_k],
             )
         num_n = triton.cdiv(num_hidden, config.block_n)
-        up_kernel[_grid(plan, config, rows.max_tiles(config.block_m) * num_n)](
+        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        plan.kernel(up_kernel)[grid](
             x,
             gate_operand,
             up_operand,
@@ -343,7 +387,7 @@ def _grouped_mm(
     halves = (a, a) if w_up is None else (a[:, :num_inner], a[:, num_inner:])
 
     def launch(config: TileConfig) -> None:
-        use_tma = config.tma and _tma_ok(a) and all(map(_weight_tma_ok, weights))
+        use_tma = config.tma and _tma_ok(plan, a) and _weight_tma_ok(plan, *weights)
         w_operands = [
             _weight_operand(x, config, config.block_n, use_tma) for x in weights
         ]
@@ -353,7 +397,7 @@ def _grouped_mm(
             a_operands = tuple(_descriptor(half, block) for half in halves)
         num_n = triton.cdiv(num_columns, config.block_n)
         grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
-        grouped_mm_kernel[grid](
+        plan.kernel(grouped_mm_kernel)[grid](
             a_operands[0],
             w_operands[0][0],
             a_operands[1],
@@ -396,30 +440,29 @@ def moe_mlp_forward(
     act: Activation,
     *,
     compute_preact: bool = True,
+    combine: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """``aten::_moe_mlp``: output (T, D) and preact (R, g*F), or (0, g*F)."""
+    """``aten::_moe_mlp``: output (T, D) and preact (R, g*F), or (0, g*F).
+
+    Without ``combine``, and with ``slot_rows``, the first one is the experts' rows (R, D), which
+    the caller sums per token; those of no expert have undefined values.
+    """
     num_tokens, dim = input.shape
     num_hidden = w_out.shape[2]
-    rows = _Rows(offs, row_slots, slot_rows, num_tokens)
-    output = input.new_empty(num_tokens, dim)
+    rows = _Rows(plan, offs, row_slots, slot_rows, num_tokens)
     width = num_hidden * (2 if act.gated else 1)
     preact = input.new_empty(rows.num_rows if compute_preact else 0, width)
-    if min(num_tokens, rows.num_rows, dim, num_hidden) == 0:
-        return output.zero_(), preact.zero_()
+    if _nothing_to_do(plan, num_tokens, rows.num_rows, dim, num_hidden):
+        return input.new_zeros(num_tokens, dim), preact.zero_()
 
-    hidden = input.new_empty(rows.num_rows, num_hidden)
+    hidden = input.new_empty(rows.num_buffer_rows, num_hidden)
     _up(plan, rows, _row_major(input), w_in, w_up, b_in, act, preact, hidden)
     if compute_preact:
         _zero_tail(plan, rows, preact)
     scale = None if topk_weights is None else topk_weights.reshape(-1)
-    if rows.slot_rows is None:
-        _grouped_mm(plan, "down", rows, hidden, w_out, b_out, scale, output)
-        _zero_tail(plan, rows, output)
-    else:
-        routed = input.new_empty(rows.num_rows, dim)
-        _grouped_mm(plan, "down", rows, hidden, w_out, b_out, scale, routed)
-        _combine(rows, routed, output)
-    return output, preact
+    routed = input.new_empty(rows.num_rows, dim)
+    _grouped_mm(plan, "down", rows, hidden, w_out, b_out, scale, routed)
+    return _finish_rows(plan, rows, routed, num_tokens, combine), preact
 
 
 def _act_backward(
@@ -438,17 +481,19 @@ def _act_backward(
     """dH (R, g*F), A' (R, F) or empty, dS partials (P, R) float32 or empty."""
     dim, num_hidden = w_out.shape[1:]
     w = w_out.transpose(1, 2)
-    grad_preact = torch.empty_like(preact)
-    scaled_hidden = preact.new_empty(rows.num_rows if need_hidden else 0, num_hidden)
+    grad_preact = preact.new_empty(rows.num_buffer_rows, preact.shape[1])
+    scaled_hidden = preact.new_empty(
+        rows.num_buffer_rows if need_hidden else 0, num_hidden
+    )
 
     def launch(config: TileConfig) -> Tensor:
         num_n = triton.cdiv(num_hidden, config.block_n)
         num_partials = num_n + (b_out is not None) if need_scale else 0
         partials = preact.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
-        use_tma = config.tma and _weight_tma_ok(w)
+        use_tma = config.tma and _weight_tma_ok(plan, w)
         w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
         grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
-        act_backward_kernel[grid](
+        plan.kernel(act_backward_kernel)[grid](
             grad_out,
             w_operand,
             preact,
@@ -487,7 +532,7 @@ def _act_backward(
 def _bias_dot(rows: _Rows, grad_out: Tensor, b_out: Tensor, partial: Tensor) -> None:
     """partial (R,) = what the output bias adds to dS."""
     dim, block_m = grad_out.shape[1], 16
-    bias_dot_kernel[(rows.max_tiles(block_m),)](
+    rows.plan.kernel(bias_dot_kernel)[(rows.max_tiles(block_m),)](
         grad_out,
         b_out,
         rows.row_slots,
@@ -508,7 +553,7 @@ def _scale_grad(rows: _Rows, partials: Tensor, topk_weights: Tensor) -> Tensor:
     """d(topk_weights) (T, K) from the dS partials (P, R)."""
     grad = torch.empty_like(topk_weights, memory_format=torch.contiguous_format)
     block = 256
-    scale_grad_kernel[(triton.cdiv(grad.numel(), block),)](
+    rows.plan.kernel(scale_grad_kernel)[(triton.cdiv(grad.numel(), block),)](
         partials,
         rows.last_offset if rows.slot_rows is None else rows.slot_rows,
         grad,
@@ -552,7 +597,11 @@ def _weight_grad(
     gather_q = gather_q and rows.has_slots
 
     def launch(config: TileConfig) -> None:
-        use_tma = config.tma and (gather_p or _tma_ok(p)) and (gather_q or _tma_ok(q))
+        use_tma = (
+            config.tma
+            and (gather_p or _tma_ok(plan, p))
+            and (gather_q or _tma_ok(plan, q))
+        )
         p_desc = q_desc = rows.offs
         if use_tma and not gather_p:
             p_desc = _descriptor(p, [config.block_k, config.block_m])
@@ -568,7 +617,8 @@ def _weight_grad(
         if not (gather_p or gather_q):
             # No stage goes to the rows' slots; as many tiles as with a gather fit.
             tile_args["num_stages"] = (config.num_stages + 1) // 2
-        weight_grad_kernel[_grid(plan, config, rows.num_experts * tiles_per_expert)](
+        grid = _grid(plan, config, rows.num_experts * tiles_per_expert)
+        plan.kernel(weight_grad_kernel)[grid](
             p,
             q,
             p_desc,
@@ -607,7 +657,8 @@ def _bias_grad(
     grad = torch.empty_like(bias)
     num_experts, num_columns = grad.shape
     block_n = 128
-    bias_grad_kernel[(num_experts, triton.cdiv(num_columns, block_n))](
+    grid = (num_experts, triton.cdiv(num_columns, block_n))
+    rows.plan.kernel(bias_grad_kernel)[grid](
         source,
         source if scale is None else scale,
         rows.row_slots,
@@ -633,13 +684,9 @@ def _input_grad(
     grad_preact: Tensor,
     w_in: Tensor,
     w_up: Tensor | None,
-    num_tokens: int,
 ) -> Tensor:
-    """dX (T, D): per token, the sum in slot order of its rows of dH @ (w_in, w_up)."""
-    dim = w_in.shape[2]
-    grad_input = routed = grad_preact.new_empty(num_tokens, dim)
-    if rows.slot_rows is not None:
-        routed = grad_preact.new_empty(rows.num_rows, dim)
+    """(R, D): dH @ (w_in, w_up), whose rows a token sums to its dX."""
+    routed = grad_preact.new_empty(rows.num_rows, w_in.shape[2])
     _grouped_mm(
         plan,
         "input_grad",
@@ -651,11 +698,7 @@ def _input_grad(
         routed,
         None if w_up is None else w_up.transpose(1, 2),
     )
-    if rows.slot_rows is None:
-        _zero_tail(plan, rows, grad_input)
-    else:
-        _combine(rows, routed, grad_input)
-    return grad_input
+    return routed
 
 
 def _zero_gradients(
@@ -685,16 +728,19 @@ def moe_mlp_backward(
     preact: Tensor,
     output_mask: tuple[bool, ...],
     act: Activation,
+    *,
+    combine: bool = True,
 ) -> tuple[Tensor, ...]:
     """``aten::_moe_mlp_backward``: the seven gradients in ``output_mask`` order.
 
     A gradient that is masked out, or whose operand is absent, is a tensor of
-    shape (0,).
+    shape (0,). Without ``combine`` that of the input is left in rows as by
+    ``moe_mlp_forward``.
     """
     operands = (input, w_in, w_out, topk_weights, b_in, b_out, w_up)
     num_tokens, dim = input.shape
-    rows = _Rows(offs, row_slots, slot_rows, num_tokens)
-    if min(num_tokens, rows.num_rows, dim, w_out.shape[2]) == 0:
+    rows = _Rows(plan, offs, row_slots, slot_rows, num_tokens)
+    if _nothing_to_do(plan, num_tokens, rows.num_rows, dim, w_out.shape[2]):
         return _zero_gradients(operands, output_mask, input)
 
     grads = [input.new_empty(0) for _ in operands]
@@ -719,7 +765,8 @@ def moe_mlp_backward(
         )
     if want_x:
         # pyrefly: ignore[unbound-name]
-        grads[0] = _input_grad(plan, rows, grad_preact, w_in, w_up, num_tokens)
+        routed = _input_grad(plan, rows, grad_preact, w_in, w_up)
+        grads[0] = _finish_rows(plan, rows, routed, num_tokens, combine)
     if want_w_in:
         # pyrefly: ignore[unbound-name]
         grad_gate = grad_preact[:, : w_in.shape[1]]

@@ -1,0 +1,192 @@
+# Owner(s): ["module: inductor"]
+"""What the MoE ops become in code that Inductor generates for CUDA. Runs without a GPU."""
+
+import os
+
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import fake_gpu
+
+
+fake_gpu.require()  # before torch
+
+import re
+from collections import Counter
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch._inductor import config
+from torch._native.ops.moe import triton_impl
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+D, HIDDEN, E, K = 256, 128, 8, 2
+
+
+def block(x, router, w_in, w_out, norm):
+    """A router, its experts, the residual and the norm of the next block."""
+    ids, weights = F.moe_topk(F.linear(x, router), K)
+    x = x + F.moe_mlp(x, ids, weights, w_in, w_out)
+    return x, F.rms_norm(x.float(), (D,)).to(x.dtype) * norm
+
+
+def operands(*, tokens=512, dtype=torch.bfloat16, hidden=HIDDEN, grad=False):
+    def empty(*shape):
+        return torch.empty(shape, device="cuda", dtype=dtype, requires_grad=grad)
+
+    return (
+        empty(tokens, D),
+        empty(E, D),
+        empty(E, 2 * hidden, D),
+        empty(E, D, hidden),
+        empty(D),
+    )
+
+
+def moe_calls(graph):
+    return [call for call in graph.extern_calls if "_moe_mlp" in call]
+
+
+def emit_block(arch="sm_90", *, dynamic=False, change=None, **options):
+    """The graphs of ``block`` on operands of ``options``, which ``change`` may replace."""
+    with (
+        fake_gpu.fake_gpu(arch),
+        FakeTensorMode(),
+        torch.set_grad_enabled(options.get("grad", False)),
+    ):
+        args = operands(**options)
+        if change is not None:
+            args = change(*args)
+        if dynamic:
+            torch._dynamo.mark_dynamic(args[0], 0)
+        return fake_gpu.emitted(torch.compile(block, fullgraph=True), *args)
+
+
+class TestMoeLowering(TestCase):
+    @parametrize("arch", ARCHITECTURES)
+    @parametrize("dynamic", [False, True])
+    def test_block_fuses_combine_residual_and_norm(self, arch, dynamic):
+        (graph,) = emit_block(arch, dynamic=dynamic)
+        self.assertEqual(moe_calls(graph), [])
+        *ours, last = [re.sub(r"_\d+$", "", name) for name in graph.launches]
+        self.assertEqual(
+            Counter(ours),
+            Counter(schedule_tiles_kernel=1, up_kernel=1, grouped_mm_kernel=1),
+        )
+        for part in ("moe_mlp", "add", "rms_norm"):
+            self.assertIn(part, last)
+
+    @parametrize("dynamic", [False, True])
+    def test_training_block(self, dynamic):
+        forward, backward = emit_block(dynamic=dynamic, grad=True)
+        self.assertEqual(moe_calls(forward) + moe_calls(backward), [])
+        ours = Counter(re.sub(r"_\d+$", "", name) for name in backward.launches)
+        for name, count in (
+            ("act_backward_kernel", 1),
+            ("scale_grad_kernel", 1),
+            ("grouped_mm_kernel", 1),
+            ("weight_grad_kernel", 2),
+            ("combine_kernel", 0),
+        ):
+            self.assertEqual(ours[name], count, name)
+        # dX is summed and added to the gradient of the residual by one kernel.
+        sums = [name for name in backward.launches if "moe_mlp_backward" in name]
+        self.assertEqual(len(sums), 1, sums)
+        self.assertIn("add", sums[0])
+
+    @parametrize("training", [False, True])
+    def test_flag(self, training):
+        with config.patch({"triton.moe_kernels": False}):
+            graphs = emit_block(grad=training)
+        for graph in graphs:
+            self.assertEqual(len(moe_calls(graph)), 1)
+            self.assertFalse([n for n in graph.kernels if n.endswith("mm_kernel")])
+
+    def test_cpp_wrapper(self):
+        with config.patch(cpp_wrapper=True):
+            (graph,) = emit_block(dynamic=True)
+        self.assertEqual(moe_calls(graph), [])
+        self.assertIn("grouped_mm_kernel", graph.kernels)
+
+    def test_no_operand_is_copied(self):
+        # Weights as gpt-oss stores them, and a slice of a longer token tensor.
+        def change(x, router, w_in, w_out, norm):
+            longer = torch.empty(1024, D, dtype=x.dtype, device="cuda")
+            w_in, w_out = (w.mT.contiguous().mT for w in (w_in, w_out))
+            return longer[:512], router, w_in, w_out, norm
+
+        (graph,) = emit_block(change=change)
+        self.assertEqual(moe_calls(graph), [])
+        made = re.findall(r"empty_strided_cuda\(\((\d+), (\d+), \d+\)", graph.source)
+        self.assertEqual(made, [])
+
+    @parametrize(
+        "what,reason",
+        [
+            ("float32", "dtype torch.float32 is not one of"),
+            ("hidden", "F = 24 is not a positive multiple of 16"),
+            ("unaligned", "w_in is not known to be aligned to 16 bytes"),
+            ("dynamic_experts", "w_in has dynamic sizes"),
+            ("strided", "neither of the last two dimensions of w_out is contiguous"),
+            ("no_tokens", "there are no tokens"),
+            ("arch", "compute capability"),
+        ],
+    )
+    def test_reason_of_an_extern_call(self, what, reason):
+        def change(x, router, w_in, w_out, norm):
+            if what == "unaligned":
+                flat = torch.empty(w_in.numel() + 1, dtype=w_in.dtype, device="cuda")
+                w_in = flat[1:].view_as(w_in)
+            elif what == "dynamic_experts":
+                for x_by_expert in (router, w_in, w_out):
+                    torch._dynamo.maybe_mark_dynamic(x_by_expert, 0)
+            elif what == "strided":
+                w_out = torch.empty(
+                    *w_out.shape[:2], 2 * HIDDEN, dtype=w_out.dtype, device="cuda"
+                )[..., ::2]
+            return x, router, w_in, w_out, norm
+
+        options = {
+            "float32": {"dtype": torch.float32},
+            "hidden": {"hidden": 24},
+            "no_tokens": {"tokens": 0},
+        }.get(what, {})
+        with self.assertLogs("torch._inductor.kernel.moe", "INFO") as logs:
+            served = ((8, 0),) if what == "arch" else triton_impl._CAPABILITIES
+            with mock.patch.object(triton_impl, "_CAPABILITIES", served):
+                graphs = emit_block(change=change, **options)
+        # An op without elements in its result is not called at all.
+        self.assertEqual(len(moe_calls(graphs[0])), int(what != "no_tokens"))
+        self.assertIn(reason, "\n".join(logs.output))
+
+    def test_a_context_that_chooses_keeps_the_op(self):
+        with (
+            moe_kernel(MoeBackend.COMPOSITE),
+            self.assertLogs("torch._inductor.kernel.moe", "INFO") as logs,
+        ):
+            (graph,) = emit_block()
+        self.assertEqual(len(moe_calls(graph)), 1)
+        self.assertIn("moe_kernel() chooses at run time", logs.output[0])
+
+    def test_rows_beyond_int32_are_indexed_in_int64(self):
+        # R * D = 2^32.
+        (graph,) = emit_block(tokens=1 << 23)
+        combine = graph.source[graph.source.rindex("def triton_") :]
+        (row,) = set(re.findall(r"(tmp\d+) = tl.load\(\w+ \+ \(2\*x0\)", combine))
+        self.assertIn(f"{row}.to(tl.int64)", combine)
+
+
+instantiate_parametrized_tests(TestMoeLowering)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,143 @@
+# Owner(s): ["module: inductor"]
+"""What Inductor emits for the MoE ops on CUDA computes what float64 says.
+
+Runs without a GPU: another process writes the wrappers (moe_lowering_problems.py), this one runs
+them on CPU tensors, their kernels in Triton's interpreter.
+"""
+
+import os
+
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from inductor_interpreter import arguments, load, run_training
+from moe_lowering_problems import PROBLEMS
+
+import torch
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+    TestCase,
+)
+from torch.testing._internal.moe_reference import (
+    check_close,
+    moe_mlp_reference,
+    moe_mlp_unfused,
+    moe_permutation_reference,
+)
+
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+class TestMoeLoweringNumerics(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        path = pathlib.Path(cls.folder.name) / "emitted.json"
+        env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        script = HERE / "moe_lowering_problems.py"
+        subprocess.run([sys.executable, str(script), str(path)], env=env, check=True)
+        cls.emitted = json.loads(path.read_text())
+
+    def truth(self, function, problem, operands):
+        """What ``problem`` computes, with ``function`` for its op."""
+        if problem.above is not None:
+            x, ids, weights = problem.choose(operands.input)
+            plan = moe_permutation_reference(ids, problem.case.num_experts)
+            operands = dataclasses.replace(
+                operands,
+                input=x,
+                topk_weights=weights,
+                offs=plan.offs,
+                row_slots=plan.row_slots,
+                slot_rows=plan.slot_rows,
+            )
+        output, _ = function(*operands.args(), **problem.options)
+        if problem.norm:
+            x = operands.input.to(output.dtype)
+            output = torch.nn.functional.rms_norm(x + output, (x.shape[1],))
+        return output
+
+    @parametrize(
+        "problem",
+        [subtest(p, name=p.name) for p in PROBLEMS.values() if not p.training],
+    )
+    def test_inference(self, problem):
+        (graph,) = self.emitted[problem.name]
+        operands = problem.operands()
+        args = arguments(graph["inputs"], list(problem.present(operands).values()))
+        (output, *_) = load(graph["source"], self.folder.name)(args)
+        truth = self.truth(moe_mlp_reference, problem, operands)
+        unfused = self.truth(moe_mlp_unfused, problem, operands)
+        check_close(output, truth, unfused, torch.bfloat16, "output")
+
+    @parametrize(
+        "problem", [subtest(p, name=p.name) for p in PROBLEMS.values() if p.training]
+    )
+    def test_training(self, problem):
+        forward, backward = self.emitted[problem.name]
+        operands = problem.operands()
+        present = problem.present(operands)
+        (output,), grads = run_training(
+            forward,
+            backward,
+            self.folder.name,
+            list(present.values()),
+            [operands.grad_out],
+        )
+        grads = dict(zip(present, grads, strict=True))
+        truths, yardsticks = (
+            self.training_truth(function, problem, present, operands.grad_out)
+            for function in (moe_mlp_reference, moe_mlp_unfused)
+        )
+        check_close(output, truths[0], yardsticks[0], torch.bfloat16, "output")
+        for name, truth in truths[1].items():
+            check_close(
+                grads[name],
+                truth,
+                yardsticks[1][name],
+                torch.bfloat16,
+                f"grad of {name}",
+            )
+            self.assertEqual(grads[name].stride(), present[name].stride(), name)
+
+    def training_truth(self, function, problem, present, grad_out):
+        leaves = {
+            name: x.detach().clone().requires_grad_() if x.is_floating_point() else x
+            for name, x in present.items()
+        }
+        if function is moe_mlp_reference:
+            leaves = {
+                name: x.detach().double().requires_grad_()
+                if x.is_floating_point()
+                else x
+                for name, x in present.items()
+            }
+        output, _ = function(**leaves, **problem.options)
+        if problem.norm:
+            output = torch.nn.functional.rms_norm(
+                leaves["input"] + output, (output.shape[1],)
+            )
+        wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+        grads = torch.autograd.grad(
+            output, list(wanted.values()), grad_out.to(output.dtype)
+        )
+        return output, dict(zip(wanted, grads, strict=True))
+
+
+instantiate_parametrized_tests(TestMoeLoweringNumerics)
+
+if __name__ == "__main__":
+    run_tests()
