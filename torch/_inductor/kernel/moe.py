@@ -130,10 +130,11 @@ def _hint(size: Any) -> int:
 
 def _is_addressable(x: torch.Tensor) -> bool:
     # The base is a buffer, or what _is_aligned() let through.
-    size = x.numel()
-    return (
-        isinstance(size, int) or V.graph.sizevars.statically_known_gt(size.node.expr, 0)
-    ) and x.storage_offset() * x.element_size() % _ALIGNMENT == 0
+    size: Any = x.numel()
+    some = isinstance(size, int) or V.graph.sizevars.statically_known_gt(
+        size.node.expr, 0
+    )
+    return some and bool(x.storage_offset() * x.element_size() % _ALIGNMENT == 0)
 
 
 def _plan(device: torch.device) -> "LaunchPlan":

@@ -121,7 +121,7 @@ class _Rows:
 
     def max_tiles(self, block_m: int) -> int:
         """No routing has more row tiles than this."""
-        return self.num_rows // block_m + torch.sym_min(self.num_experts, self.num_rows)
+        return self.num_rows // block_m + _min(self.num_experts, self.num_rows)
 
     def tiles(self, block_m: int) -> Tensor:
         """(1 + max_tiles, 4) int32 list of ``schedule_tiles_kernel``."""
