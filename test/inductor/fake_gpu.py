@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import io
 import os
 import pathlib
 import re
@@ -78,7 +79,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 
 sys.path.append(str(_HERE.parent / "python_native"))
-from triton_static_gate import gpu_target, SHARED_MEMORY_LIMIT  # noqa: E402
+from triton_static_gate import (  # noqa: E402
+    gpu_target,
+    KernelReport,
+    report,
+    SHARED_MEMORY_LIMIT,
+)
 
 
 _MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
@@ -405,3 +411,43 @@ def emitted(function: Callable, *args, **kwargs) -> list[EmittedGraph]:
         except _Stop:
             pass
     return graphs
+
+
+def compiled(graph: EmittedGraph, arch: str) -> list[KernelReport]:
+    """Compiles every Triton kernel of ``graph``, in its first configuration, as its launch would.
+
+    Args:
+        graph: emitted under ``fake_gpu(arch)``.
+        arch: as there.
+    """
+    import triton
+
+    found = re.findall(
+        r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str",
+        graph.source,
+        re.DOTALL,
+    )
+    reports = []
+    with (
+        fake_gpu(arch),
+        tempfile.TemporaryDirectory() as folder,
+        triton.knobs.nvidia.scope(),
+        triton.knobs.compilation.scope(),
+    ):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        # A cached binary comes without its log.
+        triton.knobs.compilation.always_compile = True
+        for i, (name, source) in enumerate(found):
+            path = pathlib.Path(folder) / f"emitted_kernel_{i}.py"
+            path.write_text(source)
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            kernel = getattr(module, name)
+            log = io.StringIO()
+            with contextlib.redirect_stdout(log):
+                binary = kernel._precompile_config(kernel.configs[0]).kernel
+            constants = kernel.triton_meta["constants"]
+            reports.append(report(binary, name, arch, constants, log.getvalue()))
+    return reports

@@ -25,6 +25,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
     TestCase,
 )
 
@@ -168,6 +169,23 @@ class TestMoeLowering(TestCase):
         # An op without elements in its result is not called at all.
         self.assertEqual(len(moe_calls(graphs[0])), int(what != "no_tokens"))
         self.assertIn(reason, "\n".join(logs.output))
+
+    @slowTest
+    @parametrize("arch", ARCHITECTURES)
+    def test_emitted_kernels_pass_the_static_gate(self, arch):
+        # Sizes of a real layer: the tiles that ship.
+        with mock.patch.dict(globals(), D=2048, HIDDEN=768, E=64, K=8):
+            graphs = emit_block(arch, tokens=4096, hidden=768, dynamic=True, grad=True)
+        for graph in graphs:
+            reports = fake_gpu.compiled(graph, arch)
+            self.assertEqual(len(reports), len(graph.kernels))
+            for report in reports:
+                matmul = report.kernel.startswith(
+                    ("up_", "grouped_mm", "act_backward", "weight_grad")
+                )
+                tma = matmul and arch != "sm_80" and "weight_grad" not in report.kernel
+                problems = report.problems(matrix=matmul, tma=tma)
+                self.assertEqual(problems, [], f"{report.kernel} on {arch}")
 
     def test_a_context_that_chooses_keeps_the_op(self):
         with (

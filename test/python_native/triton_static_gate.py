@@ -166,7 +166,17 @@ def _parse_amdgcn(asm: str) -> dict[str, object]:
     }
 
 
-def _report(compiled, kernel: str, arch: str, constants: dict, log: str):
+def report(
+    compiled, kernel: str, arch: str, constants: dict, log: str
+) -> KernelReport:
+    """What the compiler says about ``compiled``.
+
+    Args:
+        compiled: what Triton compiled for ``arch`` under ``knobs.nvidia.dump_ptxas_log``.
+        kernel: its name.
+        constants: its compile-time arguments.
+        log: what was printed meanwhile.
+    """
     if "ptx" in compiled.asm:
         ptx = compiled.asm["ptx"]
         counts = {n: len(re.findall(p, ptx)) for n, p in _PTX_INSTRUCTIONS.items()}
@@ -230,14 +240,14 @@ def compile_only(
         if "amdgcn" in compiled.asm:
             fresh = id(compiled) not in amd_reported
             amd_reported.add(id(compiled))
-        report = None
+        said = None
         if fresh:
             names = {p.name for p in self.params if p.is_constexpr}
             constants = {n: v for n, v in kwargs.items() if n in names}
-            report = _report(compiled, self.__name__, arch, constants, log.getvalue())
-            reports.append(report)
+            said = report(compiled, self.__name__, arch, constants, log.getvalue())
+            reports.append(said)
         if on_launch is not None:
-            on_launch(report, compiled, grid)
+            on_launch(said, compiled, grid)
         return compiled
 
     knobs = triton.knobs
