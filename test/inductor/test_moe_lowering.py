@@ -116,8 +116,12 @@ class TestMoeLowering(TestCase):
     def test_cpp_wrapper(self):
         with config.patch(cpp_wrapper=True):
             (graph,) = emit_block(dynamic=True)
+            with config.patch({"triton.moe_kernels": False}):
+                (without,) = emit_block(dynamic=True)
         self.assertEqual(moe_calls(graph), [])
         self.assertIn("grouped_mm_kernel", graph.kernels)
+        # Which calls the composite: no Triton kernel is left.
+        self.assertEqual(moe_calls(without), ["aoti_torch_cuda__moe_mlp"])
 
     def test_no_operand_is_copied(self):
         # Weights as gpt-oss stores them, and a slice of a longer token tensor.

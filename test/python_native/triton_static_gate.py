@@ -166,9 +166,7 @@ def _parse_amdgcn(asm: str) -> dict[str, object]:
     }
 
 
-def report(
-    compiled, kernel: str, arch: str, constants: dict, log: str
-) -> KernelReport:
+def report(compiled, kernel: str, arch: str, constants: dict, log: str) -> KernelReport:
     """What the compiler says about ``compiled``.
 
     Args:

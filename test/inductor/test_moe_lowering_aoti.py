@@ -1,0 +1,63 @@
+# Owner(s): ["module: inductor"]
+"""An AOTInductor package of an MoE layer for CUDA holds our kernels. Runs without a GPU."""
+
+import os
+
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import fake_gpu
+
+
+fake_gpu.require()  # before torch
+
+import re
+import tempfile
+import zipfile
+
+import torch
+import torch.nn.functional as F
+from fake_aoti import fake_aoti
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x, logits, w_in, w_out):
+        ids, weights = F.moe_topk(logits, 8)
+        return x + F.moe_mlp(x, ids, weights, w_in, w_out)
+
+
+class TestMoeAoti(TestCase):
+    def test_package_with_a_dynamic_number_of_tokens(self):
+        T, D, H, E = 512, 2048, 768, 64
+        tokens = torch.export.Dim("tokens", min=2, max=1 << 16)
+        with fake_gpu.fake_gpu("sm_90"), tempfile.TemporaryDirectory() as folder:
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                args = tuple(
+                    torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+                    for shape in ((T, D), (T, E), (E, 2 * H, D), (E, D, H))
+                )
+            program = torch.export.export(
+                Layer(), args, dynamic_shapes=({0: tokens}, {0: tokens}, None, None)
+            )
+            with fake_aoti(folder):
+                path = torch._inductor.aoti_compile_and_package(
+                    program, package_path=f"{folder}/layer.pt2"
+                )
+            with zipfile.ZipFile(path) as package:
+                files = {name: package.read(name) for name in package.namelist()}
+        (wrapper,) = (f for n, f in files.items() if n.endswith(".wrapper.cpp"))
+        shims = set(re.findall(r"aoti_torch_cuda_\w+", wrapper.decode()))
+        self.assertFalse([s for s in shims if "_moe_mlp" in s], shims)
+        cubins = [f for n, f in files.items() if n.endswith(".cubin")]
+        for kernel in ("schedule_tiles_kernel", "up_kernel", "grouped_mm_kernel"):
+            held = [c for c in cubins if kernel.encode() in c]
+            self.assertEqual(len(held), 1, kernel)
+        self.assertEqual(len(cubins), 4)  # and the sum with the residual
+        (library,) = (f for n, f in files.items() if n.endswith(".wrapper.so"))
+        self.assertNotIn(b"aoti_torch_cuda__moe_mlp", library)
+
+
+if __name__ == "__main__":
+    run_tests()
