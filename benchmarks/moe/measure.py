@@ -75,16 +75,20 @@ def ratio_record(peer: Sequence[float], ours: Sequence[float]) -> dict[str, obje
     }
 
 
-def timed(function: Callable[[], object], device: torch.device | None = None) -> float:
+def timed(
+    function: Callable[[], object],
+    device: torch.device | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Seconds of one call; on CUDA those between two events.
 
     The device is kept busy until the host has queued the call, so that what is measured
     is the device and not the launch; of a call that waits for the device it is both.
     """
     if device is None or device.type != "cuda":
-        start = time.perf_counter()
+        start = clock()
         function()
-        return time.perf_counter() - start
+        return clock() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_QUEUE_CYCLES)
     begin.record()
@@ -102,6 +106,7 @@ def interleaved_seconds(
     on_round: Callable[[int], object] = lambda i: None,
     before: Callable[[], object] = lambda: None,
     device: torch.device | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Name, list[float]]:
     """Time every function once per round, so that drift of the machine hits all alike.
 
@@ -115,6 +120,7 @@ def interleaved_seconds(
         on_round: called before every round.
         before: called before every call, outside its time.
         device: where the functions run.
+        clock: of a CPU; time.thread_time where others use the machine and one thread works.
     """
     limits = rounds if isinstance(rounds, Mapping) else dict.fromkeys(functions, rounds)
     seconds: dict[Name, list[float]] = {name: [] for name in functions}
@@ -124,7 +130,7 @@ def interleaved_seconds(
         first = i % len(names)
         for name in names[first:] + names[:first]:
             before()
-            value = timed(functions[name], device)
+            value = timed(functions[name], device, clock)
             if i >= warmup:
                 seconds[name].append(value)
     return seconds

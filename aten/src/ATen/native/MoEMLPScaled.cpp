@@ -73,6 +73,27 @@ Tensor unpack_pairs(const Tensor& data) {
   return table.index_select(0, codes.flatten()).view(codes.sizes());
 }
 
+// [data, scale] of a weight in the order of WeightLayout::Panels, as they are without it.
+std::array<Tensor, 2> without_panels(TensorList scaled, const ScalingRule& rule) {
+  const auto &data = scaled[0], &scale = scaled[1];
+  const int64_t experts = data.size(0), rows = data.size(1), groups = rows / moe::kPanelLines;
+  const auto bytes = data.contiguous().view(kByte);
+  const bool is_byte = data.scalar_type() == kFloat8_e4m3fn || data.scalar_type() == kChar;
+  const auto plain = is_byte
+      ? bytes.view({experts, groups, -1, 4, 2, 4, 2}).permute({0, 1, 3, 5, 2, 4, 6})
+      : bytes.view({experts, groups, -1, moe::kPanelLines, 4}).transpose(2, 3);
+  const auto numbers = plain.reshape(bytes.sizes()).view(data.scalar_type());
+  if (rule.square || rule.type == moe::ScalingType::TensorWise) {
+    return {numbers, scale};
+  }
+  return {
+      numbers,
+      scale.contiguous()
+          .view({experts, groups, -1, moe::kPanelLines})
+          .transpose(2, 3)
+          .reshape(scale.sizes())};
+}
+
 // The numbers of a weight (E, N, K), quantised along dim; with one pair only, for weights
 // that come quantised, those serve both products.
 Tensor weight_values(
@@ -80,10 +101,14 @@ Tensor weight_values(
     TensorList scaled,
     const ScalingRule& rule,
     int64_t dim,
-    ScalarType dtype) {
+    ScalarType dtype,
+    bool has_panels) {
   if (scaled.empty()) {
     return moe::dequantize(
         moe::quantize_composite(w, rule, dim, kFloat8_e4m3fn, {}), rule, dim, dtype);
+  }
+  if (has_panels) {
+    return weight_values(w, without_panels(scaled, rule), rule, dim, dtype, false);
   }
   const bool transposed = dim == 1 && scaled.size() == 4;
   const auto& data = scaled[transposed ? 2 : 0];
@@ -118,7 +143,7 @@ class ScaledPass {
   }
 
   Quantized quantize_rows(const Tensor& rows) const {
-    return moe::quantize_composite(rows, *scaled_.rule_a, 1, kFloat8_e4m3fn, {});
+    return moe::quantize_composite(rows, *scaled_.rule_a, 1, scaled_.row_dtype(), {});
   }
 
   Tensor gather(const Tensor& tokens) const {
@@ -165,13 +190,16 @@ class ScaledPass {
   }
 
   Tensor w_in(int64_t dim) const {
-    return weight_values(in_.w_in, scaled_.lists.w_in, scaled_.rule_w, dim, dtype_);
+    return weight_values(
+        in_.w_in, scaled_.lists.w_in, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
   }
   Tensor w_out(int64_t dim) const {
-    return weight_values(in_.w_out, scaled_.lists.w_out, scaled_.rule_w, dim, dtype_);
+    return weight_values(
+        in_.w_out, scaled_.lists.w_out, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
   }
   Tensor w_up(int64_t dim) const {
-    return weight_values(in_.w_up, scaled_.lists.w_up, scaled_.rule_w, dim, dtype_);
+    return weight_values(
+        in_.w_up, scaled_.lists.w_up, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
   }
 
   // X as it was saved.
@@ -534,7 +562,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_cpu(
       limit);
   const bool is_quantised = !w_in_scaled.empty() && !w_out_scaled.empty() &&
       (!call.call.inputs.w_up.defined() || !w_up_scaled.empty());
-  if (call.weight_only() && is_quantised && !compute_preact && has_work(call) &&
+  if ((call.weight_only() || call.row_dtype() == kChar) && is_quantised && !compute_preact && has_work(call) &&
       moe_mlp_weight_only_stub.is_device_supported(kCPU)) {
     auto out = forward_outputs(call, compute_preact, /*zeros=*/false);
     if (moe_mlp_weight_only_stub(kCPU, call, std::get<0>(out))) {

@@ -7,8 +7,8 @@
 
 namespace at::native {
 
-// Weight-only inference (recipe_a [], every weight as a list of [data, scale]). Writes
-// every element of `output` (T, D), and returns false where it has no kernel for these
+// Inference with every weight as a list of [data, scale] and rows in 16 or 32 bits (recipe_a
+// []) or int8 (row_dtype()). Writes every element of `output` (T, D), and returns false where it has no kernel for these
 // formats: then the composite runs.
 using moe_mlp_weight_only_fn = bool (*)(const moe::ScaledCall& call, const Tensor& output);
 

@@ -4,7 +4,8 @@
 // ask of the operands beyond the rules of _moe_mlp. See MoEMLPUtils.h for the notation.
 //
 // recipe_a  [] : activations keep their 16 or 32 bits (weight-only inference);
-//           [code of ScalingType]: rows of X, A, dO and dH are float8_e4m3fn.
+//           [code of ScalingType]: rows of X, A, dO and dH are float8_e4m3fn; in inference
+//           with input_scaled in int8, rows of X and A are int8.
 // recipe_w  [code]: how the weights are scaled, along the dimension that is summed.
 // swizzle_w [] or [code of WeightLayout]: how weights that come quantised are stored.
 // A list of a weight is [] (w is quantised in the call), [data, scale] or, for a weight
@@ -29,11 +30,16 @@ namespace at::native::moe {
 enum class WeightLayout : uint8_t {
   Plain = 0, // as _moe_quantize makes them, and as checkpoints have them
   Swizzled32x4x4 = 1, // SwizzleType::SWIZZLE_32_4_4 of the scales
-  Panels = 2, // made for the CPU kernels
+  Panels = 2, // made for the CPU kernels: see kPanelLines
 };
 
+// Panels: a weight (E, N, K) and its scales of rows are stored, in tensors of the same
+// shapes, as (E, N / 16, dwords, 16 rows, 4 bytes) and (E, N / 16, blocks, 16 rows). Of
+// 8-bit numbers those 64 bytes are (4, 2, 4, 2) instead of (4, 4 rows, 2, 2 bytes).
+constexpr int64_t kPanelLines = 16;
+
 // How H is kept in 8 bits, with every recipe.
-constexpr const ScalingRule& kPreactRule = kScalingRules[1];
+inline constexpr const ScalingRule& kPreactRule = kScalingRules[1];
 static_assert(kPreactRule.type == ScalingType::BlockWise1x32);
 
 // One scale of all weights; only for weights that come quantised.
@@ -53,13 +59,14 @@ struct WeightFormat {
   int64_t per_element; // numbers in an element of data
 };
 
-constexpr std::array<WeightFormat, 9> kWeightFormats = {{
+constexpr std::array<WeightFormat, 10> kWeightFormats = {{
     {kFloat8_e4m3fn, ScalingType::TensorWise, kFloat, 1},
     {kFloat8_e4m3fn, ScalingType::RowWise, kFloat, 1},
     {kFloat8_e4m3fn, ScalingType::BlockWise1x32, kFloat8_e8m0fnu, 1},
     {kFloat8_e4m3fn, ScalingType::BlockWise1x128, kFloat, 1},
     {kFloat8_e4m3fn, ScalingType::BlockWise128x128, kFloat, 1},
     {kChar, ScalingType::RowWise, kFloat, 1},
+    {kChar, ScalingType::BlockWise1x32, kFloat8_e8m0fnu, 1},
     {kFloat4_e2m1fn_x2, ScalingType::BlockWise1x32, kFloat8_e8m0fnu, 2},
     {kByte, ScalingType::BlockWise1x32, kFloat, 2},
     {kByte, ScalingType::BlockWise1x128, kFloat, 2},
@@ -232,12 +239,20 @@ struct ScaledCall {
   const ScalingRule* rule_a; // null: weight-only
   const ScalingRule& rule_w;
   std::optional<ScalarType> preact_dtype; // of a quantised H
+  WeightLayout layout;
   MLPInputs inputs; // as they came
   ScaledLists lists;
   MLPCall call;
 
   bool weight_only() const {
     return rule_a == nullptr;
+  }
+  bool has_panels() const {
+    return layout == WeightLayout::Panels;
+  }
+  // Type of the rows of X, A, dO and dH.
+  ScalarType row_dtype() const {
+    return lists.input.empty() ? kFloat8_e4m3fn : lists.input[0].scalar_type();
   }
 
   ScaledCall(
@@ -251,6 +266,7 @@ struct ScaledCall {
       std::optional<double> limit)
       : rule_a(parse_rule_a(op, options.recipe_a)),
         rule_w(parse_rule_w(op, options.recipe_w)),
+        layout(parse_layout(op, options.swizzle_w)),
         preact_dtype(parse_preact_dtype(op, operands.input, options.preact_dtype)),
         inputs(std::move(operands)),
         lists(scaled),
@@ -362,13 +378,40 @@ struct ScaledCall {
         weight_only() ? "[]" : rule_a->name,
         " and ",
         rule_w.name);
+  }
+
+  static WeightLayout parse_layout(const char* op, IntArrayRef swizzle_w) {
+    const auto code = swizzle_w.empty() ? 0 : swizzle_w[0];
     TORCH_CHECK_VALUE(
-        options.swizzle_w.empty() ||
-            (options.swizzle_w.size() == 1 &&
-             options.swizzle_w[0] == static_cast<int64_t>(WeightLayout::Plain)),
+        swizzle_w.size() <= 1 &&
+            (code == static_cast<int64_t>(WeightLayout::Plain) ||
+             code == static_cast<int64_t>(WeightLayout::Panels)),
         op,
-        ": swizzle_w must be [] or [0] (plain), got ",
-        options.swizzle_w);
+        ": swizzle_w must be [], [0] (plain) or [2] (panels), got ",
+        swizzle_w);
+    return static_cast<WeightLayout>(code);
+  }
+
+  void check_panels(const char* op, const char* name, const Tensor& logical, TensorList scaled)
+      const {
+    TORCH_CHECK_VALUE(
+        scaled.size() == 2,
+        op,
+        ": ",
+        name,
+        "_scaled must be [data, scale] with swizzle_w [2] (panels), got ",
+        scaled.size(),
+        " tensors");
+    const auto rows = logical.sym_size(1), depth = logical.sym_size(2);
+    TORCH_CHECK_VALUE(
+        (rows % kPanelLines).sym_eq(0).expect_true(__FILE__, __LINE__) &&
+            (depth % 8).sym_eq(0).expect_true(__FILE__, __LINE__),
+        op,
+        ": ",
+        name,
+        " with swizzle_w [2] (panels) must be (E, N, K) with N a multiple of 16 and K of 8,"
+        " got ",
+        shape_string(logical.sym_sizes()));
   }
 
   void check_operands(const char* op) const {
@@ -380,6 +423,13 @@ struct ScaledCall {
     if (logical.w_up.defined()) {
       detail::check_scaled_weight(
           op, "w_up_scaled", lists.w_up, rule_w, logical.w_up, inputs.input);
+    }
+    if (has_panels()) {
+      check_panels(op, "w_in", logical.w_in, lists.w_in);
+      check_panels(op, "w_out", logical.w_out, lists.w_out);
+      if (logical.w_up.defined()) {
+        check_panels(op, "w_up", logical.w_up, lists.w_up);
+      }
     }
     for (const auto& [name, w, scaled] :
          {std::tuple("w_in", inputs.w_in, lists.w_in),
@@ -397,11 +447,23 @@ struct ScaledCall {
     }
     TORCH_CHECK_VALUE(
         !weight_only(), op, ": input_scaled needs recipe_a, got recipe_a []");
+    const bool takes_int8 = !lists.w_in.empty() && rule_a->type == ScalingType::BlockWise1x32 &&
+        lists.w_in[0].scalar_type() == kFloat4_e2m1fn_x2;
     TORCH_CHECK_TYPE(
-        lists.input[0].scalar_type() == kFloat8_e4m3fn,
+        row_dtype() == kFloat8_e4m3fn || (row_dtype() == kChar && takes_int8),
         op,
-        ": input_scaled data must have dtype float8_e4m3fn, got ",
-        dtype_name(lists.input[0].scalar_type()));
+        ": input_scaled data must have dtype float8_e4m3fn or, for weights in"
+        " float4_e2m1fn_x2, int8, got ",
+        dtype_name(row_dtype()));
+    TORCH_CHECK_VALUE(
+        row_dtype() != kChar ||
+            ((call.sizes.model_dim % 32).sym_eq(0).expect_true(__FILE__, __LINE__) &&
+             (call.sizes.hidden_dim % 32).sym_eq(0).expect_true(__FILE__, __LINE__)),
+        op,
+        ": D and F must be multiples of 32 with input_scaled in int8, got ",
+        call.sizes.model_dim,
+        " and ",
+        call.sizes.hidden_dim);
     detail::check_scaled_pair(
         op,
         "input_scaled",
@@ -437,6 +499,10 @@ inline void check_saved(
     const ScaledSaved& saved,
     const std::array<bool, 7>& output_mask) {
   const auto& sizes = scaled.call.sizes;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      scaled.row_dtype() != kChar,
+      op,
+      ": no gradients with input_scaled in int8, which is for inference");
   const bool is_recomputed = saved.preact.sym_size(0).sym_eq(0).guard_bool(__FILE__, __LINE__) &&
       !sizes.num_rows.sym_eq(0).guard_bool(__FILE__, __LINE__);
   const auto& x = scaled.inputs.input;

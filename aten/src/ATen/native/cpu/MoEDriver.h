@@ -287,7 +287,8 @@ inline PanelColumns plain_panel(int64_t first, int64_t count) {
 // packed panels for a micro-GEMM. These are dense ones of any strides, (E, rows, cols),
 // in one part or, gate and up, in two that lie one after the other in one tensor or
 // apart in two. Weights of fewer bits or packed before are other sources, with the
-// members k_parts, part_depth and pack.
+// members k_parts, part_depth and pack; or, if not kPacks, with multiply in its place, which
+// makes a whole tile of the product, and perhaps convert_row, which makes a row its operand.
 template <typename scalar_t>
 class WeightSource {
  public:
@@ -307,6 +308,7 @@ class WeightSource {
     }
   }
 
+  static constexpr bool kPacks = true;
   // K is so many parts of so many elements.
   const int64_t k_parts;
   const int64_t part_depth;
@@ -358,6 +360,9 @@ class ExpertGemm {
   using operand_t = typename Micro::operand_t;
   using acc_t = acc_type<scalar_t>;
 
+  static constexpr bool kConvertsRows =
+      requires(const Weights& w, const scalar_t* row, operand_t* out) { w.convert_row(row, out); };
+
  public:
   ExpertGemm(
       const Routing<acc_t>& routing, const RowSource<scalar_t>& source, const Weights& weights,
@@ -367,7 +372,7 @@ class ExpertGemm {
         padded_depth_(round_up(weights.part_depth, kWordElements<operand_t>)),
         row_size_(weights.k_parts * padded_depth_),
         in_place_(
-            std::is_same_v<scalar_t, operand_t> && !Micro::kDenseRows &&
+            std::is_same_v<scalar_t, operand_t> && !Micro::kDenseRows && !kConvertsRows &&
             padded_depth_ == weights.part_depth),
         zeros_(at::zeros({row_size_}, c10::CppTypeToScalarType<operand_t>::value)) {
     const int64_t threads =
@@ -435,6 +440,12 @@ class ExpertGemm {
       }
       operand_t* out = packed + i * row_size_;
       lines[i] = out;
+      if constexpr (kConvertsRows) {
+        if (row != nullptr) {
+          weights_.convert_row(row, out);
+          continue;
+        }
+      }
       for (const auto part : c10::irange(weights_.k_parts)) {
         const int64_t filled = row == nullptr ? 0 : weights_.part_depth;
         convert_row(row + part * filled, out, filled);
@@ -445,6 +456,17 @@ class ExpertGemm {
   }
 
   void multiply_panel(
+      const Block& block, const PanelColumns& columns, const operand_t* const* lines,
+      operand_t* packed, acc_t* c) const {
+    if constexpr (Weights::kPacks) {
+      pack_and_multiply(block, columns, lines, packed, c);
+    } else {
+      weights_.template multiply<Micro>(
+          block.expert, columns, block.rows(), {lines, row_size_, 0}, packed, c);
+    }
+  }
+
+  void pack_and_multiply(
       const Block& block, const PanelColumns& columns, const operand_t* const* lines,
       operand_t* packed, acc_t* c) const {
     const int64_t depth = weights_.part_depth;

@@ -1,137 +1,24 @@
-// Forward of _moe_mlp on CPU: two products over all experts at once (MoEDriver.h). The
-// gather of tokens is part of the left operand; bias, activation and router weight are
-// the epilogue of a tile that is still in cache.
+// Forward of _moe_mlp on CPU: MoEForward.h with weights of the input's dtype.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>
-#include <ATen/native/cpu/MoEProjection.h>
+#include <ATen/native/cpu/MoEForward.h>
 
 namespace at::native {
 namespace {
 
 using namespace moe_cpu;
 
-template <typename scalar_t, typename Micro>
-class ForwardPass {
-  using acc_t = acc_type<scalar_t>;
-  using Vec = VecOf<scalar_t>;
-
- public:
-  ForwardPass(const moe::MLPInputs& in, const moe::ActivationSpec& spec, const Tensor& preact)
-      : in_(in),
-        routing_(in),
-        layout_{in.w_out.size(2), spec.is_gated, spec.interleaved},
-        units_(spec.is_gated ? kPanelCols / 2 : kPanelCols),
-        constants_(spec),
-        input_(with_dense_rows(in.input)),
-        b_in_(contiguous_or_undefined(in.b_in)),
-        act_(at::empty({routing_.last_row, layout_.hidden}, in.input.options())),
-        act_data_(act_.template mutable_data_ptr<scalar_t>()),
-        preact_(preact.defined() ? preact.mutable_data_ptr<scalar_t>() : nullptr) {
-    dispatch_activation(spec, [&](auto act) {
-      activate_row_ = &ForwardPass::template activate_row<decltype(act)>;
-    });
-  }
-
-  void run(const Tensor& output, int64_t rows) {
-    if (preact_ != nullptr) {
-      zero_unrouted(routing_, preact_, rows, layout_.cols());
-    }
-    const auto w_in = input_weights<scalar_t>(in_, layout_, /*transposed=*/true);
-    ExpertGemm<scalar_t, Micro, WeightSource<scalar_t>>(
-        routing_, rows_of_tokens<scalar_t>(input_, routing_), w_in,
-        (layout_.hidden + units_ - 1) / units_)
-        .run(
-            [&](int64_t panel) { return columns_of(panel); },
-            [&](const Block& block, int64_t panel, const acc_t* c) {
-              activate_tile(block, panel, c);
-            });
-    const WeightSource<scalar_t> w_out(in_.w_out, {}, 1, /*transposed=*/true);
-    const Tensor b_out = contiguous_or_undefined(in_.b_out);
-    project_tokens<scalar_t, Micro>(
-        routing_, RowSource<scalar_t>{act_data_, layout_.hidden}, w_out,
-        RowEpilogue<scalar_t>{data_or_null<scalar_t>(b_out), /*weighted=*/true}, kCombineBytes,
-        output);
-  }
-
- private:
-  int64_t units_of(int64_t panel) const {
-    return std::min(units_, layout_.hidden - panel * units_);
-  }
-
-  // With two halves the panel is [gate | up], half of kPanelCols each.
-  PanelColumns columns_of(int64_t panel) const {
-    const int64_t f0 = panel * units_;
-    const int64_t units = units_of(panel);
-    if (layout_.halves() == 1) {
-      return layout_.gated ? plain_panel(2 * f0, 2 * units) : plain_panel(f0, units);
-    }
-    return {{{0, f0, units, 0, units_}, {1, f0, units, units_, units_}}};
-  }
-
-  // H and A of a panel's units for the rows of a block.
-  void activate_tile(const Block& block, int64_t panel, const acc_t* c) const {
-    const int64_t f0 = panel * units_;
-    const int64_t units = units_of(panel);
-    alignas(64) acc_t bias[kPanelCols] = {};
-    if (b_in_.defined()) {
-      const auto* from = b_in_.const_data_ptr<scalar_t>() + block.expert * layout_.cols();
-      for (const auto& span : columns_of(panel).spans) {
-        convert_row(from + span.part * layout_.hidden + span.first, bias + span.at, span.count);
-      }
-    }
-    for (const auto row : c10::irange(block.begin, block.end)) {
-      (this->*activate_row_)(row, f0, units, c, bias);
-      c += kPanelCols;
-    }
-  }
-
-  // H and A of one row. A is computed from the rounded H, as the backward does.
-  template <typename Act>
-  void
-  activate_row(int64_t row, int64_t f0, int64_t units, const acc_t* c, const acc_t* bias) const {
-    scalar_t* act = act_data_ + row * layout_.hidden + f0;
-    scalar_t* h = preact_ == nullptr ? nullptr : preact_ + row * layout_.cols();
-    if (routing_.slot(row) < 0) {
-      std::fill_n(act, units, scalar_t(0));
-      layout_.zero(h, f0, units);
-      return;
-    }
-    // The tile as a row of H: with the gates, then from column units_ on the ups.
-    const auto add_bias = [&](int64_t j, int64_t n) {
-      auto x = layout_.load(c, units_, j, n);
-      const auto b = layout_.load(bias, units_, j, n);
-      x.gate = {x.gate.first + b.gate.first, x.gate.second + b.gate.second};
-      x.up = {x.up.first + b.up.first, x.up.second + b.up.second};
-      return x;
-    };
-    for (int64_t j = 0; j < units; j += kPairLanes<scalar_t>) {
-      const int64_t n = std::min(kPairLanes<scalar_t>, units - j);
-      const auto rounded = layout_.template store<scalar_t>(h, f0 + j, n, add_bias(j, n));
-      store_pair<scalar_t>(
-          act + j, activate_pair<Act, kFastMath<scalar_t>>(rounded, constants_), n);
-    }
-  }
-
-  const moe::MLPInputs& in_;
-  const Routing<acc_t> routing_;
-  const HiddenLayout layout_;
-  const int64_t units_;  // hidden units per panel
-  const ActivationConstants<Vec> constants_;
-  const Tensor input_, b_in_;
-  const Tensor act_;  // (last_row, F)
-  scalar_t* act_data_;
-  scalar_t* preact_;  // (R, G*F) or null
-  void (ForwardPass::*activate_row_)(int64_t, int64_t, int64_t, const acc_t*, const acc_t*) const =
-      nullptr;
-};
-
 void moe_mlp_kernel(
     const moe::MLPInputs& inputs, const moe::ActivationSpec& activation, const Tensor& output,
     const Tensor& preact) {
   dispatch_micro_gemm(inputs.input.scalar_type(), [&](auto zero, auto micro) {
-    ForwardPass<decltype(zero), decltype(micro)>(inputs, activation, preact)
-        .run(output, preact.defined() ? preact.size(0) : 0);
+    using scalar_t = decltype(zero);
+    ForwardPass<scalar_t, decltype(micro)> pass(
+        inputs, activation, inputs.w_out.size(2), preact);
+    const auto w_in = input_weights<scalar_t>(inputs, pass.layout(), /*transposed=*/true);
+    const WeightSource<scalar_t> w_out(inputs.w_out, {}, 1, /*transposed=*/true);
+    pass.run(w_in, w_out, output, preact.defined() ? preact.size(0) : 0);
   });
 }
 

@@ -1,0 +1,536 @@
+#pragma once
+
+// Weights of few bits as a source of panels of the driver (MoEDriver.h). A panel is decoded
+// into operands of the micro-GEMM: exactly, without its scales, unless these are powers of
+// two on 8 bits, which bfloat16 holds as well. Other scales multiply the sum over their
+// block of K, in ascending order, so that results depend neither on the number of rows nor
+// on what decodes.
+
+#include <ATen/native/MoEMLPScaled.h>
+#include <ATen/native/cpu/MoEDriver.h>
+#include <c10/util/Float8_e4m3fn.h>
+
+#include <array>
+#include <cmath>
+#include <limits>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+using moe::kPanelLines;
+
+// What a code of a weight means.
+enum class LowBitCodes : uint8_t {
+  E4M3,
+  Int8,
+  E2M1,  // two a byte, the one of even k in the low half
+  Int4,  // the same, and the value is the code - 8
+};
+
+inline LowBitCodes codes_of(ScalarType dtype) {
+  return dtype == kFloat8_e4m3fn ? LowBitCodes::E4M3
+      : dtype == kChar           ? LowBitCodes::Int8
+      : dtype == kByte           ? LowBitCodes::Int4
+                                 : LowBitCodes::E2M1;
+}
+constexpr int64_t code_bits(LowBitCodes codes) {
+  return codes == LowBitCodes::E4M3 || codes == LowBitCodes::Int8 ? 8 : 4;
+}
+
+inline float pow2_of_byte(uint8_t byte) {
+  if (byte == 255) {
+    return std::numeric_limits<float>::quiet_NaN();
+  }
+  const uint32_t bits = byte == 0 ? 0x00400000u : static_cast<uint32_t>(byte) << 23;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Value of each code: 256, or 16.
+inline const std::array<float, 256>& values_of(LowBitCodes codes) {
+  static const auto tables = [] {
+    constexpr float kE2M1[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+    std::array<std::array<float, 256>, 4> t{};
+    for (const auto i : c10::irange(256)) {
+      t[0][i] = static_cast<float>(
+          c10::Float8_e4m3fn(static_cast<uint8_t>(i), c10::Float8_e4m3fn::from_bits()));
+      t[1][i] = static_cast<float>(static_cast<int8_t>(i));
+      t[2][i] = std::copysign(kE2M1[i & 7], (i & 8) != 0 ? -1.f : 1.f);
+      t[3][i] = static_cast<float>((i & 15) - 8);
+    }
+    return t;
+  }();
+  return tables[static_cast<size_t>(codes)];
+}
+
+// ---- a matrix ---------------------------------------------------------------------
+
+// One matrix (E, N, K) per expert with the scales of its blocks: element (e, n, k) is
+// value(code) * scale[e, n / block_rows, k / block_cols].
+struct LowBitMatrix {
+  LowBitMatrix(TensorList scaled, const moe::ScalingRule& rule, bool panels)
+      : codes(codes_of(scaled[0].scalar_type())),
+        data(panels || scaled[0].stride(2) != 1 ? scaled[0].contiguous() : scaled[0]),
+        scale(panels ? scaled[1].contiguous() : scaled[1]),
+        rows(data.size(1)),
+        depth(data.size(2) * (8 / code_bits(codes))),
+        block_rows(
+            rule.square                                          ? rule.block
+                : rule.type == moe::ScalingType::TensorWise ? std::max<int64_t>(1, rows)
+                                                                 : 1),
+        block_cols(rule.block == 0 ? std::max<int64_t>(1, depth) : rule.block),
+        panels(panels) {}
+
+  LowBitCodes codes;
+  Tensor data;   // (E, N, K), or (E, N, K / 2) bytes of two codes
+  Tensor scale;  // by expert, rows and blocks, or one for all
+  int64_t rows;
+  int64_t depth;
+  int64_t block_rows;
+  int64_t block_cols;
+  // WeightLayout::Panels: kPanelLines rows side by side, four bytes of each at a time.
+  bool panels;
+};
+
+// Scales by (expert, row, element of K).
+struct ScaleView {
+  bool is_pow2;  // bytes of E8M0, else float
+  const void* data;
+  int64_t expert_stride;  // in elements
+  int64_t row_stride;     // of blocks; of kPanelLines rows if `panels`
+  int64_t col_stride;     // of blocks
+  int64_t block_rows;
+  int64_t block_cols;
+  bool panels;
+
+  explicit ScaleView(const LowBitMatrix& w)
+      : is_pow2(w.scale.scalar_type() == kFloat8_e8m0fnu),
+        data(w.scale.const_data_ptr()),
+        block_rows(w.block_rows),
+        block_cols(w.block_cols),
+        panels(w.panels && w.scale.dim() == 3 && block_rows == 1) {
+    const auto stride = [&](int64_t dim) {
+      return w.scale.dim() > dim && w.scale.size(dim) > 1 ? w.scale.stride(dim) : 0;
+    };
+    expert_stride = stride(0);
+    // (E, N, blocks) holds (E, N / 16, blocks, 16).
+    row_stride = panels ? w.scale.size(2) * kPanelLines : stride(1);
+    col_stride = panels ? kPanelLines : stride(2);
+  }
+
+  // Of element k of a row.
+  int64_t offset(int64_t expert, int64_t row, int64_t k) const {
+    const int64_t at = expert * expert_stride + k / block_cols * col_stride;
+    return panels ? at + row / kPanelLines * row_stride + row % kPanelLines
+                  : at + row / block_rows * row_stride;
+  }
+  float at(int64_t expert, int64_t row, int64_t k) const {
+    const int64_t i = offset(expert, row, k);
+    return is_pow2 ? pow2_of_byte(static_cast<const uint8_t*>(data)[i])
+                   : static_cast<const float*>(data)[i];
+  }
+};
+
+// When scales meet the sums.
+enum class Scaling : uint8_t {
+  Folded,  // into the operands
+  Blocks,  // sums over block_cols elements
+  Rows,    // sums over all of K
+};
+
+// One matrix per expert, as pointers.
+struct LowBitView {
+  explicit LowBitView(const LowBitMatrix& w)
+      : codes(w.codes),
+        panels(w.panels),
+        depth(w.depth),
+        data(static_cast<const uint8_t*>(w.data.const_data_ptr())),
+        expert_bytes(w.data.stride(0)),
+        row_bytes(w.data.size(1) > 1 ? w.data.stride(1) : w.data.size(2)),
+        scale(w),
+        scaling(
+            codes == LowBitCodes::E4M3 && scale.is_pow2 ? Scaling::Folded
+                : scale.block_cols >= depth                  ? Scaling::Rows
+                                                             : Scaling::Blocks) {}
+
+  // Byte `i` of a row.
+  const uint8_t* at(int64_t expert, int64_t row, int64_t i) const {
+    const uint8_t* begin = data + expert * expert_bytes;
+    if (!panels) {
+      return begin + row * row_bytes + i;
+    }
+    const uint8_t* group = begin + row / kPanelLines * kPanelLines * row_bytes + i / 4 * 64;
+    const int64_t lane = row % kPanelLines;
+    if (code_bits(codes) == 4) {
+      return group + lane * 4 + i % 4;
+    }
+    // Bytes of one word in each half of a 128-bit lane: unpacking them makes words.
+    return group + lane / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2 + i % 2;
+  }
+
+  LowBitCodes codes;
+  bool panels;
+  int64_t depth;  // K
+  const uint8_t* data;
+  int64_t expert_bytes;
+  int64_t row_bytes;
+  ScaleView scale;
+  Scaling scaling;
+};
+
+// ---- int8 rows ----------------------------------------------------------------------
+
+// A left operand that was rounded to int8 by blocks of 32: the codes of each 8 elements, the
+// even ones first, then a scale per block, and per block what -12 times all codes sum to:
+// MoELowBitAvx512.h adds 12 to the weights, as one factor must not be negative.
+struct Int8Row {
+  static constexpr int64_t kBlock = 32;
+
+  static int8_t* codes(void* row) {
+    return static_cast<int8_t*>(row);
+  }
+  static float* scales(void* row, int64_t depth) {
+    return reinterpret_cast<float*>(codes(row) + depth);
+  }
+  static int32_t* corrections(void* row, int64_t depth) {
+    return reinterpret_cast<int32_t*>(codes(row) + depth) + depth / kBlock;
+  }
+  static int64_t place(int64_t k) {
+    return k / 8 * 8 + k % 2 * 4 + k % 8 / 2;
+  }
+
+  // The bit rule of _moe_quantize with int8: the scale is the power of two
+  // ceil(log2(max / 127)), of 0 the smallest one; not finite makes the block NaN.
+  template <typename scalar_t>
+  static void round(const scalar_t* x, int64_t depth, void* row) {
+    for (int64_t k0 = 0; k0 < depth; k0 += kBlock) {
+      float largest = 0;
+      bool finite = true;
+      for (const auto k : c10::irange(k0, k0 + kBlock)) {
+        const float magnitude = std::abs(static_cast<float>(x[k]));
+        finite = finite && magnitude <= std::numeric_limits<float>::max();
+        largest = std::max(largest, magnitude);
+      }
+      const float ratio = largest * (1.f / 127.f);
+      uint32_t bits;
+      std::memcpy(&bits, &ratio, sizeof(bits));
+      const uint32_t mantissa = bits & 0x7fffff;
+      const uint32_t exponent = bits >> 23;
+      const auto byte = static_cast<uint8_t>(
+          finite ? std::min<uint32_t>(
+                       254, exponent + (exponent > 0 ? mantissa > 0 : mantissa > 0x400000))
+                 : 255);
+      const float scale = pow2_of_byte(byte);
+      const float inverse = byte == 255 ? 0.f : pow2_of_byte(static_cast<uint8_t>(254 - byte));
+      int32_t sum = 0;
+      for (const auto k : c10::irange(k0, k0 + kBlock)) {
+        const float rounded = byte == 255
+            ? 0.f
+            : std::clamp(std::nearbyint(static_cast<float>(x[k]) * inverse), -127.f, 127.f);
+        codes(row)[place(k)] = static_cast<int8_t>(rounded);
+        sum += static_cast<int32_t>(rounded);
+      }
+      // Half, as the weights are doubled.
+      scales(row, depth)[k0 / kBlock] = scale / 2;
+      corrections(row, depth)[k0 / kBlock] = -12 * sum;
+    }
+  }
+};
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native
+
+// Decoding with instructions of its own, of a later pull request.
+#if __has_include(<ATen/native/cpu/MoELowBitAvx512.h>)
+#include <ATen/native/cpu/MoELowBitAvx512.h>
+#endif
+
+#ifndef MOE_HAS_LOW_BIT_AVX512
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+struct FastLowBit {
+  struct LineGroup {
+    const LowBitView* w;
+    int64_t row;
+    int64_t ahead;
+    float* c;
+  };
+  static constexpr int64_t kRows = 0;
+  template <typename Micro>
+  static constexpr bool multiplies() {
+    return false;
+  }
+  static bool is_available() {
+    return false;
+  }
+  static bool is_regular(const LowBitView&, int64_t, int64_t) {
+    return false;
+  }
+  template <typename... Args>
+  static bool pack(const Args&...) {
+    return false;
+  }
+  template <typename... Args>
+  static bool multiply(const Args&...) {
+    return false;
+  }
+  template <typename... Args>
+  static bool multiply_int8(const Args&...) {
+    return false;
+  }
+};
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native
+#endif
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+
+// ---- the source -----------------------------------------------------------------------
+
+// W^T of a matrix of codes per expert, in one part or, gate and up, in two, which lie one
+// after the other or apart.
+class LowBitSource {
+ public:
+  LowBitSource(
+      const LowBitMatrix& w, const std::optional<LowBitMatrix>& w_up, int64_t parts)
+      : part_depth(w.depth),
+        parts_{LowBitView(w), LowBitView(w_up.has_value() ? *w_up : w)},
+        second_row_(w_up.has_value() || parts == 1 ? 0 : w.rows / 2) {}
+
+  static constexpr bool kPacks = false;
+  const int64_t k_parts = 1;
+  const int64_t part_depth;
+
+  // The product of a whole panel: c of `lines` rows, see ExpertGemm.
+  template <typename Micro>
+  void multiply(
+      int64_t expert, const PanelColumns& columns, int64_t rows,
+      const RowLines<typename Micro::operand_t>& a, typename Micro::operand_t* packed,
+      acc_type<typename Micro::operand_t>* c) const {
+    using operand_t = typename Micro::operand_t;
+    using acc_t = acc_type<operand_t>;
+    if constexpr (FastLowBit::multiplies<Micro>()) {
+      // Few rows: weights that are decoded in registers and not packed.
+      if (rows <= FastLowBit::kRows) {
+        const auto groups = line_groups(columns, c);
+        if (!groups.empty() && FastLowBit::multiply(groups, expert, rows, a.lines)) {
+          return;
+        }
+      }
+    }
+    const LowBitView& w = parts_[0];
+    const bool in_blocks = w.scaling == Scaling::Blocks;
+    const int64_t step = in_blocks ? std::min(Micro::kDepth, w.scale.block_cols) : Micro::kDepth;
+    alignas(64) acc_t scales[kPanelCols] = {};
+    if (in_blocks || part_depth == 0) {
+      std::fill_n(c, rows * kPanelCols, acc_t(0));
+    }
+    for (int64_t k0 = 0; k0 < part_depth; k0 += step) {
+      const int64_t depth = std::min(step, part_depth - k0);
+      for (const auto& span : columns.spans) {
+        if (span.count > 0) {
+          pack<operand_t>(expert, span, k0, depth, Micro::kTileCols, packed);
+        }
+      }
+      if (!in_blocks) {
+        Micro::multiply(
+            rows, columns.end(), depth, {a.lines, a.ld, a.offset + k0}, packed, {c, k0 > 0});
+        continue;
+      }
+      load_scales(expert, columns, k0, scales);
+      // A few rows at a time, so that the sums of a block stay where they are.
+      constexpr int64_t kRows = std::max<int64_t>(1, 48 / Micro::kTileRows) * Micro::kTileRows;
+      alignas(64) acc_t sums[kRows * kPanelCols];
+      for (int64_t row = 0; row < rows; row += kRows) {
+        const int64_t count = std::min(kRows, rows - row);
+        Micro::multiply(
+            count, columns.end(), depth, {a.lines + row, a.ld, a.offset + k0}, packed,
+            {sums, false});
+        add_scaled(sums, scales, count, c + row * kPanelCols);
+      }
+    }
+    if (w.scaling == Scaling::Rows) {
+      load_scales(expert, columns, 0, scales);
+      scale_tile(scales, rows, c);
+    }
+  }
+
+ protected:
+  // The columns as lines 16 at a time; none where that is not possible.
+  std::vector<FastLowBit::LineGroup> line_groups(const PanelColumns& columns, float* c) const {
+    std::vector<FastLowBit::LineGroup> groups;
+    for (const auto& span : columns.spans) {
+      const LowBitView& w = part(span);
+      if (span.count > 0 &&
+          (!FastLowBit::is_available() ||
+           !FastLowBit::is_regular(w, first_row(span), span.count))) {
+        return {};
+      }
+      for (int64_t n = 0; n < span.count; n += kPanelLines) {
+        groups.push_back(
+            {&w, first_row(span) + n, span.count * w.row_bytes, c + span.at + n});
+      }
+    }
+    return groups;
+  }
+
+  const LowBitView& part(const PanelSpan& span) const {
+    return parts_[span.part];
+  }
+  int64_t first_row(const PanelSpan& span) const {
+    return span.first + (span.part == 1 ? second_row_ : 0);
+  }
+
+ private:
+  template <typename acc_t>
+  void load_scales(
+      int64_t expert, const PanelColumns& columns, int64_t k, acc_t (&scales)[kPanelCols]) const {
+    for (const auto& span : columns.spans) {
+      for (const auto i : c10::irange(span.count)) {
+        scales[span.at + i] =
+            static_cast<acc_t>(part(span).scale.at(expert, first_row(span) + i, k));
+      }
+    }
+  }
+
+  // c += sums * scales
+  template <typename acc_t>
+  static void add_scaled(const acc_t* sums, const acc_t* scales, int64_t rows, acc_t* c) {
+    using Vec = vec::Vectorized<acc_t>;
+    for (int64_t i = 0; i < rows * kPanelCols; i += Vec::size()) {
+      vec::fmadd(
+          Vec::loadu(sums + i), Vec::loadu(scales + i % kPanelCols), Vec::loadu(c + i))
+          .store(c + i);
+    }
+  }
+
+  template <typename acc_t>
+  static void scale_tile(const acc_t* scales, int64_t rows, acc_t* c) {
+    using Vec = vec::Vectorized<acc_t>;
+    for (int64_t i = 0; i < rows * kPanelCols; i += Vec::size()) {
+      (Vec::loadu(c + i) * Vec::loadu(scales + i % kPanelCols)).store(c + i);
+    }
+  }
+
+  // Columns of `span`, [k0, k0 + depth) of K, into a panel.
+  template <typename operand_t>
+  void pack(
+      int64_t expert, const PanelSpan& span, int64_t k0, int64_t depth, int64_t tile_cols,
+      operand_t* panel) const {
+    const LowBitView& w = part(span);
+    if constexpr (std::is_same_v<operand_t, BFloat16>) {
+      if (FastLowBit::is_available() && tile_cols == kPanelCols &&
+          FastLowBit::pack(w, expert, first_row(span), span.count, k0, depth, panel + 2 * span.at)) {
+        return;
+      }
+    }
+    // Lines of a tile of columns, decoded and then turned around. Deeper products than
+    // kDepth have tiles as wide as the panel, whose words follow each other.
+    constexpr int64_t kLines = 16;
+    constexpr int64_t kDepth = 256;
+    TORCH_INTERNAL_ASSERT_DEBUG_ONLY(depth <= kDepth || tile_cols == kPanelCols);
+    alignas(64) operand_t lines[kLines][kDepth];
+    for (int64_t k = 0; k < depth; k += kDepth) {
+      const int64_t piece = std::min(kDepth, depth - k);
+      for (int64_t n = 0; n < span.width; n += kLines) {
+        const int64_t width = std::min(kLines, span.width - n);
+        const int64_t count = std::clamp<int64_t>(span.count - n, 0, width);
+        for (const auto i : c10::irange(count)) {
+          decode(w, expert, first_row(span) + n + i, k0 + k, piece, lines[i]);
+        }
+        pack_panel<operand_t, operand_t>(
+            {lines[0], 1, kDepth}, count, piece, span.at + n, width, tile_cols,
+            panel + k * kPanelCols);
+      }
+    }
+  }
+
+  template <typename operand_t>
+  static void decode(
+      const LowBitView& w, int64_t expert, int64_t row, int64_t k0, int64_t depth,
+      operand_t* out) {
+    const auto& values = values_of(w.codes);
+    const bool folded = w.scaling == Scaling::Folded;
+    const int64_t per_byte = 8 / code_bits(w.codes);
+    float scale = 1;
+    for (const auto k : c10::irange(k0, k0 + depth)) {
+      if (folded && (k == k0 || k % w.scale.block_cols == 0)) {
+        scale = w.scale.at(expert, row, k);
+      }
+      uint8_t code = *w.at(expert, row, k / per_byte);
+      if (per_byte == 2) {
+        code = k % 2 == 0 ? code & 15 : code >> 4;
+      }
+      out[k - k0] = static_cast<operand_t>(values[code] * scale);
+    }
+  }
+
+  const LowBitView parts_[2];
+  const int64_t second_row_;
+};
+
+// The same with rows that are rounded to int8: sums over a block are integers.
+class Int8LowBitSource : public LowBitSource {
+ public:
+  using LowBitSource::LowBitSource;
+
+  // A row takes at most 1.25 bytes an element, the driver's rows have two.
+  template <typename scalar_t, typename operand_t>
+  void convert_row(const scalar_t* row, operand_t* out) const {
+    static_assert(sizeof(operand_t) >= 2);
+    Int8Row::round(row, part_depth, out);
+  }
+
+  template <typename Micro>
+  void multiply(
+      int64_t expert, const PanelColumns& columns, int64_t rows,
+      const RowLines<typename Micro::operand_t>& a, typename Micro::operand_t*,
+      acc_type<typename Micro::operand_t>* c) const {
+    if constexpr (std::is_same_v<acc_type<typename Micro::operand_t>, float>) {
+      const auto groups = line_groups(columns, c);
+      if (!groups.empty() && FastLowBit::multiply_int8(groups, expert, rows, a.lines)) {
+        return;
+      }
+    }
+    for (const auto& span : columns.spans) {
+      const LowBitView& w = part(span);
+      for (const auto i : c10::irange(rows)) {
+        for (const auto n : c10::irange(span.count)) {
+          c[i * kPanelCols + span.at + n] = dot(w, expert, first_row(span) + n, a.lines[i]);
+        }
+      }
+    }
+  }
+
+ private:
+  template <typename operand_t>
+  static float dot(const LowBitView& w, int64_t expert, int64_t row, const operand_t* x) {
+    auto* record = const_cast<operand_t*>(x);
+    const auto& values = values_of(w.codes);
+    float sum = 0;
+    for (int64_t k0 = 0; k0 < w.depth; k0 += Int8Row::kBlock) {
+      int32_t products = 0;
+      for (const auto k : c10::irange(k0, k0 + Int8Row::kBlock)) {
+        const uint8_t byte = *w.at(expert, row, k / 2);
+        const float doubled = 2 * values[k % 2 == 0 ? byte & 15 : byte >> 4];
+        products += Int8Row::codes(record)[Int8Row::place(k)] * static_cast<int32_t>(doubled);
+      }
+      const float scaled = static_cast<float>(products) * w.scale.at(expert, row, k0);
+      sum = std::fma(scaled, Int8Row::scales(record, w.depth)[k0 / Int8Row::kBlock], sum);
+    }
+    return sum;
+  }
+};
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native

@@ -1,0 +1,509 @@
+#pragma once
+
+// Weights of few bits decoded in AVX512 registers: for a few rows right before they are
+// multiplied, else into the packed panel. A register holds 16 lines of a matrix side by side,
+// a word of two bfloat16 of each. The order of addition is that of VecGemm with DotProducts
+// on packed panels. Included by MoELowBit.h.
+//
+//   e4m3, int8   two table look-ups of 128 bytes each, for the two bytes of a bfloat16
+//   4 bits       one look-up of 32 bytes, of which a bit chooses the byte
+//   folded E8M0  tables times 2^kBias, from whose exponents an unsigned saturating
+//                subtraction takes what is too much: 0 stays 0
+//
+// What is rare is left to the caller, who decodes one element at a time: NaN codes where
+// scales are folded, scales above 2^kBias, and columns that are not 16 at a time.
+
+#include <ATen/cpu/vec/vec.h>
+
+#if __has_include(<ATen/native/cpu/MoEFastGemm.h>)
+#include <ATen/native/cpu/MoEFastGemm.h>
+#endif
+
+#if defined(MOE_HAS_AMX) && defined(__GNUC__)
+#define MOE_HAS_LOW_BIT_AVX512
+#endif
+
+#ifdef MOE_HAS_LOW_BIT_AVX512
+// Of a lambda.
+#define MOE_INLINE __attribute__((always_inline))
+// The files of a capability are compiled for AVX512; only what is between these may hold
+// more.
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx512vbmi,avx512bf16,avx512vnni"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512vbmi,avx512bf16,avx512vnni")
+#endif
+
+#include <ATen/native/cpu/MoELowBitDecode.h>
+
+namespace at::native {
+inline namespace CPU_CAPABILITY {
+namespace moe_cpu {
+namespace low_bit {
+
+constexpr int64_t kStretch = 16;  // double words of a line that are read at a time: 64 bytes
+constexpr int64_t kSumDepth = 256;  // of VecGemm
+constexpr int64_t kAhead = 4096;    // bytes that panels are fetched ahead
+
+// ---- few rows ---------------------------------------------------------------------------
+
+C10_ALWAYS_INLINE __m512 dot_word(__m512 sum, __m512i words, const BFloat16* x) {
+  int32_t word;
+  std::memcpy(&word, x, sizeof(word));
+  return _mm512_dpbf16_ps(
+      sum, reinterpret_cast<__m512bh>(words), reinterpret_cast<__m512bh>(_mm512_set1_epi32(word)));
+}
+
+// 16 lines of a matrix from `row` on, and where their products go: c[r * kPanelCols]. The
+// lines that will be read after them are `ahead` bytes further on.
+struct LineGroup {
+  const LowBitView* w;
+  int64_t row;
+  int64_t ahead;
+  float* c;
+};
+
+// c[m] = x[m] times the lines of Q groups, whose sums are made over `segment` elements at a
+// time. Several groups, as a sum waits for its own last product.
+template <typename Codes, Scaling scaling, bool panels, int64_t segment, int M, int Q>
+bool multiply_lines(const LineGroup* groups, int64_t expert, const BFloat16* const* x) {
+  constexpr int64_t kElements = 32 / Codes::kBits;  // of a double word
+  constexpr int64_t kWords = kElements / 2;
+  constexpr int64_t kPiece = std::min(kStretch, segment / kElements);
+  const int64_t depth = groups[0].w->depth, total = depth / kElements;
+  Codes codes;
+  LineScales scales[Q];
+  const uint8_t* lines[Q];
+  __m512 sums[Q][M], parts[Q][M];
+  MOE_UNROLL
+  for (int q = 0; q < Q; ++q) {
+    scales[q].begin(*groups[q].w, expert, groups[q].row);
+    lines[q] = groups[q].w->at(expert, groups[q].row, 0);
+    MOE_UNROLL
+    for (int r = 0; r < M; ++r) {
+      sums[q][r] = parts[q][r] = _mm512_setzero_ps();
+    }
+  }
+  const auto stretch = [&](int64_t d0, auto whole) MOE_INLINE {
+    const int64_t here = whole ? kStretch : total - d0;
+    __m512i raw[Q][16];
+    if constexpr (!panels) {
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        prefetch(lines[q] + groups[q].ahead + d0 * 64);
+        transpose_lines<decltype(whole)::value>(
+            lines[q] + d0 * 4, groups[q].w->row_bytes, here * 4, raw[q]);
+      }
+    }
+    MOE_UNROLL
+    for (int64_t piece = 0; piece < kStretch; piece += kPiece) {
+      if (!whole && piece >= here) {
+        break;
+      }
+      const int64_t k0 = (d0 + piece) * kElements;
+      __m512i minus[Q];
+      MOE_UNROLL
+      for (int64_t i = piece; i < piece + kPiece; ++i) {
+        if (!whole && i >= here) {
+          break;
+        }
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          if (scaling == Scaling::Folded && i % 8 == 0) {
+            minus[q] = scales[q].minus((d0 + i) / 8);
+          }
+          __m512i words[kWords];
+          if constexpr (panels) {
+            const uint8_t* from = lines[q] + (d0 + i) * 64;
+            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+            codes.template decode<true>(_mm512_loadu_si512(from), minus[q], words);
+          } else {
+            codes.template decode<false>(raw[q][i], minus[q], words);
+          }
+          MOE_UNROLL
+          for (int64_t j = 0; j < kWords; ++j) {
+            MOE_UNROLL
+            for (int r = 0; r < M; ++r) {
+              parts[q][r] = dot_word(parts[q][r], words[j], x[r] + (d0 + i) * kElements + 2 * j);
+            }
+          }
+        }
+      }
+      const int64_t next = k0 + kPiece * kElements;
+      if (segment > kPiece * kElements && next % segment != 0 && next < depth) {
+        continue;
+      }
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        __m512 scale = _mm512_set1_ps(1);
+        if constexpr (scaling == Scaling::Blocks) {
+          scale = scales[q].values(k0 / segment);
+        }
+        MOE_UNROLL
+        for (int r = 0; r < M; ++r) {
+          sums[q][r] = scaling == Scaling::Blocks ? _mm512_fmadd_ps(parts[q][r], scale, sums[q][r])
+                                                  : _mm512_add_ps(sums[q][r], parts[q][r]);
+          parts[q][r] = _mm512_setzero_ps();
+        }
+      }
+    }
+  };
+  int64_t d0 = 0;
+  for (; d0 + kStretch <= total; d0 += kStretch) {
+    stretch(d0, std::true_type());
+  }
+  if (d0 < total) {
+    stretch(d0, std::false_type());
+  }
+  bool is_rare = codes.is_rare();
+  for (int q = 0; q < Q; ++q) {
+    __m512 scale = _mm512_set1_ps(1);
+    if constexpr (scaling == Scaling::Rows) {
+      scale = scales[q].values(0);
+    }
+    for (int r = 0; r < M; ++r) {
+      _mm512_storeu_ps(
+          groups[q].c + r * kPanelCols,
+          scaling == Scaling::Rows ? _mm512_mul_ps(sums[q][r], scale) : sums[q][r]);
+    }
+    is_rare = is_rare || scales[q].is_rare();
+  }
+  return !is_rare;
+}
+
+// A kernel for so many rows, and how many groups of lines it takes.
+template <typename Row>
+struct Kernel {
+  bool (*run)(const LineGroup*, int64_t, const Row* const*) = nullptr;
+  int groups = 1;
+};
+
+// By rows: 1, 2, 4 and 8.
+template <typename Codes, Scaling scaling, bool panels, int64_t segment = kSumDepth>
+Kernel<BFloat16> multiply_lines_of(int64_t rows) {
+  constexpr int kMost = Codes::kBits == 4 ? 4 : 2;
+  return rows == 1
+      ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 1, kMost>, kMost}
+      : rows == 2 ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 2, 2>, 2}
+      : rows == 4 ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 4, 1>, 1}
+                  : Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 8, 1>, 1};
+}
+
+template <bool panels>
+Kernel<BFloat16> find_multiply(const LowBitView& w, int64_t rows) {
+    const int64_t block = w.scale.block_cols;
+  switch (w.scaling) {
+    case Scaling::Folded:
+      return multiply_lines_of<FoldedE4M3, Scaling::Folded, panels>(rows);
+    case Scaling::Rows:
+      return w.codes == LowBitCodes::E4M3 ? multiply_lines_of<E4M3, Scaling::Rows, panels>(rows)
+          : w.codes == LowBitCodes::Int8  ? multiply_lines_of<Int8, Scaling::Rows, panels>(rows)
+                                          : Kernel<BFloat16>{};
+    default:
+      break;
+  }
+  if (w.codes == LowBitCodes::E4M3 && block == 128) {
+    return multiply_lines_of<E4M3, Scaling::Blocks, panels, 128>(rows);
+  }
+  if (w.codes == LowBitCodes::E2M1 && block == 32) {
+    return multiply_lines_of<E2M1, Scaling::Blocks, panels, 32>(rows);
+  }
+  if (w.codes == LowBitCodes::Int4) {
+    return block == 32 ? multiply_lines_of<Int4, Scaling::Blocks, panels, 32>(rows)
+                       : multiply_lines_of<Int4, Scaling::Blocks, panels, 128>(rows);
+  }
+  return {};
+}
+
+// ---- into a panel --------------------------------------------------------------------------
+
+template <typename Codes, bool panels>
+bool pack_lines_16(
+    const LowBitView& w, int64_t expert, int64_t row, int64_t k0, int64_t depth, BFloat16* panel) {
+  constexpr int64_t kElements = 32 / Codes::kBits;
+  constexpr int64_t kWords = kElements / 2;
+  Codes codes;
+  LineScales scales;
+  scales.begin(w, expert, row);
+  const uint8_t* lines = w.at(expert, row, 0);
+  const int64_t end = (k0 + depth) / kElements;
+  for (int64_t d0 = k0 / kElements; d0 < end; d0 += kStretch) {
+    const int64_t here = std::min(kStretch, end - d0);
+    __m512i raw[16];
+    if constexpr (panels) {
+      for (const auto i : c10::irange(here)) {
+        raw[i] = _mm512_loadu_si512(lines + (d0 + i) * 64);
+      }
+    } else if (here == kStretch) {
+      transpose_lines<true>(lines + d0 * 4, w.row_bytes, 64, raw);
+    } else {
+      transpose_lines<false>(lines + d0 * 4, w.row_bytes, here * 4, raw);
+    }
+    __m512i minus = _mm512_setzero_si512();
+    for (const auto i : c10::irange(here)) {
+      if constexpr (std::is_same_v<Codes, FoldedE4M3>) {
+        if (i % 8 == 0) {
+          minus = scales.minus((d0 + i) / 8);
+        }
+      }
+      __m512i words[kWords];
+      codes.template decode<panels>(raw[i], minus, words);
+      BFloat16* to = panel + ((d0 + i) * kElements - k0) * kPanelCols;
+      for (const auto j : c10::irange(kWords)) {
+        _mm512_storeu_si512(to + 2 * j * kPanelCols, words[j]);
+      }
+    }
+  }
+  return !codes.is_rare() && !scales.is_rare();
+}
+
+template <bool panels>
+auto find_pack(const LowBitView& w) {
+    switch (w.codes) {
+    case LowBitCodes::E4M3:
+      return w.scaling == Scaling::Folded ? &pack_lines_16<FoldedE4M3, panels>
+                                          : &pack_lines_16<E4M3, panels>;
+    case LowBitCodes::Int8:
+      return &pack_lines_16<Int8, panels>;
+    case LowBitCodes::E2M1:
+      return &pack_lines_16<E2M1, panels>;
+    default:
+      return &pack_lines_16<Int4, panels>;
+  }
+}
+
+// ---- int8 rows --------------------------------------------------------------------------------
+
+// Twice the weights plus 12, by code: 0 to 24.
+inline __m512i shifted_weights() {
+  return _mm512_broadcast_i32x4(
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+}
+
+template <bool panels, int M, int Q>
+bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* const* x) {
+  const int64_t depth = groups[0].w->depth, total = depth / 8;
+  const __m512i table = shifted_weights(), low_bits = _mm512_set1_epi8(15);
+  LineScales scales[Q];
+  const uint8_t* lines[Q];
+  __m512 sums[Q][M];
+  const int32_t* codes[M];
+  const float* row_scales[M];
+  const int32_t* corrections[M];
+  MOE_UNROLL
+  for (int q = 0; q < Q; ++q) {
+    scales[q].begin(*groups[q].w, expert, groups[q].row);
+    lines[q] = groups[q].w->at(expert, groups[q].row, 0);
+    MOE_UNROLL
+    for (int r = 0; r < M; ++r) {
+      sums[q][r] = _mm512_setzero_ps();
+    }
+  }
+  MOE_UNROLL
+  for (int r = 0; r < M; ++r) {
+    void* record = const_cast<void*>(x[r]);
+    codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record));
+    row_scales[r] = Int8Row::scales(record, depth);
+    corrections[r] = Int8Row::corrections(record, depth);
+  }
+  const auto stretch = [&](int64_t d0, auto whole) MOE_INLINE {
+    __m512i raw[Q][16];
+    if constexpr (!panels) {
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        prefetch(lines[q] + groups[q].ahead + d0 * 64);
+        transpose_lines<decltype(whole)::value>(
+            lines[q] + d0 * 4, groups[q].w->row_bytes, (whole ? kStretch : total - d0) * 4,
+            raw[q]);
+      }
+    }
+    MOE_UNROLL
+    for (int64_t piece = 0; piece < kStretch; piece += 4) {
+      if (!whole && d0 + piece >= total) {
+        break;
+      }
+      const int64_t block = (d0 + piece) / 4;
+      __m512i products[Q][M];
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        MOE_UNROLL
+        for (int r = 0; r < M; ++r) {
+          products[q][r] = _mm512_set1_epi32(corrections[r][block]);
+        }
+      }
+      MOE_UNROLL
+      for (int64_t i = piece; i < piece + 4; ++i) {
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          __m512i v;
+          if constexpr (panels) {
+            const uint8_t* from = lines[q] + (d0 + i) * 64;
+            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+            v = _mm512_loadu_si512(from);
+          } else {
+            v = raw[q][i];
+          }
+          const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(v, low_bits));
+          const __m512i odd =
+              _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), low_bits));
+          MOE_UNROLL
+          for (int r = 0; r < M; ++r) {
+            const int32_t* at = codes[r] + 2 * (d0 + i);
+            products[q][r] =
+                _mm512_dpbusd_epi32(products[q][r], even, _mm512_set1_epi32(at[0]));
+            products[q][r] = _mm512_dpbusd_epi32(products[q][r], odd, _mm512_set1_epi32(at[1]));
+          }
+        }
+      }
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        const __m512 scale = scales[q].values(block);
+        MOE_UNROLL
+        for (int r = 0; r < M; ++r) {
+          sums[q][r] = _mm512_fmadd_ps(
+              _mm512_mul_ps(_mm512_cvtepi32_ps(products[q][r]), scale),
+              _mm512_set1_ps(row_scales[r][block]), sums[q][r]);
+        }
+      }
+    }
+  };
+  int64_t d0 = 0;
+  for (; d0 + kStretch <= total; d0 += kStretch) {
+    stretch(d0, std::true_type());
+  }
+  if (d0 < total) {
+    stretch(d0, std::false_type());
+  }
+  bool is_rare = false;
+  for (int q = 0; q < Q; ++q) {
+    for (int r = 0; r < M; ++r) {
+      _mm512_storeu_ps(groups[q].c + r * kPanelCols, sums[q][r]);
+    }
+    is_rare = is_rare || scales[q].is_rare();
+  }
+  return !is_rare;
+}
+
+template <bool panels>
+Kernel<void> find_multiply_int8(int64_t rows) {
+  return rows == 1 ? Kernel<void>{&multiply_int8_lines<panels, 1, 4>, 4}
+      : rows == 2  ? Kernel<void>{&multiply_int8_lines<panels, 2, 2>, 2}
+      : rows == 4  ? Kernel<void>{&multiply_int8_lines<panels, 4, 2>, 2}
+                   : Kernel<void>{&multiply_int8_lines<panels, 8, 1>, 1};
+}
+
+// find(rows) is a Kernel: runs it for all rows, 8, 4, 2 or 1 at a time, and all groups.
+template <typename Row, typename FindFn>
+bool multiply_groups(
+    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const Row* const* lines,
+    const FindFn& find) {
+  for (int64_t r0 = 0; r0 < rows; r0 += 8) {
+    const int64_t count = std::min<int64_t>(8, rows - r0);
+    const int64_t padded = count <= 2 ? count : count <= 4 ? 4 : 8;
+    const Row* here[8];
+    for (const auto r : c10::irange(padded)) {
+      here[r] = lines[r0 + std::min(r, count - 1)];
+    }
+    const Kernel<Row> kernel = find(padded);
+    if (kernel.run == nullptr) {
+      return false;
+    }
+    for (size_t g = 0; g < groups.size(); g += kernel.groups) {
+      alignas(64) float sums[4][8 * kPanelCols];
+      LineGroup some[4];
+      for (int q = 0; q < kernel.groups; ++q) {
+        some[q] = groups[std::min(g + q, groups.size() - 1)];
+        some[q].c = padded == count ? some[q].c + r0 * kPanelCols : sums[q];
+      }
+      if (!kernel.run(some, expert, here)) {
+        return false;
+      }
+      for (int q = 0; padded != count && q < kernel.groups; ++q) {
+        float* c = groups[std::min(g + q, groups.size() - 1)].c + r0 * kPanelCols;
+        for (const auto r : c10::irange(count)) {
+          std::copy_n(sums[q] + r * kPanelCols, kPanelLines, c + r * kPanelCols);
+        }
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace low_bit
+
+struct FastLowBit {
+  // More rows than this are worth a packed panel.
+  static constexpr int64_t kRows = 8;
+
+  // Its order of addition is the one of few rows.
+  template <typename Micro>
+  static constexpr bool multiplies() {
+    return std::is_same_v<Micro, VecGemm<BFloat16, DotProducts>>;
+  }
+
+  static bool is_available() {
+    static const bool found = has_instructions("avx512_vbmi") &&
+        has_instructions("avx512_bf16") && has_instructions("avx512_vnni");
+    return found;
+  }
+
+  // Whether lines can be read 16 at a time, and by double words.
+  static bool is_regular(const LowBitView& w, int64_t row, int64_t count) {
+    return row % kPanelLines == 0 && count % kPanelLines == 0 &&
+        w.depth % (w.scaling == Scaling::Rows ? 8 : 32) == 0;
+  }
+
+  // False, here and below: nothing that counts has been written. The groups are of one
+  // format.
+  using LineGroup = low_bit::LineGroup;
+
+  static bool multiply(
+      const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
+      const BFloat16* const* lines) {
+    const LowBitView& w = *groups[0].w;
+    return low_bit::multiply_groups(groups, expert, rows, lines, [&](int64_t m) {
+      return w.panels ? low_bit::find_multiply<true>(w, m) : low_bit::find_multiply<false>(w, m);
+    });
+  }
+
+  template <typename operand_t>
+  static bool multiply_int8(
+      const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
+      const operand_t* const* lines) {
+    const bool panels = groups[0].w->panels;
+    return low_bit::multiply_groups(
+        groups, expert, rows, reinterpret_cast<const void* const*>(lines), [&](int64_t m) {
+          return panels ? low_bit::find_multiply_int8<true>(m)
+                        : low_bit::find_multiply_int8<false>(m);
+        });
+  }
+
+  static bool pack(
+      const LowBitView& w, int64_t expert, int64_t row, int64_t count, int64_t k0, int64_t depth,
+      BFloat16* panel) {
+    if (!is_regular(w, row, count) || k0 % 32 != 0 || depth % 8 != 0 ||
+        (w.scaling == Scaling::Folded && w.scale.block_cols != 32)) {
+      return false;
+    }
+    const auto fn = w.panels ? low_bit::find_pack<true>(w) : low_bit::find_pack<false>(w);
+    for (int64_t n = 0; n < count; n += kPanelLines) {
+      if (!fn(w, expert, row + n, k0, depth, panel + 2 * n)) {
+        return false;
+      }
+    }
+    return true;
+  }
+};
+
+}  // namespace moe_cpu
+}  // namespace CPU_CAPABILITY
+}  // namespace at::native
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif  // MOE_HAS_LOW_BIT_AVX512
