@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch._inductor import config
+from torch._inductor.kernel.moe_autotune import even_routing
 from torch._native.ops.moe import triton_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
@@ -58,10 +59,10 @@ def moe_calls(graph):
     return [call for call in graph.extern_calls if "_moe_mlp" in call]
 
 
-def emit_block(arch="sm_90", *, dynamic=False, change=None, **options):
+def emit_block(arch="sm_90", *, dynamic=False, change=None, pick=None, **options):
     """The graphs of ``block`` on operands of ``options``, which ``change`` may replace."""
     with (
-        fake_gpu.fake_gpu(arch),
+        fake_gpu.fake_gpu(arch, pick),
         FakeTensorMode(),
         torch.set_grad_enabled(options.get("grad", False)),
     ):
@@ -190,6 +191,63 @@ class TestMoeLowering(TestCase):
                 tma = matmul and arch != "sm_80" and "weight_grad" not in report.kernel
                 problems = report.problems(matrix=matmul, tma=tma)
                 self.assertEqual(problems, [], f"{report.kernel} on {arch}")
+
+    @parametrize("dynamic", [False, True])
+    def test_tiles_are_choices_of_the_autotuner(self, dynamic):
+        def tiles(graph, kernel):
+            place = graph.source.index(f"'kernel_name': '{kernel}")
+            constants = graph.source[place:].partition("'constants': ")[2]
+            return tuple(
+                re.search(rf"'BLOCK_{axis}': (\d+)", constants)[1] for axis in "MNK"
+            )
+
+        def sources(position, **patches):
+            seen = []
+
+            def pick(choices):
+                seen.append(len(choices))
+                return choices[position]
+
+            with config.patch(patches):
+                graphs = emit_block(pick=pick, dynamic=dynamic, grad=True)
+            return seen, graphs
+
+        seen, (forward, backward) = sources(
+            -1, max_autotune=True, max_autotune_gemm_backends="ATEN"
+        )
+        # up and down; act_backward, input_grad and weight_grad of either weight.
+        self.assertEqual(len(seen), 6)
+        self.assertTrue(all(n > 1 for n in seen), seen)
+        self.assertEqual(moe_calls(forward) + moe_calls(backward), [])
+        untuned, (first, first_backward) = sources(-1)
+        self.assertEqual(untuned, [])
+        for kernel in ("up_kernel", "grouped_mm_kernel"):
+            self.assertNotEqual(tiles(forward, kernel), tiles(first, kernel))
+        for kernel in ("act_backward", "weight_grad", "grouped_mm"):
+            self.assertNotEqual(
+                tiles(backward, kernel), tiles(first_backward, kernel), kernel
+            )
+        # Nothing of the candidates is left in the graph.
+        self.assertEqual(
+            [re.sub(r"_\d+$", "", n) for n in sorted(forward.launches)],
+            [re.sub(r"_\d+$", "", n) for n in sorted(first.launches)],
+        )
+
+    def test_operands_of_the_autotuner_are_a_routing(self):
+        for T, K, R, E in (
+            (10, 2, 20, 4),
+            (10, 2, 32, 3),
+            (10, 2, 15, 4),
+            (0, 2, 0, 4),
+        ):
+            offs, row_slots, slot_rows = even_routing(T, K, R, E, torch.device("cpu"))
+            used = min(T * K, R)
+            self.assertEqual(offs[-1].item(), used)
+            self.assertLessEqual(offs.diff().max() - offs.diff().min(), 1)
+            for row, slot in enumerate(row_slots[:used].tolist()):
+                self.assertEqual(slot_rows.flatten()[slot].item(), row)
+            self.assertTrue((row_slots[used:] == -1).all())
+            self.assertEqual((slot_rows >= 0).sum().item(), used)
 
     def test_a_context_that_chooses_keeps_the_op(self):
         with (

@@ -15,9 +15,10 @@ import re
 import tempfile
 import zipfile
 
+from fake_aoti import fake_aoti
+
 import torch
 import torch.nn.functional as F
-from fake_aoti import fake_aoti
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_utils import run_tests, TestCase
 

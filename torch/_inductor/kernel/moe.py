@@ -12,6 +12,7 @@ says why; ``config.triton.moe_kernels = False`` keeps all of them.
 
 import dataclasses
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from torch._inductor.ir import (
     Pointwise,
     TensorBox,
 )
+from torch._inductor.kernel.moe_autotune import TileChooser, tune
 from torch._inductor.lowering import fallback_handler, ops, register_lowering
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -137,18 +139,19 @@ def _is_addressable(x: torch.Tensor) -> bool:
     return some and bool(x.storage_offset() * x.element_size() % _ALIGNMENT == 0)
 
 
-def _plan(device: torch.device) -> "LaunchPlan":
+def _plan(device: torch.device) -> "tuple[LaunchPlan, TileChooser]":
     from torch._native.ops.moe import triton_impl
     from torch.library import wrap_triton
 
-    return dataclasses.replace(
+    chooser = TileChooser()
+    plan = dataclasses.replace(
         triton_impl._plan(device.index or 0),
-        # Choosing by measurement would launch.
-        autotuner=None,
+        autotuner=chooser,  # pyrefly: ignore[bad-argument-type]
         kernel=wrap_triton,
         hint=_hint,
         is_addressable=_is_addressable,
     )
+    return plan, chooser
 
 
 def _trace(
@@ -207,6 +210,14 @@ def _sum_of_rows(routed: TensorBox, slot_rows: TensorBox) -> TensorBox:
         inner_fn=inner,
         ranges=[num_tokens, dim],
     )
+
+
+def _cache_name(op: str, act: Any, options: Any, operands: Sequence[Any]) -> str:
+    """For the autotuner's cache, which knows sizes and strides: what else the kernels are of."""
+    present = "".join("01"[node is not None] for node in operands)
+    dtype = operands[0].get_dtype()
+    text = f"{op}_{dtype}_{present}_{options}_{dataclasses.astuple(act)}"
+    return re.sub(r"\W+", "_", text)
 
 
 # --- the lowerings ---------------------------------------------------------------------------
@@ -271,7 +282,7 @@ def _moe_mlp(
 
     from torch._native.ops.moe.triton_kernels import launch
 
-    plan = _plan(input.get_device())
+    plan, chooser = _plan(input.get_device())
     act = launch.Activation(*options.values())
 
     def forward(*tensors):
@@ -279,6 +290,8 @@ def _moe_mlp(
             plan, *tensors, act=act, compute_preact=compute_preact, combine=False
         )
 
+    name = _cache_name("moe_mlp", act, compute_preact, operands)
+    tune(name, chooser, [lambda *t: forward(*t)[0]], operands, first=0)
     output, preact = _trace(forward, operands)
     if slot_rows is not None:
         output = _sum_of_rows(output, operands[6])
@@ -321,20 +334,29 @@ def _moe_mlp_backward(
 
     from torch._native.ops.moe.triton_kernels import launch
 
-    plan = _plan(grad_out.get_device())
+    plan, chooser = _plan(grad_out.get_device())
     act = launch.Activation(*options.values())
 
-    def backward(grad_out, *tensors):
+    def backward(grad_out, *tensors, mask=tuple(output_mask)):
         return launch.moe_mlp_backward(
             plan,
             grad_out,
             *tensors,
-            output_mask=tuple(output_mask),
+            output_mask=mask,
             act=act,
             combine=False,
         )
 
-    grads = list(_trace(backward, [grad_out, *operands, preact]))
+    def one_gradient(i):
+        mask = tuple(j == i for j in range(len(output_mask)))
+        return lambda *tensors: backward(*tensors, mask=mask)[i]
+
+    nodes = [grad_out, *operands, preact]
+    name = _cache_name("moe_mlp_backward", act, tuple(output_mask), operands)
+    # Those with a matmul: of the input and the weights.
+    stages = [one_gradient(i) for i in (0, 1, 2, 6) if output_mask[i]]
+    tune(name, chooser, stages, nodes, first=1)
+    grads = list(_trace(backward, nodes))
     slot_rows = operands[6]
     if output_mask[0] and slot_rows is not None:
         grads[0] = _sum_of_rows(grads[0], slot_rows)
