@@ -181,6 +181,17 @@ class TestQuota(TestCase):
         counts = token_counts(drifted(loads, 0.3, 0))
         self.assertLess(num_calls(lambda: plan_step(counts, placement)), 11_000)
 
+    @parametrize("per_node", [8, 16, 64])
+    def test_effort_with_skewed_loads_is_bounded(self, per_node):
+        # 64 ranks in one domain, placed without a load: the most work that was found.
+        topology = Topology(64 // per_node, per_node, 6)
+        for seed in range(3):
+            loads = expert_loads("zipf_1", 256, seed)
+            placement = plan(torch.ones(256), topology, num_replicas=320)
+            counts = token_counts(drifted(loads, 0.3, seed))
+            calls = num_calls(lambda: plan_step(counts, placement))
+            self.assertLess(calls, 25_000)
+
     @parametrize(
         "counts",
         [

@@ -140,12 +140,14 @@ def plan_step(
             for e, share in zip(experts, local):
                 start[e].update(share)
         best = _borrow(start, placement, free, min_tokens_per_replica, width)
-    if best is None or max(map(_sum, best)) > bound * _GOOD_ENOUGH:
+    heaviest = None if best is None else max(map(_sum, best))
+    if heaviest is None or (per_node < ranks and heaviest > bound * _GOOD_ENOUGH):
         # Where slots are scarce, level the ranks whatever that makes of the nodes.
         start = _balance(amounts, hosts, ranks)
-        other = _borrow(start, placement, free, min_tokens_per_replica, width)
-        if best is None or max(map(_sum, other)) < max(map(_sum, best)):
-            best = other
+        other = _borrow(start, placement, free, min_tokens_per_replica, width, heaviest)
+        best = best if other is None else other
+    if best is None:
+        raise AssertionError("without a bound there is always a plan")
     return _to_step_plan(best, placement)
 
 
@@ -248,7 +250,8 @@ def _borrow(
     free: list[int],
     min_tokens: int,
     width: int,
-) -> list[dict[int, int]]:
+    below: int | None = None,
+) -> list[dict[int, int]] | None:
     """Tokens by expert on each rank after borrowing, heaviest rank as light as found.
 
     Nodes are independent. The node that starts with the heaviest rank is searched first;
@@ -259,6 +262,7 @@ def _borrow(
         free (list[int]): free slots of each rank.
         min_tokens (int): fewest to borrow an expert for.
         width (int): the search for a cap ends at this width.
+        below (int, optional): None is returned unless the heaviest rank is lighter.
     """
     held: list[dict[int, int]] = [{} for _ in free]
     for e, share in enumerate(start):
@@ -274,20 +278,39 @@ def _borrow(
         low = max(reached, -(-sum(loads[node]) // per_node))
         if not any(free[node]) or heaviest <= low:
             reached = max(reached, heaviest)
-            continue
-        # The best cap is often the lower bound: try there first.
-        high, cap = heaviest, min(heaviest - 1, low + width)
-        while low < high:
-            trial = _export(rows, free[node], cap, min_tokens)
-            if trial is None:
-                low = cap + 1
-            else:
-                held[node], high = trial, cap
-            if high - low < width:
-                break
-            cap = (low + high) // 2
-        reached = max(reached, high)
+        else:
+            most = heaviest if below is None else min(heaviest, below)
+
+            def trial(cap: int) -> list[dict[int, int]] | None:
+                return _export(rows, free[node], cap, min_tokens)
+
+            found, high = _least_cap(trial, low, most, width)
+            held[node] = rows if found is None else found
+            reached = max(reached, heaviest if found is None else high)
+        if below is not None and reached >= below:
+            return None
     return held
+
+
+def _least_cap(
+    trial: Callable[[int], list[dict[int, int]] | None], low: int, most: int, width: int
+) -> tuple[list[dict[int, int]] | None, int]:
+    """The trial at the least cap in ``[low, most)`` that has one, up to ``width``.
+
+    The best cap is often the lower bound, and seldom far from it: caps are tried from
+    there on in growing steps, and then halved.
+    """
+    found, high, step = None, most, width
+    while low < high:
+        cap = (low + high) // 2 if found else min(low + step, high - 1)
+        new = trial(cap)
+        if new is None:
+            low, step = cap + 1, 4 * step
+        else:
+            found, high = new, cap
+        if found and high - low < width:
+            break
+    return found, high
 
 
 def _level(amount: int, levels: list[int]) -> list[int]:
@@ -349,6 +372,7 @@ def _export_in_node(
     held = [dict(row) for row in start]
     free = list(free)
     room = [cap - sum(row.values()) for row in held]
+    roomy = [r for r, space in enumerate(room) if space > 0]
     for source in sorted(range(len(held)), key=room.__getitem__):
         if room[source] >= 0:
             break
@@ -357,8 +381,8 @@ def _export_in_node(
                 least = min(min_tokens, tokens)
                 hosts = [
                     r
-                    for r, space in enumerate(room)
-                    if space > 0 and (e in held[r] or (free[r] and space >= least))
+                    for r in roomy
+                    if e in held[r] or (free[r] and room[r] >= least)
                 ]
                 if not hosts:
                     break
@@ -371,12 +395,16 @@ def _export_in_node(
                 held[target][e] += amount
                 held[source][e] -= amount
                 room[target] -= amount
+                if not room[target]:
+                    roomy.remove(target)
                 room[source] += amount
                 tokens -= amount
             if room[source] >= 0:
                 break
         if room[source] < 0:
             return None
+        if room[source] > 0:  # gave more than it had to, for min_tokens
+            roomy.append(source)
     return held
 
 
