@@ -4,8 +4,8 @@
 
 Two hosts of two gloo ranks each, in two network namespaces of this machine (or two loopback
 addresses where those are not permitted). One MoE layer per row: bytes on the wire beside the
-fewest that would do, seconds of a step and of its parts, the alpha-beta prediction of the
-collectives beside what they took, before and after placement of the experts, bfloat16 and FP8
+fewest that would do, seconds of a step and of its parts, what the cost model
+predicts for the collectives beside what they took, before and after placement of the experts, bfloat16 and FP8
 rows, flat and hierarchical switch. Then, without ranks, the balance that placement reaches on
 bigger machines, and what chunks of tokens could hide. Prints tables; writes ep.json.
 """
@@ -22,11 +22,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed._moe.placement import Placement, Topology
 from torch.distributed._moe.planner import plan
-from torch.distributed._moe.schedule import (
-    OverlapSchedule,
-    PartSeconds,
-    simulated_seconds,
-)
+from torch.distributed._tools.moe_cost_model import choose_chunks
 from torch.testing._internal.moe_generators import recorded_routing
 
 
@@ -125,22 +121,6 @@ def placements(seeds: int) -> list[dict[str, object]]:
     return rows
 
 
-def overlapped_seconds(
-    chunks: int, dispatch: float, experts: float, combine: float, alpha: float
-) -> float:
-    """Seconds of a forward under OverlapSchedule, on one link and one compute unit.
-
-    Chunks divide the parts evenly and each costs ``alpha`` more in both directions.
-    """
-    extra = alpha if chunks > 1 else 0.0
-    parts = PartSeconds(
-        dispatch=(dispatch / chunks + extra,) * chunks,
-        experts=(experts / chunks,) * chunks,
-        combine=(combine / chunks + extra,) * chunks,
-    )
-    return simulated_seconds(OverlapSchedule(chunks), parts)
-
-
 def overlaps(measured: dict) -> list[dict[str, object]]:
     """Simulated forward of the recorded routing in chunks, from the parts as measured."""
     rows = []
@@ -155,14 +135,21 @@ def overlaps(measured: dict) -> list[dict[str, object]]:
         switch = case["switch_seconds"][0]
         there = total(case, "rows", "scales", "ids", "weights", "sizes")
         share = there / (there + total(case, "returned"))
-        alpha = sum(measured["links"][level]["alpha"] for level in case["levels"])
-        parts = (switch * share, experts, switch * (1 - share), alpha)
-        times = {n: overlapped_seconds(n, *parts) for n in CHUNKS}
+        start = sum(measured["links"][level]["start"] for level in case["levels"])
+        whole = (switch * share, experts, switch * (1 - share))
+
+        def parts(n: int) -> tuple[float, float, float]:
+            # Even parts; each chunk starts its exchanges once more.
+            more = start if n > 1 else 0.0
+            dispatch, work, combine = (seconds / n for seconds in whole)
+            return dispatch + more, work, combine + more
+
+        times = {n: t for t, n in choose_chunks(parts, candidates=CHUNKS)}
         rows.append(
             {
                 "switch": case["switch"],
                 "dim": case["dim"],
-                "forward_seconds": {str(n): t for n, t in times.items()},
+                "forward_seconds": {str(n): times[n] for n in CHUNKS},
                 "gain": times[1] / min(times.values()),
                 "bound": (switch + experts) / max(switch, experts),
             }
@@ -209,7 +196,7 @@ def show_all(result: dict) -> None:
             "fwd + bwd": lambda r: spread_text(r["step_seconds"], 1e3),
             "switch, fwd": lambda r: 1e3 * r["switch_seconds"][0],
             "collectives": lambda r: 1e3 * sum(r["wire_seconds"].values()),
-            "alpha-beta": lambda r: 1e3 * sum(r["predicted_seconds"].values()),
+            "predicted": lambda r: 1e3 * sum(r["predicted_seconds"].values()),
             "imbalance": "imbalance",
         },
     )
@@ -218,12 +205,12 @@ def show_all(result: dict) -> None:
         row = next(r for r in result["cases"] if level in r["levels"])
         links.append({"level": level, **link, **row})
     show(
-        "Levels: all-to-all of n bytes a rank takes alpha + beta n; recorded routing, bfloat16",
+        "Levels: start and rate of an all-to-all; recorded routing, bfloat16",
         links,
         {
             "level": "level",
-            "alpha us": lambda r: 1e6 * r["alpha"],
-            "1 / beta MB/s": lambda r: 1e-6 / r["beta"] if r["beta"] else "-",
+            "start us": lambda r: 1e6 * r["start"],
+            "MB/s": lambda r: 1e-6 * r["rate"],
             "measured ms": lambda r: 1e3 * r["wire_seconds"][r["level"]],
             "predicted ms": lambda r: 1e3 * r["predicted_seconds"][r["level"]],
         },

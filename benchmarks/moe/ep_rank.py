@@ -19,7 +19,6 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe.exchange import count_wire_bytes, Exchange
@@ -30,6 +29,8 @@ from torch.distributed._moe.switch import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
+from torch.distributed._tools.moe_calibration import measure_links
+from torch.distributed._tools.moe_cost_model import link_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.testing._internal.moe_generators import MoeCase, recorded_routing
@@ -245,45 +246,14 @@ def max_over_ranks(values: list[float]) -> list[float]:
     return largest.tolist()
 
 
-def fit_links(mesh: DeviceMesh, rounds: int) -> dict[str, dict[str, object]]:
-    """Seconds of an all-to-all at each level as alpha + beta * bytes a rank sends to others.
-
-    Alpha and beta minimise the squared relative error over sizes from 256 bytes to 4 MiB.
-    """
+def fit_links(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
+    """Start of an all-to-all and bytes/s a rank sends to others, at each level."""
     groups = {"flat": dist.group.WORLD, "node": mesh.get_group(0)}
     groups["local"] = mesh.get_group(1)
-    sizes = [2**k for k in range(8, 23, 2)]
-    functions = {}
-    for level, group in groups.items():
-        ranks = dist.get_world_size(group)
-        for size in sizes:
-            each = size // (ranks - 1)
-            send = torch.zeros(ranks * each, dtype=torch.uint8)
-
-            # As the switches call it: sizes for every rank, a new tensor for the result.
-            def run(send=send, splits=[each] * ranks, group=group) -> None:
-                funcol.wait_tensor(
-                    funcol.all_to_all_single(send, splits, splits, group)
-                )
-
-            functions[level, size] = run
-    seconds = interleaved_seconds(
-        functions, rounds=rounds, warmup=2, before=lambda: dist.barrier()
-    )
     links = {}
-    for level in groups:
-        times = [median(seconds[level, size]) for size in sizes]
-        times = max_over_ranks(times)
-        t = torch.tensor(times, dtype=torch.float64)
-        n = torch.tensor(sizes, dtype=torch.float64)
-        a = torch.stack([1 / t, n / t], dim=1)
-        alpha, beta = torch.linalg.lstsq(a, torch.ones_like(t)[:, None]).solution[:, 0]
-        links[level] = {
-            "alpha": max(alpha.item(), 0.0),
-            "beta": max(beta.item(), 0.0),
-            "bytes": sizes,
-            "seconds": times,
-        }
+    for level, group in groups.items():
+        start, rate = measure_links(group, [2**k for k in range(8, 23, 2)])
+        links[level] = {"start": start, "rate": rate}
     return links
 
 
@@ -379,10 +349,14 @@ def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
 
 
 def predicted_seconds(links: dict, levels: dict) -> dict[str, float]:
-    """Alpha per collective plus beta per byte of the rank that sends most, by level."""
+    """Of the collectives of the rank that sends most, by level."""
     return {
-        level: seen["messages"] * links[level]["alpha"]
-        + seen["heaviest_rank"] * links[level]["beta"]
+        level: link_seconds(
+            links[level]["start"],
+            links[level]["rate"],
+            seen["heaviest_rank"],
+            seen["messages"],
+        )
         for level, seen in levels.items()
     }
 
@@ -402,7 +376,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     shape = (arguments.hosts, dist.get_world_size() // arguments.hosts)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
-    links = fit_links(mesh, 3 * arguments.rounds)
+    links = fit_links(mesh)
     layers = [
         Layer(case, mesh, arguments.tokens, arguments.hidden)
         for case in cases(arguments.dim, arguments.small_dim)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import Profile
+from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_layer, cpu_rate
 
 from measure import end_rank, provenance, write_json
 
@@ -68,7 +69,7 @@ def predicted_seconds(p: Profile, row: Row, hit: float) -> float:
     """The model's answer for a row of cpu_ops.py."""
     assert p.cpu is not None
     dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[row.dtype]
-    return row.layers * cost.cpu_experts(
+    return row.layers * cpu_experts(
         p.cpu, *row.shape.sizes().values(), hit=hit, dtype=dtype,
         pass_="fwd+bwd" if row.backward else "fwd", transposed=row.shape.gpt_oss,
     )  # fmt: skip
@@ -142,8 +143,9 @@ def cpu_shares(p: Profile, row: dict) -> dict[str, float]:
     c = p.cpu
     rows, hit = row["T"] * row["K"], cost.hit_experts(row["E"], row["T"] * row["K"])
     m = rows / hit
-    rate = c.rate16 * m / (m + c.half_rows)
-    compute = 6 * rows * row["F"] * D * (1 / rate + 2 / rate / c.backward)
+    rate = cpu_rate(c, m)
+    inverse = 1 / rate + 1 / cpu_rate(c, m, in_order=True) + 1 / c.rate16 / c.wgrad
+    compute = 6 * rows * row["F"] * D * inverse
     return {"compute": min(1.0, 1e3 * compute / row["model_ms"]),
             "memory": max(0.0, 1 - 1e3 * compute / row["model_ms"])}  # fmt: skip
 
@@ -235,15 +237,7 @@ def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
             times.append(tick() - start)
         slowest = torch.tensor(statistics.median(times[2:]), dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        # Half of the slots of both ranks are here; the exchange of counts, ids and weights
-        # is one more start each way.
-        compute = cost.cpu_experts(p.cpu, tokens, D, f, e // 2, k)
-        comm = sum(
-            cost.all_to_all(p, tokens, D, k, 2, algorithm="hierarchical", combine=back)
-            for back in (False, True)
-        )
-        moved = cost.wire_bytes(tokens, D, k, 2, 2)["flat"] * 2 * 3 / p.cpu.memory
-        model = compute + comm + 3 * p.constants.fast_us * 1e-6 + moved
+        model = cpu_layer(p, tokens, D, f, e, k, 2)
         rows.append({"T": tokens, "F": f, "E": e, "K": k, "ms": 1e3 * slowest.item(),
                      "model_ms": 1e3 * model, "error": model / slowest.item() - 1})  # fmt: skip
     if rank == 0:

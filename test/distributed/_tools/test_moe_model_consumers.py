@@ -2,27 +2,39 @@
 
 """Who asks the cost model gets its numbers, and no others."""
 
+import json
+import pathlib
+import statistics
+import unittest
 from unittest import mock
 
 import torch
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import (
     calibrate,
+    Constants,
     cpu_call,
     CpuConstants,
     CpuRow,
     fit_cpu,
+    measure_exchange,
     measure_kernels,
     measure_links,
     Profile,
     profile,
 )
+from torch.distributed._tools.moe_cpu_model import cpu_experts
 from torch.distributed._tools.moe_estimator import inductor_estimate
 from torch.distributed._tools.moe_planner import overlap_schedule, select_recipe
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
 
 
 class TestSchedule(TestCase):
@@ -99,7 +111,7 @@ class TestCalibrate(TestCase):
         hit = [cost.hit_experts(r.E, r.T * r.K) for r in CPU_ROWS]
 
         def seconds(c, r, h):
-            return cost.cpu_experts(
+            return cpu_experts(
                 c, *r[:5], hit=h, dtype=r.dtype, pass_=r.pass_, transposed=r.transposed
             )
 
@@ -138,6 +150,62 @@ class TestCalibrate(TestCase):
         self.assertGreater(got.mma16, 0)
 
 
+RESULTS = pathlib.Path(__file__).resolve().parents[3] / "benchmarks/moe/results"
+
+
+def recorded(path):
+    """Rows of cpu_ops.py as calls: shapes, experts with rows, seconds of a layer."""
+    calls, hit, seconds = [], [], []
+    for row in json.loads(path.read_text())["rows"]:
+        calls.append(
+            CpuRow(
+                *row["shape"].values(),
+                {"bfloat16": "bf16", "float32": "fp32"}[row["dtype"]],
+                "fwd" if row["pass"] == "forward" else "fwd+bwd",
+                transposed="gpt_oss" in row["id"],
+            )
+        )
+        hit.append(row["bound"]["hit_experts"])
+        ms = row["forms"]["moe_mlp"]["milliseconds"]["median"]
+        seconds.append(1e-3 * ms / row["layers"])
+    return calls, hit, seconds
+
+
+def median_error(c, rows, hit, seconds):
+    return statistics.median(
+        abs(
+            cpu_experts(
+                c, *r[:5], hit=h, dtype=r.dtype, pass_=r.pass_, transposed=r.transposed
+            ) / t - 1
+        )
+        for r, h, t in zip(rows, hit, seconds)
+    )  # fmt: skip
+
+
+@unittest.skipUnless(RESULTS.exists(), f"needs {RESULTS}, which does not land")
+class TestOtherMachines(TestCase):
+    """The structure of the CPU model, on measurements of CPUs that are not at hand."""
+
+    @parametrize("name", ["cpu_ops", "cpu_ops_zen4", "cpu_ops_zen5"])
+    def test_refit(self, name):
+        rows = recorded(RESULTS / f"{name}.json")
+        self.assertLess(median_error(fit_cpu(*rows), *rows), 0.08)
+
+    def test_held_out_half(self):
+        calls, hit, seconds = recorded(RESULTS / "cpu_ops_zen5.json")
+        found = fit_cpu(calls[::2], hit[::2], seconds[::2])
+        others = calls[1::2], hit[1::2], seconds[1::2]
+        self.assertLess(median_error(found, *others), 0.14)
+
+    def test_constants_of_another_machine_do_not_fit(self):
+        found = fit_cpu(*recorded(RESULTS / "cpu_ops_zen5.json"))
+        rows = recorded(RESULTS / "cpu_ops_zen4.json")
+        self.assertGreater(median_error(found, *rows), 0.2)
+
+
+instantiate_parametrized_tests(TestOtherMachines)
+
+
 class TestLinks(MultiThreadedTestCase):
     @property
     def world_size(self):
@@ -152,6 +220,16 @@ class TestLinks(MultiThreadedTestCase):
         start, rate = measure_links(group, [1 << 10, 1 << 16, 1 << 20])
         self.assertGreater(rate, 0)
         self.assertGreater(start, 0)
+
+    def test_exchange(self):
+        # A there-and-back is predicted from what was measured of smaller and larger ones.
+        group = torch.distributed.group.WORLD
+        p = Profile("x", profile("H100").device, Constants(), "x", CpuConstants())
+        found = measure_exchange(p, group, [(4, 32, 2, 2), (64, 64, 2, 2)])
+        self.assertGreater(found.exchange_us, 0)
+        self.assertGreater(found.copy, 0)
+        with self.assertRaisesRegex(ValueError, "must be a profile of a CPU"):
+            measure_exchange(profile("H100"), group)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import pathlib
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 import torch
-from torch.distributed._tools import moe_planner
+from torch.distributed._tools import moe_cost_model as cost, moe_planner
 from torch.distributed._tools.moe_calibration import (
     Constants,
     CpuConstants,
@@ -21,6 +22,7 @@ from torch.distributed._tools.moe_config import MODELS
 from torch.distributed._tools.moe_estimator import inference_table, Layout, memory
 from torch.distributed._tools.moe_planner import (
     FILL,
+    LIMIT_PAYS,
     main,
     plan,
     select_recipe,
@@ -93,6 +95,29 @@ class TestPlan(TestCase):
             self.assertGreaterEqual(by_name[name].other_loss, -0.005)
         self.assertLess(found.memory.total, FILL * profile("H800").device.memory)
         self.assertEqual(json.loads(json.dumps(found.to_json()))["layout"]["ep"], 64)
+
+    def test_node_limit_is_chosen_where_it_pays(self):
+        kw = {"global_batch": 8192, "dtypes": ("fp8",)}
+
+        def limit(model, gpus, **fixed):
+            found = plan(model, "H100", gpus, **kw, **fixed)
+            (choice,) = (c for c in found.choices if c.name == "node_limit")
+            self.assertEqual(choice.value, found.layout.node_limit)
+            return found, choice
+
+        # Eight nodes: a router that is trained with a limit saves a part of the step.
+        wide, choice = limit("qwen3-235b-a22b", 256, ep=64)
+        free, _ = limit("qwen3-235b-a22b", 256, ep=64, node_limit=0)
+        self.assertEqual((choice.value, choice.other), (4, 0))
+        self.assertLess(wide.step.seconds, (1 - LIMIT_PAYS) * free.step.seconds)
+        self.assertEqual(choice.other_loss, 1 - wide.step.seconds / free.step.seconds)
+        # Two nodes: nothing to limit. A limit that is given, or the model's, stays.
+        self.assertEqual(limit("qwen3-235b-a22b", 256, ep=16)[1].value, 0)
+        self.assertEqual(limit("qwen3-235b-a22b", 256, ep=64, node_limit=2)[1].value, 2)
+        self.assertIn("trained with", limit("deepseek-v3", 1024, ep=64)[1].reason)
+        # A broken one, whose exchange takes no time, finds nothing that pays.
+        with mock.patch.object(cost, "all_to_all", lambda *a, **k: 0.0):
+            self.assertEqual(limit("qwen3-235b-a22b", 256, ep=64)[1].value, 0)
 
     def test_parallel_dims(self):
         found = plan("qwen3-235b-a22b", "H100", 256, global_batch=2048)

@@ -380,9 +380,7 @@ def _export_in_node(
             while room[source] < 0 and tokens > 0:
                 least = min(min_tokens, tokens)
                 hosts = [
-                    r
-                    for r in roomy
-                    if e in held[r] or (free[r] and room[r] >= least)
+                    r for r in roomy if e in held[r] or (free[r] and room[r] >= least)
                 ]
                 if not hosts:
                     break

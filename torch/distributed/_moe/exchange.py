@@ -133,14 +133,23 @@ def empty_message(
     return torch.empty(rows, size, dtype=torch.uint8, device=device)
 
 
-def pack(parts: list[Tensor], fill: list[int] | None = None) -> Tensor:
+def pack(
+    parts: list[Tensor], fill: list[int] | None = None, index: Tensor | None = None
+) -> Tensor:
     """(N, width) tensors side by side as bytes, (N, bytes) uint8.
 
     Args:
         fill (list[int], optional): appends a row of these values, one for each part.
+        index (Tensor, optional): (M) int64 rows to pack, of those, in this order.
     """
     layout, size = _layout((p.shape[1], p.dtype) for p in parts)
     rows = parts[0].shape[0]
+    if index is not None and fill is None and not _is_traced(parts[0]):
+        out = parts[0].new_empty((index.shape[0], size), dtype=torch.uint8)
+        for part, at in zip(parts, layout, strict=True):
+            place = out.narrow(1, at.begin, at.end - at.begin).view(at.dtype)
+            torch.index_select(part.detach(), 0, index, out=place)
+        return out
     shape = (rows + (fill is not None), size)
     out = torch.empty(shape, dtype=torch.uint8, device=parts[0].device)
     for i, (part, at) in enumerate(zip(parts, layout, strict=True)):
@@ -150,7 +159,7 @@ def pack(parts: list[Tensor], fill: list[int] | None = None) -> Tensor:
         else:
             place.narrow(0, 0, rows).copy_(part)
             place.narrow(0, rows, 1).fill_(fill[i])
-    return out
+    return out if index is None else out.index_select(0, index)
 
 
 def unpack(message: Tensor, parts: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
@@ -265,26 +274,43 @@ def take(source: Tensor, index: Tensor) -> Tensor:
     return padded[torch.where(index < 0, size, index)]
 
 
-# Values up to which all terms of a sum are gathered at once: fewer kernels, more memory.
-_GATHER_AT_ONCE = 2**20
+# Values of a sum that stay in the cache of a core while its terms are added.
+_BLOCK_OF_SUMS = 2**19
 
 
 def sum_in_order(rows: Tensor, index: Tensor) -> Tensor:
-    """(T, D) sums of the ``rows`` that (T, P) ``index`` names, from 0 on, in fp32."""
+    """(T, D) sums of the ``rows`` that (T, P) ``index`` names, in order and in fp32.
+
+    The last of the ``rows`` is zeros: it stands where ``index`` is -1.
+    """
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    T, columns = index.shape
-    total = rows.new_zeros(T, rows.shape[1], dtype=wide)
-    if (
-        not torch.compiler.is_compiling()
-        and type(T) is int
-        and index.numel() * rows.shape[1] <= _GATHER_AT_ONCE
-    ):
-        for terms in take(rows, index).unbind(1):
-            total += terms
-    else:
-        for column in index.unbind(1):
-            total = total + take(rows, column)
-    return total.to(rows.dtype)
+    (T, columns), D = index.shape, rows.shape[1]
+    if not columns:
+        return rows.new_zeros(T, D)
+    index = torch.where(index < 0, rows.shape[0] - 1, index)
+
+    def summed(index: Tensor) -> Tensor:
+        first, *others = index.unbind(1)
+        total = rows.index_select(0, first).to(wide)
+        for column in others:
+            total += rows.index_select(0, column)
+        return total
+
+    if _is_traced(rows) or T * D <= _BLOCK_OF_SUMS:
+        return summed(index).to(rows.dtype)
+    out, size = rows.new_empty(T, D), max(1, _BLOCK_OF_SUMS // D)
+    for part, at in zip(out.split(size), index.split(size)):
+        part.copy_(summed(at))
+    return out
+
+
+def _is_traced(x: Tensor) -> bool:
+    """Whether operators on ``x`` are seen by a compiler, a dispatch mode or a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def _sent_by(message: Tensor, splits: Splits, num_ranks: int, me: int) -> int:
@@ -443,23 +469,26 @@ class Exchange:
             (M, D) values and (M, K) weights, views of one message, and (M, K) int64 ids
             of the experts of this rank, -1 for all others.
         """
-        # Rows of a static route that nobody uses have no expert.
-        message = pack([values, weights, idx.int()], fill=[0, 0, -1])
+        # Rows of a static route that nobody uses have no expert. Elsewhere, of an empty
+        # batch, none is sent, and what compiles needs a row to index.
+        fill = None
+        if route.is_static or torch.compiler.is_compiling():
+            fill = [0, 0, -1]
+        message = pack([values, weights, idx.int()], fill, route.send_token)
         kinds = {
             "rows": values.shape[1] * values.element_size() - scale_bytes,
             "weights": weights.shape[1] * weights.element_size(),
             "ids": idx.shape[1] * 4,
             "scales": scale_bytes,
         }
-        message = self.send(message[route.send_token], route.rows, "rows", kinds)
+        message = self.send(message, route.rows, "rows", kinds)
         parts = [(t.shape[1], t.dtype) for t in (values, weights)]
         parts.append((idx.shape[1], torch.int32))
         values, weights, ids = unpack(message, parts)
-        ids = ids - self.rank * self.local_experts
-        here = (ids >= 0) & (ids < self.local_experts)
-        ids = torch.where(here, ids, -1).long()
+        ids = ids.long() - self.rank * self.local_experts
+        ids = ids.masked_fill_(ids >= self.local_experts, -1).clamp_min_(-1)
         if find_slots and not route.is_static:
-            route.recv_slot = self._positions(here, route.num_slots)
+            route.recv_slot = self._positions(ids >= 0, route.num_slots)
         return values, weights, ids
 
     def _positions(self, here: Tensor, size: int) -> Tensor:
@@ -475,7 +504,7 @@ class Exchange:
         """(T, D) of the tokens -> (M, D) of the received rows."""
         if route.is_static or torch.compiler.is_compiling() or not x.shape[0]:
             x = torch.cat([x, x.new_zeros(1, x.shape[1])])
-        return self.send(x[route.send_token], route.rows, "rows")
+        return self.send(x.index_select(0, route.send_token), route.rows, "rows")
 
     def return_rows(
         self, route: Route, rows: Tensor, weight_grads: Tensor | None = None
@@ -489,7 +518,7 @@ class Exchange:
             (T, D) sums, and (T, K) of ``weight_grads``.
         """
         if weight_grads is None:
-            rows = self.send(rows, route.rows.flipped(), "returned")
+            rows = self.send(rows, route.rows.flipped(), "returned", spare=True)
             return sum_in_order(rows, route.row_index), None
         rows, grads = self._return_both(route.rows, rows, weight_grads)
         row, K = route.row_of_slots(), grads.shape[1]
@@ -502,9 +531,13 @@ class Exchange:
     def return_slots(
         self, route: Route, rows: Tensor, weight_grads: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """One row per received slot -> one per sent slot; ``slot_index`` names them."""
+        """One row per received slot -> one per sent slot, and one of zeros.
+
+        ``slot_index`` names them.
+        """
         if weight_grads is None:
-            return self.send(rows, route.slots.flipped(), "returned"), None
+            splits = route.slots.flipped()
+            return self.send(rows, splits, "returned", spare=True), None
         return self._return_both(route.slots, rows, weight_grads)
 
     def _return_both(
@@ -515,7 +548,8 @@ class Exchange:
             "weight_grads": weight_grads.shape[1] * weight_grads.element_size(),
         }
         message = pack([rows, weight_grads])
-        message = self.send(message, splits.flipped(), "returned", kinds)
+        splits = splits.flipped()
+        message = self.send(message, splits, "returned", kinds, spare=True)
         parts = [(t.shape[1], t.dtype) for t in (rows, weight_grads)]
         rows, weight_grads = unpack(message, parts)
         return rows, weight_grads
@@ -529,7 +563,7 @@ class Exchange:
         """(M, D) of the received rows -> one row per received slot."""
         if route.recv_slot is None:
             return rows.repeat_interleave(K, dim=0)
-        return rows[route.recv_slot // max(K, 1)]
+        return rows.index_select(0, route.recv_slot // max(K, 1))
 
     def send(
         self,
@@ -537,6 +571,8 @@ class Exchange:
         splits: Splits,
         kind: str,
         kinds: dict[str, int] | None = None,
+        *,
+        spare: bool = False,
     ) -> Tensor:
         """Rows of ``x`` to their ranks; the only place that communicates.
 
@@ -544,12 +580,15 @@ class Exchange:
             kind (str): what it is, for accounting and errors.
             kinds (dict[str, int], optional): bytes of a row by kind, where it has
                 several parts.
+            spare (bool): appends a row of zeros to what arrives.
         """
         if self.counter is not None:
             rows = _sent_by(x, splits, self.num_ranks, self.rank)
             width = x.element_size() * (x.shape[1] if x.dim() > 1 else 1)
             self.counter.add(self.level, kind, rows, kinds or {kind: width})
         try:
+            if not _is_traced(x):
+                return self._send_now(x.contiguous(), splits, spare)
             out = funcol.all_to_all_single(
                 x.contiguous(),
                 splits.recv,
@@ -557,11 +596,27 @@ class Exchange:
                 # pyrefly: ignore[bad-argument-type]
                 self.group_name,
             )
-            return funcol.wait_tensor(out)
+            out = funcol.wait_tensor(out)
+            zeros = out.new_zeros(1, *out.shape[1:]) if spare else None
+            return out if zeros is None else torch.cat([out, zeros])
         except RuntimeError as error:
             if torch.compiler.is_compiling():
                 raise
             raise RuntimeError(self._failure(kind, error)) from error
+
+    def _send_now(self, x: Tensor, splits: Splits, spare: bool) -> Tensor:
+        """Without the tensor that waits, of functional collectives.
+
+        That takes longer than a small message does, and its threads outlive the group.
+        """
+        rows = x.shape[0] if splits.recv is None else sum(splits.recv)
+        out = x.new_empty((rows + spare, *x.shape[1:]))
+        got = out
+        if spare:
+            out.narrow(0, rows, 1).zero_()
+            got = out.narrow(0, 0, rows)
+        dist.all_to_all_single(got, x, splits.recv, splits.send, group=self.group)
+        return out
 
     def _failure(self, kind: str, error: RuntimeError) -> str:
         where = f"{self.owner}: {_PHASES[kind]} failed at level {self.level!r}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
-from torch.distributed._tools.moe_cost_model import cpu_experts, gemm, stream
+from torch.distributed._tools.moe_cost_model import (
+    expert_flops,
+    gemm,
+    ITEMSIZE,
+    link_seconds,
+    stream,
+)
+from torch.distributed._tools.moe_cpu_model import cpu_exchange, cpu_experts
 
 
 if TYPE_CHECKING:
@@ -46,6 +54,7 @@ __all__ = [
     "fit",
     "fit_cpu",
     "measure_calls",
+    "measure_exchange",
     "measure_kernels",
     "measure_links",
     "profile",
@@ -228,24 +237,30 @@ class CpuConstants:
 
     Attributes:
         rate16, rate32: FLOP/s of bf16 and of float32 products with many rows.
-        half_rows: rows of an expert that reach half of the rate.
-        backward: rate of backward products against forward ones.
+        half_rows: rows of a block of an expert that reach half of the rate, where the
+            weights are turned for the product.
+        half_rows_t: the same where they lie in its order: forward of transposed ones.
+        wgrad: rate of products of the weights' gradients against the others.
         memory: B/s of weights and activations.
-        pack: B/s at which transposed weights are brought into the products' order.
         fault: B/s of memory that is touched for the first time.
         expert_us: fixed cost of an expert.
         call_us: fixed cost of a call.
+        exchange_us: fixed cost of a dispatch and its combine beside their messages:
+            routing, and the calls that make messages and sums of them.
+        copy: B/s of rows that are gathered into messages, and summed where they return.
     """
 
     rate16: float = 8e11
     rate32: float = 3e11
     half_rows: float = 12.0
-    backward: float = 0.9
+    half_rows_t: float = 12.0
+    wgrad: float = 0.9
     memory: float = 5e10
-    pack: float = 2e10
     fault: float = 4e9
     expert_us: float = 20.0
     call_us: float = 100.0
+    exchange_us: float = 500.0
+    copy: float = 5e9
 
 
 @dataclass(frozen=True, eq=False)  # a key of caches by identity
@@ -316,72 +331,28 @@ def profile(name: str) -> Profile:
 FITTED_PROVENANCE = "fitted on published rows"
 FITTED: dict[str, dict[str, float]] = {
     "hopper": {
-        "mma16": 0.8976,
-        "mma8": 0.7,
-        "memory": 0.7785,
-        "tile_start": 300.0,
-        "launch_us": 1.0,
-        "grouped16": 0.85,
-        "grouped8": 0.85,
-        "fast": 0.75,
-        "slow": 0.9852,
-        "fast_us": 32.74,
-        "slow_us": 35.48,
-        "floor_us": 12.0,
-        "setup_us": 130.5,
-        "fabric": 0.01992,
-        "unit_rate": 40280000000.0,
-        "row_bytes": 2000.0,
-        "host_us": 9786.0,
-        "exposed": 0.5252,
-        "stack": 1.395,
-        "drift": 0.1594,
+        "mma16": 0.8976, "mma8": 0.7, "memory": 0.7785, "tile_start": 300.0,
+        "launch_us": 1.0, "grouped16": 0.85, "grouped8": 0.85, "fast": 0.75, "slow": 0.9852,
+        "fast_us": 32.74, "slow_us": 35.48, "floor_us": 12.0, "setup_us": 130.5,
+        "fabric": 0.01992, "unit_rate": 40280000000.0, "row_bytes": 2000.0,
+        "host_us": 9786.0, "exposed": 0.5252, "stack": 1.395, "drift": 0.1594,
     },
     "blackwell": {
-        "mma16": 0.4547,
-        "mma8": 0.5709,
-        "memory": 0.7589,
-        "tile_start": 100.0,
-        "launch_us": 9.853,
-        "grouped16": 0.79,
-        "grouped8": 0.5524,
-        "fast": 0.75,
-        "slow": 1.0,
-        "fast_us": 14.29,
-        "slow_us": 35.0,
-        "floor_us": 16.93,
-        "setup_us": 144.2,
-        "fabric": 0.02238,
-        "unit_rate": 55170000000.0,
-        "row_bytes": 2012.0,
-        "host_us": 9786.0,
-        "exposed": 0.5252,
-        "stack": 1.196,
+        "mma16": 0.4547, "mma8": 0.5709, "memory": 0.7589, "tile_start": 100.0,
+        "launch_us": 9.853, "grouped16": 0.79, "grouped8": 0.5524, "fast": 0.75,
+        "slow": 1.0, "fast_us": 14.29, "slow_us": 35.0, "floor_us": 16.93,
+        "setup_us": 144.2, "fabric": 0.02238, "unit_rate": 55170000000.0,
+        "row_bytes": 2012.0, "host_us": 9786.0, "exposed": 0.5252, "stack": 1.196,
         "drift": 0.1594,
     },
     "cdna": {
-        "mma16": 0.7,
-        "mma8": 0.7,
-        "memory": 0.85,
-        "tile_start": 300.0,
-        "launch_us": 4.0,
-        "grouped16": 0.85,
-        "grouped8": 0.85,
-        "fast": 0.75,
-        "slow": 0.88,
-        "fast_us": 18.0,
-        "slow_us": 35.0,
-        "floor_us": 12.0,
-        "setup_us": 100.0,
-        "fabric": 0.02,
-        "unit_rate": 40000000000.0,
-        "row_bytes": 2000.0,
-        "host_us": 9786.0,
-        "exposed": 0.5252,
-        "stack": 1.395,
-        "drift": 0.1594,
+        "mma16": 0.7, "mma8": 0.7, "memory": 0.85, "tile_start": 300.0, "launch_us": 4.0,
+        "grouped16": 0.85, "grouped8": 0.85, "fast": 0.75, "slow": 0.88, "fast_us": 18.0,
+        "slow_us": 35.0, "floor_us": 12.0, "setup_us": 100.0, "fabric": 0.02,
+        "unit_rate": 40000000000.0, "row_bytes": 2000.0, "host_us": 9786.0,
+        "exposed": 0.5252, "stack": 1.395, "drift": 0.1594,
     },
-}
+}  # fmt: skip
 
 
 # Median relative error on the published rows that were held out, by level: the table of
@@ -463,7 +434,7 @@ class CpuRow(NamedTuple):
 
 # Many and few rows an expert, both dtypes, wide gradients, weights read once, transposed
 # weights: each constant is seen by two rows at least, and weights outgrow caches, as they
-# do in models. Together 75 GFLOP: two seconds on the slowest CPU that was met.
+# do in models. Together 90 GFLOP: two seconds on the slowest CPU that was met.
 CPU_ROWS = (
     CpuRow(512, 1024, 512, 8, 4),
     CpuRow(512, 1024, 512, 16, 4),
@@ -471,7 +442,9 @@ CPU_ROWS = (
     CpuRow(64, 1024, 512, 32, 4, pass_="fwd+bwd"),
     CpuRow(256, 1536, 256, 64, 4, pass_="fwd+bwd"),
     CpuRow(512, 1024, 256, 64, 8),
+    CpuRow(256, 768, 384, 32, 4),
     CpuRow(256, 1024, 512, 8, 4, pass_="fwd+bwd"),
+    CpuRow(512, 768, 512, 8, 4, pass_="fwd+bwd"),
     CpuRow(256, 1024, 512, 8, 4, "fp32"),
     CpuRow(128, 1024, 512, 8, 4, "fp32", "fwd+bwd"),
     CpuRow(1, 2048, 768, 32, 8),
@@ -550,7 +523,11 @@ def measure_calls(
 def fit_cpu(
     rows: Sequence[CpuRow], hit: Sequence[float], seconds: Sequence[float]
 ) -> CpuConstants:
-    """Constants of a CPU from measured calls."""
+    """Constants of a CPU from measured calls.
+
+    The search starts at the best rates among the calls, with few and with many rows of a
+    block that reach half of them, and with cheap and dear experts.
+    """
 
     def loss(v: dict[str, float]) -> float:
         c, total = CpuConstants(**v), 0.0
@@ -562,8 +539,31 @@ def fit_cpu(
             total += abs(math.log(got / t))
         return total
 
-    found = fit(dataclasses.asdict(CpuConstants()), loss, stiffness=lambda name: 0.02)
-    return CpuConstants(**{k: float(f"{v:.4g}") for k, v in found.items()})
+    elsewhere = ("exchange_us", "copy")  # see measure_exchange
+    start: dict[str, float] = {
+        name: value
+        for name, value in dataclasses.asdict(CpuConstants()).items()
+        if name not in elsewhere
+    }
+    flops = [
+        expert_flops(r.T * r.K, r.D, r.F, pass_=r.pass_) / t
+        for r, t in zip(rows, seconds)
+    ]
+    for name, dtype in (("rate16", "bf16"), ("rate32", "fp32")):
+        best = [f for f, r in zip(flops, rows) if r.dtype == dtype]
+        start[name] = 1.25 * max(best, default=start[name])
+    read = [h * 3 * r.D * r.F * ITEMSIZE[r.dtype] for r, h in zip(rows, hit)]
+    start["memory"] = 1.5 * max(n / t for n, t in zip(read, seconds))
+    found = [
+        fit(
+            start | {"half_rows": half, "half_rows_t": half, "expert_us": expert},
+            loss,
+            stiffness=lambda name: 0.01,
+        )
+        for half, expert in itertools.product((10.0, 40.0), (5.0, 50.0))
+    ]
+    best = min(found, key=loss)
+    return CpuConstants(**{k: float(f"{v:.4g}") for k, v in best.items()})
 
 
 def measure_links(
@@ -600,11 +600,75 @@ def measure_links(
         points.append((part * (ranks - 1), slowest.item()))
 
     def loss(v: dict[str, float]) -> float:
-        return sum(abs(math.log((v["start"] + n / v["rate"]) / t)) for n, t in points)
+        return sum(
+            abs(math.log(link_seconds(v["start"], v["rate"], n) / t)) for n, t in points
+        )
 
     found = fit({"start": 1e-4, "rate": 1e9}, loss, stiffness=lambda name: 0.0,
                 steps=(10, 3, 2, 1.5, 1.25, 1.12, 1.06, 1.03, 1.015))  # fmt: skip
     return found["start"], found["rate"]
+
+
+# Tokens of a rank, D, experts of a rank, K: few and many rows, narrow and wide.
+EXCHANGES = ((32, 512, 8, 2), (512, 512, 8, 4), (256, 2048, 8, 2), (1024, 768, 8, 4))
+
+
+def measure_exchange(
+    p: Profile,
+    group: Any,
+    exchanges: Sequence[tuple[int, int, int, int]] = EXCHANGES,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CpuConstants:
+    """``p.cpu`` with ``exchange_us`` and ``copy`` of this machine's token switch.
+
+    What a dispatch and its combine take beyond their collectives, whose start and rate
+    ``p`` has. Collective over ``group``; the slowest rank counts.
+    """
+    import torch.distributed as dist
+    from torch.distributed._moe.switch import TokenSwitchAllToAll
+
+    if p.cpu is None:
+        raise ValueError(
+            "measure_exchange: p must be a profile of a CPU, p.cpu is None"
+        )
+    cpu, ranks = p.cpu, dist.get_world_size(group)
+    calls = []
+    for tokens, d, local, k in exchanges:
+        gen = torch.Generator().manual_seed(dist.get_rank(group))
+        switch = TokenSwitchAllToAll(group, local * ranks)
+        x = torch.randn(tokens, d, generator=gen).bfloat16()
+        ids = torch.rand(tokens, local * ranks, generator=gen).topk(k, 1).indices
+        calls.append((switch, ids, x, torch.ones(tokens, k)))
+    times: list[list[float]] = [[] for _ in calls]
+    others = torch.zeros(
+        1 << 22
+    )  # what experts read empties the caches before both parts
+    for i in range(13):
+        for (switch, ids, x, weights), into in zip(calls, times):
+            others.add_(1)
+            dist.barrier(group)
+            with torch.no_grad():
+                start = clock()
+                routing = switch.create_routing(ids, layout="flat")
+                rows, *_ = switch.dispatch(routing, x, weights)
+                seconds = clock() - start
+                others.add_(1)
+                start = clock()
+                switch.combine(routing, rows)
+                seconds += clock() - start
+            if i > 1:
+                into.append(seconds)
+    slowest = torch.tensor([statistics.median(t) for t in times], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+
+    def loss(v: dict[str, float]) -> float:
+        q = dataclasses.replace(p, cpu=dataclasses.replace(cpu, **v))
+        got = (cpu_exchange(q, t, d, k, ranks) for t, d, _, k in exchanges)
+        return sum(abs(math.log(g / t)) for g, t in zip(got, slowest.tolist()))
+
+    start = {"exchange_us": cpu.exchange_us, "copy": cpu.copy}
+    found = fit(start, loss, stiffness=lambda name: 0.0)
+    return dataclasses.replace(cpu, **{k: float(f"{v:.4g}") for k, v in found.items()})
 
 
 def measure_kernels(p: Profile, device: str, seconds: float = 15.0) -> Constants:
@@ -689,7 +753,10 @@ def calibrate(
     ideal = Constants(fast=1.0, slow=1.0, fast_us=1e6 * start, slow_us=1e6 * start,
                       setup_us=0.0, fabric=0.0)  # fmt: skip
     found = f"measured on this machine ({where}, {clock} clock)"
-    return Profile("this CPU", sheet, ideal, found, cpu)
+    p = Profile("this CPU", sheet, ideal, found, cpu)
+    if group is None:
+        return p
+    return dataclasses.replace(p, cpu=measure_exchange(p, group, clock=tick))
 
 
 def main() -> None:

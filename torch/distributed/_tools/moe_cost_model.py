@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.distributed._tools.moe_calibration import CpuConstants, Profile
+    from torch.distributed._tools.moe_calibration import Profile
 
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "all_to_all",
     "choose_chunks",
     "copies",
-    "cpu_experts",
     "dense_mlp",
     "expert_flops",
     "expert_gemms",
@@ -47,6 +46,7 @@ __all__ = [
     "gemm",
     "hit_experts",
     "layer_chunks",
+    "link_seconds",
     "quantize",
     "recipe_seconds",
     "router",
@@ -195,6 +195,13 @@ def hit_experts(num_experts: float, rows: float) -> float:
 
 
 # ---- communication ---------------------------------------------------------------------
+
+
+def link_seconds(
+    start: float, rate: float, nbytes: float, messages: float = 1
+) -> float:
+    """Of collectives that take ``start`` seconds each, for bytes to others at ``rate``."""
+    return messages * start + nbytes / rate
 
 
 class Copies(NamedTuple):
@@ -605,60 +612,6 @@ def dense_mlp(
     products = gemm(p, 1, tokens, 2 * f, d, dtype) + gemm(p, 1, tokens, d, f, dtype)
     t = products + stream(p, 6 * tokens * f) + q
     return t * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
-
-
-# ---- a CPU -----------------------------------------------------------------------------
-
-
-def cpu_experts(
-    c: CpuConstants,
-    tokens: float,
-    d: int,
-    f: int,
-    num_experts: int,
-    k: int,
-    *,
-    hit: float | None = None,
-    dtype: str = "bf16",
-    pass_: str = "fwd",
-    transposed: bool = False,
-) -> float:
-    """Seconds of ``F.moe_mlp`` on a CPU.
-
-    Products reach their rate with enough rows an expert, weights of every hit expert are
-    read once, transposed ones are packed first, and gradients of all weights are touched
-    for the first time.
-
-    Args:
-        c (CpuConstants): the machine.
-        tokens (float): T.
-        d, f, num_experts, k (int): D, F, E, K.
-
-    Keyword Args:
-        hit (float, optional): experts with rows. Default: as of uniform routing
-        dtype (str): ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-        pass_ (str): ``"fwd"`` or ``"fwd+bwd"``.
-        transposed (bool): weights stored as (E, D, 2F) and (E, F, D).
-    """
-    rows, size = tokens * k, ITEMSIZE[dtype]
-    if hit is None:
-        hit = hit_experts(num_experts, rows)
-    if not rows or not hit:
-        return c.call_us * US
-    m = rows / hit
-    peak = c.rate32 if dtype == "fp32" else c.rate16
-    rate = peak * m / (m + c.half_rows)
-    weights = hit * 3 * d * f * size
-    moved = weights + (2 * tokens * d + 3 * rows * f) * size
-    forward = smooth_max(6 * rows * f * d / rate, moved / c.memory)
-    forward += (c.call_us + hit * c.expert_us) * US
-    packed = weights / c.pack if transposed else 0.0
-    if pass_ == "fwd":
-        return forward + packed
-    moved = weights + (5 * tokens * d + 6 * rows * f) * size
-    backward = smooth_max(12 * rows * f * d / (rate * c.backward), moved / c.memory)
-    backward += (c.call_us + 2 * hit * c.expert_us) * US
-    return forward + backward + packed + 3 * num_experts * d * f * size / c.fault
 
 
 # ---- schedules -------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_cost_model import LOW_PRECISION, US
+from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_rate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._runtime_estimation import _IGNORE_OPS, _VIEW_OPS
 from torch.utils.flop_counter import flop_registry
@@ -428,12 +429,10 @@ def cpu_table(
     ):
         if pass_ == "fwd+bwd" and t == 1:
             continue
-        experts = cost.cpu_experts(
+        experts = cpu_experts(
             p.cpu, t, model.d, model.f, model.experts, model.k, dtype=dtype, pass_=pass_
         )
-        rate = p.cpu.rate32 if dtype == "fp32" else p.cpu.rate16
-        rate *= t / (t + p.cpu.half_rows)
-        dense = 2 * t * weights["other"] / rate
+        dense = 2 * t * weights["other"] / cpu_rate(p.cpu, t, dtype)
         dense = cost.smooth_max(
             dense, weights["other"] * cost.ITEMSIZE[dtype] / p.cpu.memory
         )
@@ -602,7 +601,7 @@ def _moe_op_seconds(p: Profile, name: str, args: Sequence[Any]) -> float:
     pass_ = "bwd" if shift else "fwd"
     if p.cpu is not None:
         whole = {
-            q: cost.cpu_experts(p.cpu, rows, d, f, e, 1, dtype=dtype, pass_=q)
+            q: cpu_experts(p.cpu, rows, d, f, e, 1, dtype=dtype, pass_=q)
             for q in ("fwd", "fwd+bwd")
         }
         return whole["fwd"] if pass_ == "fwd" else whole["fwd+bwd"] - whole["fwd"]

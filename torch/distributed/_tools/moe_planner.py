@@ -37,7 +37,7 @@ from torch.distributed._tools.moe_simulator import expected_imbalance
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed._tools.moe_calibration import Profile
 
@@ -49,6 +49,11 @@ FILL = 0.95  # of the device's memory
 LAYERS_PER_STAGE = (
     3  # sends between stages are not modelled; short ones would show them
 )
+# Nodes of a token at most: what was published for K = 8, and twice that. A limit costs the
+# router freedom and has to be trained, so that it has to pay for itself.
+NODE_LIMITS = (8, 4)
+LIMIT_PAYS = 0.03
+EVEN = 1.02  # heaviest rank over mean, up to which layouts are compared without it
 OVERFLOW = 1e-4  # probability that a step's heaviest rank exceeds its capacity
 
 
@@ -77,7 +82,8 @@ class Plan:
     Attributes:
         layout, step, memory: the best one, its step and its bytes.
         choices: one per dimension.
-        best: (tokens per second and GPU, layout) of the best layouts, best first.
+        best: (tokens per second and GPU, layout) of the best layouts, best first, with
+            the model's own node limit.
         error: median relative error of the model on training rows it was not fitted on;
             layouts closer than that are not told apart by it.
         chunks, capacity_factor, replicas, row_alignment, recipe: of the MoE layers.
@@ -364,7 +370,7 @@ def _load_choices(
     options = [f"none: {plain:.3f}"]
     # A replica's weights, gradients and its share of time: pays from a few per cent.
     for extra in (x.ep, 2 * x.ep):
-        new = _with_replicas(share, x.ep, p, x, extra, group, model.k)
+        new = _with_replicas(share, p, x, extra, group, model.k)
         if new is None:
             break
         options.append(f"{extra}: {new:.3f}")
@@ -388,13 +394,7 @@ def _load_choices(
 
 
 def _with_replicas(
-    share: Sequence[float],
-    ep: int,
-    p: Profile,
-    x: Layout,
-    extra: int,
-    tokens: float,
-    k: int,
+    share: Sequence[float], p: Profile, x: Layout, extra: int, tokens: float, k: int
 ) -> float | None:
     """Imbalance after ``torch.distributed._moe`` placed ``extra`` replicas."""
     try:
@@ -402,6 +402,7 @@ def _with_replicas(
         from torch.distributed._moe.planner import plan as place
     except ImportError:
         return None
+    ep = x.ep
     domain = min(x.domain or p.device.domain, ep)
     if ep % domain or (len(share) + extra) % ep:
         return None
@@ -465,11 +466,6 @@ def _reasons(
             ) for w in (x.wire, "bf16")
         )  # fmt: skip
 
-    nodes = math.ceil(x.ep / domain)
-    limits = (
-        f"any node: {exchange(x.algorithm, 0):.2f} ms, at most 4: "
-        f"{exchange(x.algorithm, 4):.2f} ms; the router has to be trained with it"
-    )
     wire = cost.wire_bytes(
         tokens, model.d, model.k, x.ep, domain, x.wire,
         node_limit=x.node_limit, dedup=x.algorithm != "flat",
@@ -489,8 +485,40 @@ def _reasons(
         "algorithm": "no exchange" if x.ep == 1 else f"dispatch and combine: {x.algorithm} "
         f"{exchange(x.algorithm, x.node_limit):.2f} ms, {other} "
         f"{exchange(other, x.node_limit):.2f} ms; sends {sent}",
-        "node_limit": limits if nodes > 4 else f"{nodes} nodes: nothing to limit",
     }  # fmt: skip
+
+
+def _node_limit(
+    p: Profile,
+    model: MoEConfig,
+    x: Layout,
+    given: bool,
+    seconds: Callable[[Layout], float],
+) -> Choice:
+    """Nodes a token may go to: given, the model's, or the loosest limit that pays.
+
+    ``seconds`` is of a step of a layout.
+    """
+    nodes = math.ceil(x.ep / (x.domain or p.device.domain))
+    known = given or bool(model.node_limit)
+    tried = (x.node_limit,) if x.node_limit else NODE_LIMITS
+    limits = [n for n in tried if n < min(nodes, model.k)]
+    if not limits:
+        reason = f"{nodes} nodes, {model.k} experts of a token: nothing to limit"
+        return Choice("node_limit", x.node_limit, reason)
+    times = {n: seconds(replace(x, node_limit=n)) for n in (0, *limits)}
+    shown = ", ".join(
+        f"at most {n}: {t:.3f} s" if n else f"any node: step {t:.3f} s"
+        for n, t in times.items()
+    )
+    if known:
+        why = "given" if given else "what the model's router is trained with"
+        return Choice("node_limit", x.node_limit, f"{why}; {shown}")
+    pays = [n for n in limits if times[n] < (1 - LIMIT_PAYS) * times[0]]
+    best = pays[0] if pays else 0
+    other = 0 if best else limits[-1]
+    reason = f"{shown}; from {LIMIT_PAYS:.0%} on it pays to train the router with one"
+    return Choice("node_limit", best, reason, other, 1 - times[best] / times[other])
 
 
 def plan(
@@ -552,13 +580,26 @@ def plan(
     x = ranked[0][1]
     tokens = x.micro_batch * seq / x.cp / x.tp
     capacity, replicas, imbalance = _load_choices(model, x, tokens, load, p)
-    if imbalance > 1.02:  # the heaviest rank sets the pace of every layout
+    if imbalance > EVEN:  # the heaviest rank sets the pace of every layout
         near = [e[1] for e in ranked[:64]]
         ranked = _ranked(model, p, near, global_batch, seq, imbalance, exposed)
         x = ranked[0][1]
         tokens = x.micro_batch * seq / x.cp / x.tp
         capacity, replicas, imbalance = _load_choices(model, x, tokens, load, p)
     _, x, step, m = ranked[0]
+
+    def stepped(layout: Layout) -> Step:
+        return train_step(
+            p, model, layout, global_batch=global_batch, seq=seq,
+            imbalance=imbalance if imbalance > EVEN else 1.0, exposed=exposed,
+        )  # fmt: skip
+
+    limit = _node_limit(
+        p, model, x, "node_limit" in fixed, lambda layout: stepped(layout).seconds
+    )
+    if limit.value != x.node_limit:
+        x = replace(x, node_limit=limit.value)
+        step = stepped(x)
     reasons = _reasons(p, model, x, step, m, tokens)
     choices = [
         Choice(name, getattr(x, name), reasons[name], *_alternative(ranked, name))
@@ -575,7 +616,7 @@ def plan(
         for which, s in times.items()
     )
     choices += [
-        Choice("node_limit", x.node_limit, reasons["node_limit"]),
+        limit,
         Choice("recipe", recipe, recipe_reason), chunks, capacity, replicas, rounding,
     ]  # fmt: skip
     return Plan(
@@ -698,7 +739,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=int, default=128, help="of a GPU, in inference"
     )
-    for name in ("ep", "tp", "pp", "micro-batch", "domain", "graphs"):
+    for name in ("ep", "tp", "pp", "micro-batch", "domain", "graphs", "node-limit"):
         parser.add_argument(f"--{name}", type=int, help="fixed instead of chosen")
     parser.add_argument("--recompute", choices=("none", "selective", "full"))
     parser.add_argument("--json", help="write the plan here; - for the terminal")
@@ -732,7 +773,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # fmt: skip
             print("\n".join(_lines(rows)))
             return 0
-        names = ("ep", "tp", "pp", "micro_batch", "domain", "graphs", "recompute")
+        names = (
+            "ep", "tp", "pp", "micro_batch", "domain", "graphs", "node_limit", "recompute"
+        )  # fmt: skip
         fixed = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
         batch = args.batch or 16 * args.gpus
         found = plan(

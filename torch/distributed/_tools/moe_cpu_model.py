@@ -1,0 +1,168 @@
+# mypy: allow-untyped-defs
+"""Seconds of a mixture-of-experts layer on CPU cores, in the manner of :mod:`.moe_cost_model`.
+
+The constants are fields of ``moe_calibration.CpuConstants``, measured on the machine at hand;
+``benchmarks/moe/sparsity.py`` has the errors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TYPE_CHECKING
+
+from torch.distributed._tools.moe_cost_model import (
+    all_to_all,
+    copies,
+    hit_experts,
+    ITEMSIZE,
+    smooth_max,
+    US,
+)
+
+
+if TYPE_CHECKING:
+    from torch.distributed._tools.moe_calibration import CpuConstants, Profile
+
+
+__all__ = ["cpu_exchange", "cpu_experts", "cpu_layer", "cpu_rate"]
+
+
+# Rows of an expert that share a packed weight, at most: kMaxBlockRows of MoEDriver.h.
+_BLOCK_ROWS = 240
+# A tensor from this on is memory of its own from the system, which is touched for the first
+# time: M_MMAP_THRESHOLD of glibc at its largest.
+_FRESH_BYTES = 32 << 20
+
+
+def cpu_rate(
+    c: CpuConstants, m: float, dtype: str = "bf16", in_order: bool = False
+) -> float:
+    """FLOP/s of products with a mean of ``m`` rows of an expert.
+
+    Weights are brought into the products' order once for every block of rows, which takes
+    as long as ``half_rows`` rows do; numbers of rows vary around ``m`` by its root.
+
+    Args:
+        c (CpuConstants): the machine.
+        m (float): mean rows of an expert that has some.
+        dtype (str): of the products.
+        in_order (bool): weights lie as the product reads them: those of a forward that
+            are stored transposed, and of a backward those that are not.
+    """
+    blocks, spread = 1.0, math.sqrt(2 * m)
+    for i in range(1, math.ceil((m + 4 * spread) / _BLOCK_ROWS)):
+        blocks += 0.5 + 0.5 * math.erf((m - i * _BLOCK_ROWS) / spread)
+    peak = c.rate32 if dtype == "fp32" else c.rate16
+    half = c.half_rows_t if in_order else c.half_rows
+    return peak * m / (m + half * blocks)
+
+
+def cpu_experts(
+    c: CpuConstants,
+    tokens: float,
+    d: int,
+    f: int,
+    num_experts: int,
+    k: int,
+    *,
+    hit: float | None = None,
+    dtype: str = "bf16",
+    pass_: str = "fwd",
+    transposed: bool = False,
+) -> float:
+    """Seconds of ``F.moe_mlp`` on a CPU.
+
+    Products reach their rate with enough rows an expert (:func:`cpu_rate`), weights of
+    every hit expert are read once, and large gradients are touched for the first time.
+
+    Args:
+        c (CpuConstants): the machine.
+        tokens (float): T.
+        d, f, num_experts, k (int): D, F, E, K.
+
+    Keyword Args:
+        hit (float, optional): experts with rows. Default: as of uniform routing
+        dtype (str): ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+        pass_ (str): ``"fwd"`` or ``"fwd+bwd"``.
+        transposed (bool): weights stored as (E, D, 2F) and (E, F, D).
+    """
+    rows, size = tokens * k, ITEMSIZE[dtype]
+    if hit is None:
+        hit = hit_experts(num_experts, rows)
+    if not rows or not hit:
+        return c.call_us * US
+    m = rows / hit
+    rate = cpu_rate(c, m, dtype, transposed)
+    weights = hit * 3 * d * f * size
+    moved = weights + (2 * tokens * d + 3 * rows * f) * size
+    forward = smooth_max(6 * rows * f * d / rate, moved / c.memory)
+    forward += (c.call_us + hit * c.expert_us) * US
+    if pass_ == "fwd":
+        return forward
+    # Backward: products of the inputs' gradients read the weights the other way round;
+    # those of the weights' gradients sum over rows, and no weight is turned for them.
+    products = 6 * rows * f * d
+    rate = cpu_rate(c, m, dtype, not transposed)
+    moved = weights + (5 * tokens * d + 6 * rows * f) * size
+    inputs = smooth_max(products / rate, moved / c.memory)
+    peak = c.rate32 if dtype == "fp32" else c.rate16
+    fresh = sum(n for n in (2 * num_experts * d * f * size, num_experts * d * f * size)
+                if n >= _FRESH_BYTES)  # fmt: skip
+    backward = inputs + products / (peak * c.wgrad) + fresh / c.fault
+    return forward + backward + (c.call_us + 2 * hit * c.expert_us) * US
+
+
+def cpu_exchange(
+    p: Profile, tokens: float, d: int, k: int, ep: int, *, dtype: str = "bf16"
+) -> float:
+    """Seconds of dispatch and combine on a CPU: messages, and what makes them.
+
+    A core gathers rows into messages and sums those that return, the rank's own rows
+    included, which no link carries. Sizes are one more message.
+
+    Args:
+        p (Profile): the machine, with ``p.cpu``.
+        tokens (float): T of a rank.
+        d, k, ep (int): D, K, and ranks that share the experts.
+
+    Keyword Args:
+        dtype (str): of the rows.
+    """
+    if ep <= 1:
+        return 0.0
+    c = p.cpu
+    if c is None:
+        raise ValueError("cpu_exchange: p must be a profile of a CPU, p.cpu is None")
+    messages = sum(
+        all_to_all(p, tokens, d, k, ep, domain=ep, dtype=dtype, combine=back)
+        for back in (False, True)
+    )
+    rows = tokens * copies(ep, ep, k).ranks
+    copied = 2 * rows * d * ITEMSIZE[dtype] / c.copy
+    return messages + copied + (p.constants.fast_us + c.exchange_us) * US
+
+
+def cpu_layer(
+    p: Profile,
+    tokens: float,
+    d: int,
+    f: int,
+    num_experts: int,
+    k: int,
+    ep: int = 1,
+    **experts: Any,
+) -> float:
+    """Seconds of the forward of an expert-parallel layer on CPU ranks.
+
+    Args:
+        p (Profile): the machine, with ``p.cpu``.
+        tokens (float): T of a rank.
+        d, f, num_experts, k (int): D, F, E of all ranks, K.
+        ep (int): ranks that share the experts.
+        experts: ``hit``, ``dtype`` and ``transposed`` of :func:`cpu_experts`.
+    """
+    if p.cpu is None:
+        raise ValueError("cpu_layer: p must be a profile of a CPU, p.cpu is None")
+    work = cpu_experts(p.cpu, tokens, d, f, num_experts // ep, k, **experts)
+    dtype = experts.get("dtype", "bf16")
+    return work + cpu_exchange(p, tokens, d, k, ep, dtype=dtype)
