@@ -495,10 +495,7 @@ def _node_limit(
     given: bool,
     seconds: Callable[[Layout], float],
 ) -> Choice:
-    """Nodes a token may go to: given, the model's, or the loosest limit that pays.
-
-    ``seconds`` is of a step of a layout.
-    """
+    """Nodes of a token: given, the model's, or the loosest limit that pays in a step."""
     nodes = math.ceil(x.ep / (x.domain or p.device.domain))
     known = given or bool(model.node_limit)
     tried = (x.node_limit,) if x.node_limit else NODE_LIMITS
