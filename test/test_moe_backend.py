@@ -19,19 +19,22 @@ class TestMoeBackend(TestCase):
     def setUp(self):
         super().setUp()
         registered = mock.patch(
-            "torch.nn.utils.moe_kernel._triton_is_registered", lambda: True
+            "torch.nn.utils.moe_kernel._is_registered", lambda b: True
         )
         registered.start()
         self.addCleanup(registered.stop)
 
     def test_context_nests_and_restores(self):
+        default = _enabled_backends()
+        # Kernels that compile at their first use run where they are asked for.
+        self.assertEqual(set(MoeBackend) - set(default), {MoeBackend.CUTEDSL})
         with moe_kernel([MoeBackend.COMPOSITE, MoeBackend.TRITON]):
             with self.assertRaisesRegex(KeyError, "inside"):
                 with moe_kernel(MoeBackend.TRITON):
                     self.assertEqual(_enabled_backends(), (MoeBackend.TRITON,))
                     raise KeyError("inside")
             self.assertEqual(len(_enabled_backends()), 2)
-        self.assertEqual(_enabled_backends(), tuple(MoeBackend))
+        self.assertEqual(_enabled_backends(), default)
 
     @parametrize("backends", [[], ["triton"], [MoeBackend.TRITON, None]])
     def test_bad_arguments(self, backends):
@@ -39,12 +42,13 @@ class TestMoeBackend(TestCase):
             with moe_kernel(backends):
                 pass
 
-    def test_triton_that_is_not_there(self):
-        with mock.patch(
-            "torch.nn.utils.moe_kernel._triton_is_registered", lambda: False
-        ):
-            with self.assertRaisesRegex(RuntimeError, "not available"):
+    def test_kernels_that_are_not_there(self):
+        with mock.patch("torch.nn.utils.moe_kernel._is_registered", lambda b: False):
+            with self.assertRaisesRegex(RuntimeError, "not available.*Triton >= 3.6"):
                 with moe_kernel(MoeBackend.TRITON):
+                    pass
+            with self.assertRaisesRegex(RuntimeError, "not available.*nvidia-cutlass"):
+                with moe_kernel(MoeBackend.CUTEDSL):
                     pass
             with moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE]):
                 pass

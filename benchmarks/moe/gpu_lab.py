@@ -14,6 +14,7 @@ What a run does, in this order:
        against float64, the torch.library registration, the same bits twice, as a CUDA
        graph and for one token alone; compute-sanitizer where it is installed
     3. times, interleaved with the peers of peers.py; a row per shape
+    4. one page of text and one plot beside the JSON (lab/summary.py)
 
 A kernel that fails is a row that says so, and a kernel that takes the CUDA context with
 it ends only its process: the parent starts another for the rows that are left. When time
@@ -42,7 +43,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import peers
 import triton
-from lab import checks, registration, tuning
+from lab import checks, registration, summary, tuning
 from lab.loading import (
     autotune,
     configs,
@@ -134,13 +135,16 @@ def open_lab(options: argparse.Namespace) -> Lab:
         raise SystemExit("no CUDA device; --rehearse runs on a CPU")
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
-    table = configs.table_for_capability(*capability)
+    if torch.version.hip is not None:
+        arch = properties.gcnArchName.split(":")[0]
+        table = configs.table_for_gcn_arch(arch)
+    else:
+        arch = f"sm_{10 * properties.major + properties.minor}"
+        table = configs.table_for_capability(properties.major, properties.minor)
     if table is None:
-        raise SystemExit(f"no tile table for compute capability {capability}")
+        raise SystemExit(f"no tile table for {arch}")
     autotuner = autotune.Autotuner() if autotune.is_enabled() else None
     plan = launch.LaunchPlan(table, properties.multi_processor_count, autotuner)
-    arch = f"sm_{10 * properties.major + properties.minor}"
     shared = getattr(properties, "shared_memory_per_block_optin", REHEARSAL_SHARED)
     return Lab(options, device, plan, properties.name, arch, shared, GPU_SHAPES, budget)
 
@@ -500,7 +504,8 @@ def run_all(lab: Lab) -> int:
         report = json.loads(options.output.read_text())
         rows = report.get("rows", [])
         failed = [r["shape"]["name"] for r in rows if "ms" not in r]
-        print(f"{len(rows) - len(failed)} rows, failed: {failed}")
+        print(f"{len(rows) - len(failed)} rows, failed: {failed}\n")
+        print(summary.write_summary(options.output), end="")
         return 0 if passed(report) else 1
 
 

@@ -92,12 +92,11 @@ class Variant:
     two_weights: bool = False
     slots: bool = True
     odd: bool = False
-    architectures: tuple[str, ...] = ARCHITECTURES
+    architectures: tuple[str, ...] = (*ARCHITECTURES, "gfx950")
 
 
-# No op is registered for the others: they get every kernel and configuration, and not
-# every dtype, layout and activation as well.
-REGISTERED = tuple(arch for arch in ARCHITECTURES if arch.startswith("sm_"))
+# Architectures without a table of their own, and whose table they take.
+BORROWED = {"sm_103": "sm_100", "gfx950": "gfx942"}
 
 
 def variants() -> tuple[Variant, ...]:
@@ -120,31 +119,28 @@ def variants() -> tuple[Variant, ...]:
             "all_kernels",
             kernels=ALL_KERNELS,
             bias=True,
-            architectures=(*ARCHITECTURES, "sm_103"),
+            architectures=(*ARCHITECTURES, *BORROWED),
         ),
         Variant("no_slots", kernels=ALL_KERNELS, slots=False, bias=True),
         Variant("odd", kernels=ALL_KERNELS, odd=True, bias=True),
-        Variant("transposed", transposed=True, architectures=REGISTERED),
+        Variant("transposed", transposed=True),
         Variant(
             "two_weights",
             kernels=(forward.up_kernel, forward.grouped_mm_kernel),
             every_config=True,
             two_weights=True,
-            architectures=REGISTERED,
         ),
         Variant(
             "two_weights_transposed",
             two_weights=True,
             transposed=True,
-            architectures=REGISTERED,
         ),
         Variant(
             "swiglu_limit",
             kernels=ACTIVATION_KERNELS,
             activation=launch.Activation("swiglu", limit=7.0),
-            architectures=REGISTERED,
         ),
-        Variant("float16", dtype=torch.float16, architectures=REGISTERED),
+        Variant("float16", dtype=torch.float16),
     ]
     for name in GATED_ACTIVATIONS + PLAIN_ACTIVATIONS:
         if name not in ("swiglu", "silu"):
@@ -155,7 +151,6 @@ def variants() -> tuple[Variant, ...]:
                     # The clamps make it the one that needs most registers.
                     every_config=name == "swiglu_oai",
                     activation=launch.Activation(name),
-                    architectures=REGISTERED,
                 )
             )
     return tuple(chosen)
@@ -174,6 +169,15 @@ def _main_config(table: KernelTable) -> dict[str, tuple[TileConfig, ...]]:
         kernel: (next(c for c in configs if not (c.max_rows or c.max_columns)),)
         for kernel, configs in table.items()
     }
+
+
+def _tables(
+    table: KernelTable, variant: Variant
+) -> list[dict[str, tuple[TileConfig, ...]]]:
+    """Tables of one configuration per kernel, that together are what ``variant`` takes."""
+    if not variant.every_config:
+        return [_main_config(table)]
+    return [_one_config(table, i) for i in range(max(map(len, table.values())))]
 
 
 def _launch(variant: Variant, table: KernelTable) -> None:
@@ -256,22 +260,18 @@ def sweep(
     """Compiles for ``arch`` and judges.
 
     Args:
-        arch: an entry of ARCHITECTURES.
+        arch: an entry of ARCHITECTURES or BORROWED.
         table: tile configurations; default: the ones that ship.
         chosen: default: :func:`variants`.
         seen: as in :func:`compile_only`.
     """
     if table is None:
-        table = TABLES["sm_100" if arch == "sm_103" else arch]
+        table = TABLES[BORROWED.get(arch, arch)]
     for variant in variants() if chosen is None else chosen:
         if arch not in variant.architectures:
             continue
-        tables = [_main_config(table)]
-        if variant.every_config:
-            count = max(map(len, table.values()))
-            tables = [_one_config(table, index) for index in range(count)]
         with compile_only(arch, variant.kernels, seen) as reports:
-            for one_each in tables:
+            for one_each in _tables(table, variant):
                 _launch(variant, one_each)
         for report in reports:
             matrix = report.kernel in MATRIX_KERNEL_NAMES
@@ -314,13 +314,13 @@ def _sweep_variant(arch: str, index: int, seen: str) -> list[Row]:
 
 
 def parallel_sweep(
-    architectures: tuple[str, ...] = (*ARCHITECTURES, "sm_103"),
+    architectures: tuple[str, ...] = (*ARCHITECTURES, *BORROWED),
     workers: int | None = None,
 ) -> dict[str, list[Row]]:
     """:func:`sweep` of what ships, each kernel once, on several processes.
 
     Args:
-        architectures: entries of ARCHITECTURES.
+        architectures: entries of ARCHITECTURES or BORROWED.
         workers: default: one per CPU that this process may use.
 
     Returns:
@@ -358,12 +358,59 @@ def _without_docstrings(source: str) -> str:
     return ast.dump(tree)
 
 
+def _launch_text(value: object) -> str:
+    """What of an argument of a launch decides about the code that is compiled for it."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {value.data_ptr() % 16 == 0}"
+    if hasattr(value, "block_shape"):  # a TMA descriptor
+        return f"{value.base.dtype} {value.block_shape}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"int {value == 1} {value % 16 == 0} {value > 2**31 - 1}"
+    return f"{type(value).__name__}"
+
+
+def launches() -> Iterator[str]:
+    """Every launch that is compiled, as text; nothing is compiled."""
+    from triton.runtime import jit
+
+    seen: list[str] = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        names = {p.name for p in self.params if p.is_constexpr}
+        fixed = {n: v for n, v in kwargs.items() if n in names or n not in self.arg_names}
+        given = [_launch_text(v) for v in args]
+        given += [_launch_text(v) for n, v in kwargs.items() if n not in fixed]
+        seen.append(f"{self.__name__} {sorted(fixed.items())} {given}")
+
+    original = jit.JITFunction.run
+    jit.JITFunction.run = run
+    try:
+        for arch in (*ARCHITECTURES, *BORROWED):
+            for variant in variants():
+                if arch in variant.architectures:
+                    for table in _tables(TABLES[BORROWED.get(arch, arch)], variant):
+                        seen.append(f"{arch} {variant.name}")
+                        _launch(variant, table)
+    finally:
+        jit.JITFunction.run = original
+    yield from seen
+
+
 def source_hash() -> str:
-    """Of the kernels, launchers, tables and variants; comments do not count."""
+    """Of the kernels, without comments, and of all launches that are compiled.
+
+    The code around the launches, and what chooses among them, does not count.
+    """
     kernels = pathlib.Path(launch.__file__).parent
     digest = hashlib.sha256()
-    for path in (*sorted(kernels.glob("*.py")), pathlib.Path(__file__)):
-        digest.update(f"{path.name}\n{_without_docstrings(path.read_text())}".encode())
+    for path in sorted(kernels.glob("*.py")):
+        body = ast.parse(path.read_text()).body
+        jitted = [x for x in body if isinstance(x, ast.FunctionDef) and x.decorator_list]
+        constants = [x for x in body if isinstance(x, (ast.Assign, ast.AnnAssign))]
+        for node in (*jitted, *constants) if jitted else ():
+            digest.update(_without_docstrings(ast.unparse(node)).encode())
+    for text in launches():
+        digest.update(text.encode())
     return digest.hexdigest()[:16]
 
 

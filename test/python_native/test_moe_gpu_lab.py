@@ -36,7 +36,7 @@ sys.path.insert(0, str(MOE_BENCHMARKS))
 import gpu_lab
 import peers
 import shapes
-from lab import checks, registration, tuning
+from lab import checks, registration, summary, tuning
 from lab.loading import autotune, configs, KERNELS, launch
 
 
@@ -65,6 +65,13 @@ class TestRehearsal(TestCase):
             output = pathlib.Path(folder) / "run.json"
             printed = rehearse("--rounds", 1, "--no-compile", "--output", output)
             report = json.loads(output.read_text())
+            page = output.with_suffix(".txt").read_text()
+            picture = output.with_suffix(".png").read_bytes()
+        self.assertTrue(printed.endswith(page))
+        self.assertIn("A REHEARSAL", page)
+        self.assertLessEqual(max(map(len, page.splitlines())), 120)
+        self.assertLess(len(page.splitlines()), 66)  # one page
+        self.assertEqual(picture[:4], b"\x89PNG")
         for row in (*report["cases"], *report["repeatable"], report["registration"]):
             self.assertTrue(row["ok"], row)
         self.assertEqual(
@@ -116,6 +123,57 @@ class TestRehearsal(TestCase):
         for arch in ("sm_80", "sm_100", "gfx942"):
             self.assertEqual(table_text(text, arch), table_text(original, arch))
         self.assertNotEqual(table_text(text, "sm_90"), table_text(original, "sm_90"))
+
+
+class TestSummary(TestCase):
+    def report(self):
+        shape = {"name": "tiny", "T": 64, "D": 32, "F": 16, "E": 4, "K": 2}
+        row = {
+            "shape": shape,
+            "failed": {"liger/step": "RuntimeError: no"},
+            "ms": {"ours/forward": 2.0, "ours/step": 6.0, "slow/forward": 3.0},
+            "bound_ms": {"forward": 1.0, "step": 3.0},
+            "predicted_h100_ms": {"forward": 1.6, "step": 4.8},
+        }
+        row["ms"]["fast/step"] = 3.0
+        died = {"shape": {**shape, "name": "died"}, "failed": {"row": "died"}}
+        return {
+            "device": "H100",
+            "arch": "sm_90",
+            "torch": "2.16",
+            "triton": "3.9",
+            "command": "c",
+            "cases": [{"case": "a", "ok": True}, {"case": "b", "ok": False}],
+            "registration": {"ok": True},
+            "repeatable": [{"ok": True}],
+            "rows": [row, died],
+            "peers": {"absent": ["sonicmoe"]},
+        }
+
+    def test_losing_rows_and_failures_are_on_the_page(self):
+        page = summary.page(self.report())
+        for text in (
+            "1 of 2 cases",
+            'FAILED {"case": "b"',
+            "50% of bound, H100 model 1.600 ms: x1.25",
+            "slow                             3.000 ms  x1.50\n",
+            "fast                             3.000 ms  x0.50  <- faster than ours",
+            "FAILED {'row': 'died'}",
+            "not there: sonicmoe",
+        ):
+            self.assertIn(text, page)
+        self.assertNotIn("REHEARSAL", page)
+
+    def test_without_matplotlib_there_is_a_page(self):
+        with tempfile.TemporaryDirectory() as folder:
+            output = pathlib.Path(folder) / "run.json"
+            output.write_text(json.dumps(self.report()))
+            summary.write_summary(output)
+            self.assertTrue(output.with_suffix(".png").exists())
+            with mock.patch.dict(sys.modules, {"matplotlib": None}):
+                text = summary.write_summary(output)
+            self.assertIn("no plot", text)
+            self.assertEqual(output.with_suffix(".txt").read_text(), text)
 
 
 def table_text(text, arch):

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch._native.ops.moe import triton_impl
-from torch.nn.utils.moe_kernel import _triton_is_registered, moe_kernel, MoeBackend
+from torch.nn.utils.moe_kernel import _is_registered, moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -281,8 +281,22 @@ class TestEligibility(EligibilityTestCase):
         self.assertIn("copy-on-write", reason)
 
     def test_rocm(self):
-        with mock.patch.object(torch.version, "hip", "6.4"):
-            self.assertIn("ROCm", triton_impl.mlp_reason(*self.args()))
+        from torch._native.ops.moe.triton_kernels import configs
+
+        # gfx90a has the compute capability (9, 0).
+        for name, served in (
+            ("gfx942:sramecc+:xnack-", True),
+            ("gfx950", True),
+            ("gfx90a", False),
+            ("gfx1100", False),
+        ):
+            with (
+                mock.patch.object(torch.version, "hip", "6.4"),
+                mock.patch.object(triton_impl, "_gcn_arch", lambda index: name),
+            ):
+                reason = triton_impl.mlp_reason(*self.args())
+            self.assertEqual(reason is None, served, reason)
+            self.assertEqual(configs.table_for_gcn_arch(name) is not None, served)
 
 
 class TestDevice(TestCase):
@@ -298,7 +312,7 @@ class TestSelection(EligibilityTestCase):
     def setUp(self):
         super().setUp()
         registered = mock.patch(
-            "torch.nn.utils.moe_kernel._triton_is_registered", lambda: True
+            "torch.nn.utils.moe_kernel._is_registered", lambda b: True
         )
         registered.start()
         self.addCleanup(registered.stop)
@@ -389,22 +403,24 @@ class TestRegistration(TestCase):
         from torch._native.registry import _graphs, get_dsl_operations
 
         self.assertIn(op, get_dsl_operations("triton"))
-        (node,) = _graphs["aten", op, "CUDA"]
-        self.assertTrue(node.active)
+        nodes = _graphs["aten", op, "CUDA"]
+        # After whatever else is installed: it is asked last.
+        self.assertEqual(nodes[-1].dsl_name, "triton")
+        self.assertTrue(all(node.active for node in nodes))
         self.assertTrue(
             torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", "CUDA")
         )
-        self.assertTrue(_triton_is_registered())
+        self.assertTrue(_is_registered(MoeBackend.TRITON))
 
     def test_disabled_operation_counts_as_not_there(self):
         import torch.backends.python_native as native
 
         with native.operations_disabled("_moe_mlp"):
-            self.assertFalse(_triton_is_registered())
+            self.assertFalse(_is_registered(MoeBackend.TRITON))
             with self.assertRaisesRegex(RuntimeError, "not available"):
                 with moe_kernel(MoeBackend.TRITON):
                     pass
-        self.assertTrue(_triton_is_registered())
+        self.assertTrue(_is_registered(MoeBackend.TRITON))
 
     def test_implementation_hands_its_arguments_to_the_launcher(self):
         args = MoeCase("router", dim=32, hidden=48).operands(torch.bfloat16).args()

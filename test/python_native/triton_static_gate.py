@@ -29,6 +29,7 @@ SHARED_MEMORY_LIMIT: dict[str, int] = {
     "sm_100": 227 << 10,
     "sm_103": 227 << 10,
     "gfx942": 64 << 10,
+    "gfx950": 160 << 10,
 }
 MATRIX_INSTRUCTION: dict[str, str] = {
     "sm_80": "mma.sync",
@@ -36,8 +37,9 @@ MATRIX_INSTRUCTION: dict[str, str] = {
     "sm_100": "tcgen05",
     "sm_103": "tcgen05",
     "gfx942": "mfma",
+    "gfx950": "mfma",
 }
-# That have tile tables of their own; sm_103 takes what is for sm_100.
+# That have tile tables of their own; sm_103 and gfx950 take those of sm_100 and gfx942.
 ARCHITECTURES: tuple[str, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 _PTX_INSTRUCTIONS = {

@@ -100,9 +100,9 @@ def _reason(
         return f"device is {device}, not CUDA"
     if not config.triton.moe_kernels:
         return "config.triton.moe_kernels is False"
-    from torch.nn.utils.moe_kernel import _enabled_backends, MoeBackend
+    from torch.nn.utils.moe_kernel import _DEFAULT, _enabled_backends
 
-    if tuple(_enabled_backends()) != tuple(MoeBackend):
+    if _enabled_backends() != _DEFAULT:
         return "moe_kernel() chooses at run time"
     reason = _graph_reason(operands)
     if reason is None:

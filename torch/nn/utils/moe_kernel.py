@@ -14,29 +14,45 @@ class MoeBackend(enum.Enum):
     On CPU no backend selects or excludes a kernel.
 
     Attributes:
-        TRITON: fused Triton kernels; CUDA only, see
+        CUTEDSL: Triton kernels around grouped matmuls in the CuTe DSL, which are compiled
+            at their first use; CUDA only, see torch/_native/ops/moe/cutedsl_impl.py
+            for what they serve. Runs only where :func:`moe_kernel` names it.
+        TRITON: fused Triton kernels; CUDA and ROCm, see
             torch/_native/ops/moe/triton_impl.py for what they serve.
         COMPOSITE: other PyTorch operators; any device, dtype and shape.
     """
 
+    # In the order in which they are asked.
+    CUTEDSL = "cutedsl"
     TRITON = "triton"
     COMPOSITE = "composite"
 
 
-# In order of preference. Process-wide, as the flags behind sdpa_kernel() are:
-# backward runs in threads of its own.
-_enabled: tuple[MoeBackend, ...] = tuple(MoeBackend)
+# What runs where nobody chooses.
+_DEFAULT: tuple[MoeBackend, ...] = (MoeBackend.TRITON, MoeBackend.COMPOSITE)
+
+# Process-wide, as the flags behind sdpa_kernel() are: backward runs in threads of its
+# own.
+_enabled: tuple[MoeBackend, ...] = _DEFAULT
+
+# What a backend needs, for the error that it is not there.
+_NEEDS = {
+    MoeBackend.CUTEDSL: "a CUDA build, nvidia-cutlass-dsl in a version of "
+    "torch/_native/cutedsl_utils.py and apache-tvm-ffi are needed",
+    MoeBackend.TRITON: "a CUDA build with Triton >= 3.6 and TORCH_DISABLE_NATIVE_JIT "
+    "unset is needed",
+}
 
 
 def _enabled_backends() -> tuple[MoeBackend, ...]:
     return _enabled
 
 
-def _triton_is_registered() -> bool:
+def _is_registered(backend: MoeBackend) -> bool:
     from torch._native.registry import _graphs
 
     nodes = _graphs.get(("aten", "_moe_mlp", "CUDA"), [])
-    return any(node.dsl_name == "triton" and node.active for node in nodes)
+    return any(node.dsl_name == backend.value and node.active for node in nodes)
 
 
 @contextlib.contextmanager
@@ -45,10 +61,10 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
 
     .. warning:: This function is a prototype and subject to change.
 
-    By default the fastest kernel that can run a call runs it, and
+    By default :attr:`MoeBackend.TRITON` runs the calls that it can run, and
     :attr:`MoeBackend.COMPOSITE` runs the rest. Inside this context only
-    ``backends`` may; a call that none of them can run raises an error that says
-    why, instead of falling back. ``TORCH_LOGS="+native_dsl"`` shows the choice of
+    ``backends`` may, whatever their order; a call that none of them can run raises an
+    error that says why, instead of falling back. ``TORCH_LOGS="+native_dsl"`` shows the choice of
     every call.
 
     The setting holds for the whole process, not only for the calling thread, and
@@ -59,8 +75,7 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
 
     Raises:
         ValueError: ``backends`` is empty or holds something else.
-        RuntimeError: only :attr:`MoeBackend.TRITON` is allowed, and this build or
-            environment has no Triton kernels.
+        RuntimeError: this build or environment has none of ``backends``.
 
     Example:
 
@@ -78,11 +93,11 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
             "moe_kernel: backends must be one MoeBackend or several, got "
             f"{backends!r}; choose from {[str(b) for b in MoeBackend]}"
         )
-    if chosen == (MoeBackend.TRITON,) and not _triton_is_registered():
+    if MoeBackend.COMPOSITE not in chosen and not any(map(_is_registered, chosen)):
+        needs = "; ".join(f"for {b}, {_NEEDS[b]}" for b in dict.fromkeys(chosen))
         raise RuntimeError(
-            "moe_kernel: MoeBackend.TRITON is not available: no Triton kernel is "
-            "registered for aten::_moe_mlp on CUDA (a CUDA build with Triton >= 3.6 "
-            "and TORCH_DISABLE_NATIVE_JIT unset is needed)"
+            f"moe_kernel: {' and '.join(map(str, chosen))} not available: no such kernel "
+            f"is registered for aten::_moe_mlp on CUDA ({needs})"
         )
     previous = _enabled
     _enabled = chosen

@@ -1,4 +1,7 @@
-from .triton_impl import register_to_dispatch
+from .cutedsl_impl import register_to_dispatch as _register_cutedsl
+from .triton_impl import register_to_dispatch as _register_triton
 
 
-register_to_dispatch()
+# In the order in which they are asked.
+_register_cutedsl()
+_register_triton()

@@ -2,8 +2,9 @@
 
 Who is served (the functions ``*_reason`` return why not):
 
-  - CUDA tensors on compute capability 8.0, 9.0, 10.0 or 10.3; not ROCm. Consumer parts
-    (8.6, 8.9, 12.x) have less shared memory per block than the tiles need
+  - CUDA tensors on compute capability 8.0, 9.0, 10.0 or 10.3, and ROCm tensors on gfx942
+    and gfx950. Consumer parts (8.6, 8.9, 12.x) have less shared memory per block than
+    the tiles need
   - bfloat16 or float16 operands, router weights in that dtype or float32
   - D and F multiples of 16, so that rows are read 16 bytes at a time
   - expert weights contiguous in one of their last two dimensions (gate and up, where
@@ -23,6 +24,7 @@ imported at the first call.
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import get_args, TYPE_CHECKING
 
 import torch
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16)
 _ROUTER_DTYPES = (*_DTYPES, torch.float32)
 _CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
+_GCN_ARCHS = ("gfx942", "gfx950")
 _MAX_EXPERTS = 4096
 _MAX_TOP_K = 32
 # Elements: a row of them is a multiple of 16 bytes, and Triton specializes a size
@@ -56,6 +59,11 @@ def _capability(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 
+@functools.cache
+def _gcn_arch(device_index: int) -> str:
+    return torch.cuda.get_device_properties(device_index).gcnArchName
+
+
 def _device_reason(
     tensors: tuple[Tensor | None, ...], memory: bool = True
 ) -> str | None:
@@ -64,8 +72,6 @@ def _device_reason(
     assert first is not None
     if not first.is_cuda:
         return f"device is {first.device}, not CUDA"
-    if torch.version.hip is not None:
-        return "ROCm is not served"
     for tensor in tensors:
         if tensor is None:
             continue
@@ -74,6 +80,11 @@ def _device_reason(
         # pyrefly: ignore[missing-attribute]
         if memory and torch._C._is_cow_tensor(tensor):
             return "a tensor is copy-on-write"
+    if torch.version.hip is not None:
+        name = _gcn_arch(first.device.index or 0)
+        if name.split(":")[0] not in _GCN_ARCHS:
+            return f"{name} is not one of {_GCN_ARCHS}"
+        return None
     capability = _capability(first.device.index or 0)
     if capability not in _CAPABILITIES:
         return f"compute capability {capability} is not one of {_CAPABILITIES}"
@@ -379,59 +390,80 @@ def mlp_backward_reason(
     return _device_reason((input, grad_out, preact))
 
 
-def _choose(op: str, reason: str | None) -> bool:
-    """Whether Triton runs this call, given why it cannot (None: it can).
+def _choose(
+    op: str,
+    reason_of: Callable[..., str | None],
+    args: tuple,
+    kwargs: dict[str, object],
+    backend: str = "TRITON",
+) -> bool:
+    """Whether ``backend`` runs this call; ``reason_of`` says why it cannot (None: it can).
 
     Raises:
-        RuntimeError: ``torch.nn.utils.moe_kernel.moe_kernel`` allows only Triton, which cannot.
+        RuntimeError: ``torch.nn.utils.moe_kernel.moe_kernel`` allows none of the backends
+            that are asked after this one, which cannot.
     """
     from torch.nn.utils.moe_kernel import _enabled_backends, MoeBackend
 
-    enabled = _enabled_backends()
-    if MoeBackend.TRITON not in enabled:
-        reason = "moe_kernel() does not allow MoeBackend.TRITON"
-    elif MoeBackend.COMPOSITE not in enabled:
-        if reason is None and not tu._try_initialize_driver():
-            # The router would fall back in silence.
-            reason = "Triton found no driver"
-        if reason is not None:
-            raise RuntimeError(
-                f"{op}: moe_kernel() allows only MoeBackend.TRITON, which cannot run "
-                f"this call: {reason}"
-            )
+    enabled, this = _enabled_backends(), MoeBackend[backend]
+    if MoeBackend.CUTEDSL in enabled and op not in _MATMUL_OPS:
+        # Around its matmuls that backend has the kernels of this one.
+        enabled = (*enabled, MoeBackend.TRITON)
+    if this not in enabled:
+        reason = f"moe_kernel() does not allow {this}"
+    else:
+        reason = reason_of(*args, **kwargs)
+        members = list(MoeBackend)
+        if not set(members[members.index(this) + 1 :]) & set(enabled):
+            if reason is None and not tu._try_initialize_driver():
+                # The router would fall back in silence.
+                reason = "Triton found no driver"
+            if reason is not None:
+                raise RuntimeError(
+                    f"{op}: moe_kernel() allows only {', '.join(map(str, enabled))}, "
+                    f"which cannot run this call: {reason}"
+                )
     if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s: %s", op, "triton" if reason is None else f"composite: {reason}")
+        instead = "composite" if this is MoeBackend.TRITON else f"not {this.value}"
+        log.debug(
+            "%s: %s", op, this.value if reason is None else f"{instead}: {reason}"
+        )
     return reason is None
 
 
-def _permutation_cond(topk_indices, num_experts, *, num_rows=None, row_alignment=1):
-    reason = permutation_reason(topk_indices, num_experts, num_rows, row_alignment)
-    return _choose("_moe_permutation", reason)
+_MATMUL_OPS = ("_moe_mlp", "_moe_mlp_backward")
+
+
+def _permutation_cond(*args, **kwargs) -> bool:
+    return _choose("_moe_permutation", permutation_reason, args, kwargs)
 
 
 def _topk_cond(*args, **kwargs) -> bool:
-    return _choose("_moe_topk", topk_reason(*args, **kwargs))
+    return _choose("_moe_topk", topk_reason, args, kwargs)
 
 
 def _topk_backward_cond(*args, **kwargs) -> bool:
-    return _choose("_moe_topk_backward", topk_backward_reason(*args, **kwargs))
+    return _choose("_moe_topk_backward", topk_backward_reason, args, kwargs)
 
 
 def _mlp_cond(*args, **kwargs) -> bool:
-    return _choose("_moe_mlp", mlp_reason(*args, **kwargs))
+    return _choose("_moe_mlp", mlp_reason, args, kwargs)
 
 
 def _mlp_backward_cond(*args, **kwargs) -> bool:
-    return _choose("_moe_mlp_backward", mlp_backward_reason(*args, **kwargs))
+    return _choose("_moe_mlp_backward", mlp_backward_reason, args, kwargs)
 
 
 @functools.cache
 def _plan(device_index: int) -> "LaunchPlan":
     from .triton_kernels import autotune
-    from .triton_kernels.configs import table_for_capability
+    from .triton_kernels.configs import table_for_capability, table_for_gcn_arch
     from .triton_kernels.launch import LaunchPlan
 
-    table = table_for_capability(*_capability(device_index))
+    if torch.version.hip is not None:
+        table = table_for_gcn_arch(_gcn_arch(device_index))
+    else:
+        table = table_for_capability(*_capability(device_index))
     assert table is not None, "the reasons let an unserved device through"
     properties = torch.cuda.get_device_properties(device_index)
     autotuner = autotune.Autotuner() if autotune.is_enabled() else None
@@ -533,4 +565,11 @@ def register_to_dispatch() -> None:
         ("_moe_mlp", _mlp_cond, _mlp_impl),
         ("_moe_mlp_backward", _mlp_backward_cond, _mlp_backward_impl),
     ):
-        tu.register_op_override("aten", op_symbol, "CUDA", cond=cond, impl=impl)
+        tu.register_op_override(
+            "aten",
+            op_symbol,
+            "CUDA",
+            cond=cond,
+            impl=impl,
+            allow_multiple_override=True,
+        )

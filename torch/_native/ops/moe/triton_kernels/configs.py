@@ -234,8 +234,7 @@ _SM_100: KernelTable = {
 
 
 # --- table gfx942
-# 64 KiB of shared memory. Compiled by the gate only: no op is registered for ROCm,
-# which uses the composite.
+# 64 KiB of shared memory.
 # Chosen by hand; measured on no GPU.
 _GFX942: KernelTable = {
     "up_gated": (TileConfig(128, 64, 64, 8, 2, epilogue_parts=2),),
@@ -265,6 +264,14 @@ def table_for_capability(major: int, minor: int) -> KernelTable | None:
     if (major, minor) == (10, 3):
         minor = 0
     return TABLES.get(f"sm_{10 * major + minor}")
+
+
+def table_for_gcn_arch(name: str) -> KernelTable | None:
+    """The table of a ROCm ``gcnArchName``, as ``gfx942:sramecc+``, or None.
+
+    gfx950 takes the table of gfx942, of whose tiles it has room for more.
+    """
+    return _GFX942 if name.split(":")[0] in ("gfx942", "gfx950") else None
 
 
 def fitting_configs(

@@ -161,9 +161,8 @@ def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
-def _precision(dtype: torch.dtype) -> str:
-    # tf32 is what Triton would pick for float32, and is no float32 result.
-    return "ieee" if dtype == torch.float32 else "tf32"
+# tf32 is what Triton would pick for float32, and is no float32 result; gfx950 has none.
+_PRECISION = "ieee"
 
 
 def _weight_operand(
@@ -356,7 +355,7 @@ def _up(
             HAS_SLOTS=rows.has_slots,
             HAS_BIAS=b_in is not None,
             STORE_PREACT=preact.shape[0] > 0,
-            PRECISION=_precision(x.dtype),
+            PRECISION=_PRECISION,
             **w_flags,
             **_tile_args(config, num_hidden, dim),
         )
@@ -416,7 +415,7 @@ def _grouped_mm(
             HAS_SLOTS=rows.has_slots,
             HAS_BIAS=bias is not None,
             HAS_SCALE=scale is not None,
-            PRECISION=_precision(a.dtype),
+            PRECISION=_PRECISION,
             **w_operands[0][1],
             **_tile_args(config, num_columns, num_inner),
         )
@@ -514,7 +513,7 @@ def _act_backward(
             HAS_SCALE=scale is not None,
             STORE_HIDDEN=need_hidden,
             STORE_PARTIALS=need_scale,
-            PRECISION=_precision(preact.dtype),
+            PRECISION=_PRECISION,
             **w_flags,
             **_tile_args(config, num_hidden, dim),
         )
@@ -636,7 +635,7 @@ def _weight_grad(
             GATHER_P=gather_p,
             GATHER_Q=gather_q,
             USE_TMA=use_tma,
-            PRECISION=_precision(p.dtype),
+            PRECISION=_PRECISION,
             **tile_args,
         )
 

@@ -1,0 +1,157 @@
+"""One page of text and one plot of a report of gpu_lab.py, from its JSON alone.
+
+python benchmarks/moe/lab/summary.py run.json    # writes run.txt and run.png beside it
+"""
+
+import json
+import pathlib
+import sys
+
+
+WIDTH = 92
+OURS = "ours"
+# (kind of pass, multiple of the forward's FLOPs), as in the rows.
+KINDS = (("forward", 1), ("step", 3))
+
+
+def peer_times(row: dict, kind: str) -> dict[str, float]:
+    """Median milliseconds by peer, ours first, then the fastest first."""
+    end = f"/{kind}"
+    times = {
+        n.removesuffix(end): t for n, t in row.get("ms", {}).items() if n.endswith(end)
+    }
+    return dict(sorted(times.items(), key=lambda item: (item[0] != OURS, item[1])))
+
+
+def shape_text(shape: dict) -> str:
+    return " ".join(f"{name}={shape[name]}" for name in "TDFEK")
+
+
+def _head(report: dict) -> list[str]:
+    lines = [
+        f"MoE kernels on {report['device']} ({report['arch']}), "
+        f"torch {report['torch']}, Triton {report['triton']}",
+        f"command: {report['command']}",
+    ]
+    if "mm_flops_per_s" in report:
+        lines.append(
+            f"this card: copy {report['copy_bytes_per_s'] / 1e9:,.0f} GB/s, dense bfloat16 "
+            f"{report['mm_flops_per_s'] / 1e12:,.1f} TFLOP/s"
+        )
+    if report["device"] == "interpreter":
+        lines.append("A REHEARSAL on a CPU: the times mean nothing.")
+    return lines
+
+
+def _checks(report: dict) -> list[str]:
+    lines = ["", "Correctness"]
+    cases = report.get("cases", [])
+    bad = [row for row in cases if not row.get("ok")]
+    lines.append(
+        f"  {len(cases) - len(bad)} of {len(cases)} cases within the tolerance"
+    )
+    lines += [f"  FAILED {json.dumps(row)}"[:WIDTH] for row in bad[:5]]
+    named = [("registration", report.get("registration", {}))]
+    named += [
+        (f"same bits, {i}", row) for i, row in enumerate(report.get("repeatable", []))
+    ]
+    for name, row in named:
+        lines.append(f"  {name}: {'ok' if row.get('ok') else f'FAILED {row}'}"[:WIDTH])
+    if "sanitizer" in report:
+        lines.append(f"  compute-sanitizer: {report['sanitizer']}"[:WIDTH])
+    return lines
+
+
+def _row(row: dict) -> list[str]:
+    shape = row["shape"]
+    lines = ["", f"{shape['name']}: {shape_text(shape)}"]
+    for kind, factor in KINDS:
+        times = peer_times(row, kind)
+        if OURS not in times:
+            lines.append(f"  {kind:8s} FAILED {row.get('failed')}"[:WIDTH])
+            continue
+        own = times.pop(OURS)
+        flops = factor * 6 * shape["T"] * shape["K"] * shape["D"] * shape["F"]
+        text = f"  {kind:8s} {own:9.3f} ms {flops / own / 1e9:7.1f} TFLOP/s"
+        text += f" {row['bound_ms'][kind] / own:5.0%} of bound"
+        predicted = row.get("predicted_h100_ms", {}).get(kind)
+        if predicted is not None:
+            text += f", H100 model {predicted:.3f} ms: x{own / predicted:.2f}"
+        lines.append(text)
+        for name, t in times.items():
+            mark = "" if t >= own else "  <- faster than ours"
+            lines.append(f"    {name:28s} {t:9.3f} ms  x{t / own:.2f}{mark}")
+    return lines
+
+
+def page(report: dict) -> str:
+    """What a reader of the numbers wants to know, losing rows included."""
+    lines = _head(report) + _checks(report)
+    for row in report.get("rows", []):
+        lines += _row(row)
+    absent = report.get("peers", {}).get("absent", [])
+    if absent:
+        lines += ["", f"Peers that were not there: {', '.join(absent)}"]
+    return "\n".join(lines) + "\n"
+
+
+def plot(report: dict, path: pathlib.Path) -> None:
+    """Our time and every peer's over ours, with the bound and the model's time, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in report.get("rows", []) if peer_times(row, "forward")]
+    figure, axes = plt.subplots(
+        len(KINDS),
+        1,
+        figsize=(1.6 + 2.2 * max(len(rows), 2), 8),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, (kind, _) in zip(axes[:, 0], KINDS):
+        names = list(dict.fromkeys(n for row in rows for n in peer_times(row, kind)))
+        width = 0.8 / max(len(names), 1)
+        for i, name in enumerate(names):
+            found = [(j, peer_times(row, kind)) for j, row in enumerate(rows)]
+            found = [
+                (j, t[name] / t[OURS]) for j, t in found if {name, OURS} <= t.keys()
+            ]
+            where = [j + (i - len(names) / 2 + 0.5) * width for j, _ in found]
+            axis.bar(where, [ratio for _, ratio in found], width, label=name)
+        for j, row in enumerate(rows):
+            own = peer_times(row, kind).get(OURS)
+            marks = [("bound", row["bound_ms"][kind], "k")]
+            predicted = row.get("predicted_h100_ms", {}).get(kind)
+            if predicted is not None:
+                marks.append(("model of an H100", predicted, "r"))
+            for name, ms, color in marks if own else ():
+                label = name if j == 0 else None
+                axis.hlines(ms / own, j - 0.45, j + 0.45, color, "--", label=label)
+        axis.axhline(1, color="#888888", lw=0.8)
+        axis.set_xticks(range(len(rows)), [row["shape"]["name"] for row in rows])
+        axis.set_ylabel(f"{kind}: time / ours")
+        axis.legend(fontsize=8, ncols=3)
+    title = f"{report['device']}, torch {report['torch']}, Triton {report['triton']}"
+    if report["device"] == "interpreter":
+        title += "\na rehearsal on a CPU: the times mean nothing"
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write_summary(output: pathlib.Path) -> str:
+    """Writes the page and, where matplotlib is, the plot beside a report; returns the page."""
+    report = json.loads(output.read_text())
+    text = page(report)
+    try:
+        plot(report, output.with_suffix(".png"))
+    except ImportError as e:
+        text += f"\nno plot: {e}; `python lab/summary.py {output.name}` draws it elsewhere\n"
+    output.with_suffix(".txt").write_text(text)
+    return text
+
+
+if __name__ == "__main__":
+    print(write_summary(pathlib.Path(sys.argv[1])), end="")

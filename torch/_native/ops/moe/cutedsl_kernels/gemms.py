@@ -1,0 +1,277 @@
+"""The matmuls of the expert MLP, as epilogues of torch._vendor.quack.
+
+Letters: T tokens, D model dim, F expert hidden dim, E experts, R routed rows, g = 2 for
+a gated activation else 1. Rows are segmented by ``cu`` (E + 1,) int32; no function
+reads or writes a row outside of the segments. ``tokens`` (R,) int32 gathers rows of a
+(T, .) operand; None where the operand has the rows already.
+
+The layout of the pre-activations is that of the weight, as for every backend. QuACK
+pairs gate and up as adjacent columns: with ``gate_interleaved`` they are, and the
+tile is stored as it is; without, the weight's rows are relabelled (``concat_layout``)
+and the two halves of the pre-activations are outputs of their own. The backward
+kernel reads them as pairs, so that it serves ``gate_interleaved`` and plain activations.
+
+Every schedule is static and no contraction is split over programs: same input, same bits.
+"""
+
+import functools
+
+from torch import Tensor
+from torch._vendor.quack.activation import (
+    act_fn_map,
+    dact_fn_map,
+    dgate_fn_map,
+    gate_fn_map,
+)
+from torch._vendor.quack.epilogue.frontend import EpiMod, gemm_epilogue
+from torch._vendor.quack.epilogue.math import pack, unpack
+from torch._vendor.quack.epilogue.ops import ColVecLoad, ColVecReduce
+from torch._vendor.quack.gemm_config import GemmConfig
+from torch._vendor.quack.gemm_interface import gemm_tuned
+
+from ..triton_kernels.launch import Activation
+
+
+# Names of our activations there; what has no entry is not served. geglu and gelu are
+# exact there only without a gate, and a clamp is part of no gated function but one.
+ACTIVATIONS: dict[str, str] = {
+    "swiglu": "swiglu",
+    "geglu_tanh": "geglu",
+    "reglu": "reglu",
+    "silu": "silu",
+    "relu": "relu",
+    "relu2": "relu_sq",
+}
+
+
+def _config(
+    capacity: int, tile_m: int, tile_n: int, *, pingpong: bool = False
+) -> GemmConfig:
+    return GemmConfig(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        pingpong=pingpong,
+        cluster_m=2,
+        cluster_n=1,
+        is_dynamic_persistent=False,
+        device_capacity=capacity,
+        # By TMA, or gathers do not compile for sm_100: the other way arrives at a
+        # barrier with an argument that no released CuTe DSL takes.
+        use_tma_gather=capacity == 10,
+    )
+
+
+# By major compute capability. sm_90: two warp groups share a tile where the loop is
+# long, and take turns (pingpong) where the epilogue is; sm_100: two blocks share one
+# matrix instruction. Chosen by hand from QuACK's own defaults; measured on no GPU.
+CONFIGS: dict[int, dict[str, GemmConfig]] = {
+    9: {
+        "up": _config(9, 128, 256),
+        "down": _config(9, 128, 192, pingpong=True),
+        "act_backward": _config(9, 128, 128, pingpong=True),
+        "mm": _config(9, 128, 256),
+        "weight_grad": _config(9, 128, 256),
+    },
+    10: {
+        "up": _config(10, 256, 256),
+        "down": _config(10, 256, 256),
+        "act_backward": _config(10, 256, 128),
+        "mm": _config(10, 256, 256),
+        "weight_grad": _config(10, 256, 256),
+    },
+}
+
+
+@functools.cache
+def _up_epilogue(name: str, gated: bool, split: bool, store_preact: bool) -> EpiMod:
+    if not gated:
+        activation = act_fn_map[name]
+
+        @gemm_epilogue(outputs=("hidden",))
+        def up_plain(acc):
+            # pyrefly: ignore[not-callable]
+            return {"D": acc, "hidden": activation(acc)}
+
+        return up_plain
+    glu = gate_fn_map[name]
+    if split and store_preact:
+
+        @gemm_epilogue(outputs=("hidden", "gate", "up"), mode="acc_pair")
+        def up_split(acc):
+            gate, up = unpack(acc)
+            return {"hidden": glu(gate, up), "gate": gate, "up": up}
+
+        return up_split
+
+    @gemm_epilogue(outputs=("hidden",), mode="acc_pair")
+    def up_paired(acc):
+        gate, up = unpack(acc)
+        return {"D": pack(gate, up), "hidden": glu(gate, up)}
+
+    return up_paired
+
+
+@gemm_epilogue(ops={"score": ColVecLoad("score")})
+def _scaled(acc, score):
+    return {"D": acc * score}
+
+
+@functools.cache
+def _act_backward_epilogue(name: str, gated: bool) -> EpiMod:
+    # dS pairs the activation with the unscaled gradient, as one fused multiply-add.
+    sinks = {
+        "outputs": ("hidden",),
+        "ops": {"score": ColVecLoad("score")},
+        "reduces": {"dot": ColVecReduce("dot", scaled=True)},
+    }
+    if gated:
+        dglu = dgate_fn_map[name]
+
+        @gemm_epilogue(mode="packed_cd_b16x2", **sinks)
+        def dact_paired(acc, c, score):
+            gate, up = unpack(c)
+            d_gate, d_up, a = dglu(gate, up, acc * score)
+            return {"D": pack(d_gate, d_up), "hidden": a * score, "dot": (a, acc)}
+
+        return dact_paired
+    dact = dact_fn_map[name]
+
+    @gemm_epilogue(**sinks)
+    def dact_plain(acc, c, score):
+        dh, a = dact(c, acc * score)  # pyrefly: ignore[not-callable]
+        return {"D": dh, "hidden": a * score, "dot": (a, acc)}
+
+    return dact_plain
+
+
+def _capacity(x: Tensor) -> int:
+    # Not torch.cuda's: the compile gate names a GPU that is not there.
+    from torch._vendor.quack.cute_dsl_utils import get_device_capacity
+
+    return get_device_capacity(x.device)[0]
+
+
+def _run(kernel: str, epilogue: EpiMod, a: Tensor, b: Tensor, cu: Tensor, **kwargs):
+    return epilogue(
+        a,
+        b,
+        config=CONFIGS[_capacity(a)][kernel],
+        tuned=False,
+        cu_seqlens_m=cu,
+        compile_dispatch=False,
+        **kwargs,
+    )
+
+
+def up(
+    x: Tensor,
+    tokens: Tensor | None,
+    w_in: Tensor,
+    cu: Tensor,
+    act: Activation,
+    preact: Tensor | None,
+    hidden: Tensor,
+) -> None:
+    """preact (R, g*F) = H = x[tokens] @ w_in[e]^T unless None; hidden (R, F) = act(H).
+
+    Args:
+        x: (T, D), or (R, D) without ``tokens``.
+        tokens: see above.
+        w_in: (E, g*F, D) contiguous.
+        cu: see above.
+        act: a key of ACTIVATIONS, without limit and alpha.
+        preact, hidden: written.
+    """
+    split = act.gated and not act.gate_interleaved
+    out = {"hidden": hidden}
+    if preact is not None and split:
+        num_hidden = hidden.shape[1]
+        out |= {"gate": preact[:, :num_hidden], "up": preact[:, num_hidden:]}
+    elif preact is not None:
+        out["D"] = preact
+    epilogue = _up_epilogue(ACTIVATIONS[act.name], act.gated, split, preact is not None)
+    _run(
+        "up",
+        epilogue,
+        x,
+        w_in.mT,
+        cu,
+        out=out,
+        store_d="D" in out,
+        A_idx=tokens,
+        concat_layout=("B",) if split else None,
+    )
+
+
+def down(a: Tensor, w: Tensor, cu: Tensor, score: Tensor | None, out: Tensor) -> None:
+    """out (R, D) = score * (a @ w[e]^T); ``score`` (R,) float32 or None.
+
+    Args:
+        a: (R, F).
+        w: (E, D, F) contiguous.
+        cu, score: see above.
+        out: written.
+    """
+    if score is None:
+        mm(a, w.mT, cu, out)
+    else:
+        _run("down", _scaled, a, w.mT, cu, out={"D": out}, score=score)
+
+
+def act_backward(
+    grad: Tensor,
+    tokens: Tensor | None,
+    w: Tensor,
+    cu: Tensor,
+    preact: Tensor,
+    score: Tensor,
+    act: Activation,
+    grad_preact: Tensor,
+    hidden: Tensor,
+) -> Tensor:
+    """dH, A' = score * A, and the (R,) float32 <dA', A>, from dA' = grad[tokens] @ w[e].
+
+    Args:
+        grad: (T, D), or (R, D) without ``tokens``.
+        tokens: see above.
+        w: (E, D, F) contiguous.
+        cu: see above.
+        preact: (R, g*F), gate and up in turn where gated.
+        score: (R,) float32.
+        act: as for :func:`up`.
+        grad_preact, hidden: (R, g*F) and (R, F), written.
+    """
+    result = _run(
+        "act_backward",
+        _act_backward_epilogue(ACTIVATIONS[act.name], act.gated),
+        grad,
+        w,
+        cu,
+        C=preact,
+        out={"D": grad_preact, "hidden": hidden},
+        A_idx=tokens,
+        score=score,
+    )
+    return result["dot"].view(-1)
+
+
+def mm(a: Tensor, w: Tensor, cu: Tensor, out: Tensor) -> None:
+    """out (R, N) = a (R, K) @ w[e], of ``w`` (E, K, N); written."""
+    config = CONFIGS[_capacity(a)]["mm"]
+    gemm_tuned.fn(a, w, out, cu_seqlens_m=cu, config=config)
+
+
+def weight_grad(
+    x: Tensor, tokens: Tensor | None, b: Tensor, cu: Tensor, out: Tensor
+) -> None:
+    """out[e] (E, D, N) = x[tokens]^T @ b over the rows of e, 0 where there are none.
+
+    Args:
+        x: (T, D), or (R, D) without ``tokens``.
+        tokens: see above.
+        b: (R, N).
+        cu: see above.
+        out: contiguous in one of its last two dimensions, written.
+    """
+    config = CONFIGS[_capacity(x)]["weight_grad"]
+    gemm_tuned.fn(x.mT, b, out, cu_seqlens_k=cu, A_idx=tokens, config=config)
