@@ -377,7 +377,9 @@ def launches() -> Iterator[str]:
 
     def run(self, *args, grid, warmup, **kwargs):
         names = {p.name for p in self.params if p.is_constexpr}
-        fixed = {n: v for n, v in kwargs.items() if n in names or n not in self.arg_names}
+        fixed = {
+            n: v for n, v in kwargs.items() if n in names or n not in self.arg_names
+        }
         given = [_launch_text(v) for v in args]
         given += [_launch_text(v) for n, v in kwargs.items() if n not in fixed]
         seen.append(f"{self.__name__} {sorted(fixed.items())} {given}")
@@ -405,7 +407,9 @@ def source_hash() -> str:
     digest = hashlib.sha256()
     for path in sorted(kernels.glob("*.py")):
         body = ast.parse(path.read_text()).body
-        jitted = [x for x in body if isinstance(x, ast.FunctionDef) and x.decorator_list]
+        jitted = [
+            x for x in body if isinstance(x, ast.FunctionDef) and x.decorator_list
+        ]
         constants = [x for x in body if isinstance(x, (ast.Assign, ast.AnnAssign))]
         for node in (*jitted, *constants) if jitted else ():
             digest.update(_without_docstrings(ast.unparse(node)).encode())

@@ -317,7 +317,7 @@ class TestCutedslChoice(TestCase):
         super().setUp()
         self.capability = (9, 0)
         for target, name, replacement in (
-            (triton_impl, "_device_reason", lambda tensors: None),
+            (triton_impl, "_device_reason", lambda *args: None),
             (triton_impl, "_capability", lambda index: self.capability),
             (triton_impl.tu, "_try_initialize_driver", lambda: True),
         ):

@@ -14,7 +14,11 @@ kernel reads them as pairs, so that it serves ``gate_interleaved`` and plain act
 Every schedule is static and no contraction is split over programs: same input, same bits.
 """
 
+import dataclasses
 import functools
+import hashlib
+import pathlib
+from collections.abc import Callable
 
 from torch import Tensor
 from torch._vendor.quack.activation import (
@@ -45,7 +49,11 @@ ACTIVATIONS: dict[str, str] = {
 
 
 def _config(
-    capacity: int, tile_m: int, tile_n: int, *, pingpong: bool = False
+    capacity: int,
+    tile_m: int,
+    tile_n: int,
+    *,
+    pingpong: bool = False,
 ) -> GemmConfig:
     return GemmConfig(
         tile_m=tile_m,
@@ -55,9 +63,6 @@ def _config(
         cluster_n=1,
         is_dynamic_persistent=False,
         device_capacity=capacity,
-        # By TMA, or gathers do not compile for sm_100: the other way arrives at a
-        # barrier with an argument that no released CuTe DSL takes.
-        use_tma_gather=capacity == 10,
     )
 
 
@@ -82,36 +87,52 @@ CONFIGS: dict[int, dict[str, GemmConfig]] = {
 }
 
 
+_SOURCE = hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:16]
+
+
+def _epilogue(name: str, **kwargs) -> Callable[[Callable[..., object]], EpiMod]:
+    """``gemm_epilogue`` for a function that captured the activation ``name``.
+
+    QuACK finds compiled kernels, on disk too, by the qualified name of an installed function
+    outside of its package, and not by its source or closure. So the name says both, or
+    the first activation to be compiled would serve for all.
+    """
+
+    def decorate(function: Callable[..., object]) -> EpiMod:
+        function.__qualname__ += f"[{name}, {_SOURCE}]"
+        return gemm_epilogue(**kwargs)(function)
+
+    return decorate
+
+
 @functools.cache
 def _up_epilogue(name: str, gated: bool, split: bool, store_preact: bool) -> EpiMod:
     if not gated:
-        activation = act_fn_map[name]
 
-        @gemm_epilogue(outputs=("hidden",))
+        @_epilogue(name, outputs=("hidden",))
         def up_plain(acc):
             # pyrefly: ignore[not-callable]
-            return {"D": acc, "hidden": activation(acc)}
+            return {"D": acc, "hidden": act_fn_map[name](acc)}
 
         return up_plain
-    glu = gate_fn_map[name]
     if split and store_preact:
 
-        @gemm_epilogue(outputs=("hidden", "gate", "up"), mode="acc_pair")
+        @_epilogue(name, outputs=("hidden", "gate", "up"), mode="acc_pair")
         def up_split(acc):
             gate, up = unpack(acc)
-            return {"hidden": glu(gate, up), "gate": gate, "up": up}
+            return {"hidden": gate_fn_map[name](gate, up), "gate": gate, "up": up}
 
         return up_split
 
-    @gemm_epilogue(outputs=("hidden",), mode="acc_pair")
+    @_epilogue(name, outputs=("hidden",), mode="acc_pair")
     def up_paired(acc):
         gate, up = unpack(acc)
-        return {"D": pack(gate, up), "hidden": glu(gate, up)}
+        return {"D": pack(gate, up), "hidden": gate_fn_map[name](gate, up)}
 
     return up_paired
 
 
-@gemm_epilogue(ops={"score": ColVecLoad("score")})
+@_epilogue("", ops={"score": ColVecLoad("score")})
 def _scaled(acc, score):
     return {"D": acc * score}
 
@@ -125,20 +146,19 @@ def _act_backward_epilogue(name: str, gated: bool) -> EpiMod:
         "reduces": {"dot": ColVecReduce("dot", scaled=True)},
     }
     if gated:
-        dglu = dgate_fn_map[name]
 
-        @gemm_epilogue(mode="packed_cd_b16x2", **sinks)
+        @_epilogue(name, mode="packed_cd_b16x2", **sinks)
         def dact_paired(acc, c, score):
             gate, up = unpack(c)
-            d_gate, d_up, a = dglu(gate, up, acc * score)
+            d_gate, d_up, a = dgate_fn_map[name](gate, up, acc * score)
             return {"D": pack(d_gate, d_up), "hidden": a * score, "dot": (a, acc)}
 
         return dact_paired
-    dact = dact_fn_map[name]
 
-    @gemm_epilogue(**sinks)
+    @_epilogue(name, **sinks)
     def dact_plain(acc, c, score):
-        dh, a = dact(c, acc * score)  # pyrefly: ignore[not-callable]
+        # pyrefly: ignore[not-callable]
+        dh, a = dact_fn_map[name](c, acc * score)
         return {"D": dh, "hidden": a * score, "dot": (a, acc)}
 
     return dact_plain
@@ -151,11 +171,21 @@ def _capacity(x: Tensor) -> int:
     return get_device_capacity(x.device)[0]
 
 
+def _config_for(kernel: str, x: Tensor, tokens: Tensor | None = None) -> GemmConfig:
+    capacity = _capacity(x)
+    config = CONFIGS[capacity][kernel]
+    if capacity == 10 and tokens is not None:
+        # Else it does not compile: the other way to gather arrives at a barrier with an
+        # argument that CuTe DSL 4.8.0 does not take.
+        config = dataclasses.replace(config, use_tma_gather=True)
+    return config
+
+
 def _run(kernel: str, epilogue: EpiMod, a: Tensor, b: Tensor, cu: Tensor, **kwargs):
     return epilogue(
         a,
         b,
-        config=CONFIGS[_capacity(a)][kernel],
+        config=_config_for(kernel, a, kwargs.get("A_idx")),
         tuned=False,
         cu_seqlens_m=cu,
         compile_dispatch=False,
@@ -257,8 +287,7 @@ def act_backward(
 
 def mm(a: Tensor, w: Tensor, cu: Tensor, out: Tensor) -> None:
     """out (R, N) = a (R, K) @ w[e], of ``w`` (E, K, N); written."""
-    config = CONFIGS[_capacity(a)]["mm"]
-    gemm_tuned.fn(a, w, out, cu_seqlens_m=cu, config=config)
+    gemm_tuned.fn(a, w, out, cu_seqlens_m=cu, config=_config_for("mm", a))
 
 
 def weight_grad(
@@ -273,5 +302,5 @@ def weight_grad(
         cu: see above.
         out: contiguous in one of its last two dimensions, written.
     """
-    config = CONFIGS[_capacity(x)]["weight_grad"]
+    config = _config_for("weight_grad", x, tokens)
     gemm_tuned.fn(x.mT, b, out, cu_seqlens_k=cu, A_idx=tokens, config=config)
