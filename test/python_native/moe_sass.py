@@ -358,11 +358,23 @@ class Estimate:
         us: the estimate.
         of_dense: its useful FLOP/s over POWER_FLOPS.
         limiter: what takes longest.
+        parts: microseconds of the multiprocessors and of DRAM, and the multiple of the
+            useful FLOPs that padded tiles make of them.
     """
 
     us: float
     of_dense: float
     limiter: str
+    parts: dict[str, float]
+
+    @property
+    def explained(self) -> str | None:
+        """Why the kernel is below 60 % of the dense rate; None if it is not."""
+        if self.of_dense >= 0.6:
+            return None
+        padding = self.parts["padding"]
+        times = (f"{k} {v:.0f} us" for k, v in self.parts.items() if k != "padding")
+        return f"{', '.join(times)}; {padding:.2f} times the useful FLOPs"
 
 
 def _matrix_cost(loop: list[Instruction]) -> tuple[int, int]:
@@ -422,7 +434,16 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
     }
     seconds = sum(t**4 for t in times.values()) ** 0.25 + LAUNCH_SECONDS
     of_dense = work.flops / seconds / POWER_FLOPS
-    return Estimate(1e6 * seconds, of_dense, max(times, key=times.__getitem__))
+    matmuls = min(1.0, work.steps * step / tile) * cycles / CLOCK
+    parts = {
+        "at the dense rate": 1e6 * work.flops / POWER_FLOPS,
+        "loop": 1e6 * matmuls,
+        "epilogue and fill": 1e6 * (cycles / CLOCK - matmuls),
+        "DRAM": 1e6 * times["DRAM"],
+        "padding": work.tiles * work.steps * flops / work.flops,
+    }
+    limiter = max(times, key=times.__getitem__)
+    return Estimate(1e6 * seconds, of_dense, limiter, parts)
 
 
 # ---- the kernels of a layer
@@ -506,11 +527,10 @@ def kernels_of(arch: str, shapes: Iterable[Shape]) -> dict[Shape, list[Kernel]]:
     return found
 
 
-def layer_seconds(shape: Shape, kernels: list[Kernel]) -> dict[str, float]:
-    """Microseconds of forward and backward of ``shape``, with what is no matmul."""
+def layer_microseconds(shape: Shape, times: dict[str, float]) -> dict[str, float]:
+    """Forward and backward of ``shape`` from its matmuls', with what is no matmul."""
     combine = 2 * shape.D * (shape.rows + shape.T) + 4 * shape.rows
     combine_us = 1e6 * (combine / DRAM_BYTES + LAUNCH_SECONDS)
-    times = {k.name: estimate(k, work_of(k, shape)).us for k in kernels}
     forward = times["up"] + times["down"] + combine_us + sum(SMALL_FORWARD.values())
     backward = combine_us + sum(SMALL_BACKWARD.values())
     for name in ("act_backward", "input_grad", "dw_in", "dw_out"):
@@ -547,10 +567,12 @@ def measure() -> dict[str, list[dict[str, object]]]:
                         "us": round(cost.us, 1),
                         "of_dense": round(cost.of_dense, 3),
                         "limiter": cost.limiter,
+                        "explained": cost.explained,
                     }
                 )
             row: dict[str, object] = dataclasses.asdict(shape)
-            for name, us in layer_seconds(shape, compiled).items():
+            times = {k.name: estimate(k, work_of(k, shape)).us for k in compiled}
+            for name, us in layer_microseconds(shape, times).items():
                 row[name] = round(us)
                 row[f"{name}_corrected"] = round(us * middle)
                 row[f"{name}_range"] = [round(us * low), round(us * high)]
@@ -578,7 +600,9 @@ def regressions(before: dict, after: dict) -> list[str]:
                 found.append(f"{', '.join(key)}: in the record, not launched any more")
                 continue
             for name, value in old.items():
-                if name in (*keys, "of_dense", "limiter") or new[name] == value:
+                if name in (*keys, "of_dense", "limiter", "explained"):
+                    continue
+                if new[name] == value:
                     continue
                 if isinstance(value, (int, float)) and isinstance(
                     new[name], (int, float)

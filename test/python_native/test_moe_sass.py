@@ -109,6 +109,8 @@ class TestMoeSass(TestCase):
                 flops *= row["D"] * row["F"]
                 self.assertGreater(row[name] * 1e-6 * 989e12, flops)
         self.assertEqual(len(measured()["layers"]), len(SHAPES))
+        for row in measured()["estimates"]:
+            self.assertEqual(row["of_dense"] < 0.6, row["explained"] is not None, row)
 
     def test_listing_of_a_known_loop(self):
         from test_triton_static_gate import _matmul_kernel
