@@ -65,7 +65,7 @@ def consumer(listing: Listing) -> tuple[list[Instruction], list[Instruction]]:
 def estimate(kernel: Kernel, shape: Shape, pingpong: bool) -> Estimate:
     """Time of a kernel of KERNELS for ``shape``, in the terms of moe_sass.estimate()."""
     loop, outside = consumer(kernel.listing)
-    work, (bm, bn, bk) = work_of(kernel, shape), kernel.block
+    work, (bm, _, bk) = work_of(kernel, shape), kernel.block
     groups = 1 if pingpong else 2
     flops, operand_bytes = (groups * x for x in _matrix_cost(loop))
     columns = work.step_bytes - bm * bk * 2
