@@ -1,0 +1,205 @@
+"""What torch.compile makes of MoE layers on the CPU: three tables, in one JSON.
+
+rewrites    blocks as people write them (peers.py), compiled as they are, rewritten by
+            ``torch._inductor.config.moe_fusion``, and ``F.moe_mlp`` compiled on their operands
+layouts     ``F.moe_mlp`` on expert weights as nn.Linear stores them, and on the transposed storage
+            of gpt-oss: what relaying them at freezing time could gain
+compiles    how many graphs a layer makes over changing numbers of tokens, and seconds to compile
+
+One thread, its own processor time, forms in turns, ratios of one round: others may use the machine.
+
+    python benchmarks/moe/compiled.py --out FILE.json
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+
+import peers
+from shapes import make_operands, Operands, Shape
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config
+
+from measure import interleaved_seconds, provenance, ratio_record, spread, write_json
+
+
+FORMS = ("sorted_grouped_mm", "three_grouped_mm", "batched_mm")
+TOKENS = (1, 8, 64, 512)
+# The block of gathered weights copies K matrices per token.
+MAX_BATCHED_TOKENS = 8
+
+
+def _shape(num_tokens: int, quick: bool) -> Shape:
+    sizes = (64, 32, 8, 2) if quick else (1024, 512, 32, 4)
+    return Shape(f"T{num_tokens}", num_tokens, *sizes)
+
+
+def _step(function: Callable[..., Tensor], args: tuple, grad: Tensor, backward: bool):
+    """A call, and its gradients if ``backward``."""
+    if not backward:
+
+        def forward() -> object:
+            with torch.no_grad():
+                return function(*args)
+
+        return forward
+    leaves = [x for x in args if x.is_floating_point()]
+
+    def train() -> object:
+        return torch.autograd.grad(function(*args), leaves, grad)
+
+    return train
+
+
+def _compiled(function: Callable[..., Tensor], fusion: bool) -> Callable[..., Tensor]:
+    return torch.compile(
+        function, fullgraph=True, dynamic=False, options={"moe_fusion": fusion}
+    )
+
+
+def _block(form: str, operands: Operands, backward: bool) -> tuple:
+    """The arguments of a form, and ``F.moe_mlp`` on them."""
+    w_in, w_out = operands.w_in, operands.w_out
+    weights: tuple[Tensor, ...] = (w_in, w_out)
+    direct = F.moe_mlp
+    if form == "three_grouped_mm":
+        gate, up = (w.contiguous() for w in w_in.chunk(2, dim=1))
+        weights = (gate, up, w_out)
+
+        def direct(x, ids, scores, gate, up, w_out):
+            return F.moe_mlp(x, ids, scores, gate, w_out, w_up=up)
+
+    args = (operands.x, operands.ids, operands.weights, *weights)
+    return tuple(
+        x.detach().requires_grad_(backward and x.is_floating_point()) for x in args
+    ), direct
+
+
+def measure_rewrite(form: str, shape: Shape, backward: bool, rounds: int) -> dict:
+    """One row: a form as written, rewritten and called directly."""
+    torch._dynamo.reset()
+    operands = make_operands(shape)
+    args, direct = _block(form, operands, backward)
+    written = getattr(peers, form)
+    functions = {
+        "written": _compiled(written, False),
+        "rewritten": _compiled(written, True),
+        "direct": _compiled(direct, False),
+    }
+    steps = {
+        name: _step(f, args, operands.grad, backward) for name, f in functions.items()
+    }
+    counters.clear()
+    for step in steps.values():
+        step()
+    seconds = interleaved_seconds(
+        steps, rounds=rounds, warmup=1, clock=time.thread_time
+    )
+    return {
+        "form": form,
+        "pass": "forward+backward" if backward else "forward",
+        **shape.sizes(),
+        "blocks": counters["inductor"]["moe_fusion"],
+        "whole_blocks": counters["inductor"]["moe_fusion_full"],
+        "milliseconds": {n: spread([1e3 * s for s in v]) for n, v in seconds.items()},
+        "written_over_rewritten": ratio_record(
+            seconds["written"], seconds["rewritten"]
+        ),
+        "direct_over_rewritten": ratio_record(seconds["direct"], seconds["rewritten"]),
+    }
+
+
+def measure_layout(shape: Shape, rounds: int) -> dict:
+    """One row: K-major and N-major storage of the same weights."""
+    o = make_operands(shape)
+    weights = {
+        "k_major": (o.w_in, o.w_out),
+        "n_major": tuple(w.mT.contiguous().mT for w in (o.w_in, o.w_out)),
+    }
+    steps = {
+        name: _step(F.moe_mlp, (o.x, o.ids, o.weights, *w), o.grad, False)
+        for name, w in weights.items()
+    }
+    seconds = interleaved_seconds(
+        steps, rounds=rounds, warmup=2, clock=time.thread_time
+    )
+    return {
+        **shape.sizes(),
+        "milliseconds": {n: spread([1e3 * s for s in v]) for n, v in seconds.items()},
+        "n_major_over_k_major": ratio_record(seconds["n_major"], seconds["k_major"]),
+    }
+
+
+def measure_compiles(name: str, quick: bool, backward: bool) -> dict:
+    """Graphs and seconds of a layer over four numbers of tokens."""
+    torch._dynamo.reset()
+    counters.clear()
+    written = getattr(peers, name, None)
+    layer = torch.compile(F.moe_mlp if written is None else written)
+    graphs, seconds = [], []
+    for num_tokens in (16, 24, 40, 96):
+        operands = make_operands(_shape(num_tokens, quick))
+        args, _ = _block(name, operands, backward)
+        start = time.process_time()
+        _step(layer, args, operands.grad, backward)()
+        seconds.append(time.process_time() - start)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return {
+        "form": name,
+        "pass": "forward+backward" if backward else "forward",
+        "graphs": graphs[-1],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "seconds_of_calls": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, few rounds")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--tables", nargs="*", default=["rewrites", "layouts", "compiles"]
+    )
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    # Both compiled forms would be found there.
+    config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    tokens = (8,) if args.quick else TOKENS
+    rounds = 3 if args.quick else args.rounds
+    record = provenance() | {"load": os.getloadavg()[0], "clock": "thread_time"}
+
+    def add(table: str, row: dict) -> None:
+        record.setdefault(table, []).append(row)
+        write_json(record, args.out)
+        print(table, *list(row.values())[:7], file=sys.stderr, flush=True)
+
+    if "layouts" in args.tables:
+        for num_tokens in tokens:
+            shape = _shape(num_tokens, args.quick)
+            add("layouts", measure_layout(shape, rounds * max(1, 64 // num_tokens)))
+    if "rewrites" in args.tables:
+        for form in FORMS:
+            for num_tokens in tokens[1:] or tokens:
+                if form == "batched_mm" and num_tokens > MAX_BATCHED_TOKENS:
+                    continue
+                for backward in (False, True):
+                    shape = _shape(num_tokens, args.quick)
+                    add("rewrites", measure_rewrite(form, shape, backward, rounds))
+    if "compiles" in args.tables:
+        for name in ("moe_mlp", "sorted_grouped_mm"):
+            for backward in (False, True):
+                add("compiles", measure_compiles(name, args.quick, backward))
+
+
+if __name__ == "__main__":
+    main()

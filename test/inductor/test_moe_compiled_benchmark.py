@@ -1,0 +1,40 @@
+# Owner(s): ["module: inductor"]
+"""benchmarks/moe/compiled.py on tiny shapes, and what its counts say of compilation."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/moe/compiled.py"
+
+
+class TestMoeCompiledBenchmark(TestCase):
+    def run_script(self, *options):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "out.json"
+            command = [sys.executable, str(SCRIPT), "--quick", "--out", str(path)]
+            env = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
+            subprocess.run([*command, *options], check=True, env=env)
+            return json.loads(path.read_text())
+
+    def test_two_graphs_over_changing_tokens_and_no_break(self):
+        record = self.run_script("--tables", "compiles")
+        self.assertEqual(len(record["compiles"]), 4)
+        for row in record["compiles"]:
+            self.assertEqual(row["graphs"], 2, row)
+            self.assertEqual(row["graph_breaks"], 0, row)
+
+    def test_layouts(self):
+        (row,) = self.run_script("--tables", "layouts")["layouts"]
+        self.assertEqual((row["T"], row["D"]), (8, 64))
+        self.assertGreater(row["milliseconds"]["n_major"]["median"], 0)
+
+
+if __name__ == "__main__":
+    run_tests()
