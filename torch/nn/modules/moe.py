@@ -57,6 +57,9 @@ class MoE(Module):
             :func:`~torch.nn.utils.moe.updated_expert_bias`. Default: ``False``
         shared_hidden_dim: width of an expert that every token uses in addition, with
             weight 1 and always without biases; none if ``None``.
+        recipe: precision of the routed experts' products, see
+            :func:`~torch.nn.functional.moe_mlp`; also an attribute, which may be set at any time: it
+            is no part of the state. Default: ``None``, the dtype of the parameters
 
     Shape:
         - Input: :math:`(*, D)`.
@@ -121,6 +124,7 @@ class MoE(Module):
         scale: float = 1.0,
         balance_bias: bool = False,
         shared_hidden_dim: int | None = None,
+        recipe: str | None = None,
         device=None,
         dtype=None,
     ) -> None:
@@ -159,6 +163,7 @@ class MoE(Module):
         self.gate_interleaved = gate_interleaved
         self.alpha = alpha
         self.limit = limit
+        self.recipe = recipe
         self.routing: dict[str, Any] = {
             "score": score,
             "normalize": normalize,
@@ -242,6 +247,8 @@ class MoE(Module):
             "b_out": self.b_out,
             **self._options(),
         }
+        if self.recipe is not None:
+            experts["recipe"] = self.recipe
         weights = (self.w_in, self.w_out)
         if num_rows is None:
             # pyrefly: ignore[bad-argument-type]
@@ -318,6 +325,8 @@ class MoE(Module):
             parts.append(f"limit={self.limit}")
         if self.b_in is not None:
             parts.append("bias=True")
+        if self.recipe is not None:
+            parts.append(f"recipe={self.recipe!r}")
         if self.shared_w_out is not None:
             parts.append(f"shared_hidden_dim={self.shared_w_out.shape[-1]}")
         if self.balance_bias is not None:

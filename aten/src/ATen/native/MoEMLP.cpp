@@ -143,7 +143,9 @@ bool are_inverse(const SlotIndex& row_slots, const SlotIndex& slot_rows) {
   return rows_without + rows_found == num_rows && slots_without + rows_found == num_slots;
 }
 
-void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
+} // namespace
+
+void check_mlp_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
   check_offs_values(op, in.offs, num_rows);
   if (!in.row_slots.defined()) {
     return;
@@ -165,6 +167,8 @@ void check_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
   check_inverse(op, row_slots, slot_rows);
   check_inverse(op, slot_rows, row_slots);
 }
+
+namespace {
 
 // The gradients that output_mask asks for and that have an operand, but those of the
 // expert weights.
@@ -246,7 +250,7 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
       alpha,
       limit);
   const int64_t num_rows = call.sizes.num_rows.expect_int();
-  check_values(op, call.inputs, num_rows);
+  check_mlp_values(op, call.inputs, num_rows);
 
   auto output = at::empty(input.sizes(), input.options());
   auto preact = at::empty(
@@ -333,7 +337,7 @@ GradTuple moe_mlp_backward_cpu(
       alpha,
       limit);
   moe::check_mlp_backward_inputs(op, call, grad_out, preact);
-  check_values(op, call.inputs, call.sizes.num_rows.expect_int());
+  check_mlp_values(op, call.inputs, call.sizes.num_rows.expect_int());
 
   auto grads = allocate_grads(call.inputs, output_mask);
   moe_mlp_backward_stub(

@@ -42,4 +42,7 @@ using moe_mlp_backward_fn = void (*)(
 DECLARE_DISPATCH(moe_mlp_fn, moe_mlp_stub)
 DECLARE_DISPATCH(moe_mlp_backward_fn, moe_mlp_backward_stub)
 
+// Raises on values of offs, row_slots and slot_rows that the kernels would trust.
+void check_mlp_values(const char* op, const moe::MLPInputs& in, int64_t num_rows);
+
 } // namespace at::native

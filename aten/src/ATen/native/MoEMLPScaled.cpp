@@ -15,6 +15,7 @@
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLP.h>
 #include <ATen/native/MoEMLPComposite.h>
 #include <ATen/native/MoEMLPScaled.h>
 #include <ATen/native/MoEQuantize.h>
@@ -43,6 +44,8 @@
 namespace at::native {
 
 DEFINE_DISPATCH(moe_mlp_weight_only_stub);
+DEFINE_DISPATCH(moe_expert_gemm_stub);
+DEFINE_DISPATCH(moe_expert_grad_stub);
 
 namespace {
 
@@ -94,9 +97,38 @@ std::array<Tensor, 2> without_panels(TensorList scaled, const ScalingRule& rule)
           .reshape(scale.sizes())};
 }
 
+// Kernels of the CPU, or ATen ops anywhere: the same numbers, but for the order in which
+// products are summed.
+enum class Backend : uint8_t { Native, Composite };
+
+// x rounded to what it stands for once quantised, contiguous and in dtype.
+Tensor rounded_values(
+    Backend backend,
+    const Tensor& x,
+    const ScalingRule& rule,
+    int64_t dim,
+    ScalarType dtype,
+    const Tensor& offs = {},
+    ScalarType data_dtype = kFloat8_e4m3fn) {
+  if (backend == Backend::Composite) {
+    const auto q = moe::quantize_composite(x, rule, dim, data_dtype, offs);
+    return moe::dequantize(q, rule, dim, dtype, offs).contiguous();
+  }
+  auto values = at::empty(x.sizes(), x.options().dtype(dtype));
+  moe_quantize_stub(
+      kCPU,
+      x.contiguous(),
+      rule,
+      dim,
+      offs,
+      moe::QuantizeOutputs{Tensor(), Tensor(), values, data_dtype});
+  return values;
+}
+
 // The numbers of a weight (E, N, K), quantised along dim; with one pair only, for weights
 // that come quantised, those serve both products.
 Tensor weight_values(
+    Backend backend,
     const Tensor& w,
     TensorList scaled,
     const ScalingRule& rule,
@@ -104,11 +136,10 @@ Tensor weight_values(
     ScalarType dtype,
     bool has_panels) {
   if (scaled.empty()) {
-    return moe::dequantize(
-        moe::quantize_composite(w, rule, dim, kFloat8_e4m3fn, {}), rule, dim, dtype);
+    return rounded_values(backend, w, rule, dim, dtype);
   }
   if (has_panels) {
-    return weight_values(w, without_panels(scaled, rule), rule, dim, dtype, false);
+    return weight_values(backend, w, without_panels(scaled, rule), rule, dim, dtype, false);
   }
   const bool transposed = dim == 1 && scaled.size() == 4;
   const auto& data = scaled[transposed ? 2 : 0];
@@ -124,26 +155,55 @@ Tensor weight_values(
 // One call of the composite: its operands in the type of the products.
 class ScaledPass {
  public:
-  explicit ScaledPass(const ScaledCall& scaled)
+  ScaledPass(const ScaledCall& scaled, Backend backend)
       : scaled_(scaled),
+        backend_(backend),
         in_(scaled.inputs),
         spec_(scaled.call.activation),
         dtype_(product_type(scaled.inputs.input)),
         routing_(make_routing(
             scaled.call.inputs,
             scaled.call.sizes.num_rows.expect_int(),
-            can_use_grouped_mm())) {}
+            backend == Backend::Native || can_use_grouped_mm())) {}
 
   // Rows along their own dimension.
   Tensor row_values(const Tensor& rows) const {
     if (scaled_.weight_only()) {
       return rows.to(dtype_);
     }
-    return moe::dequantize(quantize_rows(rows), *scaled_.rule_a, 1, dtype_);
+    return rounded_values(
+        backend_, rows, *scaled_.rule_a, 1, dtype_, {}, scaled_.row_dtype());
   }
 
-  Quantized quantize_rows(const Tensor& rows) const {
-    return moe::quantize_composite(rows, *scaled_.rule_a, 1, scaled_.row_dtype(), {});
+  // Codes and scales (R, C) along the rows; in values, if given, what they stand for.
+  Quantized quantize_rows(
+      const Tensor& rows,
+      const ScalingRule& rule,
+      ScalarType dtype,
+      Tensor* values = nullptr) const {
+    if (backend_ == Backend::Composite) {
+      auto q = moe::quantize_composite(rows, rule, 1, dtype, {});
+      if (values != nullptr) {
+        *values = moe::dequantize(q, rule, 1, dtype_);
+      }
+      return q;
+    }
+    const auto options = rows.options();
+    const int64_t count = moe::scale_count(rule, rows.size(1)).expect_int();
+    Quantized q{
+        at::empty(rows.sizes(), options.dtype(dtype)),
+        at::empty({rows.size(0), count}, options.dtype(rule.scale_dtype))};
+    if (values != nullptr) {
+      *values = at::empty(rows.sizes(), options.dtype(dtype_));
+    }
+    moe_quantize_stub(
+        kCPU,
+        rows.contiguous(),
+        rule,
+        1,
+        Tensor(),
+        moe::QuantizeOutputs{q.data, q.scale, values == nullptr ? Tensor() : *values, dtype});
+    return q;
   }
 
   Tensor gather(const Tensor& tokens) const {
@@ -153,10 +213,9 @@ class ScaledPass {
   // H from the numbers of X, in the type of the products.
   Tensor project_in(const Tensor& x) const {
     const auto rows = gather(x);
-    auto h = multiply_experts(
-        routing_, rows, w_in(2).transpose(1, 2));
-    if (in_.w_up.defined() || !scaled_.lists.w_up.empty()) {
-      h = at::cat({h, multiply_experts(routing_, rows, w_up(2).transpose(1, 2))}, 1);
+    auto h = multiply(rows, w_in(2), /*transposed=*/true);
+    if (scaled_.call.inputs.w_up.defined()) {
+      h = at::cat({h, multiply(rows, w_up(2), /*transposed=*/true)}, 1);
     }
     if (in_.b_in.defined()) {
       h = (h.to(kFloat) + in_.b_in.index_select(0, routing_.row_expert)).to(dtype_);
@@ -166,7 +225,7 @@ class ScaledPass {
 
   Tensor project_out(const Tensor& h) const {
     const auto act = row_values(activate(h, spec_).to(dtype_));
-    auto o = multiply_experts(routing_, act, w_out(2).transpose(1, 2)).to(kFloat);
+    auto o = multiply(act, w_out(2), /*transposed=*/true).to(kFloat);
     if (in_.b_out.defined()) {
       o = o + in_.b_out.index_select(0, routing_.row_expert);
     }
@@ -189,17 +248,27 @@ class ScaledPass {
     return s.model_dim.expect_int() % multiple == 0 && s.hidden_dim.expect_int() % multiple == 0;
   }
 
+  // (R, N) = rows times w_e^T (transposed: w is (E, N, K)) or w_e
+  Tensor multiply(const Tensor& rows, const Tensor& w, bool transposed) const {
+    if (backend_ == Backend::Composite) {
+      return multiply_experts(routing_, rows, transposed ? w.transpose(1, 2) : w);
+    }
+    const auto out = at::empty({rows.size(0), w.size(transposed ? 1 : 2)}, rows.options());
+    moe_expert_gemm_stub(kCPU, scaled_.call.inputs, rows, w, transposed, out);
+    return out;
+  }
+
   Tensor w_in(int64_t dim) const {
     return weight_values(
-        in_.w_in, scaled_.lists.w_in, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
+        backend_, in_.w_in, scaled_.lists.w_in, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
   }
   Tensor w_out(int64_t dim) const {
     return weight_values(
-        in_.w_out, scaled_.lists.w_out, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
+        backend_, in_.w_out, scaled_.lists.w_out, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
   }
   Tensor w_up(int64_t dim) const {
     return weight_values(
-        in_.w_up, scaled_.lists.w_up, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
+        backend_, in_.w_up, scaled_.lists.w_up, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
   }
 
   // X as it was saved.
@@ -222,17 +291,21 @@ class ScaledPass {
 
   // Columns (R, N), blocks along the rows of each expert.
   Tensor column_values(const Tensor& rows) const {
-    const auto& rule = *scaled_.rule_a;
-    const auto q = moe::quantize_composite(rows, rule, 0, kFloat8_e4m3fn, routing_.offs);
-    return moe::dequantize(q, rule, 0, dtype_, routing_.offs).contiguous();
+    return rounded_values(backend_, rows, *scaled_.rule_a, 0, dtype_, routing_.offs);
   }
 
   // (E, I, J) with the dtype and the strides of w
   Tensor weight_grad(const Tensor& w, const Tensor& left, const Tensor& right) const {
-    return with_strides_of(w, reduce_experts(routing_, left, right).to(w.scalar_type()));
+    if (backend_ == Backend::Composite) {
+      return with_strides_of(w, reduce_experts(routing_, left, right).to(w.scalar_type()));
+    }
+    const auto grad = at::empty_like(w, w.options().dtype(dtype_));
+    moe_expert_grad_stub(kCPU, scaled_.call.inputs, left, right, grad);
+    return grad.to(w.scalar_type());
   }
 
   const ScaledCall& scaled_;
+  const Backend backend_;
   const moe::MLPInputs& in_;
   const ActivationSpec& spec_;
   const ScalarType dtype_;
@@ -268,7 +341,7 @@ void ScaledPass::backward(
     return;
   }
   const auto grad_act =
-      routing_.masked(multiply_experts(routing_, dy_values, w_out(1))).to(kFloat);
+      routing_.masked(multiply(dy_values, w_out(1), /*transposed=*/false)).to(kFloat);
   if (wanted[3]) {
     auto row_grad = (grad_act * act).sum(1);
     if (in_.b_out.defined()) {
@@ -291,9 +364,10 @@ void ScaledPass::backward(
   const auto gate_of = [&](const Tensor& x) { return has_up ? x.narrow(1, 0, up) : x; };
   const auto up_of = [&](const Tensor& x) { return x.narrow(1, up, up); };
   if (wanted[0]) {
-    auto dx = multiply_experts(routing_, gate_of(dh_values), w_in(1));
+    auto dx = multiply(gate_of(dh_values), w_in(1), /*transposed=*/false);
     if (has_up) {
-      dx = (dx.to(kFloat) + multiply_experts(routing_, up_of(dh_values), w_up(1))).to(dtype_);
+      dx = (dx.to(kFloat) + multiply(up_of(dh_values), w_up(1), /*transposed=*/false))
+               .to(dtype_);
     }
     grads[0] = combine_slots(routing_, dx.to(dtype));
   }
@@ -353,31 +427,29 @@ ForwardTuple forward_outputs(const ScaledCall& call, bool compute_preact, bool z
   return out;
 }
 
-// Weights that come quantised serve any device; only the CPU has kernels for them.
-ForwardTuple forward_composite(const ScaledCall& call, bool compute_preact) {
+ForwardTuple forward(const ScaledCall& call, bool compute_preact, Backend backend) {
   if (!has_work(call)) {
     return forward_outputs(call, compute_preact, /*zeros=*/true);
   }
   auto out = forward_outputs(call, /*compute_preact=*/false, /*zeros=*/false);
   auto& [output, input_data, input_scale, preact, preact_scale] = out;
   const auto& input = call.inputs.input;
-  const ScaledPass pass(call);
-  Tensor x = input.to(product_type(input));
-  if (!call.weight_only()) {
-    Quantized q;
-    if (call.lists.input.empty()) {
-      q = pass.quantize_rows(input);
-      input_data = q.data;
-      input_scale = q.scale;
-    } else {
-      q = {call.lists.input[0], call.lists.input[1]};
-    }
-    x = moe::dequantize(q, *call.rule_a, 1, x.scalar_type());
+  const ScaledPass pass(call, backend);
+  Tensor x;
+  if (call.weight_only()) {
+    x = input.to(product_type(input));
+  } else if (call.lists.input.empty()) {
+    const auto q = pass.quantize_rows(input, *call.rule_a, kFloat8_e4m3fn, &x);
+    input_data = q.data;
+    input_scale = q.scale;
+  } else {
+    x = moe::dequantize(
+        {call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1, product_type(input));
   }
   const auto h = pass.project_in(x);
   output = pass.project_out(h);
   if (compute_preact && call.preact_dtype.has_value()) {
-    const auto q = moe::quantize_composite(h, moe::kPreactRule, 1, *call.preact_dtype, {});
+    const auto q = pass.quantize_rows(h, moe::kPreactRule, *call.preact_dtype);
     preact = q.data;
     preact_scale = q.scale;
   } else if (compute_preact) {
@@ -468,7 +540,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_composite(
       gate_interleaved,
       alpha,
       limit);
-  return forward_composite(call, compute_preact);
+  return forward(call, compute_preact, Backend::Composite);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_meta(
@@ -560,6 +632,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_cpu(
       gate_interleaved,
       alpha,
       limit);
+  check_mlp_values("_moe_mlp_scaled", call.inputs, call.call.sizes.num_rows.expect_int());
   const bool is_quantised = !w_in_scaled.empty() && !w_out_scaled.empty() &&
       (!call.call.inputs.w_up.defined() || !w_up_scaled.empty());
   if ((call.weight_only() || call.row_dtype() == kChar) && is_quantised && !compute_preact && has_work(call) &&
@@ -569,7 +642,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_cpu(
       return out;
     }
   }
-  return forward_composite(call, compute_preact);
+  return forward(call, compute_preact, Backend::Native);
 }
 
 GradTuple moe_mlp_scaled_backward_composite(
@@ -626,7 +699,69 @@ GradTuple moe_mlp_scaled_backward_composite(
   const auto wanted = wanted_gradients(call, output_mask);
   Gradients grads;
   if (has_work(call)) {
-    ScaledPass(call).backward(saved, wanted, hp_wgrad, grads);
+    ScaledPass(call, Backend::Composite).backward(saved, wanted, hp_wgrad, grads);
+  }
+  return make_gradients(call, wanted, grads, [](const Tensor& x, MemoryFormat format) {
+    return at::zeros_like(x, format);
+  });
+}
+
+GradTuple moe_mlp_scaled_backward_cpu(
+    const Tensor& grad_out,
+    const std::optional<Tensor>& w_in,
+    const std::optional<Tensor>& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
+    TensorList input_scaled,
+    TensorList w_in_scaled,
+    TensorList w_out_scaled,
+    TensorList w_up_scaled,
+    const Tensor& input_data,
+    const Tensor& input_scale,
+    const Tensor& preact,
+    const Tensor& preact_scale,
+    std::array<bool, 7> output_mask,
+    IntArrayRef recipe_a,
+    IntArrayRef recipe_w,
+    IntArrayRef swizzle_w,
+    std::optional<ScalarType> preact_dtype,
+    bool hp_wgrad,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit) {
+  constexpr const char* op = "_moe_mlp_scaled_backward";
+  moe::check_grad_out(op, grad_out);
+  const ScaledCall call(
+      op,
+      {grad_out,
+       w_in.value_or(Tensor()),
+       w_out.value_or(Tensor()),
+       offs,
+       topk_weights,
+       row_slots,
+       slot_rows,
+       b_in,
+       b_out,
+       w_up},
+      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
+      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
+      activation,
+      gate_interleaved,
+      alpha,
+      limit);
+  const moe::ScaledSaved saved{input_data, input_scale, preact, preact_scale};
+  moe::check_saved(op, call, saved, output_mask);
+  check_mlp_values(op, call.inputs, call.call.sizes.num_rows.expect_int());
+  const auto wanted = wanted_gradients(call, output_mask);
+  Gradients grads;
+  if (has_work(call)) {
+    ScaledPass(call, Backend::Native).backward(saved, wanted, hp_wgrad, grads);
   }
   return make_gradients(call, wanted, grads, [](const Tensor& x, MemoryFormat format) {
     return at::zeros_like(x, format);

@@ -14,4 +14,26 @@ using moe_mlp_weight_only_fn = bool (*)(const moe::ScaledCall& call, const Tenso
 
 DECLARE_DISPATCH(moe_mlp_weight_only_fn, moe_mlp_weight_only_stub)
 
+// out (R, N) = rows (R, K) times w_e^T, w (E, N, K), or without `transposed` times w_e,
+// w (E, K, N). Both of one type, bfloat16 or float32; rows with a dense second dimension. Rows
+// of no expert, and padding behind those of an expert, become zero. The routing is that
+// of `inputs`, whose weights are not looked at.
+using moe_expert_gemm_fn = void (*)(
+    const moe::MLPInputs& inputs,
+    const Tensor& rows,
+    const Tensor& w,
+    bool transposed,
+    const Tensor& out);
+
+// grad (E, I, J) = the sum over an expert's rows of left_r^T right_r, rows of padding
+// included: they must be zero.
+using moe_expert_grad_fn = void (*)(
+    const moe::MLPInputs& inputs,
+    const Tensor& left,
+    const Tensor& right,
+    const Tensor& grad);
+
+DECLARE_DISPATCH(moe_expert_gemm_fn, moe_expert_gemm_stub)
+DECLARE_DISPATCH(moe_expert_grad_fn, moe_expert_grad_stub)
+
 } // namespace at::native

@@ -503,8 +503,10 @@ inline void check_saved(
       scaled.row_dtype() != kChar,
       op,
       ": no gradients with input_scaled in int8, which is for inference");
-  const bool is_recomputed = saved.preact.sym_size(0).sym_eq(0).guard_bool(__FILE__, __LINE__) &&
-      !sizes.num_rows.sym_eq(0).guard_bool(__FILE__, __LINE__);
+  // A size that nobody knows is not 0 here: then the shapes below have to fit.
+  const bool has_no_preact = TORCH_GUARD_OR_FALSE(saved.preact.sym_size(0).sym_eq(0));
+  const bool is_recomputed =
+      has_no_preact && !TORCH_GUARD_OR_FALSE(sizes.num_rows.sym_eq(0));
   const auto& x = scaled.inputs.input;
   const bool wants_w_in = output_mask[1] || (output_mask[6] && scaled.inputs.w_up.defined());
   TORCH_CHECK_VALUE(
@@ -526,7 +528,7 @@ inline void check_saved(
         name,
         ", which was not given");
   }
-  if (is_recomputed) {
+  if (has_no_preact) {
     return;
   }
   const auto dtype = scaled.preact_dtype.value_or(x.scalar_type());

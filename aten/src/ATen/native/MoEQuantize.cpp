@@ -28,6 +28,9 @@
 #include <vector>
 
 namespace at::native {
+
+DEFINE_DISPATCH(moe_quantize_stub);
+
 namespace moe {
 namespace {
 
@@ -140,6 +143,18 @@ Tensor swizzle_scales(const Tensor& scale) {
       .view(kFloat8_e8m0fnu);
 }
 
+// data and scale, dense along the scaled dimension; the scale before its swizzle.
+Quantized allocate(const Tensor& self, const QuantizeCall& call) {
+  const int64_t dense = call.rule.square ? self.dim() - 1 : call.dim;
+  const auto empty_with = [&](std::vector<c10::SymInt> sizes, ScalarType type) {
+    std::rotate(sizes.begin() + dense, sizes.begin() + dense + 1, sizes.end());
+    return at::empty_symint(sizes, self.options().dtype(type)).movedim(-1, dense);
+  };
+  return {
+      empty_with(self.sym_sizes().vec(), call.dtype),
+      empty_with(call.scale_sizes, call.rule.scale_dtype)};
+}
+
 } // namespace
 
 Tensor scale_value(const Tensor& scale) {
@@ -225,21 +240,41 @@ std::tuple<Tensor, Tensor> moe_quantize_meta(
     int64_t dim,
     std::optional<ScalarType> dtype,
     int64_t swizzle) {
-  auto call = moe::check_quantize(self, recipe, offs, dim, dtype, swizzle);
-  // The scaled dimension is dense.
-  const int64_t dense = call.rule.square ? self.dim() - 1 : call.dim;
-  const auto empty_with = [&](std::vector<c10::SymInt> sizes, ScalarType type) {
-    std::rotate(sizes.begin() + dense, sizes.begin() + dense + 1, sizes.end());
-    return at::empty_symint(sizes, self.options().dtype(type));
-  };
-  auto data = empty_with(self.sym_sizes().vec(), call.dtype).movedim(-1, dense);
-  auto scale = empty_with(call.scale_sizes, call.rule.scale_dtype);
+  const auto call = moe::check_quantize(self, recipe, offs, dim, dtype, swizzle);
+  auto [data, scale] = moe::allocate(self, call);
   if (call.swizzle == moe::SwizzleType::SWIZZLE_32_4_4) {
     scale = at::empty_symint(
-        moe::swizzled_sizes(scale.sym_sizes().vec()), scale.options());
-    return {data, scale};
+        moe::swizzled_sizes(scale.movedim(call.dim, -1).sym_sizes().vec()), scale.options());
   }
-  return {data, scale.movedim(-1, dense)};
+  return {data, scale};
+}
+
+std::tuple<Tensor, Tensor> moe_quantize_cpu(
+    const Tensor& self,
+    int64_t recipe,
+    const std::optional<Tensor>& offs,
+    int64_t dim,
+    std::optional<ScalarType> dtype,
+    int64_t swizzle) {
+  const auto call = moe::check_quantize(self, recipe, offs, dim, dtype, swizzle);
+  auto [data, scale] = moe::allocate(self, call);
+  auto x = self;
+  int64_t scaled_dim = call.dim;
+  if (!call.rule.square && !x.is_contiguous() && x.movedim(call.dim, -1).is_contiguous()) {
+    x = x.movedim(call.dim, -1);
+    scaled_dim = x.dim() - 1;
+  }
+  moe_quantize_stub(
+      kCPU,
+      x.contiguous(),
+      call.rule,
+      scaled_dim,
+      offs.value_or(Tensor()),
+      moe::QuantizeOutputs{data, scale, Tensor(), call.dtype});
+  if (call.swizzle == moe::SwizzleType::SWIZZLE_32_4_4) {
+    scale = moe::swizzle_scales(scale.movedim(call.dim, -1));
+  }
+  return {data, scale};
 }
 
 } // namespace at::native

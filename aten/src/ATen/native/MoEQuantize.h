@@ -4,9 +4,11 @@
 // _moe_quantize, and what the low-precision MLP reads back.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/native/DispatchStub.h>
 #include <ATen/native/MoEScaling.h>
 
-namespace at::native::moe {
+namespace at::native {
+namespace moe {
 
 struct Quantized {
   Tensor data;
@@ -34,4 +36,24 @@ Tensor dequantize(
 // 2^(byte - 127) in float32 of a float8_e8m0fnu scale; a float32 scale as it is.
 Tensor scale_value(const Tensor& scale);
 
-} // namespace at::native::moe
+// What the CPU kernel makes of a contiguous x: of those that are defined, codes and scales,
+// dense along dim, and the numbers that they stand for, contiguous, in bfloat16 or float32.
+struct QuantizeOutputs {
+  Tensor data;
+  Tensor scale;
+  Tensor values;
+  ScalarType dtype;
+};
+
+} // namespace moe
+
+using moe_quantize_fn = void (*)(
+    const Tensor& x,
+    const moe::ScalingRule& rule,
+    int64_t dim,
+    const Tensor& offs,
+    const moe::QuantizeOutputs& out);
+
+DECLARE_DISPATCH(moe_quantize_fn, moe_quantize_stub)
+
+} // namespace at::native

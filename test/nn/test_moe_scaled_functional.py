@@ -1,0 +1,216 @@
+# Owner(s): ["module: nn"]
+
+"""F.scaled_moe_mlp, recipes of F.moe_mlp and nn.MoE, and the cache of quantised weights."""
+
+import copy
+import doctest
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.moe_scaled import quantize_weight, WeightCache
+from torch.overrides import get_testing_overrides, TorchFunctionMode
+from torch.testing._internal.common_moe import nbytes, saved_for_backward
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.moe_generators import MoeCase
+from torch.testing._internal.moe_quantized_reference import sqnr
+from torch.utils.checkpoint import checkpoint
+
+
+RECIPES = tuple(F._MOE_RECIPES)
+recipes = parametrize("recipe", RECIPES)
+CASE = MoeCase("layer", num_tokens=40, dim=64, hidden=96, num_experts=4)
+
+
+def layer_args(ops):
+    return ops.input, ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out
+
+
+def gradients(y, ops):
+    leaves = (ops.input, ops.topk_weights, ops.w_in, ops.w_out)
+    return torch.autograd.grad(y, leaves, ops.grad_out, retain_graph=True)
+
+
+class TestScaledFunctional(TestCase):
+    def assert_same(self, one, other):
+        for a, b in zip(one, other, strict=True):
+            self.assertEqual(a, b, rtol=0, atol=0)
+
+    @recipes
+    def test_recipe_is_scaled_moe_mlp(self, recipe):
+        ops = CASE.operands(torch.bfloat16, requires_grad=True)
+        plain = F.moe_mlp(*layer_args(ops))
+        y = F.moe_mlp(*layer_args(ops), recipe=recipe)
+        other = F.scaled_moe_mlp(*layer_args(ops), recipe=recipe)
+        self.assert_same((y, *gradients(y, ops)), (other, *gradients(other, ops)))
+        self.assertNotEqual(y, plain, rtol=0, atol=0)
+        self.assertGreater(sqnr(plain, y), 20)
+        for a, b in zip(gradients(plain, ops), gradients(y, ops), strict=True):
+            self.assertGreater(sqnr(a, b), 19)
+
+    @recipes
+    def test_leading_dimensions_and_inference(self, recipe):
+        ops = CASE.operands(torch.bfloat16)
+        x, ids, weights, *experts = layer_args(ops)
+        flat = F.moe_mlp(x, ids, weights, *experts, recipe=recipe)
+        shaped = F.moe_mlp(
+            x.view(2, 20, -1), ids.view(2, 20, -1), weights.view(2, 20, -1), *experts, recipe=recipe
+        )
+        self.assertEqual(shaped, flat.view(2, 20, -1), rtol=0, atol=0)
+        leaf = ops.input.clone().requires_grad_()
+        trained = F.moe_mlp(leaf, ids, weights, *experts, recipe=recipe)
+        self.assertEqual(trained, flat, rtol=0, atol=0)
+
+    @recipes
+    def test_options(self, recipe):
+        ops = CASE.operands(torch.bfloat16, requires_grad=True)
+        results = {}
+        for name, options in {
+            "default": {},
+            "recompute": {"recompute": True},
+            "whole": {"preact_dtype": None},
+            "int8": {"preact_dtype": torch.int8},
+            "hp": {"hp_wgrad": True},
+        }.items():
+            with saved_for_backward((ops.w_in, ops.w_out)) as saved:
+                y = F.scaled_moe_mlp(*layer_args(ops), recipe=recipe, **options)
+            results[name] = (nbytes(saved), y, gradients(y, ops))
+        self.assert_same(results["recompute"][2], results["whole"][2])
+        self.assertLess(results["recompute"][0], results["default"][0])
+        self.assertLess(results["default"][0], results["whole"][0])
+        self.assertEqual(results["int8"][0], results["default"][0])
+        for _, y, _ in results.values():
+            self.assertEqual(y, results["default"][1], rtol=0, atol=0)
+        exact = gradients(F.moe_mlp(*layer_args(ops)), ops)
+        hp, default = (sqnr(exact[2], results[n][2][2]) for n in ("hp", "default"))
+        self.assertGreater(hp, default)
+
+    @recipes
+    def test_rows_from_a_wire(self, recipe):
+        ops = CASE.operands(torch.bfloat16, requires_grad=True)
+        rows = torch._moe_quantize(ops.input.detach(), F._MOE_RECIPES[recipe][0])
+        y = F.moe_mlp(*layer_args(ops), recipe=recipe)
+        handle = torch.empty(()).bfloat16().expand(40, 64).requires_grad_()
+        _, *rest = layer_args(ops)
+        other = F.scaled_moe_mlp(handle, *rest, recipe=recipe, input_scaled=tuple(rows))
+        self.assertEqual(other, y, rtol=0, atol=0)
+        (grad,) = torch.autograd.grad(other, handle, ops.grad_out)
+        self.assertEqual(grad, gradients(y, ops)[0], rtol=0, atol=0)
+
+    def test_errors(self):
+        ops = CASE.operands(torch.bfloat16)
+        with self.assertRaisesRegex(ValueError, "moe_mlp: recipe must be None or one of mxfp8,"):
+            F.moe_mlp(*layer_args(ops), recipe="fp8")
+        with self.assertRaisesRegex(TypeError, "preact_dtype must be None, float8_e4m3fn, int8"):
+            F.scaled_moe_mlp(*layer_args(ops), preact_dtype=torch.float8_e5m2)
+        with self.assertRaisesRegex(TypeError, "input must have dtype float32, bfloat16 or"):
+            F.moe_mlp(*layer_args(CASE.operands(torch.float64)), recipe="mxfp8")
+        with self.assertRaisesRegex(ValueError, "recipe must be one of mxfp8"):
+            quantize_weight(ops.w_in, "mx")
+
+    @recipes
+    def test_weight_cache(self, recipe):
+        ops = CASE.operands(torch.float32)
+        w_in, w_out = (torch.nn.Parameter(w) for w in (ops.w_in, ops.w_out))
+        caches = WeightCache(recipe), WeightCache(recipe)
+        optimizer = torch.optim.SGD([w_in, w_out], lr=0.5)
+
+        def step(cached):
+            lists = {}
+            if cached:
+                lists = {"w_in_scaled": caches[0](w_in), "w_out_scaled": caches[1](w_out)}
+            args = (ops.input, ops.topk_indices, ops.topk_weights, w_in, w_out)
+            y = F.scaled_moe_mlp(*args, recipe=recipe, **lists)
+            return (y, *torch.autograd.grad(y, (w_in, w_out), ops.grad_out))
+
+        for _ in range(3):
+            self.assertIs(caches[0](w_in), caches[0](w_in))
+            before = caches[0](w_in)
+            self.assert_same(step(True), step(False))
+            w_in.grad, w_out.grad = step(True)[1:]
+            optimizer.step()
+            self.assertIsNot(caches[0](w_in), before)
+        before = caches[0](w_in)
+        with torch.no_grad():
+            w_in.mul_(2)
+        self.assertIsNot(caches[0](w_in), before)
+        self.assert_same(step(True), step(False))
+        # A write that nobody counts, as FSDP's gather: the optimizer's step is what tells.
+        before = caches[0](w_in)
+        w_in.data.mul_(2)
+        self.assertIs(caches[0](w_in), before)
+        optimizer.step()
+        self.assertIsNot(caches[0](w_in), before)
+
+    @recipes
+    def test_module(self, recipe):
+        torch.manual_seed(0)
+        layer = torch.nn.MoE(64, 96, num_experts=4, top_k=2, shared_hidden_dim=32, recipe=recipe)
+        self.assertIn(f"recipe='{recipe}'", repr(layer))
+        x = torch.randn(3, 10, 64)
+        y = layer(x)
+        logits, ids, weights = layer.route(x)
+        routed = F.moe_mlp(x, ids, weights, layer.w_in, layer.w_out, recipe=recipe)
+        self.assertEqual(y, routed + layer.run_shared(x), rtol=0, atol=0)
+        # The recipe is no part of the state, and can be taken away.
+        other = torch.nn.MoE(64, 96, num_experts=4, top_k=2, shared_hidden_dim=32)
+        other.load_state_dict(layer.state_dict())
+        self.assertEqual(other.recipe, None)
+        copied = copy.deepcopy(layer)
+        self.assertEqual(copied(x), y, rtol=0, atol=0)
+        copied.recipe = None
+        self.assertEqual(copied(x), other(x), rtol=0, atol=0)
+
+    @parametrize("use_reentrant", [False, True])
+    def test_checkpoint(self, use_reentrant):
+        ops = CASE.operands(torch.bfloat16, requires_grad=True)
+
+        def layer(*args):
+            return F.moe_mlp(*args, recipe="mxfp8")
+
+        y = checkpoint(layer, *layer_args(ops), use_reentrant=use_reentrant)
+        expected = layer(*layer_args(ops))
+        self.assertEqual(y, expected, rtol=0, atol=0)
+        y.backward(ops.grad_out)
+        self.assert_same(
+            [x.grad for x in (ops.input, ops.topk_weights, ops.w_in, ops.w_out)],
+            gradients(expected, ops),
+        )
+
+    def test_torch_function(self):
+        ops = CASE.operands(torch.bfloat16)
+        seen = []
+
+        class Mode(TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                if func in (F.scaled_moe_mlp, F.moe_mlp):
+                    seen.append((func, kwargs))
+                return func(*args, **(kwargs or {}))
+
+        with Mode():
+            F.scaled_moe_mlp(*layer_args(ops), recipe="fp8_rowwise", hp_wgrad=True)
+            F.moe_mlp(*layer_args(ops), recipe="mxfp8")
+        (first, kwargs), (second, other) = seen
+        self.assertEqual((first, second), (F.scaled_moe_mlp, F.moe_mlp))
+        self.assertEqual((kwargs["recipe"], kwargs["hp_wgrad"]), ("fp8_rowwise", True))
+        self.assertEqual(other["recipe"], "mxfp8")
+        self.assertIn(F.scaled_moe_mlp, get_testing_overrides())
+
+    def test_docstrings(self):
+        for thing in (F.scaled_moe_mlp, WeightCache):
+            runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+            names = {"torch": torch, "F": F, "WeightCache": WeightCache}
+            for test in doctest.DocTestFinder(recurse=False).find(thing, globs=names):
+                runner.run(test)
+            self.assertEqual(runner.failures, 0)
+            self.assertGreater(runner.tries, 2)
+
+
+instantiate_parametrized_tests(TestScaledFunctional)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,338 @@
+# Owner(s): ["module: nn"]
+
+"""_moe_mlp_scaled and its backward, against a loop over experts on quantised operands in float64."""
+
+import dataclasses
+
+import torch
+from torch.nn.functional import ScalingType
+from torch.testing._internal.common_moe import (
+    BACKENDS,
+    nbytes,
+    num_threads,
+    saved_for_backward,
+    to_meta,
+)
+from torch.testing._internal.common_utils import (
+    DeterministicGuard,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+    TestCase,
+)
+from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
+from torch.testing._internal.moe_quantized_reference import ScaledMlp, sqnr
+from torch.testing._internal.moe_reference import (
+    ACTIVATIONS,
+    check_close,
+    GATED_ACTIVATIONS,
+    moe_mlp_backward_reference,
+    moe_mlp_reference,
+    MoeMlpGrads,
+)
+
+
+op = torch.ops.aten._moe_mlp_scaled.default
+backward_op = torch.ops.aten._moe_mlp_scaled_backward.default
+E4M3 = torch.float8_e4m3fn
+ROW, MX, B128, SQUARE = (
+    getattr(ScalingType, name).value
+    for name in ("RowWise", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
+)
+RECIPES = {
+    "mxfp8": (MX, MX),
+    "fp8_blockwise": (B128, SQUARE),
+    "fp8_rowwise": (ROW, ROW),
+}
+all_backends = parametrize("backend", list(BACKENDS))
+all_recipes = parametrize("recipe", list(RECIPES))
+all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+
+
+def recipe_args(recipe):
+    a, w = RECIPES[recipe]
+    return {"recipe_a": [a], "recipe_w": [w]}
+
+
+def scaled_args(ops, *, w_in=(), w_out=(), w_up=(), x=()):
+    """The tensors of ``_moe_mlp_scaled``, without and with the lists."""
+    return (*ops.args(), list(x), list(w_in), list(w_out), list(w_up))
+
+
+def differentiable(ops):
+    return (
+        ops.input, ops.w_in, ops.w_out, ops.topk_weights, ops.b_in, ops.b_out, ops.w_up
+    )
+
+
+def run_both(backend, ops, lists=None, mask=None, compute_preact=True, **kwargs):
+    """output, what the forward keeps, and the gradients."""
+    run = BACKENDS[backend]
+    args = scaled_args(ops, **(lists or {}))
+    with DeterministicGuard(True, fill_uninitialized_memory=True):
+        output, *saved = run(op, *args, compute_preact=compute_preact, **kwargs)
+        if mask is None:
+            mask = [x is not None for x in differentiable(ops)]
+        grads = run(backward_op, ops.grad_out, *args[1:], *saved, mask, **kwargs)
+    return output, saved, MoeMlpGrads(*grads)
+
+
+class TestMoeMlpScaled(TestCase):
+    def check(self, ops, recipe, backend="native", preact_dtype=E4M3, hp_wgrad=False, **kwargs):
+        a, w = RECIPES[recipe]
+        output, saved, grads = run_both(
+            backend, ops, preact_dtype=preact_dtype, hp_wgrad=hp_wgrad,
+            **recipe_args(recipe), **kwargs,
+        )
+        dtype = ops.input.dtype
+        product = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        options = {"preact_dtype": preact_dtype, "hp_wgrad": hp_wgrad, **kwargs}
+        exact = ScaledMlp(ops, a, w, **options)
+        yardstick = ScaledMlp(ops, a, w, dtype=product, **options)
+        self.assertEqual(output.dtype, dtype)
+        check_close(output, exact.forward()[0], yardstick.forward()[0], dtype, "output")
+        for name, operand, grad, ref, other in zip(
+            MoeMlpGrads._fields, differentiable(ops), grads, exact.backward(),
+            yardstick.backward(), strict=True,
+        ):
+            if operand is None:
+                self.assertEqual(grad.shape, (0,))
+                continue
+            self.assertEqual(grad.dtype, operand.dtype)
+            check_close(grad, ref, other, dtype, name)
+        return output, saved, grads
+
+    @all_backends
+    @all_recipes
+    @all_cases
+    def test_cases(self, backend, recipe, case):
+        self.check(case.operands(torch.bfloat16, bias=True), recipe, backend)
+
+    @all_backends
+    @all_recipes
+    @parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+    def test_larger(self, backend, recipe, dtype):
+        case = MoeCase("larger", num_tokens=150, dim=96, hidden=160, num_experts=3)
+        self.check(case.operands(dtype), recipe, backend)
+
+    @all_backends
+    @parametrize(
+        "activation,interleaved",
+        [(name, False) for name in ACTIVATIONS] + [(name, True) for name in GATED_ACTIVATIONS],
+    )
+    def test_activations(self, backend, activation, interleaved):
+        case = MoeCase("act", num_tokens=40, dim=64, hidden=64)
+        ops = case.operands(torch.bfloat16, activation=activation, bias=True)
+        self.check(
+            ops, "mxfp8", backend, activation=activation,
+            **({"gate_interleaved": True} if interleaved else {}),
+        )
+
+    @all_backends
+    @all_recipes
+    def test_w_up(self, backend, recipe):
+        case = MoeCase("w_up", num_tokens=40, dim=64, hidden=128)
+        ops = case.operands(torch.bfloat16, bias=True)
+        apart = self.check(ops.split_gate(), recipe, backend)
+        together = self.check(ops, recipe, backend)
+        # Halves of whole blocks: the same operands, so the same bits.
+        self.assertEqual(apart[0], together[0], rtol=0, atol=0)
+        self.check(get_case("ragged").operands(torch.bfloat16).split_gate(), recipe, backend)
+
+    @all_backends
+    @parametrize("limit,alpha", [(1.5, None), (2.0, 1.3)])
+    def test_limit(self, backend, limit, alpha):
+        name = "swiglu_oai" if alpha else "swiglu"
+        ops = MoeCase("limit", dim=64, hidden=64).operands(torch.bfloat16)
+        kwargs = {"limit": limit, **({"alpha": alpha} if alpha else {})}
+        self.check(ops, "mxfp8", backend, activation=name, **kwargs)
+
+    @all_backends
+    @all_recipes
+    @parametrize("preact_dtype", [None, torch.int8])
+    @parametrize("hp_wgrad", [False, True])
+    def test_saved_formats(self, backend, recipe, preact_dtype, hp_wgrad):
+        ops = MoeCase("saved", num_tokens=60, dim=64, hidden=64).operands(torch.bfloat16)
+        _, saved, _ = self.check(ops, recipe, backend, preact_dtype, hp_wgrad)
+        self.assertEqual(saved[2].dtype, preact_dtype or torch.bfloat16)
+
+    @all_backends
+    @all_recipes
+    def test_recompute(self, backend, recipe):
+        """Without H, the backward computes what a forward that keeps all of it had."""
+        ops = MoeCase("again", num_tokens=60, dim=64, hidden=64).operands(torch.bfloat16)
+        kept = run_both(backend, ops, **recipe_args(recipe))[2]
+        again = run_both(backend, ops, compute_preact=False, **recipe_args(recipe))[2]
+        for one, other in zip(kept, again, strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0)
+
+    @all_backends
+    @all_recipes
+    def test_lists(self, backend, recipe):
+        """Rows and weights that come quantised give the bits of a call that quantises them."""
+        a, w = RECIPES[recipe]
+        ops = MoeCase("lists", num_tokens=60, dim=64, hidden=96).operands(torch.bfloat16, bias=True)
+        quantize = torch._moe_quantize
+
+        def pairs(x):
+            again = () if w == SQUARE else quantize(x, w, dim=1)
+            return (*quantize(x, w), *again)
+
+        lists = {"w_in": pairs(ops.w_in), "w_out": pairs(ops.w_out), "x": quantize(ops.input, a)}
+        kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
+        expected = run_both(backend, ops, **kwargs)
+        # input is a handle then.
+        handle = dataclasses.replace(ops, input=torch.full((), torch.nan).bfloat16().expand(60, 64))
+        output, saved, grads = run_both(backend, handle, lists, **kwargs)
+        self.assertEqual(output, expected[0], rtol=0, atol=0)
+        self.assertEqual(saved[0].numel() + saved[1].numel(), 0)
+        for one, other in zip(grads, expected[2], strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0)
+
+    @all_backends
+    def test_weight_dtypes_and_strides(self, backend):
+        """float32 parameters next to bfloat16 rows: rounded once, gradients as they are."""
+        ops = MoeCase("float", num_tokens=40, dim=64, hidden=64).operands(torch.bfloat16, bias=True)
+        wide = {n: getattr(ops, n).float() for n in ("w_in", "w_out", "b_in", "b_out")}
+        wide["w_in"] = wide["w_in"].mT.contiguous().mT
+        self.check(dataclasses.replace(ops, **wide), "mxfp8", backend)
+        _, _, grads = run_both(
+            backend, dataclasses.replace(ops, **wide), preact_dtype=E4M3, **recipe_args("mxfp8")
+        )
+        self.assertEqual(grads.grad_w_in.stride(), wide["w_in"].stride())
+
+    @all_backends
+    def test_rows_in_order(self, backend):
+        """Without row_slots and slot_rows: rows are in expert order already."""
+        ops = MoeCase("rows", num_tokens=30, dim=64, hidden=64, top_k=1).operands(torch.bfloat16)
+        offs = torch.tensor([7, 7, 20, 28], dtype=torch.int32)
+        ops = dataclasses.replace(ops, offs=offs, row_slots=None, slot_rows=None, topk_weights=None)
+        output, _, grads = self.check(ops, "mxfp8", backend)
+        self.assertEqual(output[28:].count_nonzero().item(), 0)
+        self.assertEqual(grads.grad_input[28:].count_nonzero().item(), 0)
+
+    @all_backends
+    def test_output_mask(self, backend):
+        ops = MoeCase("mask", num_tokens=30, dim=64, hidden=64).operands(torch.bfloat16, bias=True)
+        kwargs = {**recipe_args("mxfp8"), "preact_dtype": E4M3}
+        every = run_both(backend, ops, **kwargs)[2]
+        for i in range(6):
+            mask = [j == i for j in range(7)]
+            grads = run_both(backend, ops, mask=mask, **kwargs)[2]
+            for j, grad in enumerate(grads):
+                if j == i:
+                    self.assertEqual(grad, every[j], rtol=0, atol=0)
+                else:
+                    self.assertEqual(grad.shape, (0,))
+
+    @all_recipes
+    def test_autograd(self, recipe):
+        ops = get_case("sentinels").operands(torch.bfloat16, bias=True, requires_grad=True)
+        kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
+        output = torch._moe_mlp_scaled(*scaled_args(ops), **kwargs)[0]
+        leaves = [x for x in differentiable(ops) if x is not None]
+        grads = torch.autograd.grad(output, leaves, ops.grad_out)
+        with torch.no_grad():
+            expected = [g for g in run_both("native", ops, **kwargs)[2] if g.numel()]
+        for one, other in zip(grads, expected, strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0)
+        with self.assertRaisesRegex(RuntimeError, "_moe_mlp_scaled_backward"):
+            output = torch._moe_mlp_scaled(*scaled_args(ops), **kwargs)[0]
+            grad = torch.autograd.grad(output.sum(), ops.input, create_graph=True)[0]
+            grad.sum().backward()
+
+    @all_recipes
+    def test_saved_bytes(self, recipe):
+        """33/32 of a byte for an element of X and H, 24 bytes a slot and 8 an expert."""
+        T, D, F, E, K = 64, 256, 384, 4, 4
+        case = MoeCase("bytes", num_tokens=T, dim=D, hidden=F, num_experts=E, top_k=K)
+        ops = case.operands(torch.bfloat16, requires_grad=True)
+        parameters = (ops.w_in, ops.w_out)
+        with saved_for_backward(parameters) as saved:
+            torch._moe_mlp_scaled(*scaled_args(ops), preact_dtype=E4M3, **recipe_args(recipe))
+        elements = T * D + T * K * 2 * F
+        scales = {"fp8_rowwise": 4 * T + T * K * 2 * F // 32}.get(recipe, elements // 32)
+        self.assertLessEqual(nbytes(saved), elements + scales + 24 * T * K + 8 * E)
+        self.assertGreater(nbytes(saved), elements + scales)
+
+    @all_backends
+    def test_same_bits(self, backend):
+        """Level 1: the same input gives the same bits, on any number of threads."""
+        case = MoeCase("bits", num_tokens=70, dim=96, hidden=64, num_experts=5)
+        ops = case.operands(torch.bfloat16, bias=True)
+        kwargs = {**recipe_args("mxfp8"), "preact_dtype": E4M3}
+        results = []
+        for threads in (1, 1, 3):
+            with num_threads(threads):
+                output, _, grads = run_both(backend, ops, **kwargs)
+                results.append((output, *grads))
+        for other in results[1:2] if backend == "composite" else results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                self.assertEqual(a, b, rtol=0, atol=0)
+
+    @all_recipes
+    @parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_tokens_do_not_see_each_other(self, recipe, dtype):
+        """Level 2: y, dX and d(topk_weights) of a token have the bits that it has alone."""
+        case = MoeCase("alone", num_tokens=40, dim=160, hidden=96, num_experts=3)
+        ops = case.operands(dtype)
+        kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
+
+        def run(tokens):
+            some = ops.topk_indices[tokens]
+            row_slots, slot_rows, offs, _ = torch._moe_permutation(some, 3)
+            part = dataclasses.replace(
+                ops, input=ops.input[tokens], topk_weights=ops.topk_weights[tokens],
+                row_slots=row_slots, slot_rows=slot_rows, offs=offs,
+                grad_out=ops.grad_out[tokens],
+            )
+            output, _, grads = run_both("native", part, **kwargs)
+            return output, grads.grad_input, grads.grad_topk_weights
+
+        every = run(torch.arange(40))
+        for tokens in ([0], [3, 17], list(range(7)), list(range(5, 40))):
+            for a, b in zip(run(torch.tensor(tokens)), every, strict=True):
+                self.assertEqual(a, b[tokens], rtol=0, atol=0)
+
+    @all_recipes
+    def test_meta_is_what_runs(self, recipe):
+        for case in ("uniform", "no_tokens", "clipped_aligned"):
+            ops = get_case(case).operands(torch.bfloat16, bias=True)
+            for preact_dtype in (None, E4M3, torch.int8):
+                for compute_preact in (True, False):
+                    kwargs = {**recipe_args(recipe), "preact_dtype": preact_dtype}
+                    args = scaled_args(ops)
+                    meta = op(*to_meta(args), compute_preact=compute_preact, **kwargs)
+                    mask = [x is not None for x in differentiable(ops)]
+                    meta_grads = backward_op(
+                        *to_meta((ops.grad_out, *args[1:])), *meta[1:], mask, **kwargs
+                    )
+                    for backend in BACKENDS:
+                        output, saved, grads = run_both(
+                            backend, ops, compute_preact=compute_preact, **kwargs
+                        )
+                        for real, fake in zip(
+                            (output, *saved, *grads), (*meta, *meta_grads), strict=True
+                        ):
+                            self.assertEqual(real.shape, fake.shape)
+                            self.assertEqual(real.dtype, fake.dtype)
+                            self.assertEqual(real.stride(), fake.stride())
+
+    @parametrize("recipe,floor", [("mxfp8", 22), ("fp8_blockwise", 22), ("fp8_rowwise", 21)])
+    def test_noise(self, recipe, floor):
+        """Against numbers that were never quantised: normal ones, the hardest for FP8."""
+        case = MoeCase("noise", num_tokens=256, dim=256, hidden=128, num_experts=8, top_k=4)
+        ops = case.operands(torch.bfloat16)
+        output, _, grads = run_both("native", ops, preact_dtype=E4M3, **recipe_args(recipe))
+        expected = moe_mlp_backward_reference(ops.grad_out, *ops.args())
+        self.assertGreater(sqnr(moe_mlp_reference(*ops.args())[0], output), floor)
+        for one, other in zip(expected, grads, strict=True):
+            if one is not None:
+                self.assertGreater(sqnr(one, other), floor - 1)
+
+
+instantiate_parametrized_tests(TestMoeMlpScaled)
+
+if __name__ == "__main__":
+    run_tests()

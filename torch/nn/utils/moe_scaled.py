@@ -1,0 +1,92 @@
+"""Quantised expert weights that serve several micro-batches. Prototype: may change."""
+
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+__all__ = ["WeightCache", "quantize_weight"]
+
+
+def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
+    """``weight`` (E, N, K) as :func:`torch.nn.functional.scaled_moe_mlp` quantises it.
+
+    Args:
+        weight: float32, bfloat16 or float16.
+        recipe: one of :func:`torch.nn.functional.scaled_moe_mlp`.
+
+    Returns:
+        ``(data, scale, data_t, scale_t)``: along the last dimension, then along dim 1 for gradients of the
+        rows; for ``"fp8_blockwise"``, whose squares serve both, ``(data, scale)``.
+
+    Raises:
+        ValueError: ``recipe`` is none of them.
+    """
+    recipes: dict[str, tuple[int, int]] = F._MOE_RECIPES  # pyrefly: ignore[missing-attribute]
+    if recipe not in recipes:
+        raise ValueError(
+            f"quantize_weight: recipe must be one of {', '.join(recipes)}, got {recipe!r}"
+        )
+    code = recipes[recipe][1]
+    rows = torch._moe_quantize(weight.detach(), code)
+    if code == ScalingType.BlockWise128x128.value:
+        return tuple(rows)
+    return (*rows, *torch._moe_quantize(weight.detach(), code, dim=1))
+
+
+class WeightCache:
+    r"""Quantises a weight once and remembers it until it may have changed.
+
+    That is when any :class:`torch.optim.Optimizer` makes a step, when the tensor is written in place,
+    when another tensor is given, or on :meth:`clear`. Writes that autograd does not see (through
+    ``.data`` or FSDP2's gather, which hides them) are noticed by the optimizer's step only.
+
+    The gradient still goes to the weight, which is passed next to its quantised form. Not to be used inside
+    :func:`torch.compile`: it is state; call it outside, or let the graph quantise.
+
+    Args:
+        recipe: one of :func:`torch.nn.functional.scaled_moe_mlp`.
+
+    Example::
+
+        >>> cache_in, cache_out = WeightCache("mxfp8"), WeightCache("mxfp8")
+        >>> w_in = torch.randn(4, 64, 32, requires_grad=True)
+        >>> w_out = torch.randn(4, 32, 32, requires_grad=True)
+        >>> for micro_batch in torch.randn(3, 10, 32):
+        ...     ids = torch.randint(4, (10, 2))
+        ...     y = F.scaled_moe_mlp(
+        ...         micro_batch, ids, None, w_in, w_out, recipe="mxfp8",
+        ...         w_in_scaled=cache_in(w_in), w_out_scaled=cache_out(w_out),
+        ...     )
+    """
+
+    def __init__(self, recipe: str) -> None:
+        self.recipe = recipe
+        self._weight: weakref.ref[Tensor] | None = None
+        self._version = -1
+        self._scaled: tuple[Tensor, ...] = ()
+        me = weakref.ref(self)
+
+        def forget(optimizer, args, kwargs):
+            cache = me()
+            if cache is not None:
+                cache.clear()
+
+        handle = register_optimizer_step_post_hook(forget)
+        weakref.finalize(self, handle.remove)
+
+    def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """The lists of ``weight`` (E, N, K), see :func:`quantize_weight`."""
+        known = self._weight() if self._weight is not None else None
+        if known is not weight or self._version != weight._version:
+            self._scaled = quantize_weight(weight, self.recipe)
+            self._weight, self._version = weakref.ref(weight), weight._version
+        return self._scaled
+
+    def clear(self) -> None:
+        """Forgets the weight: the next call quantises."""
+        self._weight, self._scaled = None, ()
