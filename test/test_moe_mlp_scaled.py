@@ -62,7 +62,13 @@ def scaled_args(ops, *, w_in=(), w_out=(), w_up=(), x=()):
 
 def differentiable(ops):
     return (
-        ops.input, ops.w_in, ops.w_out, ops.topk_weights, ops.b_in, ops.b_out, ops.w_up
+        ops.input,
+        ops.w_in,
+        ops.w_out,
+        ops.topk_weights,
+        ops.b_in,
+        ops.b_out,
+        ops.w_up,
     )
 
 
@@ -79,11 +85,17 @@ def run_both(backend, ops, lists=None, mask=None, compute_preact=True, **kwargs)
 
 
 class TestMoeMlpScaled(TestCase):
-    def check(self, ops, recipe, backend="native", preact_dtype=E4M3, hp_wgrad=False, **kwargs):
+    def check(
+        self, ops, recipe, backend="native", preact_dtype=E4M3, hp_wgrad=False, **kwargs
+    ):
         a, w = RECIPES[recipe]
         output, saved, grads = run_both(
-            backend, ops, preact_dtype=preact_dtype, hp_wgrad=hp_wgrad,
-            **recipe_args(recipe), **kwargs,
+            backend,
+            ops,
+            preact_dtype=preact_dtype,
+            hp_wgrad=hp_wgrad,
+            **recipe_args(recipe),
+            **kwargs,
         )
         dtype = ops.input.dtype
         product = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -93,8 +105,12 @@ class TestMoeMlpScaled(TestCase):
         self.assertEqual(output.dtype, dtype)
         check_close(output, exact.forward()[0], yardstick.forward()[0], dtype, "output")
         for name, operand, grad, ref, other in zip(
-            MoeMlpGrads._fields, differentiable(ops), grads, exact.backward(),
-            yardstick.backward(), strict=True,
+            MoeMlpGrads._fields,
+            differentiable(ops),
+            grads,
+            exact.backward(),
+            yardstick.backward(),
+            strict=True,
         ):
             if operand is None:
                 self.assertEqual(grad.shape, (0,))
@@ -119,13 +135,17 @@ class TestMoeMlpScaled(TestCase):
     @all_backends
     @parametrize(
         "activation,interleaved",
-        [(name, False) for name in ACTIVATIONS] + [(name, True) for name in GATED_ACTIVATIONS],
+        [(name, False) for name in ACTIVATIONS]
+        + [(name, True) for name in GATED_ACTIVATIONS],
     )
     def test_activations(self, backend, activation, interleaved):
         case = MoeCase("act", num_tokens=40, dim=64, hidden=64)
         ops = case.operands(torch.bfloat16, activation=activation, bias=True)
         self.check(
-            ops, "mxfp8", backend, activation=activation,
+            ops,
+            "mxfp8",
+            backend,
+            activation=activation,
             **({"gate_interleaved": True} if interleaved else {}),
         )
 
@@ -138,7 +158,9 @@ class TestMoeMlpScaled(TestCase):
         together = self.check(ops, recipe, backend)
         # Halves of whole blocks: the same operands, so the same bits.
         self.assertEqual(apart[0], together[0], rtol=0, atol=0)
-        self.check(get_case("ragged").operands(torch.bfloat16).split_gate(), recipe, backend)
+        self.check(
+            get_case("ragged").operands(torch.bfloat16).split_gate(), recipe, backend
+        )
 
     @all_backends
     @parametrize("limit,alpha", [(1.5, None), (2.0, 1.3)])
@@ -153,7 +175,9 @@ class TestMoeMlpScaled(TestCase):
     @parametrize("preact_dtype", [None, torch.int8])
     @parametrize("hp_wgrad", [False, True])
     def test_saved_formats(self, backend, recipe, preact_dtype, hp_wgrad):
-        ops = MoeCase("saved", num_tokens=60, dim=64, hidden=64).operands(torch.bfloat16)
+        ops = MoeCase("saved", num_tokens=60, dim=64, hidden=64).operands(
+            torch.bfloat16
+        )
         _, saved, _ = self.check(ops, recipe, backend, preact_dtype, hp_wgrad)
         self.assertEqual(saved[2].dtype, preact_dtype or torch.bfloat16)
 
@@ -161,7 +185,9 @@ class TestMoeMlpScaled(TestCase):
     @all_recipes
     def test_recompute(self, backend, recipe):
         """Without H, the backward computes what a forward that keeps all of it had."""
-        ops = MoeCase("again", num_tokens=60, dim=64, hidden=64).operands(torch.bfloat16)
+        ops = MoeCase("again", num_tokens=60, dim=64, hidden=64).operands(
+            torch.bfloat16
+        )
         kept = run_both(backend, ops, **recipe_args(recipe))[2]
         again = run_both(backend, ops, compute_preact=False, **recipe_args(recipe))[2]
         for one, other in zip(kept, again, strict=True):
@@ -172,18 +198,26 @@ class TestMoeMlpScaled(TestCase):
     def test_lists(self, backend, recipe):
         """Rows and weights that come quantised give the bits of a call that quantises them."""
         a, w = RECIPES[recipe]
-        ops = MoeCase("lists", num_tokens=60, dim=64, hidden=96).operands(torch.bfloat16, bias=True)
+        ops = MoeCase("lists", num_tokens=60, dim=64, hidden=96).operands(
+            torch.bfloat16, bias=True
+        )
         quantize = torch._moe_quantize
 
         def pairs(x):
             again = () if w == SQUARE else quantize(x, w, dim=1)
             return (*quantize(x, w), *again)
 
-        lists = {"w_in": pairs(ops.w_in), "w_out": pairs(ops.w_out), "x": quantize(ops.input, a)}
+        lists = {
+            "w_in": pairs(ops.w_in),
+            "w_out": pairs(ops.w_out),
+            "x": quantize(ops.input, a),
+        }
         kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
         expected = run_both(backend, ops, **kwargs)
         # input is a handle then.
-        handle = dataclasses.replace(ops, input=torch.full((), torch.nan).bfloat16().expand(60, 64))
+        handle = dataclasses.replace(
+            ops, input=torch.full((), torch.nan).bfloat16().expand(60, 64)
+        )
         output, saved, grads = run_both(backend, handle, lists, **kwargs)
         self.assertEqual(output, expected[0], rtol=0, atol=0)
         self.assertEqual(saved[0].numel() + saved[1].numel(), 0)
@@ -193,28 +227,39 @@ class TestMoeMlpScaled(TestCase):
     @all_backends
     def test_weight_dtypes_and_strides(self, backend):
         """float32 parameters next to bfloat16 rows: rounded once, gradients as they are."""
-        ops = MoeCase("float", num_tokens=40, dim=64, hidden=64).operands(torch.bfloat16, bias=True)
+        ops = MoeCase("float", num_tokens=40, dim=64, hidden=64).operands(
+            torch.bfloat16, bias=True
+        )
         wide = {n: getattr(ops, n).float() for n in ("w_in", "w_out", "b_in", "b_out")}
         wide["w_in"] = wide["w_in"].mT.contiguous().mT
         self.check(dataclasses.replace(ops, **wide), "mxfp8", backend)
         _, _, grads = run_both(
-            backend, dataclasses.replace(ops, **wide), preact_dtype=E4M3, **recipe_args("mxfp8")
+            backend,
+            dataclasses.replace(ops, **wide),
+            preact_dtype=E4M3,
+            **recipe_args("mxfp8"),
         )
         self.assertEqual(grads.grad_w_in.stride(), wide["w_in"].stride())
 
     @all_backends
     def test_rows_in_order(self, backend):
         """Without row_slots and slot_rows: rows are in expert order already."""
-        ops = MoeCase("rows", num_tokens=30, dim=64, hidden=64, top_k=1).operands(torch.bfloat16)
+        ops = MoeCase("rows", num_tokens=30, dim=64, hidden=64, top_k=1).operands(
+            torch.bfloat16
+        )
         offs = torch.tensor([7, 7, 20, 28], dtype=torch.int32)
-        ops = dataclasses.replace(ops, offs=offs, row_slots=None, slot_rows=None, topk_weights=None)
+        ops = dataclasses.replace(
+            ops, offs=offs, row_slots=None, slot_rows=None, topk_weights=None
+        )
         output, _, grads = self.check(ops, "mxfp8", backend)
         self.assertEqual(output[28:].count_nonzero().item(), 0)
         self.assertEqual(grads.grad_input[28:].count_nonzero().item(), 0)
 
     @all_backends
     def test_output_mask(self, backend):
-        ops = MoeCase("mask", num_tokens=30, dim=64, hidden=64).operands(torch.bfloat16, bias=True)
+        ops = MoeCase("mask", num_tokens=30, dim=64, hidden=64).operands(
+            torch.bfloat16, bias=True
+        )
         kwargs = {**recipe_args("mxfp8"), "preact_dtype": E4M3}
         every = run_both(backend, ops, **kwargs)[2]
         for i in range(6):
@@ -228,7 +273,9 @@ class TestMoeMlpScaled(TestCase):
 
     @all_recipes
     def test_autograd(self, recipe):
-        ops = get_case("sentinels").operands(torch.bfloat16, bias=True, requires_grad=True)
+        ops = get_case("sentinels").operands(
+            torch.bfloat16, bias=True, requires_grad=True
+        )
         kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
         output = torch._moe_mlp_scaled(*scaled_args(ops), **kwargs)[0]
         leaves = [x for x in differentiable(ops) if x is not None]
@@ -250,9 +297,13 @@ class TestMoeMlpScaled(TestCase):
         ops = case.operands(torch.bfloat16, requires_grad=True)
         parameters = (ops.w_in, ops.w_out)
         with saved_for_backward(parameters) as saved:
-            torch._moe_mlp_scaled(*scaled_args(ops), preact_dtype=E4M3, **recipe_args(recipe))
+            torch._moe_mlp_scaled(
+                *scaled_args(ops), preact_dtype=E4M3, **recipe_args(recipe)
+            )
         elements = T * D + T * K * 2 * F
-        scales = {"fp8_rowwise": 4 * T + T * K * 2 * F // 32}.get(recipe, elements // 32)
+        scales = {"fp8_rowwise": 4 * T + T * K * 2 * F // 32}.get(
+            recipe, elements // 32
+        )
         self.assertLessEqual(nbytes(saved), elements + scales + 24 * T * K + 8 * E)
         self.assertGreater(nbytes(saved), elements + scales)
 
@@ -283,8 +334,12 @@ class TestMoeMlpScaled(TestCase):
             some = ops.topk_indices[tokens]
             row_slots, slot_rows, offs, _ = torch._moe_permutation(some, 3)
             part = dataclasses.replace(
-                ops, input=ops.input[tokens], topk_weights=ops.topk_weights[tokens],
-                row_slots=row_slots, slot_rows=slot_rows, offs=offs,
+                ops,
+                input=ops.input[tokens],
+                topk_weights=ops.topk_weights[tokens],
+                row_slots=row_slots,
+                slot_rows=slot_rows,
+                offs=offs,
                 grad_out=ops.grad_out[tokens],
             )
             output, _, grads = run_both("native", part, **kwargs)
@@ -319,12 +374,18 @@ class TestMoeMlpScaled(TestCase):
                             self.assertEqual(real.dtype, fake.dtype)
                             self.assertEqual(real.stride(), fake.stride())
 
-    @parametrize("recipe,floor", [("mxfp8", 22), ("fp8_blockwise", 22), ("fp8_rowwise", 21)])
+    @parametrize(
+        "recipe,floor", [("mxfp8", 22), ("fp8_blockwise", 22), ("fp8_rowwise", 21)]
+    )
     def test_noise(self, recipe, floor):
         """Against numbers that were never quantised: normal ones, the hardest for FP8."""
-        case = MoeCase("noise", num_tokens=256, dim=256, hidden=128, num_experts=8, top_k=4)
+        case = MoeCase(
+            "noise", num_tokens=256, dim=256, hidden=128, num_experts=8, top_k=4
+        )
         ops = case.operands(torch.bfloat16)
-        output, _, grads = run_both("native", ops, preact_dtype=E4M3, **recipe_args(recipe))
+        output, _, grads = run_both(
+            "native", ops, preact_dtype=E4M3, **recipe_args(recipe)
+        )
         expected = moe_mlp_backward_reference(ops.grad_out, *ops.args())
         self.assertGreater(sqnr(moe_mlp_reference(*ops.args())[0], output), floor)
         for one, other in zip(expected, grads, strict=True):

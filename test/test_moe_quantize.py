@@ -48,7 +48,9 @@ def wild(*shape, dtype=torch.bfloat16):
 class TestMoeQuantize(TestCase):
     def check(self, backend, x, recipe, **kwargs):
         data, scale = quantize(backend, x, recipe, **kwargs)
-        expected_data, expected_scale = moe_quantize_reference(x, recipe.value, **kwargs)
+        expected_data, expected_scale = moe_quantize_reference(
+            x, recipe.value, **kwargs
+        )
         self.assertEqual(data.dtype, expected_data.dtype)
         self.assertEqual(data.view(torch.uint8), expected_data.view(torch.uint8))
         self.assertEqual(scale.dtype, expected_scale.dtype)
@@ -119,7 +121,8 @@ class TestMoeQuantize(TestCase):
 
     @BACKEND
     @parametrize(
-        "recipe", [subtest(r, name=r.name) for r in RECIPES if r.name != "BlockWise128x128"]
+        "recipe",
+        [subtest(r, name=r.name) for r in RECIPES if r.name != "BlockWise128x128"],
     )
     def test_blocks_begin_with_experts(self, backend, recipe):
         x = wild(300, 70)
@@ -151,7 +154,11 @@ class TestMoeQuantize(TestCase):
     @RECIPE
     def test_meta_is_what_runs(self, recipe):
         offs = torch.tensor([3, 20], dtype=torch.int32)
-        calls = [({}, wild(40, 70)), ({"dim": 0}, wild(40, 70)), ({"dim": 1}, wild(3, 40, 5))]
+        calls = [
+            ({}, wild(40, 70)),
+            ({"dim": 0}, wild(40, 70)),
+            ({"dim": 1}, wild(3, 40, 5)),
+        ]
         if recipe != ScalingType.BlockWise128x128:
             calls.append(({"dim": 0, "offs": offs}, wild(20, 70)))
         if recipe == MX:
@@ -204,22 +211,55 @@ class TestMoeQuantize(TestCase):
     def test_errors_are_the_same_everywhere(self):
         x, offs = torch.randn(4, 64), torch.tensor([2, 4], dtype=torch.int32)
         calls = [
-            (TypeError, "self must have dtype float32, bfloat16 or float16, got int64",
-             (x.long(), 3), {}),
-            (ValueError, r"recipe must be one of 1 \(RowWise\), 3 \(BlockWise1x32\), .*, got 0",
-             (x, 0), {}),
-            (ValueError, "self must have at least 2 dimensions with recipe BlockWise128x128",
-             (x[0], 5), {}),
+            (
+                TypeError,
+                "self must have dtype float32, bfloat16 or float16, got int64",
+                (x.long(), 3),
+                {},
+            ),
+            (
+                ValueError,
+                r"recipe must be one of 1 \(RowWise\), 3 \(BlockWise1x32\), .*, got 0",
+                (x, 0),
+                {},
+            ),
+            (
+                ValueError,
+                "self must have at least 2 dimensions with recipe BlockWise128x128",
+                (x[0], 5),
+                {},
+            ),
             (IndexError, r"dim must be in \[-2, 2\), got 2", (x, 3), {"dim": 2}),
-            (TypeError, "dtype must be float8_e4m3fn or int8, got float8_e5m2", (x, 3),
-             {"dtype": torch.float8_e5m2}),
-            (ValueError, "swizzle must be 0 .* got 1 with recipe RowWise", (x, 1),
-             {"swizzle": 1}),
-            (TypeError, "offs must have dtype int32, got int64", (x, 3),
-             {"offs": offs.long(), "dim": 0}),
-            (ValueError, "offs needs a self of 2 dimensions, dim=0", (x, 3), {"offs": offs}),
-            (ValueError, "offs must have at least 1 element", (x, 3),
-             {"offs": offs[:0], "dim": 0}),
+            (
+                TypeError,
+                "dtype must be float8_e4m3fn or int8, got float8_e5m2",
+                (x, 3),
+                {"dtype": torch.float8_e5m2},
+            ),
+            (
+                ValueError,
+                "swizzle must be 0 .* got 1 with recipe RowWise",
+                (x, 1),
+                {"swizzle": 1},
+            ),
+            (
+                TypeError,
+                "offs must have dtype int32, got int64",
+                (x, 3),
+                {"offs": offs.long(), "dim": 0},
+            ),
+            (
+                ValueError,
+                "offs needs a self of 2 dimensions, dim=0",
+                (x, 3),
+                {"offs": offs},
+            ),
+            (
+                ValueError,
+                "offs must have at least 1 element",
+                (x, 3),
+                {"offs": offs[:0], "dim": 0},
+            ),
         ]
         for error, text, args, kwargs in calls:
             for backend in BACKENDS.values():
@@ -227,7 +267,9 @@ class TestMoeQuantize(TestCase):
                     backend(op, *args, **kwargs)
             with self.assertRaisesRegex(error, f"_moe_quantize: {text}"):
                 op(*to_meta(args), **to_meta(kwargs))
-        with self.assertRaisesRegex(ValueError, r"offs must be non-decreasing in \[0, R\]"):
+        with self.assertRaisesRegex(
+            ValueError, r"offs must be non-decreasing in \[0, R\]"
+        ):
             op(x, 3, dim=0, offs=offs.flip(0))
 
     def test_no_gradient(self):

@@ -58,7 +58,11 @@ class TestScaledFunctional(TestCase):
         x, ids, weights, *experts = layer_args(ops)
         flat = F.moe_mlp(x, ids, weights, *experts, recipe=recipe)
         shaped = F.moe_mlp(
-            x.view(2, 20, -1), ids.view(2, 20, -1), weights.view(2, 20, -1), *experts, recipe=recipe
+            x.view(2, 20, -1),
+            ids.view(2, 20, -1),
+            weights.view(2, 20, -1),
+            *experts,
+            recipe=recipe,
         )
         self.assertEqual(shaped, flat.view(2, 20, -1), rtol=0, atol=0)
         leaf = ops.input.clone().requires_grad_()
@@ -103,11 +107,17 @@ class TestScaledFunctional(TestCase):
 
     def test_errors(self):
         ops = CASE.operands(torch.bfloat16)
-        with self.assertRaisesRegex(ValueError, "moe_mlp: recipe must be None or one of mxfp8,"):
+        with self.assertRaisesRegex(
+            ValueError, "moe_mlp: recipe must be None or one of mxfp8,"
+        ):
             F.moe_mlp(*layer_args(ops), recipe="fp8")
-        with self.assertRaisesRegex(TypeError, "preact_dtype must be None, float8_e4m3fn, int8"):
+        with self.assertRaisesRegex(
+            TypeError, "preact_dtype must be None, float8_e4m3fn, int8"
+        ):
             F.scaled_moe_mlp(*layer_args(ops), preact_dtype=torch.float8_e5m2)
-        with self.assertRaisesRegex(TypeError, "input must have dtype float32, bfloat16 or"):
+        with self.assertRaisesRegex(
+            TypeError, "input must have dtype float32, bfloat16 or"
+        ):
             F.moe_mlp(*layer_args(CASE.operands(torch.float64)), recipe="mxfp8")
         with self.assertRaisesRegex(ValueError, "recipe must be one of mxfp8"):
             quantize_weight(ops.w_in, "mx")
@@ -122,7 +132,10 @@ class TestScaledFunctional(TestCase):
         def step(cached):
             lists = {}
             if cached:
-                lists = {"w_in_scaled": caches[0](w_in), "w_out_scaled": caches[1](w_out)}
+                lists = {
+                    "w_in_scaled": caches[0](w_in),
+                    "w_out_scaled": caches[1](w_out),
+                }
             args = (ops.input, ops.topk_indices, ops.topk_weights, w_in, w_out)
             y = F.scaled_moe_mlp(*args, recipe=recipe, **lists)
             return (y, *torch.autograd.grad(y, (w_in, w_out), ops.grad_out))
@@ -149,7 +162,9 @@ class TestScaledFunctional(TestCase):
     @recipes
     def test_module(self, recipe):
         torch.manual_seed(0)
-        layer = torch.nn.MoE(64, 96, num_experts=4, top_k=2, shared_hidden_dim=32, recipe=recipe)
+        layer = torch.nn.MoE(
+            64, 96, num_experts=4, top_k=2, shared_hidden_dim=32, recipe=recipe
+        )
         self.assertIn(f"recipe='{recipe}'", repr(layer))
         x = torch.randn(3, 10, 64)
         y = layer(x)

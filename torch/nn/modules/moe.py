@@ -161,9 +161,7 @@ class MoE(Module):
         self.top_k = top_k
         self.activation = activation
         self.gate_interleaved = gate_interleaved
-        self.alpha = alpha
-        self.limit = limit
-        self.recipe = recipe
+        self.alpha, self.limit, self.recipe = alpha, limit, recipe
         self.routing: dict[str, Any] = {
             "score": score,
             "normalize": normalize,

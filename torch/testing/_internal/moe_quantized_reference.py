@@ -86,7 +86,11 @@ def moe_quantize_reference(
         spread = torch.zeros(x.shape, dtype=torch.int64)
         for i in range(byte.shape[-2]):
             for j in range(byte.shape[-1]):
-                tile = (..., slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+                tile = (
+                    ...,
+                    slice(128 * i, 128 * i + 128),
+                    slice(128 * j, 128 * j + 128),
+                )
                 amax = torch.where(x[tile].isnan(), torch.inf, x[tile].abs())
                 byte[..., i, j] = _bytes_of(amax.flatten(-2).amax(-1), largest)
                 spread[tile] = byte[..., i : i + 1, j : j + 1]
@@ -121,7 +125,12 @@ def scale_to_double(scale: Tensor) -> Tensor:
 
 
 def dequantize_reference(
-    data: Tensor, scale: Tensor, recipe: int, *, offs: Tensor | None = None, dim: int = -1
+    data: Tensor,
+    scale: Tensor,
+    recipe: int,
+    *,
+    offs: Tensor | None = None,
+    dim: int = -1,
 ) -> Tensor:
     """The float64 numbers that codes and scales of :func:`moe_quantize_reference` stand for."""
     kind = ScalingType(recipe)
@@ -182,7 +191,15 @@ class ScaledMlp:
     """
 
     def __init__(
-        self, ops, recipe_a, recipe_w, *, dtype=None, preact_dtype=E4M3, hp_wgrad=False, **activation
+        self,
+        ops,
+        recipe_a,
+        recipe_w,
+        *,
+        dtype=None,
+        preact_dtype=E4M3,
+        hp_wgrad=False,
+        **activation,
     ):
         self.ops, self.a, self.w = ops, recipe_a, recipe_w
         self.dtype, self.preact_dtype = dtype, preact_dtype
@@ -192,7 +209,9 @@ class ScaledMlp:
         slots = torch.arange(rows) if ops.row_slots is None else ops.row_slots.long()
         self.live = (slots >= 0) & (torch.arange(rows) < ops.offs[-1])
         self.slots = torch.where(self.live, slots, 0)
-        self.tokens = self.slots // (1 if ops.slot_rows is None else ops.slot_rows.shape[1])
+        self.tokens = self.slots // (
+            1 if ops.slot_rows is None else ops.slot_rows.shape[1]
+        )
         self.expert = torch.searchsorted(ops.offs, torch.arange(rows), right=True)
         self.expert = self.expert.clamp_max(len(ops.offs) - 1)
 
@@ -222,7 +241,8 @@ class ScaledMlp:
     def _reduce(self, left: Tensor, right: Tensor) -> Tensor:
         if self.columns:
             left, right = (
-                quantized_values(x, self.a, dim=0, offs=self.ops.offs) for x in (left, right)
+                quantized_values(x, self.a, dim=0, offs=self.ops.offs)
+                for x in (left, right)
             )
         if self.dtype is not None:
             left, right = left.to(self.dtype), right.to(self.dtype)
@@ -244,7 +264,9 @@ class ScaledMlp:
     def _preact(self, x: Tensor) -> Tensor:
         rows = self._gather(x)
         matrices = [w for w in (self.ops.w_in, self.ops.w_up) if w is not None]
-        parts = [self._multiply(rows, self._weight(w, 2).transpose(1, 2)) for w in matrices]
+        parts = [
+            self._multiply(rows, self._weight(w, 2).transpose(1, 2)) for w in matrices
+        ]
         h = torch.cat(parts, 1)
         if self.ops.b_in is not None:
             h = h + self.ops.b_in.double()[self.expert]
@@ -281,7 +303,10 @@ class ScaledMlp:
         dh_rows = self._rows(dh)
         matrices = [w for w in (ops.w_in, ops.w_up) if w is not None]
         halves = dh_rows.chunk(len(matrices), 1)
-        dx = sum(self._multiply(d, self._weight(w, 1)) for d, w in zip(halves, matrices, strict=True))
+        dx = sum(
+            self._multiply(d, self._weight(w, 1))
+            for d, w in zip(halves, matrices, strict=True)
+        )
         ds = (grad_act * a).sum(1)
         if ops.b_out is not None:
             ds = ds + (dy * ops.b_out.double()[self.expert]).sum(1)
@@ -291,7 +316,9 @@ class ScaledMlp:
             grad_s[self.slots[self.live]] = ds[self.live]
             grad_s = grad_s.view(ops.topk_weights.shape)
         left = dh_rows if self.columns else dh
-        w_grads = [self._reduce(d, self._gather(x)) for d in left.chunk(len(matrices), 1)]
+        w_grads = [
+            self._reduce(d, self._gather(x)) for d in left.chunk(len(matrices), 1)
+        ]
         experts = len(ops.offs)
 
         def bias_grad(rows):

@@ -1,0 +1,201 @@
+"""Train the demo's language model with experts in FP8, and measure what quantisation costs.
+
+::
+
+    python benchmarks/moe/low_precision.py --out benchmarks/moe/results/low_precision.json
+
+For every seed, models with the same initial weights and batches are trained in turns: the fused layer
+in bfloat16, and F.scaled_moe_mlp with pre-activations kept in 16 bits, in float8 and in int8. With them in
+16 bits nothing that the weight gradients read was rounded before but the rows of X, whose columns
+lose nothing (test_moe_quantize.py): it stands for quantising along both dimensions from 16 bits.
+
+Then the operands of every layer of the trained bfloat16 model, and the gradients that reach its outputs, are
+put through every recipe and compared with float64: signal to quantisation noise in dB.
+"""
+
+import argparse
+import functools
+import itertools
+import pathlib
+
+from peers import MoEBlock
+from report import progress, show
+
+import torch
+import torch.nn.functional as F
+from torch.testing._internal.moe_quantized_reference import sqnr
+
+from demo import text
+from demo.evidence import capture
+from demo.model import ModelConfig
+from demo.train import make_runs, train
+from measure import provenance, saved_bytes, write_json
+
+
+FORMATS = {
+    "float8 H": {},
+    "int8 H": {"preact_dtype": torch.int8},
+    "16-bit H": {"preact_dtype": None},
+    "recomputed H": {"recompute": True},
+    "float8 H, hp_wgrad": {"hp_wgrad": True},
+}
+NAMES = ("y", "grad_input", "grad_topk_weights", "grad_w_in", "grad_w_out")
+
+
+def scaled_block(recipe: str, **options: object) -> MoEBlock:
+    return MoEBlock(
+        F.moe_topk, functools.partial(F.scaled_moe_mlp, recipe=recipe, **options)
+    )
+
+
+def blocks(recipe: str) -> dict[str, MoEBlock]:
+    return {
+        "bf16": MoEBlock(F.moe_topk, F.moe_mlp),
+        **{
+            name: scaled_block(recipe, **FORMATS[name])
+            for name in ("16-bit H", "float8 H", "int8 H")
+        },
+    }
+
+
+def differences(losses: list[float], reference: list[float]) -> dict[str, float]:
+    gaps = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+    return {"largest": max(gaps), "mean": sum(gaps) / len(gaps)}
+
+
+def train_seed(config: ModelConfig, arguments: argparse.Namespace, seed: int, corpus):
+    """Losses of all models of one seed, and the trained ones."""
+    steps, batch = arguments.steps, arguments.batch
+    batches = text.sample_batches(corpus.train, steps, batch, config.sequence, seed)
+    held_out = text.sample_batches(corpus.held_out, 8, batch, config.sequence, seed + 1)
+    runs = make_runs(blocks(arguments.recipe), config, seed)
+    with progress(f"seed {seed}", steps) as advance:
+        train(runs, batches, lambda step: advance(f"{runs[0].losses[-1]:.3f}"))
+    reference = runs[0].losses
+    rows = [
+        {
+            "seed": seed,
+            "run": run.name,
+            "held_out": run.evaluate(held_out),
+            "last_loss": run.losses[-1],
+            "difference": differences(run.losses, reference),
+        }
+        for run in runs
+    ]
+    return rows, {run.name: run.losses for run in runs}, runs[0].model, batches[-1]
+
+
+def results_of(function, operands, dtype=None):
+    """y and the gradients of the captured layer, see NAMES."""
+    o = operands
+    leaves = [
+        t.detach().to(dtype or t.dtype).requires_grad_()
+        for t in (o.x, o.weights, o.w_in, o.w_out)
+    ]
+    x, weights, w_in, w_out = leaves
+    y = function(x, o.ids, weights, w_in, w_out)
+    return [y.detach(), *torch.autograd.grad(y, leaves, o.grad.to(y.dtype))]
+
+
+def noise(model, window):
+    """SQNR of every recipe and format: the mean of the layers."""
+    block = MoEBlock(F.moe_topk, F.moe_mlp)
+    samples = [sample.routed(block) for sample in capture(model, window)]
+    rows = []
+    variants = [("bf16", "-", F.moe_mlp)] + [
+        (recipe, name, functools.partial(F.scaled_moe_mlp, recipe=recipe, **options))
+        for recipe, (name, options) in itertools.product(
+            F._MOE_RECIPES, FORMATS.items()
+        )
+    ]
+    exact = [results_of(F.moe_mlp, s, torch.float64) for s in samples]
+    for recipe, name, function in variants:
+        found = [
+            [sqnr(a, b) for a, b in zip(one, results_of(function, s), strict=True)]
+            for one, s in zip(exact, samples, strict=True)
+        ]
+        means = [sum(column) / len(column) for column in zip(*found, strict=True)]
+        rows.append(
+            {"recipe": recipe, "saved": name, **dict(zip(NAMES, means, strict=True))}
+        )
+    return rows
+
+
+def saved(T: int, D: int, H: int, E: int, K: int) -> list[dict[str, object]]:
+    """Bytes that a layer saves, parameters aside."""
+    x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.rand(T, E).topk(K).indices
+    weights = torch.rand(T, K, requires_grad=True)
+    w_in = torch.zeros(E, 2 * H, D, dtype=torch.bfloat16, requires_grad=True)
+    w_out = torch.zeros(E, D, H, dtype=torch.bfloat16, requires_grad=True)
+    rows = []
+    for name, recipe in (("bf16", None), *((r, r) for r in F._MOE_RECIPES)):
+        count = saved_bytes(
+            lambda: F.moe_mlp(x, ids, weights, w_in, w_out, recipe=recipe),
+            (w_in, w_out),
+        )
+        rows.append(
+            {"T": T, "D": D, "F": H, "E": E, "K": K, "recipe": name, "bytes": count}
+        )
+    for row in rows:
+        row["of_bf16"] = row["bytes"] / rows[0]["bytes"]
+    return rows
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--recipe", default="mxfp8", help="of the trained models")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--out", type=pathlib.Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    config = ModelConfig(
+        layers=arguments.layers,
+        d_model=128,
+        heads=4,
+        experts=arguments.experts,
+        top_k=4,
+        expert_hidden=128,
+        sequence=arguments.sequence,
+    )
+    corpus = text.read_corpus()
+    rows, losses, noises = [], {}, []
+    for seed in range(arguments.seeds):
+        found, curves, model, window = train_seed(config, arguments, seed, corpus)
+        rows += found
+        losses[str(seed)] = curves
+        noises += [{"seed": seed, **row} for row in noise(model, window)]
+        fields = {
+            **provenance(),
+            "settings": {k: v for k, v in vars(arguments).items() if k != "out"},
+            "runs": rows,
+            "noise": noises,
+            "saved": saved(512, 2048, 768, 16, 8),
+            "losses": losses,
+        }
+        if arguments.out is not None:
+            write_json(fields, arguments.out)
+    runs_columns = {
+        "run": "run",
+        "seed": "seed",
+        "held out": "held_out",
+        "largest difference": lambda r: f"{r['difference']['largest']:.4f}",
+        "mean": lambda r: f"{r['difference']['mean']:.4f}",
+    }
+    show("Loss next to bf16", rows, runs_columns)
+    show("SQNR, dB", noises, {c: c for c in ("recipe", "saved", "seed", *NAMES)})
+    show("Saved bytes", fields["saved"], {c: c for c in ("recipe", "bytes", "of_bf16")})
+
+
+if __name__ == "__main__":
+    main()
