@@ -32,10 +32,10 @@ def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
             f"quantize_weight: recipe must be one of {', '.join(recipes)}, got {recipe!r}"
         )
     code = recipes[recipe][1]
-    rows = torch._moe_quantize(weight.detach(), code)
+    rows = torch.ops.aten._moe_quantize(weight.detach(), code)
     if code == ScalingType.BlockWise128x128.value:
         return tuple(rows)
-    return (*rows, *torch._moe_quantize(weight.detach(), code, dim=1))
+    return (*rows, *torch.ops.aten._moe_quantize(weight.detach(), code, dim=1))
 
 
 class WeightCache:
