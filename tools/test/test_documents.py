@@ -2,7 +2,7 @@
 
 A fenced block is run by its kind: Python (one namespace per document, in the staged torch),
 `$ command` lines with their output below (... stands for what is left out), the schemas of our ops. Above any other one, a
-comment `<!-- not run: reason -->`.
+comment `<!-- not run: reason -->`, or `<!-- one-liner: NAME -->`: test_one_liners.py runs that.
 """
 
 import doctest
@@ -22,7 +22,7 @@ PYTHON = config.workspace(ROOT).venv / "bin" / "python"
 DOCUMENTS = ["README.md", "RFC.md"]
 DOCUMENTS += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/source/*.md"))
 _BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?"
+    r"(?:^<!-- (?:not run|one-liner): (?P<reason>[^\n]+) -->\n+)?"
     r"^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )

@@ -79,6 +79,18 @@ class TestConfig(TestCase):
             )
         self.assertEqual(MoEConfig.from_config(config), MODELS["qwen3-30b-a3b"])
         self.assertEqual(MoEConfig.from_module(small).layers, 2)
+        # The library's own code under fake tensors: logits of 64 tokens, and their backward.
+        with FakeTensorMode():
+            model = Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(**{**QWEN3_30B, "num_hidden_layers": 2})
+            )
+            model.set_experts_implementation("grouped_mm")
+            tokens = torch.zeros(1, 64, dtype=torch.int64)
+            with MoERuntimeEstimator(profile("H100")) as estimate:
+                model(input_ids=tokens).logits.sum().backward()
+        active = 2 * sum(p.numel() for p in model.model.layers.parameters()) * 8 / 128
+        self.assertGreater(estimate.flops, 2 * 64 * active)
+        self.assertGreater(estimate.seconds, 0)
 
     def test_from_module(self):
         class Experts(nn.Module):  # the shapes of torchtitan's GroupedExperts
