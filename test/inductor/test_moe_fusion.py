@@ -267,6 +267,47 @@ class TestMoEFusion(TestCase):
         options = {"gate": "oai", "split": "interleaved", "bias": True}
         self.check(Experts(form, **options), True, True, backend="inductor")
 
+    @parametrize("training", [False, True])
+    @parametrize("form", ["twice", "none_index", "batched"])
+    def test_indices_written_in_other_ways(self, form, training):
+        class Other(Experts):
+            def forward(self, x, topk_indices, topk_weights):
+                ids, weights = topk_indices.flatten(), topk_weights.flatten()
+                if form == "batched":
+                    rows = x.repeat_interleave(K, 0)
+                    h = torch.bmm(self.w_in[ids], rows[..., None]).squeeze(-1)
+                    gate, up = h.chunk(2, dim=-1)
+                    a = (F.silu(gate) * up)[..., None]
+                    out = torch.bmm(self.w_out[ids], a).squeeze(-1)
+                    return (out * weights[:, None]).view(-1, K, D).sum(1)
+                order = ids.argsort(stable=True)
+                counts = torch.histc(ids.float(), bins=E, min=0, max=E - 1)
+                offs = (torch.cumsum(counts, 0, dtype=torch.int32), None)
+                out = self.mlp(x[order // K], offs)
+                if form == "twice":
+                    out = out * weights[ids.argsort(stable=True)].unsqueeze(-1)
+                    return torch.zeros_like(x).index_add(0, order // K, out)
+                out = out * weights[order, None]
+                rows = torch.empty_like(order)
+                rows[order] = torch.arange(order.size(0))
+                return out[rows].view(-1, K, D).sum(1)
+
+        self.check(Other(), full=True, training=training)
+
+    def test_near_miss_index_that_changes_in_between(self):
+        class Changed(Experts):
+            def forward(self, x, topk_indices, topk_weights):
+                ids, weights = topk_indices.flatten(), topk_weights.flatten()
+                order = ids.argsort(stable=True)
+                counts = torch.histc(ids.float(), bins=E, min=0, max=E - 1)
+                offs = (torch.cumsum(counts, 0, dtype=torch.int32), None)
+                rows = x[order // K]
+                order.copy_(order.flip(0))
+                out = self.mlp(rows, offs) * weights.unsqueeze(-1)
+                return torch.zeros_like(x).index_add(0, order // K, out)
+
+        self.check(Changed(), full=False)
+
     def test_off_by_default(self):
         inputs, _ = fixed_inputs(torch.bfloat16)
         torch.compile(Experts().to(torch.bfloat16), fullgraph=True)(*inputs)

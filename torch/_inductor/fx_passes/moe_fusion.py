@@ -46,6 +46,7 @@ from .moe_match import (
     row_selection,
     rows_of_expanded,
     same_size,
+    same_value,
     sorted_by,
     uncast,
     value_of,
@@ -233,22 +234,23 @@ def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Any:
     if rank(node) != 2 or not same_size(value_of(node).shape[1], 1):
         return None
     flat = uncast(flat_source(node))
-    if rank(flat) != 1:
-        return None
-    if in_slots:
-        return flat
     taken = row_selection(flat)
-    return (
-        taken[0]
-        if taken is not None and taken[1] is block.perm and rank(taken[0]) == 1
-        else None
-    )
+    if op_name(flat) == "getitem" and isinstance(flat.args[1], tuple):
+        if len(flat.args[1]) == 2 and flat.args[1][1] is None:  # weights[perm, None]
+            taken = flat.args[0], flat.args[1][0]
+    elif rank(flat) != 1:
+        return None
+    elif in_slots:
+        return flat
+    if taken is None or in_slots or rank(taken[0]) != 1:
+        return None
+    return taken[0] if same_value(taken[1], block.perm) else None
 
 
 def _inverts(inverse: Any, block: _Block) -> bool:
     """Whether inverse[perm] is 0, 1, 2, ..."""
     if op_name(inverse) == "argsort":
-        return inverse.args[0] is block.perm
+        return same_value(inverse.args[0], block.perm)
     if (
         op_name(inverse) == "getitem"
         and inverse.args[1] == 1
@@ -308,7 +310,7 @@ def _match_add(user: Any, rows: Any, block: _Block) -> None:
         raise _NoMatch(f"{name} is not over rows")
     token_of = index if "index" in name else rows_of_expanded(index)
     taken = row_selection(block.rows)
-    if taken is None or token_of is not taken[1]:
+    if taken is None or not same_value(token_of, taken[1]):
         raise _NoMatch(f"{name} is not to the tokens of the rows")
     shape = value_of(base).shape if rank(base) == 2 else ()
     if len(shape) != 2 or not same_size(shape[0], value_of(block.tokens).shape[0]):

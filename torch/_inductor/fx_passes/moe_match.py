@@ -94,6 +94,42 @@ def uncast(node: Any) -> Any:
     return node
 
 
+# Of indices: what gives the same result wherever it is computed.
+_PURE = {"floordiv", "floor_divide", "div", "divide", "getitem", "argsort", "sort"}
+
+
+def _is_written(node: Node) -> bool:
+    names = (op_name(user) for user in node.users)
+    return any(name.endswith("_") or name == "setitem" for name in names)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two nodes are one, or compute one index twice (``order // K`` and ``order // K``)."""
+    if a is b:
+        return True
+    if not isinstance(a, Node) or not isinstance(b, Node):
+        return type(a) is type(b) and not isinstance(a, Node) and a == b
+    if (a.op, a.target) != (b.op, b.target) or op_name(a) not in _PURE | VIEWS:
+        return False
+    if len(a.args) != len(b.args) or a.kwargs != b.kwargs:
+        return False
+    read = (*a.all_input_nodes, *b.all_input_nodes, a, b)
+    if any(_is_written(node) for node in read):
+        return False
+    return all(same_value(x, y) for x, y in zip(a.args, b.args))
+
+
+def _column_of(node: Any, dim: int) -> Any:
+    """rows where node is a column of each, ``rows.unsqueeze(dim)`` or ``rows[..., None]``."""
+    if op_name(node) == "unsqueeze":
+        at = argument(node, 1, "dim")
+        return node.args[0] if isinstance(at, int) and at % 3 == dim else None
+    last = ((Ellipsis, None), (slice(None), slice(None), None))
+    if op_name(node) == "getitem" and dim == 2 and node.args[1] in last:
+        return node.args[0]
+    return None
+
+
 def operand_orders(node: Any, *names: str) -> Iterator[tuple[Any, Any]]:
     """Both orders of the two operands of a commutative op."""
     if (
@@ -470,19 +506,13 @@ def matmul_of(node: Any) -> Projection | None:
             return None
         a, b = product.args
         for weight, column, dim, transposed in ((a, b, 2, False), (b, a, 1, True)):
-            selected = row_selection(weight)
-            if (
-                selected is None
-                or op_name(column) != "unsqueeze"
-                or rank(selected[0]) != 3
-            ):
+            selected, rows = row_selection(weight), _column_of(column, dim)
+            if selected is None or rows is None or rank(selected[0]) != 3:
                 continue
-            at, squeezed = argument(column, 1, "dim"), argument(node, 1, "dim")
-            if not all(isinstance(d, int) and d % 3 == dim for d in (at, squeezed)):
+            squeezed = argument(node, 1, "dim")
+            if not isinstance(squeezed, int) or squeezed % 3 != dim:
                 continue
-            return Projection(
-                node, column.args[0], selected[0], transposed, selected[1], False
-            )
+            return Projection(node, rows, selected[0], transposed, selected[1], False)
     return None
 
 
@@ -512,7 +542,7 @@ def projection_of(node: Any) -> Projection | None:
 def is_expert_of_row(index: Any, experts: Any, grouped: bool) -> bool:
     """Whether index is the expert of every row: of a bmm its ids, else what offs counts, sorted."""
     if not grouped:
-        return index is experts
+        return same_value(index, experts)
     counted = experts
     while op_name(counted) in ("cumsum", "histc", "bincount", "int", "long", *CASTS):
         counted = counted.args[0]
