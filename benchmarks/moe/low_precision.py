@@ -9,8 +9,8 @@ in bfloat16, and F.scaled_moe_mlp with pre-activations kept in 16 bits, in float
 16 bits nothing that the weight gradients read was rounded before but the rows of X, whose columns
 lose nothing (test_moe_quantize.py): it stands for quantising along both dimensions from 16 bits.
 
-Then the operands of every layer of the trained bfloat16 model, and the gradients that reach its outputs, are
-put through every recipe and compared with float64: signal to quantisation noise in dB.
+Then the operands of every layer of the trained bfloat16 model on another batch, and the gradients that
+reach its outputs, are put through every recipe and compared with float64: signal to quantisation noise in dB.
 """
 
 import argparse
@@ -82,7 +82,9 @@ def train_seed(config: ModelConfig, arguments: argparse.Namespace, seed: int, co
         }
         for run in runs
     ]
-    return rows, {run.name: run.losses for run in runs}, runs[0].model, batches[-1]
+    # Text that no model saw, of twice the batch.
+    window = text.sample_batches(corpus.train, 1, 2 * batch, config.sequence, seed + 1000)[0]
+    return rows, {run.name: run.losses for run in runs}, runs[0].model, window
 
 
 def results_of(function, operands, dtype=None):

@@ -66,8 +66,33 @@ __all__ = [
 
 
 _BLOCK = 128
-_E4M3_EXPONENT = 8  # 2**8 <= largest e4m3 value 448 < 2**9
+_LARGEST = 448  # of float8_e4m3fn
 _BIAS = 127
+# The op of the series moe-precision, of which this module has the rule in torch ops.
+_HAS_OP = hasattr(torch.ops.aten, "_moe_quantize")
+
+
+def _quantize_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn (T, D), and the biased exponents (T, ceil(D / 128)) of the scales, uint8.
+
+    The rule of ``_moe_quantize`` in blocks of 128: the smallest exponent that keeps the largest value
+    within range, 255 and NaN for a block with an infinity or a NaN.
+    """
+    if _HAS_OP and rows.dtype != torch.float64:
+        code = F.ScalingType.BlockWise1x128.value
+        data, scale = torch.ops.aten._moe_quantize(rows, code)
+        return data, (scale.view(torch.int32) >> 23).to(torch.uint8)
+    T, D = rows.shape
+    blocks = F.pad(rows.float(), (0, -D % _BLOCK)).view(T, -(-D // _BLOCK), _BLOCK)
+    amax = blocks.abs().amax(dim=2)
+    mantissa, exponent = torch.frexp(amax * (1 / _LARGEST))
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    exponent = torch.where(amax > 0, exponent + _BIAS, 0).clamp(0, 254)
+    is_finite = amax.isfinite()
+    scaled = torch.ldexp(blocks, (_BIAS - exponent)[:, :, None])
+    scaled = torch.where(is_finite[:, :, None], scaled, torch.nan).flatten(1)[:, :D]
+    data = scaled.to(torch.float8_e4m3fn)
+    return data, torch.where(is_finite, exponent, 255).to(torch.uint8)
 
 
 def encode(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,18 +100,13 @@ def encode(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
     FP8 rows are ``D`` float8_e4m3fn bytes followed by one byte per 128 values with the
     exponent of their scale. A power-of-two scale changes no mantissa, so that a value
-    is rounded once, and rows can be requantised along the other axis without loss.
+    is rounded once, and rows can be requantised along the other axis without loss. Blocks
+    with an infinity or a NaN arrive as NaN.
     """
     if dtype == torch.bfloat16:
         return rows.to(dtype)
-    T, D = rows.shape
-    blocks = F.pad(rows.float(), (0, -D % _BLOCK)).view(T, -(-D // _BLOCK), _BLOCK)
-    # amax < 2**exponent; scaled values stay below 2**8, which e4m3 can hold.
-    exponent = torch.frexp(blocks.abs().amax(dim=2)).exponent - _E4M3_EXPONENT
-    exponent = exponent.clamp(-_BIAS, 255 - _BIAS)
-    scaled = torch.ldexp(blocks, -exponent[:, :, None]).flatten(1)[:, :D]
-    payload = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat([payload, (exponent + _BIAS).to(torch.uint8)], dim=1)
+    data, exponent = _quantize_blocks(rows)
+    return torch.cat([data.view(torch.uint8), exponent], dim=1)
 
 
 def decode(packed: Tensor, dtype: torch.dtype, dim: int, out: torch.dtype) -> Tensor:

@@ -1,0 +1,126 @@
+# mypy: ignore-errors
+
+"""OpInfos of the low-precision MoE ops: _moe_quantize, _moe_mlp_scaled, F.scaled_moe_mlp.
+
+_moe_mlp_scaled_backward is reached through the gradients of the other two. Numerical gradients are
+no yardstick for rounded products, and float64, in which gradcheck works, is none of the dtypes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.testing import make_tensor
+from torch.testing._internal.moe_generators import MoeCase
+from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
+from torch.testing._internal.opinfo.definitions.moe import (
+    NO_BATCHING_RULE,
+    NO_FORWARD_OVER_REVERSE,
+)
+
+
+CASES = (
+    MoeCase("uniform", num_tokens=9, dim=32, hidden=48),
+    MoeCase("sentinels", num_tokens=12, dim=40, hidden=16, routing="sentinels"),
+    MoeCase("empty", num_tokens=0, dim=32, hidden=16),
+)
+RECIPES = tuple(F._MOE_RECIPES)
+scaled_dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def sample_inputs_moe_quantize(op_info, device, dtype, requires_grad, **kwargs):
+    x = make_tensor((40, 70), device=device, dtype=dtype)
+    for recipe in (1, 3, 4, 5):
+        yield SampleInput(x.clone(), args=(recipe,))
+    yield SampleInput(x.clone(), args=(4,), kwargs={"dim": 0})
+    offs = torch.tensor([3, 3, 40], dtype=torch.int32, device=device)
+    yield SampleInput(x.clone(), args=(4,), kwargs={"dim": 0, "offs": offs})
+    yield SampleInput(x.clone(), args=(4,), kwargs={"dtype": torch.int8})
+
+
+def error_inputs_moe_quantize(op_info, device, **kwargs):
+    x = torch.zeros(4, 32, device=device)
+    yield ErrorInput(
+        SampleInput(x, args=(2,)), error_type=ValueError,
+        error_regex=r"_moe_quantize: recipe must be one of .*, got 2",
+    )  # fmt: skip
+    yield ErrorInput(
+        SampleInput(x, args=(3,), kwargs={"dim": 2}), error_type=IndexError,
+        error_regex=r"_moe_quantize: dim must be in \[-2, 2\), got 2",
+    )  # fmt: skip
+
+
+def sample_inputs_moe_mlp_scaled(op_info, device, dtype, requires_grad, **kwargs):
+    for i, case in enumerate(CASES):
+        ops = case.operands(dtype, device, bias=i == 1, requires_grad=requires_grad)
+        first, *rest = ops.args()
+        a, w = F._MOE_RECIPES[RECIPES[i]]
+        yield SampleInput(
+            first,
+            args=(*rest, [], [], [], []),
+            kwargs={"recipe_a": [a], "recipe_w": [w], "preact_dtype": torch.int8 if i else None},
+            output_process_fn_grad=lambda outputs: outputs[0],
+        )
+
+
+def error_inputs_moe_mlp_scaled(op_info, device, **kwargs):
+    ops = CASES[0].operands(torch.float32, device)
+    first, *rest = ops.args()
+
+    def error(text, **options):
+        sample = SampleInput(first, args=(*rest, [], [], [], []), kwargs=options)
+        return ErrorInput(sample, error_type=ValueError, error_regex=f"_moe_mlp_scaled: {text}")
+
+    yield error("recipe_w must have one code, got 0", recipe_a=[3])
+    yield error("recipe_a and recipe_w must be RowWise both", recipe_a=[3], recipe_w=[1])
+    yield error("activation must be one of", recipe_a=[3], recipe_w=[3], activation="tanh")
+
+
+def sample_inputs_scaled_moe_mlp(op_info, device, dtype, requires_grad, **kwargs):
+    for case, recipe in zip(CASES, RECIPES, strict=True):
+        ops = case.operands(dtype, device, requires_grad=requires_grad)
+        args = (ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
+        yield SampleInput(ops.input, args=args, kwargs={"recipe": recipe})
+
+
+def error_inputs_scaled_moe_mlp(op_info, device, **kwargs):
+    ops = CASES[0].operands(torch.float32, device)
+    args = (ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
+    yield ErrorInput(
+        SampleInput(ops.input, args=args, kwargs={"recipe": "fp8"}), error_type=ValueError,
+        error_regex="moe_mlp: recipe must be None or one of mxfp8",
+    )  # fmt: skip
+
+
+op_db: list[OpInfo] = [
+    OpInfo(
+        "_moe_quantize",
+        op=torch.ops.aten._moe_quantize.default,
+        dtypes=scaled_dtypes,
+        sample_inputs_func=sample_inputs_moe_quantize,
+        error_inputs_func=error_inputs_moe_quantize,
+        supports_autograd=False,
+        supports_out=False,
+        skips=NO_BATCHING_RULE[:1],
+    ),
+    OpInfo(
+        "_moe_mlp_scaled",
+        op=torch.ops.aten._moe_mlp_scaled.default,
+        dtypes=scaled_dtypes,
+        sample_inputs_func=sample_inputs_moe_mlp_scaled,
+        error_inputs_func=error_inputs_moe_mlp_scaled,
+        supports_out=False,
+        supports_gradgrad=False,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+    ),
+    OpInfo(
+        "nn.functional.scaled_moe_mlp",
+        op=F.scaled_moe_mlp,
+        dtypes=scaled_dtypes,
+        sample_inputs_func=sample_inputs_scaled_moe_mlp,
+        error_inputs_func=error_inputs_scaled_moe_mlp,
+        supports_out=False,
+        supports_gradgrad=False,
+        # TorchScript has no keyword-only arguments with defaults.
+        supports_scripting=False,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+    ),
+]
