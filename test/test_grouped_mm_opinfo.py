@@ -119,6 +119,21 @@ class TestGroupedMMOpInfo(TestCase):
                 sample.kwargs,
             )
 
+    @ops(grouped_mm_ops)
+    def test_meta(self, device, dtype, op):
+        # As TestMeta: no fake tensors, which know their device, but those of the meta device.
+        for sample in op.sample_inputs(device, dtype):
+            expected = op(sample.input, *sample.args, **sample.kwargs)
+            meta = sample.transform(
+                lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x
+            )
+            actual = op(meta.input, *meta.args, **meta.kwargs)
+            self.assertEqual(actual.device.type, "meta")
+            self.assertEqual(
+                (actual.shape, actual.stride(), actual.dtype),
+                (expected.shape, expected.stride(), expected.dtype),
+            )
+
     @ops(grouped_mm_ops, allowed_dtypes=(torch.float32,))
     def test_tracing(self, device, dtype, op):
         for sample in op.sample_inputs(device, dtype, requires_grad=True):
