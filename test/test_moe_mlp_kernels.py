@@ -164,7 +164,7 @@ class TestMoeMlpKernels(TestCase):
             expected = [x[tokens] for x in whole]
             self.assertEqual(list(run(tokens)), expected, rtol=0, atol=0)
 
-    @parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @all_dtypes
     @parametrize(
         "shape",
         [(1300, 72, 40), (1300, 600, 40), (90, 2300, 24), (200, 70, 45)]
@@ -188,7 +188,12 @@ class TestMoeMlpKernels(TestCase):
                 check_close(grad, want, yardstick, dtype, name)
 
     @all_dtypes
-    @parametrize("shape", [(200, 70, 45), (70, 2100, 24), (700, 40, 24)])
+    @parametrize(
+        "shape",
+        [(200, 70, 45), (70, 2100, 24), (700, 40, 24)]
+        # Weights whose lines few rows are multiplied by as they are stored.
+        + [(200, 96, 64), (70, 1056, 32)],
+    )
     @parametrize("transposed", [False, True])
     def test_other_tokens(self, dtype, shape, transposed):
         """The same over more than one tile of rows, depth that is cut, and both storage orders."""

@@ -172,8 +172,34 @@ def apply_activation(
     return GATED_ACTIVATIONS[activation](gate, up, **given)
 
 
+def _sum_of_halves(a: Tensor, b: Tensor) -> Tensor:
+    # BLAS libraries add up to thousands of products one after the other: with 16600 the largest
+    # error was 18 eps of the largest element, and that of the kernel under test 3.
+    depth = a.shape[1]
+    if depth <= 512:
+        return a @ b
+    half = depth // 2
+    return _sum_of_halves(a[:, :half], b[:half]) + _sum_of_halves(a[:, half:], b[half:])
+
+
+class _Product(torch.autograd.Function):
+    """``a @ b``, and its gradients, with the error of short sums."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _sum_of_halves(a, b)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return _sum_of_halves(grad, b.mT), _sum_of_halves(a.mT, grad)
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
+    y = _Product.apply(x, weight.mT)
+    return y if bias is None else y + bias
 
 
 def _linear_reversed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
