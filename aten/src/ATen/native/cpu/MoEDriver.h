@@ -26,7 +26,7 @@ namespace moe_cpu {
 
 // None of these numbers changes a bit of a result.
 // Rows of a block at most: their sums stay in L2, and a packed panel serves them all.
-constexpr int64_t kMaxBlockRows = 240;
+constexpr int64_t kMaxBlockRows = 384;
 // Down to which blocks are cut for more tasks or less scratch.
 constexpr int64_t kMinBlockRows = 48;
 // Of a block's rows, where they have to be packed.
@@ -149,12 +149,16 @@ inline Tensor with_dense_rows(const Tensor& x) {
   return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
 }
 
-// Cuts each expert's rows into blocks of at most max_rows.
-inline std::vector<Block> make_blocks(const std::vector<Block>& experts, int64_t max_rows) {
+// Cuts each expert's rows into blocks of at most max_rows, a multiple of `multiple`, which
+// are about equal: each packs all the panels.
+inline std::vector<Block>
+make_blocks(const std::vector<Block>& experts, int64_t max_rows, int64_t multiple) {
   std::vector<Block> blocks;
   for (const auto& expert : experts) {
-    for (int64_t row = expert.begin; row < expert.end; row += max_rows) {
-      blocks.push_back({expert.expert, row, std::min(row + max_rows, expert.end)});
+    const int64_t count = std::max<int64_t>(1, (expert.rows() + max_rows - 1) / max_rows);
+    const int64_t rows = round_up((expert.rows() + count - 1) / count, multiple);
+    for (int64_t row = expert.begin; row < expert.end; row += rows) {
+      blocks.push_back({expert.expert, row, std::min(row + rows, expert.end)});
     }
   }
   return blocks;
@@ -313,13 +317,28 @@ class WeightSource {
   const int64_t k_parts;
   const int64_t part_depth;
 
+  // As they are stored: columns of `span`, rows from k0 of a part of K.
+  StridedView<scalar_t>
+  view(int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0) const {
+    const Part& part = parts_[transposed_ ? span.part : k_part];
+    const int64_t k_stride = transposed_ ? part.col_stride : part.row_stride;
+    const int64_t n_stride = transposed_ ? part.row_stride : part.col_stride;
+    return {
+        part.data + expert * part.expert_stride + k0 * k_stride + span.first * n_stride, k_stride,
+        n_stride};
+  }
+
   // Columns of `span`, rows [k0, k0 + depth) of a part of K, into a panel.
   template <typename operand_t>
   void pack(
       int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0, int64_t depth,
       int64_t tile_cols, operand_t* panel) const {
+    const auto b = view(expert, span, k_part, k0);
+    // The same columns further down, then those of the next panel.
+    const int64_t ahead = k0 + depth < part_depth ? depth * b.k_stride
+                                                  : span.width * b.n_stride - k0 * b.k_stride;
     pack_panel<scalar_t, operand_t>(
-        view(expert, span, k_part, k0), span.count, depth, span.at, span.width, tile_cols, panel);
+        b, span.count, depth, span.at, span.width, tile_cols, panel, ahead);
   }
 
  private:
@@ -335,25 +354,19 @@ class WeightSource {
     return w.size(dim) <= 1 ? 1 : w.stride(dim);
   }
 
-  StridedView<scalar_t>
-  view(int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0) const {
-    const Part& part = parts_[transposed_ ? span.part : k_part];
-    const int64_t k_stride = transposed_ ? part.col_stride : part.row_stride;
-    const int64_t n_stride = transposed_ ? part.row_stride : part.col_stride;
-    return {
-        part.data + expert * part.expert_stride + k0 * k_stride + span.first * n_stride, k_stride,
-        n_stride};
-  }
-
   Part parts_[2];
   bool transposed_;
 };
 
 // ---- the loop -------------------------------------------------------------------
 
+// Rows of a tile that are finished at a time: their sums are still in L1.
+template <typename Micro>
+constexpr int64_t kFinishRows = (48 + Micro::kTileRows - 1) / Micro::kTileRows * Micro::kTileRows;
+
 // x B for the routed rows x of `source`, B of `weights` with so many panels.
-// columns(panel) is a PanelColumns; epilogue(block, panel, c) gets the finished tile of
-// all rows of a block, with leading dimension kPanelCols: what it holds outside the spans
+// columns(panel) is a PanelColumns; epilogue(rows, panel, c) gets the finished tile of
+// some rows of a block, with leading dimension kPanelCols: what it holds outside the spans
 // is undefined.
 template <typename scalar_t, typename Micro, typename Weights>
 class ExpertGemm {
@@ -380,14 +393,15 @@ class ExpertGemm {
     const int64_t least = round_up(kMinBlockRows, Micro::kTileRows);
     int64_t rows =
         round_up(std::clamp<int64_t>(routing.most_rows, 1, kMaxBlockRows), Micro::kTileRows);
-    auto blocks = make_blocks(routing.experts, rows);
+    auto blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
     // Cut for more tasks, or for less scratch.
     while (rows > least &&
-           (static_cast<int64_t>(blocks.size()) * panels < kTasksPerThread * threads ||
+           ((threads > 1 &&
+             static_cast<int64_t>(blocks.size()) * panels < kTasksPerThread * threads) ||
             threads * reserve(rows).bytes() > kScratchBytes ||
             (!in_place_ && rows * row_size_ > kPackedElements))) {
       rows = std::max(least, round_up(rows / 2, Micro::kTileRows));
-      blocks = make_blocks(routing.experts, rows);
+      blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
     }
     const int64_t tasks = static_cast<int64_t>(blocks.size()) * panels;
     work_.emplace(
@@ -410,8 +424,9 @@ class ExpertGemm {
             prepared[thread] = &block;
           }
           for (const auto panel : c10::irange(first, last)) {
-            multiply_panel(block, columns(panel), lines, packed, c);
-            epilogue(block, panel, static_cast<const acc_t*>(c));
+            multiply_panel(
+                block, columns(panel), lines, packed, c,
+                [&](const Block& rows, const acc_t* sums) { epilogue(rows, panel, sums); });
           }
         });
   }
@@ -455,23 +470,33 @@ class ExpertGemm {
     }
   }
 
+  template <typename FinishFn>
   void multiply_panel(
       const Block& block, const PanelColumns& columns, const operand_t* const* lines,
-      operand_t* packed, acc_t* c) const {
-    if constexpr (Weights::kPacks) {
-      pack_and_multiply(block, columns, lines, packed, c);
-    } else {
+      operand_t* packed, acc_t* c, const FinishFn& finish) const {
+    if constexpr (!Weights::kPacks) {
       weights_.template multiply<Micro>(
           block.expert, columns, block.rows(), {lines, row_size_, 0}, packed, c);
+      finish(block, c);
+    } else {
+      pack_and_multiply(block, columns, lines, packed, c, finish);
     }
   }
 
+  template <typename FinishFn>
   void pack_and_multiply(
       const Block& block, const PanelColumns& columns, const operand_t* const* lines,
-      operand_t* packed, acc_t* c) const {
+      operand_t* packed, acc_t* c, const FinishFn& finish) const {
     const int64_t depth = weights_.part_depth;
     if (depth == 0) {
       std::fill_n(c, block.rows() * kPanelCols, acc_t(0));
+      return finish(block, c);
+    }
+    if constexpr (requires { Micro::kThinRows; weights_.view(0, columns.spans[0], 0, 0); }) {
+      if (in_place_ && block.rows() <= Micro::kThinRows &&
+          multiply_stored(block, columns, lines, c)) {
+        return finish(block, c);
+      }
     }
     for (const auto part : c10::irange(weights_.k_parts)) {
       for (int64_t k0 = 0; k0 < depth; k0 += Micro::kDepth) {
@@ -482,11 +507,42 @@ class ExpertGemm {
                 block.expert, span, part, k0, k, Micro::kTileCols, packed);
           }
         }
-        Micro::multiply(
-            block.rows(), columns.end(), k, {lines, row_size_, part * padded_depth_ + k0}, packed,
-            {c, /*accumulate=*/part + k0 > 0});
+        const bool is_last = part + 1 == weights_.k_parts && k0 + k == depth;
+        for (int64_t row = 0; row < block.rows(); row += kFinishRows<Micro>) {
+          const int64_t m = std::min(kFinishRows<Micro>, block.rows() - row);
+          acc_t* sums = c + row * kPanelCols;
+          Micro::multiply(
+              m, columns.end(), k, {lines + row, row_size_, part * padded_depth_ + k0}, packed,
+              {sums, /*accumulate=*/part + k0 > 0});
+          if (is_last) {
+            finish({block.expert, block.begin + row, block.begin + row + m}, sums);
+          }
+        }
       }
     }
+  }
+
+  // The product of a few rows with weights as they are stored, if a micro-GEMM that has
+  // one can read these: whole blocks of lines along K.
+  bool multiply_stored(
+      const Block& block, const PanelColumns& columns, const operand_t* const* lines,
+      acc_t* c) const {
+    const int64_t depth = weights_.part_depth;
+    for (const auto& span : columns.spans) {
+      if (weights_.k_parts != 1 || depth % Micro::kThinDepth != 0 ||
+          span.count % Micro::kThinLines != 0 ||
+          (span.count > 0 && weights_.view(0, span, 0, 0).k_stride != 1)) {
+        return false;
+      }
+    }
+    for (const auto& span : columns.spans) {
+      if (span.count > 0) {
+        const auto w = weights_.view(block.expert, span, 0, 0);
+        Micro::multiply_lines(
+            block.rows(), span.count, depth, lines, w.data, w.n_stride, c + span.at);
+      }
+    }
+    return true;
   }
 
   const RowSource<scalar_t>& source_;

@@ -1,11 +1,12 @@
 #pragma once
 
-// Micro-GEMMs of bfloat16 with instructions of their own, in place of those of
-// MoEMicroGemm.h: AMX tiles (MoEAmx.h), else AVX512-BF16.
+// Micro-GEMMs in place of those of MoEMicroGemm.h: for bfloat16 with instructions of their
+// own, AMX tiles (MoEAmx.h), else AVX512-BF16, and for few rows (MoEThinGemm.h).
 
 #include <ATen/cpu/Utils.h>
 #include <ATen/native/cpu/MoEAmx.h>
 #include <ATen/native/cpu/MoEMicroGemm.h>
+#include <ATen/native/cpu/MoEThinGemm.h>
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -33,11 +34,22 @@ struct DotProducts {
       const __m512i left = _mm512_set1_epi32(word);
       MOE_UNROLL
       for (int64_t j = 0; j < vectors; ++j) {
-        __m512 sum = sums[i][j];
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right[j]));
-        sums[i][j] = sum;
+        sums[i][j] = dot(left, right[j], sums[i][j]);
       }
     }
+  }
+
+  C10_ALWAYS_INLINE static vec::Vectorized<float>
+  add_word(const BFloat16* a, __m512 words, const vec::Vectorized<float>& sum) {
+    int32_t word;
+    std::memcpy(&word, a, sizeof(word));
+    return dot(_mm512_set1_epi32(word), _mm512_castps_si512(words), sum);
+  }
+
+ private:
+  C10_ALWAYS_INLINE static __m512 dot(__m512i left, __m512i right, __m512 sum) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
+    return sum;
   }
 };
 
@@ -65,23 +77,27 @@ inline bool has_instructions(const char* name) {
   return found != capabilities.end() && found->second.toBool();
 }
 
-// Calls fn(BFloat16(0), Micro()) if this CPU has one of these.
+// Calls fn(scalar_t(0), Micro()) if there is one of these for the dtype and this CPU.
 template <typename Fn>
-bool dispatch_fast_micro_gemm(const Fn& fn) {
+bool dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
   static const bool has_amx = has_instructions("amx_bf16") && at::cpu::init_amx();
   static const bool has_dot = has_instructions("avx512_bf16");
-  if (has_amx) {
+  if (dtype == kFloat) {
+    fn(float(0), ThinGemm<float>());
+  } else if (dtype == kBFloat16 && has_amx) {
     fn(BFloat16(0), AmxGemm());
-  } else if (has_dot) {
-    fn(BFloat16(0), VecGemm<BFloat16, DotProducts>());
+  } else if (dtype == kBFloat16 && has_dot) {
+    fn(BFloat16(0), ThinGemm<BFloat16, DotProducts>());
+  } else {
+    return false;
   }
-  return has_amx || has_dot;
+  return true;
 }
 
 #else
 
 template <typename Fn>
-bool dispatch_fast_micro_gemm(const Fn&) {
+bool dispatch_fast_micro_gemm(ScalarType, const Fn&) {
   return false;
 }
 

@@ -182,7 +182,7 @@ class BackwardPass {
     const Tensor b_out = contiguous_or_undefined(in_.b_out);
     const auto* bias = data_or_null<scalar_t>(b_out);
     const int64_t d = input_.size(1);
-    const auto blocks = make_blocks(routing_.experts, kMaxBlockRows);
+    const auto blocks = make_blocks(routing_.experts, kMaxBlockRows, 1);
     at::parallel_for(
         0, static_cast<int64_t>(blocks.size()),
         rows_grain(kMaxBlockRows * (panels_ + (bias == nullptr ? 0 : d))),

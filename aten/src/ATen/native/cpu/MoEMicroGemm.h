@@ -9,20 +9,14 @@
 //   kDenseRows   whether rows of a must be evenly apart, and the last kTileRows readable
 //   Session      what a thread holds while it multiplies
 //   multiply()
+// and one for few rows may have multiply_lines() for weights as they are stored, with
+//   kThinRows               rows at most
+//   kThinLines, kThinDepth  of whose multiples the columns and K must be
 // An element is summed over ascending k, in steps of kDepth: in an order that depends
 // neither on the number of rows nor on the thread count.
 
 #include <ATen/native/CPUBlas.h>
 #include <ATen/native/cpu/MoEPacking.h>
-
-// The sums of a product are registers only if the loops over them are unrolled.
-#if defined(__clang__)
-#define MOE_UNROLL _Pragma("unroll")
-#elif defined(__GNUC__)
-#define MOE_UNROLL _Pragma("GCC unroll 16")
-#else
-#define MOE_UNROLL
-#endif
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -56,6 +50,14 @@ struct FusedMultiplyAdd {
         [&](int64_t i) { return vec::Vectorized<operand_t>(a[i][k]); },
         [&](int64_t j) { return vec::Vectorized<operand_t>::loadu(b[j]); }, sums);
   }
+
+#if defined(CPU_CAPABILITY_AVX512)
+  // sum + words * the word at a.
+  C10_ALWAYS_INLINE static vec::Vectorized<float>
+  add_word(const float* a, __m512 words, const vec::Vectorized<float>& sum) {
+    return vec::fmadd(vec::Vectorized<float>(*a), vec::Vectorized<float>(words), sum);
+  }
+#endif
 
   // A bfloat16 is the upper half of a float: a word of two is two floats with a shift
   // and a mask, whose products are exact.

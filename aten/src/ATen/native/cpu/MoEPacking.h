@@ -11,8 +11,18 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
 #include <type_traits>
 #include <utility>
+
+// Arrays of vectors are registers only if the loops over them are unrolled.
+#if defined(__clang__)
+#define MOE_UNROLL _Pragma("unroll")
+#elif defined(__GNUC__)
+#define MOE_UNROLL _Pragma("GCC unroll 16")
+#else
+#define MOE_UNROLL
+#endif
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -147,12 +157,75 @@ struct StridedView {
   int64_t n_stride;
 };
 
-// dst[w * ld + i] = word w of line i, for `lines` lines of `depth` elements, whose
-// element e is line(i)[e * stride]. Zero padded to whole words, and to `width` lines.
-template <typename scalar_t, typename operand_t, typename LineFn>
+#if defined(CPU_CAPABILITY_AVX512)
+// store(w, words w of all lines), for 16 lines of 16 words that load(i) returns.
+template <typename LoadFn, typename StoreFn>
+C10_ALWAYS_INLINE void transpose_words(const LoadFn& load, const StoreFn& store) {
+  __m512 x[16], y[16];
+  MOE_UNROLL
+  for (int64_t i = 0; i < 16; ++i) {
+    x[i] = load(i);
+  }
+  MOE_UNROLL
+  for (int64_t i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  const auto unpack = [&](int64_t i, int64_t j) {
+    const __m512d a = _mm512_castps_pd(y[i]), b = _mm512_castps_pd(y[j]);
+    return std::pair{
+        _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))};
+  };
+  // x[4 q + w] <- words w, 4 + w, 8 + w and 12 + w of lines 4 q to 4 q + 3.
+  MOE_UNROLL
+  for (int64_t i = 0; i < 16; i += 4) {
+    std::tie(x[i], x[i + 1]) = unpack(i, i + 2);
+    std::tie(x[i + 2], x[i + 3]) = unpack(i + 1, i + 3);
+  }
+  MOE_UNROLL
+  for (int64_t w = 0; w < 4; ++w) {
+    const __m512 even_low = _mm512_shuffle_f32x4(x[w], x[4 + w], 0x88);
+    const __m512 odd_low = _mm512_shuffle_f32x4(x[w], x[4 + w], 0xdd);
+    const __m512 even_high = _mm512_shuffle_f32x4(x[8 + w], x[12 + w], 0x88);
+    const __m512 odd_high = _mm512_shuffle_f32x4(x[8 + w], x[12 + w], 0xdd);
+    store(w, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
+    store(4 + w, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
+    store(8 + w, _mm512_shuffle_f32x4(even_low, even_high, 0xdd));
+    store(12 + w, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
+  }
+}
+#endif
+
+// The cache line at x, into L2: lines of a weight are often a multiple of a page apart,
+// and L1 has few places for those. x may be outside of every allocation.
+inline void prefetch(const void* x) {
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+  _mm_prefetch(static_cast<const char*>(x), _MM_HINT_T1);
+#endif
+}
+
+// to[j * ld_to + i] = from[i * ld + j], for as many i and j as a vector has lanes. Floats
+// by AVX512 here: vec::transpose_mxn keeps its registers in memory, at a third of the speed.
+template <typename word_t>
+C10_ALWAYS_INLINE void transpose_square(const word_t* from, int64_t ld, word_t* to, int64_t ld_to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<word_t, float>) {
+    return transpose_words(
+        [&](int64_t i) { return _mm512_loadu_ps(from + i * ld); },
+        [&](int64_t w, __m512 x) { _mm512_storeu_ps(to + w * ld_to, x); });
+  }
+#endif
+  constexpr int64_t lanes = vec::Vectorized<word_t>::size();
+  vec::transpose_mxn<word_t, lanes, lanes>(from, ld, to, ld_to);
+}
+
+// dst[w * ld + i] = word w of line i, for `lines` lines of `depth` elements: element e of
+// line i is src[i * line_stride + e * stride]. Zero padded to whole words, and to `width`
+// lines. What is `ahead` elements further is packed next, most likely.
+template <typename scalar_t, typename operand_t>
 void pack_lines(
-    const LineFn& line, int64_t stride, int64_t lines, int64_t depth, int64_t width, int64_t ld,
-    operand_t* dst) {
+    const scalar_t* src, int64_t line_stride, int64_t stride, int64_t lines, int64_t depth,
+    int64_t width, int64_t ld, int64_t ahead, operand_t* dst) {
   using word_t = word_type<operand_t>;
   constexpr int64_t v = kWordElements<operand_t>;
   constexpr int64_t lanes = vec::Vectorized<word_t>::size();
@@ -162,16 +235,37 @@ void pack_lines(
   alignas(64) word_t flipped[words][lanes];
   auto* out = reinterpret_cast<word_t*>(dst);
   for (int64_t i0 = 0; i0 < width; i0 += lanes) {
+    const scalar_t* block = src + i0 * line_stride;
     const int64_t columns = std::min(lanes, width - i0);
-    for (int64_t k0 = 0; k0 < depth; k0 += words * v) {
+    int64_t k0 = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<word_t, float>) {
+      for (; stride == 1 && i0 + lanes <= lines && k0 + words * v <= depth; k0 += words * v) {
+        const auto load = [&](int64_t i) -> __m512 {
+          const scalar_t* from = block + i * line_stride + k0;
+          prefetch(from + ahead);
+          if constexpr (std::is_same_v<scalar_t, operand_t>) {
+            return _mm512_loadu_ps(from);
+          } else {
+            vec::Vectorized<float> x;
+            vec::load_to_float<scalar_t>(from, x);
+            return x;
+          }
+        };
+        float* to = out + k0 / v * ld + i0;
+        transpose_words(load, [&](int64_t w, __m512 x) { _mm512_storeu_ps(to + w * ld, x); });
+      }
+    }
+#endif
+    for (; k0 < depth; k0 += words * v) {
       const int64_t count = std::min(words * v, depth - k0);
       for (const auto i : c10::irange(lanes)) {
+        const scalar_t* from = block + i * line_stride + k0 * stride;
         int64_t filled = 0;
         if (i0 + i < lines && stride == 1) {
-          convert_row(line(i0 + i) + k0, staged[i], count);
+          convert_row(from, staged[i], count);
           filled = count;
         } else if (i0 + i < lines) {
-          const scalar_t* from = line(i0 + i) + k0 * stride;
           for (; filled < count; ++filled) {
             staged[i][filled] = static_cast<operand_t>(from[filled * stride]);
           }
@@ -181,7 +275,7 @@ void pack_lines(
       const bool whole = count == words * v && columns == lanes;
       word_t* to = out + k0 / v * ld + i0;
       for (int64_t w = 0; w < words; w += lanes) {
-        vec::transpose_mxn<word_t, lanes, lanes>(
+        transpose_square(
             reinterpret_cast<const word_t*>(staged[0]) + w, words, whole ? to + w * ld : flipped[w],
             whole ? ld : lanes);
       }
@@ -234,12 +328,14 @@ void pack_rows(
 }
 
 // Columns [at, at + width) of a panel, of which `columns` come from b and the others are
-// 0. A panel is kPanelCols / tile_cols tiles of [words of depth][tile_cols].
+// 0. A panel is kPanelCols / tile_cols tiles of [words of depth][tile_cols]. What is
+// `ahead` elements further is packed next, most likely.
 template <typename scalar_t, typename operand_t>
 void pack_panel(
     const StridedView<scalar_t>& b, int64_t columns, int64_t depth, int64_t at, int64_t width,
-    int64_t tile_cols, operand_t* panel) {
+    int64_t tile_cols, operand_t* panel, int64_t ahead = 0) {
   constexpr int64_t v = kWordElements<operand_t>;
+  constexpr int64_t cache_line = 64 / static_cast<int64_t>(sizeof(scalar_t));
   for (int64_t n = 0, count = 0; n < width; n += count) {
     const int64_t in_tile = (at + n) % tile_cols;
     count = std::min(tile_cols - in_tile, width - n);
@@ -247,12 +343,17 @@ void pack_panel(
     operand_t* dst = panel + (at + n - in_tile) * round_up(depth, v) + in_tile * v;
     const scalar_t* src = b.data + n * b.n_stride;
     if (b.n_stride == 1 && b.k_stride != 1) {
-      pack_rows<scalar_t, operand_t>(
-          [&](int64_t k) { return src + k * b.k_stride; }, filled, depth, count, tile_cols, dst);
+      const auto row = [&](int64_t k) {
+        const scalar_t* from = src + k * b.k_stride;
+        for (int64_t i = 0; i < filled; i += cache_line) {
+          prefetch(from + ahead + i);
+        }
+        return from;
+      };
+      pack_rows<scalar_t, operand_t>(row, filled, depth, count, tile_cols, dst);
     } else {
       pack_lines<scalar_t, operand_t>(
-          [&](int64_t i) { return src + i * b.n_stride; }, b.k_stride, filled, depth, count,
-          tile_cols, dst);
+          src, b.n_stride, b.k_stride, filled, depth, count, tile_cols, ahead, dst);
     }
   }
 }

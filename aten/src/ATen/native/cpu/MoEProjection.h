@@ -38,6 +38,11 @@ input_weights(const moe::MLPInputs& in, const HiddenLayout& layout, bool transpo
 // Calls fn(scalar_t(0), Micro()) for a dtype and the micro-GEMM it gets here.
 template <typename Fn>
 void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
+#ifdef MOE_HAS_FAST_GEMM
+  if (dispatch_fast_micro_gemm(dtype, fn)) {
+    return;
+  }
+#endif
   switch (dtype) {
     case kDouble:
       return fn(double(0), VecGemm<double>());
@@ -46,11 +51,6 @@ void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
     case kHalf:
       return fn(Half(0), VecGemm<float>());
     default:
-#ifdef MOE_HAS_FAST_GEMM
-      if (dispatch_fast_micro_gemm(fn)) {
-        return;
-      }
-#endif
 #if defined(CPU_CAPABILITY_AVX512) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
       if (BrGemm::is_available()) {
         return fn(BFloat16(0), BrGemm());

@@ -175,13 +175,23 @@ class WeightGrad {
         if (!right_fits || !has_right) {
           pack_right(part, j0, n, k, at, right);
         }
-        Micro::multiply(height, n, k, {at.lines, ld, offset}, right, {at.sums, r0 > 0});
+        for (int64_t i = 0; i < height; i += kFinishRows<Micro>) {
+          const int64_t m = std::min(kFinishRows<Micro>, height - i);
+          acc_t* sums = at.sums + i * kPanelCols;
+          Micro::multiply(m, n, k, {at.lines + i, ld, offset}, right, {sums, r0 > 0});
+          if (r0 + kDepth >= rows) {
+            store_lines(sums, m, n, out + i * line_stride_ + j0);
+          }
+        }
       }
-      for (const auto i : c10::irange(height)) {
-        store_row(out + i * line_stride_ + j0, n, [&](int64_t j, int64_t) {
-          return load_pair(at.sums + i * kPanelCols + j);
-        });
-      }
+    }
+  }
+
+  void store_lines(const acc_t* sums, int64_t lines, int64_t n, scalar_t* out) const {
+    for (const auto i : c10::irange(lines)) {
+      store_row(out + i * line_stride_, n, [&](int64_t j, int64_t) {
+        return load_pair(sums + i * kPanelCols + j);
+      });
     }
   }
 
@@ -199,7 +209,7 @@ class WeightGrad {
             [&](int64_t r) { return r0 + r < rows ? at.from[r0 + r] : nullptr; }, n, kRowsMultiple,
             n, kPanelCols, staged);
         for (int64_t i = 0; i < n; i += lanes) {
-          vec::transpose_mxn<word_t, lanes, lanes>(
+          transpose_square(
               reinterpret_cast<const word_t*>(staged) + i, kPanelCols,
               reinterpret_cast<word_t*>(dst + (c0 + i) * ld + r0), ld / v);
         }
