@@ -5,7 +5,10 @@
 import torch
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_device_type import instantiate_device_type_tests, ops
+from torch.testing._internal.common_device_type import (
+    instantiate_device_type_tests,
+    ops,
+)
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_moe import to_meta
 from torch.testing._internal.common_utils import noncontiguous_like, run_tests, TestCase
@@ -39,7 +42,9 @@ class TestScaledOpInfo(TestCase):
             real = op(s.input, *s.args, **s.kwargs)
             meta = op(*to_meta((s.input, *s.args)), **to_meta(s.kwargs))
             for a, b in zip(tree_leaves(real), tree_leaves(meta), strict=True):
-                self.assertEqual((a.shape, a.dtype, a.stride()), (b.shape, b.dtype, b.stride()))
+                self.assertEqual(
+                    (a.shape, a.dtype, a.stride()), (b.shape, b.dtype, b.stride())
+                )
 
     @every_dtype
     def test_strides(self, device, dtype, op):
@@ -49,7 +54,9 @@ class TestScaledOpInfo(TestCase):
                 (s.input, s.args, s.kwargs),
             )  # fmt: skip
             expected = numbers(op(s.input, *s.args, **s.kwargs))
-            self.assertEqual(numbers(op(apart[0], *apart[1], **apart[2])), expected, rtol=0, atol=0)
+            self.assertEqual(
+                numbers(op(apart[0], *apart[1], **apart[2])), expected, rtol=0, atol=0
+            )
 
     @float32
     def test_schema_and_trace(self, device, dtype, op):
@@ -65,7 +72,9 @@ class TestScaledOpInfo(TestCase):
                 return numbers(op(x, *s.args, **s.kwargs))  # noqa: B023
 
             for mode in ("real", "fake", "symbolic"):
-                traced = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)
+                traced = make_fx(
+                    function, tracing_mode=mode, _allow_non_fake_inputs=True
+                )
                 self.assertEqual(traced(s.input)(s.input), expected, rtol=0, atol=0)
 
     @float32
@@ -73,7 +82,11 @@ class TestScaledOpInfo(TestCase):
         if not op.supports_autograd:
             return
         for s in self.samples(op, device, dtype, requires_grad=True):
-            leaves = [t for t in (s.input, *s.args) if isinstance(t, torch.Tensor) and t.requires_grad]
+            leaves = [
+                t
+                for t in (s.input, *s.args)
+                if isinstance(t, torch.Tensor) and t.requires_grad
+            ]
             self.assertGreater(len(leaves), 2)
 
             def gradients(op=op, s=s, leaves=leaves):

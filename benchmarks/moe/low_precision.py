@@ -83,7 +83,9 @@ def train_seed(config: ModelConfig, arguments: argparse.Namespace, seed: int, co
         for run in runs
     ]
     # Text that no model saw, of twice the batch.
-    window = text.sample_batches(corpus.train, 1, 2 * batch, config.sequence, seed + 1000)[0]
+    window = text.sample_batches(
+        corpus.train, 1, 2 * batch, config.sequence, seed + 1000
+    )[0]
     return rows, {run.name: run.losses for run in runs}, runs[0].model, window
 
 

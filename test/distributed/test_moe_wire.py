@@ -48,7 +48,9 @@ class TestWire(TestCase):
                 packed = encode(x, torch.float8_e4m3fn)
             back = decode(packed, torch.float8_e4m3fn, 300, x.dtype)
             for row, block in ((0, 0), (1, 1), (2, 2)):
-                self.assertTrue(back[row, 128 * block : 128 * block + 128].isnan().all())
+                self.assertTrue(
+                    back[row, 128 * block : 128 * block + 128].isnan().all()
+                )
                 self.assertEqual(back[row].isnan().sum(), min(128, 300 - 128 * block))
 
     def test_fp8_rule_is_that_of_the_op(self):

@@ -56,7 +56,11 @@ def sample_inputs_moe_mlp_scaled(op_info, device, dtype, requires_grad, **kwargs
         yield SampleInput(
             first,
             args=(*rest, [], [], [], []),
-            kwargs={"recipe_a": [a], "recipe_w": [w], "preact_dtype": torch.int8 if i else None},
+            kwargs={
+                "recipe_a": [a],
+                "recipe_w": [w],
+                "preact_dtype": torch.int8 if i else None,
+            },
             output_process_fn_grad=lambda outputs: outputs[0],
         )
 
@@ -67,11 +71,17 @@ def error_inputs_moe_mlp_scaled(op_info, device, **kwargs):
 
     def error(text, **options):
         sample = SampleInput(first, args=(*rest, [], [], [], []), kwargs=options)
-        return ErrorInput(sample, error_type=ValueError, error_regex=f"_moe_mlp_scaled: {text}")
+        return ErrorInput(
+            sample, error_type=ValueError, error_regex=f"_moe_mlp_scaled: {text}"
+        )
 
     yield error("recipe_w must have one code, got 0", recipe_a=[3])
-    yield error("recipe_a and recipe_w must be RowWise both", recipe_a=[3], recipe_w=[1])
-    yield error("activation must be one of", recipe_a=[3], recipe_w=[3], activation="tanh")
+    yield error(
+        "recipe_a and recipe_w must be RowWise both", recipe_a=[3], recipe_w=[1]
+    )
+    yield error(
+        "activation must be one of", recipe_a=[3], recipe_w=[3], activation="tanh"
+    )
 
 
 def sample_inputs_scaled_moe_mlp(op_info, device, dtype, requires_grad, **kwargs):
