@@ -434,7 +434,9 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
     }
     seconds = sum(t**4 for t in times.values()) ** 0.25 + LAUNCH_SECONDS
     of_dense = work.flops / seconds / POWER_FLOPS
-    matmuls = min(1.0, work.steps * step / tile) * cycles / CLOCK
+    # Of programs side by side, what they share.
+    step = shared_step if resident > 1 else step
+    matmuls = min(work.tiles / SMS * work.steps * step, cycles) / CLOCK
     parts = {
         "at the dense rate": 1e6 * work.flops / POWER_FLOPS,
         "loop": 1e6 * matmuls,

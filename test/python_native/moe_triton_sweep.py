@@ -163,10 +163,16 @@ def _one_config(table: KernelTable, index: int) -> dict[str, tuple[TileConfig, .
     }
 
 
-def _main_config(table: KernelTable) -> dict[str, tuple[TileConfig, ...]]:
+def _main_config(
+    table: KernelTable, clamped: bool
+) -> dict[str, tuple[TileConfig, ...]]:
     """The first configuration of every kernel that is not for few rows or columns."""
     return {
-        kernel: (next(c for c in configs if not (c.max_rows or c.max_columns)),)
+        kernel: next(
+            (c,)
+            for c in configs
+            if not (c.max_rows or c.max_columns) and (c.clamps or not clamped)
+        )
         for kernel, configs in table.items()
     }
 
@@ -176,7 +182,7 @@ def _tables(
 ) -> list[dict[str, tuple[TileConfig, ...]]]:
     """Tables of one configuration per kernel, that together are what ``variant`` takes."""
     if not variant.every_config:
-        return [_main_config(table)]
+        return [_main_config(table, variant.activation.clamped)]
     return [_one_config(table, i) for i in range(max(map(len, table.values())))]
 
 

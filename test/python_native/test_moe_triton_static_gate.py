@@ -16,9 +16,11 @@ import functools
 import json
 import pathlib
 import unittest
+import unittest.mock
 
 from moe_triton_sweep import (
     ACTIVATION_KERNELS,
+    BORROWED,
     parallel_sweep,
     source_hash,
     sweep,
@@ -29,12 +31,15 @@ from moe_triton_sweep import (
 from triton_static_gate import ARCHITECTURES, compile_only
 
 import torch
+from torch._native.ops.moe.cutedsl_kernels import rows
 from torch._native.ops.moe.triton_kernels import launch, permutation
 from torch._native.ops.moe.triton_kernels.configs import (
+    fitting_configs,
     FORWARD_KERNELS,
     KERNELS,
     MAX_CONFIGS,
     table_for_capability,
+    table_for_gcn_arch,
     TABLES,
     TileConfig,
 )
@@ -91,6 +96,11 @@ def compiled_rows():
     return started_sweep().result()
 
 
+@functools.cache
+def current_hash():
+    return source_hash()
+
+
 class TestMoeStaticGateItself(TestCase):
     """The tables, and that the gate refuses what it should."""
 
@@ -115,6 +125,9 @@ class TestMoeStaticGateItself(TestCase):
                 # Some problem is too narrow for everything else.
                 last = entry[-1]
                 self.assertFalse(last.max_rows or last.max_columns or last.max_inner)
+                self.assertTrue(last.clamps)
+                clamped = fitting_configs(table, kernel, 512, 512, 512, clamped=True)
+                self.assertTrue(all(config.clamps for config in clamped))
 
     @parametrize(
         "num_tokens,num_experts,kernels,checks",
@@ -130,11 +143,19 @@ class TestMoeStaticGateItself(TestCase):
         self.assertEqual(checked, [checks])
         self.assertEqual([r.problems(matrix=False) for r in reports], [[]] * kernels)
 
+    @parametrize("arch", ["sm_90", "sm_100"])
+    def test_kernels_beside_those_of_quack(self, arch):
+        slots = torch.empty(4096, dtype=torch.int32)
+        with compile_only(arch) as reports:
+            rows.route_rows(slots, 8, torch.empty(512, 8))
+            rows.route_rows(slots, 8, None)
+            rows.zero_padding(slots, torch.empty(4096, 512, dtype=torch.bfloat16))
+        self.assertEqual([r.problems(matrix=False) for r in reports], [[]] * 3)
+
     def rejected(self, arch, config, kernels):
         table = dict.fromkeys(KERNELS, (config,))
-        rows = list(sweep(arch, table, (Variant("planted", kernels=kernels),)))
-        self.assertEqual(len(rows), 1)
-        return "; ".join(rows[0].problems)
+        (row,) = sweep(arch, table, (Variant("planted", kernels=kernels),))
+        return "; ".join(row.problems)
 
     def test_gate_rejects_spills(self):
         # The epilogue of the whole tile at once does not fit in registers.
@@ -169,11 +190,18 @@ class TestMoeStaticGate(TestCase):
         self.assertEqual(shipped(arch) - compiled, set())
 
     @slowTest
-    def test_b300_takes_the_tiles_of_b200(self):
-        compiled = compiled_rows()["sm_103"]
+    @parametrize("arch", BORROWED)
+    def test_tiles_of_another_architecture(self, arch):
+        compiled = compiled_rows()[arch]
         self.assertEqual([row for row in compiled if row.problems], [])
         self.assertGreater({row.report.kernel for row in compiled}, {"up_kernel"})
         self.assertIs(table_for_capability(10, 3), TABLES["sm_100"])
+        self.assertIs(table_for_gcn_arch("gfx950:xnack-"), TABLES["gfx942"])
+
+    def test_hash_is_of_kernels_and_launches(self):
+        # A launch option that no source of a kernel shows.
+        with unittest.mock.patch.object(launch, "OPTIONS", {"enable_fp_fusion": False}):
+            self.assertNotEqual(source_hash(), current_hash())
 
     @slowTest
     @parametrize("arch", ARCHITECTURES)
@@ -194,14 +222,15 @@ class TestMoeStaticGate(TestCase):
     def test_record_is_of_these_sources(self, version):
         # One Triton is installed here; the record says what the other one compiled.
         record = json.loads(RECORD.read_text())
-        if record["sources"].get(version) != source_hash():
-            # What is installed here was compiled by the other tests.
-            self.skipTest(
-                f"recorded from other sources: run moe_triton_sweep.py under Triton "
-                f"{version} before the kernels are released"
-            )
+        self.assertEqual(
+            record["sources"].get(version),
+            current_hash(),
+            f"recorded from other kernels or launches: run moe_triton_sweep.py --output "
+            f"{RECORD.name} under Triton {version}",
+        )
         rows = [row for row in record["rows"] if row["triton"] == version]
         self.assertEqual([row for row in rows if row["problems"]], [])
+        self.assertEqual({row["arch"] for row in rows}, {*ARCHITECTURES, *BORROWED})
         for arch in ARCHITECTURES:
             names = ("kernel", "num_warps", "num_stages")
             compiled = set()

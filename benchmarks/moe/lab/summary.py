@@ -110,8 +110,10 @@ def plot(report: dict, path: pathlib.Path) -> None:
         layout="constrained",
         squeeze=False,
     )
+    names = list(
+        dict.fromkeys(n for row in rows for k, _ in KINDS for n in peer_times(row, k))
+    )
     for axis, (kind, _) in zip(axes[:, 0], KINDS):
-        names = list(dict.fromkeys(n for row in rows for n in peer_times(row, kind)))
         width = 0.8 / max(len(names), 1)
         for i, name in enumerate(names):
             found = [(j, peer_times(row, kind)) for j, row in enumerate(rows)]
@@ -119,7 +121,9 @@ def plot(report: dict, path: pathlib.Path) -> None:
                 (j, t[name] / t[OURS]) for j, t in found if {name, OURS} <= t.keys()
             ]
             where = [j + (i - len(names) / 2 + 0.5) * width for j, _ in found]
-            axis.bar(where, [ratio for _, ratio in found], width, label=name)
+            axis.bar(
+                where, [ratio for _, ratio in found], width, label=name, color=f"C{i}"
+            )
         for j, row in enumerate(rows):
             own = peer_times(row, kind).get(OURS)
             marks = [("bound", row["bound_ms"][kind], "k")]

@@ -39,6 +39,7 @@ class TileConfig:
             any number. Forward kernels only.
         max_columns: only for at most so many columns; 0 for any number.
         max_inner: only for contractions of at most so many terms; 0 for any number.
+        clamps: also where a limit is added to swiglu or geglu, which takes registers.
     """
 
     block_m: int
@@ -53,6 +54,7 @@ class TileConfig:
     max_rows: int = 0
     max_columns: int = 0
     max_inner: int = 0
+    clamps: bool = True
 
 
 MAX_CONFIGS = 6
@@ -210,8 +212,18 @@ _SM_100: KernelTable = {
         TileConfig(64, 64, 64, 4, 4, tma=True),
     ),
     "act_backward": (
-        TileConfig(128, 128, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
-        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True),
+        TileConfig(
+            128,
+            128,
+            64,
+            8,
+            4,
+            epilogue_parts=4,
+            tma=True,
+            programs_per_sm=1,
+            clamps=False,
+        ),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True, clamps=False),
         TileConfig(128, 64, 64, 8, 4, epilogue_parts=2, tma=True),
         TileConfig(64, 64, 64, 4, 4, epilogue_parts=4, tma=True),
     ),
@@ -220,7 +232,6 @@ _SM_100: KernelTable = {
         TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
         TileConfig(128, 128, 64, 4, 3, epilogue_parts=4, tma=True),
         TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
-        TileConfig(64, 64, 64, 4, 4, tma=True),
     ),
     "weight_grad": (
         TileConfig(128, 256, 64, 8, 5, tma=True, programs_per_sm=1),
@@ -280,6 +291,7 @@ def fitting_configs(
     num_columns: int,
     num_inner: int,
     rows_per_expert: float,
+    clamped: bool = False,
 ) -> tuple[TileConfig, ...]:
     """The configurations of ``kernel`` for a problem, in the table's order; never none.
 
@@ -289,6 +301,7 @@ def fitting_configs(
         num_columns: columns of the kernel's output (of A for ``up``).
         num_inner: terms of the contraction; rows of the output for ``weight_grad``.
         rows_per_expert: routed rows over experts, both static.
+        clamped: with a limit of swiglu or geglu.
     """
 
     def fits(config: TileConfig) -> bool:
@@ -297,6 +310,7 @@ def fitting_configs(
             and (not config.max_rows or rows_per_expert <= config.max_rows)
             and (not config.max_columns or num_columns <= config.max_columns)
             and (not config.max_inner or num_inner <= config.max_inner)
+            and (config.clamps or not clamped)
         )
 
     return tuple(filter(fits, table[kernel])) or table[kernel][-1:]

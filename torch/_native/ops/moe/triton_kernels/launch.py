@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import torch
 from torch import Tensor
 
-from .activations import DEFAULT_ALPHA, DEFAULT_LIMIT, GATED_ACTIVATIONS
+from .activations import Activation
 from .autotune import Autotuner
 from .backward import act_backward_kernel, weight_grad_kernel
 from .configs import fitting_configs, KernelTable, OPTIONS, TileConfig
@@ -68,30 +68,6 @@ class LaunchPlan:
     kernel: Callable[[Any], Any] = _itself
     hint: Callable[[int], int] = _itself
     is_addressable: Callable[[Tensor], bool] = _is_addressable
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """The keyword arguments of ``_moe_mlp`` that define the activation."""
-
-    name: str = "swiglu"
-    gate_interleaved: bool = False
-    alpha: float | None = None
-    limit: float | None = None
-
-    @property
-    def gated(self) -> bool:
-        return self.name in GATED_ACTIVATIONS
-
-    def kernel_args(self) -> dict[str, object]:
-        return {
-            "alpha": DEFAULT_ALPHA if self.alpha is None else self.alpha,
-            "limit": DEFAULT_LIMIT if self.limit is None else self.limit,
-            "ACTIVATION": self.name,
-            "HAS_LIMIT": self.name == "swiglu_oai" or self.limit is not None,
-            "GATED": self.gated,
-            "INTERLEAVED": self.gate_interleaved,
-        }
 
 
 class _Rows:
@@ -213,6 +189,7 @@ def _run(
     num_inner: int,
     traits: tuple[object, ...],
     launch: Callable[[TileConfig], object],
+    clamped: bool = False,
 ) -> object:
     """Calls ``launch`` with the configuration of ``kernel`` for this problem.
 
@@ -222,9 +199,12 @@ def _run(
         num_columns, num_inner: columns of the output and length of the contraction.
         traits: what else decides which code is compiled; for the autotuner.
         launch: launches the kernel; returns what the caller wants.
+        clamped: with a limit of swiglu or geglu.
     """
     density = plan.hint(rows.num_rows) / rows.num_experts
-    configs = fitting_configs(plan.table, kernel, num_columns, num_inner, density)
+    configs = fitting_configs(
+        plan.table, kernel, num_columns, num_inner, density, clamped
+    )
     config = configs[0]
     if plan.autotuner is not None:
         problem = (kernel, num_columns, num_inner, traits, int(density).bit_length())
@@ -520,7 +500,9 @@ def _act_backward(
         return partials
 
     traits = (preact.dtype, act, w.stride(2) == 1, need_hidden, need_scale)
-    partials = _run(plan, "act_backward", rows, num_hidden, dim, traits, launch)
+    partials = _run(
+        plan, "act_backward", rows, num_hidden, dim, traits, launch, act.clamped
+    )
     if need_scale and b_out is not None:
         # pyrefly: ignore[bad-index]
         _bias_dot(rows, grad_out, b_out, partials[-1])
