@@ -41,7 +41,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from moe_placement import deduplicated_rows
 
-from measure import end_rank, interleaved_seconds, spread
+from measure import interleaved_seconds, spread
 
 
 TIMEOUT = datetime.timedelta(seconds=60)
@@ -395,4 +395,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    end_rank()

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from demo.text import read_corpus
-from measure import end_rank, provenance, write_json
+from measure import provenance, write_json
 
 
 FORMS = (OURS, "transformers_grouped_mm", "transformers_eager")
@@ -291,7 +291,6 @@ def rank_main(rank: int, ranks: int, folder: str, trace: list, args) -> None:
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
-    end_rank()
 
 
 def run(ranks: int, trace: list[dict], args: argparse.Namespace) -> list[dict]:

@@ -28,7 +28,7 @@ from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import Profile
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_layer, cpu_rate
 
-from measure import end_rank, provenance, write_json
+from measure import provenance, write_json
 
 
 T, D = 512, 1024
@@ -247,7 +247,7 @@ def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
             {"rows": rows, "profile": p.to_json()}, pathlib.Path(folder, "out.json")
         )
     dist.barrier(group)
-    end_rank()
+    dist.destroy_process_group()
 
 
 def gloo(seconds: float, clock: str) -> list[dict]:

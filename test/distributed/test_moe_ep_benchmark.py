@@ -63,6 +63,22 @@ class EpBenchmarkTest(TestCase):
                 self.assertGreater(case["interface_bytes"], case["crossing_bytes"])
         self.assertTrue(all(o["gain"] <= o["bound"] for o in result["overlaps"]))
 
+    def test_drifting_routing(self):
+        script = SCRIPT.with_name("ep_drift.py")
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(script), "--ranks", "2", "--steps", "16"]
+            command += ["--out", folder]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            result = json.loads(Path(folder, "ep_drift.json").read_text())
+            self.assertTrue(Path(folder, "ep_drift.png").exists())
+        rows = {row["form"]: row for row in result["rows"]}
+        online, in_order = rows["placed, online"], rows["in order"]
+        # Borrowing levels every step; where experts are does not change the training.
+        self.assertLess(max(online["imbalance"]), 1.05)
+        self.assertGreater(in_order["mean_imbalance"], online["mean_imbalance"])
+        self.assertLess(max(r["largest_loss_difference"] for r in rows.values()), 1e-3)
+
 
 if __name__ == "__main__":
     run_tests()

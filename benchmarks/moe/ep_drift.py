@@ -1,0 +1,161 @@
+"""Train an expert-parallel layer while its routing drifts: balance over steps, with a plot.
+
+    python benchmarks/moe/ep_drift.py [--ranks 4] [--steps 48] [--out FOLDER]
+
+Tokens lean in a direction that turns once in ``--steps``, and with it the experts that are hot.
+Three times from the same weights on the same batches: experts in order, ``ExpertPlacement`` that
+places them anew every few steps by their loads, and the same with experts borrowed in every
+forward (``online``). Per step: the heaviest rank's token copies over the mean, and the loss, which
+is the same in all three. Gloo ranks, one thread each.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import tempfile
+
+from report import show
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed._moe.schedule import sequential_schedule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
+from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
+
+from measure import end_rank, provenance, write_json
+
+
+D, HIDDEN, E, K, TOKENS = 64, 32, 32, 4, 256  # tokens of a rank
+FORMS = {
+    "in order": None,
+    "placed": {"every": 6},
+    "placed, online": {"every": 6, "replicas": 0, "online": True},
+}
+
+
+def batch(step: int, steps: int, rank: int) -> torch.Tensor:
+    a, b = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
+    angle = 2 * math.pi * step / steps
+    gen = torch.Generator().manual_seed(1000 * step + rank)
+    lean = math.cos(angle) * a + math.sin(angle) * b
+    return torch.randn(TOKENS, D, generator=gen) + 0.7 * lean
+
+
+def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:  # type: ignore[no-untyped-def]
+    copies: list[int] = []
+
+    def counting(switch, tokens, ids, weights, experts, shared):  # type: ignore[no-untyped-def]
+        def counted(rows, local, scores, slots):  # type: ignore[no-untyped-def]
+            copies.append(int((local >= 0).sum()))
+            return experts(rows, local, scores, slots)
+
+        return sequential_schedule(switch, tokens, ids, weights, counted, shared)
+
+    placement = None
+    if options is not None:
+        placement = ExpertPlacement(slots_per_rank=E // mesh.size() + 3, **options)
+    torch.manual_seed(0)
+    model = nn.MoE(D, HIDDEN, E, top_k=K)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape) * 0.2)
+    style = ExpertParallel(schedule=counting, placement=placement)
+    parallelize_module(model, mesh, style)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    if placement is not None:
+        placement.attach(optimizer)
+    losses, balance = [], []
+    for step in range(steps):
+        x = batch(step, steps, dist.get_rank())
+        y = model(x)
+        loss = (y - x.roll(1, -1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for p in model.parameters():
+            if not isinstance(p, DTensor):
+                dist.all_reduce(p.grad)
+        optimizer.step()
+        seen = torch.zeros(mesh.size() + 1, dtype=torch.float64)
+        seen[dist.get_rank()], seen[-1] = copies[-1], loss.item()
+        dist.all_reduce(seen)
+        *loads, total = seen.tolist()
+        balance.append(max(loads) * len(loads) / sum(loads))
+        losses.append(total / mesh.size())
+    return {"imbalance": balance, "loss": losses}
+
+
+def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks
+    )
+    mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("ep",))
+    seen = {name: train(options, args.steps, mesh) for name, options in FORMS.items()}
+    if rank == 0:
+        pathlib.Path(folder, "seen.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+    end_rank()
+
+
+def plot(seen: dict, path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for name, curves in seen.items():
+        left.plot(curves["imbalance"], label=name)
+        right.plot(curves["loss"], label=name)
+    left.set(xlabel="step", ylabel="heaviest rank / mean", ylim=(0.95, None))
+    right.set(xlabel="step", ylabel="loss")
+    left.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON and plot")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (folder, args), nprocs=args.ranks)
+        seen = json.loads(pathlib.Path(folder, "seen.json").read_text())
+    plain = seen["in order"]["loss"]
+    rows = []
+    for form, curves in seen.items():
+        balance = curves["imbalance"]
+        apart = max(abs(a - b) for a, b in zip(curves["loss"], plain))
+        rows.append(
+            {
+                "form": form,
+                "mean_imbalance": sum(balance) / len(balance),
+                "largest_imbalance": max(balance),
+                "largest_loss_difference": apart,
+                **curves,
+            }
+        )
+    show(
+        f"{args.ranks} ranks, {E} experts, {args.steps} steps of drifting routing",
+        rows,
+        {name: name for name in list(rows[0])[:4]},
+    )
+    if args.out:
+        settings = {"ranks": args.ranks, "steps": args.steps}
+        write_json(provenance() | settings | {"rows": rows}, args.out / "ep_drift.json")
+        plot(seen, args.out / "ep_drift.png")
+
+
+if __name__ == "__main__":
+    main()
