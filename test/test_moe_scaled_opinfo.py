@@ -11,7 +11,11 @@ from torch.testing._internal.common_device_type import (
 )
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_moe import to_meta
-from torch.testing._internal.common_utils import noncontiguous_like, run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    noncontiguous_like,
+    run_tests,
+    TestCase,
+)
 from torch.testing._internal.opinfo.definitions.moe_scaled import op_db as scaled_db
 from torch.utils._pytree import tree_leaves, tree_map_only
 

@@ -4,12 +4,17 @@
 
 import copy
 import doctest
+import pathlib
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.moe_scaled import quantize_weight, WeightCache
 from torch.overrides import get_testing_overrides, TorchFunctionMode
-from torch.testing._internal.common_moe import nbytes, saved_for_backward
+from torch.testing._internal.common_moe import (
+    nbytes,
+    run_code_blocks,
+    saved_for_backward,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -214,6 +219,15 @@ class TestScaledFunctional(TestCase):
         self.assertEqual((kwargs["recipe"], kwargs["hp_wgrad"]), ("fp8_rowwise", True))
         self.assertEqual(other["recipe"], "mxfp8")
         self.assertIn(F.scaled_moe_mlp, get_testing_overrides())
+
+    def test_documentation(self):
+        page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "source"
+        text = (page / "nn.functional.moe_scaled.md").read_text()
+        count, names = run_code_blocks(text)
+        self.assertEqual(count, 1)
+        self.assertEqual(names["w_in"].grad.dtype, torch.bfloat16)
+        for recipe in RECIPES:
+            self.assertIn(f"`{recipe}`", text)
 
     def test_docstrings(self):
         for thing in (F.scaled_moe_mlp, WeightCache):

@@ -60,9 +60,15 @@ def missing(heading, wanted):
 
 
 def ops_of(which):
+    if which == "low precision":
+        return [op for op in OPS if "scaled" in op or "quantize" in op]
     if not which.startswith("all"):
         return re.findall(r"`(\w+)`", which)
-    return [op for op in OPS if "backward" not in op or "but backwards" not in which]
+    low_precision = [op for op in OPS if "scaled" in op or "quantize" in op]
+    without = low_precision if "but low precision" in which else []
+    if "but backwards" in which:
+        without = [op for op in OPS if "backward" in op]
+    return [op for op in OPS if op not in without]
 
 
 def gaps(path):
@@ -105,5 +111,6 @@ def test_what_is_missing_is_named(monkeypatch):
     path = "torch/utils/flop_counter.py"
     monkeypatch.setitem(TEXTS, path, TEXTS[path].replace("aten._moe_mlp:", ""))
     assert missing("Add an op", lambda which: []) == []
-    monkeypatch.setitem(TEXTS, path, "aten._moe_mlp_backward: f,")
+    others = "_moe_mlp_backward _moe_mlp_scaled _moe_mlp_scaled_backward"
+    monkeypatch.setitem(TEXTS, path, others)
     assert missing("Add an op", ops_of) == [f"{path}: _moe_mlp"]
