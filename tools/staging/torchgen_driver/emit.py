@@ -86,22 +86,19 @@ class Emitter:
         if not self.diff.changed:
             return
         groups = self.diff.groups(self.diff.changed)
-        for group in groups:
-            if isinstance(group, NativeFunctionsGroup) and group.structured:
-                raise Rejected(
-                    f"{group.functional.func.name}: the dispatch of a structured op "
-                    "of the wheel cannot change in the overlay"
-                )
         install = self.out / "changed/aten/src/ATen"
         members = [f for g in groups for f in _functions(g)]
         arguments = self._arguments(members, groups, masked_indices(self.diff), install)
-        self._generate({**arguments, "structured_native_functions": []}, [])
+        self._generate(arguments, [])
+        # A structured op may gain a backend; its Meta and non-functional kernels, which
+        # come with any, are the wheel's.
+        of_the_wheel = ("Functionalization", "RegisterMeta", "NonFunctional")
         for path in install.glob("*.cpp"):
             registers = "m.impl" in path.read_text()
             wanted = path.stem.startswith("Register") and path.stem.endswith(
                 "Everything"
             )
-            if not (registers and wanted) or "Functionalization" in path.stem:
+            if not (registers and wanted) or any(n in path.stem for n in of_the_wheel):
                 path.unlink()
 
     def autograd_sources(self) -> None:

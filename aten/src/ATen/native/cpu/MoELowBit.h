@@ -206,36 +206,49 @@ struct Int8Row {
   template <typename scalar_t>
   static void round(const scalar_t* x, int64_t depth, void* row) {
     for (int64_t k0 = 0; k0 < depth; k0 += kBlock) {
-      float largest = 0;
-      bool finite = true;
-      for (const auto k : c10::irange(k0, k0 + kBlock)) {
-        const float magnitude = std::abs(static_cast<float>(x[k]));
-        finite = finite && magnitude <= std::numeric_limits<float>::max();
-        largest = std::max(largest, magnitude);
+      alignas(64) float values[kBlock];
+      convert_row(x + k0, values, kBlock);
+      // As integers magnitudes are in order, with those that are not finite last.
+      uint32_t largest = 0;
+      for (const auto k : c10::irange(kBlock)) {
+        uint32_t bits;
+        std::memcpy(&bits, values + k, sizeof(bits));
+        largest = std::max(largest, bits & 0x7fffffffu);
       }
-      const float ratio = largest * (1.f / 127.f);
-      uint32_t bits;
-      std::memcpy(&bits, &ratio, sizeof(bits));
-      const uint32_t mantissa = bits & 0x7fffff;
-      const uint32_t exponent = bits >> 23;
-      const auto byte = static_cast<uint8_t>(
-          finite ? std::min<uint32_t>(
-                       254, exponent + (exponent > 0 ? mantissa > 0 : mantissa > 0x400000))
-                 : 255);
-      const float scale = pow2_of_byte(byte);
+      const uint8_t byte = byte_of(largest);
       const float inverse = byte == 255 ? 0.f : pow2_of_byte(static_cast<uint8_t>(254 - byte));
       int32_t sum = 0;
-      for (const auto k : c10::irange(k0, k0 + kBlock)) {
-        const float rounded = byte == 255
-            ? 0.f
-            : std::clamp(std::nearbyint(static_cast<float>(x[k]) * inverse), -127.f, 127.f);
-        codes(row)[place(k)] = static_cast<int8_t>(rounded);
-        sum += static_cast<int32_t>(rounded);
+      alignas(64) int32_t rounded[kBlock];
+      for (const auto k : c10::irange(kBlock)) {
+        const float value = byte == 255 ? 0.f : std::nearbyint(values[k] * inverse);
+        rounded[k] = static_cast<int32_t>(std::clamp(value, -127.f, 127.f));
+        sum += rounded[k];
+      }
+      int8_t* out = codes(row) + k0;
+      for (const auto k : c10::irange(kBlock)) {
+        out[place(k)] = static_cast<int8_t>(rounded[k]);
       }
       // Half, as the weights are doubled.
-      scales(row, depth)[k0 / kBlock] = scale / 2;
+      scales(row, depth)[k0 / kBlock] = pow2_of_byte(byte) / 2;
       corrections(row, depth)[k0 / kBlock] = -12 * sum;
     }
+  }
+
+ private:
+  // Of the bits of the largest magnitude.
+  static uint8_t byte_of(uint32_t largest) {
+    float value;
+    std::memcpy(&value, &largest, sizeof(value));
+    if (largest > 0x7f7fffffu) {
+      return 255;
+    }
+    const float ratio = value * (1.f / 127.f);
+    uint32_t bits;
+    std::memcpy(&bits, &ratio, sizeof(bits));
+    const uint32_t mantissa = bits & 0x7fffff;
+    const uint32_t exponent = bits >> 23;
+    const uint32_t up = exponent > 0 ? mantissa > 0 : mantissa > 0x400000;
+    return static_cast<uint8_t>(std::min<uint32_t>(254, exponent + up));
   }
 };
 

@@ -54,12 +54,15 @@ bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {
     }
   }
   dispatch_micro_gemm(dtype, [&](auto zero, auto micro) {
-    ForwardPass<decltype(zero), decltype(micro)> pass(
-        in, call.call.activation, weights.w_out.depth, /*preact=*/{});
-    if (has_int8_rows) {
-      run_with<Int8LowBitSource>(pass, weights, output);
-    } else {
-      run_with<LowBitSource>(pass, weights, output);
+    using scalar_t = decltype(zero);
+    if constexpr (!std::is_same_v<scalar_t, double>) {  // which the validator refuses
+      ForwardPass<scalar_t, decltype(micro)> pass(
+          in, call.call.activation, weights.w_out.depth, /*preact=*/{});
+      if (!has_int8_rows) {
+        run_with<LowBitSource>(pass, weights, output);
+      } else if constexpr (!std::is_same_v<scalar_t, Half>) {
+        run_with<Int8LowBitSource>(pass, weights, output);
+      }
     }
   });
   return true;

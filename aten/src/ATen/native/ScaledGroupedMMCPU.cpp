@@ -1,0 +1,403 @@
+// _scaled_grouped_mm and _scaled_grouped_mm_v2 on CPU: the operands of a group as float32,
+// then one product. No kernel for speed, but the meaning of the op where there is no GPU:
+// for tests, for models that are looked at on a laptop, and as what a GPU is compared with.
+//
+//   2D x 3D   offs divides the rows of a (M, K); b is (G, K, N); out is (M, N)
+//   2D x 2D   offs divides the contraction of a (M, K) and b (K, N); out is (G, M, N)
+//
+// Groups may be empty. Rows behind the last group are 0.
+#define TORCH_ASSERT_ONLY_METHOD_OPERATORS
+#include <ATen/BlasBackend.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/irange.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/_scaled_grouped_mm_native.h>
+#include <ATen/ops/_scaled_grouped_mm_v2_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#endif
+
+#include <vector>
+
+namespace at::native {
+
+namespace {
+
+using at::blas::ScalingType;
+using at::blas::SwizzleType;
+
+int64_t ceil_div(int64_t x, int64_t y) {
+  return (x + y - 1) / y;
+}
+
+int64_t padded(int64_t x, int64_t multiple) {
+  return ceil_div(x, multiple) * multiple;
+}
+
+struct Operand {
+  const char* name;
+  Tensor data; // (rows, K), or (G, rows, K) of weights
+  Tensor scale;
+  ScalingType recipe;
+  bool swizzled;
+
+  bool is_stack() const {
+    return data.dim() == 3;
+  }
+  bool is_fp4() const {
+    return data.scalar_type() == kFloat4_e2m1fn_x2;
+  }
+  int64_t block_rows() const {
+    return recipe == ScalingType::BlockWise128x128 ? 128 : 1;
+  }
+  // Neighbours along K with one scale; 0: all of them.
+  int64_t block() const {
+    return recipe == ScalingType::RowWise     ? 0
+        : recipe == ScalingType::BlockWise1x32 ? 32
+                                               : 128;
+  }
+  int64_t scales_along(int64_t depth) const {
+    return block() == 0 ? 1 : ceil_div(depth, block());
+  }
+};
+
+ScalingType check_recipe(const char* name, IntArrayRef recipe, const Tensor& data) {
+  const auto code = recipe.size() == 1 ? recipe[0] : -1;
+  const bool is_fp4 = data.scalar_type() == kFloat4_e2m1fn_x2;
+  for (const auto type :
+       {ScalingType::RowWise,
+        ScalingType::BlockWise1x32,
+        ScalingType::BlockWise1x128,
+        ScalingType::BlockWise128x128}) {
+    if (code == static_cast<int64_t>(type) && (!is_fp4 || type == ScalingType::BlockWise1x32)) {
+      return type;
+    }
+  }
+  TORCH_CHECK_VALUE(
+      false,
+      "scaled_grouped_mm: recipe_",
+      name,
+      " on CPU must be one of RowWise (1), BlockWise1x32 (3), BlockWise1x128 (4) and"
+      " BlockWise128x128 (5), of float4_e2m1fn_x2 BlockWise1x32, got ",
+      recipe);
+}
+
+Operand check_operand(
+    const char* name,
+    const Tensor& data,
+    TensorList scale,
+    IntArrayRef recipe,
+    IntArrayRef swizzle) {
+  TORCH_CHECK_TYPE(
+      data.scalar_type() == kFloat8_e4m3fn || data.scalar_type() == kFloat8_e5m2 ||
+          data.scalar_type() == kFloat4_e2m1fn_x2,
+      "scaled_grouped_mm: mat_",
+      name,
+      " on CPU must have dtype float8_e4m3fn, float8_e5m2 or float4_e2m1fn_x2, got ",
+      data.scalar_type());
+  const auto type = check_recipe(name, recipe, data);
+  TORCH_CHECK_VALUE(
+      scale.size() == 1,
+      "scaled_grouped_mm: scale_",
+      name,
+      " must be one tensor on CPU, got ",
+      scale.size());
+  const bool is_mx = type == ScalingType::BlockWise1x32;
+  const auto wanted = is_mx ? kFloat8_e8m0fnu : kFloat;
+  TORCH_CHECK_TYPE(
+      scale[0].scalar_type() == wanted,
+      "scaled_grouped_mm: scale_",
+      name,
+      " must have dtype ",
+      wanted,
+      ", got ",
+      scale[0].scalar_type());
+  const auto code = swizzle.empty() ? 0 : swizzle[0];
+  const bool swizzled = code == static_cast<int64_t>(SwizzleType::SWIZZLE_32_4_4);
+  TORCH_CHECK_VALUE(
+      swizzle.size() <= 1 && (code == 0 || (swizzled && is_mx)),
+      "scaled_grouped_mm: swizzle_",
+      name,
+      " on CPU must be NO_SWIZZLE (0) or, with BlockWise1x32, SWIZZLE_32_4_4 (1), got ",
+      swizzle);
+  return {name, data, scale[0].contiguous(), type, swizzled};
+}
+
+// Group ends; unlike on a GPU they can be checked.
+std::vector<int64_t> group_ends(const Tensor& offs, int64_t length, int64_t multiple) {
+  const auto values = offs.contiguous();
+  const auto* data = values.const_data_ptr<int32_t>();
+  std::vector<int64_t> ends(data, data + values.numel());
+  int64_t last = 0;
+  for (const auto g : c10::irange(ends.size())) {
+    TORCH_CHECK_VALUE(
+        ends[g] >= last && ends[g] <= length,
+        "scaled_grouped_mm: offs must be non-decreasing in [0, ",
+        length,
+        "], got ",
+        ends[g],
+        " at [",
+        g,
+        "] after ",
+        last);
+    TORCH_CHECK_VALUE(
+        ends[g] % multiple == 0 || ends[g] == length,
+        "scaled_grouped_mm: offs must be multiples of ",
+        multiple,
+        ", the block of the scales along the contraction, got ",
+        ends[g],
+        " at [",
+        g,
+        "]");
+    last = ends[g];
+  }
+  return ends;
+}
+
+// 2^(byte - 127), and NaN of 255.
+Tensor e8m0_value(const Tensor& scale) {
+  const auto byte = scale.to(kInt);
+  const auto bits = at::where(byte.eq(0), 0x00400000, byte.bitwise_left_shift(23));
+  return at::where(byte.eq(255), 0x7FC00000, bits).to(kInt).view(kFloat);
+}
+
+// (rows, cols) out of the tiles of 128 x 4 that begin at element `at` of flat bytes: byte
+// ((r / 128) * ceil(cols / 4) + c / 4) * 512 + (r % 32) * 16 + (r % 128) / 32 * 4 + c % 4
+Tensor unswizzled(const Tensor& bytes, int64_t at, int64_t rows, int64_t cols) {
+  const int64_t row_tiles = ceil_div(rows, 128), col_tiles = ceil_div(cols, 4);
+  return bytes.narrow(0, at, row_tiles * col_tiles * 512)
+      .view({row_tiles, col_tiles, 32, 4, 4})
+      .permute({0, 3, 2, 1, 4})
+      .reshape({row_tiles * 128, col_tiles * 4})
+      .narrow(0, 0, rows)
+      .narrow(1, 0, cols);
+}
+
+// What of an operand belongs to a group.
+struct Part {
+  int64_t group;
+  int64_t row; // first of its rows, where offs divides them
+  int64_t rows;
+  int64_t k; // first along the contraction, where offs divides that
+  int64_t depth;
+  int64_t tiles_at; // bytes of the scales of groups before it, in swizzled order
+};
+
+class Scales {
+ public:
+  // `groups`: of a weight stack, or where offs divides the contraction; 1 where it divides
+  // the rows.
+  Scales(const Operand& x, int64_t rows, int64_t depth, int64_t groups, bool divided_depth)
+      : x_(x), divided_depth_(divided_depth) {
+    const int64_t row_blocks = ceil_div(rows, x.block_rows()), along = x.scales_along(depth);
+    const int64_t numel = !divided_depth || x.block() == 0 ? groups * row_blocks * along
+                                                           : row_blocks * along;
+    // Padding of every group comes on top: only a lower bound then.
+    const int64_t least = x.is_stack() ? groups * padded(rows, 128) * padded(along, 4) : 0;
+    TORCH_CHECK_VALUE(
+        x.swizzled ? x.scale.numel() >= least : x.scale.numel() == numel,
+        "scaled_grouped_mm: scale_",
+        x.name,
+        " must have ",
+        x.swizzled ? "at least " : "",
+        x.swizzled ? least : numel,
+        " elements, got shape ",
+        x.scale.sizes());
+    flat_ = x.scale.view(-1);
+    if (x.scale.scalar_type() == kFloat8_e8m0fnu) {
+      flat_ = flat_.view(kByte);
+    }
+    rows_ = row_blocks;
+    along_ = along;
+  }
+
+  // (row blocks, scales along the depth) of a group, float32.
+  Tensor of(const Part& part) const {
+    const int64_t row_blocks = ceil_div(part.rows, x_.block_rows());
+    const int64_t along = x_.scales_along(part.depth);
+    if (x_.swizzled) {
+      const int64_t size = padded(row_blocks, 128) * padded(along, 4);
+      const int64_t at = x_.is_stack() ? part.group * size : part.tiles_at;
+      TORCH_CHECK_VALUE(
+          at + size <= flat_.numel(),
+          "scaled_grouped_mm: scale_",
+          x_.name,
+          " must have at least ",
+          at + size,
+          " elements for the groups of offs, each padded to 128 rows and 4 scales, got ",
+          flat_.numel());
+      return e8m0_value(unswizzled(flat_, at, row_blocks, along));
+    }
+    Tensor scale;
+    if (x_.is_stack() || (divided_depth_ && x_.block() == 0)) {
+      scale = flat_.view({-1, rows_, along_})[part.group];
+    } else if (divided_depth_) {
+      scale = flat_.view({rows_, along_}).narrow(1, part.k / x_.block(), along);
+    } else {
+      scale = flat_.view({rows_, along_}).narrow(0, part.row, part.rows);
+    }
+    return x_.scale.scalar_type() == kFloat8_e8m0fnu ? e8m0_value(scale) : scale;
+  }
+
+ private:
+  const Operand& x_;
+  bool divided_depth_;
+  Tensor flat_;
+  int64_t rows_, along_;
+};
+
+// Two numbers a byte, the even one in the low half.
+Tensor unpack_fp4(const Tensor& data) {
+  const auto bytes = data.view(kByte);
+  const auto codes = at::stack({bytes.bitwise_and(15), bytes.bitwise_right_shift(4)}, -1)
+                         .flatten(-2)
+                         .to(kLong);
+  const auto magnitudes =
+      at::tensor({0.F, 0.5F, 1.F, 1.5F, 2.F, 3.F, 4.F, 6.F}, bytes.options().dtype(kFloat));
+  const auto value = magnitudes.index_select(0, codes.bitwise_and(7).flatten()).view(codes.sizes());
+  return at::where(codes.ge(8), value.neg(), value);
+}
+
+// (rows, depth) of a group in float32.
+Tensor values_of(const Operand& x, const Scales& scales, const Part& part) {
+  const int64_t per_element = x.is_fp4() ? 2 : 1;
+  const auto matrix = x.is_stack() ? x.data[part.group] : x.data;
+  const auto data = (x.is_stack() ? matrix : matrix.narrow(0, part.row, part.rows))
+                        .narrow(1, part.k / per_element, part.depth / per_element);
+  const auto numbers = x.is_fp4() ? unpack_fp4(data.contiguous()) : data.to(kFloat);
+  auto scale = scales.of(part);
+  if (x.block_rows() > 1) {
+    scale = scale.repeat_interleave(x.block_rows(), 0).narrow(0, 0, part.rows);
+  }
+  if (x.block() > 0) {
+    scale = scale.repeat_interleave(x.block(), 1).narrow(1, 0, part.depth);
+  }
+  return numbers * scale;
+}
+
+// b as b^T: (N, K) or (G, N, K)
+void multiply(
+    const Operand& a,
+    const Operand& b,
+    const Tensor& offs,
+    const std::optional<Tensor>& bias,
+    const Tensor& out) {
+  TORCH_CHECK_VALUE(
+      a.data.dim() == 2 && offs.defined(),
+      "scaled_grouped_mm on CPU takes a 2D mat_a, a 2D or 3D mat_b and offs, got ",
+      a.data.dim(),
+      "D and ",
+      b.data.dim(),
+      "D",
+      offs.defined() ? "" : " without offs");
+  const bool divides_depth = !b.is_stack();
+  TORCH_CHECK_VALUE(
+      !divides_depth || !a.is_fp4(),
+      "scaled_grouped_mm on CPU takes float4_e2m1fn_x2 with a 3D mat_b only");
+  TORCH_CHECK_VALUE(
+      a.is_fp4() == b.is_fp4() && a.data.size(-1) == b.data.size(-1),
+      "scaled_grouped_mm: mat_a and mat_b must agree in their contraction, got ",
+      a.data.sizes(),
+      " and ",
+      b.data.transpose(-2, -1).sizes());
+  const int64_t m = a.data.size(0), n = b.data.size(-2);
+  const int64_t depth = a.data.size(1) * (a.is_fp4() ? 2 : 1), groups = offs.numel();
+  const auto ends = group_ends(
+      offs,
+      divides_depth ? depth : m,
+      divides_depth ? std::max<int64_t>({1, a.block(), b.block()}) : 1);
+  const Scales scales_a(a, m, depth, divides_depth ? groups : 1, divides_depth);
+  const Scales scales_b(b, n, depth, groups, divides_depth);
+  out.zero_();
+  Part pa{}, pb{};
+  int64_t begin = 0;
+  for (const auto g : c10::irange(groups)) {
+    const int64_t size = ends[g] - begin;
+    const int64_t k = divides_depth ? size : depth;
+    pa = {g, divides_depth ? 0 : begin, divides_depth ? m : size, divides_depth ? begin : 0, k, pa.tiles_at};
+    pb = {g, 0, n, divides_depth ? begin : 0, k, pb.tiles_at};
+    if (size > 0) {
+      auto product = at::mm(values_of(a, scales_a, pa), values_of(b, scales_b, pb).t());
+      if (bias.has_value() && bias->defined()) {
+        product += bias->dim() == 2 ? (*bias)[g] : *bias;
+      }
+      (divides_depth ? out[g] : out.narrow(0, begin, size)).copy_(product);
+    }
+    pa.tiles_at += padded(pa.rows, 128) * padded(a.scales_along(k), 4);
+    pb.tiles_at += padded(n, 128) * padded(b.scales_along(k), 4);
+    begin = ends[g];
+  }
+}
+
+} // namespace
+
+TORCH_IMPL_FUNC(_scaled_grouped_mm_cpu_v2_out)
+(const Tensor& mat_a,
+ const Tensor& mat_b,
+ const ITensorListRef& scale_a,
+ IntArrayRef recipe_a,
+ IntArrayRef swizzle_a,
+ const ITensorListRef& scale_b,
+ IntArrayRef recipe_b,
+ IntArrayRef swizzle_b,
+ OptionalTensorRef offs,
+ OptionalTensorRef bias,
+ std::optional<ScalarType> out_dtype,
+ IntArrayRef contraction_dim,
+ bool use_fast_accum,
+ const Tensor& out) {
+  const auto list = [](const ITensorListRef& scales) {
+    std::vector<Tensor> tensors;
+    for (const Tensor& scale : scales) {
+      tensors.push_back(scale);
+    }
+    return tensors;
+  };
+  multiply(
+      check_operand("a", mat_a, list(scale_a), recipe_a, swizzle_a),
+      check_operand("b", mat_b.transpose(-2, -1), list(scale_b), recipe_b, swizzle_b),
+      offs.has_value() ? *offs : Tensor(),
+      bias.has_value() ? std::optional<Tensor>(*bias) : std::nullopt,
+      out);
+}
+
+// RowWise scales.
+Tensor _scaled_grouped_mm_cpu(
+    const Tensor& mat_a,
+    const Tensor& mat_b,
+    const Tensor& scale_a,
+    const Tensor& scale_b,
+    const std::optional<Tensor>& offs,
+    const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& scale_result,
+    std::optional<ScalarType> out_dtype,
+    bool use_fast_accum) {
+  TORCH_CHECK_VALUE(
+      !scale_result.has_value(), "_scaled_grouped_mm: scale_result is not supported on CPU");
+  const int64_t recipe = scale_a.scalar_type() == kFloat8_e8m0fnu
+      ? static_cast<int64_t>(ScalingType::BlockWise1x32)
+      : static_cast<int64_t>(ScalingType::RowWise);
+  const int64_t swizzle = recipe == static_cast<int64_t>(ScalingType::BlockWise1x32);
+  const auto a = check_operand("a", mat_a, scale_a, recipe, swizzle);
+  const auto b = check_operand("b", mat_b.transpose(-2, -1), scale_b, recipe, swizzle);
+  TORCH_CHECK_VALUE(
+      offs.has_value() && mat_a.dim() == 2,
+      "_scaled_grouped_mm on CPU takes a 2D mat_a and offs");
+  std::vector<int64_t> sizes = {mat_a.size(0), mat_b.size(-1)};
+  if (mat_b.dim() == 2) {
+    sizes.insert(sizes.begin(), offs->numel());
+  }
+  const auto out = at::empty(sizes, mat_a.options().dtype(out_dtype.value_or(kBFloat16)));
+  multiply(a, b, *offs, bias, out);
+  return out;
+}
+
+} // namespace at::native

@@ -1,0 +1,131 @@
+"""gpt-oss of transformers with its experts as the checkpoint has them: blocks of MXFP4.
+
+On a CPU transformers dequantises the experts of a gpt-oss checkpoint to bfloat16 when it loads it:
+four times the bytes, which is what decoding waits for. Here they stay in the tensors of the
+checkpoint, under its names, and ``_moe_mlp_scaled`` decodes them where it multiplies::
+
+    with torch.device("meta"):
+        model = GptOssForCausalLM(config)
+    keep_blocks(model)
+    model.load_state_dict(checkpoint, assign=True)
+    pack(model)  # optional: once, the order of bytes that a CPU reads fastest
+
+Router, attention and everything else are those of transformers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn, Tensor
+from torch.nn.utils._moe_low_bit import pack_panels
+
+
+_BLOCK = 32  # numbers that share a scale; two of them in a byte
+_RECIPE = F.ScalingType.BlockWise1x32.value
+
+
+class Mxfp4Experts(nn.Module):
+    """``GptOssExperts`` whose parameters are those of the checkpoint.
+
+    Attributes:
+        gate_up_proj_blocks: (E, 2F, D / 32, 16) uint8, gate and up in turns; the number with the
+            even index in the low half of a byte.
+        gate_up_proj_scales: (E, 2F, D / 32) uint8, exponents of two plus 127.
+        gate_up_proj_bias: (E, 2F)
+        down_proj_blocks, down_proj_scales, down_proj_bias: likewise, D rows of F numbers.
+        int8_rows: round the rows of both products to int8, by blocks of 32: faster, and an error
+            far below the one of the weights.
+    """
+
+    def __init__(
+        self, num_experts: int, D: int, hidden: int, alpha: float, limit: float
+    ):
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+        self.num_experts = num_experts
+        self.int8_rows = False
+        self.is_packed = False
+        for name, rows, depth in (
+            ("gate_up_proj", 2 * hidden, D),
+            ("down_proj", D, hidden),
+        ):
+            blocks = (num_experts, rows, depth // _BLOCK, _BLOCK // 2)
+            self._parameter(f"{name}_blocks", blocks, torch.uint8)
+            self._parameter(f"{name}_scales", blocks[:3], torch.uint8)
+            self._parameter(f"{name}_bias", blocks[:2], torch.bfloat16)
+
+    def _parameter(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        empty = torch.empty(shape, dtype=dtype)
+        self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+    def _weight(self, name: str) -> list[Tensor]:
+        blocks, scales = (
+            getattr(self, f"{name}_blocks"),
+            getattr(self, f"{name}_scales"),
+        )
+        data = blocks.flatten(2).view(torch.float4_e2m1fn_x2)
+        return [data, scales.view(torch.float8_e8m0fnu)]
+
+    def pack(self) -> None:
+        """Orders the blocks for the CPU kernel; ``state_dict`` is then not the checkpoint's."""
+        if self.is_packed:
+            return
+        for name in ("gate_up_proj", "down_proj"):
+            data, scales = pack_panels(*self._weight(name))
+            blocks = getattr(self, f"{name}_blocks")
+            blocks.copy_(data.view(torch.uint8).view(blocks.shape))
+            getattr(self, f"{name}_scales").copy_(scales.view(torch.uint8))
+        self.is_packed = True
+
+    def forward(
+        self, hidden_states: Tensor, router_indices=None, routing_weights=None
+    ) -> Tensor:
+        """(T, D) tokens, (T, K) expert ids and (T, K) weights -> (T, D)."""
+        x = hidden_states
+        row_slots, slot_rows, offs, _ = torch._moe_permutation(
+            router_indices, self.num_experts
+        )
+        rows = []
+        if self.int8_rows:
+            rows = list(torch._moe_quantize(x, _RECIPE, dtype=torch.int8))
+        return torch._moe_mlp_scaled(
+            x, None, None, offs, routing_weights, row_slots, slot_rows,
+            self.gate_up_proj_bias.to(x.dtype), self.down_proj_bias.to(x.dtype), None,
+            rows, self._weight("gate_up_proj"), self._weight("down_proj"), [],
+            recipe_a=[_RECIPE] if self.int8_rows else [],
+            recipe_w=[_RECIPE],
+            swizzle_w=[2] if self.is_packed else [],
+            activation="swiglu_oai",
+            gate_interleaved=True,
+            alpha=self.alpha,
+            limit=self.limit,
+            compute_preact=False,
+        )[0]  # fmt: skip
+
+
+def experts_of(model: nn.Module) -> list[Mxfp4Experts]:
+    return [m for m in model.modules() if isinstance(m, Mxfp4Experts)]
+
+
+def keep_blocks(model: nn.Module) -> None:
+    """Replaces every ``GptOssExperts`` of a model; its parameters still have to be loaded."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, GptOssExperts):
+                with child.down_proj.device:
+                    ours = Mxfp4Experts(
+                        child.num_experts,
+                        child.hidden_size,
+                        child.intermediate_size,
+                        float(child.alpha),
+                        float(child.limit),
+                    )
+                setattr(parent, name, ours)
+
+
+def pack(model: nn.Module, *, int8_rows: bool = False) -> None:
+    """Orders the blocks of all experts for the CPU kernel, see :meth:`Mxfp4Experts.pack`."""
+    for experts in experts_of(model):
+        experts.pack()
+        experts.int8_rows = int8_rows

@@ -1,0 +1,154 @@
+# Owner(s): ["module: nn"]
+"""gpt-oss of transformers with MXFP4 blocks as in its checkpoints, against its dequantised path."""
+
+import os
+import tempfile
+
+from gpt_oss_mxfp4 import experts_of, keep_blocks, pack
+from packages import require_transformers
+
+import torch
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+require_transformers()
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+
+E, D, HIDDEN = 8, 128, 96
+CONFIG = {
+    "num_hidden_layers": 2,
+    "num_local_experts": E,
+    "num_experts_per_tok": 2,
+    "hidden_size": D,
+    "intermediate_size": HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 96,
+    "sliding_window": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def checkpoint(generator):
+    """The tensors of a file of openai/gpt-oss-20b by name, for the reduced config."""
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(**CONFIG)).bfloat16()
+    state = model.state_dict()
+    for layer in range(CONFIG["num_hidden_layers"]):
+        experts = f"model.layers.{layer}.mlp.experts."
+        for name, rows, depth in (
+            ("gate_up_proj", 2 * HIDDEN, D),
+            ("down_proj", D, HIDDEN),
+        ):
+            del state[experts + name]
+            shape = (E, rows, depth // 32)
+            blocks = torch.randint(
+                256, (*shape, 16), generator=generator, dtype=torch.uint8
+            )
+            scales = torch.randint(
+                121, 124, shape, generator=generator, dtype=torch.uint8
+            )
+            state[f"{experts}{name}_blocks"], state[f"{experts}{name}_scales"] = (
+                blocks,
+                scales,
+            )
+            bias = torch.randn(E, rows, generator=generator) * 0.1
+            state[f"{experts}{name}_bias"] = bias.bfloat16()
+    return state
+
+
+def dequantised(state, dtype):
+    """transformers' own path: blocks become weights when they are loaded."""
+    full = {k: v for k, v in state.items() if not k.endswith(("_blocks", "_scales"))}
+    for name, blocks in state.items():
+        if name.endswith("_blocks"):
+            scales = state[name.replace("_blocks", "_scales")]
+            full[name.removesuffix("_blocks")] = convert_moe_packed_tensors(
+                blocks, scales
+            )
+    model = GptOssForCausalLM(GptOssConfig(**CONFIG)).to(dtype)
+    model.load_state_dict({k: v.to(dtype) for k, v in full.items()})
+    return model.eval()
+
+
+def kept(state):
+    with torch.device("meta"):
+        model = GptOssForCausalLM(GptOssConfig(**CONFIG)).bfloat16()
+    rotary = GptOssForCausalLM(
+        GptOssConfig(**CONFIG)
+    ).model.rotary_emb  # not in a checkpoint
+    model.model.rotary_emb = rotary
+    keep_blocks(model)
+    model.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+    return model.eval()
+
+
+class TestGptOssMxfp4(TestCase):
+    def setUp(self):
+        self.generator = torch.Generator().manual_seed(1)
+        self.state = checkpoint(self.generator)
+        self.tokens = torch.randint(96, (2, 24), generator=self.generator)
+
+    def logits(self, model, tokens=None):
+        with torch.no_grad():
+            tokens = self.tokens if tokens is None else tokens
+            return model(input_ids=tokens).logits.double()
+
+    @parametrize("packed", [False, True])
+    @parametrize("int8_rows", [False, True])
+    def test_logits(self, packed, int8_rows):
+        model = kept(self.state)
+        if packed:
+            pack(model)
+        for experts in experts_of(model):
+            experts.int8_rows = int8_rows
+        actual = self.logits(model)
+        own = self.logits(dequantised(self.state, torch.bfloat16))
+        exact = self.logits(dequantised(self.state, torch.float32))
+        # Both round to bfloat16 in attention; rows in int8 add what a bfloat16 row loses.
+        error = (own - exact).abs().max().item()
+        allowed = (6 if int8_rows else 2) * error
+        self.assertEqual(actual, exact, atol=allowed, rtol=0)
+        self.assertGreater(exact.abs().max().item(), 10 * error)
+
+    def test_bytes(self):
+        model, full = kept(self.state), dequantised(self.state, torch.bfloat16)
+        ours = sum(p.nbytes for m in experts_of(model) for p in m.parameters())
+        theirs = sum(p.nbytes for n, p in full.named_parameters() if ".experts." in n)
+        self.assertLess(ours / theirs, 0.28)
+
+    def test_generate_and_file(self):
+        """Greedy decoding through a file of the checkpoint's names and layouts."""
+        from safetensors.torch import load_file, save_file
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.safetensors")
+            save_file({k: v.contiguous() for k, v in self.state.items()}, path)
+            model = kept(load_file(path))
+        pack(model)
+        prompt = self.tokens[:1]
+        with torch.profiler.profile() as profile:
+            text = model.generate(prompt, max_new_tokens=4, do_sample=False)
+        self.assertEqual(text.shape, (1, prompt.shape[1] + 4))
+        names = [event.name for event in profile.events()]
+        self.assertEqual(names.count("aten::_moe_mlp_scaled"), 4 * 2)
+        # What was generated is what one forward over all of it says.
+        again = self.logits(model, text)[0, prompt.shape[1] - 1 : -1].argmax(-1)
+        self.assertEqual(again, text[0, prompt.shape[1] :])
+
+
+instantiate_parametrized_tests(TestGptOssMxfp4)
+
+if __name__ == "__main__":
+    run_tests()
