@@ -9,6 +9,8 @@ layout of a checkpoint and in panels (``swizzle_w=[2]``), MXFP4 also with rows i
 over the chosen experts with each op of PyTorch for such weights. All take turns in every round;
 the routing is another one in every round, so that weights come from memory. Times are CPU time of
 one thread: what others do on the machine costs both sides of a ratio alike, and not much.
+_weight_int4pack_mm and _dyn_quant_matmul_4bit read weights that were packed before, like panels;
+_weight_int8pack_mm reads those of a checkpoint.
 
 ``stream_share`` is the bytes of the chosen experts' weights over the time, over the rate at which
 one thread sums a large tensor in the same round. ``experts`` is how many a call reads: the
@@ -300,11 +302,12 @@ def measure(
             "stream_share": of_stream / statistics.median(seconds[name]),
         }
     for name in list(forms)[1:]:
-        is_ours = name.startswith(("checkpoint", "panels"))
-        peer, ours = (BF16, name) if is_ours else (name, "checkpoint")
-        row["forms"][name]["bf16_over_this" if is_ours else "this_over_checkpoint"] = (
-            ratio_record(seconds[peer], seconds[ours])
-        )
+        form = row["forms"][name]
+        if name.startswith(("checkpoint", "panels")):
+            form["bf16_over_this"] = ratio_record(seconds[BF16], seconds[name])
+            continue
+        for ours in ("checkpoint", "panels"):
+            form[f"this_over_{ours}"] = ratio_record(seconds[name], seconds[ours])
     return row
 
 

@@ -183,9 +183,8 @@ struct Kernel {
 // By rows: 1, 2, 4 and 8.
 template <typename Codes, Scaling scaling, bool panels, int64_t segment = kSumDepth>
 Kernel<BFloat16> multiply_lines_of(int64_t rows) {
-  constexpr int kMost = Codes::kBits == 4 ? 4 : 2;
   return rows == 1
-      ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 1, kMost>, kMost}
+      ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 1, 2>, 2}
       : rows == 2 ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 2, 2>, 2}
       : rows == 4 ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 4, 1>, 1}
                   : Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 8, 1>, 1};
@@ -388,7 +387,7 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
 
 template <bool panels>
 Kernel<void> find_multiply_int8(int64_t rows) {
-  return rows == 1 ? Kernel<void>{&multiply_int8_lines<panels, 1, 4>, 4}
+  return rows == 1 ? Kernel<void>{&multiply_int8_lines<panels, 1, 2>, 2}
       : rows == 2  ? Kernel<void>{&multiply_int8_lines<panels, 2, 2>, 2}
       : rows == 4  ? Kernel<void>{&multiply_int8_lines<panels, 4, 2>, 2}
                    : Kernel<void>{&multiply_int8_lines<panels, 8, 1>, 1};
@@ -411,8 +410,8 @@ bool multiply_groups(
       return false;
     }
     for (size_t g = 0; g < groups.size(); g += kernel.groups) {
-      alignas(64) float sums[4][8 * kPanelCols];
-      LineGroup some[4];
+      alignas(64) float sums[2][8 * kPanelCols];
+      LineGroup some[2];
       for (int q = 0; q < kernel.groups; ++q) {
         some[q] = groups[std::min(g + q, groups.size() - 1)];
         some[q].c = padded == count ? some[q].c + r0 * kPanelCols : sums[q];

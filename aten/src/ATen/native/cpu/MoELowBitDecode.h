@@ -209,11 +209,11 @@ transpose_lines(const uint8_t* p, int64_t pitch, int64_t bytes, __m512i (&out)[1
 }
 
 // The lines that come next lie behind these: fetched in the order of addresses, a kilobyte
-// for each that is read.
+// for each that is read. Into L2: they are more than L1 holds.
 C10_ALWAYS_INLINE void prefetch(const uint8_t* p) {
   MOE_UNROLL
   for (int i = 0; i < 16; ++i) {
-    _mm_prefetch(reinterpret_cast<const char*>(p + i * 64), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(p + i * 64), _MM_HINT_T1);
   }
 }
 
@@ -232,10 +232,7 @@ class LineScales {
     if (scale_->panels || scale_->row_stride == 0 || scale_->col_stride != 1) {
       return one_block(block);
     }
-    if (block / 16 != loaded_) {
-      loaded_ = block / 16;
-      load_16_blocks(loaded_ * 16);
-    }
+    load_blocks(block);
     return _mm512_load_si512(staged_[block % 16]);
   }
 
@@ -255,6 +252,10 @@ class LineScales {
     if (scale_->panels || scale_->row_stride == 1) {
       return _mm512_loadu_ps(
           static_cast<const float*>(scale_->data) + scale_->offset(expert_, row_, k));
+    }
+    if (scale_->col_stride == 1) {
+      load_blocks(block);
+      return _mm512_castsi512_ps(_mm512_load_si512(staged_[block % 16]));
     }
     alignas(64) float staged[16];
     for (int i = 0; i < 16; ++i) {
@@ -293,9 +294,29 @@ class LineScales {
     return _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(staged)));
   }
 
+  // That and its neighbours, 16 at a time.
+  C10_ALWAYS_INLINE void load_blocks(int64_t block) {
+    if (block / 16 == loaded_) {
+      return;
+    }
+    loaded_ = block / 16;
+    const int64_t left = std::min<int64_t>(16, blocks_ - loaded_ * 16);
+    if (scale_->is_pow2) {
+      load_bytes(loaded_ * 16, left);
+      return;
+    }
+    const auto* first = static_cast<const float*>(scale_->data) +
+        scale_->offset(expert_, row_, loaded_ * 16 * scale_->block_cols);
+    __m512i turned[16];
+    transpose_lines<false>(
+        reinterpret_cast<const uint8_t*>(first), scale_->row_stride * 4, left * 4, turned);
+    for (int i = 0; i < 16; ++i) {
+      _mm512_store_si512(staged_[i], turned[i]);
+    }
+  }
+
   // 16 lines of 16 bytes, turned around.
-  void load_16_blocks(int64_t block) {
-    const int64_t left = std::min<int64_t>(16, blocks_ - block);
+  void load_bytes(int64_t block, int64_t left) {
     const auto mask = static_cast<__mmask16>((1u << left) - 1);
     __m128i a[16], b[16];
     for (int i = 0; i < 16; ++i) {
