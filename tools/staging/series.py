@@ -426,7 +426,8 @@ def _shim_problems(stack: Stack) -> Iterator[str]:
     """New C shims exist from target_release on, which is newer than the base.
 
     The headers of the base have no macro for it. An undefined one counts as 0 in #if, so the
-    staged torch has the shims all the same.
+    staged torch has the shims all the same. Of a shim that an older release has for another
+    backend, torchgen keeps that release for all.
     """
     target, base = map(Version, (stack.base.target_release, stack.base.torch))
     if target.release[:2] <= base.release[:2]:
@@ -439,6 +440,8 @@ def _shim_problems(stack: Stack) -> Iterator[str]:
         patch = stack.patch(pr)
         named = _SHIM_VERSION.findall(patch.diff) if patch else []
         for name in sorted(set(named) - {macro}):
+            if Version(".".join(name.split("_")[2:])).release[:2] < base.release[:2]:
+                continue
             yield f"{pr.patch_path}: C shims since {name}; target_release is {macro}"
 
 
