@@ -439,7 +439,7 @@ struct FastLowBit {
   // Its order of addition is the one of few rows.
   template <typename Micro>
   static constexpr bool multiplies() {
-    return std::is_same_v<Micro, VecGemm<BFloat16, DotProducts>>;
+    return std::is_base_of_v<VecGemm<BFloat16, DotProducts>, Micro>;
   }
 
   static bool is_available() {
