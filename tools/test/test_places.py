@@ -82,7 +82,8 @@ def gaps(path):
 
 def test_every_activation_is_in_every_place(monkeypatch):
     assert len(ACTIVATIONS) >= 9
-    paths = [path for path, _ in places("Add an activation")]
+    rows = places("Add an activation")
+    paths = [path for path, what in rows if not what.startswith("those")]
     assert set(paths) <= set(TEXTS), "a place that is no more"
     assert [gap for path in paths for gap in gaps(path)] == []
     path = "torch/testing/_internal/moe_reference.py"
