@@ -47,7 +47,12 @@ model = torch.nn.ModuleDict({{"layers": torch.nn.ModuleList([torch.nn.ModuleDict
     {{"moe": torch.nn.MoE(8, 16, num_experts=8, top_k=2)}})])}})
 """,
 }
-BEFORE["RFC.md"] = BEFORE["README.md"] + "K, E = 2, 16\n"
+BEFORE["RFC.md"] = """
+import torch, torch.nn.functional as F
+T, D, H, E, K = 5, 8, 6, 16, 2
+x, w1, w3, w2 = (torch.randn(s) for s in ((T, D), (E, H, D), (E, H, D), (E, D, H)))
+topk_indices, topk_weights = F.moe_topk(torch.randn(T, E), K)
+"""
 BEFORE["docs/source/distributed.moe_planner.md"] = """
 import torch
 tokens_per_expert = torch.arange(128) + 100
