@@ -504,7 +504,10 @@ def pr(
 @cli.command()
 @click.pass_obj
 def results(session: _Session) -> None:
-    """Writes RESULTS.md, one page of everything measured, from the results files."""
+    """Writes RESULTS.md, one page of everything measured, from the results files.
+
+    Example: python3 tools/stage.py results
+    """
     write_atomically(ROOT / evidence.PAGE, evidence.render(session.stack).encode())
 
 

@@ -26,8 +26,8 @@ def call(monkeypatch, *arguments):
 
 def test_verbs():
     assert VERBS == [
-        "apply", "drift", "export", "lint", "pr", "python", "refresh", "run", "setup",
-        "test", "verify",
+        "apply", "drift", "export", "lint", "pr", "python", "refresh", "results",
+        "run", "setup", "test", "verify",
     ]  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from staging import evidence
+
 
 LINTERS = Path(__file__).parents[1] / "staging/linters"
 GOOD_TEST = """\
@@ -162,3 +164,29 @@ def test_drift_table(project):
     assert (
         finding["name"] == "drift" and "2.14.1: of other PRs" in finding["description"]
     )
+
+
+def test_page_of_results(project):
+    project.write("tools/requirements.txt", "")
+    folder = project.root / "benchmarks/moe/results"
+    project.write("benchmarks/moe/results/a.json", '{"command": "x", "rows": [{"n": 1}]}')
+    project.write(
+        "benchmarks/moe/results/notes.toml", '["a.json"]\nwhat = "A."\ntables = [{}]\n'
+    )
+    series = project.root / "torch_patches/series.toml"
+    text = series.read_text()
+    if "benchmarks/" not in text:
+        text = text.replace("[project]\n", '[project]\nnon_landing = ["benchmarks/"]\n')
+        series.write_text(text)
+
+    def rules():
+        return [f["name"] for f in lint("stack.py", project.root)]
+
+    assert "results" in rules(), "there is no page"
+    page = evidence.render(project.stack)
+    project.write("RESULTS.md", page)
+    assert "results" not in rules()
+    project.write("RESULTS.md", page + "more\n")
+    assert "results" in rules()
+    (folder / "a.json").write_text('{"rows": [{"n": 1}]}')
+    assert "results" in rules(), "a file without a command"
