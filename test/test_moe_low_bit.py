@@ -341,9 +341,7 @@ class TestMoeLowBit(TestCase):
         def run(*arguments):
             return subprocess.run(
                 [sys.executable, *arguments],
-                env=dict(
-                    os.environ, ATEN_CPU_CAPABILITY=capability, PYTHONSAFEPATH=""
-                ),
+                env=dict(os.environ, ATEN_CPU_CAPABILITY=capability, PYTHONSAFEPATH=""),
                 cwd=os.path.dirname(__file__),
                 capture_output=True,
                 text=True,

@@ -169,7 +169,9 @@ def test_drift_table(project):
 def test_page_of_results(project):
     project.write("tools/requirements.txt", "")
     folder = project.root / "benchmarks/moe/results"
-    project.write("benchmarks/moe/results/a.json", '{"command": "x", "rows": [{"n": 1}]}')
+    project.write(
+        "benchmarks/moe/results/a.json", '{"command": "x", "rows": [{"n": 1}]}'
+    )
     project.write(
         "benchmarks/moe/results/notes.toml", '["a.json"]\nwhat = "A."\ntables = [{}]\n'
     )
