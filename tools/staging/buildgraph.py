@@ -42,7 +42,8 @@ _COMMON = (
 )
 _WARNINGS = (
     "-Wall -Wextra -Wno-unused-parameter -Wno-missing-field-initializers "
-    "-Wno-unknown-pragmas -Wno-array-bounds -Wno-maybe-uninitialized"
+    "-Wno-unknown-pragmas -Wno-array-bounds -Wno-maybe-uninitialized "
+    "-Wno-uninitialized"
 )
 _CAPABILITY_FLAGS = {
     "DEFAULT": "",

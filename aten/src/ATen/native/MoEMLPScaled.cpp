@@ -401,147 +401,95 @@ std::array<bool, 7> wanted_gradients(
       output_mask[6] && in.w_up.defined()};
 }
 
+// Without a backend: shapes only.
+GradTuple backward(
+    const char* op,
+    const ScaledCall& call,
+    const moe::ScaledSaved& saved,
+    const std::array<bool, 7>& output_mask,
+    bool hp_wgrad,
+    std::optional<Backend> backend) {
+  moe::check_saved(op, call, saved, output_mask);
+  if (backend == Backend::Native) {
+    check_mlp_values(op, call.inputs, call.call.sizes.num_rows.expect_int());
+  }
+  const auto wanted = wanted_gradients(call, output_mask);
+  Gradients grads;
+  if (backend.has_value() && has_work(call)) {
+    ScaledPass(call, *backend).backward(saved, wanted, hp_wgrad, grads);
+  }
+  return make_gradients(call, wanted, grads, [&](const Tensor& x, MemoryFormat format) {
+    return backend.has_value() ? at::zeros_like(x, format)
+                               : at::empty_like(x, x.options(), format);
+  });
+}
+
 } // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_composite(
+// What the schemas of all entry points below have in common.
+#define MOE_SCALED_OPERANDS                                                                \
+  const std::optional<Tensor>&w_in, const std::optional<Tensor>&w_out, const Tensor &offs, \
+      const std::optional<Tensor>&topk_weights, const std::optional<Tensor>&row_slots,     \
+      const std::optional<Tensor>&slot_rows, const std::optional<Tensor>&b_in,             \
+      const std::optional<Tensor>&b_out, const std::optional<Tensor>&w_up,                 \
+      TensorList input_scaled, TensorList w_in_scaled, TensorList w_out_scaled,            \
+      TensorList w_up_scaled
+#define MOE_SCALED_KEYWORDS                                          \
+  IntArrayRef recipe_a, IntArrayRef recipe_w, IntArrayRef swizzle_w, \
+      std::optional<ScalarType> preact_dtype, bool hp_wgrad,         \
+      std::string_view activation, bool gate_interleaved,            \
+      std::optional<double> alpha, std::optional<double> limit
+#define MOE_SCALED_CALL(op, rows)                              \
+  ScaledCall(                                                  \
+      op,                                                      \
+      {rows,                                                   \
+       w_in.value_or(Tensor()),                                \
+       w_out.value_or(Tensor()),                               \
+       offs,                                                   \
+       topk_weights,                                           \
+       row_slots,                                              \
+       slot_rows,                                              \
+       b_in,                                                   \
+       b_out,                                                  \
+       w_up},                                                  \
+      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},  \
+      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad}, \
+      activation,                                              \
+      gate_interleaved,                                        \
+      alpha,                                                   \
+      limit)
+
+ForwardTuple moe_mlp_scaled_composite(
     const Tensor& input,
-    const std::optional<Tensor>& w_in,
-    const std::optional<Tensor>& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    TensorList input_scaled,
-    TensorList w_in_scaled,
-    TensorList w_out_scaled,
-    TensorList w_up_scaled,
-    IntArrayRef recipe_a,
-    IntArrayRef recipe_w,
-    IntArrayRef swizzle_w,
-    std::optional<ScalarType> preact_dtype,
-    bool hp_wgrad,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit,
+    MOE_SCALED_OPERANDS,
+    MOE_SCALED_KEYWORDS,
     bool compute_preact) {
-  const ScaledCall call(
-      "_moe_mlp_scaled",
-      {input,
-       w_in.value_or(Tensor()),
-       w_out.value_or(Tensor()),
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
-      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
-  return forward(call, compute_preact, Backend::Composite);
+  return forward(
+      MOE_SCALED_CALL("_moe_mlp_scaled", input), compute_preact, Backend::Composite);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_meta(
+ForwardTuple moe_mlp_scaled_meta(
     const Tensor& input,
-    const std::optional<Tensor>& w_in,
-    const std::optional<Tensor>& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    TensorList input_scaled,
-    TensorList w_in_scaled,
-    TensorList w_out_scaled,
-    TensorList w_up_scaled,
-    IntArrayRef recipe_a,
-    IntArrayRef recipe_w,
-    IntArrayRef swizzle_w,
-    std::optional<ScalarType> preact_dtype,
-    bool hp_wgrad,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit,
+    MOE_SCALED_OPERANDS,
+    MOE_SCALED_KEYWORDS,
     bool compute_preact) {
-  const ScaledCall call(
-      "_moe_mlp_scaled",
-      {input,
-       w_in.value_or(Tensor()),
-       w_out.value_or(Tensor()),
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
-      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
-  return forward_outputs(call, compute_preact, /*zeros=*/false);
+  return forward_outputs(
+      MOE_SCALED_CALL("_moe_mlp_scaled", input), compute_preact, /*zeros=*/false);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_cpu(
+ForwardTuple moe_mlp_scaled_cpu(
     const Tensor& input,
-    const std::optional<Tensor>& w_in,
-    const std::optional<Tensor>& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    TensorList input_scaled,
-    TensorList w_in_scaled,
-    TensorList w_out_scaled,
-    TensorList w_up_scaled,
-    IntArrayRef recipe_a,
-    IntArrayRef recipe_w,
-    IntArrayRef swizzle_w,
-    std::optional<ScalarType> preact_dtype,
-    bool hp_wgrad,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit,
+    MOE_SCALED_OPERANDS,
+    MOE_SCALED_KEYWORDS,
     bool compute_preact) {
-  const ScaledCall call(
-      "_moe_mlp_scaled",
-      {input,
-       w_in.value_or(Tensor()),
-       w_out.value_or(Tensor()),
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
-      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
-  check_mlp_values("_moe_mlp_scaled", call.inputs, call.call.sizes.num_rows.expect_int());
+  constexpr const char* op = "_moe_mlp_scaled";
+  const auto call = MOE_SCALED_CALL(op, input);
+  check_mlp_values(op, call.inputs, call.call.sizes.num_rows.expect_int());
   const bool is_quantised = !w_in_scaled.empty() && !w_out_scaled.empty() &&
       (!call.call.inputs.w_up.defined() || !w_up_scaled.empty());
-  if ((call.weight_only() || call.row_dtype() == kChar) && is_quantised && !compute_preact && has_work(call) &&
+  const bool is_inference =
+      (call.weight_only() || call.row_dtype() == kChar) && is_quantised && !compute_preact;
+  if (is_inference && has_work(call) &&
       moe_mlp_weight_only_stub.is_device_supported(kCPU)) {
     auto out = forward_outputs(call, compute_preact, /*zeros=*/false);
     if (moe_mlp_weight_only_stub(kCPU, call, std::get<0>(out))) {
@@ -551,185 +499,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_cpu(
   return forward(call, compute_preact, Backend::Native);
 }
 
-GradTuple moe_mlp_scaled_backward_composite(
-    const Tensor& grad_out,
-    const std::optional<Tensor>& w_in,
-    const std::optional<Tensor>& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    TensorList input_scaled,
-    TensorList w_in_scaled,
-    TensorList w_out_scaled,
-    TensorList w_up_scaled,
-    const Tensor& input_data,
-    const Tensor& input_scale,
-    const Tensor& preact,
-    const Tensor& preact_scale,
-    std::array<bool, 7> output_mask,
-    IntArrayRef recipe_a,
-    IntArrayRef recipe_w,
-    IntArrayRef swizzle_w,
-    std::optional<ScalarType> preact_dtype,
-    bool hp_wgrad,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit) {
-  constexpr const char* op = "_moe_mlp_scaled_backward";
-  moe::check_grad_out(op, grad_out);
-  const ScaledCall call(
-      op,
-      {grad_out,
-       w_in.value_or(Tensor()),
-       w_out.value_or(Tensor()),
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
-      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
-  const moe::ScaledSaved saved{input_data, input_scale, preact, preact_scale};
-  moe::check_saved(op, call, saved, output_mask);
-  const auto wanted = wanted_gradients(call, output_mask);
-  Gradients grads;
-  if (has_work(call)) {
-    ScaledPass(call, Backend::Composite).backward(saved, wanted, hp_wgrad, grads);
+#define MOE_SCALED_BACKWARD(name, backend)                 \
+  GradTuple name(                                          \
+      const Tensor& grad_out,                              \
+      MOE_SCALED_OPERANDS,                                 \
+      const Tensor& input_data,                            \
+      const Tensor& input_scale,                           \
+      const Tensor& preact,                                \
+      const Tensor& preact_scale,                          \
+      std::array<bool, 7> output_mask,                     \
+      MOE_SCALED_KEYWORDS) {                               \
+    constexpr const char* op = "_moe_mlp_scaled_backward"; \
+    moe::check_grad_out(op, grad_out);                     \
+    return backward(                                       \
+        op,                                                \
+        MOE_SCALED_CALL(op, grad_out),                     \
+        {input_data, input_scale, preact, preact_scale},   \
+        output_mask,                                       \
+        hp_wgrad,                                          \
+        backend);                                          \
   }
-  return make_gradients(call, wanted, grads, [](const Tensor& x, MemoryFormat format) {
-    return at::zeros_like(x, format);
-  });
-}
 
-GradTuple moe_mlp_scaled_backward_cpu(
-    const Tensor& grad_out,
-    const std::optional<Tensor>& w_in,
-    const std::optional<Tensor>& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    TensorList input_scaled,
-    TensorList w_in_scaled,
-    TensorList w_out_scaled,
-    TensorList w_up_scaled,
-    const Tensor& input_data,
-    const Tensor& input_scale,
-    const Tensor& preact,
-    const Tensor& preact_scale,
-    std::array<bool, 7> output_mask,
-    IntArrayRef recipe_a,
-    IntArrayRef recipe_w,
-    IntArrayRef swizzle_w,
-    std::optional<ScalarType> preact_dtype,
-    bool hp_wgrad,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit) {
-  constexpr const char* op = "_moe_mlp_scaled_backward";
-  moe::check_grad_out(op, grad_out);
-  const ScaledCall call(
-      op,
-      {grad_out,
-       w_in.value_or(Tensor()),
-       w_out.value_or(Tensor()),
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
-      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
-  const moe::ScaledSaved saved{input_data, input_scale, preact, preact_scale};
-  moe::check_saved(op, call, saved, output_mask);
-  check_mlp_values(op, call.inputs, call.call.sizes.num_rows.expect_int());
-  const auto wanted = wanted_gradients(call, output_mask);
-  Gradients grads;
-  if (has_work(call)) {
-    ScaledPass(call, Backend::Native).backward(saved, wanted, hp_wgrad, grads);
-  }
-  return make_gradients(call, wanted, grads, [](const Tensor& x, MemoryFormat format) {
-    return at::zeros_like(x, format);
-  });
-}
+MOE_SCALED_BACKWARD(moe_mlp_scaled_backward_composite, Backend::Composite)
+MOE_SCALED_BACKWARD(moe_mlp_scaled_backward_cpu, Backend::Native)
+MOE_SCALED_BACKWARD(moe_mlp_scaled_backward_meta, std::nullopt)
 
-GradTuple moe_mlp_scaled_backward_meta(
-    const Tensor& grad_out,
-    const std::optional<Tensor>& w_in,
-    const std::optional<Tensor>& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    TensorList input_scaled,
-    TensorList w_in_scaled,
-    TensorList w_out_scaled,
-    TensorList w_up_scaled,
-    const Tensor& input_data,
-    const Tensor& input_scale,
-    const Tensor& preact,
-    const Tensor& preact_scale,
-    std::array<bool, 7> output_mask,
-    IntArrayRef recipe_a,
-    IntArrayRef recipe_w,
-    IntArrayRef swizzle_w,
-    std::optional<ScalarType> preact_dtype,
-    bool hp_wgrad,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit) {
-  constexpr const char* op = "_moe_mlp_scaled_backward";
-  moe::check_grad_out(op, grad_out);
-  const ScaledCall call(
-      op,
-      {grad_out,
-       w_in.value_or(Tensor()),
-       w_out.value_or(Tensor()),
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},
-      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
-  const moe::ScaledSaved saved{input_data, input_scale, preact, preact_scale};
-  moe::check_saved(op, call, saved, output_mask);
-  const auto wanted = wanted_gradients(call, output_mask);
-  Gradients grads;
-  return make_gradients(call, wanted, grads, [](const Tensor& x, MemoryFormat format) {
-    return at::empty_like(x, x.options(), format);
-  });
-}
+#undef MOE_SCALED_BACKWARD
+#undef MOE_SCALED_CALL
+#undef MOE_SCALED_KEYWORDS
+#undef MOE_SCALED_OPERANDS
 
 } // namespace at::native

@@ -238,8 +238,8 @@ inline void check_scaled_weight(
 struct ScaledCall {
   const ScalingRule* rule_a; // null: weight-only
   const ScalingRule& rule_w;
-  std::optional<ScalarType> preact_dtype; // of a quantised H
   WeightLayout layout;
+  std::optional<ScalarType> preact_dtype; // of a quantised H
   MLPInputs inputs; // as they came
   ScaledLists lists;
   MLPCall call;

@@ -157,12 +157,6 @@ Quantized allocate(const Tensor& self, const QuantizeCall& call) {
 
 } // namespace
 
-Tensor scale_value(const Tensor& scale) {
-  return scale.scalar_type() == kFloat8_e8m0fnu
-      ? power_of_two(scale.view(kByte).to(kInt))
-      : scale;
-}
-
 Quantized quantize_composite(
     const Tensor& self,
     const ScalingRule& rule,
@@ -200,7 +194,7 @@ Tensor dequantize(
     int64_t dim,
     ScalarType dtype,
     const Tensor& offs) {
-  const auto value = scale_value(quantized.scale);
+  const auto value = quantized.scale.to(kFloat);
   const auto data = quantized.data.to(kFloat);
   if (rule.square) {
     const auto padded =

@@ -33,9 +33,6 @@ Tensor dequantize(
     ScalarType dtype,
     const Tensor& offs = {});
 
-// 2^(byte - 127) in float32 of a float8_e8m0fnu scale; a float32 scale as it is.
-Tensor scale_value(const Tensor& scale);
-
 // What the CPU kernel makes of a contiguous x: of those that are defined, codes and scales,
 // dense along dim, and the numbers that they stand for, contiguous, in bfloat16 or float32.
 struct QuantizeOutputs {

@@ -162,11 +162,9 @@ std::vector<int64_t> group_ends(const Tensor& offs, int64_t length, int64_t mult
   return ends;
 }
 
-// 2^(byte - 127), and NaN of 255.
-Tensor e8m0_value(const Tensor& scale) {
-  const auto byte = scale.to(kInt);
-  const auto bits = at::where(byte.eq(0), 0x00400000, byte.bitwise_left_shift(23));
-  return at::where(byte.eq(255), 0x7FC00000, bits).to(kInt).view(kFloat);
+// What the bytes of a scale stand for.
+Tensor e8m0_value(const Tensor& bytes) {
+  return bytes.view(kFloat8_e8m0fnu).to(kFloat);
 }
 
 // (rows, cols) out of the tiles of 128 x 4 that begin at element `at` of flat bytes: byte
