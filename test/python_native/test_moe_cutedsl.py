@@ -274,13 +274,51 @@ class TestCutedslLaunch(CuteTestCase):
             kwargs,
         )
 
+    @parametrize("gate_interleaved", [False, True])
+    @parametrize("bad", [float("nan"), float("inf")])
+    @parametrize("name", ["aligned", "aligned_tail", "clipped_aligned"])
+    def test_a_token_that_is_not_finite_stays_with_its_experts(
+        self, name, bad, gate_interleaved
+    ):
+        case = get_case(name)
+        operands = case.operands(torch.bfloat16)
+        act = Activation("swiglu", gate_interleaved)
+        args = operands.args()
+        slots, bounds = args[5], [0, *args[3].tolist()]
+        segments = [slots[a:b] for a, b in zip(bounds, bounds[1:])]
+        others = [bool((s // case.top_k != 0).all()) for s in segments]
+        # Of an expert without the token: rows that hold no slot.
+        self.assertTrue(any((s < 0).any() for s, o in zip(segments, others) if o))
+
+        def run(value):
+            x, grad_out = args[0].clone(), operands.grad_out.clone()
+            x[0] = grad_out[0] = value
+            output, preact = launch.moe_mlp_forward(self.plan, x, *args[1:7], act)
+            return output, *launch.moe_mlp_backward(
+                self.plan, grad_out, x, *args[1:7], preact, ALL, act
+            )
+
+        output, dx, dw_in, dw_out, dweights, *_ = run(bad)
+        expected = run(1.0)
+        for i, (found, kept) in enumerate(
+            (
+                (output, slice(1, None)),
+                (dx, slice(1, None)),
+                (dw_in, others),
+                (dw_out, others),
+                (dweights, slice(1, None)),
+            )
+        ):
+            self.assertEqual(found.isfinite().all().item(), all(others), i)
+            self.assertEqual(found[kept], expected[i][kept], rtol=0, atol=0)
+
     @parametrize("broken", ["score", "tokens", "zero_padding", "cu"])
     def test_checks_can_fail(self, broken):
         # One step left out at a time: what the cases above would not have seen.
         original, zero = rows.route_rows, rows.zero_padding
 
-        def route_rows(slots, top_k, weights):
-            tokens, score = original(slots, top_k, weights)
+        def route_rows(slots, offs, top_k, weights):
+            tokens, score = original(slots, offs, top_k, weights)
             if broken == "tokens":
                 tokens = (slots // top_k).to(torch.int32)
             if broken == "score":

@@ -147,8 +147,9 @@ class TestMoeStaticGateItself(TestCase):
     def test_kernels_beside_those_of_quack(self, arch):
         slots = torch.empty(4096, dtype=torch.int32)
         with compile_only(arch) as reports:
-            rows.route_rows(slots, 8, torch.empty(512, 8))
-            rows.route_rows(slots, 8, None)
+            offs = torch.empty(64, dtype=torch.int32)
+            rows.route_rows(slots, offs, 8, torch.empty(512, 8))
+            rows.route_rows(slots, offs, 8, None)
             rows.zero_padding(slots, torch.empty(4096, 512, dtype=torch.bfloat16))
         self.assertEqual([r.problems(matrix=False) for r in reports], [[]] * 3)
 

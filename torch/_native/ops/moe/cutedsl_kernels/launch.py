@@ -67,7 +67,7 @@ class _Segments:
         self.tokens = self.score = None
         if row_slots is not None:
             self.tokens, self.score = route_rows(
-                self.rows.row_slots, self.rows.top_k, topk_weights
+                self.rows.row_slots, self.rows.offs, self.rows.top_k, topk_weights
             )
         elif topk_weights is not None:
             self.score = topk_weights.reshape(-1).float()

@@ -15,13 +15,14 @@ from ..triton_kernels.configs import OPTIONS
 @triton.jit(do_not_specialize=["num_rows", "top_k"])
 def route_rows_kernel(
     row_slots,  # (R,) int32
+    offs,  # (E,) int32, contiguous
     weights,  # (T*K,) contiguous; not read without HAS_WEIGHTS
     tokens,  # (R,) int32, written
     scores,  # (R,) float32, written
-    num_rows, top_k,
-    HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, num_experts, top_k,
+    HAS_WEIGHTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token and the router weight of each row; padding gets token 0 and weight 0."""
+    """The token and the router weight of each row, see :func:`route_rows`."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_range = rows < num_rows
     slots = tl.load(row_slots + rows, mask=in_range, other=-1)
@@ -30,8 +31,22 @@ def route_rows_kernel(
         score = tl.load(weights + slots, mask=valid, other=0.0).to(tl.float32)
     else:
         score = tl.where(valid, 1.0, 0.0)
-    tl.store(tokens + rows, tl.where(valid, slots, 0) // top_k, mask=in_range)
     tl.store(scores + rows, score, mask=in_range)
+
+    if tl.max((in_range & ~valid).to(tl.int32), 0) > 0:
+        # The expert of a row is the number of offsets that do not exceed it.
+        expert, high = tl.zeros_like(rows), tl.zeros_like(rows) + num_experts
+        for _ in tl.static_range(STEPS):
+            searching = ~valid & (expert < high)
+            middle = (expert + high) // 2
+            end = tl.load(offs + middle, mask=searching, other=0)
+            expert = tl.where(searching & (end <= rows), middle + 1, expert)
+            high = tl.where(searching & (end > rows), middle, high)
+        first = tl.load(offs + expert - 1, mask=~valid & (expert > 0), other=0)
+        in_range_first = ~valid & (first < num_rows)
+        first_slot = tl.load(row_slots + first, mask=in_range_first, other=-1)
+        slots = tl.where(valid, slots, tl.maximum(first_slot, 0))
+    tl.store(tokens + rows, slots // top_k, mask=in_range)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -54,25 +69,28 @@ def zero_padding_kernel(
 
 
 def route_rows(
-    row_slots: Tensor, top_k: int, topk_weights: Tensor | None
+    row_slots: Tensor, offs: Tensor, top_k: int, topk_weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(R,) int32 token and (R,) float32 router weight of each row of ``row_slots`` (R,).
 
-    Padding reads token 0, with weight 0: what a matmul without masks makes of it reaches
-    no sum, unless that token is not finite (then the gradients of weights that have
-    padding are not, either).
+    A row that holds no slot reads the token of its expert's first row, with weight 0. What
+    matmuls without masks make of it reaches no sum but the expert's, where 0 times it may be
+    NaN, if that token is not finite; then so are the gradients of the expert without it.
     """
     tokens = torch.empty_like(row_slots)
     scores = torch.empty_like(row_slots, dtype=torch.float32)
     block = 1024
     route_rows_kernel[(triton.cdiv(row_slots.numel(), block),)](
         row_slots,
+        offs,
         row_slots if topk_weights is None else topk_weights.reshape(-1),
         tokens,
         scores,
         row_slots.numel(),
+        offs.numel(),
         top_k,
         HAS_WEIGHTS=topk_weights is not None,
+        STEPS=offs.numel().bit_length(),
         BLOCK=block,
         **OPTIONS,
     )
