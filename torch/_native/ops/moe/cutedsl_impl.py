@@ -40,33 +40,7 @@ _ACTIVATIONS = ("swiglu", "geglu_tanh", "reglu", "silu", "relu", "relu2")
 _MAX_ELEMENTS = 2**31
 
 
-def _layout_reason(
-    input: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    rows: int,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    w_up: Tensor | None,
-) -> str | None:
-    for name, absent in (("b_in", b_in), ("b_out", b_out), ("w_up", w_up)):
-        if absent is not None:
-            return f"{name} is not served"
-    for name, weight in (("w_in", w_in), ("w_out", w_out)):
-        if not weight.is_contiguous():
-            return f"{name} is not contiguous: strides {weight.stride()}"
-    largest = max(
-        input.numel(),
-        w_in.numel(),
-        w_out.numel(),
-        rows * max(w_in.shape[1:]),
-    )
-    if largest >= _MAX_ELEMENTS:
-        return f"a tensor has {largest} elements, 2^31 or more"
-    return None
-
-
-def mlp_reason(
+def _own_reason(
     input: Tensor,
     w_in: Tensor,
     w_out: Tensor,
@@ -79,49 +53,42 @@ def mlp_reason(
     w_up: Tensor | None = None,
     *,
     activation: str = "swiglu",
-    gate_interleaved: bool = False,
-    alpha: float | None = None,
     limit: float | None = None,
-    compute_preact: bool = True,
+    **_rest,
 ) -> str | None:
-    """Why CuTe cannot run ``_moe_mlp`` on these arguments, or None."""
-    reason = triton_impl.mlp_reason(
-        input,
-        w_in,
-        w_out,
-        offs,
-        topk_weights,
-        row_slots,
-        slot_rows,
-        b_in,
-        b_out,
-        w_up,
-        activation=activation,
-        gate_interleaved=gate_interleaved,
-        alpha=alpha,
-        limit=limit,
-    )
-    if reason is not None:
-        return reason
+    """Why CuTe cannot run what the Triton kernels can, or None."""
     if activation not in _ACTIVATIONS:
         return f"activation {activation!r} is not one of {_ACTIVATIONS}"
     if limit is not None:
         return f"limit = {limit} is not served"
-    rows = input.shape[0] if row_slots is None else row_slots.shape[0]
-    reason = _layout_reason(input, w_in, w_out, rows, b_in, b_out, w_up)
-    if reason is not None:
-        return reason
+    for name, absent in (("b_in", b_in), ("b_out", b_out), ("w_up", w_up)):
+        if absent is not None:
+            return f"{name} is not served"
+    for name, weight in (("w_in", w_in), ("w_out", w_out)):
+        if not weight.is_contiguous():
+            return f"{name} is not contiguous: strides {weight.stride()}"
+    rows = len(input if row_slots is None else row_slots)
+    largest = max(
+        input.numel(), w_in.numel(), w_out.numel(), rows * max(w_in.shape[1:])
+    )
+    if largest >= _MAX_ELEMENTS:
+        return f"a tensor has {largest} elements, 2^31 or more"
     capability = triton_impl._capability(input.device.index or 0)
     if capability not in _CAPABILITIES:
         return f"compute capability {capability} is not one of {_CAPABILITIES}"
     return None
 
 
-def mlp_backward_reason(grad_out: Tensor, *args, **activation) -> str | None:
+def mlp_reason(*args, **options) -> str | None:
+    """Why CuTe cannot run ``_moe_mlp`` on these arguments, or None."""
+    return triton_impl.mlp_reason(*args, **options) or _own_reason(*args, **options)
+
+
+def mlp_backward_reason(grad_out: Tensor, *args, **options) -> str | None:
     """Why CuTe cannot run ``_moe_mlp_backward`` on these arguments, or None."""
-    reason = triton_impl.mlp_backward_reason(grad_out, *args, **activation)
+    reason = triton_impl.mlp_backward_reason(grad_out, *args, **options)
     # Without preact and output_mask.
-    return reason or mlp_reason(*args[:-2], **activation)
+    return reason or _own_reason(*args[:-2], **options)
 
 
 def _mlp_cond(*args, **kwargs) -> bool:
@@ -142,6 +109,9 @@ def _plan(device_index: int) -> "CutePlan":
     return CutePlan(gemms, triton_impl._plan(device_index))
 
 
+# No biases, w_up, alpha or limit: _own_reason() and the checks of the activation.
+
+
 def _mlp_impl(
     input,
     w_in,
@@ -150,15 +120,11 @@ def _mlp_impl(
     topk_weights=None,
     row_slots=None,
     slot_rows=None,
-    b_in=None,
-    b_out=None,
-    w_up=None,
-    *,
+    *_absent,
     activation="swiglu",
     gate_interleaved=False,
-    alpha=None,
-    limit=None,
     compute_preact=True,
+    **_none,
 ):
     from .cutedsl_kernels.launch import moe_mlp_forward
     from .triton_kernels.launch import Activation
@@ -179,42 +145,20 @@ def _mlp_impl(
 
 
 def _mlp_backward_impl(
-    grad_out,
-    input,
-    w_in,
-    w_out,
-    offs,
-    topk_weights,
-    row_slots,
-    slot_rows,
-    b_in,
-    b_out,
-    w_up,
-    preact,
-    output_mask,
-    *,
-    activation="swiglu",
-    gate_interleaved=False,
-    alpha=None,
-    limit=None,
+    grad_out, *tensors, activation="swiglu", gate_interleaved=False, **_none
 ):
     from .cutedsl_kernels.launch import moe_mlp_backward
     from .triton_kernels.launch import Activation
 
+    *operands, _, _, _, preact, output_mask = tensors
     with triton_impl._on_device(grad_out):
         return moe_mlp_backward(
             _plan(grad_out.get_device()),
             grad_out,
-            input,
-            w_in,
-            w_out,
-            offs,
-            topk_weights,
-            row_slots,
-            slot_rows,
-            preact,
-            tuple(output_mask),
-            Activation(activation, gate_interleaved),
+            *operands,
+            preact=preact,
+            output_mask=tuple(output_mask),
+            act=Activation(activation, gate_interleaved),
         )
 
 
