@@ -4,6 +4,7 @@
 import pathlib
 from unittest import mock
 
+import torch
 from torch.nn.utils.moe_kernel import _enabled_backends, moe_kernel, MoeBackend
 from torch.testing._internal.common_moe import run_code_blocks
 from torch.testing._internal.common_utils import (
@@ -33,8 +34,28 @@ class TestMoeBackend(TestCase):
                 with moe_kernel(MoeBackend.TRITON):
                     self.assertEqual(_enabled_backends(), (MoeBackend.TRITON,))
                     raise KeyError("inside")
-            self.assertEqual(len(_enabled_backends()), 2)
+            # In the order in which they are asked.
+            self.assertEqual(_enabled_backends(), default)
         self.assertEqual(_enabled_backends(), default)
+
+    def test_inside_a_compiled_function(self):
+        # Dynamo would trace the context away and leave the operators without it.
+        seen = []
+
+        @torch._dynamo.allow_in_graph
+        def operator(x):
+            seen.append(_enabled_backends())
+            return x + 1
+
+        def function(x):
+            with moe_kernel(MoeBackend.COMPOSITE):
+                return operator(x)
+
+        torch.compile(function, backend="eager")(torch.ones(2))
+        self.assertEqual(seen[-1], (MoeBackend.COMPOSITE,))
+        torch._dynamo.reset()
+        with self.assertRaisesRegex(torch._dynamo.exc.Unsupported, "around the comp"):
+            torch.compile(function, backend="eager", fullgraph=True)(torch.ones(2))
 
     @parametrize("backends", [[], ["triton"], [MoeBackend.TRITON, None]])
     def test_bad_arguments(self, backends):

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch._inductor import config
+from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._inductor.kernel.moe_autotune import even_routing
 from torch._native.ops.moe import triton_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -257,6 +258,17 @@ class TestMoeLowering(TestCase):
             (graph,) = emit_block()
         self.assertEqual(len(moe_calls(graph)), 1)
         self.assertIn("moe_kernel() chooses at run time", logs.output[0])
+
+    def test_a_context_that_chooses_is_part_of_the_cache_key(self):
+        # Or a graph of one would be found on disk by the other.
+        def key():
+            module = torch.fx.symbolic_trace(lambda x: x + 1)
+            return compiled_fx_graph_hash(module, [], {}, [])[0]
+
+        default = key()
+        with moe_kernel(MoeBackend.COMPOSITE):
+            self.assertNotEqual(key(), default)
+        self.assertEqual(key(), default)
 
     def test_rows_beyond_int32_are_indexed_in_int64(self):
         # R * D = 2^32.

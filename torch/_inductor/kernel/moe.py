@@ -100,9 +100,10 @@ def _reason(
         return f"device is {device}, not CUDA"
     if not config.triton.moe_kernels:
         return "config.triton.moe_kernels is False"
-    from torch.nn.utils.moe_kernel import _DEFAULT, _enabled_backends
+    # Part of the keys of compiled graphs (codecache.py).
+    from torch.nn.utils.moe_kernel import _is_chosen
 
-    if _enabled_backends() != _DEFAULT:
+    if _is_chosen():
         return "moe_kernel() chooses at run time"
     reason = _graph_reason(operands)
     if reason is None:

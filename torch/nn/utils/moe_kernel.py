@@ -4,6 +4,8 @@ import contextlib
 import enum
 from collections.abc import Iterable, Iterator
 
+import torch
+
 
 __all__ = ["MoeBackend", "moe_kernel"]
 
@@ -48,6 +50,11 @@ def _enabled_backends() -> tuple[MoeBackend, ...]:
     return _enabled
 
 
+def _is_chosen() -> bool:
+    """Whether a compiler has to leave the operators, which ask for the choice when they run."""
+    return _enabled != _DEFAULT
+
+
 def _is_registered(backend: MoeBackend) -> bool:
     from torch._native.registry import _graphs
 
@@ -68,7 +75,9 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
     every call.
 
     The setting holds for the whole process, not only for the calling thread, and
-    for the backward passes that run while it is active.
+    for the backward passes that run while it is active. :func:`torch.compile` asks for it when it
+    compiles a function: enter the context before the function's first call. A function that was
+    compiled outside keeps the kernels that are part of its graph.
 
     Args:
         backends (MoeBackend or Iterable[MoeBackend]): the kernels that may run.
@@ -99,8 +108,12 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
             f"moe_kernel: {' and '.join(map(str, chosen))} not available: no such kernel "
             f"is registered for aten::_moe_mlp on CUDA ({needs})"
         )
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(
+            msg="moe_kernel() is for operators that run: enter it around the compiled function"
+        )
     previous = _enabled
-    _enabled = chosen
+    _enabled = tuple(b for b in MoeBackend if b in chosen)
     try:
         yield
     finally:
