@@ -41,7 +41,9 @@ _HERE = pathlib.Path(__file__).resolve().parent
 def _build_hooks(root: pathlib.Path) -> pathlib.Path:
     """The shared library of fake_gpu_hooks.cpp for the torch in ``root``."""
     source = _HERE / "fake_gpu_hooks.cpp"
-    key = hashlib.sha256(source.read_bytes() + os.fsencode(root)).hexdigest()[:16]
+    # Another torch in the same folder has other virtual functions.
+    built_for = os.fsencode(root) + (root / "version.py").read_bytes()
+    key = hashlib.sha256(source.read_bytes() + built_for).hexdigest()[:16]
     folder = pathlib.Path(tempfile.gettempdir()) / f"fake_gpu_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"libfake_gpu_hooks_{key}.so"
