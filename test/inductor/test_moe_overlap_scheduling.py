@@ -15,6 +15,7 @@ import fake_gpu
 
 fake_gpu.require()  # before torch
 
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -26,11 +27,16 @@ from torch._inductor.fx_passes import overlap_scheduling
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._moe.schedule import OverlapSchedule
 from torch.distributed._moe.switch import TokenSwitchAllToAll
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-RANKS, CHUNKS = 8, 2
+RANKS = 8
 T, D, H, E, K = 4096, 2048, 768, 64, 8
 
 
@@ -39,7 +45,10 @@ def is_all_to_all(node):
 
 
 def is_experts(node):
-    return node.target is torch.ops.aten._moe_mlp.default
+    return node.target in (
+        torch.ops.aten._moe_mlp.default,
+        torch.ops.aten._moe_mlp_backward.default,
+    )
 
 
 def estimates(graph):
@@ -58,9 +67,8 @@ def estimates(graph):
     return collectives, compute
 
 
-def exposed_ms(graph):
+def exposed_ms(graph, collectives, compute):
     """Milliseconds that computation waits for communication, in the order of ``graph``."""
-    collectives, compute = estimates(graph)
     now = sent = 0.0
     arrived = {}
     for node in graph.nodes:
@@ -77,6 +85,53 @@ def exposed_ms(graph):
     return now - sum(compute.values())
 
 
+def hideable_ms(collectives, compute):
+    """Milliseconds of communication that computation could hide, at most.
+
+    Experts hide neither the first collective, which the first of them wait for, nor the last, which
+    comes from the last of them. The other matmuls can hide those as well.
+    """
+    first, *_, last = collectives.values()
+    total = sum(collectives.values())
+    experts = sum(ms for n, ms in compute.items() if is_experts(n))
+    hidden = min(experts, total - first - last)
+    return hidden + min(sum(compute.values()) - experts, total - hidden)
+
+
+class Seen(NamedTuple):
+    """A graph in front of the overlap scheduler, or behind it.
+
+    Attributes:
+        order: "send" and "experts".
+        exposed: milliseconds of communication that nothing hides.
+        total: of the communication.
+        hideable: of it.
+    """
+
+    order: list[str]
+    exposed: float
+    total: float
+    hideable: float
+
+    @classmethod
+    def of(cls, graph):
+        collectives, compute = estimates(graph)
+        order = [
+            "send" if is_all_to_all(n) else "experts"
+            for n in graph.nodes
+            if is_all_to_all(n) or is_experts(n)
+        ]
+        total = sum(collectives.values())
+        hideable = hideable_ms(collectives, compute)
+        return cls(order, exposed_ms(graph, collectives, compute), total, hideable)
+
+    @property
+    def hidden(self):
+        """Share of what could be hidden."""
+        return (self.total - self.exposed) / self.hideable
+
+
+@instantiate_parametrized_tests
 class TestMoeOverlapScheduling(TestCase):
     @classmethod
     def setUpClass(cls):
@@ -84,12 +139,12 @@ class TestMoeOverlapScheduling(TestCase):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
         cls.addClassCleanup(dist.destroy_process_group)
 
-    def scheduled(self):
-        """The graph of a layer with shared experts, before and after the scheduler."""
+    def scheduled(self, num_chunks=2, shared_width=H):
+        """Forward and backward of a layer with shared experts, before and after the scheduler."""
         switch = TokenSwitchAllToAll(
-            dist.group.WORLD, E, capacity=int(T // CHUNKS * 0.8)
+            dist.group.WORLD, E, capacity=int(T // num_chunks * 0.8)
         )
-        schedule = OverlapSchedule(num_chunks=CHUNKS)
+        schedule = OverlapSchedule(num_chunks=num_chunks)
 
         def layer(x, router, w_in, w_out, shared_in, shared_out):
             def experts(rows, ids, weights, num_rows):
@@ -108,31 +163,18 @@ class TestMoeOverlapScheduling(TestCase):
             routed, rest = schedule(switch, x, ids, weights, experts, shared)
             return routed + rest
 
-        orders = []
+        seen = []
         original = overlap_scheduling.schedule_overlap_bucketing
 
         def record(graph_module, **options):
-            for step in (
-                lambda: graph_module,
-                lambda: original(graph_module, **options),
-            ):
-                result = step()
-                orders.append(
-                    (
-                        [
-                            "send" if is_all_to_all(n) else "experts"
-                            for n in result.graph.nodes
-                            if is_all_to_all(n) or is_experts(n)
-                        ],
-                        exposed_ms(result.graph),
-                        estimates(result.graph),
-                    )
-                )
+            before = Seen.of(graph_module.graph)
+            result = original(graph_module, **options)
+            seen.append((before, Seen.of(result.graph)))
             return result
 
         shapes = (
             *((T, D), (E, D), (E // RANKS, 2 * H, D), (E // RANKS, D, H)),
-            *((D, 2 * H), (H, D)),
+            *((D, 2 * shared_width), (shared_width, D)),
         )
         optimizations = "aten_distributed_optimizations."
         patches = {
@@ -140,10 +182,10 @@ class TestMoeOverlapScheduling(TestCase):
             optimizations + "compute_estimator": "analytical",
             optimizations + "insert_overlap_deps": False,
         }
+        options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
         with (
             fake_gpu.fake_gpu(),
             FakeTensorMode(),
-            torch.no_grad(),
             config.patch(patches),
             mock.patch.object(overlap_scheduling, "schedule_overlap_bucketing", record),
             mock.patch.object(
@@ -154,25 +196,34 @@ class TestMoeOverlapScheduling(TestCase):
             ),
             mock.patch.object(torch.cuda, "device_count", lambda: RANKS),
         ):
-            args = [torch.empty(s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+            args = [torch.empty(s, **options) for s in shapes]
             fake_gpu.emitted(torch.compile(layer, fullgraph=True), *args)
-        return orders
+        forward, backward = seen
+        return {"forward": forward, "backward": backward}
 
-    def test_communication_runs_under_the_experts_of_the_other_chunk(self):
-        (_, exposed_before, _), (order, exposed, (collectives, compute)) = (
-            self.scheduled()
-        )
-        self.assertEqual(order, ["send", "send", "experts", "send", "experts", "send"])
-        self.assertEqual(len(collectives), 2 * CHUNKS)
-        total = sum(collectives.values())
-        self.assertAlmostEqual(exposed_before, total, delta=1e-3 * total)
-        # Dispatch 1 under experts 0 and combine 0 under experts 1; the first dispatch and
-        # the last combine have the shared experts alone.
-        _, dispatch, combine, _ = collectives.values()
-        first, second = (ms for n, ms in compute.items() if is_experts(n))
-        shared = sum(compute.values()) - first - second
-        hideable = min(dispatch, first) + min(combine, second) + shared
-        self.assertGreaterEqual((total - exposed) / hideable, 0.8)
+    @parametrize("num_chunks, shared_width", [(2, H), (4, 8 * H)])
+    def test_communication_is_hidden(self, num_chunks, shared_width):
+        for name, (before, after) in self.scheduled(num_chunks, shared_width).items():
+            with self.subTest(name):
+                # Nothing is hidden in the order of the trace.
+                self.assertAlmostEqual(
+                    before.exposed, before.total, delta=0.02 * before.total
+                )
+                self.assertEqual(after.order.count("send"), 2 * num_chunks)
+                self.assertGreaterEqual(after.hidden, 0.8)
+                if num_chunks == 2:
+                    # Dispatch 1 under experts 0, combine 0 under experts 1; backward the same.
+                    order = ["send", "send", "experts", "send", "experts", "send"]
+                    self.assertEqual(after.order, order)
+
+    def test_fails_without_the_order_of_collectives(self):
+        with mock.patch.object(
+            overlap_scheduling.OverlapScheduler,
+            "_would_delay_next_compute",
+            lambda *args: False,
+        ):
+            _, after = self.scheduled()["backward"]
+        self.assertLess(after.hidden, 0.6)
 
 
 if __name__ == "__main__":
