@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch.distributed._moe.placement import Placement, Topology
-from torch.distributed._moe.planner import plan
+from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.distributed._tools.moe_cost_model import choose_chunks
 from torch.testing._internal.moe_generators import recorded_routing
 

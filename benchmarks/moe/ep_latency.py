@@ -28,8 +28,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._moe.all_gather import TokenSwitchAllGather
-from torch.distributed._moe.switch import run_experts, TokenSwitchAllToAll
+from torch.distributed._moe.switch import TokenSwitchAllGather, TokenSwitchAllToAll
 
 from measure import end_rank, provenance, ratio_record, spread, write_json
 
@@ -84,7 +83,9 @@ class Switched(Layer):
             slots = None
             if isinstance(self.switch, TokenSwitchAllToAll):
                 slots = self.switch.num_slots(routing)
-            rows = run_experts(rows, ids, weights, self.w_in, self.w_out, slots)
+            rows = F._moe_mlp_in_rows(
+                rows, ids, weights, self.w_in, self.w_out, num_rows=slots
+            )
         return self.switch.combine(routing, rows)
 
 

@@ -17,9 +17,8 @@ import time
 from statistics import mean
 
 import torch
-from torch.distributed._moe.balance import plan_step
-from torch.distributed._moe.placement import Topology
-from torch.distributed._moe.planner import plan
+from torch.distributed._moe.placement import plan, Topology
+from torch.distributed._moe.replicas import plan_step
 
 
 _HERE = pathlib.Path(__file__).resolve().parent

@@ -22,10 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe.exchange import count_wire_bytes, Exchange
-from torch.distributed._moe.placement import Topology
-from torch.distributed._moe.planner import plan
+from torch.distributed._moe.placement import plan, Topology
 from torch.distributed._moe.switch import (
-    run_experts,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
@@ -157,7 +155,9 @@ class RankLayer:
     def experts(
         self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None
     ) -> Tensor:
-        return run_experts(rows, ids, weights, self.w_in, self.w_out, num_rows)
+        return F._moe_mlp_in_rows(
+            rows, ids, weights, self.w_in, self.w_out, num_rows=num_rows
+        )
 
     def forward(self) -> Tensor:
         routing, received = self.dispatch(self.x, self.ids, self.weights)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed._moe.switch import run_experts, TokenSwitchAllToAll
+from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
@@ -39,6 +39,11 @@ SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0
 CASE = MoeCase("ep", num_tokens=17, num_experts=8, top_k=3)
 # What "exact" promises the bits of.
 EXACT = ("output", "grad_input", "grad_weights")
+
+
+def metadata_bytes(sent):
+    """Of what a level sent, the bytes that say which rows are for which experts."""
+    return sent["ids"] + sent["weights"] + sent["sizes"]
 
 
 @dataclasses.dataclass
@@ -139,7 +144,7 @@ def run_layer(
     routing = switch.create_routing(ids, layout="flat")
     rows, row_weights, row_ids = switch.dispatch(routing, x, weights)
     num_rows = switch.num_slots(routing)
-    out = run_experts(rows, row_ids, row_weights, w_in, w_out, num_rows)
+    out = F._moe_mlp_in_rows(rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows)
     return switch.combine(routing, out)
 
 

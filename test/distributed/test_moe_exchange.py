@@ -12,7 +12,7 @@ from torch.distributed._moe.exchange import (
     take,
     unpack,
 )
-from torch.distributed._moe.groups import SameOnAllRanks
+from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -77,7 +77,7 @@ class TestExchange(TestCase):
             # Every rank sends the rows and the weights back as they are.
             back = exchange.return_rows(route, rows, row_weights)
             slots = exchange.rows_to_slots(route, rows, top_k)
-            slots, _ = exchange.return_slots(route, slots)
+            slots, _ = exchange.send_back(route.slots, slots, None)
             by_slot = take(slots, route.slot_index)
         parts = [self.parts(t) for t in (rows, row_weights, local_ids, by_slot)]
         return exchange, *parts, *(torch.cat(self.parts(t)) for t in back)
@@ -142,7 +142,7 @@ class TestExchange(TestCase):
         self.assertEqual(used, W * (T - 1))
 
 
-class TestSameOnAllRanks(MultiThreadedTestCase):
+class TestAgreement(MultiThreadedTestCase):
     @property
     def world_size(self):
         return 2
@@ -152,13 +152,15 @@ class TestSameOnAllRanks(MultiThreadedTestCase):
         self._spawn_threads()
 
     def test_names_what_differs(self):
-        same = SameOnAllRanks("Owner", [dist.group.WORLD])
-        same.check(dtype=torch.float32)
-        text = r"Owner: K must be the same on all ranks, ranks \[0, 1\] have \[2, 3\]"
+        switch = TokenSwitchAllToAll(dist.group.WORLD, 2)
+        switch._must_agree(dtype=torch.float32)
+        text = (
+            r"AllToAll: K must be the same on all ranks, ranks \[0, 1\] have \[2, 3\]"
+        )
         with self.assertRaisesRegex(RuntimeError, text):
-            same.check(K=2 + dist.get_rank(), dtype=torch.float32)
+            switch._must_agree(K=2 + dist.get_rank(), dtype=torch.float32)
         # Compared at the first use only, whatever the values are then.
-        same.check(dtype=dist.get_rank())
+        switch._must_agree(dtype=dist.get_rank())
 
 
 if __name__ == "__main__":

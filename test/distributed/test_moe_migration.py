@@ -4,13 +4,8 @@ from moe_gloo import GlooTest
 
 import torch
 import torch.distributed as dist
-from torch.distributed._moe.placement import (
-    migrate,
-    Placement,
-    sum_replica_gradients,
-    Topology,
-)
-from torch.distributed._moe.planner import plan
+from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.distributed._moe.replicas import migrate, sum_replica_gradients
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -24,7 +24,6 @@ from torch.distributed._moe.schedule import (
     Step,
 )
 from torch.distributed._moe.switch import (
-    run_experts,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
@@ -162,8 +161,8 @@ class TestOverlap(TokenSwitchTest):
 
             def layer(switch, ids, x, weights, w_in, w_out):
                 def local(rows, row_ids, row_weights, num_rows):
-                    return run_experts(
-                        rows, row_ids, row_weights, w_in, w_out, num_rows
+                    return F._moe_mlp_in_rows(
+                        rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
                     )
 
                 y, twice = schedule(switch, x, ids, weights, local, lambda: 2 * x)
@@ -190,7 +189,9 @@ class TestOverlap(TokenSwitchTest):
                     trace.in_flight("experts_0", "dispatch", 2)
                 else:
                     trace.in_flight("experts_1", "combine", 1)
-                out = run_experts(rows, row_ids, row_weights, w_in, w_out, num_rows)
+                out = F._moe_mlp_in_rows(
+                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
+                )
 
                 def backward(grad):
                     # Backward takes the last chunk first.
@@ -253,7 +254,9 @@ class TestOverlap(TokenSwitchTest):
 
         def layer(switch, ids, x, weights, w_in, w_out):
             def local(rows, row_ids, row_weights, num_rows):
-                return run_experts(rows, row_ids, row_weights, w_in, w_out, num_rows)
+                return F._moe_mlp_in_rows(
+                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
+                )
 
             def shared():
                 trace.in_flight("shared", "combine", 2)
@@ -273,7 +276,9 @@ class TestOverlap(TokenSwitchTest):
 
         def behind(switch, ids, x, weights, w_in, w_out):
             def local(rows, row_ids, row_weights, num_rows):
-                return run_experts(rows, row_ids, row_weights, w_in, w_out, num_rows)
+                return F._moe_mlp_in_rows(
+                    rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
+                )
 
             y, twice = schedule(switch, x, ids, weights, local, lambda: 2 * x)
             # Recomputing this needs what combine returned.
@@ -329,7 +334,7 @@ class TestOverlap(TokenSwitchTest):
 
         def layer(x, weights, w_in, w_out):
             def local(rows, i, w, n):
-                return run_experts(rows, i, w, w_in, w_out, n)
+                return F._moe_mlp_in_rows(rows, i, w, w_in, w_out, num_rows=n)
 
             return OverlapSchedule(2)(switch, x, ids, weights, local)[0].sin()
 

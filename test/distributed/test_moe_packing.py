@@ -12,10 +12,11 @@ import torch
 from torch.distributed._moe.placement import (
     assign_slots,
     overlap_matching,
+    pack,
     Placement,
+    refine,
     Topology,
 )
-from torch.distributed._moe.planner import pack, refine
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -6,14 +6,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._moe.balance import plan_step, reroute, split_by_source
-from torch.distributed._moe.placement import (
-    LoadStats,
+from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.distributed._moe.replicas import (
     migrate,
-    Placement,
-    Topology,
+    plan_step,
+    reroute,
+    split_by_source,
 )
-from torch.distributed._moe.planner import plan
 from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -21,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     ExpertPlacement,
     parallelize_module,
 )
+from torch.distributed.tensor.parallel._expert_placement import LoadStats
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

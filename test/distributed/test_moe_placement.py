@@ -13,8 +13,7 @@ from moe_placement import (
 )
 
 import torch
-from torch.distributed._moe.placement import Placement, Topology
-from torch.distributed._moe.planner import plan
+from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -11,9 +11,8 @@ from moe_placement import (
 )
 
 import torch
-from torch.distributed._moe.balance import plan_step, reroute, split_by_source
-from torch.distributed._moe.placement import Placement, Topology
-from torch.distributed._moe.planner import plan
+from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.distributed._moe.replicas import plan_step, reroute, split_by_source
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -6,6 +6,7 @@ import functools
 from moe_placement import deduplicated_rows
 from moe_token_switch import (
     leaves_of,
+    metadata_bytes,
     OneRankCompileTest,
     run_layer,
     TokenSwitchTest,
@@ -129,19 +130,21 @@ class TestSwitchTools(TokenSwitchTest):
             with count_wire_bytes(switch) as sent:
                 routing = switch.create_routing(mine)
                 switch.dispatch(routing, x, weights)
-            self.assertEqual(sent.payload("flat"), bf16)
+            self.assertEqual(sent.sent["flat"]["rows"], bf16)
             # K int32 and K floats a row, four int32 per pair of ranks.
-            self.assertEqual(sent.metadata("flat"), 8 * K * copies + 3 * 16)
-            self.assertLessEqual(sent.metadata("flat"), 0.02 * bf16)
-            self.assertEqual(sent.scales("flat"), 0)
+            self.assertEqual(metadata_bytes(sent.sent["flat"]), 8 * K * copies + 3 * 16)
+            self.assertLessEqual(metadata_bytes(sent.sent["flat"]), 0.02 * bf16)
+            self.assertEqual(sent.sent["flat"]["scales"], 0)
 
         switch = self.switch(num_experts=E, wire_dtype=torch.float8_e4m3fn)
         with count_wire_bytes(switch) as sent:
             routing = switch.create_routing(mine)
             rows, _, _ = switch.dispatch(routing, x, weights)
-        self.assertEqual(sent.payload("flat"), copies * D)
-        self.assertEqual(sent.scales("flat"), copies * D // 128)
-        self.assertLessEqual(sent.payload("flat") + sent.scales("flat"), 0.52 * bf16)
+        self.assertEqual(sent.sent["flat"]["rows"], copies * D)
+        self.assertEqual(sent.sent["flat"]["scales"], copies * D // 128)
+        self.assertLessEqual(
+            sent.sent["flat"]["rows"] + sent.sent["flat"]["scales"], 0.52 * bf16
+        )
         with count_wire_bytes(switch) as sent:
             switch.combine(routing, rows)
         received = sum(

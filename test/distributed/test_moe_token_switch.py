@@ -15,11 +15,10 @@ from moe_token_switch import (
 
 import torch
 import torch.distributed as dist
-from torch.distributed._moe.all_gather import TokenSwitchAllGather
-from torch.distributed._moe.exchange import decode, encode
-from torch.distributed._moe.groups import group_timeout
+import torch.nn.functional as F
+from torch.distributed._moe.exchange import decode, encode, group_timeout
 from torch.distributed._moe.switch import (
-    run_experts,
+    TokenSwitchAllGather,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
@@ -181,7 +180,7 @@ class TestAllToAll(TokenSwitchTest):
             with torch.inference_mode(), NoHostSyncMode(), trace:
                 routing = switch.create_routing(operands.topk_indices[tokens])
                 rows, row_weights, ids = switch.dispatch(routing, *leaves)
-                out = run_experts(rows, ids, row_weights, *weights)
+                out = F._moe_mlp_in_rows(rows, ids, row_weights, *weights)
                 got = switch.combine(routing, out)
             self.assertEqual(got, want[tokens])
             places.append((rows.data_ptr(), row_weights.data_ptr(), ids.data_ptr()))

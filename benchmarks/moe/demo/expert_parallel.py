@@ -23,10 +23,10 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.switch import (
-    run_experts,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
@@ -90,7 +90,7 @@ class DemoAdapter(ExpertParallel.Adapter):
             # The experts of this rank. A received row may have K slots here, or one:
             # num_rows is how many there are.
             local = (p.to(module.dtype) for p in (module.w_in, module.w_out))
-            return run_experts(rows, ids, weights, *local, num_rows)
+            return F._moe_mlp_in_rows(rows, ids, weights, *local, num_rows=num_rows)
 
         self.on_route(indices_TK)
         return exchange(x_TD, indices_TK, weights_TK, experts)

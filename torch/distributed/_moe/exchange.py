@@ -24,9 +24,12 @@ sizes differ by rank too, and a dimension of such a size cannot be sliced with `
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, cast, NamedTuple, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,12 +37,12 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.groups import inherit_timeout, own_group, silent_ranks
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from datetime import timedelta
 
     from torch.distributed.distributed_c10d import ProcessGroup
 
@@ -51,6 +54,8 @@ __all__ = [
     "empty_message",
     "encode",
     "Exchange",
+    "group_timeout",
+    "inherit_timeout",
     "pack",
     "read_on_host",
     "Route",
@@ -99,9 +104,8 @@ def encode(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """(T, D) rows as they travel: (T, D) bfloat16 or (T, D + D/128) uint8.
 
     FP8 rows are ``D`` float8_e4m3fn bytes followed by one byte per 128 values with the
-    exponent of their scale. A power-of-two scale changes no mantissa, so that a value
-    is rounded once, and rows can be requantised along the other axis without loss. Blocks
-    with an infinity or a NaN arrive as NaN.
+    exponent of their scale: a value is rounded once, and rows can be requantised along the
+    other axis without loss. Blocks with an infinity or a NaN arrive as NaN.
     """
     if dtype == torch.bfloat16:
         return rows.to(dtype)
@@ -271,11 +275,14 @@ class Route:
     def is_static(self) -> bool:
         return self.rows.send is None
 
-    def row_of_slots(self) -> Tensor:
-        """(T, K) int64 returned row that has the slot, or -1."""
+    def slots_in_rows(self, K: int) -> Tensor:
+        """(T, K) int64 place of each slot in returned rows of K each, or -1."""
         same = self.dest.unsqueeze(2) == self.columns.unsqueeze(1)
         rows = torch.where(same, self.row_index.unsqueeze(1), -1)
-        return rows.amax(2) if rows.shape[2] else self.dest.new_full(same.shape[:2], -1)
+        if not rows.shape[2]:
+            return self.dest.new_full(same.shape[:2], -1)
+        row, slots = rows.amax(2), torch.arange(K, device=rows.device)
+        return torch.where(row < 0, -1, row * K + slots)
 
 
 def take(source: Tensor, index: Tensor) -> Tensor:
@@ -333,18 +340,97 @@ def _is_traced(x: Tensor) -> bool:
     )
 
 
-def _sent_by(message: Tensor, splits: Splits, num_ranks: int, me: int) -> int:
-    """Rows for other ranks."""
-    if splits.send is None:
-        return message.shape[0] - message.shape[0] // num_ranks
-    return message.shape[0] - splits.send[me]
+# -- groups
+
+
+# A model outlives ``destroy_process_group``, and a group that something keeps alive keeps its
+# threads, which then end in the middle of the interpreter's shutdown: what follows keeps names.
+
+
+# Of the group that only MoE communication uses, by the group that it has the ranks of.
+_own_groups: WeakKeyDictionary[ProcessGroup, c10d.GroupName] = WeakKeyDictionary()
+# How long a failing rank waits for the others to say that they failed, too.
+_ANSWER_SECONDS = 1.0
+
+
+def group_timeout(group: ProcessGroup) -> timedelta | None:
+    """Timeout of the group's first backend, None where it has none."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
+
+
+def inherit_timeout(group: ProcessGroup) -> None:
+    """Gives a group without a timeout of its own that of the default group.
+
+    Groups of meshes, and ``new_group`` without a timeout, have the backend's stock half an
+    hour, whatever ``init_process_group`` was told.
+    """
+    world = dist.group.WORLD
+    if world is None or group is world:
+        return
+    timeout, wanted = group_timeout(group), group_timeout(world)
+    stock = c10d._get_default_timeout(dist.get_backend(group))
+    if timeout is not None and wanted is not None and timeout == stock != wanted:
+        dist.set_timeout(wanted, group)
+
+
+def silent_ranks(group_name: str, ranks: list[int], attempt: int) -> str:
+    """Which of the ranks do not say, over the store, that they failed as well.
+
+    A timeout does not name the rank that was waited for. Those that are alive fail
+    about when this one does.
+    """
+    heard: list[int] = []
+
+    def ask() -> None:
+        # The store may be what is lost: never on the thread that has to raise.
+        with contextlib.suppress(RuntimeError):
+            store = c10d._get_default_store()
+            key = f"moe_failed/{group_name}/{attempt}/"
+            store.set(key + str(dist.get_rank()), "")
+            end = time.monotonic() + _ANSWER_SECONDS
+            while len(heard) < len(ranks) and time.monotonic() < end:
+                heard[:] = [rank for rank in ranks if store.check([key + str(rank)])]
+                time.sleep(0.05)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(2 * _ANSWER_SECONDS)
+    silent = [rank for rank in ranks if rank not in heard]
+    if not heard:
+        return "the store does not answer"
+    return f"no answer from ranks {silent}" if silent else "all its ranks answer"
+
+
+def own_group(group: ProcessGroup) -> c10d.GroupName:
+    """Name of a group of the same ranks that only MoE communication uses. Collective.
+
+    Collectives of one group must be issued in one order by all ranks. A thread of its own
+    can't keep that order with what other threads send in the group, such as the gradients
+    of data parallelism. Made at the first call for a group.
+    """
+    if group not in _own_groups:
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=group_timeout(group),
+            backend=dist.get_backend(group),
+            use_local_synchronization=True,
+            group_desc="moe_communication",
+        )
+        own = cast("ProcessGroup", own)
+        _own_groups[group] = _own_groups[own] = own.group_name
+    return _own_groups[group]
+
+
+# -- one level
 
 
 class Exchange:
     """Sends rows and slots to the ranks of a group with ``all_to_all_single``.
-
-    Keeps the name of its group, not the group: a model outlives
-    ``destroy_process_group``, and a group that is kept alive keeps its threads.
 
     Args:
         group (ProcessGroup): rank r of it holds the experts ``[r*E/W, (r+1)*E/W)``.
@@ -364,7 +450,7 @@ class Exchange:
         level: str,
     ) -> None:
         inherit_timeout(group)
-        self.group_name: str = group.group_name
+        self.group_name = group.group_name
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.num_experts = num_experts
@@ -381,7 +467,6 @@ class Exchange:
 
     @property
     def group(self) -> ProcessGroup:
-        # pyrefly: ignore[bad-argument-type]
         return c10d._resolve_process_group(self.group_name)
 
     # -- planning
@@ -462,9 +547,7 @@ class Exchange:
             W * capacity,
             W * capacity * K,
         )
-        slots = torch.arange(K, device=rows.device)
-        row = route.row_of_slots()
-        route.slot_index = torch.where(row < 0, -1, row * K + slots)
+        route.slot_index = route.slots_in_rows(K)
         return route
 
     # -- communication
@@ -527,7 +610,7 @@ class Exchange:
         return self.send(x.index_select(0, route.send_token), route.rows, "rows")
 
     def return_rows(
-        self, route: Route, rows: Tensor, weight_grads: Tensor | None = None
+        self, route: Route, rows: Tensor, weight_grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """(M, D) of the received rows -> (T, D): sum over ranks.
 
@@ -537,38 +620,24 @@ class Exchange:
         Returns:
             (T, D) sums, and (T, K) of ``weight_grads``.
         """
-        if weight_grads is None:
-            rows = self.send(rows, route.rows.flipped(), "returned", spare=True)
-            return sum_in_order(rows, route.row_index), None
-        rows, grads = self._return_both(route.rows, rows, weight_grads)
-        row, K = route.row_of_slots(), grads.shape[1]
-        slots = torch.arange(K, device=row.device)
-        index = torch.where(row < 0, -1, row * K + slots)
-        return sum_in_order(rows, route.row_index), take(
-            grads.contiguous().flatten(), index
-        )
+        rows, grads = self.send_back(route.rows, rows, weight_grads)
+        if grads is not None:
+            index = route.slots_in_rows(grads.shape[1])
+            grads = take(grads.contiguous().flatten(), index)
+        return sum_in_order(rows, route.row_index), grads
 
-    def return_slots(
-        self, route: Route, rows: Tensor, weight_grads: Tensor | None = None
+    def send_back(
+        self, splits: Splits, rows: Tensor, weight_grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """One row per received slot -> one per sent slot, and one of zeros.
-
-        ``slot_index`` names them.
-        """
+        """What was received with ``splits`` returns, and a row of zeros behind it."""
+        splits = splits.flipped()
         if weight_grads is None:
-            splits = route.slots.flipped()
             return self.send(rows, splits, "returned", spare=True), None
-        return self._return_both(route.slots, rows, weight_grads)
-
-    def _return_both(
-        self, splits: Splits, rows: Tensor, weight_grads: Tensor
-    ) -> tuple[Tensor, Tensor]:
         kinds = {
             "returned": rows.shape[1] * rows.element_size(),
             "weight_grads": weight_grads.shape[1] * weight_grads.element_size(),
         }
         message = pack([rows, weight_grads])
-        splits = splits.flipped()
         message = self.send(message, splits, "returned", kinds, spare=True)
         parts = [(t.shape[1], t.dtype) for t in (rows, weight_grads)]
         rows, weight_grads = unpack(message, parts)
@@ -603,22 +672,19 @@ class Exchange:
             spare (bool): appends a row of zeros to what arrives.
         """
         if self.counter is not None:
-            rows = _sent_by(x, splits, self.num_ranks, self.rank)
+            # What a rank sends to itself is not counted.
+            send, rows = splits.send, x.shape[0]
+            rows -= rows // self.num_ranks if send is None else send[self.rank]
             width = x.element_size() * (x.shape[1] if x.dim() > 1 else 1)
             self.counter.add(self.level, kind, rows, kinds or {kind: width})
         try:
             if not _is_traced(x):
                 return self._send_now(x.contiguous(), splits, spare)
             out = funcol.all_to_all_single(
-                x.contiguous(),
-                splits.recv,
-                splits.send,
-                # pyrefly: ignore[bad-argument-type]
-                self.group_name,
+                x.contiguous(), splits.recv, splits.send, self.group_name
             )
             out = funcol.wait_tensor(out)
-            zeros = out.new_zeros(1, *out.shape[1:]) if spare else None
-            return out if zeros is None else torch.cat([out, zeros])
+            return torch.cat([out, out.new_zeros(1, *out.shape[1:])]) if spare else out
         except RuntimeError as error:
             if torch.compiler.is_compiling():
                 raise
@@ -639,7 +705,8 @@ class Exchange:
         return out
 
     def _failure(self, kind: str, error: RuntimeError) -> str:
-        where = f"{self.owner}: {_PHASES[kind]} failed at level {self.level!r}"
+        phase = {"sizes": "exchange of sizes", "rows": "dispatch"}.get(kind, "combine")
+        where = f"{self.owner}: {phase} failed at level {self.level!r}"
         self.failures += 1
         try:
             ranks = dist.get_process_group_ranks(self.group)
@@ -654,13 +721,6 @@ class Exchange:
     def use_own_group(self) -> None:
         """Communicates over a group that nobody else has, see :func:`own_group`."""
         self.group_name = own_group(self.group)
-
-
-_PHASES = {
-    "sizes": "exchange of sizes",
-    "rows": "dispatch",
-    "returned": "combine",
-}
 
 
 def read_on_host(*tables: Tensor) -> list[list[list[int]]]:
@@ -705,18 +765,6 @@ class WireBytes:
         self.sent: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self.messages: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
-    def payload(self, level: str) -> int:
-        """Bytes of token rows, or of their gradients, to the experts."""
-        return self.sent[level]["rows"]
-
-    def scales(self, level: str) -> int:
-        """Bytes of the FP8 scales that travel with the payload."""
-        return self.sent[level]["scales"]
-
-    def metadata(self, level: str) -> int:
-        """Bytes that say which rows are for which experts: ids, weights, sizes."""
-        return sum(self.sent[level][kind] for kind in ("ids", "weights", "sizes"))
-
     def add(self, level: str, kind: str, rows: int, kinds: dict[str, int]) -> None:
         """Counts one all-to-all of ``rows`` with ``kinds`` bytes in each row."""
         if torch.compiler.is_compiling():
@@ -736,7 +784,7 @@ def count_wire_bytes(*switches: Any) -> Iterator[WireBytes]:
         >>> with count_wire_bytes(switch) as wire:
         ...     routing = switch.create_routing(topk_indices)
         ...     switch.dispatch(routing, tokens, topk_weights)
-        >>> wire.metadata("flat") / wire.payload("flat")
+        >>> wire.sent["flat"]["scales"] / wire.sent["flat"]["rows"]
     """
     wire = WireBytes()
     levels = [level for switch in switches for level in switch.levels]

@@ -1,43 +1,34 @@
-"""Which rank holds which expert of a MoE layer, and how weights get there.
+"""Which rank holds which expert of a MoE layer, planned every few hundred steps.
 
 Terms
     slot       room for the weights of one expert on one rank
     replica    one copy of an expert's weights in one slot of one rank
+    group      experts that must stay on one node (group-limited routing)
     load       routed token copies of an expert
     imbalance  heaviest rank load / mean rank load; 1 is perfect
 
-What makes a placement is :func:`torch.distributed._moe.planner.plan`; :func:`migrate`
-moves weights and optimizer state from one to another without a file, and
-:func:`sum_replica_gradients` keeps replicas equal.
+:func:`plan` works on averaged loads and may put weights on any rank. What replicas share
+in one step, and how weights get where a plan wants them, is
+:mod:`torch.distributed._moe.replicas`.
+
+The three steps (groups to nodes, replicas inside a node, replicas to ranks) and both
+greedy rules follow the policy that DeepSeek's EPLB describes; the swaps, no expert twice
+on a rank, free slots for quotas, experts on several nodes and migration price are our own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
 
 
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import ProcessGroup
-
-
-__all__ = [
-    "assign_slots",
-    "lent",
-    "LoadStats",
-    "migrate",
-    "Placement",
-    "send_rows",
-    "sum_replica_gradients",
-    "Topology",
-]
+__all__ = ["Placement", "plan", "Topology"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +40,8 @@ class Topology:
     Attributes:
         num_nodes (int): nodes; the links inside one are the fast ones.
         ranks_per_node (int): ranks of each node.
-        slots_per_rank (int): experts whose weights a rank has room for,
-            slots left free for :func:`~torch.distributed._moe.balance.plan_step`
-            included.
+        slots_per_rank (int): experts whose weights a rank has room for, slots left free
+            for :func:`~torch.distributed._moe.replicas.plan_step` included.
     """
 
     num_nodes: int
@@ -107,15 +97,7 @@ class Placement:
 
     @staticmethod
     def contiguous(topology: Topology, num_experts: int) -> Placement:
-        """Experts in order, ``num_experts / num_ranks`` to a rank, no replicas.
-
-        Args:
-            topology (Topology): the machine.
-            num_experts (int): number of experts, a multiple of the ranks.
-
-        Returns:
-            Placement: where sharding the expert dimension puts them.
-        """
+        """Where sharding the expert dimension puts them: in order, no replicas."""
         home, rest = divmod(num_experts, topology.num_ranks)
         if rest or home > topology.slots_per_rank:
             raise ValueError(
@@ -129,22 +111,15 @@ class Placement:
 
     def rank_holds(self) -> Tensor:
         """Replicas of each expert per rank, (num_ranks, num_experts) int64."""
-        flat = self.slot_experts
-        holds = torch.zeros(flat.shape[0], self.num_experts + 1, dtype=torch.int64)
-        holds.scatter_add_(
-            1, torch.where(flat < 0, self.num_experts, flat), torch.ones_like(flat)
-        )
+        # Free slots count for one expert more, which is cut off.
+        slots = self.slot_experts
+        experts = torch.where(slots < 0, self.num_experts, slots)
+        holds = experts.new_zeros(experts.shape[0], self.num_experts + 1)
+        holds.scatter_add_(1, experts, torch.ones_like(experts))
         return holds[:, : self.num_experts]
 
     def rank_loads(self, counts: Tensor) -> Tensor:
-        """Load per rank if the replicas of an expert share its load evenly.
-
-        Args:
-            counts (Tensor): (num_experts) load of each expert.
-
-        Returns:
-            Tensor: (num_ranks) float64.
-        """
+        """(num_ranks) float64 if the replicas share the (num_experts) loads evenly."""
         holds = self.rank_holds().double()
         return holds @ (counts.double().cpu() / holds.sum(0))
 
@@ -168,28 +143,17 @@ def assign_slots(
 
     With ``previous``, nodes, and ranks inside a node, are renamed so that most replicas
     stay, and a replica that stays keeps its slot.
-
-    Args:
-        held (list[list[int]]): experts of each rank, at most ``slots_per_rank``.
-        topology (Topology): the machine.
-        num_experts (int): number of experts.
-        previous (Placement, optional): placement in use.
     """
     if previous is not None:
         held = _relabel(held, topology, previous)
     slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
     for rank, experts in enumerate(held):
-        left = sorted(experts)
         row = [-1] * topology.slots_per_rank
         if previous is not None:
-            for slot, e in enumerate(previous.slot_experts[rank].tolist()):
-                if e in left:
-                    row[slot] = e
-                    left.remove(e)
-        for slot, e in enumerate(row):
-            if e < 0 and left:
-                row[slot] = left.pop(0)
-        slots[rank] = torch.tensor(row)
+            row = previous.slot_experts[rank].tolist()
+            row = [e if e in experts else -1 for e in row]
+        left = iter(sorted(set(experts) - set(row)))
+        slots[rank] = torch.tensor([next(left, -1) if e < 0 else e for e in row])
     return Placement(topology, num_experts, slots)
 
 
@@ -198,8 +162,7 @@ def _relabel(
 ) -> list[list[int]]:
     """Renames nodes, and ranks inside a node, to keep most replicas in place.
 
-    Nodes are alike and so are the ranks of a node, therefore a renaming changes
-    no load, only how much moves.
+    They are alike, therefore a renaming changes no load, only how much moves.
     """
     per_node = topology.ranks_per_node
     old = [set(row) - {-1} for row in previous.slot_experts.tolist()]
@@ -217,15 +180,7 @@ def _relabel(
 
 
 def overlap_matching(new: list[set[int]], old: list[set[int]]) -> list[int]:
-    """Old name for each new set, most common members first.
-
-    Args:
-        new (list[set[int]]): sets to name.
-        old (list[set[int]]): as many sets that have the names.
-
-    Returns:
-        list[int]: a permutation; index into ``old`` for each new set.
-    """
+    """Index into ``old`` for each set of ``new``, most common members first."""
     pairs = sorted(
         ((-len(a & b), i, j) for i, a in enumerate(new) for j, b in enumerate(old))
     )
@@ -238,410 +193,605 @@ def overlap_matching(new: list[set[int]], old: list[set[int]]) -> list[int]:
     return name
 
 
-# -- moving weights
+# -- packing of weighted items into equal packs
+#
+# An item has a load and an owner (the expert or group it is a replica of); two items of
+# one owner never share a pack. A pack has ``capacity`` places.
+
+# Swapping ends when the heaviest pack is this close to the best possible one:
+# below the noise of any load measurement.
+_CLOSE_ENOUGH = 1e-3
+# Each swap makes the heaviest pack lighter, so this only bounds the time.
+_SWAPS_PER_PACK = 2
+# Pairs against pairs grow with the fourth power of the capacity.
+_PAIR_SEARCH_CAPACITY = 10
 
 
-def _moves(
-    previous: Placement, placement: Placement
-) -> list[tuple[int, int, int, int]]:
-    """(source rank, source slot, target rank, target slot) of every filled slot.
+@dataclass
+class Effort:
+    """What a search has cost and may cost, in swaps of about 0.1 ms on a CPU core.
 
-    A replica that a rank already had is taken from there, others from the rank
-    that has sent least, of the same node if one holds the expert. Every rank
-    computes the same list.
+    Counted, not timed, so that all ranks find the same plan.
     """
-    topology = placement.topology
-    old: dict[int, list[tuple[int, int]]] = {}
-    for rank, row in enumerate(previous.slot_experts.tolist()):
-        for slot, e in enumerate(row):
-            if e >= 0:
-                old.setdefault(e, []).append((rank, slot))
-    sent = [0] * topology.num_ranks
-    moves = []
-    for target, row in enumerate(placement.slot_experts.tolist()):
-        node = target // topology.ranks_per_node
-        for slot, e in enumerate(row):
-            if e < 0:
-                continue
-            source, source_slot = min(
-                old[e],
-                key=lambda at: (
-                    at[0] != target,
-                    at[0] // topology.ranks_per_node != node,
-                    sent[at[0]],
-                    at[0],
-                ),
-            )
-            sent[source] += source != target
-            moves.append((source, source_slot, target, slot))
-    return moves
+
+    spent: float = 0.0
+    limit: float = math.inf
+
+    def left(self) -> bool:
+        return self.spent < self.limit
 
 
-def lent(
-    placement: Placement, slot_experts: Tensor, rank: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """What ``rank`` sends and receives to have ``slot_experts`` for a step.
+# Beside a swap: a search for two against two, and, per item and pack, a packing.
+_PAIR_SEARCH_EFFORT = 2.0
+_PACK_EFFORT = 1e-3
 
-    Returns:
-        (target rank, slot) and (source rank, slot), for :func:`send_rows`.
+
+def pack(
+    loads: list[float], owners: list[int], num_packs: int, capacity: int
+) -> list[int]:
+    """Pack of each item: heaviest first, on the lightest pack that may take it."""
+    total = [0.0] * num_packs
+    members: list[list[int]] = [[] for _ in range(num_packs)]
+    held: list[set[int]] = [set() for _ in range(num_packs)]
+    # Stable in the index, so that equal loads always give the same plan.
+    for item in sorted(range(len(loads)), key=lambda i: -loads[i]):
+        open_packs = [p for p in range(num_packs) if len(members[p]) < capacity]
+        allowed = [p for p in open_packs if owners[item] not in held[p]]
+        if allowed:
+            placed = [(item, min(allowed, key=lambda p: total[p]))]
+        else:
+            target = _make_room(item, open_packs[0], loads, owners, members, held)
+            other = members[target].pop()
+            held[target].remove(owners[other])
+            total[target] -= loads[other]
+            placed = [(other, open_packs[0]), (item, target)]
+        for i, p in placed:
+            members[p].append(i)
+            held[p].add(owners[i])
+            total[p] += loads[i]
+    pack_of = {item: p for p, items in enumerate(members) for item in items}
+    return [pack_of[item] for item in range(len(loads))]
+
+
+def _make_room(item, open_pack, loads, owners, members, held) -> int:
+    """Pack whose last member can go to ``open_pack`` so that ``item`` fits.
+
+    Only packs that hold the owner of ``item`` still have room. One without it exists, as an
+    owner has at most as many items as there are packs, and it has a member that
+    ``open_pack`` lacks, as it has more members.
     """
-    step = Placement(placement.topology, placement.num_experts, slot_experts)
-    return _out_and_in(_moves(placement, step), rank)
+    best, best_gap = -1, float("inf")
+    for p, items in enumerate(members):
+        if owners[item] in held[p]:
+            continue
+        movable = [i for i in items if owners[i] not in held[open_pack]]
+        if not movable:
+            continue
+        nearest = min(movable, key=lambda i: abs(loads[i] - loads[item]))
+        gap = abs(loads[nearest] - loads[item])
+        if gap < best_gap:
+            best, best_gap = p, gap
+            items.remove(nearest)
+            items.append(nearest)
+    return best
 
 
-def _out_and_in(
-    moves: list[tuple[int, int, int, int]], rank: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(other rank, slot here) in the order of the other side's list."""
-    out = [(m[2], m[1]) for m in moves if m[0] == rank and m[2] != rank]
-    into = [(m[0], m[3]) for m in moves if m[2] == rank and m[0] != rank]
-    return sorted(out, key=lambda x: x[0]), sorted(into, key=lambda x: x[0])
-
-
-def _move_rows(
-    tensor: Tensor,
-    moves: list[tuple[int, int, int, int]],
-    rank: int,
-    group: ProcessGroup | None,
-) -> None:
-    """Applies ``moves`` to the slots (first dimension) of one local tensor."""
-    out, into = _out_and_in(moves, rank)
-    received = send_rows(tensor, out, into, group)
-    stay = [(m[1], m[3]) for m in moves if m[0] == m[2] == rank and m[1] != m[3]]
-    kept = tensor[[source for source, _ in stay]]
-    tensor[[target for _, target in stay]] = kept
-    tensor[[slot for _, slot in into]] = received
-
-
-def send_rows(
-    tensor: Tensor,
-    out: list[tuple[int, int]],
-    into: list[tuple[int, int]],
-    group: ProcessGroup | None,
-) -> Tensor:
-    """Sends slots to ranks.
-
-    Args:
-        tensor (Tensor): its rows are sent.
-        out (list): (target rank, slot) of each row to send, by rank.
-        into (list): (source rank, any) of each row to receive, by rank.
-
-    Returns:
-        Tensor: the received rows, in the order of ``into``.
-    """
-    num_ranks = dist.get_world_size(group)
-    # Bytes, because not every backend knows every dtype.
-    width = tensor[0].numel()
-    rows = tensor[[slot for _, slot in out]].reshape(len(out), width)
-    rows = rows.view(torch.uint8)
-    received = rows.new_empty(len(into), rows.shape[1])
-    dist.all_to_all_single(
-        received,
-        rows,
-        [sum(r == other for r, _ in into) for other in range(num_ranks)],
-        [sum(r == other for r, _ in out) for other in range(num_ranks)],
-        group=group,
-    )
-    return received.view(tensor.dtype).view(len(into), *tensor.shape[1:])
-
-
-@torch.no_grad()
-def migrate(
-    params: Iterable[Tensor],
-    previous: Placement,
-    placement: Placement,
+def refine(
+    loads: list[float],
+    owners: list[int],
+    packs: list[int],
+    num_packs: int,
+    capacity: int,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
-    group: ProcessGroup | None = None,
-) -> int:
-    """Moves what each slot holds from one placement to another, in place.
+    floor: float = 0.0,
+    price: float = 0.0,
+    effort: Effort | None = None,
+) -> list[int]:
+    """Swaps items of the heaviest pack against items elsewhere while that helps.
 
-    The values are copied as bytes: after the move every replica has exactly the
-    weights and state it had on the rank that sent it. Free slots keep whatever
-    they held. Collective over ``group``; the data of one tensor at a time is in
-    flight, only the rows that change rank.
+    An empty place is an item without load, so that a swap can be a move. The swap with the
+    lightest heavier side is taken; where none helps, two items against two are tried.
 
     Args:
-        params (iterable of Tensor): parameters of this rank whose first dimension
-            is ``slots_per_rank``; a :class:`DTensor` is changed in its local part.
-        previous (Placement): where the experts are.
-        placement (Placement): where they shall be.
-
-    Keyword Args:
-        optimizer (Optimizer, optional): its state of these parameters moves too:
-            every tensor whose first dimension is that of the parameter, such as moments
-            or factored ones. Single values are left, as all experts share them.
-            Default: None
-        group (ProcessGroup, optional): as many ranks as the placements have.
-            Default: the default group
+        packs (list[int]): pack of each item to begin with.
+        floor (float): a heaviest pack of this load is good enough.
+        price (float): of a moved item, in the unit of the loads; heaviest pack plus
+            price times moved items is least over the sequence of swaps.
+        effort (Effort, optional): counts this search and may end it.
 
     Returns:
-        int: replicas that changed rank, summed over the ranks.
-
-    Raises:
-        ValueError: the placements do not fit each other, the group or ``params``, or the
-            optimizer has state that can't be told apart by expert; nothing has moved.
+        list[int]: pack of each item, heaviest pack not heavier than before.
     """
-    if previous.topology != placement.topology or (
-        previous.num_experts != placement.num_experts
+    effort = effort or Effort()
+    if num_packs == 1 or not loads:
+        return packs
+    state = _State(loads, owners, packs, num_packs, capacity)
+    first = state.place.clone()
+    best, best_cost = first, state.total.max().item()
+    floor = max(floor, state.total.mean().item(), max(loads))
+    if capacity == 2:
+        # The heaviest next to the lightest is the best pairing.
+        down = state.load.sort(descending=True).values
+        floor = max(floor, (down + down.flip(0))[:num_packs].max().item())
+    floor *= 1 + _CLOSE_ENOUGH
+    for _ in range(_SWAPS_PER_PACK * num_packs):
+        heavy = int(state.total.argmax())
+        if state.total[heavy].item() <= floor or not effort.left():
+            break
+        effort.spent += 1
+        swap = state.best_swap(heavy)
+        if swap is None and capacity <= _PAIR_SEARCH_CAPACITY:
+            effort.spent += _PAIR_SEARCH_EFFORT
+            swap = state.best_pair_swap(heavy)
+        if swap is None:
+            break
+        state.apply(*swap)
+        moved = (state.place != first)[: len(loads)].sum().item() if price else 0
+        cost = state.total.max().item() + price * moved
+        if cost < best_cost:
+            best, best_cost = state.place.clone(), cost
+    return best[: len(loads)].tolist()
+
+
+class _State:
+    """Packs during refinement, as tensors.
+
+    Empty places are items at the end: load 0, owner ``empty``.
+    """
+
+    def __init__(self, loads, owners, packs, num_packs, capacity) -> None:
+        room = [capacity] * num_packs
+        for p in packs:
+            room[p] -= 1
+        places = [p for p, n in enumerate(room) for _ in range(n)]
+        self.empty = max(owners) + 1
+        self.capacity = capacity
+        self.loads = loads + [0.0] * len(places)
+        self.owners = owners + [self.empty] * len(places)
+        self.load = torch.tensor(self.loads, dtype=torch.float64)
+        self.owner = torch.tensor(self.owners)
+        self.place = torch.tensor(packs + places)
+        self.total = torch.zeros(num_packs, dtype=torch.float64)
+        self.total.index_add_(0, self.place, self.load)
+        self.holds = torch.zeros(num_packs, self.empty + 1, dtype=torch.bool)
+        self.holds[self.place, self.owner] = True
+        self.holds[:, self.empty] = False
+
+    def apply(self, mine: list[int], theirs: list[int]) -> None:
+        """Exchanges the items ``mine`` of one pack with ``theirs`` of another."""
+        here, there = int(self.place[mine[0]]), int(self.place[theirs[0]])
+        # Scalars, as an indexed write of a few items costs ten times as much.
+        for items, source, target in ((mine, here, there), (theirs, there, here)):
+            for i in items:
+                load, owner = self.loads[i], self.owners[i]
+                self.place[i] = target
+                self.total[source] -= load
+                self.total[target] += load
+                if owner != self.empty:
+                    self.holds[source, owner] = False
+                    self.holds[target, owner] = True
+
+    def best_swap(self, heavy: int) -> tuple[list[int], list[int]] | None:
+        """One item of ``heavy`` and one elsewhere, or None if none helps."""
+        mine = (self.place == heavy).nonzero().flatten()
+        gain = self.load[mine, None] - self.load
+        heavier = torch.maximum(self.total[heavy] - gain, self.total[self.place] + gain)
+        # An item must not meet a sibling, neither there nor here.
+        illegal = self.holds[:, self.owner[mine]].t()[:, self.place]
+        illegal = illegal | (self.holds[heavy, self.owner] | (self.place == heavy))
+        heavier.masked_fill_(illegal, float("inf"))
+        at = int(heavier.argmin())
+        if not heavier.flatten()[at] < self.total[heavy]:
+            return None
+        return [int(mine[at // len(self.load)])], [at % len(self.load)]
+
+    def best_pair_swap(self, heavy: int) -> tuple[list[int], list[int]] | None:
+        """Two items of ``heavy`` and two of another pack, or None."""
+        pair = torch.triu_indices(self.capacity, self.capacity, 1)
+        items = torch.argsort(self.place, stable=True).view(-1, self.capacity)
+        pairs = items[:, pair]  # (packs, 2, pairs)
+        load = self.load[pairs].sum(1)  # (packs, pairs)
+        gain = load[heavy, :, None, None] - load  # (mine, packs, theirs)
+        there = self.total[None, :, None]
+        heavier = torch.maximum(self.total[heavy] - gain, there + gain)
+        mine_there = self.holds[:, self.owner[pairs[heavy]]].any(1)  # (packs, mine)
+        theirs_here = self.holds[heavy, self.owner[pairs]].any(1)  # (packs, theirs)
+        illegal = mine_there.t()[:, :, None] | theirs_here
+        heavier.masked_fill_(illegal, float("inf"))
+        heavier[:, heavy] = float("inf")
+        at = int(heavier.argmin())
+        if not heavier.flatten()[at] < self.total[heavy]:
+            return None
+        packs, theirs = load.shape
+        i, rest = divmod(at, packs * theirs)
+        p, j = divmod(rest, theirs)
+        return pairs[heavy, :, i].tolist(), pairs[p, :, j].tolist()
+
+
+# -- plans
+
+
+def _replicate(loads: list[float], budget: int, limit: int) -> list[int]:
+    """Replicas of each expert: the next one goes to the largest load per replica.
+
+    No expert gets more than ``limit`` (a rank holds it once); others stay free.
+    """
+    copies = [1] * len(loads)
+    heap = [(-load, e) for e, load in enumerate(loads)]
+    heapq.heapify(heap)
+    while budget > 0 and heap:
+        _, e = heapq.heappop(heap)
+        if copies[e] < limit:
+            copies[e] += 1
+            budget -= 1
+            heapq.heappush(heap, (-loads[e] / copies[e], e))
+    return copies
+
+
+# A quarter of the free slots at most: the others are what quotas borrow into.
+_FREE_SLOTS_FOR_NODES = 4
+# Standard deviations of a node's load that its shared experts must be able to level: the
+# heaviest of 8 nodes is expected 1.4 above the mean, as are some that it shares with.
+_DRIFT_COVER = 3.0
+
+
+def _node_replicas_for_drift(
+    loads: list[float], topology: Topology, drift: float, free_slots: int
+) -> int:
+    """Node replicas with which nodes can be levelled after loads drifted.
+
+    If expert loads change by independent factors of relative spread ``drift``, that of
+    a node changes by ``drift`` times the root of the sum of squares of its experts'
+    loads. A node can hand over its parts of the experts that other nodes hold too,
+    on average the load of all shared experts over the nodes.
+    """
+    nodes = topology.num_nodes
+    spread = drift * (sum(w * w for w in loads) / nodes) ** 0.5
+
+    def handed_over(num: int) -> float:
+        copies = _replicate(loads, num, nodes)
+        return sum(w for w, c in zip(loads, copies) if c > 1) / nodes
+
+    most = free_slots // _FREE_SLOTS_FOR_NODES
+    return bisect_left(range(most), _DRIFT_COVER * spread, key=handed_over)
+
+
+def _needed_node_replicas(loads: list[float], num_nodes: int) -> int:
+    """Fewest that leave no part of an expert above a node's share."""
+    share = sum(loads) / num_nodes
+    return sum(math.ceil(w / share * (1 - 1e-9)) - 1 for w in loads if w > share)
+
+
+def _items(experts: list[int], loads: list[float], copies: list[int]):
+    """One (expert, load) item per replica."""
+    owner = [e for e, c in zip(experts, copies) for _ in range(c)]
+    return owner, [w / c for w, c in zip(loads, copies) for _ in range(c)]
+
+
+# Of packings with other replicas, first packings included: 10 ms a layer on one CPU core.
+_EFFORT = 44.0
+# Heaviest experts that give or take a replica in those trials.
+_TRIAL_EXPERTS = 4
+# Swaps end here where free slots let quotas level the ranks in every step anyway.
+_LEFT_TO_QUOTAS = 1.05
+# Trials end here: what is left is below the noise of the counts.
+_GOOD_ENOUGH = 1.002
+
+
+class _Search(NamedTuple):
+    """How the replicas of a node are packed onto its ranks."""
+
+    ranks: int
+    use_swaps: bool
+    floor: float
+    effort: Effort
+
+
+class _Packed(NamedTuple):
+    """Experts of a node with their loads and replicas, and those of each rank."""
+
+    heaviest: float
+    experts: list[int]
+    loads: list[float]
+    copies: list[int]
+    held: list[list[int]]
+
+
+def _pack_replicas(
+    experts: list[int], loads: list[float], copies: list[int], search: _Search
+) -> _Packed:
+    """Packs given replicas onto the ranks of a node."""
+    owner, load = _items(experts, loads, copies)
+    ranks = search.ranks
+    # Spread what is placed, so that every rank keeps its share of free slots.
+    capacity = -(-len(owner) // ranks)
+    search.effort.spent += _PACK_EFFORT * len(load) * ranks
+    packs = pack(load, owner, ranks, capacity)
+    if search.use_swaps:
+        limits = {"floor": search.floor, "effort": search.effort}
+        packs = refine(load, owner, packs, ranks, capacity, **limits)
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    total = [0.0] * ranks
+    for expert, w, rank in zip(owner, load, packs):
+        held[rank].append(expert)
+        total[rank] += w
+    return _Packed(max(total), experts, loads, copies, held)
+
+
+def _other_replicas(node: _Packed, ranks: int) -> list[list[int]]:
+    """Replicas after one or two moves between the heaviest experts, to try in this order.
+
+    The smallest largest replica comes first. Left out is where a rank would hold an expert
+    twice, an expert would be on no rank, or one replica is as heavy as the heaviest rank.
+    """
+    loads = node.loads
+    heavy = heapq.nlargest(_TRIAL_EXPERTS, range(len(loads)), key=loads.__getitem__)
+    one = [(a, b) for a in heavy for b in heavy if a != b]
+    two = [(m, n) for i, m in enumerate(one) for n in one[i:] if m[0] != n[1]]
+    found = []
+    for moves in [(m,) for m in one] + two:
+        copies = list(node.copies)
+        for give, take in moves:
+            copies[give] -= 1
+            copies[take] += 1
+        if all(1 <= copies[e] <= ranks for e in heavy):
+            largest = max(loads[e] / copies[e] for e in heavy)
+            if largest < node.heaviest:
+                found.append((largest, copies))
+    return [copies for _, copies in sorted(found)]
+
+
+def _with_other_replicas(node: _Packed, search: _Search) -> list[list[int]]:
+    """Experts of each rank after moves of replicas between the heaviest experts.
+
+    The smallest largest replica is not always the best: more replicas above half
+    a rank's share than ranks leave two of them on one rank.
+    """
+    ranks, effort = search.ranks, search.effort
+    # Of a trial alone.
+    effort.limit -= _PACK_EFFORT * sum(node.copies) * ranks
+    floor = max(search.floor, sum(node.loads) / ranks)
+    others = _other_replicas(node, ranks)
+    while others and effort.left() and node.heaviest > floor * _GOOD_ENOUGH:
+        trial = _pack_replicas(node.experts, node.loads, others.pop(0), search)
+        if trial.heaviest < node.heaviest:
+            node = trial
+            others = _other_replicas(node, ranks)
+    return node.held
+
+
+def _groups_to_nodes(
+    counts: list[float],
+    topology: Topology,
+    num_groups: int,
+    num_node_replicas: int,
+    use_swaps: bool,
+) -> list[dict[int, float]]:
+    """Experts of each node with the part of their load that the node expects."""
+    size = len(counts) // num_groups
+    group_loads = [sum(counts[g * size : (g + 1) * size]) for g in range(num_groups)]
+    copies = _replicate(group_loads, num_node_replicas, topology.num_nodes)
+    owner, load = _items(list(range(num_groups)), group_loads, copies)
+    capacity = -(-len(owner) // topology.num_nodes)
+    packs = pack(load, owner, topology.num_nodes, capacity)
+    if use_swaps:
+        packs = refine(load, owner, packs, topology.num_nodes, capacity)
+    nodes: list[dict[int, float]] = [{} for _ in range(topology.num_nodes)]
+    for g, node in zip(owner, packs):
+        for e in range(g * size, (g + 1) * size):
+            nodes[node][e] = counts[e] / copies[g]
+    return nodes
+
+
+def _nodes_of(previous: Placement, counts: list[float]) -> list[dict[int, float]]:
+    """The node step that ``previous`` made, with the loads of today."""
+    topology = previous.topology
+    holds = previous.rank_holds().view(
+        topology.num_nodes, topology.ranks_per_node, previous.num_experts
+    )
+    on_node = holds.sum(1) > 0
+    share = on_node.sum(0).tolist()
+    return [
+        {e: counts[e] / share[e] for e in row.nonzero().flatten().tolist()}
+        for row in on_node
+    ]
+
+
+def _fill_nodes(
+    nodes: list[dict[int, float]],
+    topology: Topology,
+    num_replicas: int,
+    use_swaps: bool,
+) -> list[list[int]]:
+    """Experts held by each rank, given the experts of each node."""
+    base, extra = divmod(num_replicas, topology.num_nodes)
+    total = sum(len(node) for node in nodes)
+    floor = max(sum(node.values()) for node in nodes) / topology.ranks_per_node
+    if num_replicas < topology.num_slots:
+        floor *= _LEFT_TO_QUOTAS
+    search = _Search(topology.ranks_per_node, use_swaps, floor, Effort())
+    packed = []
+    for n, node in enumerate(nodes):
+        # Node replicas come on top: they are why a node has more experts.
+        share = base + (1 if n < extra else 0) if num_replicas > total else 0
+        loads = list(node.values())
+        copies = _replicate(loads, max(0, share - len(node)), search.ranks)
+        packed.append(_pack_replicas(list(node), loads, copies, search))
+    held = [node.held for node in packed]
+    if use_swaps:
+        for n in sorted(range(len(nodes)), key=lambda n: -packed[n].heaviest):
+            search.effort.limit = _EFFORT
+            held[n] = _with_other_replicas(packed[n], search)
+    return [rank for node in held for rank in node]
+
+
+def _swap_in_place(
+    previous: Placement, counts: list[float], price: float
+) -> list[list[int]]:
+    """``previous`` after the swaps inside its nodes that are worth their moves."""
+    topology = previous.topology
+    copies = previous.rank_holds().sum(0).tolist()
+    nodes = _nodes_of(previous, counts)
+    floor = max(sum(node.values()) for node in nodes) / topology.ranks_per_node
+    held: list[list[int]] = []
+    for n in range(topology.num_nodes):
+        start = n * topology.ranks_per_node
+        rows = previous.slot_experts[start : start + topology.ranks_per_node].tolist()
+        owner = [e for row in rows for e in row if e >= 0]
+        rank = [r for r, row in enumerate(rows) for e in row if e >= 0]
+        load = [counts[e] / copies[e] for e in owner]
+        capacity = max(rank.count(r) for r in range(topology.ranks_per_node))
+        packs = (rank, topology.ranks_per_node, capacity)
+        rank = refine(load, owner, *packs, floor=floor, price=price)
+        node: list[list[int]] = [[] for _ in rows]
+        for e, r in zip(owner, rank):
+            node[r].append(e)
+        held += node
+    return held
+
+
+def _check(
+    counts: Tensor,
+    topology: Topology,
+    num_replicas: int,
+    num_groups: int | None,
+    num_node_replicas: int,
+    drift: float,
+    migration_cost: float,
+    previous: Placement | None,
+) -> None:
+    if counts.dim() != 1 or counts.numel() == 0:
+        raise ValueError(
+            f"plan: counts must have shape (num_experts), got {tuple(counts.shape)}"
+        )
+    E = counts.numel()
+    if counts.is_complex() or not ((counts >= 0) & torch.isfinite(counts)).all():
+        raise ValueError("plan: counts must be real, finite and not negative")
+    least, most, nodes = E + num_node_replicas, topology.num_slots, topology.num_nodes
+    if not least <= num_replicas <= most:
+        raise ValueError(
+            "plan: num_replicas must be in [num_experts + num_node_replicas, "
+            f"num_slots] = [{least}, {most}], got {num_replicas}"
+        )
+    if num_groups is not None:
+        if num_groups < nodes or num_groups % nodes or E % num_groups:
+            raise ValueError(
+                f"plan: num_groups must divide the {E} experts and be a multiple of "
+                f"the {nodes} nodes, got {num_groups}"
+            )
+    for name, value in (("num_node_replicas", num_node_replicas), ("drift", drift)):
+        if not 0 <= value < math.inf or (value and num_groups != E):
+            raise ValueError(
+                f"plan: {name} must be finite and not negative, and 0 unless num_groups "
+                f"equals the number of experts ({E}), got {value} with "
+                f"num_groups={num_groups}"
+            )
+    if migration_cost < 0 or (migration_cost and previous is None):
+        raise ValueError(
+            "plan: migration_cost must not be negative and needs previous, got "
+            f"{migration_cost} with previous {'given' if previous else 'None'}"
+        )
+    if previous is not None and (
+        previous.topology != topology or previous.num_experts != E
     ):
         raise ValueError(
-            "migrate: both placements must be of one topology and number of experts, "
-            f"got {previous.num_experts} experts on {previous.topology} and "
-            f"{placement.num_experts} on {placement.topology}"
-        )
-    _check_group("migrate", placement, group)
-    moves = _moves(previous, placement)
-    rank = dist.get_rank(group)
-    tensors = []
-    for param in params:
-        tensors.append(_slots("migrate", param, placement))
-        if optimizer is not None:
-            tensors += _state_by_slot(optimizer, param, placement)
-    for tensor in tensors:
-        _move_rows(tensor, moves, rank, group)
-    return sum(m[0] != m[2] for m in moves)
-
-
-def _state_by_slot(
-    optimizer: torch.optim.Optimizer, param: Tensor, placement: Placement
-) -> list[Tensor]:
-    """Optimizer state of ``param`` that belongs to its slots."""
-    tensors: list[Tensor] = []
-    state: dict[str, Any] = optimizer.state.get(param, {})
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            if value.dim() and value.shape[0] == param.shape[0]:
-                tensors.append(_slots("migrate", value, placement))
-                continue
-            if value.numel() <= 1:
-                continue
-            got = f"shape {tuple(value.shape)}"
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            continue
-        else:
-            got = type(value).__name__
-        raise ValueError(
-            f"migrate: state {name!r} of {type(optimizer).__name__} must be a single "
-            f"value, or have the {param.shape[0]} slots of its parameter of shape "
-            f"{tuple(param.shape)} in its first dimension to move with them, got {got}"
-        )
-    return tensors
-
-
-def _check_group(name: str, placement: Placement, group: ProcessGroup | None) -> None:
-    num_ranks = dist.get_world_size(group)
-    if num_ranks != placement.topology.num_ranks:
-        raise ValueError(
-            f"{name}: the placement is for {placement.topology.num_ranks} ranks, "
-            f"group has {num_ranks}"
+            f"plan: previous must be a placement of {E} experts on {topology}, got "
+            f"{previous.num_experts} experts on {previous.topology}"
         )
 
 
-def _slots(name: str, tensor: Tensor, placement: Placement) -> Tensor:
-    """The local part, whose first dimension is slots."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    slots = placement.topology.slots_per_rank
-    if local.dim() == 0 or local.shape[0] != slots:
-        raise ValueError(
-            f"{name}: params must have {slots} slots in their first "
-            f"dimension, got shape {tuple(local.shape)}"
-        )
-    return local
-
-
-@torch.no_grad()
-def sum_replica_gradients(
-    params: Iterable[Tensor],
-    placement: Placement,
+def plan(
+    counts: Tensor,
+    topology: Topology,
     *,
-    group: ProcessGroup | None = None,
-) -> None:
-    """Gives all replicas of an expert the sum of their gradients, in place.
-
-    Without it replicas would drift apart, as each only sees its share of the tokens. The
-    rank that holds the expert first adds the gradients in the order of ranks, in
-    fp32, and sends the sum back: all replicas have the same bits. Collective over
-    ``group``; call it between backward and the optimizer's step.
-
-    An expert that was borrowed for one step is a replica of ``Placement(topology,
-    num_experts, step_plan.slot_experts)``; :func:`migrate` to that placement is
-    what fetches its weights.
+    num_replicas: int | None = None,
+    num_groups: int | None = None,
+    num_node_replicas: int | None = None,
+    drift: float = 0.0,
+    previous: Placement | None = None,
+    migration_cost: float = 0.0,
+    use_swaps: bool = True,
+) -> Placement:
+    """Places experts on ranks so that the heaviest rank is as light as possible.
 
     Args:
-        params (iterable of Tensor): parameters of this rank whose first dimension is
-            ``slots_per_rank``; one without a gradient counts as zero and gets one.
-        placement (Placement): where the replicas are.
+        counts (Tensor): (num_experts) load of each expert, any real dtype, for
+            example from :class:`~torch.distributed.tensor.parallel._expert_placement.LoadStats`.
+        topology (Topology): the machine.
 
     Keyword Args:
-        group (ProcessGroup, optional): as many ranks as the placement has. Default:
-            the default group
+        num_replicas (int, optional): slots to fill; the others stay free for
+            :func:`~torch.distributed._moe.replicas.plan_step`. Default: all slots
+        num_groups (int, optional): consecutive experts form this many groups,
+            and a group never spans nodes. ``num_experts`` makes every expert its
+            own group, which is the node step for online quotas. ``None`` places
+            freely over all ranks. Default: None
+        num_node_replicas (int, optional): how many times an expert is put on one
+            more node, heaviest expert first; needs ``num_groups == num_experts``
+            unless 0. They are a part of ``num_replicas``, which grows where it has no room
+            for them. Default: None (as many as leave no expert heavier than a node's share)
+        drift (float): expected relative spread of an expert's load until the next
+            plan (standard deviation of its logarithm). As many node replicas as
+            level the nodes under it are added to ``num_replicas`` and
+            ``num_node_replicas``, at most a quarter of the free slots; needs
+            ``num_groups == num_experts``. Default: 0.0
+        previous (Placement, optional): placement in use; nodes, ranks and slots
+            are then named so that most weights stay. Default: None
+        migration_cost (float): price of moving one replica, in the unit of ``counts``.
+            The smallest heaviest-rank load plus price of moves wins, and leaving
+            everything in place is one of the plans. Default: 0.0
+        use_swaps (bool): refine both packings by swaps. Default: True
+
+    Returns:
+        Placement: every expert on a rank, at most once on each.
     """
-    _check_group("sum_replica_gradients", placement, group)
-    rank = dist.get_rank(group)
-    holders: dict[int, list[tuple[int, int]]] = {}
-    for holder, row in enumerate(placement.slot_experts.tolist()):
-        for slot, e in enumerate(row):
-            if e >= 0:
-                holders.setdefault(e, []).append((holder, slot))
-    # (other rank, slot here), by rank and then expert on both sides.
-    to_first: list[tuple[int, int]] = []
-    to_others: list[tuple[int, int]] = []
-    for _, (first, *others) in sorted(holders.items()):
-        for other in others:
-            if other[0] == rank:
-                to_first.append((first[0], other[1]))
-            if first[0] == rank:
-                to_others.append((other[0], first[1]))
-    to_first.sort(key=lambda x: x[0])
-    to_others.sort(key=lambda x: x[0])
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        grad = _slots("sum_replica_gradients", param.grad, placement)
-        received = send_rows(grad, to_first, to_others, group)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        totals = {slot: grad[slot].to(wide) for _, slot in to_others}
-        for (_, slot), row in zip(to_others, received):
-            totals[slot] += row
-        for slot, total in totals.items():
-            grad[slot] = total.to(grad.dtype)
-        summed = send_rows(grad, to_others, to_first, group)
-        grad[[slot for _, slot in to_first]] = summed
+    counts = counts.detach().cpu()
+    if num_replicas is None:
+        num_replicas = topology.num_slots
+    shape = (num_replicas, num_groups, num_node_replicas or 0)
+    _check(counts, topology, *shape, drift, migration_cost, previous)
+    E = counts.numel()
+    loads = counts.double().tolist()
+    if num_node_replicas is None:
+        num_node_replicas = 0
+        if num_groups == E:
+            needed = _needed_node_replicas(loads, topology.num_nodes)
+            num_node_replicas = min(needed, topology.num_slots - E)
+            num_replicas = max(num_replicas, E + num_node_replicas)
+    if drift:
+        # Free before any node replica.
+        free_slots = topology.num_slots - num_replicas + num_node_replicas
+        for_drift = _node_replicas_for_drift(loads, topology, drift, free_slots)
+        added = max(0, for_drift - num_node_replicas)
+        num_node_replicas += added
+        num_replicas += added
+    free = Topology(1, topology.num_ranks, topology.slots_per_rank)
+    if num_groups is None:
+        domain, nodes = free, [dict(enumerate(loads))]
+    else:
+        domain = topology
+        groups = (num_groups, num_node_replicas)
+        nodes = _groups_to_nodes(loads, topology, *groups, use_swaps)
+    held = _fill_nodes(nodes, domain, num_replicas, use_swaps)
+    if previous is None:
+        return assign_slots(held, topology, E, None)
 
+    if num_groups is None:
+        previous = Placement(free, E, previous.slot_experts)
+    candidates = [assign_slots(held, domain, E, previous)]
+    if migration_cost:
+        candidates.append(previous)
+        swapped = _swap_in_place(previous, loads, migration_cost)
+        candidates.append(assign_slots(swapped, domain, E, previous))
+        if num_groups is not None:
+            nodes = _nodes_of(previous, loads)
+            kept = _fill_nodes(nodes, domain, num_replicas, use_swaps)
+            candidates.append(assign_slots(kept, domain, E, previous))
 
-# -- loads
-
-
-class LoadStats:
-    """Exponential average of token copies per layer and expert over all ranks.
-
-    :meth:`record` adds the router's counts on their device. :meth:`start` begins
-    one asynchronous sum over ranks, :meth:`result` takes it in a later step, when
-    it has long arrived. Neither reads a value on the host, except ``result``.
-
-    What a backward records is not counted: activation checkpointing runs a layer again
-    there.
-
-    Args:
-        num_layers (int): number of MoE layers.
-        num_experts (int): number of experts of each.
-
-    Keyword Args:
-        group (ProcessGroup, optional): ranks to sum over. Default: the default
-            group
-        decay (float): weight of the past in the average, in [0, 1). Default: 0.9
-        device (torch.device, optional): device of the counts. Default: cpu
-
-    Example::
-        >>> # xdoctest: +SKIP("needs a process group")
-        >>> stats = LoadStats(num_layers=24, num_experts=64)
-        >>> for layer, counts in enumerate(counts_of_this_step):
-        ...     stats.record(layer, counts)
-        >>> if step % 100 == 0:
-        ...     stats.start()
-        >>> if step % 100 == 50 and stats.pending:
-        ...     loads = stats.result()  # then plan(loads[layer], topology)
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_experts: int,
-        *,
-        group: ProcessGroup | None = None,
-        decay: float = 0.9,
-        device: torch.device | str | None = None,
-    ) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
-        # By name, as a group that is kept alive keeps its threads.
-        self._group_name = None if group is None else group.group_name
-        self._decay = decay
-        self._sums = torch.zeros(
-            num_layers, num_experts, dtype=torch.int64, device=device
+    def cost(p: Placement) -> float:
+        return p.rank_loads(counts).max().item() + migration_cost * p.moves_from(
+            previous
         )
-        self._flight: tuple[Tensor, dist.Work] | None = None
-        self._average: Tensor | None = None
 
-    @property
-    def _group(self) -> ProcessGroup | None:
-        if self._group_name is None:
-            return None
-        return c10d._resolve_process_group(self._group_name)
-
-    @property
-    def pending(self) -> bool:
-        """Whether a sum was started and not yet taken."""
-        return self._flight is not None
-
-    def record(self, layer: int, counts: Tensor) -> None:
-        """Adds the counts of one forward pass of one layer.
-
-        Args:
-            layer (int): index of the layer.
-            counts (Tensor): (num_experts) integer, on the device of this object.
-        """
-        if counts.shape != self._sums.shape[1:]:
-            raise ValueError(
-                f"LoadStats.record: counts must have shape "
-                f"({self._sums.shape[1]},), got {tuple(counts.shape)}"
-            )
-        if not torch.compiler.is_compiling():
-            # Inside a backward: a layer that is recomputed was counted before.
-            if torch._C._current_graph_task_id() != -1:
-                return
-        self._sums[layer] += counts
-
-    def start(self) -> None:
-        """Begins to sum over ranks what was recorded since the last start."""
-        if self._flight is not None:
-            raise RuntimeError("LoadStats.start: take result() of the last start first")
-        snapshot = self._sums.clone()
-        self._sums.zero_()
-        work = dist.all_reduce(snapshot, group=self._group, async_op=True)
-        self._flight = (snapshot, work)
-
-    def result(self) -> Tensor:
-        """Waits for the sum and adds it to the average.
-
-        Returns:
-            Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
-        """
-        if self._flight is None:
-            raise RuntimeError("LoadStats.result: call start() first")
-        snapshot, work = self._flight
-        work.wait()
-        self._flight = None
-        latest = snapshot.double().cpu()
-        if self._average is None:
-            self._average = latest
-        else:
-            self._average = self._average.lerp(latest, 1 - self._decay)
-        return self._average.clone()
-
-    def state_dict(self) -> dict[str, Tensor | None]:
-        """Average, and what was recorded since the last sum. Collective.
-
-        A sum in flight is taken first. Equal on all ranks, so that one of them may save it.
-        """
-        if self.pending:
-            self.result()
-        recorded = self._sums.clone()
-        dist.all_reduce(recorded, group=self._group)
-        average = None if self._average is None else self._average.clone()
-        return {"recorded": recorded, "average": average}
-
-    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        """Goes on from ``state``, on as many ranks as one likes."""
-        recorded, average = state["recorded"], state["average"]
-        if recorded is None or recorded.shape != self._sums.shape:
-            got = None if recorded is None else tuple(recorded.shape)
-            raise ValueError(
-                "LoadStats: state must be of (num_layers, num_experts) = "
-                f"{tuple(self._sums.shape)}, got {got}"
-            )
-        self._flight = None
-        # It is the sum over all ranks: counted once.
-        self._sums.copy_(recorded if dist.get_rank(self._group) == 0 else recorded * 0)
-        self._average = None if average is None else average.clone()
+    best = min(candidates, key=cost)
+    return Placement(topology, E, best.slot_experts)

@@ -5,43 +5,46 @@ experts; compact and static routes.
 
     TokenSwitchAllToAll      one all-to-all each way, any backend, CPU included
     TokenSwitchHierarchical  one all-to-all between nodes, one inside the node, each way
+    TokenSwitchAllGather     for decoding: all tokens to all ranks, in fixed buffers
 
 Combine modes
     reduce   experts return one row per received row, already summed over the slots on
              that rank; the source adds the rows of its ranks. Fewest bytes.
-    exact    dispatch hands out one row per slot, and one row per slot returns, so that
-             the source adds the same terms in the same order as one rank would:
-             output, input gradient and router gradient are the bits of
-             expert-parallel degree 1. The way there still carries each token once
-             per rank.
+    exact    dispatch hands out one row per slot, and one row per slot returns: the source
+             adds the terms that one rank would, in its order, so that output, input
+             gradient and router gradient have the bits of expert-parallel degree 1.
 
 Collectives of a layer, per level: compact 3 in forward (sizes, rows with their ids and
 weights, rows back), of which the host reads the sizes once for all levels; static 2. 2 in
-backward. The backward of dispatch is combine and the other way round.
+backward, where dispatch is combine and the other way round.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast, Literal, TYPE_CHECKING
+from typing import Any, cast, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import (
     decode,
     Demand,
+    empty_message,
     encode,
     Exchange,
+    inherit_timeout,
     read_on_host,
     Route,
     Splits,
     sum_in_order,
     take,
+    unpack,
 )
-from torch.distributed._moe.groups import SameOnAllRanks
 from torch.distributed._token_switch import Routing, TokenSwitch
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 if TYPE_CHECKING:
@@ -50,11 +53,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "check_ids",
-    "check_switch",
-    "check_tokens",
-    "NewTensorsSwitch",
-    "run_experts",
+    "TokenSwitchAllGather",
     "TokenSwitchAllToAll",
     "TokenSwitchHierarchical",
 ]
@@ -62,98 +61,115 @@ __all__ = [
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """Routing of one batch, used by both directions and backwards.
-
-    Attributes:
-        top_k (int): K.
-        recv_rows (int): rows that dispatch returns.
-        num_slots (int): bound of the rows that the local experts compute.
-        sizes (tuple): splits of rows and of slots, of levels that are not routed yet.
-        routes (list[Route]): one per level, in the order of dispatch. Those behind the
-            first are known once the rows have arrived there.
-    """
+    """Routing of one batch, used by both directions and backwards."""
 
     top_k: int
-    recv_rows: int
-    num_slots: int
-    sizes: tuple[Splits, Splits] | None
-    routes: list[Route]
+    recv_rows: int  # that dispatch returns
+    num_slots: int  # bound of the rows that the local experts compute
+    sizes: tuple[Splits, Splits] | None  # of rows and slots of a level not routed yet
+    routes: list[Route]  # by level; behind the first known once rows have arrived there
 
 
 def _handle_of(routing: Routing) -> _Handle:
     return cast("_Handle", routing.handle)
 
 
-def check_switch(name: str, num_experts: int, num_ranks: int) -> None:
-    if num_experts < 1 or num_experts % num_ranks:
-        raise ValueError(
-            f"{name}: num_experts must be a multiple of the {num_ranks} ranks "
-            f"that share them, got {num_experts}"
-        )
+class _Switch(TokenSwitch):
+    """Token switch whose transport makes its outputs, and the checks of all of them.
 
-
-def check_ids(name: str, topk_idx: Tensor, num_experts: int, layout: str) -> None:
-    if layout != "flat":
-        raise ValueError(f"{name}: layout must be 'flat', got {layout!r}")
-    if topk_idx.dim() != 2 or topk_idx.is_floating_point():
-        raise ValueError(
-            f"{name}: topk_idx must be an integer tensor of shape (T, K), got "
-            f"{topk_idx.dtype} of shape {tuple(topk_idx.shape)}"
-        )
-    # Without a sync where the ids are on a device.
-    torch._assert_async(
-        (topk_idx.clamp(-1, num_experts) == topk_idx).all(),
-        f"{name}: topk_idx must be in [-1, num_experts]; -1 and num_experts mean "
-        "no expert",
-    )
-
-
-def check_tokens(
-    name: str, topk_idx: Tensor, tokens: Tensor, topk_weights: Tensor
-) -> None:
-    if tokens.dim() != 2 or tokens.shape[0] != topk_idx.shape[0]:
-        raise ValueError(
-            f"{name}: tokens must have shape (T, D) with T = "
-            f"{topk_idx.shape[0]}, got {tuple(tokens.shape)}"
-        )
-    if topk_weights.shape != topk_idx.shape:
-        raise ValueError(
-            f"{name}: topk_weights must have shape (T, K) = "
-            f"{tuple(topk_idx.shape)}, got {tuple(topk_weights.shape)}"
-        )
-
-
-def run_experts(
-    rows: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    num_rows: int | None = None,
-    **options: Any,
-) -> Tensor:
-    """:func:`torch.nn.functional.moe_mlp` of dispatched rows, with a bound of their slots.
-
-    Args:
-        rows, ids, weights (Tensor): (M, D), (M, K) and (M, K) of ``dispatch``.
-        w_in, w_out (Tensor): of the local experts.
-        num_rows (int, optional): ``num_slots`` of the switch: the rows that memory is
-            needed for. Default: None (M * K)
-        options: of :func:`torch.nn.functional.moe_mlp`.
+    Attributes:
+        ranks (list[int]): global ranks in the order of the experts that they hold.
     """
-    # pyrefly: ignore[missing-attribute]
-    return F._moe_mlp_in_rows(
-        rows, ids, weights, w_in, w_out, num_rows=num_rows, **options
-    )
-
-
-class NewTensorsSwitch(TokenSwitch):
-    """Token switch whose transport makes its outputs."""
 
     ranks: list[int]
 
-    # pyrefly: ignore[bad-override]
-    def _alloc_dispatch_outputs(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _set_experts(self, num_experts: int, ranks: list[int]) -> None:
+        if num_experts < 1 or num_experts % len(ranks):
+            raise ValueError(
+                f"{type(self).__name__}: num_experts must be a multiple of the "
+                f"{len(ranks)} ranks that share them, got {num_experts}"
+            )
+        self._num_experts = num_experts
+        self.ranks = ranks
+        self._agreed: set[tuple[str, ...]] = set()
+
+    def _groups(self) -> list[ProcessGroup]:
+        """Groups whose ranks are those of the switch, or of a dimension of its mesh."""
+        raise NotImplementedError
+
+    def _must_agree(self, **values: object) -> None:
+        """Raises on all ranks if one of ``values``, as text, is not the same on all.
+
+        Only the first time that an argument is used, by a collective of Python objects and
+        one host sync. That must not depend on the values: a rank whose value is new would
+        wait here for peers that go on. A rank that changes a value alone later is left to
+        what the collectives carry themselves, or to the timeout of the backend.
+
+        Not compared: in graphs, in FakeTensorMode, where nothing communicates, and on the
+        fake backend, whose ranks are all in this process.
+        """
+        if torch.compiler.is_compiling() or tuple(values) in self._agreed:
+            return
+        groups = self._groups()
+        if detect_fake_mode() or any(dist.get_backend(g) == "fake" for g in groups):
+            return
+        rows = [(dist.get_rank(), {name: str(v) for name, v in values.items()})]
+        # A mode of one rank only, such as a profiler, must not change what is sent.
+        with _disable_current_modes():
+            for group in groups:
+                parts: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, rows, group=group)
+                rows = [row for part in parts for row in part]
+        rows.sort(key=lambda row: row[0])
+        for name in values:
+            found = [row[name] for _, row in rows]
+            if len(set(found)) > 1:
+                ranks = [rank for rank, _ in rows]
+                raise RuntimeError(
+                    f"{type(self).__name__}: {name} must be the same on all ranks, ranks "
+                    f"{ranks} have [{', '.join(found)}]"
+                )
+        self._agreed.add(tuple(values))
+
+    def _check_ids(self, topk_idx: Tensor, layout: str) -> None:
+        name, most = type(self).__name__, self._num_experts
+        if layout != "flat":
+            raise ValueError(f"{name}: layout must be 'flat', got {layout!r}")
+        if topk_idx.dim() != 2 or topk_idx.is_floating_point():
+            raise ValueError(
+                f"{name}: topk_idx must be an integer tensor of shape (T, K), got "
+                f"{topk_idx.dtype} of shape {tuple(topk_idx.shape)}"
+            )
+        # Without a sync where the ids are on a device.
+        torch._assert_async(
+            (topk_idx.clamp(-1, most) == topk_idx).all(),
+            f"{name}: topk_idx must be in [-1, num_experts]; -1 and num_experts mean "
+            "no expert",
+        )
+
+    def _check_tokens(
+        self, topk_idx: Tensor, tokens: Tensor, topk_weights: Tensor
+    ) -> None:
+        name = type(self).__name__
+        if tokens.dim() != 2 or tokens.shape[0] != topk_idx.shape[0]:
+            raise ValueError(
+                f"{name}: tokens must have shape (T, D) with T = "
+                f"{topk_idx.shape[0]}, got {tuple(tokens.shape)}"
+            )
+        if topk_weights.shape != topk_idx.shape:
+            raise ValueError(
+                f"{name}: topk_weights must have shape (T, K) = "
+                f"{tuple(topk_idx.shape)}, got {tuple(topk_weights.shape)}"
+            )
+
+    def _check_expert_tokens(self, expert_tokens: Tensor, rows: int) -> None:
+        if expert_tokens.dim() != 2 or expert_tokens.shape[0] != rows:
+            raise ValueError(
+                f"{type(self).__name__}: expert_tokens must have shape (M, D) with M = "
+                f"{rows} dispatched rows, got {tuple(expert_tokens.shape)}"
+            )
+
+    def _alloc_dispatch_outputs(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("dispatch makes its outputs")
 
     def _dispatch(
@@ -165,13 +181,10 @@ class NewTensorsSwitch(TokenSwitch):
         out_topk_weights: Tensor | None,
         out_topk_idx: Tensor | None,
     ) -> None:
-        rows = self._exact_recv_tokens(routing)
-        if rows is None:
-            raise AssertionError("a switch of this module knows its rows")
+        rows = cast("int", self._exact_recv_tokens(routing))
         results = self._dispatch_new(routing, tokens, topk_weights, rows)
         for out, result in zip((out_tokens, out_topk_weights, out_topk_idx), results):
-            if out is not None:
-                # pyrefly: ignore[bad-argument-type]
+            if out is not None and result is not None:
                 out.copy_(result)
 
     def _combine(
@@ -180,7 +193,7 @@ class NewTensorsSwitch(TokenSwitch):
         out_tokens.copy_(self._combine_new(routing, expert_tokens))
 
 
-class TokenSwitchAllToAll(NewTensorsSwitch):
+class TokenSwitchAllToAll(_Switch):
     """Token switch that sends rows with ``all_to_all_single``.
 
     Args:
@@ -200,24 +213,21 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
     ``dispatch`` returns in reduce mode the received rows (M, D), their weights
     (M, K) float and local expert ids (M, K) int64 with -1 for slots that are on
     other ranks; in exact mode the same with one row per slot and K = 1. All three
-    are operands of :func:`run_experts`.
+    are operands of ``F._moe_mlp_in_rows``, with ``num_slots(routing)`` as its ``num_rows``.
 
     Attributes:
         levels (tuple[Exchange, ...]): where the communication happens.
-        ranks (list[int]): global ranks in the order of the experts that they hold.
 
     Example::
         >>> # xdoctest: +SKIP("needs a process group")
         >>> switch = TokenSwitchAllToAll(group, num_experts=64)
         >>> routing = switch.create_routing(topk_indices, layout="flat")
         >>> rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)
-        >>> R = switch.num_slots(routing)
-        >>> out = run_experts(rows, ids, weights, w_in, w_out, R)  # local ones
+        >>> out = F.moe_mlp(rows, ids, weights, w_in, w_out)  # those of this rank
         >>> y = switch.combine(routing, out)
     """
 
     levels: tuple[Exchange, ...]
-    ranks: list[int]
 
     def __init__(
         self,
@@ -228,11 +238,13 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
         capacity: int | None = None,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        self._check_options(
-            num_experts, dist.get_process_group_ranks(group), combine, wire_dtype
-        )
-        self._check_capacity("capacity", capacity)
+        ranks = dist.get_process_group_ranks(group)
+        self._check_options(num_experts, ranks, combine, wire_dtype)
+        (capacity,) = self._capacities(capacity)
         self.levels = (Exchange(group, num_experts, capacity, level="flat"),)
+
+    def _groups(self) -> list[ProcessGroup]:
+        return [level.group for level in self.levels]
 
     def _check_options(
         self,
@@ -242,7 +254,7 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
         wire_dtype: torch.dtype | None,
     ) -> None:
         name = type(self).__name__
-        check_switch(name, num_experts, len(ranks))
+        self._set_experts(num_experts, ranks)
         if combine not in ("reduce", "exact"):
             raise ValueError(
                 f"{name}: combine must be 'reduce' or 'exact', got {combine!r}"
@@ -252,27 +264,27 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
                 f"{name}: wire_dtype must be None, torch.bfloat16 or "
                 f"torch.float8_e4m3fn, got {wire_dtype}"
             )
-        self._num_experts = num_experts
-        self.ranks = ranks
         self._exact = combine == "exact"
         self._wire_dtype = wire_dtype
-        self._agreed: SameOnAllRanks | None = None
 
-    def _check_capacity(self, argument: str, capacity: int | None) -> None:
+    def _capacities(self, capacity: Any) -> tuple[int | None, ...]:
+        """Checked, one for every level."""
         if capacity is not None and capacity < 1:
             raise ValueError(
-                f"{type(self).__name__}: {argument} must be at least 1, got {capacity}"
+                f"{type(self).__name__}: capacity must be at least 1, got {capacity}"
             )
+        return (capacity,)
 
     @property
-    def capacity(self) -> int | tuple[int, ...] | None:
-        """Rows for every pair of ranks, None for compact."""
-        return self.levels[0].capacity
+    def capacity(self) -> int | tuple[int | None, ...] | None:
+        """Rows for every pair of ranks, a tuple where there are levels; None for compact."""
+        values = tuple(level.capacity for level in self.levels)
+        return values[0] if len(values) == 1 or values[0] is None else values
 
     @capacity.setter
-    def capacity(self, capacity: int | None) -> None:
-        self._check_capacity("capacity", capacity)
-        self.levels[0].capacity = capacity
+    def capacity(self, capacity: int | tuple[int, int] | None) -> None:
+        for level, value in zip(self.levels, self._capacities(capacity)):
+            level.capacity = value
 
     def name_owner(self, owner: str) -> None:
         """What the switch belongs to, for the errors of its communication."""
@@ -299,12 +311,9 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
             per_expert_token_counts (Tensor, optional): (E/W) int32, filled with
                 the token copies that the ranks have for this rank's experts, which
                 takes one more collective per level.
-
-        Keyword Args:
-            layout (str): only ``"flat"``. Default: ``"flat"``
+            layout (str): only ``"flat"``.
         """
-        name = type(self).__name__
-        check_ids(name, topk_idx, self._num_experts, layout)
+        self._check_ids(topk_idx, layout)
         self._must_agree(
             num_experts=self._num_experts,
             K=topk_idx.shape[1],
@@ -325,15 +334,6 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
             per_expert_token_counts[: len(counts)].copy_(counts)
         return Routing(handle=handle, topk_idx=topk_idx, layout=layout)
 
-    def _must_agree(self, **values: object) -> None:
-        """Raises on all ranks where ``values`` differ; see :class:`SameOnAllRanks`."""
-        if torch.compiler.is_compiling():
-            return
-        if self._agreed is None:
-            groups = [level.group for level in self.levels]
-            self._agreed = SameOnAllRanks(type(self).__name__, groups)
-        self._agreed.check(**values)
-
     def _plan(self, idx: Tensor) -> _Handle:
         """Routing of (T, K) int64 ids, of the first level at least."""
         (level,) = self.levels
@@ -342,12 +342,8 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
             return self._handle(level.static(demand), level)
         rows, slots = demand.row_counts, demand.slot_counts
         mine, theirs = level.exchange_counts(rows, slots, *self._shape(rows, idx))
-        (send, send_slots), (recv, recv_slots) = self._read(
-            mine[:, :2], theirs[:, :2], agree=theirs[:, 2:]
-        )
-        route = level.compact(
-            demand, Splits(send, recv), Splits(send_slots, recv_slots)
-        )
+        sizes = self._read(mine[:, :2], theirs[:, :2], agree=theirs[:, 2:])
+        route = level.compact(demand, *(Splits(*pair) for pair in zip(*sizes)))
         return self._handle(route, level)
 
     def _handle(
@@ -357,22 +353,18 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
         sizes: tuple[Splits, Splits] | None = None,
     ) -> _Handle:
         """Of the first level's route, and what arrives at the last level."""
-        K = route.dest.shape[1]
+        K, rows, slots = route.dest.shape[1], route.num_rows, route.num_slots
         if last.capacity is not None:
             rows = last.num_ranks * last.capacity
             slots = rows * K
-        elif sizes is None:
-            rows, slots = route.num_rows, route.num_slots
-        else:
+        elif sizes is not None:
             rows, slots = (splits.flipped().num_sent for splits in sizes)
         return _Handle(K, slots if self._exact else rows, slots, sizes, [route])
 
-    def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
+    def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
         """K and E for every rank: ranks that disagree would exchange garbage."""
-        return (
-            torch.full_like(counts, idx.shape[1]),
-            torch.full_like(counts, self._num_experts),
-        )
+        values = (idx.shape[1], self._num_experts)
+        return tuple(torch.full_like(counts, n) for n in values)
 
     def _read(self, *tables: Tensor, agree: Tensor) -> list[list[list[int]]]:
         """Host values of the tables; raises if a column of ``agree`` is not constant."""
@@ -403,10 +395,6 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
     def _exact_recv_tokens(self, routing: Routing) -> int:
         return _handle_of(routing).recv_rows
 
-    def _next_route(self, handle: _Handle, idx: Tensor) -> Route:
-        """Route of the level behind those that are routed, for the ids that arrived."""
-        raise AssertionError("the only level is routed in create_routing")
-
     def _dispatch_new(
         self,
         routing: Routing,
@@ -414,13 +402,13 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
         topk_weights: Tensor,
         max_recv_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        name, handle = type(self).__name__, _handle_of(routing)
+        handle = _handle_of(routing)
         if max_recv_tokens < handle.recv_rows:
             raise ValueError(
-                f"{name}: max_recv_tokens must be at least the "
+                f"{type(self).__name__}: max_recv_tokens must be at least the "
                 f"{handle.recv_rows} received rows, got {max_recv_tokens}"
             )
-        check_tokens(name, routing.topk_idx, tokens, topk_weights)
+        self._check_tokens(routing.topk_idx, tokens, topk_weights)
         self._must_agree(
             D=tokens.shape[1],
             tokens_dtype=tokens.dtype,
@@ -433,7 +421,13 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
             scale_bytes = values.shape[1] - D
         for i, level in enumerate(self.levels):
             if i == len(handle.routes):
-                handle.routes.append(self._next_route(handle, ids))
+                # What arrived is routed again: ids of the node's experts.
+                demand, sizes = level.demand(ids), handle.sizes
+                static = sizes is None
+                route = (
+                    level.static(demand) if static else level.compact(demand, *sizes)
+                )
+                handle.routes.append(route)
             values, weights, ids = level.dispatch(
                 handle.routes[i],
                 values,
@@ -452,12 +446,7 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
         return values, weights, ids
 
     def _combine_new(self, routing: Routing, expert_tokens: Tensor) -> Tensor:
-        rows = self._exact_recv_tokens(routing)
-        if expert_tokens.dim() != 2 or expert_tokens.shape[0] != rows:
-            raise ValueError(
-                f"{type(self).__name__}: expert_tokens must have shape (M, D) with M = "
-                f"{rows} dispatched rows, got {tuple(expert_tokens.shape)}"
-            )
+        self._check_expert_tokens(expert_tokens, self._exact_recv_tokens(routing))
         return self._return(_handle_of(routing), expert_tokens, None)[0]
 
     def _return(
@@ -469,7 +458,7 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
             if not self._exact:
                 rows, weight_grads = level.return_rows(route, rows, weight_grads)
                 continue
-            rows, weight_grads = level.return_slots(route, rows, weight_grads)
+            rows, weight_grads = level.send_back(route.slots, rows, weight_grads)
             index = route.slot_index
             if i:
                 # What returned, in the order in which the level before received it.
@@ -530,9 +519,17 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
     def required_capacity(self) -> int | tuple[int, ...]:
         """Capacity that the static routings since the last call needed, on all ranks.
 
-        Collective over the group, and one sync.
+        Collective over the ranks, and one sync.
         """
-        return self._required()[0]
+        needed = self._required()
+        return needed[0] if len(needed) == 1 else tuple(needed)
+
+    def _too_small(self) -> list[tuple[Exchange, int]]:
+        """Static levels and the capacity that they needed since the last call, if more."""
+        if self.capacity is None:
+            return []
+        pairs = zip(self.levels, self._required())
+        return [(level, n) for level, n in pairs if n > (level.capacity or n)]
 
     def check_overflow(self) -> None:
         """Raises on every rank if rows did not fit since the last check.
@@ -540,30 +537,23 @@ class TokenSwitchAllToAll(NewTensorsSwitch):
         Collective over the group, and one sync: call it once per step, before
         the optimizer uses what was computed.
         """
-        if self.capacity is None:
-            return
-        for level, needed in zip(self.levels, self._required()):
-            if level.capacity is not None and needed > level.capacity:
-                where = "" if level.level == "flat" else f" of level {level.level!r}"
-                raise RuntimeError(
-                    f"{type(self).__name__}: a pair of ranks needed {needed} rows but "
-                    f"capacity{where} is {level.capacity}; tokens were left out. Set "
-                    f"it to at least {needed} and run the step again, see "
-                    "grow_and_rerun"
-                )
+        for level, needed in self._too_small():
+            where = "" if level.level == "flat" else f" of level {level.level!r}"
+            raise RuntimeError(
+                f"{type(self).__name__}: a pair of ranks needed {needed} rows but "
+                f"capacity{where} is {level.capacity}; tokens were left out. Set it to at "
+                f"least {needed} and run the step again, see grow_and_rerun"
+            )
 
     def grow(self) -> bool:
         """Makes capacity what was needed since the last check; whether it had to.
 
         Collective over the group, and one sync. The answer is the same on all ranks.
         """
-        if self.capacity is None:
-            return False
-        grew = False
-        for level, needed in zip(self.levels, self._required()):
-            if level.capacity is not None and needed > level.capacity:
-                level.capacity, grew = needed, True
-        return grew
+        small = self._too_small()
+        for level, needed in small:
+            level.capacity = needed
+        return bool(small)
 
 
 class TokenSwitchHierarchical(TokenSwitchAllToAll):
@@ -573,16 +563,14 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
     ``n * L + l``: it holds the experts of that E/(N*L)-th.
 
     Dispatch sends each token once to every node n with one of its experts, from rank
-    (m, l) to the rank (n, l) of the same local index, and that rank sends it once to every
-    rank of the node with one of its experts. Where several ranks of a node have experts
-    of a token, the slower network between nodes carries it once, not once per rank.
-    Combine is the way back: with ``combine="reduce"`` rows are summed on the expert rank,
-    then on the relay, then at the source; with ``"exact"`` the relay forwards the rows of
-    all slots, and the source adds them in slot order.
+    (m, l) to the rank (n, l), the relay, and that one sends it once to every rank of the node
+    with one of its experts: the slower network carries it once, not once per rank. Combine
+    is the way back. With ``combine="reduce"`` rows are summed on the expert rank, then on
+    the relay, then at the source; with ``"exact"`` the relay forwards those of all slots.
 
-    The relay computes the second level's routing from the ids that it received. In
-    compact mode every rank tells the relays beforehand how much each rank of the node
-    will get, so that the sizes of both levels are read in one host sync.
+    The relay routes by the ids that it received. In compact mode every rank tells the
+    relays beforehand how much each rank of the node will get, so that the sizes of both
+    levels are read in one host sync.
 
     Args:
         mesh (DeviceMesh): (N, L) nodes and ranks of a node.
@@ -597,8 +585,7 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
         wire_dtype (torch.dtype, optional): as of :class:`TokenSwitchAllToAll`. Rows
             are rounded once, at their source. Default: None
 
-    Its methods are those of :class:`TokenSwitchAllToAll`; ``required_capacity`` returns
-    one number per level.
+    Its methods are those of :class:`TokenSwitchAllToAll`, with one capacity per level.
     """
 
     def __init__(
@@ -616,9 +603,8 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
                 f"{name}: mesh must have 2 dimensions (node, local), got "
                 f"{mesh.ndim} of shape {tuple(mesh.shape)}"
             )
-        self._check_options(
-            num_experts, mesh.mesh.flatten().tolist(), combine, wire_dtype
-        )
+        ranks = mesh.mesh.flatten().tolist()
+        self._check_options(num_experts, ranks, combine, wire_dtype)
         node, local = self._capacities(capacity)
         groups, per_node = mesh.get_all_groups(), num_experts // mesh.size(0)
         for dim in range(2):
@@ -633,9 +619,7 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             Exchange(groups[1], per_node, local, level="local"),
         )
 
-    def _capacities(
-        self, capacity: tuple[int, int] | None
-    ) -> tuple[int | None, int | None]:
+    def _capacities(self, capacity: Any) -> tuple[int | None, ...]:
         if capacity is None:
             return None, None
         if not isinstance(capacity, tuple) or len(capacity) != 2:
@@ -643,29 +627,8 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
                 f"{type(self).__name__}: capacity must be None or a tuple (rows per "
                 f"pair of nodes, rows per pair of ranks of a node), got {capacity!r}"
             )
-        for value in capacity:
-            self._check_capacity("capacity", value)
-        return capacity
-
-    @property
-    # pyrefly: ignore[bad-override]
-    def capacity(self) -> tuple[int, int] | None:
-        """Rows for every pair of nodes, and of ranks of a node; None for compact."""
-        node, local = (level.capacity for level in self.levels)
-        return None if node is None or local is None else (node, local)
-
-    @capacity.setter
-    def capacity(self, capacity: tuple[int, int] | None) -> None:
-        for level, value in zip(self.levels, self._capacities(capacity)):
-            level.capacity = value
-
-    def required_capacity(self) -> tuple[int, int]:
-        """Capacity that the static routings since the last call needed, per level.
-
-        Collective over the mesh, and one sync.
-        """
-        node, local = self._required()
-        return node, local
+        checked = super()._capacities
+        return *checked(capacity[0]), *checked(capacity[1])
 
     def _plan(self, idx: Tensor) -> _Handle:
         node, local = self.levels
@@ -674,14 +637,6 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             return self._handle(node.static(demand), local)
         first, second = self._sizes(idx, demand)
         return self._handle(node.compact(demand, *first), local, second)
-
-    def _next_route(self, handle: _Handle, idx: Tensor) -> Route:
-        # What arrived is routed again: ids of the node's experts.
-        local = self.levels[1]
-        demand = local.demand(idx)
-        if handle.sizes is None:
-            return local.static(demand)
-        return local.compact(demand, *handle.sizes)
 
     def _sizes(self, idx: Tensor, demand: Demand) -> list[tuple[Splits, Splits]]:
         """Exact sizes of both levels, in one host sync."""
@@ -705,3 +660,140 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             (Splits(send[0], recv[0]), Splits(send[1], recv[1]))
             for send, recv in (read[:2], read[2:])
         ]
+
+
+class _Buffers(NamedTuple):
+    """Message of this rank and of all ranks, their parts, and the local ids made of them."""
+
+    mine: Tensor
+    all_ranks: Tensor
+    sent: list[Tensor]
+    received: list[Tensor]
+    local: Tensor
+
+
+class TokenSwitchAllGather(_Switch):
+    """Token switch for decoding: every rank gets all tokens and keeps what is its own.
+
+    For few tokens, where a message costs more than its bytes. Buffers are made at the
+    first use and have ``max_tokens`` rows for every rank, whatever T is; no value is read
+    on the host, so that a CUDA graph can hold it.
+
+    No gradients. The rows, weights and ids that ``dispatch`` returns are views of the
+    buffers, valid until the next dispatch; what ``combine`` returns is a new tensor.
+
+    Args:
+        group (ProcessGroup): ranks that share the experts; rank r of it holds the
+            experts ``[r * E/W, (r + 1) * E/W)``.
+        num_experts (int): number E of experts, a multiple of the W ranks.
+
+    Keyword Args:
+        max_tokens (int): most tokens of a rank; equal on all ranks.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, num_experts: int, *, max_tokens: int
+    ) -> None:
+        name = type(self).__name__
+        self._set_experts(num_experts, dist.get_process_group_ranks(group))
+        if max_tokens < 1:
+            raise ValueError(f"{name}: max_tokens must be at least 1, got {max_tokens}")
+        inherit_timeout(group)
+        self._group_name = group.group_name
+        self._first = dist.get_rank(group) * (num_experts // len(self.ranks))
+        self._max_tokens = max_tokens
+        self._buffers: dict[tuple[Any, ...], _Buffers] = {}
+        self._returned: dict[tuple[Any, ...], Tensor] = {}
+
+    def create_routing(
+        self,
+        topk_idx: Tensor,
+        per_expert_token_counts: Tensor | None = None,
+        *,
+        layout: str = "flat",
+    ) -> Routing:
+        """Nothing but checks; see :meth:`TokenSwitchAllToAll.create_routing`."""
+        name = type(self).__name__
+        self._check_ids(topk_idx, layout)
+        if topk_idx.shape[0] > self._max_tokens:
+            raise ValueError(
+                f"{name}: at most max_tokens = {self._max_tokens} tokens, got "
+                f"{topk_idx.shape[0]}"
+            )
+        if per_expert_token_counts is not None:
+            raise ValueError(f"{name}: per_expert_token_counts is not supported")
+        return Routing(handle=None, topk_idx=topk_idx, layout=layout)
+
+    def _groups(self) -> list[ProcessGroup]:
+        return [c10d._resolve_process_group(self._group_name)]
+
+    def _exact_recv_tokens(self, routing: Routing) -> int:
+        return len(self.ranks) * self._max_tokens
+
+    def _buffers_for(self, tokens: Tensor, topk_weights: Tensor) -> _Buffers:
+        D, K = tokens.shape[1], topk_weights.shape[1]
+        key = (D, K, tokens.dtype, topk_weights.dtype, tokens.device)
+        if key not in self._buffers:
+            self._must_agree(
+                num_experts=self._num_experts,
+                max_tokens=self._max_tokens,
+                D=D,
+                K=K,
+                tokens_dtype=tokens.dtype,
+                topk_weights_dtype=topk_weights.dtype,
+            )
+            rows, device = self._max_tokens, tokens.device
+            parts = [(D, tokens.dtype), (K, topk_weights.dtype), (K, torch.int32)]
+            # Not of inference mode, so that they can be written outside of it.
+            with torch.inference_mode(False):
+                mine = empty_message(rows, parts, device).zero_()
+                all_ranks = empty_message(len(self.ranks) * rows, parts, device).zero_()
+                local = torch.empty(len(all_ranks), K, dtype=torch.int64, device=device)
+                views = unpack(mine, parts), unpack(all_ranks, parts)
+                self._buffers[key] = _Buffers(mine, all_ranks, *views, local)
+        return self._buffers[key]
+
+    def _dispatch_new(
+        self,
+        routing: Routing,
+        tokens: Tensor,
+        topk_weights: Tensor,
+        max_recv_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ids = routing.topk_idx
+        self._check_tokens(ids, tokens, topk_weights)
+        buffers = self._buffers_for(tokens, topk_weights)
+        for source, sent in zip((tokens, topk_weights, ids), buffers.sent):
+            sent.narrow(0, 0, source.shape[0]).copy_(source)
+        # Rows without a token have no expert; what else is in them does not matter.
+        rest = self._max_tokens - ids.shape[0]
+        buffers.sent[2].narrow(0, ids.shape[0], rest).fill_(-1)
+        (group,) = self._groups()
+        dist.all_gather_into_tensor(buffers.all_ranks, buffers.mine, group=group)
+        values, weights, ids = buffers.received
+        local, local_experts = buffers.local, self._num_experts // len(self.ranks)
+        torch.sub(ids, self._first, out=local)
+        local.masked_fill_(local >= local_experts, -1).clamp_min_(-1)
+        return values, weights, local
+
+    def _combine_new(self, routing: Routing, expert_tokens: Tensor) -> Tensor:
+        T, W, rows = routing.topk_idx.shape[0], len(self.ranks), self._max_tokens
+        self._check_expert_tokens(expert_tokens, W * rows)
+        expert_tokens = expert_tokens.contiguous()
+        key = (expert_tokens.shape[1], expert_tokens.dtype, expert_tokens.device)
+        if key not in self._returned:
+            with torch.inference_mode(False):
+                self._returned[key] = torch.empty_like(expert_tokens)
+        returned = self._returned[key]
+        (group,) = self._groups()
+        dist.all_to_all_single(returned, expert_tokens, group=group)
+        wide = torch.float64 if returned.dtype == torch.float64 else torch.float32
+        rows_of_ranks = returned.view(W, rows, -1).narrow(1, 0, T)
+        return rows_of_ranks.sum(0, dtype=wide).to(returned.dtype)
+
+    def _dispatch_backward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "TokenSwitchAllGather: no gradients; train with 'all_to_all' or 'hierarchical'"
+        )
+
+    _dispatch_grad = _dispatch_backward

@@ -398,8 +398,7 @@ def _with_replicas(
 ) -> float | None:
     """Imbalance after ``torch.distributed._moe`` placed ``extra`` replicas."""
     try:
-        from torch.distributed._moe.placement import Topology
-        from torch.distributed._moe.planner import plan as place
+        from torch.distributed._moe.placement import plan as place, Topology
     except ImportError:
         return None
     ep = x.ep

@@ -58,11 +58,10 @@ class FusedRoutedExperts(RoutedExperts):
             y = F.moe_mlp(x, topk_expert_ids_TK, scores, w1, w2, w_up=w3)
             return y.type_as(x_TD)
         routing = self.switch.create_routing(topk_expert_ids_TK, layout="flat")
-        from torch.distributed._moe.switch import run_experts
 
         rows, scores, ids = self.switch.dispatch(routing, x, scores)
         slots = self.switch.num_slots(routing)
-        y = run_experts(rows, ids, scores, w1, w2, slots, w_up=w3)
+        y = F._moe_mlp_in_rows(rows, ids, scores, w1, w2, num_rows=slots, w_up=w3)
         return self.switch.combine(routing, y).type_as(x_TD)
 
 

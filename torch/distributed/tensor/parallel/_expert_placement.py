@@ -8,22 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.balance import (
+from torch.distributed._moe.placement import Placement, plan, Topology
+from torch.distributed._moe.replicas import (
+    lent,
+    migrate,
     plan_step,
     reroute,
+    send_rows,
     split_by_source,
     StepPlan,
-)
-from torch.distributed._moe.placement import (
-    lent,
-    LoadStats,
-    migrate,
-    Placement,
-    send_rows,
     sum_replica_gradients,
-    Topology,
 )
-from torch.distributed._moe.planner import plan
 
 
 if TYPE_CHECKING:
@@ -32,7 +27,141 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
 
 
-__all__ = ["ExpertPlacement", "PlacedLayer"]
+__all__ = ["ExpertPlacement", "LoadStats", "PlacedLayer"]
+
+
+class LoadStats:
+    """Exponential average of token copies per layer and expert over all ranks.
+
+    :meth:`record` adds the router's counts on their device. :meth:`start` begins
+    one asynchronous sum over ranks, :meth:`result` takes it in a later step, when
+    it has long arrived. Neither reads a value on the host, except ``result``.
+
+    What a backward records is not counted: activation checkpointing runs a layer again
+    there.
+
+    Args:
+        num_layers (int): number of MoE layers.
+        num_experts (int): number of experts of each.
+
+    Keyword Args:
+        group (ProcessGroup, optional): ranks to sum over. Default: the default
+            group
+        decay (float): weight of the past in the average, in [0, 1). Default: 0.9
+        device (torch.device, optional): device of the counts. Default: cpu
+
+    Example::
+        >>> # xdoctest: +SKIP("needs a process group")
+        >>> stats = LoadStats(num_layers=24, num_experts=64)
+        >>> for layer, counts in enumerate(counts_of_this_step):
+        ...     stats.record(layer, counts)
+        >>> if step % 100 == 0:
+        ...     stats.start()
+        >>> if step % 100 == 50 and stats.pending:
+        ...     loads = stats.result()  # then plan(loads[layer], topology)
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        *,
+        group: ProcessGroup | None = None,
+        decay: float = 0.9,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
+        # By name, as a group that is kept alive keeps its threads.
+        self._group_name = None if group is None else group.group_name
+        self._decay = decay
+        self._sums = torch.zeros(
+            num_layers, num_experts, dtype=torch.int64, device=device
+        )
+        self._flight: tuple[Tensor, dist.Work] | None = None
+        self._average: Tensor | None = None
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        if self._group_name is None:
+            return None
+        return c10d._resolve_process_group(self._group_name)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a sum was started and not yet taken."""
+        return self._flight is not None
+
+    def record(self, layer: int, counts: Tensor) -> None:
+        """Adds the counts of one forward pass of one layer.
+
+        Args:
+            layer (int): index of the layer.
+            counts (Tensor): (num_experts) integer, on the device of this object.
+        """
+        if counts.shape != self._sums.shape[1:]:
+            raise ValueError(
+                f"LoadStats.record: counts must have shape "
+                f"({self._sums.shape[1]},), got {tuple(counts.shape)}"
+            )
+        if not torch.compiler.is_compiling():
+            # Inside a backward: a layer that is recomputed was counted before.
+            if torch._C._current_graph_task_id() != -1:
+                return
+        self._sums[layer] += counts
+
+    def start(self) -> None:
+        """Begins to sum over ranks what was recorded since the last start."""
+        if self._flight is not None:
+            raise RuntimeError("LoadStats.start: take result() of the last start first")
+        snapshot = self._sums.clone()
+        self._sums.zero_()
+        work = dist.all_reduce(snapshot, group=self._group, async_op=True)
+        self._flight = (snapshot, work)
+
+    def result(self) -> Tensor:
+        """Waits for the sum and adds it to the average.
+
+        Returns:
+            Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
+        """
+        if self._flight is None:
+            raise RuntimeError("LoadStats.result: call start() first")
+        snapshot, work = self._flight
+        work.wait()
+        self._flight = None
+        latest = snapshot.double().cpu()
+        if self._average is None:
+            self._average = latest
+        else:
+            self._average = self._average.lerp(latest, 1 - self._decay)
+        return self._average.clone()
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Average, and what was recorded since the last sum. Collective.
+
+        A sum in flight is taken first. Equal on all ranks, so that one of them may save it.
+        """
+        if self.pending:
+            self.result()
+        recorded = self._sums.clone()
+        dist.all_reduce(recorded, group=self._group)
+        average = None if self._average is None else self._average.clone()
+        return {"recorded": recorded, "average": average}
+
+    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
+        """Goes on from ``state``, on as many ranks as one likes."""
+        recorded, average = state["recorded"], state["average"]
+        if recorded is None or recorded.shape != self._sums.shape:
+            got = None if recorded is None else tuple(recorded.shape)
+            raise ValueError(
+                "LoadStats: state must be of (num_layers, num_experts) = "
+                f"{tuple(self._sums.shape)}, got {got}"
+            )
+        self._flight = None
+        # It is the sum over all ranks: counted once.
+        self._sums.copy_(recorded if dist.get_rank(self._group) == 0 else recorded * 0)
+        self._average = None if average is None else average.clone()
 
 
 def _even_split(counts: Tensor, slots_of: Tensor) -> Tensor:

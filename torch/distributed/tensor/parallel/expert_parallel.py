@@ -9,7 +9,6 @@ from typing import Any, cast, Literal, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
-from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.schedule import (
     grow_and_rerun,
     OverlapSchedule,
@@ -17,6 +16,7 @@ from torch.distributed._moe.schedule import (
     sequential_schedule,
 )
 from torch.distributed._moe.switch import (
+    TokenSwitchAllGather,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
