@@ -36,7 +36,7 @@ from typing import NamedTuple
 import check
 import shapes
 from peers import make_peers, OURS, Peer, too_costly
-from report import console, mib, progress, show, spread_text
+from report import console, figure, make_parser, mib, progress, show, spread_text
 from shapes import make_operands, Operands, Row
 
 import torch
@@ -385,14 +385,12 @@ def print_table(rows: Sequence[dict]) -> None:
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
     """Ratios, shares of the bound, and the two sweeps, as one PNG."""
-    import matplotlib
+    grid = {"figsize": (13, 11), "height_ratios": (2, 1)}
+    with figure(path, 2, 2, **grid) as axes:
+        _plot_all(axes, rows)
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(
-        2, 2, figsize=(13, 11), height_ratios=(2, 1), layout="constrained"
-    )
+def _plot_all(axes, rows: list[dict]) -> None:
     y, medians = range(len(rows)), [r["ratio"]["median"] for r in rows]
     ends = list(zip(*(r["ratio"]["interval"] for r in rows)))
     errors = [[abs(m - v) for m, v in zip(medians, side)] for side in ends]
@@ -406,9 +404,6 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
         axis.invert_yaxis()
     for axis, sweep in zip(axes[1], ("constant K", "constant FLOPs")):
         _plot_sweep(axis, rows, sweep)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _plot_sweep(axes, rows: list[dict], sweep: str) -> None:
@@ -432,9 +427,7 @@ def _plot_sweep(axes, rows: list[dict], sweep: str) -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--rows", nargs="+", metavar="PATTERN", help="only these rows")
     add("--list", action="store_true", help="print ids of rows, no run")

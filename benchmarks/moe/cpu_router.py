@@ -11,13 +11,12 @@ are others in every call: what a branch predictor learns from some is of no use 
 is lost where ours takes more than 1.1 times the faster of the two.
 """
 
-import argparse
 import itertools
 import pathlib
 from collections.abc import Callable
 
 from peers import route
-from report import progress, show
+from report import make_parser, progress, show
 from shapes import ROUTER_SHAPES
 
 import torch
@@ -109,9 +108,7 @@ def measure_orders() -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
     parser.add_argument("--rounds", type=int, default=200, help="calls of each router")
     parser.add_argument("--threads", type=int, help="of the operators")

@@ -7,10 +7,9 @@ addresses where those are not permitted). One MoE layer per row: bytes on the wi
 fewest that would do, seconds of a step and of its parts, what the cost model
 predicts for the collectives beside what they took, before and after placement of the experts, bfloat16 and FP8
 rows, flat and hierarchical switch. Then, without ranks, the balance that placement reaches on
-bigger machines, and what chunks of tokens could hide. Prints tables; writes ep.json.
+bigger machines. Prints tables; writes ep.json.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -21,7 +20,6 @@ from collections.abc import Callable
 
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.distributed._tools.moe_cost_model import choose_chunks
 from torch.testing._internal.moe_generators import recorded_routing
 
 
@@ -29,14 +27,13 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from ep_rank import counts_of, EXPERTS, routed
-from report import show, spread_text
+from report import make_parser, show, spread_text
 from two_hosts import two_hosts
 
 from measure import provenance, write_json
 
 
 RANKS_PER_HOST = 2
-CHUNKS = (1, 2, 4, 8)
 RANK_SCRIPT = pathlib.Path(__file__).with_name("ep_rank.py")
 
 
@@ -120,42 +117,6 @@ def placements(seeds: int) -> list[dict[str, object]]:
     return rows
 
 
-def overlaps(measured: dict) -> list[dict[str, object]]:
-    """Simulated forward of the recorded routing in chunks, from the parts as measured."""
-    rows = []
-    for case in measured["cases"]:
-        if (
-            case["routing"] != "recorded"
-            or case["placed"]
-            or case["wire"] != "bfloat16"
-        ):
-            continue
-        experts = case["experts_seconds"][0] / 3  # forward: one of three products
-        switch = case["switch_seconds"][0]
-        there = total(case, "rows", "scales", "ids", "weights", "sizes")
-        share = there / (there + total(case, "returned"))
-        start = sum(measured["links"][level]["start"] for level in case["levels"])
-        whole = (switch * share, experts, switch * (1 - share))
-
-        def parts(n: int) -> tuple[float, float, float]:
-            # Even parts; each chunk starts its exchanges once more.
-            more = start if n > 1 else 0.0
-            dispatch, work, combine = (seconds / n for seconds in whole)
-            return dispatch + more, work, combine + more
-
-        times = {n: t for t, n in choose_chunks(parts, candidates=CHUNKS)}
-        rows.append(
-            {
-                "switch": case["switch"],
-                "dim": case["dim"],
-                "forward_seconds": {str(n): times[n] for n in CHUNKS},
-                "gain": times[1] / min(times.values()),
-                "bound": (switch + experts) / max(switch, experts),
-            }
-        )
-    return rows
-
-
 def name_of(row: dict) -> str:
     placed = ", placed" if row["placed"] else ""
     return f"{row['routing']}, {row['switch']}{placed}"
@@ -228,21 +189,11 @@ def show_all(result: dict) -> None:
             "plan ms": "plan_ms",
         },
     )
-    chunks = {
-        f"{n} chunks": lambda r, n=n: 1e3 * r["forward_seconds"][str(n)] for n in CHUNKS
-    }
-    show(
-        "Simulated forward in chunks of tokens, ms, from the parts above; gain and its bound",
-        result["overlaps"],
-        {"switch": "switch", "D": "dim", **chunks, "gain": "gain", "bound": "bound"},
-    )
 
 
 def main() -> int:
     default_out = pathlib.Path(__file__).resolve().parents[2] / "build" / "ep"
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="small: does it run at all")
     add("--out", type=pathlib.Path, default=default_out, help="folder to write")
@@ -259,7 +210,6 @@ def main() -> int:
         "settings": dataclasses.asdict(sizes),
         **measured,
         "placements": placements(2 if arguments.quick else 10),
-        "overlaps": overlaps(measured),
     }
     result["seconds"] = time.perf_counter() - start
     for path in (arguments.out / "ep.json", arguments.json):

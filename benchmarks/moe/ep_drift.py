@@ -10,16 +10,13 @@ is the same in all three. Gloo ranks, one thread each.
 """
 
 import argparse
-import json
 import math
 import pathlib
-import tempfile
 
-from report import show
+from report import figure, make_parser, show
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed._moe.schedule import sequential_schedule
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
 from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
 
-from measure import end_rank, provenance, write_json
+from measure import on_gloo_ranks, over_ranks, provenance, write_json
 
 
 D, HIDDEN, E, K, TOKENS = 64, 32, 32, 4, 256  # tokens of a rank
@@ -81,57 +78,36 @@ def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:  # 
             if not isinstance(p, DTensor):
                 dist.all_reduce(p.grad)
         optimizer.step()
-        seen = torch.zeros(mesh.size() + 1, dtype=torch.float64)
-        seen[dist.get_rank()], seen[-1] = copies[-1], loss.item()
-        dist.all_reduce(seen)
-        *loads, total = seen.tolist()
+        seen = [0.0] * mesh.size() + [loss.item()]
+        seen[dist.get_rank()] = copies[-1]
+        *loads, total = over_ranks(seen, dist.ReduceOp.SUM)
         balance.append(max(loads) * len(loads) / sum(loads))
         losses.append(total / mesh.size())
     return {"imbalance": balance, "loss": losses}
 
 
-def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks
-    )
+def train_all(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("ep",))
-    seen = {name: train(options, args.steps, mesh) for name, options in FORMS.items()}
-    if rank == 0:
-        pathlib.Path(folder, "seen.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
-    end_rank()
+    return {name: train(options, args.steps, mesh) for name, options in FORMS.items()}
 
 
 def plot(seen: dict, path: pathlib.Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for name, curves in seen.items():
-        left.plot(curves["imbalance"], label=name)
-        right.plot(curves["loss"], label=name)
-    left.set(xlabel="step", ylabel="heaviest rank / mean", ylim=(0.95, None))
-    right.set(xlabel="step", ylabel="loss")
-    left.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with figure(path, 1, 2, figsize=(9, 3.4)) as (left, right):
+        for name, curves in seen.items():
+            left.plot(curves["imbalance"], label=name)
+            right.plot(curves["loss"], label=name)
+        left.set(xlabel="step", ylabel="heaviest rank / mean", ylim=(0.95, None))
+        right.set(xlabel="step", ylabel="loss")
+        left.legend(fontsize=8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON and plot")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, args), nprocs=args.ranks)
-        seen = json.loads(pathlib.Path(folder, "seen.json").read_text())
+    seen = on_gloo_ranks(args.ranks, train_all, args)[0]
     plain = seen["in order"]["loss"]
     rows = []
     for form, curves in seen.items():

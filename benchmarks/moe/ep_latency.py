@@ -13,84 +13,46 @@ Ratios are of one round: the plain dispatcher's time over ours. ``wall`` is of t
 """
 
 import argparse
-import datetime
-import json
+import functools
 import pathlib
-import tempfile
 import time
 from collections.abc import Callable
 
-from report import show
+from ep_rank import RankLayer
+from report import make_parser, show
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe.switch import TokenSwitchAllGather, TokenSwitchAllToAll
+from torch.distributed._token_switch import TokenSwitch
 
-from measure import end_rank, provenance, ratio_record, spread, write_json
+from measure import (
+    interleaved_seconds,
+    on_gloo_ranks,
+    over_ranks,
+    provenance,
+    ratio_record,
+    spread,
+    write_json,
+)
 
 
-TIMEOUT = datetime.timedelta(seconds=120)
 DECODE_TOKENS = 128  # a rank, at most
 SIZES = {"D": 1024, "F": 256, "E": 32, "K": 4}
 
 
-class Layer:
-    """Operands of one rank; subclasses say how tokens travel."""
-
-    def __init__(self, tokens: int, num_ranks: int) -> None:
-        D, hidden, E, K = SIZES.values()
-        gen = torch.Generator().manual_seed(dist.get_rank())
-
-        def leaf(*size: int, std: float = 1.0) -> Tensor:
-            return (torch.randn(size, generator=gen) * std).bfloat16().requires_grad_()
-
-        self.x = leaf(tokens, D)
-        self.ids = torch.rand(tokens, E, generator=gen).topk(K, 1).indices
-        self.weights = torch.rand(tokens, K, generator=gen).requires_grad_()
-        self.w_in = leaf(E // num_ranks, 2 * hidden, D, std=D**-0.5)
-        self.w_out = leaf(E // num_ranks, D, hidden, std=hidden**-0.5)
-        self.grad = torch.randn(tokens, D, generator=gen).bfloat16()
-
-    def exchange(self, compute: bool) -> Tensor:
-        raise NotImplementedError
-
-    def there_and_back(self) -> None:
-        with torch.no_grad():
-            self.exchange(compute=False)
-
-    def forward(self) -> None:
-        with torch.no_grad():
-            self.exchange(compute=True)
-
-    def step(self) -> None:
-        leaves = (self.x, self.weights, self.w_in, self.w_out)
-        torch.autograd.grad(self.exchange(compute=True), leaves, self.grad)
+def make_layer(kind: type[RankLayer], switch: TokenSwitch | None, T: int) -> RankLayer:
+    gen = torch.Generator().manual_seed(dist.get_rank())
+    D, hidden, E, K = SIZES.values()
+    ids = torch.rand(T, E, generator=gen).topk(K, 1).indices
+    return kind(switch, ids, D, hidden, E)
 
 
-class Switched(Layer):
-    def __init__(self, switch, tokens: int) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(tokens, len(switch.ranks))
-        self.switch = switch
-
-    def exchange(self, compute: bool) -> Tensor:
-        routing = self.switch.create_routing(self.ids, layout="flat")
-        rows, weights, ids = self.switch.dispatch(routing, self.x, self.weights)
-        if compute:
-            slots = None
-            if isinstance(self.switch, TokenSwitchAllToAll):
-                slots = self.switch.num_slots(routing)
-            rows = F._moe_mlp_in_rows(
-                rows, ids, weights, self.w_in, self.w_out, num_rows=slots
-            )
-        return self.switch.combine(routing, rows)
-
-
-class Plain(Layer):
-    def exchange(self, compute: bool) -> Tensor:
+class Plain(RankLayer):
+    def forward(self, compute: bool = True) -> Tensor:
         E, K, W = SIZES["E"], SIZES["K"], dist.get_world_size()
         group = dist.group.WORLD
         counts = torch.histc(self.ids.flatten().float(), E, 0, E).long()
@@ -120,50 +82,42 @@ class Plain(Layer):
         return torch.zeros_like(self.x).index_add(0, tokens, rows)
 
 
+def clocks() -> Tensor:
+    """Of the wall, and of the process."""
+    return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
+
+
 def measure(
-    layers: dict[str, Layer], what: Callable[[Layer], None], rounds: int
+    layers: dict[str, RankLayer], what: Callable[[RankLayer], None], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every round by layer and clock; ``wall`` of the slowest rank."""
-    times: dict[str, list[list[float]]] = {name: [] for name in layers}
-    names = list(layers)
-    for i in range(rounds + 2):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            dist.barrier()
-            start = time.perf_counter(), time.process_time()
-            what(layers[name])
-            end = time.perf_counter(), time.process_time()
-            if i >= 2:
-                times[name].append([b - a for a, b in zip(start, end)])
-    out = {}
-    for name, values in times.items():
-        both = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        out[name] = dict(zip(("wall", "cpu"), both.t().tolist()))
-    return out
+    """Seconds of every round by layer and clock, of the slowest rank."""
+    calls = {name: functools.partial(what, layer) for name, layer in layers.items()}
+    times = interleaved_seconds(
+        calls, rounds=rounds, warmup=2, before=lambda: dist.barrier(), clock=clocks
+    )
+    return {
+        name: dict(zip(("wall", "cpu"), map(over_ranks, torch.stack(values).t())))
+        for name, values in times.items()
+    }
 
 
-def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank,
-        world_size=args.ranks, timeout=TIMEOUT,
-    )  # fmt: skip
+def measure_all(args: argparse.Namespace) -> list[dict[str, object]]:
     E, rows = SIZES["E"], []
     switch = TokenSwitchAllToAll(dist.group.WORLD, E)
     decode = TokenSwitchAllGather(dist.group.WORLD, E, max_tokens=DECODE_TOKENS)
     for tokens in args.tokens:
         layers = {
-            "plain": Plain(tokens, args.ranks),
-            "switch": Switched(switch, tokens),
+            "plain": make_layer(Plain, None, tokens),
+            "switch": make_layer(RankLayer, switch, tokens),
         }
         parts = {
-            "exchange": Layer.there_and_back,
-            "forward": Layer.forward,
-            "forward+backward": Layer.step,
+            "exchange": RankLayer.there_and_back,
+            "forward": lambda layer: torch.no_grad()(layer.forward)(),
+            "forward+backward": RankLayer.step,
         }
         for part, what in parts.items():
             if tokens <= DECODE_TOKENS and part != "forward+backward":
-                layers["decode"] = Switched(decode, tokens)
+                layers["decode"] = make_layer(RankLayer, decode, tokens)
             else:
                 layers.pop("decode", None)
             rounds = max(9, min(args.rounds, 40_000 // tokens))
@@ -178,17 +132,11 @@ def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
                     row[f"plain_{clock}_ms"] = 1e3 * spread(a).median
                     row[f"{clock}_ratio"] = ratio_record(a, b)
                 rows.append(row)
-    if rank == 0:
-        pathlib.Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
-    end_rank()
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[8, 32, 128, 512, 2048, 4096]
@@ -197,9 +145,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, args), nprocs=args.ranks)
-        rows = json.loads(pathlib.Path(folder, "rows.json").read_text())
+    rows = on_gloo_ranks(args.ranks, measure_all, args)[0]
     show(
         f"{args.ranks} gloo ranks, {SIZES}: ms, and plain / ours (interval)",
         rows,

@@ -16,19 +16,15 @@ longer it is, the more of the communication is what the simulation assumes.
 
 import argparse
 import contextlib
-import datetime
 import functools
-import json
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe.exchange import Exchange, Splits
@@ -44,13 +40,18 @@ from torch.distributed._moe.switch import TokenSwitchAllToAll
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from ep_rank import RankLayer
-from report import show, spread_text
+from report import make_parser, show, spread_text
 from shapes import OVERLAP_SHAPE, Shape
 
-from measure import interleaved_seconds, provenance, Spread, spread, write_json
-
-
-TIMEOUT = datetime.timedelta(seconds=60)
+from measure import (
+    interleaved_seconds,
+    on_gloo_ranks,
+    over_ranks,
+    provenance,
+    Spread,
+    spread,
+    write_json,
+)
 
 
 @contextlib.contextmanager
@@ -112,13 +113,6 @@ class Layer(RankLayer):
         return functions
 
 
-def slowest(seconds: dict, rounds: int) -> dict:
-    """Of every round, the rank that took longest."""
-    all_times = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    dist.all_reduce(all_times, dist.ReduceOp.MAX)
-    return dict(zip(seconds, all_times.view(-1, rounds).tolist(), strict=True))
-
-
 def part_seconds(times: dict, chunks: int) -> PartSeconds:
     def medians(part: str) -> tuple[float, ...]:
         each = (times[part, chunks, chunk] for chunk in range(chunks))
@@ -148,12 +142,11 @@ def measure_link(
     functions["sequential"] = functools.partial(layer.run, sequential_schedule)
     for key, schedule in schedules.items():
         functions[key] = functools.partial(layer.run, schedule)
-    times = slowest(
-        interleaved_seconds(
-            functions, rounds=args.rounds, warmup=2, before=lambda: dist.barrier()
-        ),
-        args.rounds,
+    seconds = interleaved_seconds(
+        functions, rounds=args.rounds, warmup=2, before=lambda: dist.barrier()
     )
+    # Of every round, the rank that took longest.
+    times = {name: over_ranks(values) for name, values in seconds.items()}
     plain = part_seconds(times, 1)
     sequential = spread(times["sequential"])
     rows = []
@@ -181,27 +174,18 @@ def measure_link(
     return rows
 
 
-def rank_main(rank: int, folder: str, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", args.ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=args.ranks, timeout=TIMEOUT
-    )
+def measure_links(args: argparse.Namespace) -> list[dict[str, object]]:
     sizes = (getattr(args, name) for name in OVERLAP_SHAPE.sizes())
     layer = Layer(Shape("overlap", *sizes))
     rows = measure_link(layer, "gloo", args)
     for rate in args.link_gb_per_s:
         with slow_link(layer.switch, 1e9 * rate):
             rows += measure_link(layer, f"{rate} GB/s, no core", args)
-    if rank == 0:
-        pathlib.Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     for name, value in OVERLAP_SHAPE.sizes().items():
         parser.add_argument(f"-{name}", type=int, default=value)
     parser.add_argument("--ranks", type=int, default=2)
@@ -211,9 +195,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (folder, args), nprocs=args.ranks)
-        rows = json.loads(pathlib.Path(folder, "rows.json").read_text())
+    rows = on_gloo_ranks(args.ranks, measure_links, args)[0]
     columns = {n: n for n in rows[0] if "_measured_" not in n and n != "measured_ms"}
     for name in ("sequential_measured_ms", "measured_ms"):
         columns[name] = lambda r, n=name: spread_text(r[n])

@@ -5,7 +5,6 @@ Rank 0 of the (hosts, ranks per host) mesh writes one JSON with what all ranks s
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import os
@@ -39,10 +38,9 @@ sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from moe_placement import deduplicated_rows
 
-from measure import interleaved_seconds, spread
+from measure import interleaved_seconds, over_ranks, RANK_TIMEOUT, spread
 
 
-TIMEOUT = datetime.timedelta(seconds=60)
 EXPERTS, TOP_K = 64, 8  # those of the recorded routing
 WIRES = {"bfloat16": None, "float8": torch.float8_e4m3fn}
 
@@ -116,7 +114,7 @@ class RankLayer:
     """Operands of one rank of an expert-parallel layer, and its forward in parts.
 
     Args:
-        switch: of the layer.
+        switch: of the layer; may lack num_slots.
         ids: (T, K) of this rank.
         dim: D.
         hidden: F.
@@ -150,7 +148,8 @@ class RankLayer:
         """The routing, and (rows, ids, weights, number of slots) for :meth:`experts`."""
         routing = self.switch.create_routing(ids, layout="flat")
         rows, weights, ids = self.switch.dispatch(routing, x, weights)
-        return routing, (rows, ids, weights, self.switch.num_slots(routing))
+        num_slots = getattr(self.switch, "num_slots", lambda routing: None)
+        return routing, (rows, ids, weights, num_slots(routing))
 
     def experts(
         self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None
@@ -159,9 +158,19 @@ class RankLayer:
             rows, ids, weights, self.w_in, self.w_out, num_rows=num_rows
         )
 
-    def forward(self) -> Tensor:
+    def forward(self, compute: bool = True) -> Tensor:
+        """Of the layer, or without ``compute`` what its switch alone does in it."""
         routing, received = self.dispatch(self.x, self.ids, self.weights)
-        return self.switch.combine(routing, self.experts(*received))
+        rows = self.experts(*received) if compute else received[0]
+        return self.switch.combine(routing, rows)
+
+    def step(self) -> None:
+        leaves = (self.x, self.weights, self.w_in, self.w_out)
+        torch.autograd.grad(self.forward(), leaves, self.grad_y)
+
+    @torch.no_grad()
+    def there_and_back(self) -> None:
+        self.forward(compute=False)
 
 
 class Layer(RankLayer):
@@ -176,16 +185,6 @@ class Layer(RankLayer):
         self.of_ranks = list(everyone.chunk(ranks))
         switch = make_switch(case, mesh)
         super().__init__(switch, self.of_ranks[rank], case.dim, hidden, EXPERTS)
-
-    def step(self) -> None:
-        leaves = (self.x, self.weights, self.w_in, self.w_out)
-        torch.autograd.grad(self.forward(), leaves, self.grad_y)
-
-    @torch.no_grad()
-    def there_and_back(self) -> None:
-        """What the switch alone does in a forward."""
-        routing, (rows, *_) = self.dispatch(self.x, self.ids, self.weights)
-        self.switch.combine(routing, rows)
 
     def experts_only(self) -> Callable[[], None]:
         """The step's computation on the rows that this rank receives."""
@@ -234,18 +233,6 @@ class SendTimer:
         return out
 
 
-def sum_over_ranks(values: list[float]) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def max_over_ranks(values: list[float]) -> list[float]:
-    largest = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.tolist()
-
-
 def fit_links(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
     """Start of an all-to-all and bytes/s a rank sends to others, at each level."""
     groups = {"flat": dist.group.WORLD, "node": mesh.get_group(0)}
@@ -288,9 +275,9 @@ def measure_bytes(layer: Layer, mesh: DeviceMesh, rounds: int) -> dict[str, obje
         sent = dict(wire.sent[level])
         names = ("rows", "scales", "returned", "ids", "weights", "sizes")
         mine = [sent.get(name, 0) for name in names]
-        total = dict(zip(names, sum_over_ranks(mine), strict=True))
+        total = dict(zip(names, over_ranks(mine, dist.ReduceOp.SUM), strict=True))
         dispatched = case.dim * (1 if case.wire == "float8" else 2)
-        heaviest = max_over_ranks([sum(mine)])[0]
+        heaviest = over_ranks([sum(mine)])[0]
         levels[level] = total | {
             "minimum_rows": sum(per_rank) * dispatched,
             "minimum_returned": sum(per_rank) * case.dim * 2,
@@ -307,7 +294,7 @@ def measure_bytes(layer: Layer, mesh: DeviceMesh, rounds: int) -> dict[str, obje
         after = interface_bytes()
         first = dist.get_rank() % mesh.size(1) == 0
         sent = (after - before) / rounds if first and after is not None else 0
-        seen = sum_over_ranks([sent])[0]
+        seen = over_ranks([sent], dist.ReduceOp.SUM)[0]
     return {
         "levels": levels,
         "crossing_rows": crossing_rows(layer, mesh.size(1)),
@@ -329,7 +316,7 @@ def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
     for i, layer in enumerate(layers):
         row: dict[str, object] = {}
         for part in ("step", "switch", "experts"):
-            slowest = max_over_ranks(seconds[i, part])
+            slowest = over_ranks(seconds[i, part])
             row[f"{part}_seconds"] = spread(slowest)
         wire: dict[str, list[float]] = {}
         for _ in range(rounds):
@@ -338,11 +325,11 @@ def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
             for level, value in timer.seconds.items():
                 wire.setdefault(level, []).append(value)
         row["wire_seconds"] = {
-            level: max_over_ranks([median(values)])[0] for level, values in wire.items()
+            level: over_ranks([median(values)])[0] for level, values in wire.items()
         }
         loads = [0.0] * dist.get_world_size()
         loads[dist.get_rank()] = float(layer.rows_here())
-        loads = sum_over_ranks(loads)
+        loads = over_ranks(loads, dist.ReduceOp.SUM)
         row["imbalance"] = max(loads) * len(loads) / sum(loads)
         rows.append(row)
     return rows
@@ -373,7 +360,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    dist.init_process_group("gloo", timeout=RANK_TIMEOUT)
     shape = (arguments.hosts, dist.get_world_size() // arguments.hosts)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
     links = fit_links(mesh)

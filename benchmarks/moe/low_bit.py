@@ -17,13 +17,12 @@ one thread sums a large tensor in the same round. ``experts`` is how many a call
 median; K * T / experts rows each.
 """
 
-import argparse
 import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
-from report import progress, show
+from report import make_parser, progress, show
 
 import torch
 import torch.nn.functional as F
@@ -312,9 +311,7 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
     parser.add_argument("--quick", action="store_true", help="a tiny shape, few rounds")
     parser.add_argument(

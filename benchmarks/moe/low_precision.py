@@ -19,7 +19,7 @@ import itertools
 import pathlib
 
 from peers import MoEBlock
-from report import progress, show
+from report import make_parser, progress, show
 
 import torch
 import torch.nn.functional as F
@@ -147,9 +147,7 @@ def saved(T: int, D: int, H: int, E: int, K: int) -> list[dict[str, object]]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)

@@ -15,16 +15,20 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 
 Name = TypeVar("Name", bound=Hashable)
 MIN_ROUNDS = 3
+RANK_TIMEOUT = datetime.timedelta(seconds=120)  # of a collective, so that nothing hangs
 # About a millisecond of a GPU: longer than the host needs to queue a call.
 _QUEUE_CYCLES = 2_000_000
 
@@ -197,6 +201,35 @@ def peak_bytes(function: Callable[[], object]) -> int:
         allocated += size  # negative when freed
         peak = max(peak, allocated)
     return peak
+
+
+def on_gloo_ranks(ranks: int, function: Callable[..., object], *args: object) -> list:
+    """What ``function(*args)`` returns, as JSON has it, on each of so many ranks of one thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_gloo_rank, (ranks, folder, function, args), nprocs=ranks)
+        files = (pathlib.Path(folder, f"{rank}.json") for rank in range(ranks))
+        return [json.loads(file.read_text()) for file in files]
+
+
+def _gloo_rank(
+    rank: int, ranks: int, folder: str, function: Callable, args: tuple
+) -> NoReturn:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
+        timeout=RANK_TIMEOUT,
+    )  # fmt: skip
+    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(function(*args)))
+    dist.barrier()
+    dist.destroy_process_group()
+    end_rank()
+
+
+def over_ranks(values: Sequence[float], op: object = None) -> list[float]:
+    """The largest of all ranks, or another reduction."""
+    reduced = torch.as_tensor(values, dtype=torch.float64).clone()
+    dist.all_reduce(reduced, op or dist.ReduceOp.MAX)
+    return reduced.tolist()
 
 
 def end_rank() -> NoReturn:

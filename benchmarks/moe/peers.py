@@ -75,13 +75,14 @@ def loop_over_hit_experts(
     x_TD: Tensor,
     indices_TK: Tensor,
     weights_TK: Tensor,
-    w_in_EGD: Tensor | Sequence[Tensor],
-    w_out_EDF: Tensor | Sequence[Tensor],
+    w_in_EGD: Tensor,
+    w_out_EDF: Tensor,
     expert_order: Sequence[int] | None = None,
     *,
-    b_in_EG: Tensor | Sequence[Tensor] | None = None,
-    b_out_ED: Tensor | Sequence[Tensor] | None = None,
+    b_in_EG: Tensor | None = None,
+    b_out_ED: Tensor | None = None,
     gate: Callable[[Tensor], Tensor] = swiglu,
+    unbind: bool = False,
 ) -> Tensor:
     """Gather the tokens of one expert, two linears, weight, add back; the next expert.
 
@@ -90,8 +91,14 @@ def loop_over_hit_experts(
     Args:
         expert_order: the order in which experts are visited; None for ascending.
         gate: (rows, G) -> (rows, F).
+        unbind: without the largest cost: the gradient of ``w[expert]`` is as large as all of
+            ``w`` and there is one per expert; unbound once, ``w`` gets a single gradient.
     """
     num_experts = len(w_in_EGD)
+    parameters = (w_in_EGD, w_out_EDF, b_in_EG, b_out_ED)
+    if unbind:
+        parameters = (None if p is None else p.unbind() for p in parameters)
+    w_in, w_out, b_in, b_out = parameters
     mask_EKT = F.one_hot(indices_TK, num_experts).permute(2, 1, 0)
     hit_E = mask_EKT.sum((1, 2)).tolist()
     y_TD = torch.zeros_like(x_TD)
@@ -99,43 +106,15 @@ def loop_over_hit_experts(
         if not hit_E[expert]:
             continue
         choices, tokens = torch.where(mask_EKT[expert])
-        b_in = None if b_in_EG is None else b_in_EG[expert]
-        b_out = None if b_out_ED is None else b_out_ED[expert]
-        h = F.linear(x_TD[tokens], w_in_EGD[expert], b_in)
-        o = F.linear(gate(h), w_out_EDF[expert], b_out)
+        biases = (None if b is None else b[expert] for b in (b_in, b_out))
+        h = F.linear(x_TD[tokens], w_in[expert], next(biases))
+        o = F.linear(gate(h), w_out[expert], next(biases))
         o = o * weights_TK[tokens, choices, None]
         y_TD.index_add_(0, tokens, o.to(y_TD.dtype))
     return y_TD
 
 
-def loop_over_unbound_experts(
-    x_TD: Tensor,
-    indices_TK: Tensor,
-    weights_TK: Tensor,
-    w_in_EGD: Tensor,
-    w_out_EDF: Tensor,
-    expert_order: Sequence[int] | None = None,
-    *,
-    b_in_EG: Tensor | None = None,
-    b_out_ED: Tensor | None = None,
-    gate: Callable[[Tensor], Tensor] = swiglu,
-) -> Tensor:
-    """The same loop without its largest cost.
-
-    The gradient of ``w[expert]`` is as large as all of ``w`` and there is one per expert; unbound
-    once, ``w`` gets a single gradient.
-    """
-    return loop_over_hit_experts(
-        x_TD,
-        indices_TK,
-        weights_TK,
-        w_in_EGD.unbind(),
-        w_out_EDF.unbind(),
-        expert_order,
-        b_in_EG=None if b_in_EG is None else b_in_EG.unbind(),
-        b_out_ED=None if b_out_ED is None else b_out_ED.unbind(),
-        gate=gate,
-    )
+loop_over_unbound_experts = functools.partial(loop_over_hit_experts, unbind=True)
 
 
 def _sorted_by_expert(

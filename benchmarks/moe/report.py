@@ -1,8 +1,11 @@
 """What the benchmarks print: progress, and tables of rows; rich is all they need."""
 
+import argparse
 import contextlib
 import itertools
+import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import rich.box
 import rich.console
@@ -45,6 +48,28 @@ def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
     with rich.progress.Progress(*columns, console=console()) as bars:
         task = bars.add_task(title, total=total, detail="")
         yield lambda detail="": bars.update(task, advance=1, detail=detail)
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """With the docstring of a script as it is."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+@contextlib.contextmanager
+def figure(path: pathlib.Path, *grid: int, **options: object) -> Iterator[Any]:
+    """Axes of a figure that is then written as PNG; arguments are those of plt.subplots."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(*grid, layout="constrained", **options)
+    yield axes
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn.savefig(path, dpi=120)
+    plt.close(drawn)
 
 
 def spread_text(values: Iterable[float], scale: float = 1.0, digits: int = 1) -> str:

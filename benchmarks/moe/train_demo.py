@@ -62,9 +62,7 @@ LEARNED_AFTER = 200  # steps after which a model must know more than byte freque
 
 def parse_arguments() -> argparse.Namespace:
     default_out = pathlib.Path(__file__).resolve().parents[2] / "build" / "demo"
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     add = parser.add_argument
     add("--steps", type=int, help="training steps (default 200)")
     add("--seed", type=int, default=0, help="weights and order of the text")

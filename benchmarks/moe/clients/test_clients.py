@@ -1,5 +1,5 @@
 # Owner(s): ["module: nn"]
-"""F.moe_mlp inside transformers: five families against its eager code; weight layouts.
+"""F.moe_mlp inside transformers: five families against its eager code.
 
 The quick shard of matrix.py, which runs every experts class and whole models.
 """
@@ -15,15 +15,6 @@ from unittest import mock
 import matrix
 import moe_mlp_experts
 from families import build, FAMILIES
-from layouts import (
-    concatenate,
-    ExpertWeights,
-    from_torchtitan,
-    from_transformers,
-    interleave,
-    to_torchtitan,
-    to_transformers,
-)
 from moe_mlp_experts import NAME
 from transformers_experts import experts_of, fused_experts
 
@@ -249,70 +240,8 @@ class TestPatch(TestCase):
         self.assertEqual(added, (here / "moe_mlp_experts.py").read_text())
 
 
-class TestLayouts(TestCase):
-    @families
-    def test_transformers_round_trip(self, family):
-        experts = experts_of(build(family))[0]
-        weights = from_transformers(experts)
-        # Views: an optimizer step on the parameter is seen.
-        self.assertEqual(
-            weights.w_in.untyped_storage().data_ptr(),
-            experts.gate_up_proj.untyped_storage().data_ptr(),
-        )
-        layout = {
-            "is_transposed": experts.is_transposed,
-            "is_concatenated": experts.is_concatenated,
-        }
-        expected = dict(experts.state_dict())
-        for other in (weights, interleave(weights), concatenate(weights)):
-            state = to_transformers(other, **layout)
-            self.assertEqual(state, expected, atol=0, rtol=0)
-
-    def _weights(self, bias=False):
-        b_in, b_out = (torch.randn(3, 8), torch.randn(3, 5)) if bias else (None, None)
-        return ExpertWeights(torch.randn(3, 8, 5), torch.randn(3, 5, 4), b_in, b_out)
-
-    def test_torchtitan_round_trip(self):
-        weights = self._weights()
-        state = to_torchtitan(weights)
-        back = from_torchtitan(**state)
-        self.assertEqual(back.w_up.data_ptr(), state["w3"].data_ptr())
-        self.assertEqual({n: t.shape for n, t in state.items()}, {
-            "w1": (3, 4, 5), "w2": (3, 5, 4), "w3": (3, 4, 5)
-        })  # fmt: skip
-        self.assertEqual(concatenate(back), weights, atol=0, rtol=0)
-        self.assertEqual(to_torchtitan(back), state, atol=0, rtol=0)
-        self.assertEqual(interleave(back), interleave(weights), atol=0, rtol=0)
-        self.assertEqual(to_torchtitan(interleave(weights)), state, atol=0, rtol=0)
-
-    def test_torchtitan_means_the_same(self):
-        weights = self._weights()
-        state = to_torchtitan(weights)
-        x = torch.randn(7, 5)
-        index = torch.randint(0, 3, (7, 1))
-        out = torch.nn.functional.moe_mlp(x, index, None, weights.w_in, weights.w_out)
-        for t in range(7):
-            w1, w2, w3 = (state[name][index[t, 0]] for name in ("w1", "w2", "w3"))
-            hidden = torch.nn.functional.silu(w1 @ x[t]) * (w3 @ x[t])
-            self.assertEqual(out[t], w2 @ hidden)
-
-    def test_torchtitan_has_no_bias(self):
-        with self.assertRaisesRegex(ValueError, "has no biases"):
-            to_torchtitan(self._weights(bias=True))
-
-    @parametrize("bias", (False, True))
-    def test_interleave_round_trip(self, bias):
-        weights = self._weights(bias)
-        mixed = interleave(weights)
-        self.assertEqual(mixed.w_in[:, 0::2], weights.w_in[:, :4])
-        self.assertEqual(mixed.w_in[:, 1::2], weights.w_in[:, 4:])
-        self.assertEqual(concatenate(mixed), weights, atol=0, rtol=0)
-        self.assertIs(interleave(mixed), mixed)
-
-
 instantiate_parametrized_tests(TestTransformers)
 instantiate_parametrized_tests(TestChoice)
-instantiate_parametrized_tests(TestLayouts)
 
 if __name__ == "__main__":
     run_tests()

@@ -49,7 +49,7 @@ from moe_placement import deduplicated_rows
 from demo import text
 from demo.model import LanguageModel, ModelConfig, MoE
 from demo.train import learning_rate, make_run
-from measure import end_rank, spread
+from measure import end_rank, over_ranks, spread
 
 
 RANKS = 2
@@ -179,10 +179,9 @@ class WireCounter:
         for level in minimum:
             sent = dict(wire.sent[level])
             payload = sent.pop("rows", 0) + sent.pop("returned", 0)
-            total = torch.tensor([payload, minimum[level], sum(sent.values())])
-            dist.all_reduce(total)
-            names = ("payload", "minimum", "metadata")
-            counts = dict(zip(names, total.tolist(), strict=True))
+            counts = [payload, minimum[level], sum(sent.values())]
+            counts = map(int, over_ranks(counts, dist.ReduceOp.SUM))
+            counts = dict(zip(("payload", "minimum", "metadata"), counts, strict=True))
             self.levels.setdefault(level, Counter()).update(counts)
         self.steps += 1
 
@@ -191,12 +190,6 @@ class WireCounter:
             level: {name: total / self.steps for name, total in counts.items()}
             for level, counts in self.levels.items()
         }
-
-
-def mean_over_ranks(values: list[float]) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(total)
-    return (total / dist.get_world_size()).tolist()
 
 
 def train_rank(arguments: argparse.Namespace) -> dict[str, object]:
@@ -239,8 +232,8 @@ def train_rank(arguments: argparse.Namespace) -> dict[str, object]:
     held_out_end = run.evaluate(held_out.chunk(ranks, dim=1)[rank])
     return {
         "ranks": ranks,
-        "losses": mean_over_ranks(run.losses),
-        "held_out_end": mean_over_ranks([held_out_end])[0],
+        "losses": [x / ranks for x in over_ranks(run.losses, dist.ReduceOp.SUM)],
+        "held_out_end": over_ranks([held_out_end], dist.ReduceOp.SUM)[0] / ranks,
         "seconds": run.seconds,
         "wire_bytes": wire.per_step(),
     }
@@ -292,9 +285,7 @@ def train(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.make_parser(__doc__)
     add = parser.add_argument
     add("--out", type=pathlib.Path, required=True, help="JSON to write")
     add("--steps", type=int, default=200, help="steps to train")
