@@ -12,13 +12,14 @@ counts, for a machine with neighbours.
 """
 
 import argparse
+import itertools
 import math
 import pathlib
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from shapes import CPU_ROWS, make_operands, Operands, Row, Shape
 
@@ -198,9 +199,45 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
 # ---- two gloo ranks --------------------------------------------------------------------
 
 
+# (T of a rank, F, E, K)
+GLOO = (
+    (256, 256, 16, 2), (512, 256, 16, 4), (128, 512, 24, 4), (128, 512, 32, 4),
+    (64, 2048, 32, 4),
+)  # fmt: skip
+
+
+def gloo_step(
+    group: dist.ProcessGroup, tokens: int, f: int, e: int, k: int, pass_: str
+) -> Callable[[], None]:
+    """A layer on the ranks of ``group``, with all gradients if ``pass_`` is "fwd+bwd"."""
+    from torch.distributed._moe.switch import run_experts, TokenSwitchAllToAll
+
+    gen = torch.Generator().manual_seed(dist.get_rank(group))
+    train, local = pass_ == "fwd+bwd", e // dist.get_world_size(group)
+    x = torch.randn(tokens, D, generator=gen).bfloat16()
+    ids = torch.rand(tokens, e, generator=gen).topk(k, 1).indices
+    weights = torch.full((tokens, k), 1.0 / k)
+    w_in = torch.randn(local, 2 * f, D).bfloat16() * D**-0.5
+    w_out = torch.randn(local, D, f).bfloat16() * f**-0.5
+    leaves = [t.requires_grad_(train) for t in (x, weights, w_in, w_out)]
+    grad = torch.randn(tokens, D, generator=gen).bfloat16()
+    switch = TokenSwitchAllToAll(group, e)
+
+    def step() -> None:
+        with torch.set_grad_enabled(train):
+            routing = switch.create_routing(ids, layout="flat")
+            rows, scores, here = switch.dispatch(routing, x, weights)
+            slots = switch.num_slots(routing)
+            out = run_experts(rows, here, scores, w_in, w_out, slots)
+            y = switch.combine(routing, out)
+            if train:
+                torch.autograd.grad(y, leaves, grad)
+
+    return step
+
+
 def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
     """Calibrates and measures a step on one of two ranks, each with one thread."""
-    from torch.distributed._moe.switch import TokenSwitchAllToAll
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
@@ -212,37 +249,29 @@ def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
     p = moe_calibration.calibrate(seconds=seconds, group=group, clock=clock)
     tick = time.process_time if clock == "process" else time.perf_counter
     assert p.cpu is not None
-    rows = []
-    for tokens, f, e, k in ((256, 256, 16, 2), (512, 256, 16, 4), (128, 512, 32, 4)):
-        gen = torch.Generator().manual_seed(rank)
-        x = torch.randn(tokens, D, generator=gen).bfloat16()
-        ids = torch.rand(tokens, e, generator=gen).topk(k, 1).indices
-        weights = torch.full((tokens, k), 1.0 / k)
-        w_in = torch.randn(e // 2, 2 * f, D).bfloat16() * D**-0.5
-        w_out = torch.randn(e // 2, D, f).bfloat16() * f**-0.5
-        switch = TokenSwitchAllToAll(group, e)
-
-        def step() -> None:
-            with torch.no_grad():
-                routing = switch.create_routing(ids, layout="flat")
-                got, w, local = switch.dispatch(routing, x, weights)
-                y = torch.nn.functional.moe_mlp(got, local, w, w_in, w_out)
-                switch.combine(routing, y)
-
-        times = []
-        for _ in range(9):
+    cases = list(itertools.product(GLOO, ("fwd", "fwd+bwd")))
+    steps = [gloo_step(group, *shape, pass_) for shape, pass_ in cases]
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(13):  # they take turns, so that what disturbs one disturbs all
+        for step, into in zip(steps, times):
             dist.barrier(group)
             start = tick()
             step()
-            times.append(tick() - start)
-        slowest = torch.tensor(statistics.median(times[2:]), dtype=torch.float64)
+            into.append(tick() - start)
+    rows = []
+    for ((tokens, f, e, k), pass_), into in zip(cases, times):
+        slowest = torch.tensor(statistics.median(into[2:]), dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        model = cpu_layer(p, tokens, D, f, e, k, 2)
-        rows.append({"T": tokens, "F": f, "E": e, "K": k, "ms": 1e3 * slowest.item(),
-                     "model_ms": 1e3 * model, "error": model / slowest.item() - 1})  # fmt: skip
+        model = cpu_layer(p, tokens, D, f, e, k, 2, pass_=pass_)
+        rows.append({"pass": pass_, "T": tokens, "F": f, "E": e, "K": k,
+                     "ms": 1e3 * slowest.item(), "model_ms": 1e3 * model,
+                     "error": model / slowest.item() - 1})  # fmt: skip
     if rank == 0:
         for r in rows:
-            print({k: round(v, 3) for k, v in r.items()}, flush=True)
+            print(
+                f"{r['pass']:8} T{r['T']} F{r['F']} E{r['E']} K{r['K']} {r['ms']:9.2f} ms  "
+                f"model {r['model_ms']:9.2f}  {r['error']:+.0%}", flush=True
+            )  # fmt: skip
         write_json(
             {"rows": rows, "profile": p.to_json()}, pathlib.Path(folder, "out.json")
         )
@@ -250,12 +279,12 @@ def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
     dist.destroy_process_group()
 
 
-def gloo(seconds: float, clock: str) -> list[dict]:
+def gloo(seconds: float, clock: str) -> dict:
     import json
 
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (folder, seconds, clock), nprocs=2)
-        return json.loads(pathlib.Path(folder, "out.json").read_text())["rows"]
+        return json.loads(pathlib.Path(folder, "out.json").read_text())
 
 
 def main() -> None:
@@ -276,7 +305,8 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     record = provenance()
     if args.gloo:
-        record["gloo"] = gloo(args.calibrate, args.clock)
+        record |= gloo(args.calibrate, args.clock)
+        record["summary"] = summary(record["rows"])
         if args.json:
             write_json(record, args.json)
         return

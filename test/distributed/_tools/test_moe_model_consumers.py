@@ -2,6 +2,8 @@
 
 """Who asks the cost model gets its numbers, and no others."""
 
+import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -14,7 +16,6 @@ from torch.distributed._tools.moe_calibration import (
     calibrate,
     Constants,
     cpu_call,
-    CpuConstants,
     CpuRow,
     fit_cpu,
     measure_exchange,
@@ -23,7 +24,13 @@ from torch.distributed._tools.moe_calibration import (
     Profile,
     profile,
 )
-from torch.distributed._tools.moe_cpu_model import cpu_experts
+from torch.distributed._tools.moe_cpu_model import (
+    cpu_exchange,
+    cpu_experts,
+    cpu_layer,
+    cpu_rate,
+    CpuConstants,
+)
 from torch.distributed._tools.moe_estimator import inductor_estimate
 from torch.distributed._tools.moe_planner import overlap_schedule, select_recipe
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -104,8 +111,11 @@ class TestPrecision(TestCase):
 
 
 class TestCalibrate(TestCase):
-    def test_fit_finds_a_machine(self):
-        true = CpuConstants(rate16=3e11, half_rows=20.0, memory=3e10, expert_us=30.0)
+    @parametrize("thin", [0.0, 8.0])
+    def test_fit_finds_a_machine(self, thin):
+        true = CpuConstants(
+            rate16=3e11, half_rows=20.0, memory=3e10, expert_us=30.0, thin_rows=thin
+        )
         from torch.distributed._tools.moe_calibration import CPU_ROWS
 
         hit = [cost.hit_experts(r.E, r.T * r.K) for r in CPU_ROWS]
@@ -117,12 +127,24 @@ class TestCalibrate(TestCase):
 
         times = [seconds(true, r, h) for r, h in zip(CPU_ROWS, hit)]
         found = fit_cpu(CPU_ROWS, hit, times)
-        for shape in ((2048, 1024, 512, 32, 4), (64, 2048, 768, 128, 8)):
+        self.assertEqual(found.thin_rows, thin)
+        for shape in (
+            (2048, 1024, 512, 32, 4), (64, 2048, 768, 128, 8), (64, 1024, 2048, 16, 4)
+        ):  # fmt: skip
             for pass_ in ("fwd", "fwd+bwd"):
                 row = CpuRow(*shape, pass_=pass_)
                 h = cost.hit_experts(row.E, row.T * row.K)
                 want = seconds(true, row, h)
                 self.assertEqual(seconds(found, row, h), want, rtol=0.2, atol=0)
+
+    def test_few_rows_read_weights_as_stored(self):
+        # Up to 8 rows nothing is turned; what is stored the other way always is.
+        c = CpuConstants(thin_rows=8.0, half_rows=16.0, half_rows_t=16.0)
+        without = dataclasses.replace(c, thin_rows=0.0)
+        self.assertGreater(cpu_rate(c, 2), 4 * cpu_rate(without, 2))
+        for m in (40, 100, 1000):
+            self.assertEqual(cpu_rate(c, m), cpu_rate(without, m), rtol=1e-3, atol=0)
+        self.assertEqual(cpu_rate(c, 2, in_order=True), cpu_rate(without, 2))
 
     def test_calls_run(self):
         for row in (
@@ -203,6 +225,7 @@ class TestOtherMachines(TestCase):
         self.assertGreater(median_error(found, *rows), 0.2)
 
 
+instantiate_parametrized_tests(TestCalibrate)
 instantiate_parametrized_tests(TestOtherMachines)
 
 
@@ -222,12 +245,23 @@ class TestLinks(MultiThreadedTestCase):
         self.assertGreater(start, 0)
 
     def test_exchange(self):
-        # A there-and-back is predicted from what was measured of smaller and larger ones.
+        # By a clock that goes on by a millisecond when it is read: dispatch, combine and
+        # the backward of each take one, whatever their size.
         group = torch.distributed.group.WORLD
         p = Profile("x", profile("H100").device, Constants(), "x", CpuConstants())
-        found = measure_exchange(p, group, [(4, 32, 2, 2), (64, 64, 2, 2)])
-        self.assertGreater(found.exchange_us, 0)
-        self.assertGreater(found.copy, 0)
+        ticks = itertools.count()
+        sizes = [(4, 32, 2, 2), (64, 64, 2, 2)]
+        found = measure_exchange(p, group, sizes, lambda: 1e-3 * next(ticks))
+        q = dataclasses.replace(p, cpu=found)
+        for tokens, d, _, k in sizes:
+            for pass_, want in (("fwd", 2e-3), ("fwd+bwd", 4e-3)):
+                got = cpu_exchange(q, tokens, d, k, 2, pass_=pass_)
+                self.assertEqual(got, want, rtol=0.05, atol=0)
+        shape = (64, 64, 32, 4, 2)
+        both, forward = (cpu_layer(q, *shape, 2, pass_=x) for x in ("fwd+bwd", "fwd"))
+        experts = cpu_layer(q, 64, 64, 32, 2, 2, pass_="fwd+bwd")
+        self.assertEqual(both - experts, 4e-3, rtol=0.05, atol=0)
+        self.assertLess(forward, both)
         with self.assertRaisesRegex(ValueError, "must be a profile of a CPU"):
             measure_exchange(profile("H100"), group)
 

@@ -30,7 +30,11 @@ from torch.distributed._tools.moe_cost_model import (
     link_seconds,
     stream,
 )
-from torch.distributed._tools.moe_cpu_model import cpu_exchange, cpu_experts
+from torch.distributed._tools.moe_cpu_model import (
+    cpu_exchange,
+    cpu_experts,
+    CpuConstants,
+)
 
 
 if TYPE_CHECKING:
@@ -40,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BOUNDS",
     "Constants",
-    "CpuConstants",
     "DEVICES",
     "Device",
     "FITTED",
@@ -231,38 +234,6 @@ BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-@dataclass(frozen=True)
-class CpuConstants:
-    """A CPU, for the kernel of ``_moe_mlp`` with its threads. Fitted by a microbenchmark.
-
-    Attributes:
-        rate16, rate32: FLOP/s of bf16 and of float32 products with many rows.
-        half_rows: rows of a block of an expert that reach half of the rate, where the
-            weights are turned for the product.
-        half_rows_t: the same where they lie in its order: forward of transposed ones.
-        wgrad: rate of products of the weights' gradients against the others.
-        memory: B/s of weights and activations.
-        fault: B/s of memory that is touched for the first time.
-        expert_us: fixed cost of an expert.
-        call_us: fixed cost of a call.
-        exchange_us: fixed cost of a dispatch and its combine beside their messages:
-            routing, and the calls that make messages and sums of them.
-        copy: B/s of rows that are gathered into messages, and summed where they return.
-    """
-
-    rate16: float = 8e11
-    rate32: float = 3e11
-    half_rows: float = 12.0
-    half_rows_t: float = 12.0
-    wgrad: float = 0.9
-    memory: float = 5e10
-    fault: float = 4e9
-    expert_us: float = 20.0
-    call_us: float = 100.0
-    exchange_us: float = 500.0
-    copy: float = 5e9
-
-
 @dataclass(frozen=True, eq=False)  # a key of caches by identity
 class Profile:
     """A device, its fitted constants, and where they come from.
@@ -433,8 +404,9 @@ class CpuRow(NamedTuple):
 
 
 # Many and few rows an expert, both dtypes, wide gradients, weights read once, transposed
-# weights: each constant is seen by two rows at least, and weights outgrow caches, as they
-# do in models. Together 90 GFLOP: two seconds on the slowest CPU that was met.
+# weights, small and large experts with 16 rows: each constant is seen by two rows at least,
+# and weights outgrow caches, as they do in models. Together 95 GFLOP: two seconds on the
+# slowest CPU that was met.
 CPU_ROWS = (
     CpuRow(512, 1024, 512, 8, 4),
     CpuRow(512, 1024, 512, 16, 4),
@@ -443,6 +415,8 @@ CPU_ROWS = (
     CpuRow(256, 1536, 256, 64, 4, pass_="fwd+bwd"),
     CpuRow(512, 1024, 256, 64, 8),
     CpuRow(256, 768, 384, 32, 4),
+    CpuRow(128, 1024, 128, 32, 4),
+    CpuRow(64, 2048, 1024, 8, 2),
     CpuRow(256, 1024, 512, 8, 4, pass_="fwd+bwd"),
     CpuRow(512, 768, 512, 8, 4, pass_="fwd+bwd"),
     CpuRow(256, 1024, 512, 8, 4, "fp32"),
@@ -526,11 +500,12 @@ def fit_cpu(
     """Constants of a CPU from measured calls.
 
     The search starts at the best rates among the calls, with few and with many rows of a
-    block that reach half of them, and with cheap and dear experts.
+    block that reach half of them, with cheap and dear experts, without and with a kernel
+    for few rows.
     """
 
-    def loss(v: dict[str, float]) -> float:
-        c, total = CpuConstants(**v), 0.0
+    def loss(thin: float, v: dict[str, float]) -> float:
+        c, total = CpuConstants(**v, thin_rows=thin), 0.0
         for row, h, t in zip(rows, hit, seconds):
             got = cpu_experts(
                 c, *row[:5], hit=h, dtype=row.dtype, pass_=row.pass_,
@@ -539,12 +514,10 @@ def fit_cpu(
             total += abs(math.log(got / t))
         return total
 
-    elsewhere = ("exchange_us", "copy")  # see measure_exchange
-    start: dict[str, float] = {
-        name: value
-        for name, value in dataclasses.asdict(CpuConstants()).items()
-        if name not in elsewhere
-    }
+    # Chosen below, and those of measure_exchange.
+    elsewhere = {"thin_rows", "exchange_us", "exchange_grad_us", "copy"}
+    fields = dataclasses.asdict(CpuConstants()).items()
+    start: dict[str, float] = {k: v for k, v in fields if k not in elsewhere}
     flops = [
         expert_flops(r.T * r.K, r.D, r.F, pass_=r.pass_) / t
         for r, t in zip(rows, seconds)
@@ -554,16 +527,15 @@ def fit_cpu(
         start[name] = 1.25 * max(best, default=start[name])
     read = [h * 3 * r.D * r.F * ITEMSIZE[r.dtype] for r, h in zip(rows, hit)]
     start["memory"] = 1.5 * max(n / t for n, t in zip(read, seconds))
-    found = [
-        fit(
-            start | {"half_rows": half, "half_rows_t": half, "expert_us": expert},
-            loss,
-            stiffness=lambda name: 0.01,
-        )
-        for half, expert in itertools.product((10.0, 40.0), (5.0, 50.0))
-    ]
-    best = min(found, key=loss)
-    return CpuConstants(**{k: float(f"{v:.4g}") for k, v in best.items()})
+    found = []
+    for thin, half, expert in itertools.product((0.0, 8.0), (10.0, 40.0), (5.0, 50.0)):
+        start |= {"half_rows": half, "half_rows_t": half, "expert_us": expert}
+        v = fit(start, functools.partial(loss, thin), stiffness=lambda name: 0.01)
+        found.append((loss(thin, v), thin, v))
+    _, thin, best = min(found, key=lambda x: x[0])
+    return CpuConstants(
+        **{k: float(f"{v:.4g}") for k, v in best.items()}, thin_rows=thin
+    )
 
 
 def measure_links(
@@ -619,10 +591,11 @@ def measure_exchange(
     exchanges: Sequence[tuple[int, int, int, int]] = EXCHANGES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CpuConstants:
-    """``p.cpu`` with ``exchange_us`` and ``copy`` of this machine's token switch.
+    """``p.cpu`` with the constants of this machine's token switch.
 
     What a dispatch and its combine take beyond their collectives, whose start and rate
-    ``p`` has. Collective over ``group``; the slowest rank counts.
+    ``p`` has, without and with their backward. Collective over ``group``; the slowest rank
+    counts.
     """
     import torch.distributed as dist
     from torch.distributed._moe.switch import TokenSwitchAllToAll
@@ -636,37 +609,49 @@ def measure_exchange(
     for tokens, d, local, k in exchanges:
         gen = torch.Generator().manual_seed(dist.get_rank(group))
         switch = TokenSwitchAllToAll(group, local * ranks)
-        x = torch.randn(tokens, d, generator=gen).bfloat16()
+        x = torch.randn(tokens, d, generator=gen).bfloat16().requires_grad_()
         ids = torch.rand(tokens, local * ranks, generator=gen).topk(k, 1).indices
-        calls.append((switch, ids, x, torch.ones(tokens, k)))
-    times: list[list[float]] = [[] for _ in calls]
-    others = torch.zeros(
-        1 << 22
-    )  # what experts read empties the caches before both parts
+        calls.append((switch, ids, x, torch.ones(tokens, k, requires_grad=True)))
+    times: list[list[list[float]]] = [[[], []] for _ in calls]
+    # What experts read empties the caches before every part.
+    others = torch.zeros(1 << 22)
+
+    def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+        others.add_(1)
+        start = clock()
+        result = function(*args)
+        return clock() - start, result
+
+    def there(switch: Any, ids: Any, x: Any, weights: Any) -> Any:
+        routing = switch.create_routing(ids, layout="flat")
+        return routing, *switch.dispatch(routing, x, weights)
+
     for i in range(13):
         for (switch, ids, x, weights), into in zip(calls, times):
-            others.add_(1)
             dist.barrier(group)
-            with torch.no_grad():
-                start = clock()
-                routing = switch.create_routing(ids, layout="flat")
-                rows, *_ = switch.dispatch(routing, x, weights)
-                seconds = clock() - start
-                others.add_(1)
-                start = clock()
-                switch.combine(routing, rows)
-                seconds += clock() - start
+            first, (routing, rows, scores, _) = timed(there, switch, ids, x, weights)
+            second, y = timed(switch.combine, routing, rows)
+            grad, ones = torch.ones_like(y), torch.ones_like(scores)
+            third, (got,) = timed(torch.autograd.grad, y, rows, grad)
+            both = (rows, scores), (x, weights), (got, ones)
+            fourth, _ = timed(torch.autograd.grad, *both)
             if i > 1:
-                into.append(seconds)
-    slowest = torch.tensor([statistics.median(t) for t in times], dtype=torch.float64)
+                into[0].append(first + second)
+                into[1].append(first + second + third + fourth)
+    medians = [[statistics.median(t) for t in both] for both in times]
+    slowest = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
 
     def loss(v: dict[str, float]) -> float:
         q = dataclasses.replace(p, cpu=dataclasses.replace(cpu, **v))
-        got = (cpu_exchange(q, t, d, k, ranks) for t, d, _, k in exchanges)
-        return sum(abs(math.log(g / t)) for g, t in zip(got, slowest.tolist()))
+        cases = itertools.product(exchanges, ("fwd", "fwd+bwd"))
+        got = (cpu_exchange(q, t, d, k, ranks, pass_=x) for (t, d, _, k), x in cases)
+        return sum(
+            abs(math.log(g / t)) for g, t in zip(got, slowest.flatten().tolist())
+        )
 
-    start = {"exchange_us": cpu.exchange_us, "copy": cpu.copy}
+    names = ("exchange_us", "exchange_grad_us", "copy")
+    start = {name: getattr(cpu, name) for name in names}
     found = fit(start, loss, stiffness=lambda name: 0.0)
     return dataclasses.replace(cpu, **{k: float(f"{v:.4g}") for k, v in found.items()})
 

@@ -1,13 +1,14 @@
 # mypy: allow-untyped-defs
 """Seconds of a mixture-of-experts layer on CPU cores, in the manner of :mod:`.moe_cost_model`.
 
-The constants are fields of ``moe_calibration.CpuConstants``, measured on the machine at hand;
-``benchmarks/moe/sparsity.py`` has the errors.
+The constants are fields of :class:`CpuConstants`, which ``moe_calibration`` measures on the
+machine at hand; ``benchmarks/moe/sparsity.py`` has the errors.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch.distributed._tools.moe_cost_model import (
@@ -21,10 +22,10 @@ from torch.distributed._tools.moe_cost_model import (
 
 
 if TYPE_CHECKING:
-    from torch.distributed._tools.moe_calibration import CpuConstants, Profile
+    from torch.distributed._tools.moe_calibration import Profile
 
 
-__all__ = ["cpu_exchange", "cpu_experts", "cpu_layer", "cpu_rate"]
+__all__ = ["CpuConstants", "cpu_exchange", "cpu_experts", "cpu_layer", "cpu_rate"]
 
 
 # Rows of an expert that share a packed weight, at most: kMaxBlockRows of MoEDriver.h.
@@ -34,13 +35,51 @@ _BLOCK_ROWS = 240
 _FRESH_BYTES = 32 << 20
 
 
+@dataclass(frozen=True)
+class CpuConstants:
+    """A CPU, for the kernel of ``_moe_mlp`` with its threads. Fitted by a microbenchmark.
+
+    Attributes:
+        rate16, rate32: FLOP/s of bf16 and of float32 products with many rows.
+        half_rows: rows of a block of an expert that reach half of the rate, where the
+            weights are turned for the product.
+        half_rows_t: the same where they lie in its order: forward of transposed ones.
+        thin_rows: rows of an expert up to which weights are read as they are stored, where
+            the product has a kernel for that (kThinRows of MoEThinGemm.h); else 0.
+        wgrad: rate of products of the weights' gradients against the others.
+        memory: B/s of weights and activations.
+        fault: B/s of memory that is touched for the first time.
+        expert_us: fixed cost of an expert.
+        call_us: fixed cost of a call.
+        exchange_us: fixed cost of a dispatch and its combine beside their messages:
+            routing, and the calls that make messages and sums of them.
+        exchange_grad_us: the same of their backward, which routes nothing.
+        copy: B/s of rows that are gathered into messages, and summed where they return.
+    """
+
+    rate16: float = 8e11
+    rate32: float = 3e11
+    half_rows: float = 12.0
+    half_rows_t: float = 12.0
+    thin_rows: float = 0.0
+    wgrad: float = 0.9
+    memory: float = 5e10
+    fault: float = 4e9
+    expert_us: float = 20.0
+    call_us: float = 100.0
+    exchange_us: float = 500.0
+    exchange_grad_us: float = 200.0
+    copy: float = 5e9
+
+
 def cpu_rate(
     c: CpuConstants, m: float, dtype: str = "bf16", in_order: bool = False
 ) -> float:
     """FLOP/s of products with a mean of ``m`` rows of an expert.
 
     Weights are brought into the products' order once for every block of rows, which takes
-    as long as ``half_rows`` rows do; numbers of rows vary around ``m`` by its root.
+    as long as ``half_rows`` rows do, but not for ``thin_rows`` or less of a weight in
+    nn.Linear's layout; numbers of rows vary around ``m`` by its root.
 
     Args:
         c (CpuConstants): the machine.
@@ -49,9 +88,12 @@ def cpu_rate(
         in_order (bool): weights lie as the product reads them: those of a forward that
             are stored transposed, and of a backward those that are not.
     """
-    blocks, spread = 1.0, math.sqrt(2 * m)
-    for i in range(1, math.ceil((m + 4 * spread) / _BLOCK_ROWS)):
-        blocks += 0.5 + 0.5 * math.erf((m - i * _BLOCK_ROWS) / spread)
+    spread = math.sqrt(2 * m)
+    count = max(1, math.ceil((m + 4 * spread) / _BLOCK_ROWS))
+    thin = c.thin_rows and not in_order
+    starts = [c.thin_rows + 0.5 if thin else -math.inf]
+    starts += [float(i * _BLOCK_ROWS) for i in range(1, count)]
+    blocks = sum(0.5 + 0.5 * math.erf((m - start) / spread) for start in starts)
     peak = c.rate32 if dtype == "fp32" else c.rate16
     half = c.half_rows_t if in_order else c.half_rows
     return peak * m / (m + half * blocks)
@@ -73,7 +115,8 @@ def cpu_experts(
     """Seconds of ``F.moe_mlp`` on a CPU.
 
     Products reach their rate with enough rows an expert (:func:`cpu_rate`), weights of
-    every hit expert are read once, and large gradients are touched for the first time.
+    every hit expert are read once, gradients are written once, and large ones are touched
+    for the first time.
 
     Args:
         c (CpuConstants): the machine.
@@ -106,19 +149,29 @@ def cpu_experts(
     moved = weights + (5 * tokens * d + 6 * rows * f) * size
     inputs = smooth_max(products / rate, moved / c.memory)
     peak = c.rate32 if dtype == "fp32" else c.rate16
-    fresh = sum(n for n in (2 * num_experts * d * f * size, num_experts * d * f * size)
-                if n >= _FRESH_BYTES)  # fmt: skip
-    backward = inputs + products / (peak * c.wgrad) + fresh / c.fault
+    grads = [num_experts * n * d * f * size for n in (2, 1)]
+    fresh = sum(n for n in grads if n >= _FRESH_BYTES)
+    backward = inputs + products / (peak * c.wgrad)
+    backward += sum(grads) / c.memory + fresh / c.fault
     return forward + backward + (c.call_us + 2 * hit * c.expert_us) * US
 
 
 def cpu_exchange(
-    p: Profile, tokens: float, d: int, k: int, ep: int, *, dtype: str = "bf16"
+    p: Profile,
+    tokens: float,
+    d: int,
+    k: int,
+    ep: int,
+    *,
+    dtype: str = "bf16",
+    pass_: str = "fwd",
 ) -> float:
     """Seconds of dispatch and combine on a CPU: messages, and what makes them.
 
     A core gathers rows into messages and sums those that return, the rank's own rows
-    included, which no link carries. Sizes are one more message.
+    included, which no link carries. Sizes are one more message. Backward has as many
+    rows both ways, no sizes, and writes those that return beside the gradients of
+    their router weights.
 
     Args:
         p (Profile): the machine, with ``p.cpu``.
@@ -127,6 +180,7 @@ def cpu_exchange(
 
     Keyword Args:
         dtype (str): of the rows.
+        pass_ (str): ``"fwd"`` or ``"fwd+bwd"``.
     """
     if ep <= 1:
         return 0.0
@@ -138,8 +192,11 @@ def cpu_exchange(
         for back in (False, True)
     )
     rows = tokens * copies(ep, ep, k).ranks
-    copied = 2 * rows * d * ITEMSIZE[dtype] / c.copy
-    return messages + copied + (p.constants.fast_us + c.exchange_us) * US
+    copied = rows * d * ITEMSIZE[dtype] / c.copy
+    forward = messages + 2 * copied + (p.constants.fast_us + c.exchange_us) * US
+    if pass_ == "fwd":
+        return forward
+    return forward + messages + 3 * copied + c.exchange_grad_us * US
 
 
 def cpu_layer(
@@ -152,17 +209,17 @@ def cpu_layer(
     ep: int = 1,
     **experts: Any,
 ) -> float:
-    """Seconds of the forward of an expert-parallel layer on CPU ranks.
+    """Seconds of an expert-parallel layer on CPU ranks.
 
     Args:
         p (Profile): the machine, with ``p.cpu``.
         tokens (float): T of a rank.
         d, f, num_experts, k (int): D, F, E of all ranks, K.
         ep (int): ranks that share the experts.
-        experts: ``hit``, ``dtype`` and ``transposed`` of :func:`cpu_experts`.
+        experts: ``hit``, ``dtype``, ``pass_`` and ``transposed`` of :func:`cpu_experts`.
     """
     if p.cpu is None:
         raise ValueError("cpu_layer: p must be a profile of a CPU, p.cpu is None")
     work = cpu_experts(p.cpu, tokens, d, f, num_experts // ep, k, **experts)
-    dtype = experts.get("dtype", "bf16")
-    return work + cpu_exchange(p, tokens, d, k, ep, dtype=dtype)
+    both = {name: experts[name] for name in ("dtype", "pass_") if name in experts}
+    return work + cpu_exchange(p, tokens, d, k, ep, **both)
