@@ -4,6 +4,7 @@
     python benchmarks/moe/published.py --worst 20       # and the rows it misses
     python benchmarks/moe/published.py --csv more.csv   # rows that no constant has seen
     python benchmarks/moe/published.py --fit            # the constants of moe_calibration.py
+    python benchmarks/moe/published.py --inductor       # Inductor's estimate of an all-to-all
 
 ``published.csv`` has a fact a row: where it stands, the number as printed, its
 configuration. A third of the configurations calibrates (column ``split``; rows that repeat
@@ -27,7 +28,10 @@ import statistics
 import sys
 import time
 from typing import Any
+from unittest import mock
 
+import torch
+from torch._inductor import comm_analysis, config as inductor_config
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import BOUNDS, Constants, Profile
 from torch.distributed._tools.moe_config import MODELS
@@ -129,13 +133,15 @@ class Predictor:
     def quant(self, r: Row, p: Profile) -> float:
         return cost.stream(p, 3.03 * number(r, "T")) * 1e6
 
+    exchange = staticmethod(cost.all_to_all)
+
     def a2a(self, r: Row, p: Profile) -> float:
         T, d, k, ep = (number(r, x) for x in ("T", "d", "K", "EP"))
         domain = number(r, "domain", 8)
         limit = 4 if "top-4" in r["note"] and ep > domain else 0
         units = re.search(r"(\d+) SMs", r["note"])
         algorithm = ALGORITHMS.get(r["impl"], "hierarchical")
-        t = cost.all_to_all(
+        t = self.exchange(
             p, T, d, k, ep, domain=domain, dtype=r["dtype"], algorithm=algorithm,
             node_limit=limit, combine=r["pass"] == "combine",
             units=int(units[1]) if units else 0,
@@ -240,6 +246,64 @@ class Predictor:
             redundant=16 if r["impl"] == "rtp-llm" else 32,
             imbalance=1.25 if "imbalance" in r["note"] else 1.0,
         )  # fmt: skip
+
+
+class InductorPredictor(Predictor):
+    """All-to-alls as Inductor estimates them: by bytes and ranks, whoever sends them.
+
+    A switch with two levels is two all-to-alls in a graph, one between nodes, of a row for each
+    node of a token, and one inside a node. It gets the longer one's time, or the sum of both if
+    they follow each other. The estimate takes the rates of links from a table or from
+    ``config``, which has those of the device here, and a node's GPUs from the driver: they are
+    the row's domain.
+    """
+
+    def __init__(self, direct: bool) -> None:
+        super().__init__()
+        self.direct = direct
+
+    def __call__(self, row: Row) -> float | None:
+        return super().__call__(row) if row["level"] == "a2a" else None
+
+    def exchange(  # type: ignore[override]
+        self, p: Profile, tokens: float, d: int, k: int, ep: int, *, domain: int,
+        dtype: str, algorithm: str, node_limit: int, **_: Any,
+    ) -> float:  # fmt: skip
+        kind = cost.ALL_TO_ALLS[algorithm]
+        w = cost.copies(ep, domain, k, node_limit, kind.dedup)
+        row = tokens * d * cost.ITEMSIZE[dtype]
+        if ep <= domain or kind.one_hop:
+            return self.seconds(p, row * w.ranks, ep, min(ep, domain), domain)
+        levels = (
+            self.seconds(p, row * w.nodes, ep // domain, 1, domain),
+            self.seconds(p, row * w.ranks, domain, domain, domain),
+        )
+        return max(levels) + kind.serial * min(levels)
+
+    def seconds(
+        self, p: Profile, nbytes: float, ranks: int, near: int, domain: int
+    ) -> float:
+        """Of ``ranks``, ``near`` of them on each node."""
+        hopper = p.device.generation == "hopper"
+        kind = comm_analysis.NVIDIA_GPU_TYPE
+        kind = kind.HOPPER if hopper else kind.BLACKWELL
+        table = comm_analysis._GPU_NVLINK_BW[kind]
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(torch.cuda, "device_count", lambda: domain),
+            mock.patch.object(comm_analysis, "_has_nvlink", lambda: True),
+            mock.patch.object(comm_analysis, "get_gpu_type", lambda: kind),
+            mock.patch.object(comm_analysis, "_ranks_per_node", lambda *args: near),
+            inductor_config.patch(
+                estimate_direct_all_to_all=self.direct,
+                # An H800 is a Hopper with fewer links.
+                intra_node_bw=table * p.device.fast / (450e9 if hopper else 900e9),
+                inter_node_bw=p.device.slow / 1e9,
+            ),
+        ):
+            estimate = comm_analysis.estimate_nccl_collective_runtime_impl
+            coll = comm_analysis.NCCL_COLL.ALL_TO_ALL
+            return 1e-3 * estimate(int(nbytes), ranks, coll)
 
 
 def fused_layer(
@@ -404,6 +468,9 @@ def main() -> None:
     parser.add_argument(
         "--fit", action="store_true", help="print constants, fitted anew"
     )
+    parser.add_argument(
+        "--inductor", action="store_true", help="errors of comm_analysis instead"
+    )
     parser.add_argument("--worst", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
@@ -418,13 +485,21 @@ def main() -> None:
                 print(f'        "{k}": {v},')
             print("    },")
         return
-    errs = errors(rows, Predictor())
-    result = table(errs)
+    if args.inductor:
+        rows = [r for r in rows if r["level"] == "a2a"]
+        ring = table(errors(rows, InductorPredictor(direct=False)))[0]
+        errs = errors(rows, InductorPredictor(direct=True))
+        result = [{**ring, "rows": "all, as a ring"}, *table(errs)]
+    else:
+        errs = errors(rows, Predictor())
+        result = table(errs)
     print_table(result)
     print_worst(errs, args.worst)
     if args.json:
         data = {
-            "command": "python benchmarks/moe/published.py --json FILE",
+            "command": "python benchmarks/moe/published.py"
+            + (" --inductor" if args.inductor else "")
+            + " --json FILE",
             "rows": result,
         }
         args.json.write_text(json.dumps(data, indent=1) + "\n")

@@ -57,6 +57,17 @@ class TestPublished(TestCase):
         with self.assertRaises(AssertionError):
             self.check(p.Predictor(slow))
 
+    def test_inductor(self):
+        p = published()
+        rows = p.scored(BENCHMARKS / "published.csv")
+        rows = [r for r in rows if r["level"] == "a2a"]
+        (direct, *_), (ring, *_) = (
+            p.table(p.errors(rows, p.InductorPredictor(direct=direct)))
+            for direct in (True, False)
+        )
+        self.assertLessEqual(direct["median"], 15)
+        self.assertGreater(ring["median"], 60)
+
     def test_split_is_locked(self):
         p = published()
         rows = p.scored(BENCHMARKS / "published.csv")
