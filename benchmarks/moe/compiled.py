@@ -3,7 +3,7 @@
 rewrites    blocks as people write them (peers.py), compiled as they are, rewritten by
             ``torch._inductor.config.moe_fusion``, and ``F.moe_mlp`` compiled on their operands
 layouts     ``F.moe_mlp`` on expert weights as nn.Linear stores them, and on the transposed storage
-            of gpt-oss: what relaying them at freezing time could gain
+            of gpt-oss, eager and frozen, where Inductor stores them anew
 compiles    how many graphs a layer makes over changing numbers of tokens, and seconds to compile
 
 One thread, its own processor time, forms in turns, ratios of one round: others may use the machine.
@@ -116,24 +116,49 @@ def measure_rewrite(form: str, shape: Shape, backward: bool, rounds: int) -> dic
     }
 
 
+class _Layer(torch.nn.Module):
+    """``F.moe_mlp`` on parameters, which freezing makes constants."""
+
+    def __init__(self, w_in: Tensor, w_out: Tensor, transposed: bool):
+        super().__init__()
+        self.transposed = transposed
+        weights = (w.mT if transposed else w for w in (w_in, w_out))
+        self.w_in, self.w_out = (
+            torch.nn.Parameter(w.clone(memory_format=torch.contiguous_format))
+            for w in weights
+        )
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        w_in, w_out = self.w_in, self.w_out
+        if self.transposed:
+            w_in, w_out = w_in.mT, w_out.mT
+        return F.moe_mlp(x, ids, weights, w_in, w_out)
+
+
 def measure_layout(shape: Shape, rounds: int) -> dict:
-    """One row: K-major and N-major storage of the same weights."""
+    """One row: K-major and N-major storage of the same weights, eager, and with freezing."""
+    torch._dynamo.reset()
     o = make_operands(shape)
-    weights = {
-        "k_major": (o.w_in, o.w_out),
-        "n_major": tuple(w.mT.contiguous().mT for w in (o.w_in, o.w_out)),
-    }
-    steps = {
-        name: _step(F.moe_mlp, (o.x, o.ids, o.weights, *w), o.grad, False)
-        for name, w in weights.items()
-    }
+    args = (o.x, o.ids, o.weights)
+    steps = {}
+    counters.clear()
+    for name, transposed in (("k_major", False), ("n_major", True)):
+        steps[name] = _step(_Layer(o.w_in, o.w_out, transposed), args, o.grad, False)
+        with config.patch(freezing=True):
+            frozen = torch.compile(_Layer(o.w_in, o.w_out, transposed), dynamic=False)
+            steps[f"frozen_{name}"] = _step(frozen, args, o.grad, False)
+            steps[f"frozen_{name}"]()
     seconds = interleaved_seconds(
         steps, rounds=rounds, warmup=2, clock=time.thread_time
     )
     return {
         **shape.sizes(),
+        "relaid_weights": counters["inductor"]["moe_weight_relayout"],
         "milliseconds": {n: spread([1e3 * s for s in v]) for n, v in seconds.items()},
         "n_major_over_k_major": ratio_record(seconds["n_major"], seconds["k_major"]),
+        "frozen_n_major_over_k_major": ratio_record(
+            seconds["frozen_n_major"], seconds["frozen_k_major"]
+        ),
     }
 
 

@@ -1,0 +1,252 @@
+# Owner(s): ["module: inductor"]
+"""Expert weights of frozen graphs (torch/_inductor/fx_passes/moe_freezing.py)."""
+
+import copy
+import gc
+import os
+import tempfile
+import unittest
+import zipfile
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.utils import run_and_get_code
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import profile, ProfilerActivity
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+
+
+T, D, HIDDEN, E, K = 5, 64, 32, 4, 2
+
+
+class Experts(nn.Module):
+    """Expert weights as gpt-oss stores them: (E, D, 2F) and (E, F, D)."""
+
+    def __init__(self, dtype=torch.bfloat16, hidden=HIDDEN):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(E, D, 2 * hidden, dtype=dtype))
+        self.down = nn.Parameter(torch.randn(E, hidden, D, dtype=dtype))
+
+    def forward(self, x, ids, weights):
+        return F.moe_mlp(x, ids, weights, self.gate_up.mT, self.down.mT)
+
+
+class KMajor(Experts):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        for weight in self.parameters():
+            weight.data = weight.data.mT.contiguous().mT
+
+
+class Halves(Experts):
+    """Gate and up are halves of one parameter."""
+
+    def forward(self, x, ids, weights):
+        gate, up = self.gate_up.mT.chunk(2, dim=1)
+        return F.moe_mlp(x, ids, weights, gate, self.down.mT, w_up=up)
+
+
+class TwoLayers(Experts):
+    """Tied: two layers have the same experts."""
+
+    def forward(self, x, ids, weights):
+        for _ in range(2):
+            x = super().forward(x, ids, weights)
+        return x
+
+
+class Written(Experts):
+    """As people write it; config.moe_fusion makes it the op."""
+
+    def forward(self, x, ids, weights):
+        order = ids.flatten().argsort(stable=True)
+        counts = torch.histc(ids.float(), E, 0, E - 1)
+        offs = counts.cumsum(0, dtype=torch.int32)
+        tokens = order // K
+        gate, up = F.grouped_mm(x[tokens], self.gate_up, offs=offs).chunk(2, dim=-1)
+        y = F.grouped_mm(F.silu(gate) * up, self.down, offs=offs)
+        y = y * weights.flatten()[order][:, None].to(y.dtype)
+        return torch.zeros_like(x).index_add(0, tokens, y)
+
+
+class UsedElsewhere(Experts):
+    def forward(self, x, ids, weights):
+        y = super().forward(x, ids, weights)
+        first = ids[0, :1]
+        return y + self.gate_up[first][0, :1, :1] + self.down[first][0, :1, :1]
+
+
+def inputs(num_tokens=T, dtype=torch.bfloat16):
+    ids = torch.rand(num_tokens, E).topk(K).indices
+    return torch.randn(num_tokens, D, dtype=dtype), ids, torch.rand(num_tokens, K)
+
+
+def frozen(layer, *args, **options):
+    """The output of ``layer`` compiled with freezing, and its generated code."""
+    torch._dynamo.reset()
+    counters.clear()
+    with config.patch(freezing=True, **options), torch.no_grad():
+        output, (code, *_) = run_and_get_code(torch.compile(layer), *args)
+    return output, code
+
+
+def relaid():
+    return counters["inductor"]["moe_weight_relayout"]
+
+
+def memory_of(function):
+    """Bytes on the CPU that ``function`` leaves allocated."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        function()
+        gc.collect()
+    return sum(event.self_cpu_memory_usage for event in prof.key_averages())
+
+
+@unittest.skipIf(
+    torch.backends.cpu.get_cpu_capability() != "AVX512",
+    "narrower vectors read both storages as fast, so nothing is done there",
+)
+class TestMoeFreezing(TestCase):
+    @parametrize("dtype", [torch.bfloat16, torch.float32])
+    @parametrize("layer", [Experts, Halves, TwoLayers, Written])
+    def test_weights_are_stored_along_k_once(self, layer, dtype):
+        layer, args = layer(dtype=dtype), inputs(dtype=dtype)
+        values = [p.detach().clone() for p in layer.parameters()]
+        old = [StorageWeakRef(p.untyped_storage()) for p in layer.parameters()]
+        off = copy.deepcopy(layer)
+        reference, _ = frozen(
+            off, *args, moe_fusion=True, **{"cpp.moe_weight_relayout": False}
+        )
+        self.assertEqual(relaid(), 0)
+        self.assertTrue(all(p.is_contiguous() for p in off.parameters()))
+        output, _ = frozen(layer, *args, moe_fusion=True)
+        self.assertEqual(relaid(), 2)
+        self.assertEqual(output, reference)
+        self.assertTrue(all(storage.expired() for storage in old))
+        for parameter, value in zip(layer.parameters(), values, strict=True):
+            self.assertEqual(parameter.stride()[1:], (1, parameter.shape[1]))
+            self.assertEqual(parameter, value, rtol=0, atol=0)
+        eager = off.double()(args[0].double(), *args[1:])
+        error = (layer(*args) - eager).norm() / eager.norm()
+        self.assertLess(error, 1e-2)
+
+    def test_the_code_of_a_call_copies_nothing(self):
+        args = inputs()
+        _, code = frozen(Experts(), *args)
+        _, of_k_major = frozen(KMajor(), *args)
+        self.assertEqual(relaid(), 0)
+        for text in ("empty_strided", "cpp_fused", "_moe_mlp"):
+            self.assertEqual(code.count(text), of_k_major.count(text), text)
+        self.assertIn("_moe_mlp", code)
+
+    @parametrize("discard", [False, True])
+    def test_memory(self, discard):
+        layers, total = [], 3 * E * D * 1024 * 2
+
+        def make():
+            layers.append(Experts(hidden=1024))
+            frozen(layers[0], *inputs(), freezing_discard_parameters=discard)
+
+        left = memory_of(make)
+        self.assertEqual(relaid(), 2)
+        self.assertGreater(left, 0.95 * total)
+        self.assertLess(left, 1.1 * total)
+
+    def test_a_second_graph_has_the_same_weights(self):
+        layer = Experts()
+        compiled = torch.compile(layer)
+        counters.clear()
+        with config.patch(freezing=True), torch.no_grad():
+            compiled(*inputs(3))
+            data = [p.data_ptr() for p in layer.parameters()]
+            compiled(*inputs(4))
+        self.assertEqual(relaid(), 2)
+        self.assertEqual(counters["stats"]["unique_graphs"], 2)
+        self.assertEqual([p.data_ptr() for p in layer.parameters()], data)
+
+    def test_package(self):
+        layer, args = Experts(hidden=8192), inputs()
+        total = sum(p.nbytes for p in layer.parameters())
+        counters.clear()
+        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+            reference = layer(*args)
+            tokens = torch.export.Dim("tokens", min=2, max=1000)
+            program = torch.export.export(
+                layer, args, dynamic_shapes=({0: tokens},) * 3
+            )
+            path = torch._inductor.aoti_compile_and_package(
+                program,
+                package_path=os.path.join(folder, "experts.pt2"),
+                inductor_configs={"freezing": True},
+            )
+            self.assertEqual(relaid(), 2)
+            self.assertLess(os.path.getsize(path), 1.5 * total)
+            runner = torch._inductor.aoti_load_package(path)
+            self.assertEqual(runner(*args), reference, rtol=2e-2, atol=2e-2)
+            with zipfile.ZipFile(path) as package:
+                (name,) = (n for n in package.namelist() if n.endswith("wrapper.cpp"))
+                code = package.read(name).decode()
+        # The constants are operands as they are.
+        self.assertRegex(code, r"__moe_mlp\([^;]*_frozen_param0, _frozen_param1,")
+
+    # --- what stays ---------------------------------------------------------------------
+
+    def assert_stays(self, layer, args, reason, **options):
+        strides = [p.stride() for p in layer.parameters()]
+        with self.assertLogs("torch._inductor.fx_passes.moe_freezing", "INFO") as logs:
+            frozen(layer, *args, **options)
+        self.assertEqual(relaid(), 0)
+        self.assertIn(reason, "\n".join(logs.output))
+        self.assertEqual([p.stride() for p in layer.parameters()], strides)
+
+    def test_used_elsewhere(self):
+        self.assert_stays(UsedElsewhere(), inputs(), "used by more than the experts")
+
+    def test_a_view_of_the_storage_is_kept_elsewhere(self):
+        layer = Experts()
+        views = [p.detach()[0] for p in layer.parameters()]
+        self.assert_stays(layer, inputs(), "its storage is shared")
+        self.assertEqual(views[0], layer.gate_up[0])
+
+    def test_shared_between_processes(self):
+        self.assert_stays(Experts().share_memory(), inputs(), "its storage is shared")
+
+    def test_float16_is_read_as_fast(self):
+        layer, args = Experts(dtype=torch.float16), inputs(dtype=torch.float16)
+        self.assert_stays(layer, args, "torch.float16 on cpu is read as fast")
+
+    def test_storage_with_gaps(self):
+        layer = Experts()
+        for weight in layer.parameters():
+            weight.data = torch.empty(*weight.shape, 2, dtype=weight.dtype)[..., 0]
+        self.assert_stays(layer, inputs(), "its storage has gaps")
+
+    def test_training(self):
+        layer, args = Experts(), inputs()
+        counters.clear()
+        with config.patch(freezing=True):
+            torch.compile(layer)(*args).float().sum().backward()
+        self.assertEqual(relaid(), 0)
+        self.assertTrue(layer.gate_up.is_contiguous() and layer.down.is_contiguous())
+
+    def test_without_freezing(self):
+        layer = Experts()
+        counters.clear()
+        with torch.no_grad():
+            torch.compile(layer)(*inputs())
+        self.assertEqual(relaid(), 0)
+        self.assertTrue(layer.gate_up.is_contiguous())
+
+
+instantiate_parametrized_tests(TestMoeFreezing)
+
+if __name__ == "__main__":
+    run_tests()
