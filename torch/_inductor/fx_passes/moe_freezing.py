@@ -79,7 +79,7 @@ def _is_weight_only(node: Node) -> bool:
 # --- one storage -----------------------------------------------------------------------------
 
 
-def _steps(distance: int, base: Tensor) -> list[int]:
+def _steps(distance: Any, base: Tensor) -> list[int]:
     """Steps along every dimension of ``base``, which is dense, that ``distance`` elements are."""
     steps = [0] * base.dim()
     for d in sorted(range(base.dim()), key=base.stride, reverse=True):
