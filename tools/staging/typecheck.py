@@ -8,6 +8,7 @@ templates. Nothing is compiled, and build/checkout stays as it is. Used by lint.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from .stubs import patched_stubs
 
 
 _CONFIG = Path(__file__).with_name("linters") / "pyrefly_torch.toml"
+_YAML = "aten/src/ATen/native/native_functions.yaml"
 _NOT_CHECKED = "torch/testing/_internal/"  # as upstream
 
 
@@ -81,10 +83,21 @@ def make_tree(
         path.relative_to(env.site).as_posix(): path.read_bytes()
         for path in (env.site / "torch").rglob("*.pyi")
     }
+    ops = "torch/_C/_VariableFunctions.pyi"
+    files[ops] = _with_new_ops(files[ops], tree / _YAML)
     for name, data in (files | patched_stubs(env, stack)).items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         write_if_changed(tree / name, data)
     return tree
+
+
+def _with_new_ops(stub: bytes, functions: Path) -> bytes:
+    """The stub of torch's functions with those that the stack adds; torchgen would type them."""
+    names = re.findall(r"^- func: (\w+)[.(]", functions.read_text(), re.MULTILINE)
+    known = set(re.findall(r"^def (\w+)\(", stub.decode(), re.MULTILINE))
+    new = [n for n in dict.fromkeys(names) if n.startswith("_moe") and n not in known]
+    lines = [f"def {n}(*args: Any, **kwargs: Any) -> Any: ..." for n in new]
+    return stub + "\n".join([*lines, f"__all__ += {new}", ""]).encode()
 
 
 def _relative(path: str, tree: Path) -> str:

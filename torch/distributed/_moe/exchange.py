@@ -489,9 +489,7 @@ class Exchange:
             slots = torch.arange(K, device=idx.device)
             same = dest.unsqueeze(2) == dest.unsqueeze(1)
             columns = dest.masked_fill((same & (slots[:, None] > slots)).any(2), W)
-        # pyrefly: ignore[missing-attribute]
         token_of, row_of, _, row_counts = torch._moe_permutation(columns, W)
-        # pyrefly: ignore[missing-attribute]
         _, slot_of, _, slot_counts = torch._moe_permutation(dest, W)
         return Demand(dest, columns, token_of, row_of, row_counts, slot_of, slot_counts)
 

@@ -510,7 +510,6 @@ def reroute(
     """
     num_experts, num_ranks = split.shape
     # Where each copy stands if copies are sorted by expert and then by token.
-    # pyrefly: ignore[missing-attribute]
     _, place, _, _ = torch._moe_permutation(topk_indices, num_experts)
     first = torch.arange(num_ranks, device=split.device) * slots_per_rank
     slots = (slots_of + first).flatten()

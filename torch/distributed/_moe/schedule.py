@@ -191,7 +191,7 @@ class OverlapSchedule:
         topk_indices: Tensor,
         topk_weights: Tensor,
         experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor],
-        shared: Callable[[], Tensor] | None = None,
+        shared: Callable[[], Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layer. Collective over the ranks of ``switch``.
 

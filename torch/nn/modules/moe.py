@@ -141,14 +141,11 @@ class MoE(Module):
             raise ValueError(
                 f"MoE: top_k must be between 1 and num_experts = {num_experts}, got {top_k}"
             )
-        # pyrefly: ignore[missing-attribute]
         if activation not in get_args(F._MoeActivation):
             raise ValueError(
-                # pyrefly: ignore[missing-attribute]
                 "MoE: activation must be one of "
                 f"{', '.join(get_args(F._MoeActivation))}, got {activation!r}"
             )
-        # pyrefly: ignore[missing-attribute]
         is_gated = activation in get_args(F._MoeGatedActivation)
         if separate_up and (not is_gated or gate_interleaved):
             raise ValueError(
@@ -239,7 +236,7 @@ class MoE(Module):
         ``num_rows`` is a static bound of the rows, for a caller that knows one, as
         expert parallelism with a capacity does: slots that do not fit add nothing.
         """
-        experts = {
+        experts: dict[str, Any] = {
             "w_up": self.w_up,
             "b_in": self.b_in,
             "b_out": self.b_out,
@@ -249,9 +246,7 @@ class MoE(Module):
             experts["recipe"] = self.recipe
         weights = (self.w_in, self.w_out)
         if num_rows is None:
-            # pyrefly: ignore[bad-argument-type]
             return F.moe_mlp(input, topk_indices, topk_weights, *weights, **experts)
-        # pyrefly: ignore[missing-attribute]
         return F._moe_mlp_in_rows(
             input, topk_indices, topk_weights, *weights, num_rows=num_rows, **experts
         )

@@ -323,7 +323,6 @@ def moe_mlp_rounded(
     Raises:
         ValueError: as :func:`torch.nn.functional.moe_mlp`, as are the other errors.
     """
-    # pyrefly: ignore[missing-attribute]
     return F._moe_mlp_in_rows(
         input,
         routing.topk_indices,

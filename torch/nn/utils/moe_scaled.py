@@ -26,7 +26,7 @@ def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
     Raises:
         ValueError: ``recipe`` is none of them.
     """
-    recipes: dict[str, tuple[int, int]] = F._MOE_RECIPES  # pyrefly: ignore[missing-attribute]
+    recipes = F._MOE_RECIPES
     if recipe not in recipes:
         raise ValueError(
             f"quantize_weight: recipe must be one of {', '.join(recipes)}, got {recipe!r}"

@@ -266,7 +266,6 @@ def _shape_reason(
 
 
 def _is_gated(activation: str) -> bool:
-    # pyrefly: ignore[missing-attribute]
     return activation in get_args(torch.nn.functional._MoeGatedActivation)
 
 
@@ -278,7 +277,6 @@ def _activation_reason(
     has_up: bool,
 ) -> str | None:
     # The composite names the mistake.
-    # pyrefly: ignore[missing-attribute]
     if activation not in get_args(torch.nn.functional._MoeActivation):
         return f"unknown activation {activation!r}"
     if (gate_interleaved or has_up) and not _is_gated(activation):

@@ -22,7 +22,7 @@ from torch.distributed._moe.replicas import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.distributed_c10d import ProcessGroup
 
@@ -182,10 +182,9 @@ class _Borrow(torch.autograd.Function):
         weight: Tensor,
         out: list[tuple[int, int]],
         into: list[tuple[int, int]],
-        group_name: str,
+        group_name: c10d.GroupName,
     ) -> Tensor:
         ctx.moved = (out, into, group_name)
-        # pyrefly: ignore[bad-argument-type]
         group = c10d._resolve_process_group(group_name)
         rows = send_rows(weight, out, into, group)
         return weight.index_copy(0, _slots_in(into, weight), rows)
@@ -221,7 +220,7 @@ class PlacedLayer:
         owner: ExpertPlacement,
         index: int,
         placement: Placement,
-        group_name: str,
+        group_name: c10d.GroupName,
         params: Callable[[], list[Tensor]],
     ) -> None:
         self.owner = owner
@@ -233,7 +232,6 @@ class PlacedLayer:
 
     @property
     def group(self) -> ProcessGroup:
-        # pyrefly: ignore[bad-argument-type]
         return c10d._resolve_process_group(self.group_name)
 
     def move_to(self, placement: Placement) -> None:
@@ -245,7 +243,7 @@ class PlacedLayer:
         self._slots_of = StepPlan(placement.slot_experts, quotas).slots_of()
 
     def route(
-        self, topk_indices: Tensor, weights: dict[str, Tensor]
+        self, topk_indices: Tensor, weights: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Slots of the experts in this step, and the weights that borrowing changes.
 
@@ -259,7 +257,6 @@ class PlacedLayer:
         """
         placement, device = self.placement, topk_indices.device
         E, slots_per_rank = placement.num_experts, placement.topology.slots_per_rank
-        # pyrefly: ignore[missing-attribute]
         _, _, _, counts = torch._moe_permutation(topk_indices, E)
         counts = counts.long()
         self.owner._record(self.index, counts)
@@ -418,8 +415,11 @@ class ExpertPlacement:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Sums gradients of replicas before, and moves experts after its steps."""
         optimizer.register_step_pre_hook(lambda *_: self.sum_gradients())
-        # pyrefly: ignore[bad-argument-type]
-        optimizer.register_step_post_hook(lambda opt, *_: self.after_step(opt))
+
+        def move(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            self.after_step(optimizer)
+
+        optimizer.register_step_post_hook(move)
 
     def sum_gradients(self) -> None:
         """Gives replicas the sum of their gradients. Collective."""

@@ -148,7 +148,6 @@ class _Region:
         in_this_step: dict[str, Tensor] = {}
         if self.placed is not None:
             local = {name: module.get_parameter(name) for name in self.expert_names}
-            # pyrefly: ignore[bad-argument-type]
             ids, in_this_step = self.placed.route(ids, local)
         with _reparametrize_module(module, in_this_step):
             output, shared_output = self.schedule(
@@ -319,17 +318,15 @@ class ExpertParallel(ParallelStyle):
         self.ranks_per_node = ranks_per_node
         self.max_tokens = max_tokens
         self.placement = placement
+        plain = num_chunks == 1
         if schedule is None:
-            schedule = sequential_schedule
-            if num_chunks != 1:
-                # pyrefly: ignore[bad-assignment]
-                schedule = OverlapSchedule(num_chunks)
-        elif num_chunks != 1:
+            schedule = sequential_schedule if plain else OverlapSchedule(num_chunks)
+        elif not plain:
             raise ValueError(
                 "ExpertParallel: num_chunks is of the default schedule, got "
                 f"{num_chunks} next to schedule"
             )
-        self.schedule = schedule
+        self.schedule: Schedule = schedule
         self.adapter = adapter
         self.sequence_parallel_mesh = sequence_parallel_mesh
         self.ep_dim = ep_dim
@@ -481,7 +478,6 @@ class ExpertParallel(ParallelStyle):
         region = _Region(
             adapter,
             self._make_switch(mesh_of["ep"], slots),
-            # pyrefly: ignore[bad-argument-type]
             self.schedule,
             mesh_of.get("tp"),
             {
