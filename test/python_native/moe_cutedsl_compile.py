@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator
 
 
 MACHINE_CUDA = 190  # e_machine of a cubin
-MATRIX_OPS = {"90": "HGMMA", "100": "UTCHMMA"}
+MATRIX_OPS = {"90": "HGMMA", "100": "UTCHMMA", "103": "UTCHMMA"}
 # Gate and up of a layer as SonicMoE's smallest, and rows of two experts per token.
 T, D, F, E, K = 4096, 1536, 256, 8, 2
+LONG = 1024  # terms, of a contraction that gemms.py does not call short
 
 
 def cubins(path: pathlib.Path) -> Iterator[bytes]:
@@ -88,6 +89,7 @@ def calls() -> dict[str, Callable[[], object]]:
         g = 2 if act.gated else 1
         x = empty(T if index is not None else R, D)
         h, a, y = empty(R, g * F), empty(R, F), empty(R, D)
+        long_a, long_w = empty(R, LONG), empty(E, D, LONG)
         w_in, w_out = empty(E, g * F, D), empty(E, D, F)
         layout = " interleaved" if act.gate_interleaved else ""
         rest = "" if index is not None else ", no gather"
@@ -97,10 +99,13 @@ def calls() -> dict[str, Callable[[], object]]:
             "up, inference": lambda: gemms.up(x, index, w_in, cu, act, None, a),
             "down": lambda: gemms.down(a, w_out, cu, score, y),
             "down, no weights": lambda: gemms.down(a, w_out, cu, None, y),
+            "down, long": lambda: gemms.down(long_a, long_w, cu, score, y),
+            "down, no weights, long": lambda: gemms.down(long_a, long_w, cu, None, y),
             "act_backward": lambda: gemms.act_backward(
                 x, index, w_out, cu, h, score, act, torch.empty_like(h), a
             ),
             "input_grad": lambda: gemms.mm(h, w_in, cu, y),
+            "input_grad, long": lambda: gemms.mm(long_a, empty(E, LONG, D), cu, y),
             "dw_in": lambda: gemms.weight_grad(x, index, h, cu, w_in.mT),
             "dw_out": lambda: gemms.weight_grad(x, index, a, cu, w_out),
         }[kind]
@@ -110,6 +115,10 @@ def calls() -> dict[str, Callable[[], object]]:
         for kind in ("up", "down", "down, no weights", "input_grad", "dw_in", "dw_out"):
             add(kind, swiglu, dtype)
         add("act_backward", Activation("swiglu", True), dtype)
+        configs = gemms.CONFIGS[gemms._capacity(score)]
+        if configs["mm"] != configs["mm_short"]:
+            for kind in ("down, long", "down, no weights, long", "input_grad, long"):
+                add(kind, swiglu, dtype)
     add("up, inference", swiglu, torch.bfloat16)
     for kind in ("up", "dw_in", "dw_out"):
         add(kind, swiglu, torch.bfloat16, None)

@@ -546,11 +546,21 @@ def bias() -> tuple[float, float, float]:
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
+def forecast(shape: Shape, times: dict[str, float]) -> dict[str, object]:
+    """:func:`layer_microseconds`, and times the :func:`bias`."""
+    row: dict[str, object] = {}
+    middle, low, high = bias()
+    for name, us in layer_microseconds(shape, times).items():
+        row[name] = round(us)
+        row[f"{name}_corrected"] = round(us * middle)
+        row[f"{name}_range"] = [round(us * low), round(us * high)]
+    return row
+
+
 def measure() -> dict[str, list[dict[str, object]]]:
     """The rows of the record."""
     kernels: dict[tuple[str, str], dict[str, object]] = {}
     estimates, layers = [], []
-    middle, low, high = bias()
     for arch in ARCHITECTURES:
         # The narrowest and the widest take every configuration that a layer takes.
         shapes = SHAPES if arch == "sm_90" else (SHAPES[0], SHAPES[-1])
@@ -572,13 +582,8 @@ def measure() -> dict[str, list[dict[str, object]]]:
                         "explained": cost.explained,
                     }
                 )
-            row: dict[str, object] = dataclasses.asdict(shape)
             times = {k.name: estimate(k, work_of(k, shape)).us for k in compiled}
-            for name, us in layer_microseconds(shape, times).items():
-                row[name] = round(us)
-                row[f"{name}_corrected"] = round(us * middle)
-                row[f"{name}_range"] = [round(us * low), round(us * high)]
-            layers.append(row)
+            layers.append(dataclasses.asdict(shape) | forecast(shape, times))
     return {"kernels": list(kernels.values()), "estimates": estimates, "layers": layers}
 
 

@@ -369,7 +369,7 @@ class TestCutedslChoice(TestCase):
         self.args = case.operands(torch.bfloat16).args()
 
     def test_served(self):
-        for self.capability in ((9, 0), (10, 0)):
+        for self.capability in ((9, 0), (10, 0), (10, 3)):
             self.assertIsNone(cutedsl_impl.mlp_reason(*self.args))
 
     def test_not_served(self):
@@ -397,7 +397,7 @@ class TestCutedslChoice(TestCase):
             self.assertIn(expected, reason(**changes) or "served")
         with mock.patch.object(cutedsl_impl, "_MAX_ELEMENTS", 1000):
             self.assertIn("2^31", reason())
-        for self.capability in ((8, 0), (10, 3), (12, 0)):
+        for self.capability in ((8, 0), (11, 0), (12, 0)):
             self.assertIn("compute capability", reason())
 
     def test_runs_only_where_it_is_asked_for(self):

@@ -7,7 +7,7 @@ nvidia-cutlass-dsl and apache-tvm-ffi; the kernels are in torch._vendor.quack.
 Who is served (the functions ``*_reason`` return why not): what the Triton kernels serve
 (triton_impl.py), and
 
-  - compute capability 9.0 or 10.0
+  - compute capability 9.0, 10.0 or 10.3
   - swiglu, geglu_tanh, reglu, silu, relu, relu2, without limit and alpha: GELU by erf and
     clamps are in no gated function there
   - contiguous weights, gate and up in one, no biases
@@ -33,7 +33,7 @@ from . import triton_impl
 if TYPE_CHECKING:
     from .cutedsl_kernels.launch import CutePlan
 
-_CAPABILITIES = ((9, 0), (10, 0))
+_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 # As in cutedsl_kernels/gemms.py, which cannot be imported without the CuTe DSL;
 # test_moe_cutedsl.py compares the two.
 _ACTIVATIONS = ("swiglu", "geglu_tanh", "reglu", "silu", "relu", "relu2")

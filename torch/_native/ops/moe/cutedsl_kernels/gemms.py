@@ -68,20 +68,23 @@ def _config(
 
 # By major compute capability. sm_90: two warp groups share a tile where the loop is
 # long, and take turns (pingpong) where the epilogue is; sm_100: two blocks share one
-# matrix instruction. Chosen by hand from QuACK's own defaults; measured on no GPU.
+# matrix instruction. mm and mm_short are down and the input gradient, whose loop is short for
+# at most MAX_SHORT terms. By hand, and on sm_90 by the model of
+# test/python_native/moe_cutedsl_model.py; measured on no GPU.
+MAX_SHORT = 512
 CONFIGS: dict[int, dict[str, GemmConfig]] = {
     9: {
         "up": _config(9, 128, 256),
-        "down": _config(9, 128, 192, pingpong=True),
         "act_backward": _config(9, 128, 128, pingpong=True),
         "mm": _config(9, 128, 256),
+        "mm_short": _config(9, 128, 192, pingpong=True),
         "weight_grad": _config(9, 128, 256),
     },
     10: {
         "up": _config(10, 256, 256),
-        "down": _config(10, 256, 256),
         "act_backward": _config(10, 256, 128),
         "mm": _config(10, 256, 256),
+        "mm_short": _config(10, 256, 256),
         "weight_grad": _config(10, 256, 256),
     },
 }
@@ -181,6 +184,10 @@ def _config_for(kernel: str, x: Tensor, tokens: Tensor | None = None) -> GemmCon
     return config
 
 
+def _mm(a: Tensor) -> str:
+    return "mm" if a.shape[1] > MAX_SHORT else "mm_short"
+
+
 def _run(kernel: str, epilogue: EpiMod, a: Tensor, b: Tensor, cu: Tensor, **kwargs):
     return epilogue(
         a,
@@ -245,7 +252,7 @@ def down(a: Tensor, w: Tensor, cu: Tensor, score: Tensor | None, out: Tensor) ->
     if score is None:
         mm(a, w.mT, cu, out)
     else:
-        _run("down", _scaled, a, w.mT, cu, out={"D": out}, score=score)
+        _run(_mm(a), _scaled, a, w.mT, cu, out={"D": out}, score=score)
 
 
 def act_backward(
@@ -287,7 +294,7 @@ def act_backward(
 
 def mm(a: Tensor, w: Tensor, cu: Tensor, out: Tensor) -> None:
     """out (R, N) = a (R, K) @ w[e], of ``w`` (E, K, N); written."""
-    gemm_tuned.fn(a, w, out, cu_seqlens_m=cu, config=_config_for("mm", a))
+    gemm_tuned.fn(a, w, out, cu_seqlens_m=cu, config=_config_for(_mm(a), a))
 
 
 def weight_grad(
