@@ -15,28 +15,24 @@ The model has random weights; attention, router and the rest are the same code f
 
 import argparse
 import dataclasses
-import functools
-import json
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 
 from peers import make_peers, OURS
-from report import show
+from report import figure, make_parser, show
 from shapes import SERVE_SHAPE, Shape
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
 
 from demo.text import read_corpus
-from measure import provenance, write_json
+from measure import on_gloo_ranks, over_ranks, provenance, write_json
 
 
 FORMS = (OURS, "transformers_grouped_mm", "transformers_eager")
@@ -223,14 +219,6 @@ class Server:
                     self.finished.append(request)
 
 
-def same_clock(values: list[float], op: object) -> list[float]:
-    if not dist.is_initialized():
-        return values
-    reduced = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(reduced, op)
-    return reduced.tolist()
-
-
 @torch.inference_mode()
 def serve(trace: list[dict], args: argparse.Namespace) -> dict[str, dict]:
     """All forms in turns; what each of them did, on all ranks together."""
@@ -250,7 +238,7 @@ def serve(trace: list[dict], args: argparse.Namespace) -> dict[str, dict]:
         servers[name] = Server(Model(SERVE_SHAPE, name, switch), requests[rank::ranks])
         warm = Request(0, text[:32], 1)
         servers[name].model.step([(warm, warm.prompt)])
-    slowest = functools.partial(same_clock, op=dist.ReduceOp.MAX)
+    slowest = over_ranks if dist.is_initialized() else list
     active = list(FORMS)
     while active:
         for name in list(active):
@@ -283,25 +271,12 @@ def summary(server: Server) -> dict[str, object]:
     }
 
 
-def rank_main(rank: int, ranks: int, folder: str, trace: list, args) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    seen = serve(trace, args)
-    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def run(ranks: int, trace: list[dict], args: argparse.Namespace) -> list[dict]:
     """One row per form."""
     if ranks == 1:
         parts = [serve(trace, args)]
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank_main, (ranks, folder, trace, args), nprocs=ranks)
-            files = (pathlib.Path(folder, f"{r}.json") for r in range(ranks))
-            parts = [json.loads(file.read_text()) for file in files]
+        parts = on_gloo_ranks(ranks, serve, trace, args)
     rows = []
     for name in FORMS:
         seen = [part[name] for part in parts]
@@ -338,34 +313,23 @@ def run(ranks: int, trace: list[dict], args: argparse.Namespace) -> list[dict]:
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
     """Step time over the tokens of a step, one panel per number of ranks."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     counts = sorted({row["ranks"] for row in rows})
-    figure, axes = plt.subplots(
-        1, len(counts), figsize=(6 * len(counts), 4), squeeze=False
-    )
-    for axis, ranks in zip(axes[0], counts):
-        for row in (r for r in rows if r["ranks"] == ranks):
-            axis.plot(*zip(*row["steps"]), ".", ms=3, label=row["form"])
-        axis.set(
-            xlabel="tokens of a step",
-            ylabel="ms",
-            yscale="log",
-            title=f"{ranks} rank(s)",
-        )
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    grid = {"figsize": (6 * len(counts), 4), "squeeze": False}
+    with figure(path, 1, len(counts), **grid) as axes:
+        for axis, ranks in zip(axes[0], counts):
+            for row in (r for r in rows if r["ranks"] == ranks):
+                axis.plot(*zip(*row["steps"]), ".", ms=3, label=row["form"])
+            axis.set(
+                xlabel="tokens of a step",
+                ylabel="ms",
+                yscale="log",
+                title=f"{ranks} rank(s)",
+            )
+            axis.legend(fontsize=8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2])
     add("--requests", type=int, default=40)

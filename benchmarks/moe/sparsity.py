@@ -17,19 +17,27 @@ import math
 import pathlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
+from report import figure
 from shapes import CPU_ROWS, make_operands, Operands, Row, Shape
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import Profile
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_layer, cpu_rate
 
-from measure import provenance, write_json
+from measure import (
+    interleaved_seconds,
+    on_gloo_ranks,
+    over_ranks,
+    provenance,
+    write_json,
+)
 
 
 T, D = 512, 1024
@@ -165,12 +173,11 @@ def sweep(p: Profile, seconds: float, clock: str) -> list[dict]:
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
-    import matplotlib
+    with figure(path, 3, 2, figsize=(9, 8)) as axes:
+        _plot(rows, axes)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(3, 2, figsize=(9, 8), layout="constrained")
+def _plot(rows: list[dict], axes: Any) -> None:
     colors = {"compute": "tab:blue", "memory": "tab:orange", "communication": "tab:green",
               "quantisation": "tab:red"}  # fmt: skip
     for column, name in enumerate(SWEEPS):
@@ -192,8 +199,6 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
             panel.set_ylabel("ms, fwd + bwd", fontsize=8)
             panel.tick_params(labelsize=7)
     axes[0][0].legend(fontsize=7)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 # ---- two gloo ranks --------------------------------------------------------------------
@@ -210,7 +215,7 @@ def gloo_step(
     group: dist.ProcessGroup, tokens: int, f: int, e: int, k: int, pass_: str
 ) -> Callable[[], None]:
     """A layer on the ranks of ``group``, with all gradients if ``pass_`` is "fwd+bwd"."""
-    from torch.distributed._moe.switch import run_experts, TokenSwitchAllToAll
+    from torch.distributed._moe.switch import TokenSwitchAllToAll
 
     gen = torch.Generator().manual_seed(dist.get_rank(group))
     train, local = pass_ == "fwd+bwd", e // dist.get_world_size(group)
@@ -228,7 +233,7 @@ def gloo_step(
             routing = switch.create_routing(ids, layout="flat")
             rows, scores, here = switch.dispatch(routing, x, weights)
             slots = switch.num_slots(routing)
-            out = run_experts(rows, here, scores, w_in, w_out, slots)
+            out = F._moe_mlp_in_rows(rows, here, scores, w_in, w_out, num_rows=slots)
             y = switch.combine(routing, out)
             if train:
                 torch.autograd.grad(y, leaves, grad)
@@ -236,14 +241,10 @@ def gloo_step(
     return step
 
 
-def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
+def gloo(seconds: float, clock: str) -> dict:
     """Calibrates and measures a step on one of two ranks, each with one thread."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
-    )
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     group = mesh.get_group()
     p = moe_calibration.calibrate(seconds=seconds, group=group, clock=clock)
@@ -251,40 +252,24 @@ def _rank(rank: int, folder: str, seconds: float, clock: str) -> None:
     assert p.cpu is not None
     cases = list(itertools.product(GLOO, ("fwd", "fwd+bwd")))
     steps = [gloo_step(group, *shape, pass_) for shape, pass_ in cases]
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(13):  # they take turns, so that what disturbs one disturbs all
-        for step, into in zip(steps, times):
-            dist.barrier(group)
-            start = tick()
-            step()
-            into.append(tick() - start)
+    times = interleaved_seconds(
+        dict(enumerate(steps)), rounds=11, warmup=2,
+        before=lambda: dist.barrier(group), clock=tick,
+    )  # fmt: skip
     rows = []
-    for ((tokens, f, e, k), pass_), into in zip(cases, times):
-        slowest = torch.tensor(statistics.median(into[2:]), dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    for ((tokens, f, e, k), pass_), into in zip(cases, times.values()):
+        (slowest,) = over_ranks([statistics.median(into)])
         model = cpu_layer(p, tokens, D, f, e, k, 2, pass_=pass_)
         rows.append({"pass": pass_, "T": tokens, "F": f, "E": e, "K": k,
-                     "ms": 1e3 * slowest.item(), "model_ms": 1e3 * model,
-                     "error": model / slowest.item() - 1})  # fmt: skip
-    if rank == 0:
+                     "ms": 1e3 * slowest, "model_ms": 1e3 * model,
+                     "error": model / slowest - 1})  # fmt: skip
+    if dist.get_rank() == 0:
         for r in rows:
             print(
                 f"{r['pass']:8} T{r['T']} F{r['F']} E{r['E']} K{r['K']} {r['ms']:9.2f} ms  "
                 f"model {r['model_ms']:9.2f}  {r['error']:+.0%}", flush=True
             )  # fmt: skip
-        write_json(
-            {"rows": rows, "profile": p.to_json()}, pathlib.Path(folder, "out.json")
-        )
-    dist.barrier(group)
-    dist.destroy_process_group()
-
-
-def gloo(seconds: float, clock: str) -> dict:
-    import json
-
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (folder, seconds, clock), nprocs=2)
-        return json.loads(pathlib.Path(folder, "out.json").read_text())
+    return {"rows": rows, "profile": p.to_json()}
 
 
 def main() -> None:
@@ -305,7 +290,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     record = provenance()
     if args.gloo:
-        record |= gloo(args.calibrate, args.clock)
+        record |= on_gloo_ranks(2, gloo, args.calibrate, args.clock)[0]
         record["summary"] = summary(record["rows"])
         if args.json:
             write_json(record, args.json)
