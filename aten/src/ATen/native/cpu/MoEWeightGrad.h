@@ -143,6 +143,12 @@ class WeightGrad {
         });
   }
 
+  // Rows of which a product is that sums the last `rows` of an expert. What multiplies
+  // dense rows is generated for a depth, of which there should be few.
+  static int64_t depth_of(int64_t rows) {
+    return round_up(rows, Micro::kDenseRows ? kRowsMultiple : v);
+  }
+
   // The lines of a task. has_right: the right operand of all the expert's rows and
   // columns is packed already, if it fits.
   void compute_lines(const Block& block, int64_t i0, bool has_right, const Buffers& at) const {
@@ -165,7 +171,7 @@ class WeightGrad {
     for (int64_t j0 = 0; j0 < length_; j0 += kPanelCols) {
       const int64_t n = std::min(kPanelCols, length_ - j0);
       for (int64_t r0 = 0; r0 < rows; r0 += kDepth) {
-        const int64_t k = std::min(kDepth, depth - r0);
+        const int64_t k = depth_of(std::min(kDepth, rows - r0));
         const Block part{block.expert, block.begin + r0, std::min(block.end, block.begin + r0 + k)};
         const int64_t offset = left_fits ? r0 : 0;
         if (!left_fits || j0 == 0) {
