@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._moe.schedule import (
+    _chunk_sizes,
     OverlapSchedule,
     PartSeconds,
     save_communication,
@@ -385,6 +386,24 @@ class TestSchedule(TestCase):
         order = OverlapSchedule(2, shared="combine").steps()
         parts = [f"{part[0]}{chunk}" for part, chunk in order]
         self.assertEqual(" ".join(parts), "d0 d1 e0 c0 e1 c1 s0")
+
+    def test_chunk_sizes(self):
+        for total in range(9):
+            for n in (1, 2, 3, 4):
+                sizes = _chunk_sizes(total, n)
+                self.assertEqual(sum(sizes), total)
+                self.assertEqual(sizes, sorted(sizes, reverse=True))
+                self.assertLessEqual(sizes[0] - sizes[-1], 1)
+
+        # A dynamic number of tokens, without a graph for each.
+        @torch.compile(backend="eager", fullgraph=True, dynamic=True)
+        def first(x):
+            return x.split(_chunk_sizes(x.shape[0], 3))[0]
+
+        self.assertEqual(first(torch.ones(8)), torch.ones(3))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for total in (9, 10, 11, 64):
+                self.assertEqual(len(first(torch.ones(total))), -(-total // 3))
 
     def test_simulation(self):
         # Two queues by hand: d0 0-1, d1 1-2, shared 0-2, e0 2-6, c0 6-7, e1 6-10, c1 10-11.

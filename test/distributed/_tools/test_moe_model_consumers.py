@@ -11,6 +11,11 @@ import unittest
 from unittest import mock
 
 import torch
+from torch.distributed._moe.schedule import (
+    OverlapSchedule,
+    PartSeconds,
+    simulated_seconds,
+)
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import (
     calibrate,
@@ -28,6 +33,7 @@ from torch.distributed._tools.moe_cpu_model import (
     cpu_exchange,
     cpu_experts,
     cpu_layer,
+    cpu_parts,
     cpu_rate,
     CpuConstants,
 )
@@ -51,13 +57,54 @@ class TestSchedule(TestCase):
         args = (32768, 4096, 1536, 128, 8, 32)
         ranked = cost.layer_chunks(p, *args)
         schedule = overlap_schedule(p, *args)
-        self.assertEqual(schedule.num_chunks, ranked[0][1])
+        self.assertEqual(schedule.num_chunks, ranked[0].num_chunks)
         self.assertGreater(schedule.num_chunks, 1)
         # Few tokens: starts outweigh what could hide.
         self.assertEqual(overlap_schedule(p, 64, *args[1:]).num_chunks, 1)
         # A broken one, whose exchange is free, has nothing to hide.
         with mock.patch.object(cost, "all_to_all", lambda *a, **k: 0.0):
             self.assertEqual(overlap_schedule(p, *args).num_chunks, 1)
+
+    def test_shared_experts_beside_the_longer_part(self):
+        p, args = profile("H100"), (32768, 4096, 1536, 128, 8, 32)
+        # Dispatch in FP8 takes half as long as combine; dispatch by copies per expert longer.
+        schedule = overlap_schedule(p, *args, shared_f=12288, wire_dtype="fp8")
+        self.assertEqual(schedule.shared, "combine")
+        for dispatch, combine, beside in (
+            (1.0, 3.0, "combine"),
+            (3.0, 1.0, "dispatch"),
+            (2.0, 2.0, "dispatch"),
+        ):
+            best, *_ = cost.choose_chunks(
+                lambda n: (dispatch, 1.0, combine), 2.5, candidates=(1,)
+            )
+            self.assertEqual((best.num_chunks, best.shared), (1, beside))
+            # Beside the other part it takes longer, unless both are as long.
+            parts = PartSeconds((dispatch,), (1.0,), (combine,), 2.5)
+            other = {"combine": "dispatch", "dispatch": "combine"}[beside]
+            slower = simulated_seconds(OverlapSchedule(1, other), parts)
+            self.assertEqual(slower > best.seconds, dispatch != combine)
+
+    def test_chunks_of_a_cpu(self):
+        p = profile("H100")
+        device = dataclasses.replace(p.device, fast=2e7)
+        constants = Constants(fast=1.0, fast_us=300.0, setup_us=0.0, fabric=0.0)
+        p = Profile("x", device, constants, "x", CpuConstants(rate16=1.5e11))
+        args = (256, 1024, 256, 16, 8, 2)
+        there, work, back, shared = cpu_parts(p, *args, 2, shared_f=512)
+        # All tokens have an expert on the other rank: their rows, at the link's rate.
+        rows = 128 * (1 - 2**-8)
+        self.assertEqual(there, 3e-4 + rows * 2048 / 2e7)
+        self.assertEqual(back, there)
+        self.assertEqual(shared, cpu_experts(p.cpu, 256, 1024, 512, 1, 1))
+        self.assertGreater(work, cpu_experts(p.cpu, 128, 1024, 256, 8, 8))
+        ranked = cost.layer_chunks(p, *args)
+        self.assertGreater(ranked[0].num_chunks, 1)
+        parts = PartSeconds((there,) * 2, (work,) * 2, (back,) * 2)
+        two = next(c for c in ranked if c.num_chunks == 2)
+        self.assertEqual(two.seconds, simulated_seconds(OverlapSchedule(2), parts))
+        with self.assertRaisesRegex(ValueError, "p.cpu is None"):
+            cpu_parts(profile("H100"), *args)
 
 
 class TestInductor(TestCase):
@@ -87,6 +134,20 @@ class TestInductor(TestCase):
         for name, pass_ in (("_moe_mlp", "fwd"), ("_moe_mlp_backward", "bwd")):
             want = cost.experts(p, 2048, 256, 128, 16, pass_=pass_, tokens=512)
             self.assertEqual(seen[name], 1e3 * want)
+
+    def test_all_to_all_of_measured_links(self):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(8, 16, dtype=torch.bfloat16, device="meta")
+        send = torch.ops._c10d_functional.all_to_all_single.default
+        node = graph.call_function(send, (x, [2] * 4, [2] * 4, "group"))
+        gpu = profile("H100")
+        self.assertIsNone(inductor_estimate(gpu)(node))
+        device = dataclasses.replace(gpu.device, fast=1e6)
+        p = Profile("x", device, Constants(fast_us=200.0), "x", CpuConstants())
+        self.assertEqual(
+            inductor_estimate(p)(node), 0.2 + 1e3 * 8 * 16 * 2 * 0.75 / 1e6
+        )
 
     def test_inductor_takes_it(self):
         from torch._inductor.fx_passes.overlap_scheduling import get_custom_estimation

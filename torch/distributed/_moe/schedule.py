@@ -279,8 +279,10 @@ def sequential_schedule(
 
 def _chunk_sizes(total: int, num_chunks: int) -> list[int]:
     """As equal as possible, the larger ones first; 0 where there are too few."""
-    size, rest = divmod(total, num_chunks)
-    return [size + (chunk < rest) for chunk in range(num_chunks)]
+    # Without divmod and comparisons, which a dynamic number of tokens does not have or guards on.
+    return [
+        (total + num_chunks - 1 - chunk) // num_chunks for chunk in range(num_chunks)
+    ]
 
 
 # -- communication in flight

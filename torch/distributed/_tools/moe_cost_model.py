@@ -37,6 +37,7 @@ __all__ = [
     "LOW_PRECISION",
     "all_to_all",
     "choose_chunks",
+    "Chunks",
     "copies",
     "dense_mlp",
     "expert_flops",
@@ -617,17 +618,32 @@ def dense_mlp(
 # ---- schedules -------------------------------------------------------------------------
 
 
+class Chunks(NamedTuple):
+    """How a layer runs under ``OverlapSchedule``.
+
+    Attributes:
+        seconds: of the layer.
+        num_chunks: of its tokens.
+        shared: what the shared experts run beside, ``"dispatch"`` or ``"combine"``.
+    """
+
+    seconds: float
+    num_chunks: int
+    shared: str
+
+
 def choose_chunks(
     parts: Callable[[int], tuple[float, float, float]],
     shared: float = 0.0,
     candidates: Sequence[int] = (1, 2, 4, 8),
-) -> list[tuple[float, int]]:
-    """(seconds, chunks) of a layer under ``OverlapSchedule``, best first.
+) -> list[Chunks]:
+    """A layer under ``OverlapSchedule``, best first, each number of chunks once.
 
     Args:
         parts (callable): of a number of chunks, seconds of dispatch, experts and combine
             of one chunk: starts of exchanges and small products are in them.
-        shared (float): seconds of the shared experts.
+        shared (float): seconds of the shared experts, which run beside the first dispatches
+            or the last combine, whichever hides more of them.
         candidates (sequence of int): chunks to compare; fewer win a tie.
     """
     from torch.distributed._moe.schedule import (
@@ -636,12 +652,16 @@ def choose_chunks(
         simulated_seconds,
     )
 
-    def seconds(n: int) -> float:
+    def best(n: int) -> Chunks:
         dispatch, experts, combine = ((part,) * n for part in parts(n))
         whole = PartSeconds(dispatch, experts, combine, shared)
-        return simulated_seconds(OverlapSchedule(n), whole)
+        both = (
+            Chunks(simulated_seconds(OverlapSchedule(n, beside), whole), n, beside)
+            for beside in ("dispatch", "combine")
+        )
+        return min(both, key=lambda choice: choice.seconds)
 
-    return sorted((seconds(n), n) for n in candidates)
+    return sorted(best(n) for n in candidates)
 
 
 def layer_chunks(
@@ -655,12 +675,13 @@ def layer_chunks(
     *,
     shared_f: int = 0,
     dtype: str = "bf16",
+    wire_dtype: str = "bf16",
     kernel: str = "moe_mlp",
     imbalance: float = 1.0,
     candidates: Sequence[int] = (1, 2, 4, 8),
     **exchange: Any,
-) -> list[tuple[float, int]]:
-    """(seconds, chunks) of the forward of an expert-parallel layer, best first.
+) -> list[Chunks]:
+    """The forward of an expert-parallel layer in chunks, best first.
 
     Args:
         p (Profile): the device.
@@ -671,21 +692,33 @@ def layer_chunks(
     Keyword Args:
         shared_f (int): width of the shared experts.
         dtype, kernel (str): of the products, see :func:`experts`.
+        wire_dtype (str): of the rows on their way to the experts; bf16 returns.
         imbalance (float): heaviest rank over mean rank.
         candidates (sequence of int): chunks to compare.
         exchange: ``domain``, ``algorithm`` and ``node_limit`` of :func:`all_to_all`.
     """
+    if p.cpu is not None:
+        from torch.distributed._tools.moe_cpu_model import cpu_parts
 
-    def parts(n: int) -> tuple[float, float, float]:
+        parts = functools.partial(cpu_parts, p, tokens, d, f, num_experts, k, ep)
+        *_, shared = parts(1, shared_f=shared_f)
+        return choose_chunks(lambda n: parts(n)[:3], shared, candidates)
+
+    def gpu_parts(n: int) -> tuple[float, float, float]:
         t = tokens / n
         there, back = (
-            all_to_all(p, t, d, k, ep, imbalance=imbalance, combine=combine, **exchange)
-            for combine in (False, True)
-        )
+            all_to_all(
+                p, t, d, k, ep, imbalance=imbalance, combine=combine, dtype=wire,
+                **exchange,
+            )
+            for combine, wire in ((False, wire_dtype), (True, "bf16"))
+        )  # fmt: skip
         work = experts(
             p, t * k * imbalance, d, f, num_experts / ep,
             kernel=kernel, dtype=dtype, tokens=t,
         )  # fmt: skip
         return there, work, back
 
-    return choose_chunks(parts, dense_mlp(p, tokens, d, shared_f, dtype), candidates)
+    return choose_chunks(
+        gpu_parts, dense_mlp(p, tokens, d, shared_f, dtype), candidates
+    )

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from torch.distributed._tools.moe_calibration import Profile
 
 
-__all__ = ["CpuConstants", "cpu_exchange", "cpu_experts", "cpu_layer", "cpu_rate"]
+__all__ = [
+    "CpuConstants",
+    "cpu_exchange",
+    "cpu_experts",
+    "cpu_layer",
+    "cpu_parts",
+    "cpu_rate",
+]
 
 
 # Rows of an expert that share a packed weight, at most: kMaxBlockRows of MoEDriver.h.
@@ -223,3 +230,49 @@ def cpu_layer(
     work = cpu_experts(p.cpu, tokens, d, f, num_experts // ep, k, **experts)
     both = {name: experts[name] for name in ("dtype", "pass_") if name in experts}
     return work + cpu_exchange(p, tokens, d, k, ep, **both)
+
+
+def cpu_parts(
+    p: Profile,
+    tokens: float,
+    d: int,
+    f: int,
+    num_experts: int,
+    k: int,
+    ep: int,
+    chunks: int = 1,
+    *,
+    shared_f: int = 0,
+    dtype: str = "bf16",
+) -> tuple[float, float, float, float]:
+    """Seconds of dispatch, experts and combine of one of ``chunks``, and of shared experts.
+
+    Messages are the links', and what makes them is the cores', which it keeps as long as the
+    products do: it is in the seconds of the experts. Nothing tells the sizes, as in a graph
+    with a static capacity.
+
+    Args:
+        p (Profile): the machine, with ``p.cpu``.
+        tokens (float): T of a rank.
+        d, f, num_experts, k (int): D, F, E of all ranks, K.
+        ep (int): ranks that share the experts.
+        chunks (int): of the tokens.
+
+    Keyword Args:
+        shared_f (int): width of the shared experts.
+        dtype (str): of rows and products.
+    """
+    if p.cpu is None:
+        raise ValueError("cpu_parts: p must be a profile of a CPU, p.cpu is None")
+    t = tokens / chunks
+    there, back = (
+        all_to_all(p, t, d, k, ep, domain=ep, dtype=dtype, combine=combine)
+        for combine in (False, True)
+    )
+    around = cpu_exchange(p, t, d, k, ep, dtype=dtype) - there - back
+    around -= p.constants.fast_us * US if ep > 1 else 0.0
+    work = cpu_experts(p.cpu, t, d, f, num_experts // ep, k, dtype=dtype)
+    shared = 0.0
+    if shared_f:
+        shared = cpu_experts(p.cpu, tokens, d, shared_f, 1, 1, dtype=dtype)
+    return there, around + work, back, shared

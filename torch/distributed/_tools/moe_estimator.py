@@ -656,8 +656,8 @@ def op_seconds(p: Profile, func: Any, args: Sequence[Any], out: Any) -> float:
 def inductor_estimate(p: Profile) -> Callable[[Any, int | None], float | None]:
     """``custom_runtime_estimation`` of Inductor's overlap scheduling, for MoE layers.
 
-    Milliseconds of ``_moe_mlp`` and its backward; None, which leaves the node to Inductor,
-    for everything else.
+    Milliseconds of ``_moe_mlp`` and its backward, and with a profile of a CPU, whose links are
+    measured, of an all-to-all; None, which leaves the node to Inductor, for everything else.
 
     Example::
         >>> config = torch._inductor.config.aten_distributed_optimizations
@@ -666,6 +666,11 @@ def inductor_estimate(p: Profile) -> Callable[[Any, int | None], float | None]:
 
     def estimate(node: Any, override_size: int | None = None) -> float | None:
         name = getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
+        if name == "all_to_all_single" and p.cpu is not None:
+            x, splits, *_ = node.args
+            sent = x.meta["val"].nbytes * (1 - 1 / len(splits))
+            start = p.constants.fast_us * cost.US
+            return 1e3 * cost.link_seconds(start, p.device.fast, sent)
         if name not in ("_moe_mlp", "_moe_mlp_backward"):
             return None
         args = torch.fx.map_arg(node.args, lambda n: n.meta.get("val"))

@@ -326,11 +326,12 @@ def overlap_schedule(
     ep: int,
     **kw: Any,
 ):  # type: ignore[no-untyped-def]
-    """The ``OverlapSchedule`` with the chunks of ``moe_cost_model.layer_chunks``."""
+    """The ``OverlapSchedule`` that is first in ``moe_cost_model.layer_chunks``."""
     from torch.distributed._moe.schedule import OverlapSchedule
 
-    chunks = cost.layer_chunks(p, tokens, d, f, num_experts, k, ep, **kw)[0][1]
-    return OverlapSchedule(num_chunks=chunks)
+    best = cost.layer_chunks(p, tokens, d, f, num_experts, k, ep, **kw)[0]
+    # pyrefly: ignore[bad-argument-type]
+    return OverlapSchedule(best.num_chunks, best.shared)
 
 
 def _chunks(p: Profile, model: MoEConfig, x: Layout, tokens: float) -> Choice:
@@ -342,9 +343,9 @@ def _chunks(p: Profile, model: MoEConfig, x: Layout, tokens: float) -> Choice:
         node_limit=x.node_limit,
     )  # fmt: skip
     times = ", ".join(
-        f"{n}: {1e3 * t:.2f} ms" for t, n in sorted(ranked, key=lambda e: e[1])
+        f"{n}: {1e3 * t:.2f} ms" for t, n, _ in sorted(ranked, key=lambda e: e[1])
     )
-    (best, n), (second, m) = ranked[:2]
+    (best, n, _), (second, m, _) = ranked[:2]
     return Choice("chunks", n, f"forward of a layer with {times}", m, 1 - best / second)
 
 
