@@ -426,7 +426,7 @@ def parse_options() -> argparse.Namespace:
         "--configs", type=pathlib.Path, help="what --tune rewrites; default: configs.py"
     )
     parser.add_argument(
-        "--peers", type=pathlib.Path, help="folder with scattermoe and sonicmoe"
+        "--peers", type=pathlib.Path, help="folder with the libraries of peers.py"
     )
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
     parser.add_argument("--no-sanitizer", action="store_true")

@@ -10,7 +10,7 @@ The functions have one meaning, on weights in nn.Linear convention:
 Letters are those of shapes.py. :func:`make_peers` binds them, and the libraries that can be
 imported, to the operands of a row; :func:`demo_blocks` pairs them with a router. Nothing of a
 library lies in this repository; what is written here follows the public functions
-scattermoe.parallel_experts.parallel_linear and sonicmoe.functional.moe_general_routing_inputs.
+of scattermoe.parallel_experts, sonicmoe.functional, liger_kernel.ops and vllm's fused_moe.
 """
 
 import functools
@@ -412,10 +412,38 @@ def _sonicmoe(shape: Shape) -> Callable[..., Tensor]:
     return call
 
 
-# Peers from GPU libraries: the call, its weights, and what has to be importable.
+def _cutedsl(shape: Shape) -> Callable[..., Tensor]:
+    return importlib.import_module("lab.cutedsl").layer
+
+
+def _liger(shape: Shape) -> Callable[..., Tensor]:
+    run = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+
+    def call(x, ids, weights, w_in, w_out):
+        return run.apply(x, w_in, w_out, ids.int(), weights)
+
+    return call
+
+
+def _vllm(shape: Shape) -> Callable[..., Tensor]:
+    run = importlib.import_module("vllm.model_executor.layers.fused_moe").fused_experts
+
+    def call(x, ids, weights, w_in, w_out):
+        if torch.is_grad_enabled():
+            raise NotImplementedError("vLLM's fused_experts has no backward")
+        return run(x, w_in, w_out, topk_weights=weights.float(), topk_ids=ids.int())
+
+    return call
+
+
+# Peers from GPU libraries, and our kernels on one: the call, its weights, and what has to be
+# importable.
 LIBRARIES = {
+    "ours_cutedsl": (_cutedsl, _sonicmoe_leaves, "lab.cutedsl"),
     "scattermoe": (_scattermoe, _scattermoe_leaves, "scattermoe"),
     "sonicmoe": (_sonicmoe, _sonicmoe_leaves, "sonicmoe"),
+    "liger": (_liger, _stored, "liger_kernel.ops.fused_moe"),
+    "vllm": (_vllm, _stored, "vllm.model_executor.layers.fused_moe"),
 }
 _OWN_FORMS = {
     "eager": loop_over_hit_experts,

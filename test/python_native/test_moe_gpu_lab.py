@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 from unittest import mock
 
 from triton_interpreter import exact_floats, require_interpreter
@@ -89,7 +90,7 @@ class TestRehearsal(TestCase):
                 self.assertLess(row["relative_distance_to_ours"][name], 2e-2)
             self.assertGreater(row["bound_ms"]["step"], row["bound_ms"]["forward"])
         self.assertIn("ours_graph/forward", report["rows"][1]["ms"])
-        for name in ("scattermoe", "sonicmoe"):
+        for name in peers.LIBRARIES:
             self.assertIn(name, report["peers"]["absent"])
         self.assertIn("of bound", printed)
         self.assertIn("--rehearse", report["command"])
@@ -448,6 +449,82 @@ class TestRobustness(TestCase):
                 sys.path[:] = path
         self.assertNotIn("scattermoe", found)
         self.assertIn("no CUDA here", missing["scattermoe"])
+
+    def test_libraries_are_called_as_they_are_meant(self):
+        # Stand-ins with the signatures of the libraries.
+        class Function:
+            @staticmethod
+            def apply(x, gate_up_proj, down_proj, top_k_index, top_k_weights):
+                assert top_k_index.dtype == torch.int32
+                args = (x, top_k_index.long(), top_k_weights, gate_up_proj, down_proj)
+                return peers.sorted_grouped_mm(*args)
+
+        def fused_experts(hidden_states, w1, w2, topk_weights, topk_ids, inplace=False):
+            return Function.apply(hidden_states, w1, w2, topk_ids, topk_weights)
+
+        modules = {}
+        for name in (
+            "liger_kernel.ops.fused_moe",
+            "vllm.model_executor.layers.fused_moe",
+        ):
+            parts = name.split(".")
+            for i in range(len(parts)):
+                modules[".".join(parts[: i + 1])] = types.ModuleType(parts[i])
+            modules[name].LigerFusedMoEFunction = Function
+            modules[name].fused_experts = fused_experts
+        shape = shapes.REHEARSAL[0]
+        operands = shapes.make_operands(shape, torch.device("cpu"))
+        with mock.patch.dict(sys.modules, modules):
+            names, missing = peers.find_libraries(None)
+            found, failed = peers.make_peers(shape, gpu_lab.NOT_ON_GPU, libraries=names)
+        self.assertEqual((names, failed), (["liger", "vllm"], {}))
+        self.assertEqual(set(missing), {"ours_cutedsl", "scattermoe", "sonicmoe"})
+        calls = {p.name: p for p in found}
+        x, ids, weights = operands.layer_args()[:3]
+        with torch.no_grad():
+            expected = calls[peers.OURS].call(x, ids, weights, *operands.stored())
+            for name in names:
+                leaves = calls[name].leaves(operands)
+                output = calls[name].call(x, ids, weights, *leaves)
+                self.assertEqual(output, expected, atol=2e-2, rtol=2e-2)
+        with self.assertRaisesRegex(NotImplementedError, "no backward"):
+            calls["vllm"].call(x, ids, weights, *operands.stored())
+
+
+class TestCutedsl(TestCase):
+    def test_the_cute_backend_is_a_peer(self):
+        from test_moe_cutedsl import LoopGemms
+
+        gemms = {"moe_kernels.cutedsl_kernels.gemms": LoopGemms()}
+        shape = shapes.REHEARSAL[0]
+        operands = shapes.make_operands(
+            shape, torch.device("cpu"), weights_dtype=torch.float32
+        )
+        plan = plan_of(TILE)
+        with (
+            mock.patch.dict(sys.modules, gemms),
+            mock.patch.object(registration, "_plan", plan),
+            exact_floats(),
+        ):
+            names, missing = peers.find_libraries(None)
+            self.assertIn("ours_cutedsl", names, missing)
+            found, _ = peers.make_peers(shape, libraries=["ours_cutedsl"])
+            ours, cute = found[0], found[-1]
+            results = []
+            for peer in (ours, cute):
+                x, ids, weights = operands.layer_args()[:3]
+                leaves = peer.leaves(operands)
+                output = peer.call(x, ids, weights, *leaves)
+                inputs = (x, weights, *leaves)
+                grads = torch.autograd.grad(output, inputs, operands.grad)
+                results.append([output, *grads])
+        E, width, D = operands.w_in.shape
+        interleaved = results[1][3].view(E, width // 2, 2, D)
+        results[1][3] = interleaved.transpose(1, 2).reshape(E, width, D)
+        for expected, found in zip(*results, strict=True):
+            self.assertEqual(found, expected, atol=5e-2, rtol=5e-2)
+        (called,) = (g.called for g in gemms.values())
+        self.assertEqual(len(set(called)), 5)
 
 
 class TestRegistration(TestCase):

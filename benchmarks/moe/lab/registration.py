@@ -49,7 +49,8 @@ def use_plan(plan: launch.LaunchPlan) -> None:
     _plan = plan
 
 
-def _current_plan() -> launch.LaunchPlan:
+def current_plan() -> launch.LaunchPlan:
+    """What the operators launch with."""
     if _plan is None:
         raise RuntimeError("moe_lab: call registration.use_plan before an operator")
     return _plan
@@ -66,14 +67,14 @@ def _activation(options: dict) -> launch.Activation:
 
 def _mlp(*tensors, compute_preact=True, **options):
     return launch.moe_mlp_forward(
-        _current_plan(), *tensors, _activation(options), compute_preact=compute_preact
+        current_plan(), *tensors, _activation(options), compute_preact=compute_preact
     )
 
 
 def _mlp_backward(grad_out, *args, **options):
     *tensors, output_mask = args
     return launch.moe_mlp_backward(
-        _current_plan(), grad_out, *tensors, tuple(output_mask), _activation(options)
+        current_plan(), grad_out, *tensors, tuple(output_mask), _activation(options)
     )
 
 
