@@ -2,15 +2,11 @@
 
 import itertools
 import pathlib
+from typing import Any
 
-import matplotlib
-
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
+from report import figure
 
 
 FUSED, UNFUSED, RANKS = "#d1495b", "#2e6f95", "#3a7d44"
@@ -18,9 +14,12 @@ FUSED, UNFUSED, RANKS = "#d1495b", "#2e6f95", "#3a7d44"
 
 def write_plot(result: dict, path: pathlib.Path) -> None:
     """Loss curves, their differences, and the blocks' time and memory, as PNG."""
-    figure, axes = plt.subplots(
-        2, 2, figsize=(12, 7), layout="constrained", width_ratios=(1.7, 1)
-    )
+    grid = {"figsize": (12, 7), "width_ratios": (1.7, 1)}
+    with figure(path, 2, 2, **grid) as axes:
+        _plot_all(axes, result)
+
+
+def _plot_all(axes: Any, result: dict) -> None:
     _plot_losses(axes[0, 0], result)
     _plot_differences(axes[1, 0], result)
     axes[1, 0].sharex(axes[0, 0])
@@ -32,14 +31,12 @@ def write_plot(result: dict, path: pathlib.Path) -> None:
     saved = [row["saved_bytes"] / 2**20 for row in rows]
     _plot_bars(axes[1, 1], "Saved for backward by the experts (MiB)", rows, saved)
     settings = result["settings"]
-    figure.suptitle(
+    axes[0, 0].figure.suptitle(
         f"MoE language model, {settings['parameters'] / 1e6:.1f} M parameters, "
         f"{settings['experts']} experts, top-{settings['top_k']}, trained on the text of torch "
         f"{result['torch']}",
         fontsize=12,
     )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def _plot_losses(axes: Axes, result: dict) -> None:
