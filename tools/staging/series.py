@@ -6,10 +6,11 @@ upstream paths. Everything under build/ is derived from them.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import tomllib
@@ -318,6 +319,7 @@ def problems(stack: Stack) -> list[str]:
         return order  # the rest asks what a PR lies on
     return [
         *_file_problems(stack),
+        *_import_problems(stack),
         *_patch_problems(stack),
         *_upstream_problems(stack),
         *_shim_problems(stack),
@@ -343,6 +345,40 @@ def _file_problems(stack: Stack) -> Iterator[str]:
     for path in landing_files(stack):
         if path not in seen:
             yield f"{path}: belongs to no PR (and is not in non_landing)"
+
+
+def _import_problems(stack: Stack) -> Iterator[str]:
+    """What a file imports whenever it is imported has to be there where its PR is the last."""
+    owners = {path: pr.name for pr in stack.prs for path in pr.files}
+    for pr in stack.prs:
+        below = {path for other in stack.prefix(pr.name).prs for path in other.files}
+        for path in pr.files:
+            for found in _imported(stack.root / path, path, owners):
+                if found not in below:
+                    yield (
+                        f"{path}: imports {found} of {owners[found]}, which {pr.name} does "
+                        "not lie on: it lacks series in its needs"
+                    )
+
+
+def _imported(file: Path, path: str, known: Collection[str]) -> list[str]:
+    """Those of the ``known`` files that a Python file imports at its top level."""
+    if not path.endswith(".py") or not file.is_file():
+        return []
+    modules: list[str] = []
+    try:
+        body = ast.parse(file.read_text()).body
+    except SyntaxError:
+        return []  # for ruff to say
+    for node in body:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+    # Of the root, or for scripts and tests of a folder that the file is in.
+    folders = ("", *(f"{folder}/" for folder in PurePosixPath(path).parents))
+    files = (f"{f}{m.replace('.', '/')}.py" for m in modules for f in folders)
+    return sorted({file for file in files if file in known})
 
 
 def landing_files(stack: Stack) -> list[str]:

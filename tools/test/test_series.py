@@ -56,6 +56,22 @@ def test_file_of_two_prs(project):
     assert problem == "torch/nn/moe.py: listed by 100-first and by 110-second"
 
 
+def test_import_of_a_pr_that_is_not_below(project):
+    assert project.stack.owner("torch/nn/moe.py").name == "100-first"
+    project.write("torch/nn/moe.py", "import torch.nn.later\nfrom torch.nn import later\n")
+    assert series_module.problems(project.stack) == []
+    path = project.root / "torch_patches/series.toml"
+    files = '["test/test_moe.py"]'
+    path.write_text(
+        path.read_text().replace(files, '["test/test_moe.py", "torch/nn/later.py"]', 1)
+    )
+    project.write("torch/nn/later.py", "import torch.nn.moe\n")
+    (problem,) = series_module.problems(project.stack)
+    assert problem.startswith(
+        "torch/nn/moe.py: imports torch/nn/later.py of 110-second, which 100-first does not"
+    )
+
+
 def test_patch_that_adds_a_file(project):
     path = project.root / "torch_patches/110-second.patch"
     new = "diff --git a/torch/x.py b/torch/x.py\nnew file mode 100644\n"
