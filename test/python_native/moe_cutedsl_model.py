@@ -209,18 +209,18 @@ def record(
     times, layers = [], []
     for shape in SHAPES:
         found = estimates(folder, shape)
+        us = {name: round(cost.us, 1) for name, cost in found.items()}
         for name, cost in found.items():
             times.append(
                 {
                     "shape": shape.name,
                     "kernel": name,
-                    "us": round(cost.us, 1),
+                    "us": us[name],
                     "of_dense": round(cost.of_dense, 3),
                     "limiter": cost.limiter,
                     "explained": cost.explained,
                 }
             )
-        us = {name: cost.us for name, cost in found.items()}
         layers.append({"name": shape.name, **forecast(shape, us)})
         print(layers[-1])
         if shape is SHAPES[0]:

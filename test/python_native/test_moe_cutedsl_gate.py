@@ -68,7 +68,7 @@ class TestMoeCutedslGate(TestCase):
     @slowTest
     @unittest.skipIf(not RECORD.exists(), "the record is kept outside of PyTorch")
     def test_modelled_times_are_the_recorded_ones(self):
-        from moe_cutedsl_model import estimates, SHAPES, sonicmoe
+        from moe_cutedsl_model import estimates, SHAPES
 
         record = json.loads(RECORD.read_text())
         with tempfile.TemporaryDirectory() as folder:
@@ -80,8 +80,6 @@ class TestMoeCutedslGate(TestCase):
         for row in rows:
             ratio = found[row["kernel"]].us / row["us"]
             self.assertLess(abs(ratio - 1), 0.03, row)
-        us = {row["kernel"]: row["us"] for row in rows}
-        self.assertEqual(record["calibration"], sonicmoe(us))
 
     def test_what_does_not_compile_is_a_problem(self):
         # A gather that is not by TMA, on sm_100: see gemms.py.

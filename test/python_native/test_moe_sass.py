@@ -18,6 +18,7 @@ import statistics
 import unittest
 
 import triton
+from moe_cutedsl_model import sonicmoe
 from moe_sass import (
     bias,
     CALIBRATION,
@@ -103,8 +104,13 @@ class TestMoeSass(TestCase):
         self.assertLess(statistics.median(map(abs, errors)), 0.1)
         if CUTEDSL_RECORD.exists():
             # Whole layers, whose kernels have rows of their own there.
-            rows = json.loads(CUTEDSL_RECORD.read_text())["calibration"]
-            for row in rows:
+            record = json.loads(CUTEDSL_RECORD.read_text())
+            us = {}
+            for row in record["estimates"]:
+                if row["shape"] == SHAPES[0].name:
+                    us[row["kernel"]] = row["us"]
+            self.assertEqual(record["calibration"], sonicmoe(us))
+            for row in record["calibration"]:
                 if row["kernel"] in ("SonicMoE forward", "SonicMoE backward"):
                     errors.append(row["predicted_us"] / row["published_us"] - 1)
             self.assertEqual(len(errors), len(CALIBRATION) + 2)

@@ -128,6 +128,11 @@ _SM_80: KernelTable = {
 # multiprocessor, whose loads and matmuls hide the other's epilogue. weight_grad loads
 # the rows' slots one pipeline step ahead of the rows, so that half of the stages,
 # rounded up, hold data.
+# Left out, with the times that test/python_native/moe_sass.py models at (24576, 1536, 256,
+# 128, 8): two programs of act_backward, 128x128 in 4 warps or in 8 with 128 registers (398 us
+# instead of 463), keep 16 bytes of spills even in 8 epilogue parts without code moved out of
+# the loop; input_grad likewise (586 instead of 589) is bound by the L2; a loop over tiles that
+# is flattened for the pipeline waits for every matmul (647).
 # Chosen by hand; measured on no GPU.
 _SM_90: KernelTable = {
     "up_gated": (
