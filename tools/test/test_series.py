@@ -58,7 +58,9 @@ def test_file_of_two_prs(project):
 
 def test_import_of_a_pr_that_is_not_below(project):
     assert project.stack.owner("torch/nn/moe.py").name == "100-first"
-    project.write("torch/nn/moe.py", "import torch.nn.later\nfrom torch.nn import later\n")
+    project.write(
+        "torch/nn/moe.py", "import torch.nn.later\nfrom torch.nn import later\n"
+    )
     assert series_module.problems(project.stack) == []
     path = project.root / "torch_patches/series.toml"
     files = '["test/test_moe.py"]'
