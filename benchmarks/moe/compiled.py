@@ -4,7 +4,8 @@ rewrites    blocks as people write them (peers.py), compiled as they are, rewrit
             ``torch._inductor.config.moe_fusion``, and ``F.moe_mlp`` compiled on their operands
 layouts     ``F.moe_mlp`` on expert weights as nn.Linear stores them, and on the transposed storage
             of gpt-oss, eager and frozen, where Inductor stores them anew
-compiles    how many graphs a layer makes over changing numbers of tokens, and seconds to compile
+compiles    how many graphs and kernels a layer makes over changing numbers of tokens, and seconds
+            of all threads to compile; the experts of transformers if it is installed
 
 One thread, its own processor time, forms in turns, ratios of one round: others may use the machine.
 
@@ -17,6 +18,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import peers
 from shapes import make_operands, Operands, Shape
@@ -25,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor import config
+from torch._inductor import config, metrics
 
 from measure import interleaved_seconds, provenance, ratio_record, spread, write_json
 
@@ -162,18 +164,74 @@ def measure_layout(shape: Shape, rounds: int) -> dict:
     }
 
 
-def measure_compiles(name: str, quick: bool, backward: bool) -> dict:
-    """Graphs and seconds of a layer over four numbers of tokens."""
+def _experts_of_transformers(implementation: str) -> Callable[..., Tensor] | None:
+    """The experts of a tiny Qwen3-MoE, if transformers is installed (clients/)."""
+    folder = pathlib.Path(__file__).resolve().parent / "clients"
+    sys.path.append(str(folder))
+    try:
+        from families import build
+    except ImportError:
+        return None
+    from transformers_experts import experts_of
+
+    model = build("qwen3_moe")
+    model.set_experts_implementation(implementation)
+    return experts_of(model)[0]
+
+
+def _layers_to_compile(quick: bool) -> dict[str, tuple[Any, Callable[..., tuple]]]:
+    """What is compiled, by name, and a function that makes its arguments for T tokens."""
+
+    def of_block(name: str) -> Callable[..., tuple]:
+        def args(num_tokens: int, backward: bool) -> tuple:
+            operands = make_operands(_shape(num_tokens, quick))
+            return _block(name, operands, backward)[0]
+
+        return args
+
+    found = {
+        "moe_mlp": (F.moe_mlp, of_block("moe_mlp")),
+        "sorted_grouped_mm": (peers.sorted_grouped_mm, of_block("sorted_grouped_mm")),
+    }
+    shape = _shape(1, quick)
+    layer = torch.nn.MoE(shape.D, shape.F, num_experts=shape.E, top_k=shape.K)
+    found["nn.MoE"] = (
+        layer,
+        lambda num_tokens, backward: (
+            torch.randn(num_tokens, shape.D, requires_grad=backward),
+        ),
+    )
+    for name in ("moe_mlp", "grouped_mm"):
+        experts = _experts_of_transformers(name)
+        if experts is None:
+            continue
+        dim = next(experts.parameters()).shape[-1]
+
+        def args(num_tokens: int, backward: bool, E=experts.num_experts, dim=dim):
+            weights, ids = torch.rand(num_tokens, E).topk(2)
+            x = torch.randn(num_tokens, dim, requires_grad=backward)
+            return x, ids, weights
+
+        found[f"transformers, {name}"] = (experts, args)
+    return found
+
+
+def measure_compiles(
+    name: str, layer: Any, make_args: Callable[..., tuple], backward: bool
+) -> dict:
+    """Graphs, kernels and seconds of a layer over four numbers of tokens."""
     torch._dynamo.reset()
     counters.clear()
-    written = getattr(peers, name, None)
-    layer = torch.compile(F.moe_mlp if written is None else written)
+    metrics.reset()
+    compiled = torch.compile(layer)
     graphs, seconds = [], []
     for num_tokens in (16, 24, 40, 96):
-        operands = make_operands(_shape(num_tokens, quick))
-        args, _ = _block(name, operands, backward)
+        args = make_args(num_tokens, backward)
         start = time.process_time()
-        _step(layer, args, operands.grad, backward)()
+        with torch.set_grad_enabled(backward):
+            output = compiled(*args)
+            if backward:
+                output.sum().backward()
         seconds.append(time.process_time() - start)
         graphs.append(counters["stats"]["unique_graphs"])
     return {
@@ -181,7 +239,9 @@ def measure_compiles(name: str, quick: bool, backward: bool) -> dict:
         "pass": "forward+backward" if backward else "forward",
         "graphs": graphs[-1],
         "graph_breaks": sum(counters["graph_break"].values()),
-        "seconds_of_calls": seconds,
+        "kernels": metrics.generated_kernel_count,
+        "extern_calls": counters["inductor"]["extern_calls"],
+        "compile_seconds": sum(seconds[:2]) - sum(seconds[2:]),
     }
 
 
@@ -221,9 +281,10 @@ def main() -> None:
                     shape = _shape(num_tokens, args.quick)
                     add("rewrites", measure_rewrite(form, shape, backward, rounds))
     if "compiles" in args.tables:
-        for name in ("moe_mlp", "sorted_grouped_mm"):
+        torch.compile(lambda x: x + 1)(torch.ones(1))  # what the first one imports
+        for name, (layer, make_args) in _layers_to_compile(args.quick).items():
             for backward in (False, True):
-                add("compiles", measure_compiles(name, args.quick, backward))
+                add("compiles", measure_compiles(name, layer, make_args, backward))
 
 
 if __name__ == "__main__":

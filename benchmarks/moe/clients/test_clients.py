@@ -19,6 +19,7 @@ from moe_mlp_experts import NAME
 from transformers_experts import experts_of, fused_experts
 
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -107,6 +108,17 @@ class TestTransformers(TestCase):
             results.append({"out": out.detach(), "x": leaf.grad, "s": s.grad, **grads})
         actual, eager, reference = results
         self._check(actual, eager, reference)
+
+    def test_two_graphs_over_changing_tokens(self):
+        model = build("qwen3_moe").eval()
+        model.set_experts_implementation(NAME)
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        with torch.no_grad():
+            for tokens in (16, 24, 40, 96):
+                ids = torch.arange(tokens)[None] % 96
+                compiled(input_ids=ids, use_cache=False)
+        self.assertEqual(counter.frame_count, 2)
 
     def test_missing_package_names_the_command(self):
         # Without site-packages nothing is installed, wherever these tests find it.

@@ -155,6 +155,24 @@ class TestExpertParallelCompile(GlooTest):
         # Forward: sizes (compact), ids, rows, weights, returned; backward: the last 3.
         self.assertEqual(sent, 4 if capacity else 5)
 
+    def test_two_graphs_over_changing_tokens(self):
+        # With sizes of the routing; a capacity is a number of tokens.
+        layer, graphs = self.moe(), []
+
+        def recording(graph, example_inputs):
+            graphs.append(graph)
+            return lookup_backend("aot_eager")(graph, example_inputs)
+
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            compiled = torch.compile(layer, backend=recording, fullgraph=True)
+            for tokens in (T, T + 4, 3 * T, 5):
+                x = torch.randn(tokens, D)
+                self.assertEqual(
+                    self.run_once(layer, compiled, x), self.run_once(layer, layer, x)
+                )
+        self.assertLessEqual(len(graphs), 2)
+
     @slowTest
     @parametrize("capacity", [None, T])
     def test_inductor(self, capacity):
