@@ -237,6 +237,8 @@ ROUTER_SHAPES = ((1, 128, 8), (64, 128, 8), (512, 64, 8), (2048, 128, 8), (4096,
 SERVE_SHAPE = Shape("serve", 0, 512, 192, 64, 8)
 # Of every rank of ep_overlap.py.
 OVERLAP_SHAPE = Shape("overlap", 2048, 1024, 512, 32, 4)
+# Of every rank of ep_compiled.py.
+COMPILED_OVERLAP_SHAPE = Shape("compiled_overlap", 256, 1024, 256, 16, 8)
 
 
 def select(rows: tuple[Row, ...], patterns: list[str] | None) -> list[Row]:

@@ -3,9 +3,12 @@
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import unittest
 from pathlib import Path
 
@@ -82,6 +85,28 @@ class EpBenchmarkTest(TestCase):
         self.assertLess(max(online["imbalance"]), 1.05)
         self.assertGreater(in_order["mean_imbalance"], online["mean_imbalance"])
         self.assertLess(max(r["largest_loss_difference"] for r in rows.values()), 1e-3)
+
+    def test_limited_link(self):
+        """A TCP connection carries what the benchmark of compiled layers lets it."""
+        sys.path.insert(0, str(SCRIPT.parent))
+        self.addCleanup(sys.path.remove, str(SCRIPT.parent))
+        from ep_compiled import limit_links
+
+        def seconds(nbytes):
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                sender = socket.create_connection(server.getsockname())
+                receiver, _ = server.accept()
+            with sender, receiver:
+                limit_links(2e7)
+                thread = threading.Thread(target=sender.sendall, args=(bytes(nbytes),))
+                start = time.perf_counter()
+                thread.start()
+                while nbytes:
+                    nbytes -= len(receiver.recv(1 << 16))
+                thread.join()
+                return time.perf_counter() - start
+
+        self.assertGreater(seconds(10_000_000), 0.4)
 
 
 if __name__ == "__main__":

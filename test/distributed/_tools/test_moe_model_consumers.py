@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import pickle
 import statistics
 import unittest
 from unittest import mock
@@ -143,6 +144,7 @@ class TestInductor(TestCase):
         node = graph.call_function(send, (x, [2] * 4, [2] * 4, "group"))
         gpu = profile("H100")
         self.assertIsNone(inductor_estimate(gpu)(node))
+        pickle.dumps(inductor_estimate(gpu))  # part of the keys of Inductor's caches
         device = dataclasses.replace(gpu.device, fast=1e6)
         p = Profile("x", device, Constants(fast_us=200.0), "x", CpuConstants())
         self.assertEqual(

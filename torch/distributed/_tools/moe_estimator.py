@@ -12,6 +12,7 @@ that runs under ``FakeTensorMode``, in the manner of ``RuntimeEstimator``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -658,25 +659,29 @@ def inductor_estimate(p: Profile) -> Callable[[Any, int | None], float | None]:
 
     Milliseconds of ``_moe_mlp`` and its backward, and with a profile of a CPU, whose links are
     measured, of an all-to-all; None, which leaves the node to Inductor, for everything else.
+    All ranks need the same profile: from others, they would order collectives differently.
 
     Example::
         >>> config = torch._inductor.config.aten_distributed_optimizations
         >>> config.custom_runtime_estimation = inductor_estimate(profile("H100"))
     """
+    # Can be pickled, as the keys of Inductor's caches are.
+    return functools.partial(_inductor_milliseconds, p)
 
-    def estimate(node: Any, override_size: int | None = None) -> float | None:
-        name = getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
-        if name == "all_to_all_single" and p.cpu is not None:
-            x, splits, *_ = node.args
-            sent = x.meta["val"].nbytes * (1 - 1 / len(splits))
-            start = p.constants.fast_us * cost.US
-            return 1e3 * cost.link_seconds(start, p.device.fast, sent)
-        if name not in ("_moe_mlp", "_moe_mlp_backward"):
-            return None
-        args = torch.fx.map_arg(node.args, lambda n: n.meta.get("val"))
-        return 1e3 * op_seconds(p, node.target, args, None)
 
-    return estimate
+def _inductor_milliseconds(
+    p: Profile, node: Any, override_size: int | None = None
+) -> float | None:
+    name = getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
+    if name == "all_to_all_single" and p.cpu is not None:
+        x, splits, *_ = node.args
+        sent = x.meta["val"].nbytes * (1 - 1 / len(splits))
+        start = p.constants.fast_us * cost.US
+        return 1e3 * cost.link_seconds(start, p.device.fast, sent)
+    if name not in ("_moe_mlp", "_moe_mlp_backward"):
+        return None
+    args = torch.fx.map_arg(node.args, lambda n: n.meta.get("val"))
+    return 1e3 * op_seconds(p, node.target, args, None)
 
 
 class MoERuntimeEstimator(TorchDispatchMode):

@@ -1,0 +1,237 @@
+"""Compiled expert-parallel layers over a limited link: chunks against one, and the model's answer.
+
+    python benchmarks/moe/ep_compiled.py [--link-mb-per-s 50 25] [--out FOLDER]
+
+Two gloo ranks, one thread each, forward. The link is limited by the kernel, which paces what leaves
+the sockets of gloo (``SO_MAX_PACING_RATE``): rows travel at that rate and take no core. Sequential
+and chunked layers are compiled by Inductor, the latter with the overlap scheduler and the cost
+model's estimates; they take turns in every round.
+
+Prediction: ``moe_calibration`` measures products and messages in the time of the process, and start
+and rate of the limited link; ``moe_cost_model.layer_chunks`` gives the seconds. On a machine with
+neighbours a rank waits for its core: the experts alone take part in the rounds, and what they take
+by the clock over what they take of the process, ``neighbours``, slows the cores of the model.
+Choose links that are as slow as the experts then are.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import socket
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._inductor import config
+from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
+from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._tools import moe_calibration, moe_cost_model as cost
+from torch.distributed._tools.moe_calibration import Profile
+from torch.distributed._tools.moe_cpu_model import cpu_parts
+from torch.distributed._tools.moe_estimator import inductor_estimate
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+
+from ep_overlap import Layer
+from report import make_parser, show, spread_text
+from shapes import COMPILED_OVERLAP_SHAPE as SHAPE, Shape
+
+from measure import (
+    interleaved_seconds,
+    on_gloo_ranks,
+    over_ranks,
+    paired_ratio,
+    provenance,
+    spread,
+    write_json,
+)
+
+
+# Of Linux; Python has no names for them.
+_SO_MAX_PACING_RATE, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 47, 32, 33
+
+
+def limit_links(bytes_per_s: float) -> None:
+    """What leaves each TCP socket of this process, from here on.
+
+    With the right to, buffers get room for a whole message: a network card does not wait for a
+    thread of gloo that waits for its core.
+    """
+    rate = struct.pack("Q", int(bytes_per_s))
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fd = os.dup(int(name))
+        except OSError:
+            continue  # the listing's own
+        try:
+            copy = socket.socket(fileno=fd)
+        except OSError:
+            os.close(fd)
+            continue
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                copy.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+                for buffer in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
+                    with contextlib.suppress(PermissionError):
+                        copy.setsockopt(socket.SOL_SOCKET, buffer, 4 << 20)
+
+
+class CompiledLayer(Layer):
+    """One compiled forward, with room for all tokens of a chunk on every rank."""
+
+    def __init__(self, shape: Shape, schedule: Callable, chunks: int) -> None:
+        super().__init__(shape)
+        capacity = -(-shape.T // chunks)
+        self.switch = TokenSwitchAllToAll(
+            dist.group.WORLD, shape.E, capacity=capacity
+        )
+        self.schedule = schedule
+
+    def forward(self) -> Tensor:  # type: ignore[override]
+        operands = (self.x, self.ids, self.weights, self.experts, self.shared)
+        routed, shared = self.schedule(self.switch, *operands)
+        return routed + shared
+
+    @torch.no_grad()
+    def compiled(self, p: Profile | None) -> Callable[[], Tensor]:
+        """With the overlap scheduler and the estimates of ``p``, if there is one."""
+        torch._dynamo.reset()
+        function = torch.compile(self.forward, fullgraph=True)
+        options = "aten_distributed_optimizations."
+        patches = {options + "enable_overlap_scheduling": p is not None}
+        if p is not None:
+            estimate = inductor_estimate(p)
+            patches[options + "custom_runtime_estimation"] = estimate
+            patches[options + "compute_estimator"] = "analytical"
+        with config.patch(patches):
+            function()
+        return torch.no_grad()(function)
+
+
+def with_link(p: Profile) -> Profile:
+    """``p`` with the start and the rate of the link as it is now."""
+    sizes = [1 << n for n in (10, 14, 18, 20, 21)]
+    start, rate = moe_calibration.measure_links(dist.group.WORLD, sizes)
+    device = dataclasses.replace(p.device, fast=rate, slow=rate)
+    constants = dataclasses.replace(
+        p.constants, fast_us=1e6 * start, slow_us=1e6 * start
+    )
+    return dataclasses.replace(p, device=device, constants=constants)
+
+
+def slowed(p: Profile, factor: float) -> Profile:
+    """``p`` with cores that all take ``factor`` times as long."""
+    assert p.cpu is not None
+    per_second = ("rate16", "rate32", "memory", "fault", "copy")
+    values = {name: getattr(p.cpu, name) / factor for name in per_second}
+    for name in ("expert_us", "call_us", "exchange_us", "exchange_grad_us"):
+        values[name] = getattr(p.cpu, name) * factor
+    return dataclasses.replace(p, cpu=dataclasses.replace(p.cpu, **values))
+
+
+def calibrated() -> Profile:
+    """Of rank 0, for all: ranks that estimate differently would order collectives so."""
+    p = with_link(moe_calibration.calibrate(seconds=5, clock="process"))
+    clock = time.process_time
+    cpu = moe_calibration.measure_exchange(p, dist.group.WORLD, clock=clock)
+    found = [dataclasses.replace(p, cpu=cpu)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def measure(chunks: list[int], rates: list[float], rounds: int) -> list[dict]:
+    p = calibrated()
+    process: list[float] = []
+    alone = Layer(SHAPE)
+    _, received = alone.dispatch(alone.x, alone.ids, alone.weights)
+
+    @torch.no_grad()
+    def experts() -> None:
+        start = time.process_time()
+        alone.experts(*received)
+        process.append(time.process_time() - start)
+
+    schedules = {1: sequential_schedule} | {n: OverlapSchedule(n) for n in chunks}
+    functions, outputs = {}, {}
+    limit_links(1e6 * rates[0])
+    shared = [with_link(p)]
+    dist.broadcast_object_list(shared)
+    (link,) = shared
+    for n, schedule in schedules.items():
+        layer = CompiledLayer(SHAPE, schedule, n)
+        functions[n] = layer.compiled(link if n > 1 else None)
+        outputs[n] = functions[n]()
+        torch.testing.assert_close(outputs[n], outputs[1], atol=0.02, rtol=0.02)
+    rows = []
+    for rate in rates:
+        limit_links(1e6 * rate)
+        q = with_link(p)
+        process.clear()
+        seconds = interleaved_seconds(
+            functions | {"experts": experts},
+            rounds=rounds,
+            warmup=2,
+            before=lambda: dist.barrier(),
+        )
+        of_experts = over_ranks(seconds.pop("experts"))
+        of_process = over_ranks(process)
+        waits = statistics.median(of_experts) / statistics.median(of_process)
+        q = slowed(q, waits)
+        seconds = {n: over_ranks(times) for n, times in seconds.items()}
+        s = SHAPE
+        layer_chunks = functools.partial(
+            cost.layer_chunks, q, s.T, s.D, s.F, s.E, s.K, 2, shared_f=s.F
+        )
+        predicted = {c.num_chunks: c.seconds for c in layer_chunks(candidates=chunks)}
+        predicted[1] = sum(cpu_parts(q, s.T, s.D, s.F, s.E, s.K, 2, shared_f=s.F))
+        medians = {n: spread(times).median for n, times in seconds.items()}
+        for n in functions:
+            rows.append(
+                {
+                    "link_mb_per_s": rate,
+                    "chunks": n,
+                    "ms": spread(1e3 * t for t in seconds[n]),
+                    "model_ms": 1e3 * predicted[n],
+                    "error": predicted[n] / medians[n] - 1,
+                    "gain": paired_ratio(seconds[1], seconds[n]),
+                    "model_gain": predicted[1] / predicted[n],
+                    "neighbours": waits,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--link-mb-per-s", type=float, nargs="+", default=[50, 25])
+    parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
+    args = parser.parse_args()
+    rows, _ = on_gloo_ranks(2, measure, args.chunks, args.link_mb_per_s, args.rounds)
+    columns = {name: name for name in rows[0]}
+    for name in ("ms", "gain"):
+        columns[name] = lambda row, name=name: spread_text(row[name])
+    show("Compiled layers on two gloo ranks, forward", rows, columns)
+    if args.out:
+        result = {
+            **provenance(),
+            "ranks": 2,
+            "tokens_per_rank": SHAPE.sizes(),
+            "rounds": args.rounds,
+            "load": os.getloadavg()[0],
+            "rows": rows,
+        }
+        write_json(result, args.out / "ep_compiled.json")
+
+
+if __name__ == "__main__":
+    main()
