@@ -90,9 +90,7 @@ class CompiledLayer(Layer):
     def __init__(self, shape: Shape, schedule: Callable, chunks: int) -> None:
         super().__init__(shape)
         capacity = -(-shape.T // chunks)
-        self.switch = TokenSwitchAllToAll(
-            dist.group.WORLD, shape.E, capacity=capacity
-        )
+        self.switch = TokenSwitchAllToAll(dist.group.WORLD, shape.E, capacity=capacity)
         self.schedule = schedule
 
     def forward(self) -> Tensor:  # type: ignore[override]
