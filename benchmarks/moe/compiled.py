@@ -170,10 +170,9 @@ def _experts_of_transformers(implementation: str) -> Callable[..., Tensor] | Non
     sys.path.append(str(folder))
     try:
         from families import build
+        from transformers_experts import experts_of
     except ImportError:
         return None
-    from transformers_experts import experts_of
-
     model = build("qwen3_moe")
     model.set_experts_implementation(implementation)
     return experts_of(model)[0]

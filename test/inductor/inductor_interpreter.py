@@ -7,6 +7,7 @@ those of the source. What the interpreter cannot show: speed, and races within a
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import pathlib
@@ -143,7 +144,7 @@ def load(
 
     Returns:
         A function from the wrapper's arguments, CPU tensors and sizes in the order of
-        ``EmittedGraph.inputs``, to the list of its results.
+        ``EmittedGraph.inputs``, to the list of its results. ``kernels`` runs one by its name.
     """
     require_interpreter()
     from torch._inductor import async_compile
@@ -161,6 +162,11 @@ def load(
         with _on_cpu(), torch.no_grad():
             return list(module.call(list(args)))
 
+    def run(name: str, *args: object) -> None:
+        with _on_cpu(), torch.no_grad():
+            getattr(module, name).run(*args, stream=0)
+
+    call.kernels = {name: functools.partial(run, name) for name in vars(module)}
     return call
 
 

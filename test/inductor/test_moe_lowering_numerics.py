@@ -18,7 +18,7 @@ import sys
 import tempfile
 
 from inductor_interpreter import arguments, load, run_training
-from moe_lowering_problems import PROBLEMS
+from moe_lowering_problems import FAR_ROWS, PROBLEMS
 
 import torch
 from torch.testing._internal.common_utils import (
@@ -83,6 +83,24 @@ class TestMoeLoweringNumerics(TestCase):
         truth = self.truth(moe_mlp_reference, problem, operands)
         unfused = self.truth(moe_mlp_unfused, problem, operands)
         check_close(output, truth, unfused, torch.bfloat16, "output")
+
+    def test_sum_of_rows_beyond_int32(self):
+        # The kernel alone, on rows at the end of 4 GiB, of which nothing else is touched.
+        (graph,) = self.emitted["far_rows"]
+        kernels = load(graph["source"], self.folder.name).kernels
+        (name,) = (n for n in kernels if n.startswith("triton_poi_fused__moe_mlp"))
+        case = PROBLEMS["inference"].case
+        T, K, D = case.num_tokens, case.top_k, case.dim
+        routed = torch.empty(FAR_ROWS, D, dtype=torch.bfloat16)
+        rows = FAR_ROWS - 1 - torch.randperm(T * K)
+        self.assertGreater(rows.min().item() * D, 2**31)
+        values = torch.randn(T * K, D).bfloat16()
+        routed[rows] = values
+        output = torch.empty(T, D, dtype=torch.bfloat16)
+        slot_rows = rows.int().view(T, K)
+        kernels[name](slot_rows, routed, output, output.numel())
+        expected = values.view(T, K, D).double().sum(1)
+        self.assertEqual(output.double(), expected, rtol=2**-8, atol=1e-6)
 
     @parametrize(
         "problem", [subtest(p, name=p.name) for p in PROBLEMS.values() if p.training]
