@@ -97,6 +97,14 @@ class TestTokenSwitchHooks(TestCase):
             )
         )
 
+    def test_no_second_derivative(self):
+        # A transport has no graph: the second derivative would be of a constant.
+        tokens, weights, idx = self.operands()
+        y = self.round_trip(ExactSwitch(), tokens, weights, idx)[0].square().sum()
+        (grad,) = torch.autograd.grad(y, tokens, create_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "differentiate twice"):
+            grad.sum().backward()
+
     def test_gradients_are_only_computed_where_needed(self):
         tokens, weights, idx = self.operands()
         switch = ExactSwitch()
