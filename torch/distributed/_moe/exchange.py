@@ -24,6 +24,7 @@ sizes differ by rank too, and a dimension of such a size cannot be sliced with `
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import defaultdict
@@ -41,10 +42,13 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from datetime import timedelta
+    from typing import TypeVar
 
     from torch.distributed.distributed_c10d import ProcessGroup
+
+    R = TypeVar("R")
 
 
 __all__ = [
@@ -349,6 +353,8 @@ def _is_traced(x: Tensor) -> bool:
 
 # Of the group that only MoE communication uses, by the group that it has the ranks of.
 _own_groups: WeakKeyDictionary[ProcessGroup, c10d.GroupName] = WeakKeyDictionary()
+# Of a kind of message, for errors; all others are of combine.
+_PHASES = {"agree": "comparison", "sizes": "exchange of sizes", "rows": "dispatch"}
 # How long a failing rank waits for the others to say that they failed, too.
 _ANSWER_SECONDS = 1.0
 
@@ -531,9 +537,9 @@ class Exchange:
         at = torch.arange(T * columns, device=rows.device) // max(columns, 1)
         token = at.new_full((W * capacity + 1,), T).scatter(0, rows, at)
         needed = demand.row_counts.max()
-        self.needed = (
-            needed if self.needed is None else torch.maximum(self.needed, needed)
-        )
+        # The same ops whether it is the first routing or not: a recomputed one is not.
+        before = needed if self.needed is None else self.needed
+        self.needed = torch.maximum(before, needed)
         route = Route(
             EVEN,
             EVEN,
@@ -661,7 +667,7 @@ class Exchange:
         *,
         spare: bool = False,
     ) -> Tensor:
-        """Rows of ``x`` to their ranks; the only place that communicates.
+        """Rows of ``x`` to their ranks.
 
         Args:
             kind (str): what it is, for accounting and errors.
@@ -675,44 +681,41 @@ class Exchange:
             rows -= rows // self.num_ranks if send is None else send[self.rank]
             width = x.element_size() * (x.shape[1] if x.dim() > 1 else 1)
             self.counter.add(self.level, kind, rows, kinds or {kind: width})
+        return self.named(kind, functools.partial(self._send, x, splits, spare))
+
+    def named(self, kind: str, work: Callable[[], R]) -> R:
+        """What ``work`` returns; its errors say where they were."""
         try:
-            if not _is_traced(x):
-                return self._send_now(x.contiguous(), splits, spare)
-            out = funcol.all_to_all_single(
-                x.contiguous(), splits.recv, splits.send, self.group_name
-            )
-            out = funcol.wait_tensor(out)
-            return torch.cat([out, out.new_zeros(1, *out.shape[1:])]) if spare else out
+            return work()
         except RuntimeError as error:
             if torch.compiler.is_compiling():
                 raise
             raise RuntimeError(self._failure(kind, error)) from error
 
-    def _send_now(self, x: Tensor, splits: Splits, spare: bool) -> Tensor:
-        """Without the tensor that waits, of functional collectives.
-
-        That takes longer than a small message does, and its threads outlive the group.
-        """
+    def _send(self, x: Tensor, splits: Splits, spare: bool) -> Tensor:
+        x, group = x.contiguous(), self.group_name
+        if _is_traced(x):
+            out = funcol.all_to_all_single(x, splits.recv, splits.send, group)
+            out = funcol.wait_tensor(out)
+            return torch.cat([out, out.new_zeros(1, *out.shape[1:])]) if spare else out
+        # Without the tensor that waits: that takes longer than a small message does, and
+        # its threads outlive the group.
         rows = x.shape[0] if splits.recv is None else sum(splits.recv)
         out = x.new_empty((rows + spare, *x.shape[1:]))
-        got = out
-        if spare:
-            out.narrow(0, rows, 1).zero_()
-            got = out.narrow(0, 0, rows)
-        dist.all_to_all_single(got, x, splits.recv, splits.send, group=self.group)
+        out.narrow(0, rows, int(spare)).zero_()
+        operands = out.narrow(0, 0, rows), x, splits.recv, splits.send
+        dist.all_to_all_single(*operands, group=self.group)
         return out
 
     def _failure(self, kind: str, error: RuntimeError) -> str:
-        phase = {"sizes": "exchange of sizes", "rows": "dispatch"}.get(kind, "combine")
+        phase = _PHASES.get(kind, "combine")
         where = f"{self.owner}: {phase} failed at level {self.level!r}"
         self.failures += 1
         try:
             ranks = dist.get_process_group_ranks(self.group)
-            return (
-                f"{where}, group {self.group_name!r} of ranks {ranks}, on rank "
-                f"{ranks[self.rank]}; "
-                f"{silent_ranks(self.group_name, ranks, self.failures)}: {error}"
-            )
+            silent = silent_ranks(self.group_name, ranks, self.failures)
+            where += f", group {self.group_name!r} of ranks {ranks}"
+            return f"{where}, on rank {ranks[self.rank]}; {silent}: {error}"
         except (RuntimeError, ValueError, KeyError):
             return f"{where}, group {self.group_name!r}, which is destroyed: {error}"
 

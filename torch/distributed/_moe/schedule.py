@@ -55,6 +55,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -454,6 +455,7 @@ class _Begin(torch.autograd.Function):
         return inputs[0].new_empty(0)
 
     @staticmethod
+    @once_differentiable
     # pyrefly: ignore [bad-override]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         flight = ctx.exchange.back
@@ -475,6 +477,7 @@ class _End(torch.autograd.Function):
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
+    @once_differentiable
     # pyrefly: ignore [bad-override]
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         exchange = ctx.exchange

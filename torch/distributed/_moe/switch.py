@@ -21,6 +21,7 @@ backward, where dispatch is combine and the other way round.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, cast, Literal, NamedTuple, TYPE_CHECKING
 
@@ -28,14 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import (
     decode,
     Demand,
     empty_message,
     encode,
     Exchange,
-    inherit_timeout,
     read_on_host,
     Route,
     Splits,
@@ -79,9 +78,11 @@ class _Switch(TokenSwitch):
 
     Attributes:
         ranks (list[int]): global ranks in the order of the experts that they hold.
+        levels (tuple[Exchange, ...]): where the communication happens.
     """
 
     ranks: list[int]
+    levels: tuple[Exchange, ...]
 
     def _set_experts(self, num_experts: int, ranks: list[int]) -> None:
         if num_experts < 1 or num_experts % len(ranks):
@@ -93,9 +94,10 @@ class _Switch(TokenSwitch):
         self.ranks = ranks
         self._agreed: set[tuple[str, ...]] = set()
 
-    def _groups(self) -> list[ProcessGroup]:
-        """Groups whose ranks are those of the switch, or of a dimension of its mesh."""
-        raise NotImplementedError
+    def name_owner(self, owner: str) -> None:
+        """What the switch belongs to, for the errors of its communication."""
+        for level in self.levels:
+            level.owner = owner
 
     def _must_agree(self, **values: object) -> None:
         """Raises on all ranks if one of ``values``, as text, is not the same on all.
@@ -110,15 +112,18 @@ class _Switch(TokenSwitch):
         """
         if torch.compiler.is_compiling() or tuple(values) in self._agreed:
             return
-        groups = self._groups()
-        if detect_fake_mode() or any(dist.get_backend(g) == "fake" for g in groups):
+        backends = [dist.get_backend(level.group) for level in self.levels]
+        if detect_fake_mode() or "fake" in backends:
             return
         rows = [(dist.get_rank(), {name: str(v) for name, v in values.items()})]
         # A mode of one rank only, such as a profiler, must not change what is sent.
         with _disable_current_modes():
-            for group in groups:
-                parts: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(parts, rows, group=group)
+            for level in self.levels:
+                parts: list[Any] = [None] * level.num_ranks
+                gather = functools.partial(
+                    dist.all_gather_object, parts, rows, group=level.group
+                )
+                level.named("agree", gather)
                 rows = [row for part in parts for row in part]
         rows.sort(key=lambda row: row[0])
         for name in values:
@@ -243,9 +248,6 @@ class TokenSwitchAllToAll(_Switch):
         (capacity,) = self._capacities(capacity)
         self.levels = (Exchange(group, num_experts, capacity, level="flat"),)
 
-    def _groups(self) -> list[ProcessGroup]:
-        return [level.group for level in self.levels]
-
     def _check_options(
         self,
         num_experts: int,
@@ -285,11 +287,6 @@ class TokenSwitchAllToAll(_Switch):
     def capacity(self, capacity: int | tuple[int, int] | None) -> None:
         for level, value in zip(self.levels, self._capacities(capacity)):
             level.capacity = value
-
-    def name_owner(self, owner: str) -> None:
-        """What the switch belongs to, for the errors of its communication."""
-        for level in self.levels:
-            level.owner = owner
 
     def use_own_groups(self) -> None:
         """See :meth:`Exchange.use_own_group`; collective, and nothing the second time."""
@@ -413,6 +410,9 @@ class TokenSwitchAllToAll(_Switch):
             D=tokens.shape[1],
             tokens_dtype=tokens.dtype,
             topk_weights_dtype=topk_weights.dtype,
+            # Backward sends gradients of what needs them.
+            tokens_requires_grad=tokens.requires_grad,
+            topk_weights_requires_grad=topk_weights.requires_grad,
         )
         D, scale_bytes = tokens.shape[1], 0
         values, weights, ids = tokens, topk_weights, routing.topk_idx.long()
@@ -698,9 +698,7 @@ class TokenSwitchAllGather(_Switch):
         self._set_experts(num_experts, dist.get_process_group_ranks(group))
         if max_tokens < 1:
             raise ValueError(f"{name}: max_tokens must be at least 1, got {max_tokens}")
-        inherit_timeout(group)
-        self._group_name = group.group_name
-        self._first = dist.get_rank(group) * (num_experts // len(self.ranks))
+        self.levels = (Exchange(group, num_experts, None, level="flat"),)
         self._max_tokens = max_tokens
         self._buffers: dict[tuple[Any, ...], _Buffers] = {}
         self._returned: dict[tuple[Any, ...], Tensor] = {}
@@ -723,9 +721,6 @@ class TokenSwitchAllGather(_Switch):
         if per_expert_token_counts is not None:
             raise ValueError(f"{name}: per_expert_token_counts is not supported")
         return Routing(handle=None, topk_idx=topk_idx, layout=layout)
-
-    def _groups(self) -> list[ProcessGroup]:
-        return [c10d._resolve_process_group(self._group_name)]
 
     def _exact_recv_tokens(self, routing: Routing) -> int:
         return len(self.ranks) * self._max_tokens
@@ -768,12 +763,15 @@ class TokenSwitchAllGather(_Switch):
         # Rows without a token have no expert; what else is in them does not matter.
         rest = self._max_tokens - ids.shape[0]
         buffers.sent[2].narrow(0, ids.shape[0], rest).fill_(-1)
-        (group,) = self._groups()
-        dist.all_gather_into_tensor(buffers.all_ranks, buffers.mine, group=group)
+        (level,), operands = self.levels, (buffers.all_ranks, buffers.mine)
+        gather = functools.partial(
+            dist.all_gather_into_tensor, *operands, group=level.group
+        )
+        level.named("rows", gather)
         values, weights, ids = buffers.received
-        local, local_experts = buffers.local, self._num_experts // len(self.ranks)
-        torch.sub(ids, self._first, out=local)
-        local.masked_fill_(local >= local_experts, -1).clamp_min_(-1)
+        local = buffers.local
+        torch.sub(ids, level.rank * level.local_experts, out=local)
+        local.masked_fill_(local >= level.local_experts, -1).clamp_min_(-1)
         return values, weights, local
 
     def _combine_new(self, routing: Routing, expert_tokens: Tensor) -> Tensor:
@@ -785,8 +783,9 @@ class TokenSwitchAllGather(_Switch):
             with torch.inference_mode(False):
                 self._returned[key] = torch.empty_like(expert_tokens)
         returned = self._returned[key]
-        (group,) = self._groups()
-        dist.all_to_all_single(returned, expert_tokens, group=group)
+        (level,), operands = self.levels, (returned, expert_tokens)
+        send = functools.partial(dist.all_to_all_single, *operands, group=level.group)
+        level.named("returned", send)
         wide = torch.float64 if returned.dtype == torch.float64 else torch.float32
         rows_of_ranks = returned.view(W, rows, -1).narrow(1, 0, T)
         return rows_of_ranks.sum(0, dtype=wide).to(returned.dtype)

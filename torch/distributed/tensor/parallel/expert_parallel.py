@@ -106,6 +106,12 @@ class _Region:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
         return self
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "ExpertParallel: a parallelized module can't be pickled, as its process groups "
+            "are of this program; save its state_dict, with torch.distributed.checkpoint"
+        )
+
     def local_parameters(self, module: nn.Module) -> dict[str, Tensor]:
         """Local shards, whose gradients go back to the distributed parameters."""
         local = {}
@@ -326,6 +332,12 @@ class ExpertParallel(ParallelStyle):
                 "ExpertParallel: num_chunks is of the default schedule, got "
                 f"{num_chunks} next to schedule"
             )
+        chunks = getattr(schedule, "num_chunks", 1)
+        if token_switch == "all_gather" and chunks > 1:
+            # Its buffers hold one dispatch.
+            raise ValueError(
+                f"ExpertParallel: token_switch='all_gather' has no chunks, got {chunks}"
+            )
         self.schedule: Schedule = schedule
         self.adapter = adapter
         self.sequence_parallel_mesh = sequence_parallel_mesh
@@ -453,6 +465,11 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if hasattr(module, "_expert_parallel"):
             raise RuntimeError("ExpertParallel: module is already expert parallel")
+        if device_mesh.get_coordinate() is None:
+            raise ValueError(
+                "ExpertParallel: device_mesh must have the rank that calls it, got ranks "
+                f"{device_mesh.mesh.tolist()} on rank {device_mesh.get_rank()}"
+            )
         adapter = self._find_adapter(module)
         roles = self._roles(device_mesh)
         dims = adapter.expert_parameters(module)

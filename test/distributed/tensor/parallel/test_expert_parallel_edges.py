@@ -1,0 +1,312 @@
+# Owner(s): ["oncall: distributed"]
+"""ExpertParallel at its edges: uneven ranks, odd orders of calls, what it refuses."""
+
+import copy
+import io
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._moe.schedule import OverlapSchedule, save_communication
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+)
+from torch.utils.checkpoint import checkpoint
+
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from moe_gloo import GlooTest  # noqa: E402
+
+
+D, H, E, K = 16, 24, 8, 3
+# Tokens of each rank, of one step after the other.
+STEPS = ((5, 4, 0, 3), (0, 0, 7, 0), (0, 0, 0, 0), (2, 6, 1, 1))
+OPTIONS = [
+    subtest({}, name="compact"),
+    subtest({"combine": "exact"}, name="exact"),
+    subtest({"capacity": 8}, name="static"),
+    subtest({"num_chunks": 3}, name="chunks"),
+    subtest({"token_switch": "hierarchical", "ranks_per_node": 2}, name="hierarchical"),
+]
+
+
+class GivenMoE(nn.MoE):
+    """Takes the routing it is given."""
+
+    def route(self, input):
+        return None, *self.given
+
+
+class GroupedExperts(nn.Module):
+    """Rows in expert order and counts, in ops that can be differentiated twice."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = ((E, H, D), (E, D, H), (E, H, D))
+        weights = (nn.Parameter(torch.randn(s).double() / 4) for s in shapes)
+        self.w1, self.w2, self.w3 = weights
+
+    def forward(self, x, counts):
+        expert = torch.arange(len(counts)).repeat_interleave(counts)
+        expert = F.pad(expert, (0, len(x) - len(expert)))
+        hidden = F.silu(torch.einsum("rd,rhd->rh", x, self.w1[expert]))
+        hidden = hidden * torch.einsum("rd,rhd->rh", x, self.w3[expert])
+        return torch.einsum("rh,rdh->rd", hidden, self.w2[expert])
+
+
+@instantiate_parametrized_tests
+class TestEdges(GlooTest):
+    def parallel(self, module, **options):
+        module = copy.deepcopy(module)
+        return parallelize_module(
+            module, self.mesh(("ep",), 4), ExpertParallel(**options)
+        )
+
+    def pair(self, cls=nn.MoE, dtype=torch.float64, **options):
+        torch.manual_seed(0)
+        whole = cls(D, H, E, K, dtype=dtype)
+        return whole, self.parallel(whole, **options)
+
+    def tokens(self, counts, seed=1):
+        """Tokens of all ranks, and the slice of this one."""
+        torch.manual_seed(seed)
+        begin = sum(counts[: self.rank])
+        x = torch.randn(sum(counts), D).double()
+        return x, slice(begin, begin + counts[self.rank])
+
+    def total(self, param):
+        """Gradient of all ranks."""
+        if isinstance(param.grad, DTensor):
+            return param.grad.full_tensor()
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+    def check(self, model, whole, counts, call=lambda model, x: model(x)):
+        """Output and gradients of a step are those of one process."""
+        x, mine = self.tokens(counts)
+        inputs = [x[mine].clone().requires_grad_(), x.clone().requires_grad_()]
+        model.zero_grad(), whole.zero_grad()
+        output, want = call(model, inputs[0]), whole(inputs[1])
+        output.backward(output.detach() + 1)
+        want.backward(want.detach() + 1)
+        self.assertEqual(output, want[mine])
+        self.assertEqual(inputs[0].grad, inputs[1].grad[mine])
+        for name, param in model.named_parameters():
+            other = whole.get_parameter(name)
+            if not other.requires_grad:
+                self.assertIsNone(param.grad)
+                continue
+            grad = torch.zeros_like(other) if other.grad is None else other.grad
+            self.assertEqual(self.total(param), grad, msg=name)
+
+    @parametrize("options", OPTIONS)
+    def test_ranks_without_tokens(self, options):
+        whole, model = self.pair(**options)
+        for counts in STEPS:
+            self.check(model, whole, counts)
+        with torch.inference_mode():
+            x, mine = self.tokens(STEPS[0])
+            self.assertEqual(model(x[mine]), whole(x)[mine])
+
+    @parametrize("options", OPTIONS)
+    @parametrize("frozen", ["router", "experts"])
+    def test_frozen(self, frozen, options):
+        whole, _ = self.pair()
+        for name, param in whole.named_parameters():
+            param.requires_grad_(("router" in name) != (frozen == "router"))
+        model = self.parallel(whole, **options)
+        for counts in STEPS[:2]:
+            self.check(model, whole, counts)
+
+    @parametrize("options", OPTIONS)
+    def test_tokens_that_are_not_finite(self, options):
+        # Neither other ranks nor other tokens of the rank see them, and nothing waits.
+        _, model = self.pair(**options)
+        x, _ = self.tokens((4, 4, 4, 4))
+
+        def run(x):
+            x = x[4 * self.rank :][:4].clone().requires_grad_()
+            y = model(x)
+            y.sum().backward()
+            return y.detach(), x.grad
+
+        clean = run(x)
+        for value in (torch.nan, torch.inf):
+            bad = x.clone()
+            bad[:4], bad[9] = value, value  # rank 0, and token 1 of rank 2
+            good = bad[4 * self.rank :][:4].isfinite().all(1)
+            self.assertEqual(good.sum(), (0, 4, 3, 4)[self.rank])
+            for got, want in zip(run(bad), clean):
+                self.assertEqual(got[good], want[good])
+                self.assertFalse(got[~good].isfinite().all(1).any())
+
+    @parametrize("options", OPTIONS)
+    @parametrize("kind", ["reentrant", "plain", "save_communication"])
+    def test_checkpoint(self, kind, options):
+        # In the first step of a new switch, too.
+        whole, model = self.pair(**options)
+        kwargs = {"use_reentrant": kind == "reentrant"}
+        if kind == "save_communication":
+            kwargs["context_fn"] = save_communication()
+
+        def call(model, x):
+            return checkpoint(model, x, **kwargs)
+
+        for counts in STEPS[:2]:
+            self.check(model, whole, counts, call)
+
+    @parametrize("options", OPTIONS)
+    def test_calls_before_backward(self, options):
+        whole, model = self.pair(**options)
+        others = self.pair(**options)
+        x, mine = self.tokens((4, 2, 0, 5))
+        for order in ((0, 1, 2), (2, 0, 1)):
+            results = []
+            for layers in ((model, others[1]), (whole, others[0])):
+                part = mine if layers[0] is model else slice(None)
+                inputs = [(x[part] + i).requires_grad_() for i in range(3)]
+                # The same layer twice, and another one, in any order of backward.
+                outputs = [layers[i == 1](x).sum() for i, x in enumerate(inputs)]
+                for i in order:
+                    outputs[i].backward(retain_graph=True)
+                    outputs[i].backward()
+                results.append(
+                    [x.grad[mine if part != mine else slice(None)] for x in inputs]
+                )
+            self.assertEqual(*results)
+
+    def test_data_parallel_in_the_same_group(self):
+        # Gradients of the dense part are reduced while experts' backward communicates.
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+                self.moe = nn.MoE(D, H, E, K)
+
+            def forward(self, x):
+                return self.last(self.moe(self.first(x)).relu())
+
+        torch.manual_seed(0)
+        whole, mesh = Net().double(), self.mesh(("ep",), 4)
+        for options in ({}, {"num_chunks": 2}, {"capacity": 8}):
+            model = copy.deepcopy(whole)
+            parallelize_module(model, mesh, {"moe": ExpertParallel(**options)})
+            experts = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
+            ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+            ignore(model, experts)
+            parallel = DistributedDataParallel(
+                model, process_group=mesh.get_group(), bucket_cap_mb=1e-4
+            )
+            for counts in STEPS:
+                x, mine = self.tokens(counts)
+                model.zero_grad(), whole.zero_grad()
+                parallel(x[mine]).sum().backward()
+                whole(x).sum().backward()
+                for name, param in model.named_parameters():
+                    want = whole.get_parameter(name).grad
+                    if name in experts:
+                        self.assertEqual(param.grad.full_tensor(), want, msg=name)
+                    else:
+                        self.assertEqual(param.grad, want / 4, msg=name)
+
+    def test_ranks_that_disagree_about_gradients(self):
+        # Some would send gradients that others do not wait for.
+        _, model = self.pair()
+        x = torch.randn(4, D).double().requires_grad_(self.rank == 0)
+        message = (
+            r"tokens_requires_grad must be the same.*\[True, False, False, False\]"
+        )
+        with self.assertRaisesRegex(RuntimeError, message):
+            model(x)
+        _, model = self.pair()
+        model.router.requires_grad_(self.rank != 2)
+        with self.assertRaisesRegex(RuntimeError, "topk_weights_requires_grad must be"):
+            model(torch.randn(4, D).double())
+
+    def test_errors_of_collectives_name_the_layer(self):
+        # Of those beside the all-to-alls, which test_moe_faults.py has.
+        x = torch.randn(4, D).double()
+        gather = {"token_switch": "all_gather", "max_tokens": 4}
+        for options, collective, phase in (
+            ({}, "all_gather_object", "comparison"),
+            (gather, "all_gather_object", "comparison"),
+            (gather, "all_gather_into_tensor", "dispatch"),
+            (gather, "all_to_all_single", "combine"),
+        ):
+            _, model = self.pair(**options)
+            lost = mock.Mock(side_effect=RuntimeError("lost"))
+            message = (
+                rf"^expert parallel layer \d+ \(MoE\): {phase} failed at level 'flat', group "
+                rf"'.*' of ranks \[0, 1, 2, 3\], on rank {self.rank}; .*: lost"
+            )
+            with mock.patch.object(dist, collective, lost), torch.no_grad():
+                with self.assertRaisesRegex(RuntimeError, message):
+                    model(x)
+
+    def test_no_second_derivative(self):
+        # What collectives return has no graph: such a derivative would miss terms.
+        torch.manual_seed(0)
+        experts = GroupedExperts()
+        counts = torch.full((E,), 2)
+        for options in ({}, {"num_chunks": 2}):
+            model = self.parallel(experts, **options)
+            x = torch.randn(2 * E, D).double().requires_grad_()
+            (grad,) = torch.autograd.grad(
+                model(x, counts).square().sum(), x, create_graph=True
+            )
+            with self.assertRaisesRegex(RuntimeError, "differentiate twice"):
+                grad.square().sum().backward()
+        # Of one process it is there.
+        (grad,) = torch.autograd.grad(
+            experts(x, counts).square().sum(), x, create_graph=True
+        )
+        grad.square().sum().backward()
+
+    def test_pickle(self):
+        _, model = self.pair()
+        with self.assertRaisesRegex(TypeError, "can't be pickled.*save its state_dict"):
+            torch.save(model, io.BytesIO())
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        torch.manual_seed(5)
+        other = self.parallel(nn.MoE(D, H, E, K).double())
+        other.load_state_dict(torch.load(file, weights_only=False))
+        x, mine = self.tokens((1, 2, 3, 4))
+        self.assertEqual(other(x[mine]), model(x[mine]))
+
+    def test_rank_outside_of_the_mesh(self):
+        mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("ep",))
+        module = nn.MoE(D, H, E, K)
+        if self.rank in (0, 2):
+            parallelize_module(module, mesh, ExpertParallel())
+            self.assertEqual(module(torch.randn(2, D)).shape, (2, D))
+        else:
+            message = rf"must have the rank.*got ranks \[0, 2\] on rank {self.rank}"
+            with self.assertRaisesRegex(ValueError, message):
+                parallelize_module(module, mesh, ExpertParallel())
+
+    def test_all_gather_has_no_chunks(self):
+        gather = {"token_switch": "all_gather", "max_tokens": 4}
+        for chunks in ({"num_chunks": 2}, {"schedule": OverlapSchedule(2)}):
+            with self.assertRaisesRegex(
+                ValueError, "'all_gather' has no chunks, got 2"
+            ):
+                ExpertParallel(**gather, **chunks)
+
+
+if __name__ == "__main__":
+    run_tests()
