@@ -182,7 +182,7 @@ class ScaledPass {
     const auto& list = scaled_.lists.input;
     const Quantized x = list.empty() ? Quantized{saved.input_data, saved.input_scale}
                                      : Quantized{list[0], list[1]};
-    return moe::dequantize(x, *scaled_.rule_a, 1, dtype_);
+    return moe::dequantized_values(backend_, x, *scaled_.rule_a, 1, dtype_);
   }
 
   Tensor saved_preact(const moe::ScaledSaved& saved) const {
@@ -190,7 +190,8 @@ class ScaledPass {
       return project_in(saved_input(saved));
     }
     const auto h = scaled_.preact_dtype.has_value()
-        ? moe::dequantize({saved.preact, saved.preact_scale}, moe::kPreactRule, 1, dtype_)
+        ? moe::dequantized_values(
+              backend_, {saved.preact, saved.preact_scale}, moe::kPreactRule, 1, dtype_)
         : saved.preact.to(dtype_);
     return routing_.masked(h);
   }
@@ -229,7 +230,8 @@ void ScaledPass::backward(
     return keeps_columns ? rows : column_values(rows);
   };
   const auto dy = gather(in_.input.to(dtype_));
-  const auto dy_values = row_values(dy);
+  // A row of dO once, not once for each of its experts.
+  const auto dy_values = gather(row_values(in_.input.to(dtype_)));
   const auto h = saved_preact(saved);
   const auto act = activate(h, spec_).to(dtype_);
   const auto s = in_.topk_weights.defined()
@@ -349,8 +351,8 @@ ForwardTuple forward(const ScaledCall& call, bool compute_preact, Backend backen
     input_data = q.data;
     input_scale = q.scale;
   } else {
-    x = moe::dequantize(
-        {call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1, product_type(input));
+    x = moe::dequantized_values(
+        backend, {call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1, product_type(input));
   }
   const auto h = pass.project_in(x);
   output = pass.project_out(h);

@@ -89,6 +89,25 @@ inline Tensor rounded_values(
   return values;
 }
 
+// What data and scale stand for, in the order of data.
+inline Tensor dequantized_values(
+    Backend backend,
+    const Quantized& quantized,
+    const ScalingRule& rule,
+    int64_t dim,
+    ScalarType dtype) {
+  if (backend == Backend::Composite) {
+    return dequantize(quantized, rule, dim, dtype);
+  }
+  const int64_t dense = rule.square ? quantized.data.dim() - 1 : dim;
+  const Quantized lines{
+      quantized.data.movedim(dense, -1).contiguous(),
+      quantized.scale.movedim(dense, -1).contiguous()};
+  const auto values = at::empty(lines.data.sizes(), lines.data.options().dtype(dtype));
+  moe_dequantize_stub(kCPU, lines, rule, values);
+  return values.movedim(-1, dense);
+}
+
 // The numbers of a weight (E, N, K), quantised along dim; with one pair only, for weights
 // that come quantised, those serve both products.
 inline Tensor weight_values(
@@ -113,7 +132,8 @@ inline Tensor weight_values(
   if (rule.type == ScalingType::TensorWise) {
     return (numbers.to(kFloat) * scale).to(dtype);
   }
-  return dequantize({numbers, scale}, rule, transposed ? 1 : 2, dtype);
+  return dequantized_values(
+      packed ? Backend::Composite : backend, {numbers, scale}, rule, transposed ? 1 : 2, dtype);
 }
 
 } // namespace at::native::moe

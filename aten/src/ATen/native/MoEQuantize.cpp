@@ -30,6 +30,7 @@
 namespace at::native {
 
 DEFINE_DISPATCH(moe_quantize_stub);
+DEFINE_DISPATCH(moe_dequantize_stub);
 
 namespace moe {
 namespace {

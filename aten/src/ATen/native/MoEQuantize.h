@@ -51,6 +51,14 @@ using moe_quantize_fn = void (*)(
     const Tensor& offs,
     const moe::QuantizeOutputs& out);
 
+// dequantize on CPU into values (bfloat16 or float32); all contiguous, scaled along the last
+// dimension.
+using moe_dequantize_fn = void (*)(
+    const moe::Quantized& quantized,
+    const moe::ScalingRule& rule,
+    const Tensor& values);
+
 DECLARE_DISPATCH(moe_quantize_fn, moe_quantize_stub)
+DECLARE_DISPATCH(moe_dequantize_fn, moe_dequantize_stub)
 
 } // namespace at::native

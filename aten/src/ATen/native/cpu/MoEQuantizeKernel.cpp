@@ -78,6 +78,15 @@ struct E4M3Code {
     const float number = std::min(magnitude < 0x3C800000U ? small : c10::bit_cast<float>(normal), 448.F);
     return c10::bit_cast<float>(c10::bit_cast<uint32_t>(number) | (bits & 0x80000000U));
   }
+  // What a code stands for. Codes below 8 are the subnormals, multiples of 2^-9.
+  static inline float number(uint8_t code) {
+    const uint32_t magnitude = code & 0x7FU;
+    const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0.001953125F;
+    const float normal = c10::bit_cast<float>((magnitude << 20) + 0x3C000000U);
+    const float value = magnitude < 8U ? small : normal;
+    const auto bits = c10::bit_cast<uint32_t>(value) | ((code & 0x80U) << 24);
+    return c10::bit_cast<float>(magnitude == 0x7FU ? 0x7FC00000U : bits);
+  }
   static constexpr uint8_t kNaN = 0x7F;
 };
 
@@ -88,6 +97,9 @@ struct Int8Code {
   }
   static inline uint8_t of(float x) {
     return static_cast<uint8_t>(static_cast<int32_t>(rounded(x)));
+  }
+  static inline float number(uint8_t code) {
+    return static_cast<float>(static_cast<int8_t>(code));
   }
   static constexpr uint8_t kNaN = 0;
 };
@@ -446,8 +458,67 @@ void moe_quantize_kernel(
   }
 }
 
+// data (rows, length) times its scales, a row of which serves `rule.block` rows of squares.
+template <typename Code>
+void dequantize(
+    const moe::Quantized& quantized, const ScalingRule& rule, const Tensor& values) {
+  const int64_t length = values.size(-1), height = values.dim() > 1 ? values.size(-2) : 1;
+  const int64_t rows = length == 0 ? 0 : values.numel() / length;
+  const int64_t block = rule.block == 0 ? std::max<int64_t>(length, 1) : rule.block;
+  const int64_t blocks = rule.block == 0 ? 1 : (length + block - 1) / block;
+  const int64_t tall = rule.square ? (height + block - 1) / block : 1;
+  const auto scale = quantized.scale.to(kFloat);
+  const auto* codes = static_cast<const uint8_t*>(quantized.data.const_data_ptr());
+  const auto* scales = scale.const_data_ptr<float>();
+  const auto run = [&](auto* out) {
+    const auto dequantize_row = [&](int64_t row) {
+      alignas(64) uint8_t chunk[kChunk] = {};
+      alignas(64) float buffer[kChunk];
+      const int64_t line = rule.square ? row / height * tall + row % height / block : row;
+      for (int64_t i = 0; i < length; i += kChunk) {
+        const int64_t n = std::min(kChunk, length - i);
+        // A whole chunk of the stack's: the loop has vectors and no tail.
+        std::copy_n(codes + row * length + i, n, chunk);
+        for (int64_t j = 0; j < kChunk; ++j) {
+          buffer[j] = Code::number(chunk[j]);
+        }
+        for (int64_t j = 0; j < n; j += block) {
+          const float factor = scales[line * blocks + (i + j) / block];
+          const int64_t last = std::min(n, j + block);
+          for (int64_t l = j; l < last; ++l) {
+            buffer[l] *= factor;
+          }
+        }
+        convert_row(buffer, out + row * length + i, n);
+      }
+    };
+    at::parallel_for(
+        0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, length)),
+        [&](int64_t begin, int64_t end) {
+          for (const auto row : c10::irange(begin, end)) {
+            dequantize_row(row);
+          }
+        });
+  };
+  if (values.scalar_type() == kFloat) {
+    run(values.mutable_data_ptr<float>());
+  } else {
+    run(values.mutable_data_ptr<BFloat16>());
+  }
+}
+
+void moe_dequantize_kernel(
+    const moe::Quantized& quantized, const ScalingRule& rule, const Tensor& values) {
+  if (quantized.data.scalar_type() == kChar) {
+    dequantize<Int8Code>(quantized, rule, values);
+  } else {
+    dequantize<E4M3Code>(quantized, rule, values);
+  }
+}
+
 }  // namespace
 
+ALSO_REGISTER_AVX512_DISPATCH(moe_dequantize_stub, &moe_dequantize_kernel)
 ALSO_REGISTER_AVX512_DISPATCH(moe_quantize_stub, &moe_quantize_kernel)
 
 }  // namespace at::native

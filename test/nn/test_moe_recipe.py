@@ -1,0 +1,229 @@
+# Owner(s): ["module: nn"]
+"""torch.nn.utils.moe_recipe.select_recipe."""
+
+import json
+import re
+import tempfile
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.distributed._tools import (
+    moe_calibration,
+    moe_cost_model as cost,
+    moe_planner,
+)
+from torch.distributed._tools.moe_calibration import CpuConstants, profile
+from torch.distributed._tools.moe_config import MoEConfig
+from torch.nn.utils.moe_recipe import select_recipe
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+SMALL = MoEConfig(1, 64, 32, 8, 2, 1, 1, 64, 1)
+
+
+def with_times(*milliseconds: float):
+    """measure_calls that finds forward and backward of bf16 and of each recipe in such times."""
+
+    def measure(calls, seconds, **kw):
+        for call in calls:
+            call()
+        if len(calls) != len(milliseconds):
+            raise AssertionError(f"{len(calls)} calls")
+        return [1e-3 * t for t in milliseconds]
+
+    return mock.patch.object(moe_calibration, "measure_calls", measure)
+
+
+class TestModelled(TestCase):
+    @parametrize("device,name", [("B200", "mxfp8"), ("H100", "fp8_blockwise")])
+    def test_large_experts_pay(self, device, name):
+        recipe, reason = select_recipe("deepseek-v3", device, tokens=16384, ep=32)
+        self.assertEqual(recipe, name)
+        self.assertIn("not measured", reason)
+        # Both sides in ms are those of the performance model.
+        times = cost.recipe_seconds(
+            profile(device), 16384 * 8, 7168, 2048, 8, ("bf16", name.split("_")[0])
+        )
+        for side, dtype in ((name, name.split("_")[0]), ("bfloat16", "bf16")):
+            ms = 1e3 * sum(t[dtype] for t in times.values())
+            largest = 1e3 * max(t[dtype] for t in times.values())
+            self.assertIn(f"{side} {ms:.3g} ms, most of it", reason)
+            self.assertIn(f"with {largest:.3g} ms", reason)
+        self.assertRegex(reason, r"quantisation is [\d.]+ ms of it")
+
+    def test_few_rows_do_not(self):
+        recipe, reason = select_recipe(SMALL, "B200", tokens=64)
+        self.assertIsNone(recipe)
+        self.assertIn("not measured", reason)
+
+    def test_gains_below_the_error_are_none(self):
+        def close(p, rows, d, f, local, dtypes=None):
+            times = {
+                g: {"bf16": 1.0, "mxfp8": 0.96} for g in ("forward", "dgrad", "wgrad")
+            }
+            return dict.fromkeys(times, "mxfp8"), times
+
+        with mock.patch.object(moe_planner, "select_recipe", close):
+            recipe, reason = select_recipe(SMALL, "B200", tokens=64)
+        self.assertIsNone(recipe)
+        self.assertIn("1.04 times as fast, which is less than the error of 8%", reason)
+
+    def test_weight_gradients_in_bfloat16(self):
+        def split(p, rows, d, f, local, dtypes=None):
+            times = {
+                "forward": {"bf16": 2.0, "mxfp8": 1.0},
+                "dgrad": {"bf16": 2.0, "mxfp8": 1.0},
+                "wgrad": {"bf16": 1.0, "mxfp8": 1.1},
+            }
+            return {"forward": "mxfp8", "dgrad": "mxfp8", "wgrad": "bf16"}, times
+
+        with mock.patch.object(moe_planner, "select_recipe", split):
+            recipe, reason = select_recipe(SMALL, "B200", tokens=64)
+        self.assertEqual(recipe, "mxfp8")
+        self.assertIn("hp_wgrad=True", reason)
+        self.assertIn(
+            "mxfp8 3.1e+03 ms, most of it the products of the weights'", reason
+        )
+
+    def test_inference_is_forward_only(self):
+        recipe, reason = select_recipe(
+            "deepseek-v3", "B200", tokens=16384, ep=32, training=False
+        )
+        self.assertEqual(recipe, "mxfp8")
+        self.assertNotIn("gradients", reason)
+        self.assertNotIn("for backward", reason)
+        self.assertIn("the forward products", reason)
+
+    def test_no_products_of_8_bits(self):
+        recipe, reason = select_recipe("mixtral-8x7b", "A100", tokens=4096)
+        self.assertIsNone(recipe)
+        self.assertRegex(
+            reason, r"^bfloat16 [\d.]+ ms, most of it .*multiplies no 8-bit"
+        )
+
+    def test_profile_and_path(self):
+        p = profile("B200")
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(p.to_json(), file)
+            file.flush()
+            want = select_recipe("deepseek-v3", "B200", tokens=4096, ep=32)
+            for device in (p, file.name):
+                self.assertEqual(
+                    select_recipe("deepseek-v3", device, tokens=4096, ep=32), want
+                )
+
+
+class TestMeasured(TestCase):
+    def test_cpu(self):
+        layer = torch.nn.MoE(64, 32, num_experts=8, top_k=2, dtype=torch.bfloat16)
+        before = [p.clone() for p in layer.parameters()]
+        recipe, reason = select_recipe(layer, "cpu", tokens=40, seconds=0.0)
+        self.assertIn(recipe, (None, *F._MOE_RECIPES))
+        self.assertIn("measured on cpu", reason)
+        self.assertNotIn("not measured", reason)
+        self.assertIn("(T, D, F, E, K) = (40, 64, 32, 8, 2)", reason)
+        self.assertEqual(
+            len(re.findall(r"[\d.]+ ms, most of it (?:forward|backward)", reason)), 2
+        )
+        # Nothing is automatic.
+        self.assertIsNone(layer.recipe)
+        self.assertEqual(before, list(layer.parameters()))
+
+    @parametrize("training", [True, False])
+    def test_the_faster_one(self, training):
+        def recipe_of(*times):
+            if not training:
+                times = times[::2]
+            with with_times(*times):
+                return select_recipe(SMALL, "cpu", tokens=9, training=training)
+
+        recipe, reason = recipe_of(2, 4, 1, 2, 1.5, 3, 1.9, 3)
+        self.assertEqual(recipe, "mxfp8")
+        self.assertIn("2.00 times as fast", reason)
+        self.assertIn(
+            "mxfp8 3 ms, most of it backward with 2 ms against bfloat16 6 ms, most of it "
+            "backward with 4 ms" if training else
+            "mxfp8 1 ms, most of it forward with 1 ms against bfloat16 2 ms", reason,
+        )  # fmt: skip
+        recipe, reason = recipe_of(2, 4, 3, 6, 4, 8, 2.5, 5)
+        self.assertIsNone(recipe)
+        self.assertIn("fp8_rowwise", reason)
+        self.assertIn("1.25 times as slow", reason)
+
+    @parametrize("activation", ["silu", "swiglu"])
+    def test_saved_bytes_are_those_of_the_layer(self, activation):
+        T, D, H, E, K = 512, 256, 96, 8, 4
+        layer = torch.nn.MoE(D, H, num_experts=E, top_k=K, activation=activation)
+        with with_times(*[1.0] * 8):
+            _, reason = select_recipe(layer, "cpu", tokens=T)
+        found = re.search(r"a recipe keeps ([\d.]+) MiB, bfloat16 ([\d.]+)", reason)
+        x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
+        g = 2 if activation == "swiglu" else 1
+        w_in = torch.randn(E, g * H, D, dtype=torch.bfloat16, requires_grad=True)
+        w_out = torch.randn(E, D, H, dtype=torch.bfloat16, requires_grad=True)
+        ids, weights = F.moe_topk(torch.randn(T, E), K)
+        weights.requires_grad_()
+        for recipe, text in zip(("mxfp8", None), found.groups()):
+            total = 0
+
+            def pack(t):
+                nonlocal total
+                if t is not w_in and t is not w_out:
+                    total += t.nbytes
+                return t
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                F.moe_mlp(
+                    x, ids, weights, w_in, w_out, activation=activation, recipe=recipe
+                )
+            self.assertEqual(float(text), total / 2**20, atol=0, rtol=0.02)
+
+
+class TestBadInput(TestCase):
+    @parametrize(
+        "change,error,text",
+        [
+            ({"config": "no-model"}, ValueError, "model must be one of"),
+            ({"config": 3}, TypeError, "config must be a MoEConfig, the name of one or a module, got int"),
+            ({"config": torch.nn.Linear(2, 2)}, ValueError, "neither a .config nor a parameter"),
+            ({"device": "H9000"}, ValueError, "device must be a device of this machine, one of A100"),
+            ({"device": 3}, TypeError, "device must be a str, a torch.device or a Profile, got int"),
+            ({"tokens": 0}, ValueError, "tokens must be at least 1, got 0"),
+            ({"tokens": 1.5}, TypeError, "tokens must be an int, got 1.5"),
+            ({"ep": 3}, ValueError, "ep must divide the experts, 8, got 3"),
+            ({"ep": -1}, ValueError, "ep must be at least 1, got -1"),
+        ],
+    )  # fmt: skip
+    def test_errors(self, change, error, text):
+        call = {"config": SMALL, "device": "B200", "tokens": 8, **change}
+        with self.assertRaisesRegex(error, re.escape(text)):
+            select_recipe(call.pop("config"), call.pop("device"), **call)
+
+    def test_profile_of_a_cpu(self):
+        p = profile("B200")
+        cpu = moe_calibration.Profile(
+            "a CPU", p.device, p.constants, cpu=CpuConstants()
+        )
+        with self.assertRaisesRegex(ValueError, "a CPU is measured, not modelled"):
+            select_recipe(SMALL, cpu, tokens=8)
+
+    def test_layer_without_a_gate(self):
+        layer = torch.nn.MoE(64, 32, num_experts=8, top_k=2, activation="relu2")
+        with self.assertRaisesRegex(ValueError, "only gated layers are modelled"):
+            select_recipe(layer, "H100", tokens=8)
+        recipe, reason = select_recipe(layer, "cpu", tokens=8, seconds=0.0)
+        self.assertIn("measured on cpu", reason)
+
+
+instantiate_parametrized_tests(TestModelled)
+instantiate_parametrized_tests(TestMeasured)
+instantiate_parametrized_tests(TestBadInput)
+
+if __name__ == "__main__":
+    run_tests()

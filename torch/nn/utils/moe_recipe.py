@@ -1,0 +1,289 @@
+"""Does FP8 pay for a layer of experts? Prototype: may change."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+
+if TYPE_CHECKING:
+    from torch.distributed._tools.moe_calibration import Profile
+    from torch.distributed._tools.moe_config import MoEConfig
+
+
+__all__ = ["select_recipe"]
+
+# Recipes of the formats that the performance model knows.
+_OF_FORMAT = {"fp8": "fp8_blockwise", "mxfp8": "mxfp8"}
+
+
+class _Layer(NamedTuple):
+    """T, D, F, E of this rank, K and R = T * K."""
+
+    tokens: int
+    d: int
+    f: int
+    experts: int
+    k: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.k
+
+
+class _Side(NamedTuple):
+    """One of the compared: milliseconds of its parts."""
+
+    recipe: str | None
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        largest = max(self.parts, key=self.parts.__getitem__)
+        return (
+            f"{self.recipe or 'bfloat16'} {self.total:.3g} ms, most of it {largest} "
+            f"with {self.parts[largest]:.3g} ms"
+        )
+
+
+def select_recipe(
+    config: MoEConfig | torch.nn.Module | str,
+    device: Profile | torch.device | str,
+    *,
+    tokens: int,
+    ep: int = 1,
+    training: bool = True,
+    seconds: float = 1.0,
+) -> tuple[str | None, str]:
+    r"""The faster recipe of one layer of experts on a device, and why.
+
+    Nothing calls it: a model trains in FP8 when its author writes the recipe down. It compares time only;
+    what is saved for backward is said in the reason, and what FP8 does to the numbers in the table of
+    :func:`torch.nn.functional.scaled_moe_mlp`.
+
+    On a device that is here (a :class:`torch.device` or its name) both sides are run and timed with
+    uniform random routing. A GPU by name (``"H100"``, ``"B200"``, ...) is asked of the performance model,
+    which was fitted on published rows: the reason says "not measured", and differences below the model's own
+    error do not count. Its 8-bit kernels are those that were published; this build's, without Triton kernels
+    for it, multiply the rounded numbers in bfloat16 there.
+
+    Args:
+        config: Sizes of the layer: an :class:`torch.nn.MoE`, another module with expert weights, or a
+            ``MoEConfig`` of ``torch.distributed._tools.moe_config`` or the name of one of its models.
+        device: Where it runs: see above; a profile of ``moe_calibration`` or the path of its ``.json``
+            too, if it is of a GPU.
+        tokens: T of a rank, at least 1.
+        ep: Ranks that share the experts; each then has E / ep of them and, evenly routed, as many rows.
+        training: Forward and backward; ``False``: forward only.
+        seconds: Budget of a measurement.
+
+    Returns:
+        ``(recipe, reason)``: for the argument ``recipe`` of :func:`torch.nn.functional.moe_mlp`, ``None``
+        where bfloat16 is as fast; and both sides in milliseconds with the largest cost of each.
+
+    Raises:
+        ValueError: a model or device is not known, a size is not positive, ``ep`` does not divide the experts,
+            or a modelled layer has no gate.
+        TypeError: ``config`` or ``device`` is of another type.
+
+    Example::
+
+        >>> from torch.nn.utils.moe_recipe import select_recipe
+        >>> recipe, reason = select_recipe("deepseek-v3", "B200", tokens=16384, ep=32)
+        >>> recipe
+        'mxfp8'
+    """
+    from torch.distributed._tools.moe_calibration import Profile
+
+    layer, gated = _layer_of(config, tokens, ep)
+    target = _device_of(device)
+    if isinstance(target, Profile):
+        sides, note, least = _modelled(target, layer, gated, training)
+    else:
+        sides, note, least = _measured(target, layer, gated, training, seconds)
+    bf16, *low = sides
+    if not low:
+        return None, f"{bf16}; {note}"
+    best = min(low, key=lambda side: side.total)
+    gain = bf16.total / best.total
+    pays = gain > 1 + least
+    verdict = (
+        f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
+    )
+    if gain > 1 and not pays:
+        verdict += f", which is less than the error of {least:.0%}"
+    reason = f"{best} against {bf16}: {verdict}; {note}"
+    if training:
+        reason += f"; {_saved(layer, gated)}"
+    return (best.recipe if pays else None), reason
+
+
+def _positive(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"select_recipe: {name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"select_recipe: {name} must be at least 1, got {value}")
+    return value
+
+
+def _layer_of(config: Any, tokens: int, ep: int) -> tuple[_Layer, bool]:
+    """The layer of a rank, and whether it has gate and up projections."""
+    from torch.distributed._tools.moe_config import MoEConfig
+
+    _positive("tokens", tokens)
+    _positive("ep", ep)
+    if isinstance(config, torch.nn.MoE):  # pyrefly: ignore[missing-attribute]
+        experts, d, f = config.w_out.shape
+        k, gated = config.top_k, config.w_in.shape[1] != f or config.w_up is not None
+    else:
+        if isinstance(config, str):
+            config = MoEConfig.by_name(config)
+        elif isinstance(config, torch.nn.Module):
+            config = MoEConfig.from_module(config)
+        if not isinstance(config, MoEConfig):
+            raise TypeError(
+                "select_recipe: config must be a MoEConfig, the name of one or a module, got "
+                f"{type(config).__name__}"
+            )
+        experts, d, f, k = config.experts, config.d, config.f, config.k
+        gated = config.gated
+    if experts % ep:
+        raise ValueError(
+            f"select_recipe: ep must divide the experts, {experts}, got {ep}"
+        )
+    return _Layer(tokens, d, f, experts // ep, k), gated
+
+
+def _device_of(device: Any) -> Profile | torch.device:
+    from torch.distributed._tools.moe_calibration import DEVICES, Profile, profile
+
+    if isinstance(device, str):
+        if device in DEVICES or device.endswith(".json"):
+            device = profile(device)
+        else:
+            try:
+                device = torch.device(device)
+            except RuntimeError as e:
+                raise ValueError(
+                    f"select_recipe: device must be a device of this machine, one of "
+                    f"{', '.join(DEVICES)} or the path of a .json profile, got {device!r}"
+                ) from e
+    if isinstance(device, Profile):
+        if device.cpu is not None:
+            raise ValueError(
+                "select_recipe: a CPU is measured, not modelled: device must be 'cpu', got the "
+                f"profile {device.name!r}"
+            )
+    elif not isinstance(device, torch.device):
+        raise TypeError(
+            "select_recipe: device must be a str, a torch.device or a Profile, got "
+            f"{type(device).__name__}"
+        )
+    return device
+
+
+def _modelled(
+    p: Profile, layer: _Layer, gated: bool, training: bool
+) -> tuple[list[_Side], str, float]:
+    """Sides, where they are from, and the gain that means something."""
+    from torch.distributed._tools import moe_cost_model as cost, moe_planner
+    from torch.distributed._tools.moe_calibration import HELD_OUT_ERROR
+
+    if not gated:
+        raise ValueError(
+            "select_recipe: only gated layers are modelled; config has no gate, pass a device of "
+            "this machine to measure it"
+        )
+    sizes = (layer.rows, layer.d, layer.f, layer.experts)
+    gemms, times = moe_planner.select_recipe(p, *sizes)
+    named = {
+        "forward": "the forward products",
+        "dgrad": "the products of the inputs' gradients",
+        "wgrad": "the products of the weights' gradients",
+    }
+    used = list(named) if training else ["forward"]
+    error = HELD_OUT_ERROR["gemm"]
+    note = f"modelled for {p.name}, {p.provenance}, not measured, error {error:.0%}"
+    sides = [
+        _Side(_OF_FORMAT.get(dtype), {named[g]: 1e3 * times[g][dtype] for g in used})
+        for dtype in times["forward"]
+    ]
+    if len(sides) == 1:
+        return sides, f"{p.name} multiplies no 8-bit numbers; {note}", error
+    low = next(dtype for dtype in times["forward"] if dtype != "bf16")
+    quantised = cost.expert_shares(
+        p, *sizes, kernel="mcore", dtype=low, pass_="fwd+bwd" if training else "fwd"
+    )["quantisation"]
+    note = f"quantisation is {1e3 * quantised:.3g} ms of it; {note}"
+    if training and gemms["wgrad"] == "bf16" and gemms["forward"] != "bf16":
+        note = f"weight gradients are faster in bfloat16 (hp_wgrad=True); {note}"
+    return sides, note, error
+
+
+def _measured(
+    device: torch.device, layer: _Layer, gated: bool, training: bool, seconds: float
+) -> tuple[list[_Side], str, float]:
+    """As :func:`_modelled`, from a layer of random numbers on the device."""
+    from torch.distributed._tools.moe_calibration import measure_calls
+
+    gen = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> torch.Tensor:
+        x = torch.randn(*shape, generator=gen, dtype=torch.bfloat16)
+        return x.mul_(shape[-1] ** -0.5).to(device).requires_grad_(training)
+
+    T, D, H, E, K = layer
+    x, w_in, w_out = leaf(T, D), leaf(E, (1 + gated) * H, D), leaf(E, D, H)
+    # Of K choices, those of this rank's experts where there are fewer.
+    K = min(K, E)
+    ids = torch.rand(T, E, generator=gen).topk(K, 1).indices.to(device)
+    weights = torch.full((T, K), 1 / K, device=device, requires_grad=training)
+    leaves = (x, weights, w_in, w_out)
+    recipes = (None, *F._MOE_RECIPES)  # pyrefly: ignore[missing-attribute]
+
+    def forward(recipe: str | None) -> torch.Tensor:
+        with torch.set_grad_enabled(training):
+            return F.moe_mlp(  # pyrefly: ignore[missing-attribute]
+                x, ids, weights, w_in, w_out,
+                activation="swiglu" if gated else "silu", recipe=recipe,
+            )  # fmt: skip
+
+    outputs = {recipe: forward(recipe) for recipe in recipes}
+
+    def backward(recipe: str | None) -> object:
+        y = outputs[recipe]
+        return torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
+
+    passes = (
+        {"forward": forward, "backward": backward} if training else {"forward": forward}
+    )
+    module = getattr(torch, device.type)
+    times = measure_calls(
+        [lambda f=f, r=r: f(r) for r in recipes for f in passes.values()],
+        seconds,
+        synchronize=module.synchronize if device.type != "cpu" else lambda: None,
+    )
+    rows = iter(times)
+    sides = [_Side(r, {name: 1e3 * next(rows) for name in passes}) for r in recipes]
+    threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return (
+        sides,
+        f"measured on {device}{threads}, (T, D, F, E, K) = {T, D, H, E, K}",
+        0.0,
+    )
+
+
+def _saved(layer: _Layer, gated: bool) -> str:
+    from torch.distributed._tools.moe_estimator import saved_bytes
+
+    T, D, H, E, K = layer
+    low, high = (
+        saved_bytes(T, T * K, D, H, k=K, num_experts=E, gated=gated, itemsize=itemsize)
+        for itemsize in (33 / 32, 2)
+    )
+    return f"for backward a recipe keeps {low / 2**20:.3g} MiB, bfloat16 {high / 2**20:.3g}"
