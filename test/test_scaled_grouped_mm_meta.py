@@ -50,7 +50,9 @@ def depth(**change):
 
 
 def mx():
-    bytes_of = lambda *n: torch.full(n, 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)  # noqa: E731
+    bytes_of = lambda *n: torch.full(n, 127, dtype=torch.uint8).view(
+        torch.float8_e8m0fnu
+    )  # noqa: E731
     return arguments(
         scale_a=[bytes_of(M, K // 32)], recipe_a=[MX],
         scale_b=[bytes_of(G, N, K // 32)], recipe_b=[MX],
@@ -66,7 +68,9 @@ def result(call, convert=lambda t: t):
         return convert(x) if isinstance(x, torch.Tensor) else x
 
     try:
-        out = torch.ops.aten._scaled_grouped_mm_v2(**{k: converted(v) for k, v in call.items()})
+        out = torch.ops.aten._scaled_grouped_mm_v2(
+            **{k: converted(v) for k, v in call.items()}
+        )
     except (ValueError, TypeError, RuntimeError) as e:
         return type(e).__name__, str(e).split("\n", 1)[0]
     return tuple(out.shape), out.stride(), out.dtype
@@ -151,7 +155,9 @@ class TestScaledGroupedMMMeta(TestCase):
         for m in (M, M + 7):
             a = fp8(m, K)
             call = (a, weights(), torch.ones(m), torch.ones(G, N), ends(1, 9, m))
-            self.assertEqual(compiled(*call, torch.bfloat16), rows(*call, torch.bfloat16))
+            self.assertEqual(
+                compiled(*call, torch.bfloat16), rows(*call, torch.bfloat16)
+            )
         with self.assertRaisesRegex(Exception, "Only bf16 high precision"):
             compiled(*call, torch.float32)
 

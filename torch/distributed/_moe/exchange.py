@@ -63,6 +63,7 @@ __all__ = [
     "pack",
     "read_on_host",
     "Route",
+    "scaled_rows",
     "Splits",
     "sum_in_order",
     "take",
@@ -85,8 +86,7 @@ def _quantize_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
     """float8_e4m3fn (T, D), and the biased exponents (T, ceil(D / 128)) of the scales, uint8.
 
     The rule of ``_moe_quantize`` in blocks of 128: the smallest exponent that keeps the largest value
-    within range, 255 and NaN for a block with an infinity or a NaN.
-    """
+    within range, 255 and NaN for a block with an infinity or a NaN."""
     if _HAS_OP and rows.dtype != torch.float64:
         code = F.ScalingType.BlockWise1x128.value
         data, scale = torch.ops.aten._moe_quantize(rows, code)
@@ -108,8 +108,7 @@ def encode(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """(T, D) rows as they travel: (T, D) bfloat16 or (T, D + D/128) uint8.
 
     FP8 rows are ``D`` float8_e4m3fn bytes followed by one byte per 128 values with the
-    exponent of their scale: a value is rounded once, and rows can be requantised along the
-    other axis without loss. Blocks with an infinity or a NaN arrive as NaN.
+    exponent of their scale: rounded once, and not again along the other axis.
     """
     if dtype == torch.bfloat16:
         return rows.to(dtype)
@@ -121,10 +120,15 @@ def decode(packed: Tensor, dtype: torch.dtype, dim: int, out: torch.dtype) -> Te
     """Inverse of :func:`encode` up to rounding: (T, dim) rows of dtype ``out``."""
     if dtype == torch.bfloat16:
         return packed.to(out)
-    values = packed[:, :dim].view(torch.float8_e4m3fn).float()
-    exponent = packed[:, dim:].int() - _BIAS
-    exponent = exponent.repeat_interleave(_BLOCK, dim=1)[:, :dim]
-    return torch.ldexp(values, exponent).to(out)
+    data, scale = scaled_rows(packed, dim)
+    return (data.float() * scale.repeat_interleave(_BLOCK, dim=1)[:, :dim]).to(out)
+
+
+def scaled_rows(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Codes (T, dim) and float32 scales (T, dim/128) of the FP8 rows of :func:`encode`."""
+    one = torch.ones((), device=packed.device)
+    scale = torch.ldexp(one, packed[:, dim:].int() - _BIAS)
+    return packed[:, :dim].view(torch.float8_e4m3fn), scale
 
 
 # -- messages

@@ -232,9 +232,7 @@ class OverlapSchedule:
             elif part == "experts":
                 out, weights, ids = _end(*sent[chunk])
                 routing = sent[chunk][0].routing
-                num_slots = getattr(switch, "num_slots", None)
-                num_rows = None if num_slots is None else num_slots(routing)
-                rows[chunk] = experts(out, ids, weights, num_rows)
+                rows[chunk] = _run(experts, switch, routing, out, ids, weights)
             elif part == "combine":
                 routing = sent[chunk][0].routing
                 sent[chunk] = _begin(_Combine(switch, routing), (rows[chunk],))
@@ -272,10 +270,21 @@ def sequential_schedule(
     rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)
     if weights is None or ids is None:
         raise AssertionError("the flat layout has weights and ids")
+    output = _run(experts, switch, routing, rows, ids, weights)
+    output = switch.combine(routing, output)
+    return output, None if shared is None else shared()
+
+
+def _run(
+    experts: Callable[..., Tensor], switch: TokenSwitch, routing: Routing, *rows: Tensor
+) -> Tensor:
+    """``experts`` of received rows, ids and weights, with what the switch knows of them."""
     num_slots = getattr(switch, "num_slots", None)
     num_rows = None if num_slots is None else num_slots(routing)
-    output = switch.combine(routing, experts(rows, ids, weights, num_rows))
-    return output, None if shared is None else shared()
+    scaled = getattr(routing.handle, "scaled", ())
+    if scaled:
+        return experts(*rows, num_rows, input_scaled=scaled)
+    return experts(*rows, num_rows)
 
 
 def _chunk_sizes(total: int, num_chunks: int) -> list[int]:

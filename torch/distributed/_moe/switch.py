@@ -37,6 +37,7 @@ from torch.distributed._moe.exchange import (
     Exchange,
     read_on_host,
     Route,
+    scaled_rows,
     Splits,
     sum_in_order,
     take,
@@ -67,6 +68,7 @@ class _Handle:
     num_slots: int  # bound of the rows that the local experts compute
     sizes: tuple[Splits, Splits] | None  # of rows and slots of a level not routed yet
     routes: list[Route]  # by level; behind the first known once rows have arrived there
+    scaled: tuple[Tensor, ...] = ()  # codes and scales of the rows, see keep_scaled
 
 
 def _handle_of(routing: Routing) -> _Handle:
@@ -233,6 +235,8 @@ class TokenSwitchAllToAll(_Switch):
     """
 
     levels: tuple[Exchange, ...]
+    # FP8 rows stay as they came, in the handle; dispatch returns no values, but NaN.
+    keep_scaled = False
 
     def __init__(
         self,
@@ -436,13 +440,17 @@ class TokenSwitchAllToAll(_Switch):
                 find_slots=self._exact,
                 scale_bytes=scale_bytes,
             )
-        if self._wire_dtype is not None:
+        keeps = self.keep_scaled and scale_bytes > 0
+        if self._wire_dtype is not None and not keeps:
             values = decode(values, self._wire_dtype, D, tokens.dtype)
         if self._exact:
             level, route = self.levels[-1], handle.routes[-1]
             values = level.rows_to_slots(route, values, handle.top_k)
             weights = level.slots_of(route, weights).unsqueeze(1)
             ids = level.slots_of(route, ids).unsqueeze(1)
+        if keeps:
+            handle.scaled = scaled_rows(values, D)
+            values = tokens.new_full((1, 1), torch.nan).expand(len(values), D)
         return values, weights, ids
 
     def _combine_new(self, routing: Routing, expert_tokens: Tensor) -> Tensor:
@@ -517,10 +525,7 @@ class TokenSwitchAllToAll(_Switch):
         return worst.tolist()
 
     def required_capacity(self) -> int | tuple[int, ...]:
-        """Capacity that the static routings since the last call needed, on all ranks.
-
-        Collective over the ranks, and one sync.
-        """
+        """Capacity needed since the last call, on all ranks. Collective, and one sync."""
         needed = self._required()
         return needed[0] if len(needed) == 1 else tuple(needed)
 
@@ -534,8 +539,7 @@ class TokenSwitchAllToAll(_Switch):
     def check_overflow(self) -> None:
         """Raises on every rank if rows did not fit since the last check.
 
-        Collective over the group, and one sync: call it once per step, before
-        the optimizer uses what was computed.
+        Collective, and one sync: call it once per step, before the optimizer's.
         """
         for level, needed in self._too_small():
             where = "" if level.level == "flat" else f" of level {level.level!r}"
@@ -546,10 +550,7 @@ class TokenSwitchAllToAll(_Switch):
             )
 
     def grow(self) -> bool:
-        """Makes capacity what was needed since the last check; whether it had to.
-
-        Collective over the group, and one sync. The answer is the same on all ranks.
-        """
+        """Makes capacity what was needed; whether it had to. Collective, and one sync."""
         small = self._too_small()
         for level, needed in small:
             level.capacity = needed

@@ -230,11 +230,14 @@ class MoE(Module):
         topk_indices: Tensor,
         topk_weights: Tensor,
         num_rows: int | None = None,
+        input_scaled: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """Weighted sum ``(*, D)`` of the experts that the router chose.
 
         ``num_rows`` is a static bound of the rows, for a caller that knows one, as
         expert parallelism with a capacity does: slots that do not fit add nothing.
+        ``input_scaled`` has the rows as they came over a wire in FP8, see
+        :func:`torch.nn.functional.scaled_moe_mlp`.
         """
         experts: dict[str, Any] = {
             "w_up": self.w_up,
@@ -245,7 +248,9 @@ class MoE(Module):
         if self.recipe is not None:
             experts["recipe"] = self.recipe
         weights = (self.w_in, self.w_out)
-        if num_rows is None:
+        if input_scaled:
+            experts["precision"] = {"input_scaled": input_scaled}
+        if num_rows is None and not input_scaled:
             return F.moe_mlp(input, topk_indices, topk_weights, *weights, **experts)
         return F._moe_mlp_in_rows(
             input, topk_indices, topk_weights, *weights, num_rows=num_rows, **experts

@@ -124,6 +124,11 @@ class ExpertAdapter(ABC):
         """Raises if an even shard of the dims over F is not a set of hidden units."""
         return None
 
+    def takes_scaled(self, module: nn.Module) -> bool:
+        """Whether the experts take FP8 rows as they travel: as ``input_scaled``, codes and
+        scales of blocks of 128, next to rows whose values they do not read."""
+        return False
+
 
 class MoEAdapter(ExpertAdapter):
     """:class:`torch.nn.MoE` and its subclasses."""
@@ -156,6 +161,11 @@ class MoEAdapter(ExpertAdapter):
         if module.shared_w_in is not None:
             shared = functools.partial(module.run_shared, input)
         return exchange(input, topk_indices, topk_weights, module.run_routed, shared)
+
+    def takes_scaled(self, module: nn.Module) -> bool:
+        # A subclass with experts of its own may read the rows.
+        plain = type(module).run_routed is nn.MoE.run_routed
+        return plain and cast(nn.MoE, module).recipe == "fp8_blockwise"
 
     def check_tensor_parallel(self, module: nn.Module) -> None:
         module = cast(nn.MoE, module)

@@ -155,6 +155,12 @@ class _Region:
         if self.placed is not None:
             local = {name: module.get_parameter(name) for name in self.expert_names}
             ids, in_this_step = self.placed.route(ids, local)
+        if isinstance(self.switch, TokenSwitchAllToAll):
+            # A schedule of the user's own may hand rows to the experts that it has changed.
+            known = self.schedule is sequential_schedule or isinstance(
+                self.schedule, OverlapSchedule
+            )
+            self.switch.keep_scaled = known and self.adapter.takes_scaled(module)
         with _reparametrize_module(module, in_this_step):
             output, shared_output = self.schedule(
                 self.switch, tokens, ids, weights, experts, shared
