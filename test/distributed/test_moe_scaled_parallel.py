@@ -4,10 +4,10 @@
 import copy
 from unittest import mock
 
-import torch
-import torch.distributed as dist
 from moe_gloo import GlooTest
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._moe import exchange, switch as switches
 from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
