@@ -126,8 +126,8 @@ def decode(packed: Tensor, dtype: torch.dtype, dim: int, out: torch.dtype) -> Te
 
 def scaled_rows(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Codes (T, dim) and float32 scales (T, dim/128) of the FP8 rows of :func:`encode`."""
-    one = torch.ones((), device=packed.device)
-    scale = torch.ldexp(one, packed[:, dim:].int() - _BIAS)
+    exponent = packed[:, dim:].int() - _BIAS
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
     return packed[:, :dim].view(torch.float8_e4m3fn), scale
 
 
