@@ -63,7 +63,6 @@ __all__ = [
     "pack",
     "read_on_host",
     "Route",
-    "scaled_rows",
     "Splits",
     "sum_in_order",
     "take",
@@ -108,8 +107,7 @@ def encode(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """(T, D) rows as they travel: (T, D) bfloat16 or (T, D + D/128) uint8.
 
     FP8 rows are ``D`` float8_e4m3fn bytes followed by one byte per 128 values with the
-    exponent of their scale: rounded once, and not again along the other axis.
-    """
+    exponent of their scale: rounded once, and not again along the other axis."""
     if dtype == torch.bfloat16:
         return rows.to(dtype)
     data, exponent = _quantize_blocks(rows)
@@ -421,8 +419,7 @@ def own_group(group: ProcessGroup) -> c10d.GroupName:
 
     Collectives of one group must be issued in one order by all ranks. A thread of its own
     can't keep that order with what other threads send in the group, such as the gradients
-    of data parallelism. Made at the first call for a group.
-    """
+    of data parallelism. Made at the first call for a group."""
     if group not in _own_groups:
         own = dist.new_group(
             dist.get_process_group_ranks(group),
