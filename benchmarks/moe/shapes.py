@@ -233,6 +233,11 @@ REHEARSAL = (Shape("tiny", 24, 32, 32, 4, 2), Shape("tiny-decode", 1, 32, 32, 4,
 
 # (T, E, K) of cpu_router.py.
 ROUTER_SHAPES = ((1, 128, 8), (64, 128, 8), (512, 64, 8), (2048, 128, 8), (4096, 256, 8))  # fmt: skip
+# Of grad_accumulation.py: few rows per expert, where weight gradients are most of the bytes.
+ACCUMULATION_SHAPES = (
+    _named(256, 1024, 344, 64, 2),
+    _named(2048, 1536, 256, 128, 8),
+)
 # Of a layer of serve.py's model.
 SERVE_SHAPE = Shape("serve", 0, 512, 192, 64, 8)
 # Of every rank of ep_overlap.py.

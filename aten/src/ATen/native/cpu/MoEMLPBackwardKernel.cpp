@@ -76,23 +76,20 @@ class BackwardPass {
     }
     const auto input = rows_of_tokens<scalar_t>(input_, routing_);
     if (grads_.wants_w_in) {
-      grads_.w_in = at::empty_like(in_.w_in);
-      weight_grad(grads_.w_in, {grad_hidden}, {input});
+      weight_grad(grads_.w_in, in_.w_in, {grad_hidden}, {input});
     }
     if (grads_.wants_w_up) {
-      grads_.w_up = at::empty_like(in_.w_up);
-      weight_grad(grads_.w_up, {grad_hidden, layout_.hidden}, {input});
+      weight_grad(grads_.w_up, in_.w_up, {grad_hidden, layout_.hidden}, {input});
     }
     if (grads_.b_in.defined()) {
       column_sums(routing_, grad_hidden, /*weighted=*/false, grads_.b_in);
     }
     grad_hidden_.reset();
     if (grads_.wants_w_out) {
-      grads_.w_out = at::empty_like(in_.w_out);
       const auto act = [this](int64_t row, int64_t f0, int64_t n, scalar_t* out) {
         (this->*weighted_act_)(row, f0, n, out);
       };
-      weight_grad(grads_.w_out, {grad_out}, {{}, 0, act});
+      weight_grad(grads_.w_out, in_.w_out, {grad_out}, {{}, 0, act});
     }
     if (grads_.b_out.defined()) {
       column_sums(routing_, grad_out, /*weighted=*/true, grads_.b_out);
@@ -100,10 +97,15 @@ class BackwardPass {
   }
 
  private:
+  // Into a new tensor like the weight, or added to one that is there.
   void weight_grad(
-      const Tensor& grad, const GradOperand<scalar_t>& left,
+      Tensor& grad, const Tensor& weight, const GradOperand<scalar_t>& left,
       const GradOperand<scalar_t>& right) const {
-    WeightGrad<scalar_t, Micro>(grad, left, right).run(routing_);
+    const bool accumulate = grad.defined();
+    if (!accumulate) {
+      grad = at::empty_like(weight);
+    }
+    WeightGrad<scalar_t, Micro>(grad, left, right, accumulate).run(routing_);
   }
 
   int64_t units_of(int64_t panel) const {

@@ -51,7 +51,8 @@ struct GradOperand {
   }
 };
 
-// grad (E, I, J) = sum over the expert's rows r of left_r^T right_r.
+// grad (E, I, J) = [grad +] sum over the expert's rows r of left_r^T right_r, the sum rounded
+// to scalar_t before it is added: as if it had been a tensor of its own.
 template <typename scalar_t, typename Micro>
 class WeightGrad {
   using operand_t = typename Micro::operand_t;
@@ -62,16 +63,21 @@ class WeightGrad {
   static constexpr int64_t kRowsMultiple = lanes * v;  // that are transposed at once
   static constexpr int64_t kDepth = Micro::kDepth;     // rows reduced per product
   static_assert(kDepth % kRowsMultiple == 0);
+  // Lines that are multiplied, then stored.
+  static constexpr int64_t kStoredLines = std::max<int64_t>(12, Micro::kTileRows);
 
  public:
   // left has I columns and right has J. The operands change sides when I is the
   // dense dimension of the gradient.
   WeightGrad(
-      const Tensor& grad, const GradOperand<scalar_t>& left, const GradOperand<scalar_t>& right)
+      const Tensor& grad, const GradOperand<scalar_t>& left, const GradOperand<scalar_t>& right,
+      bool accumulate = false)
       : grad_(grad), left_(left), right_(right) {
     const bool rows_dense = grad.size(1) <= 1 || grad.stride(1) == 1;
     const bool cols_dense = grad.size(2) <= 1 || grad.stride(2) == 1;
     target_ = rows_dense || cols_dense ? grad : at::empty(grad.sizes(), grad.options());
+    accumulate_ = accumulate && target_.is_same(grad);
+    add_target_ = accumulate && !accumulate_;
     const bool swapped = rows_dense && !cols_dense;
     lines_ = grad.size(swapped ? 2 : 1);
     length_ = grad.size(swapped ? 1 : 2);
@@ -86,7 +92,9 @@ class WeightGrad {
     if (lines_ > 0 && length_ > 0) {
       compute(routing);
     }
-    if (!target_.is_same(grad_)) {
+    if (add_target_) {
+      grad_.add_(target_);
+    } else if (!target_.is_same(grad_)) {
       grad_.copy_(target_);
     }
   }
@@ -156,7 +164,7 @@ class WeightGrad {
     const int64_t rows = block.rows();
     scalar_t* out = data_ + block.expert * target_.stride(0) + i0 * line_stride_;
     if (rows == 0) {
-      for (const auto i : c10::irange(height)) {
+      for (int64_t i = 0; i < height && !accumulate_; ++i) {
         std::fill_n(out + i * line_stride_, length_, scalar_t(0));
       }
       return;
@@ -181,22 +189,36 @@ class WeightGrad {
         if (!right_fits || !has_right) {
           pack_right(part, j0, n, k, at, right);
         }
-        for (int64_t i = 0; i < height; i += kFinishRows<Micro>) {
-          const int64_t m = std::min(kFinishRows<Micro>, height - i);
+        for (int64_t i = 0; i < height; i += kStoredLines) {
+          const int64_t m = std::min(kStoredLines, height - i);
           acc_t* sums = at.sums + i * kPanelCols;
           Micro::multiply(m, n, k, {at.lines + i, ld, offset}, right, {sums, r0 > 0});
           if (r0 + kDepth >= rows) {
-            store_lines(sums, m, n, out + i * line_stride_ + j0);
+            store_lines(sums, m, n, out + i * line_stride_ + j0, length_ - j0 - n);
           }
         }
       }
     }
   }
 
-  void store_lines(const acc_t* sums, int64_t lines, int64_t n, scalar_t* out) const {
+  // left: columns after these n. What they are added to is short pieces of lines far apart,
+  // which nothing else fetches in time; a few at a time, between products.
+  void store_lines(
+      const acc_t* sums, int64_t lines, int64_t n, scalar_t* out, int64_t left) const {
+    constexpr int64_t cache_line = 64 / static_cast<int64_t>(sizeof(scalar_t));
     for (const auto i : c10::irange(lines)) {
-      store_row(out + i * line_stride_, n, [&](int64_t j, int64_t) {
-        return load_pair(sums + i * kPanelCols + j);
+      scalar_t* line = out + i * line_stride_;
+      for (int64_t j = 0; accumulate_ && j < std::min(left, kPanelCols); j += cache_line) {
+        prefetch(line + n + j);
+      }
+      store_row(line, n, [&](int64_t j, int64_t count) {
+        const auto sum = load_pair(sums + i * kPanelCols + j);
+        if (!accumulate_) {
+          return sum;
+        }
+        const auto rounded = store_pair<scalar_t>(nullptr, sum);
+        const auto before = load_pair(line + j, count);
+        return VecPair<scalar_t>{before.first + rounded.first, before.second + rounded.second};
       });
     }
   }
@@ -239,6 +261,8 @@ class WeightGrad {
   const Tensor& grad_;
   GradOperand<scalar_t> left_, right_;
   Tensor target_;
+  bool accumulate_;  // to target_, else afterwards
+  bool add_target_;
   scalar_t* data_;  // of target_
   int64_t lines_, length_, line_stride_;
   int64_t task_lines_ = 0, left_size_ = 0, right_size_ = 0;

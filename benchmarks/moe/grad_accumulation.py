@@ -1,0 +1,152 @@
+"""Micro-batches of F.moe_mlp: expert weight gradients by autograd, and added to ``.grad`` by the kernel.
+
+    python benchmarks/moe/grad_accumulation.py --out benchmarks/moe/results/grad_accumulation.json
+
+Each call is forward and backward. "micro-batch": into a ``.grad`` that exists, as every micro-batch
+after the first. "step": one batch per step of an optimizer, whose ``zero_grad`` is part of the call:
+autograd gets None, which is cheapest for it, and the kernel a ``.grad`` that is zeroed in place. Autograd alone is
+what the same call does while somebody holds the AccumulateGrad nodes; grouped_mm is the peer of the
+CPU rows. All take turns in one process, on the same weights, and the bits of ``.grad`` are compared.
+
+First touch of new memory is most of the difference, and depends on malloc: every row is measured
+with glibc's malloc as it is, with huge pages (THP_MEM_ALLOC_ENABLE) and with one that gives no
+memory back (GLIBC_TUNABLES). Times are processor time of the process, which other jobs of the machine move least.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from peers import sorted_grouped_mm
+from report import show
+from shapes import ACCUMULATION_SHAPES, make_operands, Operands, Shape
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
+
+from measure import interleaved_seconds, provenance, ratio_record, spread, write_json
+
+
+_KEPT = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
+ALLOCATORS = {
+    "glibc": {},
+    "huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
+    "memory is kept": {"GLIBC_TUNABLES": _KEPT},
+}
+PASSES = ("micro-batch", "step")
+
+
+class Call:
+    """Forward and backward of one form; ``grads`` are what it leaves."""
+
+    def __init__(self, operands: Operands, form: str, kind: str) -> None:
+        self.operands, self.form, self.kind = operands, form, kind
+        self.weights = [
+            w.detach().clone().requires_grad_() for w in (operands.w_in, operands.w_out)
+        ]
+        self.function = sorted_grouped_mm if form == "grouped_mm" else F.moe_mlp
+        # Whoever holds these nodes might have hooked them: autograd does all by itself.
+        self.held = [get_gradient_edge(w) for w in self.weights if form != "in_place"]
+        if kind == "micro-batch" or form == "in_place":
+            for w in self.weights:
+                w.grad = torch.zeros_like(w)
+
+    def grads(self) -> list[torch.Tensor]:
+        return [w.grad for w in self.weights]
+
+    def __call__(self) -> None:
+        if self.kind == "step":
+            for w in self.weights:
+                if self.form == "in_place":
+                    w.grad.zero_()
+                else:
+                    w.grad = None
+        o = self.operands
+        x, s = (t.detach().requires_grad_() for t in (o.x, o.weights))
+        self.function(x, o.ids, s, *self.weights).backward(o.grad)
+
+
+def page_faults(call: Callable[[], object]) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def measure(shape: Shape, kind: str, rounds: int) -> dict[str, object]:
+    operands = make_operands(shape, weights_dtype=torch.float32)
+    calls = {n: Call(operands, n, kind) for n in ("in_place", "autograd", "grouped_mm")}
+    for _ in range(2):
+        calls["in_place"]()
+        calls["autograd"]()
+        for a, b in zip(calls["in_place"].grads(), calls["autograd"].grads()):
+            if not torch.equal(a, b):
+                raise AssertionError(f"{shape.name}: .grad has other bits")
+    seconds = interleaved_seconds(
+        calls, rounds=rounds, warmup=1, clock=time.process_time
+    )
+    row: dict[str, object] = {"id": shape.name, "pass": kind, **shape.sizes()}
+    row["milliseconds"] = {n: spread([1e3 * v for v in s]) for n, s in seconds.items()}
+    row["page_faults"] = {n: page_faults(call) for n, call in calls.items()}
+    for name in ("autograd", "grouped_mm"):
+        row[f"{name}_to_in_place"] = ratio_record(seconds[name], seconds["in_place"])
+    return row
+
+
+def measure_all(args: argparse.Namespace) -> list[dict]:
+    """The rows of every allocator, each in a process of its own."""
+    rows = []
+    for name, environment in ALLOCATORS.items():
+        command = [sys.executable, __file__, "--rounds", str(args.rounds), "--child"]
+        done = subprocess.run(
+            command,
+            env=os.environ | environment,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        rows += [{"allocator": name, **row} for row in json.loads(done.stdout)]
+        print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.child:
+        rows = [
+            measure(shape, kind, args.rounds)
+            for shape in ACCUMULATION_SHAPES
+            for kind in PASSES
+        ]
+        json.dump(rows, sys.stdout)
+        return
+    rows = measure_all(args)
+
+    def ratio(name: str) -> Callable[[dict], str]:
+        return lambda r: "{:.2f} [{:.2f}, {:.2f}]".format(
+            r[f"{name}_to_in_place"]["median"], *r[f"{name}_to_in_place"]["interval"]
+        )
+
+    columns = {n: n for n in ("allocator", "pass", "id")}
+    columns |= {"ms": lambda r: r["milliseconds"]["in_place"][0]}
+    columns |= {f"{n} / in place": ratio(n) for n in ("autograd", "grouped_mm")}
+    show("Forward and backward, bfloat16, one thread", rows, columns)
+    if args.out:
+        write_json({**provenance(), "rows": rows}, args.out)
+
+
+if __name__ == "__main__":
+    main()

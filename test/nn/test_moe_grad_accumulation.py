@@ -1,0 +1,392 @@
+# Owner(s): ["module: nn"]
+"""Expert weight gradients that the kernel adds to ``.grad``: the same bits, and nobody can notice.
+
+What autograd does by itself is had by holding the AccumulateGrad nodes: see ``held``.
+"""
+
+import copy
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
+from torch.profiler import profile, ProfilerActivity
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.moe_generators import get_case
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+
+class NewGradients:
+    """Counts the weight gradients that backwards make: each is an empty_like of a weight.
+
+    Seen from outside by a profiler, as any hook would switch the accumulation off.
+    """
+
+    def __enter__(self):
+        self._profile = profile(activities=[ProfilerActivity.CPU])
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self._profile.__exit__(*error)
+        events = self._profile.events()
+        names = [e.name for e in events if e.name == "aten::_moe_mlp_backward"]
+        if not names and error[0] is None:
+            raise AssertionError("no backward of _moe_mlp was seen")
+        self.made = sum(
+            e.name == "aten::empty_like"
+            and e.cpu_parent is not None
+            and e.cpu_parent.name == "aten::_moe_mlp_backward"
+            for e in events
+        )
+
+
+class TestGradAccumulation(TestCase):
+    def _leaves(self, name="uniform", dtype=torch.float32, separate=False, bias=True):
+        o = get_case(name).operands(dtype, bias=bias, requires_grad=True)
+        leaves = {"x": o.input, "s": o.topk_weights, "w_in": o.w_in, "w_out": o.w_out}
+        if separate:
+            gate, up = (w.detach().clone() for w in o.w_in.chunk(2, dim=1))
+            leaves |= {"w_in": gate.requires_grad_(), "w_up": up.requires_grad_()}
+        if bias:
+            leaves |= {"b_in": o.b_in, "b_out": o.b_out}
+        return o, leaves
+
+    def _forward(self, o, leaves):
+        named = {n: leaves[n] for n in ("w_up", "b_in", "b_out") if n in leaves}
+        args = (leaves[n] for n in ("s", "w_in", "w_out"))
+        return F.moe_mlp(leaves["x"], o.topk_indices, *args, **named)
+
+    def _micro_batches(self, o, leaves, count=3, held=False):
+        """.grad after ``count`` backwards with other gradients of y; held: by autograd alone."""
+        edges = [get_gradient_edge(v) for v in leaves.values()] if held else []
+        for leaf in leaves.values():
+            leaf.grad = None
+        for i in range(count):
+            self._forward(o, leaves).backward(o.grad_out * (i + 1) / 3)
+        del edges
+        return {name: leaf.grad.clone() for name, leaf in leaves.items()}
+
+    def _made(self, prepare=lambda o, leaves: None, backward=None, **case):
+        """How many weight gradients a backward makes where ``.grad`` is there."""
+        o, leaves = self._leaves(bias=False, **case)
+        self._micro_batches(o, leaves, 1)
+        kept = prepare(o, leaves)  # noqa: F841, what it returns stays alive
+        y = self._forward(o, leaves)
+        with NewGradients() as new:
+            (backward or (lambda y, o, leaves: y.backward(o.grad_out)))(y, o, leaves)
+        return new.made
+
+    @parametrize(
+        "name",
+        (
+            "uniform",
+            "empty_experts",
+            "sentinels",
+            "one_of_one",
+            "no_tokens",
+            "recorded",
+        ),
+    )
+    @parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+    @parametrize("separate", (False, True))
+    def test_same_bits(self, name, dtype, separate):
+        o, leaves = self._leaves(name, dtype, separate)
+        expected = self._micro_batches(o, leaves, held=True)
+        self.assertEqual(self._micro_batches(o, leaves), expected, atol=0, rtol=0)
+
+    def test_nothing_is_made(self):
+        self.assertEqual(self._made(), 0)
+        self.assertEqual(self._made(separate=True), 0)
+
+    def test_the_same_tensor_of_a_new_version(self):
+        o, leaves = self._leaves()
+        self._micro_batches(o, leaves, 1)
+        grad = leaves["w_in"].grad
+        version, address = grad._version, grad.data_ptr()
+        self._forward(o, leaves).backward(o.grad_out)
+        self.assertIs(leaves["w_in"].grad, grad)
+        self.assertEqual(grad.data_ptr(), address)
+        self.assertEqual(grad._version, version + 1)
+
+    @parametrize("form", ("transposed", "strided", "flat buffer"))
+    def test_any_strides_of_the_gradient(self, form):
+        def like(w):
+            if form == "transposed":
+                return torch.ones_like(w.mT.contiguous()).mT
+            if form == "strided":
+                return torch.ones(*w.shape, 2, dtype=w.dtype)[..., 0]
+            return torch.ones(w.numel() + 3, dtype=w.dtype)[3:].view_as(w)
+
+        o, leaves = self._leaves(dtype=torch.bfloat16)
+        found = []
+        for held in (True, False):
+            edges = [get_gradient_edge(v) for v in leaves.values()] if held else []
+            for leaf in leaves.values():
+                leaf.grad = None
+            for name in ("w_in", "w_out"):
+                leaves[name].grad = like(leaves[name])
+            self._forward(o, leaves).backward(o.grad_out)
+            found.append([leaves[n].grad.clone() for n in ("w_in", "w_out")])
+            del edges
+        self.assertEqual(found[0], found[1], atol=0, rtol=0)
+
+    def test_two_weights_in_one_buffer(self):
+        o, leaves = self._leaves()
+        expected = self._micro_batches(o, leaves, 2, held=True)
+        weights = [leaves["w_in"], leaves["w_out"]]
+        buffer = torch.zeros(sum(w.numel() for w in weights))
+        for w, part in zip(weights, buffer.split([w.numel() for w in weights])):
+            w.grad = part.view_as(w)
+        for i in range(2):
+            self._forward(o, leaves).backward(o.grad_out * (i + 1) / 3)
+        for name in ("w_in", "w_out"):
+            self.assertEqual(leaves[name].grad, expected[name], atol=0, rtol=0)
+
+    def test_only_one_weight_has_a_gradient(self):
+        def prepare(o, leaves):
+            leaves["w_out"].grad = None
+
+        self.assertEqual(self._made(prepare), 1)
+        o, leaves = self._leaves()
+        leaves["w_in"].requires_grad_(False)
+        del leaves["w_in"].grad
+        leaves["w_out"].grad = torch.ones_like(leaves["w_out"])
+        self._forward(o, leaves).backward(o.grad_out)
+        self.assertIsNone(leaves["w_in"].grad)
+        self.assertNotEqual(leaves["w_out"].grad, torch.ones_like(leaves["w_out"]))
+
+    @parametrize("kind", ("tensor", "post-accumulate", "pre", "post"))
+    def test_hooks_see_their_gradient(self, kind):
+        seen = []
+
+        def prepare(o, leaves):
+            weight = leaves["w_in"]
+            node = get_gradient_edge(weight).node
+            if kind == "tensor":
+                weight.register_hook(seen.append)
+            elif kind == "post-accumulate":
+                weight.register_post_accumulate_grad_hook(seen.append)
+            elif kind == "pre":
+                node.register_prehook(lambda grads: seen.append(grads[0]))
+            else:
+                node.register_hook(lambda _, grads: seen.append(grads[0]))
+            return node if kind in ("pre", "post") else None
+
+        self.assertEqual(self._made(prepare), 1)
+        self.assertEqual([tuple(g.shape) for g in seen], [(4, 48, 16)])
+
+    def test_hook_of_the_node(self):
+        seen = []
+
+        def backward(y, o, leaves):
+            y.grad_fn.next_functions  # a view
+            node = y.grad_fn
+            while node.name() != "MoeMlpBackward0":
+                node = node.next_functions[0][0]
+            node.register_hook(lambda inputs, _: seen.append(inputs[1].shape))
+            y.backward(o.grad_out)
+
+        self.assertEqual(self._made(backward=backward), 2)
+        self.assertEqual(len(seen), 1)
+
+    def test_autograd_grad_leaves_grad_alone(self):
+        before = {}
+
+        def prepare(o, leaves):
+            before.update({n: v.grad.clone() for n, v in leaves.items()})
+            before["leaves"] = leaves
+
+        def grad(y, o, leaves):
+            found = torch.autograd.grad(y, leaves["w_in"], o.grad_out)
+            self.assertEqual(found[0], before["w_in"] * 3, atol=1e-5, rtol=1e-5)
+
+        self.assertEqual(self._made(prepare, grad), 1)
+        for name, leaf in before.pop("leaves").items():
+            self.assertEqual(leaf.grad, before[name], atol=0, rtol=0)
+
+    def test_inputs_leave_a_weight_out(self):
+        before = []
+
+        def prepare(o, leaves):
+            before.extend((leaves["w_in"], leaves["w_in"].grad.clone()))
+
+        def backward(y, o, leaves):
+            y.backward(o.grad_out, inputs=[leaves["x"], leaves["w_out"]])
+
+        self.assertEqual(self._made(prepare, backward), 1)  # of w_out alone
+        self.assertEqual(before[0].grad, before[1], atol=0, rtol=0)
+
+    def test_create_graph_anomaly_mode_and_modes(self):
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                names.append(function.name())
+                return function(*args, **(kwargs or {}))
+
+        def in_mode(y, o, leaves):
+            with Mode():
+                y.backward(o.grad_out)
+
+        def anomaly(y, o, leaves):
+            with torch.autograd.detect_anomaly(check_nan=True):
+                y.backward(o.grad_out)
+
+        names = []
+        self.assertEqual(self._made(backward=in_mode), 2)
+        self.assertIn("aten::_moe_mlp_backward", names)
+        with self.assertWarns(UserWarning):
+            self.assertEqual(self._made(backward=anomaly), 2)
+        graph = self._made(
+            backward=lambda y, o, _: y.backward(o.grad_out, create_graph=True)
+        )
+        self.assertEqual(graph, 2)
+
+    def test_computed_weights(self):
+        o, leaves = self._leaves()
+        grads = []
+        for held in (True, False):
+            edges = [get_gradient_edge(leaves["w_in"])] if held else []
+            leaves["w_in"].grad = torch.ones_like(leaves["w_in"])
+            self._forward(o, leaves | {"w_in": leaves["w_in"] * 2}).backward(o.grad_out)
+            grads.append(leaves["w_in"].grad)
+            del edges
+        self.assertEqual(grads[0], grads[1], atol=0, rtol=0)
+
+    def test_a_weight_that_is_used_twice(self):
+        o, leaves = self._leaves(dtype=torch.bfloat16)
+        grads = []
+        for held in (True, False):
+            edges = [get_gradient_edge(v) for v in leaves.values()] if held else []
+            self._micro_batches(o, leaves, 1)
+            y = sum(self._forward(o, leaves) for _ in range(2))
+            (y * o.grad_out).sum().backward()
+            (self._forward(o, leaves).sum() + leaves["w_in"].sum()).backward()
+            grads.append({n: v.grad.clone() for n, v in leaves.items()})
+            del edges
+        self.assertEqual(grads[0], grads[1], atol=0, rtol=0)
+
+    def test_gradient_that_the_backward_reads(self):
+        o, leaves = self._leaves(bias=False)
+        grads = []
+        for held in (True, False):
+            edges = [get_gradient_edge(leaves["w_in"])] if held else []
+            storage = torch.ones(leaves["w_in"].numel() + o.grad_out.numel())
+            leaves["w_in"].grad = storage[: leaves["w_in"].numel()].view_as(
+                leaves["w_in"]
+            )
+            grad_out = storage[: o.grad_out.numel()].view_as(o.grad_out)
+            self._forward(o, leaves).backward(grad_out)
+            grads.append(leaves["w_in"].grad)
+            del edges
+        self.assertEqual(grads[0], grads[1], atol=0, rtol=0)
+
+    def test_retained_graph_counts_each_backward_once(self):
+        o, leaves = self._leaves(bias=False)
+        self._micro_batches(o, leaves, 1)
+        first = leaves["w_in"].grad.clone()
+        y = self._forward(o, leaves)
+        for _ in range(2):
+            y.backward(o.grad_out / 3, retain_graph=True)
+        self.assertEqual(leaves["w_in"].grad, first * 3)
+
+    @parametrize("reentrant", (False, True))
+    def test_checkpoint(self, reentrant):
+        o, leaves = self._leaves(bias=False)
+        expected = self._micro_batches(o, leaves, 2)
+        for leaf in leaves.values():
+            leaf.grad = None
+        for i in range(2):
+
+            def run(x):
+                return self._forward(o, leaves | {"x": x})
+
+            y = checkpoint(run, leaves["x"], use_reentrant=reentrant)
+            with NewGradients() as new:
+                y.backward(o.grad_out * (i + 1) / 3)
+        self.assertEqual(new.made, 0)
+        for name, leaf in leaves.items():
+            self.assertEqual(leaf.grad, expected[name], atol=0, rtol=0)
+
+    def test_threads(self):
+        o, leaves = self._leaves(bias=False)
+        weights = {n: leaves[n] for n in ("w_in", "w_out")}
+        self._micro_batches(o, leaves, 1)
+        one = {n: w.grad.clone() for n, w in weights.items()}
+        for w in weights.values():
+            w.grad.zero_()
+
+        def work():
+            mine = {n: v.detach().requires_grad_() for n, v in leaves.items()} | weights
+            for _ in range(20):
+                self._forward(o, mine).backward(o.grad_out / 3)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for n, w in weights.items():
+            self.assertEqual(w.grad, one[n] * 80, atol=1e-3, rtol=1e-4)
+
+    def test_ddp(self):
+        import torch.distributed as dist
+
+        o, leaves = self._leaves(bias=False)
+        weights = {n: torch.nn.Parameter(leaves[n].detach()) for n in ("w_in", "w_out")}
+        seen = []
+
+        class Experts(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                for name, weight in weights.items():
+                    self.register_parameter(name, weight)
+
+            def forward(module, x):
+                return self._forward(
+                    o, leaves | dict(module.named_parameters()) | {"x": x}
+                )
+
+        def hook(state, bucket):
+            seen.append(bucket.buffer().clone())
+            done = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            expected = copy.deepcopy(Experts())
+            model = torch.nn.parallel.DistributedDataParallel(Experts())
+            model.register_comm_hook(None, hook)
+            for _ in range(2):
+                model(o.input).backward(o.grad_out)
+                expected(o.input).backward(o.grad_out)
+        finally:
+            dist.destroy_process_group()
+        self.assertEqual(len(seen), 2)
+        for a, b in zip(model.parameters(), expected.parameters()):
+            self.assertEqual(a.grad, b.grad)
+
+    def test_compiled(self):
+        o, leaves = self._leaves(bias=False)
+        expected = self._micro_batches(o, leaves, 3)
+        forward = torch.compile(
+            lambda **leaves: self._forward(o, leaves), backend="aot_eager"
+        )
+        for leaf in leaves.values():
+            leaf.grad = None
+        for i in range(3):
+            forward(**leaves).backward(o.grad_out * (i + 1) / 3)
+        for name, leaf in leaves.items():
+            self.assertEqual(leaf.grad, expected[name])
+
+
+instantiate_parametrized_tests(TestGradAccumulation)
+
+if __name__ == "__main__":
+    run_tests()
