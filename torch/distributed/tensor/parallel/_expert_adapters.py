@@ -164,8 +164,9 @@ class MoEAdapter(ExpertAdapter):
 
     def takes_scaled(self, module: nn.Module) -> bool:
         # A subclass with experts of its own may read the rows.
+        module = cast(nn.MoE, module)
         plain = type(module).run_routed is nn.MoE.run_routed
-        return plain and cast(nn.MoE, module).recipe == "fp8_blockwise"
+        return plain and module.recipe == "fp8_blockwise"
 
     def check_tensor_parallel(self, module: nn.Module) -> None:
         module = cast(nn.MoE, module)
