@@ -117,7 +117,7 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const BFloat16* con
           __m512i words[kWords];
           if constexpr (panels) {
             const uint8_t* from = lines[q] + (d0 + i) * 64;
-            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T1);
             codes.template decode<true>(_mm512_loadu_si512(from), minus[q], words);
           } else {
             codes.template decode<false>(raw[q][i], minus[q], words);
@@ -339,7 +339,7 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
           __m512i v;
           if constexpr (panels) {
             const uint8_t* from = lines[q] + (d0 + i) * 64;
-            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T1);
             v = _mm512_loadu_si512(from);
           } else {
             v = raw[q][i];
