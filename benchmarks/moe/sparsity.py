@@ -253,7 +253,7 @@ def gloo(seconds: float, clock: str) -> dict:
     cases = list(itertools.product(GLOO, ("fwd", "fwd+bwd")))
     steps = [gloo_step(group, *shape, pass_) for shape, pass_ in cases]
     times = interleaved_seconds(
-        dict(enumerate(steps)), rounds=11, warmup=2,
+        dict(enumerate(steps)), rounds=41, warmup=2,
         before=lambda: dist.barrier(group), clock=tick,
     )  # fmt: skip
     rows = []
