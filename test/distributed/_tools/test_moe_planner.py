@@ -131,8 +131,14 @@ class TestPlan(TestCase):
     def test_expert_parallel_takes_it(self):
         from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
 
-        found = plan("deepseek-v3", "B200", 256, global_batch=4096)
-        ExpertParallel(**found.expert_parallel())
+        for ep, domain, switch in ((8, 8, "all_to_all"), (64, 8, "hierarchical")):
+            fixed = {"ep": ep, "domain": domain}
+            found = plan("deepseek-v3", "B200", 256, global_batch=4096, **fixed)
+            style = ExpertParallel(**found.expert_parallel())
+            # What the plan's time is of: once to every node, and from there on.
+            self.assertEqual(style.token_switch, switch)
+            per_node = 8 if switch == "hierarchical" else None
+            self.assertEqual(style.ranks_per_node, per_node)
 
     def test_errors_name_what_works(self):
         kw = {"global_batch": 1024}

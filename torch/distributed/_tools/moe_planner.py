@@ -87,6 +87,7 @@ class Plan:
         error: median relative error of the model on training rows it was not fitted on;
             layouts closer than that are not told apart by it.
         chunks, capacity_factor, replicas, row_alignment, recipe: of the MoE layers.
+        domain: ranks joined by the fast link.
     """
 
     model: MoEConfig
@@ -103,15 +104,17 @@ class Plan:
     replicas: int
     row_alignment: int
     recipe: dict[str, str]
+    domain: int
 
     def expert_parallel(self) -> dict[str, Any]:
         """Keyword arguments of ``ExpertParallel``; the mesh is ``(layout.ep,)``."""
         from torch.distributed._moe.schedule import OverlapSchedule
 
-        low = self.layout.wire in cost.LOW_PRECISION
-        options: dict[str, Any] = {
-            "wire_dtype": torch.float8_e4m3fn if low else None,
-        }
+        x = self.layout
+        wire = torch.float8_e4m3fn if x.wire in cost.LOW_PRECISION else None
+        options: dict[str, Any] = {"wire_dtype": wire}
+        if x.algorithm == "hierarchical" and x.ep > self.domain:
+            options |= {"token_switch": "hierarchical", "ranks_per_node": self.domain}
         if self.chunks > 1:
             options["schedule"] = OverlapSchedule(num_chunks=self.chunks)
         return options
@@ -620,6 +623,7 @@ def plan(
         model, p.name, p.provenance, x, step, m, tuple(choices),
         tuple((rate, y) for rate, y, *_ in ranked[:top]), HELD_OUT_ERROR["train"],
         chunks.value, capacity.value, replicas.value, align, recipe,
+        x.domain or p.device.domain,
     )  # fmt: skip
 
 
@@ -630,9 +634,7 @@ def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A table of dicts with the same keys."""
     cells = [[str(k) for k in rows[0]]]
     for r in rows:
-        cells.append(
-            [f"{v:,.4g}" if isinstance(v, float) else str(v) for v in r.values()]
-        )
+        cells.append([f"{v:,.4g}" if type(v) is float else str(v) for v in r.values()])
     widths = [max(len(c[i]) for c in cells) for i in range(len(cells[0]))]
     for line in cells:
         yield "  ".join(c.rjust(w) for c, w in zip(line, widths))
