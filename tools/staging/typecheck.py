@@ -84,7 +84,8 @@ def make_tree(
         for path in (env.site / "torch").rglob("*.pyi")
     }
     ops = "torch/_C/_VariableFunctions.pyi"
-    files[ops] = _with_new_ops(files[ops], tree / _YAML)
+    if ops in files:
+        files[ops] = _with_new_ops(files[ops], tree / _YAML)
     for name, data in (files | patched_stubs(env, stack)).items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         write_if_changed(tree / name, data)
