@@ -216,6 +216,29 @@ class TestMoeFreezing(TestCase):
         self.assert_stays(layer, inputs(), "its storage is shared")
         self.assertEqual(views[0], layer.gate_up[0])
 
+    @parametrize("lend", [lambda p: p.numpy(), torch.from_dlpack])
+    def test_memory_is_lent(self, lend):
+        layer = Experts(dtype=torch.float32).requires_grad_(False)
+        lent = [lend(p) for p in layer.parameters()]
+        self.assert_stays(layer, inputs(dtype=torch.float32), "its storage is shared")
+        self.assertEqual(torch.as_tensor(lent[0]).data_ptr(), layer.gate_up.data_ptr())
+
+    def test_has_a_gradient(self):
+        # A fused optimizer takes it that its state has the strides of the parameter.
+        def trained(freeze):
+            torch.manual_seed(0)
+            layer, args = Experts(dtype=torch.float32), inputs(dtype=torch.float32)
+            optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+            for step in range(3):
+                optimizer.zero_grad()
+                layer(*args).square().sum().backward()
+                optimizer.step()
+                if freeze and not step:
+                    self.assert_stays(layer, args, "it is in training")
+            return layer.gate_up
+
+        self.assertEqual(trained(True), trained(False), rtol=0, atol=0)
+
     def test_shared_between_processes(self):
         self.assert_stays(Experts().share_memory(), inputs(), "its storage is shared")
 

@@ -144,6 +144,12 @@ def _owner(constants: dict[Node, Tensor], params: Sequence[Any]) -> tuple[Tensor
     ):
         raise _Stays("its storage is shared")
     base = owners[0] if owners else first
+    if owners and base.grad is not None:
+        raise _Stays("it is in training")  # fused optimizers ask for their state's strides
+    # DLPack lends the memory of a tensor, and refers to no more than the tensor.
+    users = 1 + sum(x._base is base for x in constants.values())
+    if owners and base._use_count() > users:
+        raise _Stays("its storage is shared")
     if not is_non_overlapping_and_dense_or_false(base):
         raise _Stays("its storage has gaps")
     return base, bool(owners)
