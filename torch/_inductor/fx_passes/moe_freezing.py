@@ -145,7 +145,8 @@ def _owner(constants: dict[Node, Tensor], params: Sequence[Any]) -> tuple[Tensor
         raise _Stays("its storage is shared")
     base = owners[0] if owners else first
     if owners and base.grad is not None:
-        raise _Stays("it is in training")  # fused optimizers ask for their state's strides
+        # A fused optimizer asks for the strides that its state has.
+        raise _Stays("it is in training")
     # DLPack lends the memory of a tensor, and refers to no more than the tensor.
     users = 1 + sum(x._base is base for x in constants.values())
     if owners and base._use_count() > users:
