@@ -149,6 +149,18 @@ def context(part: str) -> str:
     return total.hexdigest()[:16]
 
 
+def sides(part: str) -> list[tuple[list[str], list[str]]]:
+    """The old and the new lines of each hunk of one file."""
+    found: list[tuple[list[str], list[str]]] = []
+    for line in part[part.find("\n@@ ") + 1 :].split("\n"):
+        if line.startswith("@@ "):
+            found.append(([], []))
+        for lines, marks in zip(found[-1] if found else (), (" -", " +")):
+            if line[:1] in tuple(marks):
+                lines.append(line[1:])
+    return found
+
+
 def changed_lines(part: str) -> int:
     """Added plus removed lines of the hunks of one file."""
     body = part[part.find("\n@@ ") + 1 :] if "\n@@ " in part else ""

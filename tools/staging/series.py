@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -322,6 +323,7 @@ def problems(stack: Stack) -> list[str]:
         *_import_problems(stack),
         *_patch_problems(stack),
         *_upstream_problems(stack),
+        *_neighbour_problems(stack),
         *_shim_problems(stack),
         *_body_problems(stack),
     ]
@@ -367,8 +369,8 @@ def _imported(file: Path, path: str, known: Collection[str]) -> list[str]:
         return []
     modules: list[str] = []
     try:
-        body = ast.parse(file.read_text()).body
-    except SyntaxError:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):  # the latter for a zero byte, before Python 3.12
         return []  # for ruff to say
     for node in body:
         if isinstance(node, ast.Import):
@@ -456,6 +458,32 @@ def _upstream_problems(stack: Stack) -> Iterator[str]:
                     f"{pr.patch_path}: the context of {file.path} is not that of upstream "
                     f"commit {file.commit[:10]} (write it with refresh --upstream)"
                 )
+
+
+def _neighbour_problems(stack: Stack) -> Iterator[str]:
+    """Hunks for a file the wheel lacks fit those of the PRs below: nothing else applies both."""
+    parted: dict[tuple[str, str, str], str] = {}  # (path, line, next line): PR
+    joined: dict[tuple[str, str, str], str] = {}
+    for pr in stack.prs:
+        patch = stack.patch(pr)
+        below = {other.name for other in stack.prefix(pr.name).prs} - {pr.name}
+        lacking = {file.path for file in pr.upstream}
+        for part in patchfile.split_by_file(patch.diff) if patch else []:
+            path = patchfile.path_of(part)
+            if path not in lacking:
+                continue
+            for hunk in patchfile.sides(part):
+                old, new = ({(path, *two) for two in pairwise(side)} for side in hunk)
+                stale = sorted({parted[two] for two in old & parted.keys()} & below)
+                ahead = sorted({joined[two] for two in old & joined.keys()} - below)
+                for other in stale:
+                    yield f"{pr.patch_path}: {path} is as it was before {other} there"
+                for other in ahead:
+                    yield f"{pr.patch_path}: {path} is as {other} leaves it, which is not below"
+                for gone, come, owners in ((old, new, parted), (new, old, joined)):
+                    owners.update(dict.fromkeys(gone - come, pr.name))
+                    for two in come:
+                        owners.pop(two, None)
 
 
 def _shim_problems(stack: Stack) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from staging import export, pipeline, series as series_module
+from staging import export, patchfile, pipeline, series as series_module
 from staging.apply import Applier, Outcome, Target
 from staging.baseenv import BaseEnv, locate
 from staging.checkout import Checkout
@@ -192,6 +192,19 @@ class Project:
             "torch_patches/120-third.patch",
             THIRD_PATCH.format(first=first, context=context),
         )
+
+    def edit_lacking(self, name: str, hunk: str) -> None:
+        """The hunk for a file the wheel lacks, as refresh --upstream would write it."""
+        patch = self.root / f"torch_patches/{name}.patch"
+        head, mark, diff = patch.read_text().partition("diff --git")
+        patch.write_text(head + patchfile.merge(mark + diff, hunk))
+        stack = self.root / "torch_patches/series.toml"
+        path, commit = patchfile.path_of(hunk), "1" * 40
+        context = patchfile.context(hunk)
+        fact = f'upstream = [{{path = "{path}", commit = "{commit}", context = "{context}"}}]'
+        title = next(pr.title for pr in self.stack.prs if pr.name == name)
+        line = f'title = "{title}"\n'
+        stack.write_text(stack.read_text().replace(line, f"{line}{fact}\n", 1))
 
     def edit_checkout(self, name: str, text: str) -> None:
         path = self.workspace.checkout / name

@@ -74,6 +74,36 @@ def test_import_of_a_pr_that_is_not_below(project):
     )
 
 
+LISTS = """\
+diff --git a/lists.bzl b/lists.bzl
+--- a/lists.bzl
++++ b/lists.bzl
+@@ -7,{} +7,{} @@
+"""
+
+
+@pytest.mark.parametrize(
+    ("series", "lines", "expected"),
+    [
+        ("core", " a\n b\n+c\n d\n e\n", []),
+        ("core", " a\n b\n+c\n e\n", ["lists.bzl is as it was before 100-first there"]),
+        ("apart", " a\n b\n+c\n e\n", []),
+        (
+            "apart",
+            " a\n b\n+c\n d\n e\n",
+            ["lists.bzl is as 100-first leaves it, which is not below"],
+        ),
+    ],
+)
+def test_hunks_of_two_prs_for_a_file_the_wheel_lacks(project, series, lines, expected):
+    project.add_third(f'series = "{series}"')
+    project.edit_lacking("100-first", LISTS.format(3, 4) + " a\n b\n+d\n e\n")
+    count = lines.count("\n")
+    project.edit_lacking("120-third", LISTS.format(count - 1, count) + lines)
+    found = series_module.problems(project.stack)
+    assert found == [f"torch_patches/120-third.patch: {text}" for text in expected]
+
+
 def test_patch_that_adds_a_file(project):
     path = project.root / "torch_patches/110-second.patch"
     new = "diff --git a/torch/x.py b/torch/x.py\nnew file mode 100644\n"

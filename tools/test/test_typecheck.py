@@ -2,7 +2,7 @@
 
 import pytest
 
-from staging import patchfile, typecheck
+from staging import typecheck
 from staging.errors import StageError
 
 
@@ -30,21 +30,6 @@ def check(project):
     return typecheck.check(*arguments)
 
 
-def edit_template(project, hunk=HUNK):
-    """The hunk, as refresh --upstream would write it."""
-    patch = project.root / "torch_patches/100-first.patch"
-    head, _, diff = patch.read_text().partition("diff --git")
-    patch.write_text(head + patchfile.merge("diff --git" + diff, hunk))
-    stack = project.root / "torch_patches/series.toml"
-    fact = (
-        'upstream = [{path = "torch/nn/functional.pyi.in", commit = "'
-        + "1" * 40
-        + f'", context = "{patchfile.context(hunk)}"}}]\n'
-    )
-    files = 'files = ["torch/nn/moe.py"]\n'
-    stack.write_text(stack.read_text().replace(files, files + fact))
-
-
 def test_error_and_its_correction(project):
     project.write("torch/nn/moe.py", MOE.format("str", "relu"))
     (error,) = check(project)
@@ -66,7 +51,7 @@ def test_hunk_of_a_template_is_in_the_stub(project):
     project.write("torch/nn/moe.py", MOE.format("int", "moe"))
     (error,) = check(project)
     assert "missing-attribute" in error
-    edit_template(project)
+    project.edit_lacking("100-first", HUNK)
     assert check(project) == []
     project.setup()
     stub = project.site / "torch/nn/functional.pyi"
@@ -74,6 +59,6 @@ def test_hunk_of_a_template_is_in_the_stub(project):
 
 
 def test_hunk_that_does_not_fit_the_stub(project):
-    edit_template(project, HUNK.replace("relu", "gelu"))
+    project.edit_lacking("100-first", HUNK.replace("relu", "gelu"))
     with pytest.raises(StageError, match="100-first.patch does not fit the stub"):
         project.setup()
