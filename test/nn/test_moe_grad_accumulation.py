@@ -9,7 +9,8 @@ import threading
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -45,6 +46,16 @@ class NewGradients:
             and e.cpu_parent.name == "aten::_moe_mlp_backward"
             for e in events
         )
+
+
+def bits(t):
+    """The integers that floating point values are: -0 is not 0, and any NaN is NaN.
+
+    Which of two NaN their sum is depends on whether add does vectors or what is left.
+    """
+    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    one_nan = torch.where(t.detach().isnan(), torch.nan, t.detach())
+    return one_nan.contiguous().view(sizes[t.element_size()])
 
 
 class TestGradAccumulation(TestCase):
@@ -99,7 +110,131 @@ class TestGradAccumulation(TestCase):
     def test_same_bits(self, name, dtype, separate):
         o, leaves = self._leaves(name, dtype, separate)
         expected = self._micro_batches(o, leaves, held=True)
-        self.assertEqual(self._micro_batches(o, leaves), expected, atol=0, rtol=0)
+        found = self._micro_batches(o, leaves)
+        self.assertEqual(found, expected, atol=0, rtol=0)
+        for leaf in leaves:
+            self.assertEqual(bits(found[leaf]), bits(expected[leaf]))
+
+    def _both(self, run, **case):
+        """What ``run(o, leaves)`` leaves has the bits and versions that autograd alone leaves."""
+        found = []
+        for held in (True, False):
+            o, leaves = self._leaves(**case)
+            edges = [get_gradient_edge(v) for v in leaves.values()] if held else []
+            run(o, leaves)
+            found.append(
+                {n: (bits(v.grad), v.grad._version) for n, v in leaves.items()}
+            )
+            del edges
+        self.assertEqual(found[1], found[0], atol=0, rtol=0)
+
+    @parametrize("name", ("empty_experts", "sentinels", "no_tokens"))
+    @parametrize("value", (-0.0, 0.0, float("nan"), float("inf")))
+    @parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+    def test_zeros_and_what_is_not_finite(self, name, value, dtype):
+        def run(o, leaves):
+            for leaf in leaves.values():
+                leaf.grad = torch.full_like(leaf, value)
+            self._forward(o, leaves).backward(o.grad_out)
+            self._forward(o, leaves).backward(o.grad_out * -value)
+
+        self._both(run, name=name, dtype=dtype)
+
+    @parametrize("of", ("grad_out", "x", "w_in"))
+    def test_lazy_negation(self, of):
+        def run(o, leaves):
+            self._forward(o, leaves).backward(o.grad_out)
+            grad_out, used = o.grad_out, leaves
+            if of == "grad_out":
+                grad_out = torch._neg_view(grad_out)
+            else:
+                used = leaves | {of: torch._neg_view(leaves[of].detach())}
+            self._forward(o, used).backward(grad_out)
+
+        self._both(run)
+
+    def test_zero_tensor(self):
+        def run(o, leaves):
+            self._forward(o, leaves).backward(o.grad_out)
+            zero = torch._efficientzerotensor(o.grad_out.shape)
+            self._forward(o, leaves).backward(zero)
+
+        self._both(run)
+
+    def test_tangent_of_the_gradient_is_not_dropped(self):
+        o, leaves = self._leaves(bias=False)
+        self._micro_batches(o, leaves, 1)
+        y = self._forward(o, leaves)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(o.grad_out, torch.ones_like(o.grad_out))
+            with self.assertRaisesRegex(NotImplementedError, "forward AD"):
+                y.backward(dual)
+
+    def test_node_that_a_hook_calls(self):
+        """It returns gradients to the hook, and adds none."""
+        o, leaves = self._leaves(bias=False)
+        self._micro_batches(o, leaves, 1)
+        before = leaves["w_in"].grad.clone()
+        node = self._forward(o, leaves).grad_fn
+        while node.name() != "MoeMlpBackward0":
+            node = node.next_functions[0][0]
+        found = []
+        other = torch.ones(2, requires_grad=True) * 1
+        other.register_hook(lambda _: found.extend(node(o.grad_out)))
+        other.sum().backward()
+        self.assertEqual(found[1], before * 3, atol=1e-5, rtol=1e-5)
+        self.assertEqual(leaves["w_in"].grad, before, atol=0, rtol=0)
+
+    @parametrize("other", ("shape", "dtype"))
+    def test_leaf_with_other_data_than_was_saved(self, other):
+        o, leaves = self._leaves(bias=False)
+        with saved_tensors_hooks(torch.clone, lambda t: t):
+            y = self._forward(o, leaves)
+        w = leaves["w_in"]
+        w.data = w.data[:1].clone() if other == "shape" else w.data.double()
+        w.grad = torch.zeros_like(w)
+        if other == "shape":
+            with self.assertRaisesRegex(RuntimeError, "doesn't match the broadcast"):
+                y.backward(o.grad_out)
+            self.assertEqual(w.grad, torch.zeros_like(w))
+        else:
+            y.backward(o.grad_out)
+            self.assertEqual(w.grad.dtype, torch.float64)
+            self.assertNotEqual(w.grad, torch.zeros_like(w))
+
+    def test_memory_of_two_storages(self):
+        def run(o, leaves):
+            self._forward(o, leaves).backward(o.grad_out)
+            same = torch.from_dlpack(leaves["w_in"].grad)
+            grad_out = same.flatten()[: o.grad_out.numel()].view_as(o.grad_out)
+            self._forward(o, leaves).backward(grad_out)
+
+        self._both(run, bias=False)
+
+    def test_versions_of_first_gradients(self):
+        def run(o, leaves):
+            leaves["w_in"].grad = torch.zeros_like(leaves["w_in"])
+            self._forward(o, leaves).backward(o.grad_out)
+
+        self._both(run)
+
+    def test_shapes_in_a_profile(self):
+        shapes = []
+        for held in (True, False):
+            o, leaves = self._leaves()
+            self._micro_batches(o, leaves, 1)
+            edges = [get_gradient_edge(v) for v in leaves.values()] if held else []
+            with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as p:
+                self._forward(o, leaves).backward(o.grad_out)
+            (event,) = (e for e in p.events() if e.name == "aten::_moe_mlp_backward")
+            shapes.append(event.input_shapes[:12])
+            del edges
+        self.assertEqual(shapes[1], shapes[0])
+        self.assertIn([4, 48, 16], shapes[1])
+
+    def test_expanded_gradient_of_the_output(self):
+        made = self._made(backward=lambda y, o, leaves: y.sum().backward())
+        self.assertEqual(made, 0)
 
     def test_nothing_is_made(self):
         self.assertEqual(self._made(), 0)
@@ -136,6 +271,26 @@ class TestGradAccumulation(TestCase):
             found.append([leaves[n].grad.clone() for n in ("w_in", "w_out")])
             del edges
         self.assertEqual(found[0], found[1], atol=0, rtol=0)
+
+    @parametrize("order", ((0, 2, 1), (1, 0, 2), (1, 2, 0)))
+    def test_any_strides_of_a_weight(self, order):
+        """A tile of the gradient is dense, or autograd adds it."""
+
+        def permuted(w):
+            back = sorted(range(3), key=order.__getitem__)
+            return w.detach().permute(order).contiguous().permute(back)
+
+        def run(o, leaves):
+            for name in ("w_in", "w_out"):
+                leaves[name].data = permuted(leaves[name])
+            self._forward(o, leaves).backward(o.grad_out)
+            with NewGradients() as new:
+                self._forward(o, leaves).backward(o.grad_out / 3)
+            seen.append(new.made)
+
+        seen = []
+        self._both(run)
+        self.assertEqual(seen, [2, 0 if order == (0, 2, 1) else 2])
 
     def test_two_weights_in_one_buffer(self):
         o, leaves = self._leaves()

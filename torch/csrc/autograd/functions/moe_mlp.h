@@ -9,18 +9,18 @@
 // none of them, and .grad gets the same bits.
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/native/MoEMLPAccumulate.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
 #include <array>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 namespace torch::autograd::generated::details {
@@ -30,24 +30,27 @@ namespace torch::autograd::generated::details {
 // Nobody may notice. So not before the first gradient (which is kept, not added), and not
 // where the gradient itself is seen or wanted: by hooks of the leaf, of AccumulateGrad or
 // of the running node, by torch.autograd.grad, inputs=, create_graph=True, anomaly mode,
-// or a mode or subclass that dispatches. Nor where somebody else holds AccumulateGrad, as:
-// another use of the weight, whose gradient autograd would add to this one first, and
-// DistributedDataParallel, which hooks it.
+// who calls the node by hand, or whatever the dispatcher would stop at before the kernel.
+// Nor where somebody else holds AccumulateGrad, as: another use of the weight, whose
+// gradient autograd would add to this one first, and DistributedDataParallel, which hooks
+// it.
 class InPlaceAccumulation {
  public:
   // operands: all that the backward reads.
   InPlaceAccumulation(MoeMlpBackward0* node, const std::vector<at::Tensor>& operands)
       : node_(node), operands_(operands) {
     on_ = node != nullptr && node->post_hooks().empty() &&
-        !GradMode::is_enabled() && !AnomalyMode::is_enabled() &&
-        !at::areAnyTensorSubclassLike(operands) &&
-        runs_all(get_current_graph_task_exec_info());
+        !GradMode::is_enabled() && !AnomalyMode::is_enabled() && engine_runs(node) &&
+        std::all_of(operands.begin(), operands.end(), [](const at::Tensor& operand) {
+          return !operand.defined() || is_plain(operand);
+        });
   }
 
-  // The .grad of the leaf to which output `index` of the node goes, undefined if the
-  // node has to return a gradient. Several locks can not block each other: nobody else
-  // has a way to these nodes that adds to more than one.
-  at::Tensor grad_of(size_t index, const SavedVariable& saved) {
+  // The .grad, of a new version, of the leaf to which output `index` of the node, the
+  // gradient of `weight`, goes; undefined if the node has to return that gradient.
+  // Several locks can not block each other: nobody else has a way to these nodes that
+  // adds to more than one.
+  at::Tensor grad_of(size_t index, const SavedVariable& saved, const at::Tensor& weight) {
     if (!on_ || index >= node_->num_outputs()) {
       return {};
     }
@@ -60,19 +63,15 @@ class InPlaceAccumulation {
     }
     locks_.emplace_back(leaf->*Access::mutex());
     const at::Tensor& grad = leaf->variable.grad();
-    if (!can_add(grad, leaf->variable)) {
+    // The leaf may have got other data since it was saved: `weight` is what counts. Other
+    // strides than the leaf's are warned of by AccumulateGrad.
+    if (!can_add(grad, weight) || !utils::obeys_layout_contract(grad, leaf->variable)) {
       locks_.pop_back();
       return {};
     }
+    grad.unsafeGetTensorImpl()->bump_version();
     targets_.push_back(grad);
     return grad;
-  }
-
-  // The gradients were written.
-  void done() const {
-    for (const auto& grad : targets_) {
-      grad.unsafeGetTensorImpl()->bump_version();
-    }
   }
 
  private:
@@ -82,10 +81,23 @@ class InPlaceAccumulation {
     }
   };
 
-  // Whether a call of the engine is a backward() of everything: autograd.grad and inputs=
-  // list the nodes that run, and hold those of the leaves that they name.
-  static bool runs_all(const std::unordered_map<Node*, GraphTask::ExecInfo>* listed) {
-    return listed != nullptr && listed->empty();
+  // Whether the engine runs the node in a backward() of everything: autograd.grad and
+  // inputs= list the nodes that run, and a hook may call a node of another graph.
+  static bool engine_runs(Node* node) {
+    const auto* listed = get_current_graph_task_exec_info();
+    const auto* nodes = get_current_graph_task_nodes_in_graph();
+    return listed != nullptr && listed->empty() && nodes->count(node) != 0;
+  }
+
+  // Whether the dispatcher would take the tensor straight to a CPU kernel, past no mode,
+  // subclass, transform or lazy value, and it has no tangent.
+  static bool is_plain(const at::Tensor& tensor) {
+    const auto local = c10::impl::tls_local_dispatch_key_set();
+    const auto keys = ((tensor.key_set() | local.included_) - local.excluded_) -
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView -
+        c10::DispatchKeySet(c10::DispatchKey::BackendSelect);
+    return keys.highestPriorityTypeId() == c10::DispatchKey::CPU &&
+        !tensor._fw_grad(/*level=*/0).defined();
   }
 
   static bool is_watched(AccumulateGrad& leaf) {
@@ -94,19 +106,25 @@ class InPlaceAccumulation {
         leaf.tensor_post_acc_grad_hooks() != nullptr || !leaf.variable.requires_grad();
   }
 
-  bool can_add(const at::Tensor& grad, const at::Tensor& weight) const {
-    const auto is_apart = [&](const at::Tensor& other) {
-      return !other.defined() ||
-          at::get_overlap_status(grad, other) == at::MemOverlapStatus::No;
+  // Storages of their own may be the same memory: from_numpy, from_dlpack.
+  static bool is_apart(const at::Tensor& a, const at::Tensor& b) {
+    const auto ends_before = [](const c10::Storage& x, const c10::Storage& y) {
+      return static_cast<const char*>(x.data()) + x.nbytes() <=
+          static_cast<const char*>(y.data());
     };
-    return grad.defined() && grad.layout() == at::kStrided &&
-        grad.device() == weight.device() && grad.dtype() == weight.dtype() &&
-        grad.sizes() == weight.sizes() && !at::isTensorSubclassLike(grad) &&
-        !grad.requires_grad() && !grad.is_neg() && !grad._is_zerotensor() &&
-        !grad.is_inference() &&
-        at::has_internal_overlap(grad) == at::MemOverlap::No &&
-        std::all_of(operands_.begin(), operands_.end(), is_apart) &&
-        std::all_of(targets_.begin(), targets_.end(), is_apart);
+    return ends_before(a.storage(), b.storage()) || ends_before(b.storage(), a.storage()) ||
+        (a.is_alias_of(b) && at::get_overlap_status(a, b) == at::MemOverlapStatus::No);
+  }
+
+  bool can_add(const at::Tensor& grad, const at::Tensor& weight) const {
+    const auto is_apart_from = [&](const at::Tensor& other) {
+      return !other.defined() || is_apart(grad, other);
+    };
+    return grad.defined() && is_plain(grad) && grad.dtype() == weight.dtype() &&
+        grad.sizes() == weight.sizes() && !grad.requires_grad() && !grad.is_inference() &&
+        (grad.is_contiguous() || grad.mT().is_contiguous()) &&
+        std::all_of(operands_.begin(), operands_.end(), is_apart_from) &&
+        std::all_of(targets_.begin(), targets_.end(), is_apart_from);
   }
 
   MoeMlpBackward0* node_;
@@ -130,25 +148,29 @@ moe_mlp_backward(
   // Outputs of the node: the operands that gradients may flow to, in the op's order.
   constexpr size_t w_in = 1, w_out = 2, w_up = 6;
   const auto node = get_current_node();
+  // All tensors, in that order too.
   const std::vector<at::Tensor> operands{
-      grad_out, in.input, in.w_in, in.w_out, in.topk_weights, in.b_in, in.b_out, in.w_up, preact};
+      grad_out,     in.input,     in.w_in, in.w_out, in.offs, in.topk_weights,
+      in.row_slots, in.slot_rows, in.b_in, in.b_out, in.w_up, preact};
   if (grad_out.is_cpu()) {
     auto* running = dynamic_cast<MoeMlpBackward0*>(node.get());
     InPlaceAccumulation accumulation(running, operands);
-    const auto find = [&](size_t index, SavedVariable MoeMlpBackward0::*saved) {
+    const auto find = [&](size_t index, SavedVariable MoeMlpBackward0::*saved,
+                          const at::Tensor& weight) {
       return running != nullptr && output_mask[index]
-          ? accumulation.grad_of(index, running->*saved)
+          ? accumulation.grad_of(index, running->*saved, weight)
           : at::Tensor();
     };
     const std::array<at::Tensor, 3> grads{
-        find(w_in, &MoeMlpBackward0::w_in_),
-        find(w_out, &MoeMlpBackward0::w_out_),
-        find(w_up, &MoeMlpBackward0::w_up_)};
+        find(w_in, &MoeMlpBackward0::w_in_, in.w_in),
+        find(w_out, &MoeMlpBackward0::w_out_, in.w_out),
+        find(w_up, &MoeMlpBackward0::w_up_, in.w_up)};
     if (grads[0].defined() || grads[1].defined() || grads[2].defined()) {
-      RECORD_FUNCTION("aten::_moe_mlp_backward", std::vector<c10::IValue>());
+      RECORD_FUNCTION(
+          "aten::_moe_mlp_backward", std::vector<c10::IValue>(operands.begin(), operands.end()));
+      const at::AutoDispatchBelowADInplaceOrView below;
       auto result = at::native::moe_mlp_backward_accumulate(
           grad_out, in, preact, output_mask, activation, gate_interleaved, alpha, limit, grads);
-      accumulation.done();
       const auto taken = [&](at::Tensor& grad, const at::Tensor& added_to) {
         if (added_to.defined()) {
           grad = at::Tensor();

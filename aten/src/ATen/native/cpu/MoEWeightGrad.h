@@ -68,16 +68,15 @@ class WeightGrad {
 
  public:
   // left has I columns and right has J. The operands change sides when I is the
-  // dense dimension of the gradient.
+  // dense dimension of the gradient. accumulate: to one with dense columns or rows.
   WeightGrad(
       const Tensor& grad, const GradOperand<scalar_t>& left, const GradOperand<scalar_t>& right,
       bool accumulate = false)
-      : grad_(grad), left_(left), right_(right) {
+      : grad_(grad), left_(left), right_(right), accumulate_(accumulate) {
     const bool rows_dense = grad.size(1) <= 1 || grad.stride(1) == 1;
     const bool cols_dense = grad.size(2) <= 1 || grad.stride(2) == 1;
     target_ = rows_dense || cols_dense ? grad : at::empty(grad.sizes(), grad.options());
-    accumulate_ = accumulate && target_.is_same(grad);
-    add_target_ = accumulate && !accumulate_;
+    TORCH_INTERNAL_ASSERT(!accumulate_ || target_.is_same(grad));
     const bool swapped = rows_dense && !cols_dense;
     lines_ = grad.size(swapped ? 2 : 1);
     length_ = grad.size(swapped ? 1 : 2);
@@ -92,9 +91,7 @@ class WeightGrad {
     if (lines_ > 0 && length_ > 0) {
       compute(routing);
     }
-    if (add_target_) {
-      grad_.add_(target_);
-    } else if (!target_.is_same(grad_)) {
+    if (!target_.is_same(grad_)) {
       grad_.copy_(target_);
     }
   }
@@ -164,8 +161,12 @@ class WeightGrad {
     const int64_t rows = block.rows();
     scalar_t* out = data_ + block.expert * target_.stride(0) + i0 * line_stride_;
     if (rows == 0) {
-      for (int64_t i = 0; i < height && !accumulate_; ++i) {
-        std::fill_n(out + i * line_stride_, length_, scalar_t(0));
+      const VecPair<scalar_t> zero{VecOf<scalar_t>(0), VecOf<scalar_t>(0)};
+      for (const auto i : c10::irange(height)) {
+        scalar_t* line = out + i * line_stride_;
+        store_row(line, length_, [&](int64_t j, int64_t count) {
+          return total(line + j, count, zero);
+        });
       }
       return;
     }
@@ -212,15 +213,20 @@ class WeightGrad {
         prefetch(line + n + j);
       }
       store_row(line, n, [&](int64_t j, int64_t count) {
-        const auto sum = load_pair(sums + i * kPanelCols + j);
-        if (!accumulate_) {
-          return sum;
-        }
-        const auto rounded = store_pair<scalar_t>(nullptr, sum);
-        const auto before = load_pair(line + j, count);
-        return VecPair<scalar_t>{before.first + rounded.first, before.second + rounded.second};
+        return total(line + j, count, load_pair(sums + i * kPanelCols + j));
       });
     }
+  }
+
+  // What to store where a sum belongs. A sum of 0 is added too: -0 + 0 = 0.
+  C10_ALWAYS_INLINE VecPair<scalar_t> total(
+      const scalar_t* out, int64_t count, const VecPair<scalar_t>& sum) const {
+    if (!accumulate_) {
+      return sum;
+    }
+    const auto rounded = store_pair<scalar_t>(nullptr, sum);
+    const auto before = load_pair(out, count);
+    return {before.first + rounded.first, before.second + rounded.second};
   }
 
   // dst[i * ld + r] = row r of the part at column i0 + i; zeros after the last row.
@@ -261,8 +267,7 @@ class WeightGrad {
   const Tensor& grad_;
   GradOperand<scalar_t> left_, right_;
   Tensor target_;
-  bool accumulate_;  // to target_, else afterwards
-  bool add_target_;
+  bool accumulate_;
   scalar_t* data_;  // of target_
   int64_t lines_, length_, line_stride_;
   int64_t task_lines_ = 0, left_size_ = 0, right_size_ = 0;
