@@ -224,20 +224,31 @@ struct HiddenLayout {
   }
 
   // Stores them, unless row is null, and returns what scalar_t holds.
-  template <typename scalar_t>
+  template <typename scalar_t, typename Micro>
   C10_ALWAYS_INLINE GateUp<VecOf<scalar_t>>
   store(scalar_t* row, int64_t f, int64_t n, const GateUp<VecOf<scalar_t>>& x) const {
     constexpr int64_t lanes = kPairLanes<scalar_t>;
     const auto to = [&](int64_t at) { return row == nullptr ? row : row + at; };
     if (!interleaved) {
-      const auto gate = store_pair<scalar_t>(to(f), x.gate, n);
-      return {gate, gated ? store_pair<scalar_t>(to(hidden + f), x.up, n) : gate};
+      const auto gate = store_pair<scalar_t, Micro>(to(f), x.gate, n);
+      return {gate, gated ? store_pair<scalar_t, Micro>(to(hidden + f), x.up, n) : gate};
     }
     const auto [a0, a1] = vec::interleave2(x.gate.first, x.up.first);
     const auto [b0, b1] = vec::interleave2(x.gate.second, x.up.second);
-    store_pair<scalar_t>(to(2 * f), {a0, a1}, 2 * n);
-    store_pair<scalar_t>(2 * n > lanes ? to(2 * f + lanes) : nullptr, {b0, b1}, 2 * n - lanes);
-    return {store_pair<scalar_t>(nullptr, x.gate), store_pair<scalar_t>(nullptr, x.up)};
+    store_pair<scalar_t, Micro>(to(2 * f), {a0, a1}, 2 * n);
+    store_pair<scalar_t, Micro>(
+        2 * n > lanes ? to(2 * f + lanes) : nullptr, {b0, b1}, 2 * n - lanes);
+    return {
+        store_pair<scalar_t, Micro>(nullptr, x.gate), store_pair<scalar_t, Micro>(nullptr, x.up)};
+  }
+
+  // That these units will be read.
+  template <typename scalar_t>
+  void prefetch_units(const scalar_t* row, int64_t f, int64_t n) const {
+    const int64_t width = interleaved ? 2 : 1;
+    for (int64_t half = 0; half < halves(); ++half) {
+      prefetch(row + half * hidden + width * f, width * n);
+    }
   }
 
   template <typename scalar_t>

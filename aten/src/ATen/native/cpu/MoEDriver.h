@@ -283,6 +283,43 @@ struct PanelColumns {
   }
 };
 
+// What will be packed next, on its way to L2 while others are multiplied: some cache lines
+// per call, so that nothing waits for them.
+class Prefetch {
+ public:
+  // `lines` of so many bytes, `stride` bytes apart. May be outside of every allocation.
+  void add(const void* data, int64_t lines, int64_t bytes, int64_t stride) {
+    if (lines > 0 && bytes > 0) {
+      parts_[count_++] = {static_cast<const char*>(data), lines, bytes, stride};
+      left_ += lines * ((bytes + 63) / 64);
+    }
+  }
+  // All of it in so many calls of next(), or nothing.
+  void spread(int64_t calls) {
+    share_ = calls == 0 ? 0 : (left_ + calls - 1) / calls;
+  }
+  void next() {
+    for (int64_t i = 0; i < share_ && part_ < count_; ++i) {
+      Part& part = parts_[part_];
+      prefetch(part.line + at_);
+      at_ += 64;
+      if (at_ >= part.bytes) {
+        at_ = 0;
+        part.line += part.stride;
+        part_ += --part.lines == 0 ? 1 : 0;
+      }
+    }
+  }
+
+ private:
+  struct Part {
+    const char* line;
+    int64_t lines, bytes, stride;
+  };
+  Part parts_[2];
+  int64_t count_ = 0, part_ = 0, at_ = 0, left_ = 0, share_ = 0;
+};
+
 inline PanelColumns plain_panel(int64_t first, int64_t count) {
   return {{{0, first, count}, PanelSpan{}}};
 }
@@ -328,17 +365,35 @@ class WeightSource {
         n_stride};
   }
 
-  // Columns of `span`, rows [k0, k0 + depth) of a part of K, into a panel.
+  // Columns of `span`, rows [k0, k0 + depth) of a part of K, into a panel. `fetches` what is
+  // next: the same columns further down, then those of the next panel.
   template <typename operand_t>
   void pack(
       int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0, int64_t depth,
-      int64_t tile_cols, operand_t* panel) const {
+      int64_t tile_cols, bool fetches, operand_t* panel) const {
     const auto b = view(expert, span, k_part, k0);
-    // The same columns further down, then those of the next panel.
     const int64_t ahead = k0 + depth < part_depth ? depth * b.k_stride
                                                   : span.width * b.n_stride - k0 * b.k_stride;
     pack_panel<scalar_t, operand_t>(
-        b, span.count, depth, span.at, span.width, tile_cols, panel, ahead);
+        b, span.count, depth, span.at, span.width, tile_cols, panel, fetches ? ahead : 0);
+  }
+
+  // What that will read.
+  Prefetch prefetch(
+      int64_t expert, const PanelColumns& columns, int64_t k_part, int64_t k0,
+      int64_t depth) const {
+    constexpr auto size = static_cast<int64_t>(sizeof(scalar_t));
+    Prefetch result;
+    for (const auto& span : columns.spans) {
+      const auto b = view(expert, span, k_part, k0);
+      const int64_t k = std::min(depth, part_depth - k0);
+      if (b.k_stride == 1) {
+        result.add(b.data, span.count, k * size, b.n_stride * size);
+      } else if (b.n_stride == 1) {
+        result.add(b.data, span.count > 0 ? k : 0, span.count * size, b.k_stride * size);
+      }
+    }
+    return result;
   }
 
  private:
@@ -382,6 +437,7 @@ class ExpertGemm {
       int64_t panels)
       : source_(source),
         weights_(weights),
+        panels_(panels),
         padded_depth_(round_up(weights.part_depth, kWordElements<operand_t>)),
         row_size_(weights.k_parts * padded_depth_),
         in_place_(
@@ -394,6 +450,10 @@ class ExpertGemm {
     int64_t rows =
         round_up(std::clamp<int64_t>(routing.most_rows, 1, kMaxBlockRows), Micro::kTileRows);
     auto blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
+    // Deep panels for many rows, where they leave as much for others: scratch follows the work.
+    if (rows < kMinBlockRows || 2 * threads * reserve(rows).bytes() > kScratchBytes) {
+      depth_ = Micro::kMinDepth;
+    }
     // Cut for more tasks, or for less scratch.
     while (rows > least &&
            ((threads > 1 &&
@@ -424,20 +484,37 @@ class ExpertGemm {
             prepared[thread] = &block;
           }
           for (const auto panel : c10::irange(first, last)) {
-            multiply_panel(
-                block, columns(panel), lines, packed, c,
-                [&](const Block& rows, const acc_t* sums) { epilogue(rows, panel, sums); });
+            const auto finish = [&](const Block& rows, const acc_t* sums) {
+              epilogue(rows, panel, sums);
+            };
+            if constexpr (Weights::kPacks) {
+              // Most likely: the first panel of the next expert after the last.
+              const bool is_last = panel + 1 == panels_;
+              const Panel next{
+                  block.expert + (is_last ? work_->threads() : 0),
+                  columns(is_last ? 0 : panel + 1)};
+              pack_and_multiply(block, columns(panel), next, lines, packed, c, finish);
+            } else {
+              weights_.template multiply<Micro>(
+                  block.expert, columns(panel), block.rows(), {lines, row_size_, 0}, packed, c);
+              finish(block, c);
+            }
           }
         });
   }
 
  private:
+  struct Panel {
+    int64_t expert;
+    PanelColumns columns;
+  };
+
   // What a thread needs for blocks of so many rows.
   Scratch reserve(int64_t rows) const {
     Scratch scratch;
     scratch.add<const operand_t*>(rows);
     scratch.add<acc_t>(rows * kPanelCols);
-    scratch.add<operand_t>(kPanelCols * std::min(padded_depth_, Micro::kDepth));
+    scratch.add<operand_t>(kPanelCols * std::min(padded_depth_, depth_));
     scratch.add<operand_t>(in_place_ ? 0 : rows * row_size_);
     return scratch;
   }
@@ -471,22 +548,9 @@ class ExpertGemm {
   }
 
   template <typename FinishFn>
-  void multiply_panel(
-      const Block& block, const PanelColumns& columns, const operand_t* const* lines,
-      operand_t* packed, acc_t* c, const FinishFn& finish) const {
-    if constexpr (!Weights::kPacks) {
-      weights_.template multiply<Micro>(
-          block.expert, columns, block.rows(), {lines, row_size_, 0}, packed, c);
-      finish(block, c);
-    } else {
-      pack_and_multiply(block, columns, lines, packed, c, finish);
-    }
-  }
-
-  template <typename FinishFn>
   void pack_and_multiply(
-      const Block& block, const PanelColumns& columns, const operand_t* const* lines,
-      operand_t* packed, acc_t* c, const FinishFn& finish) const {
+      const Block& block, const PanelColumns& columns, const Panel& next,
+      const operand_t* const* lines, operand_t* packed, acc_t* c, const FinishFn& finish) const {
     const int64_t depth = weights_.part_depth;
     if (depth == 0) {
       std::fill_n(c, block.rows() * kPanelCols, acc_t(0));
@@ -498,22 +562,31 @@ class ExpertGemm {
         return finish(block, c);
       }
     }
+    // Too few for their products to take as long as what is next takes to come.
+    const bool few = block.rows() < kMinBlockRows;
     for (const auto part : c10::irange(weights_.k_parts)) {
-      for (int64_t k0 = 0; k0 < depth; k0 += Micro::kDepth) {
-        const int64_t k = std::min(Micro::kDepth, depth - k0);
+      for (int64_t k0 = 0; k0 < depth; k0 += depth_) {
+        const int64_t k = std::min(depth_, depth - k0);
         for (const auto& span : columns.spans) {
           if (span.count > 0) {
             weights_.template pack<operand_t>(
-                block.expert, span, part, k0, k, Micro::kTileCols, packed);
+                block.expert, span, part, k0, k, Micro::kTileCols, few, packed);
           }
         }
         const bool is_last = part + 1 == weights_.k_parts && k0 + k == depth;
+        const int64_t tiles = (columns.end() + Micro::kTileCols - 1) / Micro::kTileCols;
+        Prefetch ahead = is_last
+            ? weights_.prefetch(next.expert, next.columns, 0, 0, depth_)
+            : weights_.prefetch(
+                  block.expert, columns, part + (k0 + k == depth ? 1 : 0),
+                  k0 + k == depth ? 0 : k0 + k, depth_);
+        ahead.spread(few ? 0 : (block.rows() + Micro::kTileRows - 1) / Micro::kTileRows * tiles);
         for (int64_t row = 0; row < block.rows(); row += kFinishRows<Micro>) {
           const int64_t m = std::min(kFinishRows<Micro>, block.rows() - row);
           acc_t* sums = c + row * kPanelCols;
           Micro::multiply(
               m, columns.end(), k, {lines + row, row_size_, part * padded_depth_ + k0}, packed,
-              {sums, /*accumulate=*/part + k0 > 0});
+              {sums, /*accumulate=*/part + k0 > 0}, [&] { ahead.next(); });
           if (is_last) {
             finish({block.expert, block.begin + row, block.begin + row + m}, sums);
           }
@@ -547,10 +620,12 @@ class ExpertGemm {
 
   const RowSource<scalar_t>& source_;
   const Weights& weights_;
+  const int64_t panels_;
   const int64_t padded_depth_;  // of a part of K
   const int64_t row_size_;      // elements of a packed row
   const bool in_place_;         // rows are operands as they lie in memory
   const Tensor zeros_;          // the row of padding
+  int64_t depth_ = Micro::kDepth;  // of a packed panel
   std::optional<WorkList> work_;
   Scratch scratch_;
 };

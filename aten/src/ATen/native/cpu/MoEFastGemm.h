@@ -14,10 +14,22 @@ namespace moe_cpu {
 
 #if defined(MOE_HAS_AMX)
 
+// Of two vectors of floats to one of bfloat16, to the nearest; denormals to 0, as in products.
+struct NativeRounding {
+  C10_ALWAYS_INLINE static vec::Vectorized<BFloat16>
+  round(const vec::Vectorized<float>& low, const vec::Vectorized<float>& high) {
+    __m512i rounded;
+    asm("vcvtne2ps2bf16 %2, %1, %0"
+        : "=v"(rounded)
+        : "v"(static_cast<__m512>(high)), "v"(static_cast<__m512>(low)));
+    return rounded;
+  }
+};
+
 // The words of VecGemm, with one instruction per vector of them instead of two shifts,
 // two masks and two products. In assembly, as the files of a capability are compiled
 // for AVX512 without it.
-struct DotProducts {
+struct DotProducts : NativeRounding {
   template <int64_t rows, int64_t vectors>
   C10_ALWAYS_INLINE static void
   add(const BFloat16* const (&a)[rows], int64_t k, const BFloat16* const (&b)[vectors],
@@ -53,21 +65,27 @@ struct DotProducts {
   }
 };
 
-struct AmxGemm {
+struct AmxGemm : NativeRounding {
   using operand_t = BFloat16;
   using Session = moe_amx::Session;
 
   static constexpr int64_t kTileRows = moe_amx::kBlock;
   static constexpr int64_t kTileCols = kPanelCols;
   static constexpr int64_t kDepth = 1024;
+  static constexpr int64_t kMinDepth = kDepth;
   static constexpr bool kDenseRows = true;
 
+  template <typename Fn = Nothing>
   static void multiply(
       int64_t m, int64_t n, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
-      const ProductTile<float>& out) {
-    moe_amx::multiply(
-        m, round_up(n, moe_amx::kTile), round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols,
-        kPanelCols, out.accumulate, a.lines[0] + a.offset, b, out.c);
+      const ProductTile<float>& out, const Fn& between = {}) {
+    for (int64_t row = 0; row < m; row += kTileRows) {
+      moe_amx::multiply(
+          std::min(kTileRows, m - row), round_up(n, moe_amx::kTile),
+          round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols, kPanelCols, out.accumulate,
+          a.lines[row] + a.offset, b, out.c + row * kPanelCols);
+      between();
+    }
   }
 };
 
@@ -80,8 +98,8 @@ inline bool has_instructions(const char* name) {
 // Calls fn(scalar_t(0), Micro()) if there is one of these for the dtype and this CPU.
 template <typename Fn>
 bool dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
-  static const bool has_amx = has_instructions("amx_bf16") && at::cpu::init_amx();
   static const bool has_dot = has_instructions("avx512_bf16");
+  static const bool has_amx = has_dot && has_instructions("amx_bf16") && at::cpu::init_amx();
   if (dtype == kFloat) {
     fn(float(0), ThinGemm<float>());
   } else if (dtype == kBFloat16 && has_amx) {

@@ -114,8 +114,8 @@ class ForwardPass {
     };
     for (int64_t j = 0; j < units; j += kPairLanes<scalar_t>) {
       const int64_t n = std::min(kPairLanes<scalar_t>, units - j);
-      const auto rounded = layout_.template store<scalar_t>(h, f0 + j, n, add_bias(j, n));
-      store_pair<scalar_t>(
+      const auto rounded = layout_.template store<scalar_t, Micro>(h, f0 + j, n, add_bias(j, n));
+      store_pair<scalar_t, Micro>(
           act + j, activate_pair<Act, kFastMath<scalar_t>>(rounded, constants_), n);
     }
   }

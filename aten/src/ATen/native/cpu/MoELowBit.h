@@ -342,7 +342,8 @@ class LowBitSource {
     }
     const LowBitView& w = parts_[0];
     const bool in_blocks = w.scaling == Scaling::Blocks;
-    const int64_t step = in_blocks ? std::min(Micro::kDepth, w.scale.block_cols) : Micro::kDepth;
+    const int64_t step =
+        in_blocks ? std::min(Micro::kMinDepth, w.scale.block_cols) : Micro::kMinDepth;
     alignas(64) acc_t scales[kPanelCols] = {};
     if (in_blocks || part_depth == 0) {
       std::fill_n(c, rows * kPanelCols, acc_t(0));

@@ -15,6 +15,8 @@
 
 #include <ATen/cpu/vec/vec.h>
 
+#include <limits>
+
 #if __has_include(<ATen/native/cpu/MoEFastGemm.h>)
 #include <ATen/native/cpu/MoEFastGemm.h>
 #endif
@@ -44,7 +46,7 @@ namespace moe_cpu {
 namespace low_bit {
 
 constexpr int64_t kStretch = 16;  // double words of a line that are read at a time: 64 bytes
-constexpr int64_t kSumDepth = 256;  // of VecGemm
+constexpr int64_t kSumDepth = std::numeric_limits<int64_t>::max();  // VecGemm's: one sum
 constexpr int64_t kAhead = 4096;    // bytes that panels are fetched ahead
 
 // ---- few rows ---------------------------------------------------------------------------

@@ -148,10 +148,10 @@ class BackwardPass {
       const auto second = activate_with_grads<Act, kFastMath<scalar_t>>(
           x.gate.second, x.up.second, scale * grad.second, constants_);
       if (grad_h != nullptr) {
-        layout_.template store<scalar_t>(
+        layout_.template store<scalar_t, Micro>(
             grad_h, f0 + j, n, {{first.gate, second.gate}, {first.up, second.up}});
       }
-      const auto act = store_pair<scalar_t>(nullptr, {first.act, second.act});
+      const auto act = store_pair<scalar_t, Micro>(nullptr, {first.act, second.act});
       grad_weight = grad_weight + grad.first * act.first + grad.second * act.second;
     }
     if (parts_data_ != nullptr) {
@@ -168,9 +168,10 @@ class BackwardPass {
       return;
     }
     const scalar_t* h = preact_data_ + row * layout_.cols();
+    layout_.prefetch_units(h, f0 + n, n);
     const Vec scale(routing_.weight(row));
-    store_row(out, n, [&](int64_t j, int64_t count) {
-      const auto act = store_pair<scalar_t>(
+    store_row<Micro>(out, n, [&](int64_t j, int64_t count) {
+      const auto act = store_pair<scalar_t, Micro>(
           nullptr, activate_pair<Act, kFastMath<scalar_t>>(
                        layout_.load(h, layout_.hidden, f0 + j, count), constants_));
       return VecPair<scalar_t>{scale * act.first, scale * act.second};

@@ -4,16 +4,17 @@
 // type, for n <= kPanelCols and b packed by pack_panel. A micro-GEMM has
 //   operand_t    what it multiplies
 //   kTileCols    columns of a tile of a packed panel
-//   kDepth       K of one product: sums of sums round less than one long sum
+//   kDepth       K of one product at most
+//   kMinDepth    and at least, in steps of which it may be cut: the sums go on
 //   kTileRows    of whose multiples blocks of rows are made
 //   kDenseRows   whether rows of a must be evenly apart, and the last kTileRows readable
 //   Session      what a thread holds while it multiplies
-//   multiply()
+//   multiply()   which calls between() after every few rows
 // and one for few rows may have multiply_lines() for weights as they are stored, with
 //   kThinRows               rows at most
 //   kThinLines, kThinDepth  of whose multiples the columns and K must be
-// An element is summed over ascending k, in steps of kDepth: in an order that depends
-// neither on the number of rows nor on the thread count.
+// An element is summed over ascending k, in an order that depends neither on the number of
+// rows nor on the thread count.
 
 #include <ATen/native/CPUBlas.h>
 #include <ATen/native/cpu/MoEPacking.h>
@@ -36,6 +37,10 @@ template <typename acc_t>
 struct ProductTile {
   acc_t* c;
   bool accumulate;
+};
+
+struct Nothing {
+  void operator()() const {}
 };
 
 // ---- products in vector registers ----------------------------------------------
@@ -100,7 +105,7 @@ struct FusedMultiplyAdd {
 };
 
 template <typename operand, typename Products = FusedMultiplyAdd>
-struct VecGemm {
+struct VecGemm : Products {
   using operand_t = operand;
   using acc_t = acc_type<operand_t>;
   using Vec = vec::Vectorized<acc_t>;
@@ -114,19 +119,28 @@ struct VecGemm {
 #endif
   static constexpr int64_t kTileRows = 6;
   static constexpr int64_t kTileCols = kVectors * Vec::size();
-  static constexpr int64_t kDepth = 256;
+  // Sums of sums of 256 products round less than one long sum, which floats need. What is
+  // rounded to bfloat16 does not, and is added to fewer times in larger steps.
+  static constexpr bool kOneSum = std::is_same_v<operand_t, BFloat16>;
+  static constexpr int64_t kMinDepth = 256;
+  static constexpr int64_t kDepth = kOneSum ? 512 : kMinDepth;
   static constexpr bool kDenseRows = false;
   static_assert(kPanelCols % kTileCols == 0);
 
+  template <typename Fn = Nothing>
   static void multiply(
       int64_t m, int64_t n, int64_t k, const RowLines<operand_t>& a, const operand_t* b,
-      const ProductTile<acc_t>& out) {
+      const ProductTile<acc_t>& out, const Fn& between = {}) {
     const int64_t tiles = (n + kTileCols - 1) / kTileCols;
     const int64_t whole = m / kTileRows * kTileRows;
     for (const auto tile : c10::irange(tiles)) {
       for (int64_t row = 0; row < whole; row += kTileRows) {
         multiply_block<kTileRows, 1>(row, tile, k, a, b, out);
+        between();
       }
+    }
+    for (int64_t tile = 0; whole < m && tile < tiles; ++tile) {
+      between();
     }
     multiply_rest<kTileRows - 1>(m - whole, whole, tiles, k, a, b, out);
   }
@@ -149,6 +163,16 @@ struct VecGemm {
         sums[i][j] = Vec(0);
       }
     }
+    acc_t* c = out.c + row * kPanelCols + tile * kTileCols;
+    if (kOneSum && out.accumulate) {
+      MOE_UNROLL
+      for (int64_t i = 0; i < rows; ++i) {
+        MOE_UNROLL
+        for (int64_t j = 0; j < vectors; ++j) {
+          sums[i][j] = Vec::loadu(c + i * kPanelCols + j * Vec::size());
+        }
+      }
+    }
     MOE_UNROLL
     for (int64_t j = 0; j < vectors; ++j) {
       b[j] = panel + (tile + j / kVectors) * kTileCols * round_up(depth, v) +
@@ -163,10 +187,10 @@ struct VecGemm {
     }
     MOE_UNROLL
     for (int64_t i = 0; i < rows; ++i) {
-      acc_t* to = out.c + (row + i) * kPanelCols + tile * kTileCols;
       MOE_UNROLL
-      for (int64_t j = 0; j < vectors; ++j, to += Vec::size()) {
-        (out.accumulate ? Vec::loadu(to) + sums[i][j] : sums[i][j]).store(to);
+      for (int64_t j = 0; j < vectors; ++j) {
+        acc_t* to = c + i * kPanelCols + j * Vec::size();
+        (!kOneSum && out.accumulate ? Vec::loadu(to) + sums[i][j] : sums[i][j]).store(to);
       }
     }
   }
@@ -215,6 +239,7 @@ struct BrGemm {
   static constexpr int64_t kTileRows = 32;
   static constexpr int64_t kTileCols = kPanelCols;
   static constexpr int64_t kDepth = 1024;
+  static constexpr int64_t kMinDepth = kDepth;
   static constexpr bool kDenseRows = true;
 
   // Where there are AMX tiles. Elsewhere nothing has to be packed for brgemm, which
@@ -223,13 +248,15 @@ struct BrGemm {
     return cpublas::could_pack(kBFloat16);
   }
 
+  template <typename Fn = Nothing>
   static void multiply(
       int64_t m, int64_t, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
-      const ProductTile<float>& out) {
+      const ProductTile<float>& out, const Fn& between = {}) {
     for (int64_t row = 0; row < m; row += kTileRows) {
       cpublas::brgemm(
           kTileRows, kPanelCols, round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols, kPanelCols,
           out.accumulate, a.lines[row] + a.offset, b, out.c + row * kPanelCols);
+      between();
     }
   }
 };

@@ -84,13 +84,13 @@ load_pair(const scalar_t* src, int64_t n = kPairLanes<scalar_t>) {
 }
 
 // Rounds to scalar_t, stores the first n elements unless dst is null, and returns the
-// values that scalar_t holds.
-template <typename scalar_t>
+// values that scalar_t holds. A micro-GEMM may know an instruction for that.
+template <typename scalar_t, typename Micro = void>
 C10_ALWAYS_INLINE VecPair<scalar_t>
 store_pair(scalar_t* dst, const VecPair<scalar_t>& x, int64_t n = kPairLanes<scalar_t>) {
   if (dst != nullptr && n < kPairLanes<scalar_t>) {
     alignas(64) scalar_t part[kPairLanes<scalar_t>];
-    const auto rounded = store_pair<scalar_t>(part, x);
+    const auto rounded = store_pair<scalar_t, Micro>(part, x);
     std::copy_n(part, n, dst);
     return rounded;
   }
@@ -101,7 +101,12 @@ store_pair(scalar_t* dst, const VecPair<scalar_t>& x, int64_t n = kPairLanes<sca
     }
     return x;
   } else {
-    const auto rounded = vec::convert_from_float<scalar_t>(x.first, x.second);
+    vec::Vectorized<scalar_t> rounded;
+    if constexpr (requires { Micro::round(x.first, x.second); }) {
+      rounded = Micro::round(x.first, x.second);
+    } else {
+      rounded = vec::convert_from_float<scalar_t>(x.first, x.second);
+    }
     if (dst != nullptr) {
       rounded.store(dst);
     }
@@ -116,11 +121,11 @@ C10_ALWAYS_INLINE auto map_pair(const Fn& fn, const std::pair<Vec, Vec>& x) {
 }
 
 // Stores value(j), the elements [j, j + kPairLanes) of a row, for j < n.
-template <typename scalar_t, typename ValueFn>
+template <typename Micro = void, typename scalar_t, typename ValueFn>
 C10_ALWAYS_INLINE void store_row(scalar_t* dst, int64_t n, const ValueFn& value) {
   for (int64_t j = 0; j < n; j += kPairLanes<scalar_t>) {
     const int64_t count = std::min(kPairLanes<scalar_t>, n - j);
-    store_pair<scalar_t>(dst + j, value(j, count), count);
+    store_pair<scalar_t, Micro>(dst + j, value(j, count), count);
   }
 }
 
@@ -204,6 +209,14 @@ inline void prefetch(const void* x) {
 #endif
 }
 
+// The same for n elements.
+template <typename scalar_t>
+inline void prefetch(const scalar_t* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(scalar_t))) {
+    prefetch(x + i);
+  }
+}
+
 // to[j * ld_to + i] = from[i * ld + j], for as many i and j as a vector has lanes. Floats
 // by AVX512 here: vec::transpose_mxn keeps its registers in memory, at a third of the speed.
 template <typename word_t>
@@ -221,7 +234,7 @@ C10_ALWAYS_INLINE void transpose_square(const word_t* from, int64_t ld, word_t* 
 
 // dst[w * ld + i] = word w of line i, for `lines` lines of `depth` elements: element e of
 // line i is src[i * line_stride + e * stride]. Zero padded to whole words, and to `width`
-// lines. What is `ahead` elements further is packed next, most likely.
+// lines. What is `ahead` elements further is packed next, most likely, unless it is 0.
 template <typename scalar_t, typename operand_t>
 void pack_lines(
     const scalar_t* src, int64_t line_stride, int64_t stride, int64_t lines, int64_t depth,
@@ -243,7 +256,10 @@ void pack_lines(
       for (; stride == 1 && i0 + lanes <= lines && k0 + words * v <= depth; k0 += words * v) {
         const auto load = [&](int64_t i) -> __m512 {
           const scalar_t* from = block + i * line_stride + k0;
-          prefetch(from + ahead);
+          _mm_prefetch(reinterpret_cast<const char*>(from + 2 * words * v), _MM_HINT_T0);
+          if (ahead != 0) {
+            prefetch(from + ahead);
+          }
           if constexpr (std::is_same_v<scalar_t, operand_t>) {
             return _mm512_loadu_ps(from);
           } else {
@@ -328,14 +344,13 @@ void pack_rows(
 }
 
 // Columns [at, at + width) of a panel, of which `columns` come from b and the others are
-// 0. A panel is kPanelCols / tile_cols tiles of [words of depth][tile_cols]. What is
-// `ahead` elements further is packed next, most likely.
+// 0. A panel is kPanelCols / tile_cols tiles of [words of depth][tile_cols]. `ahead` is that
+// of pack_lines.
 template <typename scalar_t, typename operand_t>
 void pack_panel(
     const StridedView<scalar_t>& b, int64_t columns, int64_t depth, int64_t at, int64_t width,
     int64_t tile_cols, operand_t* panel, int64_t ahead = 0) {
   constexpr int64_t v = kWordElements<operand_t>;
-  constexpr int64_t cache_line = 64 / static_cast<int64_t>(sizeof(scalar_t));
   for (int64_t n = 0, count = 0; n < width; n += count) {
     const int64_t in_tile = (at + n) % tile_cols;
     count = std::min(tile_cols - in_tile, width - n);
@@ -345,9 +360,7 @@ void pack_panel(
     if (b.n_stride == 1 && b.k_stride != 1) {
       const auto row = [&](int64_t k) {
         const scalar_t* from = src + k * b.k_stride;
-        for (int64_t i = 0; i < filled; i += cache_line) {
-          prefetch(from + ahead + i);
-        }
+        prefetch(from + ahead, ahead != 0 ? filled : 0);
         return from;
       };
       pack_rows<scalar_t, operand_t>(row, filled, depth, count, tile_cols, dst);

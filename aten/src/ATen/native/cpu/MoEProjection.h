@@ -72,7 +72,7 @@ void zero_unrouted(const Routing<acc_t>& routing, scalar_t* x, int64_t rows, int
 }
 
 // out[t, :cols] = sum over the slots of t, in slot order, of float(its row)
-template <typename scalar_t>
+template <typename scalar_t, typename Micro>
 void combine(
     const Routing<acc_type<scalar_t>>& routing, const scalar_t* rows, int64_t ld, int64_t cols,
     scalar_t* out, int64_t ld_out) {
@@ -88,7 +88,7 @@ void combine(
               from[count++] = rows + row * ld;
             }
           }
-          store_row(out + t * ld_out, cols, [&](int64_t i, int64_t n) {
+          store_row<Micro>(out + t * ld_out, cols, [&](int64_t i, int64_t n) {
             VecPair<scalar_t> sum;
             for (const auto j : c10::irange(count)) {
               const auto x = load_pair(from[j] + i, n);
@@ -147,7 +147,7 @@ void project_tokens(
               for (const auto row : c10::irange(block.begin, block.end)) {
                 const Vec scale(epilogue.weighted ? routing.weight(row) : acc_t(1));
                 const acc_t* from = c + (row - block.begin) * kPanelCols;
-                store_row(routed + row * width + n0, n, [&](int64_t j, int64_t) {
+                store_row<Micro>(routed + row * width + n0, n, [&](int64_t j, int64_t) {
                   const auto x = load_pair(from + j), b = load_pair(bias + j);
                   return VecPair<scalar_t>{
                       scale * (x.first + b.first), scale * (x.second + b.second)};
@@ -155,7 +155,7 @@ void project_tokens(
               }
             });
     if (sums) {
-      combine(routing, routed, width, cols, data + d0, d);
+      combine<scalar_t, Micro>(routing, routed, width, cols, data + d0, d);
     }
   }
   if (!sums) {

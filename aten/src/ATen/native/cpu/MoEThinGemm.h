@@ -21,7 +21,7 @@ struct ThinGemm : VecGemm<operand, Products> {
   static constexpr int64_t kThinRows = 8;
   static constexpr int64_t kThinLines = 16;
   static constexpr int64_t kThinDepth = 16 * kWordElements<operand>;
-  static_assert(VecGemm<operand, Products>::kDepth % kThinDepth == 0);
+  static_assert(VecGemm<operand, Products>::kMinDepth % kThinDepth == 0);
 
   // c[row * kPanelCols + i] = sum over k of rows[row][k] w[i * stride + k], for m rows and
   // i < lines.
@@ -52,7 +52,8 @@ struct ThinGemm : VecGemm<operand, Products> {
   template <int64_t rows>
   static void multiply_block(
       int64_t depth, const operand* const* x, const operand* w, int64_t stride, float* c) {
-    constexpr int64_t step = VecGemm<operand, Products>::kDepth;
+    using Wide = VecGemm<operand, Products>;
+    const int64_t step = Wide::kOneSum ? depth : Wide::kMinDepth;
     Vec total[rows];
     for (int64_t k0 = 0; k0 < depth; k0 += step) {
       const int64_t end = std::min(k0 + step, depth);

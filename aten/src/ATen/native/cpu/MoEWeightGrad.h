@@ -35,7 +35,7 @@ struct GradOperand {
   std::function<void(int64_t, int64_t, int64_t, scalar_t*)> make;
 
   // from[i] <- columns [c0, c0 + n) of row row0 + i for i < count, null: zeros. In
-  // buffer (count, n) if they are made.
+  // buffer (count, n) if they are made. As many columns after them are most likely next.
   void locate(
       int64_t row0, int64_t count, int64_t c0, int64_t n, scalar_t* buffer,
       const scalar_t** from) const {
@@ -47,6 +47,7 @@ struct GradOperand {
       }
       const scalar_t* row = rows.row(row0 + i);
       from[i] = row == nullptr ? row : row + first_column + c0;
+      prefetch(from[i] + n, n);
     }
   }
 };
@@ -61,8 +62,7 @@ class WeightGrad {
   static constexpr int64_t v = kWordElements<operand_t>;
   static constexpr int64_t lanes = vec::Vectorized<word_t>::size();
   static constexpr int64_t kRowsMultiple = lanes * v;  // that are transposed at once
-  static constexpr int64_t kDepth = Micro::kDepth;     // rows reduced per product
-  static_assert(kDepth % kRowsMultiple == 0);
+  static_assert(Micro::kMinDepth % kRowsMultiple == 0);
   // Lines that are multiplied, then stored.
   static constexpr int64_t kStoredLines = std::max<int64_t>(12, Micro::kTileRows);
 
@@ -101,17 +101,20 @@ class WeightGrad {
     operand_t* left;          // [lines][depth]
     operand_t* right;         // [panel][step][packed panel]
     acc_t* sums;              // [lines][kPanelCols]
-    scalar_t* made;           // [kDepth][kPanelCols], if an operand is made
-    const scalar_t** from;    // [kDepth]
+    scalar_t* made;           // [step][kPanelCols], if an operand is made
+    const scalar_t** from;    // [step]
     const operand_t** lines;  // [lines]
   };
 
   void compute(const Routing<acc_t>& routing) {
     constexpr auto size = static_cast<int64_t>(sizeof(operand_t));
     const int64_t depth = std::max(kRowsMultiple, round_up(routing.most_rows, kRowsMultiple));
-    const int64_t step = std::min(depth, kDepth);
     const int64_t threads = threads_for(routing.last_row * lines_ * length_);
     const int64_t share = kGradScratchBytes / threads;
+    if (kPanelCols * step_ * size > share / 16) {
+      step_ = Micro::kMinDepth;
+    }
+    const int64_t step = std::min(depth, step_);
     // So many lines that their left operand fits, and that there are tasks for all.
     const int64_t lines_fit = std::min(kGradLeftBytes, share / 4) / (depth * size);
     const int64_t lines_shared =
@@ -173,14 +176,14 @@ class WeightGrad {
     const int64_t depth = round_up(rows, kRowsMultiple);
     const bool left_fits = round_up(height, kPanelCols) * depth <= left_size_;
     const bool right_fits = round_up(length_, kPanelCols) * depth <= right_size_;
-    const int64_t ld = left_fits ? depth : kDepth;
+    const int64_t ld = left_fits ? depth : step_;
     for (const auto i : c10::irange(task_lines_)) {
       at.lines[i] = at.left + i * ld;
     }
     for (int64_t j0 = 0; j0 < length_; j0 += kPanelCols) {
       const int64_t n = std::min(kPanelCols, length_ - j0);
-      for (int64_t r0 = 0; r0 < rows; r0 += kDepth) {
-        const int64_t k = depth_of(std::min(kDepth, rows - r0));
+      for (int64_t r0 = 0; r0 < rows; r0 += step_) {
+        const int64_t k = depth_of(std::min(step_, rows - r0));
         const Block part{block.expert, block.begin + r0, std::min(block.end, block.begin + r0 + k)};
         const int64_t offset = left_fits ? r0 : 0;
         if (!left_fits || j0 == 0) {
@@ -193,8 +196,12 @@ class WeightGrad {
         for (int64_t i = 0; i < height; i += kStoredLines) {
           const int64_t m = std::min(kStoredLines, height - i);
           acc_t* sums = at.sums + i * kPanelCols;
+          // What will be written: a gradient is larger than the caches.
+          for (int64_t line = i; line < i + m && !accumulate_; ++line) {
+            prefetch(out + line * line_stride_ + j0, n);
+          }
           Micro::multiply(m, n, k, {at.lines + i, ld, offset}, right, {sums, r0 > 0});
-          if (r0 + kDepth >= rows) {
+          if (r0 + step_ >= rows) {
             store_lines(sums, m, n, out + i * line_stride_ + j0, length_ - j0 - n);
           }
         }
@@ -212,9 +219,14 @@ class WeightGrad {
       for (int64_t j = 0; accumulate_ && j < std::min(left, kPanelCols); j += cache_line) {
         prefetch(line + n + j);
       }
-      store_row(line, n, [&](int64_t j, int64_t count) {
+      const auto value = [&](int64_t j, int64_t count) {
         return total(line + j, count, load_pair(sums + i * kPanelCols + j));
-      });
+      };
+      if (accumulate_) {
+        store_row(line, n, value);  // as Tensor.add_ rounds: denormals stay
+      } else {
+        store_row<Micro>(line, n, value);
+      }
     }
   }
 
@@ -224,7 +236,7 @@ class WeightGrad {
     if (!accumulate_) {
       return sum;
     }
-    const auto rounded = store_pair<scalar_t>(nullptr, sum);
+    const auto rounded = store_pair<scalar_t, Micro>(nullptr, sum);
     const auto before = load_pair(out, count);
     return {before.first + rounded.first, before.second + rounded.second};
   }
@@ -271,6 +283,7 @@ class WeightGrad {
   scalar_t* data_;  // of target_
   int64_t lines_, length_, line_stride_;
   int64_t task_lines_ = 0, left_size_ = 0, right_size_ = 0;
+  int64_t step_ = Micro::kDepth;  // rows reduced per product
 };
 
 // Columns of a bias gradient that one task sums, and rows whose sum is one after the
