@@ -5,7 +5,9 @@ What autograd does by itself is had by holding the AccumulateGrad nodes: see ``h
 """
 
 import copy
+import pathlib
 import threading
+import unittest
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,10 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
+    IS_LINUX,
     parametrize,
     run_tests,
+    TEST_WITH_ASAN,
     TestCase,
 )
 from torch.testing._internal.moe_generators import get_case
@@ -123,7 +127,10 @@ class TestGradAccumulation(TestCase):
             edges = [get_gradient_edge(v) for v in leaves.values()] if held else []
             run(o, leaves)
             found.append(
-                {n: (bits(v.grad), v.grad._version) for n, v in leaves.items()}
+                {
+                    n: (bits(v.grad.to_dense()), v.grad._version)
+                    for n, v in leaves.items()
+                }
             )
             del edges
         self.assertEqual(found[1], found[0], atol=0, rtol=0)
@@ -152,6 +159,68 @@ class TestGradAccumulation(TestCase):
             self._forward(o, used).backward(grad_out)
 
         self._both(run)
+
+    @parametrize(
+        "form", ("sparse", "float32", "overlap", "the weight", "requires_grad", "view")
+    )
+    def test_any_form_of_the_gradient(self, form):
+        def run(o, leaves):
+            for leaf in leaves.values():
+                leaf.grad = torch.ones_like(leaf)
+            w_in, w_out = leaves["w_in"], leaves["w_out"]
+            if form == "sparse":
+                w_in.grad = w_in.grad.to_sparse()
+            elif form == "float32":
+                w_in.grad, w_in.grad_dtype = None, torch.float32
+                w_in.grad = torch.ones_like(w_in, dtype=torch.float32)
+            elif form == "overlap":
+                buffer = torch.ones(w_in.numel() + 3, dtype=w_in.dtype)
+                w_in.grad = buffer[3:].view_as(w_in)
+                w_out.grad = buffer[: w_out.numel()].view_as(w_out)
+            elif form == "the weight":
+                w_in.grad = w_in.detach()
+            elif form == "requires_grad":
+                w_in.grad.requires_grad_()
+            else:
+                factor = torch.ones((), dtype=w_in.dtype, requires_grad=True)
+                base = torch.ones_like(w_in)
+                w_in.grad = base.view_as(base)
+                base.mul_(factor)
+            for i in range(2):
+                self._forward(o, leaves).backward(o.grad_out * (i + 1))
+
+        self._both(run, dtype=torch.bfloat16)
+
+    def test_fsdp(self):
+        """It keeps unsharded gradients of micro-batches that are not reduced: they are added to."""
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        o, leaves = self._leaves(bias=False)
+        expected = self._micro_batches(o, leaves)
+
+        class Experts(torch.nn.Module):
+            def forward(module, x):
+                return self._forward(o, leaves | dict(module.named_parameters()))
+
+        model, made = Experts(), []
+        for name in ("w_in", "w_out"):
+            model.register_parameter(name, torch.nn.Parameter(leaves[name].detach()))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+            fully_shard(model, mesh=mesh)
+            for i in range(3):
+                model.set_requires_gradient_sync(i == 2)
+                with NewGradients() as new:
+                    model(o.input).backward(o.grad_out * (i + 1) / 3)
+                made.append(new.made)
+            for name, weight in model.named_parameters():
+                grad = weight.grad.to_local()
+                self.assertEqual(grad, expected[name], atol=0, rtol=0)
+        finally:
+            dist.destroy_process_group()
+        self.assertEqual(made, [2, 0, 0])
 
     def test_zero_tensor(self):
         def run(o, leaves):
@@ -292,6 +361,33 @@ class TestGradAccumulation(TestCase):
         self._both(run)
         self.assertEqual(seen, [2, 0 if order == (0, 2, 1) else 2])
 
+    @unittest.skipIf(not IS_LINUX or TEST_WITH_ASAN, "limits the address space")
+    def test_no_memory_for_one_gradient(self):
+        """None was added to, so that the backward can be tried again."""
+        import resource
+
+        x = torch.randn(8, 1024)
+        ids = torch.zeros(8, 1, dtype=torch.int64)
+        w_in, w_out = (
+            torch.randn(size).requires_grad_()
+            for size in ((8, 2048, 1024), (8, 1024, 1024))
+        )
+        w_in.grad = torch.zeros_like(w_in)
+        y = F.moe_mlp(x, ids, torch.ones(8, 1), w_in, w_out).sum()
+        y.backward(retain_graph=True, inputs=[w_in])  # whatever is made once
+        w_in.grad.zero_()
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        limit = pages * resource.getpagesize() + w_out.nbytes // 2
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+            with self.assertRaisesRegex(RuntimeError, "DefaultCPUAllocator"):
+                y.backward(retain_graph=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        self.assertEqual(w_in.grad.count_nonzero(), 0)
+        self.assertIsNone(w_out.grad)
+
     def test_two_weights_in_one_buffer(self):
         o, leaves = self._leaves()
         expected = self._micro_batches(o, leaves, 2, held=True)
@@ -308,7 +404,7 @@ class TestGradAccumulation(TestCase):
         def prepare(o, leaves):
             leaves["w_out"].grad = None
 
-        self.assertEqual(self._made(prepare), 1)
+        self.assertEqual(self._made(prepare), 2)
         o, leaves = self._leaves()
         leaves["w_in"].requires_grad_(False)
         del leaves["w_in"].grad
@@ -334,8 +430,25 @@ class TestGradAccumulation(TestCase):
                 node.register_hook(lambda _, grads: seen.append(grads[0]))
             return node if kind in ("pre", "post") else None
 
-        self.assertEqual(self._made(prepare), 1)
+        self.assertEqual(self._made(prepare), 2)
         self.assertEqual([tuple(g.shape) for g in seen], [(4, 48, 16)])
+
+    @parametrize("leaf", ("x", "w_in", "w_out"))
+    def test_hook_that_reads_other_gradients_and_raises(self, leaf):
+        def run(o, leaves):
+            self._micro_batches(o, leaves, 1)
+
+            def hook(_):
+                seen.append({n: v.grad.clone() for n, v in leaves.items()})
+                raise ValueError("from the hook")
+
+            leaves[leaf].register_hook(hook)
+            with self.assertRaisesRegex(ValueError, "from the hook"):
+                self._forward(o, leaves).backward(o.grad_out)
+
+        seen = []
+        self._both(run)
+        self.assertEqual(seen[1], seen[0], atol=0, rtol=0)
 
     def test_hook_of_the_node(self):
         seen = []

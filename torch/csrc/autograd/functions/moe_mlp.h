@@ -28,9 +28,10 @@ namespace torch::autograd::generated::details {
 // What the running node may add to in place of AccumulateGrad, locked as it would be.
 //
 // Nobody may notice. So not before the first gradient (which is kept, not added), and not
-// where the gradient itself is seen or wanted: by hooks of the leaf, of AccumulateGrad or
-// of the running node, by torch.autograd.grad, inputs=, create_graph=True, anomaly mode,
-// who calls the node by hand, or whatever the dispatcher would stop at before the kernel.
+// where the gradient itself, or that it is not in .grad yet, is seen: by hooks of a leaf of
+// the node, of its AccumulateGrad or of the node, by torch.autograd.grad, inputs=,
+// create_graph=True, anomaly mode, who calls the node by hand, or whatever the dispatcher
+// would stop at before the kernel.
 // Nor where somebody else holds AccumulateGrad, as: another use of the weight, whose
 // gradient autograd would add to this one first, and DistributedDataParallel, which hooks
 // it.
@@ -40,25 +41,26 @@ class InPlaceAccumulation {
   InPlaceAccumulation(MoeMlpBackward0* node, const std::vector<at::Tensor>& operands)
       : node_(node), operands_(operands) {
     on_ = node != nullptr && node->post_hooks().empty() &&
+        std::none_of(node->next_edges().begin(), node->next_edges().end(), is_watched) &&
         !GradMode::is_enabled() && !AnomalyMode::is_enabled() && engine_runs(node) &&
         std::all_of(operands.begin(), operands.end(), [](const at::Tensor& operand) {
           return !operand.defined() || is_plain(operand);
         });
   }
 
-  // The .grad, of a new version, of the leaf to which output `index` of the node, the
-  // gradient of `weight`, goes; undefined if the node has to return that gradient.
-  // Several locks can not block each other: nobody else has a way to these nodes that
-  // adds to more than one.
+  bool is_on() const {
+    return on_;
+  }
+
+  // The .grad of the leaf to which output `index` of the node, the gradient of `weight`,
+  // goes; undefined if the node has to return that gradient. Several locks can not block
+  // each other: nobody else has a way to these nodes that adds to more than one.
   at::Tensor grad_of(size_t index, const SavedVariable& saved, const at::Tensor& weight) {
-    if (!on_ || index >= node_->num_outputs()) {
-      return {};
-    }
     const auto& function = node_->next_edge(index).function;
     auto* leaf = dynamic_cast<AccumulateGrad*>(function.get());
     // The node's own references: its edge, and a saved leaf that went through hooks.
     const size_t own = saved.has_hooks() ? 2 : 1;
-    if (leaf == nullptr || function.use_count() != own || is_watched(*leaf)) {
+    if (leaf == nullptr || function.use_count() != own || !leaf->variable.requires_grad()) {
       return {};
     }
     locks_.emplace_back(leaf->*Access::mutex());
@@ -66,12 +68,16 @@ class InPlaceAccumulation {
     // The leaf may have got other data since it was saved: `weight` is what counts. Other
     // strides than the leaf's are warned of by AccumulateGrad.
     if (!can_add(grad, weight) || !utils::obeys_layout_contract(grad, leaf->variable)) {
-      locks_.pop_back();
       return {};
     }
-    grad.unsafeGetTensorImpl()->bump_version();
     targets_.push_back(grad);
     return grad;
+  }
+
+  void bump_versions() const {
+    for (const auto& grad : targets_) {
+      grad.unsafeGetTensorImpl()->bump_version();
+    }
   }
 
  private:
@@ -100,10 +106,12 @@ class InPlaceAccumulation {
         !tensor._fw_grad(/*level=*/0).defined();
   }
 
-  static bool is_watched(AccumulateGrad& leaf) {
-    return !leaf.pre_hooks().empty() || !leaf.post_hooks().empty() ||
-        !leaf.tensor_pre_hooks().empty() || !leaf.retains_grad_hooks().empty() ||
-        leaf.tensor_post_acc_grad_hooks() != nullptr || !leaf.variable.requires_grad();
+  static bool is_watched(const Edge& edge) {
+    auto* leaf = dynamic_cast<AccumulateGrad*>(edge.function.get());
+    return leaf != nullptr &&
+        (!leaf->pre_hooks().empty() || !leaf->post_hooks().empty() ||
+         !leaf->tensor_pre_hooks().empty() || !leaf->retains_grad_hooks().empty() ||
+         leaf->tensor_post_acc_grad_hooks() != nullptr);
   }
 
   // Storages of their own may be the same memory: from_numpy, from_dlpack.
@@ -134,7 +142,7 @@ class InPlaceAccumulation {
   std::vector<at::Tensor> targets_;
 };
 
-// _moe_mlp_backward, but that a weight gradient which it has added to .grad is undefined.
+// _moe_mlp_backward, but that weight gradients are undefined where it has added them to .grad.
 inline std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
 moe_mlp_backward(
     const at::Tensor& grad_out,
@@ -155,30 +163,26 @@ moe_mlp_backward(
   if (grad_out.is_cpu()) {
     auto* running = dynamic_cast<MoeMlpBackward0*>(node.get());
     InPlaceAccumulation accumulation(running, operands);
-    const auto find = [&](size_t index, SavedVariable MoeMlpBackward0::*saved,
-                          const at::Tensor& weight) {
-      return running != nullptr && output_mask[index]
-          ? accumulation.grad_of(index, running->*saved, weight)
-          : at::Tensor();
+    std::array<at::Tensor, 3> grads;
+    const auto adds = [&](size_t index, SavedVariable MoeMlpBackward0::*saved,
+                          const at::Tensor& weight, at::Tensor& grad) {
+      if (output_mask[index]) {
+        grad = accumulation.grad_of(index, running->*saved, weight);
+      }
+      return grad.defined() == output_mask[index];
     };
-    const std::array<at::Tensor, 3> grads{
-        find(w_in, &MoeMlpBackward0::w_in_, in.w_in),
-        find(w_out, &MoeMlpBackward0::w_out_, in.w_out),
-        find(w_up, &MoeMlpBackward0::w_up_, in.w_up)};
-    if (grads[0].defined() || grads[1].defined() || grads[2].defined()) {
+    // All or none: to allocate one may fail, and then none may have been added.
+    if (accumulation.is_on() && (output_mask[w_in] || output_mask[w_out] || output_mask[w_up]) &&
+        adds(w_in, &MoeMlpBackward0::w_in_, in.w_in, grads[0]) &&
+        adds(w_out, &MoeMlpBackward0::w_out_, in.w_out, grads[1]) &&
+        adds(w_up, &MoeMlpBackward0::w_up_, in.w_up, grads[2])) {
+      accumulation.bump_versions();
       RECORD_FUNCTION(
           "aten::_moe_mlp_backward", std::vector<c10::IValue>(operands.begin(), operands.end()));
       const at::AutoDispatchBelowADInplaceOrView below;
       auto result = at::native::moe_mlp_backward_accumulate(
           grad_out, in, preact, output_mask, activation, gate_interleaved, alpha, limit, grads);
-      const auto taken = [&](at::Tensor& grad, const at::Tensor& added_to) {
-        if (added_to.defined()) {
-          grad = at::Tensor();
-        }
-      };
-      taken(std::get<w_in>(result), grads[0]);
-      taken(std::get<w_out>(result), grads[1]);
-      taken(std::get<w_up>(result), grads[2]);
+      std::get<w_in>(result) = std::get<w_out>(result) = std::get<w_up>(result) = at::Tensor();
       return result;
     }
   }
