@@ -69,7 +69,7 @@ class TestModelled(TestCase):
             }
             return dict.fromkeys(times, "mxfp8"), times
 
-        with mock.patch.object(moe_planner, "select_recipe", close):
+        with mock.patch.object(moe_planner, "fastest_dtypes", close):
             recipe, reason = select_recipe(SMALL, "B200", tokens=64)
         self.assertIsNone(recipe)
         self.assertIn("1.04 times as fast, which is less than the error of 8%", reason)
@@ -83,7 +83,7 @@ class TestModelled(TestCase):
             }
             return {"forward": "mxfp8", "dgrad": "mxfp8", "wgrad": "bf16"}, times
 
-        with mock.patch.object(moe_planner, "select_recipe", split):
+        with mock.patch.object(moe_planner, "fastest_dtypes", split):
             recipe, reason = select_recipe(SMALL, "B200", tokens=64)
         self.assertEqual(recipe, "mxfp8")
         self.assertIn("hp_wgrad=True", reason)

@@ -39,7 +39,7 @@ from torch.distributed._tools.moe_cpu_model import (
     CpuConstants,
 )
 from torch.distributed._tools.moe_estimator import inductor_estimate
-from torch.distributed._tools.moe_planner import overlap_schedule, select_recipe
+from torch.distributed._tools.moe_planner import fastest_dtypes, overlap_schedule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
@@ -164,10 +164,10 @@ class TestInductor(TestCase):
 class TestPrecision(TestCase):
     def test_quantisation_is_compared(self):
         p = profile("B200")
-        recipe, times = select_recipe(p, 131072, 7168, 2048, 8)
+        recipe, times = fastest_dtypes(p, 131072, 7168, 2048, 8)
         self.assertEqual(set(recipe), {"forward", "dgrad", "wgrad"})
         with mock.patch.object(cost, "quantize", lambda *a, **k: 0.0):
-            _, free = select_recipe(p, 131072, 7168, 2048, 8)
+            _, free = fastest_dtypes(p, 131072, 7168, 2048, 8)
         for gemm in recipe:
             self.assertLess(free[gemm]["mxfp8"], times[gemm]["mxfp8"])
             self.assertEqual(free[gemm]["bf16"], times[gemm]["bf16"])

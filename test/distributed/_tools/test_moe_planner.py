@@ -8,6 +8,7 @@ import pathlib
 import tempfile
 import time
 import unittest
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -21,11 +22,11 @@ from torch.distributed._tools.moe_calibration import (
 from torch.distributed._tools.moe_config import MODELS
 from torch.distributed._tools.moe_estimator import inference_table, Layout, memory
 from torch.distributed._tools.moe_planner import (
+    fastest_dtypes,
     FILL,
     LIMIT_PAYS,
     main,
     plan,
-    select_recipe,
 )
 from torch.distributed._tools.moe_simulator import (
     Assumptions,
@@ -140,6 +141,50 @@ class TestPlan(TestCase):
             per_node = 8 if switch == "hierarchical" else None
             self.assertEqual(style.ranks_per_node, per_node)
 
+    @unittest.skipUnless(HAS_EP, "needs ExpertParallel")
+    def test_expert_parallel_takes_capacity_and_replicas(self):
+        from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
+
+        load = [1.0] * 128
+        load[0] = 40.0
+        kw = {"global_batch": 512, "ep": 8}
+        found = plan("qwen3-30b-a3b", "H200", 16, load=load, **kw)
+        style = ExpertParallel(**found.expert_parallel())
+        self.assertIsNone(style.switch_options["capacity"])
+        self.assertEqual(style.placement.replicas, found.replicas)
+        self.assertEqual(style.placement.slots_per_rank * 8, 128 + found.replicas)
+        even = plan("qwen3-30b-a3b", "H200", 16, **kw)
+        self.assertNotIn("placement", even.expert_parallel())
+
+        # Rows of the fullest pair of ranks, of nodes, and of ranks of a node, as drawn.
+        torch.manual_seed(0)
+        for found, sizes in ((even, (8,)), (replace(even, domain=2), (4, 8))):
+            options = found.expert_parallel(static=True)
+            capacity = ExpertParallel(**options).switch_options["capacity"]
+            tokens, k = -(-found.tokens // found.chunks), found.model.k
+            for rows, ranks in zip(capacity if len(sizes) > 1 else (capacity,), sizes):
+                sources = 4 if sizes == (4, 8) and ranks == 8 else 1
+                experts = torch.rand(sources * tokens, 128).topk(k).indices
+                to = experts // (128 // ranks)
+                hit = torch.zeros(len(to), ranks, dtype=torch.bool).scatter_(
+                    1, to, True
+                )
+                fullest = int(hit.sum(0).max())
+                self.assertLess(fullest, rows)
+                self.assertLess(rows, 1.25 * fullest)
+
+    def test_nearest_number_of_gpus(self):
+        for gpus, nearest in ((7, 8), (9, 8)):
+            with self.assertRaisesRegex(ValueError, rf"gpus={nearest},"):
+                plan("qwen3-30b-a3b", "H100", gpus, global_batch=16 * gpus)
+
+    def test_exchange_in_a_node_has_one_level(self):
+        for ep, name in ((1, "none"), (8, "a copy per rank"), (16, "hierarchical")):
+            found = plan("qwen3-30b-a3b", "H200", 16, global_batch=512, ep=ep)
+            algorithm = next(c for c in found.choices if c.name == "algorithm")
+            self.assertEqual(algorithm.value, name)
+            self.assertEqual("hierarchical" in algorithm.reason, ep == 16)
+
     def test_errors_name_what_works(self):
         kw = {"global_batch": 1024}
         for fixed, message in (
@@ -180,9 +225,9 @@ class TestPlan(TestCase):
     def test_recipe_is_per_gemm(self):
         p = profile("B200")
         # 16,384 rows an expert of DeepSeek-V3, and 32 rows an expert of a tiny one.
-        big, times = select_recipe(p, 131072, 7168, 2048, 8)
+        big, times = fastest_dtypes(p, 131072, 7168, 2048, 8)
         self.assertEqual(set(big.values()), {"mxfp8"})
-        small, _ = select_recipe(p, 4096, 512, 128, 128)
+        small, _ = fastest_dtypes(p, 4096, 512, 128, 128)
         self.assertEqual(set(small.values()), {"bf16"})
         for gemm, seconds in times.items():
             self.assertEqual(big[gemm], min(seconds, key=seconds.get))

@@ -33,7 +33,11 @@ from torch.distributed._tools.moe_estimator import (
     Step,
     train_step,
 )
-from torch.distributed._tools.moe_simulator import expected_imbalance
+from torch.distributed._tools.moe_simulator import (
+    expected_imbalance,
+    replicated_imbalance,
+    rows_of_pair,
+)
 
 
 if TYPE_CHECKING:
@@ -42,13 +46,11 @@ if TYPE_CHECKING:
     from torch.distributed._tools.moe_calibration import Profile
 
 
-__all__ = ["Choice", "Plan", "overlap_schedule", "plan", "select_recipe"]
+__all__ = ["Choice", "Plan", "fastest_dtypes", "overlap_schedule", "plan"]
 
 DIMENSIONS = ("ep", "tp", "pp", "micro_batch", "recompute", "dtype", "algorithm")
 FILL = 0.95  # of the device's memory
-LAYERS_PER_STAGE = (
-    3  # sends between stages are not modelled; short ones would show them
-)
+LAYERS_PER_STAGE = 3  # sends between stages are not modelled; short ones would show
 # Nodes of a token at most: what was published for K = 8, and twice that. A limit costs the
 # router freedom and has to be trained, so that it has to pay for itself.
 NODE_LIMITS = (8, 4)
@@ -88,6 +90,7 @@ class Plan:
             layouts closer than that are not told apart by it.
         chunks, capacity_factor, replicas, row_alignment, recipe: of the MoE layers.
         domain: ranks joined by the fast link.
+        tokens: of a rank in a layer.
     """
 
     model: MoEConfig
@@ -105,9 +108,13 @@ class Plan:
     row_alignment: int
     recipe: dict[str, str]
     domain: int
+    tokens: int
 
-    def expert_parallel(self) -> dict[str, Any]:
-        """Keyword arguments of ``ExpertParallel``; the mesh is ``(layout.ep,)``."""
+    def expert_parallel(self, *, static: bool = False) -> dict[str, Any]:
+        """Keyword arguments of ``ExpertParallel``; the mesh is ``(layout.ep,)``.
+
+        ``static``: with the capacity for the chosen factor, else exact sizes are sent.
+        """
         from torch.distributed._moe.schedule import OverlapSchedule
 
         x = self.layout
@@ -117,6 +124,21 @@ class Plan:
             options |= {"token_switch": "hierarchical", "ranks_per_node": self.domain}
         if self.chunks > 1:
             options["schedule"] = OverlapSchedule(num_chunks=self.chunks)
+        if static and x.ep > 1:
+            nodes = x.ep // self.domain if "token_switch" in options else 1
+            tokens = math.ceil(self.tokens / self.chunks)
+            known = self.model.k, self.capacity_factor, OVERFLOW
+            near = rows_of_pair(tokens * nodes, x.ep, *known)
+            far = rows_of_pair(tokens, nodes, *known)
+            options["capacity"] = (far, near) if nodes > 1 else near
+        if self.replicas:
+            from torch.distributed.tensor.parallel import ExpertPlacement
+
+            options["placement"] = ExpertPlacement(
+                slots_per_rank=(self.model.experts + self.replicas) // x.ep,
+                ranks_per_node=min(x.ep, self.domain),
+                replicas=self.replicas,
+            )
         return options
 
     def parallel_dims(self) -> dict[str, int]:
@@ -238,15 +260,8 @@ def _ranked(
         m = memory(model, x, seq=seq, global_batch=batch)
         if m.total > FILL * p.device.memory:
             continue
-        step = train_step(
-            p,
-            model,
-            x,
-            global_batch=batch,
-            seq=seq,
-            imbalance=imbalance,
-            exposed=exposed,
-        )
+        kw = {"global_batch": batch, "seq": seq, "imbalance": imbalance}
+        step = train_step(p, model, x, exposed=exposed, **kw)
         out.append((step.tokens_per_second, x, step, m))
     out.sort(key=lambda e: -e[0])
     if out:  # of equals, the one with less machinery
@@ -276,11 +291,12 @@ def _nothing_fits(
         f"plan: nothing fits in {FILL:.0%} of {p.device.memory / 1e9:.0f} GB; the smallest, "
         f"ep={x.ep} tp={x.tp} pp={x.pp} recompute={x.recompute}, needs {least / 1e9:.0f} GB"
     )
-    for more in (2, 4, 8, 16, 32, 64):
-        n = gpus * more
-        free = {k: v for k, v in fixed.items() if k in ("dtype", "domain", "graphs")}
-        for y in _candidates(model, p, n, batch * more, dtypes, free):
-            m = memory(model, y, seq=seq, global_batch=batch * more).total
+    free = {k: v for k, v in fixed.items() if k in ("dtype", "domain", "graphs")}
+    counts = {*_powers(64 * gpus), *(gpus * more for more in _powers(64))}
+    for n in sorted(counts, key=lambda n: abs(n - gpus)):
+        each = math.ceil(batch / gpus)
+        for y in _candidates(model, p, n, n * each, dtypes, free):
+            m = memory(model, y, seq=seq, global_batch=n * each).total
             if m <= FILL * p.device.memory:
                 return ValueError(
                     f"{message}. Nearest that works: gpus={n}, ep={y.ep} tp={y.tp} pp={y.pp}"
@@ -291,7 +307,7 @@ def _nothing_fits(
 # ---- the MoE layer's own choices -------------------------------------------------------
 
 
-def select_recipe(
+def fastest_dtypes(
     p: Profile,
     rows: float,
     d: int,
@@ -370,21 +386,22 @@ def _load_choices(
         )
     group = tokens * x.ep
     plain = expected_imbalance(share, group, model.k, x.ep)
-    replicas, imbalance, placed = 0, plain, None
+    replicas, imbalance = 0, plain
     options = [f"none: {plain:.3f}"]
     # A replica's weights, gradients and its share of time: pays from a few per cent.
     for extra in (x.ep, 2 * x.ep):
-        new = _with_replicas(share, p, x, extra, group, model.k)
+        domain = min(x.domain or p.device.domain, x.ep)
+        new = replicated_imbalance(share, group, model.k, x.ep, domain, extra)
         if new is None:
             break
         options.append(f"{extra}: {new:.3f}")
         if new < imbalance - 0.02:
-            replicas, imbalance, placed = extra, new, new
+            replicas, imbalance = extra, new
     reason = f"heaviest rank over mean, {what}: {', '.join(options)}"
     other = 0 if replicas else x.ep
     quantile = expected_imbalance(share, group, model.k, x.ep, quantile=1 - OVERFLOW)
     # Noise stays; the systematic part is what replicas take away.
-    quantile *= imbalance / plain if placed else 1.0
+    quantile *= imbalance / plain
     capacity = math.ceil(20 * quantile) / 20
     return (
         Choice(
@@ -395,25 +412,6 @@ def _load_choices(
         Choice("replicas", replicas, reason, other),
         imbalance,
     )  # fmt: skip
-
-
-def _with_replicas(
-    share: Sequence[float], p: Profile, x: Layout, extra: int, tokens: float, k: int
-) -> float | None:
-    """Imbalance after ``torch.distributed._moe`` placed ``extra`` replicas."""
-    try:
-        from torch.distributed._moe.placement import plan as place, Topology
-    except ImportError:
-        return None
-    ep = x.ep
-    domain = min(x.domain or p.device.domain, ep)
-    if ep % domain or (len(share) + extra) % ep:
-        return None
-    topology = Topology(ep // domain, domain, (len(share) + extra) // ep)
-    counts = torch.tensor(share, dtype=torch.float64)
-    systematic = place(counts, topology).imbalance(counts)
-    noise = expected_imbalance([1.0] * ep, tokens, k, ep)
-    return max(1.0, systematic) * noise
 
 
 def _rounding(
@@ -427,9 +425,8 @@ def _rounding(
             "row_alignment", 1, f"{mean:.0f} rows an expert are below a tile of {tile}"
         ), 1
     kw: dict[str, Any] = {"kernel": x.kernel, "dtype": x.dtype, "pass_": "fwd+bwd"}
-    rounded = cost.experts(
-        p, local * round(mean / tile) * tile, model.d, model.f, local, **kw
-    )
+    full = local * round(mean / tile) * tile
+    rounded = cost.experts(p, full, model.d, model.f, local, **kw)
     ragged = cost.experts(p, rows + local * tile / 2, model.d, model.f, local, **kw)
     gain = 1 - rounded / ragged * (mean / (round(mean / tile) * tile))
     align = tile if gain > 0.03 else 1
@@ -451,6 +448,13 @@ def _alternative(
     return None, None
 
 
+def _algorithm(x: Layout, domain: int) -> str:
+    """Name of the exchange that runs: a node has one level."""
+    if x.ep == 1 or x.ep > domain or x.algorithm not in ("hierarchical", "flat"):
+        return x.algorithm if x.ep > 1 else "none"
+    return "a copy per rank" if x.algorithm == "hierarchical" else "a copy per expert"
+
+
 def _reasons(
     p: Profile, model: MoEConfig, x: Layout, step: Step, m: Memory, tokens: float
 ) -> dict[str, str]:
@@ -460,6 +464,10 @@ def _reasons(
     parts, busy = step.parts, sum(step.parts.values())
     share = {k: f"{v / busy:.0%}" for k, v in parts.items()}
     other = "flat" if x.algorithm == "hierarchical" else "hierarchical"
+    name, other_name = (
+        _algorithm(x, domain),
+        _algorithm(replace(x, algorithm=other), domain),
+    )
 
     def exchange(algorithm: str, limit: int) -> float:
         return 1e3 * sum(
@@ -485,8 +493,8 @@ def _reasons(
         "recompute": f"activations {(m.attention + m.experts) / 1e9:.0f} GB, total "
         f"{m.total / 1e9:.0f} of {p.device.memory / 1e9:.0f} GB",
         "dtype": f"products of experts {share['experts']} of the layer",
-        "algorithm": "no exchange" if x.ep == 1 else f"dispatch and combine: {x.algorithm} "
-        f"{exchange(x.algorithm, x.node_limit):.2f} ms, {other} "
+        "algorithm": "no exchange" if x.ep == 1 else f"dispatch and combine: {name} "
+        f"{exchange(x.algorithm, x.node_limit):.2f} ms, {other_name} "
         f"{exchange(other, x.node_limit):.2f} ms; sends {sent}",
     }  # fmt: skip
 
@@ -603,12 +611,14 @@ def plan(
     reasons = _reasons(p, model, x, step, m, tokens)
     choices = [
         Choice(name, getattr(x, name), reasons[name], *_alternative(ranked, name))
-        for name in DIMENSIONS
+        for name in DIMENSIONS[:-1]
     ]
+    name = _algorithm(x, x.domain or p.device.domain)
+    choices.append(Choice("algorithm", name, reasons["algorithm"]))
     rows = tokens * model.k
     chunks = _chunks(p, model, x, tokens)
     rounding, align = _rounding(p, model, x, rows)
-    recipe, times = select_recipe(
+    recipe, times = fastest_dtypes(
         p, rows, model.d, model.f, model.experts / x.ep, dtypes
     )
     recipe_reason = "; ".join(
@@ -623,7 +633,7 @@ def plan(
         model, p.name, p.provenance, x, step, m, tuple(choices),
         tuple((rate, y) for rate, y, *_ in ranked[:top]), HELD_OUT_ERROR["train"],
         chunks.value, capacity.value, replicas.value, align, recipe,
-        x.domain or p.device.domain,
+        x.domain or p.device.domain, math.ceil(tokens),
     )  # fmt: skip
 
 
@@ -653,11 +663,8 @@ def print_plan(found: Plan) -> None:
         print(f"  {c.name:16} {value}")
         print(f"  {'':16} because: {c.reason}")
         if c.other_loss is not None:
-            close = (
-                ", not told apart by this model"
-                if c.other_loss < found.error / 4
-                else ""
-            )
+            apart = c.other_loss >= found.error / 4
+            close = "" if apart else ", not told apart by this model"
             print(f"  {'':16} next: {c.other} ({-c.other_loss:+.1%}{close})")
     print("\nbest layouts")
     fields = ("ep", "tp", "pp", "virtual", "micro_batch", "recompute", "dtype")
@@ -683,24 +690,19 @@ def plot_plan(
     import matplotlib.pyplot as plt
 
     x = found.layout
-    degrees = [
-        e for e in _powers(min(model.experts, x.gpus // x.pp)) if model.experts % e == 0
-    ]
+    limit = min(model.experts, x.gpus // x.pp)
+    degrees = [e for e in _powers(limit) if model.experts % e == 0]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     bottom = [0.0] * len(degrees)
-    steps = [
-        train_step(p, model, replace(x, ep=e), global_batch=batch, seq=seq)
-        for e in degrees
-    ]
+    kw = {"global_batch": batch, "seq": seq}
+    steps = [train_step(p, model, replace(x, ep=e), **kw) for e in degrees]
     for part in steps[0].parts:
         heights = [1e3 * s.parts[part] for s in steps]
         left.bar([str(e) for e in degrees], heights, bottom=bottom, label=part)
         bottom = [a + b for a, b in zip(bottom, heights)]
     left.set(xlabel="EP", ylabel="ms a layer, forward and backward")
     left.legend(fontsize=7)
-    sizes = [
-        memory(model, replace(x, ep=e), seq=seq, global_batch=batch) for e in degrees
-    ]
+    sizes = [memory(model, replace(x, ep=e), **kw) for e in degrees]
     bottom = [0.0] * len(degrees)
     for part in sizes[0]._fields:
         heights = [getattr(m, part) / 1e9 for m in sizes]
@@ -772,9 +774,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )  # fmt: skip
             print("\n".join(_lines(rows)))
             return 0
-        names = (
-            "ep", "tp", "pp", "micro_batch", "domain", "graphs", "node_limit", "recompute"
-        )  # fmt: skip
+        names = "ep tp pp micro_batch domain graphs node_limit recompute".split()
         fixed = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
         batch = args.batch or 16 * args.gpus
         found = plan(

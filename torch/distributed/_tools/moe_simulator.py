@@ -14,6 +14,7 @@ independent normals); over groups and steps it is drawn. Every assumption is a f
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TYPE_CHECKING
 
@@ -35,6 +36,8 @@ __all__ = [
     "expected_imbalance",
     "largest_normal",
     "plot_jobs",
+    "replicated_imbalance",
+    "rows_of_pair",
     "simulate",
 ]
 
@@ -104,6 +107,52 @@ def expected_imbalance(
         at = int(torch.searchsorted(below, quantile).clamp_max(len(x) - 1))
         return float(x[at]) * ep / slots
     return float(x[-1] - torch.trapezoid(below, x)) * ep / slots
+
+
+def replicated_imbalance(
+    load: Sequence[float], tokens: float, k: int, ep: int, domain: int, replicas: int
+) -> float | None:
+    """:func:`expected_imbalance` after ``torch.distributed._moe`` placed replicas of experts.
+
+    Args:
+        load, tokens, k, ep: as there.
+        domain (int): ranks of a node.
+        replicas (int): copies of experts, beyond one each.
+
+    Returns:
+        None where the slots do not divide, or nothing can place them.
+    """
+    try:
+        from torch.distributed._moe.placement import plan as place, Topology
+    except ImportError:
+        return None
+    slots = len(load) + replicas
+    if ep % domain or slots % ep:
+        return None
+    counts = torch.tensor(load, dtype=torch.float64)
+    placement = place(counts, Topology(ep // domain, domain, slots // ep))
+    noise = expected_imbalance([1.0] * ep, tokens, k, ep)
+    return max(1.0, placement.imbalance(counts)) * noise
+
+
+def rows_of_pair(
+    tokens: int, ranks: int, k: int, factor: float, overflow: float
+) -> int:
+    """Rows from one rank to another that are exceeded in a share ``overflow`` of steps.
+
+    A token goes to a rank once, however many of its experts are there.
+
+    Args:
+        tokens (int): of the sender.
+        ranks (int): that have the experts, and send.
+        k (int): K.
+        factor (float): heaviest rank over mean.
+        overflow (float): for all pairs together.
+    """
+    hit = 1 - (1 - min(1.0, factor / ranks)) ** k
+    z = statistics.NormalDist().inv_cdf(1 - overflow / ranks**2)
+    rows = tokens * hit + z * math.sqrt(tokens * hit * (1 - hit))
+    return min(tokens, math.ceil(rows))
 
 
 def largest_normal(n: int, sd: float = 1.0) -> float:

@@ -200,7 +200,7 @@ def _modelled(
             "this machine to measure it"
         )
     sizes = (layer.rows, layer.d, layer.f, layer.experts)
-    gemms, times = moe_planner.select_recipe(p, *sizes)
+    gemms, times = moe_planner.fastest_dtypes(p, *sizes)
     named = {
         "forward": "the forward products",
         "dgrad": "the products of the inputs' gradients",
