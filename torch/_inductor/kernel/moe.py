@@ -16,6 +16,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TYPE_CHECKING
 
+import sympy
+
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -29,6 +31,7 @@ from torch._inductor.ir import (
 )
 from torch._inductor.kernel.moe_autotune import TileChooser, tune
 from torch._inductor.lowering import fallback_handler, ops, register_lowering
+from torch._inductor.utils import convert_shape_to_symint
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -84,6 +87,19 @@ def _graph_reason(operands: Sequence[IRNode | None]) -> str | None:
     return None
 
 
+def _general_reason(node: IRNode) -> str | None:
+    """Why no MoE op on the device of ``node`` becomes kernels, or None."""
+    device = node.get_device()
+    if device is None or device.type != "cuda":
+        return f"device is {device}, not CUDA"
+    if not config.triton.moe_kernels:
+        return "config.triton.moe_kernels is False"
+    # Part of the keys of compiled graphs (codecache.py).
+    from torch.nn.utils.moe_kernel import _is_chosen
+
+    return "moe_kernel() chooses at run time" if _is_chosen() else None
+
+
 def _reason(
     operands: Sequence[IRNode | None], check: Callable[[list[Any]], str | None]
 ) -> str | None:
@@ -95,17 +111,7 @@ def _reason(
     """
     input = operands[0]
     assert input is not None
-    device = input.get_device()
-    if device is None or device.type != "cuda":
-        return f"device is {device}, not CUDA"
-    if not config.triton.moe_kernels:
-        return "config.triton.moe_kernels is False"
-    # Part of the keys of compiled graphs (codecache.py).
-    from torch.nn.utils.moe_kernel import _is_chosen
-
-    if _is_chosen():
-        return "moe_kernel() chooses at run time"
-    reason = _graph_reason(operands)
+    reason = _general_reason(input) or _graph_reason(operands)
     if reason is None:
         # With hints for sizes, so that no rule becomes a guard: torch._moe_permutation and
         # the meta kernel have checked what a dynamic size could break.
@@ -162,7 +168,7 @@ def _trace(
 
     Args:
         function: calls launchers; an operand that is None is None for it.
-        operands: realized nodes, or None.
+        operands: realized nodes, symbolic sizes, or None.
     """
     from torch._inductor.decomposition import select_decomp_table
     from torch._library.triton import set_wrap_triton_enabled
@@ -174,7 +180,12 @@ def _trace(
         return function(*(None if node is None else next(rest) for node in operands))
 
     with V.fake_mode, set_wrap_triton_enabled(True):
-        fakes = [ir_node_to_tensor(node) for node in present]
+        fakes = [
+            convert_shape_to_symint([node])[0]
+            if isinstance(node, sympy.Expr)
+            else ir_node_to_tensor(node)
+            for node in present
+        ]
         traced = make_fx(call, decomposition_table=select_decomp_table())(*fakes)
     return inline_subgraph_to_ir_nodes(traced, present, "moe")
 

@@ -96,8 +96,13 @@ def permutation_reason(
     num_experts: int,
     num_rows: int | None = None,
     row_alignment: int = 1,
+    *,
+    memory: bool = True,
 ) -> str | None:
-    """Why Triton cannot run ``_moe_permutation`` on these arguments, or None."""
+    """Why Triton cannot run ``_moe_permutation`` on these arguments, or None.
+
+    Without ``memory``, here and below, for tensors that have none.
+    """
     if topk_indices.dim() != 2 or topk_indices.dtype not in (torch.int32, torch.int64):
         return "topk_indices is not a (T, K) int32 or int64 tensor"
     if not 1 <= num_experts <= _MAX_EXPERTS:
@@ -109,7 +114,7 @@ def permutation_reason(
         num_rows = slots + min(num_experts, slots) * (row_alignment - 1)
     if not 0 <= num_rows <= _MAX_ROWS or topk_indices.numel() > _MAX_ROWS:
         return "more slots or rows than int32 can count"
-    return _device_reason((topk_indices,))
+    return _device_reason((topk_indices,), memory)
 
 
 def topk_reason(
@@ -122,6 +127,7 @@ def topk_reason(
     num_groups: int | None = None,
     top_groups: int | None = None,
     scale: float = 1.0,
+    memory: bool = True,
 ) -> str | None:
     """Why Triton cannot run ``_moe_topk`` on these arguments, or None."""
     if logits.dim() != 2 or logits.dtype not in _ROUTER_DTYPES:
@@ -144,7 +150,7 @@ def topk_reason(
     padded = _next_power_of_2(groups) * _next_power_of_2(max(E // groups, 2))
     if padded > _MAX_EXPERTS:
         return f"{E} experts in {groups} groups need {padded} columns"
-    return _device_reason((logits, bias))
+    return _device_reason((logits, bias), memory)
 
 
 def topk_backward_reason(
@@ -155,6 +161,7 @@ def topk_backward_reason(
     score: str = "softmax",
     normalize: bool = True,
     scale: float = 1.0,
+    memory: bool = True,
 ) -> str | None:
     """Why Triton cannot run ``_moe_topk_backward`` on these arguments, or None."""
     if topk_indices.dim() != 2 or topk_indices.dtype != torch.int64:
@@ -165,8 +172,8 @@ def topk_backward_reason(
         return "logits and topk_indices differ in T"
     if grad_weights.dtype != torch.float32:
         return f"grad_weights has dtype {grad_weights.dtype}"
-    reason = topk_reason(logits, topk_indices.shape[1], score=score)
-    return reason or _device_reason((logits, grad_weights, topk_indices))
+    reason = topk_reason(logits, topk_indices.shape[1], score=score, memory=memory)
+    return reason or _device_reason((logits, grad_weights, topk_indices), memory)
 
 
 def _next_power_of_2(n: int) -> int:

@@ -22,9 +22,19 @@ from torch import Tensor
 from .activations import Activation
 from .autotune import Autotuner
 from .backward import act_backward_kernel, weight_grad_kernel
-from .configs import fitting_configs, KernelTable, OPTIONS, TileConfig
+from .configs import (
+    fitting_configs,
+    itself,
+    KernelTable,
+    OPTIONS,
+    TileConfig,
+)
 from .forward import grouped_mm_kernel, up_kernel
-from .permutation import moe_permutation as moe_permutation, schedule_tiles_kernel
+from .permutation import (
+    minimum,
+    moe_permutation as moe_permutation,
+    schedule_tiles_kernel,
+)
 from .reductions import (
     bias_dot_kernel,
     bias_grad_kernel,
@@ -32,15 +42,6 @@ from .reductions import (
     scale_grad_kernel,
     zero_tail_kernel,
 )
-
-
-def _itself(x):
-    return x
-
-
-def _min(a: int, b: int) -> int:
-    # Without a guard on a size that a compiler does not know.
-    return torch.sym_min(a, b)  # pyrefly: ignore[bad-return]
 
 
 def _is_addressable(x: Tensor) -> bool:
@@ -65,8 +66,8 @@ class LaunchPlan:
     table: KernelTable
     num_sms: int
     autotuner: Autotuner | None = None
-    kernel: Callable[[Any], Any] = _itself
-    hint: Callable[[int], int] = _itself
+    kernel: Callable[[Any], Any] = itself
+    hint: Callable[[int], int] = itself
     is_addressable: Callable[[Tensor], bool] = _is_addressable
 
 
@@ -97,7 +98,7 @@ class _Rows:
 
     def max_tiles(self, block_m: int) -> int:
         """No routing has more row tiles than this."""
-        return self.num_rows // block_m + _min(self.num_experts, self.num_rows)
+        return self.num_rows // block_m + minimum(self.num_experts, self.num_rows)
 
     def tiles(self, block_m: int) -> Tensor:
         """(1 + max_tiles, 4) int32 list of ``schedule_tiles_kernel``."""
@@ -214,7 +215,7 @@ def _run(
 
 def _grid(plan: LaunchPlan, config: TileConfig, num_tiles: int) -> tuple[int]:
     if config.programs_per_sm:
-        num_tiles = _min(num_tiles, plan.num_sms * config.programs_per_sm)
+        num_tiles = minimum(num_tiles, plan.num_sms * config.programs_per_sm)
     return (num_tiles,)
 
 
@@ -223,7 +224,7 @@ def _zero_tail(plan: LaunchPlan, rows: _Rows, out: Tensor) -> None:
     num_rows, num_columns = out.shape
     block_m, block_n = 8, 512
     grid = (
-        _min(triton.cdiv(num_rows, block_m), plan.num_sms),
+        minimum(triton.cdiv(num_rows, block_m), plan.num_sms),
         triton.cdiv(num_columns, block_n),
     )
     plan.kernel(zero_tail_kernel)[grid](

@@ -16,13 +16,16 @@ Ids -1 and E mean "no expert". Any other id outside [0, E) trips the device asse
 of ``count_kernel``, which its launch turns on; no kernel ever indexes with one.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
 import torch
 from torch import Tensor
 
-from .configs import OPTIONS
+from .configs import itself, OPTIONS
 
 
 @triton.jit
@@ -284,6 +287,11 @@ _BLOCK_EXPERTS = 1023
 _SLOTS_PER_PROGRAM = 512
 
 
+def minimum(a: int, b: int) -> int:
+    """Without a guard on a size that a compiler does not know."""
+    return torch.sym_min(a, b)  # pyrefly: ignore[bad-return]
+
+
 def _permute_blocks(
     topk_indices: Tensor,
     row_slots: Tensor,
@@ -291,14 +299,18 @@ def _permute_blocks(
     offs: Tensor,
     counts: Tensor,
     row_alignment: int,
+    kernel: Callable[[Any], Any],
 ) -> None:
-    """Writes the last five of :func:`moe_permutation`, by blocks of slots."""
-    num_slots, num_rows, num_experts = slot_rows.numel(), len(row_slots), len(offs)
+    """Writes what :func:`moe_permutation` returns, by blocks of slots."""
+    num_slots, num_rows = slot_rows.numel(), row_slots.shape[0]
+    num_experts = offs.shape[0]
     block_s, block_e = _SLOTS_PER_PROGRAM, 16
-    num_blocks = max(triton.cdiv(num_slots, block_s), 1)
+    # sym_max: no guard either.
+    num_blocks = torch.sym_max(triton.cdiv(num_slots, block_s), 1)
     starts = torch.empty_like(offs, dtype=torch.int64)
     block_counts = offs.new_empty(num_blocks, num_experts)
-    count_kernel[(max(num_blocks, triton.cdiv(num_rows, block_s)),)](
+    grid = (torch.sym_max(num_blocks, triton.cdiv(num_rows, block_s)),)
+    kernel(count_kernel)[grid](
         topk_indices,
         block_counts,
         row_slots,
@@ -313,7 +325,7 @@ def _permute_blocks(
         sanitize_overflow=False,
         **OPTIONS,
     )
-    scan_blocks_kernel[(triton.cdiv(num_experts, block_e),)](
+    kernel(scan_blocks_kernel)[(triton.cdiv(num_experts, block_e),)](
         block_counts,
         counts,
         num_blocks,
@@ -322,7 +334,7 @@ def _permute_blocks(
         BLOCK_E=block_e,
         **OPTIONS,
     )
-    expert_offsets_kernel[(1,)](
+    kernel(expert_offsets_kernel)[(1,)](
         counts,
         offs,
         starts,
@@ -332,7 +344,7 @@ def _permute_blocks(
         BLOCK_E=min(1024, triton.next_power_of_2(num_experts)),
         **OPTIONS,
     )
-    scatter_kernel[(num_blocks,)](
+    kernel(scatter_kernel)[(num_blocks,)](
         topk_indices,
         block_counts,
         starts,
@@ -352,12 +364,21 @@ def moe_permutation(
     *,
     num_rows: int | None = None,
     row_alignment: int = 1,
+    kernel: Callable[[Any], Any] = itself,
+    bound: Callable[[int], float] = itself,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``aten::_moe_permutation``: row_slots, slot_rows, offs, counts (all int32)."""
+    """``aten::_moe_permutation``: row_slots, slot_rows, offs, counts (all int32).
+
+    Args:
+        topk_indices, num_experts, num_rows, row_alignment: of the op, checked.
+        kernel: what is launched in place of a kernel. This and the next are for a compiler
+            that traces the launch (torch/_inductor/kernel/moe_routing.py).
+        bound: a number that a size does not pass, math.inf if there is none.
+    """
     num_tokens, top_k = topk_indices.shape
     num_slots = num_tokens * top_k
     if num_rows is None:
-        num_rows = num_slots + min(num_experts, num_slots) * (row_alignment - 1)
+        num_rows = num_slots + minimum(num_experts, num_slots) * (row_alignment - 1)
     topk_indices = topk_indices.contiguous()
 
     def int32(*shape: int) -> Tensor:
@@ -367,12 +388,13 @@ def moe_permutation(
     slot_rows = int32(num_tokens, top_k)
     offs = int32(num_experts)
     counts = int32(num_experts)
+    most_slots = bound(num_slots)
     if (
-        num_slots <= _BLOCK_SLOTS
-        and num_rows <= _BLOCK_ROWS
+        most_slots <= _BLOCK_SLOTS
+        and bound(num_rows) <= _BLOCK_ROWS
         and num_experts <= _BLOCK_EXPERTS
     ):
-        permute_block_kernel[(1,)](
+        kernel(permute_block_kernel)[(1,)](
             topk_indices,
             row_slots,
             slot_rows,
@@ -383,12 +405,14 @@ def moe_permutation(
             num_experts,
             row_alignment,
             # One slot per thread at least.
-            BLOCK_S=max(128, triton.next_power_of_2(num_slots)),
+            BLOCK_S=max(128, triton.next_power_of_2(int(most_slots))),
             BINS=max(128, triton.next_power_of_2(num_experts + 1)),
             debug=True,
             sanitize_overflow=False,
             **OPTIONS,
         )
     else:
-        _permute_blocks(topk_indices, row_slots, slot_rows, offs, counts, row_alignment)
+        _permute_blocks(
+            topk_indices, row_slots, slot_rows, offs, counts, row_alignment, kernel
+        )
     return row_slots, slot_rows, offs, counts

@@ -13,13 +13,16 @@ A token is worked on by one program with one layout whatever T is, so its result
 not depend on the tokens beside it.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 
 import torch
 from torch import Tensor
 
-from .configs import OPTIONS
+from .configs import itself, OPTIONS
 
 
 # Below every packed candidate: padding, and groups that were not chosen.
@@ -217,6 +220,11 @@ def _block(columns: int) -> dict[str, int]:
     return {"BLOCK_T": min(block_t, 32), "num_warps": num_warps, **OPTIONS}
 
 
+def _grid(num_tokens: int, block_t: int) -> tuple[int]:
+    # At least 1: a compiler may not know that there are tokens.
+    return (torch.sym_max(triton.cdiv(num_tokens, block_t), 1),)
+
+
 def topk_columns(num_experts: int, num_groups: int | None) -> int:
     """Padded columns of a token, which decide whether a program can hold them."""
     groups = num_groups or 1
@@ -234,6 +242,8 @@ def moe_topk(
     num_groups: int | None = None,
     top_groups: int | None = None,
     scale: float = 1.0,
+    kernel: Callable[[Any], Any] = itself,
+    bound: Callable[[int], float] = itself,
 ) -> tuple[Tensor, Tensor]:
     """``aten::_moe_topk``: topk_indices (T, K) int64 and topk_weights (T, K) float32.
 
@@ -242,19 +252,20 @@ def moe_topk(
         k: experts per token.
         bias: (E,) or None.
         score, normalize, num_groups, top_groups, scale: as in ``F.moe_topk``; checked.
+        kernel, bound: as in ``permutation.moe_permutation``.
     """
     num_tokens, num_experts = logits.shape
     logits = _rows(logits)
     topk_indices = torch.empty(num_tokens, k, dtype=torch.int64, device=logits.device)
     topk_weights = torch.empty_like(topk_indices, dtype=torch.float32)
-    if num_tokens == 0:
+    if bound(num_tokens) == 0:
         return topk_indices, topk_weights
     groups = num_groups or 1
     size = num_experts // groups
     columns = topk_columns(num_experts, num_groups)
     block_g = triton.next_power_of_2(groups)
     args = _block(columns)
-    topk_kernel[(triton.cdiv(num_tokens, args["BLOCK_T"]),)](
+    kernel(topk_kernel)[_grid(num_tokens, args["BLOCK_T"])](
         logits,
         logits if bias is None else bias,
         topk_indices,
@@ -287,6 +298,8 @@ def moe_topk_backward(
     score: str = "softmax",
     normalize: bool = True,
     scale: float = 1.0,
+    kernel: Callable[[Any], Any] = itself,
+    bound: Callable[[int], float] = itself,
 ) -> Tensor:
     """``aten::_moe_topk_backward``: d(logits) (T, E), in the dtype of ``logits``.
 
@@ -295,15 +308,16 @@ def moe_topk_backward(
         logits: (T, E), as in the forward.
         topk_indices: (T, K) int64, as the forward returned them.
         score, normalize, scale: as in the forward.
+        kernel, bound: as in ``permutation.moe_permutation``.
     """
     num_tokens, num_experts = logits.shape
     logits = _rows(logits)
     grad_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if grad_logits.numel() == 0:
+    if bound(grad_logits.numel()) == 0:
         return grad_logits
     block_e = topk_columns(num_experts, None)
     args = _block(block_e)
-    topk_backward_kernel[(triton.cdiv(num_tokens, args["BLOCK_T"]),)](
+    kernel(topk_backward_kernel)[_grid(num_tokens, args["BLOCK_T"])](
         grad_weights.contiguous(),
         logits,
         topk_indices.contiguous(),
