@@ -133,6 +133,15 @@ class Experts(nn.Module):
         if self.before:
             rows = (rows * column).to(x.dtype)
         out = self.mlp(rows, (offs, sorted_ids))
+        if self.combine == "index_copy":
+            slots = torch.zeros_like(out).index_copy(0, perm, out).view(-1, K, D)
+            y = topk_weights.float()[:, None] @ slots.float()
+            return y.squeeze(1).to(x.dtype)
+        if self.combine == "bmm":  # torchtitan
+            slots = torch.zeros(x.shape[0] * K, D, dtype=out.dtype)
+            slots[perm] = out
+            y = torch.bmm(topk_weights.reshape(-1, 1, K), slots.reshape(-1, K, D))
+            return y.to(x.dtype).squeeze(1)
         if not self.before:
             out = (out * column).to(x.dtype)
         if self.combine == "scatter_add":
@@ -145,6 +154,10 @@ class Experts(nn.Module):
             return y
         if self.combine == "shared":
             return (x * 0.5).index_add(0, token, out)
+        if self.combine == "setitem":
+            slots = torch.zeros_like(out)
+            slots[perm] = out
+            return slots.view(-1, K, D).sum(dim=1).to(x.dtype)
         inverse = torch.empty_like(perm)
         inverse[perm] = torch.arange(perm.size(0))
         return out[inverse].view(-1, K, D).sum(dim=1).to(x.dtype)
@@ -249,9 +262,37 @@ class TestMoEFusion(TestCase):
         self.check(Experts(split=split), True)
 
     @parametrize("training", [False, True])
-    @parametrize("combine", ["scatter_add", "index_add", "index_add_", "shared"])
-    def test_combines(self, combine, training):
-        self.check(Experts(combine=combine, apart=True), True, training)
+    @parametrize("dynamic", [False, True])
+    @parametrize(
+        "combine",
+        [
+            "scatter_add", "index_add", "index_add_", "shared", "setitem", "index_copy",
+            "bmm",
+        ],
+    )  # fmt: skip
+    def test_combines(self, combine, training, dynamic):
+        self.check(Experts(combine=combine, apart=True), True, training, dynamic)
+
+    @parametrize("near", ["row", "other_order", "part", "read"])
+    def test_near_miss_combine(self, near):
+        class Near(Experts):
+            def forward(self, x, topk_indices, topk_weights):
+                ids, perm = topk_indices.flatten().sort(stable=True)
+                counts = torch.histc(ids.float(), bins=E, min=0, max=E - 1)
+                offs = torch.cumsum(counts, 0, dtype=torch.int32)
+                out = self.mlp(x[perm // K], (offs, ids))
+                more = 2 if near == "part" else 1
+                slots = torch.zeros(x.shape[0] * K * more, D, dtype=out.dtype)
+                early = slots.sum() if near == "read" else 0
+                slots[perm.flip(0) if near == "other_order" else perm] = out
+                slots = slots[: x.shape[0] * K].view(-1, K, D)
+                if near == "row":  # one weight for a slot of all tokens
+                    weights = topk_weights[:1].reshape(1, 1, K).expand(x.shape[0], 1, K)
+                else:
+                    weights = topk_weights.reshape(-1, 1, K)
+                return torch.bmm(weights, slots).squeeze(1) + early
+
+        self.check(Near(), full=False)
 
     @parametrize("training", [False, True])
     @parametrize("form", ["grouped", "batched"])

@@ -57,6 +57,9 @@ from .moe_match import (
 log = logging.getLogger(__name__)
 
 
+_FRESH = {"empty_like", "zeros_like", "empty", "zeros", "new_empty", "new_zeros"}
+
+
 class _NoMatch(Exception):
     """Why a block stays as it is written."""
 
@@ -169,15 +172,27 @@ def _match_gather(block: _Block) -> None:
 
 
 def _only_user(node: Any, block: _Block) -> Any:
-    users = [u for u in node.users if u not in block.effects]
+    # zeros_like reads a shape only.
+    users = [
+        u for u in node.users if u not in block.effects and op_name(u) not in _FRESH
+    ]
     return users[0] if len(users) == 1 else None
 
 
 def _match_combine(block: _Block) -> None:
     """weights and the sum over the rows of a token, from the end of the experts on."""
-    node, in_slots = block.down.out, block.perm is None
+    node, in_slots, is_summed = block.down.out, block.perm is None, False
     while (user := _only_user(node, block)) is not None:
         name = op_name(user)
+        if is_summed and name in ("squeeze", "view", "reshape"):
+            if rank(user) != 2 or not same_size(
+                value_of(user).shape[1], value_of(block.tokens).shape[1]
+            ):
+                raise _NoMatch(
+                    "the sum over rows is viewed as something else than (T, D)"
+                )
+            block.end = user
+            return
         if name in CASTS | {"contiguous"}:
             if not value_of(user).is_floating_point():
                 break
@@ -194,6 +209,8 @@ def _match_combine(block: _Block) -> None:
             if not _inverts(taken[1], block):
                 raise _NoMatch("rows are put in an order that is not that of the slots")
             block.inverse, in_slots = taken[1], True
+        elif not in_slots and (slots := _put_into_slots(user, node, block)) is not None:
+            user, in_slots = slots, True
         elif name in ("view", "reshape", "unflatten") and in_slots and rank(user) == 3:
             slots, tokens = value_of(user), value_of(block.tokens)
             if not (
@@ -201,7 +218,12 @@ def _match_combine(block: _Block) -> None:
                 and same_size(slots.shape[2], tokens.shape[1])
             ):
                 raise _NoMatch("rows are viewed as something else than (T, K, D)")
-        elif name == "sum" and rank(node) == 3:
+        elif name in ("bmm", "matmul") and rank(node) == 3 and node is user.args[1]:
+            block.weights = block.weights or _row_weights(user.args[0], block)
+            if block.weights is None or is_summed:
+                raise _NoMatch("the rows are not multiplied by router weights")
+            is_summed = True
+        elif name == "sum" and rank(node) == 3 and not is_summed:
             dim = argument(user, 1, "dim")
             if dim not in (1, -2, [1], (1,), [-2], (-2,)) or argument(
                 user, 2, "keepdim", False
@@ -220,6 +242,52 @@ def _match_combine(block: _Block) -> None:
     )
 
 
+def _put_into_slots(user: Any, rows: Any, block: _Block) -> Any:
+    """The tensor that has ``rows`` in slot order, if user puts them there."""
+    if op_name(user) == "setitem":
+        base, at, written = user.args
+    elif op_name(user) == "index_copy" and argument(user, 1, "dim") == 0:
+        base, at = user.args[0], argument(user, 2, "index")
+        written = argument(user, 3, "source")
+    else:
+        return None
+    if written is not rows or not same_value(at, block.perm):
+        return None
+    if op_name(base) not in _FRESH or not same_size(
+        value_of(base).shape[0], value_of(rows).shape[0]
+    ):
+        return None
+    if op_name(user) == "index_copy":
+        return user
+    if value_of(base).dtype != value_of(rows).dtype or any(
+        u is not user and u < user for u in base.users
+    ):
+        return None
+    block.effects.append(user)
+    return base
+
+
+def _row_weights(node: Any, block: _Block) -> Any:
+    """Router weights, (R) or (T, K), that node has as (T, 1, K)."""
+    flat = uncast(node)
+    if rank(flat) != 3 or not same_size(value_of(flat).shape[1], 1):
+        return None
+    while op_name(flat) in VIEWS - {"expand"} and rank(flat) == 3:
+        flat = flat.args[0]
+    if op_name(flat) == "getitem" and flat.args[1] == (slice(None), None):
+        flat = flat.args[0]
+    flat = uncast(flat)
+    return flat if rank(flat) == 1 or _is_token_weights(flat, block) else None
+
+
+def _is_token_weights(node: Any, block: _Block) -> bool:
+    """Whether node is (T, K)."""
+    if rank(node) != 2 or not same_size(value_of(node).shape[1], block.top_k):
+        return False
+    tokens = value_of(block.tokens).shape[0]
+    return guard_or_false(value_of(node).shape[0] == tokens)
+
+
 def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Any:
     """Router weights (R) or (T, K) in slot order of which node is a column."""
     node = uncast(node)
@@ -229,8 +297,7 @@ def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Any:
             flat = flat.args[0]
         if op_name(flat) == "getitem" and flat.args[1] in ((Ellipsis, None),):
             flat = flat.args[0]
-        shape = value_of(flat).shape if rank(flat) == 2 else ()
-        return flat if len(shape) == 2 and same_size(shape[1], block.top_k) else None
+        return flat if _is_token_weights(flat, block) else None
     if rank(node) != 2 or not same_size(value_of(node).shape[1], 1):
         return None
     flat = uncast(flat_source(node))
@@ -259,14 +326,7 @@ def _inverts(inverse: Any, block: _Block) -> bool:
         return inverse.args[0].args[0] is block.perm
     if op_name(inverse) in ("index_put", "scatter", "scatter_", "index_put_"):
         return _writes_inverse(inverse, block)
-    if op_name(inverse) not in (
-        "empty_like",
-        "zeros_like",
-        "empty",
-        "zeros",
-        "new_empty",
-        "new_zeros",
-    ):
+    if op_name(inverse) not in _FRESH:
         return False
     writers = [
         u for u in inverse.users if u.args[0] is inverse and row_selection(u) is None
