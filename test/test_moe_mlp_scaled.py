@@ -84,6 +84,22 @@ def run_both(backend, ops, lists=None, mask=None, compute_preact=True, **kwargs)
     return output, saved, MoeMlpGrads(*grads)
 
 
+def tokens_of(ops, tokens):
+    """The operands of these tokens alone."""
+    row_slots, slot_rows, offs, _ = torch._moe_permutation(
+        ops.topk_indices[tokens], len(ops.offs)
+    )
+    return dataclasses.replace(
+        ops,
+        input=ops.input[tokens],
+        topk_weights=ops.topk_weights[tokens],
+        row_slots=row_slots,
+        slot_rows=slot_rows,
+        offs=offs,
+        grad_out=ops.grad_out[tokens],
+    )
+
+
 class TestMoeMlpScaled(TestCase):
     def check(
         self, ops, recipe, backend="native", preact_dtype=E4M3, hp_wgrad=False, **kwargs
@@ -322,6 +338,22 @@ class TestMoeMlpScaled(TestCase):
             for a, b in zip(results[0], other, strict=True):
                 self.assertEqual(a, b, rtol=0, atol=0)
 
+    def test_rows_do_not_see_where_they_lie(self):
+        """Levels 1 and 2 where a vector would hold several rows and a thread's part end within it."""
+        case = MoeCase("narrow", num_tokens=40000, dim=96, hidden=1, num_experts=5)
+        ops = case.operands(torch.float32, activation="silu")
+        kwargs = {**recipe_args("mxfp8"), "activation": "silu"}
+        results = []
+        for threads in (1, 3):
+            with num_threads(threads):
+                results.append(run_both("native", ops, **kwargs)[2].grad_topk_weights)
+        self.assertEqual(results[0], results[1], rtol=0, atol=0)
+        for count in (1, 7, 35, 300, 1003):
+            grads = run_both("native", tokens_of(ops, slice(count)), **kwargs)[2]
+            self.assertEqual(
+                grads.grad_topk_weights, results[0][:count], rtol=0, atol=0
+            )
+
     @all_recipes
     @parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_tokens_do_not_see_each_other(self, recipe, dtype):
@@ -331,18 +363,7 @@ class TestMoeMlpScaled(TestCase):
         kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
 
         def run(tokens):
-            some = ops.topk_indices[tokens]
-            row_slots, slot_rows, offs, _ = torch._moe_permutation(some, 3)
-            part = dataclasses.replace(
-                ops,
-                input=ops.input[tokens],
-                topk_weights=ops.topk_weights[tokens],
-                row_slots=row_slots,
-                slot_rows=slot_rows,
-                offs=offs,
-                grad_out=ops.grad_out[tokens],
-            )
-            output, _, grads = run_both("native", part, **kwargs)
+            output, _, grads = run_both("native", tokens_of(ops, tokens), **kwargs)
             return output, grads.grad_input, grads.grad_topk_weights
 
         every = run(torch.arange(40))

@@ -42,6 +42,7 @@
 namespace at::native {
 
 DEFINE_DISPATCH(moe_mlp_weight_only_stub);
+DEFINE_DISPATCH(moe_activation_stub);
 DEFINE_DISPATCH(moe_expert_gemm_stub);
 DEFINE_DISPATCH(moe_expert_grad_stub);
 
@@ -130,7 +131,7 @@ class ScaledPass {
   }
 
   Tensor project_out(const Tensor& h) const {
-    const auto act = row_values(activate(h, spec_).to(dtype_));
+    const auto act = row_values(activation(h));
     auto o = multiply(act, w_out(2), /*transposed=*/true).to(kFloat);
     if (in_.b_out.defined()) {
       o = o + in_.b_out.index_select(0, routing_.row_expert);
@@ -211,6 +212,36 @@ class ScaledPass {
     return grad.to(w.scalar_type());
   }
 
+  // (E, N): per expert the sum of its rows (R, N)
+  Tensor sum_rows(const Tensor& rows) const {
+    if (backend_ == Backend::Composite) {
+      return sum_experts(routing_, rows);
+    }
+    const auto ones = at::ones({rows.size(0), 1}, rows.options());
+    const auto sums =
+        at::empty({routing_.offs.size(0), 1, rows.size(1)}, rows.options());
+    moe_expert_grad_stub(kCPU, scaled_.call.inputs, ones, rows, sums);
+    return sums.select(1, 0);
+  }
+
+  // A (R, F) of H in the type of the products, and dH from the gradient of A in float32
+  Tensor activation(const Tensor& h) const {
+    if (backend_ == Backend::Composite) {
+      return activate(h, spec_).to(dtype_);
+    }
+    const auto out = at::empty({h.size(0), scaled_.call.sizes.hidden_dim.expect_int()}, h.options());
+    moe_activation_stub(kCPU, h.contiguous(), Tensor(), spec_, out);
+    return out;
+  }
+  Tensor activation_grad(const Tensor& h, const Tensor& grad) const {
+    if (backend_ == Backend::Composite) {
+      return preact_grad(h, grad, spec_).to(dtype_);
+    }
+    const auto out = at::empty(h.sizes(), h.options());
+    moe_activation_stub(kCPU, h.contiguous(), grad.contiguous(), spec_, out);
+    return out;
+  }
+
   const ScaledCall& scaled_;
   const Backend backend_;
   const moe::MLPInputs& in_;
@@ -233,7 +264,7 @@ void ScaledPass::backward(
   // A row of dO once, not once for each of its experts.
   const auto dy_values = gather(row_values(in_.input.to(dtype_)));
   const auto h = saved_preact(saved);
-  const auto act = activate(h, spec_).to(dtype_);
+  const auto act = activation(h);
   const auto s = in_.topk_weights.defined()
       ? routing_.masked(weights_of_rows(in_.topk_weights, routing_)).to(kFloat)
       : at::ones({1, 1}, h.options().dtype(kFloat));
@@ -242,7 +273,7 @@ void ScaledPass::backward(
     grads[2] = weight_grad(in_.w_out, left, column((act * s).to(dtype_)));
   }
   if (wanted[5]) {
-    grads[5] = sum_experts(routing_, (dy * s).to(dtype_)).to(in_.b_out.scalar_type());
+    grads[5] = sum_rows((dy * s).to(dtype_)).to(in_.b_out.scalar_type());
   }
   const bool wants_preact_grad = wanted[0] || wanted[1] || wanted[4] || wanted[6];
   if (!wants_preact_grad && !wanted[3]) {
@@ -264,7 +295,7 @@ void ScaledPass::backward(
   if (!wants_preact_grad) {
     return;
   }
-  const auto dh = routing_.masked(preact_grad(h, grad_act * s, spec_)).to(dtype_);
+  const auto dh = routing_.masked(activation_grad(h, grad_act * s));
   const auto dh_values = row_values(dh);
   // With w_up the up half of H is a matrix of its own.
   const int64_t up = dh.size(1) / 2;
@@ -290,7 +321,7 @@ void ScaledPass::backward(
     }
   }
   if (wanted[4]) {
-    grads[4] = sum_experts(routing_, dh).to(in_.b_in.scalar_type());
+    grads[4] = sum_rows(dh).to(in_.b_in.scalar_type());
   }
 }
 

@@ -33,6 +33,17 @@ using moe_expert_grad_fn = void (*)(
     const Tensor& right,
     const Tensor& grad);
 
+// A (R, F) = act(H), of H (R, G*F) in bfloat16 or float32, which is out's type, too; with grad
+// (R, F) in float32, the gradient of A, dH (R, G*F). All contiguous. A row's bits depend on that
+// row only, which those of ATen's activations do not: their vectors end where a thread's part of
+// the tensor does.
+using moe_activation_fn = void (*)(
+    const Tensor& preact,
+    const Tensor& grad,
+    const moe::ActivationSpec& spec,
+    const Tensor& out);
+
+DECLARE_DISPATCH(moe_activation_fn, moe_activation_stub)
 DECLARE_DISPATCH(moe_expert_gemm_fn, moe_expert_gemm_stub)
 DECLARE_DISPATCH(moe_expert_grad_fn, moe_expert_grad_stub)
 

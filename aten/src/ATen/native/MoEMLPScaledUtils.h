@@ -134,8 +134,8 @@ inline void check_list_size(const char* op, const char* name, TensorList list, b
       op,
       ": ",
       name,
-      " must be [], [data, scale]",
-      transposed ? " or [data, scale, data_t, scale_t]" : "",
+      transposed ? " must be [], [data, scale] or [data, scale, data_t, scale_t]"
+                 : " must be [] or [data, scale]",
       ", got ",
       list.size(),
       " tensors");
@@ -158,7 +158,7 @@ inline Tensor weight_shape(
     sizes.back() = sizes.back() *
         weight_format(op, name, scaled, rule).per_element;
   }
-  return at::zeros({1}, input.options()).expand_symint(sizes);
+  return at::zeros({}, input.options()).expand_symint(sizes);
 }
 
 inline void check_operand_dtype(
@@ -201,7 +201,8 @@ inline void check_scaled_pair(
       " with two numbers in a byte needs an even last dimension, got ",
       last);
   sizes.back() = last / per_element;
-  check_shape(op, data_name.c_str(), pair[0], "of the weight", sizes);
+  check_shape(
+      op, data_name.c_str(), pair[0], logical.size() == 2 ? "(T, D)" : "of the weight", sizes);
   sizes = logical.vec();
   if (rule.type == ScalingType::TensorWise) {
     sizes = {1};
@@ -328,6 +329,7 @@ struct ScaledCall {
         op,
         ": input must have dtype float32, bfloat16 or float16, got ",
         dtype_name(in.input.scalar_type()));
+    check_placement(op, "input", in.input, "input", in.input);
     detail::check_list_size(op, "input_scaled", lists.input, false);
     detail::check_list_size(op, "w_in_scaled", lists.w_in, true);
     detail::check_list_size(op, "w_out_scaled", lists.w_out, true);
@@ -356,7 +358,7 @@ struct ScaledCall {
       if (b.defined()) {
         check_placement(op, name, b, "input", in.input);
         detail::check_operand_dtype(op, name, b, in.input);
-        b = at::zeros({1}, in.input.options()).expand_symint(b.sym_sizes());
+        b = at::zeros({}, in.input.options()).expand_symint(b.sym_sizes());
       }
     };
     bias("b_in", out.b_in);
@@ -503,6 +505,9 @@ inline void check_saved(
       scaled.row_dtype() != kChar,
       op,
       ": no gradients with input_scaled in int8, which is for inference");
+  check_placement(op, "preact", saved.preact, "grad_out", scaled.inputs.input);
+  check_placement(op, "preact_scale", saved.preact_scale, "grad_out", scaled.inputs.input);
+  check_rank(op, "preact", saved.preact, 2, "(R, G*F)");
   // A size that nobody knows is not 0 here: then the shapes below have to fit.
   const bool has_no_preact = TORCH_GUARD_OR_FALSE(saved.preact.sym_size(0).sym_eq(0));
   const bool is_recomputed =
@@ -515,6 +520,11 @@ inline void check_saved(
       ": gradients of w_in and w_up, and preact computed again, need the rows of input, which"
       " are saved in 8 bits only, and not at all with recipe_a []");
   if (!scaled.weight_only() && scaled.lists.input.empty()) {
+    TORCH_CHECK_TYPE(
+        saved.input_data.scalar_type() == kFloat8_e4m3fn,
+        op,
+        ": input_data must have dtype float8_e4m3fn, got ",
+        dtype_name(saved.input_data.scalar_type()));
     detail::check_scaled_pair(
         op, "input", {saved.input_data, saved.input_scale}, *scaled.rule_a, x.sym_sizes(), 1, x);
   }
@@ -541,6 +551,13 @@ inline void check_saved(
       dtype_name(saved.preact.scalar_type()));
   check_shape(op, "preact", saved.preact, "(R, G*F)", {sizes.num_rows, sizes.gated_dim});
   if (scaled.preact_dtype.has_value()) {
+    TORCH_CHECK_TYPE(
+        saved.preact_scale.scalar_type() == kPreactRule.scale_dtype,
+        op,
+        ": preact_scale must have dtype ",
+        dtype_name(kPreactRule.scale_dtype),
+        ", got ",
+        dtype_name(saved.preact_scale.scalar_type()));
     check_shape(
         op,
         "preact_scale",

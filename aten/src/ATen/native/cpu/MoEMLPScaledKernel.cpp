@@ -61,8 +61,53 @@ void moe_expert_grad_kernel(
   });
 }
 
+template <typename scalar_t, typename Act>
+void activate_rows(
+    const Tensor& preact, const Tensor& grad, const moe::ActivationSpec& spec, const Tensor& out) {
+  constexpr bool fast = kFastMath<scalar_t>;
+  const int64_t cols = preact.size(1), hidden = spec.is_gated ? cols / 2 : cols;
+  const HiddenLayout layout{hidden, spec.is_gated, spec.interleaved};
+  const ActivationConstants<VecOf<scalar_t>> constants(spec);
+  const auto* rows = preact.const_data_ptr<scalar_t>();
+  const auto* grads = grad.defined() ? grad.const_data_ptr<float>() : nullptr;
+  auto* results = out.mutable_data_ptr<scalar_t>();
+  const auto of_units = [&](int64_t row, int64_t f, int64_t n) {
+    const auto x = layout.load(rows + row * cols, hidden, f, n);
+    if (grads == nullptr) {
+      store_pair(results + row * hidden + f, activate_pair<Act, fast>(x, constants), n);
+      return;
+    }
+    const auto d = load_pair(grads + row * hidden + f, n);
+    const auto a = activate_with_grads<Act, fast>(x.gate.first, x.up.first, d.first, constants);
+    const auto b =
+        activate_with_grads<Act, fast>(x.gate.second, x.up.second, d.second, constants);
+    layout.template store<scalar_t>(
+        results + row * cols, f, n, {{a.gate, b.gate}, {a.up, b.up}});
+  };
+  at::parallel_for(0, preact.size(0), rows_grain(cols), [&](int64_t begin, int64_t end) {
+    for (const auto row : c10::irange(begin, end)) {
+      for (int64_t f = 0; f < hidden; f += kPairLanes<scalar_t>) {
+        of_units(row, f, std::min(kPairLanes<scalar_t>, hidden - f));
+      }
+    }
+  });
+}
+
+void moe_activation_kernel(
+    const Tensor& preact, const Tensor& grad, const moe::ActivationSpec& spec, const Tensor& out) {
+  dispatch_activation(spec, [&](auto act) {
+    using Act = decltype(act);
+    if (preact.scalar_type() == kFloat) {
+      activate_rows<float, Act>(preact, grad, spec, out);
+    } else {
+      activate_rows<BFloat16, Act>(preact, grad, spec, out);
+    }
+  });
+}
+
 }  // namespace
 
+ALSO_REGISTER_AVX512_DISPATCH(moe_activation_stub, &moe_activation_kernel)
 ALSO_REGISTER_AVX512_DISPATCH(moe_expert_gemm_stub, &moe_expert_gemm_kernel)
 ALSO_REGISTER_AVX512_DISPATCH(moe_expert_grad_stub, &moe_expert_grad_kernel)
 
