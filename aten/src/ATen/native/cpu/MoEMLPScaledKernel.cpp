@@ -81,7 +81,7 @@ void activate_rows(
     const auto a = activate_with_grads<Act, fast>(x.gate.first, x.up.first, d.first, constants);
     const auto b =
         activate_with_grads<Act, fast>(x.gate.second, x.up.second, d.second, constants);
-    layout.template store<scalar_t>(
+    layout.template store<scalar_t, void>(
         results + row * cols, f, n, {{a.gate, b.gate}, {a.up, b.up}});
   };
   at::parallel_for(0, preact.size(0), rows_grain(cols), [&](int64_t begin, int64_t end) {
