@@ -11,6 +11,7 @@ import fake_gpu
 
 fake_gpu.require()  # before torch
 
+import ast
 import re
 import tempfile
 import zipfile
@@ -58,7 +59,7 @@ class TestMoeRoutingLowering(TestCase):
         traced = 24 if tokens == "dynamic" else None
         forward, backward = emit(Block("", traced_tokens=traced), arch)
         self.assertEqual(moe_calls(forward) + moe_calls(backward), [])
-        permutation = BLOCKS if tokens == "dynamic" else ONE_PROGRAM
+        permutation = ONE_PROGRAM + (BLOCKS if tokens == "dynamic" else [])
         self.assertEqual(
             launches(forward)[: 1 + len(permutation)], ["topk_kernel", *permutation]
         )
@@ -119,21 +120,40 @@ class TestMoeRoutingLowering(TestCase):
         (library,) = (f for n, f in files.items() if n.endswith(".wrapper.so"))
         self.assertNotIn(b"aoti_torch_cuda__moe", library)
         cubins = [f for n, f in files.items() if n.endswith(".cubin")]
-        for kernel in ("topk_kernel", *BLOCKS, "up_kernel", "grouped_mm_kernel"):
+        routing = ("topk_kernel", *ONE_PROGRAM, *BLOCKS)
+        for kernel in (*routing, "up_kernel", "grouped_mm_kernel"):
             held = [c for c in cubins if f".text.{kernel}".encode() in c]
             self.assertEqual(len(held), 1, kernel)
 
-    @parametrize("bounded", [False, True])
-    def test_a_bound_on_the_tokens_is_used(self, bounded):
-        problem = Permutation("", traced_tokens=24)
+    @parametrize(
+        "bounds,kernels",
+        [
+            ({}, ONE_PROGRAM + BLOCKS),
+            ({"min": 2, "max": 512}, ONE_PROGRAM),
+            ({"min": 513, "max": 1 << 20}, BLOCKS),
+        ],
+        name_fn=lambda bounds, kernels: "_".join(map(str, bounds.values())) or "none",
+    )
+    def test_bounds_on_the_tokens_are_used(self, bounds, kernels):
         dynamic = torch._dynamo.mark_dynamic
 
         def mark(x, dim):
-            dynamic(x, dim, **({"min": 2, "max": 512} if bounded else {}))
+            dynamic(x, dim, **bounds)
 
         with mock.patch.object(torch._dynamo, "mark_dynamic", mark):
-            (graph,) = emit(problem)
-        self.assertEqual(launches(graph), ONE_PROGRAM if bounded else BLOCKS)
+            (graph,) = emit(Permutation("", traced_tokens=bounds.get("max", 24)))
+        self.assertEqual(launches(graph), kernels)
+        if kernels == ONE_PROGRAM + BLOCKS:
+            self.check_that_one_way_runs(graph)
+
+    def check_that_one_way_runs(self, graph):
+        # The wrapper has both; the grid of one of them is empty.
+        calls = re.findall(r"^ +(\w+\.run\(.*\))$", graph.source, re.MULTILINE)
+        grids = [ast.unparse(ast.parse(c, mode="eval").body.args[-3]) for c in calls]
+        (size,) = set(re.findall(r"\bs\d+\b", " ".join(grids)))
+        for num_tokens, one in ((2, True), (512, True), (513, False), (5000, False)):
+            found = [eval(grid, {size: num_tokens}) > 0 for grid in grids]
+            self.assertEqual(found, [one] + 4 * [not one], f"{num_tokens} tokens")
 
     def test_ids_are_checked_as_in_eager_mode(self):
         # Whatever Inductor's own assertions are set to.
@@ -202,6 +222,7 @@ class TestMoeRoutingLowering(TestCase):
                 bias=bool(options),
                 **sizes,
             ),
+            # Both ways, and decoding.
             Permutation("", 4096, 64, row_alignment=8, **sizes),
             Permutation("", 64, **sizes),
         )
@@ -213,7 +234,14 @@ class TestMoeRoutingLowering(TestCase):
                 )
                 compiled.append(report.kernel)
         self.assertEqual(
-            compiled, ["topk_kernel", "topk_backward_kernel", *BLOCKS, *ONE_PROGRAM]
+            compiled,
+            [
+                "topk_kernel",
+                "topk_backward_kernel",
+                *ONE_PROGRAM,
+                *BLOCKS,
+                *ONE_PROGRAM,
+            ],
         )
 
 

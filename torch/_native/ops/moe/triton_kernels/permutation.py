@@ -292,6 +292,11 @@ def minimum(a: int, b: int) -> int:
     return torch.sym_min(a, b)  # pyrefly: ignore[bad-return]
 
 
+def _is_at_most(size: int, limit: int) -> int:
+    """1 if it is, else 0."""
+    return minimum(torch.sym_max(limit + 1 - size, 0), 1)
+
+
 def _permute_blocks(
     topk_indices: Tensor,
     row_slots: Tensor,
@@ -300,8 +305,9 @@ def _permute_blocks(
     counts: Tensor,
     row_alignment: int,
     kernel: Callable[[Any], Any],
+    on: int,
 ) -> None:
-    """Writes what :func:`moe_permutation` returns, by blocks of slots."""
+    """Writes what :func:`moe_permutation` returns, by blocks of slots; nothing if ``on`` is 0."""
     num_slots, num_rows = slot_rows.numel(), row_slots.shape[0]
     num_experts = offs.shape[0]
     block_s, block_e = _SLOTS_PER_PROGRAM, 16
@@ -309,8 +315,8 @@ def _permute_blocks(
     num_blocks = torch.sym_max(triton.cdiv(num_slots, block_s), 1)
     starts = torch.empty_like(offs, dtype=torch.int64)
     block_counts = offs.new_empty(num_blocks, num_experts)
-    grid = (torch.sym_max(num_blocks, triton.cdiv(num_rows, block_s)),)
-    kernel(count_kernel)[grid](
+    grid = torch.sym_max(num_blocks, triton.cdiv(num_rows, block_s))
+    kernel(count_kernel)[(grid * on,)](
         topk_indices,
         block_counts,
         row_slots,
@@ -325,7 +331,7 @@ def _permute_blocks(
         sanitize_overflow=False,
         **OPTIONS,
     )
-    kernel(scan_blocks_kernel)[(triton.cdiv(num_experts, block_e),)](
+    kernel(scan_blocks_kernel)[(triton.cdiv(num_experts, block_e) * on,)](
         block_counts,
         counts,
         num_blocks,
@@ -334,7 +340,7 @@ def _permute_blocks(
         BLOCK_E=block_e,
         **OPTIONS,
     )
-    kernel(expert_offsets_kernel)[(1,)](
+    kernel(expert_offsets_kernel)[(on,)](
         counts,
         offs,
         starts,
@@ -344,7 +350,7 @@ def _permute_blocks(
         BLOCK_E=min(1024, triton.next_power_of_2(num_experts)),
         **OPTIONS,
     )
-    kernel(scatter_kernel)[(num_blocks,)](
+    kernel(scatter_kernel)[(num_blocks * on,)](
         topk_indices,
         block_counts,
         starts,
@@ -388,13 +394,14 @@ def moe_permutation(
     slot_rows = int32(num_tokens, top_k)
     offs = int32(num_experts)
     counts = int32(num_experts)
-    most_slots = bound(num_slots)
-    if (
-        most_slots <= _BLOCK_SLOTS
-        and bound(num_rows) <= _BLOCK_ROWS
-        and num_experts <= _BLOCK_EXPERTS
-    ):
-        kernel(permute_block_kernel)[(1,)](
+    # Where a compiler does not know, it launches both ways, one of them with an empty grid.
+    one = minimum(
+        _is_at_most(num_slots, _BLOCK_SLOTS), _is_at_most(num_rows, _BLOCK_ROWS)
+    )
+    if num_experts > _BLOCK_EXPERTS:
+        one = 0
+    if bound(one):
+        kernel(permute_block_kernel)[(one,)](
             topk_indices,
             row_slots,
             slot_rows,
@@ -405,14 +412,23 @@ def moe_permutation(
             num_experts,
             row_alignment,
             # One slot per thread at least.
-            BLOCK_S=max(128, triton.next_power_of_2(int(most_slots))),
+            BLOCK_S=max(
+                128, triton.next_power_of_2(int(min(bound(num_slots), _BLOCK_SLOTS)))
+            ),
             BINS=max(128, triton.next_power_of_2(num_experts + 1)),
             debug=True,
             sanitize_overflow=False,
             **OPTIONS,
         )
-    else:
+    if bound(1 - one):
         _permute_blocks(
-            topk_indices, row_slots, slot_rows, offs, counts, row_alignment, kernel
+            topk_indices,
+            row_slots,
+            slot_rows,
+            offs,
+            counts,
+            row_alignment,
+            kernel,
+            1 - one,
         )
     return row_slots, slot_rows, offs, counts
