@@ -287,7 +287,7 @@ _BLOCK_EXPERTS = 1023
 _SLOTS_PER_PROGRAM = 512
 
 
-def minimum(a: int, b: int) -> int:
+def minimum(a: int | torch.SymInt, b: int) -> int:
     """Without a guard on a size that a compiler does not know."""
     return torch.sym_min(a, b)  # pyrefly: ignore[bad-return]
 
