@@ -28,9 +28,9 @@ def gate_clamped(gate, up):
     return F.silu(gate.clamp(max=2)) * up.clamp(min=-2, max=2)
 
 
-def gate_oai(gate, up):
-    gate, up = gate.clamp(min=None, max=2.0), up.clamp(min=-2.0, max=2.0)
-    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+def gate_oai(gate, up, limit=2.0, alpha=1.702):
+    gate, up = gate.clamp(min=None, max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 GATES = {
@@ -86,6 +86,7 @@ class Experts(nn.Module):
                 w.mT.contiguous() if transposed and len(shape) == 3 else w
             )
 
+        self.limit, self.alpha = 2.0, 1.702  # symbols with dynamic shapes
         wide = HIDDEN if apart or gate in PLAIN else 2 * HIDDEN
         self.w_in, self.w_out = weight(E, wide, D), weight(E, D, HIDDEN)
         self.w_up = weight(E, wide, D) if apart else None
@@ -113,20 +114,23 @@ class Experts(nn.Module):
             a = PLAIN[self.gate](h)
         elif self.apart:
             a = GATES[self.gate](h, self.linear(rows, self.w_up, None, experts))
+        elif self.gate == "oai":
+            a = gate_oai(*halves(h, self.split), self.limit, self.alpha)
         else:
             a = GATES[self.gate](*halves(h, self.split))
         return self.linear(a, self.w_out, self.b_out, experts)
 
     def forward(self, x, topk_indices, topk_weights):
+        top_k = topk_indices.size(-1)
         ids, weights = topk_indices.reshape(-1), topk_weights.reshape(-1)
         if self.form == "batched":
-            out = self.mlp(x.repeat_interleave(K, dim=0), ids)
+            out = self.mlp(x.repeat_interleave(top_k, dim=0), ids)
             out = out * weights.unsqueeze(-1)
-            return out.view(-1, K, D).sum(dim=1).to(x.dtype)
+            return out.view(-1, top_k, D).sum(dim=1).to(x.dtype)
         sorted_ids, perm = torch.sort(ids)
         counts = torch.histc(sorted_ids.float(), bins=E, min=0, max=E - 1)
         offs = torch.cumsum(counts, 0, dtype=torch.int32)
-        token = perm // K
+        token = perm // top_k
         index = token.reshape(-1, 1).expand(-1, D)
         rows = x.gather(0, index) if self.combine == "scatter_add" else x[token]
         column = weights[perm].unsqueeze(-1)
@@ -134,13 +138,15 @@ class Experts(nn.Module):
             rows = (rows * column).to(x.dtype)
         out = self.mlp(rows, (offs, sorted_ids))
         if self.combine == "index_copy":
-            slots = torch.zeros_like(out).index_copy(0, perm, out).view(-1, K, D)
+            slots = torch.zeros_like(out).index_copy(0, perm, out).view(-1, top_k, D)
             y = topk_weights.float()[:, None] @ slots.float()
             return y.squeeze(1).to(x.dtype)
         if self.combine == "bmm":  # torchtitan
-            slots = torch.zeros(x.shape[0] * K, D, dtype=out.dtype)
+            slots = torch.zeros(x.shape[0] * top_k, D, dtype=out.dtype)
             slots[perm] = out
-            y = torch.bmm(topk_weights.reshape(-1, 1, K), slots.reshape(-1, K, D))
+            y = torch.bmm(
+                topk_weights.reshape(-1, 1, top_k), slots.reshape(-1, top_k, D)
+            )
             return y.to(x.dtype).squeeze(1)
         if not self.before:
             out = (out * column).to(x.dtype)
@@ -157,10 +163,10 @@ class Experts(nn.Module):
         if self.combine == "setitem":
             slots = torch.zeros_like(out)
             slots[perm] = out
-            return slots.view(-1, K, D).sum(dim=1).to(x.dtype)
+            return slots.view(-1, top_k, D).sum(dim=1).to(x.dtype)
         inverse = torch.empty_like(perm)
         inverse[perm] = torch.arange(perm.size(0))
-        return out[inverse].view(-1, K, D).sum(dim=1).to(x.dtype)
+        return out[inverse].view(-1, top_k, D).sum(dim=1).to(x.dtype)
 
 
 def make_inputs(dtype):
@@ -308,6 +314,30 @@ class TestMoEFusion(TestCase):
         options = {"gate": "oai", "split": "interleaved", "bias": True}
         self.check(Experts(form, **options), True, True, backend="inductor")
 
+    @parametrize("form", ["grouped", "batched"])
+    def test_k_and_limits_are_guarded(self, form):
+        experts = Experts(form, gate="oai", split="interleaved", bias=True)
+        experts = experts.to(torch.bfloat16)
+        (x, ids, weights), _ = fixed_inputs(torch.bfloat16)
+        options = {"fullgraph": True, "dynamic": True, "backend": rewritten_eager}
+        compiled = torch.compile(experts, **options)
+
+        def rewritten(*args):
+            """Whether the call compiled the op anew, having checked its result."""
+            counters.clear()
+            with config.patch(moe_fusion=True), torch.no_grad():
+                want = experts(*args)
+                self.assertEqual(compiled(*args), want, rtol=0.05, atol=0.05)
+            stats = counters["inductor"]
+            self.assertEqual(stats["moe_fusion"], stats["moe_fusion_full"])
+            return stats["moe_fusion"] > 0
+
+        self.assertTrue(rewritten(x, ids, weights))
+        self.assertFalse(rewritten(x[:7], ids[:7], weights[:7]))
+        self.assertTrue(rewritten(x, ids[:, :2], weights[:, :2]))
+        experts.limit = 0.25
+        self.assertTrue(rewritten(x, ids, weights))
+
     @parametrize("training", [False, True])
     @parametrize("form", ["twice", "none_index", "batched"])
     def test_indices_written_in_other_ways(self, form, training):
@@ -384,7 +414,9 @@ class TestMoEFusion(TestCase):
                 gate, up = h.chunk(2, -1)
                 return self.linear(torch.tanh(gate) * up, self.w_out, None, experts)
 
-        self.check_untouched(lambda m, *args: m(*args), Tanh())
+        with self.assertLogs("torch._inductor.fx_passes.moe_fusion", "INFO") as logs:
+            self.check_untouched(lambda m, *args: m(*args), Tanh())
+        self.assertRegex(logs.output[-1], "stays: its activation is not known")
 
     def test_near_miss_up_before_gate(self):
         class Swapped(Experts):

@@ -38,6 +38,7 @@ from .moe_match import (
     flat_source,
     is_expert_of_row,
     matmul_of,
+    number,
     op_name,
     operand_orders,
     Projection,
@@ -130,14 +131,14 @@ def _match_gather(block: _Block) -> None:
     """tokens, top_k and perm from rows = tokens[token of every row]."""
     rows = block.rows
     if op_name(rows) == "repeat_interleave" and not block.down.grouped:
-        repeats, dim = argument(rows, 1, "repeats"), argument(rows, 2, "dim")
+        repeats, dim = number(argument(rows, 1, "repeats")), argument(rows, 2, "dim")
         if isinstance(repeats, int) and dim in (0, -2):
             block.tokens, block.top_k = rows.args[0], repeats
     elif (taken := row_selection(rows)) is not None:
         token_of = taken[1]
         if op_name(token_of) in ("floordiv", "floor_divide", "div", "divide"):
             by, rounding = (
-                token_of.args[1],
+                number(token_of.args[1]),
                 token_of.kwargs.get("rounding_mode", "floor"),
             )
             exact = (
@@ -148,7 +149,7 @@ def _match_gather(block: _Block) -> None:
                 block.tokens, block.top_k, block.perm = taken[0], by, token_of.args[0]
         elif op_name(taken[0]) == "repeat_interleave":
             repeats, dim = (
-                argument(taken[0], 1, "repeats"),
+                number(argument(taken[0], 1, "repeats")),
                 argument(taken[0], 2, "dim"),
             )
             if isinstance(repeats, int) and dim in (0, -2):
@@ -559,6 +560,21 @@ def _rewrite(graph: Graph, block: _Block) -> None:
             graph.erase_node(node)
 
 
+def _is_second(matmul: Projection) -> bool:
+    """Whether the rows come out of another matmul of the same experts."""
+    seen, todo = set(), [matmul.rows]
+    while todo:
+        node = todo.pop()
+        if node in seen or not isinstance(node, Node):
+            continue
+        seen.add(node)
+        earlier = matmul_of(node)
+        if earlier is not None:
+            return earlier.experts is matmul.experts
+        todo += node.all_input_nodes
+    return False
+
+
 def moe_fusion(graph: Graph) -> None:
     """Rewrites every block of experts that it recognises; the others stay as they are."""
     anchors = [
@@ -566,7 +582,11 @@ def moe_fusion(graph: Graph) -> None:
     ]
     for anchor in reversed(anchors):
         matmul = matmul_of(anchor)
-        if matmul is None or activation_of(matmul.rows) is None:
+        if matmul is None:
+            continue
+        if activation_of(matmul.rows) is None:
+            if _is_second(matmul):
+                log.info("moe_fusion: %s stays: its activation is not known", anchor)
             continue
         try:
             block = _match_block(anchor)

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    has_free_unbacked_symbols,
+    statically_known_true,
+)
 
 
 CASTS = {
@@ -63,6 +66,21 @@ def argument(node: Any, position: int, name: str, default: Any = None) -> Any:
     if len(node.args) > position:
         return node.args[position]
     return node.kwargs.get(name, default)
+
+
+def number(argument: Any) -> Any:
+    """The number that an argument is, else None.
+
+    With dynamic shapes K and the limits of activations are symbols as well. They are guarded: no
+    model changes them, and the op needs to know them.
+    """
+    if isinstance(argument, Node):
+        argument = argument.meta.get("example_value", argument.meta.get("val"))
+    if isinstance(argument, (torch.SymInt, torch.SymFloat)):
+        if has_free_unbacked_symbols(argument):
+            return None
+        return int(argument) if isinstance(argument, torch.SymInt) else float(argument)
+    return argument if isinstance(argument, (int, float)) else None
 
 
 def value_of(node: Any) -> Any:
@@ -243,10 +261,12 @@ def _clamped(node: Any) -> tuple[Any, float | None, float | None]:
         lo = argument(node, 1, "min") if name != "clamp_max" else None
         hi = argument(node, 2, "max") if name in ("clamp", "clip") else None
         hi = argument(node, 1, "max") if name == "clamp_max" else hi
-        if any(isinstance(v, Node) for v in (lo, hi)) or (
+        known = [number(v) for v in (lo, hi)]
+        if known.count(None) != (lo, hi).count(None) or (
             lo is not None and low is not None
         ):
             break
+        lo, hi = known
         if hi is not None and high is not None:
             break
         low, high = (lo if low is None else low), (hi if high is None else high)
@@ -400,9 +420,7 @@ def _oai(node: Any) -> ActivationMatch | None:
                 if op_name(sigmoid) != "sigmoid":
                     continue
                 for scaled, alpha in operand_orders(uncast(sigmoid.args[0]), "mul"):
-                    if not isinstance(alpha, (int, float)) or uncast(
-                        scaled
-                    ) is not uncast(gate):
+                    if uncast(scaled) is not uncast(gate) or number(alpha) is None:
                         continue
                     x, low, high = _clamped(gate)
                     u, up_low, up_high = _clamped(up)
@@ -412,7 +430,7 @@ def _oai(node: Any) -> ActivationMatch | None:
                         and up_high == high
                         and up_low == -high
                     ):
-                        options = {"alpha": float(alpha), "limit": float(high)}
+                        options = {"alpha": float(number(alpha)), "limit": float(high)}
                         return _gated("swiglu_oai", x, u, **options)
     return None
 
