@@ -223,21 +223,67 @@ class TestMoeFreezing(TestCase):
         self.assert_stays(layer, inputs(dtype=torch.float32), "its storage is shared")
         self.assertEqual(torch.as_tensor(lent[0]).data_ptr(), layer.gate_up.data_ptr())
 
-    def test_has_a_gradient(self):
+    @parametrize("set_to_none", [False, True])
+    def test_in_training(self, set_to_none):
         # A fused optimizer takes it that its state has the strides of the parameter.
         def trained(freeze):
             torch.manual_seed(0)
             layer, args = Experts(dtype=torch.float32), inputs(dtype=torch.float32)
             optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
             for step in range(3):
-                optimizer.zero_grad()
                 layer(*args).square().sum().backward()
                 optimizer.step()
+                optimizer.zero_grad(set_to_none)
                 if freeze and not step:
                     self.assert_stays(layer, args, "it is in training")
             return layer.gate_up
 
         self.assertEqual(trained(True), trained(False), rtol=0, atol=0)
+
+    def test_two_modules_with_one_parameter(self):
+        first, second, args = Experts(), Experts(), inputs()
+        second.gate_up = first.gate_up
+        with torch.no_grad():  # a graph of autograd would have views
+            want = [layer(*args) for layer in (first, second)]
+        output, _ = frozen(first, *args)
+        self.assertEqual(relaid(), 2)
+        self.assertEqual([output, second(*args)], want, rtol=2e-2, atol=2e-2)
+        self.assertIs(first.gate_up, second.gate_up)
+        output, _ = frozen(second, *args)
+        self.assertEqual(relaid(), 1)  # its own
+        self.assertEqual(output, want[1], rtol=2e-2, atol=2e-2)
+
+    def test_state_dict(self):
+        layer, args = Experts(), inputs()
+        state = {name: p.clone() for name, p in layer.state_dict().items()}
+        want = layer(*args)
+        with config.patch(freezing=True), torch.no_grad():
+            compiled = torch.compile(layer)
+            compiled(*args)
+            self.assertEqual(layer.state_dict(), state, rtol=0, atol=0)
+            # Loaded in place: also what the graph reads.
+            layer.load_state_dict({n: torch.zeros_like(p) for n, p in state.items()})
+            self.assertEqual(compiled(*args).abs().max(), 0)
+            layer.load_state_dict(state)
+            self.assertEqual(compiled(*args), want, rtol=2e-2, atol=2e-2)
+            fresh = Experts()
+            fresh.load_state_dict(layer.state_dict())
+            self.assertTrue(fresh.gate_up.is_contiguous())
+            self.assertEqual(fresh(*args), want)
+
+    def test_cast_in_the_graph(self):
+        class Cast(Experts):
+            def forward(self, x, ids, weights):
+                w_in, w_out = self.gate_up.mT.to(x.dtype), self.down.mT.to(x.dtype)
+                return F.moe_mlp(x, ids, weights, w_in, w_out)
+
+        layer, args = Cast(dtype=torch.float32), inputs()
+        want = layer(*args)
+        output, _ = frozen(layer, *args)
+        # The casts are constants of the graph; the parameters are not read.
+        self.assertEqual(relaid(), 2)
+        self.assertTrue(layer.gate_up.is_contiguous())
+        self.assertEqual(output, want, rtol=2e-2, atol=2e-2)
 
     def test_shared_between_processes(self):
         self.assert_stays(Experts().share_memory(), inputs(), "its storage is shared")

@@ -14,7 +14,9 @@ something else may read the old storage, the weight stays as it is.
 TORCH_LOGS="+inductor" says what became of every weight.
 """
 
+import gc
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,6 +121,14 @@ def _depth_of(view: Tensor, base: Tensor) -> int:
     return steps.index(1)
 
 
+def _is_optimized(param: Tensor) -> bool:
+    """Whether an optimizer has a state of it, which is the key of a ``defaultdict`` only."""
+    return param.requires_grad and any(
+        isinstance(holder, defaultdict) and param in holder
+        for holder in gc.get_referrers(param)
+    )
+
+
 def _owner(constants: dict[Node, Tensor], params: Sequence[Any]) -> tuple[Tensor, bool]:
     """The parameter that has the storage of ``constants``, or the one constant that does.
 
@@ -144,7 +154,7 @@ def _owner(constants: dict[Node, Tensor], params: Sequence[Any]) -> tuple[Tensor
     ):
         raise _Stays("its storage is shared")
     base = owners[0] if owners else first
-    if owners and base.grad is not None:
+    if owners and (base.grad is not None or _is_optimized(base)):
         # A fused optimizer asks for the strides that its state has.
         raise _Stays("it is in training")
     # DLPack lends the memory of a tensor, and refers to no more than the tensor.
