@@ -108,6 +108,8 @@ TINY = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+# Of which some configs have no default.
+NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
 
 
 def error_over_allowed(actual: dict, eager: dict, exact: dict) -> float:
@@ -230,6 +232,11 @@ def _shrink(config) -> None:
     for sub in ("attn_config", "ffn_config"):
         if getattr(config, sub, None) is not None:
             _shrink(getattr(config, sub))
+    for name, value in NEEDED.items():
+        if getattr(config, name, value) is None:
+            setattr(config, name, value)
+    if getattr(config, "kv_lora_rank", None):  # latent attention: a key for every head
+        config.num_key_value_heads = config.num_attention_heads
     if hasattr(
         config, "kv_n_heads"
     ):  # the attention of DBRX, whose own defaults do not run
