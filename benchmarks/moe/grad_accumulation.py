@@ -102,11 +102,11 @@ def measure(shape: Shape, kind: str, rounds: int) -> dict[str, object]:
 def measure_all(args: argparse.Namespace) -> list[dict]:
     """The rows of every allocator, each in a process of its own."""
     rows = []
-    for name, environment in ALLOCATORS.items():
+    for name in args.allocators:
         command = [sys.executable, __file__, "--rounds", str(args.rounds), "--child"]
         done = subprocess.run(
             command,
-            env=os.environ | environment,
+            env=os.environ | ALLOCATORS[name],
             check=True,
             stdout=subprocess.PIPE,
             text=True,
@@ -122,6 +122,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
     parser.add_argument("--rounds", type=int, default=9)
+    names = list(ALLOCATORS)
+    parser.add_argument("--allocators", nargs="+", choices=names, default=names)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -5,12 +5,14 @@ weights, called in turns, after their outputs were compared::
 
     python3 tools/stage.py python benchmarks/moe/clients/run.py --out FILE.json
 
-A ratio above 1 means that F.moe_mlp is faster than that peer.
+A ratio above 1 means that F.moe_mlp is faster than that peer. Times are processor time of the process
+on one thread, which other jobs of the machine move least.
 """
 
 import argparse
 import pathlib
 import sys
+import time
 
 import torch
 
@@ -108,7 +110,7 @@ def rows_of(
         if not backward:
             check_outputs(functions)
         count = affordable_rounds(rounds, sum(map(timed, functions.values())), seconds)
-        times = interleaved_seconds(functions, rounds=count, warmup=0)
+        times = interleaved_seconds(functions, rounds=count, warmup=0, clock=time.process_time)
         ours = times["moe_mlp"]
         capped = f"{count} of {rounds} rounds, for a row may take {seconds:g} s"
         rows.append(
@@ -141,6 +143,7 @@ def main() -> None:
     add("--family", choices=list(FAMILIES), nargs="+", default=FAMILIES)
     add("--out", type=pathlib.Path, help="also write the rows as JSON")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     dtype, rows = getattr(torch, args.dtype), []
     for family in args.family:
         for tokens in args.tokens:
