@@ -104,6 +104,7 @@ def measure_all(args: argparse.Namespace) -> list[dict]:
     rows = []
     for name in args.allocators:
         command = [sys.executable, __file__, "--rounds", str(args.rounds), "--child"]
+        command += ["--passes", *args.passes]
         done = subprocess.run(
             command,
             env=os.environ | ALLOCATORS[name],
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     names = list(ALLOCATORS)
     parser.add_argument("--allocators", nargs="+", choices=names, default=names)
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -131,7 +133,7 @@ def main() -> None:
         rows = [
             measure(shape, kind, args.rounds)
             for shape in ACCUMULATION_SHAPES
-            for kind in PASSES
+            for kind in args.passes
         ]
         json.dump(rows, sys.stdout)
         return
