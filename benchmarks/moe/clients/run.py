@@ -110,7 +110,9 @@ def rows_of(
         if not backward:
             check_outputs(functions)
         count = affordable_rounds(rounds, sum(map(timed, functions.values())), seconds)
-        times = interleaved_seconds(functions, rounds=count, warmup=0, clock=time.process_time)
+        times = interleaved_seconds(
+            functions, rounds=count, warmup=0, clock=time.process_time
+        )
         ours = times["moe_mlp"]
         capped = f"{count} of {rounds} rounds, for a row may take {seconds:g} s"
         rows.append(
