@@ -22,7 +22,11 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
-from torch.testing._internal.moe_quantized_reference import ScaledMlp, sqnr
+from torch.testing._internal.moe_quantized_reference import (
+    dequantize_reference,
+    ScaledMlp,
+    sqnr,
+)
 from torch.testing._internal.moe_reference import (
     ACTIVATIONS,
     check_close,
@@ -394,6 +398,21 @@ class TestMoeMlpScaled(TestCase):
                             self.assertEqual(real.shape, fake.shape)
                             self.assertEqual(real.dtype, fake.dtype)
                             self.assertEqual(real.stride(), fake.stride())
+
+    @all_backends
+    def test_every_code_and_scale(self, backend):
+        """H = x w_in of one number each, w_in 1: what 256 codes with 256 scales stand for, NaN too."""
+        codes = torch.arange(256, dtype=torch.uint8)
+        data = codes.repeat(256)[:, None].view(E4M3)
+        scale = codes.repeat_interleave(256)[:, None].view(torch.float8_e8m0fnu)
+        one = torch._moe_quantize(torch.ones(1, 1, 1), MX)
+        offs = torch.tensor([len(data)], dtype=torch.int32)
+        args = (torch.zeros(len(data), 1), None, None, offs, *[None] * 6)
+        lists = ([data, scale], list(one), list(one), [])
+        kwargs = {**recipe_args("mxfp8"), "activation": "relu"}
+        preact = BACKENDS[backend](op, *args, *lists, **kwargs)[3]
+        expected = dequantize_reference(data, scale, MX, dim=1).float()
+        self.assertEqual(preact, expected, rtol=0, atol=0, equal_nan=True)
 
     @parametrize(
         "recipe,floor", [("mxfp8", 22), ("fp8_blockwise", 22), ("fp8_rowwise", 21)]
