@@ -108,26 +108,28 @@ class WeightGrad {
 
   void compute(const Routing<acc_t>& routing) {
     constexpr auto size = static_cast<int64_t>(sizeof(operand_t));
-    const int64_t depth = std::max(kRowsMultiple, round_up(routing.most_rows, kRowsMultiple));
     const int64_t threads = threads_for(routing.last_row * lines_ * length_);
     const int64_t share = kGradScratchBytes / threads;
     if (kPanelCols * step_ * size > share / 16) {
       step_ = Micro::kMinDepth;
     }
-    const int64_t step = std::min(depth, step_);
+    const int64_t experts = std::max<int64_t>(1, static_cast<int64_t>(routing.experts.size()));
+    const int64_t most = round_up(std::max<int64_t>(1, routing.most_rows), kRowsMultiple);
+    const int64_t step = std::min(most, step_);
+    // Of most experts. One with more rows, whose operands do not fit, packs them again.
+    const int64_t depth =
+        std::clamp(round_up(2 * routing.last_row / experts, kRowsMultiple), step, most);
     // So many lines that their left operand fits, and that there are tasks for all.
     const int64_t lines_fit = std::min(kGradLeftBytes, share / 4) / (depth * size);
-    const int64_t lines_shared =
-        lines_ * static_cast<int64_t>(routing.experts.size()) / (2 * threads);
+    const int64_t lines_shared = lines_ * experts / (2 * threads);
     task_lines_ = round_up(
         std::min(
             lines_, std::clamp(std::min(lines_fit, lines_shared), kMinGradLines, kMaxGradLines)),
         Micro::kTileRows);
     left_size_ = round_up(task_lines_, kPanelCols) * (lines_fit >= task_lines_ ? depth : step);
-    right_size_ = round_up(length_, kPanelCols) * depth;
-    if (right_size_ * size > std::min(kGradRightBytes, share / 2)) {
-      right_size_ = kPanelCols * step;
-    }
+    right_size_ = std::clamp(
+        std::min(kGradRightBytes, share / 2) / size, kPanelCols * step,
+        round_up(length_, kPanelCols) * depth);
     const WorkList work(routing.experts, (lines_ + task_lines_ - 1) / task_lines_, threads, 2);
     Scratch scratch;
     scratch.add<operand_t>(left_size_);
