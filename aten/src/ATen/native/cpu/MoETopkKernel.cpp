@@ -34,8 +34,8 @@ void widen(const scalar_t* in, int64_t n, acc_t* out) {
     constexpr int64_t half = Vec::size() / 2;
     for (int64_t i = 0; i < n; i += Vec::size()) {
       const auto size = std::min<int64_t>(Vec::size(), n - i);
-      const auto [low, high] = vec::convert_to_float<scalar_t>(
-          Vec::loadu(in + i, static_cast<int>(size)));
+      const auto [low, high] =
+          vec::convert_to_float<scalar_t>(Vec::loadu(in + i, static_cast<int>(size)));
       low.store(out + i, static_cast<int>(std::min(size, half)));
       if (size > half) {
         high.store(out + i + half, static_cast<int>(size - half));
@@ -50,19 +50,13 @@ void scores_of_row(const scalar_t* logits, int64_t n, bool softmax, acc_t* score
   using Vec = vec::Vectorized<acc_t>;
   widen(logits, n, scores);
   if (!softmax) {
-    vec::map(
-        [](Vec x) { return (Vec(1) + x.neg().exp()).reciprocal(); },
-        scores,
-        scores,
-        n);
+    vec::map([](Vec x) { return (Vec(1) + x.neg().exp()).reciprocal(); }, scores, scores, n);
     return;
   }
-  const acc_t largest = vec::reduce_all<acc_t>(
-      [](Vec x, Vec y) { return vec::maximum(x, y); }, scores, n);
-  vec::map(
-      [largest](Vec x) { return (x - Vec(largest)).exp(); }, scores, scores, n);
-  const acc_t sum = vec::reduce_all<acc_t>(
-      [](Vec x, Vec y) { return x + y; }, scores, n);
+  const acc_t largest =
+      vec::reduce_all<acc_t>([](Vec x, Vec y) { return vec::maximum(x, y); }, scores, n);
+  vec::map([largest](Vec x) { return (x - Vec(largest)).exp(); }, scores, scores, n);
+  const acc_t sum = vec::reduce_all<acc_t>([](Vec x, Vec y) { return x + y; }, scores, n);
   vec::map([sum](Vec x) { return x / Vec(sum); }, scores, scores, n);
 }
 
@@ -96,10 +90,7 @@ class Chooser {
     }
     choose_groups();
     for (int64_t g = 0; g < top_groups_; ++g) {
-      std::copy_n(
-          ranks_.data() + chosen_groups_[g] * size_,
-          size_,
-          ranks_.data() + g * size_);
+      std::copy_n(ranks_.data() + chosen_groups_[g] * size_, size_, ranks_.data() + g * size_);
     }
     best(ranks_.data(), top_groups_ * size_, k, experts);
     for (int64_t i = 0; i < k; ++i) {
@@ -109,8 +100,7 @@ class Chooser {
 
  private:
   void best(const rank* ranks, int64_t n, int64_t k, int64_t* places) {
-    select_best(
-        ranks, n, k, places, copy_.data(), keys_.data(), other_.data());
+    select_best(ranks, n, k, places, copy_.data(), keys_.data(), other_.data());
   }
 
   // Ascending ids, so that ties between experts go to the lower one.
@@ -149,10 +139,7 @@ acc_t sum_of(const acc_t* scores, const int64_t* experts, int64_t k) {
 }
 
 void moe_topk_kernel(
-    const Tensor& logits,
-    const Tensor& bias,
-    const MoETopkSpec& spec,
-    const Tensor& indices,
+    const Tensor& logits, const Tensor& bias, const MoETopkSpec& spec, const Tensor& indices,
     const Tensor& weights) {
   const int64_t T = logits.size(0), E = logits.size(1), k = indices.size(1);
   AT_DISPATCH_FLOATING_TYPES_AND2(
@@ -160,8 +147,7 @@ void moe_topk_kernel(
         using acc_t = at::opmath_type<scalar_t>;
         const auto* in = logits.const_data_ptr<scalar_t>();
         const int64_t stride = logits.stride(0);
-        const auto* shift =
-            bias.defined() ? bias.const_data_ptr<acc_t>() : nullptr;
+        const auto* shift = bias.defined() ? bias.const_data_ptr<acc_t>() : nullptr;
         auto* ids = indices.mutable_data_ptr<int64_t>();
         auto* out = weights.mutable_data_ptr<acc_t>();
         const auto scale = static_cast<acc_t>(spec.scale);
@@ -171,8 +157,7 @@ void moe_topk_kernel(
           for (int64_t t = begin; t < end; ++t) {
             scores_of_row(in + t * stride, E, spec.softmax, scores.data());
             chooser.choose(scores.data(), k, ids + t * k);
-            const acc_t sum =
-                spec.normalize ? sum_of(scores.data(), ids + t * k, k) : 1;
+            const acc_t sum = spec.normalize ? sum_of(scores.data(), ids + t * k, k) : 1;
             for (int64_t i = t * k; i < (t + 1) * k; ++i) {
               out[i] = scores[ids[i]] / sum * scale;
             }
@@ -184,14 +169,8 @@ void moe_topk_kernel(
 // The gradient of one row, see MoETopk.cpp; `scores` becomes it.
 template <typename acc_t>
 void grad_of_row(
-    const acc_t* grad_weights,
-    const int64_t* experts,
-    int64_t k,
-    int64_t num_experts,
-    const MoETopkSpec& spec,
-    acc_t* grads,
-    acc_t* chosen,
-    acc_t* scores) {
+    const acc_t* grad_weights, const int64_t* experts, int64_t k, int64_t num_experts,
+    const MoETopkSpec& spec, acc_t* grads, acc_t* chosen, acc_t* scores) {
   const acc_t sum = spec.normalize ? sum_of(scores, experts, k) : 1;
   double mean = 0;
   for (int64_t i = 0; i < k; ++i) {
@@ -208,11 +187,7 @@ void grad_of_row(
   if (spec.softmax) {
     using Vec = vec::Vectorized<acc_t>;
     const auto factor = static_cast<acc_t>(-weighted);
-    vec::map(
-        [factor](Vec x) { return x * Vec(factor); },
-        scores,
-        scores,
-        num_experts);
+    vec::map([factor](Vec x) { return x * Vec(factor); }, scores, scores, num_experts);
   } else {
     std::fill_n(scores, num_experts, acc_t(0));
   }
@@ -222,11 +197,8 @@ void grad_of_row(
 }
 
 void moe_topk_backward_kernel(
-    const Tensor& grad_weights,
-    const Tensor& logits,
-    const Tensor& indices,
-    const MoETopkSpec& spec,
-    const Tensor& grad_logits) {
+    const Tensor& grad_weights, const Tensor& logits, const Tensor& indices,
+    const MoETopkSpec& spec, const Tensor& grad_logits) {
   const int64_t T = logits.size(0), E = logits.size(1), k = indices.size(1);
   AT_DISPATCH_FLOATING_TYPES_AND2(
       kBFloat16, kHalf, logits.scalar_type(), "moe_topk_backward_cpu", [&] {
@@ -242,21 +214,11 @@ void moe_topk_backward_kernel(
             for (int64_t i = t * k; i < (t + 1) * k; ++i) {
               TORCH_CHECK_INDEX(
                   ids[i] >= 0 && ids[i] < E,
-                  "_moe_topk_backward: topk_indices must be in [0, E), E = ",
-                  E,
-                  ", got ",
-                  ids[i]);
+                  "_moe_topk_backward: topk_indices must be in [0, E), E = ", E, ", got ", ids[i]);
             }
             scores_of_row(in + t * stride, E, spec.softmax, scores.data());
             grad_of_row(
-                grad + t * k,
-                ids + t * k,
-                k,
-                E,
-                spec,
-                grads.data(),
-                chosen.data(),
-                scores.data());
+                grad + t * k, ids + t * k, k, E, spec, grads.data(), chosen.data(), scores.data());
             vec::convert(scores.data(), out + t * E, E);
           }
         });

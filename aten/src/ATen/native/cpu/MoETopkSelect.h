@@ -25,8 +25,7 @@ namespace moe_cpu {
 // Larger is better in the order of at::sort(stable, descending): NaN before all,
 // 0 and -0 equal. What is equal here keeps its order.
 template <typename scalar_t>
-using rank_t =
-    std::conditional_t<std::is_same_v<scalar_t, double>, int64_t, int32_t>;
+using rank_t = std::conditional_t<std::is_same_v<scalar_t, double>, int64_t, int32_t>;
 
 template <typename scalar_t>
 inline rank_t<scalar_t> rank_of(scalar_t value) {
@@ -41,8 +40,7 @@ inline rank_t<scalar_t> rank_of(scalar_t value) {
 
 template <typename scalar_t>
 inline scalar_t value_of(rank_t<scalar_t> rank) {
-  rank ^= (rank >> (8 * sizeof(rank) - 1)) &
-      std::numeric_limits<rank_t<scalar_t>>::max();
+  rank ^= (rank >> (8 * sizeof(rank) - 1)) & std::numeric_limits<rank_t<scalar_t>>::max();
   scalar_t value;
   std::memcpy(&value, &rank, sizeof(value));
   return value;
@@ -53,11 +51,7 @@ constexpr int64_t kBlock = 16; // ranks that are looked at together
 
 // better[i] = how many of n <= size numbers are larger than number i; copies them to `few`.
 template <int64_t size, typename number_t>
-inline void count_better(
-    const number_t* numbers,
-    int64_t n,
-    number_t* few,
-    number_t* better) {
+inline void count_better(const number_t* numbers, int64_t n, number_t* few, number_t* better) {
   std::fill(few, few + size, std::numeric_limits<number_t>::min());
   std::copy_n(numbers, n, few);
   number_t counts[size] = {};
@@ -71,11 +65,8 @@ inline void count_better(
 }
 
 template <typename number_t>
-inline void count_better_of_few(
-    const number_t* numbers,
-    int64_t n,
-    number_t* few,
-    number_t* better) {
+inline void
+count_better_of_few(const number_t* numbers, int64_t n, number_t* few, number_t* better) {
   if (n <= kFew / 4) {
     count_better<kFew / 4>(numbers, n, few, better);
   } else if (n <= kFew / 2) {
@@ -97,22 +88,26 @@ inline number_t kth_of_few(const number_t* numbers, int64_t n, int64_t k) {
   return kth;
 }
 
-template <typename rank>
-inline int64_t count_above(const rank* ranks, int64_t n, rank bound) {
-  rank count = 0;
+// How many of n ranks fn(rank) is true of. Counts as wide as a rank are vector code.
+template <typename rank, typename Fn>
+inline int64_t count(const rank* ranks, int64_t n, const Fn& fn) {
+  rank result = 0;
   for (int64_t i = 0; i < n; ++i) {
-    count += ranks[i] > bound;
+    result += fn(ranks[i]);
   }
-  return count;
+  return result;
 }
 
-template <typename rank>
-inline int64_t count_equal(const rank* ranks, int64_t n, rank value) {
-  rank count = 0;
+// Copies those to the front of `kept`, which may be `ranks`, and returns how many they are.
+template <typename rank, typename Fn>
+inline int64_t keep_if(const rank* ranks, int64_t n, const Fn& fn, rank* kept) {
+  int64_t size = 0;
   for (int64_t i = 0; i < n; ++i) {
-    count += ranks[i] == value;
+    const rank value = ranks[i];
+    kept[size] = value;
+    size += fn(value);
   }
-  return count;
+  return size;
 }
 
 // The k-th largest of n ranks, which are overwritten. A quickselect whose pivot
@@ -129,29 +124,18 @@ inline rank kth_largest(rank* ranks, int64_t n, int64_t k) {
     for (int64_t i = 0; i < kFew; ++i) {
       sample[i] = ranks[i * n / kFew];
     }
-    const rank pivot =
-        kth_of_few(sample, kFew, std::min(k * kFew / n + 1, kFew));
-    const int64_t above = count_above(ranks, n, pivot);
-    int64_t kept = 0;
+    const rank pivot = kth_of_few(sample, kFew, std::min(k * kFew / n + 1, kFew));
+    const auto is_above = [pivot](rank x) { return x > pivot; };
+    const int64_t above = count(ranks, n, is_above);
     if (above >= k) {
-      for (int64_t i = 0; i < n; ++i) {
-        const rank value = ranks[i];
-        ranks[kept] = value;
-        kept += value > pivot;
-      }
-    } else {
-      const int64_t rest = k - above - count_equal(ranks, n, pivot);
-      if (rest <= 0) {
-        return pivot;
-      }
-      k = rest;
-      for (int64_t i = 0; i < n; ++i) {
-        const rank value = ranks[i];
-        ranks[kept] = value;
-        kept += value < pivot;
-      }
+      n = keep_if(ranks, n, is_above, ranks);
+      continue;
     }
-    n = kept;
+    k -= above + count(ranks, n, [pivot](rank x) { return x == pivot; });
+    if (k <= 0) {
+      return pivot;
+    }
+    n = keep_if(ranks, n, [pivot](rank x) { return x < pivot; }, ranks);
   }
   return kth_of_few(ranks, n, k);
 }
@@ -217,12 +201,7 @@ inline void sort_keys(int64_t* keys, int64_t n, int64_t* other) {
     }
     const int64_t middle = std::min(begin + run, n);
     std::merge(
-        from + begin,
-        from + middle,
-        from + middle,
-        from + n,
-        to + begin,
-        std::greater<int64_t>());
+        from + begin, from + middle, from + middle, from + n, to + begin, std::greater<int64_t>());
     std::swap(from, to);
   }
   if (from != keys) {
@@ -230,35 +209,16 @@ inline void sort_keys(int64_t* keys, int64_t n, int64_t* other) {
   }
 }
 
-template <typename rank>
-inline bool descends(const rank* ranks, int64_t n) {
-  int64_t i = 0;
-  for (; i + kBlock < n; i += kBlock) {
-    int32_t rises = 0;
-    for (int64_t j = i; j < i + kBlock; ++j) {
-      rises |= ranks[j] < ranks[j + 1];
+// Whether fn(a, b) is true of all neighbours; looks at blocks of them.
+template <typename rank, typename Fn>
+inline bool in_order(const rank* ranks, int64_t n, const Fn& fn) {
+  for (int64_t i = 0; i + 1 < n; i += kBlock) {
+    int32_t breaks = 0;
+    const int64_t end = std::min(i + kBlock, n - 1);
+    for (int64_t j = i; j < end; ++j) {
+      breaks |= !fn(ranks[j], ranks[j + 1]);
     }
-    if (rises) {
-      return false;
-    }
-  }
-  return std::is_sorted(ranks + i, ranks + n, std::greater<rank>());
-}
-
-template <typename rank>
-inline bool ascends_strictly(const rank* ranks, int64_t n) {
-  int64_t i = 0;
-  for (; i + kBlock < n; i += kBlock) {
-    int32_t falls = 0;
-    for (int64_t j = i; j < i + kBlock; ++j) {
-      falls |= ranks[j] >= ranks[j + 1];
-    }
-    if (falls) {
-      return false;
-    }
-  }
-  for (; i + 1 < n; ++i) {
-    if (ranks[i] >= ranks[i + 1]) {
+    if (breaks) {
       return false;
     }
   }
@@ -269,12 +229,7 @@ inline bool ascends_strictly(const rank* ranks, int64_t n) {
 // `bound`, of which there are `above`, and the first `equals` of those that equal it.
 template <typename rank, typename Found>
 inline void for_each_best(
-    const rank* ranks,
-    int64_t n,
-    rank bound,
-    int64_t above,
-    int64_t equals,
-    const Found& found) {
+    const rank* ranks, int64_t n, rank bound, int64_t above, int64_t equals, const Found& found) {
   auto look = [&](int64_t i) {
     const bool equal = (ranks[i] == bound) & (equals > 0);
     const bool larger = ranks[i] > bound;
@@ -305,18 +260,13 @@ inline void for_each_best(
 // `keys` and `other` n + kBlock numbers each.
 template <typename rank>
 inline void select_best(
-    const rank* ranks,
-    int64_t n,
-    int64_t k,
-    int64_t* places,
-    rank* copy,
-    int64_t* keys,
+    const rank* ranks, int64_t n, int64_t k, int64_t* places, rank* copy, int64_t* keys,
     int64_t* other) {
-  if (descends(ranks, n)) {
+  if (in_order(ranks, n, std::greater_equal<rank>())) {
     std::iota(places, places + k, 0);
     return;
   }
-  if (ascends_strictly(ranks, n)) {
+  if (in_order(ranks, n, std::less<rank>())) {
     for (int64_t i = 0; i < k; ++i) {
       places[i] = n - 1 - i;
     }
@@ -348,16 +298,12 @@ inline void select_best(
       std::copy_n(ranks, n, copy);
       bound = kth_largest(copy, n, k);
     }
-    int64_t above = count_above(ranks, n, bound);
+    const auto is_above = [&bound](rank x) { return x > bound; };
+    int64_t above = count(ranks, n, is_above);
     if (above > k + kFew) {
       // The bound was a bad one.
-      int64_t size = 0;
-      for (int64_t i = 0; i < n; ++i) {
-        copy[size] = ranks[i];
-        size += ranks[i] > bound;
-      }
-      bound = kth_largest(copy, size, k);
-      above = count_above(ranks, n, bound);
+      bound = kth_largest(copy, keep_if(ranks, n, is_above, copy), k);
+      above = count(ranks, n, is_above);
     }
     const int64_t equals = std::max<int64_t>(k - above, 0);
     for_each_best(ranks, n, bound, above, equals, keep);
@@ -366,9 +312,8 @@ inline void select_best(
     sort_keys(keys, kept, other);
     std::transform(keys, keys + k, places, place_of);
   } else {
-    std::stable_sort(keys, keys + kept, [ranks](int64_t a, int64_t b) {
-      return ranks[a] > ranks[b];
-    });
+    std::stable_sort(
+        keys, keys + kept, [ranks](int64_t a, int64_t b) { return ranks[a] > ranks[b]; });
     std::copy_n(keys, k, places);
   }
 }
