@@ -1,0 +1,117 @@
+# Owner(s): ["module: inductor"]
+"""Every experts class of transformers, as config.moe_fusion rewrites it.
+
+A class is built from a tiny config, and compiled in the forms that
+transformers has. Which are not rewritten as a whole is listed here, with the reason that is logged.
+
+MOE_FAMILIES=mixtral,zaya tests these model families only.
+"""
+
+import os
+import pathlib
+import sys
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[2] / "test" / "inductor")]
+
+from packages import require_transformers
+
+
+require_transformers()
+
+from matrix import experts_classes, TinyConfig
+from test_moe_fusion import D, E, fixed_inputs, HIDDEN, rewritten_eager, run
+
+
+OTHERS = {
+    "Inkling2Experts": "its activation is not known",  # tanh over gate and up
+    "MuseSparkExperts": "the combine is not known",  # a norm in front of it
+}
+
+
+class Config(TinyConfig):
+    """With the sizes of the inputs."""
+
+    hidden_size = dim = moe_hidden_size = D
+
+    def __init__(self, implementation):
+        self._experts_implementation = implementation
+
+    def __getattr__(self, name):
+        value = super().__getattr__(name)
+        return {4: E, 12: HIDDEN}.get(value, value) if type(value) is int else value
+
+
+def chosen_classes():
+    """The classes that have implementations, of the families in MOE_FAMILIES or of all."""
+    families = os.environ.get("MOE_FAMILIES", "").split(",")
+    for experts_class in experts_classes():
+        family = experts_class.__module__.split(".")[2]
+        if hasattr(experts_class, "_apply_gate") and (
+            families == [""] or family in families
+        ):
+            yield experts_class
+
+
+def build(experts_class, implementation):
+    made = experts_class(Config(implementation))
+    generator = torch.Generator().manual_seed(0)
+    for p in made.parameters():
+        p.data = torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5
+    return made
+
+
+@instantiate_parametrized_tests
+class TestExpertsClasses(TestCase):
+    def check(self, experts_class, implementation, training, dynamic):
+        experts = build(experts_class, implementation).to(torch.bfloat16)
+        exact = build(experts_class, "eager").double()
+        exact.load_state_dict(experts.state_dict())
+        inputs, grad = fixed_inputs(torch.bfloat16)
+        exact_inputs = inputs[0].double(), inputs[1], inputs[2].double()
+        want = run(exact, exact, exact_inputs, training, grad)
+        written = run(experts, experts, inputs, training, grad)
+        torch._dynamo.reset()
+        counters.clear()
+        logger = "torch._inductor.fx_passes.moe_fusion"
+        with config.patch(moe_fusion=True), self.assertLogs(logger, "INFO") as logs:
+            compiled = torch.compile(
+                experts, fullgraph=True, dynamic=dynamic, backend=rewritten_eager
+            )
+            got = run(compiled, experts, inputs, training, grad)
+        name = experts_class.__name__
+        if name in OTHERS:
+            self.assertIn(OTHERS[name], logs.output[-1])
+        else:
+            self.assertGreater(counters["inductor"]["moe_fusion_full"], 0, logs.output)
+        eps = torch.finfo(torch.bfloat16).eps
+        for ours, theirs, exactly in zip(got, written, want, strict=True):
+            error = (ours.double() - exactly).abs().max()
+            allowed = 2 * (theirs.double() - exactly).abs().max()
+            self.assertLessEqual(error, allowed + 4 * eps * exactly.abs().max())
+
+    @parametrize("implementation", ["grouped_mm", "batched_mm"])
+    @parametrize("training", [False, True])
+    @parametrize("dynamic", [False, True])
+    def test_rewritten(self, implementation, training, dynamic):
+        tested = 0
+        for experts_class in chosen_classes():
+            with self.subTest(experts_class.__name__):
+                self.check(experts_class, implementation, training, dynamic)
+            tested += 1
+        self.assertGreater(tested, 0)
+
+
+if __name__ == "__main__":
+    run_tests()
