@@ -58,7 +58,7 @@ def chosen_classes():
     families = os.environ.get("MOE_FAMILIES", "").split(",")
     for experts_class in experts_classes():
         family = experts_class.__module__.split(".")[2]
-        if hasattr(experts_class, "_apply_gate") and (
+        if hasattr(experts_class.forward, "__wrapped__") and (
             families == [""] or family in families
         ):
             yield experts_class
