@@ -127,9 +127,12 @@ class WeightGrad {
             lines_, std::clamp(std::min(lines_fit, lines_shared), kMinGradLines, kMaxGradLines)),
         Micro::kTileRows);
     left_size_ = round_up(task_lines_, kPanelCols) * (lines_fit >= task_lines_ ? depth : step);
-    right_size_ = std::clamp(
-        std::min(kGradRightBytes, share / 2) / size, kPanelCols * step,
-        round_up(length_, kPanelCols) * depth);
+    right_size_ = round_up(length_, kPanelCols) * depth;
+    const int64_t right_fits = std::min(kGradRightBytes, share / 2) / size;
+    if (right_size_ > right_fits) {
+      // Few threads have room for that of some experts; that of many is much scratch.
+      right_size_ = share / 2 < kGradRightBytes ? kPanelCols * step : right_fits;
+    }
     const WorkList work(routing.experts, (lines_ + task_lines_ - 1) / task_lines_, threads, 2);
     Scratch scratch;
     scratch.add<operand_t>(left_size_);
