@@ -60,9 +60,7 @@ def chosen_classes():
         family = experts_class.__module__.split(".")[2]
         # An adapter of ours, which another test may have put in, is none.
         forward = getattr(experts_class, "_moe_mlp_original", experts_class.forward)
-        if hasattr(forward, "__wrapped__") and (
-            families == [""] or family in families
-        ):
+        if hasattr(forward, "__wrapped__") and (families == [""] or family in families):
             yield experts_class
 
 
