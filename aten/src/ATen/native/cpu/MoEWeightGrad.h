@@ -46,7 +46,11 @@ struct GradOperand {
         continue;
       }
       const scalar_t* row = rows.row(row0 + i);
-      from[i] = row == nullptr ? row : row + first_column + c0;
+      if (row == nullptr) {
+        from[i] = nullptr;
+        continue;
+      }
+      from[i] = row + first_column + c0;
       prefetch(from[i] + n, n);
     }
   }
