@@ -34,10 +34,12 @@ from triton_static_gate import (
 
 import torch
 from torch._native.ops.moe.triton_kernels import (
+    activations,
     backward,
     forward,
     launch,
     permutation,
+    reductions,
     topk,
 )
 from torch._native.ops.moe.triton_kernels.activations import (
@@ -51,6 +53,8 @@ from torch._native.ops.moe.triton_kernels.configs import (
 )
 
 
+# Those of its kernels; other files of the package have gates of their own.
+MODULES = (activations, backward, forward, permutation, reductions, topk)
 UP = (forward.up_kernel,)
 ACTIVATION_KERNELS = (forward.up_kernel, backward.act_backward_kernel)
 MATRIX_KERNELS = (
@@ -409,10 +413,9 @@ def source_hash() -> str:
 
     The code around the launches, and what chooses among them, does not count.
     """
-    kernels = pathlib.Path(launch.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(kernels.glob("*.py")):
-        body = ast.parse(path.read_text()).body
+    for module in MODULES:
+        body = ast.parse(pathlib.Path(module.__file__).read_text()).body
         jitted = [
             x for x in body if isinstance(x, ast.FunctionDef) and x.decorator_list
         ]

@@ -1,0 +1,154 @@
+"""Power-of-two scales: the bit rules of ``aten::_moe_quantize`` as device functions.
+
+They are those of aten/src/ATen/native/MoEQuantize.cpp, bit for bit:
+
+    byte     e + 127 with e = ceil(log2(largest magnitude / largest number)), clamped to
+             [-127, 127]; a block of zeros has 0, one with an infinity or a NaN 255
+    scale    2^(byte - 127), NaN for 255: the byte itself (float8_e8m0fnu) or as float32
+    code     x * 2^(127 - byte), rounded to nearest even; of a block with 255 NaN (int8: 0)
+
+Largest magnitudes are bits of float32, whose order as integers is that of the magnitudes,
+infinity and NaN on top. Products with powers of two are exact, so that fusing them into a
+later sum changes nothing.
+
+Codes are uint8, with the bits of float8_e4m3fn or int8. Where ``NATIVE``, the hardware
+converts (compute capability 8.9 and newer); elsewhere the bits are made by integer arithmetic,
+and types that the architecture lacks never appear. Both give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+
+NAN_BYTE = tl.constexpr(255)
+# What a sum with rounds away: below multiples of 2^-9, the step of the subnormals of
+# float8_e4m3fn, and below integers.
+_ROUND_SUBNORMAL = tl.constexpr(16384.0)
+_ROUND_INTEGER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """int32 bits of \\|x\\|, x float32."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_byte(amax_bits, INT8: tl.constexpr):
+    """int32 byte of a block, of the ``magnitude_bits`` of its largest number."""
+    INVERSE: tl.constexpr = 1.0 / 127.0 if INT8 else 1.0 / 448.0
+    ratio = amax_bits.to(tl.float32, bitcast=True) * INVERSE
+    bits = ratio.to(tl.int32, bitcast=True)
+    exponent = bits >> 23
+    mantissa = bits & 0x7FFFFF
+    # A subnormal is more than 2^-127 from half of its range on.
+    up = mantissa > tl.where(exponent > 0, 0, 0x400000)
+    byte = tl.minimum(exponent + up.to(tl.int32), 254)
+    return tl.where(amax_bits >= 0x7F800000, NAN_BYTE, byte)
+
+
+@triton.jit
+def power_of_two(byte):
+    """float32 2^(byte - 127), NaN for 255; ``byte`` int32."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == NAN_BYTE, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reciprocal(byte):
+    """float32 2^(127 - byte), as if 255 were 254; ``byte`` int32."""
+    return power_of_two(tl.maximum(254 - byte, 0))
+
+
+@triton.jit
+def encode(scaled, is_nan, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    """uint8 codes of float32 numbers that are scaled already; NaN (int8: 0) where ``is_nan``."""
+    if INT8:
+        # Also of NaN, whose conversion to an integer has no defined result.
+        finite = tl.where(is_nan, 0.0, scaled)
+        finite = tl.minimum(tl.maximum(finite, -127.0), 127.0)
+        rounded = (finite + _ROUND_INTEGER) - _ROUND_INTEGER
+        return rounded.to(tl.int8).to(tl.uint8, bitcast=True)
+    if NATIVE:
+        # Saturates.
+        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        return tl.where(is_nan, 0x7F, code).to(tl.uint8)
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Three bits of mantissa remain; exponents are counted from 7 instead of 127.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
+    rounded = magnitude.to(tl.float32, bitcast=True) + _ROUND_SUBNORMAL
+    subnormal = rounded.to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.minimum(tl.where(magnitude < 0x3C800000, subnormal, normal), 0x7E)
+    code = tl.where(is_nan, 0x7F, code | ((bits >> 24) & 0x80))
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def decode(code, INT8: tl.constexpr, NATIVE: tl.constexpr):
+    """float32 numbers of uint8 codes, not yet scaled."""
+    if INT8:
+        return code.to(tl.int8, bitcast=True).to(tl.float32)
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    bits = code.to(tl.int32)
+    magnitude = bits & 0x7F
+    subnormal = magnitude.to(tl.float32) * 0.001953125
+    normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+    value = tl.where(magnitude < 8, subnormal, normal).to(tl.int32, bitcast=True)
+    value = tl.where(magnitude == 0x7F, 0x7FC00000, value | ((bits & 0x80) << 24))
+    return value.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantize_rows(
+    x, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantises (M, N) float32 in blocks of 1 x BLOCK.
+
+    Returns:
+        uint8 codes (M, N), and int32 bytes (M, N / BLOCK).
+    """
+    blocks = tl.reshape(x, (M, N // BLOCK, BLOCK))
+    byte = scale_byte(tl.max(magnitude_bits(blocks), 2), INT8)
+    is_nan = (byte == NAN_BYTE)[:, :, None]
+    code = encode(blocks * reciprocal(byte)[:, :, None], is_nan, INT8, NATIVE)
+    return tl.reshape(code, (M, N)), byte
+
+
+@triton.jit
+def quantize_columns(
+    x, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Quantises (M, N) float32 in blocks of BLOCK x 1.
+
+    Returns:
+        uint8 codes (M, N), and int32 bytes (M / BLOCK, N).
+    """
+    blocks = tl.reshape(x, (M // BLOCK, BLOCK, N))
+    byte = scale_byte(tl.max(magnitude_bits(blocks), 1), INT8)
+    is_nan = (byte == NAN_BYTE)[:, None, :]
+    code = encode(blocks * reciprocal(byte)[:, None, :], is_nan, INT8, NATIVE)
+    return tl.reshape(code, (M, N)), byte
+
+
+@triton.jit
+def dequantize_rows(
+    code, byte, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """float32 numbers (M, N) of codes (M, N) and int32 bytes (M, N / BLOCK)."""
+    blocks = tl.reshape(decode(code, INT8, NATIVE), (M, N // BLOCK, BLOCK))
+    return tl.reshape(blocks * power_of_two(byte)[:, :, None], (M, N))
+
+
+@triton.jit
+def dequantize_columns(
+    code, byte, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """float32 numbers (M, N) of codes (M, N) and int32 bytes (M / BLOCK, N)."""
+    blocks = tl.reshape(decode(code, INT8, NATIVE), (M // BLOCK, BLOCK, N))
+    return tl.reshape(blocks * power_of_two(byte)[:, None, :], (M, N))
