@@ -43,6 +43,24 @@ def _matmul_kernel(
 
 
 @triton.jit
+def _scaled_matmul_kernel(
+    a, a_scale, b, b_scale, c, M, N, K, BLOCK: tl.constexpr
+):  # fmt: skip
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for first in range(0, K, BLOCK):
+        k = first + tl.arange(0, BLOCK)
+        s = first // 32 + tl.arange(0, BLOCK // 32)
+        at = tl.load(a + m[:, None] * K + k[None, :])
+        bt = tl.load(b + n[None, :] * K + k[:, None])
+        sa = tl.load(a_scale + m[:, None] * (K // 32) + s[None, :])
+        sb = tl.load(b_scale + n[:, None] * (K // 32) + s[None, :])
+        acc = tl.dot_scaled(at, sa, "e4m3", bt, sb, "e4m3", acc)
+    tl.store(c + m[:, None] * N + n[None, :], acc)
+
+
+@triton.jit
 def _count_kernel(ids, counts, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.atomic_add(counts + tl.load(ids + i), 1)
@@ -70,6 +88,27 @@ class TestStaticGate(TestCase):
         self.assertIn(MATRIX_INSTRUCTION[arch], report.instructions)
         self.assertGreater(report.registers, 16)
         self.assertGreaterEqual(report.shared_bytes, 64 * 64 * 2)
+
+    def test_float8_products(self):
+        c = torch.empty(512, 512)
+        scale = torch.empty(512, 16, dtype=torch.uint8)
+        found = {}
+        for arch in ("sm_90", "sm_100"):
+            a, b = torch.empty(2, 512, 512).to(torch.float8_e4m3fn).unbind()
+            with compile_only(arch) as reports:
+                _matmul_kernel[(4, 4)](
+                    a, b, c, 512, 512, 512, BLOCK_M=128, BLOCK_N=128, BLOCK_K=128
+                )
+                _scaled_matmul_kernel[(4, 4)](
+                    a, scale, b, scale, c, 512, 512, 512, BLOCK=128
+                )
+            found[arch] = [report.problems(fp8=True) for report in reports]
+        # One with scales is a product of bfloat16 there, with spills on top.
+        self.assertEqual(
+            found["sm_90"].pop()[0], "no matrix instruction has float8 operands"
+        )
+        self.assertEqual(found, {"sm_90": [[]], "sm_100": [[], []]})
+        self.assertIn("no matrix", compile_matmul("sm_90").problems(fp8=True)[0])
 
     def test_no_launch_reaches_a_device(self):
         marker = torch.full((512, 512), 7.0, dtype=torch.bfloat16)

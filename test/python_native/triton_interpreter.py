@@ -9,7 +9,9 @@ Why a patch is needed: the interpreter stores bfloat16 and float8 as raw bits in
 numpy integers, and silently computes on those bits (``tl.dot``, ``+``, ``<``), or
 truncates where the hardware rounds to nearest (casts). Seen with Triton 3.6, 3.7
 and 3.9; upstream declined to support it (triton-lang/triton #11584).
-:func:`exact_floats` routes these types through torch, which rounds correctly.
+:func:`exact_floats` routes these types through torch, which rounds correctly, and lets
+casts to float8 saturate as the conversions of NVIDIA's hardware do. Its tl.dot and
+tl.dot_scaled sum in float64; what tensor cores lose in a sum of float8 is not modelled.
 
 What the interpreter cannot show: anything about speed, and races within a program.
 """
@@ -55,6 +57,8 @@ class _ExactFloats:
             tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8),
             tl.float8e5: (torch.float8_e5m2, torch.uint8),
         }
+        # Casts saturate at these; NaN has one code.
+        self.largest = {tl.float8e4nv: (448.0, 0x7F), tl.float8e5: (57344.0, 0x7F)}
         self.floats = {
             tl.float16: torch.float16,
             tl.float32: torch.float32,
@@ -68,6 +72,7 @@ class _ExactFloats:
                 "binary_op",
                 "unary_op",
                 "create_dot",
+                "create_dot_scaled",
             )
         }
 
@@ -78,7 +83,12 @@ class _ExactFloats:
             t = t.view(self.raw[src][0])
         if dst in self.raw:
             value, storage = self.raw[dst]
-            return t.to(value).view(storage).numpy()
+            if dst not in self.largest:
+                return t.to(value).view(storage).numpy()
+            largest, nan = self.largest[dst]
+            wide = t.to(torch.float32)
+            codes = wide.clamp(-largest, largest).to(value).view(storage)
+            return codes.masked_fill(wide.isnan(), nan).numpy()
         return t.to(self.floats[dst]).numpy()
 
     def _is_float(self, ty) -> bool:
@@ -116,6 +126,36 @@ class _ExactFloats:
             return data.astype(np.float64)
 
         product = np.matmul(wide(a), wide(b)).astype(d.data.dtype)
+        return self.handle(product + d.data, d.dtype.scalar)
+
+    def scaled_operand(self, x, scale, form, k_pack, is_rhs):
+        """The float64 numbers of an operand of ``tl.dot_scaled``."""
+        from triton.runtime import interpreter
+
+        ty = x.dtype.scalar
+        if form == interpreter._ir.ScaleDotElemTypeTY.E2M1:
+            packed = -2 if is_rhs == k_pack else -1
+            value = interpreter._unpack_e2m1(x.data, packed).astype(np.float64)
+        else:
+            value = self.convert(x.data, ty, self.tl.float32).astype(np.float64)
+        if scale is None:
+            return value
+        if scale.dtype.scalar in self.raw:
+            factor = self.convert(scale.data, scale.dtype.scalar, self.tl.float32)
+        else:
+            byte = scale.data.view(np.uint8)
+            factor = np.where(
+                byte == 255, np.nan, np.exp2(byte.astype(np.float64) - 127)
+            )
+        # Of either operand the scales are (outer, K / block).
+        k = value.shape[-2 if is_rhs else -1]
+        factor = np.repeat(factor, k // factor.shape[-1], axis=-1)
+        return value * (np.swapaxes(factor, -1, -2) if is_rhs else factor)
+
+    def dot_scaled(self, a, a_scale, a_form, b, b_scale, b_form, a_pack, b_pack, d):
+        left = self.scaled_operand(a, a_scale, a_form, a_pack, is_rhs=False)
+        right = self.scaled_operand(b, b_scale, b_form, b_pack, is_rhs=True)
+        product = np.matmul(left, right).astype(d.data.dtype)
         return self.handle(product + d.data, d.dtype.scalar)
 
 
@@ -156,7 +196,21 @@ def exact_floats() -> Iterator[None]:
             self, a, b, d, input_precision, max_num_imprecise_acc
         )
 
-    patches = (cast_impl, create_fp_to_fp, binary_op, unary_op, create_dot)
+    def create_dot_scaled(
+        self, a, a_scale, a_form, b, b_scale, b_form, fast_math, a_pack, b_pack, d
+    ):
+        return exact.dot_scaled(
+            a, a_scale, a_form, b, b_scale, b_form, a_pack, b_pack, d
+        )
+
+    patches = (
+        cast_impl,
+        create_fp_to_fp,
+        binary_op,
+        unary_op,
+        create_dot,
+        create_dot_scaled,
+    )
     for patch in patches:
         setattr(exact.builder, patch.__name__, patch)
     try:

@@ -46,6 +46,9 @@ _PTX_INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma",
     "mma.sync": r"\bmma\.sync",
+    # Matrix instructions whose operands are float8: `tl.dot` of such operands, and from
+    # sm_100 on `tl.dot_scaled`, which older architectures do in bfloat16.
+    "fp8": r"(?:wgmma\.mma_async|\bmma\.sync)\S*\.e[45]m[23]\b|tcgen05\.mma\S*f8f6f4",
     "tma": r"cp\.async\.bulk\.tensor",
     "cp.async": r"cp\.async\.c[ag]\.shared",
     "atomic": r"\b(?:atom|red)\.global",
@@ -83,14 +86,19 @@ class KernelReport:
     shared_bytes: int
     warnings: tuple[str, ...]
 
-    def problems(self, *, matrix: bool = True, tma: bool = False) -> list[str]:
+    def problems(
+        self, *, matrix: bool = True, tma: bool = False, fp8: bool = False
+    ) -> list[str]:
         """Why this kernel must not ship; empty if it may.
 
         Args:
             matrix: it must use the architecture's matrix instruction.
             tma: it must use TMA.
+            fp8: its matrix instructions must have float8 operands (NVIDIA).
         """
         found = []
+        if fp8 and "fp8" not in self.instructions:
+            found.append("no matrix instruction has float8 operands")
         if matrix and MATRIX_INSTRUCTION[self.arch] not in self.instructions:
             found.append(f"no {MATRIX_INSTRUCTION[self.arch]} instruction")
         if self.spill_bytes or self.stack_bytes:
