@@ -3,6 +3,7 @@
 
 import copy
 import functools
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.fx_passes.moe_fusion import moe_fusion
+from torch._inductor.fx_passes.moe_match import op_name
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -167,6 +169,77 @@ class Experts(nn.Module):
         inverse = torch.empty_like(perm)
         inverse[perm] = torch.arange(perm.size(0))
         return out[inverse].view(-1, top_k, D).sum(dim=1).to(x.dtype)
+
+
+class SentinelExperts(Experts):
+    """Expert parallelism of transformers: ids from E on are sorted last and their rows are masked.
+
+    ``near`` is what differs from that: a mask that may hit rows of experts, or that is no zero.
+    """
+
+    def __init__(self, near="", **options):
+        super().__init__(**options)
+        self.near = near
+
+    def forward(self, x, topk_indices, topk_weights):
+        top_k = topk_indices.size(-1)
+        ids = torch.where(topk_indices == 5, E, topk_indices).reshape(-1)
+        sorted_ids, perm = torch.sort(ids)
+        rows = x[perm // top_k]
+        counts = torch.histc(sorted_ids.float(), bins=E, min=0, max=E - 1)
+        offs = torch.cumsum(counts, 0, dtype=torch.int32)
+        if self.near == "written":
+            sorted_ids.add_(1)
+        asked = ids if self.near == "order" else sorted_ids
+        mask = (asked >= (E - 2 if self.near == "expert" else E)).unsqueeze(-1)
+        sorted_ids.clamp_(max=E - 2 if self.near == "clamp" else E - 1)
+        if self.near == "out_of_place":
+            rows = rows.masked_fill(mask, 0.0)
+        else:
+            rows.masked_fill_(mask, 1.0 if self.near == "rows" else 0.0)
+        h = self.linear(rows, self.w_in, self.b_in, (offs, sorted_ids))
+        h = h.masked_fill(mask, 0.5 if self.near == "hidden" else 0.0)
+        a = GATES[self.gate](*halves(h, self.split))
+        out = self.linear(a, self.w_out, self.b_out, (offs, sorted_ids))
+        if self.near == "result":
+            mask = mask | (perm % 2 == 0).unsqueeze(-1)
+        out = out.masked_fill(mask, 0.0) * topk_weights.reshape(-1)[perm].unsqueeze(-1)
+        inverse = torch.empty_like(perm)
+        inverse[perm] = torch.arange(perm.size(0))
+        return out[inverse].view(-1, top_k, D).sum(dim=1).to(x.dtype)
+
+
+class RoutedExperts(Experts):
+    """Whose offsets are counted as ``how`` says; the ids may come from a topk here."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x, topk_indices, topk_weights):
+        how, ids = self.how, topk_indices
+        if how.startswith("topk"):
+            # The first K of E, or of some that are no expert.
+            more = 2 if how == "topk_of_more" else 0
+            ids = F.pad(x[:, :E].float().softmax(-1), (0, more)).topk(K)[1]
+        if how == "topk_written":
+            ids.masked_fill_(ids == 0, E)
+        flat = ids.flatten()
+        sorted_ids, perm = flat.sort(stable=True, descending=how == "descending")
+        if how == "topk_argsort":
+            perm = flat.argsort(stable=True)
+        if how == "written":
+            sorted_ids.clamp_(max=E - 2)
+        counted = {"topk_argsort": flat, "unsorted": ids}.get(how, sorted_ids)
+        counted = counted.bfloat16() if how == "bfloat16" else counted.float()
+        last = E if how in ("topk_to_the_end", "to_the_end") else E - 1
+        bins = E - 1 if how == "bins" else E
+        counts = torch.histc(counted, bins, 0, last).int()
+        counts = F.pad(counts, (0, 1)) if how == "bins" else counts
+        offs = counts.cumsum(0, dtype=torch.int32)
+        out = self.mlp(x[perm // K], (offs, None))
+        out = out * topk_weights.flatten()[perm].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, perm // K, out)
 
 
 def make_inputs(dtype):
@@ -378,6 +451,100 @@ class TestMoEFusion(TestCase):
                 return torch.zeros_like(x).index_add(0, order // K, out)
 
         self.check(Changed(), full=False)
+
+    @parametrize("training", [False, True])
+    @parametrize("bias", [False, True])
+    @parametrize("near", ["", "out_of_place"])
+    def test_sentinel_rows_are_masked(self, near, bias, training):
+        self.check(SentinelExperts(near, bias=bias), True, training)
+
+    @parametrize(
+        "near,blocks",
+        [
+            ("expert", 0),
+            ("order", 0),
+            ("written", 0),
+            ("hidden", 0),
+            ("clamp", 0),
+            ("rows", 1),
+            ("result", 1),
+        ],
+    )
+    def test_near_miss_masks(self, near, blocks):
+        # At most the experts alone are the op's.
+        self.check(SentinelExperts(near, bias=True), full=False, blocks=blocks)
+
+    def names_after(self, experts, training=False):
+        """What a block calls when it is rewritten, having checked its results."""
+        names = set()
+
+        def backend(gm, example_inputs):
+            moe_fusion(gm.graph)
+            gm.graph.eliminate_dead_code()
+            names.update(op_name(node) for node in gm.graph.nodes)
+            gm.recompile()
+            return gm.forward
+
+        self.check(experts, full=True, training=training, backend=backend)
+        return names & {"sort", "argsort", "histc", "searchsorted", "_moe_permutation"}
+
+    @parametrize("training", [False, True])
+    @parametrize("how", ["topk", "topk_argsort", "topk_to_the_end"])
+    def test_experts_that_topk_chose_are_permuted_by_the_op(self, how, training):
+        self.assertEqual(
+            self.names_after(RoutedExperts(how), training), {"_moe_permutation"}
+        )
+
+    @parametrize("how", ["sorted", "unsorted", "topk_of_more"])
+    def test_sorted_ids_are_searched(self, how):
+        self.assertEqual(self.names_after(RoutedExperts(how)), {"sort", "searchsorted"})
+
+    @parametrize(
+        "how",
+        ["bfloat16", "bins", "descending", "to_the_end", "topk_written", "written"],
+    )
+    def test_near_miss_counts(self, how):
+        # Rows that no offset reaches are undefined in some of these: the counts stay as written.
+        with mock.patch.object(self, "assertLessEqual"):
+            names = self.names_after(RoutedExperts(how))
+        self.assertEqual(names, {"sort", "histc"})
+
+    def test_searched_offsets_are_those_of_histc(self):
+        def offsets(ids):
+            perm = ids.flatten().sort(stable=True)
+            counts = torch.histc(perm[0].float(), bins=E, min=0, max=E - 1)
+            return torch.cumsum(counts, 0, dtype=torch.int32), perm[1]
+
+        inputs, _ = fixed_inputs(torch.bfloat16)
+        experts, seen = Experts().to(torch.bfloat16), []
+
+        def fn(x, ids, weights):
+            offs, perm = offsets(ids)
+            out = experts.mlp(x[perm // K], (offs, None))
+            out = out * weights.flatten()[perm, None]
+            return torch.zeros_like(x).index_add(0, perm // K, out)
+
+        def backend(gm, example_inputs):
+            moe_fusion(gm.graph)
+            (op,) = (n for n in gm.graph.nodes if op_name(n) == "_moe_mlp")
+            (end,) = gm.graph.find_nodes(op="output")
+            end.args = ((*end.args[0], op.args[3]),)
+            gm.recompile()
+
+            def run(*args):
+                *outputs, offs = gm.forward(*args)
+                seen.append(offs)
+                return outputs
+
+            return run
+
+        compiled = torch.compile(fn, fullgraph=True, backend=backend)
+        generator = torch.Generator().manual_seed(3)
+        for low, high in ((0, E), (-3, E + 3), (E, E + 2), (2, 3), (-9, 0)):
+            ids = torch.randint(low, high, (T, K), generator=generator)
+            with torch.no_grad():
+                compiled(inputs[0], ids, inputs[2])
+            self.assertEqual(seen[-1], offsets(ids)[0])
 
     def test_off_by_default(self):
         inputs, _ = fixed_inputs(torch.bfloat16)

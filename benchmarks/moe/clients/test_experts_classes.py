@@ -74,11 +74,18 @@ def build(experts_class, implementation):
 
 @instantiate_parametrized_tests
 class TestExpertsClasses(TestCase):
-    def check(self, experts_class, implementation, training, dynamic):
+    def check(self, experts_class, implementation, training, dynamic, sentinels=False):
         experts = build(experts_class, implementation).to(torch.bfloat16)
-        exact = build(experts_class, "eager").double()
+        # The loop of transformers knows no sentinels.
+        exact = build(experts_class, implementation if sentinels else "eager").double()
         exact.load_state_dict(experts.state_dict())
         inputs, grad = fixed_inputs(torch.bfloat16)
+        if sentinels:
+            for module in (experts, exact):
+                module._is_expert_parallel = True
+            dropped = inputs[1] == 5
+            weights = inputs[2].masked_fill(dropped, 0)
+            inputs = inputs[0], inputs[1].masked_fill(dropped, E), weights
         exact_inputs = inputs[0].double(), inputs[1], inputs[2].double()
         want = run(exact, exact, exact_inputs, training, grad)
         written = run(experts, experts, inputs, training, grad)
@@ -111,6 +118,13 @@ class TestExpertsClasses(TestCase):
                 self.check(experts_class, implementation, training, dynamic)
             tested += 1
         self.assertGreater(tested, 0)
+
+    @parametrize("implementation", ["grouped_mm", "batched_mm"])
+    @parametrize("training", [False, True])
+    def test_sentinels_of_expert_parallelism(self, implementation, training):
+        for experts_class in chosen_classes():
+            with self.subTest(experts_class.__name__):
+                self.check(experts_class, implementation, training, False, True)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,11 @@ from .moe_match import (
     ActivationMatch,
     argument,
     CASTS,
+    counted_ids,
     flat_source,
     is_expert_of_row,
+    is_mask_of_no_expert,
+    is_topk_index,
     matmul_of,
     number,
     op_name,
@@ -50,6 +53,7 @@ from .moe_match import (
     same_value,
     sorted_by,
     uncast,
+    unmasked,
     value_of,
     VIEWS,
 )
@@ -85,7 +89,20 @@ class _Block:
     weights: Any = None  # (R) in slot order
     base: Any = None  # (T, D) that the combine adds to
     effects: list[Node] = field(default_factory=list)
+    masks: list[Any] = field(default_factory=list)
     why_core: str = ""
+
+    @property
+    def num_experts(self) -> int:
+        return value_of(self.down.weight).shape[0]
+
+    def check_mask(self, mask: Any) -> None:
+        """Rows that become zero are of no expert (sentinels of expert parallelism), as in the op."""
+        if not self.down.grouped or not is_mask_of_no_expert(
+            mask, self.down.experts, self.num_experts
+        ):
+            raise _NoMatch("rows of experts may be masked")
+        self.masks.append(mask)
 
 
 def _match_core(down_node: Any) -> _Block:
@@ -109,11 +126,14 @@ def _match_core(down_node: Any) -> _Block:
         raise _NoMatch("gate and up read different rows")
     if len({u.bias is None for u in ups}) > 1:
         raise _NoMatch("only one of gate and up has a bias")
+    block = _Block(activation, ups, down, rows[0], down.out)
     for p in (*ups, down):
         if p.bias_index is not None and not is_expert_of_row(
-            p.bias_index, p.experts, p.grouped
+            p.bias_index, p.experts, p.grouped, block.num_experts
         ):
             raise _NoMatch("a bias is not indexed by the experts of the rows")
+        for mask in p.masks:
+            block.check_mask(mask)
     dtypes = {
         value_of(n).dtype
         for p in (*ups, down)
@@ -122,14 +142,21 @@ def _match_core(down_node: Any) -> _Block:
     }
     if len(dtypes) != 1:
         raise _NoMatch(f"weights have dtypes {dtypes}")
-    block = _Block(activation, ups, down, rows[0], down.out)
     block.effects = [e for p in (*ups, down) for e in p.effects]
     return block
 
 
 def _match_gather(block: _Block) -> None:
     """tokens, top_k and perm from rows = tokens[token of every row]."""
-    rows = block.rows
+    rows, masks = unmasked(block.rows)
+    block.rows = rows
+    for user in rows.users:
+        if op_name(user) == "masked_fill_" and not user.users:
+            if user.args[0] is rows and argument(user, 2, "value") == 0:
+                masks += (argument(user, 1, "mask"),)
+                block.effects.append(user)
+    for mask in masks:
+        block.check_mask(mask)
     if op_name(rows) == "repeat_interleave" and not block.down.grouped:
         repeats, dim = number(argument(rows, 1, "repeats")), argument(rows, 2, "dim")
         if isinstance(repeats, int) and dim in (0, -2):
@@ -197,6 +224,10 @@ def _match_combine(block: _Block) -> None:
         if name in CASTS | {"contiguous"}:
             if not value_of(user).is_floating_point():
                 break
+        elif name == "masked_fill" and argument(user, 2, "value") == 0:
+            if node is not user.args[0] or in_slots or is_summed:
+                raise _NoMatch("the result is masked")
+            block.check_mask(argument(user, 1, "mask"))
         elif name == "mul" and block.weights is None:
             other = next((o for n, o in operand_orders(user, "mul") if n is node), None)
             block.weights = _slot_weights(other, block, in_slots, rank(node) == 3)
@@ -412,7 +443,7 @@ def _operands_of(block: _Block) -> set[Node]:
     nodes = [
         n for p in projections for n in (p.weight, p.bias, p.bias_index, p.experts)
     ]
-    nodes += [block.perm, block.inverse, block.weights, block.base]
+    nodes += [block.perm, block.inverse, block.weights, block.base, *block.masks]
     nodes.append(block.tokens if block.tokens is not None else block.rows)
     return {n for n in nodes if n is not None}
 
@@ -457,10 +488,10 @@ def _int32(graph: Graph, node: Any) -> Any:
     return graph.call_method("to", (node, torch.int32))
 
 
-def _slots(graph: Graph, block: _Block) -> tuple[Any, Node]:
+def _slots(graph: Graph, block: _Block, offs: Any) -> tuple[Any, Node]:
     """row_slots (R) and slot_rows (T, K); rows behind the last expert's are of no expert."""
     perm = block.perm
-    last = graph.call_function(operator.getitem, (block.down.experts, -1))
+    last = graph.call_function(operator.getitem, (offs, -1))
     count = graph.call_method("size", (perm, 0))
     device = value_of(perm).device
     options = {"dtype": torch.int32, "device": device}
@@ -478,26 +509,57 @@ def _slots(graph: Graph, block: _Block) -> tuple[Any, Node]:
     return row_slots, graph.call_method("view", (slot_rows, -1, block.top_k))
 
 
-def _routing(graph: Graph, block: _Block) -> tuple[Any, Node | None, Node | None]:
-    """offs, row_slots, slot_rows."""
-    if block.tokens is None:
-        return block.down.experts, None, None
-    if block.down.grouped:
-        return block.down.experts, *_slots(graph, block)
-    experts = value_of(block.down.weight).shape[0]
-    ids = block.down.experts
-    # An index below 0 counts from the end; for the op it is no expert.
-    negative = graph.call_function(operator.lt, (ids, 0))
-    wrapped = graph.call_function(operator.add, (ids, experts))
-    ids = graph.call_function(torch.where, (negative, wrapped, ids))
+def _permutation(graph: Graph, block: _Block, ids: Any) -> tuple[Any, Any, Any]:
+    """offs, row_slots, slot_rows of the op that makes them, from ids (R) in slot order."""
     ids = graph.call_method("view", (ids, -1, block.top_k))
     routing = graph.call_function(
-        torch.ops.aten._moe_permutation.default, (ids, experts)
+        torch.ops.aten._moe_permutation.default, (ids, block.num_experts)
     )
     row_slots, slot_rows, offs = (
         graph.call_function(operator.getitem, (routing, i)) for i in range(3)
     )
     return offs, row_slots, slot_rows
+
+
+def _searched_offs(graph: Graph, block: _Block, sort: Node) -> Any:
+    """offs, by a search in the sorted ids: one op instead of a cast, histc and cumsum."""
+    values = graph.call_function(operator.getitem, (sort, 0))
+    value = value_of(sort.args[0])
+    options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    ids = graph.call_function(torch.arange, (-1, block.num_experts), options)
+    options = {"right": True, "out_int32": True}
+    ends = graph.call_function(torch.searchsorted, (values, ids), options)
+    # Ids below 0, which histc leaves out, are sorted first.
+    ids_below = graph.call_function(operator.getitem, (ends, 0))
+    ends = graph.call_function(operator.getitem, (ends, slice(1, None)))
+    return graph.call_function(operator.sub, (ends, ids_below))
+
+
+def _routing(graph: Graph, block: _Block) -> tuple[Any, Node | None, Node | None]:
+    """offs, row_slots, slot_rows."""
+    offs, experts, perm = block.down.experts, block.num_experts, block.perm
+    if block.tokens is not None and not block.down.grouped:
+        # An index below 0 counts from the end; for the op it is no expert.
+        negative = graph.call_function(operator.lt, (offs, 0))
+        wrapped = graph.call_function(operator.add, (offs, experts))
+        ids = graph.call_function(torch.where, (negative, wrapped, offs))
+        return _permutation(graph, block, ids)
+    counted = None
+    if block.tokens is not None:
+        counted = counted_ids(offs, perm, experts)
+    if counted is not None:
+        ids, last = counted
+        sort = perm.args[0] if op_name(perm) == "getitem" else perm
+        with graph.inserting_before(sort.next):
+            if is_topk_index(ids, experts):
+                return _permutation(graph, block, ids)
+            if sort is not perm and last == experts - 1:
+                offs = _searched_offs(graph, block, sort)
+    if offs is block.down.experts and value_of(offs).dtype != torch.int32:
+        offs = _int32(graph, offs)
+    if block.tokens is None:
+        return offs, None, None
+    return offs, *_slots(graph, block, offs)
 
 
 def _emit(graph: Graph, block: _Block) -> Any:
@@ -507,8 +569,6 @@ def _emit(graph: Graph, block: _Block) -> Any:
     if value_of(x).dtype != dtype:
         x = graph.call_method("to", (x, dtype))
     offs, row_slots, slot_rows = _routing(graph, block)
-    if value_of(block.down.experts).dtype != torch.int32 and block.down.grouped:
-        offs = _int32(graph, offs)
     weights = block.weights
     if weights is not None:
         if value_of(weights).dtype not in (dtype, torch.float32):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import (
+    guard_or_false,
     has_free_unbacked_symbols,
     statically_known_true,
 )
@@ -484,6 +485,7 @@ class Projection:
         None  # expert of every row; None if the matmul has the bias
     )
     effects: tuple[Any, ...] = ()
+    masks: tuple[Any, ...] = ()  # (R, 1), true for rows of out that are set to zero
 
 
 def _linear_weight(node: Any) -> tuple[Any, bool]:
@@ -534,9 +536,25 @@ def matmul_of(node: Any) -> Projection | None:
     return None
 
 
+def unmasked(node: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(rows, masks) where node is rows, those of masks set to zero."""
+    node, masks = uncast(node), ()
+    while op_name(node) == "masked_fill" and argument(node, 2, "value") == 0:
+        masks += (argument(node, 1, "mask"),)
+        node = uncast(node.args[0])
+    return node, masks
+
+
 def projection_of(node: Any) -> Projection | None:
-    """A matmul, and the bias that is added to it."""
-    node = uncast(node)
+    """A matmul, the bias that is added to it, and the masks of its rows."""
+    node, masks = unmasked(node)
+    found = _biased(node)
+    if found is not None:
+        found.masks = masks
+    return found
+
+
+def _biased(node: Any) -> Projection | None:
     for product, added in operand_orders(node, "add"):
         found, index = matmul_of(product), row_selection(uncast(added))
         if found is not None and index is not None and found.bias is None:
@@ -557,28 +575,166 @@ def projection_of(node: Any) -> Projection | None:
     return found
 
 
-def is_expert_of_row(index: Any, experts: Any, grouped: bool) -> bool:
-    """Whether index is the expert of every row: of a bmm its ids, else what offs counts, sorted."""
+# --- routing ---------------------------------------------------------------------------------
+
+
+def is_expert_of_row(index: Any, experts: Any, grouped: bool, num_experts: int) -> bool:
+    """Whether index is the expert of every row: of a bmm its ids, else what offs counts, sorted.
+
+    A row of no expert may have any, so that ``index.clamp_(max=num_experts - 1)`` changes nothing.
+    """
     if not grouped:
         return same_value(index, experts)
-    counted = experts
-    while op_name(counted) in ("cumsum", "histc", "bincount", "int", "long", *CASTS):
+    counted, ids = experts, _sorted_from(index)
+    while op_name(counted) in _COUNTING:
         counted = counted.args[0]
-    return counted in (index, _sorted_from(index))
+    if ids is None or counted not in (index, ids):
+        return False
+    return all(_is_last_expert_at_most(w, num_experts) for w in writers(index))
+
+
+def is_mask_of_no_expert(mask: Any, experts: Any, num_experts: int) -> bool:
+    """Whether mask (R, 1) is true for no row of an expert: ids from num_experts on are sorted last."""
+    flat, value = flat_source(mask), value_of(mask)
+    if rank(mask) != 2 or rank(flat) != 1 or not same_size(value.shape[1], 1):
+        return False
+    least = {"ge": num_experts, "gt": num_experts - 1, "eq": num_experts}
+    if number(argument(flat, 1, "other")) != least.get(op_name(flat), -1):
+        return False
+    return is_expert_of_row(flat.args[0], experts, True, num_experts)
+
+
+_INTEGERS = (torch.int32, torch.int64)
+_COUNTING = {"cumsum", "histc", "bincount", "int", "long", *CASTS}
+# histc on float32 is exact for that many values and bins; both are far beyond any layer.
+_EXACT_COUNT, _EXACT_BINS = 1 << 24, 1 << 11
+
+
+def _exact_source(node: Any) -> Any:
+    """The node before casts that keep integers up to _EXACT_COUNT."""
+    exact = (*_INTEGERS, torch.float32, torch.float64)
+    while op_name(node) in {"int", "long", *CASTS} and value_of(node).dtype in exact:
+        node = node.args[0]
+    return node
+
+
+def _flat(node: Any) -> Any:
+    """The node before views that keep how often a number is there."""
+    while op_name(node) in VIEWS - {"expand"}:
+        node = node.args[0]
+    return node
+
+
+def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | None:
+    """(ids, last): integers (R) that perm sorts, where ``offs[e]`` is how many are in [0, e].
+
+    The last of offs counts up to ``last``, the number of experts or one less. None where that is
+    not certain, whatever the ids are.
+    """
+    ids, sort, total = sorted_by(perm), _sort_of(perm), _exact_source(offs)
+    if not _is_ascending(sort) or rank(ids) != 1:
+        return None
+    if op_name(total) != "cumsum" or argument(total, 1, "dim") not in (0, -1):
+        return None
+    histogram = _exact_source(total.args[0])
+    if op_name(histogram) != "histc" or not 1 < num_experts <= _EXACT_BINS:
+        return None
+    bins, low, last = (
+        number(argument(histogram, i, name))
+        for i, name in ((1, "bins"), (2, "min"), (3, "max"))
+    )
+    if (bins, low) != (num_experts, 0) or last not in (num_experts - 1, num_experts):
+        return None
+    values = histogram.args[0]
+    if value_of(values).dtype in (torch.float16, torch.bfloat16):
+        return None
+    values = _exact_source(values)
+    if _sorted_from(values) is not ids and not same_value(_flat(values), _flat(ids)):
+        return None
+    if not guard_or_false(value_of(ids).shape[0] <= _EXACT_COUNT):
+        return None
+    until = max(sort, histogram)
+    if value_of(ids).dtype not in _INTEGERS or writers(ids, until):
+        return None
+    return None if writers(values, until) else (ids, int(last))
+
+
+def is_topk_index(ids: Any, num_experts: int) -> bool:
+    """Whether ids are positions that topk found among num_experts, so that all are experts."""
+    while op_name(ids) in {"int", "long", "to", *VIEWS}:
+        if value_of(ids).dtype not in _INTEGERS:
+            return False
+        ids = ids.args[0]
+    if op_name(ids) != "getitem" or ids.args[1] != 1 or op_name(ids.args[0]) != "topk":
+        return False
+    topk = ids.args[0]
+    scores = value_of(topk.args[0])
+    return (
+        scores is not None
+        and argument(topk, 2, "dim", -1) in (-1, scores.dim() - 1)
+        and same_size(scores.shape[-1], num_experts)
+    )
+
+
+_IN_PLACE = {"setitem"} | {
+    f"i{name}" for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")
+}
+
+
+def _may_write(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if node.op == "output" or node.target is getattr:
+        return False
+    name = op_name(node)
+    return not name or name.endswith("_") or name in _IN_PLACE or "out" in node.kwargs
+
+
+def _memory(node: Any) -> int | None:
+    value = value_of(node)
+    return None if value is None else value.untyped_storage()._cdata
+
+
+def writers(node: Any, until: Node | None = None) -> list[Node]:
+    """The nodes in front of until that may write to the memory of node, by whatever view."""
+    memory, found = _memory(node), []
+    for other in node.graph.nodes:
+        if other is until:
+            break
+        reads = any(_memory(read) == memory for read in other.all_input_nodes)
+        if reads and _may_write(other):
+            found.append(other)
+    return found
+
+
+def _is_last_expert_at_most(node: Node, num_experts: int) -> bool:
+    """Whether node is ``ids.clamp_(max=num_experts - 1)``."""
+    if op_name(node) == "clamp_max_":
+        return number(argument(node, 1, "max")) == num_experts - 1
+    return (
+        op_name(node) == "clamp_"
+        and number(argument(node, 1, "min", 0)) in (0, None)
+        and number(argument(node, 2, "max")) == num_experts - 1
+    )
+
+
+def _is_ascending(sort: Any) -> bool:
+    return argument(sort, 2, "descending", False) is False
 
 
 def _sorted_from(index: Any) -> Any:
     """ids where index is ``sort(ids)[0]`` or ``ids[argsort(ids)]``."""
-    if (
-        op_name(index) == "getitem"
-        and index.args[1] == 0
-        and op_name(index.args[0]) == "sort"
-    ):
-        return index.args[0].args[0]
+    if op_name(index) == "getitem" and index.args[1] == 0:
+        sort = index.args[0]
+        return sort.args[0] if op_name(sort) == "sort" and _is_ascending(sort) else None
     taken = row_selection(index)
-    if taken is not None and sorted_by(taken[1]) is taken[0]:
-        return taken[0]
-    return None
+    if taken is None or sorted_by(taken[1]) is not taken[0]:
+        return None
+    return taken[0] if _is_ascending(_sort_of(taken[1])) else None
+
+
+def _sort_of(perm: Any) -> Any:
+    return perm.args[0] if op_name(perm) == "getitem" else perm
 
 
 def sorted_by(perm: Any) -> Any:
