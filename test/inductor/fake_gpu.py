@@ -381,15 +381,14 @@ def emitted(function: Callable, *args, **kwargs) -> list[EmittedGraph]:
             gradient, the backward's graph follows the forward's.
     """
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.ir import TensorBox
 
     graphs: list[EmittedGraph] = []
 
     def sizes_of(value) -> tuple[str, ...] | str:
-        return (
-            tuple(map(str, value.get_size()))
-            if hasattr(value, "get_size")
-            else str(value)
-        )
+        if isinstance(value, TensorBox):
+            return tuple(map(str, value.get_size()))
+        return str(value)  # a size, or a process group
 
     def stop(self):
         wrapper, kernels = (

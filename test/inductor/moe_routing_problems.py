@@ -176,10 +176,14 @@ def _problems() -> tuple[Problem, ...]:
         Router("router_unbacked", above=0.0),
         Router("router_unbacked_none", above=99.0),
         Router("router_training", training=True),
+        Router("router_training_unbacked", above=0.0, training=True),
+        Router("router_training_unbacked_none", above=99.0, training=True),
         Router("router_training_groups", training=True, options=v3),
         Router("router_training_dynamic", 70, 24, training=True, transposed=True),
         Block("block"),
         Block("block_dynamic", 70, 24),
+        Block("block_unbacked", above=0.0),
+        Block("block_unbacked_none", above=99.0),
         Block("block_inference_unbacked", above=0.0, training=False),
     )
 

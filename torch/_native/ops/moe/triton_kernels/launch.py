@@ -296,8 +296,9 @@ def _up(
     act: Activation,
     preact: Tensor,
     hidden: Tensor,
+    store_preact: bool,
 ) -> None:
-    """preact (R, g*F) = H unless it is empty, and hidden (R, F) = act(H)."""
+    """preact (R, g*F) = H if ``store_preact``, and hidden (R, F) = act(H)."""
     dim, num_hidden = x.shape[1], hidden.shape[1]
     gate, up = _gate_and_up(w_in, w_up, act)
     adjacent = act.gated and not act.gate_interleaved and w_up is None
@@ -335,14 +336,14 @@ def _up(
             PAIRED=paired,
             HAS_SLOTS=rows.has_slots,
             HAS_BIAS=b_in is not None,
-            STORE_PREACT=preact.shape[0] > 0,
+            STORE_PREACT=store_preact,
             PRECISION=_PRECISION,
             **w_flags,
             **_tile_args(config, num_hidden, dim),
         )
 
     kernel = "up_gated" if act.gated else "up_plain"
-    traits = (x.dtype, act, adjacent, w_in.stride(2) == 1, preact.shape[0] > 0)
+    traits = (x.dtype, act, adjacent, w_in.stride(2) == 1, store_preact)
     _run(plan, kernel, rows, num_hidden, dim, traits, launch)
 
 
@@ -436,7 +437,18 @@ def moe_mlp_forward(
         return input.new_zeros(num_tokens, dim), preact.zero_()
 
     hidden = input.new_empty(rows.num_buffer_rows, num_hidden)
-    _up(plan, rows, _row_major(input), w_in, w_up, b_in, act, preact, hidden)
+    _up(
+        plan,
+        rows,
+        _row_major(input),
+        w_in,
+        w_up,
+        b_in,
+        act,
+        preact,
+        hidden,
+        compute_preact,
+    )
     if compute_preact:
         _zero_tail(plan, rows, preact)
     scale = None if topk_weights is None else topk_weights.reshape(-1)
