@@ -9,13 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>
 #include <ATen/native/cpu/MoEMicroGemm.h>
-
-#ifndef AT_PER_OPERATOR_HEADERS
-#include <ATen/Functions.h>
-#else
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#endif
+#include <c10/core/CPUAllocator.h>
 
 #include <atomic>
 #include <vector>
@@ -127,12 +121,13 @@ struct RowSource {
   int64_t ld = 0;
   const Routing<acc_type<scalar_t>>* routing = nullptr;
 
-  const scalar_t* row(int64_t r) const {
+  // From a column on.
+  const scalar_t* row(int64_t r, int64_t col = 0) const {
     if (routing == nullptr) {
-      return data + r * ld;
+      return data + r * ld + col;
     }
     const int64_t slot = routing->slot(r);
-    return slot < 0 ? nullptr : data + slot / routing->top_k * ld;
+    return slot < 0 ? nullptr : data + slot / routing->top_k * ld + col;
   }
 };
 
@@ -245,20 +240,18 @@ class Scratch {
     return bytes_ + 64;
   }
   void allocate(int64_t threads) {
-    storage_ = at::empty({threads * bytes() + 64}, at::kByte);
-    const auto address = reinterpret_cast<uintptr_t>(storage_.mutable_data_ptr());
-    base_ = reinterpret_cast<char*>((address + 63) / 64 * 64);
+    storage_ = c10::GetCPUAllocator()->allocate(threads * bytes());
   }
   template <typename T>
   T* at(int64_t thread, size_t buffer) const {
-    return reinterpret_cast<T*>(base_ + thread * bytes() + begins_[buffer]);
+    auto* base = static_cast<char*>(storage_.get());
+    return reinterpret_cast<T*>(base + thread * bytes() + begins_[buffer]);
   }
 
  private:
   std::vector<int64_t> begins_;
   int64_t bytes_ = 0;
-  Tensor storage_;
-  char* base_ = nullptr;
+  c10::DataPtr storage_;
 };
 
 // ---- weights --------------------------------------------------------------------
@@ -419,10 +412,10 @@ class WeightSource {
 template <typename Micro>
 constexpr int64_t kFinishRows = (48 + Micro::kTileRows - 1) / Micro::kTileRows * Micro::kTileRows;
 
-// x B for the routed rows x of `source`, B of `weights` with so many panels.
-// columns(panel) is a PanelColumns; epilogue(rows, panel, c) gets the finished tile of
-// some rows of a block, with leading dimension kPanelCols: what it holds outside the spans
-// is undefined.
+// x B for the routed rows x of `source`, B of `weights` with so many columns (or hidden
+// units), `width` of them in a panel. columns(first, count) is a PanelColumns;
+// epilogue(rows, first, count, c) gets the finished tile of some rows of a block, with
+// leading dimension kPanelCols: what it holds outside the spans is undefined.
 template <typename scalar_t, typename Micro, typename Weights>
 class ExpertGemm {
   using operand_t = typename Micro::operand_t;
@@ -434,16 +427,18 @@ class ExpertGemm {
  public:
   ExpertGemm(
       const Routing<acc_t>& routing, const RowSource<scalar_t>& source, const Weights& weights,
-      int64_t panels)
+      int64_t cols, int64_t width = kPanelCols)
       : source_(source),
         weights_(weights),
-        panels_(panels),
+        cols_(cols),
+        width_(width),
         padded_depth_(round_up(weights.part_depth, kWordElements<operand_t>)),
         row_size_(weights.k_parts * padded_depth_),
         in_place_(
             std::is_same_v<scalar_t, operand_t> && !Micro::kDenseRows && !kConvertsRows &&
             padded_depth_ == weights.part_depth),
-        zeros_(at::zeros({row_size_}, c10::CppTypeToScalarType<operand_t>::value)) {
+        zeros_(row_size_) {
+    const int64_t panels = (cols + width - 1) / width;
     const int64_t threads =
         threads_for(routing.last_row * panels * kPanelCols * std::max<int64_t>(1, row_size_));
     const int64_t least = round_up(kMinBlockRows, Micro::kTileRows);
@@ -483,20 +478,23 @@ class ExpertGemm {
             prepare_rows(block, lines, scratch_.at<operand_t>(thread, 3));
             prepared[thread] = &block;
           }
-          for (const auto panel : c10::irange(first, last)) {
+          const auto columns_from = [&](int64_t col) {
+            return columns(col, std::min(width_, cols_ - col));
+          };
+          for (int64_t col = first * width_; col < std::min(last * width_, cols_); col += width_) {
             const auto finish = [&](const Block& rows, const acc_t* sums) {
-              epilogue(rows, panel, sums);
+              epilogue(rows, col, std::min(width_, cols_ - col), sums);
             };
             if constexpr (Weights::kPacks) {
               // Most likely: the first panel of the next expert after the last.
-              const bool is_last = panel + 1 == panels_;
+              const bool is_last = col + width_ >= cols_;
               const Panel next{
                   block.expert + (is_last ? work_->threads() : 0),
-                  columns(is_last ? 0 : panel + 1)};
-              pack_and_multiply(block, columns(panel), next, lines, packed, c, finish);
+                  columns_from(is_last ? 0 : col + width_)};
+              pack_and_multiply(block, columns_from(col), next, lines, packed, c, finish);
             } else {
               weights_.template multiply<Micro>(
-                  block.expert, columns(panel), block.rows(), {lines, row_size_, 0}, packed, c);
+                  block.expert, columns_from(col), block.rows(), {lines, row_size_, 0}, packed, c);
               finish(block, c);
             }
           }
@@ -526,7 +524,7 @@ class ExpertGemm {
       const scalar_t* row = i < rows ? source_.row(block.begin + i) : nullptr;
       if constexpr (std::is_same_v<scalar_t, operand_t>) {
         if (in_place_) {
-          lines[i] = row != nullptr ? row : zeros_.template const_data_ptr<operand_t>();
+          lines[i] = row != nullptr ? row : zeros_.data();
           continue;
         }
       }
@@ -620,11 +618,12 @@ class ExpertGemm {
 
   const RowSource<scalar_t>& source_;
   const Weights& weights_;
-  const int64_t panels_;
+  const int64_t cols_;
+  const int64_t width_;
   const int64_t padded_depth_;  // of a part of K
   const int64_t row_size_;      // elements of a packed row
   const bool in_place_;         // rows are operands as they lie in memory
-  const Tensor zeros_;          // the row of padding
+  const std::vector<operand_t> zeros_;  // the row of padding
   int64_t depth_ = Micro::kDepth;  // of a packed panel
   std::optional<WorkList> work_;
   Scratch scratch_;

@@ -1,30 +1,19 @@
 #pragma once
 
 // Micro-GEMMs in place of those of MoEMicroGemm.h: for bfloat16 with instructions of their
-// own, AMX tiles (MoEAmx.h), else AVX512-BF16, and for few rows (MoEThinGemm.h).
+// own, AMX tiles (MoEAmx.h), else AVX512-BF16, and for few rows.
 
 #include <ATen/cpu/Utils.h>
 #include <ATen/native/cpu/MoEAmx.h>
 #include <ATen/native/cpu/MoEMicroGemm.h>
-#include <ATen/native/cpu/MoEThinGemm.h>
+
+#ifdef MOE_HAS_AMX
+// dispatch_fast_micro_gemm() is there.
+#define MOE_HAS_FAST_GEMM
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
-
-#if defined(MOE_HAS_AMX)
-
-// Of two vectors of floats to one of bfloat16, to the nearest; denormals to 0, as in products.
-struct NativeRounding {
-  C10_ALWAYS_INLINE static vec::Vectorized<BFloat16>
-  round(const vec::Vectorized<float>& low, const vec::Vectorized<float>& high) {
-    __m512i rounded;
-    asm("vcvtne2ps2bf16 %2, %1, %0"
-        : "=v"(rounded)
-        : "v"(static_cast<__m512>(high)), "v"(static_cast<__m512>(low)));
-    return rounded;
-  }
-};
 
 // The words of VecGemm, with one instruction per vector of them instead of two shifts,
 // two masks and two products. In assembly, as the files of a capability are compiled
@@ -46,45 +35,79 @@ struct DotProducts : NativeRounding {
       const __m512i left = _mm512_set1_epi32(word);
       MOE_UNROLL
       for (int64_t j = 0; j < vectors; ++j) {
-        sums[i][j] = dot(left, right[j], sums[i][j]);
+        __m512 sum = sums[i][j];
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right[j]));
+        sums[i][j] = sum;
       }
     }
   }
+};
 
-  C10_ALWAYS_INLINE static vec::Vectorized<float>
-  add_word(const BFloat16* a, __m512 words, const vec::Vectorized<float>& sum) {
-    int32_t word;
-    std::memcpy(&word, a, sizeof(word));
-    return dot(_mm512_set1_epi32(word), _mm512_castps_si512(words), sum);
+// Products of a few rows with weights that lie along K, as they are stored: a decode step,
+// which reads every weight once and should do little else. 16 lines of a weight are
+// transposed in registers, and a product is of one word of them and of one row. The order
+// of addition is that of VecGemm, so that a row has the same bits among many others.
+template <typename operand, typename Products = FusedMultiplyAdd>
+struct ThinGemm : VecGemm<operand, Products> {
+  using operand_t = operand;
+  using Vec = vec::Vectorized<float>;
+
+  static constexpr int64_t kThinRows = 8;
+  static constexpr int64_t kThinLines = 16;
+  static constexpr int64_t kThinDepth = 16 * kWordElements<operand>;
+  static_assert(VecGemm<operand, Products>::kMinDepth % kThinDepth == 0);
+
+  // c[row * kPanelCols + i] = sum over k of rows[row][k] w[i * stride + k], for m rows and
+  // i < lines.
+  static void multiply_lines(
+      int64_t m, int64_t lines, int64_t depth, const operand* const* rows, const operand* w,
+      int64_t stride, float* c) {
+    with_constant<kThinRows>(m, [&](auto count) {
+      for (int64_t i = 0; i < lines; i += kThinLines) {
+        multiply_block<count>(depth, rows, w + i * stride, stride, c + i);
+      }
+    });
   }
 
  private:
-  C10_ALWAYS_INLINE static __m512 dot(__m512i left, __m512i right, __m512 sum) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
-    return sum;
-  }
-};
+  // Cache lines of a line of w between what is multiplied and what is fetched.
+  static constexpr int64_t kAhead = 8 * kThinDepth;
 
-struct AmxGemm : NativeRounding {
-  using operand_t = BFloat16;
-  using Session = moe_amx::Session;
-
-  static constexpr int64_t kTileRows = moe_amx::kBlock;
-  static constexpr int64_t kTileCols = kPanelCols;
-  static constexpr int64_t kDepth = 1024;
-  static constexpr int64_t kMinDepth = kDepth;
-  static constexpr bool kDenseRows = true;
-
-  template <typename Fn = Nothing>
-  static void multiply(
-      int64_t m, int64_t n, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
-      const ProductTile<float>& out, const Fn& between = {}) {
-    for (int64_t row = 0; row < m; row += kTileRows) {
-      moe_amx::multiply(
-          std::min(kTileRows, m - row), round_up(n, moe_amx::kTile),
-          round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols, kPanelCols, out.accumulate,
-          a.lines[row] + a.offset, b, out.c + row * kPanelCols);
-      between();
+  template <int64_t rows>
+  static void multiply_block(
+      int64_t depth, const operand* const* x, const operand* w, int64_t stride, float* c) {
+    using Wide = VecGemm<operand, Products>;
+    const int64_t step = Wide::kOneSum ? depth : Wide::kMinDepth;
+    const operand* a[rows];
+    std::copy_n(x, rows, a);
+    for (int64_t k0 = 0; k0 < depth; k0 += step) {
+      const int64_t end = std::min(k0 + step, depth);
+      Vec sums[rows][1];
+      MOE_UNROLL
+      for (int64_t r = 0; r < rows; ++r) {
+        sums[r][0] = Vec(0);
+      }
+      for (int64_t k = k0; k < end; k += kThinDepth) {
+        // Further along the lines, then along those that follow.
+        const int64_t next = k + kAhead < depth ? kAhead : kAhead - depth + kThinLines * stride;
+        __m512 words[16];
+        transpose_words(
+            [&](int64_t i) {
+              prefetch(w + i * stride + k + next);
+              return _mm512_loadu_ps(w + i * stride + k);
+            },
+            [&](int64_t at, __m512 word) { words[at] = word; });
+        MOE_UNROLL
+        for (int64_t at = 0; at < 16; ++at) {
+          const operand* const word[1] = {reinterpret_cast<const operand*>(&words[at])};
+          Products::add(a, k + at * kWordElements<operand>, word, sums);
+        }
+      }
+      MOE_UNROLL
+      for (int64_t r = 0; r < rows; ++r) {
+        float* to = c + r * kPanelCols;
+        (k0 > 0 ? Vec::loadu(to) + sums[r][0] : sums[r][0]).store(to);
+      }
     }
   }
 };
@@ -112,15 +135,8 @@ bool dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
   return true;
 }
 
-#else
-
-template <typename Fn>
-bool dispatch_fast_micro_gemm(ScalarType, const Fn&) {
-  return false;
-}
-
-#endif
-
 }  // namespace moe_cpu
 }  // namespace CPU_CAPABILITY
 }  // namespace at::native
+
+#endif

@@ -27,7 +27,7 @@ class ForwardPass {
         constants_(spec),
         input_(with_dense_rows(in.input)),
         b_in_(contiguous_or_undefined(in.b_in)),
-        act_(at::empty({routing_.last_row, layout_.hidden}, in.input.options())),
+        act_(in.input.new_empty({routing_.last_row, layout_.hidden})),
         act_data_(act_.template mutable_data_ptr<scalar_t>()),
         preact_(preact.defined() ? preact.mutable_data_ptr<scalar_t>() : nullptr) {
     dispatch_activation(spec, [&](auto act) {
@@ -47,29 +47,21 @@ class ForwardPass {
       zero_unrouted(routing_, preact_, rows, layout_.cols());
     }
     ExpertGemm<scalar_t, Micro, Weights>(
-        routing_, rows_of_tokens<scalar_t>(input_, routing_), w_in,
-        (layout_.hidden + units_ - 1) / units_)
+        routing_, rows_of_tokens<scalar_t>(input_, routing_), w_in, layout_.hidden, units_)
         .run(
-            [&](int64_t panel) { return columns_of(panel); },
-            [&](const Block& block, int64_t panel, const acc_t* c) {
-              activate_tile(block, panel, c);
+            [&](int64_t f0, int64_t units) { return columns_of(f0, units); },
+            [&](const Block& block, int64_t f0, int64_t units, const acc_t* c) {
+              activate_tile(block, f0, units, c);
             });
     const Tensor b_out = contiguous_or_undefined(in_.b_out);
     project_tokens<scalar_t, Micro>(
         routing_, RowSource<scalar_t>{act_data_, layout_.hidden}, w_out,
-        RowEpilogue<scalar_t>{data_or_null<scalar_t>(b_out), /*weighted=*/true}, kCombineBytes,
-        output);
+        data_or_null<scalar_t>(b_out), /*weighted=*/true, kCombineBytes, output);
   }
 
  private:
-  int64_t units_of(int64_t panel) const {
-    return std::min(units_, layout_.hidden - panel * units_);
-  }
-
   // With two halves the panel is [gate | up], half of kPanelCols each.
-  PanelColumns columns_of(int64_t panel) const {
-    const int64_t f0 = panel * units_;
-    const int64_t units = units_of(panel);
+  PanelColumns columns_of(int64_t f0, int64_t units) const {
     if (layout_.halves() == 1) {
       return layout_.gated ? plain_panel(2 * f0, 2 * units) : plain_panel(f0, units);
     }
@@ -77,13 +69,11 @@ class ForwardPass {
   }
 
   // H and A of a panel's units for the rows of a block.
-  void activate_tile(const Block& block, int64_t panel, const acc_t* c) const {
-    const int64_t f0 = panel * units_;
-    const int64_t units = units_of(panel);
+  void activate_tile(const Block& block, int64_t f0, int64_t units, const acc_t* c) const {
     alignas(64) acc_t bias[kPanelCols] = {};
     if (b_in_.defined()) {
       const auto* from = b_in_.const_data_ptr<scalar_t>() + block.expert * layout_.cols();
-      for (const auto& span : columns_of(panel).spans) {
+      for (const auto& span : columns_of(f0, units).spans) {
         convert_row(from + span.part * layout_.hidden + span.first, bias + span.at, span.count);
       }
     }
@@ -101,22 +91,18 @@ class ForwardPass {
     scalar_t* h = preact_ == nullptr ? nullptr : preact_ + row * layout_.cols();
     if (routing_.slot(row) < 0) {
       std::fill_n(act, units, scalar_t(0));
-      layout_.zero(h, f0, units);
+      layout_.for_each_half(h, f0, units, [](scalar_t* x, int64_t n) { std::fill_n(x, n, 0); });
       return;
     }
     // The tile as a row of H: with the gates, then from column units_ on the ups.
-    const auto add_bias = [&](int64_t j, int64_t n) {
-      auto x = layout_.load(c, units_, j, n);
+    for (int64_t j = 0; j < units; j += kLanes<scalar_t>) {
+      const int64_t n = std::min(kLanes<scalar_t>, units - j);
+      const auto x = layout_.load(c, units_, j, n);
       const auto b = layout_.load(bias, units_, j, n);
-      x.gate = {x.gate.first + b.gate.first, x.gate.second + b.gate.second};
-      x.up = {x.up.first + b.up.first, x.up.second + b.up.second};
-      return x;
-    };
-    for (int64_t j = 0; j < units; j += kPairLanes<scalar_t>) {
-      const int64_t n = std::min(kPairLanes<scalar_t>, units - j);
-      const auto rounded = layout_.template store<scalar_t, Micro>(h, f0 + j, n, add_bias(j, n));
-      store_pair<scalar_t, Micro>(
-          act + j, activate_pair<Act, kFastMath<scalar_t>>(rounded, constants_), n);
+      const auto rounded = layout_.template store<scalar_t, Micro>(
+          h, f0 + j, n, {x.gate + b.gate, x.up + b.up});
+      store_lanes<scalar_t, Micro>(
+          act + j, activate<Act, kFastMath<scalar_t>>(rounded, constants_), n);
     }
   }
 

@@ -357,7 +357,8 @@ class LowBitSource {
       }
       if (!in_blocks) {
         Micro::multiply(
-            rows, columns.end(), depth, {a.lines, a.ld, a.offset + k0}, packed, {c, k0 > 0});
+            rows, columns.end(), depth, {a.lines, a.ld, a.offset + k0}, packed, {c, k0 > 0},
+            [] {});
         continue;
       }
       load_scales(expert, columns, k0, scales);
@@ -368,7 +369,7 @@ class LowBitSource {
         const int64_t count = std::min(kRows, rows - row);
         Micro::multiply(
             count, columns.end(), depth, {a.lines + row, a.ld, a.offset + k0}, packed,
-            {sums, false});
+            {sums, false}, [] {});
         add_scaled(sums, scales, count, c + row * kPanelCols);
       }
     }

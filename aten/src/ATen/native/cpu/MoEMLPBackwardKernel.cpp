@@ -16,7 +16,6 @@
 #include <ATen/Functions.h>
 #else
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #endif
 
 namespace at::native {
@@ -45,12 +44,12 @@ class BackwardPass {
         preact_data_(preact_.template const_data_ptr<scalar_t>()) {
     const int64_t rows = routing_.last_row;
     if (grads.input.defined() || grads.wants_w_in || grads.wants_w_up || grads.b_in.defined()) {
-      grad_hidden_ = at::empty({rows, layout_.cols()}, input_.options());
+      grad_hidden_ = input_.new_empty({rows, layout_.cols()});
       grad_hidden_data_ = grad_hidden_.template mutable_data_ptr<scalar_t>();
     }
     if (grads.topk_weights.defined()) {
-      grad_weight_parts_ = at::empty(
-          {rows, panels_}, input_.options().dtype(c10::CppTypeToScalarType<acc_t>::value));
+      grad_weight_parts_ =
+          input_.new_empty({rows, panels_}, c10::CppTypeToScalarType<acc_t>::value);
       parts_data_ = grad_weight_parts_.template mutable_data_ptr<acc_t>();
     }
     dispatch_activation(spec, [&](auto act) {
@@ -72,14 +71,16 @@ class BackwardPass {
     if (grads_.input.defined()) {
       const auto w_in = input_weights<scalar_t>(in_, layout_, /*transposed=*/false);
       project_tokens<scalar_t, Micro>(
-          routing_, grad_hidden, w_in, RowEpilogue<scalar_t>{}, kGradCombineBytes, grads_.input);
+          routing_, grad_hidden, w_in, /*bias=*/nullptr, /*weighted=*/false, kGradCombineBytes,
+          grads_.input);
     }
     const auto input = rows_of_tokens<scalar_t>(input_, routing_);
     if (grads_.wants_w_in) {
-      weight_grad(grads_.w_in, in_.w_in, {grad_hidden}, {input});
+      weight_grad(grads_.w_in, in_.w_in, {grad_hidden, {}}, {input, {}});
     }
     if (grads_.wants_w_up) {
-      weight_grad(grads_.w_up, in_.w_up, {grad_hidden, layout_.hidden}, {input});
+      const RowSource<scalar_t> grad_up{grad_hidden_data_ + layout_.hidden, layout_.cols()};
+      weight_grad(grads_.w_up, in_.w_up, {grad_up, {}}, {input, {}});
     }
     if (grads_.b_in.defined()) {
       column_sums(routing_, grad_hidden, /*weighted=*/false, grads_.b_in);
@@ -89,7 +90,7 @@ class BackwardPass {
       const auto act = [this](int64_t row, int64_t f0, int64_t n, scalar_t* out) {
         (this->*weighted_act_)(row, f0, n, out);
       };
-      weight_grad(grads_.w_out, in_.w_out, {grad_out}, {{}, 0, act});
+      weight_grad(grads_.w_out, in_.w_out, {grad_out, {}}, {{}, act});
     }
     if (grads_.b_out.defined()) {
       column_sums(routing_, grad_out, /*weighted=*/true, grads_.b_out);
@@ -108,55 +109,46 @@ class BackwardPass {
     WeightGrad<scalar_t, Micro>(grad, left, right, accumulate).run(routing_);
   }
 
-  int64_t units_of(int64_t panel) const {
-    return std::min(kPanelCols, layout_.hidden - panel * kPanelCols);
-  }
-
   // Step 1 for all rows.
   void compute_grad_hidden(const RowSource<scalar_t>& grad_out) const {
     const WeightSource<scalar_t> w_out(in_.w_out, {}, 1, /*transposed=*/false);
-    ExpertGemm<scalar_t, Micro, WeightSource<scalar_t>>(routing_, grad_out, w_out, panels_)
-        .run(
-            [&](int64_t panel) { return plain_panel(panel * kPanelCols, units_of(panel)); },
-            [&](const Block& block, int64_t panel, const acc_t* c) {
-              for (const auto row : c10::irange(block.begin, block.end)) {
-                (this->*grad_row_)(row, panel, units_of(panel), c);
-                c += kPanelCols;
-              }
-            });
+    ExpertGemm<scalar_t, Micro, WeightSource<scalar_t>>(
+        routing_, grad_out, w_out, layout_.hidden)
+        .run(&plain_panel, [&](const Block& block, int64_t f0, int64_t units, const acc_t* c) {
+          for (const auto row : c10::irange(block.begin, block.end)) {
+            (this->*grad_row_)(row, f0, units, c);
+            c += kPanelCols;
+          }
+        });
   }
 
   // dH and a part of dS of one row from its dA'.
   template <typename Act>
-  void grad_row(int64_t row, int64_t panel, int64_t units, const acc_t* grad_act) const {
-    const int64_t f0 = panel * kPanelCols;
+  void grad_row(int64_t row, int64_t f0, int64_t units, const acc_t* grad_act) const {
     scalar_t* grad_h =
         grad_hidden_data_ == nullptr ? nullptr : grad_hidden_data_ + row * layout_.cols();
     if (routing_.slot(row) < 0) {
-      layout_.zero(grad_h, f0, units);
+      layout_.for_each_half(
+          grad_h, f0, units, [](scalar_t* x, int64_t n) { std::fill_n(x, n, 0); });
       return;
     }
     const scalar_t* h = preact_data_ + row * layout_.cols();
     const Vec scale(routing_.weight(row));
-    Vec grad_weight(0);
-    for (int64_t j = 0; j < units; j += kPairLanes<scalar_t>) {
-      const int64_t n = std::min(kPairLanes<scalar_t>, units - j);
+    vec::Vectorized<acc_t> grad_weight(0);
+    for (int64_t j = 0; j < units; j += kLanes<scalar_t>) {
+      const int64_t n = std::min(kLanes<scalar_t>, units - j);
       const auto x = layout_.load(h, layout_.hidden, f0 + j, n);
-      const auto grad = load_pair(grad_act + j, n);
-      const auto first = activate_with_grads<Act, kFastMath<scalar_t>>(
-          x.gate.first, x.up.first, scale * grad.first, constants_);
-      const auto second = activate_with_grads<Act, kFastMath<scalar_t>>(
-          x.gate.second, x.up.second, scale * grad.second, constants_);
+      const auto grad = load_lanes(grad_act + j, n);
+      const auto at = activate_with_grads<Act, kFastMath<scalar_t>>(x, scale * grad, constants_);
       if (grad_h != nullptr) {
-        layout_.template store<scalar_t, Micro>(
-            grad_h, f0 + j, n, {{first.gate, second.gate}, {first.up, second.up}});
+        layout_.template store<scalar_t, Micro>(grad_h, f0 + j, n, at.grads);
       }
-      const auto act = store_pair<scalar_t, Micro>(nullptr, {first.act, second.act});
-      grad_weight = grad_weight + grad.first * act.first + grad.second * act.second;
+      const auto act = store_lanes<scalar_t, Micro>(nullptr, at.act);
+      grad_weight = grad_weight + grad[0] * act[0] + grad[1] * act[1];
     }
     if (parts_data_ != nullptr) {
-      parts_data_[row * panels_ + panel] =
-          vec::vec_reduce_all<acc_t>([](const Vec& x, const Vec& y) { return x + y; }, grad_weight);
+      parts_data_[row * panels_ + f0 / kPanelCols] =
+          vec::vec_reduce_all<acc_t>(std::plus<>(), grad_weight);
     }
   }
 
@@ -168,19 +160,20 @@ class BackwardPass {
       return;
     }
     const scalar_t* h = preact_data_ + row * layout_.cols();
-    layout_.prefetch_units(h, f0 + n, n);
+    layout_.for_each_half(
+        h, f0 + n, n, [](const scalar_t* x, int64_t count) { prefetch(x, count); });
     const Vec scale(routing_.weight(row));
     store_row<Micro>(out, n, [&](int64_t j, int64_t count) {
-      const auto act = store_pair<scalar_t, Micro>(
-          nullptr, activate_pair<Act, kFastMath<scalar_t>>(
-                       layout_.load(h, layout_.hidden, f0 + j, count), constants_));
-      return VecPair<scalar_t>{scale * act.first, scale * act.second};
+      const auto x = layout_.load(h, layout_.hidden, f0 + j, count);
+      return scale *
+          store_lanes<scalar_t, Micro>(
+                 nullptr, activate<Act, kFastMath<scalar_t>>(x, constants_));
     });
   }
 
   // dS of a slot: its row's parts in panel order, and <dO, b_out>.
   void compute_grad_topk_weights(const RowSource<scalar_t>& grad_out) const {
-    const Tensor sums = at::zeros(grads_.topk_weights.sizes(), grad_weight_parts_.options());
+    const Tensor sums = grad_weight_parts_.new_zeros(grads_.topk_weights.sizes());
     auto* out = sums.template mutable_data_ptr<acc_t>();
     const Tensor b_out = contiguous_or_undefined(in_.b_out);
     const auto* bias = data_or_null<scalar_t>(b_out);

@@ -30,21 +30,16 @@ void moe_expert_gemm_kernel(
     using acc_t = acc_type<scalar_t>;
     const Routing<acc_t> routing(inputs);
     const WeightSource<scalar_t> weights(w, {}, 1, transposed);
-    const int64_t cols = out.size(1), panels = (cols + kPanelCols - 1) / kPanelCols;
+    const int64_t cols = out.size(1);
     auto* data = out.mutable_data_ptr<scalar_t>();
-    const auto cols_of = [&](int64_t panel) {
-      return std::min(kPanelCols, cols - panel * kPanelCols);
-    };
     const RowSource<scalar_t> source{rows.const_data_ptr<scalar_t>(), rows.stride(0)};
-    ExpertGemm<scalar_t, Micro, WeightSource<scalar_t>>(routing, source, weights, panels)
-        .run(
-            [&](int64_t panel) { return plain_panel(panel * kPanelCols, cols_of(panel)); },
-            [&](const Block& block, int64_t panel, const acc_t* c) {
-              for (const auto row : c10::irange(block.begin, block.end)) {
-                convert_row(c, data + row * cols + panel * kPanelCols, cols_of(panel));
-                c += kPanelCols;
-              }
-            });
+    ExpertGemm<scalar_t, Micro, WeightSource<scalar_t>>(routing, source, weights, cols)
+        .run(&plain_panel, [&](const Block& block, int64_t n0, int64_t n, const acc_t* c) {
+          for (const auto row : c10::irange(block.begin, block.end)) {
+            convert_row(c, data + row * cols + n0, n);
+            c += kPanelCols;
+          }
+        });
     zero_unrouted(routing, data, out.size(0), cols);
   });
 }
@@ -74,20 +69,17 @@ void activate_rows(
   const auto of_units = [&](int64_t row, int64_t f, int64_t n) {
     const auto x = layout.load(rows + row * cols, hidden, f, n);
     if (grads == nullptr) {
-      store_pair(results + row * hidden + f, activate_pair<Act, fast>(x, constants), n);
+      store_lanes(results + row * hidden + f, activate<Act, fast>(x, constants), n);
       return;
     }
-    const auto d = load_pair(grads + row * hidden + f, n);
-    const auto a = activate_with_grads<Act, fast>(x.gate.first, x.up.first, d.first, constants);
-    const auto b =
-        activate_with_grads<Act, fast>(x.gate.second, x.up.second, d.second, constants);
-    layout.template store<scalar_t, void>(
-        results + row * cols, f, n, {{a.gate, b.gate}, {a.up, b.up}});
+    const auto d = load_lanes(grads + row * hidden + f, n);
+    const auto at = activate_with_grads<Act, fast>(x, d, constants);
+    layout.template store<scalar_t, void>(results + row * cols, f, n, at.grads);
   };
   at::parallel_for(0, preact.size(0), rows_grain(cols), [&](int64_t begin, int64_t end) {
     for (const auto row : c10::irange(begin, end)) {
-      for (int64_t f = 0; f < hidden; f += kPairLanes<scalar_t>) {
-        of_units(row, f, std::min(kPairLanes<scalar_t>, hidden - f));
+      for (int64_t f = 0; f < hidden; f += kLanes<scalar_t>) {
+        of_units(row, f, std::min(kLanes<scalar_t>, hidden - f));
       }
     }
   });

@@ -39,9 +39,16 @@ struct ProductTile {
   bool accumulate;
 };
 
-struct Nothing {
-  void operator()() const {}
-};
+// fn(std::integral_constant<int64_t, n>()), for n from 1 to `most`.
+template <int64_t most, typename Fn>
+void with_constant(int64_t n, const Fn& fn) {
+  if constexpr (most > 1) {
+    if (n < most) {
+      return with_constant<most - 1>(n, fn);
+    }
+  }
+  fn(std::integral_constant<int64_t, most>());
+}
 
 // ---- products in vector registers ----------------------------------------------
 
@@ -55,14 +62,6 @@ struct FusedMultiplyAdd {
         [&](int64_t i) { return vec::Vectorized<operand_t>(a[i][k]); },
         [&](int64_t j) { return vec::Vectorized<operand_t>::loadu(b[j]); }, sums);
   }
-
-#if defined(CPU_CAPABILITY_AVX512)
-  // sum + words * the word at a.
-  C10_ALWAYS_INLINE static vec::Vectorized<float>
-  add_word(const float* a, __m512 words, const vec::Vectorized<float>& sum) {
-    return vec::fmadd(vec::Vectorized<float>(*a), vec::Vectorized<float>(words), sum);
-  }
-#endif
 
   // A bfloat16 is the upper half of a float: a word of two is two floats with a shift
   // and a mask, whose products are exact.
@@ -111,12 +110,9 @@ struct VecGemm : Products {
   using Vec = vec::Vectorized<acc_t>;
   struct Session {};
 
-  // Vectors of a row of a tile: with the sums of kTileRows rows the registers are full.
-#if defined(CPU_CAPABILITY_AVX512)
-  static constexpr int64_t kVectors = 4;
-#else
-  static constexpr int64_t kVectors = 2;
-#endif
+  // Vectors of a row of a tile: with the sums of kTileRows rows the registers are full,
+  // of which there are twice as many where they have 64 bytes.
+  static constexpr int64_t kVectors = sizeof(Vec) == 64 ? 4 : 2;
   static constexpr int64_t kTileRows = 6;
   static constexpr int64_t kTileCols = kVectors * Vec::size();
   // Sums of sums of 256 products round less than one long sum, which floats need. What is
@@ -127,10 +123,10 @@ struct VecGemm : Products {
   static constexpr bool kDenseRows = false;
   static_assert(kPanelCols % kTileCols == 0);
 
-  template <typename Fn = Nothing>
+  template <typename Fn>
   static void multiply(
       int64_t m, int64_t n, int64_t k, const RowLines<operand_t>& a, const operand_t* b,
-      const ProductTile<acc_t>& out, const Fn& between = {}) {
+      const ProductTile<acc_t>& out, const Fn& between) {
     const int64_t tiles = (n + kTileCols - 1) / kTileCols;
     const int64_t whole = m / kTileRows * kTileRows;
     for (const auto tile : c10::irange(tiles)) {
@@ -142,7 +138,21 @@ struct VecGemm : Products {
     for (int64_t tile = 0; whole < m && tile < tiles; ++tile) {
       between();
     }
-    multiply_rest<kTileRows - 1>(m - whole, whole, tiles, k, a, b, out);
+    // The last rows. Very few are multiplied by several tiles at a time: a sum waits for its
+    // own last product, and there must be others in between.
+    if (whole < m) {
+      with_constant<kTileRows - 1>(m - whole, [&](auto rows) {
+        constexpr int64_t at_once =
+            std::min<int64_t>(rows == 1 ? 4 : rows <= 3 ? 2 : 1, kPanelCols / kTileCols);
+        int64_t tile = 0;
+        for (; tile + at_once <= tiles; tile += at_once) {
+          multiply_block<rows, at_once>(whole, tile, k, a, b, out);
+        }
+        for (; tile < tiles; ++tile) {
+          multiply_block<rows, 1>(whole, tile, k, a, b, out);
+        }
+      });
+    }
   }
 
  private:
@@ -155,22 +165,14 @@ struct VecGemm : Products {
     const operand_t* a[rows];
     const operand_t* b[vectors];
     Vec sums[rows][vectors];
+    acc_t* c = out.c + row * kPanelCols + tile * kTileCols;
     MOE_UNROLL
     for (int64_t i = 0; i < rows; ++i) {
       a[i] = in.lines[row + i] + in.offset;
       MOE_UNROLL
       for (int64_t j = 0; j < vectors; ++j) {
-        sums[i][j] = Vec(0);
-      }
-    }
-    acc_t* c = out.c + row * kPanelCols + tile * kTileCols;
-    if (kOneSum && out.accumulate) {
-      MOE_UNROLL
-      for (int64_t i = 0; i < rows; ++i) {
-        MOE_UNROLL
-        for (int64_t j = 0; j < vectors; ++j) {
-          sums[i][j] = Vec::loadu(c + i * kPanelCols + j * Vec::size());
-        }
+        const acc_t* from = c + i * kPanelCols + j * Vec::size();
+        sums[i][j] = kOneSum && out.accumulate ? Vec::loadu(from) : Vec(0);
       }
     }
     MOE_UNROLL
@@ -194,43 +196,18 @@ struct VecGemm : Products {
       }
     }
   }
-
-  // The last rows, fewer than kTileRows. Very few are multiplied by several tiles at a
-  // time: a sum waits for its own last product, and there must be others in between.
-  template <int64_t rows>
-  static void multiply_rest(
-      int64_t left, int64_t row, int64_t tiles, int64_t k, const RowLines<operand_t>& a,
-      const operand_t* b, const ProductTile<acc_t>& out) {
-    if constexpr (rows > 0) {
-      if (left < rows) {
-        return multiply_rest<rows - 1>(left, row, tiles, k, a, b, out);
-      }
-      constexpr int64_t at_once = std::min<int64_t>(
-          rows == 1   ? 4
-          : rows <= 3 ? 2
-                      : 1,
-          kPanelCols / kTileCols);
-      int64_t tile = 0;
-      for (; tile + at_once <= tiles; tile += at_once) {
-        multiply_block<rows, at_once>(row, tile, k, a, b, out);
-      }
-      for (; tile < tiles; ++tile) {
-        multiply_block<rows, 1>(row, tile, k, a, b, out);
-      }
-    }
-  }
 };
 
 // ---- products of oneDNN ----------------------------------------------------------
 
 #if defined(CPUBLAS_BRGEMM_BF16BF16F32)
-// Always of kTileRows rows: one generated kernel, and one order of addition.
+// Always of kTileRows rows: one generated kernel, and one order of addition. For AMX tiles:
+// elsewhere brgemm packs nothing, and multiplies in the same registers as VecGemm.
 struct BrGemm {
   using operand_t = BFloat16;
   struct Session {
     Session() = default;
-    Session(const Session&) = delete;
-    Session& operator=(const Session&) = delete;
+    C10_DISABLE_COPY_AND_ASSIGN(Session);
     ~Session() {
       cpublas::brgemm_release();
     }
@@ -242,16 +219,10 @@ struct BrGemm {
   static constexpr int64_t kMinDepth = kDepth;
   static constexpr bool kDenseRows = true;
 
-  // Where there are AMX tiles. Elsewhere nothing has to be packed for brgemm, which
-  // then multiplies in the same registers as VecGemm.
-  static bool is_available() {
-    return cpublas::could_pack(kBFloat16);
-  }
-
-  template <typename Fn = Nothing>
+  template <typename Fn>
   static void multiply(
       int64_t m, int64_t, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
-      const ProductTile<float>& out, const Fn& between = {}) {
+      const ProductTile<float>& out, const Fn& between) {
     for (int64_t row = 0; row < m; row += kTileRows) {
       cpublas::brgemm(
           kTileRows, kPanelCols, round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols, kPanelCols,
@@ -270,5 +241,4 @@ struct BrGemm {
 // dispatch_micro_gemm in MoEProjection.h.
 #if __has_include(<ATen/native/cpu/MoEFastGemm.h>)
 #include <ATen/native/cpu/MoEFastGemm.h>
-#define MOE_HAS_FAST_GEMM
 #endif

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -30,8 +31,16 @@ namespace moe_cpu {
 
 template <typename scalar_t>
 using acc_type = at::opmath_type<scalar_t>;
+// Elements of a row as they are computed with: as many as a vector of 16 bits holds.
 template <typename scalar_t>
-using VecOf = vec::Vectorized<acc_type<scalar_t>>;
+using VecOf = vec::VectorizedN<acc_type<scalar_t>, 2>;
+template <typename scalar_t>
+constexpr int64_t kLanes = VecOf<scalar_t>::size();
+// And as they are stored, in one vector or two.
+template <typename scalar_t>
+constexpr int kStored = std::is_same_v<scalar_t, acc_type<scalar_t>> ? 2 : 1;
+template <typename scalar_t>
+using StoredVec = vec::VectorizedN<scalar_t, kStored<scalar_t>>;
 
 // What the micro-GEMMs multiply. float16 has no product that is summed in float, and
 // is multiplied as float; so is bfloat16 where words of two can't be loaded as floats.
@@ -58,74 +67,49 @@ inline int64_t round_up(int64_t x, int64_t multiple) {
   return (x + multiple - 1) / multiple * multiple;
 }
 
-// ---- rows as vectors: two at a time, as many elements as a vector of 16 bits -------
-
-template <typename scalar_t>
-constexpr int64_t kPairLanes = 2 * VecOf<scalar_t>::size();
-template <typename scalar_t>
-using VecPair = std::pair<VecOf<scalar_t>, VecOf<scalar_t>>;
+// ---- rows as vectors ---------------------------------------------------------------
 
 // The first n elements, and zeros.
 template <typename scalar_t>
-C10_ALWAYS_INLINE VecPair<scalar_t>
-load_pair(const scalar_t* src, int64_t n = kPairLanes<scalar_t>) {
-  if (n < kPairLanes<scalar_t>) {
-    alignas(64) scalar_t part[kPairLanes<scalar_t>] = {};
+C10_ALWAYS_INLINE VecOf<scalar_t>
+load_lanes(const scalar_t* src, int64_t n = kLanes<scalar_t>) {
+  if (n < kLanes<scalar_t>) {
+    alignas(64) scalar_t part[kLanes<scalar_t>] = {};
     std::copy_n(src, n, part);
-    return load_pair<scalar_t>(part);
+    return load_lanes<scalar_t>(part);
   }
-  if constexpr (std::is_same_v<scalar_t, acc_type<scalar_t>>) {
-    using Vec = VecOf<scalar_t>;
-    return {Vec::loadu(src), Vec::loadu(src + Vec::size())};
-  } else {
-    const auto [low, high] = vec::convert_to_float<scalar_t>(vec::Vectorized<scalar_t>::loadu(src));
-    return {low, high};
-  }
+  return vec::convert<acc_type<scalar_t>, 2>(StoredVec<scalar_t>::loadu(src));
 }
 
 // Rounds to scalar_t, stores the first n elements unless dst is null, and returns the
 // values that scalar_t holds. A micro-GEMM may know an instruction for that.
 template <typename scalar_t, typename Micro = void>
-C10_ALWAYS_INLINE VecPair<scalar_t>
-store_pair(scalar_t* dst, const VecPair<scalar_t>& x, int64_t n = kPairLanes<scalar_t>) {
-  if (dst != nullptr && n < kPairLanes<scalar_t>) {
-    alignas(64) scalar_t part[kPairLanes<scalar_t>];
-    const auto rounded = store_pair<scalar_t, Micro>(part, x);
+C10_ALWAYS_INLINE VecOf<scalar_t>
+store_lanes(scalar_t* dst, const VecOf<scalar_t>& x, int64_t n = kLanes<scalar_t>) {
+  if (dst != nullptr && n < kLanes<scalar_t>) {
+    alignas(64) scalar_t part[kLanes<scalar_t>];
+    const auto rounded = store_lanes<scalar_t, Micro>(part, x);
     std::copy_n(part, n, dst);
     return rounded;
   }
-  if constexpr (std::is_same_v<scalar_t, acc_type<scalar_t>>) {
-    if (dst != nullptr) {
-      x.first.store(dst);
-      x.second.store(dst + VecOf<scalar_t>::size());
-    }
-    return x;
+  StoredVec<scalar_t> rounded;
+  if constexpr (requires { rounded = Micro::round(x[0], x[1]); }) {
+    rounded = Micro::round(x[0], x[1]);
   } else {
-    vec::Vectorized<scalar_t> rounded;
-    if constexpr (requires { Micro::round(x.first, x.second); }) {
-      rounded = Micro::round(x.first, x.second);
-    } else {
-      rounded = vec::convert_from_float<scalar_t>(x.first, x.second);
-    }
-    if (dst != nullptr) {
-      rounded.store(dst);
-    }
-    const auto [low, high] = vec::convert_to_float<scalar_t>(rounded);
-    return {low, high};
+    rounded = vec::convert<scalar_t, kStored<scalar_t>>(x);
   }
+  if (dst != nullptr) {
+    rounded.store(dst);
+  }
+  return vec::convert<acc_type<scalar_t>, 2>(rounded);
 }
 
-template <typename Vec, typename Fn>
-C10_ALWAYS_INLINE auto map_pair(const Fn& fn, const std::pair<Vec, Vec>& x) {
-  return std::pair<Vec, Vec>{fn(x.first), fn(x.second)};
-}
-
-// Stores value(j), the elements [j, j + kPairLanes) of a row, for j < n.
+// Stores value(j), the elements [j, j + kLanes) of a row, for j < n.
 template <typename Micro = void, typename scalar_t, typename ValueFn>
 C10_ALWAYS_INLINE void store_row(scalar_t* dst, int64_t n, const ValueFn& value) {
-  for (int64_t j = 0; j < n; j += kPairLanes<scalar_t>) {
-    const int64_t count = std::min(kPairLanes<scalar_t>, n - j);
-    store_pair<scalar_t, Micro>(dst + j, value(j, count), count);
+  for (int64_t j = 0; j < n; j += kLanes<scalar_t>) {
+    const int64_t count = std::min(kLanes<scalar_t>, n - j);
+    store_lanes<scalar_t, Micro>(dst + j, value(j, count), count);
   }
 }
 
@@ -134,22 +118,21 @@ inline void convert_row(const scalar_t* src, operand_t* dst, int64_t n) {
   if constexpr (std::is_same_v<scalar_t, operand_t>) {
     std::copy_n(src, n, dst);
   } else {
-    store_row(dst, n, [&](int64_t j, int64_t count) { return load_pair(src + j, count); });
+    store_row(dst, n, [&](int64_t j, int64_t count) { return load_lanes(src + j, count); });
   }
 }
 
 // sum over i < n of a[i] * b[i]: lanes, then across lanes.
 template <typename scalar_t>
 inline acc_type<scalar_t> dot(const scalar_t* a, const scalar_t* b, int64_t n) {
-  using Vec = VecOf<scalar_t>;
+  using Vec = vec::Vectorized<acc_type<scalar_t>>;
   Vec sum(0);
-  for (int64_t i = 0; i < n; i += kPairLanes<scalar_t>) {
-    const int64_t count = std::min(kPairLanes<scalar_t>, n - i);
-    const auto x = load_pair(a + i, count), y = load_pair(b + i, count);
-    sum = sum + x.first * y.first + x.second * y.second;
+  for (int64_t i = 0; i < n; i += kLanes<scalar_t>) {
+    const int64_t count = std::min(kLanes<scalar_t>, n - i);
+    const auto x = load_lanes(a + i, count), y = load_lanes(b + i, count);
+    sum = sum + x[0] * y[0] + x[1] * y[1];
   }
-  return vec::vec_reduce_all<acc_type<scalar_t>>(
-      [](const Vec& x, const Vec& y) { return x + y; }, sum);
+  return vec::vec_reduce_all<acc_type<scalar_t>>(std::plus<>(), sum);
 }
 
 // ---- packing -----------------------------------------------------------------
@@ -277,13 +260,12 @@ void pack_lines(
       const int64_t count = std::min(words * v, depth - k0);
       for (const auto i : c10::irange(lanes)) {
         const scalar_t* from = block + i * line_stride + k0 * stride;
-        int64_t filled = 0;
-        if (i0 + i < lines && stride == 1) {
-          convert_row(from, staged[i], count);
-          filled = count;
-        } else if (i0 + i < lines) {
-          for (; filled < count; ++filled) {
-            staged[i][filled] = static_cast<operand_t>(from[filled * stride]);
+        const int64_t filled = i0 + i < lines ? count : 0;
+        if (stride == 1) {
+          convert_row(from, staged[i], filled);
+        } else {
+          for (const auto k : c10::irange(filled)) {
+            staged[i][k] = static_cast<operand_t>(from[k * stride]);
           }
         }
         std::fill(staged[i] + filled, staged[i] + words * v, operand_t(0));
@@ -302,44 +284,42 @@ void pack_lines(
   }
 }
 
-// Words of two rows (either may be null: zeros): element i of the one, then of the other.
+// Words of two rows: element i of the one, then of the other.
 inline void interleave_rows(const BFloat16* row0, const BFloat16* row1, int64_t n, BFloat16* dst) {
   using Words = vec::Vectorized<int32_t>;
   int64_t i = 0;
-  if (row0 != nullptr && row1 != nullptr) {
-    for (; i + kPairLanes<BFloat16> <= n; i += kPairLanes<BFloat16>) {
-      const auto lower = load_pair(row0 + i), upper = load_pair(row1 + i);
-      // As floats both are the upper half of a word.
-      const auto store = [&](const auto& a, const auto& b, int64_t at) {
-        (((vec::cast<int32_t>(a) >> Words(16)) & Words(0xffff)) | vec::cast<int32_t>(b))
-            .store(dst + 2 * at);
-      };
-      store(lower.first, upper.first, i);
-      store(lower.second, upper.second, i + Words::size());
+  for (; i + kLanes<BFloat16> <= n; i += kLanes<BFloat16>) {
+    const auto lower = load_lanes(row0 + i), upper = load_lanes(row1 + i);
+    // As floats both are the upper half of a word.
+    for (const auto half : c10::irange(2)) {
+      const auto low = (vec::cast<int32_t>(lower[half]) >> Words(16)) & Words(0xffff);
+      (low | vec::cast<int32_t>(upper[half])).store(dst + 2 * (i + half * Words::size()));
     }
   }
   for (; i < n; ++i) {
-    dst[2 * i] = row0 ? row0[i] : BFloat16(0);
-    dst[2 * i + 1] = row1 ? row1[i] : BFloat16(0);
+    dst[2 * i] = row0[i];
+    dst[2 * i + 1] = row1[i];
   }
 }
 
-// dst[w * ld + i] = word w of column i, for `depth` rows that are dense along the
-// columns. row(k) may be null: zeros. Zero padded like pack_lines.
+// dst[w * ld + i] = word w of column i, for `depth` rows that are dense along the at most
+// kPanelCols columns. row(k) may be null: zeros. Zero padded like pack_lines.
 template <typename scalar_t, typename operand_t, typename RowFn>
 void pack_rows(
     const RowFn& row, int64_t columns, int64_t depth, int64_t width, int64_t ld, operand_t* dst) {
   constexpr int64_t v = kWordElements<operand_t>;
+  static const scalar_t zeros[kPanelCols] = {};
+  const auto row_or_zeros = [&](int64_t k) {
+    const scalar_t* from = k < depth ? row(k) : nullptr;
+    return from != nullptr ? from : zeros;
+  };
   for (int64_t k = 0; k < depth; k += v, dst += ld * v) {
     if constexpr (v == 2) {
-      interleave_rows(row(k), k + 1 < depth ? row(k + 1) : nullptr, columns, dst);
-      std::fill(dst + columns * v, dst + width * v, operand_t(0));
+      interleave_rows(row_or_zeros(k), row_or_zeros(k + 1), columns, dst);
     } else {
-      const scalar_t* from = row(k);
-      const int64_t filled = from != nullptr ? columns : 0;
-      convert_row(from, dst, filled);
-      std::fill(dst + filled, dst + width, operand_t(0));
+      convert_row(row_or_zeros(k), dst, columns);
     }
+    std::fill(dst + columns * v, dst + width * v, operand_t(0));
   }
 }
 

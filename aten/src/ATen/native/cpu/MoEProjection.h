@@ -52,7 +52,7 @@ void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
       return fn(Half(0), VecGemm<float>());
     default:
 #if defined(CPU_CAPABILITY_AVX512) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
-      if (BrGemm::is_available()) {
+      if (cpublas::could_pack(kBFloat16)) {
         return fn(BFloat16(0), BrGemm());
       }
 #endif
@@ -89,10 +89,9 @@ void combine(
             }
           }
           store_row<Micro>(out + t * ld_out, cols, [&](int64_t i, int64_t n) {
-            VecPair<scalar_t> sum;
+            VecOf<scalar_t> sum(0);
             for (const auto j : c10::irange(count)) {
-              const auto x = load_pair(from[j] + i, n);
-              sum = {sum.first + x.first, sum.second + x.second};
+              sum = sum + load_lanes(from[j] + i, n);
             }
             return sum;
           });
@@ -100,19 +99,13 @@ void combine(
       });
 }
 
-// What happens to a routed row after the product: round(s_r * (row + bias)).
-template <typename scalar_t>
-struct RowEpilogue {
-  const scalar_t* bias = nullptr;  // (E, D)
-  bool weighted = false;           // by the router weight
-};
-
-// out (T, D): rows of `source` times B of `weights` after their epilogue, summed per token
-// in slot order. At most combine_bytes of routed rows exist at a time.
+// out (T, D): round(s_r * (rows of `source` times B of `weights` + bias)), summed per token
+// in slot order. bias (E, D) may be null; s_r is 1 unless `weighted`. At most combine_bytes
+// of routed rows exist at a time.
 template <typename scalar_t, typename Micro, typename Weights>
 void project_tokens(
     const Routing<acc_type<scalar_t>>& routing, const RowSource<scalar_t>& source,
-    const Weights& weights, const RowEpilogue<scalar_t>& epilogue, int64_t combine_bytes,
+    const Weights& weights, const scalar_t* bias, bool weighted, int64_t combine_bytes,
     const Tensor& out) {
   using acc_t = acc_type<scalar_t>;
   using Vec = VecOf<scalar_t>;
@@ -126,31 +119,23 @@ void project_tokens(
                   d, std::max(
                          kMinCombineCols, combine_bytes / column_bytes / kPanelCols * kPanelCols));
   auto* data = out.mutable_data_ptr<scalar_t>();
-  const Tensor rows = sums ? at::empty({routing.last_row, width}, out.options()) : out;
+  const Tensor rows = sums ? out.new_empty({routing.last_row, width}) : out;
   auto* routed = rows.template mutable_data_ptr<scalar_t>();
   for (int64_t d0 = 0; d0 < d; d0 += width) {
     const int64_t cols = std::min(width, d - d0);
-    const auto cols_of = [&](int64_t panel) {
-      return std::min(kPanelCols, cols - panel * kPanelCols);
-    };
-    ExpertGemm<scalar_t, Micro, Weights>(
-        routing, source, weights, (cols + kPanelCols - 1) / kPanelCols)
+    ExpertGemm<scalar_t, Micro, Weights>(routing, source, weights, cols)
         .run(
-            [&](int64_t panel) { return plain_panel(d0 + panel * kPanelCols, cols_of(panel)); },
-            [&](const Block& block, int64_t panel, const acc_t* c) {
-              const int64_t n0 = panel * kPanelCols;
-              const int64_t n = cols_of(panel);
-              alignas(64) acc_t bias[kPanelCols] = {};
-              if (epilogue.bias != nullptr) {
-                convert_row(epilogue.bias + block.expert * d + d0 + n0, bias, n);
+            [&](int64_t n0, int64_t n) { return plain_panel(d0 + n0, n); },
+            [&](const Block& block, int64_t n0, int64_t n, const acc_t* c) {
+              alignas(64) acc_t added[kPanelCols] = {};
+              if (bias != nullptr) {
+                convert_row(bias + block.expert * d + d0 + n0, added, n);
               }
               for (const auto row : c10::irange(block.begin, block.end)) {
-                const Vec scale(epilogue.weighted ? routing.weight(row) : acc_t(1));
+                const Vec scale(weighted ? routing.weight(row) : acc_t(1));
                 const acc_t* from = c + (row - block.begin) * kPanelCols;
                 store_row<Micro>(routed + row * width + n0, n, [&](int64_t j, int64_t) {
-                  const auto x = load_pair(from + j), b = load_pair(bias + j);
-                  return VecPair<scalar_t>{
-                      scale * (x.first + b.first), scale * (x.second + b.second)};
+                  return scale * (load_lanes(from + j) + load_lanes(added + j));
                 });
               }
             });

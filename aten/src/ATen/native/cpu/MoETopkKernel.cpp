@@ -2,12 +2,10 @@
 // row goes through all steps while it is in cache: scores, choice, weights.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/Dispatch.h>
-#include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
 #include <ATen/native/MoETopk.h>
+#include <ATen/native/cpu/MoEPacking.h>
 #include <ATen/native/cpu/MoETopkSelect.h>
 
 #include <vector>
@@ -25,30 +23,11 @@ int64_t grain(int64_t num_experts, int64_t k) {
   return at::divup(kGrainScores, num_experts + 8 * k);
 }
 
-template <typename scalar_t, typename acc_t>
-void widen(const scalar_t* in, int64_t n, acc_t* out) {
-  if constexpr (std::is_same_v<scalar_t, acc_t>) {
-    std::copy_n(in, n, out);
-  } else {
-    using Vec = vec::Vectorized<scalar_t>;
-    constexpr int64_t half = Vec::size() / 2;
-    for (int64_t i = 0; i < n; i += Vec::size()) {
-      const auto size = std::min<int64_t>(Vec::size(), n - i);
-      const auto [low, high] =
-          vec::convert_to_float<scalar_t>(Vec::loadu(in + i, static_cast<int>(size)));
-      low.store(out + i, static_cast<int>(std::min(size, half)));
-      if (size > half) {
-        high.store(out + i + half, static_cast<int>(size - half));
-      }
-    }
-  }
-}
-
 // softmax or sigmoid of a row of n logits.
 template <typename scalar_t, typename acc_t>
 void scores_of_row(const scalar_t* logits, int64_t n, bool softmax, acc_t* scores) {
   using Vec = vec::Vectorized<acc_t>;
-  widen(logits, n, scores);
+  convert_row(logits, scores, n);
   if (!softmax) {
     vec::map([](Vec x) { return (Vec(1) + x.neg().exp()).reciprocal(); }, scores, scores, n);
     return;

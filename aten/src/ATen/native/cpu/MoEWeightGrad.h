@@ -30,7 +30,6 @@ constexpr int64_t kGradScratchBytes = 8 * 1024 * 1024;
 template <typename scalar_t>
 struct GradOperand {
   RowSource<scalar_t> rows;
-  int64_t first_column = 0;
   // make(row, c0, n, out) writes columns [c0, c0 + n) of a row.
   std::function<void(int64_t, int64_t, int64_t, scalar_t*)> make;
 
@@ -43,15 +42,9 @@ struct GradOperand {
       if (make) {
         make(row0 + i, c0, n, buffer + i * n);
         from[i] = buffer + i * n;
-        continue;
+      } else if ((from[i] = rows.row(row0 + i, c0)) != nullptr) {
+        prefetch(from[i] + n, n);
       }
-      const scalar_t* row = rows.row(row0 + i);
-      if (row == nullptr) {
-        from[i] = nullptr;
-        continue;
-      }
-      from[i] = row + first_column + c0;
-      prefetch(from[i] + n, n);
     }
   }
 };
@@ -79,7 +72,7 @@ class WeightGrad {
       : grad_(grad), left_(left), right_(right), accumulate_(accumulate) {
     const bool rows_dense = grad.size(1) <= 1 || grad.stride(1) == 1;
     const bool cols_dense = grad.size(2) <= 1 || grad.stride(2) == 1;
-    target_ = rows_dense || cols_dense ? grad : at::empty(grad.sizes(), grad.options());
+    target_ = rows_dense || cols_dense ? grad : grad.new_empty(grad.sizes());
     TORCH_INTERNAL_ASSERT(!accumulate_ || target_.is_same(grad));
     const bool swapped = rows_dense && !cols_dense;
     lines_ = grad.size(swapped ? 2 : 1);
@@ -173,11 +166,10 @@ class WeightGrad {
     const int64_t rows = block.rows();
     scalar_t* out = data_ + block.expert * target_.stride(0) + i0 * line_stride_;
     if (rows == 0) {
-      const VecPair<scalar_t> zero{VecOf<scalar_t>(0), VecOf<scalar_t>(0)};
       for (const auto i : c10::irange(height)) {
         scalar_t* line = out + i * line_stride_;
         store_row(line, length_, [&](int64_t j, int64_t count) {
-          return total(line + j, count, zero);
+          return total(line + j, count, VecOf<scalar_t>(0));
         });
       }
       return;
@@ -209,7 +201,7 @@ class WeightGrad {
           for (int64_t line = i; line < i + m && !accumulate_; ++line) {
             prefetch(out + line * line_stride_ + j0, n);
           }
-          Micro::multiply(m, n, k, {at.lines + i, ld, offset}, right, {sums, r0 > 0});
+          Micro::multiply(m, n, k, {at.lines + i, ld, offset}, right, {sums, r0 > 0}, [] {});
           if (r0 + step_ >= rows) {
             store_lines(sums, m, n, out + i * line_stride_ + j0, length_ - j0 - n);
           }
@@ -222,14 +214,11 @@ class WeightGrad {
   // which nothing else fetches in time; a few at a time, between products.
   void store_lines(
       const acc_t* sums, int64_t lines, int64_t n, scalar_t* out, int64_t left) const {
-    constexpr int64_t cache_line = 64 / static_cast<int64_t>(sizeof(scalar_t));
     for (const auto i : c10::irange(lines)) {
       scalar_t* line = out + i * line_stride_;
-      for (int64_t j = 0; accumulate_ && j < std::min(left, kPanelCols); j += cache_line) {
-        prefetch(line + n + j);
-      }
+      prefetch(line + n, accumulate_ ? std::min(left, kPanelCols) : 0);
       const auto value = [&](int64_t j, int64_t count) {
-        return total(line + j, count, load_pair(sums + i * kPanelCols + j));
+        return total(line + j, count, load_lanes(sums + i * kPanelCols + j));
       };
       if (accumulate_) {
         store_row(line, n, value);  // as Tensor.add_ rounds: denormals stay
@@ -240,14 +229,12 @@ class WeightGrad {
   }
 
   // What to store where a sum belongs. A sum of 0 is added too: -0 + 0 = 0.
-  C10_ALWAYS_INLINE VecPair<scalar_t> total(
-      const scalar_t* out, int64_t count, const VecPair<scalar_t>& sum) const {
+  C10_ALWAYS_INLINE VecOf<scalar_t> total(
+      const scalar_t* out, int64_t count, const VecOf<scalar_t>& sum) const {
     if (!accumulate_) {
       return sum;
     }
-    const auto rounded = store_pair<scalar_t, Micro>(nullptr, sum);
-    const auto before = load_pair(out, count);
-    return {before.first + rounded.first, before.second + rounded.second};
+    return load_lanes(out, count) + store_lanes<scalar_t, Micro>(nullptr, sum);
   }
 
   // dst[i * ld + r] = row r of the part at column i0 + i; zeros after the last row.
@@ -313,11 +300,9 @@ void sum_rows(
     for (const auto r : c10::irange(begin, end)) {
       const scalar_t* from = row(r);
       const Vec scale(weight(r));
-      for (int64_t j = 0; from != nullptr && j < n; j += kPairLanes<scalar_t>) {
-        const auto x = load_pair(from + j, n - j);
-        const auto s = load_pair(sum + j);
-        store_pair<acc_type<scalar_t>>(
-            sum + j, {vec::fmadd(scale, x.first, s.first), vec::fmadd(scale, x.second, s.second)});
+      for (int64_t j = 0; from != nullptr && j < n; j += kLanes<scalar_t>) {
+        const auto x = load_lanes(from + j, n - j);
+        vec::fmadd(scale, x, load_lanes(sum + j)).store(sum + j);
       }
     }
     return;
@@ -353,13 +338,10 @@ void column_sums(
           alignas(64) acc_t sum[kSumCols];
           sum_rows<scalar_t>(
               block.begin, block.end, n,
-              [&](int64_t r) {
-                const scalar_t* row = source.row(r);
-                return row == nullptr ? row : row + c0;
-              },
+              [&](int64_t r) { return source.row(r, c0); },
               [&](int64_t r) { return weighted ? routing.weight(r) : acc_t(1); }, sum);
           store_row(out + block.expert * cols + c0, n, [&](int64_t j, int64_t) {
-            return load_pair(sum + j);
+            return load_lanes(sum + j);
           });
         }
       });
