@@ -19,8 +19,8 @@ namespace moe_cpu {
 constexpr int64_t kMaxGradLines = 240;
 constexpr int64_t kMinGradLines = 48;
 // Scratch of a thread: the packed left operand of a task and the packed right operand of
-// an expert, each if it fits, else a part of it at a time. All threads together should
-// use no more than the third number.
+// an expert, each if it fits, else a part of it at a time: more than this of few threads.
+// All threads together should use no more than the third number.
 constexpr int64_t kGradLeftBytes = 512 * 1024;
 constexpr int64_t kGradRightBytes = 2 * 1024 * 1024;
 constexpr int64_t kGradScratchBytes = 8 * 1024 * 1024;
@@ -123,12 +123,15 @@ class WeightGrad {
         std::min(
             lines_, std::clamp(std::min(lines_fit, lines_shared), kMinGradLines, kMaxGradLines)),
         Micro::kTileRows);
-    left_size_ = round_up(task_lines_, kPanelCols) * (lines_fit >= task_lines_ ? depth : step);
-    right_size_ = round_up(length_, kPanelCols) * depth;
-    const int64_t right_fits = std::min(kGradRightBytes, share / 2) / size;
+    const int64_t height = round_up(task_lines_, kPanelCols);
+    left_size_ = height *
+        std::clamp(share / 4 / size / height, lines_fit >= task_lines_ ? depth : step, most);
+    // Few threads have room for that of some experts; that of many is much scratch.
+    const bool are_few = share / 2 >= kGradRightBytes;
+    const int64_t right_fits = (are_few ? share / 8 * 5 : share / 2) / size;
+    right_size_ = round_up(length_, kPanelCols) * (are_few ? most : depth);
     if (right_size_ > right_fits) {
-      // Few threads have room for that of some experts; that of many is much scratch.
-      right_size_ = share / 2 < kGradRightBytes ? kPanelCols * step : right_fits;
+      right_size_ = are_few ? right_fits : kPanelCols * step;
     }
     const WorkList work(routing.experts, (lines_ + task_lines_ - 1) / task_lines_, threads, 2);
     Scratch scratch;
