@@ -134,8 +134,9 @@ def write(
     _write_headers(include, headers)
     graph = _Graph(workspace, env, options)
     graph.add_generated(generated)
+    optional = optional_headers(headers)
     for name in sources:
-        graph.add_source(checkout.path / name, name)
+        graph.add_source(checkout.path / name, name, optional)
     return graph.write(headers)
 
 
@@ -177,6 +178,17 @@ def _generated_headers(generated: Generated) -> dict[str, str]:
         1,
     )
     return found
+
+
+def optional_headers(headers: dict[str, str]) -> list[str]:
+    """Those that another header takes where they exist, by __has_include.
+
+    Compilers do not name one that was absent as a dependency, so that neither ninja nor
+    ccache would notice that a later PR brings it.
+    """
+    text = "\n".join(headers.values())
+    asked = set(re.findall(r"__has_include\(<([^>]+)>\)", text))
+    return sorted(asked & headers.keys())
 
 
 def umbrella_includes(ops: Path) -> dict[str, str]:
@@ -250,7 +262,9 @@ class _Graph:
         python = f"-O1 -DFMT_HEADER_ONLY=1 -isystem {_word(sysconfig.get_paths()['include'])}"
         self._compile_unity("python", _includes(texts), python, self._extension_objects)
 
-    def add_source(self, path: Path, name: str) -> None:
+    def add_source(
+        self, path: Path, name: str, optional_headers: Iterable[str] = ()
+    ) -> None:
         """A source file of a PR, once or once per capability."""
         stem = (
             name.removeprefix("aten/src/ATen/").removesuffix(".cpp").replace("/", ".")
@@ -258,11 +272,13 @@ class _Graph:
         if not re.fullmatch(r"aten/src/ATen/native/cpu/[^/]+\.cpp", name):
             self._compile(path, stem, f"-O2 {_WARNINGS}", self._library_objects)
             return
+        present = "_".join(Path(header).stem for header in optional_headers)
         wanted = capabilities(path.read_text(), self._options.capability)
         for capability in wanted:
             flags = (
                 f"-O3 {_WARNINGS} {_CAPABILITY_FLAGS[capability]} "
-                f"-DCPU_CAPABILITY={capability} -DCPU_CAPABILITY_{capability}"
+                f"-DCPU_CAPABILITY={capability} -DCPU_CAPABILITY_{capability} "
+                f"-DOPTIONAL_HEADERS={present}"
             )
             self._compile(path, f"{stem}.{capability}", flags, self._library_objects)
 

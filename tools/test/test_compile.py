@@ -75,6 +75,27 @@ def test_header_edit_recompiles(project, graph, console):
     assert ctypes.CDLL(str(binaries.library)).value() == 2
 
 
+def test_a_header_that_appears_changes_the_command(project):
+    """Else an object of before it is taken for one of today, by ninja and by ccache."""
+    asks = "#if __has_include(<ATen/Fast.h>)\n#include <ATen/Fast.h>\n#endif\n"
+    headers = {"ATen/MoE.h": asks}
+    assert buildgraph.optional_headers(headers) == []
+    headers |= {"ATen/Fast.h": "", "ATen/Other.h": ""}
+    assert buildgraph.optional_headers(headers) == ["ATen/Fast.h"]
+    name = "aten/src/ATen/native/cpu/MoE.cpp"
+    source = project.workspace.build / "MoE.cpp"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text("")
+    rules = []
+    for optional in ([], ["ATen/Fast.h"]):
+        graph = buildgraph._Graph(
+            project.workspace, project.env, buildgraph.BuildOptions()
+        )
+        graph.add_source(source, name, optional)
+        rules.append("".join(graph._rules))
+    assert rules[0] != rules[1]
+
+
 def test_overlay_headers_are_not_system_headers(project):
     """-MMD leaves headers of -isystem folders out of the dependencies."""
     graph = buildgraph._Graph(project.workspace, project.env, buildgraph.BuildOptions())
