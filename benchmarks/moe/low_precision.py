@@ -5,15 +5,15 @@
     python benchmarks/moe/low_precision.py --out benchmarks/moe/results/low_precision.json
 
 For every seed, models with the same initial weights and batches are trained in turns: the fused layer
-in bfloat16, and F.scaled_moe_mlp with pre-activations kept in 16 bits, in float8 and in int8. With them in
-16 bits nothing that the weight gradients read was rounded before but the rows of X, whose columns
-lose nothing (test_moe_quantize.py): it stands for quantising along both dimensions from 16 bits.
+in bfloat16, F.scaled_moe_mlp with pre-activations kept in float8 and in int8, and "dual", which keeps 16 bits and
+quantises every operand of a product from them, along the dimension that the product sums.
 
 Then the operands of every layer of the trained bfloat16 model on another batch, and the gradients that
 reach its outputs, are put through every recipe and compared with float64: signal to quantisation noise in dB.
 """
 
 import argparse
+import collections
 import functools
 import itertools
 import pathlib
@@ -23,6 +23,7 @@ from report import make_parser, progress, show
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.testing._internal.moe_quantized_reference import sqnr
 
 from demo import text
@@ -39,7 +40,46 @@ FORMATS = {
     "recomputed H": {"recompute": True},
     "float8 H, hp_wgrad": {"hp_wgrad": True},
 }
+MXFP8 = F.ScalingType.BlockWise1x32.value
 NAMES = ("y", "grad_input", "grad_topk_weights", "grad_w_in", "grad_w_out")
+
+
+def mx_values(x: Tensor, dim: int) -> Tensor:
+    """What ``x`` stands for in MXFP8 with blocks along ``dim``."""
+    data, scale = torch.ops.aten._moe_quantize(x, MXFP8, dim=dim)
+    scale = scale.float().repeat_interleave(32, dim).narrow(dim, 0, x.shape[dim])
+    return (data.float() * scale).to(x.dtype)
+
+
+class DualProduct(torch.autograd.Function):
+    """x W^T in MXFP8: no operand is rounded twice, as x and W are kept in 16 bits."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return mx_values(x, 1) @ mx_values(w, 1).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        grad_x = mx_values(grad, 1) @ mx_values(w, 0)
+        return grad_x, mx_values(grad, 0).t() @ mx_values(x, 0)
+
+
+def dual_moe_mlp(
+    x: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor
+) -> Tensor:
+    """F.moe_mlp of swiglu experts with :class:`DualProduct`, sums in float32."""
+    tokens, y = x.float(), torch.zeros(x.shape)
+    for e, (up, down) in enumerate(zip(w_in.unbind(), w_out.unbind(), strict=True)):
+        rows, slots = (ids == e).nonzero(as_tuple=True)
+        if len(rows) == 0:
+            continue
+        h = DualProduct.apply(tokens[rows].to(x.dtype), up).float()
+        gate, linear = h.chunk(2, 1)
+        out = DualProduct.apply((F.silu(gate) * linear).to(x.dtype), down)
+        y = y.index_add(0, rows, out * weights[rows, slots, None].float())
+    return y.to(x.dtype)
 
 
 def scaled_block(recipe: str, **options: object) -> MoEBlock:
@@ -51,9 +91,10 @@ def scaled_block(recipe: str, **options: object) -> MoEBlock:
 def blocks(recipe: str) -> dict[str, MoEBlock]:
     return {
         "bf16": MoEBlock(F.moe_topk, F.moe_mlp),
+        "dual": MoEBlock(F.moe_topk, dual_moe_mlp),
         **{
             name: scaled_block(recipe, **FORMATS[name])
-            for name in ("16-bit H", "float8 H", "int8 H")
+            for name in ("float8 H", "int8 H")
         },
     }
 
@@ -61,6 +102,19 @@ def blocks(recipe: str) -> dict[str, MoEBlock]:
 def differences(losses: list[float], reference: list[float]) -> dict[str, float]:
     gaps = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
     return {"largest": max(gaps), "mean": sum(gaps) / len(gaps)}
+
+
+def over_dual(rows: list[dict]) -> list[dict[str, object]]:
+    """Differences to bf16 over those of dual, both summed over the seeds."""
+    total = collections.Counter()
+    for row in rows:
+        for kind, value in row["difference"].items():
+            total[row["run"], kind] += value
+    return [
+        {"run": run, "difference": kind, "over_dual": value / total["dual", kind]}
+        for (run, kind), value in total.items()
+        if run not in ("bf16", "dual")
+    ]
 
 
 def train_seed(config: ModelConfig, arguments: argparse.Namespace, seed: int, corpus):
@@ -106,7 +160,7 @@ def noise(model, window):
     block = MoEBlock(F.moe_topk, F.moe_mlp)
     samples = [sample.routed(block) for sample in capture(model, window)]
     rows = []
-    variants = [("bf16", "-", F.moe_mlp)] + [
+    variants = [("bf16", "-", F.moe_mlp), ("mxfp8", "dual", dual_moe_mlp)] + [
         (recipe, name, functools.partial(F.scaled_moe_mlp, recipe=recipe, **options))
         for recipe, (name, options) in itertools.product(
             F._MOE_RECIPES, FORMATS.items()
@@ -181,6 +235,7 @@ def main() -> None:
             **provenance(),
             "settings": {k: v for k, v in vars(arguments).items() if k != "out"},
             "runs": rows,
+            "over_dual": over_dual(rows),
             "noise": noises,
             "saved": saved(512, 2048, 768, 16, 8),
             "losses": losses,
@@ -195,6 +250,11 @@ def main() -> None:
         "mean": lambda r: f"{r['difference']['mean']:.4f}",
     }
     show("Loss next to bf16", rows, runs_columns)
+    show(
+        "Over dual, all seeds",
+        fields["over_dual"],
+        {c: c for c in ("run", "difference", "over_dual")},
+    )
     show("SQNR, dB", noises, {c: c for c in ("recipe", "saved", "seed", *NAMES)})
     show("Saved bytes", fields["saved"], {c: c for c in ("recipe", "bytes", "of_bf16")})
 

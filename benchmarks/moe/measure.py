@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -213,7 +213,7 @@ def on_gloo_ranks(ranks: int, function: Callable[..., object], *args: object) ->
 
 def _gloo_rank(
     rank: int, ranks: int, folder: str, function: Callable, args: tuple
-) -> NoReturn:
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
@@ -222,7 +222,6 @@ def _gloo_rank(
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(function(*args)))
     dist.barrier()
     dist.destroy_process_group()
-    end_rank()
 
 
 def over_ranks(values: Sequence[float], op: object = None) -> list[float]:
@@ -230,18 +229,6 @@ def over_ranks(values: Sequence[float], op: object = None) -> list[float]:
     reduced = torch.as_tensor(values, dtype=torch.float64).clone()
     dist.all_reduce(reduced, op or dist.ReduceOp.MAX)
     return reduced.tolist()
-
-
-def end_rank() -> NoReturn:
-    """Ends a rank whose process groups are destroyed, without Python's shutdown.
-
-    Where functional collectives were used, threads of gloo outlive the groups. One that frees a
-    tensor while Python shuts down can abort the process
-    (https://github.com/pytorch/pytorch/pull/179291).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def provenance() -> dict[str, object]:

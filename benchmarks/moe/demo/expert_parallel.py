@@ -49,7 +49,7 @@ from moe_placement import deduplicated_rows
 from demo import text
 from demo.model import LanguageModel, ModelConfig, MoE
 from demo.train import learning_rate, make_run
-from measure import end_rank, over_ranks, spread
+from measure import over_ranks, spread
 
 
 RANKS = 2
@@ -315,4 +315,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    end_rank()
