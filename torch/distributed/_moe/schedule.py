@@ -360,7 +360,13 @@ class _Flight:
     def result(self) -> Any:
         """Waits; raises what the communication raised."""
         if self._future is not None:
-            return self._future.result()
+            future, self._future = self._future, None
+            try:
+                return future.result()
+            finally:
+                # Or an error holds its frames, those hold it, and all hold the group, whose
+                # threads then meet Python's shutdown.
+                del future
         if self._done is not None:
             stream = torch.accelerator.current_stream(self._done.device)
             stream.wait_event(self._done)
