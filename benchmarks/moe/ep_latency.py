@@ -1,12 +1,13 @@
 """A token switch beside a plain dispatcher, from 8 to 4096 tokens a rank, in turns on gloo ranks.
 
-    python benchmarks/moe/ep_latency.py [--ranks 2] [--tokens 8 32 128 512 2048 4096] [--json FILE]
+    python benchmarks/moe/ep_latency.py [--ranks 2] [--hosts 1 2] [--tokens 8 32 128 512 2048 4096] [--json FILE]
 
 The plain one is written from the description of torchtitan's AllToAllTokenDispatcher: slots sorted
 by expert, their numbers exchanged and read on the host, one row per slot sent, put into the order of
 the local experts, and back the same way, weighted and added at the source. Both hand their rows to
 the same kernel of experts (``F.moe_mlp``, ``F.grouped_mlp``), so that what differs is the exchange.
-``decode`` is TokenSwitchAllGather, without gradients.
+``decode`` is TokenSwitchAllGather, without gradients. Two hosts are two network namespaces of this
+machine, half of the ranks on each (two loopback addresses where those are not permitted).
 
 Ratios are of one round: the plain dispatcher's time over ours. ``wall`` is of the slowest rank;
 ``cpu`` is the time of a rank's process, all its threads, which neighbours on the machine disturb less.
@@ -14,12 +15,15 @@ Ratios are of one round: the plain dispatcher's time over ours. ``wall`` is of t
 
 import argparse
 import functools
+import json
 import pathlib
+import tempfile
 import time
 from collections.abc import Callable
 
 from ep_rank import RankLayer
 from report import make_parser, show
+from two_hosts import two_hosts
 
 import torch
 import torch.distributed as dist
@@ -34,12 +38,14 @@ from measure import (
     on_gloo_ranks,
     over_ranks,
     provenance,
+    RANK_TIMEOUT,
     ratio_record,
     spread,
     write_json,
 )
 
 
+HOSTS_TIMEOUT = 1200  # seconds
 DECODE_TOKENS = 128  # a rank, at most
 SIZES = {"D": 1024, "F": 256, "E": 32, "K": 4}
 
@@ -135,33 +141,61 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
+def on_two_hosts(args: argparse.Namespace) -> tuple[list[dict[str, object]], str]:
+    """The rows, and what the hosts are."""
+    with tempfile.TemporaryDirectory() as folder, two_hosts() as cluster:
+        out = pathlib.Path(folder, "rows.json")
+        words = ["--rank-out", out, "--rounds", args.rounds, "--tokens", *args.tokens]
+        words = [__file__, *map(str, words)]
+        cluster.torchrun(args.ranks // 2, words, timeout=HOSTS_TIMEOUT)
+        return json.loads(out.read_text()), cluster.describe()
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """One rank, started by torchrun."""
+    dist.init_process_group("gloo", timeout=RANK_TIMEOUT)
+    rows = measure_all(args)
+    if dist.get_rank() == 0:
+        args.rank_out.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def show_rows(title: str, rows: list[dict]) -> None:
+    columns = {n: n for n in ("tokens", "part", "form", "plain_cpu_ms", "cpu_ms")}
+    for clock in ("cpu", "wall"):
+        columns[clock] = lambda r, c=clock: "{:.2f} ({:.2f} - {:.2f})".format(
+            r[f"{c}_ratio"]["median"], *r[f"{c}_ratio"]["interval"]
+        )
+    show(title, rows, columns)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of all hosts")
+    parser.add_argument("--hosts", type=int, nargs="+", choices=(1, 2), default=[1])
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[8, 32, 128, 512, 2048, 4096]
     )
     parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--rank-out", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = on_gloo_ranks(args.ranks, measure_all, args)[0]
-    show(
-        f"{args.ranks} gloo ranks, {SIZES}: ms, and plain / ours (interval)",
-        rows,
-        {n: n for n in ("tokens", "part", "form", "plain_cpu_ms", "cpu_ms")}
-        | {
-            clock: lambda r, c=clock: "{:.2f} ({:.2f} - {:.2f})".format(
-                r[f"{c}_ratio"]["median"], *r[f"{c}_ratio"]["interval"]
-            )
-            for clock in ("cpu", "wall")
-        },
-    )
-    if args.json:
-        write_json(
-            {**provenance(), "ranks": args.ranks, "sizes": SIZES, "rows": rows},
-            args.json,
-        )
+    if args.rank_out is not None:
+        rank_main(args)
+        return
+    fields = {**provenance(), "ranks": args.ranks, "sizes": SIZES, "rows": []}
+    for hosts in args.hosts:
+        if hosts == 2:
+            rows, fields["two_hosts"] = on_two_hosts(args)
+        else:
+            rows = on_gloo_ranks(args.ranks, measure_all, args)[0]
+        rows = [{"hosts": hosts, **row} for row in rows]
+        where = f"{args.ranks} gloo ranks on {hosts} host(s), {SIZES}"
+        show_rows(f"{where}: ms, and plain / ours (interval)", rows)
+        fields["rows"] += rows
+        if args.json:
+            write_json(fields, args.json)
 
 
 if __name__ == "__main__":
