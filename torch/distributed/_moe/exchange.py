@@ -395,8 +395,7 @@ def silent_ranks(group_name: str, ranks: list[int], attempt: int) -> str:
     heard: list[int] = []
 
     def ask() -> None:
-        # The store may be what is lost: never on the thread that has to raise. Nor is there one
-        # once the caller has destroyed its groups.
+        # The store may be lost, or destroyed: never on the thread that has to raise.
         with contextlib.suppress(RuntimeError, ValueError):
             store = c10d._get_default_store()
             key = f"moe_failed/{group_name}/{attempt}/"
