@@ -1,0 +1,379 @@
+# Owner(s): ["module: dsl-native-ops"]
+"""What the FP8 kernels of ``_moe_mlp_scaled`` compute, in Triton's interpreter on CPU tensors.
+
+Against the loop of moe_quantized_reference.py, whose operands are quantised like theirs, and
+against the composite kernel bit for bit where every sum is exact; with every fresh
+allocation filled with NaN and, over layouts, routings and tails, every load and store checked. Code generation and eligibility:
+test_moe_scaled_triton_gate.py.
+"""
+
+import os
+
+
+# Before anything can import Triton: its own helpers decide at import time.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import dataclasses
+
+from triton_interpreter import (
+    exact_floats,
+    MemorySanitizer,
+    require_interpreter,
+    shuffled_programs,
+)
+
+import torch
+from torch._native.ops.moe.triton_kernels import launch, scaled_launch
+from torch._native.ops.moe.triton_kernels.activations import (
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+)
+from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
+from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_KERNELS
+from torch.nn.functional import ScalingType
+from torch.testing._internal.common_moe import call_composite
+from torch.testing._internal.common_utils import (
+    DeterministicGuard,
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    subtest,
+    TestCase,
+)
+from torch.testing._internal.moe_generators import MoeCase
+from torch.testing._internal.moe_quantized_reference import ScaledMlp
+from torch.testing._internal.moe_reference import check_close, MoeMlpGrads
+
+
+require_interpreter()
+
+E4M3 = torch.float8_e4m3fn
+RECIPES = {
+    "fp8": scaled_launch.Recipe(
+        ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+    ),
+    "mx": scaled_launch.Recipe(*[ScalingType.BlockWise1x32.value] * 2),
+}
+all_recipes = parametrize("recipe", list(RECIPES))
+op = torch.ops.aten._moe_mlp_scaled.default
+backward_op = torch.ops.aten._moe_mlp_scaled_backward.default
+
+
+def make_plan(**config) -> launch.LaunchPlan:
+    """One tile configuration for all kernels, and three multiprocessors."""
+    config = {
+        "block_m": 32,
+        "block_n": 128,
+        "block_k": 128,
+        "num_warps": 4,
+        "num_stages": 2,
+        **config,
+    }
+    names = (*KERNELS, *SCALED_KERNELS)
+    return launch.LaunchPlan(dict.fromkeys(names, (TileConfig(**config),)), num_sms=3)
+
+
+POINTERS = make_plan()
+TMA = make_plan(epilogue_parts=2, tma=True, programs_per_sm=1)
+
+
+def make_operands(
+    dtype=torch.bfloat16, activation="swiglu", bias=False, split=False, **shape
+):
+    shape = {"num_tokens": 16, "dim": 144, "hidden": 128, **shape}
+    case = MoeCase("scaled", **shape)
+    ops = case.operands(dtype, activation=activation, bias=bias)
+    return ops.split_gate() if split else ops
+
+
+def differentiable(ops):
+    return (ops.input, *ops.args()[1:3], ops.topk_weights, *ops.args()[7:10])
+
+
+class TestMoeScaledTriton(TestCase):
+    def setUp(self):
+        super().setUp()
+        for context in (
+            exact_floats(),
+            DeterministicGuard(True, fill_uninitialized_memory=True),
+        ):
+            context.__enter__()
+            self.addCleanup(context.__exit__, None, None, None)
+
+    def run_kernels(
+        self,
+        ops,
+        recipe,
+        act=launch.Activation(),
+        preact_dtype=E4M3,
+        plan=POINTERS,
+        lists=([], [], [], []),
+        recompute=False,
+        **options,
+    ):
+        """output, what is saved, and the gradients."""
+        args = (*ops.args(), *lists)
+        recipe = RECIPES[recipe]
+        output, *saved = scaled_launch.moe_mlp_scaled_forward(
+            plan,
+            *args,
+            recipe=recipe,
+            preact_dtype=preact_dtype,
+            act=act,
+            compute_preact=not recompute,
+        )
+        mask = tuple(x is not None for x in differentiable(ops))
+        grads = scaled_launch.moe_mlp_scaled_backward(
+            plan,
+            ops.grad_out,
+            *args[1:],
+            *saved,
+            mask,
+            recipe=recipe,
+            act=act,
+            **options,
+        )
+        return output, saved, grads
+
+    def check(self, ops, recipe, act=launch.Activation(), **options):
+        """Output and gradients within the tolerance of every MoE test."""
+        output, saved, grads = self.run_kernels(ops, recipe, act, **options)
+        dtype = ops.input.dtype
+        product = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        kwargs = {
+            "activation": act.name,
+            "gate_interleaved": act.gate_interleaved,
+            "alpha": act.alpha,
+            "limit": act.limit,
+            "preact_dtype": options.get("preact_dtype", E4M3),
+            "hp_wgrad": options.get("hp_wgrad", False),
+        }
+        if options.get("recompute"):
+            kwargs["preact_dtype"] = None
+        codes = dataclasses.astuple(RECIPES[recipe])
+        exact = ScaledMlp(ops, *codes, **kwargs)
+        yardstick = ScaledMlp(ops, *codes, dtype=product, **kwargs)
+        check_close(output, exact.forward()[0], yardstick.forward()[0], dtype, "output")
+        for name, grad, ref, other in zip(
+            MoeMlpGrads._fields,
+            grads,
+            exact.backward(),
+            yardstick.backward(),
+            strict=True,
+        ):
+            if ref is None:
+                self.assertEqual(grad.shape, (0,))
+            else:
+                check_close(grad, ref, other, dtype, name)
+        return output, saved, grads
+
+    def check_memory(self, *args, **options):
+        """``check``, and every access."""
+        sanitizer = MemorySanitizer()
+        with sanitizer():
+            self.check(*args, **options)
+        self.assertGreater(sanitizer.num_accesses, 0)
+
+    @all_recipes
+    @parametrize(
+        "plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma_parts")]
+    )
+    @parametrize("interleaved", [False, True])
+    def test_layouts_with_bias(self, recipe, plan, interleaved):
+        act = launch.Activation("swiglu", gate_interleaved=interleaved)
+        self.check_memory(make_operands(bias=True), recipe, act, plan=plan)
+
+    @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
+    def test_activations(self, activation):
+        ops = make_operands(torch.float32, activation, num_tokens=10, top_k=1, dim=128)
+        limit = 0.4 if activation in ("geglu", "swiglu_oai") else None
+        self.check(ops, "mx", launch.Activation(activation, limit=limit))
+
+    @all_recipes
+    @parametrize("routing", ["sentinels", "empty_experts", "one_expert"])
+    def test_routings(self, recipe, routing):
+        self.check_memory(make_operands(routing=routing), recipe)
+
+    @parametrize(
+        "shape",
+        [
+            subtest(
+                {"num_tokens": 1, "top_k": 1, "num_experts": 1}, name="one_of_each"
+            ),
+            subtest(
+                {"num_tokens": 150, "top_k": 1, "num_experts": 1}, name="two_blocks"
+            ),
+            subtest({"row_alignment": 16, "num_rows": 80}, name="aligned"),
+        ],
+    )
+    def test_row_plans(self, shape):
+        self.check_memory(make_operands(**shape), "fp8")
+
+    @parametrize("dim,hidden", [(16, 48), (272, 80)])
+    @all_recipes
+    def test_tails(self, recipe, dim, hidden):
+        # Blocks of H have numbers of gate and up where these are not interleaved.
+        ops = make_operands(dim=dim, hidden=hidden, bias=True)
+        act = launch.Activation("swiglu_oai", gate_interleaved=True)
+        self.check_memory(ops, recipe, act, plan=TMA)
+        ops = make_operands(dim=dim, hidden=hidden, activation="relu2", num_tokens=9)
+        self.check_memory(ops, recipe, launch.Activation("relu2"))
+
+    @all_recipes
+    def test_gate_and_up_as_two_weights(self, recipe):
+        self.check(make_operands(split=True, bias=True), recipe)
+
+    @parametrize(
+        "dtype,preact_dtype",
+        [
+            (torch.bfloat16, None),
+            (torch.bfloat16, torch.int8),
+            (torch.float16, E4M3),
+            (torch.float32, None),
+            (torch.float32, torch.int8),
+        ],
+    )
+    def test_dtypes(self, dtype, preact_dtype):
+        ops = make_operands(dtype, dim=128, num_tokens=12)
+        self.check(ops, "fp8", preact_dtype=preact_dtype)
+
+    @all_recipes
+    @parametrize("option", ["recompute", "hp_wgrad"])
+    def test_options(self, recipe, option):
+        self.check(make_operands(bias=True), recipe, **{option: True})
+
+    @all_recipes
+    def test_rows_that_are_expert_major_already(self, recipe):
+        ops = make_operands(num_tokens=40, top_k=1, num_experts=4)
+        offs = torch.tensor([3, 3, 30, 37], dtype=torch.int32)
+        ops = dataclasses.replace(ops, offs=offs, row_slots=None, slot_rows=None)
+        self.check(ops, recipe)
+        self.check(dataclasses.replace(ops, topk_weights=None), recipe)
+
+    @all_recipes
+    def test_operands_that_come_quantised(self, recipe):
+        ops = make_operands(split=True)
+        codes = RECIPES[recipe]
+        quantize = torch.ops.aten._moe_quantize
+        lists = [list(quantize(ops.input, codes.rows))]
+        for w in (ops.w_in, ops.w_out, ops.w_up):
+            lists.append(list(quantize(w, codes.weights)))
+            if recipe == "mx":
+                lists[-1] += quantize(w, codes.weights, dim=1)
+        output, saved, grads = self.run_kernels(ops, recipe)
+        same = self.run_kernels(ops, recipe, lists=lists)
+        self.assertEqual([x.shape for x in same[1][:2]], [(0,), (0,)])
+        for a, b in zip(
+            (output, *saved[2:], *grads), (same[0], *same[1][2:], *same[2])
+        ):
+            self.assertTrue(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+
+    @all_recipes
+    @parametrize("layout", ["halves", "interleaved", "split"])
+    def test_bits_of_the_composite(self, recipe, layout):
+        interleaved, split = layout == "interleaved", layout == "split"
+        # Small integers: every sum is exact, those before a rounding below 256.
+        if interleaved and split:
+            return
+        ops = make_operands(split=split, bias=True, activation="reglu")
+
+        def integers(x, low, high):
+            return None if x is None else torch.randint_like(x, low, high)
+
+        ops = dataclasses.replace(
+            ops,
+            topk_weights=integers(ops.topk_weights, 1, 3),
+            **{
+                name: integers(getattr(ops, name), -1, 2)
+                for name in (
+                    "input",
+                    "w_in",
+                    "w_up",
+                    "w_out",
+                    "b_in",
+                    "b_out",
+                    "grad_out",
+                )
+            },
+        )
+        codes = RECIPES[recipe]
+        act = launch.Activation("reglu", gate_interleaved=interleaved)
+        output, saved, grads = self.run_kernels(ops, recipe, act)
+        kwargs = {
+            "recipe_a": [codes.rows],
+            "recipe_w": [codes.weights],
+            "preact_dtype": E4M3,
+            "activation": "reglu",
+            "gate_interleaved": interleaved,
+        }
+        args = (*ops.args(), [], [], [], [])
+        expected, *expected_saved = call_composite(op, *args, **kwargs)
+        mask = [x is not None for x in differentiable(ops)]
+        expected_grads = call_composite(
+            backward_op, ops.grad_out, *args[1:], *expected_saved, mask, **kwargs
+        )
+        names = ("output", "input_data", "input_scale", "preact", "preact_scale")
+        for name, a, b in zip(
+            (*names, *MoeMlpGrads._fields),
+            (output, *saved, *grads),
+            (expected, *expected_saved, *expected_grads),
+            strict=True,
+        ):
+            self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape), name)
+            if name in ("output", "grad_topk_weights") or (
+                split and name == "grad_input"
+            ):
+                # The composite rounds the product before the bias, and dX of gate and up
+                # apart; the sum for the router weights passes 2^24.
+                error = (a.double() - b.double()).abs().max()
+                self.assertLess(error, 2**-6 * b.double().abs().max())
+            else:
+                same = a.contiguous().view(torch.uint8) == b.contiguous().view(
+                    torch.uint8
+                )
+                self.assertTrue(same.all(), f"{name}: {(~same).sum()} of {a.numel()}")
+
+    @all_recipes
+    def test_order_of_programs_and_other_tokens(self, recipe):
+        ops = make_operands(bias=True, num_tokens=40)
+        output, saved, grads = self.run_kernels(ops, recipe)
+        with shuffled_programs(1):
+            again = self.run_kernels(ops, recipe)
+        for a, b in zip((output, *saved, *grads), (again[0], *again[1], *again[2])):
+            self.assertTrue(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+        tokens = slice(7, 16)
+        row_slots, slot_rows, offs, _ = torch._moe_permutation(
+            ops.topk_indices[tokens], len(ops.offs)
+        )
+        alone = dataclasses.replace(
+            ops,
+            input=ops.input[tokens],
+            topk_weights=ops.topk_weights[tokens],
+            row_slots=row_slots,
+            slot_rows=slot_rows,
+            offs=offs,
+            grad_out=ops.grad_out[tokens],
+        )
+        part, _, part_grads = self.run_kernels(alone, recipe)
+        self.assertTrue(torch.equal(part, output[tokens]))
+        for i in (0, 3):  # dX and d(topk_weights)
+            self.assertTrue(torch.equal(part_grads[i], grads[i][tokens]))
+
+    @all_recipes
+    def test_what_is_no_number_stays_with_its_token(self, recipe):
+        ops = make_operands(num_tokens=12)
+        clean, _, clean_grads = self.run_kernels(ops, recipe)
+        ops.input[5, 3], ops.grad_out[7, 2] = float("inf"), float("nan")
+        output, _, grads = self.run_kernels(ops, recipe)
+        others = torch.arange(12) != 5
+        self.assertTrue(output[5].isnan().all())
+        self.assertEqual(output[others], clean[others], atol=0, rtol=0)
+        others[7] = False
+        self.assertTrue(grads[0][7].isnan().all())
+        self.assertEqual(grads[0][others], clean_grads[0][others], atol=0, rtol=0)
+
+
+instantiate_parametrized_tests(TestMoeScaledTriton)
+
+if __name__ == "__main__":
+    run_tests()

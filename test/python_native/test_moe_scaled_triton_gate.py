@@ -1,0 +1,354 @@
+# Owner(s): ["module: dsl-native-ops"]
+"""Which calls of ``_moe_mlp_scaled`` the FP8 kernels take, that their launchers read no value,
+and that every tile configuration that ships compiles well for every GPU it ships for.
+
+Nothing runs on a GPU, and none is needed. What the kernels compute: test_moe_scaled_triton.py.
+"""
+
+import os
+
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import unittest
+from unittest import mock
+
+import triton
+from triton_static_gate import compile_only
+
+import torch
+from torch._native.ops.moe import triton_impl as moe
+from torch._native.ops.moe.triton_kernels import (
+    launch,
+    scaled_backward,
+    scaled_forward,
+    scaled_launch,
+)
+from torch._native.ops.moe.triton_kernels.configs import KERNELS, TABLES, TileConfig
+from torch._native.ops.moe.triton_kernels.scaled_configs import (
+    SCALED_KERNELS,
+    scaled_table_for_capability,
+    SCALED_TABLES,
+)
+from torch._native.ops.moe_scaled import triton_impl
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import ScalingType
+from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    slowTest,
+    subtest,
+    TestCase,
+)
+from torch.testing._internal.moe_generators import MoeCase
+
+
+ROW, MX, B128, SQUARE = (
+    getattr(ScalingType, name).value
+    for name in ("RowWise", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
+)
+RECIPES = {"fp8": (B128, SQUARE), "mx": (MX, MX)}
+E4M3 = torch.float8_e4m3fn
+MATRIX_KERNELS = (
+    scaled_forward.scaled_up_kernel,
+    scaled_forward.scaled_mm_kernel,
+    scaled_backward.scaled_act_backward_kernel,
+    scaled_backward.scaled_weight_grad_kernel,
+)
+SCALED_FUNCTIONS = (*MATRIX_KERNELS, scaled_backward.columns_kernel)
+
+
+class TestMoeScaledEligibility(TestCase):
+    """CPU tensors pass for tensors on one GPU of a given compute capability."""
+
+    capability = (10, 0)
+
+    def setUp(self):
+        super().setUp()
+        original = moe._device_reason
+        is_cuda = mock.PropertyMock(return_value=True)
+
+        def device_reason(tensors, memory=True):
+            with mock.patch.object(torch.Tensor, "is_cuda", is_cuda, create=True):
+                return original(tensors, memory)
+
+        for patch in (
+            mock.patch.object(moe, "_device_reason", device_reason),
+            mock.patch.object(moe, "_capability", lambda i: self.capability),
+            mock.patch.object(moe.tu, "_try_initialize_driver", lambda: True),
+        ):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def call(self, recipe="fp8", lists=([], [], [], []), args=None, **options):
+        """Reasons of forward and backward."""
+        if args is None:
+            args = MoeCase("a", dim=64, hidden=128).operands(torch.bfloat16).args()
+        a, w = RECIPES[recipe]
+        options = {"recipe_a": [a], "recipe_w": [w], "preact_dtype": E4M3, **options}
+        forward = triton_impl.mlp_reason(*args, *lists, **options)
+        quantize = torch.ops.aten._moe_quantize
+        saved = quantize(args[0], a if recipe in RECIPES else B128)
+        rows, width = len(args[0] if args[5] is None else args[5]), 2 * args[2].shape[2]
+        preact = torch.empty(rows, width).to(E4M3)
+        scale = torch.empty(rows, -(-width // 32)).to(torch.float8_e8m0fnu)
+        backward = triton_impl.mlp_backward_reason(
+            *args, *lists, *saved, preact, scale, [True] * 7, **options
+        )
+        return forward, backward
+
+    @parametrize("recipe", list(RECIPES))
+    @parametrize("capability", [(8, 0), (9, 0), (10, 0), (10, 3), (12, 0)])
+    def test_capabilities(self, recipe, capability):
+        self.capability = capability
+        served = {"fp8": ((9, 0), (10, 0), (10, 3)), "mx": ((10, 0), (10, 3))}[recipe]
+        for reason in self.call(recipe):
+            if capability in served:
+                self.assertIsNone(reason)
+            else:
+                self.assertIn("compute capability", reason)
+        for chosen in served:
+            table = scaled_table_for_capability(*chosen)
+            names = {name for name in SCALED_KERNELS if name.startswith(recipe)}
+            self.assertGreaterEqual(set(table), names)
+
+    @parametrize(
+        "options,text",
+        [
+            subtest(({"recipe_a": []}, "recipe_a"), name="weight_only"),
+            subtest(
+                ({"recipe_a": [ROW], "recipe_w": [ROW]}, "recipe_a"), name="rowwise"
+            ),
+            subtest(({"recipe_w": [B128]}, "recipe_w"), name="weights_by_rows"),
+            subtest(({"swizzle_w": [2]}, "swizzle_w"), name="panels"),
+            subtest(({"preact_dtype": torch.float16}, "preact_dtype"), name="preact"),
+            subtest(({"activation": "tanh"}, "activation"), name="activation"),
+        ],
+    )
+    def test_what_is_left_to_the_composite(self, options, text):
+        for reason in self.call(**options):
+            self.assertIn(text, reason)
+
+    def test_blocks_with_gate_and_up(self):
+        args = MoeCase("a", dim=64, hidden=96).operands(torch.bfloat16).args()
+        self.assertIn("both halves", self.call(args=args)[0])
+        self.assertEqual(self.call(args=args, gate_interleaved=True), (None, None))
+        self.assertEqual(self.call("mx", args=args), (None, None))
+
+    @parametrize("recipe", list(RECIPES))
+    def test_operands_that_come_quantised(self, recipe):
+        args = MoeCase("a", dim=64, hidden=128).operands(torch.bfloat16).args()
+        quantize, (a, w) = torch.ops.aten._moe_quantize, RECIPES[recipe]
+        w_in, w_out = (list(quantize(x, w)) for x in args[1:3])
+        x = list(quantize(args[0], a))
+        forward, backward = self.call(recipe, (x, w_in, w_out, []))
+        self.assertIsNone(forward)
+        if recipe == "mx":
+            self.assertIn("one dimension only", backward)
+            w_in, w_out = (
+                pair + list(quantize(x, w, dim=1))
+                for pair, x in zip((w_in, w_out), args[1:3])
+            )
+            self.assertIsNone(self.call(recipe, (x, w_in, w_out, []))[1])
+        else:
+            self.assertIsNone(backward)
+        wrong = [w_in[0], w_in[1][:, :-1]]
+        self.assertIn(
+            "w_in_scaled has shapes", self.call(recipe, ([], wrong, [], []))[0]
+        )
+        wrong = [w_in[0].view(torch.int8), w_in[1]]
+        self.assertIn(
+            "w_in_scaled has dtypes", self.call(recipe, ([], wrong, [], []))[0]
+        )
+
+    def test_nothing_to_do(self):
+        args = MoeCase("a", num_tokens=0, dim=64, hidden=128).operands(torch.bfloat16)
+        self.assertIn("nothing to do", self.call(args=args.args())[0])
+
+    def test_malformed_calls(self):
+        args = MoeCase("a", dim=64, hidden=128).operands(torch.bfloat16).args()
+        for i, change in (
+            (0, lambda x: x[:-1]),
+            (1, lambda x: x[:, :-2]),
+            (1, lambda x: x.double()),
+            (4, lambda x: x.double()),
+            (6, lambda x: x.long()),
+        ):
+            changed = (*args[:i], change(args[i]), *args[i + 1 :])
+            reason = triton_impl.mlp_reason(
+                *changed, [], [], [], [], recipe_a=[B128], recipe_w=[SQUARE]
+            )
+            self.assertIsNotNone(reason, i)
+
+    def test_a_backend_that_is_asked_for_does_not_fall_back(self):
+        args = MoeCase("a", dim=64, hidden=96).operands(torch.bfloat16).args()
+        options = {"recipe_a": [B128], "recipe_w": [SQUARE]}
+        with mock.patch("torch.nn.utils.moe_kernel._is_registered", lambda b: True):
+            with moe_kernel(MoeBackend.TRITON):
+                with self.assertRaisesRegex(
+                    RuntimeError, "_moe_mlp_scaled.*both halves"
+                ):
+                    triton_impl._mlp_cond(*args, [], [], [], [], **options)
+        self.assertFalse(triton_impl._mlp_cond(*args, [], [], [], [], **options))
+
+
+def fake_call(
+    plan, recipe, activation="swiglu", device="cpu", odd=False, split=False,
+    bias=False, interleaved=False, preact_dtype=E4M3, hp_wgrad=False, limit=None,
+):  # fmt: skip
+    """Forward and backward on operands that nothing reads or writes."""
+    T, D, F, E, K = (8, 1008, 336, 1, 1) if odd else (4096, 2048, 1408, 64, 8)
+    act = launch.Activation(activation, interleaved, limit=limit)
+    gF = 2 * F if act.gated else F
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def int32(*shape):
+        return empty(*shape, dtype=torch.int32)
+
+    args = (
+        empty(T, D),
+        empty(E, F if split else gF, D),
+        empty(E, D, F),
+        int32(E),
+        empty(T, K, dtype=torch.float32),
+        int32(T * K),
+        int32(T, K),
+        empty(E, gF) if bias else None,
+        empty(E, D) if bias else None,
+        empty(E, F, D) if split else None,
+        [], [], [], [],
+    )  # fmt: skip
+    options = {"recipe": scaled_launch.Recipe(*RECIPES[recipe]), "act": act}
+    output, *saved = scaled_launch.moe_mlp_scaled_forward(
+        plan, *args, preact_dtype=preact_dtype, **options
+    )
+    grads = scaled_launch.moe_mlp_scaled_backward(
+        plan, args[0], *args[1:], *saved, (True,) * 7, hp_wgrad=hp_wgrad, **options
+    )
+    return args, output, saved, grads
+
+
+_quantize = torch.ops.aten._moe_quantize
+
+
+def meta_quantize(x, code, dim=-1):
+    """Shapes of ``_moe_quantize``, without the time that it takes on CPU."""
+    out = _quantize(x.to("meta"), code, dim=dim)
+    return tuple(torch.empty_strided(y.shape, y.stride(), dtype=y.dtype) for y in out)
+
+
+class TestMoeScaledLaunches(TestCase):
+    @unittest.skipIf(
+        not torch.backends.cuda.is_built(), "fake CUDA tensors need a CUDA build"
+    )
+    @parametrize("recipe", list(RECIPES))
+    def test_launchers_read_no_value(self, recipe):
+        launched = []
+
+        def run(self, *args, grid, warmup, **kwargs):
+            launched.append((self.__name__, kwargs.get("enable_fp_fusion")))
+
+        config = TileConfig(64, 128, 128, num_warps=4, num_stages=2)
+        plan = launch.LaunchPlan(
+            dict.fromkeys((*KERNELS, *SCALED_KERNELS), (config,)), num_sms=132
+        )
+        with (
+            mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
+            FakeTensorMode(),
+        ):
+            args, output, saved, grads = fake_call(
+                plan, recipe, device="cuda", bias=True
+            )
+            expected = torch.ops.aten._moe_mlp_scaled(
+                *args,
+                recipe_a=[RECIPES[recipe][0]],
+                recipe_w=[RECIPES[recipe][1]],
+                preact_dtype=E4M3,
+            )
+        for actual, wanted in zip((output, *saved), expected, strict=True):
+            self.assertEqual(
+                (actual.shape, actual.dtype, actual.device.type),
+                (wanted.shape, wanted.dtype, "cuda"),
+            )
+        for i, operand in enumerate((args[0], *args[1:3], args[4], *args[7:9])):
+            self.assertEqual(grads[i].shape, operand.shape)
+            self.assertEqual(grads[i].dtype, operand.dtype)
+        names = [name for name, _ in launched]
+        self.assertEqual({fusion for _, fusion in launched}, {True})
+        for name, count in (
+            ("scaled_up_kernel", 1),
+            ("scaled_mm_kernel", 2),
+            ("scaled_act_backward_kernel", 1),
+            ("columns_kernel", 4),
+            ("scaled_weight_grad_kernel", 2),
+            ("combine_kernel", 2),
+        ):
+            self.assertEqual(names.count(name), count, name)
+
+    VARIANTS = {
+        "swiglu": {"bias": True},
+        "interleaved": {"activation": "swiglu_oai", "interleaved": True, "bias": True},
+        "int8": {"activation": "geglu", "limit": 7.0, "preact_dtype": torch.int8},
+        "split_16_bit": {"split": True, "preact_dtype": None},
+        "silu": {"activation": "silu"},
+        "odd": {"activation": "relu2", "odd": True},
+    }
+
+    def problems(self, arch, recipe, variant):
+        """Of every configuration; each with what the compiler said."""
+        table, found = SCALED_TABLES[arch], []
+        names = [name for name in SCALED_KERNELS if name.startswith(recipe)]
+        for i in range(max(len(table[name]) for name in names)):
+            one_each = {n: (table[n][min(i, len(table[n]) - 1)],) for n in names}
+            plan = launch.LaunchPlan({**TABLES[arch], **one_each}, num_sms=132)
+            with (
+                mock.patch.object(torch.ops.aten, "_moe_quantize", meta_quantize),
+                compile_only(arch, SCALED_FUNCTIONS) as reports,
+            ):
+                fake_call(plan, recipe, **self.VARIANTS[variant])
+            matrix = [kernel.__name__ for kernel in MATRIX_KERNELS]
+            for report in reports:
+                is_matrix = report.kernel in matrix
+                problems = report.problems(matrix=is_matrix, fp8=is_matrix)
+                if problems:
+                    block = [report.constants.get(f"BLOCK_{x}") for x in "MNK"]
+                    found.append((report.kernel, block, report.num_warps, problems))
+            self.assertEqual(
+                {r.kernel for r in reports}, {k.__name__ for k in SCALED_FUNCTIONS}
+            )
+        return found
+
+    @slowTest
+    @parametrize("variant", list(VARIANTS))
+    @parametrize(
+        "target",
+        [
+            subtest(("sm_90", "fp8"), name="sm_90_fp8"),
+            subtest(("sm_100", "fp8"), name="sm_100_fp8"),
+            subtest(("sm_100", "mx"), name="sm_100_mx"),
+        ],
+    )
+    def test_every_shipped_config(self, target, variant):
+        self.assertEqual(self.problems(*target, variant), [])
+
+    def test_swiglu_on_hopper(self):
+        self.assertEqual(self.problems("sm_90", "fp8", "swiglu"), [])
+
+    def test_gate_rejects_spills(self):
+        config = TileConfig(128, 128, 128, 8, 3, tma=True)
+        planted = {"sm_90": {**SCALED_TABLES["sm_90"], "fp8_act_backward": (config,)}}
+        with mock.patch.dict(SCALED_TABLES, planted):
+            found = self.problems("sm_90", "fp8", "swiglu")
+        self.assertEqual({f[0] for f in found}, {"scaled_act_backward_kernel"})
+        self.assertIn("spills", found[0][-1][0])
+
+
+instantiate_parametrized_tests(TestMoeScaledEligibility)
+instantiate_parametrized_tests(TestMoeScaledLaunches)
+
+if __name__ == "__main__":
+    run_tests()

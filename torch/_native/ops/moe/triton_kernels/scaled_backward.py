@@ -1,0 +1,382 @@
+"""Backward kernels in FP8: the activation gradient with what falls out of it, columns of
+rows, and the weight gradients.
+
+The arithmetic is that of backward.py. What a weight gradient sums
+are rows, so both of its operands are quantised anew along them: ``columns_kernel`` turns
+rows into transposed codes, in which an expert's rows begin at a multiple of 128.
+"""
+
+import triton
+import triton.language as tl
+
+from .activations import (
+    glu_backward,
+    glu_forward,
+    unary_backward,
+    unary_forward,
+)
+from .forward import column_parts, routed_rows, row_tile
+from .permutation import tile_of
+from .scaled_forward import (
+    as_scale,
+    contract,
+    narrowed,
+    rounded,
+    store_quantized,
+    tile_mask,
+)
+from .scaling import dequantize_rows, quantize_columns
+
+
+@triton.jit
+def _as_byte(scale):
+    """int32 bytes of scales: of their powers of two, or of what they are already."""
+    if scale.dtype == tl.float32:
+        byte = scale.to(tl.int32, bitcast=True) >> 23
+    else:
+        byte = scale.to(tl.int32)
+    return byte
+
+
+@triton.jit
+def _load_preact(
+    preact, preact_scale, first_row, first_col, row_length, valid, last_col,
+    INT8: tl.constexpr, EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Tile of H in float32; rows without a slot read as 0."""
+    mask = valid[:, None]
+    if not EVEN_N:
+        mask = mask & (first_col + tl.arange(0, N) < last_col)[None, :]
+    ptrs = row_tile(preact, first_row, first_col, row_length, M, N)
+    h = tl.load(ptrs, mask=mask, other=0)
+    if preact.dtype.element_ty == tl.uint8:
+        mask = valid[:, None]
+        if not EVEN_N:
+            blocks = first_col // 32 + tl.arange(0, N // 32)
+            mask = mask & (blocks < tl.cdiv(last_col, 32))[None, :]
+        row_blocks = tl.cdiv(row_length, 32)
+        ptrs = row_tile(
+            preact_scale, first_row, first_col // 32, row_blocks, M, N // 32
+        )
+        byte = tl.load(ptrs, mask=mask, other=127)
+        h = dequantize_rows(h, byte.to(tl.int32), M, N, 32, INT8, True)
+    return h.to(tl.float32)
+
+
+@triton.jit
+def _store_grad(
+    dh, codes, scale, values, first_row, row_end, first_col, col_end, row_length,
+    STORE_CODES: tl.constexpr, STORE_VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    if STORE_CODES:
+        store_quantized(
+            dh.to(tl.float32), codes, scale, first_row, row_end, first_col, col_end, row_length,
+            BLOCK, False, EVEN_N, M, N,
+        )  # fmt: skip
+    if STORE_VALUES:
+        ptrs = row_tile(values, first_row, first_col, row_length, M, N)
+        mask = tile_mask(first_row, row_end, first_col, col_end, EVEN_N, M, N)
+        tl.store(ptrs, dh.to(values.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _whole(x, y, M: tl.constexpr, N: tl.constexpr):
+    """Blocks (M, N) of adjacent columns as one."""
+    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (M, N * 2))
+
+
+@triton.jit
+def _act_backward_part(
+    acc, s, first_row, row_end, valid, first_n,
+    preact, preact_scale, scaled_hidden, alpha, limit, F,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, STORE_HIDDEN: tl.constexpr,
+    ROUND: tl.constexpr, INT8: tl.constexpr,
+    EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """dH of some columns of dA', in the type of the products: gates and ups, or twice all.
+
+    Stores their A'; returns their <dA', A> per row as well.
+    """
+    grad = acc * s[:, None]
+    if GATED and INTERLEAVED:
+        h = _load_preact(
+            preact, preact_scale, first_row, first_n * 2, F * 2, valid, F * 2,
+            INT8, EVEN_N, M, N * 2,
+        )  # fmt: skip
+        gate, up = tl.split(tl.reshape(h, (M, N, 2)))
+        a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
+        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
+        d_gate = tl.join(narrowed(d_gate, ROUND), narrowed(d_up, ROUND))
+        d_gate = tl.reshape(d_gate, (M, N * 2))
+        d_up = d_gate
+    elif GATED:
+        gate = _load_preact(
+            preact, preact_scale, first_row, first_n, F * 2, valid, F,
+            INT8, EVEN_N, M, N,
+        )  # fmt: skip
+        up = _load_preact(
+            preact, preact_scale, first_row, F + first_n, F * 2, valid, F * 2,
+            INT8, EVEN_N, M, N,
+        )  # fmt: skip
+        a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
+        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
+        d_gate, d_up = narrowed(d_gate, ROUND), narrowed(d_up, ROUND)
+    else:
+        h = _load_preact(
+            preact, preact_scale, first_row, first_n, F, valid, F, INT8, EVEN_N, M, N
+        )
+        a = unary_forward(h, ACTIVATION)
+        d_gate = narrowed(unary_backward(grad, h, ACTIVATION), ROUND)
+        d_up = d_gate
+    a = rounded(a, ROUND)
+    if STORE_HIDDEN:
+        ptrs = row_tile(scaled_hidden, first_row, first_n, F, M, N)
+        a_scaled = (a * s[:, None]).to(scaled_hidden.dtype.element_ty)
+        mask = tile_mask(first_row, row_end, first_n, F, EVEN_N, M, N)
+        tl.store(ptrs, a_scaled, mask=mask)
+    return d_gate, d_up, tl.sum(acc * a, 1)
+
+
+@triton.jit
+def _act_backward_epilogue(
+    acc, s, first_row, row_end, valid, first_n,
+    preact, preact_scale, grad_codes, grad_scale, grad_preact, scaled_hidden,
+    alpha, limit, F,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, STORE_CODES: tl.constexpr, STORE_VALUES: tl.constexpr,
+    STORE_HIDDEN: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN_N: tl.constexpr, PARTS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Stores dH and A' for the columns of dA'; returns their <dA', A> per row.
+
+    In two parts the activation needs fewer registers; dH waits in 16 bits for its scales.
+    """
+    STEP: tl.constexpr = 2 if GATED and INTERLEAVED else 1
+    parts = column_parts(acc, M, N, PARTS)
+    d_gate, d_up, dot = _act_backward_part(
+        parts[0], s, first_row, row_end, valid, first_n,
+        preact, preact_scale, scaled_hidden, alpha, limit, F,
+        ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_HIDDEN, ROUND, INT8,
+        EVEN_N, M, N // PARTS,
+    )  # fmt: skip
+    if PARTS == 2:
+        d_gate_right, d_up_right, dot_right = _act_backward_part(
+            parts[1], s, first_row, row_end, valid, first_n + N // 2,
+            preact, preact_scale, scaled_hidden, alpha, limit, F,
+            ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_HIDDEN, ROUND, INT8,
+            EVEN_N, M, N // 2,
+        )  # fmt: skip
+        d_gate = _whole(d_gate, d_gate_right, M, N // 2 * STEP)
+        d_up = _whole(d_up, d_up_right, M, N // 2 * STEP)
+        dot += dot_right
+    HALVES: tl.constexpr = GATED and not INTERLEAVED
+    row_length = F * 2 if GATED else F
+    _store_grad(
+        d_gate, grad_codes, grad_scale, grad_preact,
+        first_row, row_end, first_n * STEP, F * STEP, row_length,
+        STORE_CODES, STORE_VALUES, BLOCK, EVEN_N, M, N * STEP,
+    )  # fmt: skip
+    if HALVES:
+        _store_grad(
+            d_up, grad_codes, grad_scale, grad_preact,
+            first_row, row_end, F + first_n, F * 2, row_length,
+            STORE_CODES, STORE_VALUES, BLOCK, EVEN_N, M, N,
+        )  # fmt: skip
+    return dot
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def scaled_act_backward_kernel(
+    grad_out,  # (T, D) codes, contiguous: dO
+    grad_out_scale,  # (T, blocks) contiguous
+    w_out,  # (E, F, D) codes by strides, D dense, or TMA descriptor
+    w_out_scale,  # (E, rows, blocks) by strides
+    preact,  # (R, g*F) contiguous: H, quantised if uint8, which are codes
+    preact_scale,  # (R, cdiv(g*F, 32)) bytes of codes
+    scale,  # (T*K,) contiguous: router weight of each slot
+    row_slots,  # (R,) int32
+    tiles,  # tile list
+    grad_codes,  # (R, g*F) codes as uint8, contiguous, written with STORE_CODES: dH
+    grad_scale,  # (R, blocks) contiguous, likewise
+    grad_preact,  # (R, g*F) contiguous, written with STORE_VALUES: dH, not quantised
+    scaled_hidden,  # (R, F) contiguous, written with STORE_HIDDEN: A'
+    scale_partials,  # (cdiv(F, BLOCK_N), R) float32, written with STORE_PARTIALS: dS
+    D, F, num_rows, top_k,
+    stride_we, stride_wn, stride_se, stride_sn, stride_sk,
+    alpha, limit,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    STORE_CODES: tl.constexpr, STORE_VALUES: tl.constexpr, STORE_HIDDEN: tl.constexpr,
+    STORE_PARTIALS: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
+    MX: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dH, A' and the dS partials of one tile, from dA' = dO[token(r)] @ w_out[e]."""
+    num_n = tl.cdiv(F, BLOCK_N)
+    num_tiles = tl.load(tiles) * num_n
+    BLOCK: tl.constexpr = 32 if MX else BLOCK_K
+    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
+        rows, slots, valid = routed_rows(
+            row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M
+        )
+        tokens = (slots // top_k).to(tl.int64)
+        first_n = tile_n * BLOCK_N
+        acc = contract(
+            tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
+            grad_out + tokens[:, None] * D + tl.arange(0, BLOCK_K)[None, :],
+            grad_out_scale + tokens * tl.cdiv(D, BLOCK),
+            w_out, w_out_scale, expert, first_n, F, D,
+            stride_we, stride_wn, stride_se, stride_sn, stride_sk,
+            MX, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        acc = tl.where(valid[:, None], acc, 0.0)
+        if HAS_SCALE:
+            s = tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)
+        else:
+            s = tl.where(valid, 1.0, 0.0)
+        dot = _act_backward_epilogue(
+            acc, s, first_row, row_end, valid, first_n,
+            preact, preact_scale, grad_codes, grad_scale, grad_preact, scaled_hidden,
+            alpha, limit, F,
+            ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_CODES, STORE_VALUES,
+            STORE_HIDDEN, ROUND, INT8, BLOCK, EVEN_N, EPILOGUE_PARTS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        if STORE_PARTIALS:
+            ptrs = scale_partials + tile_n.to(tl.int64) * num_rows + rows
+            tl.store(ptrs, dot, mask=rows < row_end)
+
+
+# Rows of an expert are padded to a multiple of so many in transposed codes.
+ALIGNMENT = tl.constexpr(128)
+
+
+@triton.jit
+def _first_place(offs, expert):
+    """First row of an expert, and the first multiple of ALIGNMENT that is its in columns."""
+    begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
+    return begin, begin // ALIGNMENT + expert
+
+
+@triton.jit
+def columns_kernel(
+    source,  # (R, N) rows by stride, or (T, N) when GATHER: codes if uint8
+    source_scale,  # (rows, blocks) by stride, of codes
+    row_slots,  # (R,) int32
+    offs,  # (E,) int32
+    tiles,  # tile list of 128 rows
+    out,  # (N, places * 128) codes as uint8, contiguous, written
+    out_scale,  # (N, places * 128 / BLOCK) by strides, written
+    N, out_length, top_k, stride_source, stride_ss, stride_on, stride_ob,
+    GATHER: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Codes of the columns of rows in blocks that begin at the first row of each expert.
+
+    Grid: (row tiles, cdiv(N, BLOCK_N)).
+    """
+    index = tl.program_id(0)
+    if index < tl.load(tiles):
+        expert, first_row, row_end, _ = tile_of(tiles, index, 1, 1)
+        begin, place = _first_place(offs, expert)
+        place += (first_row - begin) // ALIGNMENT
+        rows, slots, valid = routed_rows(
+            row_slots, first_row, row_end, GATHER, ALIGNMENT
+        )
+        if GATHER:
+            rows = slots // top_k
+        rows = tl.where(valid, rows, 0).to(tl.int64)
+        first_n = tl.program_id(1) * BLOCK_N
+        n = first_n + tl.arange(0, BLOCK_N)
+        ptrs = source + rows[:, None] * stride_source + n[None, :]
+        mask = valid[:, None] & (n[None, :] < N)
+        x = tl.load(ptrs, mask=mask, other=0)
+        if source.dtype.element_ty == tl.uint8:
+            blocks = first_n // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
+            ptrs = source_scale + rows[:, None] * stride_ss + blocks[None, :]
+            mask = valid[:, None] & (blocks[None, :] < tl.cdiv(N, BLOCK))
+            byte = _as_byte(tl.load(ptrs, mask=mask, other=0))
+            x = dequantize_rows(x, byte, ALIGNMENT, BLOCK_N, BLOCK, False, True)
+        codes, byte = quantize_columns(
+            x.to(tl.float32), ALIGNMENT, BLOCK_N, BLOCK, False, True
+        )
+        i = place.to(tl.int64) * ALIGNMENT + tl.arange(0, ALIGNMENT)
+        n64 = n.to(tl.int64)
+        ptrs = out + n64[:, None] * out_length + i[None, :]
+        tl.store(ptrs, tl.trans(codes), mask=(n < N)[:, None])
+        PARTS: tl.constexpr = ALIGNMENT // BLOCK
+        i = place.to(tl.int64) * PARTS + tl.arange(0, PARTS)
+        ptrs = out_scale + n64[None, :] * stride_on + i[:, None] * stride_ob
+        value = as_scale(byte, out_scale.dtype.element_ty)
+        tl.store(ptrs, value, mask=(n < N)[None, :])
+
+
+@triton.jit
+def scaled_weight_grad_kernel(
+    p,  # (M, places * 128) codes, contiguous
+    p_scale,  # (M, blocks) by strides
+    q,  # (N, places * 128) codes, contiguous
+    q_scale,  # (N, blocks) by strides
+    offs,  # (E,) int32
+    out,  # (E, M, N) by strides, written
+    M, N, length, num_experts,
+    stride_pm, stride_pb, stride_qn, stride_qb, stride_oe, stride_om, stride_on,
+    MX: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[e] = sum over the rows r of expert e of p[:, r] q[:, r]^T; zeros if it has none."""
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    for index in tl.range(
+        tl.program_id(0), num_experts * num_m * num_n, tl.num_programs(0)
+    ):
+        expert = index // (num_m * num_n)
+        within = index % (num_m * num_n)
+        first_group = within // (GROUP_M * num_n) * GROUP_M
+        group_m = tl.minimum(num_m - first_group, GROUP_M)
+        within = within % (GROUP_M * num_n)
+        first_m = (first_group + within % group_m) * BLOCK_M
+        first_n = (within // group_m) * BLOCK_N
+        begin, place = _first_place(offs, expert)
+        end = tl.load(offs + expert)
+
+        m = first_m + tl.arange(0, BLOCK_M)
+        n = first_n + tl.arange(0, BLOCK_N)
+        # A row past the last repeats it; what it gives is not stored.
+        if not EVEN_M:
+            m = tl.minimum(m, M - 1)
+        if not EVEN_N:
+            n = tl.minimum(n, N - 1)
+        m64, n64 = m.to(tl.int64), n.to(tl.int64)
+        ks = tl.arange(0, BLOCK_K)
+        p_ptrs = p + m64[:, None] * length + ks[None, :]
+        q_ptrs = q + n64[None, :] * length + ks[:, None]
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in tl.range(0, tl.cdiv(end - begin, BLOCK_K)):
+            # Without the hint no load is asynchronous, and the kernel spills.
+            first = tl.multiple_of((place + step).to(tl.int64) * BLOCK_K, 128)
+            p_tile = tl.load(p_ptrs + first)
+            q_tile = tl.load(q_ptrs + first)
+            if MX:
+                blocks = first // 32 + tl.arange(0, BLOCK_K // 32)
+                sp = tl.load(p_scale + m64[:, None] * stride_pm + blocks[None, :])
+                sq = tl.load(q_scale + n64[:, None] * stride_qn + blocks[None, :])
+                acc = tl.dot_scaled(p_tile, sp, "e4m3", q_tile, sq, "e4m3", acc)
+            else:
+                block = (place + step).to(tl.int64)
+                sp = tl.load(p_scale + m64 * stride_pm + block * stride_pb)
+                sq = tl.load(q_scale + n64 * stride_qn + block * stride_qb)
+                acc += tl.dot(p_tile, q_tile) * sp[:, None] * sq[None, :]
+
+        m = tl.arange(0, BLOCK_M)
+        n = tl.arange(0, BLOCK_N)
+        corner = out + expert.to(tl.int64) * stride_oe
+        corner += first_m.to(tl.int64) * stride_om + first_n.to(tl.int64) * stride_on
+        ptrs = corner + (m[:, None] * stride_om + n[None, :] * stride_on)
+        mask = (m[:, None] < M - first_m) & (n[None, :] < N - first_n)
+        tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask)

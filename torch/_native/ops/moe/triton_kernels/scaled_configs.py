@@ -1,0 +1,66 @@
+"""Tile configurations of the FP8 kernels, per architecture; see configs.py.
+
+A step of the contraction is 128 terms everywhere, one block of a recipe's scales, and one
+column tile of ``up`` and ``act_backward`` is at least one such block, as its results are
+quantised. So a row is summed in the same order in every configuration.
+"""
+
+from .configs import KernelTable, TileConfig
+
+
+# fp8_: scales of 1 x 128 and 128 x 128. mx_: of 1 x 32.
+SCALED_KERNELS: tuple[str, ...] = tuple(
+    f"{recipe}_{kernel}"
+    for recipe in ("fp8", "mx")
+    for kernel in (
+        "up_gated",
+        "up_plain",
+        "down",
+        "act_backward",
+        "input_grad",
+        "weight_grad",
+    )
+)
+
+
+# wgmma, whose sum of a step is added to the accumulator in registers.
+# Chosen by hand; measured on no GPU.
+_SM_90: KernelTable = {
+    "fp8_up_gated": (TileConfig(64, 128, 128, 8, 4, tma=True),),
+    "fp8_up_plain": (
+        TileConfig(64, 128, 128, 4, 3, tma=True, max_rows=64),
+        TileConfig(128, 128, 128, 8, 4, tma=True),
+    ),
+    "fp8_down": (
+        TileConfig(64, 128, 128, 4, 3, tma=True, max_rows=64),
+        TileConfig(128, 128, 128, 8, 4, tma=True),
+    ),
+    "fp8_act_backward": (TileConfig(64, 128, 128, 16, 2, epilogue_parts=2),),
+    "fp8_input_grad": (TileConfig(128, 128, 128, 8, 4, tma=True),),
+    "fp8_weight_grad": (TileConfig(128, 128, 128, 8, 4),),
+}
+
+# Chosen by hand; measured on no GPU.
+_SM_100: KernelTable = {
+    "fp8_up_gated": (TileConfig(64, 128, 128, 8, 3, tma=True),),
+    "fp8_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "fp8_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "fp8_act_backward": (TileConfig(64, 128, 128, 8, 2, epilogue_parts=2),),
+    "fp8_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "fp8_weight_grad": (TileConfig(128, 128, 128, 8, 3),),
+    "mx_up_gated": (TileConfig(128, 64, 128, 8, 3, tma=True),),
+    "mx_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "mx_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "mx_act_backward": (TileConfig(128, 64, 128, 8, 2, epilogue_parts=2),),
+    "mx_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "mx_weight_grad": (TileConfig(128, 256, 128, 8, 3),),
+}
+
+SCALED_TABLES: dict[str, KernelTable] = {"sm_90": _SM_90, "sm_100": _SM_100}
+
+
+def scaled_table_for_capability(major: int, minor: int) -> KernelTable | None:
+    """The table of a CUDA compute capability, or None; 10.3 takes that of 10.0."""
+    if (major, minor) == (10, 3):
+        minor = 0
+    return SCALED_TABLES.get(f"sm_{10 * major + minor}")

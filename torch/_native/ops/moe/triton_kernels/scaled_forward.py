@@ -1,0 +1,379 @@
+"""Forward kernels in FP8: gathered up-projection with the activation and its quantisation,
+and the grouped matmul that serves the down-projection and the input gradient.
+
+Letters as in forward.py, whose tile list, row tiles and weight
+tiles these are. Codes are float8e4nv (uint8 where they are written), with K, the dimension that a product sums, dense in
+both operands: matrix instructions of FP8 read nothing else. One of two recipes:
+
+    MX      scales are bytes of 32 neighbours along K, applied by the matrix instruction
+    not MX  of rows they are float32 of 128 neighbours along K, of weights float32 of
+            128 x 128 squares; a step of the loop is one block, whose product is scaled
+            and added to the sum in float32
+
+``SQUARE`` is how many columns of a product share the scale of a square: 128, or 64 where
+gate and up interleave.
+"""
+
+import triton
+import triton.language as tl
+
+from .activations import glu_forward, unary_forward
+from .forward import (
+    load_rows,
+    load_weight,
+    routed_rows,
+    row_tile,
+)
+from .permutation import tile_of
+from .scaling import power_of_two, quantize_rows
+
+
+@triton.jit
+def load_row_scale(
+    ptrs, k, num_blocks, MX: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Scales of a row tile's columns from ``k``: (BLOCK_M,), or with MX (BLOCK_M, BLOCK_K // 32).
+
+    ``ptrs`` (BLOCK_M,) are at the rows' first scales.
+    """
+    if MX:
+        blocks = k // 32 + tl.arange(0, BLOCK_K // 32)
+        if EVEN_K:
+            scale = tl.load(ptrs[:, None] + blocks[None, :])
+        else:
+            mask = blocks[None, :] < num_blocks
+            scale = tl.load(ptrs[:, None] + blocks[None, :], mask=mask, other=127)
+    else:
+        scale = tl.load(ptrs + k // BLOCK_K)
+    return scale
+
+
+@triton.jit
+def load_weight_scale(
+    scale,  # (E, rows, blocks) by strides
+    expert, first_n, k, n_end, num_blocks, stride_e, stride_n, stride_k,
+    MX: tl.constexpr, SQUARE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scales of a weight tile: (BLOCK_N, BLOCK_K // 32) with MX, one, or (BLOCK_N,)."""
+    corner = scale + expert.to(tl.int64) * stride_e
+    n = first_n + tl.arange(0, BLOCK_N)
+    if MX:
+        blocks = k // 32 + tl.arange(0, BLOCK_K // 32)
+        ptrs = corner + n[:, None] * stride_n + blocks[None, :] * stride_k
+        if EVEN_N and EVEN_K:
+            value = tl.load(ptrs)
+        else:
+            mask = (n[:, None] < n_end) & (blocks[None, :] < num_blocks)
+            value = tl.load(ptrs, mask=mask, other=127)
+    else:
+        corner += k // BLOCK_K * stride_k
+        if SQUARE % BLOCK_N == 0:
+            value = tl.load(corner + first_n // SQUARE * stride_n)
+        else:
+            value = tl.load(corner + n // SQUARE * stride_n, mask=n < n_end, other=0.0)
+    return value
+
+
+@triton.jit
+def scaled_dot(
+    acc, a, a_scale, w, w_scale,
+    MX: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``acc`` and one step of the sum over K; scales as they were loaded above."""
+    if MX:
+        acc = tl.dot_scaled(a, a_scale, "e4m3", w, w_scale, "e4m3", acc)
+    elif SQUARE % BLOCK_N == 0:
+        acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
+    else:
+        acc += tl.dot(a, w) * w_scale[None, :] * a_scale[:, None]
+    return acc
+
+
+@triton.jit
+def contract(
+    acc,
+    a_ptrs,  # (BLOCK_M, BLOCK_K) at the first columns of the rows
+    a_scale_ptrs,  # (BLOCK_M,) at their first scales
+    w,  # (E, N, K) codes by strides, K dense, or TMA descriptor
+    w_scale,  # (E, rows, blocks) by strides
+    expert, first_n, N, K, stride_we, stride_wn, stride_se, stride_sn, stride_sk,
+    MX: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``acc`` (BLOCK_M, BLOCK_N) and the rows times w[e]^T."""
+    num_blocks = tl.cdiv(K, 32 if MX else BLOCK_K)
+    for k in tl.range(0, K, BLOCK_K):
+        a = load_rows(a_ptrs, k, K, EVEN_K, BLOCK_K)
+        a_scale = load_row_scale(a_scale_ptrs, k, num_blocks, MX, EVEN_K, BLOCK_K)
+        w_tile = load_weight(
+            w, expert, first_n, k, N, K, stride_we, stride_wn, 1,
+            True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        w_tile_scale = load_weight_scale(
+            w_scale, expert, first_n, k, N, num_blocks, stride_se, stride_sn, stride_sk,
+            MX, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        acc = scaled_dot(acc, a, a_scale, w_tile, w_tile_scale, MX, SQUARE, BLOCK_N)
+    return acc
+
+
+@triton.jit
+def narrowed(x, ROUND: tl.constexpr):
+    """float32 ``x`` in the type of the products, bfloat16 with ROUND."""
+    return x.to(tl.bfloat16) if ROUND else x
+
+
+@triton.jit
+def rounded(x, ROUND: tl.constexpr):
+    """``narrowed`` as float32."""
+    return narrowed(x, ROUND).to(tl.float32)
+
+
+@triton.jit
+def tile_mask(
+    first_row, row_end, first_col, col_end,
+    EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """What of a tile is below ``row_end`` and ``col_end``; with EVEN_N all columns are."""
+    mask = (first_row + tl.arange(0, M) < row_end)[:, None]
+    if not EVEN_N:
+        mask = mask & (first_col + tl.arange(0, N) < col_end)[None, :]
+    return mask
+
+
+@triton.jit
+def as_scale(byte, DTYPE: tl.constexpr):
+    """What a scale is stored as: the power of two as float32, or its byte."""
+    return power_of_two(byte) if DTYPE == tl.float32 else byte.to(DTYPE)
+
+
+@triton.jit
+def store_quantized(
+    x, codes, scale, first_row, row_end, first_col, col_end, row_length,
+    BLOCK: tl.constexpr, INT8: tl.constexpr, EVEN_N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile (M, N) of float32 as codes (rows, row_length) and their scales of ``BLOCK``.
+
+    ``first_col`` is a multiple of BLOCK.
+    """
+    q, byte = quantize_rows(x, M, N, BLOCK, INT8, True)
+    ptrs = row_tile(codes, first_row, first_col, row_length, M, N)
+    tl.store(
+        ptrs, q, mask=tile_mask(first_row, row_end, first_col, col_end, EVEN_N, M, N)
+    )
+    first, end = first_col // BLOCK, tl.cdiv(col_end, BLOCK)
+    ptrs = row_tile(scale, first_row, first, tl.cdiv(row_length, BLOCK), M, N // BLOCK)
+    mask = tile_mask(first_row, row_end, first, end, EVEN_N, M, N // BLOCK)
+    tl.store(ptrs, as_scale(byte, scale.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_preact(
+    h, preact, preact_scale, first_row, row_end, first_col, col_end, row_length,
+    INT8: tl.constexpr, EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    if preact.dtype.element_ty == tl.uint8:
+        store_quantized(
+            h, preact, preact_scale, first_row, row_end, first_col, col_end, row_length,
+            32, INT8, EVEN_N, M, N,
+        )  # fmt: skip
+    else:
+        ptrs = row_tile(preact, first_row, first_col, row_length, M, N)
+        mask = tile_mask(first_row, row_end, first_col, col_end, EVEN_N, M, N)
+        tl.store(ptrs, h.to(preact.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _up_epilogue(
+    acc_gate, acc_up, first_row, row_end, valid, expert, first_n,
+    b_in, preact, preact_scale, hidden, hidden_scale, stride_be, stride_bf,
+    alpha, limit, F,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr,
+    ROUND: tl.constexpr, INT8: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Bias, rounding, activation and quantisation of some columns of H and A."""
+    cols = first_n + tl.arange(0, N)
+    mask = cols < F
+    # Between the gates of neighbouring columns, and from a gate to its up.
+    STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    b_ptrs = b_in + expert.to(tl.int64) * stride_be
+    b_ptrs += (cols * STEP).to(tl.int64) * stride_bf
+    if HAS_BIAS:
+        acc_gate += tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)[None, :]
+    gate = rounded(tl.where(valid[:, None], acc_gate, 0.0), ROUND)
+    if GATED:
+        if HAS_BIAS:
+            b_ptrs += (1 if INTERLEAVED else tl.cast(F, tl.int64)) * stride_bf
+            acc_up += tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)[None, :]
+        up = rounded(tl.where(valid[:, None], acc_up, 0.0), ROUND)
+        a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
+        if STORE_PREACT and INTERLEAVED:
+            h = tl.reshape(tl.join(gate, up), (M, N * 2))
+            _store_preact(
+                h, preact, preact_scale, first_row, row_end, first_n * 2, F * 2, F * 2,
+                INT8, EVEN_N, M, N * 2,
+            )  # fmt: skip
+        elif STORE_PREACT:
+            _store_preact(
+                gate, preact, preact_scale, first_row, row_end, first_n, F, F * 2,
+                INT8, EVEN_N, M, N,
+            )  # fmt: skip
+            _store_preact(
+                up, preact, preact_scale, first_row, row_end, F + first_n, F * 2, F * 2,
+                INT8, EVEN_N, M, N,
+            )  # fmt: skip
+    else:
+        a = unary_forward(gate, ACTIVATION)
+        if STORE_PREACT:
+            _store_preact(
+                gate, preact, preact_scale, first_row, row_end, first_n, F, F,
+                INT8, EVEN_N, M, N,
+            )  # fmt: skip
+    store_quantized(
+        rounded(a, ROUND), hidden, hidden_scale, first_row, row_end, first_n, F, F,
+        BLOCK, False, EVEN_N, M, N,
+    )  # fmt: skip
+
+
+@triton.jit
+def scaled_up_kernel(
+    x,  # (T, D) codes, contiguous
+    x_scale,  # (T, blocks) contiguous
+    w_gate,  # (E, F, D) codes of the gate by strides, D dense, or TMA descriptor
+    w_up,  # (E, F, D) of up with the same strides; read when gated
+    gate_scale,  # (E, rows, blocks) by strides
+    up_scale,  # (E, rows, blocks) with the same strides
+    b_in,  # (E, g*F) by strides
+    row_slots,  # (R,) int32
+    tiles,  # tile list
+    preact,  # (R, g*F) contiguous, written: H, quantised if uint8, which are codes
+    preact_scale,  # (R, cdiv(g*F, 32)) bytes, written if H is quantised
+    hidden,  # (R, F) codes as uint8, contiguous, written: A = act(H)
+    hidden_scale,  # (R, blocks) contiguous, written
+    D, F, top_k,
+    stride_we, stride_wn, stride_se, stride_sn, stride_sk, stride_be, stride_bf,
+    alpha, limit,
+    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STORE_PREACT: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
+    MX: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """H = x[token(r)] @ w_in[e]^T + b_in[e] and A = act(H), both quantised as rows."""
+    num_n = tl.cdiv(F, BLOCK_N)
+    num_tiles = tl.load(tiles) * num_n
+    BLOCK: tl.constexpr = 32 if MX else BLOCK_K
+    num_blocks = tl.cdiv(D, BLOCK)
+    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
+        _, slots, valid = routed_rows(row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M)
+        tokens = (slots // top_k).to(tl.int64)
+        x_ptrs = x + tokens[:, None] * D + tl.arange(0, BLOCK_K)[None, :]
+        x_scale_ptrs = x_scale + tokens * num_blocks
+        first_n = tile_n * BLOCK_N
+        acc_gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in tl.range(0, D, BLOCK_K):
+            a = load_rows(x_ptrs, k, D, EVEN_K, BLOCK_K)
+            a_scale = load_row_scale(x_scale_ptrs, k, num_blocks, MX, EVEN_K, BLOCK_K)
+            w = load_weight(
+                w_gate, expert, first_n, k, F, D, stride_we, stride_wn, 1,
+                True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            w_scale = load_weight_scale(
+                gate_scale, expert, first_n, k, F, num_blocks,
+                stride_se, stride_sn, stride_sk,
+                MX, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            acc_gate = scaled_dot(acc_gate, a, a_scale, w, w_scale, MX, SQUARE, BLOCK_N)
+            if GATED:
+                w = load_weight(
+                    w_up, expert, first_n, k, F, D, stride_we, stride_wn, 1,
+                    True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                w_scale = load_weight_scale(
+                    up_scale, expert, first_n, k, F, num_blocks,
+                    stride_se, stride_sn, stride_sk,
+                    MX, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                acc_up = scaled_dot(acc_up, a, a_scale, w, w_scale, MX, SQUARE, BLOCK_N)
+        _up_epilogue(
+            acc_gate, acc_up, first_row, row_end, valid, expert, first_n,
+            b_in, preact, preact_scale, hidden, hidden_scale, stride_be, stride_bf,
+            alpha, limit, F,
+            ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, HAS_BIAS, STORE_PREACT,
+            ROUND, INT8, BLOCK, EVEN_N, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
+def scaled_mm_kernel(
+    a,  # (R, P) codes of rows in expert-major order, contiguous
+    a_scale,  # (R, blocks) contiguous
+    w,  # (E, N, P) codes by strides, P dense, or TMA descriptor
+    w_scale,  # (E, rows, blocks) by strides
+    w_up,  # with TWO_WEIGHTS: (E, N, P) for the second P columns of (R, 2*P) rows
+    w_up_scale,  # with TWO_WEIGHTS; strides as of the first
+    bias,  # (E, N) by strides
+    scale,  # (T*K,) contiguous: router weight of each slot
+    row_slots,  # (R,) int32
+    tiles,  # tile list
+    out,  # (R, N) contiguous, written
+    N, P,
+    stride_we, stride_wn, stride_se, stride_sn, stride_sk, stride_be, stride_bn,
+    TWO_WEIGHTS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    MX: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out[r] = scale[slot(r)] * (a[r] @ w[e]^T + bias[e]), rounded once.
+
+    Down-projection: a = A, w = w_out (N = D, P = F). Input gradient per routed row:
+    a = dH, w = w_in with its last two dimensions swapped (N = D, P = g*F). Rows of the
+    tile that hold no slot are written too; nothing reads them.
+    """
+    num_n = tl.cdiv(N, BLOCK_N)
+    HALVES: tl.constexpr = 2 if TWO_WEIGHTS else 1
+    row_blocks = tl.cdiv(P * HALVES, 32 if MX else BLOCK_K)
+    num_tiles = tl.load(tiles) * num_n
+    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
+        first_n = tile_n * BLOCK_N
+        # A row past the expert's end may be past the tensor's end.
+        rows = first_row + tl.arange(0, BLOCK_M)
+        safe_rows = tl.where(rows < row_end, rows, first_row).to(tl.int64)
+        a_ptrs = a + safe_rows[:, None] * (P * HALVES) + tl.arange(0, BLOCK_K)[None, :]
+        s_ptrs = a_scale + safe_rows * row_blocks
+        acc = contract(
+            tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), a_ptrs, s_ptrs, w, w_scale,
+            expert, first_n, N, P, stride_we, stride_wn, stride_se, stride_sn, stride_sk,
+            MX, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if TWO_WEIGHTS:
+            acc = contract(
+                acc, a_ptrs + P, s_ptrs + row_blocks // 2, w_up, w_up_scale,
+                expert, first_n, N, P,
+                stride_we, stride_wn, stride_se, stride_sn, stride_sk,
+                MX, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        cols = first_n + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            b_ptrs = bias + expert.to(tl.int64) * stride_be
+            b_ptrs += cols.to(tl.int64) * stride_bn
+            b = tl.load(b_ptrs, mask=cols < N, other=0.0)
+            acc += b[None, :].to(tl.float32)
+        if HAS_SCALE:
+            _, slots, valid = routed_rows(
+                row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M
+            )
+            acc *= tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)[:, None]
+        ptrs = row_tile(out, first_row, first_n, N, BLOCK_M, BLOCK_N)
+        mask = tile_mask(first_row, row_end, first_n, N, EVEN_N, BLOCK_M, BLOCK_N)
+        tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,747 @@
+"""Launchers of ``aten::_moe_mlp_scaled`` and its backward, in FP8.
+
+As launch.py, whose tile lists and memory-bound kernels these are: arguments are checked
+(../../moe_scaled/triton_impl.py), and nothing here reads a tensor's value. Rows of tokens
+and weights that do not come quantised are quantised by ``aten::_moe_quantize``; what kernels
+make (A, dH) they quantise in their epilogues.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import triton
+
+import torch
+from torch import Tensor
+
+from .activations import Activation
+from .configs import OPTIONS, TileConfig
+from .launch import (
+    _bias_dot,
+    _bias_grad,
+    _descriptor,
+    _finish_rows,
+    _grid,
+    _row_major,
+    _Rows,
+    _run,
+    _scale_grad,
+    _tile_args,
+    _tma_ok,
+    _weight_grad,
+    _zero_tail,
+    LaunchPlan,
+)
+from .scaled_backward import (
+    columns_kernel,
+    scaled_act_backward_kernel,
+    scaled_weight_grad_kernel,
+)
+from .scaled_forward import scaled_mm_kernel, scaled_up_kernel
+
+
+_E4M3 = torch.float8_e4m3fn
+# Rows of a squares' scale, and of an expert's columns: ALIGNMENT of scaled_backward.py.
+_SQUARE = 128
+# Columns of H that share a scale, with every recipe.
+_PREACT_BLOCK = 32
+
+
+class Quantized(NamedTuple):
+    """float8_e4m3fn codes, and scales as float32 powers of two or as their bytes (uint8)."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, data: Tensor, scale: Tensor) -> "Quantized":
+        if scale.dtype == torch.float8_e8m0fnu:
+            scale = scale.view(torch.uint8)
+        return cls(data.contiguous(), scale.contiguous())
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Codes of ``torch.nn.functional.ScalingType``: of rows, and of weights."""
+
+    rows: int
+    weights: int
+
+    @property
+    def mx(self) -> bool:
+        return self.rows == torch.nn.functional.ScalingType.BlockWise1x32.value
+
+    @property
+    def block(self) -> int:
+        """Neighbours of a row that share a scale."""
+        return 32 if self.mx else 128
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.mx else torch.float32
+
+    def kernel(self, name: str) -> str:
+        """Its entry of ``SCALED_TABLES``."""
+        return f"{'mx' if self.mx else 'fp8'}_{name}"
+
+    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Data and scale of rows (N, C), as ``_moe_quantize`` makes them."""
+        return torch.ops.aten._moe_quantize(_row_major(rows), self.rows)
+
+    def empty(self, like: Tensor, rows: int, columns: int) -> Quantized:
+        """Room for codes (rows, columns), as uint8, and their scales."""
+        return Quantized(
+            like.new_empty(rows, columns, dtype=torch.uint8),
+            like.new_empty(
+                rows, triton.cdiv(columns, self.block), dtype=self.scale_dtype
+            ),
+        )
+
+    def weight(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized | None:
+        """``w`` (E, N, K) along K; None where there is none."""
+        if scaled:
+            return Quantized.of(*scaled[:2])
+        if w is None:
+            return None
+        return Quantized.of(*torch.ops.aten._moe_quantize(w, self.weights))
+
+    def transposed(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized | None:
+        """(E, K, N): ``w`` (E, N, K) along N, which becomes the dense dimension."""
+        if len(scaled) == 4:
+            data, scale = scaled[2:]
+        elif scaled:
+            data, scale = scaled  # squares, which serve both
+        elif w is None:
+            return None
+        elif self.mx:
+            data, scale = torch.ops.aten._moe_quantize(w, self.weights, dim=1)
+        else:
+            return Quantized.of(*torch.ops.aten._moe_quantize(w.mT, self.weights))
+        # Contiguous copies of bytes: FP8 is a dtype that few kernels know.
+        data = data.view(torch.uint8).mT.contiguous().view(_E4M3)
+        return Quantized.of(data, scale.mT)
+
+
+def _gate_and_up(
+    w: Quantized, w_up: Quantized | None, act: Activation, mx: bool
+) -> tuple[Quantized, Quantized, int]:
+    """(E, F, D) of gate and up, and how many of their rows share a square."""
+    if w_up is not None or not act.gated:
+        return w, w_up or w, _SQUARE
+    codes, scale = w
+    if not act.gate_interleaved:
+        gate, up = (
+            Quantized(*pair) for pair in zip(codes.chunk(2, 1), scale.chunk(2, 1))
+        )
+        return gate, up, _SQUARE
+    codes_of = codes[:, 0::2], codes[:, 1::2]
+    scale_of = (scale[:, 0::2], scale[:, 1::2]) if mx else (scale, scale)
+    gate, up = (Quantized(*pair) for pair in zip(codes_of, scale_of))
+    return gate, up, _SQUARE // 2
+
+
+def _weight_args(
+    plan: LaunchPlan, config: TileConfig, *weights: Quantized
+) -> tuple[list[object], dict[str, bool]]:
+    """What kernels take for the codes of ``weights``, which have one layout, and its flag."""
+    use_tma = config.tma and all(_tma_ok(plan, w.codes) for w in weights)
+    operands: list[object] = [w.codes for w in weights]
+    if use_tma:
+        block = [1, config.block_n, config.block_k]
+        operands = [_descriptor(w.codes, block) for w in weights]
+    return operands, {"USE_TMA": use_tma}
+
+
+def _strides(w: Quantized) -> tuple[int, ...]:
+    return (*w.codes.stride()[:2], *w.scale.stride())
+
+
+def _scaled_tile_args(
+    recipe: Recipe, config: TileConfig, num_columns: int, num_inner: int
+) -> dict[str, Any]:
+    args = _tile_args(config, num_columns, num_inner)
+    # Only one kernel takes its epilogue in parts.
+    del args["EPILOGUE_PARTS"]
+    return {"MX": recipe.mx, **args}
+
+
+class _Preact(NamedTuple):
+    """H (R, g*F): 16 or 32 bits, or codes as uint8 with their scales."""
+
+    values: Tensor
+    scale: Tensor
+    is_int8: bool
+
+    @classmethod
+    def of(cls, values: Tensor, scale: Tensor) -> "_Preact":
+        if values.element_size() > 1:
+            return cls(values, values, False)
+        codes, scale = (x.contiguous().view(torch.uint8) for x in (values, scale))
+        return cls(codes, scale, values.dtype == torch.int8)
+
+
+def _up(
+    plan: LaunchPlan,
+    rows: _Rows,
+    recipe: Recipe,
+    x: Quantized,
+    w: Quantized,
+    w_up: Quantized | None,
+    b_in: Tensor | None,
+    act: Activation,
+    product_type: torch.dtype,
+    preact: _Preact,
+    hidden: Quantized,
+) -> None:
+    """preact = H unless it has no rows, and hidden (R, F) = act(H)."""
+    dim, num_hidden = x.codes.shape[1], hidden.codes.shape[1]
+    gate, up, square = _gate_and_up(w, w_up, act, recipe.mx)
+
+    def launch(config: TileConfig) -> None:
+        operands, flags = _weight_args(plan, config, gate, up)
+        num_n = triton.cdiv(num_hidden, config.block_n)
+        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        plan.kernel(scaled_up_kernel)[grid](
+            x.codes,
+            x.scale,
+            *operands,
+            gate.scale,
+            up.scale,
+            gate.scale if b_in is None else b_in,
+            rows.row_slots,
+            rows.tiles(config.block_m),
+            preact.values,
+            preact.scale,
+            hidden.codes,
+            hidden.scale,
+            dim,
+            num_hidden,
+            rows.top_k,
+            *_strides(gate),
+            *((0, 0) if b_in is None else b_in.stride()),
+            **act.kernel_args(),
+            HAS_SLOTS=rows.has_slots,
+            HAS_BIAS=b_in is not None,
+            STORE_PREACT=preact.values.shape[0] > 0,
+            ROUND=product_type == torch.bfloat16,
+            INT8=preact.is_int8,
+            SQUARE=square,
+            **flags,
+            **_scaled_tile_args(recipe, config, num_hidden, dim),
+        )
+
+    kernel = recipe.kernel("up_gated" if act.gated else "up_plain")
+    traits = (product_type, act, preact.values.dtype, preact.values.shape[0] > 0)
+    _run(plan, kernel, rows, num_hidden, dim, traits, launch)
+
+
+def _scaled_mm(
+    plan: LaunchPlan,
+    kernel: str,
+    rows: _Rows,
+    recipe: Recipe,
+    a: Quantized,
+    w: Quantized,
+    w_up: Quantized | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """out (R, N) = scale * (a (R, P) @ w (E, N, P)^T + bias (E, N)) by expert.
+
+    With ``w_up`` too, the halves of ``a`` (R, 2P) are multiplied with ``w`` and ``w_up``.
+    """
+    num_inner, num_columns = w.codes.shape[2], out.shape[1]
+    second = w if w_up is None else w_up
+
+    def launch(config: TileConfig) -> None:
+        operands, flags = _weight_args(plan, config, w, second)
+        num_n = triton.cdiv(num_columns, config.block_n)
+        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        plan.kernel(scaled_mm_kernel)[grid](
+            a.codes.view(_E4M3),
+            a.scale,
+            operands[0],
+            w.scale,
+            operands[1],
+            second.scale,
+            w.scale if bias is None else bias,
+            w.scale if scale is None else scale,
+            rows.row_slots,
+            rows.tiles(config.block_m),
+            out,
+            num_columns,
+            num_inner,
+            *_strides(w),
+            *((0, 0) if bias is None else bias.stride()),
+            TWO_WEIGHTS=w_up is not None,
+            HAS_SLOTS=rows.has_slots,
+            HAS_BIAS=bias is not None,
+            HAS_SCALE=scale is not None,
+            SQUARE=_SQUARE,
+            **flags,
+            **_scaled_tile_args(recipe, config, num_columns, num_inner),
+        )
+
+    traits = (out.dtype, scale is not None, w_up is not None)
+    _run(plan, recipe.kernel(kernel), rows, num_columns, num_inner, traits, launch)
+
+
+def _product_type(x: Tensor) -> torch.dtype:
+    """In which H, A and their gradients are rounded: quantised numbers are exact in it."""
+    return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+
+
+def moe_mlp_scaled_forward(
+    plan: LaunchPlan,
+    input: Tensor,
+    w_in: Tensor | None,
+    w_out: Tensor | None,
+    offs: Tensor,
+    topk_weights: Tensor | None,
+    row_slots: Tensor | None,
+    slot_rows: Tensor | None,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    w_up: Tensor | None,
+    input_scaled: list[Tensor],
+    w_in_scaled: list[Tensor],
+    w_out_scaled: list[Tensor],
+    w_up_scaled: list[Tensor],
+    *,
+    recipe: Recipe,
+    preact_dtype: torch.dtype | None,
+    act: Activation,
+    compute_preact: bool = True,
+) -> tuple[Tensor, ...]:
+    """``aten::_moe_mlp_scaled``: output, input_data, input_scale, preact, preact_scale."""
+    num_tokens, dim = input.shape
+    rows = _Rows(plan, offs, row_slots, slot_rows, num_tokens)
+    absent = input.new_empty
+    saved = (absent(0), absent(0))
+    if not input_scaled:
+        input_scaled = saved = recipe.quantize(input)
+    w = recipe.weight(w_in, w_in_scaled)
+    up = recipe.weight(w_up, w_up_scaled)
+    out_weight = recipe.weight(w_out, w_out_scaled)
+    num_hidden = out_weight.codes.shape[2]
+
+    width = num_hidden * (2 if act.gated else 1)
+    dtype = input.dtype if preact_dtype is None else preact_dtype
+    preact = absent(rows.num_rows if compute_preact else 0, width, dtype=dtype)
+    preact_scale = absent(0)
+    if compute_preact and preact.element_size() == 1:
+        preact_scale = absent(
+            rows.num_rows,
+            triton.cdiv(width, _PREACT_BLOCK),
+            dtype=torch.float8_e8m0fnu,
+        )
+    kept = _Preact.of(preact, preact_scale)
+    hidden = recipe.empty(input, rows.num_buffer_rows, num_hidden)
+    x = Quantized.of(*input_scaled)
+    product_type = _product_type(input)
+    _up(plan, rows, recipe, x, w, up, b_in, act, product_type, kept, hidden)
+    if compute_preact:
+        _zero_tail(plan, rows, kept.values)
+        if preact_scale.numel() > 0:
+            _zero_tail(plan, rows, kept.scale)
+    scale = None if topk_weights is None else topk_weights.reshape(-1)
+    routed = absent(rows.num_rows, dim)
+    _scaled_mm(
+        plan, "down", rows, recipe, hidden, out_weight, None, b_out, scale, routed
+    )
+    output = _finish_rows(plan, rows, routed, num_tokens, combine=True)
+    return output, *saved, preact, preact_scale
+
+
+class _ActGrads(NamedTuple):
+    """What ``scaled_act_backward_kernel`` writes; parts without a taker have no rows."""
+
+    codes: Quantized  # dH (R, g*F)
+    values: Tensor  # dH, not quantised
+    scaled_hidden: Tensor  # A' (R, F)
+    partials: Tensor  # (P, R) float32
+
+
+def _act_backward(
+    plan: LaunchPlan,
+    rows: _Rows,
+    recipe: Recipe,
+    grad_out: Tensor,
+    grad_codes: Quantized,
+    w: Quantized,
+    b_out: Tensor | None,
+    preact: _Preact,
+    scale: Tensor | None,
+    act: Activation,
+    *,
+    need_codes: bool,
+    need_values: bool,
+    need_hidden: bool,
+    need_scale: bool,
+) -> _ActGrads:
+    num_hidden, dim = w.codes.shape[1:]
+    width = preact.values.shape[1]
+    product_type = _product_type(grad_out)
+
+    def empty(needed: bool, columns: int) -> Tensor:
+        num_rows = rows.num_buffer_rows if needed else 0
+        return grad_out.new_empty(num_rows, columns, dtype=product_type)
+
+    codes = recipe.empty(grad_out, rows.num_buffer_rows if need_codes else 0, width)
+    values, hidden = empty(need_values, width), empty(need_hidden, num_hidden)
+
+    def launch(config: TileConfig) -> Tensor:
+        num_n = triton.cdiv(num_hidden, config.block_n)
+        num_partials = num_n + (b_out is not None) if need_scale else 0
+        partials = grad_out.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
+        operands, flags = _weight_args(plan, config, w)
+        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        plan.kernel(scaled_act_backward_kernel)[grid](
+            grad_codes.codes,
+            grad_codes.scale,
+            *operands,
+            w.scale,
+            preact.values,
+            preact.scale,
+            w.scale if scale is None else scale,
+            rows.row_slots,
+            rows.tiles(config.block_m),
+            codes.codes,
+            codes.scale,
+            values,
+            hidden,
+            partials,
+            dim,
+            num_hidden,
+            rows.num_rows,
+            rows.top_k,
+            *_strides(w),
+            **act.kernel_args(),
+            HAS_SLOTS=rows.has_slots,
+            HAS_SCALE=scale is not None,
+            STORE_CODES=need_codes,
+            STORE_VALUES=need_values,
+            STORE_HIDDEN=need_hidden,
+            STORE_PARTIALS=need_scale,
+            ROUND=product_type == torch.bfloat16,
+            INT8=preact.is_int8,
+            SQUARE=_SQUARE,
+            EPILOGUE_PARTS=config.epilogue_parts,
+            **flags,
+            **_scaled_tile_args(recipe, config, num_hidden, dim),
+        )
+        return partials
+
+    needs = (need_codes, need_values, need_hidden, need_scale)
+    traits = (product_type, act, preact.values.dtype, *needs)
+    kernel = recipe.kernel("act_backward")
+    partials = _run(plan, kernel, rows, num_hidden, dim, traits, launch, act.clamped)
+    if need_scale and b_out is not None:
+        # pyrefly: ignore[bad-index]
+        _bias_dot(rows, grad_out, b_out, partials[-1])
+    # pyrefly: ignore[bad-argument-type]
+    return _ActGrads(codes, values, hidden, partials)
+
+
+def _columns(
+    rows: _Rows,
+    recipe: Recipe,
+    source: Tensor,
+    source_scale: Tensor | None,
+    *,
+    gather: bool = False,
+) -> Quantized:
+    """(N, length) codes of the columns of ``source`` (R, N), or (T, N) when ``gather``.
+
+    Args:
+        rows, recipe: the call's.
+        source: codes if it has a scale.
+        source_scale: (R or T, blocks).
+        gather: the operand is per token.
+    """
+    num_columns = source.shape[1]
+    # Block j of the expert e, whose rows begin at b, is b // 128 + e + j.
+    places = rows.num_rows // _SQUARE + rows.num_experts
+    length, num_blocks = places * _SQUARE, places * _SQUARE // recipe.block
+    codes = source.new_empty(num_columns, length, dtype=torch.uint8)
+    # As they are read: of neighbouring columns side by side, or of one.
+    shape = (num_columns, num_blocks) if recipe.mx else (num_blocks, num_columns)
+    scale = source.new_empty(shape, dtype=recipe.scale_dtype)
+    if not recipe.mx:
+        scale = scale.t()
+    block_n = 128
+    if source_scale is not None:
+        source = source.view(torch.uint8)
+    grid = (rows.max_tiles(_SQUARE), triton.cdiv(num_columns, block_n))
+    rows.plan.kernel(columns_kernel)[grid](
+        source,
+        codes if source_scale is None else source_scale,
+        rows.row_slots,
+        rows.offs,
+        rows.tiles(_SQUARE),
+        codes,
+        scale,
+        num_columns,
+        length,
+        rows.top_k,
+        source.stride(0),
+        0 if source_scale is None else source_scale.stride(0),
+        *scale.stride(),
+        GATHER=gather and rows.has_slots,
+        BLOCK=recipe.block,
+        BLOCK_N=block_n,
+        num_warps=8,
+        **OPTIONS,
+    )
+    return Quantized(codes.view(_E4M3), scale)
+
+
+def _scaled_weight_grad(
+    plan: LaunchPlan, rows: _Rows, recipe: Recipe, p: Quantized, q: Quantized, w: Tensor
+) -> Tensor:
+    """(E, M, N) like ``w``: per expert, the sum over its rows of p (M, length) q (N, length)^T."""
+    grad = torch.empty_like(w)
+    out = grad
+    if grad.stride(1) == 1 and grad.stride(2) != 1:
+        # The transposed product stores along the contiguous dimension.
+        p, q, out = q, p, grad.transpose(1, 2)
+    num_m, num_n = out.shape[1:]
+
+    def launch(config: TileConfig) -> None:
+        tiles = triton.cdiv(num_m, config.block_m) * triton.cdiv(num_n, config.block_n)
+        args = _scaled_tile_args(recipe, config, num_n, num_m)
+        args["EVEN_M"] = num_m % config.block_m == 0
+        del args["EVEN_K"]
+        plan.kernel(scaled_weight_grad_kernel)[
+            _grid(plan, config, rows.num_experts * tiles)
+        ](
+            p.codes,
+            p.scale,
+            q.codes,
+            q.scale,
+            rows.offs,
+            out,
+            num_m,
+            num_n,
+            p.codes.shape[1],
+            rows.num_experts,
+            *p.scale.stride(),
+            *q.scale.stride(),
+            *out.stride(),
+            **args,
+        )
+
+    kernel = recipe.kernel("weight_grad")
+    _run(plan, kernel, rows, num_n, num_m, (w.dtype,), launch)
+    return grad
+
+
+def _recomputed_preact(
+    plan: LaunchPlan,
+    rows: _Rows,
+    recipe: Recipe,
+    x: Quantized,
+    w: Quantized,
+    w_up: Quantized | None,
+    b_in: Tensor | None,
+    act: Activation,
+    like: Tensor,
+    num_hidden: int,
+) -> _Preact:
+    width = num_hidden * (2 if act.gated else 1)
+    product_type = _product_type(like)
+    values = like.new_empty(rows.num_rows, width, dtype=product_type)
+    preact = _Preact.of(values, values)
+    hidden = recipe.empty(like, rows.num_buffer_rows, num_hidden)
+    _up(plan, rows, recipe, x, w, w_up, b_in, act, product_type, preact, hidden)
+    return preact
+
+
+def _values(recipe: Recipe, rows: Quantized, dtype: torch.dtype) -> Tensor:
+    """(N, C) numbers of row codes."""
+    codes, scale = rows
+    if recipe.mx:
+        scale = scale.view(torch.float8_e8m0fnu)
+    scale = scale.to(torch.float32).repeat_interleave(recipe.block, 1)
+    return (codes.to(torch.float32) * scale[:, : codes.shape[1]]).to(dtype)
+
+
+class _WeightGrads:
+    """Gradients of weights, from columns that are made once.
+
+    Args:
+        x: rows of X.
+        grad_out: dO (T, D) and its codes.
+        act_grads: of ``_act_backward``.
+        hp_wgrad: products in 16 bits instead of codes of columns.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        rows: _Rows,
+        recipe: Recipe,
+        x: Quantized,
+        grad_out: tuple[Tensor, Quantized],
+        act_grads: _ActGrads,
+        hp_wgrad: bool,
+    ) -> None:
+        self.plan, self.rows, self.recipe, self.hp = plan, rows, recipe, hp_wgrad
+        self.x, self.grad_out, self.act_grads = x, grad_out, act_grads
+
+    def of_w_out(self, w: Tensor) -> Tensor:
+        values, codes = self.grad_out
+        hidden = self.act_grads.scaled_hidden
+        if self.hp:
+            values = values.to(hidden.dtype)
+            return _weight_grad(self.plan, self.rows, values, hidden, w, gather_p=True)
+        p = _columns(self.rows, self.recipe, *codes, gather=True)
+        q = _columns(self.rows, self.recipe, hidden, None)
+        return _scaled_weight_grad(self.plan, self.rows, self.recipe, p, q, w)
+
+    def of_w_in(self, *weights: Tensor | None, rows_of_each: int) -> list[Tensor]:
+        """Of those of w_in, or of gate and up, that are given."""
+        parts = [
+            (w, slice(i * rows_of_each, (i + 1) * rows_of_each))
+            for i, w in enumerate(weights)
+            if w is not None
+        ]
+        plan, rows, recipe = self.plan, self.rows, self.recipe
+        if self.hp:
+            values = self.act_grads.values
+            x = _values(recipe, self.x, values.dtype)
+            return [
+                _weight_grad(plan, rows, values[:, part], x, w, gather_q=True)
+                for w, part in parts
+            ]
+        codes, scale = _columns(rows, recipe, *self.act_grads.codes)
+        q = _columns(rows, recipe, *self.x, gather=True)
+        return [
+            _scaled_weight_grad(
+                plan, rows, recipe, Quantized(codes[part], scale[part]), q, w
+            )
+            for w, part in parts
+        ]
+
+
+def moe_mlp_scaled_backward(
+    plan: LaunchPlan,
+    grad_out: Tensor,
+    w_in: Tensor | None,
+    w_out: Tensor | None,
+    offs: Tensor,
+    topk_weights: Tensor | None,
+    row_slots: Tensor | None,
+    slot_rows: Tensor | None,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    w_up: Tensor | None,
+    input_scaled: list[Tensor],
+    w_in_scaled: list[Tensor],
+    w_out_scaled: list[Tensor],
+    w_up_scaled: list[Tensor],
+    input_data: Tensor,
+    input_scale: Tensor,
+    preact: Tensor,
+    preact_scale: Tensor,
+    output_mask: tuple[bool, ...],
+    *,
+    recipe: Recipe,
+    act: Activation,
+    hp_wgrad: bool = False,
+) -> tuple[Tensor, ...]:
+    """``aten::_moe_mlp_scaled_backward``: the seven gradients in ``output_mask`` order.
+
+    A gradient that is masked out, or whose operand is absent, has the shape (0,).
+    """
+    num_tokens, dim = grad_out.shape
+    rows = _Rows(plan, offs, row_slots, slot_rows, num_tokens)
+    operands = (grad_out, w_in, w_out, topk_weights, b_in, b_out, w_up)
+    want_x, want_w_in, want_w_out, want_scale, want_b_in, want_b_out, want_w_up = (
+        wanted and operand is not None
+        for wanted, operand in zip(output_mask, operands, strict=True)
+    )
+    grads = [grad_out.new_empty(0) for _ in operands]
+    grad_out = _row_major(grad_out)
+    scale = None if topk_weights is None else topk_weights.reshape(-1)
+    if want_b_out:
+        # pyrefly: ignore[bad-argument-type]
+        grads[5] = _bias_grad(rows, grad_out, b_out, scale=scale, gather=True)
+    want_w_ins = want_w_in or want_w_up
+    if not any((want_x, want_w_ins, want_w_out, want_scale, want_b_in)):
+        return tuple(grads)
+
+    x = Quantized.of(*(input_scaled or (input_data, input_scale)))
+    grad_codes = Quantized.of(*recipe.quantize(grad_out))
+    w = recipe.transposed(w_out, w_out_scaled)
+    if preact.shape[0] == 0:
+        kept = _recomputed_preact(
+            plan,
+            rows,
+            recipe,
+            x,
+            recipe.weight(w_in, w_in_scaled),
+            recipe.weight(w_up, w_up_scaled),
+            b_in,
+            act,
+            grad_out,
+            w.codes.shape[1],
+        )
+    else:
+        kept = _Preact.of(preact.contiguous(), preact_scale)
+    act_grads = _act_backward(
+        plan,
+        rows,
+        recipe,
+        grad_out,
+        grad_codes,
+        w,
+        b_out,
+        kept,
+        scale,
+        act,
+        need_codes=want_x or (want_w_ins and not hp_wgrad),
+        need_values=want_b_in or (want_w_ins and hp_wgrad),
+        need_hidden=want_w_out,
+        need_scale=want_scale,
+    )
+    if want_x:
+        routed = grad_out.new_empty(rows.num_rows, dim)
+        _scaled_mm(
+            plan,
+            "input_grad",
+            rows,
+            recipe,
+            act_grads.codes,
+            recipe.transposed(w_in, w_in_scaled),
+            recipe.transposed(w_up, w_up_scaled),
+            None,
+            None,
+            routed,
+        )
+        grads[0] = _finish_rows(plan, rows, routed, num_tokens, combine=True)
+    of = _WeightGrads(
+        plan, rows, recipe, x, (grad_out, grad_codes), act_grads, hp_wgrad
+    )
+    if want_w_out:
+        # pyrefly: ignore[bad-argument-type]
+        grads[2] = of.of_w_out(w_out)
+    if want_w_ins:
+        halves = 1 if w_up is None and not w_up_scaled else 2
+        made = of.of_w_in(
+            w_in if want_w_in else None,
+            w_up if want_w_up else None,
+            rows_of_each=kept.values.shape[1] // halves,
+        )
+        if want_w_in:
+            grads[1] = made[0]
+        if want_w_up:
+            grads[6] = made[-1]
+    if want_scale:
+        # pyrefly: ignore[bad-argument-type]
+        grads[3] = _scale_grad(rows, act_grads.partials, topk_weights)
+    if want_b_in:
+        # pyrefly: ignore[bad-argument-type]
+        grads[4] = _bias_grad(rows, act_grads.values, b_in)
+    return tuple(grads)
