@@ -47,7 +47,7 @@ _SM_100: KernelTable = {
     "fp8_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "fp8_act_backward": (TileConfig(64, 128, 128, 8, 2, epilogue_parts=2),),
     "fp8_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
-    "fp8_weight_grad": (TileConfig(128, 128, 128, 8, 3),),
+    "fp8_weight_grad": (TileConfig(64, 128, 128, 8, 3),),
     "mx_up_gated": (TileConfig(128, 64, 128, 8, 3, tma=True),),
     "mx_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "mx_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
