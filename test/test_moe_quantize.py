@@ -129,6 +129,7 @@ class TestMoeQuantize(TestCase):
         for ends in ([0, 5, 5, 133, 300], [300], [0, 0, 0], [32, 64, 290]):
             offs = torch.tensor(ends, dtype=torch.int32)
             self.check(backend, x, recipe, dim=0, offs=offs)
+            self.check(backend, x.t().contiguous().t(), recipe, dim=0, offs=offs)
         # An expert's codes do not depend on where it begins.
         part = quantize(backend, x[5:133], recipe, dim=0)[0]
         offs = torch.tensor([5, 133, 300], dtype=torch.int32)

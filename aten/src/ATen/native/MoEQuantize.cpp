@@ -18,6 +18,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -25,6 +26,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace at::native {
@@ -144,12 +146,30 @@ Tensor swizzle_scales(const Tensor& scale) {
       .view(kFloat8_e8m0fnu);
 }
 
-// data and scale, dense along the scaled dimension; the scale before its swizzle.
+// Strides of a tensor without gaps in which `dense` is the dense dimension.
+std::vector<c10::SymInt> dense_strides(const std::vector<c10::SymInt>& sizes, int64_t dense) {
+  std::vector<c10::SymInt> strides(sizes.size());
+  c10::SymInt stride = 1;
+  const auto take = [&](int64_t dim) {
+    strides[dim] = stride;
+    stride = stride * sizes[dim].max(1);
+  };
+  take(dense);
+  for (auto dim = static_cast<int64_t>(sizes.size()) - 1; dim >= 0; --dim) {
+    if (dim != dense) {
+      take(dim);
+    }
+  }
+  return strides;
+}
+
+// data and scale, dense along the scaled dimension; the scale before its swizzle. Of symbolic
+// sizes too, which views of a meta tensor would specialize.
 Quantized allocate(const Tensor& self, const QuantizeCall& call) {
   const int64_t dense = call.rule.square ? self.dim() - 1 : call.dim;
-  const auto empty_with = [&](std::vector<c10::SymInt> sizes, ScalarType type) {
-    std::rotate(sizes.begin() + dense, sizes.begin() + dense + 1, sizes.end());
-    return at::empty_symint(sizes, self.options().dtype(type)).movedim(-1, dense);
+  const auto empty_with = [&](const std::vector<c10::SymInt>& sizes, ScalarType type) {
+    return at::empty_strided_symint(
+        sizes, dense_strides(sizes, dense), self.options().dtype(type));
   };
   return {
       empty_with(self.sym_sizes().vec(), call.dtype),
@@ -238,8 +258,9 @@ std::tuple<Tensor, Tensor> moe_quantize_meta(
   const auto call = moe::check_quantize(self, recipe, offs, dim, dtype, swizzle);
   auto [data, scale] = moe::allocate(self, call);
   if (call.swizzle == moe::SwizzleType::SWIZZLE_32_4_4) {
-    scale = at::empty_symint(
-        moe::swizzled_sizes(scale.movedim(call.dim, -1).sym_sizes().vec()), scale.options());
+    auto sizes = call.scale_sizes;
+    std::rotate(sizes.begin() + call.dim, sizes.begin() + call.dim + 1, sizes.end());
+    scale = at::empty_symint(moe::swizzled_sizes(std::move(sizes)), scale.options());
   }
   return {data, scale};
 }
@@ -255,7 +276,10 @@ std::tuple<Tensor, Tensor> moe_quantize_cpu(
   auto [data, scale] = moe::allocate(self, call);
   auto x = self;
   int64_t scaled_dim = call.dim;
-  if (!call.rule.square && !x.is_contiguous() && x.movedim(call.dim, -1).is_contiguous()) {
+  // With offs the kernel wants rows first, however they lie.
+  const bool has_offs = offs.has_value() && offs->defined();
+  if (!call.rule.square && !has_offs && !x.is_contiguous() &&
+      x.movedim(call.dim, -1).is_contiguous()) {
     x = x.movedim(call.dim, -1);
     scaled_dim = x.dim() - 1;
   }
