@@ -11,6 +11,7 @@ import os
 # Before anything can import Triton: its own helpers decide at import time.
 os.environ["TRITON_INTERPRET"] = "1"
 
+import dataclasses
 import random
 from unittest import mock
 
@@ -204,6 +205,9 @@ class TestMoeQuantizeTriton(TestCase):
 
     def test_offsets_are_checked_on_the_device(self):
         x = torch.randn(64, 32)
+        builder = interpreter.interpreter_builder
+        options = dataclasses.replace(builder.options, debug=True)
+        self.enter(mock.patch.object(builder, "options", options))
         for ends in ([4, 3, 64], [-1, 64], [65], [0, 65, 64]):
             offs = torch.tensor(ends, dtype=torch.int32)
             with self.assertRaisesRegex(
