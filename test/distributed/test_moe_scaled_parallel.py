@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Recipes of nn.MoE under expert parallelism with an FP8 wire, and under FSDP2."""
+"""Recipes of nn.MoE alone, under expert parallelism with an FP8 wire, and under FSDP2."""
 
 import copy
 from unittest import mock
@@ -9,6 +9,7 @@ from moe_gloo import GlooTest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.distributed._moe import exchange, switch as switches
 from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
@@ -25,6 +26,7 @@ from torch.testing._internal.common_utils import (
 # Two blocks of the wire, the second one short.
 D, H, E, K, T = 160, 48, 4, 2, 22
 FP8 = torch.float8_e4m3fn
+RECIPES = tuple(F._MOE_RECIPES)
 
 
 def layer_of(recipe, dtype=torch.bfloat16, kind=nn.MoE):
@@ -59,6 +61,29 @@ class TestWireRows(TestCase):
         self.assertFalse(scale[~finite].isfinite().any())
         # A view of what came: no copy.
         self.assertEqual(data.untyped_storage().data_ptr(), packed.data_ptr())
+
+
+class TestModule(TestCase):
+    @parametrize("recipe", RECIPES)
+    def test_module(self, recipe):
+        torch.manual_seed(0)
+        layer = torch.nn.MoE(
+            64, 96, num_experts=4, top_k=2, shared_hidden_dim=32, recipe=recipe
+        )
+        self.assertIn(f"recipe='{recipe}'", repr(layer))
+        x = torch.randn(3, 10, 64)
+        y = layer(x)
+        logits, ids, weights = layer.route(x)
+        routed = F.moe_mlp(x, ids, weights, layer.w_in, layer.w_out, recipe=recipe)
+        self.assertEqual(y, routed + layer.run_shared(x), rtol=0, atol=0)
+        # The recipe is no part of the state, and can be taken away.
+        other = torch.nn.MoE(64, 96, num_experts=4, top_k=2, shared_hidden_dim=32)
+        other.load_state_dict(layer.state_dict())
+        self.assertEqual(other.recipe, None)
+        copied = copy.deepcopy(layer)
+        self.assertEqual(copied(x), y, rtol=0, atol=0)
+        copied.recipe = None
+        self.assertEqual(copied(x), other(x), rtol=0, atol=0)
 
 
 class TestScaledParallel(GlooTest):
@@ -158,7 +183,7 @@ class TestScaledParallel(GlooTest):
         self.assertEqual(data.dtype, FP8)
         self.assertEqual((data.shape, scale.shape), (rows.shape, (len(rows), 2)))
 
-    @parametrize("recipe", ["mxfp8", "fp8_blockwise", "fp8_rowwise"])
+    @parametrize("recipe", RECIPES)
     def test_fsdp(self, recipe):
         x, grad, mine = self.parts()
         layer = layer_of(recipe, torch.float32)
@@ -188,6 +213,7 @@ class TestScaledParallel(GlooTest):
                 optimizer.zero_grad()
 
 
+instantiate_parametrized_tests(TestModule)
 instantiate_parametrized_tests(TestWireRows)
 instantiate_parametrized_tests(TestScaledParallel)
 

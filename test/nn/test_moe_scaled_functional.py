@@ -1,8 +1,7 @@
 # Owner(s): ["module: nn"]
 
-"""F.scaled_moe_mlp, recipes of F.moe_mlp and nn.MoE, and the cache of quantised weights."""
+"""F.scaled_moe_mlp, recipes of F.moe_mlp, and the cache of quantised weights."""
 
-import copy
 import doctest
 import pathlib
 
@@ -163,27 +162,6 @@ class TestScaledFunctional(TestCase):
         self.assertIs(caches[0](w_in), before)
         optimizer.step()
         self.assertIsNot(caches[0](w_in), before)
-
-    @recipes
-    def test_module(self, recipe):
-        torch.manual_seed(0)
-        layer = torch.nn.MoE(
-            64, 96, num_experts=4, top_k=2, shared_hidden_dim=32, recipe=recipe
-        )
-        self.assertIn(f"recipe='{recipe}'", repr(layer))
-        x = torch.randn(3, 10, 64)
-        y = layer(x)
-        logits, ids, weights = layer.route(x)
-        routed = F.moe_mlp(x, ids, weights, layer.w_in, layer.w_out, recipe=recipe)
-        self.assertEqual(y, routed + layer.run_shared(x), rtol=0, atol=0)
-        # The recipe is no part of the state, and can be taken away.
-        other = torch.nn.MoE(64, 96, num_experts=4, top_k=2, shared_hidden_dim=32)
-        other.load_state_dict(layer.state_dict())
-        self.assertEqual(other.recipe, None)
-        copied = copy.deepcopy(layer)
-        self.assertEqual(copied(x), y, rtol=0, atol=0)
-        copied.recipe = None
-        self.assertEqual(copied(x), other(x), rtol=0, atol=0)
 
     @parametrize("use_reentrant", [False, True])
     def test_checkpoint(self, use_reentrant):
