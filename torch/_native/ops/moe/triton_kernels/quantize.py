@@ -373,7 +373,8 @@ def _launch_segments(
 ) -> None:
     """Segments of x (..., L): a row's elements, or the rows of experts, in blocks or not."""
     x, (num_a, num_b), (stride_a, stride_b) = _merged(x)
-    tile = _SEGMENTS[x.stride(-1) == 1]
+    # Of experts, whose blocks begin anywhere, the smaller tile: the other one would spill.
+    tile = _SEGMENTS[offs is None and x.stride(-1) == 1]
     block_l = rule.block or tile.block_l
     block_b = tile.block_b * tile.block_l // block_l
     num_experts = 0 if offs is None else offs.shape[0]
