@@ -8,8 +8,8 @@ from moe_gloo import GlooTest
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
-from torch.nn import functional as F
 from torch.distributed._moe import exchange, switch as switches
 from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy

@@ -88,7 +88,7 @@ class Recipe:
         """Data and scale of rows (N, C), as ``_moe_quantize`` makes them."""
         return torch.ops.aten._moe_quantize(_row_major(rows), self.rows)
 
-    def empty(self, like: Tensor, rows: int, columns: int) -> Quantized:
+    def empty(self, like: Tensor, rows: int | torch.SymInt, columns: int) -> Quantized:
         """Room for codes (rows, columns), as uint8, and their scales."""
         return Quantized(
             like.new_empty(rows, columns, dtype=torch.uint8),
@@ -97,22 +97,22 @@ class Recipe:
             ),
         )
 
-    def weight(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized | None:
-        """``w`` (E, N, K) along K; None where there is none."""
+    def weight(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized:
+        """``w`` (E, N, K) along K; None without ``w_up``, the one that may be absent."""
         if scaled:
             return Quantized.of(*scaled[:2])
         if w is None:
-            return None
+            return None  # pyrefly: ignore[bad-return]
         return Quantized.of(*torch.ops.aten._moe_quantize(w, self.weights))
 
-    def transposed(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized | None:
-        """(E, K, N): ``w`` (E, N, K) along N, which becomes the dense dimension."""
+    def transposed(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized:
+        """(E, K, N): ``w`` (E, N, K) along N, the dense dimension then; None as above."""
         if len(scaled) == 4:
             data, scale = scaled[2:]
         elif scaled:
             data, scale = scaled  # squares, which serve both
         elif w is None:
-            return None
+            return None  # pyrefly: ignore[bad-return]
         elif self.mx:
             data, scale = torch.ops.aten._moe_quantize(w, self.weights, dim=1)
         else:
@@ -320,7 +320,8 @@ def moe_mlp_scaled_forward(
     absent = input.new_empty
     saved = (absent(0), absent(0))
     if not input_scaled:
-        input_scaled = saved = recipe.quantize(input)
+        saved = recipe.quantize(input)
+        input_scaled = list(saved)
     w = recipe.weight(w_in, w_in_scaled)
     up = recipe.weight(w_up, w_up_scaled)
     out_weight = recipe.weight(w_out, w_out_scaled)
