@@ -1,8 +1,9 @@
 """Why ``aten::_moe_mlp_scaled``, its backward and ``aten::_moe_quantize`` stay calls.
 
-torch/_native/ops/moe has no kernel for operands of 8 bits and fewer, so there is nothing to trace. Their
-composites turn every weight into 16 bits on each call: as Inductor IR that would move the same bytes,
-whatever fuses. TORCH_LOGS="+inductor" says so once for every call that is compiled.
+Their Triton kernels (torch/_native/ops/moe_scaled, moe/quantize_impl.py) are reached through the operator:
+Inductor does not trace them yet, as kernel/moe.py does those of ``_moe_mlp``. So an AOTInductor package runs
+the composites, which turn every weight into 16 bits on each call. TORCH_LOGS="+inductor" says so once for
+every call that is compiled.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ def _keep(op: torch._ops.OpOverload) -> None:
         _stays(
             name,
             _general_reason(first)
-            or "there is no Triton kernel for operands of 8 bits and fewer",
+            or "Inductor does not trace Triton kernels for operands of 8 bits",
         )
         return fallback(first, *rest, **options)
 
