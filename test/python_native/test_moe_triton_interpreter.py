@@ -618,7 +618,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         results = []
         for r, which in ((near, slice(None)), (rows, here)):
             preact, hidden = (self.storage(r.num_rows, n) for _ in range(2))
-            launch._up(plan, r, x, w_in, None, None, act, preact, hidden)
+            launch._up(plan, r, x, w_in, None, None, act, preact, hidden, True)
             routed = self.storage(r.num_rows, n)
             launch._grouped_mm(plan, "down", r, hidden, w_wide, None, scale, routed)
             total = torch.empty(5, n, dtype=torch.bfloat16)

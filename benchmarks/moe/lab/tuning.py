@@ -113,7 +113,7 @@ def kernel_calls(
     hidden = x.new_empty(rows.num_rows, shape.F)
     routed = x.new_empty(rows.num_rows, shape.D)
     plain = launch.Activation("silu")
-    launch._up(plan, rows, x, w_in, None, None, ACT, preact, hidden)
+    launch._up(plan, rows, x, w_in, None, None, ACT, preact, hidden, True)
     dh, a_scaled, _ = launch._act_backward(
         plan, rows, operands.grad, w_out, None, preact, scale, ACT,
         need_hidden=True, need_scale=True,
@@ -126,12 +126,23 @@ def kernel_calls(
     return {
         "up_gated": (
             shape.F,
-            lambda p: launch._up(p, rows, x, w_in, None, None, ACT, preact, hidden),
+            lambda p: launch._up(
+                p, rows, x, w_in, None, None, ACT, preact, hidden, True
+            ),
         ),
         "up_plain": (
             shape.F,
             lambda p: launch._up(
-                p, rows, x, w_in[:, : shape.F], None, None, plain, preact[:0], hidden
+                p,
+                rows,
+                x,
+                w_in[:, : shape.F],
+                None,
+                None,
+                plain,
+                preact[:0],
+                hidden,
+                False,
             ),
         ),
         "down": (
