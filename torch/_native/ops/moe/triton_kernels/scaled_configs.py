@@ -51,6 +51,8 @@ _SM_100: KernelTable = {
     "mx_up_gated": (TileConfig(128, 64, 128, 8, 3, tma=True),),
     "mx_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "mx_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    # Spills 48 bytes with gate and up in halves; 32 columns, which halve each matrix
+    # instruction, spill 20 with another layout. The gate knows this one spill.
     "mx_act_backward": (TileConfig(128, 64, 128, 8, 2, epilogue_parts=2),),
     "mx_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "mx_weight_grad": (TileConfig(128, 256, 128, 8, 3),),
