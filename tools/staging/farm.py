@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +157,24 @@ class Farm:
         _forget_bytecode(target)
         if not original.exists():
             target.unlink(missing_ok=True)
+            self._drop_empty_folders(target.parent)
             return
         temporary = target.with_name(f".{target.name}.new")
         temporary.unlink(missing_ok=True)
         make = {"hardlink": os.link, "symlink": os.symlink, "copy": shutil.copy2}[mode]
         make(str(original), str(temporary))
         os.replace(temporary, target)
+
+    def _drop_empty_folders(self, folder: Path) -> None:
+        """Those that the base lacks: Python imports an empty folder as a package."""
+        while not (self._env.site / folder.relative_to(self._site)).exists():
+            with suppress(OSError):
+                (folder / "__pycache__").rmdir()
+            try:
+                folder.rmdir()
+            except OSError:
+                return  # others' files
+            folder = folder.parent
 
     def _read(self) -> dict:
         try:

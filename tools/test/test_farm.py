@@ -69,6 +69,22 @@ def test_file_that_leaves_the_stack_is_restored(project):
     assert not (project.site / "torch/nn/moe.py").exists()
 
 
+def test_folder_that_leaves_the_stack_is_gone(project):
+    """Python would import what is left of it as a namespace package."""
+    names = "torch/nn/experts/moe.py", "torch/nn/experts/deeper/moe.py"
+    project.setup()
+    farm = Farm(project.workspace, project.env)
+    files = dict.fromkeys(("torch/nn/moe.py", *names), b"")
+    farm.update(files, project.console)
+    for name in names:
+        cache = project.site / name.replace("moe.py", "__pycache__")
+        cache.mkdir()
+        (cache / "moe.cpython-311.pyc").touch()
+    farm.update({"torch/nn/moe.py": b""}, project.console)
+    assert not (project.site / "torch/nn/experts").exists()
+    assert (project.site / "torch/nn").exists()
+
+
 def test_killed_update_is_done_again(project):
     project.setup()
     manifest = project.workspace.venv / MANIFEST

@@ -1,13 +1,11 @@
 # Owner(s): ["oncall: distributed"]
 
 import contextlib
-import importlib.util
 import io
 import json
 import pathlib
 import tempfile
 import time
-import unittest
 from dataclasses import replace
 from unittest import mock
 
@@ -36,8 +34,6 @@ from torch.distributed._tools.moe_simulator import (
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
 
-
-HAS_EP = importlib.util.find_spec("torch.distributed._moe") is not None
 
 # Published layouts: model, GPU, GPUs, sequences, layout, what their recipes fix. Of
 # Megatron-Bridge unless H800 (DeepSeek's report) or Mixtral, Qwen2 (MoE Parallel Folding).
@@ -128,7 +124,6 @@ class TestPlan(TestCase):
         # torchtitan: ep borrows dp_shard * cp * tp.
         self.assertEqual(dims["dp_shard"] * dims["cp"] * dims["tp"] % dims["ep"], 0)
 
-    @unittest.skipUnless(HAS_EP, "needs ExpertParallel")
     def test_expert_parallel_takes_it(self):
         from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
 
@@ -141,7 +136,6 @@ class TestPlan(TestCase):
             per_node = 8 if switch == "hierarchical" else None
             self.assertEqual(style.ranks_per_node, per_node)
 
-    @unittest.skipUnless(HAS_EP, "needs ExpertParallel")
     def test_expert_parallel_takes_capacity_and_replicas(self):
         from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
 
@@ -214,11 +208,9 @@ class TestPlan(TestCase):
         skewed = plan("qwen3-30b-a3b", "H200", 16, load=load, **kw)
         self.assertLess(even.capacity_factor, 1.2)
         self.assertEqual(even.replicas, 0)
-        if HAS_EP:  # replicas bring the heaviest rank back
-            self.assertGreater(skewed.replicas, 0)
-            self.assertLess(skewed.capacity_factor, 1.3)
-        else:
-            self.assertGreater(skewed.capacity_factor, 2)
+        # Replicas bring the heaviest rank back.
+        self.assertGreater(skewed.replicas, 0)
+        self.assertLess(skewed.capacity_factor, 1.3)
         reason = next(c.reason for c in skewed.choices if c.name == "replicas")
         self.assertRegex(reason, r"the given load: none: 2\.6")
 

@@ -120,12 +120,10 @@ def replicated_imbalance(
         replicas (int): copies of experts, beyond one each.
 
     Returns:
-        None where the slots do not divide, or nothing can place them.
+        None where the slots do not divide.
     """
-    try:
-        from torch.distributed._moe.placement import plan as place, Topology
-    except ImportError:
-        return None
+    from torch.distributed._moe.placement import plan as place, Topology
+
     slots = len(load) + replicas
     if ep % domain or slots % ep:
         return None
