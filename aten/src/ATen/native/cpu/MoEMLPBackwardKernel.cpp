@@ -79,7 +79,8 @@ class BackwardPass {
       weight_grad(grads_.w_in, in_.w_in, {grad_hidden, {}}, {input, {}});
     }
     if (grads_.wants_w_up) {
-      const RowSource<scalar_t> grad_up{grad_hidden_data_ + layout_.hidden, layout_.cols()};
+      const Tensor up = grad_hidden_.narrow(1, layout_.hidden, layout_.hidden);
+      const RowSource<scalar_t> grad_up{up.const_data_ptr<scalar_t>(), layout_.cols()};
       weight_grad(grads_.w_up, in_.w_up, {grad_up, {}}, {input, {}});
     }
     if (grads_.b_in.defined()) {
