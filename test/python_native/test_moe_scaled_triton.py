@@ -238,6 +238,42 @@ class TestMoeScaledTriton(TestCase):
         self.check(ops, "fp8", preact_dtype=preact_dtype)
 
     @all_recipes
+    @parametrize(
+        "shape",
+        [
+            subtest({"num_tokens": 0}, name="no_tokens"),
+            subtest({"num_tokens": 0, "num_rows": 32}, name="padding_only"),
+            subtest({"num_tokens": 8, "num_rows": 0}, name="no_rows"),
+            subtest({"num_tokens": 4}, name="rows"),
+        ],
+    )
+    def test_shapes_and_strides(self, recipe, shape):
+        """What an idle rank of expert parallelism gets too."""
+        ops = make_operands(bias=True, split=True, dim=48, **shape)
+        transposed = {
+            name: getattr(ops, name).mT.contiguous().mT
+            for name in ("input", "grad_out", "w_in", "topk_weights", "b_in", "b_out")
+        }
+        ops = dataclasses.replace(ops, **transposed)
+        output, saved, grads = self.run_kernels(ops, recipe)
+        args = (*ops.args(), [], [], [], [])
+        a, w = dataclasses.astuple(RECIPES[recipe])
+        kwargs = {"recipe_a": [a], "recipe_w": [w], "preact_dtype": E4M3}
+        expected = call_composite(op, *args, **kwargs)
+        expected_grads = call_composite(
+            backward_op, ops.grad_out, *args[1:], *expected[1:], [True] * 7, **kwargs
+        )
+        for i, (x, y) in enumerate(
+            zip((output, *saved, *grads), (*expected, *expected_grads), strict=True)
+        ):
+            self.assertEqual(
+                (x.dtype, x.shape, x.stride()), (y.dtype, y.shape, y.stride()), i
+            )
+        if 0 in (len(ops.input), len(ops.row_slots)):
+            for x in (output, *saved[2:], *grads):
+                self.assertEqual(x.contiguous().view(torch.uint8).count_nonzero(), 0)
+
+    @all_recipes
     @parametrize("option", ["recompute", "hp_wgrad"])
     def test_options(self, recipe, option):
         self.check(make_operands(bias=True), recipe, **{option: True})
@@ -249,6 +285,13 @@ class TestMoeScaledTriton(TestCase):
         ops = dataclasses.replace(ops, offs=offs, row_slots=None, slot_rows=None)
         self.check(ops, recipe)
         self.check(dataclasses.replace(ops, topk_weights=None), recipe)
+
+    @all_recipes
+    @parametrize("stride", [(0, 0), (2, 1)])
+    def test_strides_of_router_weights(self, recipe, stride):
+        ops = make_operands(num_tokens=6, top_k=1, dim=32)
+        weights = torch.rand(64).as_strided(ops.topk_weights.shape, stride)
+        self.check(dataclasses.replace(ops, topk_weights=weights), recipe)
 
     @all_recipes
     def test_operands_that_come_quantised(self, recipe):

@@ -32,6 +32,7 @@ from torch._native.ops.moe.triton_kernels.scaled_configs import (
 )
 from torch._native.ops.moe_scaled import triton_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import ScalingType
 from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
@@ -163,9 +164,11 @@ class TestMoeScaledEligibility(TestCase):
             "w_in_scaled has dtypes", self.call(recipe, ([], wrong, [], []))[0]
         )
 
-    def test_nothing_to_do(self):
-        args = MoeCase("a", num_tokens=0, dim=64, hidden=128).operands(torch.bfloat16)
-        self.assertIn("nothing to do", self.call(args=args.args())[0])
+    @parametrize("recipe", list(RECIPES))
+    @parametrize("shape", [{"num_tokens": 0}, {"num_rows": 0}], name_fn="_".join)
+    def test_no_tokens_and_no_rows(self, recipe, shape):
+        ops = MoeCase("a", dim=64, hidden=128, **shape).operands(torch.bfloat16)
+        self.assertEqual(self.call(recipe, args=ops.args()), (None, None))
 
     def test_malformed_calls(self):
         args = MoeCase("a", dim=64, hidden=128).operands(torch.bfloat16).args()
@@ -181,6 +184,12 @@ class TestMoeScaledEligibility(TestCase):
                 *changed, [], [], [], [], recipe_a=[B128], recipe_w=[SQUARE]
             )
             self.assertIsNotNone(reason, i)
+        w_in = list(torch.ops.aten._moe_quantize(args[1], SQUARE))
+        for i, w in ((1, args[1][0]), (1, args[1][..., 0])):
+            changed = (*args[:i], w, *args[i + 1 :])
+            self.assertIn(
+                "w_in_scaled", self.call(args=changed, lists=([], w_in, [], []))[0]
+            )
 
     def test_a_backend_that_is_asked_for_does_not_fall_back(self):
         args = MoeCase("a", dim=64, hidden=96).operands(torch.bfloat16).args()
@@ -197,9 +206,10 @@ class TestMoeScaledEligibility(TestCase):
 def fake_call(
     plan, recipe, activation="swiglu", device="cpu", odd=False, split=False,
     bias=False, interleaved=False, preact_dtype=E4M3, hp_wgrad=False, limit=None,
+    tokens=4096,
 ):  # fmt: skip
     """Forward and backward on operands that nothing reads or writes."""
-    T, D, F, E, K = (8, 1008, 336, 1, 1) if odd else (4096, 2048, 1408, 64, 8)
+    T, D, F, E, K = (8, 1008, 336, 1, 1) if odd else (tokens, 2048, 1408, 64, 8)
     act = launch.Activation(activation, interleaved, limit=limit)
     gF = 2 * F if act.gated else F
 
@@ -246,22 +256,26 @@ class TestMoeScaledLaunches(TestCase):
         not torch.backends.cuda.is_built(), "fake CUDA tensors need a CUDA build"
     )
     @parametrize("recipe", list(RECIPES))
-    def test_launchers_read_no_value(self, recipe):
-        launched = []
+    @parametrize("tokens", ["static", "unbacked"])
+    def test_launchers_read_no_value(self, recipe, tokens):
+        launched, shape_env = [], ShapeEnv()
 
         def run(self, *args, grid, warmup, **kwargs):
             launched.append((self.__name__, kwargs.get("enable_fp_fusion")))
 
         config = TileConfig(64, 128, 128, num_warps=4, num_stages=2)
         plan = launch.LaunchPlan(
-            dict.fromkeys((*KERNELS, *SCALED_KERNELS), (config,)), num_sms=132
+            dict.fromkeys((*KERNELS, *SCALED_KERNELS), (config,)),
+            num_sms=132,
+            hint=lambda size: size if isinstance(size, int) else 4096,
         )
         with (
             mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
-            FakeTensorMode(),
+            FakeTensorMode(shape_env=shape_env),
         ):
+            T = 4096 if tokens == "static" else shape_env.create_unbacked_symint()
             args, output, saved, grads = fake_call(
-                plan, recipe, device="cuda", bias=True
+                plan, recipe, device="cuda", bias=True, tokens=T
             )
             expected = torch.ops.aten._moe_mlp_scaled(
                 *args,
@@ -279,6 +293,7 @@ class TestMoeScaledLaunches(TestCase):
             self.assertEqual(grads[i].dtype, operand.dtype)
         names = [name for name, _ in launched]
         self.assertEqual({fusion for _, fusion in launched}, {True})
+        self.assertEqual(shape_env.guards, [])
         for name, count in (
             ("scaled_up_kernel", 1),
             ("scaled_mm_kernel", 2),

@@ -37,6 +37,7 @@ from torch._native.ops.moe.triton_kernels.configs import (
     KERNELS,
     TileConfig,
 )
+from torch.testing._internal.common_moe import to_meta
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
     instantiate_parametrized_tests,
@@ -211,6 +212,31 @@ class TestMoeMlp(MoeKernelTestCase):
         self.check_against_reference(operands.args(), operands.grad_out, plan, act)
         if case.num_tokens and case.rows:
             self.assertGreater(self.sanitizer.num_accesses, 0)
+
+    @parametrize("stride", [(0, 0), (2, 1), (0, 1)])
+    def test_strides_of_router_weights(self, stride):
+        # Of top-1, whose weights are a column of a larger tensor, or one number for all.
+        operands = get_case("top_1").operands(torch.bfloat16, bias=True)
+        weights = torch.rand(64).as_strided(operands.topk_weights.shape, stride)
+        args = dataclasses.replace(operands, topk_weights=weights).args()
+        self.check_against_reference(args, operands.grad_out, POINTERS)
+
+    @parametrize("case", ["uniform", "no_rows"])
+    def test_strides_of_gradients(self, case):
+        """Those of meta tensors, whatever the strides of the operands."""
+        operands = get_case(case).operands(torch.bfloat16, bias=True)
+        grad_out, *args = (
+            x if x is None else x.mT.contiguous().mT if x.dim() > 1 else x
+            for x in (operands.grad_out, *operands.args())
+        )
+        preact = launch.moe_mlp_forward(POINTERS, *args, launch.Activation())[1]
+        args = (grad_out, *args, preact, ALL)
+        grads = launch.moe_mlp_backward(POINTERS, *args, launch.Activation())
+        expected = torch.ops.aten._moe_mlp_backward(*to_meta(args))
+        for i, (grad, meta) in enumerate(zip(grads, expected, strict=True)):
+            self.assertEqual(
+                (grad.shape, grad.stride()), (meta.shape, meta.stride()), i
+            )
 
     @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
     @parametrize("gate_interleaved", [False, True])

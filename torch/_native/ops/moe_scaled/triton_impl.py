@@ -68,9 +68,9 @@ def _weight_list_reason(
         return f"{name} has dtype {w.dtype}"
     if not scaled:
         return None
-    if len(scaled) not in (2, 4) or scaled[0].dim() != 3:
-        return f"{name}_scaled has {len(scaled)} tensors"
     shape = tuple((scaled[0] if w is None else w).shape)
+    if len(scaled) not in (2, 4) or len(shape) != 3:
+        return f"{name}_scaled has {len(scaled)} tensors for the shape {shape}"
     E, N, K = shape
     block = _BLOCK[recipe]
     if recipe == _FP8:
@@ -167,8 +167,6 @@ def _call_reason(
     )
     if reason is not None:
         return reason
-    if len(rows) == 0 or (row_slots is not None and len(row_slots) == 0):
-        return "there is nothing to do"
     block = _BLOCK[recipe]
     T, D = rows.shape
     if input_scaled:

@@ -70,7 +70,7 @@ class _Segments:
                 self.rows.row_slots, self.rows.offs, self.rows.top_k, topk_weights
             )
         elif topk_weights is not None:
-            self.score = topk_weights.reshape(-1).float()
+            self.score = topk_weights.contiguous().view(-1).float()
 
     def zero_padding(self, out: Tensor) -> None:
         """Zeroes the rows of ``out`` (R, N) that hold no slot."""
@@ -145,7 +145,7 @@ def _act_backward(
             w_out,
             None,
             preact,
-            None if topk_weights is None else topk_weights.reshape(-1),
+            triton_launch._slot_weights(topk_weights),
             act,
             need_hidden=True,
             need_scale=topk_weights is not None,

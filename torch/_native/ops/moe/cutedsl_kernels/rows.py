@@ -83,7 +83,7 @@ def route_rows(
     route_rows_kernel[(triton.cdiv(row_slots.numel(), block),)](
         row_slots,
         offs,
-        row_slots if topk_weights is None else topk_weights.reshape(-1),
+        row_slots if topk_weights is None else topk_weights.contiguous(),
         tokens,
         scores,
         row_slots.numel(),

@@ -270,6 +270,11 @@ def _finish_rows(
     return routed
 
 
+def _slot_weights(topk_weights: Tensor | None) -> Tensor | None:
+    """(T*K,) contiguous; ``reshape`` alone keeps the stride of (T, 1) and of an expanded one."""
+    return None if topk_weights is None else topk_weights.contiguous().view(-1)
+
+
 def _nothing_to_do(plan: LaunchPlan, *sizes: int) -> bool:
     return any(plan.hint(size) == 0 for size in sizes)
 
@@ -451,7 +456,7 @@ def moe_mlp_forward(
     )
     if compute_preact:
         _zero_tail(plan, rows, preact)
-    scale = None if topk_weights is None else topk_weights.reshape(-1)
+    scale = _slot_weights(topk_weights)
     routed = input.new_empty(rows.num_rows, dim)
     _grouped_mm(plan, "down", rows, hidden, w_out, b_out, scale, routed)
     return _finish_rows(plan, rows, routed, num_tokens, combine), preact
@@ -647,8 +652,8 @@ def _bias_grad(
     scale: Tensor | None = None,
     gather: bool = False,
 ) -> Tensor:
-    """(E, N) like ``bias``: per expert, the sum of scale * source over its rows."""
-    grad = torch.empty_like(bias)
+    """(E, N) contiguous: per expert, the sum of scale * source over its rows."""
+    grad = torch.empty_like(bias, memory_format=torch.contiguous_format)
     num_experts, num_columns = grad.shape
     block_n = 128
     grid = (num_experts, triton.cdiv(num_columns, block_n))
@@ -698,11 +703,13 @@ def _input_grad(
 def _zero_gradients(
     operands: tuple[Tensor | None, ...], output_mask: tuple[bool, ...], like: Tensor
 ) -> tuple[Tensor, ...]:
+    """Those of weights (E, M, N) with their strides, all others contiguous."""
+    formats = {True: torch.preserve_format, False: torch.contiguous_format}
     return tuple(
-        torch.zeros_like(operand)
-        if wanted and operand is not None
+        torch.zeros_like(x, memory_format=formats[x.dim() == 3])
+        if wanted and x is not None
         else like.new_empty(0)
-        for operand, wanted in zip(operands, output_mask, strict=True)
+        for x, wanted in zip(operands, output_mask, strict=True)
     )
 
 
@@ -743,7 +750,7 @@ def moe_mlp_backward(
         for wanted, operand in zip(output_mask, operands, strict=True)
     )
     x, grad_out = _row_major(input), _row_major(grad_out)
-    scale = None if topk_weights is None else topk_weights.reshape(-1)
+    scale = _slot_weights(topk_weights)
     if any((want_x, want_w_in, want_w_out, want_scale, want_b_in, want_w_up)):
         grad_preact, scaled_hidden, partials = _act_backward(
             plan,

@@ -22,13 +22,16 @@ from .launch import (
     _descriptor,
     _finish_rows,
     _grid,
+    _nothing_to_do,
     _row_major,
     _Rows,
     _run,
     _scale_grad,
+    _slot_weights,
     _tile_args,
     _tma_ok,
     _weight_grad,
+    _zero_gradients,
     _zero_tail,
     LaunchPlan,
 )
@@ -192,8 +195,9 @@ def _up(
     product_type: torch.dtype,
     preact: _Preact,
     hidden: Quantized,
+    store_preact: bool,
 ) -> None:
-    """preact = H unless it has no rows, and hidden (R, F) = act(H)."""
+    """preact = H if ``store_preact``, and hidden (R, F) = act(H)."""
     dim, num_hidden = x.codes.shape[1], hidden.codes.shape[1]
     gate, up, square = _gate_and_up(w, w_up, act, recipe.mx)
 
@@ -222,7 +226,7 @@ def _up(
             **act.kernel_args(),
             HAS_SLOTS=rows.has_slots,
             HAS_BIAS=b_in is not None,
-            STORE_PREACT=preact.values.shape[0] > 0,
+            STORE_PREACT=store_preact,
             ROUND=product_type == torch.bfloat16,
             INT8=preact.is_int8,
             SQUARE=square,
@@ -231,7 +235,7 @@ def _up(
         )
 
     kernel = recipe.kernel("up_gated" if act.gated else "up_plain")
-    traits = (product_type, act, preact.values.dtype, preact.values.shape[0] > 0)
+    traits = (product_type, act, preact.values.dtype, store_preact)
     _run(plan, kernel, rows, num_hidden, dim, traits, launch)
 
 
@@ -322,31 +326,50 @@ def moe_mlp_scaled_forward(
     if not input_scaled:
         saved = recipe.quantize(input)
         input_scaled = list(saved)
-    w = recipe.weight(w_in, w_in_scaled)
-    up = recipe.weight(w_up, w_up_scaled)
-    out_weight = recipe.weight(w_out, w_out_scaled)
-    num_hidden = out_weight.codes.shape[2]
-
+    # pyrefly: ignore[missing-attribute]
+    num_hidden = (w_out_scaled[0] if w_out is None else w_out).shape[2]
     width = num_hidden * (2 if act.gated else 1)
     dtype = input.dtype if preact_dtype is None else preact_dtype
     preact = absent(rows.num_rows if compute_preact else 0, width, dtype=dtype)
     preact_scale = absent(0)
-    if compute_preact and preact.element_size() == 1:
+    has_scale = compute_preact and preact.element_size() == 1
+    if has_scale:
         preact_scale = absent(
             rows.num_rows,
             triton.cdiv(width, _PREACT_BLOCK),
             dtype=torch.float8_e8m0fnu,
         )
     kept = _Preact.of(preact, preact_scale)
+    if _nothing_to_do(plan, num_tokens, rows.num_rows):
+        kept.values.zero_()
+        kept.scale.zero_()
+        return input.new_zeros(num_tokens, dim), *saved, preact, preact_scale
+
+    w = recipe.weight(w_in, w_in_scaled)
+    up = recipe.weight(w_up, w_up_scaled)
+    out_weight = recipe.weight(w_out, w_out_scaled)
     hidden = recipe.empty(input, rows.num_buffer_rows, num_hidden)
     x = Quantized.of(*input_scaled)
     product_type = _product_type(input)
-    _up(plan, rows, recipe, x, w, up, b_in, act, product_type, kept, hidden)
+    _up(
+        plan,
+        rows,
+        recipe,
+        x,
+        w,
+        up,
+        b_in,
+        act,
+        product_type,
+        kept,
+        hidden,
+        compute_preact,
+    )
     if compute_preact:
         _zero_tail(plan, rows, kept.values)
-        if preact_scale.numel() > 0:
-            _zero_tail(plan, rows, kept.scale)
-    scale = None if topk_weights is None else topk_weights.reshape(-1)
+    if has_scale:
+        _zero_tail(plan, rows, kept.scale)
+    scale = _slot_weights(topk_weights)
     routed = absent(rows.num_rows, dim)
     _scaled_mm(
         plan, "down", rows, recipe, hidden, out_weight, None, b_out, scale, routed
@@ -555,7 +578,7 @@ def _recomputed_preact(
     values = like.new_empty(rows.num_rows, width, dtype=product_type)
     preact = _Preact.of(values, values)
     hidden = recipe.empty(like, rows.num_buffer_rows, num_hidden)
-    _up(plan, rows, recipe, x, w, w_up, b_in, act, product_type, preact, hidden)
+    _up(plan, rows, recipe, x, w, w_up, b_in, act, product_type, preact, hidden, True)
     return preact
 
 
@@ -659,13 +682,15 @@ def moe_mlp_scaled_backward(
     num_tokens, dim = grad_out.shape
     rows = _Rows(plan, offs, row_slots, slot_rows, num_tokens)
     operands = (grad_out, w_in, w_out, topk_weights, b_in, b_out, w_up)
+    if _nothing_to_do(plan, num_tokens, rows.num_rows):
+        return _zero_gradients(operands, output_mask, grad_out)
     want_x, want_w_in, want_w_out, want_scale, want_b_in, want_b_out, want_w_up = (
         wanted and operand is not None
         for wanted, operand in zip(output_mask, operands, strict=True)
     )
     grads = [grad_out.new_empty(0) for _ in operands]
     grad_out = _row_major(grad_out)
-    scale = None if topk_weights is None else topk_weights.reshape(-1)
+    scale = _slot_weights(topk_weights)
     if want_b_out:
         # pyrefly: ignore[bad-argument-type]
         grads[5] = _bias_grad(rows, grad_out, b_out, scale=scale, gather=True)
@@ -676,7 +701,8 @@ def moe_mlp_scaled_backward(
     x = Quantized.of(*(input_scaled or (input_data, input_scale)))
     grad_codes = Quantized.of(*recipe.quantize(grad_out))
     w = recipe.transposed(w_out, w_out_scaled)
-    if preact.shape[0] == 0:
+    # The operator has no flag: rows that are not saved are the request to compute them.
+    if plan.hint(preact.shape[0]) == 0:
         kept = _recomputed_preact(
             plan,
             rows,
@@ -708,19 +734,10 @@ def moe_mlp_scaled_backward(
         need_scale=want_scale,
     )
     if want_x:
-        routed = grad_out.new_empty(rows.num_rows, dim)
-        _scaled_mm(
-            plan,
-            "input_grad",
-            rows,
-            recipe,
-            act_grads.codes,
-            recipe.transposed(w_in, w_in_scaled),
-            recipe.transposed(w_up, w_up_scaled),
-            None,
-            None,
-            routed,
-        )
+        routed, dh = grad_out.new_empty(rows.num_rows, dim), act_grads.codes
+        w = recipe.transposed(w_in, w_in_scaled)
+        up = recipe.transposed(w_up, w_up_scaled)
+        _scaled_mm(plan, "input_grad", rows, recipe, dh, w, up, None, None, routed)
         grads[0] = _finish_rows(plan, rows, routed, num_tokens, combine=True)
     of = _WeightGrads(
         plan, rows, recipe, x, (grad_out, grad_codes), act_grads, hp_wgrad
