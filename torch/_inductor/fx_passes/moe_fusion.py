@@ -56,6 +56,7 @@ from .moe_match import (
     unmasked,
     value_of,
     VIEWS,
+    writers,
 )
 
 
@@ -439,11 +440,10 @@ def _match_block(down_node: Any) -> _Block:
 
 
 def _operands_of(block: _Block) -> set[Node]:
+    """What the op reads, where the block ends."""
     projections = (*block.ups, block.down)
-    nodes = [
-        n for p in projections for n in (p.weight, p.bias, p.bias_index, p.experts)
-    ]
-    nodes += [block.perm, block.inverse, block.weights, block.base, *block.masks]
+    nodes = [n for p in projections for n in (p.weight, p.bias, p.experts)]
+    nodes += [block.perm, block.inverse, block.weights, block.base]
     nodes.append(block.tokens if block.tokens is not None else block.rows)
     return {n for n in nodes if n is not None}
 
@@ -451,6 +451,7 @@ def _operands_of(block: _Block) -> set[Node]:
 def _inside(block: _Block) -> set[Node]:
     """The nodes between the operands and the end."""
     stop, inside, todo = _operands_of(block), set(), [block.end, *block.effects]
+    stop |= {p.bias_index for p in (*block.ups, block.down)} | {*block.masks}
     while todo:
         node = todo.pop()
         if node in stop or node in inside or node.op in ("placeholder", "get_attr"):
@@ -461,8 +462,14 @@ def _inside(block: _Block) -> set[Node]:
 
 
 def _check_closed(block: _Block) -> None:
-    """Nothing outside reads or writes an intermediate."""
+    """Nothing outside reads or writes an intermediate, or changes an operand after it is read."""
     inside = _inside(block)
+    for operand in _operands_of(block):
+        reads = [user for user in operand.users if user in inside]
+        changes = writers(operand, block.end, min(reads)) if reads else []
+        for node in changes:
+            if node not in inside:
+                raise _NoMatch(f"{node} changes {operand} before the block ends")
     for node in inside:
         value = value_of(node)
         if node is block.end or value is None or not value.is_floating_point():

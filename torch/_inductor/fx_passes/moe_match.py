@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import (
     guard_or_false,
     has_free_unbacked_symbols,
@@ -585,10 +585,11 @@ def is_expert_of_row(index: Any, experts: Any, grouped: bool, num_experts: int) 
     """
     if not grouped:
         return same_value(index, experts)
-    counted, ids = experts, _sorted_from(index)
-    while op_name(counted) in _COUNTING:
-        counted = counted.args[0]
-    if ids is None or counted not in (index, ids):
+    count, ids = _count_of(experts, num_experts), _sorted_from(index)
+    if count is None or ids is None or count.values not in (index, ids):
+        return False
+    read = max(index, count.node)
+    if writers(ids, index) or writers(count.values, read):
         return False
     return all(_is_last_expert_at_most(w, num_experts) for w in writers(index))
 
@@ -599,21 +600,25 @@ def is_mask_of_no_expert(mask: Any, experts: Any, num_experts: int) -> bool:
     if rank(mask) != 2 or rank(flat) != 1 or not same_size(value.shape[1], 1):
         return False
     least = {"ge": num_experts, "gt": num_experts - 1, "eq": num_experts}
-    if number(argument(flat, 1, "other")) != least.get(op_name(flat), -1):
+    name, count = op_name(flat), _count_of(experts, num_experts)
+    if name not in least or number(argument(flat, 1, "other")) != least[name]:
+        return False
+    if count is None or count.last != num_experts - 1 or writers(mask):
         return False
     return is_expert_of_row(flat.args[0], experts, True, num_experts)
 
 
 _INTEGERS = (torch.int32, torch.int64)
-_COUNTING = {"cumsum", "histc", "bincount", "int", "long", *CASTS}
 # histc on float32 is exact for that many values and bins; both are far beyond any layer.
 _EXACT_COUNT, _EXACT_BINS = 1 << 24, 1 << 11
 
 
-def _exact_source(node: Any) -> Any:
-    """The node before casts that keep integers up to _EXACT_COUNT."""
+def _exact_source(node: Any, until: Node | None = None) -> Any:
+    """The node before casts that keep integers up to _EXACT_COUNT and that nothing writes to."""
     exact = (*_INTEGERS, torch.float32, torch.float64)
     while op_name(node) in {"int", "long", *CASTS} and value_of(node).dtype in exact:
+        if writers(node, until):
+            break
         node = node.args[0]
     return node
 
@@ -621,8 +626,45 @@ def _exact_source(node: Any) -> Any:
 def _flat(node: Any) -> Any:
     """The node before views that keep how often a number is there."""
     while op_name(node) in VIEWS - {"expand"}:
+        if value_of(node).dtype != value_of(node.args[0]).dtype:
+            break
         node = node.args[0]
     return node
+
+
+@dataclass
+class _Count:
+    """Integers, and the node that counts them; what is above last is left out."""
+
+    values: Any
+    node: Node
+    last: int
+
+
+def _count_of(offs: Any, num_experts: int) -> _Count | None:
+    """What ``offs[e]`` counts in [0, e], the last of offs up to ``last``; None if not certain."""
+    total = _exact_source(offs)
+    if op_name(total) != "cumsum" or argument(total, 1, "dim") not in (0, -1):
+        return None
+    node = _exact_source(total.args[0])
+    if op_name(node) not in ("histc", "bincount") or writers(total) or writers(node):
+        return None
+    last = num_experts - 1
+    if op_name(node) == "histc":
+        bins, low, last = (
+            number(argument(node, i, name))
+            for i, name in ((1, "bins"), (2, "min"), (3, "max"))
+        )
+        if (bins, low) != (num_experts, 0) or num_experts > _EXACT_BINS:
+            return None
+        if last not in (num_experts - 1, num_experts):
+            return None
+        last = last or 1  # an empty range stands for that of the values
+    elif argument(node, 1, "weights") is not None:
+        return None
+    if value_of(node.args[0]).dtype in (torch.float16, torch.bfloat16):
+        return None
+    return _Count(_exact_source(node.args[0], node), node, int(last))
 
 
 def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | None:
@@ -631,32 +673,20 @@ def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | Non
     The last of offs counts up to ``last``, the number of experts or one less. None where that is
     not certain, whatever the ids are.
     """
-    ids, sort, total = sorted_by(perm), _sort_of(perm), _exact_source(offs)
-    if not _is_ascending(sort) or rank(ids) != 1:
+    ids, sort, count = sorted_by(perm), _sort_of(perm), _count_of(offs, num_experts)
+    if not _is_ascending(sort) or rank(ids) != 1 or writers(perm):
         return None
-    if op_name(total) != "cumsum" or argument(total, 1, "dim") not in (0, -1):
+    if count is None or op_name(count.node) != "histc":
         return None
-    histogram = _exact_source(total.args[0])
-    if op_name(histogram) != "histc" or not 1 < num_experts <= _EXACT_BINS:
-        return None
-    bins, low, last = (
-        number(argument(histogram, i, name))
-        for i, name in ((1, "bins"), (2, "min"), (3, "max"))
-    )
-    if (bins, low) != (num_experts, 0) or last not in (num_experts - 1, num_experts):
-        return None
-    values = histogram.args[0]
-    if value_of(values).dtype in (torch.float16, torch.bfloat16):
-        return None
-    values = _exact_source(values)
+    values = count.values
     if _sorted_from(values) is not ids and not same_value(_flat(values), _flat(ids)):
         return None
     if not guard_or_false(value_of(ids).shape[0] <= _EXACT_COUNT):
         return None
-    until = max(sort, histogram)
+    until = max(sort, count.node)
     if value_of(ids).dtype not in _INTEGERS or writers(ids, until):
         return None
-    return None if writers(values, until) else (ids, int(last))
+    return None if writers(values, until) else (ids, count.last)
 
 
 def is_topk_index(ids: Any, num_experts: int) -> bool:
@@ -681,13 +711,26 @@ _IN_PLACE = {"setitem"} | {
 }
 
 
+def _between(graph: Graph, since: Node | None, until: Node | None) -> Iterator[Node]:
+    node = since or next(iter(graph.nodes))
+    while node is not until and node.op != "root":
+        yield node
+        node = node.next
+
+
 def _may_write(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     if node.op == "output" or node.target is getattr:
         return False
     name = op_name(node)
-    return not name or name.endswith("_") or name in _IN_PLACE or "out" in node.kwargs
+    if node.kwargs.get("inplace") or "out" in node.kwargs:
+        return True
+    if node.target is getattr(F, name, None) and any(a is True for a in node.args):
+        return True  # F.relu(ids, True)
+    if getattr(operator, name, None) is node.target:  # operator.or_ writes nothing
+        return name in _IN_PLACE
+    return not name or name.endswith("_")
 
 
 def _memory(node: Any) -> int | None:
@@ -695,15 +738,18 @@ def _memory(node: Any) -> int | None:
     return None if value is None else value.untyped_storage()._cdata
 
 
-def writers(node: Any, until: Node | None = None) -> list[Node]:
-    """The nodes in front of until that may write to the memory of node, by whatever view."""
+def writers(
+    node: Any, until: Node | None = None, since: Node | None = None
+) -> list[Node]:
+    """The nodes from since to until that may write to the memory of node, by whatever view."""
     memory, found = _memory(node), []
-    for other in node.graph.nodes:
-        if other is until:
-            break
-        reads = any(_memory(read) == memory for read in other.all_input_nodes)
-        if reads and _may_write(other):
-            found.append(other)
+    for other in _between(node.graph, since, until):
+        touched = [read for read in other.all_input_nodes if _memory(read) == memory]
+        if touched and _may_write(other):
+            name, first = op_name(other), other.args[0] if other.args else None
+            in_place = name.endswith("_") or name in _IN_PLACE
+            if first in touched or not in_place or not isinstance(first, Node):
+                found.append(other)
     return found
 
 
@@ -730,7 +776,8 @@ def _sorted_from(index: Any) -> Any:
     taken = row_selection(index)
     if taken is None or sorted_by(taken[1]) is not taken[0]:
         return None
-    return taken[0] if _is_ascending(_sort_of(taken[1])) else None
+    perm = taken[1]
+    return taken[0] if _is_ascending(_sort_of(perm)) and not writers(perm) else None
 
 
 def _sort_of(perm: Any) -> Any:
