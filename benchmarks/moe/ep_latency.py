@@ -34,6 +34,7 @@ from torch.distributed._moe.switch import TokenSwitchAllGather, TokenSwitchAllTo
 from torch.distributed._token_switch import TokenSwitch
 
 from measure import (
+    leave_groups,
     interleaved_seconds,
     on_gloo_ranks,
     over_ranks,
@@ -157,7 +158,7 @@ def rank_main(args: argparse.Namespace) -> None:
     rows = measure_all(args)
     if dist.get_rank() == 0:
         args.rank_out.write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    leave_groups()
 
 
 def show_rows(title: str, rows: list[dict]) -> None:

@@ -5,6 +5,7 @@ of them and not its peer. Here all functions take turns in every round: ratios a
 """
 
 import datetime
+import gc
 import json
 import math
 import os
@@ -221,6 +222,16 @@ def _gloo_rank(
     )  # fmt: skip
     pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(function(*args)))
     dist.barrier()
+    leave_groups()
+
+
+def leave_groups() -> None:
+    """Destroys the process groups, and those that a model under FSDP2 holds, which is in cycles.
+
+    A thread of a group that meets Python's shutdown can abort the process
+    (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -49,7 +49,7 @@ from moe_placement import deduplicated_rows
 from demo import text
 from demo.model import LanguageModel, ModelConfig, MoE
 from demo.train import learning_rate, make_run
-from measure import over_ranks, spread
+from measure import leave_groups, over_ranks, spread
 
 
 RANKS = 2
@@ -310,7 +310,7 @@ def main() -> None:
     result = train_rank(arguments)
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave_groups()
 
 
 if __name__ == "__main__":

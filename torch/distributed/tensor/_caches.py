@@ -1,7 +1,5 @@
 """What DTensor remembers by device mesh, and forgets with the process groups."""
 
-import gc
-
 import torch
 from torch.distributed.tensor._api import DTensor
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
@@ -15,7 +13,11 @@ __all__ = ["forget_meshes"]
 
 
 def forget_meshes() -> None:
-    """Clears every cache that holds a device mesh, and with it its process groups."""
+    """Clears every cache that holds a device mesh, and with it its process groups.
+
+    Other threads may run DTensors meanwhile; what they remember of theirs goes with them, as
+    sharding propagation has caches of each thread.
+    """
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
     type(propagator)._propagate_tensor_meta_cached.cache_clear()
@@ -23,5 +25,3 @@ def forget_meshes() -> None:
     _gen_transform_infos.cache_clear()
     clear_redistribute_planner_cache()
     MeshTopoInfo.build_from_mesh.cache_clear()
-    # A planner is in a cycle: functions in its methods call themselves and hold it.
-    gc.collect()

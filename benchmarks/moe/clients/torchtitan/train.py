@@ -30,7 +30,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from report import show, spread_text
 
 from demo.text import read_corpus, sample_batches
-from measure import paired_ratio, provenance, spread, write_json
+from measure import leave_groups, paired_ratio, provenance, spread, write_json
 
 
 MODELS = {"deepseek_v3": "debugmodel", "qwen3": "debugmodel_moe"}
@@ -110,7 +110,7 @@ def rank_main(rank: int, ranks: int, folder: str, args: argparse.Namespace) -> N
     if rank == 0:
         pathlib.Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()
-    dist.destroy_process_group()
+    leave_groups()
 
 
 def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
