@@ -34,8 +34,8 @@ from torch.distributed._moe.switch import TokenSwitchAllGather, TokenSwitchAllTo
 from torch.distributed._token_switch import TokenSwitch
 
 from measure import (
-    leave_groups,
     interleaved_seconds,
+    leave_groups,
     on_gloo_ranks,
     over_ranks,
     provenance,

@@ -11,8 +11,8 @@ torch/_native/ops/moe and torch/testing/_internal/moe_*.py; everything is loaded
 What a run does, in this order:
     1. copy bandwidth and dense bfloat16 rate of this card: the two ceilings
     2. router, permutation, forward and backward on the small cases of the tests
-       against float64, the torch.library registration, the same bits twice, as a CUDA
-       graph and for one token alone; compute-sanitizer where it is installed
+       against float64, the same bits twice, as a CUDA graph and for one token alone;
+       compute-sanitizer where it is installed
     3. times, interleaved with the peers of peers.py; a row per shape
     4. one page of text and one plot beside the JSON (lab/summary.py)
 
@@ -43,7 +43,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import peers
 import triton
-from lab import checks, registration, summary, tuning
+from lab import checks, summary, tuning
+from lab.layer import layer, use_plan
 from lab.loading import (
     autotune,
     configs,
@@ -188,7 +189,7 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
         NOT_ON_GPU,
         libraries=libraries,
         compiled=compiled,
-        ours=registration.layer,
+        ours=layer,
     )
     row: dict = {"shape": dataclasses.asdict(shape), "failed": failed}
     row["compiled_peers"] = compiled
@@ -280,30 +281,6 @@ def _held_bytes(device, found: list[peers.Peer], operands, functions: dict) -> d
     return held
 
 
-def print_row(row: dict) -> None:
-    """TFLOP/s, fraction of the bound, and the ratio to every peer."""
-    shape, ms = Shape(**row["shape"]), row["ms"]
-    for kind, factor in (("forward", 1), ("step", 3)):
-        own = ms.get(f"ours/{kind}")
-        if own is None:
-            print(f"{shape.name:18s} {kind:8s} FAILED {row['failed']}")
-            continue
-        tflops = factor * shape.flops() / own / 1e9
-        others = " ".join(
-            f"{name.split('/')[0]} x{t / own:.2f}"
-            for name, t in ms.items()
-            if name.endswith(f"/{kind}") and name != f"ours/{kind}"
-        )
-        share = row["bound_ms"][kind] / own
-        predicted = row["predicted_h100_ms"].get(kind)
-        model = "" if predicted is None else f"(H100 model {predicted:.3f}) "
-        print(
-            f"{shape.name:18s} {kind:8s} {own:9.3f} ms {tflops:7.1f} TFLOP/s "
-            f"{share:5.0%} of bound {model} {others}",
-            flush=True,
-        )
-
-
 def write(lab: Lab, report: dict) -> None:
     """The report so far: what a killed run leaves is a valid file."""
     if lab.options.output is not None:
@@ -328,14 +305,12 @@ def stage_check(lab: Lab, report: dict) -> None:
     print(f"{lab.name}: copy {bandwidth / 1e9:.0f} GB/s, mm {rate / 1e12:.1f} TFLOP/s")
     write(lab, report)
     report["cases"] = checks.check_cases(lab.plan, lab.device)
-    report["registration"] = checks.check_registration(lab.device)
     repeatable = (
         lab.shapes[:1] if lab.options.rehearse else lab.shapes[:1] + lab.shapes[-1:]
     )
     report["repeatable"] = [checks.check_repeatable(s, lab.device) for s in repeatable]
     bad = [row for row in report["cases"] if not row["ok"]]
     print(f"{len(report['cases']) - len(bad)} cases ok, failed: {bad}")
-    print(f"registration: {report['registration']}")
     print(f"same bits: {report['repeatable']}", flush=True)
     write(lab, report)
 
@@ -365,7 +340,7 @@ def stage_rows(lab: Lab, report: dict) -> int:
             print(f"{shape.name:18s} FAILED {result['row']}", flush=True)
         else:
             rows[-1] = row
-            print_row(row)
+            print("\n".join(summary.row_lines(row)), flush=True)
         write(lab, report)
         if checks.device_is_lost(lab.device):
             return DEVICE_LOST
@@ -406,14 +381,15 @@ def run_tuning(lab: Lab) -> int:
     report["results"] = [
         {**dataclasses.asdict(r), "config": repr(r.config)} for r in results
     ]
-    report["table"] = tuning.format_table(lab.arch, table)
+    report["table"] = tuning.table_source(lab.arch, table)
     write(lab, report)
-    print("\n".join(report["table"]))
+    print(report["table"])
     if options.configs is None and options.rehearse:
         print("a rehearsal rewrites nothing without --configs")
         return 0
     path = options.configs or KERNELS / "configs.py"
-    tuning.rewrite(path, lab.arch, table, tuning.describe(lab.name))
+    measured_on = f"{lab.name}, torch {torch.__version__}, Triton {triton.__version__}"
+    tuning.rewrite(path, lab.arch, table, measured_on)
     print(f"rewrote table {lab.arch} of {path.name}")
     return 0
 
@@ -447,24 +423,19 @@ def run_stage(lab: Lab) -> int:
     """One stage, in this process, on the report of the stages before it."""
     path = lab.options.output
     report = json.loads(path.read_text()) if path and path.exists() else {}
-    registered = registration.register(lab.device.type.upper())
-    registration.use_plan(lab.plan)
-    try:
-        if lab.options.stage == "check":
-            report.update(header(lab))
-            stage_check(lab, report)
-            return 0
-        if lab.options.stage == "rows":
-            return stage_rows(lab, report)
-        return stage_smallest(lab)
-    finally:
-        registered._destroy()
+    use_plan(lab.plan)
+    if lab.options.stage == "check":
+        report.update(header(lab))
+        stage_check(lab, report)
+        return 0
+    if lab.options.stage == "rows":
+        return stage_rows(lab, report)
+    return stage_smallest(lab)
 
 
 def passed(report: dict) -> bool:
     """Whether every check of a finished report is ok; rows decide nothing."""
     checked = [*report.get("cases", []), *report.get("repeatable", [])]
-    checked.append(report.get("registration", {}))
     return bool(report.get("cases")) and all(row.get("ok") for row in checked)
 
 

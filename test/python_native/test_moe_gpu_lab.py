@@ -7,11 +7,9 @@ import os
 # Before anything can import Triton: its own helpers decide at import time.
 os.environ["TRITON_INTERPRET"] = "1"
 
-import ast
 import dataclasses
 import json
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +35,7 @@ sys.path.insert(0, str(MOE_BENCHMARKS))
 import gpu_lab
 import peers
 import shapes
-from lab import checks, registration, summary, tuning
+from lab import checks, layer as lab_layer, summary, tuning
 from lab.loading import autotune, configs, KERNELS, launch
 
 
@@ -73,7 +71,7 @@ class TestRehearsal(TestCase):
         self.assertLessEqual(max(map(len, page.splitlines())), 120)
         self.assertLess(len(page.splitlines()), 66)  # one page
         self.assertEqual(picture[:4], b"\x89PNG")
-        for row in (*report["cases"], *report["repeatable"], report["registration"]):
+        for row in (*report["cases"], *report["repeatable"]):
             self.assertTrue(row["ok"], row)
         self.assertEqual(
             [row["case"] for row in report["cases"]], list(checks.REHEARSAL_CASES)
@@ -114,7 +112,7 @@ class TestRehearsal(TestCase):
             self.assertLessEqual(len(entry), configs.MAX_CONFIGS)
             forward = kernel in configs.FORWARD_KERNELS
             self.assertEqual(any(c.max_rows for c in entry), forward, kernel)
-            self.assertIn(f'"{kernel}"', "\n".join(report["table"]))
+            self.assertIn(f'"{kernel}"', report["table"])
             measured = [r for r in report["results"] if r["kernel"] == kernel]
             self.assertTrue(all(r["ms"] > 0 for r in measured), measured)
             self.assertEqual(len(measured), 6 if forward else 3, kernel)
@@ -145,8 +143,7 @@ class TestSummary(TestCase):
             "triton": "3.9",
             "command": "c",
             "cases": [{"case": "a", "ok": True}, {"case": "b", "ok": False}],
-            "registration": {"ok": True},
-            "repeatable": [{"ok": True}],
+            "repeatable": [{"shape": "tiny", "ok": True}],
             "rows": [row, died],
             "peers": {"absent": ["sonicmoe"]},
         }
@@ -182,50 +179,33 @@ def table_text(text, arch):
 
 
 class TestTables(TestCase):
+    def rewritten(self, arch, times=1):
+        """The text and the tables of configs.py once the committed table was written anew."""
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "configs.py"
+            shutil.copy(KERNELS / "configs.py", copy)
+            for _ in range(times):
+                tuning.rewrite(copy, arch, configs.TABLES[arch], "a card")
+            text = copy.read_text()
+        module = {"__name__": "rewritten", "dataclasses": dataclasses}
+        exec(compile(text, "configs.py", "exec"), module)
+        return text, module["TABLES"]
+
     @parametrize("arch", list(configs.TABLES))
-    def test_committed_tables_are_formatted_as_the_tuner_formats(self, arch):
-        lines = tuning.format_table(arch, configs.TABLES[arch])
-        self.assertIn("\n".join(lines) + "\n", (KERNELS / "configs.py").read_text())
+    def test_a_rewritten_table_has_the_same_entries(self, arch):
+        text, tables = self.rewritten(arch)
+        for name, table in configs.TABLES.items():
+            self.assertEqual(repr(dict(tables[name])), repr(dict(table)))
+        self.assertIn("measured on a card.", text)
+        self.assertEqual(self.rewritten(arch, times=2)[0], text)
 
-    def test_rewriting_twice_is_rewriting_once(self):
+    def test_an_unknown_architecture_leaves_the_file(self):
         with tempfile.TemporaryDirectory() as folder:
             copy = pathlib.Path(folder) / "configs.py"
-            shutil.copy(KERNELS / "configs.py", copy)
-            tuning.rewrite(copy, "sm_80", configs.TABLES["sm_80"], "a card")
-            once = copy.read_text()
-            tuning.rewrite(copy, "sm_80", configs.TABLES["sm_80"], "a card")
-            self.assertEqual(copy.read_text(), once)
-            self.assertIn("measured on a card.", once)
-            ast.parse(once)
-
-    def test_rewrite_refuses_a_bad_table_and_leaves_the_file(self):
-        good = dict(configs.TABLES["sm_90"])
-        seven = tuple(CONFIG(64, 64, 64, 4, stages) for stages in range(2, 9))
-        for kernel, entry in (
-            ("down", seven),
-            ("down", ()),
-            ("down", (TILE, TILE)),
-            ("weight_grad", (dataclasses.replace(TILE, max_rows=8),)),
-        ):
-            with tempfile.TemporaryDirectory() as folder:
-                copy = pathlib.Path(folder) / "configs.py"
-                shutil.copy(KERNELS / "configs.py", copy)
-                before = copy.read_text()
-                with self.assertRaises(ValueError):
-                    tuning.rewrite(copy, "sm_90", {**good, kernel: entry}, "a card")
-                self.assertEqual(copy.read_text(), before)
-                self.assertEqual(os.listdir(folder), ["configs.py"])
-
-    def test_a_crash_while_writing_leaves_the_file(self):
-        with tempfile.TemporaryDirectory() as folder:
-            copy = pathlib.Path(folder) / "configs.py"
-            shutil.copy(KERNELS / "configs.py", copy)
-            before = copy.read_text()
-            with mock.patch.object(os, "replace", side_effect=KeyboardInterrupt):
-                with self.assertRaises(KeyboardInterrupt):
-                    tuning.rewrite(copy, "sm_90", configs.TABLES["sm_90"], "a card")
-            self.assertEqual(copy.read_text(), before)
-            self.assertEqual(os.listdir(folder), ["configs.py"])
+            copy.write_text("nothing\n")
+            with self.assertRaisesRegex(ValueError, "has no table sm_90"):
+                tuning.rewrite(copy, "sm_90", configs.TABLES["sm_90"], "a card")
+            self.assertEqual(copy.read_text(), "nothing\n")
 
 
 class TestTuner(TestCase):
@@ -291,13 +271,11 @@ class TestTuner(TestCase):
                 self.n_spills = spills
                 self.metadata = mock.Mock(shared=shared)
 
-        seen = tuning.CompiledKernels()
-        seen.launched = [Compiled(0, 100)]
-        self.assertEqual(seen.problem(200), "")
-        seen.launched.append(Compiled(0, 300))
-        self.assertIn("300 bytes of shared memory", seen.problem(200))
-        seen.launched = [Compiled(4, 0)]
-        self.assertIn("4 spilled registers", seen.problem(200))
+        seen = [Compiled(0, 100)]
+        self.assertEqual(tuning.problem(seen, 200), "")
+        seen.append(Compiled(0, 300))
+        self.assertIn("300 bytes of shared memory", tuning.problem(seen, 200))
+        self.assertIn("4 spilled registers", tuning.problem([Compiled(4, 0)], 200))
 
         def fails(plan):
             raise RuntimeError("out of resource")
@@ -503,7 +481,7 @@ class TestCutedsl(TestCase):
         plan = plan_of(TILE)
         with (
             mock.patch.dict(sys.modules, gemms),
-            mock.patch.object(registration, "_plan", plan),
+            mock.patch.object(lab_layer, "_plan", plan),
             exact_floats(),
         ):
             names, missing = peers.find_libraries(None)
@@ -527,33 +505,20 @@ class TestCutedsl(TestCase):
         self.assertEqual(len(set(called)), 5)
 
 
-class TestRegistration(TestCase):
-    """The operators that stand in for torch/_native on an older torch."""
+class TestLayer(TestCase):
+    """The layer on the launchers alone, for an older torch."""
 
     def setUp(self):
         super().setUp()
         context = exact_floats()
         context.__enter__()
         self.addCleanup(context.__exit__, None, None, None)
-        library = registration.register("CPU")
-        self.addCleanup(library._destroy)
-        registration.use_plan(plan_of(TILE))
-
-    @parametrize("op", list(registration.SCHEMAS))
-    def test_schema_is_that_of_aten(self, op):
-        ours = str(getattr(torch.ops.moe_lab, op).default._schema)
-        upstream = str(getattr(torch.ops.aten, op).default._schema)
-        # The launchers get all operands by position; aten has defaults for some.
-        ours, upstream = (
-            re.sub("(Tensor[?] [a-z_]+)=None", r"\1", s.split("::")[1])
-            for s in (ours, upstream)
-        )
-        self.assertEqual(ours, upstream)
+        lab_layer.use_plan(plan_of(TILE))
 
     def test_layer_and_gradients(self):
         shape = shapes.Shape("layer", 12, 32, 16, 4, 2)
         operands = shapes.make_operands(shape, torch.device("cpu"))
-        output = registration.layer(*operands.layer_args())
+        output = lab_layer.layer(*operands.layer_args())
         grads = torch.autograd.grad(output, operands.leaves(), operands.grad)
         x, ids, weights, w_in, w_out = operands.layer_args()
         expected = torch.nn.functional.moe_mlp(x, ids, weights, w_in, w_out)
@@ -566,39 +531,35 @@ class TestRegistration(TestCase):
         shape = shapes.Shape("frozen", 6, 32, 16, 4, 2)
         operands = shapes.make_operands(shape, torch.device("cpu"))
         x, ids, weights, w_in, w_out = operands.layer_args()
-        masks = []
-        original = launch.moe_mlp_backward
-
-        def recorded(*args):
-            masks.append(args[-2])
-            return original(*args)
-
-        with mock.patch.object(launch, "moe_mlp_backward", recorded):
-            output = registration.layer(
+        with mock.patch.object(
+            launch, "moe_mlp_backward", wraps=launch.moe_mlp_backward
+        ) as backward:
+            output = lab_layer.layer(
                 x, ids, weights.detach(), w_in.detach(), w_out.detach()
             )
             (grad,) = torch.autograd.grad(output, x, operands.grad)
-        self.assertEqual(masks, [(True, *[False] * 6)])
+        self.assertEqual(backward.call_args.args[-2], (True, *[False] * 6))
         self.assertEqual(grad.shape, x.shape)
 
-    def test_router(self):
-        logits = torch.randn(9, 8, requires_grad=True)
-        indices, weights = registration.route(logits, 3, score="sigmoid", scale=2.0)
-        expected = torch.nn.functional.moe_topk(logits, 3, score="sigmoid", scale=2.0)
-        self.assertEqual((indices, weights), expected)
-        (grad,) = torch.autograd.grad(weights.square().sum(), logits)
-        (other,) = torch.autograd.grad(expected[1].square().sum(), logits)
-        self.assertEqual(grad, other)
+    def test_no_preactivation_without_a_backward(self):
+        operands = shapes.make_operands(shapes.REHEARSAL[1], torch.device("cpu"))
+        with (
+            mock.patch.object(
+                launch, "moe_mlp_forward", wraps=launch.moe_mlp_forward
+            ) as forward,
+            torch.no_grad(),
+        ):
+            lab_layer.layer(*operands.layer_args())
+        self.assertFalse(forward.call_args.kwargs["compute_preact"])
 
     def test_needs_a_plan(self):
-        registration.use_plan(None)
+        lab_layer.use_plan(None)
         operands = shapes.make_operands(shapes.REHEARSAL[1], torch.device("cpu"))
         with self.assertRaisesRegex(RuntimeError, "use_plan"):
-            registration.layer(*operands.layer_args())
+            lab_layer.layer(*operands.layer_args())
 
 
 instantiate_parametrized_tests(TestTables)
-instantiate_parametrized_tests(TestRegistration)
 
 if __name__ == "__main__":
     run_tests()

@@ -16,7 +16,7 @@ from shapes import make_operands, Shape
 import torch
 from torch import Tensor
 
-from . import registration
+from .layer import layer
 from .loading import generators, graph_replay, launch, reference, topk
 
 
@@ -136,7 +136,7 @@ def check_cases(plan, device: torch.device) -> list[dict[str, object]]:
 
 
 def _step(operands) -> tuple[Tensor, ...]:
-    output = registration.layer(*operands.layer_args())
+    output = layer(*operands.layer_args())
     grads = torch.autograd.grad(output, operands.leaves(), operands.grad)
     return (output.detach(), *grads)
 
@@ -151,7 +151,7 @@ def _check_alone(operands, first: tuple[Tensor, ...]) -> None:
     """Token 0 alone, which takes the tiles for decoding, has the bits it had in the batch."""
     x, ids, weights, w_in, w_out = operands.layer_args()
     with torch.no_grad():
-        alone = registration.layer(x[:1], ids[:1], weights[:1], w_in, w_out)
+        alone = layer(x[:1], ids[:1], weights[:1], w_in, w_out)
     assert torch.equal(alone, first[0][:1]), "output of a token alone: other bits"
 
 
@@ -171,32 +171,6 @@ def check_repeatable(shape: Shape, device: torch.device) -> dict[str, object]:
             attempt(row, "replay", lambda: _same(first, captured()))
     attempt(row, "token_alone", lambda: _check_alone(operands, first))
     row["ok"] = all(v == "ok" for k, v in row.items() if k != "shape")
-    return row
-
-
-def check_registration(device: torch.device) -> dict[str, object]:
-    """The torch.library operators through opcheck: schema, autograd, fake tensors."""
-    row: dict[str, object] = {}
-    operands = generators.get_case("zipf").operands(
-        torch.bfloat16, device, requires_grad=True
-    )
-    ops = getattr(torch.ops, registration.NAMESPACE)
-    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    logits = torch.randn(9, 8, device=device, requires_grad=True)
-    for name, args in (
-        ("_moe_topk", (logits, 2)),
-        ("_moe_permutation", (operands.topk_indices, 8)),
-        ("_moe_mlp", operands.args()),
-    ):
-        op = getattr(ops, name).default
-        attempt(
-            row,
-            name,
-            lambda op=op, args=args: torch.library.opcheck(
-                op, args, test_utils=utilities
-            ),
-        )
-    row["ok"] = all(v == "ok" for v in row.values())
     return row
 
 

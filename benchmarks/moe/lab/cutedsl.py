@@ -5,13 +5,11 @@ importing this module fails with what is missing. Gate and up of the weights int
 every matmul is QuACK's. Its first call of a kernel compiles for seconds.
 """
 
+import functools
 import sys
 import types
 
-import torch
-from torch import Tensor
-
-from . import registration
+from . import layer as lab_layer
 from .loading import KERNELS, launch
 
 
@@ -33,40 +31,23 @@ gemms, cute = _load()
 _ACTIVATION = launch.Activation("swiglu", gate_interleaved=True)
 
 
-class _Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ids, weights, w_in, w_out):
-        plan = cute.CutePlan(gemms, registration.current_plan())
-        row_slots, slot_rows, offs, _ = launch.moe_permutation(ids, w_in.shape[0])
-        operands = (x, w_in, w_out, offs, weights, row_slots, slot_rows)
-        output, preact = cute.moe_mlp_forward(
-            plan, *operands, _ACTIVATION, compute_preact=any(ctx.needs_input_grad)
-        )
-        ctx.save_for_backward(*operands, preact)
-        return output
-
-    @staticmethod
-    # pyrefly: ignore[bad-override]
-    def backward(ctx, grad_output):
-        plan = cute.CutePlan(gemms, registration.current_plan())
-        need_x, _, need_weights, need_in, need_out = ctx.needs_input_grad
-        mask = (need_x, need_in, need_out, need_weights, False, False, False)
-        grads = cute.moe_mlp_backward(
-            plan, grad_output, *ctx.saved_tensors, mask, _ACTIVATION
-        )
-        grads = [g if wanted else None for g, wanted in zip(grads, mask)]
-        return grads[0], None, grads[3], grads[1], grads[2]
+def _forward(plan, operands, compute_preact):
+    return cute.moe_mlp_forward(
+        cute.CutePlan(gemms, plan),
+        *operands,
+        _ACTIVATION,
+        compute_preact=compute_preact,
+    )
 
 
-def layer(
-    x: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor
-) -> Tensor:
-    """A SwiGLU expert layer, (T, D), from routing that is given.
+def _backward(plan, grad_output, operands, preact, mask):
+    plan = cute.CutePlan(gemms, plan)
+    return cute.moe_mlp_backward(
+        plan, grad_output, *operands, preact, mask, _ACTIVATION
+    )
 
-    Args:
-        x: (T, D).
-        ids, weights: (T, K).
-        w_in: (E, 2*F, D), rows of gate and up in turn.
-        w_out: (E, D, F).
-    """
-    return _Layer.apply(x, ids, weights, w_in, w_out)
+
+# As lab.layer.layer, with rows of gate and up in turn in w_in.
+layer = functools.partial(
+    lab_layer.layer, backend=lab_layer.Backend(_forward, _backward)
+)

@@ -51,18 +51,15 @@ def _checks(report: dict) -> list[str]:
         f"  {len(cases) - len(bad)} of {len(cases)} cases within the tolerance"
     )
     lines += [f"  FAILED {json.dumps(row)}"[:WIDTH] for row in bad[:5]]
-    named = [("registration", report.get("registration", {}))]
-    named += [
-        (f"same bits, {i}", row) for i, row in enumerate(report.get("repeatable", []))
-    ]
-    for name, row in named:
-        lines.append(f"  {name}: {'ok' if row.get('ok') else f'FAILED {row}'}"[:WIDTH])
+    for row in report.get("repeatable", []):
+        verdict = "ok" if row.get("ok") else f"FAILED {row}"
+        lines.append(f"  same bits, {row.get('shape')}: {verdict}"[:WIDTH])
     if "sanitizer" in report:
         lines.append(f"  compute-sanitizer: {report['sanitizer']}"[:WIDTH])
     return lines
 
 
-def _row(row: dict) -> list[str]:
+def row_lines(row: dict) -> list[str]:
     shape = row["shape"]
     lines = ["", f"{shape['name']}: {shape_text(shape)}"]
     for kind, factor in KINDS:
@@ -88,7 +85,7 @@ def page(report: dict) -> str:
     """What a reader of the numbers wants to know, losing rows included."""
     lines = _head(report) + _checks(report)
     for row in report.get("rows", []):
-        lines += _row(row)
+        lines += row_lines(row)
     absent = report.get("peers", {}).get("absent", [])
     if absent:
         lines += ["", f"Peers that were not there: {', '.join(absent)}"]

@@ -9,17 +9,14 @@ refused. What is kept, at most MAX_CONFIGS per kernel and architecture:
     last                     the narrowest tile, for problems that no other fits
 """
 
-import ast
+import contextlib
 import dataclasses
 import math
-import os
 import pathlib
 import statistics
-import tempfile
-from collections.abc import Callable, Iterable
-from typing import Self
+from collections.abc import Callable, Iterable, Iterator
+from unittest import mock
 
-import triton
 from shapes import Operands, Shape
 
 import torch
@@ -114,107 +111,62 @@ def kernel_calls(
     routed = x.new_empty(rows.num_rows, shape.D)
     plain = launch.Activation("silu")
     launch._up(plan, rows, x, w_in, None, None, ACT, preact, hidden, True)
-    dh, a_scaled, _ = launch._act_backward(
-        plan, rows, operands.grad, w_out, None, preact, scale, ACT,
-        need_hidden=True, need_scale=True,
-    )  # fmt: skip
+    gated = (None, None, ACT, preact, hidden, True)
+    ungated = (None, None, plain, preact[:0], hidden, False)
+
+    def act_backward(p):
+        return launch._act_backward(
+            p, rows, operands.grad, w_out, None, preact, scale, ACT,
+            need_hidden=True, need_scale=True,
+        )  # fmt: skip
+
+    dh, a_scaled, _ = act_backward(plan)
 
     def weight_grads(p):
         launch._weight_grad(p, rows, dh, x, w_in, gather_q=True)
         launch._weight_grad(p, rows, operands.grad, a_scaled, w_out, gather_p=True)
 
+    def mm(kernel, *args):
+        return lambda p: launch._grouped_mm(p, kernel, rows, *args, routed)
+
     return {
-        "up_gated": (
-            shape.F,
-            lambda p: launch._up(
-                p, rows, x, w_in, None, None, ACT, preact, hidden, True
-            ),
-        ),
+        "up_gated": (shape.F, lambda p: launch._up(p, rows, x, w_in, *gated)),
         "up_plain": (
             shape.F,
-            lambda p: launch._up(
-                p,
-                rows,
-                x,
-                w_in[:, : shape.F],
-                None,
-                None,
-                plain,
-                preact[:0],
-                hidden,
-                False,
-            ),
+            lambda p: launch._up(p, rows, x, w_in[:, : shape.F], *ungated),
         ),
-        "down": (
-            shape.D,
-            lambda p: launch._grouped_mm(
-                p, "down", rows, hidden, w_out, None, scale, routed
-            ),
-        ),
-        "act_backward": (
-            shape.F,
-            lambda p: launch._act_backward(
-                p,
-                rows,
-                operands.grad,
-                w_out,
-                None,
-                preact,
-                scale,
-                ACT,
-                need_hidden=True,
-                need_scale=True,
-            ),
-        ),  # fmt: skip
-        "input_grad": (
-            shape.D,
-            lambda p: launch._grouped_mm(
-                p, "input_grad", rows, dh, w_in.transpose(1, 2), None, None, routed
-            ),
-        ),
+        "down": (shape.D, mm("down", hidden, w_out, None, scale)),
+        "act_backward": (shape.F, act_backward),
+        "input_grad": (shape.D, mm("input_grad", dh, w_in.mT, None, None)),
         "weight_grad": (shape.D, weight_grads),
     }
 
 
-class CompiledKernels:
-    """Sees what Triton compiles while it is active, to judge it.
+@contextlib.contextmanager
+def launched_kernels() -> Iterator[list]:
+    """The compiled kernels that Triton runs meanwhile, in order."""
+    from triton.runtime import jit
 
-    Attributes:
-        launched: the compiled kernels that ran, in order.
-    """
+    original, launched = jit.JITFunction.run, []
 
-    def __init__(self) -> None:
-        self.launched: list[object] = []
+    def run(function, *args, **kwargs):
+        launched.append(original(function, *args, **kwargs))
+        return launched[-1]
 
-    def __enter__(self) -> Self:
-        from triton.runtime import jit
+    with mock.patch.object(jit.JITFunction, "run", run):
+        yield launched
 
-        self._original = jit.JITFunction.run
 
-        def run(function, *args, **kwargs):
-            compiled = self._original(function, *args, **kwargs)
-            self.launched.append(compiled)
-            return compiled
-
-        jit.JITFunction.run = run
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        from triton.runtime import jit
-
-        jit.JITFunction.run = self._original
-
-    def problem(self, shared_limit: int) -> str:
-        """Why what ran must not ship; empty if it may."""
-        for kernel in self.launched:
-            spills = getattr(kernel, "n_spills", 0) or 0
-            if spills:
-                return f"{spills} spilled registers"
-            metadata = getattr(kernel, "metadata", None)
-            shared = getattr(metadata, "shared", 0) or 0
-            if shared > shared_limit:
-                return f"{shared} bytes of shared memory, {shared_limit} allowed"
-        return ""
+def problem(launched: Iterable, shared_limit: int) -> str:
+    """Why what ran must not ship; empty if it may."""
+    for kernel in launched:
+        spills = getattr(kernel, "n_spills", 0) or 0
+        if spills:
+            return f"{spills} spilled registers"
+        shared = getattr(getattr(kernel, "metadata", None), "shared", 0) or 0
+        if shared > shared_limit:
+            return f"{shared} bytes of shared memory, {shared_limit} allowed"
+    return ""
 
 
 def try_candidate(
@@ -223,14 +175,14 @@ def try_candidate(
     shared_limit: int,
 ) -> str:
     """Runs a candidate once; returns why it is refused, or an empty string."""
-    with CompiledKernels() as compiled:
+    with launched_kernels() as launched:
         try:
             call(plan)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:200]
-    return compiled.problem(shared_limit)
+    return problem(launched, shared_limit)
 
 
 def measure_kernel(
@@ -341,40 +293,28 @@ def choose(
     return tuple(chosen)
 
 
-def format_config(config: TileConfig, indent: int) -> list[str]:
-    """Source lines of a configuration as ruff formats them."""
+def _source(config: TileConfig) -> str:
+    """The five sizes, and by name what is not the default."""
     fields = dataclasses.fields(config)
-    parts = [str(getattr(config, field.name)) for field in fields[:5]]
-    parts += [
-        f"{field.name}={getattr(config, field.name)}"
-        for field in fields[5:]
-        if getattr(config, field.name) != field.default
-    ]
-    pad, inner = " " * indent, ", ".join(parts)
-    if len(f"{pad}TileConfig({inner}),") <= 88:
-        return [f"{pad}TileConfig({inner}),"]
-    if len(f"{pad}    {inner}") <= 88:
-        return [f"{pad}TileConfig(", f"{pad}    {inner}", f"{pad}),"]
-    return [f"{pad}TileConfig(", *(f"{pad}    {part}," for part in parts), f"{pad}),"]
+    values = [(field, getattr(config, field.name)) for field in fields]
+    arguments = [str(value) for _, value in values[:5]]
+    arguments += [f"{f.name}={v}" for f, v in values[5:] if v != f.default]
+    return f"TileConfig({', '.join(arguments)})"
 
 
-def format_table(arch: str, table: configs.KernelTable) -> list[str]:
-    """Source lines of one architecture's table."""
+def table_source(arch: str, table: configs.KernelTable) -> str:
+    """One architecture's table; `stage.py lint -a` wraps its lines."""
     lines = [f"_{arch.upper()}: KernelTable = {{"]
     for kernel in configs.KERNELS:
-        body = [line for config in table[kernel] for line in format_config(config, 8)]
-        one_line = f'    "{kernel}": ({body[0].strip()}),'
-        if len(body) == 1 and len(one_line) <= 88:
-            lines.append(one_line)
-        else:
-            lines += [f'    "{kernel}": (', *body, "    ),"]
-    return [*lines, "}"]
+        entries = ", ".join(map(_source, table[kernel]))
+        lines.append(f'    "{kernel}": ({entries},),')
+    return "\n".join([*lines, "}"])
 
 
 def rewrite(
     path: pathlib.Path, arch: str, table: configs.KernelTable, measured_on: str
 ) -> None:
-    """Replaces one architecture's table in configs.py, all at once or not at all.
+    """Replaces one architecture's table in configs.py.
 
     Args:
         path: configs.py.
@@ -383,42 +323,18 @@ def rewrite(
         measured_on: for the comment above them.
 
     Raises:
-        ValueError: the table breaks a rule of configs.py, or the file has no such table.
+        ValueError: the file has no such table.
     """
-    for kernel in configs.KERNELS:
-        entry = table[kernel]
-        if not 1 <= len(entry) <= configs.MAX_CONFIGS or len(set(entry)) != len(entry):
-            raise ValueError(
-                f"{arch} {kernel}: {len(entry)} configurations, allowed are 1 to "
-                f"{configs.MAX_CONFIGS} different ones"
-            )
-        if kernel not in configs.FORWARD_KERNELS and any(c.max_rows for c in entry):
-            raise ValueError(f"{arch} {kernel}: max_rows is for forward kernels")
-    text = path.read_text()
     start, end = f"# --- table {arch}\n", f"# --- end of table {arch}\n"
-    if text.count(start) != 1 or text.count(end) != 1:
+    before, found, rest = path.read_text().partition(start)
+    old, ended, after = rest.partition(end)
+    if not (found and ended):
         raise ValueError(f"{path.name} has no table {arch}")
-    before, rest = text.split(start)
-    old, after = rest.split(end)
-    notes = [
-        line
-        for line in old.splitlines()
-        if line.startswith("#") and "measured on" not in line
-    ]
-    note = f"# Chosen by gpu_lab.py --tune; measured on {measured_on}."
-    lines = [*notes, note, *format_table(arch, table)]
-    new = before + start + "\n".join(lines) + "\n" + end + after
-    ast.parse(new)
-    # In the same folder, so that the replacement is one rename.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, text=True)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(new)
-        os.chmod(name, path.stat().st_mode)
-        os.replace(name, path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
-        raise
+    comments = [line for line in old.splitlines() if line.startswith("#")]
+    notes = [line for line in comments if "measured on" not in line]
+    notes.append(f"# Chosen by gpu_lab.py --tune; measured on {measured_on}.")
+    lines = [*notes, table_source(arch, table), end]
+    path.write_text(before + start + "\n".join(lines) + after)
 
 
 def tune(
@@ -473,8 +389,3 @@ def tune(
         for kernel in configs.KERNELS
     }
     return table, results
-
-
-def describe(device_name: str) -> str:
-    """What a table was measured on, for its comment."""
-    return f"{device_name}, torch {torch.__version__}, Triton {triton.__version__}"
