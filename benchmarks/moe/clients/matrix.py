@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import transformers_experts
+from families import build_model, fill
 from moe_mlp_experts import NAME, plan_of
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
@@ -59,85 +60,6 @@ class TinyConfig:
         if re.search("act", name):
             return "silu"
         raise AttributeError(name)
-
-
-# Sizes of a whole model, where its config has the name.
-TINY = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "intermediate_size_mlp": 48,
-    "expert_ffn_hidden_size": 16,
-    "ffn_hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layers": 2,
-    "num_attention_heads": 4,
-    "n_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "moe_num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "moe_top_k": 2,
-    "d_model": 32,
-    "max_seq_len": 64,
-    "max_position_embeddings": 64,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_expert_groups": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 0,
-    "num_dense_layers": 0,
-    "decoder_sparse_step": 1,
-    "interleave_moe_layer_step": 1,
-    "zero_expert_num": 2,
-    "sliding_window": 16,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-# Configs whose sizes differ by layer take them when they are made, and not afterwards.
-AT_ONCE = {
-    "Gemma4TextConfig": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "global_head_dim": 16,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 96,
-        "enable_moe_block": True,
-        "top_k_experts": 2,
-    },
-    "Dots3NoteTextConfig": {
-        "first_k_dense_replace": 0,
-        "layer_types": ["indexed_attention", "sliding_attention"],
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "index_head_dim": 16,
-        "index_n_heads": 2,
-        "index_topk": 4,
-        "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 2,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 8,
-    },
-}
-# Of which some configs have no default.
-NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
 
 
 def error_over_allowed(actual: dict, unfused: list[dict], exact: dict) -> float:
@@ -186,24 +108,13 @@ def experts_classes() -> list[type[torch.nn.Module]]:
     return found
 
 
-def _fill(module: torch.nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for p in module.parameters():
-            scale = p.shape[-1] ** -0.5 if p.dim() > 1 else 0.1
-            noise = (
-                torch.randn(p.shape, generator=generator, dtype=torch.float64) * scale
-            )
-            p.copy_(noise if p.dim() > 1 else p + noise)
-
-
 def run_class(experts_class: type[torch.nn.Module]) -> dict[str, object]:
     """One experts class by itself."""
     row: dict[str, object] = {"class": experts_class.__name__}
     adapted = experts_class.__name__ in ADAPTERS
     config = TinyConfig()
     module = experts_class(config)
-    _fill(module, 0)
+    fill(module, 0)
     if adapted:
         transformers_experts._adapt(experts_class)
         reason = ADAPTERS[experts_class.__name__][1](module)
@@ -245,58 +156,6 @@ def run_class(experts_class: type[torch.nn.Module]) -> dict[str, object]:
     return row | {"state": state, "error_over_allowed": share}
 
 
-def _shrink(config) -> None:
-    for name, value in TINY.items():
-        if getattr(config, name, None) is not None or (
-            value is None and hasattr(config, name)
-        ):
-            try:
-                setattr(config, name, value)
-            except (AttributeError, ValueError, TypeError):
-                pass
-    for name in ("layer_types", "mlp_layer_types"):
-        kinds = getattr(config, name, None)
-        if isinstance(kinds, list) and kinds:
-            # One of each kind, the sparse and the full ones first.
-            order = sorted(
-                dict.fromkeys(kinds), key=lambda k: ("sparse" not in k, "full" not in k)
-            )
-            setattr(config, name, (order * 2)[: config.num_hidden_layers])
-    for sub in ("attn_config", "ffn_config"):
-        if getattr(config, sub, None) is not None:
-            _shrink(getattr(config, sub))
-    for name, value in NEEDED.items():
-        if getattr(config, name, value) is None:
-            setattr(config, name, value)
-    if getattr(config, "kv_lora_rank", None):  # latent attention: a key for every head
-        config.num_key_value_heads = config.num_attention_heads
-    if hasattr(
-        config, "kv_n_heads"
-    ):  # the attention of DBRX, whose own defaults do not run
-        config.kv_n_heads, config.rope_theta, config.clip_qkv = 2, 1e4, 8.0
-
-
-def _tiny_config(config_class: type):
-    if sizes := AT_ONCE.get(config_class.__name__):
-        fields = {f.name for f in dataclasses.fields(config_class)}
-        tiny = {name: value for name, value in TINY.items() if name in fields}
-        return config_class(**tiny | sizes)
-    config = config_class()
-    config = getattr(config, "text_config", config)
-    _shrink(config)
-    return config
-
-
-def build_model(model_class: type, dtype: torch.dtype, implementation: str):
-    config = _tiny_config(model_class.config_class)
-    config._attn_implementation = "eager"
-    config._experts_implementation = implementation
-    torch.manual_seed(0)
-    model = model_class(config).float()
-    _fill(model, 1)
-    return model.to(dtype).eval()
-
-
 def model_classes() -> list[type]:
     """Causal language models whose modeling file has an experts class."""
     found = {}
@@ -309,18 +168,22 @@ def model_classes() -> list[type]:
     return list(found.values())
 
 
+def outcome_of(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Logits and the gradient of every parameter that has one."""
+    logits = model(input_ids=tokens, use_cache=False).logits
+    target = tokens.roll(-1, dims=1).flatten()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), target).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), **grads}
+
+
 def run_model(model_class: type, *, compiled: bool = True) -> dict[str, object]:
     """One whole model."""
     row: dict[str, object] = {"model": model_class.__name__}
     tokens = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
 
     def outcome(dtype: torch.dtype, implementation: str) -> dict[str, torch.Tensor]:
-        model = build_model(model_class, dtype, implementation)
-        logits = model(input_ids=tokens, use_cache=False).logits
-        target = tokens.roll(-1, dims=1).flatten()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), target).backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return {"logits": logits.detach(), **grads}
+        return outcome_of(build_model(model_class, dtype, implementation), tokens)
 
     try:
         # Both are unfused. That of grouped_mm has the bits of eager here.

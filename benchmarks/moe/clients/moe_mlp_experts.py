@@ -2,7 +2,7 @@
 
 What of a module is passed to ``torch.nn.functional.moe_mlp`` is decided once per module, by
 :func:`plan_of`; a module that computes something else keeps the forward of "grouped_mm", and the
-log says why. This file is what transformers.patch adds to transformers (test_clients.py compares).
+log says why. transformers.patch is the rest of what transformers needs; this file goes beside its moe.py.
 """
 
 import logging
