@@ -11,10 +11,8 @@ bigger machines. Prints tables; writes ep.json.
 """
 
 import dataclasses
-import json
 import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -26,39 +24,26 @@ from torch.testing._internal.moe_generators import recorded_routing
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
-from ep_rank import counts_of, EXPERTS, routed
+from ep_rank import counts_of, EXPERTS, measure_rank, routed
 from report import make_parser, show, spread_text
 from two_hosts import two_hosts
 
-from measure import provenance, write_json
+from measure import on_hosts, provenance, write_json
 
 
 RANKS_PER_HOST = 2
-RANK_SCRIPT = pathlib.Path(__file__).with_name("ep_rank.py")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What is measured; --quick only shows that it runs."""
-
-    tokens: int = 128
-    dim: int = 2048
-    small_dim: int = 128
-    hidden: int = 64
-    rounds: int = 7
+# What is measured; --quick only shows that it runs.
+SIZES = {"tokens": 128, "dim": 2048, "small_dim": 128, "hidden": 64, "rounds": 7}
+QUICK = {"tokens": 16, "dim": 256, "small_dim": 128, "hidden": 16, "rounds": 2}
 
 
-QUICK = Sizes(tokens=16, dim=256, small_dim=128, hidden=16, rounds=2)
-
-
-def measure(sizes: Sizes, timeout: float) -> dict[str, object]:
+def measure(sizes: dict[str, int]) -> dict[str, object]:
     """What the ranks saw, and what their hosts were."""
-    with tempfile.TemporaryDirectory() as folder, two_hosts() as cluster:
-        out = pathlib.Path(folder, "ranks.json")
-        options = {"out": out, **dataclasses.asdict(sizes)}
-        words = [f"--{n.replace('_', '-')}={value}" for n, value in options.items()]
-        cluster.torchrun(RANKS_PER_HOST, [str(RANK_SCRIPT), *words], timeout=timeout)
-        return {"hosts": cluster.describe()} | json.loads(out.read_text())
+    with two_hosts() as cluster:
+        seen = on_hosts(cluster, RANKS_PER_HOST, measure_rank, sizes)
+        return {"hosts": cluster.describe(), **seen[0]}
 
 
 def total(row: dict, *names: str) -> float:
@@ -201,13 +186,13 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
-    sizes = QUICK if arguments.quick else Sizes()
-    measured = measure(sizes, timeout=240)
+    sizes = QUICK if arguments.quick else SIZES
+    measured = measure(sizes)
     for row in measured["cases"]:
         add_shares(row)
     result = {
         **provenance(),
-        "settings": dataclasses.asdict(sizes),
+        "settings": sizes,
         **measured,
         "placements": placements(2 if arguments.quick else 10),
     }

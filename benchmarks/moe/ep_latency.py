@@ -15,9 +15,7 @@ Ratios are of one round: the plain dispatcher's time over ours. ``wall`` is of t
 
 import argparse
 import functools
-import json
 import pathlib
-import tempfile
 import time
 from collections.abc import Callable
 
@@ -35,18 +33,16 @@ from torch.distributed._token_switch import TokenSwitch
 
 from measure import (
     interleaved_seconds,
-    leave_groups,
     on_gloo_ranks,
+    on_hosts,
     over_ranks,
     provenance,
-    RANK_TIMEOUT,
     ratio_record,
     spread,
     write_json,
 )
 
 
-HOSTS_TIMEOUT = 1200  # seconds
 DECODE_TOKENS = 128  # a rank, at most
 SIZES = {"D": 1024, "F": 256, "E": 32, "K": 4}
 
@@ -142,25 +138,6 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def on_two_hosts(args: argparse.Namespace) -> tuple[list[dict[str, object]], str]:
-    """The rows, and what the hosts are."""
-    with tempfile.TemporaryDirectory() as folder, two_hosts() as cluster:
-        out = pathlib.Path(folder, "rows.json")
-        words = ["--rank-out", out, "--rounds", args.rounds, "--tokens", *args.tokens]
-        words = [__file__, *map(str, words)]
-        cluster.torchrun(args.ranks // 2, words, timeout=HOSTS_TIMEOUT)
-        return json.loads(out.read_text()), cluster.describe()
-
-
-def rank_main(args: argparse.Namespace) -> None:
-    """One rank, started by torchrun."""
-    dist.init_process_group("gloo", timeout=RANK_TIMEOUT)
-    rows = measure_all(args)
-    if dist.get_rank() == 0:
-        args.rank_out.write_text(json.dumps(rows))
-    leave_groups()
-
-
 def show_rows(title: str, rows: list[dict]) -> None:
     columns = {n: n for n in ("tokens", "part", "form", "plain_cpu_ms", "cpu_ms")}
     for clock in ("cpu", "wall"):
@@ -179,16 +156,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--rank-out", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.rank_out is not None:
-        rank_main(args)
-        return
     fields = {**provenance(), "ranks": args.ranks, "sizes": SIZES, "rows": []}
     for hosts in args.hosts:
         if hosts == 2:
-            rows, fields["two_hosts"] = on_two_hosts(args)
+            with two_hosts() as cluster:
+                rows = on_hosts(cluster, args.ranks // 2, measure_all, args)[0]
+                fields["two_hosts"] = cluster.describe()
         else:
             rows = on_gloo_ranks(args.ranks, measure_all, args)[0]
         rows = [{"hosts": hosts, **row} for row in rows]

@@ -1,12 +1,7 @@
-"""One rank of ep.py: links, bytes and times of token switches; torchrun starts it.
+"""What a rank of the expert-parallel benchmarks does: a layer in parts, its bytes and its times."""
 
-Rank 0 of the (hosts, ranks per host) mesh writes one JSON with what all ranks saw.
-"""
-
-import argparse
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import sys
@@ -29,7 +24,6 @@ from torch.distributed._moe.switch import (
 from torch.distributed._tools.moe_calibration import measure_links
 from torch.distributed._tools.moe_cost_model import link_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.testing._internal.moe_generators import MoeCase, recorded_routing
 
 
@@ -38,9 +32,10 @@ sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from moe_placement import deduplicated_rows
 
-from measure import interleaved_seconds, over_ranks, RANK_TIMEOUT, spread
+from measure import interleaved_seconds, over_ranks, spread
 
 
+NUM_HOSTS = 2
 EXPERTS, TOP_K = 64, 8  # those of the recorded routing
 WIRES = {"bfloat16": None, "float8": torch.float8_e4m3fn}
 
@@ -348,37 +343,20 @@ def predicted_seconds(links: dict, levels: dict) -> dict[str, float]:
     }
 
 
-@record
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=128, help="of every rank")
-    parser.add_argument("--dim", type=int, default=2048)
-    parser.add_argument("--small-dim", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=RANK_TIMEOUT)
-    shape = (arguments.hosts, dist.get_world_size() // arguments.hosts)
+def measure_rank(sizes: dict[str, int]) -> dict[str, object]:
+    """Links and all cases, as the ranks of a (hosts, ranks per host) mesh see them."""
+    shape = (NUM_HOSTS, dist.get_world_size() // NUM_HOSTS)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
     links = fit_links(mesh)
     layers = [
-        Layer(case, mesh, arguments.tokens, arguments.hidden)
-        for case in cases(arguments.dim, arguments.small_dim)
+        Layer(case, mesh, sizes["tokens"], sizes["hidden"])
+        for case in cases(sizes["dim"], sizes["small_dim"])
     ]
     found = []
-    times = measure_times(layers, arguments.rounds)
+    times = measure_times(layers, sizes["rounds"])
     for layer, timed in zip(layers, times, strict=True):
         row = dataclasses.asdict(layer.case) | timed
         row |= measure_bytes(layer, mesh, rounds=3)
         row["predicted_seconds"] = predicted_seconds(links, row["levels"])
         found.append(row)
-    if dist.get_rank() == 0:
-        arguments.out.write_text(json.dumps({"links": links, "cases": found}))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return {"links": links, "cases": found}

@@ -6,10 +6,12 @@ of them and not its peer. Here all functions take turns in every round: ratios a
 
 import datetime
 import gc
+import importlib
 import json
 import math
 import os
 import pathlib
+import pickle
 import platform
 import re
 import shlex
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ from torch import Tensor
 Name = TypeVar("Name", bound=Hashable)
 MIN_ROUNDS = 3
 RANK_TIMEOUT = datetime.timedelta(seconds=120)  # of a collective, so that nothing hangs
+HOSTS_TIMEOUT = 1200  # seconds of all ranks
 # About a millisecond of a GPU: longer than the host needs to queue a call.
 _QUEUE_CYCLES = 2_000_000
 
@@ -207,20 +210,44 @@ def peak_bytes(function: Callable[[], object]) -> int:
 def on_gloo_ranks(ranks: int, function: Callable[..., object], *args: object) -> list:
     """What ``function(*args)`` returns, as JSON has it, on each of so many ranks of one thread."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_gloo_rank, (ranks, folder, function, args), nprocs=ranks)
-        files = (pathlib.Path(folder, f"{rank}.json") for rank in range(ranks))
-        return [json.loads(file.read_text()) for file in files]
+        mp.spawn(_spawned_rank, (ranks, folder, function, args), nprocs=ranks)
+        return _returned(folder, ranks)
 
 
-def _gloo_rank(
+def on_hosts(
+    cluster: Any, ranks_per_host: int, function: Callable[..., object], *args: object
+) -> list:
+    """The same on the hosts of test/distributed/two_hosts.py, by torchrun.
+
+    Args:
+        function: of the script that runs, or of a module beside it.
+    """
+    script = function.__module__ == "__main__"
+    module = pathlib.Path(sys.argv[0]).stem if script else function.__module__
+    call = pickle.dumps((module, function.__qualname__, args))
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "call").write_bytes(call)
+        cluster.torchrun(ranks_per_host, [__file__, folder], timeout=HOSTS_TIMEOUT)
+        return _returned(folder, ranks_per_host * len(cluster.hosts))
+
+
+def _returned(folder: str, ranks: int) -> list:
+    files = (pathlib.Path(folder, f"{rank}.json") for rank in range(ranks))
+    return [json.loads(file.read_text()) for file in files]
+
+
+def _spawned_rank(
     rank: int, ranks: int, folder: str, function: Callable, args: tuple
 ) -> None:
+    options = {"init_method": f"file://{folder}/store", "rank": rank}
+    _run_rank(folder, function, args, world_size=ranks, **options)
+
+
+def _run_rank(folder: str, function: Callable, args: tuple, **group: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
-        timeout=RANK_TIMEOUT,
-    )  # fmt: skip
-    pathlib.Path(folder, f"{rank}.json").write_text(json.dumps(function(*args)))
+    dist.init_process_group("gloo", timeout=RANK_TIMEOUT, **group)
+    returned = json.dumps(function(*args))
+    pathlib.Path(folder, f"{dist.get_rank()}.json").write_text(returned)
     dist.barrier()
     leave_groups()
 
@@ -311,3 +338,10 @@ def write_json(fields: Mapping[str, object], path: pathlib.Path) -> None:
     part = path.with_suffix(".part")
     part.write_text(lines + "\n")
     os.replace(part, path)
+
+
+if __name__ == "__main__":  # a rank of on_hosts
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+    _folder = pathlib.Path(sys.argv[1])
+    _module, _name, _args = pickle.loads((_folder / "call").read_bytes())
+    _run_rank(sys.argv[1], getattr(importlib.import_module(_module), _name), _args)

@@ -21,12 +21,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from ep_rank import RankLayer
 from report import figure
 from shapes import CPU_ROWS, make_operands, Operands, Row, Shape
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import Profile
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_layer, cpu_rate
@@ -213,32 +214,12 @@ GLOO = (
 
 def gloo_step(
     group: dist.ProcessGroup, tokens: int, f: int, e: int, k: int, pass_: str
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """A layer on the ranks of ``group``, with all gradients if ``pass_`` is "fwd+bwd"."""
-    from torch.distributed._moe.switch import TokenSwitchAllToAll
-
     gen = torch.Generator().manual_seed(dist.get_rank(group))
-    train, local = pass_ == "fwd+bwd", e // dist.get_world_size(group)
-    x = torch.randn(tokens, D, generator=gen).bfloat16()
     ids = torch.rand(tokens, e, generator=gen).topk(k, 1).indices
-    weights = torch.full((tokens, k), 1.0 / k)
-    w_in = torch.randn(local, 2 * f, D).bfloat16() * D**-0.5
-    w_out = torch.randn(local, D, f).bfloat16() * f**-0.5
-    leaves = [t.requires_grad_(train) for t in (x, weights, w_in, w_out)]
-    grad = torch.randn(tokens, D, generator=gen).bfloat16()
-    switch = TokenSwitchAllToAll(group, e)
-
-    def step() -> None:
-        with torch.set_grad_enabled(train):
-            routing = switch.create_routing(ids, layout="flat")
-            rows, scores, here = switch.dispatch(routing, x, weights)
-            slots = switch.num_slots(routing)
-            out = F._moe_mlp_in_rows(rows, here, scores, w_in, w_out, num_rows=slots)
-            y = switch.combine(routing, out)
-            if train:
-                torch.autograd.grad(y, leaves, grad)
-
-    return step
+    layer = RankLayer(TokenSwitchAllToAll(group, e), ids, D, f, e)
+    return layer.step if pass_ == "fwd+bwd" else torch.no_grad()(layer.forward)
 
 
 def gloo(seconds: float, clock: str) -> dict:

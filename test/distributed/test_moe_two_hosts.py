@@ -129,6 +129,9 @@ class TrainingTest(TestCase):
         return {run.name: run.losses for run in runs}
 
     def test_losses(self):
+        from demo.expert_parallel import Setup, train_rank
+        from measure import on_hosts
+
         losses = self.single_process_losses()
         fused = losses.pop("fused")
 
@@ -141,24 +144,12 @@ class TrainingTest(TestCase):
         # An expert-parallel run whose gradients were off by a factor would differ by far
         # more than this, so the bound can fail.
         self.assertLess(20 * noise, fused[0] - fused[-1])
-        with tempfile.TemporaryDirectory() as folder, two_hosts() as cluster:
+        with two_hosts() as cluster:
             print(cluster.describe())
             for ranks_per_host in (1, 2):
-                out = Path(folder, f"{ranks_per_host}.json")
-                options = {
-                    "out": out,
-                    "hosts": 2,
-                    "steps": STEPS,
-                    "batch": BATCH,
-                    "seed": SEED,
-                    "combine": "exact",
-                    "evaluation-batches": 1,
-                }
-                words = [f"--{name}={value}" for name, value in options.items()]
-                script = str(BENCHMARKS / "demo" / "expert_parallel.py")
+                setup = Setup(STEPS, BATCH, SEED, 1, hosts=2, combine="exact")
                 before = [host.sent_bytes() for host in cluster.hosts]
-                cluster.torchrun(ranks_per_host, [script, *words], timeout=120)
-                seen = json.loads(out.read_text())
+                seen = on_hosts(cluster, ranks_per_host, train_rank, setup)[0]
                 wire = seen["wire_bytes"]["flat" if ranks_per_host == 1 else "node"]
                 for host, start in zip(cluster.hosts, before, strict=True):
                     if start is not None:

@@ -10,7 +10,6 @@ from a config alone, here without files, is a row that says so and counts as not
 """
 
 import argparse
-import dataclasses
 import importlib
 import pathlib
 import re

@@ -1,25 +1,15 @@
 """The expert-parallel part of the demo: the same training on gloo ranks of this machine.
 
-As a script it is one of the ranks; :func:`train` and torchrun start it::
-
-    python -m torch.distributed.run --nproc-per-node 2 benchmarks/moe/demo/expert_parallel.py --out FILE
-
 The model, its initial weights and the text are those of train_demo.py. Every rank takes its share
-of each batch; ExpertParallel spreads the experts over the ranks and FSDP2 everything else. Rank 0
-writes what was measured to FILE.
+of each batch; ExpertParallel spreads the experts over the ranks and FSDP2 everything else.
 """
 
-import argparse
-import datetime
 import functools
-import json
 import pathlib
 import sys
-import tempfile
-import uuid
 from collections import Counter
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,15 +21,11 @@ from torch.distributed._moe.switch import (
     TokenSwitchHierarchical,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 
 
 _MOE = pathlib.Path(__file__).resolve().parents[1]
-if __name__ == "__main__":
-    sys.path.insert(0, str(_MOE))
 sys.path.append(str(_MOE.parents[1] / "test" / "distributed"))
 
 import peers
@@ -49,11 +35,10 @@ from moe_placement import deduplicated_rows
 from demo import text
 from demo.model import LanguageModel, ModelConfig, MoE
 from demo.train import learning_rate, make_run
-from measure import leave_groups, over_ranks, spread
+from measure import on_gloo_ranks, over_ranks, spread
 
 
 RANKS = 2
-TIMEOUT = datetime.timedelta(seconds=60)  # of a collective, so that nothing hangs
 COUNT_EVERY = 10  # steps; bytes are counted in these and time in the others
 
 
@@ -100,7 +85,7 @@ def make_mesh(num_hosts: int) -> DeviceMesh:
     """(ranks,) "ep" on one host or one rank per host, else (hosts, ranks per host)."""
     ranks = dist.get_world_size()
     if ranks % num_hosts:
-        raise ValueError(f"{ranks} ranks do not divide over --hosts {num_hosts}")
+        raise ValueError(f"{ranks} ranks do not divide over {num_hosts} hosts")
     if num_hosts in (1, ranks):
         return init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     shape = (num_hosts, ranks // num_hosts)
@@ -192,22 +177,38 @@ class WireCounter:
         }
 
 
-def train_rank(arguments: argparse.Namespace) -> dict[str, object]:
+class Setup(NamedTuple):
+    """How the ranks train.
+
+    Attributes:
+        batch: windows of all ranks.
+        seed: of weights and the order of the text.
+        hosts: that the ranks are on.
+        combine: one row back per token and rank ("reduce"), or per slot ("exact").
+    """
+
+    steps: int
+    batch: int = 4
+    seed: int = 0
+    evaluation_batches: int = 8
+    hosts: int = 1
+    combine: Literal["reduce", "exact"] = "reduce"
+
+
+def train_rank(setup: Setup) -> dict[str, object]:
     """Train and return what was seen: the same on every rank, but for the times."""
     config = ModelConfig()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if arguments.batch % ranks:
-        raise ValueError(
-            f"--batch {arguments.batch} must be a multiple of {ranks} ranks"
-        )
+    if setup.batch % ranks:
+        raise ValueError(f"batch {setup.batch} must be a multiple of {ranks} ranks")
     corpus = text.read_corpus()
-    shape, seed = (arguments.batch, config.sequence), arguments.seed
-    batches = text.sample_batches(corpus.train, arguments.schedule, *shape, seed)
+    shape, seed = (setup.batch, config.sequence), setup.seed
+    batches = text.sample_batches(corpus.train, setup.steps, *shape, seed)
     held_out = text.sample_batches(
-        corpus.held_out, arguments.evaluation_batches, *shape, seed
+        corpus.held_out, setup.evaluation_batches, *shape, seed
     )
-    mesh = make_mesh(arguments.hosts)
-    switch = make_switch(mesh, config.experts, arguments.combine)
+    mesh = make_mesh(setup.hosts)
+    switch = make_switch(mesh, config.experts, setup.combine)
     wire = WireCounter(switch, mesh, config)
     torch.manual_seed(seed)
     model = LanguageModel(config, peers.fused())
@@ -217,11 +218,11 @@ def train_rank(arguments: argparse.Namespace) -> dict[str, object]:
         adapter=DemoAdapter(wire.on_route),
     )
     run = make_run("expert-parallel", model, shard(model, mesh, style))
-    steps = arguments.steps if rank == 0 else 0
+    steps = setup.steps if rank == 0 else 0
     with report.progress(f"Training on {ranks} ranks", steps) as advance:
-        for i in range(arguments.steps):
+        for i in range(setup.steps):
             window = batches[i].chunk(ranks)[rank]
-            rate = learning_rate(i, arguments.schedule)
+            rate = learning_rate(i, setup.steps)
             if i % COUNT_EVERY == 0:
                 wire.count(functools.partial(run.step, window, rate))
                 run.seconds.pop()
@@ -253,65 +254,11 @@ def train(
         fused_losses: of the single-process run that this one must agree with.
 
     Raises:
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: a rank failed; the
-            others were ended.
+        torch.multiprocessing.ProcessRaisedException: a rank failed; the others were ended.
     """
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=RANKS,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder, "expert_parallel.json")
-        options = {
-            "out": out,
-            "steps": len(fused_losses),
-            "seed": seed,
-            "batch": batch,
-            "evaluation-batches": evaluation_batches,
-        }
-        words = [f"--{name}={value}" for name, value in options.items()]
-        elastic_launch(config, sys.executable)(__file__, *words)
-        row = json.loads(out.read_text())
+    setup = Setup(len(fused_losses), batch, seed, evaluation_batches)
+    row = on_gloo_ranks(RANKS, train_rank, setup)[0]
     pairs = zip(row["losses"], fused_losses, strict=True)
     row["differences"] = [abs(a - b) for a, b in pairs]
     rates = [tokens_per_step / s for s in row.pop("seconds")]
     return row | {"tokens_per_second": spread(rates)}
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = report.make_parser(__doc__)
-    add = parser.add_argument
-    add("--out", type=pathlib.Path, required=True, help="JSON to write")
-    add("--steps", type=int, default=200, help="steps to train")
-    add("--schedule", type=int, help="steps of the rate's schedule (default: --steps)")
-    add("--seed", type=int, default=0, help="weights and order of text")
-    add("--batch", type=int, default=4, help="windows of all ranks")
-    add("--evaluation-batches", type=int, default=8)
-    add("--hosts", type=int, default=1, help="hosts the ranks are on")
-    modes = ("reduce", "exact")
-    what = "one row back per token and rank, or per slot"
-    add("--combine", choices=modes, default="reduce", help=what)
-    arguments = parser.parse_args()
-    arguments.schedule = arguments.schedule or arguments.steps
-    return arguments
-
-
-@record
-def main() -> None:
-    arguments = parse_arguments()
-    torch.set_num_threads(1)  # ranks share the cores
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    result = train_rank(arguments)
-    if dist.get_rank() == 0:
-        arguments.out.write_text(json.dumps(result))
-    leave_groups()
-
-
-if __name__ == "__main__":
-    main()

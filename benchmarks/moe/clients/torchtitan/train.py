@@ -12,16 +12,13 @@ machine move least; waiting is not in them.
 """
 
 import argparse
-import json
 import os
 import pathlib
 import sys
-import tempfile
 import time
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -30,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from report import show, spread_text
 
 from demo.text import read_corpus, sample_batches
-from measure import leave_groups, paired_ratio, provenance, spread, write_json
+from measure import on_gloo_ranks, paired_ratio, provenance, spread, write_json
 
 
 MODELS = {"deepseek_v3": "debugmodel", "qwen3": "debugmodel_moe"}
@@ -98,19 +95,12 @@ def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
             b.copy_(a)
 
 
-def rank_main(rank: int, ranks: int, folder: str, args: argparse.Namespace) -> None:
+def train_rank(args: argparse.Namespace) -> dict[str, dict]:
+    """What this rank saw of all models."""
     on_cpu()
-    torch.set_num_threads(1)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    rows = {}
-    for family in args.models:
-        rows[family] = train(family, rank, ranks, args)
-    if rank == 0:
-        pathlib.Path(folder, "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    leave_groups()
+    return {family: train(family, rank, ranks, args) for family in args.models}
 
 
 def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
@@ -157,9 +147,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for ranks in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank_main, (ranks, folder, args), nprocs=ranks)
-            seen = json.loads(pathlib.Path(folder, "rows.json").read_text())
+        seen = on_gloo_ranks(ranks, train_rank, args)[0]
         for family, row in seen.items():
             losses, seconds = row["losses"], row["seconds"]
             pairs = list(zip(losses["torchtitan"], losses["fused"]))
