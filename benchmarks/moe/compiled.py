@@ -12,7 +12,6 @@ One thread, its own processor time, forms in turns, ratios of one round: others 
     python benchmarks/moe/compiled.py --out FILE.json
 """
 
-import argparse
 import os
 import pathlib
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import peers
+from report import make_parser
 from shapes import make_operands, Operands, Shape
 
 import torch
@@ -84,6 +84,14 @@ def _block(form: str, operands: Operands, backward: bool) -> tuple:
     ), direct
 
 
+def _timed(steps: dict[str, Callable], rounds: int) -> tuple[dict, dict]:
+    """Seconds of every round by name, and their spread in milliseconds."""
+    seconds = interleaved_seconds(
+        steps, rounds=rounds, warmup=2, clock=time.thread_time
+    )
+    return seconds, {n: spread([1e3 * s for s in v]) for n, v in seconds.items()}
+
+
 def measure_rewrite(form: str, shape: Shape, backward: bool, rounds: int) -> dict:
     """One row: a form as written, rewritten and called directly."""
     torch._dynamo.reset()
@@ -101,20 +109,18 @@ def measure_rewrite(form: str, shape: Shape, backward: bool, rounds: int) -> dic
     counters.clear()
     for step in steps.values():
         step()
-    seconds = interleaved_seconds(
-        steps, rounds=rounds, warmup=1, clock=time.thread_time
-    )
+    seconds, milliseconds = _timed(steps, rounds)
     return {
         "form": form,
         "pass": "forward+backward" if backward else "forward",
         **shape.sizes(),
         "blocks": counters["inductor"]["moe_fusion"],
         "whole_blocks": counters["inductor"]["moe_fusion_full"],
-        "milliseconds": {n: spread([1e3 * s for s in v]) for n, v in seconds.items()},
-        "written_over_rewritten": ratio_record(
-            seconds["written"], seconds["rewritten"]
-        ),
-        "direct_over_rewritten": ratio_record(seconds["direct"], seconds["rewritten"]),
+        "milliseconds": milliseconds,
+        **{
+            f"{name}_over_rewritten": ratio_record(seconds[name], seconds["rewritten"])
+            for name in ("written", "direct")
+        },
     }
 
 
@@ -150,17 +156,17 @@ def measure_layout(shape: Shape, rounds: int) -> dict:
             frozen = torch.compile(_Layer(o.w_in, o.w_out, transposed), dynamic=False)
             steps[f"frozen_{name}"] = _step(frozen, args, o.grad, False)
             steps[f"frozen_{name}"]()
-    seconds = interleaved_seconds(
-        steps, rounds=rounds, warmup=2, clock=time.thread_time
-    )
+    seconds, milliseconds = _timed(steps, rounds)
     return {
         **shape.sizes(),
         "relaid_weights": counters["inductor"]["moe_weight_relayout"],
-        "milliseconds": {n: spread([1e3 * s for s in v]) for n, v in seconds.items()},
-        "n_major_over_k_major": ratio_record(seconds["n_major"], seconds["k_major"]),
-        "frozen_n_major_over_k_major": ratio_record(
-            seconds["frozen_n_major"], seconds["frozen_k_major"]
-        ),
+        "milliseconds": milliseconds,
+        **{
+            f"{kind}n_major_over_k_major": ratio_record(
+                seconds[f"{kind}n_major"], seconds[f"{kind}k_major"]
+            )
+            for kind in ("", "frozen_")
+        },
     }
 
 
@@ -245,7 +251,7 @@ def measure_compiles(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few rounds")
     parser.add_argument("--rounds", type=int, default=15)

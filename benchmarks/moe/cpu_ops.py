@@ -24,6 +24,7 @@ every round, so that what slows the machine down slows the bound down with the f
 import argparse
 import datetime
 import json
+import math
 import os
 import pathlib
 import platform
@@ -36,7 +37,7 @@ from typing import NamedTuple
 import check
 import shapes
 from peers import make_peers, OURS, Peer, too_costly
-from report import console, figure, make_parser, mib, progress, show, spread_text
+from report import at, console, figure, make_parser, progress, show
 from shapes import make_operands, Operands, Row
 
 import torch
@@ -343,87 +344,72 @@ def open_record(path: pathlib.Path | None, *, fresh: bool) -> dict[str, object]:
     return {**record, "rows": old["rows"]}
 
 
-def print_row(row: dict) -> None:
+def show_row(row: dict) -> None:
     """All forms of a row, the fastest first."""
-    bound = row["bound"]
-    print(
+    bound, forms = row["bound"], row["forms"]
+    title = (
         f"{row['id']}  {row['of_bound']:.0%} of the bound "
         f"({bound['milliseconds']:.2f} ms, {bound['limited_by']})"
     )
-    forms = row["forms"].items()
-    for name, form in sorted(forms, key=lambda f: f[1]["milliseconds"]["median"]):
-        text = f"  {name:32} {spread_text(form['milliseconds'].values(), digits=2)} ms"
-        if ratio := form.get("ratio_to_ours"):
-            low, high = ratio["interval"]
-            text += f"  {ratio['median']:.2f}x [{low:.2f}, {high:.2f}]"
-        text += f"  peak {mib(form['peak_bytes'])} MiB  saved {mib(form['saved_bytes'])} MiB"
-        print(text + ("  capped" if "capped" in form else ""))
+    lines = [{"form": name, **form} for name, form in forms.items()]
+    lines.sort(key=lambda line: line["milliseconds"]["median"])
+    columns = ("form", "milliseconds", "ratio_to_ours", "peak_bytes", "saved_bytes")
+    show(title, lines, (*columns, "capped"))
     for name, reason in row["left_out"].items():
         print(f"  {name:32} left out: {reason}")
 
 
-def print_table(rows: Sequence[dict]) -> None:
-    def ours(row: dict) -> dict:
-        return row["forms"][OURS]
-
-    def others(row: dict) -> list[dict]:
-        return [form for name, form in row["forms"].items() if name != OURS]
+def show_rows(rows: Sequence[dict]) -> None:
+    def ours(key: str) -> str:
+        return f"forms.{OURS}.{key}"
 
     columns = {
         "row": "id",
-        "ms": lambda r: ours(r)["milliseconds"]["median"],
+        "ms": ours("milliseconds"),
         "best eager peer": "best_eager_peer",
-        "peer / ours": lambda r: r["ratio"]["median"],
-        "interval": lambda r: "{:.2f} - {:.2f}".format(*r["ratio"]["interval"]),
-        "of bound": lambda r: f"{r['of_bound']:.0%}",
-        "peak MiB": lambda r: mib(ours(r)["peak_bytes"]),
-        "least peer peak": lambda r: mib(min(f["peak_bytes"] for f in others(r))),
-        "saved": lambda r: mib(ours(r)["saved_bytes"]),
+        "peer / ours": "ratio",
+        "of bound": "of_bound",
+        "peak bytes": ours("peak_bytes"),
+        "saved": ours("saved_bytes"),
     }
     show("F.moe_mlp on the CPU", rows, columns)
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
     """Ratios, shares of the bound, and the two sweeps, as one PNG."""
-    grid = {"figsize": (13, 11), "height_ratios": (2, 1)}
-    with figure(path, 2, 2, **grid) as axes:
-        _plot_all(axes, rows)
-
-
-def _plot_all(axes, rows: list[dict]) -> None:
     y, medians = range(len(rows)), [r["ratio"]["median"] for r in rows]
     ends = list(zip(*(r["ratio"]["interval"] for r in rows)))
     errors = [[abs(m - v) for m, v in zip(medians, side)] for side in ends]
-    axes[0, 0].barh(y, medians, xerr=errors, color="tab:blue", ecolor="black")
-    axes[0, 0].set_xlabel("time of the best eager peer / F.moe_mlp; id: T-D-F-E-K")
-    axes[0, 1].barh(y, [r["of_bound"] for r in rows], color="tab:green")
-    axes[0, 1].set_xlabel("bound / F.moe_mlp")
-    for axis, names in zip(axes[0], ([r["id"] for r in rows], [""] * len(rows))):
-        axis.axvline(1, color="black", linewidth=1)
-        axis.set_yticks(y, names, fontsize=7)
-        axis.invert_yaxis()
-    for axis, sweep in zip(axes[1], ("constant K", "constant FLOPs")):
-        _plot_sweep(axis, rows, sweep)
+    grid = {"figsize": (13, 11), "height_ratios": (2, 1)}
+    with figure(path, 2, 2, **grid) as axes:
+        axes[0, 0].barh(y, medians, xerr=errors)
+        axes[0, 0].set_xlabel("time of the best eager peer / F.moe_mlp; id: T-D-F-E-K")
+        axes[0, 1].barh(y, [r["of_bound"] for r in rows])
+        axes[0, 1].set_xlabel("bound / F.moe_mlp")
+        for axis, names in zip(axes[0], ([r["id"] for r in rows], [""] * len(rows))):
+            axis.axvline(1, color="black", linewidth=1)
+            axis.set_yticks(y, names, fontsize=7)
+            axis.invert_yaxis()
+        for axis, sweep in zip(axes[1], ("constant K", "constant FLOPs")):
+            _plot_sweep(axis, [r for r in rows if r["sweep"] == sweep], sweep)
 
 
 def _plot_sweep(axes, rows: list[dict], sweep: str) -> None:
-    own = [r for r in rows if r["sweep"] == sweep]
-    own.sort(key=lambda r: r["shape"]["E"])
-    lines = {n: [] for n in dict.fromkeys(n for row in own for n in row["forms"])}
-    for row in own:
-        for name, form in row["forms"].items():
-            lines[name].append((row["shape"]["E"], form["milliseconds"]["median"]))
-    for name, points in lines.items():
+    axes.set(xlabel=f"E, {sweep}", ylabel="forward + backward, ms")
+    if not rows:
+        return
+    rows = sorted(rows, key=lambda row: row["shape"]["E"])
+    experts = [row["shape"]["E"] for row in rows]
+    for name in dict.fromkeys(name for row in rows for name in row["forms"]):
+        times = [at(row, f"forms.{name}.milliseconds.median") for row in rows]
+        times = [math.nan if t is None else t for t in times]
         width = 3 if name == OURS else 1
-        axes.plot(*zip(*points), marker="o", label=name, linewidth=width)
-    if own:
-        points = [(r["shape"]["E"], r["bound"]["milliseconds"]) for r in own]
-        axes.plot(*zip(*points), "k:", label="bound")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.legend(fontsize=6)
-    axes.set_xlabel(f"E, {sweep}")
-    axes.set_ylabel("forward + backward, ms")
+        axes.plot(experts, times, marker="o", label=name, linewidth=width)
+    bound = [row["bound"]["milliseconds"] for row in rows]
+    axes.plot(experts, bound, "k:", label="bound")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.legend(fontsize=6)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -483,14 +469,14 @@ def main(argv: list[str] | None = None) -> int:
             }
             kept = [r for r in record["rows"] if r["id"] != row.id]
             record["rows"] = [*kept, measured]
-            print_row(measured)
+            show_row(measured)
             if console().is_terminal:
                 advance(row.id)
             if args.out:
                 write_json(
                     record, args.out
                 )  # after every row, so that a stop loses none
-    print_table(record["rows"])
+    show_rows(record["rows"])
     if args.plot:
         plot(record["rows"], args.plot)
     return 0

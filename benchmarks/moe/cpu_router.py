@@ -23,13 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from measure import (
-    interleaved_seconds,
-    provenance,
-    ratio_record,
-    spread,
-    write_json,
-)
+from measure import interleaved_seconds, provenance, ratio_record, spread, write_json
 
 
 LOGITS = 16  # tensors of them, in turns
@@ -69,14 +63,9 @@ def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, object]:
     T, E, k = shape
     seconds = seconds_of(T, E, k, rounds)
     ours = seconds["moe_topk"]
-    row = {
-        "T": T,
-        "E": E,
-        "k": k,
-        "milliseconds": spread(1e3 * s for s in ours)._asdict(),
-    }
-    peers = ("sort", "topk")
-    return row | {f"{p}_to_ours": ratio_record(seconds[p], ours) for p in peers}
+    ratios = {f"{p}_to_ours": ratio_record(seconds[p], ours) for p in ("sort", "topk")}
+    milliseconds = spread(1e3 * s for s in ours)._asdict()
+    return {"T": T, "E": E, "k": k, "milliseconds": milliseconds, **ratios}
 
 
 def measure_order(T: int, E: int, k: int, order: str) -> dict[str, object]:
@@ -99,8 +88,8 @@ def measure_orders() -> list[dict[str, object]]:
         for order in ORDERS
         if k <= E
     ]
+    rows = []
     with progress("orders", len(cases)) as advance:
-        rows = []
         for case in cases:
             rows.append(measure_order(*case))
             advance()
@@ -117,12 +106,10 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     rows = [measure(shape, arguments.rounds) for shape in ROUTER_SHAPES]
-    median = {n: lambda r, n=n: r[n]["median"] for n in list(rows[0])[3:]}
-    show("F.moe_topk on the CPU", rows, {"T": "T", "E": "E", "k": "k"} | median)
+    show("F.moe_topk on the CPU", rows)
     orders = measure_orders()
     lost = [row for row in orders if row["best_peer_to_ours"] < 1 / 1.1]
-    names = {name: name for name in orders[0]}
-    show(f"Lost: {len(lost)} of {len(orders)} rows", lost, names)
+    show(f"Lost: {len(lost)} of {len(orders)} rows", lost, list(orders[0]))
     if arguments.out:
         write_json({**provenance(), "rows": rows, "orders": orders}, arguments.out)
 

@@ -14,7 +14,6 @@ import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
@@ -25,7 +24,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from ep_rank import counts_of, EXPERTS, measure_rank, routed
-from report import make_parser, show, spread_text
+from report import make_parser, show
 from two_hosts import two_hosts
 
 from measure import on_hosts, provenance, write_json
@@ -102,78 +101,43 @@ def placements(seeds: int) -> list[dict[str, object]]:
     return rows
 
 
-def name_of(row: dict) -> str:
+def case_columns(row: dict) -> dict[str, object]:
+    """What the tables show of a case."""
     placed = ", placed" if row["placed"] else ""
-    return f"{row['routing']}, {row['switch']}{placed}"
-
-
-def kib(*names: str) -> Callable[[dict], str]:
-    return lambda row: f"{total(row, *names) / 1024:,.0f}"
-
-
-def seen(row: dict) -> str:
-    found = row["interface_bytes"]
-    return "-" if found is None else f"{found / 1024:,.0f}"
+    return row | {
+        "layer": f"{row['routing']}, {row['switch']}{placed}",
+        "there_kib": total(row, "rows") / 1024,
+        "back_kib": total(row, "returned") / 1024,
+        "host_to_host_kib": row["crossing_bytes"] / 1024,
+        "step_ms": [1e3 * s for s in row["step_seconds"]],
+        "switch_ms": 1e3 * row["switch_seconds"][0],
+        "collectives_ms": 1e3 * sum(row["wire_seconds"].values()),
+        "predicted_ms": 1e3 * sum(row["predicted_seconds"].values()),
+    }
 
 
 def show_all(result: dict) -> None:
     print(f"{result['hosts']}; 2 gloo ranks each, one thread a rank")
-    layer = {"layer": name_of, "D": "dim", "wire": "wire"}
-    show(
-        "KiB of one forward, all ranks; scales and metadata as a share of the rows there",
-        result["cases"],
-        layer
-        | {
-            "there": kib("rows"),
-            "back": kib("returned"),
-            "/ minimum": "payload_of_minimum",
-            "scales": lambda r: f"{r['scales_share']:.1%}",
-            "metadata": lambda r: f"{r['metadata_share']:.1%}",
-            "host to host": lambda r: f"{r['crossing_bytes'] / 1024:,.0f}",
-            "interface": seen,
-        },
-    )
-    show(
-        "Milliseconds of one layer, slowest rank; imbalance of its token copies",
-        result["cases"],
-        layer
-        | {
-            "fwd + bwd": lambda r: spread_text(r["step_seconds"], 1e3),
-            "switch, fwd": lambda r: 1e3 * r["switch_seconds"][0],
-            "collectives": lambda r: 1e3 * sum(r["wire_seconds"].values()),
-            "predicted": lambda r: 1e3 * sum(r["predicted_seconds"].values()),
-            "imbalance": "imbalance",
-        },
-    )
+    cases = [case_columns(row) for row in result["cases"]]
+    layer = ("layer", "dim", "wire")
+    sent = ("there_kib", "back_kib", "payload_of_minimum", "scales_share")
+    sent += ("metadata_share", "host_to_host_kib", "interface_bytes")
+    title = "KiB of one forward, all ranks; scales and metadata as a share of the rows there"
+    show(title, cases, layer + sent)
+    times = ("step_ms", "switch_ms", "collectives_ms", "predicted_ms", "imbalance")
+    title = "Milliseconds of one layer, slowest rank; imbalance of its token copies"
+    show(title, cases, layer + times)
     links = []
     for level, link in result["links"].items():
-        row = next(r for r in result["cases"] if level in r["levels"])
-        links.append({"level": level, **link, **row})
-    show(
-        "Levels: start and rate of an all-to-all; recorded routing, bfloat16",
-        links,
-        {
-            "level": "level",
-            "start us": lambda r: 1e6 * r["start"],
-            "MB/s": lambda r: 1e-6 * r["rate"],
-            "measured ms": lambda r: 1e3 * r["wire_seconds"][r["level"]],
-            "predicted ms": lambda r: 1e3 * r["predicted_seconds"][r["level"]],
-        },
-    )
-    show(
-        "Heaviest / mean rank load, planned on one draw and judged on another",
-        result["placements"],
-        {
-            "routing": "routing",
-            "ranks": lambda r: (
-                f"{r['ranks'] // r['ranks_per_node']} x {r['ranks_per_node']}"
-            ),
-            "slots a rank": "slots_per_rank",
-            "in order": "before",
-            "placed": "after",
-            "plan ms": "plan_ms",
-        },
-    )
+        row = next(r for r in cases if level in r["levels"])
+        seconds = {"level": level, **link}
+        for name in ("wire_seconds", "predicted_seconds"):
+            seconds[name] = row[name][level]
+        links.append(seconds)
+    title = "Levels: start and rate of an all-to-all; recorded routing, bfloat16"
+    show(title, links)
+    title = "Heaviest / mean rank load, planned on one draw and judged on another"
+    show(title, result["placements"])
 
 
 def main() -> int:

@@ -14,14 +14,11 @@ by the clock over what they take of the process, ``neighbours``, slows the cores
 Choose links that are as slow as the experts then are.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
-import socket
 import statistics
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -40,8 +37,8 @@ from torch.distributed._tools.moe_estimator import inductor_estimate
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from ep_overlap import Layer
-from report import make_parser, show, spread_text
+from ep_overlap import Layer, limit_links
+from report import make_parser, show
 from shapes import COMPILED_OVERLAP_SHAPE as SHAPE, Shape
 
 from measure import (
@@ -53,35 +50,6 @@ from measure import (
     spread,
     write_json,
 )
-
-
-# Of Linux; Python has no names for them.
-_SO_MAX_PACING_RATE, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 47, 32, 33
-
-
-def limit_links(bytes_per_s: float) -> None:
-    """What leaves each TCP socket of this process, from here on.
-
-    With the right to, buffers get room for a whole message: a network card does not wait for a
-    thread of gloo that waits for its core.
-    """
-    rate = struct.pack("Q", int(bytes_per_s))
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            fd = os.dup(int(name))
-        except OSError:
-            continue  # the listing's own
-        try:
-            copy = socket.socket(fileno=fd)
-        except OSError:
-            os.close(fd)
-            continue
-        with copy:
-            if copy.family in (socket.AF_INET, socket.AF_INET6):
-                copy.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
-                for buffer in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
-                    with contextlib.suppress(PermissionError):
-                        copy.setsockopt(socket.SOL_SOCKET, buffer, 4 << 20)
 
 
 class CompiledLayer(Layer):
@@ -215,10 +183,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
     args = parser.parse_args()
     rows, _ = on_gloo_ranks(2, measure, args.chunks, args.link_mb_per_s, args.rounds)
-    columns = {name: name for name in rows[0]}
-    for name in ("ms", "gain"):
-        columns[name] = lambda row, name=name: spread_text(row[name])
-    show("Compiled layers on two gloo ranks, forward", rows, columns)
+    show("Compiled layers on two gloo ranks, forward", rows)
     if args.out:
         result = {
             **provenance(),

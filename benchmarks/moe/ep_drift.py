@@ -125,7 +125,7 @@ def main() -> None:
     show(
         f"{args.ranks} ranks, {E} experts, {args.steps} steps of drifting routing",
         rows,
-        {name: name for name in list(rows[0])[:4]},
+        list(rows[0])[:4],
     )
     if args.out:
         settings = {"ranks": args.ranks, "steps": args.steps}

@@ -138,15 +138,6 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, object]]:
     return rows
 
 
-def show_rows(title: str, rows: list[dict]) -> None:
-    columns = {n: n for n in ("tokens", "part", "form", "plain_cpu_ms", "cpu_ms")}
-    for clock in ("cpu", "wall"):
-        columns[clock] = lambda r, c=clock: "{:.2f} ({:.2f} - {:.2f})".format(
-            r[f"{c}_ratio"]["median"], *r[f"{c}_ratio"]["interval"]
-        )
-    show(title, rows, columns)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="of all hosts")
@@ -168,7 +159,9 @@ def main() -> None:
             rows = on_gloo_ranks(args.ranks, measure_all, args)[0]
         rows = [{"hosts": hosts, **row} for row in rows]
         where = f"{args.ranks} gloo ranks on {hosts} host(s), {SIZES}"
-        show_rows(f"{where}: ms, and plain / ours (interval)", rows)
+        columns = ("tokens", "part", "form", "plain_cpu_ms", "cpu_ms")
+        columns += ("cpu_ratio", "wall_ratio")
+        show(f"{where}: ms, and plain / ours [interval]", rows, columns)
         fields["rows"] += rows
         if args.json:
             write_json(fields, args.json)

@@ -8,26 +8,30 @@ one for computation, then give the time under a schedule. Beside it, the schedul
 interleaved with the plain order of parts. All are medians over rounds of the slowest rank.
 
 Links. ``gloo``: communication is copying, which takes the core that the experts compute on, so
-that there is little to hide behind: the simulation does not describe this machine. The others:
-gloo, and after each collective the time that its bytes to others would take at one of
-``--link-gb-per-s``, spent sleeping. That time takes no core, as a network card takes none; the
-longer it is, the more of the communication is what the simulation assumes.
+that there is little to hide behind: the simulation does not describe this machine. The others: the kernel paces what
+leaves the sockets of gloo (``SO_MAX_PACING_RATE``) to one of ``--link-gb-per-s``. That time takes no
+core, as a network card takes none; the longer it is, the more of the communication is what the
+simulation assumes.
 """
 
 import argparse
 import contextlib
 import functools
+import os
 import pathlib
+import socket
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable
+
+from ep_rank import RankLayer
+from report import make_parser, show
+from shapes import OVERLAP_SHAPE, Shape
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._moe.exchange import Exchange, Splits
 from torch.distributed._moe.schedule import (
     OverlapSchedule,
     PartSeconds,
@@ -36,49 +40,43 @@ from torch.distributed._moe.schedule import (
 )
 from torch.distributed._moe.switch import TokenSwitchAllToAll
 
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from ep_rank import RankLayer
-from report import make_parser, show, spread_text
-from shapes import OVERLAP_SHAPE, Shape
-
 from measure import (
     interleaved_seconds,
     on_gloo_ranks,
     over_ranks,
     provenance,
-    Spread,
     spread,
     write_json,
 )
 
 
-@contextlib.contextmanager
-def slow_link(switch: TokenSwitchAllToAll, bytes_per_s: float) -> Iterator[None]:
-    """Every collective takes longer, by the time that a link of this rate would take."""
+# Of Linux; Python has no names for them.
+_SO_MAX_PACING_RATE, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 47, 32, 33
 
-    def send(
-        self: Exchange, send: Callable, x: Tensor, splits: Splits, *args, **kwargs
-    ) -> Tensor:
-        out = send(x, splits, *args, **kwargs)
-        # Both directions at once; what the slower one carries.
-        row = x.nbytes / max(x.shape[0], 1)
-        mine = dist.get_rank(self.group)
-        others = []
-        for rows, total in ((splits.send, x.shape[0]), (splits.recv, out.shape[0])):
-            here = total // self.num_ranks if rows is None else rows[mine]
-            others.append(total - here)
-        time.sleep(max(others) * row / bytes_per_s)
-        return out
 
-    for level in switch.levels:
-        level.send = functools.partial(send, level, level.send)
-    try:
-        yield
-    finally:
-        for level in switch.levels:
-            del level.send
+def limit_links(bytes_per_s: float) -> None:
+    """What leaves each TCP socket of this process, from here on.
+
+    With the right to, buffers get room for a whole message: a network card does not wait for a
+    thread of gloo that waits for its core.
+    """
+    rate = struct.pack("Q", int(bytes_per_s))
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fd = os.dup(int(name))
+        except OSError:
+            continue  # the listing's own
+        try:
+            copy = socket.socket(fileno=fd)
+        except OSError:
+            os.close(fd)
+            continue
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                copy.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+                for buffer in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
+                    with contextlib.suppress(PermissionError):
+                        copy.setsockopt(socket.SOL_SOCKET, buffer, 4 << 20)
 
 
 class Layer(RankLayer):
@@ -123,10 +121,6 @@ def part_seconds(times: dict, chunks: int) -> PartSeconds:
     return PartSeconds(*(medians(name) for name in names), shared)
 
 
-def milliseconds(times: Spread) -> list[float]:
-    return [1e3 * t for t in times]
-
-
 @torch.no_grad()
 def measure_link(
     layer: Layer, link: str, args: argparse.Namespace
@@ -166,21 +160,24 @@ def measure_link(
                 "sequential_parts_ms": 1e3 * plain.total(),
                 "simulated_ms": 1e3 * simulated,
                 "simulated_gain": plain.total() / simulated,
-                "sequential_measured_ms": milliseconds(sequential),
-                "measured_ms": milliseconds(measured),
+                "sequential_measured_ms": [1e3 * t for t in sequential],
+                "measured_ms": [1e3 * t for t in measured],
                 "measured_gain": sequential.median / measured.median,
             }
         )
     return rows
 
 
+def sizes_of(args: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(args, name) for name in OVERLAP_SHAPE.sizes()}
+
+
 def measure_links(args: argparse.Namespace) -> list[dict[str, object]]:
-    sizes = (getattr(args, name) for name in OVERLAP_SHAPE.sizes())
-    layer = Layer(Shape("overlap", *sizes))
+    layer = Layer(Shape("overlap", *sizes_of(args).values()))
     rows = measure_link(layer, "gloo", args)
     for rate in args.link_gb_per_s:
-        with slow_link(layer.switch, 1e9 * rate):
-            rows += measure_link(layer, f"{rate} GB/s, no core", args)
+        limit_links(1e9 * rate)
+        rows += measure_link(layer, f"{rate} GB/s, no core", args)
     return rows
 
 
@@ -196,17 +193,12 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = on_gloo_ranks(args.ranks, measure_links, args)[0]
-    columns = {n: n for n in rows[0] if "_measured_" not in n and n != "measured_ms"}
-    for name in ("sequential_measured_ms", "measured_ms"):
-        columns[name] = lambda r, n=name: spread_text(r[n])
-    show("A layer on gloo ranks, forward", rows, columns)
+    show("A layer on gloo ranks, forward", rows)
     if args.out:
         result = {
             **provenance(),
             "ranks": args.ranks,
-            "tokens_per_rank": {
-                name: getattr(args, name) for name in OVERLAP_SHAPE.sizes()
-            },
+            "tokens_per_rank": sizes_of(args),
             "rounds": args.rounds,
             "milliseconds": "median, or median, p10 and p90, of the slowest rank",
             "rows": rows,

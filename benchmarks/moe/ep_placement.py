@@ -9,7 +9,6 @@ be below. Times are CPU milliseconds per layer, single-threaded. ``--out`` also 
 ep_placement.json.
 """
 
-import argparse
 import gc
 import pathlib
 import sys
@@ -31,7 +30,7 @@ from moe_placement import (
     LOADS,
     placement_bound,
 )
-from report import show
+from report import make_parser, show
 
 from measure import provenance, write_json
 
@@ -132,14 +131,14 @@ def drift_row(kind, sigma, shared, seeds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=10, help="draws per row")
     parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(args.seeds)
     static = [static_row(*case, kind, seeds) for case in STATIC for kind in LOADS]
-    show("Same loads", static, {name: name for name in static[0]})
+    show("Same loads", static)
     drift = [
         drift_row(kind, sigma, shared, seeds)
         for sigma in DRIFTS
@@ -147,7 +146,7 @@ def main():
         for shared in SHARED
     ]
     title = "64 ranks in nodes of 8, 4 experts and 2 free slots each"
-    show(title, drift, {name: name for name in drift[0]})
+    show(title, drift)
     if args.out:
         result = {
             "provenance": provenance(),

@@ -1,7 +1,7 @@
 """Checks, times and tunes the MoE Triton kernels on whatever GPU is there.
 
 For a bare machine: torch >= 2.11 and Triton >= 3.6, no network, no installed package of
-this repository. Carry this file, lab/, measure.py, peers.py and shapes.py beside it,
+this repository. Carry this file, lab/, measure.py, peers.py, report.py and shapes.py beside it,
 torch/_native/ops/moe and torch/testing/_internal/moe_*.py; everything is loaded by path.
 
     python benchmarks/moe/gpu_lab.py --output run.json    # on a GPU, under 8 minutes
@@ -64,7 +64,13 @@ from shapes import (
 
 import torch
 
-from measure import affordable_rounds, interleaved_seconds, spread, write_json
+from measure import (
+    affordable_rounds,
+    interleaved_seconds,
+    saved_bytes,
+    spread,
+    write_json,
+)
 
 
 # Shared memory of a program in a rehearsal, where no device says.
@@ -224,7 +230,7 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
     row["spread_ms"] = {name: [s.p10, s.p90] for name, s in spreads.items()}
     row["bound_ms"] = {k: shape.bound_ms(k, *ceilings) for k in ("forward", "step")}
     row["predicted_h100_ms"] = predicted_ms(shape)
-    row["held_bytes"] = _held_bytes(lab.device, found, operands, functions)
+    row["held_bytes"] = _held_bytes(found, operands, functions)
     return row
 
 
@@ -265,19 +271,14 @@ def predicted_ms(shape: Shape) -> dict[str, object]:
     return {}
 
 
-def _held_bytes(device, found: list[peers.Peer], operands, functions: dict) -> dict:
-    """What each layer holds between forward and backward; nothing on a CPU."""
-    if device.type != "cuda":
-        return {}
+def _held_bytes(found: list[peers.Peer], operands, functions: dict) -> dict[str, int]:
+    """What each layer that ran holds between forward and backward, its weights aside."""
     held = {}
     for peer in found:
         name = "ours" if peer.name == peers.OURS else peer.name
         if f"{name}/step" in functions:
-            leaves = peer.leaves(operands)
-            before = torch.cuda.memory_allocated()
-            output = peer.call(*operands.layer_args()[:3], *leaves)
-            held[name] = torch.cuda.memory_allocated() - before
-            del output
+            args = (*operands.layer_args()[:3], *peer.leaves(operands))
+            held[name] = saved_bytes(lambda: peer.call(*args), args[3:])
     return held
 
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 
 from peers import sorted_grouped_mm
-from report import show
+from report import make_parser, show
 from shapes import ACCUMULATION_SHAPES, make_operands, Operands, Shape
 
 import torch
@@ -118,9 +118,7 @@ def measure_all(args: argparse.Namespace) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
     parser.add_argument("--rounds", type=int, default=9)
     names = list(ALLOCATORS)
@@ -139,14 +137,8 @@ def main() -> None:
         return
     rows = measure_all(args)
 
-    def ratio(name: str) -> Callable[[dict], str]:
-        return lambda r: "{:.2f} [{:.2f}, {:.2f}]".format(
-            r[f"{name}_to_in_place"]["median"], *r[f"{name}_to_in_place"]["interval"]
-        )
-
-    columns = {n: n for n in ("allocator", "pass", "id")}
-    columns |= {"ms": lambda r: r["milliseconds"]["in_place"][0]}
-    columns |= {f"{n} / in place": ratio(n) for n in ("autograd", "grouped_mm")}
+    columns = ("allocator", "pass", "id", "milliseconds.in_place")
+    columns += ("autograd_to_in_place", "grouped_mm_to_in_place")
     show("Forward and backward, bfloat16, one thread", rows, columns)
     if args.out:
         write_json({**provenance(), "rows": rows}, args.out)

@@ -9,16 +9,16 @@ Each probe returns ``(closed, evidence)``: ``closed`` is True when the gap no
 longer exists in this torch.
 """
 
-import argparse
-import json
 import pathlib
 from collections.abc import Callable
+
+from report import make_parser, show
 
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from measure import provenance
+from measure import provenance, write_json
 
 
 def operands(
@@ -129,20 +129,16 @@ PROBES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
     args = parser.parse_args()
-    rows = []
-    for probe in PROBES:
-        closed, evidence = probe()
-        rows.append({"gap": probe.__name__, "closed": closed, "evidence": evidence})
-        print(f"{probe.__name__:18} {'closed' if closed else 'OPEN':7} {evidence}")
+    found = [(probe.__name__, *probe()) for probe in PROBES]
+    rows = [dict(zip(("gap", "closed", "evidence"), values)) for values in found]
+    show("Gaps of F.grouped_mm", rows)
     if args.out:
         record = {**provenance(), "rows": rows}
         del record["git"]  # the rows are of a torch, not of this tree
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(record, args.out)
 
 
 if __name__ == "__main__":

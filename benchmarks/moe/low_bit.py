@@ -128,60 +128,41 @@ def run_loop(x: Tensor, routing: Routing, first: Linear, second: Linear) -> Tens
     return out
 
 
-# ---- peers: each makes (first, second) linears from the plain pairs of a format ---------
+# ---- peers: a linear layer of every expert from the plain data and scale of a format ----
 
 
-def int8pack(pairs: list[list[Tensor]]) -> list[Linear]:
-    def linear(data: Tensor, scale: Tensor) -> Linear:
-        scales = scale.squeeze(2).to(torch.bfloat16)
-        return lambda x, e: torch._weight_int8pack_mm(x, data[e], scales[e])
-
-    return [linear(*pair) for pair in pairs]
+def int8pack(data: Tensor, scale: Tensor) -> Linear:
+    scales = scale.squeeze(2).to(torch.bfloat16)
+    return lambda x, e: torch._weight_int8pack_mm(x, data[e], scales[e])
 
 
-def int4pack(pairs: list[list[Tensor]]) -> list[Linear]:
-    def linear(data: Tensor, scale: Tensor) -> Linear:
-        E, N, _ = data.shape
-        packed = []
-        for codes in data:
-            both = torch.stack([codes & 15, codes >> 4], -1).flatten(1).int()
-            packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(both, 1))
-        pairs = torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
-        pairs = pairs.transpose(1, 2).contiguous()  # (E, groups, N, 2)
-        return lambda x, e: torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x, packed[e], 32, pairs[e]
-        )
-
-    return [linear(*pair) for pair in pairs]
+def int4pack(data: Tensor, scale: Tensor) -> Linear:
+    packed = []
+    for codes in data:
+        both = torch.stack([codes & 15, codes >> 4], -1).flatten(1).int()
+        packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(both, 1))
+    pairs = torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
+    pairs = pairs.transpose(1, 2).contiguous()  # (E, groups, N, 2)
+    mm = torch.ops.aten._weight_int4pack_mm_for_cpu
+    return lambda x, e: mm(x, packed[e], 32, pairs[e])
 
 
-def dyn_quant(pairs: list[list[Tensor]]) -> list[Linear]:
+def dyn_quant(data: Tensor, scale: Tensor) -> Linear:
     """Rows are rounded to int8 inside."""
-
-    def linear(data: Tensor, scale: Tensor) -> Linear:
-        E, N, half = data.shape
-        packed = [
-            torch.ops.aten._dyn_quant_pack_4bit_weight(
-                codes, scale[e].to(torch.bfloat16), None, 32, 2 * half, N
-            )
-            for e, codes in enumerate(data)
-        ]
-        return lambda x, e: torch.ops.aten._dyn_quant_matmul_4bit(
-            x.float(), packed[e], 32, 2 * half, N
-        ).to(x.dtype)
-
-    return [linear(*pair) for pair in pairs]
+    E, N, half = data.shape
+    sizes = (32, 2 * half, N)
+    scales = scale.to(torch.bfloat16)
+    pack, mm = (
+        torch.ops.aten._dyn_quant_pack_4bit_weight,
+        torch.ops.aten._dyn_quant_matmul_4bit,
+    )
+    packed = [pack(data[e], scales[e], None, *sizes) for e in range(E)]
+    return lambda x, e: mm(x.float(), packed[e], *sizes).to(x.dtype)
 
 
-def dequantize_linear(pairs: list[list[Tensor]]) -> list[Linear]:
+def dequantize_linear(data: Tensor, scale: Tensor) -> Linear:
     """Only rowwise FP8: PyTorch converts the weight of an expert in every call."""
-
-    def linear(data: Tensor, scale: Tensor) -> Linear:
-        return lambda x, e: (
-            F.linear(x, data[e].to(x.dtype)) * scale[e, :, 0].to(x.dtype)
-        )
-
-    return [linear(*pair) for pair in pairs]
+    return lambda x, e: F.linear(x, data[e].to(x.dtype)) * scale[e, :, 0].to(x.dtype)
 
 
 PEERS: dict[str, dict[str, Callable]] = {
@@ -235,7 +216,7 @@ def forms_of(
             x, r, fmt, panels, True, True
         )
     for name, make in PEERS.get(fmt.name, {}).items():
-        first, second = make(pairs)
+        first, second = (make(*pair) for pair in pairs)
         forms[name] = lambda x, r, a=first, b=second: run_loop(x, r, a, b)
     return forms
 
@@ -340,21 +321,9 @@ def main(argv: list[str] | None = None) -> int:
                     if arguments.out:
                         write_json({**provenance(), "rows": rows}, arguments.out)
 
-    def ratio(form: str) -> Callable[[Mapping], object]:
-        return lambda row: (
-            row["forms"].get(form, {}).get("bf16_over_this", {}).get("median")
-        )
-
-    columns = {"id": lambda r: r["id"]} | {
-        form: ratio(form)
-        for form in (
-            "checkpoint",
-            "panels",
-            "checkpoint, int8 rows",
-            "panels, int8 rows",
-        )
-    }
-    show("bfloat16 over low-bit weights", rows, columns)
+    forms = ("checkpoint", "panels", "checkpoint, int8 rows", "panels, int8 rows")
+    columns = {form: f"forms.{form}.bf16_over_this" for form in forms}
+    show("bfloat16 over low-bit weights", rows, {"row": "id", **columns})
     return 0
 
 

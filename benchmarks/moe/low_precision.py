@@ -17,9 +17,11 @@ import collections
 import functools
 import itertools
 import pathlib
+from collections.abc import Callable
 
 from peers import MoEBlock
 from report import make_parser, progress, show
+from shapes import make_operands, Shape
 
 import torch
 import torch.nn.functional as F
@@ -82,21 +84,15 @@ def dual_moe_mlp(
     return y.to(x.dtype)
 
 
-def scaled_block(recipe: str, **options: object) -> MoEBlock:
-    return MoEBlock(
-        F.moe_topk, functools.partial(F.scaled_moe_mlp, recipe=recipe, **options)
-    )
+def scaled_moe_mlp(recipe: str, **options: object) -> Callable[..., Tensor]:
+    return functools.partial(F.scaled_moe_mlp, recipe=recipe, **options)
 
 
 def blocks(recipe: str) -> dict[str, MoEBlock]:
-    return {
-        "bf16": MoEBlock(F.moe_topk, F.moe_mlp),
-        "dual": MoEBlock(F.moe_topk, dual_moe_mlp),
-        **{
-            name: scaled_block(recipe, **FORMATS[name])
-            for name in ("float8 H", "int8 H")
-        },
-    }
+    layers = {"bf16": F.moe_mlp, "dual": dual_moe_mlp}
+    for name in ("float8 H", "int8 H"):
+        layers[name] = scaled_moe_mlp(recipe, **FORMATS[name])
+    return {name: MoEBlock(F.moe_topk, experts) for name, experts in layers.items()}
 
 
 def differences(losses: list[float], reference: list[float]) -> dict[str, float]:
@@ -161,7 +157,7 @@ def noise(model, window):
     samples = [sample.routed(block) for sample in capture(model, window)]
     rows = []
     variants = [("bf16", "-", F.moe_mlp), ("mxfp8", "dual", dual_moe_mlp)] + [
-        (recipe, name, functools.partial(F.scaled_moe_mlp, recipe=recipe, **options))
+        (recipe, name, scaled_moe_mlp(recipe, **options))
         for recipe, (name, options) in itertools.product(
             F._MOE_RECIPES, FORMATS.items()
         )
@@ -179,22 +175,15 @@ def noise(model, window):
     return rows
 
 
-def saved(T: int, D: int, H: int, E: int, K: int) -> list[dict[str, object]]:
+def saved(shape: Shape) -> list[dict[str, object]]:
     """Bytes that a layer saves, parameters aside."""
-    x = torch.randn(T, D, dtype=torch.bfloat16, requires_grad=True)
-    ids = torch.rand(T, E).topk(K).indices
-    weights = torch.rand(T, K, requires_grad=True)
-    w_in = torch.zeros(E, 2 * H, D, dtype=torch.bfloat16, requires_grad=True)
-    w_out = torch.zeros(E, D, H, dtype=torch.bfloat16, requires_grad=True)
+    operands = make_operands(shape, weights_dtype=torch.float32)
     rows = []
     for name, recipe in (("bf16", None), *((r, r) for r in F._MOE_RECIPES)):
         count = saved_bytes(
-            lambda: F.moe_mlp(x, ids, weights, w_in, w_out, recipe=recipe),
-            (w_in, w_out),
+            lambda: F.moe_mlp(*operands.layer_args(), recipe=recipe), operands.stored()
         )
-        rows.append(
-            {"T": T, "D": D, "F": H, "E": E, "K": K, "recipe": name, "bytes": count}
-        )
+        rows.append({**shape.sizes(), "recipe": name, "bytes": count})
     for row in rows:
         row["of_bf16"] = row["bytes"] / rows[0]["bytes"]
     return rows
@@ -237,26 +226,16 @@ def main() -> None:
             "runs": rows,
             "over_dual": over_dual(rows),
             "noise": noises,
-            "saved": saved(512, 2048, 768, 16, 8),
+            "saved": saved(Shape("saved", 512, 2048, 768, 16, 8)),
             "losses": losses,
         }
         if arguments.out is not None:
             write_json(fields, arguments.out)
-    runs_columns = {
-        "run": "run",
-        "seed": "seed",
-        "held out": "held_out",
-        "largest difference": lambda r: f"{r['difference']['largest']:.4f}",
-        "mean": lambda r: f"{r['difference']['mean']:.4f}",
-    }
-    show("Loss next to bf16", rows, runs_columns)
-    show(
-        "Over dual, all seeds",
-        fields["over_dual"],
-        {c: c for c in ("run", "difference", "over_dual")},
-    )
-    show("SQNR, dB", noises, {c: c for c in ("recipe", "saved", "seed", *NAMES)})
-    show("Saved bytes", fields["saved"], {c: c for c in ("recipe", "bytes", "of_bf16")})
+    differences = ("difference.largest", "difference.mean")
+    show("Loss next to bf16", rows, ("run", "seed", "held_out", *differences))
+    show("Over dual, all seeds", fields["over_dual"])
+    show("SQNR, dB", noises, ("recipe", "saved", "seed", *NAMES))
+    show("Saved bytes", fields["saved"], ("recipe", "bytes", "of_bf16"))
 
 
 if __name__ == "__main__":

@@ -128,6 +128,10 @@ def _sorted_by_expert(
     return slots_R, experts_R, counts_E.cumsum(0, dtype=torch.int32)
 
 
+def _plus_bias(x_RN: Tensor, bias_EN: Tensor | None, experts_R: Tensor) -> Tensor:
+    return x_RN if bias_EN is None else x_RN + bias_EN[experts_R]
+
+
 def _sum_over_slots(o_RD: Tensor, slots_R: Tensor, weights_TK: Tensor) -> Tensor:
     """Weight the rows, put them back into slot order and sum those of a token."""
     T, K = weights_TK.shape
@@ -155,11 +159,9 @@ def sorted_grouped_mm(
     slots_R, experts_R, offs_E = _sorted_by_expert(indices_TK, w_in_EGD.shape[0])
     x_RD = x_TD[slots_R // indices_TK.shape[1]]
     h_RG = F.grouped_mm(x_RD, w_in_EGD.mT, offs=offs_E)
-    if b_in_EG is not None:
-        h_RG = h_RG + b_in_EG[experts_R]
-    o_RD = F.grouped_mm(gate(h_RG), w_out_EDF.mT, offs=offs_E)
-    if b_out_ED is not None:
-        o_RD = o_RD + b_out_ED[experts_R]
+    a_RF = gate(_plus_bias(h_RG, b_in_EG, experts_R))
+    o_RD = F.grouped_mm(a_RF, w_out_EDF.mT, offs=offs_E)
+    o_RD = _plus_bias(o_RD, b_out_ED, experts_R)
     return _sum_over_slots(o_RD, slots_R, weights_TK).to(x_TD.dtype)
 
 
@@ -207,12 +209,9 @@ def batched_mm(
     experts_R = indices_TK.flatten()
     x_RD1 = x_TD.repeat_interleave(K, 0)[..., None]
     h_RG = torch.bmm(w_in_EGD[experts_R], x_RD1).squeeze(-1)
-    if b_in_EG is not None:
-        h_RG = h_RG + b_in_EG[experts_R]
-    o_RD = torch.bmm(w_out_EDF[experts_R], gate(h_RG)[..., None]).squeeze(-1)
-    if b_out_ED is not None:
-        o_RD = o_RD + b_out_ED[experts_R]
-    o_RD = o_RD * weights_TK.flatten()[:, None]
+    a_RF1 = gate(_plus_bias(h_RG, b_in_EG, experts_R))[..., None]
+    o_RD = torch.bmm(w_out_EDF[experts_R], a_RF1).squeeze(-1)
+    o_RD = _plus_bias(o_RD, b_out_ED, experts_R) * weights_TK.flatten()[:, None]
     return o_RD.view(T, K, -1).sum(1).to(x_TD.dtype)
 
 

@@ -1,7 +1,6 @@
 """The performance model against published rows: errors by level and by source.
 
     python benchmarks/moe/published.py                  # the table
-    python benchmarks/moe/published.py --worst 20       # and the rows it misses
     python benchmarks/moe/published.py --csv more.csv   # rows that no constant has seen
     python benchmarks/moe/published.py --fit            # the constants of moe_calibration.py
     python benchmarks/moe/published.py --inductor       # Inductor's estimate of an all-to-all
@@ -451,17 +450,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         print(f"{r['rows']:24}{r['n']:5}{r['median']:10}{r['p90']:8}{r['bias']:+8}")
 
 
-def print_worst(errs: list[tuple[float, Row, float]], n: int) -> None:
-    held = [e for e in errs if e[1]["split"] == "held out"]
-    for off, r, value in sorted(held, key=lambda e: -abs(e[0]))[:n]:
-        layout = " ".join(f"{k}{r[k]}" for k in ("T", "EP", "TP", "PP", "mbs") if r[k])
-        print(
-            f"{off:+6.0%} {r['id']} {r['level']} {r['pass']} {r['model']} {r['gpu']} "
-            f"{r['impl']} {r['dtype']} {layout}: {r['value']} {r['unit']}, "
-            f"model {value:.4g}"
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
     parser.add_argument("--csv", type=pathlib.Path, default=HERE / "published.csv")
@@ -471,7 +459,6 @@ def main() -> None:
     parser.add_argument(
         "--inductor", action="store_true", help="errors of comm_analysis instead"
     )
-    parser.add_argument("--worst", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     rows = scored(args.csv)
@@ -494,7 +481,6 @@ def main() -> None:
         errs = errors(rows, Predictor())
         result = table(errs)
     print_table(result)
-    print_worst(errs, args.worst)
     if args.json:
         data = {
             "command": "python benchmarks/moe/published.py"

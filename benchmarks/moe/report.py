@@ -1,24 +1,28 @@
-"""What the benchmarks print: progress, and tables of rows; rich is all they need."""
+"""What the benchmarks print and draw: progress, tables of rows, figures.
+
+rich and matplotlib are imported where they are used: a bare GPU machine may have neither.
+"""
 
 import argparse
 import contextlib
 import itertools
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
-
-import rich.box
-import rich.console
-import rich.progress
-import rich.table
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TYPE_CHECKING
 
 from measure import Spread
+
+
+if TYPE_CHECKING:
+    import rich.console
 
 
 LOG_WIDTH = 150  # of the tables where there is no terminal to ask
 
 
-def console() -> rich.console.Console:
+def console() -> "rich.console.Console":
+    import rich.console
+
     found = rich.console.Console(highlight=False)
     if not found.is_terminal:
         found.width = LOG_WIDTH
@@ -38,6 +42,8 @@ def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
 
         yield advance
         return
+    import rich.progress
+
     columns = (
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
@@ -77,30 +83,44 @@ def spread_text(values: Iterable[float], scale: float = 1.0, digits: int = 1) ->
     return f"{median} ({low} - {high})"
 
 
-def mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.1f}"
-
-
 def _cell(value: object) -> str:
-    if isinstance(value, Spread):
+    if isinstance(value, Spread | list):  # JSON has no tuples
         return spread_text(value, digits=2)
+    if isinstance(value, Mapping) and "interval" in value:
+        return "{:.2f} [{:.2f}, {:.2f}]".format(value["median"], *value["interval"])
+    if isinstance(value, Mapping) and "median" in value:
+        return _cell(Spread(**value))
     if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return "" if value is None else str(value)
+
+
+def at(row: Mapping[str, Any], path: str) -> object:
+    """The value at "key.key" of nested objects; None where there is none."""
+    for key in path.split("."):
+        row = row.get(key) if isinstance(row, Mapping) else None
+    return row
 
 
 def show(
     title: str,
-    rows: Iterable[Mapping[str, object]],
-    columns: Mapping[str, str | Callable[[Mapping], object]],
+    rows: Sequence[Mapping[str, object]],
+    columns: Iterable[str] | Mapping[str, str | Callable[[Mapping], object]] = (),
 ) -> None:
-    """A table.
+    """A table; a spread is its median and deciles, a ratio its median and interval.
 
     Args:
-        columns: heading -> key of the rows, or a function of a row. The first is left-aligned.
+        columns: keys of the rows, "key.key" for nested ones; or heading -> key, or a function
+            of a row. The first is left-aligned. Default: all keys of the first row.
     """
+    import rich.box
+    import rich.table
+
+    columns = columns or list(rows[0])
+    if not isinstance(columns, Mapping):
+        columns = {key: key for key in columns}
     cells = [
-        [_cell(row[c] if isinstance(c, str) else c(row)) for c in columns.values()]
+        [_cell(at(row, c) if isinstance(c, str) else c(row)) for c in columns.values()]
         for row in rows
     ]
     table = rich.table.Table(

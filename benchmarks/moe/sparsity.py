@@ -11,18 +11,16 @@ quantisation, predicted. With ``--clock process`` and one thread the time of thi
 counts, for a machine with neighbours.
 """
 
-import argparse
 import itertools
 import math
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from ep_rank import RankLayer
-from report import figure
+from peers import make_peers
+from report import at, figure, make_parser, show
 from shapes import CPU_ROWS, make_operands, Operands, Row, Shape
 
 import torch
@@ -54,23 +52,17 @@ SWEEPS = {
 RANKS = 8
 
 
-def call_of(row: Row, operands: list[Operands]):  # type: ignore[no-untyped-def]
+def call_of(row: Row, layers: list[Operands]) -> Callable[[], None]:
     """``F.moe_mlp`` on the layers of a row."""
-    options = row.shape.activation()
+    ours, *_ = make_peers(row.shape)[0]
+    leaves = [ours.leaves(o) for o in layers]
 
     def call() -> None:
-        for o in operands:
-            x, w = o.x, o.weights
-            leaves = [t.requires_grad_(row.backward) for t in (x, w, *o.stored())]
-            w_in, w_out, b_in, b_out = o.w_in, o.w_out, o.b_in, o.b_out
-            if row.shape.gpt_oss:
-                w_in, w_out = w_in.mT, w_out.mT
+        for o, weights in zip(layers, leaves):
             with torch.set_grad_enabled(row.backward):
-                y = torch.nn.functional.moe_mlp(
-                    x, o.ids, w, w_in, w_out, b_in=b_in, b_out=b_out, **options
-                )
-                if row.backward:
-                    torch.autograd.grad(y, leaves, o.grad)
+                y = ours.call(o.x, o.ids, o.weights, *weights)
+            if row.backward:
+                torch.autograd.grad(y, (o.x, o.weights, *weights), o.grad)
 
     return call
 
@@ -103,10 +95,7 @@ def measure(p: Profile, rows: Iterable[Row], seconds: float, clock: str) -> list
             {"id": row.id, **row.shape.sizes(), "ms": 1e3 * got, "model_ms": 1e3 * model,
              "error": model / got - 1}
         )  # fmt: skip
-        print(
-            f"{row.id:44} {1e3 * got:9.2f} ms  model {1e3 * model:9.2f}  {model / got - 1:+.0%}"
-        )
-        sys.stdout.flush()
+    show("Measured and predicted", out, ("id", "ms", "model_ms", "error"))
     return out
 
 
@@ -174,32 +163,26 @@ def sweep(p: Profile, seconds: float, clock: str) -> list[dict]:
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:
+    parts = ("compute", "memory", "communication", "quantisation")
     with figure(path, 3, 2, figsize=(9, 8)) as axes:
-        _plot(rows, axes)
-
-
-def _plot(rows: list[dict], axes: Any) -> None:
-    colors = {"compute": "tab:blue", "memory": "tab:orange", "communication": "tab:green",
-              "quantisation": "tab:red"}  # fmt: skip
-    for column, name in enumerate(SWEEPS):
-        mine = [r for r in rows if r["sweep"] == name]
-        labels = [f"F{r['F']}\nE{r['E']} K{r['K']}" for r in mine]
-        for line, where in enumerate(("cpu", "H100", "B200")):
-            panel, bottom = axes[line][column], [0.0] * len(mine)
-            whole = [r["model_ms"] if where == "cpu" else r[where]["ms"] for r in mine]
-            for part, color in colors.items():
-                heights = [r[where].get(part, 0.0) * w for r, w in zip(mine, whole)]
-                panel.bar(labels, heights, bottom=bottom, color=color, label=part)
-                bottom = [a + b for a, b in zip(bottom, heights)]
-            if where == "cpu":
-                panel.plot(labels, [r["ms"] for r in mine], "kx", label="measured")
-            panel.set_title(
-                f"{name}: {'this CPU' if where == 'cpu' else where + ', predicted'}",
-                fontsize=9,
-            )
-            panel.set_ylabel("ms, fwd + bwd", fontsize=8)
-            panel.tick_params(labelsize=7)
-    axes[0][0].legend(fontsize=7)
+        for where, line in zip(("cpu", "H100", "B200"), axes):
+            for name, panel in zip(SWEEPS, line):
+                mine = [r for r in rows if r["sweep"] == name]
+                labels = [f"F{r['F']}\nE{r['E']} K{r['K']}" for r in mine]
+                key = "model_ms" if where == "cpu" else f"{where}.ms"
+                whole = [at(r, key) for r in mine]
+                bottom = [0.0] * len(mine)
+                for part in parts:
+                    heights = [r[where].get(part, 0.0) * w for r, w in zip(mine, whole)]
+                    panel.bar(labels, heights, bottom=bottom, label=part)
+                    bottom = [a + b for a, b in zip(bottom, heights)]
+                if where == "cpu":
+                    panel.plot(labels, [r["ms"] for r in mine], "kx", label="measured")
+                title = "this CPU" if where == "cpu" else f"{where}, predicted"
+                panel.set_title(f"{name}: {title}", fontsize=9)
+                panel.set_ylabel("ms, fwd + bwd", fontsize=8)
+                panel.tick_params(labelsize=7)
+        axes[0][0].legend(fontsize=7)
 
 
 # ---- two gloo ranks --------------------------------------------------------------------
@@ -244,17 +227,11 @@ def gloo(seconds: float, clock: str) -> dict:
         rows.append({"pass": pass_, "T": tokens, "F": f, "E": e, "K": k,
                      "ms": 1e3 * slowest, "model_ms": 1e3 * model,
                      "error": model / slowest - 1})  # fmt: skip
-    if dist.get_rank() == 0:
-        for r in rows:
-            print(
-                f"{r['pass']:8} T{r['T']} F{r['F']} E{r['E']} K{r['K']} {r['ms']:9.2f} ms  "
-                f"model {r['model_ms']:9.2f}  {r['error']:+.0%}", flush=True
-            )  # fmt: skip
     return {"rows": rows, "profile": p.to_json()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = make_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="the rows of cpu_ops.py")
     parser.add_argument("--gloo", action="store_true", help="a step of two gloo ranks")
     parser.add_argument(
@@ -272,6 +249,7 @@ def main() -> None:
     record = provenance()
     if args.gloo:
         record |= on_gloo_ranks(2, gloo, args.calibrate, args.clock)[0]
+        show("A step of two gloo ranks", record["rows"])
         record["summary"] = summary(record["rows"])
         if args.json:
             write_json(record, args.json)

@@ -305,71 +305,34 @@ def run_demo(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def show(result: dict) -> None:
-    mib = report.mib
-    report.show(
-        "Training: nats per byte; bytes of one forward and backward of the model",
-        result["training"],
-        {
-            "block": "run",
-            "loss first": lambda r: f"{r['losses'][0]:.4f}",
-            "last": lambda r: f"{r['losses'][-1]:.4f}",
-            "held-out start": lambda r: f"{r['held_out_start']:.4f}",
-            "end": lambda r: f"{r['held_out_end']:.4f}",
-            "tokens/s": lambda r: f"{r['tokens_per_second'].median:,.0f}",
-            "saved MiB": lambda r: mib(r["saved_bytes"]),
-            "peak MiB": lambda r: mib(r["peak_bytes"]),
-        },
-    )
-    report.show(
-        "One MoE block of the trained model, forward and backward: median (p10 - p90)",
-        result["blocks"],
-        {
-            "block": "block",
-            "ms": lambda r: report.spread_text(r["seconds"], 1e3),
-            "time / fused": "slowdown",
-            "saved MiB": lambda r: mib(r["saved_bytes"]),
-            "peak MiB": lambda r: mib(r["peak_bytes"]),
-            "error vs float64": lambda r: f"{r['relative_error']:.1e}",
-            "of allowed": lambda r: f"{r['of_allowed']:.0%}",
-        },
-    )
+    columns = ("run", "held_out_start", "held_out_end", "tokens_per_second")
+    title = "Training: nats per byte; bytes of one forward and backward of the model"
+    report.show(title, result["training"], (*columns, "saved_bytes", "peak_bytes"))
+    blocks = [
+        {**row, "ms": [1e3 * s for s in row["seconds"]]} for row in result["blocks"]
+    ]
+    columns = ("block", "ms", "slowdown", "saved_bytes", "peak_bytes")
+    title = "One MoE block of the trained model, forward and backward"
+    report.show(title, blocks, (*columns, "relative_error", "of_allowed"))
     if (ranks := result["expert_parallel"]) is not None:
         show_ranks(ranks, result)
     verdict = {True: "[green]ok[/]", False: "[bold red]FAIL[/]"}
-    report.show(
-        "Checks",
-        result["checks"],
-        {
-            "promise": "name",
-            "": lambda r: verdict[r["passed"]],
-            "seen": "seen",
-            "rule": "rule",
-        },
-    )
+    checks = [{**row, "": verdict[row["passed"]]} for row in result["checks"]]
+    report.show("Checks", checks, ("name", "", "seen", "rule"))
 
 
 def show_ranks(ranks: dict, result: dict) -> None:
     fused = next(r for r in result["training"] if r["run"] == "fused")
-    one = f"fused, 1 process, {result['threads']} threads"
-    wire = {n: f"{v / 2**10:,.1f}" for n, v in wire_bytes(ranks).items()}
-    largest = f"{max(ranks['differences']):.1e}"
     rows = [
-        {"name": one, **fused},
-        {"name": f"{ranks['ranks']} gloo ranks", "largest": largest, **ranks, **wire},
+        {**fused, "run": f"1 process, {result['threads']} threads"},
+        {**ranks, **wire_bytes(ranks), "run": f"{ranks['ranks']} gloo ranks"},
     ]
+    rows[1]["largest_difference"] = max(ranks["differences"])
+    columns = ("run", "held_out_end", "largest_difference", "tokens_per_second")
     report.show(
-        "Expert parallel: the fused model on more ranks, one thread each; bytes between ranks",
+        "Expert parallel: the fused model on more ranks, one thread each; bytes of a step",
         rows,
-        {
-            "run": "name",
-            "loss last": lambda r: f"{r['losses'][-1]:.4f}",
-            "held-out end": lambda r: f"{r['held_out_end']:.4f}",
-            "largest difference": lambda r: r.get("largest"),
-            "tokens/s": lambda r: f"{r['tokens_per_second'].median:,.0f}",
-            "payload KiB/step": lambda r: r.get("payload"),
-            "minimum": lambda r: r.get("minimum"),
-            "metadata": lambda r: r.get("metadata"),
-        },
+        (*columns, "payload", "minimum", "metadata"),
     )
 
 

@@ -87,10 +87,10 @@ class EpBenchmarkTest(TestCase):
         self.assertLess(max(r["largest_loss_difference"] for r in rows.values()), 1e-3)
 
     def test_limited_link(self):
-        """A TCP connection carries what the benchmark of compiled layers lets it."""
+        """A TCP connection carries what the benchmarks of overlap let it."""
         sys.path.insert(0, str(SCRIPT.parent))
         self.addCleanup(sys.path.remove, str(SCRIPT.parent))
-        from ep_compiled import limit_links
+        from ep_overlap import limit_links
 
         def seconds(nbytes):
             with socket.create_server(("127.0.0.1", 0)) as server:

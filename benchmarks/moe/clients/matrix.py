@@ -9,7 +9,6 @@ every parameter, generate() token by token, and a torch.compile with fullgraph. 
 from a config alone, here without files, is a row that says so and counts as not run.
 """
 
-import argparse
 import importlib
 import pathlib
 import re
@@ -25,6 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import transformers_experts
 from families import build_model, fill
 from moe_mlp_experts import NAME, plan_of
+from report import make_parser
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
 from measure import provenance, write_json
@@ -241,9 +241,7 @@ def _compiles(model, tokens: torch.Tensor) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--models", action="store_true", help="whole models as well")
     parser.add_argument("--only", default="", help="classes whose name matches")
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")

@@ -9,7 +9,6 @@ A ratio above 1 means that F.moe_mlp is faster than that peer. Times are process
 on one thread, which other jobs of the machine move least.
 """
 
-import argparse
 import pathlib
 import sys
 import time
@@ -25,7 +24,7 @@ except ImportError as error:
     sys.exit(f"run.py: {error}")
 from families import build, FAMILIES
 from peers import MAX_COPIED_BYTES
-from report import show
+from report import make_parser, show
 
 from measure import (
     affordable_rounds,
@@ -134,9 +133,7 @@ def rows_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[512])
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -150,18 +147,9 @@ def main() -> None:
     for family in args.family:
         for tokens in args.tokens:
             rows += rows_of(family, tokens, dtype, args.rounds, args.seconds)
-    columns = {"family": "family", "pass": "pass", "T": "T", "rounds": "rounds"}
-    columns["ms"] = lambda r: r["milliseconds"]["moe_mlp"].median
-    for peer in PEERS:
-
-        def cell(row, peer=peer):
-            ratio = row["ratio"].get(peer)
-            return ratio and "{:.2f} [{:.2f}, {:.2f}]".format(
-                ratio["median"], *ratio["interval"]
-            )
-
-        columns[f"{peer} / ours"] = cell
-    show("Experts modules of transformers", rows, columns)
+    columns = ("family", "pass", "T", "rounds", "milliseconds.moe_mlp")
+    columns += tuple(f"ratio.{peer}" for peer in PEERS)
+    show("Experts modules of transformers: ms, and peer / ours", rows, columns)
     if args.out:
         write_json({**provenance(), "rows": rows}, args.out)
 

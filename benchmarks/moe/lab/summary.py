@@ -4,8 +4,14 @@ python benchmarks/moe/lab/summary.py run.json    # writes run.txt and run.png be
 """
 
 import json
+import math
 import pathlib
 import sys
+
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+
+from report import figure
 
 
 WIDTH = 92
@@ -94,52 +100,34 @@ def page(report: dict) -> str:
 
 def plot(report: dict, path: pathlib.Path) -> None:
     """Our time and every peer's over ours, with the bound and the model's time, as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = [row for row in report.get("rows", []) if peer_times(row, "forward")]
-    figure, axes = plt.subplots(
-        len(KINDS),
-        1,
-        figsize=(1.6 + 2.2 * max(len(rows), 2), 8),
-        layout="constrained",
-        squeeze=False,
-    )
-    names = list(
-        dict.fromkeys(n for row in rows for k, _ in KINDS for n in peer_times(row, k))
-    )
-    for axis, (kind, _) in zip(axes[:, 0], KINDS):
-        width = 0.8 / max(len(names), 1)
-        for i, name in enumerate(names):
-            found = [(j, peer_times(row, kind)) for j, row in enumerate(rows)]
-            found = [
-                (j, t[name] / t[OURS]) for j, t in found if {name, OURS} <= t.keys()
-            ]
-            where = [j + (i - len(names) / 2 + 0.5) * width for j, _ in found]
-            axis.bar(
-                where, [ratio for _, ratio in found], width, label=name, color=f"C{i}"
-            )
-        for j, row in enumerate(rows):
-            own = peer_times(row, kind).get(OURS)
-            marks = [("bound", row["bound_ms"][kind], "k")]
-            predicted = row.get("predicted_h100_ms", {}).get(kind)
-            if predicted is not None:
-                marks.append(("model of an H100", predicted, "r"))
-            for name, ms, color in marks if own else ():
-                label = name if j == 0 else None
-                axis.hlines(ms / own, j - 0.45, j + 0.45, color, "--", label=label)
-        axis.axhline(1, color="#888888", lw=0.8)
-        axis.set_xticks(range(len(rows)), [row["shape"]["name"] for row in rows])
-        axis.set_ylabel(f"{kind}: time / ours")
-        axis.legend(fontsize=8, ncols=3)
-    title = f"{report['device']}, torch {report['torch']}, Triton {report['triton']}"
-    if report["device"] == "interpreter":
-        title += "\na rehearsal on a CPU: the times mean nothing"
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    size = (1.6 + 2.2 * max(len(rows), 2), 8)
+    with figure(path, len(KINDS), 1, figsize=size) as axes:
+        for axis, (kind, _) in zip(axes, KINDS):
+            _plot_kind(axis, kind, rows)
+        axes[0].set_title("\n".join(_head(report)), fontsize=8)
+
+
+def _plot_kind(axis, kind: str, rows: list[dict]) -> None:
+    """Bars of every peer, and lines of the bound and of the model of an H100."""
+    over_ours: list[dict[str, float]] = []
+    for j, row in enumerate(rows):
+        times = peer_times(row, kind)
+        own = times.get(OURS, math.inf)
+        over_ours.append({name: t / own for name, t in times.items()})
+        predicted = row.get("predicted_h100_ms", {}).get(kind, math.nan)
+        for ms, color in ((row["bound_ms"][kind], "k"), (predicted, "r")):
+            axis.hlines(ms / own, j - 0.45, j + 0.45, color, "--")
+    names = list(dict.fromkeys(name for ratios in over_ours for name in ratios))
+    width = 0.8 / max(len(names), 1)
+    for i, name in enumerate(names):
+        where = [j + (i - len(names) / 2 + 0.5) * width for j in range(len(rows))]
+        ratios = [of_row.get(name, math.nan) for of_row in over_ours]
+        axis.bar(where, ratios, width, label=name)
+    axis.axhline(1, color="#888888", lw=0.8)
+    axis.set_xticks(range(len(rows)), [row["shape"]["name"] for row in rows])
+    axis.set_ylabel(f"{kind}: time / ours\nblack: bound, red: model of an H100")
+    axis.legend(fontsize=8, ncols=3)
 
 
 def write_summary(output: pathlib.Path) -> str:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from report import show, spread_text
+from report import make_parser, show
 
 from demo.text import read_corpus, sample_batches
 from measure import on_gloo_ranks, paired_ratio, provenance, spread, write_json
@@ -135,9 +135,7 @@ def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 4])
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
@@ -166,22 +164,9 @@ def main() -> None:
         if args.out:
             head = {**provenance(), "torchtitan": "b5bcd76", "lines_changed": 1}
             write_json({**head, "rows": rows}, args.out)
-    show(
-        "torchtitan's own experts and ours, s/step",
-        rows,
-        {
-            "model": "model",
-            "ranks": "ranks",
-            "first loss": lambda r: r["losses"]["fused"][0],
-            "last": lambda r: r["losses"]["fused"][-1],
-            "largest difference": lambda r: f"{r['largest_loss_difference']:.1e}",
-            "torchtitan": lambda r: spread_text(
-                r["seconds_per_step"]["torchtitan"], digits=2
-            ),
-            "fused": lambda r: spread_text(r["seconds_per_step"]["fused"], digits=2),
-            "torchtitan / fused": "ratio",
-        },
-    )
+    columns = ["model", "ranks", "largest_loss_difference", "ratio"]
+    columns += [f"seconds_per_step.{name}" for name in ("torchtitan", "fused")]
+    show("torchtitan's own experts over ours", rows, columns)
 
 
 if __name__ == "__main__":
