@@ -183,6 +183,22 @@ class TestMoeScaledTriton(TestCase):
         act = launch.Activation("swiglu", gate_interleaved=interleaved)
         self.check_memory(make_operands(bias=True), recipe, act, plan=plan)
 
+    @all_recipes
+    @parametrize("interleaved", [False, True])
+    def test_parts_of_a_block(self, recipe, interleaved):
+        # Of fp8 four share a scale or two, of mx two or none; H's are of 32 columns.
+        block_n = 64 if recipe == "mx" else 128
+        plan = make_plan(epilogue_parts=4, block_n=block_n, tma=True)
+        act = launch.Activation("swiglu", gate_interleaved=interleaved)
+        ops = make_operands(bias=True, num_tokens=9, hidden=208 if interleaved else 128)
+        self.check_memory(ops, recipe, act, plan=plan)
+        whole = make_plan(block_n=block_n)
+        for a, b in zip(
+            *(self.run_kernels(ops, recipe, act, plan=p)[2] for p in (plan, whole))
+        ):
+            if a.dim() != 2 or a.shape != ops.topk_weights.shape:
+                self.assertTrue(torch.equal(a, b))
+
     @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
     def test_activations(self, activation):
         ops = make_operands(torch.float32, activation, num_tokens=10, top_k=1, dim=128)

@@ -25,7 +25,15 @@ from .scaled_forward import (
     store_quantized,
     tile_mask,
 )
-from .scaling import dequantize_rows, quantize_columns
+from .scaling import (
+    dequantize_rows,
+    encode,
+    magnitude_bits,
+    NAN_BYTE,
+    quantize_columns,
+    reciprocal,
+    scale_byte,
+)
 
 
 @triton.jit
@@ -50,40 +58,49 @@ def _load_preact(
     ptrs = row_tile(preact, first_row, first_col, row_length, M, N)
     h = tl.load(ptrs, mask=mask, other=0)
     if preact.dtype.element_ty == tl.uint8:
+        BLOCKS: tl.constexpr = (N + 31) // 32  # or part of one
         mask = valid[:, None]
         if not EVEN_N:
-            blocks = first_col // 32 + tl.arange(0, N // 32)
+            blocks = first_col // 32 + tl.arange(0, BLOCKS)
             mask = mask & (blocks < tl.cdiv(last_col, 32))[None, :]
         row_blocks = tl.cdiv(row_length, 32)
-        ptrs = row_tile(
-            preact_scale, first_row, first_col // 32, row_blocks, M, N // 32
-        )
+        ptrs = row_tile(preact_scale, first_row, first_col // 32, row_blocks, M, BLOCKS)
         byte = tl.load(ptrs, mask=mask, other=127)
-        h = dequantize_rows(h, byte.to(tl.int32), M, N, 32, INT8, True)
+        h = dequantize_rows(h, byte.to(tl.int32), M, N, N // BLOCKS, INT8, True)
     return h.to(tl.float32)
 
 
 @triton.jit
 def _store_grad(
-    dh, codes, scale, values, first_row, row_end, first_col, col_end, row_length,
-    STORE_CODES: tl.constexpr, STORE_VALUES: tl.constexpr, BLOCK: tl.constexpr,
-    EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    parts, codes, scale, first_row, row_end, first_col, col_end, row_length,
+    BLOCK: tl.constexpr, EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    if STORE_CODES:
+    """Codes of dH: ``parts`` (M, N) of adjacent columns, which fill blocks together."""
+    if PARTS == 1:
         store_quantized(
-            dh.to(tl.float32), codes, scale, first_row, row_end, first_col, col_end, row_length,
-            BLOCK, False, EVEN_N, M, N,
+            parts[0].to(tl.float32), codes, scale, first_row, row_end, first_col, col_end,
+            row_length, BLOCK, False, EVEN_N, M, N,
         )  # fmt: skip
-    if STORE_VALUES:
-        ptrs = row_tile(values, first_row, first_col, row_length, M, N)
-        mask = tile_mask(first_row, row_end, first_col, col_end, EVEN_N, M, N)
-        tl.store(ptrs, dh.to(values.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _whole(x, y, M: tl.constexpr, N: tl.constexpr):
-    """Blocks (M, N) of adjacent columns as one."""
-    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (M, N * 2))
+    else:
+        # One block, whose columns stay in the layout that they were computed in.
+        amax = tl.max(magnitude_bits(parts[0].to(tl.float32)), 1)
+        for i in tl.static_range(1, PARTS):
+            part_amax = tl.max(magnitude_bits(parts[i].to(tl.float32)), 1)
+            amax = tl.maximum(amax, part_amax)
+        byte = scale_byte(amax, False)
+        factor, is_nan = reciprocal(byte)[:, None], (byte == NAN_BYTE)[:, None]
+        for i in tl.static_range(PARTS):
+            col = first_col + i * N
+            q = encode(parts[i].to(tl.float32) * factor, is_nan, False, True)
+            ptrs = row_tile(codes, first_row, col, row_length, M, N)
+            mask = tile_mask(first_row, row_end, col, col_end, EVEN_N, M, N)
+            tl.store(ptrs, q, mask=mask)
+        rows = tl.arange(0, M)
+        row_blocks = tl.cdiv(row_length, BLOCK)
+        ptrs = scale + first_row.to(tl.int64) * row_blocks + first_col // BLOCK
+        value = as_scale(byte, scale.dtype.element_ty)
+        tl.store(ptrs + rows * row_blocks, value, mask=first_row + rows < row_end)
 
 
 @triton.jit
@@ -99,6 +116,7 @@ def _act_backward_part(
 
     Stores their A'; returns their <dA', A> per row as well.
     """
+    acc = tl.where(valid[:, None], acc, 0.0)
     grad = acc * s[:, None]
     if GATED and INTERLEAVED:
         h = _load_preact(
@@ -152,39 +170,53 @@ def _act_backward_epilogue(
 ):  # fmt: skip
     """Stores dH and A' for the columns of dA'; returns their <dA', A> per row.
 
-    In two parts the activation needs fewer registers; dH waits in 16 bits for its scales.
+    A part at a time, which needs fewer registers. Parts that are less than a block wait
+    for the others of their scale, in 16 bits with ROUND.
     """
+    PART: tl.constexpr = N // PARTS
+    HALVES: tl.constexpr = GATED and not INTERLEAVED
     STEP: tl.constexpr = 2 if GATED and INTERLEAVED else 1
+    SHARE: tl.constexpr = 1 if PART * STEP >= BLOCK else BLOCK // (PART * STEP)
+    row_length = F * 2 if GATED else F
     parts = column_parts(acc, M, N, PARTS)
-    d_gate, d_up, dot = _act_backward_part(
-        parts[0], s, first_row, row_end, valid, first_n,
-        preact, preact_scale, scaled_hidden, alpha, limit, F,
-        ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_HIDDEN, ROUND, INT8,
-        EVEN_N, M, N // PARTS,
-    )  # fmt: skip
-    if PARTS == 2:
-        d_gate_right, d_up_right, dot_right = _act_backward_part(
-            parts[1], s, first_row, row_end, valid, first_n + N // 2,
+    dot = tl.zeros((M,), dtype=tl.float32)
+    for i in tl.static_range(PARTS):
+        n = first_n + i * PART
+        d_gate, d_up, part_dot = _act_backward_part(
+            parts[i], s, first_row, row_end, valid, n,
             preact, preact_scale, scaled_hidden, alpha, limit, F,
             ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_HIDDEN, ROUND, INT8,
-            EVEN_N, M, N // 2,
+            EVEN_N, M, PART,
         )  # fmt: skip
-        d_gate = _whole(d_gate, d_gate_right, M, N // 2 * STEP)
-        d_up = _whole(d_up, d_up_right, M, N // 2 * STEP)
-        dot += dot_right
-    HALVES: tl.constexpr = GATED and not INTERLEAVED
-    row_length = F * 2 if GATED else F
-    _store_grad(
-        d_gate, grad_codes, grad_scale, grad_preact,
-        first_row, row_end, first_n * STEP, F * STEP, row_length,
-        STORE_CODES, STORE_VALUES, BLOCK, EVEN_N, M, N * STEP,
-    )  # fmt: skip
-    if HALVES:
-        _store_grad(
-            d_up, grad_codes, grad_scale, grad_preact,
-            first_row, row_end, F + first_n, F * 2, row_length,
-            STORE_CODES, STORE_VALUES, BLOCK, EVEN_N, M, N,
-        )  # fmt: skip
+        dot += part_dot
+        if STORE_VALUES:
+            ptrs = row_tile(
+                grad_preact, first_row, n * STEP, row_length, M, PART * STEP
+            )
+            mask = tile_mask(
+                first_row, row_end, n * STEP, F * STEP, EVEN_N, M, PART * STEP
+            )
+            tl.store(ptrs, d_gate.to(grad_preact.dtype.element_ty), mask=mask)
+            if HALVES:
+                tl.store(ptrs + F, d_up.to(grad_preact.dtype.element_ty), mask=mask)
+        if STORE_CODES:
+            if i % SHARE == 0:
+                gates, ups = (d_gate,), (d_up,)
+            else:
+                # pyrefly: ignore[unbound-name]
+                gates, ups = gates + (d_gate,), ups + (d_up,)
+            if i % SHARE == SHARE - 1:
+                first = n - (SHARE - 1) * PART
+                _store_grad(
+                    gates, grad_codes, grad_scale, first_row, row_end,
+                    first * STEP, F * STEP, row_length,
+                    BLOCK, EVEN_N, M, PART * STEP, SHARE,
+                )  # fmt: skip
+                if HALVES:
+                    _store_grad(
+                        ups, grad_codes, grad_scale, first_row, row_end,
+                        F + first, F * 2, row_length, BLOCK, EVEN_N, M, PART, SHARE,
+                    )  # fmt: skip
     return dot
 
 
@@ -235,7 +267,6 @@ def scaled_act_backward_kernel(
             stride_we, stride_wn, stride_se, stride_sn, stride_sk,
             MX, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        acc = tl.where(valid[:, None], acc, 0.0)
         if HAS_SCALE:
             s = tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)
         else:

@@ -35,7 +35,7 @@ _SM_90: KernelTable = {
         TileConfig(64, 128, 128, 4, 3, tma=True, max_rows=64),
         TileConfig(128, 128, 128, 8, 4, tma=True),
     ),
-    "fp8_act_backward": (TileConfig(64, 128, 128, 16, 2, epilogue_parts=2),),
+    "fp8_act_backward": (TileConfig(64, 128, 128, 8, 4, epilogue_parts=4, tma=True),),
     "fp8_input_grad": (TileConfig(128, 128, 128, 8, 4, tma=True),),
     "fp8_weight_grad": (TileConfig(128, 128, 128, 8, 4),),
 }
@@ -45,15 +45,13 @@ _SM_100: KernelTable = {
     "fp8_up_gated": (TileConfig(64, 128, 128, 8, 3, tma=True),),
     "fp8_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "fp8_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
-    "fp8_act_backward": (TileConfig(64, 128, 128, 8, 2, epilogue_parts=2),),
+    "fp8_act_backward": (TileConfig(64, 128, 128, 8, 3, epilogue_parts=4, tma=True),),
     "fp8_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "fp8_weight_grad": (TileConfig(64, 128, 128, 8, 3),),
     "mx_up_gated": (TileConfig(128, 64, 128, 8, 3, tma=True),),
     "mx_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "mx_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
-    # Spills 48 bytes with gate and up in halves; 32 columns, which halve each matrix
-    # instruction, spill 20 with another layout. The gate knows this one spill.
-    "mx_act_backward": (TileConfig(128, 64, 128, 8, 2, epilogue_parts=2),),
+    "mx_act_backward": (TileConfig(128, 64, 128, 8, 3, epilogue_parts=4, tma=True),),
     "mx_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "mx_weight_grad": (TileConfig(128, 256, 128, 8, 3),),
 }
