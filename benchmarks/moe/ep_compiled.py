@@ -19,9 +19,12 @@ import functools
 import os
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
+
+from ep_overlap import Layer, limit_links
+from report import make_parser, show
+from shapes import COMPILED_OVERLAP_SHAPE as SHAPE, Shape
 
 import torch
 import torch.distributed as dist
@@ -33,13 +36,6 @@ from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import Profile
 from torch.distributed._tools.moe_cpu_model import cpu_parts
 from torch.distributed._tools.moe_estimator import inductor_estimate
-
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from ep_overlap import Layer, limit_links
-from report import make_parser, show
-from shapes import COMPILED_OVERLAP_SHAPE as SHAPE, Shape
 
 from measure import (
     interleaved_seconds,

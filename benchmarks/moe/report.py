@@ -90,6 +90,8 @@ def _cell(value: object) -> str:
         return "{:.2f} [{:.2f}, {:.2f}]".format(value["median"], *value["interval"])
     if isinstance(value, Mapping) and "median" in value:
         return _cell(Spread(**value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return "" if value is None else str(value)
