@@ -68,7 +68,8 @@ def even_routing(
     slot_rows[slots] = torch.arange(used)
     offs = torch.arange(1, num_experts + 1) * used // num_experts
     found = (offs, row_slots, slot_rows.view(num_tokens, top_k))
-    return tuple(x.to(device, torch.int32) for x in found)  # pyrefly: ignore[bad-return]
+    offs, row_slots, slot_rows = (x.to(device, torch.int32) for x in found)
+    return offs, row_slots, slot_rows
 
 
 def _input_generators(

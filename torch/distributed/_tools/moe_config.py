@@ -66,10 +66,9 @@ class MoEConfig:
         h, kv = self.heads / tp, max(self.kv_heads / tp, 1)
         if not self.mla:
             return [((h + 2 * kv) * self.head_dim, self.d), (self.d, h * self.head_dim)]
-        q = [(h * 192, self.d)]
+        q: list[tuple[float, float]] = [(h * 192, self.d)]
         if self.q_lora:
             q = [(self.q_lora, self.d), (h * 192, self.q_lora)]
-        # pyrefly: ignore[bad-return]
         return q + [(576, self.d), (h * 256, 512), (self.d, h * 128)]
 
     def core_flops(self, tokens: float, seq: int, tp: int = 1) -> float:

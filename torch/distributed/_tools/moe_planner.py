@@ -245,9 +245,8 @@ def _candidates(
         if ep > domain and ep % domain:
             continue
         virtual = 1 if pp == 1 else max(1, min(8, model.layers // pp // 2))
-        more = {"virtual": virtual, "node_limit": model.node_limit, **rest}
-        # pyrefly: ignore[bad-argument-type]
-        yield Layout(gpus=gpus, **x, **more)
+        x |= {"virtual": virtual, "node_limit": model.node_limit, **rest}
+        yield Layout(gpus=gpus, **x)
 
 
 def _ranked(
