@@ -32,6 +32,13 @@ _WITH_GRID = ("user_autotune", "template")
 _WITH_NUMELS = ("pointwise", "reduction", "persistent_reduction")
 
 
+def _as_launched(arg: object) -> object:
+    """Of a tensor a launch takes the address; the interpreter asks for a type that Triton has."""
+    if isinstance(arg, torch.Tensor) and arg.dtype == torch.float8_e8m0fnu:
+        return arg.view(torch.uint8)
+    return arg
+
+
 class _Kernel:
     """What the decorators of triton_heuristics make of a kernel; ``run`` interprets it."""
 
@@ -71,7 +78,7 @@ class _Kernel:
                 else 1
                 for d in "xyz"
             )
-        given = dict(zip(self.free, args, strict=True))
+        given = dict(zip(self.free, map(_as_launched, args), strict=True))
         if min(grid) > 0:
             self.function[grid](**{**constants, **given})
 

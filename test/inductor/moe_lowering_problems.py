@@ -116,6 +116,12 @@ class Problem:
         pairs = zip(_NAMES, operands.args(), strict=True)
         return {name: x for name, x in pairs if x is not None}
 
+    def is_per_token(self, name: str) -> bool:
+        return name in _PER_TOKEN
+
+    def has_gradient(self, name: str, x: torch.Tensor) -> bool:
+        return x.is_floating_point()
+
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tokens that go to the experts, their indices and weights."""
         x = x[x[:, 0] > self.above]
@@ -204,8 +210,8 @@ def emit(problem: Problem, arch: str = "sm_90", num_rows: int | None = None) -> 
             fake = torch.empty_strided(
                 x.shape, x.stride(), dtype=x.dtype, device="cuda"
             )
-            fake.requires_grad_(problem.training and x.is_floating_point())
-            if name in _PER_TOKEN and problem.tokens == "dynamic":
+            fake.requires_grad_(problem.training and problem.has_gradient(name, x))
+            if problem.is_per_token(name) and problem.tokens == "dynamic":
                 torch._dynamo.mark_dynamic(fake, 0)
             fakes[name] = fake
         return emitted(torch.compile(problem.__call__, fullgraph=True), **fakes)

@@ -24,41 +24,54 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 class Layer(torch.nn.Module):
+    def __init__(self, recipe=None):
+        super().__init__()
+        self.recipe = recipe
+
     def forward(self, x, logits, w_in, w_out):
         ids, weights = F.moe_topk(logits, 8)
-        return x + F.moe_mlp(x, ids, weights, w_in, w_out)
+        return x + F.moe_mlp(x, ids, weights, w_in, w_out, recipe=self.recipe)
+
+
+def packaged(layer, arch):
+    """The files of a package of ``layer`` with a dynamic number of tokens, by name."""
+    T, D, H, E = 512, 2048, 768, 64
+    tokens = torch.export.Dim("tokens", min=2, max=1 << 16)
+    with fake_gpu.fake_gpu(arch), tempfile.TemporaryDirectory() as folder:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            args = tuple(
+                torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+                for shape in ((T, D), (T, E), (E, 2 * H, D), (E, D, H))
+            )
+        program = torch.export.export(
+            layer, args, dynamic_shapes=({0: tokens}, {0: tokens}, None, None)
+        )
+        with fake_aoti(folder):
+            path = torch._inductor.aoti_compile_and_package(
+                program, package_path=f"{folder}/layer.pt2"
+            )
+        with zipfile.ZipFile(path) as package:
+            return {name: package.read(name) for name in package.namelist()}
+
+
+def check_package(test, files, kernels):
+    """No call of the experts, and one cubin of each kernel whose name begins so."""
+    (wrapper,) = (f for n, f in files.items() if n.endswith(".wrapper.cpp"))
+    shims = set(re.findall(r"aoti_torch_cuda_\w+", wrapper.decode()))
+    test.assertFalse([s for s in shims if "_moe_" in s], shims)
+    cubins = [f for n, f in files.items() if n.endswith(".cubin")]
+    for kernel in kernels:
+        held = [c for c in cubins if f".text.{kernel}".encode() in c]
+        test.assertEqual(len(held), 1, kernel)
+    (library,) = (f for n, f in files.items() if n.endswith(".wrapper.so"))
+    test.assertNotIn(b"aoti_torch_cuda__moe_", library)
 
 
 class TestMoeAoti(TestCase):
     def test_package_with_a_dynamic_number_of_tokens(self):
-        T, D, H, E = 512, 2048, 768, 64
-        tokens = torch.export.Dim("tokens", min=2, max=1 << 16)
-        with fake_gpu.fake_gpu("sm_90"), tempfile.TemporaryDirectory() as folder:
-            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-                args = tuple(
-                    torch.empty(shape, device="cuda", dtype=torch.bfloat16)
-                    for shape in ((T, D), (T, E), (E, 2 * H, D), (E, D, H))
-                )
-            program = torch.export.export(
-                Layer(), args, dynamic_shapes=({0: tokens}, {0: tokens}, None, None)
-            )
-            with fake_aoti(folder):
-                path = torch._inductor.aoti_compile_and_package(
-                    program, package_path=f"{folder}/layer.pt2"
-                )
-            with zipfile.ZipFile(path) as package:
-                files = {name: package.read(name) for name in package.namelist()}
-        (wrapper,) = (f for n, f in files.items() if n.endswith(".wrapper.cpp"))
-        shims = set(re.findall(r"aoti_torch_cuda_\w+", wrapper.decode()))
-        self.assertFalse([s for s in shims if "_moe_mlp" in s], shims)
-        cubins = [f for n, f in files.items() if n.endswith(".cubin")]
         # The last is the sum with the residual.
         kernels = ("schedule_tiles_kernel", "up_kernel", "grouped_mm_kernel", "triton_")
-        for kernel in kernels:
-            held = [c for c in cubins if f".text.{kernel}".encode() in c]
-            self.assertEqual(len(held), 1, kernel)
-        (library,) = (f for n, f in files.items() if n.endswith(".wrapper.so"))
-        self.assertNotIn(b"aoti_torch_cuda__moe_mlp", library)
+        check_package(self, packaged(Layer(), "sm_90"), kernels)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Owner(s): ["module: inductor"]
-"""The MoE ops of low precision stay calls in code for CUDA and say why. Runs without a GPU."""
+"""What the MoE ops of low precision become in code that Inductor generates for CUDA. Runs without a GPU."""
 
 import os
 
@@ -22,69 +22,225 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
     TestCase,
 )
 
 
 LOGGER = "torch._inductor.kernel.moe"
 OPS = ("_moe_mlp_scaled", "_moe_mlp_scaled_backward")
+# Those that the kernels serve: the architecture, and whose kernel makes codes of weights.
+SERVED = (
+    ("fp8_blockwise", "sm_90", "quantize_square_kernel"),
+    ("fp8_blockwise", "sm_100", "quantize_square_kernel"),
+    ("mxfp8", "sm_100", "quantize_kernel"),
+)
+ROUTING = ("topk", "permute", "count", "scan", "expert_offsets", "scatter", "schedule")
+served = parametrize("recipe,arch,of_weights", SERVED)
 
 
-def emit(recipe, device="cuda", tokens=512):
-    """The graphs of a router with experts of ``recipe``, forward and backward."""
+def emit(
+    recipe,
+    arch="sm_90",
+    *,
+    tokens=512,
+    dim=256,
+    hidden=128,
+    experts=8,
+    dynamic=True,
+    training=True,
+    change=None,
+    pick=None,
+    **options,
+):
+    """The graphs of a router, experts of ``recipe`` and the residual, forward and backward."""
 
-    def layer(x, router, w_in, w_out):
+    def block(x, router, w_in, w_out):
         ids, weights = F.moe_topk(F.linear(x, router), 2)
-        return F.moe_mlp(x, ids, weights, w_in, w_out, recipe=recipe)
+        return x + F.moe_mlp(x, ids, weights, w_in, w_out, recipe=recipe, **options)
 
-    D, H, E = 256, 128, 8
-    with fake_gpu.fake_gpu("sm_90"), FakeTensorMode():
+    sizes = (tokens, dim), (experts, dim), (experts, 2 * hidden, dim)
+    with fake_gpu.fake_gpu(arch, pick), FakeTensorMode():
         args = [
-            torch.empty(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-            for shape in ((tokens, D), (E, D), (E, 2 * H, D), (E, D, H))
+            torch.empty(
+                size, device="cuda", dtype=torch.bfloat16, requires_grad=training
+            )
+            for size in (*sizes, (experts, dim, hidden))
         ]
-        torch._dynamo.mark_dynamic(args[0], 0)
-        return fake_gpu.emitted(torch.compile(layer, fullgraph=True), *args)
+        if change is not None:
+            args = change(*args)
+        if dynamic:
+            torch._dynamo.mark_dynamic(args[0], 0)
+        return fake_gpu.emitted(torch.compile(block, fullgraph=True), *args)
+
+
+def emit_quantize(recipe, shape, arch="sm_90", offs=None, dynamic=(), **options):
+    def quantize(x, offs):
+        return torch.ops.aten._moe_quantize.default(x, recipe, offs=offs, **options)
+
+    with fake_gpu.fake_gpu(arch), FakeTensorMode():
+        x = torch.empty(shape, device="cuda", dtype=torch.bfloat16)
+        if offs is not None:
+            offs = torch.empty(offs, device="cuda", dtype=torch.int32)
+        for tensor in dynamic:
+            torch._dynamo.mark_dynamic((x, offs)[tensor], 0)
+        (graph,) = fake_gpu.emitted(torch.compile(quantize, fullgraph=True), x, offs)
+        return graph
+
+
+def moe_calls(*graphs):
+    return [c for g in graphs for c in g.extern_calls if "_moe_" in c]
+
+
+def launches(graph):
+    names = (re.sub(r"_\d+$", "", name) for name in graph.launches)
+    return Counter(name for name in names if not name.startswith(ROUTING))
 
 
 class TestMoeScaledLowering(TestCase):
-    @parametrize("recipe", list(F._MOE_RECIPES))
-    def test_reason_of_the_extern_calls(self, recipe):
-        with self.assertLogs(LOGGER, "INFO") as logs:
-            graphs = emit(recipe)
-        said = Counter(
-            re.search(r"(\w+) stays an extern call: Inductor does not trace", line)[1]
-            for line in logs.output
+    @served
+    @parametrize("dynamic", [False, True])
+    def test_training_block(self, recipe, arch, of_weights, dynamic):
+        forward, backward = emit(recipe, arch, dynamic=dynamic)
+        self.assertEqual(moe_calls(forward, backward), [])
+        # Rows and two weights, H and its scales, and the sum with the residual.
+        expected = Counter(
+            quantize_kernel=1,
+            scaled_up_kernel=1,
+            scaled_mm_kernel=1,
+            zero_tail_kernel=2,
         )
-        self.assertEqual(said, Counter(OPS))
-        calls = [c for g in graphs for c in g.extern_calls if "_moe_" in c]
-        # Router and permutation are kernels of the graph here as well.
-        self.assertEqual(calls, [f"torch.ops.aten.{op}.default" for op in OPS])
-
-    def test_flag_is_the_first_reason(self):
-        with (
-            config.patch({"triton.moe_kernels": False}),
-            self.assertLogs(LOGGER, "INFO") as logs,
+        expected[of_weights] += 2
+        (fused,) = (n for n in launches(forward) if n.startswith("triton_"))
+        self.assertEqual(launches(forward), expected + Counter([fused]))
+        for part in ("moe_mlp_scaled", "add"):
+            self.assertIn(part, fused)
+        ours = launches(backward)
+        for name, count in (
+            ("scaled_act_backward_kernel", 1),
+            ("scaled_mm_kernel", 1),
+            ("scaled_weight_grad_kernel", 2),
+            ("columns_kernel", 4),
+            ("scale_grad_kernel", 1),
+            ("combine_kernel", 0),
         ):
-            emit("mxfp8")
-        for op in OPS:
+            self.assertEqual(ours[name], count, name)
+        (fused,) = (n for n in ours if "moe_mlp_scaled_backward" in n)
+        self.assertIn("add", fused)
+
+    @parametrize("cpp_wrapper", [False, True])
+    def test_flag(self, cpp_wrapper):
+        options = {"training": not cpp_wrapper}
+        with config.patch(cpp_wrapper=cpp_wrapper):
+            graphs = emit("fp8_blockwise", **options)
+            with (
+                config.patch({"triton.moe_kernels": False}),
+                self.assertLogs(LOGGER, "INFO") as logs,
+            ):
+                without = emit("fp8_blockwise", **options)
+        self.assertEqual(moe_calls(*graphs), [])
+        self.assertIn("scaled_mm_kernel", graphs[0].kernels)
+        ops = OPS[: len(graphs)]
+        calls = [c for c in moe_calls(*without) if "scaled" in c]
+        # The C++ one calls the composite: no Triton kernel is left.
+        names = "aoti_torch_cuda_{}" if cpp_wrapper else "torch.ops.aten.{}.default"
+        self.assertEqual(calls, [names.format(op) for op in ops])
+        for op in ops:
             text = f"{op} stays an extern call: config.triton.moe_kernels is False"
             self.assertEqual(len([o for o in logs.output if text in o]), 1, op)
 
-    def test_quantize(self):
-        def quantize(x):
-            return torch.ops.aten._moe_quantize.default(x, 3)
+    @parametrize(
+        "what,reason",
+        [
+            ("recipe", r"recipe_a \[1\] with recipe_w \[1\]"),
+            ("capability", "compute capability (9, 0) is not one of"),
+            ("arch", "compute capability (8, 0) is not one of"),
+            ("hidden", "F = 80 is not a multiple of 128"),
+            ("experts", "w_in has dynamic sizes"),
+            ("unaligned", "w_in is not known to be aligned to 16 bytes"),
+        ],
+    )
+    def test_reason_of_the_extern_calls(self, what, reason):
+        def change(x, router, w_in, w_out):
+            if what == "experts":
+                for by_expert in (router, w_in, w_out):
+                    torch._dynamo.maybe_mark_dynamic(by_expert, 0)
+            elif what == "unaligned":
+                flat = torch.empty(w_in.numel() + 1, dtype=w_in.dtype, device="cuda")
+                w_in = flat[1:].view_as(w_in).requires_grad_()
+            return x, router, w_in, w_out
 
-        with (
-            fake_gpu.fake_gpu("sm_90"),
-            FakeTensorMode(),
-            self.assertLogs(LOGGER, "INFO") as logs,
-        ):
-            x = torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
-            (graph,) = fake_gpu.emitted(torch.compile(quantize, fullgraph=True), x)
-        said = "_moe_quantize stays an extern call: Inductor does not trace"
-        self.assertIn(said, logs.output[0])
-        self.assertIn("torch.ops.aten._moe_quantize.default", graph.extern_calls)
+        recipe = {"recipe": "fp8_rowwise", "capability": "mxfp8"}.get(
+            what, "fp8_blockwise"
+        )
+        arch = "sm_80" if what == "arch" else "sm_90"
+        hidden = 80 if what == "hidden" else 128
+        with self.assertLogs(LOGGER, "INFO") as logs:
+            graphs = emit(recipe, arch, hidden=hidden, change=change)
+        # With other experts the router and the permutation stay as well.
+        calls = [c for c in moe_calls(*graphs) if "scaled" in c]
+        self.assertEqual(calls, [f"torch.ops.aten.{op}.default" for op in OPS])
+        for op in OPS:
+            text = f"{op} stays an extern call: {reason}".replace("\\", "")
+            self.assertEqual(len([o for o in logs.output if text in o]), 1, logs.output)
+
+    @parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+    @parametrize(
+        "recipe,options,kernel",
+        [
+            (3, {"dynamic": (0,)}, "quantize_kernel"),
+            (3, {"swizzle": 1}, "quantize_kernel"),
+            (4, {"dim": 0}, "quantize_kernel"),
+            (5, {}, "quantize_square_kernel"),
+            (1, {}, "quantize_segments_kernel"),
+            (4, {"dim": 0, "offs": 8, "dynamic": (0,)}, "quantize_segments_kernel"),
+        ],
+    )
+    def test_quantize(self, arch, recipe, options, kernel):
+        graph = emit_quantize(recipe, (512, 272), arch, **options)
+        self.assertEqual(moe_calls(graph), [])
+        self.assertEqual(launches(graph), Counter([kernel]))
+        native = "True" if arch != "sm_80" else "False"
+        self.assertIn(f"'NATIVE': {native}", graph.source)
+
+    def test_quantize_that_stays(self):
+        with self.assertLogs(LOGGER, "INFO") as logs:
+            graph = emit_quantize(4, (512, 272), offs=8, dim=0, dynamic=(1,))
+        self.assertEqual(moe_calls(graph), ["torch.ops.aten._moe_quantize.default"])
+        text = "_moe_quantize stays an extern call: the number of experts is dynamic"
+        self.assertIn(text, logs.output[0])
+
+    def test_tiles_are_choices_of_the_autotuner(self):
+        def pick(choices):
+            seen.append(len(choices))
+            return choices[-1]
+
+        seen, sources = [], []
+        for tuned in (False, True):
+            options = {"max_autotune": tuned, "max_autotune_gemm_backends": "ATEN"}
+            with config.patch(options):
+                # So few rows that both tiles of the down projection fit.
+                (graph,) = emit("fp8_blockwise", tokens=64, training=False, pick=pick)
+            self.assertEqual(moe_calls(graph), [])
+            place = graph.source.index("'kernel_name': 'scaled_mm_kernel")
+            tile = re.search(r"'BLOCK_M': (\d+)", graph.source[place:])
+            sources.append(tile[1])
+        self.assertEqual(seen, [2])
+        self.assertNotEqual(*sources)
+
+    @slowTest
+    @served
+    def test_emitted_kernels_pass_the_static_gate(self, recipe, arch, of_weights):
+        # Sizes of a real layer: the tiles that ship.
+        graphs = emit(recipe, arch, tokens=4096, dim=2048, hidden=768, experts=64)
+        for graph in graphs:
+            for report in fake_gpu.compiled(graph, arch):
+                if not report.kernel.startswith(("scaled_", "columns", "quantize")):
+                    continue
+                matmul = report.kernel.startswith("scaled_")
+                tma = matmul and report.kernel.startswith(("scaled_up", "scaled_mm"))
+                problems = report.problems(matrix=matmul, tma=tma)
+                self.assertEqual(problems, [], f"{report.kernel} on {arch}")
 
 
 instantiate_parametrized_tests(TestMoeScaledLowering)

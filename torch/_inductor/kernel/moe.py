@@ -146,13 +146,15 @@ def _is_addressable(x: torch.Tensor) -> bool:
     return some and bool(x.storage_offset() * x.element_size() % _ALIGNMENT == 0)
 
 
-def _plan(device: torch.device) -> "tuple[LaunchPlan, TileChooser]":
-    from torch._native.ops.moe import triton_impl
+def _plan(
+    device: torch.device, plan_of: "Callable[[int], LaunchPlan]"
+) -> "tuple[LaunchPlan, TileChooser]":
+    """``plan_of`` the device, for launchers that are traced."""
     from torch.library import wrap_triton
 
     chooser = TileChooser()
     plan = dataclasses.replace(
-        triton_impl._plan(device.index or 0),
+        plan_of(device.index or 0),
         autotuner=chooser,  # pyrefly: ignore[bad-argument-type]
         kernel=wrap_triton,
         hint=_hint,
@@ -292,9 +294,10 @@ def _moe_mlp(
     if _stays("_moe_mlp", _reason(operands, check)):
         return _fallback(*operands, **options, compute_preact=compute_preact)
 
+    from torch._native.ops.moe import triton_impl
     from torch._native.ops.moe.triton_kernels import launch
 
-    plan, chooser = _plan(input.get_device())
+    plan, chooser = _plan(input.get_device(), triton_impl._plan)
     act = launch.Activation(*options.values())
 
     def forward(*tensors):
@@ -344,9 +347,10 @@ def _moe_mlp_backward(
     if _stays("_moe_mlp_backward", _reason(operands, check)):
         return _fallback_backward(grad_out, *operands, preact, output_mask, **options)
 
+    from torch._native.ops.moe import triton_impl
     from torch._native.ops.moe.triton_kernels import launch
 
-    plan, chooser = _plan(grad_out.get_device())
+    plan, chooser = _plan(grad_out.get_device(), triton_impl._plan)
     act = launch.Activation(*options.values())
 
     def backward(grad_out, *tensors, mask=tuple(output_mask)):

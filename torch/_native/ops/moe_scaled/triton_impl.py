@@ -117,8 +117,12 @@ def _call_reason(
     limit: float | None = None,
     compute_preact: bool = True,
     is_backward: bool = False,
+    memory: bool = True,
 ) -> str | None:
-    """What forward and backward ask alike; ``rows`` is the input or its gradient."""
+    """What forward and backward ask alike; ``rows`` is the input or its gradient.
+
+    Without ``memory`` for tensors that have none; the caller answers for their alignment.
+    """
     recipe = (*recipe_a, *recipe_w)
     if recipe not in _BLOCK:
         return f"recipe_a {list(recipe_a)} with recipe_w {list(recipe_w)}"
@@ -193,13 +197,16 @@ def _call_reason(
             slot_rows,
             b_in,
             b_out,
-        )
+        ),
+        memory,
     )
     if reason is not None:
         return reason
     capability = moe._capability(rows.device.index or 0)
     if capability not in _CAPABILITIES[recipe]:
         return f"compute capability {capability} is not one of {_CAPABILITIES[recipe]}"
+    if not memory:
+        return None
     data = {f"data {i}": scaled[0] for i, scaled in enumerate(lists) if scaled}
     return moe._address_reason(**data)
 
@@ -244,7 +251,7 @@ def mlp_backward_reason(grad_out: Tensor, *tensors, **options) -> str | None:
             or preact_scale.dtype != torch.float8_e8m0fnu
         ):
             return "preact_scale does not fit preact"
-    return moe._device_reason((grad_out, *saved))
+    return moe._device_reason((grad_out, *saved), options.get("memory", True))
 
 
 def _mlp_cond(*args, **kwargs) -> bool:

@@ -320,12 +320,13 @@ def moe_quantize(
             _launch_segments(x, data, scale, offs, rule, shared, kernel)
         else:
             _launch_tiles(x, data, scale, rule, bool(swizzle), shared, kernel)
-    data = data.view(dtype).movedim(-1, dim)
-    if rule.as_byte:
-        scale = scale.view(torch.float8_e8m0fnu)
-    if swizzle:
-        return data, scale.flatten(1) if scale.dim() == 3 else scale
-    return data, scale.movedim(-1, dim)
+    # Types of 8 bits last: a compiler knows few of their operators.
+    data = data.movedim(-1, dim).view(dtype)
+    if not swizzle:
+        scale = scale.movedim(-1, dim)
+    elif scale.dim() == 3:
+        scale = scale.flatten(1)
+    return data, scale.view(torch.float8_e8m0fnu) if rule.as_byte else scale
 
 
 def _launch_tiles(

@@ -317,8 +317,12 @@ def moe_mlp_scaled_forward(
     preact_dtype: torch.dtype | None,
     act: Activation,
     compute_preact: bool = True,
+    combine: bool = True,
 ) -> tuple[Tensor, ...]:
-    """``aten::_moe_mlp_scaled``: output, input_data, input_scale, preact, preact_scale."""
+    """``aten::_moe_mlp_scaled``: output, input_data, input_scale, preact, preact_scale.
+
+    ``combine`` is that of ``launch.moe_mlp_forward``.
+    """
     num_tokens, dim = input.shape
     rows = _Rows(plan, offs, row_slots, slot_rows, num_tokens)
     absent = input.new_empty
@@ -334,16 +338,17 @@ def moe_mlp_scaled_forward(
     preact_scale = absent(0)
     has_scale = compute_preact and preact.element_size() == 1
     if has_scale:
-        preact_scale = absent(
-            rows.num_rows,
-            triton.cdiv(width, _PREACT_BLOCK),
-            dtype=torch.float8_e8m0fnu,
-        )
+        # Bytes: a compiler does not allocate the type.
+        num_blocks = triton.cdiv(width, _PREACT_BLOCK)
+        preact_scale = absent(rows.num_rows, num_blocks, dtype=torch.uint8)
     kept = _Preact.of(preact, preact_scale)
+    if has_scale:
+        preact_scale = preact_scale.view(torch.float8_e8m0fnu)
+    saved = (*saved, preact, preact_scale)
     if _nothing_to_do(plan, num_tokens, rows.num_rows):
         kept.values.zero_()
         kept.scale.zero_()
-        return input.new_zeros(num_tokens, dim), *saved, preact, preact_scale
+        return input.new_zeros(num_tokens, dim), *saved
 
     w = recipe.weight(w_in, w_in_scaled)
     up = recipe.weight(w_up, w_up_scaled)
@@ -374,8 +379,8 @@ def moe_mlp_scaled_forward(
     _scaled_mm(
         plan, "down", rows, recipe, hidden, out_weight, None, b_out, scale, routed
     )
-    output = _finish_rows(plan, rows, routed, num_tokens, combine=True)
-    return output, *saved, preact, preact_scale
+    output = _finish_rows(plan, rows, routed, num_tokens, combine)
+    return output, *saved
 
 
 class _ActGrads(NamedTuple):
@@ -674,10 +679,12 @@ def moe_mlp_scaled_backward(
     recipe: Recipe,
     act: Activation,
     hp_wgrad: bool = False,
+    combine: bool = True,
 ) -> tuple[Tensor, ...]:
     """``aten::_moe_mlp_scaled_backward``: the seven gradients in ``output_mask`` order.
 
-    A gradient that is masked out, or whose operand is absent, has the shape (0,).
+    A gradient that is masked out, or whose operand is absent, has the shape (0,); ``combine`` is
+    that of ``launch.moe_mlp_backward``.
     """
     num_tokens, dim = grad_out.shape
     rows = _Rows(plan, offs, row_slots, slot_rows, num_tokens)
@@ -738,7 +745,7 @@ def moe_mlp_scaled_backward(
         w = recipe.transposed(w_in, w_in_scaled)
         up = recipe.transposed(w_up, w_up_scaled)
         _scaled_mm(plan, "input_grad", rows, recipe, dh, w, up, None, None, routed)
-        grads[0] = _finish_rows(plan, rows, routed, num_tokens, combine=True)
+        grads[0] = _finish_rows(plan, rows, routed, num_tokens, combine)
     of = _WeightGrads(
         plan, rows, recipe, x, (grad_out, grad_codes), act_grads, hp_wgrad
     )
