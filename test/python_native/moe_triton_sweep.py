@@ -23,8 +23,8 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from triton_static_gate import (
     ARCHITECTURES,
@@ -261,32 +261,86 @@ class Row(NamedTuple):
     problems: list[str]
 
 
+def _problems(report: KernelReport) -> list[str]:
+    matrix = report.kernel in MATRIX_KERNEL_NAMES
+    return report.problems(matrix=matrix, tma=bool(report.constants.get("USE_TMA")))
+
+
+def _sources() -> Iterator[ast.AST]:
+    for module in MODULES:
+        body = ast.parse(pathlib.Path(module.__file__).read_text()).body
+        jitted = [
+            x for x in body if isinstance(x, ast.FunctionDef) and x.decorator_list
+        ]
+        constants = [x for x in body if isinstance(x, (ast.Assign, ast.AnnAssign))]
+        yield from (*jitted, *constants) if jitted else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Kernels that are swept and recorded together.
+
+    Attributes:
+        script: of its own.
+        architectures: entries of ARCHITECTURES or BORROWED.
+        variants: as :func:`variants`.
+        tables: tables of one configuration per kernel, of an architecture and a variant.
+        launch: calls the ops of a variant with such a table.
+        problems: what is wrong with a compiled kernel.
+        sources: code of the kernels.
+    """
+
+    script: str
+    architectures: tuple[str, ...]
+    variants: Callable[[], tuple]
+    tables: Callable[[str, Any], list[dict[str, tuple[TileConfig, ...]]]]
+    launch: Callable[[Any, Any], None]
+    problems: Callable[[KernelReport], list[str]]
+    sources: Callable[[], Iterator[ast.AST]]
+
+
+def _shipped(arch: str, variant: Variant) -> list[dict[str, tuple[TileConfig, ...]]]:
+    return _tables(TABLES[BORROWED.get(arch, arch)], variant)
+
+
+FAMILY = Family(
+    "moe_triton_sweep",
+    (*ARCHITECTURES, *BORROWED),
+    variants,
+    _shipped,
+    _launch,
+    _problems,
+    _sources,
+)
+
+
 def sweep(
     arch: str,
     table: KernelTable | None = None,
-    chosen: tuple[Variant, ...] | None = None,
+    chosen: tuple | None = None,
     seen: str | None = None,
+    family: Family = FAMILY,
 ) -> Iterator[Row]:
     """Compiles for ``arch`` and judges.
 
     Args:
-        arch: an entry of ARCHITECTURES or BORROWED.
+        arch: one of the family's.
         table: tile configurations; default: the ones that ship.
-        chosen: default: :func:`variants`.
+        chosen: default: all variants.
         seen: as in :func:`compile_only`.
+        family: what is compiled.
     """
-    if table is None:
-        table = TABLES[BORROWED.get(arch, arch)]
-    for variant in variants() if chosen is None else chosen:
+    for variant in family.variants() if chosen is None else chosen:
         if arch not in variant.architectures:
             continue
+        tables = (
+            family.tables(arch, variant) if table is None else _tables(table, variant)
+        )
         with compile_only(arch, variant.kernels, seen) as reports:
-            for one_each in _tables(table, variant):
-                _launch(variant, one_each)
+            for one_each in tables:
+                family.launch(variant, one_each)
         for report in reports:
-            matrix = report.kernel in MATRIX_KERNEL_NAMES
-            tma = bool(report.constants.get("USE_TMA"))
-            yield Row(variant.name, report, report.problems(matrix=matrix, tma=tma))
+            yield Row(variant.name, report, family.problems(report))
 
 
 # The compilers are in the worker and in the assembler that it starts: large heaps of
@@ -319,18 +373,18 @@ def _prepare_worker() -> None:
     atexit.register(gc.unfreeze)
 
 
-def _sweep_variant(arch: str, index: int, seen: str) -> list[Row]:
-    return list(sweep(arch, chosen=variants()[index : index + 1], seen=seen))
+def _sweep_variant(family: Family, arch: str, index: int, seen: str) -> list[Row]:
+    chosen = family.variants()[index : index + 1]
+    return list(sweep(arch, chosen=chosen, seen=seen, family=family))
 
 
 def parallel_sweep(
-    architectures: tuple[str, ...] = (*ARCHITECTURES, *BORROWED),
-    workers: int | None = None,
+    family: Family = FAMILY, workers: int | None = None
 ) -> dict[str, list[Row]]:
     """:func:`sweep` of what ships, each kernel once, on several processes.
 
     Args:
-        architectures: entries of ARCHITECTURES or BORROWED.
+        family: what is compiled.
         workers: default: one per CPU that this process may use.
 
     Returns:
@@ -348,11 +402,16 @@ def parallel_sweep(
     ):
         # The variants with every configuration are first and take longest.
         jobs = [
-            (arch, pool.submit(_sweep_variant, arch, index, os.path.join(folder, arch)))
-            for index in range(len(variants()))
-            for arch in architectures
+            (
+                arch,
+                pool.submit(
+                    _sweep_variant, family, arch, index, os.path.join(folder, arch)
+                ),
+            )
+            for index in range(len(family.variants()))
+            for arch in family.architectures
         ]
-        rows: dict[str, list[Row]] = {arch: [] for arch in architectures}
+        rows: dict[str, list[Row]] = {arch: [] for arch in family.architectures}
         for arch, job in jobs:
             rows[arch] += job.result()
     return rows
@@ -379,7 +438,7 @@ def _launch_text(value: object) -> str:
     return f"{type(value).__name__}"
 
 
-def launches() -> Iterator[str]:
+def launches(family: Family = FAMILY) -> Iterator[str]:
     """Every launch that is compiled, as text; nothing is compiled."""
     from triton.runtime import jit
 
@@ -397,32 +456,26 @@ def launches() -> Iterator[str]:
     original = jit.JITFunction.run
     jit.JITFunction.run = run
     try:
-        for arch in (*ARCHITECTURES, *BORROWED):
-            for variant in variants():
+        for arch in family.architectures:
+            for variant in family.variants():
                 if arch in variant.architectures:
-                    for table in _tables(TABLES[BORROWED.get(arch, arch)], variant):
+                    for table in family.tables(arch, variant):
                         seen.append(f"{arch} {variant.name}")
-                        _launch(variant, table)
+                        family.launch(variant, table)
     finally:
         jit.JITFunction.run = original
     yield from seen
 
 
-def source_hash() -> str:
+def source_hash(family: Family = FAMILY) -> str:
     """Of the kernels, without comments, and of all launches that are compiled.
 
     The code around the launches, and what chooses among them, does not count.
     """
     digest = hashlib.sha256()
-    for module in MODULES:
-        body = ast.parse(pathlib.Path(module.__file__).read_text()).body
-        jitted = [
-            x for x in body if isinstance(x, ast.FunctionDef) and x.decorator_list
-        ]
-        constants = [x for x in body if isinstance(x, (ast.Assign, ast.AnnAssign))]
-        for node in (*jitted, *constants) if jitted else ():
-            digest.update(_without_docstrings(ast.unparse(node)).encode())
-    for text in launches():
+    for node in family.sources():
+        digest.update(_without_docstrings(ast.unparse(node)).encode())
+    for text in launches(family):
         digest.update(text.encode())
     return digest.hexdigest()[:16]
 
@@ -441,18 +494,18 @@ def _json_row(row: Row) -> dict[str, object]:
     return fields
 
 
-def record(path: pathlib.Path) -> int:
+def record(path: pathlib.Path, family: Family = FAMILY) -> int:
     """Writes the rows of this Triton version to ``path``; returns how many are bad."""
     import triton
 
     table = json.loads(path.read_text()) if path.exists() else {"rows": []}
     kept = [row for row in table["rows"] if row["triton"] != triton.__version__]
     fresh = []
-    for arch, rows in parallel_sweep().items():
+    for arch, rows in parallel_sweep(family).items():
         fresh += [_json_row(row) for row in rows]
         print(arch, len(rows), "kernels", flush=True)
-    sources = {**table.get("sources", {}), triton.__version__: source_hash()}
-    command = "python test/python_native/moe_triton_sweep.py --output FILE"
+    sources = {**table.get("sources", {}), triton.__version__: source_hash(family)}
+    command = f"python test/python_native/{family.script}.py --output FILE"
     ordered = sorted(
         kept + fresh, key=lambda row: (row["triton"], row["arch"], row["variant"])
     )
@@ -462,7 +515,12 @@ def record(path: pathlib.Path) -> int:
     return sum(bool(row["problems"]) for row in fresh)
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(family: Family) -> None:
+    """The command line of a family's script."""
+    parser = argparse.ArgumentParser(description="Records what the kernels compile to.")
     parser.add_argument("--output", type=pathlib.Path, required=True)
-    sys.exit(1 if record(parser.parse_args().output) else 0)
+    sys.exit(1 if record(parser.parse_args().output, family) else 0)
+
+
+if __name__ == "__main__":
+    main(FAMILY)

@@ -10,19 +10,28 @@ import os
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import json
+import pathlib
 import unittest
 from unittest import mock
 
 import triton
-from triton_static_gate import compile_only
+from moe_scaled_sweep import (
+    call,
+    E4M3,
+    FAMILY,
+    RECIPES,
+    SCALED_FUNCTIONS,
+    Variant,
+    variants,
+)
+from moe_triton_sweep import parallel_sweep, source_hash, sweep
 
 import torch
 from torch._native.ops.moe import triton_impl as moe
 from torch._native.ops.moe.triton_kernels import (
     launch,
-    scaled_backward,
-    scaled_forward,
-    scaled_launch,
+    scaling,
 )
 from torch._native.ops.moe.triton_kernels.configs import KERNELS, TABLES, TileConfig
 from torch._native.ops.moe.triton_kernels.scaled_configs import (
@@ -46,19 +55,14 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.moe_generators import MoeCase
 
 
-ROW, MX, B128, SQUARE = (
-    getattr(ScalingType, name).value
-    for name in ("RowWise", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
+ROW = ScalingType.RowWise.value
+B128, SQUARE = RECIPES["fp8"]
+RECORD = (
+    pathlib.Path(__file__).resolve().parents[2]
+    / "benchmarks/moe/results/scaled_static_gate.json"
 )
-RECIPES = {"fp8": (B128, SQUARE), "mx": (MX, MX)}
-E4M3 = torch.float8_e4m3fn
-MATRIX_KERNELS = (
-    scaled_forward.scaled_up_kernel,
-    scaled_forward.scaled_mm_kernel,
-    scaled_backward.scaled_act_backward_kernel,
-    scaled_backward.scaled_weight_grad_kernel,
-)
-SCALED_FUNCTIONS = (*MATRIX_KERNELS, scaled_backward.columns_kernel)
+# Of Triton.
+RECORDED_VERSIONS = ("3.9.0",)
 
 
 class TestMoeScaledEligibility(TestCase):
@@ -203,54 +207,6 @@ class TestMoeScaledEligibility(TestCase):
         self.assertFalse(triton_impl._mlp_cond(*args, [], [], [], [], **options))
 
 
-def fake_call(
-    plan, recipe, activation="swiglu", device="cpu", odd=False, split=False,
-    bias=False, interleaved=False, preact_dtype=E4M3, hp_wgrad=False, limit=None,
-    tokens=4096,
-):  # fmt: skip
-    """Forward and backward on operands that nothing reads or writes."""
-    T, D, F, E, K = (8, 1008, 336, 1, 1) if odd else (tokens, 2048, 1408, 64, 8)
-    act = launch.Activation(activation, interleaved, limit=limit)
-    gF = 2 * F if act.gated else F
-
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def int32(*shape):
-        return empty(*shape, dtype=torch.int32)
-
-    args = (
-        empty(T, D),
-        empty(E, F if split else gF, D),
-        empty(E, D, F),
-        int32(E),
-        empty(T, K, dtype=torch.float32),
-        int32(T * K),
-        int32(T, K),
-        empty(E, gF) if bias else None,
-        empty(E, D) if bias else None,
-        empty(E, F, D) if split else None,
-        [], [], [], [],
-    )  # fmt: skip
-    options = {"recipe": scaled_launch.Recipe(*RECIPES[recipe]), "act": act}
-    output, *saved = scaled_launch.moe_mlp_scaled_forward(
-        plan, *args, preact_dtype=preact_dtype, **options
-    )
-    grads = scaled_launch.moe_mlp_scaled_backward(
-        plan, args[0], *args[1:], *saved, (True,) * 7, hp_wgrad=hp_wgrad, **options
-    )
-    return args, output, saved, grads
-
-
-_quantize = torch.ops.aten._moe_quantize
-
-
-def meta_quantize(x, code, dim=-1):
-    """Shapes of ``_moe_quantize``, without the time that it takes on CPU."""
-    out = _quantize(x.to("meta"), code, dim=dim)
-    return tuple(torch.empty_strided(y.shape, y.stride(), dtype=y.dtype) for y in out)
-
-
 class TestMoeScaledLaunches(TestCase):
     @unittest.skipIf(
         not torch.backends.cuda.is_built(), "fake CUDA tensors need a CUDA build"
@@ -274,9 +230,8 @@ class TestMoeScaledLaunches(TestCase):
             FakeTensorMode(shape_env=shape_env),
         ):
             T = 4096 if tokens == "static" else shape_env.create_unbacked_symint()
-            args, output, saved, grads = fake_call(
-                plan, recipe, device="cuda", bias=True, tokens=T
-            )
+            variant = Variant("fake", recipe, ())
+            args, output, saved, grads = call(plan, variant, "cuda", T)
             expected = torch.ops.aten._moe_mlp_scaled(
                 *args,
                 recipe_a=[RECIPES[recipe][0]],
@@ -304,62 +259,58 @@ class TestMoeScaledLaunches(TestCase):
         ):
             self.assertEqual(names.count(name), count, name)
 
-    VARIANTS = {
-        "swiglu": {"bias": True},
-        "interleaved": {"activation": "swiglu_oai", "interleaved": True, "bias": True},
-        "int8": {"activation": "geglu", "limit": 7.0, "preact_dtype": torch.int8},
-        "split_16_bit": {"split": True, "preact_dtype": None},
-        "silu": {"activation": "silu"},
-        "odd": {"activation": "relu2", "odd": True},
-    }
-
-    def problems(self, arch, recipe, variant):
-        """Of every configuration; each with what the compiler said."""
-        table, found = SCALED_TABLES[arch], []
-        names = [name for name in SCALED_KERNELS if name.startswith(recipe)]
-        for i in range(max(len(table[name]) for name in names)):
-            one_each = {n: (table[n][min(i, len(table[n]) - 1)],) for n in names}
-            plan = launch.LaunchPlan({**TABLES[arch], **one_each}, num_sms=132)
-            with (
-                mock.patch.object(torch.ops.aten, "_moe_quantize", meta_quantize),
-                compile_only(arch, SCALED_FUNCTIONS) as reports,
-            ):
-                fake_call(plan, recipe, **self.VARIANTS[variant])
-            matrix = [kernel.__name__ for kernel in MATRIX_KERNELS]
-            for report in reports:
-                is_matrix = report.kernel in matrix
-                problems = report.problems(matrix=is_matrix, fp8=is_matrix)
-                if problems:
-                    block = [report.constants.get(f"BLOCK_{x}") for x in "MNK"]
-                    found.append((report.kernel, block, report.num_warps, problems))
-            self.assertEqual(
-                {r.kernel for r in reports}, {k.__name__ for k in SCALED_FUNCTIONS}
-            )
-        return found
-
-    @slowTest
-    @parametrize("variant", list(VARIANTS))
-    @parametrize(
-        "target",
-        [
-            subtest(("sm_90", "fp8"), name="sm_90_fp8"),
-            subtest(("sm_100", "fp8"), name="sm_100_fp8"),
-            subtest(("sm_100", "mx"), name="sm_100_mx"),
-        ],
-    )
-    def test_every_shipped_config(self, target, variant):
-        self.assertEqual(self.problems(*target, variant), [])
+    def compiled(self, table=None):
+        """Rows of sm_90, as a training step with biases launches them."""
+        chosen = tuple(v for v in variants() if v.name == "fp8 all_kernels")
+        return list(sweep("sm_90", table, chosen, family=FAMILY))
 
     def test_swiglu_on_hopper(self):
-        self.assertEqual(self.problems("sm_90", "fp8", "swiglu"), [])
+        rows = self.compiled()
+        self.assertEqual([row for row in rows if row.problems], [])
+        kernels = {row.report.kernel for row in rows}
+        self.assertEqual(kernels, {kernel.__name__ for kernel in SCALED_FUNCTIONS})
 
     def test_gate_rejects_spills(self):
+        # The epilogue of the whole tile at once does not fit in registers.
         config = TileConfig(128, 128, 128, 8, 3, tma=True)
-        planted = {"sm_90": {**SCALED_TABLES["sm_90"], "fp8_act_backward": (config,)}}
-        with mock.patch.dict(SCALED_TABLES, planted):
-            found = self.problems("sm_90", "fp8", "swiglu")
-        self.assertEqual({f[0] for f in found}, {"scaled_act_backward_kernel"})
-        self.assertIn("spills", found[0][-1][0])
+        table = {**TABLES["sm_90"], **SCALED_TABLES["sm_90"]}
+        bad = [
+            r
+            for r in self.compiled({**table, "fp8_act_backward": (config,)})
+            if r.problems
+        ]
+        self.assertEqual({r.report.kernel for r in bad}, {"scaled_act_backward_kernel"})
+        self.assertIn("spills", bad[0].problems[0])
+
+    @slowTest
+    def test_every_shipped_config(self):
+        for arch, rows in parallel_sweep(FAMILY).items():
+            bad = [row for row in rows if row.problems]
+            self.assertEqual(bad, [], arch)
+            self.assertGreater(len(rows), 10)
+
+    @unittest.skipIf(not RECORD.exists(), "there is no record beside these sources")
+    @parametrize("version", RECORDED_VERSIONS)
+    def test_record_is_of_these_sources(self, version):
+        record = json.loads(RECORD.read_text())
+        self.assertEqual(
+            record["sources"].get(version),
+            source_hash(FAMILY),
+            f"recorded from other kernels or launches: run moe_scaled_sweep.py --output "
+            f"{RECORD.name} under Triton {version}",
+        )
+        rows = [row for row in record["rows"] if row["triton"] == version]
+        self.assertEqual([row for row in rows if row["problems"]], [])
+        for row in rows:
+            if row["kernel"] != "columns_kernel":
+                self.assertIn("fp8", row["instructions"])
+        self.assertEqual({row["arch"] for row in rows}, set(FAMILY.architectures))
+
+    def test_hash_is_of_what_kernels_call(self):
+        # In scaling.py, which has no kernel.
+        before, other = source_hash(FAMILY), triton.language.constexpr(254)
+        with mock.patch.object(scaling, "NAN_BYTE", other):
+            self.assertNotEqual(source_hash(FAMILY), before)
 
 
 instantiate_parametrized_tests(TestMoeScaledEligibility)

@@ -51,7 +51,7 @@ _SM_100: KernelTable = {
     "mx_up_gated": (TileConfig(128, 64, 128, 8, 3, tma=True),),
     "mx_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "mx_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
-    "mx_act_backward": (TileConfig(128, 64, 128, 8, 3, epilogue_parts=4, tma=True),),
+    "mx_act_backward": (TileConfig(128, 64, 128, 8, 2, epilogue_parts=4, tma=True),),
     "mx_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "mx_weight_grad": (TileConfig(128, 256, 128, 8, 3),),
 }

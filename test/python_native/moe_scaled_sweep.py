@@ -1,0 +1,218 @@
+"""Compiles the FP8 kernels of ``_moe_mlp_scaled`` in every tile configuration that ships.
+
+Test-only; see moe_triton_sweep.py, whose tools these are:
+
+    python test/python_native/moe_scaled_sweep.py --output FILE
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from unittest import mock
+
+import triton
+from moe_triton_sweep import _tables, Family, main
+from triton_static_gate import KernelReport
+
+import torch
+from torch._native.ops.moe.triton_kernels import (
+    launch,
+    scaled_backward,
+    scaled_forward,
+    scaled_launch,
+)
+from torch._native.ops.moe.triton_kernels.activations import (
+    GATED_ACTIVATIONS,
+    LIMITED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+)
+from torch._native.ops.moe.triton_kernels.configs import TABLES, TileConfig
+from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_TABLES
+from torch.nn.functional import ScalingType
+
+
+_MX = ScalingType.BlockWise1x32.value
+RECIPES = {
+    "fp8": (ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value),
+    "mx": (_MX, _MX),
+}
+E4M3 = torch.float8_e4m3fn
+ACTIVATION_KERNELS = (
+    scaled_forward.scaled_up_kernel,
+    scaled_backward.scaled_act_backward_kernel,
+)
+MATRIX_KERNELS = (
+    *ACTIVATION_KERNELS,
+    scaled_forward.scaled_mm_kernel,
+    scaled_backward.scaled_weight_grad_kernel,
+)
+SCALED_FUNCTIONS = (*MATRIX_KERNELS, scaled_backward.columns_kernel)
+_MATRIX_NAMES = tuple(kernel.__name__ for kernel in MATRIX_KERNELS)
+_TARGETS = {"fp8": ("sm_90", "sm_100"), "mx": ("sm_100",)}
+_BORROWED = {"sm_103": "sm_100"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to call the op: options of ``_moe_mlp_scaled``, and of ``Variant`` there.
+
+    Attributes:
+        recipe: an entry of RECIPES.
+        dtype: of operands; products are rounded to it if it is bfloat16.
+    """
+
+    name: str
+    recipe: str
+    architectures: tuple[str, ...]
+    kernels: tuple = ACTIVATION_KERNELS
+    activation: launch.Activation = launch.Activation()
+    dtype: torch.dtype = torch.bfloat16
+    preact_dtype: torch.dtype | None = E4M3
+    bias: bool = True
+    split: bool = False
+    hp_wgrad: bool = False
+    odd: bool = False
+    every_config: bool = True
+
+
+def variants() -> tuple[Variant, ...]:
+    """Every activation, clamp and layout; those that need most registers in every type."""
+    chosen: list[Variant] = []
+
+    def add(name: str, **options) -> None:
+        for recipe, targets in _TARGETS.items():
+            if options.get("kernels") == SCALED_FUNCTIONS:
+                targets = (*targets, "sm_103")
+            chosen.append(Variant(f"{recipe} {name}", recipe, targets, **options))
+
+    add("all_kernels", kernels=SCALED_FUNCTIONS)
+    add("no_bias", kernels=SCALED_FUNCTIONS, bias=False, split=True, preact_dtype=None)
+    add("odd", kernels=SCALED_FUNCTIONS, odd=True, activation=launch.Activation("silu"))
+    add("hp_wgrad", hp_wgrad=True, bias=False)
+    for name in (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS):
+        gated = name in GATED_ACTIVATIONS
+        for interleaved in (False, True) if gated else (False,):
+            layout = " interleaved" if interleaved else ""
+            act = launch.Activation(name, interleaved)
+            if name in LIMITED_ACTIVATIONS and name != "swiglu_oai":
+                clamped = dataclasses.replace(act, limit=7.0)
+                for dtype in (torch.bfloat16, torch.float32):
+                    add(
+                        f"{name}{layout} limit {dtype}", activation=clamped, dtype=dtype
+                    )
+            add(f"{name}{layout}", activation=act)
+            if name in ("swiglu", "geglu", "gelu"):
+                for dtype, preact in (
+                    (torch.bfloat16, None),
+                    (torch.bfloat16, torch.int8),
+                    (torch.float32, None),
+                ):
+                    label = f"{name}{layout} {dtype} preact {preact}"
+                    add(label, activation=act, dtype=dtype, preact_dtype=preact)
+    return tuple(chosen)
+
+
+_quantize = torch.ops.aten._moe_quantize
+
+
+def meta_quantize(x: torch.Tensor, code: int, dim: int = -1) -> tuple:
+    """Shapes of ``_moe_quantize``, without the time that it takes on CPU."""
+    out = _quantize(x.to("meta"), code, dim=dim)
+    return tuple(torch.empty_strided(y.shape, y.stride(), dtype=y.dtype) for y in out)
+
+
+def call(plan: launch.LaunchPlan, variant: Variant, device: str = "cpu", tokens=4096):
+    """Forward and backward on operands that nothing reads or writes."""
+    T, D, F, E, K = (8, 1008, 336, 1, 1) if variant.odd else (tokens, 2048, 1408, 64, 8)
+    act = variant.activation
+    gF = 2 * F if act.gated else F
+
+    def empty(*shape, dtype=variant.dtype):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def int32(*shape):
+        return empty(*shape, dtype=torch.int32)
+
+    args = (
+        empty(T, D),
+        empty(E, F if variant.split else gF, D),
+        empty(E, D, F),
+        int32(E),
+        empty(T, K, dtype=torch.float32),
+        int32(T * K),
+        int32(T, K),
+        empty(E, gF) if variant.bias else None,
+        empty(E, D) if variant.bias else None,
+        empty(E, F, D) if variant.split else None,
+        [], [], [], [],
+    )  # fmt: skip
+    options = {"recipe": scaled_launch.Recipe(*RECIPES[variant.recipe]), "act": act}
+    output, *saved = scaled_launch.moe_mlp_scaled_forward(
+        plan, *args, preact_dtype=variant.preact_dtype, **options
+    )
+    grads = scaled_launch.moe_mlp_scaled_backward(
+        plan, args[0], *args[1:], *saved, (True,) * 7,
+        hp_wgrad=variant.hp_wgrad, **options,
+    )  # fmt: skip
+    return args, output, saved, grads
+
+
+def _launch(variant: Variant, table: dict[str, tuple[TileConfig, ...]]) -> None:
+    with mock.patch.object(torch.ops.aten, "_moe_quantize", meta_quantize):
+        call(launch.LaunchPlan(table, num_sms=132), variant)
+
+
+def _shipped(arch: str, variant: Variant) -> list[dict[str, tuple[TileConfig, ...]]]:
+    arch = _BORROWED.get(arch, arch)
+    table = {
+        name: configs
+        for name, configs in SCALED_TABLES[arch].items()
+        if name.startswith(variant.recipe)
+    }
+    first = {name: configs[-1:] for name, configs in TABLES[arch].items()}
+    return [{**first, **one_each} for one_each in _tables(table, variant)]
+
+
+def _problems(report: KernelReport) -> list[str]:
+    matrix = report.kernel in _MATRIX_NAMES
+    tma = bool(report.constants.get("USE_TMA"))
+    return report.problems(matrix=matrix, tma=tma, fp8=matrix)
+
+
+def _sources() -> Iterator[ast.AST]:
+    """Of the kernels and what they call, in whatever file."""
+    seen: dict[str, object] = {}
+    todo = list(SCALED_FUNCTIONS)
+    while todo:
+        function = todo.pop().fn
+        key = f"{function.__module__}.{function.__name__}"
+        if key in seen:
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        seen[key] = tree
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                used = function.__globals__.get(node.id)
+                if isinstance(used, triton.runtime.jit.JITFunction):
+                    todo.append(used)
+                elif isinstance(used, triton.language.constexpr):
+                    text = f"{node.id} = {used.value!r}"
+                    seen[f"{function.__module__}.{node.id}"] = ast.parse(text)
+    yield from (seen[key] for key in sorted(seen))
+
+
+FAMILY = Family(
+    "moe_scaled_sweep",
+    ("sm_90", "sm_100", "sm_103"),
+    variants,
+    _shipped,
+    _launch,
+    _problems,
+    _sources,
+)
+
+
+if __name__ == "__main__":
+    main(FAMILY)
