@@ -285,6 +285,7 @@ class Work:
         flops: useful ones.
         dram_bytes: read and written.
         fill_loads: loads in a row before the first operand can be loaded.
+        ahead: of them, those that a program with another tile makes during that one.
         epilogue_loads: loads in a row in the epilogue.
     """
 
@@ -294,6 +295,7 @@ class Work:
     flops: float
     dram_bytes: float
     fill_loads: float
+    ahead: float
     epilogue_loads: float
 
 
@@ -326,28 +328,30 @@ def work_of(kernel: Kernel, shape: Shape) -> Work:
         tiles = shape.row_tiles(bm) * -(-F // bn)
         rest = weights(2 * F, D) + 2 * R * F * (3 if constants["STORE_PREACT"] else 1)
         dram = _gathered_bytes(shape, D, rest) + rest
-        return Work(tiles, D / bk, (bm + 2 * bn) * bk * 2, 4.0 * R * D * F, dram, 3, 0)
+        step = (bm + 2 * bn) * bk * 2
+        return Work(tiles, D / bk, step, 4.0 * R * D * F, dram, 3, 3, 0)
     if kernel.name.startswith("act_backward"):
         tiles = shape.row_tiles(bm) * -(-F // bn)
         rest = weights(F, D) + 2 * R * F * 5
         dram = _gathered_bytes(shape, D, rest) + rest
-        return Work(tiles, D / bk, (bm + bn) * bk * 2, 2.0 * R * D * F, dram, 3, 1)
+        return Work(tiles, D / bk, (bm + bn) * bk * 2, 2.0 * R * D * F, dram, 3, 0, 1)
     if kernel.name.startswith(("down", "input_grad")):
         inner = F if kernel.name.startswith("down") else 2 * F
         tiles = shape.row_tiles(bm) * -(-D // bn)
         dram = weights(D, inner) + 2 * R * inner + 2 * R * D
-        loads = 0.75 if constants["HAS_SCALE"] else 0
+        chain = 3 if constants["HAS_SCALE"] else 2
         # Two weights are two loops alike, and the pipeline is filled twice.
-        fills = 2 + (DRAM_LATENCY / L2_LATENCY if constants["TWO_WEIGHTS"] else 0)
+        fills = chain + (DRAM_LATENCY / L2_LATENCY if constants["TWO_WEIGHTS"] else 0)
         flops = 2.0 * R * D * inner
-        return Work(tiles, inner / bk, (bm + bn) * bk * 2, flops, dram, fills, loads)
+        step = (bm + bn) * bk * 2
+        return Work(tiles, inner / bk, step, flops, dram, fills, chain, 0)
     wide = 2 * F if kernel.name.startswith("dw_in") else F
     m, n = (wide, D) if constants["GATHER_Q"] else (D, wide)
     rest = 2.0 * R * wide + 2 * E * m * n
     dram = _gathered_bytes(shape, D, rest) + rest
     tiles = E * -(-m // bm) * -(-n // bn)
     steps = R / E / bk + 0.5
-    return Work(tiles, steps, (bm + bn) * bk * 2, 2.0 * R * m * n, dram, 3, 0.4)
+    return Work(tiles, steps, (bm + bn) * bk * 2, 2.0 * R * m * n, dram, 3, 0, 0.4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,12 +364,15 @@ class Estimate:
         limiter: what takes longest.
         parts: microseconds of the multiprocessors and of DRAM, and the multiple of the
             useful FLOPs that padded tiles make of them.
+        bound: microseconds if tiles followed one another without a gap, each epilogue
+            beside the next tile's matmuls: no other schedule of these tiles is faster.
     """
 
     us: float
     of_dense: float
     limiter: str
     parts: dict[str, float]
+    bound: float | None = None
 
     @property
     def explained(self) -> str | None:
@@ -414,7 +421,9 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
     if persistent:
         resident = min(resident, math.ceil(kernel.constants["GRID"] / SMS))
     fill = work.fill_loads * L2_LATENCY + DRAM_LATENCY
-    if not persistent:
+    if persistent:
+        fill -= work.ahead * L2_LATENCY
+    else:
         fill += RELAUNCH
     tile = per_tile = fill + work.steps * step + epilogue
     if resident > 1:
@@ -433,6 +442,8 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
         "power": work.tiles * work.steps * flops / POWER_FLOPS,
     }
     seconds = sum(t**4 for t in times.values()) ** 0.25 + LAUNCH_SECONDS
+    busy = work.tiles / SMS * max(work.steps * shared_step, issue) / CLOCK
+    bound = (busy**4 + times["DRAM"] ** 4 + times["power"] ** 4) ** 0.25
     of_dense = work.flops / seconds / POWER_FLOPS
     # Of programs side by side, what they share.
     step = shared_step if resident > 1 else step
@@ -441,11 +452,13 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
         "at the dense rate": 1e6 * work.flops / POWER_FLOPS,
         "loop": 1e6 * matmuls,
         "epilogue and fill": 1e6 * (cycles / CLOCK - matmuls),
+        "instructions of the epilogue": 1e6 * work.tiles / SMS * issue / CLOCK,
         "DRAM": 1e6 * times["DRAM"],
         "padding": work.tiles * work.steps * flops / work.flops,
     }
     limiter = max(times, key=times.__getitem__)
-    return Estimate(1e6 * seconds, of_dense, limiter, parts)
+    bound_us = 1e6 * (bound + LAUNCH_SECONDS)
+    return Estimate(1e6 * seconds, of_dense, limiter, parts, bound_us)
 
 
 # ---- the kernels of a layer
@@ -551,7 +564,8 @@ def forecast(shape: Shape, times: dict[str, float]) -> dict[str, object]:
     row: dict[str, object] = {}
     middle, low, high = bias()
     for name, us in layer_microseconds(shape, times).items():
-        row[name] = round(us)
+        us = round(us)
+        row[name] = us
         row[f"{name}_corrected"] = round(us * middle)
         row[f"{name}_range"] = [round(us * low), round(us * high)]
     return row
@@ -577,13 +591,19 @@ def measure() -> dict[str, list[dict[str, object]]]:
                         "shape": shape.name,
                         "kernel": kernel.label,
                         "us": round(cost.us, 1),
+                        "bound_us": round(cost.bound or cost.us, 1),
                         "of_dense": round(cost.of_dense, 3),
                         "limiter": cost.limiter,
                         "explained": cost.explained,
                     }
                 )
-            times = {k.name: estimate(k, work_of(k, shape)).us for k in compiled}
-            layers.append(dataclasses.asdict(shape) | forecast(shape, times))
+            costs = {k.name: estimate(k, work_of(k, shape)) for k in compiled}
+            times = {name: cost.us for name, cost in costs.items()}
+            least = {name: cost.bound or cost.us for name, cost in costs.items()}
+            row = dataclasses.asdict(shape) | forecast(shape, times)
+            for name, us in layer_microseconds(shape, least).items():
+                row[f"{name}_bound"] = round(us)
+            layers.append(row)
     return {"kernels": list(kernels.values()), "estimates": estimates, "layers": layers}
 
 

@@ -61,8 +61,9 @@ class Activation:
 
 
 # Triton's interpreter has none.
-_INLINE_ASM = tl.constexpr(not triton.knobs.runtime.interpret)
+INLINE_ASM = tl.constexpr(not triton.knobs.runtime.interpret)
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 # Of 2u, where gelu_tanh(x) = x/2 * (1 + tanh(u)) and u = c * (x + 0.044715 x^3).
@@ -74,12 +75,20 @@ _TANH_CUBIC_SLOPE = tl.constexpr(3 * 2 * 0.7978845608028654 * 0.044715)
 @triton.jit
 def _sigmoid(x):
     # A division guards against overflow in seven instructions; the denominator needs
-    # no guard, and the reciprocal's error of one ulp is half of the division's.
-    if _INLINE_ASM and is_cuda():
+    # no guard, and the reciprocal's error of one ulp is half of the division's. The
+    # exponential guards results below 2^-126 in three, which are nothing beside the 1.
+    if INLINE_ASM and is_cuda():
         y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;",
+            """
+            {
+                .reg .f32 t;
+                ex2.approx.ftz.f32 t, $1;
+                add.f32 t, t, 0f3F800000;
+                rcp.approx.ftz.f32 $0, t;
+            }
+            """,
             "=f,f",
-            [1.0 + tl.exp(-x)],
+            [x * -_LOG2_E],
             dtype=tl.float32,
             is_pure=True,
             pack=1,

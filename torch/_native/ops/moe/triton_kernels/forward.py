@@ -6,7 +6,8 @@ token, R routed rows, g = 2 for a gated activation else 1.
 
 Both kernels walk a list of row tiles (``permutation.schedule_tiles_kernel``) in
 a loop whose stride is the grid: a grid of one program per tile and a grid of one
-program per SM are the same kernel.
+program per SM are the same kernel. Which tile is next is loaded before this one's
+matmuls, and its slots before this one's epilogue.
 
 ``w`` is a pointer, or a TMA descriptor over (E, rows, columns) when USE_TMA. TMA
 fills reads outside an expert's matrix with zeros, so it needs no masks.
@@ -17,9 +18,10 @@ corner of a weight tile; within a tile they are int32 (``_weight_reason`` of
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
-from .activations import glu_forward, unary_forward
-from .permutation import tile_of
+from .activations import glu_forward, INLINE_ASM, unary_forward
+from .permutation import tile_ahead
 
 
 @triton.jit
@@ -110,6 +112,27 @@ def row_tile(
 
 
 @triton.jit
+def _zero_rows(x, valid):
+    """float32 ``x`` (M, N) with zeros in the rows that are not ``valid``.
+
+    LLVM does a select after the rounding that follows, where it takes the pairs apart
+    into which the hardware rounds.
+    """
+    if INLINE_ASM and is_cuda():
+        y = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;",
+            "=f,f,r",
+            [x, tl.where(valid, -1, 0)[:, None]],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        y = tl.where(valid[:, None], x, 0.0)
+    return y
+
+
+@triton.jit
 def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
@@ -157,7 +180,7 @@ def _up_epilogue(
             b_ptrs = b_row + h_cols.to(tl.int64) * stride_bf
             bias = tl.load(b_ptrs, mask=h_cols < 2 * F, other=0.0)
             acc_gate += bias[None, :].to(tl.float32)
-        h = tl.where(valid[:, None], acc_gate, 0.0).to(dtype)
+        h = _zero_rows(acc_gate, valid).to(dtype)
         if STORE_PREACT:
             ptrs = row_tile(preact, first_row, first_n * 2, F * 2, BLOCK_M, BLOCK_N * 2)
             tl.store(ptrs, h, mask=in_tile & (h_cols[None, :] < 2 * F))
@@ -172,8 +195,8 @@ def _up_epilogue(
             b_ptrs += tl.cast(F, tl.int64) * stride_bf
             bias = tl.load(b_ptrs, mask=cols < F, other=0.0)
             acc_up += bias[None, :].to(tl.float32)
-        gate = tl.where(valid[:, None], acc_gate, 0.0).to(dtype)
-        up = tl.where(valid[:, None], acc_up, 0.0).to(dtype)
+        gate = _zero_rows(acc_gate, valid).to(dtype)
+        up = _zero_rows(acc_up, valid).to(dtype)
         if STORE_PREACT:
             ptrs = row_tile(preact, first_row, first_n, F * 2, BLOCK_M, BLOCK_N)
             mask = in_tile & (cols[None, :] < F)
@@ -186,7 +209,7 @@ def _up_epilogue(
         if HAS_BIAS:
             bias = tl.load(b_ptrs, mask=cols < F, other=0.0)
             acc_gate += bias[None, :].to(tl.float32)
-        h = tl.where(valid[:, None], acc_gate, 0.0).to(dtype)
+        h = _zero_rows(acc_gate, valid).to(dtype)
         if STORE_PREACT:
             ptrs = row_tile(preact, first_row, first_n, F, BLOCK_M, BLOCK_N)
             tl.store(ptrs, h, mask=in_tile & (cols[None, :] < F))
@@ -225,12 +248,17 @@ def up_kernel(
     load brings both (PAIRED), so that one matrix instruction reads x once for both.
     """
     num_n = tl.cdiv(F, BLOCK_N)
-    num_tiles = tl.load(tiles) * num_n
+    num_m = tl.load(tiles)
     WIDE: tl.constexpr = GATED and (INTERLEAVED or PAIRED)
     WIDTH: tl.constexpr = BLOCK_N * 2 if WIDE else BLOCK_N
-    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
-        _, slots, valid = routed_rows(row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M)
+    expert, first_row, row_end, tile_n = tile_ahead(
+        tiles, num_m, tl.program_id(0), num_n, GROUP_M
+    )
+    _, slots, valid = routed_rows(row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M)
+    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        next_expert, next_row, next_end, next_n = tile_ahead(
+            tiles, num_m, index + tl.num_programs(0), num_n, GROUP_M
+        )
         tokens = (slots // top_k).to(tl.int64)
         x_ptrs = x + tokens[:, None] * stride_xt + tl.arange(0, BLOCK_K)[None, :]
         first_n = tile_n * BLOCK_N
@@ -254,6 +282,9 @@ def up_kernel(
                     K_MAJOR, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 acc_up = tl.dot(a, w, acc_up, input_precision=PRECISION)
+        _, next_slots, next_valid = routed_rows(
+            row_slots, next_row, next_end, HAS_SLOTS, BLOCK_M
+        )
         if PAIRED:
             acc_gate, acc_up = _halves(acc_gate, BLOCK_M, WIDTH)
         H_COLUMNS: tl.constexpr = BLOCK_N if PAIRED else WIDTH
@@ -267,6 +298,8 @@ def up_kernel(
                 ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, HAS_BIAS, STORE_PREACT,
                 BLOCK_M, BLOCK_N // EPILOGUE_PARTS,
             )  # fmt: skip
+        expert, first_row, row_end, tile_n = next_expert, next_row, next_end, next_n
+        slots, valid = next_slots, next_valid
 
 
 @triton.jit
@@ -299,9 +332,19 @@ def grouped_mm_kernel(
     """
     num_n = tl.cdiv(N, BLOCK_N)
     ROW: tl.constexpr = 2 if TWO_WEIGHTS else 1  # row length of a in P
-    num_tiles = tl.load(tiles) * num_n
-    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
+    num_m = tl.load(tiles)
+    expert, first_row, row_end, tile_n = tile_ahead(
+        tiles, num_m, tl.program_id(0), num_n, GROUP_M
+    )
+    if HAS_SCALE:
+        _, slots, valid = routed_rows(row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M)
+    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        next_expert, next_row, next_end, next_n = tile_ahead(
+            tiles, num_m, index + tl.num_programs(0), num_n, GROUP_M
+        )
+        if HAS_SCALE:
+            # pyrefly: ignore[unbound-name]
+            s = tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)
         first_n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         if not USE_TMA:
@@ -338,9 +381,8 @@ def grouped_mm_kernel(
 
         if HAS_SCALE:
             _, slots, valid = routed_rows(
-                row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M
+                row_slots, next_row, next_end, HAS_SLOTS, BLOCK_M
             )
-            s = tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)
         in_tile = (first_row + tl.arange(0, BLOCK_M) < row_end)[:, None]
         parts = column_parts(acc, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
         WIDTH: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
@@ -358,3 +400,4 @@ def grouped_mm_kernel(
             ptrs = row_tile(out, first_row, first_col, N, BLOCK_M, WIDTH)
             mask = in_tile & (cols[None, :] < N)
             tl.store(ptrs, o.to(out.dtype.element_ty), mask=mask)
+        expert, first_row, row_end, tile_n = next_expert, next_row, next_end, next_n

@@ -261,6 +261,15 @@ def schedule_tiles_kernel(
 
 
 @triton.jit
+def _tile_entry(tiles, num_m, index, num_n, GROUP_M: tl.constexpr):
+    group = index // (GROUP_M * num_n)
+    first_m = group * GROUP_M
+    group_m = tl.minimum(num_m - first_m, GROUP_M)
+    within = index % (GROUP_M * num_n)
+    return tiles + 4 + (first_m + within % group_m) * 4, within // group_m
+
+
+@triton.jit
 def tile_of(tiles, index, num_n, GROUP_M: tl.constexpr):
     """Tile ``index`` of the (row tiles x column tiles) grid, in L2-friendly order.
 
@@ -270,13 +279,24 @@ def tile_of(tiles, index, num_n, GROUP_M: tl.constexpr):
     Returns:
         expert, first row, end row of the expert, column tile (all scalars).
     """
-    num_m = tl.load(tiles)
-    group = index // (GROUP_M * num_n)
-    first_m = group * GROUP_M
-    group_m = tl.minimum(num_m - first_m, GROUP_M)
-    within = index % (GROUP_M * num_n)
-    entry = tiles + 4 + (first_m + within % group_m) * 4
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), within // group_m
+    entry, tile_n = _tile_entry(tiles, tl.load(tiles), index, num_n, GROUP_M)
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tile_n
+
+
+@triton.jit
+def tile_ahead(tiles, num_m, index, num_n, GROUP_M: tl.constexpr):
+    """:func:`tile_of` of a list known to have ``num_m`` row tiles.
+
+    Past the last tile it returns one without rows, so that a program can ask for its
+    next tile before it is done with this one, and never waits for the answer.
+    """
+    inside = index < num_m * num_n
+    index = tl.where(inside, index, 0)
+    entry, tile_n = _tile_entry(tiles, tl.maximum(num_m, 1), index, num_n, GROUP_M)
+    expert = tl.load(entry, mask=inside, other=0)
+    first_row = tl.load(entry + 1, mask=inside, other=0)
+    row_end = tl.load(entry + 2, mask=inside, other=0)
+    return expert, first_row, row_end, tile_n
 
 
 # Slots, rows and experts that one program permutes alone.
