@@ -135,7 +135,7 @@ _SM_80: KernelTable = {
 # the rows' slots one pipeline step ahead of the rows, so that half of the stages,
 # rounded up, hold data.
 # Left out, with the times that test/python_native/moe_sass.py models at (24576, 1536, 256,
-# 128, 8). act_backward, 451 us: its next tile loaded during this one (443 to 446) spills 8 to
+# 128, 8). act_backward, 451 us: its next tile loaded during this one (443) spills 8 to
 # 40 bytes with swiglu_oai or a limit wherever in the loop that is asked for, as do two programs
 # (128x128 in 4 warps, 398) and a tile of 128x256 (405); H loaded a part ahead spills with
 # swiglu_oai and in 128x64. input_grad, 567: two programs of 128x128 (584)
