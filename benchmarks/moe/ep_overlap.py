@@ -8,10 +8,10 @@ one for computation, then give the time under a schedule. Beside it, the schedul
 interleaved with the plain order of parts. All are medians over rounds of the slowest rank.
 
 Links. ``gloo``: communication is copying, which takes the core that the experts compute on, so
-that there is little to hide behind: the simulation does not describe this machine. The others: the kernel paces what
-leaves the sockets of gloo (``SO_MAX_PACING_RATE``) to one of ``--link-gb-per-s``. That time takes no
-core, as a network card takes none; the longer it is, the more of the communication is what the
-simulation assumes.
+that there is little to hide behind: the simulation does not describe this machine. The others: the
+kernel paces what leaves the sockets of gloo (``SO_MAX_PACING_RATE``) to one of ``--link-gb-per-s``.
+That time takes no core, as a network card takes none; the longer it is, the more of the communication
+is what the simulation assumes.
 """
 
 import argparse

@@ -335,9 +335,17 @@ def write_json(fields: Mapping[str, object], path: pathlib.Path) -> None:
         lines,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(lines + "\n")
-    os.replace(part, path)
+    replace_text(path, lines + "\n")
+
+
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(path.name + ".part")  # in its folder: one rename
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":  # a rank of on_hosts

@@ -10,8 +10,11 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import json
+import os
 import pathlib
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -175,6 +178,21 @@ def load(
 
     call.kernels = {name: functools.partial(run, name) for name in vars(module)}
     return call
+
+
+def emitted_by(script: str, folder: str | pathlib.Path) -> dict[str, list[dict]]:
+    """The graphs of all problems by name, as fields of ``EmittedGraph``.
+
+    Args:
+        script: beside this file; ``python script FILE`` writes them, in a process of its own.
+        folder: for the file.
+    """
+    here, path = pathlib.Path(__file__).resolve().parent, pathlib.Path(folder)
+    left_out = ("TRITON_INTERPRET", "PYTHONSAFEPATH")  # a script, with neighbours
+    env = {k: v for k, v in os.environ.items() if k not in left_out}
+    path /= "emitted.json"
+    subprocess.run([sys.executable, here / script, path], env=env, check=True)
+    return json.loads(path.read_text())
 
 
 def arguments(inputs: Sequence, tensors: Sequence[torch.Tensor]) -> list[object]:

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
+from torch.testing._internal.moe_reference import moe_permutation_reference
 
 
 _NAMES = (
@@ -126,6 +127,22 @@ class Problem:
         """The tokens that go to the experts, their indices and weights."""
         x = x[x[:, 0] > self.above]
         return x, *F.moe_topk(x[:, : self.case.num_experts], self.case.top_k)
+
+    def chosen(self, operands: MoeOperands) -> MoeOperands:
+        """What the experts get of ``operands``, with the routing of the chosen tokens."""
+        if self.above is None:
+            return operands
+        x, ids, weights = self.choose(operands.input)
+        plan = moe_permutation_reference(ids, self.case.num_experts)
+        return dataclasses.replace(
+            operands,
+            input=x,
+            topk_weights=weights,
+            grad_out=operands.grad_out[: len(x)],
+            offs=plan.offs,
+            row_slots=plan.row_slots,
+            slot_rows=plan.slot_rows,
+        )
 
     def __call__(self, **operands: torch.Tensor) -> torch.Tensor:
         """What is compiled."""

@@ -10,14 +10,9 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import dataclasses
-import json
-import pathlib
-import subprocess
-import sys
 import tempfile
 
-from inductor_interpreter import arguments, load, run_training
+from inductor_interpreter import arguments, emitted_by, load, run_training
 from moe_lowering_problems import FAR_ROWS, PROBLEMS
 
 import torch
@@ -32,11 +27,7 @@ from torch.testing._internal.moe_reference import (
     check_close,
     moe_mlp_reference,
     moe_mlp_unfused,
-    moe_permutation_reference,
 )
-
-
-HERE = pathlib.Path(__file__).resolve().parent
 
 
 class TestMoeLoweringNumerics(TestCase):
@@ -45,26 +36,11 @@ class TestMoeLoweringNumerics(TestCase):
         super().setUpClass()
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
-        path = pathlib.Path(cls.folder.name) / "emitted.json"
-        left_out = ("TRITON_INTERPRET", "PYTHONSAFEPATH")  # a script, with neighbours
-        env = {k: v for k, v in os.environ.items() if k not in left_out}
-        script = HERE / "moe_lowering_problems.py"
-        subprocess.run([sys.executable, str(script), str(path)], env=env, check=True)
-        cls.emitted = json.loads(path.read_text())
+        cls.emitted = emitted_by("moe_lowering_problems.py", cls.folder.name)
 
     def truth(self, function, problem, operands):
         """What ``problem`` computes, with ``function`` for its op."""
-        if problem.above is not None:
-            x, ids, weights = problem.choose(operands.input)
-            plan = moe_permutation_reference(ids, problem.case.num_experts)
-            operands = dataclasses.replace(
-                operands,
-                input=x,
-                topk_weights=weights,
-                offs=plan.offs,
-                row_slots=plan.row_slots,
-                slot_rows=plan.slot_rows,
-            )
+        operands = problem.chosen(operands)
         output, _ = function(*operands.args(), **problem.options)
         if problem.norm:
             x = operands.input.to(output.dtype)

@@ -9,14 +9,10 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import json
-import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 
-from inductor_interpreter import arguments, load, run_training
+from inductor_interpreter import arguments, emitted_by, load, run_training
 from moe_routing_problems import Block, Permutation, PROBLEMS, Router
 
 import torch
@@ -37,9 +33,6 @@ from torch.testing._internal.moe_reference import (
 )
 
 
-HERE = pathlib.Path(__file__).resolve().parent
-
-
 def problems(kind):
     found = [p for p in PROBLEMS.values() if isinstance(p, kind)]
     return parametrize("problem", [subtest(p, name=p.name) for p in found])
@@ -51,12 +44,7 @@ class TestMoeRoutingLoweringNumerics(TestCase):
         super().setUpClass()
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
-        path = pathlib.Path(cls.folder.name) / "emitted.json"
-        left_out = ("TRITON_INTERPRET", "PYTHONSAFEPATH")  # a script, with neighbours
-        env = {k: v for k, v in os.environ.items() if k not in left_out}
-        script = HERE / "moe_routing_problems.py"
-        subprocess.run([sys.executable, str(script), str(path)], env=env, check=True)
-        cls.emitted = json.loads(path.read_text())
+        cls.emitted = emitted_by("moe_routing_problems.py", cls.folder.name)
 
     def run_emitted(self, problem, tensors, grad_out=None):
         """The results and, in training, the gradients by name."""

@@ -9,14 +9,9 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import dataclasses
-import json
-import pathlib
-import subprocess
-import sys
 import tempfile
 
-from inductor_interpreter import arguments, load, run_training
+from inductor_interpreter import arguments, emitted_by, load, run_training
 from moe_scaled_problems import Experts, PROBLEMS, Quantize
 
 import torch
@@ -31,12 +26,8 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.moe_quantized_reference import ScaledMlp
 from torch.testing._internal.moe_reference import (
     check_close,
-    moe_permutation_reference,
     MoeMlpGrads,
 )
-
-
-HERE = pathlib.Path(__file__).resolve().parent
 
 
 def problems(kind):
@@ -50,12 +41,7 @@ class TestMoeScaledLoweringNumerics(TestCase):
         super().setUpClass()
         cls.folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(cls.folder.cleanup)
-        path = pathlib.Path(cls.folder.name) / "emitted.json"
-        left_out = ("TRITON_INTERPRET", "PYTHONSAFEPATH")  # a script, with neighbours
-        env = {k: v for k, v in os.environ.items() if k not in left_out}
-        script = HERE / "moe_scaled_problems.py"
-        subprocess.run([sys.executable, str(script), str(path)], env=env, check=True)
-        cls.emitted = json.loads(path.read_text())
+        cls.emitted = emitted_by("moe_scaled_problems.py", cls.folder.name)
 
     def graphs(self, problem):
         graphs = self.emitted[problem.name]
@@ -82,18 +68,7 @@ class TestMoeScaledLoweringNumerics(TestCase):
 
     def references(self, problem, operands):
         """The loop over experts in float64, and rounded at each step."""
-        if problem.above is not None:
-            x, ids, weights = problem.choose(operands.input)
-            plan = moe_permutation_reference(ids, problem.case.num_experts)
-            operands = dataclasses.replace(
-                operands,
-                input=x,
-                topk_weights=weights,
-                grad_out=operands.grad_out[: len(x)],
-                offs=plan.offs,
-                row_slots=plan.row_slots,
-                slot_rows=plan.slot_rows,
-            )
+        operands = problem.chosen(operands)
         options = {
             **problem.options,
             "preact_dtype": None if problem.recompute else problem.preact_dtype,

@@ -199,6 +199,31 @@ class TestTables(TestCase):
         self.assertIn("measured on a card.", text)
         self.assertEqual(self.rewritten(arch, times=2)[0], text)
 
+    def check_left_as_it_is(self, error, table):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "configs.py"
+            shutil.copy(KERNELS / "configs.py", copy)
+            before = copy.read_text()
+            with self.assertRaises(error):
+                tuning.rewrite(copy, "sm_90", table, "a card")
+            self.assertEqual(copy.read_text(), before)
+            self.assertEqual(os.listdir(folder), ["configs.py"])
+
+    def test_rewrite_refuses_a_bad_table_and_leaves_the_file(self):
+        good = dict(configs.TABLES["sm_90"])
+        seven = tuple(CONFIG(64, 64, 64, 4, stages) for stages in range(2, 9))
+        for kernel, entry in (
+            ("down", seven),
+            ("down", ()),
+            ("down", (TILE, TILE)),
+            ("weight_grad", (dataclasses.replace(TILE, max_rows=8),)),
+        ):
+            self.check_left_as_it_is(ValueError, {**good, kernel: entry})
+
+    def test_a_crash_while_writing_leaves_the_file(self):
+        with mock.patch.object(os, "replace", side_effect=KeyboardInterrupt):
+            self.check_left_as_it_is(KeyboardInterrupt, configs.TABLES["sm_90"])
+
     def test_an_unknown_architecture_leaves_the_file(self):
         with tempfile.TemporaryDirectory() as folder:
             copy = pathlib.Path(folder) / "configs.py"

@@ -61,11 +61,18 @@ RECORD = (
     pathlib.Path(__file__).resolve().parents[2]
     / "benchmarks/moe/results/scaled_static_gate.json"
 )
-# Of Triton.
+# Of Triton: torch asks for 3.9. In 3.6 an assertion of automatic warp specialisation ends the
+# process on mxfp8's kernels for sm_100.
 RECORDED_VERSIONS = ("3.9.0",)
-# ptxas stops at 128 registers and spills the 40 bytes that are above; the kernel has up to 255,
-# and takes 138 with one stage. 16 warps have no room for tcgen05, 64 rows halve its instructions.
-KNOWN_SPILLS = {("mx geglu interleaved torch.float32 preact None", "sm_100"): 40}
+# A kernel that has up to 255 registers, where ptxas stops at 128. So it does with three or four
+# stages, or without TMA, on another variant each; one stage loads nothing ahead, 16 warps have no
+# room for tcgen05, and 64 rows halve its instructions.
+KNOWN_SPILL = (
+    "mx geglu interleaved torch.float32 preact None",
+    "scaled_act_backward_kernel",
+    "sm_100",
+    ["40 bytes of spills, 24 bytes of stack"],
+)
 
 
 class TestMoeScaledEligibility(TestCase):
@@ -288,12 +295,12 @@ class TestMoeScaledLaunches(TestCase):
     @slowTest
     def test_every_shipped_config(self):
         for arch, rows in parallel_sweep(FAMILY).items():
-            bad = {
-                (row.variant, arch): row.report.spill_bytes
+            bad = [
+                (row.variant, row.report.kernel, arch, row.problems)
                 for row in rows
                 if row.problems
-            }
-            self.assertLessEqual(bad.items(), KNOWN_SPILLS.items())
+            ]
+            self.assertEqual(bad, [KNOWN_SPILL] if arch == "sm_100" else [])
             self.assertGreater(len(rows), 10)
 
     @unittest.skipIf(not RECORD.exists(), "there is no record beside these sources")
@@ -307,12 +314,9 @@ class TestMoeScaledLaunches(TestCase):
             f"{RECORD.name} under Triton {version}",
         )
         rows = [row for row in record["rows"] if row["triton"] == version]
-        bad = {
-            (row["variant"], row["arch"]): row["spill_bytes"]
-            for row in rows
-            if row["problems"]
-        }
-        self.assertLessEqual(bad.items(), KNOWN_SPILLS.items())
+        keys = ("variant", "kernel", "arch", "problems")
+        bad = [tuple(row[key] for key in keys) for row in rows if row["problems"]]
+        self.assertEqual(bad, [KNOWN_SPILL])
         for row in rows:
             if row["kernel"] != "columns_kernel":
                 self.assertIn("fp8", row["instructions"])

@@ -22,7 +22,7 @@ from shapes import Operands, Shape
 import torch
 
 from .loading import configs, launch
-from measure import interleaved_seconds
+from measure import interleaved_seconds, replace_text
 
 
 TileConfig = configs.TileConfig
@@ -314,7 +314,7 @@ def table_source(arch: str, table: configs.KernelTable) -> str:
 def rewrite(
     path: pathlib.Path, arch: str, table: configs.KernelTable, measured_on: str
 ) -> None:
-    """Replaces one architecture's table in configs.py.
+    """Replaces one architecture's table in configs.py, all at once or not at all.
 
     Args:
         path: configs.py.
@@ -323,8 +323,17 @@ def rewrite(
         measured_on: for the comment above them.
 
     Raises:
-        ValueError: the file has no such table.
+        ValueError: the table breaks a rule of configs.py, or the file has no such table.
     """
+    for kernel in configs.KERNELS:
+        entry = table[kernel]
+        if not 1 <= len(entry) <= configs.MAX_CONFIGS or len(set(entry)) != len(entry):
+            raise ValueError(
+                f"{arch} {kernel}: {len(entry)} configurations, allowed are 1 to "
+                f"{configs.MAX_CONFIGS} different ones"
+            )
+        if kernel not in configs.FORWARD_KERNELS and any(c.max_rows for c in entry):
+            raise ValueError(f"{arch} {kernel}: max_rows is for forward kernels")
     start, end = f"# --- table {arch}\n", f"# --- end of table {arch}\n"
     before, found, rest = path.read_text().partition(start)
     old, ended, after = rest.partition(end)
@@ -334,7 +343,7 @@ def rewrite(
     notes = [line for line in comments if "measured on" not in line]
     notes.append(f"# Chosen by gpu_lab.py --tune; measured on {measured_on}.")
     lines = [*notes, table_source(arch, table), end]
-    path.write_text(before + start + "\n".join(lines) + after)
+    replace_text(path, before + start + "\n".join(lines) + after)
 
 
 def tune(

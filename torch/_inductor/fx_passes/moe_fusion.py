@@ -41,6 +41,7 @@ from .moe_match import (
     is_mask_of_no_expert,
     is_topk_index,
     matmul_of,
+    nodes_that_write,
     number,
     op_name,
     operand_orders,
@@ -644,6 +645,7 @@ def _is_second(matmul: Projection) -> bool:
 
 def moe_fusion(graph: Graph) -> None:
     """Rewrites every block of experts that it recognises; the others stay as they are."""
+    nodes_that_write.cache_clear()
     anchors = [
         n for n in graph.nodes if op_name(n) in ("grouped_mm", "_grouped_mm", "squeeze")
     ]
@@ -665,4 +667,5 @@ def moe_fusion(graph: Graph) -> None:
         log.info("moe_fusion: %s became _moe_mlp: %s", anchor, kind)
         counters["inductor"]["moe_fusion"] += 1
         counters["inductor"]["moe_fusion_full"] += not block.why_core
+    nodes_that_write.cache_clear()
     graph.lint()

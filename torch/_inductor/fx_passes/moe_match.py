@@ -4,6 +4,7 @@ Functions take a node and answer what it computes, or None. They see torch funct
 aten overloads alike (:func:`op_name`), and read shapes and dtypes from the traced values.
 """
 
+import functools
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -711,13 +712,6 @@ _IN_PLACE = {"setitem"} | {
 }
 
 
-def _between(graph: Graph, since: Node | None, until: Node | None) -> Iterator[Node]:
-    node = since or next(iter(graph.nodes))
-    while node is not until and node.op != "root":
-        yield node
-        node = node.next
-
-
 def _may_write(node: Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
@@ -738,19 +732,30 @@ def _memory(node: Any) -> int | None:
     return None if value is None else value.untyped_storage()._cdata
 
 
+@functools.lru_cache(1)
+def nodes_that_write(graph: Graph) -> dict[int | None, list[Node]]:
+    """By memory, in order. Of a graph that only loses writers until ``cache_clear``."""
+    found: dict[int | None, list[Node]] = {}
+    for node in filter(_may_write, graph.nodes):
+        name, written = op_name(node), node.all_input_nodes
+        if (name.endswith("_") or name in _IN_PLACE) and isinstance(node.args[0], Node):
+            written = node.args[:1]
+        for memory in set(map(_memory, written)):
+            found.setdefault(memory, []).append(node)
+    return found
+
+
 def writers(
     node: Any, until: Node | None = None, since: Node | None = None
 ) -> list[Node]:
     """The nodes from since to until that may write to the memory of node, by whatever view."""
-    memory, found = _memory(node), []
-    for other in _between(node.graph, since, until):
-        touched = [read for read in other.all_input_nodes if _memory(read) == memory]
-        if touched and _may_write(other):
-            name, first = op_name(other), other.args[0] if other.args else None
-            in_place = name.endswith("_") or name in _IN_PLACE
-            if first in touched or not in_place or not isinstance(first, Node):
-                found.append(other)
-    return found
+    return [
+        other
+        for other in nodes_that_write(node.graph).get(_memory(node), ())
+        if not other._erased
+        and (until is None or other < until)
+        and (since is None or other >= since)
+    ]
 
 
 def _is_last_expert_at_most(node: Node, num_experts: int) -> bool:
