@@ -29,7 +29,6 @@ from shapes import COMPILED_OVERLAP_SHAPE as SHAPE, Shape
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._inductor import config
 from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
 from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
@@ -62,19 +61,18 @@ class CompiledLayer(Layer):
         routed, shared = self.schedule(self.switch, *operands)
         return routed + shared
 
-    @torch.no_grad()
     def compiled(self, p: Profile | None) -> Callable[[], Tensor]:
         """With the overlap scheduler and the estimates of ``p``, if there is one."""
-        torch._dynamo.reset()
-        function = torch.compile(self.forward, fullgraph=True)
-        options = "aten_distributed_optimizations."
-        patches = {options + "enable_overlap_scheduling": p is not None}
+        prefix = "aten_distributed_optimizations."
+        # Of the function, not of the first call: a switch with a capacity is traced again at the
+        # second, where there is a count of rows to take the maximum with.
+        options: dict = {prefix + "enable_overlap_scheduling": p is not None}
         if p is not None:
-            estimate = inductor_estimate(p)
-            patches[options + "custom_runtime_estimation"] = estimate
-            patches[options + "compute_estimator"] = "analytical"
-        with config.patch(patches):
-            function()
+            options[prefix + "custom_runtime_estimation"] = inductor_estimate(p)
+            options[prefix + "compute_estimator"] = "analytical"
+        function = torch.compile(
+            self.forward, fullgraph=True, dynamic=False, options=options
+        )
         return torch.no_grad()(function)
 
 

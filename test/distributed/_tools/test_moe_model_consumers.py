@@ -109,9 +109,9 @@ class TestSchedule(TestCase):
 
 
 class TestInductor(TestCase):
-    def graph(self, T=512, D=256, f=128, E=16, K=4):
+    def graph(self, T=512, D=256, f=128, E=16, K=4, mode="fake"):
         def layer(x, w_in, w_out, weights):
-            ids = torch.arange(T * K).view(T, K) % E
+            ids = torch.arange(weights.numel()).view_as(weights) % E
             y = F.moe_mlp(x, ids, weights, w_in, w_out)
             return torch.autograd.grad(y.sum(), (x, w_in, w_out))
 
@@ -121,7 +121,7 @@ class TestInductor(TestCase):
             torch.randn(E, D, f, dtype=torch.bfloat16, requires_grad=True),
             torch.rand(T, K, requires_grad=True),
         )
-        return make_fx(layer, tracing_mode="fake")(*args).graph
+        return make_fx(layer, tracing_mode=mode)(*args).graph
 
     def test_hook(self):
         p = profile("H100")
@@ -135,6 +135,19 @@ class TestInductor(TestCase):
         for name, pass_ in (("_moe_mlp", "fwd"), ("_moe_mlp_backward", "bwd")):
             want = cost.experts(p, 2048, 256, 128, 16, pass_=pass_, tokens=512)
             self.assertEqual(seen[name], 1e3 * want)
+
+    def test_sizes_that_are_not_known(self):
+        gpu = profile("H100")
+        for p in (gpu, dataclasses.replace(gpu, cpu=CpuConstants())):
+            estimate = inductor_estimate(p)
+            static, dynamic = (self.graph(mode=mode) for mode in ("fake", "symbolic"))
+            x = next(node for node in dynamic.nodes if node.op == "placeholder")
+            guards = x.meta["val"].shape[0].node.shape_env.guards
+            before = len(guards)
+            want, found = ([*map(estimate, g.nodes)] for g in (static, dynamic))
+            self.assertEqual([*filter(None, found)], [*filter(None, want)])
+            self.assertEqual(len([*filter(None, found)]), 2)
+            self.assertEqual(len(guards), before)
 
     def test_all_to_all_of_measured_links(self):
         graph = torch.fx.Graph()
@@ -150,6 +163,7 @@ class TestInductor(TestCase):
         self.assertEqual(
             inductor_estimate(p)(node), 0.2 + 1e3 * 8 * 16 * 2 * 0.75 / 1e6
         )
+        self.assertEqual(inductor_estimate(p)(node, 0), 0.2)
 
     def test_inductor_takes_it(self):
         from torch._inductor.fx_passes.overlap_scheduling import get_custom_estimation

@@ -24,6 +24,7 @@ from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_cost_model import LOW_PRECISION, US
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_rate
+from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._runtime_estimation import _IGNORE_OPS, _VIEW_OPS
 from torch.utils.flop_counter import flop_registry
@@ -675,13 +676,25 @@ def _inductor_milliseconds(
     name = getattr(getattr(node.target, "_overloadpacket", None), "__name__", "")
     if name == "all_to_all_single" and p.cpu is not None:
         x, splits, *_ = node.args
-        sent = x.meta["val"].nbytes * (1 - 1 / len(splits))
+        nbytes = _by_hints(x).nbytes if override_size is None else override_size
+        sent = nbytes * (1 - 1 / len(splits))
         start = p.constants.fast_us * cost.US
         return 1e3 * cost.link_seconds(start, p.device.fast, sent)
     if name not in ("_moe_mlp", "_moe_mlp_backward"):
         return None
-    args = torch.fx.map_arg(node.args, lambda n: n.meta.get("val"))
+    args = torch.fx.map_arg(node.args, _by_hints)
     return 1e3 * op_seconds(p, node.target, args, None)
+
+
+def _by_hints(node: torch.fx.Node) -> Any:
+    """What a node returns, of the sizes that a dynamic one hints at: an estimate is no guard."""
+    from torch._inductor.config import unbacked_symint_fallback as fallback
+
+    x = node.meta.get("val")
+    if not isinstance(x, torch.Tensor):
+        return x
+    sizes = [optimization_hint(n, fallback) for n in x.shape]
+    return torch.empty(sizes, dtype=x.dtype, device="meta")
 
 
 class MoERuntimeEstimator(TorchDispatchMode):
