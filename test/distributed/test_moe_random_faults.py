@@ -1,0 +1,288 @@
+# Owner(s): ["oncall: distributed"]
+
+"""Faults at random moments of expert-parallel training.
+
+    python test/distributed/test_moe_random_faults.py --seeds 0 200 [--log FILE]
+
+A seed says how the layers communicate, what happens, to which rank and when. All ranks must
+finish or end with an error that says what was lost, in time, and leave Python by themselves.
+Ranks are forked from a process that has imported torch: what takes longest is done once.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+
+
+if "--seeds" in sys.argv:
+    # Ranks are no tests, and what tests need takes longer to import than torch.
+    TestCase = object
+else:
+    from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+RANKS, STEPS = 4, 10
+D, HIDDEN, E, K, TOKENS = 16, 8, 8, 2, 24
+# Seconds: of a collective, of a pause that it must outlast, and of everything that a seed does.
+TIMEOUT, PAUSE, DEADLINE = 5.0, 1.0, 90.0
+# What happens to one rank. Killed and stopped for good; stopped or busy for less than the timeout
+# or for much longer; no tokens.
+FAULTS = ("kill", "stop", "pause", "idle", "empty")
+SWITCHES = {
+    "flat": {},
+    "two chunks": {"num_chunks": 2},
+    "three chunks, capacity": {"num_chunks": 3, "capacity": 4 * TOKENS},
+    "hierarchical": {"token_switch": "hierarchical", "ranks_per_node": 2},
+    "hierarchical, two chunks": {
+        "token_switch": "hierarchical",
+        "ranks_per_node": 2,
+        "num_chunks": 2,
+    },
+}
+
+
+class Plan:
+    """What a seed says."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.seed = seed
+        self.fault = FAULTS[seed % len(FAULTS)]
+        self.switch = draw.choice(list(SWITCHES))
+        self.victim = draw.randrange(RANKS)
+        self.step = draw.randrange(1, STEPS - 4)
+        self.moment = draw.random()  # of that step
+
+    def describe(self) -> str:
+        return f"{self.fault} rank {self.victim} in step {self.step}, {self.switch}"
+
+
+# -- what a rank does
+
+
+def say(**fields: object) -> None:
+    # Other things are written there as well, so on a line of its own.
+    os.write(1, f"\n{json.dumps(fields)}\n".encode())
+
+
+def strike(plan: Plan, step_seconds: float) -> threading.Timer:
+    """The fault, in a moment of this step that the main thread does not choose."""
+
+    def act() -> None:
+        say(struck=time.time())
+        name = {"kill": "SIGKILL", "idle": "SIGALRM"}.get(plan.fault, "SIGSTOP")
+        os.kill(os.getpid(), getattr(signal, name))
+
+    timer = threading.Timer(plan.moment * step_seconds, act)
+    timer.start()
+    return timer
+
+
+def train(rank: int, plan: Plan) -> None:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    torch.manual_seed(plan.seed)
+    model = nn.Sequential(*(nn.MoE(D, HIDDEN, E, K) for _ in range(2)))
+    styles = {name: ExpertParallel(**SWITCHES[plan.switch]) for name in ("0", "1")}
+    parallelize_module(model, mesh, styles)
+    optimizer = torch.optim.AdamW(model.parameters())
+    routers = [p for name, p in model.named_parameters() if "router" in name]
+    generator = torch.Generator().manual_seed(rank)
+    seconds, timer = 0.0, None
+    for step in range(STEPS):
+        start = time.monotonic()
+        struck = rank == plan.victim and step >= plan.step
+        tokens = 0 if struck and plan.fault == "empty" else TOKENS
+        if struck and plan.fault != "empty" and timer is None:
+            timer = strike(plan, seconds)
+        model(torch.randn(tokens, D, generator=generator)).square().sum().backward()
+        for p in routers:
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.monotonic() - start
+    say(finished=[p.sum().item() for p in routers])
+
+
+def run_rank(rank: int, port: int, plan: Plan) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: time.sleep(2.5 * TIMEOUT))
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=RANKS,
+            timeout=datetime.timedelta(seconds=TIMEOUT),
+        )
+        train(rank, plan)
+    except Exception as e:
+        say(error=f"{type(e).__name__}: {e}", at=time.time())
+    dist.destroy_process_group()
+    say(destroyed=True)
+    # Leaves by itself: a thread that still waits for a dead rank would be noticed.
+
+
+# -- what the parent of the ranks does
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def wait_for_all(pids: list[int], plan: Plan) -> list[int | None]:
+    """Exit codes; None of a rank that did not end, which is killed."""
+    codes: dict[int, int] = {}
+    end, wake = time.monotonic() + DEADLINE, None
+    while len(codes) < RANKS and time.monotonic() < end:
+        for rank, pid in enumerate(pids):
+            if rank in codes:
+                continue
+            seen, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if seen and os.WIFSTOPPED(status):
+                wake = time.monotonic() + PAUSE
+            elif seen:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+        others = len(codes.keys() - {plan.victim}) == RANKS - 1
+        if plan.fault == "pause" and wake is not None and time.monotonic() > wake:
+            os.kill(pids[plan.victim], signal.SIGCONT)
+            wake = None
+        elif plan.fault == "stop" and wake is not None and others:
+            os.kill(pids[plan.victim], signal.SIGKILL)
+            wake = None
+        time.sleep(0.01)
+    for rank, pid in enumerate(pids):
+        if rank not in codes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return [codes.get(rank) for rank in range(RANKS)]
+
+
+LOST = "connection|timed? ?out|closed|reset|broken pipe"
+WHERE = r"expert parallel layer \d+ \(MoE\): .+ failed at level '\w+', group .+ of ranks .+, on rank"
+
+
+def problems(plan: Plan, codes: list[int | None], reports: list[dict]) -> list[str]:
+    """What is not as it must be."""
+    found = []
+    survived = plan.fault in ("pause", "empty")
+    # The last thing that it does may be in time for all others.
+    late = "finished" in reports[plan.victim]
+    struck = reports[plan.victim].get("struck")
+    for rank, (code, report) in enumerate(zip(codes, reports)):
+        gone = rank == plan.victim and plan.fault in ("kill", "stop") and not late
+        if code != (-signal.SIGKILL if gone else 0):
+            found.append(f"rank {rank} ended with {code}")
+        if gone:
+            continue
+        if "destroyed" not in report:
+            found.append(f"rank {rank} destroyed no process group")
+        if "finished" in report:
+            if not survived and not late:
+                found.append(f"rank {rank} finished without rank {plan.victim}")
+            elif report["finished"] != next(
+                r["finished"] for r in reports if "finished" in r
+            ):
+                found.append(f"rank {rank} has other routers")
+            continue
+        error = report.get("error", "nothing")
+        if survived or late or not re.search(LOST, error, re.IGNORECASE):
+            found.append(f"rank {rank} says {error}")
+        elif "failed at level" in error and not re.search(WHERE, error):
+            found.append(f"rank {rank} does not say where: {error}")
+        elif rank != plan.victim and report["at"] - struck > 2 * TIMEOUT:
+            found.append(f"rank {rank} took {report['at'] - struck:.1f} s: {error}")
+    return found
+
+
+def run_seed(seed: int) -> dict[str, object]:
+    """Forks the ranks of a seed. Returns what happened, in the parent."""
+    plan, port, start = Plan(seed), free_port(), time.monotonic()
+    with contextlib.ExitStack() as stack:
+        # Without a name: a rank that leaves through these frames removes nothing.
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(RANKS)]
+        pids = []
+        for rank, log in enumerate(logs):
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+                run_rank(rank, port, plan)
+                # Through all frames: Python shuts down as in any program.
+                raise SystemExit
+            pids.append(pid)
+        codes = wait_for_all(pids, plan)
+        texts = [
+            Path(f"/proc/self/fd/{log.fileno()}").read_text(errors="replace")
+            for log in logs
+        ]
+    reports = [{} for _ in texts]
+    for report, text in zip(reports, texts):
+        for line in re.findall("(?m)^{.*}$", text):
+            report |= json.loads(line)
+    found = problems(plan, codes, reports)
+    struck = reports[plan.victim].get("struck")
+    waits = [r["at"] - struck for r in reports if "at" in r and struck]
+    row: dict[str, object] = {"seed": seed, "what": plan.describe()}
+    row["errors"] = sum("error" in r for r in reports)
+    row["slowest_error_s"] = round(max(waits), 2) if waits else None
+    row["seconds"] = round(time.monotonic() - start, 2)
+    row["problems"] = found
+    if found:
+        row["output"] = texts
+    return row
+
+
+class TestRandomFaults(TestCase):
+    def test_all_ranks_finish_or_say_what_was_lost(self):
+        command = [sys.executable, os.path.abspath(__file__), "--seeds", "0"]
+        done = subprocess.run(
+            [*command, str(len(FAULTS))],
+            capture_output=True,
+            text=True,
+            timeout=len(FAULTS) * DEADLINE,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertEqual(len(done.stdout.splitlines()), len(FAULTS))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "COUNT"))
+    parser.add_argument("--log", type=Path, help="what happened, a line of JSON a seed")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    bad = 0
+    for seed in range(args.seeds[0], sum(args.seeds)):
+        row = run_seed(seed)
+        bad += bool(row["problems"])
+        print(json.dumps(row), flush=True)
+        if args.log:
+            with args.log.open("a") as log:
+                log.write(json.dumps(row) + "\n")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    if "--seeds" in sys.argv:
+        raise SystemExit(main())
+    run_tests()
