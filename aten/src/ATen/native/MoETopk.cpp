@@ -1,7 +1,6 @@
 // _moe_topk: the router of a Mixture-of-Experts layer as one op, so that one kernel
 // can run it. F.moe_topk states the rules, and the composite kernel here has them in
-// the fewest lines. The CPU kernel is in cpu/MoETopkKernel.cpp; see MoEUtils.h for
-// the notation.
+// the fewest lines; see MoEUtils.h for the notation.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -29,14 +28,7 @@
 
 namespace at::native {
 
-DEFINE_DISPATCH(moe_topk_stub);
-DEFINE_DISPATCH(moe_topk_backward_stub);
-
 namespace {
-
-ScalarType score_dtype(const Tensor& logits) {
-  return logits.scalar_type() == kDouble ? kDouble : kFloat;
-}
 
 void check_logits(const char* op, const Tensor& logits, std::string_view score) {
   TORCH_CHECK_VALUE(
@@ -54,7 +46,9 @@ void check_logits(const char* op, const Tensor& logits, std::string_view score) 
       "'");
 }
 
-void check_topk(
+} // namespace
+
+void check_moe_topk(
     const Tensor& logits,
     int64_t k,
     const std::optional<Tensor>& bias,
@@ -114,7 +108,7 @@ void check_topk(
       k);
 }
 
-void check_topk_backward(
+void check_moe_topk_backward(
     const Tensor& grad_weights,
     const Tensor& logits,
     const Tensor& topk_indices,
@@ -139,16 +133,10 @@ void check_topk_backward(
       op, "grad_weights", grad_weights, "(T, K)", topk_indices.sym_sizes());
 }
 
-// What the CPU kernels read: no float8, and contiguous rows.
-Tensor rows_of(const Tensor& logits) {
-  const auto dtype = logits.scalar_type();
-  const auto wide =
-      c10::isFloat8Type(dtype) ? logits.to(kFloat) : logits;
-  return wide.stride(1) == 1 ? wide : wide.contiguous();
-}
+namespace {
 
 Tensor scores_of(const Tensor& logits, std::string_view score) {
-  const auto wide = logits.to(score_dtype(logits));
+  const auto wide = logits.to(moe_topk_dtype(logits));
   return score == "softmax" ? at::softmax(wide, -1) : at::sigmoid(wide);
 }
 
@@ -200,7 +188,7 @@ std::tuple<Tensor, Tensor> moe_topk_composite(
     std::optional<int64_t> num_groups,
     std::optional<int64_t> top_groups,
     double scale) {
-  check_topk(logits, k, bias, score, num_groups, top_groups);
+  check_moe_topk(logits, k, bias, score, num_groups, top_groups);
   const auto scores = scores_of(logits, score);
   const auto choice =
       bias.has_value() ? scores + bias->to(scores.scalar_type()) : scores;
@@ -215,34 +203,6 @@ std::tuple<Tensor, Tensor> moe_topk_composite(
   return {indices, weights * scale};
 }
 
-std::tuple<Tensor, Tensor> moe_topk_cpu(
-    const Tensor& logits,
-    int64_t k,
-    const std::optional<Tensor>& bias,
-    std::string_view score,
-    bool normalize,
-    std::optional<int64_t> num_groups,
-    std::optional<int64_t> top_groups,
-    double scale) {
-  check_topk(logits, k, bias, score, num_groups, top_groups);
-  const MoETopkSpec spec{
-      score == "softmax",
-      normalize,
-      num_groups.value_or(1),
-      top_groups.value_or(1),
-      scale};
-  const auto rows = rows_of(logits);
-  Tensor shift;
-  if (bias.has_value()) {
-    shift = bias->to(score_dtype(logits)).contiguous();
-  }
-  const auto T = logits.size(0);
-  auto indices = at::empty({T, k}, logits.options().dtype(kLong));
-  auto weights = at::empty({T, k}, logits.options().dtype(score_dtype(logits)));
-  moe_topk_stub(kCPU, rows, shift, spec, indices, weights);
-  return {std::move(indices), std::move(weights)};
-}
-
 std::tuple<Tensor, Tensor> moe_topk_meta(
     const Tensor& logits,
     int64_t k,
@@ -252,11 +212,11 @@ std::tuple<Tensor, Tensor> moe_topk_meta(
     std::optional<int64_t> num_groups,
     std::optional<int64_t> top_groups,
     double scale) {
-  check_topk(logits, k, bias, score, num_groups, top_groups);
+  check_moe_topk(logits, k, bias, score, num_groups, top_groups);
   const std::vector<c10::SymInt> sizes = {logits.sym_size(0), k};
   return {
       at::empty_symint(sizes, logits.options().dtype(kLong)),
-      at::empty_symint(sizes, logits.options().dtype(score_dtype(logits)))};
+      at::empty_symint(sizes, logits.options().dtype(moe_topk_dtype(logits)))};
 }
 
 // With p the scores, s_j = p[indices_j], S = sum of s + guard and
@@ -271,7 +231,7 @@ Tensor moe_topk_backward_composite(
     std::string_view score,
     bool normalize,
     double scale) {
-  check_topk_backward(grad_weights, logits, topk_indices, score);
+  check_moe_topk_backward(grad_weights, logits, topk_indices, score);
   const auto scores = scores_of(logits, score);
   const auto chosen = scores.gather(-1, topk_indices);
   auto grad = grad_weights.to(scores.scalar_type()) * scale;
@@ -291,27 +251,6 @@ Tensor moe_topk_backward_composite(
   return base.scatter_add(-1, topk_indices, weighted).to(logits.scalar_type());
 }
 
-Tensor moe_topk_backward_cpu(
-    const Tensor& grad_weights,
-    const Tensor& logits,
-    const Tensor& topk_indices,
-    std::string_view score,
-    bool normalize,
-    double scale) {
-  check_topk_backward(grad_weights, logits, topk_indices, score);
-  const MoETopkSpec spec{score == "softmax", normalize, 1, 1, scale};
-  const auto rows = rows_of(logits);
-  auto grad = at::empty(logits.sizes(), rows.options());
-  moe_topk_backward_stub(
-      kCPU,
-      grad_weights.to(score_dtype(logits)).contiguous(),
-      rows,
-      topk_indices.contiguous(),
-      spec,
-      grad);
-  return grad.to(logits.scalar_type());
-}
-
 Tensor moe_topk_backward_meta(
     const Tensor& grad_weights,
     const Tensor& logits,
@@ -319,7 +258,7 @@ Tensor moe_topk_backward_meta(
     std::string_view score,
     bool normalize,
     double scale) {
-  check_topk_backward(grad_weights, logits, topk_indices, score);
+  check_moe_topk_backward(grad_weights, logits, topk_indices, score);
   return at::empty_symint(logits.sym_sizes(), logits.options());
 }
 

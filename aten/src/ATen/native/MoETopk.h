@@ -1,47 +1,35 @@
 #pragma once
 
-// CPU side of _moe_topk. The entry functions in MoETopk.cpp validate and
-// allocate; the kernels behind these stubs only compute.
+// What every kernel of _moe_topk has to keep to.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/native/DispatchStub.h>
 
 #include <cstdint>
+#include <optional>
+#include <string_view>
 
 namespace at::native {
-
-// The options of _moe_topk; without groups, one of one.
-struct MoETopkSpec {
-  bool softmax; // else sigmoid
-  bool normalize;
-  int64_t num_groups = 1;
-  int64_t top_groups = 1;
-  double scale;
-};
 
 // Against a sum of 0: all K scores may have underflowed.
 constexpr double kMoETopkSumGuard = 1e-20;
 
-// logits (T, E) of double, float, bfloat16 or half, with contiguous rows; bias
-// (E) contiguous and of the dtype of the scores, or undefined. Writes every
-// element of indices and weights (T, K).
-using moe_topk_fn = void (*)(
-    const Tensor& logits,
-    const Tensor& bias,
-    const MoETopkSpec& spec,
-    const Tensor& indices,
-    const Tensor& weights);
+// Of the scores and the weights.
+inline ScalarType moe_topk_dtype(const Tensor& logits) {
+  return logits.scalar_type() == kDouble ? kDouble : kFloat;
+}
 
-// logits as above, indices and grad_weights (T, K) contiguous, grad_weights of
-// the dtype of the scores. Writes every element of grad_logits (T, E).
-using moe_topk_backward_fn = void (*)(
+void check_moe_topk(
+    const Tensor& logits,
+    int64_t k,
+    const std::optional<Tensor>& bias,
+    std::string_view score,
+    std::optional<int64_t> num_groups,
+    std::optional<int64_t> top_groups);
+
+void check_moe_topk_backward(
     const Tensor& grad_weights,
     const Tensor& logits,
-    const Tensor& indices,
-    const MoETopkSpec& spec,
-    const Tensor& grad_logits);
-
-DECLARE_DISPATCH(moe_topk_fn, moe_topk_stub)
-DECLARE_DISPATCH(moe_topk_backward_fn, moe_topk_backward_stub)
+    const Tensor& topk_indices,
+    std::string_view score);
 
 } // namespace at::native

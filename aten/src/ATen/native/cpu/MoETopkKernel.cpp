@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoETopk.h>
+#include <ATen/native/MoETopkCPU.h>
 #include <ATen/native/cpu/MoEPacking.h>
 #include <ATen/native/cpu/MoETopkSelect.h>
 
