@@ -4,6 +4,7 @@ Tiny models are for comparison with eager code. The timed ones have experts of a
 proportions at a quarter of its width, in a single layer.
 """
 
+import copy
 import dataclasses
 
 import torch
@@ -190,6 +191,7 @@ def build_model(
     dtype: torch.dtype,
     implementation: str = "eager",
     sizes: dict[str, int] | None = None,
+    config: dict[str, object] | None = None,
 ):
     """A causal language model with eager attention; the same weights for every dtype.
 
@@ -198,14 +200,18 @@ def build_model(
         dtype: of all parameters.
         implementation: of the experts.
         sizes: other than the tiny ones.
+        config: of a checkpoint, as it is, in place of the tiny one.
     """
-    config = _tiny_config(model_class.config_class)
+    if config is None:
+        made = _tiny_config(model_class.config_class)
+    else:
+        made = model_class.config_class.from_dict(copy.deepcopy(config))
     for name, size in (sizes or {}).items():
-        setattr(config, name, size)
-    config._attn_implementation = "eager"
-    config._experts_implementation = implementation
+        setattr(made, name, size)
+    made._attn_implementation = "eager"
+    made._experts_implementation = implementation
     torch.manual_seed(0)
-    model = model_class(config).float()
+    model = model_class(made).float()
     fill(model, 1)
     return model.to(dtype).eval()
 

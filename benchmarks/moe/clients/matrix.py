@@ -1,20 +1,32 @@
 """Every experts class of the installed transformers, and whole models, with F.moe_mlp.
 
-    python3 tools/stage.py python benchmarks/moe/clients/matrix.py [--models] [--only REGEX] [--out FILE.json]
+    python3 tools/stage.py python benchmarks/moe/clients/matrix.py [--models [FILE]] [--only REGEX] [--out FILE.json]
 
 Experts: each class that uses transformers' interface or has an adapter here, by itself, tiny, in
 float32: output and gradients of everything against its own eager code in float64, by invariant 1.
 ``--models``: the causal language models around them from tiny configs: the same for the logits and
 every parameter, generate() token by token, and a torch.compile with fullgraph. What cannot be built
 from a config alone, here without files, is a row that says so and counts as not run.
+
+``--models FILE``: instead of those and the classes, the models of a TOML or JSON file, with random
+weights in the sizes that it gives. It is the config.json of a checkpoint, or a list ``models`` of
+such: ``config`` names a config.json beside the file, and what else is given replaces its values::
+
+    [[models]]
+    config = "Mixtral-8x7B/config.json"
+    num_hidden_layers = 1
+    hidden_size = 256
 """
 
+import functools
 import importlib
+import json
 import pathlib
 import re
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -176,13 +188,56 @@ def outcome_of(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.
     return {"logits": logits.detach(), **grads}
 
 
-def run_model(model_class: type, *, compiled: bool = True) -> dict[str, object]:
-    """One whole model."""
+def models_of(path: pathlib.Path) -> list[dict[str, object]]:
+    """The configs of a file, see the head of this one.
+
+    Raises:
+        ValueError: the file has none, or one that does not name its class.
+    """
+    if path.suffix == ".toml":
+        import tomllib  # not before Python 3.11
+
+        content = tomllib.loads(path.read_text())
+    else:
+        content = json.loads(path.read_text())
+    if isinstance(content, dict):
+        content = content.get("models", [content] if "architectures" in content else [])
+    if not content:
+        raise ValueError(f"{path}: no list of models, and no config.json of one")
+    configs = []
+    for given in content:
+        given = dict(given)
+        if name := given.pop("config", None):
+            given = json.loads((path.parent / name).read_text()) | given
+        if not given.get("architectures"):
+            raise ValueError(f"{path}: a model without architectures: {given}")
+        configs.append(given)
+    return configs
+
+
+def run_config(config: dict[str, object]) -> dict[str, object]:
+    """One model of a file."""
+    import transformers
+
+    (name, *_) = config["architectures"]
+    row = run_model(getattr(transformers, name), config=config)
+    names = ("hidden_size", "num_hidden_layers")
+    return row | {name: config[name] for name in names if name in config}
+
+
+def run_model(
+    model_class: type,
+    *,
+    compiled: bool = True,
+    config: dict[str, object] | None = None,
+) -> dict[str, object]:
+    """One whole model, a tiny one unless there is a config."""
     row: dict[str, object] = {"model": model_class.__name__}
     tokens = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    build = functools.partial(build_model, model_class, config=config)
 
     def outcome(dtype: torch.dtype, implementation: str) -> dict[str, torch.Tensor]:
-        return outcome_of(build_model(model_class, dtype, implementation), tokens)
+        return outcome_of(build(dtype, implementation), tokens)
 
     try:
         # Both are unfused. That of grouped_mm has the bits of eager here.
@@ -191,7 +246,7 @@ def run_model(model_class: type, *, compiled: bool = True) -> dict[str, object]:
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return row | {"state": "not built", "why": text[:160]}
-    ours = build_model(model_class, torch.float32, "eager")
+    ours = build(torch.float32, "eager")
     ours.set_experts_implementation(NAME)
     row["layers"] = f"{len(fused_experts(ours))} of {len(experts_of(ours))}"
     if not fused_experts(ours):
@@ -200,16 +255,16 @@ def run_model(model_class: type, *, compiled: bool = True) -> dict[str, object]:
         outcome(torch.float32, NAME), unfused, exact
     )
     row["state"] = "runs" if row["error_over_allowed"] <= 1 else "wrong"
-    row["generate"] = _generates_alike(model_class, tokens)
+    row["generate"] = _generates_alike(build, tokens)
     if compiled:
         row["compile"] = _compiles(ours, tokens)
     return row
 
 
-def _generates_alike(model_class: type, tokens: torch.Tensor) -> str:
+def _generates_alike(build: Callable, tokens: torch.Tensor) -> str:
     try:
         texts = [
-            build_model(model_class, torch.float32, name).generate(
+            build(torch.float32, name).generate(
                 tokens, max_new_tokens=6, do_sample=False, pad_token_id=0
             )
             for name in ("eager", NAME)
@@ -242,32 +297,42 @@ def _compiles(model, tokens: torch.Tensor) -> str:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--models", action="store_true", help="whole models as well")
+    parser.add_argument(
+        "--models",
+        nargs="?",
+        const=True,
+        type=pathlib.Path,
+        metavar="FILE",
+        help="whole models as well, or those of the file alone",
+    )
     parser.add_argument("--only", default="", help="classes whose name matches")
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     result: dict[str, object] = provenance()
-    jobs = [("experts", experts_classes(), run_class)]
-    if args.models:
-        jobs.append(("models", model_classes(), run_model))
+    jobs: list[tuple[str, list, Callable]]
+    if isinstance(args.models, pathlib.Path):
+        jobs = [("models", models_of(args.models), run_config)]
+    else:
+        jobs = [("experts", experts_classes(), run_class)]
+        if args.models:
+            jobs.append(("models", model_classes(), run_model))
     wrong = 0
-    for name, classes, run in jobs:
+    for kind, given, run in jobs:
         rows = []
-        for each in classes:
-            if not re.search(args.only, each.__name__):
+        for each in given:
+            name = each["architectures"][0] if isinstance(each, dict) else each.__name__
+            if not re.search(args.only, name):
                 continue
             try:
                 rows.append(run(each))
             except Exception as error:
                 text = f"{type(error).__name__}: {error}".splitlines()[0]
-                rows.append(
-                    {"class": each.__name__, "state": "fails", "why": text[:160]}
-                )
+                rows.append({"class": name, "state": "fails", "why": text[:160]})
             print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
         states = Counter(row["state"] for row in rows)
-        print(f"{name}: {dict(states)}")
-        result[name] = rows
+        print(f"{kind}: {dict(states)}")
+        result[kind] = rows
         wrong += states["wrong"] + states["fails"]
     if args.out:
         write_json(result, args.out)

@@ -120,6 +120,55 @@ class TestTransformers(TestCase):
         self.assertEqual(row["state"], "runs", row)
 
 
+class TestModelsOfAFile(TestCase):
+    """matrix.py --models FILE."""
+
+    def _run(self, folder, name):
+        script = pathlib.Path(__file__).parent / "matrix.py"
+        out = pathlib.Path(folder, "out.json")
+        done = subprocess.run(
+            [sys.executable, script, "--models", name, "--out", out],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        return json.loads(out.read_text())
+
+    def test_toml_and_config_json(self):
+        with tempfile.TemporaryDirectory() as folder:
+            build("mixtral").config.save_pretrained(folder)
+            config = pathlib.Path(folder, "config.json")
+            stored = json.loads(config.read_text())
+            stored["architectures"] = ["MixtralForCausalLM"]
+            config.write_text(json.dumps(stored))
+            pathlib.Path(folder, "mine.toml").write_text(
+                '[[models]]\nconfig = "config.json"\nnum_local_experts = 4\n'
+                '[[models]]\nconfig = "config.json"\nnum_hidden_layers = 3\n'
+            )
+            found = self._run(folder, "mine.toml")
+            self.assertNotIn("experts", found)
+            self.assertEqual(
+                [r["layers"] for r in found["models"]], ["2 of 2", "3 of 3"]
+            )
+            found["models"] += self._run(folder, "config.json")["models"]
+        self.assertEqual(len(found["models"]), 3)
+        for row in found["models"]:
+            seen = (row["state"], row["generate"], row["compile"])
+            self.assertEqual(seen, ("runs", "same", "same"))
+
+    def test_what_is_missing(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "mine.json")
+            for text, message in (
+                ("{}", "no list of models"),
+                ('[{"hidden_size": 8}]', "a model without architectures"),
+            ):
+                path.write_text(text)
+                with self.assertRaisesRegex(ValueError, message):
+                    matrix.models_of(path)
+
+
 class TestChoice(TestCase):
     """experts_implementation="moe_mlp" by one import: it takes effect, or the log says why not."""
 
