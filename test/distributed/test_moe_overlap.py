@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed._moe.schedule import (
     _chunk_sizes,
+    _Flight,
     OverlapSchedule,
     PartSeconds,
     save_communication,
@@ -471,6 +472,29 @@ class TestSchedule(TestCase):
     def test_errors(self, kwargs, message):
         with self.assertRaisesRegex(ValueError, message):
             OverlapSchedule(**kwargs)
+
+    def test_nothing_is_sent_behind_a_failure(self):
+        noticed, sent = threading.Event(), []
+
+        def fail(x):
+            noticed.wait(60)
+            raise RuntimeError("connection closed")
+
+        def send(x):
+            sent.append(x)
+            return x
+
+        x = (torch.ones(1),)
+        failing, queued = _Flight(fail, x), _Flight(send, x)
+        noticed.set()
+        with self.assertRaisesRegex(RuntimeError, "^connection closed"):
+            failing.result()
+        for flight in (queued, _Flight(fail, x)):
+            with self.assertRaisesRegex(RuntimeError, "connection closed"):
+                flight.result()
+        self.assertEqual(sent, [])
+        # The caller has seen it.
+        self.assertEqual(_Flight(send, x).result(), x[0])
 
     def test_simulation_error(self):
         with self.assertRaisesRegex(ValueError, "parts must be of 2 chunks"):

@@ -329,6 +329,31 @@ def _side_stream(device: torch.device) -> torch.Stream:
 os.register_at_fork(after_in_child=_communication_thread.cache_clear)
 
 
+class _Queue:
+    """What was handed to the communication thread since the last failure that was seen.
+
+    Behind a failure nothing is sent: other ranks are elsewhere by then, and a message of
+    another size than they expect ends their process in a thread of gloo.
+    """
+
+    # The text: an error holds its frames.
+    failure: str | None = None
+
+    def run(self, work: Callable[..., Any], *inputs: Tensor) -> Any:
+        if self.failure is not None:
+            raise RuntimeError(
+                f"OverlapSchedule: not sent, as what came before it failed: {self.failure}"
+            )
+        try:
+            return work(*inputs)
+        except Exception as error:
+            self.failure = str(error)
+            raise
+
+
+_queue = _Queue()
+
+
 class _Flight:
     """Result of communication that was issued and may not have arrived."""
 
@@ -348,7 +373,8 @@ class _Flight:
         elif device.type == "cpu":
             if threading.current_thread().name.startswith("moe_communication"):
                 raise AssertionError("communication inside communication")
-            self._future = _communication_thread().submit(work, *inputs)
+            self._queue = _queue
+            self._future = _communication_thread().submit(_queue.run, work, *inputs)
         else:
             stream = _side_stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
@@ -363,6 +389,9 @@ class _Flight:
             future, self._future = self._future, None
             try:
                 return future.result()
+            except Exception:
+                self._seen()
+                raise
             finally:
                 # Or an error holds its frames, those hold it, and all hold the group, whose
                 # threads then meet Python's shutdown.
@@ -372,6 +401,12 @@ class _Flight:
             stream.wait_event(self._done)
             _used_on(stream, self._value)
         return self._value
+
+    def _seen(self) -> None:
+        """The caller knows of a failure: what it does from now on is a new beginning."""
+        global _queue
+        if _queue is self._queue:
+            _queue = _Queue()
 
 
 def _used_on(stream: torch.Stream, tensors: Sequence[Tensor | None]) -> None:
