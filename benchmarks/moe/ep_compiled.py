@@ -77,14 +77,15 @@ class CompiledLayer(Layer):
 
 
 def with_link(p: Profile) -> Profile:
-    """``p`` with the start and the rate of the link as it is now."""
-    sizes = [1 << n for n in (10, 14, 18, 20, 21)]
-    start, rate = moe_calibration.measure_links(dist.group.WORLD, sizes)
+    """``p`` with the constants of the link as it is now."""
+    sizes = [1 << n for n in (10, 14, 16, 18, 19, 20, 21)]
+    start, rate, turn = moe_calibration.measure_links(dist.group.WORLD, sizes)
     device = dataclasses.replace(p.device, fast=rate, slow=rate)
     constants = dataclasses.replace(
         p.constants, fast_us=1e6 * start, slow_us=1e6 * start
     )
-    return dataclasses.replace(p, device=device, constants=constants)
+    cpu = dataclasses.replace(p.cpu, turn=turn)
+    return dataclasses.replace(p, device=device, constants=constants, cpu=cpu)
 
 
 def slowed(p: Profile, factor: float) -> Profile:

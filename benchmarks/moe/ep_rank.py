@@ -229,13 +229,13 @@ class SendTimer:
 
 
 def fit_links(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
-    """Start of an all-to-all and bytes/s a rank sends to others, at each level."""
+    """Start of an all-to-all, bytes/s a rank sends to others and turn, at each level."""
     groups = {"flat": dist.group.WORLD, "node": mesh.get_group(0)}
     groups["local"] = mesh.get_group(1)
     links = {}
     for level, group in groups.items():
-        start, rate = measure_links(group, [2**k for k in range(8, 23, 2)])
-        links[level] = {"start": start, "rate": rate}
+        found = measure_links(group, [2**k for k in range(8, 23, 2)])
+        links[level] = dict(zip(("start", "rate", "turn"), found))
     return links
 
 
@@ -338,6 +338,7 @@ def predicted_seconds(links: dict, levels: dict) -> dict[str, float]:
             links[level]["rate"],
             seen["heaviest_rank"],
             seen["messages"],
+            links[level]["turn"],
         )
         for level, seen in levels.items()
     }

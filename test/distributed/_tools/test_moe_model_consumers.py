@@ -24,6 +24,7 @@ from torch.distributed._tools.moe_calibration import (
     cpu_call,
     CpuRow,
     fit_cpu,
+    fit_link,
     measure_exchange,
     measure_kernels,
     measure_links,
@@ -164,6 +165,15 @@ class TestInductor(TestCase):
             inductor_estimate(p)(node), 0.2 + 1e3 * 8 * 16 * 2 * 0.75 / 1e6
         )
         self.assertEqual(inductor_estimate(p)(node, 0), 0.2)
+        # Directions that take turns after 64 bytes: what is beyond them takes twice as long.
+        turns = dataclasses.replace(p, cpu=CpuConstants(turn=64.0))
+        want = 0.2 + 1e3 * (2 * 192 - 64) / 1e6
+        self.assertEqual(inductor_estimate(turns)(node), want)
+        args = (8, 16, 4, 4)
+        sent = 8 * 16 * 2 * cost.copies(4, 4, 4).fast
+        before, after = (cost.all_to_all(q, *args, domain=4) for q in (p, turns))
+        rate = 1e6 * p.constants.fast
+        self.assertEqual(after - before, (sent - 64) / rate, rtol=1e-9, atol=0)
 
     def test_inductor_takes_it(self):
         from torch._inductor.fx_passes.overlap_scheduling import get_custom_estimation
@@ -241,6 +251,22 @@ class TestCalibrate(TestCase):
         with self.assertRaisesRegex(ValueError, "clock must be wall or process"):
             calibrate(clock="sun")
 
+    @parametrize("turn", [0.0, 131072.0, 300000.0])
+    def test_links_that_take_turns(self, turn):
+        # What gloo sends of a message beyond its sockets waits for the other direction. A
+        # straight line through such times is 30 % off; where there is one, it stays.
+        sizes = [1 << n for n in (9, 13, 15, 17, 18, 19, 20)]
+        times = [cost.link_seconds(2e-4, 5e7, n, turn=turn) for n in sizes]
+        noise = (1.03, 0.97, 1.02, 0.98, 1.01, 0.99, 1.0)
+        points = [(n, t * e) for n, t, e in zip(sizes, times, noise)]
+        start, rate, found = fit_link(points)
+        self.assertEqual(found, turn, rtol=0.2, atol=0)
+        self.assertEqual(fit_link(points, turns=False)[2], 0)
+        for n in (1 << 12, 200_000, 700_000, 1 << 22):
+            got = cost.link_seconds(start, rate, n, turn=found)
+            want = cost.link_seconds(2e-4, 5e7, n, turn=turn)
+            self.assertEqual(got, want, rtol=0.08, atol=0)
+
     def test_kernels_rehearsed_on_cpu(self):
         # What runs on CUDA, on small sizes: products and copies get faster constants
         # than a device a thousand times faster would have.
@@ -317,9 +343,10 @@ class TestLinks(MultiThreadedTestCase):
 
     def test_start_and_rate(self):
         group = torch.distributed.group.WORLD
-        start, rate = measure_links(group, [1 << 10, 1 << 16, 1 << 20])
+        start, rate, turn = measure_links(group, [1 << 10, 1 << 16, 1 << 20])
         self.assertGreater(rate, 0)
         self.assertGreater(start, 0)
+        self.assertGreaterEqual(turn, 0)
 
     def test_exchange(self):
         # By a clock that goes on by a millisecond when it is read: dispatch, combine and

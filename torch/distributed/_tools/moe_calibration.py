@@ -56,6 +56,7 @@ __all__ = [
     "cpu_call",
     "fit",
     "fit_cpu",
+    "fit_link",
     "measure_calls",
     "measure_exchange",
     "measure_kernels",
@@ -514,8 +515,8 @@ def fit_cpu(
             total += abs(math.log(got / t))
         return total
 
-    # Chosen below, and those of measure_exchange.
-    elsewhere = {"thin_rows", "exchange_us", "exchange_grad_us", "copy"}
+    # Chosen below, and those of measure_exchange and measure_links.
+    elsewhere = {"thin_rows", "exchange_us", "exchange_grad_us", "copy", "turn"}
     fields = dataclasses.asdict(CpuConstants()).items()
     start: dict[str, float] = {k: v for k, v in fields if k not in elsewhere}
     flops = [
@@ -538,13 +539,39 @@ def fit_cpu(
     )
 
 
+def fit_link(
+    points: Sequence[tuple[float, float]], turns: bool = True
+) -> tuple[float, float, float]:
+    """(start, rate, turn) of :func:`.link_seconds` with the least relative error.
+
+    Args:
+        points (sequence of tuple): bytes to others, and their seconds.
+        turns (bool): allow a turn; it stays where it at least halves the error.
+    """
+
+    def loss(turn: float, v: dict[str, float]) -> float:
+        law = functools.partial(link_seconds, v["start"], v["rate"], turn=turn)
+        return sum(abs(math.log(law(n) / t)) for n, t in points)
+
+    def best(turn: float) -> tuple[float, float, float, float]:
+        start = {"start": 1e-4, "rate": 1e9}
+        v = fit(start, functools.partial(loss, turn), stiffness=lambda name: 0.0,
+                steps=(10, 3, 2, 1.5, 1.25, 1.12, 1.06, 1.03, 1.015))  # fmt: skip
+        return loss(turn, v), v["start"], v["rate"], turn
+
+    plain = best(0.0)
+    # One search over all three would not leave the rate that suits no turn.
+    found = min(best(2 ** (n / 4)) for n in range(56, 77)) if turns else plain
+    return (found if 2 * found[0] <= plain[0] else plain)[1:]
+
+
 def measure_links(
     group: Any, sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, float]:
-    """(start in seconds, B/s that a rank sends to others) of an all-to-all over a group.
+) -> tuple[float, float, float]:
+    """Start in seconds, B/s that a rank sends to others, and turn of an all-to-all.
 
-    The backend decides the device: NCCL on CUDA, gloo on CPU. Least relative error of
-    start plus bytes over rate, over the sizes in bytes; the slowest rank counts.
+    The backend decides the device: NCCL on CUDA, gloo on CPU. :func:`fit_link` over the
+    sizes in bytes; the slowest rank counts.
     """
     import torch.distributed as dist
 
@@ -571,14 +598,7 @@ def measure_links(
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         points.append((part * (ranks - 1), slowest.item()))
 
-    def loss(v: dict[str, float]) -> float:
-        return sum(
-            abs(math.log(link_seconds(v["start"], v["rate"], n) / t)) for n, t in points
-        )
-
-    found = fit({"start": 1e-4, "rate": 1e9}, loss, stiffness=lambda name: 0.0,
-                steps=(10, 3, 2, 1.5, 1.25, 1.12, 1.06, 1.03, 1.015))  # fmt: skip
-    return found["start"], found["rate"]
+    return fit_link(points, turns=device == "cpu")
 
 
 # Tokens of a rank, D, experts of a rank, K: few and many rows, narrow and wide.
@@ -713,10 +733,11 @@ def calibrate(
         )
     threads = torch.get_num_threads()
     where = f"{threads} threads, {torch.backends.cpu.get_cpu_capability()}"
-    rate, start = 1e9, 1e-4
+    start, rate, turn = 1e-4, 1e9, 0.0
     tick = time.process_time if clock == "process" else time.perf_counter
     if group is not None:
-        start, rate = measure_links(group, [1 << n for n in range(10, 25, 2)], tick)
+        sizes = [1 << n for n in range(10, 25, 2)]
+        start, rate, turn = measure_links(group, sizes, tick)
     if device == "cuda":
         p = profile(gpu or "H100")
         constants = measure_kernels(p, "cuda", seconds)
@@ -729,7 +750,7 @@ def calibrate(
         )
     calls, hit = zip(*(cpu_call(row) for row in CPU_ROWS))
     measured = measure_calls(calls, seconds, tick)
-    cpu = fit_cpu(CPU_ROWS, hit, measured)
+    cpu = dataclasses.replace(fit_cpu(CPU_ROWS, hit, measured), turn=turn)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sheet = Device(
         "cpu", threads, cpu.rate16, cpu.rate16, cpu.memory, rate, rate, float(memory),

@@ -199,10 +199,15 @@ def hit_experts(num_experts: float, rows: float) -> float:
 
 
 def link_seconds(
-    start: float, rate: float, nbytes: float, messages: float = 1
+    start: float, rate: float, nbytes: float, messages: float = 1, turn: float = 0.0
 ) -> float:
-    """Of collectives that take ``start`` seconds each, for bytes to others at ``rate``."""
-    return messages * start + nbytes / rate
+    """Of collectives that take ``start`` seconds each, for bytes to others at ``rate``.
+
+    What a message has beyond ``turn`` bytes, if that is not 0, waits for as many bytes of the
+    other direction.
+    """
+    waits = max(0.0, nbytes - messages * turn) if turn else 0.0
+    return messages * start + (nbytes + waits) / rate
 
 
 class Copies(NamedTuple):
@@ -320,7 +325,9 @@ def all_to_all(
         w = Copies(min(k, ep) * (1 - 1 / ep), 0.0, 1.0, min(k, ep))
     size = tokens * d * ITEMSIZE[dtype] * imbalance
     crowd = 1 + c.fabric * max(0.0, math.log2(ep / 8))
-    fast = size * w.fast / (dev.fast * c.fast) * (crowd if ep <= domain else 1)
+    turn = p.cpu.turn if p.cpu is not None else 0.0
+    fast = link_seconds(0.0, dev.fast * c.fast, size * w.fast, turn=turn)
+    fast *= crowd if ep <= domain else 1
     slow = size * w.slow / (dev.slow * c.slow) * crowd
     if kind.one_hop and ep > domain:
         fast *= (domain - 1) / (ep - 1)

@@ -62,6 +62,8 @@ class CpuConstants:
             routing, and the calls that make messages and sums of them.
         exchange_grad_us: the same of their backward, which routes nothing.
         copy: B/s of rows that are gathered into messages, and summed where they return.
+        turn: bytes to others from which on the directions of an all-to-all take turns: gloo
+            posts each send before its receive, and sockets hold so much. 0 for never.
     """
 
     rate16: float = 8e11
@@ -77,6 +79,7 @@ class CpuConstants:
     exchange_us: float = 500.0
     exchange_grad_us: float = 200.0
     copy: float = 5e9
+    turn: float = 0.0
 
 
 def cpu_rate(

@@ -679,7 +679,7 @@ def _inductor_milliseconds(
         nbytes = _by_hints(x).nbytes if override_size is None else override_size
         sent = nbytes * (1 - 1 / len(splits))
         start = p.constants.fast_us * cost.US
-        return 1e3 * cost.link_seconds(start, p.device.fast, sent)
+        return 1e3 * cost.link_seconds(start, p.device.fast, sent, turn=p.cpu.turn)
     if name not in ("_moe_mlp", "_moe_mlp_backward"):
         return None
     args = torch.fx.map_arg(node.args, _by_hints)
