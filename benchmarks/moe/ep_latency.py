@@ -7,7 +7,8 @@ by expert, their numbers exchanged and read on the host, one row per slot sent, 
 the local experts, and back the same way, weighted and added at the source. Both hand their rows to
 the same kernel of experts (``F.moe_mlp``, ``F.grouped_mlp``), so that what differs is the exchange.
 ``decode`` is TokenSwitchAllGather, without gradients. Two hosts are two network namespaces of this
-machine, half of the ranks on each (two loopback addresses where those are not permitted).
+machine, half of the ranks on each (two loopback addresses where those are not permitted); with more
+than one rank on each, ``hierarchical`` is TokenSwitchHierarchical.
 
 Ratios are of one round: the plain dispatcher's time over ours. ``wall`` is of the slowest rank;
 ``cpu`` is the time of a rank's process, all its threads, which neighbours on the machine disturb less.
@@ -28,8 +29,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._moe.switch import TokenSwitchAllGather, TokenSwitchAllToAll
+from torch.distributed._moe.switch import (
+    TokenSwitchAllGather,
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
 from torch.distributed._token_switch import TokenSwitch
+from torch.distributed.device_mesh import init_device_mesh
 
 from measure import (
     interleaved_seconds,
@@ -104,15 +110,20 @@ def measure(
     }
 
 
-def measure_all(args: argparse.Namespace) -> list[dict[str, object]]:
+def measure_all(args: argparse.Namespace, hosts: int) -> list[dict[str, object]]:
     E, rows = SIZES["E"], []
-    switch = TokenSwitchAllToAll(dist.group.WORLD, E)
+    switches: dict[str, TokenSwitch] = {
+        "switch": TokenSwitchAllToAll(dist.group.WORLD, E)
+    }
+    if hosts > 1 and args.ranks > hosts:
+        shape = (hosts, args.ranks // hosts)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
+        switches["hierarchical"] = TokenSwitchHierarchical(mesh, E)
     decode = TokenSwitchAllGather(dist.group.WORLD, E, max_tokens=DECODE_TOKENS)
     for tokens in args.tokens:
-        layers = {
-            "plain": make_layer(Plain, None, tokens),
-            "switch": make_layer(RankLayer, switch, tokens),
-        }
+        layers = {"plain": make_layer(Plain, None, tokens)}
+        for name, switch in switches.items():
+            layers[name] = make_layer(RankLayer, switch, tokens)
         parts = {
             "exchange": RankLayer.there_and_back,
             "forward": lambda layer: torch.no_grad()(layer.forward)(),
@@ -153,10 +164,10 @@ def main() -> None:
     for hosts in args.hosts:
         if hosts == 2:
             with two_hosts() as cluster:
-                rows = on_hosts(cluster, args.ranks // 2, measure_all, args)[0]
+                rows = on_hosts(cluster, args.ranks // 2, measure_all, args, 2)[0]
                 fields["two_hosts"] = cluster.describe()
         else:
-            rows = on_gloo_ranks(args.ranks, measure_all, args)[0]
+            rows = on_gloo_ranks(args.ranks, measure_all, args, 1)[0]
         rows = [{"hosts": hosts, **row} for row in rows]
         where = f"{args.ranks} gloo ranks on {hosts} host(s), {SIZES}"
         columns = ("tokens", "part", "form", "plain_cpu_ms", "cpu_ms")

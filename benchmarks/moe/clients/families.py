@@ -103,8 +103,45 @@ TINY = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# Configs whose sizes differ by layer take them when they are made, and not afterwards.
+# Configs whose sizes differ by layer take them when they are made, and not afterwards. Some have no
+# defaults, or none that runs.
 AT_ONCE = {
+    "FlintConfig": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_only_layers": [],
+    },
+    "GraniteMoeHybridConfig": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 16,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+    },
+    "HunYuanMoEV1Config": {"head_dim": 8},
+    "JambaConfig": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+        "mamba_dt_rank": 4,
+    },
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    # Half of a head is rotated.
+    "Mistral4Config": {"head_dim": 16, "num_key_value_heads": 4},
+    "Qwen4ExpTextConfig": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "hc_lowrank": 8,
+        "ple_embed_dim": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "Gemma4TextConfig": {
         "layer_types": ["sliding_attention", "full_attention"],
         "global_head_dim": 16,
