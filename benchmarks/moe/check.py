@@ -5,7 +5,7 @@ sample: y, dX and d(topk_weights) of some tokens, which no other token has a sha
 db of some experts, over all of their rows. Small ones are checked whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shapes import Operands, Shape
@@ -21,19 +21,15 @@ from torch.testing._internal.moe_reference import (
 )
 
 
+_WEIGHTS = ("dw_in", "dw_out", "db_in", "db_out")
 MAX_ELEMENTS = 4 * 10**8  # of the weights that the sampled tokens need in float64
 
 
 class Sample(NamedTuple):
-    """What of a layer is checked.
+    """What of a layer is checked."""
 
-    Attributes:
-        tokens: (S,) int64, in ascending order.
-        experts: ids of the experts whose gradients are checked.
-    """
-
-    tokens: Tensor
-    experts: list[int]
+    tokens: Tensor  # (S,) int64, in ascending order
+    experts: list[int]  # whose gradients are checked
 
 
 class Error(NamedTuple):
@@ -70,22 +66,16 @@ def _rows_of(shape: Shape, o: Operands, e: int, chosen: Tensor):
 
 
 def _values(
-    shape: Shape,
-    o: Operands,
-    sample: Sample,
-    backward: bool,
-    functions: Sequence[Callable],
+    shape: Shape, o: Operands, sample: Sample, backward: bool, functions: Sequence
 ) -> dict[str, Tensor]:
     forward, gradients = functions
     dtype = torch.float64 if forward is moe_mlp_reference else o.x.dtype
     of_tokens = torch.zeros_like(o.ids, dtype=torch.bool)
     of_tokens[sample.tokens] = True
-    y = torch.zeros(o.x.shape, dtype=dtype)
-    dx = torch.zeros_like(y)
-    ds = torch.zeros_like(
-        o.weights.detach().to(torch.promote_types(dtype, o.weights.dtype))
-    )
-    stacks: dict[str, list[Tensor]] = {}
+    y, dx = torch.zeros(2, *o.x.shape, dtype=dtype)
+    ds_dtype = torch.promote_types(dtype, o.weights.dtype)
+    ds = torch.zeros(o.weights.shape, dtype=ds_dtype)
+    of_experts: dict[str, dict[int, Tensor]] = {}
     hit = o.ids[sample.tokens].unique().tolist()
     for e in sorted({*hit, *(sample.experts if backward else ())}):
         chosen = of_tokens.new_ones(()) if e in sample.experts else of_tokens
@@ -99,16 +89,14 @@ def _values(
         if e in sample.experts:
             w = (g.grad_w_in, g.grad_w_out)
             w = (t.mT for t in w) if shape.gpt_oss else w
-            names = ("dw_in", "dw_out", "db_in", "db_out")
-            for name, grad in zip(names, (*w, g.grad_b_in, g.grad_b_out)):
+            for name, grad in zip(_WEIGHTS, (*w, g.grad_b_in, g.grad_b_out)):
                 if grad is not None:
-                    stacks.setdefault(name, []).append((e, grad))
+                    of_experts.setdefault(name, {})[e] = grad
     values = {"y": y[sample.tokens]}
     if backward:
         values |= {"dx": dx[sample.tokens], "dweights": ds[sample.tokens]}
-    for name, grads in stacks.items():
-        of_expert = dict(grads)
-        values[name] = torch.cat([of_expert[e] for e in sample.experts])
+    for name, grads in of_experts.items():
+        values[name] = torch.cat([grads[e] for e in sample.experts])
     return values
 
 
@@ -116,10 +104,8 @@ def truth(shape: Shape, operands: Operands, sample: Sample, *, backward: bool):
     """Values of the sample by name: in float64, and unfused in the dtype of the operands."""
     exact = (moe_mlp_reference, moe_mlp_backward_reference)
     unfused = (moe_mlp_unfused, moe_mlp_backward_unfused)
-    return tuple(
-        _values(shape, operands, sample, backward, functions)
-        for functions in (exact, unfused)
-    )
+    args = (shape, operands, sample, backward)
+    return _values(*args, exact), _values(*args, unfused)
 
 
 def sampled(sample: Sample, y: Tensor, grads: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -132,8 +118,7 @@ def sampled(sample: Sample, y: Tensor, grads: Sequence[Tensor]) -> dict[str, Ten
     if grads:
         dx, ds, *of_weights = grads
         values |= {"dx": dx[sample.tokens], "dweights": ds[sample.tokens]}
-        for name, grad in zip(("dw_in", "dw_out", "db_in", "db_out"), of_weights):
-            values[name] = grad[sample.experts]
+        values |= {n: grad[sample.experts] for n, grad in zip(_WEIGHTS, of_weights)}
     return values
 
 
@@ -152,13 +137,11 @@ def errors(
     reference, unfused = expected
     if actual.keys() != reference.keys():
         raise AssertionError(f"{who} gives {sorted(actual)}, not {sorted(reference)}")
-    return {
-        name: Error(
-            *error_and_bound(actual[name], exact, unfused[name], dtype),
-            exact.abs().max().item(),
-        )
-        for name, exact in reference.items()
-    }
+    found = {}
+    for name, exact in reference.items():
+        error, bound = error_and_bound(actual[name], exact, unfused[name], dtype)
+        found[name] = Error(error, bound, exact.abs().max().item())
+    return found
 
 
 def largest_share(found: Mapping[str, Error], who: str) -> float:

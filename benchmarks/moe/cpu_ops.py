@@ -3,17 +3,11 @@
 Every row runs all forms in this process, in turns, on views of the same weights, after it
 has compared each of them with float64::
 
-    python benchmarks/moe/cpu_ops.py --out FILE.json --plot FILE.png
+    python benchmarks/moe/cpu_ops.py --out FILE.json [--rows PATTERN ...]
 
-``--rows`` takes names or shell patterns of ids (``--list`` shows them); rows of several runs
-of one commit merge in the same file, each with its own command and time. Peers are those of
-the transformers package where it can be imported, else our own code in the same forms; every
-entry names its source.
-
-By default memory is what malloc makes of it: buffers of more than 32 MiB, weight gradients
-above all, are given back to the system by every form and are touched for the first time in
-every call. ``--keep-memory`` measures as under an allocator that keeps them (tcmalloc or
-jemalloc, which ``torch.backends.xeon.run_cpu`` loads).
+Rows are chosen by names or shell patterns of ids; ``--seconds`` caps all timed calls of a form in a
+row; ``--quick`` has tiny rows. Peers are those of the transformers package where it can be
+imported, else our own code in the same forms; every entry names its source.
 
 The bound is the larger of arithmetic at the rate of at::mm, measured on the row's own matrices
 (as many rows as an expert has on average, operands in the cache, nothing allocated), and of the
@@ -21,13 +15,8 @@ bytes that no implementation can do without at the rate of memory. Both rates ar
 every round, so that what slows the machine down slows the bound down with the forms.
 """
 
-import argparse
 import datetime
-import json
-import math
 import os
-import pathlib
-import platform
 import statistics
 import sys
 import time
@@ -37,7 +26,7 @@ from typing import NamedTuple
 import check
 import shapes
 from peers import make_peers, OURS, Peer, too_costly
-from report import at, console, figure, make_parser, progress, show
+from report import parse, progress, show
 from shapes import make_operands, Operands, Row
 
 import torch
@@ -56,34 +45,21 @@ from measure import (
 )
 
 
-# For glibc: no buffer is a mapping of its own, none is given back.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-# What must not differ between the runs that share a file.
-_SAME = ("git", "torch", "torch_git", "machine", "threads", "cpu_flags")
 # What every form of a row has in the JSON, beside its ratio to ours. Times are of one call, through
 # all layers of the row; ratios are peer over ours, per round; bytes are of one call.
 FORM_KEYS = {"source", "kind", "error_over_allowed", "saved_bytes", "peak_bytes", "rounds", "milliseconds"}  # fmt: skip
 
 
 class Settings(NamedTuple):
-    """How a run measures.
+    """How a run measures."""
 
-    Attributes:
-        rounds: timed calls of a form, unless it is capped.
-        seconds: a form whose calls take longer than this together gets fewer rounds.
-        compiled: with compiled peers.
-        compile_seconds: a peer that compiles longer than this is left out.
-        tokens, experts: of the sample that is checked.
-        stream_bytes: read to measure the rate of memory; far beyond the cache.
-    """
-
-    rounds: int = 15
-    seconds: float = 3.0
+    rounds: int = 15  # timed calls of a form, unless it is capped
+    seconds: float = 3.0  # a form whose calls take longer together gets fewer rounds
     compiled: bool = True
-    compile_seconds: float = 90.0
-    tokens: int = 48
+    compile_seconds: float = 90.0  # a peer that compiles longer is left out
+    tokens: int = 48  # of the sample that is checked
     experts: int = 2
-    stream_bytes: int = 1 << 30
+    stream_bytes: int = 1 << 30  # to measure memory with; far beyond the cache
 
 
 QUICK = Settings(3, 1.0, False, tokens=10**6, experts=10**6, stream_bytes=1 << 26)
@@ -163,12 +139,11 @@ class Bound:
         self._stream = (source.sum, lambda: target.copy_(half))
 
     def _mm_of(self, m: int, k: int, n: int, a_view: int, b_view: int) -> Callable:
-        def matrix(rows: int, columns: int, as_view: int) -> Tensor:
-            size = (columns, rows) if as_view else (rows, columns)
-            x = torch.randn(size).to(self.row.dtype)
-            return x.t() if as_view else x
-
-        a, b = matrix(m, k, a_view), matrix(k, n, b_view)
+        a, b = torch.randn(m, k), torch.randn(k, n)
+        a, b = (
+            (x.t().contiguous().t() if as_view else x).to(self.row.dtype)
+            for x, as_view in ((a, a_view), (b, b_view))
+        )
         out = torch.empty(m, n, dtype=self.row.dtype)
         return lambda: torch.mm(a, b, out=out)
 
@@ -241,13 +216,10 @@ def _checked_runners(
             continue
         runners[peer.name] = runner
         kind = "compiled" if peer.compiled else "eager"
-        entries[peer.name] = {
-            "source": peer.source,
-            "kind": kind,
-            "error_over_allowed": share,
-        }
+        entry = {"source": peer.source, "kind": kind, "error_over_allowed": share}
         if peer.compiled:
-            entries[peer.name]["first_call_seconds"] = round(first_call, 2)
+            entry["first_call_seconds"] = round(first_call, 2)
+        entries[peer.name] = entry
     return runners, entries
 
 
@@ -323,162 +295,49 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
     }
 
 
-def open_record(path: pathlib.Path | None, *, fresh: bool) -> dict[str, object]:
-    """The record that rows are added to: that of the file, if it has rows of the same commit.
-
-    Raises:
-        ValueError: the file is of another commit, torch, machine or thread count.
-    """
-    flags = [n for n, has in torch.cpu.get_capabilities().items() if has is True]
-    record = {**provenance(), "cpu_flags": " ".join(sorted(flags)), "rows": []}
-    if path is None or fresh or not path.exists():
-        return record
-    old = json.loads(path.read_text())
-    differ = [key for key in _SAME if old.get(key) != record[key]]
-    if differ:
-        changes = ", ".join(f"{k}: {old.get(k)} there, {record[k]} now" for k in differ)
-        raise ValueError(
-            f"--out {path.name} holds rows of another state ({changes}); "
-            "give --fresh to drop them, or another file"
-        )
-    return {**record, "rows": old["rows"]}
-
-
-def show_row(row: dict) -> None:
-    """All forms of a row, the fastest first."""
-    bound, forms = row["bound"], row["forms"]
-    title = (
-        f"{row['id']}  {row['of_bound']:.0%} of the bound "
-        f"({bound['milliseconds']:.2f} ms, {bound['limited_by']})"
-    )
-    lines = [{"form": name, **form} for name, form in forms.items()]
-    lines.sort(key=lambda line: line["milliseconds"]["median"])
-    columns = ("form", "milliseconds", "ratio_to_ours", "peak_bytes", "saved_bytes")
-    show(title, lines, (*columns, "capped"))
-    for name, reason in row["left_out"].items():
-        print(f"  {name:32} left out: {reason}")
-
-
-def show_rows(rows: Sequence[dict]) -> None:
-    def ours(key: str) -> str:
-        return f"forms.{OURS}.{key}"
-
-    columns = {
-        "row": "id",
-        "ms": ours("milliseconds"),
-        "best eager peer": "best_eager_peer",
-        "peer / ours": "ratio",
-        "of bound": "of_bound",
-        "peak bytes": ours("peak_bytes"),
-        "saved": ours("saved_bytes"),
-    }
-    show("F.moe_mlp on the CPU", rows, columns)
-
-
-def plot(rows: list[dict], path: pathlib.Path) -> None:
-    """Ratios, shares of the bound, and the two sweeps, as one PNG."""
-    y, medians = range(len(rows)), [r["ratio"]["median"] for r in rows]
-    ends = list(zip(*(r["ratio"]["interval"] for r in rows)))
-    errors = [[abs(m - v) for m, v in zip(medians, side)] for side in ends]
-    grid = {"figsize": (13, 11), "height_ratios": (2, 1)}
-    with figure(path, 2, 2, **grid) as axes:
-        axes[0, 0].barh(y, medians, xerr=errors)
-        axes[0, 0].set_xlabel("time of the best eager peer / F.moe_mlp; id: T-D-F-E-K")
-        axes[0, 1].barh(y, [r["of_bound"] for r in rows])
-        axes[0, 1].set_xlabel("bound / F.moe_mlp")
-        for axis, names in zip(axes[0], ([r["id"] for r in rows], [""] * len(rows))):
-            axis.axvline(1, color="black", linewidth=1)
-            axis.set_yticks(y, names, fontsize=7)
-            axis.invert_yaxis()
-        for axis, sweep in zip(axes[1], ("constant K", "constant FLOPs")):
-            _plot_sweep(axis, [r for r in rows if r["sweep"] == sweep], sweep)
-
-
-def _plot_sweep(axes, rows: list[dict], sweep: str) -> None:
-    axes.set(xlabel=f"E, {sweep}", ylabel="forward + backward, ms")
-    if not rows:
-        return
-    rows = sorted(rows, key=lambda row: row["shape"]["E"])
-    experts = [row["shape"]["E"] for row in rows]
-    for name in dict.fromkeys(name for row in rows for name in row["forms"]):
-        times = [at(row, f"forms.{name}.milliseconds.median") for row in rows]
-        times = [math.nan if t is None else t for t in times]
-        width = 3 if name == OURS else 1
-        axes.plot(experts, times, marker="o", label=name, linewidth=width)
-    bound = [row["bound"]["milliseconds"] for row in rows]
-    axes.plot(experts, bound, "k:", label="bound")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.legend(fontsize=6)
-
-
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--rows", nargs="+", metavar="PATTERN", help="only these rows")
-    add("--list", action="store_true", help="print ids of rows, no run")
-    add("--quick", action="store_true", help="tiny rows: a smoke test")
-    add("--rounds", type=int, help="timed calls per form")
-    add("--seconds", type=float, help="cap for all timed calls of a form in a row")
-    add("--no-compiled", action="store_true", help="no compiled peers")
-    add("--out", type=pathlib.Path, help="JSON, merged with what it has")
-    add(
-        "--fresh", action="store_true", help="drop what the JSON has instead of merging"
-    )
-    add("--keep-memory", action="store_true", help="malloc keeps what it has (glibc)")
-    add("--plot", type=pathlib.Path, help="PNG of all rows of the JSON")
-    return parser.parse_args(argv)
-
-
-def settings_of(args: argparse.Namespace) -> Settings:
-    given = {"rounds": args.rounds, "seconds": args.seconds}
-    given = {name: value for name, value in given.items() if value is not None}
-    if args.no_compiled:
-        given["compiled"] = False
-    return (QUICK if args.quick else Settings())._replace(**given)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    if args.keep_memory and platform.libc_ver()[0] != "glibc":
-        print("cpu_ops.py: --keep-memory needs glibc's malloc", file=sys.stderr)
-        return 2
-    if args.keep_memory and not KEEP_MEMORY.items() <= os.environ.items():
-        # malloc reads its settings when a process starts.
-        command = [sys.executable, *(sys.argv if argv is None else [__file__, *argv])]
-        os.execve(sys.executable, command, {**os.environ, **KEEP_MEMORY})
+    options = {"rows": list, "quick": False, "rounds": int, "seconds": float}
+    args = parse(__doc__, argv=argv, no_compiled=False, **options)
+    settings = QUICK if args.quick else Settings()
+    given = {"rounds": args.rounds, "seconds": args.seconds}
+    given |= {"compiled": False} if args.no_compiled else {}
+    settings = settings._replace(**{k: v for k, v in given.items() if v is not None})
+    table = shapes.CPU_ROWS + shapes.CLIENT_ROWS
+    if args.quick:
+        table = shapes.QUICK_ROWS
     try:
-        rows = shapes.select(
-            shapes.QUICK_ROWS if args.quick else shapes.CPU_ROWS, args.rows
-        )
-        record = open_record(args.out, fresh=args.fresh)
+        rows = shapes.select(table, args.rows)
     except ValueError as error:
         print(f"cpu_ops.py: {error}", file=sys.stderr)
         return 2
-    if args.list:
-        print("\n".join(row.id for row in rows))
-        return 0
+    flags = [name for name, has in torch.cpu.get_capabilities().items() if has is True]
+    measured: list[dict] = []
+    record = {**provenance(), "cpu_flags": " ".join(sorted(flags)), "rows": measured}
     torch.manual_seed(0)
-    with progress("Rows", len(rows) if console().is_terminal else 0) as advance:
+    with progress("Rows", len(rows)) as advance:
         for row in rows:
-            start = datetime.datetime.now(datetime.timezone.utc)
-            measured = measure_row(row, settings_of(args)) | {
-                "command": record["command"],
-                "started": start.isoformat(timespec="seconds"),
-                "load_average": round(os.getloadavg()[0], 2),
-            }
-            kept = [r for r in record["rows"] if r["id"] != row.id]
-            record["rows"] = [*kept, measured]
-            show_row(measured)
-            if console().is_terminal:
-                advance(row.id)
-            if args.out:
-                write_json(
-                    record, args.out
-                )  # after every row, so that a stop loses none
-    show_rows(record["rows"])
-    if args.plot:
-        plot(record["rows"], args.plot)
+            started = datetime.datetime.now(datetime.timezone.utc)
+            measured.append(
+                {
+                    **measure_row(row, settings),
+                    "started": started.isoformat(timespec="seconds"),
+                    "load_average": round(os.getloadavg()[0], 2),
+                }
+            )
+            advance(row.id)
+            if args.out:  # after every row, so that a stop loses none
+                write_json(record, args.out)
+    ours = f"forms.{OURS}."
+    columns = {
+        "row": "id",
+        "ms": ours + "milliseconds",
+        "best eager peer": "best_eager_peer",
+        "peer / ours": "ratio",
+        "of bound": "of_bound",
+        "peak bytes": ours + "peak_bytes",
+        "saved": ours + "saved_bytes",
+    }
+    show("F.moe_mlp on the CPU", measured, columns)
     return 0
 
 

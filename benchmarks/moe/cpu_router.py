@@ -12,18 +12,17 @@ is lost where ours takes more than 1.1 times the faster of the two.
 """
 
 import itertools
-import pathlib
 from collections.abc import Callable
 
 from peers import route
-from report import make_parser, progress, show
+from report import parse, progress, show
 from shapes import ROUTER_SHAPES
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from measure import interleaved_seconds, provenance, ratio_record, spread, write_json
+from measure import interleaved_seconds, ratio_record, save, spread
 
 
 LOGITS = 16  # tensors of them, in turns
@@ -97,21 +96,16 @@ def measure_orders() -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
-    parser.add_argument("--rounds", type=int, default=200, help="calls of each router")
-    parser.add_argument("--threads", type=int, help="of the operators")
-    arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    args = parse(__doc__, rounds=200, threads=int)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    rows = [measure(shape, arguments.rounds) for shape in ROUTER_SHAPES]
+    rows = [measure(shape, args.rounds) for shape in ROUTER_SHAPES]
     show("F.moe_topk on the CPU", rows)
     orders = measure_orders()
     lost = [row for row in orders if row["best_peer_to_ours"] < 1 / 1.1]
     show(f"Lost: {len(lost)} of {len(orders)} rows", lost, list(orders[0]))
-    if arguments.out:
-        write_json({**provenance(), "rows": rows, "orders": orders}, arguments.out)
+    save(args.out, rows=rows, orders=orders)
 
 
 if __name__ == "__main__":

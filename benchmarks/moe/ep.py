@@ -1,13 +1,13 @@
 """Expert parallelism on two hosts: bytes, times, balance, and what a model predicts.
 
-    python benchmarks/moe/ep.py [--quick] [--out build/ep] [--json FILE]
+    python benchmarks/moe/ep.py [--quick] [--out FILE.json]
 
 Two hosts of two gloo ranks each, in two network namespaces of this machine (or two loopback
 addresses where those are not permitted). One MoE layer per row: bytes on the wire beside the
 fewest that would do, seconds of a step and of its parts, what the cost model
 predicts for the collectives beside what they took, before and after placement of the experts, bfloat16 and FP8
 rows, flat and hierarchical switch. Then, without ranks, the balance that placement reaches on
-bigger machines. Prints tables; writes ep.json.
+bigger machines. ``--quick`` only shows that it runs.
 """
 
 import dataclasses
@@ -24,25 +24,15 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from ep_rank import counts_of, EXPERTS, measure_rank, routed
-from report import make_parser, show
+from report import parse, show
 from two_hosts import two_hosts
 
-from measure import on_hosts, provenance, write_json
+from measure import on_hosts, save
 
 
 RANKS_PER_HOST = 2
-
-
-# What is measured; --quick only shows that it runs.
 SIZES = {"tokens": 128, "dim": 2048, "small_dim": 128, "hidden": 64, "rounds": 7}
 QUICK = {"tokens": 16, "dim": 256, "small_dim": 128, "hidden": 16, "rounds": 2}
-
-
-def measure(sizes: dict[str, int]) -> dict[str, object]:
-    """What the ranks saw, and what their hosts were."""
-    with two_hosts() as cluster:
-        seen = on_hosts(cluster, RANKS_PER_HOST, measure_rank, sizes)
-        return {"hosts": cluster.describe(), **seen[0]}
 
 
 def total(row: dict, *names: str) -> float:
@@ -69,33 +59,29 @@ def placements(seeds: int) -> list[dict[str, object]]:
 
     The plan sees one draw and is judged on another one.
     """
-    rows = []
+    rows, tokens = [], len(recorded_routing()[0]) // 2
     for topology in (Topology(2, 2, 16), Topology(2, 4, 8), Topology(4, 8, 3)):
-        home = dataclasses.replace(
-            topology, slots_per_rank=EXPERTS // topology.num_ranks
-        )
+        slots = EXPERTS // topology.num_ranks
+        home = dataclasses.replace(topology, slots_per_rank=slots)
+        in_order = Placement.contiguous(home, EXPERTS)
         for routing in ("recorded", "uniform", "zipf"):
-            draws = range(1 if routing == "recorded" else seeds)
-            before, after, milliseconds = [], [], []
-            for seed in draws:
-                tokens = len(recorded_routing()[0]) // 2
+            draws = []
+            for seed in range(1 if routing == "recorded" else seeds):
                 known = counts_of(routed(routing, tokens, 2 * seed))
                 later = counts_of(routed(routing, tokens, 2 * seed + 1))
                 start = time.process_time()
                 placement = plan(known, topology, num_replicas=topology.num_slots)
-                milliseconds.append(1e3 * (time.process_time() - start))
-                in_order = Placement.contiguous(home, EXPERTS)
-                before.append(in_order.imbalance(later))
-                after.append(placement.imbalance(later))
+                spent = time.process_time() - start
+                before, after = (p.imbalance(later) for p in (in_order, placement))
+                draws.append((before, after, 1e3 * spent))
+            means = (sum(values) / len(values) for values in zip(*draws))
             rows.append(
                 {
                     "ranks": topology.num_ranks,
                     "ranks_per_node": topology.ranks_per_node,
                     "slots_per_rank": topology.slots_per_rank,
                     "routing": routing,
-                    "before": sum(before) / len(before),
-                    "after": sum(after) / len(after),
-                    "plan_ms": sum(milliseconds) / len(milliseconds),
+                    **dict(zip(("before", "after", "plan_ms"), means)),
                 }
             )
     return rows
@@ -127,47 +113,27 @@ def show_all(result: dict) -> None:
     times = ("step_ms", "switch_ms", "collectives_ms", "predicted_ms", "imbalance")
     title = "Milliseconds of one layer, slowest rank; imbalance of its token copies"
     show(title, cases, layer + times)
-    links = []
-    for level, link in result["links"].items():
-        row = next(r for r in cases if level in r["levels"])
-        seconds = {"level": level, **link}
-        for name in ("wire_seconds", "predicted_seconds"):
-            seconds[name] = row[name][level]
-        links.append(seconds)
-    title = "Levels: start and rate of an all-to-all; recorded routing, bfloat16"
-    show(title, links)
+    links = [{"level": level, **link} for level, link in result["links"].items()]
+    show("Levels: start, rate and turn of an all-to-all", links)
     title = "Heaviest / mean rank load, planned on one draw and judged on another"
     show(title, result["placements"])
 
 
-def main() -> int:
-    default_out = pathlib.Path(__file__).resolve().parents[2] / "build" / "ep"
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--quick", action="store_true", help="small: does it run at all")
-    add("--out", type=pathlib.Path, default=default_out, help="folder to write")
-    add("--json", type=pathlib.Path, help="also write the JSON here")
-    arguments = parser.parse_args()
+def main() -> None:
+    args = parse(__doc__, quick=False)
     torch.set_num_threads(1)
     start = time.perf_counter()
-    sizes = QUICK if arguments.quick else SIZES
-    measured = measure(sizes)
-    for row in measured["cases"]:
+    sizes = QUICK if args.quick else SIZES
+    with two_hosts() as cluster:
+        seen = on_hosts(cluster, RANKS_PER_HOST, measure_rank, sizes)[0]
+        result = {"settings": sizes, "hosts": cluster.describe(), **seen}
+    for row in result["cases"]:
         add_shares(row)
-    result = {
-        **provenance(),
-        "settings": sizes,
-        **measured,
-        "placements": placements(2 if arguments.quick else 10),
-    }
+    result["placements"] = placements(2 if args.quick else 10)
     result["seconds"] = time.perf_counter() - start
-    for path in (arguments.out / "ep.json", arguments.json):
-        if path is not None:
-            write_json(result, path)
+    save(args.out, **result)
     show_all(result)
-    print(f"{result['seconds']:.0f} s; wrote {arguments.out}/ep.json")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,7 +13,7 @@ import argparse
 import math
 import pathlib
 
-from report import figure, make_parser, show
+from report import figure, parse, show
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
 from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
 
-from measure import on_gloo_ranks, over_ranks, provenance, write_json
+from measure import on_gloo_ranks, over_ranks, save
 
 
 D, HIDDEN, E, K, TOKENS = 64, 32, 32, 4, 256  # tokens of a rank
@@ -44,11 +44,11 @@ def batch(step: int, steps: int, rank: int) -> torch.Tensor:
     return torch.randn(TOKENS, D, generator=gen) + 0.7 * lean
 
 
-def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:  # type: ignore[no-untyped-def]
+def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
     copies: list[int] = []
 
-    def counting(switch, tokens, ids, weights, experts, shared):  # type: ignore[no-untyped-def]
-        def counted(rows, local, scores, slots):  # type: ignore[no-untyped-def]
+    def counting(switch, tokens, ids, weights, experts, shared):
+        def counted(rows, local, scores, slots):
             copies.append(int((local >= 0).sum()))
             return experts(rows, local, scores, slots)
 
@@ -102,34 +102,25 @@ def plot(seen: dict, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--out", type=pathlib.Path, help="folder of the JSON and plot")
-    args = parser.parse_args()
+    args = parse(__doc__, ranks=4, steps=48)
     seen = on_gloo_ranks(args.ranks, train_all, args)[0]
     plain = seen["in order"]["loss"]
     rows = []
     for form, curves in seen.items():
-        balance = curves["imbalance"]
-        apart = max(abs(a - b) for a, b in zip(curves["loss"], plain))
+        balance, losses = curves["imbalance"], zip(curves["loss"], plain)
         rows.append(
             {
                 "form": form,
                 "mean_imbalance": sum(balance) / len(balance),
                 "largest_imbalance": max(balance),
-                "largest_loss_difference": apart,
+                "largest_loss_difference": max(abs(a - b) for a, b in losses),
                 **curves,
             }
         )
-    show(
-        f"{args.ranks} ranks, {E} experts, {args.steps} steps of drifting routing",
-        rows,
-        list(rows[0])[:4],
-    )
+    title = f"{args.ranks} ranks, {E} experts, {args.steps} steps of drifting routing"
+    show(title, rows, list(rows[0])[:4])
+    save(args.out, ranks=args.ranks, steps=args.steps, rows=rows)
     if args.out:
-        settings = {"ranks": args.ranks, "steps": args.steps}
-        write_json(provenance() | settings | {"rows": rows}, args.out / "ep_drift.json")
         plot(seen, args.out / "ep_drift.png")
 
 

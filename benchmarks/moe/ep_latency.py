@@ -1,6 +1,6 @@
 """A token switch beside a plain dispatcher, from 8 to 4096 tokens a rank, in turns on gloo ranks.
 
-    python benchmarks/moe/ep_latency.py [--ranks 2] [--hosts 1 2] [--tokens 8 32 128 512 2048 4096] [--json FILE]
+    python benchmarks/moe/ep_latency.py [--ranks 2] [--hosts 1 2] [--tokens 8 32 ...] [--rounds 101] [--out FILE.json]
 
 The plain one is written from the description of torchtitan's AllToAllTokenDispatcher: slots sorted
 by expert, their numbers exchanged and read on the host, one row per slot sent, put into the order of
@@ -16,12 +16,11 @@ Ratios are of one round: the plain dispatcher's time over ours. ``wall`` is of t
 
 import argparse
 import functools
-import pathlib
 import time
 from collections.abc import Callable
 
 from ep_rank import RankLayer
-from report import make_parser, show
+from report import parse, show
 from two_hosts import two_hosts
 
 import torch
@@ -42,10 +41,9 @@ from measure import (
     on_gloo_ranks,
     on_hosts,
     over_ranks,
-    provenance,
     ratio_record,
+    save,
     spread,
-    write_json,
 )
 
 
@@ -120,28 +118,27 @@ def measure_all(args: argparse.Namespace, hosts: int) -> list[dict[str, object]]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
         switches["hierarchical"] = TokenSwitchHierarchical(mesh, E)
     decode = TokenSwitchAllGather(dist.group.WORLD, E, max_tokens=DECODE_TOKENS)
+    parts = {
+        "exchange": RankLayer.there_and_back,
+        "forward": lambda layer: torch.no_grad()(layer.forward)(),
+        "forward+backward": RankLayer.step,
+    }
     for tokens in args.tokens:
         layers = {"plain": make_layer(Plain, None, tokens)}
         for name, switch in switches.items():
             layers[name] = make_layer(RankLayer, switch, tokens)
-        parts = {
-            "exchange": RankLayer.there_and_back,
-            "forward": lambda layer: torch.no_grad()(layer.forward)(),
-            "forward+backward": RankLayer.step,
-        }
+        if tokens <= DECODE_TOKENS:
+            layers["decode"] = make_layer(RankLayer, decode, tokens)
         for part, what in parts.items():
-            if tokens <= DECODE_TOKENS and part != "forward+backward":
-                layers["decode"] = make_layer(RankLayer, decode, tokens)
-            else:
+            if part == "forward+backward":
                 layers.pop("decode", None)
             rounds = max(9, min(args.rounds, 40_000 // tokens))
             seen = measure(layers, what, rounds)
-            for name in layers:
-                if name == "plain":
-                    continue
+            plain = seen.pop("plain")
+            for name, times in seen.items():
                 row = {"tokens": tokens, "part": part, "form": name}
                 for clock in ("wall", "cpu"):
-                    a, b = seen["plain"][clock], seen[name][clock]
+                    a, b = plain[clock], times[clock]
                     row[f"{clock}_ms"] = 1e3 * spread(b).median
                     row[f"plain_{clock}_ms"] = 1e3 * spread(a).median
                     row[f"{clock}_ratio"] = ratio_record(a, b)
@@ -150,17 +147,10 @@ def measure_all(args: argparse.Namespace, hosts: int) -> list[dict[str, object]]
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="of all hosts")
-    parser.add_argument("--hosts", type=int, nargs="+", choices=(1, 2), default=[1])
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[8, 32, 128, 512, 2048, 4096]
-    )
-    parser.add_argument("--rounds", type=int, default=101)
-    parser.add_argument("--json", type=pathlib.Path)
-    args = parser.parse_args()
+    tokens = [8, 32, 128, 512, 2048, 4096]
+    args = parse(__doc__, ranks=2, hosts=[1], tokens=tokens, rounds=101)
     torch.set_num_threads(1)
-    fields = {**provenance(), "ranks": args.ranks, "sizes": SIZES, "rows": []}
+    fields: dict = {"ranks": args.ranks, "sizes": SIZES, "rows": []}
     for hosts in args.hosts:
         if hosts == 2:
             with two_hosts() as cluster:
@@ -174,8 +164,7 @@ def main() -> None:
         columns += ("cpu_ratio", "wall_ratio")
         show(f"{where}: ms, and plain / ours [interval]", rows, columns)
         fields["rows"] += rows
-        if args.json:
-            write_json(fields, args.json)
+        save(args.out, **fields)
 
 
 if __name__ == "__main__":

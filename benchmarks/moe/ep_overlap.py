@@ -1,6 +1,6 @@
 """What overlap gains in an expert-parallel layer: simulated from measured parts, and measured.
 
-    python benchmarks/moe/ep_overlap.py [--ranks 2] [--out FOLDER]
+    python benchmarks/moe/ep_overlap.py [--ranks 2] [--rounds 11] [--out FOLDER]
 
 Gloo ranks on this machine, one thread each. Every part of a forward (dispatch with routing,
 experts, combine, shared experts) is timed alone, per chunk; two queues, one for communication and
@@ -18,15 +18,14 @@ import argparse
 import contextlib
 import functools
 import os
-import pathlib
 import socket
 import statistics
 import struct
 from collections.abc import Callable
 
 from ep_rank import RankLayer
-from report import make_parser, show
-from shapes import OVERLAP_SHAPE, Shape
+from report import parse, show
+from shapes import OVERLAP_SHAPE as SHAPE, Shape
 
 import torch
 import torch.distributed as dist
@@ -44,9 +43,8 @@ from measure import (
     interleaved_seconds,
     on_gloo_ranks,
     over_ranks,
-    provenance,
+    save,
     spread,
-    write_json,
 )
 
 
@@ -168,12 +166,8 @@ def measure_link(
     return rows
 
 
-def sizes_of(args: argparse.Namespace) -> dict[str, int]:
-    return {name: getattr(args, name) for name in OVERLAP_SHAPE.sizes()}
-
-
 def measure_links(args: argparse.Namespace) -> list[dict[str, object]]:
-    layer = Layer(Shape("overlap", *sizes_of(args).values()))
+    layer = Layer(SHAPE)
     rows = measure_link(layer, "gloo", args)
     for rate in args.link_gb_per_s:
         limit_links(1e9 * rate)
@@ -182,28 +176,19 @@ def measure_links(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    for name, value in OVERLAP_SHAPE.sizes().items():
-        parser.add_argument(f"-{name}", type=int, default=value)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--link-gb-per-s", type=float, nargs="*", default=[0.2, 0.05])
-    parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
-    args = parser.parse_args()
+    options = {"chunks": [1, 2, 4], "link_gb_per_s": [0.2, 0.05]}
+    args = parse(__doc__, ranks=2, rounds=11, **options)
     torch.set_num_threads(1)
     rows = on_gloo_ranks(args.ranks, measure_links, args)[0]
     show("A layer on gloo ranks, forward", rows)
-    if args.out:
-        result = {
-            **provenance(),
-            "ranks": args.ranks,
-            "tokens_per_rank": sizes_of(args),
-            "rounds": args.rounds,
-            "milliseconds": "median, or median, p10 and p90, of the slowest rank",
-            "rows": rows,
-        }
-        write_json(result, args.out / "ep_overlap.json")
+    save(
+        args.out,
+        ranks=args.ranks,
+        tokens_per_rank=SHAPE.sizes(),
+        rounds=args.rounds,
+        milliseconds="median, or median, p10 and p90, of the slowest rank",
+        rows=rows,
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ ep_placement.json.
 """
 
 import gc
+import itertools
 import pathlib
 import sys
 import time
@@ -30,7 +31,7 @@ from moe_placement import (
     LOADS,
     placement_bound,
 )
-from report import make_parser, show
+from report import parse, show
 
 from measure import provenance, write_json
 
@@ -62,48 +63,42 @@ def timed(fn):
     return result, 1e3 * spent
 
 
+def means(rows):
+    return {name: mean(row[name] for row in rows) for name in rows[0]}
+
+
 def static_row(name, topology, num_groups, kind, seeds):
-    ours, no_swaps, peer, to_bound, ms = [], [], [], [], []
-    nodes = topology.num_nodes if num_groups else 1
+    rows, nodes = [], topology.num_nodes if num_groups else 1
+    args = (topology.num_slots, num_groups or 1, nodes, topology.num_ranks)
     for seed in seeds:
         loads = expert_loads(kind, EXPERTS, seed)
         placement, t = timed(lambda: plan(loads, topology, num_groups=num_groups))
         plain = plan(loads, topology, num_groups=num_groups, use_swaps=False)
-        args = (topology.num_slots, num_groups or 1, nodes, topology.num_ranks)
-        ours.append(placement.imbalance(loads))
-        no_swaps.append(plain.imbalance(loads))
-        peer.append(eplb_imbalance(loads, loads, *args))
         heaviest = placement.rank_loads(loads).max().item()
-        to_bound.append(heaviest / placement_bound(placement, loads, num_groups))
-        ms.append(t)
-    return {
-        "case": name,
-        "loads": kind,
-        "eplb": mean(peer),
-        "plan_no_swaps": mean(no_swaps),
-        "plan": mean(ours),
-        "plan_to_bound": mean(to_bound),
-        "plan_ms": mean(ms),
-    }
+        rows.append(
+            {
+                "eplb": eplb_imbalance(loads, loads, *args),
+                "plan_no_swaps": plain.imbalance(loads),
+                "plan": placement.imbalance(loads),
+                "plan_to_bound": heaviest
+                / placement_bound(placement, loads, num_groups),
+                "plan_ms": t,
+            }
+        )
+    return {"case": name, "loads": kind, **means(rows)}
 
 
 def two_time_scales(kind, sigma, shared, seed):
     """Plan on the loads of ``seed``, quotas on what they drifted to."""
     loads = expert_loads(kind, EXPERTS, seed)
     later = drifted(loads, sigma, seed)
-    options = {"as needed": {}, "for drift": {"drift": sigma}}
-    if shared not in options:
-        options[shared] = {"num_node_replicas": 0 if shared == "none" else int(shared)}
-    fixed = options[shared].get("num_node_replicas", 0)
-    placement, plan_ms = timed(
-        lambda: plan(
-            loads,
-            CLUSTER,
-            num_groups=EXPERTS,
-            num_replicas=EXPERTS + fixed,
-            **options[shared],
-        )
-    )
+    fixed = {"none": 0, "1": 1, "8": 8}.get(shared)
+    options = {"num_groups": EXPERTS, "num_replicas": EXPERTS + (fixed or 0)}
+    if fixed is not None:
+        options["num_node_replicas"] = fixed
+    elif shared == "for drift":
+        options["drift"] = sigma
+    placement, plan_ms = timed(lambda: plan(loads, CLUSTER, **options))
     counts = (later * TOKEN_COPIES).round().long()
     step, step_ms = timed(lambda: plan_step(counts, placement))
     per_node = step.quotas.sum(0).view(CLUSTER.num_nodes, -1).sum(1).double()
@@ -125,37 +120,24 @@ def drift_row(kind, sigma, shared, seeds):
         "loads": kind,
         "drift": sigma,
         "asked": shared,
-        **{name: mean(draw[name] for draw in draws) for name in draws[0]},
+        **means(draws),
         "other_draws": mean(draw["two_time_scales"] for draw in others),
     }
 
 
-def main():
-    parser = make_parser(__doc__)
-    parser.add_argument("--seeds", type=int, default=10, help="draws per row")
-    parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
-    args = parser.parse_args()
+def main() -> None:
+    args = parse(__doc__, seeds=10)
     torch.set_num_threads(1)
     seeds = range(args.seeds)
     static = [static_row(*case, kind, seeds) for case in STATIC for kind in LOADS]
     show("Same loads", static)
-    drift = [
-        drift_row(kind, sigma, shared, seeds)
-        for sigma in DRIFTS
-        for kind in LOADS
-        for shared in SHARED
-    ]
-    title = "64 ranks in nodes of 8, 4 experts and 2 free slots each"
-    show(title, drift)
+    cases = itertools.product(DRIFTS, LOADS, SHARED)
+    drift = [drift_row(kind, sigma, shared, seeds) for sigma, kind, shared in cases]
+    show("64 ranks in nodes of 8, 4 experts and 2 free slots each", drift)
     if args.out:
-        result = {
-            "provenance": provenance(),
-            "seeds": args.seeds,
-            "other_draws": len(OTHER_SEEDS),
-            "static": static,
-            "drift": drift,
-        }
-        write_json(result, args.out / "ep_placement.json")
+        result = {"provenance": provenance(), "seeds": args.seeds}
+        result |= {"other_draws": len(OTHER_SEEDS), "static": static, "drift": drift}
+        write_json(result, args.out)
 
 
 if __name__ == "__main__":

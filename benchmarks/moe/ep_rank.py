@@ -1,5 +1,6 @@
 """What a rank of the expert-parallel benchmarks does: a layer in parts, its bytes and its times."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -7,9 +8,9 @@ import pathlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,21 +43,13 @@ WIRES = {"bfloat16": None, "float8": torch.float8_e4m3fn}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One MoE layer on all ranks.
+    """One MoE layer on all ranks."""
 
-    Attributes:
-        routing: "recorded" or a synthetic one of moe_generators.
-        switch: "flat" or "hierarchical".
-        wire: a key of WIRES; tokens are bfloat16.
-        dim: D.
-        placed: experts lie where plan() puts them, not in order.
-    """
-
-    routing: str
-    switch: str
-    wire: str
+    routing: str  # "recorded" or a synthetic one of moe_generators
+    switch: str  # "flat" or "hierarchical"
+    wire: str  # a key of WIRES; tokens are bfloat16
     dim: int
-    placed: bool = False
+    placed: bool = False  # experts lie where plan() puts them, not in order
 
 
 def cases(dim: int, small_dim: int) -> list[Case]:
@@ -72,15 +65,8 @@ def routed(routing: str, num_tokens: int, seed: int) -> Tensor:
     if routing == "recorded":
         indices, _ = recorded_routing()
         return indices[seed * num_tokens :][:num_tokens]
-    case = MoeCase(
-        "ep",
-        num_tokens=num_tokens,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        routing=routing,
-        seed=seed,
-    )
-    return case.topk_indices()
+    sizes = {"num_tokens": num_tokens, "num_experts": EXPERTS, "top_k": TOP_K}
+    return MoeCase("ep", **sizes, routing=routing, seed=seed).topk_indices()
 
 
 def counts_of(indices: Tensor) -> Tensor:
@@ -90,40 +76,20 @@ def counts_of(indices: Tensor) -> Tensor:
 def slots_of_experts(routing: str, num_tokens: int, mesh: DeviceMesh) -> Tensor:
     """(E,) expert-parallel slot of each expert, planned on another draw of the load."""
     topology = Topology(mesh.size(0), mesh.size(1), EXPERTS // mesh.size())
-    earlier = counts_of(routed(routing, num_tokens, seed=1))
-    placement = plan(earlier, topology)
-    slots = torch.empty(EXPERTS, dtype=torch.int64)
-    slots[placement.slot_experts.flatten()] = torch.arange(EXPERTS)
-    return slots
-
-
-def make_switch(case: Case, mesh: DeviceMesh) -> TokenSwitchAllToAll:
-    wire = WIRES[case.wire]
-    if case.switch == "flat":
-        group = dist.group.WORLD
-        return TokenSwitchAllToAll(group, EXPERTS, wire_dtype=wire)
-    return TokenSwitchHierarchical(mesh, EXPERTS, wire_dtype=wire)
+    placement = plan(counts_of(routed(routing, num_tokens, seed=1)), topology)
+    return placement.slot_experts.flatten().argsort()
 
 
 class RankLayer:
     """Operands of one rank of an expert-parallel layer, and its forward in parts.
 
     Args:
-        switch: of the layer; may lack num_slots.
+        switch: may lack num_slots.
         ids: (T, K) of this rank.
-        dim: D.
-        hidden: F.
         num_experts: of all ranks.
     """
 
-    def __init__(
-        self,
-        switch: TokenSwitchAllToAll,
-        ids: Tensor,
-        dim: int,
-        hidden: int,
-        num_experts: int,
-    ) -> None:
+    def __init__(self, switch, ids: Tensor, dim: int, hidden: int, num_experts: int):
         self.switch, self.ids = switch, ids
         generator = torch.Generator().manual_seed(dist.get_rank())
         local = num_experts // dist.get_world_size()
@@ -146,12 +112,9 @@ class RankLayer:
         num_slots = getattr(self.switch, "num_slots", lambda routing: None)
         return routing, (rows, ids, weights, num_slots(routing))
 
-    def experts(
-        self, rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None
-    ) -> Tensor:
-        return F._moe_mlp_in_rows(
-            rows, ids, weights, self.w_in, self.w_out, num_rows=num_rows
-        )
+    def experts(self, rows, ids, weights, num_rows: int | None) -> Tensor:
+        weights = (weights, self.w_in, self.w_out)
+        return F._moe_mlp_in_rows(rows, ids, *weights, num_rows=num_rows)
 
     def forward(self, compute: bool = True) -> Tensor:
         """Of the layer, or without ``compute`` what its switch alone does in it."""
@@ -178,15 +141,18 @@ class Layer(RankLayer):
         if case.placed:
             everyone = slots_of_experts(case.routing, tokens * ranks, mesh)[everyone]
         self.of_ranks = list(everyone.chunk(ranks))
-        switch = make_switch(case, mesh)
+        options = {"wire_dtype": WIRES[case.wire]}
+        if case.switch == "flat":
+            switch = TokenSwitchAllToAll(dist.group.WORLD, EXPERTS, **options)
+        else:
+            switch = TokenSwitchHierarchical(mesh, EXPERTS, **options)
         super().__init__(switch, self.of_ranks[rank], case.dim, hidden, EXPERTS)
 
     def experts_only(self) -> Callable[[], None]:
         """The step's computation on the rows that this rank receives."""
         with torch.no_grad():
-            _, (rows, ids, weights, slots) = self.dispatch(
-                self.x, self.ids, self.weights
-            )
+            _, received = self.dispatch(self.x, self.ids, self.weights)
+        rows, ids, weights, slots = received
         rows, weights = rows.detach().requires_grad_(), weights.detach()
         leaves = (rows, self.w_in, self.w_out)
 
@@ -196,47 +162,33 @@ class Layer(RankLayer):
 
         return compute
 
-    def rows_here(self) -> int:
-        """Token copies that the experts of this rank compute."""
-        local = EXPERTS // dist.get_world_size()
-        owners = torch.cat(self.of_ranks).flatten() // local
-        return int((owners == dist.get_rank()).sum())
 
+@contextlib.contextmanager
+def send_timer(switch: TokenSwitchAllToAll) -> Iterator[Counter[str]]:
+    """Seconds inside the collectives of a switch, by level."""
+    seconds: Counter[str] = Counter()
 
-class SendTimer:
-    """Seconds inside the collectives of a switch, and their sizes, by level."""
-
-    def __init__(self, switch: TokenSwitchAllToAll) -> None:
-        self.exchanges = switch.levels
-        self.seconds: Counter[str] = Counter()
-
-    def __enter__(self) -> Self:
-        for exchange in self.exchanges:
-            exchange.send = functools.partial(self._send, exchange, exchange.send)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for exchange in self.exchanges:
-            del exchange.send
-
-    def _send(self, exchange: Exchange, send: Callable, *args, **kwargs) -> Tensor:
+    def timed(exchange: Exchange, send: Callable, *args, **kwargs) -> Tensor:
         # Together, or the time of the slowest rank before it would count as the link's.
         dist.barrier(group=exchange.group)
         start = time.perf_counter()
         out = send(*args, **kwargs)
-        self.seconds[exchange.level] += time.perf_counter() - start
+        seconds[exchange.level] += time.perf_counter() - start
         return out
+
+    with contextlib.ExitStack() as stack:
+        for exchange in switch.levels:
+            send = functools.partial(timed, exchange, exchange.send)
+            stack.enter_context(mock.patch.object(exchange, "send", send))
+        yield seconds
 
 
 def fit_links(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
     """Start of an all-to-all, bytes/s a rank sends to others and turn, at each level."""
     groups = {"flat": dist.group.WORLD, "node": mesh.get_group(0)}
     groups["local"] = mesh.get_group(1)
-    links = {}
-    for level, group in groups.items():
-        found = measure_links(group, [2**k for k in range(8, 23, 2)])
-        links[level] = dict(zip(("start", "rate", "turn"), found))
-    return links
+    names, sizes = ("start", "rate", "turn"), [2**k for k in range(8, 23, 2)]
+    return {k: dict(zip(names, measure_links(g, sizes))) for k, g in groups.items()}
 
 
 def crossing_rows(layer: Layer, ranks_per_host: int) -> int:
@@ -264,20 +216,18 @@ def measure_bytes(layer: Layer, mesh: DeviceMesh, rounds: int) -> dict[str, obje
     with count_wire_bytes(layer.switch) as wire:
         layer.there_and_back()
     shape = (mesh.size(),) if case.switch == "flat" else tuple(mesh.shape)
-    rows = deduplicated_rows(layer.of_ranks, EXPERTS, shape)
+    dispatched = case.dim * (1 if case.wire == "float8" else 2)
+    names = ("rows", "scales", "returned", "ids", "weights", "sizes")
     levels = {}
+    rows = deduplicated_rows(layer.of_ranks, EXPERTS, shape)
     for level, per_rank in rows.items():
-        sent = dict(wire.sent[level])
-        names = ("rows", "scales", "returned", "ids", "weights", "sizes")
-        mine = [sent.get(name, 0) for name in names]
+        mine = [wire.sent[level].get(name, 0) for name in names]
         total = dict(zip(names, over_ranks(mine, dist.ReduceOp.SUM), strict=True))
-        dispatched = case.dim * (1 if case.wire == "float8" else 2)
-        heaviest = over_ranks([sum(mine)])[0]
         levels[level] = total | {
             "minimum_rows": sum(per_rank) * dispatched,
             "minimum_returned": sum(per_rank) * case.dim * 2,
             "messages": sum(wire.messages[level].values()),
-            "heaviest_rank": heaviest,
+            "heaviest_rank": over_ranks([sum(mine)])[0],
         }
     dist.barrier()
     before = interface_bytes()
@@ -286,15 +236,11 @@ def measure_bytes(layer: Layer, mesh: DeviceMesh, rounds: int) -> dict[str, obje
     dist.barrier()
     seen = None
     if before is not None:
-        after = interface_bytes()
         first = dist.get_rank() % mesh.size(1) == 0
-        sent = (after - before) / rounds if first and after is not None else 0
+        sent = ((interface_bytes() or 0) - before) / rounds if first else 0
         seen = over_ranks([sent], dist.ReduceOp.SUM)[0]
-    return {
-        "levels": levels,
-        "crossing_rows": crossing_rows(layer, mesh.size(1)),
-        "interface_bytes": seen,
-    }
+    crossing = crossing_rows(layer, mesh.size(1))
+    return {"levels": levels, "crossing_rows": crossing, "interface_bytes": seen}
 
 
 def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
@@ -309,39 +255,35 @@ def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
     )
     rows = []
     for i, layer in enumerate(layers):
-        row: dict[str, object] = {}
-        for part in ("step", "switch", "experts"):
-            slowest = over_ranks(seconds[i, part])
-            row[f"{part}_seconds"] = spread(slowest)
-        wire: dict[str, list[float]] = {}
-        for _ in range(rounds):
-            with SendTimer(layer.switch) as timer:
-                layer.there_and_back()
-            for level, value in timer.seconds.items():
-                wire.setdefault(level, []).append(value)
-        row["wire_seconds"] = {
-            level: over_ranks([median(values)])[0] for level, values in wire.items()
+        row: dict[str, object] = {
+            f"{part}_seconds": spread(over_ranks(seconds[i, part]))
+            for part in ("step", "switch", "experts")
         }
-        loads = [0.0] * dist.get_world_size()
-        loads[dist.get_rank()] = float(layer.rows_here())
-        loads = over_ranks(loads, dist.ReduceOp.SUM)
-        row["imbalance"] = max(loads) * len(loads) / sum(loads)
+        wire = []
+        for _ in range(rounds):
+            with send_timer(layer.switch) as sent:
+                layer.there_and_back()
+            wire.append(sent)
+        row["wire_seconds"] = {
+            level: over_ranks([median(s[level] for s in wire)])[0] for level in wire[0]
+        }
+        # Token copies that the experts of each rank compute.
+        ranks = dist.get_world_size()
+        owners = torch.cat(layer.of_ranks).flatten() // (EXPERTS // ranks)
+        loads = owners.bincount(minlength=ranks)
+        row["imbalance"] = (loads.max() * ranks / loads.sum()).item()
         rows.append(row)
     return rows
 
 
 def predicted_seconds(links: dict, levels: dict) -> dict[str, float]:
     """Of the collectives of the rank that sends most, by level."""
-    return {
-        level: link_seconds(
-            links[level]["start"],
-            links[level]["rate"],
-            seen["heaviest_rank"],
-            seen["messages"],
-            links[level]["turn"],
-        )
-        for level, seen in levels.items()
-    }
+    seconds = {}
+    for level, seen in levels.items():
+        start, rate, turn = links[level].values()
+        nbytes, messages = seen["heaviest_rank"], seen["messages"]
+        seconds[level] = link_seconds(start, rate, nbytes, messages, turn)
+    return seconds
 
 
 def measure_rank(sizes: dict[str, int]) -> dict[str, object]:

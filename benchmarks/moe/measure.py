@@ -76,11 +76,9 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Sp
 
 def ratio_record(peer: Sequence[float], ours: Sequence[float]) -> dict[str, object]:
     """What a results file says of a peer's times over ours: spread, interval, confidence."""
-    low, high, confidence = median_interval([a / b for a, b in zip(peer, ours)])
-    return paired_ratio(peer, ours)._asdict() | {
-        "interval": [low, high],
-        "confidence": confidence,
-    }
+    *interval, confidence = median_interval([a / b for a, b in zip(peer, ours)])
+    ends = {"interval": interval, "confidence": confidence}
+    return paired_ratio(peer, ours)._asdict() | ends
 
 
 def timed(
@@ -236,11 +234,9 @@ def _returned(folder: str, ranks: int) -> list:
     return [json.loads(file.read_text()) for file in files]
 
 
-def _spawned_rank(
-    rank: int, ranks: int, folder: str, function: Callable, args: tuple
-) -> None:
+def _spawned_rank(rank: int, ranks: int, folder: str, *call: Any) -> None:
     options = {"init_method": f"file://{folder}/store", "rank": rank}
-    _run_rank(folder, function, args, world_size=ranks, **options)
+    _run_rank(folder, *call, world_size=ranks, **options)
 
 
 def _run_rank(folder: str, function: Callable, args: tuple, **group: Any) -> None:
@@ -302,15 +298,15 @@ def _git_hash(root: pathlib.Path) -> str | None:
 
     Results do not count: runs of one commit write them one after the other.
     """
-    git = ["git", "-C", str(root)]
     files = ["--", ".", ":!benchmarks/moe/results"]
     try:
-        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)
-        status = [*git, "status", "--porcelain", *files]
-        changes = subprocess.check_output(status, text=True)
+        commit, changes = (
+            subprocess.check_output(["git", "-C", str(root), *words], text=True).strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", *files])
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.strip() + ("+" if changes.strip() else "")
+    return commit + ("+" if changes else "")
 
 
 def _plain(value: object) -> object:
@@ -326,14 +322,26 @@ def _plain(value: object) -> object:
     return value
 
 
+def save(path: pathlib.Path | None, **fields: object) -> None:
+    """Writes the fields and where they come from; without a path nothing."""
+    if path is not None:
+        write_json(provenance() | fields, path)
+
+
 def write_json(fields: Mapping[str, object], path: pathlib.Path) -> None:
-    """Numbers rounded, every list of numbers on one line; a killed run leaves a whole file."""
+    """Numbers rounded, every list of numbers on one line; a killed run leaves a whole file.
+
+    Args:
+        path: into a folder, the file has the name of the script that runs.
+    """
+    if path.suffix != ".json":
+        path = path / pathlib.Path(sys.argv[0]).with_suffix(".json").name
+
+    def one_line(numbers: re.Match[str]) -> str:
+        return " ".join(numbers[0].split()).replace("[ ", "[")
+
     lines = json.dumps(_plain(fields), indent=1)
-    lines = re.sub(
-        r"\[[-+.\deE,\s]+\]",
-        lambda numbers: " ".join(numbers[0].split()).replace("[ ", "["),
-        lines,
-    )
+    lines = re.sub(r"\[[-+.\deE,\s]+\]", one_line, lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, lines + "\n")
 

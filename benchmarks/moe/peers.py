@@ -6,6 +6,7 @@ The functions have one meaning, on weights in nn.Linear convention:
                                                       renormalized
     experts(x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF) -> y_TD
                                                       gated experts (SwiGLU), weighted sum
+        b_in_EG, b_out_ED, gate                       of gpt-oss: biases, clamped gate
 
 Letters are those of shapes.py. :func:`make_peers` binds them, and the libraries that can be
 imported, to the operands of a row; :func:`demo_blocks` pairs them with a router. Nothing of a
@@ -31,8 +32,8 @@ from torch import Tensor
 OURS = "moe_mlp"
 
 # What a peer may cost before it is left out of a row; the row then says what it would have cost.
-MAX_COPIED_BYTES = 2 << 30  # of weights, by batched_mm, in one layer
-MAX_INDEX_GRAD_BYTES = 4 << 30  # gradients of w[expert], by transformers' eager loop
+MAX_COPIED = 2  # GiB of weights, by batched_mm, in one layer
+MAX_INDEX_GRAD = 4  # GiB of gradients of w[expert], by transformers' eager loop
 
 
 class MoEBlock(NamedTuple):
@@ -41,14 +42,7 @@ class MoEBlock(NamedTuple):
     route: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-    def __call__(
-        self,
-        x_TD: Tensor,
-        logits_TE: Tensor,
-        k: int,
-        w_in_EGD: Tensor,
-        w_out_EDF: Tensor,
-    ) -> Tensor:
+    def __call__(self, x_TD, logits_TE, k: int, w_in_EGD, w_out_EDF) -> Tensor:
         return self.experts(x_TD, *self.route(logits_TE, k), w_in_EGD, w_out_EDF)
 
 
@@ -72,18 +66,9 @@ def route(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def loop_over_hit_experts(
-    x_TD: Tensor,
-    indices_TK: Tensor,
-    weights_TK: Tensor,
-    w_in_EGD: Tensor,
-    w_out_EDF: Tensor,
-    expert_order: Sequence[int] | None = None,
-    *,
-    b_in_EG: Tensor | None = None,
-    b_out_ED: Tensor | None = None,
-    gate: Callable[[Tensor], Tensor] = swiglu,
-    unbind: bool = False,
-) -> Tensor:
+    x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF, expert_order=None, *,
+    b_in_EG=None, b_out_ED=None, gate=swiglu, unbind=False,
+) -> Tensor:  # fmt: skip
     """Gather the tokens of one expert, two linears, weight, add back; the next expert.
 
     This is the form of the eager MoE layers of Hugging Face Transformers.
@@ -117,14 +102,10 @@ def loop_over_hit_experts(
 loop_over_unbound_experts = functools.partial(loop_over_hit_experts, unbind=True)
 
 
-def _sorted_by_expert(
-    indices_TK: Tensor, num_experts: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sorted_by_expert(indices_TK: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     """Slots in expert order (R), the expert of each (R), and the end row of every expert (E)."""
     experts_R, slots_R = indices_TK.flatten().sort(stable=True)
-    counts_E = torch.histc(
-        experts_R.float(), bins=num_experts, min=0, max=num_experts - 1
-    )
+    counts_E = torch.histc(experts_R.float(), bins=E, min=0, max=E - 1)
     return slots_R, experts_R, counts_E.cumsum(0, dtype=torch.int32)
 
 
@@ -142,16 +123,9 @@ def _sum_over_slots(o_RD: Tensor, slots_R: Tensor, weights_TK: Tensor) -> Tensor
 
 
 def sorted_grouped_mm(
-    x_TD: Tensor,
-    indices_TK: Tensor,
-    weights_TK: Tensor,
-    w_in_EGD: Tensor,
-    w_out_EDF: Tensor,
-    *,
-    b_in_EG: Tensor | None = None,
-    b_out_ED: Tensor | None = None,
-    gate: Callable[[Tensor], Tensor] = swiglu,
-) -> Tensor:
+    x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF, *,
+    b_in_EG=None, b_out_ED=None, gate=swiglu,
+) -> Tensor:  # fmt: skip
     """Sort the rows by expert, two ``F.grouped_mm``, sum the rows of a token.
 
     This is the form of "grouped_mm" in Hugging Face Transformers.
@@ -166,24 +140,14 @@ def sorted_grouped_mm(
 
 
 def three_grouped_mm(
-    x_TD: Tensor,
-    indices_TK: Tensor,
-    weights_TK: Tensor,
-    w1_EFD: Tensor,
-    w3_EFD: Tensor,
-    w_out_EDF: Tensor,
+    x_TD, indices_TK, weights_TK, gate_EFD, up_EFD, w_out_EDF
 ) -> Tensor:
-    """The form of torchtitan: gate and up are two matrices, the sum over slots is fp32.
-
-    Args:
-        w1_EFD: the gates.
-        w3_EFD: the ups.
-    """
-    slots_R, _, offs_E = _sorted_by_expert(indices_TK, w1_EFD.shape[0])
+    """The form of torchtitan: gate and up are two matrices, the sum over slots is fp32."""
+    slots_R, _, offs_E = _sorted_by_expert(indices_TK, gate_EFD.shape[0])
     T, K = indices_TK.shape
     x_RD = x_TD[slots_R // K]
-    h_RF = F.silu(F.grouped_mm(x_RD, w1_EFD.mT, offs=offs_E))
-    h_RF = h_RF * F.grouped_mm(x_RD, w3_EFD.mT, offs=offs_E)
+    h_RF = F.silu(F.grouped_mm(x_RD, gate_EFD.mT, offs=offs_E))
+    h_RF = h_RF * F.grouped_mm(x_RD, up_EFD.mT, offs=offs_E)
     o_RD = F.grouped_mm(h_RF, w_out_EDF.mT, offs=offs_E)
     slots_RD = torch.zeros_like(o_RD).index_copy(0, slots_R, o_RD)
     y_T1D = weights_TK.float()[:, None] @ slots_RD.view(T, K, -1).float()
@@ -191,16 +155,9 @@ def three_grouped_mm(
 
 
 def batched_mm(
-    x_TD: Tensor,
-    indices_TK: Tensor,
-    weights_TK: Tensor,
-    w_in_EGD: Tensor,
-    w_out_EDF: Tensor,
-    *,
-    b_in_EG: Tensor | None = None,
-    b_out_ED: Tensor | None = None,
-    gate: Callable[[Tensor], Tensor] = swiglu,
-) -> Tensor:
+    x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF, *,
+    b_in_EG=None, b_out_ED=None, gate=swiglu,
+) -> Tensor:  # fmt: skip
     """Copy the matrices of one expert per slot, then ``bmm``.
 
     This is the form of "batched_mm" in Hugging Face Transformers, for a few tokens.
@@ -227,12 +184,11 @@ def training_blocks(
 
     Another order changes only the order of the sums, and so shows what rounding alone does.
     """
-    blocks = {}
-    for i, order in enumerate(orders, start=1):
-        experts = functools.partial(loop_over_unbound_experts, expert_order=order)
-        blocks["unfused" if i == 1 else f"unfused, order {i}"] = MoEBlock(
-            route, experts
-        )
+    names = ["unfused", *(f"unfused, order {i + 1}" for i in range(1, len(orders)))]
+    loops = (
+        functools.partial(loop_over_unbound_experts, expert_order=o) for o in orders
+    )
+    blocks = {name: MoEBlock(route, loop) for name, loop in zip(names, loops)}
     return blocks | {"fused": fused()}
 
 
@@ -250,18 +206,16 @@ class Peer(NamedTuple):
     """One way to compute a layer.
 
     Attributes:
-        name: of the row's entry.
-        source: whose code runs.
-        call: (x (T, D), indices (T, K), weights (T, K), *leaves) -> y (T, D).
         leaves: operands of a layer -> the weights that gradients are of: views of the stored ones,
             or a copy in another order, made before any clock starts.
         canonical: gradients of the leaves -> those of the stored weights.
-        compiled: whether it is a compiled peer.
     """
 
     name: str
-    source: str
-    call: Callable[..., Tensor]
+    source: str  # whose code runs
+    call: Callable[
+        ..., Tensor
+    ]  # (x (T, D), indices (T, K), weights (T, K), *leaves) -> y (T, D)
     leaves: Callable[[Operands], tuple[Tensor, ...]]
     canonical: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
     compiled: bool = False
@@ -356,22 +310,15 @@ def _scattermoe(shape: Shape) -> Callable[..., Tensor]:
     module = importlib.import_module("scattermoe.parallel_experts")
 
     def call(x, ids, weights, w_in, w_out):
-        with torch.no_grad():
-            if hasattr(module, "flatten_sort_count"):
-                order = module.flatten_sort_count(ids, num_experts=shape.E)
-            else:
-                experts, slots = ids.flatten().sort()
-                order = (experts, slots, experts.bincount(minlength=shape.E).cumsum(-1))
+        experts, slots = ids.flatten().sort()
+        order = (experts, slots, experts.bincount(minlength=shape.E).cumsum(-1))
         up, gate = module.parallel_linear(
             x, w_in.permute(0, 2, 1), shape.K, *order, grouped_out=True
         ).chunk(2, dim=-1)
+        gates = weights.to(x.dtype)  # it multiplies them by rows in the dtype of x
+        hidden, w_out = F.silu(gate) * up, w_out.permute(0, 2, 1)
         return module.parallel_linear(
-            F.silu(gate) * up,
-            w_out.permute(0, 2, 1),
-            1,
-            *order,
-            grouped_in=True,
-            gates=weights.to(x.dtype),  # it multiplies them by rows in the dtype of x
+            hidden, w_out, 1, *order, grouped_in=True, gates=gates
         )
 
     return call
@@ -393,19 +340,13 @@ def _sonicmoe(shape: Shape) -> Callable[..., Tensor]:
     def call(x, ids, weights, w_in, w_out):
         tokens = torch.arange(len(ids), device=ids.device, dtype=torch.int32)
         out, _ = run(
-            x=x,
-            router_scores=weights.reshape(-1),
+            x=x, router_scores=weights.reshape(-1),
             token_indices=tokens.repeat_interleave(ids.shape[1]),
-            expert_indices=ids.reshape(-1).int(),
-            w1=w_in.permute(1, 2, 0),
-            b1=None,
-            w2=w_out.permute(1, 2, 0),
-            b2=None,
-            E=shape.E,
+            expert_indices=ids.reshape(-1).int(), E=shape.E,
+            w1=w_in.permute(1, 2, 0), b1=None, w2=w_out.permute(1, 2, 0), b2=None,
             stream_id=torch.cuda.current_stream().cuda_stream,
-            activation_type=activation,
-            **{inference: not torch.is_grad_enabled()},
-        )
+            activation_type=activation, **{inference: not torch.is_grad_enabled()},
+        )  # fmt: skip
         return out
 
     return call
@@ -458,8 +399,6 @@ def find_libraries(folder: pathlib.Path | None) -> tuple[list[str], dict[str, st
         folder: searched first; holds packages or checkouts with a package each.
     """
     if folder is not None:
-        if not folder.is_dir():
-            raise SystemExit(f"--peers: {folder} is not a folder")
         for path in (*sorted(p for p in folder.iterdir() if p.is_dir()), folder):
             sys.path.insert(0, str(path))
     found, missing = [], {}
@@ -482,19 +421,17 @@ def too_costly(
         layer_bytes: bytes of the weights of a layer.
         backward: with a backward.
     """
-    reasons = {}
-    copies = shape.T * shape.K * layer_bytes // shape.E
-    if copies > MAX_COPIED_BYTES:
+    reasons, cap = {}, "more than the cap of"
+    copies = shape.T * shape.K * layer_bytes / shape.E / 2**30
+    if copies > MAX_COPIED:
         reasons["transformers_batched_mm"] = (
-            f"would copy {copies / 2**30:.1f} GiB of weights, more than the cap of "
-            f"{MAX_COPIED_BYTES >> 30} GiB"
+            f"would copy {copies:.1f} GiB of weights, {cap} {MAX_COPIED} GiB"
         )
-    index_grads = hits * layer_bytes
-    if backward and index_grads > MAX_INDEX_GRAD_BYTES:
+    index_grads = hits * layer_bytes / 2**30
+    if backward and index_grads > MAX_INDEX_GRAD:
         reasons["transformers_eager"] = (
-            f"its w[expert] has a gradient as large as w per expert, "
-            f"{index_grads / 2**30:.0f} GiB in a backward, more than the cap of "
-            f"{MAX_INDEX_GRAD_BYTES >> 30} GiB"
+            "its w[expert] has a gradient as large as w per expert, "
+            f"{index_grads:.0f} GiB in a backward, {cap} {MAX_INDEX_GRAD} GiB"
         )
     if shape.gpt_oss:
         reasons["three_grouped_mm"] = "torchtitan's GroupedExperts has no biases"
@@ -519,32 +456,32 @@ def make_peers(
         ours: what is called for F.moe_mlp; default itself.
     """
     version = transformers_version()
-    makers: dict[str, Callable[[], Peer]] = {
-        OURS: lambda: Peer(OURS, "F.moe_mlp", ours or _moe_mlp(shape), _stored)
-    }
 
-    def of_transformers(name: str) -> Peer:
+    def of_transformers(name: str, own: Callable) -> Peer:
         source, call = f"own, the form of {name} in transformers", None
         if version is not None:
             source, call = f"transformers {version}", _transformers(shape, name)
-        call = call or _block(_OWN_FORMS[name], shape)
+        call = call or _block(own, shape)
         return Peer(f"transformers_{name}", source, call, _stored)
 
-    for name in _OWN_FORMS:
-        makers[f"transformers_{name}"] = functools.partial(of_transformers, name)
-    makers["loop_unbound"] = lambda: Peer(
-        "loop_unbound",
-        "own: transformers' loop over w.unbind() instead of w[expert]",
-        _block(loop_over_unbound_experts, shape),
-        _stored,
-    )
-    makers["three_grouped_mm"] = lambda: Peer(
-        "three_grouped_mm",
-        "own, the form of torchtitan",
-        three_grouped_mm,
-        _gate_and_up,
-        lambda grads: (torch.cat(list(grads[:2]), dim=1), grads[2]),
-    )
+    unbound = "own: transformers' loop over w.unbind() instead of w[expert]"
+    makers: dict[str, Callable[[], Peer]] = {
+        OURS: lambda: Peer(OURS, "F.moe_mlp", ours or _moe_mlp(shape), _stored),
+        **{
+            f"transformers_{name}": functools.partial(of_transformers, name, own)
+            for name, own in _OWN_FORMS.items()
+        },
+        "loop_unbound": lambda: Peer(
+            "loop_unbound", unbound, _block(loop_over_unbound_experts, shape), _stored
+        ),
+        "three_grouped_mm": lambda: Peer(
+            "three_grouped_mm",
+            "own, the form of torchtitan",
+            three_grouped_mm,
+            _gate_and_up,
+            lambda grads: (torch.cat(list(grads[:2]), dim=1), grads[2]),
+        ),
+    }
     for name in libraries:
         call, leaves, _ = LIBRARIES[name]
         makers[name] = lambda n=name, c=call, v=leaves: Peer(n, n, c(shape), v)
@@ -563,14 +500,11 @@ def make_peers(
 
 
 def _compiled(peer: Peer, shape: Shape) -> Peer:
-    if peer.name.startswith("transformers_"):
-        # Its modules hold their weights, so that every layer would be compiled for itself;
-        # ours in the same form takes them as arguments.
-        form = peer.name.removeprefix("transformers_")
-        call, source = (
-            _block(_OWN_FORMS[form], shape),
-            f"own, the form of {form} in transformers",
-        )
-        peer = peer._replace(call=call, source=source)
+    name, form = f"{peer.name}, compiled", peer.name.removeprefix("transformers_")
+    if form in _OWN_FORMS:
+        # The modules of transformers hold their weights, so that every layer would be compiled
+        # for itself; ours in the same form takes them as arguments.
+        source = f"own, the form of {form} in transformers"
+        peer = peer._replace(call=_block(_OWN_FORMS[form], shape), source=source)
     call = torch.compile(peer.call, dynamic=False)
-    return peer._replace(name=f"{peer.name}, compiled", call=call, compiled=True)
+    return peer._replace(name=name, call=call, compiled=True)

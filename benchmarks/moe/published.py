@@ -13,8 +13,6 @@ Rows of a file given with ``--csv`` whose id is not in ``published.csv`` are hel
 Not scored: rows that lack a part of their configuration, TPU, Mamba hybrids, memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import csv
@@ -24,8 +22,6 @@ import math
 import pathlib
 import re
 import statistics
-import sys
-import time
 from typing import Any
 from unittest import mock
 
@@ -98,13 +94,13 @@ class Predictor:
     def __call__(self, row: Row) -> float | None:
         if row["gpu"] not in moe_calibration.DEVICES:
             return None
-        if "not scored" in row["note"] or "not scor" in row["note"]:
+        if "not scor" in row["note"]:
             return None
         method = getattr(self, row["level"], None)
         return method(row, self.profile(row["gpu"])) if method else None
 
     def gemm(self, r: Row, p: Profile) -> float:
-        g, m, n, k = (int(re.search(rf"\b{x}=(\d+)", r["note"])[1]) for x in "GMNK")  # type: ignore[index]
+        g, m, n, k = (int(re.search(rf"\b{x}=(\d+)", r["note"])[1]) for x in "GMNK")
         low = r["dtype"] in cost.LOW_PRECISION
         relative = 1.0
         if r["impl"] == "torch_grouped":
@@ -161,9 +157,8 @@ class Predictor:
         algorithm = ALGORITHMS.get(r["impl"], "hierarchical")
         comm = 2 * cost.all_to_all(p, T, d, k, ep, domain=domain, algorithm=algorithm)
         pass_, rows = r["pass"], T * k
-        t = cost.experts(
-            p, rows, d, f, e / ep, kernel="mcore", dtype=dtype, pass_=pass_, tokens=T
-        )
+        options = {"dtype": dtype, "pass_": pass_, "tokens": T}
+        t = cost.experts(p, rows, d, f, e / ep, kernel="mcore", **options)
         t += cost.dense_mlp(p, T, d, number(r, "shared"), dtype, pass_)
         passes = cost.ALL_TO_ALLS[algorithm].gathers
         t += cost.stream(p, 4 * passes * rows * d, 2 * passes) if passes else 0.0
@@ -174,9 +169,8 @@ class Predictor:
         pass_ = "fwd" if r["pass"] == "inference" else r["pass"]
         kernel = KERNELS.get(r["impl"], r["impl"])
         kernel = kernel if kernel in cost.EXPERT_KERNELS else "mcore"
-        t = cost.experts(
-            p, T * k, d, f, e, kernel=kernel, dtype=r["dtype"], pass_=pass_, tokens=T
-        )
+        options = {"dtype": r["dtype"], "pass_": pass_, "tokens": T}
+        t = cost.experts(p, T * k, d, f, e, kernel=kernel, **options)
         if r["impl"] == "torchtitan":
             t += cost.router(p, T, d, e, k)
         t += cost.dense_mlp(p, T, d, number(r, "shared"), "bf16", pass_)
@@ -187,11 +181,8 @@ class Predictor:
     def kernel(self, r: Row, p: Profile) -> float:
         T, d, f, e, k = (number(r, x) for x in ("T", "d", "n", "E", "K"))
         rows = T * k
-        n, depth, extra = {
-            "up": (2 * f, d, 2 * rows * f),
-            "dH": (f, d, 8 * rows * f),
-            "dX": (d, 2 * f, 0),
-        }[r["pass"]]
+        sizes = {"up": (2 * f, d, 2 * rows * f), "dH": (f, d, 8 * rows * f)}
+        n, depth, extra = sizes.get(r["pass"], (d, 2 * f, 0))  # or dX
         return cost.gemm(p, e, rows / e, n, depth, extra_bytes=extra) * 1e3
 
     def flux(self, r: Row, p: Profile) -> float:
@@ -230,11 +221,8 @@ class Predictor:
         )  # fmt: skip
         per_token = model.train_flops(seq)
         rate = step.tokens_per_second
-        if r["unit"] == "TFLOPS":
-            return rate * per_token / 1e12
-        if r["unit"] == "%MFU":
-            return 100 * rate * per_token / p.device.bf16
-        return rate
+        units = {"TFLOPS": per_token / 1e12, "%MFU": 100 * per_token / p.device.bf16}
+        return rate * units.get(r["unit"], 1)
 
     def infer(self, r: Row, p: Profile) -> float | None:
         if not number(r, "T") or r["model"] not in MODELS:
@@ -264,7 +252,7 @@ class InductorPredictor(Predictor):
     def __call__(self, row: Row) -> float | None:
         return super().__call__(row) if row["level"] == "a2a" else None
 
-    def exchange(  # type: ignore[override]
+    def exchange(
         self, p: Profile, tokens: float, d: int, k: int, ep: int, *, domain: int,
         dtype: str, algorithm: str, node_limit: int, **_: Any,
     ) -> float:  # fmt: skip
@@ -381,7 +369,7 @@ def fit(rows: list[Row]) -> dict[str, Constants]:
     }
 
 
-def _fit_shared(rows, levels, shared, values, error) -> None:  # type: ignore[no-untyped-def]
+def _fit_shared(rows, levels, shared, values, error) -> None:
     """The software's constants, with each generation's ``stack`` once more."""
     rs = [r for r in rows if r["level"] in levels]
     start = {n: values["hopper"][n] for n in shared}
@@ -392,11 +380,8 @@ def _fit_shared(rows, levels, shared, values, error) -> None:  # type: ignore[no
         return {g: {**values[g], **common, "stack": v[f"stack {g}"]} for g in values}
 
     bounds = {n: BOUNDS[n.split()[0]] for n in start}
-    values.update(
-        spread(
-            moe_calibration.fit(start, lambda v: error(rs, spread(v)), bounds=bounds)
-        )
-    )
+    best = moe_calibration.fit(start, lambda v: error(rs, spread(v)), bounds=bounds)
+    values.update(spread(best))
 
 
 def scored(path: pathlib.Path) -> list[Row]:
@@ -413,12 +398,8 @@ def scored(path: pathlib.Path) -> list[Row]:
 
 def errors(rows: list[Row], predict: Predictor) -> list[tuple[float, Row, float]]:
     """(signed relative error, row, prediction)."""
-    out = []
-    for r in rows:
-        value = predict(r)
-        assert value is not None
-        out.append((value / float(r["value"]) - 1, r, value))
-    return out
+    values = [(r, predict(r)) for r in rows]
+    return [(value / float(r["value"]) - 1, r, value) for r, value in values]
 
 
 def table(errs: list[tuple[float, Row, float]]) -> list[dict[str, Any]]:
@@ -431,9 +412,9 @@ def table(errs: list[tuple[float, Row, float]]) -> list[dict[str, Any]]:
     groups["calibration rows"] = [e[0] for e in errs if e[1]["split"] == "calibration"]
     out = []
     for name, values in groups.items():
-        if not values:
-            continue
         size = sorted(map(abs, values))
+        if not size:
+            continue
         out.append({
             "rows": name,
             "n": len(values),
@@ -444,50 +425,34 @@ def table(errs: list[tuple[float, Row, float]]) -> list[dict[str, Any]]:
     return out
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':24}{'n':>5}{'median %':>10}{'p90 %':>8}{'bias %':>8}")
-    for r in rows:
-        print(f"{r['rows']:24}{r['n']:5}{r['median']:10}{r['p90']:8}{r['bias']:+8}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--csv", type=pathlib.Path, default=HERE / "published.csv")
-    parser.add_argument(
-        "--fit", action="store_true", help="print constants, fitted anew"
-    )
-    parser.add_argument(
-        "--inductor", action="store_true", help="errors of comm_analysis instead"
-    )
     parser.add_argument("--json", type=pathlib.Path)
+    for name in ("--fit", "--inductor"):
+        parser.add_argument(name, action="store_true")
     args = parser.parse_args()
     rows = scored(args.csv)
     if args.fit:
-        start = time.monotonic()
         constants = fit([r for r in rows if r["split"] == "calibration"])
-        print(f"# fitted in {time.monotonic() - start:.0f} s", file=sys.stderr)
         for g, c in constants.items():
-            print(f'    "{g}": {{')
-            for k, v in dataclasses.asdict(c).items():
-                print(f'        "{k}": {v},')
-            print("    },")
+            values = [f'        "{k}": {v},' for k, v in dataclasses.asdict(c).items()]
+            print("\n".join([f'    "{g}": {{', *values, "    },"]))
         return
     if args.inductor:
         rows = [r for r in rows if r["level"] == "a2a"]
         ring = table(errors(rows, InductorPredictor(direct=False)))[0]
-        errs = errors(rows, InductorPredictor(direct=True))
-        result = [{**ring, "rows": "all, as a ring"}, *table(errs)]
+        direct = table(errors(rows, InductorPredictor(direct=True)))
+        result = [{**ring, "rows": "all, as a ring"}, *direct]
     else:
-        errs = errors(rows, Predictor())
-        result = table(errs)
-    print_table(result)
+        result = table(errors(rows, Predictor()))
+    print(f"{'':24}{'n':>5}{'median %':>10}{'p90 %':>8}{'bias %':>8}")
+    for r in result:
+        print(f"{r['rows']:24}{r['n']:5}{r['median']:10}{r['p90']:8}{r['bias']:+8}")
     if args.json:
-        data = {
-            "command": "python benchmarks/moe/published.py"
-            + (" --inductor" if args.inductor else "")
-            + " --json FILE",
-            "rows": result,
-        }
+        flags = " --inductor" if args.inductor else ""
+        command = f"python benchmarks/moe/published.py{flags} --json FILE"
+        data = {"command": command, "rows": result}
         args.json.write_text(json.dumps(data, indent=1) + "\n")
 
 

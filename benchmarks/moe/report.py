@@ -7,53 +7,29 @@ import argparse
 import contextlib
 import itertools
 import pathlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 from measure import Spread
-
-
-if TYPE_CHECKING:
-    import rich.console
 
 
 LOG_WIDTH = 150  # of the tables where there is no terminal to ask
 
 
-def console() -> "rich.console.Console":
-    import rich.console
-
-    found = rich.console.Console(highlight=False)
-    if not found.is_terminal:
-        found.width = LOG_WIDTH
-    return found
-
-
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yields ``advance(detail)``: a bar on a terminal, and a few plain lines elsewhere."""
-    if not console().is_terminal:
-        count, every = itertools.count(1), max(1, total // 5)
+    """Yields ``advance(detail)``: one line that changes on a terminal, a few lines elsewhere."""
+    count, every = itertools.count(1), max(1, total // 5)
+    on_terminal = sys.stdout.isatty()
 
-        def advance(detail: str = "") -> None:
-            done = next(count)
-            if done % every == 0 or done == total:
-                print(f"{title}: {done}/{total} {detail}".rstrip(), flush=True)
+    def advance(detail: str = "") -> None:
+        done = next(count)
+        if on_terminal or done % every == 0 or done == total:
+            end = "\r" if on_terminal and done < total else "\n"
+            print(f"{title}: {done}/{total} {detail}".rstrip(), end=end, flush=True)
 
-        yield advance
-        return
-    import rich.progress
-
-    columns = (
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
-        rich.progress.TextColumn("[dim]{task.fields[detail]}"),
-    )
-    with rich.progress.Progress(*columns, console=console()) as bars:
-        task = bars.add_task(title, total=total, detail="")
-        yield lambda detail="": bars.update(task, advance=1, detail=detail)
+    yield advance
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -61,6 +37,31 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def parse(
+    doc: str | None, *, argv: Sequence[str] | None = None, **defaults: Any
+) -> argparse.Namespace:
+    """What every script is told: ``--out FILE.json``, or a folder; and options by their defaults.
+
+    Args:
+        defaults: a list takes several values, a tuple is what may be chosen, its first by
+            default; False is a switch. A type instead has no default.
+    """
+    parser = make_parser(doc)
+    parser.add_argument("--out", "--json", type=pathlib.Path, help="results, as JSON")
+    for name, default in defaults.items():
+        kind: dict[str, Any] = {"default": default, "type": type(default)}
+        if default is False:
+            kind = {"action": "store_true"}
+        elif isinstance(default, type):
+            kind = {"nargs": "+"} if default is list else {"type": default}
+        elif isinstance(default, list):
+            kind |= {"nargs": "+", "type": type(default[0])}
+        elif isinstance(default, tuple):
+            kind = {"choices": default, "default": default[0]}
+        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
+    return parser.parse_args(argv)
 
 
 @contextlib.contextmanager
@@ -116,6 +117,7 @@ def show(
             of a row. The first is left-aligned. Default: all keys of the first row.
     """
     import rich.box
+    import rich.console
     import rich.table
 
     columns = columns or list(rows[0])
@@ -135,4 +137,7 @@ def show(
         table.add_column(heading, justify=justify, no_wrap=not i)
     for row in cells:
         table.add_row(*row)
-    console().print(table)
+    console = rich.console.Console(highlight=False)
+    if not console.is_terminal:
+        console.width = LOG_WIDTH
+    console.print(table)

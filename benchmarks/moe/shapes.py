@@ -24,10 +24,8 @@ except ModuleNotFoundError:  # a bare GPU machine: gpu_lab.py has it by path
 class Shape:
     """One layer; the letters of the module docstring.
 
-    Attributes:
-        routing: a key of moe_generators.ROUTINGS.
-        gpt_oss: gpt-oss's experts: biases, clamped GLU, interleaved gates and matrices stored
-            ``(E, D, 2F)`` and ``(E, F, D)``; else SwiGLU, gates first, in nn.Linear layout.
+    ``gpt_oss`` has biases, clamped GLU, interleaved gates and matrices stored ``(E, D, 2F)`` and
+    ``(E, F, D)``; else SwiGLU, gates first, in nn.Linear layout.
     """
 
     name: str
@@ -122,24 +120,15 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One measured row of cpu_ops.py.
-
-    Attributes:
-        dtype: of input, experts and router weights.
-        backward: forward and backward, else forward alone (under no_grad).
-        layers: how many layers, each with its own weights, one timed call runs through.
-        routings: how many routings the calls take in turns.
-        sweep: the sweep that the row belongs to.
-        compiled: with compiled peers beside.
-    """
+    """One measured row of cpu_ops.py."""
 
     shape: Shape
-    dtype: torch.dtype = torch.bfloat16
-    backward: bool = False
-    layers: int = 1
-    routings: int = 1
+    dtype: torch.dtype = torch.bfloat16  # of input, experts and router weights
+    backward: bool = False  # and forward, which else is alone (under no_grad)
+    layers: int = 1  # that a call runs through, each with its own weights
+    routings: int = 1  # that the calls take in turns
     sweep: str | None = None
-    compiled: bool = False
+    compiled: bool = False  # with compiled peers beside
 
     @property
     def id(self) -> str:
@@ -188,6 +177,18 @@ CPU_ROWS = (
     *(Row(s, layers=4, routings=8, compiled=s.T == 8) for s in _DECODE),
     *(Row(s, backward=True, sweep="constant K") for s in _CONSTANT_K),
     *(Row(s, backward=True, sweep="constant FLOPs") for s in _CONSTANT_FLOPS),
+)
+# Experts of a real model's proportions, in a quarter of its width: transformers' own modules.
+CLIENT_ROWS = tuple(
+    Row(Shape(f"{name}-T{T}", T, *sizes, gpt_oss=name == "gpt_oss"), backward=b)
+    for name, sizes in (
+        ("mixtral", (1024, 3584, 8, 2)),
+        ("qwen3_moe", (512, 192, 128, 8)),
+        ("olmoe", (512, 256, 64, 8)),
+        ("deepseek_v3", (1792, 512, 64, 8)),
+        ("gpt_oss", (720, 720, 32, 4)),
+    )
+    for T, b in ((1, False), (16, False), (512, False), (512, True))
 )
 _TINY = Shape("tiny", 24, 32, 16, 4, 2)
 _TINY_OSS = dataclasses.replace(_TINY, name="tiny-gpt_oss", gpt_oss=True)
@@ -252,44 +253,32 @@ def select(rows: tuple[Row, ...], patterns: list[str] | None) -> list[Row]:
     Raises:
         ValueError: a pattern without a match.
     """
-    for pattern in patterns or ():
-        if not any(_matches(row, pattern) for row in rows):
+    if patterns is None:
+        return list(rows)
+    chosen = set()
+    for pattern in patterns:
+        found = {
+            r for r in rows if r.shape.name == pattern or fnmatch.fnmatch(r.id, pattern)
+        }
+        if not found:
             names = "\n  ".join(r.id for r in rows)
             raise ValueError(f"--rows {pattern} matches none of\n  {names}")
-    return [
-        row
-        for row in rows
-        if patterns is None or any(_matches(row, pattern) for pattern in patterns)
-    ]
-
-
-def _matches(row: Row, pattern: str) -> bool:
-    return fnmatch.fnmatch(row.id, pattern) or row.shape.name == pattern
+        chosen |= found
+    return [row for row in rows if row in chosen]
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """One layer's tensors as they are stored; every peer works on views of them.
+    """One layer's tensors as they are stored; every peer works on views of them."""
 
-    Attributes:
-        x: ``(T, D)``.
-        ids: ``(T, K)`` int64.
-        weights: ``(T, K)`` router weights.
-        w_in: ``(E, 2F, D)``, or ``(E, D, 2F)`` for gpt-oss.
-        w_out: ``(E, D, F)``, or ``(E, F, D)`` for gpt-oss.
-        grad: ``(T, D)`` gradient of the output.
-        b_in: ``(E, 2F)`` or None.
-        b_out: ``(E, D)`` or None.
-    """
-
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
-    w_in: Tensor
-    w_out: Tensor
-    grad: Tensor
-    b_in: Tensor | None = None
-    b_out: Tensor | None = None
+    x: Tensor  # (T, D)
+    ids: Tensor  # (T, K) int64
+    weights: Tensor  # (T, K), of the router
+    w_in: Tensor  # (E, 2F, D), or (E, D, 2F) for gpt-oss
+    w_out: Tensor  # (E, D, F), or (E, F, D) for gpt-oss
+    grad: Tensor  # (T, D), of the output
+    b_in: Tensor | None = None  # (E, 2F)
+    b_out: Tensor | None = None  # (E, D)
 
     def layer_args(self) -> tuple[Tensor, ...]:
         return (self.x, self.ids, self.weights, self.w_in, self.w_out)

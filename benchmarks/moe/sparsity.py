@@ -1,11 +1,11 @@
 """Regimes of sparsity on this CPU: model beside measurement, and the same on H100 and B200.
 
-    python benchmarks/moe/sparsity.py [--plot FILE.png] [--json FILE.json]
-    python benchmarks/moe/sparsity.py --check [--seconds 3]  # all rows of cpu_ops.py
+    python benchmarks/moe/sparsity.py [--plot FILE.png] [--out FILE.json]
+    python benchmarks/moe/sparsity.py --check [--gflop 50]   # all rows of cpu_ops.py, or cheap ones
     python benchmarks/moe/sparsity.py --gloo                 # a step of two gloo ranks
 
-First the machine is calibrated (``moe_calibration.calibrate``), on other shapes than are
-measured. Two sweeps over E, K and F: at constant FLOPs (T K F), and at constant bytes of
+First the machine is calibrated (``moe_calibration.calibrate``, ``--calibrate`` seconds), on other
+shapes than are measured, which takes ``--seconds`` a row. Two sweeps over E, K and F: at constant FLOPs (T K F), and at constant bytes of
 weights (E F). For every point the shares of computation, memory, communication (8 ranks) and
 quantisation, predicted. With ``--clock process`` and one thread the time of this process
 counts, for a machine with neighbours.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 from ep_rank import RankLayer
 from peers import make_peers
-from report import at, figure, make_parser, show
+from report import at, figure, parse, show
 from shapes import CPU_ROWS, make_operands, Operands, Row, Shape
 
 import torch
@@ -29,14 +29,9 @@ from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import Profile
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_layer, cpu_rate
+from torch.distributed.device_mesh import init_device_mesh
 
-from measure import (
-    interleaved_seconds,
-    on_gloo_ranks,
-    over_ranks,
-    provenance,
-    write_json,
-)
+from measure import interleaved_seconds, on_gloo_ranks, over_ranks, save
 
 
 T, D = 512, 1024
@@ -50,6 +45,7 @@ SWEEPS = {
     ],
 }  # fmt: skip
 RANKS = 8
+CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 
 
 def call_of(row: Row, layers: list[Operands]) -> Callable[[], None]:
@@ -77,24 +73,22 @@ def predicted_seconds(p: Profile, row: Row, hit: float) -> float:
     )  # fmt: skip
 
 
+def compared(row: dict, seconds: float, model: float) -> dict:
+    ms = {"ms": 1e3 * seconds, "model_ms": 1e3 * model}
+    return row | ms | {"error": model / seconds - 1}
+
+
 def measure(p: Profile, rows: Iterable[Row], seconds: float, clock: str) -> list[dict]:
     """Measured and predicted seconds of every row."""
-    tick = time.process_time if clock == "process" else time.perf_counter
     out = []
     for row in rows:
-        operands = [
-            make_operands(row.shape, dtype=row.dtype, layer=i)
-            for i in range(row.layers)
-        ]
+        layers = range(row.layers)
+        operands = [make_operands(row.shape, dtype=row.dtype, layer=i) for i in layers]
         hit = statistics.mean(o.ids.unique().numel() for o in operands)
-        (got,) = moe_calibration.measure_calls(
-            [call_of(row, operands)], seconds, tick, least=1
-        )
-        model = predicted_seconds(p, row, hit)
-        out.append(
-            {"id": row.id, **row.shape.sizes(), "ms": 1e3 * got, "model_ms": 1e3 * model,
-             "error": model / got - 1}
-        )  # fmt: skip
+        calls = [call_of(row, operands)]
+        (got,) = moe_calibration.measure_calls(calls, seconds, CLOCKS[clock], least=1)
+        sizes = {"id": row.id, **row.shape.sizes()}
+        out.append(compared(sizes, got, predicted_seconds(p, row, hit)))
     show("Measured and predicted", out, ("id", "ms", "model_ms", "error"))
     return out
 
@@ -102,38 +96,27 @@ def measure(p: Profile, rows: Iterable[Row], seconds: float, clock: str) -> list
 def summary(rows: list[dict]) -> dict[str, float]:
     size = sorted(abs(r["error"]) for r in rows)
     p90 = size[min(len(size) - 1, int(0.9 * len(size)))]
-    result = {
-        "rows": len(size),
-        "median_error": statistics.median(size),
-        "p90_error": p90,
-    }
+    result = {"rows": len(size), "median_error": statistics.median(size)}
+    result["p90_error"] = p90
     print({k: round(v, 3) for k, v in result.items()})
     return result
 
 
-def shares(
-    name: str, f: int, e: int, k: int, tokens: int = 4096, d: int = 4096
-) -> dict:
+def shares(name: str, f: int, e: int, k: int) -> dict:
     """Predicted shares of a layer on a GPU with 8 ranks, forward and backward."""
-    p = moe_calibration.profile(name)
+    p, tokens, d = moe_calibration.profile(name), 4096, 4096
     dtype = {"hopper": "fp8", "blackwell": "mxfp8"}[p.device.generation]
     local = max(e / RANKS, 1)
     parts = cost.expert_shares(
         p, tokens * k, d, f, local, kernel="deepgemm++", dtype=dtype, pass_="fwd+bwd",
         tokens=tokens,
     )  # fmt: skip
-    comm = 2 * sum(
-        cost.all_to_all(
-            p, tokens, d, k, RANKS, domain=8, dtype=wire, combine=wire == "bf16"
-        )
-        for wire in (dtype, "bf16")
-    )
+    args = (p, tokens, d, k, RANKS)
+    comm = 2 * cost.all_to_all(*args, domain=8, dtype=dtype, combine=False)
+    comm += 2 * cost.all_to_all(*args, domain=8, dtype="bf16", combine=True)
     whole = sum(parts.values()) + comm
-    return {
-        "ms": 1e3 * whole,
-        **{n: v / whole for n, v in parts.items()},
-        "communication": comm / whole,
-    }
+    parts["communication"] = comm
+    return {"ms": 1e3 * whole, **{n: v / whole for n, v in parts.items()}}
 
 
 def cpu_shares(p: Profile, row: dict) -> dict[str, float]:
@@ -185,10 +168,7 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
         axes[0][0].legend(fontsize=7)
 
 
-# ---- two gloo ranks --------------------------------------------------------------------
-
-
-# (T of a rank, F, E, K)
+# (T of a rank, F, E, K) of a step of two gloo ranks.
 GLOO = (
     (256, 256, 16, 2), (512, 256, 16, 4), (128, 512, 24, 4), (128, 512, 32, 4),
     (64, 2048, 32, 4),
@@ -207,68 +187,50 @@ def gloo_step(
 
 def gloo(seconds: float, clock: str) -> dict:
     """Calibrates and measures a step on one of two ranks, each with one thread."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     group = mesh.get_group()
     p = moe_calibration.calibrate(seconds=seconds, group=group, clock=clock)
-    tick = time.process_time if clock == "process" else time.perf_counter
-    assert p.cpu is not None
     cases = list(itertools.product(GLOO, ("fwd", "fwd+bwd")))
     steps = [gloo_step(group, *shape, pass_) for shape, pass_ in cases]
     times = interleaved_seconds(
         dict(enumerate(steps)), rounds=41, warmup=2,
-        before=lambda: dist.barrier(group), clock=tick,
+        before=lambda: dist.barrier(group), clock=CLOCKS[clock],
     )  # fmt: skip
     rows = []
     for ((tokens, f, e, k), pass_), into in zip(cases, times.values()):
         (slowest,) = over_ranks([statistics.median(into)])
         model = cpu_layer(p, tokens, D, f, e, k, 2, pass_=pass_)
-        rows.append({"pass": pass_, "T": tokens, "F": f, "E": e, "K": k,
-                     "ms": 1e3 * slowest, "model_ms": 1e3 * model,
-                     "error": model / slowest - 1})  # fmt: skip
+        sizes = {"pass": pass_, "T": tokens, "F": f, "E": e, "K": k}
+        rows.append(compared(sizes, slowest, model))
     return {"rows": rows, "profile": p.to_json()}
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="the rows of cpu_ops.py")
-    parser.add_argument("--gloo", action="store_true", help="a step of two gloo ranks")
-    parser.add_argument(
-        "--gflop", type=float, default=math.inf, help="of a row at most"
-    )
-    parser.add_argument("--seconds", type=float, default=1.0, help="a row")
-    parser.add_argument("--calibrate", type=float, default=15.0, help="seconds")
-    parser.add_argument("--clock", choices=("wall", "process"), default="wall")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--plot", type=pathlib.Path)
-    parser.add_argument("--json", type=pathlib.Path)
-    args = parser.parse_args()
+    args = parse(
+        __doc__, check=False, gloo=False, gflop=math.inf, seconds=1.0, calibrate=15.0,
+        clock=("wall", "process"), threads=int, plot=pathlib.Path,
+    )  # fmt: skip
     if args.threads:
         torch.set_num_threads(args.threads)
-    record = provenance()
+    record: dict = {}
     if args.gloo:
-        record |= on_gloo_ranks(2, gloo, args.calibrate, args.clock)[0]
+        record = on_gloo_ranks(2, gloo, args.calibrate, args.clock)[0]
         show("A step of two gloo ranks", record["rows"])
-        record["summary"] = summary(record["rows"])
-        if args.json:
-            write_json(record, args.json)
-        return
-    p = moe_calibration.calibrate(seconds=args.calibrate, clock=args.clock)
-    print(p.provenance, p.cpu)
-    if args.check:
-        rows = [r for r in CPU_ROWS if r.shape.flops(r.backward) <= 1e9 * args.gflop]
-        record["rows"] = measure(p, rows, args.seconds, args.clock)
-        record["summary"] = summary(record["rows"])
-        record["left_out"] = [r.id for r in CPU_ROWS if r not in rows]
     else:
-        record["rows"] = sweep(p, args.seconds, args.clock)
-        record["summary"] = summary(record["rows"])
-        if args.plot:
-            plot(record["rows"], args.plot)
-    record["profile"] = p.to_json()
-    if args.json:
-        write_json(record, args.json)
+        p = moe_calibration.calibrate(seconds=args.calibrate, clock=args.clock)
+        print(p.provenance, p.cpu)
+        if args.check:
+            affordable = 1e9 * args.gflop
+            rows = [r for r in CPU_ROWS if r.shape.flops(r.backward) <= affordable]
+            record["rows"] = measure(p, rows, args.seconds, args.clock)
+            record["left_out"] = [r.id for r in CPU_ROWS if r not in rows]
+        else:
+            record["rows"] = sweep(p, args.seconds, args.clock)
+            if args.plot:
+                plot(record["rows"], args.plot)
+        record["profile"] = p.to_json()
+    record["summary"] = summary(record["rows"])
+    save(args.out, **record)
 
 
 if __name__ == "__main__":

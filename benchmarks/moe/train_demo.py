@@ -1,17 +1,18 @@
 """Train a small Mixture-of-Experts language model, unfused and with F.moe_mlp, and compare.
 
-    python benchmarks/moe/train_demo.py --steps 200 --out build/demo
+    python benchmarks/moe/train_demo.py [--steps 200] [--seed 0] [--threads N] [--quick] --out build/demo
 
 Four models start from the same weights and see the same real text (the documentation and sources
 inside the installed torch) in the same order: three with the eager block people write today, each
 visiting the experts in another order, and one with F.moe_topk and F.moe_mlp. The three show how
 much the loss moves from rounding alone; the fourth must stay within twice that. Where torch has
 expert parallelism, the fourth is trained once more on two ranks. Prints tables, writes demo.json
-and demo.png, and exits with 1 when a check fails.
+and demo.png, and exits with 1 when a check fails. ``--quick``: 20 steps, few repetitions.
 """
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import logging
 import pathlib
@@ -60,25 +61,6 @@ NUM_UNFUSED = 3
 LEARNED_AFTER = 200  # steps after which a model must know more than byte frequencies
 
 
-def parse_arguments() -> argparse.Namespace:
-    default_out = pathlib.Path(__file__).resolve().parents[2] / "build" / "demo"
-    parser = report.make_parser(__doc__)
-    add = parser.add_argument
-    add("--steps", type=int, help="training steps (default 200)")
-    add("--seed", type=int, default=0, help="weights and order of the text")
-    add("--threads", type=int, help="CPU threads (default: torch's choice)")
-    add("--out", type=pathlib.Path, default=default_out, help="folder to write")
-    add(
-        "--quick", action="store_true", help="20 steps and few repetitions: does it run"
-    )
-    arguments = parser.parse_args()
-    if arguments.steps is None:
-        arguments.steps = 20 if arguments.quick else 200
-    if arguments.steps < 10:
-        parser.error(f"--steps must be at least 10, got {arguments.steps}")
-    return arguments
-
-
 def differences(runs: list[Run]) -> dict[str, list[float]]:
     """Per step |loss difference| of every two unfused runs, and of fused and unfused."""
     losses = {run.name: run.losses for run in runs}
@@ -115,10 +97,10 @@ def training_row(run: Run, start: float, held_out: torch.Tensor) -> dict[str, ob
 
 
 def train_models(
-    config: ModelConfig, corpus: text.Corpus, arguments: argparse.Namespace
+    config: ModelConfig, corpus: text.Corpus, steps: int, seed: int
 ) -> tuple[list[Run], list[dict]]:
-    shape, seed = (BATCH, config.sequence), arguments.seed
-    batches = text.sample_batches(corpus.train, arguments.steps, *shape, seed)
+    shape = (BATCH, config.sequence)
+    batches = text.sample_batches(corpus.train, steps, *shape, seed)
     held_out = text.sample_batches(corpus.held_out, EVALUATION_BATCHES, *shape, seed)
     g = torch.Generator().manual_seed(seed)
     others = range(NUM_UNFUSED - 1)
@@ -137,17 +119,12 @@ def train_models(
 
 def block_rows(sample: BlockSample, rounds: int) -> list[dict]:
     """The blocks on the operands of a trained layer: router and experts, forward and backward."""
-    blocks, warmup = peers.demo_blocks(), 3
-    with report.progress("Timing blocks", warmup + rounds) as advance:
-        seconds = interleaved_seconds(
-            {
-                n: lambda b=block: sample.forward_backward(b)
-                for n, block in blocks.items()
-            },
-            rounds=rounds,
-            warmup=warmup,
-            on_round=lambda i: advance(),
-        )
+    blocks = peers.demo_blocks()
+    calls = {
+        name: functools.partial(sample.forward_backward, block)
+        for name, block in blocks.items()
+    }
+    seconds = interleaved_seconds(calls, rounds=rounds)
     rows = []
     for name, block in blocks.items():
         errors = float64_errors(sample, block)
@@ -174,11 +151,10 @@ def _check(name: str, seen: str, rule: str, passed: bool) -> dict[str, object]:
 def training_checks(result: dict) -> list[dict]:
     training = result["training"]
     worst = max(row["held_out_end"] for row in training)
-    if len(training[0]["losses"]) >= LEARNED_AFTER:
-        rule, limit = "that of byte frequencies alone", result["text"]["byte_entropy"]
-    else:
-        start = min(row["held_out_start"] for row in training)
-        rule, limit = f"9/10 of the start; below {LEARNED_AFTER} steps", 0.9 * start
+    rule, limit = "that of byte frequencies alone", result["text"]["byte_entropy"]
+    if len(training[0]["losses"]) < LEARNED_AFTER:
+        limit = 0.9 * min(row["held_out_start"] for row in training)
+        rule = f"9/10 of the start; below {LEARNED_AFTER} steps"
     seen = f"largest held-out loss at the end {worst:.3f}"
     fused, unfused = max(result["differences"]["fused - unfused"]), noise(result)
     return [
@@ -195,39 +171,35 @@ def training_checks(result: dict) -> list[dict]:
 def saved_check(how: str, saved: SavedBytes) -> dict:
     low, high = saved.operand_bytes, saved.operand_bytes + saved.allowance
     name = f"F.moe_mlp saves only x, H, weights, metadata ({how})"
-    return _check(
-        name, f"{saved.measured:,} bytes", f"{low:,} to {high:,}", saved.holds()
-    )
+    seen, rule = f"{saved.measured:,} bytes", f"{low:,} to {high:,}"
+    return _check(name, seen, rule, saved.holds())
 
 
 def block_checks(samples: list[BlockSample], rows: list[dict]) -> list[dict]:
     block = peers.fused()
     ratio = next(row["slowdown"] for row in rows if row["block"] == "unfused")
-    checks = [
+    shares = {
+        f"{name} of layer {i}": e.error / e.bound
+        for i, sample in enumerate(samples)
+        for name, e in float64_errors(sample, block).items()
+    }
+    worst = max(shares, key=shares.__getitem__)
+    return [
         saved_check("eager", saved_by_experts(samples[0], block)),
-        saved_check("compiled", saved_by_experts(samples[0], block, torch.compile)),
+        saved_check("compiled", saved_by_experts(samples[0], block, compiled=True)),
         _check(
             "the fused block is faster than the unfused one",
             f"{report.spread_text(ratio, digits=2)} times",
             "median of paired ratios > 1",
             ratio.median > 1,
         ),
-    ]
-    ratios = {
-        f"{name} of layer {i}": e.error / e.bound
-        for i, sample in enumerate(samples)
-        for name, e in float64_errors(sample, block).items()
-    }
-    worst = max(ratios, key=ratios.__getitem__)
-    checks.append(
         _check(
             "output and gradients agree with float64",
-            f"worst: {worst}, {ratios[worst]:.0%} of allowed",
+            f"worst: {worst}, {shares[worst]:.0%} of allowed",
             "error <= 2x unfused + 4 eps max|reference|",
-            ratios[worst] <= 1,
-        )
-    )
-    return checks
+            shares[worst] <= 1,
+        ),
+    ]
 
 
 def rank_checks(row: dict, limit: float) -> list[dict]:
@@ -260,28 +232,21 @@ def wire_bytes(row: dict) -> dict[str, float]:
     return {name: sum(level[name] for level in levels) for name in names}
 
 
-def run_demo(arguments: argparse.Namespace) -> dict[str, object]:
+def run_demo(args: argparse.Namespace) -> dict[str, object]:
     start = time.perf_counter()
     config, corpus = ModelConfig(), text.read_corpus()
-    runs, training = train_models(config, corpus, arguments)
-    window = text.sample_batches(
-        corpus.held_out, 1, BATCH, config.sequence, arguments.seed
-    )[0]
+    seed, steps = args.seed, args.steps or (20 if args.quick else 200)
+    runs, training = train_models(config, corpus, steps, seed)
+    (window,) = text.sample_batches(corpus.held_out, 1, BATCH, config.sequence, seed)
     samples = capture(runs[-1].model, window)
-    rows = block_rows(samples[0], 5 if arguments.quick else 30)
     ranks = None
     if expert_parallel is not None:
-        ranks = expert_parallel.train(
-            runs[-1].losses,
-            seed=arguments.seed,
-            batch=BATCH,
-            tokens_per_step=BATCH * config.sequence,
-            evaluation_batches=EVALUATION_BATCHES,
-        )
+        setup = expert_parallel.Setup(steps, BATCH, seed, EVALUATION_BATCHES)
+        ranks = expert_parallel.train(runs[-1].losses, setup)
     settings = {
-        "seed": arguments.seed,
-        "steps": arguments.steps,
-        "quick": arguments.quick,
+        "seed": seed,
+        "steps": steps,
+        "quick": args.quick,
         "batch": BATCH,
         "parameters": sum(p.numel() for p in runs[0].model.parameters()),
         **dataclasses.asdict(config),
@@ -296,7 +261,8 @@ def run_demo(arguments: argparse.Namespace) -> dict[str, object]:
     }
     result = {**provenance(), "settings": settings, "text": words, "training": training}
     result["differences"] = differences(runs)
-    result |= {"blocks": rows, "expert_parallel": ranks}
+    rows = result["blocks"] = block_rows(samples[0], 5 if args.quick else 30)
+    result["expert_parallel"] = ranks
     result["checks"] = training_checks(result) + block_checks(samples, rows)
     if ranks is not None:
         result["checks"] += rank_checks(ranks, noise(result))
@@ -308,45 +274,33 @@ def show(result: dict) -> None:
     columns = ("run", "held_out_start", "held_out_end", "tokens_per_second")
     title = "Training: nats per byte; bytes of one forward and backward of the model"
     report.show(title, result["training"], (*columns, "saved_bytes", "peak_bytes"))
-    blocks = [
-        {**row, "ms": [1e3 * s for s in row["seconds"]]} for row in result["blocks"]
-    ]
+    blocks = [r | {"ms": [1e3 * s for s in r["seconds"]]} for r in result["blocks"]]
     columns = ("block", "ms", "slowdown", "saved_bytes", "peak_bytes")
     title = "One MoE block of the trained model, forward and backward"
     report.show(title, blocks, (*columns, "relative_error", "of_allowed"))
-    if (ranks := result["expert_parallel"]) is not None:
-        show_ranks(ranks, result)
+    if ranks := result["expert_parallel"]:
+        row = {**ranks, **wire_bytes(ranks)}
+        row["largest_difference"] = max(ranks["differences"])
+        columns = ("ranks", "held_out_end", "largest_difference", "tokens_per_second")
+        title = "Expert parallel: the fused model, one thread a rank; bytes of a step"
+        report.show(title, [row], (*columns, "payload", "minimum", "metadata"))
     verdict = {True: "[green]ok[/]", False: "[bold red]FAIL[/]"}
     checks = [{**row, "": verdict[row["passed"]]} for row in result["checks"]]
     report.show("Checks", checks, ("name", "", "seen", "rule"))
 
 
-def show_ranks(ranks: dict, result: dict) -> None:
-    fused = next(r for r in result["training"] if r["run"] == "fused")
-    rows = [
-        {**fused, "run": f"1 process, {result['threads']} threads"},
-        {**ranks, **wire_bytes(ranks), "run": f"{ranks['ranks']} gloo ranks"},
-    ]
-    rows[1]["largest_difference"] = max(ranks["differences"])
-    columns = ("run", "held_out_end", "largest_difference", "tokens_per_second")
-    report.show(
-        "Expert parallel: the fused model on more ranks, one thread each; bytes of a step",
-        rows,
-        (*columns, "payload", "minimum", "metadata"),
-    )
-
-
 def main() -> int:
-    arguments = parse_arguments()
-    if arguments.threads is not None:
-        torch.set_num_threads(arguments.threads)
+    args = report.parse(__doc__, steps=int, seed=0, threads=int, quick=False)
+    out = args.out or pathlib.Path(__file__).resolve().parents[2] / "build" / "demo"
+    if args.threads:
+        torch.set_num_threads(args.threads)
     # A CUDA build of torch on a machine without a GPU warns on the first compilation.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    result = run_demo(arguments)
-    write_json(result, arguments.out / "demo.json")
-    write_plot(result, arguments.out / "demo.png")
+    result = run_demo(args)
+    write_json(result, out / "demo.json")
+    write_plot(result, out / "demo.png")
     show(result)
-    print(f"{result['seconds']:.0f} s; wrote {arguments.out}/demo.json and demo.png")
+    print(f"{result['seconds']:.0f} s; wrote {out}/demo.json and demo.png")
     return 0 if all(check["passed"] for check in result["checks"]) else 1
 
 

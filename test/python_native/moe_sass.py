@@ -227,7 +227,7 @@ class Kernel:
     @property
     def block(self) -> tuple[int, int, int]:
         m, n, k = (self.constants[f"BLOCK_{axis}"] for axis in "MNK")
-        return m, n, k  # pyrefly: ignore[bad-return]
+        return m, n, k
 
     @property
     def label(self) -> str:

@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 from .config import cache_folder, write_atomically
@@ -125,9 +126,9 @@ def _lazy_file(url: str):
             LazyZipOverHTTP,
         )
 
-        command = create_command("download")
+        command: Any = create_command("download")
         options, _ = command.parse_args(["torch"])
-        session = command._build_session(options)  # pyrefly: ignore [missing-attribute]
+        session = command._build_session(options)
     except (ImportError, AttributeError):
         return None  # another pip: it may have moved
     try:

@@ -36,32 +36,26 @@ class Mxfp4Experts(nn.Module):
             far below the one of the weights.
     """
 
-    def __init__(
-        self, num_experts: int, D: int, hidden: int, alpha: float, limit: float
-    ):
+    def __init__(self, theirs: nn.Module):
         super().__init__()
-        self.alpha, self.limit = alpha, limit
-        self.num_experts = num_experts
-        self.int8_rows = False
-        self.is_packed = False
-        for name, rows, depth in (
-            ("gate_up_proj", 2 * hidden, D),
-            ("down_proj", D, hidden),
-        ):
-            blocks = (num_experts, rows, depth // _BLOCK, _BLOCK // 2)
-            self._parameter(f"{name}_blocks", blocks, torch.uint8)
-            self._parameter(f"{name}_scales", blocks[:3], torch.uint8)
-            self._parameter(f"{name}_bias", blocks[:2], torch.bfloat16)
-
-    def _parameter(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        empty = torch.empty(shape, dtype=dtype)
-        self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+        self.alpha, self.limit = float(theirs.alpha), float(theirs.limit)
+        self.num_experts = E = theirs.num_experts
+        D, hidden = theirs.hidden_size, theirs.intermediate_size
+        self.int8_rows = self.is_packed = False
+        for name, *sizes in (("gate_up_proj", 2 * hidden, D), ("down_proj", D, hidden)):
+            blocks = (E, sizes[0], sizes[1] // _BLOCK, _BLOCK // 2)
+            for kind, shape, dtype in (
+                ("blocks", blocks, torch.uint8),
+                ("scales", blocks[:3], torch.uint8),
+                ("bias", blocks[:2], torch.bfloat16),
+            ):
+                empty = nn.Parameter(
+                    torch.empty(shape, dtype=dtype), requires_grad=False
+                )
+                self.register_parameter(f"{name}_{kind}", empty)
 
     def _weight(self, name: str) -> list[Tensor]:
-        blocks, scales = (
-            getattr(self, f"{name}_blocks"),
-            getattr(self, f"{name}_scales"),
-        )
+        blocks, scales = (getattr(self, f"{name}_{k}") for k in ("blocks", "scales"))
         data = blocks.flatten(2).view(torch.float4_e2m1fn_x2)
         return [data, scales.view(torch.float8_e8m0fnu)]
 
@@ -114,14 +108,7 @@ def keep_blocks(model: nn.Module) -> None:
         for name, child in parent.named_children():
             if isinstance(child, GptOssExperts):
                 with child.down_proj.device:
-                    ours = Mxfp4Experts(
-                        child.num_experts,
-                        child.hidden_size,
-                        child.intermediate_size,
-                        float(child.alpha),
-                        float(child.limit),
-                    )
-                setattr(parent, name, ours)
+                    setattr(parent, name, Mxfp4Experts(child))
 
 
 def pack(model: nn.Module, *, int8_rows: bool = False) -> None:

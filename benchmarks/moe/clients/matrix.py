@@ -33,13 +33,18 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import transformers_experts
+try:
+    import transformers_experts
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"matrix.py: {error}")
 from families import build_model, fill
 from moe_mlp_experts import NAME, plan_of
 from report import make_parser
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
-from measure import provenance, write_json
+from measure import save
 
 
 class TinyConfig:
@@ -106,16 +111,13 @@ def experts_classes() -> list[type[torch.nn.Module]]:
     found = []
     for path in sorted(folder.glob("*/modeling_*.py")):
         text = path.read_text()
-        interface = r"^@use_experts_implementation.*\nclass (\w+)"
-        names = re.findall(interface, text, re.MULTILINE)
-        names += [
-            n for n in ADAPTERS if re.search(rf"^class {n}\(", text, re.MULTILINE)
-        ]
-        if not names:
-            continue
-        name = f"transformers.models.{path.parent.name}.{path.stem}"
-        module = importlib.import_module(name)
-        found += [getattr(module, name) for name in names]
+        adapted = "|".join(ADAPTERS)
+        classes = rf"^@use_experts_implementation.*\nclass (\w+)|^class ({adapted})\("
+        names = re.findall(classes, text, re.MULTILINE)
+        if names:
+            name = f"transformers.models.{path.parent.name}.{path.stem}"
+            module = importlib.import_module(name)
+            found += [getattr(module, a or b) for a, b in names]
     return found
 
 
@@ -154,29 +156,21 @@ def run_class(experts_class: type[torch.nn.Module]) -> dict[str, object]:
         values |= {n: p.grad for n, p in module.named_parameters()}
         return {n: v for n, v in values.items() if v is not None}
 
-    actual, eager, exact = (
-        outcome(dtype, fused)
-        for dtype, fused in (
-            (torch.float32, True),
-            (torch.float32, False),
-            (torch.float64, False),
-        )
-    )
-    share = error_over_allowed(actual, [eager], exact)
+    actual, eager = (outcome(torch.float32, fused) for fused in (True, False))
+    share = error_over_allowed(actual, [eager], outcome(torch.float64, False))
     state = "runs" if share <= 1 else "wrong"
     return row | {"state": state, "error_over_allowed": share}
 
 
 def model_classes() -> list[type]:
     """Causal language models whose modeling file has an experts class."""
-    found = {}
-    for experts_class in experts_classes():
-        module = sys.modules[experts_class.__module__]
-        for name, candidate in vars(module).items():
-            if name.endswith("ForCausalLM") and isinstance(candidate, type):
-                if candidate.__module__ == module.__name__:
-                    found[name] = candidate
-    return list(found.values())
+    modules = {c.__module__: sys.modules[c.__module__] for c in experts_classes()}
+    return [
+        candidate
+        for where, module in modules.items()
+        for name, candidate in vars(module).items()
+        if name.endswith("ForCausalLM") and candidate.__module__ == where
+    ]
 
 
 def outcome_of(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -225,11 +219,12 @@ def run_config(config: dict[str, object]) -> dict[str, object]:
     return row | {name: config[name] for name in names if name in config}
 
 
+def _first_line(error: Exception, length: int = 160) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:length]
+
+
 def run_model(
-    model_class: type,
-    *,
-    compiled: bool = True,
-    config: dict[str, object] | None = None,
+    model_class: type, *, compiled: bool = True, config: dict | None = None
 ) -> dict[str, object]:
     """One whole model, a tiny one unless there is a config."""
     row: dict[str, object] = {"model": model_class.__name__}
@@ -244,17 +239,15 @@ def run_model(
         unfused = [outcome(torch.float32, name) for name in ("eager", "batched_mm")]
         exact = outcome(torch.float64, "eager")
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        return row | {"state": "not built", "why": text[:160]}
+        return row | {"state": "not built", "why": _first_line(error)}
     ours = build(torch.float32, "eager")
     ours.set_experts_implementation(NAME)
     row["layers"] = f"{len(fused_experts(ours))} of {len(experts_of(ours))}"
     if not fused_experts(ours):
         return row | {"state": "falls back"}
-    row["error_over_allowed"] = error_over_allowed(
-        outcome(torch.float32, NAME), unfused, exact
-    )
-    row["state"] = "runs" if row["error_over_allowed"] <= 1 else "wrong"
+    share = error_over_allowed(outcome(torch.float32, NAME), unfused, exact)
+    row["error_over_allowed"] = share
+    row["state"] = "runs" if share <= 1 else "wrong"
     row["generate"] = _generates_alike(build, tokens)
     if compiled:
         row["compile"] = _compiles(ours, tokens)
@@ -270,56 +263,48 @@ def _generates_alike(build: Callable, tokens: torch.Tensor) -> str:
             for name in ("eager", NAME)
         ]
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+        return _first_line(error, 120)
     return "same" if torch.equal(*texts) else "differs"
 
 
 def _compiles(model, tokens: torch.Tensor) -> str:
-    torch._dynamo.reset()
+    def logits(call: Callable) -> torch.Tensor:
+        torch._dynamo.reset()
+        return call(input_ids=tokens, use_cache=False).logits
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        expected = model(input_ids=tokens, use_cache=False).logits
+        expected = logits(model)
         try:
-            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-            actual = compiled(input_ids=tokens, use_cache=False).logits
+            actual = logits(compiled)
         except Exception as error:
             model.set_experts_implementation("batched_mm")
-            torch._dynamo.reset()
             try:
-                torch.compile(model, fullgraph=True, backend="aot_eager")(
-                    input_ids=tokens, use_cache=False
-                )
+                logits(compiled)
             except Exception:
                 return "nor does it with batched_mm"
-            return f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            return _first_line(error, 120)
     close = torch.allclose(actual, expected, rtol=1e-4, atol=1e-4)
     return "same" if close else "differs"
 
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument(
-        "--models",
-        nargs="?",
-        const=True,
-        type=pathlib.Path,
-        metavar="FILE",
-        help="whole models as well, or those of the file alone",
-    )
-    parser.add_argument("--only", default="", help="classes whose name matches")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
+    add = parser.add_argument
+    add("--models", nargs="?", const=True, type=pathlib.Path, metavar="FILE")
+    add("--only", default="", help="classes whose name matches")
+    add("--out", type=pathlib.Path, help="also write the rows as JSON")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    result: dict[str, object] = provenance()
-    jobs: list[tuple[str, list, Callable]]
     if isinstance(args.models, pathlib.Path):
-        jobs = [("models", models_of(args.models), run_config)]
+        jobs = {"models": (models_of(args.models), run_config)}
     else:
-        jobs = [("experts", experts_classes(), run_class)]
+        jobs = {"experts": (experts_classes(), run_class)}
         if args.models:
-            jobs.append(("models", model_classes(), run_model))
-    wrong = 0
-    for kind, given, run in jobs:
-        rows = []
+            jobs["models"] = (model_classes(), run_model)
+    result: dict[str, list[dict]] = {}
+    for kind, (given, run) in jobs.items():
+        rows = result[kind] = []
         for each in given:
             name = each["architectures"][0] if isinstance(each, dict) else each.__name__
             if not re.search(args.only, name):
@@ -327,16 +312,14 @@ def main() -> int:
             try:
                 rows.append(run(each))
             except Exception as error:
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
-                rows.append({"class": name, "state": "fails", "why": text[:160]})
+                rows.append(
+                    {"class": name, "state": "fails", "why": _first_line(error)}
+                )
             print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
-        states = Counter(row["state"] for row in rows)
-        print(f"{kind}: {dict(states)}")
-        result[kind] = rows
-        wrong += states["wrong"] + states["fails"]
-    if args.out:
-        write_json(result, args.out)
-    return 1 if wrong else 0
+        print(f"{kind}: {dict(Counter(row['state'] for row in rows))}")
+    save(args.out, **result)
+    states = [row["state"] for rows in result.values() for row in rows]
+    return int("wrong" in states or "fails" in states)
 
 
 if __name__ == "__main__":

@@ -31,17 +31,13 @@ _ACTIVATIONS = {
 
 
 class _Gate(NamedTuple):
-    """A gate that is not ``act_fn(gate) * up``, as F.moe_mlp has it.
+    """A gate that is not ``act_fn(gate) * up``, as F.moe_mlp has it."""
 
-    Attributes:
-        activation: None is that of ``act_fn``.
-        limit: name of the module's attribute, which clamps gate and up before.
-        alpha: likewise.
-    """
-
-    activation: str | None
-    limit: str | None = None
-    alpha: str | None = None
+    activation: str | None  # None is that of ``act_fn``
+    limit: str | None = (
+        None  # name of the module's attribute, which clamps gate and up before
+    )
+    alpha: str | None = None  # likewise
 
 
 # By where it is defined: other gates have a limit as well, and clamp something else.
@@ -60,15 +56,10 @@ _GATES = {
 
 
 class Plan(NamedTuple):
-    """How a module is computed.
+    """How a module is computed."""
 
-    Attributes:
-        options: keyword arguments of F.moe_mlp, without tensors.
-        reason: why it is not F.moe_mlp; None if it is.
-    """
-
-    options: dict[str, object]
-    reason: str | None = None
+    options: dict[str, object]  # keyword arguments of F.moe_mlp, without tensors
+    reason: str | None = None  # why it is not F.moe_mlp
 
 
 def activation_of(act_fn: object, *, gated: bool = True) -> str | None:
@@ -89,9 +80,8 @@ def plan_of(experts: torch.nn.Module) -> Plan:
     if experts.has_gate:
         where = type(experts)._apply_gate.__qualname__
         if where not in _GATES:
-            return Plan(
-                {}, f"{name} has a gate of its own, {where}, which is not known"
-            )
+            own = f"{name} has a gate of its own, {where}, which is not known"
+            return Plan({}, own)
         gate = _GATES[where]
         options["gate_interleaved"] = not experts.is_concatenated
     activation = gate.activation or activation_of(act_fn, gated=experts.has_gate)
@@ -124,16 +114,10 @@ def log_once(message: str) -> None:
         logger.warning(message)
 
 
-def experts_forward(
-    self: torch.nn.Module,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
+def experts_forward(self, hidden_states, top_k_index, top_k_weights) -> Tensor:
     """What transformers calls in place of the forward of an experts module.
 
     Args:
-        self: the experts module.
         hidden_states: ``(T, D)``.
         top_k_index: ``(T, K)``; the number of experts means none.
         top_k_weights: ``(T, K)``.
@@ -146,16 +130,10 @@ def experts_forward(
             self, hidden_states, top_k_index, top_k_weights
         )
     first = "gate_up_proj" if self.has_gate else "up_proj"
-    w_in, w_out = getattr(self, first), self.down_proj
+    w_in, w_out, biases = getattr(self, first), self.down_proj, {}
     if self.is_transposed:
         w_in, w_out = w_in.mT, w_out.mT
-    return F.moe_mlp(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        w_in,
-        w_out,
-        b_in=getattr(self, f"{first}_bias") if self.has_bias else None,
-        b_out=self.down_proj_bias if self.has_bias else None,
-        **plan.options,
-    )
+    if self.has_bias:
+        biases = {"b_in": getattr(self, f"{first}_bias"), "b_out": self.down_proj_bias}
+    routed = (hidden_states, top_k_index, top_k_weights)
+    return F.moe_mlp(*routed, w_in, w_out, **biases, **plan.options)

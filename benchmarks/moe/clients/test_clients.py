@@ -37,9 +37,8 @@ class TestTransformers(TestCase):
     @families
     @parametrize("dtype", (torch.float64, torch.float32))
     def test_model(self, family, dtype):
-        tokens = torch.randint(
-            0, 96, (2, 24), generator=torch.Generator().manual_seed(0)
-        )
+        g = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, 96, (2, 24), generator=g)
         ours = build(family, dtype=dtype)
         ours.set_experts_implementation("moe_mlp")
         called = []
@@ -66,12 +65,8 @@ class TestTransformers(TestCase):
         x = torch.randn(40, config.hidden_size, generator=generator)
         num_experts, k = experts_of(model)[0].num_experts, config.num_experts_per_tok
         weights, index = torch.rand(40, num_experts, generator=generator).topk(k)
-        results = []
-        for name, cast in (
-            ("moe_mlp", dtype),
-            ("eager", dtype),
-            ("eager", torch.float64),
-        ):
+        results, exact = [], torch.float64
+        for name, cast in ((NAME, dtype), ("eager", dtype), ("eager", exact)):
             model = build(family, dtype=dtype).to(cast)
             model.set_experts_implementation(name)
             experts = experts_of(model)[0]
@@ -100,7 +95,7 @@ class TestTransformers(TestCase):
         folder = pathlib.Path(__file__).parent
         with tempfile.TemporaryDirectory() as empty:
             done = subprocess.run(
-                [sys.executable, str(folder / "run.py")],
+                [sys.executable, str(folder / "matrix.py")],
                 env={**os.environ, "MOE_CLIENTS": empty},
                 capture_output=True,
                 text=True,

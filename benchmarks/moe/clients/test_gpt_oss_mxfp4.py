@@ -23,48 +23,31 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 E, D, HIDDEN = 8, 128, 96
 CONFIG = {
-    "num_hidden_layers": 2,
-    "num_local_experts": E,
-    "num_experts_per_tok": 2,
-    "hidden_size": D,
-    "intermediate_size": HIDDEN,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 96,
-    "sliding_window": 16,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "num_hidden_layers": 2, "num_local_experts": E, "num_experts_per_tok": 2,
+    "hidden_size": D, "intermediate_size": HIDDEN, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96, "sliding_window": 16,
+    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
-}
+}  # fmt: skip
 
 
-def checkpoint(generator):
+def checkpoint(g):
     """The tensors of a file of openai/gpt-oss-20b by name, for the reduced config."""
     torch.manual_seed(0)
-    model = GptOssForCausalLM(GptOssConfig(**CONFIG)).bfloat16()
-    state = model.state_dict()
+    state = GptOssForCausalLM(GptOssConfig(**CONFIG)).bfloat16().state_dict()
     for layer in range(CONFIG["num_hidden_layers"]):
-        experts = f"model.layers.{layer}.mlp.experts."
-        for name, rows, depth in (
-            ("gate_up_proj", 2 * HIDDEN, D),
-            ("down_proj", D, HIDDEN),
-        ):
-            del state[experts + name]
-            shape = (E, rows, depth // 32)
-            blocks = torch.randint(
-                256, (*shape, 16), generator=generator, dtype=torch.uint8
+        for name, *sizes in (("gate_up_proj", 2 * HIDDEN, D), ("down_proj", D, HIDDEN)):
+            name = f"model.layers.{layer}.mlp.experts.{name}"
+            del state[name]
+            rows, depth = sizes
+            shape, options = (
+                (E, rows, depth // 32),
+                {"generator": g, "dtype": torch.uint8},
             )
-            scales = torch.randint(
-                121, 124, shape, generator=generator, dtype=torch.uint8
-            )
-            state[f"{experts}{name}_blocks"], state[f"{experts}{name}_scales"] = (
-                blocks,
-                scales,
-            )
-            bias = torch.randn(E, rows, generator=generator) * 0.1
-            state[f"{experts}{name}_bias"] = bias.bfloat16()
+            state[f"{name}_blocks"] = torch.randint(256, (*shape, 16), **options)
+            state[f"{name}_scales"] = torch.randint(121, 124, shape, **options)
+            bias = torch.randn(E, rows, generator=g) * 0.1
+            state[f"{name}_bias"] = bias.bfloat16()
     return state
 
 
@@ -74,9 +57,8 @@ def dequantised(state, dtype):
     for name, blocks in state.items():
         if name.endswith("_blocks"):
             scales = state[name.replace("_blocks", "_scales")]
-            full[name.removesuffix("_blocks")] = convert_moe_packed_tensors(
-                blocks, scales
-            )
+            weight = convert_moe_packed_tensors(blocks, scales)
+            full[name.removesuffix("_blocks")] = weight
     model = GptOssForCausalLM(GptOssConfig(**CONFIG)).to(dtype)
     model.load_state_dict({k: v.to(dtype) for k, v in full.items()})
     return model.eval()
@@ -85,9 +67,8 @@ def dequantised(state, dtype):
 def kept(state):
     with torch.device("meta"):
         model = GptOssForCausalLM(GptOssConfig(**CONFIG)).bfloat16()
-    rotary = GptOssForCausalLM(
-        GptOssConfig(**CONFIG)
-    ).model.rotary_emb  # not in a checkpoint
+    # It is not in a checkpoint.
+    rotary = GptOssForCausalLM(GptOssConfig(**CONFIG)).model.rotary_emb
     model.model.rotary_emb = rotary
     keep_blocks(model)
     model.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)

@@ -40,9 +40,7 @@ def _llama4(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     return self.shared_expert(x) + routed.view(*ids.shape, -1).sum(1), logits
 
 
-def _dbrx(
-    self: nn.Module, hidden_states: Tensor, ids: Tensor, weights: Tensor
-) -> Tensor:
+def _dbrx(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Gate and up are two parameters, and all three lie as (E*F, D)."""
     x = hidden_states.reshape(-1, self.hidden_size)
     sizes = (self.num_experts, self.ffn_hidden_size, self.hidden_size)
@@ -63,32 +61,24 @@ def _jetmoe(self: nn.Module, layer_input: Tensor) -> Tensor:
     return y.view_as(layer_input) + self.bias
 
 
-def _longcat(
-    self: nn.Module, hidden_states: Tensor, ids: Tensor, weights: Tensor
-) -> Tensor:
+def _longcat(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Ids above the routed experts are identity experts."""
     E = self.num_routed_experts
     identity = (weights * (ids >= E)).sum(-1, keepdim=True) * hidden_states
-    w_in, ids = self.gate_up_proj[:E], ids.clamp(max=E)  # E means no expert
+    ids = ids.clamp(max=E)  # E means no expert
+    weights = (weights, self.gate_up_proj[:E], self.down_proj)
     activation = activation_of(self.act_fn)
-    y = F.moe_mlp(
-        hidden_states, ids, weights, w_in, self.down_proj, activation=activation
-    )
+    y = F.moe_mlp(hidden_states, ids, *weights, activation=activation)
     return y + identity.to(y.dtype)
 
 
-def _step(
-    self: nn.Module, hidden_states: Tensor, ids: Tensor, weights: Tensor
-) -> Tensor:
-    w_in, activation = self.gate_up_proj, activation_of(self.act_fn)
-    return F.moe_mlp(
-        hidden_states, ids, weights, w_in, self.down_proj, activation=activation
-    )
+def _step(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    weights = (weights, self.gate_up_proj, self.down_proj)
+    activation = activation_of(self.act_fn)
+    return F.moe_mlp(hidden_states, ids, *weights, activation=activation)
 
 
-def _unknown(
-    act_fn: Callable[[nn.Module], object],
-) -> Callable[[nn.Module], str | None]:
+def _unknown(act_fn: Callable[[nn.Module], object]) -> Callable:
     def reason(module: nn.Module) -> str | None:
         found = act_fn(module)
         if activation_of(found) is None:
@@ -135,22 +125,15 @@ def _open_interface(model_class: type) -> None:
     found = [c for n, c in vars(module).items() if n in ADAPTERS] if module else []
     for experts_class in found:
         _adapt(experts_class)
-    if found:
-        for candidate in vars(module).values():
-            if isinstance(candidate, type) and hasattr(
-                candidate, "_can_set_experts_implementation"
-            ):
-                candidate._can_set_experts_implementation_cached_value = True
+    for candidate in vars(module).values() if found else ():
+        if hasattr(candidate, "_can_set_experts_implementation"):
+            candidate._can_set_experts_implementation_cached_value = True
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
     """Modules of a model whose forward the choice decides, first layer first."""
-    return [
-        module
-        for module in model.modules()
-        if hasattr(module, "_is_expert_parallel")
-        or hasattr(module, "_moe_mlp_original")
-    ]
+    chosen = ("_is_expert_parallel", "_moe_mlp_original")
+    return [m for m in model.modules() if any(hasattr(m, name) for name in chosen)]
 
 
 def fused_experts(model: nn.Module) -> list[nn.Module]:

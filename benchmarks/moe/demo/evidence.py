@@ -1,7 +1,6 @@
 """What can be said about one MoE block inside a trained model: operands, saved bytes, error."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import check
@@ -17,16 +16,11 @@ from measure import saved_bytes
 
 @dataclasses.dataclass(frozen=True)
 class BlockSample:
-    """What one MoE layer of a model computed with, and the gradient that came back.
-
-    Attributes:
-        logits: (T, E) float32 router logits; require grad.
-        operands: of the experts, without ids and router weights; they require grad.
-    """
+    """What one MoE layer of a model computed with, and the gradient that came back."""
 
     shape: Shape
-    logits: Tensor
-    operands: Operands
+    logits: Tensor  # (T, E) float32
+    operands: Operands  # of the experts, without ids and router weights
 
     def leaves(self) -> tuple[Tensor, ...]:
         o = self.operands
@@ -38,9 +32,8 @@ class BlockSample:
 
     def forward_backward(self, block: MoEBlock) -> tuple[Tensor, ...]:
         """Gradients of x, logits, w_in and w_out."""
-        return torch.autograd.grad(
-            self.forward(block), self.leaves(), self.operands.grad
-        )
+        y = self.forward(block)
+        return torch.autograd.grad(y, self.leaves(), self.operands.grad)
 
     def accumulate_grads(self, block: MoEBlock) -> None:
         """The same gradients, added to ``.grad`` of the operands."""
@@ -49,9 +42,8 @@ class BlockSample:
     def routed(self, block: MoEBlock) -> Operands:
         """With the ids and weights that the block's router gives."""
         ids, weights = block.route(self.logits.detach(), self.shape.K)
-        return dataclasses.replace(
-            self.operands, ids=ids, weights=weights.detach().requires_grad_()
-        )
+        weights = weights.detach().requires_grad_()
+        return dataclasses.replace(self.operands, ids=ids, weights=weights)
 
 
 def capture(model: LanguageModel, window: Tensor) -> list[BlockSample]:
@@ -60,14 +52,11 @@ def capture(model: LanguageModel, window: Tensor) -> list[BlockSample]:
     inputs: dict[MoE, Tensor] = {}
     grads: dict[MoE, Tensor] = {}
 
-    def keep_input(module: MoE, args: tuple[Tensor]) -> None:
+    def keep(module: MoE, args: tuple[Tensor], output: Tensor) -> None:
         inputs[module] = args[0].detach().flatten(0, -2)
+        output.register_hook(lambda g: grads.update({module: g.flatten(0, -2)}))
 
-    def keep_grad(module: MoE, grad_input: object, grad_output: tuple[Tensor]) -> None:
-        grads[module] = grad_output[0].flatten(0, -2)
-
-    handles = [layer.register_forward_pre_hook(keep_input) for layer in layers]
-    handles += [layer.register_full_backward_hook(keep_grad) for layer in layers]
+    handles = [layer.register_forward_hook(keep) for layer in layers]
     model.loss(window).backward()
     for handle in handles:
         handle.remove()
@@ -93,35 +82,27 @@ def capture(model: LanguageModel, window: Tensor) -> list[BlockSample]:
 class SavedBytes(NamedTuple):
     """Invariant: operand_bytes <= measured <= operand_bytes + allowance.
 
-    Attributes:
-        measured: bytes saved for backward, parameters not counted.
-        operand_bytes: itemsize * (T*D + g*R*F), the input and the pre-activation.
-        allowance: at most 24 bytes per slot and 8 per expert for weights and metadata.
+    Parameters are not counted.
     """
 
     measured: int
-    operand_bytes: int
-    allowance: int
+    operand_bytes: int  # itemsize * (T*D + g*R*F), the input and the pre-activation
+    allowance: int  # 24 bytes per slot and 8 per expert for weights and metadata
 
     def holds(self) -> bool:
         return 0 <= self.measured - self.operand_bytes <= self.allowance
 
 
 def saved_by_experts(
-    sample: BlockSample, block: MoEBlock, wrap: Callable = lambda function: function
+    sample: BlockSample, block: MoEBlock, *, compiled: bool = False
 ) -> SavedBytes:
-    """Saved bytes of ``block.experts`` for given indices and weights.
-
-    Args:
-        wrap: applied to the function first, such as ``torch.compile``.
-    """
-    o, shape, experts = sample.routed(block), sample.shape, wrap(block.experts)
+    """Saved bytes of ``block.experts`` for given indices and weights."""
+    o, shape = sample.routed(block), sample.shape
+    experts = torch.compile(block.experts) if compiled else block.experts
     slots = shape.T * shape.K
-    return SavedBytes(
-        measured=saved_bytes(lambda: experts(*o.layer_args()), (o.w_in, o.w_out)),
-        operand_bytes=o.x.itemsize * (shape.T * shape.D + slots * 2 * shape.F),
-        allowance=24 * slots + 8 * shape.E,
-    )
+    measured = saved_bytes(lambda: experts(*o.layer_args()), (o.w_in, o.w_out))
+    operand_bytes = o.x.itemsize * (shape.T * shape.D + slots * 2 * shape.F)
+    return SavedBytes(measured, operand_bytes, 24 * slots + 8 * shape.E)
 
 
 def float64_errors(sample: BlockSample, block: MoEBlock) -> dict[str, check.Error]:

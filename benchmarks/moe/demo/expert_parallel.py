@@ -60,18 +60,8 @@ class DemoAdapter(ExpertParallel.Adapter):
     def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
         return {"w_in": 1, "w_out": 2}
 
-    def run(
-        self,
-        module: nn.Module,
-        original: Callable[..., Tensor],
-        exchange: Callable[..., Tensor],
-        x_TD: Tensor,
-        indices_TK: Tensor,
-        weights_TK: Tensor,
-    ) -> Tensor:
-        def experts(
-            rows: Tensor, ids: Tensor, weights: Tensor, num_rows: int | None = None
-        ) -> Tensor:
+    def run(self, module, original, exchange, x_TD, indices_TK, weights_TK) -> Tensor:
+        def experts(rows, ids, weights, num_rows: int | None = None) -> Tensor:
             # The experts of this rank. A received row may have K slots here, or one:
             # num_rows is how many there are.
             local = (p.to(module.dtype) for p in (module.w_in, module.w_out))
@@ -81,24 +71,18 @@ class DemoAdapter(ExpertParallel.Adapter):
         return exchange(x_TD, indices_TK, weights_TK, experts)
 
 
-def make_mesh(num_hosts: int) -> DeviceMesh:
-    """(ranks,) "ep" on one host or one rank per host, else (hosts, ranks per host)."""
-    ranks = dist.get_world_size()
-    if ranks % num_hosts:
-        raise ValueError(f"{ranks} ranks do not divide over {num_hosts} hosts")
-    if num_hosts in (1, ranks):
-        return init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    shape = (num_hosts, ranks // num_hosts)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
-
-
 def make_switch(
-    mesh: DeviceMesh, num_experts: int, combine: Literal["reduce", "exact"]
-) -> TokenSwitchAllToAll:
-    """Flat all-to-all on a 1-D mesh; node, then local on a 2-D one."""
-    if mesh.ndim == 1:
-        return TokenSwitchAllToAll(mesh.get_group(), num_experts, combine=combine)
-    return TokenSwitchHierarchical(mesh, num_experts, combine=combine)
+    num_hosts: int, num_experts: int, combine: Literal["reduce", "exact"]
+) -> tuple[DeviceMesh, TokenSwitchAllToAll]:
+    """Flat all-to-all on (ranks,) on one host or with one rank per host, else on (hosts, ranks)."""
+    ranks = dist.get_world_size()
+    if num_hosts in (1, ranks):
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+        group = mesh.get_group()
+        return mesh, TokenSwitchAllToAll(group, num_experts, combine=combine)
+    shape = (num_hosts, ranks // num_hosts)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
+    return mesh, TokenSwitchHierarchical(mesh, num_experts, combine=combine)
 
 
 def shard(
@@ -135,9 +119,7 @@ class WireCounter:
             metadata: expert ids, router weights and their gradients, sizes.
     """
 
-    def __init__(
-        self, switch: TokenSwitchAllToAll, mesh: DeviceMesh, config: ModelConfig
-    ):
+    def __init__(self, switch, mesh: DeviceMesh, config: ModelConfig):
         self.switch, self.mesh, self.config = switch, mesh, config
         self.steps = 0
         self.levels: dict[str, Counter[str]] = {}
@@ -188,9 +170,9 @@ class Setup(NamedTuple):
     """
 
     steps: int
-    batch: int = 4
-    seed: int = 0
-    evaluation_batches: int = 8
+    batch: int
+    seed: int
+    evaluation_batches: int
     hosts: int = 1
     combine: Literal["reduce", "exact"] = "reduce"
 
@@ -199,24 +181,19 @@ def train_rank(setup: Setup) -> dict[str, object]:
     """Train and return what was seen: the same on every rank, but for the times."""
     config = ModelConfig()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if setup.batch % ranks:
-        raise ValueError(f"batch {setup.batch} must be a multiple of {ranks} ranks")
     corpus = text.read_corpus()
     shape, seed = (setup.batch, config.sequence), setup.seed
     batches = text.sample_batches(corpus.train, setup.steps, *shape, seed)
     held_out = text.sample_batches(
         corpus.held_out, setup.evaluation_batches, *shape, seed
     )
-    mesh = make_mesh(setup.hosts)
-    switch = make_switch(mesh, config.experts, setup.combine)
+    mesh, switch = make_switch(setup.hosts, config.experts, setup.combine)
     wire = WireCounter(switch, mesh, config)
     torch.manual_seed(seed)
     model = LanguageModel(config, peers.fused())
     # All layers share the switch: it keeps nothing of a batch.
-    style = ExpertParallel(
-        token_switch=lambda mesh, num_experts: switch,
-        adapter=DemoAdapter(wire.on_route),
-    )
+    adapter = DemoAdapter(wire.on_route)
+    style = ExpertParallel(token_switch=lambda mesh, n: switch, adapter=adapter)
     run = make_run("expert-parallel", model, shard(model, mesh, style))
     steps = setup.steps if rank == 0 else 0
     with report.progress(f"Training on {ranks} ranks", steps) as advance:
@@ -240,15 +217,8 @@ def train_rank(setup: Setup) -> dict[str, object]:
     }
 
 
-def train(
-    fused_losses: list[float],
-    *,
-    seed: int,
-    batch: int,
-    tokens_per_step: int,
-    evaluation_batches: int,
-) -> dict[str, object]:
-    """Train the demo's model on RANKS ranks, one thread each, as long as the fused run was.
+def train(fused_losses: list[float], setup: Setup) -> dict[str, object]:
+    """Train the demo's model on RANKS ranks, one thread each.
 
     Args:
         fused_losses: of the single-process run that this one must agree with.
@@ -256,9 +226,9 @@ def train(
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank failed; the others were ended.
     """
-    setup = Setup(len(fused_losses), batch, seed, evaluation_batches)
     row = on_gloo_ranks(RANKS, train_rank, setup)[0]
     pairs = zip(row["losses"], fused_losses, strict=True)
     row["differences"] = [abs(a - b) for a, b in pairs]
-    rates = [tokens_per_step / s for s in row.pop("seconds")]
+    tokens = setup.batch * ModelConfig().sequence
+    rates = [tokens / s for s in row.pop("seconds")]
     return row | {"tokens_per_second": spread(rates)}

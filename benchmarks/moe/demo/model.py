@@ -45,9 +45,7 @@ class MoE(nn.Module):
         y_TD = self.run_experts(x_TD.to(self.dtype), *routed)
         return y_TD.to(x.dtype).view_as(x)
 
-    def run_experts(
-        self, x_TD: Tensor, indices_TK: Tensor, weights_TK: Tensor
-    ) -> Tensor:
+    def run_experts(self, x_TD, indices_TK, weights_TK) -> Tensor:
         experts = (p.to(self.dtype) for p in (self.w_in, self.w_out))
         return self.block.experts(x_TD, indices_TK, weights_TK, *experts)
 
@@ -61,9 +59,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # (B, S, 3*D) -> three of (B, heads, S, D/heads)
-        q, k, v = (
-            self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        )
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.transpose(1, 3).unbind(2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 

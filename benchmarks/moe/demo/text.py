@@ -20,19 +20,12 @@ HELD_OUT_EVERY = 10  # every tenth file is never trained on
 
 
 class Corpus(NamedTuple):
-    """Bytes of the text as uint8 tensors, and where they came from.
-
-    Attributes:
-        train: (N,) text to train on.
-        held_out: (M,) text of other files.
-        num_files: how many files both parts hold.
-        sha256: of both parts.
-    """
+    """Bytes of the text as uint8 tensors, and where they came from."""
 
     train: Tensor
-    held_out: Tensor
+    held_out: Tensor  # of other files
     num_files: int
-    sha256: str
+    sha256: str  # of both parts
 
 
 def read_corpus() -> Corpus:
@@ -51,12 +44,10 @@ def read_corpus() -> Corpus:
     texts = [path.read_bytes() for path in paths]
     held_out = b"".join(texts[::HELD_OUT_EVERY])
     train = b"".join(t for i, t in enumerate(texts) if i % HELD_OUT_EVERY)
-    return Corpus(
-        train=torch.frombuffer(bytearray(train), dtype=torch.uint8),
-        held_out=torch.frombuffer(bytearray(held_out), dtype=torch.uint8),
-        num_files=len(paths),
-        sha256=hashlib.sha256(train + held_out).hexdigest(),
+    parts = (
+        torch.frombuffer(bytearray(t), dtype=torch.uint8) for t in (train, held_out)
     )
+    return Corpus(*parts, len(paths), hashlib.sha256(train + held_out).hexdigest())
 
 
 def sample_batches(
@@ -66,10 +57,9 @@ def sample_batches(
 
     A window's first ``sequence`` bytes are the input, its last ``sequence`` bytes the targets.
     """
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(
-        len(text) - sequence, (num_batches, batch, 1), generator=generator
-    )
+    g = torch.Generator().manual_seed(seed)
+    places = len(text) - sequence
+    starts = torch.randint(places, (num_batches, batch, 1), generator=g)
     return text[starts + torch.arange(sequence + 1)].long()
 
 

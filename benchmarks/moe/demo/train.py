@@ -49,22 +49,11 @@ class Run:
         return torch.stack(losses).mean().item()
 
 
-def make_run(
-    name: str, model: LanguageModel, groups: list[list[torch.nn.Parameter]]
-) -> Run:
-    """A run whose optimizer updates the parameters of ``groups``.
-
-    Args:
-        groups: parameters that one fused update can take together: all of a model, but for
-            DTensors on different meshes.
-    """
-    optimizer = torch.optim.AdamW(
-        [{"params": group} for group in groups],
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        fused=True,
-    )
-    return Run(name, model, optimizer)
+def make_run(name: str, model: LanguageModel, groups: list[list]) -> Run:
+    """Groups are parameters that one fused update can take: no DTensors on different meshes."""
+    params = [{"params": group} for group in groups]
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+    return Run(name, model, torch.optim.AdamW(params, **options))
 
 
 def make_runs(blocks: dict[str, MoEBlock], config: ModelConfig, seed: int) -> list[Run]:

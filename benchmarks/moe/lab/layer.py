@@ -69,7 +69,6 @@ class _Experts(torch.autograd.Function):
         return output
 
     @staticmethod
-    # pyrefly: ignore[bad-override]
     def backward(ctx, grad_output):
         *operands, preact = ctx.saved_tensors
         need_x, _, need_weights, need_in, need_out = ctx.needs_input_grad[2:]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import torchgen.gen as gen
 from tools.autograd import (
@@ -211,10 +212,7 @@ class Emitter:
     def _generate(self, arguments: dict, views: list) -> None:
         install = Path(arguments["cpu_fm"].install_dir)
         # gen_source_files also writes C shims; those have their own step.
-        write_shims = gen.gen_aoti_c_shim_files
-        # pyrefly: ignore [bad-assignment]
-        gen.gen_aoti_c_shim_files = lambda **kwargs: None
-        try:
+        with mock.patch.object(gen, "gen_aoti_c_shim_files"):
             gen.gen_source_files(
                 **arguments,
                 view_groups=views,
@@ -226,8 +224,6 @@ class Emitter:
                 aoti_backends=_AOTI_BACKENDS,
                 extend_aoti_c_shim=False,
             )
-        finally:
-            gen.gen_aoti_c_shim_files = write_shims
         headers = {**arguments, "backend_indices": self.diff.parsed.backend_indices}
         gen.gen_headers(
             **headers,

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TYPE_CHECKING
+from typing import Any, cast, TYPE_CHECKING
 
 import sympy
 
@@ -155,7 +155,7 @@ def _plan(
     chooser = TileChooser()
     plan = dataclasses.replace(
         plan_of(device.index or 0),
-        autotuner=chooser,  # pyrefly: ignore[bad-argument-type]
+        autotuner=cast("Any", chooser),  # with the method of Autotuner that is called
         kernel=wrap_triton,
         hint=_hint,
         is_addressable=_is_addressable,

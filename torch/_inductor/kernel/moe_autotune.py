@@ -169,11 +169,12 @@ def _tune_problem(
         chooser.chosen[problem] = tiles[tile]
         return call(*tensors)
 
+    nodes: list[Any] = list(present)
     label = f"{name}_{'_'.join(map(str, problem))}"
     choices = SubgraphTemplate(name=label).generate_custom_op_choices(
         name=label,
         decompositions=[moe] * len(tiles),
-        input_nodes=list(present),  # pyrefly: ignore[bad-argument-type]
+        input_nodes=nodes,
         non_tensor_args=[{"tile": tile} for tile in tiles],
         input_gen_fns=generators,
     )
@@ -181,7 +182,7 @@ def _tune_problem(
     _, winner = autotune_select_algorithm(
         label,
         choices,
-        list(present),
+        nodes,
         choices[0].layout,
         input_gen_fns=generators,
     )

@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ class _Products:
         return self.quantized(elements, False) if self.apart == 3 else 0.0
 
 
-def _forward(g: _Products, rows: float, tokens: float, d: int, f: int) -> float:
+def _forward(g: _Products, rows: float, tokens: float, d: int, f: float) -> float:
     p, apart = g.p, g.apart
     t = stream(p, 4 * rows * d) if apart > 1 else 0.0  # gather
     t += g.quantized(rows * d) + g.weights(g.hit * 2 * f * d)
@@ -454,7 +454,7 @@ def _forward(g: _Products, rows: float, tokens: float, d: int, f: int) -> float:
     return t
 
 
-def _backward(g: _Products, rows: float, tokens: float, d: int, f: int) -> float:
+def _backward(g: _Products, rows: float, tokens: float, d: int, f: float) -> float:
     p, apart = g.p, g.apart
     t = stream(p, 6 * rows * d) if apart > 1 else 0.0  # rows of dO, scaled; d(weights)
     t += g.quantized(rows * d) + g.weights(g.hit * f * d)
@@ -503,9 +503,7 @@ def experts(
         raise ValueError(f"experts: pass_ must be fwd, bwd or fwd+bwd, got {pass_!r}")
     tokens = tokens or rows
     g = _Products(p, rows, local, kernel, dtype)
-    # pyrefly: ignore[bad-argument-type]
     t = _forward(g, rows, tokens, d, f) if "fwd" in pass_ else 0.0
-    # pyrefly: ignore[bad-argument-type]
     return t + (_backward(g, rows, tokens, d, f) if "bwd" in pass_ else 0.0)
 
 
@@ -636,7 +634,7 @@ class Chunks(NamedTuple):
 
     seconds: float
     num_chunks: int
-    shared: str
+    shared: Literal["dispatch", "combine"]
 
 
 def choose_chunks(
@@ -662,9 +660,10 @@ def choose_chunks(
     def best(n: int) -> Chunks:
         dispatch, experts, combine = ((part,) * n for part in parts(n))
         whole = PartSeconds(dispatch, experts, combine, shared)
+        sides: tuple[Literal["dispatch", "combine"], ...] = ("dispatch", "combine")
         both = (
             Chunks(simulated_seconds(OverlapSchedule(n, beside), whole), n, beside)
-            for beside in ("dispatch", "combine")
+            for beside in sides
         )
         return min(both, key=lambda choice: choice.seconds)
 

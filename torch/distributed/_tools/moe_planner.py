@@ -348,7 +348,6 @@ def overlap_schedule(
     from torch.distributed._moe.schedule import OverlapSchedule
 
     best = cost.layer_chunks(p, tokens, d, f, num_experts, k, ep, **kw)[0]
-    # pyrefly: ignore[bad-argument-type]
     return OverlapSchedule(best.num_chunks, best.shared)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 
 if TYPE_CHECKING:
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["select_recipe"]
 
+_nn: Any = torch.nn  # whose stubs lack what this stack adds
 # Recipes of the formats that the performance model knows.
 _OF_FORMAT = {"fp8": "fp8_blockwise", "mxfp8": "mxfp8"}
 
@@ -137,7 +137,7 @@ def _layer_of(config: Any, tokens: int, ep: int) -> tuple[_Layer, bool]:
 
     _positive("tokens", tokens)
     _positive("ep", ep)
-    if isinstance(config, torch.nn.MoE):  # pyrefly: ignore[missing-attribute]
+    if isinstance(config, _nn.MoE):
         experts, d, f = config.w_out.shape
         k, gated = config.top_k, config.w_in.shape[1] != f or config.w_up is not None
     else:
@@ -244,11 +244,11 @@ def _measured(
     ids = torch.rand(T, E, generator=gen).topk(K, 1).indices.to(device)
     weights = torch.full((T, K), 1 / K, device=device, requires_grad=training)
     leaves = (x, weights, w_in, w_out)
-    recipes = (None, *F._MOE_RECIPES)  # pyrefly: ignore[missing-attribute]
+    recipes = (None, *_nn.functional._MOE_RECIPES)
 
     def forward(recipe: str | None) -> torch.Tensor:
         with torch.set_grad_enabled(training):
-            return F.moe_mlp(  # pyrefly: ignore[missing-attribute]
+            return _nn.functional.moe_mlp(
                 x, ids, weights, w_in, w_out,
                 activation="swiglu" if gated else "silu", recipe=recipe,
             )  # fmt: skip

@@ -70,20 +70,12 @@ def recorded() -> dict[str, types.ModuleType]:
         return lambda factory: factory
 
     def derive(config, target):
-        return target(
-            inner_experts=config.inner_experts, token_dispatcher=config.token_dispatcher
-        )
+        experts, dispatcher = config.inner_experts, config.token_dispatcher
+        return target(inner_experts=experts, token_dispatcher=dispatcher)
 
-    modules = {
-        name: types.ModuleType(name)
-        for name in (
-            "torchtitan",
-            "torchtitan.config",
-            "torchtitan.models",
-            "torchtitan.models.common",
-            "torchtitan.models.common.moe",
-        )
-    }
+    parts = ("", ".config", ".models", ".models.common", ".models.common.moe")
+    names = [f"torchtitan{part}" for part in parts]
+    modules = {name: types.ModuleType(name) for name in names}
     modules["torchtitan.config"].__dict__.update(derive=derive, override=override)
     moe = modules["torchtitan.models.common.moe"]
     moe.__dict__.update(GroupedExperts=GroupedExperts, RoutedExperts=RoutedExperts)

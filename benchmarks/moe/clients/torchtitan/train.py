@@ -1,7 +1,7 @@
 """Train torchtitan's own debug models with its own experts and with ours, in turns, and compare.
 
     PYTHONPATH=TORCHTITAN:ITS_PACKAGES python3 tools/stage.py python \
-        benchmarks/moe/clients/torchtitan/train.py [--ranks 1 2 4] [--steps 8] [--out FILE.json]
+        benchmarks/moe/clients/torchtitan/train.py [--ranks 1 2 4] [--models deepseek_v3 qwen3] [--steps 8] [--tokens 512] [--out FILE.json]
 
 torchtitan is a checkout beside this repository (reviewed and run at b5bcd76) with its packages
 (spmd_types, tyro, grain, datasets, ...); nothing of it lies here. Model, parallelisation and
@@ -12,10 +12,12 @@ machine move least; waiting is not in them.
 """
 
 import argparse
+import importlib
 import os
 import pathlib
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -24,10 +26,10 @@ import torch.distributed as dist
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from report import make_parser, show
+from report import parse, show
 
 from demo.text import read_corpus, sample_batches
-from measure import on_gloo_ranks, paired_ratio, provenance, spread, write_json
+from measure import on_gloo_ranks, paired_ratio, save, spread
 
 
 MODELS = {"deepseek_v3": "debugmodel", "qwen3": "debugmodel_moe"}
@@ -35,16 +37,8 @@ OURS = "fused_experts.fused_routed_experts"  # the one line that a user adds
 LEARNING_RATE = 0.1
 
 
-def on_cpu() -> None:
-    """torchtitan asks torch for the machine's accelerator when it is imported."""
-    torch._utils._get_available_device_type = lambda: "cpu"
-
-
 def build(family: str, ranks: int, fused: bool, tokens: int) -> torch.nn.Module:
     """torchtitan's model as its Trainer builds it, with or without the override."""
-    import importlib
-    from types import SimpleNamespace
-
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.config.override import apply_overrides, OverrideConfig
     from torchtitan.distributed import ParallelDims, utils as dist_utils
@@ -73,14 +67,9 @@ def build(family: str, ranks: int, fused: bool, tokens: int) -> torch.nn.Module:
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=training,
-        parallelism=parallelism,
-        compile_config=CompileConfig(),
-        ac_config=None,
-        dump_folder="",
-    )
+        model, parallel_dims=dims, training=training, parallelism=parallelism,
+        compile_config=CompileConfig(), ac_config=None, dump_folder="",
+    )  # fmt: skip
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -88,16 +77,10 @@ def build(family: str, ranks: int, fused: bool, tokens: int) -> torch.nn.Module:
     return model.train()
 
 
-def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """So that both start alike, whatever order a random generator was asked in."""
-    with torch.no_grad():
-        for a, b in zip(source.parameters(), target.parameters(), strict=True):
-            b.copy_(a)
-
-
 def train_rank(args: argparse.Namespace) -> dict[str, dict]:
     """What this rank saw of all models."""
-    on_cpu()
+    # torchtitan asks torch for the machine's accelerator when it is imported.
+    torch._utils._get_available_device_type = lambda: "cpu"
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     return {family: train(family, rank, ranks, args) for family in args.models}
@@ -105,7 +88,9 @@ def train_rank(args: argparse.Namespace) -> dict[str, dict]:
 
 def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
     own, fused = (build(family, ranks, f, args.tokens) for f in (False, True))
-    copy_weights(own, fused)
+    with torch.no_grad():
+        for a, b in zip(own.parameters(), fused.parameters(), strict=True):
+            b.copy_(a)
     runs = {"torchtitan": own, "fused": fused}
     optimizers = {
         # AdamW would divide the first gradients by their size: rounding decides those near zero.
@@ -114,8 +99,7 @@ def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
         for name, model in runs.items()
     }
     windows = sample_batches(read_corpus().train, args.steps, ranks, args.tokens, 0)
-    losses: dict[str, list[float]] = {name: [] for name in runs}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    losses, seconds = ({name: [] for name in runs} for _ in range(2))
     for step, window in enumerate(windows):
         mine = window[rank]
         order = list(runs) if step % 2 else list(runs)[::-1]
@@ -135,14 +119,8 @@ def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    add("--steps", type=int, default=8)
-    add("--tokens", type=int, default=512, help="of every rank")
-    add("--out", type=pathlib.Path, help="also write the rows as JSON")
-    args = parser.parse_args()
+    options = {"ranks": [1, 2, 4], "models": list(MODELS), "steps": 8, "tokens": 512}
+    args = parse(__doc__, **options)
     rows = []
     for ranks in args.ranks:
         seen = on_gloo_ranks(ranks, train_rank, args)[0]
@@ -161,9 +139,7 @@ def main() -> None:
                     "ratio": paired_ratio(warm["torchtitan"], warm["fused"]),
                 }
             )
-        if args.out:
-            head = {**provenance(), "torchtitan": "b5bcd76", "lines_changed": 1}
-            write_json({**head, "rows": rows}, args.out)
+        save(args.out, torchtitan="b5bcd76", lines_changed=1, rows=rows)
     columns = ["model", "ranks", "largest_loss_difference", "ratio"]
     columns += [f"seconds_per_step.{name}" for name in ("torchtitan", "fused")]
     show("torchtitan's own experts over ours", rows, columns)

@@ -213,15 +213,14 @@ def _call_reason(
 
 def mlp_reason(input: Tensor, *tensors, **options) -> str | None:
     """Why Triton cannot run ``_moe_mlp_scaled`` on these arguments, or None."""
-    # pyrefly: ignore[bad-argument-count]
-    return _call_reason(input, *tensors[:9], tensors[9:], **options)
+    return _call_reason(input, *tensors[:9], lists=tensors[9:], **options)
 
 
 def mlp_backward_reason(grad_out: Tensor, *tensors, **options) -> str | None:
     """Why Triton cannot run ``_moe_mlp_scaled_backward`` on these arguments, or None."""
     operands, lists, saved = tensors[:9], tensors[9:13], tensors[13:17]
-    # pyrefly: ignore[bad-argument-count]
-    reason = _call_reason(grad_out, *operands, lists, **options, is_backward=True)
+    options |= {"lists": lists, "is_backward": True}
+    reason = _call_reason(grad_out, *operands, **options)
     if reason is not None:
         return reason
     input_data, input_scale, preact, preact_scale = saved

@@ -530,7 +530,9 @@ class ExpertParallel(ParallelStyle):
                         module, name, self.sequence_parallel_mesh, [Replicate()]
                     )
                     region.grad_placements[name] = (Partial(),)
-        module._expert_parallel = region  # pyrefly: ignore[bad-argument-type]
+        module.__dict__["_expert_parallel"] = (
+            region  # an attribute, typed as none of a module
+        )
         module.forward = types.MethodType(_parallel_forward, module)
         if adapter.method != "forward":
             setattr(module, adapter.method, types.MethodType(_parallel_method, module))

@@ -213,6 +213,5 @@ def moe_mlp_backward(
         grads[2] = torch.empty_like(w_out)
         plan.gemms.weight_grad(grad_out, tokens, hidden, cu, grads[2])
     if wanted[3]:
-        # pyrefly: ignore[bad-argument-type]
         grads[3] = triton_launch._scale_grad(segments.rows, partials, topk_weights)
     return tuple(grads)

@@ -11,7 +11,7 @@ releases of torch that lack torch._native.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -139,6 +139,7 @@ def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 # tf32 is what Triton would pick for float32, and is no float32 result; gfx950 has none.
+_Result = TypeVar("_Result")
 _PRECISION = "ieee"
 
 
@@ -189,9 +190,9 @@ def _run(
     num_columns: int,
     num_inner: int,
     traits: tuple[object, ...],
-    launch: Callable[[TileConfig], object],
+    launch: Callable[[TileConfig], _Result],
     clamped: bool = False,
-) -> object:
+) -> _Result:
     """Calls ``launch`` with the configuration of ``kernel`` for this problem.
 
     Args:
@@ -522,9 +523,7 @@ def _act_backward(
         plan, "act_backward", rows, num_hidden, dim, traits, launch, act.clamped
     )
     if need_scale and b_out is not None:
-        # pyrefly: ignore[bad-index]
         _bias_dot(rows, grad_out, b_out, partials[-1])
-    # pyrefly: ignore[bad-return]
     return grad_preact, scaled_hidden, partials
 
 
@@ -548,8 +547,9 @@ def _bias_dot(rows: _Rows, grad_out: Tensor, b_out: Tensor, partial: Tensor) -> 
     )
 
 
-def _scale_grad(rows: _Rows, partials: Tensor, topk_weights: Tensor) -> Tensor:
+def _scale_grad(rows: _Rows, partials: Tensor, topk_weights: Tensor | None) -> Tensor:
     """d(topk_weights) (T, K) from the dS partials (P, R)."""
+    assert topk_weights is not None
     grad = torch.empty_like(topk_weights, memory_format=torch.contiguous_format)
     block = 256
     rows.plan.kernel(scale_grad_kernel)[(triton.cdiv(grad.numel(), block),)](
@@ -647,12 +647,13 @@ def _weight_grad(
 def _bias_grad(
     rows: _Rows,
     source: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     *,
     scale: Tensor | None = None,
     gather: bool = False,
 ) -> Tensor:
     """(E, N) contiguous: per expert, the sum of scale * source over its rows."""
+    assert bias is not None
     grad = torch.empty_like(bias, memory_format=torch.contiguous_format)
     num_experts, num_columns = grad.shape
     block_n = 128
@@ -751,48 +752,39 @@ def moe_mlp_backward(
     )
     x, grad_out = _row_major(input), _row_major(grad_out)
     scale = _slot_weights(topk_weights)
-    if any((want_x, want_w_in, want_w_out, want_scale, want_b_in, want_w_up)):
-        grad_preact, scaled_hidden, partials = _act_backward(
-            plan,
-            rows,
-            grad_out,
-            w_out,
-            b_out,
-            preact.contiguous(),
-            scale,
-            act,
-            need_hidden=want_w_out,
-            need_scale=want_scale,
-        )
+    if not any((want_x, want_w_in, want_w_out, want_scale, want_b_in, want_w_up)):
+        if want_b_out:
+            grads[5] = _bias_grad(rows, grad_out, b_out, scale=scale, gather=True)
+        return tuple(grads)
+    grad_preact, scaled_hidden, partials = _act_backward(
+        plan,
+        rows,
+        grad_out,
+        w_out,
+        b_out,
+        preact.contiguous(),
+        scale,
+        act,
+        need_hidden=want_w_out,
+        need_scale=want_scale,
+    )
     if want_x:
-        # pyrefly: ignore[unbound-name]
         routed = _input_grad(plan, rows, grad_preact, w_in, w_up)
         grads[0] = _finish_rows(plan, rows, routed, num_tokens, combine)
     if want_w_in:
-        # pyrefly: ignore[unbound-name]
         grad_gate = grad_preact[:, : w_in.shape[1]]
         grads[1] = _weight_grad(plan, rows, grad_gate, x, w_in, gather_q=True)
     if want_w_out:
         grads[2] = _weight_grad(
-            plan,
-            rows,
-            grad_out,
-            scaled_hidden,  # pyrefly: ignore[unbound-name]
-            w_out,
-            gather_p=True,
+            plan, rows, grad_out, scaled_hidden, w_out, gather_p=True
         )
     if want_scale:
-        # pyrefly: ignore[unbound-name, bad-argument-type]
         grads[3] = _scale_grad(rows, partials, topk_weights)
     if want_b_in:
-        # pyrefly: ignore[bad-argument-type]
         grads[4] = _bias_grad(rows, grad_preact, b_in)
     if want_b_out:
-        # pyrefly: ignore[bad-argument-type]
         grads[5] = _bias_grad(rows, grad_out, b_out, scale=scale, gather=True)
-    if want_w_up:
-        # pyrefly: ignore[unbound-name]
+    if want_w_up and w_up is not None:
         grad_up = grad_preact[:, w_in.shape[1] :]
-        # pyrefly: ignore[bad-argument-type]
         grads[6] = _weight_grad(plan, rows, grad_up, x, w_up, gather_q=True)
     return tuple(grads)

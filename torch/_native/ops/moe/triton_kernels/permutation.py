@@ -309,7 +309,8 @@ _SLOTS_PER_PROGRAM = 512
 
 def minimum(a: int | torch.SymInt, b: int) -> int:
     """Without a guard on a size that a compiler does not know."""
-    return torch.sym_min(a, b)  # pyrefly: ignore[bad-return]
+    smaller: Any = torch.sym_min(a, b)
+    return smaller
 
 
 def _is_at_most(size: int, limit: int) -> int:

@@ -467,9 +467,7 @@ def _act_backward(
     kernel = recipe.kernel("act_backward")
     partials = _run(plan, kernel, rows, num_hidden, dim, traits, launch, act.clamped)
     if need_scale and b_out is not None:
-        # pyrefly: ignore[bad-index]
         _bias_dot(rows, grad_out, b_out, partials[-1])
-    # pyrefly: ignore[bad-argument-type]
     return _ActGrads(codes, values, hidden, partials)
 
 
@@ -699,7 +697,6 @@ def moe_mlp_scaled_backward(
     grad_out = _row_major(grad_out)
     scale = _slot_weights(topk_weights)
     if want_b_out:
-        # pyrefly: ignore[bad-argument-type]
         grads[5] = _bias_grad(rows, grad_out, b_out, scale=scale, gather=True)
     want_w_ins = want_w_in or want_w_up
     if not any((want_x, want_w_ins, want_w_out, want_scale, want_b_in)):
@@ -749,8 +746,7 @@ def moe_mlp_scaled_backward(
     of = _WeightGrads(
         plan, rows, recipe, x, (grad_out, grad_codes), act_grads, hp_wgrad
     )
-    if want_w_out:
-        # pyrefly: ignore[bad-argument-type]
+    if want_w_out and w_out is not None:
         grads[2] = of.of_w_out(w_out)
     if want_w_ins:
         halves = 1 if w_up is None and not w_up_scaled else 2
@@ -764,9 +760,7 @@ def moe_mlp_scaled_backward(
         if want_w_up:
             grads[6] = made[-1]
     if want_scale:
-        # pyrefly: ignore[bad-argument-type]
         grads[3] = _scale_grad(rows, act_grads.partials, topk_weights)
     if want_b_in:
-        # pyrefly: ignore[bad-argument-type]
         grads[4] = _bias_grad(rows, act_grads.values, b_in)
     return tuple(grads)
