@@ -138,8 +138,8 @@ def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
-# tf32 is what Triton would pick for float32, and is no float32 result; gfx950 has none.
 _Result = TypeVar("_Result")
+# tf32 is what Triton would pick for float32, and is no float32 result; gfx950 has none.
 _PRECISION = "ieee"
 
 
