@@ -45,14 +45,9 @@ inline void dispatch_activation(const moe::ActivationSpec& spec, const Fn& fn) {
 // large negative number must be 0.
 template <bool fast, typename Vec>
 C10_ALWAYS_INLINE Vec sigmoid(const Vec& x) {
-  if constexpr (fast) {
-    return Vec(1) / (Vec(1) + x.neg().exp_u20());
-  } else {
-    return Vec(1) / (Vec(1) + x.neg().exp());
-  }
+  return Vec(1) / (Vec(1) + (fast ? x.neg().exp_u20() : x.neg().exp()));
 }
 
-// silu(x) and its derivative
 template <bool fast, typename Vec>
 C10_ALWAYS_INLINE std::pair<Vec, Vec> silu_with_grad(const Vec& x) {
   const Vec s = sigmoid<fast>(x);

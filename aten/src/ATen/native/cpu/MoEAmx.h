@@ -61,7 +61,7 @@ class AmxGemm : public NativeRounding {
   template <typename Fn>
   MOE_AMX_TARGET static void multiply(
       int64_t m, int64_t n, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
-      const ProductTile<float>& out, const Fn& between) {
+      const ProductTile<float>& out, Fn&& between) {
     const int64_t whole = k / kBlock * kBlock;
     for (int64_t row = 0; row < m; row += kBlock) {
       const int64_t rows = std::min(kBlock, m - row);

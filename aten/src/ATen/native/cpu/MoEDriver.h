@@ -2,8 +2,14 @@
 
 // The one loop of the CPU kernels of _moe_mlp: routed rows times a matrix per expert,
 // over a list of (block, panel) tasks. A "block" is a run of rows of one expert, a
-// "panel" kPanelCols columns of the product. A micro-GEMM (MoEMicroGemm.h) multiplies,
-// a weight source packs panels for it, and an epilogue takes the finished tile.
+// "panel" kPanelCols columns of the product. Around it, from the bottom up:
+//   MoEPacking.h     rows as vectors, and operands as packed panels
+//   MoEMicroGemm.h   products of these; MoEFastGemm.h, MoEAmx.h: faster ones
+//   MoEDriver.h      routing, work of the threads, sources of weights, the loop
+//   MoEActivation.h  activations, derivatives, where gate and up are
+//   MoEProjection.h  products summed per token; which micro-GEMM a call gets
+//   MoEForward.h     _moe_mlp, called by MoEMLPKernel.cpp
+//   MoEWeightGrad.h  gradients of weights and biases, for MoEMLPBackwardKernel.cpp
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -25,7 +31,7 @@ constexpr int64_t kMaxBlockRows = 384;
 constexpr int64_t kMinBlockRows = 48;
 // Of a block's rows, where they have to be packed.
 constexpr int64_t kPackedElements = 512 * 1024;
-// Of all threads together, where blocks can be cut so far.
+// Of all threads together.
 constexpr int64_t kScratchBytes = 4 * 1024 * 1024;
 // Tasks that every thread should get at least: this bounds what the others wait for
 // the last one to a few percent.
@@ -121,7 +127,6 @@ struct RowSource {
   int64_t ld = 0;
   const Routing<acc_type<scalar_t>>* routing = nullptr;
 
-  // From a column on.
   const scalar_t* row(int64_t r, int64_t col = 0) const {
     if (routing == nullptr) {
       return data + r * ld + col;
@@ -150,8 +155,8 @@ inline std::vector<Block>
 make_blocks(const std::vector<Block>& experts, int64_t max_rows, int64_t multiple) {
   std::vector<Block> blocks;
   for (const auto& expert : experts) {
-    const int64_t count = std::max<int64_t>(1, (expert.rows() + max_rows - 1) / max_rows);
-    const int64_t rows = round_up((expert.rows() + count - 1) / count, multiple);
+    const int64_t count = std::max<int64_t>(1, ceil_div(expert.rows(), max_rows));
+    const int64_t rows = round_up(ceil_div(expert.rows(), count), multiple);
     for (int64_t row = expert.begin; row < expert.end; row += rows) {
       blocks.push_back({expert.expert, row, std::min(row + rows, expert.end)});
     }
@@ -167,7 +172,6 @@ make_blocks(const std::vector<Block>& experts, int64_t max_rows, int64_t multipl
 // Each (block, panel) is computed in exactly one way, whichever thread gets it.
 class WorkList {
  public:
-  // For at most max_threads, which limits what the work is worth.
   WorkList(std::vector<Block> blocks, int64_t panels, int64_t max_threads, int64_t tasks_per_thread)
       : blocks_(std::move(blocks)),
         panels_(panels),
@@ -221,6 +225,11 @@ class WorkList {
   int64_t per_task_;
 };
 
+// What threads may allocate together, next to what a call holds anyway.
+inline int64_t scratch_limit(int64_t held) {
+  return std::max(kScratchBytes - held, held / 2);
+}
+
 // Threads that so many products are worth.
 inline int64_t threads_for(int64_t products) {
   return std::clamp<int64_t>(products / kMinProducts, 1, at::get_num_threads());
@@ -233,7 +242,7 @@ class Scratch {
   template <typename T>
   void add(int64_t elements) {
     begins_.push_back(bytes_);
-    bytes_ += round_up(elements * static_cast<int64_t>(sizeof(T)), 64);
+    bytes_ += round_up(elements * static_cast<int64_t>(sizeof(T)), int64_t{64});
   }
   // Of a thread. One cache line more: equal addresses modulo a page share a set.
   int64_t bytes() const {
@@ -276,53 +285,20 @@ struct PanelColumns {
   }
 };
 
-// What will be packed next, on its way to L2 while others are multiplied: some cache lines
-// per call, so that nothing waits for them.
-class Prefetch {
- public:
-  // `lines` of so many bytes, `stride` bytes apart. May be outside of every allocation.
-  void add(const void* data, int64_t lines, int64_t bytes, int64_t stride) {
-    if (lines > 0 && bytes > 0) {
-      parts_[count_++] = {static_cast<const char*>(data), lines, bytes, stride};
-      left_ += lines * ((bytes + 63) / 64);
-    }
-  }
-  // All of it in so many calls of next(), or nothing.
-  void spread(int64_t calls) {
-    share_ = calls == 0 ? 0 : (left_ + calls - 1) / calls;
-  }
-  void next() {
-    for (int64_t i = 0; i < share_ && part_ < count_; ++i) {
-      Part& part = parts_[part_];
-      prefetch(part.line + at_);
-      at_ += 64;
-      if (at_ >= part.bytes) {
-        at_ = 0;
-        part.line += part.stride;
-        part_ += --part.lines == 0 ? 1 : 0;
-      }
-    }
-  }
-
- private:
-  struct Part {
-    const char* line;
-    int64_t lines, bytes, stride;
-  };
-  Part parts_[2];
-  int64_t count_ = 0, part_ = 0, at_ = 0, left_ = 0, share_ = 0;
+struct Panel {
+  int64_t expert;
+  PanelColumns columns;
 };
 
 inline PanelColumns plain_panel(int64_t first, int64_t count) {
   return {{{0, first, count}, PanelSpan{}}};
 }
 
-// How the weights of the experts are stored, and the one place that knows: it makes
-// packed panels for a micro-GEMM. These are dense ones of any strides, (E, rows, cols),
-// in one part or, gate and up, in two that lie one after the other in one tensor or
-// apart in two. Weights of fewer bits or packed before are other sources, with the
-// members k_parts, part_depth and pack; or, if not kPacks, with multiply in its place, which
-// makes a whole tile of the product, and perhaps convert_row, which makes a row its operand.
+// How the weights of the experts are stored, and the one place that knows: it makes packed
+// panels for a micro-GEMM. These are dense, of any strides, (E, rows, cols), in one part or,
+// gate and up, in two, of one tensor or apart. Weights of fewer bits are another source: if
+// not kPacks, with multiply in place of pack, which makes a whole tile of the product, and
+// perhaps convert_row, which makes a row its operand.
 template <typename scalar_t>
 class WeightSource {
  public:
@@ -334,11 +310,11 @@ class WeightSource {
         transposed_(transposed) {
     const int64_t part_rows = w.size(1) / (w_up.defined() ? 1 : parts);
     for (const auto part : c10::irange(parts)) {
-      const Tensor& source = part == 1 && w_up.defined() ? w_up : w;
+      const Tensor source = w_up.defined() ? (part == 0 ? w : w_up)
+                                           : w.narrow(1, part * part_rows, part_rows);
       parts_[part] = {
-          source.const_data_ptr<scalar_t>() +
-              (part == 1 && !w_up.defined() ? part_rows * w.stride(1) : 0),
-          source.stride(0), stride_of(source, 1), stride_of(source, 2)};
+          source.const_data_ptr<scalar_t>(), source.stride(0), stride_of(source, 1),
+          stride_of(source, 2)};
     }
   }
 
@@ -360,33 +336,14 @@ class WeightSource {
 
   // Columns of `span`, rows [k0, k0 + depth) of a part of K, into a panel. `fetches` what is
   // next: the same columns further down, then those of the next panel.
-  template <typename operand_t>
+  template <typename Micro>
   void pack(
       int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0, int64_t depth,
-      int64_t tile_cols, bool fetches, operand_t* panel) const {
+      bool fetches, typename Micro::operand_t* panel) const {
     const auto b = view(expert, span, k_part, k0);
     const int64_t ahead = k0 + depth < part_depth ? depth * b.k_stride
                                                   : span.width * b.n_stride - k0 * b.k_stride;
-    pack_panel<scalar_t, operand_t>(
-        b, span.count, depth, span.at, span.width, tile_cols, panel, fetches ? ahead : 0);
-  }
-
-  // What that will read.
-  Prefetch prefetch(
-      int64_t expert, const PanelColumns& columns, int64_t k_part, int64_t k0,
-      int64_t depth) const {
-    constexpr auto size = static_cast<int64_t>(sizeof(scalar_t));
-    Prefetch result;
-    for (const auto& span : columns.spans) {
-      const auto b = view(expert, span, k_part, k0);
-      const int64_t k = std::min(depth, part_depth - k0);
-      if (b.k_stride == 1) {
-        result.add(b.data, span.count, k * size, b.n_stride * size);
-      } else if (b.n_stride == 1) {
-        result.add(b.data, span.count > 0 ? k : 0, span.count * size, b.k_stride * size);
-      }
-    }
-    return result;
+    pack_panel<Micro>(b, span.count, depth, span.at, span.width, panel, fetches ? ahead : 0);
   }
 
  private:
@@ -438,30 +395,38 @@ class ExpertGemm {
             std::is_same_v<scalar_t, operand_t> && !Micro::kDenseRows && !kConvertsRows &&
             padded_depth_ == weights.part_depth),
         zeros_(row_size_) {
-    const int64_t panels = (cols + width - 1) / width;
-    const int64_t threads =
+    const int64_t panels = ceil_div(cols, width);
+    int64_t threads =
         threads_for(routing.last_row * panels * kPanelCols * std::max<int64_t>(1, row_size_));
     const int64_t least = round_up(kMinBlockRows, Micro::kTileRows);
     int64_t rows =
         round_up(std::clamp<int64_t>(routing.most_rows, 1, kMaxBlockRows), Micro::kTileRows);
     auto blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
+    const auto tasks = [&] { return static_cast<int64_t>(blocks.size()) * panels; };
     // Deep panels for many rows, where they leave as much for others: scratch follows the work.
     if (rows < kMinBlockRows || 2 * threads * reserve(rows).bytes() > kScratchBytes) {
       depth_ = Micro::kMinDepth;
     }
     // Cut for more tasks, or for less scratch.
     while (rows > least &&
-           ((threads > 1 &&
-             static_cast<int64_t>(blocks.size()) * panels < kTasksPerThread * threads) ||
+           ((threads > 1 && tasks() < kTasksPerThread * threads) ||
             threads * reserve(rows).bytes() > kScratchBytes ||
             (!in_place_ && rows * row_size_ > kPackedElements))) {
       rows = std::max(least, round_up(rows / 2, Micro::kTileRows));
       blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
     }
-    const int64_t tasks = static_cast<int64_t>(blocks.size()) * panels;
-    work_.emplace(
-        std::move(blocks), panels,
-        std::min(threads, (tasks + kMinTasksPerThread - 1) / kMinTasksPerThread), kTasksPerThread);
+    threads = std::min(threads, ceil_div(tasks(), kMinTasksPerThread));
+    // Where that is still too much next to operands and results, rows are packed a part of K
+    // at a time, for each panel again, and threads are spared.
+    const int64_t source_rows = source.routing == nullptr ? routing.last_row : routing.tokens;
+    const int64_t limit = scratch_limit(
+        (source_rows * row_size_ + (routing.last_row + routing.tokens) * cols) *
+        static_cast<int64_t>(sizeof(scalar_t)));
+    if (threads > 1 && threads * reserve(rows).bytes() > limit) {
+      row_length_ = Weights::kPacks && !in_place_ ? std::min(row_size_, depth_) : row_size_;
+      threads = std::clamp<int64_t>(limit / reserve(rows).bytes(), 1, threads);
+    }
+    work_.emplace(std::move(blocks), panels, threads, kTasksPerThread);
     scratch_ = reserve(rows);
     scratch_.allocate(work_->threads());
   }
@@ -471,11 +436,13 @@ class ExpertGemm {
     std::vector<const Block*> prepared(work_->threads());
     work_->template run<typename Micro::Session>(
         [&](int64_t thread, const Block& block, int64_t first, int64_t last) {
-          auto* lines = scratch_.at<const operand_t*>(thread, 0);
-          auto* c = scratch_.at<acc_t>(thread, 1);
-          auto* packed = scratch_.at<operand_t>(thread, 2);
-          if (prepared[thread] != &block) {
-            prepare_rows(block, lines, scratch_.at<operand_t>(thread, 3));
+          const Buffers at{
+              scratch_.at<const operand_t*>(thread, 0), scratch_.at<acc_t>(thread, 1),
+              scratch_.at<operand_t>(thread, 2), scratch_.at<operand_t>(thread, 3)};
+          if (prepared[thread] != &block && row_length_ == row_size_) {
+            for (const auto part : c10::irange(weights_.k_parts)) {
+              prepare_rows(block, part, 0, weights_.part_depth, part * padded_depth_, at);
+            }
             prepared[thread] = &block;
           }
           const auto columns_from = [&](int64_t col) {
@@ -491,20 +458,23 @@ class ExpertGemm {
               const Panel next{
                   block.expert + (is_last ? work_->threads() : 0),
                   columns_from(is_last ? 0 : col + width_)};
-              pack_and_multiply(block, columns_from(col), next, lines, packed, c, finish);
+              pack_and_multiply(block, columns_from(col), next, at, finish);
             } else {
               weights_.template multiply<Micro>(
-                  block.expert, columns_from(col), block.rows(), {lines, row_size_, 0}, packed, c);
-              finish(block, c);
+                  block.expert, columns_from(col), block.rows(), {at.lines, row_size_, 0},
+                  at.panel, at.c);
+              finish(block, at.c);
             }
           }
         });
   }
 
  private:
-  struct Panel {
-    int64_t expert;
-    PanelColumns columns;
+  struct Buffers {
+    const operand_t** lines;
+    acc_t* c;
+    operand_t* panel;
+    operand_t* rows;
   };
 
   // What a thread needs for blocks of so many rows.
@@ -513,78 +483,79 @@ class ExpertGemm {
     scratch.add<const operand_t*>(rows);
     scratch.add<acc_t>(rows * kPanelCols);
     scratch.add<operand_t>(kPanelCols * std::min(padded_depth_, depth_));
-    scratch.add<operand_t>(in_place_ ? 0 : rows * row_size_);
+    scratch.add<operand_t>(in_place_ ? 0 : rows * row_length_);
     return scratch;
   }
 
-  // The rows of a block as a left operand: as they lie in memory, or packed.
-  void prepare_rows(const Block& block, const operand_t** lines, operand_t* packed) const {
+  // The rows of a block as a left operand: as they lie in memory, or [k0, k0 + depth) of a
+  // part of K packed, from `offset` of a packed row on.
+  void prepare_rows(
+      const Block& block, int64_t part, int64_t k0, int64_t depth, int64_t offset,
+      const Buffers& at) const {
     const int64_t rows = block.rows();
     for (const auto i : c10::irange(in_place_ ? rows : round_up(rows, Micro::kTileRows))) {
       const scalar_t* row = i < rows ? source_.row(block.begin + i) : nullptr;
       if constexpr (std::is_same_v<scalar_t, operand_t>) {
         if (in_place_) {
-          lines[i] = row != nullptr ? row : zeros_.data();
+          at.lines[i] = row != nullptr ? row : zeros_.data();
           continue;
         }
       }
-      operand_t* out = packed + i * row_size_;
-      lines[i] = out;
+      at.lines[i] = at.rows + i * row_length_;
+      operand_t* out = at.rows + i * row_length_ + offset;
       if constexpr (kConvertsRows) {
         if (row != nullptr) {
           weights_.convert_row(row, out);
           continue;
         }
       }
-      for (const auto part : c10::irange(weights_.k_parts)) {
-        const int64_t filled = row == nullptr ? 0 : weights_.part_depth;
-        convert_row(row + part * filled, out, filled);
-        std::fill(out + filled, out + padded_depth_, operand_t(0));
-        out += padded_depth_;
-      }
+      const int64_t filled = row == nullptr ? 0 : depth;
+      convert_row(row == nullptr ? row : row + part * weights_.part_depth + k0, out, filled);
+      std::fill(out + filled, out + round_up(depth, kWordElements<operand_t>), operand_t(0));
     }
   }
 
   template <typename FinishFn>
   void pack_and_multiply(
-      const Block& block, const PanelColumns& columns, const Panel& next,
-      const operand_t* const* lines, operand_t* packed, acc_t* c, const FinishFn& finish) const {
+      const Block& block, const PanelColumns& columns, const Panel& next, const Buffers& at,
+      const FinishFn& finish) const {
+    const int64_t rows = block.rows();
     const int64_t depth = weights_.part_depth;
     if (depth == 0) {
-      std::fill_n(c, block.rows() * kPanelCols, acc_t(0));
-      return finish(block, c);
+      std::fill_n(at.c, rows * kPanelCols, acc_t(0));
+      return finish(block, at.c);
     }
-    if constexpr (requires { Micro::kThinRows; weights_.view(0, columns.spans[0], 0, 0); }) {
-      if (in_place_ && block.rows() <= Micro::kThinRows &&
-          multiply_stored(block, columns, lines, c)) {
-        return finish(block, c);
+    if constexpr (requires { Micro::multiply_stored(weights_, block, columns, at.lines, at.c); }) {
+      if (in_place_ && Micro::multiply_stored(weights_, block, columns, at.lines, at.c)) {
+        return finish(block, at.c);
       }
     }
     // Too few for their products to take as long as what is next takes to come.
-    const bool few = block.rows() < kMinBlockRows;
+    const bool few = rows < kMinBlockRows;
     for (const auto part : c10::irange(weights_.k_parts)) {
       for (int64_t k0 = 0; k0 < depth; k0 += depth_) {
         const int64_t k = std::min(depth_, depth - k0);
         for (const auto& span : columns.spans) {
           if (span.count > 0) {
-            weights_.template pack<operand_t>(
-                block.expert, span, part, k0, k, Micro::kTileCols, few, packed);
+            weights_.template pack<Micro>(block.expert, span, part, k0, k, few, at.panel);
           }
         }
-        const bool is_last = part + 1 == weights_.k_parts && k0 + k == depth;
-        const int64_t tiles = (columns.end() + Micro::kTileCols - 1) / Micro::kTileCols;
-        Prefetch ahead = is_last
-            ? weights_.prefetch(next.expert, next.columns, 0, 0, depth_)
-            : weights_.prefetch(
-                  block.expert, columns, part + (k0 + k == depth ? 1 : 0),
-                  k0 + k == depth ? 0 : k0 + k, depth_);
-        ahead.spread(few ? 0 : (block.rows() + Micro::kTileRows - 1) / Micro::kTileRows * tiles);
-        for (int64_t row = 0; row < block.rows(); row += kFinishRows<Micro>) {
-          const int64_t m = std::min(kFinishRows<Micro>, block.rows() - row);
-          acc_t* sums = c + row * kPanelCols;
+        const int64_t offset = row_length_ < row_size_ ? 0 : part * padded_depth_ + k0;
+        if (row_length_ < row_size_) {
+          prepare_rows(block, part, k0, k, offset, at);
+        }
+        const bool ends_part = k0 + k == depth;
+        const bool is_last = ends_part && part + 1 == weights_.k_parts;
+        typename Micro::Prefetch ahead(
+            weights_, is_last ? next : Panel{block.expert, columns},
+            is_last ? 0 : part + (ends_part ? 1 : 0), ends_part ? 0 : k0 + k, depth_,
+            few ? 0 : ceil_div(rows, Micro::kTileRows) * ceil_div(columns.end(), Micro::kTileCols));
+        for (int64_t row = 0; row < rows; row += kFinishRows<Micro>) {
+          const int64_t m = std::min(kFinishRows<Micro>, rows - row);
+          acc_t* sums = at.c + row * kPanelCols;
           Micro::multiply(
-              m, columns.end(), k, {lines + row, row_size_, part * padded_depth_ + k0}, packed,
-              {sums, /*accumulate=*/part + k0 > 0}, [&] { ahead.next(); });
+              m, columns.end(), k, {at.lines + row, row_length_, offset}, at.panel,
+              {sums, /*accumulate=*/part + k0 > 0}, ahead);
           if (is_last) {
             finish({block.expert, block.begin + row, block.begin + row + m}, sums);
           }
@@ -593,38 +564,16 @@ class ExpertGemm {
     }
   }
 
-  // The product of a few rows with weights as they are stored, if a micro-GEMM that has
-  // one can read these: whole blocks of lines along K.
-  bool multiply_stored(
-      const Block& block, const PanelColumns& columns, const operand_t* const* lines,
-      acc_t* c) const {
-    const int64_t depth = weights_.part_depth;
-    for (const auto& span : columns.spans) {
-      if (weights_.k_parts != 1 || depth % Micro::kThinDepth != 0 ||
-          span.count % Micro::kThinLines != 0 ||
-          (span.count > 0 && weights_.view(0, span, 0, 0).k_stride != 1)) {
-        return false;
-      }
-    }
-    for (const auto& span : columns.spans) {
-      if (span.count > 0) {
-        const auto w = weights_.view(block.expert, span, 0, 0);
-        Micro::multiply_lines(
-            block.rows(), span.count, depth, lines, w.data, w.n_stride, c + span.at);
-      }
-    }
-    return true;
-  }
-
   const RowSource<scalar_t>& source_;
   const Weights& weights_;
   const int64_t cols_;
   const int64_t width_;
   const int64_t padded_depth_;  // of a part of K
-  const int64_t row_size_;      // elements of a packed row
+  const int64_t row_size_;      // elements of a row as an operand
   const bool in_place_;         // rows are operands as they lie in memory
   const std::vector<operand_t> zeros_;  // the row of padding
-  int64_t depth_ = Micro::kDepth;  // of a packed panel
+  int64_t row_length_ = row_size_;      // elements of a row that are packed at a time
+  int64_t depth_ = Micro::kDepth;       // of a packed panel
   std::optional<WorkList> work_;
   Scratch scratch_;
 };

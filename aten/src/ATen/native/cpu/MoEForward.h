@@ -30,6 +30,9 @@ class ForwardPass {
         act_(in.input.new_empty({routing_.last_row, layout_.hidden})),
         act_data_(act_.template mutable_data_ptr<scalar_t>()),
         preact_(preact.defined() ? preact.mutable_data_ptr<scalar_t>() : nullptr) {
+    if (preact.defined()) {
+      zero_unrouted(routing_, preact_, preact.size(0), layout_.cols());
+    }
     dispatch_activation(spec, [&](auto act) {
       activate_row_ = &ForwardPass::template activate_row<decltype(act)>;
     });
@@ -39,13 +42,10 @@ class ForwardPass {
     return layout_;
   }
 
-  // Writes `output` (T, D), and H if that is kept, of so many rows. w_in and w_out are
-  // sources of panels (MoEDriver.h).
+  // Writes `output` (T, D), and H if that is kept. w_in and w_out are sources of panels
+  // (MoEDriver.h).
   template <typename Weights>
-  void run(const Weights& w_in, const Weights& w_out, const Tensor& output, int64_t rows) {
-    if (preact_ != nullptr) {
-      zero_unrouted(routing_, preact_, rows, layout_.cols());
-    }
+  void run(const Weights& w_in, const Weights& w_out, const Tensor& output) {
     ExpertGemm<scalar_t, Micro, Weights>(
         routing_, rows_of_tokens<scalar_t>(input_, routing_), w_in, layout_.hidden, units_)
         .run(

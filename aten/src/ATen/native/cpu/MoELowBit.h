@@ -352,7 +352,7 @@ class LowBitSource {
       const int64_t depth = std::min(step, part_depth - k0);
       for (const auto& span : columns.spans) {
         if (span.count > 0) {
-          pack<operand_t>(expert, span, k0, depth, Micro::kTileCols, packed);
+          pack<Micro>(expert, span, k0, depth, packed);
         }
       }
       if (!in_blocks) {
@@ -437,13 +437,15 @@ class LowBitSource {
   }
 
   // Columns of `span`, [k0, k0 + depth) of K, into a panel.
-  template <typename operand_t>
+  template <typename Micro>
   void pack(
-      int64_t expert, const PanelSpan& span, int64_t k0, int64_t depth, int64_t tile_cols,
-      operand_t* panel) const {
+      int64_t expert, const PanelSpan& span, int64_t k0, int64_t depth,
+      typename Micro::operand_t* panel) const {
+    using operand_t = typename Micro::operand_t;
+    constexpr bool is_one_tile = Micro::kTileCols == kPanelCols;
     const LowBitView& w = part(span);
     if constexpr (std::is_same_v<operand_t, BFloat16>) {
-      if (FastLowBit::is_available() && tile_cols == kPanelCols &&
+      if (FastLowBit::is_available() && is_one_tile &&
           FastLowBit::pack(w, expert, first_row(span), span.count, k0, depth, panel + 2 * span.at)) {
         return;
       }
@@ -452,7 +454,7 @@ class LowBitSource {
     // kDepth have tiles as wide as the panel, whose words follow each other.
     constexpr int64_t kLines = 16;
     constexpr int64_t kDepth = 256;
-    TORCH_INTERNAL_ASSERT_DEBUG_ONLY(depth <= kDepth || tile_cols == kPanelCols);
+    TORCH_INTERNAL_ASSERT_DEBUG_ONLY(depth <= kDepth || is_one_tile);
     alignas(64) operand_t lines[kLines][kDepth];
     for (int64_t k = 0; k < depth; k += kDepth) {
       const int64_t piece = std::min(kDepth, depth - k);
@@ -462,9 +464,8 @@ class LowBitSource {
         for (const auto i : c10::irange(count)) {
           decode(w, expert, first_row(span) + n + i, k0 + k, piece, lines[i]);
         }
-        pack_panel<operand_t, operand_t>(
-            {lines[0], 1, kDepth}, count, piece, span.at + n, width, tile_cols,
-            panel + k * kPanelCols);
+        pack_panel<Micro, operand_t>(
+            {lines[0], 1, kDepth}, count, piece, span.at + n, width, panel + k * kPanelCols);
       }
     }
   }

@@ -30,7 +30,7 @@ template <typename Source, typename Pass>
 void run_with(Pass& pass, const LowBitWeights& weights, const Tensor& output) {
   const Source w_in(weights.w_in, weights.w_up, pass.layout().halves());
   const Source w_out(weights.w_out, std::nullopt, 1);
-  pass.run(w_in, w_out, output, /*rows=*/0);
+  pass.run(w_in, w_out, output);
 }
 
 bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {

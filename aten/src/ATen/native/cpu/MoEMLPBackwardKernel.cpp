@@ -18,6 +18,8 @@
 #include <ATen/ops/empty_like.h>
 #endif
 
+#include <numeric>
+
 namespace at::native {
 namespace {
 
@@ -36,7 +38,7 @@ class BackwardPass {
         grads_(grads),
         routing_(in),
         layout_{in.w_out.size(2), spec.is_gated, spec.interleaved},
-        panels_((layout_.hidden + kPanelCols - 1) / kPanelCols),
+        panels_(ceil_div(layout_.hidden, kPanelCols)),
         constants_(spec),
         input_(with_dense_rows(in.input)),
         grad_out_(with_dense_rows(grad_out)),
@@ -69,7 +71,7 @@ class BackwardPass {
     grad_weight_parts_.reset();
     const RowSource<scalar_t> grad_hidden{grad_hidden_data_, layout_.cols()};
     if (grads_.input.defined()) {
-      const auto w_in = input_weights<scalar_t>(in_, layout_, /*transposed=*/false);
+      const WeightSource<scalar_t> w_in(in_.w_in, in_.w_up, layout_.halves(), /*transposed=*/false);
       project_tokens<scalar_t, Micro>(
           routing_, grad_hidden, w_in, /*bias=*/nullptr, /*weighted=*/false, kGradCombineBytes,
           grads_.input);
@@ -110,7 +112,6 @@ class BackwardPass {
     WeightGrad<scalar_t, Micro>(grad, left, right, accumulate).run(routing_);
   }
 
-  // Step 1 for all rows.
   void compute_grad_hidden(const RowSource<scalar_t>& grad_out) const {
     const WeightSource<scalar_t> w_out(in_.w_out, {}, 1, /*transposed=*/false);
     ExpertGemm<scalar_t, Micro, WeightSource<scalar_t>>(
@@ -190,10 +191,8 @@ class BackwardPass {
               if (slot < 0) {
                 continue;
               }
-              acc_t sum(0);
-              for (const auto panel : c10::irange(panels_)) {
-                sum += parts_data_[row * panels_ + panel];
-              }
+              const acc_t* parts = parts_data_ + row * panels_;
+              acc_t sum = std::accumulate(parts, parts + panels_, acc_t(0));
               if (bias != nullptr) {
                 sum += dot(grad_out.row(row), bias + blocks[i].expert * d, d);
               }

@@ -14,11 +14,11 @@ void moe_mlp_kernel(
     const Tensor& preact) {
   dispatch_micro_gemm(inputs.input.scalar_type(), [&](auto zero, auto micro) {
     using scalar_t = decltype(zero);
-    ForwardPass<scalar_t, decltype(micro)> pass(
-        inputs, activation, inputs.w_out.size(2), preact);
-    const auto w_in = input_weights<scalar_t>(inputs, pass.layout(), /*transposed=*/true);
+    ForwardPass<scalar_t, decltype(micro)> pass(inputs, activation, inputs.w_out.size(2), preact);
+    const WeightSource<scalar_t> w_in(
+        inputs.w_in, inputs.w_up, pass.layout().halves(), /*transposed=*/true);
     const WeightSource<scalar_t> w_out(inputs.w_out, {}, 1, /*transposed=*/true);
-    pass.run(w_in, w_out, output, preact.defined() ? preact.size(0) : 0);
+    pass.run(w_in, w_out, output);
   });
 }
 

@@ -9,10 +9,12 @@
 //   kTileRows    of whose multiples blocks of rows are made
 //   kDenseRows   whether rows of a must be evenly apart, and the last kTileRows readable
 //   Session      what a thread holds while it multiplies
-//   multiply()   which calls between() after every few rows
-// and one for few rows may have multiply_lines() for weights as they are stored, with
-//   kThinRows               rows at most
-//   kThinLines, kThinDepth  of whose multiples the columns and K must be
+//   Prefetch     fetches the next panel, and is called after every few rows by
+//   multiply()
+// and may have, of a later pull request (MoEFastGemm.h),
+//   transpose(), pack_dense()  parts of the packing
+//   round()                    how results become bfloat16
+//   multiply_stored()          a product of few rows with weights as they are stored
 // An element is summed over ascending k, in an order that depends neither on the number of
 // rows nor on the thread count.
 
@@ -39,6 +41,11 @@ struct ProductTile {
   bool accumulate;
 };
 
+struct NoPrefetch {
+  explicit NoPrefetch(const auto&...) {}
+  void operator()() const {}
+};
+
 // fn(std::integral_constant<int64_t, n>()), for n from 1 to `most`.
 template <int64_t most, typename Fn>
 void with_constant(int64_t n, const Fn& fn) {
@@ -58,43 +65,15 @@ struct FusedMultiplyAdd {
   C10_ALWAYS_INLINE static void
   add(const operand_t* const (&a)[rows], int64_t k, const operand_t* const (&b)[vectors],
       vec::Vectorized<operand_t> (&sums)[rows][vectors]) {
-    add_products(
-        [&](int64_t i) { return vec::Vectorized<operand_t>(a[i][k]); },
-        [&](int64_t j) { return vec::Vectorized<operand_t>::loadu(b[j]); }, sums);
-  }
-
-  // A bfloat16 is the upper half of a float: a word of two is two floats with a shift
-  // and a mask, whose products are exact.
-  template <int64_t rows, int64_t vectors>
-  C10_ALWAYS_INLINE static void
-  add(const BFloat16* const (&a)[rows], int64_t k, const BFloat16* const (&b)[vectors],
-      vec::Vectorized<float> (&sums)[rows][vectors]) {
-    using Words = vec::Vectorized<int32_t>;
-    const auto each_half = [&](const auto& half) {
-      add_products(
-          [&](int64_t i) {
-            int32_t word;
-            std::memcpy(&word, a[i] + k, sizeof(word));
-            return vec::cast<float>(half(Words(word)));
-          },
-          [&](int64_t j) { return vec::cast<float>(half(Words::loadu(b[j]))); }, sums);
-    };
-    each_half([](const Words& x) { return x << Words(16); });
-    each_half([](const Words& x) { return x & Words(static_cast<int32_t>(0xffff0000)); });
-  }
-
- private:
-  template <typename LeftFn, typename RightFn, typename Vec, int64_t rows, int64_t vectors>
-  C10_ALWAYS_INLINE static void
-  add_products(const LeftFn& left_of, const RightFn& right_of, Vec (&sums)[rows][vectors]) {
+    using Vec = vec::Vectorized<operand_t>;
     Vec right[vectors];
     MOE_UNROLL
     for (int64_t j = 0; j < vectors; ++j) {
-      right[j] = right_of(j);
+      right[j] = Vec::loadu(b[j]);
     }
     MOE_UNROLL
     for (int64_t i = 0; i < rows; ++i) {
-      const Vec left = left_of(i);
+      const Vec left(a[i][k]);
       MOE_UNROLL
       for (int64_t j = 0; j < vectors; ++j) {
         sums[i][j] = vec::fmadd(left, right[j], sums[i][j]);
@@ -108,6 +87,7 @@ struct VecGemm : Products {
   using operand_t = operand;
   using acc_t = acc_type<operand_t>;
   using Vec = vec::Vectorized<acc_t>;
+  using Prefetch = NoPrefetch;
   struct Session {};
 
   // Vectors of a row of a tile: with the sums of kTileRows rows the registers are full,
@@ -115,8 +95,8 @@ struct VecGemm : Products {
   static constexpr int64_t kVectors = sizeof(Vec) == 64 ? 4 : 2;
   static constexpr int64_t kTileRows = 6;
   static constexpr int64_t kTileCols = kVectors * Vec::size();
-  // Sums of sums of 256 products round less than one long sum, which floats need. What is
-  // rounded to bfloat16 does not, and is added to fewer times in larger steps.
+  // Sums of sums of 256 products round less than one long sum, which floats need. Words of
+  // bfloat16 do not, and their sums are loaded and stored fewer times in larger steps.
   static constexpr bool kOneSum = std::is_same_v<operand_t, BFloat16>;
   static constexpr int64_t kMinDepth = 256;
   static constexpr int64_t kDepth = kOneSum ? 512 : kMinDepth;
@@ -126,17 +106,16 @@ struct VecGemm : Products {
   template <typename Fn>
   static void multiply(
       int64_t m, int64_t n, int64_t k, const RowLines<operand_t>& a, const operand_t* b,
-      const ProductTile<acc_t>& out, const Fn& between) {
-    const int64_t tiles = (n + kTileCols - 1) / kTileCols;
+      const ProductTile<acc_t>& out, Fn&& between) {
+    const int64_t tiles = ceil_div(n, kTileCols);
     const int64_t whole = m / kTileRows * kTileRows;
     for (const auto tile : c10::irange(tiles)) {
-      for (int64_t row = 0; row < whole; row += kTileRows) {
-        multiply_block<kTileRows, 1>(row, tile, k, a, b, out);
+      for (int64_t row = 0; row < m; row += kTileRows) {
+        if (row < whole) {
+          multiply_block<kTileRows, 1>(row, tile, k, a, b, out);
+        }
         between();
       }
-    }
-    for (int64_t tile = 0; whole < m && tile < tiles; ++tile) {
-      between();
     }
     // The last rows. Very few are multiplied by several tiles at a time: a sum waits for its
     // own last product, and there must be others in between.
@@ -156,8 +135,9 @@ struct VecGemm : Products {
   }
 
  private:
+  // Not part of a larger function, whose values take its registers.
   template <int64_t rows, int64_t tiles>
-  static void multiply_block(
+  C10_NOINLINE static void multiply_block(
       int64_t row, int64_t tile, int64_t depth, const RowLines<operand_t>& in,
       const operand_t* panel, const ProductTile<acc_t>& out) {
     constexpr int64_t v = kWordElements<operand_t>;
@@ -205,9 +185,8 @@ struct VecGemm : Products {
 // elsewhere brgemm packs nothing, and multiplies in the same registers as VecGemm.
 struct BrGemm {
   using operand_t = BFloat16;
+  using Prefetch = NoPrefetch;
   struct Session {
-    Session() = default;
-    C10_DISABLE_COPY_AND_ASSIGN(Session);
     ~Session() {
       cpublas::brgemm_release();
     }
@@ -222,7 +201,7 @@ struct BrGemm {
   template <typename Fn>
   static void multiply(
       int64_t m, int64_t, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
-      const ProductTile<float>& out, const Fn& between) {
+      const ProductTile<float>& out, Fn&& between) {
     for (int64_t row = 0; row < m; row += kTileRows) {
       cpublas::brgemm(
           kTileRows, kPanelCols, round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols, kPanelCols,
@@ -236,9 +215,3 @@ struct BrGemm {
 }  // namespace moe_cpu
 }  // namespace CPU_CAPABILITY
 }  // namespace at::native
-
-// Micro-GEMMs of later pull requests: dispatch_fast_micro_gemm(dtype, fn), see
-// dispatch_micro_gemm in MoEProjection.h.
-#if __has_include(<ATen/native/cpu/MoEFastGemm.h>)
-#include <ATen/native/cpu/MoEFastGemm.h>
-#endif

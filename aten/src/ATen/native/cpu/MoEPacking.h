@@ -4,17 +4,15 @@
 // for the micro-GEMMs of MoEMicroGemm.h.
 
 #include <ATen/OpMathType.h>
+#include <ATen/ceil_div.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/irange.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <functional>
-#include <tuple>
 #include <type_traits>
-#include <utility>
 
 // Arrays of vectors are registers only if the loops over them are unrolled.
 #if defined(__clang__)
@@ -42,18 +40,6 @@ constexpr int kStored = std::is_same_v<scalar_t, acc_type<scalar_t>> ? 2 : 1;
 template <typename scalar_t>
 using StoredVec = vec::VectorizedN<scalar_t, kStored<scalar_t>>;
 
-// What the micro-GEMMs multiply. float16 has no product that is summed in float, and
-// is multiplied as float; so is bfloat16 where words of two can't be loaded as floats.
-#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
-constexpr bool kMultipliesBFloat16 = true;
-#else
-constexpr bool kMultipliesBFloat16 = false;
-#endif
-template <typename scalar_t>
-using operand_type = std::conditional_t<
-    std::is_same_v<scalar_t, Half> || (std::is_same_v<scalar_t, BFloat16> && !kMultipliesBFloat16),
-    float, scalar_t>;
-
 // A word is what packed operands keep together along K: an element, or two of bfloat16.
 template <typename operand_t>
 constexpr int64_t kWordElements = std::is_same_v<operand_t, BFloat16> ? 2 : 1;
@@ -62,10 +48,6 @@ using word_type = std::conditional_t<std::is_same_v<operand_t, double>, double, 
 
 // Columns of a packed panel, and of the tile that a product makes.
 constexpr int64_t kPanelCols = 64;
-
-inline int64_t round_up(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
 
 // ---- rows as vectors ---------------------------------------------------------------
 
@@ -145,45 +127,6 @@ struct StridedView {
   int64_t n_stride;
 };
 
-#if defined(CPU_CAPABILITY_AVX512)
-// store(w, words w of all lines), for 16 lines of 16 words that load(i) returns.
-template <typename LoadFn, typename StoreFn>
-C10_ALWAYS_INLINE void transpose_words(const LoadFn& load, const StoreFn& store) {
-  __m512 x[16], y[16];
-  MOE_UNROLL
-  for (int64_t i = 0; i < 16; ++i) {
-    x[i] = load(i);
-  }
-  MOE_UNROLL
-  for (int64_t i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-  }
-  const auto unpack = [&](int64_t i, int64_t j) {
-    const __m512d a = _mm512_castps_pd(y[i]), b = _mm512_castps_pd(y[j]);
-    return std::pair{
-        _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))};
-  };
-  // x[4 q + w] <- words w, 4 + w, 8 + w and 12 + w of lines 4 q to 4 q + 3.
-  MOE_UNROLL
-  for (int64_t i = 0; i < 16; i += 4) {
-    std::tie(x[i], x[i + 1]) = unpack(i, i + 2);
-    std::tie(x[i + 2], x[i + 3]) = unpack(i + 1, i + 3);
-  }
-  MOE_UNROLL
-  for (int64_t w = 0; w < 4; ++w) {
-    const __m512 even_low = _mm512_shuffle_f32x4(x[w], x[4 + w], 0x88);
-    const __m512 odd_low = _mm512_shuffle_f32x4(x[w], x[4 + w], 0xdd);
-    const __m512 even_high = _mm512_shuffle_f32x4(x[8 + w], x[12 + w], 0x88);
-    const __m512 odd_high = _mm512_shuffle_f32x4(x[8 + w], x[12 + w], 0xdd);
-    store(w, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
-    store(4 + w, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
-    store(8 + w, _mm512_shuffle_f32x4(even_low, even_high, 0xdd));
-    store(12 + w, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
-  }
-}
-#endif
-
 // The cache line at x, into L2: lines of a weight are often a multiple of a page apart,
 // and L1 has few places for those. x may be outside of every allocation.
 inline void prefetch(const void* x) {
@@ -192,7 +135,6 @@ inline void prefetch(const void* x) {
 #endif
 }
 
-// The same for n elements.
 template <typename scalar_t>
 inline void prefetch(const scalar_t* x, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(scalar_t))) {
@@ -200,25 +142,21 @@ inline void prefetch(const scalar_t* x, int64_t n) {
   }
 }
 
-// to[j * ld_to + i] = from[i * ld + j], for as many i and j as a vector has lanes. Floats
-// by AVX512 here: vec::transpose_mxn keeps its registers in memory, at a third of the speed.
-template <typename word_t>
+// to[j * ld_to + i] = from[i * ld + j], for as many i and j as a vector has lanes.
+template <typename Micro, typename word_t>
 C10_ALWAYS_INLINE void transpose_square(const word_t* from, int64_t ld, word_t* to, int64_t ld_to) {
-#if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (std::is_same_v<word_t, float>) {
-    return transpose_words(
-        [&](int64_t i) { return _mm512_loadu_ps(from + i * ld); },
-        [&](int64_t w, __m512 x) { _mm512_storeu_ps(to + w * ld_to, x); });
+  if constexpr (requires { Micro::transpose(from, ld, to, ld_to); }) {
+    Micro::transpose(from, ld, to, ld_to);
+  } else {
+    constexpr int64_t lanes = vec::Vectorized<word_t>::size();
+    vec::transpose_mxn<word_t, lanes, lanes>(from, ld, to, ld_to);
   }
-#endif
-  constexpr int64_t lanes = vec::Vectorized<word_t>::size();
-  vec::transpose_mxn<word_t, lanes, lanes>(from, ld, to, ld_to);
 }
 
 // dst[w * ld + i] = word w of line i, for `lines` lines of `depth` elements: element e of
 // line i is src[i * line_stride + e * stride]. Zero padded to whole words, and to `width`
 // lines. What is `ahead` elements further is packed next, most likely, unless it is 0.
-template <typename scalar_t, typename operand_t>
+template <typename Micro, typename scalar_t, typename operand_t>
 void pack_lines(
     const scalar_t* src, int64_t line_stride, int64_t stride, int64_t lines, int64_t depth,
     int64_t width, int64_t ld, int64_t ahead, operand_t* dst) {
@@ -234,28 +172,11 @@ void pack_lines(
     const scalar_t* block = src + i0 * line_stride;
     const int64_t columns = std::min(lanes, width - i0);
     int64_t k0 = 0;
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (std::is_same_v<word_t, float>) {
-      for (; stride == 1 && i0 + lanes <= lines && k0 + words * v <= depth; k0 += words * v) {
-        const auto load = [&](int64_t i) -> __m512 {
-          const scalar_t* from = block + i * line_stride + k0;
-          _mm_prefetch(reinterpret_cast<const char*>(from + 2 * words * v), _MM_HINT_T0);
-          if (ahead != 0) {
-            prefetch(from + ahead);
-          }
-          if constexpr (std::is_same_v<scalar_t, operand_t>) {
-            return _mm512_loadu_ps(from);
-          } else {
-            vec::Vectorized<float> x;
-            vec::load_to_float<scalar_t>(from, x);
-            return x;
-          }
-        };
-        float* to = out + k0 / v * ld + i0;
-        transpose_words(load, [&](int64_t w, __m512 x) { _mm512_storeu_ps(to + w * ld, x); });
+    if constexpr (requires { Micro::pack_dense(block, line_stride, depth, ahead, out, ld); }) {
+      if (stride == 1 && i0 + lanes <= lines) {
+        k0 = Micro::pack_dense(block, line_stride, depth, ahead, out + i0, ld);
       }
     }
-#endif
     for (; k0 < depth; k0 += words * v) {
       const int64_t count = std::min(words * v, depth - k0);
       for (const auto i : c10::irange(lanes)) {
@@ -273,11 +194,11 @@ void pack_lines(
       const bool whole = count == words * v && columns == lanes;
       word_t* to = out + k0 / v * ld + i0;
       for (int64_t w = 0; w < words; w += lanes) {
-        transpose_square(
+        transpose_square<Micro>(
             reinterpret_cast<const word_t*>(staged[0]) + w, words, whole ? to + w * ld : flipped[w],
             whole ? ld : lanes);
       }
-      for (int64_t w = 0; !whole && w < (count + v - 1) / v; ++w) {
+      for (int64_t w = 0; !whole && w < ceil_div(count, v); ++w) {
         std::copy_n(flipped[w], columns, to + w * ld);
       }
     }
@@ -326,10 +247,11 @@ void pack_rows(
 // Columns [at, at + width) of a panel, of which `columns` come from b and the others are
 // 0. A panel is kPanelCols / tile_cols tiles of [words of depth][tile_cols]. `ahead` is that
 // of pack_lines.
-template <typename scalar_t, typename operand_t>
+template <typename Micro, typename scalar_t, typename operand_t>
 void pack_panel(
     const StridedView<scalar_t>& b, int64_t columns, int64_t depth, int64_t at, int64_t width,
-    int64_t tile_cols, operand_t* panel, int64_t ahead = 0) {
+    operand_t* panel, int64_t ahead = 0) {
+  constexpr int64_t tile_cols = Micro::kTileCols;
   constexpr int64_t v = kWordElements<operand_t>;
   for (int64_t n = 0, count = 0; n < width; n += count) {
     const int64_t in_tile = (at + n) % tile_cols;
@@ -343,9 +265,9 @@ void pack_panel(
         prefetch(from + ahead, ahead != 0 ? filled : 0);
         return from;
       };
-      pack_rows<scalar_t, operand_t>(row, filled, depth, count, tile_cols, dst);
+      pack_rows<scalar_t>(row, filled, depth, count, tile_cols, dst);
     } else {
-      pack_lines<scalar_t, operand_t>(
+      pack_lines<Micro>(
           src, b.n_stride, b.k_stride, filled, depth, count, tile_cols, ahead, dst);
     }
   }

@@ -5,6 +5,10 @@
 
 #include <ATen/native/cpu/MoEActivation.h>
 #include <ATen/native/cpu/MoEDriver.h>
+// Micro-GEMMs of later pull requests.
+#if __has_include(<ATen/native/cpu/MoEFastGemm.h>)
+#include <ATen/native/cpu/MoEFastGemm.h>
+#endif
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -28,21 +32,13 @@ inline int64_t rows_grain(int64_t elements_per_row) {
 template <typename scalar_t>
 constexpr bool kFastMath = !std::is_same_v<scalar_t, acc_type<scalar_t>>;
 
-// W_in, or gate and up, as a source of panels.
-template <typename scalar_t>
-WeightSource<scalar_t>
-input_weights(const moe::MLPInputs& in, const HiddenLayout& layout, bool transposed) {
-  return {in.w_in, in.w_up, layout.halves(), transposed};
-}
-
-// Calls fn(scalar_t(0), Micro()) for a dtype and the micro-GEMM it gets here.
+// Calls fn(scalar_t(0), Micro()) for a dtype and the micro-GEMM it gets here. Without
+// instructions for 16 bits such operands are multiplied as float.
 template <typename Fn>
 void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
 #ifdef MOE_HAS_FAST_GEMM
-  if (dispatch_fast_micro_gemm(dtype, fn)) {
-    return;
-  }
-#endif
+  dispatch_fast_micro_gemm(dtype, fn);
+#else
   switch (dtype) {
     case kDouble:
       return fn(double(0), VecGemm<double>());
@@ -56,8 +52,9 @@ void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
         return fn(BFloat16(0), BrGemm());
       }
 #endif
-      return fn(BFloat16(0), VecGemm<operand_type<BFloat16>>());
+      return fn(BFloat16(0), VecGemm<float>());
   }
+#endif
 }
 
 // Zeroes the rows of x (rows, cols) outside every expert's block.
@@ -113,11 +110,8 @@ void project_tokens(
   const bool sums = routing.slot_rows.defined();
   const int64_t column_bytes =
       static_cast<int64_t>(sizeof(scalar_t)) * std::max<int64_t>(1, routing.last_row);
-  const int64_t width =
-      !sums ? d
-            : std::min(
-                  d, std::max(
-                         kMinCombineCols, combine_bytes / column_bytes / kPanelCols * kPanelCols));
+  const int64_t fitting = combine_bytes / column_bytes / kPanelCols * kPanelCols;
+  const int64_t width = sums ? std::min(d, std::max(kMinCombineCols, fitting)) : d;
   auto* data = out.mutable_data_ptr<scalar_t>();
   const Tensor rows = sums ? out.new_empty({routing.last_row, width}) : out;
   auto* routed = rows.template mutable_data_ptr<scalar_t>();

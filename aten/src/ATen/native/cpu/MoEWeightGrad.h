@@ -106,7 +106,11 @@ class WeightGrad {
   void compute(const Routing<acc_t>& routing) {
     constexpr auto size = static_cast<int64_t>(sizeof(operand_t));
     const int64_t threads = threads_for(routing.last_row * lines_ * length_);
-    const int64_t share = kGradScratchBytes / threads;
+    // Twice the operands, of which few are there as they are multiplied.
+    const int64_t limit = scratch_limit(
+        2 * routing.last_row * (lines_ + length_) * static_cast<int64_t>(sizeof(scalar_t)));
+    const int64_t share =
+        (threads > 1 ? std::min(kGradScratchBytes, limit) : kGradScratchBytes) / threads;
     if (kPanelCols * step_ * size > share / 16) {
       step_ = Micro::kMinDepth;
     }
@@ -133,7 +137,6 @@ class WeightGrad {
     if (right_size_ > right_fits) {
       right_size_ = are_few ? right_fits : kPanelCols * step;
     }
-    const WorkList work(routing.experts, (lines_ + task_lines_ - 1) / task_lines_, threads, 2);
     Scratch scratch;
     scratch.add<operand_t>(left_size_);
     scratch.add<operand_t>(right_size_);
@@ -141,6 +144,9 @@ class WeightGrad {
     scratch.add<scalar_t>(left_.make || right_.make ? step * kPanelCols : 0);
     scratch.add<const scalar_t*>(step);
     scratch.add<const operand_t*>(task_lines_);
+    const WorkList work(
+        routing.experts, ceil_div(lines_, task_lines_), std::min(threads, limit / scratch.bytes()),
+        2);
     scratch.allocate(work.threads());
     std::vector<const Block*> packed(work.threads());
     work.template run<typename Micro::Session>(
@@ -154,12 +160,6 @@ class WeightGrad {
             packed[thread] = &block;
           }
         });
-  }
-
-  // Rows of which a product is that sums the last `rows` of an expert. What multiplies
-  // dense rows is generated for a depth, of which there should be few.
-  static int64_t depth_of(int64_t rows) {
-    return round_up(rows, Micro::kDenseRows ? kRowsMultiple : v);
   }
 
   // The lines of a task. has_right: the right operand of all the expert's rows and
@@ -187,7 +187,9 @@ class WeightGrad {
     for (int64_t j0 = 0; j0 < length_; j0 += kPanelCols) {
       const int64_t n = std::min(kPanelCols, length_ - j0);
       for (int64_t r0 = 0; r0 < rows; r0 += step_) {
-        const int64_t k = depth_of(std::min(step_, rows - r0));
+        // What multiplies dense rows is generated for a depth, of which there should be few.
+        const int64_t k =
+            round_up(std::min(step_, rows - r0), Micro::kDenseRows ? kRowsMultiple : v);
         const Block part{block.expert, block.begin + r0, std::min(block.end, block.begin + r0 + k)};
         const int64_t offset = left_fits ? r0 : 0;
         if (!left_fits || j0 == 0) {
@@ -250,11 +252,11 @@ class WeightGrad {
       const int64_t n = std::min(kPanelCols, height - c0);
       left_.locate(part.begin, rows, i0 + c0, n, at.made, at.from);
       for (int64_t r0 = 0; r0 < rows; r0 += kRowsMultiple) {
-        pack_rows<scalar_t, operand_t>(
+        pack_rows<scalar_t>(
             [&](int64_t r) { return r0 + r < rows ? at.from[r0 + r] : nullptr; }, n, kRowsMultiple,
             n, kPanelCols, staged);
         for (int64_t i = 0; i < n; i += lanes) {
-          transpose_square(
+          transpose_square<Micro>(
               reinterpret_cast<const word_t*>(staged) + i, kPanelCols,
               reinterpret_cast<word_t*>(dst + (c0 + i) * ld + r0), ld / v);
         }
@@ -269,7 +271,7 @@ class WeightGrad {
     const int64_t rows = part.rows();
     right_.locate(part.begin, rows, j0, n, at.made, at.from);
     for (int64_t j = 0; j < n; j += Micro::kTileCols) {
-      pack_rows<scalar_t, operand_t>(
+      pack_rows<scalar_t>(
           [&](int64_t r) { return r < rows && at.from[r] != nullptr ? at.from[r] + j : nullptr; },
           std::min(Micro::kTileCols, n - j), k, Micro::kTileCols, Micro::kTileCols, panel + j * k);
     }
@@ -327,7 +329,7 @@ void column_sums(
   using acc_t = acc_type<scalar_t>;
   const int64_t cols = grad.size(1);
   const int64_t experts = grad.size(0);
-  const int64_t chunks = (cols + kSumCols - 1) / kSumCols;
+  const int64_t chunks = ceil_div(cols, kSumCols);
   auto* out = grad.mutable_data_ptr<scalar_t>();
   at::parallel_for(
       0, experts * chunks,
