@@ -71,6 +71,7 @@ class TestScaledGroupedMMCPU(TestCase):
             (ScalingType.BlockWise1x32, ScalingType.BlockWise1x32),
             (ScalingType.BlockWise1x128, ScalingType.BlockWise1x128),
             (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128),
+            (ScalingType.BlockWise128x128, ScalingType.BlockWise128x128),
         ],
     )
     def test_rows(self, sizes, recipes):
@@ -157,8 +158,11 @@ class TestScaledGroupedMMCPU(TestCase):
         )
         self.assertEqual(actual, plain, rtol=0, atol=0)
 
-    def test_fp4(self):
-        recipe = ScalingType.BlockWise1x32
+    @parametrize("layout", ["rows", "depth"])
+    @parametrize("swizzled", [False, True])
+    def test_fp4(self, layout, swizzled):
+        """Two numbers an element; offs counts numbers, also where it divides the contraction."""
+        recipe, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
         magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
         def draw_fp4(*shape):
@@ -169,16 +173,36 @@ class TestScaledGroupedMMCPU(TestCase):
             )
             factor = torch.pow(2.0, scale.double() - 127).repeat_interleave(32, -1)
             values = magnitudes[codes & 7] * (1 - 2.0 * (codes >> 3)) * factor
-            return byte.view(torch.float4_e2m1fn_x2), scale.view(E8M0), values
+            return byte.view(torch.float4_e2m1fn_x2), scale, values
 
-        a, scale_a, values_a = draw_fp4(96, 128)
-        w, scale_w, values_w = draw_fp4(2, 64, 128)
-        offs = offsets([40, 56])
+        sizes = [40, 0, 56] if layout == "rows" else [64, 0, 96]
+        offs = offsets(sizes)
+        ends = [0, *offs.tolist()]
+        spans = list(zip(ends, ends[1:], strict=False))
+        if layout == "rows":
+            a, scale_a, values_a = draw_fp4(96, 128)
+            w, scale_w, values_w = draw_fp4(3, 64, 128)
+            want = [values_a[i:j] @ values_w[g].T for g, (i, j) in enumerate(spans)]
+            want = torch.cat(want)
+            tiles_a = torch.cat([swizzle(scale_a[i:j]) for i, j in spans])
+            tiles_w = torch.stack([swizzle(s) for s in scale_w])
+        else:
+            a, scale_a, values_a = draw_fp4(80, 160)
+            w, scale_w, values_w = draw_fp4(48, 160)
+            want = [values_a[:, i:j] @ values_w[:, i:j].T for i, j in spans]
+            want = torch.stack(want)
+            tiles_a, tiles_w = (
+                torch.cat([swizzle(s[:, i // 32 : j // 32]) for i, j in spans])
+                for s in (scale_a, scale_w)
+            )
+        orders = (order, order) if swizzled else ()
+        if swizzled:
+            scale_a, scale_w = tiles_a, tiles_w
         actual = F.scaled_grouped_mm(
-            a, w.mT, scale_a, recipe, scale_w, recipe, offs=offs
-        )
-        want = [values_a[:40] @ values_w[0].T, values_a[40:] @ values_w[1].T]
-        self.check(actual, torch.cat(want))
+            a, w.mT, scale_a.view(E8M0), recipe, scale_w.view(E8M0), recipe, *orders,
+            offs=offs,
+        )  # fmt: skip
+        self.check(actual, want)
 
     def test_extreme_scales(self):
         a, scale_a, _ = draw(ScalingType.BlockWise1x32, 32, 64)
@@ -226,6 +250,24 @@ class TestScaledGroupedMMCPU(TestCase):
         ):  # fmt: skip
             with self.assertRaisesRegex(error, message):
                 call(**bad)
+        rows = ScalingType.RowWise
+        a, scale_a, _ = draw(rows, 64, 256)
+        w, scale_w, _ = draw(rows, 2, 192, 256)
+        plain = (scale_a.flatten(), scale_w.flatten(1), offsets([32, 32]))
+        wide = a.to(torch.float8_e5m2)
+        for message, first, bad in (
+            ("Bias tensor provided", a, {"bias": torch.ones(192)}),
+            ("it must be torch.bfloat16", a, {"out_dtype": torch.float32}),
+            ("E4M3 FP8 type but got mat_a.dtype=torch.float8_e5m2 and", wide, {}),
+            ("Scale result tensor provided", a, {"scale_result": torch.ones(1)}),
+        ):
+            for device in ("cpu", "meta"):
+                args = [t.to(device) for t in (first, w)]
+                with self.assertRaisesRegex(RuntimeError, message):
+                    torch._scaled_grouped_mm(
+                        args[0], args[1].mT, *(t.to(device) for t in plain),
+                        **{k: v.to(device) if k != "out_dtype" else v for k, v in bad.items()},
+                    )  # fmt: skip
         x, scale_x, _ = draw(recipe, 64, 64)
         with self.assertRaisesRegex(ValueError, "offs must be multiples of 32"):
             F.scaled_grouped_mm(

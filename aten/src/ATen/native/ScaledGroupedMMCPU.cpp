@@ -5,6 +5,7 @@
 //   2D x 3D   offs divides the rows of a (M, K); b is (G, K, N); out is (M, N)
 //   2D x 2D   offs divides the contraction of a (M, K) and b (K, N); out is (G, M, N)
 //
+// K and offs count numbers, of which float4_e2m1fn_x2 has two in an element.
 // Groups may be empty. Rows behind the last group are 0.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/BlasBackend.h>
@@ -240,7 +241,10 @@ class Scales {
     } else if (divided_depth_) {
       scale = flat_.view({rows_, along_}).narrow(1, part.k / x_.block(), along);
     } else {
-      scale = flat_.view({rows_, along_}).narrow(0, part.row, part.rows);
+      // The squares of rows that offs divides begin with the first row of all.
+      const int64_t first = part.row / x_.block_rows();
+      const int64_t end = ceil_div(part.row + part.rows, x_.block_rows());
+      scale = flat_.view({rows_, along_}).narrow(0, first, end - first);
     }
     return x_.scale.scalar_type() == kFloat8_e8m0fnu ? e8m0_value(scale) : scale;
   }
@@ -273,7 +277,8 @@ Tensor values_of(const Operand& x, const Scales& scales, const Part& part) {
   const auto numbers = x.is_fp4() ? unpack_fp4(data.contiguous()) : data.to(kFloat);
   auto scale = scales.of(part);
   if (x.block_rows() > 1) {
-    scale = scale.repeat_interleave(x.block_rows(), 0).narrow(0, 0, part.rows);
+    scale = scale.repeat_interleave(x.block_rows(), 0)
+                .narrow(0, part.row % x.block_rows(), part.rows);
   }
   if (x.block() > 0) {
     scale = scale.repeat_interleave(x.block(), 1).narrow(1, 0, part.depth);
@@ -297,9 +302,6 @@ void multiply(
       "D",
       offs.defined() ? "" : " without offs");
   const bool divides_depth = !b.is_stack();
-  TORCH_CHECK_VALUE(
-      !divides_depth || !a.is_fp4(),
-      "scaled_grouped_mm on CPU takes float4_e2m1fn_x2 with a 3D mat_b only");
   TORCH_CHECK_VALUE(
       a.is_fp4() == b.is_fp4() && a.data.size(-1) == b.data.size(-1),
       "scaled_grouped_mm: mat_a and mat_b must agree in their contraction, got ",
@@ -378,8 +380,22 @@ Tensor _scaled_grouped_mm_cpu(
     const std::optional<Tensor>& scale_result,
     std::optional<ScalarType> out_dtype,
     bool use_fast_accum) {
-  TORCH_CHECK_VALUE(
-      !scale_result.has_value(), "_scaled_grouped_mm: scale_result is not supported on CPU");
+  // As on CUDA, and as tracing has it.
+  TORCH_CHECK(
+      mat_a.scalar_type() == kFloat8_e4m3fn && mat_b.scalar_type() == kFloat8_e4m3fn,
+      "Expected inputs of E4M3 FP8 type but got mat_a.dtype=torch.",
+      c10::getDtypeNames(mat_a.scalar_type()).first,
+      " and mat_b.dtype=torch.",
+      c10::getDtypeNames(mat_b.scalar_type()).first,
+      ".");
+  TORCH_CHECK(
+      !bias.has_value() || !bias->defined(),
+      "Bias tensor provided, but it is not supported yet.");
+  TORCH_CHECK(
+      out_dtype.value_or(kBFloat16) == kBFloat16,
+      "If output dtype provided, it must be torch.bfloat16.");
+  TORCH_CHECK(
+      !scale_result.has_value(), "Scale result tensor provided, but it is not supported yet.");
   const int64_t recipe = scale_a.scalar_type() == kFloat8_e8m0fnu
       ? static_cast<int64_t>(ScalingType::BlockWise1x32)
       : static_cast<int64_t>(ScalingType::RowWise);
