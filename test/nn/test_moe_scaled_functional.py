@@ -156,6 +156,18 @@ class TestScaledFunctional(TestCase):
             w_in.mul_(2)
         self.assertIsNot(caches[0](w_in), before)
         self.assert_same(step(True), step(False))
+        # Everything else that ends in other numbers, loading among it.
+        layer = torch.nn.ParameterDict({"w": w_in})
+        saved = {"w": w_in.detach() * 3}
+        for change in (
+            lambda: w_in.detach().copy_(saved["w"]),
+            lambda: layer.load_state_dict(saved),
+            lambda: setattr(w_in, "data", saved["w"] * 2),
+        ):
+            before = caches[0](w_in)
+            change()
+            self.assertIsNot(caches[0](w_in), before)
+            self.assert_same(step(True), step(False))
         # A write that nobody counts, as FSDP's gather: the optimizer's step is what tells.
         before = caches[0](w_in)
         w_in.data.mul_(2)

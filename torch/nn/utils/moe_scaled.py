@@ -41,9 +41,11 @@ def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
 class WeightCache:
     r"""Quantises a weight once and remembers it until it may have changed.
 
-    That is when any :class:`torch.optim.Optimizer` makes a step, when the tensor is written in place,
-    when another tensor is given, or on :meth:`clear`. Writes that autograd does not see (through
-    ``.data`` or FSDP2's gather, which hides them) are noticed by the optimizer's step only.
+    That is when any :class:`torch.optim.Optimizer` makes a step, when the tensor is written in place
+    (also by ``load_state_dict``, and under :func:`torch.no_grad`), when another tensor is given or other
+    memory (``weight.data = ...``), or on :meth:`clear`. Writes that autograd does not see (into
+    ``weight.data``, or FSDP2's gather, which hides them) are noticed by the optimizer's step only: whoever
+    loads a checkpoint into the shards of FSDP2 calls :meth:`clear`.
 
     The gradient still goes to the weight, which is passed next to its quantised form. Not to be used inside
     :func:`torch.compile`: it is state; call it outside, or let the graph quantise.
@@ -67,7 +69,7 @@ class WeightCache:
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
         self._weight: weakref.ref[Tensor] | None = None
-        self._version = -1
+        self._state: tuple[int, int] | None = None
         self._scaled: tuple[Tensor, ...] = ()
         me = weakref.ref(self)
 
@@ -82,9 +84,12 @@ class WeightCache:
     def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The lists of ``weight`` (E, N, K), see :func:`quantize_weight`."""
         known = self._weight() if self._weight is not None else None
-        if known is not weight or self._version != weight._version:
+        # Subclasses may have no memory of their own.
+        has_memory = type(weight) in (Tensor, torch.nn.Parameter)
+        state = weight._version, weight.data_ptr() if has_memory else 0
+        if known is not weight or self._state != state:
             self._scaled = quantize_weight(weight, self.recipe)
-            self._weight, self._version = weakref.ref(weight), weight._version
+            self._weight, self._state = weakref.ref(weight), state
         return self._scaled
 
     def clear(self) -> None:
