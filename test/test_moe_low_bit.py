@@ -1,6 +1,7 @@
 # Owner(s): ["module: nn"]
 """Inference of _moe_mlp_scaled with weights of 8 and 4 bits on CPU, in every layout."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -237,6 +238,26 @@ class TestMoeLowBit(TestCase):
                 continue
             layer.input = x
             layer.check(actual, f"byte {byte}")
+
+    @parametrize("name", ["fp8_rowwise", "fp8_128x128", "mxfp8"])
+    @all_layouts
+    @parametrize("tokens", [1, 30])
+    def test_flush_denormal(self, name, panels, tokens):
+        """Codes without a leading one count, whatever torch.set_flush_denormal says."""
+        fmt = low_bit_format(name)
+        case = shape_of(fmt, 128, 64, num_tokens=tokens)
+        layer = Layer(case, fmt, torch.bfloat16)
+        data = torch.randint(1, 8, layer.w_in.data.shape, dtype=torch.uint8)
+        layer.w_in = dataclasses.replace(layer.w_in, data=data.view(fmt.data))
+        want = layer.run(panels=panels)
+        self.assertGreater(want.abs().max().item(), 0)
+        if not torch.set_flush_denormal(True):
+            self.skipTest("this CPU cannot flush denormal numbers")
+        try:
+            actual = layer.run(panels=panels)
+        finally:
+            torch.set_flush_denormal(False)
+        self.assertEqual(actual, want, rtol=0, atol=0)
 
     @all_layouts
     @parametrize("tokens", [1, 3, 8, 50])

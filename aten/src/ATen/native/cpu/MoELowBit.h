@@ -180,6 +180,15 @@ struct LowBitView {
   Scaling scaling;
 };
 
+// Lines of a matrix from `row` on, side by side in a register, and where their products go:
+// c[r * kPanelCols]. The lines that will be read after them are `ahead` bytes further on.
+struct LineGroup {
+  const LowBitView* w;
+  int64_t row;
+  int64_t ahead;
+  float* c;
+};
+
 // ---- int8 rows ----------------------------------------------------------------------
 
 // A left operand that was rounded to int8 by blocks of 32: the codes of each 8 elements, the
@@ -260,20 +269,20 @@ struct Int8Row {
 #if __has_include(<ATen/native/cpu/MoELowBitAvx512.h>)
 #include <ATen/native/cpu/MoELowBitAvx512.h>
 #endif
+#if __has_include(<ATen/native/cpu/MoELowBitAvx2.h>)
+#include <ATen/native/cpu/MoELowBitAvx2.h>
+#endif
 
-#ifndef MOE_HAS_LOW_BIT_AVX512
 namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-struct FastLowBit {
-  struct LineGroup {
-    const LowBitView* w;
-    int64_t row;
-    int64_t ahead;
-    float* c;
-  };
-  static constexpr int64_t kRows = 0;
+// In place of those. `pack` and the products return false where nothing that counts has been
+// written.
+struct NoLowBit {
+  static constexpr int64_t kRows = 0;  // more than these are worth a packed panel
+  static constexpr int64_t kLines = kPanelLines;  // of a group
+  // Whether its order of addition for few rows is that of a micro-GEMM.
   template <typename Micro>
   static constexpr bool multiplies() {
     return false;
@@ -281,6 +290,7 @@ struct FastLowBit {
   static bool is_available() {
     return false;
   }
+  // Whether lines can be read kLines at a time, and by double words.
   static bool is_regular(const LowBitView&, int64_t, int64_t) {
     return false;
   }
@@ -288,7 +298,7 @@ struct FastLowBit {
   static bool pack(const Args&...) {
     return false;
   }
-  template <typename... Args>
+  template <typename Micro, typename... Args>
   static bool multiply(const Args&...) {
     return false;
   }
@@ -297,11 +307,23 @@ struct FastLowBit {
     return false;
   }
 };
+#ifndef MOE_HAS_LOW_BIT_AVX512
+using Avx512LowBit = NoLowBit;
+#endif
+#ifndef MOE_HAS_LOW_BIT_AVX2
+using Avx2LowBit = NoLowBit;
+#endif
+
+// fn(decoder) for those of this build, until one returns true.
+template <typename Fn>
+bool any_decoder(const Fn& fn) {
+  return (Avx512LowBit::is_available() && fn(Avx512LowBit())) ||
+      (Avx2LowBit::is_available() && fn(Avx2LowBit()));
+}
 
 }  // namespace moe_cpu
 }  // namespace CPU_CAPABILITY
 }  // namespace at::native
-#endif
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -331,14 +353,20 @@ class LowBitSource {
       acc_type<typename Micro::operand_t>* c) const {
     using operand_t = typename Micro::operand_t;
     using acc_t = acc_type<operand_t>;
-    if constexpr (FastLowBit::multiplies<Micro>()) {
-      // Few rows: weights that are decoded in registers and not packed.
-      if (rows <= FastLowBit::kRows) {
-        const auto groups = line_groups(columns, c);
-        if (!groups.empty() && FastLowBit::multiply(groups, expert, rows, a.lines)) {
-          return;
+    // Few rows: weights that are decoded in registers and not packed.
+    const bool is_done = any_decoder([&](auto decoder) {
+      using Decoder = decltype(decoder);
+      if constexpr (Decoder::template multiplies<Micro>()) {
+        if (rows <= Decoder::kRows) {
+          const auto groups = line_groups<Decoder>(columns, c);
+          return !groups.empty() &&
+              Decoder::template multiply<Micro>(groups, expert, rows, a.lines);
         }
       }
+      return false;
+    });
+    if (is_done) {
+      return;
     }
     const LowBitView& w = parts_[0];
     const bool in_blocks = w.scaling == Scaling::Blocks;
@@ -380,17 +408,16 @@ class LowBitSource {
   }
 
  protected:
-  // The columns as lines 16 at a time; none where that is not possible.
-  std::vector<FastLowBit::LineGroup> line_groups(const PanelColumns& columns, float* c) const {
-    std::vector<FastLowBit::LineGroup> groups;
+  // The columns as groups of lines; none where that is not possible.
+  template <typename Decoder>
+  std::vector<LineGroup> line_groups(const PanelColumns& columns, float* c) const {
+    std::vector<LineGroup> groups;
     for (const auto& span : columns.spans) {
       const LowBitView& w = part(span);
-      if (span.count > 0 &&
-          (!FastLowBit::is_available() ||
-           !FastLowBit::is_regular(w, first_row(span), span.count))) {
+      if (span.count > 0 && !Decoder::is_regular(w, first_row(span), span.count)) {
         return {};
       }
-      for (int64_t n = 0; n < span.count; n += kPanelLines) {
+      for (int64_t n = 0; n < span.count; n += Decoder::kLines) {
         groups.push_back(
             {&w, first_row(span) + n, span.count * w.row_bytes, c + span.at + n});
       }
@@ -444,11 +471,12 @@ class LowBitSource {
     using operand_t = typename Micro::operand_t;
     constexpr bool is_one_tile = Micro::kTileCols == kPanelCols;
     const LowBitView& w = part(span);
-    if constexpr (std::is_same_v<operand_t, BFloat16>) {
-      if (FastLowBit::is_available() && is_one_tile &&
-          FastLowBit::pack(w, expert, first_row(span), span.count, k0, depth, panel + 2 * span.at)) {
-        return;
-      }
+    const bool is_done = any_decoder([&](auto decoder) {
+      return decltype(decoder)::pack(
+          w, expert, first_row(span), span.count, k0, depth, span.at, Micro::kTileCols, panel);
+    });
+    if (is_done) {
+      return;
     }
     // Lines of a tile of columns, decoded and then turned around. Deeper products than
     // kDepth have tiles as wide as the panel, whose words follow each other.
@@ -512,8 +540,11 @@ class Int8LowBitSource : public LowBitSource {
       const RowLines<typename Micro::operand_t>& a, typename Micro::operand_t*,
       acc_type<typename Micro::operand_t>* c) const {
     if constexpr (std::is_same_v<acc_type<typename Micro::operand_t>, float>) {
-      const auto groups = line_groups(columns, c);
-      if (!groups.empty() && FastLowBit::multiply_int8(groups, expert, rows, a.lines)) {
+      const bool is_done = any_decoder([&](auto decoder) {
+        const auto groups = line_groups<decltype(decoder)>(columns, c);
+        return !groups.empty() && decltype(decoder)::multiply_int8(groups, expert, rows, a.lines);
+      });
+      if (is_done) {
         return;
       }
     }

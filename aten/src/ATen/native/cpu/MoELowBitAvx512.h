@@ -58,15 +58,6 @@ C10_ALWAYS_INLINE __m512 dot_word(__m512 sum, __m512i words, const BFloat16* x) 
       sum, reinterpret_cast<__m512bh>(words), reinterpret_cast<__m512bh>(_mm512_set1_epi32(word)));
 }
 
-// 16 lines of a matrix from `row` on, and where their products go: c[r * kPanelCols]. The
-// lines that will be read after them are `ahead` bytes further on.
-struct LineGroup {
-  const LowBitView* w;
-  int64_t row;
-  int64_t ahead;
-  float* c;
-};
-
 // c[m] = x[m] times the lines of Q groups, whose sums are made over `segment` elements at a
 // time. Several groups, as a sum waits for its own last product.
 template <typename Codes, Scaling scaling, bool panels, int64_t segment, int M, int Q>
@@ -434,11 +425,11 @@ bool multiply_groups(
 
 }  // namespace low_bit
 
-struct FastLowBit {
-  // More rows than this are worth a packed panel.
+// What LowBitSource asks, see NoLowBit.
+struct Avx512LowBit {
   static constexpr int64_t kRows = 8;
+  static constexpr int64_t kLines = kPanelLines;
 
-  // Its order of addition is the one of few rows.
   template <typename Micro>
   static constexpr bool multiplies() {
     return std::is_base_of_v<VecGemm<BFloat16, DotProducts>, Micro>;
@@ -450,16 +441,13 @@ struct FastLowBit {
     return found;
   }
 
-  // Whether lines can be read 16 at a time, and by double words.
   static bool is_regular(const LowBitView& w, int64_t row, int64_t count) {
     return row % kPanelLines == 0 && count % kPanelLines == 0 &&
         w.depth % (w.scaling == Scaling::Rows ? 8 : 32) == 0;
   }
 
-  // False, here and below: nothing that counts has been written. The groups are of one
-  // format.
-  using LineGroup = low_bit::LineGroup;
-
+  // The groups are of one format.
+  template <typename Micro>
   static bool multiply(
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
       const BFloat16* const* lines) {
@@ -481,16 +469,19 @@ struct FastLowBit {
         });
   }
 
+  template <typename operand_t>
   static bool pack(
       const LowBitView& w, int64_t expert, int64_t row, int64_t count, int64_t k0, int64_t depth,
-      BFloat16* panel) {
-    if (!is_regular(w, row, count) || k0 % 32 != 0 || depth % 8 != 0 ||
+      int64_t at, int64_t tile_cols, operand_t* panel) {
+    if (!std::is_same_v<operand_t, BFloat16> || tile_cols != kPanelCols ||
+        !is_regular(w, row, count) || k0 % 32 != 0 || depth % 8 != 0 ||
         (w.scaling == Scaling::Folded && w.scale.block_cols != 32)) {
       return false;
     }
+    auto* columns = reinterpret_cast<BFloat16*>(panel) + 2 * at;
     const auto fn = w.panels ? low_bit::find_pack<true>(w) : low_bit::find_pack<false>(w);
     for (int64_t n = 0; n < count; n += kPanelLines) {
-      if (!fn(w, expert, row + n, k0, depth, panel + 2 * n)) {
+      if (!fn(w, expert, row + n, k0, depth, columns + 2 * n)) {
         return false;
       }
     }
