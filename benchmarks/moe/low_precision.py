@@ -10,12 +10,17 @@ quantises every operand of a product from them, along the dimension that the pro
 
 Then the operands of every layer of the trained bfloat16 model on another batch, and the gradients that
 reach its outputs, are put through every recipe and compared with float64: signal to quantisation noise in dB.
+"dual, best scales" takes for each block the power of two that leaves the least squared error, which no rule for
+scales of MXFP8 can beat operand by operand. ``budget`` is what one rounding alone leaves, of each operand of the
+six products in turn; the powers of these noises add up to that of all ("sum"), so that what a floor needs of every
+operand can be read off.
 """
 
 import argparse
 import collections
 import functools
 import itertools
+import math
 import pathlib
 from collections.abc import Callable
 
@@ -46,6 +51,10 @@ MXFP8 = F.ScalingType.BlockWise1x32.value
 NAMES = ("y", "grad_input", "grad_topk_weights", "grad_w_in", "grad_w_out")
 
 
+# Of the floors that were asked of MXFP8 with H in float8, in dB.
+FLOORS = dict(zip(NAMES, (30, 26, 28, 28, 28), strict=True))
+
+
 def mx_values(x: Tensor, dim: int) -> Tensor:
     """What ``x`` stands for in MXFP8 with blocks along ``dim``."""
     data, scale = torch.ops.aten._moe_quantize(x, MXFP8, dim=dim)
@@ -53,23 +62,63 @@ def mx_values(x: Tensor, dim: int) -> Tensor:
     return (data.float() * scale).to(x.dtype)
 
 
+def best_values(x: Tensor, dim: int) -> Tensor:
+    """The same with the power of two for each block that leaves the least squared error."""
+    scale = torch.ops.aten._moe_quantize(x, MXFP8, dim=dim)[1]
+    lines = x.float().movedim(dim, -1)
+    blocks = F.pad(lines, (0, -lines.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    found, least = torch.zeros_like(blocks), torch.full((), torch.inf)
+    for shift in (-2, -1, 0, 1, 2):
+        unit = scale.float().movedim(dim, -1)[..., None].clamp(min=2.0**-100)
+        unit = unit * 2.0**shift
+        codes = (blocks / unit).clamp(-448, 448).to(torch.float8_e4m3fn)
+        values = codes.float() * unit
+        error = (values - blocks).square().sum(-1, keepdim=True)
+        found = torch.where(error < least, values, found)
+        least = torch.minimum(error, least)
+    lines = found.flatten(-2)[..., : x.shape[dim]]
+    return lines.movedim(-1, dim).to(x.dtype)
+
+
+# The operands of the products of a layer and of their gradients, by the product's name.
+OPERANDS = ("rows", "weight", "gradient", "weight^T", "gradient^T", "rows^T")
+PLACES = tuple(itertools.product(("in", "out"), OPERANDS))
+
+
 class DualProduct(torch.autograd.Function):
-    """x W^T in MXFP8: no operand is rounded twice, as x and W are kept in 16 bits."""
+    """x W^T in MXFP8: no operand is rounded twice, as x and W are kept in 16 bits.
+
+    ``quantize(x, dim, place)`` rounds, see PLACES.
+    """
 
     @staticmethod
-    def forward(ctx, x, w):
+    def forward(ctx, x, w, quantize, name):
         ctx.save_for_backward(x, w)
-        return mx_values(x, 1) @ mx_values(w, 1).t()
+        ctx.quantize, ctx.name = quantize, name
+        return quantize(x, 1, (name, "rows")) @ quantize(w, 1, (name, "weight")).t()
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        grad_x = mx_values(grad, 1) @ mx_values(w, 0)
-        return grad_x, mx_values(grad, 0).t() @ mx_values(x, 0)
+
+        def rounded(t, dim, operand):
+            return ctx.quantize(t, dim, (ctx.name, operand))
+
+        grad_x = rounded(grad, 1, "gradient") @ rounded(w, 0, "weight^T")
+        left = rounded(grad, 0, "gradient^T").t()
+        return grad_x, left @ rounded(x, 0, "rows^T"), None, None
 
 
 def dual_moe_mlp(
-    x: Tensor, ids: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    quantize: Callable[[Tensor, int, object], Tensor] = lambda t, dim, _: mx_values(
+        t, dim
+    ),
 ) -> Tensor:
     """F.moe_mlp of swiglu experts with :class:`DualProduct`, sums in float32."""
     tokens, y = x.float(), torch.zeros(x.shape)
@@ -77,9 +126,10 @@ def dual_moe_mlp(
         rows, slots = (ids == e).nonzero(as_tuple=True)
         if len(rows) == 0:
             continue
-        h = DualProduct.apply(tokens[rows].to(x.dtype), up).float()
+        h = DualProduct.apply(tokens[rows].to(x.dtype), up, quantize, "in").float()
         gate, linear = h.chunk(2, 1)
-        out = DualProduct.apply((F.silu(gate) * linear).to(x.dtype), down)
+        act = (F.silu(gate) * linear).to(x.dtype)
+        out = DualProduct.apply(act, down, quantize, "out")
         y = y.index_add(0, rows, out * weights[rows, slots, None].float())
     return y.to(x.dtype)
 
@@ -109,7 +159,7 @@ def over_dual(rows: list[dict]) -> list[dict[str, object]]:
     return [
         {"run": run, "difference": kind, "over_dual": value / total["dual", kind]}
         for (run, kind), value in total.items()
-        if run not in ("bf16", "dual")
+        if run not in ("bf16", "dual") and total["dual", kind] > 0
     ]
 
 
@@ -118,7 +168,8 @@ def train_seed(config: ModelConfig, arguments: argparse.Namespace, seed: int, co
     steps, batch = arguments.steps, arguments.batch
     batches = text.sample_batches(corpus.train, steps, batch, config.sequence, seed)
     held_out = text.sample_batches(corpus.held_out, 8, batch, config.sequence, seed + 1)
-    runs = make_runs(blocks(arguments.recipe), config, seed)
+    layers = blocks(arguments.recipe)
+    runs = make_runs({name: layers[name] for name in arguments.models}, config, seed)
     with progress(f"seed {seed}", steps) as advance:
         train(runs, batches, lambda step: advance(f"{runs[0].losses[-1]:.3f}"))
     reference = runs[0].losses
@@ -151,28 +202,84 @@ def results_of(function, operands, dtype=None):
     return [y.detach(), *torch.autograd.grad(y, leaves, o.grad.to(y.dtype))]
 
 
-def noise(model, window):
+def noise(samples, exact) -> list[dict[str, object]]:
     """SQNR of every recipe and format: the mean of the layers."""
-    block = MoEBlock(F.moe_topk, F.moe_mlp)
-    samples = [sample.routed(block) for sample in capture(model, window)]
-    rows = []
-    variants = [("bf16", "-", F.moe_mlp), ("mxfp8", "dual", dual_moe_mlp)] + [
-        (recipe, name, scaled_moe_mlp(recipe, **options))
-        for recipe, (name, options) in itertools.product(
-            F._MOE_RECIPES, FORMATS.items()
-        )
+    best = functools.partial(
+        dual_moe_mlp, quantize=lambda t, dim, _: best_values(t, dim)
+    )
+    variants = [
+        ("bf16", "-", F.moe_mlp),
+        ("mxfp8", "dual", dual_moe_mlp),
+        ("mxfp8", "dual, best scales", best),
+        *(
+            (recipe, name, scaled_moe_mlp(recipe, **options))
+            for recipe, (name, options) in itertools.product(
+                F._MOE_RECIPES, FORMATS.items()
+            )
+        ),
     ]
-    exact = [results_of(F.moe_mlp, s, torch.float64) for s in samples]
-    for recipe, name, function in variants:
+    return [
+        {"recipe": recipe, "saved": name, **decibels(function, samples, exact)}
+        for recipe, name, function in variants
+    ]
+
+
+def decibels(function, samples, exact, dtype=None) -> dict[str, float]:
+    """By NAMES, the mean of the layers."""
+    found = [
+        [sqnr(a, b) for a, b in zip(one, results_of(function, s, dtype), strict=True)]
+        for one, s in zip(exact, samples, strict=True)
+    ]
+    means = [sum(column) / len(column) for column in zip(*found, strict=True)]
+    return dict(zip(NAMES, means, strict=True))
+
+
+def budget(samples, exact) -> list[dict[str, object]]:
+    """What each rounding of dual_moe_mlp leaves on its own, and their sum; products in float32."""
+    rows = []
+    for place in PLACES:
+
+        def only(t, dim, here, place=place):
+            return mx_values(t, dim) if here == place else t
+
+        alone = functools.partial(dual_moe_mlp, quantize=only)
+        found = decibels(alone, samples, exact, torch.float32)
+        # A tensor that the operand has no part in differs by the rounding of float32.
+        kept = {name: db if db < 90 else None for name, db in found.items()}
+        rows.append({"product": place[0], "operand": place[1], **kept})
+    powers = {
+        name: sum(10 ** (-row[name] / 10) for row in rows if row[name] is not None)
+        for name in NAMES
+    }
+    total = {name: -10 * math.log10(power) for name, power in powers.items()}
+    return [*rows, {"product": "all", "operand": "sum", **total}]
+
+
+def over_floors(noises: list[dict]) -> list[dict[str, object]]:
+    """Means of the seeds for MXFP8: the floor of a tensor, what is reached, and what could be."""
+
+    def mean(saved, name):
         found = [
-            [sqnr(a, b) for a, b in zip(one, results_of(function, s), strict=True)]
-            for one, s in zip(exact, samples, strict=True)
+            row[name]
+            for row in noises
+            if row["recipe"] == "mxfp8" and row["saved"] == saved
         ]
-        means = [sum(column) / len(column) for column in zip(*found, strict=True)]
-        rows.append(
-            {"recipe": recipe, "saved": name, **dict(zip(NAMES, means, strict=True))}
-        )
-    return rows
+        return sum(found) / len(found)
+
+    columns = {
+        "measured": "float8 H",
+        "int8 H": "int8 H",
+        "dual": "dual",
+        "bound": "dual, best scales",
+    }
+    return [
+        {
+            "tensor": name,
+            "floor": FLOORS[name],
+            **{column: mean(saved, name) for column, saved in columns.items()},
+        }
+        for name in NAMES
+    ]
 
 
 def saved(shape: Shape) -> list[dict[str, object]]:
@@ -189,21 +296,27 @@ def saved(shape: Shape) -> list[dict[str, object]]:
     return rows
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipe", default="mxfp8", help="of the trained models")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=list(blocks("mxfp8")),
+        help="that are trained; the first one is what others are compared with",
+    )
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--out", type=pathlib.Path)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse_arguments(argv)
     config = ModelConfig(
         layers=arguments.layers,
         d_model=128,
@@ -214,18 +327,24 @@ def main() -> None:
         sequence=arguments.sequence,
     )
     corpus = text.read_corpus()
-    rows, losses, noises = [], {}, []
+    rows, losses, noises, budgets = [], {}, [], []
     for seed in range(arguments.seeds):
         found, curves, model, window = train_seed(config, arguments, seed, corpus)
         rows += found
         losses[str(seed)] = curves
-        noises += [{"seed": seed, **row} for row in noise(model, window)]
+        block = MoEBlock(F.moe_topk, F.moe_mlp)
+        samples = [sample.routed(block) for sample in capture(model, window)]
+        exact = [results_of(F.moe_mlp, s, torch.float64) for s in samples]
+        noises += [{"seed": seed, **row} for row in noise(samples, exact)]
+        budgets += [{"seed": seed, **row} for row in budget(samples, exact)]
         fields = {
             **provenance(),
             "settings": {k: v for k, v in vars(arguments).items() if k != "out"},
             "runs": rows,
             "over_dual": over_dual(rows),
             "noise": noises,
+            "floors": over_floors(noises),
+            "budget": budgets,
             "saved": saved(Shape("saved", 512, 2048, 768, 16, 8)),
             "losses": losses,
         }
@@ -233,8 +352,11 @@ def main() -> None:
             write_json(fields, arguments.out)
     differences = ("difference.largest", "difference.mean")
     show("Loss next to bf16", rows, ("run", "seed", "held_out", *differences))
-    show("Over dual, all seeds", fields["over_dual"])
+    if fields["over_dual"]:
+        show("Over dual, all seeds", fields["over_dual"])
     show("SQNR, dB", noises, ("recipe", "saved", "seed", *NAMES))
+    show("MXFP8 with H in float8, dB", fields["floors"])
+    show("One rounding alone, dB", budgets, ("product", "operand", "seed", *NAMES))
     show("Saved bytes", fields["saved"], ("recipe", "bytes", "of_bf16"))
 
 
