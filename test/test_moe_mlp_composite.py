@@ -137,6 +137,25 @@ class TestMoeMlpComposite(TestCase):
         for grad in grads[4:6]:
             self.assertEqual(grad.untyped_storage().nbytes(), grad.numel() * 2)
 
+    def test_bias_gradients_of_many_rows(self):
+        # In a loop over the experts: sums as exact as those of torch.sum.
+        tokens, dim = 200_000, 1
+        generator = torch.Generator().manual_seed(0)
+        grad_out = torch.rand(tokens, dim, generator=generator)
+        offs = torch.tensor([0, tokens], dtype=torch.int32)
+        w = torch.ones(2, dim, dim)
+        args = (torch.zeros(tokens, dim), w, w, offs, None, None, None)
+        args += (torch.ones(2, dim), torch.zeros(2, dim), None)
+        kwargs = {"activation": "relu"}
+        _, preact = call_composite(_moe_mlp, *args, **kwargs)
+        mask = [False, False, False, False, True, True, False]
+        call = (_moe_mlp_backward, grad_out, *args, preact, mask)
+        grads = call_composite(*call, **kwargs)
+        expected = torch.stack([torch.zeros(dim).double(), grad_out.double().sum(0)])
+        eps = 4 * torch.finfo(torch.float32).eps
+        for grad in (grads[4], grads[5]):
+            self.assertEqual(grad.double(), expected, rtol=eps, atol=0)
+
     @parametrize("looped", [False, True])
     def test_infinite_router_weight_stays_with_its_expert(self, looped):
         # Padding rows of the other experts have no slot, nor any slot's weight.

@@ -495,7 +495,13 @@ MoE(
         layer, x = make(shared_hidden_dim=5), torch.randn(6, D, dtype=torch.float64)
         with torch.no_grad():
             traced = torch.jit.trace(layer, x)
-        self.assertEqual(traced(2 * x), layer(2 * x))
+        # Its check traces again without gradients, and wants the same graph.
+        for module in (traced, torch.jit.trace(layer, x)):
+            output = module(2 * x)
+            self.assertEqual(output, layer(2 * x))
+            grads = torch.autograd.grad(output.sum(), list(layer.parameters()))
+            expected = torch.autograd.grad(layer(2 * x).sum(), list(layer.parameters()))
+            self.assertEqual(grads, expected)
         # As the docstring says.
         with self.assertRaisesRegex(
             torch.jit.frontend.NotSupportedError, "keyword-only arguments with defaults"

@@ -47,6 +47,7 @@ _GATES = {
     "DeepseekV4Experts._apply_gate": _Gate(None, "limit"),
     "Glm5NextTextExperts._apply_gate": _Gate("swiglu", "swiglu_limit"),
     "HYV4Experts._apply_gate": _Gate("swiglu", "swiglu_limit"),
+    "HYV4VLExperts._apply_gate": _Gate("swiglu", "swiglu_limit"),
     "GptOssExperts._apply_gate": _Gate("swiglu_oai", "limit", "alpha"),
     "OpenAIPrivacyFilterExperts._apply_gate": _Gate("swiglu_oai", "limit", "alpha"),
     "MiniMaxM3VLExperts._apply_gate": _Gate(

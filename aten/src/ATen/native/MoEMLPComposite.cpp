@@ -35,6 +35,7 @@
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/threshold_backward.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -153,13 +154,28 @@ Tensor reduce_experts(
   return result;
 }
 
-// As a matmul this has a fixed summation order, unlike index_add; 8 equal columns meet the
+// In a fixed order, unlike index_add. A loop over the experts has their rows: sum adds them
+// in a tree, a matmul one after the other. As a grouped matmul: 8 equal columns meet the
 // 16-byte rule. A copy, as the result must not keep the other 7 alive.
 Tensor sum_experts(const Routing& routing, const Tensor& rows) {
-  const auto ones = at::ones({rows.size(0), 8}, rows.options());
-  return reduce_experts(routing, ones, rows)
-      .select(1, 0)
-      .clone(MemoryFormat::Contiguous);
+  if (routing.ends.empty()) {
+    const auto ones = at::ones({rows.size(0), 8}, rows.options());
+    return reduce_experts(routing, ones, rows)
+        .select(1, 0)
+        .clone(MemoryFormat::Contiguous);
+  }
+  const auto num_experts = static_cast<int64_t>(routing.ends.size());
+  auto result = at::zeros({num_experts, rows.size(1)}, rows.options());
+  int64_t begin = 0;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t count = routing.ends[e] - begin;
+    if (count > 0) {
+      auto out = result.select(0, e);
+      at::sum_out(out, rows.narrow(0, begin, count), /*dim=*/0);
+    }
+    begin = routing.ends[e];
+  }
+  return result;
 }
 
 Tensor with_strides_of(const Tensor& operand, const Tensor& grad) {
