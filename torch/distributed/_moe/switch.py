@@ -237,6 +237,7 @@ class TokenSwitchAllToAll(_Switch):
     levels: tuple[Exchange, ...]
     # FP8 rows stay as they came, in the handle; dispatch returns no values, but NaN.
     keep_scaled = False
+    row_bytes = 0  # of a token and its weights, where known before dispatch
 
     def __init__(
         self,
@@ -363,8 +364,8 @@ class TokenSwitchAllToAll(_Switch):
         return _Handle(K, slots if self._exact else rows, slots, sizes, [route])
 
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
-        """K and E for every rank: ranks that disagree would exchange garbage."""
-        values = (idx.shape[1], self._num_experts)
+        """K, E and bytes for every rank: ranks that disagree would exchange garbage."""
+        values = (idx.shape[1], self._num_experts, self.row_bytes)
         return tuple(torch.full_like(counts, n) for n in values)
 
     def _read(self, *tables: Tensor, agree: Tensor) -> list[list[list[int]]]:
@@ -374,11 +375,11 @@ class TokenSwitchAllToAll(_Switch):
             # Reading more values would only make more symbols.
             torch._assert_async(
                 (agree == agree[:1]).all(),
-                f"{name}: K and num_experts must be the same on all ranks",
+                f"{name}: K, num_experts and row bytes must be the same on all ranks",
             )
             return read_on_host(*tables)
         *columns, shapes = read_on_host(*tables, agree)
-        for what, values in zip(("K", "num_experts"), shapes):
+        for what, values in zip(("K", "num_experts", "row bytes"), shapes):
             if min(values) != max(values):
                 raise RuntimeError(
                     f"{name}: {what} must be the same on all ranks, ranks 0 to "
@@ -653,10 +654,10 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             *slots.unbind(1),
         )
         # What the tokens that arrive here from all nodes need of each rank.
-        relayed = theirs[:, 4:].sum(0).view(2, L)
+        relayed = theirs[:, 5:].sum(0).view(2, L)
         sent, received = local.exchange_counts(*relayed.unbind(0))
         tables = (mine[:, :2], theirs[:, :2], sent, received)
-        read = self._read(*tables, agree=theirs[:, 2:4])
+        read = self._read(*tables, agree=theirs[:, 2:5])
         return [
             (Splits(send[0], recv[0]), Splits(send[1], recv[1]))
             for send, recv in (read[:2], read[2:])

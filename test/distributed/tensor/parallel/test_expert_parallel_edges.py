@@ -236,6 +236,20 @@ class TestEdges(GlooTest):
         with self.assertRaisesRegex(RuntimeError, "topk_weights_requires_grad must be"):
             model(torch.randn(4, D).double())
 
+    @parametrize("options", [OPTIONS[0], OPTIONS[3]])
+    def test_rank_whose_tokens_change_alone(self, options):
+        # Later than the first comparison. Gloo gives who expects more bytes than it gets
+        # what was in its memory, and ends the process of who expects less.
+        _, model = self.pair(**options)
+        x = torch.randn(4, D).double()
+        model(x)
+        if self.rank == 1:
+            model.float()
+            x = x.float()
+        message = r"row bytes must be the same on all ranks, ranks 0 to \d have \["
+        with self.assertRaisesRegex(RuntimeError, message):
+            model(x)
+
     def test_errors_of_collectives_name_the_layer(self):
         # Of those beside the all-to-alls, which test_moe_faults.py has.
         x = torch.randn(4, D).double()

@@ -161,6 +161,10 @@ class _Region:
                 self.schedule, OverlapSchedule
             )
             self.switch.keep_scaled = known and self.adapter.takes_scaled(module)
+            # Compared whenever sizes are exchanged: autocast of one rank, for instance.
+            self.switch.row_bytes = sum(
+                t.shape[1] * t.element_size() for t in (tokens, weights)
+            )
         with _reparametrize_module(module, in_this_step):
             output, shared_output = self.schedule(
                 self.switch, tokens, ids, weights, experts, shared
