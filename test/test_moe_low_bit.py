@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import ScalingType
 from torch.nn.utils._moe_low_bit import pack_panels
 from torch.profiler import profile
-from torch.testing._internal.common_moe import call_composite, num_threads
+from torch.testing._internal.common_moe import BACKENDS, call_composite, num_threads
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -20,6 +20,7 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.moe_generators import moe_cases, MoeCase
 from torch.testing._internal.moe_low_bit import low_bit_format, LOW_BIT_FORMATS
+from torch.testing._internal.moe_quantized_reference import swizzle_reference
 from torch.testing._internal.moe_reference import (
     ACTIVATIONS,
     apply_activation,
@@ -30,6 +31,7 @@ from torch.testing._internal.moe_reference import (
 )
 
 
+E8M0 = torch.float8_e8m0fnu
 _op = torch.ops.aten._moe_mlp_scaled.default
 _moe_mlp = torch.ops.aten._moe_mlp.default
 MX = ScalingType.BlockWise1x32.value
@@ -306,6 +308,23 @@ class TestMoeLowBit(TestCase):
 
         plain = layer.run(call=composite)
         self.assertEqual(layer.run(call=composite, panels=True), plain, rtol=0, atol=0)
+
+    @parametrize("name", ["mxfp8", "mxfp4"])
+    @parametrize("backend", list(BACKENDS))
+    def test_swizzled_scales(self, name, backend):
+        fmt = low_bit_format(name)
+        layer = Layer(shape_of(fmt, 128, 160), fmt, torch.bfloat16)
+
+        def swizzled(*args, **kwargs):
+            lists = [
+                [data, torch.stack(list(map(swizzle_reference, scale)))]
+                for data, scale in args[11:13]
+            ]
+            lists = [[data, scale.view(E8M0)] for data, scale in lists]
+            args = (*args[:11], *lists, *args[13:])
+            return BACKENDS[backend](_op, *args, **{**kwargs, "swizzle_w": [1]})
+
+        layer.check(layer.run(call=swizzled), name)
 
     @all_formats
     def test_no_copy_of_weights(self, fmt):

@@ -178,9 +178,9 @@ class TestMoeMlpScaled(TestCase):
         together = self.check(ops, recipe, backend)
         # Halves of whole blocks: the same operands, so the same bits.
         self.assertEqual(apart[0], together[0], rtol=0, atol=0)
-        self.check(
-            get_case("ragged").operands(torch.bfloat16).split_gate(), recipe, backend
-        )
+        # Where they are not, blocks of dH begin with each half.
+        for case in (get_case("ragged"), MoeCase("part", dim=32, hidden=80)):
+            self.check(case.operands(torch.bfloat16).split_gate(), recipe, backend)
 
     @all_backends
     @parametrize("limit,alpha", [(1.5, None), (2.0, 1.3)])
@@ -243,6 +243,29 @@ class TestMoeMlpScaled(TestCase):
         self.assertEqual(saved[0].numel() + saved[1].numel(), 0)
         for one, other in zip(grads, expected[2], strict=True):
             self.assertEqual(one, other, rtol=0, atol=0)
+
+    @all_backends
+    def test_swizzled_scales(self, backend):
+        """Scales of weights in SWIZZLE_32_4_4 mean what plain ones do."""
+        ops = MoeCase("swizzled", num_tokens=40, dim=160, hidden=96).operands(
+            torch.bfloat16
+        )
+        weights = {"w_in": ops.w_in, "w_out": ops.w_out}
+        found = []
+        for swizzle in (0, 1):
+            lists = {
+                name: [
+                    x
+                    for dim in (2, 1)
+                    for x in torch._moe_quantize(w, MX, dim=dim, swizzle=swizzle)
+                ]
+                for name, w in weights.items()
+            }
+            kwargs = {**recipe_args("mxfp8"), "swizzle_w": [swizzle]}
+            found.append(run_both(backend, ops, lists, preact_dtype=E4M3, **kwargs))
+        for one, other in zip(found[0][2], found[1][2], strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0)
+        self.assertEqual(found[0][0], found[1][0], rtol=0, atol=0)
 
     @all_backends
     def test_weight_dtypes_and_strides(self, backend):

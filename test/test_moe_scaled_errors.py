@@ -59,7 +59,7 @@ KEYWORDS = {
 }
 
 
-def calls(recipe, with_lists, gated_apart):
+def calls(recipe, with_lists, gated_apart, swizzle=0):
     """(op, names of its arguments, arguments, keywords) of a forward and its backward that work."""
     ops = MoeCase("e", num_tokens=6, dim=64, hidden=32, num_experts=3).operands(
         torch.bfloat16, bias=True
@@ -71,9 +71,10 @@ def calls(recipe, with_lists, gated_apart):
         lists[0] += torch._moe_quantize(ops.input, a)
         for to, weight in zip(lists[1:], (ops.w_in, ops.w_out, ops.w_up), strict=True):
             for dim in () if weight is None else (2,) if w == SQUARE else (2, 1):
-                to += torch._moe_quantize(weight, w, dim=dim)
+                to += torch._moe_quantize(weight, w, dim=dim, swizzle=swizzle)
     args = [*ops.args(), *lists]
     kwargs = {"recipe_a": [a], "recipe_w": [w], "preact_dtype": E4M3}
+    kwargs["swizzle_w"] = [swizzle]
     _, *saved = op(*args, **kwargs)
     mask = [args[i] is not None for i in (0, 1, 2, 4, 7, 8, 9)]
     yield op, OPERANDS, args, kwargs
@@ -127,16 +128,17 @@ class TestScaledErrors(TestCase):
         return found[0]
 
     @parametrize(
-        "recipe,with_lists,gated_apart",
+        "recipe,with_lists,gated_apart,swizzle",
         [
-            ("mxfp8", True, True),
-            ("fp8_blockwise", True, False),
-            ("fp8_rowwise", False, False),
+            ("mxfp8", True, True, 0),
+            ("mxfp8", True, False, 1),
+            ("fp8_blockwise", True, False, 0),
+            ("fp8_rowwise", False, False, 0),
         ],
     )
-    def test_each_argument(self, recipe, with_lists, gated_apart):
+    def test_each_argument(self, recipe, with_lists, gated_apart, swizzle):
         errors = 0
-        for f, names, args, kwargs in calls(recipe, with_lists, gated_apart):
+        for f, names, args, kwargs in calls(recipe, with_lists, gated_apart, swizzle):
             self.assertIsNone(self.assert_agreement(f, "as it is", args, kwargs))
             for i, name in enumerate(names):
                 for other in others(args[i]):

@@ -300,9 +300,9 @@ class ScaledMlp:
         grad_act = self._multiply(dy_rows, self._weight(ops.w_out, 1))
         (dh,) = torch.autograd.grad(act, h, grad_act * s)
         dh = self._round(dh) * self.live[:, None]
-        dh_rows = self._rows(dh)
         matrices = [w for w in (ops.w_in, ops.w_up) if w is not None]
-        halves = dh_rows.chunk(len(matrices), 1)
+        halves = [self._rows(half) for half in dh.chunk(len(matrices), 1)]
+        dh_rows = torch.cat(halves, 1)
         dx = sum(
             self._multiply(d, self._weight(w, 1))
             for d, w in zip(halves, matrices, strict=True)

@@ -6,7 +6,7 @@
 //   H  = q(X) q(W_in)^T        rows of X and W_in along D
 //   O  = q(A) q(W_out)^T       rows of A and W_out along F
 //   dA = q(dO) q'(W_out)       rows of dO, columns of W_out, along D
-//   dX = q(dH) q'(W_in)        rows of dH, columns of W_in, along G*F
+//   dX = q(dH) q'(W_in)        rows of dH, columns of W_in, along G*F; with w_up along F, twice
 //   dW_in = c(q(dH))^T c(q(X)), dW_out = c(q(dO))^T c(s * A)    columns, along the rows
 //
 // c blocks begin at an expert's first row. X and H are kept in 8 bits only: with powers of
@@ -167,15 +167,15 @@ class ScaledPass {
 
   Tensor w_in(int64_t dim) const {
     return weight_values(
-        backend_, in_.w_in, scaled_.lists.w_in, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
+        backend_, in_.w_in, scaled_.lists.w_in, scaled_.rule_w, dim, dtype_, scaled_.layout);
   }
   Tensor w_out(int64_t dim) const {
     return weight_values(
-        backend_, in_.w_out, scaled_.lists.w_out, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
+        backend_, in_.w_out, scaled_.lists.w_out, scaled_.rule_w, dim, dtype_, scaled_.layout);
   }
   Tensor w_up(int64_t dim) const {
     return weight_values(
-        backend_, in_.w_up, scaled_.lists.w_up, scaled_.rule_w, dim, dtype_, scaled_.has_panels());
+        backend_, in_.w_up, scaled_.lists.w_up, scaled_.rule_w, dim, dtype_, scaled_.layout);
   }
 
   // X as it was saved.
@@ -296,12 +296,14 @@ void ScaledPass::backward(
     return;
   }
   const auto dh = routing_.masked(activation_grad(h, grad_act * s));
-  const auto dh_values = row_values(dh);
   // With w_up the up half of H is a matrix of its own.
   const int64_t up = dh.size(1) / 2;
   const bool has_up = scaled_.call.inputs.w_up.defined();
   const auto gate_of = [&](const Tensor& x) { return has_up ? x.narrow(1, 0, up) : x; };
   const auto up_of = [&](const Tensor& x) { return x.narrow(1, up, up); };
+  const auto dh_values = has_up
+      ? at::cat({row_values(gate_of(dh)), row_values(up_of(dh))}, 1)
+      : row_values(dh);
   if (wanted[0]) {
     auto dx = multiply(gate_of(dh_values), w_in(1), /*transposed=*/false);
     if (has_up) {
@@ -521,7 +523,8 @@ ForwardTuple moe_mlp_scaled_cpu(
   const bool is_quantised = !w_in_scaled.empty() && !w_out_scaled.empty() &&
       (!call.call.inputs.w_up.defined() || !w_up_scaled.empty());
   const bool is_inference =
-      (call.weight_only() || call.row_dtype() == kChar) && is_quantised && !compute_preact;
+      (call.weight_only() || call.row_dtype() == kChar) && is_quantised && !compute_preact &&
+      !call.is_swizzled();
   if (is_inference && has_work(call) &&
       moe_mlp_weight_only_stub.is_device_supported(kCPU)) {
     auto out = forward_outputs(call, compute_preact, /*zeros=*/false);

@@ -10,7 +10,8 @@
 // swizzle_w [] or [code of WeightLayout]: how weights that come quantised are stored.
 // A list of a weight is [] (w is quantised in the call), [data, scale] or, for a weight
 // whose gradient of the rows is wanted with 1-D blocks, [data, scale, data_t, scale_t]:
-// the same weight quantised along its rows, dim 1.
+// the same weight quantised along its rows, dim 1. Where w_up is given, the halves of dH are rows
+// of two products, and quantised each for itself.
 
 #include <ATen/native/MoEMLPUtils.h>
 #include <ATen/native/MoEScaling.h>
@@ -29,7 +30,8 @@ namespace at::native::moe {
 
 enum class WeightLayout : uint8_t {
   Plain = 0, // as _moe_quantize makes them, and as checkpoints have them
-  Swizzled32x4x4 = 1, // SwizzleType::SWIZZLE_32_4_4 of the scales
+  // SwizzleType::SWIZZLE_32_4_4 of the scales, as _moe_quantize(swizzle=1) makes them
+  Swizzled32x4x4 = 1,
   Panels = 2, // made for the CPU kernels: see kPanelLines
 };
 
@@ -186,7 +188,8 @@ inline void check_scaled_pair(
     const ScalingRule& rule,
     const c10::SymIntArrayRef logical,
     int64_t dim,
-    const Tensor& input) {
+    const Tensor& input,
+    bool swizzled = false) {
   const auto data_name = name + " data", scale_name = name + " scale";
   check_placement(op, data_name.c_str(), pair[0], "input", input);
   check_placement(op, scale_name.c_str(), pair[1], "input", input);
@@ -212,7 +215,20 @@ inline void check_scaled_pair(
   } else {
     sizes[dim] = scale_count(rule, sizes[dim]);
   }
-  check_shape(op, scale_name.c_str(), pair[1], "of its blocks", sizes);
+  if (swizzled) {
+    TORCH_CHECK_TYPE(
+        pair[1].scalar_type() == kFloat8_e8m0fnu,
+        op,
+        ": ",
+        scale_name,
+        " with swizzle_w [1] (SWIZZLE_32_4_4) must have dtype float8_e8m0fnu, got ",
+        dtype_name(pair[1].scalar_type()));
+    // The scaled dimension last.
+    std::swap(sizes[dim], sizes.back());
+    sizes = swizzled_sizes(std::move(sizes));
+  }
+  check_shape(
+      op, scale_name.c_str(), pair[1], swizzled ? "of its swizzled blocks" : "of its blocks", sizes);
 }
 
 inline void check_scaled_weight(
@@ -221,14 +237,16 @@ inline void check_scaled_weight(
     TensorList scaled,
     const ScalingRule& rule,
     const Tensor& logical,
-    const Tensor& input) {
+    const Tensor& input,
+    bool swizzled) {
   if (scaled.empty()) {
     return;
   }
-  check_scaled_pair(op, name, scaled.slice(0, 2), rule, logical.sym_sizes(), 2, input);
+  const auto sizes = logical.sym_sizes();
+  check_scaled_pair(op, name, scaled.slice(0, 2), rule, sizes, 2, input, swizzled);
   if (scaled.size() == 4) {
-    check_scaled_pair(
-        op, std::string(name) + "[2:]", scaled.slice(2, 2), rule, logical.sym_sizes(), 1, input);
+    const auto other = std::string(name) + "[2:]";
+    check_scaled_pair(op, other, scaled.slice(2, 2), rule, sizes, 1, input, swizzled);
   }
 }
 
@@ -251,6 +269,9 @@ struct ScaledCall {
   bool has_panels() const {
     return layout == WeightLayout::Panels;
   }
+  bool is_swizzled() const {
+    return layout == WeightLayout::Swizzled32x4x4;
+  }
   // Type of the rows of X, A, dO and dH.
   ScalarType row_dtype() const {
     return lists.input.empty() ? kFloat8_e4m3fn : lists.input[0].scalar_type();
@@ -267,7 +288,7 @@ struct ScaledCall {
       std::optional<double> limit)
       : rule_a(parse_rule_a(op, options.recipe_a)),
         rule_w(parse_rule_w(op, options.recipe_w)),
-        layout(parse_layout(op, options.swizzle_w)),
+        layout(parse_layout(op, options.swizzle_w, rule_w)),
         preact_dtype(parse_preact_dtype(op, operands.input, options.preact_dtype)),
         inputs(std::move(operands)),
         lists(scaled),
@@ -382,15 +403,23 @@ struct ScaledCall {
         rule_w.name);
   }
 
-  static WeightLayout parse_layout(const char* op, IntArrayRef swizzle_w) {
+  static WeightLayout parse_layout(
+      const char* op,
+      IntArrayRef swizzle_w,
+      const ScalingRule& rule_w) {
     const auto code = swizzle_w.empty() ? 0 : swizzle_w[0];
+    const bool can_swizzle = rule_w.type == ScalingType::BlockWise1x32;
     TORCH_CHECK_VALUE(
         swizzle_w.size() <= 1 &&
             (code == static_cast<int64_t>(WeightLayout::Plain) ||
-             code == static_cast<int64_t>(WeightLayout::Panels)),
+             code == static_cast<int64_t>(WeightLayout::Panels) ||
+             (code == static_cast<int64_t>(WeightLayout::Swizzled32x4x4) && can_swizzle)),
         op,
-        ": swizzle_w must be [], [0] (plain) or [2] (panels), got ",
-        swizzle_w);
+        ": swizzle_w must be [], [0] (plain), [2] (panels) or, with recipe_w BlockWise1x32,"
+        " [1] (SWIZZLE_32_4_4), got ",
+        swizzle_w,
+        " with recipe_w ",
+        rule_w.name);
     return static_cast<WeightLayout>(code);
   }
 
@@ -419,12 +448,12 @@ struct ScaledCall {
   void check_operands(const char* op) const {
     const auto& logical = call.inputs;
     detail::check_scaled_weight(
-        op, "w_in_scaled", lists.w_in, rule_w, logical.w_in, inputs.input);
+        op, "w_in_scaled", lists.w_in, rule_w, logical.w_in, inputs.input, is_swizzled());
     detail::check_scaled_weight(
-        op, "w_out_scaled", lists.w_out, rule_w, logical.w_out, inputs.input);
+        op, "w_out_scaled", lists.w_out, rule_w, logical.w_out, inputs.input, is_swizzled());
     if (logical.w_up.defined()) {
       detail::check_scaled_weight(
-          op, "w_up_scaled", lists.w_up, rule_w, logical.w_up, inputs.input);
+          op, "w_up_scaled", lists.w_up, rule_w, logical.w_up, inputs.input, is_swizzled());
     }
     if (has_panels()) {
       check_panels(op, "w_in", logical.w_in, lists.w_in);

@@ -61,6 +61,20 @@ inline std::array<Tensor, 2> without_panels(TensorList scaled, const ScalingRule
           .reshape(scale.sizes())};
 }
 
+// (E, rows, columns) of scales (E, padded) in the order of SWIZZLE_32_4_4.
+inline Tensor without_swizzle(const Tensor& scale, int64_t rows, int64_t columns) {
+  const int64_t row_tiles = (rows + 127) / 128, column_tiles = (columns + 3) / 4;
+  return scale.contiguous()
+      .view(kByte)
+      .view({scale.size(0), row_tiles, column_tiles, 32, 4, 4})
+      .permute({0, 1, 4, 3, 2, 5})
+      .reshape({scale.size(0), row_tiles * 128, column_tiles * 4})
+      .narrow(1, 0, rows)
+      .narrow(2, 0, columns)
+      .contiguous()
+      .view(scale.scalar_type());
+}
+
 // Kernels of the CPU, or ATen ops anywhere: the same numbers, but for the order in which
 // products are summed.
 enum class Backend : uint8_t { Native, Composite };
@@ -117,23 +131,30 @@ inline Tensor weight_values(
     const ScalingRule& rule,
     int64_t dim,
     ScalarType dtype,
-    bool has_panels) {
+    WeightLayout layout) {
   if (scaled.empty()) {
     return rounded_values(backend, w, rule, dim, dtype);
   }
-  if (has_panels) {
-    return weight_values(backend, w, without_panels(scaled, rule), rule, dim, dtype, false);
+  if (layout == WeightLayout::Panels) {
+    return weight_values(
+        backend, w, without_panels(scaled, rule), rule, dim, dtype, WeightLayout::Plain);
   }
   const bool transposed = dim == 1 && scaled.size() == 4;
+  const int64_t scaled_dim = transposed ? 1 : 2;
   const auto& data = scaled[transposed ? 2 : 0];
-  const auto& scale = scaled[transposed ? 3 : 1];
+  auto scale = scaled[transposed ? 3 : 1];
   const bool packed = data.scalar_type() == kByte || data.scalar_type() == kFloat4_e2m1fn_x2;
   const auto numbers = packed ? unpack_pairs(data) : data;
   if (rule.type == ScalingType::TensorWise) {
     return (numbers.to(kFloat) * scale).to(dtype);
   }
+  if (layout == WeightLayout::Swizzled32x4x4) {
+    const auto count = scale_count(rule, numbers.size(scaled_dim)).expect_int();
+    scale = without_swizzle(scale, numbers.size(3 - scaled_dim), count)
+                .movedim(-1, scaled_dim);
+  }
   return dequantized_values(
-      packed ? Backend::Composite : backend, {numbers, scale}, rule, transposed ? 1 : 2, dtype);
+      packed ? Backend::Composite : backend, {numbers, scale}, rule, scaled_dim, dtype);
 }
 
 } // namespace at::native::moe
