@@ -19,17 +19,24 @@ LOG_WIDTH = 150  # of the tables where there is no terminal to ask
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yields ``advance(detail)``: one line that changes on a terminal, a few lines elsewhere."""
-    count, every = itertools.count(1), max(1, total // 5)
-    on_terminal = sys.stdout.isatty()
+    """Yields ``advance(detail)``: a bar on a terminal, and a few plain lines elsewhere."""
+    if not sys.stdout.isatty():
+        count, every = itertools.count(1), max(1, total // 5)
 
-    def advance(detail: str = "") -> None:
-        done = next(count)
-        if on_terminal or done % every == 0 or done == total:
-            end = "\r" if on_terminal and done < total else "\n"
-            print(f"{title}: {done}/{total} {detail}".rstrip(), end=end, flush=True)
+        def advance(detail: str = "") -> None:
+            done = next(count)
+            if done % every == 0 or done == total:
+                print(f"{title}: {done}/{total} {detail}".rstrip(), flush=True)
 
-    yield advance
+        yield advance
+        return
+    import rich.progress
+
+    shown = ("{task.description}", rich.progress.BarColumn(), rich.progress.MofNCompleteColumn())
+    shown += (rich.progress.TimeRemainingColumn(), "[dim]{task.fields[detail]}")
+    with rich.progress.Progress(*shown) as bars:
+        task = bars.add_task(title, total=total, detail="")
+        yield lambda detail="": bars.update(task, advance=1, detail=detail)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
