@@ -89,6 +89,17 @@ class TestMoeParallelLowering(TestCase):
             ):
                 self.assertEqual(launches(graphs[1], kernel), count, kernel)
 
+    def test_received_rows_are_not_copied(self):
+        (graph,) = emit(False, None)
+        # The kernel reads columns of a view of the message: D of rows with K weights and K ids.
+        stride = (2 * D + 4 * K + 4 * K) // 2
+        rows = rf"up_kernel_\d+\.run\(reinterpret_tensor\((\w+), \([^)]*, {D}\), \({stride}, 1\), 0\)"
+        found = re.search(rows, graph.source)
+        self.assertIsNotNone(found)
+        view = rf"\b{found[1]} = torch\.ops\.aten\.view\.dtype\((\w+), torch\.bfloat16\)"
+        (message,) = re.findall(view, graph.source)
+        self.assertRegex(graph.source, rf"\b{message} = \S+all_to_all_single\.default\(")
+
     def test_flag(self):
         with config.patch({"triton.moe_kernels": False}):
             forward, backward = emit(True, None)

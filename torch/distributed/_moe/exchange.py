@@ -194,9 +194,10 @@ def pack(
 
 def unpack(message: Tensor, parts: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Views of the parts of a message, of (width, dtype) each."""
-    layout, _ = _layout(parts)
+    # Not views of columns: Inductor copies those, and once more for who wants their strides.
     return [
-        message.narrow(1, at.begin, at.end - at.begin).view(at.dtype) for at in layout
+        message.view(at.dtype).narrow(1, at.begin // at.dtype.itemsize, at.width)
+        for at in _layout(parts)[0]
     ]
 
 
@@ -371,6 +372,14 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
     return None
 
 
+def _scalar_device(group: ProcessGroup) -> torch.device:
+    """The accelerator if the group has a backend of its own for it (NCCL), else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    config = c10d.BackendConfig(c10d.get_backend_config(group)).get_device_backend_map()
+    own = accelerator and config.get(accelerator.type) not in (None, "gloo", "fake")
+    return accelerator if own else torch.device("cpu")
+
+
 def inherit_timeout(group: ProcessGroup) -> None:
     """Gives a group without a timeout of its own that of the default group.
 
@@ -389,8 +398,7 @@ def inherit_timeout(group: ProcessGroup) -> None:
 def silent_ranks(group_name: str, ranks: list[int], attempt: int) -> str:
     """Which of the ranks do not say, over the store, that they failed as well.
 
-    A timeout does not name the rank that was waited for. Those that are alive fail
-    about when this one does.
+    A timeout does not name the rank that was waited for. Those alive fail about when this one does.
     """
     heard: list[int] = []
 
@@ -449,12 +457,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        num_experts: int,
-        capacity: int | None,
-        *,
-        level: str,
+        self, group: ProcessGroup, num_experts: int, capacity: int | None, *, level: str
     ) -> None:
         inherit_timeout(group)
         self.group_name = group.group_name
@@ -467,8 +470,8 @@ class Exchange:
         # What it belongs to and how often it failed, for error messages.
         self.owner = "token switch"
         self.failures = 0
-        # Largest number of rows that a pair of ranks needed since the last check.
-        self.needed: Tensor | None = None
+        # Most rows that a pair of ranks needed since the last check, -1 for none: not a new graph.
+        self.needed = torch.tensor(-1, dtype=torch.int32, device=_scalar_device(group))
         # Where count_wire_bytes has its counts written to.
         self.counter: WireBytes | None = None
 
@@ -538,9 +541,7 @@ class Exchange:
         at = torch.arange(T * columns, device=rows.device) // max(columns, 1)
         token = at.new_full((W * capacity + 1,), T).scatter(0, rows, at)
         needed = demand.row_counts.max()
-        # The same ops whether it is the first routing or not: a recomputed one is not.
-        before = needed if self.needed is None else self.needed
-        self.needed = torch.maximum(before, needed)
+        self.needed = torch.maximum(self.needed.to(needed.device), needed)
         route = Route(
             EVEN,
             EVEN,
@@ -577,8 +578,7 @@ class Exchange:
             (M, D) values and (M, K) weights, views of one message, and (M, K) int64 ids
             of the experts of this rank, -1 for all others.
         """
-        # Rows of a static route that nobody uses have no expert. Elsewhere, of an empty
-        # batch, none is sent, and what compiles needs a row to index.
+        # Unused rows of a static route have no expert, and what compiles needs a row to index.
         fill = None
         if route.is_static or torch.compiler.is_compiling():
             fill = [0, 0, -1]

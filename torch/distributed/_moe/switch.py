@@ -512,18 +512,19 @@ class TokenSwitchAllToAll(_Switch):
 
     def _required(self) -> list[int]:
         """Capacity that every level needed since the last call, on all its ranks."""
-        needed = [level.needed for level in self.levels if level.needed is not None]
-        if len(needed) < len(self.levels):
+        needed = [level.needed for level in self.levels]
+        worst = torch.stack([n.to(needed[0].device) for n in needed])
+        for level in self.levels:
+            level.needed = torch.full_like(level.needed, -1)
+            # One group after the other reaches all ranks of a mesh.
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=level.group)
+        most = worst.tolist()
+        if min(most) < 0:
             raise RuntimeError(
                 f"{type(self).__name__}: no static routing was made since the last "
                 "check"
             )
-        worst = torch.stack(needed)
-        for level in self.levels:
-            level.needed = None
-            # One group after the other reaches all ranks of a mesh.
-            dist.all_reduce(worst, dist.ReduceOp.MAX, group=level.group)
-        return worst.tolist()
+        return most
 
     def required_capacity(self) -> int | tuple[int, ...]:
         """Capacity needed since the last call, on all ranks. Collective, and one sync."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import lookup_backend
+from torch._dynamo.testing import CompileCounter
 from torch.distributed._moe.schedule import OverlapSchedule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
@@ -156,7 +157,7 @@ class TestExpertParallelCompile(GlooTest):
         self.assertEqual(sent, 4 if capacity else 5)
 
     def test_two_graphs_over_changing_tokens(self):
-        # With sizes of the routing; a capacity is a number of tokens.
+        # With sizes of the routing.
         layer, graphs = self.moe(), []
 
         def recording(graph, example_inputs):
@@ -172,6 +173,23 @@ class TestExpertParallelCompile(GlooTest):
                     self.run_once(layer, compiled, x), self.run_once(layer, layer, x)
                 )
         self.assertLessEqual(len(graphs), 2)
+
+    def test_two_graphs_with_a_capacity(self):
+        # The first step finds no count of rows, the second one that of the first.
+        layer, counter = self.moe(capacity=3 * T), CompileCounter()
+        (switch,) = token_switches(layer)
+        torch._dynamo.reset()
+        compiled = torch.compile(layer, backend=counter, fullgraph=True)
+        for i, tokens in enumerate((T, T, T + 4, T + 4, 3 * T, 5, T)):
+            x = torch.randn(tokens, D)
+            self.assertEqual(compiled(x), layer(x))
+            if i == 3:
+                switch.check_overflow()
+        self.assertLessEqual(counter.frame_count, 2)
+        most = torch.tensor(switch.required_capacity())
+        self.assertGreater(most, 0)
+        with self.assertRaisesRegex(RuntimeError, "no static routing was made"):
+            switch.required_capacity()
 
     @slowTest
     @parametrize("capacity", [None, T])
