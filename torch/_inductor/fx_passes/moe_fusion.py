@@ -35,12 +35,9 @@ from .moe_match import (
     ActivationMatch,
     argument,
     CASTS,
-    counted_ids,
     flat_source,
-    is_expert_of_row,
-    is_mask_of_no_expert,
-    is_topk_index,
     matmul_of,
+    modes_of,
     nodes_that_write,
     number,
     op_name,
@@ -48,16 +45,24 @@ from .moe_match import (
     Projection,
     projection_of,
     rank,
+    repeated,
     row_selection,
     rows_of_expanded,
     same_size,
     same_value,
-    sorted_by,
+    token_of_slots,
     uncast,
     unmasked,
     value_of,
     VIEWS,
     writers,
+)
+from .moe_order import (
+    counted_ids,
+    is_expert_of_row,
+    is_mask_of_no_expert,
+    is_topk_index,
+    sorted_by,
 )
 
 
@@ -112,7 +117,8 @@ def _match_core(down_node: Any) -> _Block:
     if down is None:
         raise _NoMatch("is no matmul per expert")
     for user in down.out.users:  # the bias comes after the anchor
-        biased = projection_of(user) if op_name(user) == "add" else None
+        is_sum = op_name(user) in ("add", "add_", "iadd")
+        biased = projection_of(user) if is_sum else None
         if biased is not None and biased.bias is not None:
             down = biased
     down = projection_of(down.out) or down
@@ -120,7 +126,7 @@ def _match_core(down_node: Any) -> _Block:
     if activation is None:
         raise _NoMatch("its input is no known activation")
     found = [projection_of(h) for h in activation.hidden]
-    ups = [u for u in found if u is not None and u.experts is down.experts]
+    ups = [u for u in found if u and same_value(u.experts, down.experts)]
     if len(ups) != len(found):
         raise _NoMatch("the activation is not of projections with the same offsets")
     rows = [uncast(u.rows) for u in ups]
@@ -144,6 +150,8 @@ def _match_core(down_node: Any) -> _Block:
     }
     if len(dtypes) != 1:
         raise _NoMatch(f"weights have dtypes {dtypes}")
+    if len({value_of(p.out).dtype for p in (*ups, down)}) != 1:
+        raise _NoMatch("the products have several dtypes")
     block.effects = [e for p in (*ups, down) for e in p.effects]
     return block
 
@@ -159,12 +167,11 @@ def _match_gather(block: _Block) -> None:
                 block.effects.append(user)
     for mask in masks:
         block.check_mask(mask)
-    if op_name(rows) == "repeat_interleave" and not block.down.grouped:
-        repeats, dim = number(argument(rows, 1, "repeats")), argument(rows, 2, "dim")
-        if isinstance(repeats, int) and dim in (0, -2):
-            block.tokens, block.top_k = rows.args[0], repeats
+    if not block.down.grouped and (copies := repeated(rows)) is not None:
+        block.tokens, block.top_k = copies
     elif (taken := row_selection(rows)) is not None:
         token_of = taken[1]
+        by_slot = row_selection(token_of)
         if op_name(token_of) in ("floordiv", "floor_divide", "div", "divide"):
             by, rounding = (
                 number(token_of.args[1]),
@@ -176,17 +183,10 @@ def _match_gather(block: _Block) -> None:
             )
             if isinstance(by, int) and exact and rounding in ("floor", "trunc"):
                 block.tokens, block.top_k, block.perm = taken[0], by, token_of.args[0]
-        elif op_name(taken[0]) == "repeat_interleave":
-            repeats, dim = (
-                number(argument(taken[0], 1, "repeats")),
-                argument(taken[0], 2, "dim"),
-            )
-            if isinstance(repeats, int) and dim in (0, -2):
-                block.tokens, block.top_k, block.perm = (
-                    taken[0].args[0],
-                    repeats,
-                    token_of,
-                )
+        elif by_slot is not None and (times := token_of_slots(by_slot[0])) is not None:
+            block.tokens, block.top_k, block.perm = taken[0], times, by_slot[1]
+        elif (copies := repeated(taken[0])) is not None:
+            (block.tokens, block.top_k), block.perm = copies, token_of
     if block.tokens is None:
         raise _NoMatch("the gather of its rows is not known")
     if block.down.grouped and (block.perm is None or sorted_by(block.perm) is None):
@@ -257,6 +257,9 @@ def _match_combine(block: _Block) -> None:
             if block.weights is None or is_summed:
                 raise _NoMatch("the rows are not multiplied by router weights")
             is_summed = True
+        elif name == "einsum" and in_slots and rank(node) == 3 and not is_summed:
+            _match_weighted_sum(user, node, block)
+            return
         elif name == "sum" and rank(node) == 3 and not is_summed:
             dim = argument(user, 1, "dim")
             if dim not in (1, -2, [1], (1,), [-2], (-2,)) or argument(
@@ -301,6 +304,25 @@ def _put_into_slots(user: Any, rows: Any, block: _Block) -> Any:
     return base
 
 
+def _match_weighted_sum(user: Any, node: Any, block: _Block) -> None:
+    """einsum("tkd,tk->td", rows of the slots, weights), in either order."""
+    operands = user.args[1:] if len(user.args) == 3 else user.args[1]
+    terms = str(user.args[0]).replace(" ", "").replace("->", ",").split(",")
+    if len(terms) == 3 and len(operands) == 2 and block.weights is None:
+        at = 0 if operands[0] is node else 1
+        (t, k, d), other, out = terms[at].ljust(3)[:3], terms[1 - at], terms[2]
+        weights = uncast(operands[1 - at])
+        if (
+            len({t, k, d}) == len(terms[at]) == 3
+            and (other, out) == (t + k, t + d)
+            and operands[at] is node
+            and _is_token_weights(weights, block)
+        ):
+            block.weights, block.end = weights, user
+            return
+    raise _NoMatch("an einsum that is not over the K rows of a token")
+
+
 def _row_weights(node: Any, block: _Block) -> Any:
     """Router weights, (R) or (T, K), that node has as (T, 1, K)."""
     flat = uncast(node)
@@ -334,18 +356,22 @@ def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Any:
         return flat if _is_token_weights(flat, block) else None
     if rank(node) != 2 or not same_size(value_of(node).shape[1], 1):
         return None
+    if not guard_or_false(value_of(node).shape[0] == value_of(block.rows).shape[0]):
+        return None  # one number for all rows
     flat = uncast(flat_source(node))
-    taken = row_selection(flat)
+    taken = row_selection(node) or row_selection(flat)
     if op_name(flat) == "getitem" and isinstance(flat.args[1], tuple):
         if len(flat.args[1]) == 2 and flat.args[1][1] is None:  # weights[perm, None]
             taken = flat.args[0], flat.args[1][0]
-    elif rank(flat) != 1:
-        return None
-    elif in_slots:
+    elif in_slots and (rank(flat) == 1 or _is_token_weights(flat, block)):
         return flat
-    if taken is None or in_slots or rank(taken[0]) != 1:
+    if taken is None or in_slots:
         return None
-    return taken[0] if same_value(taken[1], block.perm) else None
+    source, order = taken
+    is_column = rank(source) == 2 and same_size(value_of(source).shape[1], 1)
+    if (rank(source) != 1 and not is_column) or not same_value(order, block.perm):
+        return None
+    return source
 
 
 def _inverts(inverse: Any, block: _Block) -> bool:
@@ -379,8 +405,12 @@ def _writes_inverse(writer: Any, block: _Block) -> bool:
         if argument(writer, 1, "dim") not in (0, -1):
             return False
         at, written = argument(writer, 2, "index"), argument(writer, 3, "src")
+        if len(writer.args) > 4 or {"reduce", "value"} & {*writer.kwargs}:
+            return False
     else:
         at, written = writer.args[1], writer.args[2]
+        if len(writer.args) > 3 or writer.kwargs:  # accumulate
+            return False
         if isinstance(at, (tuple, list)) and len(at) == 1:
             at = at[0]
     if at is not block.perm or op_name(written) not in ("arange", "iota"):
@@ -402,12 +432,17 @@ def _match_add(user: Any, rows: Any, block: _Block) -> None:
         or user.kwargs.get("alpha", 1) != 1
     ):
         raise _NoMatch(f"{name} is not over rows")
-    token_of = index if "index" in name else rows_of_expanded(index)
+    token_of = index if "index" in name else rows_of_expanded(index, rows)
+    if "scatter" in name and rank(index) != 2:
+        token_of = None
     taken = row_selection(block.rows)
     if taken is None or not same_value(token_of, taken[1]):
         raise _NoMatch(f"{name} is not to the tokens of the rows")
     shape = value_of(base).shape if rank(base) == 2 else ()
-    if len(shape) != 2 or not same_size(shape[0], value_of(block.tokens).shape[0]):
+    tokens = value_of(block.tokens).shape
+    if len(shape) != 2 or not all(
+        guard_or_false(a == b) for a, b in zip(shape, tokens)
+    ):
         raise _NoMatch(f"{name} is into something else than (T, D)")
     block.end = user
     fresh = op_name(base) in ("zeros_like", "zeros", "new_zeros")
@@ -423,12 +458,14 @@ def _match_block(down_node: Any) -> _Block:
     try:
         _match_gather(block)
         _match_combine(block)
-        end, tokens = value_of(block.end), value_of(block.tokens)
-        narrowed = [u for u in block.end.users if op_name(u) in CASTS]
-        if end.dtype != tokens.dtype and end.dtype.itemsize > tokens.dtype.itemsize:
+        end, out = value_of(block.end).dtype, value_of(block.down.out).dtype
+        narrowed = all(
+            op_name(u) in CASTS and value_of(u).dtype.itemsize <= out.itemsize
+            for u in block.end.users
+        )
+        if end.itemsize > out.itemsize and (not narrowed or block.base is not None):
             # The op rounds its result: it must be what the block does anyway.
-            if len(narrowed) != len(block.end.users) or block.base is not None:
-                raise _NoMatch("the combine keeps a wider dtype than the tokens have")
+            raise _NoMatch("the combine keeps a wider dtype than the experts have")
         _check_closed(block)
     except _NoMatch as why:
         core = _match_core(down_node)
@@ -462,9 +499,17 @@ def _inside(block: _Block) -> set[Node]:
     return inside
 
 
+def _computes(node: Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.is_floating_point()
+
+
 def _check_closed(block: _Block) -> None:
     """Nothing outside reads or writes an intermediate, or changes an operand after it is read."""
     inside = _inside(block)
+    modes = modes_of(block.end.graph)
+    if len({modes[n] for n in (*inside, block.end) if _computes(n)}) > 1:
+        raise _NoMatch("its parts differ in grad mode or autocast")
     for operand in _operands_of(block):
         reads = [user for user in operand.users if user in inside]
         changes = writers(operand, block.end, min(reads)) if reads else []
@@ -472,8 +517,7 @@ def _check_closed(block: _Block) -> None:
             if node not in inside:
                 raise _NoMatch(f"{node} changes {operand} before the block ends")
     for node in inside:
-        value = value_of(node)
-        if node is block.end or value is None or not value.is_floating_point():
+        if node is block.end or not _computes(node):
             continue
         if not any(u in inside for u in node.users) and node not in block.effects:
             continue
@@ -486,10 +530,10 @@ def _check_closed(block: _Block) -> None:
 # --- the rewrite -----------------------------------------------------------------------------
 
 
-def _weight(graph: Graph, projection: Projection) -> Any:
+def _weight(graph: Graph, projection: Projection, weight: Any) -> Any:
     if not projection.transposed:
-        return projection.weight
-    return graph.call_method("transpose", (projection.weight, 1, 2))
+        return weight
+    return graph.call_method("transpose", (weight, 1, 2))
 
 
 def _int32(graph: Graph, node: Any) -> Any:
@@ -572,34 +616,40 @@ def _routing(graph: Graph, block: _Block) -> tuple[Any, Node | None, Node | None
 
 def _emit(graph: Graph, block: _Block) -> Any:
     """The op and what makes its operands, in front of the end of the block."""
-    dtype = value_of(block.down.weight).dtype
+    # Under autocast that of no parameter: the op may stand where another autocast is on.
+    dtype = value_of(block.down.out).dtype
+
+    def cast(node: Any) -> Any:
+        if node is None or value_of(node).dtype == dtype:
+            return node
+        return graph.call_method("to", (node, dtype))
+
     x = block.tokens if block.tokens is not None else block.rows
-    if value_of(x).dtype != dtype:
-        x = graph.call_method("to", (x, dtype))
     offs, row_slots, slot_rows = _routing(graph, block)
     weights = block.weights
     if weights is not None:
         if value_of(weights).dtype not in (dtype, torch.float32):
             weights = graph.call_method("float", (weights,))
         weights = graph.call_method("reshape", (weights, -1, block.top_k))
-    biases = [u.bias for u in block.ups]
+    biases = [cast(u.bias) for u in block.ups]
     b_in = biases[0]
     if len(block.ups) == 2 and b_in is not None:
         b_in = graph.call_function(torch.cat, (biases, 1))
+    weights_of = [_weight(graph, p, cast(p.weight)) for p in (block.down, *block.ups)]
     kwargs = {
         "topk_weights": weights,
         "row_slots": row_slots,
         "slot_rows": slot_rows,
         "b_in": b_in,
-        "b_out": block.down.bias,
-        "w_up": _weight(graph, block.ups[1]) if len(block.ups) == 2 else None,
+        "b_out": cast(block.down.bias),
+        "w_up": weights_of[2] if len(block.ups) == 2 else None,
         "activation": block.activation.name,
         "gate_interleaved": block.activation.interleaved,
         "alpha": block.activation.alpha,
         "limit": block.activation.limit,
-        "compute_preact": torch.is_grad_enabled(),
+        "compute_preact": modes_of(graph)[block.end].grad,
     }
-    args = (x, _weight(graph, block.ups[0]), _weight(graph, block.down), offs)
+    args = (cast(x), weights_of[1], weights_of[0], offs)
     given = {name: value for name, value in kwargs.items() if value is not None}
     moe = graph.call_function(torch.ops.aten._moe_mlp.default, args, given)
     out = graph.call_function(operator.getitem, (moe, 0))
@@ -643,15 +693,40 @@ def _is_second(matmul: Projection) -> bool:
     return False
 
 
+_PRODUCTS = ("bmm", "baddbmm", "einsum", "matmul")
+_ACTIVATIONS = {"silu", "gelu", "relu", "sigmoid", "tanh", "square", "pow"}
+# What may be between them, and is not between the products of attention.
+_BETWEEN = (
+    CASTS | VIEWS | {"mul", "add", "chunk", "split", "getitem", "clamp", "dropout"}
+)
+
+
+def _is_batched(node: Node) -> bool:
+    """Whether node is a second product of all experts at once: of (E, C, F), or of (T, K, F) by einsum."""
+    if op_name(node) not in _PRODUCTS or any(matmul_of(u) for u in node.users):
+        return False
+    if any(rank(n) < 3 for n in node.all_input_nodes):
+        return False
+    seen, todo = set(), [*node.all_input_nodes]
+    while todo:
+        before = todo.pop()
+        if before not in seen and op_name(before) in _BETWEEN | _ACTIVATIONS:
+            todo += before.all_input_nodes
+        seen.add(before)
+    found = {*map(op_name, seen)}
+    return bool(found & _ACTIVATIONS and found & {*_PRODUCTS})
+
+
 def moe_fusion(graph: Graph) -> None:
     """Rewrites every block of experts that it recognises; the others stay as they are."""
     nodes_that_write.cache_clear()
-    anchors = [
-        n for n in graph.nodes if op_name(n) in ("grouped_mm", "_grouped_mm", "squeeze")
-    ]
+    names = {"grouped_mm", "_grouped_mm", "squeeze", *_PRODUCTS}
+    anchors = [n for n in graph.nodes if op_name(n) in names]
     for anchor in reversed(anchors):
         matmul = matmul_of(anchor)
         if matmul is None:
+            if not anchor._erased and _is_batched(anchor):
+                log.info("moe_fusion: %s stays: products of whole batches", anchor)
             continue
         if activation_of(matmul.rows) is None:
             if _is_second(matmul):

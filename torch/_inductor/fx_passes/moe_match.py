@@ -5,10 +5,11 @@ aten overloads alike (:func:`op_name`), and read shapes and dtypes from the trac
 """
 
 import functools
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -102,39 +103,116 @@ def same_size(a: Any, b: Any) -> bool:
     return a is b or bool(statically_known_true(a == b))
 
 
+# A cast to fewer bits is a quantisation that somebody wants.
+_COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
 def uncast(node: Any) -> Any:
     """The node before casts of dtype, none of which changes what the fused op computes in float32."""
     while op_name(node) in CASTS | {"contiguous"} and isinstance(node.args[0], Node):
         before, after = value_of(node.args[0]), value_of(node)
         if before is None or after is None or before.device != after.device:
             break
-        if not (before.is_floating_point() and after.is_floating_point()):
+        if not (before.dtype in _COMPUTED and after.dtype in _COMPUTED):
             break
         node = node.args[0]
     return node
+
+
+_IN_PLACE = {"setitem"} | {
+    f"i{name}" for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")
+}
+
+
+def _may_write(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if node.op == "output" or node.target is getattr:
+        return False
+    name = op_name(node)
+    if node.kwargs.get("inplace") or "out" in node.kwargs:
+        return True
+    if node.target is getattr(F, name, None) and any(a is True for a in node.args):
+        return True  # F.relu(ids, True)
+    if getattr(operator, name, None) is node.target:  # operator.or_ writes nothing
+        return name in _IN_PLACE
+    return not name or name.endswith("_")
+
+
+def _memory(node: Any) -> int | None:
+    value = value_of(node)
+    return None if value is None else value.untyped_storage()._cdata
+
+
+@functools.lru_cache(1)
+def nodes_that_write(graph: Graph) -> dict[int | None, list[Node]]:
+    """By memory, in order. Of a graph that only loses writers until ``cache_clear``."""
+    found: dict[int | None, list[Node]] = {}
+    for node in filter(_may_write, graph.nodes):
+        name, written = op_name(node), node.all_input_nodes
+        if (name.endswith("_") or name in _IN_PLACE) and isinstance(node.args[0], Node):
+            written = node.args[:1]
+        for memory in set(map(_memory, written)):
+            found.setdefault(memory, []).append(node)
+    return found
+
+
+def writers(
+    node: Any, until: Node | None = None, since: Node | None = None
+) -> list[Node]:
+    """The nodes from since to until that may write to the memory of node, by whatever view."""
+    return [
+        other
+        for other in nodes_that_write(node.graph).get(_memory(node), ())
+        if not other._erased
+        and (until is None or other < until)
+        and (since is None or other >= since)
+    ]
+
+
+class Modes(NamedTuple):
+    """What a node runs under: grad mode, and the regions of autocast and inference mode around it."""
+
+    grad: bool
+    regions: tuple[tuple[Any, ...], ...]
+
+
+def modes_of(graph: Graph) -> dict[Node, Modes]:
+    grad, regions = torch.is_grad_enabled(), ()
+    found: dict[Node, Modes] = {}
+    for node in graph.nodes:
+        found[node] = Modes(grad, regions)
+        name = str(getattr(node.target, "__name__", ""))
+        if name == "_set_grad_enabled":
+            grad = bool(node.args[0])
+        elif name.startswith("_enter_"):
+            regions = (*regions, (name, *node.args))
+        elif name.startswith("_exit_"):
+            regions = regions[:-1]
+    return found
 
 
 # Of indices: what gives the same result wherever it is computed.
 _PURE = {"floordiv", "floor_divide", "div", "divide", "getitem", "argsort", "sort"}
 
 
-def _is_written(node: Node) -> bool:
-    names = (op_name(user) for user in node.users)
-    return any(name.endswith("_") or name == "setitem" for name in names)
-
-
 def same_value(a: Any, b: Any) -> bool:
     """Whether two nodes are one, or compute one index twice (``order // K`` and ``order // K``)."""
     if a is b:
         return True
+    if (
+        value_of(a) is None and value_of(b) is None
+    ):  # K, which may be a symbol in one of them
+        x, y = number(a), number(b)
+        return x == y if x is not None else type(a) is type(b) and a == b
     if not isinstance(a, Node) or not isinstance(b, Node):
-        return type(a) is type(b) and not isinstance(a, Node) and a == b
+        return False
     if (a.op, a.target) != (b.op, b.target) or op_name(a) not in _PURE | VIEWS:
         return False
     if len(a.args) != len(b.args) or a.kwargs != b.kwargs:
         return False
     read = (*a.all_input_nodes, *b.all_input_nodes, a, b)
-    if any(_is_written(node) for node in read):
+    if any(writers(node) for node in read):
         return False
     return all(same_value(x, y) for x, y in zip(a.args, b.args))
 
@@ -182,7 +260,7 @@ def row_selection(node: Any) -> tuple[Any, Any] | None:
     elif name == "index_select" and argument(node, 1, "dim") == 0:
         positions = argument(node, 2, "index")
     elif name == "gather" and argument(node, 1, "dim") in (0, -rank(source)):
-        positions = rows_of_expanded(argument(node, 2, "index"))
+        positions = rows_of_expanded(argument(node, 2, "index"), source)
     value = value_of(positions)
     if (
         value is None
@@ -193,10 +271,15 @@ def row_selection(node: Any) -> tuple[Any, Any] | None:
     return (source, positions) if isinstance(source, Node) else None
 
 
-def rows_of_expanded(index: Any) -> Any:
-    """tok where index is ``tok`` repeated along dimension 1, as gather and scatter_add want it."""
+def rows_of_expanded(index: Any, of: Any) -> Any:
+    """tok where index is ``tok`` repeated for all columns of ``of``, for gather and scatter_add."""
     if rank(index) == 1:
         return index
+    if rank(index) != 2 or rank(of) != 2:
+        return None
+    # A guard: the width may be a symbol in one of them.
+    if not guard_or_false(value_of(index).shape[1] == value_of(of).shape[1]):
+        return None
     if op_name(index) in ("expand", "expand_as"):
         column = index.args[0]
         if op_name(column) in ("reshape", "view", "unsqueeze") and rank(column) == 2:
@@ -204,6 +287,49 @@ def rows_of_expanded(index: Any) -> Any:
             if rank(flat) == 1 and value is not None and same_size(value.shape[1], 1):
                 return flat
     return None
+
+
+def repeated(node: Any) -> tuple[Any, int] | None:
+    """(source, K) where node has every entry of source along dimension 0 K times, one after the other."""
+    if op_name(node) == "repeat_interleave":
+        source, times = node.args[0], number(argument(node, 1, "repeats"))
+        flat = argument(node, 2, "dim") is None and rank(source) == 1
+        if isinstance(times, int) and (
+            flat or argument(node, 2, "dim") in (0, -rank(source))
+        ):
+            return source, times
+        return None
+    wide = node.args[0] if op_name(node) in ("reshape", "flatten", "view") else None
+    if op_name(wide) != "expand" or rank(wide) != rank(node) + 1:
+        return None
+    column, shape, flat = wide.args[0], value_of(wide).shape, value_of(node).shape
+    is_new = op_name(column) == "unsqueeze" and argument(column, 1, "dim") == 1
+    is_new |= op_name(column) == "getitem" and column.args[1] in (
+        (slice(None), None),
+        (slice(None), None, slice(None)),
+        (slice(None), None, Ellipsis),
+    )
+    if not is_new:
+        return None
+    source = column.args[0]
+    times = number(shape[1])
+    # Of (T, 1, D) only the dimension of 1 grows, and D stays as it is.
+    sizes = zip(
+        (shape[0], *shape[2:], *flat[1:]), (*value_of(source).shape, *shape[2:])
+    )
+    if isinstance(times, int) and all(same_size(a, b) for a, b in sizes):
+        return source, times
+    return None
+
+
+def token_of_slots(node: Any) -> int | None:
+    """K where node is 0, 0, ..., 1, 1, ...: the tokens of slots, each K times."""
+    found = repeated(node)
+    if found is None or op_name(found[0]) not in ("arange", "iota"):
+        return None
+    numbers = [a for a in found[0].args if not isinstance(a, torch.dtype)]
+    counts = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
+    return found[1] if counts and not writers(node) and not writers(found[0]) else None
 
 
 def flat_source(node: Any) -> Any:
@@ -429,6 +555,7 @@ def _oai(node: Any) -> ActivationMatch | None:
                     if (
                         low is None
                         and high is not None
+                        and 0 < high < math.inf
                         and up_high == high
                         and up_low == -high
                     ):
@@ -453,7 +580,8 @@ def activation_of(node: Any) -> ActivationMatch | None:
         elif (
             name in _CLAMPED
             and low is None
-            and high
+            and high is not None
+            and 0 < high < math.inf
             and up_high == high
             and up_low == -high
         ):
@@ -527,6 +655,8 @@ def matmul_of(node: Any) -> Projection | None:
             return None
         a, b = product.args
         for weight, column, dim, transposed in ((a, b, 2, False), (b, a, 1, True)):
+            weight, as_stored = _linear_weight(weight)
+            transposed = transposed if as_stored else not transposed
             selected, rows = row_selection(weight), _column_of(column, dim)
             if selected is None or rows is None or rank(selected[0]) != 3:
                 continue
@@ -556,9 +686,16 @@ def projection_of(node: Any) -> Projection | None:
 
 
 def _biased(node: Any) -> Projection | None:
-    for product, added in operand_orders(node, "add"):
+    orders = [*operand_orders(node, "add", "iadd", "add_")]
+    if op_name(node) != "add":
+        # In place: an effect, see below, where others read the product.
+        orders = orders[:1] if node.users else []
+    for product, added in orders:
         found, index = matmul_of(product), row_selection(uncast(added))
-        if found is not None and index is not None and found.bias is None:
+        if found is None or index is None or found.bias is not None:
+            continue
+        experts = value_of(found.weight).shape[0]
+        if same_size(value_of(index[0]).shape[0], experts):
             found.out, (found.bias, found.bias_index) = node, index
             return found
     found = matmul_of(node)
@@ -569,232 +706,10 @@ def _biased(node: Any) -> Projection | None:
                 and user.args[0] is found.out
                 and not user.users
             ):
+                if len(user.args) != 2 or user.kwargs:
+                    return None
                 index = row_selection(user.args[1])
                 if index is None or found.bias is not None:
                     return None
                 (found.bias, found.bias_index), found.effects = index, (user,)
     return found
-
-
-# --- routing ---------------------------------------------------------------------------------
-
-
-def is_expert_of_row(index: Any, experts: Any, grouped: bool, num_experts: int) -> bool:
-    """Whether index is the expert of every row: of a bmm its ids, else what offs counts, sorted.
-
-    A row of no expert may have any, so that ``index.clamp_(max=num_experts - 1)`` changes nothing.
-    """
-    if not grouped:
-        return same_value(index, experts)
-    count, ids = _count_of(experts, num_experts), _sorted_from(index)
-    if count is None or ids is None or count.values not in (index, ids):
-        return False
-    read = max(index, count.node)
-    if writers(ids, index) or writers(count.values, read):
-        return False
-    return all(_is_last_expert_at_most(w, num_experts) for w in writers(index))
-
-
-def is_mask_of_no_expert(mask: Any, experts: Any, num_experts: int) -> bool:
-    """Whether mask (R, 1) is true for no row of an expert: ids from num_experts on are sorted last."""
-    flat, value = flat_source(mask), value_of(mask)
-    if rank(mask) != 2 or rank(flat) != 1 or not same_size(value.shape[1], 1):
-        return False
-    least = {"ge": num_experts, "gt": num_experts - 1, "eq": num_experts}
-    name, count = op_name(flat), _count_of(experts, num_experts)
-    if name not in least or number(argument(flat, 1, "other")) != least[name]:
-        return False
-    if count is None or count.last != num_experts - 1 or writers(mask):
-        return False
-    return is_expert_of_row(flat.args[0], experts, True, num_experts)
-
-
-_INTEGERS = (torch.int32, torch.int64)
-# histc on float32 is exact for that many values and bins; both are far beyond any layer.
-_EXACT_COUNT, _EXACT_BINS = 1 << 24, 1 << 11
-
-
-def _exact_source(node: Any, until: Node | None = None) -> Any:
-    """The node before casts that keep integers up to _EXACT_COUNT and that nothing writes to."""
-    exact = (*_INTEGERS, torch.float32, torch.float64)
-    while op_name(node) in {"int", "long", *CASTS} and value_of(node).dtype in exact:
-        if writers(node, until):
-            break
-        node = node.args[0]
-    return node
-
-
-def _flat(node: Any) -> Any:
-    """The node before views that keep how often a number is there."""
-    while op_name(node) in VIEWS - {"expand"}:
-        if value_of(node).dtype != value_of(node.args[0]).dtype:
-            break
-        node = node.args[0]
-    return node
-
-
-@dataclass
-class _Count:
-    """Integers, and the node that counts them; what is above last is left out."""
-
-    values: Any
-    node: Node
-    last: int
-
-
-def _count_of(offs: Any, num_experts: int) -> _Count | None:
-    """What ``offs[e]`` counts in [0, e], the last of offs up to ``last``; None if not certain."""
-    total = _exact_source(offs)
-    if op_name(total) != "cumsum" or argument(total, 1, "dim") not in (0, -1):
-        return None
-    node = _exact_source(total.args[0])
-    if op_name(node) not in ("histc", "bincount") or writers(total) or writers(node):
-        return None
-    last = num_experts - 1
-    if op_name(node) == "histc":
-        bins, low, last = (
-            number(argument(node, i, name))
-            for i, name in ((1, "bins"), (2, "min"), (3, "max"))
-        )
-        if (bins, low) != (num_experts, 0) or num_experts > _EXACT_BINS:
-            return None
-        if last not in (num_experts - 1, num_experts):
-            return None
-        last = last or 1  # an empty range stands for that of the values
-    elif argument(node, 1, "weights") is not None:
-        return None
-    if value_of(node.args[0]).dtype in (torch.float16, torch.bfloat16):
-        return None
-    return _Count(_exact_source(node.args[0], node), node, int(last))
-
-
-def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | None:
-    """(ids, last): integers (R) that perm sorts, where ``offs[e]`` is how many are in [0, e].
-
-    The last of offs counts up to ``last``, the number of experts or one less. None where that is
-    not certain, whatever the ids are.
-    """
-    ids, sort, count = sorted_by(perm), _sort_of(perm), _count_of(offs, num_experts)
-    if not _is_ascending(sort) or rank(ids) != 1 or writers(perm):
-        return None
-    if count is None or op_name(count.node) != "histc":
-        return None
-    values = count.values
-    if _sorted_from(values) is not ids and not same_value(_flat(values), _flat(ids)):
-        return None
-    if not guard_or_false(value_of(ids).shape[0] <= _EXACT_COUNT):
-        return None
-    until = max(sort, count.node)
-    if value_of(ids).dtype not in _INTEGERS or writers(ids, until):
-        return None
-    return None if writers(values, until) else (ids, count.last)
-
-
-def is_topk_index(ids: Any, num_experts: int) -> bool:
-    """Whether ids are positions that topk found among num_experts, so that all are experts."""
-    while op_name(ids) in {"int", "long", "to", *VIEWS}:
-        if value_of(ids).dtype not in _INTEGERS:
-            return False
-        ids = ids.args[0]
-    if op_name(ids) != "getitem" or ids.args[1] != 1 or op_name(ids.args[0]) != "topk":
-        return False
-    topk = ids.args[0]
-    scores = value_of(topk.args[0])
-    return (
-        scores is not None
-        and argument(topk, 2, "dim", -1) in (-1, scores.dim() - 1)
-        and same_size(scores.shape[-1], num_experts)
-    )
-
-
-_IN_PLACE = {"setitem"} | {
-    f"i{name}" for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")
-}
-
-
-def _may_write(node: Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    if node.op == "output" or node.target is getattr:
-        return False
-    name = op_name(node)
-    if node.kwargs.get("inplace") or "out" in node.kwargs:
-        return True
-    if node.target is getattr(F, name, None) and any(a is True for a in node.args):
-        return True  # F.relu(ids, True)
-    if getattr(operator, name, None) is node.target:  # operator.or_ writes nothing
-        return name in _IN_PLACE
-    return not name or name.endswith("_")
-
-
-def _memory(node: Any) -> int | None:
-    value = value_of(node)
-    return None if value is None else value.untyped_storage()._cdata
-
-
-@functools.lru_cache(1)
-def nodes_that_write(graph: Graph) -> dict[int | None, list[Node]]:
-    """By memory, in order. Of a graph that only loses writers until ``cache_clear``."""
-    found: dict[int | None, list[Node]] = {}
-    for node in filter(_may_write, graph.nodes):
-        name, written = op_name(node), node.all_input_nodes
-        if (name.endswith("_") or name in _IN_PLACE) and isinstance(node.args[0], Node):
-            written = node.args[:1]
-        for memory in set(map(_memory, written)):
-            found.setdefault(memory, []).append(node)
-    return found
-
-
-def writers(
-    node: Any, until: Node | None = None, since: Node | None = None
-) -> list[Node]:
-    """The nodes from since to until that may write to the memory of node, by whatever view."""
-    return [
-        other
-        for other in nodes_that_write(node.graph).get(_memory(node), ())
-        if not other._erased
-        and (until is None or other < until)
-        and (since is None or other >= since)
-    ]
-
-
-def _is_last_expert_at_most(node: Node, num_experts: int) -> bool:
-    """Whether node is ``ids.clamp_(max=num_experts - 1)``."""
-    if op_name(node) == "clamp_max_":
-        return number(argument(node, 1, "max")) == num_experts - 1
-    return (
-        op_name(node) == "clamp_"
-        and number(argument(node, 1, "min", 0)) in (0, None)
-        and number(argument(node, 2, "max")) == num_experts - 1
-    )
-
-
-def _is_ascending(sort: Any) -> bool:
-    return argument(sort, 2, "descending", False) is False
-
-
-def _sorted_from(index: Any) -> Any:
-    """ids where index is ``sort(ids)[0]`` or ``ids[argsort(ids)]``."""
-    if op_name(index) == "getitem" and index.args[1] == 0:
-        sort = index.args[0]
-        return sort.args[0] if op_name(sort) == "sort" and _is_ascending(sort) else None
-    taken = row_selection(index)
-    if taken is None or sorted_by(taken[1]) is not taken[0]:
-        return None
-    perm = taken[1]
-    return taken[0] if _is_ascending(_sort_of(perm)) and not writers(perm) else None
-
-
-def _sort_of(perm: Any) -> Any:
-    return perm.args[0] if op_name(perm) == "getitem" else perm
-
-
-def sorted_by(perm: Any) -> Any:
-    """ids where perm is the order that sorts them, which makes it a permutation; else None."""
-    if (
-        op_name(perm) == "getitem"
-        and perm.args[1] == 1
-        and op_name(perm.args[0]) == "sort"
-    ):
-        return perm.args[0].args[0]
-    return perm.args[0] if op_name(perm) == "argsort" else None

@@ -1,0 +1,413 @@
+# Owner(s): ["module: inductor"]
+"""Blocks of experts in the styles of code in use, as moe_fusion takes or leaves them.
+
+Every form says what becomes of it: ``full`` (gather, experts and combine), ``core`` (the experts
+only) or ``none``; its results are compared with the same code in float64.
+"""
+
+import contextlib
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.fx_passes.moe_fusion import moe_fusion
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+from torch.utils.checkpoint import checkpoint
+
+
+T, D, HIDDEN, E, K = 20, 32, 16, 6, 3
+FORMS = {}
+
+
+def form(becomes, training=True):
+    def register(fn):
+        FORMS[fn.__name__] = (fn, becomes, training)
+        return fn
+
+    return register
+
+
+class Weights(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+
+        def weight(*shape):
+            return nn.Parameter(torch.randn(shape, generator=g) / shape[-1] ** 0.5)
+
+        self.fn = fn
+        self.w_gate, self.w_up = weight(E, HIDDEN, D), weight(E, HIDDEN, D)
+        self.w_in, self.w_out = weight(E, 2 * HIDDEN, D), weight(E, D, HIDDEN)
+        self.b_in, self.b_out = weight(E, 2 * HIDDEN), weight(E, D)
+
+    def forward(self, *inputs):
+        return self.fn(self, *inputs)
+
+
+def product(rows, weight, offs):
+    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
+
+
+def gated(h):
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def in_order(ids):
+    sorted_ids, perm = ids.flatten().sort(stable=True)
+    counts = torch.histc(sorted_ids.float(), E, 0, E - 1)
+    return sorted_ids, perm, counts.cumsum(0, dtype=torch.int32)
+
+
+def mlp(m, rows, offs):
+    return product(gated(product(rows, m.w_in, offs)), m.w_out, offs)
+
+
+def added(x, rows, perm, weights):
+    rows = rows * weights.flatten()[perm].unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, perm // K, rows.to(x.dtype))
+
+
+def by_slot(rows, perm):
+    return rows[torch.argsort(perm)]
+
+
+# --- where rows come from, and where they go ---
+
+
+@form("full")
+def number_of_slots_as_symbol_and_constant(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    return added(x, mlp(m, x[perm // ids.shape[1]], offs), perm, weights)
+
+
+@form("full")
+def tokens_repeated(m, x, ids, weights):
+    token = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
+    order = torch.argsort(ids.flatten())
+    token, scores = token.index_select(0, order), weights.flatten()[order]
+    counts = torch.bincount(ids.flatten(), minlength=E)
+    rows = mlp(m, x.index_select(0, token), counts.cumsum(0, dtype=torch.int32))
+    y = torch.zeros(
+        x.shape, dtype=torch.float64 if x.dtype.itemsize == 8 else torch.float32
+    )
+    y.index_add_(0, token, (rows * scores[:, None]).to(y.dtype))
+    return y.to(x.dtype)
+
+
+@form("full")
+def tokens_expanded(m, x, ids, weights):
+    n, k = ids.shape
+    token = torch.arange(n).unsqueeze(1).expand(-1, k).reshape(-1)
+    _, perm, offs = in_order(ids)
+    rows = mlp(m, x[token[perm]], offs) * weights.flatten()[perm].unsqueeze(-1)
+    return torch.zeros_like(x).index_add_(0, token[perm], rows)
+
+
+@form("core")
+def tokens_expanded_the_other_way(m, x, ids, weights):
+    token = torch.arange(x.shape[0]).unsqueeze(0).expand(K, -1).reshape(-1)
+    _, perm, offs = in_order(ids)
+    return torch.zeros_like(x).index_add(0, token[perm], mlp(m, x[token[perm]], offs))
+
+
+@form("full")
+def weights_as_column_in_order(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = mlp(m, x[perm // K], offs) * weights.view(-1, 1)[perm]
+    return by_slot(rows, perm).view(-1, K, D).sum(1)
+
+
+@form("full")
+def weights_as_column_of_slots(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = by_slot(mlp(m, x[perm // K], offs), perm) * weights.view(-1, 1)
+    return rows.view(-1, K, D).sum(1)
+
+
+@form("full")
+def combined_by_einsum(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = by_slot(mlp(m, x[perm // K], offs), perm).view(-1, K, D)
+    return torch.einsum("tk, tkd -> td", weights, rows)
+
+
+@form("full")
+def batched_over_expanded_tokens(m, x, ids, weights):
+    rows = x.unsqueeze(1).expand(-1, K, -1).reshape(-1, D)
+    h = torch.bmm(m.w_in[ids.view(-1)], rows.unsqueeze(-1)).squeeze(-1)
+    rows = torch.bmm(m.w_out[ids.view(-1)], gated(h).unsqueeze(-1)).squeeze(-1)
+    return (rows.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
+
+
+@form("full")
+def batched_with_transposed_selection(m, x, ids, weights):
+    rows, ids = x.repeat_interleave(K, 0), ids.view(-1)
+    h = torch.bmm(rows.unsqueeze(1), m.w_in[ids].transpose(1, 2)).squeeze(1)
+    rows = torch.bmm(gated(h).unsqueeze(1), m.w_out[ids].transpose(1, 2)).squeeze(1)
+    return (rows.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
+
+
+@form("full")
+def biases_added_in_place(m, x, ids, weights):
+    sorted_ids, perm, offs = in_order(ids)
+    h = product(x[perm // K], m.w_in, offs)
+    h += m.b_in[sorted_ids]
+    rows = product(gated(h), m.w_out, offs).add_(m.b_out[sorted_ids])
+    return added(x, rows, perm, weights)
+
+
+@form("core")
+def residual_of_rows(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = x[perm // K]
+    return added(x, mlp(m, rows, offs) + rows, perm, weights)
+
+
+@form("full")
+def routing_without_grad(m, x, ids, weights):
+    with torch.no_grad():
+        sorted_ids, perm, _ = in_order(ids)
+    rows = x[perm // K]
+    with torch.no_grad():
+        offs = torch.histc(sorted_ids.float(), E, 0, E - 1).cumsum(0).int()
+    return added(x, mlp(m, rows, offs), perm, weights)
+
+
+@form("full")
+def recomputed(m, x, ids, weights):
+    block = number_of_slots_as_symbol_and_constant
+    return checkpoint(block, m, x, ids, weights, use_reentrant=False)
+
+
+# --- results that a rewrite would change ---
+
+
+@form("none")
+def bias_times_alpha(m, x, ids, weights):
+    sorted_ids, perm, offs = in_order(ids)
+    h = product(x[perm // K], m.w_in, offs)
+    h.add_(m.b_in[sorted_ids], alpha=0.25)
+    return added(x, product(gated(h), m.w_out, offs), perm, weights)
+
+
+@form("none", training=False)
+def hidden_rounded_to_fp8(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    h = product(x[perm // K], m.w_in, offs).to(torch.float8_e5m2).to(x.dtype)
+    return added(x, product(gated(h), m.w_out, offs), perm, weights)
+
+
+@form("core", training=False)
+def rows_and_result_rounded_to_fp8(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = x[perm // K].to(torch.float8_e4m3fn).to(x.dtype)
+    rows = mlp(m, rows, offs).to(torch.float8_e5m2).to(x.dtype)
+    return added(x, rows, perm, weights)
+
+
+@form("core")
+def one_number_for_all_rows(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = by_slot(mlp(m, x[perm // K], offs), perm) * weights.sum().view(1, 1)
+    return rows.view(-1, K, D).sum(1)
+
+
+@form("core", training=False)  # whose gradient scatter_add does not have
+def half_of_the_columns_added(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    index = (perm // K).view(-1, 1).expand(-1, D // 2)
+    return torch.zeros_like(x).scatter_add(0, index, mlp(m, x[perm // K], offs))
+
+
+@form("core")
+def half_of_the_columns_gathered(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = torch.cat([x, x + 1], 1).gather(0, (perm // K).view(-1, 1).expand(-1, D))
+    return added(x, mlp(m, rows, offs), perm, weights)
+
+
+@form("core")
+def added_to_more_columns(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    index = (perm // K).view(-1, 1).expand(-1, D)
+    wide = torch.zeros(x.shape[0], D + 8, dtype=x.dtype)
+    return wide.scatter_add(0, index, mlp(m, x[perm // K], offs))
+
+
+@form("core")
+def order_that_is_multiplied_into_zeros(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    inverse = torch.zeros_like(perm)
+    inverse.scatter_(0, perm, torch.arange(perm.shape[0]), reduce="multiply")
+    return mlp(m, x[perm // K], offs)[inverse].view(-1, K, D).sum(1)
+
+
+@form("none")
+def gate_without_grad(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = x[perm // K]
+    with torch.no_grad():
+        gate = product(rows, m.w_gate, offs)
+    up = product(rows, m.w_up, offs)
+    return added(x, product(F.silu(gate) * up, m.w_out, offs), perm, weights)
+
+
+@form("core")
+def combined_under_autocast(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = mlp(m, x[perm // K], offs)
+    with torch.autocast("cpu", torch.bfloat16, enabled=x.dtype.itemsize < 8):
+        rows = by_slot(rows, perm).view(-1, K, D)
+        return (weights.unsqueeze(1) @ rows).squeeze(1).to(x.dtype)
+
+
+@form("none")
+def written_negative_limit(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    gate, up = product(x[perm // K], m.w_in, offs).chunk(2, -1)
+    rows = F.silu(gate.clamp(max=-1.0)) * up.clamp(min=1.0, max=-1.0)
+    return added(x, product(rows, m.w_out, offs), perm, weights)
+
+
+@form("none")
+def all_experts_for_all_tokens(m, x, ids, weights):
+    scores = torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, ids, weights).t()
+    rows = (x.repeat(E, 1) * scores.reshape(-1, 1)).view(E, -1, D)
+    h = gated(torch.bmm(rows, m.w_in.transpose(1, 2)))
+    return torch.bmm(h, m.w_out.transpose(1, 2)).sum(0)
+
+
+@form("none")
+def selected_weights_by_einsum(m, x, ids, weights):
+    h = gated(torch.einsum("td,tkfd->tkf", x, m.w_in[ids]))
+    rows = torch.einsum("tkf,tkdf->tkd", h, m.w_out[ids])
+    return torch.einsum("tkd,tk->td", rows, weights)
+
+
+def backend(gm, example_inputs):
+    """Runs the rewritten graphs as they are, those of checkpointed regions too."""
+    for module in gm.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            moe_fusion(module.graph)
+            module.recompile()
+    return gm.forward
+
+
+def make_inputs(dtype):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)])
+    ids = torch.where(ids == 2, 3, ids)  # expert 2 is empty, 3 has a token twice
+    return (
+        torch.randn(T, D, generator=g).to(dtype),
+        ids,
+        torch.rand(T, K, generator=g).to(dtype),
+    )
+
+
+def run(fn, module, inputs, training):
+    """Output, then with training the gradients of tokens, router weights and parameters."""
+    x, ids, weights = inputs
+    if not training:
+        with torch.no_grad():
+            return [fn(x, ids, weights)]
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = fn(x, ids, weights)
+    wanted = [x, weights, *module.parameters()]
+    grad = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
+    return [
+        y,
+        *torch.autograd.grad(
+            y, wanted, grad, allow_unused=True, materialize_grads=True
+        ),
+    ]
+
+
+@instantiate_parametrized_tests
+class TestMoEFusionForms(TestCase):
+    def compare(self, fn, training, dynamic, dtype, context=contextlib.nullcontext):
+        """Compares with float64; returns what became of the block, and the log."""
+        module, inputs = Weights(fn).to(dtype), make_inputs(dtype)
+        exact = copy.deepcopy(module).double()
+        with torch._dynamo.config.patch(disable=True):
+            exact_inputs = [t.double() if t.is_floating_point() else t for t in inputs]
+            want = run(exact, exact, exact_inputs, training)
+            with context():
+                written = run(module, module, inputs, training)
+        torch._dynamo.reset()
+        counters.clear()
+        with (
+            config.patch(moe_fusion=True),
+            context(),
+            self.assertLogs("torch._inductor.fx_passes.moe_fusion", "INFO") as logs,
+        ):
+            compiled = torch.compile(
+                module, fullgraph=True, dynamic=dynamic, backend=backend
+            )
+            got = run(compiled, module, inputs, training)
+        for ours, theirs, ref in zip(got, written, want, strict=True):
+            self.assertEqual((ours.dtype, ours.shape), (theirs.dtype, theirs.shape))
+            eps = torch.finfo(theirs.dtype).eps
+            error = (ours.double() - ref).abs().max()
+            allowed = (
+                2 * (theirs.double() - ref).abs().max() + 4 * eps * ref.abs().max()
+            )
+            self.assertLessEqual(error, allowed)
+        found = counters["inductor"]
+        if not found["moe_fusion"]:
+            return "none", logs.output
+        return ("full" if found["moe_fusion_full"] else "core"), logs.output
+
+    @parametrize("name", [*FORMS])
+    @parametrize("training", [False, True])
+    def test_form(self, name, training):
+        fn, becomes, can_train = FORMS[name]
+        if training > can_train:
+            self.skipTest("nothing to train")
+        if name == "gate_without_grad" and not training:
+            becomes = "full"
+        for dtype, dynamic in ((torch.bfloat16, False), (torch.float32, True)):
+            kind, logs = self.compare(fn, training, dynamic, dtype)
+            self.assertEqual(kind, becomes, logs)
+            self.assertRegex(logs[-1], "stays" if kind == "none" else "became")
+
+    @parametrize("training", [False, True])
+    def test_autocast(self, training):
+        def experts_without_it(m, x, ids, weights):
+            _, perm, offs = in_order(ids)
+            with torch.autocast("cpu", enabled=False):
+                rows = mlp(m, x[perm // K], offs)
+            return added(x, rows, perm, weights)
+
+        autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+        for fn, becomes in (
+            (experts_without_it, "core"),
+            # The sum over slots keeps the float32 of the router weights.
+            (batched_over_expanded_tokens, "none"),
+        ):
+            kind, logs = self.compare(fn, training, False, torch.float32, autocast)
+            self.assertEqual(kind, becomes, logs)
+
+    def test_backward_of_a_region_with_grad(self):
+        def block(m, x, ids, weights):
+            with torch.enable_grad():
+                return number_of_slots_as_symbol_and_constant(m, x, ids, weights)
+
+        module, (x, *others) = Weights(block), make_inputs(torch.float32)
+        x.requires_grad_()
+        with torch.no_grad(), config.patch(moe_fusion=True):
+            y = torch.compile(module, fullgraph=True, backend=backend)(x, *others)
+        (got,) = torch.autograd.grad(y.sum(), x)
+        (want,) = torch.autograd.grad(module(x, *others).sum(), x)
+        self.assertEqual(got, want)
+
+
+if __name__ == "__main__":
+    run_tests()
