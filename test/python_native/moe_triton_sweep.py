@@ -83,6 +83,7 @@ class Variant:
         slots: with a permutation; without, rows are expert-major already.
         odd: the smallest multiples, D and F that no tile divides, and K = E = 1,
             which Triton specializes on.
+        traced: as a compiler traces the launchers, without ragged descriptors.
         architectures: for which it is compiled.
     """
 
@@ -96,6 +97,7 @@ class Variant:
     two_weights: bool = False
     slots: bool = True
     odd: bool = False
+    traced: bool = False
     architectures: tuple[str, ...] = (*ARCHITECTURES, "gfx950")
 
 
@@ -128,6 +130,7 @@ def variants() -> tuple[Variant, ...]:
         Variant("no_slots", kernels=ALL_KERNELS, slots=False, bias=True),
         Variant("odd", kernels=ALL_KERNELS, odd=True, bias=True),
         Variant("transposed", transposed=True),
+        Variant("traced", kernels=(backward.weight_grad_kernel,), traced=True),
         Variant(
             "two_weights",
             kernels=(forward.up_kernel, forward.grouped_mm_kernel),
@@ -196,7 +199,7 @@ def _launch(variant: Variant, table: KernelTable) -> None:
     act, dtype = variant.activation, variant.dtype
     K = K if variant.slots else 1
     gF = 2 * F if act.gated else F
-    plan = launch.LaunchPlan(table, num_sms=132)
+    plan = launch.LaunchPlan(table, num_sms=132, ragged=not variant.traced)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
         if variant.transposed:

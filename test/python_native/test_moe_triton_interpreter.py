@@ -329,6 +329,31 @@ class TestMoeMlp(MoeKernelTestCase):
         )
         self.check_against_reference(operands.args(), operands.grad_out, plan)
 
+    def test_weight_gradient_of_an_expert_reads_no_other_rows(self):
+        # TMA reads blocks of rows, which no expert's end and not the last row divides.
+        operands = get_case("zipf").operands(torch.bfloat16)
+        rows = launch._Rows(TMA, operands.offs, operands.row_slots, None, 0)
+        end, next_end = operands.offs[:2].tolist()
+        self.assertTrue(end % 32 and next_end > end)
+        p = torch.randn(rows.num_rows + 5, 48).bfloat16()
+        q = torch.randn(len(operands.args()[0]), 32).bfloat16()
+        w = torch.empty(len(operands.offs), 48, 32, dtype=torch.bfloat16)
+        p[operands.offs[-1] :] = float("nan")
+
+        def grads(**kwargs):
+            for ragged in (True, False):
+                plan = dataclasses.replace(TMA, ragged=ragged)
+                yield launch._weight_grad(plan, rows, p, q, w, **kwargs)
+
+        clean, same = grads(gather_q=True)
+        self.assertFalse(clean.isnan().any())
+        self.assertEqual(clean, same, atol=0, rtol=0)
+        p[end:next_end] = float("inf")
+        for dirty in grads(gather_q=True):
+            self.assertFalse(dirty[1].isfinite().any())
+            dirty[1] = clean[1]
+            self.assertEqual(dirty, clean, atol=0, rtol=0)
+
     @parametrize("offs", [[3, 3, 11, 13], [0, 0, 0, 9], [0, 0, 0, 0]])
     def test_rows_that_are_expert_major_already(self, offs):
         operands = get_case("top_1").operands(torch.bfloat16, bias=True)

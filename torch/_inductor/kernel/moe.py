@@ -159,6 +159,7 @@ def _plan(
         kernel=wrap_triton,
         hint=_hint,
         is_addressable=_is_addressable,
+        ragged=False,
     )
     return plan, chooser
 

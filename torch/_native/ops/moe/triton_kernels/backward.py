@@ -19,6 +19,7 @@ No kernel uses an atomic: every output element is written by one program.
 
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import load_ragged
 
 from .activations import (
     glu_backward,
@@ -27,7 +28,7 @@ from .activations import (
     unary_forward,
 )
 from .forward import column_parts, load_rows, load_weight, routed_rows, row_tile
-from .permutation import tile_of
+from .permutation import tile_ahead, tile_of
 
 
 @triton.jit
@@ -121,7 +122,7 @@ def act_backward_kernel(
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     STORE_HIDDEN: tl.constexpr, STORE_PARTIALS: tl.constexpr,
-    K_MAJOR: tl.constexpr, USE_TMA: tl.constexpr,
+    PERSISTENT: tl.constexpr, K_MAJOR: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -129,23 +130,38 @@ def act_backward_kernel(
     """dH, A' and the dS partials of one tile, from dA' = dO[token(r)] @ w_out[e].
 
     The contraction runs over D, so D is the weight's K dimension here: K_MAJOR
-    means that D is contiguous, which nn.Linear's layout is not.
+    means that D is contiguous, which nn.Linear's layout is not. PERSISTENT: a program
+    has more tiles than one, and loads which is next before this one's matmuls. With its
+    slots, or beside a clamp, that would be more than the registers hold.
     """
+    AHEAD: tl.constexpr = PERSISTENT and not HAS_LIMIT
     num_n = tl.cdiv(F, BLOCK_N)
-    num_tiles = tl.load(tiles) * num_n
-    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
-        rows, slots, valid = routed_rows(
-            row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M
+    num_m = tl.load(tiles)
+    if AHEAD:
+        expert, first_row, row_end, tile_n = tile_ahead(
+            tiles, num_m, tl.program_id(0), num_n, GROUP_M
         )
+    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        if AHEAD:
+            next_expert, next_row, next_end, next_n = tile_ahead(
+                tiles, num_m, index + tl.num_programs(0), num_n, GROUP_M
+            )
+        else:
+            expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
+        rows, slots, valid = routed_rows(
+            # pyrefly: ignore[unbound-name]
+            row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M,
+        )  # fmt: skip
         tokens = (slots // top_k).to(tl.int64)
         g_ptrs = grad_out + tokens[:, None] * stride_gt
         g_ptrs += tl.arange(0, BLOCK_K)[None, :]
+        # pyrefly: ignore[unbound-name]
         first_n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, D, BLOCK_K):
             g = load_rows(g_ptrs, k, D, EVEN_K, BLOCK_K)
             w = load_weight(
+                # pyrefly: ignore[unbound-name]
                 w_out, expert, first_n, k, F, D, stride_we, stride_wf, stride_wd,
                 K_MAJOR, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
             )  # fmt: skip
@@ -169,23 +185,30 @@ def act_backward_kernel(
         if STORE_PARTIALS:
             ptrs = scale_partials + tile_n.to(tl.int64) * num_rows + rows
             tl.store(ptrs, dot, mask=rows < row_end)
+        if AHEAD:
+            # pyrefly: ignore[unbound-name]
+            expert, first_row, row_end, tile_n = next_expert, next_row, next_end, next_n
 
 
 @triton.jit
 def _expert_rows(
     base,  # (tokens or R, C), contiguous last dimension
-    row_slots, first_row, row_end, first_col, C, stride, TOP_K: tl.constexpr,
+    row_slots, first_row, start, row_end, first_col, C, stride, TOP_K: tl.constexpr,
     GATHER: tl.constexpr, FULL_ROWS: tl.constexpr, USE_TMA: tl.constexpr,
+    RAGGED: tl.constexpr,
     EVEN_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK_R, BLOCK_C) tile of an expert's rows; rows without a slot are zero.
 
     GATHER reads the rows of the slots' tokens; else ``base`` is in row order
     and holds zeros where a row has no slot. FULL_ROWS promises that all rows
-    belong to the expert; only then may TMA, which cannot mask rows, read them.
+    belong to the expert, whose first row is ``start``; only then may TMA read them,
+    unless by a RAGGED descriptor, which zeros those past ``row_end``.
     """
     cols = first_col + tl.arange(0, BLOCK_C)
-    if USE_TMA and FULL_ROWS and not GATHER:
+    if USE_TMA and RAGGED and not GATHER:
+        tile = load_ragged(base, start, row_end - start, [first_row - start, first_col])
+    elif USE_TMA and FULL_ROWS and not GATHER:
         tile = base.load([first_row, first_col])
     else:
         rows = first_row + tl.arange(0, BLOCK_R)
@@ -208,6 +231,26 @@ def _expert_rows(
 
 
 @triton.jit
+def _gradient_tile(
+    index, offs, num_experts, num_m, num_n,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Expert, first row and column, and the expert's rows, of a tile of the gradient.
+
+    Past the last tile those of one in the first expert, which can always be loaded.
+    """
+    expert = tl.where(index < num_experts * num_m * num_n, index // (num_m * num_n), 0)
+    within = index % (num_m * num_n)
+    first_group = within // (GROUP_M * num_n) * GROUP_M
+    group_m = tl.minimum(num_m - first_group, GROUP_M)
+    within = within % (GROUP_M * num_n)
+    first_m = (first_group + within % group_m) * BLOCK_M
+    first_n = (within // group_m) * BLOCK_N
+    start = tl.load(offs + expert - 1, mask=expert > 0, other=0)
+    return expert, first_m, first_n, start, tl.load(offs + expert)
+
+
+@triton.jit
 def weight_grad_kernel(
     p,  # (R, M) contiguous rows, or (T, M) when GATHER_P
     q,  # (R, N) contiguous rows, or (T, N) when GATHER_Q
@@ -219,7 +262,7 @@ def weight_grad_kernel(
     stride_p, stride_q, stride_oe, stride_om, stride_on,
     TOP_K: tl.constexpr,
     GATHER_P: tl.constexpr, GATHER_Q: tl.constexpr, USE_TMA: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -227,52 +270,67 @@ def weight_grad_kernel(
 
     dw_out: p = dO gathered, q = A'. dw_in: p = dH, q = x gathered. The gather is
     part of the load of the contraction loop. Only an expert's last block of rows
-    can be partial, so it alone is masked, after the loop.
+    can be partial. RAGGED descriptors mask it in that loop; else it alone is masked,
+    after the loop, where nothing hides its loads. With RAGGED the next tile's rows are
+    asked for before this one's matmuls.
     """
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
+    if RAGGED:
+        expert, first_m, first_n, start, end = _gradient_tile(
+            tl.program_id(0), offs, num_experts, num_m, num_n, GROUP_M, BLOCK_M, BLOCK_N
+        )
     for index in tl.range(
         tl.program_id(0), num_experts * num_m * num_n, tl.num_programs(0)
     ):
-        expert = index // (num_m * num_n)
-        within = index % (num_m * num_n)
-        first_group = within // (GROUP_M * num_n) * GROUP_M
-        group_m = tl.minimum(num_m - first_group, GROUP_M)
-        within = within % (GROUP_M * num_n)
-        first_m = (first_group + within % group_m) * BLOCK_M
-        first_n = (within // group_m) * BLOCK_N
-
-        start = tl.load(offs + expert - 1, mask=expert > 0, other=0)
-        end = tl.load(offs + expert)
+        if RAGGED:
+            next_expert, next_m, next_n, next_start, next_end = _gradient_tile(
+                index + tl.num_programs(0),
+                offs, num_experts, num_m, num_n, GROUP_M, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
+            expert, first_m, first_n, start, end = _gradient_tile(
+                index, offs, num_experts, num_m, num_n, GROUP_M, BLOCK_M, BLOCK_N
+            )
+        # pyrefly: ignore[unbound-name]
         full_end = start + (end - start) // BLOCK_K * BLOCK_K
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for row in tl.range(start, full_end, BLOCK_K):
+        for row in tl.range(start, end if RAGGED else full_end, BLOCK_K):
             p_tile = _expert_rows(
                 p_desc if USE_TMA and not GATHER_P else p,
-                row_slots, row, end, first_m, M, stride_p, TOP_K,
-                GATHER_P, True, USE_TMA, EVEN_M, BLOCK_K, BLOCK_M,
+                # pyrefly: ignore[unbound-name]
+                row_slots, row, start, end, first_m, M, stride_p, TOP_K,
+                GATHER_P, not RAGGED, USE_TMA, RAGGED, EVEN_M, BLOCK_K, BLOCK_M,
             )  # fmt: skip
             q_tile = _expert_rows(
                 q_desc if USE_TMA and not GATHER_Q else q,
-                row_slots, row, end, first_n, N, stride_q, TOP_K,
-                GATHER_Q, True, USE_TMA, EVEN_N, BLOCK_K, BLOCK_N,
+                # pyrefly: ignore[unbound-name]
+                row_slots, row, start, end, first_n, N, stride_q, TOP_K,
+                GATHER_Q, not RAGGED, USE_TMA, RAGGED, EVEN_N, BLOCK_K, BLOCK_N,
             )  # fmt: skip
             acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)
-        if full_end < end:
-            p_tile = _expert_rows(
-                p, row_slots, full_end, end, first_m, M, stride_p, TOP_K,
-                GATHER_P, False, False, EVEN_M, BLOCK_K, BLOCK_M,
-            )  # fmt: skip
-            q_tile = _expert_rows(
-                q, row_slots, full_end, end, first_n, N, stride_q, TOP_K,
-                GATHER_Q, False, False, EVEN_N, BLOCK_K, BLOCK_N,
-            )  # fmt: skip
-            acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)
+        if not RAGGED:
+            if full_end < end:
+                p_tile = _expert_rows(
+                    p, row_slots, full_end, start, end, first_m, M, stride_p, TOP_K,
+                    GATHER_P, False, False, False, EVEN_M, BLOCK_K, BLOCK_M,
+                )  # fmt: skip
+                q_tile = _expert_rows(
+                    q, row_slots, full_end, start, end, first_n, N, stride_q, TOP_K,
+                    GATHER_Q, False, False, False, EVEN_N, BLOCK_K, BLOCK_N,
+                )  # fmt: skip
+                acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)
 
         m = tl.arange(0, BLOCK_M)
         n = tl.arange(0, BLOCK_N)
+        # pyrefly: ignore[unbound-name]
         corner = out + expert.to(tl.int64) * stride_oe
         corner += first_m.to(tl.int64) * stride_om + first_n.to(tl.int64) * stride_on
         ptrs = corner + (m[:, None] * stride_om + n[None, :] * stride_on)
         mask = (m[:, None] < M - first_m) & (n[None, :] < N - first_n)
         tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask)
+        if RAGGED:
+            # pyrefly: ignore[unbound-name]
+            expert, first_m, first_n = next_expert, next_m, next_n
+            # pyrefly: ignore[unbound-name]
+            start, end = next_start, next_end

@@ -135,13 +135,15 @@ _SM_80: KernelTable = {
 # the rows' slots one pipeline step ahead of the rows, so that half of the stages,
 # rounded up, hold data.
 # Left out, with the times that test/python_native/moe_sass.py models at (24576, 1536, 256,
-# 128, 8). act_backward, 451 us: its next tile loaded during this one (443) spills 8 to
-# 40 bytes with swiglu_oai or a limit wherever in the loop that is asked for, as do two programs
+# 128, 8). act_backward, 447 us: which tile is next, loaded during this one beside a clamp, spills
+# 16 to 24 bytes, and that tile's slots 8 to 40, as do two programs
 # (128x128 in 4 warps, 398) and a tile of 128x256 (405); H loaded a part ahead spills with
 # swiglu_oai and in 128x64. input_grad, 567: two programs of 128x128 (584)
 # are bound by the L2; 1 or 2 epilogue parts (560, 564) take 252 and 202 registers of 255.
-# weight_grad, 522 and 282: an expert's last block through a ragged descriptor, not after the
-# loop, would save 22, but a traced launcher has no strides that wrap around. Everywhere: a loop
+# weight_grad, 511 and 278, but 522 and 282 where a compiler traces the launchers, whose
+# descriptors have no strides that wrap around: its 23.3 and 11.6 waves of tiles take as long as
+# 24 and 12; one launch of both products would take 35. num_ctas = 2 loads by TMA without
+# multicast, so each of the two multiprocessors loads what both read. Everywhere: a loop
 # over tiles that is flattened for the pipeline waits for every matmul (input_grad 647 where
 # the nest took 589), and warp_specialize does nothing on sm_90 with 8 warps and fails in
 # Triton 3.9's pass with 4. tl.assume of a loop that turns only removes code that never runs.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import triton
+from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import torch
@@ -22,13 +23,7 @@ from torch import Tensor
 from .activations import Activation
 from .autotune import Autotuner
 from .backward import act_backward_kernel, weight_grad_kernel
-from .configs import (
-    fitting_configs,
-    itself,
-    KernelTable,
-    OPTIONS,
-    TileConfig,
-)
+from .configs import fitting_configs, itself, KernelTable, OPTIONS, TileConfig
 from .forward import grouped_mm_kernel, up_kernel
 from .permutation import (
     minimum,
@@ -56,11 +51,12 @@ class LaunchPlan:
         table: tile configurations of its architecture.
         num_sms: its multiprocessors.
         autotuner: chooses among the configurations that fit; None for the first.
-        kernel: what is launched in place of a kernel. This and the next two are for a compiler
+        kernel: what is launched in place of a kernel. This and the next three are for a compiler
             that traces the launchers (torch/_inductor/kernel/moe.py), on tensors without memory
             and with symbolic sizes.
         hint: a number in place of a size, where the size decides about speed or is 0.
         is_addressable: whether a tensor has elements, the first at a multiple of 16 bytes.
+        ragged: whether a TMA descriptor may have strides that wrap around.
     """
 
     table: KernelTable
@@ -69,6 +65,7 @@ class LaunchPlan:
     kernel: Callable[[Any], Any] = itself
     hint: Callable[[int], int] = itself
     is_addressable: Callable[[Tensor], bool] = _is_addressable
+    ragged: bool = True
 
 
 class _Rows:
@@ -512,6 +509,7 @@ def _act_backward(
             HAS_SCALE=scale is not None,
             STORE_HIDDEN=need_hidden,
             STORE_PARTIALS=need_scale,
+            PERSISTENT=config.programs_per_sm > 0,
             PRECISION=_PRECISION,
             **w_flags,
             **_tile_args(config, num_hidden, dim),
@@ -601,11 +599,13 @@ def _weight_grad(
             and (gather_p or _tma_ok(plan, p))
             and (gather_q or _tma_ok(plan, q))
         )
+        ragged = use_tma and plan.ragged and rows.num_rows <= 1 << 30
+        describe = create_ragged_descriptor if ragged else _descriptor
         p_desc = q_desc = rows.offs
         if use_tma and not gather_p:
-            p_desc = _descriptor(p, [config.block_k, config.block_m])
+            p_desc = describe(p, [config.block_k, config.block_m])
         if use_tma and not gather_q:
-            q_desc = _descriptor(q, [config.block_k, config.block_n])
+            q_desc = describe(q, [config.block_k, config.block_n])
         tiles_per_expert = triton.cdiv(num_m, config.block_m) * triton.cdiv(
             num_n, config.block_n
         )
@@ -635,6 +635,7 @@ def _weight_grad(
             GATHER_P=gather_p,
             GATHER_Q=gather_q,
             USE_TMA=use_tma,
+            RAGGED=ragged,
             PRECISION=_PRECISION,
             **tile_args,
         )
