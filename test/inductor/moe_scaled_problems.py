@@ -104,7 +104,7 @@ class Experts(moe_lowering_problems.Problem):
 
     @property
     def arch(self) -> str:
-        return "sm_100" if self.recipe == "mxfp8" else "sm_90"
+        return "sm_100" if self.name.startswith("mx_") else "sm_90"
 
     def operands(self, num_tokens: int | None = None) -> MoeOperands:
         operands = super().operands(num_tokens)
@@ -134,7 +134,7 @@ class Experts(moe_lowering_problems.Problem):
             if (w := found.get(name)) is None:
                 continue
             made[name] = quantize(w, weights)
-            if self.recipe == "mxfp8":
+            if self.recipe != "fp8_blockwise":
                 made[name] += quantize(w, weights, dim=1)
             if not self.training:
                 del found[name]
@@ -198,9 +198,25 @@ def _experts() -> tuple[Experts, ...]:
         Experts("preact", preact_dtype=None, **train),
         Experts("int8", preact_dtype=torch.int8, **train),
     )
+    # Halves of a row are quantised apart, of H in the epilogue or behind it.
+    off = dataclasses.replace(_CASE, hidden=80)
+    apart = tuple(
+        Experts(name, off, split_gate=split, **dynamic, **train)
+        for name, split in (("off", False), ("off_split", True))
+    )
+    few = [p for p in both if p.name in ("inference", "dynamic", "quantised", "oai")]
+
+    def named(prefix: str, recipe: str, problems) -> list[Experts]:
+        return [
+            dataclasses.replace(p, name=f"{prefix}_{p.name}", recipe=recipe)
+            for p in problems
+        ]
+
     return (
-        *(dataclasses.replace(p, name=f"fp8_{p.name}") for p in (*both, *once)),
-        *(dataclasses.replace(p, name=f"mx_{p.name}", recipe="mxfp8") for p in both),
+        *named("fp8", "fp8_blockwise", (*both, *once, *apart)),
+        *named("mx", "mxfp8", both),
+        *named("wide", "mxfp8", few),
+        *named("row", "fp8_rowwise", (*few, *apart)),
     )
 
 

@@ -33,6 +33,9 @@ OPS = ("_moe_mlp_scaled", "_moe_mlp_scaled_backward")
 SERVED = (
     ("fp8_blockwise", "sm_90", "quantize_square_kernel"),
     ("fp8_blockwise", "sm_100", "quantize_square_kernel"),
+    ("fp8_rowwise", "sm_90", "quantize_segments_kernel"),
+    ("fp8_rowwise", "sm_100", "quantize_segments_kernel"),
+    ("mxfp8", "sm_90", "quantize_kernel"),
     ("mxfp8", "sm_100", "quantize_kernel"),
 )
 ROUTING = ("topk", "permute", "count", "scan", "expert_offsets", "scatter", "schedule")
@@ -104,13 +107,17 @@ class TestMoeScaledLowering(TestCase):
         forward, backward = emit(recipe, arch, dynamic=dynamic)
         self.assertEqual(moe_calls(forward, backward), [])
         # Rows and two weights, H and its scales, and the sum with the residual.
+        of_rows = "quantize_kernel"
+        if recipe == "fp8_rowwise":
+            of_rows = of_weights
         expected = Counter(
-            quantize_kernel=1,
+            {of_rows: 1},
             scaled_up_kernel=1,
             scaled_mm_kernel=1,
             zero_tail_kernel=2,
         )
-        expected[of_weights] += 2
+        # Of whole rows A is quantised behind its kernel.
+        expected[of_weights] += 3 if recipe == "fp8_rowwise" else 2
         (fused,) = (n for n in launches(forward) if n.startswith("triton_"))
         self.assertEqual(launches(forward), expected + Counter([fused]))
         for part in ("moe_mlp_scaled", "add"):
@@ -121,12 +128,19 @@ class TestMoeScaledLowering(TestCase):
             ("scaled_mm_kernel", 1),
             ("scaled_weight_grad_kernel", 2),
             ("columns_kernel", 4),
+            ("column_scales_kernel", 4 if recipe == "fp8_rowwise" else 0),
             ("scale_grad_kernel", 1),
             ("combine_kernel", 0),
         ):
             self.assertEqual(ours[name], count, name)
         (fused,) = (n for n in ours if "moe_mlp_scaled_backward" in n)
         self.assertIn("add", fused)
+
+    @parametrize("recipe", ["fp8_blockwise", "fp8_rowwise", "mxfp8"])
+    def test_blocks_with_gate_and_up(self, recipe):
+        # Neither dH nor H can be quantised in an epilogue.
+        graphs = emit(recipe, hidden=80)
+        self.assertEqual(moe_calls(*graphs), [])
 
     @parametrize("cpp_wrapper", [False, True])
     def test_flag(self, cpp_wrapper):
@@ -152,10 +166,7 @@ class TestMoeScaledLowering(TestCase):
     @parametrize(
         "what,reason",
         [
-            ("recipe", r"recipe_a \[1\] with recipe_w \[1\]"),
-            ("capability", "compute capability (9, 0) is not one of"),
             ("arch", "compute capability (8, 0) is not one of"),
-            ("hidden", "F = 80 is not a multiple of 128"),
             ("experts", "w_in has dynamic sizes"),
             ("unaligned", "w_in is not known to be aligned to 16 bytes"),
         ],
@@ -170,13 +181,9 @@ class TestMoeScaledLowering(TestCase):
                 w_in = flat[1:].view_as(w_in).requires_grad_()
             return x, router, w_in, w_out
 
-        recipe = {"recipe": "fp8_rowwise", "capability": "mxfp8"}.get(
-            what, "fp8_blockwise"
-        )
         arch = "sm_80" if what == "arch" else "sm_90"
-        hidden = 80 if what == "hidden" else 128
         with self.assertLogs(LOGGER, "INFO") as logs:
-            graphs = emit(recipe, arch, hidden=hidden, change=change)
+            graphs = emit("fp8_blockwise", arch, change=change)
         # With other experts the router and the permutation stay as well.
         calls = [c for c in moe_calls(*graphs) if "scaled" in c]
         self.assertEqual(calls, [f"torch.ops.aten.{op}.default" for op in OPS])
@@ -239,7 +246,8 @@ class TestMoeScaledLowering(TestCase):
                     continue
                 matmul = report.kernel.startswith("scaled_")
                 tma = matmul and report.kernel.startswith(("scaled_up", "scaled_mm"))
-                problems = report.problems(matrix=matmul, tma=tma, fp8=matmul)
+                fp8 = matmul and (recipe, arch) != ("mxfp8", "sm_90")
+                problems = report.problems(matrix=matmul, tma=tma, fp8=fp8)
                 self.assertEqual(problems, [], f"{report.kernel} on {arch}")
 
 

@@ -21,6 +21,8 @@ class TestMoeScaledAoti(TestCase):
         [
             ("fp8_blockwise", "sm_90", "quantize_square_kernel"),
             ("mxfp8", "sm_100", "scaled_up_kernel"),
+            ("mxfp8", "sm_90", "scaled_up_kernel"),
+            ("fp8_rowwise", "sm_90", "scaled_up_kernel"),
         ],
     )
     def test_package_with_a_dynamic_number_of_tokens(self, recipe, arch, of_weights):

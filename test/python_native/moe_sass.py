@@ -23,6 +23,7 @@ corrected by the median of the ratios, and has their range.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -32,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from moe_triton_sweep import MATRIX_KERNELS
 from triton_static_gate import compile_only
@@ -43,13 +44,20 @@ from torch._native.ops.moe.triton_kernels.configs import TABLES
 
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-MATRIX_OPS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA"}
+# Of 16 bits, and of 8.
+MATRIX_OPS = {
+    "sm_80": ("HMMA",),
+    "sm_90": ("HGMMA", "QGMMA"),
+    "sm_100": ("UTCHMMA", "UTCQMMA"),
+}
 SHARED_PER_SM = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
 
 # H100 SXM.
 SMS = 132
 CLOCK = 1.70e9
 POWER_FLOPS = 800e12
+# Of QGMMA: the fastest FP8 matmul that DeepGEMM's README has of an H800. Nothing was fitted on FP8.
+POWER_FLOPS_FP8 = 1550e12
 DRAM_BYTES = 3.35e12 * 0.90
 L2_PORT = 44  # bytes per clock and multiprocessor, all of them together
 L2_CAPACITY = 36 << 20  # of 50 MiB, what writes and duplicates leave
@@ -149,6 +157,14 @@ class Listing:
                 if first < i or (first == i and ins.predicated):
                     found[first] = max(i, found.get(first, 0))
         return sorted(found.items(), key=lambda span: span[1] - span[0])
+
+    def matrix_op(self, arch: str) -> str:
+        """The opcode of its matrix instructions."""
+        return next(
+            op
+            for op in MATRIX_OPS[arch]
+            if any(ins.op.startswith(op) for ins in self.instructions)
+        )
 
     def split(self, matrix_op: str) -> tuple[list[Instruction], list[Instruction]]:
         """The innermost loop with matrix instructions, and the rest of its outer loop."""
@@ -252,7 +268,7 @@ def _count(instructions: Iterable[Instruction], prefix: str) -> int:
 
 def figures(kernel: Kernel) -> dict[str, object]:
     """The facts of a kernel that its speed hangs on; lower is better, but for occupancy."""
-    matrix_op = MATRIX_OPS[kernel.arch]
+    matrix_op = kernel.listing.matrix_op(kernel.arch)
     loop, outside = kernel.listing.split(matrix_op)
     matrix = [ins for ins in loop if ins.op.startswith(matrix_op)]
     m, n, _ = kernel.block
@@ -301,16 +317,25 @@ class Work:
     epilogue_loads: float
 
 
-def _gathered_bytes(shape: Shape, width: int, other_bytes: float) -> float:
-    """DRAM bytes of the rows of all slots, of ``width`` elements, from T tokens.
+def gathered_bytes(shape: Shape, row_bytes: float, other_bytes: float) -> float:
+    """DRAM bytes of the rows of all slots, of ``row_bytes`` each, from T tokens.
 
     A token's row is read again by its next expert; that hits if less than the L2's
     capacity went by, where its K uses lie anywhere in the kernel's traffic.
     """
-    total = shape.rows * width * 2
+    total = shape.rows * row_bytes
     share = min(1.0, L2_CAPACITY / (total + other_bytes))
     hits = (shape.K - 1) / shape.K * (1 - (1 - share) ** shape.K)
     return total * (1 - hits)
+
+
+def weight_bytes(shape: Shape, bm: int, n: int, k: int, size: float = 2.0) -> float:
+    """DRAM bytes of weights (E, n, k), whose elements have ``size``."""
+    # Row groups of an expert share its weights if they fit beside the rows.
+    rows = shape.rows / shape.E
+    fits = size * (n * k + min(8 * bm, rows) * k) <= L2_CAPACITY
+    reads = 1 if fits else max(1.0, rows / (8 * bm))
+    return size * shape.E * n * k * reads
 
 
 def work_of(kernel: Kernel, shape: Shape) -> Work:
@@ -319,23 +344,17 @@ def work_of(kernel: Kernel, shape: Shape) -> Work:
     bm, bn, bk = kernel.block
     constants = kernel.constants
 
-    def weights(n: int, k: int) -> float:
-        # Row groups of an expert share its weights if they fit beside the rows.
-        group_rows = min(8 * bm, R / E)
-        fits = 2 * (n * k + group_rows * k) <= L2_CAPACITY
-        reads = 1 if fits else max(1.0, R / E / (8 * bm))
-        return 2.0 * E * n * k * reads
-
+    weights = functools.partial(weight_bytes, shape, bm)
     if kernel.name.startswith("up"):
         tiles = shape.row_tiles(bm) * -(-F // bn)
         rest = weights(2 * F, D) + 2 * R * F * (3 if constants["STORE_PREACT"] else 1)
-        dram = _gathered_bytes(shape, D, rest) + rest
+        dram = gathered_bytes(shape, 2 * D, rest) + rest
         step = (bm + 2 * bn) * bk * 2
         return Work(tiles, D / bk, step, 4.0 * R * D * F, dram, 3, 3, 0)
     if kernel.name.startswith("act_backward"):
         tiles = shape.row_tiles(bm) * -(-F // bn)
         rest = weights(F, D) + 2 * R * F * 5
-        dram = _gathered_bytes(shape, D, rest) + rest
+        dram = gathered_bytes(shape, 2 * D, rest) + rest
         limited = constants.get("HAS_LIMIT", True)
         ahead = 2 if constants.get("PERSISTENT") and not limited else 0
         step = (bm + bn) * bk * 2
@@ -353,7 +372,7 @@ def work_of(kernel: Kernel, shape: Shape) -> Work:
     wide = 2 * F if kernel.name.startswith("dw_in") else F
     m, n = (wide, D) if constants["GATHER_Q"] else (D, wide)
     rest = 2.0 * R * wide + 2 * E * m * n
-    dram = _gathered_bytes(shape, D, rest) + rest
+    dram = gathered_bytes(shape, 2 * D, rest) + rest
     tiles = E * -(-m // bm) * -(-n // bn)
     steps = R / E / bk + 0.5
     # The last block of rows that stands after the loop waits for its loads.
@@ -396,22 +415,48 @@ def _matrix_cost(loop: list[Instruction]) -> tuple[int, int]:
     """FLOPs of the loop's wgmmas in one warpgroup, and the bytes they read."""
     flops = read = 0
     for ins in loop:
-        if ins.op.startswith("HGMMA"):
+        if ins.op.startswith(MATRIX_OPS["sm_90"]):
             m, n, k = map(int, re.search(r"(\d+)x(\d+)x(\d+)", ins.op).groups())
-            from_registers = re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", ins.text)
+            from_registers = re.search(r"GMMA\S+ R\d+, R\d+, gdesc", ins.text)
+            size = 2 if ins.op.startswith("HGMMA") else 1
             flops += 2 * m * n * k
-            read += (0 if from_registers else m * k * 2) + n * k * 2
+            read += ((0 if from_registers else m * k) + n * k) * size
     return flops, read
+
+
+def _moved(kernel: Kernel, loop: list[Instruction]) -> int:
+    """Bytes that a step moves between registers and shared memory, of operands it converts."""
+    if not kernel.constants.get("WIDEN"):
+        return 0
+    moved = 0
+    for ins in loop:
+        if ins.op.startswith(("LDS", "STS", "LDSM", "STSM")):
+            bits = re.search(r"\.(128|64|32|16|8)\b", ins.op)
+            matrices = re.search(r"\.M\d+\.(\d)|\.(\d)$", ins.op)
+            width = 4 if bits is None else int(bits[1]) // 8
+            if ins.op.startswith(("LDSM", "STSM")):
+                width = 4 * int((matrices[1] or matrices[2]) if matrices else 1)
+            moved += 32 * kernel.num_warps * width
+    return moved
+
+
+def _waits_for_every_matmul(loop: list[Instruction]) -> bool:
+    waits = [ins.text for ins in loop if ins.op.startswith("WARPGROUP.DEPBAR")]
+    return bool(waits) and re.search(r"0x0\b", waits[-1]) is not None
 
 
 def estimate(kernel: Kernel, work: Work) -> Estimate:
     """Time of ``kernel``, compiled for sm_90, on an H100."""
-    loop, outside = kernel.listing.split("HGMMA")
+    matrix_op = kernel.listing.matrix_op("sm_90")
+    loop, outside = kernel.listing.split(matrix_op)
+    is_fp8 = matrix_op == "QGMMA"
+    flops_per_clock = 8192 if is_fp8 else 4096
+    power_flops = POWER_FLOPS_FP8 if is_fp8 else POWER_FLOPS
     warps = kernel.num_warps
     flops, operand_bytes = (warps // 4 * x for x in _matrix_cost(loop))
     costs = {
-        "tensor cores": flops / 4096,
-        "shared memory": (operand_bytes + work.step_bytes) / 128,
+        "tensor cores": flops / flops_per_clock,
+        "shared memory": (operand_bytes + work.step_bytes + _moved(kernel, loop)) / 128,
         "L2": work.step_bytes / L2_PORT,
         "issue": len(loop) * warps / 4,
     }
@@ -419,6 +464,9 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
     costs["latency"] = sum(ins.stall for ins in loop) + BARRIER * _count(
         loop, "BAR.SYNC"
     )
+    if _waits_for_every_matmul(loop):
+        # What a warpgroup does with a product comes after it.
+        costs["latency"] += _matrix_cost(loop)[0] / flops_per_clock
     step = max(costs.values())
     issue = (len(outside) + 3 * _count(outside, "MUFU")) * warps / 4
     stalls = sum(ins.stall for ins in outside) + BARRIER * _count(outside, "BAR.SYNC")
@@ -447,17 +495,17 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
         if work.steps * step > tile / 2
         else "epilogue and fill": cycles / CLOCK,
         "DRAM": work.dram_bytes / DRAM_BYTES,
-        "power": work.tiles * work.steps * flops / POWER_FLOPS,
+        "power": work.tiles * work.steps * flops / power_flops,
     }
     seconds = sum(t**4 for t in times.values()) ** 0.25 + LAUNCH_SECONDS
     busy = work.tiles / SMS * max(work.steps * shared_step, issue) / CLOCK
     bound = (busy**4 + times["DRAM"] ** 4 + times["power"] ** 4) ** 0.25
-    of_dense = work.flops / seconds / POWER_FLOPS
+    of_dense = work.flops / seconds / power_flops
     # Of programs side by side, what they share.
     step = shared_step if resident > 1 else step
     matmuls = min(work.tiles / SMS * work.steps * step, cycles) / CLOCK
     parts = {
-        "at the dense rate": 1e6 * work.flops / POWER_FLOPS,
+        "at the dense rate": 1e6 * work.flops / power_flops,
         "loop": 1e6 * matmuls,
         "epilogue and fill": 1e6 * (cycles / CLOCK - matmuls),
         "instructions of the epilogue": 1e6 * work.tiles / SMS * issue / CLOCK,
@@ -515,21 +563,32 @@ def _name(report, two_weights: bool) -> str | None:
     return {"grouped_mm_kernel": "down"}.get(report.kernel, "act_backward")
 
 
-def kernels_of(arch: str, shapes: Iterable[Shape]) -> dict[Shape, list[Kernel]]:
-    """The matmul kernels that a training step of each shape launches, as compiled."""
+def compiled(
+    arch: str,
+    functions: tuple,
+    calls: Iterable[tuple[Shape, Callable[[], None], Callable[..., str | None]]],
+) -> dict[Shape, list[Kernel]]:
+    """The kernels of ``functions`` that calls launch, as compiled.
+
+    Args:
+        arch: an entry of ARCHITECTURES.
+        functions: for ``compile_only``.
+        calls: of a shape; what launches, and the name of a report, None for those of no
+            interest.
+    """
     reports: dict[int, tuple] = {}
     listings: dict[int, Listing] = {}
-    found: dict[Shape, list[Kernel]] = {shape: [] for shape in shapes}
+    found: dict[Shape, list[Kernel]] = {}
 
-    def keep(report, compiled, grid) -> None:
+    def keep(report, binary, grid) -> None:
         # A later shape may launch what an earlier one had compiled.
-        key = id(compiled)
-        report, compiled = reports.setdefault(key, (report, compiled))
-        name = _name(report, two_weights)
+        key = id(binary)
+        report, binary = reports.setdefault(key, (report, binary))
+        name = name_of(report)
         if name is None:
             return
         if key not in listings:
-            listings[key] = disassemble(compiled.asm["cubin"])
+            listings[key] = disassemble(binary.asm["cubin"])
         kernel = Kernel(
             name,
             arch,
@@ -540,14 +599,24 @@ def kernels_of(arch: str, shapes: Iterable[Shape]) -> dict[Shape, list[Kernel]]:
             report.shared_bytes,
             listings[key],
         )
-        found[shape].append(kernel)
+        found.setdefault(shape, []).append(kernel)
 
-    with compile_only(arch, MATRIX_KERNELS, on_launch=keep):
-        for shape in found:
-            # Two weights are compiled alike for every shape.
-            for two_weights in (False, True) if shape == SHAPES[0] else (False,):
-                _launch_layer(TABLES[arch], shape, two_weights)
+    with compile_only(arch, functions, on_launch=keep):
+        for shape, call, name_of in calls:
+            call()
     return found
+
+
+def kernels_of(arch: str, shapes: Iterable[Shape]) -> dict[Shape, list[Kernel]]:
+    """The matmul kernels that a training step of each shape launches, as compiled."""
+    calls = []
+    for shape in shapes:
+        # Two weights are compiled alike for every shape.
+        for two_weights in (False, True) if shape == SHAPES[0] else (False,):
+            call = functools.partial(_launch_layer, TABLES[arch], shape, two_weights)
+            name_of = functools.partial(_name, two_weights=two_weights)
+            calls.append((shape, call, name_of))
+    return compiled(arch, MATRIX_KERNELS, calls)
 
 
 def layer_microseconds(shape: Shape, times: dict[str, float]) -> dict[str, float]:
@@ -579,6 +648,20 @@ def forecast(shape: Shape, times: dict[str, float]) -> dict[str, object]:
     return row
 
 
+def estimated(kernel: Kernel, shape: Shape, work: Work) -> dict[str, object]:
+    """A row of the record's estimates."""
+    cost = estimate(kernel, work)
+    return {
+        "shape": shape.name,
+        "kernel": kernel.label,
+        "us": round(cost.us, 1),
+        "bound_us": round(cost.bound or cost.us, 1),
+        "of_dense": round(cost.of_dense, 3),
+        "limiter": cost.limiter,
+        "explained": cost.explained,
+    }
+
+
 def measure() -> dict[str, list[dict[str, object]]]:
     """The rows of the record."""
     kernels: dict[tuple[str, str], dict[str, object]] = {}
@@ -586,26 +669,15 @@ def measure() -> dict[str, list[dict[str, object]]]:
     for arch in ARCHITECTURES:
         # The narrowest and the widest take every configuration that a layer takes.
         shapes = SHAPES if arch == "sm_90" else (SHAPES[0], SHAPES[-1])
-        for shape, compiled in kernels_of(arch, shapes).items():
-            for kernel in compiled:
+        for shape, found in kernels_of(arch, shapes).items():
+            for kernel in found:
                 head = {"arch": arch, "kernel": kernel.label}
                 kernels[arch, kernel.label] = {**head, **figures(kernel)}
             if arch != "sm_90":
                 continue
-            for kernel in compiled:
-                cost = estimate(kernel, work_of(kernel, shape))
-                estimates.append(
-                    {
-                        "shape": shape.name,
-                        "kernel": kernel.label,
-                        "us": round(cost.us, 1),
-                        "bound_us": round(cost.bound or cost.us, 1),
-                        "of_dense": round(cost.of_dense, 3),
-                        "limiter": cost.limiter,
-                        "explained": cost.explained,
-                    }
-                )
-            costs = {k.name: estimate(k, work_of(k, shape)) for k in compiled}
+            for kernel in found:
+                estimates.append(estimated(kernel, shape, work_of(kernel, shape)))
+            costs = {k.name: estimate(k, work_of(k, shape)) for k in found}
             times = {name: cost.us for name, cost in costs.items()}
             least = {name: cost.bound or cost.us for name, cost in costs.items()}
             row = dataclasses.asdict(shape) | forecast(shape, times)
@@ -650,7 +722,11 @@ def regressions(before: dict, after: dict) -> list[str]:
     return found
 
 
-def record(path: pathlib.Path) -> None:
+def record(
+    path: pathlib.Path,
+    measure: Callable[[], dict[str, list[dict[str, object]]]] = measure,
+    script: str = "moe_sass",
+) -> None:
     """Measures, and writes the record."""
     import triton
 
@@ -660,7 +736,7 @@ def record(path: pathlib.Path) -> None:
         for name, table in rows.items()
     )
     head = {
-        "command": "python test/python_native/moe_sass.py --output FILE",
+        "command": f"python test/python_native/{script}.py --output FILE",
         "triton": triton.__version__,
         "model": {"sms": SMS, "clock": CLOCK, "power_flops": POWER_FLOPS},
         "calibration": [

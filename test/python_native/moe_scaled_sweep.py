@@ -22,6 +22,7 @@ from torch._native.ops.moe.triton_kernels import (
     scaled_backward,
     scaled_forward,
     scaled_launch,
+    scaled_operands,
 )
 from torch._native.ops.moe.triton_kernels.activations import (
     GATED_ACTIVATIONS,
@@ -33,10 +34,19 @@ from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_TABLES
 from torch.nn.functional import ScalingType
 
 
-_MX = ScalingType.BlockWise1x32.value
+_ROW, _MX, _B128 = (
+    kind.value
+    for kind in (
+        ScalingType.RowWise,
+        ScalingType.BlockWise1x32,
+        ScalingType.BlockWise1x128,
+    )
+)
 RECIPES = {
-    "fp8": (ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value),
-    "mx": (_MX, _MX),
+    "fp8": scaled_operands.Recipe(_B128, ScalingType.BlockWise128x128.value),
+    "mx": scaled_operands.Recipe(_MX, _MX),
+    "wide": scaled_operands.Recipe(_MX, _MX, widen=True),
+    "row": scaled_operands.Recipe(_ROW, _ROW),
 }
 E4M3 = torch.float8_e4m3fn
 ACTIVATION_KERNELS = (
@@ -48,9 +58,18 @@ MATRIX_KERNELS = (
     scaled_forward.scaled_mm_kernel,
     scaled_backward.scaled_weight_grad_kernel,
 )
-SCALED_FUNCTIONS = (*MATRIX_KERNELS, scaled_backward.columns_kernel)
+SCALED_FUNCTIONS = (
+    *MATRIX_KERNELS,
+    scaled_backward.columns_kernel,
+    scaled_backward.column_scales_kernel,
+)
 _MATRIX_NAMES = tuple(kernel.__name__ for kernel in MATRIX_KERNELS)
-_TARGETS = {"fp8": ("sm_90", "sm_100"), "mx": ("sm_100",)}
+_TARGETS = {
+    "fp8": ("sm_90", "sm_100"),
+    "mx": ("sm_100",),
+    "row": ("sm_90", "sm_100"),
+    "wide": ("sm_90",),
+}
 _BORROWED = {"sm_103": "sm_100"}
 
 
@@ -60,6 +79,7 @@ class Variant:
 
     Attributes:
         recipe: an entry of RECIPES.
+        off: F is a multiple of 16 only, and blocks of H have columns of gate and up.
         dtype: of operands; products are rounded to it if it is bfloat16.
     """
 
@@ -74,6 +94,7 @@ class Variant:
     split: bool = False
     hp_wgrad: bool = False
     odd: bool = False
+    off: bool = False
     every_config: bool = True
 
 
@@ -81,28 +102,33 @@ def variants() -> tuple[Variant, ...]:
     """Every activation, clamp and layout; those that need most registers in every type."""
     chosen: list[Variant] = []
 
-    def add(name: str, **options) -> None:
-        for recipe, targets in _TARGETS.items():
-            if options.get("kernels") == SCALED_FUNCTIONS:
+    def add(name: str, recipes=("fp8", "mx", "row", "wide"), **options) -> None:
+        for recipe in recipes:
+            targets = _TARGETS[recipe]
+            if name == "all_kernels" and recipe != "wide":
                 targets = (*targets, "sm_103")
             chosen.append(Variant(f"{recipe} {name}", recipe, targets, **options))
 
     add("all_kernels", kernels=SCALED_FUNCTIONS)
     add("no_bias", kernels=SCALED_FUNCTIONS, bias=False, split=True, preact_dtype=None)
     add("odd", kernels=SCALED_FUNCTIONS, odd=True, activation=launch.Activation("silu"))
+    add("off", recipes=("fp8", "mx", "row"), off=True)
     add("hp_wgrad", hp_wgrad=True, bias=False)
     for name in (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS):
         gated = name in GATED_ACTIVATIONS
+        # Their epilogues are those of the others, of which these need most registers.
+        recipes = ("fp8", "mx")
+        if name in ("geglu", "swiglu_oai"):
+            recipes += ("row", "wide")
         for interleaved in (False, True) if gated else (False,):
             layout = " interleaved" if interleaved else ""
             act = launch.Activation(name, interleaved)
             if name in LIMITED_ACTIVATIONS and name != "swiglu_oai":
                 clamped = dataclasses.replace(act, limit=7.0)
                 for dtype in (torch.bfloat16, torch.float32):
-                    add(
-                        f"{name}{layout} limit {dtype}", activation=clamped, dtype=dtype
-                    )
-            add(f"{name}{layout}", activation=act)
+                    label = f"{name}{layout} limit {dtype}"
+                    add(label, recipes, activation=clamped, dtype=dtype)
+            add(f"{name}{layout}", recipes, activation=act)
             if name in ("swiglu", "geglu", "gelu"):
                 for dtype, preact in (
                     (torch.bfloat16, None),
@@ -110,22 +136,44 @@ def variants() -> tuple[Variant, ...]:
                     (torch.float32, None),
                 ):
                     label = f"{name}{layout} {dtype} preact {preact}"
-                    add(label, activation=act, dtype=dtype, preact_dtype=preact)
+                    add(
+                        label,
+                        recipes,
+                        activation=act,
+                        dtype=dtype,
+                        preact_dtype=preact,
+                    )
     return tuple(chosen)
+
+
+# What the record has: every kernel, and the epilogues that need most registers.
+_RECORDED = (
+    "all_kernels",
+    "odd",
+    "off",
+    "geglu interleaved torch.float32 preact None",
+    "geglu limit torch.float32",
+)
+
+
+def recorded_variants() -> tuple[Variant, ...]:
+    """Of :func:`variants`, all of which the slow gate compiles."""
+    return tuple(v for v in variants() if v.name.split(" ", 1)[1] in _RECORDED)
 
 
 _quantize = torch.ops.aten._moe_quantize
 
 
-def meta_quantize(x: torch.Tensor, code: int, dim: int = -1) -> tuple:
+def meta_quantize(x: torch.Tensor, code: int, **options) -> tuple:
     """Shapes of ``_moe_quantize``, without the time that it takes on CPU."""
-    out = _quantize(x.to("meta"), code, dim=dim)
+    out = _quantize(x.to("meta"), code, **options)
     return tuple(torch.empty_strided(y.shape, y.stride(), dtype=y.dtype) for y in out)
 
 
 def call(plan: launch.LaunchPlan, variant: Variant, device: str = "cpu", tokens=4096):
     """Forward and backward on operands that nothing reads or writes."""
     T, D, F, E, K = (8, 1008, 336, 1, 1) if variant.odd else (tokens, 2048, 1408, 64, 8)
+    F = 1424 if variant.off else F
     act = variant.activation
     gF = 2 * F if act.gated else F
 
@@ -148,7 +196,7 @@ def call(plan: launch.LaunchPlan, variant: Variant, device: str = "cpu", tokens=
         empty(E, F, D) if variant.split else None,
         [], [], [], [],
     )  # fmt: skip
-    options = {"recipe": scaled_launch.Recipe(*RECIPES[variant.recipe]), "act": act}
+    options = {"recipe": RECIPES[variant.recipe], "act": act}
     output, *saved = scaled_launch.moe_mlp_scaled_forward(
         plan, *args, preact_dtype=variant.preact_dtype, **options
     )
@@ -178,7 +226,8 @@ def _shipped(arch: str, variant: Variant) -> list[dict[str, tuple[TileConfig, ..
 def _problems(report: KernelReport) -> list[str]:
     matrix = report.kernel in _MATRIX_NAMES
     tma = bool(report.constants.get("USE_TMA"))
-    return report.problems(matrix=matrix, tma=tma, fp8=matrix)
+    fp8 = matrix and not report.constants.get("WIDEN")
+    return report.problems(matrix=matrix, tma=tma, fp8=fp8)
 
 
 def _sources() -> Iterator[ast.AST]:
@@ -214,5 +263,8 @@ FAMILY = Family(
 )
 
 
+RECORDED = dataclasses.replace(FAMILY, variants=recorded_variants)
+
+
 if __name__ == "__main__":
-    main(FAMILY)
+    main(RECORDED)

@@ -23,7 +23,11 @@ from triton_interpreter import (
 )
 
 import torch
-from torch._native.ops.moe.triton_kernels import launch, scaled_launch
+from torch._native.ops.moe.triton_kernels import (
+    launch,
+    scaled_launch,
+    scaled_operands,
+)
 from torch._native.ops.moe.triton_kernels.activations import (
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
@@ -48,13 +52,24 @@ from torch.testing._internal.moe_reference import check_close, MoeMlpGrads
 require_interpreter()
 
 E4M3 = torch.float8_e4m3fn
+MX, B128 = ScalingType.BlockWise1x32.value, ScalingType.BlockWise1x128.value
+ROW, SQUARE = ScalingType.RowWise.value, ScalingType.BlockWise128x128.value
 RECIPES = {
-    "fp8": scaled_launch.Recipe(
-        ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
-    ),
-    "mx": scaled_launch.Recipe(*[ScalingType.BlockWise1x32.value] * 2),
+    "fp8": scaled_operands.Recipe(B128, SQUARE),
+    "row": scaled_operands.Recipe(ROW, ROW),
+    "mx": scaled_operands.Recipe(MX, MX),
+    "wide": scaled_operands.Recipe(MX, MX, widen=True),
 }
-all_recipes = parametrize("recipe", list(RECIPES))
+all_recipes = parametrize("recipe", ["fp8", "row", "mx"])
+# With those that share all but their products.
+each_product = parametrize("recipe", list(RECIPES))
+
+
+def codes_of(recipe):
+    """Of the rows and of the weights, as the op takes them."""
+    return RECIPES[recipe].rows, RECIPES[recipe].weights
+
+
 op = torch.ops.aten._moe_mlp_scaled.default
 backward_op = torch.ops.aten._moe_mlp_scaled_backward.default
 
@@ -113,7 +128,7 @@ class TestMoeScaledTriton(TestCase):
     ):
         """output, what is saved, and the gradients."""
         args = (*ops.args(), *lists)
-        recipe = RECIPES[recipe]
+        recipe = RECIPES.get(recipe, recipe)
         output, *saved = scaled_launch.moe_mlp_scaled_forward(
             plan,
             *args,
@@ -150,7 +165,7 @@ class TestMoeScaledTriton(TestCase):
         }
         if options.get("recompute"):
             kwargs["preact_dtype"] = None
-        codes = dataclasses.astuple(RECIPES[recipe])
+        codes = codes_of(recipe)
         exact = ScaledMlp(ops, *codes, **kwargs)
         yardstick = ScaledMlp(ops, *codes, dtype=product, **kwargs)
         check_close(output, exact.forward()[0], yardstick.forward()[0], dtype, "output")
@@ -239,6 +254,13 @@ class TestMoeScaledTriton(TestCase):
     def test_gate_and_up_as_two_weights(self, recipe):
         self.check(make_operands(split=True, bias=True), recipe)
 
+    @parametrize("recipe,hidden", [("fp8", 160), ("fp8", 80), ("row", 80), ("mx", 48)])
+    @parametrize("split", [False, True])
+    def test_blocks_with_gate_and_up(self, recipe, hidden, split):
+        # F is no multiple of a block of dH, and but for the first none of a block of H.
+        ops = make_operands(num_tokens=9, dim=32, hidden=hidden, bias=True, split=split)
+        self.check_memory(ops, recipe)
+
     @parametrize(
         "dtype,preact_dtype",
         [
@@ -273,7 +295,7 @@ class TestMoeScaledTriton(TestCase):
         ops = dataclasses.replace(ops, **transposed)
         output, saved, grads = self.run_kernels(ops, recipe)
         args = (*ops.args(), [], [], [], [])
-        a, w = dataclasses.astuple(RECIPES[recipe])
+        a, w = codes_of(recipe)
         kwargs = {"recipe_a": [a], "recipe_w": [w], "preact_dtype": E4M3}
         expected = call_composite(op, *args, **kwargs)
         expected_grads = call_composite(
@@ -317,23 +339,31 @@ class TestMoeScaledTriton(TestCase):
         lists = [list(quantize(ops.input, codes.rows))]
         for w in (ops.w_in, ops.w_out, ops.w_up):
             lists.append(list(quantize(w, codes.weights)))
-            if recipe == "mx":
+            if recipe != "fp8":
                 lists[-1] += quantize(w, codes.weights, dim=1)
         output, saved, grads = self.run_kernels(ops, recipe)
-        same = self.run_kernels(ops, recipe, lists=lists)
-        self.assertEqual([x.shape for x in same[1][:2]], [(0,), (0,)])
-        for a, b in zip(
-            (output, *saved[2:], *grads), (same[0], *same[1][2:], *same[2])
-        ):
-            self.assertTrue(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+        layouts = [(recipe, lists)]
+        if codes.block == 32:
+            swizzled = dataclasses.replace(codes, swizzled=True)
+            lists = [lists[0]]
+            for w in (ops.w_in, ops.w_out, ops.w_up):
+                lists.append([])
+                for dim in (2, 1):
+                    lists[-1] += quantize(w, codes.weights, dim=dim, swizzle=1)
+            layouts.append((swizzled, lists))
+        for form, given in layouts:
+            same = self.run_kernels(ops, form, lists=given)
+            self.assertEqual([x.shape for x in same[1][:2]], [(0,), (0,)])
+            for a, b in zip(
+                (output, *saved[2:], *grads), (same[0], *same[1][2:], *same[2])
+            ):
+                self.assertTrue(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
 
-    @all_recipes
+    @each_product
     @parametrize("layout", ["halves", "interleaved", "split"])
     def test_bits_of_the_composite(self, recipe, layout):
         interleaved, split = layout == "interleaved", layout == "split"
         # Small integers: every sum is exact, those before a rounding below 256.
-        if interleaved and split:
-            return
         ops = make_operands(split=split, bias=True, activation="reglu")
 
         def integers(x, low, high):
@@ -357,7 +387,9 @@ class TestMoeScaledTriton(TestCase):
         )
         codes = RECIPES[recipe]
         act = launch.Activation("reglu", gate_interleaved=interleaved)
-        output, saved, grads = self.run_kernels(ops, recipe, act)
+        # As these ship.
+        plan = make_plan(block_k=64) if recipe == "wide" else POINTERS
+        output, saved, grads = self.run_kernels(ops, recipe, act, plan=plan)
         kwargs = {
             "recipe_a": [codes.rows],
             "recipe_w": [codes.weights],

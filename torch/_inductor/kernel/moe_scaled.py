@@ -132,9 +132,10 @@ def _kernels(
     from torch._native.ops.moe.triton_kernels.activations import Activation
     from torch._native.ops.moe_scaled import triton_impl
 
-    plan, chooser = _plan(args[0].get_device(), triton_impl._plan)
+    device = args[0].get_device()
+    plan, chooser = _plan(device, triton_impl._plan)
     act = Activation(*(options.get(k, default) for k, default in _ACTIVATION.items()))
-    recipe = triton_impl._recipe(options["recipe_a"], options["recipe_w"])
+    recipe = triton_impl._recipe(device.index or 0, **options)
     nodes, spec = tree_flatten(args)
 
     def call(*tensors: Any, **changed: Any) -> Any:

@@ -3,13 +3,13 @@
 Who is served (the functions ``*_reason`` return why not): of what the kernels of
 ../moe/triton_impl.py serve, on NVIDIA GPUs
 
-  - recipes fp8_blockwise (rows by 1 x 128, weights by 128 x 128) on compute capability 9.0,
-    10.0 and 10.3, and mxfp8 (all by 1 x 32) on 10.0 and 10.3
+  - compute capability 9.0, 10.0 and 10.3
+  - recipes fp8_blockwise (rows by 1 x 128, weights by 128 x 128), fp8_rowwise, and
+    mxfp8 (all by 1 x 32), which 9.0 multiplies in bfloat16
   - operands of bfloat16, float16 or float32, weights and biases of that or of float32
-  - where gate and up are halves of H, F a multiple of the recipe's block, so that no block
-    has numbers of both
-  - weights and rows that come quantised: float8_e4m3fn in the plain layout; for gradients
-    of the rows, weights by 1 x 32 along both dimensions
+  - weights and rows that come quantised: float8_e4m3fn, scales plain or those of weights by
+    1 x 32 in SWIZZLE_32_4_4; for gradients of the rows, weights that have no squares along both
+    dimensions
 
 Everything else falls through to the composite kernel, which also owns the error messages:
 see ../moe/triton_impl.py, whose layers these are. The kernels are in
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 from ... import triton_utils as tu
 from ..moe import triton_impl as moe
@@ -29,27 +29,52 @@ from ..moe import triton_impl as moe
 
 if TYPE_CHECKING:
     from ..moe.triton_kernels.launch import LaunchPlan
-    from ..moe.triton_kernels.scaled_launch import Recipe
+    from ..moe.triton_kernels.scaled_operands import Recipe
 
 _E4M3 = torch.float8_e4m3fn
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MX = (ScalingType.BlockWise1x32.value,) * 2
-_FP8 = (ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value)
-_BLOCK = {_FP8: 128, _MX: 32}
-_SCALE_DTYPE = {_FP8: torch.float32, _MX: torch.float8_e8m0fnu}
-_CAPABILITIES = {_FP8: ((9, 0), (10, 0), (10, 3)), _MX: ((10, 0), (10, 3))}
+_ROW, _MX, _B128, _SQUARE = (
+    kind.value
+    for kind in (
+        ScalingType.RowWise,
+        ScalingType.BlockWise1x32,
+        ScalingType.BlockWise1x128,
+        ScalingType.BlockWise128x128,
+    )
+)
+# Weights by 1 x 128 too would spill in the tiles that ship.
+_RECIPES = ((_ROW, _ROW), (_MX, _MX), (_B128, _SQUARE))
+_SWIZZLE = SwizzleType.SWIZZLE_32_4_4.value
+_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def _scale_shape(
+    code: int, shape: tuple[int, ...], dim: int, swizzled: bool = False
+) -> tuple[int, ...]:
+    """Of the scales of data of ``shape``, quantised along ``dim``."""
+    sizes = list(shape)
+    block = {_ROW: sizes[dim], _MX: 32}.get(code, 128)
+    sizes[dim] = _cdiv(sizes[dim], block) if block else 1
+    if code == _SQUARE:
+        sizes[-2] = _cdiv(sizes[-2], 128)
+    if swizzled:
+        rows = _cdiv(sizes[3 - dim], 128) * 128
+        return sizes[0], rows * _cdiv(sizes[dim], 4) * 4
+    return tuple(sizes)
+
+
 def _pair_reason(
-    name: str, pair: list[Tensor], recipe: tuple, shape: tuple, scale_shape: tuple
+    name: str, pair: list[Tensor], code: int, shape: tuple, dim: int, swizzled=False
 ) -> str | None:
     data, scale = pair
-    if data.dtype != _E4M3 or scale.dtype != _SCALE_DTYPE[recipe]:
+    wanted = torch.float8_e8m0fnu if code == _MX else torch.float32
+    if data.dtype != _E4M3 or scale.dtype != wanted:
         return f"{name} has dtypes {data.dtype} and {scale.dtype}"
+    scale_shape = _scale_shape(code, shape, dim, swizzled)
     if tuple(data.shape) != shape or tuple(scale.shape) != scale_shape:
         return f"{name} has shapes {tuple(data.shape)} and {tuple(scale.shape)}"
     return None
@@ -59,7 +84,8 @@ def _weight_list_reason(
     name: str,
     w: Tensor | None,
     scaled: list[Tensor],
-    recipe: tuple,
+    code: int,
+    swizzled: bool,
     dtypes: tuple,
     need_transposed: bool,
 ) -> str | None:
@@ -71,25 +97,15 @@ def _weight_list_reason(
     shape = tuple((scaled[0] if w is None else w).shape)
     if len(scaled) not in (2, 4) or len(shape) != 3:
         return f"{name}_scaled has {len(scaled)} tensors for the shape {shape}"
-    E, N, K = shape
-    block = _BLOCK[recipe]
-    if recipe == _FP8:
-        scale_shapes = ((E, _cdiv(N, block), _cdiv(K, block)),) * 2
-    else:
-        scale_shapes = (E, N, _cdiv(K, block)), (E, _cdiv(N, block), K)
-        if need_transposed and len(scaled) == 2:
-            return f"{name} comes quantised along one dimension only"
-    for i, scale_shape in zip(range(0, len(scaled), 2), scale_shapes):
+    if need_transposed and len(scaled) == 2 and code != _SQUARE:
+        return f"{name} comes quantised along one dimension only"
+    for i, dim in zip(range(0, len(scaled), 2), (2, 1)):
         pair = scaled[i : i + 2]
-        reason = _pair_reason(f"{name}_scaled", pair, recipe, shape, scale_shape)
+        # A square has the same scales along both.
+        dim = 2 if code == _SQUARE else dim
+        reason = _pair_reason(f"{name}_scaled", pair, code, shape, dim, swizzled)
         if reason is not None:
             return reason
-    return None
-
-
-def _blocks_reason(F: int, activation: str, interleaved: bool, block: int):
-    if moe._is_gated(activation) and not interleaved and F % block:
-        return f"F = {F} is not a multiple of {block}, and a block of H has both halves"
     return None
 
 
@@ -124,9 +140,10 @@ def _call_reason(
     Without ``memory`` for tensors that have none; the caller answers for their alignment.
     """
     recipe = (*recipe_a, *recipe_w)
-    if recipe not in _BLOCK:
+    if recipe not in _RECIPES:
         return f"recipe_a {list(recipe_a)} with recipe_w {list(recipe_w)}"
-    if any(swizzle_w):
+    swizzled = any(swizzle_w)
+    if swizzled and (tuple(swizzle_w) != (_SWIZZLE,) or recipe != (_MX, _MX)):
         return f"swizzle_w is {list(swizzle_w)}"
     if torch.version.hip is not None:
         return "ROCm"
@@ -147,7 +164,9 @@ def _call_reason(
         ("w_out", w_out, w_out_scaled),
         ("w_up", w_up, w_up_scaled),
     ):
-        reason = _weight_list_reason(name, w, scaled, recipe, dtypes, is_backward)
+        reason = _weight_list_reason(
+            name, w, scaled, recipe[1], swizzled, dtypes, is_backward
+        )
         if reason is not None:
             return reason
         operands.append(scaled[0] if w is None and scaled else w)
@@ -171,20 +190,16 @@ def _call_reason(
     )
     if reason is not None:
         return reason
-    block = _BLOCK[recipe]
-    T, D = rows.shape
     if input_scaled:
         if len(input_scaled) != 2:
             return f"input_scaled has {len(input_scaled)} tensors"
-        scale_shape = (T, _cdiv(D, block))
-        reason = _pair_reason("input_scaled", input_scaled, recipe, (T, D), scale_shape)
+        shape = tuple(rows.shape)
+        reason = _pair_reason("input_scaled", input_scaled, recipe[0], shape, 1)
         if reason is not None:
             return reason
     if is_backward and hp_wgrad and dtype != torch.bfloat16:
         return f"hp_wgrad with {dtype}"
-    reason = _blocks_reason(
-        logical_out.shape[2], activation, gate_interleaved, block
-    ) or moe._device_reason(
+    reason = moe._device_reason(
         (
             rows,
             w_in,
@@ -203,8 +218,8 @@ def _call_reason(
     if reason is not None:
         return reason
     capability = moe._capability(rows.device.index or 0)
-    if capability not in _CAPABILITIES[recipe]:
-        return f"compute capability {capability} is not one of {_CAPABILITIES[recipe]}"
+    if capability not in _CAPABILITIES:
+        return f"compute capability {capability} is not one of {_CAPABILITIES}"
     if not memory:
         return None
     data = {f"data {i}": scaled[0] for i, scaled in enumerate(lists) if scaled}
@@ -224,12 +239,10 @@ def mlp_backward_reason(grad_out: Tensor, *tensors, **options) -> str | None:
     if reason is not None:
         return reason
     input_data, input_scale, preact, preact_scale = saved
-    recipe = (*options["recipe_a"], *options["recipe_w"])
     T, D = grad_out.shape
     if not lists[0]:
-        scale_shape = (T, _cdiv(D, _BLOCK[recipe]))
         pair = [input_data, input_scale]
-        reason = _pair_reason("input", pair, recipe, (T, D), scale_shape)
+        reason = _pair_reason("input", pair, options["recipe_a"][0], (T, D), 1)
         if reason is not None:
             return reason
     for mask, name, w in ((1, "w_in", operands[0]), (2, "w_out", operands[1])):
@@ -273,24 +286,24 @@ def _plan(device_index: int) -> "LaunchPlan":
     return dataclasses.replace(plan, table={**plan.table, **table})
 
 
-def _recipe(recipe_a, recipe_w) -> "Recipe":
-    from ..moe.triton_kernels.scaled_launch import Recipe
+def _recipe(device_index: int, recipe_a, recipe_w, swizzle_w=(), **_rest) -> "Recipe":
+    from ..moe.triton_kernels.scaled_operands import Recipe
 
-    return Recipe(recipe_a[0], recipe_w[0])
+    # Before 10.0 no matrix instruction takes scales.
+    widen = recipe_a[0] == _MX and moe._capability(device_index)[0] < 10
+    return Recipe(recipe_a[0], recipe_w[0], widen, any(swizzle_w))
 
 
 def _mlp_impl(
     input,
     *tensors,
-    recipe_a,
-    recipe_w,
     preact_dtype=None,
     activation="swiglu",
     gate_interleaved=False,
     alpha=None,
     limit=None,
     compute_preact=True,
-    **_rest,
+    **options,
 ):
     from ..moe.triton_kernels.launch import Activation
     from ..moe.triton_kernels.scaled_launch import moe_mlp_scaled_forward
@@ -300,7 +313,7 @@ def _mlp_impl(
             _plan(input.get_device()),
             input,
             *tensors,
-            recipe=_recipe(recipe_a, recipe_w),
+            recipe=_recipe(input.get_device(), **options),
             preact_dtype=preact_dtype,
             act=Activation(activation, gate_interleaved, alpha, limit),
             compute_preact=compute_preact,
@@ -310,14 +323,12 @@ def _mlp_impl(
 def _mlp_backward_impl(
     grad_out,
     *tensors,
-    recipe_a,
-    recipe_w,
     hp_wgrad=False,
     activation="swiglu",
     gate_interleaved=False,
     alpha=None,
     limit=None,
-    **_rest,
+    **options,
 ):
     from ..moe.triton_kernels.launch import Activation
     from ..moe.triton_kernels.scaled_launch import moe_mlp_scaled_backward
@@ -329,7 +340,7 @@ def _mlp_backward_impl(
             grad_out,
             *operands,
             output_mask=tuple(output_mask),
-            recipe=_recipe(recipe_a, recipe_w),
+            recipe=_recipe(grad_out.get_device(), **options),
             act=Activation(activation, gate_interleaved, alpha, limit),
             hp_wgrad=hp_wgrad,
         )

@@ -22,14 +22,18 @@ from .scaled_forward import (
     contract,
     narrowed,
     rounded,
+    scaled_dot,
+    scales_along,
     store_quantized,
     tile_mask,
 )
 from .scaling import (
+    decode,
     dequantize_rows,
     encode,
     magnitude_bits,
     NAN_BYTE,
+    power_of_two,
     quantize_columns,
     reciprocal,
     scale_byte,
@@ -48,39 +52,52 @@ def _as_byte(scale):
 
 @triton.jit
 def _load_preact(
-    preact, preact_scale, first_row, first_col, row_length, valid, last_col,
-    INT8: tl.constexpr, EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    preact, preact_scale, first_row, half, first_col, length, valid,
+    INT8: tl.constexpr, HALVES: tl.constexpr, ALIGNED: tl.constexpr, EVEN_N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Tile of H in float32; rows without a slot read as 0."""
+    """Tile of H in float32, of a half's columns from ``first_col``; rows without a slot read as 0.
+
+    H has (rows, HALVES * length); with ALIGNED a half begins with a block of 32.
+    """
     mask = valid[:, None]
     if not EVEN_N:
-        mask = mask & (first_col + tl.arange(0, N) < last_col)[None, :]
-    ptrs = row_tile(preact, first_row, first_col, row_length, M, N)
+        mask = mask & (first_col + tl.arange(0, N) < length)[None, :]
+    row_length = HALVES * length
+    col = half * length + first_col
+    ptrs = row_tile(preact, first_row, col, row_length, M, N)
     h = tl.load(ptrs, mask=mask, other=0)
     if preact.dtype.element_ty == tl.uint8:
-        BLOCKS: tl.constexpr = (N + 31) // 32  # or part of one
-        mask = valid[:, None]
-        if not EVEN_N:
-            blocks = first_col // 32 + tl.arange(0, BLOCKS)
-            mask = mask & (blocks < tl.cdiv(last_col, 32))[None, :]
-        row_blocks = tl.cdiv(row_length, 32)
-        ptrs = row_tile(preact_scale, first_row, first_col // 32, row_blocks, M, BLOCKS)
-        byte = tl.load(ptrs, mask=mask, other=127)
-        h = dequantize_rows(h, byte.to(tl.int32), M, N, N // BLOCKS, INT8, True)
+        blocks = tl.cdiv(row_length, 32)
+        if ALIGNED:
+            BLOCKS: tl.constexpr = (N + 31) // 32  # or part of one
+            mask = valid[:, None]
+            if not EVEN_N:
+                block = first_col // 32 + tl.arange(0, BLOCKS)
+                mask = mask & (block < tl.cdiv(length, 32))[None, :]
+            ptrs = row_tile(preact_scale, first_row, col // 32, blocks, M, BLOCKS)
+            byte = tl.load(ptrs, mask=mask, other=127)
+            h = dequantize_rows(h, byte.to(tl.int32), M, N, N // BLOCKS, INT8, True)
+        else:
+            corner = preact_scale + first_row.to(tl.int64) * blocks
+            rows = tl.arange(0, M) * blocks
+            ptrs = corner + rows[:, None] + ((col + tl.arange(0, N)) // 32)[None, :]
+            byte = tl.load(ptrs, mask=mask, other=127)
+            h = decode(h, INT8, True) * power_of_two(byte.to(tl.int32))
     return h.to(tl.float32)
 
 
 @triton.jit
 def _store_grad(
-    parts, codes, scale, first_row, row_end, first_col, col_end, row_length,
-    BLOCK: tl.constexpr, EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PARTS: tl.constexpr,
+    parts, codes, scale, first_row, row_end, half, first_col, length,
+    BLOCK: tl.constexpr, HALVES: tl.constexpr, EVEN_N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Codes of dH: ``parts`` (M, N) of adjacent columns, which fill blocks together."""
     if PARTS == 1:
         store_quantized(
-            parts[0].to(tl.float32), codes, scale, first_row, row_end, first_col, col_end,
-            row_length, BLOCK, False, EVEN_N, M, N,
+            parts[0].to(tl.float32), codes, scale, first_row, row_end, half, first_col,
+            length, BLOCK, False, HALVES, EVEN_N, M, N,
         )  # fmt: skip
     else:
         # One block, whose columns stay in the layout that they were computed in.
@@ -93,12 +110,16 @@ def _store_grad(
         for i in tl.static_range(PARTS):
             col = first_col + i * N
             q = encode(parts[i].to(tl.float32) * factor, is_nan, False, True)
-            ptrs = row_tile(codes, first_row, col, row_length, M, N)
-            mask = tile_mask(first_row, row_end, col, col_end, EVEN_N, M, N)
+            ptrs = row_tile(
+                codes, first_row, half * length + col, HALVES * length, M, N
+            )
+            mask = tile_mask(first_row, row_end, col, length, EVEN_N, M, N)
             tl.store(ptrs, q, mask=mask)
         rows = tl.arange(0, M)
-        row_blocks = tl.cdiv(row_length, BLOCK)
-        ptrs = scale + first_row.to(tl.int64) * row_blocks + first_col // BLOCK
+        blocks = tl.cdiv(length, BLOCK)
+        row_blocks = HALVES * blocks
+        ptrs = scale + first_row.to(tl.int64) * row_blocks
+        ptrs += half * blocks + first_col // BLOCK
         value = as_scale(byte, scale.dtype.element_ty)
         tl.store(ptrs + rows * row_blocks, value, mask=first_row + rows < row_end)
 
@@ -109,7 +130,7 @@ def _act_backward_part(
     preact, preact_scale, scaled_hidden, alpha, limit, F,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, STORE_HIDDEN: tl.constexpr,
-    ROUND: tl.constexpr, INT8: tl.constexpr,
+    ROUND: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
     EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """dH of some columns of dA', in the type of the products: gates and ups, or twice all.
@@ -120,8 +141,8 @@ def _act_backward_part(
     grad = acc * s[:, None]
     if GATED and INTERLEAVED:
         h = _load_preact(
-            preact, preact_scale, first_row, first_n * 2, F * 2, valid, F * 2,
-            INT8, EVEN_N, M, N * 2,
+            preact, preact_scale, first_row, 0, first_n * 2, F * 2, valid,
+            INT8, 1, True, EVEN_N, M, N * 2,
         )  # fmt: skip
         gate, up = tl.split(tl.reshape(h, (M, N, 2)))
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
@@ -131,20 +152,21 @@ def _act_backward_part(
         d_up = d_gate
     elif GATED:
         gate = _load_preact(
-            preact, preact_scale, first_row, first_n, F * 2, valid, F,
-            INT8, EVEN_N, M, N,
+            preact, preact_scale, first_row, 0, first_n, F, valid,
+            INT8, 2, ALIGNED, EVEN_N, M, N,
         )  # fmt: skip
         up = _load_preact(
-            preact, preact_scale, first_row, F + first_n, F * 2, valid, F * 2,
-            INT8, EVEN_N, M, N,
+            preact, preact_scale, first_row, 1, first_n, F, valid,
+            INT8, 2, ALIGNED, EVEN_N, M, N,
         )  # fmt: skip
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
         d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
         d_gate, d_up = narrowed(d_gate, ROUND), narrowed(d_up, ROUND)
     else:
         h = _load_preact(
-            preact, preact_scale, first_row, first_n, F, valid, F, INT8, EVEN_N, M, N
-        )
+            preact, preact_scale, first_row, 0, first_n, F, valid,
+            INT8, 1, True, EVEN_N, M, N,
+        )  # fmt: skip
         a = unary_forward(h, ACTIVATION)
         d_gate = narrowed(unary_backward(grad, h, ACTIVATION), ROUND)
         d_up = d_gate
@@ -165,7 +187,7 @@ def _act_backward_epilogue(
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, STORE_CODES: tl.constexpr, STORE_VALUES: tl.constexpr,
     STORE_HIDDEN: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
-    BLOCK: tl.constexpr, EVEN_N: tl.constexpr, PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVEN_N: tl.constexpr, PARTS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Stores dH and A' for the columns of dA'; returns their <dA', A> per row.
@@ -174,7 +196,7 @@ def _act_backward_epilogue(
     for the others of their scale, in 16 bits with ROUND.
     """
     PART: tl.constexpr = N // PARTS
-    HALVES: tl.constexpr = GATED and not INTERLEAVED
+    HALVES: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
     STEP: tl.constexpr = 2 if GATED and INTERLEAVED else 1
     SHARE: tl.constexpr = 1 if PART * STEP >= BLOCK else BLOCK // (PART * STEP)
     row_length = F * 2 if GATED else F
@@ -186,7 +208,7 @@ def _act_backward_epilogue(
             parts[i], s, first_row, row_end, valid, n,
             preact, preact_scale, scaled_hidden, alpha, limit, F,
             ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_HIDDEN, ROUND, INT8,
-            EVEN_N, M, PART,
+            ALIGNED, EVEN_N, M, PART,
         )  # fmt: skip
         dot += part_dot
         if STORE_VALUES:
@@ -197,7 +219,7 @@ def _act_backward_epilogue(
                 first_row, row_end, n * STEP, F * STEP, EVEN_N, M, PART * STEP
             )
             tl.store(ptrs, d_gate.to(grad_preact.dtype.element_ty), mask=mask)
-            if HALVES:
+            if HALVES == 2:
                 tl.store(ptrs + F, d_up.to(grad_preact.dtype.element_ty), mask=mask)
         if STORE_CODES:
             if i % SHARE == 0:
@@ -209,13 +231,13 @@ def _act_backward_epilogue(
                 first = n - (SHARE - 1) * PART
                 _store_grad(
                     gates, grad_codes, grad_scale, first_row, row_end,
-                    first * STEP, F * STEP, row_length,
-                    BLOCK, EVEN_N, M, PART * STEP, SHARE,
+                    0, first * STEP, F * STEP,
+                    BLOCK, HALVES, EVEN_N, M, PART * STEP, SHARE,
                 )  # fmt: skip
-                if HALVES:
+                if HALVES == 2:
                     _store_grad(
                         ups, grad_codes, grad_scale, first_row, row_end,
-                        F + first, F * 2, row_length, BLOCK, EVEN_N, M, PART, SHARE,
+                        1, first, F, BLOCK, 2, EVEN_N, M, PART, SHARE,
                     )  # fmt: skip
     return dot
 
@@ -243,7 +265,8 @@ def scaled_act_backward_kernel(
     INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     STORE_CODES: tl.constexpr, STORE_VALUES: tl.constexpr, STORE_HIDDEN: tl.constexpr,
     STORE_PARTIALS: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
-    MX: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr,
+    USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -251,7 +274,6 @@ def scaled_act_backward_kernel(
     """dH, A' and the dS partials of one tile, from dA' = dO[token(r)] @ w_out[e]."""
     num_n = tl.cdiv(F, BLOCK_N)
     num_tiles = tl.load(tiles) * num_n
-    BLOCK: tl.constexpr = 32 if MX else BLOCK_K
     for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
         rows, slots, valid = routed_rows(
@@ -262,10 +284,10 @@ def scaled_act_backward_kernel(
         acc = contract(
             tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
             grad_out + tokens[:, None] * D + tl.arange(0, BLOCK_K)[None, :],
-            grad_out_scale + tokens * tl.cdiv(D, BLOCK),
+            grad_out_scale + tokens * scales_along(D, BLOCK),
             w_out, w_out_scale, expert, first_n, F, D,
             stride_we, stride_wn, stride_se, stride_sn, stride_sk,
-            MX, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            BLOCK, WIDEN, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if HAS_SCALE:
             s = tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)
@@ -276,7 +298,8 @@ def scaled_act_backward_kernel(
             preact, preact_scale, grad_codes, grad_scale, grad_preact, scaled_hidden,
             alpha, limit, F,
             ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_CODES, STORE_VALUES,
-            STORE_HIDDEN, ROUND, INT8, BLOCK, EVEN_N, EPILOGUE_PARTS, BLOCK_M, BLOCK_N,
+            STORE_HIDDEN, ROUND, INT8, ALIGNED, BLOCK, EVEN_N, EPILOGUE_PARTS,
+            BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if STORE_PARTIALS:
             ptrs = scale_partials + tile_n.to(tl.int64) * num_rows + rows
@@ -295,6 +318,62 @@ def _first_place(offs, expert):
 
 
 @triton.jit
+def _source_rows(
+    source, source_scale, row_slots, first_row, row_end, first_n, N, top_k,
+    stride_source, stride_ss, GATHER: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """(M, BLOCK_N) float32 numbers of rows; those without a slot and columns from N are 0."""
+    rows, slots, valid = routed_rows(row_slots, first_row, row_end, GATHER, M)
+    if GATHER:
+        rows = slots // top_k
+    rows = tl.where(valid, rows, 0).to(tl.int64)
+    n = first_n + tl.arange(0, BLOCK_N)
+    ptrs = source + rows[:, None] * stride_source + n[None, :]
+    x = tl.load(ptrs, mask=valid[:, None] & (n[None, :] < N), other=0)
+    if source.dtype.element_ty == tl.uint8:
+        if BLOCK:
+            blocks = first_n // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
+            mask = valid[:, None] & (blocks[None, :] < tl.cdiv(N, BLOCK))
+            PER_SCALE: tl.constexpr = BLOCK
+        else:
+            blocks = tl.arange(0, 1)
+            mask = valid[:, None]
+            PER_SCALE: tl.constexpr = BLOCK_N
+        ptrs = source_scale + rows[:, None] * stride_ss + blocks[None, :]
+        byte = _as_byte(tl.load(ptrs, mask=mask, other=0))
+        x = dequantize_rows(x, byte, M, BLOCK_N, PER_SCALE, False, True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def column_scales_kernel(
+    source,  # (R, N) rows by stride, or (T, N) when GATHER: codes if uint8
+    source_scale,  # (rows, blocks) by stride, of codes
+    row_slots,  # (R,) int32
+    offs,  # (E,) int32
+    scale,  # (E, N) contiguous, written
+    N, top_k, stride_source, stride_ss,
+    GATHER: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scales of whole columns, one of each expert's rows. Grid: (E, cdiv(N, BLOCK_N))."""
+    expert = tl.program_id(0)
+    first_n = tl.program_id(1) * BLOCK_N
+    begin, _ = _first_place(offs, expert)
+    end = tl.load(offs + expert)
+    amax = tl.zeros((BLOCK_N,), dtype=tl.int32)
+    for row in tl.range(begin, end, BLOCK_R):
+        x = _source_rows(
+            source, source_scale, row_slots, row, end, first_n, N, top_k,
+            stride_source, stride_ss, GATHER, 0, BLOCK_R, BLOCK_N,
+        )  # fmt: skip
+        amax = tl.maximum(amax, tl.max(magnitude_bits(x), 0))
+    n = first_n + tl.arange(0, BLOCK_N)
+    value = as_scale(scale_byte(amax, False), scale.dtype.element_ty)
+    tl.store(scale + expert.to(tl.int64) * N + n, value, mask=n < N)
+
+
+@triton.jit
 def columns_kernel(
     source,  # (R, N) rows by stride, or (T, N) when GATHER: codes if uint8
     source_scale,  # (rows, blocks) by stride, of codes
@@ -302,7 +381,7 @@ def columns_kernel(
     offs,  # (E,) int32
     tiles,  # tile list of 128 rows
     out,  # (N, places * 128) codes as uint8, contiguous, written
-    out_scale,  # (N, places * 128 / BLOCK) by strides, written
+    out_scale,  # (N, places * 128 / BLOCK) by strides, written; with BLOCK 0 (N, E), read
     N, out_length, top_k, stride_source, stride_ss, stride_on, stride_ob,
     GATHER: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -315,52 +394,45 @@ def columns_kernel(
         expert, first_row, row_end, _ = tile_of(tiles, index, 1, 1)
         begin, place = _first_place(offs, expert)
         place += (first_row - begin) // ALIGNMENT
-        rows, slots, valid = routed_rows(
-            row_slots, first_row, row_end, GATHER, ALIGNMENT
-        )
-        if GATHER:
-            rows = slots // top_k
-        rows = tl.where(valid, rows, 0).to(tl.int64)
         first_n = tl.program_id(1) * BLOCK_N
+        x = _source_rows(
+            source, source_scale, row_slots, first_row, row_end, first_n, N, top_k,
+            stride_source, stride_ss, GATHER, BLOCK, ALIGNMENT, BLOCK_N,
+        )  # fmt: skip
         n = first_n + tl.arange(0, BLOCK_N)
-        ptrs = source + rows[:, None] * stride_source + n[None, :]
-        mask = valid[:, None] & (n[None, :] < N)
-        x = tl.load(ptrs, mask=mask, other=0)
-        if source.dtype.element_ty == tl.uint8:
-            blocks = first_n // BLOCK + tl.arange(0, BLOCK_N // BLOCK)
-            ptrs = source_scale + rows[:, None] * stride_ss + blocks[None, :]
-            mask = valid[:, None] & (blocks[None, :] < tl.cdiv(N, BLOCK))
-            byte = _as_byte(tl.load(ptrs, mask=mask, other=0))
-            x = dequantize_rows(x, byte, ALIGNMENT, BLOCK_N, BLOCK, False, True)
-        codes, byte = quantize_columns(
-            x.to(tl.float32), ALIGNMENT, BLOCK_N, BLOCK, False, True
-        )
-        i = place.to(tl.int64) * ALIGNMENT + tl.arange(0, ALIGNMENT)
         n64 = n.to(tl.int64)
+        if BLOCK:
+            codes, byte = quantize_columns(x, ALIGNMENT, BLOCK_N, BLOCK, False, True)
+            PARTS: tl.constexpr = ALIGNMENT // BLOCK
+            i = place.to(tl.int64) * PARTS + tl.arange(0, PARTS)
+            ptrs = out_scale + n64[None, :] * stride_on + i[:, None] * stride_ob
+            value = as_scale(byte, out_scale.dtype.element_ty)
+            tl.store(ptrs, value, mask=(n < N)[None, :])
+        else:
+            ptrs = out_scale + n64 * stride_on + expert.to(tl.int64) * stride_ob
+            byte = _as_byte(tl.load(ptrs, mask=n < N, other=1.0))[None, :]
+            codes = encode(x * reciprocal(byte), byte == NAN_BYTE, False, True)
+        i = place.to(tl.int64) * ALIGNMENT + tl.arange(0, ALIGNMENT)
         ptrs = out + n64[:, None] * out_length + i[None, :]
         tl.store(ptrs, tl.trans(codes), mask=(n < N)[:, None])
-        PARTS: tl.constexpr = ALIGNMENT // BLOCK
-        i = place.to(tl.int64) * PARTS + tl.arange(0, PARTS)
-        ptrs = out_scale + n64[None, :] * stride_on + i[:, None] * stride_ob
-        value = as_scale(byte, out_scale.dtype.element_ty)
-        tl.store(ptrs, value, mask=(n < N)[None, :])
 
 
 @triton.jit
 def scaled_weight_grad_kernel(
     p,  # (M, places * 128) codes, contiguous
-    p_scale,  # (M, blocks) by strides
+    p_scale,  # (M, blocks) by strides; with BLOCK 0 (M, E)
     q,  # (N, places * 128) codes, contiguous
-    q_scale,  # (N, blocks) by strides
+    q_scale,  # (N, blocks) by strides, likewise
     offs,  # (E,) int32
     out,  # (E, M, N) by strides, written
     M, N, length, num_experts,
     stride_pm, stride_pb, stride_qn, stride_qb, stride_oe, stride_om, stride_on,
-    MX: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out[e] = sum over the rows r of expert e of p[:, r] q[:, r]^T; zeros if it has none."""
+    STEPS: tl.constexpr = ALIGNMENT // BLOCK_K
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     for index in tl.range(
@@ -390,19 +462,28 @@ def scaled_weight_grad_kernel(
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in tl.range(0, tl.cdiv(end - begin, BLOCK_K)):
             # Without the hint no load is asynchronous, and the kernel spills.
-            first = tl.multiple_of((place + step).to(tl.int64) * BLOCK_K, 128)
+            first = (place * STEPS + step).to(tl.int64) * BLOCK_K
+            first = tl.multiple_of(first, BLOCK_K)
             p_tile = tl.load(p_ptrs + first)
             q_tile = tl.load(q_ptrs + first)
-            if MX:
+            sp, sq = None, None
+            if BLOCK == 32:
                 blocks = first // 32 + tl.arange(0, BLOCK_K // 32)
                 sp = tl.load(p_scale + m64[:, None] * stride_pm + blocks[None, :])
                 sq = tl.load(q_scale + n64[:, None] * stride_qn + blocks[None, :])
-                acc = tl.dot_scaled(p_tile, sp, "e4m3", q_tile, sq, "e4m3", acc)
-            else:
+            elif BLOCK:
                 block = (place + step).to(tl.int64)
                 sp = tl.load(p_scale + m64 * stride_pm + block * stride_pb)
                 sq = tl.load(q_scale + n64 * stride_qn + block * stride_qb)
-                acc += tl.dot(p_tile, q_tile) * sp[:, None] * sq[None, :]
+            acc = scaled_dot(
+                acc, p_tile, sp, q_tile, sq,
+                BLOCK, WIDEN, 1, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        if BLOCK == 0:
+            place = expert.to(tl.int64)
+            sp = tl.load(p_scale + m64 * stride_pm + place * stride_pb)
+            sq = tl.load(q_scale + n64 * stride_qn + place * stride_qb)
+            acc = acc * sp[:, None] * sq[None, :]
 
         m = tl.arange(0, BLOCK_M)
         n = tl.arange(0, BLOCK_N)

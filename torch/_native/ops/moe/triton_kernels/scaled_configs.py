@@ -1,17 +1,18 @@
 """Tile configurations of the FP8 kernels, per architecture; see configs.py.
 
-A step of the contraction is 128 terms everywhere, one block of a recipe's scales, and one
-column tile of ``up`` and ``act_backward`` is at least one such block, as its results are
-quantised. So a row is summed in the same order in every configuration.
+A step of the contraction is one block of a recipe's scales or several, as long in every configuration
+of a recipe, so that a row is summed in the same order in all of them. A column tile of ``up`` and
+``act_backward`` is at least one block, as its results are quantised.
 """
 
 from .configs import KernelTable, TileConfig
 
 
-# fp8_: scales of 1 x 128 and 128 x 128. mx_: of 1 x 32.
+# fp8_: scales of 1 x 128 and 128 x 128. row_: of whole rows. mx_: of 1 x 32. wide_: the same, where
+# products are those of bfloat16 numbers.
 SCALED_KERNELS: tuple[str, ...] = tuple(
     f"{recipe}_{kernel}"
-    for recipe in ("fp8", "mx")
+    for recipe in ("fp8", "row", "mx", "wide")
     for kernel in (
         "up_gated",
         "up_plain",
@@ -38,6 +39,19 @@ _SM_90: KernelTable = {
     "fp8_act_backward": (TileConfig(64, 128, 128, 8, 4, epilogue_parts=4, tma=True),),
     "fp8_input_grad": (TileConfig(128, 128, 128, 8, 4, tma=True),),
     "fp8_weight_grad": (TileConfig(128, 128, 128, 8, 4),),
+    "row_up_gated": (TileConfig(64, 128, 128, 8, 4, tma=True),),
+    "row_up_plain": (TileConfig(128, 128, 128, 8, 4, tma=True),),
+    "row_down": (TileConfig(128, 128, 128, 8, 4, tma=True),),
+    "row_act_backward": (TileConfig(64, 128, 128, 8, 4, epilogue_parts=4, tma=True),),
+    "row_input_grad": (TileConfig(128, 128, 128, 8, 4, tma=True),),
+    "row_weight_grad": (TileConfig(128, 128, 128, 8, 4),),
+    # Both operands pass through registers: steps of 128 take more of them than there are.
+    "wide_up_gated": (TileConfig(64, 128, 64, 8, 4, tma=True),),
+    "wide_up_plain": (TileConfig(128, 128, 64, 8, 4, tma=True),),
+    "wide_down": (TileConfig(128, 128, 64, 8, 4, tma=True),),
+    "wide_act_backward": (TileConfig(64, 128, 64, 8, 4, epilogue_parts=4, tma=True),),
+    "wide_input_grad": (TileConfig(128, 128, 64, 8, 4, tma=True),),
+    "wide_weight_grad": (TileConfig(128, 128, 64, 8, 4),),
 }
 
 # Chosen by hand; measured on no GPU.
@@ -48,6 +62,12 @@ _SM_100: KernelTable = {
     "fp8_act_backward": (TileConfig(64, 128, 128, 8, 3, epilogue_parts=4, tma=True),),
     "fp8_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "fp8_weight_grad": (TileConfig(64, 128, 128, 8, 3),),
+    "row_up_gated": (TileConfig(64, 128, 128, 8, 3, tma=True),),
+    "row_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "row_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "row_act_backward": (TileConfig(64, 128, 128, 8, 3, epilogue_parts=4, tma=True),),
+    "row_input_grad": (TileConfig(128, 128, 128, 8, 3, tma=True),),
+    "row_weight_grad": (TileConfig(128, 128, 128, 8, 3),),
     "mx_up_gated": (TileConfig(128, 64, 128, 8, 3, tma=True),),
     "mx_up_plain": (TileConfig(128, 128, 128, 8, 3, tma=True),),
     "mx_down": (TileConfig(128, 128, 128, 8, 3, tma=True),),

@@ -3,19 +3,22 @@ and the grouped matmul that serves the down-projection and the input gradient.
 
 Letters as in forward.py, whose tile list, row tiles and weight
 tiles these are. Codes are float8e4nv (uint8 where they are written), with K, the dimension that a product sums, dense in
-both operands: matrix instructions of FP8 read nothing else. One of two recipes:
+both operands: matrix instructions of FP8 read nothing else. ``BLOCK`` is how many neighbours along
+K share a scale:
 
-    MX      scales are bytes of 32 neighbours along K, applied by the matrix instruction
-    not MX  of rows they are float32 of 128 neighbours along K, of weights float32 of
-            128 x 128 squares; a step of the loop is one block, whose product is scaled
-            and added to the sum in float32
+    32   scales are bytes, applied by the matrix instruction; with WIDEN, where there is none,
+         codes times scales are bfloat16 numbers, exactly, and these are multiplied
+    128  scales are float32; a step of the loop is one block, whose product is scaled and
+         added to the sum in float32
+    0    all of them: the sum is scaled
 
-``SQUARE`` is how many columns of a product share the scale of a square: 128, or 64 where
-gate and up interleave.
+``SQUARE`` is how many columns of a product share a weight's scale: 1, or with BLOCK 128 also
+128, or 64 where gate and up interleave.
 """
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 from .activations import glu_forward, unary_forward
 from .forward import (
@@ -29,22 +32,30 @@ from .scaling import power_of_two, quantize_rows
 
 
 @triton.jit
+def scales_along(length, BLOCK: tl.constexpr):
+    """How many scales so many neighbours have."""
+    return tl.cdiv(length, BLOCK) if BLOCK else 1
+
+
+@triton.jit
 def load_row_scale(
-    ptrs, k, num_blocks, MX: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Scales of a row tile's columns from ``k``: (BLOCK_M,), or with MX (BLOCK_M, BLOCK_K // 32).
+    ptrs, k, num_blocks, BLOCK: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Scales of a row tile's columns from ``k``: (BLOCK_M,), of 32 (BLOCK_M, BLOCK_K // 32), or no.
 
     ``ptrs`` (BLOCK_M,) are at the rows' first scales.
     """
-    if MX:
+    if BLOCK == 32:
         blocks = k // 32 + tl.arange(0, BLOCK_K // 32)
         if EVEN_K:
             scale = tl.load(ptrs[:, None] + blocks[None, :])
         else:
             mask = blocks[None, :] < num_blocks
             scale = tl.load(ptrs[:, None] + blocks[None, :], mask=mask, other=127)
-    else:
+    elif BLOCK:
         scale = tl.load(ptrs + k // BLOCK_K)
+    else:
+        scale = None
     return scale
 
 
@@ -52,13 +63,13 @@ def load_row_scale(
 def load_weight_scale(
     scale,  # (E, rows, blocks) by strides
     expert, first_n, k, n_end, num_blocks, stride_e, stride_n, stride_k,
-    MX: tl.constexpr, SQUARE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a weight tile: (BLOCK_N, BLOCK_K // 32) with MX, one, or (BLOCK_N,)."""
+    """Scales of a weight tile: (BLOCK_N, BLOCK_K // 32) of 32, one, or (BLOCK_N,); or no."""
     corner = scale + expert.to(tl.int64) * stride_e
     n = first_n + tl.arange(0, BLOCK_N)
-    if MX:
+    if BLOCK == 32:
         blocks = k // 32 + tl.arange(0, BLOCK_K // 32)
         ptrs = corner + n[:, None] * stride_n + blocks[None, :] * stride_k
         if EVEN_N and EVEN_K:
@@ -66,22 +77,42 @@ def load_weight_scale(
         else:
             mask = (n[:, None] < n_end) & (blocks[None, :] < num_blocks)
             value = tl.load(ptrs, mask=mask, other=127)
+    elif BLOCK == 0:
+        value = None
+    elif SQUARE % BLOCK_N == 0:
+        corner += k // BLOCK_K * stride_k
+        value = tl.load(corner + first_n // SQUARE * stride_n)
     else:
         corner += k // BLOCK_K * stride_k
-        if SQUARE % BLOCK_N == 0:
-            value = tl.load(corner + first_n // SQUARE * stride_n)
-        else:
-            value = tl.load(corner + n // SQUARE * stride_n, mask=n < n_end, other=0.0)
+        value = tl.load(corner + n // SQUARE * stride_n, mask=n < n_end, other=0.0)
     return value
+
+
+@triton.jit
+def widened(codes, byte, M: tl.constexpr, N: tl.constexpr):
+    """bfloat16 numbers of codes (M, N) with bytes (M, N // 32), which are exact."""
+    blocks = tl.reshape(codes.to(tl.bfloat16), (M, N // 32, 32))
+    scale = power_of_two(byte.to(tl.int32)).to(tl.bfloat16)
+    return tl.reshape(blocks * scale[:, :, None], (M, N))
 
 
 @triton.jit
 def scaled_dot(
     acc, a, a_scale, w, w_scale,
-    MX: tl.constexpr, SQUARE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` and one step of the sum over K; scales as they were loaded above."""
-    if MX:
+    """``acc`` and one step of the sum over K; scales as they were loaded above, but for BLOCK 0."""
+    if BLOCK == 0 and cuda_capability_geq(10):
+        acc = tl.dot(a, w, acc)
+    elif BLOCK == 0:
+        # Tensor cores of compute capability 9.0 keep 14 bits of a sum: of a step, not of all.
+        acc += tl.dot(a, w)
+    elif WIDEN:
+        a = widened(a, a_scale, BLOCK_M, BLOCK_K)
+        w = tl.trans(widened(tl.trans(w), w_scale, BLOCK_N, BLOCK_K))
+        acc = tl.dot(a, w, acc)
+    elif BLOCK == 32:
         acc = tl.dot_scaled(a, a_scale, "e4m3", w, w_scale, "e4m3", acc)
     elif SQUARE % BLOCK_N == 0:
         acc += tl.dot(a, w) * (a_scale * w_scale)[:, None]
@@ -98,25 +129,51 @@ def contract(
     w,  # (E, N, K) codes by strides, K dense, or TMA descriptor
     w_scale,  # (E, rows, blocks) by strides
     expert, first_n, N, K, stride_we, stride_wn, stride_se, stride_sn, stride_sk,
-    MX: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """``acc`` (BLOCK_M, BLOCK_N) and the rows times w[e]^T."""
-    num_blocks = tl.cdiv(K, 32 if MX else BLOCK_K)
+    num_blocks = scales_along(K, BLOCK)
+    total = acc
+    if BLOCK == 0:
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K):
         a = load_rows(a_ptrs, k, K, EVEN_K, BLOCK_K)
-        a_scale = load_row_scale(a_scale_ptrs, k, num_blocks, MX, EVEN_K, BLOCK_K)
         w_tile = load_weight(
             w, expert, first_n, k, N, K, stride_we, stride_wn, 1,
             True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
         )  # fmt: skip
+        a_scale = load_row_scale(a_scale_ptrs, k, num_blocks, BLOCK, EVEN_K, BLOCK_K)
         w_tile_scale = load_weight_scale(
             w_scale, expert, first_n, k, N, num_blocks, stride_se, stride_sn, stride_sk,
-            MX, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            BLOCK, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        acc = scaled_dot(acc, a, a_scale, w_tile, w_tile_scale, MX, SQUARE, BLOCK_N)
-    return acc
+        total = scaled_dot(
+            total, a, a_scale, w_tile, w_tile_scale,
+            BLOCK, WIDEN, SQUARE, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    if BLOCK == 0:
+        total = acc + scaled_sum(
+            total, a_scale_ptrs, w_scale, expert, first_n, N,
+            stride_se, stride_sn, EVEN_N, BLOCK_N,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def scaled_sum(
+    acc, a_scale_ptrs, w_scale, expert, first_n, N, stride_se, stride_sn,
+    EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A sum of BLOCK 0, times the scales of its rows and columns."""
+    n = first_n + tl.arange(0, BLOCK_N)
+    ptrs = w_scale + expert.to(tl.int64) * stride_se + n * stride_sn
+    if EVEN_N:
+        column_scale = tl.load(ptrs)
+    else:
+        column_scale = tl.load(ptrs, mask=n < N, other=0.0)
+    return acc * tl.load(a_scale_ptrs)[:, None] * column_scale[None, :]
 
 
 @triton.jit
@@ -151,39 +208,45 @@ def as_scale(byte, DTYPE: tl.constexpr):
 
 @triton.jit
 def store_quantized(
-    x, codes, scale, first_row, row_end, first_col, col_end, row_length,
-    BLOCK: tl.constexpr, INT8: tl.constexpr, EVEN_N: tl.constexpr,
+    x, codes, scale, first_row, row_end, half, first_col, length,
+    BLOCK: tl.constexpr, INT8: tl.constexpr, HALVES: tl.constexpr, EVEN_N: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile (M, N) of float32 as codes (rows, row_length) and their scales of ``BLOCK``.
+    """Stores a tile (M, N) of float32 as codes (rows, HALVES * length) and scales of ``BLOCK``.
 
-    ``first_col`` is a multiple of BLOCK.
+    The columns are ``half``'s from ``first_col``, a multiple of BLOCK; blocks begin with a half.
     """
     q, byte = quantize_rows(x, M, N, BLOCK, INT8, True)
-    ptrs = row_tile(codes, first_row, first_col, row_length, M, N)
+    ptrs = row_tile(codes, first_row, half * length + first_col, HALVES * length, M, N)
     tl.store(
-        ptrs, q, mask=tile_mask(first_row, row_end, first_col, col_end, EVEN_N, M, N)
+        ptrs, q, mask=tile_mask(first_row, row_end, first_col, length, EVEN_N, M, N)
     )
-    first, end = first_col // BLOCK, tl.cdiv(col_end, BLOCK)
-    ptrs = row_tile(scale, first_row, first, tl.cdiv(row_length, BLOCK), M, N // BLOCK)
-    mask = tile_mask(first_row, row_end, first, end, EVEN_N, M, N // BLOCK)
+    first, blocks = first_col // BLOCK, tl.cdiv(length, BLOCK)
+    ptrs = row_tile(
+        scale, first_row, half * blocks + first, HALVES * blocks, M, N // BLOCK
+    )
+    mask = tile_mask(first_row, row_end, first, blocks, EVEN_N, M, N // BLOCK)
     tl.store(ptrs, as_scale(byte, scale.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _store_preact(
-    h, preact, preact_scale, first_row, row_end, first_col, col_end, row_length,
-    INT8: tl.constexpr, EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+def store_rows(
+    x, out, scale, first_row, row_end, half, first_col, length,
+    BLOCK: tl.constexpr, INT8: tl.constexpr, HALVES: tl.constexpr, EVEN_N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    if preact.dtype.element_ty == tl.uint8:
+    """As above where ``out`` is bytes, else its own numbers."""
+    if out.dtype.element_ty == tl.uint8:
         store_quantized(
-            h, preact, preact_scale, first_row, row_end, first_col, col_end, row_length,
-            32, INT8, EVEN_N, M, N,
+            x, out, scale, first_row, row_end, half, first_col, length,
+            BLOCK, INT8, HALVES, EVEN_N, M, N,
         )  # fmt: skip
     else:
-        ptrs = row_tile(preact, first_row, first_col, row_length, M, N)
-        mask = tile_mask(first_row, row_end, first_col, col_end, EVEN_N, M, N)
-        tl.store(ptrs, h.to(preact.dtype.element_ty), mask=mask)
+        ptrs = row_tile(
+            out, first_row, half * length + first_col, HALVES * length, M, N
+        )
+        mask = tile_mask(first_row, row_end, first_col, length, EVEN_N, M, N)
+        tl.store(ptrs, x.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -214,29 +277,29 @@ def _up_epilogue(
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
         if STORE_PREACT and INTERLEAVED:
             h = tl.reshape(tl.join(gate, up), (M, N * 2))
-            _store_preact(
-                h, preact, preact_scale, first_row, row_end, first_n * 2, F * 2, F * 2,
-                INT8, EVEN_N, M, N * 2,
+            store_rows(
+                h, preact, preact_scale, first_row, row_end, 0, first_n * 2, F * 2,
+                32, INT8, 1, EVEN_N, M, N * 2,
             )  # fmt: skip
         elif STORE_PREACT:
-            _store_preact(
-                gate, preact, preact_scale, first_row, row_end, first_n, F, F * 2,
-                INT8, EVEN_N, M, N,
+            store_rows(
+                gate, preact, preact_scale, first_row, row_end, 0, first_n, F,
+                32, INT8, 2, EVEN_N, M, N,
             )  # fmt: skip
-            _store_preact(
-                up, preact, preact_scale, first_row, row_end, F + first_n, F * 2, F * 2,
-                INT8, EVEN_N, M, N,
+            store_rows(
+                up, preact, preact_scale, first_row, row_end, 1, first_n, F,
+                32, INT8, 2, EVEN_N, M, N,
             )  # fmt: skip
     else:
         a = unary_forward(gate, ACTIVATION)
         if STORE_PREACT:
-            _store_preact(
-                gate, preact, preact_scale, first_row, row_end, first_n, F, F,
-                INT8, EVEN_N, M, N,
+            store_rows(
+                gate, preact, preact_scale, first_row, row_end, 0, first_n, F,
+                32, INT8, 1, EVEN_N, M, N,
             )  # fmt: skip
-    store_quantized(
-        rounded(a, ROUND), hidden, hidden_scale, first_row, row_end, first_n, F, F,
-        BLOCK, False, EVEN_N, M, N,
+    store_rows(
+        rounded(a, ROUND), hidden, hidden_scale, first_row, row_end, 0, first_n, F,
+        BLOCK, False, 1, EVEN_N, M, N,
     )  # fmt: skip
 
 
@@ -253,23 +316,22 @@ def scaled_up_kernel(
     tiles,  # tile list
     preact,  # (R, g*F) contiguous, written: H, quantised if uint8, which are codes
     preact_scale,  # (R, cdiv(g*F, 32)) bytes, written if H is quantised
-    hidden,  # (R, F) codes as uint8, contiguous, written: A = act(H)
-    hidden_scale,  # (R, blocks) contiguous, written
+    hidden,  # (R, F) contiguous, written: A = act(H), quantised if uint8, which are codes
+    hidden_scale,  # (R, blocks) contiguous, written if A is quantised
     D, F, top_k,
     stride_we, stride_wn, stride_se, stride_sn, stride_sk, stride_be, stride_bf,
     alpha, limit,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     STORE_PREACT: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
-    MX: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """H = x[token(r)] @ w_in[e]^T + b_in[e] and A = act(H), both quantised as rows."""
     num_n = tl.cdiv(F, BLOCK_N)
     num_tiles = tl.load(tiles) * num_n
-    BLOCK: tl.constexpr = 32 if MX else BLOCK_K
-    num_blocks = tl.cdiv(D, BLOCK)
+    num_blocks = scales_along(D, BLOCK)
     for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
         _, slots, valid = routed_rows(row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M)
@@ -281,7 +343,9 @@ def scaled_up_kernel(
         acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, D, BLOCK_K):
             a = load_rows(x_ptrs, k, D, EVEN_K, BLOCK_K)
-            a_scale = load_row_scale(x_scale_ptrs, k, num_blocks, MX, EVEN_K, BLOCK_K)
+            a_scale = load_row_scale(
+                x_scale_ptrs, k, num_blocks, BLOCK, EVEN_K, BLOCK_K
+            )
             w = load_weight(
                 w_gate, expert, first_n, k, F, D, stride_we, stride_wn, 1,
                 True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
@@ -289,9 +353,12 @@ def scaled_up_kernel(
             w_scale = load_weight_scale(
                 gate_scale, expert, first_n, k, F, num_blocks,
                 stride_se, stride_sn, stride_sk,
-                MX, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                BLOCK, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-            acc_gate = scaled_dot(acc_gate, a, a_scale, w, w_scale, MX, SQUARE, BLOCK_N)
+            acc_gate = scaled_dot(
+                acc_gate, a, a_scale, w, w_scale,
+                BLOCK, WIDEN, SQUARE, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
             if GATED:
                 w = load_weight(
                     w_up, expert, first_n, k, F, D, stride_we, stride_wn, 1,
@@ -300,9 +367,22 @@ def scaled_up_kernel(
                 w_scale = load_weight_scale(
                     up_scale, expert, first_n, k, F, num_blocks,
                     stride_se, stride_sn, stride_sk,
-                    MX, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                    BLOCK, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
-                acc_up = scaled_dot(acc_up, a, a_scale, w, w_scale, MX, SQUARE, BLOCK_N)
+                acc_up = scaled_dot(
+                    acc_up, a, a_scale, w, w_scale,
+                    BLOCK, WIDEN, SQUARE, BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+        if BLOCK == 0:
+            acc_gate = scaled_sum(
+                acc_gate, x_scale_ptrs, gate_scale, expert, first_n, F,
+                stride_se, stride_sn, EVEN_N, BLOCK_N,
+            )  # fmt: skip
+            if GATED:
+                acc_up = scaled_sum(
+                    acc_up, x_scale_ptrs, up_scale, expert, first_n, F,
+                    stride_se, stride_sn, EVEN_N, BLOCK_N,
+                )  # fmt: skip
         _up_epilogue(
             acc_gate, acc_up, first_row, row_end, valid, expert, first_n,
             b_in, preact, preact_scale, hidden, hidden_scale, stride_be, stride_bf,
@@ -315,7 +395,7 @@ def scaled_up_kernel(
 @triton.jit
 def scaled_mm_kernel(
     a,  # (R, P) codes of rows in expert-major order, contiguous
-    a_scale,  # (R, blocks) contiguous
+    a_scale,  # (R, blocks) contiguous; with TWO_WEIGHTS both halves have as many
     w,  # (E, N, P) codes by strides, P dense, or TMA descriptor
     w_scale,  # (E, rows, blocks) by strides
     w_up,  # with TWO_WEIGHTS: (E, N, P) for the second P columns of (R, 2*P) rows
@@ -329,7 +409,7 @@ def scaled_mm_kernel(
     stride_we, stride_wn, stride_se, stride_sn, stride_sk, stride_be, stride_bn,
     TWO_WEIGHTS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    MX: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -341,7 +421,7 @@ def scaled_mm_kernel(
     """
     num_n = tl.cdiv(N, BLOCK_N)
     HALVES: tl.constexpr = 2 if TWO_WEIGHTS else 1
-    row_blocks = tl.cdiv(P * HALVES, 32 if MX else BLOCK_K)
+    row_blocks = scales_along(P, BLOCK)
     num_tiles = tl.load(tiles) * num_n
     for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
@@ -350,18 +430,18 @@ def scaled_mm_kernel(
         rows = first_row + tl.arange(0, BLOCK_M)
         safe_rows = tl.where(rows < row_end, rows, first_row).to(tl.int64)
         a_ptrs = a + safe_rows[:, None] * (P * HALVES) + tl.arange(0, BLOCK_K)[None, :]
-        s_ptrs = a_scale + safe_rows * row_blocks
+        s_ptrs = a_scale + safe_rows * (row_blocks * HALVES)
         acc = contract(
             tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), a_ptrs, s_ptrs, w, w_scale,
             expert, first_n, N, P, stride_we, stride_wn, stride_se, stride_sn, stride_sk,
-            MX, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            BLOCK, WIDEN, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if TWO_WEIGHTS:
             acc = contract(
-                acc, a_ptrs + P, s_ptrs + row_blocks // 2, w_up, w_up_scale,
+                acc, a_ptrs + P, s_ptrs + row_blocks, w_up, w_up_scale,
                 expert, first_n, N, P,
                 stride_we, stride_wn, stride_se, stride_sn, stride_sk,
-                MX, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                BLOCK, WIDEN, SQUARE, USE_TMA, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         cols = first_n + tl.arange(0, BLOCK_N)
         if HAS_BIAS:

@@ -6,7 +6,6 @@ and weights that do not come quantised are quantised by ``aten::_moe_quantize``;
 make (A, dH) they quantise in their epilogues.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import triton
@@ -36,111 +35,19 @@ from .launch import (
     LaunchPlan,
 )
 from .scaled_backward import (
+    column_scales_kernel,
     columns_kernel,
     scaled_act_backward_kernel,
     scaled_weight_grad_kernel,
 )
 from .scaled_forward import scaled_mm_kernel, scaled_up_kernel
+from .scaled_operands import Preact, PREACT_BLOCK, Quantized, Recipe
 
 
 _E4M3 = torch.float8_e4m3fn
-# Rows of a squares' scale, and of an expert's columns: ALIGNMENT of scaled_backward.py.
-_SQUARE = 128
-# Columns of H that share a scale, with every recipe.
-_PREACT_BLOCK = 32
-
-
-class Quantized(NamedTuple):
-    """float8_e4m3fn codes, and scales as float32 powers of two or as their bytes (uint8)."""
-
-    codes: Tensor
-    scale: Tensor
-
-    @classmethod
-    def of(cls, data: Tensor, scale: Tensor) -> "Quantized":
-        if scale.dtype == torch.float8_e8m0fnu:
-            scale = scale.view(torch.uint8)
-        return cls(data.contiguous(), scale.contiguous())
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Codes of ``torch.nn.functional.ScalingType``: of rows, and of weights."""
-
-    rows: int
-    weights: int
-
-    @property
-    def mx(self) -> bool:
-        return self.rows == torch.nn.functional.ScalingType.BlockWise1x32.value
-
-    @property
-    def block(self) -> int:
-        """Neighbours of a row that share a scale."""
-        return 32 if self.mx else 128
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.mx else torch.float32
-
-    def kernel(self, name: str) -> str:
-        """Its entry of ``SCALED_TABLES``."""
-        return f"{'mx' if self.mx else 'fp8'}_{name}"
-
-    def quantize(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Data and scale of rows (N, C), as ``_moe_quantize`` makes them."""
-        return torch.ops.aten._moe_quantize(_row_major(rows), self.rows)
-
-    def empty(self, like: Tensor, rows: int | torch.SymInt, columns: int) -> Quantized:
-        """Room for codes (rows, columns), as uint8, and their scales."""
-        return Quantized(
-            like.new_empty(rows, columns, dtype=torch.uint8),
-            like.new_empty(
-                rows, triton.cdiv(columns, self.block), dtype=self.scale_dtype
-            ),
-        )
-
-    def weight(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized:
-        """``w`` (E, N, K) along K; None without ``w_up``, the one that may be absent."""
-        if scaled:
-            return Quantized.of(*scaled[:2])
-        if w is None:
-            return None  # pyrefly: ignore[bad-return]
-        return Quantized.of(*torch.ops.aten._moe_quantize(w, self.weights))
-
-    def transposed(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized:
-        """(E, K, N): ``w`` (E, N, K) along N, the dense dimension then; None as above."""
-        if len(scaled) == 4:
-            data, scale = scaled[2:]
-        elif scaled:
-            data, scale = scaled  # squares, which serve both
-        elif w is None:
-            return None  # pyrefly: ignore[bad-return]
-        elif self.mx:
-            data, scale = torch.ops.aten._moe_quantize(w, self.weights, dim=1)
-        else:
-            return Quantized.of(*torch.ops.aten._moe_quantize(w.mT, self.weights))
-        # Contiguous copies of bytes: FP8 is a dtype that few kernels know.
-        data = data.view(torch.uint8).mT.contiguous().view(_E4M3)
-        return Quantized.of(data, scale.mT)
-
-
-def _gate_and_up(
-    w: Quantized, w_up: Quantized | None, act: Activation, mx: bool
-) -> tuple[Quantized, Quantized, int]:
-    """(E, F, D) of gate and up, and how many of their rows share a square."""
-    if w_up is not None or not act.gated:
-        return w, w_up or w, _SQUARE
-    codes, scale = w
-    if not act.gate_interleaved:
-        gate, up = (
-            Quantized(*pair) for pair in zip(codes.chunk(2, 1), scale.chunk(2, 1))
-        )
-        return gate, up, _SQUARE
-    codes_of = codes[:, 0::2], codes[:, 1::2]
-    scale_of = (scale[:, 0::2], scale[:, 1::2]) if mx else (scale, scale)
-    gate, up = (Quantized(*pair) for pair in zip(codes_of, scale_of))
-    return gate, up, _SQUARE // 2
+_PREACT_RECIPE = torch.nn.functional.ScalingType.BlockWise1x32.value
+# Rows of an expert's columns: ALIGNMENT of scaled_backward.py.
+_PLACE = 128
 
 
 def _weight_args(
@@ -165,22 +72,7 @@ def _scaled_tile_args(
     args = _tile_args(config, num_columns, num_inner)
     # Only one kernel takes its epilogue in parts.
     del args["EPILOGUE_PARTS"]
-    return {"MX": recipe.mx, **args}
-
-
-class _Preact(NamedTuple):
-    """H (R, g*F): 16 or 32 bits, or codes as uint8 with their scales."""
-
-    values: Tensor
-    scale: Tensor
-    is_int8: bool
-
-    @classmethod
-    def of(cls, values: Tensor, scale: Tensor) -> "_Preact":
-        if values.element_size() > 1:
-            return cls(values, values, False)
-        codes, scale = (x.contiguous().view(torch.uint8) for x in (values, scale))
-        return cls(codes, scale, values.dtype == torch.int8)
+    return {"BLOCK": recipe.block, "WIDEN": recipe.widen, **args}
 
 
 def _up(
@@ -193,13 +85,13 @@ def _up(
     b_in: Tensor | None,
     act: Activation,
     product_type: torch.dtype,
-    preact: _Preact,
+    preact: Preact,
     hidden: Quantized,
     store_preact: bool,
 ) -> None:
     """preact = H if ``store_preact``, and hidden (R, F) = act(H)."""
     dim, num_hidden = x.codes.shape[1], hidden.codes.shape[1]
-    gate, up, square = _gate_and_up(w, w_up, act, recipe.mx)
+    gate, up, square = recipe.gate_and_up(w, w_up, act)
 
     def launch(config: TileConfig) -> None:
         operands, flags = _weight_args(plan, config, gate, up)
@@ -282,7 +174,7 @@ def _scaled_mm(
             HAS_SLOTS=rows.has_slots,
             HAS_BIAS=bias is not None,
             HAS_SCALE=scale is not None,
-            SQUARE=_SQUARE,
+            SQUARE=recipe.square,
             **flags,
             **_scaled_tile_args(recipe, config, num_columns, num_inner),
         )
@@ -294,6 +186,29 @@ def _scaled_mm(
 def _product_type(x: Tensor) -> torch.dtype:
     """In which H, A and their gradients are rounded: quantised numbers are exact in it."""
     return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+
+
+def _preact_room(
+    like: Tensor,
+    num_rows: int | torch.SymInt,
+    width: int,
+    dtype: torch.dtype,
+    is_kept: bool,
+    splits_blocks: bool,
+) -> tuple[Tensor, Tensor, Preact]:
+    """preact, preact_scale, and what the kernel writes: these, or H before it is quantised."""
+    preact = like.new_empty(num_rows, width, dtype=dtype)
+    absent = like.new_empty(0)
+    if preact.element_size() > 1 or not is_kept:
+        return preact, absent, Preact.of(preact, absent)
+    # Bytes: a compiler does not allocate the type.
+    num_blocks = triton.cdiv(width, PREACT_BLOCK)
+    scale = like.new_empty(num_rows, num_blocks, dtype=torch.uint8)
+    kept = Preact.of(preact, scale)
+    if splits_blocks:
+        values = like.new_empty(num_rows, width, dtype=_product_type(like))
+        kept = Preact.of(values, values)
+    return preact, scale.view(torch.float8_e8m0fnu), kept
 
 
 def moe_mlp_scaled_forward(
@@ -328,34 +243,30 @@ def moe_mlp_scaled_forward(
     absent = input.new_empty
     saved = (absent(0), absent(0))
     if not input_scaled:
-        saved = recipe.quantize(input)
+        saved = torch.ops.aten._moe_quantize(_row_major(input), recipe.rows)
         input_scaled = list(saved)
     # pyrefly: ignore[missing-attribute]
     num_hidden = (w_out_scaled[0] if w_out is None else w_out).shape[2]
     width = num_hidden * (2 if act.gated else 1)
-    dtype = input.dtype if preact_dtype is None else preact_dtype
-    preact = absent(rows.num_rows if compute_preact else 0, width, dtype=dtype)
-    preact_scale = absent(0)
-    has_scale = compute_preact and preact.element_size() == 1
-    if has_scale:
-        # Bytes: a compiler does not allocate the type.
-        num_blocks = triton.cdiv(width, _PREACT_BLOCK)
-        preact_scale = absent(rows.num_rows, num_blocks, dtype=torch.uint8)
-    kept = _Preact.of(preact, preact_scale)
-    if has_scale:
-        preact_scale = preact_scale.view(torch.float8_e8m0fnu)
-    saved = (*saved, preact, preact_scale)
+    preact, preact_scale, kept = _preact_room(
+        input,
+        rows.num_rows if compute_preact else 0,
+        width,
+        input.dtype if preact_dtype is None else preact_dtype,
+        compute_preact,
+        act.gated and not act.gate_interleaved and num_hidden % PREACT_BLOCK != 0,
+    )
     if _nothing_to_do(plan, num_tokens, rows.num_rows):
-        kept.values.zero_()
-        kept.scale.zero_()
-        return input.new_zeros(num_tokens, dim), *saved
+        for x in (preact, preact_scale):
+            x.view(torch.uint8).zero_()
+        return input.new_zeros(num_tokens, dim), *saved, preact, preact_scale
 
     w = recipe.weight(w_in, w_in_scaled)
     up = recipe.weight(w_up, w_up_scaled)
     out_weight = recipe.weight(w_out, w_out_scaled)
-    hidden = recipe.empty(input, rows.num_buffer_rows, num_hidden)
-    x = Quantized.of(*input_scaled)
     product_type = _product_type(input)
+    hidden = recipe.room(input, rows.num_buffer_rows, num_hidden, product_type)
+    x = Quantized.of(*input_scaled)
     _up(
         plan,
         rows,
@@ -372,19 +283,24 @@ def moe_mlp_scaled_forward(
     )
     if compute_preact:
         _zero_tail(plan, rows, kept.values)
-    if has_scale:
-        _zero_tail(plan, rows, kept.scale)
+        if kept.values.dtype == torch.uint8:
+            _zero_tail(plan, rows, kept.scale)
+        elif preact.element_size() == 1:
+            preact, preact_scale = torch.ops.aten._moe_quantize(
+                kept.values, _PREACT_RECIPE, dtype=preact.dtype
+            )
+    hidden = recipe.finished(hidden)
     scale = _slot_weights(topk_weights)
     routed = absent(rows.num_rows, dim)
     _scaled_mm(
         plan, "down", rows, recipe, hidden, out_weight, None, b_out, scale, routed
     )
     output = _finish_rows(plan, rows, routed, num_tokens, combine)
-    return output, *saved
+    return output, *saved, preact, preact_scale
 
 
 class _ActGrads(NamedTuple):
-    """What ``scaled_act_backward_kernel`` writes; parts without a taker have no rows."""
+    """What comes of ``scaled_act_backward_kernel``; parts without a taker have no rows."""
 
     codes: Quantized  # dH (R, g*F)
     values: Tensor  # dH, not quantised
@@ -400,9 +316,10 @@ def _act_backward(
     grad_codes: Quantized,
     w: Quantized,
     b_out: Tensor | None,
-    preact: _Preact,
+    preact: Preact,
     scale: Tensor | None,
     act: Activation,
+    has_up: bool,
     *,
     need_codes: bool,
     need_values: bool,
@@ -417,8 +334,14 @@ def _act_backward(
         num_rows = rows.num_buffer_rows if needed else 0
         return grad_out.new_empty(num_rows, columns, dtype=product_type)
 
-    codes = recipe.empty(grad_out, rows.num_buffer_rows if need_codes else 0, width)
-    values, hidden = empty(need_values, width), empty(need_hidden, num_hidden)
+    # Scales that an epilogue cannot know are those of numbers that were stored.
+    behind = need_codes and recipe.scales_behind(act, has_up, num_hidden)
+    stores_codes = need_codes and not behind
+    halves = 1 if act.gate_interleaved else width // num_hidden
+    num_rows = rows.num_buffer_rows if stores_codes else 0
+    codes = recipe.room(grad_out, num_rows, width // halves, product_type, halves)
+    values = empty(need_values or behind, width)
+    hidden = empty(need_hidden, num_hidden)
 
     def launch(config: TileConfig) -> Tensor:
         num_n = triton.cdiv(num_hidden, config.block_n)
@@ -449,25 +372,28 @@ def _act_backward(
             **act.kernel_args(),
             HAS_SLOTS=rows.has_slots,
             HAS_SCALE=scale is not None,
-            STORE_CODES=need_codes,
-            STORE_VALUES=need_values,
+            STORE_CODES=stores_codes,
+            STORE_VALUES=need_values or behind,
             STORE_HIDDEN=need_hidden,
             STORE_PARTIALS=need_scale,
             ROUND=product_type == torch.bfloat16,
             INT8=preact.is_int8,
-            SQUARE=_SQUARE,
+            ALIGNED=num_hidden % PREACT_BLOCK == 0,
+            SQUARE=recipe.square,
             EPILOGUE_PARTS=config.epilogue_parts,
             **flags,
             **_scaled_tile_args(recipe, config, num_hidden, dim),
         )
         return partials
 
-    needs = (need_codes, need_values, need_hidden, need_scale)
+    needs = (stores_codes, need_values or behind, need_hidden, need_scale)
     traits = (product_type, act, preact.values.dtype, *needs)
     kernel = recipe.kernel("act_backward")
     partials = _run(plan, kernel, rows, num_hidden, dim, traits, launch, act.clamped)
     if need_scale and b_out is not None:
         _bias_dot(rows, grad_out, b_out, partials[-1])
+    if behind:
+        codes = recipe.finished(Quantized(values, values), 2 if has_up else 1)
     return _ActGrads(codes, values, hidden, partials)
 
 
@@ -489,37 +415,45 @@ def _columns(
     """
     num_columns = source.shape[1]
     # Block j of the expert e, whose rows begin at b, is b // 128 + e + j.
-    places = rows.num_rows // _SQUARE + rows.num_experts
-    length, num_blocks = places * _SQUARE, places * _SQUARE // recipe.block
+    places = rows.num_rows // _PLACE + rows.num_experts
+    length = places * _PLACE
     codes = source.new_empty(num_columns, length, dtype=torch.uint8)
+    # Of whole columns, one of each expert.
+    num_blocks = length // recipe.block if recipe.block else rows.num_experts
     # As they are read: of neighbouring columns side by side, or of one.
-    shape = (num_columns, num_blocks) if recipe.mx else (num_blocks, num_columns)
+    together = recipe.block != 32
+    shape = (num_blocks, num_columns) if together else (num_columns, num_blocks)
     scale = source.new_empty(shape, dtype=recipe.scale_dtype)
-    if not recipe.mx:
-        scale = scale.t()
-    block_n = 128
     if source_scale is not None:
         source = source.view(torch.uint8)
-    grid = (rows.max_tiles(_SQUARE), triton.cdiv(num_columns, block_n))
-    rows.plan.kernel(columns_kernel)[grid](
+    operands = (
         source,
         codes if source_scale is None else source_scale,
         rows.row_slots,
         rows.offs,
-        rows.tiles(_SQUARE),
+    )
+    sizes = (num_columns, rows.top_k, source.stride(0))
+    sizes += (0 if source_scale is None else source_scale.stride(0),)
+    options = {"GATHER": gather and rows.has_slots, "BLOCK_N": 128, "num_warps": 8}
+    options |= OPTIONS
+    tiles_n = triton.cdiv(num_columns, options["BLOCK_N"])
+    if not recipe.block:
+        rows.plan.kernel(column_scales_kernel)[(rows.num_experts, tiles_n)](
+            *operands, scale, *sizes, BLOCK_R=64, **options
+        )
+    if together:
+        scale = scale.t()
+    rows.plan.kernel(columns_kernel)[(rows.max_tiles(_PLACE), tiles_n)](
+        *operands,
+        rows.tiles(_PLACE),
         codes,
         scale,
         num_columns,
         length,
-        rows.top_k,
-        source.stride(0),
-        0 if source_scale is None else source_scale.stride(0),
+        *sizes[1:],
         *scale.stride(),
-        GATHER=gather and rows.has_slots,
         BLOCK=recipe.block,
-        BLOCK_N=block_n,
-        num_warps=8,
-        **OPTIONS,
+        **options,
     )
     return Quantized(codes.view(_E4M3), scale)
 
@@ -575,23 +509,14 @@ def _recomputed_preact(
     act: Activation,
     like: Tensor,
     num_hidden: int,
-) -> _Preact:
+) -> Preact:
     width = num_hidden * (2 if act.gated else 1)
     product_type = _product_type(like)
     values = like.new_empty(rows.num_rows, width, dtype=product_type)
-    preact = _Preact.of(values, values)
-    hidden = recipe.empty(like, rows.num_buffer_rows, num_hidden)
+    preact = Preact.of(values, values)
+    hidden = recipe.room(like, rows.num_buffer_rows, num_hidden, product_type)
     _up(plan, rows, recipe, x, w, w_up, b_in, act, product_type, preact, hidden, True)
     return preact
-
-
-def _values(recipe: Recipe, rows: Quantized, dtype: torch.dtype) -> Tensor:
-    """(N, C) numbers of row codes."""
-    codes, scale = rows
-    if recipe.mx:
-        scale = scale.view(torch.float8_e8m0fnu)
-    scale = scale.to(torch.float32).repeat_interleave(recipe.block, 1)
-    return (codes.to(torch.float32) * scale[:, : codes.shape[1]]).to(dtype)
 
 
 class _WeightGrads:
@@ -627,29 +552,29 @@ class _WeightGrads:
         q = _columns(self.rows, self.recipe, hidden, None)
         return _scaled_weight_grad(self.plan, self.rows, self.recipe, p, q, w)
 
-    def of_w_in(self, *weights: Tensor | None, rows_of_each: int) -> list[Tensor]:
-        """Of those of w_in, or of gate and up, that are given."""
-        parts = [
-            (w, slice(i * rows_of_each, (i + 1) * rows_of_each))
-            for i, w in enumerate(weights)
-            if w is not None
-        ]
+    def of_w_in(self, *weights: Tensor | None, halves: int) -> list[Tensor]:
+        """Of ``w_in``, or with two ``halves`` of gate and up; of those that are given."""
+
+        def half(x: Tensor, i: int) -> Tensor:
+            width = x.shape[1] // halves
+            return x[:, i * width : (i + 1) * width]
+
         plan, rows, recipe = self.plan, self.rows, self.recipe
+        given = [(i, w) for i, w in enumerate(weights) if w is not None]
         if self.hp:
             values = self.act_grads.values
-            x = _values(recipe, self.x, values.dtype)
+            x = recipe.values(self.x, values.dtype)
             return [
-                _weight_grad(plan, rows, values[:, part], x, w, gather_q=True)
-                for w, part in parts
+                _weight_grad(plan, rows, half(values, i), x, w, gather_q=True)
+                for i, w in given
             ]
-        codes, scale = _columns(rows, recipe, *self.act_grads.codes)
         q = _columns(rows, recipe, *self.x, gather=True)
-        return [
-            _scaled_weight_grad(
-                plan, rows, recipe, Quantized(codes[part], scale[part]), q, w
-            )
-            for w, part in parts
-        ]
+        grads = []
+        for i, w in given:
+            # Blocks of rows begin with each half.
+            p = _columns(rows, recipe, *(half(x, i) for x in self.act_grads.codes))
+            grads.append(_scaled_weight_grad(plan, rows, recipe, p, q, w))
+        return grads
 
 
 def moe_mlp_scaled_backward(
@@ -705,6 +630,7 @@ def moe_mlp_scaled_backward(
     x = Quantized.of(*(input_scaled or (input_data, input_scale)))
     grad_codes = Quantized.of(*recipe.quantize(grad_out))
     w = recipe.transposed(w_out, w_out_scaled)
+    has_up = w_up is not None or len(w_up_scaled) > 0
     # The operator has no flag: rows that are not saved are the request to compute them.
     if plan.hint(preact.shape[0]) == 0:
         kept = _recomputed_preact(
@@ -720,7 +646,7 @@ def moe_mlp_scaled_backward(
             w.codes.shape[1],
         )
     else:
-        kept = _Preact.of(preact.contiguous(), preact_scale)
+        kept = Preact.of(preact.contiguous(), preact_scale)
     act_grads = _act_backward(
         plan,
         rows,
@@ -732,6 +658,7 @@ def moe_mlp_scaled_backward(
         kept,
         scale,
         act,
+        has_up,
         need_codes=want_x or (want_w_ins and not hp_wgrad),
         need_values=want_b_in or (want_w_ins and hp_wgrad),
         need_hidden=want_w_out,
@@ -749,11 +676,10 @@ def moe_mlp_scaled_backward(
     if want_w_out and w_out is not None:
         grads[2] = of.of_w_out(w_out)
     if want_w_ins:
-        halves = 1 if w_up is None and not w_up_scaled else 2
         made = of.of_w_in(
             w_in if want_w_in else None,
             w_up if want_w_up else None,
-            rows_of_each=kept.values.shape[1] // halves,
+            halves=2 if has_up else 1,
         )
         if want_w_in:
             grads[1] = made[0]
