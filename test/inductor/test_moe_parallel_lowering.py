@@ -96,9 +96,13 @@ class TestMoeParallelLowering(TestCase):
         rows = rf"up_kernel_\d+\.run\(reinterpret_tensor\((\w+), \([^)]*, {D}\), \({stride}, 1\), 0\)"
         found = re.search(rows, graph.source)
         self.assertIsNotNone(found)
-        view = rf"\b{found[1]} = torch\.ops\.aten\.view\.dtype\((\w+), torch\.bfloat16\)"
+        view = (
+            rf"\b{found[1]} = torch\.ops\.aten\.view\.dtype\((\w+), torch\.bfloat16\)"
+        )
         (message,) = re.findall(view, graph.source)
-        self.assertRegex(graph.source, rf"\b{message} = \S+all_to_all_single\.default\(")
+        self.assertRegex(
+            graph.source, rf"\b{message} = \S+all_to_all_single\.default\("
+        )
 
     def test_flag(self):
         with config.patch({"triton.moe_kernels": False}):

@@ -518,8 +518,7 @@ class TokenSwitchAllToAll(_Switch):
             level.needed = torch.full_like(level.needed, -1)
             # One group after the other reaches all ranks of a mesh.
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=level.group)
-        most = worst.tolist()
-        if min(most) < 0:
+        if min(most := worst.tolist()) < 0:
             raise RuntimeError(
                 f"{type(self).__name__}: no static routing was made since the last "
                 "check"
