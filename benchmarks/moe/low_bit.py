@@ -10,13 +10,18 @@ over the chosen experts with each op of PyTorch for such weights. All take turns
 the routing is another one in every round, so that weights come from memory. Times are CPU time of
 one thread: what others do on the machine costs both sides of a ratio alike, and not much.
 _weight_int4pack_mm and _dyn_quant_matmul_4bit read weights that were packed before, like panels;
-_weight_int8pack_mm reads those of a checkpoint.
+_weight_int8pack_mm reads those of a checkpoint. Where torchao is installed, its weight-only tensors
+are peers too: Int8Tensor, and Int4OpaqueTensor, which calls _weight_int4pack_mm; 0.18.0 has no others
+that run on a CPU (its wheel registers da8w4_linear_cpu and float8_linear_cpu without kernels, other
+int4 tensors ask for mslk or a GPU), and quantises layers of experts for training on CUDA only.
 
 ``stream_share`` is the bytes of the chosen experts' weights over the time, over the rate at which
 one thread sums a large tensor in the same round. ``experts`` is how many a call reads: the
 median; K * T / experts rows each.
 """
 
+import importlib.metadata
+import importlib.util
 import pathlib
 import statistics
 import time
@@ -42,7 +47,11 @@ from measure import (
 
 MX = F.ScalingType.BlockWise1x32.value
 # (D, F, E, K)
-SHAPES = {"qwen3": (2048, 768, 128, 8), "gpt_oss": (2880, 2880, 32, 4)}
+SHAPES = {
+    "qwen3": (2048, 768, 128, 8),
+    "gpt_oss": (2880, 2880, 32, 4),
+    "qwen3_part": (2048, 768, 16, 8),  # fewer experts: more rows for each, prefill
+}
 QUICK = {"quick": (256, 128, 8, 2)}
 FORMATS = (
     "fp8_tensorwise",
@@ -136,13 +145,18 @@ def int8pack(data: Tensor, scale: Tensor) -> Linear:
     return lambda x, e: torch._weight_int8pack_mm(x, data[e], scales[e])
 
 
-def int4pack(data: Tensor, scale: Tensor) -> Linear:
+def pack_int4(data: Tensor, scale: Tensor) -> tuple[list[Tensor], Tensor]:
+    """What _weight_int4pack_mm reads, an expert each."""
     packed = []
     for codes in data:
         both = torch.stack([codes & 15, codes >> 4], -1).flatten(1).int()
         packed.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(both, 1))
     pairs = torch.stack([scale, torch.zeros_like(scale)], -1).to(torch.bfloat16)
-    pairs = pairs.transpose(1, 2).contiguous()  # (E, groups, N, 2)
+    return packed, pairs.transpose(1, 2).contiguous()  # (E, groups, N, 2)
+
+
+def int4pack(data: Tensor, scale: Tensor) -> Linear:
+    packed, pairs = pack_int4(data, scale)
     mm = torch.ops.aten._weight_int4pack_mm_for_cpu
     return lambda x, e: mm(x, packed[e], 32, pairs[e])
 
@@ -160,6 +174,29 @@ def dyn_quant(data: Tensor, scale: Tensor) -> Linear:
     return lambda x, e: mm(x.float(), packed[e], *sizes).to(x.dtype)
 
 
+def torchao_int8(data: Tensor, scale: Tensor) -> Linear:
+    from torchao.quantization import Int8Tensor
+
+    weights = [
+        Int8Tensor(w, s, [1, w.shape[1]], torch.bfloat16)
+        for w, s in zip(data, scale.to(torch.bfloat16), strict=True)
+    ]
+    return lambda x, e: F.linear(x, weights[e])
+
+
+def torchao_int4(data: Tensor, scale: Tensor) -> Linear:
+    from torchao.prototype.quantization.int4 import Int4OpaqueTensor
+
+    packed, pairs = pack_int4(data, scale)
+    N, half = data.shape[1:]
+    shape = torch.Size([N, 2 * half])
+    weights = [
+        Int4OpaqueTensor(w, s, [1, 32], shape)
+        for w, s in zip(packed, pairs, strict=True)
+    ]
+    return lambda x, e: F.linear(x, weights[e])
+
+
 def dequantize_linear(data: Tensor, scale: Tensor) -> Linear:
     """Only rowwise FP8: PyTorch converts the weight of an expert in every call."""
     return lambda x, e: F.linear(x, data[e].to(x.dtype)) * scale[e, :, 0].to(x.dtype)
@@ -170,6 +207,10 @@ PEERS: dict[str, dict[str, Callable]] = {
     "int8_rowwise": {"_weight_int8pack_mm": int8pack},
     "int4_1x32": {"_weight_int4pack_mm": int4pack, "_dyn_quant_matmul_4bit": dyn_quant},
 }
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+if HAS_TORCHAO:
+    PEERS["int8_rowwise"]["torchao Int8Tensor"] = torchao_int8
+    PEERS["int4_1x32"]["torchao Int4OpaqueTensor"] = torchao_int4
 
 
 # ---- measuring ---------------------------------------------------------------------------
@@ -307,6 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     shapes = QUICK if arguments.quick else {n: SHAPES[n] for n in arguments.shapes}
     tokens = [1, 12] if arguments.quick else arguments.tokens
     rows = []
+    versions = {"torchao": importlib.metadata.version("torchao")} if HAS_TORCHAO else {}
     with progress(
         "rows", len(shapes) * len(arguments.formats) * len(tokens)
     ) as advance:
@@ -319,7 +361,9 @@ def main(argv: list[str] | None = None) -> int:
                     rows.append(measure(layer, fmt, forms, T, budget))
                     advance()
                     if arguments.out:
-                        write_json({**provenance(), "rows": rows}, arguments.out)
+                        write_json(
+                            {**provenance(), **versions, "rows": rows}, arguments.out
+                        )
 
     forms = ("checkpoint", "panels", "checkpoint, int8 rows", "panels, int8 rows")
     columns = {form: f"forms.{form}.bf16_over_this" for form in forms}
