@@ -13,7 +13,7 @@ import unittest
 import torch
 from torch._decomp import core_aten_decompositions
 from torch._inductor import config as inductor_config
-from torch._subclasses import CrossRefFakeMode
+from torch._subclasses import CrossRefFakeMode, FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import jvp, vjp, vmap
@@ -428,6 +428,35 @@ class TestMoeOpInfo(TestCase):
         self.assertEqual(actual, expected)
         if grad:
             self.assertEqual(backward(actual, sample), backward(expected, sample))
+
+    @all_ops
+    def test_all_sizes_unbacked(self, device, dtype, op):
+        # As test_ops_unbacked.py does: no two sizes are known to be the same.
+        for sample in op.sample_inputs(device, dtype):
+            args, kwargs = arguments(sample)
+            expected = op(*args, **kwargs)
+            torch._dynamo.reset()
+            for x in tree_leaves((args, kwargs)):
+                for dim in range(x.dim() if isinstance(x, torch.Tensor) else 0):
+                    if x.shape[dim] >= 2:
+                        torch._dynamo.decorators.mark_unbacked(x, dim)
+            compiled = torch.compile(op.get_op(), backend="eager", fullgraph=True)
+            self.assertEqual(compiled(*args, **kwargs), expected)
+
+    def test_functional_export_on_fake_tensors(self, device):
+        # As test_export_opinfo.py does: keyword arguments are constants of the module.
+        op = next(op for op in moe_op_db if op.name == "nn.functional.moe_mlp")
+        mode = FakeTensorMode()
+        for sample in op.sample_inputs(device, torch.float32):
+            args, kwargs = tree_map_only(
+                torch.Tensor, mode.from_tensor, arguments(sample)
+            )
+            module = torch.nn.Module()
+            module.forward = lambda *args, kwargs=kwargs: op(*args, **kwargs)
+            with mode:
+                program = torch.export.export(module, args)
+            targets = [node.target for node in program.graph.nodes]
+            self.assertIn(torch.ops.aten._moe_mlp.default, targets)
 
 
 instantiate_device_type_tests(TestMoeOpInfo, globals())

@@ -15,6 +15,7 @@ import click
 
 from . import (
     apply as apply_module,
+    baseenv,
     drift as drift_module,
     evidence,
     export as export_module,
@@ -160,7 +161,15 @@ def python(session: _Session, arguments: tuple[str, ...]) -> None:
     type=click.Path(path_type=Path),
     metavar="CHECKOUT",
     help="Run PyTorch's own suites out of this checkout, narrowed down to our ops "
-    "(PATHS narrow it down further).",
+    "(PATHS narrow it down further). What fails there runs with the released wheel as "
+    "well: failures of both are not ours.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="With --upstream: also write a row per suite; rows of other suites in FILE stay.",
 )
 @click.option(
     "--jobs",
@@ -182,6 +191,7 @@ def test(
     session: _Session,
     paths: tuple[str, ...],
     upstream: Path | None,
+    json_file: Path | None,
     jobs: int,
     series: tuple[str, ...],
 ) -> None:
@@ -206,9 +216,16 @@ def test(
     if upstream is not None:
         suites = testing.upstream_suites(upstream, names)
         staged = session.setup()
-        status = testing.run_upstream(
-            session.workspace, staged, upstream, suites, arguments
+        workspace, stack = session.workspace, session.stack
+        released = baseenv.locate(workspace, stack).python
+        status, rows = testing.run_upstream(
+            workspace, staged, upstream, suites, arguments, released
         )
+        if json_file:
+            record = testing.upstream_record(
+                workspace, stack, upstream, rows, json_file
+            )
+            write_atomically(json_file, f"{json.dumps(record, indent=1)}\n".encode())
         sys.exit(status)
     selected = testing.select(session.workspace, session.stack, names)
     needs_stage = any(not t.startswith(testing.STAGER_TESTS) for t in selected)

@@ -7,6 +7,9 @@ the next file.
 
 from __future__ import annotations
 
+import datetime
+import functools
+import json
 import os
 import subprocess
 import sys
@@ -15,9 +18,10 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from . import gitrepo
 from .config import Workspace
 from .errors import ArgumentError, StageError
 from .pipeline import Staged
@@ -25,9 +29,10 @@ from .series import Stack
 
 
 STAGER_TESTS = "tools/test"
-_OURS = "moe or grouped_mm"
+_OURS = "moe or grouped_mm or grouped_mlp"
 # PyTorch's own suites that know our ops once the stack is in: those that run
-# over the OpInfo database, and those that check lists every op must be on.
+# over the OpInfo database, and those that check lists every op must be on. Not
+# test_ops_jit.py, which needs the arguments of upstream's run_test.py.
 UPSTREAM_SUITES = (
     ("test/test_ops.py", _OURS),
     ("test/test_meta.py", _OURS),
@@ -36,11 +41,14 @@ UPSTREAM_SUITES = (
     ("test/test_proxy_tensor.py", _OURS),
     ("test/test_schema_check.py", _OURS),
     ("test/test_ops_gradients.py", _OURS),
+    ("test/test_ops_fwd_gradients.py", _OURS),
+    ("test/test_ops_unbacked.py", _OURS),
     ("test/functorch/test_ops.py", _OURS),
     ("test/functorch/test_vmap.py", _OURS),
     ("test/functorch/test_aotdispatch.py", _OURS),
     ("test/inductor/test_torchinductor_opinfo.py", _OURS),
     ("test/distributed/tensor/test_dtensor_ops.py", _OURS),
+    ("test/export/test_export_opinfo.py", _OURS),
     ("test/test_modules.py", "MoE"),
     ("test/test_autocast.py", ""),
     ("test/test_flop_counter.py", ""),
@@ -50,7 +58,19 @@ UPSTREAM_SUITES = (
     ("test/dynamo/test_trace_rules.py", ""),
     ("test/python_native", ""),
 )
-_COUNTED = ("failures", "errors", "skipped")
+# Of a test, by the first element below its entry in a JUnit file.
+_OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
+_NOT_OURS = "failed without the stack too"
+_WORDS = ("failed", "error", "passed", "skipped", "xfailed", _NOT_OURS)
+
+
+@dataclass(frozen=True)
+class _Test:
+    """One test that ran: class and name, what pytest calls its outcome, and its time."""
+
+    name: str
+    outcome: str
+    seconds: float
 
 
 @dataclass
@@ -62,8 +82,7 @@ class Report:
 
     def line(self, seconds: float) -> str:
         """For example "=== 12 passed, 1 skipped in 3.4s (2 files) ==="."""
-        words = ["failed", "error", "passed", "skipped"]
-        parts = [f"{self.counts[w]} {w}" for w in words if self.counts[w]]
+        parts = [f"{self.counts[w]} {w}" for w in _WORDS if self.counts[w]]
         text = ", ".join(parts) or "no tests ran"
         return f"=== {text} in {seconds:.1f}s ({self.counts['files']} files) ==="
 
@@ -162,35 +181,115 @@ def run_upstream(
     upstream: Path,
     suites: Sequence[tuple[str, str]],
     pytest_args: Sequence[str],
-) -> int:
+    released: Path | None = None,
+) -> tuple[int, list[dict]]:
     """Runs PyTorch's own suites in the staged environment and sums up.
 
     The tests are the checkout's, `torch` is the staged one: test files and the
     wheel should be of one release.
 
+    Args:
+        released: Python of the environment without the stack. Suites with failures run there
+            as well, and what fails in both is not the stack's.
+
     Returns:
-        0 if everything passed.
+        0 if nothing failed that is the stack's, and a row per suite: its path, how many tests
+        had which outcome, the failed ones by name and the slowest.
     """
-    start, report = time.monotonic(), Report()
-    folder = (upstream / "test").resolve()
+    start, report, rows = time.monotonic(), Report(), []
     for path, expression in suites:
         print(f"--- {path}{f' -k {expression!r}' if expression else ''}", flush=True)
-        results = workspace.build / "test-results" / f"upstream.{_flat(path)}.xml"
-        results.unlink(missing_ok=True)
-        command = [str(staged.python), "-m", "pytest", str(upstream.resolve() / path)]
-        command += [f"--rootdir={folder}", "-p", "no:cacheprovider", "-q"]
-        command += ["-k", expression] if expression else []
-        # The current folder must not be importable: `torch` is next door.
-        env = {**environment(workspace, staged), "PYTHONSAFEPATH": "1"}
-        command += [*pytest_args, "-rs", f"--junit-xml={results}"]
-        status = subprocess.run(command, cwd=folder, env=env).returncode
-        _collect(report, path, results, status)
-    return _summary(report, start)
+        began = time.monotonic()
+        args = [*(["-k", expression] if expression else []), *pytest_args, "-rs"]
+        run = functools.partial(_run_upstream_file, workspace, upstream, path, args)
+        status, tests = run(staged.python, environment(workspace, staged))
+        failed = _failed(tests)
+        elsewhere: set[str] = set()
+        if failed and released is not None:
+            print(f"--- {path} with the released wheel", flush=True)
+            there = run(released, dict(os.environ))[1]
+            elsewhere = failed & _failed(there)
+            tests = [
+                replace(t, outcome=_NOT_OURS) if t.name in elsewhere else t
+                for t in tests
+            ]
+        # 1 is that of failed tests, 5 of none.
+        if failed - elsewhere or status not in (0, 1, 5):
+            report.failed.append(path)
+        report.counts["files"] += 1
+        report.counts.update(t.outcome for t in tests)
+        rows.append(_row(path, tests, time.monotonic() - began))
+    for row in rows:
+        for name in row["failures"]:
+            print(f"FAILED {row['suite']} {name}")
+    nothing = [row["suite"] for row in rows if not row["tests"]]
+    if nothing:
+        print(f"no test of ours in: {', '.join(nothing)}")
+    return _summary(report, start), rows
+
+
+def upstream_record(
+    workspace: Workspace, stack: Stack, upstream: Path, rows: Sequence[dict], file: Path
+) -> dict:
+    """What a results file says of a run: rows of suites that are in ``file`` already stay."""
+    old = json.loads(file.read_text())["rows"] if file.exists() else []
+    ran = {row["suite"] for row in rows}
+    version = upstream / "version.txt"
+    return {
+        "command": f"python3 tools/stage.py test --upstream ../pytorch --json {file.name}",
+        "date": datetime.date.today().isoformat(),
+        "git": gitrepo.UserRepo(workspace.repo).resolve("HEAD"),
+        "torch": stack.base.torch,
+        "test_files": version.read_text().strip() if version.exists() else "unknown",
+        "rows": [*(row for row in old if row["suite"] not in ran), *rows],
+    }
+
+
+def _run_upstream_file(
+    workspace: Workspace,
+    upstream: Path,
+    path: str,
+    args: Sequence[str],
+    python: Path,
+    env: dict[str, str],
+) -> tuple[int, list[_Test]]:
+    """Exit status of pytest, and what it ran."""
+    results = workspace.build / "test-results" / f"upstream.{_flat(path)}.xml"
+    results.unlink(missing_ok=True)
+    file, folder = (upstream / path).resolve(), (upstream / "test").resolve()
+    command = [str(python), "-m", "pytest", str(file), f"--rootdir={folder}"]
+    # Upstream's conftest.py is written for pytest 7 and stops later ones.
+    command += ["--noconftest", "-p", "no:cacheprovider", "-q", *args]
+    command += [f"--junit-xml={results}"]
+    # The current folder must not be importable: `torch` is next door.
+    env = {**env, "PYTHONSAFEPATH": "1"}
+    status = subprocess.run(command, cwd=folder, env=env).returncode
+    return status, _read(results)
+
+
+def _failed(tests: Sequence[_Test]) -> set[str]:
+    return {test.name for test in tests if test.outcome in ("failed", "error")}
+
+
+def _row(path: str, tests: list[_Test], seconds: float) -> dict:
+    slowest = max(tests, key=lambda t: t.seconds, default=_Test("", "", 0.0))
+    counts = Counter(t.outcome for t in tests)
+    return {
+        "suite": path,
+        "tests": len(tests),
+        **{word: counts[word] for word in ("passed", "skipped", "xfailed")},
+        "failed": counts["failed"] + counts["error"],
+        _NOT_OURS.replace(" ", "_"): counts[_NOT_OURS],
+        "failures": sorted(_failed(tests)),
+        "slowest": slowest.name,
+        "slowest_seconds": round(slowest.seconds, 1),
+        "seconds": round(seconds),
+    }
 
 
 def _collect(report: Report, name: str, results: Path, status: int) -> None:
     report.counts["files"] += 1
-    _count(results, report)
+    report.counts.update(test.outcome for test in _read(results))
     # 5: the -k expression matched nothing in this file.
     if status not in (0, 5):
         report.failed.append(name)
@@ -251,19 +350,22 @@ def _run_file(
     return done.returncode, done.stdout
 
 
-def _count(results: Path, report: Report) -> None:
+def _read(results: Path) -> list[_Test]:
+    """The tests of a JUnit file; none if it was not written."""
     try:
-        suite = ElementTree.parse(results).getroot().find("testsuite")
+        cases = ElementTree.parse(results).getroot().iter("testcase")
     except (FileNotFoundError, ElementTree.ParseError):
-        suite = None
-    if suite is None:
-        return
-    failures, errors, skipped = (int(suite.get(name, 0)) for name in _COUNTED)
-    report.counts["failed"] += failures
-    report.counts["error"] += errors
-    report.counts["skipped"] += skipped
-    total = int(suite.get("tests", 0))
-    report.counts["passed"] += total - failures - errors - skipped
+        return []
+    found = []
+    for case in cases:
+        outcome = next((_OUTCOMES[c.tag] for c in case if c.tag in _OUTCOMES), "passed")
+        if any(c.get("type") == "pytest.xfail" for c in case):
+            outcome = "xfailed"
+        # The class without its module: of upstream's files, which are not packages.
+        names = (case.get("classname", "").split(".")[-1], case.get("name", ""))
+        seconds = float(case.get("time", 0))
+        found.append(_Test("::".join(filter(None, names)), outcome, seconds))
+    return found
 
 
 def _stager_tests(repo: Path) -> list[str]:

@@ -60,7 +60,8 @@ void check_moe_topk(
   const auto num_experts = logits.sym_size(1);
   if (bias.has_value()) {
     TORCH_CHECK_VALUE(
-        bias->dim() == 1 && bias->sym_size(0) == num_experts &&
+        bias->dim() == 1 &&
+            bias->sym_size(0).sym_eq(num_experts).expect_true(__FILE__, __LINE__) &&
             !bias->is_complex(),
         op,
         ": bias must be a real tensor of shape (E,) = (",
@@ -84,7 +85,8 @@ void check_moe_topk(
   auto selectable = num_experts;
   if (num_groups.has_value()) {
     TORCH_CHECK_VALUE(
-        *num_groups >= 1 && num_experts % *num_groups == 0,
+        *num_groups >= 1 &&
+            (num_experts % *num_groups).sym_eq(0).expect_true(__FILE__, __LINE__),
         op,
         ": num_groups must divide E = ",
         num_experts,
@@ -100,7 +102,7 @@ void check_moe_topk(
     selectable = num_experts / *num_groups * *top_groups;
   }
   TORCH_CHECK_VALUE(
-      k >= 1 && selectable >= k,
+      k >= 1 && selectable.sym_ge(k).expect_true(__FILE__, __LINE__),
       op,
       ": k must be in [1, ",
       selectable,

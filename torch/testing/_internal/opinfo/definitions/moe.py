@@ -403,10 +403,13 @@ def sample_inputs_functional_moe_mlp(op_info, device, dtype, requires_grad, **kw
             **{**options, "permuted": True},
         )
         args = (ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
-        names = ("topk_weights", "w_in", "w_out") if i else ()
+        # Weights are positional where there are any: export on fake tensors takes no keyword
+        # argument that an op reads before it meets another argument.
+        first = 4 if i == 0 else 1 if ops.topk_weights is None else 2
+        names = ("topk_weights", "w_in", "w_out")[first - 1 :]
         yield SampleInput(
             ops.input,
-            args=args[: 4 - len(names)],
+            args=args[:first],
             kwargs={
                 **{name: getattr(ops, name) for name in names},
                 **optional_operands(ops, "b_in", "b_out", "w_up"),
@@ -522,6 +525,20 @@ NO_FORWARD_OVER_REVERSE = (
     DecorateInfo(unittest.expectedFailure, "TestOperators", "test_vmapjvpvjp"),
 )
 
+# The suite sums all outputs into one tensor in place, the first of which is of integers or
+# has no sum.
+NO_SUM_OF_OUTPUTS = tuple(
+    DecorateInfo(
+        unittest.expectedFailure, "TestEagerFusionOpInfo", f"test_aot_autograd_{name}"
+    )
+    for name in (
+        "exhaustive",
+        "symbolic_exhaustive",
+        "disable_functionalization_exhaustive",
+        "disable_functionalization_symbolic_exhaustive",
+    )
+)
+
 moe_dtypes = floating_types_and(torch.float16, torch.bfloat16)
 
 op_db: list[OpInfo] = [
@@ -546,7 +563,14 @@ op_db: list[OpInfo] = [
         supports_out=False,
         # _moe_mlp_backward has no derivative.
         supports_gradgrad=False,
-        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+        skips=NO_BATCHING_RULE
+        + NO_FORWARD_OVER_REVERSE
+        + (
+            # The suite prints keyword arguments into the script, tensors to four digits.
+            DecorateInfo(
+                unittest.expectedFailure, "TestJit", "test_variant_consistency_jit"
+            ),
+        ),
     ),
     OpInfo(
         "_moe_mlp_backward",
@@ -569,7 +593,7 @@ op_db: list[OpInfo] = [
         supports_out=False,
         # _moe_topk_backward has no derivative.
         supports_gradgrad=False,
-        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE + NO_SUM_OF_OUTPUTS,
     ),
     OpInfo(
         "_moe_topk_backward",
@@ -594,7 +618,7 @@ op_db: list[OpInfo] = [
         supports_gradgrad=False,
         # TorchScript has no keyword-only arguments with defaults.
         supports_scripting=False,
-        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE + NO_SUM_OF_OUTPUTS,
     ),
     OpInfo(
         "nn.functional.moe_mlp",
