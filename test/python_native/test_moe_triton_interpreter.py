@@ -336,7 +336,7 @@ class TestMoeMlp(MoeKernelTestCase):
         end, next_end = operands.offs[:2].tolist()
         self.assertTrue(end % 32 and next_end > end)
         p = torch.randn(rows.num_rows + 5, 48).bfloat16()
-        q = torch.randn(len(operands.args()[0]), 32).bfloat16()
+        q = torch.randn(rows.num_rows, 32).bfloat16()
         w = torch.empty(len(operands.offs), 48, 32, dtype=torch.bfloat16)
         p[operands.offs[-1] :] = float("nan")
 
