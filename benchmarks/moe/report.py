@@ -32,7 +32,11 @@ def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
         return
     import rich.progress
 
-    shown = ("{task.description}", rich.progress.BarColumn(), rich.progress.MofNCompleteColumn())
+    shown = (
+        "{task.description}",
+        rich.progress.BarColumn(),
+        rich.progress.MofNCompleteColumn(),
+    )
     shown += (rich.progress.TimeRemainingColumn(), "[dim]{task.fields[detail]}")
     with rich.progress.Progress(*shown) as bars:
         task = bars.add_task(title, total=total, detail="")

@@ -292,7 +292,9 @@ def show(result: dict) -> None:
 def main() -> int:
     args = report.parse(__doc__, steps=int, seed=0, threads=int, quick=False)
     if args.steps is not None and args.steps < 10:
-        raise SystemExit(f"train_demo.py: --steps must be at least 10, got {args.steps}")
+        raise SystemExit(
+            f"train_demo.py: --steps must be at least 10, got {args.steps}"
+        )
     out = args.out or pathlib.Path(__file__).resolve().parents[2] / "build" / "demo"
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -300,7 +300,7 @@ def repeated(node: Any) -> tuple[Any, int] | None:
             return source, times
         return None
     wide = node.args[0] if op_name(node) in ("reshape", "flatten", "view") else None
-    if op_name(wide) != "expand" or rank(wide) != rank(node) + 1:
+    if wide is None or op_name(wide) != "expand" or rank(wide) != rank(node) + 1:
         return None
     column, shape, flat = wide.args[0], value_of(wide).shape, value_of(node).shape
     is_new = op_name(column) == "unsqueeze" and argument(column, 1, "dim") == 1
