@@ -253,9 +253,10 @@ class TestMoeMlpKernels(TestCase):
         self.assertEqual(grads[5][0], grad_out.sum(0), rtol=eps, atol=0)
 
     @all_dtypes
-    def test_memory_over_threads(self, dtype):
+    @parametrize("shape", [(1024, 512, 64), (64, 2048, 768)])
+    def test_memory_over_threads(self, shape, dtype):
         """Scratch follows the work, not the number of threads."""
-        args, grad_out = large_args((1024, 512, 64), dtype, False)
+        args, grad_out = large_args(shape, dtype, False)
         preact = _moe_mlp(*args)[1]
 
         def backward():

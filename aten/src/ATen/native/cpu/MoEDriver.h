@@ -225,9 +225,9 @@ class WorkList {
   int64_t per_task_;
 };
 
-// What threads may allocate together, next to what a call holds anyway.
+// What threads may allocate next to what a product holds; the rest is for pre-activations.
 inline int64_t scratch_limit(int64_t held) {
-  return std::max(kScratchBytes - held, held / 2);
+  return std::max(kScratchBytes / 4 * 3 - held, held / 2);
 }
 
 // Threads that so many products are worth.
