@@ -357,19 +357,12 @@ C10_ALWAYS_INLINE void broadcast_pair(const float* x, __m256 (&out)[2]) {
   out[0] = _mm256_broadcast_ss(x);
   out[1] = _mm256_broadcast_ss(x + 1);
 }
-C10_ALWAYS_INLINE void broadcast_pair(const BFloat16* x, __m256 (&out)[2]) {
-  const __m256 word = _mm256_broadcast_ss(reinterpret_cast<const float*>(x));
-  out[0] = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(word), 16));
-  out[1] = _mm256_and_ps(
-      word, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int32_t>(0xffff0000))));
-}
 
 // c[m] = x[m] times the lines of Q groups, whose sums are made over `segment` elements at a
 // time. Several groups, as a sum waits for its own last product.
 template <typename Micro, typename Codes, Scaling scaling, bool panels, int M, int Q>
 bool multiply_lines(
     const LineGroup* groups, int64_t expert, const typename Micro::operand_t* const* x) {
-  using operand_t = typename Micro::operand_t;
   constexpr int kElements = 32 / Codes::kBits;  // of a double word
   const LowBitView& w = *groups[0].w;
   const int64_t depth = w.depth, total = depth / kElements;
@@ -417,11 +410,7 @@ bool multiply_lines(
         words[q] = codes.word(v);
         if constexpr (scaling == Scaling::Folded) {
           if (i == 0) {  // a stretch is a block
-            const int64_t block = d0 / kStretch;
-            factors[q] = scales[q].factors(block);
-            if (std::is_same_v<operand_t, BFloat16> && scales[q].are_small(block)) {
-              is_rare |= scales[q].are_numbers_small(block, raw[q], here);
-            }
+            factors[q] = scales[q].factors(d0 / kStretch);
           }
         }
       }
@@ -731,9 +720,7 @@ struct Avx2LowBit {
 
   template <typename Micro>
   static constexpr bool multiplies() {
-    using operand_t = typename Micro::operand_t;
-    return (std::is_same_v<operand_t, float> || std::is_same_v<operand_t, BFloat16>) &&
-        std::is_base_of_v<VecGemm<operand_t, FusedMultiplyAdd>, Micro>;
+    return std::is_base_of_v<VecGemm<float, FusedMultiplyAdd>, Micro>;
   }
   static bool is_available() {
     return true;
