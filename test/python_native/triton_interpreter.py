@@ -17,9 +17,12 @@ What the interpreter cannot show: anything about speed, and races within a progr
 """
 
 import contextlib
+import dataclasses
 import os
 import random
+import types
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 
@@ -160,6 +163,36 @@ class _ExactFloats:
 
 
 @contextlib.contextmanager
+def _less_bookkeeping() -> Iterator[None]:
+    """Without two thirds of the interpreter's time.
+
+    Every call of a function that a kernel calls patches triton.language again, in case it knows
+    more of its modules: a launch patches all of them. And every sum and product of integers is
+    made a second time in int64, to see an overflow, which here is an address out of bounds.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    modules = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patch_lang = interpreter._patch_lang
+
+    def call(self, *args, **kwargs):
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    builder = interpreter.interpreter_builder
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    with (
+        mock.patch.object(interpreter, "_patch_lang", lambda fn: patch_lang(modules)),
+        mock.patch.object(interpreter.InterpretedFunction, "__call__", call),
+        mock.patch.object(builder, "options", options),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def exact_floats() -> Iterator[None]:
     """bfloat16 and float8 in the interpreter compute and round as hardware does."""
     require_interpreter()
@@ -214,7 +247,8 @@ def exact_floats() -> Iterator[None]:
     for patch in patches:
         setattr(exact.builder, patch.__name__, patch)
     try:
-        yield
+        with _less_bookkeeping():
+            yield
     finally:
         for name, method in original.items():
             setattr(exact.builder, name, method)
