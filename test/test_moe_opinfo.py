@@ -366,7 +366,7 @@ class TestMoeOpInfo(TestCase):
         finally:
             torch._C._functorch._set_vmap_fallback_enabled(True)
         self.check_expected_failures(
-            op, failure, "TestVmapOperatorsOpInfo", ["test_op_has_batch_rule"]
+            op, failure, "TestVmapOperatorsOpInfoDevice", ["test_op_has_batch_rule"]
         )
         if op.supports_autograd:
             self.check_expected_failures(
@@ -406,6 +406,31 @@ class TestMoeOpInfo(TestCase):
             self.assertEqual(layout(actual), layout(expected))
             if grad:
                 self.assertEqual(backward(actual, sample), backward(expected, sample))
+
+    @ops(moe_op_db, allowed_dtypes=(torch.float16,))
+    def test_float16(self, device, dtype, op):
+        # The tolerance that the suite is told, and its own where it is told none.
+        told = [
+            info.decorators[0].d[dtype]
+            for info in op.decorators
+            if (info.cls_name, info.test_name)
+            == ("TestInductorOpInfo", "test_comprehensive")
+        ]
+        atol, rtol = told[0] if told else (1e-5, 1e-3)
+        for sample in op.sample_inputs(device, dtype):
+            args, kwargs = arguments(sample)
+            wide = tree_map_only(
+                torch.Tensor,
+                lambda x: x.float() if x.dtype == dtype else x,
+                (args, kwargs),
+            )
+            self.assertEqual(
+                op(*args, **kwargs),
+                op(*wide[0], **wide[1]),
+                atol=atol,
+                rtol=rtol,
+                exact_dtype=False,
+            )
 
     @all_ops
     def test_unbacked(self, device, dtype, op):

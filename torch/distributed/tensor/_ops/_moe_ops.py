@@ -51,6 +51,7 @@ from torch.distributed.tensor.placement_types import (
     Replicate,
     Shard,
 )
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, guard_or_true
 
 
 aten = torch.ops.aten
@@ -101,6 +102,8 @@ def _is_even(
 ) -> bool:
     """Whether all ranks get as much of the operand; for full_mesh_strategy_filter."""
     spec = inputs[operand]
+    if free_unbacked_symbols(spec.shape):
+        return not spec.is_sharded()
     return is_tensor_evenly_shardable(spec.shape, spec)
 
 
@@ -110,6 +113,7 @@ def _strategy(
     rule: _Rule | None,
     *,
     even: str | None = None,
+    unbacked: bool = False,
 ) -> OpStrategy:
     """Everything replicated, or ``rule``.
 
@@ -117,6 +121,7 @@ def _strategy(
         num_outputs: of the op.
         rule: what may be sharded.
         even: the operand of which all ranks must get as much.
+        unbacked: whether a size that is data may be sharded; then it is 0 on some ranks.
     """
     operands = _operands(op_schema)
     _check_no_expert_is_elsewhere(op_schema.op, operands)
@@ -130,6 +135,7 @@ def _strategy(
         op_schema,
         rules,
         input_index=num_outputs,
+        allow_unbacked_sharding=unbacked,
         full_mesh_strategy_filter=partial(_is_even, tensors.index(even))
         if even is not None
         else None,
@@ -165,7 +171,8 @@ def _is_gated(operands: dict[str, object]) -> bool:
     w_in, w_out = operands["w_in"], operands["w_out"]
     if not isinstance(w_in, OpStrategy) or not isinstance(w_out, OpStrategy):
         raise AssertionError(f"Expected OpStrategy, got {type(w_in)}, {type(w_out)}")
-    return w_in.shape[1] != w_out.shape[2]
+    # Of sizes that are data only the rule without a shard is right for both.
+    return guard_or_true(w_in.shape[1] != w_out.shape[2])
 
 
 def _mlp_strategy(op_schema: OpSchema, num_outputs: int, rule: _Rule) -> OpStrategy:
@@ -190,7 +197,8 @@ def _mlp_strategy(op_schema: OpSchema, num_outputs: int, rule: _Rule) -> OpStrat
 )
 def moe_topk_strategy(op_schema: OpSchema) -> OpStrategy:
     """Tokens; the bias is replicated."""
-    return _strategy(op_schema, 2, ((Shard(0), Shard(0)), {"logits": Shard(0)}))
+    rule: _Rule = ((Shard(0), Shard(0)), {"logits": Shard(0)})
+    return _strategy(op_schema, 2, rule, unbacked=True)
 
 
 @register_op_strategy(
@@ -200,7 +208,8 @@ def moe_topk_strategy(op_schema: OpSchema) -> OpStrategy:
 def moe_topk_backward_strategy(op_schema: OpSchema) -> OpStrategy:
     """Tokens."""
     tokens = ("grad_weights", "logits", "topk_indices")
-    return _strategy(op_schema, 1, ((Shard(0),), dict.fromkeys(tokens, Shard(0))))
+    rule: _Rule = ((Shard(0),), dict.fromkeys(tokens, Shard(0)))
+    return _strategy(op_schema, 1, rule, unbacked=True)
 
 
 @register_op_strategy(
