@@ -164,7 +164,7 @@ class _ExactFloats:
 
 @contextlib.contextmanager
 def _less_bookkeeping() -> Iterator[None]:
-    """Without two thirds of the interpreter's time.
+    """Without half of the interpreter's time.
 
     Every call of a function that a kernel calls patches triton.language again, in case it knows
     more of its modules: a launch patches all of them. And every sum and product of integers is

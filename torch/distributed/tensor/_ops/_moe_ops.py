@@ -113,15 +113,15 @@ def _strategy(
     rule: _Rule | None,
     *,
     even: str | None = None,
-    unbacked: bool = False,
 ) -> OpStrategy:
     """Everything replicated, or ``rule``.
+
+    A size that is data is sharded where it is known to reach all ranks: torch._check(T >= n).
 
     Args:
         num_outputs: of the op.
         rule: what may be sharded.
         even: the operand of which all ranks must get as much.
-        unbacked: whether a size that is data may be sharded; then it is 0 on some ranks.
     """
     operands = _operands(op_schema)
     _check_no_expert_is_elsewhere(op_schema.op, operands)
@@ -135,7 +135,7 @@ def _strategy(
         op_schema,
         rules,
         input_index=num_outputs,
-        allow_unbacked_sharding=unbacked,
+        allow_unbacked_sharding=False,
         full_mesh_strategy_filter=partial(_is_even, tensors.index(even))
         if even is not None
         else None,
@@ -197,8 +197,7 @@ def _mlp_strategy(op_schema: OpSchema, num_outputs: int, rule: _Rule) -> OpStrat
 )
 def moe_topk_strategy(op_schema: OpSchema) -> OpStrategy:
     """Tokens; the bias is replicated."""
-    rule: _Rule = ((Shard(0), Shard(0)), {"logits": Shard(0)})
-    return _strategy(op_schema, 2, rule, unbacked=True)
+    return _strategy(op_schema, 2, ((Shard(0), Shard(0)), {"logits": Shard(0)}))
 
 
 @register_op_strategy(
@@ -208,8 +207,7 @@ def moe_topk_strategy(op_schema: OpSchema) -> OpStrategy:
 def moe_topk_backward_strategy(op_schema: OpSchema) -> OpStrategy:
     """Tokens."""
     tokens = ("grad_weights", "logits", "topk_indices")
-    rule: _Rule = ((Shard(0),), dict.fromkeys(tokens, Shard(0)))
-    return _strategy(op_schema, 1, rule, unbacked=True)
+    return _strategy(op_schema, 1, ((Shard(0),), dict.fromkeys(tokens, Shard(0))))
 
 
 @register_op_strategy(
