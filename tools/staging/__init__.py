@@ -21,7 +21,8 @@ Read in this order; every module only imports the ones before it:
     prefixes             verify --each
     wheelfile, drift     how the patches fit other releases
     prbody               the body of a pull request
-    testing, lint        test files and linters
+    testing, forkserver  test files, each in a process of its own
+    lint                 linters
     cli                  the command line of tools/stage.py
 
 This package never lands in PyTorch.

@@ -2,17 +2,20 @@
 
 Every file runs in a process of its own, as PyTorch's run_test.py does: a test
 that leaves a patched dispatcher or a compile cache behind cannot help or hurt
-the next file.
+the next file. It is a fork of one that has imported PyTorch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -24,11 +27,14 @@ from pathlib import Path
 from . import gitrepo
 from .config import Workspace
 from .errors import ArgumentError, StageError
+from .forkserver import ForkServer
 from .pipeline import Staged
 from .series import Stack
 
 
 STAGER_TESTS = "tools/test"
+# Triton compiles or interprets from its import on, and the fork server has imported it.
+_INTERPRETER = 'os.environ["TRITON_INTERPRET"] = "1"'
 _OURS = "moe or grouped_mm or grouped_mlp"
 # PyTorch's own suites that know our ops once the stack is in: those that run
 # over the OpInfo database, and those that check lists every op must be on. Not
@@ -126,6 +132,7 @@ def run(
         0 if everything passed.
     """
     start, report = time.monotonic(), Report()
+    processes = _Processes(workspace, staged)
 
     def run_one(test: str) -> tuple[str, Path, int]:
         results = workspace.build / "test-results" / f"{_flat(test)}.xml"
@@ -133,14 +140,15 @@ def run(
         args = [*pytest_args, f"--junit-xml={results}"]
         if jobs == 1:
             print(f"--- {test}", flush=True)
+            return test, results, processes.run(test, args)
         began = time.monotonic()
-        status, output = _run_file(workspace, staged, test, args, capture=jobs > 1)
-        if jobs > 1:
+        with tempfile.NamedTemporaryFile(mode="r", errors="replace") as output:
+            status = processes.run(test, args, Path(output.name))
             seconds = time.monotonic() - began
-            print(f"--- {test}  {seconds:.0f} s\n{output}", end="", flush=True)
+            print(f"--- {test}  {seconds:.0f} s\n{output.read()}", end="", flush=True)
         return test, results, status
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with contextlib.closing(processes), ThreadPoolExecutor(jobs) as pool:
         for test, results, status in pool.map(run_one, tests):
             _collect(report, test, results, status)
     return _summary(report, start)
@@ -312,42 +320,60 @@ def environment(workspace: Workspace, staged: Staged) -> dict[str, str]:
     return kept
 
 
-def _run_file(
-    workspace: Workspace,
-    staged: Staged | None,
-    test: str,
-    args: list[str],
-    capture: bool = False,
-) -> tuple[int, str]:
-    """Exit status, and the output if it is captured."""
-    repo = workspace.repo
-    if test.startswith(STAGER_TESTS):
-        command, folder, env = [sys.executable], repo / "tools", dict(os.environ)
-        env["PYTHONPATH"] = str(folder)
-    else:
-        if staged is None:
+class _Processes:
+    """Runs pytest on a file in a process of its own; several at once from as many threads."""
+
+    def __init__(self, workspace: Workspace, staged: Staged | None) -> None:
+        self._workspace, self._staged = workspace, staged
+        # By whether they have one thread.
+        self._idle: dict[bool, list[ForkServer]] = {False: [], True: []}
+
+    def close(self) -> None:
+        for server in itertools.chain(*self._idle.values()):
+            server.close()
+
+    def run(self, test: str, pytest_args: list[str], output: Path | None = None) -> int:
+        """Exit status; ``output`` is where stdout and stderr go if not where ours do."""
+        repo = self._workspace.repo
+        is_ours = test.startswith(STAGER_TESTS)
+        folder = repo / ("tools" if is_ours else "test")
+        args = [str(repo / test), f"--rootdir={folder}", "-p", "no:cacheprovider", "-q"]
+        args += pytest_args
+        if is_ours:
+            env = {**os.environ, "PYTHONPATH": str(folder)}
+            return _new_process(Path(sys.executable), args, folder, env, output)
+        if self._staged is None:
             raise StageError("tests of the stack need a staged environment")
-        command, folder = [str(staged.python)], repo / "test"
-        env = environment(workspace, staged)
+        env = environment(self._workspace, self._staged)
         # The current folder must not be importable: `torch` is next door.
         env["PYTHONSAFEPATH"] = "1"
-        if test.startswith("test/distributed/"):
+        one_thread = test.startswith("test/distributed/")
+        if one_thread:
             # As torchrun does: ranks that each spin on all cores crawl.
             env.setdefault("OMP_NUM_THREADS", "1")
-    command += ["-m", "pytest", str(repo / test), f"--rootdir={folder}"]
-    command += ["-p", "no:cacheprovider", "-q", *args]
-    if not capture:
-        return subprocess.run(command, cwd=folder, env=env).returncode, ""
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    return done.returncode, done.stdout
+        if _INTERPRETER in (repo / test.split("::")[0]).read_text():
+            return _new_process(self._staged.python, args, folder, env, output)
+        idle = self._idle[one_thread]
+        server = idle.pop() if idle else ForkServer(self._staged.python, env)
+        status = server.run(args, folder, output)
+        if server.is_alive():
+            idle.append(server)
+        return status
+
+
+def _new_process(
+    python: Path,
+    args: list[str],
+    folder: Path,
+    env: dict[str, str],
+    output: Path | None,
+) -> int:
+    command = [str(python), "-m", "pytest", *args]
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(output.open("wb")) if output else None
+        return subprocess.run(
+            command, cwd=folder, env=env, stdout=file, stderr=file
+        ).returncode
 
 
 def _read(results: Path) -> list[_Test]:
