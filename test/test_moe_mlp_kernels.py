@@ -19,6 +19,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
     subtest,
     TestCase,
 )
@@ -170,7 +171,9 @@ class TestMoeMlpKernels(TestCase):
         [(1300, 72, 40), (1300, 600, 40), (90, 2300, 24), (200, 70, 45)]
         + [(1300, 24, 1300), (40, 8, 8300)],
     )
-    @parametrize("transposed", [False, True])
+    @parametrize(
+        "transposed", [False, subtest(True, name="transposed", decorators=[slowTest])]
+    )
     def test_large_reference(self, dtype, shape, transposed):
         """More rows than one step of a weight gradient, depth that is cut, and activations that
         are too many to pack at once."""

@@ -18,6 +18,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
     subtest,
     TestCase,
 )
@@ -147,7 +148,14 @@ class TestMoeMlpScaled(TestCase):
 
     @all_backends
     @all_recipes
-    @parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+    @parametrize(
+        "dtype",
+        [
+            torch.bfloat16,
+            subtest(torch.float32, name="float32", decorators=[slowTest]),
+            subtest(torch.float16, name="float16", decorators=[slowTest]),
+        ],
+    )
     def test_larger(self, backend, recipe, dtype):
         case = MoeCase("larger", num_tokens=150, dim=96, hidden=160, num_experts=3)
         self.check(case.operands(dtype), recipe, backend)

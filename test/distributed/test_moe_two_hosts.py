@@ -16,7 +16,7 @@ from two_hosts import Cluster, two_hosts
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
 
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "moe"
@@ -128,6 +128,7 @@ class TrainingTest(TestCase):
         train(runs, text.sample_batches(corpus.train, STEPS, *shape, SEED))
         return {run.name: run.losses for run in runs}
 
+    @slowTest
     def test_losses(self):
         from demo.expert_parallel import Setup, train_rank
         from measure import on_hosts

@@ -1,5 +1,6 @@
 # Owner(s): ["module: inductor"]
 
+import functools
 import os
 import re
 import subprocess
@@ -18,6 +19,8 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
+    subtest,
     TestCase,
 )
 
@@ -100,6 +103,8 @@ LAYERS = {
     "grouped": GroupedLayer,
 }
 all_layers = parametrize("name", list(LAYERS))
+# A package takes 15 s.
+slow = functools.partial(subtest, decorators=[slowTest])
 
 
 def tokens(num_tokens=T, dtype=torch.float32):
@@ -265,7 +270,7 @@ class TestMoeAOTInductor(TestCase):
                 )
             return torch._inductor.aoti_load_package(path), code
 
-    @all_layers
+    @parametrize("name", ["fused", *map(slow, sorted(LAYERS.keys() - {"fused"}))])
     def test_package(self, name):
         # The ops have C shims, so the package does not go through a proxy. The parameters
         # require grad, and yet nobody reads the pre-activations.
@@ -282,7 +287,7 @@ class TestMoeAOTInductor(TestCase):
             x = tokens(count).detach()
             self.assertEqual(packaged(x), layer(x))
 
-    @parametrize("name", list(ROUTERS))
+    @parametrize("name", ["groups", *map(slow, sorted(ROUTERS.keys() - {"groups"}))])
     def test_router_op(self, name):
         router, logits = RouterOp(**ROUTERS[name]), torch.randn(6, 8)
         packaged, code = self.package(router, logits)

@@ -1,6 +1,8 @@
 # Owner(s): ["module: inductor"]
 """An AOTInductor package of an MoE layer in FP8 for CUDA holds our kernels. Runs without a GPU."""
 
+import functools
+
 from test_moe_lowering_aoti import (  # first, as it imports fake_gpu before torch
     check_package,
     Layer,
@@ -11,8 +13,13 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
+    subtest,
     TestCase,
 )
+
+
+slow = functools.partial(subtest, decorators=[slowTest])
 
 
 class TestMoeScaledAoti(TestCase):
@@ -20,9 +27,9 @@ class TestMoeScaledAoti(TestCase):
         "recipe,arch,of_weights",
         [
             ("fp8_blockwise", "sm_90", "quantize_square_kernel"),
-            ("mxfp8", "sm_100", "scaled_up_kernel"),
-            ("mxfp8", "sm_90", "scaled_up_kernel"),
-            ("fp8_rowwise", "sm_90", "scaled_up_kernel"),
+            slow(("mxfp8", "sm_100", "scaled_up_kernel")),
+            slow(("mxfp8", "sm_90", "scaled_up_kernel")),
+            slow(("fp8_rowwise", "sm_90", "scaled_up_kernel")),
         ],
     )
     def test_package_with_a_dynamic_number_of_tokens(self, recipe, arch, of_weights):

@@ -34,6 +34,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
     subtest,
     TestCase,
 )
@@ -158,6 +159,7 @@ class TestMoeQuantizeTriton(TestCase):
         self.check(x.transpose(0, 1), MX, native, swizzle=1, dtype=torch.int8)
         self.check(wild(1, 1, 40), MX, native, swizzle=1)
 
+    @slowTest
     def test_every_amax(self):
         amax = torch.arange(0x7F81, dtype=torch.int16).view(torch.bfloat16)
         x = torch.zeros(len(amax), 2, dtype=torch.bfloat16)

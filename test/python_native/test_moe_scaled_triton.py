@@ -41,6 +41,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
     subtest,
     TestCase,
 )
@@ -61,6 +62,11 @@ RECIPES = {
     "wide": scaled_operands.Recipe(MX, MX, widen=True),
 }
 all_recipes = parametrize("recipe", ["fp8", "row", "mx"])
+# For what hardly depends on it; a case takes 5 s.
+one_recipe = parametrize(
+    "recipe",
+    ["fp8", *(subtest(r, decorators=[slowTest]) for r in ("row", "mx"))],
+)
 # With those that share all but their products.
 each_product = parametrize("recipe", list(RECIPES))
 
@@ -189,7 +195,7 @@ class TestMoeScaledTriton(TestCase):
             self.check(*args, **options)
         self.assertGreater(sanitizer.num_accesses, 0)
 
-    @all_recipes
+    @one_recipe
     @parametrize(
         "plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma_parts")]
     )
@@ -198,7 +204,7 @@ class TestMoeScaledTriton(TestCase):
         act = launch.Activation("swiglu", gate_interleaved=interleaved)
         self.check_memory(make_operands(bias=True), recipe, act, plan=plan)
 
-    @all_recipes
+    @one_recipe
     @parametrize("interleaved", [False, True])
     def test_parts_of_a_block(self, recipe, interleaved):
         # Of fp8 four share a scale or two, of mx two or none; H's are of 32 columns.
@@ -241,7 +247,7 @@ class TestMoeScaledTriton(TestCase):
         self.check_memory(make_operands(**shape), "fp8")
 
     @parametrize("dim,hidden", [(16, 48), (272, 80)])
-    @all_recipes
+    @one_recipe
     def test_tails(self, recipe, dim, hidden):
         # Blocks of H have numbers of gate and up where these are not interleaved.
         ops = make_operands(dim=dim, hidden=hidden, bias=True)
@@ -250,7 +256,7 @@ class TestMoeScaledTriton(TestCase):
         ops = make_operands(dim=dim, hidden=hidden, activation="relu2", num_tokens=9)
         self.check_memory(ops, recipe, launch.Activation("relu2"))
 
-    @all_recipes
+    @one_recipe
     def test_gate_and_up_as_two_weights(self, recipe):
         self.check(make_operands(split=True, bias=True), recipe)
 
@@ -275,7 +281,7 @@ class TestMoeScaledTriton(TestCase):
         ops = make_operands(dtype, dim=128, num_tokens=12)
         self.check(ops, "fp8", preact_dtype=preact_dtype)
 
-    @all_recipes
+    @one_recipe
     @parametrize(
         "shape",
         [
@@ -311,12 +317,12 @@ class TestMoeScaledTriton(TestCase):
             for x in (output, *saved[2:], *grads):
                 self.assertEqual(x.contiguous().view(torch.uint8).count_nonzero(), 0)
 
-    @all_recipes
+    @one_recipe
     @parametrize("option", ["recompute", "hp_wgrad"])
     def test_options(self, recipe, option):
         self.check(make_operands(bias=True), recipe, **{option: True})
 
-    @all_recipes
+    @one_recipe
     def test_rows_that_are_expert_major_already(self, recipe):
         ops = make_operands(num_tokens=40, top_k=1, num_experts=4)
         offs = torch.tensor([3, 3, 30, 37], dtype=torch.int32)
@@ -324,14 +330,14 @@ class TestMoeScaledTriton(TestCase):
         self.check(ops, recipe)
         self.check(dataclasses.replace(ops, topk_weights=None), recipe)
 
-    @all_recipes
+    @one_recipe
     @parametrize("stride", [(0, 0), (2, 1)])
     def test_strides_of_router_weights(self, recipe, stride):
         ops = make_operands(num_tokens=6, top_k=1, dim=32)
         weights = torch.rand(64).as_strided(ops.topk_weights.shape, stride)
         self.check(dataclasses.replace(ops, topk_weights=weights), recipe)
 
-    @all_recipes
+    @one_recipe
     def test_operands_that_come_quantised(self, recipe):
         ops = make_operands(split=True)
         codes = RECIPES[recipe]
@@ -424,7 +430,7 @@ class TestMoeScaledTriton(TestCase):
                 )
                 self.assertTrue(same.all(), f"{name}: {(~same).sum()} of {a.numel()}")
 
-    @all_recipes
+    @one_recipe
     def test_order_of_programs_and_other_tokens(self, recipe):
         ops = make_operands(bias=True, num_tokens=40)
         output, saved, grads = self.run_kernels(ops, recipe)
@@ -450,7 +456,7 @@ class TestMoeScaledTriton(TestCase):
         for i in (0, 3):  # dX and d(topk_weights)
             self.assertTrue(torch.equal(part_grads[i], grads[i][tokens]))
 
-    @all_recipes
+    @one_recipe
     def test_what_is_no_number_stays_with_its_token(self, recipe):
         ops = make_operands(num_tokens=12)
         clean, _, clean_grads = self.run_kernels(ops, recipe)

@@ -20,6 +20,8 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
+    subtest,
     TestCase,
 )
 
@@ -123,7 +125,10 @@ class TestStaticGate(TestCase):
         for arch in ("sm_80", "sm_90"):
             self.assertEqual(compile_matmul(arch).arch, arch)
 
-    @parametrize("arch", ["sm_80", "sm_90", "gfx942"])
+    @parametrize(
+        "arch",
+        ["sm_90", *(subtest(a, decorators=[slowTest]) for a in ("sm_80", "gfx942"))],
+    )
     def test_rejects_spills(self, arch):
         report = compile_matmul(arch, (256, 256, 64), num_warps=2, num_stages=1)
         self.assertGreater(report.spill_bytes, 0)

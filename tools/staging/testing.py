@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,8 +34,8 @@ from .series import Stack
 
 
 STAGER_TESTS = "tools/test"
-# Triton compiles or interprets from its import on, and the fork server has imported it.
-_INTERPRETER = 'os.environ["TRITON_INTERPRET"] = "1"'
+# Test files that set these before they import Triton or PyTorch, which a fork has imported.
+_BEFORE_IMPORTS = re.compile("TRITON_INTERPRET|import fake_gpu")
 _OURS = "moe or grouped_mm or grouped_mlp"
 # PyTorch's own suites that know our ops once the stack is in: those that run
 # over the OpInfo database, and those that check lists every op must be on. Not
@@ -351,7 +352,7 @@ class _Processes:
         if one_thread:
             # As torchrun does: ranks that each spin on all cores crawl.
             env.setdefault("OMP_NUM_THREADS", "1")
-        if _INTERPRETER in (repo / test.split("::")[0]).read_text():
+        if _BEFORE_IMPORTS.search((repo / test.split("::")[0]).read_text()):
             return _new_process(self._staged.python, args, folder, env, output)
         idle = self._idle[one_thread]
         server = idle.pop() if idle else ForkServer(self._staged.python, env)
