@@ -348,6 +348,8 @@ class _Processes:
         env = environment(self._workspace, self._staged)
         # The current folder must not be importable: `torch` is next door.
         env["PYTHONSAFEPATH"] = "1"
+        # Threads that spin while they wait keep those of the file beside them from running.
+        env.setdefault("OMP_WAIT_POLICY", "passive")
         one_thread = test.startswith("test/distributed/")
         if one_thread:
             # As torchrun does: ranks that each spin on all cores crawl.
