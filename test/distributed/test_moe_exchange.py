@@ -4,15 +4,9 @@
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed._moe.exchange import (
-    Exchange,
-    pack,
-    read_on_host,
-    Splits,
-    take,
-    unpack,
-)
+from torch.distributed._moe.exchange import Exchange, read_on_host, Splits, take
 from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.wire import pack, unpack
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -133,6 +127,41 @@ class TestExchange(TestCase):
         for part, view, last in zip(parts, got, (0, 1, -1)):
             self.assertEqual(view[:3], part, atol=0, rtol=0)
             self.assertTrue((view[3] == last).all())
+
+    @parametrize(
+        "backend, rows, width, offset",
+        [
+            ("inductor", 5, 8, 0),
+            ("aot_eager", 5, 8, 0),
+            ("aot_eager", 0, 8, 0),
+            ("aot_eager", 1, 8, 1),
+            ("aot_eager", 5, 5, 0),
+            ("aot_eager", 5, 6, 2),
+        ],
+    )
+    def test_a_graph_packs_the_same_values(self, backend, rows, width, offset):
+        g = torch.Generator().manual_seed(0)
+        bits = torch.randint(-(2**15), 2**15, (offset + rows * width,), generator=g)
+        # All values there are, NaN with what is in it too.
+        values = bits.short().view(torch.bfloat16)[offset:].view(rows, width)
+        ids = torch.randint(0, 9, (rows, 3), generator=g).int()
+        parts = [values, torch.rand(3, rows, generator=g).mT, ids]
+        layout = [(p.shape[1], p.dtype) for p in parts]
+        order = torch.randint(0, rows + 1, (7,), generator=g)
+        compiled = torch.compile(pack, backend=backend, fullgraph=True, dynamic=False)
+        for fill, index in (
+            (None, None),
+            ([0, 1, -1], None),
+            ([0, 1, -1], order),
+            (None, order[order < rows]),
+        ):
+            torch._dynamo.reset()
+            want = pack(parts, fill, index)
+            got = compiled(parts, fill, index)
+            self.assertEqual(got.view(torch.uint8).shape, want.shape)
+            for one, other in zip(unpack(got, layout), unpack(want, layout)):
+                words = [t.contiguous().view(torch.uint8) for t in (one, other)]
+                self.assertEqual(*words, rtol=0, atol=0)
 
     def test_what_does_not_fit_is_counted(self):
         ids, ones = routing("one_rank"), torch.ones(W * T, D)

@@ -21,7 +21,8 @@ from moe_token_switch import (
 
 import torch
 import torch.distributed as dist
-from torch.distributed._moe.exchange import count_wire_bytes, decode, encode
+from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.wire import decode, encode
 from torch.distributed._moe.schedule import grow_and_rerun
 from torch.distributed._moe.switch import TokenSwitchHierarchical
 from torch.distributed.device_mesh import init_device_mesh

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._moe import exchange, switch as switches
+from torch.distributed._moe import switch as switches, wire
 from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
@@ -51,8 +51,8 @@ class TestWireRows(TestCase):
     def test_codes_and_scales_are_the_rows(self, dim):
         x = torch.randn(9, dim) * torch.logspace(-20, 20, 9)[:, None]
         x[3], x[4, 0] = 0, torch.inf
-        packed = exchange.encode(x, FP8)
-        data, scale = exchange.scaled_rows(packed, dim)
+        packed = wire.encode(x, FP8)
+        data, scale = wire.scaled_rows(packed, dim)
         code = torch.nn.functional.ScalingType.BlockWise1x128.value
         codes, scales = torch.ops.aten._moe_quantize(x, code)
         self.assertEqual(data.view(torch.uint8), codes.view(torch.uint8))
@@ -147,7 +147,7 @@ class TestScaledParallel(GlooTest):
         x, grad, mine = self.parts()
         options = {"schedule": own_schedule} if case == "own schedule" else {}
         parallel = self.parallel(layer, combine="exact", **options)
-        with mock.patch.object(switches, "decode", wraps=exchange.decode) as decode:
+        with mock.patch.object(switches, "decode", wraps=wire.decode) as decode:
             got = run(parallel, x[mine], grad[mine])
         self.assertEqual(decode.call_count, 1)
         if recipe == "fp8_blockwise":

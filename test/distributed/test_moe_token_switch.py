@@ -16,12 +16,13 @@ from moe_token_switch import (
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._moe.exchange import decode, encode, group_timeout
+from torch.distributed._moe.exchange import group_timeout
 from torch.distributed._moe.switch import (
     TokenSwitchAllGather,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
+from torch.distributed._moe.wire import decode, encode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (

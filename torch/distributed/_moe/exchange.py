@@ -35,9 +35,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.wire import is_traced, pack, rows_or, unpack
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 
@@ -53,152 +53,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "count_wire_bytes",
-    "decode",
     "Demand",
-    "empty_message",
-    "encode",
     "Exchange",
     "group_timeout",
     "inherit_timeout",
-    "pack",
     "read_on_host",
     "Route",
     "Splits",
     "sum_in_order",
     "take",
-    "unpack",
     "WireBytes",
 ]
-
-
-# -- rows in fewer bytes
-
-
-_BLOCK = 128
-_LARGEST = 448  # of float8_e4m3fn
-_BIAS = 127
-# The op of the series moe-precision, of which this module has the rule in torch ops.
-_HAS_OP = hasattr(torch.ops.aten, "_moe_quantize")
-
-
-def _quantize_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """float8_e4m3fn (T, D), and the biased exponents (T, ceil(D / 128)) of the scales, uint8.
-
-    The rule of ``_moe_quantize`` in blocks of 128: the smallest exponent that keeps the largest value
-    within range, 255 and NaN for a block with an infinity or a NaN."""
-    if _HAS_OP and rows.dtype != torch.float64:
-        code = F.ScalingType.BlockWise1x128.value
-        data, scale = torch.ops.aten._moe_quantize(rows, code)
-        return data, (scale.view(torch.int32) >> 23).to(torch.uint8)
-    T, D = rows.shape
-    blocks = F.pad(rows.float(), (0, -D % _BLOCK)).view(T, -(-D // _BLOCK), _BLOCK)
-    amax = blocks.abs().amax(dim=2)
-    mantissa, exponent = torch.frexp(amax * (1 / _LARGEST))
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    exponent = torch.where(amax > 0, exponent + _BIAS, 0).clamp(0, 254)
-    is_finite = amax.isfinite()
-    scaled = torch.ldexp(blocks, (_BIAS - exponent)[:, :, None])
-    scaled = torch.where(is_finite[:, :, None], scaled, torch.nan).flatten(1)[:, :D]
-    data = scaled.to(torch.float8_e4m3fn)
-    return data, torch.where(is_finite, exponent, 255).to(torch.uint8)
-
-
-def encode(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """(T, D) rows as they travel: (T, D) bfloat16 or (T, D + D/128) uint8.
-
-    FP8 rows are ``D`` float8_e4m3fn bytes followed by one byte per 128 values with the
-    exponent of their scale: rounded once, and not again along the other axis."""
-    if dtype == torch.bfloat16:
-        return rows.to(dtype)
-    data, exponent = _quantize_blocks(rows)
-    return torch.cat([data.view(torch.uint8), exponent], dim=1)
-
-
-def decode(packed: Tensor, dtype: torch.dtype, dim: int, out: torch.dtype) -> Tensor:
-    """Inverse of :func:`encode` up to rounding: (T, dim) rows of dtype ``out``."""
-    if dtype == torch.bfloat16:
-        return packed.to(out)
-    data, scale = scaled_rows(packed, dim)
-    return (data.float() * scale.repeat_interleave(_BLOCK, dim=1)[:, :dim]).to(out)
-
-
-def scaled_rows(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Codes (T, dim) and float32 scales (T, dim/128) of the FP8 rows of :func:`encode`."""
-    exponent = packed[:, dim:].int() - _BIAS
-    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-    return packed[:, :dim].view(torch.float8_e4m3fn), scale
-
-
-# -- messages
-
-
-# So that every part of a row is aligned for its dtype, and rows for vector loads.
-_ALIGN = 16
-
-
-class _Part(NamedTuple):
-    """Bytes ``[begin, end)`` of a row, ``width`` values of ``dtype``."""
-
-    begin: int
-    end: int
-    width: int
-    dtype: torch.dtype
-
-
-def _layout(parts: Iterable[tuple[int, torch.dtype]]) -> tuple[list[_Part], int]:
-    """Where values of (width, dtype) are in a row, and the bytes of a row."""
-    at, layout = 0, []
-    for width, dtype in parts:
-        end = at + width * dtype.itemsize
-        layout.append(_Part(at, end, width, dtype))
-        at = -(-end // _ALIGN) * _ALIGN
-    return layout, at
-
-
-def empty_message(
-    rows: int, parts: Iterable[tuple[int, torch.dtype]], device: torch.device
-) -> Tensor:
-    """(rows, bytes) uint8 for parts of (width, dtype)."""
-    _, size = _layout(parts)
-    return torch.empty(rows, size, dtype=torch.uint8, device=device)
-
-
-def pack(
-    parts: list[Tensor], fill: list[int] | None = None, index: Tensor | None = None
-) -> Tensor:
-    """(N, width) tensors side by side as bytes, (N, bytes) uint8.
-
-    Args:
-        fill (list[int], optional): appends a row of these values, one for each part.
-        index (Tensor, optional): (M) int64 rows to pack, of those, in this order.
-    """
-    layout, size = _layout((p.shape[1], p.dtype) for p in parts)
-    rows = parts[0].shape[0]
-    if index is not None and fill is None and not _is_traced(parts[0]):
-        out = parts[0].new_empty((index.shape[0], size), dtype=torch.uint8)
-        for part, at in zip(parts, layout, strict=True):
-            place = out.narrow(1, at.begin, at.end - at.begin).view(at.dtype)
-            torch.index_select(part.detach(), 0, index, out=place)
-        return out
-    shape = (rows + (fill is not None), size)
-    out = torch.empty(shape, dtype=torch.uint8, device=parts[0].device)
-    for i, (part, at) in enumerate(zip(parts, layout, strict=True)):
-        place = out.narrow(1, at.begin, at.end - at.begin).view(at.dtype)
-        if fill is None:
-            place.copy_(part)
-        else:
-            place.narrow(0, 0, rows).copy_(part)
-            place.narrow(0, rows, 1).fill_(fill[i])
-    return out if index is None else out.index_select(0, index)
-
-
-def unpack(message: Tensor, parts: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
-    """Views of the parts of a message, of (width, dtype) each."""
-    # Not views of columns: Inductor copies those, and once more for who wants their strides.
-    return [
-        message.view(at.dtype).narrow(1, at.begin // at.dtype.itemsize, at.width)
-        for at in _layout(parts)[0]
-    ]
 
 
 # -- routes
@@ -312,16 +177,16 @@ def take(source: Tensor, index: Tensor) -> Tensor:
 _BLOCK_OF_SUMS = 2**19
 
 
-def sum_in_order(rows: Tensor, index: Tensor) -> Tensor:
+def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
     """(T, D) sums of the ``rows`` that (T, P) ``index`` names, in order and in fp32.
 
-    The last of the ``rows`` is zeros: it stands where ``index`` is -1.
+    Args:
+        spare (bool): the last of the ``rows`` is zeros, and stands where ``index`` is -1.
     """
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     (T, columns), D = index.shape, rows.shape[1]
     if not columns:
         return rows.new_zeros(T, D)
-    index = torch.where(index < 0, rows.shape[0] - 1, index)
 
     def summed(index: Tensor) -> Tensor:
         first, *others = index.unbind(1)
@@ -330,21 +195,16 @@ def sum_in_order(rows: Tensor, index: Tensor) -> Tensor:
             total += rows.index_select(0, column)
         return total
 
-    if _is_traced(rows) or T * D <= _BLOCK_OF_SUMS:
+    if not spare:
+        terms = [take(rows, column).to(wide) for column in index.unbind(1)]
+        return functools.reduce(torch.add, terms).to(rows.dtype)
+    index = torch.where(index < 0, rows.shape[0] - 1, index)
+    if is_traced(rows) or T * D <= _BLOCK_OF_SUMS:
         return summed(index).to(rows.dtype)
     out, size = rows.new_empty(T, D), max(1, _BLOCK_OF_SUMS // D)
     for part, at in zip(out.split(size), index.split(size)):
         part.copy_(summed(at))
     return out
-
-
-def _is_traced(x: Tensor) -> bool:
-    """Whether operators on ``x`` are seen by a compiler, a dispatch mode or a subclass."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
 
 
 # -- groups
@@ -610,7 +470,9 @@ class Exchange:
 
     def send_rows(self, route: Route, x: Tensor) -> Tensor:
         """(T, D) of the tokens -> (M, D) of the received rows."""
-        if route.is_static or torch.compiler.is_compiling() or not x.shape[0]:
+        if torch.compiler.is_compiling():
+            return self.send(rows_or(x, route.send_token, 0), route.rows, "rows")
+        if route.is_static or not x.shape[0]:
             x = torch.cat([x, x.new_zeros(1, x.shape[1])])
         return self.send(x.index_select(0, route.send_token), route.rows, "rows")
 
@@ -629,21 +491,29 @@ class Exchange:
         if grads is not None:
             index = route.slots_in_rows(grads.shape[1])
             grads = take(grads.contiguous().flatten(), index)
-        return sum_in_order(rows, route.row_index), grads
+        return sum_in_order(rows, route.row_index, self.has_spare(route.rows)), grads
+
+    @staticmethod
+    def has_spare(splits: Splits) -> bool:
+        """Whether a row of zeros is behind what :meth:`send_back` returns.
+
+        A graph would copy all rows for it, and a static route has a row to stand for it.
+        """
+        return splits.send is not None or not torch.compiler.is_compiling()
 
     def send_back(
         self, splits: Splits, rows: Tensor, weight_grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What was received with ``splits`` returns, and a row of zeros behind it."""
-        splits = splits.flipped()
+        """What was received with ``splits`` returns, see :meth:`has_spare`."""
+        spare, splits = self.has_spare(splits), splits.flipped()
         if weight_grads is None:
-            return self.send(rows, splits, "returned", spare=True), None
+            return self.send(rows, splits, "returned", spare=spare), None
         kinds = {
             "returned": rows.shape[1] * rows.element_size(),
             "weight_grads": weight_grads.shape[1] * weight_grads.element_size(),
         }
         message = pack([rows, weight_grads])
-        message = self.send(message, splits, "returned", kinds, spare=True)
+        message = self.send(message, splits, "returned", kinds, spare=spare)
         parts = [(t.shape[1], t.dtype) for t in (rows, weight_grads)]
         rows, weight_grads = unpack(message, parts)
         return rows, weight_grads
@@ -695,7 +565,7 @@ class Exchange:
 
     def _send(self, x: Tensor, splits: Splits, spare: bool) -> Tensor:
         x, group = x.contiguous(), self.group_name
-        if _is_traced(x):
+        if is_traced(x):
             out = funcol.all_to_all_single(x, splits.recv, splits.send, group)
             out = funcol.wait_tensor(out)
             return torch.cat([out, out.new_zeros(1, *out.shape[1:])]) if spare else out

@@ -29,20 +29,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._guards import detect_fake_mode
+from torch.distributed._moe import wire
 from torch.distributed._moe.exchange import (
-    decode,
     Demand,
-    empty_message,
-    encode,
     Exchange,
     read_on_host,
     Route,
-    scaled_rows,
     Splits,
     sum_in_order,
     take,
-    unpack,
 )
+from torch.distributed._moe.wire import decode, encode, scaled_rows
 from torch.distributed._token_switch import Routing, TokenSwitch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -474,7 +471,7 @@ class TokenSwitchAllToAll(_Switch):
                 index = self.levels[i - 1].slots_of(handle.routes[i - 1], index)
                 rows = take(rows, index)
             else:
-                rows = sum_in_order(rows, index)
+                rows = sum_in_order(rows, index, level.has_spare(route.slots))
             if weight_grads is not None:
                 weight_grads = take(weight_grads.contiguous().flatten(), index)
                 weight_grads = weight_grads.unsqueeze(1) if i else weight_grads
@@ -743,10 +740,12 @@ class TokenSwitchAllGather(_Switch):
             parts = [(D, tokens.dtype), (K, topk_weights.dtype), (K, torch.int32)]
             # Not of inference mode, so that they can be written outside of it.
             with torch.inference_mode(False):
-                mine = empty_message(rows, parts, device).zero_()
-                all_ranks = empty_message(len(self.ranks) * rows, parts, device).zero_()
+                mine = wire.empty_message(rows, parts, device).zero_()
+                all_ranks = wire.empty_message(
+                    len(self.ranks) * rows, parts, device
+                ).zero_()
                 local = torch.empty(len(all_ranks), K, dtype=torch.int64, device=device)
-                views = unpack(mine, parts), unpack(all_ranks, parts)
+                views = wire.unpack(mine, parts), wire.unpack(all_ranks, parts)
                 self._buffers[key] = _Buffers(mine, all_ranks, *views, local)
         return self._buffers[key]
 
