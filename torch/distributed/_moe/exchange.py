@@ -29,7 +29,7 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, cast, NamedTuple, TYPE_CHECKING
+from typing import Any, cast, TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,7 +42,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
     from typing import TypeVar
 
