@@ -62,7 +62,7 @@ RECIPES = {
     "wide": scaled_operands.Recipe(MX, MX, widen=True),
 }
 all_recipes = parametrize("recipe", ["fp8", "row", "mx"])
-# For what hardly depends on it; a case takes 5 s.
+# Where the routings and the bits of the composite, which all have, would fail as well.
 one_recipe = parametrize(
     "recipe",
     ["fp8", *(subtest(r, decorators=[slowTest]) for r in ("row", "mx"))],
@@ -337,7 +337,7 @@ class TestMoeScaledTriton(TestCase):
         weights = torch.rand(64).as_strided(ops.topk_weights.shape, stride)
         self.check(dataclasses.replace(ops, topk_weights=weights), recipe)
 
-    @one_recipe
+    @all_recipes
     def test_operands_that_come_quantised(self, recipe):
         ops = make_operands(split=True)
         codes = RECIPES[recipe]

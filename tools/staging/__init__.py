@@ -18,10 +18,10 @@ Read in this order; every module only imports the ones before it:
     placement            where the hunks of one file fit
     apply                the stack onto a real checkout, with git am
     export               edits of the checkout back into patches; verify
+    forkserver, testing  test files, each in a process of its own
     prefixes             verify --each
     wheelfile, drift     how the patches fit other releases
     prbody               the body of a pull request
-    testing, forkserver  test files, each in a process of its own
     lint                 linters
     cli                  the command line of tools/stage.py
 

@@ -1,7 +1,7 @@
 """pytest in forks of a process that has imported PyTorch's test framework.
 
-Every test file still has a process of its own; imports are 7 of the 10 seconds of CPU time that a
-small one takes. What has to be in the environment before these imports must be in the server's.
+Every test file still has a process of its own, without the imports, which are most of what a
+small one takes. What has to be in the environment before them must be in the server's.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ from .series import Stack
 
 
 STAGER_TESTS = "tools/test"
-# Test files that set these before they import Triton or PyTorch, which a fork has imported.
-_BEFORE_IMPORTS = re.compile("TRITON_INTERPRET|import fake_gpu")
+# What a test file sets or imports before PyTorch and Triton, which a fork has imported.
+_BEFORE_IMPORTS = re.compile("TRITON_INTERPRET|fake_gpu")
 _OURS = "moe or grouped_mm or grouped_mlp"
 # PyTorch's own suites that know our ops once the stack is in: those that run
 # over the OpInfo database, and those that check lists every op must be on. Not
