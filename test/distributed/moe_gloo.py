@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
@@ -20,6 +21,13 @@ class GlooTest(MultiProcContinuousTest):
     @classmethod
     def device_type(cls) -> str:
         return "cpu"
+
+    @classmethod
+    def _spawn_processes(cls, world_size: int) -> None:
+        # Ranks without a GPU can share the imports, most of what a short test takes.
+        multiprocessing.set_start_method("forkserver", force=True)
+        multiprocessing.set_forkserver_preload([MultiProcContinuousTest.__module__])
+        super()._spawn_processes(world_size)
 
     @staticmethod
     @functools.cache

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
 
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/moe/compiled.py"
@@ -23,6 +23,7 @@ class TestMoeCompiledBenchmark(TestCase):
             subprocess.run([*command, *options], check=True, env=env)
             return json.loads(path.read_text())
 
+    @slowTest
     def test_two_graphs_over_changing_tokens_and_no_break(self):
         record = self.run_script("--tables", "compiles")
         forms = {row["form"] for row in record["compiles"]}

@@ -31,6 +31,8 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
+    subtest,
     TestCase,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -201,7 +203,10 @@ class TestMoeOverlapScheduling(TestCase):
         forward, backward = seen
         return {"forward": forward, "backward": backward}
 
-    @parametrize("num_chunks, shared_width", [(2, H), (4, 8 * H)])
+    @parametrize(
+        "num_chunks, shared_width",
+        [(2, H), subtest((4, 8 * H), decorators=[slowTest])],
+    )
     def test_communication_is_hidden(self, num_chunks, shared_width):
         for name, (before, after) in self.scheduled(num_chunks, shared_width).items():
             with self.subTest(name):

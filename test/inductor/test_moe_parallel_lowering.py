@@ -25,6 +25,8 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
+    subtest,
     TestCase,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -70,7 +72,7 @@ class TestMoeParallelLowering(TestCase):
         cls.addClassCleanup(dist.destroy_process_group)
 
     @parametrize("capacity", [None, T])
-    @parametrize("training", [False, True])
+    @parametrize("training", [subtest(False, decorators=[slowTest]), True])
     def test_no_moe_operator_is_called(self, training, capacity):
         graphs = emit(training, capacity)
         self.assertEqual(len(graphs), 1 + training)

@@ -23,6 +23,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
     slowTest,
+    subtest,
     TestCase,
 )
 
@@ -102,7 +103,7 @@ def launches(graph):
 
 class TestMoeScaledLowering(TestCase):
     @served
-    @parametrize("dynamic", [False, True])
+    @parametrize("dynamic", [subtest(False, decorators=[slowTest]), True])
     def test_training_block(self, recipe, arch, of_weights, dynamic):
         forward, backward = emit(recipe, arch, dynamic=dynamic)
         self.assertEqual(moe_calls(forward, backward), [])

@@ -31,7 +31,7 @@ from moe_sass import (
 from triton_static_gate import compile_only
 
 import torch
-from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
+from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 RECORD = (
@@ -72,7 +72,6 @@ class TestMoeSass(TestCase):
             if row["arch"] == "sm_90":
                 self.assertEqual(row["mma"], "HGMMA 64x256x16")
 
-    @slowTest
     def test_backward_computes_its_activation_once(self):
         # An exponential and a reciprocal per output, where two layouts had it twice.
         for row in rows("act_backward 128"):
