@@ -17,6 +17,7 @@ import moe_routing_problems
 
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.common_utils import TEST_WITH_SLOW
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
 
 
@@ -40,6 +41,8 @@ class Quantize(moe_routing_problems.Problem):
     dtype: torch.dtype = torch.bfloat16
     experts: int | None = None
     transposed: bool = False
+
+    slow = False
 
     def tensors(self, num_tokens: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(num_tokens)
@@ -83,6 +86,7 @@ class Experts(moe_lowering_problems.Problem):
 
     Attributes:
         recipe: of ``F.moe_mlp``.
+        slow: compiled and run in the slow shard only.
         preact_dtype, hp_wgrad: of the op.
         recompute: H is not saved.
         integers: operands are small integers, so that every sum is exact.
@@ -91,6 +95,7 @@ class Experts(moe_lowering_problems.Problem):
 
     case: MoeCase = _CASE
     recipe: str = "fp8_blockwise"
+    slow: bool = False
     preact_dtype: torch.dtype | None = torch.float8_e4m3fn
     hp_wgrad: bool = False
     recompute: bool = False
@@ -206,17 +211,29 @@ def _experts() -> tuple[Experts, ...]:
     )
     few = [p for p in both if p.name in ("inference", "dynamic", "quantised", "oai")]
 
-    def named(prefix: str, recipe: str, problems) -> list[Experts]:
+    def named(prefix: str, recipe: str, problems, slow: str) -> list[Experts]:
         return [
-            dataclasses.replace(p, name=f"{prefix}_{p.name}", recipe=recipe)
+            dataclasses.replace(
+                p, name=f"{prefix}_{p.name}", recipe=recipe, slow=p.name in slow.split()
+            )
             for p in problems
         ]
 
     return (
-        *named("fp8", "fp8_blockwise", (*both, *once, *apart)),
-        *named("mx", "mxfp8", both),
-        *named("wide", "mxfp8", few),
-        *named("row", "fp8_rowwise", (*few, *apart)),
+        *named(
+            "fp8",
+            "fp8_blockwise",
+            (*both, *once, *apart),
+            slow="inference_rows relu2 recompute int8 off",
+        ),
+        *named(
+            "mx",
+            "mxfp8",
+            both,
+            slow="inference_quantised unbacked unbacked_none oai hp_wgrad",
+        ),
+        *named("wide", "mxfp8", few, slow="inference quantised oai"),
+        *named("row", "fp8_rowwise", (*few, *apart), slow="inference quantised off"),
     )
 
 
@@ -261,6 +278,6 @@ if __name__ == "__main__":
     import json
     import sys
 
-    graphs = {name: emit(problem) for name, problem in PROBLEMS.items()}
+    graphs = {n: emit(p) for n, p in PROBLEMS.items() if TEST_WITH_SLOW or not p.slow}
     with open(sys.argv[1], "w") as file:
         json.dump({n: [*map(dataclasses.asdict, g)] for n, g in graphs.items()}, file)

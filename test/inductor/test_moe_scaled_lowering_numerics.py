@@ -20,6 +20,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTestIf,
     subtest,
     TestCase,
 )
@@ -32,7 +33,10 @@ from torch.testing._internal.moe_reference import (
 
 def problems(kind):
     found = [p for p in PROBLEMS.values() if isinstance(p, kind)]
-    return parametrize("problem", [subtest(p, name=p.name) for p in found])
+    return parametrize(
+        "problem",
+        [subtest(p, name=p.name, decorators=[slowTestIf(p.slow)]) for p in found],
+    )
 
 
 class TestMoeScaledLoweringNumerics(TestCase):
