@@ -7,15 +7,17 @@ the sockets of gloo (``SO_MAX_PACING_RATE``): rows travel at that rate and take 
 and chunked layers are compiled by Inductor, the latter with the overlap scheduler and the cost
 model's estimates; they take turns in every round.
 
-Prediction: ``moe_calibration`` measures products and messages in the time of the process, and start
-and rate of the limited link; ``moe_cost_model.layer_chunks`` gives the seconds. On a machine with
-neighbours a rank waits for its core: the experts alone take part in the rounds, and what they take
-by the clock over what they take of the process, ``neighbours``, slows the cores of the model.
+Prediction: ``moe_calibration`` measures products and what messages take of the cores in the time
+of the process, and start and rate of the limited link by the clock;
+``moe_cost_model.layer_chunks`` gives the seconds. On a machine with neighbours a rank waits for its
+core: the experts alone take part in the rounds, and what they take by the clock over what they take
+of the process, ``neighbours``, slows the cores of the model.
 Choose links that are as slow as the experts then are.
 """
 
 import dataclasses
 import functools
+import math
 import os
 import pathlib
 import statistics
@@ -100,9 +102,16 @@ def slowed(p: Profile, factor: float) -> Profile:
 
 def calibrated() -> Profile:
     """Of rank 0, for all: ranks that estimate differently would order collectives so."""
-    p = with_link(moe_calibration.calibrate(seconds=5, clock="process"))
-    clock = time.process_time
-    cpu = moe_calibration.measure_exchange(p, dist.group.WORLD, clock=clock)
+    p = moe_calibration.calibrate(seconds=5, clock="process")
+    # Seconds of links are the clock's and come later. What messages take of the cores is
+    # measured with what makes them: as if the links took no time.
+    free = dataclasses.replace(p.device, fast=math.inf, slow=math.inf)
+    no_start = dataclasses.replace(p.constants, fast_us=0.0, slow_us=0.0)
+    cpu = moe_calibration.measure_exchange(
+        dataclasses.replace(p, device=free, constants=no_start),
+        dist.group.WORLD,
+        clock=time.process_time,
+    )
     found = [dataclasses.replace(p, cpu=cpu)]
     dist.broadcast_object_list(found)
     return found[0]
