@@ -6,7 +6,9 @@ Each call is forward and backward. "micro-batch": into a ``.grad`` that exists, 
 after the first. "step": one batch per step of an optimizer, whose ``zero_grad`` is part of the call:
 autograd gets None, which is cheapest for it, and the kernel a ``.grad`` that is zeroed in place. Autograd alone is
 what the same call does while somebody holds the AccumulateGrad nodes; grouped_mm is the peer of the
-CPU rows. All take turns in one process, on the same weights, and the bits of ``.grad`` are compared.
+CPU rows. The bound is the six matmuls of every expert and nothing else, by ``at::mm`` into memory that is
+used again, in whichever of bfloat16 and float32 is faster: over autograd nothing can gain more than that.
+All take turns in one process, on the same weights, and the bits of ``.grad`` are compared.
 
 First touch of new memory is most of the difference, and depends on malloc: every row is measured
 with glibc's malloc as it is, with huge pages (THP_MEM_ALLOC_ENABLE) and with one that gives no
@@ -31,7 +33,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-from measure import interleaved_seconds, provenance, ratio_record, spread, write_json
+from measure import (
+    interleaved_seconds,
+    provenance,
+    ratio_record,
+    spread,
+    timed,
+    write_json,
+)
 
 
 _KEPT = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
@@ -73,6 +82,30 @@ class Call:
         self.function(x, o.ids, s, *self.weights).backward(o.grad)
 
 
+def products(
+    operands: Operands, dtype: torch.dtype, num_experts: int | None = None
+) -> Callable[[], None]:
+    """Forward's and backward's matmuls of the first experts, with the rows that each has."""
+    counts = operands.ids.flatten().bincount(minlength=len(operands.w_in)).tolist()
+    w_in, w_out = (w.detach().to(dtype) for w in (operands.w_in, operands.w_out))
+    (width, dim), hidden = w_in.shape[1:], w_out.shape[2]
+    x, dx, y, dy = torch.rand(4, max(counts), dim).to(dtype)
+    a, da = torch.rand(2, max(counts), hidden).to(dtype)
+    h, dh = torch.rand(2, max(counts), width).to(dtype)
+    grads = [torch.empty_like(w[0]) for w in (w_in, w_out)]
+
+    def call() -> None:
+        for n, w1, w2 in zip(counts[:num_experts], w_in, w_out):
+            torch.mm(x[:n], w1.T, out=h[:n])
+            torch.mm(a[:n], w2.T, out=y[:n])
+            torch.mm(dy[:n], w2, out=da[:n])
+            torch.mm(dh[:n], w1, out=dx[:n])
+            torch.mm(dh[:n].T, x[:n], out=grads[0])
+            torch.mm(dy[:n].T, a[:n], out=grads[1])
+
+    return call
+
+
 def page_faults(call: Callable[[], object]) -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     call()
@@ -88,11 +121,16 @@ def measure(shape: Shape, kind: str, rounds: int) -> dict[str, object]:
         for a, b in zip(calls["in_place"].grads(), calls["autograd"].grads()):
             if not torch.equal(a, b):
                 raise AssertionError(f"{shape.name}: .grad has other bits")
-    seconds = interleaved_seconds(
-        calls, rounds=rounds, warmup=1, clock=time.process_time
+    clock = time.process_time
+    dtype = min(
+        (torch.bfloat16, torch.float32),
+        key=lambda d: timed(products(operands, d, num_experts=2), clock=clock),
     )
+    calls["products"] = products(operands, dtype)
+    seconds = interleaved_seconds(calls, rounds=rounds, warmup=1, clock=clock)
     row: dict[str, object] = {"id": shape.name, "pass": kind, **shape.sizes()}
     row["milliseconds"] = {n: spread([1e3 * v for v in s]) for n, s in seconds.items()}
+    row["bound"] = ratio_record(seconds["autograd"], seconds["products"])
     row["page_faults"] = {n: page_faults(call) for n, call in calls.items()}
     for name in ("autograd", "grouped_mm"):
         row[f"{name}_to_in_place"] = ratio_record(seconds[name], seconds["in_place"])
@@ -138,7 +176,7 @@ def main() -> None:
     rows = measure_all(args)
 
     columns = ("allocator", "pass", "id", "milliseconds.in_place")
-    columns += ("autograd_to_in_place", "grouped_mm_to_in_place")
+    columns += ("autograd_to_in_place", "bound", "grouped_mm_to_in_place")
     show("Forward and backward, bfloat16, one thread", rows, columns)
     if args.out:
         write_json({**provenance(), "rows": rows}, args.out)
