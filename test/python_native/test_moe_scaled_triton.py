@@ -197,15 +197,20 @@ class TestMoeScaledTriton(TestCase):
 
     @one_recipe
     @parametrize(
-        "plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma_parts")]
+        "plan,interleaved",
+        [
+            subtest((POINTERS, False), name="pointers"),
+            subtest((TMA, True), name="tma_parts_interleaved"),
+            subtest((POINTERS, True), "pointers_interleaved", [slowTest]),
+            subtest((TMA, False), "tma_parts", [slowTest]),
+        ],
     )
-    @parametrize("interleaved", [False, True])
     def test_layouts_with_bias(self, recipe, plan, interleaved):
         act = launch.Activation("swiglu", gate_interleaved=interleaved)
         self.check_memory(make_operands(bias=True), recipe, act, plan=plan)
 
     @one_recipe
-    @parametrize("interleaved", [False, True])
+    @parametrize("interleaved", [subtest(False, decorators=[slowTest]), True])
     def test_parts_of_a_block(self, recipe, interleaved):
         # Of fp8 four share a scale or two, of mx two or none; H's are of 32 columns.
         block_n = 64 if recipe == "mx" else 128
@@ -337,7 +342,7 @@ class TestMoeScaledTriton(TestCase):
         weights = torch.rand(64).as_strided(ops.topk_weights.shape, stride)
         self.check(dataclasses.replace(ops, topk_weights=weights), recipe)
 
-    @all_recipes
+    @one_recipe
     def test_operands_that_come_quantised(self, recipe):
         ops = make_operands(split=True)
         codes = RECIPES[recipe]
