@@ -292,6 +292,146 @@ def selected_weights_by_einsum(m, x, ids, weights):
     return torch.einsum("tkd,tk->td", rows, weights)
 
 
+@form("none", training=False)
+def bias_added_to_what_was_read(m, x, ids, weights):
+    sorted_ids, perm, offs = in_order(ids)
+    h = product(x[perm // K], m.w_in, offs)
+    hidden = gated(h)
+    h.add_(m.b_in[sorted_ids])
+    return added(x, product(hidden, m.w_out, offs), perm, weights)
+
+
+@form("none", training=False)
+def bias_added_between_halves(m, x, ids, weights):
+    sorted_ids, perm, offs = in_order(ids)
+    h = product(x[perm // K], m.w_in, offs)
+    gate, up = h.chunk(2, -1)
+    gate = F.silu(gate)
+    h += m.b_in[sorted_ids]
+    return added(x, product(gate * up, m.w_out, offs), perm, weights)
+
+
+@form("core", training=False)
+def bias_added_to_what_was_combined(m, x, ids, weights):
+    sorted_ids, perm, offs = in_order(ids)
+    rows = mlp(m, x[perm // K], offs)
+    y = added(x, rows, perm, weights)
+    rows.add_(m.b_out[sorted_ids])
+    return y
+
+
+@form("core")
+def tokens_that_are_limited_in_place(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    token = perm // K
+    token.clamp_(max=5)
+    return torch.zeros_like(x).index_add(0, token, mlp(m, x[token], offs))
+
+
+@form("core", training=False)
+def tokens_that_change_in_between(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    token = torch.arange(x.shape[0]).repeat_interleave(K)[perm]
+    rows = x[token]
+    token.copy_(token.flip(0))
+    return torch.zeros_like(x).index_add(0, token, mlp(m, rows, offs))
+
+
+@form("core")
+def order_that_is_limited_in_place(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    perm.clamp_(max=30)
+    token = perm // K
+    return torch.zeros_like(x).index_add(0, token, mlp(m, x[token], offs))
+
+
+@form("core")
+def inverse_order_that_is_written(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    inverse = perm.argsort()
+    inverse.copy_(inverse.flip(0))
+    return mlp(m, x[perm // K], offs)[inverse].view(-1, K, D).sum(1)
+
+
+@form("core", training=False)
+def inverse_order_that_is_read_too_early(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    inverse = torch.zeros_like(perm)
+    rows = mlp(m, x[perm // K], offs)[inverse]
+    inverse.scatter_(0, perm, torch.arange(perm.shape[0]))
+    return rows.view(-1, K, D).sum(1)
+
+
+@form("core")
+def weighted_twice(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = mlp(m, x[perm // K], offs) * weights.flatten()[perm].unsqueeze(-1)
+    rows = by_slot(rows, perm).view(-1, K, D)
+    return torch.bmm((2 * weights).unsqueeze(1), rows).squeeze(1)
+
+
+@form("core")
+def slots_of_all_tokens_weighted_alike(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = by_slot(mlp(m, x[perm // K], offs), perm).view(-1, K, D)
+    return (m.b_out[0, :K].view(1, 1, K) @ rows).squeeze(1)
+
+
+@form("core")
+def weights_of_more_rows(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    return added(x, mlp(m, x[perm // K], offs), perm, torch.cat([weights, weights]))
+
+
+@form("core", training=False)
+def result_rounded_to_fp8(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = mlp(m, x[perm // K], offs).to(torch.float8_e5m2).to(x.dtype)
+    return added(x, rows, perm, weights)
+
+
+@form("core")
+def sum_kept_in_more_bits(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    y.index_add_(0, perm // K, mlp(m, x[perm // K], offs).double())
+    return y
+
+
+@form("none")
+def fewer_outputs_than_inputs(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = product(gated(product(x[perm // K], m.w_in, offs)), m.w_out[:, :8], offs)
+    y = torch.zeros(x.shape[0], 8, dtype=x.dtype)
+    return y.index_add(0, perm // K, rows)
+
+
+@form("none")
+def bias_of_one_number(m, x, ids, weights):
+    sorted_ids, perm, offs = in_order(ids)
+    rows = mlp(m, x[perm // K], offs) + m.b_out[:, :1][sorted_ids]
+    return added(x, rows, perm, weights)
+
+
+def selected(rows, weight, ids):
+    return torch.bmm(weight[ids], rows.unsqueeze(-1)).squeeze(-1)
+
+
+@form("none")
+def up_of_one_column(m, x, ids, weights):
+    rows, ids = x.repeat_interleave(K, 0), ids.flatten()
+    up = selected(rows, m.w_up[:, :1], ids)
+    rows = selected(F.silu(selected(rows, m.w_gate, ids)) * up, m.w_out, ids)
+    return (rows.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
+
+
+@form("none")
+def weights_of_fewer_experts(m, x, ids, weights):
+    rows, ids = x.repeat_interleave(K, 0), ids.clamp(max=3).flatten()
+    rows = selected(gated(selected(rows, m.w_in, ids)), m.w_out[:4], ids)
+    return (rows.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
+
+
 def backend(gm, example_inputs):
     """Runs the rewritten graphs as they are, those of checkpointed regions too."""
     for module in gm.modules():

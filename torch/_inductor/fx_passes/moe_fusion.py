@@ -35,6 +35,7 @@ from .moe_match import (
     ActivationMatch,
     argument,
     CASTS,
+    COMPUTED,
     flat_source,
     matmul_of,
     modes_of,
@@ -153,7 +154,27 @@ def _match_core(down_node: Any) -> _Block:
     if len({value_of(p.out).dtype for p in (*ups, down)}) != 1:
         raise _NoMatch("the products have several dtypes")
     block.effects = [e for p in (*ups, down) for e in p.effects]
+    _check_sizes(block)
     return block
+
+
+def _check_sizes(block: _Block) -> None:
+    """The sizes that the op takes: broadcasting and selected weights allow others."""
+    experts, width = block.num_experts, value_of(block.rows).shape[1]
+
+    def outputs(p: Projection) -> Any:
+        return value_of(p.weight).shape[2 if p.transposed else 1]
+
+    for p in (*block.ups, block.down):
+        wanted = width if p is block.down else outputs(block.ups[0])
+        sizes = [(value_of(p.weight).shape[0], experts), (outputs(p), wanted)]
+        if p.bias is not None:
+            sizes += [
+                (rank(p.bias), 2),
+                *zip(value_of(p.bias).shape, (experts, wanted)),
+            ]
+        if not all(guard_or_false(a == b) for a, b in sizes):
+            raise _NoMatch("its weights differ in sizes")
 
 
 def _match_gather(block: _Block) -> None:
@@ -189,7 +210,8 @@ def _match_gather(block: _Block) -> None:
             (block.tokens, block.top_k), block.perm = copies, token_of
     if block.tokens is None:
         raise _NoMatch("the gather of its rows is not known")
-    if block.down.grouped and (block.perm is None or sorted_by(block.perm) is None):
+    is_sorted = sorted_by(block.perm) is not None and not writers(block.perm)
+    if block.down.grouped and not is_sorted:
         raise _NoMatch("rows are not ordered by a sort")
     if not block.down.grouped and block.perm is not None:
         raise _NoMatch("bmm over rows that are not in the order of slots")
@@ -224,7 +246,7 @@ def _match_combine(block: _Block) -> None:
             block.end = user
             return
         if name in CASTS | {"contiguous"}:
-            if not value_of(user).is_floating_point():
+            if value_of(user).dtype not in COMPUTED:
                 break
         elif name == "masked_fill" and argument(user, 2, "value") == 0:
             if node is not user.args[0] or in_slots or is_summed:
@@ -240,7 +262,7 @@ def _match_combine(block: _Block) -> None:
             and taken[0] is node
             and not in_slots
         ):
-            if not _inverts(taken[1], block):
+            if not _inverts(taken[1], block, user):
                 raise _NoMatch("rows are put in an order that is not that of the slots")
             block.inverse, in_slots = taken[1], True
         elif not in_slots and (slots := _put_into_slots(user, node, block)) is not None:
@@ -253,8 +275,10 @@ def _match_combine(block: _Block) -> None:
             ):
                 raise _NoMatch("rows are viewed as something else than (T, K, D)")
         elif name in ("bmm", "matmul") and rank(node) == 3 and node is user.args[1]:
-            block.weights = block.weights or _row_weights(user.args[0], block)
-            if block.weights is None or is_summed:
+            if block.weights is not None or is_summed:
+                raise _NoMatch("the rows are weighted twice")
+            block.weights = _row_weights(user.args[0], block)
+            if block.weights is None:
                 raise _NoMatch("the rows are not multiplied by router weights")
             is_summed = True
         elif name == "einsum" and in_slots and rank(node) == 3 and not is_summed:
@@ -374,8 +398,19 @@ def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Any:
     return source
 
 
-def _inverts(inverse: Any, block: _Block) -> bool:
-    """Whether inverse[perm] is 0, 1, 2, ..."""
+def _inverts(inverse: Any, block: _Block, reader: Node) -> bool:
+    """Whether inverse[perm] is 0, 1, 2, ... where reader reads it."""
+    written = writers(inverse)
+    if op_name(inverse) in _FRESH:
+        return (
+            len(written) == 1
+            and written[0] < reader
+            and written[0].args[0] is inverse
+            and op_name(written[0]) in ("setitem", "index_put_", "scatter_")
+            and _writes_inverse(written[0], block)
+        )
+    if any(node is not inverse for node in written):
+        return False
     if op_name(inverse) == "argsort":
         return same_value(inverse.args[0], block.perm)
     if (
@@ -386,18 +421,7 @@ def _inverts(inverse: Any, block: _Block) -> bool:
         return inverse.args[0].args[0] is block.perm
     if op_name(inverse) in ("index_put", "scatter", "scatter_", "index_put_"):
         return _writes_inverse(inverse, block)
-    if op_name(inverse) not in _FRESH:
-        return False
-    writers = [
-        u for u in inverse.users if u.args[0] is inverse and row_selection(u) is None
-    ]
-    if len(writers) != 1 or op_name(writers[0]) not in (
-        "setitem",
-        "index_put_",
-        "scatter_",
-    ):
-        return False
-    return _writes_inverse(writers[0], block)
+    return False
 
 
 def _writes_inverse(writer: Any, block: _Block) -> bool:
@@ -458,10 +482,18 @@ def _match_block(down_node: Any) -> _Block:
     try:
         _match_gather(block)
         _match_combine(block)
+        tokens, weights = value_of(block.tokens), value_of(block.weights)
+        if weights is not None and not guard_or_false(
+            weights.numel() == tokens.shape[0] * block.top_k
+        ):
+            raise _NoMatch("the router weights are not one for every row")
         end, out = value_of(block.end).dtype, value_of(block.down.out).dtype
+        readers = {*block.end.users}
+        if op_name(block.end).endswith("_"):
+            readers |= {u for u in block.end.args[0].users if u is not block.end}
         narrowed = all(
             op_name(u) in CASTS and value_of(u).dtype.itemsize <= out.itemsize
-            for u in block.end.users
+            for u in readers
         )
         if end.itemsize > out.itemsize and (not narrowed or block.base is not None):
             # The op rounds its result: it must be what the block does anyway.
@@ -517,7 +549,11 @@ def _check_closed(block: _Block) -> None:
             if node not in inside:
                 raise _NoMatch(f"{node} changes {operand} before the block ends")
     for node in inside:
-        if node is block.end or not _computes(node):
+        if node is block.end:
+            continue
+        if not _computes(node):
+            if any(w not in inside for w in writers(node, block.end)):
+                raise _NoMatch(f"{node} is written before the block ends")
             continue
         if not any(u in inside for u in node.users) and node not in block.effects:
             continue

@@ -104,7 +104,7 @@ def same_size(a: Any, b: Any) -> bool:
 
 
 # A cast to fewer bits is a quantisation that somebody wants.
-_COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def uncast(node: Any) -> Any:
@@ -113,7 +113,7 @@ def uncast(node: Any) -> Any:
         before, after = value_of(node.args[0]), value_of(node)
         if before is None or after is None or before.device != after.device:
             break
-        if not (before.dtype in _COMPUTED and after.dtype in _COMPUTED):
+        if not (before.dtype in COMPUTED and after.dtype in COMPUTED):
             break
         node = node.args[0]
     return node
@@ -711,5 +711,7 @@ def _biased(node: Any) -> Projection | None:
                 index = row_selection(user.args[1])
                 if index is None or found.bias is not None:
                     return None
+                if any(other < user for other in found.out.users):
+                    return None  # read, or viewed to be read, without the bias
                 (found.bias, found.bias_index), found.effects = index, (user,)
     return found
