@@ -27,6 +27,7 @@ from torch._inductor.freezing_utils import maybe_set_is_frozen_param
 from torch._inductor.virtualized import V
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ _OP = torch.ops.aten._moe_mlp.default
 _WEIGHTS = {"w_in": 1, "w_out": 2, "w_up": 9}
 # Half is converted to float on the way to a panel, which costs the same in either storage.
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+# Constants of frozen graphs, whose code has their strides.
+_in_code = WeakTensorKeyDictionary()
 
 
 class _Stays(Exception):
@@ -98,7 +103,7 @@ def _same_view(view: Tensor, base: Tensor) -> Callable[[Tensor], Tensor]:
         last = sum(
             steps[d] * (n - 1) for steps, n in zip(along, view.shape, strict=True)
         )
-        if start[d] + last >= size:
+        if start[d] < 0 or start[d] + last >= size:
             raise _Stays("it is a view across dimensions")
 
     def take(new: Tensor) -> Tensor:
@@ -146,14 +151,13 @@ def _owner(constants: dict[Node, Tensor], params: Sequence[Any]) -> tuple[Tensor
         raise _Stays("several constants share its storage, and no parameter has it")
     if len(owners) > 1 or storage.is_shared():
         raise _Stays("its storage is shared")
-    # What a package holds is its own; else nothing but these and `storage` may refer to it.
+    # Nothing but these and `storage` may refer to it.
     known = {id(x) for x in (*constants.values(), *owners)}
-    if (
-        not V.aot_compilation
-        and torch._C._storage_Use_Count(storage._cdata) > len(known) + 1
-    ):
+    if torch._C._storage_Use_Count(storage._cdata) > len(known) + 1:
         raise _Stays("its storage is shared")
     base = owners[0] if owners else first
+    if base in _in_code:
+        raise _Stays("the code of another graph has its strides")
     if owners and (base.grad is not None or _is_optimized(base)):
         # A fused optimizer asks for the strides that its state has.
         raise _Stays("it is in training")
@@ -177,16 +181,24 @@ def _relayout(
             raise _Stays("it is empty")
         if not _is_weight_only(node):
             raise _Stays("it is used by more than the experts")
+    if V.aot_compilation:
+        # A package holds constants of its own, and of each all of its storage.
+        return {
+            node: value.detach().clone(memory_format=torch.contiguous_format)
+            for node, value in constants.items()
+        }
     base, is_kept = _owner(constants, params)
     depths = {_depth_of(value, base) for value in constants.values()}
     if len(depths) > 1:
         raise _Stays("it is used along N and along K")
     views = {node: _same_view(value, base) for node, value in constants.items()}
     depth = depths.pop()
-    new = base.detach().movedim(depth, -1).contiguous().movedim(-1, depth)
-    if is_kept and not V.aot_compilation:
-        base.data = new
-    return {node: take(new) for node, take in views.items()}
+    # A parameter is an inference tensor or none for good: its new data has to be the same.
+    with torch.inference_mode(base.is_inference()):
+        new = base.detach().movedim(depth, -1).contiguous().movedim(-1, depth)
+        if is_kept:
+            base.data = new
+        return {node: take(new) for node, take in views.items()}
 
 
 # --- the pass --------------------------------------------------------------------------------
@@ -235,10 +247,12 @@ def relayout_expert_weights(gm: GraphModule, params: Sequence[Any]) -> None:
         for key in list(by_storage):
             constants = by_storage.pop(key)
             name = ", ".join(map(str, constants))
-            if all(
+            is_in_order = all(
                 node not in weights or value.stride(-1) == 1
                 for node, value in constants.items()
-            ):
+            )
+            is_packed_twice = V.aot_compilation and len(constants) > 1
+            if not weights & constants.keys() or (is_in_order and not is_packed_twice):
                 continue
             try:
                 relaid = _relayout(constants, params)
@@ -249,3 +263,7 @@ def relayout_expert_weights(gm: GraphModule, params: Sequence[Any]) -> None:
                 _set_constant(gm, node, value)
             log.info("expert weight %s is stored along K", name)
             counters["inductor"]["moe_weight_relayout"] += 1
+        if not V.aot_compilation:
+            for constants in _constants(gm).values():
+                for value in constants.values():
+                    _in_code[value] = None
