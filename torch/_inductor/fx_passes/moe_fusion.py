@@ -548,6 +548,10 @@ def _check_closed(block: _Block) -> None:
         for node in changes:
             if node not in inside:
                 raise _NoMatch(f"{node} changes {operand} before the block ends")
+        if modes[block.end].grad and any(
+            op_name(node) for node in writers(operand, since=block.end)
+        ):
+            raise _NoMatch(f"{operand}, which the backward needs, changes later")
     for node in inside:
         if node is block.end:
             continue
