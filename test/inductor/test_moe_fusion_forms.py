@@ -440,6 +440,85 @@ def weights_of_fewer_experts(m, x, ids, weights):
     return (rows.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
 
 
+@form("core")
+def order_that_is_shifted_in_place(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    shifted = perm
+    shifted >>= 1
+    token = perm // K
+    return torch.zeros_like(x).index_add(0, token, mlp(m, x[token], offs))
+
+
+@form("core")
+def tokens_divided_in_between(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    tokens = x = x * 1
+    rows = x[perm // K]
+    x /= 2
+    return added(x, mlp(m, rows, offs), perm, weights) + tokens
+
+
+@form("core")
+def slots_added_to_the_tokens_of_rows(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    slots = by_slot(mlp(m, x[perm // K], offs), perm)
+    return torch.zeros_like(x).index_add(0, perm // K, slots)
+
+
+@form("core", training=False)
+def sum_of_integers(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    x = 20 * x
+    slots = by_slot(mlp(m, x[perm // K], offs), perm)
+    return slots.view(-1, K, D).sum(1, dtype=torch.int16).to(x.dtype)
+
+
+@form("full")
+def base_of_other_strides(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    base = x.t().contiguous().t()
+    y = base.index_add(0, perm // K, mlp(m, x[perm // K], offs))
+    return y.view(-1)
+
+
+@form("core")
+def sum_of_other_strides(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    y = torch.zeros_like(x.t().contiguous().t())
+    y.index_add_(0, perm // K, mlp(m, x[perm // K], offs))
+    return y.t().view(-1)
+
+
+@form("full")
+def wide_sum_that_feeds_the_next_block(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    y, token = x, perm // K
+    for _ in range(2):
+        rows = mlp(m, y[token].to(x.dtype), offs)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = torch.zeros(x.shape, dtype=wide)
+        y.index_add_(0, token, rows.to(wide))
+    return y.to(x.dtype)
+
+
+@form("core")
+def weights_over_the_width(m, x, ids, weights):
+    # A token has as many slots as it is wide: (T, 1, D) broadcasts over them.
+    ids, weights = ids[:, :1].expand(-1, D), x.abs()
+    _, perm, offs = in_order(ids)
+    rows = by_slot(mlp(m, x[perm // D], offs), perm).view(-1, D, D)
+    return (rows * weights.unsqueeze(1)).sum(1)
+
+
+@form("none", training=False)
+def transformed_by_func(m, x, ids, weights):
+    def block(x):
+        _, perm, offs = in_order(ids)
+        return added(x, mlp(m, x[perm // K], offs), perm, weights).sum()
+
+    return torch.func.grad(block)(x)
+
+
 def backend(gm, example_inputs):
     """Runs the rewritten graphs as they are, those of checkpointed regions too."""
     for module in gm.modules():

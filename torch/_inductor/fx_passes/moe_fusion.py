@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
+from torch._prims_common import is_contiguous_or_false
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -135,6 +136,8 @@ def _match_core(down_node: Any) -> _Block:
         raise _NoMatch("gate and up read different rows")
     if len({u.bias is None for u in ups}) > 1:
         raise _NoMatch("only one of gate and up has a bias")
+    if torch._C._functorch.is_functorch_wrapped_tensor(value_of(down.out)):
+        raise _NoMatch("torch.func transforms it, which the op has no rules for")
     block = _Block(activation, ups, down, rows[0], down.out)
     for p in (*ups, down):
         if p.bias_index is not None and not is_expert_of_row(
@@ -292,7 +295,7 @@ def _match_combine(block: _Block) -> None:
                 raise _NoMatch("a sum that is not over the K rows of a token")
             block.end = user
             return
-        elif name.rstrip("_") in ("index_add", "scatter_add"):
+        elif name.rstrip("_") in ("index_add", "scatter_add") and not in_slots:
             _match_add(user, node, block)
             return
         else:
@@ -372,6 +375,10 @@ def _slot_weights(node: Any, block: _Block, in_slots: bool, cube: bool) -> Any:
     """Router weights (R) or (T, K) in slot order of which node is a column."""
     node = uncast(node)
     if cube:  # (T, K, 1)
+        while op_name(node) == "expand":
+            node = node.args[0]
+        if not same_size(value_of(node).shape[-1], 1):
+            return None
         flat = node
         while op_name(flat) in VIEWS and rank(flat) == 3:
             flat = flat.args[0]
@@ -473,6 +480,8 @@ def _match_add(user: Any, rows: Any, block: _Block) -> None:
     if name.endswith("_"):
         if not fresh or any(u is not user and u < user for u in base.users):
             raise _NoMatch(f"{name} is into a tensor that is in use")
+        if not is_contiguous_or_false(value_of(base)):
+            raise _NoMatch(f"{name} is into other strides than the op gives")
     elif not fresh:
         block.base = base
 
@@ -492,12 +501,15 @@ def _match_block(down_node: Any) -> _Block:
         if op_name(block.end).endswith("_"):
             readers |= {u for u in block.end.args[0].users if u is not block.end}
         narrowed = all(
-            op_name(u) in CASTS and value_of(u).dtype.itemsize <= out.itemsize
+            op_name(u) in CASTS
+            and value_of(u) is not None  # of an op that this pass has made
+            and value_of(u).dtype.itemsize <= out.itemsize
             for u in readers
         )
-        if end.itemsize > out.itemsize and (not narrowed or block.base is not None):
+        wider = end.itemsize > out.itemsize
+        if end not in COMPUTED or (wider and (not narrowed or block.base is not None)):
             # The op rounds its result: it must be what the block does anyway.
-            raise _NoMatch("the combine keeps a wider dtype than the experts have")
+            raise _NoMatch(f"the combine keeps {end}, the experts have {out}")
         _check_closed(block)
     except _NoMatch as why:
         core = _match_core(down_node)
@@ -527,7 +539,8 @@ def _inside(block: _Block) -> set[Node]:
         if node in stop or node in inside or node.op in ("placeholder", "get_attr"):
             continue
         inside.add(node)
-        todo += node.all_input_nodes
+        if op_name(node) not in _FRESH:  # of which only the shape is read
+            todo += node.all_input_nodes
     return inside
 
 
@@ -546,7 +559,7 @@ def _check_closed(block: _Block) -> None:
         reads = [user for user in operand.users if user in inside]
         changes = writers(operand, block.end, min(reads)) if reads else []
         for node in changes:
-            if node not in inside:
+            if node not in block.effects:
                 raise _NoMatch(f"{node} changes {operand} before the block ends")
         if modes[block.end].grad and any(
             op_name(node) for node in writers(operand, since=block.end)
@@ -697,7 +710,8 @@ def _emit(graph: Graph, block: _Block) -> Any:
     if end_dtype != dtype:
         out = graph.call_method("to", (out, end_dtype))
     if block.base is not None:
-        out = graph.call_function(operator.add, (block.base, out))
+        # In that order: index_add is contiguous, the sum has the strides of the first.
+        out = graph.call_function(operator.add, (out, block.base))
     return out
 
 

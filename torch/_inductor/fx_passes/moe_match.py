@@ -120,7 +120,11 @@ def uncast(node: Any) -> Any:
 
 
 _IN_PLACE = {"setitem"} | {
-    f"i{name}" for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor")
+    f"i{name}"
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+        *("and", "or", "xor", "lshift", "rshift"),
+    )
 }
 
 
@@ -141,6 +145,8 @@ def _may_write(node: Node) -> bool:
 
 def _memory(node: Any) -> int | None:
     value = value_of(node)
+    while value is not None and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
     return None if value is None else value.untyped_storage()._cdata
 
 
