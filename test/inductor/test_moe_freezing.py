@@ -20,6 +20,8 @@ from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
+    slowTest,
+    subtest,
 )
 
 
@@ -133,7 +135,9 @@ class TestMoeFreezing(TestCase):
         self.assertEqual(relaid(), 0)
         self.assertTrue(layer.gate_up.is_contiguous())
 
-    @parametrize("dtype", [torch.bfloat16, torch.float32])
+    @parametrize(
+        "dtype", [torch.bfloat16, subtest(torch.float32, decorators=[slowTest])]
+    )
     @parametrize("layer", [Experts, Halves, TwoLayers, Written])
     def test_weights_are_stored_along_k_once(self, layer, dtype):
         layer, args = layer(dtype=dtype), inputs(dtype=dtype)
@@ -209,7 +213,10 @@ class TestMoeFreezing(TestCase):
         if not made_for_inference:
             layer(*args).float().sum().backward()
 
-    @parametrize("layer", [Experts, Halves, KMajorHalves])
+    @parametrize(
+        "layer",
+        [Halves, *(subtest(x, decorators=[slowTest]) for x in (Experts, KMajorHalves))],
+    )
     def test_package(self, layer):
         layer, args = layer(hidden=8192), inputs()
         total = sum(p.nbytes for p in layer.parameters())
