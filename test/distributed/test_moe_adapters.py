@@ -88,8 +88,13 @@ class TestAdapters(TestCase):
         adapter.check_tensor_parallel(nn.MoE(D, H, E, K, gate_interleaved=True))
         adapter.check_tensor_parallel(nn.MoE(D, H, E, K, activation="relu"))
         adapter.check_tensor_parallel(nn.MoE(D, H, E, K, separate_up=True))
-        with self.assertRaisesRegex(ValueError, "all 12 gate rows before the up rows"):
-            adapter.check_tensor_parallel(nn.MoE(D, H, E, K))
+        for name, options in (
+            ("w_in", {}), ("b_in", {"separate_up": True, "bias": True})
+        ):  # fmt: skip
+            with self.assertRaisesRegex(
+                ValueError, f"{name} of .* has all 12 gate rows before the up rows"
+            ):
+                adapter.check_tensor_parallel(nn.MoE(D, H, E, K, **options))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,11 @@ class TestScaledFunctional(TestCase):
             ValueError, "moe_mlp: recipe must be None or one of mxfp8,"
         ):
             F.moe_mlp(*layer_args(ops), recipe="fp8")
+        for recipe in ("fp8", None):
+            with self.assertRaisesRegex(
+                ValueError, f"scaled_moe_mlp: recipe must be one of .*, got {recipe!r}"
+            ):
+                F.scaled_moe_mlp(*layer_args(ops), recipe=recipe)
         with self.assertRaisesRegex(
             TypeError, "preact_dtype must be None, float8_e4m3fn, int8"
         ):

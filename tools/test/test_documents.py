@@ -43,6 +43,13 @@ w_in, w_out = torch.randn(16, 12, 8), torch.randn(16, 8, 6)
 import torch
 {_RANK}
 tokens = torch.randn(5, 64)
+""",
+    "docs/source/distributed.expert_placement.md": f"""
+import torch
+{_RANK}
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
 model = torch.nn.ModuleDict({{"layers": torch.nn.ModuleList([torch.nn.ModuleDict(
     {{"moe": torch.nn.MoE(8, 16, num_experts=8, top_k=2)}})])}})
 """,

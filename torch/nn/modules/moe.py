@@ -90,8 +90,8 @@ class MoE(Module):
 
     Raises:
         ValueError: a size is below 1, ``top_k`` above ``num_experts``, ``activation`` is none of
-            :func:`~torch.nn.functional.moe_mlp`, or ``separate_up`` is given without a gate;
-            the message names it. What else the two functionals do not take they say in the
+            :func:`~torch.nn.functional.moe_mlp`, or ``separate_up`` is given without a gate
+            or with ``gate_interleaved``; the message names it. What else the two functionals do not take they say in the
             first forward pass.
 
     Example::

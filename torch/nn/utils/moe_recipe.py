@@ -64,7 +64,7 @@ def select_recipe(
 
     Nothing calls it: a model trains in FP8 when its author writes the recipe down. It compares time only;
     what is saved for backward is said in the reason, and what FP8 does to the numbers in the table of
-    :func:`torch.nn.functional.scaled_moe_mlp`.
+    :doc:`/nn.functional.moe_scaled`.
 
     On a device that is here (a :class:`torch.device` or its name) both sides are run and timed with
     uniform random routing. A GPU by name (``"H100"``, ``"B200"``, ...) is asked of the performance model,

@@ -171,15 +171,16 @@ class MoEAdapter(ExpertAdapter):
     def check_tensor_parallel(self, module: nn.Module) -> None:
         module = cast(nn.MoE, module)
         w_in, w_out = module.w_in, module.w_out
-        halves = w_in.shape[1] != w_out.shape[2] and not module.gate_interleaved
+        name, halved = "w_in", w_in
         if module.w_up is not None:
-            # b_in has the gate's biases before those of w_up.
-            halves = module.b_in is not None
-        if halves:
+            name, halved = "b_in", module.b_in
+        if halved is None or module.gate_interleaved:
+            return
+        if halved.shape[1] != w_out.shape[2]:
             raise ValueError(
                 "ExpertParallel: tensor parallel experts need the gate and the up row of a "
-                "hidden unit on one rank, but w_in of shape "
-                f"{tuple(w_in.shape)} has all {w_out.shape[2]} gate rows before the up "
+                f"hidden unit on one rank, but {name} of shape "
+                f"{tuple(halved.shape)} has all {w_out.shape[2]} gate rows before the up "
                 "rows (activation="
                 f"{module.activation!r}, gate_interleaved=False). Use "
                 "gate_interleaved=True, an activation without gate, or a mesh without "

@@ -228,7 +228,7 @@ class ExpertParallel(ParallelStyle):
         combine (str): ``"reduce"`` sends least, ``"exact"`` gives the output, the input
             gradient and the router gradient the bits that one rank would compute.
             Default: ``"reduce"``
-        capacity (int, optional): rows for every pair of ranks, for static shapes;
+        capacity (int or tuple[int, int], optional): rows for every pair of ranks, for static shapes;
             ``None`` sends exactly what there is. With ``"hierarchical"`` a pair of
             numbers, for nodes and for ranks of a node. Default: None
         wire_dtype (torch.dtype, optional): precision of tokens on their way to the
@@ -279,7 +279,7 @@ class ExpertParallel(ParallelStyle):
         self,
         *,
         combine: Literal["reduce", "exact"] = "reduce",
-        capacity: int | None = None,
+        capacity: int | tuple[int, int] | None = None,
         wire_dtype: torch.dtype | None = None,
         token_switch: Literal["all_to_all", "hierarchical", "all_gather"]
         | Callable[[DeviceMesh, int], TokenSwitch] = "all_to_all",

@@ -113,7 +113,7 @@ def error_inputs_scaled_moe_mlp(op_info, device, **kwargs):
     args = (ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
     yield ErrorInput(
         SampleInput(ops.input, args=args, kwargs={"recipe": "fp8"}), error_type=ValueError,
-        error_regex="moe_mlp: recipe must be None or one of mxfp8",
+        error_regex="scaled_moe_mlp: recipe must be one of mxfp8",
     )  # fmt: skip
 
 
