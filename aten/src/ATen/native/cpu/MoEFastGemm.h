@@ -233,7 +233,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   static constexpr int64_t kRows = 8;
   static constexpr int64_t kLines = 16;
   static constexpr int64_t kBlockDepth = 16 * kWordElements<operand>;
-  static_assert(VecGemm<operand, Products>::kMinDepth % kBlockDepth == 0);
+  static_assert(VecGemm<operand, Products>::kSumDepth % kBlockDepth == 0);
   // Cache lines of a line of w between what is multiplied and what is fetched.
   static constexpr int64_t kAhead = 8 * kBlockDepth;
 
@@ -241,7 +241,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   static void multiply_block(
       int64_t depth, const operand* const* x, const operand* w, int64_t stride, float* c) {
     using Wide = VecGemm<operand, Products>;
-    const int64_t step = Wide::kOneSum ? depth : Wide::kMinDepth;
+    const int64_t step = Wide::kOneSum ? depth : Wide::kSumDepth;
     const operand* a[rows];
     std::copy_n(x, rows, a);
     for (int64_t k0 = 0; k0 < depth; k0 += step) {

@@ -368,7 +368,7 @@ bool multiply_lines(
   const int64_t depth = w.depth, total = depth / kElements;
   const int64_t segment = scaling == Scaling::Blocks ? w.scale.block_cols
       : Micro::kOneSum                                ? depth
-                                                      : Micro::kMinDepth;
+                                                      : Micro::kSumDepth;
   int64_t end = std::min(segment, depth), sums_done = 0;
   Codes codes;
   LineScales scales[Q];

@@ -95,11 +95,14 @@ struct VecGemm : Products {
   static constexpr int64_t kVectors = sizeof(Vec) == 64 ? 4 : 2;
   static constexpr int64_t kTileRows = 6;
   static constexpr int64_t kTileCols = kVectors * Vec::size();
-  // Sums of sums of 256 products round less than one long sum, which floats need. Words of
-  // bfloat16 do not, and their sums are loaded and stored fewer times in larger steps.
-  static constexpr bool kOneSum = std::is_same_v<operand_t, BFloat16>;
   static constexpr int64_t kMinDepth = 256;
-  static constexpr int64_t kDepth = kOneSum ? 512 : kMinDepth;
+  static constexpr int64_t kDepth = std::is_same_v<operand_t, BFloat16> ? 512 : kMinDepth;
+  // Sums of sums of 128 products round less than one long sum, which floats need: a product of
+  // few rows may be compared with dot products over many lanes. Words of bfloat16 do not, and
+  // their sums are loaded and stored fewer times.
+  static constexpr bool kOneSum = std::is_same_v<operand_t, BFloat16>;
+  static constexpr int64_t kSumDepth = kOneSum ? kDepth : 128;
+  static_assert(kMinDepth % kSumDepth == 0 || kOneSum);
   static constexpr bool kDenseRows = false;
   static_assert(kPanelCols % kTileCols == 0);
 
@@ -144,36 +147,44 @@ struct VecGemm : Products {
     constexpr int64_t vectors = tiles * kVectors;
     const operand_t* a[rows];
     const operand_t* b[vectors];
-    Vec sums[rows][vectors];
     acc_t* c = out.c + row * kPanelCols + tile * kTileCols;
     MOE_UNROLL
     for (int64_t i = 0; i < rows; ++i) {
       a[i] = in.lines[row + i] + in.offset;
-      MOE_UNROLL
-      for (int64_t j = 0; j < vectors; ++j) {
-        const acc_t* from = c + i * kPanelCols + j * Vec::size();
-        sums[i][j] = kOneSum && out.accumulate ? Vec::loadu(from) : Vec(0);
-      }
     }
     MOE_UNROLL
     for (int64_t j = 0; j < vectors; ++j) {
       b[j] = panel + (tile + j / kVectors) * kTileCols * round_up(depth, v) +
              j % kVectors * Vec::size() * v;
     }
-    for (int64_t k = 0; k < depth; k += v) {
-      Products::add(a, k, b, sums);
+    bool accumulate = out.accumulate;
+    for (int64_t begin = 0; begin < depth || begin == 0; begin += kSumDepth) {
+      Vec sums[rows][vectors];
       MOE_UNROLL
-      for (int64_t j = 0; j < vectors; ++j) {
-        b[j] += kTileCols * v;
+      for (int64_t i = 0; i < rows; ++i) {
+        MOE_UNROLL
+        for (int64_t j = 0; j < vectors; ++j) {
+          const acc_t* from = c + i * kPanelCols + j * Vec::size();
+          sums[i][j] = kOneSum && accumulate ? Vec::loadu(from) : Vec(0);
+        }
       }
-    }
-    MOE_UNROLL
-    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t end = std::min(begin + kSumDepth, depth);
+      for (int64_t k = begin; k < end; k += v) {
+        Products::add(a, k, b, sums);
+        MOE_UNROLL
+        for (int64_t j = 0; j < vectors; ++j) {
+          b[j] += kTileCols * v;
+        }
+      }
       MOE_UNROLL
-      for (int64_t j = 0; j < vectors; ++j) {
-        acc_t* to = c + i * kPanelCols + j * Vec::size();
-        (!kOneSum && out.accumulate ? Vec::loadu(to) + sums[i][j] : sums[i][j]).store(to);
+      for (int64_t i = 0; i < rows; ++i) {
+        MOE_UNROLL
+        for (int64_t j = 0; j < vectors; ++j) {
+          acc_t* to = c + i * kPanelCols + j * Vec::size();
+          (!kOneSum && accumulate ? Vec::loadu(to) + sums[i][j] : sums[i][j]).store(to);
+        }
       }
+      accumulate = true;
     }
   }
 };
