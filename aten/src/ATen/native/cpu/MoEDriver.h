@@ -526,7 +526,7 @@ class ExpertGemm {
       return finish(block, at.c);
     }
     if constexpr (requires { Micro::multiply_stored(weights_, block, columns, at.lines, at.c); }) {
-      if (in_place_ && Micro::multiply_stored(weights_, block, columns, at.lines, at.c)) {
+      if (row_length_ == row_size_ && Micro::multiply_stored(weights_, block, columns, at.lines, at.c)) {
         return finish(block, at.c);
       }
     }

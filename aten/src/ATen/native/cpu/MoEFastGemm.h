@@ -162,54 +162,25 @@ struct FastGemm : Micro, FastPacking<typename Micro::operand_t> {
 
 #if !defined(CPU_CAPABILITY_AVX512)
 using FloatGemm = FastGemm<VecGemm<float>>;
-using BFloat16Gemm = FloatGemm;
 #else
-// A bfloat16 is the upper half of a float: a word of two is two floats with a shift and a
-// mask, whose products are exact. With registers of 64 bytes less work than floats, of which
-// twice as many have to be loaded.
-struct SplitProducts {
-  template <int64_t rows, int64_t vectors>
-  C10_ALWAYS_INLINE static void
-  add(const BFloat16* const (&a)[rows], int64_t k, const BFloat16* const (&b)[vectors],
-      vec::Vectorized<float> (&sums)[rows][vectors]) {
-    using Words = vec::Vectorized<int32_t>;
-    const auto each_half = [&](const auto& half) {
-      vec::Vectorized<float> right[vectors];
-      MOE_UNROLL
-      for (int64_t j = 0; j < vectors; ++j) {
-        right[j] = vec::cast<float>(half(Words::loadu(b[j])));
-      }
-      MOE_UNROLL
-      for (int64_t i = 0; i < rows; ++i) {
-        int32_t word;
-        std::memcpy(&word, a[i] + k, sizeof(word));
-        const auto left = vec::cast<float>(half(Words(word)));
-        MOE_UNROLL
-        for (int64_t j = 0; j < vectors; ++j) {
-          sums[i][j] = vec::fmadd(left, right[j], sums[i][j]);
-        }
-      }
-    };
-    each_half([](const Words& x) { return x << Words(16); });
-    each_half([](const Words& x) { return x & Words(static_cast<int32_t>(0xffff0000)); });
-  }
-};
-
 // Products of a few rows with weights that lie along K, as they are stored: a decode step,
 // which reads every weight once and should do little else. 16 lines of a weight are
-// transposed in registers, and a product is of one word of them and of one row. The order
-// of addition is that of VecGemm, so that a row has the same bits among many others.
+// transposed in registers, and a product is of one word of them and of one row. Where rows are
+// floats and weights bfloat16, the upper halves of floats, a word is two of them with a shift and a
+// mask. The order of addition is that of VecGemm, so that a row has the same bits among many others.
 template <typename operand, typename Products = FusedMultiplyAdd>
 struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   using Vec = vec::Vectorized<float>;
 
   // The product of a block with a panel, unless it has more rows, or the weights are no whole
   // blocks of lines.
+  template <typename scalar_t>
   static bool multiply_stored(
-      const WeightSource<operand>& weights, const Block& block, const PanelColumns& columns,
+      const WeightSource<scalar_t>& weights, const Block& block, const PanelColumns& columns,
       const operand* const* rows, float* c) {
     const int64_t depth = weights.part_depth;
-    bool fits = block.rows() <= kRows && weights.k_parts == 1 && depth % kBlockDepth == 0;
+    bool fits =
+        block.rows() <= kRows && weights.k_parts == 1 && depth % kBlockDepth<scalar_t> == 0;
     for (const auto& span : columns.spans) {
       fits = fits && span.count % kLines == 0 &&
           (span.count == 0 || weights.view(0, span, 0, 0).k_stride == 1);
@@ -219,9 +190,19 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       if (span.count > 0) {
         const auto w = weights.view(block.expert, span, 0, 0);
         with_constant<kRows>(block.rows(), [&](auto count) {
-          for (int64_t i = 0; i < span.count; i += kLines) {
-            multiply_block<count>(
+          const auto multiply = [&](int64_t i, auto vectors) {
+            multiply_block<count, vectors>(
                 depth, rows, w.data + i * w.n_stride, w.n_stride, c + span.at + i);
+          };
+          // A sum waits for its own last product, of which a word of two floats has two: where
+          // there are few sums, twice as many lines.
+          constexpr int64_t vectors = count <= 2 && !std::is_same_v<scalar_t, operand> ? 2 : 1;
+          int64_t i = 0;
+          for (; i + vectors * kLines <= span.count; i += vectors * kLines) {
+            multiply(i, std::integral_constant<int64_t, vectors>());
+          }
+          for (; i < span.count; i += kLines) {
+            multiply(i, std::integral_constant<int64_t, 1>());
           }
         });
       }
@@ -232,58 +213,84 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
  private:
   static constexpr int64_t kRows = 8;
   static constexpr int64_t kLines = 16;
-  static constexpr int64_t kBlockDepth = 16 * kWordElements<operand>;
-  static_assert(VecGemm<operand, Products>::kSumDepth % kBlockDepth == 0);
-  // Cache lines of a line of w between what is multiplied and what is fetched.
-  static constexpr int64_t kAhead = 8 * kBlockDepth;
+  template <typename scalar_t>
+  static constexpr int64_t kBlockDepth = 16 * kWordElements<scalar_t>;
 
-  template <int64_t rows>
+  template <int64_t rows, int64_t vectors, typename scalar_t>
   static void multiply_block(
-      int64_t depth, const operand* const* x, const operand* w, int64_t stride, float* c) {
+      int64_t depth, const operand* const* x, const scalar_t* w, int64_t stride, float* c) {
     using Wide = VecGemm<operand, Products>;
+    constexpr int64_t v = kWordElements<scalar_t>, block = kBlockDepth<scalar_t>;
+    static_assert(Wide::kSumDepth % block == 0);
+    // Cache lines of a line of w between what is multiplied and what is fetched.
+    constexpr int64_t ahead = 8 * block;
     const int64_t step = Wide::kOneSum ? depth : Wide::kSumDepth;
     const operand* a[rows];
     std::copy_n(x, rows, a);
     for (int64_t k0 = 0; k0 < depth; k0 += step) {
       const int64_t end = std::min(k0 + step, depth);
-      Vec sums[rows][1];
+      Vec sums[rows][vectors];
       MOE_UNROLL
       for (int64_t r = 0; r < rows; ++r) {
-        sums[r][0] = Vec(0);
+        std::fill_n(sums[r], vectors, Vec(0));
       }
-      for (int64_t k = k0; k < end; k += kBlockDepth) {
+      for (int64_t k = k0; k < end; k += block) {
         // Further along the lines, then along those that follow.
-        const int64_t next = k + kAhead < depth ? kAhead : kAhead - depth + kLines * stride;
-        __m512 words[16];
-        transpose_words(
-            [&](int64_t i) {
-              prefetch(w + i * stride + k + next);
-              return _mm512_loadu_ps(w + i * stride + k);
-            },
-            [&](int64_t at, __m512 word) { words[at] = word; });
+        const int64_t next = k + ahead < depth ? ahead : ahead - depth + vectors * kLines * stride;
+        __m512 words[vectors][16];
+        MOE_UNROLL
+        for (int64_t j = 0; j < vectors; ++j) {
+          const scalar_t* lines = w + j * kLines * stride + k;
+          transpose_words(
+              [&](int64_t i) {
+                prefetch(lines + i * stride + next);
+                return _mm512_loadu_ps(lines + i * stride);
+              },
+              [&](int64_t at, __m512 word) { words[j][at] = word; });
+        }
         MOE_UNROLL
         for (int64_t at = 0; at < 16; ++at) {
-          const operand* const word[1] = {reinterpret_cast<const operand*>(&words[at])};
-          Products::add(a, k + at * kWordElements<operand>, word, sums);
+          const auto add = [&](int64_t element, const auto& part) {
+            __m512 right[vectors];
+            const operand* b[vectors];
+            MOE_UNROLL
+            for (int64_t j = 0; j < vectors; ++j) {
+              right[j] = part(words[j][at]);
+              b[j] = reinterpret_cast<const operand*>(&right[j]);
+            }
+            Products::add(a, k + at * v + element, b, sums);
+          };
+          if constexpr (std::is_same_v<scalar_t, operand>) {
+            add(0, [](__m512 word) { return word; });
+          } else {
+            add(0, [](__m512 word) {
+              return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(word), 16));
+            });
+            add(1, [](__m512 word) {
+              return _mm512_castsi512_ps(_mm512_and_si512(
+                  _mm512_castps_si512(word), _mm512_set1_epi32(static_cast<int32_t>(0xffff0000))));
+            });
+          }
         }
       }
       MOE_UNROLL
       for (int64_t r = 0; r < rows; ++r) {
-        float* to = c + r * kPanelCols;
-        (k0 > 0 ? Vec::loadu(to) + sums[r][0] : sums[r][0]).store(to);
+        MOE_UNROLL
+        for (int64_t j = 0; j < vectors; ++j) {
+          float* to = c + r * kPanelCols + j * kLines;
+          (k0 > 0 ? Vec::loadu(to) + sums[r][j] : sums[r][j]).store(to);
+        }
       }
     }
   }
 };
 
 using FloatGemm = ThinGemm<float>;
-using BFloat16Gemm = FastGemm<VecGemm<BFloat16, SplitProducts>>;
 #endif
 
 #ifdef MOE_HAS_AMX
-// The words of VecGemm, with one instruction per vector of them instead of two shifts,
-// two masks and two products. In assembly, as the files of a capability are compiled
-// for AVX512 without it.
+// The words of VecGemm, with one instruction per vector of them. In assembly, as the files of a
+// capability are compiled for AVX512 without it.
 struct DotProducts : NativeRounding {
   template <int64_t rows, int64_t vectors>
   C10_ALWAYS_INLINE static void
@@ -335,11 +342,13 @@ void dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
       if (has_amx) {
         return fn(BFloat16(0), FastGemm<AmxGemm>());
       }
-      if (has_dot) {
+      // Those of Intel take as long as four products of floats, and multiply two.
+      static const bool is_fast = has_dot && !__builtin_cpu_is("intel");
+      if (is_fast) {
         return fn(BFloat16(0), ThinGemm<BFloat16, DotProducts>());
       }
 #endif
-      return fn(BFloat16(0), BFloat16Gemm());
+      return fn(BFloat16(0), FloatGemm());
   }
 }
 
