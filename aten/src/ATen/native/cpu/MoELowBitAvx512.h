@@ -2,13 +2,14 @@
 
 // Weights of few bits decoded in AVX512 registers: for a few rows right before they are
 // multiplied, else into the packed panel. A register holds 16 lines of a matrix side by side,
-// a word of two bfloat16 of each. The order of addition is that of VecGemm with DotProducts
-// on packed panels. Included by MoELowBit.h.
+// a word of two bfloat16 of each, or where rows are floats two floats by a shift and a mask. The
+// order of addition is that of VecGemm with DotProducts, or with floats, on packed panels.
+// Included by MoELowBit.h.
 //
 //   e4m3, int8   two table look-ups of 128 bytes each, for the two bytes of a bfloat16
 //   4 bits       one look-up of 32 bytes, of which a bit chooses the byte
 //   folded E8M0  tables times 2^kBias, from whose exponents an unsigned saturating
-//                subtraction takes what is too much: 0 stays 0
+//                subtraction takes what is too much: 0 stays 0. Floats are multiplied
 //
 // What is rare is left to the caller, who decodes one element at a time: NaN codes where
 // scales are folded, scales above 2^kBias, and columns that are not 16 at a time.
@@ -46,7 +47,10 @@ namespace moe_cpu {
 namespace low_bit {
 
 constexpr int64_t kStretch = 16;  // double words of a line that are read at a time: 64 bytes
-constexpr int64_t kSumDepth = std::numeric_limits<int64_t>::max();  // VecGemm's: one sum
+// VecGemm's: one sum of bfloat16.
+template <typename Row>
+constexpr int64_t kSumDepth = std::is_same_v<Row, float> ? VecGemm<float>::kSumDepth
+                                                         : std::numeric_limits<int64_t>::max();
 constexpr int64_t kAhead = 4096;    // bytes that panels are fetched ahead
 
 // ---- few rows ---------------------------------------------------------------------------
@@ -58,10 +62,31 @@ C10_ALWAYS_INLINE __m512 dot_word(__m512 sum, __m512i words, const BFloat16* x) 
       sum, reinterpret_cast<__m512bh>(words), reinterpret_cast<__m512bh>(_mm512_set1_epi32(word)));
 }
 
+// `factor` is the scale where that is folded.
+template <bool folded>
+C10_ALWAYS_INLINE __m512 add_word(__m512 sum, __m512i words, const BFloat16* x, __m512) {
+  return dot_word(sum, words, x);
+}
+
+template <bool folded>
+C10_ALWAYS_INLINE __m512 add_word(__m512 sum, __m512i words, const float* x, __m512 factor) {
+  const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000));
+  __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+  __m512 second = _mm512_castsi512_ps(_mm512_and_si512(words, upper));
+  if constexpr (folded) {
+    first = _mm512_mul_ps(first, factor);
+    second = _mm512_mul_ps(second, factor);
+  }
+  return _mm512_fmadd_ps(
+      _mm512_set1_ps(x[1]), second, _mm512_fmadd_ps(_mm512_set1_ps(x[0]), first, sum));
+}
+
 // c[m] = x[m] times the lines of Q groups, whose sums are made over `segment` elements at a
 // time. Several groups, as a sum waits for its own last product.
-template <typename Codes, Scaling scaling, bool panels, int64_t segment, int M, int Q>
-bool multiply_lines(const LineGroup* groups, int64_t expert, const BFloat16* const* x) {
+template <
+    typename Row, typename Codes, Scaling scaling, bool panels, int64_t segment, int M, int Q>
+bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x) {
+  constexpr bool folded = scaling == Scaling::Folded;
   constexpr int64_t kElements = 32 / Codes::kBits;  // of a double word
   constexpr int64_t kWords = kElements / 2;
   constexpr int64_t kPiece = std::min(kStretch, segment / kElements);
@@ -96,7 +121,8 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const BFloat16* con
         break;
       }
       const int64_t k0 = (d0 + piece) * kElements;
-      __m512i minus[Q];
+      __m512i minus[Q] = {};
+      __m512 factors[Q] = {};
       MOE_UNROLL
       for (int64_t i = piece; i < piece + kPiece; ++i) {
         if (!whole && i >= here) {
@@ -104,8 +130,12 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const BFloat16* con
         }
         MOE_UNROLL
         for (int q = 0; q < Q; ++q) {
-          if (scaling == Scaling::Folded && i % 8 == 0) {
-            minus[q] = scales[q].minus((d0 + i) / 8);
+          if (folded && i % 8 == 0) {
+            if constexpr (std::is_same_v<Row, float>) {
+              factors[q] = scales[q].values((d0 + i) / 8);
+            } else {
+              minus[q] = scales[q].minus((d0 + i) / 8);
+            }
           }
           __m512i words[kWords];
           if constexpr (panels) {
@@ -119,7 +149,8 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const BFloat16* con
           for (int64_t j = 0; j < kWords; ++j) {
             MOE_UNROLL
             for (int r = 0; r < M; ++r) {
-              parts[q][r] = dot_word(parts[q][r], words[j], x[r] + (d0 + i) * kElements + 2 * j);
+              parts[q][r] = add_word<folded>(
+                  parts[q][r], words[j], x[r] + (d0 + i) * kElements + 2 * j, factors[q]);
             }
           }
         }
@@ -174,37 +205,42 @@ struct Kernel {
 };
 
 // By rows: 1, 2, 4 and 8.
-template <typename Codes, Scaling scaling, bool panels, int64_t segment = kSumDepth>
-Kernel<BFloat16> multiply_lines_of(int64_t rows) {
+template <
+    typename Row, typename Codes, Scaling scaling, bool panels, int64_t segment = kSumDepth<Row>>
+Kernel<Row> multiply_lines_of(int64_t rows) {
   return rows == 1
-      ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 1, 2>, 2}
-      : rows == 2 ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 2, 2>, 2}
-      : rows == 4 ? Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 4, 1>, 1}
-                  : Kernel<BFloat16>{&multiply_lines<Codes, scaling, panels, segment, 8, 1>, 1};
+      ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, panels, segment, 1, 2>, 2}
+      : rows == 2 ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, panels, segment, 2, 2>, 2}
+      : rows == 4 ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, panels, segment, 4, 1>, 1}
+                  : Kernel<Row>{&multiply_lines<Row, Codes, scaling, panels, segment, 8, 1>, 1};
 }
 
-template <bool panels>
-Kernel<BFloat16> find_multiply(const LowBitView& w, int64_t rows) {
-    const int64_t block = w.scale.block_cols;
+template <typename Row, bool panels>
+Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
+  const int64_t block = w.scale.block_cols;
   switch (w.scaling) {
-    case Scaling::Folded:
-      return multiply_lines_of<FoldedE4M3, Scaling::Folded, panels>(rows);
+    case Scaling::Folded: {
+      using Codes = std::conditional_t<std::is_same_v<Row, float>, E4M3, FoldedE4M3>;
+      return multiply_lines_of<Row, Codes, Scaling::Folded, panels>(rows);
+    }
     case Scaling::Rows:
-      return w.codes == LowBitCodes::E4M3 ? multiply_lines_of<E4M3, Scaling::Rows, panels>(rows)
-          : w.codes == LowBitCodes::Int8  ? multiply_lines_of<Int8, Scaling::Rows, panels>(rows)
-                                          : Kernel<BFloat16>{};
+      return w.codes == LowBitCodes::E4M3
+          ? multiply_lines_of<Row, E4M3, Scaling::Rows, panels>(rows)
+          : w.codes == LowBitCodes::Int8
+          ? multiply_lines_of<Row, Int8, Scaling::Rows, panels>(rows)
+          : Kernel<Row>{};
     default:
       break;
   }
   if (w.codes == LowBitCodes::E4M3 && block == 128) {
-    return multiply_lines_of<E4M3, Scaling::Blocks, panels, 128>(rows);
+    return multiply_lines_of<Row, E4M3, Scaling::Blocks, panels, 128>(rows);
   }
   if (w.codes == LowBitCodes::E2M1 && block == 32) {
-    return multiply_lines_of<E2M1, Scaling::Blocks, panels, 32>(rows);
+    return multiply_lines_of<Row, E2M1, Scaling::Blocks, panels, 32>(rows);
   }
   if (w.codes == LowBitCodes::Int4) {
-    return block == 32 ? multiply_lines_of<Int4, Scaling::Blocks, panels, 32>(rows)
-                       : multiply_lines_of<Int4, Scaling::Blocks, panels, 128>(rows);
+    return block == 32 ? multiply_lines_of<Row, Int4, Scaling::Blocks, panels, 32>(rows)
+                       : multiply_lines_of<Row, Int4, Scaling::Blocks, panels, 128>(rows);
   }
   return {};
 }
@@ -432,7 +468,8 @@ struct Avx512LowBit {
 
   template <typename Micro>
   static constexpr bool multiplies() {
-    return std::is_base_of_v<VecGemm<BFloat16, DotProducts>, Micro>;
+    return std::is_base_of_v<VecGemm<BFloat16, DotProducts>, Micro> ||
+        std::is_base_of_v<VecGemm<float>, Micro>;
   }
 
   static bool is_available() {
@@ -450,10 +487,12 @@ struct Avx512LowBit {
   template <typename Micro>
   static bool multiply(
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
-      const BFloat16* const* lines) {
+      const typename Micro::operand_t* const* lines) {
+    using Row = typename Micro::operand_t;
     const LowBitView& w = *groups[0].w;
     return low_bit::multiply_groups(groups, expert, rows, lines, [&](int64_t m) {
-      return w.panels ? low_bit::find_multiply<true>(w, m) : low_bit::find_multiply<false>(w, m);
+      return w.panels ? low_bit::find_multiply<Row, true>(w, m)
+                      : low_bit::find_multiply<Row, false>(w, m);
     });
   }
 
