@@ -1,8 +1,7 @@
 #pragma once
 
-// Activations of _moe_mlp and their derivatives, on vectors, and where gate and up of a
-// hidden unit are in a row of pre-activations. Activations without a gate read `gate`
-// only.
+// Activations of _moe_mlp and their derivatives, on vectors, and where gate and up of a hidden
+// unit are in a row of pre-activations. Activations without a gate read `gate` only.
 
 #include <ATen/native/MoEMLPUtils.h>
 #include <ATen/native/cpu/MoEPacking.h>
@@ -40,9 +39,8 @@ inline void dispatch_activation(const moe::ActivationSpec& spec, const Fn& fn) {
   }
 }
 
-// With `fast`, for results that are rounded to 16 bits, the exponential is exact to
-// 20 units in the last place of a float. It overflows to infinity, as the sigmoid of a
-// large negative number must be 0.
+// The exponential of `fast`, for results of 16 bits, is exact to 20 units in the last place of a
+// float. It overflows to infinity, as the sigmoid of a large negative number must be 0.
 template <bool fast, typename Vec>
 C10_ALWAYS_INLINE Vec sigmoid(const Vec& x) {
   return Vec(1) / (Vec(1) + (fast ? x.neg().exp_u20() : x.neg().exp()));

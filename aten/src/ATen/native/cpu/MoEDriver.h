@@ -166,10 +166,9 @@ make_blocks(const std::vector<Block>& experts, int64_t max_rows, int64_t multipl
 
 // ---- work -----------------------------------------------------------------------
 
-// Hands out blocks x panels to the threads as they come. A thread takes a block and
-// goes through its panels, a few at a time, and helps with the others' blocks when
-// none is left, so that one that the system or a neighbour slows down gets less.
-// Each (block, panel) is computed in exactly one way, whichever thread gets it.
+// Hands out blocks x panels to the threads as they come. A thread takes a block, goes through its
+// panels, a few at a time, and helps with the others' blocks when none is left: one that is slowed
+// down gets less. Each (block, panel) is computed in exactly one way, whichever thread gets it.
 class WorkList {
  public:
   WorkList(std::vector<Block> blocks, int64_t panels, int64_t max_threads, int64_t tasks_per_thread)
@@ -526,7 +525,8 @@ class ExpertGemm {
       return finish(block, at.c);
     }
     if constexpr (requires { Micro::multiply_stored(weights_, block, columns, at.lines, at.c); }) {
-      if (row_length_ == row_size_ && Micro::multiply_stored(weights_, block, columns, at.lines, at.c)) {
+      if (row_length_ == row_size_ &&
+          Micro::multiply_stored(weights_, block, columns, at.lines, at.c)) {
         return finish(block, at.c);
       }
     }

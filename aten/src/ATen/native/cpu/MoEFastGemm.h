@@ -1,8 +1,8 @@
 #pragma once
 
 // Micro-GEMMs in place of those of MoEMicroGemm.h: with the next panel fetched ahead and
-// panels packed in registers, for bfloat16 with instructions of their own, AMX tiles
-// (MoEAmx.h), else AVX512-BF16, and for few rows.
+// panels packed in registers, for bfloat16 with instructions of their own where those are faster
+// than floats, AMX tiles (MoEAmx.h), else AVX512-BF16, and for few rows.
 
 #include <ATen/cpu/Utils.h>
 #include <ATen/native/cpu/MoEAmx.h>
@@ -166,7 +166,7 @@ using FloatGemm = FastGemm<VecGemm<float>>;
 // Products of a few rows with weights that lie along K, as they are stored: a decode step,
 // which reads every weight once and should do little else. 16 lines of a weight are
 // transposed in registers, and a product is of one word of them and of one row. Where rows are
-// floats and weights bfloat16, the upper halves of floats, a word is two of them with a shift and a
+// floats and weights bfloat16, the upper halves of floats, a word is two of them by a shift and a
 // mask. The order of addition is that of VecGemm, so that a row has the same bits among many others.
 template <typename operand, typename Products = FusedMultiplyAdd>
 struct ThinGemm : FastGemm<VecGemm<operand, Products>> {

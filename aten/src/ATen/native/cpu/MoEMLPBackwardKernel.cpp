@@ -1,6 +1,5 @@
 // Backward of _moe_mlp on CPU. No product of the forward is repeated:
-//   1. dA' = dO W_out, and in its epilogue A from H, dS = <dA', A> and
-//      dH = dAct(s * dA', H);
+//   1. dA' = dO W_out; in its epilogue A from H, dS = <dA', A> and dH = dAct(s * dA', H);
 //   2. dX = dH W_in, summed per token;
 //   3. dW_in = dH^T X, then dW_out = dO^T (s * A), in the strides of the weights, and the
 //      bias gradients. dH is gone when the last gradient is allocated.

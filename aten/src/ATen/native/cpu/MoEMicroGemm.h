@@ -9,8 +9,7 @@
 //   kTileRows    of whose multiples blocks of rows are made
 //   kDenseRows   whether rows of a must be evenly apart, and the last kTileRows readable
 //   Session      what a thread holds while it multiplies
-//   Prefetch     fetches the next panel, and is called after every few rows by
-//   multiply()
+//   Prefetch     fetches the next panel: multiply() calls it after every few rows
 // and may have, of a later pull request (MoEFastGemm.h),
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
@@ -97,12 +96,10 @@ struct VecGemm : Products {
   static constexpr int64_t kTileCols = kVectors * Vec::size();
   static constexpr int64_t kMinDepth = 256;
   static constexpr int64_t kDepth = std::is_same_v<operand_t, BFloat16> ? 512 : kMinDepth;
-  // Sums of sums of 128 products round less than one long sum, which floats need: a product of
-  // few rows may be compared with dot products over many lanes. Words of bfloat16 do not, and
-  // their sums are loaded and stored fewer times.
+  // Floats need sums of sums of 128 products, which round less than one long sum. Words of
+  // bfloat16 do not, and their sums are loaded and stored fewer times.
   static constexpr bool kOneSum = std::is_same_v<operand_t, BFloat16>;
   static constexpr int64_t kSumDepth = kOneSum ? kDepth : 128;
-  static_assert(kMinDepth % kSumDepth == 0 || kOneSum);
   static constexpr bool kDenseRows = false;
   static_assert(kPanelCols % kTileCols == 0);
 
@@ -168,8 +165,7 @@ struct VecGemm : Products {
           sums[i][j] = kOneSum && accumulate ? Vec::loadu(from) : Vec(0);
         }
       }
-      const int64_t end = std::min(begin + kSumDepth, depth);
-      for (int64_t k = begin; k < end; k += v) {
+      for (int64_t k = begin; k < std::min(begin + kSumDepth, depth); k += v) {
         Products::add(a, k, b, sums);
         MOE_UNROLL
         for (int64_t j = 0; j < vectors; ++j) {

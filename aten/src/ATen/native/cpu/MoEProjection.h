@@ -14,10 +14,9 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// The routed rows of y and dX exist only so many bytes at a time (columns are cut):
-// they are still in cache when they are summed, and a buffer of this size is
-// recycled by malloc instead of being mapped and zeroed anew. More for dX, whose
-// weights are read in pieces as wide as the cut.
+// The routed rows of y and dX exist only so many bytes at a time (columns are cut): they are still
+// in cache when they are summed, and malloc recycles a buffer of this size instead of mapping and
+// zeroing it anew. More for dX, whose weights are read in pieces as wide as the cut.
 constexpr int64_t kCombineBytes = 4 * 1024 * 1024;
 constexpr int64_t kGradCombineBytes = 16 * 1024 * 1024;
 constexpr int64_t kMinCombineCols = 4 * kPanelCols;
@@ -96,9 +95,8 @@ void combine(
       });
 }
 
-// out (T, D): round(s_r * (rows of `source` times B of `weights` + bias)), summed per token
-// in slot order. bias (E, D) may be null; s_r is 1 unless `weighted`. At most combine_bytes
-// of routed rows exist at a time.
+// out (T, D): round(s_r * (rows of `source` times B of `weights` + bias)), summed per token in slot
+// order. bias (E, D) may be null; s_r is 1 unless `weighted`. Of routed rows combine_bytes exist.
 template <typename scalar_t, typename Micro, typename Weights>
 void project_tokens(
     const Routing<acc_type<scalar_t>>& routing, const RowSource<scalar_t>& source,

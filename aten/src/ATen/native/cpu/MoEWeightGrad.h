@@ -1,8 +1,7 @@
 #pragma once
 
-// Sums over the rows of an expert, for the backward of _moe_mlp: gradients of weights,
-// grad[e] = left_e^T right_e, and of biases. The order of addition depends on the rows
-// alone, not on the thread count.
+// Sums over the rows of an expert, for the backward of _moe_mlp: gradients of weights, grad[e] =
+// left_e^T right_e, and of biases. The order of addition depends on the rows alone.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/native/cpu/MoEProjection.h>
@@ -287,9 +286,8 @@ class WeightGrad {
   int64_t step_ = Micro::kDepth;  // rows reduced per product
 };
 
-// Columns of a bias gradient that one task sums, and rows whose sum is one after the
-// other; those sums are added in pairs, so that errors grow with the logarithm of the
-// number of rows.
+// Columns of a bias gradient that one task sums, and rows that are summed one after the other;
+// those sums are added in pairs: errors grow with the logarithm of the number of rows.
 constexpr int64_t kSumCols = 128;
 constexpr int64_t kSumRows = 32;
 
