@@ -228,6 +228,7 @@ class _Graph:
         self._options = options
         self._obj = workspace.build / "obj"
         self._unity = workspace.build / "unity"
+        self._kernels: list[str] = []
         self._rules: list[str] = []
         self._library_objects: list[Path] = []
         self._extension_objects: list[Path] = []
@@ -281,6 +282,7 @@ class _Graph:
                 f"-DOPTIONAL_HEADERS={present}"
             )
             self._compile(path, f"{stem}.{capability}", flags, self._library_objects)
+            self._kernels.append(self._rules.pop())
 
     def write(self, headers: dict[str, str]) -> Binaries:
         """Writes build.ninja (if different) and names its products."""
@@ -300,7 +302,8 @@ class _Graph:
             objects, second = _paths(self._extension_objects), _paths([extension])
             self._rules.append(f"build {second}: extension {objects} | {target}")
             self._rules.append(f"default {second}")
-        text = "\n".join([*self._header(), *self._rules]) + "\n"
+        # Ninja begins with what comes first, and kernels take longest.
+        text = "\n".join([*self._header(), *self._kernels, *self._rules]) + "\n"
         ninja_file = self._workspace.build / "build.ninja"
         write_if_changed(ninja_file, text)
         return Binaries(
