@@ -153,13 +153,14 @@ class TestMoeLowBit(TestCase):
 
     @all_formats
     @all_layouts
+    @parametrize("dtype", [torch.bfloat16, torch.float32])
     @parametrize("int8", [False, True])
-    def test_token_alone(self, fmt, panels, int8):
+    def test_token_alone(self, fmt, panels, dtype, int8):
         """A token's bits depend neither on the other tokens nor on the threads."""
         if int8 and fmt.name != "mxfp4":
             return
         case = shape_of(fmt, 384, 160, num_tokens=70)
-        layer, experts = Layer(case, fmt, torch.bfloat16), case.topk_indices()
+        layer, experts = Layer(case, fmt, dtype), case.topk_indices()
         whole = layer.run(panels=panels, int8=int8)
         with num_threads(1):
             one = layer.run(panels=panels, int8=int8)

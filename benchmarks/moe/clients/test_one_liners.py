@@ -6,8 +6,10 @@ granted are made here.
 """
 
 import importlib
+import os
 import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 import types
@@ -77,6 +79,10 @@ class TestOneLiners(TestCase):
             raise unittest.SkipTest(str(error)) from None
         from families import build
 
+        # Alone: here what it imports is on the path already.
+        imports = one_liners()["transformers"].splitlines()[0]
+        environment = os.environ | {"PYTHONPATH": str(HERE)}
+        subprocess.run([sys.executable, "-c", imports], env=environment, check=True)
         tokens = torch.arange(24).view(2, 12)
         with tempfile.TemporaryDirectory() as folder:
             eager = build("qwen3_moe", dtype=torch.float32).eval()
