@@ -92,7 +92,7 @@ def test_a_header_that_appears_changes_the_command(project):
             project.workspace, project.env, buildgraph.BuildOptions()
         )
         graph.add_source(source, name, optional)
-        rules.append("".join(graph._rules))
+        rules.append("".join(graph._kernels))
     assert rules[0] != rules[1]
 
 
