@@ -12,13 +12,7 @@ from shapes import Operands, Shape
 
 import torch
 from torch import Tensor
-from torch.testing._internal.moe_reference import (
-    error_and_bound,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
-)
+from torch.testing._internal import moe_reference
 
 
 _WEIGHTS = ("dw_in", "dw_out", "db_in", "db_out")
@@ -65,11 +59,9 @@ def _rows_of(shape: Shape, o: Operands, e: int, chosen: Tensor):
     return slots, (x, w_in, w_out, offs, s, rows, rows[:, None], *biases)
 
 
-def _values(
-    shape: Shape, o: Operands, sample: Sample, backward: bool, functions: Sequence
-) -> dict[str, Tensor]:
+def _values(shape: Shape, o: Operands, sample: Sample, backward: bool, functions):
     forward, gradients = functions
-    dtype = torch.float64 if forward is moe_mlp_reference else o.x.dtype
+    dtype = torch.float64 if forward is moe_reference.moe_mlp_reference else o.x.dtype
     of_tokens = torch.zeros_like(o.ids, dtype=torch.bool)
     of_tokens[sample.tokens] = True
     y, dx = torch.zeros(2, *o.x.shape, dtype=dtype)
@@ -102,18 +94,14 @@ def _values(
 
 def truth(shape: Shape, operands: Operands, sample: Sample, *, backward: bool):
     """Values of the sample by name: in float64, and unfused in the dtype of the operands."""
-    exact = (moe_mlp_reference, moe_mlp_backward_reference)
-    unfused = (moe_mlp_unfused, moe_mlp_backward_unfused)
-    args = (shape, operands, sample, backward)
+    r, args = moe_reference, (shape, operands, sample, backward)
+    exact = (r.moe_mlp_reference, r.moe_mlp_backward_reference)
+    unfused = (r.moe_mlp_unfused, r.moe_mlp_backward_unfused)
     return _values(*args, exact), _values(*args, unfused)
 
 
 def sampled(sample: Sample, y: Tensor, grads: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The sample of what was computed.
-
-    Args:
-        grads: of x, the router weights and the stored weights; empty for a forward.
-    """
+    """The sample of y and of the gradients of x, router weights and stored weights, if any."""
     values = {"y": y.detach()[sample.tokens]}
     if grads:
         dx, ds, *of_weights = grads
@@ -122,38 +110,23 @@ def sampled(sample: Sample, y: Tensor, grads: Sequence[Tensor]) -> dict[str, Ten
     return values
 
 
-def errors(
-    actual: Mapping[str, Tensor], expected, dtype: torch.dtype, who: str
-) -> dict[str, Error]:
-    """Of every value.
-
-    Args:
-        expected: of :func:`truth`.
-        who: names what was computed, for the message.
-
-    Raises:
-        AssertionError: a value is missing.
-    """
+def errors(actual: Mapping, expected, dtype, who: str) -> dict[str, Error]:
+    """Of every value; ``expected`` is of :func:`truth`. A missing one raises."""
     reference, unfused = expected
     if actual.keys() != reference.keys():
         raise AssertionError(f"{who} gives {sorted(actual)}, not {sorted(reference)}")
     found = {}
     for name, exact in reference.items():
-        error, bound = error_and_bound(actual[name], exact, unfused[name], dtype)
+        values = (actual[name], exact, unfused[name])
+        error, bound = moe_reference.error_and_bound(*values, dtype)
         found[name] = Error(error, bound, exact.abs().max().item())
     return found
 
 
 def largest_share(found: Mapping[str, Error], who: str) -> float:
-    """Largest error over the allowed one.
-
-    Raises:
-        AssertionError: a value is wrong.
-    """
+    """Largest error over the allowed one, above which a value raises."""
     for name, (error, bound, _) in found.items():
         if not error <= bound:
-            raise AssertionError(
-                f"{name} of {who} has error {error:.3e} against float64, "
-                f"{bound:.3e} is allowed"
-            )
+            seen = f"{name} of {who} has error {error:.3e} against float64"
+            raise AssertionError(f"{seen}, {bound:.3e} is allowed")
     return max(error / bound if bound else 0.0 for error, bound, _ in found.values())

@@ -5,7 +5,7 @@ rewrites    blocks as people write them (peers.py), compiled as they are, rewrit
 layouts     ``F.moe_mlp`` on expert weights as nn.Linear stores them, and on the transposed storage
             of gpt-oss, eager and frozen, where Inductor stores them anew
 compiles    how many graphs and kernels a layer makes over changing numbers of tokens, and seconds
-            of all threads to compile; the experts of transformers if it is installed
+            of all threads to compile; the experts of transformers if it is installed (clients/)
 
 One thread, its own processor time, forms in turns, ratios of one round: others may use the machine.
 
@@ -13,15 +13,14 @@ One thread, its own processor time, forms in turns, ratios of one round: others 
 """
 
 import os
-import pathlib
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import peers
-from report import make_parser
-from shapes import make_operands, Operands, Shape
+from report import parse
+from shapes import make_operands, Operands, PASSES, Shape
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config, metrics
 
-from measure import interleaved_seconds, provenance, ratio_record, spread, write_json
+from measure import interleaved_seconds, ratio_record, save, spread
 
 
 FORMS = ("sorted_grouped_mm", "three_grouped_mm", "batched_mm")
@@ -43,94 +42,65 @@ def _shape(num_tokens: int, quick: bool) -> Shape:
     return Shape(f"T{num_tokens}", num_tokens, *sizes)
 
 
-def _step(function: Callable[..., Tensor], args: tuple, grad: Tensor, backward: bool):
-    """A call, and its gradients if ``backward``."""
-    if not backward:
-
-        def forward() -> object:
-            with torch.no_grad():
-                return function(*args)
-
-        return forward
-    leaves = [x for x in args if x.is_floating_point()]
-
-    def train() -> object:
-        return torch.autograd.grad(function(*args), leaves, grad)
-
-    return train
-
-
 def _compiled(function: Callable[..., Tensor], fusion: bool) -> Callable[..., Tensor]:
-    return torch.compile(
-        function, fullgraph=True, dynamic=False, options={"moe_fusion": fusion}
-    )
+    options = {"moe_fusion": fusion}
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
-def _block(form: str, operands: Operands, backward: bool) -> tuple:
-    """The arguments of a form, and ``F.moe_mlp`` on them."""
-    w_in, w_out = operands.w_in, operands.w_out
-    weights: tuple[Tensor, ...] = (w_in, w_out)
-    direct = F.moe_mlp
+def _arguments(form: str, o: Operands, backward: bool) -> tuple[Tensor, ...]:
+    weights: tuple[Tensor, ...] = (o.w_in, o.w_out)
     if form == "three_grouped_mm":
-        gate, up = (w.contiguous() for w in w_in.chunk(2, dim=1))
-        weights = (gate, up, w_out)
-
-        def direct(x, ids, scores, gate, up, w_out):
-            return F.moe_mlp(x, ids, scores, gate, w_out, w_up=up)
-
-    args = (operands.x, operands.ids, operands.weights, *weights)
-    return tuple(
-        x.detach().requires_grad_(backward and x.is_floating_point()) for x in args
-    ), direct
+        weights = (*(w.contiguous() for w in o.w_in.chunk(2, dim=1)), o.w_out)
+    args = tuple(x.detach() for x in (o.x, o.ids, o.weights, *weights))
+    return tuple(x.requires_grad_(backward and x.is_floating_point()) for x in args)
 
 
-def _timed(steps: dict[str, Callable], rounds: int) -> tuple[dict, dict]:
-    """Seconds of every round by name, and their spread in milliseconds."""
-    seconds = interleaved_seconds(
-        steps, rounds=rounds, warmup=2, clock=time.thread_time
-    )
-    return seconds, {n: spread([1e3 * s for s in v]) for n, v in seconds.items()}
+def _direct(x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor) -> Tensor:
+    """``F.moe_mlp`` on the arguments of any form."""
+    w_in, *up, w_out = weights
+    return F.moe_mlp(x, ids, scores, w_in, w_out, w_up=up[0] if up else None)
+
+
+def _times(steps: dict[str, Callable], rounds: int, ratios: dict) -> dict:
+    """Spreads in milliseconds by name, and ``ratios``: name -> over which of the steps which."""
+    options = {"warmup": 2, "clock": time.thread_time}
+    seconds = interleaved_seconds(steps, rounds=rounds, **options)
+    of_pairs = {n: ratio_record(seconds[a], seconds[b]) for n, (a, b) in ratios.items()}
+    milliseconds = {n: spread([1e3 * s for s in v]) for n, v in seconds.items()}
+    return {"milliseconds": milliseconds, **of_pairs}
 
 
 def measure_rewrite(form: str, shape: Shape, backward: bool, rounds: int) -> dict:
     """One row: a form as written, rewritten and called directly."""
     torch._dynamo.reset()
-    operands = make_operands(shape)
-    args, direct = _block(form, operands, backward)
-    written = getattr(peers, form)
-    functions = {
-        "written": _compiled(written, False),
-        "rewritten": _compiled(written, True),
-        "direct": _compiled(direct, False),
-    }
-    steps = {
-        name: _step(f, args, operands.grad, backward) for name, f in functions.items()
-    }
+    operands, written = make_operands(shape), getattr(peers, form)
+    args = _arguments(form, operands, backward)
+    functions = {"written": _compiled(written, False)}
+    functions["rewritten"] = _compiled(written, True)
+    functions["direct"] = _compiled(_direct, False)
+    grad = operands.grad if backward else None
+    steps = {name: peers.bind(f, args, grad) for name, f in functions.items()}
     counters.clear()
     for step in steps.values():
         step()
-    seconds, milliseconds = _timed(steps, rounds)
+    ratios = {f"{n}_over_rewritten": (n, "rewritten") for n in ("written", "direct")}
     return {
         "form": form,
-        "pass": "forward+backward" if backward else "forward",
+        "pass": PASSES[backward],
         **shape.sizes(),
         "blocks": counters["inductor"]["moe_fusion"],
         "whole_blocks": counters["inductor"]["moe_fusion_full"],
-        "milliseconds": milliseconds,
-        **{
-            f"{name}_over_rewritten": ratio_record(seconds[name], seconds["rewritten"])
-            for name in ("written", "direct")
-        },
+        **_times(steps, rounds, ratios),
     }
 
 
 class _Layer(torch.nn.Module):
     """``F.moe_mlp`` on parameters, which freezing makes constants."""
 
-    def __init__(self, w_in: Tensor, w_out: Tensor, transposed: bool):
+    def __init__(self, o: Operands, transposed: bool):
         super().__init__()
         self.transposed = transposed
-        weights = (w.mT if transposed else w for w in (w_in, w_out))
+        weights = (w.mT if transposed else w for w in (o.w_in, o.w_out))
         self.w_in, self.w_out = (
             torch.nn.Parameter(w.clone(memory_format=torch.contiguous_format))
             for w in weights
@@ -147,69 +117,46 @@ def measure_layout(shape: Shape, rounds: int) -> dict:
     """One row: K-major and N-major storage of the same weights, eager, and with freezing."""
     torch._dynamo.reset()
     o = make_operands(shape)
-    args = (o.x, o.ids, o.weights)
-    steps = {}
+    args, steps = (o.x, o.ids, o.weights), {}
     counters.clear()
     for name, transposed in (("k_major", False), ("n_major", True)):
-        steps[name] = _step(_Layer(o.w_in, o.w_out, transposed), args, o.grad, False)
+        steps[name] = peers.bind(_Layer(o, transposed), args)
         with config.patch(freezing=True):
-            frozen = torch.compile(_Layer(o.w_in, o.w_out, transposed), dynamic=False)
-            steps[f"frozen_{name}"] = _step(frozen, args, o.grad, False)
+            frozen = torch.compile(_Layer(o, transposed), dynamic=False)
+            steps[f"frozen_{name}"] = peers.bind(frozen, args)
             steps[f"frozen_{name}"]()
-    seconds, milliseconds = _timed(steps, rounds)
-    return {
-        **shape.sizes(),
-        "relaid_weights": counters["inductor"]["moe_weight_relayout"],
-        "milliseconds": milliseconds,
-        **{
-            f"{kind}n_major_over_k_major": ratio_record(
-                seconds[f"{kind}n_major"], seconds[f"{kind}k_major"]
-            )
-            for kind in ("", "frozen_")
-        },
+    relaid = counters["inductor"]["moe_weight_relayout"]
+    ratios = {
+        f"{kind}n_major_over_k_major": (f"{kind}n_major", f"{kind}k_major")
+        for kind in ("", "frozen_")
     }
-
-
-def _experts_of_transformers(implementation: str) -> Callable[..., Tensor] | None:
-    """The experts of a tiny Qwen3-MoE, if transformers is installed (clients/)."""
-    folder = pathlib.Path(__file__).resolve().parent / "clients"
-    sys.path.append(str(folder))
-    try:
-        from families import build
-        from transformers_experts import experts_of
-    except ImportError:
-        return None
-    model = build("qwen3_moe")
-    model.set_experts_implementation(implementation)
-    return experts_of(model)[0]
+    times = _times(steps, rounds, ratios)
+    return {**shape.sizes(), "relaid_weights": relaid, **times}
 
 
 def _layers_to_compile(quick: bool) -> dict[str, tuple[Any, Callable[..., tuple]]]:
     """What is compiled, by name, and a function that makes its arguments for T tokens."""
 
-    def of_block(name: str) -> Callable[..., tuple]:
-        def args(num_tokens: int, backward: bool) -> tuple:
-            operands = make_operands(_shape(num_tokens, quick))
-            return _block(name, operands, backward)[0]
+    def of_block(num_tokens: int, backward: bool) -> tuple:
+        return _arguments("", make_operands(_shape(num_tokens, quick)), backward)
 
-        return args
-
-    found = {
-        "moe_mlp": (F.moe_mlp, of_block("moe_mlp")),
-        "sorted_grouped_mm": (peers.sorted_grouped_mm, of_block("sorted_grouped_mm")),
-    }
     shape = _shape(1, quick)
     layer = torch.nn.MoE(shape.D, shape.F, num_experts=shape.E, top_k=shape.K)
-    found["nn.MoE"] = (
-        layer,
-        lambda num_tokens, backward: (
-            torch.randn(num_tokens, shape.D, requires_grad=backward),
-        ),
-    )
+    found = {
+        "moe_mlp": (F.moe_mlp, of_block),
+        "sorted_grouped_mm": (peers.sorted_grouped_mm, of_block),
+        "nn.MoE": (layer, lambda T, b: (torch.randn(T, shape.D, requires_grad=b),)),
+    }
+    peers.transformers_version()  # puts clients/ on the path
+    try:
+        from families import build
+        from transformers_experts import experts_of
+    except ImportError:
+        return found
     for name in ("moe_mlp", "grouped_mm"):
-        experts = _experts_of_transformers(name)
-        if experts is None:
-            continue
+        model = build("qwen3_moe")
+        model.set_experts_implementation(name)
+        experts = experts_of(model)[0]
         dim = next(experts.parameters()).shape[-1]
 
         def args(num_tokens: int, backward: bool, E=experts.num_experts, dim=dim):
@@ -221,15 +168,13 @@ def _layers_to_compile(quick: bool) -> dict[str, tuple[Any, Callable[..., tuple]
     return found
 
 
-def measure_compiles(
-    name: str, layer: Any, make_args: Callable[..., tuple], backward: bool
-) -> dict:
+def measure_compiles(name: str, layer: Any, make_args: Callable, backward: bool):
     """Graphs, kernels and seconds of a layer over four numbers of tokens."""
     torch._dynamo.reset()
     counters.clear()
     metrics.reset()
     compiled = torch.compile(layer)
-    graphs, seconds = [], []
+    seconds = []
     for num_tokens in (16, 24, 40, 96):
         args = make_args(num_tokens, backward)
         start = time.process_time()
@@ -238,11 +183,10 @@ def measure_compiles(
             if backward:
                 output.sum().backward()
         seconds.append(time.process_time() - start)
-        graphs.append(counters["stats"]["unique_graphs"])
     return {
         "form": name,
-        "pass": "forward+backward" if backward else "forward",
-        "graphs": graphs[-1],
+        "pass": PASSES[backward],
+        "graphs": counters["stats"]["unique_graphs"],
         "graph_breaks": sum(counters["graph_break"].values()),
         "kernels": metrics.generated_kernel_count,
         "extern_calls": counters["inductor"]["extern_calls"],
@@ -251,14 +195,8 @@ def measure_compiles(
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, few rounds")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--tables", nargs="*", default=["rewrites", "layouts", "compiles"]
-    )
-    args = parser.parse_args()
+    tables = dict.fromkeys(("rewrites", "layouts", "compiles"))
+    args = parse(__doc__, quick=False, rounds=15, tables=tables)
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
     # Both compiled forms would be found there.
@@ -266,11 +204,11 @@ def main() -> None:
     torch._functorch.config.enable_autograd_cache = False
     tokens = (8,) if args.quick else TOKENS
     rounds = 3 if args.quick else args.rounds
-    record = provenance() | {"load": os.getloadavg()[0], "clock": "thread_time"}
+    record = {"load": os.getloadavg()[0], "clock": "thread_time"}
 
     def add(table: str, row: dict) -> None:
         record.setdefault(table, []).append(row)
-        write_json(record, args.out)
+        save(args.out, **record)
         print(table, *list(row.values())[:7], file=sys.stderr, flush=True)
 
     if "layouts" in args.tables:

@@ -27,22 +27,12 @@ import check
 import shapes
 from peers import make_peers, OURS, Peer, too_costly
 from report import parse, progress, show
-from shapes import make_operands, Operands, Row
+from shapes import make_operands, Operands, PASSES, Row
 
 import torch
 from torch import Tensor
 
-from measure import (
-    affordable_rounds,
-    interleaved_seconds,
-    paired_ratio,
-    peak_bytes,
-    provenance,
-    ratio_record,
-    saved_bytes,
-    spread,
-    write_json,
-)
+import measure
 
 
 # What every form of a row has in the JSON, beside its ratio to ours. Times are of one call, through
@@ -72,49 +62,43 @@ class Runner:
     from form to form, so that no form finds the weights in the cache that another one just read.
     """
 
-    def __init__(
-        self, row: Row, layers: Sequence[Operands], ids: list, peer: Peer, shift: int
-    ):
+    def __init__(self, row: Row, layers: Sequence, ids: list, peer: Peer, shift: int):
         self.row, self.layers, self.peer = row, layers, peer
         self.leaves = [peer.leaves(layer) for layer in layers]
         shift = shift if row.layers > 1 else 0
         self.ids = [[(i + shift) % row.shape.E for i in of_layer] for of_layer in ids]
         self.calls = 0
 
-    def forward(self, x: Tensor, weights: Tensor, routing: int = 0) -> Tensor:
-        for ids, leaves in zip(self.ids[routing], self.leaves):
-            y = self.peer.call(x, ids, weights, *leaves)
-        return y
-
-    def inputs(self) -> tuple[Tensor, Tensor]:
+    def forward(self, routing: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """y of the last layer that ``routing`` has ids of, and what its gradients are of."""
         o = self.layers[0]
-        return o.x.detach().requires_grad_(), o.weights.detach().requires_grad_()
+        x, weights = (t.detach().requires_grad_() for t in (o.x, o.weights))
+        with torch.set_grad_enabled(self.row.backward):
+            for ids, leaves in zip(routing, self.leaves):
+                y = self.peer.call(x, ids, weights, *leaves)
+        return y, (x, weights, *self.leaves[0])
+
+    def step(self, routing: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        y, leaves = self.forward(routing)
+        if not self.row.backward:
+            return y, ()
+        return y, torch.autograd.grad(y, leaves, self.layers[0].grad)
 
     def result(self) -> tuple[Tensor, Sequence[Tensor]]:
         """y of the first layer under the unshifted first routing, and all gradients."""
-        o, (x, weights) = self.layers[0], self.inputs()
-        with torch.set_grad_enabled(self.row.backward):
-            y = self.peer.call(x, o.ids, weights, *self.leaves[0])
-        if not self.row.backward:
-            return y, ()
-        dx, ds, *grads = torch.autograd.grad(y, (x, weights, *self.leaves[0]), o.grad)
-        return y, (dx, ds, *self.peer.canonical(grads))
+        y, grads = self.step([self.layers[0].ids])
+        return y, grads and (*grads[:2], *self.peer.canonical(grads[2:]))
 
     def __call__(self) -> None:
         self.calls += 1
-        x, weights = self.inputs()
-        with torch.set_grad_enabled(self.row.backward):
-            y = self.forward(x, weights, self.calls % len(self.ids))
-        if self.row.backward:
-            leaves = (x, weights, *self.leaves[0])
-            torch.autograd.grad(y, leaves, self.layers[0].grad)
+        self.step(self.ids[self.calls % len(self.ids)])
 
     def saved_bytes(self) -> int:
         """Kept for backward; of a forward row, nothing."""
         if not self.row.backward:
             return 0
         stored = [t for layer in self.layers for t in layer.stored()]
-        return saved_bytes(lambda: self.forward(*self.inputs()), stored)
+        return measure.saved_bytes(lambda: self.forward(self.ids[0]), stored)
 
 
 class Bound:
@@ -122,7 +106,6 @@ class Bound:
 
     Args:
         hits: experts with rows, averaged over layers and routings.
-        stream_bytes: to measure the rate of memory with.
     """
 
     def __init__(self, row: Row, hits: float, stream_bytes: int):
@@ -139,11 +122,12 @@ class Bound:
         self._stream = (source.sum, lambda: target.copy_(half))
 
     def _mm_of(self, m: int, k: int, n: int, a_view: int, b_view: int) -> Callable:
-        a, b = torch.randn(m, k), torch.randn(k, n)
-        a, b = (
-            (x.t().contiguous().t() if as_view else x).to(self.row.dtype)
-            for x, as_view in ((a, a_view), (b, b_view))
-        )
+        def operand(rows: int, columns: int, as_view: int) -> Tensor:
+            sizes = (columns, rows) if as_view else (rows, columns)
+            x = torch.randn(sizes).to(self.row.dtype)
+            return x.t() if as_view else x
+
+        a, b = operand(m, k, a_view), operand(k, n, b_view)
         out = torch.empty(m, n, dtype=self.row.dtype)
         return lambda: torch.mm(a, b, out=out)
 
@@ -154,7 +138,7 @@ class Bound:
             function()
             seconds, end = [], time.perf_counter() + budget
             while len(seconds) < 3 or time.perf_counter() < end:
-                seconds += interleaved_seconds({0: function}, rounds=1, warmup=0)[0]
+                seconds.append(measure.timed(function))
             return statistics.median(seconds)
 
         stream = min(map(median, self._stream))
@@ -187,19 +171,14 @@ class Bound:
 
 def _checked_runners(
     row: Row, layers: Sequence[Operands], ids: list, settings: Settings, without: dict
-) -> tuple[dict[str, Runner], dict[str, dict]]:
-    """Runners of the forms whose results are right, and what is known of each so far.
-
-    Raises:
-        AssertionError: a result is wrong.
-    """
+) -> tuple[dict[str, Runner], dict[str, dict], dict[str, int]]:
+    """Runners of the forms whose results are right, what is known of each, and its rounds."""
     shape, first = row.shape, layers[0]
     sample = check.make_sample(shape, first.ids, settings.tokens, settings.experts)
     expected = check.truth(shape, first, sample, backward=row.backward)
-    runners, entries = {}, {}
-    peers, failed = make_peers(
-        shape, without, compiled=settings.compiled and row.compiled
-    )
+    runners, entries, rounds = {}, {}, {}
+    compiled = settings.compiled and row.compiled
+    peers, failed = make_peers(shape, without, compiled=compiled)
     without |= failed
     for i, peer in enumerate(peers):
         runner = Runner(row, layers, ids, peer, shift=i * 13)
@@ -214,66 +193,49 @@ def _checked_runners(
             limit = f"more than the cap of {settings.compile_seconds:.0f} s"
             without[peer.name] = f"took {first_call:.0f} s to compile, {limit}"
             continue
-        runners[peer.name] = runner
         kind = "compiled" if peer.compiled else "eager"
         entry = {"source": peer.source, "kind": kind, "error_over_allowed": share}
         if peer.compiled:
             entry["first_call_seconds"] = round(first_call, 2)
-        entries[peer.name] = entry
-    return runners, entries
-
-
-def _measured_bytes(
-    runners: dict[str, Runner], entries: dict[str, dict], settings: Settings
-) -> dict[str, int]:
-    """Adds saved and peak bytes; rounds of each form: a slow peer is capped and says so."""
-    rounds = {}
-    for name, runner in runners.items():
-        entry = entries[name]
         entry["saved_bytes"] = runner.saved_bytes()
         start = time.perf_counter()
-        entry["peak_bytes"] = peak_bytes(runner)  # also the warm-up
+        entry["peak_bytes"] = measure.peak_bytes(runner)  # also the warm-up
         call = time.perf_counter() - start
-        rounds[name] = affordable_rounds(settings.rounds, call, settings.seconds)
-        if rounds[name] < settings.rounds and name != OURS:
-            entry["capped"] = (
-                f"{rounds[name]} of {settings.rounds} rounds: a call takes {call:.2f} s "
-                f"and a form may take {settings.seconds:g} s"
-            )
+        some = measure.affordable_rounds(settings.rounds, call, settings.seconds)
+        if some < settings.rounds and peer.name != OURS:
+            limit = f"a form may take {settings.seconds:g} s"
+            why = f"a call takes {call:.2f} s and {limit}"
+            entry["capped"] = f"{some} of {settings.rounds} rounds: {why}"
+        runners[peer.name], entries[peer.name] = runner, entry
+        rounds[peer.name] = some
     rounds[OURS] = max(rounds.values())
-    return rounds
+    return runners, entries, rounds
 
 
 def measure_row(row: Row, settings: Settings) -> dict[str, object]:
-    """One row of the JSON.
-
-    Raises:
-        AssertionError: a form computes something else than the float64 reference.
-    """
+    """One row of the JSON; a form that computes something else raises."""
     shape = row.shape
     layers = [make_operands(shape, dtype=row.dtype, layer=i) for i in range(row.layers)]
-    ids = [
-        [shape.topk_indices(100 * i + j) for j in range(row.layers)]
-        for i in range(row.routings)
-    ]
+    seeds = (range(100 * i, 100 * i + row.layers) for i in range(row.routings))
+    ids = [[shape.topk_indices(seed) for seed in of_layers] for of_layers in seeds]
     hits = statistics.mean(len(i.unique()) for of_layer in ids for i in of_layer)
     stored = sum(t.nbytes for t in layers[0].stored())
     without = too_costly(shape, round(hits), stored, row.backward)
     if row.sweep:
         few = "a sweep has one loop and one grouped form only"
         without |= {"transformers_eager": few, "three_grouped_mm": few}
-    runners, entries = _checked_runners(row, layers, ids, settings, without)
-    rounds = _measured_bytes(runners, entries, settings)
+    forms = _checked_runners(row, layers, ids, settings, without)
+    runners, entries, rounds = forms
     bound, rates = Bound(row, hits, settings.stream_bytes), []
-    seconds = interleaved_seconds(
+    seconds = measure.interleaved_seconds(
         runners, rounds=rounds, warmup=0, on_round=lambda i: rates.append(bound.rates())
     )
     for name, values in seconds.items():
         entry = entries[name]
         entry["rounds"] = len(values)
-        entry["milliseconds"] = spread([1e3 * v for v in values])._asdict()
+        entry["milliseconds"] = measure.spread([1e3 * v for v in values])._asdict()
         if name != OURS:
-            entry["ratio_to_ours"] = ratio_record(values, seconds[OURS])
+            entry["ratio_to_ours"] = measure.ratio_record(values, seconds[OURS])
     eager = [n for n, e in entries.items() if e["kind"] == "eager" and n != OURS]
     best = min(eager, key=lambda n: entries[n]["ratio_to_ours"]["median"])
     bounds = [max(bound.seconds(*rate)) for rate in rates]
@@ -282,13 +244,13 @@ def measure_row(row: Row, settings: Settings) -> dict[str, object]:
         "shape": shape.sizes(),
         "routing": shape.routing,
         "dtype": row.dtype_name,
-        "pass": row.pass_name,
+        "pass": PASSES[row.backward],
         "layers": row.layers,
         "sweep": row.sweep,
         "gradient_bytes": stored if row.backward else 0,
         "best_eager_peer": best,
         "ratio": entries[best]["ratio_to_ours"],
-        "of_bound": paired_ratio(bounds, seconds[OURS]).median,
+        "of_bound": measure.paired_ratio(bounds, seconds[OURS]).median,
         "bound": bound.record(rates),
         "forms": entries,
         "left_out": without,
@@ -300,11 +262,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(__doc__, argv=argv, no_compiled=False, **options)
     settings = QUICK if args.quick else Settings()
     given = {"rounds": args.rounds, "seconds": args.seconds}
-    given |= {"compiled": False} if args.no_compiled else {}
+    given["compiled"] = False if args.no_compiled else None
     settings = settings._replace(**{k: v for k, v in given.items() if v is not None})
-    table = shapes.CPU_ROWS + shapes.CLIENT_ROWS
-    if args.quick:
-        table = shapes.QUICK_ROWS
+    table = shapes.QUICK_ROWS if args.quick else shapes.CPU_ROWS + shapes.CLIENT_ROWS
     try:
         rows = shapes.select(table, args.rows)
     except ValueError as error:
@@ -312,21 +272,16 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     flags = [name for name, has in torch.cpu.get_capabilities().items() if has is True]
     measured: list[dict] = []
-    record = {**provenance(), "cpu_flags": " ".join(sorted(flags)), "rows": measured}
     torch.manual_seed(0)
     with progress("Rows", len(rows)) as advance:
         for row in rows:
             started = datetime.datetime.now(datetime.timezone.utc)
-            measured.append(
-                {
-                    **measure_row(row, settings),
-                    "started": started.isoformat(timespec="seconds"),
-                    "load_average": round(os.getloadavg()[0], 2),
-                }
-            )
+            record = measure_row(row, settings)
+            record["started"] = started.isoformat(timespec="seconds")
+            measured.append(record | {"load_average": round(os.getloadavg()[0], 2)})
             advance(row.id)
-            if args.out:  # after every row, so that a stop loses none
-                write_json(record, args.out)
+            # After every row, so that a stop loses none.
+            measure.save(args.out, cpu_flags=" ".join(sorted(flags)), rows=measured)
     ours = f"forms.{OURS}."
     columns = {
         "row": "id",

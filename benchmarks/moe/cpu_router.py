@@ -12,6 +12,7 @@ is lost where ours takes more than 1.1 times the faster of the two.
 """
 
 import itertools
+import statistics
 from collections.abc import Callable
 
 from peers import route
@@ -36,9 +37,8 @@ def sort(logits_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return indices_TK, weights_TK / weights_TK.sum(-1, keepdim=True)
 
 
+PEERS = ("sort", "topk")
 ROUTERS = {"moe_topk": F.moe_topk, "sort": sort, "topk": route}
-
-
 ORDERS: dict[str, Callable[[int, int], Tensor]] = {
     "ascending": lambda T, E: (torch.arange(E) / E).repeat(T, 1),
     "descending": lambda T, E: (torch.arange(E, 0, -1) / E).repeat(T, 1),
@@ -48,9 +48,7 @@ ORDERS: dict[str, Callable[[int, int], Tensor]] = {
 }
 
 
-def seconds_of(
-    T: int, E: int, k: int, rounds: int, order: str = "random"
-) -> dict[str, list[float]]:
+def seconds_of(T: int, E: int, k: int, rounds: int, order="random") -> dict:
     calls = {}
     for name, router in ROUTERS.items():
         logits = itertools.cycle([ORDERS[order](T, E) for _ in range(LOGITS)])
@@ -60,26 +58,15 @@ def seconds_of(
 
 def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, object]:
     T, E, k = shape
-    seconds = seconds_of(T, E, k, rounds)
-    ours = seconds["moe_topk"]
-    ratios = {f"{p}_to_ours": ratio_record(seconds[p], ours) for p in ("sort", "topk")}
+    ours, *others = seconds_of(T, E, k, rounds).values()
     milliseconds = spread(1e3 * s for s in ours)._asdict()
-    return {"T": T, "E": E, "k": k, "milliseconds": milliseconds, **ratios}
-
-
-def measure_order(T: int, E: int, k: int, order: str) -> dict[str, object]:
-    """Ratios of medians, in one line of the results."""
-    rounds = max(21, min(60, 2_000_000 // (T * E)))
-    seconds = seconds_of(T, E, k, rounds, order)
-    median = {name: spread(s).median for name, s in seconds.items()}
-    ours = median["moe_topk"]
-    row = {"T": T, "E": E, "k": k, "order": order, "microseconds": round(1e6 * ours, 1)}
-    row |= {f"{p}_to_ours": round(median[p] / ours, 2) for p in ("sort", "topk")}
-    row["best_peer_to_ours"] = min(row["sort_to_ours"], row["topk_to_ours"])
+    row = {"T": T, "E": E, "k": k, "milliseconds": milliseconds}
+    row |= {f"{p}_to_ours": ratio_record(s, ours) for p, s in zip(PEERS, others)}
     return row
 
 
 def measure_orders() -> list[dict[str, object]]:
+    """Ratios of medians, in one line of the results each."""
     cases = [
         (T, E, k, order)
         for T, E in itertools.product((1, 64), (8, 64, 128, 256, 1024, 4096))
@@ -89,8 +76,15 @@ def measure_orders() -> list[dict[str, object]]:
     ]
     rows = []
     with progress("orders", len(cases)) as advance:
-        for case in cases:
-            rows.append(measure_order(*case))
+        for T, E, k, order in cases:
+            rounds = max(21, min(60, 2_000_000 // (T * E)))
+            seconds = seconds_of(T, E, k, rounds, order).values()
+            ours, *others = map(statistics.median, seconds)
+            row = {"T": T, "E": E, "k": k, "order": order}
+            row["microseconds"] = round(1e6 * ours, 1)
+            ratios = [round(other / ours, 2) for other in others]
+            row |= {f"{p}_to_ours": ratio for p, ratio in zip(PEERS, ratios)}
+            rows.append(row | {"best_peer_to_ours": min(ratios)})
             advance()
     return rows
 

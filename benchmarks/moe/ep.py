@@ -12,6 +12,7 @@ bigger machines. ``--quick`` only shows that it runs.
 
 import dataclasses
 import pathlib
+import statistics
 import sys
 import time
 
@@ -41,14 +42,13 @@ def total(row: dict, *names: str) -> float:
 
 
 def add_shares(row: dict) -> None:
-    """The ratios that the tables and the plot show."""
-    payload = total(row, "rows", "returned")
+    """The ratios that the tables show."""
     minimum = total(row, "minimum_rows", "minimum_returned")
-    row["payload_of_minimum"] = payload / minimum
+    row["payload_of_minimum"] = total(row, "rows", "returned") / minimum
     # Of the rows to the experts alone, which is all that the metadata is needed for.
-    metadata = total(row, "ids", "weights", "sizes")
-    row["metadata_share"] = metadata / total(row, "rows")
-    row["scales_share"] = total(row, "scales") / total(row, "rows")
+    there = total(row, "rows")
+    row["metadata_share"] = total(row, "ids", "weights", "sizes") / there
+    row["scales_share"] = total(row, "scales") / there
     width = row["dim"] * 2
     sent = width if row["wire"] == "bfloat16" else row["dim"] * (1 + 1 / 128)
     row["crossing_bytes"] = row["crossing_rows"] * (sent + width)
@@ -74,7 +74,7 @@ def placements(seeds: int) -> list[dict[str, object]]:
                 spent = time.process_time() - start
                 before, after = (p.imbalance(later) for p in (in_order, placement))
                 draws.append((before, after, 1e3 * spent))
-            means = (sum(values) / len(values) for values in zip(*draws))
+            means = map(statistics.fmean, zip(*draws))
             rows.append(
                 {
                     "ranks": topology.num_ranks,
@@ -87,24 +87,22 @@ def placements(seeds: int) -> list[dict[str, object]]:
     return rows
 
 
-def case_columns(row: dict) -> dict[str, object]:
-    """What the tables show of a case."""
-    placed = ", placed" if row["placed"] else ""
-    return row | {
-        "layer": f"{row['routing']}, {row['switch']}{placed}",
-        "there_kib": total(row, "rows") / 1024,
-        "back_kib": total(row, "returned") / 1024,
-        "host_to_host_kib": row["crossing_bytes"] / 1024,
-        "step_ms": [1e3 * s for s in row["step_seconds"]],
-        "switch_ms": 1e3 * row["switch_seconds"][0],
-        "collectives_ms": 1e3 * sum(row["wire_seconds"].values()),
-        "predicted_ms": 1e3 * sum(row["predicted_seconds"].values()),
-    }
-
-
 def show_all(result: dict) -> None:
     print(f"{result['hosts']}; 2 gloo ranks each, one thread a rank")
-    cases = [case_columns(row) for row in result["cases"]]
+    cases = []
+    for row in result["cases"]:
+        placed = ", placed" if row["placed"] else ""
+        columns = {
+            "layer": f"{row['routing']}, {row['switch']}{placed}",
+            "there_kib": total(row, "rows") / 1024,
+            "back_kib": total(row, "returned") / 1024,
+            "host_to_host_kib": row["crossing_bytes"] / 1024,
+            "step_ms": [1e3 * s for s in row["step_seconds"]],
+            "switch_ms": 1e3 * row["switch_seconds"][0],
+            "collectives_ms": 1e3 * sum(row["wire_seconds"].values()),
+            "predicted_ms": 1e3 * sum(row["predicted_seconds"].values()),
+        }
+        cases.append(row | columns)
     layer = ("layer", "dim", "wire")
     sent = ("there_kib", "back_kib", "payload_of_minimum", "scales_share")
     sent += ("metadata_share", "host_to_host_kib", "interface_bytes")

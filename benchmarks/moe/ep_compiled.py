@@ -16,16 +16,14 @@ Choose links that are as slow as the experts then are.
 """
 
 import dataclasses
-import functools
 import math
 import os
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
 
 from ep_overlap import Layer, limit_links
-from report import make_parser, show
+from report import parse, show
 from shapes import COMPILED_OVERLAP_SHAPE as SHAPE, Shape
 
 import torch
@@ -38,15 +36,7 @@ from torch.distributed._tools.moe_calibration import Profile
 from torch.distributed._tools.moe_cpu_model import cpu_parts
 from torch.distributed._tools.moe_estimator import inductor_estimate
 
-from measure import (
-    interleaved_seconds,
-    on_gloo_ranks,
-    over_ranks,
-    paired_ratio,
-    provenance,
-    spread,
-    write_json,
-)
+import measure
 
 
 class CompiledLayer(Layer):
@@ -59,8 +49,7 @@ class CompiledLayer(Layer):
         self.schedule = schedule
 
     def forward(self) -> Tensor:  # type: ignore[override]
-        operands = (self.x, self.ids, self.weights, self.experts, self.shared)
-        routed, shared = self.schedule(self.switch, *operands)
+        routed, shared = self.run(self.schedule)
         return routed + shared
 
     def compiled(self, p: Profile | None) -> Callable[[], Tensor]:
@@ -72,10 +61,8 @@ class CompiledLayer(Layer):
         if p is not None:
             options[prefix + "custom_runtime_estimation"] = inductor_estimate(p)
             options[prefix + "compute_estimator"] = "analytical"
-        function = torch.compile(
-            self.forward, fullgraph=True, dynamic=False, options=options
-        )
-        return torch.no_grad()(function)
+        whole = {"fullgraph": True, "dynamic": False, "options": options}
+        return torch.no_grad()(torch.compile(self.forward, **whole))
 
 
 def with_link(p: Profile) -> Profile:
@@ -83,9 +70,8 @@ def with_link(p: Profile) -> Profile:
     sizes = [1 << n for n in (10, 14, 16, 18, 19, 20, 21)]
     start, rate, turn = moe_calibration.measure_links(dist.group.WORLD, sizes)
     device = dataclasses.replace(p.device, fast=rate, slow=rate)
-    constants = dataclasses.replace(
-        p.constants, fast_us=1e6 * start, slow_us=1e6 * start
-    )
+    us = 1e6 * start
+    constants = dataclasses.replace(p.constants, fast_us=us, slow_us=us)
     cpu = dataclasses.replace(p.cpu, turn=turn)
     return dataclasses.replace(p, device=device, constants=constants, cpu=cpu)
 
@@ -100,24 +86,26 @@ def slowed(p: Profile, factor: float) -> Profile:
     return dataclasses.replace(p, cpu=dataclasses.replace(p.cpu, **values))
 
 
+def of_rank_0(p: Profile) -> Profile:
+    """For all: ranks that estimate differently would order collectives so."""
+    found = [p]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 def calibrated() -> Profile:
-    """Of rank 0, for all: ranks that estimate differently would order collectives so."""
     p = moe_calibration.calibrate(seconds=5, clock="process")
     # Seconds of links are the clock's and come later. What messages take of the cores is
     # measured with what makes them: as if the links took no time.
     free = dataclasses.replace(p.device, fast=math.inf, slow=math.inf)
     no_start = dataclasses.replace(p.constants, fast_us=0.0, slow_us=0.0)
-    cpu = moe_calibration.measure_exchange(
-        dataclasses.replace(p, device=free, constants=no_start),
-        dist.group.WORLD,
-        clock=time.process_time,
-    )
-    found = [dataclasses.replace(p, cpu=cpu)]
-    dist.broadcast_object_list(found)
-    return found[0]
+    q = dataclasses.replace(p, device=free, constants=no_start)
+    measure_exchange = moe_calibration.measure_exchange
+    cpu = measure_exchange(q, dist.group.WORLD, clock=time.process_time)
+    return of_rank_0(dataclasses.replace(p, cpu=cpu))
 
 
-def measure(chunks: list[int], rates: list[float], rounds: int) -> list[dict]:
+def measure_all(chunks: list[int], rates: list[float], rounds: int) -> list[dict]:
     p = calibrated()
     process: list[float] = []
     alone = Layer(SHAPE)
@@ -132,9 +120,7 @@ def measure(chunks: list[int], rates: list[float], rounds: int) -> list[dict]:
     schedules = {1: sequential_schedule} | {n: OverlapSchedule(n) for n in chunks}
     functions, outputs = {}, {}
     limit_links(1e6 * rates[0])
-    shared = [with_link(p)]
-    dist.broadcast_object_list(shared)
-    (link,) = shared
+    link = of_rank_0(with_link(p))
     for n, schedule in schedules.items():
         layer = CompiledLayer(SHAPE, schedule, n)
         functions[n] = layer.compiled(link if n > 1 else None)
@@ -145,33 +131,24 @@ def measure(chunks: list[int], rates: list[float], rounds: int) -> list[dict]:
         limit_links(1e6 * rate)
         q = with_link(p)
         process.clear()
-        seconds = interleaved_seconds(
-            functions | {"experts": experts},
-            rounds=rounds,
-            warmup=2,
-            before=lambda: dist.barrier(),
-        )
-        of_experts = over_ranks(seconds.pop("experts"))
-        of_process = over_ranks(process)
-        waits = statistics.median(of_experts) / statistics.median(of_process)
-        q = slowed(q, waits)
-        seconds = {n: over_ranks(times) for n, times in seconds.items()}
-        s = SHAPE
-        layer_chunks = functools.partial(
-            cost.layer_chunks, q, s.T, s.D, s.F, s.E, s.K, 2, shared_f=s.F
-        )
-        predicted = {c.num_chunks: c.seconds for c in layer_chunks(candidates=chunks)}
-        predicted[1] = sum(cpu_parts(q, s.T, s.D, s.F, s.E, s.K, 2, shared_f=s.F))
-        medians = {n: spread(times).median for n, times in seconds.items()}
+        calls = functions | {"experts": experts}
+        seconds = measure.slowest_seconds(calls, rounds=rounds, warmup=2)
+        of_process = statistics.median(measure.over_ranks(process))
+        waits = statistics.median(seconds["experts"]) / of_process
+        layer = (slowed(q, waits), *SHAPE.sizes().values(), 2)
+        options = {"candidates": chunks, "shared_f": SHAPE.F}
+        of_chunks = cost.layer_chunks(*layer, **options)
+        predicted = {each.num_chunks: each.seconds for each in of_chunks}
+        predicted[1] = sum(cpu_parts(*layer, shared_f=SHAPE.F))
         for n in functions:
             rows.append(
                 {
                     "link_mb_per_s": rate,
                     "chunks": n,
-                    "ms": spread(1e3 * t for t in seconds[n]),
+                    "ms": measure.spread(1e3 * t for t in seconds[n]),
                     "model_ms": 1e3 * predicted[n],
-                    "error": predicted[n] / medians[n] - 1,
-                    "gain": paired_ratio(seconds[1], seconds[n]),
+                    "error": predicted[n] / statistics.median(seconds[n]) - 1,
+                    "gain": measure.paired_ratio(seconds[1], seconds[n]),
                     "model_gain": predicted[1] / predicted[n],
                     "neighbours": waits,
                 }
@@ -180,24 +157,12 @@ def measure(chunks: list[int], rates: list[float], rounds: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--link-mb-per-s", type=float, nargs="+", default=[50, 25])
-    parser.add_argument("--out", type=pathlib.Path, help="folder for the JSON")
-    args = parser.parse_args()
-    rows, _ = on_gloo_ranks(2, measure, args.chunks, args.link_mb_per_s, args.rounds)
+    args = parse(__doc__, rounds=41, chunks=[2, 4], link_mb_per_s=[50.0, 25.0])
+    options = (args.chunks, args.link_mb_per_s, args.rounds)
+    rows, _ = measure.on_gloo_ranks(2, measure_all, *options)
     show("Compiled layers on two gloo ranks, forward", rows)
-    if args.out:
-        result = {
-            **provenance(),
-            "ranks": 2,
-            "tokens_per_rank": SHAPE.sizes(),
-            "rounds": args.rounds,
-            "load": os.getloadavg()[0],
-            "rows": rows,
-        }
-        write_json(result, args.out / "ep_compiled.json")
+    fields = {"ranks": 2, "tokens_per_rank": SHAPE.sizes(), "rounds": args.rounds}
+    measure.save(args.out, **fields, load=os.getloadavg()[0], rows=rows)
 
 
 if __name__ == "__main__":

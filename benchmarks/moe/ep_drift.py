@@ -9,9 +9,9 @@ forward (``online``). Per step: the heaviest rank's token copies over the mean, 
 is the same in all three. Gloo ranks, one thread each.
 """
 
-import argparse
 import math
 import pathlib
+import statistics
 
 from report import figure, parse, show
 
@@ -59,9 +59,8 @@ def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
         placement = ExpertPlacement(slots_per_rank=E // mesh.size() + 3, **options)
     torch.manual_seed(0)
     model = nn.MoE(D, HIDDEN, E, top_k=K)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape) * 0.2)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.2)
     style = ExpertParallel(schedule=counting, placement=placement)
     parallelize_module(model, mesh, style)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
@@ -86,7 +85,7 @@ def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
     return {"imbalance": balance, "loss": losses}
 
 
-def train_all(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def train_all(args) -> dict[str, dict[str, list[float]]]:
     mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("ep",))
     return {name: train(options, args.steps, mesh) for name, options in FORMS.items()}
 
@@ -105,18 +104,18 @@ def main() -> None:
     args = parse(__doc__, ranks=4, steps=48)
     seen = on_gloo_ranks(args.ranks, train_all, args)[0]
     plain = seen["in order"]["loss"]
-    rows = []
-    for form, curves in seen.items():
-        balance, losses = curves["imbalance"], zip(curves["loss"], plain)
-        rows.append(
-            {
-                "form": form,
-                "mean_imbalance": sum(balance) / len(balance),
-                "largest_imbalance": max(balance),
-                "largest_loss_difference": max(abs(a - b) for a, b in losses),
-                **curves,
-            }
-        )
+    rows = [
+        {
+            "form": form,
+            "mean_imbalance": statistics.fmean(curves["imbalance"]),
+            "largest_imbalance": max(curves["imbalance"]),
+            "largest_loss_difference": max(
+                abs(a - b) for a, b in zip(curves["loss"], plain)
+            ),
+            **curves,
+        }
+        for form, curves in seen.items()
+    ]
     title = f"{args.ranks} ranks, {E} experts, {args.steps} steps of drifting routing"
     show(title, rows, list(rows[0])[:4])
     save(args.out, ranks=args.ranks, steps=args.steps, rows=rows)

@@ -14,7 +14,6 @@ Ratios are of one round: the plain dispatcher's time over ours. ``wall`` is of t
 ``cpu`` is the time of a rank's process, all its threads, which neighbours on the machine disturb less.
 """
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
@@ -28,34 +27,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._moe.switch import (
-    TokenSwitchAllGather,
-    TokenSwitchAllToAll,
-    TokenSwitchHierarchical,
-)
-from torch.distributed._token_switch import TokenSwitch
+from torch.distributed._moe import switch
 from torch.distributed.device_mesh import init_device_mesh
 
-from measure import (
-    interleaved_seconds,
-    on_gloo_ranks,
-    on_hosts,
-    over_ranks,
-    ratio_record,
-    save,
-    spread,
-)
+import measure
 
 
 DECODE_TOKENS = 128  # a rank, at most
 SIZES = {"D": 1024, "F": 256, "E": 32, "K": 4}
-
-
-def make_layer(kind: type[RankLayer], switch: TokenSwitch | None, T: int) -> RankLayer:
-    gen = torch.Generator().manual_seed(dist.get_rank())
-    D, hidden, E, K = SIZES.values()
-    ids = torch.rand(T, E, generator=gen).topk(K, 1).indices
-    return kind(switch, ids, D, hidden, E)
 
 
 class Plain(RankLayer):
@@ -94,54 +73,56 @@ def clocks() -> Tensor:
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 
-def measure(
+def seconds_of(
     layers: dict[str, RankLayer], what: Callable[[RankLayer], None], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of every round by layer and clock, of the slowest rank."""
     calls = {name: functools.partial(what, layer) for name, layer in layers.items()}
-    times = interleaved_seconds(
-        calls, rounds=rounds, warmup=2, before=lambda: dist.barrier(), clock=clocks
-    )
+    options = {"warmup": 2, "before": dist.barrier, "clock": clocks}
+    times = measure.interleaved_seconds(calls, rounds=rounds, **options)
+    of_clocks = {name: torch.stack(values).t() for name, values in times.items()}
     return {
-        name: dict(zip(("wall", "cpu"), map(over_ranks, torch.stack(values).t())))
-        for name, values in times.items()
+        name: {"wall": measure.over_ranks(wall), "cpu": measure.over_ranks(cpu)}
+        for name, (wall, cpu) in of_clocks.items()
     }
 
 
-def measure_all(args: argparse.Namespace, hosts: int) -> list[dict[str, object]]:
-    E, rows = SIZES["E"], []
-    switches: dict[str, TokenSwitch] = {
-        "switch": TokenSwitchAllToAll(dist.group.WORLD, E)
-    }
+def measure_all(args, hosts: int) -> list[dict[str, object]]:
+    D, hidden, E, K = SIZES.values()
+    group = dist.group.WORLD
+    switches: dict = {"switch": switch.TokenSwitchAllToAll(group, E)}
     if hosts > 1 and args.ranks > hosts:
         shape = (hosts, args.ranks // hosts)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
-        switches["hierarchical"] = TokenSwitchHierarchical(mesh, E)
-    decode = TokenSwitchAllGather(dist.group.WORLD, E, max_tokens=DECODE_TOKENS)
+        switches["hierarchical"] = switch.TokenSwitchHierarchical(mesh, E)
+    decode = switch.TokenSwitchAllGather(group, E, max_tokens=DECODE_TOKENS)
     parts = {
         "exchange": RankLayer.there_and_back,
         "forward": lambda layer: torch.no_grad()(layer.forward)(),
         "forward+backward": RankLayer.step,
     }
+    rows = []
     for tokens in args.tokens:
-        layers = {"plain": make_layer(Plain, None, tokens)}
-        for name, switch in switches.items():
-            layers[name] = make_layer(RankLayer, switch, tokens)
+        gen = torch.Generator().manual_seed(dist.get_rank())
+        ids = torch.rand(tokens, E, generator=gen).topk(K, 1).indices
+        sizes = (ids, D, hidden, E)
+        layers = {name: RankLayer(s, *sizes) for name, s in switches.items()}
+        layers["plain"] = Plain(None, *sizes)
         if tokens <= DECODE_TOKENS:
-            layers["decode"] = make_layer(RankLayer, decode, tokens)
+            layers["decode"] = RankLayer(decode, *sizes)
         for part, what in parts.items():
             if part == "forward+backward":
                 layers.pop("decode", None)
             rounds = max(9, min(args.rounds, 40_000 // tokens))
-            seen = measure(layers, what, rounds)
+            seen = seconds_of(layers, what, rounds)
             plain = seen.pop("plain")
             for name, times in seen.items():
                 row = {"tokens": tokens, "part": part, "form": name}
                 for clock in ("wall", "cpu"):
                     a, b = plain[clock], times[clock]
-                    row[f"{clock}_ms"] = 1e3 * spread(b).median
-                    row[f"plain_{clock}_ms"] = 1e3 * spread(a).median
-                    row[f"{clock}_ratio"] = ratio_record(a, b)
+                    row[f"{clock}_ms"] = 1e3 * measure.spread(b).median
+                    row[f"plain_{clock}_ms"] = 1e3 * measure.spread(a).median
+                    row[f"{clock}_ratio"] = measure.ratio_record(a, b)
                 rows.append(row)
     return rows
 
@@ -154,17 +135,18 @@ def main() -> None:
     for hosts in args.hosts:
         if hosts == 2:
             with two_hosts() as cluster:
-                rows = on_hosts(cluster, args.ranks // 2, measure_all, args, 2)[0]
+                each = args.ranks // 2
+                rows, *_ = measure.on_hosts(cluster, each, measure_all, args, 2)
                 fields["two_hosts"] = cluster.describe()
         else:
-            rows = on_gloo_ranks(args.ranks, measure_all, args, 1)[0]
+            rows, *_ = measure.on_gloo_ranks(args.ranks, measure_all, args, 1)
         rows = [{"hosts": hosts, **row} for row in rows]
         where = f"{args.ranks} gloo ranks on {hosts} host(s), {SIZES}"
         columns = ("tokens", "part", "form", "plain_cpu_ms", "cpu_ms")
         columns += ("cpu_ratio", "wall_ratio")
         show(f"{where}: ms, and plain / ours [interval]", rows, columns)
         fields["rows"] += rows
-        save(args.out, **fields)
+        measure.save(args.out, **fields)
 
 
 if __name__ == "__main__":

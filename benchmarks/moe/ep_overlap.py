@@ -14,9 +14,9 @@ That time takes no core, as a network card takes none; the longer it is, the mor
 is what the simulation assumes.
 """
 
-import argparse
 import contextlib
 import functools
+import itertools
 import os
 import socket
 import statistics
@@ -39,13 +39,7 @@ from torch.distributed._moe.schedule import (
 )
 from torch.distributed._moe.switch import TokenSwitchAllToAll
 
-from measure import (
-    interleaved_seconds,
-    on_gloo_ranks,
-    over_ranks,
-    save,
-    spread,
-)
+from measure import on_gloo_ranks, save, slowest_seconds, spread
 
 
 # Of Linux; Python has no names for them.
@@ -90,9 +84,10 @@ class Layer(RankLayer):
     def shared(self) -> Tensor:
         return F.moe_mlp(self.x, self.zeros, None, *self.shared_weights)
 
-    def run(self, schedule: Callable) -> None:
+    def run(self, schedule: Callable) -> tuple[Tensor, Tensor]:
+        """Rows of the experts that were chosen, and of the shared one."""
         operands = (self.x, self.ids, self.weights, self.experts, self.shared)
-        schedule(self.switch, *operands)
+        return schedule(self.switch, *operands)
 
     def parts(self, chunks: int) -> dict[tuple[str, int, int], Callable[[], object]]:
         """Each part of a forward in chunks, on the results of the ones before it."""
@@ -103,42 +98,30 @@ class Layer(RankLayer):
             routing, received = dispatch()
             experts = functools.partial(self.experts, *received)
             combine = functools.partial(self.switch.combine, routing, experts())
-            functions["dispatch", chunks, chunk] = dispatch
-            functions["experts", chunks, chunk] = experts
-            functions["combine", chunks, chunk] = combine
+            calls = {"dispatch": dispatch, "experts": experts, "combine": combine}
+            functions |= {(name, chunks, chunk): call for name, call in calls.items()}
         return functions
 
 
 def part_seconds(times: dict, chunks: int) -> PartSeconds:
-    def medians(part: str) -> tuple[float, ...]:
-        each = (times[part, chunks, chunk] for chunk in range(chunks))
-        return tuple(statistics.median(t) for t in each)
-
-    shared = statistics.median(times["shared"])
-    names = ("dispatch", "experts", "combine")
-    return PartSeconds(*(medians(name) for name in names), shared)
+    medians = (
+        tuple(statistics.median(times[part, chunks, i]) for i in range(chunks))
+        for part in ("dispatch", "experts", "combine")
+    )
+    return PartSeconds(*medians, statistics.median(times["shared"]))
 
 
 @torch.no_grad()
-def measure_link(
-    layer: Layer, link: str, args: argparse.Namespace
-) -> list[dict[str, object]]:
-    schedules = {
-        (chunks, where): OverlapSchedule(chunks, where)
-        for chunks in args.chunks
-        for where in ("dispatch", "combine")
-    }
+def measure_link(layer: Layer, link: str, args) -> list[dict[str, object]]:
+    keys = list(itertools.product(args.chunks, ("dispatch", "combine")))
+    schedules = {key: OverlapSchedule(*key) for key in keys}
     functions: dict[object, Callable[[], object]] = {"shared": layer.shared}
     for chunks in sorted({1, *args.chunks}):
         functions |= layer.parts(chunks)
     functions["sequential"] = functools.partial(layer.run, sequential_schedule)
     for key, schedule in schedules.items():
         functions[key] = functools.partial(layer.run, schedule)
-    seconds = interleaved_seconds(
-        functions, rounds=args.rounds, warmup=2, before=lambda: dist.barrier()
-    )
-    # Of every round, the rank that took longest.
-    times = {name: over_ranks(values) for name, values in seconds.items()}
+    times = slowest_seconds(functions, rounds=args.rounds, warmup=2)
     plain = part_seconds(times, 1)
     sequential = spread(times["sequential"])
     rows = []
@@ -166,7 +149,7 @@ def measure_link(
     return rows
 
 
-def measure_links(args: argparse.Namespace) -> list[dict[str, object]]:
+def measure_links(args) -> list[dict[str, object]]:
     layer = Layer(SHAPE)
     rows = measure_link(layer, "gloo", args)
     for rate in args.link_gb_per_s:

@@ -24,13 +24,7 @@ from torch.distributed._moe.replicas import plan_step
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
-from moe_placement import (
-    drifted,
-    eplb_imbalance,
-    expert_loads,
-    LOADS,
-    placement_bound,
-)
+import moe_placement
 from report import parse, show
 
 from measure import provenance, write_json
@@ -67,31 +61,28 @@ def means(rows):
     return {name: mean(row[name] for row in rows) for name in rows[0]}
 
 
-def static_row(name, topology, num_groups, kind, seeds):
-    rows, nodes = [], topology.num_nodes if num_groups else 1
+def static(topology, num_groups, kind, seed):
+    """Plans judged on the loads they were made for."""
+    nodes = topology.num_nodes if num_groups else 1
     args = (topology.num_slots, num_groups or 1, nodes, topology.num_ranks)
-    for seed in seeds:
-        loads = expert_loads(kind, EXPERTS, seed)
-        placement, t = timed(lambda: plan(loads, topology, num_groups=num_groups))
-        plain = plan(loads, topology, num_groups=num_groups, use_swaps=False)
-        heaviest = placement.rank_loads(loads).max().item()
-        rows.append(
-            {
-                "eplb": eplb_imbalance(loads, loads, *args),
-                "plan_no_swaps": plain.imbalance(loads),
-                "plan": placement.imbalance(loads),
-                "plan_to_bound": heaviest
-                / placement_bound(placement, loads, num_groups),
-                "plan_ms": t,
-            }
-        )
-    return {"case": name, "loads": kind, **means(rows)}
+    loads = moe_placement.expert_loads(kind, EXPERTS, seed)
+    placement, t = timed(lambda: plan(loads, topology, num_groups=num_groups))
+    plain = plan(loads, topology, num_groups=num_groups, use_swaps=False)
+    heaviest = placement.rank_loads(loads).max().item()
+    bound = moe_placement.placement_bound(placement, loads, num_groups)
+    return {
+        "eplb": moe_placement.eplb_imbalance(loads, loads, *args),
+        "plan_no_swaps": plain.imbalance(loads),
+        "plan": placement.imbalance(loads),
+        "plan_to_bound": heaviest / bound,
+        "plan_ms": t,
+    }
 
 
 def two_time_scales(kind, sigma, shared, seed):
     """Plan on the loads of ``seed``, quotas on what they drifted to."""
-    loads = expert_loads(kind, EXPERTS, seed)
-    later = drifted(loads, sigma, seed)
+    loads = moe_placement.expert_loads(kind, EXPERTS, seed)
+    later = moe_placement.drifted(loads, sigma, seed)
     fixed = {"none": 0, "1": 1, "8": 8}.get(shared)
     options = {"num_groups": EXPERTS, "num_replicas": EXPERTS + (fixed or 0)}
     if fixed is not None:
@@ -104,7 +95,7 @@ def two_time_scales(kind, sigma, shared, seed):
     per_node = step.quotas.sum(0).view(CLUSTER.num_nodes, -1).sum(1).double()
     slots, ranks = CLUSTER.num_slots, CLUSTER.num_ranks
     return {
-        "eplb": eplb_imbalance(later, loads, slots, 1, 1, ranks),
+        "eplb": moe_placement.eplb_imbalance(later, loads, slots, 1, 1, ranks),
         "bound": (per_node.max() / per_node.mean()).item(),
         "two_time_scales": step.imbalance(),
         "experts_on_two_nodes": int((placement.slot_experts >= 0).sum()) - EXPERTS,
@@ -113,31 +104,26 @@ def two_time_scales(kind, sigma, shared, seed):
     }
 
 
-def drift_row(kind, sigma, shared, seeds):
-    draws = [two_time_scales(kind, sigma, shared, seed) for seed in seeds]
-    others = [two_time_scales(kind, sigma, shared, seed) for seed in OTHER_SEEDS]
-    return {
-        "loads": kind,
-        "drift": sigma,
-        "asked": shared,
-        **means(draws),
-        "other_draws": mean(draw["two_time_scales"] for draw in others),
-    }
-
-
 def main() -> None:
     args = parse(__doc__, seeds=10)
     torch.set_num_threads(1)
     seeds = range(args.seeds)
-    static = [static_row(*case, kind, seeds) for case in STATIC for kind in LOADS]
-    show("Same loads", static)
-    cases = itertools.product(DRIFTS, LOADS, SHARED)
-    drift = [drift_row(kind, sigma, shared, seeds) for sigma, kind, shared in cases]
+    same_loads, drift = [], []
+    for (name, *case), kind in itertools.product(STATIC, moe_placement.LOADS):
+        found = means([static(*case, kind, seed) for seed in seeds])
+        same_loads.append({"case": name, "loads": kind, **found})
+    show("Same loads", same_loads)
+    for sigma, kind, shared in itertools.product(DRIFTS, moe_placement.LOADS, SHARED):
+        asked = (kind, sigma, shared)
+        found = means([two_time_scales(*asked, seed) for seed in seeds])
+        others = means([two_time_scales(*asked, seed) for seed in OTHER_SEEDS])
+        found["other_draws"] = others["two_time_scales"]
+        drift.append({"loads": kind, "drift": sigma, "asked": shared, **found})
     show("64 ranks in nodes of 8, 4 experts and 2 free slots each", drift)
     if args.out:
         result = {"provenance": provenance(), "seeds": args.seeds}
-        result |= {"other_draws": len(OTHER_SEEDS), "static": static, "drift": drift}
-        write_json(result, args.out)
+        result["other_draws"] = len(OTHER_SEEDS)
+        write_json(result | {"static": same_loads, "drift": drift}, args.out)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe.exchange import count_wire_bytes, Exchange
 from torch.distributed._moe.placement import plan, Topology
-from torch.distributed._moe.switch import (
-    TokenSwitchAllToAll,
-    TokenSwitchHierarchical,
-)
+from torch.distributed._moe.switch import TokenSwitchAllToAll, TokenSwitchHierarchical
 from torch.distributed._tools.moe_calibration import measure_links
 from torch.distributed._tools.moe_cost_model import link_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,7 +30,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from moe_placement import deduplicated_rows
 
-from measure import interleaved_seconds, over_ranks, spread
+from measure import over_ranks, slowest_seconds, spread
 
 
 NUM_HOSTS = 2
@@ -81,16 +78,10 @@ def slots_of_experts(routing: str, num_tokens: int, mesh: DeviceMesh) -> Tensor:
 
 
 class RankLayer:
-    """Operands of one rank of an expert-parallel layer, and its forward in parts.
-
-    Args:
-        switch: may lack num_slots.
-        ids: (T, K) of this rank.
-        num_experts: of all ranks.
-    """
+    """Operands of one rank of an expert-parallel layer, and its forward in parts."""
 
     def __init__(self, switch, ids: Tensor, dim: int, hidden: int, num_experts: int):
-        self.switch, self.ids = switch, ids
+        self.switch, self.ids = switch, ids  # (T, K) of this rank
         generator = torch.Generator().manual_seed(dist.get_rank())
         local = num_experts // dist.get_world_size()
 
@@ -216,7 +207,7 @@ def measure_bytes(layer: Layer, mesh: DeviceMesh, rounds: int) -> dict[str, obje
     with count_wire_bytes(layer.switch) as wire:
         layer.there_and_back()
     shape = (mesh.size(),) if case.switch == "flat" else tuple(mesh.shape)
-    dispatched = case.dim * (1 if case.wire == "float8" else 2)
+    dispatched = case.dim * (WIRES[case.wire] or torch.bfloat16).itemsize
     names = ("rows", "scales", "returned", "ids", "weights", "sizes")
     levels = {}
     rows = deduplicated_rows(layer.of_ranks, EXPERTS, shape)
@@ -250,13 +241,11 @@ def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
         functions[i, "step"] = layer.step
         functions[i, "switch"] = layer.there_and_back
         functions[i, "experts"] = layer.experts_only()
-    seconds = interleaved_seconds(
-        functions, rounds=rounds, warmup=1, before=lambda: dist.barrier()
-    )
+    seconds = slowest_seconds(functions, rounds=rounds, warmup=1)
     rows = []
     for i, layer in enumerate(layers):
         row: dict[str, object] = {
-            f"{part}_seconds": spread(over_ranks(seconds[i, part]))
+            f"{part}_seconds": spread(seconds[i, part])
             for part in ("step", "switch", "experts")
         }
         wire = []
@@ -290,12 +279,9 @@ def measure_rank(sizes: dict[str, int]) -> dict[str, object]:
     """Links and all cases, as the ranks of a (hosts, ranks per host) mesh see them."""
     shape = (NUM_HOSTS, dist.get_world_size() // NUM_HOSTS)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
-    links = fit_links(mesh)
-    layers = [
-        Layer(case, mesh, sizes["tokens"], sizes["hidden"])
-        for case in cases(sizes["dim"], sizes["small_dim"])
-    ]
-    found = []
+    links, found = fit_links(mesh), []
+    all_cases = cases(sizes["dim"], sizes["small_dim"])
+    layers = [Layer(c, mesh, sizes["tokens"], sizes["hidden"]) for c in all_cases]
     times = measure_times(layers, sizes["rounds"])
     for layer, timed in zip(layers, times, strict=True):
         row = dataclasses.asdict(layer.case) | timed

@@ -15,10 +15,9 @@ with glibc's malloc as it is, with huge pages (THP_MEM_ALLOC_ENABLE) and with on
 memory back (GLIBC_TUNABLES). Times are processor time of the process, which other jobs of the machine move least.
 """
 
-import argparse
+import itertools
 import json
 import os
-import pathlib
 import resource
 import subprocess
 import sys
@@ -26,21 +25,14 @@ import time
 from collections.abc import Callable
 
 from peers import sorted_grouped_mm
-from report import make_parser, show
+from report import parse, show
 from shapes import ACCUMULATION_SHAPES, make_operands, Operands, Shape
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import get_gradient_edge
 
-from measure import (
-    interleaved_seconds,
-    provenance,
-    ratio_record,
-    spread,
-    timed,
-    write_json,
-)
+from measure import interleaved_seconds, ratio_record, save, spread, timed
 
 
 _KEPT = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"
@@ -49,17 +41,15 @@ ALLOCATORS = {
     "huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
     "memory is kept": {"GLIBC_TUNABLES": _KEPT},
 }
-PASSES = ("micro-batch", "step")
 
 
 class Call:
-    """Forward and backward of one form; ``grads`` are what it leaves."""
+    """Forward and backward of one form, which leaves ``.grad`` of its weights."""
 
     def __init__(self, operands: Operands, form: str, kind: str) -> None:
         self.operands, self.form, self.kind = operands, form, kind
-        self.weights = [
-            w.detach().clone().requires_grad_() for w in (operands.w_in, operands.w_out)
-        ]
+        weights = (operands.w_in, operands.w_out)
+        self.weights = [w.detach().clone().requires_grad_() for w in weights]
         self.function = sorted_grouped_mm if form == "grouped_mm" else F.moe_mlp
         # Whoever holds these nodes might have hooked them: autograd does all by itself.
         self.held = [get_gradient_edge(w) for w in self.weights if form != "in_place"]
@@ -67,24 +57,15 @@ class Call:
             for w in self.weights:
                 w.grad = torch.zeros_like(w)
 
-    def grads(self) -> list[torch.Tensor]:
-        return [w.grad for w in self.weights]
-
     def __call__(self) -> None:
-        if self.kind == "step":
-            for w in self.weights:
-                if self.form == "in_place":
-                    w.grad.zero_()
-                else:
-                    w.grad = None
+        for w in self.weights if self.kind == "step" else ():
+            w.grad = w.grad.zero_() if self.form == "in_place" else None
         o = self.operands
         x, s = (t.detach().requires_grad_() for t in (o.x, o.weights))
         self.function(x, o.ids, s, *self.weights).backward(o.grad)
 
 
-def products(
-    operands: Operands, dtype: torch.dtype, num_experts: int | None = None
-) -> Callable[[], None]:
+def products(operands: Operands, dtype, num_experts: int | None = None) -> Callable:
     """Forward's and backward's matmuls of the first experts, with the rows that each has."""
     counts = operands.ids.flatten().bincount(minlength=len(operands.w_in)).tolist()
     w_in, w_out = (w.detach().to(dtype) for w in (operands.w_in, operands.w_out))
@@ -118,14 +99,12 @@ def measure(shape: Shape, kind: str, rounds: int) -> dict[str, object]:
     for _ in range(2):
         calls["in_place"]()
         calls["autograd"]()
-        for a, b in zip(calls["in_place"].grads(), calls["autograd"].grads()):
-            if not torch.equal(a, b):
+        for a, b in zip(calls["in_place"].weights, calls["autograd"].weights):
+            if not torch.equal(a.grad, b.grad):
                 raise AssertionError(f"{shape.name}: .grad has other bits")
     clock = time.process_time
-    dtype = min(
-        (torch.bfloat16, torch.float32),
-        key=lambda d: timed(products(operands, d, num_experts=2), clock=clock),
-    )
+    of_some = lambda d: timed(products(operands, d, num_experts=2), clock=clock)
+    dtype = min((torch.bfloat16, torch.float32), key=of_some)
     calls["products"] = products(operands, dtype)
     seconds = interleaved_seconds(calls, rounds=rounds, warmup=1, clock=clock)
     row: dict[str, object] = {"id": shape.name, "pass": kind, **shape.sizes()}
@@ -137,49 +116,33 @@ def measure(shape: Shape, kind: str, rounds: int) -> dict[str, object]:
     return row
 
 
-def measure_all(args: argparse.Namespace) -> list[dict]:
+def measure_all(args) -> list[dict]:
     """The rows of every allocator, each in a process of its own."""
     rows = []
     for name in args.allocators:
         command = [sys.executable, __file__, "--rounds", str(args.rounds), "--child"]
         command += ["--passes", *args.passes]
-        done = subprocess.run(
-            command,
-            env=os.environ | ALLOCATORS[name],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        rows += [{"allocator": name, **row} for row in json.loads(done.stdout)]
+        done = subprocess.check_output(command, env=os.environ | ALLOCATORS[name])
+        rows += [{"allocator": name, **row} for row in json.loads(done)]
         print(f"{name}: {len(rows)} rows", file=sys.stderr, flush=True)
     return rows
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
-    parser.add_argument("--rounds", type=int, default=9)
-    names = list(ALLOCATORS)
-    parser.add_argument("--allocators", nargs="+", choices=names, default=names)
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    passes = dict.fromkeys(("micro-batch", "step"))
+    options = {"allocators": ALLOCATORS, "passes": passes, "child": False}
+    args = parse(__doc__, rounds=9, **options)
     torch.set_num_threads(1)
     if args.child:
-        rows = [
-            measure(shape, kind, args.rounds)
-            for shape in ACCUMULATION_SHAPES
-            for kind in args.passes
-        ]
+        cases = itertools.product(ACCUMULATION_SHAPES, args.passes)
+        rows = [measure(shape, kind, args.rounds) for shape, kind in cases]
         json.dump(rows, sys.stdout)
         return
     rows = measure_all(args)
-
     columns = ("allocator", "pass", "id", "milliseconds.in_place")
     columns += ("autograd_to_in_place", "bound", "grouped_mm_to_in_place")
     show("Forward and backward, bfloat16, one thread", rows, columns)
-    if args.out:
-        write_json({**provenance(), "rows": rows}, args.out)
+    save(args.out, rows=rows)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,16 @@ one thread sums a large tensor in the same round. ``experts`` is how many a call
 median; K * T / experts rows each.
 """
 
+import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
 
-from report import make_parser, progress, show
+from report import parse, progress, show
+from shapes import LOW_BIT_SHAPES, make_operands, Operands, Shape
 
 import torch
 import torch.nn.functional as F
@@ -35,63 +37,30 @@ from torch import Tensor
 from torch.nn.utils._moe_low_bit import pack_panels
 from torch.testing._internal.moe_low_bit import low_bit_format, LowBitFormat
 
-from measure import (
-    affordable_rounds,
-    interleaved_seconds,
-    provenance,
-    ratio_record,
-    spread,
-    write_json,
-)
+import measure
 
 
 MX = F.ScalingType.BlockWise1x32.value
-# (D, F, E, K)
-SHAPES = {
-    "qwen3": (2048, 768, 128, 8),
-    "gpt_oss": (2880, 2880, 32, 4),
-    "qwen3_part": (2048, 768, 16, 8),  # fewer experts: more rows for each, prefill
-}
-QUICK = {"quick": (256, 128, 8, 2)}
+QUICK = Shape("quick", 1, 256, 128, 8, 2)
 FORMATS = (
-    "fp8_tensorwise",
-    "fp8_rowwise",
-    "fp8_128x128",
-    "mxfp8",
-    "int8_rowwise",
-    "mxfp4",
+    "fp8_tensorwise", "fp8_rowwise", "fp8_128x128", "mxfp8", "int8_rowwise", "mxfp4",
     "int4_1x32",
-)
+)  # fmt: skip
 STREAM_BYTES = 1 << 28
 BF16 = "bfloat16"
-
-
-def random_bytes(*shape: int) -> Tensor:
-    """Drawn eight at a time."""
-    count = 1
-    for size in shape:
-        count *= size
-    words = torch.empty(-(-count // 8), dtype=torch.int64).random_(-(2**63), 2**63 - 1)
-    return words.view(torch.uint8)[:count].view(shape)
+OURS = ("checkpoint", "panels")
 
 
 def make_weight(fmt: LowBitFormat, E: int, N: int, K: int) -> list[Tensor]:
-    """[data, scale] of random finite codes; of LowBitFormat.draw only the scales."""
-    per_byte = 2 if fmt.bits < 8 else 1
-    data = random_bytes(E, N, K // per_byte)
-    if fmt.data is torch.float8_e4m3fn:
-        data.bitwise_and_(0xF7)  # no NaN
-    small = fmt.draw(1, 128, 128).scale
-    scaling = F.ScalingType
-    shape = {
-        scaling.TensorWise: (1,),
-        scaling.RowWise: (E, N, 1),
-        scaling.BlockWise1x32: (E, N, K // 32),
-        scaling.BlockWise128x128: (E, -(-N // 128), -(-K // 128)),
-    }[fmt.scaling]
-    as_bytes = small.view(torch.uint8) if small.itemsize == 1 else small
-    scale = as_bytes.flatten()[0].expand(shape).contiguous().view(small.dtype)
-    return [data.view(fmt.data), scale]
+    """[data, scale] of experts that are alike, each in memory of its own."""
+
+    def of_all(one: Tensor) -> Tensor:
+        if one.dim() == 1:  # a scale for all
+            return one
+        return one.view(torch.uint8).repeat(E, 1, 1).view(one.dtype)
+
+    weight = fmt.draw(1, N, K)
+    return [of_all(weight.data), of_all(weight.scale)]
 
 
 class Routing:
@@ -105,21 +74,14 @@ class Routing:
         self.experts = counts.nonzero().flatten().tolist()
 
 
-def run_bf16(x: Tensor, routing: Routing, w_in: Tensor, w_out: Tensor) -> Tensor:
-    return torch._moe_mlp(x, w_in, w_out, *routing.rows, compute_preact=False)[0]
-
-
 def run_scaled(x, routing, fmt, pairs, panels: bool, int8: bool = False) -> Tensor:
     """_moe_mlp_scaled; of int8 rows the rounding of the input counts as well."""
     offs, weights, row_slots, slot_rows = routing.rows
     scaled = list(torch._moe_quantize(x, MX, dtype=torch.int8)) if int8 else []
     return torch._moe_mlp_scaled(
         x, None, None, offs, weights, row_slots, slot_rows, None, None, None,
-        scaled, *pairs, [],
-        recipe_a=[MX] if int8 else [],
-        recipe_w=[fmt.scaling.value],
-        swizzle_w=[2] if panels else [],
-        compute_preact=False,
+        scaled, *pairs, [], recipe_a=[MX] if int8 else [], recipe_w=[fmt.scaling.value],
+        swizzle_w=[2] if panels else [], compute_preact=False,
     )[0]  # fmt: skip
 
 
@@ -166,10 +128,8 @@ def dyn_quant(data: Tensor, scale: Tensor) -> Linear:
     E, N, half = data.shape
     sizes = (32, 2 * half, N)
     scales = scale.to(torch.bfloat16)
-    pack, mm = (
-        torch.ops.aten._dyn_quant_pack_4bit_weight,
-        torch.ops.aten._dyn_quant_matmul_4bit,
-    )
+    aten = torch.ops.aten
+    pack, mm = aten._dyn_quant_pack_4bit_weight, aten._dyn_quant_matmul_4bit
     packed = [pack(data[e], scales[e], None, *sizes) for e in range(E)]
     return lambda x, e: mm(x.float(), packed[e], *sizes).to(x.dtype)
 
@@ -190,10 +150,8 @@ def torchao_int4(data: Tensor, scale: Tensor) -> Linear:
     packed, pairs = pack_int4(data, scale)
     N, half = data.shape[1:]
     shape = torch.Size([N, 2 * half])
-    weights = [
-        Int4OpaqueTensor(w, s, [1, 32], shape)
-        for w, s in zip(packed, pairs, strict=True)
-    ]
+    both = zip(packed, pairs, strict=True)
+    weights = [Int4OpaqueTensor(w, s, [1, 32], shape) for w, s in both]
     return lambda x, e: F.linear(x, weights[e])
 
 
@@ -216,46 +174,21 @@ if HAS_TORCHAO:
 # ---- measuring ---------------------------------------------------------------------------
 
 
-class Layer:
-    """bfloat16 weights of a shape, shared by its rows, and what a round reads."""
+def forms_of(layer: Operands, fmt: LowBitFormat) -> dict[str, Callable]:
+    weights_16 = (layer.w_in.detach(), layer.w_out.detach())
 
-    def __init__(self, name: str, shape: tuple[int, int, int, int]):
-        self.name = name
-        self.D, self.F, self.E, self.K = D, F_, E, K = shape
-        self.w_in = self.draw(E, 2 * F_, D)
-        self.w_out = self.draw(E, D, F_)
-        self.stream = torch.ones(STREAM_BYTES // 8, dtype=torch.int64)
+    def bfloat16(x: Tensor, routing: Routing) -> Tensor:
+        args = (*weights_16, *routing.rows)
+        return torch._moe_mlp(x, *args, compute_preact=False)[0]
 
-    @staticmethod
-    def draw(*shape: int) -> Tensor:
-        """Of any sign and mantissa, with one exponent."""
-        words = random_bytes(*shape[:-1], 2 * shape[-1]).view(torch.int16)
-        return words.bitwise_and_(-0x7F81).bitwise_or_(0x3C00).view(torch.bfloat16)
-
-    def numbers(self, experts: int) -> int:
-        return experts * 3 * self.F * self.D
-
-
-def forms_of(
-    layer: Layer, fmt: LowBitFormat
-) -> dict[str, Callable[[Tensor, Routing], Tensor]]:
-    pairs = [
-        make_weight(fmt, layer.E, 2 * layer.F, layer.D),
-        make_weight(fmt, layer.E, layer.D, layer.F),
-    ]
+    pairs = [make_weight(fmt, *weight.shape) for weight in weights_16]
     panels = [list(pack_panels(*pair)) for pair in pairs]
-    forms = {
-        BF16: lambda x, r: run_bf16(x, r, layer.w_in, layer.w_out),
-        "checkpoint": lambda x, r: run_scaled(x, r, fmt, pairs, False),
-        "panels": lambda x, r: run_scaled(x, r, fmt, panels, True),
-    }
-    if fmt.name == "mxfp4":
-        forms["checkpoint, int8 rows"] = lambda x, r: run_scaled(
-            x, r, fmt, pairs, False, True
-        )
-        forms["panels, int8 rows"] = lambda x, r: run_scaled(
-            x, r, fmt, panels, True, True
-        )
+    forms = {BF16: bfloat16}
+    for rows in ("", ", int8 rows") if fmt.name == "mxfp4" else ("",):
+        for name, weights in (("checkpoint", pairs), ("panels", panels)):
+            options = {"panels": weights is panels, "int8": rows != ""}
+            form = functools.partial(run_scaled, fmt=fmt, pairs=weights, **options)
+            forms[name + rows] = form
     for name, make in PEERS.get(fmt.name, {}).items():
         first, second = (make(*pair) for pair in pairs)
         forms[name] = lambda x, r, a=first, b=second: run_loop(x, r, a, b)
@@ -270,104 +203,88 @@ def check(outputs: Mapping[str, Tensor], fmt: LowBitFormat) -> None:
     for name, y in outputs.items():
         if name in (BF16, "panels"):
             continue
-        noise = (
-            y.double() - ours.double()
-        ).square().sum() / ours.double().square().sum()
+        noise = ((y.double() - ours).norm() / ours.double().norm()) ** 2
         if not noise < 1e-3:
             raise AssertionError(f"{fmt.name}: {name} is another layer: {noise:.1e}")
 
 
-def measure(
-    layer: Layer, fmt: LowBitFormat, forms, T: int, budget: float
-) -> dict[str, object]:
-    state: dict[str, object] = {}
+def measure_row(shape: Shape, fmt: LowBitFormat, forms: dict, budget: float) -> dict:
+    T, D, hidden, E, K = shape.sizes().values()
+    args: tuple = ()
     experts = []
 
     def next_round(_: int) -> None:
-        state["routing"] = Routing(T, layer.E, layer.K)
-        state["x"] = torch.randn(T, layer.D).bfloat16()
-        experts.append(len(state["routing"].experts))
+        nonlocal args
+        routing = Routing(T, E, K)
+        args = (torch.randn(T, D).bfloat16(), routing)
+        experts.append(len(routing.experts))
 
     next_round(0)
-    outputs = {name: form(state["x"], state["routing"]) for name, form in forms.items()}
-    check(outputs, fmt)
-    calls = {
-        name: lambda form=form: form(state["x"], state["routing"])
-        for name, form in forms.items()
-    }
-    calls["stream"] = layer.stream.sum
+    check({name: form(*args) for name, form in forms.items()}, fmt)
+    calls = {name: lambda form=form: form(*args) for name, form in forms.items()}
+    calls["stream"] = torch.ones(STREAM_BYTES // 8, dtype=torch.int64).sum
     start = time.perf_counter()
     for call in calls.values():
         call()
-    rounds = affordable_rounds(60, time.perf_counter() - start, budget)
-    seconds = interleaved_seconds(
+    rounds = measure.affordable_rounds(60, time.perf_counter() - start, budget)
+    seconds = measure.interleaved_seconds(
         calls, rounds=rounds, warmup=2, on_round=next_round, clock=time.thread_time
     )
     count = statistics.median(experts)
     rate = STREAM_BYTES / statistics.median(seconds["stream"])
     row: dict[str, object] = {
-        "id": f"{layer.name}/{T}/{fmt.name}",
+        "id": f"{shape.name}/{T}/{fmt.name}",
         "format": fmt.name,
-        "T": T, "D": layer.D, "F": layer.F, "E": layer.E, "K": layer.K,
+        **shape.sizes(),
         "experts": count,
-        "rows_per_expert": round(T * layer.K / count, 2),
+        "rows_per_expert": round(T * K / count, 2),
         "stream_gb_per_s": 1e-9 * rate,
         "rounds": rounds,
         "forms": {},
-    }  # fmt: skip
+    }
     for name in forms:
         bits = 16 if name == BF16 else fmt.bits
-        of_stream = layer.numbers(1) * bits / 8 * count / rate
-        row["forms"][name] = {
-            "milliseconds": spread(1e3 * s for s in seconds[name])._asdict(),
+        of_stream = 3 * hidden * D * bits / 8 * count / rate
+        form = row["forms"][name] = {
+            "milliseconds": measure.spread(1e3 * s for s in seconds[name])._asdict(),
             "stream_share": of_stream / statistics.median(seconds[name]),
         }
-    for name in list(forms)[1:]:
-        form = row["forms"][name]
-        if name.startswith(("checkpoint", "panels")):
-            form["bf16_over_this"] = ratio_record(seconds[BF16], seconds[name])
-            continue
-        for ours in ("checkpoint", "panels"):
-            form[f"this_over_{ours}"] = ratio_record(seconds[name], seconds[ours])
+        if name.startswith(OURS):
+            form["bf16_over_this"] = measure.ratio_record(seconds[BF16], seconds[name])
+        elif name != BF16:
+            for ours in OURS:
+                ratio = measure.ratio_record(seconds[name], seconds[ours])
+                form[f"this_over_{ours}"] = ratio
     return row
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="JSON to write")
-    parser.add_argument("--quick", action="store_true", help="a tiny shape, few rounds")
-    parser.add_argument(
-        "--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES)
-    )
-    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--tokens", nargs="*", type=int, default=[1, 2, 8, 256])
-    parser.add_argument("--budget", type=float, default=6.0, help="seconds of a row")
-    arguments = parser.parse_args(argv)
+    table = {shape.name: shape for shape in LOW_BIT_SHAPES}
+    options = {"shapes": table, "formats": dict.fromkeys(FORMATS), "quick": False}
+    options |= {"tokens": [1, 2, 8, 256], "budget": 6.0}  # seconds of a row
+    args = parse(__doc__, argv=argv, **options)
+    if args.quick:
+        args.tokens, args.budget = [1, 12], 0.2
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shapes = QUICK if arguments.quick else {n: SHAPES[n] for n in arguments.shapes}
-    tokens = [1, 12] if arguments.quick else arguments.tokens
-    rows = []
-    versions = {"torchao": importlib.metadata.version("torchao")} if HAS_TORCHAO else {}
-    with progress(
-        "rows", len(shapes) * len(arguments.formats) * len(tokens)
-    ) as advance:
-        for name, shape in shapes.items():
-            layer = Layer(name, shape)
-            for fmt in map(low_bit_format, arguments.formats):
+    shapes = [QUICK] if args.quick else [table[name] for name in args.shapes]
+    fields: dict = {"rows": []}
+    if HAS_TORCHAO:
+        fields["torchao"] = importlib.metadata.version("torchao")
+    total = len(shapes) * len(args.formats) * len(args.tokens)
+    with progress("rows", total) as advance:
+        for shape in shapes:
+            layer = make_operands(shape)
+            for fmt in map(low_bit_format, args.formats):
                 forms = forms_of(layer, fmt)
-                for T in tokens:
-                    budget = 0.2 if arguments.quick else arguments.budget
-                    rows.append(measure(layer, fmt, forms, T, budget))
+                for T in args.tokens:
+                    row = dataclasses.replace(shape, T=T)
+                    fields["rows"].append(measure_row(row, fmt, forms, args.budget))
                     advance()
-                    if arguments.out:
-                        write_json(
-                            {**provenance(), **versions, "rows": rows}, arguments.out
-                        )
-
+                    measure.save(args.out, **fields)
     forms = ("checkpoint", "panels", "checkpoint, int8 rows", "panels, int8 rows")
     columns = {form: f"forms.{form}.bf16_over_this" for form in forms}
-    show("bfloat16 over low-bit weights", rows, {"row": "id", **columns})
+    show("bfloat16 over low-bit weights", fields["rows"], {"row": "id", **columns})
     return 0
 
 

@@ -21,11 +21,11 @@ import collections
 import functools
 import itertools
 import math
-import pathlib
 from collections.abc import Callable
+from statistics import fmean
 
-from peers import MoEBlock
-from report import make_parser, progress, show
+from peers import fused, MoEBlock
+from report import parse, progress, show
 from shapes import make_operands, Shape
 
 import torch
@@ -37,7 +37,7 @@ from demo import text
 from demo.evidence import capture
 from demo.model import ModelConfig
 from demo.train import make_runs, train
-from measure import provenance, saved_bytes, write_json
+from measure import save, saved_bytes
 
 
 FORMATS = {
@@ -49,20 +49,18 @@ FORMATS = {
 }
 MXFP8 = F.ScalingType.BlockWise1x32.value
 NAMES = ("y", "grad_input", "grad_topk_weights", "grad_w_in", "grad_w_out")
-
-
 # Of the floors that were asked of MXFP8 with H in float8, in dB.
 FLOORS = dict(zip(NAMES, (30, 26, 28, 28, 28), strict=True))
 
 
-def mx_values(x: Tensor, dim: int) -> Tensor:
+def mx_values(x: Tensor, dim: int, place: object = None) -> Tensor:
     """What ``x`` stands for in MXFP8 with blocks along ``dim``."""
     data, scale = torch.ops.aten._moe_quantize(x, MXFP8, dim=dim)
     scale = scale.float().repeat_interleave(32, dim).narrow(dim, 0, x.shape[dim])
     return (data.float() * scale).to(x.dtype)
 
 
-def best_values(x: Tensor, dim: int) -> Tensor:
+def best_values(x: Tensor, dim: int, place: object = None) -> Tensor:
     """The same with the power of two for each block that leaves the least squared error."""
     scale = torch.ops.aten._moe_quantize(x, MXFP8, dim=dim)[1]
     lines = x.float().movedim(dim, -1)
@@ -109,17 +107,7 @@ class DualProduct(torch.autograd.Function):
         return grad_x, left @ rounded(x, 0, "rows^T"), None, None
 
 
-def dual_moe_mlp(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    *,
-    quantize: Callable[[Tensor, int, object], Tensor] = lambda t, dim, _: mx_values(
-        t, dim
-    ),
-) -> Tensor:
+def dual_moe_mlp(x, ids, weights, w_in, w_out, *, quantize=mx_values) -> Tensor:
     """F.moe_mlp of swiglu experts with :class:`DualProduct`, sums in float32."""
     tokens, y = x.float(), torch.zeros(x.shape)
     for e, (up, down) in enumerate(zip(w_in.unbind(), w_out.unbind(), strict=True)):
@@ -147,7 +135,7 @@ def blocks(recipe: str) -> dict[str, MoEBlock]:
 
 def differences(losses: list[float], reference: list[float]) -> dict[str, float]:
     gaps = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
-    return {"largest": max(gaps), "mean": sum(gaps) / len(gaps)}
+    return {"largest": max(gaps), "mean": fmean(gaps)}
 
 
 def over_dual(rows: list[dict]) -> list[dict[str, object]]:
@@ -184,40 +172,30 @@ def train_seed(config: ModelConfig, arguments: argparse.Namespace, seed: int, co
         for run in runs
     ]
     # Text that no model saw, of twice the batch.
-    window = text.sample_batches(
-        corpus.train, 1, 2 * batch, config.sequence, seed + 1000
-    )[0]
+    sizes = (2 * batch, config.sequence)
+    (window,) = text.sample_batches(corpus.train, 1, *sizes, seed + 1000)
     return rows, {run.name: run.losses for run in runs}, runs[0].model, window
 
 
-def results_of(function, operands, dtype=None):
+def results_of(function, o, dtype=None):
     """y and the gradients of the captured layer, see NAMES."""
-    o = operands
-    leaves = [
-        t.detach().to(dtype or t.dtype).requires_grad_()
-        for t in (o.x, o.weights, o.w_in, o.w_out)
-    ]
-    x, weights, w_in, w_out = leaves
-    y = function(x, o.ids, weights, w_in, w_out)
+    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in o.leaves()]
+    x, *others = leaves
+    y = function(x, o.ids, *others)
     return [y.detach(), *torch.autograd.grad(y, leaves, o.grad.to(y.dtype))]
 
 
 def noise(samples, exact) -> list[dict[str, object]]:
     """SQNR of every recipe and format: the mean of the layers."""
-    best = functools.partial(
-        dual_moe_mlp, quantize=lambda t, dim, _: best_values(t, dim)
-    )
+    best = functools.partial(dual_moe_mlp, quantize=best_values)
     variants = [
         ("bf16", "-", F.moe_mlp),
         ("mxfp8", "dual", dual_moe_mlp),
         ("mxfp8", "dual, best scales", best),
-        *(
-            (recipe, name, scaled_moe_mlp(recipe, **options))
-            for recipe, (name, options) in itertools.product(
-                F._MOE_RECIPES, FORMATS.items()
-            )
-        ),
     ]
+    for recipe, name in itertools.product(F._MOE_RECIPES, FORMATS):
+        layer = scaled_moe_mlp(recipe, **FORMATS[name])
+        variants.append((recipe, name, layer))
     return [
         {"recipe": recipe, "saved": name, **decibels(function, samples, exact)}
         for recipe, name, function in variants
@@ -230,8 +208,7 @@ def decibels(function, samples, exact, dtype=None) -> dict[str, float]:
         [sqnr(a, b) for a, b in zip(one, results_of(function, s, dtype), strict=True)]
         for one, s in zip(exact, samples, strict=True)
     ]
-    means = [sum(column) / len(column) for column in zip(*found, strict=True)]
-    return dict(zip(NAMES, means, strict=True))
+    return dict(zip(NAMES, map(fmean, zip(*found, strict=True)), strict=True))
 
 
 def budget(samples, exact) -> list[dict[str, object]]:
@@ -258,87 +235,51 @@ def budget(samples, exact) -> list[dict[str, object]]:
 def over_floors(noises: list[dict]) -> list[dict[str, object]]:
     """Means of the seeds for MXFP8: the floor of a tensor, what is reached, and what could be."""
 
-    def mean(saved, name):
-        found = [
-            row[name]
-            for row in noises
-            if row["recipe"] == "mxfp8" and row["saved"] == saved
-        ]
-        return sum(found) / len(found)
-
-    columns = {
-        "measured": "float8 H",
-        "int8 H": "int8 H",
-        "dual": "dual",
-        "bound": "dual, best scales",
-    }
-    return [
-        {
-            "tensor": name,
-            "floor": FLOORS[name],
-            **{column: mean(saved, name) for column, saved in columns.items()},
-        }
-        for name in NAMES
-    ]
+    columns = {"measured": "float8 H", "int8 H": "int8 H", "dual": "dual"}
+    columns["bound"] = "dual, best scales"
+    rows = [{"tensor": name, "floor": FLOORS[name]} for name in NAMES]
+    for row, (column, saved) in itertools.product(rows, columns.items()):
+        row[column] = fmean(
+            noise[row["tensor"]]
+            for noise in noises
+            if (noise["recipe"], noise["saved"]) == ("mxfp8", saved)
+        )
+    return rows
 
 
 def saved(shape: Shape) -> list[dict[str, object]]:
     """Bytes that a layer saves, parameters aside."""
     operands = make_operands(shape, weights_dtype=torch.float32)
-    rows = []
-    for name, recipe in (("bf16", None), *((r, r) for r in F._MOE_RECIPES)):
-        count = saved_bytes(
-            lambda: F.moe_mlp(*operands.layer_args(), recipe=recipe), operands.stored()
-        )
-        rows.append({**shape.sizes(), "recipe": name, "bytes": count})
+    args, rows = operands.layer_args(), []
+    for recipe in (None, *F._MOE_RECIPES):
+        layer = functools.partial(F.moe_mlp, *args, recipe=recipe)
+        count = saved_bytes(layer, operands.stored())
+        rows.append({**shape.sizes(), "recipe": recipe or "bf16", "bytes": count})
     for row in rows:
         row["of_bf16"] = row["bytes"] / rows[0]["bytes"]
     return rows
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--recipe", default="mxfp8", help="of the trained models")
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        default=list(blocks("mxfp8")),
-        help="that are trained; the first one is what others are compared with",
-    )
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--out", type=pathlib.Path)
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    arguments = parse_arguments(argv)
+def main() -> None:
+    models = blocks("mxfp8")  # the first one is what others are compared with
+    training = {"steps": 200, "batch": 4, "seeds": 3, "recipe": "mxfp8"}
+    sizes = {"layers": 3, "experts": 16, "sequence": 128}
+    arguments = parse(__doc__, **training, models=models, **sizes)
     config = ModelConfig(
-        layers=arguments.layers,
-        d_model=128,
-        heads=4,
-        experts=arguments.experts,
-        top_k=4,
-        expert_hidden=128,
-        sequence=arguments.sequence,
-    )
+        d_model=128, heads=4, top_k=4, expert_hidden=128,
+        **{name: getattr(arguments, name) for name in sizes},
+    )  # fmt: skip
     corpus = text.read_corpus()
     rows, losses, noises, budgets = [], {}, [], []
     for seed in range(arguments.seeds):
         found, curves, model, window = train_seed(config, arguments, seed, corpus)
         rows += found
         losses[str(seed)] = curves
-        block = MoEBlock(F.moe_topk, F.moe_mlp)
-        samples = [sample.routed(block) for sample in capture(model, window)]
+        samples = [sample.routed(fused()) for sample in capture(model, window)]
         exact = [results_of(F.moe_mlp, s, torch.float64) for s in samples]
         noises += [{"seed": seed, **row} for row in noise(samples, exact)]
         budgets += [{"seed": seed, **row} for row in budget(samples, exact)]
         fields = {
-            **provenance(),
             "settings": {k: v for k, v in vars(arguments).items() if k != "out"},
             "runs": rows,
             "over_dual": over_dual(rows),
@@ -348,8 +289,7 @@ def main(argv: list[str] | None = None) -> None:
             "saved": saved(Shape("saved", 512, 2048, 768, 16, 8)),
             "losses": losses,
         }
-        if arguments.out is not None:
-            write_json(fields, arguments.out)
+        save(arguments.out, **fields)
     differences = ("difference.largest", "difference.mean")
     show("Loss next to bf16", rows, ("run", "seed", "held_out", *differences))
     if fields["over_dual"]:

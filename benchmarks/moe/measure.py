@@ -5,8 +5,10 @@ of them and not its peer. Here all functions take turns in every round: ratios a
 """
 
 import datetime
+import functools
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
@@ -20,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,6 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 
-Name = TypeVar("Name", bound=Hashable)
 MIN_ROUNDS = 3
 RANK_TIMEOUT = datetime.timedelta(seconds=120)  # of a collective, so that nothing hangs
 HOSTS_TIMEOUT = 1200  # seconds of all ranks
@@ -105,31 +106,27 @@ def timed(
 
 
 def interleaved_seconds(
-    functions: Mapping[Name, Callable[[], object]],
+    functions: Mapping[Any, Callable[[], object]],
     *,
-    rounds: int | Mapping[Name, int],
+    rounds: int | Mapping[Any, int],
     warmup: int = 3,
     on_round: Callable[[int], object] = lambda i: None,
     before: Callable[[], object] = lambda: None,
     device: torch.device | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> dict[Name, list[float]]:
+) -> dict[Any, list[float]]:
     """Time every function once per round, so that drift of the machine hits all alike.
 
     The order within a round rotates. Entry i of every list is from round i, so two lists may be
     compared pairwise.
 
     Args:
-        functions: what is timed, by name.
         rounds: of all, or of each: one with fewer takes part in the first ones.
-        warmup: rounds before that, which are not recorded.
-        on_round: called before every round.
         before: called before every call, outside its time.
-        device: where the functions run.
         clock: of a CPU; time.thread_time where others use the machine and one thread works.
     """
     limits = rounds if isinstance(rounds, Mapping) else dict.fromkeys(functions, rounds)
-    seconds: dict[Name, list[float]] = {name: [] for name in functions}
+    seconds: dict[Any, list[float]] = {name: [] for name in functions}
     for i in range(warmup + max(limits.values())):
         on_round(i)
         names = [name for name in functions if i < warmup + limits[name]]
@@ -148,14 +145,10 @@ def affordable_rounds(rounds: int, seconds: float, budget: float) -> int:
 
 
 def saved_bytes(forward: Callable[[], object], parameters: Iterable[Tensor]) -> int:
-    """Bytes that ``forward`` keeps alive for its backward.
+    """Bytes that ``forward``, eager or compiled, keeps alive for its backward.
 
-    Whole storages, each once, so a saved view counts for what it keeps alive. Holds for eager
-    code and for a compiled function, whose one autograd node saves what the partitioner chose.
-
-    Args:
-        forward: builds the graph; already compiled if it is to be measured compiled.
-        parameters: tensors that live anyway and are not counted.
+    Whole storages, each once, so a saved view counts for what it keeps alive; not those of
+    ``parameters``, which live anyway.
     """
     excluded = {p.untyped_storage().data_ptr() for p in parameters}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -187,22 +180,18 @@ def peak_bytes(function: Callable[[], object]) -> int:
         return torch.cuda.max_memory_allocated() - before
     from torch._C._profiler import _EventType
     from torch.profiler import profile, ProfilerActivity
+    from torch.profiler._utils import traverse_dfs
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it reports a missing GPU
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         function()
-    events = list(prof.profiler.kineto_results.experimental_event_tree())
-    allocations = []
-    while events:
-        event = events.pop()
-        events += event.children
-        if event.tag == _EventType.Allocation:
-            allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
-    allocated = peak = 0
-    for _, size in sorted(allocations, key=lambda allocation: allocation[0]):
-        allocated += size  # negative when freed
-        peak = max(peak, allocated)
-    return peak
+    events = traverse_dfs(prof.profiler.kineto_results.experimental_event_tree())
+    sizes = sorted(
+        (event.start_time_ns, i, event.extra_fields.alloc_size)  # negative when freed
+        for i, event in enumerate(events)
+        if event.tag == _EventType.Allocation
+    )
+    return max(itertools.accumulate((size for *_, size in sizes), initial=0))
 
 
 def on_gloo_ranks(ranks: int, function: Callable[..., object], *args: object) -> list:
@@ -212,13 +201,10 @@ def on_gloo_ranks(ranks: int, function: Callable[..., object], *args: object) ->
         return _returned(folder, ranks)
 
 
-def on_hosts(
-    cluster: Any, ranks_per_host: int, function: Callable[..., object], *args: object
-) -> list:
+def on_hosts(cluster: Any, ranks_per_host: int, function: Callable, *args: Any) -> list:
     """The same on the hosts of test/distributed/two_hosts.py, by torchrun.
 
-    Args:
-        function: of the script that runs, or of a module beside it.
+    ``function`` is of the script that runs, or of a module beside it.
     """
     script = function.__module__ == "__main__"
     module = pathlib.Path(sys.argv[0]).stem if script else function.__module__
@@ -265,6 +251,13 @@ def over_ranks(values: Sequence[float], op: object = None) -> list[float]:
     return reduced.tolist()
 
 
+def slowest_seconds(functions: Mapping[Any, Callable], **options: Any) -> dict:
+    """:func:`interleaved_seconds` after barriers; of every round the rank that took longest."""
+    seconds = interleaved_seconds(functions, before=dist.barrier, **options)
+    return {name: over_ranks(values) for name, values in seconds.items()}
+
+
+@functools.cache  # a file that a run wrote would change the state of git
 def provenance() -> dict[str, object]:
     """What a result must say about itself: command, date, versions, machine and threads."""
     root = pathlib.Path(__file__).resolve().parents[2]
@@ -331,8 +324,7 @@ def save(path: pathlib.Path | None, **fields: object) -> None:
 def write_json(fields: Mapping[str, object], path: pathlib.Path) -> None:
     """Numbers rounded, every list of numbers on one line; a killed run leaves a whole file.
 
-    Args:
-        path: into a folder, the file has the name of the script that runs.
+    Into a folder, the file has the name of the script that runs.
     """
     if path.suffix != ".json":
         path = path / pathlib.Path(sys.argv[0]).with_suffix(".json").name

@@ -73,11 +73,8 @@ def loop_over_hit_experts(
 
     This is the form of the eager MoE layers of Hugging Face Transformers.
 
-    Args:
-        expert_order: the order in which experts are visited; None for ascending.
-        gate: (rows, G) -> (rows, F).
-        unbind: without the largest cost: the gradient of ``w[expert]`` is as large as all of
-            ``w`` and there is one per expert; unbound once, ``w`` gets a single gradient.
+    ``unbind`` is without the largest cost: the gradient of ``w[expert]`` is as large as all of
+    ``w`` and there is one per expert; unbound once, ``w`` gets a single gradient.
     """
     num_experts = len(w_in_EGD)
     parameters = (w_in_EGD, w_out_EDF, b_in_EG, b_out_ED)
@@ -172,23 +169,31 @@ def batched_mm(
     return o_RD.view(T, K, -1).sum(1).to(x_TD.dtype)
 
 
+def bind(function: Callable, args: Sequence[Tensor], grad=None) -> Callable[[], object]:
+    """A call without a graph; with ``grad`` of the output, one and all gradients of ``args``."""
+
+    def step() -> tuple[Tensor, ...]:
+        leaves = [t for t in args if t.requires_grad]
+        return torch.autograd.grad(function(*args), leaves, grad)
+
+    return torch.no_grad()(lambda: function(*args)) if grad is None else step
+
+
 def fused() -> MoEBlock:
     """``F.moe_topk`` and ``F.moe_mlp``."""
     return MoEBlock(F.moe_topk, F.moe_mlp)
 
 
-def training_blocks(
-    orders: Sequence[Sequence[int] | None] = (None,),
-) -> dict[str, MoEBlock]:
+def training_blocks(orders: Sequence = (None,)) -> dict[str, MoEBlock]:
     """The blocks that the demo trains: unfused in several orders of the experts, and fused.
 
     Another order changes only the order of the sums, and so shows what rounding alone does.
     """
-    names = ["unfused", *(f"unfused, order {i + 1}" for i in range(1, len(orders)))]
-    loops = (
-        functools.partial(loop_over_unbound_experts, expert_order=o) for o in orders
-    )
-    blocks = {name: MoEBlock(route, loop) for name, loop in zip(names, loops)}
+    blocks = {}
+    for i, order in enumerate(orders, 1):
+        loop = functools.partial(loop_over_unbound_experts, expert_order=order)
+        name = f"unfused, order {i}" if i > 1 else "unfused"
+        blocks[name] = MoEBlock(route, loop)
     return blocks | {"fused": fused()}
 
 
@@ -213,9 +218,8 @@ class Peer(NamedTuple):
 
     name: str
     source: str  # whose code runs
-    call: Callable[
-        ..., Tensor
-    ]  # (x (T, D), indices (T, K), weights (T, K), *leaves) -> y (T, D)
+    # (x (T, D), indices (T, K), weights (T, K), *leaves) -> y (T, D)
+    call: Callable[..., Tensor]
     leaves: Callable[[Operands], tuple[Tensor, ...]]
     canonical: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = tuple
     compiled: bool = False
@@ -239,10 +243,8 @@ def _block(experts: Callable[..., Tensor], shape: Shape) -> Callable[..., Tensor
         return experts
 
     def call(x, indices, weights, w_in, w_out, b_in, b_out):
-        biases = {"b_in_EG": b_in, "b_out_ED": b_out}
-        return experts(
-            x, indices, weights, w_in.mT, w_out.mT, **biases, gate=clamped_swiglu
-        )
+        others = {"b_in_EG": b_in, "b_out_ED": b_out, "gate": clamped_swiglu}
+        return experts(x, indices, weights, w_in.mT, w_out.mT, **others)
 
     return call
 
@@ -279,15 +281,15 @@ def _transformers(shape: Shape, name: str) -> Callable[..., Tensor]:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    family = (transformers.MixtralConfig, MixtralExperts)
+    config_class, experts_class = transformers.MixtralConfig, MixtralExperts
     if shape.gpt_oss:
-        family = (transformers.GptOssConfig, GptOssExperts)
+        config_class, experts_class = transformers.GptOssConfig, GptOssExperts
     sizes = {"hidden_size": shape.D, "intermediate_size": shape.F}
     sizes |= {"num_local_experts": shape.E, "num_experts_per_tok": shape.K}
-    config = family[0](**sizes)
+    config = config_class(**sizes)
     config._experts_implementation = name
     with torch.device("meta"):
-        module = family[1](config)
+        module = experts_class(config)
     names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
     for parameter in names:
         if hasattr(module, parameter):
@@ -316,10 +318,8 @@ def _scattermoe(shape: Shape) -> Callable[..., Tensor]:
             x, w_in.permute(0, 2, 1), shape.K, *order, grouped_out=True
         ).chunk(2, dim=-1)
         gates = weights.to(x.dtype)  # it multiplies them by rows in the dtype of x
-        hidden, w_out = F.silu(gate) * up, w_out.permute(0, 2, 1)
-        return module.parallel_linear(
-            hidden, w_out, 1, *order, grouped_in=True, gates=gates
-        )
+        args = (F.silu(gate) * up, w_out.permute(0, 2, 1), 1, *order)
+        return module.parallel_linear(*args, grouped_in=True, gates=gates)
 
     return call
 
@@ -392,11 +392,14 @@ _OWN_FORMS = {
 }
 
 
+def _own_source(form: str) -> str:
+    return f"own, the form of {form} in transformers"
+
+
 def find_libraries(folder: pathlib.Path | None) -> tuple[list[str], dict[str, str]]:
     """Which GPU libraries can be imported, and why the others cannot.
 
-    Args:
-        folder: searched first; holds packages or checkouts with a package each.
+    ``folder`` is searched first; it holds packages or checkouts with a package each.
     """
     if folder is not None:
         for path in (*sorted(p for p in folder.iterdir() if p.is_dir()), folder):
@@ -411,28 +414,21 @@ def find_libraries(folder: pathlib.Path | None) -> tuple[list[str], dict[str, st
     return found, missing
 
 
-def too_costly(
-    shape: Shape, hits: float, layer_bytes: int, backward: bool
-) -> dict[str, str]:
+def too_costly(shape: Shape, hits: float, layer_bytes: int, backward: bool) -> dict:
     """Peers that cost too much to be timed, and what they would have cost.
 
-    Args:
-        hits: experts with rows.
-        layer_bytes: bytes of the weights of a layer.
-        backward: with a backward.
+    Of a layer whose weights have ``layer_bytes``, and ``hits`` experts have rows.
     """
     reasons, cap = {}, "more than the cap of"
     copies = shape.T * shape.K * layer_bytes / shape.E / 2**30
     if copies > MAX_COPIED:
-        reasons["transformers_batched_mm"] = (
-            f"would copy {copies:.1f} GiB of weights, {cap} {MAX_COPIED} GiB"
-        )
+        reason = f"would copy {copies:.1f} GiB of weights, {cap} {MAX_COPIED} GiB"
+        reasons["transformers_batched_mm"] = reason
     index_grads = hits * layer_bytes / 2**30
     if backward and index_grads > MAX_INDEX_GRAD:
-        reasons["transformers_eager"] = (
-            "its w[expert] has a gradient as large as w per expert, "
-            f"{index_grads:.0f} GiB in a backward, {cap} {MAX_INDEX_GRAD} GiB"
-        )
+        reason = "its w[expert] has a gradient as large as w per expert, "
+        reason += f"{index_grads:.0f} GiB in a backward, {cap} {MAX_INDEX_GRAD} GiB"
+        reasons["transformers_eager"] = reason
     if shape.gpt_oss:
         reasons["three_grouped_mm"] = "torchtitan's GroupedExperts has no biases"
     return reasons
@@ -449,48 +445,36 @@ def make_peers(
     """Ours first, then its peers, and why some could not be made.
 
     Args:
-        shape: of the layer.
-        without: names of peers to leave out.
         libraries: names from LIBRARIES that can be imported.
         compiled: with the compiled forms of those that can be captured.
         ours: what is called for F.moe_mlp; default itself.
     """
-    version = transformers_version()
-
-    def of_transformers(name: str, own: Callable) -> Peer:
-        source, call = f"own, the form of {name} in transformers", None
+    version, partial = transformers_version(), functools.partial
+    # name, source, what makes its call, and its leaves and their gradients
+    make = lambda: ours or _moe_mlp(shape)
+    makers: list[tuple] = [(OURS, "F.moe_mlp", make, _stored)]
+    for name, own in _OWN_FORMS.items():
+        source, make = _own_source(name), partial(_block, own, shape)
         if version is not None:
-            source, call = f"transformers {version}", _transformers(shape, name)
-        call = call or _block(own, shape)
-        return Peer(f"transformers_{name}", source, call, _stored)
-
-    unbound = "own: transformers' loop over w.unbind() instead of w[expert]"
-    makers: dict[str, Callable[[], Peer]] = {
-        OURS: lambda: Peer(OURS, "F.moe_mlp", ours or _moe_mlp(shape), _stored),
-        **{
-            f"transformers_{name}": functools.partial(of_transformers, name, own)
-            for name, own in _OWN_FORMS.items()
-        },
-        "loop_unbound": lambda: Peer(
-            "loop_unbound", unbound, _block(loop_over_unbound_experts, shape), _stored
-        ),
-        "three_grouped_mm": lambda: Peer(
-            "three_grouped_mm",
-            "own, the form of torchtitan",
-            three_grouped_mm,
-            _gate_and_up,
-            lambda grads: (torch.cat(list(grads[:2]), dim=1), grads[2]),
-        ),
-    }
+            source = f"transformers {version}"
+            make = partial(_transformers, shape, name)
+        makers.append((f"transformers_{name}", source, make, _stored))
+    source = "own: transformers' loop over w.unbind() instead of w[expert]"
+    make = partial(_block, loop_over_unbound_experts, shape)
+    makers.append(("loop_unbound", source, make, _stored))
+    makers.append((
+        "three_grouped_mm", "own, the form of torchtitan", lambda: three_grouped_mm,
+        _gate_and_up, lambda grads: (torch.cat(list(grads[:2]), dim=1), grads[2]),
+    ))  # fmt: skip
     for name in libraries:
         call, leaves, _ = LIBRARIES[name]
-        makers[name] = lambda n=name, c=call, v=leaves: Peer(n, n, c(shape), v)
+        makers.append((name, name, partial(call, shape), leaves))
     peers, failed = [], {}
-    for name, make in makers.items():
+    for name, source, make, *leaves in makers:
         if name in without:
             continue
         try:
-            peers.append(make())
+            peers.append(Peer(name, source, make(), *leaves))
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
     if compiled:  # the loops are data-dependent
@@ -504,7 +488,7 @@ def _compiled(peer: Peer, shape: Shape) -> Peer:
     if form in _OWN_FORMS:
         # The modules of transformers hold their weights, so that every layer would be compiled
         # for itself; ours in the same form takes them as arguments.
-        source = f"own, the form of {form} in transformers"
-        peer = peer._replace(call=_block(_OWN_FORMS[form], shape), source=source)
+        call = _block(_OWN_FORMS[form], shape)
+        peer = peer._replace(call=call, source=_own_source(form))
     call = torch.compile(peer.call, dynamic=False)
     return peer._replace(name=name, call=call, compiled=True)

@@ -37,16 +37,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 Row = dict[str, str]
 
 KERNELS = {"torchtitan": "grouped_mm", "torch_grouped": "grouped_mm"}
+# Others are hierarchical.
 ALGORITHMS = {
-    "ll": "low_latency",
-    "pplx": "low_latency",
-    "onesided": "one_sided",
-    "hybridep": "staged",
-    "a2a": "flat",
-    "deepep": "hierarchical",
-    "uccl": "hierarchical",
-    "mori": "hierarchical",
-}
+    "ll": "low_latency", "pplx": "low_latency", "onesided": "one_sided",
+    "hybridep": "staged", "a2a": "flat",
+}  # fmt: skip
 
 
 def number(row: Row, key: str, default: float = 0) -> int:
@@ -77,6 +72,13 @@ def graphs(row: Row) -> int:
     return int(grace or dropping)
 
 
+def grouped_rates(p: Profile, dtype: str) -> tuple[float, float]:
+    """Of torch's grouped products over plain ones, and of weight gradients over those."""
+    if dtype in cost.LOW_PRECISION:
+        return p.constants.grouped8, 0.80
+    return p.constants.grouped16, 0.92
+
+
 class Predictor:
     """Value of a row in its own unit, for constants by generation of GPUs."""
 
@@ -92,36 +94,30 @@ class Predictor:
         return self._profiles[gpu]
 
     def __call__(self, row: Row) -> float | None:
-        if row["gpu"] not in moe_calibration.DEVICES:
-            return None
-        if "not scor" in row["note"]:
-            return None
         method = getattr(self, row["level"], None)
-        return method(row, self.profile(row["gpu"])) if method else None
+        known = row["gpu"] in moe_calibration.DEVICES
+        if method is None or not known or "not scor" in row["note"]:
+            return None
+        return method(row, self.profile(row["gpu"]))
 
     def gemm(self, r: Row, p: Profile) -> float:
         g, m, n, k = (int(re.search(rf"\b{x}=(\d+)", r["note"])[1]) for x in "GMNK")
-        low = r["dtype"] in cost.LOW_PRECISION
-        relative = 1.0
-        if r["impl"] == "torch_grouped":
-            relative = p.constants.grouped8 if low else p.constants.grouped16
+        grouped, weights = grouped_rates(p, r["dtype"])
+        relative = grouped if r["impl"] == "torch_grouped" else 1.0
+        sizes = (m, n, k)
         if r["pass"] == "wgrad":
-            relative *= 0.80 if low else 0.92
-            t = cost.gemm(p, g, n, k, m, r["dtype"], relative=relative)
-        else:
-            t = cost.gemm(p, g, m, n, k, r["dtype"], relative=relative)
+            relative, sizes = relative * weights, (n, k, m)
+        t = cost.gemm(p, g, *sizes, r["dtype"], relative=relative)
         return 2 * g * m * n * k / t / 1e12 if r["unit"] == "TFLOPS" else t * 1e6
 
     def gemm_fb(self, r: Row, p: Profile) -> float:
-        g, low, dtype = number(r, "E"), r["dtype"] in cost.LOW_PRECISION, r["dtype"]
-        rows, n, d = number(r, "T"), number(r, "n"), number(r, "d")
-        m = rows / g
-        relative = p.constants.grouped8 if low else p.constants.grouped16
+        g, rows, n, d = (number(r, x) for x in ("E", "T", "n", "d"))
+        m, dtype = rows / g, r["dtype"]
+        relative, weights = grouped_rates(p, dtype)
         t = cost.gemm(p, g, m, n, d, dtype, relative=relative)
         t += cost.gemm(p, g, m, d, n, dtype, relative=relative)
-        relative *= 0.80 if low else 0.92
-        t += cost.gemm(p, g, n, d, m, dtype, relative=relative)
-        if low:
+        t += cost.gemm(p, g, n, d, m, dtype, relative=relative * weights)
+        if dtype in cost.LOW_PRECISION:
             t += 2 * cost.quantize(p, rows * (d + n)) + 2 * cost.quantize(p, g * n * d)
         return t * 1e6
 
@@ -304,10 +300,8 @@ def fused_layer(
     rows = T * k
     hit = cost.hit_experts(e / ep, rows)
     launch = p.constants.launch_us * 1e-6
-    t = sum(
-        cost.gemm(p, hit, rows / hit, n, depth, dtype) - launch
-        for n, depth in ((2 * f, d), (d, f))
-    )
+    sizes = ((2 * f, d), (d, f))
+    t = sum(cost.gemm(p, hit, rows / hit, *size, dtype) - launch for size in sizes)
     return max(t, comm) + 0.15 * min(t, comm)
 
 
@@ -334,10 +328,8 @@ def fit(rows: list[Row]) -> dict[str, Constants]:
     generations = ("hopper", "blackwell", "cdna")
     values = {g: dataclasses.asdict(Constants()) for g in generations}
     values["blackwell"]["tile_start"] = 100.0  # tiles overlap their ends: tensor memory
-    by_gen = {
-        g: [r for r in rows if moe_calibration.profile(r["gpu"]).device.generation == g]
-        for g in generations
-    }
+    generation = lambda r: moe_calibration.profile(r["gpu"]).device.generation
+    by_gen = {g: [r for r in rows if generation(r) == g] for g in generations}
 
     def error(rs: list[Row], constants: dict[str, dict[str, float]]) -> float:
         predict = Predictor({g: Constants(**v) for g, v in constants.items()})
@@ -354,19 +346,14 @@ def fit(rows: list[Row]) -> dict[str, Constants]:
             rs = [r for r in by_gen[g] if r["level"] in levels]
             if not rs:
                 continue
-            moved = moe_calibration.fit(
-                {n: values[g][n] for n in own},
-                lambda v: error(rs, {**values, g: {**values[g], **v}}),
-                bounds=BOUNDS,
-                stiffness=stiffness,
-            )
-            values[g].update(moved)
+            start = {n: values[g][n] for n in own}
+            miss = lambda v: error(rs, {**values, g: {**values[g], **v}})
+            options = {"bounds": BOUNDS, "stiffness": stiffness}
+            values[g].update(moe_calibration.fit(start, miss, **options))
         if shared := [n for n in names if n in SHARED]:
             _fit_shared(rows, levels, shared, values, error)
-    return {
-        g: Constants(**{k: float(f"{x:.4g}") for k, x in v.items()})
-        for g, v in values.items()
-    }
+    rounded = lambda v: {k: float(f"{x:.4g}") for k, x in v.items()}
+    return {g: Constants(**rounded(v)) for g, v in values.items()}
 
 
 def _fit_shared(rows, levels, shared, values, error) -> None:
@@ -396,25 +383,24 @@ def scored(path: pathlib.Path) -> list[Row]:
     return [r for r in rows if r["split"] != "not scored" and predict(r) is not None]
 
 
-def errors(rows: list[Row], predict: Predictor) -> list[tuple[float, Row, float]]:
-    """(signed relative error, row, prediction)."""
-    values = [(r, predict(r)) for r in rows]
-    return [(value / float(r["value"]) - 1, r, value) for r, value in values]
+def errors(rows: list[Row], predict: Predictor) -> list[tuple[float, Row]]:
+    """Signed relative errors."""
+    return [(predict(r) / float(r["value"]) - 1, r) for r in rows]
 
 
-def table(errs: list[tuple[float, Row, float]]) -> list[dict[str, Any]]:
+def table(errs: list[tuple[float, Row]]) -> list[dict[str, Any]]:
     """Median, 90th percentile and bias of the held-out rows, by level and by source."""
-    held = [e for e in errs if e[1]["split"] == "held out"]
-    groups: dict[str, list[float]] = {"all": [e[0] for e in held]}
-    for key in ("level", "source"):
-        for name in sorted({e[1][key] for e in held}):
-            groups[f"{key} {name}"] = [e[0] for e in held if e[1][key] == name]
-    groups["calibration rows"] = [e[0] for e in errs if e[1]["split"] == "calibration"]
+    groups = collections.defaultdict(list)
+    for error, row in errs:
+        if row["split"] == "held out":
+            groups[0, "all"].append(error)
+            groups[1, f"level {row['level']}"].append(error)
+            groups[2, f"source {row['source']}"].append(error)
+        elif row["split"] == "calibration":
+            groups[3, "calibration rows"].append(error)
     out = []
-    for name, values in groups.items():
+    for (_, name), values in sorted(groups.items()):
         size = sorted(map(abs, values))
-        if not size:
-            continue
         out.append({
             "rows": name,
             "n": len(values),
@@ -429,8 +415,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--csv", type=pathlib.Path, default=HERE / "published.csv")
     parser.add_argument("--json", type=pathlib.Path)
-    for name in ("--fit", "--inductor"):
-        parser.add_argument(name, action="store_true")
+    parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--inductor", action="store_true")
     args = parser.parse_args()
     rows = scored(args.csv)
     if args.fit:

@@ -20,55 +20,44 @@ LOG_WIDTH = 150  # of the tables where there is no terminal to ask
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
     """Yields ``advance(detail)``: a bar on a terminal, and a few plain lines elsewhere."""
-    if not sys.stdout.isatty():
-        count, every = itertools.count(1), max(1, total // 5)
+    from rich.progress import Progress
+
+    terminal, count, every = sys.stdout.isatty(), itertools.count(1), max(1, total // 5)
+    columns = (*Progress.get_default_columns(), "[dim]{task.fields[detail]}")
+    with Progress(*columns, disable=not terminal) as bars:
+        task = bars.add_task(title, total=total, detail="")
 
         def advance(detail: str = "") -> None:
+            bars.update(task, advance=1, detail=detail)
             done = next(count)
-            if done % every == 0 or done == total:
+            if not terminal and (done % every == 0 or done == total):
                 print(f"{title}: {done}/{total} {detail}".rstrip(), flush=True)
 
         yield advance
-        return
-    import rich.progress
-
-    shown = (
-        "{task.description}",
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-    )
-    shown += (rich.progress.TimeRemainingColumn(), "[dim]{task.fields[detail]}")
-    with rich.progress.Progress(*shown) as bars:
-        task = bars.add_task(title, total=total, detail="")
-        yield lambda detail="": bars.update(task, advance=1, detail=detail)
 
 
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """With the docstring of a script as it is."""
-    return argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-
-def parse(
-    doc: str | None, *, argv: Sequence[str] | None = None, **defaults: Any
-) -> argparse.Namespace:
+def parse(doc: str | None, *, argv=None, **defaults: Any) -> argparse.Namespace:
     """What every script is told: ``--out FILE.json``, or a folder; and options by their defaults.
 
     Args:
-        defaults: a list takes several values, a tuple is what may be chosen, its first by
-            default; False is a switch. A type instead has no default.
+        defaults: a list takes several values, a dict several of its keys, all by default; a tuple
+            is what may be chosen, its first by default; False is a switch. A type has no default.
     """
-    parser = make_parser(doc)
-    parser.add_argument("--out", "--json", type=pathlib.Path, help="results, as JSON")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ("--out", "--json", "--output")
+    parser.add_argument(*names, type=pathlib.Path, help="results, as JSON")
     for name, default in defaults.items():
         kind: dict[str, Any] = {"default": default, "type": type(default)}
         if default is False:
             kind = {"action": "store_true"}
         elif isinstance(default, type):
-            kind = {"nargs": "+"} if default is list else {"type": default}
+            kind = {"nargs": "*"} if default is list else {"type": default}
         elif isinstance(default, list):
             kind |= {"nargs": "+", "type": type(default[0])}
+        elif isinstance(default, dict):
+            kind = {"nargs": "+", "choices": [*default], "default": [*default]}
         elif isinstance(default, tuple):
             kind = {"choices": default, "default": default[0]}
         parser.add_argument(f"--{name.replace('_', '-')}", **kind)
@@ -101,8 +90,8 @@ def _cell(value: object) -> str:
     if isinstance(value, Mapping) and "interval" in value:
         return "{:.2f} [{:.2f}, {:.2f}]".format(value["median"], *value["interval"])
     if isinstance(value, Mapping) and "median" in value:
-        return _cell(Spread(**value))
-    if isinstance(value, int) and not isinstance(value, bool):
+        return spread_text(value.values(), digits=2)
+    if type(value) is int:  # and not bool
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
@@ -119,13 +108,12 @@ def at(row: Mapping[str, Any], path: str) -> object:
 def show(
     title: str,
     rows: Sequence[Mapping[str, object]],
-    columns: Iterable[str] | Mapping[str, str | Callable[[Mapping], object]] = (),
+    columns: Iterable[str] | Mapping[str, str] = (),
 ) -> None:
     """A table; a spread is its median and deciles, a ratio its median and interval.
 
-    Args:
-        columns: keys of the rows, "key.key" for nested ones; or heading -> key, or a function
-            of a row. The first is left-aligned. Default: all keys of the first row.
+    ``columns`` are keys of the rows, "key.key" for nested ones, or heading -> key. Default: all
+    keys of the first row.
     """
     import rich.box
     import rich.console
@@ -134,10 +122,7 @@ def show(
     columns = columns or list(rows[0])
     if not isinstance(columns, Mapping):
         columns = {key: key for key in columns}
-    cells = [
-        [_cell(at(row, c) if isinstance(c, str) else c(row)) for c in columns.values()]
-        for row in rows
-    ]
+    cells = [[_cell(at(row, key)) for key in columns.values()] for row in rows]
     table = rich.table.Table(
         title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD
     )

@@ -102,8 +102,9 @@ class Model:
         routing = self.switch.create_routing(ids, layout="flat")
         rows, weights, ids = self.switch.dispatch(routing, x, weights)
         if self.name != OURS:
-            return self.switch.combine(routing, self.slots_here(rows, ids, weights, w))
-        rows = self.call(rows, ids, weights, *w) if len(rows) else rows
+            rows = self.slots_here(rows, ids, weights, w)
+        elif len(rows):
+            rows = self.call(rows, ids, weights, *w)
         return self.switch.combine(routing, rows)
 
     def slots_here(self, rows, ids, weights, w: tuple) -> Tensor:
@@ -157,9 +158,6 @@ class Server:
         self.waiting, self.running = deque(requests), []
         self.finished: list[Request] = []
         self.steps: list[tuple[int, float]] = []
-
-    def busy(self) -> bool:
-        return bool(self.waiting or self.running)
 
     def next_arrival(self) -> float:
         return self.waiting[0].arrival if self.waiting else float("inf")
@@ -223,7 +221,7 @@ def serve(trace: list[dict], clock: str) -> dict[str, dict]:
         while active:
             for name in list(active):
                 server = servers[name]
-                if not slowest([float(server.busy())])[0]:
+                if not slowest([len(server.waiting) + len(server.running)])[0]:
                     active.remove(name)
                     continue
                 at = server.clock if server.running else server.next_arrival()
@@ -251,11 +249,10 @@ def summary(server: Server) -> dict[str, object]:
 
 def run(ranks: int, trace: list[dict], clock: str) -> list[dict]:
     """One row per form."""
-    parts = (
-        [serve(trace, clock)]
-        if ranks == 1
-        else on_gloo_ranks(ranks, serve, trace, clock)
-    )
+    if ranks == 1:
+        parts = [serve(trace, clock)]
+    else:
+        parts = on_gloo_ranks(ranks, serve, trace, clock)
     rows = []
     for name in FORMS:
         seen = [part[name] for part in parts]
@@ -271,12 +268,8 @@ def run(ranks: int, trace: list[dict], clock: str) -> list[dict]:
             ms = sorted(1e3 * v for s in seen for v in s[values])
             row[f"{key}_ms_p50"] = statistics.median(ms)
             row[f"{key}_ms_p99"] = ms[int(0.99 * (len(ms) - 1))]
-        made = [
-            (a, b)
-            for part in parts
-            for a, b in zip(part[name]["bytes"], part[OURS]["bytes"])
-        ]
-        row["same_bytes"] = sum(a == b for a, b in made) / len(made)
+        pairs = [zip(part[name]["bytes"], part[OURS]["bytes"]) for part in parts]
+        row["same_bytes"] = statistics.fmean(a == b for p in pairs for a, b in p)
         row["steps"] = [[n, 1e3 * t] for s in seen for n, t in s["steps"] if n]
         rows.append(row)
     for row in rows:

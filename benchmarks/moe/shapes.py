@@ -20,6 +20,9 @@ except ModuleNotFoundError:  # a bare GPU machine: gpu_lab.py has it by path
     MoeCase = generators.MoeCase
 
 
+PASSES = {False: "forward", True: "forward+backward"}  # by whether there is a backward
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """One layer; the letters of the module docstring.
@@ -64,16 +67,11 @@ class Shape:
 
     def flops(self, backward: bool = False) -> int:
         """Of all products of a layer."""
-        return 2 * sum(
-            m * k * n for m, k, n in self.products(backward, self.T * self.K)
-        )
+        products = self.products(backward, self.T * self.K)
+        return 2 * sum(m * k * n for m, k, n in products)
 
     def compulsory_bytes(self, backward: bool, hits: float, itemsize: int = 2) -> float:
-        """Bytes that a layer has to read and to write.
-
-        Args:
-            hits: experts with rows.
-        """
+        """Bytes that a layer has to read and to write; ``hits`` are experts with rows."""
         expert, R = 3 * self.D * self.F, self.T * self.K
         elements = hits * expert + 2 * self.T * self.D
         if backward:
@@ -82,40 +80,29 @@ class Shape:
             elements += (hits + self.E) * expert
         return elements * itemsize
 
-    def kernel_costs(self) -> dict[str, tuple[int, int]]:
-        """(flops, bytes) of every Triton kernel; bfloat16, SwiGLU.
+    def bound_ms(self, kind: str, bandwidth: float, rate: float) -> float:
+        """Sum over Triton kernels of the larger of flops / rate and bytes / bandwidth.
 
-        Every input is read once and every output written once. Experts that no token
-        asks for are not read: of E at most T*K are.
+        In bfloat16, every input is read once and every output written once. Experts that no
+        token asks for are not read: of E at most T*K are. ``kind`` is "forward", or "step" for
+        forward and backward; ``bandwidth`` that of a copy, read plus written.
         """
         T, D, n, R = self.T, self.D, self.F, self.T * self.K
         mm = 2 * R * n * D
         weights = 2 * min(self.E, R) * n * D
         gradients = 2 * self.E * n * D
-        return {
-            "up": (2 * mm, 2 * R * D + 2 * weights + 6 * R * n),
-            "down": (mm, 2 * R * n + weights + 2 * R * D),
-            "combine": (0, 2 * R * D + 4 * R + 2 * T * D),
-            "act_backward": (mm, 2 * R * D + weights + 10 * R * n + 4 * R),
-            "weight_grad_out": (mm, 2 * R * D + 2 * R * n + gradients),
-            "input_grad": (2 * mm, 4 * R * n + 2 * weights + 2 * R * D),
-            "weight_grad_in": (2 * mm, 2 * R * D + 4 * R * n + 2 * gradients),
-            "combine_grad": (0, 2 * R * D + 2 * T * D),
-        }
-
-    def bound_ms(self, kind: str, bandwidth: float, rate: float) -> float:
-        """Sum over Triton kernels of the larger of flops / rate and bytes / bandwidth.
-
-        Args:
-            kind: "forward", or "step" for forward and backward.
-            bandwidth: bytes/s of a copy, read plus written.
-            rate: flops/s of a dense bfloat16 product.
-        """
-        costs = self.kernel_costs()
-        names = ("up", "down", "combine") if kind == "forward" else tuple(costs)
-        return sum(
-            1e3 * max(costs[n][0] / rate, costs[n][1] / bandwidth) for n in names
-        )
+        costs = [
+            (2 * mm, 2 * R * D + 2 * weights + 6 * R * n),  # up
+            (mm, 2 * R * n + weights + 2 * R * D),  # down
+            (0, 2 * R * D + 4 * R + 2 * T * D),  # combine
+            (mm, 2 * R * D + weights + 10 * R * n + 4 * R),  # act_backward
+            (mm, 2 * R * D + 2 * R * n + gradients),  # weight_grad_out
+            (2 * mm, 4 * R * n + 2 * weights + 2 * R * D),  # input_grad
+            (2 * mm, 2 * R * D + 4 * R * n + 2 * gradients),  # weight_grad_in
+            (0, 2 * R * D + 2 * T * D),  # combine_grad
+        ]
+        costs = costs[:3] if kind == "forward" else costs
+        return 1e3 * sum(max(flops / rate, b / bandwidth) for flops, b in costs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,22 +120,17 @@ class Row:
     @property
     def id(self) -> str:
         """name/dtype/pass"""
-        return f"{self.shape.name}/{self.dtype_name}/{self.pass_name}"
+        return f"{self.shape.name}/{self.dtype_name}/{PASSES[self.backward]}"
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def pass_name(self) -> str:
-        return "forward+backward" if self.backward else "forward"
 
 
 def _named(*sizes: int, prefix: str = "", **options) -> Shape:
     return Shape(prefix + "-".join(map(str, sizes)), *sizes, **options)
 
 
-_PASSES = (False, True)
 _TRAINING = (_named(2048, 1024, 512, 32, 4), _named(2048, 1536, 256, 128, 8))
 _LARGE = (
     _named(4096, 2048, 768, 128, 8),
@@ -170,10 +152,10 @@ CPU_ROWS = (
         Row(shape, dtype, b, compiled=dtype == torch.bfloat16)
         for shape in _TRAINING
         for dtype in (torch.bfloat16, torch.float32)
-        for b in _PASSES
+        for b in PASSES
     ),
     # A backward of Mixtral's layer takes more memory than most CPUs here have.
-    *(Row(s, backward=b) for s in _LARGE for b in _PASSES if not (b and s.F == 14336)),
+    *(Row(s, backward=b) for s in _LARGE for b in PASSES if not (b and s.F == 14336)),
     *(Row(s, layers=4, routings=8, compiled=s.T == 8) for s in _DECODE),
     *(Row(s, backward=True, sweep="constant K") for s in _CONSTANT_K),
     *(Row(s, backward=True, sweep="constant FLOPs") for s in _CONSTANT_FLOPS),
@@ -195,8 +177,8 @@ _TINY_OSS = dataclasses.replace(_TINY, name="tiny-gpt_oss", gpt_oss=True)
 _TINY_RECORDED = Shape("tiny-recorded", 40, 32, 16, 64, 8, routing="recorded")
 # One tiny row of every kind, for a smoke test.
 QUICK_ROWS = (
-    *(Row(_TINY, t, b) for t in (torch.bfloat16, torch.float32) for b in _PASSES),
-    *(Row(s, backward=b) for s in (_TINY_OSS, _TINY_RECORDED) for b in _PASSES),
+    *(Row(_TINY, t, b) for t in (torch.bfloat16, torch.float32) for b in PASSES),
+    *(Row(s, backward=b) for s in (_TINY_OSS, _TINY_RECORDED) for b in PASSES),
     Row(Shape("tiny-decode", 2, 32, 16, 4, 2), layers=4, routings=3),
     Row(Shape("tiny-sparsity", *_TINY.sizes().values()), backward=True, sweep="constant K"),
 )  # fmt: skip
@@ -212,9 +194,10 @@ TABLE_9B = tuple(
     )
     for n, E, K in sizes
 )
+_OLMOE = (2048, 1024, 64, 8)
 # The expert sizes of the published configurations.
 OPEN_MODELS = (
-    Shape("OLMoE-1B-7B", 32768, 2048, 1024, 64, 8),
+    Shape("OLMoE-1B-7B", 32768, *_OLMOE),
     Shape("gpt-oss-20b", 32768, 2880, 2880, 32, 4),
     Shape("Qwen3-30B-A3B", 32768, 2048, 768, 128, 8),
     Shape("Kimi-Linear-48B", 32768, 2304, 1024, 256, 8),
@@ -222,12 +205,8 @@ OPEN_MODELS = (
     Shape("Qwen3-235B-A22B", 32768, 4096, 1536, 128, 8),
     Shape("DeepSeek-V3.2", 16384, 7168, 2048, 256, 8),
 )
-DECODE = tuple(
-    Shape(f"OLMoE-decode-T{T}", T, 2048, 1024, 64, 8) for T in (1, 16, 64, 256)
-)
+DECODE = tuple(Shape(f"OLMoE-decode-T{T}", T, *_OLMOE) for T in (1, 16, 64, 256))
 GPU_SHAPES = TABLE_9B + OPEN_MODELS + DECODE
-# Compiling the peers takes longer than all their runs: a small and a large layer.
-COMPILED_PEER = ("7B-n256", "30B-n512")
 # What a tuner measures: narrow, middle and wide experts of both model dims, and decode.
 TUNING_SHAPES = ("7B-n256", "30B-n512", "OLMoE-1B-7B", "120B-n2048", "OLMoE-decode-T64")
 REHEARSAL = (Shape("tiny", 24, 32, 32, 4, 2), Shape("tiny-decode", 1, 32, 32, 4, 2))
@@ -235,9 +214,12 @@ REHEARSAL = (Shape("tiny", 24, 32, 32, 4, 2), Shape("tiny-decode", 1, 32, 32, 4,
 # (T, E, K) of cpu_router.py.
 ROUTER_SHAPES = ((1, 128, 8), (64, 128, 8), (512, 64, 8), (2048, 128, 8), (4096, 256, 8))  # fmt: skip
 # Of grad_accumulation.py: few rows per expert, where weight gradients are most of the bytes.
-ACCUMULATION_SHAPES = (
-    _named(256, 1024, 344, 64, 2),
-    _named(2048, 1536, 256, 128, 8),
+ACCUMULATION_SHAPES = (_named(256, 1024, 344, 64, 2), _TRAINING[1])
+# Of low_bit.py, which has tokens of its own.
+LOW_BIT_SHAPES = (
+    Shape("qwen3", 1, 2048, 768, 128, 8),
+    Shape("gpt_oss", 1, 2880, 2880, 32, 4),
+    Shape("qwen3_part", 1, 2048, 768, 16, 8),  # more rows for each expert, prefill
 )
 # Of a layer of serve.py's model.
 SERVE_SHAPE = Shape("serve", 0, 512, 192, 64, 8)
@@ -248,23 +230,18 @@ COMPILED_OVERLAP_SHAPE = Shape("compiled_overlap", 256, 1024, 256, 16, 8)
 
 
 def select(rows: tuple[Row, ...], patterns: list[str] | None) -> list[Row]:
-    """The rows whose id or name matches one of the patterns (shell wildcards); None for all.
-
-    Raises:
-        ValueError: a pattern without a match.
-    """
+    """The rows whose id or name matches one of the patterns (shell wildcards); None for all."""
     if patterns is None:
         return list(rows)
-    chosen = set()
+    chosen: set[str] = set()
     for pattern in patterns:
-        found = {
-            r for r in rows if r.shape.name == pattern or fnmatch.fnmatch(r.id, pattern)
-        }
+        found = {r.id for r in rows if r.shape.name == pattern}
+        found |= set(fnmatch.filter((r.id for r in rows), pattern))
         if not found:
             names = "\n  ".join(r.id for r in rows)
             raise ValueError(f"--rows {pattern} matches none of\n  {names}")
         chosen |= found
-    return [row for row in rows if row in chosen]
+    return [row for row in rows if row.id in chosen]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,8 +265,8 @@ class Operands:
 
     def stored(self) -> tuple[Tensor, ...]:
         """Expert parameters, as they are stored."""
-        found = (self.w_in, self.w_out, self.b_in, self.b_out)
-        return tuple(t for t in found if t is not None)
+        weights = (self.w_in, self.w_out)
+        return weights if self.b_in is None else (*weights, self.b_in, self.b_out)
 
 
 def make_operands(
@@ -316,8 +293,7 @@ def make_operands(
         # take minutes.
         w = torch.empty(E, rows, columns, dtype=dtype, device=device)
         for e in range(E):
-            new = randn(rows, columns) * fan_in**-0.5 if e < 4 else w[e % 4].roll(e, 0)
-            w[e] = new
+            w[e] = randn(rows, columns) * fan_in**-0.5 if e < 4 else w[e % 4].roll(e, 0)
         return w
 
     x, grad = randn(T, D).to(dtype), randn(T, D).to(dtype)

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from ep_rank import RankLayer
-from peers import make_peers
+from peers import bind, make_peers
 from report import at, figure, parse, show
-from shapes import CPU_ROWS, make_operands, Operands, Row, Shape
+from shapes import CPU_ROWS, make_operands, Row, Shape
 
 import torch
 import torch.distributed as dist
@@ -48,21 +48,6 @@ RANKS = 8
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 
 
-def call_of(row: Row, layers: list[Operands]) -> Callable[[], None]:
-    """``F.moe_mlp`` on the layers of a row."""
-    ours, *_ = make_peers(row.shape)[0]
-    leaves = [ours.leaves(o) for o in layers]
-
-    def call() -> None:
-        for o, weights in zip(layers, leaves):
-            with torch.set_grad_enabled(row.backward):
-                y = ours.call(o.x, o.ids, o.weights, *weights)
-            if row.backward:
-                torch.autograd.grad(y, (o.x, o.weights, *weights), o.grad)
-
-    return call
-
-
 def predicted_seconds(p: Profile, row: Row, hit: float) -> float:
     """The model's answer for a row of cpu_ops.py."""
     assert p.cpu is not None
@@ -85,7 +70,12 @@ def measure(p: Profile, rows: Iterable[Row], seconds: float, clock: str) -> list
         layers = range(row.layers)
         operands = [make_operands(row.shape, dtype=row.dtype, layer=i) for i in layers]
         hit = statistics.mean(o.ids.unique().numel() for o in operands)
-        calls = [call_of(row, operands)]
+        ours, *_ = make_peers(row.shape)[0]
+        steps = []
+        for o in operands:
+            args = (o.x, o.ids, o.weights, *ours.leaves(o))
+            steps.append(bind(ours.call, args, o.grad if row.backward else None))
+        calls = [lambda: [step() for step in steps]]
         (got,) = moe_calibration.measure_calls(calls, seconds, CLOCKS[clock], least=1)
         sizes = {"id": row.id, **row.shape.sizes()}
         out.append(compared(sizes, got, predicted_seconds(p, row, hit)))
@@ -96,8 +86,8 @@ def measure(p: Profile, rows: Iterable[Row], seconds: float, clock: str) -> list
 def summary(rows: list[dict]) -> dict[str, float]:
     size = sorted(abs(r["error"]) for r in rows)
     p90 = size[min(len(size) - 1, int(0.9 * len(size)))]
-    result = {"rows": len(size), "median_error": statistics.median(size)}
-    result["p90_error"] = p90
+    median = statistics.median(size)
+    result = {"rows": len(size), "median_error": median, "p90_error": p90}
     print({k: round(v, 3) for k, v in result.items()})
     return result
 
@@ -125,11 +115,10 @@ def cpu_shares(p: Profile, row: dict) -> dict[str, float]:
     c = p.cpu
     rows, hit = row["T"] * row["K"], cost.hit_experts(row["E"], row["T"] * row["K"])
     m = rows / hit
-    rate = cpu_rate(c, m)
-    inverse = 1 / rate + 1 / cpu_rate(c, m, in_order=True) + 1 / c.rate16 / c.wgrad
-    compute = 6 * rows * row["F"] * D * inverse
-    return {"compute": min(1.0, 1e3 * compute / row["model_ms"]),
-            "memory": max(0.0, 1 - 1e3 * compute / row["model_ms"])}  # fmt: skip
+    inverse = 1 / cpu_rate(c, m) + 1 / cpu_rate(c, m, in_order=True)
+    inverse += 1 / c.rate16 / c.wgrad
+    compute = min(1.0, 6e3 * rows * row["F"] * D * inverse / row["model_ms"])
+    return {"compute": compute, "memory": 1 - compute}
 
 
 def sweep(p: Profile, seconds: float, clock: str) -> list[dict]:
@@ -175,9 +164,7 @@ GLOO = (
 )  # fmt: skip
 
 
-def gloo_step(
-    group: dist.ProcessGroup, tokens: int, f: int, e: int, k: int, pass_: str
-) -> Callable[[], object]:
+def gloo_step(group, tokens: int, f: int, e: int, k: int, pass_: str) -> Callable:
     """A layer on the ranks of ``group``, with all gradients if ``pass_`` is "fwd+bwd"."""
     gen = torch.Generator().manual_seed(dist.get_rank(group))
     ids = torch.rand(tokens, e, generator=gen).topk(k, 1).indices

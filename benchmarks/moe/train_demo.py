@@ -24,26 +24,12 @@ import report
 
 import torch
 
-from demo import text
-from demo.evidence import (
-    BlockSample,
-    capture,
-    float64_errors,
-    saved_by_experts,
-    SavedBytes,
-)
+import measure
+from demo import evidence, text
+from demo.evidence import BlockSample
 from demo.model import ModelConfig
 from demo.plot import write_plot
 from demo.train import make_runs, Run, train
-from measure import (
-    interleaved_seconds,
-    paired_ratio,
-    peak_bytes,
-    provenance,
-    saved_bytes,
-    spread,
-    write_json,
-)
 
 
 try:
@@ -63,19 +49,10 @@ LEARNED_AFTER = 200  # steps after which a model must know more than byte freque
 
 def differences(runs: list[Run]) -> dict[str, list[float]]:
     """Per step |loss difference| of every two unfused runs, and of fused and unfused."""
-    losses = {run.name: run.losses for run in runs}
-    pairs = list(itertools.combinations([n for n in losses if n != "fused"], 2))
-    pairs.append(("fused", "unfused"))
-    return {
-        f"{a} - {b}": [abs(x - y) for x, y in zip(losses[a], losses[b], strict=True)]
-        for a, b in pairs
-    }
-
-
-def noise(result: dict) -> float:
-    """The largest loss difference of two unfused runs that visit the experts in other orders."""
-    pairs = result["differences"].items()
-    return max(max(values) for pair, values in pairs if pair != "fused - unfused")
+    *unfused, fused = runs
+    pairs = [*itertools.combinations(unfused, 2), (fused, unfused[0])]
+    found = {f"{a.name} - {b.name}": zip(a.losses, b.losses) for a, b in pairs}
+    return {name: [abs(x - y) for x, y in losses] for name, losses in found.items()}
 
 
 def training_row(run: Run, start: float, held_out: torch.Tensor) -> dict[str, object]:
@@ -86,19 +63,21 @@ def training_row(run: Run, start: float, held_out: torch.Tensor) -> dict[str, ob
         "losses": run.losses,
         "held_out_start": start,
         "held_out_end": run.evaluate(held_out),
-        "tokens_per_second": spread([window[:, 1:].numel() / s for s in run.seconds]),
-        "saved_bytes": saved_bytes(lambda: model.loss(window), model.parameters()),
+        "tokens_per_second": measure.spread(
+            [window[:, 1:].numel() / s for s in run.seconds]
+        ),
+        "saved_bytes": measure.saved_bytes(
+            lambda: model.loss(window), model.parameters()
+        ),
     }
     # Gradients exist before and are added to, so that only what goes away again is counted.
     model.loss(window).backward()
-    row["peak_bytes"] = peak_bytes(lambda: model.loss(window).backward())
+    row["peak_bytes"] = measure.peak_bytes(lambda: model.loss(window).backward())
     model.zero_grad()
     return row
 
 
-def train_models(
-    config: ModelConfig, corpus: text.Corpus, steps: int, seed: int
-) -> tuple[list[Run], list[dict]]:
+def train_models(config, corpus: text.Corpus, steps: int, seed: int) -> tuple:
     shape = (BATCH, config.sequence)
     batches = text.sample_batches(corpus.train, steps, *shape, seed)
     held_out = text.sample_batches(corpus.held_out, EVALUATION_BATCHES, *shape, seed)
@@ -120,22 +99,21 @@ def train_models(
 def block_rows(sample: BlockSample, rounds: int) -> list[dict]:
     """The blocks on the operands of a trained layer: router and experts, forward and backward."""
     blocks = peers.demo_blocks()
-    calls = {
-        name: functools.partial(sample.forward_backward, block)
-        for name, block in blocks.items()
-    }
-    seconds = interleaved_seconds(calls, rounds=rounds)
+    run = sample.forward_backward
+    calls = {name: functools.partial(run, block) for name, block in blocks.items()}
+    seconds = measure.interleaved_seconds(calls, rounds=rounds)
     rows = []
     for name, block in blocks.items():
-        errors = float64_errors(sample, block)
-        sample.accumulate_grads(block)
+        errors = evidence.float64_errors(sample, block)
+        accumulate = functools.partial(sample.accumulate_grads, block)
+        accumulate()
         rows.append(
             {
                 "block": name,
-                "seconds": spread(seconds[name]),
-                "slowdown": paired_ratio(seconds[name], seconds["fused"]),
-                "saved_bytes": saved_by_experts(sample, block).measured,
-                "peak_bytes": peak_bytes(lambda b=block: sample.accumulate_grads(b)),
+                "seconds": measure.spread(seconds[name]),
+                "slowdown": measure.paired_ratio(seconds[name], seconds["fused"]),
+                "saved_bytes": evidence.saved_by_experts(sample, block).measured,
+                "peak_bytes": measure.peak_bytes(accumulate),
                 "relative_error": errors["y"].error / errors["y"].scale,
                 "of_allowed": max(e.error / e.bound for e in errors.values()),
             }
@@ -143,86 +121,61 @@ def block_rows(sample: BlockSample, rounds: int) -> list[dict]:
     return rows
 
 
-def _check(name: str, seen: str, rule: str, passed: bool) -> dict[str, object]:
-    """One thing the demo promises; the demo fails when one does not hold."""
-    return {"name": name, "seen": seen, "rule": rule, "passed": bool(passed)}
+def checks_of(result: dict, samples: list[BlockSample]) -> list[dict]:
+    """What the demo promises; it fails when one does not hold."""
+    checks: list[dict] = []
 
+    def check(name: str, seen: str, rule: str, passed: bool) -> None:
+        passed = bool(passed)
+        checks.append({"name": name, "seen": seen, "rule": rule, "passed": passed})
 
-def training_checks(result: dict) -> list[dict]:
-    training = result["training"]
+    training, differences = result["training"], dict(result["differences"])
     worst = max(row["held_out_end"] for row in training)
     rule, limit = "that of byte frequencies alone", result["text"]["byte_entropy"]
     if len(training[0]["losses"]) < LEARNED_AFTER:
         limit = 0.9 * min(row["held_out_start"] for row in training)
         rule = f"9/10 of the start; below {LEARNED_AFTER} steps"
     seen = f"largest held-out loss at the end {worst:.3f}"
-    fused, unfused = max(result["differences"]["fused - unfused"]), noise(result)
-    return [
-        _check("every model learns", seen, f"< {limit:.3f}, {rule}", worst < limit),
-        _check(
-            "fused trains like unfused",
-            f"largest loss difference {fused:.2e} ({fused / unfused:.2f}x)",
-            f"<= 2x {unfused:.2e}, the largest between unfused runs in other expert orders",
-            fused <= 2 * unfused,
-        ),
-    ]
+    check("every model learns", seen, f"< {limit:.3f}, {rule}", worst < limit)
 
+    fused = max(differences.pop("fused - unfused"))
+    noise = max(map(max, differences.values()))
+    rule = f"<= 2x {noise:.2e}, the largest between unfused runs in other expert orders"
 
-def saved_check(how: str, saved: SavedBytes) -> dict:
-    low, high = saved.operand_bytes, saved.operand_bytes + saved.allowance
-    name = f"F.moe_mlp saves only x, H, weights, metadata ({how})"
-    seen, rule = f"{saved.measured:,} bytes", f"{low:,} to {high:,}"
-    return _check(name, seen, rule, saved.holds())
+    def check_losses(name: str, largest: float) -> None:
+        seen = f"largest loss difference {largest:.2e} ({largest / noise:.2f}x)"
+        check(name, seen, rule, largest <= 2 * noise)
 
-
-def block_checks(samples: list[BlockSample], rows: list[dict]) -> list[dict]:
+    check_losses("fused trains like unfused", fused)
     block = peers.fused()
+    for compiled, how in ((False, "eager"), (True, "compiled")):
+        saved = evidence.saved_by_experts(samples[0], block, compiled=compiled)
+        low, high = saved.operand_bytes, saved.operand_bytes + saved.allowance
+        name = f"F.moe_mlp saves only x, H, weights, metadata ({how})"
+        seen = f"{saved.measured:,} bytes"
+        check(name, seen, f"{low:,} to {high:,}", saved.holds())
+    rows = result["blocks"]
     ratio = next(row["slowdown"] for row in rows if row["block"] == "unfused")
-    shares = {
-        f"{name} of layer {i}": e.error / e.bound
+    name = "the fused block is faster than the unfused one"
+    seen = f"{report.spread_text(ratio, digits=2)} times"
+    check(name, seen, "median of paired ratios > 1", ratio.median > 1)
+    share, worst = max(
+        (e.error / e.bound, f"{name} of layer {i}")
         for i, sample in enumerate(samples)
-        for name, e in float64_errors(sample, block).items()
-    }
-    worst = max(shares, key=shares.__getitem__)
-    return [
-        saved_check("eager", saved_by_experts(samples[0], block)),
-        saved_check("compiled", saved_by_experts(samples[0], block, compiled=True)),
-        _check(
-            "the fused block is faster than the unfused one",
-            f"{report.spread_text(ratio, digits=2)} times",
-            "median of paired ratios > 1",
-            ratio.median > 1,
-        ),
-        _check(
-            "output and gradients agree with float64",
-            f"worst: {worst}, {shares[worst]:.0%} of allowed",
-            "error <= 2x unfused + 4 eps max|reference|",
-            shares[worst] <= 1,
-        ),
-    ]
-
-
-def rank_checks(row: dict, limit: float) -> list[dict]:
-    """What the expert-parallel run promises.
-
-    Args:
-        limit: the largest loss difference of two unfused runs in other expert orders.
-    """
-    largest, wire = max(row["differences"]), wire_bytes(row)
-    return [
-        _check(
-            f"{row['ranks']} expert-parallel ranks train like one",
-            f"largest loss difference {largest:.2e} ({largest / limit:.2f}x)",
-            f"<= 2x {limit:.2e}, as above",
-            largest <= 2 * limit,
-        ),
-        _check(
-            "rows cross ranks only as often as they must",
-            f"{wire['payload']:,.0f} bytes per step",
-            f"= {wire['minimum']:,.0f}, once per token and other rank and direction",
-            wire["payload"] == wire["minimum"] > 0,
-        ),
-    ]
+        for name, e in evidence.float64_errors(sample, block).items()
+    )
+    seen = f"worst: {worst}, {share:.0%} of allowed"
+    rule_of_errors = "error <= 2x unfused + 4 eps max|reference|"
+    name = "output and gradients agree with float64"
+    check(name, seen, rule_of_errors, share <= 1)
+    if ranks := result["expert_parallel"]:
+        name = f"{ranks['ranks']} expert-parallel ranks train like one"
+        check_losses(name, max(ranks["differences"]))
+        payload, minimum, _ = wire_bytes(ranks).values()
+        name = "rows cross ranks only as often as they must"
+        least = f"= {minimum:,.0f}, once per token and other rank and direction"
+        check(name, f"{payload:,.0f} bytes per step", least, payload == minimum > 0)
+    return checks
 
 
 def wire_bytes(row: dict) -> dict[str, float]:
@@ -238,7 +191,7 @@ def run_demo(args: argparse.Namespace) -> dict[str, object]:
     seed, steps = args.seed, args.steps or (20 if args.quick else 200)
     runs, training = train_models(config, corpus, steps, seed)
     (window,) = text.sample_batches(corpus.held_out, 1, BATCH, config.sequence, seed)
-    samples = capture(runs[-1].model, window)
+    samples = evidence.capture(runs[-1].model, window)
     ranks = None
     if expert_parallel is not None:
         setup = expert_parallel.Setup(steps, BATCH, seed, EVALUATION_BATCHES)
@@ -259,13 +212,12 @@ def run_demo(args: argparse.Namespace) -> dict[str, object]:
         "sha256": corpus.sha256,
         "byte_entropy": text.byte_entropy(corpus.held_out),
     }
-    result = {**provenance(), "settings": settings, "text": words, "training": training}
+    result = measure.provenance() | {"settings": settings, "text": words}
+    result["training"] = training
     result["differences"] = differences(runs)
-    rows = result["blocks"] = block_rows(samples[0], 5 if args.quick else 30)
+    result["blocks"] = block_rows(samples[0], 5 if args.quick else 30)
     result["expert_parallel"] = ranks
-    result["checks"] = training_checks(result) + block_checks(samples, rows)
-    if ranks is not None:
-        result["checks"] += rank_checks(ranks, noise(result))
+    result["checks"] = checks_of(result, samples)
     result["seconds"] = time.perf_counter() - start
     return result
 
@@ -292,16 +244,14 @@ def show(result: dict) -> None:
 def main() -> int:
     args = report.parse(__doc__, steps=int, seed=0, threads=int, quick=False)
     if args.steps is not None and args.steps < 10:
-        raise SystemExit(
-            f"train_demo.py: --steps must be at least 10, got {args.steps}"
-        )
+        raise SystemExit("train_demo.py: --steps must be at least 10")
     out = args.out or pathlib.Path(__file__).resolve().parents[2] / "build" / "demo"
     if args.threads:
         torch.set_num_threads(args.threads)
     # A CUDA build of torch on a machine without a GPU warns on the first compilation.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     result = run_demo(args)
-    write_json(result, out / "demo.json")
+    measure.write_json(result, out / "demo.json")
     write_plot(result, out / "demo.png")
     show(result)
     print(f"{result['seconds']:.0f} s; wrote {out}/demo.json and demo.png")

@@ -96,10 +96,9 @@ def _shrink(config) -> None:
         kinds = getattr(config, name, None)
         if isinstance(kinds, list) and kinds:
             # One of each kind, the sparse and the full ones first.
-            order = sorted(
-                dict.fromkeys(kinds), key=lambda k: ("sparse" not in k, "full" not in k)
-            )
-            setattr(config, name, (order * 2)[: config.num_hidden_layers])
+            kinds = list(dict.fromkeys(kinds))
+            kinds.sort(key=lambda kind: ("sparse" not in kind, "full" not in kind))
+            setattr(config, name, (kinds * 2)[: config.num_hidden_layers])
     for sub in ("attn_config", "ffn_config"):
         if getattr(config, sub, None) is not None:
             _shrink(getattr(config, sub))
@@ -132,8 +131,6 @@ def build_model(
     """A causal language model with eager attention; the same weights for every dtype.
 
     Args:
-        model_class: of transformers.
-        dtype: of all parameters.
         implementation: of the experts.
         config: of a checkpoint, as it is, in place of the tiny one.
     """

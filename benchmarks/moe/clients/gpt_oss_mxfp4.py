@@ -42,17 +42,16 @@ class Mxfp4Experts(nn.Module):
         self.num_experts = E = theirs.num_experts
         D, hidden = theirs.hidden_size, theirs.intermediate_size
         self.int8_rows = self.is_packed = False
-        for name, *sizes in (("gate_up_proj", 2 * hidden, D), ("down_proj", D, hidden)):
-            blocks = (E, sizes[0], sizes[1] // _BLOCK, _BLOCK // 2)
-            for kind, shape, dtype in (
-                ("blocks", blocks, torch.uint8),
-                ("scales", blocks[:3], torch.uint8),
-                ("bias", blocks[:2], torch.bfloat16),
+        sizes = {"gate_up_proj": (2 * hidden, D), "down_proj": (D, hidden)}
+        for name, (rows, depth) in sizes.items():
+            shape = (E, rows, depth // _BLOCK, _BLOCK // 2)
+            for kind, empty in (
+                ("blocks", torch.empty(shape, dtype=torch.uint8)),
+                ("scales", torch.empty(shape[:3], dtype=torch.uint8)),
+                ("bias", torch.empty(shape[:2], dtype=torch.bfloat16)),
             ):
-                empty = nn.Parameter(
-                    torch.empty(shape, dtype=dtype), requires_grad=False
-                )
-                self.register_parameter(f"{name}_{kind}", empty)
+                parameter = nn.Parameter(empty, requires_grad=False)
+                self.register_parameter(f"{name}_{kind}", parameter)
 
     def _weight(self, name: str) -> list[Tensor]:
         blocks, scales = (getattr(self, f"{name}_{k}") for k in ("blocks", "scales"))
@@ -70,28 +69,19 @@ class Mxfp4Experts(nn.Module):
             getattr(self, f"{name}_scales").copy_(scales.view(torch.uint8))
         self.is_packed = True
 
-    def forward(
-        self, hidden_states: Tensor, router_indices=None, routing_weights=None
-    ) -> Tensor:
+    def forward(self, hidden_states, router_indices=None, routing_weights=None):
         """(T, D) tokens, (T, K) expert ids and (T, K) weights -> (T, D)."""
-        x = hidden_states
-        row_slots, slot_rows, offs, _ = torch._moe_permutation(
-            router_indices, self.num_experts
-        )
-        rows = []
+        x, E, rows = hidden_states, self.num_experts, []
+        row_slots, slot_rows, offs, _ = torch._moe_permutation(router_indices, E)
         if self.int8_rows:
             rows = list(torch._moe_quantize(x, _RECIPE, dtype=torch.int8))
         return torch._moe_mlp_scaled(
             x, None, None, offs, routing_weights, row_slots, slot_rows,
             self.gate_up_proj_bias.to(x.dtype), self.down_proj_bias.to(x.dtype), None,
             rows, self._weight("gate_up_proj"), self._weight("down_proj"), [],
-            recipe_a=[_RECIPE] if self.int8_rows else [],
-            recipe_w=[_RECIPE],
-            swizzle_w=[2] if self.is_packed else [],
-            activation="swiglu_oai",
-            gate_interleaved=True,
-            alpha=self.alpha,
-            limit=self.limit,
+            recipe_a=[_RECIPE] if self.int8_rows else [], recipe_w=[_RECIPE],
+            swizzle_w=[2] if self.is_packed else [], activation="swiglu_oai",
+            gate_interleaved=True, alpha=self.alpha, limit=self.limit,
             compute_preact=False,
         )[0]  # fmt: skip
 

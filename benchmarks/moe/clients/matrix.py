@@ -1,6 +1,7 @@
 """Every experts class of the installed transformers, and whole models, with F.moe_mlp.
 
-    python3 tools/stage.py python benchmarks/moe/clients/matrix.py [--models [FILE]] [--only REGEX] [--out FILE.json]
+    python3 tools/stage.py python benchmarks/moe/clients/matrix.py \\
+        [--models [FILE ...]] [--only REGEX] [--out FILE.json]
 
 Experts: each class that uses transformers' interface or has an adapter here, by itself, tiny, in
 float32: output and gradients of everything against its own eager code in float64, by invariant 1.
@@ -29,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
+from torch.testing._internal.moe_reference import error_and_bound
 
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -41,7 +43,7 @@ except ImportError as error:
     sys.exit(f"matrix.py: {error}")
 from families import build_model, fill
 from moe_mlp_experts import NAME, plan_of
-from report import make_parser
+from report import parse
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
 from measure import save
@@ -81,24 +83,16 @@ class TinyConfig:
 def error_over_allowed(actual: dict, unfused: list[dict], exact: dict) -> float:
     """Largest share of invariant 1's error, over all values.
 
-    Args:
-        unfused: of one or more unfused forms, the worst of which counts: the error of a scalar in one
-            of them may be small by chance.
-
-    Raises:
-        AssertionError: a value is missing.
+    The worst of the unfused forms counts: the error of a scalar in one may be small by chance.
     """
     if any(actual.keys() != values.keys() for values in (*unfused, exact)):
         raise AssertionError(f"{sorted(actual)} is not {sorted(exact)}")
     worst = 0.0
     for name, reference in exact.items():
-        scale = reference.abs().max().item()
-        eps = torch.finfo(actual[name].dtype).eps
-        error, *own = (
-            (x[name].double() - reference).abs().max().item()
-            for x in (actual, *unfused)
-        )
-        bound = 2 * max(own) + 4 * eps * scale
+        ours = actual[name]
+        own = (x[name] for x in unfused)
+        bounds = [error_and_bound(ours, reference, x, ours.dtype) for x in own]
+        error, bound = max(bounds)  # the error is the same
         worst = max(worst, error / bound if bound else float(error > 0))
     return worst
 
@@ -124,13 +118,12 @@ def experts_classes() -> list[type[torch.nn.Module]]:
 def run_class(experts_class: type[torch.nn.Module]) -> dict[str, object]:
     """One experts class by itself."""
     row: dict[str, object] = {"class": experts_class.__name__}
-    adapted = experts_class.__name__ in ADAPTERS
     config = TinyConfig()
     module = experts_class(config)
     fill(module, 0)
-    if adapted:
+    if experts_class.__name__ in ADAPTERS:
         transformers_experts._adapt(experts_class)
-        reason = ADAPTERS[experts_class.__name__][1](module)
+        reason = transformers_experts.adapter_reason(module)
     else:
         reason = plan_of(module).reason
     if reason is not None:
@@ -183,11 +176,7 @@ def outcome_of(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.
 
 
 def models_of(path: pathlib.Path) -> list[dict[str, object]]:
-    """The configs of a file, see the head of this one.
-
-    Raises:
-        ValueError: the file has none, or one that does not name its class.
-    """
+    """The configs of a file, see the head of this one."""
     if path.suffix == ".toml":
         import tomllib  # not before Python 3.11
 
@@ -223,9 +212,7 @@ def _first_line(error: Exception, length: int = 160) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:length]
 
 
-def run_model(
-    model_class: type, *, compiled: bool = True, config: dict | None = None
-) -> dict[str, object]:
+def run_model(model_class: type, *, compiled=True, config: dict | None = None) -> dict:
     """One whole model, a tiny one unless there is a config."""
     row: dict[str, object] = {"model": model_class.__name__}
     tokens = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -256,12 +243,9 @@ def run_model(
 
 def _generates_alike(build: Callable, tokens: torch.Tensor) -> str:
     try:
-        texts = [
-            build(torch.float32, name).generate(
-                tokens, max_new_tokens=6, do_sample=False, pad_token_id=0
-            )
-            for name in ("eager", NAME)
-        ]
+        options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        models = (build(torch.float32, name) for name in ("eager", NAME))
+        texts = [model.generate(tokens, **options) for model in models]
     except Exception as error:
         return _first_line(error, 120)
     return "same" if torch.equal(*texts) else "differs"
@@ -289,18 +273,14 @@ def _compiles(model, tokens: torch.Tensor) -> str:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--models", nargs="?", const=True, type=pathlib.Path, metavar="FILE")
-    add("--only", default="", help="classes whose name matches")
-    add("--out", type=pathlib.Path, help="also write the rows as JSON")
-    args = parser.parse_args()
+    args = parse(__doc__, models=list, only="")
     warnings.simplefilter("ignore")
-    if isinstance(args.models, pathlib.Path):
-        jobs = {"models": (models_of(args.models), run_config)}
+    if args.models:
+        configs = [c for file in args.models for c in models_of(pathlib.Path(file))]
+        jobs = {"models": (configs, run_config)}
     else:
         jobs = {"experts": (experts_classes(), run_class)}
-        if args.models:
+        if args.models is not None:
             jobs["models"] = (model_classes(), run_model)
     result: dict[str, list[dict]] = {}
     for kind, (given, run) in jobs.items():
@@ -310,12 +290,11 @@ def main() -> int:
             if not re.search(args.only, name):
                 continue
             try:
-                rows.append(run(each))
+                row = run(each)
             except Exception as error:
-                rows.append(
-                    {"class": name, "state": "fails", "why": _first_line(error)}
-                )
-            print(*(f"{k}={v}" for k, v in rows[-1].items()), flush=True)
+                row = {"class": name, "state": "fails", "why": _first_line(error)}
+            rows.append(row)
+            print(*(f"{k}={v}" for k, v in row.items()), flush=True)
         print(f"{kind}: {dict(Counter(row['state'] for row in rows))}")
     save(args.out, **result)
     states = [row["state"] for rows in result.values() for row in rows]

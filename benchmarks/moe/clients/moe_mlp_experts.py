@@ -34,13 +34,13 @@ class _Gate(NamedTuple):
     """A gate that is not ``act_fn(gate) * up``, as F.moe_mlp has it."""
 
     activation: str | None  # None is that of ``act_fn``
-    limit: str | None = (
-        None  # name of the module's attribute, which clamps gate and up before
-    )
+    # Name of the module's attribute, which clamps gate and up before.
+    limit: str | None = None
     alpha: str | None = None  # likewise
 
 
 # By where it is defined: other gates have a limit as well, and clamp something else.
+_OAI = _Gate("swiglu_oai", "limit", "alpha")
 _GATES = {
     "_default_apply_gate": _Gate(None),
     "BeamExperts._apply_gate": _Gate(None),  # in float32, as F.moe_mlp always is
@@ -48,11 +48,9 @@ _GATES = {
     "Glm5NextTextExperts._apply_gate": _Gate("swiglu", "swiglu_limit"),
     "HYV4Experts._apply_gate": _Gate("swiglu", "swiglu_limit"),
     "HYV4VLExperts._apply_gate": _Gate("swiglu", "swiglu_limit"),
-    "GptOssExperts._apply_gate": _Gate("swiglu_oai", "limit", "alpha"),
-    "OpenAIPrivacyFilterExperts._apply_gate": _Gate("swiglu_oai", "limit", "alpha"),
-    "MiniMaxM3VLExperts._apply_gate": _Gate(
-        "swiglu_oai", "swiglu_limit", "swiglu_alpha"
-    ),
+    "GptOssExperts._apply_gate": _OAI,
+    "OpenAIPrivacyFilterExperts._apply_gate": _OAI,
+    "MiniMaxM3VLExperts._apply_gate": _Gate(_OAI[0], "swiglu_limit", "swiglu_alpha"),
 }
 
 
@@ -118,23 +116,17 @@ def log_once(message: str) -> None:
 def experts_forward(self, hidden_states, top_k_index, top_k_weights) -> Tensor:
     """What transformers calls in place of the forward of an experts module.
 
-    Args:
-        hidden_states: ``(T, D)``.
-        top_k_index: ``(T, K)``; the number of experts means none.
-        top_k_weights: ``(T, K)``.
+    Of ``top_k_index``, (T, K), the number of experts means none.
     """
-    plan = cached_plan(self)
+    plan, routed = cached_plan(self), (hidden_states, top_k_index, top_k_weights)
     if plan.reason is not None:
         from transformers.integrations.moe import grouped_mm_experts_forward
 
-        return grouped_mm_experts_forward(
-            self, hidden_states, top_k_index, top_k_weights
-        )
+        return grouped_mm_experts_forward(self, *routed)
     first = "gate_up_proj" if self.has_gate else "up_proj"
     w_in, w_out, biases = getattr(self, first), self.down_proj, {}
     if self.is_transposed:
         w_in, w_out = w_in.mT, w_out.mT
     if self.has_bias:
         biases = {"b_in": getattr(self, f"{first}_bias"), "b_out": self.down_proj_bias}
-    routed = (hidden_states, top_k_index, top_k_weights)
     return F.moe_mlp(*routed, w_in, w_out, **biases, **plan.options)

@@ -18,11 +18,7 @@ def add_client_packages() -> None:
 
 
 def require_transformers() -> None:
-    """Makes transformers importable.
-
-    Raises:
-        ImportError: it is not installed; names the command that installs it.
-    """
+    """Makes transformers importable; else raises an error with the command that installs it."""
     add_client_packages()
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(

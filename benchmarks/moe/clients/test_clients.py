@@ -92,26 +92,19 @@ class TestTransformers(TestCase):
 
     def test_missing_package_names_the_command(self):
         # Without site-packages nothing is installed, wherever these tests find it.
-        folder = pathlib.Path(__file__).parent
+        command = [sys.executable, matrix.__file__]
         with tempfile.TemporaryDirectory() as empty:
-            done = subprocess.run(
-                [sys.executable, str(folder / "matrix.py")],
-                env={**os.environ, "MOE_CLIENTS": empty},
-                capture_output=True,
-                text=True,
-            )
+            env = {**os.environ, "MOE_CLIENTS": empty}
+            done = subprocess.run(command, env=env, capture_output=True, text=True)
         self.assertEqual(done.returncode, 1)
         self.assertIn("pip install --target build/clients", done.stderr)
         self.assertNotIn("Traceback", done.stderr)
 
-    @parametrize(
-        "name",
-        ["Lfm2MoeExperts", "Gemma4TextExperts", "GptOssExperts", "NemotronHExperts"],
-    )
+    # A limit; act_fn is a function; clamped and transposed; without gates
+    @parametrize("name", ["Lfm2Moe", "Gemma4Text", "GptOss", "NemotronH"])
     def test_class(self, name):
-        # A limit; act_fn is a function; another key of the config; clamped and transposed; without gates
-        (found,) = (c for c in matrix.experts_classes() if c.__name__ == name)
-        row = matrix.run_class(found)
+        classes = {c.__name__: c for c in matrix.experts_classes()}
+        row = matrix.run_class(classes[f"{name}Experts"])
         self.assertEqual(row["state"], "runs", row)
 
 
@@ -119,16 +112,10 @@ class TestModelsOfAFile(TestCase):
     """matrix.py --models FILE."""
 
     def _run(self, folder, name):
-        script = pathlib.Path(__file__).parent / "matrix.py"
-        out = pathlib.Path(folder, "out.json")
-        done = subprocess.run(
-            [sys.executable, script, "--models", name, "--out", out],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, matrix.__file__, "--models", name, "--out", "o.json"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        return json.loads(out.read_text())
+        return json.loads(pathlib.Path(folder, "o.json").read_text())
 
     def test_toml_and_config_json(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -143,9 +130,8 @@ class TestModelsOfAFile(TestCase):
             )
             found = self._run(folder, "mine.toml")
             self.assertNotIn("experts", found)
-            self.assertEqual(
-                [r["layers"] for r in found["models"]], ["2 of 2", "3 of 3"]
-            )
+            layers = [row["layers"] for row in found["models"]]
+            self.assertEqual(layers, ["2 of 2", "3 of 3"])
             found["models"] += self._run(folder, "config.json")["models"]
         self.assertEqual(len(found["models"]), 3)
         for row in found["models"]:
@@ -254,16 +240,12 @@ class TestPatch(TestCase):
     def test_applies(self):
         import transformers
 
-        here = pathlib.Path(__file__).parent
-        name = pathlib.Path("src/transformers/integrations/moe.py")
-        installed = (
-            pathlib.Path(transformers.__file__).parent / "integrations" / "moe.py"
-        )
+        patch = str(pathlib.Path(__file__).with_name("transformers.patch"))
+        installed = pathlib.Path(transformers.__file__).with_name("integrations")
         with tempfile.TemporaryDirectory() as folder:
-            target = pathlib.Path(folder, name)
+            target = pathlib.Path(folder, "src/transformers/integrations/moe.py")
             target.parent.mkdir(parents=True)
-            target.write_text(installed.read_text())
-            patch = str(here / "transformers.patch")
+            target.write_text((installed / "moe.py").read_text())
             for command in (["init", "-q"], ["apply", "--unidiff-zero", patch]):
                 subprocess.run(["git", *command], cwd=folder, check=True)
             text = target.read_text()

@@ -20,6 +20,7 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
+from torch.testing._internal.moe_reference import error_and_bound
 
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -102,11 +103,9 @@ class TestExpertsClasses(TestCase):
             self.assertIn(OTHERS[name], logs.output[-1])
         else:
             self.assertGreater(counters["inductor"]["moe_fusion_full"], 0, logs.output)
-        eps = torch.finfo(torch.bfloat16).eps
-        for ours, theirs, exactly in zip(got, written, want, strict=True):
-            error = (ours.double() - exactly).abs().max()
-            allowed = 2 * (theirs.double() - exactly).abs().max()
-            self.assertLessEqual(error, allowed + 4 * eps * exactly.abs().max())
+        for ours, theirs, exact in zip(got, written, want, strict=True):
+            error, bound = error_and_bound(ours, exact, theirs, torch.bfloat16)
+            self.assertLessEqual(error, bound)
 
     @parametrize("implementation", ["grouped_mm", "batched_mm"])
     @parametrize("training", [False, True])

@@ -36,14 +36,12 @@ def checkpoint(g):
     torch.manual_seed(0)
     state = GptOssForCausalLM(GptOssConfig(**CONFIG)).bfloat16().state_dict()
     for layer in range(CONFIG["num_hidden_layers"]):
-        for name, *sizes in (("gate_up_proj", 2 * HIDDEN, D), ("down_proj", D, HIDDEN)):
+        sizes = {"gate_up_proj": (2 * HIDDEN, D), "down_proj": (D, HIDDEN)}
+        for name, (rows, depth) in sizes.items():
             name = f"model.layers.{layer}.mlp.experts.{name}"
             del state[name]
-            rows, depth = sizes
-            shape, options = (
-                (E, rows, depth // 32),
-                {"generator": g, "dtype": torch.uint8},
-            )
+            shape = (E, rows, depth // 32)
+            options = {"generator": g, "dtype": torch.uint8}
             state[f"{name}_blocks"] = torch.randint(256, (*shape, 16), **options)
             state[f"{name}_scales"] = torch.randint(121, 124, shape, **options)
             bias = torch.randn(E, rows, generator=g) * 0.1

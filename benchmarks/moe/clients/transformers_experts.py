@@ -13,6 +13,7 @@ here, by forwards that replace theirs when it is made.
 """
 
 import functools
+import operator
 import re
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch import nn, Tensor
 
 
 # Forwards of classes that do not use the interface. Each has the arguments of the class's own, and
-# is called when the choice is NAME. None from a `reason` function means that it can be.
+# is called when the choice is NAME.
 
 
 def _llama4(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,30 +79,25 @@ def _step(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return F.moe_mlp(hidden_states, ids, *weights, activation=activation)
 
 
-def _unknown(act_fn: Callable[[nn.Module], object]) -> Callable:
-    def reason(module: nn.Module) -> str | None:
-        found = act_fn(module)
-        if activation_of(found) is None:
-            return f"the activation of {type(module).__name__} is {found}"
-        return None
-
-    return reason
-
-
-def _step_reason(module: nn.Module) -> str | None:
-    if module.limit != float("inf"):
-        return f"{type(module).__name__} clamps the gate after the activation"
-    return _unknown(lambda m: m.act_fn)(module)
-
-
-# class -> (its forward by F.moe_mlp, module -> why that cannot be)
-ADAPTERS: dict[str, tuple[Callable, Callable[[nn.Module], str | None]]] = {
-    "Llama4TextMoe": (_llama4, _unknown(lambda m: m.experts.act_fn)),
-    "DbrxExperts": (_dbrx, _unknown(lambda m: m.mlp.activation_fn)),
-    "JetMoeMoE": (_jetmoe, _unknown(lambda m: m.activation)),
-    "LongcatFlashExperts": (_longcat, _unknown(lambda m: m.act_fn)),
-    "Step3p7Experts": (_step, _step_reason),
+# class -> (its forward by F.moe_mlp, where it has its activation)
+ADAPTERS: dict[str, tuple[Callable, str]] = {
+    "Llama4TextMoe": (_llama4, "experts.act_fn"),
+    "DbrxExperts": (_dbrx, "mlp.activation_fn"),
+    "JetMoeMoE": (_jetmoe, "activation"),
+    "LongcatFlashExperts": (_longcat, "act_fn"),
+    "Step3p7Experts": (_step, "act_fn"),
 }
+
+
+def adapter_reason(module: nn.Module) -> str | None:
+    """Why a module of ADAPTERS cannot have its forward there."""
+    name = type(module).__name__
+    act_fn = operator.attrgetter(ADAPTERS[name][1])(module)
+    if activation_of(act_fn) is None:
+        return f"the activation of {name} is {act_fn}"
+    if name == "Step3p7Experts" and module.limit != float("inf"):
+        return f"{name} clamps the gate after the activation"
+    return None
 
 
 def _adapt(experts_class: type[nn.Module]) -> None:
@@ -138,16 +134,15 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 
 def fused_experts(model: nn.Module) -> list[nn.Module]:
     """Those that F.moe_mlp computes now."""
-    return [
-        m
-        for m in experts_of(model)
-        if getattr(m, "_uses_moe_mlp", False)
-        or (
-            hasattr(m, "_is_expert_parallel")
-            and m.config._experts_implementation == NAME
-            and cached_plan(m).reason is None
-        )
-    ]
+
+    def fused(m: nn.Module) -> bool:
+        if getattr(m, "_uses_moe_mlp", False):
+            return True
+        has_choice = hasattr(m, "_is_expert_parallel")
+        chosen = has_choice and m.config._experts_implementation == NAME
+        return chosen and cached_plan(m).reason is None
+
+    return [m for m in experts_of(model) if fused(m)]
 
 
 _MOE_LIKE = re.compile("MoE|Moe|Experts|SparseM")
@@ -156,8 +151,7 @@ _MOE_LIKE = re.compile("MoE|Moe|Experts|SparseM")
 def _settle(model: nn.Module, *, asked: bool) -> None:
     """Takes the choice in a model's configs to its modules; says where it has no effect.
 
-    Args:
-        asked: somebody named this model; else only one that looks like an MoE is worth a word.
+    Where nobody ``asked`` for this model, only one that looks like an MoE is worth a word.
     """
     from transformers import PreTrainedModel
 
@@ -168,7 +162,7 @@ def _settle(model: nn.Module, *, asked: bool) -> None:
         for module in part.modules():
             if not hasattr(module, "_moe_mlp_original"):
                 continue
-            reason = ADAPTERS[type(module).__name__][1](module)
+            reason = adapter_reason(module)
             module._uses_moe_mlp = chosen and reason is None
             if chosen and reason is not None:
                 log_once(f'experts_implementation="{NAME}" falls back: {reason}')
@@ -192,63 +186,57 @@ def register() -> None:
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
-    def wrap(owner: type, name: str, make: Callable[[Callable], Callable]) -> None:
-        original = vars(owner)[name]
-        is_class_method = isinstance(original, classmethod)
-        function = original.__func__ if is_class_method else original
-        wrapped = functools.wraps(function)(make(function))
-        setattr(owner, name, classmethod(wrapped) if is_class_method else wrapped)
+    def around(owner: type, name: str) -> Callable[[Callable], Callable]:
+        """The decorated function becomes the method; its first argument is what that was."""
 
-    def choosing(original):
-        def get_correct_experts_implementation(self, requested):
-            if requested == NAME:
-                _open_interface(type(self))
-            return original(self, requested)
+        def decorate(function: Callable) -> Callable:
+            method = vars(owner)[name]
+            original = getattr(method, "__func__", method)
 
-        return get_correct_experts_implementation
+            @functools.wraps(original)
+            def wrapped(*args, **kwargs):
+                return function(original, *args, **kwargs)
 
-    def switching(original):
-        def set_experts_implementation(self, implementation):
+            is_plain = method is original
+            setattr(owner, name, wrapped if is_plain else classmethod(wrapped))
+            return function
+
+        return decorate
+
+    @around(PreTrainedModel, "get_correct_experts_implementation")
+    def choose(original, self, requested):
+        if requested == NAME:
             _open_interface(type(self))
-            original(self, implementation)
-            _settle(self, asked=implementation == NAME)
+        return original(self, requested)
 
-        return set_experts_implementation
+    @around(PreTrainedModel, "set_experts_implementation")
+    def switch(original, self, implementation):
+        _open_interface(type(self))
+        original(self, implementation)
+        _settle(self, asked=implementation == NAME)
 
-    def building(original):
-        def build(cls, *args, **kwargs):
-            asked = kwargs.get("experts_implementation") == NAME
-            result = original(cls, *args, **kwargs)
-            model = result[0] if isinstance(result, tuple) else result
-            _settle(model, asked=asked)
-            return result
+    @around(PreTrainedModel, "from_pretrained")
+    @around(PreTrainedModel, "_from_config")
+    def build(original, cls, *args, **kwargs):
+        asked = kwargs.get("experts_implementation") == NAME
+        result = original(cls, *args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        _settle(model, asked=asked)
+        return result
 
-        return build
+    @around(PreTrainedModel, "post_init")
+    def finish(original, self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.config._experts_implementation == NAME:
+            _settle(self, asked=False)
 
-    def finishing(original):
-        def post_init(self, *args, **kwargs):
-            original(self, *args, **kwargs)
-            if self.config._experts_implementation == NAME:
-                _settle(self, asked=False)
-
-        return post_init
-
-    def saving(original):
+    @around(PreTrainedConfig, "_remove_keys_not_serialized")
+    def save(original, self, d):
         # transformers saves no choice of kernels; this one is one that a user made.
-        def _remove_keys_not_serialized(self, d):
-            chosen = d.get("_experts_implementation_internal") == NAME
-            original(self, d)
-            if chosen:
-                d["experts_implementation"] = NAME
-
-        return _remove_keys_not_serialized
-
-    wrap(PreTrainedModel, "get_correct_experts_implementation", choosing)
-    wrap(PreTrainedModel, "set_experts_implementation", switching)
-    wrap(PreTrainedModel, "from_pretrained", building)
-    wrap(PreTrainedModel, "_from_config", building)
-    wrap(PreTrainedModel, "post_init", finishing)
-    wrap(PreTrainedConfig, "_remove_keys_not_serialized", saving)
+        chosen = d.get("_experts_implementation_internal") == NAME
+        original(self, d)
+        if chosen:
+            d["experts_implementation"] = NAME
 
 
 require_transformers()

@@ -22,18 +22,15 @@ class BlockSample:
     logits: Tensor  # (T, E) float32
     operands: Operands  # of the experts, without ids and router weights
 
-    def leaves(self) -> tuple[Tensor, ...]:
-        o = self.operands
-        return o.x, self.logits, o.w_in, o.w_out
-
     def forward(self, block: MoEBlock) -> Tensor:
-        x, logits, w_in, w_out = self.leaves()
-        return block(x, logits, self.shape.K, w_in, w_out)
+        o = self.operands
+        return block(o.x, self.logits, self.shape.K, o.w_in, o.w_out)
 
     def forward_backward(self, block: MoEBlock) -> tuple[Tensor, ...]:
         """Gradients of x, logits, w_in and w_out."""
-        y = self.forward(block)
-        return torch.autograd.grad(y, self.leaves(), self.operands.grad)
+        o = self.operands
+        leaves = (o.x, self.logits, o.w_in, o.w_out)
+        return torch.autograd.grad(self.forward(block), leaves, o.grad)
 
     def accumulate_grads(self, block: MoEBlock) -> None:
         """The same gradients, added to ``.grad`` of the operands."""
@@ -67,9 +64,8 @@ def capture(model: LanguageModel, window: Tensor) -> list[BlockSample]:
 
     samples = []
     for layer in layers:
-        x, w_in, w_out = (
-            leaf(t, layer.dtype) for t in (inputs[layer], layer.w_in, layer.w_out)
-        )
+        tensors = (inputs[layer], layer.w_in, layer.w_out)
+        x, w_in, w_out = (leaf(t, layer.dtype) for t in tensors)
         E, D, F = layer.w_out.shape
         shape = Shape("demo", x.shape[0], D, F, E, layer.top_k)
         logits = leaf(layer.router(inputs[layer]), torch.float32)
@@ -80,10 +76,7 @@ def capture(model: LanguageModel, window: Tensor) -> list[BlockSample]:
 
 
 class SavedBytes(NamedTuple):
-    """Invariant: operand_bytes <= measured <= operand_bytes + allowance.
-
-    Parameters are not counted.
-    """
+    """Without parameters. Invariant: operand_bytes <= measured <= operand_bytes + allowance."""
 
     measured: int
     operand_bytes: int  # itemsize * (T*D + g*R*F), the input and the pre-activation
@@ -93,9 +86,7 @@ class SavedBytes(NamedTuple):
         return 0 <= self.measured - self.operand_bytes <= self.allowance
 
 
-def saved_by_experts(
-    sample: BlockSample, block: MoEBlock, *, compiled: bool = False
-) -> SavedBytes:
+def saved_by_experts(sample: BlockSample, block, *, compiled=False) -> SavedBytes:
     """Saved bytes of ``block.experts`` for given indices and weights."""
     o, shape = sample.routed(block), sample.shape
     experts = torch.compile(block.experts) if compiled else block.experts

@@ -16,10 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed._moe.exchange import count_wire_bytes
-from torch.distributed._moe.switch import (
-    TokenSwitchAllToAll,
-    TokenSwitchHierarchical,
-)
+from torch.distributed._moe.switch import TokenSwitchAllToAll, TokenSwitchHierarchical
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
@@ -43,16 +40,12 @@ COUNT_EVERY = 10  # steps; bytes are counted in these and time in the others
 
 
 class DemoAdapter(ExpertParallel.Adapter):
-    """Shows ExpertParallel the expert weights of the demo's MoE layer.
-
-    Args:
-        on_route: called with the (T, K) expert ids of every layer.
-    """
+    """Shows ExpertParallel the expert weights of the demo's MoE layer."""
 
     method = "run_experts"
 
     def __init__(self, on_route: Callable[[Tensor], None]) -> None:
-        self.on_route = on_route
+        self.on_route = on_route  # called with the (T, K) expert ids of every layer
 
     def matches(self, module: nn.Module) -> bool:
         return isinstance(module, MoE)
@@ -85,14 +78,8 @@ def make_switch(
     return mesh, TokenSwitchHierarchical(mesh, num_experts, combine=combine)
 
 
-def shard(
-    model: LanguageModel, mesh: DeviceMesh, style: ExpertParallel
-) -> list[list[nn.Parameter]]:
-    """Experts of the MoE layers by ``style``, everything else by FSDP2.
-
-    Returns:
-        The parameters of experts and the others, for the optimizer.
-    """
+def shard(model: LanguageModel, mesh: DeviceMesh, style) -> list[list[nn.Parameter]]:
+    """Experts of the MoE layers by ``style``, everything else by FSDP2; the parameters of both."""
     flat = mesh if mesh.ndim == 1 else mesh._flatten("ep")
     parallelize_module(model, flat, {"layers.*.moe": style})
     layers = [module for module in model.modules() if isinstance(module, MoE)]
@@ -117,27 +104,23 @@ class WireCounter:
             minimum: payload if each token goes once to every other rank (or node) that holds
                 one of its experts, comes back once, and so does its gradient.
             metadata: expert ids, router weights and their gradients, sizes.
+        routed: the (T, K) expert ids of every layer since the last counted step began.
     """
 
     def __init__(self, switch, mesh: DeviceMesh, config: ModelConfig):
         self.switch, self.mesh, self.config = switch, mesh, config
         self.steps = 0
         self.levels: dict[str, Counter[str]] = {}
-        self._routed: list[Tensor] | None = None
-
-    def on_route(self, indices: Tensor) -> None:
-        if self._routed is not None:
-            self._routed.append(indices)
+        self.routed: list[Tensor] = []
 
     def count(self, step: Callable[[], None]) -> None:
         """Run ``step`` and add its bytes."""
-        self._routed = []
+        self.routed.clear()
         with count_wire_bytes(self.switch) as wire:
             step()
-        routed, self._routed = self._routed, None
         row_bytes = self.config.d_model * self.config.expert_dtype.itemsize
         minimum: Counter[str] = Counter()
-        for indices in routed:
+        for indices in self.routed:
             of_ranks = [torch.empty_like(indices) for _ in range(self.mesh.size())]
             dist.all_gather(of_ranks, indices.contiguous())
             rows = deduplicated_rows(of_ranks, self.config.experts, self.mesh.shape)
@@ -160,20 +143,14 @@ class WireCounter:
 
 
 class Setup(NamedTuple):
-    """How the ranks train.
-
-    Attributes:
-        batch: windows of all ranks.
-        seed: of weights and the order of the text.
-        hosts: that the ranks are on.
-        combine: one row back per token and rank ("reduce"), or per slot ("exact").
-    """
+    """How the ranks train."""
 
     steps: int
-    batch: int
-    seed: int
+    batch: int  # windows of all ranks
+    seed: int  # of weights and the order of the text
     evaluation_batches: int
     hosts: int = 1
+    # One row back per token and rank, or per slot.
     combine: Literal["reduce", "exact"] = "reduce"
 
 
@@ -184,15 +161,14 @@ def train_rank(setup: Setup) -> dict[str, object]:
     corpus = text.read_corpus()
     shape, seed = (setup.batch, config.sequence), setup.seed
     batches = text.sample_batches(corpus.train, setup.steps, *shape, seed)
-    held_out = text.sample_batches(
-        corpus.held_out, setup.evaluation_batches, *shape, seed
-    )
+    count = setup.evaluation_batches
+    held_out = text.sample_batches(corpus.held_out, count, *shape, seed)
     mesh, switch = make_switch(setup.hosts, config.experts, setup.combine)
     wire = WireCounter(switch, mesh, config)
     torch.manual_seed(seed)
     model = LanguageModel(config, peers.fused())
     # All layers share the switch: it keeps nothing of a batch.
-    adapter = DemoAdapter(wire.on_route)
+    adapter = DemoAdapter(wire.routed.append)
     style = ExpertParallel(token_switch=lambda mesh, n: switch, adapter=adapter)
     run = make_run("expert-parallel", model, shard(model, mesh, style))
     steps = setup.steps if rank == 0 else 0
@@ -218,14 +194,7 @@ def train_rank(setup: Setup) -> dict[str, object]:
 
 
 def train(fused_losses: list[float], setup: Setup) -> dict[str, object]:
-    """Train the demo's model on RANKS ranks, one thread each.
-
-    Args:
-        fused_losses: of the single-process run that this one must agree with.
-
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank failed; the others were ended.
-    """
+    """Train on RANKS ranks; ``fused_losses`` are of one process, which this must agree with."""
     row = on_gloo_ranks(RANKS, train_rank, setup)[0]
     pairs = zip(row["losses"], fused_losses, strict=True)
     row["differences"] = [abs(a - b) for a, b in pairs]

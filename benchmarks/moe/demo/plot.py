@@ -17,13 +17,10 @@ def write_plot(result: dict, path: pathlib.Path) -> None:
     with figure(path, 2, 2, **grid) as axes:
         _plot_losses(axes[0, 0], result)
         _plot_differences(axes[1, 0], result)
-        milliseconds = [1e3 * row["seconds"].median for row in result["blocks"]]
-        mebibytes = [row["saved_bytes"] / 2**20 for row in result["blocks"]]
-        names = [row["block"] for row in result["blocks"]]
-        title = "MoE block, forward + backward (ms)"
-        _plot_bars(axes[0, 1], title, names, milliseconds)
-        title = "Saved for backward by the experts (MiB)"
-        _plot_bars(axes[1, 1], title, names, mebibytes)
+        ms = {row["block"]: 1e3 * row["seconds"].median for row in result["blocks"]}
+        _plot_bars(axes[0, 1], "MoE block, forward + backward (ms)", ms)
+        mib = {row["block"]: row["saved_bytes"] / 2**20 for row in result["blocks"]}
+        _plot_bars(axes[1, 1], "Saved for backward by the experts (MiB)", mib)
         axes[0, 0].figure.suptitle(
             f"MoE language model, {settings['parameters'] / 1e6:.1f} M parameters, "
             f"{settings['experts']} experts, top-{settings['top_k']}, trained on the "
@@ -65,9 +62,10 @@ def _plot_differences(axes: Axes, result: dict) -> None:
     axes.legend(loc="lower right")
 
 
-def _plot_bars(axes: Axes, title: str, names: list[str], values: list[float]) -> None:
-    colors = [FUSED if name == "fused" else UNFUSED for name in names]
-    axes.bar_label(axes.barh(names, values, color=colors), fmt="%.1f", padding=6)
+def _plot_bars(axes: Axes, title: str, bars: dict[str, float]) -> None:
+    colors = [FUSED if name == "fused" else UNFUSED for name in bars]
+    drawn = axes.barh([*bars], [*bars.values()], color=colors)
+    axes.bar_label(drawn, fmt="%.1f", padding=6)
     axes.invert_yaxis()
     axes.margins(x=0.18)
     axes.set_title(title, fontsize=10, loc="left")

@@ -10,12 +10,9 @@ from torch import Tensor
 
 VOCAB_SIZE = 256  # one token per byte
 SOURCES = (
-    "_tensor_docs.py",
-    "_torch_docs.py",
-    "distributions/**/*.py",
-    "nn/**/*.py",
+    "_tensor_docs.py", "_torch_docs.py", "distributions/**/*.py", "nn/**/*.py",
     "optim/**/*.py",
-)
+)  # fmt: skip
 HELD_OUT_EVERY = 10  # every tenth file is never trained on
 
 
@@ -29,11 +26,7 @@ class Corpus(NamedTuple):
 
 
 def read_corpus() -> Corpus:
-    """Read SOURCES of the installed torch, whole files in the order of their paths.
-
-    Raises:
-        FileNotFoundError: the installed torch lacks one of SOURCES.
-    """
+    """Read SOURCES of the installed torch, whole files in the order of their paths."""
     root = pathlib.Path(torch.__file__).parent
     paths: list[pathlib.Path] = []
     for pattern in SOURCES:
@@ -44,10 +37,9 @@ def read_corpus() -> Corpus:
     texts = [path.read_bytes() for path in paths]
     held_out = b"".join(texts[::HELD_OUT_EVERY])
     train = b"".join(t for i, t in enumerate(texts) if i % HELD_OUT_EVERY)
-    parts = (
-        torch.frombuffer(bytearray(t), dtype=torch.uint8) for t in (train, held_out)
-    )
-    return Corpus(*parts, len(paths), hashlib.sha256(train + held_out).hexdigest())
+    parts = map(bytearray, (train, held_out))
+    tensors = (torch.frombuffer(part, dtype=torch.uint8) for part in parts)
+    return Corpus(*tensors, len(paths), hashlib.sha256(train + held_out).hexdigest())
 
 
 def sample_batches(

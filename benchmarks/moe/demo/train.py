@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
 
 from peers import MoEBlock
 
@@ -18,17 +17,12 @@ PEAK_LEARNING_RATE = 2e-3
 
 @dataclasses.dataclass
 class Run:
-    """One model under training and what was seen of it.
-
-    Attributes:
-        losses: training loss of every step, before the step's update.
-        seconds: forward, backward and update of every step.
-    """
+    """One model under training and what was seen of it in every step."""
 
     name: str
     model: LanguageModel
     optimizer: torch.optim.Optimizer
-    losses: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)  # before the update
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def step(self, window: Tensor, learning_rate: float) -> None:
@@ -73,11 +67,7 @@ def learning_rate(step: int, num_steps: int) -> float:
     return PEAK_LEARNING_RATE * warmup * (0.1 + 0.9 * cosine)
 
 
-def train(
-    runs: list[Run],
-    batches: Tensor,
-    on_step: Callable[[int], None] = lambda step: None,
-) -> None:
+def train(runs: list[Run], batches: Tensor, on_step=lambda step: None) -> None:
     """Train every run on the (steps, B, S + 1) batches.
 
     The runs take turns within each step, and the one that goes first changes, so that whatever

@@ -17,7 +17,7 @@ class Backend(NamedTuple):
     """Forward and backward of the experts.
 
     Attributes:
-        forward: (plan, operands, compute_preact) -> output and preact.
+        forward: (plan, operands, compute_preact=) -> output and preact.
         backward: (plan, grad_output, operands, preact, output_mask) -> gradients, those of the
             input, w_in, w_out and the router weights first.
     """
@@ -30,10 +30,8 @@ _NO_BIAS_NO_UP = (None, None, None)
 _SWIGLU = launch.Activation()
 
 
-def _triton_forward(plan, operands, compute_preact):
-    return launch.moe_mlp_forward(
-        plan, *operands, *_NO_BIAS_NO_UP, _SWIGLU, compute_preact=compute_preact
-    )
+def _triton_forward(plan, operands, **options):
+    return launch.moe_mlp_forward(plan, *operands, *_NO_BIAS_NO_UP, _SWIGLU, **options)
 
 
 def _triton_backward(plan, grad_output, operands, preact, mask):
@@ -51,19 +49,12 @@ def use_plan(plan: launch.LaunchPlan | None) -> None:
     _plan = plan
 
 
-def current_plan() -> launch.LaunchPlan:
-    """What layers launch with."""
-    if _plan is None:
-        raise RuntimeError("lab.layer: call use_plan before a layer")
-    return _plan
-
-
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, backend, compute_preact, x, ids, weights, w_in, w_out):
         row_slots, slot_rows, offs, _ = launch.moe_permutation(ids, w_in.shape[0])
         operands = (x, w_in, w_out, offs, weights, row_slots, slot_rows)
-        output, preact = backend.forward(current_plan(), operands, compute_preact)
+        output, preact = backend.forward(_plan, operands, compute_preact=compute_preact)
         ctx.backend = backend
         ctx.save_for_backward(*operands, preact)
         return output
@@ -73,33 +64,17 @@ class _Experts(torch.autograd.Function):
         *operands, preact = ctx.saved_tensors
         need_x, _, need_weights, need_in, need_out = ctx.needs_input_grad[2:]
         mask = (need_x, need_in, need_out, need_weights, False, False, False)
-        grads = ctx.backend.backward(
-            current_plan(), grad_output, operands, preact, mask
-        )
+        grads = ctx.backend.backward(_plan, grad_output, operands, preact, mask)
         dx, dw_in, dw_out, dweights = (
             grad if wanted else None for grad, wanted in zip(grads[:4], mask)
         )
         return None, None, dx, None, dweights, dw_in, dw_out
 
 
-def layer(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    *,
-    backend: Backend = TRITON,
-) -> Tensor:
-    """A SwiGLU expert layer, (T, D), from routing that is given.
-
-    Args:
-        x: (T, D).
-        ids, weights: (T, K).
-        w_in: (E, 2*F, D).
-        w_out: (E, D, F).
-        backend: whose kernels.
-    """
+def layer(x, ids, weights, w_in, w_out, *, backend: Backend = TRITON) -> Tensor:
+    """A SwiGLU expert layer, (T, D), from routing that is given; shapes are F.moe_mlp's."""
+    if _plan is None:
+        raise RuntimeError("lab.layer: call use_plan before a layer")
     leaves = (x, weights, w_in, w_out)
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
     return _Experts.apply(backend, trains, x, ids, weights, w_in, w_out)

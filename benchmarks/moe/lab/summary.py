@@ -23,51 +23,41 @@ KINDS = (("forward", 1), ("step", 3))
 def peer_times(row: dict, kind: str) -> dict[str, float]:
     """Median milliseconds by peer, ours first, then the fastest first."""
     end = f"/{kind}"
-    times = {
-        n.removesuffix(end): t for n, t in row.get("ms", {}).items() if n.endswith(end)
-    }
+    all_times = row.get("ms", {}).items()
+    times = {n.removesuffix(end): t for n, t in all_times if n.endswith(end)}
     return dict(sorted(times.items(), key=lambda item: (item[0] != OURS, item[1])))
 
 
-def shape_text(shape: dict) -> str:
-    return " ".join(f"{name}={shape[name]}" for name in "TDFEK")
-
-
 def _head(report: dict) -> list[str]:
-    lines = [
-        f"MoE kernels on {report['device']} ({report['arch']}), "
-        f"torch {report['torch']}, Triton {report['triton']}",
-        f"command: {report['command']}",
-    ]
+    first = "MoE kernels on {device} ({arch}), torch {torch}, Triton {triton}"
+    lines = [first.format(**report), f"command: {report['command']}"]
     if "mm_flops_per_s" in report:
-        lines.append(
-            f"this card: copy {report['copy_bytes_per_s'] / 1e9:,.0f} GB/s, dense bfloat16 "
-            f"{report['mm_flops_per_s'] / 1e12:,.1f} TFLOP/s"
-        )
+        copy, mm = report["copy_bytes_per_s"] / 1e9, report["mm_flops_per_s"] / 1e12
+        line = f"this card: copy {copy:,.0f} GB/s, dense bfloat16 {mm:,.1f} TFLOP/s"
+        lines.append(line)
     if report["device"] == "interpreter":
         lines.append("A REHEARSAL on a CPU: the times mean nothing.")
     return lines
 
 
 def _checks(report: dict) -> list[str]:
-    lines = ["", "Correctness"]
     cases = report.get("cases", [])
     bad = [row for row in cases if not row.get("ok")]
-    lines.append(
-        f"  {len(cases) - len(bad)} of {len(cases)} cases within the tolerance"
-    )
-    lines += [f"  FAILED {json.dumps(row)}"[:WIDTH] for row in bad[:5]]
+    good = f"  {len(cases) - len(bad)} of {len(cases)} cases within the tolerance"
+    lines = ["", "Correctness", good]
+    lines += [f"  FAILED {json.dumps(row)}" for row in bad[:5]]
     for row in report.get("repeatable", []):
         verdict = "ok" if row.get("ok") else f"FAILED {row}"
-        lines.append(f"  same bits, {row.get('shape')}: {verdict}"[:WIDTH])
+        lines.append(f"  same bits, {row.get('shape')}: {verdict}")
     if "sanitizer" in report:
-        lines.append(f"  compute-sanitizer: {report['sanitizer']}"[:WIDTH])
-    return lines
+        lines.append(f"  compute-sanitizer: {report['sanitizer']}")
+    return [line[:WIDTH] for line in lines]
 
 
 def row_lines(row: dict) -> list[str]:
     shape = row["shape"]
-    lines = ["", f"{shape['name']}: {shape_text(shape)}"]
+    sizes = " ".join(f"{name}={shape[name]}" for name in "TDFEK")
+    lines = ["", f"{shape['name']}: {sizes}"]
     for kind, factor in KINDS:
         times = peer_times(row, kind)
         if OURS not in times:
@@ -109,7 +99,6 @@ def plot(report: dict, path: pathlib.Path) -> None:
 
 
 def _plot_kind(axis, kind: str, rows: list[dict]) -> None:
-    """Bars of every peer, and lines of the bound and of the model of an H100."""
     over_ours: list[dict[str, float]] = []
     for j, row in enumerate(rows):
         times = peer_times(row, kind)

@@ -9,15 +9,17 @@ refused. What is kept, at most MAX_CONFIGS per kernel and architecture:
     last                     the narrowest tile, for problems that no other fits
 """
 
+import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
-from shapes import Operands, Shape
+from shapes import make_operands, Shape
 
 import torch
 
@@ -27,76 +29,56 @@ from measure import interleaved_seconds, replace_text
 
 TileConfig = configs.TileConfig
 ACT = launch.Activation()
+Call = Callable[[launch.LaunchPlan], object]
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much is measured.
+    """Where and how much is measured."""
 
-    Attributes:
-        decode_rows: at most so many rows per expert count as decoding.
-        max_candidates: per kernel; compiling one takes a second or two, and a lease
-            is minutes.
-        rounds: repetitions.
-    """
-
-    decode_rows: int = 64
+    device: torch.device
+    shared_limit: int  # bytes of shared memory of a program
+    rounds: int
+    decode_rows: int = 64  # at most so many rows per expert count as decoding
+    # Per kernel; compiling one takes a second or two, and a lease is minutes.
     max_candidates: int = 14
-    rounds: int = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One candidate on one shape.
+    """One candidate on one shape."""
 
-    Attributes:
-        kernel: an entry of configs.KERNELS.
-        shape: name of the shape.
-        columns: of the kernel's output there.
-        rows_per_expert: there.
-        config: the candidate, without max_rows, max_columns and max_inner.
-        ms: median; None if it was refused.
-        refused: why.
-    """
-
-    kernel: str
-    shape: str
-    columns: int
+    kernel: str  # an entry of configs.KERNELS
+    shape: str  # its name
+    columns: int  # of the kernel's output
     rows_per_expert: float
-    config: TileConfig
-    ms: float | None
-    refused: str = ""
+    config: TileConfig  # without max_rows, max_columns and max_inner
+    ms: float | None  # median; None if it was refused
+    refused: str = ""  # why
 
 
 def _plain(config: TileConfig) -> TileConfig:
     return dataclasses.replace(config, max_rows=0, max_columns=0, max_inner=0)
 
 
-def candidates(
-    table: configs.KernelTable, kernel: str, limit: int
-) -> tuple[TileConfig, ...]:
+def candidates(table, kernel: str, limit: int) -> tuple[TileConfig, ...]:
     """The committed configurations of a kernel and their neighbours, in a fixed order."""
-    found: dict[TileConfig, None] = {}
     committed = [_plain(config) for config in table[kernel]]
-    for config in committed:
-        found.setdefault(config)
-    for config in committed:
+    neighbours = [
+        dataclasses.replace(config, **change)
+        for config in committed
         for change in (
-            {"num_stages": config.num_stages - 1},
+            {"num_stages": max(2, config.num_stages - 1)},
             {"num_stages": config.num_stages + 1},
             {"group_m": 16 if config.group_m == 8 else 8},
             {"programs_per_sm": 0 if config.programs_per_sm else 1},
             {"block_k": 128 if config.block_k == 64 else 64},
-        ):
-            neighbour = dataclasses.replace(config, **change)
-            if neighbour.num_stages >= 2:
-                found.setdefault(neighbour)
-    return tuple(found)[:limit]
+        )
+    ]
+    return tuple(dict.fromkeys(committed + neighbours))[:limit]
 
 
-def kernel_calls(
-    plan: launch.LaunchPlan, shape: Shape, operands: Operands
-) -> dict[str, tuple[int, Callable[[launch.LaunchPlan], object]]]:
+def kernel_calls(plan, shape: Shape, operands) -> dict[str, tuple[int, Call]]:
     """Per kernel: columns of its output, and a call that launches it with a plan.
 
     All calls share buffers, which every kernel overwrites: trying a configuration takes
@@ -160,8 +142,7 @@ def launched_kernels() -> Iterator[list]:
 def problem(launched: Iterable, shared_limit: int) -> str:
     """Why what ran must not ship; empty if it may."""
     for kernel in launched:
-        spills = getattr(kernel, "n_spills", 0) or 0
-        if spills:
+        if spills := getattr(kernel, "n_spills", 0):
             return f"{spills} spilled registers"
         shared = getattr(getattr(kernel, "metadata", None), "shared", 0) or 0
         if shared > shared_limit:
@@ -169,11 +150,7 @@ def problem(launched: Iterable, shared_limit: int) -> str:
     return ""
 
 
-def try_candidate(
-    call: Callable[[launch.LaunchPlan], object],
-    plan: launch.LaunchPlan,
-    shared_limit: int,
-) -> str:
+def try_candidate(call: Call, plan: launch.LaunchPlan, shared_limit: int) -> str:
     """Runs a candidate once; returns why it is refused, or an empty string."""
     with launched_kernels() as launched:
         try:
@@ -190,32 +167,26 @@ def measure_kernel(
     plan: launch.LaunchPlan,
     shape: Shape,
     columns: int,
-    call: Callable[[launch.LaunchPlan], object],
-    device: torch.device,
-    shared_limit: int,
+    call: Call,
     effort: Effort,
 ) -> list[Result]:
     """All candidates of one kernel on one shape, interleaved."""
     results, functions = [], {}
-    density = shape.T * shape.K / shape.E
+    where = (kernel, shape.name, columns, shape.T * shape.K / shape.E)
     for config in candidates(plan.table, kernel, effort.max_candidates):
         candidate = launch.LaunchPlan({**plan.table, kernel: (config,)}, plan.num_sms)
-        refused = try_candidate(call, candidate, shared_limit)
+        refused = try_candidate(call, candidate, effort.shared_limit)
         if config.block_n >= 2 * columns and columns > 16:
             refused = refused or "wider than the problem"
         if refused:
-            results.append(
-                Result(kernel, shape.name, columns, density, config, None, refused)
-            )
+            results.append(Result(*where, config, None, refused))
         else:
-            functions[config] = lambda candidate=candidate: call(candidate)
+            functions[config] = functools.partial(call, candidate)
     if functions:
-        seconds = interleaved_seconds(
-            functions, rounds=effort.rounds, warmup=1, device=device
-        )
+        options = {"rounds": effort.rounds, "device": effort.device}
+        seconds = interleaved_seconds(functions, warmup=1, **options)
         for config, times in seconds.items():
-            ms = 1e3 * statistics.median(times)
-            results.append(Result(kernel, shape.name, columns, density, config, ms))
+            results.append(Result(*where, config, 1e3 * statistics.median(times)))
     return results
 
 
@@ -224,37 +195,23 @@ def _best(results: Iterable[Result]) -> TileConfig | None:
 
     Only configurations that ran on every shape are compared.
     """
-    by_shape: dict[str, dict[TileConfig, float]] = {}
+    by_shape = collections.defaultdict(dict)
     for result in results:
-        times = by_shape.setdefault(result.shape, {})
+        times = by_shape[result.shape]
         if result.ms is not None:
             times[result.config] = result.ms
-    if not by_shape:
-        return None
-    everywhere = set.intersection(*(set(times) for times in by_shape.values()))
-    if not everywhere:
-        return None
+    everywhere = set.intersection(*map(set, by_shape.values())) if by_shape else set()
 
-    def score(config: TileConfig) -> float:
-        return sum(
-            math.log(times[config] / min(times.values())) for times in by_shape.values()
-        )
+    def score(config: TileConfig) -> tuple[float, str]:
+        slower = (times[config] / min(times.values()) for times in by_shape.values())
+        # The text breaks ties, so that equal times give one table.
+        return sum(map(math.log, slower)), repr(config)
 
-    # The text breaks ties, so that equal times give one table.
-    return min(everywhere, key=lambda config: (score(config), repr(config)))
+    return min(everywhere, key=score, default=None)
 
 
-def choose(
-    kernel: str, results: list[Result], committed, decode_rows: int
-) -> tuple[TileConfig, ...]:
-    """The new table entry of a kernel; the committed one where nothing could be measured.
-
-    Args:
-        kernel: an entry of configs.KERNELS.
-        results: its measurements.
-        committed: the entry so far.
-        decode_rows: as in Effort.
-    """
+def choose(kernel: str, results: list[Result], committed, decode_rows: int) -> tuple:
+    """The new table entry of a kernel; the committed one where nothing could be measured."""
     chosen: list[TileConfig] = []
     forward = kernel in configs.FORWARD_KERNELS
     few = [r for r in results if forward and r.rows_per_expert <= decode_rows]
@@ -262,32 +219,23 @@ def choose(
     decode = _best(few)
     if decode is not None:
         chosen.append(dataclasses.replace(decode, max_rows=decode_rows))
-    # One more for the last resort.
-    room = configs.MAX_CONFIGS - len(chosen) - 1
-    widths = sorted({r.columns for r in many})
     winners: list[tuple[int, TileConfig]] = []
-    for width in widths:
+    for width in sorted({r.columns for r in many}):
         best = _best(r for r in many if r.columns == width)
-        if best is not None:
-            winners.append((width, best))
+        if best is None:
+            continue
+        if winners and winners[-1][1] == best:
+            winners.pop()  # neighbouring widths with the same winner are one entry
+        winners.append((width, best))
     if not winners:
         return tuple(committed)
-    # Neighbouring widths with the same winner are one entry; too many: widest ones.
-    merged: list[tuple[int, TileConfig]] = []
-    for width, best in winners:
-        if merged and merged[-1][1] == best:
-            merged[-1] = (width, best)
-        else:
-            merged.append((width, best))
-    merged = merged[-room:]
-    for width, best in merged[:-1]:
-        chosen.append(dataclasses.replace(best, max_columns=width))
-    chosen.append(merged[-1][1])
+    # Too many: the widest ones, and one more for the last resort.
+    *narrower, (_, widest) = winners[len(chosen) + 1 - configs.MAX_CONFIGS :]
+    chosen += [dataclasses.replace(best, max_columns=width) for width, best in narrower]
+    chosen.append(widest)
     measured = {r.config for r in results if r.ms is not None}
-    narrow = min(
-        (_plain(c) for c in committed if _plain(c) in measured or not c.max_rows),
-        key=lambda c: (c.block_n, c.block_m, repr(c)),
-    )
+    last = [_plain(c) for c in committed if _plain(c) in measured or not c.max_rows]
+    narrow = min(last, key=lambda c: (c.block_n, c.block_m, repr(c)))
     if narrow not in chosen:
         chosen.append(narrow)
     return tuple(chosen)
@@ -311,16 +259,8 @@ def table_source(arch: str, table: configs.KernelTable) -> str:
     return "\n".join([*lines, "}"])
 
 
-def rewrite(
-    path: pathlib.Path, arch: str, table: configs.KernelTable, measured_on: str
-) -> None:
+def rewrite(path: pathlib.Path, arch: str, table, measured_on: str) -> None:
     """Replaces one architecture's table in configs.py, all at once or not at all.
-
-    Args:
-        path: configs.py.
-        arch: a key of TABLES.
-        table: the new entries.
-        measured_on: for the comment above them.
 
     Raises:
         ValueError: the table breaks a rule of configs.py, or the file has no such table.
@@ -328,10 +268,8 @@ def rewrite(
     for kernel in configs.KERNELS:
         entry = table[kernel]
         if not 1 <= len(entry) <= configs.MAX_CONFIGS or len(set(entry)) != len(entry):
-            raise ValueError(
-                f"{arch} {kernel}: {len(entry)} configurations, allowed are 1 to "
-                f"{configs.MAX_CONFIGS} different ones"
-            )
+            allowed = f"allowed are 1 to {configs.MAX_CONFIGS} different ones"
+            raise ValueError(f"{arch} {kernel}: {len(entry)} entries, {allowed}")
         if kernel not in configs.FORWARD_KERNELS and any(c.max_rows for c in entry):
             raise ValueError(f"{arch} {kernel}: max_rows is for forward kernels")
     start, end = f"# --- table {arch}\n", f"# --- end of table {arch}\n"
@@ -348,53 +286,33 @@ def rewrite(
 
 def tune(
     plan: launch.LaunchPlan,
-    shapes: tuple[Shape, ...],
-    make_operands: Callable[[Shape, torch.device], Operands],
-    device: torch.device,
-    shared_limit: int,
+    shapes: Iterable[Shape],
     effort: Effort,
     is_late: Callable[[], bool],
 ) -> tuple[configs.KernelTable, list[Result]]:
     """Measures every kernel on every shape; returns the new table and the measurements.
 
-    Args:
-        plan: the committed table.
-        shapes: to measure.
-        make_operands: as in shapes.py.
-        device: where.
-        shared_limit: bytes of shared memory of a program.
-        effort: how much is measured.
-        is_late: stop measuring, and choose from what there is.
+    When ``is_late`` it stops measuring, and chooses from what there is.
     """
     results: list[Result] = []
     for shape in shapes:
         if is_late():
             print(f"{shape.name}: not measured, out of time", flush=True)
             continue
-        operands = make_operands(shape, device)
-        calls = kernel_calls(plan, shape, operands)
+        calls = kernel_calls(plan, shape, make_operands(shape, effort.device))
         for kernel, (columns, call) in calls.items():
             decode = shape.T * shape.K / shape.E <= effort.decode_rows
             if is_late() or (decode and kernel not in configs.FORWARD_KERNELS):
                 continue
-            fresh = measure_kernel(
-                kernel, plan, shape, columns, call, device, shared_limit, effort
-            )
+            fresh = measure_kernel(kernel, plan, shape, columns, call, effort)
             results += fresh
             ran = [r for r in fresh if r.ms is not None]
             best = min(ran, key=lambda r: r.ms) if ran else None
-            print(
-                f"{shape.name:18s} {kernel:13s} {len(ran)} ran, "
-                f"{len(fresh) - len(ran)} refused, best {best and best.config}",
-                flush=True,
-            )
-    table = {
-        kernel: choose(
-            kernel,
-            [r for r in results if r.kernel == kernel],
-            plan.table[kernel],
-            effort.decode_rows,
-        )
-        for kernel in configs.KERNELS
-    }
+            seen = f"{len(ran)} ran, {len(fresh) - len(ran)} refused"
+            best = best and best.config
+            print(f"{shape.name:18s} {kernel:13s} {seen}, best {best}", flush=True)
+    table = {}
+    for kernel in configs.KERNELS:
+        own = [r for r in results if r.kernel == kernel]
+        table[kernel] = choose(kernel, own, plan.table[kernel], effort.decode_rows)
     return table, results

@@ -65,27 +65,17 @@ class FusedRoutedExperts(RoutedExperts):
         return self.switch.combine(routing, y).type_as(x_TD)
 
 
-def refusal(config: RoutedExperts.Config) -> str | None:
-    """Why a config is left as it is: its experts or its dispatcher are not the plain ones."""
-    experts = type(config.inner_experts)
-    if experts is not GroupedExperts.Config:
-        return f"inner_experts is {experts.__qualname__}"
-    dispatcher = type(config.token_dispatcher).__qualname__.removesuffix(".Config")
-    plain = ("LocalTokenDispatcher", "AllToAllTokenDispatcher")
-    if not dispatcher.endswith(plain):
-        return f"token_dispatcher is {dispatcher}"
-    return None
-
-
 @override(
     target=RoutedExperts.Config,
     description="F.moe_mlp and a deduplicating token switch",
 )
 def fused_routed_experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
-    reason = refusal(config)
-    if reason is not None:
+    experts = type(config.inner_experts)
+    dispatcher = type(config.token_dispatcher).__qualname__.removesuffix(".Config")
+    plain = ("LocalTokenDispatcher", "AllToAllTokenDispatcher")
+    if experts is not GroupedExperts.Config or not dispatcher.endswith(plain):
         raise NotImplementedError(
-            f"fused_routed_experts replaces torchtitan's GroupedExperts with a local or an all-to-all "
-            f"dispatcher; {reason}"
+            "fused_routed_experts replaces torchtitan's GroupedExperts with a local or an "
+            f"all-to-all dispatcher, not {experts.__qualname__} with {dispatcher}"
         )
     return derive(config, FusedRoutedExperts.Config)

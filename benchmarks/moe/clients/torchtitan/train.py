@@ -11,7 +11,6 @@ expert parallelism over all of them. Seconds are of the process of rank 0, which
 machine move least; waiting is not in them.
 """
 
-import argparse
 import importlib
 import os
 import pathlib
@@ -77,7 +76,7 @@ def build(family: str, ranks: int, fused: bool, tokens: int) -> torch.nn.Module:
     return model.train()
 
 
-def train_rank(args: argparse.Namespace) -> dict[str, dict]:
+def train_rank(args) -> dict[str, dict]:
     """What this rank saw of all models."""
     # torchtitan asks torch for the machine's accelerator when it is imported.
     torch._utils._get_available_device_type = lambda: "cpu"
@@ -86,7 +85,7 @@ def train_rank(args: argparse.Namespace) -> dict[str, dict]:
     return {family: train(family, rank, ranks, args) for family in args.models}
 
 
-def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
+def train(family: str, rank: int, ranks: int, args) -> dict:
     own, fused = (build(family, ranks, f, args.tokens) for f in (False, True))
     with torch.no_grad():
         for a, b in zip(own.parameters(), fused.parameters(), strict=True):
@@ -102,8 +101,7 @@ def train(family: str, rank: int, ranks: int, args: argparse.Namespace) -> dict:
     losses, seconds = ({name: [] for name in runs} for _ in range(2))
     for step, window in enumerate(windows):
         mine = window[rank]
-        order = list(runs) if step % 2 else list(runs)[::-1]
-        for name in order:
+        for name in sorted(runs, reverse=step % 2 == 1):
             dist.barrier()
             start = time.process_time()
             logits = runs[name](mine[:-1], torch.arange(args.tokens))
@@ -125,15 +123,14 @@ def main() -> None:
     for ranks in args.ranks:
         seen = on_gloo_ranks(ranks, train_rank, args)[0]
         for family, row in seen.items():
-            losses, seconds = row["losses"], row["seconds"]
-            pairs = list(zip(losses["torchtitan"], losses["fused"]))
-            warm = {name: values[1:] for name, values in seconds.items()}
+            pairs = list(zip(*row["losses"].values()))
+            warm = {name: values[1:] for name, values in row["seconds"].items()}
             rows.append(
                 {
                     "model": f"{family} {MODELS[family]}",
                     "ranks": ranks,
                     "tokens_per_rank": args.tokens,
-                    "losses": losses,
+                    "losses": row["losses"],
                     "largest_loss_difference": max(abs(a - b) for a, b in pairs),
                     "seconds_per_step": {n: spread(v) for n, v in warm.items()},
                     "ratio": paired_ratio(warm["torchtitan"], warm["fused"]),
