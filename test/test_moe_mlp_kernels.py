@@ -194,8 +194,8 @@ class TestMoeMlpKernels(TestCase):
     @parametrize(
         "shape",
         [(200, 70, 45), (70, 2100, 24), (700, 40, 24)]
-        # Weights whose lines few rows are multiplied by as they are stored.
-        + [(200, 96, 64), (70, 1056, 32)],
+        # Weights whose lines, or runs of columns, few rows are multiplied by as they are stored.
+        + [(200, 96, 64), (70, 1056, 32), (60, 208, 176)],
     )
     @parametrize("transposed", [False, True])
     def test_other_tokens(self, dtype, shape, transposed):

@@ -447,10 +447,24 @@ class ExpertGemm {
           const auto columns_from = [&](int64_t col) {
             return columns(col, std::min(width_, cols_ - col));
           };
-          for (int64_t col = first * width_; col < std::min(last * width_, cols_); col += width_) {
-            const auto finish = [&](const Block& rows, const acc_t* sums) {
-              epilogue(rows, col, std::min(width_, cols_ - col), sums);
-            };
+          const int64_t end = std::min(last * width_, cols_);
+          int64_t col = first * width_;
+          const auto finish = [&](const Block& rows, const acc_t* sums) {
+            epilogue(rows, col, std::min(width_, cols_ - col), sums);
+          };
+          if constexpr (Weights::kPacks && requires { Micro::kRunRows; }) {
+            auto* tiles = reinterpret_cast<acc_t*>(at.panel);
+            constexpr auto size = static_cast<int64_t>(sizeof(operand_t) * kPanelCols / sizeof(acc_t));
+            for (int64_t made = row_length_ == row_size_ ? 1 : 0; made > 0 && col < end;) {
+              made = Micro::multiply_runs(
+                  weights_, block, [&](int64_t p) { return columns_from(col + p * width_); },
+                  ceil_div(end - col, width_), at.lines, tiles, size * std::min(padded_depth_, depth_));
+              for (int64_t p = 0; p < made; ++p, col += width_) {
+                finish(block, tiles + p * block.rows() * kPanelCols);
+              }
+            }
+          }
+          for (; col < end; col += width_) {
             if constexpr (Weights::kPacks) {
               // Most likely: the first panel of the next expert after the last.
               const bool is_last = col + width_ >= cols_;

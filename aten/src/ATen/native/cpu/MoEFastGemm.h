@@ -160,19 +160,50 @@ struct FastGemm : Micro, FastPacking<typename Micro::operand_t> {
   using Prefetch = PanelPrefetch;
 };
 
-#if !defined(CPU_CAPABILITY_AVX512)
-using FloatGemm = FastGemm<VecGemm<float>>;
-#else
-// Products of a few rows with weights that lie along K, as they are stored: a decode step,
-// which reads every weight once and should do little else. 16 lines of a weight are
-// transposed in registers, and a product is of one word of them and of one row. Where rows are
-// floats and weights bfloat16, the upper halves of floats, a word is two of them by a shift and a
-// mask. The order of addition is that of VecGemm, so that a row has the same bits among many others.
+// Products of a few rows with weights as they are stored: a decode step, which reads every weight
+// once and should do little else. The order of addition is that of VecGemm, so that a row has the
+// same bits among many others.
 template <typename operand, typename Products = FusedMultiplyAdd>
 struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
+  using Wide = VecGemm<operand, Products>;
   using Vec = vec::Vectorized<float>;
+  static constexpr int64_t kRunRows = 8;
 
-  // The product of a block with a panel, unless it has more rows, or the weights are no whole
+  // With weights that lie along N, for as many of `panels` panels as half of `size` sums has
+  // tiles for: rows of panels side by side are runs of memory, of one panel a cache line or two
+  // of every page. Returns how many; their tiles are the first of `sums`.
+  template <typename scalar_t, typename ColumnsFn>
+  static int64_t multiply_runs(
+      const WeightSource<scalar_t>& weights, const Block& block, const ColumnsFn& columns,
+      int64_t panels, const operand* const* rows, float* sums, int64_t size) {
+    const int64_t tile = block.rows() * kPanelCols;
+    panels = std::min(panels, size / (2 * tile));
+    const bool is_whole = weights.part_depth % kWordElements<operand> == 0;
+    if (block.rows() > kRunRows || panels == 0 || weights.part_depth == 0 || !is_whole) {
+      return 0;
+    }
+    const PanelColumns first = columns(0), last = columns(panels - 1);
+    for (const auto i : c10::irange(2)) {
+      const PanelSpan &from = first.spans[i], &to = last.spans[i];
+      if ((from.count | to.count) % Vec::size() != 0 ||
+          (to.count > 0 &&
+           (weights.view(block.expert, from, 0, 0).n_stride != 1 ||
+            to.first != from.first + (panels - 1) * from.count))) {
+        return 0;
+      }
+    }
+    with_constant<kRunRows>(block.rows(), [&](auto count) {
+      for (const auto part : c10::irange(weights.k_parts)) {
+        multiply_part<count>(weights, block.expert, first, last, panels, part, rows, sums);
+      }
+    });
+    return panels;
+  }
+
+#ifdef CPU_CAPABILITY_AVX512
+  // With weights that lie along K: 16 lines of a weight are transposed in registers, and a product
+  // is of one word of them and of one row. Where rows are floats and weights have 16 bits, a word
+  // is two of them. Returns whether the block has few enough rows, and the weights are whole
   // blocks of lines.
   template <typename scalar_t>
   static bool multiply_stored(
@@ -209,18 +240,149 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
     }
     return fits;
   }
+#endif
 
  private:
+  // Rows of a weight that are read at a time, as many streams; and what is fetched into L2.
+  static constexpr int64_t kRunDepth = 16, kAhead = 8;
+  static_assert(Wide::kSumDepth % kRunDepth == 0);
+
+  template <int64_t rows, typename scalar_t>
+  static void multiply_part(
+      const WeightSource<scalar_t>& weights, int64_t expert, const PanelColumns& columns,
+      const PanelColumns& last, int64_t panels, int64_t k_part, const operand* const* x,
+      float* sums) {
+    constexpr int64_t most = rows <= (Vec::size() == 16 ? 6 : 2) ? 4 : 2;
+    const int64_t depth = weights.part_depth, size = panels * rows * kPanelCols;
+    // The sums of at most kSumDepth products are made apart, and added.
+    float* open = Wide::kOneSum ? sums : sums + size;
+    const bool is_first = k_part == 0;
+    for (int64_t k = 0; k < depth; k += kRunDepth) {
+      const int64_t count = std::min(kRunDepth, depth - k);
+      if (Wide::kOneSum ? is_first && k == 0 : k % Wide::kSumDepth == 0) {
+        std::fill_n(open, size, 0.f);
+      }
+      for (int64_t p = 0; p < panels; ++p) {
+        // Read soon: so many panels further, or among the rows that follow.
+        const int64_t ahead_rows = (p + kAhead) / panels * kRunDepth;
+        const int64_t ahead_panels = (p + kAhead) % panels - p;
+        for (const auto i : c10::irange(2)) {
+          const PanelSpan& span = columns.spans[i];
+          const auto w = weights.view(expert, span, k_part, k);
+          const scalar_t* line = w.data + p * span.count;
+          const int64_t ahead = ahead_rows * w.k_stride + ahead_panels * span.count;
+          float* c = open + p * rows * kPanelCols + span.at;
+          const auto multiply = [&](int64_t n, auto vectors) {
+            multiply_run<rows, vectors>(
+                x, k_part * depth + k, count, line + n, w.k_stride, ahead, c + n);
+          };
+          const int64_t width = p + 1 < panels ? span.count : last.spans[i].count;
+          int64_t n = 0;
+          for (; n + most * Vec::size() <= width; n += most * Vec::size()) {
+            multiply(n, std::integral_constant<int64_t, most>());
+          }
+          for (; n < width; n += Vec::size()) {
+            multiply(n, std::integral_constant<int64_t, 1>());
+          }
+        }
+      }
+      const int64_t end = k + count;
+      if (!Wide::kOneSum && (end == depth || end % Wide::kSumDepth == 0)) {
+        for (int64_t i = 0; i < size; i += Vec::size()) {
+          const Vec sum = Vec::loadu(open + i);
+          (is_first && k < Wide::kSumDepth ? sum : Vec::loadu(sums + i) + sum).store(sums + i);
+        }
+      }
+    }
+  }
+
+  // c += rows k to k + depth of x times those of w.
+  template <int64_t rows, int64_t vectors, typename scalar_t>
+  C10_NOINLINE static void multiply_run(
+      const operand* const* x, int64_t k, int64_t depth, const scalar_t* w, int64_t stride,
+      int64_t ahead, float* c) {
+    constexpr int64_t v = kWordElements<operand>;
+    // Not between the products: GCC would keep the sums in memory.
+    for (int64_t d = 0; d < depth; ++d) {
+      prefetch(w + d * stride + ahead, vectors * Vec::size());
+    }
+    const operand* a[rows];
+    std::copy_n(x, rows, a);
+    Vec sums[rows][vectors];
+    MOE_UNROLL
+    for (int64_t i = 0; i < rows; ++i) {
+      MOE_UNROLL
+      for (int64_t j = 0; j < vectors; ++j) {
+        sums[i][j] = Vec::loadu(c + i * kPanelCols + j * Vec::size());
+      }
+    }
+    for (int64_t d = 0; d < depth; d += v, w += v * stride) {
+      Vec words[vectors];
+      MOE_UNROLL
+      for (int64_t j = 0; j < vectors; ++j) {
+        words[j] = load_words(w + j * Vec::size(), stride);
+      }
+      Products::add(a, k + d, words, sums);
+    }
+    MOE_UNROLL
+    for (int64_t i = 0; i < rows; ++i) {
+      MOE_UNROLL
+      for (int64_t j = 0; j < vectors; ++j) {
+        sums[i][j].store(c + i * kPanelCols + j * Vec::size());
+      }
+    }
+  }
+
+  // A vector of words of a weight: of two rows, element i of the one and then of the other, if
+  // these are operands.
+  template <typename scalar_t>
+  static Vec load_words(const scalar_t* row, [[maybe_unused]] int64_t stride) {
+    if constexpr (std::is_same_v<scalar_t, float>) {
+      return Vec::loadu(row);
+#ifdef CPU_CAPABILITY_AVX512
+    } else if constexpr (std::is_same_v<scalar_t, operand>) {
+      const __m512i first = load_16_bits(row), second = load_16_bits(row + stride);
+      return _mm512_castsi512_ps(_mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+    } else if constexpr (std::is_same_v<scalar_t, BFloat16>) {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(load_16_bits(row), 16));
+    } else {
+      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
+    }
+  }
+  static __m512i load_16_bits(const void* x) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(x)));
+  }
+#else
+    } else {
+      Vec x;
+      vec::load_to_float<scalar_t>(row, x);
+      return x;
+    }
+  }
+#endif
+
+#ifdef CPU_CAPABILITY_AVX512
   static constexpr int64_t kRows = 8;
   static constexpr int64_t kLines = 16;
   template <typename scalar_t>
-  static constexpr int64_t kBlockDepth = 16 * kWordElements<scalar_t>;
+  static constexpr int64_t kBlockDepth = 64 / sizeof(scalar_t);
+
+  // Element 0 or 1 of each word.
+  template <typename scalar_t>
+  static __m512 element_of(__m512 words, int64_t element) {
+    const __m512i x = _mm512_castps_si512(words);
+    if constexpr (std::is_same_v<scalar_t, Half>) {
+      return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(element == 0 ? x : _mm512_srli_epi32(x, 16)));
+    } else {
+      return _mm512_castsi512_ps(
+          element == 0 ? _mm512_slli_epi32(x, 16) : _mm512_and_si512(x, _mm512_set1_epi32(~0xffff)));
+    }
+  }
 
   template <int64_t rows, int64_t vectors, typename scalar_t>
   static void multiply_block(
       int64_t depth, const operand* const* x, const scalar_t* w, int64_t stride, float* c) {
-    using Wide = VecGemm<operand, Products>;
-    constexpr int64_t v = kWordElements<scalar_t>, block = kBlockDepth<scalar_t>;
+    constexpr int64_t block = kBlockDepth<scalar_t>, v = block / 16;
     static_assert(Wide::kSumDepth % block == 0);
     // Cache lines of a line of w between what is multiplied and what is fetched.
     constexpr int64_t ahead = 8 * block;
@@ -251,25 +413,18 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
         MOE_UNROLL
         for (int64_t at = 0; at < 16; ++at) {
           const auto add = [&](int64_t element, const auto& part) {
-            __m512 right[vectors];
-            const operand* b[vectors];
+            Vec right[vectors];
             MOE_UNROLL
             for (int64_t j = 0; j < vectors; ++j) {
               right[j] = part(words[j][at]);
-              b[j] = reinterpret_cast<const operand*>(&right[j]);
             }
-            Products::add(a, k + at * v + element, b, sums);
+            Products::add(a, k + at * v + element, right, sums);
           };
           if constexpr (std::is_same_v<scalar_t, operand>) {
             add(0, [](__m512 word) { return word; });
           } else {
-            add(0, [](__m512 word) {
-              return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(word), 16));
-            });
-            add(1, [](__m512 word) {
-              return _mm512_castsi512_ps(_mm512_and_si512(
-                  _mm512_castps_si512(word), _mm512_set1_epi32(static_cast<int32_t>(0xffff0000))));
-            });
+            add(0, [](__m512 word) { return element_of<scalar_t>(word, 0); });
+            add(1, [](__m512 word) { return element_of<scalar_t>(word, 1); });
           }
         }
       }
@@ -283,10 +438,10 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       }
     }
   }
+#endif
 };
 
 using FloatGemm = ThinGemm<float>;
-#endif
 
 #ifdef MOE_HAS_AMX
 // The words of VecGemm, with one instruction per vector of them. In assembly, as the files of a
@@ -294,13 +449,8 @@ using FloatGemm = ThinGemm<float>;
 struct DotProducts : NativeRounding {
   template <int64_t rows, int64_t vectors>
   C10_ALWAYS_INLINE static void
-  add(const BFloat16* const (&a)[rows], int64_t k, const BFloat16* const (&b)[vectors],
+  add(const BFloat16* const (&a)[rows], int64_t k, const vec::Vectorized<float> (&b)[vectors],
       vec::Vectorized<float> (&sums)[rows][vectors]) {
-    __m512i right[vectors];
-    MOE_UNROLL
-    for (int64_t j = 0; j < vectors; ++j) {
-      right[j] = _mm512_loadu_si512(b[j]);
-    }
     MOE_UNROLL
     for (int64_t i = 0; i < rows; ++i) {
       int32_t word;
@@ -309,7 +459,7 @@ struct DotProducts : NativeRounding {
       MOE_UNROLL
       for (int64_t j = 0; j < vectors; ++j) {
         __m512 sum = sums[i][j];
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right[j]));
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(static_cast<__m512>(b[j])));
         sums[i][j] = sum;
       }
     }
@@ -333,7 +483,7 @@ void dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
     case kFloat:
       return fn(float(0), FloatGemm());
     case kHalf:
-      return fn(Half(0), FastGemm<VecGemm<float>>());
+      return fn(Half(0), FloatGemm());
     default:
 #ifdef MOE_HAS_AMX
       static const bool has_dot = has_instructions("avx512_bf16");

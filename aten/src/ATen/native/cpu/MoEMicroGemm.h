@@ -14,6 +14,7 @@
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
 //   multiply_stored()          a product of few rows with weights as they are stored
+//   multiply_runs(), kRunRows  products of these with panels side by side
 // An element is summed over ascending k, in an order that depends neither on the number of
 // rows nor on the thread count.
 
@@ -62,20 +63,15 @@ void with_constant(int64_t n, const Fn& fn) {
 struct FusedMultiplyAdd {
   template <typename operand_t, int64_t rows, int64_t vectors>
   C10_ALWAYS_INLINE static void
-  add(const operand_t* const (&a)[rows], int64_t k, const operand_t* const (&b)[vectors],
+  add(const operand_t* const (&a)[rows], int64_t k,
+      const vec::Vectorized<operand_t> (&b)[vectors],
       vec::Vectorized<operand_t> (&sums)[rows][vectors]) {
-    using Vec = vec::Vectorized<operand_t>;
-    Vec right[vectors];
-    MOE_UNROLL
-    for (int64_t j = 0; j < vectors; ++j) {
-      right[j] = Vec::loadu(b[j]);
-    }
     MOE_UNROLL
     for (int64_t i = 0; i < rows; ++i) {
-      const Vec left(a[i][k]);
+      const vec::Vectorized<operand_t> left(a[i][k]);
       MOE_UNROLL
       for (int64_t j = 0; j < vectors; ++j) {
-        sums[i][j] = vec::fmadd(left, right[j], sums[i][j]);
+        sums[i][j] = vec::fmadd(left, b[j], sums[i][j]);
       }
     }
   }
@@ -166,11 +162,13 @@ struct VecGemm : Products {
         }
       }
       for (int64_t k = begin; k < std::min(begin + kSumDepth, depth); k += v) {
-        Products::add(a, k, b, sums);
+        Vec words[vectors];
         MOE_UNROLL
         for (int64_t j = 0; j < vectors; ++j) {
+          words[j] = Vec::loadu(b[j]);
           b[j] += kTileCols * v;
         }
+        Products::add(a, k, words, sums);
       }
       MOE_UNROLL
       for (int64_t i = 0; i < rows; ++i) {
