@@ -217,10 +217,11 @@ class TestMoeMlpKernels(TestCase):
 
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     @parametrize("transposed", ["neither", "gate", "up", "both"])
-    def test_separate_up(self, dtype, transposed):
+    @parametrize("shape", [(150, 70, 45), (6, 96, 64)])
+    def test_separate_up(self, dtype, transposed, shape):
         """Gate and up apart, in storage orders of their own: the bits of one tensor."""
         (x, w_in, w_out, weights, indices), grad_out = large_operands(
-            (150, 70, 45), dtype, False
+            shape, dtype, False
         )
         plan = moe_permutation_reference(indices, 3)
         routing = (plan.offs, weights, plan.row_slots, plan.slot_rows, None, None)

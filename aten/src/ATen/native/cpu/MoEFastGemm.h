@@ -167,7 +167,8 @@ template <typename operand, typename Products = FusedMultiplyAdd>
 struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   using Wide = VecGemm<operand, Products>;
   using Vec = vec::Vectorized<float>;
-  static constexpr int64_t kRunRows = 8;
+  // Whose sums, for two vectors of columns, fit into the registers.
+  static constexpr int64_t kRunRows = Vec::size() == 16 ? 8 : 6;
 
   // With weights that lie along N, for as many of `panels` panels as half of `size` sums has
   // tiles for: rows of panels side by side are runs of memory, of one panel a cache line or two
@@ -185,10 +186,12 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
     const PanelColumns first = columns(0), last = columns(panels - 1);
     for (const auto i : c10::irange(2)) {
       const PanelSpan &from = first.spans[i], &to = last.spans[i];
-      if ((from.count | to.count) % Vec::size() != 0 ||
-          (to.count > 0 &&
-           (weights.view(block.expert, from, 0, 0).n_stride != 1 ||
-            to.first != from.first + (panels - 1) * from.count))) {
+      bool fits = (from.count | to.count) % Vec::size() == 0 &&
+          (to.count == 0 || to.first == from.first + (panels - 1) * from.count);
+      for (const auto part : c10::irange(weights.k_parts)) {
+        fits &= to.count == 0 || weights.view(block.expert, from, part, 0).n_stride == 1;
+      }
+      if (!fits) {
         return 0;
       }
     }
