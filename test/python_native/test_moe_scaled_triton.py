@@ -95,7 +95,7 @@ def make_plan(**config) -> launch.LaunchPlan:
 
 
 POINTERS = make_plan()
-TMA = make_plan(epilogue_parts=2, tma=True, programs_per_sm=1)
+TMA = make_plan(epilogue_parts=2, tma=True)
 
 
 def make_operands(

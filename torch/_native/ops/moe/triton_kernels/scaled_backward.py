@@ -274,7 +274,8 @@ def scaled_act_backward_kernel(
     """dH, A' and the dS partials of one tile, from dA' = dO[token(r)] @ w_out[e]."""
     num_n = tl.cdiv(F, BLOCK_N)
     num_tiles = tl.load(tiles) * num_n
-    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    index = tl.program_id(0)
+    if index < num_tiles:
         expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
         rows, slots, valid = routed_rows(
             row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M
@@ -418,6 +419,21 @@ def columns_kernel(
 
 
 @triton.jit
+def _line(corner, first, end, stride, EVEN: tl.constexpr, N: tl.constexpr):
+    """Scales of N columns from ``first``, which lie side by side; 0 from ``end``.
+
+    Masked, not of columns that are clamped to the last: of these a thread would hold an
+    address for each, not one.
+    """
+    n = first + tl.arange(0, N)
+    if EVEN:
+        value = tl.load(corner + n * stride)
+    else:
+        value = tl.load(corner + n * stride, mask=n < end, other=0.0)
+    return value
+
+
+@triton.jit
 def scaled_weight_grad_kernel(
     p,  # (M, places * 128) codes, contiguous
     p_scale,  # (M, blocks) by strides; with BLOCK 0 (M, E)
@@ -435,9 +451,8 @@ def scaled_weight_grad_kernel(
     STEPS: tl.constexpr = ALIGNMENT // BLOCK_K
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
-    for index in tl.range(
-        tl.program_id(0), num_experts * num_m * num_n, tl.num_programs(0)
-    ):
+    index = tl.program_id(0)
+    if index < num_experts * num_m * num_n:
         expert = index // (num_m * num_n)
         within = index % (num_m * num_n)
         first_group = within // (GROUP_M * num_n) * GROUP_M
@@ -473,16 +488,24 @@ def scaled_weight_grad_kernel(
                 sq = tl.load(q_scale + n64[:, None] * stride_qn + blocks[None, :])
             elif BLOCK:
                 block = (place + step).to(tl.int64)
-                sp = tl.load(p_scale + m64 * stride_pm + block * stride_pb)
-                sq = tl.load(q_scale + n64 * stride_qn + block * stride_qb)
+                sp = _line(
+                    p_scale + block * stride_pb, first_m, M, stride_pm, EVEN_M, BLOCK_M
+                )
+                sq = _line(
+                    q_scale + block * stride_qb, first_n, N, stride_qn, EVEN_N, BLOCK_N
+                )
             acc = scaled_dot(
                 acc, p_tile, sp, q_tile, sq,
                 BLOCK, WIDEN, 1, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         if BLOCK == 0:
             place = expert.to(tl.int64)
-            sp = tl.load(p_scale + m64 * stride_pm + place * stride_pb)
-            sq = tl.load(q_scale + n64 * stride_qn + place * stride_qb)
+            sp = _line(
+                p_scale + place * stride_pb, first_m, M, stride_pm, EVEN_M, BLOCK_M
+            )
+            sq = _line(
+                q_scale + place * stride_qb, first_n, N, stride_qn, EVEN_N, BLOCK_N
+            )
             acc = acc * sp[:, None] * sq[None, :]
 
         m = tl.arange(0, BLOCK_M)

@@ -2,7 +2,8 @@
 
 A step of the contraction is one block of a recipe's scales or several, as long in every configuration
 of a recipe, so that a row is summed in the same order in all of them. A column tile of ``up`` and
-``act_backward`` is at least one block, as its results are quantised.
+``act_backward`` is at least one block, as its results are quantised. A program has one tile, so
+that ``programs_per_sm`` stays 0.
 """
 
 from .configs import KernelTable, TileConfig

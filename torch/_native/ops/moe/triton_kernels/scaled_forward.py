@@ -13,7 +13,11 @@ K share a scale:
     0    all of them: the sum is scaled
 
 ``SQUARE`` is how many columns of a product share a weight's scale: 1, or with BLOCK 128 also
-128, or 64 where gate and up interleave.
+128, or 64 where gate and up interleave. ``SHIFT`` is how many of the first square lie in front
+of the first column.
+
+A program has one tile. In a loop over tiles the registers would hold, during the matmuls too,
+what does not change between tiles: the places of a thread in all the layouts of an epilogue.
 """
 
 import triton
@@ -63,7 +67,8 @@ def load_row_scale(
 def load_weight_scale(
     scale,  # (E, rows, blocks) by strides
     expert, first_n, k, n_end, num_blocks, stride_e, stride_n, stride_k,
-    BLOCK: tl.constexpr, SQUARE: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK: tl.constexpr, SQUARE: tl.constexpr, SHIFT: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Scales of a weight tile: (BLOCK_N, BLOCK_K // 32) of 32, one, or (BLOCK_N,); or no."""
@@ -79,12 +84,18 @@ def load_weight_scale(
             value = tl.load(ptrs, mask=mask, other=127)
     elif BLOCK == 0:
         value = None
-    elif SQUARE % BLOCK_N == 0:
+    elif SQUARE % BLOCK_N == 0 and SHIFT == 0:
         corner += k // BLOCK_K * stride_k
         value = tl.load(corner + first_n // SQUARE * stride_n)
     else:
-        corner += k // BLOCK_K * stride_k
-        value = tl.load(corner + n // SQUARE * stride_n, mask=n < n_end, other=0.0)
+        # Two squares, and two loads: of a load by column a thread would have one, and an
+        # address, for each column that it has of the product.
+        tl.static_assert(BLOCK_N % SQUARE == 0 and SHIFT + BLOCK_N <= 2 * SQUARE)
+        corner += k // BLOCK_K * stride_k + first_n // SQUARE * stride_n
+        OWN: tl.constexpr = SQUARE - SHIFT
+        left = tl.load(corner)
+        right = tl.load(corner + stride_n, mask=first_n + OWN < n_end, other=0.0)
+        value = tl.where(tl.arange(0, BLOCK_N) < OWN, left, right)
     return value
 
 
@@ -147,7 +158,7 @@ def contract(
         a_scale = load_row_scale(a_scale_ptrs, k, num_blocks, BLOCK, EVEN_K, BLOCK_K)
         w_tile_scale = load_weight_scale(
             w_scale, expert, first_n, k, N, num_blocks, stride_se, stride_sn, stride_sk,
-            BLOCK, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+            BLOCK, SQUARE, 0, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         total = scaled_dot(
             total, a, a_scale, w_tile, w_tile_scale,
@@ -324,15 +335,16 @@ def scaled_up_kernel(
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     STORE_PREACT: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
-    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, UP_SHIFT: tl.constexpr,
+    USE_TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """H = x[token(r)] @ w_in[e]^T + b_in[e] and A = act(H), both quantised as rows."""
     num_n = tl.cdiv(F, BLOCK_N)
     num_tiles = tl.load(tiles) * num_n
     num_blocks = scales_along(D, BLOCK)
-    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    index = tl.program_id(0)
+    if index < num_tiles:
         expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
         _, slots, valid = routed_rows(row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M)
         tokens = (slots // top_k).to(tl.int64)
@@ -353,7 +365,7 @@ def scaled_up_kernel(
             w_scale = load_weight_scale(
                 gate_scale, expert, first_n, k, F, num_blocks,
                 stride_se, stride_sn, stride_sk,
-                BLOCK, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                BLOCK, SQUARE, 0, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             acc_gate = scaled_dot(
                 acc_gate, a, a_scale, w, w_scale,
@@ -367,11 +379,11 @@ def scaled_up_kernel(
                 w_scale = load_weight_scale(
                     up_scale, expert, first_n, k, F, num_blocks,
                     stride_se, stride_sn, stride_sk,
-                    BLOCK, SQUARE, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+                    BLOCK, SQUARE, UP_SHIFT, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 acc_up = scaled_dot(
                     acc_up, a, a_scale, w, w_scale,
-                    BLOCK, WIDEN, SQUARE, BLOCK_M, BLOCK_N, BLOCK_K,
+                    BLOCK, WIDEN, 1 if UP_SHIFT else SQUARE, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
         if BLOCK == 0:
             acc_gate = scaled_sum(
@@ -423,7 +435,8 @@ def scaled_mm_kernel(
     HALVES: tl.constexpr = 2 if TWO_WEIGHTS else 1
     row_blocks = scales_along(P, BLOCK)
     num_tiles = tl.load(tiles) * num_n
-    for index in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    index = tl.program_id(0)
+    if index < num_tiles:
         expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
         first_n = tile_n * BLOCK_N
         # A row past the expert's end may be past the tensor's end.

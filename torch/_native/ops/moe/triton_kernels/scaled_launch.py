@@ -20,7 +20,6 @@ from .launch import (
     _bias_grad,
     _descriptor,
     _finish_rows,
-    _grid,
     _nothing_to_do,
     _row_major,
     _Rows,
@@ -91,12 +90,12 @@ def _up(
 ) -> None:
     """preact = H if ``store_preact``, and hidden (R, F) = act(H)."""
     dim, num_hidden = x.codes.shape[1], hidden.codes.shape[1]
-    gate, up, square = recipe.gate_and_up(w, w_up, act)
+    gate, up, square, up_shift = recipe.gate_and_up(w, w_up, act)
 
     def launch(config: TileConfig) -> None:
         operands, flags = _weight_args(plan, config, gate, up)
         num_n = triton.cdiv(num_hidden, config.block_n)
-        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        grid = (rows.max_tiles(config.block_m) * num_n,)
         plan.kernel(scaled_up_kernel)[grid](
             x.codes,
             x.scale,
@@ -122,6 +121,7 @@ def _up(
             ROUND=product_type == torch.bfloat16,
             INT8=preact.is_int8,
             SQUARE=square,
+            UP_SHIFT=up_shift,
             **flags,
             **_scaled_tile_args(recipe, config, num_hidden, dim),
         )
@@ -153,7 +153,7 @@ def _scaled_mm(
     def launch(config: TileConfig) -> None:
         operands, flags = _weight_args(plan, config, w, second)
         num_n = triton.cdiv(num_columns, config.block_n)
-        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        grid = (rows.max_tiles(config.block_m) * num_n,)
         plan.kernel(scaled_mm_kernel)[grid](
             a.codes.view(_E4M3),
             a.scale,
@@ -348,7 +348,7 @@ def _act_backward(
         num_partials = num_n + (b_out is not None) if need_scale else 0
         partials = grad_out.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
         operands, flags = _weight_args(plan, config, w)
-        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        grid = (rows.max_tiles(config.block_m) * num_n,)
         plan.kernel(scaled_act_backward_kernel)[grid](
             grad_codes.codes,
             grad_codes.scale,
@@ -474,9 +474,7 @@ def _scaled_weight_grad(
         args = _scaled_tile_args(recipe, config, num_n, num_m)
         args["EVEN_M"] = num_m % config.block_m == 0
         del args["EVEN_K"]
-        plan.kernel(scaled_weight_grad_kernel)[
-            _grid(plan, config, rows.num_experts * tiles)
-        ](
+        plan.kernel(scaled_weight_grad_kernel)[(rows.num_experts * tiles,)](
             p.codes,
             p.scale,
             q.codes,

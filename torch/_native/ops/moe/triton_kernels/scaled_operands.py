@@ -191,26 +191,21 @@ class Recipe:
 
     def gate_and_up(
         self, w: Quantized, w_up: Quantized | None, act: Activation
-    ) -> tuple[Quantized, Quantized, int]:
-        """(E, F, D) of gate and up, and how many of their rows share a scale."""
+    ) -> tuple[Quantized, Quantized, int, int]:
+        """(E, F, D) of gate and up, how many of their rows share a scale, and how many rows
+        of the gate share up's first one.
+        """
+        square = self.square
         if w_up is not None or not act.gated:
-            return w, w_up or w, self.square
+            return w, w_up or w, square, 0
         codes, scale = w
         if act.gate_interleaved:
             scales = (scale,) * 2 if self.has_squares else _alternate(scale)
             gate, up = (Quantized(*pair) for pair in zip(_alternate(codes), scales))
-            return gate, up, max(self.square // 2, 1)
-        square = self.square
-        if codes.shape[1] // 2 % square:
-            # The first square of up is the last one of the gate.
-            experts, rows, blocks = scale.shape
-            scale = scale[:, :, None].expand(experts, rows, square, blocks)
-            scale = scale.reshape(experts, rows * square, blocks)[:, : codes.shape[1]]
-            square = 1
-        gate, up = (
-            Quantized(*pair) for pair in zip(codes.chunk(2, 1), scale.chunk(2, 1))
-        )
-        return gate, up, square
+            return gate, up, max(square // 2, 1), 0
+        first, shift = divmod(codes.shape[1] // 2, square)
+        gate, up = codes.chunk(2, 1)
+        return Quantized(gate, scale), Quantized(up, scale[:, first:]), square, shift
 
 
 def _alternate(x: Tensor) -> tuple[Tensor, Tensor]:
