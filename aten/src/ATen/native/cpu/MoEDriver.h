@@ -452,7 +452,7 @@ class ExpertGemm {
           const auto finish = [&](const Block& rows, const acc_t* sums) {
             epilogue(rows, col, std::min(width_, cols_ - col), sums);
           };
-          if constexpr (Weights::kPacks && requires { Micro::kRunRows; }) {
+          if constexpr (Weights::kPacks && requires { Micro::kFewRows; }) {
             auto* tiles = reinterpret_cast<acc_t*>(at.panel);
             constexpr auto size = static_cast<int64_t>(sizeof(operand_t) * kPanelCols / sizeof(acc_t));
             for (int64_t made = row_length_ == row_size_ ? 1 : 0; made > 0 && col < end;) {

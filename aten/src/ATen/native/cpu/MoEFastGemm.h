@@ -167,8 +167,8 @@ template <typename operand, typename Products = FusedMultiplyAdd>
 struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   using Wide = VecGemm<operand, Products>;
   using Vec = vec::Vectorized<float>;
-  // Whose sums, for two vectors of columns, fit into the registers.
-  static constexpr int64_t kRunRows = Vec::size() == 16 ? 8 : 6;
+  // Of a block at most: their sums, for two vectors of columns, fit into the registers.
+  static constexpr int64_t kFewRows = Vec::size() == 16 ? 8 : 6;
 
   // With weights that lie along N, for as many of `panels` panels as half of `size` sums has
   // tiles for: rows of panels side by side are runs of memory, of one panel a cache line or two
@@ -180,7 +180,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
     const int64_t tile = block.rows() * kPanelCols;
     panels = std::min(panels, size / (2 * tile));
     const bool is_whole = weights.part_depth % kWordElements<operand> == 0;
-    if (block.rows() > kRunRows || panels == 0 || weights.part_depth == 0 || !is_whole) {
+    if (block.rows() > kFewRows || panels == 0 || weights.part_depth == 0 || !is_whole) {
       return 0;
     }
     const PanelColumns first = columns(0), last = columns(panels - 1);
@@ -195,7 +195,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
         return 0;
       }
     }
-    with_constant<kRunRows>(block.rows(), [&](auto count) {
+    with_constant<kFewRows>(block.rows(), [&](auto count) {
       for (const auto part : c10::irange(weights.k_parts)) {
         multiply_part<count>(weights, block.expert, first, last, panels, part, rows, sums);
       }
@@ -214,7 +214,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       const operand* const* rows, float* c) {
     const int64_t depth = weights.part_depth;
     bool fits =
-        block.rows() <= kRows && weights.k_parts == 1 && depth % kBlockDepth<scalar_t> == 0;
+        block.rows() <= kFewRows && weights.k_parts == 1 && depth % kBlockDepth<scalar_t> == 0;
     for (const auto& span : columns.spans) {
       fits = fits && span.count % kLines == 0 &&
           (span.count == 0 || weights.view(0, span, 0, 0).k_stride == 1);
@@ -223,7 +223,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       const PanelSpan& span = columns.spans[s];
       if (span.count > 0) {
         const auto w = weights.view(block.expert, span, 0, 0);
-        with_constant<kRows>(block.rows(), [&](auto count) {
+        with_constant<kFewRows>(block.rows(), [&](auto count) {
           const auto multiply = [&](int64_t i, auto vectors) {
             multiply_block<count, vectors>(
                 depth, rows, w.data + i * w.n_stride, w.n_stride, c + span.at + i);
@@ -339,33 +339,22 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   // A vector of words of a weight: of two rows, element i of the one and then of the other, if
   // these are operands.
   template <typename scalar_t>
-  static Vec load_words(const scalar_t* row, [[maybe_unused]] int64_t stride) {
+  static Vec load_words(const scalar_t* row, int64_t stride) {
+    Vec words;
     if constexpr (std::is_same_v<scalar_t, float>) {
-      return Vec::loadu(row);
-#ifdef CPU_CAPABILITY_AVX512
-    } else if constexpr (std::is_same_v<scalar_t, operand>) {
-      const __m512i first = load_16_bits(row), second = load_16_bits(row + stride);
-      return _mm512_castsi512_ps(_mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
-    } else if constexpr (std::is_same_v<scalar_t, BFloat16>) {
-      return _mm512_castsi512_ps(_mm512_slli_epi32(load_16_bits(row), 16));
+      words = Vec::loadu(row);
     } else {
-      return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
+      vec::load_to_float<scalar_t>(row, words);
     }
-  }
-  static __m512i load_16_bits(const void* x) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(x)));
-  }
-#else
-    } else {
-      Vec x;
-      vec::load_to_float<scalar_t>(row, x);
-      return x;
+    if constexpr (kWordElements<operand> == 2) {
+      Vec upper;
+      vec::load_to_float<scalar_t>(row + stride, upper);
+      words = vec::cast<float>(join_halves(words, upper));
     }
+    return words;
   }
-#endif
 
 #ifdef CPU_CAPABILITY_AVX512
-  static constexpr int64_t kRows = 8;
   static constexpr int64_t kLines = 16;
   template <typename scalar_t>
   static constexpr int64_t kBlockDepth = 64 / sizeof(scalar_t);

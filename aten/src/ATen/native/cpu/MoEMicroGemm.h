@@ -14,7 +14,7 @@
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
 //   multiply_stored()          a product of few rows with weights as they are stored
-//   multiply_runs(), kRunRows  products of these with panels side by side
+//   multiply_runs(), kFewRows  products of these with panels side by side
 // An element is summed over ascending k, in an order that depends neither on the number of
 // rows nor on the thread count.
 

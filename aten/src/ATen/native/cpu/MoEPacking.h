@@ -205,16 +205,22 @@ void pack_lines(
   }
 }
 
+// Words of two bfloat16, each the upper half of a float.
+C10_ALWAYS_INLINE vec::Vectorized<int32_t>
+join_halves(const vec::Vectorized<float>& lower, const vec::Vectorized<float>& upper) {
+  using Words = vec::Vectorized<int32_t>;
+  const Words low = (vec::cast<int32_t>(lower) >> Words(16)) & Words(0xffff);
+  return low | vec::cast<int32_t>(upper);
+}
+
 // Words of two rows: element i of the one, then of the other.
 inline void interleave_rows(const BFloat16* row0, const BFloat16* row1, int64_t n, BFloat16* dst) {
   using Words = vec::Vectorized<int32_t>;
   int64_t i = 0;
   for (; i + kLanes<BFloat16> <= n; i += kLanes<BFloat16>) {
     const auto lower = load_lanes(row0 + i), upper = load_lanes(row1 + i);
-    // As floats both are the upper half of a word.
     for (const auto half : c10::irange(2)) {
-      const auto low = (vec::cast<int32_t>(lower[half]) >> Words(16)) & Words(0xffff);
-      (low | vec::cast<int32_t>(upper[half])).store(dst + 2 * (i + half * Words::size()));
+      join_halves(lower[half], upper[half]).store(dst + 2 * (i + half * Words::size()));
     }
   }
   for (; i < n; ++i) {
