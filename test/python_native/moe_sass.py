@@ -304,7 +304,8 @@ class Work:
         dram_bytes: read and written.
         fill_loads: loads in a row before the first operand can be loaded.
         ahead: of them, those that a program with another tile makes during that one.
-        epilogue_loads: loads in a row in the epilogue.
+        epilogue_loads: loads in a row in the epilogue; no part's goes before the stores of
+            the last one, which the compiler cannot tell from it.
     """
 
     tiles: float
@@ -355,10 +356,9 @@ def work_of(kernel: Kernel, shape: Shape) -> Work:
         tiles = shape.row_tiles(bm) * -(-F // bn)
         rest = weights(F, D) + 2 * R * F * 5
         dram = gathered_bytes(shape, 2 * D, rest) + rest
-        limited = constants.get("HAS_LIMIT", True)
-        ahead = 2 if constants.get("PERSISTENT") and not limited else 0
+        loads = constants["EPILOGUE_PARTS"]
         step = (bm + bn) * bk * 2
-        return Work(tiles, D / bk, step, 2.0 * R * D * F, dram, 3, ahead, 1)
+        return Work(tiles, D / bk, step, 2.0 * R * D * F, dram, 3, 0, loads)
     if kernel.name.startswith(("down", "input_grad")):
         inner = F if kernel.name.startswith("down") else 2 * F
         tiles = shape.row_tiles(bm) * -(-D // bn)

@@ -88,7 +88,8 @@ def work_of(kernel: Kernel, shape: Shape) -> Work:
         tiles *= -(-F // bn)
         rest = weights(F, D) + R * F * (2 * code + 2 * made + 2)
         dram = moe_sass.gathered_bytes(shape, code * D, rest) + rest
-        return Work(tiles, D / bk, step, 2.0 * R * D * F, dram, 3, 0, 1)
+        loads = kernel.constants["EPILOGUE_PARTS"]
+        return Work(tiles, D / bk, step, 2.0 * R * D * F, dram, 3, 0, loads)
     if name in ("down", "input_grad"):
         inner = F if name == "down" else 2 * F
         dram = weights(D, inner) + R * inner * code + 2.0 * R * D

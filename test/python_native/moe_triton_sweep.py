@@ -147,6 +147,19 @@ def variants() -> tuple[Variant, ...]:
             kernels=ACTIVATION_KERNELS,
             activation=launch.Activation("swiglu", limit=7.0),
         ),
+        Variant(
+            "gpt_oss",
+            kernels=ACTIVATION_KERNELS,
+            activation=launch.Activation("swiglu_oai", gate_interleaved=True),
+            bias=True,
+        ),
+        # Of those that alternate, what needs most registers.
+        Variant(
+            "interleaved_geglu",
+            kernels=ACTIVATION_KERNELS,
+            every_config=True,
+            activation=launch.Activation("geglu", gate_interleaved=True, limit=7.0),
+        ),
         Variant("float16", dtype=torch.float16),
     ]
     for name in GATED_ACTIVATIONS + PLAIN_ACTIVATIONS:
@@ -170,16 +183,10 @@ def _one_config(table: KernelTable, index: int) -> dict[str, tuple[TileConfig, .
     }
 
 
-def _main_config(
-    table: KernelTable, clamped: bool
-) -> dict[str, tuple[TileConfig, ...]]:
+def _main_config(table: KernelTable) -> dict[str, tuple[TileConfig, ...]]:
     """The first configuration of every kernel that is not for few rows or columns."""
     return {
-        kernel: next(
-            (c,)
-            for c in configs
-            if not (c.max_rows or c.max_columns) and (c.clamps or not clamped)
-        )
+        kernel: next((c,) for c in configs if not (c.max_rows or c.max_columns))
         for kernel, configs in table.items()
     }
 
@@ -189,7 +196,7 @@ def _tables(
 ) -> list[dict[str, tuple[TileConfig, ...]]]:
     """Tables of one configuration per kernel, that together are what ``variant`` takes."""
     if not variant.every_config:
-        return [_main_config(table, variant.activation.clamped)]
+        return [_main_config(table)]
     return [_one_config(table, i) for i in range(max(map(len, table.values())))]
 
 

@@ -35,7 +35,6 @@ import torch
 from torch._native.ops.moe.cutedsl_kernels import rows
 from torch._native.ops.moe.triton_kernels import launch, permutation
 from torch._native.ops.moe.triton_kernels.configs import (
-    fitting_configs,
     FORWARD_KERNELS,
     KERNELS,
     MAX_CONFIGS,
@@ -126,9 +125,7 @@ class TestMoeStaticGateItself(TestCase):
                 # Some problem is too narrow for everything else.
                 last = entry[-1]
                 self.assertFalse(last.max_rows or last.max_columns or last.max_inner)
-                self.assertTrue(last.clamps)
-                clamped = fitting_configs(table, kernel, 512, 512, 512, clamped=True)
-                self.assertTrue(all(config.clamps for config in clamped))
+            self.assertEqual({c.programs_per_sm for c in table["act_backward"]}, {0})
 
     @parametrize(
         "num_tokens,num_experts,kernels,checks",

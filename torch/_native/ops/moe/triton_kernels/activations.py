@@ -44,11 +44,6 @@ class Activation:
     def gated(self) -> bool:
         return self.name in GATED_ACTIVATIONS
 
-    @property
-    def clamped(self) -> bool:
-        """Whether a clamp is added to what the activation has anyway."""
-        return self.limit is not None and self.name != "swiglu_oai"
-
     def kernel_args(self) -> dict[str, object]:
         return {
             "alpha": DEFAULT_ALPHA if self.alpha is None else self.alpha,
@@ -193,6 +188,7 @@ def glu_backward(
         d_gate = unary_backward(grad * u, g, ACTIVATION)
         d_up = grad * unary_forward(g, ACTIVATION)
     if HAS_LIMIT:
-        d_gate = tl.where(gate < limit, d_gate, 0.0)
-        d_up = tl.where((up < limit) & (up > -limit), d_up, 0.0)
+        # As of gate and up, which need no registers any more.
+        d_gate = tl.where(g < limit, d_gate, 0.0)
+        d_up = tl.where(tl.abs(u) < limit, d_up, 0.0)
     return d_gate, d_up

@@ -28,23 +28,23 @@ from .activations import (
     unary_forward,
 )
 from .forward import column_parts, load_rows, load_weight, routed_rows, row_tile
-from .permutation import tile_ahead, tile_of
+from .permutation import tile_of
 
 
 @triton.jit
 def _load_preact(
-    preact, first_row, first_col, row_length, valid, last_col,
+    preact, first_row, first_col, row_length, in_tile, last_col,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tile of H; rows without a slot read as 0.
+    """Tile of H in float32, whose rows without a slot hold zeros.
 
     By pointers, in the layout that the accumulator's epilogue works in: a TMA load
     comes in another one, in which Triton then computes the activation a second time.
     """
     ptrs = row_tile(preact, first_row, first_col, row_length, BLOCK_M, BLOCK_N)
     cols = first_col + tl.arange(0, BLOCK_N)
-    mask = valid[:, None] & (cols[None, :] < last_col)
-    return tl.load(ptrs, mask=mask, other=0.0)
+    mask = in_tile & (cols[None, :] < last_col)
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -55,19 +55,21 @@ def _act_backward_epilogue(
     INTERLEAVED: tl.constexpr, STORE_HIDDEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stores dH and A' for some columns of dA'; returns their <dA', A> per row."""
+    """Stores dH and A' for some columns of dA'; returns their <dA', A> per row.
+
+    That of a row without a slot is undefined; nothing reads it.
+    """
     dtype = grad_preact.dtype.element_ty
     cols = first_n + tl.arange(0, BLOCK_N)
     in_tile = (first_row + tl.arange(0, BLOCK_M) < row_end)[:, None]
-    grad = acc * s[:, None]
+    # Of the product, not of acc, which the compiler would then keep whole beside its parts.
+    grad = tl.where(valid[:, None], acc * s[:, None], 0.0)
     if GATED and INTERLEAVED:
         h_cols = first_n * 2 + tl.arange(0, BLOCK_N * 2)
         h = _load_preact(
-            preact, first_row, first_n * 2, F * 2, valid, F * 2, BLOCK_M, BLOCK_N * 2
+            preact, first_row, first_n * 2, F * 2, in_tile, F * 2, BLOCK_M, BLOCK_N * 2
         )
         gate, up = tl.split(tl.reshape(h, (BLOCK_M, BLOCK_N, 2)))
-        gate = gate.to(tl.float32)
-        up = up.to(tl.float32)
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT).to(dtype)
         d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
         dh = tl.join(d_gate.to(dtype), d_up.to(dtype))
@@ -78,11 +80,11 @@ def _act_backward_epilogue(
         tl.store(ptrs, dh, mask=in_tile & (h_cols[None, :] < 2 * F))
     elif GATED:
         gate = _load_preact(
-            preact, first_row, first_n, F * 2, valid, F, BLOCK_M, BLOCK_N
-        ).to(tl.float32)
+            preact, first_row, first_n, F * 2, in_tile, F, BLOCK_M, BLOCK_N
+        )
         up = _load_preact(
-            preact, first_row, F + first_n, F * 2, valid, F * 2, BLOCK_M, BLOCK_N
-        ).to(tl.float32)
+            preact, first_row, F + first_n, F * 2, in_tile, F * 2, BLOCK_M, BLOCK_N
+        )
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT).to(dtype)
         d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
         ptrs = row_tile(grad_preact, first_row, first_n, F * 2, BLOCK_M, BLOCK_N)
@@ -90,9 +92,7 @@ def _act_backward_epilogue(
         tl.store(ptrs, d_gate.to(dtype), mask=mask)
         tl.store(ptrs + F, d_up.to(dtype), mask=mask)
     else:
-        h = _load_preact(preact, first_row, first_n, F, valid, F, BLOCK_M, BLOCK_N).to(
-            tl.float32
-        )
+        h = _load_preact(preact, first_row, first_n, F, in_tile, F, BLOCK_M, BLOCK_N)
         a = unary_forward(h, ACTIVATION).to(dtype)
         dh = unary_backward(grad, h, ACTIVATION)
         ptrs = row_tile(grad_preact, first_row, first_n, F, BLOCK_M, BLOCK_N)
@@ -122,7 +122,7 @@ def act_backward_kernel(
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     STORE_HIDDEN: tl.constexpr, STORE_PARTIALS: tl.constexpr,
-    PERSISTENT: tl.constexpr, K_MAJOR: tl.constexpr, USE_TMA: tl.constexpr,
+    K_MAJOR: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -130,44 +130,31 @@ def act_backward_kernel(
     """dH, A' and the dS partials of one tile, from dA' = dO[token(r)] @ w_out[e].
 
     The contraction runs over D, so D is the weight's K dimension here: K_MAJOR
-    means that D is contiguous, which nn.Linear's layout is not. PERSISTENT: a program
-    has more tiles than one, and loads which is next before this one's matmuls. With its
-    slots, or beside a clamp, that would be more than the registers hold.
+    means that D is contiguous, which nn.Linear's layout is not. A program has one tile:
+    without what a loop keeps from one to the next, the registers hold two programs on a
+    multiprocessor, which hide each other's epilogue.
     """
-    AHEAD: tl.constexpr = PERSISTENT and not HAS_LIMIT
     num_n = tl.cdiv(F, BLOCK_N)
     num_m = tl.load(tiles)
-    if AHEAD:
-        expert, first_row, row_end, tile_n = tile_ahead(
-            tiles, num_m, tl.program_id(0), num_n, GROUP_M
-        )
-    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        if AHEAD:
-            next_expert, next_row, next_end, next_n = tile_ahead(
-                tiles, num_m, index + tl.num_programs(0), num_n, GROUP_M
-            )
-        else:
-            expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
+    index = tl.program_id(0)
+    if index < num_m * num_n:
+        expert, first_row, row_end, tile_n = tile_of(tiles, index, num_n, GROUP_M)
         rows, slots, valid = routed_rows(
-            # pyrefly: ignore[unbound-name]
-            row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M,
-        )  # fmt: skip
+            row_slots, first_row, row_end, HAS_SLOTS, BLOCK_M
+        )
         tokens = (slots // top_k).to(tl.int64)
         g_ptrs = grad_out + tokens[:, None] * stride_gt
         g_ptrs += tl.arange(0, BLOCK_K)[None, :]
-        # pyrefly: ignore[unbound-name]
         first_n = tile_n * BLOCK_N
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in tl.range(0, D, BLOCK_K):
             g = load_rows(g_ptrs, k, D, EVEN_K, BLOCK_K)
             w = load_weight(
-                # pyrefly: ignore[unbound-name]
                 w_out, expert, first_n, k, F, D, stride_we, stride_wf, stride_wd,
                 K_MAJOR, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             acc = tl.dot(g, w, acc, input_precision=PRECISION)
 
-        acc = tl.where(valid[:, None], acc, 0.0)
         if HAS_SCALE:
             s = tl.load(scale + slots, mask=valid, other=0.0).to(tl.float32)
         else:
@@ -185,9 +172,6 @@ def act_backward_kernel(
         if STORE_PARTIALS:
             ptrs = scale_partials + tile_n.to(tl.int64) * num_rows + rows
             tl.store(ptrs, dot, mask=rows < row_end)
-        if AHEAD:
-            # pyrefly: ignore[unbound-name]
-            expert, first_row, row_end, tile_n = next_expert, next_row, next_end, next_n
 
 
 @triton.jit

@@ -31,15 +31,14 @@ class TileConfig:
         num_stages: depth of the software pipeline.
         group_m: row tiles that walk the columns together (L2 reuse).
         tma: read weights, and rows that need no gather, through TMA.
-        epilogue_parts: 1, 2 or 4; the epilogue takes the tile's columns in so many
-            parts, to fit in registers.
+        epilogue_parts: 1, 2, 4 or 8; the epilogue takes the tile's columns in so many
+            parts, to fit in registers; twice as many where gate and up alternate.
         programs_per_sm: programs per multiprocessor that walk the tiles; 0 for one
-            program per tile.
+            program per tile, which ``act_backward`` always has.
         max_rows: only for at most so many routed rows per expert on average; 0 for
             any number. Forward kernels only.
         max_columns: only for at most so many columns; 0 for any number.
         max_inner: only for contractions of at most so many terms; 0 for any number.
-        clamps: also where a limit is added to swiglu or geglu, which takes registers.
     """
 
     block_m: int
@@ -54,7 +53,6 @@ class TileConfig:
     max_rows: int = 0
     max_columns: int = 0
     max_inner: int = 0
-    clamps: bool = True
 
 
 MAX_CONFIGS = 6
@@ -111,7 +109,7 @@ _SM_80: KernelTable = {
         TileConfig(64, 64, 64, 4, 3),
     ),
     "act_backward": (
-        TileConfig(128, 64, 64, 8, 3, epilogue_parts=2),
+        TileConfig(128, 64, 64, 8, 3, epilogue_parts=4),
         TileConfig(64, 64, 64, 4, 3, epilogue_parts=4),
     ),
     "input_grad": (
@@ -134,12 +132,15 @@ _SM_80: KernelTable = {
 # multiprocessor, whose loads and matmuls hide the other's epilogue. weight_grad loads
 # the rows' slots one pipeline step ahead of the rows, so that half of the stages,
 # rounded up, hold data.
+# act_backward has the registers for two programs of 128x128 in 8 warps (128 of 128), as it
+# keeps no next tile and takes 16 columns at a time.
 # Left out, with the times that test/python_native/moe_sass.py models at (24576, 1536, 256,
-# 128, 8). act_backward, 447 us: which tile is next, loaded during this one beside a clamp, spills
-# 16 to 24 bytes, and that tile's slots 8 to 40, as do two programs
-# (128x128 in 4 warps, 398) and a tile of 128x256 (405); H loaded a part ahead spills with
-# swiglu_oai and in 128x64. input_grad, 567: two programs of 128x128 (584)
-# are bound by the L2; 1 or 2 epilogue parts (560, 564) take 252 and 202 registers of 255.
+# 128, 8). act_backward, 399 us: one program that loops over tiles and loads what it needs to
+# know of the next (475), two programs of 4 warps, which spill, or of 4 parts, which do not
+# fit; fetching H into the L2 ahead of the epilogue (398); all experts' rows of a window of
+# tokens together, which then stay in the L2, while weights do not (as many bytes).
+# input_grad, 567: two programs of 128x128 (584) are bound by the L2; 1 or 2 epilogue parts
+# (560, 564) take 252 and 202 registers of 255.
 # weight_grad, 511 and 278, but 522 and 282 where a compiler traces the launchers, whose
 # descriptors have no strides that wrap around: its 23.3 and 11.6 waves of tiles take as long as
 # 24 and 12; one launch of both products would take 35. num_ctas = 2 loads by TMA without
@@ -151,8 +152,7 @@ _SM_80: KernelTable = {
 _SM_90: KernelTable = {
     "up_gated": (
         TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True, max_rows=64),
-        TileConfig(128, 128, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
-        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 128, 64, 8, 4, epilogue_parts=8, tma=True, programs_per_sm=1),
         TileConfig(128, 64, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
         TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True),
     ),
@@ -183,8 +183,7 @@ _SM_90: KernelTable = {
         TileConfig(64, 64, 64, 4, 4, tma=True),
     ),
     "act_backward": (
-        TileConfig(128, 128, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
-        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=8, tma=True),
         TileConfig(128, 64, 64, 4, 3, epilogue_parts=4, tma=True),
         TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True),
     ),
@@ -231,18 +230,7 @@ _SM_100: KernelTable = {
         TileConfig(64, 64, 64, 4, 4, tma=True),
     ),
     "act_backward": (
-        TileConfig(
-            128,
-            128,
-            64,
-            8,
-            4,
-            epilogue_parts=4,
-            tma=True,
-            programs_per_sm=1,
-            clamps=False,
-        ),
-        TileConfig(128, 128, 64, 8, 3, epilogue_parts=4, tma=True, clamps=False),
+        TileConfig(128, 128, 64, 8, 3, epilogue_parts=8, tma=True),
         TileConfig(128, 64, 64, 8, 4, epilogue_parts=2, tma=True),
         TileConfig(64, 64, 64, 4, 4, epilogue_parts=4, tma=True),
     ),
@@ -310,7 +298,6 @@ def fitting_configs(
     num_columns: int,
     num_inner: int,
     rows_per_expert: float,
-    clamped: bool = False,
 ) -> tuple[TileConfig, ...]:
     """The configurations of ``kernel`` for a problem, in the table's order; never none.
 
@@ -320,7 +307,6 @@ def fitting_configs(
         num_columns: columns of the kernel's output (of A for ``up``).
         num_inner: terms of the contraction; rows of the output for ``weight_grad``.
         rows_per_expert: routed rows over experts, both static.
-        clamped: with a limit of swiglu or geglu.
     """
 
     def fits(config: TileConfig) -> bool:
@@ -329,7 +315,12 @@ def fitting_configs(
             and (not config.max_rows or rows_per_expert <= config.max_rows)
             and (not config.max_columns or num_columns <= config.max_columns)
             and (not config.max_inner or num_inner <= config.max_inner)
-            and (config.clamps or not clamped)
         )
 
-    return tuple(filter(fits, table[kernel])) or table[kernel][-1:]
+    chosen = tuple(filter(fits, table[kernel])) or table[kernel][-1:]
+    # One tile may be for few rows and, as another entry, for short contractions.
+    tiles: dict[TileConfig, TileConfig] = {}
+    for config in chosen:
+        tile = dataclasses.replace(config, max_rows=0, max_columns=0, max_inner=0)
+        tiles.setdefault(tile, config)
+    return tuple(tiles.values())

@@ -139,21 +139,19 @@ def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def column_parts(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """A (ROWS, COLUMNS) block as a tuple of 1, 2 or 4 blocks of adjacent columns.
+    """A (ROWS, COLUMNS) block as a tuple of PARTS blocks of adjacent columns.
 
-    An epilogue that works on a part at a time needs fewer registers beside the
-    accumulator.
+    PARTS is a power of 2. An epilogue that works on a part at a time needs fewer
+    registers beside the accumulator.
     """
-    tl.static_assert(PARTS == 1 or PARTS == 2 or PARTS == 4)
+    tl.static_assert(COLUMNS % PARTS == 0)
     if PARTS == 1:
         parts = (x,)
     else:
-        parts = _halves(x, ROWS, COLUMNS)
-        if PARTS == 4:
-            left, right = parts
-            parts = _halves(left, ROWS, COLUMNS // 2) + _halves(
-                right, ROWS, COLUMNS // 2
-            )
+        left, right = _halves(x, ROWS, COLUMNS)
+        parts = column_parts(left, ROWS, COLUMNS // 2, PARTS // 2) + column_parts(
+            right, ROWS, COLUMNS // 2, PARTS // 2
+        )
     return parts
 
 

@@ -165,12 +165,16 @@ def _weight_tma_ok(plan: LaunchPlan, *weights: Tensor) -> bool:
     return all(_tma_ok(plan, w) or _tma_ok(plan, w.mT) for w in weights)
 
 
-def _tile_args(config: TileConfig, num_columns: int, num_inner: int) -> dict:
+def _tile_args(
+    config: TileConfig, num_columns: int, num_inner: int, interleaved: bool = False
+) -> dict:
+    # A part has gate and up side by side then, and no more columns of H than else.
+    parts = config.epilogue_parts * (2 if interleaved else 1)
     return {
         "EVEN_N": num_columns % config.block_n == 0,
         "EVEN_K": num_inner % config.block_k == 0,
         "GROUP_M": config.group_m,
-        "EPILOGUE_PARTS": config.epilogue_parts,
+        "EPILOGUE_PARTS": parts,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
@@ -188,7 +192,6 @@ def _run(
     num_inner: int,
     traits: tuple[object, ...],
     launch: Callable[[TileConfig], _Result],
-    clamped: bool = False,
 ) -> _Result:
     """Calls ``launch`` with the configuration of ``kernel`` for this problem.
 
@@ -198,12 +201,9 @@ def _run(
         num_columns, num_inner: columns of the output and length of the contraction.
         traits: what else decides which code is compiled; for the autotuner.
         launch: launches the kernel; returns what the caller wants.
-        clamped: with a limit of swiglu or geglu.
     """
     density = plan.hint(rows.num_rows) / rows.num_experts
-    configs = fitting_configs(
-        plan.table, kernel, num_columns, num_inner, density, clamped
-    )
+    configs = fitting_configs(plan.table, kernel, num_columns, num_inner, density)
     config = configs[0]
     if plan.autotuner is not None:
         problem = (kernel, num_columns, num_inner, traits, int(density).bit_length())
@@ -342,7 +342,7 @@ def _up(
             STORE_PREACT=store_preact,
             PRECISION=_PRECISION,
             **w_flags,
-            **_tile_args(config, num_hidden, dim),
+            **_tile_args(config, num_hidden, dim, act.gate_interleaved),
         )
 
     kernel = "up_gated" if act.gated else "up_plain"
@@ -487,7 +487,7 @@ def _act_backward(
         partials = preact.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
         use_tma = config.tma and _weight_tma_ok(plan, w)
         w_operand, w_flags = _weight_operand(w, config, config.block_n, use_tma)
-        grid = _grid(plan, config, rows.max_tiles(config.block_m) * num_n)
+        grid = (rows.max_tiles(config.block_m) * num_n,)
         plan.kernel(act_backward_kernel)[grid](
             grad_out,
             w_operand,
@@ -509,17 +509,14 @@ def _act_backward(
             HAS_SCALE=scale is not None,
             STORE_HIDDEN=need_hidden,
             STORE_PARTIALS=need_scale,
-            PERSISTENT=config.programs_per_sm > 0,
             PRECISION=_PRECISION,
             **w_flags,
-            **_tile_args(config, num_hidden, dim),
+            **_tile_args(config, num_hidden, dim, act.gate_interleaved),
         )
         return partials
 
     traits = (preact.dtype, act, w.stride(2) == 1, need_hidden, need_scale)
-    partials = _run(
-        plan, "act_backward", rows, num_hidden, dim, traits, launch, act.clamped
-    )
+    partials = _run(plan, "act_backward", rows, num_hidden, dim, traits, launch)
     if need_scale and b_out is not None:
         _bias_dot(rows, grad_out, b_out, partials[-1])
     return grad_preact, scaled_hidden, partials

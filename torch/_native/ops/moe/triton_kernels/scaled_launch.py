@@ -389,7 +389,7 @@ def _act_backward(
     needs = (stores_codes, need_values or behind, need_hidden, need_scale)
     traits = (product_type, act, preact.values.dtype, *needs)
     kernel = recipe.kernel("act_backward")
-    partials = _run(plan, kernel, rows, num_hidden, dim, traits, launch, act.clamped)
+    partials = _run(plan, kernel, rows, num_hidden, dim, traits, launch)
     if need_scale and b_out is not None:
         _bias_dot(rows, grad_out, b_out, partials[-1])
     if behind:
