@@ -242,7 +242,7 @@ def weight_grad_kernel(
     row_slots,  # (R,) int32
     offs,  # (E,) int32
     out,  # (E, M, N) by strides, written
-    M, N, num_experts,
+    M: tl.constexpr, N: tl.constexpr, num_experts,
     stride_p, stride_q, stride_oe, stride_om, stride_on,
     TOP_K: tl.constexpr,
     GATHER_P: tl.constexpr, GATHER_Q: tl.constexpr, USE_TMA: tl.constexpr,

@@ -139,9 +139,9 @@ _SM_80: KernelTable = {
 # know of the next (475), two programs of 4 warps, which spill, or of 4 parts, which do not
 # fit; fetching H into the L2 ahead of the epilogue (398); all experts' rows of a window of
 # tokens together, which then stay in the L2, while weights do not (as many bytes).
-# input_grad, 567: two programs of 128x128 (584) are bound by the L2; 1 or 2 epilogue parts
-# (560, 564) take 252 and 202 registers of 255.
-# weight_grad, 511 and 278, but 522 and 282 where a compiler traces the launchers, whose
+# input_grad, 548: two programs of 128x128 are bound by the L2 (584); 1 epilogue part (547)
+# takes 192 registers, 4 (553) take 159.
+# weight_grad, 509 and 277, but 518 and 281 where a compiler traces the launchers, whose
 # descriptors have no strides that wrap around: its 23.3 and 11.6 waves of tiles take as long as
 # 24 and 12; one launch of both products would take 35. num_ctas = 2 loads by TMA without
 # multicast, so each of the two multiprocessors loads what both read. Everywhere: a loop
@@ -177,7 +177,7 @@ _SM_90: KernelTable = {
             programs_per_sm=2,
             max_inner=512,
         ),
-        TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 256, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
         TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
         TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),
         TileConfig(64, 64, 64, 4, 4, tma=True),
@@ -188,7 +188,7 @@ _SM_90: KernelTable = {
         TileConfig(64, 64, 64, 4, 4, epilogue_parts=2, tma=True),
     ),
     "input_grad": (
-        TileConfig(128, 256, 64, 8, 4, epilogue_parts=4, tma=True, programs_per_sm=1),
+        TileConfig(128, 256, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
         TileConfig(128, 128, 64, 8, 4, epilogue_parts=2, tma=True, programs_per_sm=1),
         TileConfig(128, 128, 64, 4, 3, epilogue_parts=4, tma=True),
         TileConfig(128, 64, 64, 4, 4, epilogue_parts=2, tma=True),

@@ -9,6 +9,9 @@ a loop whose stride is the grid: a grid of one program per tile and a grid of on
 program per SM are the same kernel. Which tile is next is loaded before this one's
 matmuls, and its slots before this one's epilogue.
 
+Kernels that only multiply take the sizes of the layer as constants: a division by them
+would stand between two tiles. Others need the registers that this takes.
+
 ``w`` is a pointer, or a TMA descriptor over (E, rows, columns) when USE_TMA. TMA
 fills reads outside an expert's matrix with zeros, so it needs no masks.
 Offsets that a row number or an expert number takes part in are int64, and so is the
@@ -311,7 +314,7 @@ def grouped_mm_kernel(
     row_slots,  # (R,) int32
     tiles,  # tile list
     out,  # (R, N) contiguous, written
-    N, P,
+    N: tl.constexpr, P: tl.constexpr,
     stride_we, stride_wn, stride_wp, stride_ue, stride_un, stride_up,
     stride_be, stride_bn,
     TWO_WEIGHTS: tl.constexpr,

@@ -302,7 +302,7 @@ def _up(
     store_preact: bool,
 ) -> None:
     """preact (R, g*F) = H if ``store_preact``, and hidden (R, F) = act(H)."""
-    dim, num_hidden = x.shape[1], hidden.shape[1]
+    dim, num_hidden = w_in.shape[2], hidden.shape[1]
     gate, up = _gate_and_up(w_in, w_up, act)
     adjacent = act.gated and not act.gate_interleaved and w_up is None
 
@@ -366,7 +366,7 @@ def _grouped_mm(
     With ``w_up`` (E, N, P) too, ``a`` is (R, 2P), and its halves are multiplied with
     ``w`` and ``w_up``.
     """
-    num_inner, num_columns = w.shape[2], out.shape[1]
+    num_columns, num_inner = w.shape[1:]
     weights = (w, w if w_up is None else w_up)
     halves = (a, a) if w_up is None else (a[:, :num_inner], a[:, num_inner:])
 

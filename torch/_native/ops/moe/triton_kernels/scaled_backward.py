@@ -441,7 +441,7 @@ def scaled_weight_grad_kernel(
     q_scale,  # (N, blocks) by strides, likewise
     offs,  # (E,) int32
     out,  # (E, M, N) by strides, written
-    M, N, length, num_experts,
+    M: tl.constexpr, N: tl.constexpr, length, num_experts,
     stride_pm, stride_pb, stride_qn, stride_qb, stride_oe, stride_om, stride_on,
     BLOCK: tl.constexpr, WIDEN: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
     GROUP_M: tl.constexpr,

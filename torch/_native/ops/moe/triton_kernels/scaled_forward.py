@@ -417,7 +417,7 @@ def scaled_mm_kernel(
     row_slots,  # (R,) int32
     tiles,  # tile list
     out,  # (R, N) contiguous, written
-    N, P,
+    N: tl.constexpr, P: tl.constexpr,
     stride_we, stride_wn, stride_se, stride_sn, stride_sk, stride_be, stride_bn,
     TWO_WEIGHTS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,

@@ -147,7 +147,7 @@ def _scaled_mm(
 
     With ``w_up`` too, the halves of ``a`` (R, 2P) are multiplied with ``w`` and ``w_up``.
     """
-    num_inner, num_columns = w.codes.shape[2], out.shape[1]
+    num_columns, num_inner = w.codes.shape[1:]
     second = w if w_up is None else w_up
 
     def launch(config: TileConfig) -> None:
