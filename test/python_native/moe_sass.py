@@ -472,7 +472,7 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
     stalls = sum(ins.stall for ins in outside) + BARRIER * _count(outside, "BAR.SYNC")
     epilogue = max(issue, stalls) + work.epilogue_loads * DRAM_LATENCY
     resident = kernel.occupancy
-    # A loop over tiles is in every kernel; it turns once where a program has one tile.
+    # With no more programs than fit, a kernel loops over its tiles, or has no more of them.
     persistent = kernel.constants["GRID"] <= resident * SMS
     if persistent:
         resident = min(resident, math.ceil(kernel.constants["GRID"] / SMS))

@@ -350,6 +350,8 @@ class _Processes:
         env["PYTHONSAFEPATH"] = "1"
         # Threads that spin while they wait keep those of the file beside them from running.
         env.setdefault("OMP_WAIT_POLICY", "passive")
+        # A rank that dies of a signal says where it was.
+        env.setdefault("PYTHONFAULTHANDLER", "1")
         one_thread = test.startswith("test/distributed/")
         if one_thread:
             # As torchrun does: ranks that each spin on all cores crawl.
