@@ -188,19 +188,13 @@ class TestMoeFunctorch(TestCase):
 GROUPS = {"num_groups": 2, "top_groups": 1}
 
 
-def router_weights(logits, **options):
-    return torch._moe_topk(logits, K, **options)[1]
-
-
-class TestRouterOp(TestCase):
-    """The op that F.moe_topk is."""
-
+class TestMoeTopkFunctorch(TestCase):
     @parametrize("options", ({}, GROUPS, {"score": "sigmoid", "normalize": False}))
     def test_vmap(self, options):
         logits, bias = operands()[1], torch.linspace(0, 1, E, dtype=torch.float64)
 
         def route(logits, bias):
-            return torch._moe_topk(logits, K, bias, **options)
+            return F.moe_topk(logits, K, bias=bias, **options)
 
         actual = vmap(route, in_dims=(0, None))(logits, bias)
         biases = torch.stack([bias, -bias])
@@ -216,59 +210,27 @@ class TestRouterOp(TestCase):
     def test_grad_and_vjp(self, options):
         logits = operands()[1]
 
-        def loss(logits, weights=router_weights):
-            return weights(logits, **options).sin().sum()
-
-        def functional(logits, **options):
+        def weights(logits):
             return F.moe_topk(logits, K, **options)[1]
+
+        def loss(logits):
+            return weights(logits).sin().sum()
 
         per_sample = vmap(grad(loss))(logits)
         for i in range(B):
-            expected = grad(lambda x: loss(x, functional))(logits[i])
-            self.assertEqual(grad(loss)(logits[i]), expected)
-            self.assertEqual(per_sample[i], expected)
-        out, pullback = vjp(lambda x: router_weights(x, **options), logits[0])
+            leaf = logits[i].clone().requires_grad_()
+            loss(leaf).backward()
+            self.assertEqual(grad(loss)(logits[i]), leaf.grad)
+            self.assertEqual(per_sample[i], leaf.grad)
+        out, pullback = vjp(weights, logits[0])
         leaf = logits[0].clone().requires_grad_()
-        functional(leaf, **options).backward(torch.ones_like(out))
-        self.assertEqual(pullback(torch.ones_like(out))[0], leaf.grad)
-
-    @parametrize("api", ("jvp", "forward_ad"))
-    def test_forward_mode_says_that_it_is_missing(self, api):
-        logits = operands()[1][0]
-        message = "forward AD with _moe_topk that does not support it"
-        with self.assertRaisesRegex(NotImplementedError, message):
-            if api == "jvp":
-                jvp(router_weights, (logits,), (logits,))
-            else:
-                with forward_ad.dual_level():
-                    router_weights(forward_ad.make_dual(logits, logits))
-
-    def test_second_derivative_says_that_it_is_missing(self):
-        logits = operands()[1][0].requires_grad_()
-        out = router_weights(logits).sin().sum()
-        (first,) = torch.autograd.grad(out, logits, create_graph=True)
-        message = "derivative for aten::_moe_topk_backward is not implemented"
-        with self.assertRaisesRegex(RuntimeError, message):
-            first.sum().backward()
-
-    @parametrize("autocast", (False, True))
-    @parametrize("dtype", (torch.float32, torch.bfloat16))
-    def test_autocast(self, autocast, dtype):
-        # No rule: logits are what they are, scores and weights float32.
-        logits = operands()[1][0].to(dtype).requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            indices, weights = torch._moe_topk(logits, K, **GROUPS)
-        self.assertEqual(weights.dtype, torch.float32)
-        expected = F.moe_topk(logits, K, **GROUPS)
-        self.assertEqual((indices, weights), expected, rtol=0, atol=0)
-        (got,) = torch.autograd.grad(weights.square().sum(), logits)
-        (want,) = torch.autograd.grad(expected[1].square().sum(), logits)
-        self.assertEqual(got.dtype, dtype)
-        self.assertEqual(got, want)
+        cotangent = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        weights(leaf).backward(cotangent)
+        self.assertEqual(pullback(cotangent)[0], leaf.grad)
 
 
 instantiate_parametrized_tests(TestMoeFunctorch)
-instantiate_parametrized_tests(TestRouterOp)
+instantiate_parametrized_tests(TestMoeTopkFunctorch)
 
 if __name__ == "__main__":
     run_tests()

@@ -7,8 +7,11 @@ runs it on the real ops, where it must pass, and on a variant that breaks this
 one promise, where it must fail.
 """
 
+import re
+
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_moe import (
     call_composite,
     call_native,
@@ -41,7 +44,12 @@ OPS = (
     aten._moe_mlp.default,
     aten._moe_mlp_backward.default,
 )
-ROUTER_OPS = (aten._moe_topk.default, aten._moe_topk_backward.default)
+# These and the ops of PRs that lie on this one.
+ALL_OPS = [
+    getattr(aten, name.removeprefix("aten::")).default
+    for name in sorted(torch._C._dispatch_get_all_op_names())
+    if re.fullmatch(r"aten::_moe_\w+", name)
+]
 
 
 def moe_mlp(x, indices, weights, w_in, w_out, **kwargs):
@@ -276,25 +284,58 @@ class TestMoeInvariants(TestCase):
             self.check_no_sync, synchronising, error=RuntimeError, text="host sync"
         )
 
-    def check_router_without_sync(self, call):
-        logits, bias = torch.randn(6, 8), torch.randn(8)
-        groups = {"num_groups": 4, "top_groups": 2}
-        with NoHostSyncMode():
-            indices, weights = call(ROUTER_OPS[0], logits, 3, bias, **groups)
-            call(ROUTER_OPS[1], weights, logits, indices)
+    def check_router_without_sync(self, topk):
+        # On a GPU that need not be there: on the CPU no copy to the host is seen.
+        with FakeTensorMode():
+            logits = torch.empty(6, 8, device="cuda")
+            bias = torch.empty(8, device="cuda")
+            with NoHostSyncMode():
+                for options in ({}, {"num_groups": 4, "top_groups": 2, "bias": bias}):
+                    topk(logits, 3, **options)
 
     def test_router_without_host_sync(self):
-        def synchronising(op, *args, **kwargs):
-            args[0].isnan().any().item()
-            return call_composite(op, *args, **kwargs)
+        def synchronising(logits, k, **kwargs):
+            k = min(k, int(logits.isfinite().sum()))
+            return F.moe_topk(logits, k, **kwargs)
 
-        self.check_router_without_sync(call_composite)
+        self.check_router_without_sync(F.moe_topk)
         self.assertBreaks(
             self.check_router_without_sync,
             synchronising,
             error=RuntimeError,
             text="host sync",
         )
+
+    SYNCS = {
+        "item": lambda x: x[0].item(),
+        "tolist": lambda x: x.tolist(),
+        "bool": lambda x: bool(x[0] > 0),
+        "nonzero": lambda x: x.nonzero(),
+        "mask": lambda x: x[x > 0],
+        "cpu": lambda x: x.cpu(),
+        "to": lambda x: x.to("cpu", torch.float64),
+        "copy": lambda x: torch.empty(4, device="cpu").copy_(x),
+    }
+
+    @parametrize("name", list(SYNCS))
+    def test_host_syncs_are_seen(self, name):
+        # Asserts what the mode is worth, on a GPU that need not be there.
+        with FakeTensorMode():
+            x = torch.empty(4, device="cuda")
+            with self.assertRaisesRegex(RuntimeError, "needs a host sync"):
+                with NoHostSyncMode():
+                    self.SYNCS[name](x)
+
+    def test_what_is_no_host_sync(self):
+        with FakeTensorMode():
+            x, host = torch.empty(4, device="cuda"), torch.empty(4)
+            with NoHostSyncMode():
+                x.to(torch.float64).copy_(host)
+                host.to("cuda")
+                host.clone().copy_(host)
+                x[x.argsort()].repeat_interleave(
+                    torch.ones_like(x).long(), output_size=4
+                )
 
     # 6. Any routing is legal, nothing else is
 
@@ -347,11 +388,11 @@ class TestMoeInvariants(TestCase):
 
     def check_upstream_shape(self, op):
         name = op.name()
-        keys = ["Meta", "CompositeExplicitAutograd"]
-        if op not in ROUTER_OPS:  # whose CPU kernel is PR 210
-            keys.append("CPU")
-        for key in keys:
-            self.assertTrue(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+        key = "CompositeExplicitAutograd"
+        self.assertTrue(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+        # Its own or that of the composite.
+        computed = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+        self.assertTrue(computed(name, "Meta"))
         from torchgen.aoti.fallback_ops import inductor_fallback_ops
 
         self.assertIn(
@@ -363,9 +404,7 @@ class TestMoeInvariants(TestCase):
 
             self.assertEqual(lookup(binding).__name__, "TorchInGraphFunctionVariable")
 
-    @parametrize(
-        "op", OPS + ROUTER_OPS, name_fn=lambda op: op.name().removeprefix("aten::")
-    )
+    @parametrize("op", ALL_OPS, name_fn=lambda op: op.name().removeprefix("aten::"))
     def test_upstream_shape(self, op):
         self.check_upstream_shape(op)
         self.assertBreaks(self.check_upstream_shape, aten._efficientzerotensor.default)

@@ -23,7 +23,7 @@ from torch.testing._internal.common_utils import (
     subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import moe_cases
+from torch.testing._internal.moe_generators import get_case, moe_cases
 from torch.testing._internal.moe_reference import (
     check_close,
     moe_mlp_backward_reference,
@@ -41,6 +41,17 @@ all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
 all_dtypes = parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 )
+
+
+# Values that the kernels would trust. R = 26, T*K = 26.
+VALUE_ERRORS = [
+    subtest(("row_slots", (7,), 26, r"row_slots must .*got 26"), name="slot_beyond"),
+    subtest(("row_slots", (7,), -2, r"row_slots must .*got -2"), name="slot_negative"),
+    subtest(("slot_rows", (3, 1), 26, r"slot_rows must .*got 26"), name="row_beyond"),
+    subtest(("slot_rows", (3, 1), -2, r"slot_rows must .*got -2"), name="row_negative"),
+    subtest(("slot_rows", (3, 1), -1, r"row_slots|slot_rows"), name="row_forgotten"),
+    subtest(("row_slots", (7,), -1, r"row_slots|slot_rows"), name="slot_forgotten"),
+]
 
 
 def run_op(args, grad_out):
@@ -111,6 +122,20 @@ def run_python(*args, **switches):
 
 
 class TestMoeMlpKernels(TestCase):
+    @parametrize("name,where,value,text", VALUE_ERRORS)
+    def test_values(self, name, where, value, text):
+        ops = get_case("uniform").operands(torch.float32)
+        changed = getattr(ops, name).clone()
+        changed[where] = value
+        args = dataclasses.replace(ops, **{name: changed}).args()
+        with self.assertRaisesRegex((ValueError, IndexError), f"_moe_mlp: .*{text}"):
+            _moe_mlp(*args)
+        backward = (ops.grad_out, *args, torch.zeros(26, 48), [True] * 7)
+        with self.assertRaisesRegex(
+            (ValueError, IndexError), f"_moe_mlp_backward: .*{text}"
+        ):
+            _moe_mlp_backward(*backward)
+
     @all_cases
     @all_dtypes
     def test_thread_count(self, case, dtype):

@@ -1,11 +1,19 @@
 # Owner(s): ["module: nn"]
-"""aten::_moe_topk, the op that F.moe_topk is: kernels, selection, gradient."""
+"""aten::_moe_topk, the op that F.moe_topk is: kernels, selection, gradient, graphs."""
 
 import torch
+import torch.nn.functional as F
+from torch._inductor import config
+from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.func import jvp
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_moe import (
     BACKENDS,
     call_composite,
     call_native,
+    NoHostSyncMode,
 )
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -210,12 +218,108 @@ class TestMoeTopk(TestCase):
         weights.sum().backward()
         self.assertIsNone(bias.grad)
 
-    def test_second_derivative_says_so(self):
+    def test_second_derivative_says_that_it_is_missing(self):
         logits = torch.randn(6, E, requires_grad=True)
-        weights = torch.ops.aten._moe_topk(logits, 3)[1]
+        weights = F.moe_topk(logits, 3)[1]
         (grad,) = torch.autograd.grad(weights.square().sum(), logits, create_graph=True)
-        with self.assertRaisesRegex(RuntimeError, "_moe_topk_backward"):
+        message = "derivative for aten::_moe_topk_backward is not implemented"
+        with self.assertRaisesRegex(RuntimeError, message):
             grad.sum().backward()
+
+    @parametrize("api", ("jvp", "forward_ad"))
+    def test_forward_mode_says_that_it_is_missing(self, api):
+        def weights(x):
+            return F.moe_topk(x, 3)[1]
+
+        logits = torch.randn(6, E)
+        message = "forward AD with _moe_topk that does not support it"
+        with self.assertRaisesRegex(NotImplementedError, message):
+            if api == "jvp":
+                jvp(weights, (logits,), (logits,))
+            else:
+                with forward_ad.dual_level():
+                    weights(forward_ad.make_dual(logits, logits))
+
+    @parametrize("autocast", (False, True))
+    @parametrize("dtype", (torch.float32, torch.bfloat16))
+    def test_autocast(self, autocast, dtype):
+        # No rule: logits are what they are, scores and weights float32.
+        logits = torch.randn(6, E).to(dtype).requires_grad_()
+
+        def run(enabled):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                indices, weights = torch._moe_topk(logits, 3, **OPTIONS["groups"])
+            (grad,) = torch.autograd.grad(weights.square().sum(), logits)
+            return indices, weights, grad
+
+        actual = run(autocast)
+        self.assertEqual([x.dtype for x in actual[1:]], [torch.float32, dtype])
+        self.assertEqual(actual, run(False), rtol=0, atol=0)
+
+    @parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+    @parametrize("device", ["cpu", "meta", "cuda"])
+    def test_functional_is_this_op(self, device, dtype):
+        # On every device, there or not: no softmax and no gather besides it.
+        with FakeTensorMode():
+            logits = torch.empty(7, E, device=device, dtype=dtype)
+            graph = make_fx(lambda x: F.moe_topk(x, 4))(logits).graph
+        called = [n.target for n in graph.nodes if n.op == "call_function"]
+        called = [
+            target for target in called if isinstance(target, torch._ops.OpOverload)
+        ]
+        self.assertEqual(called, [_moe_topk])
+
+    def check_no_sync(self, call):
+        # On a GPU that need not be there: on the CPU no copy to the host is seen.
+        with FakeTensorMode():
+            logits = torch.empty(6, E, device="cuda")
+            bias = torch.empty(E, device="cuda")
+            with NoHostSyncMode():
+                for some_bias, options in ((None, {}), (bias, OPTIONS["groups"])):
+                    indices, weights = call(_moe_topk, logits, 3, some_bias, **options)
+                call(_moe_topk_backward, weights, logits, indices)
+
+    def test_no_host_sync(self):
+        def synchronising(op, *args, **kwargs):
+            args[0].isnan().any().item()
+            return call_composite(op, *args, **kwargs)
+
+        self.check_no_sync(call_composite)
+        with self.assertRaisesRegex(RuntimeError, "needs a host sync"):
+            self.check_no_sync(synchronising)
+
+    def test_export_keeps_the_op(self):
+        class Router(torch.nn.Module):
+            def forward(self, logits):
+                return F.moe_topk(logits, 3)
+
+        logits = torch.randn(6, E)
+        program = torch.export.export(Router(), (logits,))
+        for exported in (program, program.run_decompositions()):
+            called = [n.target for n in exported.graph.nodes if "moe" in str(n.target)]
+            self.assertEqual(called, [_moe_topk])
+            self.assertEqual(tuple(exported.module()(logits)), tuple(Router()(logits)))
+
+    @config.patch(cpp_wrapper=True)
+    @parametrize("name", ["groups", "not_normalized"])
+    def test_c_shims(self, name):
+        # Strings, bools and optional integers; without a shim Inductor calls through Python.
+        logits = torch.randn(6, E, requires_grad=True)
+
+        def run(function):
+            indices, weights = function(logits)
+            (grad,) = torch.autograd.grad(weights.square().sum(), logits)
+            return indices, weights.detach(), grad
+
+        def router(x):
+            return torch._moe_topk(x, 3, **OPTIONS[name])
+
+        torch._dynamo.reset()
+        compiled = torch.compile(router, fullgraph=True)
+        actual, codes = run_and_get_code(lambda: run(compiled))
+        self.assertEqual(actual, run(router))
+        for op in ("_moe_topk", "_moe_topk_backward"):
+            self.assertIn(f"aoti_torch_cpu_{op}(", "".join(codes))
 
     @parametrize(
         "kwargs,text",

@@ -18,6 +18,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor._ops import _moe_ops
 from torch.distributed.tensor._ops.strategy_validation import compare_operator
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.common_moe import mark_sizes_unbacked
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -244,31 +245,6 @@ class TestMoeDTensor(DTensorContinuousTestBase):
             self.assertIsInstance(ours, DTensor)
             self.assertEqual(ours.full_tensor(), theirs)
 
-    @parametrize("bias", [False, True])
-    def test_router_with_sharded_tokens(self, bias):
-        generator = torch.Generator().manual_seed(0)
-        logits = torch.randn(T, E, generator=generator)
-        shift = torch.randn(E, generator=generator) if bias else None
-        leaf = logits.clone().requires_grad_()
-        indices, weights = torch.ops.aten._moe_topk(leaf, K, shift)
-        cotangent = torch.randn(T, K, generator=generator)
-        weights.backward(cotangent)
-
-        mesh = self.build_device_mesh()
-        leaf_d = distribute_tensor(logits, mesh, [Shard(0)]).requires_grad_()
-        if bias:
-            shift = distribute_tensor(shift, mesh, [Replicate()])
-        with CommDebugMode() as communication:
-            indices_d, weights_d = torch.ops.aten._moe_topk(leaf_d, K, shift)
-            weights_d.backward(distribute_tensor(cotangent, mesh, [Shard(0)]))
-        for actual in (indices_d, weights_d, leaf_d.grad):
-            self.assertEqual(actual.placements, (Shard(0),))
-        self.assertEqual(indices_d.full_tensor(), indices)
-        self.assertEqual(weights_d.full_tensor(), weights)
-        self.assertEqual(leaf_d.grad.full_tensor(), leaf.grad)
-        counts = communication.get_comm_counts()
-        self.assertEqual(sum(counts.values()), 1)  # distribute_tensor scatters
-
 
 class TestMoeShardingRules(TestCase):
     """PyTorch's own check of sharding rules, on the samples of the OpInfos."""
@@ -281,25 +257,15 @@ class TestMoeShardingRules(TestCase):
         dist.destroy_process_group()
         super().tearDown()
 
-    @parametrize(
-        "name,confirmed",
-        [
-            ("_moe_mlp", 2),
-            ("_moe_mlp_backward", 2),
-            ("_moe_topk", 1),
-            ("_moe_topk_backward", 1),
-        ],
-    )
-    def test_rules_are_confirmed(self, name, confirmed):
-        # On the samples whose hidden units, or tokens, two ranks can share.
+    @parametrize("name", ("_moe_mlp", "_moe_mlp_backward"))
+    def test_rules_are_confirmed(self, name):
+        # On the samples whose hidden units two ranks can share.
         stats = compare_operator(name, incorrect_only=True)
         self.assertFalse(stats.no_dtensor_support)
         self.assertEqual(stats.false_positives, [])
-        self.assertEqual(stats.true_positives, confirmed)
+        self.assertEqual(stats.true_positives, 2)
 
-    @parametrize(
-        "name", ("_moe_mlp", "_moe_mlp_backward", "_moe_topk", "_moe_topk_backward")
-    )
+    @parametrize("name", ("_moe_mlp", "_moe_mlp_backward"))
     def test_sizes_that_are_data(self, name):
         # As test_dtensor_ops.py does: no size is known, so neither is whether w_in has gates.
         op = next(op for op in op_db if op.name == name)
@@ -310,10 +276,7 @@ class TestMoeShardingRules(TestCase):
                 lambda t: distribute_tensor(t, mesh, [Replicate()]),
                 ((sample.input, *sample.args), sample.kwargs),
             )
-            for x in tree_leaves((args, kwargs)):
-                for dim in range(x.dim() if isinstance(x, DTensor) else 0):
-                    if x.shape[dim] >= 2:
-                        torch._dynamo.decorators.mark_unbacked(x, dim)
+            mark_sizes_unbacked((args, kwargs))
             torch._dynamo.reset()
             compiled = torch.compile(op.get_op(), backend="eager", fullgraph=True)
             actual = tree_map_only(DTensor, DTensor.to_local, compiled(*args, **kwargs))

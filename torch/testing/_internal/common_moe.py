@@ -37,6 +37,14 @@ def to_meta(value):
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)
 
 
+def mark_sizes_unbacked(value) -> None:
+    """Makes torch.compile know no size of a tensor in ``value``, but 0 and 1."""
+    for x in torch.utils._pytree.tree_leaves(value):
+        for dim in range(x.dim() if isinstance(x, Tensor) else 0):
+            if x.shape[dim] >= 2:
+                torch._dynamo.decorators.mark_unbacked(x, dim)
+
+
 def run_code_blocks(text: str) -> tuple[int, dict[str, object]]:
     """Runs the Python blocks of a documentation page one after the other.
 
@@ -62,17 +70,36 @@ def num_threads(count: int):
 
 
 class NoHostSyncMode(TorchDispatchMode):
-    """Raises on an op whose result, or whose shape, the host has to read from the data."""
+    """Raises on an op whose result, or whose shape, the host has to read from the data.
+
+    Those are the ops with a tag that says so, ``_local_scalar_dense`` of ``item`` among them, and
+    copies from another device to the CPU. ``tolist`` reads a CPU tensor without an op, so it is
+    seen for tensors of another device only.
+    """
 
     DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(tag in func.tags for tag in self.DATA_DEPENDENT) and not self._static(
+        tagged = any(tag in func.tags for tag in self.DATA_DEPENDENT)
+        if (tagged and not self._static(func, args, kwargs)) or self._copies_to_host(
             func, args, kwargs
         ):
             raise RuntimeError(f"{func} needs a host sync")
         return func(*args, **kwargs)
+
+    @staticmethod
+    def _copies_to_host(func, args, kwargs) -> bool:
+        """All of them: ``to``, ``cpu`` and the like are made of these ops."""
+        aten = torch.ops.aten
+        if func is aten._to_copy.default:
+            source, target = args[0], kwargs.get("device")
+        elif func in (aten.copy_.default, aten.copy.default):
+            source, target = args[1], args[0].device
+        else:
+            return False
+        target = source.device if target is None else torch.device(target)
+        return target.type == "cpu" and source.device.type != "cpu"
 
     @staticmethod
     def _static(func, args, kwargs) -> bool:

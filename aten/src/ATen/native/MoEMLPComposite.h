@@ -1,6 +1,6 @@
 #pragma once
 
-// What the composite kernels of _moe_mlp and of its low-precision sibling share: routing as
+// What forward and backward of _moe_mlp and of its low-precision sibling share: routing as
 // index tensors, products over the experts, and the activations, all of ATen ops. See
 // MoEMLPUtils.h for the notation.
 
@@ -38,7 +38,14 @@ struct Routing {
   }
 };
 
-// With grouped matmuls nothing syncs; else offs is read on the host once.
+// Whether the rules of _grouped_mm hold for the weights.
+bool can_use_grouped_mm(const moe::MLPInputs& in);
+
+// Whether there are values to compute: neither a call on the meta device nor one without
+// rows. Checks offs where it is on CPU.
+bool has_work(const char* op, const moe::MLPCall& call);
+
+// Without grouped matmuls offs is read on the host.
 Routing make_routing(
     const moe::MLPInputs& in,
     int64_t num_rows,
@@ -68,10 +75,20 @@ ScalarType accumulate_type(const Tensor& input);
 // (T, D) from (R, D): each token's rows summed in slot order.
 Tensor combine_slots(const Routing& routing, const Tensor& rows);
 
+// Gate and up (R, F) of H (R, G*F) in the accumulation type. Without a gate, `up` is
+// undefined.
+std::pair<Tensor, Tensor> split_gate(const Tensor& preact, const ActivationSpec& spec);
+
+// Gate and up as the activation sees them: clamped where it has a limit.
+std::pair<Tensor, Tensor> clamp_gate(
+    const Tensor& gate,
+    const Tensor& up,
+    const ActivationSpec& spec);
+
 // act(H) in the accumulation type, (R, F)
 Tensor activate(const Tensor& preact, const ActivationSpec& spec);
 
-// dH (R, G*F) in the accumulation type, from H and the gradient of act(H)
+// MoEMLPBackward.cpp: dH (R, G*F) in the accumulation type, from H and the gradient of act(H)
 Tensor preact_grad(
     const Tensor& preact,
     const Tensor& grad,

@@ -15,7 +15,7 @@
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEMLP.h>
+#include <ATen/native/MoEMLPCPU.h>
 #include <ATen/native/MoEMLPComposite.h>
 #include <ATen/native/MoEMLPScaled.h>
 #include <ATen/native/MoEMLPScaledValues.h>
@@ -411,7 +411,7 @@ GradTuple make_gradients(
       in.input, in.w_in, in.w_out, in.topk_weights, in.b_in, in.b_out, in.w_up};
   for (size_t i = 0; i < grads.size(); ++i) {
     if (!wanted[i]) {
-      // Defined but empty, see defined_grads in MoEMLP.cpp.
+      // Defined but empty, see defined_grads in MoEMLPCPU.cpp.
       grads[i] = at::empty({0}, in.input.options());
     } else if (!grads[i].defined()) {
       const bool is_weight = i == 1 || i == 2 || i == 6;
@@ -489,10 +489,7 @@ GradTuple backward(
        w_up},                                                  \
       {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},  \
       {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad}, \
-      activation,                                              \
-      gate_interleaved,                                        \
-      alpha,                                                   \
-      limit)
+      {activation, gate_interleaved, alpha, limit})
 
 ForwardTuple moe_mlp_scaled_composite(
     const Tensor& input,

@@ -282,23 +282,14 @@ struct ScaledCall {
       MLPInputs operands,
       ScaledLists scaled,
       const ScaledOptions& options,
-      std::string_view activation,
-      bool gate_interleaved,
-      std::optional<double> alpha,
-      std::optional<double> limit)
+      const ActivationOptions& activation)
       : rule_a(parse_rule_a(op, options.recipe_a)),
         rule_w(parse_rule_w(op, options.recipe_w)),
         layout(parse_layout(op, options.swizzle_w, rule_w)),
         preact_dtype(parse_preact_dtype(op, operands.input, options.preact_dtype)),
         inputs(std::move(operands)),
         lists(scaled),
-        call(
-            op,
-            with_stand_ins(op, inputs, lists, rule_w),
-            activation,
-            gate_interleaved,
-            alpha,
-            limit) {
+        call(op, with_stand_ins(op, inputs, lists, rule_w), activation) {
     check_recipes(op, options);
     check_operands(op);
   }

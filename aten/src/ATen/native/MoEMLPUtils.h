@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <sstream>
@@ -54,6 +55,14 @@ constexpr const ActivationName& activation_name(Activation kind) {
   return kActivations[static_cast<size_t>(kind)];
 }
 
+// The arguments of the op that say which activation.
+struct ActivationOptions {
+  std::string_view activation;
+  bool gate_interleaved;
+  std::optional<double> alpha;
+  std::optional<double> limit;
+};
+
 struct ActivationSpec {
   Activation kind;
   bool is_gated;
@@ -85,12 +94,8 @@ std::string activation_names(const Predicate& holds) {
   return names.str();
 }
 
-inline ActivationSpec parse_activation(
-    const char* op,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit) {
+inline ActivationSpec parse_activation(const char* op, const ActivationOptions& options) {
+  const auto& [activation, gate_interleaved, alpha, limit] = options;
   const ActivationName* found = nullptr;
   for (const auto& entry : kActivations) {
     if (entry.name == activation) {
@@ -130,16 +135,11 @@ inline ActivationSpec parse_activation(
       " with '",
       activation,
       "'");
-  const double limit_value = limit.value_or(
-      is_oai ? 7.0 : std::numeric_limits<double>::infinity());
-  TORCH_CHECK_VALUE(
-      limit_value > 0, op, ": limit must be > 0, got ", limit_value);
+  const double limit_value =
+      limit.value_or(is_oai ? 7.0 : std::numeric_limits<double>::infinity());
+  TORCH_CHECK_VALUE(limit_value > 0, op, ": limit must be > 0, got ", limit_value);
   return {
-      found->kind,
-      found->is_gated,
-      gate_interleaved,
-      alpha.value_or(1.702),
-      limit_value};
+      found->kind, found->is_gated, gate_interleaved, alpha.value_or(1.702), limit_value};
 }
 
 // Tensor operands. Absent optional tensors are undefined tensors: this is also
@@ -189,45 +189,61 @@ struct MLPSizes {
   c10::SymInt num_rows; // R
 };
 
-inline void check_mlp_dtypes(const char* op, const MLPInputs& in) {
-  const auto dtype = in.input.scalar_type();
+inline void check_dtype_of_input(
+    const char* op,
+    const char* name,
+    const Tensor& tensor,
+    const Tensor& input) {
   TORCH_CHECK_TYPE(
-      dtype == kDouble || dtype == kFloat || dtype == kBFloat16 ||
-          dtype == kHalf,
+      tensor.scalar_type() == input.scalar_type(),
+      op,
+      ": ",
+      name,
+      " must have the dtype of input, ",
+      dtype_name(input.scalar_type()),
+      ", got ",
+      dtype_name(tensor.scalar_type()));
+}
+
+// Devices, layouts and dtypes.
+inline void check_mlp_tensors(const char* op, const MLPInputs& in) {
+  const auto dtype = in.input.scalar_type();
+  const auto is_placed = [&](const char* name, const Tensor& tensor) {
+    if (tensor.defined()) {
+      check_placement(op, name, tensor, "input", in.input);
+    }
+    return tensor.defined();
+  };
+  is_placed("input", in.input);
+  TORCH_CHECK_TYPE(
+      dtype == kDouble || dtype == kFloat || dtype == kBFloat16 || dtype == kHalf,
       op,
       ": input must have dtype float64, float32, bfloat16 or float16, got ",
       dtype_name(dtype));
-  const auto same_as_input = [&](const char* name, const Tensor& tensor) {
+  using Operands = std::initializer_list<std::pair<const char*, const Tensor&>>;
+  for (const auto& [name, tensor] : Operands{
+           {"w_in", in.w_in},
+           {"w_out", in.w_out},
+           {"b_in", in.b_in},
+           {"b_out", in.b_out},
+           {"w_up", in.w_up}}) {
+    if (is_placed(name, tensor)) {
+      check_dtype_of_input(op, name, tensor, in.input);
+    }
+  }
+  for (const auto& [name, tensor] : Operands{
+           {"offs", in.offs}, {"row_slots", in.row_slots}, {"slot_rows", in.slot_rows}}) {
     TORCH_CHECK_TYPE(
-        !tensor.defined() || tensor.scalar_type() == dtype,
-        op,
-        ": ",
-        name,
-        " must have the dtype of input, ",
-        dtype_name(dtype),
-        ", got ",
-        dtype_name(tensor.scalar_type()));
-  };
-  same_as_input("w_in", in.w_in);
-  same_as_input("w_out", in.w_out);
-  same_as_input("b_in", in.b_in);
-  same_as_input("b_out", in.b_out);
-  same_as_input("w_up", in.w_up);
-  const auto is_int32 = [&](const char* name, const Tensor& tensor) {
-    TORCH_CHECK_TYPE(
-        !tensor.defined() || tensor.scalar_type() == kInt,
+        !is_placed(name, tensor) || tensor.scalar_type() == kInt,
         op,
         ": ",
         name,
         " must have dtype int32, got ",
         dtype_name(tensor.scalar_type()));
-  };
-  is_int32("offs", in.offs);
-  is_int32("row_slots", in.row_slots);
-  is_int32("slot_rows", in.slot_rows);
+  }
   TORCH_CHECK_TYPE(
-      !in.topk_weights.defined() || in.topk_weights.scalar_type() == kFloat ||
-          in.topk_weights.scalar_type() == dtype,
+      !is_placed("topk_weights", in.topk_weights) ||
+          in.topk_weights.scalar_type() == kFloat || in.topk_weights.scalar_type() == dtype,
       op,
       ": topk_weights must have dtype float32 or the dtype of input, ",
       dtype_name(dtype),
@@ -235,33 +251,12 @@ inline void check_mlp_dtypes(const char* op, const MLPInputs& in) {
       dtype_name(in.topk_weights.scalar_type()));
 }
 
-inline void check_mlp_placement(const char* op, const MLPInputs& in) {
-  const std::array<std::pair<const char*, const Tensor*>, 10> operands = {{
-      {"input", &in.input},
-      {"w_in", &in.w_in},
-      {"w_out", &in.w_out},
-      {"offs", &in.offs},
-      {"topk_weights", &in.topk_weights},
-      {"row_slots", &in.row_slots},
-      {"slot_rows", &in.slot_rows},
-      {"b_in", &in.b_in},
-      {"b_out", &in.b_out},
-      {"w_up", &in.w_up},
-  }};
-  for (const auto& [name, tensor] : operands) {
-    if (tensor->defined()) {
-      check_placement(op, name, *tensor, "input", in.input);
-    }
-  }
-}
-
 // Validates the operands and returns the sizes they imply.
 inline MLPSizes check_mlp_inputs(
     const char* op,
     const MLPInputs& in,
     const ActivationSpec& activation) {
-  check_mlp_placement(op, in);
-  check_mlp_dtypes(op, in);
+  check_mlp_tensors(op, in);
   const bool has_up = in.w_up.defined();
   TORCH_CHECK_VALUE(
       !has_up || activation.is_gated,
@@ -273,151 +268,109 @@ inline MLPSizes check_mlp_inputs(
       !has_up || !activation.interleaved,
       op,
       ": gate_interleaved=True needs gate and up in one tensor, got w_up");
+  TORCH_CHECK_VALUE(
+      in.row_slots.defined() == in.slot_rows.defined(),
+      op,
+      ": row_slots and slot_rows must be given together, got only ",
+      in.row_slots.defined() ? "row_slots" : "slot_rows");
   const char* w_in_rule = has_up ? "(E, F, D), the gate next to w_up,"
       : activation.is_gated      ? "(E, 2*F, D)"
                                  : "(E, F, D)";
   check_rank(op, "input", in.input, 2, "(T, D)");
   check_rank(op, "w_in", in.w_in, 3, w_in_rule);
   check_rank(op, "w_out", in.w_out, 3, "(E, D, F)");
-  TORCH_CHECK_VALUE(
-      in.row_slots.defined() == in.slot_rows.defined(),
-      op,
-      ": row_slots and slot_rows must be given together, got only ",
-      in.row_slots.defined() ? "row_slots" : "slot_rows");
 
   MLPSizes sizes;
-  sizes.num_tokens = in.input.sym_size(0);
-  sizes.model_dim = in.input.sym_size(1);
-  sizes.num_experts = in.w_in.sym_size(0);
-  sizes.hidden_dim = in.w_out.sym_size(2);
-  sizes.gated_dim = sizes.hidden_dim * activation.gates();
-  check_shape(
-      op,
-      "w_out",
-      in.w_out,
-      "(E, D, F)",
-      {sizes.num_experts, sizes.model_dim, sizes.hidden_dim});
-  check_shape(
-      op,
-      "w_in",
-      in.w_in,
-      w_in_rule,
-      {sizes.num_experts,
-       has_up ? sizes.hidden_dim : sizes.gated_dim,
-       sizes.model_dim});
-  if (has_up) {
-    check_shape(
-        op,
-        "w_up",
-        in.w_up,
-        "(E, F, D)",
-        {sizes.num_experts, sizes.hidden_dim, sizes.model_dim});
-  }
-  check_shape(op, "offs", in.offs, "(E)", {sizes.num_experts});
+  auto& [T, D, F, GF, E, K, R] = sizes;
+  T = in.input.sym_size(0);
+  D = in.input.sym_size(1);
+  E = in.w_in.sym_size(0);
+  F = in.w_out.sym_size(2);
+  GF = F * activation.gates();
+  const auto has_shape = [&](const char* name,
+                             const Tensor& tensor,
+                             const char* rule,
+                             c10::SymIntArrayRef expected) {
+    if (tensor.defined()) {
+      check_shape(op, name, tensor, rule, expected);
+    }
+  };
+  has_shape("w_out", in.w_out, "(E, D, F)", {E, D, F});
+  has_shape("w_in", in.w_in, w_in_rule, {E, has_up ? F : GF, D});
+  has_shape("w_up", in.w_up, "(E, F, D)", {E, F, D});
+  has_shape("offs", in.offs, "(E)", {E});
   if (in.row_slots.defined()) {
     check_rank(op, "row_slots", in.row_slots, 1, "(R)");
     check_rank(op, "slot_rows", in.slot_rows, 2, "(T, K)");
-    sizes.num_rows = in.row_slots.sym_size(0);
-    sizes.top_k = in.slot_rows.sym_size(1);
-    check_shape(
-        op,
-        "slot_rows",
-        in.slot_rows,
-        "(T, K)",
-        {sizes.num_tokens, sizes.top_k});
+    R = in.row_slots.sym_size(0);
+    K = in.slot_rows.sym_size(1);
   } else {
-    sizes.num_rows = sizes.num_tokens;
-    sizes.top_k = 1;
+    R = T;
+    K = 1;
   }
+  has_shape("slot_rows", in.slot_rows, "(T, K)", {T, K});
   TORCH_CHECK_VALUE(
-      fits_index(sizes.num_tokens * sizes.top_k),
-      op,
-      ": T*K must be less than 2**31, got T = ",
-      sizes.num_tokens,
-      " and K = ",
-      sizes.top_k);
+      fits_index(T * K), op, ": T*K must be less than 2**31, got T = ", T, " and K = ", K);
   TORCH_CHECK_VALUE(
-      fits_index(sizes.num_rows),
-      op,
-      ": the number of rows R must be less than 2**31, got ",
-      sizes.num_rows);
-  if (in.topk_weights.defined()) {
-    check_shape(
-        op,
-        "topk_weights",
-        in.topk_weights,
-        "(T, K)",
-        {sizes.num_tokens, sizes.top_k});
-  }
-  if (in.b_in.defined()) {
-    check_shape(
-        op,
-        "b_in",
-        in.b_in,
-        activation.is_gated ? "(E, 2*F)" : "(E, F)",
-        {sizes.num_experts, sizes.gated_dim});
-  }
-  if (in.b_out.defined()) {
-    check_shape(
-        op, "b_out", in.b_out, "(E, D)", {sizes.num_experts, sizes.model_dim});
-  }
+      fits_index(R), op, ": the number of rows R must be less than 2**31, got ", R);
+  has_shape("topk_weights", in.topk_weights, "(T, K)", {T, K});
+  has_shape("b_in", in.b_in, activation.is_gated ? "(E, 2*F)" : "(E, F)", {E, GF});
+  has_shape("b_out", in.b_out, "(E, D)", {E, D});
   return sizes;
 }
 
-// What forward and backward, CPU, composite and Meta all start from.
+// What forward and backward of every backend start from: operands, activation and sizes,
+// validated.
 struct MLPCall {
   MLPInputs inputs;
   ActivationSpec activation;
   MLPSizes sizes;
 
-  MLPCall(
-      const char* op,
-      MLPInputs operands,
-      std::string_view activation_name,
-      bool gate_interleaved,
-      std::optional<double> alpha,
-      std::optional<double> limit)
+  MLPCall(const char* op, MLPInputs operands, const ActivationOptions& options)
       : inputs(std::move(operands)),
-        activation(parse_activation(
-            op,
-            activation_name,
-            gate_interleaved,
-            alpha,
-            limit)),
+        activation(parse_activation(op, options)),
         sizes(check_mlp_inputs(op, inputs, activation)) {}
+
+  // The two operands that only the backward has.
+  void check_backward(const char* op, const Tensor& grad_out, const Tensor& preact) const {
+    const auto check = [&](const char* name,
+                           const Tensor& tensor,
+                           const char* rule,
+                           c10::SymIntArrayRef expected,
+                           const char* hint) {
+      check_placement(op, name, tensor, "input", inputs.input);
+      check_dtype_of_input(op, name, tensor, inputs.input);
+      check_shape(op, name, tensor, rule, expected, hint);
+    };
+    check("grad_out", grad_out, "(T, D)", {sizes.num_tokens, sizes.model_dim}, "");
+    check(
+        "preact",
+        preact,
+        activation.is_gated ? "(R, 2*F)" : "(R, F)",
+        {sizes.num_rows, sizes.gated_dim},
+        "; preact has 0 rows when the forward ran with compute_preact=False");
+  }
 };
 
-// The two operands that only the backward has.
-inline void check_mlp_backward_inputs(
-    const char* op,
-    const MLPCall& call,
-    const Tensor& grad_out,
-    const Tensor& preact) {
-  const auto& [in, activation, sizes] = call;
-  const auto dtype = in.input.scalar_type();
-  const std::array<std::pair<const char*, const Tensor*>, 2> operands = {
-      {{"grad_out", &grad_out}, {"preact", &preact}}};
-  for (const auto& [name, tensor] : operands) {
-    check_placement(op, name, *tensor, "input", in.input);
-    TORCH_CHECK_TYPE(
-        tensor->scalar_type() == dtype,
+// Raises where offs decreases or leaves [0, R]; offs is on CPU.
+inline void check_offs(const char* op, const Tensor& offs, int64_t num_rows) {
+  const auto contiguous = offs.contiguous();
+  const auto* data = contiguous.const_data_ptr<int32_t>();
+  int32_t previous = 0;
+  for (int64_t e = 0; e < contiguous.numel(); ++e) {
+    TORCH_CHECK_VALUE(
+        data[e] >= previous && data[e] <= num_rows,
         op,
-        ": ",
-        name,
-        " must have the dtype of input, ",
-        dtype_name(dtype),
-        ", got ",
-        dtype_name(tensor->scalar_type()));
+        ": offs must be non-decreasing in [0, R] = [0, ",
+        num_rows,
+        "], got ",
+        data[e],
+        " at [",
+        e,
+        "] after ",
+        previous);
+    previous = data[e];
   }
-  check_shape(
-      op, "grad_out", grad_out, "(T, D)", {sizes.num_tokens, sizes.model_dim});
-  check_shape(
-      op,
-      "preact",
-      preact,
-      activation.is_gated ? "(R, 2*F)" : "(R, F)",
-      {sizes.num_rows, sizes.gated_dim},
-      "; preact has 0 rows when the forward ran with compute_preact=False");
 }
 
 } // namespace at::native::moe

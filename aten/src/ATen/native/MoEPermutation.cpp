@@ -3,8 +3,8 @@
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/MoEUtils.h>
+#include <c10/util/irange.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -21,149 +21,44 @@
 #include <ATen/ops/zeros.h>
 #endif
 
-#include <algorithm>
-#include <vector>
-
 namespace at::native {
 namespace {
 
 using PermutationResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-int64_t check_permutation_concrete(
-    const Tensor& topk_indices,
-    int64_t num_experts,
-    std::optional<int64_t> num_rows,
-    int64_t row_alignment) {
-  const auto rows = num_rows.has_value() ? std::optional<c10::SymInt>(*num_rows)
-                                         : std::nullopt;
-  return moe::check_permutation(topk_indices, num_experts, rows, row_alignment)
-      .expect_int();
-}
-
-// Number of slots of each expert. Raises on an id outside [-1, E].
-template <typename index_t>
-std::vector<int32_t> count_slots(
-    const index_t* experts,
-    int64_t num_slots,
-    int64_t top_k,
-    int64_t num_experts) {
-  std::vector<int32_t> counts(num_experts, 0);
-  for (int64_t slot = 0; slot < num_slots; ++slot) {
-    const int64_t expert = experts[slot];
-    TORCH_CHECK_INDEX(
-        expert >= -1 && expert <= num_experts,
-        "_moe_permutation: topk_indices must be in [-1, ",
-        num_experts,
-        "] (-1 and num_experts mean no expert), got ",
-        expert,
-        " at [",
-        slot / top_k,
-        ", ",
-        slot % top_k,
-        "]");
-    if (expert >= 0 && expert < num_experts) {
-      ++counts[expert];
-    }
-  }
-  return counts;
-}
-
-// Stable counting sort: an expert's slots take its rows in ascending slot id.
-template <typename index_t>
-void permute_slots(
-    const Tensor& topk_indices,
-    int64_t num_experts,
-    int64_t num_rows,
-    int64_t row_alignment,
-    const PermutationResult& result) {
-  const auto* experts = topk_indices.const_data_ptr<index_t>();
-  const int64_t num_slots = topk_indices.numel();
-  const auto counts =
-      count_slots(experts, num_slots, topk_indices.size(1), num_experts);
-
-  const auto& [row_slots, slot_rows, offs, counts_out] = result;
-  auto* offs_data = offs.mutable_data_ptr<int32_t>();
-  std::copy(
-      counts.begin(), counts.end(), counts_out.mutable_data_ptr<int32_t>());
-  std::vector<int64_t> next_row(num_experts);
-  int64_t start = 0;
-  for (int64_t e = 0; e < num_experts; ++e) {
-    next_row[e] = start;
-    const int64_t blocks = (counts[e] + row_alignment - 1) / row_alignment;
-    // Clipping the running start keeps the sum small and changes no result: a
-    // slot whose row is num_rows or more does not fit anyway.
-    start = std::min(start + blocks * row_alignment, num_rows);
-    offs_data[e] = static_cast<int32_t>(start);
-  }
-
-  auto* row_slots_data = row_slots.mutable_data_ptr<int32_t>();
-  auto* slot_rows_data = slot_rows.mutable_data_ptr<int32_t>();
-  std::fill_n(row_slots_data, num_rows, -1);
-  for (int64_t slot = 0; slot < num_slots; ++slot) {
-    const int64_t expert = experts[slot];
-    slot_rows_data[slot] = -1;
-    if (expert < 0 || expert >= num_experts) {
-      continue;
-    }
-    const int64_t row = next_row[expert]++;
-    if (row < num_rows) {
-      slot_rows_data[slot] = static_cast<int32_t>(row);
-      row_slots_data[row] = static_cast<int32_t>(slot);
-    }
-  }
-}
-
-// Where the backend has an assertion that runs on the device.
-void check_ids_on_device(const Tensor& experts, int64_t num_experts) {
-  static const auto assertion = c10::Dispatcher::singleton().findSchemaOrThrow(
-      "aten::_assert_async", "msg");
-  const auto backend = c10::highestPriorityBackendTypeId(experts.key_set());
-  if (assertion.hasComputedKernelForDispatchKey(backend)) {
+// On CUDA the ids are checked by an assertion on the device, which needs no sync. Elsewhere
+// they are read on the host, so that the error names the id.
+void check_ids(const Tensor& topk_indices, int64_t num_experts) {
+  if (topk_indices.is_cuda()) {
     at::_assert_async(
-        experts.ge(-1).logical_and(experts.le(num_experts)).all(),
+        topk_indices.ge(-1).logical_and(topk_indices.le(num_experts)).all(),
         "_moe_permutation: topk_indices must be in [-1, num_experts] (-1 and"
         " num_experts mean no expert)");
+    return;
+  }
+  const auto ids = topk_indices.to(kCPU, kLong).contiguous();
+  const auto* data = ids.const_data_ptr<int64_t>();
+  for (const auto slot : c10::irange(ids.numel())) {
+    moe::check_expert_id(data[slot], num_experts, slot, ids.size(1));
   }
 }
 
 } // namespace
 
-PermutationResult moe_permutation_cpu(
-    const Tensor& topk_indices,
-    int64_t num_experts,
-    std::optional<int64_t> num_rows,
-    int64_t row_alignment) {
-  const int64_t rows = check_permutation_concrete(
-      topk_indices, num_experts, num_rows, row_alignment);
-  const auto options = topk_indices.options().dtype(kInt);
-  PermutationResult result(
-      at::empty({rows}, options),
-      at::empty(topk_indices.sizes(), options),
-      at::empty({num_experts}, options),
-      at::empty({num_experts}, options));
-  const auto indices = topk_indices.contiguous();
-  if (indices.scalar_type() == kInt) {
-    permute_slots<int32_t>(indices, num_experts, rows, row_alignment, result);
-  } else {
-    permute_slots<int64_t>(indices, num_experts, rows, row_alignment, result);
-  }
-  return result;
-}
-
-// Any backend, with neither a host sync nor a data-dependent shape: the ids can
-// only be checked on the device.
+// No shape depends on data. On CUDA nothing syncs with the host; elsewhere check_ids does.
 PermutationResult moe_permutation_composite(
     const Tensor& topk_indices,
     int64_t num_experts,
     std::optional<int64_t> num_rows,
     int64_t row_alignment) {
-  const int64_t rows = check_permutation_concrete(
-      topk_indices, num_experts, num_rows, row_alignment);
+  const int64_t rows = moe::check_permutation(
+                           topk_indices, num_experts, num_rows, row_alignment)
+                           .expect_int();
   const int64_t num_slots = topk_indices.numel();
   const auto long_options = topk_indices.options().dtype(kLong);
 
+  check_ids(topk_indices, num_experts);
   const auto experts = topk_indices.reshape({-1}).to(kLong);
-  check_ids_on_device(experts, num_experts);
   const auto [sorted, order] = at::sort(
       at::where(experts.lt(0), num_experts, experts),
       /*stable=*/std::optional<bool>(true),

@@ -174,4 +174,19 @@ inline c10::SymInt check_permutation(
   return bound;
 }
 
+// Raises on an id outside [-1, E]; `slot` says where it stands.
+inline void check_expert_id(int64_t id, int64_t num_experts, int64_t slot, int64_t top_k) {
+  TORCH_CHECK_INDEX(
+      id >= -1 && id <= num_experts,
+      "_moe_permutation: topk_indices must be in [-1, ",
+      num_experts,
+      "] (-1 and num_experts mean no expert), got ",
+      id,
+      " at [",
+      slot / top_k,
+      ", ",
+      slot % top_k,
+      "]");
+}
+
 } // namespace at::native::moe

@@ -9,10 +9,11 @@ dimension of the experts.
 
 Gates and ups as two weights, w_in and w_up, are sharded alike; there preact is a strided shard,
 whose halves are sharded each on its own, and b_in, of which that would be true as well, is
-gathered with all others. In one weight, g = 2, the rule is right only if a shard of w_in holds the gate and the up row of each of
-its hidden units, that is when they are interleaved and the ranks share F evenly: otherwise
-w_in is cut at other hidden units than w_out. Gates stored before ups would need another
-layout than a shard. In both cases the rule is left out, and the operands are gathered.
+gathered with all others. In one weight, g = 2, the rule is right only if a shard of w_in holds
+the gate and the up row of each of its hidden units, that is when they are interleaved and the
+ranks share F evenly: otherwise w_in is cut at other hidden units than w_out. Gates stored before
+ups would need another layout than a shard. In both cases the rule is left out, and the operands
+are gathered.
 
 What has no rule, because it would be wrong:
 
@@ -23,8 +24,6 @@ What has no rule, because it would be wrong:
 Operands sharded along rows, tokens or D are gathered first, which is right and small;
 ``ExplicitRedistributionContext`` shows where. Experts sharded along E are an error: whoever
 stores them so did it for their size, and gathering them would undo that without a word.
-
-The router (_moe_topk) works on one token at a time, so its tokens may be sharded.
 """
 
 from collections.abc import Sequence
@@ -187,27 +186,6 @@ def _mlp_strategy(op_schema: OpSchema, num_outputs: int, rule: _Rule) -> OpStrat
     if not operands.get("gate_interleaved", False):
         return _strategy(op_schema, num_outputs, None)
     return _strategy(op_schema, num_outputs, rule, even="w_out")
-
-
-@register_op_strategy(
-    aten._moe_topk.default,
-    schema_info=RuntimeSchemaInfo(
-        1, ["score", "normalize", "num_groups", "top_groups", "scale"]
-    ),
-)
-def moe_topk_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Tokens; the bias is replicated."""
-    return _strategy(op_schema, 2, ((Shard(0), Shard(0)), {"logits": Shard(0)}))
-
-
-@register_op_strategy(
-    aten._moe_topk_backward.default,
-    schema_info=RuntimeSchemaInfo(static_kwargkey=["score", "normalize", "scale"]),
-)
-def moe_topk_backward_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Tokens."""
-    tokens = ("grad_weights", "logits", "topk_indices")
-    return _strategy(op_schema, 1, ((Shard(0),), dict.fromkeys(tokens, Shard(0))))
 
 
 @register_op_strategy(

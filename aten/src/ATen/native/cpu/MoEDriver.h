@@ -13,7 +13,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEMLP.h>
+#include <ATen/native/MoEMLPCPU.h>
 #include <ATen/native/cpu/MoEMicroGemm.h>
 #include <c10/core/CPUAllocator.h>
 

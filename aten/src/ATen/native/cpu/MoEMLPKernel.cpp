@@ -1,7 +1,7 @@
 // Forward of _moe_mlp on CPU: MoEForward.h with weights of the input's dtype.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEMLP.h>
+#include <ATen/native/MoEMLPCPU.h>
 #include <ATen/native/cpu/MoEForward.h>
 
 namespace at::native {

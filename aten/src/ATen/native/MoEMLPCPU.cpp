@@ -1,10 +1,9 @@
-// _moe_mlp and its backward: entry points of the CPU and the Meta kernels.
+// _moe_mlp and its backward on CPU: checks of the values that the kernels trust, and outputs.
 // See MoEMLPUtils.h for the notation and the rules.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEMLP.h>
-#include <ATen/native/MoEMLPAccumulate.h>
+#include <ATen/native/MoEMLPCPU.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -13,7 +12,6 @@
 #include <ATen/ops/_moe_mlp_backward_native.h>
 #include <ATen/ops/_moe_mlp_native.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #endif
 
@@ -26,27 +24,6 @@ namespace {
 
 using GradTuple =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// offs must not decrease and must stay in [0, R].
-void check_offs_values(const char* op, const Tensor& offs, int64_t num_rows) {
-  const auto offs_contiguous = offs.contiguous();
-  const auto* data = offs_contiguous.const_data_ptr<int32_t>();
-  int32_t previous = 0;
-  for (int64_t e = 0; e < offs.numel(); ++e) {
-    TORCH_CHECK_VALUE(
-        data[e] >= previous && data[e] <= num_rows,
-        op,
-        ": offs must be non-decreasing in [0, R] = [0, ",
-        num_rows,
-        "], got ",
-        data[e],
-        " at [",
-        e,
-        "] after ",
-        previous);
-    previous = data[e];
-  }
-}
 
 // An index tensor, what one of its positions is, and what its values are below.
 struct SlotIndex {
@@ -147,7 +124,7 @@ bool are_inverse(const SlotIndex& row_slots, const SlotIndex& slot_rows) {
 } // namespace
 
 void check_mlp_values(const char* op, const moe::MLPInputs& in, int64_t num_rows) {
-  check_offs_values(op, in.offs, num_rows);
+  moe::check_offs(op, in.offs, num_rows);
   if (!in.row_slots.defined()) {
     return;
   }
@@ -236,20 +213,8 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
   constexpr const char* op = "_moe_mlp";
   const moe::MLPCall call(
       op,
-      {input,
-       w_in,
-       w_out,
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
+      {input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out, w_up},
+      {activation, gate_interleaved, alpha, limit});
   const int64_t num_rows = call.sizes.num_rows.expect_int();
   check_mlp_values(op, call.inputs, num_rows);
 
@@ -260,71 +225,6 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
   const Tensor kept_preact = compute_preact ? preact : Tensor();
   moe_mlp_stub(kCPU, call.inputs, call.activation, output, kept_preact);
   return {std::move(output), std::move(preact)};
-}
-
-std::tuple<Tensor, Tensor> moe_mlp_meta(
-    const Tensor& input,
-    const Tensor& w_in,
-    const Tensor& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit,
-    bool compute_preact) {
-  const moe::MLPCall call(
-      "_moe_mlp",
-      {input,
-       w_in,
-       w_out,
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
-  return {
-      at::empty_symint(input.sym_sizes(), input.options()),
-      at::empty_symint(
-          {compute_preact ? call.sizes.num_rows : c10::SymInt(0),
-           call.sizes.gated_dim},
-          input.options())};
-}
-
-GradTuple moe_mlp_backward_accumulate(
-    const Tensor& grad_out,
-    const moe::MLPInputs& inputs,
-    const Tensor& preact,
-    std::array<bool, 7> output_mask,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit,
-    const std::array<Tensor, 3>& accumulate) {
-  constexpr const char* op = "_moe_mlp_backward";
-  const moe::MLPCall call(
-      op, inputs, activation, gate_interleaved, alpha, limit);
-  moe::check_mlp_backward_inputs(op, call, grad_out, preact);
-  check_mlp_values(op, call.inputs, call.sizes.num_rows.expect_int());
-
-  auto grads = allocate_grads(call.inputs, output_mask);
-  grads.w_in = accumulate[0];
-  grads.w_out = accumulate[1];
-  grads.w_up = accumulate[2];
-  moe_mlp_backward_stub(
-      kCPU, call.inputs, call.activation, grad_out, preact, grads);
-  return defined_grads(grads, inputs.input);
 }
 
 GradTuple moe_mlp_backward_cpu(
@@ -345,73 +245,16 @@ GradTuple moe_mlp_backward_cpu(
     bool gate_interleaved,
     std::optional<double> alpha,
     std::optional<double> limit) {
-  return moe_mlp_backward_accumulate(
-      grad_out,
-      {input,
-       w_in,
-       w_out,
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      preact,
-      output_mask,
-      activation,
-      gate_interleaved,
-      alpha,
-      limit,
-      /*accumulate=*/{});
-}
-
-GradTuple moe_mlp_backward_meta(
-    const Tensor& grad_out,
-    const Tensor& input,
-    const Tensor& w_in,
-    const Tensor& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    const Tensor& preact,
-    std::array<bool, 7> output_mask,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit) {
   constexpr const char* op = "_moe_mlp_backward";
   const moe::MLPCall call(
       op,
-      {input,
-       w_in,
-       w_out,
-       offs,
-       topk_weights,
-       row_slots,
-       slot_rows,
-       b_in,
-       b_out,
-       w_up},
-      activation,
-      gate_interleaved,
-      alpha,
-      limit);
-  moe::check_mlp_backward_inputs(op, call, grad_out, preact);
+      {input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out, w_up},
+      {activation, gate_interleaved, alpha, limit});
+  call.check_backward(op, grad_out, preact);
+  check_mlp_values(op, call.inputs, call.sizes.num_rows.expect_int());
+
   auto grads = allocate_grads(call.inputs, output_mask);
-  if (grads.wants_w_in) {
-    grads.w_in = at::empty_like(w_in);
-  }
-  if (grads.wants_w_out) {
-    grads.w_out = at::empty_like(w_out);
-  }
-  if (grads.wants_w_up) {
-    grads.w_up = at::empty_like(*w_up);
-  }
+  moe_mlp_backward_stub(kCPU, call.inputs, call.activation, grad_out, preact, grads);
   return defined_grads(grads, input);
 }
 

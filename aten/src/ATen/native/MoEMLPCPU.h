@@ -1,6 +1,6 @@
 #pragma once
 
-// CPU side of _moe_mlp. The entry functions in MoEMLP.cpp validate, check
+// CPU side of _moe_mlp. The entry functions in MoEMLPCPU.cpp validate, check
 // values and allocate; the kernels behind these stubs only compute.
 
 #include <ATen/native/DispatchStub.h>
