@@ -213,8 +213,6 @@ REHEARSAL = (Shape("tiny", 24, 32, 32, 4, 2), Shape("tiny-decode", 1, 32, 32, 4,
 
 # (T, E, K) of cpu_router.py.
 ROUTER_SHAPES = ((1, 128, 8), (64, 128, 8), (512, 64, 8), (2048, 128, 8), (4096, 256, 8))  # fmt: skip
-# Of grad_accumulation.py: few rows per expert, where weight gradients are most of the bytes.
-ACCUMULATION_SHAPES = (_named(256, 1024, 344, 64, 2), _TRAINING[1])
 # Of low_bit.py, which has tokens of its own.
 LOW_BIT_SHAPES = (
     Shape("qwen3", 1, 2048, 768, 128, 8),
