@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLP.h>
-#include <ATen/native/MoEMLPAccumulate.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -302,31 +301,6 @@ std::tuple<Tensor, Tensor> moe_mlp_meta(
           input.options())};
 }
 
-GradTuple moe_mlp_backward_accumulate(
-    const Tensor& grad_out,
-    const moe::MLPInputs& inputs,
-    const Tensor& preact,
-    std::array<bool, 7> output_mask,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit,
-    const std::array<Tensor, 3>& accumulate) {
-  constexpr const char* op = "_moe_mlp_backward";
-  const moe::MLPCall call(
-      op, inputs, activation, gate_interleaved, alpha, limit);
-  moe::check_mlp_backward_inputs(op, call, grad_out, preact);
-  check_mlp_values(op, call.inputs, call.sizes.num_rows.expect_int());
-
-  auto grads = allocate_grads(call.inputs, output_mask);
-  grads.w_in = accumulate[0];
-  grads.w_out = accumulate[1];
-  grads.w_up = accumulate[2];
-  moe_mlp_backward_stub(
-      kCPU, call.inputs, call.activation, grad_out, preact, grads);
-  return defined_grads(grads, inputs.input);
-}
-
 GradTuple moe_mlp_backward_cpu(
     const Tensor& grad_out,
     const Tensor& input,
@@ -345,8 +319,9 @@ GradTuple moe_mlp_backward_cpu(
     bool gate_interleaved,
     std::optional<double> alpha,
     std::optional<double> limit) {
-  return moe_mlp_backward_accumulate(
-      grad_out,
+  constexpr const char* op = "_moe_mlp_backward";
+  const moe::MLPCall call(
+      op,
       {input,
        w_in,
        w_out,
@@ -357,13 +332,17 @@ GradTuple moe_mlp_backward_cpu(
        b_in,
        b_out,
        w_up},
-      preact,
-      output_mask,
       activation,
       gate_interleaved,
       alpha,
-      limit,
-      /*accumulate=*/{});
+      limit);
+  moe::check_mlp_backward_inputs(op, call, grad_out, preact);
+  check_mlp_values(op, call.inputs, call.sizes.num_rows.expect_int());
+
+  auto grads = allocate_grads(call.inputs, output_mask);
+  moe_mlp_backward_stub(
+      kCPU, call.inputs, call.activation, grad_out, preact, grads);
+  return defined_grads(grads, input);
 }
 
 GradTuple moe_mlp_backward_meta(

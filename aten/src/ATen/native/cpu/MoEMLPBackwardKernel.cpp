@@ -100,15 +100,11 @@ class BackwardPass {
   }
 
  private:
-  // Into a new tensor like the weight, or added to one that is there.
   void weight_grad(
       Tensor& grad, const Tensor& weight, const GradOperand<scalar_t>& left,
       const GradOperand<scalar_t>& right) const {
-    const bool accumulate = grad.defined();
-    if (!accumulate) {
-      grad = at::empty_like(weight);
-    }
-    WeightGrad<scalar_t, Micro>(grad, left, right, accumulate).run(routing_);
+    grad = at::empty_like(weight);
+    WeightGrad<scalar_t, Micro>(grad, left, right).run(routing_);
   }
 
   void compute_grad_hidden(const RowSource<scalar_t>& grad_out) const {

@@ -64,15 +64,13 @@ class WeightGrad {
 
  public:
   // left has I columns and right has J. The operands change sides when I is the
-  // dense dimension of the gradient. accumulate: to one with dense columns or rows.
+  // dense dimension of the gradient.
   WeightGrad(
-      const Tensor& grad, const GradOperand<scalar_t>& left, const GradOperand<scalar_t>& right,
-      bool accumulate = false)
-      : grad_(grad), left_(left), right_(right), accumulate_(accumulate) {
+      const Tensor& grad, const GradOperand<scalar_t>& left, const GradOperand<scalar_t>& right)
+      : grad_(grad), left_(left), right_(right) {
     const bool rows_dense = grad.size(1) <= 1 || grad.stride(1) == 1;
     const bool cols_dense = grad.size(2) <= 1 || grad.stride(2) == 1;
     target_ = rows_dense || cols_dense ? grad : grad.new_empty(grad.sizes());
-    TORCH_INTERNAL_ASSERT(!accumulate_ || target_.is_same(grad));
     const bool swapped = rows_dense && !cols_dense;
     lines_ = grad.size(swapped ? 2 : 1);
     length_ = grad.size(swapped ? 1 : 2);
@@ -169,10 +167,7 @@ class WeightGrad {
     scalar_t* out = data_ + block.expert * target_.stride(0) + i0 * line_stride_;
     if (rows == 0) {
       for (const auto i : c10::irange(height)) {
-        scalar_t* line = out + i * line_stride_;
-        store_row(line, length_, [&](int64_t j, int64_t count) {
-          return total(line + j, count, VecOf<scalar_t>(0));
-        });
+        std::fill_n(out + i * line_stride_, length_, scalar_t(0));
       }
       return;
     }
@@ -202,43 +197,24 @@ class WeightGrad {
           const int64_t m = std::min(kStoredLines, height - i);
           acc_t* sums = at.sums + i * kPanelCols;
           // What will be written: a gradient is larger than the caches.
-          for (int64_t line = i; line < i + m && !accumulate_; ++line) {
+          for (int64_t line = i; line < i + m; ++line) {
             prefetch(out + line * line_stride_ + j0, n);
           }
           Micro::multiply(m, n, k, {at.lines + i, ld, offset}, right, {sums, r0 > 0}, [] {});
           if (r0 + step_ >= rows) {
-            store_lines(sums, m, n, out + i * line_stride_ + j0, length_ - j0 - n);
+            store_lines(sums, m, n, out + i * line_stride_ + j0);
           }
         }
       }
     }
   }
 
-  // left: columns after these n. What they are added to is short pieces of lines far apart,
-  // which nothing else fetches in time; a few at a time, between products.
-  void store_lines(
-      const acc_t* sums, int64_t lines, int64_t n, scalar_t* out, int64_t left) const {
+  void store_lines(const acc_t* sums, int64_t lines, int64_t n, scalar_t* out) const {
     for (const auto i : c10::irange(lines)) {
-      scalar_t* line = out + i * line_stride_;
-      prefetch(line + n, accumulate_ ? std::min(left, kPanelCols) : 0);
-      const auto value = [&](int64_t j, int64_t count) {
-        return total(line + j, count, load_lanes(sums + i * kPanelCols + j));
-      };
-      if (accumulate_) {
-        store_row(line, n, value);  // as Tensor.add_ rounds: denormals stay
-      } else {
-        store_row<Micro>(line, n, value);
-      }
+      store_row<Micro>(out + i * line_stride_, n, [&](int64_t j, int64_t) {
+        return load_lanes(sums + i * kPanelCols + j);
+      });
     }
-  }
-
-  // What to store where a sum belongs. A sum of 0 is added too: -0 + 0 = 0.
-  C10_ALWAYS_INLINE VecOf<scalar_t> total(
-      const scalar_t* out, int64_t count, const VecOf<scalar_t>& sum) const {
-    if (!accumulate_) {
-      return sum;
-    }
-    return load_lanes(out, count) + store_lanes<scalar_t, Micro>(nullptr, sum);
   }
 
   // dst[i * ld + r] = row r of the part at column i0 + i; zeros after the last row.
@@ -279,7 +255,6 @@ class WeightGrad {
   const Tensor& grad_;
   GradOperand<scalar_t> left_, right_;
   Tensor target_;
-  bool accumulate_;
   scalar_t* data_;  // of target_
   int64_t lines_, length_, line_stride_;
   int64_t task_lines_ = 0, left_size_ = 0, right_size_ = 0;
