@@ -149,7 +149,10 @@ class TestMoeLora(TestCase):
         for name in ("original", "a", "b", "input"):
             layer = make()
             adapt(layer)
-            parts, x = layer.parametrizations.w_in, torch.randn(7, 8, dtype=torch.float64)
+            parts, x = (
+                layer.parametrizations.w_in,
+                torch.randn(7, 8, dtype=torch.float64),
+            )
             y = layer(x)
             changed = {"original": parts.original, "input": x}.get(name)
             with torch.no_grad():

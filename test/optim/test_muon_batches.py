@@ -22,7 +22,9 @@ def train(params, grads, **options):
 
 
 class TestMuonBatches(TestCase):
-    @parametrize("shape", ((5, 16, 24), (5, 24, 16), (2, 3, 16, 16), (1, 8, 4), (0, 4, 8)))
+    @parametrize(
+        "shape", ((5, 16, 24), (5, 24, 16), (2, 3, 16, 16), (1, 8, 4), (0, 4, 8))
+    )
     @parametrize("adjust_lr_fn", ("original", "match_rms_adamw", "spectral_unclamped"))
     @parametrize("nesterov", (False, True))
     @parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -87,7 +89,9 @@ class TestMuonBatches(TestCase):
 
     def test_vectors_are_refused(self):
         for shape in ((), (3,)):
-            with self.assertRaisesRegex(ValueError, "parameters of 2 or more dimensions"):
+            with self.assertRaisesRegex(
+                ValueError, "parameters of 2 or more dimensions"
+            ):
                 Muon([torch.zeros(shape, requires_grad=True)])
 
 

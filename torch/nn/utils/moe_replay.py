@@ -113,9 +113,7 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as stack:
         for name, module in _routers(model).items():
             ask, keep = hooks(name)
-            stack.enter_context(
-                module.register_forward_pre_hook(ask, with_kwargs=True)
-            )
+            stack.enter_context(module.register_forward_pre_hook(ask, with_kwargs=True))
             stack.enter_context(
                 module.register_forward_hook(keep, with_kwargs=True, prepend=True)
             )
