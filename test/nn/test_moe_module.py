@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.moe import load_balancing_loss, updated_expert_bias
+from torch.nn.utils.moe_replay import record_routing, replay_routing
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_modules import module_db, ModuleErrorEnum, modules
 from torch.testing._internal.common_moe import run_code_blocks
@@ -115,6 +116,40 @@ class TestMoEModule(TestCase):
         x = torch.randn(5, D, dtype=torch.float64)
         self.assertEqual(layer(x), halves(x))
         self.assertIn("gate_interleaved=True", repr(layer))
+
+    @parametrize(
+        "options",
+        [
+            subtest({}, name="plain"),
+            subtest({"score": "sigmoid", "balance_bias": True}, name="bias"),
+            subtest({"num_groups": 3, "top_groups": 2, "scale": 2.5}, name="groups"),
+        ],
+    )
+    def test_replay(self, options):
+        layer = make(**options)
+        if layer.balance_bias is not None:
+            layer.balance_bias.normal_()
+        x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
+        leaves = [x, *layer.parameters()]
+        with record_routing(layer) as record:
+            output = layer(x)
+        with torch.no_grad():
+            if layer.balance_bias is not None:
+                layer.balance_bias.normal_()
+        with replay_routing(layer, record):
+            replayed, logits, indices = layer(x, need_routing=True)
+        self.assertEqual(replayed, output, rtol=0, atol=0)
+        self.assertEqual(indices.flatten(0, 1), record[""].long())
+        self.assertEqual(logits, F.linear(x, layer.router.weight))
+        grad = torch.randn_like(output)
+        self.assertEqual(
+            torch.autograd.grad(replayed, leaves, grad),
+            torch.autograd.grad(output, leaves, grad),
+        )
+        # Tokens with fewer experts, of another layer's choice.
+        ids = torch.tensor([[1, -1, 0], [-1, -1, -1]])
+        y = layer(x[0, :2], topk_indices=ids)
+        self.assertEqual(y[1], torch.zeros_like(y[1]))
 
     def test_separate_up(self):
         """The same layer with the up projection in a parameter of its own."""

@@ -213,14 +213,22 @@ class MoE(Module):
         if self.balance_bias is not None:
             init.zeros_(self.balance_bias)
 
-    def route(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def route(
+        self, input: Tensor, topk_indices: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits ``(*, E)``, chosen experts ``(*, K)`` and their weights ``(*, K)``.
 
-        A subclass with another router overrides this.
+        ``topk_indices`` were chosen before, see :func:`~torch.nn.functional.moe_topk`. A
+        subclass with another router overrides this; it may leave that argument out if
+        :mod:`torch.nn.utils.moe_replay` is not for it.
         """
         logits = self.router(input)
         indices, weights = F.moe_topk(
-            logits, self.top_k, bias=self.balance_bias, **self.routing
+            logits,
+            self.top_k if topk_indices is None else topk_indices.shape[-1],
+            bias=self.balance_bias,
+            topk_indices=topk_indices,
+            **self.routing,
         )
         return logits, indices, weights
 
@@ -294,7 +302,11 @@ class MoE(Module):
         return output if shared is None else output + shared
 
     def forward(
-        self, input: Tensor, *, need_routing: bool = False
+        self,
+        input: Tensor,
+        *,
+        need_routing: bool = False,
+        topk_indices: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """Runs the forward pass.
 
@@ -302,8 +314,11 @@ class MoE(Module):
             input: ``(*, D)``.
             need_routing: whether to return the router's logits ``(*, E)`` and the
                 chosen experts ``(*, K)`` as well, for losses and statistics.
+            topk_indices: ``(*, K)`` experts to take instead of choosing, -1 for none, see
+                :func:`~torch.nn.functional.moe_topk`.
         """
-        logits, topk_indices, topk_weights = self.route(input)
+        given = () if topk_indices is None else (topk_indices,)
+        logits, topk_indices, topk_weights = self.route(input, *given)
         output = self.run_experts(input, topk_indices, topk_weights)
         return (output, logits, topk_indices) if need_routing else output
 

@@ -1,0 +1,206 @@
+# Owner(s): ["module: nn"]
+"""Low-rank adapters of stacked experts: values, gradients, what is saved, and life with checkpointing."""
+
+import copy
+import pathlib
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.moe_lora import add_lora
+from torch.testing._internal.common_moe import (
+    nbytes,
+    run_code_blocks,
+    saved_for_backward,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize as parametrize_test,
+    run_tests,
+    subtest,
+    TestCase,
+)
+from torch.utils.checkpoint import checkpoint
+
+
+def make(dim=8, hidden=12, num_experts=6, top_k=2, dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    return nn.MoE(dim, hidden, num_experts, top_k, dtype=dtype, **options)
+
+
+def adapt(layer, rank=3, **options):
+    """An adapted layer whose b are not zero."""
+    for p in layer.parameters():
+        p.requires_grad_(False)
+    parameters = add_lora(layer, rank, **options)
+    for p in parameters:
+        nn.init.normal_(p, std=0.3)
+    return parameters
+
+
+def merged(layer, name, scale):
+    """The definition, expert by expert."""
+    parts = getattr(layer.parametrizations, name)
+    original, a, b = parts.original, parts[0].a, parts[0].b
+    return torch.stack([w + scale * b[e] @ a[e] for e, w in enumerate(original)])
+
+
+class TestMoeLora(TestCase):
+    @parametrize_test(
+        "options",
+        [
+            subtest({}, name="plain"),
+            subtest({"separate_up": True}, name="separate_up"),
+            subtest({"bias": True, "activation": "relu"}, name="bias"),
+        ],
+    )
+    def test_values_and_gradients(self, options):
+        plain = make(**options)
+        layer = copy.deepcopy(plain)
+        parameters = adapt(layer, alpha=6)
+        names = [n for n, p in plain.named_parameters() if p.dim() == 3]
+        self.assertEqual(len(parameters), 2 * len(names))
+        weights = {name: merged(layer, name, 6 / 3) for name in names}
+        x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+        expected = torch.func.functional_call(plain, weights, x)
+        found = layer(x)
+        self.assertEqual(found, expected)
+        grad = torch.randn_like(found)
+        leaves = [x, *parameters]
+        self.assertEqual(
+            torch.autograd.grad(found, leaves, grad),
+            torch.autograd.grad(expected, leaves, grad),
+        )
+
+    def test_saves_what_the_frozen_layer_saves(self):
+        sizes = {}
+        x = torch.randn(256, 64)
+        for form in ("frozen", "lora", "kept"):
+            layer = make(64, 32, 32, 4, dtype=torch.float32)
+            for p in layer.parameters():
+                p.requires_grad_(False)
+            if form != "frozen":
+                adapt(layer, rank=4)
+            if form == "kept":  # the parametrization alone
+                layer._forward_pre_hooks.clear()
+                layer._forward_hooks.clear()
+            with saved_for_backward(exclude=layer.parameters()) as saved:
+                y = layer(x.clone().requires_grad_())
+            sizes[form] = nbytes(saved)
+            del y
+        self.assertLessEqual(sizes["lora"], 1.1 * sizes["frozen"])
+        self.assertGreater(sizes["kept"], 1.5 * sizes["frozen"])
+
+    @parametrize_test("use_reentrant", (False, True))
+    def test_checkpoint(self, use_reentrant):
+        model = nn.Sequential(make(), nn.Tanh(), make())
+        parameters = adapt(model[0]) + adapt(model[2])
+        x = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+        expected = torch.autograd.grad(model(x).square().sum(), [x, *parameters])
+        with saved_for_backward(exclude=[x, *model.parameters()]) as saved:
+            y = checkpoint(model, x, use_reentrant=use_reentrant)
+        self.assertEqual(nbytes(saved), 0)  # all is the checkpoint's
+        y.square().sum().backward()
+        self.assertEqual([t.grad for t in (x, *parameters)], expected)
+
+    def test_hooks_around_see_the_rest(self):
+        layer = make()
+        parameters = adapt(layer)
+        x = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
+        expected = torch.autograd.grad(layer(x).square().sum(), [x, *parameters])
+        packed = []
+
+        def pack(t):
+            packed.append(t.shape)
+            return t.numpy(force=True).copy()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+            loss = layer(x).square().sum()
+        self.assertIn(x.shape, packed)
+        self.assertNotIn(torch.Size((6, 24, 8)), packed)
+        self.assertEqual(torch.autograd.grad(loss, [x, *parameters]), expected)
+
+    def test_steps_train_only_the_adapters(self):
+        layer = make()
+        before = {n: p.clone() for n, p in layer.named_parameters()}
+        optimizer = torch.optim.SGD(add_lora(layer, 2), lr=0.5)
+        x, target = torch.randn(2, 20, 8, dtype=torch.float64)
+        losses = []
+        for _ in range(20):
+            loss = (layer(x) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        self.assertLess(losses[-1], losses[0])
+        self.assertEqual(layer.parametrizations.w_in.original, before["w_in"])
+        y = layer(x)
+        state = layer.state_dict()
+        other = make()
+        add_lora(other, 2)
+        other.load_state_dict(state)
+        self.assertEqual(other(x), y)
+        for name in ("w_in", "w_out"):
+            parametrize.remove_parametrizations(layer, name)
+        self.assertEqual(layer(x), y)
+        self.assertEqual(list(layer.state_dict()), list(before))
+
+    def test_modified_between_forward_and_backward(self):
+        for name in ("original", "a", "b", "input"):
+            layer = make()
+            adapt(layer)
+            parts, x = (
+                layer.parametrizations.w_in,
+                torch.randn(7, 8, dtype=torch.float64),
+            )
+            y = layer(x)
+            changed = {"original": parts.original, "input": x}.get(name)
+            with torch.no_grad():
+                (getattr(parts[0], name) if changed is None else changed).mul_(2)
+            with self.assertRaisesRegex(RuntimeError, "modified by an inplace"):
+                y.sum().backward()
+
+    def test_after_an_error_in_forward(self):
+        layer = make()
+        parameters = adapt(layer)
+        with self.assertRaises(RuntimeError):
+            layer(torch.randn(3, 5, dtype=torch.float64))
+        with saved_for_backward() as saved:
+            parameters[0].square().sum()
+        self.assertEqual(len(saved), 1)
+        layer(torch.randn(3, 8, dtype=torch.float64)).sum().backward()
+        self.assertTrue(all(p.grad is not None for p in parameters))
+
+    def test_no_grad_and_compile(self):
+        layer = make()
+        adapt(layer)
+        x = torch.randn(3, 8, dtype=torch.float64)
+        expected = layer(x)
+        with torch.no_grad():
+            self.assertEqual(layer(x), expected)
+        compiled = torch.compile(layer, backend="aot_eager")
+        self.assertEqual(compiled(x), expected)
+
+    def test_errors(self):
+        for options in (
+            {"rank": 0},
+            {"rank": 2, "names": ["w"]},
+            {"rank": 2, "names": ["b_in"]},
+            {"rank": 2, "names": []},
+        ):
+            with self.assertRaisesRegex(ValueError, "add_lora: rank must be at least"):
+                add_lora(make(bias=True), **options)
+        with self.assertRaisesRegex(ValueError, "add_lora: .* it has .*weight"):
+            add_lora(nn.Linear(2, 2), 1)
+
+    def test_documentation(self):
+        root = pathlib.Path(__file__).resolve().parents[2]
+        text = (root / "docs" / "source" / "nn.utils.moe_lora.md").read_text()
+        count, _ = run_code_blocks(text)
+        self.assertGreater(count, 0)
+
+
+instantiate_parametrized_tests(TestMoeLora)
+
+if __name__ == "__main__":
+    run_tests()

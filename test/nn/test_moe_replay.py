@@ -1,0 +1,283 @@
+# Owner(s): ["module: nn"]
+"""Choices of experts that are recorded and repeated: weights, gradients, records and their errors."""
+
+import io
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.moe_replay import record_routing, replay_routing
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
+from torch.testing._internal.moe_reference import moe_topk_reference
+from torch.utils.checkpoint import checkpoint
+
+
+D, E, K = 8, 6, 2
+
+
+class Router(nn.Module):
+    """What the module docstring asks of a router, and nothing else of nn.MoE."""
+
+    def __init__(self, dim=D, num_experts=E, top_k=K):
+        super().__init__()
+        self.gate = nn.Linear(dim, num_experts, bias=False)
+        self.scale = nn.Parameter(torch.rand(num_experts, dim))
+        self.top_k = top_k
+        self.calls = 0
+
+    def forward(self, input, *, need_routing=False, topk_indices=None):
+        self.calls += 1
+        logits = self.gate(input)
+        k = self.top_k if topk_indices is None else topk_indices.shape[-1]
+        ids, weights = F.moe_topk(logits, k, topk_indices=topk_indices)
+        scales = self.scale[ids.clamp(min=0)] * weights.unsqueeze(-1)
+        output = input + input * scales.sum(-2)
+        return (output, logits, ids) if need_routing else output
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(Router(), nn.Tanh(), Router())
+
+
+def gradients(model):
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+class TestMoeTopkIndices(TestCase):
+    @parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
+    @parametrize("score", ("softmax", "sigmoid"))
+    @parametrize("normalize", (False, True))
+    @parametrize("sizes", ((7, 2), (64, 8), (256, 8), (37, 37)))
+    def test_weights_have_the_bits_of_a_choice(self, dtype, score, normalize, sizes):
+        num_experts, k = sizes
+        logits = (torch.randn(3, 40, num_experts) * 4).to(dtype).requires_grad_()
+        options = {"score": score, "normalize": normalize, "scale": 2.5}
+        # Chosen for a reason that the replay does not know.
+        bias = torch.randn(num_experts)
+        ids, weights = F.moe_topk(logits, k, bias=bias, **options)
+        found_ids, found = F.moe_topk(
+            logits, k, topk_indices=ids.to(torch.int16), **options
+        )
+        self.assertEqual(found_ids, ids)
+        self.assertEqual(found, weights, rtol=0, atol=0)
+        grad = torch.randn_like(weights)
+        self.assertEqual(
+            torch.autograd.grad(found, logits, grad),
+            torch.autograd.grad(weights, logits, grad),
+        )
+
+    @parametrize("score", ("softmax", "sigmoid"))
+    @parametrize("normalize", (False, True))
+    def test_varying_numbers_of_experts(self, score, normalize):
+        """A token with fewer experts is one of a smaller k."""
+        logits = torch.randn(9, E, dtype=torch.float64, requires_grad=True)
+        options = {"score": score, "normalize": normalize}
+        for k in range(4):
+            ids = torch.full((9, 4), -1 if k % 2 else E)
+            expected = torch.zeros(9, 4, dtype=torch.float64)
+            if k:
+                chosen, weights = moe_topk_reference(logits.detach(), k, **options)
+                ids[:, 1 : k + 1], expected[:, 1 : k + 1] = chosen, weights
+            _, found = F.moe_topk(logits, 4, topk_indices=ids, **options)
+            self.assertEqual(found, expected)
+            self.assertTrue(
+                torch.autograd.gradcheck(
+                    lambda x: F.moe_topk(x, 4, topk_indices=ids, **options)[1], logits
+                )
+            )
+
+    @parametrize("shape", ((), (0,), (2, 3)))
+    def test_leading_dimensions(self, shape):
+        logits = torch.randn(*shape, E)
+        ids, weights = F.moe_topk(logits, K)
+        found = F.moe_topk(logits, K, topk_indices=ids.to(torch.int8))
+        self.assertEqual(found, (ids, weights), rtol=0, atol=0)
+
+    def test_errors(self):
+        logits = torch.randn(3, E)
+        ids = torch.zeros(3, K, dtype=torch.int64)
+        for bad in (ids.float(), ids.to(torch.uint8), ids.bool()):
+            with self.assertRaisesRegex(TypeError, "must be int8, int16, int32 or"):
+                F.moe_topk(logits, K, topk_indices=bad)
+        for bad in (ids[:2], ids[:, :1], ids[0], ids.unsqueeze(0)):
+            with self.assertRaisesRegex(ValueError, r"shape \(\*, k\) with k = 2"):
+                F.moe_topk(logits, K, topk_indices=bad)
+        for bad in (-2, E + 1):
+            with self.assertRaisesRegex(RuntimeError, r"must be in \[-1, E\] = \[-1"):
+                F.moe_topk(logits, K, topk_indices=torch.full((3, K), bad))
+
+    @parametrize("dynamic", (False, True))
+    def test_compiles_in_one_graph(self, dynamic):
+        @torch.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        def weights_of(logits, ids):
+            return F.moe_topk(logits, K, topk_indices=ids)[1]
+
+        for num_tokens in (5, 12):
+            logits = torch.randn(num_tokens, E, requires_grad=True)
+            ids, weights = F.moe_topk(logits, K)
+            found = weights_of(logits, ids)
+            self.assertEqual(found, weights, rtol=0, atol=0)
+            self.assertEqual(
+                torch.autograd.grad(found.square().sum(), logits),
+                torch.autograd.grad(weights.square().sum(), logits),
+            )
+
+
+class TestMoeReplay(TestCase):
+    def test_replays_what_was_recorded(self):
+        model, x = make_model(), torch.randn(3, 5, D)
+        expected = model(x)
+        with record_routing(model) as record:
+            self.assertEqual(model(x), expected, rtol=0, atol=0)
+        shapes = {name: (tuple(ids.shape), ids.dtype) for name, ids in record.items()}
+        self.assertEqual(shapes, dict.fromkeys("02", ((15, K), torch.int8)))
+        other = x + torch.randn(3, 5, D)
+        with record_routing(model) as chosen:
+            model(other)
+        self.assertNotEqual(chosen, record)
+        with replay_routing(model, record):
+            self.assertEqual(model(x), expected, rtol=0, atol=0)
+            with record_routing(model) as again:
+                model(other)
+        self.assertEqual(again, record)
+        self.assertFalse(model[0]._forward_hooks or model[0]._forward_pre_hooks)
+
+    def test_who_asks_for_the_routing_gets_it(self):
+        router, x = Router(), torch.randn(4, D)
+        with record_routing(nn.Sequential(router)) as record:
+            self.assertIsInstance(router(x, need_routing=True), tuple)
+        self.assertEqual(router(x, need_routing=True)[2], record["0"].long())
+
+    @parametrize("num_experts", (127, 128, 32767, 32768))
+    def test_smallest_dtype(self, num_experts):
+        model = nn.Sequential(Router(num_experts=num_experts))
+        with record_routing(model) as record:
+            model(torch.randn(2, D))
+        expected = {127: torch.int8, 128: torch.int16, 32767: torch.int16}
+        self.assertEqual(record["0"].dtype, expected.get(num_experts, torch.int32))
+
+    def test_micro_batches_in_any_order(self):
+        model = make_model()
+        batches = [torch.randn(n, D) for n in (4, 7, 3)]
+        records = []
+        for x in batches:
+            with record_routing(model) as record:
+                model(x)
+            records.append(record)
+        moved = [x + 0.5 * torch.randn_like(x) for x in batches]
+        expected = {}
+        for i in (0, 1, 2):
+            with replay_routing(model, records[i]):
+                model(moved[i]).square().sum().backward()
+            expected[i] = gradients(model)
+        outputs = {}
+        for i in (2, 0, 1):  # as a pipeline does: forwards, then backwards
+            with replay_routing(model, records[i]):
+                outputs[i] = model(moved[i])
+        for i in (1, 2, 0):
+            with replay_routing(model, records[i]):
+                outputs[i].square().sum().backward()
+            self.assertEqual(gradients(model), expected[i], rtol=0, atol=0)
+
+    @parametrize("use_reentrant", (False, True))
+    def test_checkpoint_records_once_and_replays_twice(self, use_reentrant):
+        model = make_model()
+        x = torch.randn(6, D, requires_grad=True)
+
+        def run(x):
+            return checkpoint(model, x, use_reentrant=use_reentrant)
+
+        model(x).square().sum().backward()
+        expected = gradients(model)
+        with record_routing(model) as record:
+            y = run(x)
+            kept = {name: ids.clone() for name, ids in record.items()}
+            y.square().sum().backward()
+        self.assertEqual(record, kept)
+        self.assertEqual(gradients(model), expected, rtol=0, atol=0)
+
+        moved = (x + 0.5 * torch.randn_like(x)).detach().requires_grad_()
+        with replay_routing(model, record):
+            model(moved).square().sum().backward()
+            expected = gradients(model)
+            calls = model[0].calls
+            run(moved).square().sum().backward()
+        self.assertEqual(model[0].calls, calls + 2)
+        self.assertEqual(gradients(model), expected, rtol=0, atol=0)
+
+    def test_records_are_saved_and_joined(self):
+        model = make_model()
+        parts = []
+        for n in (4, 1, 1):  # a prompt, then one token at a time
+            with record_routing(model) as record:
+                model(torch.randn(n, D))
+            parts.append(record)
+        joined = {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+        file = io.BytesIO()
+        torch.save(joined, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+        for ids in joined.values():  # what safetensors asks for
+            self.assertTrue(ids.is_contiguous() and not ids.requires_grad)
+            self.assertEqual(ids.untyped_storage().nbytes(), ids.nbytes)
+        with replay_routing(model, loaded), record_routing(model) as found:
+            model(torch.randn(6, D))
+        self.assertEqual(found, joined)
+
+    def test_names_without_wrappers(self):
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+            checkpoint_wrapper,
+        )
+
+        model, x = make_model(), torch.randn(3, D)
+        with record_routing(model) as record:
+            model(x)
+        model[0] = checkpoint_wrapper(model[0])
+        with replay_routing(model, record), record_routing(model) as found:
+            model(x * -2)
+        self.assertEqual(found, record)
+
+    def test_compiled(self):
+        model, x = make_model(), torch.randn(6, D)
+        with record_routing(model) as record:
+            model(x)
+        moved = x + torch.randn_like(x)
+        with replay_routing(model, record):
+            expected = model(moved)
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            self.assertEqual(compiled(moved), expected)
+
+    def test_errors(self):
+        model, x = make_model(), torch.randn(3, D)
+        with self.assertRaisesRegex(ValueError, "no module of the model has need_rout"):
+            with record_routing(nn.Linear(2, 2)):
+                pass
+        with record_routing(model) as record:
+            model(x)
+            with self.assertRaisesRegex(RuntimeError, "'0' ran a second time"):
+                model(x)
+        with replay_routing(model, record):
+            with self.assertRaisesRegex(ValueError, "'0' got 4 tokens of shape"):
+                model(torch.randn(4, D))
+        record["1"] = record.pop("2")
+        with self.assertRaisesRegex(
+            ValueError, r"only in the record: \['1'\], only in the model: \['2'\]"
+        ):
+            with replay_routing(model, record):
+                pass
+        self.assertFalse(model[0]._forward_hooks or model[0]._forward_pre_hooks)
+
+
+instantiate_parametrized_tests(TestMoeTopkIndices)
+instantiate_parametrized_tests(TestMoeReplay)
+
+if __name__ == "__main__":
+    run_tests()

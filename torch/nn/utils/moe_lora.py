@@ -1,0 +1,166 @@
+"""Low-rank adapters for stacked expert weights. Prototype: may change.
+
+An expert weight ``(E, out, in)`` that is frozen gets, for every expert e, ``scale * b[e] @ a[e]`` on top,
+of which a and b are trained (LoRA, arXiv:2106.09685). A fused layer takes whole weights, so that both
+are merged in the forward; a merged weight that autograd keeps until the backward costs as much as the
+frozen one, in every layer. Here it is merged once more in the backward, and nothing is kept.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import init, Module, Parameter
+from torch.nn.utils import parametrize
+
+
+__all__ = ["add_lora"]
+
+
+class _LowRank(Module):
+    """The parametrization: ``weight + scale * b @ a``."""
+
+    def __init__(self, weight: Tensor, rank: int, scale: float) -> None:
+        super().__init__()
+        num_experts, rows, columns = weight.shape
+        self.a = Parameter(weight.new_empty(num_experts, rank, columns))
+        self.b = Parameter(weight.new_zeros(num_experts, rows, rank))
+        self.scale = scale
+        # As of a Linear, and b zero: the layer starts as it was.
+        bound = 1 / math.sqrt(columns)
+        init.uniform_(self.a, -bound, bound)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.baddbmm(weight, self.b, self.a, alpha=self.scale)
+
+
+class _Saved:
+    """A tensor that autograd saved, or a merged weight that it did not and how to make it again.
+
+    With hooks autograd compares no versions, so this does.
+    """
+
+    def __init__(self, kept: Tensor, view: Tensor, low_rank: _LowRank | None) -> None:
+        self.kept, self.version, self.low_rank = kept, kept._version, low_rank
+        self.view = view.size(), view.stride(), view.storage_offset()
+
+    def make(self) -> Tensor:
+        if self.kept._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: shape {tuple(self.kept.shape)}, version "
+                f"{self.kept._version} instead of {self.version}, in a module of add_lora"
+            )
+        if self.low_rank is None:
+            return self.kept
+        with torch.no_grad():
+            return self.low_rank(self.kept).as_strided(*self.view)
+
+
+class _MergeAgain:
+    """Hooks of a module: in its forward, autograd saves no merged weight."""
+
+    def __init__(self) -> None:
+        # While a forward runs: merged weights, which nothing else may replace in memory, by storage.
+        self.merged: dict[int, tuple[_LowRank, Tensor, Tensor]] = {}
+        self.contexts: list[saved_tensors_hooks] = []
+
+    def remember(self, low_rank: _LowRank, args: tuple[Tensor], merged: Tensor) -> None:
+        if self.contexts and merged.requires_grad:
+            key = merged.untyped_storage()._cdata
+            self.merged[key] = (low_rank, args[0], merged)
+
+    def enter(self, module: Module, args: Any) -> None:
+        # The compiler decides by itself what it computes again.
+        if torch.compiler.is_compiling():
+            return
+        # Only the innermost hooks are called: those around, of checkpointing or offloading, get
+        # what is not ours.
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+        def pack(tensor: Tensor) -> Any:
+            if known := self.merged.get(tensor.untyped_storage()._cdata):
+                return _Saved(known[1], tensor, known[0])
+            return outer[0](tensor) if outer else _Saved(tensor, tensor, None)
+
+        def unpack(packed: Any) -> Tensor:
+            return packed.make() if isinstance(packed, _Saved) else outer[1](packed)
+
+        context = saved_tensors_hooks(pack, unpack)
+        context.__enter__()
+        self.contexts.append(context)
+
+    def leave(self, module: Module, args: Any, output: Any) -> None:
+        if self.contexts:
+            self.contexts.pop().__exit__(None, None, None)
+            self.merged.clear()
+
+
+def add_lora(
+    module: Module,
+    rank: int,
+    *,
+    alpha: float | None = None,
+    names: Iterable[str] | None = None,
+) -> list[Parameter]:
+    r"""Freezes the stacked expert weights of a module and trains low-rank updates of them.
+
+    It registers a parametrization (:mod:`torch.nn.utils.parametrize`), so that the module, whatever its
+    class, sees merged weights: attribute ``w`` becomes
+    ``parametrizations.w.original`` (frozen), ``parametrizations.w.0.a`` :math:`(E, r, in)` and
+    ``parametrizations.w.0.b`` :math:`(E, out, r)` in the state dict.
+    :func:`~torch.nn.utils.parametrize.remove_parametrizations` merges for good. What a forward saves for
+    its backward is what the frozen module saves, and a and b; the backward merges again. The
+    gradient of one whole weight at a time is made on the way to those of a and b.
+
+    Args:
+        module: with experts, such as :class:`torch.nn.MoE`; call it once for each layer.
+        rank: r, at least 1.
+        alpha: the update is scaled by alpha / r. Default: r, no scale
+        names: of the parameters :math:`(E, out, in)` to adapt. Default: all 3-d parameters that the
+            module itself has
+
+    Returns:
+        list[Parameter]: the new parameters, for an optimizer: a and b of each name.
+
+    Raises:
+        ValueError: a rank below 1, or a name that is no 3-d parameter of the module, or none is.
+
+    .. note::
+        Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep. Under
+        autocast the cast of a merged weight is saved as it is without this.
+
+    Example::
+
+        >>> layer = torch.nn.MoE(16, 32, num_experts=8, top_k=2)
+        >>> x = torch.randn(10, 16)
+        >>> y = layer(x)
+        >>> parameters = add_lora(layer, rank=4)
+        >>> assert torch.equal(layer(x), y)
+        >>> [tuple(p.shape) for p in parameters]
+        [(8, 4, 16), (8, 64, 4), (8, 4, 32), (8, 16, 4)]
+    """
+    own = dict(module.named_parameters(recurse=False))
+    if names is None:
+        names = [name for name, p in own.items() if p.dim() == 3]
+    names = list(names)
+    wrong = [name for name in names if name not in own or own[name].dim() != 3]
+    if rank < 1 or wrong or not names:
+        raise ValueError(
+            "add_lora: rank must be at least 1, and names those of 3-d parameters of the module "
+            f"itself, got rank={rank}, names={names}; it has "
+            f"{[(name, tuple(p.shape)) for name, p in own.items()]}"
+        )
+    hooks, found = _MergeAgain(), []
+    for name in names:
+        weight = own[name].requires_grad_(False)
+        low_rank = _LowRank(weight, rank, 1.0 if alpha is None else alpha / rank)
+        parametrize.register_parametrization(module, name, low_rank)
+        low_rank.register_forward_hook(hooks.remember)
+        found += [low_rank.a, low_rank.b]
+    module.register_forward_pre_hook(hooks.enter)
+    module.register_forward_hook(hooks.leave, always_call=True)
+    return found

@@ -1,0 +1,165 @@
+"""Records which experts a model's routers choose, and repeats the choice. Prototype: may change.
+
+A model that was sampled from and is trained on what it said, as in reinforcement learning, computes
+the router's logits twice, in two engines or two precisions. Where two experts are close, the second
+time may choose another one, and its loss is that of another model. A record of the first time fixes
+the choice; weights and gradients are those of the logits of the second.
+
+A router here is any module whose ``forward`` has the keyword arguments of :class:`torch.nn.MoE`:
+``need_routing=True`` makes it return ``(output, logits (*, E), topk_indices (*, K))``, and
+``topk_indices`` are experts to take instead of choosing. The first positional argument has the
+tokens, ``(*, D)``.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+
+__all__ = ["record_routing", "replay_routing"]
+
+# Modules that wrap others put these into names: a record fits the model with and without them.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def _routers(model: Module) -> dict[str, Module]:
+    found = {}
+    for name, module in model.named_modules():
+        if {"need_routing", "topk_indices"} <= inspect.signature(
+            module.forward
+        ).parameters.keys():
+            parts = (part for part in name.split(".") if part not in _WRAPPERS)
+            found[".".join(parts)] = module
+    if not found:
+        raise ValueError(
+            "moe_replay: no module of the model has need_routing and topk_indices among the "
+            "arguments of forward, as torch.nn.MoE has"
+        )
+    return found
+
+
+def _is_recomputed() -> bool:
+    """Whether activation checkpointing runs this forward, in a backward."""
+    if torch.compiler.is_compiling():
+        return False  # the compiler recomputes operators, not modules
+    return torch._C._current_graph_task_id() != -1
+
+
+def _smallest(topk_indices: Tensor, num_experts: int) -> Tensor:
+    """In the fewest bytes that hold -1 to E."""
+    for dtype in (torch.int8, torch.int16):
+        if num_experts <= torch.iinfo(dtype).max:
+            return topk_indices.to(dtype)
+    return topk_indices.to(torch.int32)
+
+
+@contextmanager
+def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
+    r"""Records the experts that each router of a model chooses in one forward pass.
+
+    What activation checkpointing computes again in ``backward`` is not recorded again.
+
+    Args:
+        model: with routers as the module docstring of ``torch.nn.utils.moe_replay`` says.
+
+    Yields:
+        dict[str, Tensor]: by the router's name in the model, ``(T, K)`` expert ids of its T
+        tokens in order, in the smallest of int8, int16 and int32 that holds E, on the device of
+        the ids. A plain dict of contiguous tensors: ``torch.save``, safetensors and
+        ``torch.cat`` along the tokens take it.
+
+    Raises:
+        ValueError: the model has no router.
+        RuntimeError: a router runs a second time. One record is of one forward: take one each,
+            and ``torch.cat`` what belongs together.
+
+    Example::
+
+        >>> model = torch.nn.Sequential(torch.nn.MoE(16, 32, num_experts=8, top_k=2))
+        >>> x = torch.randn(10, 16)
+        >>> with record_routing(model) as record:
+        ...     _ = model(x)
+        >>> record["0"].shape, record["0"].dtype
+        (torch.Size([10, 2]), torch.int8)
+        >>> with replay_routing(model, record):
+        ...     model(x + 0.1).sum().backward()
+    """
+    record: dict[str, Tensor] = {}
+    asked: dict[str, bool] = {}
+
+    def hooks(name: str) -> tuple[Any, Any]:
+        def ask(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            asked[name] = kwargs.get("need_routing", False)
+            return args, kwargs | {"need_routing": True}
+
+        def keep(module: Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            y, logits, topk_indices = output
+            if not _is_recomputed():
+                if name in record:
+                    raise RuntimeError(
+                        f"record_routing: {name!r} ran a second time; a record is of one forward"
+                    )
+                ids = topk_indices.detach().flatten(0, -2)
+                record[name] = _smallest(ids, logits.shape[-1]).contiguous()
+            return output if asked[name] else y
+
+        return ask, keep
+
+    with ExitStack() as stack:
+        for name, module in _routers(model).items():
+            ask, keep = hooks(name)
+            stack.enter_context(module.register_forward_pre_hook(ask, with_kwargs=True))
+            stack.enter_context(
+                module.register_forward_hook(keep, with_kwargs=True, prepend=True)
+            )
+        yield record
+
+
+@contextmanager
+def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None]:
+    r"""Makes the routers of a model take the experts of a record.
+
+    Nothing is used up: routers may run in any order and any number of times, each on all
+    tokens of the record. Micro-batches have a record each. Activation checkpointing runs routers in
+    ``backward``, which therefore belongs into the context too.
+
+    Args:
+        model: with the routers of the record, wrapped or not; see :func:`record_routing`.
+        record: by the router's name, ``(T, K)`` expert ids of a signed integer dtype. -1 is no
+            expert: K may differ from the router's, and tokens may have different numbers of experts.
+
+    Raises:
+        ValueError: the routers are not those of the record, or one gets another number of tokens.
+    """
+    routers = _routers(model)
+    if routers.keys() != record.keys():
+        raise ValueError(
+            "replay_routing: record and model must have the same routers; only in the record: "
+            f"{sorted(record.keys() - routers.keys())}, only in the model: "
+            f"{sorted(routers.keys() - record.keys())}"
+        )
+
+    def hook(name: str) -> Any:
+        def give(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            tokens, ids = args[0].shape[:-1], record[name]
+            if tokens.numel() != ids.shape[0]:
+                raise ValueError(
+                    f"replay_routing: {name!r} got {tokens.numel()} tokens of shape "
+                    f"{tuple(tokens)}, the record has {ids.shape[0]}"
+                )
+            ids = ids.to(args[0].device).view(*tokens, ids.shape[-1])
+            return args, kwargs | {"topk_indices": ids}
+
+        return give
+
+    with ExitStack() as stack:
+        for name, module in routers.items():
+            stack.enter_context(
+                module.register_forward_pre_hook(hook(name), with_kwargs=True)
+            )
+        yield

@@ -1,0 +1,210 @@
+"""State dicts of Mixture-of-Experts layers with other experts. Prototype: may change.
+
+Experts are rows of the first dimension of some tensors, so that to add, remove or merge them is to
+index and to average. Nothing is modified in place: functions return a new dict, whose other tensors are
+those of the old one. Load it into a layer of that number of experts.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+__all__ = ["merge_experts", "select_experts", "upcycle_mlp"]
+
+# Of torch.nn.MoE: what has experts in its first dimension.
+_NAMES = ("router.weight", "w_in", "w_up", "w_out", "b_in", "b_out", "balance_bias")
+
+
+def _stacked(
+    function: str, state: Mapping[str, Tensor], prefix: str, names: Iterable[str] | None
+) -> tuple[list[str], int]:
+    """Keys whose tensors have experts in their first dimension, and how many experts."""
+    if names is None:
+        keys = [prefix + n for n in _NAMES if prefix + n in state]
+    else:
+        keys = [prefix + n for n in names]
+        if missing := [key for key in keys if key not in state]:
+            raise ValueError(f"{function}: the state dict has no {missing}")
+    sizes = {key: state[key].shape[0] if state[key].dim() else None for key in keys}
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        raise ValueError(
+            f"{function}: tensors of experts must have the same first dimension E, got {sizes} "
+            f"below the prefix {prefix!r}"
+        )
+    return keys, state[keys[0]].shape[0]
+
+
+def select_experts(
+    state: Mapping[str, Tensor],
+    experts: Sequence[int],
+    *,
+    prefix: str = "",
+    names: Iterable[str] | None = None,
+) -> dict[str, Tensor]:
+    r"""Keeps, removes, reorders and copies the experts of a layer.
+
+    Expert i of the result is expert ``experts[i]`` of ``state``: leave one out to remove it, name one
+    twice to add a copy. With normalised weights, a layer without some experts is the one that never
+    chooses them, and a layer with every expert c times and top_k * c is the same function; but a
+    softmax over other experts has other scores, which a ``balance_bias`` is added to.
+
+    Args:
+        state: a state dict, of a layer or of a model that has it.
+        experts: ids in [0, E), at least one.
+        prefix: of the layer's keys, such as "layers.3.mlp.".
+        names: of the tensors that have experts in their first dimension. Default: those of
+            :class:`torch.nn.MoE`, as far as they are there
+
+    Returns:
+        dict[str, Tensor]: in the order of ``state``; tensors of experts are new.
+
+    Raises:
+        ValueError: no tensors of experts, or of different numbers of them, or an id outside [0, E).
+
+    Example::
+
+        >>> layer = torch.nn.MoE(16, 32, num_experts=4, top_k=2)
+        >>> state = select_experts(layer.state_dict(), [0, 1, 3])  # without expert 2
+        >>> torch.nn.MoE(16, 32, num_experts=3, top_k=2).load_state_dict(state)
+        <All keys matched successfully>
+    """
+    keys, num_experts = _stacked("select_experts", state, prefix, names)
+    experts = list(experts)
+    if not experts or not all(0 <= e < num_experts for e in experts):
+        raise ValueError(
+            f"select_experts: experts must be in [0, E) = [0, {num_experts}), at least one, got "
+            f"{experts}"
+        )
+    result = dict(state)
+    for key in keys:
+        ids = torch.tensor(experts, device=state[key].device)
+        result[key] = state[key].index_select(0, ids)
+    return result
+
+
+def merge_experts(
+    state: Mapping[str, Tensor],
+    groups: Sequence[Sequence[int]],
+    *,
+    weights: Tensor | None = None,
+    prefix: str = "",
+    names: Iterable[str] | None = None,
+) -> dict[str, Tensor]:
+    r"""Averages groups of experts, and their rows of the router.
+
+    Expert i of the result is the mean of the experts ``groups[i]`` of ``state``. Its logit is the mean of
+    theirs, so that it is chosen about as often as one of them.
+
+    Args:
+        state: a state dict, of a layer or of a model that has it.
+        groups: ids in [0, E), at least one each. An expert in no group is gone.
+        weights: ``(E,)`` not negative, how much each counts in its group, such as its load. Default:
+            all the same
+        prefix: of the layer's keys, such as "layers.3.mlp.".
+        names: of the tensors that have experts in their first dimension. Default: those of
+            :class:`torch.nn.MoE`, as far as they are there
+
+    Returns:
+        dict[str, Tensor]: in the order of ``state``; tensors of experts are new. Sums are of float32
+        at least.
+
+    Raises:
+        ValueError: as :func:`select_experts`; weights of another shape, negative, or a group
+            whose weights are all 0.
+    """
+    keys, num_experts = _stacked("merge_experts", state, prefix, names)
+    groups = [list(group) for group in groups]
+    if not groups or not all(
+        g and all(0 <= e < num_experts for e in g) for g in groups
+    ):
+        raise ValueError(
+            f"merge_experts: groups must have ids in [0, E) = [0, {num_experts}), at least one each, "
+            f"got {groups}"
+        )
+    if weights is None:
+        weights = torch.ones(num_experts)
+    if weights.shape != (num_experts,) or not (weights >= 0).all():
+        raise ValueError(
+            f"merge_experts: weights must have shape (E,) = ({num_experts},) and be not negative, got "
+            f"{weights.tolist()} of shape {tuple(weights.shape)}"
+        )
+    mixing = torch.zeros(len(groups), num_experts, dtype=torch.float64)
+    for i, group in enumerate(groups):
+        for e in group:
+            mixing[i, e] += weights[e].item()
+    if not (mixing.sum(1) > 0).all():
+        raise ValueError("merge_experts: the weights of a group are all 0")
+    mixing /= mixing.sum(1, keepdim=True)
+    result = dict(state)
+    for key in keys:
+        old = state[key]
+        dtype = torch.promote_types(old.dtype, torch.float32)
+        mixed = torch.tensordot(mixing.to(old.device, dtype), old.to(dtype), 1)
+        result[key] = mixed.to(old.dtype)
+    return result
+
+
+def upcycle_mlp(
+    w_in: Tensor,
+    w_out: Tensor,
+    num_experts: int,
+    *,
+    w_up: Tensor | None = None,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    router_std: float = 0.02,
+    noise: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    r"""Makes a Mixture-of-Experts layer of a dense MLP (sparse upcycling, arXiv:2212.05055).
+
+    Every expert is the MLP, and the router is drawn. With ``normalize=True`` and ``noise=0`` the layer
+    computes what the MLP did, whatever it chooses; training tells the experts apart.
+
+    Args:
+        w_in: ``(gF, D)`` of the MLP, gate rows first, or ``(F, D)`` gates alone with ``w_up``.
+        w_out: ``(D, F)``.
+        num_experts: E, at least 1.
+        w_up: ``(F, D)``, for ``separate_up=True``.
+        b_in: ``(gF,)``.
+        b_out: ``(D,)``.
+        router_std: standard deviation of the router's weight.
+        noise: standard deviation of what is added to each expert's weights, as a part of
+            that of the weight itself.
+        generator: of the draws.
+
+    Returns:
+        dict[str, Tensor]: a state dict of :class:`torch.nn.MoE`.
+
+    Raises:
+        ValueError: weights that are no matrices, or ``num_experts`` below 1.
+
+    Example::
+
+        >>> up, down = torch.nn.Linear(16, 2 * 32), torch.nn.Linear(32, 16)
+        >>> layer = torch.nn.MoE(16, 32, num_experts=8, top_k=2)
+        >>> layer.load_state_dict(upcycle_mlp(up.weight, down.weight, 8))
+        <All keys matched successfully>
+    """
+    if w_in.dim() != 2 or w_out.dim() != 2 or num_experts < 1:
+        raise ValueError(
+            "upcycle_mlp: w_in must be (gF, D), w_out (D, F) and num_experts at least 1, got "
+            f"{tuple(w_in.shape)}, {tuple(w_out.shape)} and {num_experts}"
+        )
+
+    def drawn(like: Tensor, *shape: int) -> Tensor:
+        where = generator.device if generator is not None else like.device
+        return torch.randn(shape, generator=generator, device=where).to(like)
+
+    def stack(dense: Tensor) -> Tensor:
+        stacked = dense.detach().expand(num_experts, *dense.shape).clone()
+        if noise and dense.dim() == 2:
+            stacked += noise * dense.detach().std() * drawn(stacked, *stacked.shape)
+        return stacked
+
+    router = router_std * drawn(w_in.detach(), num_experts, w_in.shape[1])
+    given = {"w_in": w_in, "w_up": w_up, "w_out": w_out, "b_in": b_in, "b_out": b_out}
+    state = {name: stack(t) for name, t in given.items() if t is not None}
+    return {"router.weight": router} | state
