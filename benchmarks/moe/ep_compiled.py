@@ -9,7 +9,7 @@ model's estimates; they take turns in every round.
 
 Prediction: ``moe_calibration`` measures products and what messages take of the cores in the time
 of the process, and start and rate of the limited link by the clock;
-``moe_cost_model.layer_chunks`` gives the seconds. On a machine with neighbours a rank waits for its
+``moe_layer_plan.layer_chunks`` gives the seconds. On a machine with neighbours a rank waits for its
 core: the experts alone take part in the rounds, and what they take by the clock over what they take
 of the process, ``neighbours``, slows the cores of the model.
 Choose links that are as slow as the experts then are.
@@ -31,10 +31,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
 from torch.distributed._moe.switch import TokenSwitchAllToAll
-from torch.distributed._tools import moe_calibration, moe_cost_model as cost
-from torch.distributed._tools.moe_calibration import Profile
+from torch.distributed._tools import moe_calibration
 from torch.distributed._tools.moe_cpu_model import cpu_parts
 from torch.distributed._tools.moe_estimator import inductor_estimate
+from torch.distributed._tools.moe_layer_plan import layer_chunks
+from torch.distributed._tools.moe_profile import Profile
 
 import measure
 
@@ -137,7 +138,7 @@ def measure_all(chunks: list[int], rates: list[float], rounds: int) -> list[dict
         waits = statistics.median(seconds["experts"]) / of_process
         layer = (slowed(q, waits), *SHAPE.sizes().values(), 2)
         options = {"candidates": chunks, "shared_f": SHAPE.F}
-        of_chunks = cost.layer_chunks(*layer, **options)
+        of_chunks = layer_chunks(*layer, **options)
         predicted = {each.num_chunks: each.seconds for each in of_chunks}
         predicted[1] = sum(cpu_parts(*layer, shared_f=SHAPE.F))
         for n in functions:

@@ -2,7 +2,7 @@
 
     python benchmarks/moe/published.py                  # the table
     python benchmarks/moe/published.py --csv more.csv   # rows that no constant has seen
-    python benchmarks/moe/published.py --fit            # the constants of moe_calibration.py
+    python benchmarks/moe/published.py --fit            # the constants of moe_profile.py
     python benchmarks/moe/published.py --inductor       # Inductor's estimate of an all-to-all
 
 ``published.csv`` has a fact a row: where it stands, the number as printed, its
@@ -27,10 +27,17 @@ from unittest import mock
 
 import torch
 from torch._inductor import comm_analysis, config as inductor_config
-from torch.distributed._tools import moe_calibration, moe_cost_model as cost
-from torch.distributed._tools.moe_calibration import BOUNDS, Constants, Profile
+from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_config import MODELS
 from torch.distributed._tools.moe_estimator import infer, Layout, train_step
+from torch.distributed._tools.moe_fit import fit as fitted
+from torch.distributed._tools.moe_profile import (
+    BOUNDS,
+    Constants,
+    DEVICES,
+    Profile,
+    profile,
+)
 
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -88,14 +95,14 @@ class Predictor:
 
     def profile(self, gpu: str) -> Profile:
         if gpu not in self._profiles:
-            p = moe_calibration.profile(gpu)
+            p = profile(gpu)
             c = self._constants.get(p.device.generation, p.constants)
             self._profiles[gpu] = dataclasses.replace(p, constants=c)
         return self._profiles[gpu]
 
     def __call__(self, row: Row) -> float | None:
         method = getattr(self, row["level"], None)
-        known = row["gpu"] in moe_calibration.DEVICES
+        known = row["gpu"] in DEVICES
         if method is None or not known or "not scor" in row["note"]:
             return None
         return method(row, self.profile(row["gpu"]))
@@ -328,7 +335,7 @@ def fit(rows: list[Row]) -> dict[str, Constants]:
     generations = ("hopper", "blackwell", "cdna")
     values = {g: dataclasses.asdict(Constants()) for g in generations}
     values["blackwell"]["tile_start"] = 100.0  # tiles overlap their ends: tensor memory
-    generation = lambda r: moe_calibration.profile(r["gpu"]).device.generation
+    generation = lambda r: profile(r["gpu"]).device.generation
     by_gen = {g: [r for r in rows if generation(r) == g] for g in generations}
 
     def error(rs: list[Row], constants: dict[str, dict[str, float]]) -> float:
@@ -349,7 +356,7 @@ def fit(rows: list[Row]) -> dict[str, Constants]:
             start = {n: values[g][n] for n in own}
             miss = lambda v: error(rs, {**values, g: {**values[g], **v}})
             options = {"bounds": BOUNDS, "stiffness": stiffness}
-            values[g].update(moe_calibration.fit(start, miss, **options))
+            values[g].update(fitted(start, miss, **options))
         if shared := [n for n in names if n in SHARED]:
             _fit_shared(rows, levels, shared, values, error)
     rounded = lambda v: {k: float(f"{x:.4g}") for k, x in v.items()}
@@ -367,7 +374,7 @@ def _fit_shared(rows, levels, shared, values, error) -> None:
         return {g: {**values[g], **common, "stack": v[f"stack {g}"]} for g in values}
 
     bounds = {n: BOUNDS[n.split()[0]] for n in start}
-    best = moe_calibration.fit(start, lambda v: error(rs, spread(v)), bounds=bounds)
+    best = fitted(start, lambda v: error(rs, spread(v)), bounds=bounds)
     values.update(spread(best))
 
 

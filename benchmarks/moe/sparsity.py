@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
-from torch.distributed._tools.moe_calibration import Profile
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_layer, cpu_rate
+from torch.distributed._tools.moe_profile import Profile, profile
 from torch.distributed.device_mesh import init_device_mesh
 
 from measure import interleaved_seconds, on_gloo_ranks, over_ranks, save
@@ -94,7 +94,7 @@ def summary(rows: list[dict]) -> dict[str, float]:
 
 def shares(name: str, f: int, e: int, k: int) -> dict:
     """Predicted shares of a layer on a GPU with 8 ranks, forward and backward."""
-    p, tokens, d = moe_calibration.profile(name), 4096, 4096
+    p, tokens, d = profile(name), 4096, 4096
     dtype = {"hopper": "fp8", "blackwell": "mxfp8"}[p.device.generation]
     local = max(e / RANKS, 1)
     parts = cost.expert_shares(

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.distributed._tools import (
     moe_calibration,
     moe_cost_model as cost,
-    moe_planner,
+    moe_layer_plan,
 )
-from torch.distributed._tools.moe_calibration import CpuConstants, profile
 from torch.distributed._tools.moe_config import MoEConfig
+from torch.distributed._tools.moe_profile import CpuConstants, Profile, profile
 from torch.nn.utils.moe_recipe import select_recipe
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -69,7 +69,7 @@ class TestModelled(TestCase):
             }
             return dict.fromkeys(times, "mxfp8"), times
 
-        with mock.patch.object(moe_planner, "fastest_dtypes", close):
+        with mock.patch.object(moe_layer_plan, "fastest_dtypes", close):
             recipe, reason = select_recipe(SMALL, "B200", tokens=64)
         self.assertIsNone(recipe)
         self.assertIn("1.04 times as fast, which is less than the error of 8%", reason)
@@ -83,7 +83,7 @@ class TestModelled(TestCase):
             }
             return {"forward": "mxfp8", "dgrad": "mxfp8", "wgrad": "bf16"}, times
 
-        with mock.patch.object(moe_planner, "fastest_dtypes", split):
+        with mock.patch.object(moe_layer_plan, "fastest_dtypes", split):
             recipe, reason = select_recipe(SMALL, "B200", tokens=64)
         self.assertEqual(recipe, "mxfp8")
         self.assertIn("hp_wgrad=True", reason)
@@ -194,10 +194,12 @@ class TestBadInput(TestCase):
             ({"config": torch.nn.Linear(2, 2)}, ValueError, "neither a .config nor a parameter"),
             ({"device": "H9000"}, ValueError, "device must be a device of this machine, one of A100"),
             ({"device": 3}, TypeError, "device must be a str, a torch.device or a Profile, got int"),
-            ({"tokens": 0}, ValueError, "tokens must be at least 1, got 0"),
-            ({"tokens": 1.5}, TypeError, "tokens must be an int, got 1.5"),
+            ({"tokens": 0}, ValueError, "tokens must be an integer from 1 to 268,435,456, got 0"),
+            ({"tokens": 1.5}, ValueError, "tokens must be an integer from 1 to 268,435,456, got 1.5"),
             ({"ep": 3}, ValueError, "ep must divide the experts, 8, got 3"),
-            ({"ep": -1}, ValueError, "ep must be at least 1, got -1"),
+            ({"ep": -1}, ValueError, "ep must be an integer from 1 to 65,536, got -1"),
+            ({"seconds": -1}, ValueError, "seconds must be a number from 0.0 to 3,600.0, got -1"),
+            ({"seconds": float("nan")}, ValueError, "seconds must be a number from 0.0"),
         ],
     )  # fmt: skip
     def test_errors(self, change, error, text):
@@ -207,9 +209,7 @@ class TestBadInput(TestCase):
 
     def test_profile_of_a_cpu(self):
         p = profile("B200")
-        cpu = moe_calibration.Profile(
-            "a CPU", p.device, p.constants, cpu=CpuConstants()
-        )
+        cpu = Profile("a CPU", p.device, p.constants, cpu=CpuConstants())
         with self.assertRaisesRegex(ValueError, "a CPU is measured, not modelled"):
             select_recipe(SMALL, cpu, tokens=8)
 

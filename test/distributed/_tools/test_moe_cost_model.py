@@ -7,17 +7,18 @@ import sys
 import unittest
 
 import torch
-from torch.distributed._tools import moe_calibration, moe_cost_model as cost
-from torch.distributed._tools.moe_calibration import (
+from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools.moe_cpu_model import cpu_experts
+from torch.distributed._tools.moe_fit import fit
+from torch.distributed._tools.moe_profile import (
     BOUNDS,
     Constants,
     CpuConstants,
     DEVICES,
-    fit,
+    FITTED,
     Profile,
     profile,
 )
-from torch.distributed._tools.moe_cpu_model import cpu_experts
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -229,7 +230,7 @@ class TestProfiles(TestCase):
         self.assertEqual(got["b"], 7.0, rtol=0.05, atol=0)
 
     def test_constants_are_within_bounds(self):
-        for values in moe_calibration.FITTED.values():
+        for values in FITTED.values():
             Constants(**values)
             for name, value in values.items():
                 low, high = BOUNDS[name]

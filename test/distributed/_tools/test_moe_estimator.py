@@ -6,7 +6,6 @@ import unittest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.moe_calibration import profile
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_estimator import (
     infer,
@@ -17,6 +16,7 @@ from torch.distributed._tools.moe_estimator import (
     saved_bytes,
     train_step,
 )
+from torch.distributed._tools.moe_profile import profile
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -112,7 +112,9 @@ class TestConfig(TestCase):
     def test_bad_sizes(self):
         with self.assertRaisesRegex(ValueError, "k must be at most experts = 4, got 5"):
             MoEConfig(1, 8, 8, 4, 5, 1, 1, 8, 8)
-        with self.assertRaisesRegex(ValueError, "layers must be at least 1, got 0"):
+        with self.assertRaisesRegex(
+            ValueError, "layers must be an integer from 1 to 10,000, got 0"
+        ):
             MoEConfig(0, 8, 8, 4, 2, 1, 1, 8, 8)
         with self.assertRaisesRegex(ValueError, "model must be one of .* got 'gpt'"):
             MoEConfig.by_name("gpt")

@@ -20,16 +20,10 @@ from torch.distributed._moe.schedule import (
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import (
     calibrate,
-    Constants,
     cpu_call,
-    CpuRow,
-    fit_cpu,
-    fit_link,
     measure_exchange,
     measure_kernels,
     measure_links,
-    Profile,
-    profile,
 )
 from torch.distributed._tools.moe_cpu_model import (
     cpu_exchange,
@@ -37,10 +31,21 @@ from torch.distributed._tools.moe_cpu_model import (
     cpu_layer,
     cpu_parts,
     cpu_rate,
-    CpuConstants,
 )
 from torch.distributed._tools.moe_estimator import inductor_estimate
-from torch.distributed._tools.moe_planner import fastest_dtypes, overlap_schedule
+from torch.distributed._tools.moe_fit import CpuRow, fit_cpu, fit_link
+from torch.distributed._tools.moe_layer_plan import (
+    choose_chunks,
+    fastest_dtypes,
+    layer_chunks,
+    overlap_schedule,
+)
+from torch.distributed._tools.moe_profile import (
+    Constants,
+    CpuConstants,
+    Profile,
+    profile,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
@@ -57,7 +62,7 @@ class TestSchedule(TestCase):
         p = profile("H100")
         # Two nodes and long sequences: links as slow as products.
         args = (32768, 4096, 1536, 128, 8, 32)
-        ranked = cost.layer_chunks(p, *args)
+        ranked = layer_chunks(p, *args)
         schedule = overlap_schedule(p, *args)
         self.assertEqual(schedule.num_chunks, ranked[0].num_chunks)
         self.assertGreater(schedule.num_chunks, 1)
@@ -77,7 +82,7 @@ class TestSchedule(TestCase):
             (3.0, 1.0, "dispatch"),
             (2.0, 2.0, "dispatch"),
         ):
-            best, *_ = cost.choose_chunks(
+            best, *_ = choose_chunks(
                 lambda n: (dispatch, 1.0, combine), 2.5, candidates=(1,)
             )
             self.assertEqual((best.num_chunks, best.shared), (1, beside))
@@ -100,7 +105,7 @@ class TestSchedule(TestCase):
         self.assertEqual(back, there)
         self.assertEqual(shared, cpu_experts(p.cpu, 256, 1024, 512, 1, 1))
         self.assertGreater(work, cpu_experts(p.cpu, 128, 1024, 256, 8, 8))
-        ranked = cost.layer_chunks(p, *args)
+        ranked = layer_chunks(p, *args)
         self.assertGreater(ranked[0].num_chunks, 1)
         parts = PartSeconds((there,) * 2, (work,) * 2, (back,) * 2)
         two = next(c for c in ranked if c.num_chunks == 2)

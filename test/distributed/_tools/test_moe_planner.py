@@ -1,30 +1,32 @@
 # Owner(s): ["oncall: distributed"]
 
+import ast
 import contextlib
+import graphlib
 import io
 import json
+import math
 import pathlib
+import random
+import re
 import tempfile
 import time
 from dataclasses import replace
 from unittest import mock
 
 import torch
-from torch.distributed._tools import moe_cost_model as cost, moe_planner
-from torch.distributed._tools.moe_calibration import (
-    Constants,
-    CpuConstants,
-    Profile,
-    profile,
-)
+from torch.distributed._tools import moe_cost_model as cost, moe_plan, moe_planner
 from torch.distributed._tools.moe_config import MODELS
 from torch.distributed._tools.moe_estimator import inference_table, Layout, memory
-from torch.distributed._tools.moe_planner import (
-    fastest_dtypes,
-    FILL,
-    LIMIT_PAYS,
-    main,
-    plan,
+from torch.distributed._tools.moe_layer_plan import fastest_dtypes
+from torch.distributed._tools.moe_plan import FILL, LIMIT_PAYS, plan
+from torch.distributed._tools.moe_planner import main
+from torch.distributed._tools.moe_profile import (
+    Constants,
+    CpuConstants,
+    DEVICES,
+    Profile,
+    profile,
 )
 from torch.distributed._tools.moe_simulator import (
     Assumptions,
@@ -82,7 +84,7 @@ class TestPlan(TestCase):
         found = plan("deepseek-v3", "H800", 2048, global_batch=15360, dtypes=("fp8",))
         self.assertEqual((found.layout.pp, found.layout.ep), (16, 64))
         by_name = {c.name: c for c in found.choices}
-        wanted = (*moe_planner.DIMENSIONS, "node_limit", "recipe", "chunks",
+        wanted = (*moe_plan.DIMENSIONS, "node_limit", "recipe", "chunks",
                   "capacity_factor", "replicas", "row_alignment")  # fmt: skip
         self.assertEqual(tuple(by_name), wanted)
         for choice in found.choices:
@@ -168,9 +170,18 @@ class TestPlan(TestCase):
                 self.assertLess(rows, 1.25 * fullest)
 
     def test_nearest_number_of_gpus(self):
-        for gpus, nearest in ((7, 8), (9, 8)):
-            with self.assertRaisesRegex(ValueError, rf"gpus={nearest},"):
+        for gpus, found in ((7, "gpus=8,"), (9, "gpus=8,.* or gpus=16,")):
+            with self.assertRaisesRegex(ValueError, f"nothing fits .* works: {found}"):
                 plan("qwen3-30b-a3b", "H100", gpus, global_batch=16 * gpus)
+        # What is offered works; below as well as above.
+        with self.assertRaisesRegex(ValueError, "divides 100000 GPUs") as e:
+            plan("deepseek-v3", "H100", 100000, global_batch=100000, dtypes=("fp8",))
+        words = re.findall(r"gpus=(\d+), .*? batch of (\d+)", str(e.exception))
+        (below, _), (above, _) = words
+        self.assertTrue(98304 <= int(below) < 100000 < int(above) < 101000)
+        for gpus, batch in words:
+            kw = {"global_batch": int(batch), "dtypes": ("fp8",)}
+            plan("deepseek-v3", "H100", int(gpus), **kw)
 
     def test_exchange_in_a_node_has_one_level(self):
         for ep, name in ((1, "none"), (8, "a copy per rank"), (16, "hierarchical")):
@@ -195,8 +206,9 @@ class TestPlan(TestCase):
             plan("deepseek-v3", "H800", 64, **kw)
         works = int(str(e.exception).split("works: gpus=")[1].split(",")[0])
         plan("deepseek-v3", "H800", works, global_batch=1024 * works // 64)
-        with self.assertRaisesRegex(ValueError, "no layout divides .* global_batch="):
-            plan("qwen3-30b-a3b", "H100", 64, global_batch=63, pp=1, tp=1)
+        batches = "batch must be .*works: global_batch=64 or global_batch=128"
+        with self.assertRaisesRegex(ValueError, batches):
+            plan("qwen3-30b-a3b", "H100", 64, global_batch=100, pp=1, tp=1)
         with self.assertRaisesRegex(ValueError, "load must have 128 entries.* got 3"):
             plan("qwen3-30b-a3b", "H100", 16, global_batch=512, ep=8, load=[1, 2, 3])
 
@@ -281,10 +293,107 @@ class TestCommand(TestCase):
             self.assertIn("choices", json.loads(path.read_text()))
             self.assertTrue(plot is None or plot.stat().st_size > 1000)
 
+    def error(self, *words):
+        code, out, err = self.call(*words)
+        self.assertEqual((code, out), (2, ""), words)
+        self.assertRegex(err, r"^error: [^\n]+\n$")
+        return err
+
     def test_errors(self):
-        code, _, err = self.call("qwen3-30b-a3b", "--device", "H1000")
-        self.assertEqual(code, 2)
-        self.assertIn("device must be one of", err)
+        for words, message in (
+            ("--device H1000", "device must be one of A100"),
+            ("--micro-batch 0", "--micro-batch: must be an integer from 1 to 65,536, got '0'"),
+            ("--gpus 1.5", "--gpus: must be an integer from 1 to 1,048,576, got '1.5'"),
+            ("--seq 0", "--seq: must be an integer from 1 to 16,777,216, got '0'"),
+            ("--tokens -5 --phase decode", "--tokens: must be an integer from 1"),
+            ("--tokens 5", "--tokens has no meaning for training"),
+            ("--phase decode --micro-batch 2", "--micro-batch has no meaning for inference"),
+            ("--phase decode --device A100 --dtype fp8", "A100 multiplies, fp32, bf16, fp16"),
+            ("--device A100 --dtype nvfp4", "that A100 multiplies, fp32, bf16, fp16, got"),
+            ("--device H100 --dtype mxfp8", "H100 multiplies, fp32, bf16, fp16, fp8, got"),
+            ("--cp 3", "cp must divide the tokens of a sequence, 4096, got 3"),
+            ("--depth 3", "unrecognized arguments: --depth 3"),
+            ("--json /nowhere/at/all", "/nowhere/at/all"),
+            ("--load /nowhere.json", "/nowhere.json: No such file"),
+        ):  # fmt: skip
+            if "--json" in words:
+                self.assertIn(message, self.call("qwen3-30b-a3b", *words.split())[2])
+            else:
+                self.assertIn(message, self.error("qwen3-30b-a3b", *words.split()))
+
+    def test_files_are_named(self):
+        good = {
+            "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+            "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+            "vocab_size": 100,
+        }  # fmt: skip
+        device = profile("H100").to_json()
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "x.json")
+            for text, message in (
+                ("{", "is not JSON"),
+                ("[]", "must hold a dict, got a list"),
+                (json.dumps({**good, "hidden_size": "a"}), "hidden_size must be an integer"),
+                (json.dumps({**good, "num_experts": 1}), "k must be at most experts = 1"),
+                (json.dumps({**good, "hidden_size": 2}), "head_dim must be an integer"),
+                (json.dumps({"num_hidden_layers": 2}), "has none of ('hidden_size',)"),
+            ):  # fmt: skip
+                path.write_text(text)
+                self.assertIn(f"error: {path}: ", err := self.error(str(path)))
+                self.assertIn(message, err)
+            for part, name, value, message in (
+                ("device", "fast", 0, "device.fast must be a number above 0, got 0"),
+                ("device", "units", 1.5, "device.units must be an integer above 0"),
+                (
+                    "constants",
+                    "fast_us",
+                    -1,
+                    "constants.fast_us must be a number from 0",
+                ),
+                ("constants", "fats", 1, "got ['fats']"),
+                (
+                    "device",
+                    "memory",
+                    math.nan,
+                    "device.memory must be a number above 0",
+                ),
+            ):
+                bad = {**device, part: {**device[part], name: value}}
+                path.write_text(json.dumps(bad))
+                err = self.error("qwen3-30b-a3b", "--device", str(path))
+                self.assertIn(f"error: {path}: ", err)
+                self.assertIn(message, err)
+
+    def test_first_line_says_what_for(self):
+        _, out, _ = self.call("qwen3-30b-a3b", "--device", "H200")
+        self.assertRegex(out, r"^8 x H200, training, .*\n128 sequences of 4,096 tokens")
+        self.assertIn("the default of --batch", out)
+        # bf16 and FP8 are as fast where the host is the limit, which is said.
+        _, slow, _ = self.call("qwen3-30b-a3b", "--device", "H100")
+        self.assertRegex(slow, "(fp8|bf16) is as fast, as the limit is the host")
+        _, out, _ = self.call("qwen3-30b-a3b", "--phase", "decode")
+        self.assertRegex(out, "^8 x H100, inference, decode with 128 sequences a GPU")
+        glm = MODELS["qwen3-235b-a22b"]
+        with self.assertRaisesRegex(ValueError, "training: nothing fits .*optimizer"):
+            plan(glm, "H100", 8, global_batch=128)
+
+    def test_absurd_batch_is_named(self):
+        words = "--device GB200 --gpus 65536 --dtype mxfp8".split()
+        _, out, _ = self.call("deepseek-v3", *words)
+        self.assertIn("warning: published recipes have at most 63 M tokens", out)
+        self.assertNotIn("nothing to limit", out)
+        self.assertIn("the limit, the model's, never binds", out)
+
+    def test_context_parallel(self):
+        _, out, _ = self.call("qwen3-30b-a3b", "--device", "H200", "--cp", "2")
+        self.assertIn("2 ranks share a sequence", out)
+        self.assertIn("'cp': 2", out)
+
+    def test_inference_of_one_degree(self):
+        words = ("--phase", "decode", "--ep", "4", "--json", "-", "--dtype", "bf16")
+        _, out, _ = self.call("qwen3-30b-a3b", *words)
+        (row,) = json.loads(out)["rows"]
+        self.assertEqual((row["ep"], row["dtype"]), (4, "bf16"))
 
     def test_cpu(self):
         p = profile("H100")
@@ -293,8 +402,121 @@ class TestCommand(TestCase):
             path = pathlib.Path(folder, "cpu.json")
             path.write_text(json.dumps(cpu.to_json()))
             code, out, _ = self.call("olmoe-1b-7b", "--device", str(path))
-        self.assertEqual(code, 0)
-        self.assertIn("tokens_per_second", out)
+            self.assertEqual(code, 0)
+            self.assertRegex(
+                out, "^a CPU, 132 threads, inference .* training .*made up"
+            )
+            self.assertIn("tokens_per_second", out)
+            err = self.error("olmoe-1b-7b", "--device", str(path), "--gpus", "2")
+            self.assertIn("--gpus has no meaning for a CPU", err)
+
+        calibrate = "torch.distributed._tools.moe_calibration.calibrate"
+        with mock.patch(calibrate, return_value=cpu):
+            code, out, _ = self.call(
+                "olmoe-1b-7b", "--device", "cpu", "--phase", "train"
+            )
+        self.assertEqual((code, "fwd+bwd" in out), (0, True))
+
+
+class TestImports(TestCase):
+    def test_no_circle(self):
+        folder = pathlib.Path(moe_plan.__file__).parent
+        imports = {}
+        for path in folder.glob("moe_*.py"):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            names = {
+                part
+                for n in nodes if isinstance(n, ast.ImportFrom) and n.module
+                for part in (*n.module.split("."), *(a.name for a in n.names))
+            }  # fmt: skip
+            imports[path.stem] = names - {path.stem}
+        known = {name: names & imports.keys() for name, names in imports.items()}
+        order = [*graphlib.TopologicalSorter(known).static_order()]
+        self.assertLess(order.index("moe_profile"), order.index("moe_plan"))
+        known["moe_profile"] |= {"moe_plan"}
+        with self.assertRaises(graphlib.CycleError):
+            graphlib.TopologicalSorter(known).prepare()
+
+
+class TestAnyArguments(TestCase):
+    """An answer is plausible, or an error of one line; a traceback is neither."""
+
+    WRONG = ("0", "-1", "1.5", "nan", "1e9", "99999999999", "three", "")
+
+    def words(self, gen):
+        def number(*good):
+            return gen.choice(self.WRONG if gen.random() < 0.1 else good)
+
+        phase = gen.choice(("train", "train", "prefill", "decode"))
+        words = [gen.choice((*MODELS, "gpt"))] if gen.random() < 0.02 else [
+            gen.choice((*MODELS,))
+        ]  # fmt: skip
+        words += ["--device", gen.choice(DEVICES), "--phase", phase]
+        numbers = {
+            "--gpus": ("1", "7", "8", "16", "64", "96", "256", "1000", "2048"),
+            "--seq": ("1", "128", "4096", "5000", "131072"),
+            "--ep": ("1", "2", "8", "12", "64"),
+            "--domain": ("1", "3", "8", "72"),
+        }
+        if phase == "train":
+            numbers |= {
+                "--batch": ("1", "64", "100", "1024", "4096"),
+                "--tp": ("1", "2", "8", "3"), "--pp": ("1", "2", "4", "5", "16"),
+                "--cp": ("1", "2", "4"), "--micro-batch": ("1", "2", "8"),
+                "--graphs": ("0", "1", "2"), "--node-limit": ("0", "2", "8"),
+            }  # fmt: skip
+        else:
+            numbers["--tokens"] = ("1", "64", "5000")
+        for flag, good in numbers.items():
+            if gen.random() < (0.8 if flag == "--gpus" else 0.2):
+                words += [flag, number(*good)]
+        if gen.random() < 0.3:
+            words += ["--dtype", gen.choice(("bf16", "fp8", "mxfp8", "nvfp4", "int3"))]
+        return words
+
+    def rate(self, words, **device):
+        """Best tokens a second with a device that differs, or None with its error."""
+
+        def changed(name):
+            p = profile(name)
+            new = {k: factor * getattr(p.device, k) for k, factor in device.items()}
+            return replace(p, device=replace(p.device, **new))
+
+        out, err = io.StringIO(), io.StringIO()
+        with mock.patch.object(moe_planner, "profile", changed):
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                code = main([*words, "--json", "-"])
+        if code:
+            self.assertRegex(err.getvalue(), r"^error: [^\n]+\n$", words)
+            return None
+        found = json.loads(out.getvalue())
+        if "rows" in found:
+            rates = [row["tokens_per_second_per_gpu"] for row in found["rows"]]
+            sizes = [row["memory"] for row in found["rows"]]
+        else:
+            rates = [found["tokens_per_second_per_gpu"], *(r for r, _ in found["best"])]
+            sizes = [found["memory"]["total"], *found["memory"].values()]
+            self.assertGreater(found["step"]["seconds"], 0)
+            self.assertGreaterEqual(found["capacity_factor"], 1)
+        for value in (*rates, *sizes):
+            self.assertTrue(math.isfinite(value) and value >= 0, words)
+        self.assertTrue(min(rates) > 0 and max(rates) < 1e7, (words, rates))
+        return max(rates)
+
+    def test_draws(self):
+        answers = 0
+        for seed in range(150):
+            words = self.words(random.Random(seed))
+            rate = self.rate(words)
+            if rate is None or answers >= 25:
+                continue
+            answers += 1
+            # "Of equals, the one with less machinery": 0.5 % apart.
+            for device in ({"fast": 2}, {"slow": 2}, {"memory": 2}):
+                better = self.rate(words, **device)
+                self.assertIsNotNone(better, words)
+                self.assertGreater(better, 0.99 * rate, (words, device))
+        self.assertGreater(answers, 20)
 
 
 def check_monotone(run):
@@ -362,9 +584,13 @@ class TestSimulator(TestCase):
     def test_errors(self):
         with self.assertRaisesRegex(ValueError, "64 GPUs are fewer .* multiple of 512"):
             self.jobs([64])
-        with self.assertRaisesRegex(ValueError, "imbalance is heaviest over mean"):
+        with self.assertRaisesRegex(
+            ValueError, "imbalance must be a number from 1.0 to 100,000.0, got 0.5"
+        ):
             Assumptions(imbalance=0.5)
-        with self.assertRaisesRegex(ValueError, "jitter must not be negative, got -1"):
+        with self.assertRaisesRegex(
+            ValueError, "jitter must be a number from 0.0 to 10.0, got -1"
+        ):
             Assumptions(jitter=-1)
 
 

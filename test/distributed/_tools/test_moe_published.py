@@ -6,8 +6,8 @@ import pathlib
 import sys
 import unittest
 
-from torch.distributed._tools import moe_calibration
-from torch.distributed._tools.moe_calibration import Constants
+from torch.distributed._tools import moe_profile
+from torch.distributed._tools.moe_profile import Constants
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -40,11 +40,8 @@ class TestPublished(TestCase):
         for name, limit in self.LIMITS.items():
             self.assertLessEqual(got[name], limit, name)
         self.assertEqual(
-            {
-                k: round(got[f"level {k}"] / 100, 3)
-                for k in moe_calibration.HELD_OUT_ERROR
-            },
-            moe_calibration.HELD_OUT_ERROR,
+            {k: round(got[f"level {k}"] / 100, 3) for k in moe_profile.HELD_OUT_ERROR},
+            moe_profile.HELD_OUT_ERROR,
         )
 
     def test_held_out(self):
@@ -52,7 +49,7 @@ class TestPublished(TestCase):
         self.check(p.Predictor())
         slow = {
             g: dataclasses.replace(Constants(**v), fast=0.3, mma16=0.4, mma8=0.3)
-            for g, v in moe_calibration.FITTED.items()
+            for g, v in moe_profile.FITTED.items()
         }
         with self.assertRaises(AssertionError):
             self.check(p.Predictor(slow))
@@ -82,7 +79,7 @@ class TestPublished(TestCase):
         rows = [r for r in rows if r["split"] == "calibration" and r["level"] == "a2a"]
         for name, value in dataclasses.asdict(p.fit(rows)["blackwell"]).items():
             if name in p.STAGES[0][1]:
-                self.assertEqual(value, moe_calibration.FITTED["blackwell"][name], name)
+                self.assertEqual(value, moe_profile.FITTED["blackwell"][name], name)
 
 
 if __name__ == "__main__":

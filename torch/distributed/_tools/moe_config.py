@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._tools.moe_arguments import check, RANGES
 
 
 __all__ = ["MODELS", "MoEConfig"]
@@ -51,15 +52,13 @@ class MoEConfig:
     gated: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("layers", "d", "f", "experts", "k", "heads", "head_dim", "vocab"):
-            if getattr(self, name) < 1:
+        check("MoEConfig", **{n: v for n, v in vars(self).items() if n in RANGES})
+        for name, most in (("k", "experts"), ("dense", "layers")):
+            if getattr(self, name) > getattr(self, most):
                 raise ValueError(
-                    f"MoEConfig: {name} must be at least 1, got {getattr(self, name)}"
+                    f"MoEConfig: {name} must be at most {most} = {getattr(self, most)}, "
+                    f"got {getattr(self, name)}"
                 )
-        if self.k > self.experts:
-            raise ValueError(
-                f"MoEConfig: k must be at most experts = {self.experts}, got {self.k}"
-            )
 
     def attention(self, tp: int = 1) -> list[tuple[float, float]]:
         """(n, k) of the projections of one of ``tp`` ranks."""
@@ -107,53 +106,67 @@ class MoEConfig:
         return MODELS[name]
 
     @staticmethod
-    def from_config(config: Any) -> MoEConfig:
-        """From a transformers configuration, or a dict like its ``config.json``."""
-        read = (
-            config.get
-            if isinstance(config, dict)
-            else lambda k: getattr(config, k, None)
-        )
+    def from_config(config: Any, where: str = "MoEConfig.from_config") -> MoEConfig:
+        """From a transformers configuration, or a dict like its ``config.json``.
 
-        def first(*names: str, default: Any = None) -> Any:
-            for name in names:
-                if (value := read(name)) is not None:
+        Args:
+            config: the configuration.
+            where (str): what errors begin with, a file for one.
+        """
+
+        def read(key: str) -> Any:
+            if isinstance(config, dict):
+                return config.get(key)
+            return getattr(config, key, None)
+
+        def first(size: str, *keys: str, default: int | None = None) -> int:
+            for key in keys:
+                if (value := read(key)) is not None:
+                    check(where, {size: key}, **{size: value})
                     return value
             if default is None:
-                raise ValueError(f"MoEConfig.from_config: config has none of {names}")
+                raise ValueError(f"{where}: config has none of {keys}")
             return default
 
-        layers, d = first("num_hidden_layers"), first("hidden_size")
-        heads = first("num_attention_heads")
-        f = first("moe_intermediate_size", "intermediate_size")
-        shared = first("shared_expert_intermediate_size", default=0)
-        shared = (
-            shared or first("n_shared_experts", "num_shared_experts", default=0) * f
-        )
-        dense = first("first_k_dense_replace", default=0)
-        types = first("layer_types", default=())
-        window = first("sliding_window", default=0)
+        layers, d = first("layers", "num_hidden_layers"), first("d", "hidden_size")
+        heads = first("heads", "num_attention_heads")
+        f = first("f", "moe_intermediate_size", "intermediate_size")
+        shared = first("shared_f", "shared_expert_intermediate_size", default=0)
+        shared_experts = ("n_shared_experts", "num_shared_experts")
+        shared = shared or first("shared_f", *shared_experts, default=0) * f
+        dense = first("dense", "first_k_dense_replace", default=0)
+        types = read("layer_types") or ()
+        if not isinstance(types, (list, tuple)):
+            raise ValueError(f"{where}: layer_types must be a list, got {types!r}")
         sliding = sum(t == "sliding_attention" for t in types) / max(len(types), 1)
-        groups, per_token = first("n_group", default=0), first("topk_group", default=0)
-        return MoEConfig(
-            layers=layers,
-            d=d,
-            f=f,
-            experts=first("num_experts", "n_routed_experts", "num_local_experts"),
-            k=first("num_experts_per_tok", "experts_per_token", "moe_topk"),
-            heads=heads,
-            kv_heads=first("num_key_value_heads", default=heads),
-            head_dim=first("head_dim", "v_head_dim", default=d // heads),
-            vocab=first("vocab_size"),
-            shared_f=shared,
-            dense=dense,
-            dense_f=first("intermediate_size", default=f) if dense else 0,
-            mla=read("kv_lora_rank") is not None,
-            node_limit=per_token if groups > per_token else 0,
-            window=1 - sliding / 2 if sliding and window else 1.0,
-            mtp=first("num_nextn_predict_layers", default=0),
-            q_lora=read("q_lora_rank") or 0,
-        )
+        window = first("seq", "sliding_window", default=0) if sliding else 0
+        groups = first("experts", "n_group", default=0)
+        per_token = first("experts", "topk_group", default=0)
+        sizes: dict[str, Any] = {
+            "layers": layers,
+            "d": d,
+            "f": f,
+            "experts": first(
+                "experts", "num_experts", "n_routed_experts", "num_local_experts"
+            ),
+            "k": first("k", "num_experts_per_tok", "experts_per_token", "moe_topk"),
+            "heads": heads,
+            "kv_heads": first("kv_heads", "num_key_value_heads", default=heads),
+            "head_dim": first("head_dim", "head_dim", "v_head_dim", default=d // heads),
+            "vocab": first("vocab", "vocab_size"),
+            "shared_f": shared,
+            "dense": dense,
+            "dense_f": first("dense_f", "intermediate_size", default=f) if dense else 0,
+            "mla": read("kv_lora_rank") is not None,
+            "node_limit": per_token if groups > per_token else 0,
+            "window": 1 - sliding / 2 if window else 1.0,
+            "mtp": first("mtp", "num_nextn_predict_layers", default=0),
+            "q_lora": first("q_lora", "q_lora_rank", default=0),
+        }
+        try:
+            return MoEConfig(**sizes)
+        except ValueError as e:
+            raise ValueError(str(e).replace("MoEConfig", where, 1)) from e
 
     @staticmethod
     def from_module(module: torch.nn.Module) -> MoEConfig:
@@ -201,41 +214,15 @@ def _has_experts(module: torch.nn.Module) -> bool:
 
 
 # Sizes as in the models' published configurations.
+# fmt: off
 MODELS = {
     "deepseek-v3": MoEConfig(
-        61,
-        7168,
-        2048,
-        256,
-        8,
-        128,
-        128,
-        128,
-        129280,
-        2048,
-        3,
-        18432,
-        True,
-        4,
-        mtp=1,
-        q_lora=1536,
-    ),  # fmt: skip
+        61, 7168, 2048, 256, 8, 128, 128, 128, 129280, 2048, 3, 18432, True, 4,
+        mtp=1, q_lora=1536,
+    ),
     "kimi-k2": MoEConfig(
-        61,
-        7168,
-        2048,
-        384,
-        8,
-        64,
-        64,
-        128,
-        163840,
-        2048,
-        1,
-        18432,
-        True,
-        q_lora=1536,
-    ),  # fmt: skip
+        61, 7168, 2048, 384, 8, 64, 64, 128, 163840, 2048, 1, 18432, True, q_lora=1536,
+    ),
     "qwen3-30b-a3b": MoEConfig(48, 2048, 768, 128, 8, 32, 4, 128, 151936),
     "qwen3-235b-a22b": MoEConfig(94, 4096, 1536, 128, 8, 64, 4, 128, 151936),
     "gpt-oss-120b": MoEConfig(36, 2880, 2880, 128, 4, 64, 8, 64, 201088, window=0.55),
@@ -248,3 +235,4 @@ MODELS = {
     "llama4-scout": MoEConfig(48, 5120, 8192, 16, 1, 40, 8, 128, 202048, 8192),
     "internal-352b": MoEConfig(60, 4096, 14336, 32, 3, 32, 8, 128, 65536),
 }
+# fmt: on

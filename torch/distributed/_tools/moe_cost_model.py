@@ -5,7 +5,7 @@ Contract
     A kernel takes the smooth maximum of compute and of memory traffic, plus a launch. An
     all-to-all takes a start, plus the slowest of its levels; which bytes a level carries
     follows from where K experts of a token live. Every number that is not on a data sheet
-    is a field of ``moe_calibration.Constants``, never a literal next to a use. Units:
+    is a field of ``moe_profile.Constants``, never a literal next to a use. Units:
     seconds, bytes, FLOPs, rows; nothing here makes a tensor or touches a device.
 
 Notation
@@ -22,13 +22,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from torch.distributed._tools.moe_calibration import Profile
+    from torch.distributed._tools.moe_profile import Profile
 
 
 __all__ = [
@@ -36,17 +36,13 @@ __all__ = [
     "EXPERT_KERNELS",
     "LOW_PRECISION",
     "all_to_all",
-    "choose_chunks",
-    "Chunks",
     "copies",
     "dense_mlp",
     "expert_flops",
-    "expert_gemms",
     "experts",
     "expert_shares",
     "gemm",
     "hit_experts",
-    "layer_chunks",
     "link_seconds",
     "quantize",
     "recipe_seconds",
@@ -148,6 +144,7 @@ def gemm(
     """
     if dtype not in ITEMSIZE:
         raise ValueError(f"gemm: dtype must be one of {list(ITEMSIZE)}, got {dtype!r}")
+    p.check_dtype("gemm", dtype)
     if m <= 0 or groups <= 0 or n <= 0 or k <= 0:
         return 0.0
     c, d = p.constants, p.device
@@ -520,20 +517,12 @@ def expert_shares(
     )
     whole = experts(p, rows, d, f, local, **kw)
     g = _Products(p, rows, local, kw.get("kernel", "moe_mlp"), kw.get("dtype", "bf16"))
-    q = g.quantized(rows * d) + g.quantized(rows * f)
-    q += g.weights(g.hit * 3 * f * d)
-    if kw.get("pass_", "fwd") == "fwd+bwd":
-        q += (
-            g.quantized(rows * d)
-            + g.quantized(2 * rows * f)
-            + g.weights(g.hit * 3 * f * d)
-        )
-    elif kw.get("pass_") == "bwd":
-        q = (
-            g.quantized(rows * d)
-            + g.quantized(2 * rows * f)
-            + g.weights(g.hit * 3 * f * d)
-        )
+    once, pass_ = (
+        g.quantized(rows * d) + g.weights(g.hit * 3 * f * d),
+        kw.get("pass_", "fwd"),
+    )
+    q = once + g.quantized(rows * f) if "fwd" in pass_ else 0.0
+    q += once + g.quantized(2 * rows * f) if "bwd" in pass_ else 0.0
     compute = min(experts(fast, rows, d, f, local, **kw), whole - q)
     return {"compute": compute, "memory": whole - compute - q, "quantisation": q}
 
@@ -546,25 +535,6 @@ def expert_flops(
     return forward * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
 
 
-def expert_gemms(
-    p: Profile, rows: float, d: int, f: float, local: float, dtype: str
-) -> dict[str, float]:
-    """Seconds of forward, input-gradient and weight-gradient products, quantisation in.
-
-    Weights are quantised once a step, activations and gradients where they are made:
-    along rows for ``forward`` and ``dgrad``, along columns for ``wgrad``.
-    """
-    g = _Products(p, rows, local, "mcore", dtype)
-    weights = quantize(p, 3 * g.hit * f * d) if g.low else 0.0
-    rowwise = g.quantized(rows * d, False) + g.quantized(rows * f, False)
-    gradients = g.quantized(rows * d, False) + g.quantized(2 * rows * f, False)
-    return {
-        "forward": g.mm(2 * f, d) + g.mm(d, f) + rowwise + weights,
-        "dgrad": g.mm(f, d) + g.mm(d, 2 * f) + gradients + weights,
-        "wgrad": g.wgrad(d, f) + g.wgrad(2 * f, d) + rowwise + gradients,
-    }
-
-
 def recipe_seconds(
     p: Profile,
     rows: float,
@@ -575,6 +545,9 @@ def recipe_seconds(
 ) -> dict[str, dict[str, float]]:
     """Seconds of every GEMM of the experts in every dtype: what a selector compares.
 
+    Weights are quantised once a step, activations and gradients where they are made:
+    along rows for ``forward`` and ``dgrad``, along columns for ``wgrad``.
+
     Returns:
         ``{"forward": {"bf16": s, "mxfp8": s}, "dgrad": ..., "wgrad": ...}``; the
         quantisation is in the low-precision numbers.
@@ -583,11 +556,16 @@ def recipe_seconds(
         >>> times = recipe_seconds(profile("H100"), 8192, 7168, 2048, 8, ("bf16", "fp8"))
         >>> recipe = {gemm: min(s, key=s.get) for gemm, s in times.items()}
     """
-    by_dtype = {dt: expert_gemms(p, rows, d, f, local, dt) for dt in dtypes}
-    return {
-        which: {dt: by_dtype[dt][which] for dt in dtypes}
-        for which in ("forward", "dgrad", "wgrad")
-    }
+    out: dict[str, dict[str, float]] = {"forward": {}, "dgrad": {}, "wgrad": {}}
+    for dtype in dtypes:
+        g = _Products(p, rows, local, "mcore", dtype)
+        weights = quantize(p, 3 * g.hit * f * d) if g.low else 0.0
+        rowwise = g.quantized(rows * d, False) + g.quantized(rows * f, False)
+        gradients = g.quantized(rows * d, False) + g.quantized(2 * rows * f, False)
+        out["forward"][dtype] = g.mm(2 * f, d) + g.mm(d, f) + rowwise + weights
+        out["dgrad"][dtype] = g.mm(f, d) + g.mm(d, 2 * f) + gradients + weights
+        out["wgrad"][dtype] = g.wgrad(d, f) + g.wgrad(2 * f, d) + rowwise + gradients
+    return out
 
 
 def router(
@@ -618,113 +596,3 @@ def dense_mlp(
     products = gemm(p, 1, tokens, 2 * f, d, dtype) + gemm(p, 1, tokens, d, f, dtype)
     t = products + stream(p, 6 * tokens * f) + q
     return t * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
-
-
-# ---- schedules -------------------------------------------------------------------------
-
-
-class Chunks(NamedTuple):
-    """How a layer runs under ``OverlapSchedule``.
-
-    Attributes:
-        seconds: of the layer.
-        num_chunks: of its tokens.
-        shared: what the shared experts run beside, ``"dispatch"`` or ``"combine"``.
-    """
-
-    seconds: float
-    num_chunks: int
-    shared: Literal["dispatch", "combine"]
-
-
-def choose_chunks(
-    parts: Callable[[int], tuple[float, float, float]],
-    shared: float = 0.0,
-    candidates: Sequence[int] = (1, 2, 4, 8),
-) -> list[Chunks]:
-    """A layer under ``OverlapSchedule``, best first, each number of chunks once.
-
-    Args:
-        parts (callable): of a number of chunks, seconds of dispatch, experts and combine
-            of one chunk: starts of exchanges and small products are in them.
-        shared (float): seconds of the shared experts, which run beside the first dispatches
-            or the last combine, whichever hides more of them.
-        candidates (sequence of int): chunks to compare; fewer win a tie.
-    """
-    from torch.distributed._moe.schedule import (
-        OverlapSchedule,
-        PartSeconds,
-        simulated_seconds,
-    )
-
-    def best(n: int) -> Chunks:
-        dispatch, experts, combine = ((part,) * n for part in parts(n))
-        whole = PartSeconds(dispatch, experts, combine, shared)
-        sides: tuple[Literal["dispatch", "combine"], ...] = ("dispatch", "combine")
-        both = (
-            Chunks(simulated_seconds(OverlapSchedule(n, beside), whole), n, beside)
-            for beside in sides
-        )
-        return min(both, key=lambda choice: choice.seconds)
-
-    return sorted(best(n) for n in candidates)
-
-
-def layer_chunks(
-    p: Profile,
-    tokens: float,
-    d: int,
-    f: int,
-    num_experts: int,
-    k: int,
-    ep: int,
-    *,
-    shared_f: int = 0,
-    dtype: str = "bf16",
-    wire_dtype: str = "bf16",
-    kernel: str = "moe_mlp",
-    imbalance: float = 1.0,
-    candidates: Sequence[int] = (1, 2, 4, 8),
-    **exchange: Any,
-) -> list[Chunks]:
-    """The forward of an expert-parallel layer in chunks, best first.
-
-    Args:
-        p (Profile): the device.
-        tokens (float): T of a rank.
-        d, f, num_experts, k (int): D, F, E, K.
-        ep (int): ranks that share the experts.
-
-    Keyword Args:
-        shared_f (int): width of the shared experts.
-        dtype, kernel (str): of the products, see :func:`experts`.
-        wire_dtype (str): of the rows on their way to the experts; bf16 returns.
-        imbalance (float): heaviest rank over mean rank.
-        candidates (sequence of int): chunks to compare.
-        exchange: ``domain``, ``algorithm`` and ``node_limit`` of :func:`all_to_all`.
-    """
-    if p.cpu is not None:
-        from torch.distributed._tools.moe_cpu_model import cpu_parts
-
-        parts = functools.partial(cpu_parts, p, tokens, d, f, num_experts, k, ep)
-        *_, shared = parts(1, shared_f=shared_f)
-        return choose_chunks(lambda n: parts(n)[:3], shared, candidates)
-
-    def gpu_parts(n: int) -> tuple[float, float, float]:
-        t = tokens / n
-        there, back = (
-            all_to_all(
-                p, t, d, k, ep, imbalance=imbalance, combine=combine, dtype=wire,
-                **exchange,
-            )
-            for combine, wire in ((False, wire_dtype), (True, "bf16"))
-        )  # fmt: skip
-        work = experts(
-            p, t * k * imbalance, d, f, num_experts / ep,
-            kernel=kernel, dtype=dtype, tokens=t,
-        )  # fmt: skip
-        return there, work, back
-
-    return choose_chunks(
-        gpu_parts, dense_mlp(p, tokens, d, shared_f, dtype), candidates
-    )

@@ -1,14 +1,13 @@
 # mypy: allow-untyped-defs
 """Seconds of a mixture-of-experts layer on CPU cores, in the manner of :mod:`.moe_cost_model`.
 
-The constants are fields of :class:`CpuConstants`, which ``moe_calibration`` measures on the
+The constants are fields of ``moe_profile.CpuConstants``, which ``moe_calibration`` measures on the
 machine at hand; ``benchmarks/moe/sparsity.py`` has the errors.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 from torch.distributed._tools.moe_cost_model import (
@@ -22,11 +21,10 @@ from torch.distributed._tools.moe_cost_model import (
 
 
 if TYPE_CHECKING:
-    from torch.distributed._tools.moe_calibration import Profile
+    from torch.distributed._tools.moe_profile import CpuConstants, Profile
 
 
 __all__ = [
-    "CpuConstants",
     "cpu_exchange",
     "cpu_experts",
     "cpu_layer",
@@ -40,46 +38,6 @@ _BLOCK_ROWS = 240
 # A tensor from this on is memory of its own from the system, which is touched for the first
 # time: M_MMAP_THRESHOLD of glibc at its largest.
 _FRESH_BYTES = 32 << 20
-
-
-@dataclass(frozen=True)
-class CpuConstants:
-    """A CPU, for the kernel of ``_moe_mlp`` with its threads. Fitted by a microbenchmark.
-
-    Attributes:
-        rate16, rate32: FLOP/s of bf16 and of float32 products with many rows.
-        half_rows: rows of a block of an expert that reach half of the rate, where the
-            weights are turned for the product.
-        half_rows_t: the same where they lie in its order: forward of transposed ones.
-        thin_rows: rows of an expert up to which weights are read as they are stored, where
-            the product has a kernel for that (kThinRows of MoEFastGemm.h); else 0.
-        wgrad: rate of products of the weights' gradients against the others.
-        memory: B/s of weights and activations.
-        fault: B/s of memory that is touched for the first time.
-        expert_us: fixed cost of an expert.
-        call_us: fixed cost of a call.
-        exchange_us: fixed cost of a dispatch and its combine beside their messages:
-            routing, and the calls that make messages and sums of them.
-        exchange_grad_us: the same of their backward, which routes nothing.
-        copy: B/s of rows that are gathered into messages, and summed where they return.
-        turn: bytes to others from which on the directions of an all-to-all take turns: gloo
-            posts each send before its receive, and sockets hold so much. 0 for never.
-    """
-
-    rate16: float = 8e11
-    rate32: float = 3e11
-    half_rows: float = 12.0
-    half_rows_t: float = 12.0
-    thin_rows: float = 0.0
-    wgrad: float = 0.9
-    memory: float = 5e10
-    fault: float = 4e9
-    expert_us: float = 20.0
-    call_us: float = 100.0
-    exchange_us: float = 500.0
-    exchange_grad_us: float = 200.0
-    copy: float = 5e9
-    turn: float = 0.0
 
 
 def cpu_rate(

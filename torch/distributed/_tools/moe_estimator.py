@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools.moe_arguments import check, RANGES
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_cost_model import LOW_PRECISION, US
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_rate
@@ -31,9 +32,9 @@ from torch.utils.flop_counter import flop_registry
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from torch.distributed._tools.moe_calibration import Profile
+    from torch.distributed._tools.moe_profile import Profile
 
 
 __all__ = [
@@ -55,6 +56,16 @@ __all__ = [
 
 
 # ---- layouts ---------------------------------------------------------------------------
+
+# Work of a step that activation checkpointing repeats, of a forward pass.
+_REPEATED = {"none": 0.0, "selective": 0.0, "full": 1.0}
+_CHOICES: dict[str, Mapping[str, Any]] = {
+    "dtype": cost.ITEMSIZE,
+    "wire": cost.ITEMSIZE,
+    "recompute": _REPEATED,
+    "algorithm": cost.ALL_TO_ALLS,
+    "kernel": cost.EXPERT_KERNELS,
+}
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,14 @@ class Layout:
     kernel: str = "mcore"
     gradient_bytes: float = 4
     optimizer_bytes: float = 12
+
+    def __post_init__(self) -> None:
+        check("Layout", **{n: v for n, v in vars(self).items() if n in RANGES})
+        for name, known in _CHOICES.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(
+                    f"Layout: {name} must be one of {', '.join(known)}, got {value!r}"
+                )
 
     @property
     def dp(self) -> int:
@@ -221,8 +240,6 @@ class Step(NamedTuple):
 
 # Share of the host's work that CUDA graphs leave: none, of parts, of the whole step.
 _GRAPHS = (1.0, 0.35, 0.05)
-# Work of a step that activation checkpointing repeats, of a forward pass.
-_REPEATED = {"none": 0.0, "selective": 0.0, "full": 1.0}
 
 
 def train_step(
@@ -245,9 +262,13 @@ def train_step(
             published frameworks leave, a fitted constant
         year (float): of the software; published numbers grow with it.
     """
+    check(
+        "train_step", global_batch=global_batch, seq=seq, imbalance=imbalance, year=year
+    )
     c = p.constants
     tokens, accumulation = layout.micro_batch * seq, layout.accumulation(global_batch)
     exposed = c.exposed if exposed is None else exposed
+    check("train_step", exposed=exposed)
     speed = math.exp(-c.drift * (year - 2026.0))
     parts: dict[str, float] = defaultdict(float)
     layer, host_bound = 0.0, False
@@ -323,6 +344,8 @@ def infer(
     """
     if phase not in ("prefill", "decode"):
         raise ValueError(f"infer: phase must be prefill or decode, got {phase!r}")
+    check("infer", tokens=tokens, context=context, ep=ep, domain=domain,
+          redundant=redundant, imbalance=imbalance)  # fmt: skip
     half = tokens / 2 if two_batches else tokens
     dev = p.device
     shapes = [(int(n), int(k)) for n, k in model.attention()]
@@ -365,7 +388,9 @@ def inference_table(
     tokens: int,
     context: int,
     imbalance: Callable[[int], float] = lambda ep: 1.0,
-    dtype: str = "fp8",
+    dtype: str | None = None,
+    ep: int | None = None,
+    domain: int = 0,
 ) -> list[dict[str, Any]]:
     """Tokens a second over the EP degrees that fit, best first.
 
@@ -379,37 +404,48 @@ def inference_table(
         tokens (int): of a GPU: tokens in prefill, sequences in decode.
         context (int): tokens of a sequence in the cache.
         imbalance (callable): heaviest expert rank over the mean, of an EP degree.
-        dtype (str): of weights and products.
+        dtype (str, optional): of weights and products. Default: FP8 where the device
+            multiplies it, else bf16
+        ep (int, optional): the only degree to try.
+        domain (int): ranks joined by the fast link; 0 for the device's.
     """
+    check("inference_table", gpus=gpus, tokens=tokens, context=context, domain=domain)
+    dtype = dtype or ("fp8" if "fp8" in p.device.dtypes else "bf16")
+    p.check_dtype("inference_table", dtype)
+    degrees = [2**i for i in range(gpus.bit_length())] if ep is None else [ep]
+    degrees = [e for e in degrees if gpus % e == 0 == model.experts % e]
+    if not degrees:
+        raise ValueError(
+            f"inference_table: ep must divide {gpus} GPUs and {model.experts} experts, "
+            f"got {ep}"
+        )
     weights, size = model.parameters(), cost.ITEMSIZE[dtype]
     row = 576 if model.mla else 2 * model.kv_heads * model.head_dim
     held = tokens * (context if phase == "decode" else 1) * row * 2 * model.layers
     held += tokens * model.d * 20 * (phase == "prefill")
-    out = []
-    for ep in (
-        e for e in (2**i for i in range(gpus.bit_length())) if model.experts % e == 0
-    ):
-        need = (weights["expert"] / ep + weights["other"]) * size + held
-        if need > 0.9 * p.device.memory:
-            continue
-        skew = imbalance(ep)
-        rate = infer(
-            p,
-            model,
-            tokens,
-            context,
-            ep=ep,
-            phase=phase,
-            imbalance=skew,
-            dtype=dtype,
-        )
-        out.append({"ep": ep, "tokens_per_second_per_gpu": rate, "memory": need,
-                    "imbalance": skew})  # fmt: skip
+    need = {
+        e: (weights["expert"] / e + weights["other"]) * size + held for e in degrees
+    }
+    out = [
+        {
+            "ep": e,
+            "tokens_per_second_per_gpu": infer(
+                p, model, tokens, context, ep=e, phase=phase, domain=domain,
+                imbalance=imbalance(e), dtype=dtype,
+            ),
+            "dtype": dtype,
+            "memory": need[e],
+            "imbalance": imbalance(e),
+        }
+        for e in degrees
+        if need[e] <= 0.9 * p.device.memory
+    ]  # fmt: skip
     if not out:
+        least = min(need, key=need.__getitem__)
         raise ValueError(
-            f"inference_table: weights and cache fit on no ep of {gpus} GPUs with "
-            f"{p.device.memory / 1e9:.0f} GB; at ep={gpus} they need "
-            f"{((weights['expert'] / gpus + weights['other']) * size + held) / 1e9:.0f} GB"
+            f"inference_table: {dtype} weights and cache fit on no ep of {gpus} GPUs with "
+            f"{p.device.memory / 1e9:.0f} GB; at ep={least} they need "
+            f"{need[least] / 1e9:.0f} GB"
         )
     return sorted(out, key=lambda r: -r["tokens_per_second_per_gpu"])
 
@@ -536,10 +572,6 @@ def memory(
         global_batch (int, optional): bounds the micro-batches in flight.
         capacity (float): rows that the experts' buffers hold, over the mean.
     """
-    if layout.recompute not in _REPEATED:
-        raise ValueError(
-            f"memory: recompute must be one of {list(_REPEATED)}, got {layout.recompute!r}"
-        )
     weights = model.parameters()
     other = weights["other"] / layout.tp / layout.pp
     expert = weights["expert"] / layout.ep / layout.expert_tp / layout.pp

@@ -19,15 +19,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch
+from torch.distributed._tools.moe_arguments import check
 from torch.distributed._tools.moe_estimator import train_step
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.distributed._tools.moe_calibration import Profile
     from torch.distributed._tools.moe_config import MoEConfig
     from torch.distributed._tools.moe_estimator import Layout
+    from torch.distributed._tools.moe_profile import Profile
 
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "SimulatedJob",
     "expected_imbalance",
     "largest_normal",
-    "plot_jobs",
     "replicated_imbalance",
     "rows_of_pair",
     "simulate",
@@ -76,7 +76,7 @@ def expected_imbalance(
             probability, which is what a capacity needs. Default: None (the mean)
     """
     share = torch.as_tensor(load, dtype=torch.float64)
-    if share.dim() != 1 or share.numel() == 0 or share.min() < 0 or share.sum() <= 0:
+    if share.dim() != 1 or not 0 < share.sum() < math.inf or not (share >= 0).all():
         raise ValueError(
             "expected_imbalance: load must be one non-negative number per expert, not all "
             f"zero, got shape {tuple(share.shape)}"
@@ -198,16 +198,8 @@ class Assumptions:
     save_seconds: float = 30
 
     def __post_init__(self) -> None:
-        if self.imbalance < 1:
-            raise ValueError(
-                f"Assumptions: imbalance is heaviest over mean, at least 1, got "
-                f"{self.imbalance}"
-            )
-        for name, value in vars(self).items():
-            if value is not None and value < 0:
-                raise ValueError(
-                    f"Assumptions: {name} must not be negative, got {value}"
-                )
+        given = {n: v for n, v in vars(self).items() if v is not None}
+        check("Assumptions", **given)
 
 
 class SimulatedJob(NamedTuple):
@@ -327,25 +319,7 @@ def simulate(
         One :class:`SimulatedJob` per number of GPUs.
     """
     a = assumptions or Assumptions()
+    check("simulate", batch_per_dp=batch_per_dp, seq=seq, steps=steps, seed=seed)
+    for n in gpus:
+        check("simulate", gpus=n)
     return [_one(p, model, layout, n, batch_per_dp, seq, a, steps, seed) for n in gpus]
-
-
-def plot_jobs(jobs: Sequence[SimulatedJob], path: str, title: str = "") -> None:
-    """Draws slowdown and goodput over GPUs. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    x = [j.gpus for j in jobs]
-    axes.plot(x, [j.slowdown for j in jobs], "o-", label="step / ideal step")
-    axes.plot(x, [j.goodput for j in jobs], "s-", label="goodput")
-    axes.plot(
-        x, [j.goodput / j.slowdown for j in jobs], "^-", label="goodput / slowdown"
-    )
-    axes.set(xscale="log", xlabel="GPUs", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

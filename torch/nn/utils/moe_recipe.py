@@ -8,8 +8,8 @@ import torch
 
 
 if TYPE_CHECKING:
-    from torch.distributed._tools.moe_calibration import Profile
     from torch.distributed._tools.moe_config import MoEConfig
+    from torch.distributed._tools.moe_profile import Profile
 
 
 __all__ = ["select_recipe"]
@@ -87,7 +87,7 @@ def select_recipe(
         where bfloat16 is as fast; and both sides in milliseconds with the largest cost of each.
 
     Raises:
-        ValueError: a model or device is not known, a size is not positive, ``ep`` does not divide the experts,
+        ValueError: a model or device is not known, a number is out of its range, ``ep`` does not divide the experts,
             or a modelled layer has no gate.
         TypeError: ``config`` or ``device`` is of another type.
 
@@ -98,8 +98,10 @@ def select_recipe(
         >>> recipe
         'mxfp8'
     """
-    from torch.distributed._tools.moe_calibration import Profile
+    from torch.distributed._tools.moe_arguments import check
+    from torch.distributed._tools.moe_profile import Profile
 
+    check("select_recipe", tokens=tokens, ep=ep, seconds=seconds)
     layer, gated = _layer_of(config, tokens, ep)
     target = _device_of(device)
     if isinstance(target, Profile):
@@ -123,20 +125,10 @@ def select_recipe(
     return (best.recipe if pays else None), reason
 
 
-def _positive(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"select_recipe: {name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"select_recipe: {name} must be at least 1, got {value}")
-    return value
-
-
 def _layer_of(config: Any, tokens: int, ep: int) -> tuple[_Layer, bool]:
     """The layer of a rank, and whether it has gate and up projections."""
     from torch.distributed._tools.moe_config import MoEConfig
 
-    _positive("tokens", tokens)
-    _positive("ep", ep)
     if isinstance(config, _nn.MoE):
         experts, d, f = config.w_out.shape
         k, gated = config.top_k, config.w_in.shape[1] != f or config.w_up is not None
@@ -160,7 +152,7 @@ def _layer_of(config: Any, tokens: int, ep: int) -> tuple[_Layer, bool]:
 
 
 def _device_of(device: Any) -> Profile | torch.device:
-    from torch.distributed._tools.moe_calibration import DEVICES, Profile, profile
+    from torch.distributed._tools.moe_profile import DEVICES, Profile, profile
 
     if isinstance(device, str):
         if device in DEVICES or device.endswith(".json"):
@@ -191,8 +183,8 @@ def _modelled(
     p: Profile, layer: _Layer, gated: bool, training: bool
 ) -> tuple[list[_Side], str, float]:
     """Sides, where they are from, and the gain that means something."""
-    from torch.distributed._tools import moe_cost_model as cost, moe_planner
-    from torch.distributed._tools.moe_calibration import HELD_OUT_ERROR
+    from torch.distributed._tools import moe_cost_model as cost, moe_layer_plan
+    from torch.distributed._tools.moe_profile import HELD_OUT_ERROR
 
     if not gated:
         raise ValueError(
@@ -200,7 +192,7 @@ def _modelled(
             "this machine to measure it"
         )
     sizes = (layer.rows, layer.d, layer.f, layer.experts)
-    gemms, times = moe_planner.fastest_dtypes(p, *sizes)
+    gemms, times = moe_layer_plan.fastest_dtypes(p, *sizes)
     named = {
         "forward": "the forward products",
         "dgrad": "the products of the inputs' gradients",

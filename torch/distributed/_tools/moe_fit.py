@@ -1,0 +1,155 @@
+# mypy: allow-untyped-defs
+"""Constants from measured seconds: a coordinate search, and what it searches for.
+
+``moe_calibration`` measures the seconds here, ``benchmarks/moe/published.py`` reads published
+ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import NamedTuple, TYPE_CHECKING
+
+from torch.distributed._tools.moe_cost_model import expert_flops, ITEMSIZE, link_seconds
+from torch.distributed._tools.moe_cpu_model import cpu_experts
+from torch.distributed._tools.moe_profile import CpuConstants
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+
+__all__ = ["CpuRow", "fit", "fit_cpu", "fit_link"]
+
+
+class CpuRow(NamedTuple):
+    """A call of the microbenchmark: shape, dtype, pass, layout of the weights."""
+
+    T: int
+    D: int
+    F: int
+    E: int
+    K: int
+    dtype: str = "bf16"
+    pass_: str = "fwd"
+    transposed: bool = False
+
+
+def fit(
+    start: Mapping[str, float],
+    loss: Callable[[dict[str, float]], float],
+    *,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+    stiffness: Callable[[str], float] = lambda name: 0.03,
+    steps: Sequence[float] = (2, 1.5, 1.25, 1.12, 1.06, 1.03, 1.015),
+) -> dict[str, float]:
+    """Values with the least loss: a coordinate search in log space.
+
+    The loss is a sum of absolute log errors, which is not smooth, and has a few values;
+    hence no gradients. Ties to the start keep what the rows do not determine.
+
+    Args:
+        start (dict): start values, positive.
+        loss (callable): of a dict of values.
+
+    Keyword Args:
+        bounds (dict, optional): lowest and highest value by name.
+        stiffness (callable): weight of a value's distance from its start, in logs.
+        steps (sequence of float): factors to try, coarse to fine.
+    """
+    now = dict(start)
+
+    def total() -> float:
+        ties = sum(stiffness(n) * abs(math.log(now[n] / start[n])) for n in now)
+        return loss(now) + ties
+
+    best = total()
+    for step in steps:
+        for _ in range(4):
+            before = best
+            for name in now:
+                for factor in (step, 1 / step):
+                    old = now[name]
+                    low, high = (bounds or {}).get(name, (0.0, math.inf))
+                    now[name] = min(high, max(low, old * factor))
+                    new = best if now[name] == old else total()
+                    if new < best - 1e-9:
+                        best = new
+                    else:
+                        now[name] = old
+            if before - best < 1e-4:
+                break
+    return now
+
+
+def fit_cpu(
+    rows: Sequence[CpuRow], hit: Sequence[float], seconds: Sequence[float]
+) -> CpuConstants:
+    """Constants of a CPU from measured calls.
+
+    The search starts at the best rates among the calls, with few and with many rows of a
+    block that reach half of them, with cheap and dear experts, without and with a kernel
+    for few rows.
+    """
+
+    def loss(thin: float, v: dict[str, float]) -> float:
+        c, total = CpuConstants(**v, thin_rows=thin), 0.0
+        for row, h, t in zip(rows, hit, seconds):
+            got = cpu_experts(
+                c, *row[:5], hit=h, dtype=row.dtype, pass_=row.pass_,
+                transposed=row.transposed,
+            )  # fmt: skip
+            total += abs(math.log(got / t))
+        return total
+
+    # Chosen below, and those of measure_exchange and measure_links.
+    elsewhere = {"thin_rows", "exchange_us", "exchange_grad_us", "copy", "turn"}
+    fields = dataclasses.asdict(CpuConstants()).items()
+    start: dict[str, float] = {k: v for k, v in fields if k not in elsewhere}
+    flops = [
+        expert_flops(r.T * r.K, r.D, r.F, pass_=r.pass_) / t
+        for r, t in zip(rows, seconds)
+    ]
+    for name, dtype in (("rate16", "bf16"), ("rate32", "fp32")):
+        best = [f for f, r in zip(flops, rows) if r.dtype == dtype]
+        start[name] = 1.25 * max(best, default=start[name])
+    read = [h * 3 * r.D * r.F * ITEMSIZE[r.dtype] for r, h in zip(rows, hit)]
+    start["memory"] = 1.5 * max(n / t for n, t in zip(read, seconds))
+    found = []
+    for thin, half, expert in itertools.product((0.0, 8.0), (10.0, 40.0), (5.0, 50.0)):
+        start |= {"half_rows": half, "half_rows_t": half, "expert_us": expert}
+        v = fit(start, functools.partial(loss, thin), stiffness=lambda name: 0.01)
+        found.append((loss(thin, v), thin, v))
+    _, thin, best = min(found, key=lambda x: x[0])
+    return CpuConstants(
+        **{k: float(f"{v:.4g}") for k, v in best.items()}, thin_rows=thin
+    )
+
+
+def fit_link(
+    points: Sequence[tuple[float, float]], turns: bool = True
+) -> tuple[float, float, float]:
+    """(start, rate, turn) of :func:`.link_seconds` with the least relative error.
+
+    Args:
+        points (sequence of tuple): bytes to others, and their seconds.
+        turns (bool): allow a turn; it stays where it at least halves the error.
+    """
+
+    def loss(turn: float, v: dict[str, float]) -> float:
+        law = functools.partial(link_seconds, v["start"], v["rate"], turn=turn)
+        return sum(abs(math.log(law(n) / t)) for n, t in points)
+
+    def best(turn: float) -> tuple[float, float, float, float]:
+        start = {"start": 1e-4, "rate": 1e9}
+        v = fit(start, functools.partial(loss, turn), stiffness=lambda name: 0.0,
+                steps=(10, 3, 2, 1.5, 1.25, 1.12, 1.06, 1.03, 1.015))  # fmt: skip
+        return loss(turn, v), v["start"], v["rate"], turn
+
+    plain = best(0.0)
+    # One search over all three would not leave the rate that suits no turn.
+    found = min(best(2 ** (n / 4)) for n in range(56, 77)) if turns else plain
+    return (found if 2 * found[0] <= plain[0] else plain)[1:]
