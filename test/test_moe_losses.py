@@ -6,6 +6,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.moe import (
+    expert_counts,
     load_balancing_loss,
     router_z_loss,
     updated_expert_bias,
@@ -60,6 +61,55 @@ class TestMoeLosses(TestCase):
         self.assertEqual(load_balancing_loss(scores, indices).item(), expected)
         nobody = torch.full_like(indices, sentinel)
         self.assertEqual(load_balancing_loss(scores, nobody).item(), 0.0)
+
+    @parametrize("how", ("mask", "ids", "both"))
+    def test_padding_takes_no_part(self, how):
+        logits, scores, indices = router()
+        lengths = (S, 4, 0)  # the last sequence is padding only
+        mask = torch.arange(S) < torch.tensor(lengths).unsqueeze(1)
+        logits.requires_grad_()
+        given, ids = {}, indices
+        if how != "ids":
+            given["mask"] = mask
+        if how != "mask":
+            ids = torch.where(mask.unsqueeze(-1), indices, -1)
+        # What padding holds does not matter.
+        padded = logits.masked_fill(~mask.unsqueeze(-1), math.nan)
+        scores = padded.sigmoid()
+
+        kept = [(logits[b, :n], indices[b, :n]) for b, n in enumerate(lengths) if n]
+        flat_logits, flat_ids = (torch.cat(part) for part in zip(*kept))
+        self.assertEqual(
+            load_balancing_loss(scores, ids, **given),
+            load_balancing_loss(flat_logits.sigmoid(), flat_ids),
+        )
+        each = [loop(part.sigmoid(), part_ids) for part, part_ids in kept]
+        loss = load_balancing_loss(scores, ids, per_sequence=True, **given)
+        self.assertEqual(loss.item(), sum(each) / 2)
+        z_loss = router_z_loss(padded, mask=mask)
+        self.assertEqual(z_loss, router_z_loss(flat_logits))
+        (grad,) = torch.autograd.grad(loss + z_loss, logits)
+        self.assertTrue(grad.isfinite().all())
+        self.assertEqual(grad[~mask].count_nonzero().item(), 0)
+        self.assertTrue((grad[mask] != 0).all())
+
+        counts = expert_counts(ids, E, **given)
+        self.assertEqual(counts, flat_ids.flatten().bincount(minlength=E))
+        self.assertEqual(counts, expert_counts(flat_ids.int(), E))
+
+    @parametrize("backend", ("eager", "inductor"))
+    def test_padding_compiled(self, backend):
+        logits, scores, indices = router(torch.float32)
+        mask = torch.rand(B, S) > 0.5
+
+        def function(logits, scores, indices, mask):
+            loss = load_balancing_loss(scores, indices, mask=mask)
+            z_loss = router_z_loss(logits, mask=mask)
+            return loss + z_loss, expert_counts(indices, E, mask=mask)
+
+        args = (logits, scores, indices, mask)
+        compiled = torch.compile(function, fullgraph=True, backend=backend)
+        self.assertEqual(compiled(*args), function(*args))
 
     @parametrize("shape", ((0,), (0, S), (B, 0)))
     @parametrize("per_sequence", (False, True))
@@ -226,6 +276,25 @@ class TestMoeLosses(TestCase):
             load_balancing_loss(scores, indices[:, :9])
         with self.assertRaisesRegex(ValueError, r"\(\*, S, E\), got \(10, 4\)"):
             load_balancing_loss(scores[0], indices[0], per_sequence=True)
+        mask = torch.ones(B, S - 1, dtype=torch.bool)
+        for name, call in (
+            (
+                "load_balancing_loss",
+                lambda m: load_balancing_loss(scores, indices, mask=m),
+            ),
+            ("router_z_loss", lambda m: router_z_loss(scores, mask=m)),
+            ("expert_counts", lambda m: expert_counts(indices, E, mask=m)),
+        ):
+            with self.assertRaisesRegex(
+                ValueError, rf"{name}: .*\(3, 10\), got \(3, 9\)"
+            ):
+                call(mask)
+            with self.assertRaisesRegex(TypeError, f"{name}: mask must be bool"):
+                call(torch.ones(B, S))
+        with self.assertRaisesRegex(
+            RuntimeError, "expert_counts: topk_indices must be in"
+        ):
+            expert_counts(indices + E, E)
         with self.assertRaisesRegex(ValueError, r"got \(4,\) and \(3,\)"):
             updated_expert_bias(torch.zeros(4), torch.zeros(3), 0.1)
 

@@ -115,6 +115,22 @@ def experts_classes() -> list[type[torch.nn.Module]]:
     return found
 
 
+def class_inputs(
+    name: str, dtype: torch.dtype
+) -> tuple[tuple, dict[str, torch.Tensor]]:
+    """Arguments of an experts class of TinyConfig, and those that have gradients."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(10, 16, generator=g).to(dtype).requires_grad_()
+    weights, ids = torch.rand(10, 4, generator=g).topk(2)
+    weights = weights.to(dtype).requires_grad_()
+    args = (x, ids, weights)
+    if name in ("Llama4TextMoe", "JetMoeMoE"):
+        args = (x[None],)  # they hold their router
+    elif name == "DbrxExperts":
+        args = (x[None], ids, weights)
+    return args, {"x": x, "weights": weights}
+
+
 def run_class(experts_class: type[torch.nn.Module]) -> dict[str, object]:
     """One experts class by itself."""
     row: dict[str, object] = {"class": experts_class.__name__}
@@ -133,20 +149,12 @@ def run_class(experts_class: type[torch.nn.Module]) -> dict[str, object]:
         module.to(dtype).zero_grad()
         config._experts_implementation = NAME if fused else "eager"
         module._uses_moe_mlp = fused
-        g = torch.Generator().manual_seed(1)
-        x = torch.randn(10, 16, generator=g).to(dtype).requires_grad_()
-        weights, ids = torch.rand(10, 4, generator=g).topk(2)
-        weights = weights.to(dtype).requires_grad_()
-        args = (x, ids, weights)
-        if experts_class.__name__ in ("Llama4TextMoe", "JetMoeMoE"):
-            args = (x[None],)  # they hold their router
-        elif experts_class.__name__ == "DbrxExperts":
-            args = (x[None], ids, weights)
+        args, leaves = class_inputs(experts_class.__name__, dtype)
         y = module(*args)
         y = y[0] if isinstance(y, tuple) else y
         y.square().sum().backward()
-        values = {"y": y.detach(), "x": x.grad, "weights": weights.grad}
-        values |= {n: p.grad for n, p in module.named_parameters()}
+        leaves |= dict(module.named_parameters())
+        values = {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
         return {n: v for n, v in values.items() if v is not None}
 
     actual, eager = (outcome(torch.float32, fused) for fused in (True, False))

@@ -95,7 +95,14 @@ def plan_of(experts: torch.nn.Module) -> Plan:
 
 
 def cached_plan(experts: torch.nn.Module) -> Plan:
-    """:func:`plan_of`, once per module; the first module of a class that falls back says so."""
+    """:func:`plan_of`, once per module; the first module of a class that falls back says so.
+
+    Hooks come and go: a module whose activation has one falls back while it does.
+    """
+    if any(part is not None and hooked(part) for part in experts._modules.values()):
+        reason = f"a part of {type(experts).__name__} has hooks"
+        log_once(f'experts_implementation="{NAME}" falls back: {reason}')
+        return Plan({}, reason)
     plan = experts.__dict__.get("_moe_mlp_plan")
     if plan is None:
         plan = experts.__dict__["_moe_mlp_plan"] = plan_of(experts)
@@ -104,11 +111,35 @@ def cached_plan(experts: torch.nn.Module) -> Plan:
     return plan
 
 
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def hooked(module: torch.nn.Module, recurse: bool = True) -> bool:
+    """Whether calls of a module, or of a part of it, have hooks; not those of FSDP.
+
+    F.moe_mlp computes what parts of experts do without calling them, so a hook of theirs would see
+    nothing. Those of FSDP only gather parameters.
+    """
+    for each in module.modules() if recurse else (module,):
+        for name in _HOOKS:
+            for hook in getattr(each, name).values():
+                where = getattr(hook, "__module__", None) or ""
+                if not where.startswith("torch.distributed."):
+                    return True
+    return False
+
+
 _logged: set[str] = set()
 
 
 def log_once(message: str) -> None:
-    if message not in _logged:
+    # Inside of a graph there is no log: a capture without graph breaks is worth more.
+    if message not in _logged and not torch.compiler.is_compiling():
         _logged.add(message)
         logger.warning(message)
 

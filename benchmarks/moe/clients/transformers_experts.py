@@ -13,20 +13,39 @@ here, by forwards that replace theirs when it is made.
 """
 
 import functools
-import operator
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from moe_mlp_experts import activation_of, cached_plan, experts_forward, log_once, NAME
+from moe_mlp_experts import (
+    activation_of,
+    cached_plan,
+    experts_forward,
+    hooked,
+    log_once,
+    NAME,
+)
 from packages import require_transformers
 
 import torch.nn.functional as F
 from torch import nn, Tensor
 
 
+class _Within:
+    """Second argument of a child's call, ``child(x, _Within(f))``: it returns ``f(c, x)``.
+
+    ``c`` is the child itself below its wrappers. What a wrapper or a hook does around a call (gathers
+    or loads weights, puts an adapter on them) is done around ``f``, which may call the next child
+    alike: so one op has the weights of several children.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        self.function = function
+
+
 # Forwards of classes that do not use the interface. Each has the arguments of the class's own, and
-# is called when the choice is NAME.
+# is called when the choice is NAME. They read no parameter of a child: they call it.
 
 
 def _llama4(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,30 +54,55 @@ def _llama4(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     scores, logits = self.router(x)
     top_scores, ids = scores.topk(self.top_k, dim=1)
     rows = (x[:, None] * top_scores[..., None]).flatten(0, 1)
-    w_in, w_out = self.experts.gate_up_proj.mT, self.experts.down_proj.mT
-    activation = activation_of(self.experts.act_fn)
-    routed = F.moe_mlp(rows, ids.view(-1, 1), None, w_in, w_out, activation=activation)
-    return self.shared_expert(x) + routed.view(*ids.shape, -1).sum(1), logits
+
+    def routed(experts: nn.Module, rows: Tensor) -> Tensor:
+        w_in, w_out = experts.gate_up_proj.mT, experts.down_proj.mT
+        flat, activation = (
+            ids.view(-1, 1).to(rows.device),
+            activation_of(experts.act_fn),
+        )
+        return F.moe_mlp(rows, flat, None, w_in, w_out, activation=activation)
+
+    output = self.experts(rows, _Within(routed))
+    return self.shared_expert(x) + output.view(*ids.shape, -1).sum(1), logits
 
 
 def _dbrx(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Gate and up are two parameters, and all three lie as (E*F, D)."""
     x = hidden_states.reshape(-1, self.hidden_size)
     sizes = (self.num_experts, self.ffn_hidden_size, self.hidden_size)
-    gate, up, down = (w.view(sizes) for w in (self.mlp.w1, self.mlp.v1, self.mlp.w2))
-    activation = activation_of(self.mlp.activation_fn)
-    y = F.moe_mlp(x, ids, weights, gate, down.mT, w_up=up, activation=activation)
-    return y.view(hidden_states.shape[0], -1, self.hidden_size)
+
+    def routed(mlp: nn.Module, x: Tensor) -> Tensor:
+        gate, up, down = (w.view(sizes) for w in (mlp.w1, mlp.v1, mlp.w2))
+        routing = (ids.to(x.device), weights.to(x.device))
+        activation = activation_of(mlp.activation_fn)
+        return F.moe_mlp(x, *routing, gate, down.mT, w_up=up, activation=activation)
+
+    return self.mlp(x, _Within(routed)).view(
+        hidden_states.shape[0], -1, self.hidden_size
+    )
 
 
 def _jetmoe(self: nn.Module, layer_input: Tensor) -> Tensor:
     """The router's selection without its host sync."""
     x = layer_input.reshape(-1, self.input_size)
-    top_logits, ids = self.router.layer(x).float().topk(self.router.top_k, dim=1)
-    weights = top_logits.softmax(1).type_as(x)
-    w_in, w_out = self.input_linear.weight, self.output_linear.weight
-    activation = activation_of(self.activation)
-    y = F.moe_mlp(x, ids, weights, w_in, w_out, activation=activation)
+
+    def selection(router: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        top_logits, ids = router.layer(x).float().topk(router.top_k, dim=1)
+        return ids, top_logits.softmax(1).type_as(x)
+
+    ids, weights = self.router(x, _Within(selection))
+
+    def routed(input_linear: nn.Module, x: Tensor) -> Tensor:
+        def both(output_linear: nn.Module, x: Tensor) -> Tensor:
+            w_in, w_out = input_linear.weight, output_linear.weight
+            routing = (ids.to(x.device), weights.to(x.device))
+            activation = activation_of(self.activation)
+            return F.moe_mlp(x, *routing, w_in, w_out, activation=activation)
+
+        return self.output_linear(x, _Within(both))
+
+    y = self.input_linear(x, _Within(routed))
     return y.view_as(layer_input) + self.bias
 
 
@@ -79,40 +123,142 @@ def _step(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return F.moe_mlp(hidden_states, ids, *weights, activation=activation)
 
 
-# class -> (its forward by F.moe_mlp, where it has its activation)
-ADAPTERS: dict[str, tuple[Callable, str]] = {
-    "Llama4TextMoe": (_llama4, "experts.act_fn"),
-    "DbrxExperts": (_dbrx, "mlp.activation_fn"),
-    "JetMoeMoE": (_jetmoe, "activation"),
-    "LongcatFlashExperts": (_longcat, "act_fn"),
-    "Step3p7Experts": (_step, "act_fn"),
+class Adapter(NamedTuple):
+    """How a class without the interface is computed."""
+
+    forward: Callable  # its forward by F.moe_mlp
+    activation: str  # the attribute that has it,
+    holder: str | None = None  # of this class instead of the adapted one
+    children: dict[str, str] = {}  # called with _Within: attribute and class
+    called: tuple[str, ...] = ()  # children that are called as the original calls them
+
+
+_LINEAR = "JetMoeParallelExperts"
+ADAPTERS = {
+    "Llama4TextMoe": Adapter(
+        _llama4, "act_fn", "Llama4TextExperts", {"experts": "Llama4TextExperts"},
+        ("router", "shared_expert"),
+    ),
+    "DbrxExperts": Adapter(
+        _dbrx, "activation_fn", "DbrxExpertGLU", {"mlp": "DbrxExpertGLU"}
+    ),
+    "JetMoeMoE": Adapter(
+        _jetmoe, "activation", None,
+        {"router": "JetMoeTopKGating", "input_linear": _LINEAR, "output_linear": _LINEAR},
+    ),
+    "LongcatFlashExperts": Adapter(_longcat, "act_fn"),
+    "Step3p7Experts": Adapter(_step, "act_fn"),
+}  # fmt: skip
+# Which call what they wrap with the arguments that they got, and hand on what it returns.
+_WRAPPERS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
+    "ParamWrapper": lambda m: [m.base_layer],
+    "ModulesToSaveWrapper": lambda m: [m.original_module, *m.modules_to_save.values()],
+    "CheckpointWrapper": lambda m: [m._checkpoint_wrapped_module],
+    "FullyShardedDataParallel": lambda m: [m._fsdp_wrapped_module],
 }
+
+
+def _class_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class of ADAPTERS that a module is of; FSDP2 and parametrizations subclass it."""
+    return next((c for c in type(module).__mro__ if c.__name__ in ADAPTERS), None)
 
 
 def adapter_reason(module: nn.Module) -> str | None:
     """Why a module of ADAPTERS cannot have its forward there."""
-    name = type(module).__name__
-    act_fn = operator.attrgetter(ADAPTERS[name][1])(module)
-    if activation_of(act_fn) is None:
-        return f"the activation of {name} is {act_fn}"
+    name = _class_of(module).__name__
+    adapter = ADAPTERS[name]
+    holders = [module] if adapter.holder is None else list(module.modules())
+    for holder in holders:
+        if adapter.holder and not _is(holder, adapter.holder):
+            continue
+        act_fn = getattr(holder, adapter.activation)
+        if activation_of(act_fn) is None:
+            return f"the activation of {name} is {act_fn}"
     if name == "Step3p7Experts" and module.limit != float("inf"):
         return f"{name} clamps the gate after the activation"
     return None
 
 
+def _is(module: nn.Module, class_name: str) -> bool:
+    return any(c.__name__ == class_name for c in type(module).__mro__)
+
+
+def _obstacles(module: nn.Module) -> Iterator[str]:
+    """Why now not: what a call of F.moe_mlp would leave out that the original's own calls do."""
+    name = _class_of(module).__name__
+    adapter = ADAPTERS[name]
+    for attribute, child in module._modules.items():
+        if child is None or attribute in adapter.called:
+            continue
+        where = f"{attribute} of {name}"
+        if attribute in adapter.children:
+            yield from _obstacles_around(child, adapter.children[attribute], where)
+        elif hooked(child):
+            yield f"{where} has hooks"
+
+
+def _obstacles_around(child: nn.Module, class_name: str, where: str) -> Iterator[str]:
+    """The same of a child, or of what it wraps, which is to be called with _Within."""
+    if hooked(child, recurse=False):
+        yield f"{where} has hooks"  # they would see what _Within's function takes and returns
+    elif _is(child, class_name):
+        if not _reaches(child):
+            yield f"the forward of {where} was replaced"
+        for attribute, part in child._modules.items():
+            # JetMoe's router calls its layer as the original does.
+            if part is not None and attribute != "layer" and hooked(part):
+                yield f"{attribute} in {where} has hooks"
+    elif inner := _WRAPPERS.get(type(child).__name__):
+        for wrapped in inner(child):
+            yield from _obstacles_around(wrapped, class_name, where)
+    else:
+        yield f"{where} is a {type(child).__name__}"
+
+
+def _reaches(module: nn.Module) -> bool:
+    """Whether a call gets to the forward of its class; hooks of accelerate replace an instance's."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return True
+    forward = vars(module).get("_old_forward", forward)
+    return getattr(forward, "__func__", None) is type(module).forward
+
+
 def _adapt(experts_class: type[nn.Module]) -> None:
-    """Gives a class of ADAPTERS the choice, once."""
+    """Gives a class of ADAPTERS the choice, once, and takes _Within into its children."""
     if "_moe_mlp_original" in vars(experts_class):
         return
-    ours, _ = ADAPTERS[experts_class.__name__]
+    adapter = ADAPTERS[experts_class.__name__]
+    for class_name in set(adapter.children.values()):
+        _open(vars(sys.modules[experts_class.__module__])[class_name])
     original = experts_class._moe_mlp_original = experts_class.forward
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        chosen = ours if getattr(self, "_uses_moe_mlp", False) else original
-        return chosen(self, *args, **kwargs)
+        if not getattr(self, "_uses_moe_mlp", False):
+            return original(self, *args, **kwargs)
+        for obstacle in _obstacles(self):
+            log_once(f'experts_implementation="{NAME}" falls back: {obstacle}')
+            return original(self, *args, **kwargs)
+        return adapter.forward(self, *args, **kwargs)
 
     experts_class.forward = forward
+
+
+def _open(child_class: type[nn.Module]) -> None:
+    """Lets a child take _Within, once."""
+    original = child_class.forward
+    if hasattr(original, "_takes_within"):
+        return
+
+    @functools.wraps(original)
+    def forward(self, x, *args, **kwargs):
+        if args and isinstance(args[0], _Within):
+            return args[0].function(self, x)
+        return original(self, x, *args, **kwargs)
+
+    forward._takes_within = True
+    child_class.forward = forward
 
 
 def _open_interface(model_class: type) -> None:
@@ -128,19 +274,27 @@ def _open_interface(model_class: type) -> None:
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
     """Modules of a model whose forward the choice decides, first layer first."""
-    chosen = ("_is_expert_parallel", "_moe_mlp_original")
-    return [m for m in model.modules() if any(hasattr(m, name) for name in chosen)]
+    # Their own: a wrapper of PEFT has every attribute of what it wraps.
+    return [
+        m for m in model.modules() if "_is_expert_parallel" in vars(m) or _adapted(m)
+    ]
+
+
+def _adapted(module: nn.Module) -> bool:
+    return hasattr(type(module), "_moe_mlp_original")
 
 
 def fused_experts(model: nn.Module) -> list[nn.Module]:
     """Those that F.moe_mlp computes now."""
 
     def fused(m: nn.Module) -> bool:
-        if getattr(m, "_uses_moe_mlp", False):
-            return True
-        has_choice = hasattr(m, "_is_expert_parallel")
-        chosen = has_choice and m.config._experts_implementation == NAME
-        return chosen and cached_plan(m).reason is None
+        if _adapted(m):
+            return (
+                getattr(m, "_uses_moe_mlp", False) and next(_obstacles(m), None) is None
+            )
+        return (
+            m.config._experts_implementation == NAME and cached_plan(m).reason is None
+        )
 
     return [m for m in experts_of(model) if fused(m)]
 
@@ -156,13 +310,27 @@ def _settle(model: nn.Module, *, asked: bool) -> None:
     from transformers import PreTrainedModel
 
     wanted = False
-    for part in (m for m in model.modules() if isinstance(m, PreTrainedModel)):
-        chosen = part.config._experts_implementation == NAME
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    configs = [part.config for part in parts]
+    for part in parts:
+        choice = part.config._experts_implementation
+        chosen = choice == NAME
         wanted |= chosen
         for module in part.modules():
-            if not hasattr(module, "_moe_mlp_original"):
+            own = vars(module).get("config")
+            if "_is_expert_parallel" in vars(module) and all(
+                own is not c for c in configs
+            ):
+                own._experts_implementation = (
+                    choice  # a copy, as PEFT makes of modules_to_save
+                )
+            if not _adapted(module):
                 continue
             reason = adapter_reason(module)
+            if reason is None and not _reaches(module):
+                reason = (
+                    f"the forward of this {type(module).__name__} was replaced before"
+                )
             module._uses_moe_mlp = chosen and reason is None
             if chosen and reason is not None:
                 log_once(f'experts_implementation="{NAME}" falls back: {reason}')

@@ -30,7 +30,8 @@ class MoE(Module):
     is remembered: :mod:`torch.nn.utils.moe` has the functions that keep experts
     balanced, and ``need_routing=True`` returns what they take.
 
-    :func:`torch.export.export`, AOTInductor and :func:`torch.jit.trace` take this module.
+    :func:`torch.export.export`, AOTInductor, :func:`torch.onnx.export` with
+    ``dynamo=True`` and :func:`torch.jit.trace` take this module.
     :func:`torch.jit.script`, which is deprecated, does not: it has no keyword-only
     arguments with defaults, such as those of :func:`~torch.nn.functional.moe_mlp`.
 

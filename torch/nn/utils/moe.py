@@ -4,6 +4,9 @@ Everything here is a pure function of tensors: it works on any router's output, 
 device, and keeps no state between steps. Losses and a bias that balance the load of the
 experts, and a routing in whole tiles of rows.
 
+Padding takes no part: tokens that a mask leaves out, and tokens all of whose ids mean no
+expert, are in no count, sum or mean.
+
 Terms: T tokens, E experts, K experts per token, f_e tokens that chose expert e.
 """
 
@@ -16,6 +19,7 @@ from torch import Tensor
 
 __all__ = [
     "TokenRounding",
+    "expert_counts",
     "load_balancing_loss",
     "moe_mlp_rounded",
     "router_z_loss",
@@ -61,32 +65,84 @@ def _check_same_tokens(name: str, topk_indices: Tensor, scores: Tensor) -> None:
         )
 
 
-def _counts(name: str, topk_indices: Tensor, num_experts: int) -> Tensor:
-    """``(*, S, K)`` ids to ``(*, E)`` numbers of slots; -1 and E count nowhere."""
-    ids = _expert_columns(name, topk_indices, num_experts).flatten(-2)
+def _check_mask(name: str, mask: Tensor | None, shape: torch.Size) -> None:
+    if mask is None:
+        return
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name}: mask must be bool, got {mask.dtype}")
+    if mask.shape != shape:
+        raise ValueError(
+            f"{name}: mask must have the shape of the tokens, {tuple(shape)}, got "
+            f"{tuple(mask.shape)}"
+        )
+
+
+def _counts(columns: Tensor, num_experts: int) -> Tensor:
+    """``(*, S, K)`` of :func:`_expert_columns` to ``(*, E)`` numbers of slots."""
+    ids = columns.flatten(-2)
     # Integers, so that the order of the additions does not matter.
     counts = ids.new_zeros((*ids.shape[:-1], num_experts + 1))
     return counts.scatter_add(-1, ids, torch.ones_like(ids))[..., :num_experts]
 
 
-def _mean(values: Tensor, dim: int) -> Tensor:
-    """The mean, 0 of nothing: a rank without tokens adds no loss and no gradient."""
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """``(*, N, ...)`` to the mean over the N that are ``counted``, ``(*, N)``; others are 0.
+
+    It is 0 of nothing: a rank without tokens adds no loss and no gradient.
+    """
+    total = values.sum(counted.dim() - 1)
     # On a tensor: the exporter takes max(T, 1) of a dynamic T for T.
-    count = values.new_full((), values.shape[dim]).clamp(min=1)
-    return values.sum(dim) / count
+    count = counted.sum(-1).clamp(min=1)
+    return total / count.view(count.shape + (1,) * (total.dim() - count.dim()))
+
+
+def expert_counts(
+    topk_indices: Tensor, num_experts: int, *, mask: Tensor | None = None
+) -> Tensor:
+    """How many slots chose each expert: what :func:`updated_expert_bias` takes.
+
+    Args:
+        topk_indices: ``(*, K)`` int32 or int64; -1 and E mean no expert and count
+            nowhere.
+        num_experts: E.
+        mask: ``(*,)`` bool; tokens where it is False count nowhere, as padding.
+
+    Returns:
+        Tensor: ``(E,)`` int64.
+
+    Raises:
+        ValueError: shapes that do not belong together.
+        TypeError: a dtype breaks a rule above.
+        RuntimeError: an expert id is outside [-1, E]. On CUDA this is a device-side
+            assert.
+    """
+    _check_ids("expert_counts", topk_indices)
+    if topk_indices.dim() == 0:
+        raise ValueError("expert_counts: topk_indices must have shape (*, K), got ()")
+    _check_mask("expert_counts", mask, topk_indices.shape[:-1])
+    ids = _expert_columns("expert_counts", topk_indices, num_experts)
+    if mask is not None:
+        ids = torch.where(mask.unsqueeze(-1), ids, num_experts)
+    return _counts(ids.reshape(-1, 1), num_experts)
 
 
 def load_balancing_loss(
-    scores: Tensor, topk_indices: Tensor, *, per_sequence: bool = False
+    scores: Tensor,
+    topk_indices: Tensor,
+    *,
+    per_sequence: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor:
     r"""The product of how often experts are chosen and how much they are wanted.
 
     .. math::
         E \sum_e f_e P_e, \quad
-        f_e = \frac{\text{slots of expert } e}{\text{all slots}}, \quad
-        P_e = \operatorname{mean}_t \frac{s_{t,e}}{\sum_j s_{t,j}}
+        f_e = \frac{\sum_{t \in V} c_{t,e}}{\sum_{t \in V} \sum_j c_{t,j}}, \quad
+        P_e = \frac{1}{|V|} \sum_{t \in V} \frac{s_{t,e}}{\sum_j s_{t,j}}
 
-    It is 1 when either is uniform, up to E when all tokens want and choose one
+    V are the tokens that ``mask`` keeps and that chose at least one expert, and
+    :math:`c_{t,e}` is how many slots of token t chose expert e: the loss of a padded
+    batch is that of its tokens without the padding. It is 1 when either is uniform, up to E when all tokens want and choose one
     expert, and 0 without tokens. Only :math:`P` has a gradient. Switch Transformer
     (arXiv:2101.03961, equation 4) for K = 1; per sequence it is the complementary loss
     of DeepSeek-V3 (arXiv:2412.19437, equations 17-20). Multiply by a coefficient of
@@ -102,10 +158,11 @@ def load_balancing_loss(
         scores: ``(*, E)`` floating point, not negative: softmax or sigmoid of the
             router's logits.
         topk_indices: ``(*, K)`` int32 or int64; -1 and E mean no expert and count
-            nowhere.
-        per_sequence: balance each sequence by itself, and average: ``scores`` must
-            be ``(*, S, E)`` with sequences of S tokens. Otherwise all tokens are
-            balanced together.
+            nowhere. A token without any takes no part, as padding.
+        per_sequence: balance each sequence by itself, and average over those that
+            have tokens: ``scores`` must be ``(*, S, E)`` with sequences of S tokens.
+            Otherwise all tokens are balanced together.
+        mask: ``(*,)`` bool; tokens where it is False take no part, as padding.
 
     Returns:
         Tensor: a float32 scalar (float64 for float64 scores).
@@ -118,9 +175,8 @@ def load_balancing_loss(
     """
     _check_floating("load_balancing_loss", "scores", scores)
     _check_same_tokens("load_balancing_loss", topk_indices, scores)
-    if not per_sequence:
-        scores, topk_indices = scores.flatten(0, -2), topk_indices.flatten(0, -2)
-    elif scores.dim() < 3:
+    _check_mask("load_balancing_loss", mask, scores.shape[:-1])
+    if per_sequence and scores.dim() < 3:
         raise ValueError(
             "load_balancing_loss: per_sequence=True needs scores of shape (*, S, E), "
             f"got {tuple(scores.shape)}"
@@ -128,33 +184,56 @@ def load_balancing_loss(
     if scores.dtype != torch.float64:
         scores = scores.float()
     num_experts = scores.shape[-1]
+    ids = _expert_columns("load_balancing_loss", topk_indices, num_experts)
+    counted = (ids < num_experts).any(-1)
+    if mask is not None:
+        counted = counted & mask
+    # Padding may hold anything, NaN too, and gets no gradient.
+    scores = torch.where(counted.unsqueeze(-1), scores, 0.0)
+    ids = torch.where(counted.unsqueeze(-1), ids, num_experts)
+    if not per_sequence:
+        scores, ids = scores.flatten(0, -2), ids.flatten(0, -2)
+        counted = counted.flatten()
     # The guard of moe_topk, against a sum of 0.
-    wanted = _mean(scores / (scores.sum(-1, keepdim=True) + 1e-20), -2)
-    counts = _counts("load_balancing_loss", topk_indices, num_experts)
-    counts = counts.to(scores.dtype)
+    wanted = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    wanted = _mean(wanted, counted)
+    counts = _counts(ids, num_experts).to(scores.dtype)
     # Without a single slot there is nothing to balance: 0, not 0 / 0.
     chosen = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    return num_experts * _mean((chosen * wanted).sum(-1).flatten(), 0)
+    balance = (chosen * wanted).sum(-1).flatten()
+    return num_experts * _mean(balance, counted.any(-1).flatten())
 
 
-def router_z_loss(logits: Tensor) -> Tensor:
+def router_z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
     r"""The mean square of the logits' log-sum-exp, which keeps logits small.
 
-    Large logits lose precision in the softmax. ST-MoE (arXiv:2202.08906, equation 5).
+    .. math::
+        \frac{1}{|V|} \sum_{t \in V} \Bigl(\log \sum_e \exp l_{t,e}\Bigr)^2
+
+    V are the tokens that ``mask`` keeps. Large logits lose precision in the softmax.
+    ST-MoE (arXiv:2202.08906, equation 5).
 
     Args:
         logits: ``(*, E)`` floating point.
+        mask: ``(*,)`` bool; tokens where it is False take no part, as padding. Where
+            ids of -1 mark it, ``(topk_indices >= 0).any(-1)``.
 
     Returns:
         Tensor: a float32 scalar (float64 for float64 logits); 0 without tokens.
 
     Raises:
-        TypeError: ``logits`` is not floating point.
+        ValueError: ``mask`` does not have the shape of the tokens.
+        TypeError: ``logits`` is not floating point, or ``mask`` not bool.
     """
     _check_floating("router_z_loss", "logits", logits)
+    _check_mask("router_z_loss", mask, logits.shape[:-1])
     if logits.dtype != torch.float64:
         logits = logits.float()
-    return _mean(logits.logsumexp(-1).square().flatten(), 0)
+    if mask is None:
+        mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+    logits = torch.where(mask.unsqueeze(-1), logits, 0.0)
+    squares = torch.where(mask, logits.logsumexp(-1).square(), 0.0)
+    return _mean(squares.flatten(), mask.flatten())
 
 
 def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
@@ -168,8 +247,8 @@ def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     Args:
         bias: ``(E,)`` float32 or float64. Lower precisions are refused: there a step
             of 0.001 rounds away as soon as the bias is large, and balancing stops.
-        counts: ``(E,)`` integers, slots per expert of the last step, summed over all
-            ranks that share the experts.
+        counts: ``(E,)`` integers, slots per expert of the last step as of
+            :func:`expert_counts`, summed over all ranks that share the experts.
         rate: a step, 0.001 in the paper.
 
     Returns:
