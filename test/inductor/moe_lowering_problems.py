@@ -238,6 +238,7 @@ if __name__ == "__main__":
     import json
     import sys
 
+    torch._inductor.config.triton.moe_kernels = True
     graphs = {name: emit(problem) for name, problem in PROBLEMS.items()}
     graphs["far_rows"] = emit(PROBLEMS["inference"], num_rows=FAR_ROWS)
     with open(sys.argv[1], "w") as file:

@@ -219,6 +219,7 @@ if __name__ == "__main__":
     import json
     import sys
 
+    torch._inductor.config.triton.moe_kernels = True
     graphs = {name: emit(problem) for name, problem in PROBLEMS.items()}
     with open(sys.argv[1], "w") as file:
         json.dump(

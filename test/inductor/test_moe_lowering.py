@@ -77,6 +77,8 @@ def emit_block(arch="sm_90", *, dynamic=False, change=None, pick=None, **options
         return fake_gpu.emitted(torch.compile(block, fullgraph=True), *args)
 
 
+@config.patch({"triton.moe_kernels": True})
+@instantiate_parametrized_tests
 class TestMoeLowering(TestCase):
     @parametrize("arch", ARCHITECTURES)
     @parametrize("dynamic", [False, True])
@@ -253,25 +255,23 @@ class TestMoeLowering(TestCase):
             self.assertTrue((row_slots[used:] == -1).all())
             self.assertEqual((slot_rows >= 0).sum().item(), used)
 
-    def test_a_context_that_chooses_keeps_the_op(self):
-        with (
-            moe_kernel(MoeBackend.COMPOSITE),
-            self.assertLogs("torch._inductor.kernel.moe", "INFO") as logs,
-        ):
-            (graph,) = emit_block()
-        self.assertEqual(len(moe_calls(graph)), 1)
-        self.assertIn("moe_kernel() chooses at run time", logs.output[0])
-
-    def test_a_context_that_chooses_is_part_of_the_cache_key(self):
+    def test_flag_is_part_of_the_cache_key(self):
         # Or a graph of one would be found on disk by the other.
         def key():
             module = torch.fx.symbolic_trace(lambda x: x + 1)
             return compiled_fx_graph_hash(module, [], {}, [])[0]
 
-        default = key()
+        kernels = key()
+        with config.patch({"triton.moe_kernels": False}):
+            self.assertNotEqual(key(), kernels)
+        # For operators that run.
         with moe_kernel(MoeBackend.COMPOSITE):
-            self.assertNotEqual(key(), default)
-        self.assertEqual(key(), default)
+            self.assertEqual(key(), kernels)
+
+    def test_flag_is_off_by_default(self):
+        # Nothing that has run on no GPU runs where nobody asked for it.
+        default = config._config["triton.moe_kernels"].default
+        self.assertIs(default, False)
 
     def test_rows_beyond_int32_are_indexed_in_int64(self):
         # R * D = 2^32.
@@ -280,8 +280,6 @@ class TestMoeLowering(TestCase):
         (row,) = set(re.findall(r"(tmp\d+) = tl.load\(\w+ \+ \(2\*x0\)", combine))
         self.assertIn(f"{row}.to(tl.int64)", combine)
 
-
-instantiate_parametrized_tests(TestMoeLowering)
 
 if __name__ == "__main__":
     run_tests()

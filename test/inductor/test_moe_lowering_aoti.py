@@ -46,7 +46,10 @@ def packaged(layer, arch):
         program = torch.export.export(
             layer, args, dynamic_shapes=({0: tokens}, {0: tokens}, None, None)
         )
-        with fake_aoti(folder):
+        with (
+            fake_aoti(folder),
+            torch._inductor.config.patch({"triton.moe_kernels": True}),
+        ):
             path = torch._inductor.aoti_compile_and_package(
                 program, package_path=f"{folder}/layer.pt2"
             )

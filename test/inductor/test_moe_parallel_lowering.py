@@ -64,6 +64,8 @@ def launches(graph, kernel):
     return sum(re.sub(r"_\d+$", "", name) == kernel for name in graph.launches)
 
 
+@config.patch({"triton.moe_kernels": True})
+@instantiate_parametrized_tests
 class TestMoeParallelLowering(TestCase):
     @classmethod
     def setUpClass(cls):
@@ -116,8 +118,6 @@ class TestMoeParallelLowering(TestCase):
         )
         self.assertEqual(len(moe_calls(backward)), 2)
 
-
-instantiate_parametrized_tests(TestMoeParallelLowering)
 
 if __name__ == "__main__":
     run_tests()

@@ -24,7 +24,6 @@ import torch
 from torch._inductor import config
 from torch._native.ops.moe import triton_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -54,6 +53,8 @@ def launches(graph):
     return [re.sub(r"_\d+$", "", name) for name in graph.launches]
 
 
+@config.patch({"triton.moe_kernels": True})
+@instantiate_parametrized_tests
 class TestMoeRoutingLowering(TestCase):
     @parametrize("arch", ARCHITECTURES)
     @parametrize("tokens", ["static", "dynamic"])
@@ -198,13 +199,6 @@ class TestMoeRoutingLowering(TestCase):
         self.assertIn("_moe_topk_backward stays an extern call", "\n".join(logs.output))
         self.assertEqual(len(moe_calls(backward)), 1)
 
-    def test_a_context_that_chooses_keeps_the_ops(self):
-        with moe_kernel(MoeBackend.COMPOSITE), self.assertLogs(LOGGER, "INFO") as logs:
-            graphs = emit(Block(""))
-        self.assertEqual(sum(len(moe_calls(g)) for g in graphs), 5)
-        said = [o for o in logs.output if "moe_kernel() chooses at run time" in o]
-        self.assertEqual(len(said), 5)
-
     @parametrize(
         "arch",
         [
@@ -253,8 +247,6 @@ class TestMoeRoutingLowering(TestCase):
             ],
         )
 
-
-instantiate_parametrized_tests(TestMoeRoutingLowering)
 
 if __name__ == "__main__":
     run_tests()

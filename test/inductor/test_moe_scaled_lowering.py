@@ -101,6 +101,8 @@ def launches(graph):
     return Counter(name for name in names if not name.startswith(ROUTING))
 
 
+@config.patch({"triton.moe_kernels": True})
+@instantiate_parametrized_tests
 class TestMoeScaledLowering(TestCase):
     @served
     @parametrize("dynamic", [subtest(False, decorators=[slowTest]), True])
@@ -251,8 +253,6 @@ class TestMoeScaledLowering(TestCase):
                 problems = report.problems(matrix=matmul, tma=tma, fp8=fp8)
                 self.assertEqual(problems, [], f"{report.kernel} on {arch}")
 
-
-instantiate_parametrized_tests(TestMoeScaledLowering)
 
 if __name__ == "__main__":
     run_tests()

@@ -402,7 +402,8 @@ class TestCutedslChoice(TestCase):
 
     def test_runs_only_where_it_is_asked_for(self):
         self.assertFalse(cutedsl_impl._mlp_cond(*self.args))
-        self.assertTrue(triton_impl._mlp_cond(*self.args))
+        with moe_kernel(MoeBackend.TRITON):
+            self.assertFalse(cutedsl_impl._mlp_cond(*self.args))
         with moe_kernel(MoeBackend.CUTEDSL):
             self.assertTrue(cutedsl_impl._mlp_cond(*self.args))
             with self.assertRaisesRegex(RuntimeError, "only.*CUTEDSL.*'geglu'"):

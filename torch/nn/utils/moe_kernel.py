@@ -18,7 +18,7 @@ class MoeBackend(enum.Enum):
     Attributes:
         CUTEDSL: Triton kernels around grouped matmuls in the CuTe DSL, which are compiled
             at their first use; CUDA only, see torch/_native/ops/moe/cutedsl_impl.py
-            for what they serve. Runs only where :func:`moe_kernel` names it.
+            for what they serve.
         TRITON: fused Triton kernels; CUDA and ROCm, see
             torch/_native/ops/moe/triton_impl.py for what they serve.
         COMPOSITE: other PyTorch operators; any device, dtype and shape.
@@ -30,12 +30,9 @@ class MoeBackend(enum.Enum):
     COMPOSITE = "composite"
 
 
-# What runs where nobody chooses.
-_DEFAULT: tuple[MoeBackend, ...] = (MoeBackend.TRITON, MoeBackend.COMPOSITE)
-
 # Process-wide, as the flags behind sdpa_kernel() are: backward runs in threads of its
-# own.
-_enabled: tuple[MoeBackend, ...] = _DEFAULT
+# own. Where nobody chooses, nothing runs that has not run on a GPU.
+_enabled: tuple[MoeBackend, ...] = (MoeBackend.COMPOSITE,)
 
 # What a backend needs, for the error that it is not there.
 _NEEDS = {
@@ -50,11 +47,6 @@ def _enabled_backends() -> tuple[MoeBackend, ...]:
     return _enabled
 
 
-def _is_chosen() -> bool:
-    """Whether a compiler has to leave the operators, which ask for the choice when they run."""
-    return _enabled != _DEFAULT
-
-
 def _is_registered(backend: MoeBackend) -> bool:
     from torch._native.registry import _graphs
 
@@ -64,20 +56,20 @@ def _is_registered(backend: MoeBackend) -> bool:
 
 @contextlib.contextmanager
 def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
-    r"""Context manager that restricts the kernels of the Mixture-of-Experts functionals.
+    r"""Context manager that chooses the kernels of the Mixture-of-Experts functionals.
 
     .. warning:: This function is a prototype and subject to change.
 
-    By default :attr:`MoeBackend.TRITON` runs the calls that it can run, and
-    :attr:`MoeBackend.COMPOSITE` runs the rest. Inside this context only
-    ``backends`` may, whatever their order; a call that none of them can run raises an
-    error that says why, instead of falling back. ``TORCH_LOGS="+native_dsl"`` shows the choice of
-    every call.
+    By default :attr:`MoeBackend.COMPOSITE` runs every call: the other kernels have not run on
+    a GPU yet. Inside this context only ``backends`` may, whatever their order; of several, the
+    first of :class:`MoeBackend` that can run a call does. A call that none of them can run raises
+    an error that says why, instead of falling back. ``TORCH_LOGS="+native_dsl"`` shows the choice
+    of every call.
 
     The setting holds for the whole process, not only for the calling thread, and
-    for the backward passes that run while it is active. :func:`torch.compile` asks for it when it
-    compiles a function: enter the context before the function's first call. A function that was
-    compiled outside keeps the kernels that are part of its graph.
+    for the backward passes that run while it is active. It is for operators that run: whether
+    :func:`torch.compile` puts Triton kernels in their place is decided by
+    ``torch._inductor.config.triton.moe_kernels`` alone.
 
     Args:
         backends (MoeBackend or Iterable[MoeBackend]): the kernels that may run.
@@ -92,7 +84,8 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
 
         from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 
-        with moe_kernel(MoeBackend.TRITON):
+        # Triton where it can, other operators for the rest
+        with moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE]):
             y = torch.nn.functional.moe_mlp(x, indices, weights, w_in, w_out)
     """
     global _enabled
