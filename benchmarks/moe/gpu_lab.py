@@ -1,48 +1,61 @@
 """Checks, times and tunes the MoE Triton kernels on whatever GPU is there.
 
-For a bare machine: torch >= 2.11 and Triton >= 3.6, no network, no installed package of
-this repository. Carry this file, lab/, measure.py, peers.py, report.py and shapes.py beside it,
-torch/_native/ops/moe and torch/testing/_internal/moe_*.py; everything is loaded by path.
+For a bare machine: torch >= 2.11 and Triton >= 3.6 with a C compiler and Python's headers, no
+network, no installed package of this repository. Carry benchmarks/moe, torch/_native/ops/moe,
+torch/testing/_internal/moe_*.py with data/moe, and for a rehearsal test/python_native: a
+checkout does. Everything is loaded by path; numpy < 2.4 for a rehearsal in Triton 3.6.
 
-    python benchmarks/moe/gpu_lab.py --output run.json    # on a GPU, under 8 minutes
-    python benchmarks/moe/gpu_lab.py --tune               # measures, rewrites configs.py
+    python benchmarks/moe/gpu_lab.py --output run.json    # on a GPU, at most 9 minutes
+    python benchmarks/moe/gpu_lab.py --output run.json --only up mxfp8     # a family, a shape
+    python benchmarks/moe/gpu_lab.py --tune down          # measures, rewrites configs.py; or all
     python benchmarks/moe/gpu_lab.py --rehearse           # on a CPU, in the interpreter
 
-What a run does, in this order:
-    1. copy bandwidth and dense bfloat16 rate of this card: the two ceilings
-    2. router, permutation, forward and backward on the small cases of the tests
-       against float64, the same bits twice, as a CUDA graph and for one token alone;
-       compute-sanitizer where it is installed
-    3. times, interleaved with the peers of peers.py; a row per shape
-    4. one page of text and one plot beside the JSON (lab/summary.py)
+What a run does, in this order, every part in a process group of its own (lab/jobs.py):
 
-A kernel that fails is a row that says so, and a kernel that takes the CUDA context with
-it ends only its process: the parent starts another for the rows that are left. When time
-is short there are fewer rounds, never fewer rows. The bound of a row is the sum over
-kernels of the larger of flops / dense rate and bytes / copy bandwidth. A rehearsal runs
-the same code on tiny shapes; its times mean nothing.
+    start      copy bandwidth and dense bfloat16 rate of this card: the two ceilings
+    compile    all kernels, in as many processes as there are cores
+    check      each kernel family (lab/checks.py) against float64, outputs poisoned
+    repeat     the same bits twice, as a CUDA graph and for one token alone
+    sanitizer  memcheck and racecheck of compute-sanitizer, one small case
+    kernels    each kernel's time beside its prediction (lab/kernels.py)
+    rows       layers, interleaved with the peers of peers.py; the predicted and decode first
+    ncu        the three kernels farthest from their prediction
+
+Beside run.json are a page of text and a plot (lab/summary.py), and run.log and run.ncu.csv. A part
+that fails, hangs or loses the device is a row that says so and costs no other. When
+time is short there are fewer rounds, never fewer rows. The bound of a row is the sum over
+kernels of the larger of flops / dense rate and bytes / copy bandwidth. A rehearsal runs the
+same code on tiny shapes; its times mean nothing.
+
+Peers that are not on the machine come in a folder, ``--peers``: packages or checkouts of ScatterMoE,
+SonicMoE (with QuACK) and Liger, which are Python; vLLM is larger than what can be carried.
 """
 
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import json
 import os
 import pathlib
-import subprocess
+import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 
 
-if "--rehearse" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+if "--rehearse" in sys.argv:  # before Triton is imported; of a compiler not
+    compiles = any(word.startswith("compile/") for word in sys.argv)
+    os.environ["TRITON_INTERPRET"] = "0" if compiles else "1"
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 import peers
 import triton
-from lab import checks, loading, summary, tuning
+from lab import checks, kernels, loading, summary, tuning
+from lab.jobs import Job, run_jobs
 from lab.layer import layer, use_plan
 from lab.loading import autotune, configs, launch
 from report import parse
@@ -57,11 +70,25 @@ import measure
 REHEARSAL_SHARED = 227 << 10
 # Loops over experts wait for the device in every turn, and batched_mm copies weights.
 NOT_ON_GPU = ("transformers_eager", "transformers_batched_mm", "loop_unbound")
-# Compiling the peers takes longer than all their runs: a small and a large layer, and only where
-# this much time is left.
+# Compiling the peers takes longer than all their runs: a small and a large layer, where asked for.
 COMPILED_PEER = ("7B-n256", "30B-n512")
-COMPILE_SECONDS = 120
-DEVICE_LOST = 17  # exit status of a stage
+# At most so many seconds of each stage, and kept for the page and the plot. What is left
+# after the expected ones (half of these) goes to the rows.
+STAGES = {
+    "start": 60,
+    "compile": 90,
+    "check": 120,
+    "repeat": 50,
+    "sanitizer": 90,
+    "kernels": 110,
+    "rows": 170,
+    "ncu": 80,
+}
+RESERVE_S = 15
+NCU_S = 45  # that the rows leave
+ROW_S = 45  # of one row: a kernel that hangs
+FAMILY_S = 45
+CHECKED_AT_ONCE = 4  # processes on one GPU
 
 
 class Budget:
@@ -81,7 +108,7 @@ class Budget:
 
 @dataclasses.dataclass
 class Lab:
-    """What every stage needs."""
+    """What every part needs."""
 
     options: Namespace
     device: torch.device
@@ -93,96 +120,245 @@ class Lab:
     budget: Budget
 
 
+def chosen(options: Namespace, names) -> list[str]:
+    """Those of ``names`` that --only names; all without it."""
+    return [name for name in names if not options.only or name in options.only]
+
+
+def shapes_of(options: Namespace) -> tuple[Shape, ...]:
+    """Of the rows: those with a prediction and decode first, the largest last."""
+    shapes = REHEARSAL if options.rehearse else GPU_SHAPES
+    names = chosen(options, [shape.name for shape in shapes])
+    return tuple(
+        sorted(
+            (shape for shape in shapes if shape.name in names),
+            key=lambda s: (not predicted_ms(s) and s.T > 256, s.E * s.D * s.F),
+        )
+    )
+
+
 def rehearsal_plan() -> launch.LaunchPlan:
     """Tiles for tiny shapes, with an entry for decoding."""
-    tile = configs.TileConfig(32, 32, 32, 4, 2, epilogue_parts=2)
+    tile = configs.TileConfig(32, 32, 32, 4, 2, epilogue_parts=2, tma=True)
     few = configs.TileConfig(16, 16, 32, 4, 2, max_rows=1)
     table = {
         kernel: (few, tile) if kernel in configs.FORWARD_KERNELS else (tile,)
         for kernel in configs.KERNELS
     }
+    if not loading.NO_SCALED:
+        tile = configs.TileConfig(32, 128, 128, 4, 2)
+        names = loading.scaled_configs.SCALED_TABLES["sm_90"]
+        table |= dict.fromkeys(names, (tile,))
     return launch.LaunchPlan(table, num_sms=2)
 
 
 def open_lab(options: Namespace) -> Lab:
     """The device and its table; a rehearsal has the CPU and a table of its own."""
-    budget = Budget(options.budget)
+    budget, shapes = Budget(options.budget), shapes_of(options)
     if options.rehearse:
         return Lab(
             options, torch.device("cpu"), rehearsal_plan(), "interpreter", "sm_90",
-            REHEARSAL_SHARED, REHEARSAL, budget,
+            REHEARSAL_SHARED, shapes, budget,
         )  # fmt: skip
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device; --rehearse runs on a CPU")
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
+    scaled = None
     if torch.version.hip is not None:
         arch = properties.gcnArchName.split(":")[0]
         table = configs.table_for_gcn_arch(arch)
     else:
-        arch = f"sm_{10 * properties.major + properties.minor}"
-        table = configs.table_for_capability(properties.major, properties.minor)
+        capability = (properties.major, properties.minor)
+        arch = "sm_{}{}".format(*capability)
+        table = configs.table_for_capability(*capability)
+        if not loading.NO_SCALED:
+            scaled = loading.scaled_configs.scaled_table_for_capability(*capability)
     if table is None:
         raise SystemExit(f"no tile table for {arch}")
     autotuner = autotune.Autotuner() if autotune.is_enabled() else None
+    table = {**table, **(scaled or {})}
     plan = launch.LaunchPlan(table, properties.multi_processor_count, autotuner)
     shared = getattr(properties, "shared_memory_per_block_optin", REHEARSAL_SHARED)
-    return Lab(options, device, plan, properties.name, arch, shared, GPU_SHAPES, budget)
+    return Lab(options, device, plan, properties.name, arch, shared, shapes, budget)
 
 
-def measure_ceilings(device: torch.device, rehearse: bool) -> tuple[float, float]:
-    """Copy bandwidth in bytes/s (read plus written) and dense bfloat16 flops/s."""
-    size, n = (1 << 20, 128) if rehearse else (1 << 31, 8192)
-    source = torch.randint(0, 127, (size,), dtype=torch.int8, device=device)
+# --- the parts: (lab, save, *words of the name after the stage) -> the result
+
+
+def start(lab: Lab, save: Callable) -> dict:
+    """Versions, tools and the two ceilings of this card."""
+    tools = ("cc", "gcc", "ncu", "compute-sanitizer")
+    found = {name: shutil.which(name) is not None for name in tools}
+    headers = pathlib.Path(sysconfig.get_path("include"), "Python.h")
+    report = {**header(lab), "tools": found | {"Python.h": headers.exists()}}
+    save(report)
+    size, n = (1 << 20, 128) if lab.options.rehearse else (1 << 31, 8192)
+    source = torch.randint(0, 127, (size,), dtype=torch.int8, device=lab.device)
     target = torch.empty_like(source)
-    a, b = torch.randn(2, n, n, device=device, dtype=torch.bfloat16).unbind()
+    a, b = torch.randn(2, n, n, device=lab.device, dtype=torch.bfloat16).unbind()
     functions = {"copy": lambda: target.copy_(source), "mm": lambda: a @ b}
-    times = measure.interleaved_seconds(functions, rounds=20, device=device)
+    times = measure.interleaved_seconds(functions, rounds=20, device=lab.device)
     copy, mm = (measure.spread(times[name]).median for name in functions)
-    return 2 * size / copy, 2 * n**3 / mm
+    return report | {"copy_bytes_per_s": 2 * size / copy, "mm_flops_per_s": 2 * n**3 / mm}  # fmt: skip
+
+
+def header(lab: Lab) -> dict:
+    device = {"device": lab.name, "arch": lab.arch, "triton": triton.__version__}
+    return measure.provenance() | device | {"autotune": lab.plan.autotuner is not None}
+
+
+def compile_all(lab: Lab, save: Callable, worker: str, workers: str) -> dict:
+    """One worker's share; in a rehearsal for an sm_90 that is not there."""
+    if lab.options.rehearse:
+        loading.exact_interpreter()  # test/python_native is on the path
+        from triton_static_gate import _StubDriver, gpu_target
+
+        triton.runtime.driver.set_active(_StubDriver(gpu_target(lab.arch)))
+    families = chosen(lab.options, checks.FAMILIES)
+    return kernels.compile_share(
+        lab.plan, lab.device, families, lab.shapes, int(worker), int(workers), save
+    )
+
+
+def check(lab: Lab, save: Callable, family: str) -> dict:
+    return checks.check_family(family, lab.plan, lab.device, save)
+
+
+def repeat(lab: Lab, save: Callable, name: str) -> dict:
+    (shape,) = (shape for shape in lab.shapes if shape.name == name)
+    return checks.check_repeatable(shape, lab.device)
+
+
+def sanitize(lab: Lab, save: Callable, tool: str) -> dict:
+    """What a tool watches; in a rehearsal the interpreter's own."""
+    # The layer launches what most of the others do.
+    names = chosen(lab.options, checks.FAMILIES)
+    if "layer" in names:
+        names = [n for n in names if not checks.FAMILIES[n].launched or "not" in n]
+    watch = contextlib.nullcontext()
+    if lab.options.rehearse:
+        watch = loading.exact_interpreter().MemorySanitizer()()
+    with watch:
+        ran = checks.exercise(names, lab.plan, lab.device)
+    return {"ran": list(ran), "failed": {n: v for n, v in ran.items() if v != "ok"}}
+
+
+def time_kernels(lab: Lab, save: Callable, family: str, name: str) -> dict:
+    (row,) = (r for r in predicted(lab.options) if (r["family"], r["shape"].name) == (family, name))  # fmt: skip
+    rounds = min(lab.options.rounds, 10)
+    return kernels.time_kernels(lab.plan, lab.device, row, rounds)
+
+
+def predicted(options: Namespace) -> list[dict]:
+    """Shapes whose kernels are timed; in a rehearsal one without predictions."""
+    if options.rehearse:
+        return [{"shape": REHEARSAL[0], "family": "layer", "layer": {}, "us": {}}]
+    return kernels.predictions()
+
+
+def profile(lab: Lab, save: Callable, family: str, name: str, part: str) -> None:
+    (row,) = (r for r in predicted(lab.options) if (r["family"], r["shape"].name) == (family, name))  # fmt: skip
+    kernels.profile_one(lab.plan, lab.device, row["shape"], family, part)
+
+
+def time_rows(lab: Lab, save: Callable) -> dict:
+    """The rows that the report does not have yet."""
+    report = json.loads(lab.options.report.read_text())
+    libraries, missing = peers.find_libraries(lab.options.peers)
+    result = {"peers": {"libraries": libraries, "absent": missing}}
+    ceilings = (report["copy_bytes_per_s"], report["mm_flops_per_s"])
+    rows = result["rows"] = report.get("rows", [])
+    done = {row["shape"]["name"] for row in rows}
+    todo = [shape for shape in lab.shapes if shape.name not in done]
+    for i, shape in enumerate(todo):
+        attempted: dict = {}
+        # Written before it runs: a process that dies in it is not tried again.
+        rows.append({"shape": dataclasses.asdict(shape), "failed": {"row": "died"}})
+        save(result)
+        if not lab.options.rehearse:
+            faulthandler.dump_traceback_later(ROW_S, exit=True, file=2)
+        args = (lab, shape, ceilings, libraries, len(todo) - i)
+        row = checks.attempt(attempted, "row", lambda: time_row(*args))
+        if row is None:
+            rows[-1]["failed"]["row"] = attempted["row"]
+        else:
+            rows[-1] = row
+        print("\n".join(summary.row_lines(rows[-1])), flush=True)
+        save(result)
+        if checks.device_is_lost(lab.device):
+            sys.exit("the device was lost")
+        if lab.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return result
+
+
+def guarded(function: Callable, name: str, failed: dict) -> Callable[[], object]:
+    """``function`` until it fails once, and then nothing."""
+
+    def call() -> object:
+        if name in failed:
+            return None
+        result: dict = {}
+        value = checks.attempt(result, name, function)
+        if result[name] != "ok":
+            failed[name] = result[name]
+        return value
+
+    return call
 
 
 def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dict:
     """One row of the table: ours and the peers, their spread, and the bound."""
     operands = make_operands(shape, lab.device, weights_dtype=torch.float32)
-    compiled = shape.name in COMPILED_PEER and not lab.options.no_compile
-    compiled &= lab.budget.left() >= COMPILE_SECONDS
+    compiled = lab.options.compiled_peers and shape.name in COMPILED_PEER
     options = {"libraries": libraries, "compiled": compiled, "ours": layer}
     found, failed = peers.make_peers(shape, NOT_ON_GPU, **options)
     row: dict = {"shape": dataclasses.asdict(shape), "failed": failed}
     row["compiled_peers"] = compiled
     functions, reference_output, slowest, held = {}, None, 0.0, {}
     for peer in found:
-        name = "ours" if peer.name == peers.OURS else peer.name
-        args = (*operands.layer_args()[:3], *peer.leaves(operands))
+        ours = peer.name == peers.OURS
+        name = "ours" if ours else peer.name
+        make = guarded(lambda: peer.leaves(operands), f"{name}/weights", failed)
+        leaves = make()
+        if leaves is None:
+            continue
+        args = (*operands.layer_args()[:3], *leaves)
         for kind, grad in (("forward", None), ("step", operands.grad)):
-            result: dict = {}
-            function = peers.bind(peer.call, args, grad)
-            output = checks.attempt(result, "ran", function)
-            if result["ran"] != "ok":
-                row["failed"][f"{name}/{kind}"] = result["ran"]
+            key = f"{name}/{kind}"
+            function = guarded(peers.bind(peer.call, args, grad), key, failed)
+            output = function()
+            if key in failed:
                 continue
-            functions[f"{name}/{kind}"] = function
-            if kind == "forward" and name == "ours":
+            functions[key] = function
+            if kind == "forward" and ours:
                 reference_output = output
             elif kind == "forward" and reference_output is not None:
                 # A peer that computes something else is no peer.
                 error = (output.float() - reference_output.float()).norm()
                 error = (error / reference_output.float().norm()).item()
                 row.setdefault("relative_distance_to_ours", {})[name] = error
+            del output  # gradients are as large as the weights
             begin = time.perf_counter()
-            checks.attempt(result, "again", function)
+            function()
             slowest += time.perf_counter() - begin
             if kind == "step":  # between forward and backward, weights aside
-                held[name] = measure.saved_bytes(lambda: peer.call(*args), args[3:])
-    _add_graphs(lab, shape, functions, row)
+                saved = functools.partial(measure.saved_bytes, lambda: peer.call(*args), args[3:])  # fmt: skip
+                held[name] = guarded(saved, f"{name}/saved", failed)()
+    _add_graphs(lab, shape, functions, failed)
     rounds = lab.budget.rounds(slowest, rows_left, lab.options.rounds)
     row["rounds"] = rounds
     if rounds < lab.options.rounds:
         row["note"] = f"{rounds} rounds instead of {lab.options.rounds}: time is short"
+    functions = {n: f for n, f in functions.items() if n not in failed}
     options = {"rounds": rounds, "warmup": 1, "device": lab.device}
     times = measure.interleaved_seconds(functions, **options)
-    spreads = {n: measure.spread([1e3 * s for s in t]) for n, t in times.items() if t}
+    spreads = {
+        n: measure.spread([1e3 * s for s in t])
+        for n, t in times.items()
+        if t and n not in failed
+    }
     row["ms"] = {name: s.median for name, s in spreads.items()}
     row["spread_ms"] = {name: [s.p10, s.p90] for name, s in spreads.items()}
     row["bound_ms"] = {k: shape.bound_ms(k, *ceilings) for k in ("forward", "step")}
@@ -191,19 +367,16 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
     return row
 
 
-def _add_graphs(lab: Lab, shape: Shape, functions: dict, row: dict) -> None:
+def _add_graphs(lab: Lab, shape: Shape, functions: dict, failed: dict) -> None:
     """Decoding is launch bound in eager: also time every forward as a graph."""
     if shape.T > 256:
         return
     for name in [name for name in functions if name.endswith("/forward")]:
-        result: dict = {}
-        capture = functools.partial(loading.graph_replay, functions[name], lab.device)
-        replay = checks.attempt(result, "graph", capture)
         graph = name.replace("/", "_graph/")
-        if replay is None:
-            row["failed"][graph] = result["graph"]
-        else:
-            functions[graph] = replay
+        capture = functools.partial(loading.graph_replay, functions[name], lab.device)
+        replay = guarded(capture, graph, failed)()
+        if replay is not None:
+            functions[graph] = guarded(replay, graph, failed)
 
 
 def predicted_ms(shape: Shape) -> dict[str, object]:
@@ -211,92 +384,21 @@ def predicted_ms(shape: Shape) -> dict[str, object]:
 
     Empty for a shape it has no row of, and where its record was not carried along.
     """
-    path = pathlib.Path(__file__).parent / "results/triton_sass.json"
-    rows = json.loads(path.read_text())["layers"] if path.exists() else []
-    for row in rows:
-        if shape.sizes().items() <= row.items():
-            forward, backward = row["forward_us"], row["backward_us"]
-            ends = zip(row["forward_us_range"], row["backward_us_range"])
+    for row in kernels.predictions():
+        layer = row["layer"]
+        if row["family"] == "layer" and shape.sizes().items() <= layer.items():
+            forward, backward = layer["forward_us"], layer["backward_us"]
+            ends = zip(layer["forward_us_range"], layer["backward_us_range"])
             return {
                 "forward": forward / 1e3,
                 "step": (forward + backward) / 1e3,
-                "forward_interval": [us / 1e3 for us in row["forward_us_range"]],
+                "forward_interval": [us / 1e3 for us in layer["forward_us_range"]],
                 "step_interval": [(a + b) / 1e3 for a, b in ends],
             }
     return {}
 
 
-def write(lab: Lab, report: dict) -> None:
-    """The report so far: what a killed run leaves is a valid file."""
-    if lab.options.out is not None:
-        measure.write_json(report, lab.options.out)
-
-
-def header(lab: Lab) -> dict:
-    device = {"device": lab.name, "arch": lab.arch, "triton": triton.__version__}
-    return measure.provenance() | device | {"autotune": lab.plan.autotuner is not None}
-
-
-def stage_check(lab: Lab, report: dict) -> int:
-    """Ceilings and correctness."""
-    report.update(header(lab))
-    bandwidth, rate = measure_ceilings(lab.device, lab.options.rehearse)
-    report["copy_bytes_per_s"], report["mm_flops_per_s"] = bandwidth, rate
-    print(f"{lab.name}: copy {bandwidth / 1e9:.0f} GB/s, mm {rate / 1e12:.1f} TFLOP/s")
-    write(lab, report)
-    report["cases"] = checks.check_cases(lab.plan, lab.device)
-    repeatable = lab.shapes[:1]
-    if not lab.options.rehearse:
-        repeatable += lab.shapes[-1:]
-    report["repeatable"] = [checks.check_repeatable(s, lab.device) for s in repeatable]
-    bad = [row for row in report["cases"] if not row["ok"]]
-    print(f"{len(report['cases']) - len(bad)} cases ok, failed: {bad}")
-    print(f"same bits: {report['repeatable']}", flush=True)
-    write(lab, report)
-    return 0
-
-
-def stage_rows(lab: Lab, report: dict) -> int:
-    """The rows that the report does not have yet."""
-    libraries, missing = peers.find_libraries(lab.options.peers)
-    report["peers"] = {"libraries": libraries, "absent": missing}
-    if missing:
-        report["peers"]["note"] = "absent peers are not in the rows; see --peers"
-    ceilings = (report["copy_bytes_per_s"], report["mm_flops_per_s"])
-    rows = report.setdefault("rows", [])
-    done = {row["shape"]["name"] for row in rows}
-    todo = [shape for shape in lab.shapes if shape.name not in done]
-    for i, shape in enumerate(todo):
-        result: dict = {}
-        # Written before it runs: a process that dies in it is not tried again.
-        rows.append({"shape": dataclasses.asdict(shape), "failed": {"row": "died"}})
-        write(lab, report)
-        args = (lab, shape, ceilings, libraries, len(todo) - i)
-        row = checks.attempt(result, "row", lambda: time_row(*args))
-        if row is None:
-            rows[-1]["failed"]["row"] = result["row"]
-            print(f"{shape.name:18s} FAILED {result['row']}", flush=True)
-        else:
-            rows[-1] = row
-            print("\n".join(summary.row_lines(row)), flush=True)
-        write(lab, report)
-        if checks.device_is_lost(lab.device):
-            return DEVICE_LOST
-        if lab.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return 0
-
-
-def stage_smallest(lab: Lab) -> int:
-    """For compute-sanitizer: three small cases, forward and backward."""
-    names = ("sentinels", "clipped_aligned", "empty_experts")
-    cases = map(checks.generators.get_case, names)
-    rows = [checks.check_case(lab.plan, case, lab.device) for case in cases]
-    print(rows)
-    return 0 if all(row["ok"] for row in rows) else 1
-
-
-def run_tuning(lab: Lab) -> int:
+def tune(lab: Lab, save: Callable) -> dict:
     """Measures and rewrites the table of this architecture."""
     options, report, shapes = lab.options, header(lab), lab.shapes
     effort = tuning.Effort(lab.device, lab.shared_limit, options.rounds)
@@ -304,99 +406,291 @@ def run_tuning(lab: Lab) -> int:
         effort = dataclasses.replace(effort, decode_rows=4, max_candidates=3)
     else:
         shapes = [s for s in shapes if s.name in TUNING_SHAPES]
-    is_late = lambda: lab.budget.left() < 0
-    table, results = tuning.tune(lab.plan, shapes, effort, is_late)
+    names = configs.KERNELS if options.tune == "all" else (options.tune,)
+    is_late = lambda: lab.budget.left() < RESERVE_S
+    table, results = tuning.tune(lab.plan, names, shapes, effort, is_late)
     records = (dataclasses.asdict(r) | {"config": repr(r.config)} for r in results)
     report["results"] = list(records)
     report["table"] = tuning.table_source(lab.arch, table)
-    write(lab, report)
+    save(report)
     print(report["table"])
     if options.configs is None and options.rehearse:
         print("a rehearsal rewrites nothing without --configs")
-        return 0
+        return report
     path = options.configs or loading.KERNELS / "configs.py"
     measured_on = f"{lab.name}, torch {torch.__version__}, Triton {triton.__version__}"
     tuning.rewrite(path, lab.arch, table, measured_on)
     print(f"rewrote table {lab.arch} of {path.name}")
-    return 0
+    return report
 
 
-def run_stage(lab: Lab) -> int:
-    """One stage, in this process, on the report of the stages before it."""
-    path, stage = lab.options.out, lab.options.stage
-    report = json.loads(path.read_text()) if path and path.exists() else {}
-    use_plan(lab.plan)
-    if stage == "smallest":
-        return stage_smallest(lab)
-    return stage_rows(lab, report) if stage == "rows" else stage_check(lab, report)
+PARTS: dict[str, Callable] = {
+    "start": start,
+    "compile": compile_all,
+    "check": check,
+    "repeat": repeat,
+    "sanitizer": sanitize,
+    "kernels": time_kernels,
+    "rows": time_rows,
+    "ncu": profile,
+    "tune": tune,
+}
 
 
-def run_all(lab: Lab) -> int:
-    """The stages of a run: on a GPU each in a process of its own."""
-    options = lab.options
+def run_part(options: Namespace, name: str, save: Callable) -> object:
+    """A part, in the process that is its own."""
+    stage, *words = name.split("/")
     with contextlib.ExitStack() as stack:
-        if options.out is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            options.out = pathlib.Path(folder) / "report.json"
-        options.out.unlink(missing_ok=True)
-        command = [sys.executable, __file__, *sys.argv[1:], "--out", str(options.out)]
+        if options.rehearse and stage != "compile":
+            stack.enter_context(loading.exact_interpreter().exact_floats())
+            torch.set_num_threads(1)
+        lab = open_lab(options)
+        use_plan(lab.plan)
+        return PARTS[stage](lab, save, *words)
 
-        def stage(name: str) -> int:
-            if options.rehearse:
-                options.stage = name
-                return run_stage(lab)
-            left = ["--budget", str(max(lab.budget.left(), 1))]
-            return subprocess.run([*command, "--stage", name, *left]).returncode
 
-        stage("check")
-        report = json.loads(options.out.read_text()) if options.out.exists() else {}
-        if "mm_flops_per_s" not in report:
-            print("the first stage left no rates", file=sys.stderr)
-            return 1
-        if not options.rehearse and not options.no_sanitizer:
-            report["sanitizer"] = checks.run_sanitizer(__file__, timeout_s=45)
-            print(f"compute-sanitizer: {report['sanitizer']}", flush=True)
-            write(lab, report)
-        # A row that takes the context down is skipped by the next process.
-        for _ in range(len(lab.shapes) if not options.rehearse else 1):
-            if stage("rows") == 0:
+# --- the run: nothing from here on touches the device
+
+
+class Run:
+    """Stages one after the other, and the report as far as they have come."""
+
+    def __init__(self, options: Namespace, folder: pathlib.Path) -> None:
+        self.options, self.folder = options, folder
+        self.budget = Budget(options.budget)
+        self.report: dict = {"stages": {}, "not_ok": {}}
+        self.logs: list[str] = []
+        self.forks = True
+
+    def job(self, name: str, limit_s: float, command: list[str] | None = None, **env) -> Job:  # fmt: skip
+        """A fork, or where it cannot be one a command; ``command`` goes before it."""
+        limit_s = max(min(limit_s, self.budget.left() - RESERVE_S), 1)
+        if command is None and self.forks:
+            given = vars(self.options) | {"budget": limit_s, "report": self.options.out}
+            return Job(
+                name, limit_s, functools.partial(run_part, Namespace(**given), name)
+            )
+        path = Job(name, 0, []).path(self.folder, ".json")
+        own = [sys.executable, __file__, *sys.argv[1:], "--part", name]
+        own += ["--budget", str(limit_s), "--report", str(self.options.out)]
+        own += ["--output", str(path)]
+        return Job(name, limit_s, [*(command or []), *own], env)
+
+    def stage(self, name: str, jobs: list[Job], merge: Callable, parallel: int = 1):
+        """Runs jobs of a stage while it has time; ``merge`` takes each outcome into the report."""
+        begin = time.monotonic()
+        end = begin + min(STAGES[name], self.budget.left() - RESERVE_S)
+        for outcome in run_jobs(jobs, self.folder, parallel, end):
+            self.logs.append(f"--- {outcome.job.name}: {outcome.status}\n{outcome.log}")
+            if outcome.status != "ok":
+                said = {"status": outcome.status, "log": outcome.excerpt}
+                self.report["not_ok"][outcome.job.name] = said
+                print(f"{outcome.job.name}: {outcome.status}", flush=True)
+            merge(outcome)
+            self.write()
+        seconds = time.monotonic() - begin
+        entry = self.report["stages"].setdefault(name, {"minutes": 0, "parts": 0})
+        entry["minutes"] += seconds / 60
+        entry["parts"] += len(jobs)
+        # A stage after "compile" should add none.
+        cache = pathlib.Path(triton.knobs.cache.dir)
+        entry["binaries_in_cache"] = sum(1 for _ in cache.rglob("*.cubin"))
+        print(f"{name}: {len(jobs)} parts, {seconds:.0f} s", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """The report so far: what a killed run leaves is a valid file."""
+        measure.write_json(self.report, self.options.out)
+
+    def start(self) -> bool:
+        """Whether there are rates, by a fork or by a command where a fork gets no device."""
+        for self.forks in (True, False):
+            job = self.job("start", STAGES["start"] / 2)
+            self.stage("start", [job], lambda o: self.report.update(o.result or {}))
+            if "mm_flops_per_s" in self.report:
+                return True
+        return False
+
+    def compile(self) -> None:
+        rehearse, workers = self.options.rehearse, os.cpu_count() or 1
+        if rehearse:  # one of many does; not in the interpreter, so as a command
+            workers = 16
+        forks, self.forks = self.forks, self.forks and not rehearse
+        rows = self.report["compiled"] = []
+        jobs = [
+            self.job(f"compile/{i}/{workers}", STAGES["compile"])
+            for i in range(1 if rehearse else workers)
+        ]
+        self.forks = forks
+
+        def merge(outcome) -> None:
+            found = (outcome.result or {}).get("kernels", [])
+            if outcome.status != "ok" and found:
+                found[-1]["compiled"] = f"the compiler: {outcome.status}"
+            rows.extend(found)
+            for name, error in (outcome.result or {}).get("failed", {}).items():
+                self.report["not_ok"][f"{outcome.job.name}/{name}"] = {"status": error}
+
+        self.stage("compile", jobs, merge, workers)
+
+    def check(self) -> None:
+        names = chosen(self.options, checks.FAMILIES)
+        rows = self.report["checks"] = [
+            {"family": n, "ok": False, "failed": {"": "not run"}} for n in names
+        ]
+
+        def merge(outcome) -> None:
+            name = outcome.job.name.split("/")[1]
+            row = outcome.result or {"family": name, "ok": False, "failed": {}}
+            if outcome.status != "ok":
+                row["failed"][row.pop("running", "")] = outcome.status
+            rows[names.index(name)] = row
+
+        jobs = [self.job(f"check/{name}", FAMILY_S) for name in names]
+        at_once = 1 if self.options.rehearse else CHECKED_AT_ONCE
+        self.stage("check", jobs, merge, at_once)
+
+    def repeat(self) -> None:
+        shapes = sorted(shapes_of(self.options), key=lambda s: s.T * s.D * s.F * s.E)
+        names = list(dict.fromkeys(s.name for s in (shapes[:1] + shapes[-1:])))
+        if self.options.rehearse:
+            names = [s.name for s in shapes if s.name == REHEARSAL[0].name]
+        rows = self.report["repeatable"] = []
+
+        def merge(outcome) -> None:
+            failed = {"shape": outcome.job.name, "ok": False, "runs": outcome.status}
+            rows.append(outcome.result or failed)
+
+        jobs = [self.job(f"repeat/{n}", STAGES["repeat"] / 2) for n in names]
+        self.stage("repeat", jobs, merge)
+
+    def sanitizer(self) -> None:
+        found = self.report["sanitizer"] = {}
+        path = shutil.which("compute-sanitizer")
+        tools = ("memcheck", "racecheck")
+        limit = STAGES["sanitizer"]
+        if self.options.rehearse:
+            jobs = [self.job("sanitizer/memcheck", limit)]
+        elif path is None:
+            found["note"] = "compute-sanitizer is not on this machine"
+            return
+        else:
+            # Without the caching allocator an access past a tensor is one past an allocation.
+            env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            options = ["--error-exitcode", "99", "--tool"]
+            jobs = [
+                self.job(f"sanitizer/{t}", limit, [path, *options, t], **env) for t in tools
+            ]  # fmt: skip
+
+        def merge(outcome) -> None:
+            errors = [s for s in outcome.log.splitlines() if s.startswith("=========")]
+            row = {"status": outcome.status, "errors": errors[:40]}
+            found[outcome.job.name.split("/")[1]] = row | (outcome.result or {})
+
+        self.stage("sanitizer", jobs, merge, len(jobs))
+
+    def kernels(self) -> None:
+        rows = self.report["kernels"] = []
+        todo = predicted(self.options)
+        names = set(chosen(self.options, [w for r in todo for w in (r["family"], r["shape"].name)]))  # fmt: skip
+        jobs = [
+            self.job(f"kernels/{r['family']}/{r['shape'].name}", 40)
+            for r in todo
+            if {r["family"], r["shape"].name} & names
+        ]
+        self.stage("kernels", jobs, lambda o: rows.append(o.result or {"shape": o.job.name, "failed": o.status}))  # fmt: skip
+
+    def rows(self) -> None:
+        shapes = shapes_of(self.options)
+        # A row that takes the process down is skipped by the next one.
+        for _ in shapes:
+            seconds = min(STAGES["rows"], self.budget.left() - RESERVE_S - NCU_S)
+            before = len(self.report.get("rows", []))
+            if before == len(shapes) or seconds < ROW_S / 3:
                 break
-        report = json.loads(options.out.read_text())
-        rows = report.get("rows", [])
-        failed = [r["shape"]["name"] for r in rows if "ms" not in r]
-        print(f"{len(rows) - len(failed)} rows, failed: {failed}\n")
-        print(summary.write_summary(options.out), end="")
+            job = self.job("rows", seconds)
+            self.stage("rows", [job], lambda o: self.report.update(o.result or {}))
+            if len(self.report.get("rows", [])) == before:
+                break
+
+    def ncu(self) -> None:
+        path = shutil.which("ncu")
+        rows = self.report["ncu"] = []
+        if path is None or self.options.rehearse:
+            return
+        jobs = [
+            self.job(f"ncu/{family}/{shape}/{kernel}", STAGES["ncu"] / 3, kernels.ncu_command(path))
+            for shape, family, kernel in kernels.worst(self.report["kernels"])
+        ]  # fmt: skip
+
+        def merge(outcome) -> None:
+            metrics = kernels.ncu_metrics(outcome.log)
+            name = outcome.job.name.removeprefix("ncu/")
+            rows.append({"kernel": name, "status": outcome.status, "metrics": metrics})
+            lines = [s for s in outcome.log.splitlines() if s.startswith('"')]
+            with self.options.out.with_suffix(".ncu.csv").open("a") as file:
+                file.write(f"# {name}\n" + "\n".join(lines) + "\n")
+
+        self.stage("ncu", jobs, merge)
+
+    def tune(self) -> int:
+        """Its report is that of its only part."""
+        for outcome in run_jobs([self.job("tune", self.budget.left())], self.folder):
+            print(outcome.log, end="")
+            if outcome.result is not None:
+                measure.write_json(outcome.result, self.options.out)
+        return int(outcome.status != "ok")
+
+    def all(self) -> int:
+        if not self.start():
+            print(self.report.get("not_ok"), file=sys.stderr)
+            return 1
+        for stage in STAGES:
+            if stage not in ("start", *self.options.without):
+                getattr(self, stage)()
+        self.options.out.with_suffix(".log").write_text("\n".join(self.logs))
+        print("\n" + summary.write_summary(self.options.out), end="")
         # Rows decide nothing.
-        checked = (report.get("cases") or [{}]) + report.get("repeatable", [])
-        return 0 if all(row.get("ok") for row in checked) else 1
+        checked = self.report.get("checks", []) + self.report.get("repeatable", [])
+        return 0 if all(row["ok"] for row in checked) else 1
 
 
 def main() -> int:
     options = parse(
         __doc__,
         rehearse=False,
-        tune=False,
+        tune=("", "all", *configs.KERNELS),
         configs=pathlib.Path,  # that --tune rewrites
         peers=pathlib.Path,  # a folder with the libraries of peers.py
-        no_compile=False,
-        no_sanitizer=False,
+        compiled_peers=False,
         rounds=20,
-        budget=450.0,  # seconds in all
-        only="",  # shapes whose name has this
-        stage=("", "check", "rows", "smallest"),
+        budget=520.0,  # seconds in all
+        only=list,  # families and shapes
+        without=list,  # stages
+        part=str,  # what a process of a run does
+        report=pathlib.Path,  # of the run that it belongs to
     )
+    known = {*checks.FAMILIES, *(s.name for s in GPU_SHAPES + REHEARSAL)}
+    known |= {row["shape"].name for row in kernels.predictions()}
+    for name, names in (("only", known), ("without", {*STAGES} - {"start"})):
+        given = getattr(options, name) or []
+        setattr(options, name, given)
+        if unknown := {*given} - names:
+            raise SystemExit(f"--{name} {unknown}: choose from {sorted(names)}")
     if options.rounds < 3 and not options.rehearse:
         raise SystemExit("gpu_lab.py: --rounds must be at least 3")
-    lab = open_lab(options)
-    lab.shapes = tuple(s for s in lab.shapes if options.only in s.name)
-    with contextlib.ExitStack() as stack:
-        if options.rehearse:
-            stack.enter_context(loading.exact_interpreter())
-        if options.tune:
-            return run_tuning(lab)
-        if options.stage:
-            return run_stage(lab)
-        return run_all(lab)
+    if options.part:
+        save = functools.partial(measure.write_json, path=options.out)
+        result = run_part(options, options.part, save)
+        if result is not None:
+            save(result)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        if options.out is None:
+            options.out = pathlib.Path(folder) / "run.json"
+        options.out.unlink(missing_ok=True)
+        run = Run(options, pathlib.Path(folder))
+        return run.tune() if options.tune else run.all()
 
 
 if __name__ == "__main__":

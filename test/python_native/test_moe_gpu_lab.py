@@ -1,5 +1,8 @@
 # Owner(s): ["module: dsl-native-ops"]
-"""benchmarks/moe/gpu_lab.py, rehearsed on a CPU in Triton's interpreter."""
+"""The parts of benchmarks/moe/gpu_lab.py, in Triton's interpreter.
+
+Whole runs, and the processes that they consist of: test_moe_gpu_lab_rehearsal.py.
+"""
 
 import os
 
@@ -30,25 +33,15 @@ from torch.testing._internal.common_utils import (
 
 require_interpreter()
 MOE_BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/moe"
-SCRIPT = MOE_BENCHMARKS / "gpu_lab.py"
 sys.path.insert(0, str(MOE_BENCHMARKS))
 import gpu_lab
 import peers
 import shapes
-from lab import checks, layer as lab_layer, summary, tuning
+from lab import checks, kernels, layer as lab_layer, summary, tuning
 from lab.loading import autotune, configs, KERNELS, launch
 
 
 CONFIG = configs.TileConfig
-
-
-def rehearse(*arguments):
-    """Runs the script; its exit status is checked."""
-    command = [sys.executable, str(SCRIPT), "--rehearse", *map(str, arguments)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode != 0:
-        raise AssertionError(run.stdout + run.stderr)
-    return run.stdout
 
 
 def plan_of(*entries):
@@ -56,72 +49,6 @@ def plan_of(*entries):
 
 
 TILE = CONFIG(32, 32, 32, 4, 2)
-
-
-class TestRehearsal(TestCase):
-    def test_check_and_time(self):
-        with tempfile.TemporaryDirectory() as folder:
-            output = pathlib.Path(folder) / "run.json"
-            printed = rehearse("--rounds", 1, "--no-compile", "--output", output)
-            report = json.loads(output.read_text())
-            page = output.with_suffix(".txt").read_text()
-            picture = output.with_suffix(".png").read_bytes()
-        self.assertTrue(printed.endswith(page))
-        self.assertIn("A REHEARSAL", page)
-        self.assertLessEqual(max(map(len, page.splitlines())), 120)
-        self.assertLess(len(page.splitlines()), 66)  # one page
-        self.assertEqual(picture[:4], b"\x89PNG")
-        for row in (*report["cases"], *report["repeatable"]):
-            self.assertTrue(row["ok"], row)
-        self.assertEqual(
-            [row["case"] for row in report["cases"]], list(checks.REHEARSAL_CASES)
-        )
-        self.assertEqual(
-            [row["shape"]["name"] for row in report["rows"]],
-            [shape.name for shape in shapes.REHEARSAL],
-        )
-        for row in report["rows"]:
-            for name in ("ours", "three_grouped_mm", "transformers_grouped_mm"):
-                for kind in ("forward", "step"):
-                    self.assertGreater(row["ms"][f"{name}/{kind}"], 0)
-            for name in ("three_grouped_mm", "transformers_grouped_mm"):
-                self.assertLess(row["relative_distance_to_ours"][name], 2e-2)
-            self.assertGreater(row["bound_ms"]["step"], row["bound_ms"]["forward"])
-        self.assertIn("ours_graph/forward", report["rows"][1]["ms"])
-        for name in peers.LIBRARIES:
-            self.assertIn(name, report["peers"]["absent"])
-        self.assertIn("of bound", printed)
-        self.assertIn("--rehearse", report["command"])
-
-    def test_tune_rewrites_the_table(self):
-        with tempfile.TemporaryDirectory() as folder:
-            copy = pathlib.Path(folder) / "configs.py"
-            shutil.copy(KERNELS / "configs.py", copy)
-            output = pathlib.Path(folder) / "tune.json"
-            rehearse(
-                "--tune", "--rounds", 1, "--configs", copy, "--output", output,
-                "--only", "tiny",
-            )  # fmt: skip
-            text, report = copy.read_text(), json.loads(output.read_text())
-            self.assertEqual(sorted(os.listdir(folder)), ["configs.py", "tune.json"])
-        module = {"__name__": "tuned", "dataclasses": dataclasses}
-        exec(compile(text, "configs.py", "exec"), module)
-        tuned = module["TABLES"]["sm_90"]
-        self.assertEqual(set(tuned), set(configs.KERNELS))
-        for kernel, entry in tuned.items():
-            self.assertLessEqual(len(entry), configs.MAX_CONFIGS)
-            forward = kernel in configs.FORWARD_KERNELS
-            self.assertEqual(any(c.max_rows for c in entry), forward, kernel)
-            self.assertIn(f'"{kernel}"', report["table"])
-            measured = [r for r in report["results"] if r["kernel"] == kernel]
-            self.assertTrue(all(r["ms"] > 0 for r in measured), measured)
-            self.assertEqual(len(measured), 6 if forward else 3, kernel)
-        self.assertIn("measured on interpreter, torch", text)
-        # The other architectures are as they were.
-        original = (KERNELS / "configs.py").read_text()
-        for arch in ("sm_80", "sm_100", "gfx942"):
-            self.assertEqual(table_text(text, arch), table_text(original, arch))
-        self.assertNotEqual(table_text(text, "sm_90"), table_text(original, "sm_90"))
 
 
 class TestSummary(TestCase):
@@ -135,6 +62,11 @@ class TestSummary(TestCase):
             "predicted_h100_ms": {"forward": 1.6, "step": 4.8},
         }
         row["ms"]["fast/step"] = 3.0
+        kernels_row = {
+            "shape": "Qwen3", "family": "layer", "forward_us": 30.0, "backward_us": 50.0,
+            "predicted_forward_us": 20.0, "predicted_backward_us": 100.0,
+            "kernels": [{"kernel": "up", "us": 30.0, "predicted_us": 10.0, "ratio": 3.0}],
+        }  # fmt: skip
         died = {"shape": {**shape, "name": "died"}, "failed": {"row": "died"}}
         return {
             "device": "H100",
@@ -142,8 +74,18 @@ class TestSummary(TestCase):
             "torch": "2.16",
             "triton": "3.9",
             "command": "c",
-            "cases": [{"case": "a", "ok": True}, {"case": "b", "ok": False}],
+            "checks": [
+                {"family": "up", "ok": True},
+                {"family": "down", "ok": False, "failed": {"zipf": "longer than 45 s"}},
+            ],
             "repeatable": [{"shape": "tiny", "ok": True}],
+            "sanitizer": {
+                "racecheck": {"status": "exit status 99", "errors": ["at up"]}
+            },
+            "stages": {"check": {"minutes": 1.25}},
+            "compiled": [{"kernel": "up_kernel", "compiled": "ok", "spills": 8}],
+            "not_ok": {"check/down": {"status": "longer than 45 s"}},
+            "kernels": [kernels_row, {"shape": "other", "failed": "died of SIGABRT"}],
             "rows": [row, died],
             "peers": {"absent": ["sonicmoe"]},
         }
@@ -151,11 +93,16 @@ class TestSummary(TestCase):
     def test_losing_rows_and_failures_are_on_the_page(self):
         page = summary.page(self.report())
         for text in (
-            "1 of 2 cases",
-            'FAILED {"case": "b"',
-            "50% of bound, H100 model 1.600 ms: x1.25",
-            "slow                             3.000 ms  x1.50\n",
-            "fast                             3.000 ms  x0.50  <- faster than ours",
+            "1 of 2 kernel families",
+            "FAILED down, zipf: longer than 45 s",
+            "racecheck: FAILED exit status 99 ['at up']",
+            "Minutes: check 1.2",
+            '"spills": 8',
+            "FAILED check/down: longer than 45 s",
+            "Qwen3, layer: 30 x1.50, 50 x0.50\n    up 30 x3.00\n",
+            "other: FAILED died of SIGABRT",
+            "50% of bound, x1.25 of the model\n    slow x1.50\n",
+            "    fast x0.50 FASTER\n",
             "FAILED {'row': 'died'}",
             "not there: sonicmoe",
         ):
@@ -172,10 +119,6 @@ class TestSummary(TestCase):
                 text = summary.write_summary(output)
             self.assertIn("no plot", text)
             self.assertEqual(output.with_suffix(".txt").read_text(), text)
-
-
-def table_text(text, arch):
-    return text.split(f"# --- table {arch}\n")[1].split("# --- end of table")[0]
 
 
 class TestTables(TestCase):
@@ -305,7 +248,9 @@ class TestTuner(TestCase):
         def fails(plan):
             raise RuntimeError("out of resource")
 
-        self.assertIn("out of resource", tuning.try_candidate(fails, plan_of(TILE), 1))
+        launches, refused = tuning.try_candidate(fails, plan_of(TILE), 1)
+        self.assertEqual(launches, [])
+        self.assertIn("out of resource", refused)
 
     def test_candidates_are_distinct_and_begin_with_the_table(self):
         for table in configs.TABLES.values():
@@ -404,36 +349,157 @@ class TestAutotuner(TestCase):
         self.assertEqual(set(tuner._chosen.values()), {entries[1]})
 
 
-class TestRobustness(TestCase):
-    def test_a_failing_kernel_is_a_row_and_not_the_end(self):
-        case = checks.generators.get_case("uniform")
-        plan = plan_of(TILE)
-        broken = mock.patch.object(
-            launch, "moe_permutation", side_effect=RuntimeError("planted")
-        )
-        with exact_floats(), broken:
-            row = checks.check_case(plan, case, torch.device("cpu"))
-        self.assertIn("planted", row["permutation"])
+class _Broken:
+    """In place of a kernel."""
+
+    def __init__(self, kernel):
+        self.__name__, self.arg_names = kernel.__name__, kernel.arg_names
+
+    def __getitem__(self, grid):
+        raise RuntimeError("planted")
+
+
+class TestFamilies(TestCase):
+    def check(self, *names, plan=None):
+        plan = plan_of(TILE) if plan is None else plan
+        with exact_floats():
+            device = torch.device("cpu")
+            return [checks.check_family(name, plan, device) for name in names]
+
+    @parametrize(
+        "kernel,family,others",
+        [
+            ("up_kernel", "up", ("down",)),
+            ("grouped_mm_kernel", "down", ("up", "act_backward")),
+            ("act_backward_kernel", "act_backward", ("input_grad", "weight_grad")),
+            ("weight_grad_kernel", "weight_grad", ("act_backward", "input_grad")),
+        ],
+    )
+    def test_a_broken_kernel_is_its_family_and_no_other(self, kernel, family, others):
+        broken = _Broken(getattr(launch, kernel))
+        with mock.patch.object(launch, kernel, broken):
+            row, *rows = self.check(family, *others)
         self.assertFalse(row["ok"])
-        for name in ("topk", "forward", "backward"):
-            self.assertEqual(row[name], "ok")
+        for error in row["failed"].values():
+            self.assertIn("planted", error)
+        self.assertEqual(set(row["failed"]), set(checks.REHEARSAL_CASES))
+        for row in rows:
+            self.assertTrue(row["ok"], row)
+
+    def test_what_a_kernel_does_not_write_is_found(self):
+        class Silent(_Broken):
+            def __getitem__(self, grid):
+                return lambda *args, **kwargs: None
+
+        for kernel, family in (
+            ("act_backward_kernel", "act_backward"),
+            ("zero_tail_kernel", "up"),
+            ("weight_grad_kernel", "weight_grad"),
+        ):
+            silent = Silent(getattr(launch, kernel))
+            with mock.patch.object(launch, kernel, silent):
+                (row,) = self.check(family)
+            self.assertIn("error nan", row["failed"]["aligned_tail"])
 
     def test_a_wrong_kernel_is_found(self):
-        case = checks.generators.get_case("uniform")
         right = launch.moe_mlp_forward
 
         def wrong(*args, **kwargs):
             output, preact = right(*args, **kwargs)
             return output * 1.1, preact
 
-        with (
-            exact_floats(),
-            mock.patch.object(launch, "moe_mlp_forward", wrong),
-        ):
-            row = checks.check_case(plan_of(TILE), case, torch.device("cpu"))
-        self.assertIn("output: error", row["forward"])
-        self.assertEqual(row["backward"], "ok")
+        with mock.patch.object(launch, "moe_mlp_forward", wrong):
+            row, other = self.check("up", "act_backward")
+        self.assertIn("output: error", row["failed"]["ragged"])
+        self.assertTrue(other["ok"], other)
 
+    def test_every_kernel_of_the_tables_is_in_a_family(self):
+        launched = {family.launched for family in checks.FAMILIES.values()}
+        self.assertEqual(launched - {None}, set(checks._MATMULS))
+        recipes = {family.recipe for family in checks.FAMILIES.values()} - {None}
+        self.assertEqual(len(recipes), 3)
+
+    def test_a_torch_without_the_kernels_in_fp8(self):
+        with mock.patch.object(checks.loading, "NO_SCALED", "no such module"):
+            (row,) = self.check("mxfp8")
+            self.assertEqual(checks.exercise(["quantize"], None, None), {})
+        self.assertEqual((row["ok"], row["absent"]), (True, "no such module"))
+
+
+class TestKernels(TestCase):
+    def test_what_is_compiled_ahead_is_what_runs(self):
+        # Kernels that the interpreter has taken have no parameters that are constants.
+        run = subprocess.run(
+            [sys.executable, "-c", SPECIALISATIONS],
+            capture_output=True,
+            text=True,
+            cwd=MOE_BENCHMARKS,
+            env={**os.environ, "TRITON_INTERPRET": "0"},
+        )
+        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+        ahead, running = json.loads(run.stdout.splitlines()[-1])
+        self.assertGreater(len(running), 12)
+        self.assertEqual(set(running) - set(ahead), set())
+
+    def test_predictions_name_the_kernels_of_a_layer(self):
+        for row in kernels.predictions():
+            parts = {name.rsplit(" warps")[0].rsplit(" ", 1)[0] for name in row["us"]}
+            needed = {"up", "down", "act_backward", "input_grad", "dw_in", "dw_out"}
+            self.assertEqual(needed - parts, set(), row["family"])
+            self.assertIsNotNone(row["layer"]["forward_us"])
+        families = [row["family"] for row in kernels.predictions()]
+        self.assertEqual(families.count("layer"), 5)
+        self.assertEqual(set(families), {"layer", *kernels.SCALED_PREFIX})
+
+    def test_the_worst_are_different_kernels(self):
+        def row(shape, **ratios):
+            found = [{"kernel": k, "us": 1.0, "ratio": r} for k, r in ratios.items()]
+            return {
+                "shape": shape,
+                "family": "layer",
+                "kernels": [*found, {"kernel": "x"}],
+            }
+
+        rows = [row("a", up=1.5, down=1.1, dw_in=0.9, dw_out=1.2), row("b", up=1.6)]
+        rows.append({"shape": "c", "failed": "died"})
+        expected = [
+            ("b", "layer", "up"),
+            ("a", "layer", "dw_out"),
+            ("a", "layer", "down"),
+        ]
+        self.assertEqual(kernels.worst(rows), expected)
+
+    def test_metrics_of_ncu(self):
+        log = (
+            "==PROF== Connected\n"
+            '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+            '"0","up_kernel","DRAM Throughput","%","61.5"\n'
+            '"0","up_kernel","","",""\n'
+        )
+        self.assertEqual(kernels.ncu_metrics(log), {"DRAM Throughput": "61.5 %"})
+
+
+SPECIALISATIONS = """
+import json, sys
+sys.path.insert(0, ".")
+import torch
+import gpu_lab
+from lab import checks, kernels, loading
+from shapes import REHEARSAL
+plan, cpu, keys = gpu_lab.rehearsal_plan(), torch.device("cpu"), ([], [])
+collect = [lambda one, k=k: k.append(kernels._specialisation(one)) for k in keys]
+failed = kernels.walk(plan, cpu, ["layer", "fp8_rowwise"], REHEARSAL, collect[0])
+assert not failed, failed
+loading.use_quantizer(loading.reference_quantizer)
+hooked = loading.hooked(plan, collect[1])
+for name in ("layer", "fp8_rowwise"):
+    for case in checks.cases_of(name, cpu):
+        kernels.run_layer(hooked, case.operands(torch.bfloat16, bias=True), name)
+print(json.dumps(keys))
+"""
+
+
+class TestRobustness(TestCase):
     def test_rounds_shrink_before_rows_do(self):
         budget = gpu_lab.Budget(10)
         self.assertEqual(budget.rounds(1e-3, 10, 20), 20)
@@ -584,6 +650,7 @@ class TestLayer(TestCase):
             lab_layer.layer(*operands.layer_args())
 
 
+instantiate_parametrized_tests(TestFamilies)
 instantiate_parametrized_tests(TestTables)
 
 if __name__ == "__main__":

@@ -1,28 +1,62 @@
 """Is it right: every kernel against float64, the same bits twice, graphs, memory.
 
-Nothing here raises. A check that fails is a row that says so, so that a first run on a
-new card reports about all kernels and not about the first that fails.
+FAMILIES are checked each in a process of its own. A family is a few kernels: the others are not
+launched, and write what they should have written, so that one that hangs or fails is one row.
+Nothing here raises. A check that fails is a row that says so, and every allocation is
+poisoned: what a kernel does not write is NaN.
 """
 
+import contextlib
+import dataclasses
 import functools
 import os
-import shutil
-import subprocess
-import sys
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
 from shapes import make_operands, Shape
 
 import torch
 from torch import Tensor
 
+from . import loading
 from .layer import layer
 from .loading import generators, graph_replay, launch, reference, topk
 
 
 ACT = launch.Activation()
-REHEARSAL_CASES = ("uniform", "clipped_aligned", "no_tokens", "one_of_one", "ragged")
+# Of gpt-oss: gate and up alternate, limits, and matrices stored (E, D, 2F) and (E, F, D).
+OSS = launch.Activation("swiglu_oai", gate_interleaved=True, alpha=1.702, limit=1.0)
+# In the interpreter, which takes seconds for each.
+REHEARSAL_CASES = ("aligned_tail", "ragged")
+# More than a tile in every dimension, beside the small cases of the tests; and of FP8.
+SIZED = generators.MoeCase("sized", 700, 512, 384, 8, 2, "zipf")
+SCALED_CASES = (
+    generators.MoeCase("scaled", 16, 144, 128, routing="sentinels"),
+    dataclasses.replace(SIZED, name="scaled_sized", hidden=320),
+)
+GRADIENTS = (True,) * 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Kernels that are checked together.
+
+    Attributes:
+        check: (plan, case, device, family) -> None; raises where a result is wrong.
+        launched: the matmul kernels that run; None for all.
+        backward: of forward and backward, which one is checked; None for both.
+        ragged: of the plan.
+        act: the activation.
+        recipe: of FP8, by the names of ScalingType.
+    """
+
+    check: Callable
+    launched: str | None = None
+    backward: bool | None = None
+    ragged: bool = True
+    act: launch.Activation = ACT
+    recipe: tuple[str, str] | None = None
 
 
 def attempt(row: dict, name: str, check: Callable[[], object]) -> object:
@@ -53,7 +87,22 @@ def device_is_lost(device: torch.device) -> bool:
         return True
 
 
-def _check_permutation(case, device: torch.device) -> None:
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh memory is NaN, or the largest integer: what is not written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # Only under this mode; nothing here needs what else it does.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def _check_permutation(plan, case, device: torch.device, family: Family) -> None:
     options = {"num_rows": case.num_rows, "row_alignment": case.row_alignment}
     ids = case.topk_indices(device)
     actual = launch.moe_permutation(ids, case.num_experts, **options)
@@ -62,7 +111,7 @@ def _check_permutation(case, device: torch.device) -> None:
         assert torch.equal(a, b), f"{name} differs"
 
 
-def _check_topk(case, device: torch.device) -> None:
+def _check_topk(plan, case, device: torch.device, family: Family) -> None:
     generator = torch.Generator().manual_seed(case.seed)
     logits = torch.randn(case.num_tokens, case.num_experts, generator=generator)
     logits = logits.to(device).requires_grad_()
@@ -82,54 +131,240 @@ def _check_topk(case, device: torch.device) -> None:
         reference.check_close(grad, a, b, torch.float32, "grad_logits")
 
 
-def _check_forward(plan, operands) -> Tensor:
-    args = operands.args()
-    output, preact = launch.moe_mlp_forward(plan, *args, ACT)
-    truth = reference.moe_mlp_reference(*args)
-    yardstick = reference.moe_mlp_unfused(*args)
-    reference.check_close(preact, truth[1], yardstick[1], args[0].dtype, "preact")
-    reference.check_close(output, truth[0], yardstick[0], args[0].dtype, "output")
-    return preact
+def activation_of(act: launch.Activation) -> dict[str, object]:
+    """As the reference takes it."""
+    fields = dataclasses.asdict(act)
+    return {"activation": fields.pop("name"), **fields}
 
 
-def _check_backward(plan, operands, preact: Tensor) -> None:
-    args, grad_out = operands.args(), operands.grad_out
-    all_of_them = (True,) * 7
-    grads = launch.moe_mlp_backward(plan, grad_out, *args, preact, all_of_them, ACT)
-    truth = reference.moe_mlp_backward_reference(grad_out, *args)
-    yardstick = reference.moe_mlp_backward_unfused(grad_out, *args)
-    for name, grad, a, b in zip(truth._fields, grads, truth, yardstick):
-        if a is not None:
-            reference.check_close(grad, a, b, args[0].dtype, name)
+def _written(ops, preact: Tensor, act: launch.Activation) -> dict[tuple, object]:
+    """What matmul kernels write, by kernel and argument, row by row in float64.
+
+    Weight gradients are of the rows that another kernel wrote, which has no other check.
+    """
+    num_experts, rows = len(ops.offs), torch.arange(len(preact), device=preact.device)
+    slots = ops.row_slots.long()
+    live = (slots >= 0) & (rows < ops.offs[-1])
+    slots = torch.where(live, slots, 0)
+    tokens = slots // ops.slot_rows.shape[1]
+    expert = torch.searchsorted(ops.offs, rows, right=True).clamp_max(num_experts - 1)
+    expert = torch.where(live, expert, -1)
+
+    def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = x.new_zeros(len(x), w.shape[1], dtype=torch.float64)
+        for e in range(num_experts):
+            y = x[expert == e].double() @ w[e].double().mT
+            out[expert == e] = y if bias is None else y + bias[e].double()
+        return out
+
+    def reduced(arguments: dict) -> Tensor:
+        p, q = (
+            arguments[x][tokens] if arguments[gather] else arguments[x][: len(rows)]
+            for x, gather in (("p", "GATHER_P"), ("q", "GATHER_Q"))
+        )
+        masks = (expert == e for e in range(num_experts))
+        return torch.stack([p[m].double().mT @ q[m].double() for m in masks])
+
+    h = preact.detach().double().requires_grad_()
+    with torch.enable_grad():
+        a = reference.apply_activation(h, **activation_of(act))
+    s = ops.topk_weights.double().flatten()[slots][:, None] * live[:, None]
+    da = product(ops.grad_out[tokens], ops.w_out.mT)
+    (dh,) = torch.autograd.grad(a, h, s * da)
+    a = a.detach() * live[:, None]
+    return {
+        ("up_kernel", "preact"): preact,
+        ("up_kernel", "hidden"): a,
+        ("down", "out"): s * product(a, ops.w_out, ops.b_out),
+        ("act_backward_kernel", "grad_preact"): dh,
+        ("act_backward_kernel", "scaled_hidden"): s * a,
+        ("act_backward_kernel", "scale_partials"): (da * a).sum(1),
+        ("input_grad", "out"): product(dh, ops.w_in.mT),
+        ("weight_grad_kernel", "out"): reduced,
+    }
 
 
-def check_case(plan, case, device: torch.device) -> dict[str, object]:
-    """Router, permutation, forward and backward of one case; each on its own."""
-    row: dict[str, object] = {"case": case.name}
-    attempt(row, "topk", lambda: _check_topk(case, device))
-    attempt(row, "permutation", lambda: _check_permutation(case, device))
-    operands = case.operands(torch.bfloat16, device, bias=True)
-    preact = attempt(row, "forward", lambda: _check_forward(plan, operands))
-    if preact is None:
-        # The backward is still asked, on the pre-activation it should have had.
-        exact = reference.moe_mlp_reference(*operands.args())[1]
-        preact = exact.to(torch.bfloat16)
-    attempt(row, "backward", lambda: _check_backward(plan, operands, preact))
-    row["ok"] = all(v == "ok" for k, v in row.items() if k != "case")
+_ROLES = {"grouped_mm_kernel": ("down", "input_grad")}  # forward, backward
+_MATMULS = (
+    "up_kernel",
+    "grouped_mm_kernel",
+    "act_backward_kernel",
+    "weight_grad_kernel",
+)
+
+
+def _only(plan, family: Family, written: dict[tuple, object], backward: bool):
+    """``plan`` of a family: what it does not launch writes what it should."""
+
+    def act(launched: loading.Launch) -> object:
+        name = launched.name
+        if name not in _MATMULS or family.launched in (None, name):
+            return launched()
+        role = _ROLES.get(name, (name, name))[backward]
+        arguments = launched.arguments()
+        for (kernel, argument), values in written.items():
+            target = arguments.get(argument)
+            if kernel != role or target is None or target.numel() == 0:
+                continue
+            if callable(values):
+                values = values(arguments)
+            if argument == "scale_partials":
+                target.zero_()[0].copy_(values)
+            else:
+                target[: len(values)].copy_(values)
+        return None
+
+    return loading.hooked(dataclasses.replace(plan, ragged=family.ragged), act)
+
+
+def _check_mlp(plan, case, device: torch.device, family: Family) -> None:
+    act = family.act
+    ops = case.operands(torch.bfloat16, device, activation=act.name, bias=True)
+    if act.gate_interleaved:
+        stored = {name: getattr(ops, name).mT.contiguous().mT for name in ("w_in", "w_out")}  # fmt: skip
+        ops = dataclasses.replace(ops, **stored)
+    args, kwargs = ops.args(), activation_of(act)
+    truth = reference.moe_mlp_reference(*args, **kwargs)
+    # The backward is on the pre-activation that it should have.
+    preact = truth[1].to(torch.bfloat16)
+    written = _written(ops, preact, act)
+    if not family.backward:
+        only = _only(plan, family, written, False)
+        found = launch.moe_mlp_forward(only, *args, act)
+        yardstick = reference.moe_mlp_unfused(*args, **kwargs)
+        for name, a, b, c in zip(("output", "preact"), found, truth, yardstick):
+            reference.check_close(a, b, c, torch.bfloat16, name)
+    if family.backward is not False:
+        only = _only(plan, family, written, True)
+        found = launch.moe_mlp_backward(
+            only, ops.grad_out, *args, preact, GRADIENTS, act
+        )
+        truth = reference.moe_mlp_backward_reference(ops.grad_out, *args, **kwargs)
+        yardstick = reference.moe_mlp_backward_unfused(ops.grad_out, *args, **kwargs)
+        for name, a, b, c in zip(truth._fields, found, truth, yardstick):
+            if b is not None:
+                reference.check_close(a, b, c, torch.bfloat16, name)
+
+
+def _check_quantize(plan, case, device: torch.device, family: Family) -> None:
+    """Bits of codes and scales, along every dimension, of experts' rows and as int8."""
+    generator = torch.Generator().manual_seed(case.seed)
+    x = torch.randn(3, case.dim, case.hidden, generator=generator)
+    x = x * torch.exp2(torch.randint(-30, 30, x.shape, generator=generator))
+    x[0, 0, :130], x[1, 1, 1], x[2, 2, 2] = 0, torch.inf, torch.nan
+    offs = torch.tensor([0, case.dim // 3, case.dim - 3], dtype=torch.int32)
+    options = [{"dim": -1}, {"dim": 1}, {"dim": -1, "dtype": torch.int8}]
+    for recipe, rule in loading.quantize.RECIPES.items():
+        for kwargs in (*options, {"dim": 0, "offs": offs}):
+            if rule.square and kwargs["dim"] != -1:
+                continue
+            values = x.bfloat16() if "offs" not in kwargs else x[0].bfloat16()
+            expected = loading.quantized.moe_quantize_reference(values, recipe, **kwargs)  # fmt: skip
+            if "offs" in kwargs:
+                kwargs = {**kwargs, "offs": offs.to(device)}
+            found = loading.native_quantizer(values.to(device), recipe, **kwargs)
+            for name, a, b in zip(("data", "scale"), found, expected):
+                if "offs" in kwargs and name == "scale":
+                    continue  # places of no block have no value
+                a, b = (t.contiguous().view(torch.uint8) for t in (a.cpu(), b))
+                assert torch.equal(a, b), f"recipe {recipe}, {kwargs}: {name} differs"
+
+
+def _on(ops, device: torch.device):
+    moved = ((f.name, getattr(ops, f.name)) for f in dataclasses.fields(ops))
+    return dataclasses.replace(ops, **{n: t if t is None else t.to(device) for n, t in moved})  # fmt: skip
+
+
+def recipe_of(plan, family: Family):
+    """Its Recipe on this device, whose tables say whether it multiplies scaled blocks."""
+    kinds = torch.nn.functional.ScalingType
+    rows, weights = (getattr(kinds, name).value for name in family.recipe)
+    widen = rows == kinds.BlockWise1x32.value and "mx_down" not in plan.table
+    return loading.scaled_operands.Recipe(rows, weights, widen)
+
+
+def scaled_layer(plan, ops, recipe, between=lambda: None) -> tuple[Tensor, ...]:
+    """Output and gradients of SwiGLU in FP8, and ``between()`` the two passes."""
+    args, lists = ops.args(), ([], [], [], [])
+    options = {"recipe": recipe, "act": ACT}
+    output, *saved = loading.scaled_launch.moe_mlp_scaled_forward(
+        plan, *args, *lists, preact_dtype=torch.float8_e4m3fn, **options
+    )
+    between()
+    return output, *loading.scaled_launch.moe_mlp_scaled_backward(
+        plan, ops.grad_out, *args[1:], *lists, *saved, GRADIENTS, **options
+    )
+
+
+def _check_scaled(plan, case, device: torch.device, family: Family) -> None:
+    # Weights and rows come from the definition: the kernel that quantises has its own row.
+    loading.use_quantizer(loading.reference_quantizer)
+    recipe = recipe_of(plan, family)
+    ops = case.operands(torch.bfloat16, bias=True)
+    found = scaled_layer(plan, _on(ops, device), recipe)
+    codes = (recipe.rows, recipe.weights)
+    exact = loading.quantized.ScaledMlp(ops, *codes)
+    yardstick = loading.quantized.ScaledMlp(ops, *codes, dtype=torch.bfloat16)
+    truth = (exact.forward()[0], *exact.backward())
+    unfused = (yardstick.forward()[0], *yardstick.backward())
+    names = ("output", *reference.MoeMlpGrads._fields)
+    for name, a, b, c in zip(names, found, truth, unfused):
+        if b is not None:
+            reference.check_close(a, b, c, torch.bfloat16, name)
+
+
+_mlp = functools.partial(Family, _check_mlp)
+_scaled = functools.partial(Family, _check_scaled)
+FAMILIES: dict[str, Family] = {
+    "topk": Family(_check_topk),
+    "permutation": Family(_check_permutation),
+    "up": _mlp("up_kernel", False),
+    "down": _mlp("grouped_mm_kernel", False),
+    "act_backward": _mlp("act_backward_kernel", True),
+    "input_grad": _mlp("grouped_mm_kernel", True),
+    "weight_grad": _mlp("weight_grad_kernel", True),
+    "weight_grad_not_ragged": _mlp("weight_grad_kernel", True, ragged=False),
+    "layer": _mlp(),
+    "gpt_oss": _mlp(act=OSS),
+    "quantize": Family(_check_quantize),
+    "fp8_blockwise": _scaled(recipe=("BlockWise1x128", "BlockWise128x128")),
+    "fp8_rowwise": _scaled(recipe=("RowWise", "RowWise")),
+    "mxfp8": _scaled(recipe=("BlockWise1x32", "BlockWise1x32")),
+}
+
+
+def cases_of(name: str, device: torch.device) -> list:
+    """The cases that a family is checked on; in the interpreter a few."""
+    if FAMILIES[name].recipe is not None or name == "quantize":
+        cases = SCALED_CASES
+    else:
+        cases = (*generators.moe_cases(), SIZED)
+    if device.type != "cpu":
+        return list(cases)
+    return [c for c in cases if c.name in (*REHEARSAL_CASES, SCALED_CASES[0].name)]
+
+
+def check_family(
+    name: str, plan, device: torch.device, save: Callable = lambda row: None
+) -> dict[str, object]:
+    """A row: the cases that are not "ok" of those that ran; ``save`` gets it before each."""
+    family = FAMILIES[name]
+    row: dict[str, object] = {"family": name, "ok": False, "cases": 0, "failed": {}}
+    if loading.NO_SCALED and (family.recipe is not None or name == "quantize"):
+        return row | {"ok": True, "absent": loading.NO_SCALED}
+    with poisoned():
+        for case in cases_of(name, device):
+            save(row | {"running": case.name})
+            ran: dict[str, str] = {}
+            attempt(ran, case.name, lambda: family.check(plan, case, device, family))
+            row["cases"] += 1
+            if ran[case.name] != "ok":
+                row["failed"] |= ran
+            if device_is_lost(device):
+                row["failed"][case.name] += "; the device was lost"
+                break
+    row["ok"] = not row["failed"]
     return row
-
-
-def check_cases(plan, device: torch.device) -> list[dict[str, object]]:
-    """All small cases of the tests; in the interpreter some of them."""
-    rows = []
-    for case in generators.moe_cases():
-        if device.type == "cpu" and case.name not in REHEARSAL_CASES:
-            continue  # the interpreter takes seconds for each
-        rows.append(check_case(plan, case, device))
-        if device_is_lost(device):
-            rows[-1]["device_lost"] = True
-            break
-    return rows
 
 
 def _step(operands) -> tuple[Tensor, ...]:
@@ -154,37 +389,49 @@ def _check_alone(operands, first: tuple[Tensor, ...]) -> None:
 
 def check_repeatable(shape: Shape, device: torch.device) -> dict[str, object]:
     """Forward and backward twice, as a CUDA graph, and one token alone: the same bits."""
-    row: dict[str, object] = {"shape": shape.name}
+    row: dict[str, object] = {"shape": shape.name, "ok": False}
     operands = make_operands(shape, device, weights_dtype=torch.float32)
     first = attempt(row, "runs", lambda: _step(operands))
     if first is None:
         return row
     attempt(row, "twice", lambda: _same(first, _step(operands)))
+    attempt(row, "token_alone", lambda: _check_alone(operands, first))
     if device.type == "cuda":
         step = functools.partial(_step, operands)
         captured = attempt(row, "capture", lambda: graph_replay(step, device))
         if captured is not None:
             attempt(row, "replay", lambda: _same(first, captured()))
-    attempt(row, "token_alone", lambda: _check_alone(operands, first))
-    row["ok"] = all(v == "ok" for k, v in row.items() if k != "shape")
+    row["ok"] = all(v == "ok" for k, v in row.items() if k not in ("shape", "ok"))
     return row
 
 
-def run_sanitizer(script: str, timeout_s: float) -> dict[str, object]:
-    """The tools of compute-sanitizer over the smallest cases of gpu_lab.py."""
-    path = shutil.which("compute-sanitizer")
-    if path is None:
-        return {"available": False, "note": "compute-sanitizer is not on this machine"}
-    result: dict[str, object] = {"available": True}
-    # Without the caching allocator an access past a tensor is one past an allocation.
-    env = dict(os.environ, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    options = {"env": env, "capture_output": True, "text": True}
-    for tool in ("memcheck", "racecheck"):
-        command = [path, "--tool", tool, "--error-exitcode", "99", sys.executable]
-        command += [script, "--stage", "smallest"]
-        try:
-            run = subprocess.run(command, **options, timeout=timeout_s)
-            result[tool] = {"rc": run.returncode, "tail": run.stdout[-600:]}
-        except subprocess.TimeoutExpired:
-            result[tool] = {"rc": None, "tail": f"longer than {timeout_s:.0f} s"}
-    return result
+def exercise(names, plan, device: torch.device) -> dict[str, str]:
+    """Launches the kernels of families once each, for a tool that watches memory; checks nothing."""
+    row: dict[str, str] = {}
+    for name in names:
+        family = FAMILIES[name]
+        is_scaled = family.recipe is not None or name == "quantize"
+        if loading.NO_SCALED and is_scaled:
+            continue
+        case = SCALED_CASES[0] if is_scaled else generators.get_case("clipped_aligned")
+        attempt(row, name, lambda: _exercise(plan, case, device, name, family))
+    return row
+
+
+def _exercise(plan, case, device: torch.device, name: str, family: Family) -> None:
+    if name in (
+        "topk",
+        "permutation",
+        "quantize",
+    ):  # small, and no reference of matmuls
+        return family.check(plan, case, device, family)
+    ops = case.operands(torch.bfloat16, device, activation=family.act.name, bias=True)
+    if family.recipe is not None:
+        scaled_layer(plan, ops, recipe_of(plan, family))
+        return None
+    plan = dataclasses.replace(plan, ragged=family.ragged)
+    _, preact = launch.moe_mlp_forward(plan, *ops.args(), family.act)
+    launch.moe_mlp_backward(
+        plan, ops.grad_out, *ops.args(), preact, GRADIENTS, family.act
+    )
+    return None

@@ -1,12 +1,15 @@
 """The kernels, the float64 reference and the case generator, from the files beside this one.
 
-The machine may have any release of torch from 2.11 on, without this repository installed.
+The machine may have any release of torch from 2.11 on, without this repository installed. A launcher
+takes what it launches from its plan: here are the ways to stand in between.
 """
 
+import dataclasses
 import pathlib
 import sys
 import types
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.testing._internal
@@ -29,18 +32,125 @@ from torch.testing._internal import (  # noqa: F401
 )
 
 
-def exact_interpreter():
-    """The context in which Triton's interpreter computes bfloat16 as hardware does."""
-    sys.path.append(str(ROOT / "test/python_native"))
-    from triton_interpreter import exact_floats
+try:  # pull requests of their own
+    from moe_kernels.triton_kernels import (  # noqa: F401
+        quantize,
+        scaled_configs,
+        scaled_launch,
+        scaled_operands,
+    )
 
-    return exact_floats()
+    from torch.testing._internal import moe_quantized_reference as quantized
+except ImportError as error:
+    scaled_launch, NO_SCALED = None, f"{type(error).__name__}: {error}"
+else:
+    NO_SCALED = ""
+
+
+def use_quantizer(function: Callable[..., tuple]) -> None:
+    """What ``aten::_moe_quantize`` does, in a torch that lacks it."""
+    global _quantizer
+    _quantizer = function
+
+
+def native_quantizer(x, recipe, **kwargs) -> tuple:
+    """The kernels of the op, as it launches them."""
+    native = not x.is_cuda or torch.cuda.get_device_capability() >= (8, 9)
+    return quantize.moe_quantize(x, recipe, native=native, **kwargs)
+
+
+def reference_quantizer(x, recipe, **kwargs) -> tuple:
+    """The definition, on a CPU."""
+    offs = kwargs.pop("offs", None)
+    kwargs["offs"] = None if offs is None else offs.cpu()
+    pair = quantized.moe_quantize_reference(x.detach().cpu(), recipe, **kwargs)
+    return tuple(t.to(x.device) for t in pair)
+
+
+_quantizer = native_quantizer
+if not NO_SCALED and not hasattr(torch.ops.aten, "_moe_quantize"):
+    _library = torch.library.Library("aten", "FRAGMENT")  # as long as the process
+    _library.define(
+        "_moe_quantize(Tensor self, int recipe, *, Tensor? offs=None, int dim=-1, "
+        "ScalarType? dtype=None, int swizzle=0) -> (Tensor, Tensor)"
+    )
+    _call = lambda *args, **kwargs: _quantizer(*args, **kwargs)
+    _library.impl("_moe_quantize", _call, "CompositeExplicitAutograd")
+
+
+def exact_interpreter():
+    """The module that lets Triton's interpreter compute as hardware does, and checks accesses."""
+    folder = str(ROOT / "test/python_native")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import triton_interpreter
+
+    return triton_interpreter
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel; a call repeats it."""
+
+    kernel: Any
+    grid: tuple
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def arguments(self) -> dict[str, Any]:
+        """By name."""
+        return dict(zip(self.kernel.arg_names, self.args)) | self.kwargs
+
+    def __call__(self) -> object:
+        return self.kernel[self.grid](*self.args, **self.kwargs)
+
+
+Action = Callable[[Launch], object]
+
+
+class _Hooked:
+    def __init__(self, kernel: Any, action: Action) -> None:
+        self._kernel, self._action = kernel, action
+
+    def __getitem__(self, grid: tuple):
+        def launch_with(*args, **kwargs) -> object:
+            return self._action(Launch(self._kernel, grid, args, kwargs))
+
+        return launch_with
+
+
+def hook(action: Action) -> Callable[[Any], Any]:
+    """The ``kernel`` argument of launchers under which every launch is ``action(launch)``."""
+    return lambda kernel: _Hooked(kernel, action)
+
+
+def hooked(plan: launch.LaunchPlan, action: Action) -> launch.LaunchPlan:
+    return dataclasses.replace(plan, kernel=hook(action))
+
+
+def recording(plan: launch.LaunchPlan, launches: list[Launch]) -> launch.LaunchPlan:
+    """``plan``, whose launches happen and are appended; what they hold stays alive."""
+
+    def run(launched: Launch) -> object:
+        launches.append(launched)
+        return launched()
+
+    return hooked(plan, run)
 
 
 def graph_replay(function: Callable, device: torch.device) -> Callable[[], object]:
     """``function`` as a replayed CUDA graph, which leaves out launch gaps; itself on CPU."""
     if device.type != "cuda":
         return function
+    # Once on another stream: what is made at a first call is not captured.
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         held = function()

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import sys
+import textwrap
 
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
@@ -30,7 +31,8 @@ def peer_times(row: dict, kind: str) -> dict[str, float]:
 
 def _head(report: dict) -> list[str]:
     first = "MoE kernels on {device} ({arch}), torch {torch}, Triton {triton}"
-    lines = [first.format(**report), f"command: {report['command']}"]
+    lines = [first.format(**report)]
+    lines += textwrap.wrap(f"command: {report['command']}", WIDTH)
     if "mm_flops_per_s" in report:
         copy, mm = report["copy_bytes_per_s"] / 1e9, report["mm_flops_per_s"] / 1e12
         line = f"this card: copy {copy:,.0f} GB/s, dense bfloat16 {mm:,.1f} TFLOP/s"
@@ -41,48 +43,100 @@ def _head(report: dict) -> list[str]:
 
 
 def _checks(report: dict) -> list[str]:
-    cases = report.get("cases", [])
-    bad = [row for row in cases if not row.get("ok")]
-    good = f"  {len(cases) - len(bad)} of {len(cases)} cases within the tolerance"
-    lines = ["", "Correctness", good]
-    lines += [f"  FAILED {json.dumps(row)}" for row in bad[:5]]
+    rows = report.get("checks", [])
+    good = [row["family"] for row in rows if row.get("ok")]
+    lines = ["", f"Correctness: {len(good)} of {len(rows)} kernel families"]
+    if good:
+        indents = {"initial_indent": "  ", "subsequent_indent": "  "}
+        lines += textwrap.wrap(f"ok: {', '.join(good)}", WIDTH, **indents)
+    for row in rows:
+        for case, error in row.get("failed", {}).items():
+            lines.append(f"  FAILED {row['family']}, {case}: {error}")
+            break  # the others are in the JSON
+        if "absent" in row:
+            lines.append(f"  {row['family']} is not here: {row['absent']}")
     for row in report.get("repeatable", []):
         verdict = "ok" if row.get("ok") else f"FAILED {row}"
         lines.append(f"  same bits, {row.get('shape')}: {verdict}")
-    if "sanitizer" in report:
-        lines.append(f"  compute-sanitizer: {report['sanitizer']}")
+    for tool, row in report.get("sanitizer", {}).items():
+        text = row if isinstance(row, str) else row["status"]
+        if isinstance(row, dict) and (row.get("failed") or row["status"] != "ok"):
+            text = f"FAILED {row['status']} {row.get('failed') or row['errors']}"
+        lines.append(f"  {tool}: {text}")
     return [line[:WIDTH] for line in lines]
 
 
+def _stages(report: dict) -> list[str]:
+    stages = report.get("stages", {}).items()
+    minutes = ", ".join(f"{name} {row['minutes']:.1f}" for name, row in stages)
+    lines = ["", f"Minutes: {minutes}"]
+    compiled = report.get("compiled", [])
+    bad = [row for row in compiled if row["compiled"] != "ok" or row.get("spills")]
+    seconds = sum(row.get("seconds", 0) for row in compiled)
+    lines.append(f"{len(compiled)} kernels compiled in {seconds:.0f} s of processors")
+    lines += [f"  FAILED {json.dumps(row)}"[:WIDTH] for row in bad[:5]]
+    for name, row in report.get("not_ok", {}).items():
+        lines.append(f"  FAILED {name}: {row['status']}"[:WIDTH])
+    return lines
+
+
+def _kernels(report: dict) -> list[str]:
+    """Microseconds of kernels, and measured / predicted, a line per shape and pass."""
+    lines = []
+    for row in report.get("kernels", []):
+        if "failed" in row:
+            lines.append(f"  {row['shape']}: FAILED {row['failed']}")
+            continue
+        sums = []
+        for name in ("forward_us", "backward_us"):
+            text, predicted = f"{row[name]:,.0f}", row.get(f"predicted_{name}")
+            ratio = f" x{row[name] / predicted:.2f}" if predicted else ""
+            sums.append(text + ratio)
+        lines.append(f"  {row['shape']}, {row['family']}: {', '.join(sums)}")
+        parts = [
+            f"{k['kernel']} {k['us']:,.0f}"
+            + (f" x{k['ratio']:.2f}" if "ratio" in k else "")
+            for k in sorted(row["kernels"], key=lambda k: -k["us"])[:6]
+        ]
+        lines.append(f"    {', '.join(parts)}")
+    heading = (
+        "Kernels: sums of forward and backward, then each; us, x of the prediction"
+    )
+    return ["", heading, *lines] if lines else []
+
+
 def row_lines(row: dict) -> list[str]:
+    """Ours, then what is faster or slower, a line per pass."""
     shape = row["shape"]
     sizes = " ".join(f"{name}={shape[name]}" for name in "TDFEK")
-    lines = ["", f"{shape['name']}: {sizes}"]
+    lines = [f"{shape['name']}: {sizes}"]
     for kind, factor in KINDS:
         times = peer_times(row, kind)
         if OURS not in times:
-            lines.append(f"  {kind:8s} FAILED {row.get('failed')}"[:WIDTH])
+            lines.append(f"  {kind:8s}FAILED {row.get('failed')}"[:WIDTH])
             continue
         own = times.pop(OURS)
         flops = factor * 6 * shape["T"] * shape["K"] * shape["D"] * shape["F"]
-        text = f"  {kind:8s} {own:9.3f} ms {flops / own / 1e9:7.1f} TFLOP/s"
+        text = f"  {kind:8s}{own:9.3f} ms {flops / own / 1e9:6.1f} TFLOP/s"
         text += f" {row['bound_ms'][kind] / own:5.0%} of bound"
         predicted = row.get("predicted_h100_ms", {}).get(kind)
         if predicted is not None:
-            text += f", H100 model {predicted:.3f} ms: x{own / predicted:.2f}"
-        lines.append(text)
-        for name, t in times.items():
-            mark = "" if t >= own else "  <- faster than ours"
-            lines.append(f"    {name:28s} {t:9.3f} ms  x{t / own:.2f}{mark}")
+            text += f", x{own / predicted:.2f} of the model"
+        marks = ((n, t, " FASTER" if t < own else "") for n, t in times.items())
+        peers = ", ".join(f"{n} x{t / own:.2f}{m}" for n, t, m in marks)
+        indents = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
+        lines += [text, *textwrap.wrap(peers, WIDTH, **indents)]
     return lines
 
 
 def page(report: dict) -> str:
     """What a reader of the numbers wants to know, losing rows included."""
-    lines = _head(report) + _checks(report)
+    lines = _head(report) + _checks(report) + _stages(report) + _kernels(report)
+    if report.get("rows"):
+        lines += ["", "Layers, and the time of peers over ours"]
     for row in report.get("rows", []):
         lines += row_lines(row)
-    absent = report.get("peers", {}).get("absent", [])
+    absent = report.get("peers", {}).get("absent", {})
     if absent:
         lines += ["", f"Peers that were not there: {', '.join(absent)}"]
     return "\n".join(lines) + "\n"

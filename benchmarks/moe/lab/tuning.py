@@ -10,26 +10,26 @@ refused. What is kept, at most MAX_CONFIGS per kernel and architecture:
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import math
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from unittest import mock
+from collections.abc import Callable, Iterable
 
-from shapes import make_operands, Shape
+from shapes import Shape
 
 import torch
 
-from .loading import configs, launch
+from . import loading
+from .checks import ACT, GRADIENTS
+from .kernels import layer_operands
+from .loading import configs, Launch, launch
 from measure import interleaved_seconds, replace_text
 
 
 TileConfig = configs.TileConfig
-ACT = launch.Activation()
-Call = Callable[[launch.LaunchPlan], object]
+Call = Callable[[launch.LaunchPlan], list[Launch]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,65 +78,34 @@ def candidates(table, kernel: str, limit: int) -> tuple[TileConfig, ...]:
     return tuple(dict.fromkeys(committed + neighbours))[:limit]
 
 
-def kernel_calls(plan, shape: Shape, operands) -> dict[str, tuple[int, Call]]:
-    """Per kernel: columns of its output, and a call that launches it with a plan.
+def kernel_calls(shape: Shape, operands) -> dict[str, tuple[int, Call]]:
+    """Per kernel: columns of its output, and its launches in a pass of a layer with a plan."""
+    gated, plain = ACT, launch.Activation("silu")
+    halves = dataclasses.replace(operands, w_in=operands.w_in[:, : shape.F])
 
-    All calls share buffers, which every kernel overwrites: trying a configuration takes
-    no memory but its tile list and dS partials.
-    """
-    x, ids, weights, w_in, w_out = (t.detach() for t in operands.layer_args())
-    row_slots, slot_rows, offs, _ = launch.moe_permutation(ids, shape.E)
-    rows = launch._Rows(plan, offs, row_slots, slot_rows, shape.T)
-    scale = weights.reshape(-1)
-    preact = x.new_empty(rows.num_rows, w_in.shape[1])
-    hidden = x.new_empty(rows.num_rows, shape.F)
-    routed = x.new_empty(rows.num_rows, shape.D)
-    plain = launch.Activation("silu")
-    launch._up(plan, rows, x, w_in, None, None, ACT, preact, hidden, True)
-    gated = (None, None, ACT, preact, hidden, True)
-    ungated = (None, None, plain, preact[:0], hidden, False)
+    def of(name: str, act: launch.Activation, backward: bool = False) -> Call:
+        def call(plan: launch.LaunchPlan) -> list[Launch]:
+            launches: list[Launch] = []
+            recording = loading.recording(plan, launches)
+            ops = operands if act.gated else halves
+            _, preact = launch.moe_mlp_forward(
+                plan if backward else recording, *ops.args(), act
+            )
+            if backward:
+                args = (ops.grad_out, *ops.args(), preact, GRADIENTS, act)
+                launch.moe_mlp_backward(recording, *args)
+            return [one for one in launches if one.name == name]
 
-    def act_backward(p):
-        return launch._act_backward(
-            p, rows, operands.grad, w_out, None, preact, scale, ACT,
-            need_hidden=True, need_scale=True,
-        )  # fmt: skip
-
-    dh, a_scaled, _ = act_backward(plan)
-
-    def weight_grads(p):
-        launch._weight_grad(p, rows, dh, x, w_in, gather_q=True)
-        launch._weight_grad(p, rows, operands.grad, a_scaled, w_out, gather_p=True)
-
-    def mm(kernel, *args):
-        return lambda p: launch._grouped_mm(p, kernel, rows, *args, routed)
+        return call
 
     return {
-        "up_gated": (shape.F, lambda p: launch._up(p, rows, x, w_in, *gated)),
-        "up_plain": (
-            shape.F,
-            lambda p: launch._up(p, rows, x, w_in[:, : shape.F], *ungated),
-        ),
-        "down": (shape.D, mm("down", hidden, w_out, None, scale)),
-        "act_backward": (shape.F, act_backward),
-        "input_grad": (shape.D, mm("input_grad", dh, w_in.mT, None, None)),
-        "weight_grad": (shape.D, weight_grads),
+        "up_gated": (shape.F, of("up_kernel", gated)),
+        "up_plain": (shape.F, of("up_kernel", plain)),
+        "down": (shape.D, of("grouped_mm_kernel", gated)),
+        "act_backward": (shape.F, of("act_backward_kernel", gated, backward=True)),
+        "input_grad": (shape.D, of("grouped_mm_kernel", gated, backward=True)),
+        "weight_grad": (shape.D, of("weight_grad_kernel", gated, backward=True)),
     }
-
-
-@contextlib.contextmanager
-def launched_kernels() -> Iterator[list]:
-    """The compiled kernels that Triton runs meanwhile, in order."""
-    from triton.runtime import jit
-
-    original, launched = jit.JITFunction.run, []
-
-    def run(function, *args, **kwargs):
-        launched.append(original(function, *args, **kwargs))
-        return launched[-1]
-
-    with mock.patch.object(jit.JITFunction, "run", run):
-        yield launched
 
 
 def problem(launched: Iterable, shared_limit: int) -> str:
@@ -150,16 +119,23 @@ def problem(launched: Iterable, shared_limit: int) -> str:
     return ""
 
 
-def try_candidate(call: Call, plan: launch.LaunchPlan, shared_limit: int) -> str:
-    """Runs a candidate once; returns why it is refused, or an empty string."""
-    with launched_kernels() as launched:
-        try:
-            call(plan)
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"[:200]
-    return problem(launched, shared_limit)
+def try_candidate(
+    call: Call, plan: launch.LaunchPlan, shared_limit: int
+) -> tuple[list[Launch], str]:
+    """The launches of a candidate, which ran, and why it is refused, or an empty string."""
+    try:
+        launches = call(plan)
+        compiled = [one() for one in launches]
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except Exception as error:
+        return [], f"{type(error).__name__}: {error}"[:200]
+    return launches, problem(compiled, shared_limit)
+
+
+def _all_of(launches: list[Launch]) -> None:
+    for one in launches:
+        one()
 
 
 def measure_kernel(
@@ -175,13 +151,13 @@ def measure_kernel(
     where = (kernel, shape.name, columns, shape.T * shape.K / shape.E)
     for config in candidates(plan.table, kernel, effort.max_candidates):
         candidate = launch.LaunchPlan({**plan.table, kernel: (config,)}, plan.num_sms)
-        refused = try_candidate(call, candidate, effort.shared_limit)
+        launches, refused = try_candidate(call, candidate, effort.shared_limit)
         if config.block_n >= 2 * columns and columns > 16:
             refused = refused or "wider than the problem"
         if refused:
             results.append(Result(*where, config, None, refused))
         else:
-            functions[config] = functools.partial(call, candidate)
+            functions[config] = functools.partial(_all_of, launches)
     if functions:
         options = {"rounds": effort.rounds, "device": effort.device}
         seconds = interleaved_seconds(functions, warmup=1, **options)
@@ -286,11 +262,12 @@ def rewrite(path: pathlib.Path, arch: str, table, measured_on: str) -> None:
 
 def tune(
     plan: launch.LaunchPlan,
+    kernels: Iterable[str],
     shapes: Iterable[Shape],
     effort: Effort,
     is_late: Callable[[], bool],
 ) -> tuple[configs.KernelTable, list[Result]]:
-    """Measures every kernel on every shape; returns the new table and the measurements.
+    """Measures ``kernels`` on every shape; returns the new table and the measurements.
 
     When ``is_late`` it stops measuring, and chooses from what there is.
     """
@@ -299,8 +276,9 @@ def tune(
         if is_late():
             print(f"{shape.name}: not measured, out of time", flush=True)
             continue
-        calls = kernel_calls(plan, shape, make_operands(shape, effort.device))
-        for kernel, (columns, call) in calls.items():
+        calls = kernel_calls(shape, layer_operands(shape, effort.device))
+        for kernel in kernels:
+            columns, call = calls[kernel]
             decode = shape.T * shape.K / shape.E <= effort.decode_rows
             if is_late() or (decode and kernel not in configs.FORWARD_KERNELS):
                 continue

@@ -1,0 +1,191 @@
+# Owner(s): ["module: dsl-native-ops"]
+"""Whole runs of benchmarks/moe/gpu_lab.py, rehearsed on a CPU in Triton's interpreter.
+
+Also as on the machine that it is for: from a bare copy, under an older torch and Triton, with kernels
+that hang, fault, are wrong or do not compile.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+MOE_BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/moe"
+SCRIPT = MOE_BENCHMARKS / "gpu_lab.py"
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(MOE_BENCHMARKS))
+import gpu_lab
+import peers
+import shapes
+from lab import jobs
+from lab.loading import configs, KERNELS
+
+
+def rehearse(*arguments):
+    """Runs the script; its exit status is checked."""
+    command = [sys.executable, str(SCRIPT), "--rehearse", *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode != 0:
+        raise AssertionError(run.stdout + run.stderr)
+    return run.stdout
+
+
+def table_text(text, arch):
+    return text.split(f"# --- table {arch}\n")[1].split("# --- end of table")[0]
+
+
+class TestRehearsal(TestCase):
+    def test_check_and_time(self):
+        families = ["topk", "up", "layer", "quantize"]
+        names = [shape.name for shape in shapes.REHEARSAL]
+        with tempfile.TemporaryDirectory() as folder:
+            output = pathlib.Path(folder) / "run.json"
+            only = ("--only", *families, *names)
+            printed = rehearse("--rounds", 1, *only, "--output", output)
+            report = json.loads(output.read_text())
+            page = output.with_suffix(".txt").read_text()
+            picture = output.with_suffix(".png").read_bytes()
+            self.assertIn("--- check/up: ok", output.with_suffix(".log").read_text())
+        self.assertTrue(printed.endswith(page))
+        self.assertIn("A REHEARSAL", page)
+        self.assertLessEqual(max(map(len, page.splitlines())), 120)
+        self.assertLess(len(page.splitlines()), 66)  # one page
+        self.assertEqual(picture[:4], b"\x89PNG")
+        self.assertEqual([row["family"] for row in report["checks"]], families)
+        for row in (*report["checks"], *report["repeatable"]):
+            self.assertTrue(row["ok"], row)
+        self.assertEqual(report["not_ok"], {})
+        self.assertEqual(set(report["stages"]), {*gpu_lab.STAGES} - {"ncu"})
+        self.assertGreater(len(report["compiled"]), 3)
+        for row in report["compiled"]:
+            self.assertEqual(row["compiled"], "ok", row)
+        self.assertEqual(report["sanitizer"]["memcheck"]["failed"], {})
+        self.assertIn("layer", report["sanitizer"]["memcheck"]["ran"])
+        (kernels_row,) = report["kernels"]
+        found = {row["kernel"] for row in kernels_row["kernels"]}
+        expected = {"up", "down", "act_backward", "input_grad", "dw_in", "dw_out"}
+        self.assertEqual(expected - found, set())
+        self.assertEqual([row["shape"]["name"] for row in report["rows"]], names)
+        for row in report["rows"]:
+            for name in ("ours", "three_grouped_mm", "transformers_grouped_mm"):
+                for kind in ("forward", "step"):
+                    self.assertGreater(row["ms"][f"{name}/{kind}"], 0)
+            for name in ("three_grouped_mm", "transformers_grouped_mm"):
+                self.assertLess(row["relative_distance_to_ours"][name], 2e-2)
+            self.assertGreater(row["bound_ms"]["step"], row["bound_ms"]["forward"])
+        self.assertIn("ours_graph/forward", report["rows"][1]["ms"])
+        for name in peers.LIBRARIES:
+            self.assertIn(name, report["peers"]["absent"])
+        self.assertIn("of bound", printed)
+        self.assertIn("--rehearse", report["command"])
+
+    def test_tune_rewrites_the_table(self):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "configs.py"
+            shutil.copy(KERNELS / "configs.py", copy)
+            output = pathlib.Path(folder) / "tune.json"
+            rehearse(
+                "--tune", "all", "--rounds", 1, "--configs", copy, "--output", output,
+            )  # fmt: skip
+            text, report = copy.read_text(), json.loads(output.read_text())
+            self.assertEqual(sorted(os.listdir(folder)), ["configs.py", "tune.json"])
+        module = {"__name__": "tuned", "dataclasses": dataclasses}
+        exec(compile(text, "configs.py", "exec"), module)
+        tuned = module["TABLES"]["sm_90"]
+        self.assertEqual(set(tuned), set(configs.KERNELS))
+        for kernel, entry in tuned.items():
+            self.assertLessEqual(len(entry), configs.MAX_CONFIGS)
+            forward = kernel in configs.FORWARD_KERNELS
+            self.assertEqual(any(c.max_rows for c in entry), forward, kernel)
+            self.assertIn(f'"{kernel}"', report["table"])
+            measured = [r for r in report["results"] if r["kernel"] == kernel]
+            self.assertTrue(all(r["ms"] > 0 for r in measured), measured)
+            self.assertEqual(len(measured), 6 if forward else 3, kernel)
+        self.assertIn("measured on interpreter, torch", text)
+        # The other architectures are as they were.
+        original = (KERNELS / "configs.py").read_text()
+        for arch in ("sm_80", "sm_100", "gfx942"):
+            self.assertEqual(table_text(text, arch), table_text(original, arch))
+        self.assertNotEqual(table_text(text, "sm_90"), table_text(original, "sm_90"))
+
+
+class TestJobs(TestCase):
+    def run_jobs(self, *parts, limit_s=20, **options):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            todo = [jobs.Job(f"{i}/{p}", limit_s, p) for i, p in enumerate(parts)]
+            outcomes = list(jobs.run_jobs(todo, folder, **options))
+        return {o.job.run: o for o in outcomes}
+
+    def test_each_end_is_told_from_the_others(self):
+        def good(save):
+            save({"a": 1})
+            return {"a": 2}
+
+        def raises(save):
+            save({"running": "zipf"})
+            raise ValueError("planted")
+
+        def faults(save):
+            ctypes.string_at(0)
+
+        outcomes = self.run_jobs(good, raises, faults, parallel=2)
+        self.assertEqual(
+            (outcomes[good].status, outcomes[good].result), ("ok", {"a": 2})
+        )
+        self.assertEqual(outcomes[raises].status, "exit status 1")
+        self.assertEqual(outcomes[raises].result, {"running": "zipf"})
+        self.assertIn("ValueError: planted", outcomes[raises].excerpt)
+        self.assertEqual(outcomes[faults].status, "died of SIGSEGV")
+        self.assertIn("in faults", outcomes[faults].excerpt)
+
+    def test_a_hang_ends_with_all_that_it_started(self):
+        def hangs(save):
+            sleeper = subprocess.Popen(["sleep", "600"])
+            save({"pid": sleeper.pid})
+            time.sleep(600)
+
+        outcome = self.run_jobs(hangs, limit_s=1)[hangs]
+        self.assertEqual(outcome.status, "longer than 1 s")
+        self.assertIn("in hangs", outcome.excerpt)  # where it was
+        self.assertFalse(is_running(outcome.result["pid"]))
+
+    def test_what_a_part_leaves_behind_is_ended(self):
+        def leaves(save):
+            save({"pid": subprocess.Popen(["sleep", "600"]).pid})
+
+        outcome = self.run_jobs(leaves)[leaves]
+        self.assertEqual(outcome.status, "ok")
+        self.assertFalse(is_running(outcome.result["pid"]))
+
+    def test_nothing_begins_when_time_is_up(self):
+        def sleeps(save):
+            time.sleep(600)
+
+        later = functools.partial(sleeps)
+        outcomes = self.run_jobs(sleeps, later, end=time.monotonic() + 2)
+        self.assertEqual(outcomes[sleeps].status, "longer than 2 s")
+        self.assertIn("no time was left", outcomes[later].status)
+
+
+def is_running(pid):
+    """Whether it is there, and no zombie that nobody waits for."""
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+if __name__ == "__main__":
+    run_tests()
