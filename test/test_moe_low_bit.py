@@ -112,6 +112,19 @@ class TestMoeLowBit(TestCase):
             if dim % 16 == 0:
                 self.assertEqual(layer.run(panels=True), actual, rtol=0, atol=0)
 
+    @parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @parametrize("dim,hidden", [(8, 65), (96, 100), (264, 65)])
+    def test_lines_across_squares(self, dtype, dim, hidden):
+        """Up begins at any row of a square of scales, which may lie side by side along the rows."""
+        fmt = low_bit_format("fp8_128x128")
+        for tokens in (1, 2, 4, 40):
+            layer = Layer(shape_of(fmt, dim, hidden, num_tokens=tokens), fmt, dtype)
+            want = layer.run()
+            layer.check(want, f"{tokens} tokens")
+            scale = layer.w_in.scale.mT.contiguous().mT
+            layer.w_in = dataclasses.replace(layer.w_in, scale=scale)
+            self.assertEqual(layer.run(), want, rtol=0, atol=0)
+
     @parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
     @parametrize("name", ["fp8_128x128", "mxfp4", "int8_rowwise"])
     def test_routing(self, case, name):

@@ -126,6 +126,10 @@ struct ScaleView {
     return panels ? at + row / kPanelLines * row_stride + row % kPanelLines
                   : at + row / block_rows * row_stride;
   }
+  // Whether rows have scales of their own that lie side by side: a vector of them can be loaded.
+  bool is_dense_along_rows() const {
+    return panels || (block_rows == 1 && row_stride == 1);
+  }
   float at(int64_t expert, int64_t row, int64_t k) const {
     const int64_t i = offset(expert, row, k);
     return is_pow2 ? pow2_of_byte(static_cast<const uint8_t*>(data)[i])

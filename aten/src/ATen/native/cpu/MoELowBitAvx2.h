@@ -213,7 +213,7 @@ class LineScales {
     if (is_one_) {
       return _mm256_set1_ps(floats(0, block)[0]);
     }
-    if (scale_->panels || scale_->row_stride == 1) {
+    if (scale_->is_dense_along_rows()) {
       return _mm256_loadu_ps(floats(0, block));
     }
     load_blocks(block);

@@ -249,7 +249,7 @@ class LineScales {
       return _mm512_set1_ps(
           static_cast<const float*>(scale_->data)[scale_->offset(expert_, row_, k)]);
     }
-    if (scale_->panels || scale_->row_stride == 1) {
+    if (scale_->is_dense_along_rows()) {
       return _mm512_loadu_ps(
           static_cast<const float*>(scale_->data) + scale_->offset(expert_, row_, k));
     }
