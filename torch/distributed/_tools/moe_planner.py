@@ -91,6 +91,7 @@ class Plan:
         chunks, capacity_factor, replicas, row_alignment, recipe: of the MoE layers.
         domain: ranks joined by the fast link.
         tokens: of a rank in a layer.
+        copy_cost: of an expert that runs away from home, in token copies.
     """
 
     model: MoEConfig
@@ -109,6 +110,7 @@ class Plan:
     recipe: dict[str, str]
     domain: int
     tokens: int
+    copy_cost: float
 
     def expert_parallel(self, *, static: bool = False) -> dict[str, Any]:
         """Keyword arguments of ``ExpertParallel``; the mesh is ``(layout.ep,)``.
@@ -138,6 +140,7 @@ class Plan:
                 slots_per_rank=(self.model.experts + self.replicas) // x.ep,
                 ranks_per_node=min(x.ep, self.domain),
                 replicas=self.replicas,
+                copy_cost=self.copy_cost,
             )
         return options
 
@@ -412,6 +415,20 @@ def _load_choices(
     )  # fmt: skip
 
 
+def _copy_cost(p: Profile, model: MoEConfig, x: Layout, rows: float) -> float:
+    """Weights of an expert and their gradient on the wire, in the time of a token copy.
+
+    A token copy is two rows there and two back, and its share of forward and backward.
+    """
+    c, near = p.constants, x.ep <= (x.domain or p.device.domain)
+    rate = p.device.fast * c.fast if near else p.device.slow * c.slow
+    size = cost.ITEMSIZE["bf16"]
+    local = model.experts / x.ep
+    computed = cost.experts(p, rows, model.d, model.f, local, pass_="fwd+bwd") / rows
+    token = computed + 4 * model.d * size / rate
+    return 2 * 3 * model.d * model.f * size / rate / token
+
+
 def _rounding(
     p: Profile, model: MoEConfig, x: Layout, rows: float
 ) -> tuple[Choice, int]:
@@ -631,7 +648,7 @@ def plan(
         model, p.name, p.provenance, x, step, m, tuple(choices),
         tuple((rate, y) for rate, y, *_ in ranked[:top]), HELD_OUT_ERROR["train"],
         chunks.value, capacity.value, replicas.value, align, recipe,
-        x.domain or p.device.domain, math.ceil(tokens),
+        x.domain or p.device.domain, math.ceil(tokens), _copy_cost(p, model, x, rows),
     )  # fmt: skip
 
 
