@@ -3,21 +3,24 @@
     python benchmarks/moe/ep_drift.py [--ranks 4] [--steps 48] [--out FOLDER]
 
 Tokens lean in a direction that turns once in ``--steps``, and with it the experts that are hot.
-Three times from the same weights on the same batches: experts in order, ``ExpertPlacement`` that
-places them anew every few steps by their loads, and the same with experts borrowed in every
-forward (``online``). Per step: the heaviest rank's token copies over the mean, and the loss, which
-is the same in all three. Gloo ranks, one thread each.
+Three times from the same weights on the same batches: experts at home, ``ExpertPlacement`` that
+plans anew every few steps where they run, by their loads, and the same with a plan in every
+forward (``online``). Per step: the heaviest rank's token copies over the mean, megabytes of
+experts fetched and gradients returned, milliseconds, and the loss, which is the same in all
+three. Gloo ranks, one thread each.
 """
 
 import math
 import pathlib
 import statistics
+import time
 
 from report import figure, parse, show
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.schedule import sequential_schedule
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -30,7 +33,7 @@ from measure import on_gloo_ranks, over_ranks, save
 
 D, HIDDEN, E, K, TOKENS = 64, 32, 32, 4, 256  # tokens of a rank
 FORMS = {
-    "in order": None,
+    "at home": None,
     "placed": {"every": 6},
     "placed, online": {"every": 6, "replicas": 0, "online": True},
 }
@@ -56,7 +59,9 @@ def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
 
     placement = None
     if options is not None:
-        placement = ExpertPlacement(slots_per_rank=E // mesh.size() + 3, **options)
+        slots = E // mesh.size() + 3
+        # Free, to show the most that a plan can do for the balance.
+        placement = ExpertPlacement(slots_per_rank=slots, copy_cost=0.0, **options)
     torch.manual_seed(0)
     model = nn.MoE(D, HIDDEN, E, top_k=K)
     for param in model.parameters():
@@ -64,25 +69,30 @@ def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
     style = ExpertParallel(schedule=counting, placement=placement)
     parallelize_module(model, mesh, style)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    if placement is not None:
-        placement.attach(optimizer)
-    losses, balance = [], []
+    losses, balance, sent, times = [], [], [], []
+    layers = [] if placement is None else placement.layers
     for step in range(steps):
         x = batch(step, steps, dist.get_rank())
-        y = model(x)
-        loss = (y - x.roll(1, -1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
+        start = time.perf_counter()
+        with count_wire_bytes(*layers) as wire:
+            y = model(x)
+            loss = (y - x.roll(1, -1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
         for p in model.parameters():
             if not isinstance(p, DTensor):
                 dist.all_reduce(p.grad)
         optimizer.step()
-        seen = [0.0] * mesh.size() + [loss.item()]
+        if placement is not None:
+            placement.step()
+        times.append(1e3 * (time.perf_counter() - start))
+        seen = [0.0] * mesh.size() + [loss.item(), sum(wire.sent["experts"].values())]
         seen[dist.get_rank()] = copies[-1]
-        *loads, total = over_ranks(seen, dist.ReduceOp.SUM)
+        *loads, total, nbytes = over_ranks(seen, dist.ReduceOp.SUM)
         balance.append(max(loads) * len(loads) / sum(loads))
         losses.append(total / mesh.size())
-    return {"imbalance": balance, "loss": losses}
+        sent.append(nbytes / 1e6)
+    return {"imbalance": balance, "loss": losses, "expert_mb": sent, "ms": times}
 
 
 def train_all(args) -> dict[str, dict[str, list[float]]]:
@@ -103,12 +113,14 @@ def plot(seen: dict, path: pathlib.Path) -> None:
 def main() -> None:
     args = parse(__doc__, ranks=4, steps=48)
     seen = on_gloo_ranks(args.ranks, train_all, args)[0]
-    plain = seen["in order"]["loss"]
+    plain = seen["at home"]["loss"]
     rows = [
         {
             "form": form,
             "mean_imbalance": statistics.fmean(curves["imbalance"]),
             "largest_imbalance": max(curves["imbalance"]),
+            "mean_expert_mb": statistics.fmean(curves["expert_mb"]),
+            "median_ms": statistics.median(curves["ms"]),
             "largest_loss_difference": max(
                 abs(a - b) for a, b in zip(curves["loss"], plain)
             ),
@@ -117,7 +129,7 @@ def main() -> None:
         for form, curves in seen.items()
     ]
     title = f"{args.ranks} ranks, {E} experts, {args.steps} steps of drifting routing"
-    show(title, rows, list(rows[0])[:4])
+    show(title, rows, list(rows[0])[:6])
     save(args.out, ranks=args.ranks, steps=args.steps, rows=rows)
     if args.out:
         plot(seen, args.out / "ep_drift.png")

@@ -18,7 +18,7 @@ from statistics import mean
 
 import torch
 from torch.distributed._moe.placement import plan, Topology
-from torch.distributed._moe.replicas import plan_step
+from torch.distributed._moe.quota import plan_step
 
 
 _HERE = pathlib.Path(__file__).resolve().parent

@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed._moe.placement import Placement
+    from torch.distributed._moe.placement import Placement, Topology
 
 
 LOADS = ("uniform", "lognormal_0.5", "lognormal_1.0", "zipf_1")
@@ -61,6 +61,25 @@ def drifted(loads: Tensor, sigma: float, seed: int) -> Tensor:
     noise = torch.randn(loads.shape, generator=g, dtype=torch.float64)
     loads = loads * (sigma * noise).exp()
     return loads / loads.sum()
+
+
+def any_placement(topology: Topology, num_experts: int, seed: int) -> Placement:
+    """Experts on random ranks, on one or on several, not at home or there too."""
+    from torch.distributed._moe.placement import Placement
+
+    g = torch.Generator().manual_seed(seed)
+    ranks, slots = topology.num_ranks, topology.slots_per_rank
+    table = torch.full((ranks, slots), -1)
+    each = num_experts // ranks
+    order = torch.randperm(num_experts, generator=g)
+    table[:, :each] = order[: ranks * each].view(ranks, each)
+    for rank in range(ranks):
+        others = torch.randperm(num_experts, generator=g).tolist()
+        others = [e for e in others if e not in table[rank].tolist()]
+        extra = int(torch.randint(0, slots - each + 1, (), generator=g))
+        table[rank, each : each + extra] = torch.tensor(others[:extra])
+        table[rank] = table[rank, torch.randperm(slots, generator=g)]
+    return Placement(topology, num_experts, table)
 
 
 def heaviest_pack_bound(replica_loads: list[float], num_packs: int) -> float:

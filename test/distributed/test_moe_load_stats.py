@@ -33,7 +33,8 @@ class TestLoadStats(MultiThreadedTestCase):
         with self.assertRaisesRegex(RuntimeError, "take result"):
             stats.start()
         first = stats.result()
-        want = torch.stack([counts * 10, counts * 8]).double()
+        # Of a forward: the second layer had two.
+        want = torch.stack([counts * 10, counts * 4]).double()
         self.assertEqual(first, want)
         stats.start()
         second = torch.stack([counts * 4, counts * 0]).double()
@@ -41,6 +42,23 @@ class TestLoadStats(MultiThreadedTestCase):
         gathered = [None] * self.world_size
         dist.all_gather_object(gathered, first.tolist())
         self.assertTrue(all(g == gathered[0] for g in gathered))
+
+    def test_saving_takes_nothing(self):
+        """state_dict between start and result, and again: the sum is still there."""
+        stats = LoadStats(1, E, decay=0.5)
+        counts = torch.arange(E) * (self.rank + 1)
+        stats.record(0, counts)
+        stats.start()
+        stats.record(0, counts)
+        states = [stats.state_dict() for _ in range(2)]
+        self.assertEqual(*states)
+        self.assertTrue(stats.pending)
+        other = LoadStats(1, E, decay=0.5)
+        other.load_state_dict(states[0])
+        for each in (stats, other):
+            self.assertEqual(each.result(), torch.arange(E).double()[None] * 10)
+            each.start()
+            self.assertEqual(each.result(), torch.arange(E).double()[None] * 10)
 
     def test_errors(self):
         with self.assertRaisesRegex(ValueError, r"decay must be in \[0, 1\), got 1"):

@@ -6,11 +6,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._moe.exchange import Exchange
+from torch.distributed._moe.fetch import fetch, moves_of
 from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.distributed._moe.replicas import (
-    migrate,
+from torch.distributed._moe.quota import (
     plan_step,
     reroute,
+    slots_of,
     split_by_source,
 )
 from torch.distributed._moe.switch import TokenSwitchAllToAll
@@ -54,10 +56,15 @@ class TestPlacedLayer(TokenSwitchTest):
         share = self.TOKENS // self.world_size
         self.mine = slice(self.rank * share, (self.rank + 1) * share)
 
-    def rows_of(self, weight, slot_experts):
-        """What the slots of this rank hold; nothing usable in free slots."""
-        rows = weight[slot_experts[self.rank].clamp_min(0)].clone()
-        rows[slot_experts[self.rank] < 0] = float("nan")
+    def fetched(self, slot_experts):
+        """Weights of this rank's slots; nothing usable in free ones."""
+        exchange = Exchange(dist.group.WORLD, E, None, level="experts")
+        home = slice(2 * self.rank, 2 * self.rank + 2)
+        moves = moves_of(slot_experts, E, self.rank)
+        weights = {"w_in": self.w_in[home], "w_out": self.w_out[home]}
+        rows = fetch(exchange, moves, weights).values()
+        for weight in rows:
+            weight[slot_experts[self.rank] < 0] = float("nan")
         return rows
 
     def slot_ids(self, placement):
@@ -71,7 +78,7 @@ class TestPlacedLayer(TokenSwitchTest):
         slots = reroute(
             self.ids[self.mine],
             split[self.rank],
-            step.slots_of(),
+            slots_of(step.slot_experts, E),
             placement.topology.slots_per_rank,
         )
         return slots, step
@@ -95,7 +102,7 @@ class TestPlacedLayer(TokenSwitchTest):
         y.sin().sum().backward()
         return tuple(t[self.mine] for t in (y.detach(), x.grad, weights.grad))
 
-    def test_same_bits_before_and_after_the_move(self):
+    def test_same_bits_wherever_experts_run(self):
         self.make_data()
         loads = torch.rand(2, E, generator=torch.Generator().manual_seed(0))
         placements = [
@@ -104,33 +111,24 @@ class TestPlacedLayer(TokenSwitchTest):
             plan(loads[1], TOPOLOGY, num_groups=E, num_replicas=E),  # four free slots
         ]
         want = self.one_rank()
-        first = placements[0]
-        w_in, w_out = (
-            self.rows_of(w, first.slot_experts) for w in (self.w_in, self.w_out)
-        )
-        used = 0
-        for old, new in zip([first, *placements], placements):
-            migrate([w_in, w_out], old, new)
-            slots, step = self.slot_ids(new)
-            # A borrowed expert is in its slot for this step only.
-            used += int((step.slot_experts != new.slot_experts).sum())
-            borrowing = Placement(TOPOLOGY, E, step.slot_experts)
-            step_in, step_out = w_in.clone(), w_out.clone()
-            migrate([step_in, step_out], new, borrowing)
-            for got, bits in zip(self.run_layer(slots, step_in, step_out), want):
-                self.assertEqual(got, bits, atol=0, rtol=0)
-        self.assertGreater(used, 0)
+        borrowed = 0
+        for placement in placements:
+            slots, step = self.slot_ids(placement)
+            borrowed += int((step.slot_experts != placement.slot_experts).sum())
+            got = self.run_layer(slots, *self.fetched(step.slot_experts))
+            for value, bits in zip(got, want):
+                self.assertEqual(value, bits, atol=0, rtol=0)
+        self.assertGreater(borrowed, 0)
         copies = placements[1].rank_holds().sum(0)
         self.assertGreater(copies.max().item(), 1)
 
-    def test_rows_that_did_not_move_are_noticed(self):
-        # The comparison above can fail: without the move, bits differ on some rank.
+    def test_weights_of_another_plan_are_noticed(self):
+        # The comparison above can fail: bits differ on some rank.
         self.make_data()
         old = Placement.contiguous(TOPOLOGY, E)
         new = plan(torch.rand(E, generator=torch.Generator().manual_seed(0)), TOPOLOGY)
         slots, _ = self.slot_ids(new)
-        stale = [self.rows_of(w, old.slot_experts) for w in (self.w_in, self.w_out)]
-        got, _, _ = self.run_layer(slots, *stale)
+        got, _, _ = self.run_layer(slots, *self.fetched(old.slot_experts))
         same = torch.tensor(torch.equal(got, self.one_rank()[0]), dtype=torch.int32)
         dist.all_reduce(same, dist.ReduceOp.MIN)
         self.assertEqual(same.item(), 0)
@@ -147,8 +145,6 @@ class TestPlacedLayer(TokenSwitchTest):
         # AdamW would make steps out of the rounding of router gradients that vanish.
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         placement = None if style is None else style.placement
-        if placement is not None:
-            placement.attach(optimizer)
         losses, seen = [], []
         for step in range(steps):
             g = torch.Generator().manual_seed(step)
@@ -170,40 +166,35 @@ class TestPlacedLayer(TokenSwitchTest):
                 loss = loss.detach()
                 dist.all_reduce(loss)
             optimizer.step()
+            if placement is not None:
+                placement.step()
             losses.append(loss.item())
             if placement is not None and placement.layers[0].last_plan is not None:
                 seen.append(placement.layers[0].last_plan)
         return model, losses, seen
-
-    def experts_in_order(self, model, placement):
-        """w_out of every expert, and that its replicas are equal."""
-        slots = placement.slot_experts[0].flatten()
-        rows = model.w_out.full_tensor().detach()
-        result = []
-        for e in range(E):
-            replicas = rows[slots == e]
-            for other in replicas[1:]:
-                self.assertEqual(other, replicas[0], atol=0, rtol=0)
-            result.append(replicas[0])
-        return torch.stack(result)
 
     @parametrize("online", [False, True])
     def test_training_with_a_placement(self, online):
         self.make_data()
         reference, want, _ = self.trained(None)
         placement = ExpertPlacement(
-            slots_per_rank=3, ranks_per_node=2, every=2, online=online
+            slots_per_rank=3,
+            ranks_per_node=2,
+            every=2,
+            online=online,
+            copy_cost=0.0,
         )
         model, losses, seen = self.trained(ExpertParallel(placement=placement))
         # The same training, wherever experts are and however they are shared.
         self.assertEqual(losses, want, atol=2e-3, rtol=2e-4)
-        got = self.experts_in_order(model, placement)
+        got = model.w_out.full_tensor()
         self.assertEqual(got, reference.w_out.detach(), atol=5e-3, rtol=1e-2)
-        # Experts did move.
         home = Placement.contiguous(TOPOLOGY, E)
         slots = placement.slot_experts[0]
-        self.assertFalse(torch.equal(slots, home.slot_experts))
-        if online:
+        if not online:
+            # Experts did run elsewhere.
+            self.assertFalse(torch.equal(slots, home.slot_experts))
+        else:
             borrowed = [not torch.equal(p.slot_experts, slots) for p in seen]
             self.assertTrue(any(borrowed))
             # Two nodes: with all tokens in one, its ranks have twice the mean.
@@ -218,6 +209,39 @@ class TestPlacedLayer(TokenSwitchTest):
         self.assertEqual(again.slot_experts[0], slots)
         self.assertEqual(again.state_dict()["stats"], state["stats"])
 
+    def test_nothing_is_sent_where_it_does_not_pay(self):
+        self.make_data()
+        style = ExpertParallel(
+            placement=ExpertPlacement(slots_per_rank=3, every=1, online=True)
+        )
+        # By bytes, an expert is worth 18 tokens here, and a rank has 12 copies.
+        _, _, seen = self.trained(style, steps=3)
+        home = Placement.contiguous(Topology(1, 4, 3), E).slot_experts
+        self.assertEqual(style.placement.layers[0].copy_cost, 1.5 * self.HIDDEN)
+        for step in seen:
+            self.assertEqual(step.slot_experts, home)
+
+    def test_a_plan_is_worth_its_fetches(self):
+        layer = ExpertPlacement(slots_per_rank=4, copy_cost=0.0).add_layer(
+            E, dist.group.WORLD
+        )
+        loads = torch.tensor([900, 100, 100, 100, 100, 100, 100, 100]).double()
+        found = []
+        for layer.copy_cost in (0.0, 50.0, 150.0, 1000.0):
+            placement = layer.plan(loads)
+            heaviest = placement.rank_loads(loads).max().item()
+            copies = int((placement.rank_holds() > layer.home.rank_holds()).sum())
+            found.append((copies, heaviest))
+            # Never above what it costs to stay at home.
+            cost = layer.cost(heaviest, placement.slot_experts)
+            self.assertLessEqual(cost, 1000.0)
+        copies, heaviest = zip(*found)
+        self.assertEqual(list(copies), sorted(copies, reverse=True))
+        self.assertEqual(list(heaviest), sorted(heaviest))
+        self.assertLess(heaviest[0], 500)
+        self.assertLess(heaviest[1], 700)
+        self.assertEqual(found[-1], (0, 1000.0))
+
     def test_recomputation_is_counted_once(self):
         self.make_data()
         placement = ExpertPlacement(slots_per_rank=2, every=None)
@@ -229,7 +253,8 @@ class TestPlacedLayer(TokenSwitchTest):
         y = checkpoint(layer, x, use_reentrant=False)
         (y[0] if isinstance(y, tuple) else y).sum().backward()
         recorded = placement.state_dict()["stats"]["recorded"]
-        self.assertEqual(recorded.sum().item(), self.TOKENS * 2)
+        self.assertEqual(recorded[:, :E].sum().item(), self.TOKENS * 2)
+        self.assertEqual(recorded[0, E].item(), self.world_size)
 
     def test_collects_while_a_layer_trains(self):
         # Counts of the switch itself, summed while the next steps run.
@@ -249,7 +274,7 @@ class TestPlacedLayer(TokenSwitchTest):
                 stats.start()  # in flight during step 2
             if step < 2:
                 total += torch.bincount(ids.flatten(), minlength=E)
-        self.assertEqual(stats.result()[0], total.double())
+        self.assertEqual(stats.result()[0], total.double() / 2)
 
 
 if __name__ == "__main__":

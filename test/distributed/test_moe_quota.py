@@ -12,7 +12,12 @@ from moe_placement import (
 
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.distributed._moe.replicas import plan_step, reroute, split_by_source
+from torch.distributed._moe.quota import (
+    plan_step,
+    reroute,
+    slots_of,
+    split_by_source,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -250,10 +255,10 @@ class TestQuota(TestCase):
         placement = plan(torch.ones(E), Topology(2, 2, 6), num_groups=E, num_replicas=E)
         step = plan_step(source.sum(0), placement)
         split = split_by_source(source, step.quotas)
-        slots_of = step.slots_of()
+        table = slots_of(step.slot_experts, E)
         flat = step.slot_experts.flatten()
         for rank in range(ranks):
-            slots = reroute(topk[rank], split[rank], slots_of, 6)
+            slots = reroute(topk[rank], split[rank], table, 6)
             routed = (topk[rank] >= 0) & (topk[rank] < E)
             self.assertEqual(slots >= 0, routed)
             self.assertEqual(flat[slots[routed]], topk[rank][routed])

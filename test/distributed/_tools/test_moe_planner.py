@@ -149,6 +149,10 @@ class TestPlan(TestCase):
         self.assertIsNone(style.switch_options["capacity"])
         self.assertEqual(style.placement.replicas, found.replicas)
         self.assertEqual(style.placement.slots_per_rank * 8, 128 + found.replicas)
+        # Less than by bytes alone: a token copy is computed as well.
+        self.assertEqual(style.placement.copy_cost, found.copy_cost)
+        self.assertGreater(found.copy_cost, 1)
+        self.assertLess(found.copy_cost, 1.5 * found.model.f)
         even = plan("qwen3-30b-a3b", "H200", 16, **kw)
         self.assertNotIn("placement", even.expert_parallel())
 

@@ -217,7 +217,13 @@ def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
 # Of the group that only MoE communication uses, by the group that it has the ranks of.
 _own_groups: WeakKeyDictionary[ProcessGroup, c10d.GroupName] = WeakKeyDictionary()
 # Of a kind of message, for errors; all others are of combine.
-_PHASES = {"agree": "comparison", "sizes": "exchange of sizes", "rows": "dispatch"}
+_PHASES = {
+    "agree": "comparison",
+    "sizes": "exchange of sizes",
+    "rows": "dispatch",
+    "experts": "fetch of experts",
+    "expert_grads": "return of their gradients",
+}
 # How long a failing rank waits for the others to say that they failed, too.
 _ANSWER_SECONDS = 1.0
 
@@ -626,6 +632,7 @@ class WireBytes:
         returned      from the experts: outputs, in backward gradients of the tokens
         weight_grads  gradients of the router weights, with the gradients of the tokens
         sizes         how many rows and slots there will be
+        experts, expert_grads   weights of copies, of level ``"experts"``, and their gradients
 
     Attributes:
         sent (dict[str, dict[str, int]]): bytes for other ranks.

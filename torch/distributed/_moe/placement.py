@@ -8,8 +8,8 @@ Terms
     imbalance  heaviest rank load / mean rank load; 1 is perfect
 
 :func:`plan` works on averaged loads and may put weights on any rank. What replicas share
-in one step, and how weights get where a plan wants them, is
-:mod:`torch.distributed._moe.replicas`.
+in one step is :mod:`torch.distributed._moe.quota`, how weights get where a plan wants them
+:mod:`torch.distributed._moe.fetch`.
 
 The three steps (groups to nodes, replicas inside a node, replicas to ranks) and both
 greedy rules follow the policy that DeepSeek's EPLB describes; the swaps, no expert twice
@@ -41,7 +41,7 @@ class Topology:
         num_nodes (int): nodes; the links inside one are the fast ones.
         ranks_per_node (int): ranks of each node.
         slots_per_rank (int): experts whose weights a rank has room for, slots left free
-            for :func:`~torch.distributed._moe.replicas.plan_step` included.
+            for :func:`~torch.distributed._moe.quota.plan_step` included.
     """
 
     num_nodes: int
@@ -721,7 +721,7 @@ def plan(
 
     Keyword Args:
         num_replicas (int, optional): slots to fill; the others stay free for
-            :func:`~torch.distributed._moe.replicas.plan_step`. Default: all slots
+            :func:`~torch.distributed._moe.quota.plan_step`. Default: all slots
         num_groups (int, optional): consecutive experts form this many groups,
             and a group never spans nodes. ``num_experts`` makes every expert its
             own group, which is the node step for online quotas. ``None`` places

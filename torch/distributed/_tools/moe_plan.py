@@ -29,6 +29,7 @@ from torch.distributed._tools.moe_estimator import (
 from torch.distributed._tools.moe_layer_plan import (
     Choice,
     chunk_choice,
+    copy_cost,
     default_dtypes,
     fastest_dtypes,
     load_choices,
@@ -71,6 +72,7 @@ class Plan:
         chunks, capacity_factor, replicas, row_alignment, recipe: of the MoE layers.
         domain: ranks joined by the fast link.
         tokens: of a rank in a layer.
+        copy_cost: of an expert that runs away from home, in token copies.
         global_batch, seq: of a step.
     """
 
@@ -90,6 +92,7 @@ class Plan:
     recipe: dict[str, str]
     domain: int
     tokens: int
+    copy_cost: float
     global_batch: int
     seq: int
 
@@ -121,6 +124,7 @@ class Plan:
                 slots_per_rank=(self.model.experts + self.replicas) // x.ep,
                 ranks_per_node=min(x.ep, self.domain),
                 replicas=self.replicas,
+                copy_cost=self.copy_cost,
             )
         return options
 
@@ -627,5 +631,6 @@ def plan(
         model, p.name, p.provenance, x, step, m, tuple(choices),
         tuple((rate, y) for rate, y, *_ in ranked[:top]), HELD_OUT_ERROR["train"],
         chunks.value, capacity.value, replicas.value, align, recipe,
-        x.domain or p.device.domain, math.ceil(tokens), global_batch, seq,
+        x.domain or p.device.domain, math.ceil(tokens), copy_cost(p, model, x, rows),
+        global_batch, seq,
     )  # fmt: skip

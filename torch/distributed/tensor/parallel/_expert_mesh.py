@@ -160,11 +160,6 @@ def expert_shard_placement(
     results = WeakTensorKeyDictionary()
     for module in model.modules():
         region = getattr(module, "_expert_parallel", None)
-        if region is not None and region.placed is not None:
-            raise ValueError(
-                "expert_shard_placement: experts with a placement can't be sharded "
-                "further, as whole experts move"
-            )
         for name in () if region is None else region.expert_names:
             param = module.get_parameter(name)
             if not isinstance(param, DTensor):

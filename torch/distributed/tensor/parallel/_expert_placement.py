@@ -1,28 +1,28 @@
-"""Placement of the experts of a model while it trains."""
+"""Policy of the ranks that run experts: loads, when to plan, and what a plan must be worth."""
 
 from __future__ import annotations
 
-from typing import Any, cast, TYPE_CHECKING
+import math
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.exchange import Exchange
+from torch.distributed._moe.fetch import after_fetch, busiest, fetch, Moves, moves_of
 from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.distributed._moe.replicas import (
-    lent,
-    migrate,
+from torch.distributed._moe.quota import (
     plan_step,
     reroute,
-    send_rows,
+    slots_of,
     split_by_source,
     StepPlan,
-    sum_replica_gradients,
 )
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch.distributed.distributed_c10d import ProcessGroup
 
@@ -31,7 +31,7 @@ __all__ = ["ExpertPlacement", "LoadStats", "PlacedLayer"]
 
 
 class LoadStats:
-    """Exponential average of token copies per layer and expert over all ranks.
+    """Token copies of a forward, per layer and expert: sum over ranks, average over time.
 
     :meth:`record` adds the router's counts on their device. :meth:`start` begins
     one asynchronous sum over ranks, :meth:`result` takes it in a later step, when
@@ -75,10 +75,12 @@ class LoadStats:
         # By name, as a group that is kept alive keeps its threads.
         self._group_name = None if group is None else group.group_name
         self._decay = decay
+        # Behind the experts, how many forwards there were.
         self._sums = torch.zeros(
-            num_layers, num_experts, dtype=torch.int64, device=device
+            num_layers, num_experts + 1, dtype=torch.int64, device=device
         )
-        self._flight: tuple[Tensor, dist.Work] | None = None
+        # The sum that was started, and what to wait for; None where it was loaded.
+        self._flight: tuple[Tensor, dist.Work | None] | None = None
         self._average: Tensor | None = None
 
     @property
@@ -99,16 +101,18 @@ class LoadStats:
             layer (int): index of the layer.
             counts (Tensor): (num_experts) integer, on the device of this object.
         """
-        if counts.shape != self._sums.shape[1:]:
+        num_experts = self._sums.shape[1] - 1
+        if counts.shape != (num_experts,):
             raise ValueError(
-                f"LoadStats.record: counts must have shape "
-                f"({self._sums.shape[1]},), got {tuple(counts.shape)}"
+                f"LoadStats.record: counts must have shape ({num_experts},), "
+                f"got {tuple(counts.shape)}"
             )
         if not torch.compiler.is_compiling():
             # Inside a backward: a layer that is recomputed was counted before.
             if torch._C._current_graph_task_id() != -1:
                 return
-        self._sums[layer] += counts
+        self._sums[layer, :num_experts] += counts
+        self._sums[layer, num_experts] += 1
 
     def start(self) -> None:
         """Begins to sum over ranks what was recorded since the last start."""
@@ -125,29 +129,38 @@ class LoadStats:
         Returns:
             Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
         """
-        if self._flight is None:
+        arrived = self._arrived()
+        if arrived is None:
             raise RuntimeError("LoadStats.result: call start() first")
-        snapshot, work = self._flight
-        work.wait()
         self._flight = None
-        latest = snapshot.double().cpu()
+        total = arrived.double().cpu()
+        forwards = total[:, -1:] / dist.get_world_size(self._group)
+        latest = total[:, :-1] / forwards.clamp_min(1)
         if self._average is None:
             self._average = latest
         else:
             self._average = self._average.lerp(latest, 1 - self._decay)
         return self._average.clone()
 
-    def state_dict(self) -> dict[str, Tensor | None]:
-        """Average, and what was recorded since the last sum. Collective.
+    def _arrived(self) -> Tensor | None:
+        if self._flight is None:
+            return None
+        snapshot, work = self._flight
+        if work is not None:
+            work.wait()
+        return snapshot
 
-        A sum in flight is taken first. Equal on all ranks, so that one of them may save it.
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Average, the sum in flight, and what was recorded since. Collective.
+
+        Equal on all ranks, so that one of them may save it. Changes nothing: a sum in flight
+        is waited for, and stays to be taken.
         """
-        if self.pending:
-            self.result()
         recorded = self._sums.clone()
         dist.all_reduce(recorded, group=self._group)
-        average = None if self._average is None else self._average.clone()
-        return {"recorded": recorded, "average": average}
+        parts = {"average": self._average, "in_flight": self._arrived()}
+        copies = {k: None if t is None else t.clone() for k, t in parts.items()}
+        return {"recorded": recorded, **copies}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
         """Goes on from ``state``, on as many ranks as one likes."""
@@ -155,179 +168,206 @@ class LoadStats:
         if recorded is None or recorded.shape != self._sums.shape:
             got = None if recorded is None else tuple(recorded.shape)
             raise ValueError(
-                "LoadStats: state must be of (num_layers, num_experts) = "
+                "LoadStats: state must be of (num_layers, num_experts + 1) = "
                 f"{tuple(self._sums.shape)}, got {got}"
             )
-        self._flight = None
+        flight = state["in_flight"]
+        self._flight = None if flight is None else (flight.to(self._sums.device), None)
         # It is the sum over all ranks: counted once.
         self._sums.copy_(recorded if dist.get_rank(self._group) == 0 else recorded * 0)
         self._average = None if average is None else average.clone()
-
-
-def _even_split(counts: Tensor, slots_of: Tensor) -> Tensor:
-    """(num_experts, num_ranks) share of this rank's tokens for every replica."""
-    held = (slots_of >= 0).long()
-    copies = held.sum(1, keepdim=True)
-    share, rest = counts[:, None] // copies, counts[:, None] % copies
-    return (share + (held.cumsum(1) <= rest)) * held
-
-
-class _Borrow(torch.autograd.Function):
-    """Rows of other ranks into free slots; the gradients go back and are added."""
-
-    @staticmethod
-    # pyrefly: ignore [bad-override]
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        out: list[tuple[int, int]],
-        into: list[tuple[int, int]],
-        group_name: c10d.GroupName,
-    ) -> Tensor:
-        ctx.moved = (out, into, group_name)
-        group = c10d._resolve_process_group(group_name)
-        rows = send_rows(weight, out, into, group)
-        return weight.index_copy(0, _slots_in(into, weight), rows)
-
-    @staticmethod
-    # pyrefly: ignore [bad-override]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, into, group_name = ctx.moved
-        group = c10d._resolve_process_group(group_name)
-        rows = send_rows(grad, into, out, group)
-        grad = grad.index_fill(0, _slots_in(into, grad), 0)
-        # One lender may serve several ranks: added in the order of ranks.
-        for (_, slot), row in zip(out, rows):
-            grad[slot] += row
-        return grad, None, None, None
-
-
-def _slots_in(moves: list[tuple[int, int]], like: Tensor) -> Tensor:
-    slots = [slot for _, slot in moves]
-    return torch.tensor(slots, dtype=torch.int64, device=like.device)
 
 
 class PlacedLayer:
     """One expert-parallel layer of an :class:`ExpertPlacement`.
 
     Attributes:
-        placement (Placement): where its experts are now.
+        placement (Placement): which ranks run its experts, until the next plan.
+        home (Placement): which ranks have its parameters.
         last_plan (StepPlan, optional): of the last forward, if planned online.
     """
 
     def __init__(
-        self,
-        owner: ExpertPlacement,
-        index: int,
-        placement: Placement,
-        group_name: c10d.GroupName,
-        params: Callable[[], list[Tensor]],
+        self, owner: ExpertPlacement, index: int, home: Placement, group: ProcessGroup
     ) -> None:
         self.owner = owner
         self.index = index
-        self.group_name = group_name
-        self.params = params
+        self.home = home
+        self.exchange = Exchange(group, home.num_experts, None, level="experts")
+        self.levels = (self.exchange,)  # for count_wire_bytes
         self.last_plan: StepPlan | None = None
-        self.move_to(placement)
+        self.copy_cost = owner.copy_cost
+        self.use(home)
 
-    @property
-    def group(self) -> ProcessGroup:
-        return c10d._resolve_process_group(self.group_name)
-
-    def move_to(self, placement: Placement) -> None:
-        """Tables of a placement whose weights are in place."""
+    def use(self, placement: Placement) -> None:
+        """From the next forward on; nothing moves."""
         self.placement = placement
-        quotas = torch.zeros(
-            placement.num_experts, placement.topology.num_ranks, dtype=torch.int64
-        )
-        self._slots_of = StepPlan(placement.slot_experts, quotas).slots_of()
+        self._slots = slots_of(placement.slot_experts, placement.num_experts)
+        self._moves = self._moves_of(placement.slot_experts)
+        copies = placement.rank_holds().sum(0)
+        ranks = torch.arange(placement.topology.num_ranks)
+        slots = self._slots + ranks * placement.topology.slots_per_rank
+        # Of experts that run on one rank each; behind them -1, for no expert.
+        slots = slots.masked_fill(self._slots < 0, -1).amax(1)
+        self._slot_of = torch.cat([slots, slots.new_full((1,), -1)])
+        self._shared = int(copies.max()) > 1
+
+    def _moves_of(self, slot_experts: Tensor) -> Moves | None:
+        if torch.equal(slot_experts, self.home.slot_experts):
+            return None  # Weights are used where they are.
+        return moves_of(slot_experts, self.home.num_experts, self.exchange.rank)
+
+    def cost(self, heaviest: float, slot_experts: Tensor) -> float:
+        """Of a forward and backward, in token copies of the heaviest rank."""
+        copies = busiest(slot_experts, self.home.num_experts)
+        return heaviest + copies * (self.copy_cost or 0.0)
+
+    def plan(self, loads: Tensor) -> Placement:
+        """Best placement for (num_experts) token copies of a forward, fetching included."""
+        home, topology, online = self.home, self.home.topology, self.owner.online
+        E, price = home.num_experts, self.copy_cost or 0.0
+        replicas = self.owner.replicas
+        if replicas is None:
+            replicas = 0 if online else topology.num_slots - E
+        groups = E if online and topology.num_nodes > 1 else None
+        options = {"num_replicas": E + replicas, "num_groups": groups}
+        found = [home, plan(loads, topology, previous=home, **options)]
+        if price:
+            priced = {"previous": home, "migration_cost": price}
+            found.append(plan(loads, topology, **options, **priced))
+        if replicas:
+            # Copies where they help most, and no others.
+            fewest = max(1, math.ceil(price))
+            step = plan_step(loads.round().long(), home, min_tokens_per_replica=fewest)
+            if int((step.slot_experts >= 0).sum()) <= E + replicas:
+                found.append(Placement(topology, E, step.slot_experts))
+
+        def cost(placement: Placement) -> float:
+            heaviest = placement.rank_loads(loads).max().item()
+            return self.cost(heaviest, placement.slot_experts)
+
+        return min(found, key=cost)
 
     def route(
-        self, topk_indices: Tensor, weights: Mapping[str, Tensor]
+        self, topk_indices: Tensor, weights: Mapping[str, Tensor], row_bytes: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Slots of the experts in this step, and the weights that borrowing changes.
+        """Slots of the experts in this forward, and the weights of this rank's slots.
 
         Args:
             topk_indices (Tensor): (T, K) expert ids of this rank.
             weights (dict[str, Tensor]): local expert parameters.
+            row_bytes (int): of a token.
 
         Returns:
-            (Tensor, dict[str, Tensor]): (T, K) slots, -1 for no expert, and those of
-            ``weights`` that are others in this step.
+            (Tensor, dict[str, Tensor]): (T, K) slots, -1 for no expert, and ``weights`` with
+            the copies, or nothing where all experts run at home.
         """
-        placement, device = self.placement, topk_indices.device
-        E, slots_per_rank = placement.num_experts, placement.topology.slots_per_rank
+        device, topology = topk_indices.device, self.home.topology
+        E, slots_per_rank = self.home.num_experts, topology.slots_per_rank
+        if self._slots.device != device:
+            self._slots, self._slot_of = (
+                self._slots.to(device),
+                self._slot_of.to(device),
+            )
+            self._moves = None if self._moves is None else self._moves.to(device)
+        if self.copy_cost is None:
+            size = sum(w[0].numel() * w.element_size() for w in weights.values())
+            # Weights there and gradients back, next to two rows there and two back.
+            self.copy_cost = 2 * size / max(1, 4 * row_bytes)
         _, _, _, counts = torch._moe_permutation(topk_indices, E)
         counts = counts.long()
         self.owner._record(self.index, counts)
-        slots_of, changed = self._slots_of.to(device), {}
-        if not self.owner.online:
-            split = _even_split(counts, slots_of)
+        table, moves, split = self._slots, self._moves, None
+        if self.owner.online:
+            step, source = self._plan_step(counts)
+            table = slots_of(step.slot_experts, E).to(device)
+            moves = self._moves_of(step.slot_experts)
+            moves = None if moves is None else moves.to(device)
+            split = split_by_source(source, step.quotas.to(device), self.exchange.rank)
+        elif self._shared:
+            held = (table >= 0).long()
+            copies = held.sum(1, keepdim=True)
+            share, rest = counts[:, None] // copies, counts[:, None] % copies
+            split = (share + (held.cumsum(1) <= rest)) * held
+        if split is None:
+            known = (topk_indices >= 0) & (topk_indices < E)
+            slots = self._slot_of[torch.where(known, topk_indices, E).long()]
         else:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    "ExpertPlacement: online=True plans on the host and can't be compiled"
-                )
-            group = self.group
-            source = counts.new_empty(placement.topology.num_ranks * E)
-            dist.all_gather_into_tensor(source, counts, group=group)
-            source = source.view(-1, E)
-            step = self.last_plan = plan_step(
-                source.sum(0).cpu(),
-                placement,
-                min_tokens_per_replica=self.owner.min_tokens_per_replica,
+            slots = reroute(topk_indices, split, table, slots_per_rank)
+        if moves is None:
+            return slots, {}
+        return slots, fetch(self.exchange, moves, weights)
+
+    def _plan_step(self, counts: Tensor) -> tuple[StepPlan, Tensor]:
+        """Plan by the counts of this forward, and those of every rank."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "ExpertPlacement: online=True plans on the host and can't be compiled"
             )
-            rank = dist.get_rank(group)
-            split = split_by_source(source, step.quotas.to(device), rank)
-            slots_of = step.slots_of().to(device)
-            out, into = lent(placement, step.slot_experts, rank)
-            if bool((step.slot_experts != placement.slot_experts).any()):
-                changed = {
-                    name: cast(
-                        "Tensor", _Borrow.apply(weight, out, into, self.group_name)
-                    )
-                    for name, weight in weights.items()
-                }
-        return reroute(topk_indices, split, slots_of, slots_per_rank), changed
+        E, num_ranks = self.home.num_experts, self.exchange.num_ranks
+        source = counts.new_empty(num_ranks * E)
+        dist.all_gather_into_tensor(source, counts, group=self.exchange.group)
+        source = source.view(-1, E)
+        total = source.sum(0).cpu()
+        fewest = max(1, math.ceil(self.copy_cost or 0.0))
+        step = plan_step(total, self.placement, min_tokens_per_replica=fewest)
+        at_home = self.home.rank_loads(total).max().item()
+        heaviest = step.quotas.sum(0).max().item()
+        if self.cost(heaviest, step.slot_experts) >= self.cost(
+            at_home, self.home.slot_experts
+        ):
+            quotas = torch.zeros(E, num_ranks, dtype=torch.int64)
+            quotas[torch.arange(E), torch.arange(E) // (E // num_ranks)] = total
+            step = StepPlan(self.home.slot_experts, quotas)
+        self.last_plan = step
+        return step, source
+
+    after = staticmethod(after_fetch)
 
 
 class ExpertPlacement:
-    """Decides which rank computes which expert, and moves experts while a model trains.
+    """Decides which ranks run which expert, by the loads of a model that trains.
 
     Is the ``placement`` of :class:`~torch.distributed.tensor.parallel.ExpertParallel`. One
-    object is shared by all layers of a model. On two time scales:
+    object is shared by all layers of a model.
 
-    - every ``every`` steps, experts are placed anew by their average loads, and weights,
-      gradients and optimizer state move to their new ranks. Experts may be on several
-      ranks: their tokens are shared, their gradients summed, so that replicas stay equal.
-    - ``online=True``: in every forward, by the counts of that forward, ranks of a node borrow
-      experts of each other into free slots; gradients go back to the lender. Reads the
-      counts on the host, and copies the weights of layers that borrow.
+    Every expert has a home, the rank whose ``Shard(0)`` of the parameter has it, and never
+    leaves it: parameters, gradients, optimizer state and checkpoints are those of a model
+    without a placement. A forward may run it on other ranks, on several, and not at home.
+    They fetch its weights, and backward brings the gradients home. After ``backward()`` every
+    ``.grad`` is final. Who runs what is planned on two time scales:
 
-    An expert parameter of shape (E, ...) becomes one of (W * slots_per_rank, ...): a
-    row is a slot, whose expert :attr:`slot_experts` names.
+    - every ``every`` steps, by the average loads since, for all forwards until the next plan.
+    - ``online=True``: in every forward, by the counts of that forward, ranks of a node also
+      take experts of each other into free slots. Reads the counts on the host.
+
+    Where no plan is worth its fetches, experts run at home and nothing is sent.
 
     Keyword Args:
-        slots_per_rank (int): experts that a rank has memory for, at least E/W.
-        ranks_per_node (int, optional): ranks with fast links between them; borrowing stays
-            inside a node. Default: None (all)
-        every (int, optional): optimizer steps between plans; None never moves.
-            Default: 100
-        replicas (int, optional): slots filled by a plan beyond one for each expert; the
-            others are free to borrow into. Default: None (all, or with ``online`` none)
+        slots_per_rank (int): experts that a rank runs in a forward, at least E/W. Memory of
+            their weights is needed while a layer runs, and until its backward without
+            activation checkpointing.
+        ranks_per_node (int, optional): ranks with fast links between them; what is planned
+            online stays inside a node. Default: None (all)
+        every (int, optional): steps between plans, see :meth:`step`; None never plans by
+            average loads. Default: 100
+        replicas (int, optional): slots filled by such a plan beyond one for each expert; the
+            others are free for plans of a forward. Default: None (all, or with ``online`` none)
         online (bool): plan every forward as well. Default: ``False``
         decay (float): weight of the past in the average of loads. Default: 0.9
-        migration_cost (float): price of moving one expert, in token copies of one
-            step. Default: 0.0
-        min_tokens_per_replica (int): fewest tokens to borrow an expert for. Default: 1
+        copy_cost (float, optional): what it takes a rank to fetch one expert and to return
+            its gradient, or to send it, in the time of one token copy there. The cost model
+            knows it, see ``torch.distributed._tools.moe_planner``. Default: None (the bytes
+            of both, as if only bytes took time)
 
     Example::
         >>> # xdoctest: +SKIP("needs ranks")
         >>> placement = ExpertPlacement(slots_per_rank=10, every=100)
         >>> parallelize_module(model, mesh, {"moe": ExpertParallel(placement=placement)})
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> placement.attach(optimizer)
-        >>> # then train as ever
+        >>> for x in batches:
+        ...     model(x).sum().backward()
+        ...     optimizer.step()
+        ...     placement.step()
     """
 
     def __init__(
@@ -339,32 +379,30 @@ class ExpertPlacement:
         replicas: int | None = None,
         online: bool = False,
         decay: float = 0.9,
-        migration_cost: float = 0.0,
-        min_tokens_per_replica: int = 1,
+        copy_cost: float | None = None,
     ) -> None:
         if every is not None and every < 1:
             raise ValueError(f"ExpertPlacement: every must be at least 1, got {every}")
-        if replicas is not None and replicas < 0:
-            raise ValueError(
-                f"ExpertPlacement: replicas must be at least 0, got {replicas}"
-            )
+        for name, value in (("replicas", replicas), ("copy_cost", copy_cost)):
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(
+                    f"ExpertPlacement: {name} must be finite and at least 0, got {value}"
+                )
         self.slots_per_rank = slots_per_rank
         self.ranks_per_node = ranks_per_node
         self.every = every
         self.replicas = replicas
         self.online = online
         self.decay = decay
-        self.migration_cost = migration_cost
-        self.min_tokens_per_replica = min_tokens_per_replica
+        self.copy_cost = copy_cost
         self.layers: list[PlacedLayer] = []
         self.loads: Tensor | None = None
         self._stats: LoadStats | None = None
+        self._to_load: dict[str, Any] | None = None  # of stats that are not made yet
         self._steps = 0
 
-    def add_layer(
-        self, num_experts: int, group: ProcessGroup, params: Callable[[], list[Tensor]]
-    ) -> PlacedLayer:
-        """A layer whose experts are in order, one slot each."""
+    def add_layer(self, num_experts: int, group: ProcessGroup) -> PlacedLayer:
+        """A layer whose experts run at home."""
         ranks = dist.get_world_size(group)
         per_node = self.ranks_per_node or ranks
         if ranks % per_node:
@@ -373,15 +411,15 @@ class ExpertPlacement:
                 f"layer, got {per_node}"
             )
         topology = Topology(ranks // per_node, per_node, self.slots_per_rank)
-        placement = Placement.contiguous(topology, num_experts)
+        home = Placement.contiguous(topology, num_experts)
         first = self.layers[0] if self.layers else None
         if first is not None and (
-            first.placement.num_experts != num_experts
-            or first.group_name != group.group_name
+            first.home.num_experts != num_experts
+            or first.exchange.group_name != group.group_name
         ):
             raise ValueError(
                 "ExpertPlacement: layers must have one number of experts and one group, "
-                f"got {num_experts} experts after {first.placement.num_experts}; use one "
+                f"got {num_experts} experts after {first.home.num_experts}; use one "
                 "object for each kind"
             )
         if (
@@ -394,13 +432,13 @@ class ExpertPlacement:
             )
         if self._stats is not None:
             raise RuntimeError("ExpertPlacement: layers come before the first forward")
-        layer = PlacedLayer(self, len(self.layers), placement, group.group_name, params)
+        layer = PlacedLayer(self, len(self.layers), home, group)
         self.layers.append(layer)
         return layer
 
     @property
     def slot_experts(self) -> list[Tensor]:
-        """(W, slots_per_rank) expert of every slot, or -1, of each layer."""
+        """(W, slots_per_rank) expert that runs in each slot, or -1, of each layer."""
         return [layer.placement.slot_experts for layer in self.layers]
 
     def imbalance(self) -> list[float]:
@@ -412,101 +450,71 @@ class ExpertPlacement:
             for layer, loads in zip(self.layers, self.loads)
         ]
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sums gradients of replicas before, and moves experts after its steps."""
-        optimizer.register_step_pre_hook(lambda *_: self.sum_gradients())
+    def step(self) -> None:
+        """Counts a step, and plans where it is time to. Collective.
 
-        def move(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            self.after_step(optimizer)
-
-        optimizer.register_step_post_hook(move)
-
-    def sum_gradients(self) -> None:
-        """Gives replicas the sum of their gradients. Collective."""
-        for layer in self.layers:
-            if int(layer.placement.rank_holds().sum(0).max()) > 1:
-                sum_replica_gradients(
-                    layer.params(), layer.placement, group=layer.group
-                )
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> int:
-        """Plans and moves where it is time to. Collective.
-
-        Returns:
-            int: replicas that changed rank, of all layers.
+        Called once per optimizer step, on all ranks, when no backward is to come any more:
+        what is recomputed must find the plan of its forward.
         """
         self._steps += 1
         if self.every is None or self._stats is None:
-            return 0
-        moved = 0
+            return
         # Summed while the next step runs, where there is a next one before the plan.
         if self._stats.pending:
             self.loads = self._stats.result()
-            for layer, loads in zip(self.layers, self.loads):
-                moved += self._move(layer, loads, optimizer)
+            self._plan()
         if self._steps % self.every == 0:
             self._stats.start()
-        return moved
 
-    def _move(
-        self, layer: PlacedLayer, loads: Tensor, optimizer: torch.optim.Optimizer
-    ) -> int:
-        old = layer.placement
-        E, topology = old.num_experts, old.topology
-        replicas = self.replicas
-        if replicas is None:
-            replicas = 0 if self.online else topology.num_slots - E
-        new = plan(
-            loads,
-            topology,
-            num_replicas=E + replicas,
-            num_groups=E if self.online and topology.num_nodes > 1 else None,
-            previous=old,
-            migration_cost=self.migration_cost,
-        )
-        if torch.equal(new.slot_experts, old.slot_experts):
-            return 0
-        params = layer.params()
-        moved = migrate(params, old, new, optimizer=optimizer, group=layer.group)
-        grads = [p.grad for p in params if p.grad is not None]
-        migrate(grads, old, new, group=layer.group)
-        layer.move_to(new)
-        return moved
+    def _plan(self) -> None:
+        for layer, loads in zip(
+            self.layers, self.loads if self.loads is not None else ()
+        ):
+            layer.use(layer.plan(loads))
 
     def _record(self, index: int, counts: Tensor) -> None:
         if self._stats is None:
             first = self.layers[0]
             self._stats = LoadStats(
                 len(self.layers),
-                first.placement.num_experts,
-                group=first.group,
+                first.home.num_experts,
+                group=first.exchange.group,
                 decay=self.decay,
                 device=counts.device,
             )
+            if self._to_load is not None:
+                self._stats.load_state_dict(self._to_load)
+                self._to_load = None
         self._stats.record(index, counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Placements, loads and steps; equal on all ranks. Collective."""
+        """Plans, loads and steps; equal on all ranks. Collective; changes nothing."""
         return {
             "slot_experts": [slots.clone() for slots in self.slot_experts],
+            "loads": None if self.loads is None else self.loads.clone(),
+            "copy_costs": [layer.copy_cost for layer in self.layers],
             "steps": self._steps,
-            "stats": None if self._stats is None else self._stats.state_dict(),
+            "stats": self._to_load if self._stats is None else self._stats.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over where parameters and optimizer state were saved with ``state``."""
+        """Goes on from ``state``. On another number of ranks, or slots, by a new plan."""
         if len(state["slot_experts"]) != len(self.layers):
             raise ValueError(
                 f"ExpertPlacement: state has {len(state['slot_experts'])} layers, the "
                 f"model has {len(self.layers)}"
             )
+        self._steps, self.loads = state["steps"], state["loads"]
+        for layer, cost in zip(self.layers, state["copy_costs"]):
+            layer.copy_cost = cost if self.copy_cost is None else self.copy_cost
         for layer, slots in zip(self.layers, state["slot_experts"]):
-            old = layer.placement
-            layer.move_to(Placement(old.topology, old.num_experts, slots))
-        self._steps = state["steps"]
-        if state["stats"] is not None:
-            if self._stats is None:
-                device = self.layers[0].params()[0].device
-                E = self.layers[0].placement.num_experts
-                self._record(0, torch.zeros(E, dtype=torch.int64, device=device))
-            cast("LoadStats", self._stats).load_state_dict(state["stats"])
+            if slots.shape == layer.home.slot_experts.shape:
+                home = layer.home
+                layer.use(Placement(home.topology, home.num_experts, slots))
+            else:
+                self._plan()
+                break
+        if self._stats is not None and state["stats"] is not None:
+            self._stats.load_state_dict(state["stats"])
+        else:
+            self._to_load = state["stats"]

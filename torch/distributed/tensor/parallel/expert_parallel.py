@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
 
     R = TypeVar("R")
-    from torch.distributed._moe.placement import Placement as Placements
     from torch.distributed.tensor.parallel._expert_placement import (
         ExpertPlacement,
         PlacedLayer,
@@ -154,7 +153,8 @@ class _Region:
         in_this_step: dict[str, Tensor] = {}
         if self.placed is not None:
             local = {name: module.get_parameter(name) for name in self.expert_names}
-            ids, in_this_step = self.placed.route(ids, local)
+            row_bytes = tokens.shape[1] * tokens.element_size()
+            ids, in_this_step = self.placed.route(ids, local, row_bytes)
         if isinstance(self.switch, TokenSwitchAllToAll):
             # A schedule of the user's own may hand rows to the experts that it has changed.
             known = self.schedule is sequential_schedule or isinstance(
@@ -169,6 +169,8 @@ class _Region:
             output, shared_output = self.schedule(
                 self.switch, tokens, ids, weights, experts, shared
             )
+        if self.placed is not None and in_this_step:
+            output = self.placed.after(output, in_this_step)
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()
@@ -243,8 +245,8 @@ class ExpertParallel(ParallelStyle):
             mesh, which are in the order of the nodes. Default: None
         max_tokens (int, optional): of ``"all_gather"``, most tokens of a rank; equal on all
             ranks. Default: None
-        placement (ExpertPlacement, optional): moves and replicates experts by their loads
-            while the model trains. Needs a 1-D mesh. Default: None (experts stay in order)
+        placement (ExpertPlacement, optional): runs experts on other ranks than those of their
+            parameters, by their loads. Needs a 1-D mesh. Default: None
         num_chunks (int): chunks of tokens, of which one is on its way while another is
             computed; equal on all ranks. Default: 1
         schedule (callable, optional): another order of communication and computation, in
@@ -491,12 +493,8 @@ class ExpertParallel(ParallelStyle):
                     "ExpertParallel: placement needs a 1-D device_mesh, got a "
                     f"{device_mesh.ndim}-D one"
                 )
-            placed = self.placement.add_layer(
-                num_experts,
-                device_mesh.get_group(),
-                lambda: [module.get_parameter(name) for name in dims],
-            )
-            slots = placed.placement.topology.num_slots
+            placed = self.placement.add_layer(num_experts, device_mesh.get_group())
+            slots = placed.home.topology.num_slots
         names = device_mesh.mesh_dim_names or ()
         mesh_of = {
             role: device_mesh if device_mesh.ndim == 1 else device_mesh[names[i]]
@@ -521,8 +519,6 @@ class ExpertParallel(ParallelStyle):
         region.expert_names = tuple(dims)
         for name, hidden_dim in dims.items():
             placements, grads = zip(*(_placements(role, hidden_dim) for role in roles))
-            if placed is not None:
-                self._place(module, name, placed.placement)
             self._distribute(module, name, device_mesh, placements)
             region.grad_placements[name] = grads
             if hidden_dim is None:
@@ -591,19 +587,6 @@ class ExpertParallel(ParallelStyle):
                         f"{tp_size} ranks of {self.tp_dim!r}, got shape {shapes[name]}"
                     )
         return num_experts
-
-    def _place(self, module: nn.Module, name: str, placement: Placements) -> None:
-        """(E, ...) parameter -> one row for every slot, those that are free zero."""
-        param = module.get_parameter(name)
-        owner, _, leaf = name.rpartition(".")
-        held = placement.slot_experts.flatten().to(param.device)
-        with torch.no_grad():
-            rows = param[held.clamp_min(0)]
-            free = (held < 0).view(-1, *[1] * (param.dim() - 1))
-            rows.masked_fill_(free, 0)
-        module.get_submodule(owner).register_parameter(
-            leaf, nn.Parameter(rows, requires_grad=param.requires_grad)
-        )
 
     def _distribute(
         self,

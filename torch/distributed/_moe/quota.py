@@ -1,4 +1,4 @@
-"""Replicas of experts at work: tokens of a step, weights on the way, gradients.
+"""Who computes how many tokens of which expert in one forward.
 
 Terms
     quota      tokens of an expert that a rank computes in this step
@@ -16,9 +16,6 @@ Contract of a step
     :func:`plan_step` is deterministic in its arguments: each rank computes the same plan
     from the same all-gathered counts, and nothing else is exchanged.
 
-:func:`migrate` moves weights and optimizer state from one placement to another without a
-file, and :func:`sum_replica_gradients` keeps replicas equal.
-
 The search for the smallest cap and the greedy export rule are written from the
 description of UltraEP's quota planner; levelling experts that several nodes hold
 and splitting quotas over sources by interval overlap are this module's own.
@@ -27,31 +24,18 @@ and splitting quotas over sources by interval overlap are this module's own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._moe.placement import Placement
-from torch.distributed.tensor import DTensor
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch.distributed.distributed_c10d import ProcessGroup
+    from collections.abc import Callable
 
 
-__all__ = [
-    "lent",
-    "migrate",
-    "plan_step",
-    "reroute",
-    "send_rows",
-    "split_by_source",
-    "StepPlan",
-    "sum_replica_gradients",
-]
+__all__ = ["plan_step", "reroute", "slots_of", "split_by_source", "StepPlan"]
 
 
 # -- tokens of a step
@@ -84,14 +68,15 @@ class StepPlan:
         loads = self.quotas.sum(0).double()
         return (loads.max() / loads.mean().clamp_min(1e-300)).item()
 
-    def slots_of(self) -> Tensor:
-        """Slot of each expert on each rank, (num_experts, num_ranks) int64, or -1."""
-        num_experts, num_ranks = self.quotas.shape
-        slots = torch.full((num_experts + 1, num_ranks), -1)
-        rank = torch.arange(num_ranks)[:, None].expand_as(self.slot_experts)
-        slot = torch.arange(self.slot_experts.shape[1]).expand_as(self.slot_experts)
-        slots[self.slot_experts, rank] = slot
-        return slots[:num_experts]
+
+def slots_of(slot_experts: Tensor, num_experts: int) -> Tensor:
+    """Slot of each expert on each rank, (num_experts, num_ranks) int64, or -1."""
+    num_ranks, slots_per_rank = slot_experts.shape
+    slots = torch.full((num_experts + 1, num_ranks), -1)
+    rank = torch.arange(num_ranks)[:, None].expand_as(slot_experts)
+    slot = torch.arange(slots_per_rank).expand_as(slot_experts)
+    slots[slot_experts, rank] = slot
+    return slots[:num_experts]
 
 
 def plan_step(
@@ -137,7 +122,7 @@ def plan_step(
             f"got {min_tokens_per_replica}"
         )
     amounts = counts.tolist()
-    hosts = [[rank for rank, _ in held] for held in _holders(placement)]
+    hosts = [held.nonzero().flatten().tolist() for held in placement.rank_holds().t()]
     ranks, per_node = placement.topology.num_ranks, placement.topology.ranks_per_node
     width = max(1, int(tolerance * sum(amounts) / ranks))
     nodes_of = [sorted({rank // per_node for rank in held}) for held in hosts]
@@ -502,7 +487,7 @@ def reroute(
             and ``num_experts`` mean no expert.
         split (Tensor): (num_experts, num_ranks) int64, this rank's row of
             :func:`split_by_source`.
-        slots_of (Tensor): (num_experts, num_ranks) of :meth:`StepPlan.slots_of`.
+        slots_of (Tensor): (num_experts, num_ranks) of :func:`slots_of`.
         slots_per_rank (int): slots of each rank.
 
     Returns:
@@ -520,270 +505,3 @@ def reroute(
     slots = torch.cat([slots, slots.new_full((1,), -1)])
     slot_at = torch.repeat_interleave(slots, shares, output_size=size)
     return slot_at[place.long()].masked_fill(place < 0, -1) if size else place.long()
-
-
-# -- moving weights
-
-
-def _holders(placement: Placement) -> list[list[tuple[int, int]]]:
-    """(rank, slot) of each replica of each expert, by rank."""
-    holders: list[list[tuple[int, int]]] = [[] for _ in range(placement.num_experts)]
-    for rank, row in enumerate(placement.slot_experts.tolist()):
-        for slot, e in enumerate(row):
-            if e >= 0:
-                holders[e].append((rank, slot))
-    return holders
-
-
-def _moves(
-    previous: Placement, placement: Placement
-) -> list[tuple[int, int, int, int]]:
-    """(source rank, source slot, target rank, target slot) of every filled slot.
-
-    A replica that a rank already had is taken from there, others from the rank
-    that has sent least, of the same node if one holds the expert. Every rank
-    computes the same list.
-    """
-    topology = placement.topology
-    old = _holders(previous)
-    sent = [0] * topology.num_ranks
-    moves = []
-    for target, row in enumerate(placement.slot_experts.tolist()):
-        node = target // topology.ranks_per_node
-        for slot, e in enumerate(row):
-            if e < 0:
-                continue
-            source, source_slot = min(
-                old[e],
-                key=lambda at: (
-                    at[0] != target,
-                    at[0] // topology.ranks_per_node != node,
-                    sent[at[0]],
-                    at[0],
-                ),
-            )
-            sent[source] += source != target
-            moves.append((source, source_slot, target, slot))
-    return moves
-
-
-def lent(
-    placement: Placement, slot_experts: Tensor, rank: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """What ``rank`` sends and receives to have ``slot_experts`` for a step.
-
-    Returns:
-        (target rank, slot) and (source rank, slot), for :func:`send_rows`.
-    """
-    step = Placement(placement.topology, placement.num_experts, slot_experts)
-    return _out_and_in(_moves(placement, step), rank)
-
-
-def _out_and_in(
-    moves: list[tuple[int, int, int, int]], rank: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(other rank, slot here) in the order of the other side's list."""
-    out = [(m[2], m[1]) for m in moves if m[0] == rank and m[2] != rank]
-    into = [(m[0], m[3]) for m in moves if m[2] == rank and m[0] != rank]
-    return sorted(out, key=lambda x: x[0]), sorted(into, key=lambda x: x[0])
-
-
-def _move_rows(
-    tensor: Tensor,
-    moves: list[tuple[int, int, int, int]],
-    rank: int,
-    group: ProcessGroup | None,
-) -> None:
-    """Applies ``moves`` to the slots (first dimension) of one local tensor."""
-    out, into = _out_and_in(moves, rank)
-    received = send_rows(tensor, out, into, group)
-    stay = [(m[1], m[3]) for m in moves if m[0] == m[2] == rank and m[1] != m[3]]
-    kept = tensor[[source for source, _ in stay]]
-    tensor[[target for _, target in stay]] = kept
-    tensor[[slot for _, slot in into]] = received
-
-
-def send_rows(
-    tensor: Tensor,
-    out: list[tuple[int, int]],
-    into: list[tuple[int, int]],
-    group: ProcessGroup | None,
-) -> Tensor:
-    """Sends slots to ranks.
-
-    Args:
-        tensor (Tensor): its rows are sent.
-        out (list): (target rank, slot) of each row to send, by rank.
-        into (list): (source rank, any) of each row to receive, by rank.
-
-    Returns:
-        Tensor: the received rows, in the order of ``into``.
-    """
-    num_ranks = dist.get_world_size(group)
-    # Bytes, because not every backend knows every dtype.
-    width = tensor[0].numel()
-    rows = tensor[[slot for _, slot in out]].reshape(len(out), width)
-    rows = rows.view(torch.uint8)
-    received = rows.new_empty(len(into), rows.shape[1])
-    dist.all_to_all_single(
-        received,
-        rows,
-        [sum(r == other for r, _ in into) for other in range(num_ranks)],
-        [sum(r == other for r, _ in out) for other in range(num_ranks)],
-        group=group,
-    )
-    return received.view(tensor.dtype).view(len(into), *tensor.shape[1:])
-
-
-@torch.no_grad()
-def migrate(
-    params: Iterable[Tensor],
-    previous: Placement,
-    placement: Placement,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    group: ProcessGroup | None = None,
-) -> int:
-    """Moves what each slot holds from one placement to another, in place.
-
-    The values are copied as bytes: after the move every replica has exactly the
-    weights and state it had on the rank that sent it. Free slots keep whatever
-    they held. Collective over ``group``; the data of one tensor at a time is in
-    flight, only the rows that change rank.
-
-    Args:
-        params (iterable of Tensor): parameters of this rank whose first dimension
-            is ``slots_per_rank``; a :class:`DTensor` is changed in its local part.
-        previous (Placement): where the experts are.
-        placement (Placement): where they shall be.
-
-    Keyword Args:
-        optimizer (Optimizer, optional): its state of these parameters moves too:
-            every tensor whose first dimension is that of the parameter, such as moments
-            or factored ones. Single values are left, as all experts share them.
-            Default: None
-        group (ProcessGroup, optional): as many ranks as the placements have.
-            Default: the default group
-
-    Returns:
-        int: replicas that changed rank, summed over the ranks.
-
-    Raises:
-        ValueError: the placements do not fit each other, the group or ``params``, or the
-            optimizer has state that can't be told apart by expert; nothing has moved.
-    """
-    if previous.topology != placement.topology or (
-        previous.num_experts != placement.num_experts
-    ):
-        raise ValueError(
-            "migrate: both placements must be of one topology and number of experts, "
-            f"got {previous.num_experts} experts on {previous.topology} and "
-            f"{placement.num_experts} on {placement.topology}"
-        )
-    _check_group("migrate", placement, group)
-    moves = _moves(previous, placement)
-    rank = dist.get_rank(group)
-    tensors = []
-    for param in params:
-        tensors.append(_slots("migrate", param, placement))
-        if optimizer is not None:
-            tensors += _state_by_slot(optimizer, param, placement)
-    for tensor in tensors:
-        _move_rows(tensor, moves, rank, group)
-    return sum(m[0] != m[2] for m in moves)
-
-
-def _state_by_slot(
-    optimizer: torch.optim.Optimizer, param: Tensor, placement: Placement
-) -> list[Tensor]:
-    """Optimizer state of ``param`` that belongs to its slots."""
-    tensors: list[Tensor] = []
-    state: dict[str, Any] = optimizer.state.get(param, {})
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            if value.dim() and value.shape[0] == param.shape[0]:
-                tensors.append(_slots("migrate", value, placement))
-                continue
-            if value.numel() <= 1:
-                continue
-            got = f"shape {tuple(value.shape)}"
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            continue
-        else:
-            got = type(value).__name__
-        raise ValueError(
-            f"migrate: state {name!r} of {type(optimizer).__name__} must be a single "
-            f"value, or have the {param.shape[0]} slots of its parameter of shape "
-            f"{tuple(param.shape)} in its first dimension to move with them, got {got}"
-        )
-    return tensors
-
-
-def _check_group(name: str, placement: Placement, group: ProcessGroup | None) -> None:
-    num_ranks = dist.get_world_size(group)
-    if num_ranks != placement.topology.num_ranks:
-        raise ValueError(
-            f"{name}: the placement is for {placement.topology.num_ranks} ranks, "
-            f"group has {num_ranks}"
-        )
-
-
-def _slots(name: str, tensor: Tensor, placement: Placement) -> Tensor:
-    """The local part, whose first dimension is slots."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    slots = placement.topology.slots_per_rank
-    if local.dim() == 0 or local.shape[0] != slots:
-        raise ValueError(
-            f"{name}: params must have {slots} slots in their first "
-            f"dimension, got shape {tuple(local.shape)}"
-        )
-    return local
-
-
-@torch.no_grad()
-def sum_replica_gradients(
-    params: Iterable[Tensor],
-    placement: Placement,
-    *,
-    group: ProcessGroup | None = None,
-) -> None:
-    """Gives all replicas of an expert the sum of their gradients, in place.
-
-    Without it replicas would drift apart, as each only sees its share of the tokens. The
-    rank that holds the expert first adds the gradients in the order of ranks, in
-    fp32, and sends the sum back: all replicas have the same bits. Collective over
-    ``group``; call it between backward and the optimizer's step.
-
-    An expert that was borrowed for one step is a replica of ``Placement(topology,
-    num_experts, step_plan.slot_experts)``; :func:`migrate` to that placement is
-    what fetches its weights.
-
-    Args:
-        params (iterable of Tensor): parameters of this rank whose first dimension is
-            ``slots_per_rank``; one without a gradient counts as zero and gets one.
-        placement (Placement): where the replicas are.
-
-    Keyword Args:
-        group (ProcessGroup, optional): as many ranks as the placement has. Default:
-            the default group
-    """
-    _check_group("sum_replica_gradients", placement, group)
-    rank = dist.get_rank(group)
-    holders = _holders(placement)
-    # By rank and then expert on both sides.
-    copies = [(*first, *other) for first, *others in holders for other in others]
-    to_others, _ = _out_and_in(copies, rank)
-    to_first, _ = _out_and_in([(*c[2:], *c[:2]) for c in copies], rank)
-    for param in params:
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-        grad = _slots("sum_replica_gradients", param.grad, placement)
-        received = send_rows(grad, to_first, to_others, group)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        totals = {slot: grad[slot].to(wide) for _, slot in to_others}
-        for (_, slot), row in zip(to_others, received):
-            totals[slot] += row
-        for slot, total in totals.items():
-            grad[slot] = total.to(grad.dtype)
-        summed = send_rows(grad, to_others, to_first, group)
-        grad[[slot for _, slot in to_first]] = summed

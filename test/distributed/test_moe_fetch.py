@@ -1,0 +1,408 @@
+# Owner(s): ["oncall: distributed"]
+"""Experts live at home and run anywhere: their weights come, and their gradients go back."""
+
+import copy
+import tempfile
+
+from moe_gloo import GlooTest
+from moe_placement import any_placement
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._moe.exchange import count_wire_bytes, Exchange
+from torch.distributed._moe.fetch import after_fetch, busiest, fetch, moves_of
+from torch.distributed._moe.placement import Placement, Topology
+from torch.distributed._moe.schedule import save_communication
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ExpertParallel,
+    ExpertPlacement,
+    parallelize_module,
+)
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    slowTest,
+)
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+
+D, H, E, K, TOKENS = 16, 12, 8, 2, 24
+TOPOLOGY = Topology(2, 2, 4)
+EXPERTS = ("w_in", "w_out")
+
+
+@instantiate_parametrized_tests
+class TestFetch(GlooTest):
+    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_weights_come_and_gradients_go_back(self, dtype):
+        exchange = Exchange(dist.group.WORLD, E, None, level="experts")
+        home = slice(self.rank * 2, self.rank * 2 + 2)
+        g = torch.Generator().manual_seed(0)
+        shapes = {"a": (3, 5), "b": (7,), "frozen": (2,)}
+        whole = {
+            name: torch.randn(E, *shape, generator=g).to(dtype)
+            for name, shape in shapes.items()
+        }
+        for seed in range(6):
+            placement = any_placement(TOPOLOGY, E, seed)
+            held = placement.slot_experts
+            moves = moves_of(held, E, self.rank)
+            mine = {n: w[home].clone().requires_grad_() for n, w in whole.items()}
+            mine["frozen"].requires_grad_(False)
+            with count_wire_bytes(self.of(exchange)) as wire:
+                got = fetch(exchange, moves, mine)
+                filled = held[self.rank] >= 0
+                for name, rows in got.items():
+                    want = whole[name][held[self.rank][filled]]
+                    self.assertEqual(rows[filled], want, atol=0, rtol=0)
+                # What arrives in a slot differs by rank and slot.
+                factor = (self.rank + 1 + torch.arange(4) / 8).to(dtype) * filled
+                sums = [(got[n].flatten(1).sum(1) * factor).sum() for n in ("a", "b")]
+                sum(sums).backward()
+            self.assertEqual(
+                wire.messages["experts"], {"experts": 1, "expert_grads": 1}
+            )
+            self.assertIsNone(mine["frozen"].grad)
+            self.assertFalse(got["frozen"].requires_grad)
+            at = [(held == e).nonzero().tolist() for e in range(E)]
+            for name in ("a", "b"):
+                for local, e in enumerate(range(E)[home]):
+                    # This rank first, then the others in their order; in fp32 at least.
+                    order = sorted(at[e], key=lambda x: (x[0] != self.rank, x[0]))
+                    total = sum(
+                        torch.tensor(r + 1 + s / 8).to(dtype).double() for r, s in order
+                    )
+                    want = total.to(dtype).expand(shapes[name])
+                    self.assertEqual(mine[name].grad[local], want, atol=0, rtol=0)
+
+    @staticmethod
+    def of(exchange):
+        class Levels:
+            levels = (exchange,)
+
+        return Levels
+
+    def test_experts_that_do_not_use_their_weights(self):
+        # A loop over the experts that got tokens: others wait for this rank nevertheless.
+        exchange = Exchange(dist.group.WORLD, E, None, level="experts")
+        moves = moves_of(any_placement(TOPOLOGY, E, 1).slot_experts, E, self.rank)
+        weight = torch.ones(2, 3, requires_grad=True)
+        x = torch.ones(3, requires_grad=True)
+        got = fetch(exchange, moves, {"w": weight})
+        output = x * 2 if self.rank % 2 else x * got["w"].sum()
+        after_fetch(output, got).sum().backward()
+        self.assertIsNotNone(weight.grad)
+
+    def test_busiest(self):
+        slots = torch.tensor([[0, 1, 2], [2, 3, 0]])
+        self.assertEqual(busiest(slots, 4), 1)
+        self.assertEqual(busiest(torch.tensor([[0, 1, -1], [2, 3, -1]]), 4), 0)
+        self.assertEqual(busiest(torch.tensor([[2, 3], [0, 1]]), 4), 2)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
+        self.moe = nn.MoE(D, H, E, top_k=K)
+        self.recompute = None
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.recompute is not None:
+            x = checkpoint(self.moe, x, use_reentrant=False, context_fn=self.recompute)
+            return self.last(x)
+        return self.last(self.moe(x))
+
+
+@instantiate_parametrized_tests
+class TestPlacedTraining(GlooTest):
+    """What people put around a model, on plans that change in every step."""
+
+    def pair(self, ranks=4, style=None, **options):
+        """The model of one process, the same in parallel, its placement and its tokens."""
+        torch.manual_seed(0)
+        whole = Model().double()
+        model = copy.deepcopy(whole)
+        mesh = self.mesh(("pair", "ep"), 4 // ranks, ranks)["ep"]
+        options = {
+            "slots_per_rank": 16 // ranks,
+            "copy_cost": 0.0,
+            "every": None,
+        } | options
+        placement = ExpertPlacement(**options)
+        style = ExpertParallel(placement=placement, **(style or {}))
+        parallelize_module(model, mesh, {"moe": style})
+        share = TOKENS // ranks
+        mine = slice(mesh.get_local_rank() * share, (mesh.get_local_rank() + 1) * share)
+        return whole, model, placement, mesh, mine
+
+    def optimizers(self, model, weight_decay=0.1):
+        # A plain tensor and a DTensor do not mix in foreach.
+        experts = [model.moe.get_parameter(name) for name in EXPERTS]
+        rest = [p for p in model.parameters() if all(p is not e for e in experts)]
+        return [
+            torch.optim.AdamW(
+                experts[:1], lr=1e-2, eps=1e-2, weight_decay=weight_decay
+            ),
+            torch.optim.SGD(experts[1:], lr=1e-2, momentum=0.9, weight_decay=0.1),
+            torch.optim.SGD(rest, lr=1e-2, momentum=0.9),
+        ]
+
+    def batch(self, step):
+        g = torch.Generator().manual_seed(step)
+        return torch.randn(TOKENS, D, generator=g, dtype=torch.float64)
+
+    def backward(self, model, x, scale=1.0, group=None):
+        y = model(x)
+        ((y - x.roll(1, -1)).square().sum() * scale / TOKENS).backward()
+        if group is not None:
+            for p in model.parameters():
+                if not isinstance(p, DTensor):
+                    dist.all_reduce(p.grad, group=group)
+
+    def check_same(self, model, whole, attribute=None):
+        for name, p in model.named_parameters():
+            value, want = p, whole.get_parameter(name)
+            if attribute == "grad":
+                value, want = p.grad, want.grad
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            self.assertEqual(value, want, atol=1e-9, rtol=1e-9, msg=name)
+
+    def train(self, ranks, steps, recompute=None, **style):
+        """Clipping, weight decay, three optimizers and an EMA, next to one process."""
+        whole, model, placement, mesh, mine = self.pair(ranks, style)
+        (layer,) = placement.layers
+        model.recompute = recompute
+        both = ((whole, None), (model, mesh.get_group()))
+        optimizers = [self.optimizers(m) for m, _ in both]
+        ema = get_ema_avg_fn(0.9)
+        averages = [AveragedModel(m, avg_fn=ema) for m, _ in both]
+        clips = (nn.utils.clip_grad_norm_, ExpertParallel.clip_grad_norm_)
+        for step in range(steps):
+            layer.use(any_placement(layer.home.topology, E, step))
+            norms = []
+            for i, (m, group) in enumerate(both):
+                x = self.batch(step)
+                m.zero_grad()
+                self.backward(m, x if group is None else x[mine], group=group)
+            self.check_same(model, whole, "grad")
+            for i, (m, _) in enumerate(both):
+                norms.append(clips[i](m.parameters(), 0.5))
+                for optimizer in optimizers[i]:
+                    optimizer.step()
+                averages[i].update_parameters(m)
+            self.assertEqual(norms[1], norms[0], atol=1e-9, rtol=1e-9)
+        self.check_same(model, whole)
+        self.check_same(averages[1].module, averages[0].module)
+
+    @parametrize("ranks", [2, 4])
+    @parametrize("recompute", ["no", "fetches_again", "keeps"])
+    def test_same_weights_as_one_process(self, ranks, recompute):
+        contexts = {"fetches_again": noop_context_fn, "keeps": save_communication()}
+        self.train(ranks, 4, contexts.get(recompute))
+
+    @parametrize("ranks_per_node", [None, 2])
+    def test_same_weights_with_chunks(self, ranks_per_node):
+        style = {"num_chunks": 2, "combine": "exact"}
+        if ranks_per_node:
+            style |= {"token_switch": "hierarchical", "ranks_per_node": 2}
+        self.train(4, 3, **style)
+
+    @slowTest
+    @parametrize("ranks", [2, 4])
+    def test_same_weights_after_100_steps(self, ranks):
+        self.train(ranks, 100)
+
+    def test_parameters_are_ordinary(self):
+        whole, model, placement, mesh, mine = self.pair()
+        (layer,) = placement.layers
+        layer.use(any_placement(TOPOLOGY, E, 0))
+        self.backward(model, self.batch(0)[mine])
+        self.assertEqual(list(model.state_dict()), list(whole.state_dict()))
+        for name in EXPERTS:
+            p = model.moe.get_parameter(name)
+            self.assertEqual(p.placements, (Shard(0),))
+            self.assertEqual(p.shape, whole.moe.get_parameter(name).shape)
+            self.assertEqual(p.grad.placements, (Shard(0),))
+
+    def test_frozen_experts_keep_their_weights(self):
+        whole, model, placement, mesh, mine = self.pair()
+        before = model.moe.w_in.full_tensor().clone()
+        for m in (whole, model):
+            m.moe.w_in.requires_grad_(False)
+        optimizers = self.optimizers(model), self.optimizers(whole)
+        for step in range(3):
+            placement.layers[0].use(any_placement(TOPOLOGY, E, step))
+            self.backward(model, self.batch(step)[mine], group=mesh.get_group())
+            self.backward(whole, self.batch(step))
+            self.assertIsNone(model.moe.w_in.grad)
+            for optimizer in sum(optimizers, []):
+                optimizer.step()
+                optimizer.zero_grad()
+        self.assertEqual(model.moe.w_in.full_tensor(), before, atol=0, rtol=0)
+        self.check_same(model, whole)
+
+    def test_grad_scaler(self):
+        whole, model, placement, mesh, mine = self.pair()
+        placement.layers[0].use(any_placement(TOPOLOGY, E, 3))
+        self.backward(whole, self.batch(0))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.ones(()))
+        self.backward(model, self.batch(0)[mine], 1024.0, mesh.get_group())
+        optimizers = self.optimizers(model)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        self.check_same(model, whole, "grad")
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        for optimizer in self.optimizers(whole):
+            optimizer.step()
+        scaler.update()
+        self.check_same(model, whole)
+
+    def test_gradients_are_accumulated(self):
+        # A plan per micro-batch, and one backward after all forwards.
+        whole, model, placement, mesh, mine = self.pair()
+        losses = []
+        for step in range(3):
+            self.backward(whole, self.batch(step))
+            placement.layers[0].use(any_placement(TOPOLOGY, E, step))
+            x = self.batch(step)[mine]
+            losses.append((model(x) - x.roll(1, -1)).square().sum() / TOKENS)
+        for loss in reversed(losses):
+            loss.backward()
+        for p in model.parameters():
+            if not isinstance(p, DTensor):
+                dist.all_reduce(p.grad)
+        self.check_same(model, whole, "grad")
+
+    def run_with_plans(self, save):
+        """Weights and plans of a training that plans every second step."""
+        torch.manual_seed(0)
+        _, model, placement, mesh, mine = self.pair(every=2)
+        with torch.no_grad():
+            model.moe.router.weight[:2] += 1.0  # two hot experts
+        optimizers = self.optimizers(model)
+        plans, states = [], []
+        for step in range(9):
+            model.zero_grad()
+            if save:
+                placement.state_dict()
+            self.backward(model, self.batch(step)[mine].abs(), group=mesh.get_group())
+            for number, optimizer in enumerate(optimizers):
+                if save:
+                    states.append(placement.state_dict())
+                    self.assertEqual(placement.state_dict(), states[-1])
+                optimizer.step()
+            placement.step()
+            if save:
+                placement.state_dict()
+            plans.append(placement.slot_experts[0].clone())
+        return {n: p.detach() for n, p in model.named_parameters()}, plans
+
+    def test_saving_changes_nothing(self):
+        want, plans = self.run_with_plans(False)
+        got, again = self.run_with_plans(True)
+        self.assertEqual(again, plans)
+        home = Placement.contiguous(Topology(1, 4, 4), E).slot_experts
+        self.assertTrue(any(not torch.equal(plan, home) for plan in plans))
+        for name, value in want.items():
+            local, other = (
+                t.to_local() if isinstance(t, DTensor) else t
+                for t in (value, got[name])
+            )
+            self.assertEqual(local, other, atol=0, rtol=0, msg=name)
+
+    @parametrize("in_flight", [False, True])
+    def test_resumes_where_it_was_saved(self, in_flight):
+        runs = []
+        for resume in (False, True):
+            _, model, placement, mesh, mine = self.pair(every=2)
+            optimizers = self.optimizers(model)
+            for step in range(7):
+                if resume and step == (4 if in_flight else 3):
+                    state = copy.deepcopy(placement.state_dict())
+                    self.assertEqual(state["stats"]["in_flight"] is not None, in_flight)
+                    other = ExpertPlacement(slots_per_rank=4, every=2, copy_cost=0.0)
+                    model2 = copy.deepcopy(Model().double())
+                    parallelize_module(
+                        model2, mesh, {"moe": ExpertParallel(placement=other)}
+                    )
+                    model2.load_state_dict(model.state_dict())
+                    other.load_state_dict(state)
+                    optimizers2 = self.optimizers(model2)
+                    for new, old in zip(optimizers2, optimizers):
+                        new.load_state_dict(old.state_dict())
+                    model, placement, optimizers = model2, other, optimizers2
+                model.zero_grad()
+                self.backward(
+                    model, self.batch(step)[mine].abs(), group=mesh.get_group()
+                )
+                for optimizer in optimizers:
+                    optimizer.step()
+                placement.step()
+            runs.append((placement.slot_experts[0], model.moe.w_in.to_local()))
+        self.assertEqual(*runs, atol=0, rtol=0)
+
+    def test_loads_on_other_ranks(self):
+        _, model, placement, mesh, mine = self.pair(every=1)
+        for step in range(3):
+            self.backward(model, self.batch(step)[mine].abs())
+            placement.step()
+        path = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(path)
+        dcp.save(model.state_dict(), checkpoint_id=path[0])
+        want = {
+            n: p.full_tensor() for n, p in model.moe.named_parameters() if n in EXPERTS
+        }
+        whole, fewer, other, *_ = self.pair(2)
+        other.load_state_dict(placement.state_dict())
+        self.assertEqual(other.slot_experts[0].shape, (2, 8))
+        for m in (whole, fewer):
+            state = {k: torch.zeros_like(v) for k, v in m.state_dict().items()}
+            dcp.load(state, checkpoint_id=path[0])
+            m.load_state_dict(state)
+            for name in EXPERTS:
+                p = m.moe.get_parameter(name)
+                p = p.full_tensor() if isinstance(p, DTensor) else p
+                self.assertEqual(p, want[name], atol=0, rtol=0)
+
+    def test_fsdp(self):
+        torch.manual_seed(0)
+        whole = Model().double()
+        model = copy.deepcopy(whole)
+        dense = self.mesh(("dp_shard",), 4)
+        sparse = ExpertParallel.fold_mesh(dense, 2)
+        placement = ExpertPlacement(slots_per_rank=8, every=None, copy_cost=0.0)
+        style = ExpertParallel(placement=placement)
+        parallelize_module(model, sparse["ep"], {"moe": style})
+        shard = ExpertParallel.shard_placement(model, sparse["efsdp"], dense)
+        fully_shard(model.moe, mesh=dense, shard_placement_fn=shard)
+        fully_shard(model, mesh=dense, shard_placement_fn=shard)
+        for module in (model.moe, model):
+            module.set_gradient_divide_factor(1)
+        optimizers = [
+            torch.optim.AdamW(m.parameters(), eps=1e-2) for m in (whole, model)
+        ]
+        mine = slice(self.rank * 6, self.rank * 6 + 6)
+        for step in range(3):
+            plan = any_placement(Topology(1, 2, 8), E, 10 * step)
+            placement.layers[0].use(plan)
+            self.backward(whole, self.batch(step))
+            self.backward(model, self.batch(step)[mine])
+            self.check_same(model, whole, "grad")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        self.check_same(model, whole)
+
+
+if __name__ == "__main__":
+    run_tests()
