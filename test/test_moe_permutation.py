@@ -126,8 +126,8 @@ class TestMoePermutation(TestCase):
         )
 
     @parametrize("backend", list(BACKENDS))
-    def test_recorded(self, device, backend):
-        case = MoeCase("all", 4471, num_experts=64, top_k=8, routing="recorded")
+    def test_skewed(self, device, backend):
+        case = MoeCase("all", 4471, num_experts=64, top_k=8, routing="skewed")
         indices = case.topk_indices(device)
         expected = moe_permutation_reference(indices.cpu(), 64, row_alignment=16)
         actual = BACKENDS[backend](_moe_permutation, indices, 64, row_alignment=16)

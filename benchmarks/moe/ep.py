@@ -18,7 +18,6 @@ import time
 
 import torch
 from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.testing._internal.moe_generators import recorded_routing
 
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -26,6 +25,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from ep_rank import counts_of, EXPERTS, measure_rank, routed
 from report import parse, show
+from shapes import REAL
 from two_hosts import two_hosts
 
 from measure import on_hosts, save
@@ -59,12 +59,12 @@ def placements(seeds: int) -> list[dict[str, object]]:
 
     The plan sees one draw and is judged on another one.
     """
-    rows, tokens = [], len(recorded_routing()[0]) // 2
+    rows, tokens = [], 2235  # half of the record
     for topology in (Topology(2, 2, 16), Topology(2, 4, 8), Topology(4, 8, 3)):
         slots = EXPERTS // topology.num_ranks
         home = dataclasses.replace(topology, slots_per_rank=slots)
         in_order = Placement.contiguous(home, EXPERTS)
-        for routing in ("recorded", "uniform", "zipf"):
+        for routing in (REAL, "uniform", "zipf"):
             draws = []
             for seed in range(1 if routing == "recorded" else seeds):
                 known = counts_of(routed(routing, tokens, 2 * seed))

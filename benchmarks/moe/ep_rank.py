@@ -22,7 +22,7 @@ from torch.distributed._moe.switch import TokenSwitchAllToAll, TokenSwitchHierar
 from torch.distributed._tools.moe_calibration import measure_links
 from torch.distributed._tools.moe_cost_model import link_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.moe_generators import MoeCase, recorded_routing
+from torch.testing._internal.moe_generators import MoeCase
 
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -31,6 +31,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 from moe_placement import deduplicated_rows
 
 from measure import over_ranks, slowest_seconds, spread
+from shapes import REAL, recorded_routing
 
 
 NUM_HOSTS = 2
@@ -42,7 +43,7 @@ WIRES = {"bfloat16": None, "float8": torch.float8_e4m3fn}
 class Case:
     """One MoE layer on all ranks."""
 
-    routing: str  # "recorded" or a synthetic one of moe_generators
+    routing: str  # REAL or another one of moe_generators
     switch: str  # "flat" or "hierarchical"
     wire: str  # a key of WIRES; tokens are bfloat16
     dim: int
@@ -51,17 +52,16 @@ class Case:
 
 def cases(dim: int, small_dim: int) -> list[Case]:
     both = ("flat", "hierarchical")
-    found = [Case("recorded", s, w, dim) for s in both for w in WIRES]
+    found = [Case(REAL, s, w, dim) for s in both for w in WIRES]
     found += [Case(r, s, "bfloat16", dim) for r in ("uniform", "zipf") for s in both]
-    found += [Case(r, "flat", "bfloat16", dim, True) for r in ("recorded", "zipf")]
-    return [*found, Case("recorded", "flat", "bfloat16", small_dim)]
+    found += [Case(r, "flat", "bfloat16", dim, True) for r in (REAL, "zipf")]
+    return [*found, Case(REAL, "flat", "bfloat16", small_dim)]
 
 
 def routed(routing: str, num_tokens: int, seed: int) -> Tensor:
     """(num_tokens, K) expert ids; another ``seed`` is another draw of the same load."""
     if routing == "recorded":
-        indices, _ = recorded_routing()
-        return indices[seed * num_tokens :][:num_tokens]
+        return recorded_routing()[seed * num_tokens :][:num_tokens]
     sizes = {"num_tokens": num_tokens, "num_experts": EXPERTS, "top_k": TOP_K}
     return MoeCase("ep", **sizes, routing=routing, seed=seed).topk_indices()
 

@@ -2,7 +2,7 @@
 
 For a bare machine: torch >= 2.11 and Triton >= 3.6 with a C compiler and Python's headers, no
 network, no installed package of this repository. Carry benchmarks/moe, torch/_native/ops/moe,
-torch/testing/_internal/moe_*.py with data/moe, and for a rehearsal test/python_native: a
+torch/testing/_internal/moe_*.py, and for a rehearsal test/python_native: a
 checkout does. Everything is loaded by path; numpy < 2.4 for a rehearsal in Triton 3.6.
 
     python benchmarks/moe/gpu_lab.py --output run.json    # on a GPU, at most 9 minutes

@@ -125,9 +125,9 @@ def truth_of(operands: MoeOperands) -> Truth:
 
 @functools.cache
 def truth(routing: str, dtype: torch.dtype = torch.float32) -> Truth:
-    """17 tokens with a routing; the recorded one has its own E and K."""
+    """17 tokens with a routing; the skewed one has its own E and K."""
     case = dataclasses.replace(CASE, routing=routing)
-    if routing == "recorded":
+    if routing == "skewed":
         case = dataclasses.replace(case, num_experts=64, top_k=8)
     return truth_of(case.operands(dtype))
 

@@ -73,7 +73,7 @@ class TestHierarchical(TokenSwitchTest):
 
     @parametrize("combine", ["reduce", "exact"])
     def test_static_gives_the_compact_bits(self, combine):
-        for routing in ("zipf", "sentinels", "recorded"):
+        for routing in ("zipf", "sentinels", "skewed"):
             operands = truth(routing).operands
             E = operands.w_in.shape[0]
             for share in SHARES:

@@ -195,7 +195,7 @@ class TestMoePermutation(MoeKernelTestCase):
 
     def test_many_blocks_of_slots(self):
         case = MoeCase(
-            "many", num_tokens=150, num_experts=64, top_k=8, routing="recorded"
+            "many", num_tokens=150, num_experts=64, top_k=8, routing="skewed"
         )
         with mock.patch.object(permutation, "_SLOTS_PER_PROGRAM", 256):
             self.check(case.topk_indices(), 64)

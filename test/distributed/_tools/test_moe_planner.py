@@ -35,6 +35,7 @@ from torch.distributed._tools.moe_simulator import (
     simulate,
 )
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.moe_generators import MoeCase
 
 
 # Published layouts: model, GPU, GPUs, sequences, layout, what their recipes fix. Of
@@ -627,12 +628,9 @@ class TestImbalance(TestCase):
         spread = expected_imbalance(load, 256, 2, 4, placement=[0, 1, 2, 3] * 4)
         self.assertLess(spread, expected_imbalance(load, 256, 2, 4))
 
-    def test_recorded_routing(self):
-        try:
-            from torch.testing._internal.moe_generators import recorded_routing
-        except ImportError:
-            self.skipTest("needs the recorded routing")
-        ids = torch.as_tensor(recorded_routing()[0]).long()
+    def test_skewed_routing(self):
+        case = MoeCase("s", 4096, num_experts=64, top_k=8, routing="skewed")
+        ids = case.topk_indices()
         experts, k = 64, ids.shape[1]
         load = torch.bincount(ids.flatten(), minlength=experts).double()
         gen = torch.Generator().manual_seed(0)

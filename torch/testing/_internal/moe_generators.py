@@ -2,14 +2,12 @@
 
 A :class:`MoeCase` names a shape, a routing and the static row plan; :meth:`MoeCase.operands` makes
 its tensors. Tests iterate :func:`moe_cases`; benchmarks build their own :class:`MoeCase` from the
-same routings, so that "Zipf" or "recorded" means one thing everywhere.
+same routings, so that "Zipf" or "skewed" means one thing everywhere.
 
 Letters (T, D, F, E, K, R, g) are those of moe_reference.py.
 """
 
 import dataclasses
-import functools
-import os
 
 import torch
 from torch import Tensor
@@ -17,11 +15,6 @@ from torch.testing._internal.moe_reference import (
     default_num_rows,
     GATED_ACTIVATIONS,
     moe_permutation_reference,
-)
-
-
-RECORDED_ROUTING_FILE = os.path.join(
-    os.path.dirname(__file__), "data", "moe", "olmoe_1b_7b_layer0_gsm8k.npz"
 )
 
 
@@ -76,31 +69,15 @@ def _sentinels(
     return indices
 
 
-@functools.cache
-def recorded_routing() -> tuple[Tensor, Tensor]:
-    """OLMoE-1B-7B layer 0 on GSM8K: topk_indices (4471, 8) int64, topk_weights (4471, 8) float32.
-
-    64 experts; the origin is in data/moe/README.md.
-    """
-    import numpy as np
-
-    with np.load(RECORDED_ROUTING_FILE) as data:
-        return (
-            torch.from_numpy(data["topk_ids"].astype(np.int64)),
-            torch.from_numpy(data["topk_weights"]),
-        )
-
-
-def _recorded(
+def _skewed(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    indices, _ = recorded_routing()
-    if (top_k, num_experts) != (8, 64) or num_tokens > len(indices):
-        raise ValueError(
-            "recorded routing has K=8, E=64 and at most "
-            f"{len(indices)} tokens, got K={top_k}, E={num_experts}, T={num_tokens}"
-        )
-    return indices[:num_tokens].clone()
+    """Log-normal shares in an order of their own: of 64 experts with K = 8 the heaviest has about
+    five times the mean load, as in trained models."""
+    quantiles = (torch.arange(num_experts, dtype=torch.float64) + 0.5) / num_experts
+    shares = torch.special.ndtri(quantiles).exp()
+    order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(0))
+    return _distinct_experts(shares[order], num_tokens, top_k, generator)
 
 
 ROUTINGS = {
@@ -109,7 +86,7 @@ ROUTINGS = {
     "one_expert": _one_expert,
     "empty_experts": _empty_experts,
     "sentinels": _sentinels,
-    "recorded": _recorded,
+    "skewed": _skewed,
 }
 
 
@@ -309,7 +286,7 @@ def moe_cases() -> tuple[MoeCase, ...]:
         MoeCase("one_expert", routing="one_expert"),
         MoeCase("empty_experts", num_experts=6, routing="empty_experts"),
         MoeCase("sentinels", num_tokens=20, routing="sentinels"),
-        MoeCase("recorded", num_tokens=48, num_experts=64, top_k=8, routing="recorded"),
+        MoeCase("skewed", num_tokens=48, num_experts=64, top_k=8, routing="skewed"),
         MoeCase("tail", num_rows=40),
         MoeCase("aligned", routing="zipf", row_alignment=8),
         MoeCase("aligned_tail", routing="sentinels", row_alignment=4, num_rows=64),

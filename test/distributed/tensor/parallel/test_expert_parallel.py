@@ -52,9 +52,9 @@ SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0
 
 
 def case_of(routing):
-    """17 tokens with a routing; the recorded one has its own E and K."""
+    """17 tokens with a routing; the skewed one has its own E and K."""
     case = MoeCase("ep", num_tokens=T, num_experts=E, top_k=K)
-    if routing == "recorded":
+    if routing == "skewed":
         return dataclasses.replace(case, routing=routing, num_experts=64, top_k=8)
     return dataclasses.replace(case, routing=routing)
 
