@@ -21,9 +21,7 @@ except ModuleNotFoundError:  # a bare GPU machine: gpu_lab.py has it by path
     MoeCase, ROUTINGS = generators.MoeCase, generators.ROUTINGS
 
 
-_RECORD = (
-    pathlib.Path(__file__).parent / "results/routing/olmoe_1b_7b_layer0_gsm8k.npz"
-)
+_RECORD = pathlib.Path(__file__).parent / "results/routing/olmoe_1b_7b_layer0_gsm8k.npz"
 # What trained routers choose, where its record is: it does not land with the benchmarks.
 REAL = "recorded" if _RECORD.exists() else "skewed"
 
