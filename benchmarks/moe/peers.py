@@ -27,6 +27,7 @@ from shapes import Operands, Shape
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 
 OURS = "moe_mlp"
@@ -134,6 +135,30 @@ def sorted_grouped_mm(
     o_RD = F.grouped_mm(a_RF, w_out_EDF.mT, offs=offs_E)
     o_RD = _plus_bias(o_RD, b_out_ED, experts_R)
     return _sum_over_slots(o_RD, slots_R, weights_TK).to(x_TD.dtype)
+
+
+def recomputed_grouped_mm(
+    x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF
+) -> Tensor:
+    """Two ``F.grouped_mm`` that keep what the op keeps: x, H and the router weights.
+
+    The weight of a row multiplies its activation, so that no expert output is needed, and the
+    backward gathers and activates again. A checkpoint stops at the operands of its matmul.
+    """
+    slots_R, _, offs_E = _sorted_by_expert(indices_TK, w_in_EGD.shape[0])
+    T, K = indices_TK.shape
+    again = functools.partial(checkpoint, use_reentrant=False)
+    gathered = lambda x: F.grouped_mm(x[slots_R // K], w_in_EGD.mT, offs=offs_E)
+    h_RG = again(gathered, x_TD)
+
+    def weighted(h_RG, weights_TK):
+        a_RF = swiglu(h_RG) * weights_TK.flatten()[slots_R, None]
+        return F.grouped_mm(a_RF.to(h_RG.dtype), w_out_EDF.mT, offs=offs_E)
+
+    o_RD = again(weighted, h_RG, weights_TK)
+    rows_R = torch.empty_like(slots_R)
+    rows_R[slots_R] = torch.arange(len(slots_R), device=slots_R.device)
+    return o_RD[rows_R].view(T, K, -1).sum(1)
 
 
 def three_grouped_mm(
@@ -462,6 +487,9 @@ def make_peers(
     source = "own: transformers' loop over w.unbind() instead of w[expert]"
     make = partial(_block, loop_over_unbound_experts, shape)
     makers.append(("loop_unbound", source, make, _stored))
+    if not shape.gpt_oss:
+        source, make = "own, checkpoints of grouped_mm", lambda: recomputed_grouped_mm
+        makers.append(("recomputed_grouped_mm", source, make, _stored))
     makers.append((
         "three_grouped_mm", "own, the form of torchtitan", lambda: three_grouped_mm,
         _gate_and_up, lambda grads: (torch.cat(list(grads[:2]), dim=1), grads[2]),
