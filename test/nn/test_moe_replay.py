@@ -19,6 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 D, E, K = 8, 6, 2
 
+# The kernel of the CPU adds in float64, the composite in the dtype of the scores: only of two
+# scores it has the same sum.
+SUMS_ARE_ROUNDED_ONCE = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::_moe_topk", "CPU"
+)
+
 
 class Router(nn.Module):
     """What the module docstring asks of a router, and nothing else of nn.MoE."""
@@ -67,7 +73,10 @@ class TestMoeTopkIndices(TestCase):
             logits, k, topk_indices=ids.to(torch.int16), **options
         )
         self.assertEqual(found_ids, ids)
-        self.assertEqual(found, weights, rtol=0, atol=0)
+        if not normalize or SUMS_ARE_ROUNDED_ONCE:
+            self.assertEqual(found, weights, rtol=0, atol=0)
+        else:
+            self.assertEqual(found, weights)
         grad = torch.randn_like(weights)
         self.assertEqual(
             torch.autograd.grad(found, logits, grad),
@@ -254,6 +263,9 @@ class TestMoeReplay(TestCase):
             expected = model(moved)
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
             self.assertEqual(compiled(moved), expected)
+        with record_routing(model) as found:
+            compiled(x)
+        self.assertEqual(found, record)
 
     def test_errors(self):
         model, x = make_model(), torch.randn(3, D)
