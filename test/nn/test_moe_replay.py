@@ -159,6 +159,16 @@ class TestMoeReplay(TestCase):
         self.assertEqual(again, record)
         self.assertFalse(model[0]._forward_hooks or model[0]._forward_pre_hooks)
 
+    @parametrize("shape", ((), (0,), (2, 0), (2, 3)))
+    def test_shapes_of_tokens(self, shape):
+        router, x = Router(), torch.randn(*shape, D)
+        with record_routing(router) as record:
+            expected = router(input=x)
+        self.assertEqual(record[""].shape, (x.shape[:-1].numel(), K))
+        with replay_routing(router, record):
+            self.assertEqual(router(x), expected, rtol=0, atol=0)
+            self.assertEqual(router(input=x), expected, rtol=0, atol=0)
+
     def test_who_asks_for_the_routing_gets_it(self):
         router, x = Router(), torch.randn(4, D)
         with record_routing(nn.Sequential(router)) as record:
