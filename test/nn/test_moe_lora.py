@@ -72,6 +72,36 @@ class TestMoeLora(TestCase):
             torch.autograd.grad(expected, leaves, grad),
         )
 
+    def test_merges_once_in_forward_and_once_in_backward(self):
+        class Experts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = nn.Parameter(torch.randn(4, 5, 3))
+
+            def forward(self, x):
+                rows = self.w.shape[1]  # a read
+                return torch.bmm(x, self.w.mT).view(4, -1, rows)
+
+        module, x = Experts(), torch.randn(4, 7, 3, requires_grad=True)
+        add_lora(module, 2)
+        merges = []
+        module.parametrizations.w[0].register_forward_hook(lambda *_: merges.append(1))
+        y = module(x)
+        self.assertEqual(len(merges), 1)
+        y.sum().backward()
+        self.assertEqual(len(merges), 2)
+        expected = torch.bmm(torch.ones(4, 7, 5), module.parametrizations.w.original)
+        self.assertEqual(x.grad, expected)
+
+    def test_adapters_of_another_dtype(self):
+        layer = make(dtype=torch.bfloat16)
+        parameters = add_lora(layer, 2)
+        layer.parametrizations.w_in[0].float()
+        layer(torch.randn(7, 8, dtype=torch.bfloat16)).sum().backward()
+        self.assertEqual(parameters[1].dtype, torch.float32)
+        self.assertEqual(parameters[1].grad.dtype, torch.float32)
+        self.assertGreater(parameters[1].grad.abs().sum(), 0)
+
     def test_saves_what_the_frozen_layer_saves(self):
         sizes = {}
         x = torch.randn(256, 64)

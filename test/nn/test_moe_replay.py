@@ -19,6 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 D, E, K = 8, 6, 2
 
+# The kernel of the CPU adds in float64, the composite in the dtype of the scores: only of two
+# scores it has the same sum.
+SUMS_ARE_ROUNDED_ONCE = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "aten::_moe_topk", "CPU"
+)
+
 
 class Router(nn.Module):
     """What the module docstring asks of a router, and nothing else of nn.MoE."""
@@ -67,7 +73,10 @@ class TestMoeTopkIndices(TestCase):
             logits, k, topk_indices=ids.to(torch.int16), **options
         )
         self.assertEqual(found_ids, ids)
-        self.assertEqual(found, weights, rtol=0, atol=0)
+        if not normalize or SUMS_ARE_ROUNDED_ONCE:
+            self.assertEqual(found, weights, rtol=0, atol=0)
+        else:
+            self.assertEqual(found, weights)
         grad = torch.randn_like(weights)
         self.assertEqual(
             torch.autograd.grad(found, logits, grad),
@@ -149,6 +158,16 @@ class TestMoeReplay(TestCase):
                 model(other)
         self.assertEqual(again, record)
         self.assertFalse(model[0]._forward_hooks or model[0]._forward_pre_hooks)
+
+    @parametrize("shape", ((), (0,), (2, 0), (2, 3)))
+    def test_shapes_of_tokens(self, shape):
+        router, x = Router(), torch.randn(*shape, D)
+        with record_routing(router) as record:
+            expected = router(input=x)
+        self.assertEqual(record[""].shape, (x.shape[:-1].numel(), K))
+        with replay_routing(router, record):
+            self.assertEqual(router(x), expected, rtol=0, atol=0)
+            self.assertEqual(router(input=x), expected, rtol=0, atol=0)
 
     def test_who_asks_for_the_routing_gets_it(self):
         router, x = Router(), torch.randn(4, D)
@@ -254,6 +273,9 @@ class TestMoeReplay(TestCase):
             expected = model(moved)
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
             self.assertEqual(compiled(moved), expected)
+        with record_routing(model) as found:
+            compiled(x)
+        self.assertEqual(found, record)
 
     def test_errors(self):
         model, x = make_model(), torch.randn(3, D)

@@ -8,6 +8,7 @@ frozen one, in every layer. Here it is merged once more in the backward, and not
 
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class _LowRank(Module):
         init.uniform_(self.a, -bound, bound)
 
     def forward(self, weight: Tensor) -> Tensor:
-        return torch.baddbmm(weight, self.b, self.a, alpha=self.scale)
+        a, b = self.a.to(weight.dtype), self.b.to(weight.dtype)
+        return torch.baddbmm(weight, b, a, alpha=self.scale)
 
 
 class _Saved:
@@ -66,7 +68,7 @@ class _MergeAgain:
     def __init__(self) -> None:
         # While a forward runs: merged weights, which nothing else may replace in memory, by storage.
         self.merged: dict[int, tuple[_LowRank, Tensor, Tensor]] = {}
-        self.contexts: list[saved_tensors_hooks] = []
+        self.contexts: list[ExitStack] = []
 
     def remember(self, low_rank: _LowRank, args: tuple[Tensor], merged: Tensor) -> None:
         if self.contexts and merged.requires_grad:
@@ -89,13 +91,14 @@ class _MergeAgain:
         def unpack(packed: Any) -> Tensor:
             return packed.make() if isinstance(packed, _Saved) else outer[1](packed)
 
-        context = saved_tensors_hooks(pack, unpack)
-        context.__enter__()
-        self.contexts.append(context)
+        stack = ExitStack()
+        stack.enter_context(parametrize.cached())  # one merge, however often it is read
+        stack.enter_context(saved_tensors_hooks(pack, unpack))
+        self.contexts.append(stack)
 
     def leave(self, module: Module, args: Any, output: Any) -> None:
         if self.contexts:
-            self.contexts.pop().__exit__(None, None, None)
+            self.contexts.pop().close()
             self.merged.clear()
 
 
@@ -113,8 +116,10 @@ def add_lora(
     ``parametrizations.w.original`` (frozen), ``parametrizations.w.0.a`` :math:`(E, r, in)` and
     ``parametrizations.w.0.b`` :math:`(E, out, r)` in the state dict.
     :func:`~torch.nn.utils.parametrize.remove_parametrizations` merges for good. What a forward saves for
-    its backward is what the frozen module saves, and a and b; the backward merges again. The
-    gradient of one whole weight at a time is made on the way to those of a and b.
+    its backward is what the frozen module saves, and a and b; the backward merges again, once for
+    each time that the module uses the weight. The gradient of one whole weight at a time is made
+    on the way to those of a and b. These have the dtype of the weight and may be cast to
+    another, as ``layer.parametrizations.w_in[0].float()`` does.
 
     Args:
         module: with experts, such as :class:`torch.nn.MoE`; call it once for each layer.

@@ -7,8 +7,8 @@ the choice; weights and gradients are those of the logits of the second.
 
 A router here is any module whose ``forward`` has the keyword arguments of :class:`torch.nn.MoE`:
 ``need_routing=True`` makes it return ``(output, logits (*, E), topk_indices (*, K))``, and
-``topk_indices`` are experts to take instead of choosing. The first positional argument has the
-tokens, ``(*, D)``.
+``topk_indices`` are experts to take instead of choosing. Its first argument, or ``input``, has the
+tokens, ``(*, D)``. The output may be anything.
 """
 
 import inspect
@@ -104,7 +104,7 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
                     raise RuntimeError(
                         f"record_routing: {name!r} ran a second time; a record is of one forward"
                     )
-                ids = topk_indices.detach().flatten(0, -2)
+                ids = topk_indices.detach().reshape(-1, topk_indices.shape[-1])
                 record[name] = _smallest(ids, logits.shape[-1]).contiguous()
             return output if asked[name] else y
 
@@ -146,13 +146,14 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
 
     def hook(name: str) -> Any:
         def give(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            tokens, ids = args[0].shape[:-1], record[name]
+            input = args[0] if args else kwargs["input"]
+            tokens, ids = input.shape[:-1], record[name]
             if tokens.numel() != ids.shape[0]:
                 raise ValueError(
                     f"replay_routing: {name!r} got {tokens.numel()} tokens of shape "
                     f"{tuple(tokens)}, the record has {ids.shape[0]}"
                 )
-            ids = ids.to(args[0].device).view(*tokens, ids.shape[-1])
+            ids = ids.to(input.device).view(*tokens, ids.shape[-1])
             return args, kwargs | {"topk_indices": ids}
 
         return give

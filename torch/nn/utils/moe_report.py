@@ -92,8 +92,8 @@ def load_report(
     It reads its arguments on the host, once.
 
     Args:
-        counts: ``(L, E)``, not negative: slots of each expert, as of ``bincount`` of the chosen ids
-            or an average of steps. Sum them over ranks first.
+        counts: ``(L, E)``, not negative: slots of each expert, as of ``bincount`` of the chosen ids,
+            summed over ranks and steps, or an average, as ``LoadStats.result()`` of expert placement.
         names: of the L layers. Default: "0", "1", ...
         overflow: ``(L,)`` slots of ``counts`` that did not fit a capacity. Default: none
 
