@@ -96,7 +96,9 @@ class TestMoeSass(TestCase):
         self.assertEqual(len(found), 5, found)
         self.assertIn("not launched any more", found[3])
 
-    @unittest.skipIf(not CUTEDSL_RECORD.exists(), "the record is kept outside of PyTorch")
+    @unittest.skipIf(
+        not CUTEDSL_RECORD.exists(), "the record is kept outside of PyTorch"
+    )
     def test_model_of_layers_that_others_measured(self):
         # CALIBRATION cannot be computed here, where its kernels are not; of these layers, which
         # nothing was fitted on either, the parts that are no matmul are modelled anew.

@@ -84,7 +84,8 @@ def _check_topk(case, device: torch.device) -> None:
 
 def _check_forward(plan, operands) -> Tensor:
     args = operands.args()
-    output, preact = launch.moe_mlp_forward(plan, *args, ACT)
+    experts = launch.Experts(*args, act=ACT)
+    output, preact = launch.moe_mlp_forward(plan, experts)
     truth = reference.moe_mlp_reference(*args)
     yardstick = reference.moe_mlp_unfused(*args)
     reference.check_close(preact, truth[1], yardstick[1], args[0].dtype, "preact")
@@ -95,7 +96,8 @@ def _check_forward(plan, operands) -> Tensor:
 def _check_backward(plan, operands, preact: Tensor) -> None:
     args, grad_out = operands.args(), operands.grad_out
     all_of_them = (True,) * 7
-    grads = launch.moe_mlp_backward(plan, grad_out, *args, preact, all_of_them, ACT)
+    experts = launch.Experts(*args, act=ACT)
+    grads = launch.moe_mlp_backward(plan, experts, grad_out, preact, all_of_them)
     truth = reference.moe_mlp_backward_reference(grad_out, *args)
     yardstick = reference.moe_mlp_backward_unfused(grad_out, *args)
     for name, grad, a, b in zip(truth._fields, grads, truth, yardstick):

@@ -11,6 +11,7 @@ refused. What is kept, at most MAX_CONFIGS per kernel and architecture:
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -23,12 +24,11 @@ from shapes import make_operands, Shape
 
 import torch
 
-from .loading import configs, launch
+from .loading import configs, launch, matmuls, Rows
 from measure import interleaved_seconds, replace_text
 
 
 TileConfig = configs.TileConfig
-ACT = launch.Activation()
 Call = Callable[[launch.LaunchPlan], object]
 
 
@@ -86,40 +86,44 @@ def kernel_calls(plan, shape: Shape, operands) -> dict[str, tuple[int, Call]]:
     """
     x, ids, weights, w_in, w_out = (t.detach() for t in operands.layer_args())
     row_slots, slot_rows, offs, _ = launch.moe_permutation(ids, shape.E)
-    rows = launch._Rows(plan, offs, row_slots, slot_rows, shape.T)
-    scale = weights.reshape(-1)
-    preact = x.new_empty(rows.num_rows, w_in.shape[1])
+    experts = launch.Experts(x, w_in, w_out, offs, weights, row_slots, slot_rows)
+    plain = dataclasses.replace(
+        experts, w_in=w_in[:, : shape.F], act=launch.Activation("silu")
+    )
+    rows = Rows.of(plan, experts)
+    preact = x.new_empty(rows.num_rows, experts.width)
     hidden = x.new_empty(rows.num_rows, shape.F)
     routed = x.new_empty(rows.num_rows, shape.D)
-    plain = launch.Activation("silu")
-    launch._up(plan, rows, x, w_in, None, None, ACT, preact, hidden, True)
-    gated = (None, None, ACT, preact, hidden, True)
-    ungated = (None, None, plain, preact[:0], hidden, False)
+    matmuls.up(rows, experts, preact, hidden, True)
+
+    def on(p):
+        """The rows for another plan, with their tile lists."""
+        other = copy.copy(rows)
+        other.plan = p
+        return other
 
     def act_backward(p):
-        return launch._act_backward(
-            p, rows, operands.grad, w_out, None, preact, scale, ACT,
-            need_hidden=True, need_scale=True,
-        )  # fmt: skip
+        needs = {"need_hidden": True, "need_scale": True}
+        return matmuls.act_backward(on(p), experts, operands.grad, preact, **needs)
 
     dh, a_scaled, _ = act_backward(plan)
 
     def weight_grads(p):
-        launch._weight_grad(p, rows, dh, x, w_in, gather_q=True)
-        launch._weight_grad(p, rows, operands.grad, a_scaled, w_out, gather_p=True)
+        matmuls.weight_grad(on(p), dh, x, w_in, gather_q=True)
+        matmuls.weight_grad(on(p), operands.grad, a_scaled, w_out, gather_p=True)
 
-    def mm(kernel, *args):
-        return lambda p: launch._grouped_mm(p, kernel, rows, *args, routed)
+    def mm(kernel, *args, **options):
+        return lambda p: matmuls.grouped_mm(on(p), kernel, *args, routed, **options)
+
+    def up(experts, stores):
+        return lambda p: matmuls.up(on(p), experts, preact, hidden, stores)
 
     return {
-        "up_gated": (shape.F, lambda p: launch._up(p, rows, x, w_in, *gated)),
-        "up_plain": (
-            shape.F,
-            lambda p: launch._up(p, rows, x, w_in[:, : shape.F], *ungated),
-        ),
-        "down": (shape.D, mm("down", hidden, w_out, None, scale)),
+        "up_gated": (shape.F, up(experts, True)),
+        "up_plain": (shape.F, up(plain, False)),
+        "down": (shape.D, mm("down", hidden, w_out, scale=rows.scale)),
         "act_backward": (shape.F, act_backward),
-        "input_grad": (shape.D, mm("input_grad", dh, w_in.mT, None, None)),
+        "input_grad": (shape.D, mm("input_grad", dh, w_in.mT)),
         "weight_grad": (shape.D, weight_grads),
     }
 
