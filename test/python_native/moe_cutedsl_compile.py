@@ -74,7 +74,7 @@ def calls() -> dict[str, Callable[[], object]]:
     """By name, every kernel that the backend can ask for."""
     import torch
     from torch._native.ops.moe.cutedsl_kernels import gemms
-    from torch._native.ops.moe.triton_kernels.launch import Activation
+    from torch._native.ops.moe.triton_kernels.experts import Activation
 
     def int32(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32)

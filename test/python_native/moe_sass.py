@@ -531,7 +531,7 @@ def _launch_layer(table, shape: Shape, two_weights: bool) -> None:
     def int32(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.int32)
 
-    x, act = bf16(shape.T, D), launch.Activation()
+    x = bf16(shape.T, D)
     args = (
         x,
         bf16(E, F if two_weights else 2 * F, D),
@@ -545,8 +545,9 @@ def _launch_layer(table, shape: Shape, two_weights: bool) -> None:
         bf16(E, F, D) if two_weights else None,
     )
     mask = (True, True, True, True, False, False, two_weights)
-    _, preact = launch.moe_mlp_forward(plan, *args, act)
-    launch.moe_mlp_backward(plan, x, *args, preact, mask, act)
+    experts = launch.Experts(*args)
+    _, preact = launch.moe_mlp_forward(plan, experts)
+    launch.moe_mlp_backward(plan, experts, x, preact, mask)
 
 
 def _name(report, two_weights: bool) -> str | None:

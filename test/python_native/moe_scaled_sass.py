@@ -22,6 +22,7 @@ import torch
 from torch._native.ops.moe.triton_kernels import launch, scaled_launch
 from torch._native.ops.moe.triton_kernels.configs import TABLES
 from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_TABLES
+from torch._native.ops.moe.triton_kernels.scaled_operands import ScaledExperts
 
 
 # That of the model.
@@ -45,15 +46,13 @@ def _launch_layer(shape: Shape, recipe: str) -> None:
         bf16(T, D), bf16(E, 2 * F, D), bf16(E, D, F), int32(E), torch.empty(T, K),
         int32(R), int32(T, K), None, None, None, [], [], [], [],
     )  # fmt: skip
-    options = {"recipe": RECIPES[recipe], "act": launch.Activation()}
+    experts = ScaledExperts(
+        *args, recipe=RECIPES[recipe], preact_dtype=torch.float8_e4m3fn
+    )
     with mock.patch.object(torch.ops.aten, "_moe_quantize", meta_quantize):
-        _, *saved = scaled_launch.moe_mlp_scaled_forward(
-            plan, *args, preact_dtype=torch.float8_e4m3fn, **options
-        )
+        _, *saved = scaled_launch.moe_mlp_scaled_forward(plan, experts)
         mask = (True, True, True, True, False, False, False)
-        scaled_launch.moe_mlp_scaled_backward(
-            plan, args[0], *args[1:], *saved, mask, **options
-        )
+        scaled_launch.moe_mlp_scaled_backward(plan, experts, saved, mask)
 
 
 class _Names:

@@ -5,14 +5,9 @@ Test-only; see moe_triton_sweep.py, whose tools these are:
     python test/python_native/moe_scaled_sweep.py --output FILE
 """
 
-import ast
 import dataclasses
-import inspect
-import textwrap
-from collections.abc import Iterator
 from unittest import mock
 
-import triton
 from moe_triton_sweep import _tables, Family, main
 from triton_static_gate import KernelReport
 
@@ -22,15 +17,16 @@ from torch._native.ops.moe.triton_kernels import (
     scaled_backward,
     scaled_forward,
     scaled_launch,
-    scaled_operands,
 )
-from torch._native.ops.moe.triton_kernels.activations import (
+from torch._native.ops.moe.triton_kernels.configs import TABLES, TileConfig
+from torch._native.ops.moe.triton_kernels.experts import (
+    Activation,
     GATED_ACTIVATIONS,
     LIMITED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
 )
-from torch._native.ops.moe.triton_kernels.configs import TABLES, TileConfig
 from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_TABLES
+from torch._native.ops.moe.triton_kernels.scaled_operands import Recipe, ScaledExperts
 from torch.nn.functional import ScalingType
 
 
@@ -43,10 +39,10 @@ _ROW, _MX, _B128 = (
     )
 )
 RECIPES = {
-    "fp8": scaled_operands.Recipe(_B128, ScalingType.BlockWise128x128.value),
-    "mx": scaled_operands.Recipe(_MX, _MX),
-    "wide": scaled_operands.Recipe(_MX, _MX, widen=True),
-    "row": scaled_operands.Recipe(_ROW, _ROW),
+    "fp8": Recipe(_B128, ScalingType.BlockWise128x128.value),
+    "mx": Recipe(_MX, _MX),
+    "wide": Recipe(_MX, _MX, widen=True),
+    "row": Recipe(_ROW, _ROW),
 }
 E4M3 = torch.float8_e4m3fn
 ACTIVATION_KERNELS = (
@@ -87,7 +83,7 @@ class Variant:
     recipe: str
     architectures: tuple[str, ...]
     kernels: tuple = ACTIVATION_KERNELS
-    activation: launch.Activation = launch.Activation()
+    activation: Activation = Activation()
     dtype: torch.dtype = torch.bfloat16
     preact_dtype: torch.dtype | None = E4M3
     bias: bool = True
@@ -111,7 +107,7 @@ def variants() -> tuple[Variant, ...]:
 
     add("all_kernels", kernels=SCALED_FUNCTIONS)
     add("no_bias", kernels=SCALED_FUNCTIONS, bias=False, split=True, preact_dtype=None)
-    add("odd", kernels=SCALED_FUNCTIONS, odd=True, activation=launch.Activation("silu"))
+    add("odd", kernels=SCALED_FUNCTIONS, odd=True, activation=Activation("silu"))
     add("off", recipes=("fp8", "mx", "row"), off=True)
     add("hp_wgrad", hp_wgrad=True, bias=False)
     for name in (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS):
@@ -122,7 +118,7 @@ def variants() -> tuple[Variant, ...]:
             recipes += ("row", "wide")
         for interleaved in (False, True) if gated else (False,):
             layout = " interleaved" if interleaved else ""
-            act = launch.Activation(name, interleaved)
+            act = Activation(name, interleaved)
             if name in LIMITED_ACTIVATIONS and name != "swiglu_oai":
                 clamped = dataclasses.replace(act, limit=7.0)
                 for dtype in (torch.bfloat16, torch.float32):
@@ -196,14 +192,16 @@ def call(plan: launch.LaunchPlan, variant: Variant, device: str = "cpu", tokens=
         empty(E, F, D) if variant.split else None,
         [], [], [], [],
     )  # fmt: skip
-    options = {"recipe": RECIPES[variant.recipe], "act": act}
-    output, *saved = scaled_launch.moe_mlp_scaled_forward(
-        plan, *args, preact_dtype=variant.preact_dtype, **options
+    experts = ScaledExperts(
+        *args,
+        recipe=RECIPES[variant.recipe],
+        preact_dtype=variant.preact_dtype,
+        hp_wgrad=variant.hp_wgrad,
+        act=act,
     )
-    grads = scaled_launch.moe_mlp_scaled_backward(
-        plan, args[0], *args[1:], *saved, (True,) * 7,
-        hp_wgrad=variant.hp_wgrad, **options,
-    )  # fmt: skip
+    output, *saved = scaled_launch.moe_mlp_scaled_forward(plan, experts)
+    mask = (True,) * 7
+    grads = scaled_launch.moe_mlp_scaled_backward(plan, experts, saved, mask)
     return args, output, saved, grads
 
 
@@ -230,28 +228,6 @@ def _problems(report: KernelReport) -> list[str]:
     return report.problems(matrix=matrix, tma=tma, fp8=fp8)
 
 
-def _sources() -> Iterator[ast.AST]:
-    """Of the kernels and what they call, in whatever file."""
-    seen: dict[str, object] = {}
-    todo = list(SCALED_FUNCTIONS)
-    while todo:
-        function = todo.pop().fn
-        key = f"{function.__module__}.{function.__name__}"
-        if key in seen:
-            continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        seen[key] = tree
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name):
-                used = function.__globals__.get(node.id)
-                if isinstance(used, triton.runtime.jit.JITFunction):
-                    todo.append(used)
-                elif isinstance(used, triton.language.constexpr):
-                    text = f"{node.id} = {used.value!r}"
-                    seen[f"{function.__module__}.{node.id}"] = ast.parse(text)
-    yield from (seen[key] for key in sorted(seen))
-
-
 FAMILY = Family(
     "moe_scaled_sweep",
     ("sm_90", "sm_100", "sm_103"),
@@ -259,7 +235,7 @@ FAMILY = Family(
     _shipped,
     _launch,
     _problems,
-    _sources,
+    SCALED_FUNCTIONS,
 )
 
 

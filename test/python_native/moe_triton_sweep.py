@@ -17,15 +17,18 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import triton
 from triton_static_gate import (
     ARCHITECTURES,
     compile_only,
@@ -42,14 +45,16 @@ from torch._native.ops.moe.triton_kernels import (
     reductions,
     topk,
 )
-from torch._native.ops.moe.triton_kernels.activations import (
-    GATED_ACTIVATIONS,
-    PLAIN_ACTIVATIONS,
-)
 from torch._native.ops.moe.triton_kernels.configs import (
     KernelTable,
     TABLES,
     TileConfig,
+)
+from torch._native.ops.moe.triton_kernels.experts import (
+    Activation,
+    Experts,
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
 )
 
 
@@ -61,6 +66,12 @@ MATRIX_KERNELS = (
     *ACTIVATION_KERNELS,
     forward.grouped_mm_kernel,
     backward.weight_grad_kernel,
+)
+KERNEL_FUNCTIONS = tuple(
+    value
+    for module in MODULES
+    for name, value in vars(module).items()
+    if name.endswith("_kernel") and value.__module__ == module.__name__
 )
 MATRIX_KERNEL_NAMES = tuple(kernel.__name__ for kernel in MATRIX_KERNELS)
 ALL_KERNELS = ()  # what compile_only takes for "all"
@@ -90,7 +101,7 @@ class Variant:
     name: str
     kernels: tuple = MATRIX_KERNELS
     every_config: bool = False
-    activation: launch.Activation = launch.Activation()
+    activation: Activation = Activation()
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
     transposed: bool = False
@@ -113,13 +124,13 @@ def variants() -> tuple[Variant, ...]:
             "interleaved",
             kernels=ACTIVATION_KERNELS,
             every_config=True,
-            activation=launch.Activation("swiglu", gate_interleaved=True),
+            activation=Activation("swiglu", gate_interleaved=True),
         ),
         Variant(
             "silu",
             kernels=UP,
             every_config=True,
-            activation=launch.Activation("silu"),
+            activation=Activation("silu"),
         ),
         Variant(
             "all_kernels",
@@ -145,12 +156,12 @@ def variants() -> tuple[Variant, ...]:
         Variant(
             "swiglu_limit",
             kernels=ACTIVATION_KERNELS,
-            activation=launch.Activation("swiglu", limit=7.0),
+            activation=Activation("swiglu", limit=7.0),
         ),
         Variant(
             "gpt_oss",
             kernels=ACTIVATION_KERNELS,
-            activation=launch.Activation("swiglu_oai", gate_interleaved=True),
+            activation=Activation("swiglu_oai", gate_interleaved=True),
             bias=True,
         ),
         # Of those that alternate, what needs most registers.
@@ -158,7 +169,7 @@ def variants() -> tuple[Variant, ...]:
             "interleaved_geglu",
             kernels=ACTIVATION_KERNELS,
             every_config=True,
-            activation=launch.Activation("geglu", gate_interleaved=True, limit=7.0),
+            activation=Activation("geglu", gate_interleaved=True, limit=7.0),
         ),
         Variant("float16", dtype=torch.float16),
     ]
@@ -170,7 +181,7 @@ def variants() -> tuple[Variant, ...]:
                     kernels=ACTIVATION_KERNELS,
                     # The clamps make it the one that needs most registers.
                     every_config=name == "swiglu_oai",
-                    activation=launch.Activation(name),
+                    activation=Activation(name),
                 )
             )
     return tuple(chosen)
@@ -233,8 +244,9 @@ def _launch(variant: Variant, table: KernelTable) -> None:
         torch.empty(E, D, dtype=dtype) if variant.bias else None,
         weight(F, D) if variant.two_weights else None,
     )
-    _, preact = launch.moe_mlp_forward(plan, *args, act)
-    launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 7, act)
+    experts = Experts(*args, act=act)
+    _, preact = launch.moe_mlp_forward(plan, experts)
+    launch.moe_mlp_backward(plan, experts, x, preact, (True,) * 7)
 
 
 # Experts, experts per token and options of the routers that are compiled: small, the
@@ -276,14 +288,26 @@ def _problems(report: KernelReport) -> list[str]:
     return report.problems(matrix=matrix, tma=bool(report.constants.get("USE_TMA")))
 
 
-def _sources() -> Iterator[ast.AST]:
-    for module in MODULES:
-        body = ast.parse(pathlib.Path(module.__file__).read_text()).body
-        jitted = [
-            x for x in body if isinstance(x, ast.FunctionDef) and x.decorator_list
-        ]
-        constants = [x for x in body if isinstance(x, (ast.Assign, ast.AnnAssign))]
-        yield from (*jitted, *constants) if jitted else ()
+def _sources(kernels: Iterable[Any]) -> Iterator[ast.AST]:
+    """Of the kernels and what they call, in whatever file, and their constants."""
+    seen: dict[str, ast.AST] = {}
+    todo = list(kernels)
+    while todo:
+        function = todo.pop().fn
+        key = f"{function.__module__}.{function.__name__}"
+        if key in seen:
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        seen[key] = tree
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                used = function.__globals__.get(node.id)
+                if isinstance(used, triton.runtime.jit.JITFunction):
+                    todo.append(used)
+                elif isinstance(used, triton.language.constexpr):
+                    text = f"{node.id} = {used.value!r}"
+                    seen[f"{function.__module__}.{node.id}"] = ast.parse(text)
+    yield from (seen[key] for key in sorted(seen))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +321,7 @@ class Family:
         tables: tables of one configuration per kernel, of an architecture and a variant.
         launch: calls the ops of a variant with such a table.
         problems: what is wrong with a compiled kernel.
-        sources: code of the kernels.
+        kernels: all of its kernels.
     """
 
     script: str
@@ -306,7 +330,7 @@ class Family:
     tables: Callable[[str, Any], list[dict[str, tuple[TileConfig, ...]]]]
     launch: Callable[[Any, Any], None]
     problems: Callable[[KernelReport], list[str]]
-    sources: Callable[[], Iterator[ast.AST]]
+    kernels: tuple
 
 
 def _shipped(arch: str, variant: Variant) -> list[dict[str, tuple[TileConfig, ...]]]:
@@ -320,7 +344,7 @@ FAMILY = Family(
     _shipped,
     _launch,
     _problems,
-    _sources,
+    KERNEL_FUNCTIONS,
 )
 
 
@@ -450,9 +474,7 @@ def _launch_text(value: object) -> str:
 
 def launches(family: Family = FAMILY) -> Iterator[str]:
     """Every launch that is compiled, as text; nothing is compiled."""
-    from triton.runtime import jit
-
-    seen: list[str] = []
+    jit, seen = triton.runtime.jit, []
 
     def run(self, *args, grid, warmup, **kwargs):
         names = {p.name for p in self.params if p.is_constexpr}
@@ -470,11 +492,13 @@ def launches(family: Family = FAMILY) -> Iterator[str]:
             for variant in family.variants():
                 if arch in variant.architectures:
                     for table in family.tables(arch, variant):
-                        seen.append(f"{arch} {variant.name}")
+                        seen.clear()
                         family.launch(variant, table)
+                        # In which order is of no account.
+                        yield f"{arch} {variant.name}"
+                        yield from sorted(seen)
     finally:
         jit.JITFunction.run = original
-    yield from seen
 
 
 def source_hash(family: Family = FAMILY) -> str:
@@ -483,7 +507,7 @@ def source_hash(family: Family = FAMILY) -> str:
     The code around the launches, and what chooses among them, does not count.
     """
     digest = hashlib.sha256()
-    for node in family.sources():
+    for node in _sources(family.kernels):
         digest.update(_without_docstrings(ast.unparse(node)).encode())
     for text in launches(family):
         digest.update(text.encode())
@@ -491,8 +515,6 @@ def source_hash(family: Family = FAMILY) -> str:
 
 
 def _json_row(row: Row) -> dict[str, object]:
-    import triton
-
     fields = {"triton": triton.__version__, "variant": row.variant}
     fields.update(dataclasses.asdict(row.report))
     fields["constants"] = {
@@ -506,8 +528,6 @@ def _json_row(row: Row) -> dict[str, object]:
 
 def record(path: pathlib.Path, family: Family = FAMILY) -> int:
     """Writes the rows of this Triton version to ``path``; returns how many are bad."""
-    import triton
-
     table = json.loads(path.read_text()) if path.exists() else {"rows": []}
     kept = [row for row in table["rows"] if row["triton"] != triton.__version__]
     fresh = []

@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import ast
 import concurrent.futures
+import dataclasses
 import pathlib
 from unittest import mock
 
@@ -26,6 +27,7 @@ from torch._native.ops.moe.cutedsl_kernels import launch, rows
 from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
 from torch._native.ops.moe.triton_kernels.launch import (
     Activation,
+    Experts,
     LaunchPlan,
     moe_mlp_backward as triton_backward,
     moe_mlp_forward as triton_forward,
@@ -60,7 +62,7 @@ ALL = (True, True, True, True, False, False, False)
 
 def apply(act, preact):
     return apply_activation(
-        preact, activation=act.name, gate_interleaved=act.gate_interleaved
+        preact, activation=act.activation, gate_interleaved=act.gate_interleaved
     )
 
 
@@ -157,16 +159,16 @@ class CuteTestCase(TestCase):
     def check(self, operands, act, output_mask=ALL, args=None, grad_out=None):
         args = operands.args() if args is None else args
         grad_out = operands.grad_out if grad_out is None else grad_out
-        kwargs = {"activation": act.name, "gate_interleaved": act.gate_interleaved}
-        dtype = args[0].dtype
-        output, preact = launch.moe_mlp_forward(self.plan, *args[:7], act)
+        kwargs, dtype = dataclasses.asdict(act), args[0].dtype
+        experts = Experts(*args, act=act)
+        output, preact = launch.moe_mlp_forward(self.plan, experts)
         truth = moe_mlp_reference(*args, **kwargs)
         unfused = moe_mlp_unfused(*args, **kwargs)
         check_close(output, truth[0], unfused[0], dtype, "output")
         check_close(preact, truth[1], unfused[1], dtype, "preact")
 
         grads = launch.moe_mlp_backward(
-            self.plan, grad_out, *args[:7], preact, output_mask, act
+            self.plan, experts, grad_out, preact, output_mask
         )
         self.check_grads(grads, grad_out, args, kwargs, output_mask)
         return preact
@@ -244,10 +246,10 @@ class TestCutedslLaunch(CuteTestCase):
     def test_no_preact_in_inference(self):
         for interleaved in (False, True):
             args = get_case("aligned").operands(torch.bfloat16).args()
-            act = Activation("swiglu", interleaved)
-            expected, _ = launch.moe_mlp_forward(self.plan, *args[:7], act)
+            experts = Experts(*args, act=Activation("swiglu", interleaved))
+            expected, _ = launch.moe_mlp_forward(self.plan, experts)
             output, preact = launch.moe_mlp_forward(
-                self.plan, *args[:7], act, compute_preact=False
+                self.plan, experts, compute_preact=False
             )
             self.assertEqual(preact.shape, (0, args[1].shape[1]))
             self.assertEqual(output, expected, rtol=0, atol=0)
@@ -259,16 +261,17 @@ class TestCutedslLaunch(CuteTestCase):
         operands = get_case("aligned").operands(torch.bfloat16)
         args, grad_out = operands.args(), operands.grad_out
         kwargs = {"activation": "swiglu", "gate_interleaved": gate_interleaved}
-        _, ours = launch.moe_mlp_forward(self.plan, *args[:7], act)
-        _, theirs = triton_forward(TRITON, *args, act)
+        experts = Experts(*args, act=act)
+        _, ours = launch.moe_mlp_forward(self.plan, experts)
+        _, theirs = triton_forward(TRITON, experts)
         self.check_grads(
-            triton_backward(TRITON, grad_out, *args, ours, ALL, act),
+            triton_backward(TRITON, experts, grad_out, ours, ALL),
             grad_out,
             args,
             kwargs,
         )
         self.check_grads(
-            launch.moe_mlp_backward(self.plan, grad_out, *args[:7], theirs, ALL, act),
+            launch.moe_mlp_backward(self.plan, experts, grad_out, theirs, ALL),
             grad_out,
             args,
             kwargs,
@@ -293,9 +296,10 @@ class TestCutedslLaunch(CuteTestCase):
         def run(value):
             x, grad_out = args[0].clone(), operands.grad_out.clone()
             x[0] = grad_out[0] = value
-            output, preact = launch.moe_mlp_forward(self.plan, x, *args[1:7], act)
+            experts = Experts(x, *args[1:], act=act)
+            output, preact = launch.moe_mlp_forward(self.plan, experts)
             return output, *launch.moe_mlp_backward(
-                self.plan, grad_out, x, *args[1:7], preact, ALL, act
+                self.plan, experts, grad_out, preact, ALL
             )
 
         output, dx, dw_in, dw_out, dweights, *_ = run(bad)
@@ -355,8 +359,8 @@ class TestCutedslChoice(TestCase):
         super().setUp()
         self.capability = (9, 0)
         for target, name, replacement in (
-            (triton_impl, "_device_reason", lambda *args: None),
-            (triton_impl, "_capability", lambda index: self.capability),
+            (triton_impl, "device_reason", lambda *args: None),
+            (triton_impl, "capability_of", lambda index: self.capability),
             (triton_impl.tu, "_try_initialize_driver", lambda: True),
         ):
             patch = mock.patch.object(target, name, replacement)
@@ -370,7 +374,7 @@ class TestCutedslChoice(TestCase):
 
     def test_served(self):
         for self.capability in ((9, 0), (10, 0), (10, 3)):
-            self.assertIsNone(cutedsl_impl.mlp_reason(*self.args))
+            self.assertIsNone(cutedsl_impl.mlp_reason(Experts(*self.args)))
 
     def test_not_served(self):
         def reason(**changes):
@@ -378,7 +382,8 @@ class TestCutedslChoice(TestCase):
             args = list(self.args)
             for position, name in zip((1, 2, 7, 8, 9), names):
                 args[position] = changes.pop(name, args[position])
-            return cutedsl_impl.mlp_reason(*args, **changes)
+            experts = Experts(*args, act=Activation(**changes))
+            return cutedsl_impl.mlp_reason(experts)
 
         w_in, w_out = self.args[1:3]
         transposed = w_out.mT.contiguous().mT
@@ -418,7 +423,8 @@ class TestCutedslChoice(TestCase):
             self.assertFalse(cutedsl_impl._mlp_cond(*self.args, activation="geglu"))
             self.assertTrue(triton_impl._mlp_cond(*self.args, activation="geglu"))
             with self.assertRaisesRegex(RuntimeError, "dtype"):
-                triton_impl._mlp_cond(self.args[0].double(), *self.args[1:])
+                case = MoeCase("choice", dim=32, hidden=48)
+                triton_impl._mlp_cond(*case.operands(torch.float64).args())
 
     def test_backward_asks_the_same(self):
         args = self.args
@@ -426,7 +432,7 @@ class TestCutedslChoice(TestCase):
         backward = (torch.empty_like(args[0]), *args, preact, [True] * 7)
         with moe_kernel(MoeBackend.CUTEDSL):
             self.assertTrue(cutedsl_impl._mlp_backward_cond(*backward))
-            with self.assertRaisesRegex(RuntimeError, "wrong shape"):
+            with self.assertRaisesRegex(ValueError, "preact must have shape"):
                 wrong = (*backward[:-2], preact[:-1], backward[-1])
                 cutedsl_impl._mlp_backward_cond(*wrong)
 
@@ -469,7 +475,7 @@ class TestCutedslOps(CuteTestCase):
         with (
             torch.library._scoped_library("aten", "IMPL") as lib,
             mock.patch.object(cutedsl_impl, "_plan", lambda index: self.plan),
-            mock.patch.object(triton_impl, "_on_device", mock.MagicMock()),
+            mock.patch.object(triton_impl, "on_device", mock.MagicMock()),
         ):
             for op, impl in (
                 ("_moe_mlp", cutedsl_impl._mlp_impl),

@@ -20,7 +20,7 @@ from triton_static_gate import ARCHITECTURES, compile_only
 
 import torch
 from torch._dynamo.source import ConstantSource
-from torch._native.ops.moe import quantize_impl
+from torch._native.ops.moe import quantize_impl, triton_impl
 from torch._native.ops.moe.triton_kernels import quantize
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -119,36 +119,41 @@ class TestMoeQuantizeEligibility(eligibility.EligibilityTestCase):
                     self.assertIsNone(reason(x.to(dtype), recipe))
             self.assertIsNone(reason(x, MX, offs=offs, dim=0, dtype=torch.int8))
             self.assertIsNone(reason(x, MX, swizzle=1, dim=0))
-            native = quantize_impl._converts_float8(0)
+            native = quantize_impl.converts_float8(0)
             self.assertEqual(native, capability > (8, 0))
         self.assertIsNone(reason(x[0], MX))
         self.assertIsNone(reason(x[:0], ROW))
         self.assertIsNone(reason(x[:, :0], ROW))
 
     def test_not_served(self):
-        x, offs = torch.randn(64, 96), torch.tensor([64], dtype=torch.int32)
+        x = torch.randn(64, 96)
         far = torch.empty(2**27, 1024, device="meta")
         for args, options, part in (
             ((x.double(), MX), {}, "self has dtype torch.float64"),
             ((x, 2), {}, "recipe is 2"),
-            ((x[0], SQUARE), {}, "1 dimensions"),
-            ((x, MX), {"dim": 2}, "dim is 2"),
             ((x, MX), {"dtype": torch.uint8}, "dtype is torch.uint8"),
-            ((x, BLOCK), {"swizzle": 1}, "swizzle is 1"),
-            ((x, MX), {"swizzle": 1, "offs": offs, "dim": 0}, "swizzle is 1"),
-            ((x, MX), {"offs": offs.long(), "dim": 0}, "offs is not"),
-            ((x, MX), {"offs": offs}, "along dimension 0"),
             ((far, MX), {}, "than int32 can count"),
         ):
             self.assertIn(part, quantize_impl.quantize_reason(*args, **options))
         self.capability = (8, 6)
         self.assertIn("capability", quantize_impl.quantize_reason(x, MX))
 
+    def test_malformed_calls(self):
+        x, offs = torch.randn(64, 96), torch.tensor([64], dtype=torch.int32)
+        cond = triton_impl.cond_of("_moe_quantize", quantize_impl.quantize_reason)
+        for args, options in (
+            ((x[0], SQUARE), {}),
+            ((x, MX), {"dim": 2}),
+            ((x, BLOCK), {"swizzle": 1}),
+            ((x, MX), {"swizzle": 1, "offs": offs, "dim": 0}),
+            ((x, MX), {"offs": offs.long(), "dim": 0}),
+            ((x, MX), {"offs": offs}),
+        ):
+            self.check_error(*args, op="_moe_quantize", cond=cond, **options)
+
     def test_table_is_that_of_the_kernels(self):
         blocks = {number: rule.block for number, rule in quantize.RECIPES.items()}
         self.assertEqual(quantize_impl._BLOCKS, blocks)
-        squares = [n for n, rule in quantize.RECIPES.items() if rule.square]
-        self.assertEqual(squares, [quantize_impl._SQUARE])
         schema = torch.ops.aten._moe_quantize.default._schema
         names = [argument.name for argument in schema.arguments]
         options = inspect.signature(quantize_impl.quantize_reason).parameters

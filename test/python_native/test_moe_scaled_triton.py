@@ -23,17 +23,15 @@ from triton_interpreter import (
 )
 
 import torch
-from torch._native.ops.moe.triton_kernels import (
-    launch,
-    scaled_launch,
-    scaled_operands,
-)
-from torch._native.ops.moe.triton_kernels.activations import (
+from torch._native.ops.moe.triton_kernels import launch, scaled_launch
+from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
+from torch._native.ops.moe.triton_kernels.experts import (
+    Activation,
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
 )
-from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
 from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_KERNELS
+from torch._native.ops.moe.triton_kernels.scaled_operands import Recipe, ScaledExperts
 from torch.nn.functional import ScalingType
 from torch.testing._internal.common_moe import call_composite
 from torch.testing._internal.common_utils import (
@@ -56,10 +54,10 @@ E4M3 = torch.float8_e4m3fn
 MX, B128 = ScalingType.BlockWise1x32.value, ScalingType.BlockWise1x128.value
 ROW, SQUARE = ScalingType.RowWise.value, ScalingType.BlockWise128x128.value
 RECIPES = {
-    "fp8": scaled_operands.Recipe(B128, SQUARE),
-    "row": scaled_operands.Recipe(ROW, ROW),
-    "mx": scaled_operands.Recipe(MX, MX),
-    "wide": scaled_operands.Recipe(MX, MX, widen=True),
+    "fp8": Recipe(B128, SQUARE),
+    "row": Recipe(ROW, ROW),
+    "mx": Recipe(MX, MX),
+    "wide": Recipe(MX, MX, widen=True),
 }
 all_recipes = parametrize("recipe", ["fp8", "row", "mx"])
 # Where the routings and the bits of the composite, which all have, would fail as well.
@@ -125,7 +123,7 @@ class TestMoeScaledTriton(TestCase):
         self,
         ops,
         recipe,
-        act=launch.Activation(),
+        act=Activation(),
         preact_dtype=E4M3,
         plan=POINTERS,
         lists=([], [], [], []),
@@ -133,39 +131,25 @@ class TestMoeScaledTriton(TestCase):
         **options,
     ):
         """output, what is saved, and the gradients."""
-        args = (*ops.args(), *lists)
-        recipe = RECIPES.get(recipe, recipe)
+        options |= {"recipe": RECIPES.get(recipe, recipe), "act": act}
+        experts = ScaledExperts(
+            *ops.args(), *lists, preact_dtype=preact_dtype, **options
+        )
         output, *saved = scaled_launch.moe_mlp_scaled_forward(
-            plan,
-            *args,
-            recipe=recipe,
-            preact_dtype=preact_dtype,
-            act=act,
-            compute_preact=not recompute,
+            plan, experts, compute_preact=not recompute
         )
         mask = tuple(x is not None for x in differentiable(ops))
-        grads = scaled_launch.moe_mlp_scaled_backward(
-            plan,
-            ops.grad_out,
-            *args[1:],
-            *saved,
-            mask,
-            recipe=recipe,
-            act=act,
-            **options,
-        )
+        experts = dataclasses.replace(experts, input=ops.grad_out)
+        grads = scaled_launch.moe_mlp_scaled_backward(plan, experts, saved, mask)
         return output, saved, grads
 
-    def check(self, ops, recipe, act=launch.Activation(), **options):
+    def check(self, ops, recipe, act=Activation(), **options):
         """Output and gradients within the tolerance of every MoE test."""
         output, saved, grads = self.run_kernels(ops, recipe, act, **options)
         dtype = ops.input.dtype
         product = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         kwargs = {
-            "activation": act.name,
-            "gate_interleaved": act.gate_interleaved,
-            "alpha": act.alpha,
-            "limit": act.limit,
+            **dataclasses.asdict(act),
             "preact_dtype": options.get("preact_dtype", E4M3),
             "hp_wgrad": options.get("hp_wgrad", False),
         }
@@ -206,7 +190,7 @@ class TestMoeScaledTriton(TestCase):
         ],
     )
     def test_layouts_with_bias(self, recipe, plan, interleaved):
-        act = launch.Activation("swiglu", gate_interleaved=interleaved)
+        act = Activation("swiglu", gate_interleaved=interleaved)
         self.check_memory(make_operands(bias=True), recipe, act, plan=plan)
 
     @one_recipe
@@ -215,7 +199,7 @@ class TestMoeScaledTriton(TestCase):
         # Of fp8 four share a scale or two, of mx two or none; H's are of 32 columns.
         block_n = 64 if recipe == "mx" else 128
         plan = make_plan(epilogue_parts=4, block_n=block_n, tma=True)
-        act = launch.Activation("swiglu", gate_interleaved=interleaved)
+        act = Activation("swiglu", gate_interleaved=interleaved)
         ops = make_operands(bias=True, num_tokens=9, hidden=208 if interleaved else 128)
         self.check_memory(ops, recipe, act, plan=plan)
         whole = make_plan(block_n=block_n)
@@ -229,7 +213,7 @@ class TestMoeScaledTriton(TestCase):
     def test_activations(self, activation):
         ops = make_operands(torch.float32, activation, num_tokens=10, top_k=1, dim=128)
         limit = 0.4 if activation in ("geglu", "swiglu_oai") else None
-        self.check(ops, "mx", launch.Activation(activation, limit=limit))
+        self.check(ops, "mx", Activation(activation, limit=limit))
 
     @all_recipes
     @parametrize("routing", ["sentinels", "empty_experts", "one_expert"])
@@ -256,10 +240,10 @@ class TestMoeScaledTriton(TestCase):
     def test_tails(self, recipe, dim, hidden):
         # Blocks of H have numbers of gate and up where these are not interleaved.
         ops = make_operands(dim=dim, hidden=hidden, bias=True)
-        act = launch.Activation("swiglu_oai", gate_interleaved=True)
+        act = Activation("swiglu_oai", gate_interleaved=True)
         self.check_memory(ops, recipe, act, plan=TMA)
         ops = make_operands(dim=dim, hidden=hidden, activation="relu2", num_tokens=9)
-        self.check_memory(ops, recipe, launch.Activation("relu2"))
+        self.check_memory(ops, recipe, Activation("relu2"))
 
     @one_recipe
     def test_gate_and_up_as_two_weights(self, recipe):
@@ -355,7 +339,7 @@ class TestMoeScaledTriton(TestCase):
         output, saved, grads = self.run_kernels(ops, recipe)
         layouts = [(recipe, lists)]
         if codes.block == 32:
-            swizzled = dataclasses.replace(codes, swizzled=True)
+            swizzled = dataclasses.replace(codes, swizzle=1)
             lists = [lists[0]]
             for w in (ops.w_in, ops.w_out, ops.w_up):
                 lists.append([])
@@ -397,7 +381,7 @@ class TestMoeScaledTriton(TestCase):
             },
         )
         codes = RECIPES[recipe]
-        act = launch.Activation("reglu", gate_interleaved=interleaved)
+        act = Activation("reglu", gate_interleaved=interleaved)
         # As these ship.
         plan = make_plan(block_k=64) if recipe == "wide" else POINTERS
         output, saved, grads = self.run_kernels(ops, recipe, act, plan=plan)

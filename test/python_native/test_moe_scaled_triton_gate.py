@@ -42,6 +42,7 @@ from torch._native.ops.moe.triton_kernels.scaled_configs import (
     scaled_table_for_capability,
     SCALED_TABLES,
 )
+from torch._native.ops.moe.triton_kernels.scaled_operands import Recipe, ScaledExperts
 from torch._native.ops.moe_scaled import triton_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -84,7 +85,7 @@ class TestMoeScaledEligibility(TestCase):
 
     def setUp(self):
         super().setUp()
-        original = moe._device_reason
+        original = moe.device_reason
         is_cuda = mock.PropertyMock(return_value=True)
 
         def device_reason(tensors, memory=True):
@@ -92,8 +93,8 @@ class TestMoeScaledEligibility(TestCase):
                 return original(tensors, memory)
 
         for patch in (
-            mock.patch.object(moe, "_device_reason", device_reason),
-            mock.patch.object(moe, "_capability", lambda i: self.capability),
+            mock.patch.object(moe, "device_reason", device_reason),
+            mock.patch.object(moe, "capability_of", lambda i: self.capability),
             mock.patch.object(moe.tu, "_try_initialize_driver", lambda: True),
         ):
             patch.start()
@@ -105,14 +106,15 @@ class TestMoeScaledEligibility(TestCase):
             args = MoeCase("a", dim=64, hidden=128).operands(torch.bfloat16).args()
         a, w = RECIPES[recipe]
         options = {"recipe_a": [a], "recipe_w": [w], "preact_dtype": E4M3, **options}
-        forward = triton_impl.mlp_reason(*args, *lists, **options)
+        experts = triton_impl.experts_of(*args, *lists, **options)
+        forward = triton_impl.mlp_reason(experts)
         quantize = torch.ops.aten._moe_quantize
         saved = quantize(args[0], a if recipe in RECIPES else B128)
         rows, width = len(args[0] if args[5] is None else args[5]), 2 * args[2].shape[2]
         preact = torch.empty(rows, width).to(E4M3)
         scale = torch.empty(rows, -(-width // 32)).to(torch.float8_e8m0fnu)
         backward = triton_impl.mlp_backward_reason(
-            *args, *lists, *saved, preact, scale, [True] * 7, **options
+            experts, *saved, preact, scale, output_mask=[True] * 7
         )
         return forward, backward
 
@@ -128,9 +130,10 @@ class TestMoeScaledEligibility(TestCase):
                 self.assertIn("compute capability", reason)
         if served:
             a, w = RECIPES[recipe]
-            chosen = triton_impl._recipe(0, recipe_a=[a], recipe_w=[w])
-            self.assertEqual(chosen.widen, capability == (9, 0) and recipe == "mx")
             table = scaled_table_for_capability(*capability)
+            experts = ScaledExperts(*[None] * 4, recipe=Recipe(a, w))
+            chosen = experts.on(table).recipe
+            self.assertEqual(chosen.widen, capability == (9, 0) and recipe == "mx")
             prefix = chosen.kernel("")
             names = {name for name in SCALED_KERNELS if name.startswith(prefix)}
             self.assertEqual(len(names), len(KERNELS))
@@ -142,9 +145,6 @@ class TestMoeScaledEligibility(TestCase):
             subtest(({"recipe_a": []}, "recipe_a"), name="weight_only"),
             subtest(({"recipe_w": [B128]}, "recipe_w"), name="weights_by_1x128"),
             subtest(({"swizzle_w": [2]}, "swizzle_w"), name="panels"),
-            subtest(({"swizzle_w": [1]}, "swizzle_w"), name="swizzle_of_squares"),
-            subtest(({"preact_dtype": torch.float16}, "preact_dtype"), name="preact"),
-            subtest(({"activation": "tanh"}, "activation"), name="activation"),
         ],
     )
     def test_what_is_left_to_the_composite(self, options, text):
@@ -169,9 +169,8 @@ class TestMoeScaledEligibility(TestCase):
         lists = ([], w_in, w_out, [])
         options = {"args": args, "swizzle_w": [1]}
         self.assertEqual(self.call("mx", lists, **options), (None, None))
-        plain = list(torch.ops.aten._moe_quantize(args[1], MX))
-        reason = self.call("mx", ([], plain, w_out, []), **options)[0]
-        self.assertIn("w_in_scaled has shapes", reason)
+        panels = {"args": args, "swizzle_w": [2]}
+        self.assertIn("swizzle_w", self.call("mx", lists, **panels)[0])
 
     @parametrize("recipe", list(RECIPES))
     def test_operands_that_come_quantised(self, recipe):
@@ -190,13 +189,9 @@ class TestMoeScaledEligibility(TestCase):
             self.assertIsNone(self.call(recipe, (x, w_in, w_out, []))[1])
         else:
             self.assertIsNone(backward)
-        wrong = [w_in[0], w_in[1][:, :-1]]
-        self.assertIn(
-            "w_in_scaled has shapes", self.call(recipe, ([], wrong, [], []))[0]
-        )
         wrong = [w_in[0].view(torch.int8), w_in[1]]
         self.assertIn(
-            "w_in_scaled has dtypes", self.call(recipe, ([], wrong, [], []))[0]
+            "w_in_scaled has codes", self.call(recipe, ([], wrong, [], []))[0]
         )
 
     @parametrize("recipe", list(RECIPES))
@@ -206,25 +201,35 @@ class TestMoeScaledEligibility(TestCase):
         self.assertEqual(self.call(recipe, args=ops.args()), (None, None))
 
     def test_malformed_calls(self):
+        """They raise what the op raises: the rules are said once, in C++."""
         args = MoeCase("a", dim=64, hidden=128).operands(torch.bfloat16).args()
+        w_in = list(torch.ops.aten._moe_quantize(args[1], SQUARE))
+        lists, wrong = [[], [], [], []], [[], [w_in[0], w_in[1][:, :-1]], [], []]
+        calls = [((*args, *wrong), {})]
         for i, change in (
             (0, lambda x: x[:-1]),
             (1, lambda x: x[:, :-2]),
+            (1, lambda x: x[0]),
             (1, lambda x: x.double()),
             (4, lambda x: x.double()),
             (6, lambda x: x.long()),
         ):
-            changed = (*args[:i], change(args[i]), *args[i + 1 :])
-            reason = triton_impl.mlp_reason(
-                *changed, [], [], [], [], recipe_a=[B128], recipe_w=[SQUARE]
-            )
-            self.assertIsNotNone(reason, i)
-        w_in = list(torch.ops.aten._moe_quantize(args[1], SQUARE))
-        for i, w in ((1, args[1][0]), (1, args[1][..., 0])):
-            changed = (*args[:i], w, *args[i + 1 :])
-            self.assertIn(
-                "w_in_scaled", self.call(args=changed, lists=([], w_in, [], []))[0]
-            )
+            changed = (*args[:i], change(args[i]), *args[i + 1 :], *lists)
+            calls.append((changed, {}))
+        for options in (
+            {"activation": "tanh"},
+            {"preact_dtype": torch.float16},
+            {"swizzle_w": [1]},
+        ):
+            calls.append(((*args, *lists), options))
+        for given, options in calls:
+            options = {"recipe_a": [B128], "recipe_w": [SQUARE], **options}
+            with self.assertRaises(Exception) as expected:
+                torch.ops.aten._moe_mlp_scaled(*given, **options)
+            with moe_kernel(MoeBackend):
+                with self.assertRaises(type(expected.exception)) as found:
+                    triton_impl._mlp_cond(*given, **options)
+            self.assertEqual(str(found.exception), str(expected.exception))
 
     def test_a_backend_that_is_asked_for_does_not_fall_back(self):
         args = MoeCase("a", dim=64, hidden=96).operands(torch.bfloat16).args()

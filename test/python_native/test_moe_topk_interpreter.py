@@ -285,7 +285,7 @@ class TestDispatch(RouterKernelTestCase):
 
             handle.impl(op, counted, "CPU", allow_override=True)
         patch = mock.patch.object(
-            triton_impl, "_on_device", lambda tensor: mock.MagicMock()
+            triton_impl, "on_device", lambda tensor: mock.MagicMock()
         )
         patch.start()
         self.addCleanup(patch.stop)

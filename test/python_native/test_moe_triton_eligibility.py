@@ -16,6 +16,11 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch._native.ops.moe import triton_impl
+from torch._native.ops.moe.triton_kernels.experts import (
+    GATED_ACTIVATIONS,
+    LIMITED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+)
 from torch.nn.utils.moe_kernel import _is_registered, moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -36,6 +41,14 @@ def misaligned(x):
     return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
 
 
+def mlp_reason(*args, **options):
+    return triton_impl.mlp_reason(triton_impl.experts_of(*args, **options))
+
+
+def mlp_backward_reason(*args, **options):
+    return triton_impl.mlp_backward_reason(*triton_impl.backward_of(*args, **options))
+
+
 class EligibilityTestCase(TestCase):
     """CPU tensors pass for tensors on one GPU of a given compute capability."""
 
@@ -44,7 +57,7 @@ class EligibilityTestCase(TestCase):
     def setUp(self):
         super().setUp()
         # The rule about the kind of device is tested on its own.
-        original = triton_impl._device_reason
+        original = triton_impl.device_reason
         is_cuda = mock.PropertyMock(return_value=True)
 
         def device_reason(tensors, memory=True):
@@ -52,8 +65,9 @@ class EligibilityTestCase(TestCase):
                 return original(tensors, memory)
 
         for patch in (
-            mock.patch.object(triton_impl, "_device_reason", device_reason),
-            mock.patch.object(triton_impl, "_capability", lambda i: self.capability),
+            mock.patch("torch.nn.utils.moe_kernel._is_registered", lambda b: True),
+            mock.patch.object(triton_impl, "device_reason", device_reason),
+            mock.patch.object(triton_impl, "capability_of", lambda i: self.capability),
             mock.patch.object(triton_impl.tu, "_try_initialize_driver", lambda: True),
         ):
             patch.start()
@@ -63,21 +77,35 @@ class EligibilityTestCase(TestCase):
         case = MoeCase("eligible", dim=32, hidden=48)
         return case.operands(dtype, bias=bias, **kwargs).args()
 
+    def check_error(self, *args, op="_moe_mlp", cond=None, **options):
+        """A malformed call is asked for in vain: it raises what the op itself raises."""
+        call = getattr(torch.ops.aten, op).default
+        with self.assertRaises(Exception) as expected:
+            call(*args, **options)
+        self.assertIn(f"{op}: ", str(expected.exception))
+        cond = cond or getattr(triton_impl, op.replace("_moe", "") + "_cond")
+        with moe_kernel(MoeBackend.COMPOSITE):
+            self.assertFalse(cond(*args, **options))
+        with moe_kernel(MoeBackend):
+            with self.assertRaises(type(expected.exception)) as found:
+                cond(*args, **options)
+        self.assertEqual(str(found.exception), str(expected.exception))
+
 
 class TestEligibility(EligibilityTestCase):
     @parametrize("capability", [(8, 0), (9, 0), (10, 0), (10, 3)])
     @parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_served(self, capability, dtype):
         self.capability = capability
-        self.assertIsNone(triton_impl.mlp_reason(*self.args(dtype)))
-        self.assertIsNone(triton_impl.mlp_reason(*self.args(dtype, bias=False)))
+        self.assertIsNone(mlp_reason(*self.args(dtype)))
+        self.assertIsNone(mlp_reason(*self.args(dtype, bias=False)))
         args = self.args(dtype, weights_dtype=dtype)
-        self.assertIsNone(triton_impl.mlp_reason(*args))
+        self.assertIsNone(mlp_reason(*args))
 
     @parametrize("capability", [(7, 5), (8, 6), (8, 9), (9, 1), (12, 0)])
     def test_other_capabilities(self, capability):
         self.capability = capability
-        reason = triton_impl.mlp_reason(*self.args())
+        reason = mlp_reason(*self.args())
         self.assertIn(f"compute capability {capability}", reason)
 
     def test_tables_exist_for_every_served_capability(self):
@@ -88,16 +116,13 @@ class TestEligibility(EligibilityTestCase):
         self.assertIsNone(table_for_capability(8, 6))
 
     def test_activation_names_agree_with_the_kernels(self):
-        from torch._native.ops.moe.triton_kernels import activations
-
-        gated, plain = activations.GATED_ACTIVATIONS, activations.PLAIN_ACTIVATIONS
+        gated, plain = GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
         self.assertEqual(get_args(F._MoeGatedActivation), gated)
         self.assertEqual(get_args(F._MoeActivation), (*gated, *plain))
-        self.assertEqual(triton_impl._LIMITED, activations.LIMITED_ACTIVATIONS)
 
     @parametrize("dtype", [torch.float32, torch.float64])
     def test_other_dtypes(self, dtype):
-        self.assertIn("dtype", triton_impl.mlp_reason(*self.args(dtype)))
+        self.assertIn("dtype", mlp_reason(*self.args(dtype)))
 
     @parametrize(
         "dim,hidden,served",
@@ -105,16 +130,16 @@ class TestEligibility(EligibilityTestCase):
     )
     def test_alignment_of_sizes(self, dim, hidden, served):
         args = MoeCase("a", dim=dim, hidden=hidden).operands(torch.bfloat16).args()
-        self.assertEqual(triton_impl.mlp_reason(*args) is None, served)
+        self.assertEqual(mlp_reason(*args) is None, served)
 
     def test_weight_storage(self):
         args = self.args()
         transposed = args[1].transpose(1, 2).contiguous().transpose(1, 2)
-        self.assertIsNone(triton_impl.mlp_reason(*replaced(args, 1, transposed)))
+        self.assertIsNone(mlp_reason(*replaced(args, 1, transposed)))
         strided = torch.empty(*args[1].shape, 2, dtype=args[1].dtype)[..., 0]
-        reason = triton_impl.mlp_reason(*replaced(args, 1, strided))
+        reason = mlp_reason(*replaced(args, 1, strided))
         self.assertIn("neither of the last two dimensions of w_in", reason)
-        reason = triton_impl.mlp_reason(*replaced(args, 2, misaligned(args[2])))
+        reason = mlp_reason(*replaced(args, 2, misaligned(args[2])))
         self.assertIn("w_out is not aligned", reason)
 
     def test_weight_strides(self):
@@ -137,7 +162,7 @@ class TestEligibility(EligibilityTestCase):
         gate, up = (w.contiguous() for w in args[1].chunk(2, 1))
 
         def reason(gate, up, **kwargs):
-            return triton_impl.mlp_reason(*replaced(args, 1, gate)[:9], up, **kwargs)
+            return mlp_reason(*replaced(args, 1, gate)[:9], up, **kwargs)
 
         def flipped(w):
             return w.transpose(1, 2).contiguous().transpose(1, 2)
@@ -147,17 +172,24 @@ class TestEligibility(EligibilityTestCase):
         self.assertIsNone(reason(flipped(gate), flipped(up)))
         self.assertIn("different dimensions", reason(gate, flipped(up)))
         self.assertIn("w_up is not aligned", reason(gate, misaligned(up)))
-        self.assertIn("several dtypes", reason(gate, up.half()))
-        self.assertIn("do not fit", reason(args[1], up))
-        self.assertIn("do not fit", reason(gate, up[:, :-16]))
-        self.assertIn("gate_interleaved", reason(gate, up, gate_interleaved=True))
-        self.assertIn("without a gate", reason(gate, up, activation="silu"))
+        malformed = (
+            (gate, up.half(), {}),
+            (args[1], up, {}),
+            (gate, up[:, :-16], {}),
+            (gate, up, {"gate_interleaved": True}),
+            (gate, up, {"activation": "silu"}),
+        )
+        for gate, up, options in malformed:
+            self.check_error(*replaced(args, 1, gate)[:9], up, **options)
 
-    @parametrize("activation", ["swiglu", "geglu", "swiglu_oai", "reglu", "silu"])
+    @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
     def test_limit(self, activation):
+        options = {"activation": activation, "limit": 5.0}
         args = self.args(activation=activation)
-        reason = triton_impl.mlp_reason(*args, activation=activation, limit=5.0)
-        self.assertEqual(reason is None, activation in triton_impl._LIMITED)
+        if activation in LIMITED_ACTIVATIONS:
+            self.assertIsNone(mlp_reason(*args, **options))
+        else:
+            self.check_error(*args, **options)
 
     @parametrize(
         "position,change",
@@ -175,10 +207,9 @@ class TestEligibility(EligibilityTestCase):
             subtest((8, lambda x: x.float()), name="b_out_dtype"),
         ],
     )
-    def test_malformed_calls_are_left_to_the_composite(self, position, change):
+    def test_malformed_calls(self, position, change):
         args = self.args()
-        args = replaced(args, position, change(args[position]))
-        self.assertIsNotNone(triton_impl.mlp_reason(*args))
+        self.check_error(*replaced(args, position, change(args[position])))
 
     @parametrize(
         "kwargs",
@@ -190,32 +221,28 @@ class TestEligibility(EligibilityTestCase):
         ],
     )
     def test_malformed_activations(self, kwargs):
-        self.assertIsNotNone(triton_impl.mlp_reason(*self.args(), **kwargs))
+        self.check_error(*self.args(), **kwargs)
 
     def test_backward(self):
         args = self.args()
         x, w_in, row_slots = args[0], args[1], args[5]
         preact = x.new_empty(len(row_slots), w_in.shape[1])
-        reason = triton_impl.mlp_backward_reason
         mask = [True] * 7
-        self.assertIsNone(reason(x, *args, preact, mask, activation="swiglu"))
-        self.assertIn("shape", reason(x, *args, preact[:0], mask))
-        self.assertIn("dtype", reason(x.float(), *args, preact, mask))
-        self.assertIn("dtype", reason(x, *args, preact.float(), mask))
-        expanded = x[:1].expand_as(x)
-        self.assertIsNone(reason(expanded, *args, preact, mask))
+        for grad_out in (x, x[:1].expand_as(x)):
+            self.assertIsNone(mlp_backward_reason(grad_out, *args, preact, mask))
+        for grad_out, h in ((x, preact[:0]), (x.float(), preact), (x, preact.float())):
+            self.check_error(grad_out, *args, h, mask, op="_moe_mlp_backward")
 
     def test_permutation(self):
         reason = triton_impl.permutation_reason
         indices = get_case("uniform").topk_indices()
         self.assertIsNone(reason(indices, 4))
         self.assertIsNone(reason(indices.int(), 4, 64, 8))
-        self.assertIsNotNone(reason(indices.float(), 4))
-        self.assertIsNotNone(reason(indices[0], 4))
-        self.assertIsNotNone(reason(indices, 0))
         self.assertIsNotNone(reason(indices, 5000))
-        self.assertIsNotNone(reason(indices, 4, -1))
-        self.assertIsNotNone(reason(indices, 4, None, 2**30))
+        for args in ((indices.float(), 4), (indices[0], 4), (indices, 0)):
+            self.check_error(*args, op="_moe_permutation")
+        self.check_error(indices, 4, num_rows=-1, op="_moe_permutation")
+        self.check_error(indices, 4, row_alignment=2**30, op="_moe_permutation")
         # A block of rows past the last one is still counted in int32.
         self.assertIsNone(reason(indices, 4, 2**31 - 4097))
         self.assertIsNotNone(reason(indices, 4, 2**31 - 4096))
@@ -241,19 +268,11 @@ class TestEligibility(EligibilityTestCase):
     @parametrize(
         "num_experts,k,kwargs",
         [
-            (8, 0, {}),
-            (8, 9, {}),
             (64, 33, {}),
             (4097, 2, {}),
             # 1367 groups of 3 experts are padded to 2048 of 4.
             (4101, 2, {"num_groups": 1367, "top_groups": 4}),
             (2049 * 2, 2, {"num_groups": 2049, "top_groups": 2}),
-            (8, 2, {"num_groups": 3, "top_groups": 1}),
-            (8, 2, {"num_groups": 4, "top_groups": 5}),
-            (8, 2, {"num_groups": 4}),
-            (8, 3, {"num_groups": 4, "top_groups": 1}),
-            (8, 2, {"score": "tanh"}),
-            (8, 2, {"bias": torch.zeros(7)}),
             (8, 2, {"bias": torch.zeros(8, dtype=torch.float64)}),
         ],
     )
@@ -261,23 +280,42 @@ class TestEligibility(EligibilityTestCase):
         logits = torch.zeros(3, num_experts)
         self.assertIsNotNone(triton_impl.topk_reason(logits, k, **kwargs))
 
+    @parametrize(
+        "k,kwargs",
+        [
+            (0, {}),
+            (9, {}),
+            (2, {"num_groups": 3, "top_groups": 1}),
+            (2, {"num_groups": 4, "top_groups": 5}),
+            (2, {"num_groups": 4}),
+            (3, {"num_groups": 4, "top_groups": 1}),
+            (2, {"score": "tanh"}),
+            (2, {"bias": torch.zeros(7)}),
+        ],
+    )
+    def test_malformed_router(self, k, kwargs):
+        self.check_error(torch.zeros(3, 8), k, op="_moe_topk", **kwargs)
+
     def test_router_operands(self):
         reason = triton_impl.topk_reason
         self.assertIsNotNone(reason(torch.zeros(3, 8, dtype=torch.float64), 2))
-        self.assertIsNotNone(reason(torch.zeros(2, 3, 8), 2))
+        self.check_error(torch.zeros(2, 3, 8), 2, op="_moe_topk")
         self.assertIn("copy-on-write", reason(torch._lazy_clone(torch.zeros(3, 8)), 2))
         logits, indices = torch.zeros(3, 8), torch.zeros(3, 2, dtype=torch.int64)
         reason = triton_impl.topk_backward_reason
         self.assertIsNone(reason(torch.zeros(3, 2), logits, indices))
-        self.assertIn("shape", reason(torch.zeros(3, 1), logits, indices))
-        self.assertIn("int64", reason(torch.zeros(3, 2), logits, indices.int()))
-        self.assertIn("T", reason(torch.zeros(3, 2), logits[:2], indices))
+        for args in (
+            (torch.zeros(3, 1), logits, indices),
+            (torch.zeros(3, 2), logits, indices.int()),
+            (torch.zeros(3, 2), logits[:2], indices),
+        ):
+            self.check_error(*args, op="_moe_topk_backward")
         self.assertIn("dtype", reason(torch.zeros(3, 2).half(), logits, indices))
 
     def test_copy_on_write(self):
         args = self.args()
         lazy = torch._lazy_clone(args[0])
-        reason = triton_impl.mlp_reason(*replaced(args, 0, lazy))
+        reason = mlp_reason(*replaced(args, 0, lazy))
         self.assertIn("copy-on-write", reason)
 
     def test_rocm(self):
@@ -294,7 +332,7 @@ class TestEligibility(EligibilityTestCase):
                 mock.patch.object(torch.version, "hip", "6.4"),
                 mock.patch.object(triton_impl, "_gcn_arch", lambda index: name),
             ):
-                reason = triton_impl.mlp_reason(*self.args())
+                reason = mlp_reason(*self.args())
             self.assertEqual(reason is None, served, reason)
             self.assertEqual(configs.table_for_gcn_arch(name) is not None, served)
 
@@ -302,21 +340,13 @@ class TestEligibility(EligibilityTestCase):
 class TestDevice(TestCase):
     def test_cpu_tensors_are_not_served(self):
         args = MoeCase("cpu", dim=32, hidden=48).operands(torch.bfloat16).args()
-        self.assertIn("not CUDA", triton_impl.mlp_reason(*args))
+        self.assertIn("not CUDA", mlp_reason(*args))
         indices = get_case("uniform").topk_indices()
         self.assertIn("not CUDA", triton_impl.permutation_reason(indices, 4))
         self.assertIn("not CUDA", triton_impl.topk_reason(torch.zeros(3, 8), 2))
 
 
 class TestSelection(EligibilityTestCase):
-    def setUp(self):
-        super().setUp()
-        registered = mock.patch(
-            "torch.nn.utils.moe_kernel._is_registered", lambda b: True
-        )
-        registered.start()
-        self.addCleanup(registered.stop)
-
     def test_default_is_the_composite(self):
         # No kernel runs where nobody asked for it, until a GPU has run it.
         self.assertFalse(triton_impl._mlp_cond(*self.args()))
@@ -361,7 +391,9 @@ import sys
 import torch
 assert "torch._native.ops.moe.triton_impl" in sys.modules
 loaded = [name for name in ("triton", "cutlass", "torch._inductor") if name in sys.modules]
-loaded += [name for name in sys.modules if "ops.moe.triton_kernels" in name]
+loaded += [name for name in sys.modules if "ops.moe.triton_kernels." in name]
+for name in ("experts", "scaled_operands"):  # which import no Triton
+    loaded.remove(f"torch._native.ops.moe.triton_kernels.{name}")
 assert not loaded, loaded
 assert not torch.cuda.is_initialized()
 
@@ -370,7 +402,7 @@ from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 assert not triton_impl._topk_cond(torch.zeros(2, 8), 2)
 with moe_kernel(MoeBackend):
     assert not triton_impl._topk_cond(torch.zeros(2, 8), 2)
-    triton_impl._device_reason = lambda *_: None
+    triton_impl.device_reason = lambda *_: None
     assert triton_impl._topk_cond(torch.zeros(2, 8), 2)
 assert "triton" not in sys.modules
 assert not torch.cuda.is_initialized()
@@ -437,9 +469,9 @@ class TestRegistration(TestCase):
             return sentinel
 
         with (
-            mock.patch.object(triton_impl, "_device_reason", lambda *_: None),
-            mock.patch.object(triton_impl, "_plan", lambda index: None),
-            mock.patch.object(triton_impl, "_on_device", lambda x: mock.MagicMock()),
+            mock.patch.object(triton_impl, "device_reason", lambda *_: None),
+            mock.patch.object(triton_impl, "launch_plan", lambda index: None),
+            mock.patch.object(triton_impl, "on_device", lambda x: mock.MagicMock()),
             mock.patch(
                 "torch._native.ops.moe.triton_kernels.launch.moe_mlp_forward", launcher
             ),
@@ -448,9 +480,9 @@ class TestRegistration(TestCase):
                 self.assertTrue(triton_impl._mlp_cond(*args, compute_preact=False))
             out = triton_impl._mlp_impl(*args, activation="reglu", compute_preact=False)
         self.assertIs(out, sentinel)
-        ((launched, kwargs),) = calls
-        self.assertEqual(len(launched), len(args) + 1)
-        self.assertEqual(launched[-1].name, "reglu")
+        (((experts,), kwargs),) = calls
+        self.assertEqual(len(experts.tensors), sum(x is not None for x in args))
+        self.assertEqual(experts.act.activation, "reglu")
         self.assertEqual(kwargs, {"compute_preact": False})
 
 

@@ -27,16 +27,19 @@ from triton_interpreter import (
 
 import torch
 from torch._native.ops.moe import triton_impl
-from torch._native.ops.moe.triton_kernels import launch, permutation, topk
-from torch._native.ops.moe.triton_kernels.activations import (
-    GATED_ACTIVATIONS,
-    PLAIN_ACTIVATIONS,
-)
+from torch._native.ops.moe.triton_kernels import launch, matmuls, permutation, topk
 from torch._native.ops.moe.triton_kernels.configs import (
     FORWARD_KERNELS,
     KERNELS,
     TileConfig,
 )
+from torch._native.ops.moe.triton_kernels.experts import (
+    Activation,
+    Experts,
+    GATED_ACTIVATIONS,
+    PLAIN_ACTIVATIONS,
+)
+from torch._native.ops.moe.triton_kernels.rows import Rows
 from torch.testing._internal.common_moe import to_meta
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
@@ -91,10 +94,11 @@ POINTERS = make_plan(block_n=16, epilogue_parts=2)
 TMA = make_plan(block_n=32, epilogue_parts=4, tma=True, programs_per_sm=1)
 
 
-def layer(plan, args, grad_out, act=launch.Activation()):
+def layer(plan, args, grad_out, act=Activation()):
     """Output, pre-activations and gradients."""
-    output, preact = launch.moe_mlp_forward(plan, *args, act)
-    grads = launch.moe_mlp_backward(plan, grad_out, *args, preact, ALL, act)
+    experts = Experts(*args, act=act)
+    output, preact = launch.moe_mlp_forward(plan, experts)
+    grads = launch.moe_mlp_backward(plan, experts, grad_out, preact, ALL)
     return output, preact, *grads
 
 
@@ -116,21 +120,16 @@ class MoeKernelTestCase(TestCase):
         self, args, grad_out, plan, act=None, output_mask=ALL, **kwargs
     ):
         """Forward and backward of ``args`` within the tolerance; returns the results."""
-        act = launch.Activation() if act is None else act
-        kwargs = {
-            "activation": act.name,
-            "gate_interleaved": act.gate_interleaved,
-            "alpha": act.alpha,
-            "limit": act.limit,
-        }
-        dtype = args[0].dtype
-        output, preact = launch.moe_mlp_forward(plan, *args, act)
+        act = Activation() if act is None else act
+        kwargs, dtype = dataclasses.asdict(act), args[0].dtype
+        experts = Experts(*args, act=act)
+        output, preact = launch.moe_mlp_forward(plan, experts)
         truth = moe_mlp_reference(*args, **kwargs)
         unfused = moe_mlp_unfused(*args, **kwargs)
         check_close(output, truth[0], unfused[0], dtype, "output")
         check_close(preact, truth[1], unfused[1], dtype, "preact")
 
-        grads = launch.moe_mlp_backward(plan, grad_out, *args, preact, output_mask, act)
+        grads = launch.moe_mlp_backward(plan, experts, grad_out, preact, output_mask)
         truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
         unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
         for wanted, grad, name, expected, yardstick in zip(
@@ -211,7 +210,7 @@ class TestMoeMlp(MoeKernelTestCase):
     @parametrize("case", CASES)
     @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
     def test_cases(self, case, plan):
-        act = launch.Activation(gate_interleaved=plan is TMA)
+        act = Activation(gate_interleaved=plan is TMA)
         operands = case.operands(torch.bfloat16, bias=True)
         self.check_against_reference(operands.args(), operands.grad_out, plan, act)
         if case.num_tokens and case.rows:
@@ -233,9 +232,10 @@ class TestMoeMlp(MoeKernelTestCase):
             x if x is None else x.mT.contiguous().mT if x.dim() > 1 else x
             for x in (operands.grad_out, *operands.args())
         )
-        preact = launch.moe_mlp_forward(POINTERS, *args, launch.Activation())[1]
+        experts = Experts(*args)
+        preact = launch.moe_mlp_forward(POINTERS, experts)[1]
+        grads = launch.moe_mlp_backward(POINTERS, experts, grad_out, preact, ALL)
         args = (grad_out, *args, preact, ALL)
-        grads = launch.moe_mlp_backward(POINTERS, *args, launch.Activation())
         expected = torch.ops.aten._moe_mlp_backward(*to_meta(args))
         for i, (grad, meta) in enumerate(zip(grads, expected, strict=True)):
             self.assertEqual(
@@ -245,7 +245,7 @@ class TestMoeMlp(MoeKernelTestCase):
     @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
     @parametrize("gate_interleaved", [False, subtest(True, decorators=[slowTest])])
     def test_activations(self, activation, gate_interleaved):
-        act = launch.Activation(activation, gate_interleaved)
+        act = Activation(activation, gate_interleaved)
         if gate_interleaved and not act.gated:
             return
         operands = get_case("zipf").operands(torch.float32, activation=activation)
@@ -253,14 +253,14 @@ class TestMoeMlp(MoeKernelTestCase):
 
     def test_swiglu_oai_parameters(self):
         # A limit that most of H exceeds, and both clamps.
-        act = launch.Activation("swiglu_oai", alpha=0.7, limit=0.4)
+        act = Activation("swiglu_oai", alpha=0.7, limit=0.4)
         operands = get_case("uniform").operands(torch.float32, bias=True)
         self.check_against_reference(operands.args(), operands.grad_out, TMA, act)
 
     @parametrize("activation", ["swiglu", "geglu"])
     @parametrize("gate_interleaved", [False, True])
     def test_limit(self, activation, gate_interleaved):
-        act = launch.Activation(activation, gate_interleaved, limit=0.4)
+        act = Activation(activation, gate_interleaved, limit=0.4)
         operands = get_case("uniform").operands(torch.bfloat16, bias=True)
         self.check_against_reference(operands.args(), operands.grad_out, TMA, act)
 
@@ -270,16 +270,17 @@ class TestMoeMlp(MoeKernelTestCase):
         ups = torch.tensor([-5.0, -3.0, -2.984375, 0.5, 2.984375, 3.0, 5.0])
         gate, up = torch.cartesian_prod(gates, ups).bfloat16().unbind(1)
         operands = one_token_with_preact(torch.cat([gate, up]), len(gate), 1.0)
-        self.check_preact(operands, launch.Activation(activation, limit=3.0))
+        self.check_preact(operands, Activation(activation, limit=3.0))
 
     def check_preact(self, operands, act):
         """Activation and its gradient for the pre-activation that is b_in."""
-        kwargs = {"activation": act.name, "limit": act.limit}
-        output, preact = launch.moe_mlp_forward(POINTERS, *operands.args(), act)
+        kwargs = {"activation": act.activation, "limit": act.limit}
+        experts = Experts(*operands.args(), act=act)
+        output, preact = launch.moe_mlp_forward(POINTERS, experts)
         self.assertEqual(preact, operands.b_in, rtol=0, atol=0)
         mask = (False,) * 4 + (True, False, False)
         grad = launch.moe_mlp_backward(
-            POINTERS, operands.grad_out, *operands.args(), preact, mask, act
+            POINTERS, experts, operands.grad_out, preact, mask
         )[4]
         expected, _ = moe_mlp_reference(*operands.args(), **kwargs)
         tolerance = {"rtol": 4 * torch.finfo(output.dtype).eps, "atol": 1e-30}
@@ -295,7 +296,7 @@ class TestMoeMlp(MoeKernelTestCase):
         gates = extreme_gates(dtype)
         preact = gates if activation == "silu" else torch.cat([gates, gates.sign() / 2])
         operands = one_token_with_preact(preact, len(gates), 1.0)
-        self.check_preact(operands, launch.Activation(activation))
+        self.check_preact(operands, Activation(activation))
 
     @parametrize("dtype", [torch.bfloat16, torch.float32])
     @parametrize("activation", ["relu", "relu2"])
@@ -304,13 +305,13 @@ class TestMoeMlp(MoeKernelTestCase):
         preact = torch.tensor([-2.0, -0.0, 0.0, 3.0], dtype=dtype)
         operands = one_token_with_preact(preact, 4, float("inf"))
         operands = dataclasses.replace(operands, w_out=torch.ones_like(operands.w_out))
-        self.check_preact(operands, launch.Activation(activation))
+        self.check_preact(operands, Activation(activation))
 
     @parametrize("interleaved", [False, True])
     def test_infinite_gradient_stays_in_the_experts_of_its_token(self, interleaved):
         # Rows that hold no slot read token 0, and their expert's weights sum them.
         operands = get_case("aligned").operands(torch.bfloat16)
-        act = launch.Activation(gate_interleaved=interleaved)
+        act = Activation(gate_interleaved=interleaved)
 
         def grads(value):
             grad_out = operands.grad_out.index_fill(0, torch.tensor(0), value)
@@ -351,18 +352,19 @@ class TestMoeMlp(MoeKernelTestCase):
     def test_weight_gradient_of_an_expert_reads_no_other_rows(self):
         # TMA reads blocks of rows, which no expert's end and not the last row divides.
         operands = get_case("zipf").operands(torch.bfloat16)
-        rows = launch._Rows(TMA, operands.offs, operands.row_slots, None, 0)
+        num_rows = len(operands.row_slots)
         end, next_end = operands.offs[:2].tolist()
         self.assertTrue(end % 32 and next_end > end)
-        p = torch.randn(rows.num_rows + 5, 48).bfloat16()
-        q = torch.randn(rows.num_rows, 32).bfloat16()
+        p = torch.randn(num_rows + 5, 48).bfloat16()
+        q = torch.randn(num_rows, 32).bfloat16()
         w = torch.empty(len(operands.offs), 48, 32, dtype=torch.bfloat16)
         p[operands.offs[-1] :] = float("nan")
 
         def grads(**kwargs):
             for ragged in (True, False):
                 plan = dataclasses.replace(TMA, ragged=ragged)
-                yield launch._weight_grad(plan, rows, p, q, w, **kwargs)
+                rows = Rows(plan, operands.offs, operands.row_slots, None, 0)
+                yield matmuls.weight_grad(rows, p, q, w, **kwargs)
 
         clean, same = grads(gather_q=True)
         self.assertFalse(clean.isnan().any())
@@ -417,7 +419,7 @@ class TestMoeMlp(MoeKernelTestCase):
     )
     def test_gate_and_up_as_two_weights(self, case, transposed, plan):
         operands = get_case(case).operands(torch.bfloat16, bias=True)
-        act = launch.Activation("swiglu", limit=1.5)
+        act = Activation("swiglu", limit=1.5)
         results = []
         for one in (operands, operands.split_gate()):
             args = list(one.args())
@@ -436,7 +438,7 @@ class TestMoeMlp(MoeKernelTestCase):
 
     def test_no_preact_in_inference(self):
         operands = get_case("tail").operands(torch.bfloat16)
-        args = (TMA, *operands.args(), launch.Activation())
+        args = (TMA, Experts(*operands.args()))
         expected, _ = launch.moe_mlp_forward(*args)
         output, preact = launch.moe_mlp_forward(*args, compute_preact=False)
         self.assertEqual(preact.shape, (0, operands.w_in.shape[1]))
@@ -473,7 +475,7 @@ class TestMoeMlp(MoeKernelTestCase):
         case = get_case("zipf")
         operands = case.operands(torch.bfloat16, bias=True).split_gate()
         logits = torch.randn(case.num_tokens, case.num_experts)
-        act = launch.Activation("swiglu", limit=2.0)
+        act = Activation("swiglu", limit=2.0)
 
         def run():
             routed = topk.moe_topk(logits, case.top_k)
@@ -505,7 +507,7 @@ class TestMoeMlp(MoeKernelTestCase):
         case = get_case("zipf")  # 74 rows, 8 experts
         operands = case.operands(torch.bfloat16, bias=True)
         chosen = []
-        original = launch._tile_args
+        original = matmuls.tile_args
 
         def tile_args(config, *sizes):
             chosen.append(config)
@@ -518,7 +520,7 @@ class TestMoeMlp(MoeKernelTestCase):
             args = list(operands.args())
             args[0], args[3] = args[0][:num_tokens], offs
             args[4:7] = args[4][:num_tokens], row_slots, slot_rows
-            with mock.patch.object(launch, "_tile_args", tile_args):
+            with mock.patch.object(matmuls, "tile_args", tile_args):
                 return layer(plan, args, operands.grad_out[:num_tokens])[0]
 
         batch = run(37)
@@ -543,7 +545,7 @@ class TestMoeMlp(MoeKernelTestCase):
         args = list(operands.args())
         args[position][index] = value
         with self.assertRaisesRegex(InterpreterError, "out of bounds"):
-            launch.moe_mlp_forward(POINTERS, *args, launch.Activation())
+            launch.moe_mlp_forward(POINTERS, Experts(*args))
 
 
 class TestOffsetsBeyondInt32(MoeKernelTestCase):
@@ -579,20 +581,17 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         # Far rows of both operands, and far experts of the gradient.
         case = get_case("top_1")
         operands = case.operands(torch.bfloat16)
-        rows = launch._Rows(
-            POINTERS, operands.offs, operands.row_slots, None, case.num_tokens
-        )
+        rows = Rows(plan, operands.offs, operands.row_slots, None, case.num_tokens)
         num_rows, num_experts = len(operands.row_slots), case.num_experts
         p = torch.randn(num_rows, 48).bfloat16()
         q = torch.randn(case.num_tokens, 32).bfloat16()
         w = torch.empty(num_experts, 48, 32, dtype=torch.bfloat16)
         if transposed:
             w = w.transpose(1, 2).contiguous().transpose(1, 2)
-        near = launch._weight_grad(plan, rows, p, q, w, gather_q=True)
+        near = matmuls.weight_grad(rows, p, q, w, gather_q=True)
         far = self.spread(torch.zeros_like(w), 1 << 30)
         with mock.patch.object(torch, "empty_like", lambda _: far):
-            launch._weight_grad(
-                plan,
+            matmuls.weight_grad(
                 rows,
                 self.spread(p, 1 << 28),
                 self.spread(q, 1 << 28),
@@ -623,27 +622,25 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
     def test_strides_of_weight_gradient_rows(self):
         case = get_case("top_1")
         operands = case.operands(torch.bfloat16)
-        rows = launch._Rows(
-            POINTERS, operands.offs, operands.row_slots, None, case.num_tokens
-        )
+        rows = Rows(POINTERS, operands.offs, operands.row_slots, None, case.num_tokens)
         p = torch.randn(len(operands.row_slots), 288).bfloat16()
         q = torch.randn(case.num_tokens, 16).bfloat16()
         w = torch.empty(case.num_experts, 288, 16, dtype=torch.bfloat16)
-        near = launch._weight_grad(POINTERS, rows, p, q, w, gather_q=True)
+        near = matmuls.weight_grad(rows, p, q, w, gather_q=True)
         far = self.spread(torch.zeros_like(w).transpose(0, 1).contiguous(), 1 << 23)
         far = far.transpose(0, 1)
         with mock.patch.object(torch, "empty_like", lambda _: far):
-            launch._weight_grad(POINTERS, rows, p, q, w, gather_q=True)
+            matmuls.weight_grad(rows, p, q, w, gather_q=True)
         self.assertEqual(far, near, atol=0, rtol=0)
 
-    def far_rows(self, block_m):
+    def far_rows(self, block_m, plan=POINTERS):
         """Five rows of expert 1 behind FAR rows of expert 0, whose tiles are left out."""
         first, end = self.FAR, self.FAR + 5
         row_slots = torch.full((self.ROWS,), -1, dtype=torch.int32)
         row_slots[first:end] = torch.arange(5, dtype=torch.int32)
         slot_rows = torch.arange(first, end, dtype=torch.int32)[:, None]
         offs = torch.tensor([first, end], dtype=torch.int32)
-        rows = launch._Rows(POINTERS, offs, row_slots, slot_rows, 5)
+        rows = Rows(plan, offs, row_slots, slot_rows, 5, torch.rand(5, 1))
         tiles = [[1, 0, 0, 0], [1, first, end, 0]]
         rows._tiles[block_m] = torch.tensor(tiles, dtype=torch.int32)
         return rows, slice(first, end)
@@ -655,36 +652,35 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         plan = make_plan(
             block_m=16, block_n=256, block_k=256, tma=tma, programs_per_sm=1
         )
-        act = launch.Activation("relu2")
-        rows, here = self.far_rows(16)
-        near = launch._Rows(
-            POINTERS,
+        act = Activation("relu2")
+        rows, here = self.far_rows(16, plan)
+        near = Rows(
+            plan,
             torch.tensor([0, 5], dtype=torch.int32),
             torch.arange(5, dtype=torch.int32),
             torch.arange(5, dtype=torch.int32)[:, None],
             5,
+            rows.scale[:, None],
         )
         x, grad = torch.randn(2, 5, 32).bfloat16().unbind()
         w_in = torch.randn(2, n, 32).bfloat16()
         w_wide = torch.randn(2, n, n).bfloat16()
         w_out = torch.randn(2, 32, n).bfloat16()
-        scale = torch.rand(5)
+        experts = Experts(x, w_in, w_out, rows.offs, act=act)
 
         results = []
         for r, which in ((near, slice(None)), (rows, here)):
             preact, hidden = (self.storage(r.num_rows, n) for _ in range(2))
-            launch._up(plan, r, x, w_in, None, None, act, preact, hidden, True)
+            matmuls.up(r, experts, preact, hidden, True)
             routed = self.storage(r.num_rows, n)
-            launch._grouped_mm(plan, "down", r, hidden, w_wide, None, scale, routed)
-            total = torch.empty(5, n, dtype=torch.bfloat16)
-            launch._combine(r, routed, total)
+            matmuls.grouped_mm(r, "down", hidden, w_wide, routed, scale=r.scale)
+            total = r.combine(routed)
             result = [preact[which].clone(), hidden[which].clone(), total]
             del hidden, routed
             with DeterministicGuard(False):
-                dh, scaled, partials = launch._act_backward(
-                    plan, r, grad, w_out, None, preact, scale, act,
-                    need_hidden=True, need_scale=True,
-                )  # fmt: skip
+                dh, scaled, partials = matmuls.act_backward(
+                    r, experts, grad, preact, need_hidden=True, need_scale=True
+                )
             results.append(
                 [*result, dh[which], scaled[which], partials[:, which].clone()]
             )
@@ -697,7 +693,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         rows, _ = self.far_rows(16)
         out = self.storage(self.ROWS, self.COLUMNS)
         out[self.FAR :].fill_(1)
-        launch._zero_tail(POINTERS, rows, out)
+        rows.zero_tail(out)
         tail = out[self.FAR :].float().sum(1)
         self.assertEqual(tail.tolist(), [self.COLUMNS] * 5 + [0] * 59)
         del out
@@ -705,12 +701,12 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         partials = self.storage(self.COLUMNS + 1, self.ROWS, dtype=torch.float32)
         here = partials[:, self.FAR : self.FAR + 5]
         here.copy_(torch.randint(-8, 8, here.shape))
-        grad = launch._scale_grad(rows, partials, torch.empty(5, 1))
+        grad = rows.scale_grad(partials, torch.empty(5, 1))
         self.assertEqual(grad[:, 0], here.sum(0), atol=0, rtol=0)
 
     def test_bias_gradients(self):
         operands = get_case("top_1").operands(torch.bfloat16, bias=True)
-        rows = launch._Rows(
+        rows = Rows(
             POINTERS,
             operands.offs,
             operands.row_slots,
@@ -720,8 +716,8 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         source = torch.randn(rows.num_rows, 32).bfloat16()
         far = self.spread(source, 1 << 28)
         for options in ({}, {"gather": True}):
-            expected = launch._bias_grad(rows, source, operands.b_out, **options)
-            actual = launch._bias_grad(rows, far, operands.b_out, **options)
+            expected = rows.bias_grad(source, operands.b_out, **options)
+            actual = rows.bias_grad(far, operands.b_out, **options)
             self.assertEqual(actual, expected, atol=0, rtol=0)
 
 
@@ -747,8 +743,8 @@ class TestMoeDispatch(MoeKernelTestCase):
             lib.impl(op, counted, "CPU", allow_override=True)
         # There is no device to ask, and none to make current.
         for name, replacement in (
-            ("_plan", lambda index: POINTERS),
-            ("_on_device", lambda tensor: contextlib.nullcontext()),
+            ("launch_plan", lambda index: POINTERS),
+            ("on_device", lambda tensor: contextlib.nullcontext()),
         ):
             self.enter_context(mock.patch.object(triton_impl, name, replacement))
 

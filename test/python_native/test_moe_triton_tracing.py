@@ -174,7 +174,6 @@ class TestMoeTracing(TestCase):
 
         config = TileConfig(64, 64, 32, num_warps=4, num_stages=2)
         plan = launch.LaunchPlan(dict.fromkeys(KERNELS, (config,)), 132)
-        act = launch.Activation()
         with (
             mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
             FakeTensorMode(),
@@ -187,8 +186,9 @@ class TestMoeTracing(TestCase):
             grad_logits = topk.moe_topk_backward(weights, logits, indices)
             row_slots, slot_rows, offs, _ = permutation.moe_permutation(indices, E)
             args = (x, w_in, w_out, offs, weights, row_slots, slot_rows, *[None] * 3)
-            out, preact = launch.moe_mlp_forward(plan, *args, act)
-            grads = launch.moe_mlp_backward(plan, x, *args, preact, (True,) * 7, act)
+            experts = launch.Experts(*args)
+            out, preact = launch.moe_mlp_forward(plan, experts)
+            grads = launch.moe_mlp_backward(plan, experts, x, preact, (True,) * 7)
         self.assertEqual(set(contracts), {True})
         self.assertEqual(out.shape, x.shape)
         for grad, operand in zip(grads, (x, w_in, w_out, weights)):

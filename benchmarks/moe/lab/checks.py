@@ -133,8 +133,7 @@ def _check_topk(plan, case, device: torch.device, family: Family) -> None:
 
 def activation_of(act: launch.Activation) -> dict[str, object]:
     """As the reference takes it."""
-    fields = dataclasses.asdict(act)
-    return {"activation": fields.pop("name"), **fields}
+    return dataclasses.asdict(act)
 
 
 def _written(ops, preact: Tensor, act: launch.Activation) -> dict[tuple, object]:
@@ -219,7 +218,7 @@ def _only(plan, family: Family, written: dict[tuple, object], backward: bool):
 
 def _check_mlp(plan, case, device: torch.device, family: Family) -> None:
     act = family.act
-    ops = case.operands(torch.bfloat16, device, activation=act.name, bias=True)
+    ops = case.operands(torch.bfloat16, device, activation=act.activation, bias=True)
     if act.gate_interleaved:
         stored = {name: getattr(ops, name).mT.contiguous().mT for name in ("w_in", "w_out")}  # fmt: skip
         ops = dataclasses.replace(ops, **stored)
@@ -230,14 +229,14 @@ def _check_mlp(plan, case, device: torch.device, family: Family) -> None:
     written = _written(ops, preact, act)
     if not family.backward:
         only = _only(plan, family, written, False)
-        found = launch.moe_mlp_forward(only, *args, act)
+        found = launch.moe_mlp_forward(only, launch.Experts(*args, act=act))
         yardstick = reference.moe_mlp_unfused(*args, **kwargs)
         for name, a, b, c in zip(("output", "preact"), found, truth, yardstick):
             reference.check_close(a, b, c, torch.bfloat16, name)
     if family.backward is not False:
         only = _only(plan, family, written, True)
         found = launch.moe_mlp_backward(
-            only, ops.grad_out, *args, preact, GRADIENTS, act
+            only, launch.Experts(*args, act=act), ops.grad_out, preact, GRADIENTS
         )
         truth = reference.moe_mlp_backward_reference(ops.grad_out, *args, **kwargs)
         yardstick = reference.moe_mlp_backward_unfused(ops.grad_out, *args, **kwargs)
@@ -285,14 +284,12 @@ def recipe_of(plan, family: Family):
 
 def scaled_layer(plan, ops, recipe, between=lambda: None) -> tuple[Tensor, ...]:
     """Output and gradients of SwiGLU in FP8, and ``between()`` the two passes."""
-    args, lists = ops.args(), ([], [], [], [])
-    options = {"recipe": recipe, "act": ACT}
-    output, *saved = loading.scaled_launch.moe_mlp_scaled_forward(
-        plan, *args, *lists, preact_dtype=torch.float8_e4m3fn, **options
-    )
+    options = {"recipe": recipe, "act": ACT, "preact_dtype": torch.float8_e4m3fn}
+    experts = loading.scaled_operands.ScaledExperts(*ops.args(), **options)
+    output, *saved = loading.scaled_launch.moe_mlp_scaled_forward(plan, experts)
     between()
     return output, *loading.scaled_launch.moe_mlp_scaled_backward(
-        plan, ops.grad_out, *args[1:], *lists, *saved, GRADIENTS, **options
+        plan, dataclasses.replace(experts, input=ops.grad_out), saved, GRADIENTS
     )
 
 
@@ -425,13 +422,12 @@ def _exercise(plan, case, device: torch.device, name: str, family: Family) -> No
         "quantize",
     ):  # small, and no reference of matmuls
         return family.check(plan, case, device, family)
-    ops = case.operands(torch.bfloat16, device, activation=family.act.name, bias=True)
+    ops = case.operands(torch.bfloat16, device, activation=family.act.activation, bias=True)
     if family.recipe is not None:
         scaled_layer(plan, ops, recipe_of(plan, family))
         return None
     plan = dataclasses.replace(plan, ragged=family.ragged)
-    _, preact = launch.moe_mlp_forward(plan, *ops.args(), family.act)
-    launch.moe_mlp_backward(
-        plan, ops.grad_out, *ops.args(), preact, GRADIENTS, family.act
-    )
+    experts = launch.Experts(*ops.args(), act=family.act)
+    _, preact = launch.moe_mlp_forward(plan, experts)
+    launch.moe_mlp_backward(plan, experts, ops.grad_out, preact, GRADIENTS)
     return None

@@ -19,12 +19,14 @@ _ACTIVATION = launch.Activation("swiglu", gate_interleaved=True)
 
 
 def _forward(plan, operands, **options):
-    plan = cute.CutePlan(gemms, plan)
-    return cute.moe_mlp_forward(plan, *operands, _ACTIVATION, **options)
+    experts = launch.Experts(*operands, act=_ACTIVATION)
+    return cute.moe_mlp_forward(cute.CutePlan(gemms, plan), experts, **options)
 
 
-def _backward(plan, grad_output, operands, *preact_and_mask):
-    arguments = (grad_output, *operands, *preact_and_mask, _ACTIVATION)
+def _backward(plan, *arguments):
+    grad_output, operands, *preact_and_mask = arguments
+    experts = launch.Experts(*operands, act=_ACTIVATION)
+    arguments = (experts, grad_output, *preact_and_mask)
     return cute.moe_mlp_backward(cute.CutePlan(gemms, plan), *arguments)
 
 

@@ -122,10 +122,10 @@ def run_layer(
     if FAMILIES[family].recipe is not None:
         scaled_layer(plan, ops, recipe_of(plan, FAMILIES[family]), between)
         return
-    args = ops.args()
-    _, preact = launch.moe_mlp_forward(plan, *args, act)
+    experts = launch.Experts(*ops.args(), act=act)
+    _, preact = launch.moe_mlp_forward(plan, experts)
     between()
-    launch.moe_mlp_backward(plan, ops.grad_out, *args, preact, GRADIENTS, act)
+    launch.moe_mlp_backward(plan, experts, ops.grad_out, preact, GRADIENTS)
 
 
 # --- compiled ahead
@@ -172,8 +172,8 @@ def _walk_shape(plan, shape: Shape, act: Callable) -> None:
     for alone in (shape, dataclasses.replace(shape, T=1)):
         ops = layer_operands(alone, torch.device("meta"))
         launch.moe_permutation(ops.topk_indices, shape.E, kernel=hook(act))
-        args = (hooked(plan, act), *ops.args(), ACT)
-        launch.moe_mlp_forward(*args, compute_preact=False)
+        experts = launch.Experts(*ops.args(), act=ACT)
+        launch.moe_mlp_forward(hooked(plan, act), experts, compute_preact=False)
     run_layer(hooked(plan, act), layer_operands(shape, torch.device("meta")))
 
 

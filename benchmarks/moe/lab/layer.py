@@ -26,17 +26,13 @@ class Backend(NamedTuple):
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-_NO_BIAS_NO_UP = (None, None, None)
-_SWIGLU = launch.Activation()
-
-
 def _triton_forward(plan, operands, **options):
-    return launch.moe_mlp_forward(plan, *operands, *_NO_BIAS_NO_UP, _SWIGLU, **options)
+    return launch.moe_mlp_forward(plan, launch.Experts(*operands), **options)
 
 
 def _triton_backward(plan, grad_output, operands, preact, mask):
-    operands = (*operands, *_NO_BIAS_NO_UP)
-    return launch.moe_mlp_backward(plan, grad_output, *operands, preact, mask, _SWIGLU)
+    experts = launch.Experts(*operands)
+    return launch.moe_mlp_backward(plan, experts, grad_output, preact, mask)
 
 
 TRITON = Backend(_triton_forward, _triton_backward)

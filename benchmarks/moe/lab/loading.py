@@ -24,7 +24,14 @@ _package.__path__ = [str(KERNELS.parent)]
 sys.modules["moe_kernels"] = _package
 torch.testing._internal.__path__.insert(0, str(ROOT / "torch/testing/_internal"))
 
-from moe_kernels.triton_kernels import autotune, configs, launch, topk  # noqa: F401
+from moe_kernels.triton_kernels import (  # noqa: F401
+    autotune,
+    configs,
+    launch,
+    matmuls,
+    topk,
+)
+from moe_kernels.triton_kernels.rows import Rows  # noqa: F401
 
 from torch.testing._internal import (  # noqa: F401
     moe_generators as generators,

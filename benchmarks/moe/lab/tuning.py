@@ -88,11 +88,10 @@ def kernel_calls(shape: Shape, operands) -> dict[str, tuple[int, Call]]:
             launches: list[Launch] = []
             recording = loading.recording(plan, launches)
             ops = operands if act.gated else halves
-            _, preact = launch.moe_mlp_forward(
-                plan if backward else recording, *ops.args(), act
-            )
+            experts = launch.Experts(*ops.args(), act=act)
+            _, preact = launch.moe_mlp_forward(plan if backward else recording, experts)
             if backward:
-                args = (ops.grad_out, *ops.args(), preact, GRADIENTS, act)
+                args = (experts, ops.grad_out, preact, GRADIENTS)
                 launch.moe_mlp_backward(recording, *args)
             return [one for one in launches if one.name == name]
 

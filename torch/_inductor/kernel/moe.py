@@ -11,6 +11,7 @@ says why. All of them stay unless ``config.triton.moe_kernels``: no kernel has r
 """
 
 import dataclasses
+import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -34,25 +35,26 @@ from torch._inductor.lowering import fallback_handler, ops, register_lowering
 from torch._inductor.utils import convert_shape_to_symint
 from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 if TYPE_CHECKING:
-    from torch._native.ops.moe.triton_kernels.launch import LaunchPlan
+    from torch._native.ops.moe.triton_kernels.rows import LaunchPlan
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 
 # --- who is served ---------------------------------------------------------------------------
 
 
-def _is_static(sizes: Sequence[Any]) -> bool:
+def is_static(sizes: Sequence[Any]) -> bool:
     return all(isinstance(size, int) or size.is_number for size in sizes)
 
 
-def _is_aligned(node: IRNode) -> bool:
+def is_aligned(node: IRNode) -> bool:
     """Whether the kernels may take it that ``node`` begins at a multiple of 16 bytes.
 
     Inputs of the graph that do when it is compiled do so in every call: others are copied.
@@ -60,34 +62,28 @@ def _is_aligned(node: IRNode) -> bool:
     if node.get_name() in V.graph.unaligned_buffers:
         return False
     offset = node.get_layout().offset * node.get_dtype().itemsize
-    return V.graph.sizevars.statically_known_multiple_of(offset, _ALIGNMENT)
+    return V.graph.sizevars.statically_known_multiple_of(offset, ALIGNMENT)
 
 
-def _graph_reason(operands: Sequence[IRNode | None]) -> str | None:
-    """Why the launchers cannot be traced on the operands of the forward, or None."""
-    input, w_in, w_out, _, _, _, slot_rows, b_in, b_out, w_up = operands
-    assert input is not None
-    for name, node in (
-        ("w_in", w_in),
-        ("w_out", w_out),
-        ("w_up", w_up),
-        ("b_in", b_in),
-        ("b_out", b_out),
-    ):
+def graph_reason(experts: Any) -> str | None:
+    """Why the launchers cannot be traced on these nodes, or None."""
+    input, slot_rows = experts.input, experts.slot_rows
+    biases = {"b_in": experts.b_in, "b_out": experts.b_out}
+    for name, node in {**experts.weights, **biases}.items():
         if node is None:
             continue
-        if not _is_static([*node.get_size(), *node.get_stride()]):
+        if not is_static([*node.get_size(), *node.get_stride()]):
             return f"{name} has dynamic sizes or strides"
-        if not _is_aligned(node):
-            return f"{name} is not known to be aligned to {_ALIGNMENT} bytes"
-    if slot_rows is not None and not _is_static(slot_rows.get_size()[1:]):
+        if not is_aligned(node):
+            return f"{name} is not known to be aligned to {ALIGNMENT} bytes"
+    if slot_rows is not None and not is_static(slot_rows.get_size()[1:]):
         return "the number of experts of a token is dynamic"
     if V.graph.sizevars.statically_known_equals(input.get_numel(), 0):
         return "there are no tokens"
     return None
 
 
-def _general_reason(node: IRNode) -> str | None:
+def general_reason(node: IRNode) -> str | None:
     """Why no MoE op on the device of ``node`` becomes kernels, or None."""
     device = node.get_device()
     if device is None or device.type != "cuda":
@@ -97,31 +93,16 @@ def _general_reason(node: IRNode) -> str | None:
     return None
 
 
-def _reason(
-    operands: Sequence[IRNode | None], check: Callable[[list[Any]], str | None]
-) -> str | None:
-    """Why the op stays, or None.
+def with_hints(*nodes: IRNode | None) -> list[Any]:
+    """Fake tensors with numbers for sizes, so that no rule becomes a guard.
 
-    Args:
-        operands: of the forward.
-        check: the rules of torch/_native/ops/moe, on tensors like ``operands``.
+    The meta kernels have checked what a dynamic size could break.
     """
-    input = operands[0]
-    assert input is not None
-    reason = _general_reason(input) or _graph_reason(operands)
-    if reason is None:
-        # With hints for sizes, so that no rule becomes a guard: torch._moe_permutation and
-        # the meta kernel have checked what a dynamic size could break.
-        with V.fake_mode:
-            tensors = [
-                ir_node_to_tensor(node, replace_symbols_with_hints=True)
-                for node in operands
-            ]
-        reason = check(tensors)
-    return reason
+    with V.fake_mode:
+        return [ir_node_to_tensor(x, replace_symbols_with_hints=True) for x in nodes]
 
 
-def _realized(node: Any) -> Any:
+def realized(node: Any) -> Any:
     return None if node is None else TensorBox(ExternKernel.realize_input(node))
 
 
@@ -135,15 +116,15 @@ def _hint(size: Any) -> int:
 
 
 def _is_addressable(x: torch.Tensor) -> bool:
-    # The base is a buffer, or what _is_aligned() let through.
+    # The base is a buffer, or what is_aligned() let through.
     size: Any = x.numel()
     some = isinstance(size, int) or V.graph.sizevars.statically_known_gt(
         size.node.expr, 0
     )
-    return some and bool(x.storage_offset() * x.element_size() % _ALIGNMENT == 0)
+    return some and bool(x.storage_offset() * x.element_size() % ALIGNMENT == 0)
 
 
-def _plan(
+def traced_plan(
     device: torch.device, plan_of: "Callable[[int], LaunchPlan]"
 ) -> "tuple[LaunchPlan, TileChooser]":
     """``plan_of`` the device, for launchers that are traced."""
@@ -161,9 +142,7 @@ def _plan(
     return plan, chooser
 
 
-def _trace(
-    function: Callable[..., Any], operands: Sequence[Any]
-) -> Sequence[TensorBox]:
+def trace(function: Callable[..., Any], operands: Sequence[Any]) -> Sequence[TensorBox]:
     """``function(*tensors)`` as nodes of the graph that is being lowered.
 
     Args:
@@ -190,7 +169,7 @@ def _trace(
     return inline_subgraph_to_ir_nodes(traced, present, "moe")
 
 
-def _sum_of_rows(routed: TensorBox, slot_rows: TensorBox) -> TensorBox:
+def sum_of_rows(routed: TensorBox, slot_rows: TensorBox) -> TensorBox:
     """(T, D): per token, the sum in float32 of its rows of ``routed`` (R, D), in slot order.
 
     Args:
@@ -224,91 +203,116 @@ def _sum_of_rows(routed: TensorBox, slot_rows: TensorBox) -> TensorBox:
     )
 
 
-def _cache_name(op: str, act: Any, options: Any, operands: Sequence[Any]) -> str:
-    """For the autotuner's cache, which knows sizes and strides: what else the kernels are of."""
-    present = "".join("01"[node is not None] for node in operands)
-    dtype = operands[0].get_dtype()
-    text = f"{op}_{dtype}_{present}_{options}_{dataclasses.astuple(act)}"
-    return re.sub(r"\W+", "_", text)
-
-
 # --- the lowerings ---------------------------------------------------------------------------
 
 
-def _stays(op: str, reason: str | None) -> bool:
+def stays(op: str, reason: str | None) -> bool:
     counters["inductor"][f"{op}_{'kernels' if reason is None else 'extern'}"] += 1
     if reason is not None:
         log.info("%s stays an extern call: %s", op, reason)
     return reason is not None
 
 
+def experts_reason(
+    make: Callable[..., Any],
+    operands: Sequence[Any],
+    rest: Sequence[Any],
+    check: Callable[..., str | None],
+) -> str | None:
+    """Why an op of the experts stays, or None.
+
+    Args:
+        make: the description (``Experts`` of torch/_native/ops/moe), of tensors or nodes.
+        operands, rest: realized nodes of the description, and the others.
+        check: the rules of torch/_native/ops, on a description and tensors.
+    """
+    reason = general_reason(operands[0])
+    reason = reason or graph_reason(make(*operands))
+    if reason is None:
+        nodes, spec = tree_flatten((operands, rest))
+        operands, rest = tree_unflatten(with_hints(*nodes), spec)
+        reason = check(make(*operands), *rest)
+    return reason
+
+
+def experts_kernels(
+    launcher: Callable[..., Any],
+    make: Callable[..., Any],
+    operands: Sequence[Any],
+    rest: Sequence[Any],
+    plan_of: "Callable[[int], LaunchPlan]",
+    mask: Sequence[bool] | None = None,
+    **own: Any,
+) -> list[Any]:
+    """The results of ``launcher`` as nodes, the first one summed per token.
+
+    Args:
+        launcher: of launch.py or scaled_launch.py.
+        make, operands, rest: as of :func:`experts_reason`.
+        plan_of: the plan of a device.
+        mask: of a backward, which gradients are wanted.
+        own: options that only this launcher has.
+    """
+    experts = make(*operands)
+    plan, chooser = traced_plan(experts.input.get_device(), plan_of)
+    nodes, spec = tree_flatten((operands, rest))
+
+    def call(*tensors: Any, wanted: Sequence[bool] | None = mask) -> Any:
+        operands, rest = tree_unflatten(tensors, spec)
+        if wanted is not None:
+            rest = (*rest, tuple(wanted))
+        return launcher(plan, make(*operands), *rest, **own, combine=False)
+
+    stages = [lambda *tensors: call(*tensors)[0]]
+    if mask is not None:
+
+        def gradient(i: int, count: int = len(mask)) -> Callable[..., Any]:
+            only = [j == i for j in range(count)]
+            return lambda *tensors: call(*tensors, wanted=only)[i]
+
+        # Those with a matmul: of the input and the weights.
+        stages = [gradient(i) for i in (0, 1, 2, 6) if mask[i]]
+    # For the autotuner's cache, which knows sizes and strides: what else the kernels are of.
+    present = "".join("01"[node is not None] for node in nodes)
+    traits = [
+        getattr(experts, field.name)
+        for field in dataclasses.fields(experts)
+        if field.kw_only
+    ]
+    text = f"{launcher.__name__}_{nodes[0].get_dtype()}_{present}_{mask}_{own}_{traits}"
+    tune(re.sub(r"\W+", "_", text), chooser, stages, nodes, experts)
+    first, *others = trace(call, nodes)
+    if experts.slot_rows is not None and (mask is None or mask[0]):
+        first = sum_of_rows(first, experts.slot_rows)
+    return [first, *others]
+
+
 _fallback = fallback_handler(aten._moe_mlp.default, add_to_fallback_set=False)
 
 
 @register_lowering(aten._moe_mlp.default, type_promotion_kind=None)
-def _moe_mlp(
-    input,
-    w_in,
-    w_out,
-    offs,
-    topk_weights=None,
-    row_slots=None,
-    slot_rows=None,
-    b_in=None,
-    b_out=None,
-    w_up=None,
-    *,
-    activation="swiglu",
-    gate_interleaved=False,
-    alpha=None,
-    limit=None,
-    compute_preact=True,
-):
-    given = (
-        input,
-        w_in,
-        w_out,
-        offs,
-        topk_weights,
-        row_slots,
-        slot_rows,
-        b_in,
-        b_out,
-        w_up,
-    )
-    options: dict[str, Any] = {
-        "activation": activation,
-        "gate_interleaved": gate_interleaved,
-        "alpha": alpha,
-        "limit": limit,
-    }
-    operands = [_realized(node) for node in given]
+def _moe_mlp(*args, compute_preact=True, **options):
+    from torch._native.ops.moe import triton_impl
 
-    def check(tensors):
-        from torch._native.ops.moe.triton_impl import mlp_reason
-
-        return mlp_reason(*tensors, **options, memory=False)
-
-    if _stays("_moe_mlp", _reason(operands, check)):
+    # Those that may be left out may also come by name.
+    names = [field.name for field in dataclasses.fields(triton_impl.Experts)]
+    named = [options.pop(n, None) for n in names[len(args) :] if n != "act"]
+    operands = [realized(x) for x in (*args, *named)]
+    make = functools.partial(triton_impl.experts_of, **options)
+    check = functools.partial(triton_impl.mlp_reason, memory=False)
+    if stays("_moe_mlp", experts_reason(make, operands, (), check)):
         return _fallback(*operands, **options, compute_preact=compute_preact)
 
-    from torch._native.ops.moe import triton_impl
-    from torch._native.ops.moe.triton_kernels import launch
+    from torch._native.ops.moe.triton_kernels.launch import moe_mlp_forward
 
-    plan, chooser = _plan(input.get_device(), triton_impl._plan)
-    act = launch.Activation(*options.values())
-
-    def forward(*tensors):
-        return launch.moe_mlp_forward(
-            plan, *tensors, act=act, compute_preact=compute_preact, combine=False
-        )
-
-    name = _cache_name("moe_mlp", act, compute_preact, operands)
-    tune(name, chooser, [lambda *t: forward(*t)[0]], operands, first=0)
-    output, preact = _trace(forward, operands)
-    if slot_rows is not None:
-        output = _sum_of_rows(output, operands[6])
-    return output, preact
+    return experts_kernels(
+        moe_mlp_forward,
+        make,
+        operands,
+        (),
+        triton_impl.launch_plan,
+        compute_preact=compute_preact,
+    )
 
 
 _fallback_backward = fallback_handler(
@@ -317,61 +321,19 @@ _fallback_backward = fallback_handler(
 
 
 @register_lowering(aten._moe_mlp_backward.default, type_promotion_kind=None)
-def _moe_mlp_backward(
-    grad_out,
-    *rest,
-    activation="swiglu",
-    gate_interleaved=False,
-    alpha=None,
-    limit=None,
-):
-    *given, preact, output_mask = rest
-    options: dict[str, Any] = {
-        "activation": activation,
-        "gate_interleaved": gate_interleaved,
-        "alpha": alpha,
-        "limit": limit,
-    }
-    grad_out, preact, *operands = map(_realized, (grad_out, preact, *given))
-
-    def check(tensors):
-        from torch._native.ops.moe.triton_impl import mlp_reason
-
-        dtypes = {x.get_dtype() for x in (grad_out, preact)} | {tensors[0].dtype}
-        if len(dtypes) > 1:
-            return f"grad_out, preact and input have dtypes {dtypes}"
-        return mlp_reason(*tensors, **options, memory=False)
-
-    if _stays("_moe_mlp_backward", _reason(operands, check)):
-        return _fallback_backward(grad_out, *operands, preact, output_mask, **options)
-
+def _moe_mlp_backward(*args, **options):
     from torch._native.ops.moe import triton_impl
-    from torch._native.ops.moe.triton_kernels import launch
 
-    plan, chooser = _plan(grad_out.get_device(), triton_impl._plan)
-    act = launch.Activation(*options.values())
+    *nodes, mask = args
+    grad_out, *operands, preact = (realized(x) for x in nodes)
+    make = functools.partial(triton_impl.experts_of, **options)
+    check = functools.partial(triton_impl.mlp_backward_reason, memory=False)
+    rest = (grad_out, preact)
+    if stays("_moe_mlp_backward", experts_reason(make, operands, rest, check)):
+        return _fallback_backward(grad_out, *operands, preact, mask, **options)
 
-    def backward(grad_out, *tensors, mask=tuple(output_mask)):
-        return launch.moe_mlp_backward(
-            plan,
-            grad_out,
-            *tensors,
-            output_mask=mask,
-            act=act,
-            combine=False,
-        )
+    from torch._native.ops.moe.triton_kernels.launch import moe_mlp_backward
 
-    def one_gradient(i):
-        mask = tuple(j == i for j in range(len(output_mask)))
-        return lambda *tensors: backward(*tensors, mask=mask)[i]
-
-    nodes = [grad_out, *operands, preact]
-    name = _cache_name("moe_mlp_backward", act, tuple(output_mask), operands)
-    # Those with a matmul: of the input and the weights.
-    stages = [one_gradient(i) for i in (0, 1, 2, 6) if output_mask[i]]
-    tune(name, chooser, stages, nodes, first=1)
-    grads = list(_trace(backward, nodes))
-    slot_rows = operands[6]
-    if output_mask[0] and slot_rows is not None:
-        grads[0] = _sum_of_rows(grads[0], slot_rows)
-    return grads
+    return experts_kernels(
+        moe_mlp_backward, make, operands, rest, triton_impl.launch_plan, mask
+    )

@@ -8,7 +8,7 @@ forward kernel give the same bits (torch/_native/ops/moe/triton_kernels/configs.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch._inductor.ir import get_free_symbols, TensorBox
 from torch._inductor.select_algorithm import autotune_select_algorithm
 from torch._inductor.virtualized import V
 
+
+if TYPE_CHECKING:
+    from torch._native.ops.moe.triton_kernels.experts import Experts
 
 # Kernel, columns and length of the contraction; within one op no two differ in anything else.
 Problem = tuple[str, int, int]
@@ -73,17 +76,13 @@ def even_routing(
 
 
 def _input_generators(
-    operands: Sequence[TensorBox | None], first: int
+    present: Sequence[TensorBox], experts: "Experts"
 ) -> dict[int, Callable[[Any], Tensor]]:
-    """Per position among the operands that are there, what makes its benchmark input.
-
-    Args:
-        operands: of the op, None where absent.
-        first: the position of ``input``, which the metadata follow as in ``_moe_mlp``.
-    """
-    input = operands[first]
-    offs, _, row_slots, slot_rows = operands[first + 3 : first + 7]
-    assert input is not None and offs is not None
+    """Per position in ``present``, what makes a benchmark input of what says the routing."""
+    input: Any = experts.input
+    offs: Any = experts.offs
+    row_slots: Any = experts.row_slots
+    slot_rows: Any = experts.slot_rows
 
     def make(which: int, _: Any) -> Tensor:
         hint = V.graph.sizevars.optimization_hint
@@ -94,10 +93,8 @@ def _input_generators(
             num_rows = hint(row_slots.get_size()[0])
         num_experts = hint(offs.get_size()[0])
         device = offs.get_device()
-        assert device is not None
         return even_routing(num_tokens, top_k, num_rows, num_experts, device)[which]
 
-    present = [node for node in operands if node is not None]
     return {
         present.index(node): functools.partial(make, which)
         for which, node in enumerate((offs, row_slots, slot_rows))
@@ -110,7 +107,7 @@ def tune(
     chooser: TileChooser,
     stages: Sequence[Callable[..., Tensor]],
     operands: Sequence[TensorBox | None],
-    first: int,
+    experts: "Experts",
 ) -> None:
     """Chooses the tiles of all kernels that ``stages`` launch.
 
@@ -120,7 +117,7 @@ def tune(
         stages: functions of the operands, each to one tensor; what that does not need is left out
             of the measurement.
         operands: realized nodes; None is None for a stage.
-        first: the position of ``input`` among them.
+        experts: of these nodes, which the routing is among.
     """
     present = [node for node in operands if node is not None]
     if not (config.max_autotune or config.max_autotune_gemm):
@@ -128,7 +125,7 @@ def tune(
     if any(get_free_symbols(x.get_size(), unbacked_only=True) for x in present):
         # What a subgraph cannot take.
         return
-    generators = _input_generators(operands, first)
+    generators = _input_generators(present, experts)
     for i, stage in enumerate(stages):
 
         def call(*tensors: Tensor, stage=stage) -> Tensor:

@@ -13,8 +13,14 @@ from typing import Any
 import sympy
 
 import torch
-from torch._inductor.ir import ExternKernel, ir_node_to_tensor, IRNode, TensorBox
-from torch._inductor.kernel.moe import _general_reason, _is_static, _stays, _trace
+from torch._inductor.ir import ExternKernel, IRNode, TensorBox
+from torch._inductor.kernel.moe import (
+    general_reason,
+    is_static,
+    stays,
+    trace,
+    with_hints,
+)
 from torch._inductor.lowering import fallback_handler, register_lowering
 from torch._inductor.virtualized import V
 from torch.utils._sympy.numbers import int_oo
@@ -23,7 +29,7 @@ from torch.utils._sympy.numbers import int_oo
 aten = torch.ops.aten
 
 
-def _fixed(node: Any) -> Any:
+def fixed(node: Any) -> Any:
     """``node`` in memory, with the strides that it keeps."""
     if node is None:
         return None
@@ -40,16 +46,10 @@ def _bound(size: Any) -> float:
     return math.inf if upper in (int_oo, sympy.oo) else int(upper)
 
 
-def _traced(launcher: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def traced(launcher: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     from torch.library import wrap_triton
 
     return functools.partial(launcher, kernel=wrap_triton, bound=_bound, **options)
-
-
-def _with_hints(*nodes: IRNode | None) -> list[Any]:
-    # No rule becomes a guard; the meta kernels have checked what a dynamic size could break.
-    with V.fake_mode:
-        return [ir_node_to_tensor(x, replace_symbols_with_hints=True) for x in nodes]
 
 
 # --- the permutation -------------------------------------------------------------------------
@@ -62,17 +62,17 @@ _permutation_fallback = fallback_handler(
 def _permutation_reason(
     topk_indices: IRNode, num_experts: Any, num_rows: Any, row_alignment: Any
 ) -> str | None:
-    reason = _general_reason(topk_indices)
+    reason = general_reason(topk_indices)
     if reason is not None:
         return reason
     for name, size in (("num_experts", num_experts), ("row_alignment", row_alignment)):
-        if not _is_static([size]):
+        if not is_static([size]):
             return f"{name} is dynamic"
     from torch._native.ops.moe.triton_impl import permutation_reason
 
     if num_rows is not None:
         num_rows = int(V.graph.sizevars.optimization_hint(num_rows))
-    (ids,) = _with_hints(topk_indices)
+    (ids,) = with_hints(topk_indices)
     return permutation_reason(
         ids,
         int(num_experts),
@@ -84,9 +84,9 @@ def _permutation_reason(
 
 @register_lowering(aten._moe_permutation.default, type_promotion_kind=None)
 def _moe_permutation(topk_indices, num_experts, *, num_rows=None, row_alignment=1):
-    topk_indices = _fixed(topk_indices)
+    topk_indices = fixed(topk_indices)
     reason = _permutation_reason(topk_indices, num_experts, num_rows, row_alignment)
-    if _stays("_moe_permutation", reason):
+    if stays("_moe_permutation", reason):
         return _permutation_fallback(
             topk_indices, num_experts, num_rows=num_rows, row_alignment=row_alignment
         )
@@ -95,9 +95,9 @@ def _moe_permutation(topk_indices, num_experts, *, num_rows=None, row_alignment=
 
     # The launcher would copy as well, and ask for strides that may be symbolic.
     topk_indices = ExternKernel.require_contiguous(topk_indices)
-    if num_rows is not None and _is_static([num_rows]):
+    if num_rows is not None and is_static([num_rows]):
         num_rows = int(num_rows)
-    launch = _traced(moe_permutation, row_alignment=int(row_alignment))
+    launch = traced(moe_permutation, row_alignment=int(row_alignment))
 
     def permute(topk_indices, rows):
         return launch(
@@ -105,7 +105,7 @@ def _moe_permutation(topk_indices, num_experts, *, num_rows=None, row_alignment=
         )
 
     dynamic_rows = None if isinstance(num_rows, int) else num_rows
-    return _trace(permute, [topk_indices, dynamic_rows])
+    return trace(permute, [topk_indices, dynamic_rows])
 
 
 # --- the router ------------------------------------------------------------------------------
@@ -122,37 +122,37 @@ def _router_reason(
     check: Callable[..., str | None],
 ) -> str | None:
     """Why the router or its backward, whose tensors are ``nodes``, stays, or None."""
-    reason = _general_reason(logits)
+    reason = general_reason(logits)
     if reason is not None:
         return reason
-    if not _is_static(logits.get_size()[1:]):
+    if not is_static(logits.get_size()[1:]):
         return "the number of experts is dynamic"
-    if any(x is not None and not _is_static(x.get_size()[1:]) for x in nodes):
+    if any(x is not None and not is_static(x.get_size()[1:]) for x in nodes):
         return "the number of experts of a token is dynamic"
-    return check(*_with_hints(*nodes))
+    return check(*with_hints(*nodes))
 
 
 @register_lowering(aten._moe_topk.default, type_promotion_kind=None)
 def _moe_topk(logits, k, bias=None, **options):
-    logits, bias = _fixed(logits), _fixed(bias)
+    logits, bias = fixed(logits), fixed(bias)
 
     def check(logits, bias):
         from torch._native.ops.moe.triton_impl import topk_reason
 
         return topk_reason(logits, k, bias, **options, memory=False)
 
-    if _stays("_moe_topk", _router_reason(logits, (logits, bias), check)):
+    if stays("_moe_topk", _router_reason(logits, (logits, bias), check)):
         return _topk_fallback(logits, k, bias, **options)
 
     from torch._native.ops.moe.triton_kernels.topk import moe_topk
 
-    launch = _traced(moe_topk, **options)
-    return _trace(lambda logits, bias: launch(logits, k, bias), [logits, bias])
+    launch = traced(moe_topk, **options)
+    return trace(lambda logits, bias: launch(logits, k, bias), [logits, bias])
 
 
 @register_lowering(aten._moe_topk_backward.default, type_promotion_kind=None)
 def _moe_topk_backward(grad_weights, logits, topk_indices, **options):
-    operands = [_fixed(node) for node in (grad_weights, logits, topk_indices)]
+    operands = [fixed(node) for node in (grad_weights, logits, topk_indices)]
 
     def check(*tensors):
         from torch._native.ops.moe.triton_impl import topk_backward_reason
@@ -160,9 +160,9 @@ def _moe_topk_backward(grad_weights, logits, topk_indices, **options):
         return topk_backward_reason(*tensors, **options, memory=False)
 
     reason = _router_reason(operands[1], operands, check)
-    if _stays("_moe_topk_backward", reason):
+    if stays("_moe_topk_backward", reason):
         return _topk_backward_fallback(*operands, **options)
 
     from torch._native.ops.moe.triton_kernels.topk import moe_topk_backward
 
-    return _trace(_traced(moe_topk_backward, **options), operands)
+    return trace(traced(moe_topk_backward, **options), operands)

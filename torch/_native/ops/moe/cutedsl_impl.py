@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ... import cutedsl_utils as cu
 from . import triton_impl
+from .triton_kernels.experts import Experts
 
 
 if TYPE_CHECKING:
@@ -40,65 +41,36 @@ _ACTIVATIONS = ("swiglu", "geglu_tanh", "reglu", "silu", "relu", "relu2")
 _MAX_ELEMENTS = 2**31
 
 
-def _own_reason(
-    input: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    offs: Tensor,
-    topk_weights: Tensor | None = None,
-    row_slots: Tensor | None = None,
-    slot_rows: Tensor | None = None,
-    b_in: Tensor | None = None,
-    b_out: Tensor | None = None,
-    w_up: Tensor | None = None,
-    *,
-    activation: str = "swiglu",
-    limit: float | None = None,
-    **_rest,
-) -> str | None:
+def _own_reason(experts: Experts) -> str | None:
     """Why CuTe cannot run what the Triton kernels can, or None."""
-    if activation not in _ACTIVATIONS:
-        return f"activation {activation!r} is not one of {_ACTIVATIONS}"
-    if limit is not None:
-        return f"limit = {limit} is not served"
-    for name, absent in (("b_in", b_in), ("b_out", b_out), ("w_up", w_up)):
-        if absent is not None:
+    act, input = experts.act, experts.input
+    if act.activation not in _ACTIVATIONS:
+        return f"activation {act.activation!r} is not one of {_ACTIVATIONS}"
+    if act.limit is not None:
+        return f"limit = {act.limit} is not served"
+    for name in ("b_in", "b_out", "w_up"):
+        if getattr(experts, name) is not None:
             return f"{name} is not served"
-    for name, weight in (("w_in", w_in), ("w_out", w_out)):
+    for name, weight in experts.weights.items():
         if not weight.is_contiguous():
             return f"{name} is not contiguous: strides {weight.stride()}"
-    rows = len(input if row_slots is None else row_slots)
-    largest = max(
-        input.numel(), w_in.numel(), w_out.numel(), rows * max(w_in.shape[1:])
-    )
+    rows = len(input if experts.row_slots is None else experts.row_slots)
+    sizes = [input.numel(), rows * max(experts.w_in.shape[1:])]
+    largest = max(*sizes, *(w.numel() for w in experts.weights.values()))
     if largest >= _MAX_ELEMENTS:
         return f"a tensor has {largest} elements, 2^31 or more"
-    capability = triton_impl._capability(input.device.index or 0)
-    if capability not in _CAPABILITIES:
-        return f"compute capability {capability} is not one of {_CAPABILITIES}"
-    return None
+    return triton_impl.capability_reason(input.device.index or 0, _CAPABILITIES)
 
 
-def mlp_reason(*args, **options) -> str | None:
-    """Why CuTe cannot run ``_moe_mlp`` on these arguments, or None."""
-    return triton_impl.mlp_reason(*args, **options) or _own_reason(*args, **options)
+def mlp_reason(experts: Experts) -> str | None:
+    """Why CuTe cannot run ``_moe_mlp`` on these operands, or None."""
+    return triton_impl.mlp_reason(experts) or _own_reason(experts)
 
 
-def mlp_backward_reason(grad_out: Tensor, *args, **options) -> str | None:
-    """Why CuTe cannot run ``_moe_mlp_backward`` on these arguments, or None."""
-    reason = triton_impl.mlp_backward_reason(grad_out, *args, **options)
-    # Without preact and output_mask.
-    return reason or _own_reason(*args[:-2], **options)
-
-
-def _mlp_cond(*args, **kwargs) -> bool:
-    return triton_impl._choose("_moe_mlp", mlp_reason, args, kwargs, "CUTEDSL")
-
-
-def _mlp_backward_cond(*args, **kwargs) -> bool:
-    return triton_impl._choose(
-        "_moe_mlp_backward", mlp_backward_reason, args, kwargs, "CUTEDSL"
-    )
+def mlp_backward_reason(experts: Experts, *tensors: Tensor) -> str | None:
+    """As ``mlp_reason``, of the backward."""
+    reason = triton_impl.mlp_backward_reason(experts, *tensors)
+    return reason or _own_reason(experts)
 
 
 @functools.cache
@@ -106,60 +78,37 @@ def _plan(device_index: int) -> "CutePlan":
     from .cutedsl_kernels import gemms
     from .cutedsl_kernels.launch import CutePlan
 
-    return CutePlan(gemms, triton_impl._plan(device_index))
+    return CutePlan(gemms, triton_impl.launch_plan(device_index))
 
 
-# No biases, w_up, alpha or limit: _own_reason() and the checks of the activation.
+_mlp_cond = triton_impl.cond_of(
+    "_moe_mlp",
+    lambda *a, **k: mlp_reason(triton_impl.experts_of(*a, **k)),
+    "CUTEDSL",
+)
+_mlp_backward_cond = triton_impl.cond_of(
+    "_moe_mlp_backward",
+    lambda *a, **k: mlp_backward_reason(*triton_impl.backward_of(*a, **k)),
+    "CUTEDSL",
+)
 
 
-def _mlp_impl(
-    input,
-    w_in,
-    w_out,
-    offs,
-    topk_weights=None,
-    row_slots=None,
-    slot_rows=None,
-    *_absent,
-    activation="swiglu",
-    gate_interleaved=False,
-    compute_preact=True,
-    **_none,
-):
+def _mlp_impl(*args, compute_preact=True, **options):
     from .cutedsl_kernels.launch import moe_mlp_forward
-    from .triton_kernels.launch import Activation
 
-    with triton_impl._on_device(input):
-        return moe_mlp_forward(
-            _plan(input.get_device()),
-            input,
-            w_in,
-            w_out,
-            offs,
-            topk_weights,
-            row_slots,
-            slot_rows,
-            Activation(activation, gate_interleaved),
-            compute_preact=compute_preact,
-        )
+    experts = triton_impl.experts_of(*args, **options)
+    with triton_impl.on_device(experts.input):
+        plan = _plan(experts.input.get_device())
+        return moe_mlp_forward(plan, experts, compute_preact=compute_preact)
 
 
-def _mlp_backward_impl(
-    grad_out, *tensors, activation="swiglu", gate_interleaved=False, **_none
-):
+def _mlp_backward_impl(*args, **options):
     from .cutedsl_kernels.launch import moe_mlp_backward
-    from .triton_kernels.launch import Activation
 
-    *operands, _, _, _, preact, output_mask = tensors
-    with triton_impl._on_device(grad_out):
-        return moe_mlp_backward(
-            _plan(grad_out.get_device()),
-            grad_out,
-            *operands,
-            preact=preact,
-            output_mask=tuple(output_mask),
-            act=Activation(activation, gate_interleaved),
-        )
+    operands = triton_impl.backward_of(*args, **options)
+    with triton_impl.on_device(args[0]):
+        plan = _plan(args[0].get_device())
+        return moe_mlp_backward(plan, *operands, tuple(args[-1]))
 
 
 def register_to_dispatch() -> None:

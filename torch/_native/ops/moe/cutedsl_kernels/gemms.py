@@ -226,7 +226,9 @@ def up(
         out |= {"gate": preact[:, :num_hidden], "up": preact[:, num_hidden:]}
     elif preact is not None:
         out["D"] = preact
-    epilogue = _up_epilogue(ACTIVATIONS[act.name], act.gated, split, preact is not None)
+    epilogue = _up_epilogue(
+        ACTIVATIONS[act.activation], act.gated, split, preact is not None
+    )
     _run(
         "up",
         epilogue,
@@ -280,7 +282,7 @@ def act_backward(
     """
     result = _run(
         "act_backward",
-        _act_backward_epilogue(ACTIVATIONS[act.name], act.gated),
+        _act_backward_epilogue(ACTIVATIONS[act.activation], act.gated),
         grad,
         w,
         cu,

@@ -10,8 +10,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..triton_kernels import launch as triton_launch
-from ..triton_kernels.launch import Activation, LaunchPlan
+from ..triton_kernels import matmuls
+from ..triton_kernels.experts import Experts, row_major
+from ..triton_kernels.launch import ActGrads, gradients, Wanted, zero_gradients
+from ..triton_kernels.rows import LaunchPlan, Rows
 from .rows import route_rows, zero_padding
 
 
@@ -53,165 +55,116 @@ class _Segments:
         score: (R,) float32, 0 for padding; None for all ones.
     """
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        offs: Tensor,
-        topk_weights: Tensor | None,
-        row_slots: Tensor | None,
-        slot_rows: Tensor | None,
-        num_tokens: int,
-    ) -> None:
-        self.rows = triton_launch._Rows(plan, offs, row_slots, slot_rows, num_tokens)
-        self.cu = torch.nn.functional.pad(offs, (1, 0))
+    def __init__(self, plan: LaunchPlan, experts: Experts) -> None:
+        self.rows = rows = Rows.of(plan, experts)
+        self.cu = torch.nn.functional.pad(experts.offs, (1, 0))
         self.tokens = self.score = None
-        if row_slots is not None:
+        if rows.has_slots:
             self.tokens, self.score = route_rows(
-                self.rows.row_slots, self.rows.offs, self.rows.top_k, topk_weights
+                rows.row_slots, rows.offs, rows.top_k, experts.topk_weights
             )
-        elif topk_weights is not None:
-            self.score = topk_weights.contiguous().view(-1).float()
-
-    def zero_padding(self, out: Tensor) -> None:
-        """Zeroes the rows of ``out`` (R, N) that hold no slot."""
-        if self.tokens is None:
-            triton_launch._zero_tail(self.rows.plan, self.rows, out)
-        else:
-            zero_padding(self.rows.row_slots, out)
-
-    def sum_per_token(self, routed: Tensor, num_tokens: int) -> Tensor:
-        """(T, D) from the rows ``routed`` (R, D)."""
-        return triton_launch._finish_rows(
-            self.rows.plan, self.rows, routed, num_tokens, True
-        )
+        elif rows.scale is not None:
+            self.score = rows.scale.float()
 
 
 def moe_mlp_forward(
-    plan: CutePlan,
-    input: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    offs: Tensor,
-    topk_weights: Tensor | None,
-    row_slots: Tensor | None,
-    slot_rows: Tensor | None,
-    act: Activation,
-    *,
-    compute_preact: bool = True,
+    plan: CutePlan, experts: Experts, *, compute_preact: bool = True
 ) -> tuple[Tensor, Tensor]:
     """``aten::_moe_mlp``: output (T, D) and preact (R, g*F), or (0, g*F)."""
-    num_tokens, dim = input.shape
-    segments = _Segments(
-        plan.triton, offs, topk_weights, row_slots, slot_rows, num_tokens
-    )
-    num_rows = segments.rows.num_rows
-    preact = input.new_empty(num_rows if compute_preact else 0, w_in.shape[1])
-    if min(num_tokens, num_rows) == 0:
-        return input.new_zeros(num_tokens, dim), preact.zero_()
+    segments, like = _Segments(plan.triton, experts), experts.input
+    rows, cu, tokens = segments.rows, segments.cu, segments.tokens
+    preact = like.new_empty(rows.num_rows if compute_preact else 0, experts.width)
+    if rows.is_empty:
+        return like.new_zeros(like.shape), preact.zero_()
 
-    hidden = input.new_empty(num_rows, w_out.shape[2])
-    x, cu = triton_launch._row_major(input), segments.cu
-    plan.gemms.up(
-        x, segments.tokens, w_in, cu, act, preact if compute_preact else None, hidden
-    )
-    if compute_preact:
-        segments.zero_padding(preact)
-    routed = input.new_empty(num_rows, dim)
-    score = None if topk_weights is None else segments.score
-    plan.gemms.down(hidden, w_out, cu, score, routed)
-    return segments.sum_per_token(routed, num_tokens), preact
+    hidden = like.new_empty(rows.num_rows, experts.num_hidden)
+    kept = preact if compute_preact else None
+    x, w_in = row_major(like), experts.w_in
+    plan.gemms.up(x, tokens, w_in, cu, experts.act, kept, hidden)
+    if kept is not None and tokens is None:
+        rows.zero_tail(kept)
+    elif kept is not None:
+        zero_padding(rows.row_slots, kept)
+    routed = like.new_empty(rows.num_rows, like.shape[1])
+    score = None if rows.scale is None else segments.score
+    plan.gemms.down(hidden, experts.w_out, cu, score, routed)
+    return rows.finish(routed), preact
 
 
-def _act_backward(
-    plan: CutePlan,
-    segments: _Segments,
-    grad_out: Tensor,
-    w_out: Tensor,
-    topk_weights: Tensor | None,
-    preact: Tensor,
-    act: Activation,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dH (R, g*F), A' (R, F), dS partials (P, R) float32.
+class _Products:
+    """As launch.Products of the Triton kernels."""
 
-    Gate and up in two halves are for the Triton kernel: QuACK's reads them in pairs, and
-    pre-activations of another layout than the weight's would be of no use to a backward
-    that another backend runs.
-    """
-    if act.gated and not act.gate_interleaved:
-        return triton_launch._act_backward(
-            plan.triton,
-            segments.rows,
-            grad_out,
-            w_out,
-            None,
+    def __init__(
+        self,
+        gemms: Gemms,
+        segments: _Segments,
+        experts: Experts,
+        grad_out: Tensor,
+        preact: Tensor,
+    ) -> None:
+        self.gemms, self.segments, self.experts = gemms, segments, experts
+        self.grad_out, self.preact = grad_out, preact
+
+    def act_backward(self, wanted: Wanted) -> ActGrads:
+        """Gate and up in two halves are for the Triton kernel: QuACK's reads them in pairs, and
+        pre-activations of another layout than the weight's would be of no use to a backward
+        that another backend runs.
+        """
+        experts, segments, preact = self.experts, self.segments, self.preact
+        if experts.halves_adjacent:
+            operands = (segments.rows, experts, self.grad_out, preact)
+            need_scale = segments.rows.scale is not None
+            options = {"need_hidden": True, "need_scale": need_scale}
+            return ActGrads(*matmuls.act_backward(*operands, **options))
+        grad_preact = torch.empty_like(preact)
+        hidden = preact.new_empty(preact.shape[0], experts.num_hidden)
+        score = segments.score
+        if score is None:
+            score = preact.new_ones(preact.shape[0], dtype=torch.float32)
+        dot = self.gemms.act_backward(
+            self.grad_out,
+            segments.tokens,
+            experts.w_out,
+            segments.cu,
             preact,
-            triton_launch._slot_weights(topk_weights),
-            act,
-            need_hidden=True,
-            need_scale=topk_weights is not None,
+            score,
+            experts.act,
+            grad_preact,
+            hidden,
         )
-    grad_preact = torch.empty_like(preact)
-    hidden = preact.new_empty(preact.shape[0], w_out.shape[2])
-    score = segments.score
-    if score is None:
-        score = preact.new_ones(preact.shape[0], dtype=torch.float32)
-    dot = plan.gemms.act_backward(
-        grad_out,
-        segments.tokens,
-        w_out,
-        segments.cu,
-        preact,
-        score,
-        act,
-        grad_preact,
-        hidden,
-    )
-    return grad_preact, hidden, dot.unsqueeze(0)
+        return ActGrads(grad_preact, hidden, dot.unsqueeze(0))
+
+    def input_grad(self, grads: ActGrads) -> Tensor:
+        num_rows = self.segments.rows.num_rows
+        routed = grads.values.new_empty(num_rows, self.experts.input.shape[1])
+        self.gemms.mm(grads.values, self.experts.w_in, self.segments.cu, routed)
+        return routed
+
+    def _weight_grad(self, x: Tensor, b: Tensor, out: Tensor) -> None:
+        self.gemms.weight_grad(x, self.segments.tokens, b, self.segments.cu, out)
+
+    def w_out_grad(self, grads: ActGrads) -> Tensor:
+        grad = torch.empty_like(self.experts.w_out)
+        self._weight_grad(self.grad_out, grads.hidden, grad)
+        return grad
+
+    def w_in_grads(self, grads, wanted):
+        grad = torch.empty_like(self.experts.w_in)
+        self._weight_grad(row_major(self.experts.input), grads.values, grad.mT)
+        return grad, None
 
 
 def moe_mlp_backward(
     plan: CutePlan,
+    experts: Experts,
     grad_out: Tensor,
-    input: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    offs: Tensor,
-    topk_weights: Tensor | None,
-    row_slots: Tensor | None,
-    slot_rows: Tensor | None,
     preact: Tensor,
     output_mask: tuple[bool, ...],
-    act: Activation,
 ) -> tuple[Tensor, ...]:
     """``aten::_moe_mlp_backward``: the seven gradients; (0,) where not wanted or absent."""
-    operands = (input, w_in, w_out, topk_weights, None, None, None)
-    wanted = [w and x is not None for w, x in zip(output_mask, operands, strict=True)]
-    num_tokens, dim = input.shape
-    segments = _Segments(
-        plan.triton, offs, topk_weights, row_slots, slot_rows, num_tokens
-    )
-    num_rows = segments.rows.num_rows
-    if min(num_tokens, num_rows) == 0:
-        return triton_launch._zero_gradients(operands, output_mask, input)
-
-    grads = [input.new_empty(0) for _ in operands]
-    if not any(wanted):
-        return tuple(grads)
-    x, grad_out = map(triton_launch._row_major, (input, grad_out))
-    cu, tokens = segments.cu, segments.tokens
-    grad_preact, hidden, partials = _act_backward(
-        plan, segments, grad_out, w_out, topk_weights, preact.contiguous(), act
-    )
-    if wanted[0]:
-        routed = input.new_empty(num_rows, dim)
-        plan.gemms.mm(grad_preact, w_in, cu, routed)
-        grads[0] = segments.sum_per_token(routed, num_tokens)
-    if wanted[1]:
-        grads[1] = torch.empty_like(w_in)
-        plan.gemms.weight_grad(x, tokens, grad_preact, cu, grads[1].mT)
-    if wanted[2]:
-        grads[2] = torch.empty_like(w_out)
-        plan.gemms.weight_grad(grad_out, tokens, hidden, cu, grads[2])
-    if wanted[3]:
-        grads[3] = triton_launch._scale_grad(segments.rows, partials, topk_weights)
-    return tuple(grads)
+    segments = _Segments(plan.triton, experts)
+    if segments.rows.is_empty:
+        return zero_gradients(experts, output_mask)
+    grad_out, preact = row_major(grad_out), preact.contiguous()
+    products = _Products(plan.gemms, segments, experts, grad_out, preact)
+    return gradients(segments.rows, experts, products, grad_out, output_mask)

@@ -8,51 +8,9 @@ Every formula is written so that an input row of zeros gives zeros, which is
 what makes padding rows free: they need no masking after the activation.
 """
 
-import dataclasses
-
 import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
-
-
-GATED_ACTIVATIONS: tuple[str, ...] = (
-    "swiglu",
-    "geglu",
-    "geglu_tanh",
-    "reglu",
-    "swiglu_oai",
-)
-PLAIN_ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "relu", "relu2")
-# Of the gated ones, those whose halves may be clamped; swiglu_oai always does.
-LIMITED_ACTIVATIONS: tuple[str, ...] = ("swiglu", "geglu", "swiglu_oai")
-
-# swiglu_oai when the caller gives neither.
-DEFAULT_ALPHA = 1.702
-DEFAULT_LIMIT = 7.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """The keyword arguments of ``_moe_mlp`` that define the activation."""
-
-    name: str = "swiglu"
-    gate_interleaved: bool = False
-    alpha: float | None = None
-    limit: float | None = None
-
-    @property
-    def gated(self) -> bool:
-        return self.name in GATED_ACTIVATIONS
-
-    def kernel_args(self) -> dict[str, object]:
-        return {
-            "alpha": DEFAULT_ALPHA if self.alpha is None else self.alpha,
-            "limit": DEFAULT_LIMIT if self.limit is None else self.limit,
-            "ACTIVATION": self.name,
-            "HAS_LIMIT": self.name == "swiglu_oai" or self.limit is not None,
-            "GATED": self.gated,
-            "INTERLEAVED": self.gate_interleaved,
-        }
 
 
 # Triton's interpreter has none.

@@ -1,21 +1,23 @@
-"""Operands of the FP8 kernels: recipes, and rows and weights as codes with scales."""
+"""An expert layer in FP8 as one value: recipe, and rows and weights as codes with scales.
+
+Imports no Triton, as experts.py.
+"""
 
 import dataclasses
+from collections.abc import Container
 from typing import NamedTuple
-
-import triton
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from .activations import Activation
-from .launch import _row_major
+from .experts import Experts, row_major
 
 
 _E4M3 = torch.float8_e4m3fn
 # Columns of H that share a scale, with every recipe.
 PREACT_BLOCK = 32
+PREACT_RECIPE = ScalingType.BlockWise1x32.value
 # Neighbours along the dimension that a product sums that share a scale; 0: all of them.
 _BLOCKS = {
     ScalingType.RowWise.value: 0,
@@ -24,6 +26,10 @@ _BLOCKS = {
 }
 _NAMES = {0: "row", 32: "mx", 128: "fp8"}
 _SQUARE = 128
+
+
+def cdiv(a, b: int):
+    return (a + b - 1) // b
 
 
 class Quantized(NamedTuple):
@@ -39,12 +45,27 @@ class Quantized(NamedTuple):
         return cls(data.contiguous(), scale.contiguous())
 
 
+class Preact(NamedTuple):
+    """H (R, g*F): 16 or 32 bits, or codes as uint8 with their scales."""
+
+    values: Tensor
+    scale: Tensor
+    is_int8: bool
+
+    @classmethod
+    def of(cls, values: Tensor, scale: Tensor) -> "Preact":
+        if values.element_size() > 1:
+            return cls(values, values, False)
+        codes, scale = (x.contiguous().view(torch.uint8) for x in (values, scale))
+        return cls(codes, scale, values.dtype == torch.int8)
+
+
 def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
     """(E, rows, columns) scales of (E, padded) ones in the order of SWIZZLE_32_4_4.
 
     A copy: a weight has one byte of them for 32 of codes.
     """
-    tiles = triton.cdiv(rows, 128), triton.cdiv(columns, 4)
+    tiles = cdiv(rows, 128), cdiv(columns, 4)
     x = scale.view(torch.uint8).view(-1, *tiles, 32, 4, 4).permute(0, 1, 4, 3, 2, 5)
     x = x.reshape(-1, tiles[0] * 128, tiles[1] * 4)[:, :rows, :columns]
     return x.contiguous().view(scale.dtype)
@@ -56,15 +77,16 @@ class Recipe:
 
     Attributes:
         rows, weights: codes of ``torch.nn.functional.ScalingType``.
+        swizzle: order of the scales of weights that come quantised, a code of
+            ``torch.nn.functional.SwizzleType``.
         widen: products are computed in bfloat16, where codes of blocks of 32 are exact; for
             architectures without a matrix instruction for these blocks.
-        swizzled: scales of weights that come quantised are in SWIZZLE_32_4_4.
     """
 
     rows: int
     weights: int
+    swizzle: int = 0
     widen: bool = False
-    swizzled: bool = False
 
     @property
     def block(self) -> int:
@@ -88,26 +110,9 @@ class Recipe:
         """Its entry of ``SCALED_TABLES``."""
         return f"{'wide' if self.widen else _NAMES[self.block]}_{name}"
 
-    def num_scales(self, columns: int | torch.SymInt) -> int | torch.SymInt:
-        """Of a row."""
-        return triton.cdiv(columns, self.block) if self.block else 1
-
-    def scales_behind(self, act: Activation, has_up: bool, num_hidden: int) -> bool:
-        """Whether an epilogue sees only part of what a scale of dH's rows covers.
-
-        So it does where that is the whole row, or columns of gate and of up. With ``w_up`` the
-        halves are rows of two products, each with scales of its own.
-        """
-        if not self.block:
-            return True
-        halves = act.gated and not act.gate_interleaved and not has_up
-        return halves and num_hidden % self.block != 0
-
-    # --- rows
-
     def quantize(self, rows: Tensor) -> Quantized:
         """Rows (N, C), as ``_moe_quantize`` makes them."""
-        return Quantized.of(*torch.ops.aten._moe_quantize(_row_major(rows), self.rows))
+        return Quantized.of(*torch.ops.aten._moe_quantize(row_major(rows), self.rows))
 
     def room(
         self,
@@ -124,7 +129,7 @@ class Recipe:
         if not self.block:
             values = like.new_empty(rows, halves * columns, dtype=dtype)
             return Quantized(values, values)
-        num_scales = halves * self.num_scales(columns)
+        num_scales = halves * cdiv(columns, self.block)
         return Quantized(
             like.new_empty(rows, halves * columns, dtype=torch.uint8),
             like.new_empty(rows, num_scales, dtype=self.scale_dtype),
@@ -154,53 +159,127 @@ class Recipe:
             scale = scale.repeat_interleave(self.block, 1)[:, : codes.shape[1]]
         return (codes.to(torch.float32) * scale).to(dtype)
 
-    # --- weights
 
-    def _given(self, data: Tensor, scale: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScaledExperts(Experts):
+    """The operands of ``_moe_mlp_scaled`` in the order of its schema, and how they are scaled.
+
+    ``w_in`` and ``w_out`` are None where they come quantised only. In the backward ``input`` is
+    the gradient of the output.
+
+    Attributes:
+        input_scaled: codes and scales of the input, or nothing.
+        w_in_scaled, w_out_scaled, w_up_scaled: the same along the last dimension, and
+            perhaps along the other one, or nothing.
+        recipe: how.
+        preact_dtype: that H is kept in for the backward; None for the input's.
+        hp_wgrad: gradients of weights are products of 16 bits.
+    """
+
+    input_scaled: list[Tensor] = dataclasses.field(default_factory=list)
+    w_in_scaled: list[Tensor] = dataclasses.field(default_factory=list)
+    w_out_scaled: list[Tensor] = dataclasses.field(default_factory=list)
+    w_up_scaled: list[Tensor] = dataclasses.field(default_factory=list)
+    recipe: Recipe = dataclasses.field(kw_only=True)
+    preact_dtype: torch.dtype | None = dataclasses.field(default=None, kw_only=True)
+    hp_wgrad: bool = dataclasses.field(default=False, kw_only=True)
+
+    def on(self, table: Container[str]) -> "ScaledExperts":
+        """For the kernels of an architecture: before 10.0 no matrix instruction takes scales."""
+        if self.recipe.kernel("down") in table:
+            return self
+        recipe = dataclasses.replace(self.recipe, widen=True)
+        return dataclasses.replace(self, recipe=recipe)
+
+    @property
+    def lists(self) -> dict[str, list[Tensor]]:
+        """What comes quantised, by name."""
+        names = ("input_scaled", "w_in_scaled", "w_out_scaled", "w_up_scaled")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those that are given, or else their codes, by name."""
+        lists = {name.removesuffix("_scaled"): s for name, s in self.lists.items()}
+        codes = {name: s[0] for name, s in lists.items() if s and name != "input"}
+        return {**codes, **super().weights}
+
+    @property
+    def num_hidden(self) -> int:
+        return self.weights["w_out"].shape[2]
+
+    @property
+    def halves(self) -> int:
+        """Of a row of dH: of gate and up with scales of their own, where they are two weights."""
+        return 2 if "w_up" in self.weights else 1
+
+    @property
+    def product_type(self) -> torch.dtype:
+        """In which H, A and their gradients are rounded: quantised numbers are exact in it."""
+        is_bfloat16 = self.input.dtype == torch.bfloat16
+        return torch.bfloat16 if is_bfloat16 else torch.float32
+
+    @property
+    def scales_behind(self) -> bool:
+        """Whether an epilogue sees only part of what a scale of dH's rows covers.
+
+        So it does where that is the whole row, or columns of gate and of up. With ``w_up`` the
+        halves are rows of two products, each with scales of its own.
+        """
+        block = self.recipe.block
+        if not block:
+            return True
+        return (
+            self.halves_adjacent and self.halves == 1 and self.num_hidden % block != 0
+        )
+
+    def _pair(self, scaled: list[Tensor], dim: int) -> tuple[Tensor, Tensor]:
         """A pair whose scale is of plain (E, rows, columns), quantised along ``dim``."""
-        if self.swizzled:
+        data, scale = scaled
+        if self.recipe.swizzle:
             # As _moe_quantize leaves them: the scaled dimension last.
             rows, length = data.shape[3 - dim], data.shape[dim]
-            scale = unswizzled(scale, rows, triton.cdiv(length, self.block))
+            scale = unswizzled(scale, rows, cdiv(length, self.recipe.block))
             scale = scale if dim == 2 else scale.mT
         return data, scale
 
-    def weight(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized:
-        """``w`` (E, N, K) along K; None without ``w_up``, the one that may be absent."""
+    def weight(self, name: str) -> Quantized:
+        """(E, N, K) along K; None without ``w_up``, the one that may be absent."""
+        w, scaled = getattr(self, name), self.lists[f"{name}_scaled"]
         if scaled:
-            return Quantized.of(*self._given(*scaled[:2], dim=2))
+            return Quantized.of(*self._pair(scaled[:2], dim=2))
         if w is None:
             return None  # pyrefly: ignore[bad-return]
-        return Quantized.of(*torch.ops.aten._moe_quantize(w, self.weights))
+        return Quantized.of(*torch.ops.aten._moe_quantize(w, self.recipe.weights))
 
-    def transposed(self, w: Tensor | None, scaled: list[Tensor]) -> Quantized:
-        """(E, K, N): ``w`` (E, N, K) along N, the dense dimension then; None as above."""
+    def transposed(self, name: str) -> Quantized:
+        """(E, K, N): a weight (E, N, K) along N, the dense dimension then; None as above."""
+        w, scaled = getattr(self, name), self.lists[f"{name}_scaled"]
+        code = self.recipe.weights
         if len(scaled) == 4:
-            data, scale = self._given(*scaled[2:], dim=1)
+            data, scale = self._pair(scaled[2:], dim=1)
         elif scaled:
             data, scale = scaled  # squares, which serve both
         elif w is None:
             return None  # pyrefly: ignore[bad-return]
-        elif self.has_squares:
-            return Quantized.of(*torch.ops.aten._moe_quantize(w.mT, self.weights))
+        elif self.recipe.has_squares:
+            return Quantized.of(*torch.ops.aten._moe_quantize(w.mT, code))
         else:
-            data, scale = torch.ops.aten._moe_quantize(w, self.weights, dim=1)
+            data, scale = torch.ops.aten._moe_quantize(w, code, dim=1)
         # Contiguous copies of bytes: FP8 is a dtype that few kernels know.
         data = data.view(torch.uint8).mT.contiguous().view(_E4M3)
         return Quantized.of(data, scale.mT)
 
-    def gate_and_up(
-        self, w: Quantized, w_up: Quantized | None, act: Activation
-    ) -> tuple[Quantized, Quantized, int, int]:
+    def gate_and_up(self) -> tuple[Quantized, Quantized, int, int]:
         """(E, F, D) of gate and up, how many of their rows share a scale, and how many rows
         of the gate share up's first one.
         """
-        square = self.square
-        if w_up is not None or not act.gated:
+        square, w, w_up = self.recipe.square, self.weight("w_in"), self.weight("w_up")
+        if w_up is not None or not self.act.gated:
             return w, w_up or w, square, 0
         codes, scale = w
-        if act.gate_interleaved:
-            scales = (scale,) * 2 if self.has_squares else _alternate(scale)
+        if self.act.gate_interleaved:
+            scales = (scale,) * 2 if self.recipe.has_squares else _alternate(scale)
             gate, up = (Quantized(*pair) for pair in zip(_alternate(codes), scales))
             return gate, up, max(square // 2, 1), 0
         first, shift = divmod(codes.shape[1] // 2, square)
@@ -210,18 +289,3 @@ class Recipe:
 
 def _alternate(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:, 0::2], x[:, 1::2]
-
-
-class Preact(NamedTuple):
-    """H (R, g*F): 16 or 32 bits, or codes as uint8 with their scales."""
-
-    values: Tensor
-    scale: Tensor
-    is_int8: bool
-
-    @classmethod
-    def of(cls, values: Tensor, scale: Tensor) -> "Preact":
-        if values.element_size() > 1:
-            return cls(values, values, False)
-        codes, scale = (x.contiguous().view(torch.uint8) for x in (values, scale))
-        return cls(codes, scale, values.dtype == torch.int8)
