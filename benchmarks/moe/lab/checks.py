@@ -274,12 +274,11 @@ def _on(ops, device: torch.device):
     return dataclasses.replace(ops, **{n: t if t is None else t.to(device) for n, t in moved})  # fmt: skip
 
 
-def recipe_of(plan, family: Family):
-    """Its Recipe on this device, whose tables say whether it multiplies scaled blocks."""
+def recipe_of(family: Family):
+    """Its Recipe; a launch widens it for an architecture that multiplies no scaled blocks."""
     kinds = torch.nn.functional.ScalingType
-    rows, weights = (getattr(kinds, name).value for name in family.recipe)
-    widen = rows == kinds.BlockWise1x32.value and "mx_down" not in plan.table
-    return loading.scaled_operands.Recipe(rows, weights, widen)
+    codes = (getattr(kinds, name).value for name in family.recipe)
+    return loading.scaled_operands.Recipe(*codes)
 
 
 def scaled_layer(plan, ops, recipe, between=lambda: None) -> tuple[Tensor, ...]:
@@ -296,7 +295,7 @@ def scaled_layer(plan, ops, recipe, between=lambda: None) -> tuple[Tensor, ...]:
 def _check_scaled(plan, case, device: torch.device, family: Family) -> None:
     # Weights and rows come from the definition: the kernel that quantises has its own row.
     loading.use_quantizer(loading.reference_quantizer)
-    recipe = recipe_of(plan, family)
+    recipe = recipe_of(family)
     ops = case.operands(torch.bfloat16, bias=True)
     found = scaled_layer(plan, _on(ops, device), recipe)
     codes = (recipe.rows, recipe.weights)
@@ -424,7 +423,7 @@ def _exercise(plan, case, device: torch.device, name: str, family: Family) -> No
         return family.check(plan, case, device, family)
     ops = case.operands(torch.bfloat16, device, activation=family.act.activation, bias=True)
     if family.recipe is not None:
-        scaled_layer(plan, ops, recipe_of(plan, family))
+        scaled_layer(plan, ops, recipe_of(family))
         return None
     plan = dataclasses.replace(plan, ragged=family.ragged)
     experts = launch.Experts(*ops.args(), act=family.act)
