@@ -83,7 +83,7 @@ def _child(job: Job, folder: pathlib.Path) -> None:
             os.execvpe(job.run[0], job.run, {**os.environ, **job.env})
         # Where it was when it died or when time was up.
         faulthandler.enable(file=2)
-        faulthandler.dump_traceback_later(0.95 * job.limit_s, file=2)
+        faulthandler.dump_traceback_later(0.8 * job.limit_s, file=2)
         path = job.path(folder, ".json")
         result = job.run(lambda fields: write_json(fields, path))
         if result is not None:
