@@ -27,8 +27,9 @@ time is short there are fewer rounds, never fewer rows. The bound of a row is th
 kernels of the larger of flops / dense rate and bytes / copy bandwidth. A rehearsal runs the
 same code on tiny shapes; its times mean nothing.
 
-Peers that are not on the machine come in a folder, ``--peers``: packages or checkouts of ScatterMoE,
-SonicMoE (with QuACK) and Liger, which are Python; vLLM is larger than what can be carried.
+Peers that are not on the machine come in a folder, ``--peers``: packages or checkouts. Liger (a wheel of
+1 MB, unpacked) and ScatterMoE (a checkout) are Python and Triton. SonicMoE 0.1.2 wants torch 2.9.1 or
+older, and the CuTe DSL under it is a wheel of 74 MB; vLLM is larger still.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
@@ -70,6 +72,7 @@ import measure
 REHEARSAL_SHARED = 227 << 10
 # Loops over experts wait for the device in every turn, and batched_mm copies weights.
 NOT_ON_GPU = ("transformers_eager", "transformers_batched_mm", "loop_unbound")
+REPEATED = ("tiny", "7B-n256", "OLMoE-decode-T256")  # twice, as a graph, a token alone
 # Compiling the peers takes longer than all their runs: a small and a large layer, where asked for.
 COMPILED_PEER = ("7B-n256", "30B-n512")
 # At most so many seconds of each stage, and kept for the page and the plot. What is left
@@ -234,6 +237,9 @@ def sanitize(lab: Lab, save: Callable, tool: str) -> dict:
     """What a tool watches; in a rehearsal the interpreter's own."""
     # The layer launches what most of the others do.
     names = chosen(lab.options, checks.FAMILIES)
+    names = [name for name in names if name not in lab.options.hung]
+    if lab.options.rehearse:  # in the interpreter test_moe_scaled_triton.py does
+        names = [n for n in names if n not in ("fp8_blockwise", "fp8_rowwise")]
     if "layer" in names:
         names = [n for n in names if not checks.FAMILIES[n].launched or "not" in n]
     watch = contextlib.nullcontext()
@@ -245,9 +251,14 @@ def sanitize(lab: Lab, save: Callable, tool: str) -> dict:
 
 
 def time_kernels(lab: Lab, save: Callable, family: str, name: str) -> dict:
-    (row,) = (r for r in predicted(lab.options) if (r["family"], r["shape"].name) == (family, name))  # fmt: skip
-    rounds = min(lab.options.rounds, 10)
-    return kernels.time_kernels(lab.plan, lab.device, row, rounds)
+    rounds, backward = min(lab.options.rounds, 10), has_backward(lab.options)
+    row = predicted_row(lab.options, family, name)
+    return kernels.time_kernels(lab.plan, lab.device, row, rounds, backward)
+
+
+def has_backward(options: Namespace) -> bool:
+    """Whether kernels of the backward may be launched: none of them hung."""
+    return not any(n == "layer" or checks.FAMILIES[n].backward for n in options.hung)
 
 
 def predicted(options: Namespace) -> list[dict]:
@@ -257,9 +268,15 @@ def predicted(options: Namespace) -> list[dict]:
     return kernels.predictions()
 
 
+def predicted_row(options: Namespace, *where: str) -> dict:
+    rows = {(r["family"], r["shape"].name): r for r in predicted(options)}
+    return rows[where]
+
+
 def profile(lab: Lab, save: Callable, family: str, name: str, part: str) -> None:
-    (row,) = (r for r in predicted(lab.options) if (r["family"], r["shape"].name) == (family, name))  # fmt: skip
-    kernels.profile_one(lab.plan, lab.device, row["shape"], family, part)
+    shape = predicted_row(lab.options, family, name)["shape"]
+    backward = has_backward(lab.options)
+    kernels.profile_one(lab.plan, lab.device, shape, family, part, backward)
 
 
 def time_rows(lab: Lab, save: Callable) -> dict:
@@ -294,16 +311,16 @@ def time_rows(lab: Lab, save: Callable) -> dict:
 
 
 def guarded(function: Callable, name: str, failed: dict) -> Callable[[], object]:
-    """``function`` until it fails once, and then nothing."""
+    """``function`` until it raises once, and then nothing; it does not wait for the device."""
 
     def call() -> object:
         if name in failed:
             return None
-        result: dict = {}
-        value = checks.attempt(result, name, function)
-        if result[name] != "ok":
-            failed[name] = result[name]
-        return value
+        try:
+            return function()
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}, when repeated: {error}"[:400]
+        return None
 
     return call
 
@@ -317,43 +334,59 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
     row: dict = {"shape": dataclasses.asdict(shape), "failed": failed}
     row["compiled_peers"] = compiled
     functions, reference_output, slowest, held = {}, None, 0.0, {}
+
+    def attempt(name: str, call: Callable) -> object:
+        result: dict = {}
+        value = checks.attempt(result, name, call)
+        if result[name] != "ok":
+            failed[name] = result[name]
+        return value
+
     for peer in found:
         ours = peer.name == peers.OURS
         name = "ours" if ours else peer.name
-        make = guarded(lambda: peer.leaves(operands), f"{name}/weights", failed)
-        leaves = make()
+        leaves = attempt(f"{name}/weights", lambda: peer.leaves(operands))
         if leaves is None:
             continue
         args = (*operands.layer_args()[:3], *leaves)
         for kind, grad in (("forward", None), ("step", operands.grad)):
-            key = f"{name}/{kind}"
-            function = guarded(peers.bind(peer.call, args, grad), key, failed)
-            output = function()
-            if key in failed:
+            if ours and kind == "step" and not has_backward(lab.options):
                 continue
-            functions[key] = function
-            if kind == "forward" and ours:
+            key, function = f"{name}/{kind}", peers.bind(peer.call, args, grad)
+            output = attempt(key, function)
+            if key not in failed and kind == "forward" and ours:
                 reference_output = output
-            elif kind == "forward" and reference_output is not None:
+            elif (
+                key not in failed and kind == "forward" and reference_output is not None
+            ):
                 # A peer that computes something else is no peer.
                 error = (output.float() - reference_output.float()).norm()
                 error = (error / reference_output.float().norm()).item()
                 row.setdefault("relative_distance_to_ours", {})[name] = error
             del output  # gradients are as large as the weights
             begin = time.perf_counter()
-            function()
+            if key not in failed:
+                attempt(key, function)
+            if key in failed:
+                continue
             slowest += time.perf_counter() - begin
+            functions[key] = guarded(function, key, failed)
             if kind == "step":  # between forward and backward, weights aside
-                saved = functools.partial(measure.saved_bytes, lambda: peer.call(*args), args[3:])  # fmt: skip
-                held[name] = guarded(saved, f"{name}/saved", failed)()
-    _add_graphs(lab, shape, functions, failed)
+                saved = lambda: measure.saved_bytes(lambda: peer.call(*args), args[3:])
+                held[name] = attempt(f"{name}/saved", saved)
+    if shape.T <= 256:
+        # Decoding is launch bound in eager: also time every forward as a graph.
+        for name in [name for name in functions if name.endswith("/forward")]:
+            graph, function = name.replace("/", "_graph/"), functions[name]
+            replay = attempt(graph, lambda: loading.graph_replay(function, lab.device))
+            if replay is not None:
+                functions[graph] = guarded(replay, graph, failed)
     rounds = lab.budget.rounds(slowest, rows_left, lab.options.rounds)
     row["rounds"] = rounds
     if rounds < lab.options.rounds:
         row["note"] = f"{rounds} rounds instead of {lab.options.rounds}: time is short"
-    functions = {n: f for n, f in functions.items() if n not in failed}
     options = {"rounds": rounds, "warmup": 1, "device": lab.device}
-    times = measure.interleaved_seconds(functions, **options)
+    times = measure.interleaved_seconds(functions, **options) if functions else {}
     spreads = {
         n: measure.spread([1e3 * s for s in t])
         for n, t in times.items()
@@ -365,18 +398,6 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
     row["predicted_h100_ms"] = predicted_ms(shape)
     row["held_bytes"] = held
     return row
-
-
-def _add_graphs(lab: Lab, shape: Shape, functions: dict, failed: dict) -> None:
-    """Decoding is launch bound in eager: also time every forward as a graph."""
-    if shape.T > 256:
-        return
-    for name in [name for name in functions if name.endswith("/forward")]:
-        graph = name.replace("/", "_graph/")
-        capture = functools.partial(loading.graph_replay, functions[name], lab.device)
-        replay = guarded(capture, graph, failed)()
-        if replay is not None:
-            functions[graph] = guarded(replay, graph, failed)
 
 
 def predicted_ms(shape: Shape) -> dict[str, object]:
@@ -462,24 +483,36 @@ class Run:
         self.logs: list[str] = []
         self.forks = True
 
-    def job(self, name: str, limit_s: float, command: list[str] | None = None, **env) -> Job:  # fmt: skip
+    def limit(self, stage: str) -> float:
+        """Its seconds; the interpreter takes more."""
+        return STAGES[stage] * (5 if self.options.rehearse else 1)
+
+    def hung(self) -> list[str]:
+        """Families that nothing launches again."""
+        return [
+            row["family"]
+            for row in self.report.get("checks", [])
+            if any(e.startswith("longer than") for e in row["failed"].values())
+        ]
+
+    def job(self, name: str, limit_s: float, command=(), **env) -> Job:
         """A fork, or where it cannot be one a command; ``command`` goes before it."""
         limit_s = max(min(limit_s, self.budget.left() - RESERVE_S), 1)
-        if command is None and self.forks:
-            given = vars(self.options) | {"budget": limit_s, "report": self.options.out}
-            return Job(
-                name, limit_s, functools.partial(run_part, Namespace(**given), name)
-            )
-        path = Job(name, 0, []).path(self.folder, ".json")
-        own = [sys.executable, __file__, *sys.argv[1:], "--part", name]
-        own += ["--budget", str(limit_s), "--report", str(self.options.out)]
-        own += ["--output", str(path)]
-        return Job(name, limit_s, [*(command or []), *own], env)
+        given = {"budget": limit_s, "report": self.options.out, "hung": self.hung()}
+        if not command and self.forks:
+            options = Namespace(**(vars(self.options) | given))
+            return Job(name, limit_s, functools.partial(run_part, options, name))
+        given |= {"out": Job(name, 0, []).path(self.folder, ".json"), "part": name}
+        own = [sys.executable, __file__, *sys.argv[1:]]
+        for option, value in given.items():
+            words = value if isinstance(value, list) else [value]
+            own += [f"--{option}", *map(str, words)]
+        return Job(name, limit_s, [*command, *own], env)
 
     def stage(self, name: str, jobs: list[Job], merge: Callable, parallel: int = 1):
         """Runs jobs of a stage while it has time; ``merge`` takes each outcome into the report."""
         begin = time.monotonic()
-        end = begin + min(STAGES[name], self.budget.left() - RESERVE_S)
+        end = begin + min(self.limit(name), self.budget.left() - RESERVE_S)
         for outcome in run_jobs(jobs, self.folder, parallel, end):
             self.logs.append(f"--- {outcome.job.name}: {outcome.status}\n{outcome.log}")
             if outcome.status != "ok":
@@ -505,7 +538,7 @@ class Run:
     def start(self) -> bool:
         """Whether there are rates, by a fork or by a command where a fork gets no device."""
         for self.forks in (True, False):
-            job = self.job("start", STAGES["start"] / 2)
+            job = self.job("start", self.limit("start") / 2)
             self.stage("start", [job], lambda o: self.report.update(o.result or {}))
             if "mm_flops_per_s" in self.report:
                 return True
@@ -518,7 +551,7 @@ class Run:
         forks, self.forks = self.forks, self.forks and not rehearse
         rows = self.report["compiled"] = []
         jobs = [
-            self.job(f"compile/{i}/{workers}", STAGES["compile"])
+            self.job(f"compile/{i}/{workers}", self.limit("compile"))
             for i in range(1 if rehearse else workers)
         ]
         self.forks = forks
@@ -546,29 +579,26 @@ class Run:
                 row["failed"][row.pop("running", "")] = outcome.status
             rows[names.index(name)] = row
 
-        jobs = [self.job(f"check/{name}", FAMILY_S) for name in names]
-        at_once = 1 if self.options.rehearse else CHECKED_AT_ONCE
-        self.stage("check", jobs, merge, at_once)
+        slow = self.options.rehearse
+        jobs = [self.job(f"check/{n}", FAMILY_S * (2 if slow else 1)) for n in names]
+        self.stage("check", jobs, merge, 1 if slow else CHECKED_AT_ONCE)
 
     def repeat(self) -> None:
-        shapes = sorted(shapes_of(self.options), key=lambda s: s.T * s.D * s.F * s.E)
-        names = list(dict.fromkeys(s.name for s in (shapes[:1] + shapes[-1:])))
-        if self.options.rehearse:
-            names = [s.name for s in shapes if s.name == REHEARSAL[0].name]
+        names = [s.name for s in shapes_of(self.options) if s.name in REPEATED]
         rows = self.report["repeatable"] = []
 
         def merge(outcome) -> None:
             failed = {"shape": outcome.job.name, "ok": False, "runs": outcome.status}
             rows.append(outcome.result or failed)
 
-        jobs = [self.job(f"repeat/{n}", STAGES["repeat"] / 2) for n in names]
+        jobs = [self.job(f"repeat/{n}", self.limit("repeat") / 2) for n in names]
         self.stage("repeat", jobs, merge)
 
     def sanitizer(self) -> None:
         found = self.report["sanitizer"] = {}
         path = shutil.which("compute-sanitizer")
         tools = ("memcheck", "racecheck")
-        limit = STAGES["sanitizer"]
+        limit = self.limit("sanitizer")
         if self.options.rehearse:
             jobs = [self.job("sanitizer/memcheck", limit)]
         elif path is None:
@@ -591,20 +621,28 @@ class Run:
 
     def kernels(self) -> None:
         rows = self.report["kernels"] = []
-        todo = predicted(self.options)
-        names = set(chosen(self.options, [w for r in todo for w in (r["family"], r["shape"].name)]))  # fmt: skip
+        hung = {*self.hung()}
+        if "quantize" in hung:  # which all of FP8 launches
+            hung |= {*kernels.SCALED_PREFIX}
+        todo = [(r["family"], r["shape"].name) for r in predicted(self.options)]
+        todo = [where for where in todo if where[0] not in hung]
         jobs = [
-            self.job(f"kernels/{r['family']}/{r['shape'].name}", 40)
-            for r in todo
-            if {r["family"], r["shape"].name} & names
+            self.job("/".join(("kernels", *where)), self.limit("kernels") / 3)
+            for where in todo
+            if chosen(self.options, where)
         ]
-        self.stage("kernels", jobs, lambda o: rows.append(o.result or {"shape": o.job.name, "failed": o.status}))  # fmt: skip
+
+        def merge(outcome) -> None:
+            failed = {"shape": outcome.job.name, "failed": outcome.status}
+            rows.append(outcome.result or failed)
+
+        self.stage("kernels", jobs, merge)
 
     def rows(self) -> None:
         shapes = shapes_of(self.options)
         # A row that takes the process down is skipped by the next one.
         for _ in shapes:
-            seconds = min(STAGES["rows"], self.budget.left() - RESERVE_S - NCU_S)
+            seconds = min(self.limit("rows"), self.budget.left() - RESERVE_S - NCU_S)
             before = len(self.report.get("rows", []))
             if before == len(shapes) or seconds < ROW_S / 3:
                 break
@@ -612,16 +650,25 @@ class Run:
             self.stage("rows", [job], lambda o: self.report.update(o.result or {}))
             if len(self.report.get("rows", [])) == before:
                 break
+        rows = self.report.setdefault("rows", [])
+        ran = {row["shape"]["name"] for row in rows}
+        rows += (
+            {"shape": dataclasses.asdict(s), "failed": {"row": "no time was left"}}
+            for s in shapes
+            if s.name not in ran
+        )
+        self.write()
 
     def ncu(self) -> None:
         path = shutil.which("ncu")
         rows = self.report["ncu"] = []
         if path is None or self.options.rehearse:
             return
+        command = kernels.ncu_command(path)
         jobs = [
-            self.job(f"ncu/{family}/{shape}/{kernel}", STAGES["ncu"] / 3, kernels.ncu_command(path))
-            for shape, family, kernel in kernels.worst(self.report["kernels"])
-        ]  # fmt: skip
+            self.job("/".join(("ncu", *where)), STAGES["ncu"] / 3, command)
+            for where in kernels.worst(self.report.get("kernels", []))
+        ]
 
         def merge(outcome) -> None:
             metrics = kernels.ncu_metrics(outcome.log)
@@ -669,10 +716,12 @@ def main() -> int:
         without=list,  # stages
         part=str,  # what a process of a run does
         report=pathlib.Path,  # of the run that it belongs to
+        hung=list,  # families that it must not launch
     )
     known = {*checks.FAMILIES, *(s.name for s in GPU_SHAPES + REHEARSAL)}
     known |= {row["shape"].name for row in kernels.predictions()}
-    for name, names in (("only", known), ("without", {*STAGES} - {"start"})):
+    allowed = {"only": known, "without": {*STAGES} - {"start"}, "hung": known}
+    for name, names in allowed.items():
         given = getattr(options, name) or []
         setattr(options, name, given)
         if unknown := {*given} - names:
@@ -685,10 +734,13 @@ def main() -> int:
         if result is not None:
             save(result)
         return 0
+    # Where it is told to end, it ends its parts first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_lab.py: told to end"))
     with tempfile.TemporaryDirectory() as folder:
         if options.out is None:
             options.out = pathlib.Path(folder) / "run.json"
-        options.out.unlink(missing_ok=True)
+        for suffix in (".json", ".ncu.csv"):
+            options.out.with_suffix(suffix).unlink(missing_ok=True)
         run = Run(options, pathlib.Path(folder))
         return run.tune() if options.tune else run.all()
 

@@ -10,8 +10,10 @@ import os
 # Before anything can import Triton: its own helpers decide at import time.
 os.environ["TRITON_INTERPRET"] = "1"
 
+import argparse
 import dataclasses
 import json
+import operator
 import pathlib
 import shutil
 import subprocess
@@ -506,6 +508,45 @@ class TestRobustness(TestCase):
         self.assertEqual(budget.rounds(1e-3, 10, 20), 20)
         self.assertEqual(budget.rounds(0.1, 10, 20), 9)
         self.assertEqual(gpu_lab.Budget(-1).rounds(0.1, 10, 20), 3)
+
+    def test_a_peer_that_fails_when_repeated_leaves_its_row(self):
+        shape, plan = shapes.REHEARSAL[0], plan_of(TILE)
+        options = argparse.Namespace(
+            rounds=3, compiled_peers=False, hung=["weight_grad"]
+        )
+        budget = gpu_lab.Budget(60)
+        device = torch.device("cpu")
+        lab = gpu_lab.Lab(options, device, plan, "", "sm_90", 0, (shape,), budget)
+
+        def fails_at(call):
+            calls = []
+
+            def flaky(*args):
+                calls.append(None)
+                if len(calls) == call:
+                    raise torch.OutOfMemoryError("planted")
+                return lab_layer.layer(*args)
+
+            return flaky
+
+        names = {
+            peers.OURS: lab_layer.layer,
+            "twice": fails_at(2),
+            "later": fails_at(4),
+        }
+        stored = operator.methodcaller("stored")
+        found = [peers.Peer(name, "", call, stored) for name, call in names.items()]
+        lab_layer.use_plan(plan)
+        with (
+            exact_floats(),
+            mock.patch.object(peers, "make_peers", return_value=(found, {})),
+        ):
+            row = gpu_lab.time_row(lab, shape, (1e9, 1e12), [], 1)
+        self.assertIn("planted", row["failed"]["twice/forward"])
+        self.assertIn("planted", row["failed"]["later/step"])
+        # Kernels of the backward hung before: ours is not launched again.
+        names = {name for name in row["ms"] if "graph" not in name}
+        self.assertEqual(names, {"later/forward", "ours/forward", "twice/step"})
 
     def test_peers_that_cannot_be_imported_are_named(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -5,6 +5,7 @@ Also as on the machine that it is for: from a bare copy, under an older torch an
 that hang, fault, are wrong or do not compile.
 """
 
+import ast
 import ctypes
 import dataclasses
 import functools
@@ -12,12 +13,14 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import unittest
 
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
 
 
 MOE_BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks/moe"
@@ -119,6 +122,108 @@ class TestRehearsal(TestCase):
         self.assertNotEqual(table_text(text, "sm_90"), table_text(original, "sm_90"))
 
 
+# What the machine that the lab is for has, and the numpy with which Triton 3.6 interprets.
+REQUIREMENTS = ("torch==2.11.0", "triton==3.6.0", "numpy<2.4")
+# kernel -> its file, and a line that its body begins with.
+FAULTS = {
+    "quantize_kernel": ("quantize.py", "while True: pass"),
+    "scaled_weight_grad_kernel": ("scaled_backward.py", "no_such_name()"),
+    "topk_kernel": ("topk.py", "tl.store(topk_weights + (1 << 44), 1.0)"),
+    "act_backward_kernel": ("backward.py", "top_k = top_k + 1"),
+}
+FAILING = {
+    "quantize": "longer than",
+    "topk": "died of SIGSEGV",
+    "act_backward": "error",
+    "layer": "error",
+    "gpt_oss": "error",
+    "fp8_blockwise": "no_such_name",
+    "fp8_rowwise": "no_such_name",
+    "mxfp8": "no_such_name",
+}
+
+
+def older_python():
+    """A Python with REQUIREMENTS: that of MOE_LAB_PYTHON, or an environment that is kept."""
+    if given := os.environ.get("MOE_LAB_PYTHON"):
+        return given
+    folder = pathlib.Path(tempfile.gettempdir()) / "moe_gpu_lab_torch_2_11"
+    python, complete = folder / "bin/python", folder / "complete"
+    if not complete.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        for command in (
+            [sys.executable, "-m", "venv", folder],
+            [python, "-m", "pip", "install", "--quiet", *REQUIREMENTS],
+        ):
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode != 0:
+                why = (run.stderr.strip().splitlines() or ["no message"])[-1]
+                raise unittest.SkipTest(f"{REQUIREMENTS} cannot be installed: {why}")
+        complete.touch()
+    return python
+
+
+def plant(kernels: pathlib.Path, kernel: str, file: str, line: str) -> None:
+    path = kernels / file
+    text = path.read_text()
+    (function,) = (
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == kernel
+    )
+    lines = text.splitlines()
+    first = function.body[1]  # behind the docstring
+    lines.insert(first.lineno - 1, f"{' ' * first.col_offset}{line}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+class TestBareMachine(TestCase):
+    @slowTest
+    def test_planted_faults_are_named_and_cost_nothing_else(self):
+        python, root = older_python(), MOE_BENCHMARKS.parents[1]
+        with tempfile.TemporaryDirectory() as folder:
+            bare, output = (
+                pathlib.Path(folder) / "bare",
+                pathlib.Path(folder) / "a.json",
+            )
+            for part in (
+                "benchmarks/moe",
+                "torch/_native/ops/moe",
+                "torch/testing/_internal",
+                "test/python_native",
+            ):
+                ignore = shutil.ignore_patterns("__pycache__", "clients")
+                shutil.copytree(root / part, bare / part, ignore=ignore)
+            for kernel, fault in FAULTS.items():
+                plant(bare / "torch/_native/ops/moe/triton_kernels", kernel, *fault)
+            command = [python, bare / "benchmarks/moe/gpu_lab.py", "--rehearse"]
+            command += ["--rounds", "1", "--budget", "1500", "--output", output]
+            run = subprocess.run(command, capture_output=True, text=True)
+            self.assertEqual(run.returncode, 1, run.stderr)  # something failed
+            report = json.loads(output.read_text())
+            page = output.with_suffix(".txt").read_text()
+        self.assertEqual(report["torch"].split("+")[0], "2.11.0")
+        self.assertEqual(report["triton"], "3.6.0")
+        rows = {row["family"]: row for row in report["checks"]}
+        self.assertEqual(set(rows), set(gpu_lab.checks.FAMILIES))
+        for family, row in rows.items():
+            if family not in FAILING:
+                self.assertTrue(row["ok"], row)
+                continue
+            self.assertFalse(row["ok"], family)
+            self.assertIn(FAILING[family], str(row["failed"]), family)
+            self.assertIn(f"FAILED {family}", page)
+        sanitizer = report["sanitizer"]["memcheck"]
+        self.assertIn("store out of bounds", sanitizer["failed"]["topk"])
+        self.assertNotIn("quantize", sanitizer["ran"])  # it would hang again
+        self.assertIn("layer", sanitizer["ran"])
+        self.assertEqual([row["ok"] for row in report["repeatable"]], [True])
+        self.assertIn("up", [row["kernel"] for row in report["kernels"][0]["kernels"]])
+        for row in report["rows"]:
+            for name in ("ours", "three_grouped_mm"):
+                self.assertGreater(row["ms"][f"{name}/step"], 0)
+
+
 class TestJobs(TestCase):
     def run_jobs(self, *parts, limit_s=20, **options):
         with tempfile.TemporaryDirectory() as folder:
@@ -155,8 +260,8 @@ class TestJobs(TestCase):
             save({"pid": sleeper.pid})
             time.sleep(600)
 
-        outcome = self.run_jobs(hangs, limit_s=1)[hangs]
-        self.assertEqual(outcome.status, "longer than 1 s")
+        outcome = self.run_jobs(hangs, limit_s=6)[hangs]
+        self.assertEqual(outcome.status, "longer than 6 s")
         self.assertIn("in hangs", outcome.excerpt)  # where it was
         self.assertFalse(is_running(outcome.result["pid"]))
 
@@ -168,13 +273,36 @@ class TestJobs(TestCase):
         self.assertEqual(outcome.status, "ok")
         self.assertFalse(is_running(outcome.result["pid"]))
 
+    def test_a_run_that_is_killed_leaves_nothing_behind(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+
+            def hangs(save):
+                save({"pid": os.getpid()})
+                time.sleep(600)
+
+            job = jobs.Job("hangs", 60, hangs)
+            run = os.fork()
+            if run == 0:
+                list(jobs.run_jobs([job], folder))
+                os._exit(0)
+            path = job.path(folder, ".json")
+            while not path.exists():
+                time.sleep(0.05)
+            os.kill(run, signal.SIGKILL)
+            os.waitpid(run, 0)
+            pid, end = json.loads(path.read_text())["pid"], time.monotonic() + 10
+            while is_running(pid) and time.monotonic() < end:
+                time.sleep(0.05)
+            self.assertFalse(is_running(pid))
+
     def test_nothing_begins_when_time_is_up(self):
         def sleeps(save):
             time.sleep(600)
 
         later = functools.partial(sleeps)
         outcomes = self.run_jobs(sleeps, later, end=time.monotonic() + 2)
-        self.assertEqual(outcomes[sleeps].status, "longer than 2 s")
+        self.assertIn("longer than", outcomes[sleeps].status)
         self.assertIn("no time was left", outcomes[later].status)
 
 

@@ -4,6 +4,7 @@ A part that hangs, dies or breaks its CUDA context costs its own result and no o
 fork of this process, which has imported what all need and must never touch the device, or a command.
 """
 
+import ctypes
 import dataclasses
 import faulthandler
 import json
@@ -22,6 +23,8 @@ from measure import write_json
 
 _EXCERPT = 600  # characters at either end
 _POLL_S = 0.05
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG: a run that is killed leaves nothing behind
+_LIBC = ctypes.CDLL(None)
 
 Save = Callable[[Mapping[str, Any]], None]
 
@@ -69,7 +72,8 @@ def _child(job: Job, folder: pathlib.Path) -> None:
     """What a fork does; never returns."""
     code = 1
     try:
-        os.setsid()
+        os.setpgid(0, 0)
+        _LIBC.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         log = os.open(job.path(folder, ".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(log, descriptor)
@@ -79,7 +83,7 @@ def _child(job: Job, folder: pathlib.Path) -> None:
             os.execvpe(job.run[0], job.run, {**os.environ, **job.env})
         # Where it was when it died or when time was up.
         faulthandler.enable(file=2)
-        faulthandler.dump_traceback_later(0.95 * job.limit_s, file=2)
+        faulthandler.dump_traceback_later(0.8 * job.limit_s, file=2)
         path = job.path(folder, ".json")
         result = job.run(lambda fields: write_json(fields, path))
         if result is not None:

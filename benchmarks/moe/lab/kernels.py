@@ -38,6 +38,7 @@ SCALED_PREFIX = {"fp8_blockwise": "fp8", "fp8_rowwise": "row", "mxfp8": "wide"}
 NCU_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStateStats")
 
 
+@functools.cache
 def predictions() -> list[dict]:
     """What is predicted: shape, family, layer and ``us`` by kernel; nothing without the records.
 
@@ -116,15 +117,22 @@ def blank_operands(T, D, F, E, K, R, bias: bool = False, transposed: bool = Fals
 
 
 def run_layer(
-    plan, ops, family: str = "layer", act: launch.Activation = ACT, between=lambda: None
+    plan,
+    ops,
+    family: str = "layer",
+    act: launch.Activation = ACT,
+    between=lambda: None,
+    backward: bool = True,
 ) -> None:
-    """Forward, ``between()`` and backward, of a family of FP8 or in bfloat16."""
+    """Forward, ``between()`` and maybe backward, of a family of FP8 or in bfloat16."""
     if FAMILIES[family].recipe is not None:
-        scaled_layer(plan, ops, recipe_of(plan, FAMILIES[family]), between)
+        scaled_layer(plan, ops, recipe_of(FAMILIES[family]), between)
         return
     experts = launch.Experts(*ops.args(), act=act)
     _, preact = launch.moe_mlp_forward(plan, experts)
     between()
+    if not backward:
+        return
     launch.moe_mlp_backward(plan, experts, ops.grad_out, preact, GRADIENTS)
 
 
@@ -233,7 +241,8 @@ def compile_share(
                 device.type == "cuda"
             ):  # its launcher, by the C compiler, and its registers
                 attempt(row, "compiled", lambda: done.run)
-                row["registers"], row["spills"] = done.n_regs, done.n_spills
+                row["registers"] = getattr(done, "n_regs", None)
+                row["spills"] = getattr(done, "n_spills", None)
             row["shared"] = done.metadata.shared
         row["seconds"] = time.monotonic() - begin
 
@@ -244,13 +253,16 @@ def compile_share(
 # --- timed
 
 
-def time_kernels(plan, device, prediction: dict, rounds: int) -> dict:
+def time_kernels(
+    plan, device, prediction: dict, rounds: int, backward: bool = True
+) -> dict:
     """A row per shape: every kernel's microseconds, and measured / predicted."""
     shape, family, layer = (prediction[k] for k in ("shape", "family", "layer"))
     ops = layer_operands(shape, device)
     launches, ends = [], []
     recording = loading.recording(plan, launches)
-    run_layer(recording, ops, family, between=lambda: ends.append(len(launches)))
+    mark = lambda: ends.append(len(launches))
+    run_layer(recording, ops, family, between=mark, backward=backward)
     seconds = interleaved_seconds(
         dict(enumerate(launches)), rounds=rounds, warmup=1, device=device
     )
@@ -288,11 +300,14 @@ def worst(rows: Sequence[dict], count: int = 3) -> list[tuple[str, str, str]]:
 # --- profiled
 
 
-def profile_one(plan, device, shape: Shape, family: str, part: str) -> None:
+def profile_one(
+    plan, device, shape: Shape, family: str, part: str, backward: bool = True
+) -> None:
     """One launch of one kernel between the start and the stop that ncu waits for."""
     ops = layer_operands(shape, device)
     launches: list[Launch] = []
-    run_layer(loading.recording(plan, launches), ops, family)
+    recording = loading.recording(plan, launches)
+    run_layer(recording, ops, family, backward=backward)
     launched = next(x for x in launches if part_of(x, shape) == part)
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
