@@ -119,6 +119,7 @@ class TestScaledFunctional(TestCase):
             TypeError, "w_out must have the dtype of w_in, torch.float32"
         ):
             F.scaled_moe_mlp(x, ids, weights, w_in.float(), w_out)
+        # Rows in bfloat16, and all parameters quantised from float32.
         F.scaled_moe_mlp(x, ids, weights, w_in.float(), w_out.float())
         with torch.autocast("cpu", torch.bfloat16):
             F.moe_mlp(x, ids, weights, w_in.float(), w_out.float(), recipe="mxfp8")
