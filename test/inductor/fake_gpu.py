@@ -11,10 +11,12 @@ Import it before torch, which asks for its device hooks once:
 
     fake_gpu.require()  # first
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with fake_gpu.fake_gpu("sm_90"):
+    with fake_gpu.fake_gpu("sm_90"), FakeTensorMode():
         x = torch.empty(64, 32, device="cuda")
-        (graph,) = fake_gpu.emitted(torch.compile(f), x)
+        (graph,) = fake_gpu.emitted(torch.compile(torch.relu), x)
+    print(graph.source)
 """
 
 import contextlib
@@ -101,6 +103,8 @@ _CONFIG = {
     "use_static_triton_launcher": False,
     "benchmark_template_fusion": False,
     "joint_graph_constant_folding": False,
+    # Of sizes that are no multiple of 8 a device decides, by its times.
+    "shape_padding": False,
 }
 
 

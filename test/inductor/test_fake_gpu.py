@@ -13,6 +13,7 @@ fake_gpu.require()  # before torch
 
 import subprocess
 import sys
+import textwrap
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,26 @@ class TestFakeGpu(TestCase):
             )
         self.assertEqual(graph.extern_calls, ["extern_kernels.mm"])
         self.assertEqual(graph.launches, [])
+
+    def test_the_example_runs_as_written(self):
+        example = textwrap.dedent(fake_gpu.__doc__.split("once:\n")[1])
+        found = subprocess.run(
+            [sys.executable, "-c", example],
+            capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": os.path.dirname(fake_gpu.__file__)},
+        )  # fmt: skip
+        self.assertEqual(found.returncode, 0, found.stderr)
+        self.assertIn("async_compile.triton", found.stdout)
+
+    def test_sizes_that_are_no_multiple_of_8(self):
+        def router(x, w):
+            return (x @ w.mT).softmax(-1)
+
+        with fake_gpu.fake_gpu(), FakeTensorMode():
+            (graph,) = fake_gpu.emitted(
+                torch.compile(router), empty(512, 256), empty(20, 256)
+            )
+        self.assertEqual(graph.extern_calls, ["extern_kernels.mm"])
 
     @parametrize("arch", ["sm_80", "sm_90", "sm_100"])
     def test_properties_of_the_device(self, arch):

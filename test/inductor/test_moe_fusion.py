@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import threading
 from contextlib import nullcontext
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.fx_passes.moe_fusion import moe_fusion
-from torch._inductor.fx_passes.moe_match import op_name
+from torch._inductor.fx_passes.moe_match import known_writers, op_name, writers
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -591,6 +592,25 @@ class TestMoEFusion(TestCase):
             with torch.no_grad():
                 compiled(inputs[0], ids, inputs[2])
             self.assertEqual(seen[-1], offsets(ids)[0])
+
+    def test_threads_do_not_share_what_is_written(self):
+        def graph(write):
+            g = torch.fx.Graph()
+            x = g.placeholder("x")
+            x.meta["example_value"] = torch.zeros(2)
+            if write:
+                g.call_method("add_", (x, 1))
+            return g, x
+
+        (one, x), (other, y) = graph(True), graph(False)
+        with known_writers(one):
+            thread = threading.Thread(target=moe_fusion, args=(other,))
+            thread.start()
+            thread.join()
+            self.assertEqual(len(writers(x)), 1)
+            with known_writers(other):
+                self.assertEqual(writers(y), [])
+            self.assertEqual(len(writers(x)), 1)
 
     def test_off_by_default(self):
         inputs, _ = fixed_inputs(torch.bfloat16)

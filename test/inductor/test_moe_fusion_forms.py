@@ -7,6 +7,7 @@ only) or ``none``; its results are compared with the same code in float64.
 
 import contextlib
 import copy
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -162,6 +163,114 @@ def biases_added_in_place(m, x, ids, weights):
     h += m.b_in[sorted_ids]
     rows = product(gated(h), m.w_out, offs).add_(m.b_out[sorted_ids])
     return added(x, rows, perm, weights)
+
+
+# --- what counts the rows of an expert, with biases, which are by expert id ---
+
+
+def with_biases(m, x, ids, weights, counts, sorted_ids, perm):
+    offs = counts if counts.dtype == torch.int32 else counts.cumsum(0).int()
+    h = product(x[perm // K], m.w_in, offs) + m.b_in[sorted_ids]
+    rows = product(gated(h), m.w_out, offs) + m.b_out[sorted_ids]
+    return added(x, rows, perm, weights)
+
+
+COUNTS = {
+    "bincount": lambda ids, _: torch.bincount(ids.flatten(), minlength=E),
+    "bincount_method": lambda _, ids: ids.bincount(minlength=E),
+    "one_hot": lambda ids, _: F.one_hot(ids.reshape(-1), E).sum(0),
+    "one_hot_of_slots": lambda ids, _: F.one_hot(ids, num_classes=E).sum((0, 1)),
+    "one_hot_twice": lambda ids, _: F.one_hot(ids, E).float().sum(1).sum(0),
+    "scatter_add": lambda ids, _: torch.zeros(E, dtype=torch.long).scatter_add(
+        0, ids.flatten(), torch.ones_like(ids.flatten())
+    ),
+    "scatter_add_": lambda ids, _: ids.new_zeros(E).scatter_add_(
+        0, ids.view(-1), ids.new_ones(ids.numel())
+    ),
+    "index_add": lambda _, ids: torch.zeros(E).index_add(
+        0, ids, torch.ones(ids.shape[0])
+    ),
+    "equal": lambda ids, _: (ids.flatten()[:, None] == torch.arange(E)).sum(0),
+    "equal_of_slots": lambda ids, _: (ids.unsqueeze(-1) == torch.arange(E)).sum((0, 1)),
+    "equal_to_column": lambda ids, _: (
+        torch.arange(E)[:, None] == ids.flatten()[None]
+    ).sum(1),
+    "searched": lambda _, ids: torch.searchsorted(
+        ids, torch.arange(E), right=True, out_int32=True
+    ),
+    "searched_ends": lambda _, ids: torch.searchsorted(
+        ids, torch.arange(1, E + 1)
+    ).int(),
+    "histc": lambda ids, _: torch.histc(ids.float(), E, 0, E - 1),
+}
+# Counts of other ids, or of the same ones in another sense.
+NEAR_COUNTS = {
+    "one_hot_of_more": lambda ids, _: F.one_hot(ids.flatten(), E + 1).sum(0)[:E],
+    "one_hot_flipped": lambda ids, _: F.one_hot(E - 1 - ids.flatten(), E).sum(0),
+    "scatter_of_ids": lambda ids, _: ids.new_zeros(E).scatter_add(
+        0, ids.view(-1), ids.view(-1).clamp(1, 1)
+    ),
+    "scatter_on_ones": lambda ids, _: ids.new_ones(E).scatter_add(
+        0, ids.view(-1), torch.ones_like(ids.view(-1))
+    ) - 1,
+    "equal_to_others": lambda ids, _: (ids.flatten()[:, None] == torch.arange(E).flip(0)).sum(0).flip(0),
+    "scatter_once": lambda ids, _: torch.zeros(T, E).scatter(1, ids, 1).sum(0) + 0 * ids.sum(),
+    "searched_left": lambda _, ids: torch.searchsorted(ids, torch.arange(E) + 1).int(),
+    "weighted": lambda ids, _: torch.bincount(
+        ids.flatten(), torch.ones(ids.numel()), minlength=E
+    ),
+    "half": lambda ids, _: F.one_hot(ids.flatten(), E).half().sum(0).float(),
+}  # fmt: skip
+
+
+def counted(name):
+    def fn(m, x, ids, weights):
+        sorted_ids, perm = ids.flatten().sort(stable=True)
+        counts = {**COUNTS, **NEAR_COUNTS}[name](ids, sorted_ids)
+        return with_biases(m, x, ids, weights, counts, sorted_ids, perm)
+
+    return fn
+
+
+@form("full")
+def combined_by_scatter_reduce(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = mlp(m, x[perm // K], offs) * weights.flatten()[perm].unsqueeze(-1)
+    index = (perm // K).unsqueeze(-1).expand(-1, D)
+    return torch.zeros_like(x).scatter_reduce(0, index, rows, reduce="sum")
+
+
+@form("core")
+def largest_by_scatter_reduce(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = mlp(m, x[perm // K], offs) * weights.flatten()[perm].unsqueeze(-1)
+    index = (perm // K).unsqueeze(-1).expand(-1, D)
+    return torch.zeros_like(x).scatter_reduce(0, index, rows, reduce="amax")
+
+
+@form("none")
+def loop_over_modules(m, x, ids, weights):
+    y = torch.zeros_like(x)
+    for e in range(E):
+        scores = (weights * (ids == e)).sum(1, keepdim=True)
+        every = torch.arange(x.shape[0])
+        rows = x[every]
+        h = F.silu(F.linear(rows, m.w_gate[e])) * F.linear(rows, m.w_up[e])
+        y = y.index_add(0, every, F.linear(h, m.w_out[e]) * scores)
+    return y
+
+
+@form("none")
+def gshard_einsum(m, x, ids, weights):
+    chosen = F.one_hot(ids, E)  # (T, K, E)
+    slot = (chosen.sum(1).cumsum(0) - 1).clamp(0, T - 1)
+    place = F.one_hot(slot, T).to(x.dtype)  # (T, E, C)
+    combine = torch.einsum("tk,tke,tec->tec", weights, chosen.to(x.dtype), place)
+    batches = torch.einsum("tec,td->ecd", (combine > 0).to(x.dtype), x)
+    h = gated(torch.einsum("ecd,efd->ecf", batches, m.w_in))
+    return torch.einsum(
+        "tec,ecd->td", combine, torch.einsum("ecf,edf->ecd", h, m.w_out)
+    )
 
 
 @form("core")
@@ -559,6 +668,11 @@ def run(fn, module, inputs, training):
 
 @instantiate_parametrized_tests
 class TestMoEFusionForms(TestCase):
+    def setUp(self):
+        super().setUp()  # float32 as well, whatever this CPU is
+        amx = "torch.cpu._is_amx_tile_supported"
+        self.enterContext(mock.patch(amx, return_value=False))
+
     def compare(self, fn, training, dynamic, dtype, context=contextlib.nullcontext):
         """Compares with float64; returns what became of the block, and the log."""
         module, inputs = Weights(fn).to(dtype), make_inputs(dtype)
@@ -606,6 +720,41 @@ class TestMoEFusionForms(TestCase):
             kind, logs = self.compare(fn, training, dynamic, dtype)
             self.assertEqual(kind, becomes, logs)
             self.assertRegex(logs[-1], "stays" if kind == "none" else "became")
+
+    @parametrize("name", [*COUNTS])
+    @parametrize("training", [False, True])
+    def test_counts(self, name, training):
+        kind, logs = self.compare(counted(name), training, training, torch.bfloat16)
+        self.assertEqual(kind, "full", logs)
+
+    @parametrize("name", [*NEAR_COUNTS])
+    def test_near_miss_counts_are_named(self, name):
+        kind, logs = self.compare(counted(name), False, False, torch.bfloat16)
+        self.assertEqual(kind, "none", logs)
+        self.assertRegex(
+            logs[-1], "has a bias, and what counts .* is not known|other ids"
+        )
+
+    def test_stays_are_logged(self):
+        for fn, why in (
+            (loop_over_modules, f"a product of one expert, of {E} in a loop"),
+            (gshard_einsum, "products of whole batches"),
+            (selected_weights_by_einsum, "products of whole batches"),
+        ):
+            _, logs = self.compare(fn, False, False, torch.bfloat16)
+            self.assertRegex(logs[-1], f"stays: {why}")
+
+    def test_float32_that_is_faster_as_written(self):
+        for amx, dtype, becomes in (
+            (True, torch.float32, "none"),
+            (False, torch.float32, "full"),
+            (True, torch.bfloat16, "full"),
+        ):
+            with mock.patch("torch.cpu._is_amx_tile_supported", return_value=amx):
+                kind, logs = self.compare(tokens_expanded, True, False, dtype)
+            self.assertEqual(kind, becomes)
+            why = "are faster as written" if becomes == "none" else "became"
+            self.assertIn(why, logs[-1])
 
     @parametrize("training", [False, True])
     def test_autocast(self, training):

@@ -2,10 +2,10 @@
 """In which order the overlap scheduler issues the collectives of one group. Runs without a GPU."""
 
 import random
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._inductor import config
 from torch._inductor.fx_passes import overlap_scheduling
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 RANKS = 4
+BY_TIMES = config.patch("aten_distributed_optimizations.order_all_to_all_groups", False)
 
 
 def is_send(node):
@@ -115,9 +116,23 @@ class TestCollectiveOrder(TestCase):
             self.assertEqual(self.issued(gather_ms), want)
 
     def test_fails_without_the_order(self):
-        with mock.patch.object(overlap_scheduling, "is_time_shared", lambda _: True):
+        with BY_TIMES:
             order = self.issued(gather_ms=1.0)
         self.assertEqual(order, [self.second, self.first, "mm", "mm_1"])
+
+    def test_an_op_of_another_name_exchanges_no_tokens(self):
+        # It was found by "all_to_all" in the name.
+        with torch.library._scoped_library("moe_order_test", "DEF") as lib:
+            lib.define("no_all_to_all_at_all(Tensor x) -> Tensor")
+            target = torch.ops.moe_order_test.no_all_to_all_at_all.default
+            graph = torch.fx.Graph()
+            node = graph.call_function(target, (graph.placeholder("x"),))
+            self.assertTrue(overlap_scheduling.is_time_shared([node]))
+        target = torch.ops._c10d_functional.all_to_all_single.default
+        node = graph.call_function(target, (node, [1], [1], "0"))
+        self.assertFalse(overlap_scheduling.is_time_shared([node]))
+        with BY_TIMES:
+            self.assertTrue(overlap_scheduling.is_time_shared([node]))
 
     def test_other_groups_do_not_wait(self):
         order = self.issued(gather_ms=1.0, groups=2)
@@ -173,7 +188,7 @@ class TestCollectiveOrder(TestCase):
             }
 
         self.assertEqual(len(seen()), 1)
-        with mock.patch.object(overlap_scheduling, "is_time_shared", lambda _: True):
+        with BY_TIMES:
             self.assertGreater(len(seen()), 1)  # as it was
 
     def test_another_group_keeps_its_buckets(self):

@@ -109,6 +109,27 @@ class TestScaledFunctional(TestCase):
         (grad,) = torch.autograd.grad(other, handle, ops.grad_out)
         self.assertEqual(grad, gradients(y, ops)[0], rtol=0, atol=0)
 
+    def test_parameters_have_one_dtype(self):
+        x, ids, weights, w_in, w_out = layer_args(CASE.operands(torch.bfloat16))[:5]
+        for recipe in (None, "mxfp8"):  # refused with a recipe as without
+            for in_, out in ((w_in.float(), w_out), (w_in, w_out.float())):
+                with self.assertRaisesRegex((TypeError, RuntimeError), "dtype"):
+                    F.moe_mlp(x, ids, weights, in_, out, recipe=recipe)
+        with self.assertRaisesRegex(
+            TypeError, "w_out must have the dtype of w_in, torch.float32"
+        ):
+            F.scaled_moe_mlp(x, ids, weights, w_in.float(), w_out)
+        # Rows in bfloat16, and all parameters quantised from float32.
+        F.scaled_moe_mlp(x, ids, weights, w_in.float(), w_out.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            F.moe_mlp(x, ids, weights, w_in.float(), w_out.float(), recipe="mxfp8")
+
+    def test_options_that_exclude_each_other(self):
+        args = layer_args(CASE.operands(torch.bfloat16))
+        for preact in (torch.int8, None):
+            with self.assertRaisesRegex(ValueError, "recompute=True keeps no pre-act"):
+                F.scaled_moe_mlp(*args, preact_dtype=preact, recompute=True)
+
     def test_errors(self):
         ops = CASE.operands(torch.bfloat16)
         with self.assertRaisesRegex(

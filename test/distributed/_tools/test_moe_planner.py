@@ -378,6 +378,11 @@ class TestCommand(TestCase):
         self.assertRegex(slow, "(fp8|bf16) is as fast, as the limit is the host")
         _, out, _ = self.call("qwen3-30b-a3b", "--phase", "decode")
         self.assertRegex(out, "^8 x H100, inference, decode with 128 sequences a GPU")
+        self.assertIn(
+            "error 3% on 6 published inference rows that calibrated nothing, too", out
+        )
+        self.assertIn("error 15% on 72 published training rows that calibrated", slow)
+        self.assertIn("21% in a check by others", slow)
         glm = MODELS["qwen3-235b-a22b"]
         with self.assertRaisesRegex(ValueError, "training: nothing fits .*optimizer"):
             plan(glm, "H100", 8, global_batch=128)

@@ -36,11 +36,16 @@ class TestPublished(TestCase):
     def check(self, predict):
         p = published()
         rows = p.scored(BENCHMARKS / "published.csv")
-        got = {r["rows"]: r["median"] for r in p.table(p.errors(rows, predict))}
+        found = p.table(p.errors(rows, predict))
+        got = {r["rows"]: r["median"] for r in found}
+        count = {r["rows"]: r["n"] for r in found}
         for name, limit in self.LIMITS.items():
             self.assertLessEqual(got[name], limit, name)
         self.assertEqual(
-            {k: round(got[f"level {k}"] / 100, 3) for k in moe_profile.HELD_OUT_ERROR},
+            {
+                k: (round(got[f"level {k}"] / 100, 3), count[f"level {k}"])
+                for k in moe_profile.HELD_OUT_ERROR
+            },
             moe_profile.HELD_OUT_ERROR,
         )
 

@@ -2,12 +2,18 @@
 
 Functions take a node and answer what it computes, or None. They see torch functions, methods and
 aten overloads alike (:func:`op_name`), and read shapes and dtypes from the traced values.
+
+Why not ``pattern_matcher``: its patterns are traced functions, one for each way to write a block,
+and here ways to gather, count, activate, add a bias and combine multiply; before autograd a graph is
+neither normalized nor functional, so that every in-place form needs a look at who else writes
+(:func:`writers`), which a pattern cannot ask.
 """
 
-import functools
+import contextlib
 import math
 import operator
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -150,9 +156,13 @@ def _memory(node: Any) -> int | None:
     return None if value is None else value.untyped_storage()._cdata
 
 
-@functools.lru_cache(1)
-def nodes_that_write(graph: Graph) -> dict[int | None, list[Node]]:
-    """By memory, in order. Of a graph that only loses writers until ``cache_clear``."""
+# By memory, in order, the nodes of the graph that is rewritten: of this thread, as several compile.
+_written: ContextVar[dict[int | None, list[Node]]] = ContextVar("moe_fusion_written")
+
+
+@contextlib.contextmanager
+def known_writers(graph: Graph) -> Iterator[None]:
+    """While it lasts, :func:`writers` answers for ``graph``, which only loses writers."""
     found: dict[int | None, list[Node]] = {}
     for node in filter(_may_write, graph.nodes):
         name, written = op_name(node), node.all_input_nodes
@@ -160,7 +170,11 @@ def nodes_that_write(graph: Graph) -> dict[int | None, list[Node]]:
             written = node.args[:1]
         for memory in set(map(_memory, written)):
             found.setdefault(memory, []).append(node)
-    return found
+    token = _written.set(found)
+    try:
+        yield
+    finally:
+        _written.reset(token)
 
 
 def writers(
@@ -169,7 +183,7 @@ def writers(
     """The nodes from since to until that may write to the memory of node, by whatever view."""
     return [
         other
-        for other in nodes_that_write(node.graph).get(_memory(node), ())
+        for other in _written.get().get(_memory(node), ())
         if not other._erased
         and (until is None or other < until)
         and (since is None or other >= since)

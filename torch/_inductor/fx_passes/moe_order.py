@@ -13,6 +13,7 @@ from .moe_match import (
     flat_source,
     number,
     op_name,
+    operand_orders,
     rank,
     row_selection,
     same_size,
@@ -23,20 +24,39 @@ from .moe_match import (
 )
 
 
-def is_expert_of_row(index: Any, experts: Any, grouped: bool, num_experts: int) -> bool:
-    """Whether index is the expert of every row: of a bmm its ids, else what offs counts, sorted.
+def why_not_expert_of_row(
+    index: Any, experts: Any, grouped: bool, num_experts: int
+) -> str:
+    """ "" where index is the expert of every row, else what was not recognised of it.
 
-    A row of no expert may have any, so that ``index.clamp_(max=num_experts - 1)`` changes nothing.
+    That is of a bmm its ids, else what offs counts, sorted. A row of no expert may have any, so
+    that ``index.clamp_(max=num_experts - 1)`` changes nothing.
     """
     if not grouped:
-        return same_value(index, experts)
+        known = same_value(index, experts)
+        return "" if known else "a bias is not indexed by the experts of the rows"
     count, ids = _count_of(experts, num_experts), _sorted_from(index)
-    if count is None or ids is None or count.values not in (index, ids):
-        return False
+    if count is None:
+        return f"it has a bias, and what counts an expert's rows, {_source(experts)}, is not known"
+    if ids is None:
+        return f"a bias is indexed by {index}, which is not known as ids in ascending order"
+    values = count.values
+    if values is not index and not same_value(_flat(values), _flat(ids)):
+        return f"a bias is indexed by {index}, and {values}, which is counted, are other ids"
     read = max(index, count.node)
-    if writers(ids, index) or writers(count.values, read):
-        return False
-    return all(_is_last_expert_at_most(w, num_experts) for w in writers(index))
+    if writers(ids, index) or writers(values, read):
+        return f"{values}, which is counted, is written in between"
+    if all(_is_last_expert_at_most(w, num_experts) for w in writers(index)):
+        return ""
+    return f"{index}, which indexes a bias, is written"
+
+
+def _source(offs: Any) -> str:
+    """The node that may count, and what it calls, for a message."""
+    node = _exact_source(offs)
+    if op_name(node) == "cumsum":
+        node = _exact_source(node.args[0])
+    return f"{node} ({op_name(node) or getattr(node, 'op', 'a constant')})"
 
 
 def is_mask_of_no_expert(mask: Any, experts: Any, num_experts: int) -> bool:
@@ -50,7 +70,7 @@ def is_mask_of_no_expert(mask: Any, experts: Any, num_experts: int) -> bool:
         return False
     if count is None or count.last != num_experts - 1 or writers(mask):
         return False
-    return is_expert_of_row(flat.args[0], experts, True, num_experts)
+    return not why_not_expert_of_row(flat.args[0], experts, True, num_experts)
 
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -79,49 +99,199 @@ def _flat(node: Any) -> Any:
 
 @dataclass
 class _Count:
-    """Integers, and the node that counts them; what is above last is left out."""
+    """Integers, and the node that counts them; what is above last is left out.
+
+    ``last`` is None where all of them are experts: other ids are an error of ``node``.
+    """
 
     values: Any
     node: Node
-    last: int
+    last: int | None = None
 
 
 def _count_of(offs: Any, num_experts: int) -> _Count | None:
     """What ``offs[e]`` counts in [0, e], the last of offs up to ``last``; None if not certain."""
-    total = _exact_source(offs)
-    if op_name(total) != "cumsum" or argument(total, 1, "dim") not in (0, -1):
+    total, exact = _exact_source(offs), (*_INTEGERS, torch.float32, torch.float64)
+    if writers(total):
         return None
-    node = _exact_source(total.args[0])
-    if op_name(node) not in ("histc", "bincount") or writers(total) or writers(node):
+    node = total
+    if op_name(total) == "cumsum" and argument(total, 1, "dim") in (0, -1):
+        node = _exact_source(total.args[0])
+    elif op_name(total) != "searchsorted":
         return None
-    last = num_experts - 1
+    if value_of(node) is None or value_of(node).dtype not in exact:
+        return None
+    written = writers(node)
+    if any(w > total for w in written):
+        return None
+    values = (_searched if node is total else _counted)(node, num_experts)
+    if values is None or value_of(values).dtype in (torch.float16, torch.bfloat16):
+        return None
+    last = None
     if op_name(node) == "histc":
-        bins, low, last = (
-            number(argument(node, i, name))
-            for i, name in ((1, "bins"), (2, "min"), (3, "max"))
-        )
+        last = (
+            number(argument(node, 3, "max")) or 1
+        )  # an empty range is that of the values
+    read = max((node, *written))
+    return _Count(_exact_source(values, read), read, last)
+
+
+def _counted(node: Node, num_experts: int) -> Any:
+    """The ids of which node (E) says how many are of each expert, however it is written."""
+    name, written = op_name(node), writers(node)
+    if name in _ADDS or len(written) == 1:
+        return _added_ones(node, num_experts)
+    if written:
+        return None
+    if name == "histc":
+        bins, low, last = (number(argument(node, i, n)) for i, n in (
+            (1, "bins"), (2, "min"), (3, "max")))  # fmt: skip
         if (bins, low) != (num_experts, 0) or num_experts > _EXACT_BINS:
             return None
-        if last not in (num_experts - 1, num_experts):
+        return node.args[0] if last in (num_experts - 1, num_experts) else None
+    if name == "bincount":
+        return node.args[0] if argument(node, 1, "weights") is None else None
+    return _summed(node, num_experts) if name == "sum" else None
+
+
+_ADDS = ("scatter_add", "scatter_add_", "index_add", "index_add_")
+
+
+def _added_ones(node: Node, num_experts: int) -> Any:
+    """ids of ``zeros(E).scatter_add(0, ids, ones)``, in place or not, or of index_add."""
+    base = node
+    if op_name(node) not in _ADDS:
+        (node,) = writers(node)
+    elif op_name(node).endswith("_"):
+        base = node.args[0]
+        if writers(base) != [node]:
             return None
-        last = last or 1  # an empty range stands for that of the values
-    elif argument(node, 1, "weights") is not None:
+    elif writers(node) or writers(node.args[0]):
         return None
-    if value_of(node.args[0]).dtype in (torch.float16, torch.bfloat16):
+    name = op_name(node)
+    if name not in _ADDS or (base is not node and node.args[0] is not base):
         return None
-    return _Count(_exact_source(node.args[0], node), node, int(last))
+    zeros, index = node.args[0], argument(node, 2, "index")
+    ones = argument(node, 3, "source" if "index" in name else "src")
+    exact = value_of(zeros).dtype in (*_INTEGERS, torch.float32, torch.float64)
+    if not exact or not _is_filled(zeros, 0) or not _is_filled(ones, 1):
+        return None
+    if argument(node, 1, "dim") not in (0, -1) or node.kwargs.get("alpha", 1) != 1:
+        return None
+    # A row for each id, or scatter_add leaves the others out.
+    if rank(index) != 1 or not guard_or_false(
+        value_of(ones).shape[0] == value_of(index).shape[0]
+    ):
+        return None
+    return index if same_size(value_of(zeros).shape[0], num_experts) else None
+
+
+def _is_filled(node: Any, value: int) -> bool:
+    """Whether all of node is ``value``, before anything of the count is added."""
+    name = op_name(node).removeprefix("new_").removesuffix("_like")
+    while name in ("expand", "to", "int", "long"):
+        node = node.args[0]
+        name = op_name(node).removeprefix("new_").removesuffix("_like")
+    if name == "full":
+        at = 2 if op_name(node) == "new_full" else 1
+        return number(argument(node, at, "fill_value")) == value
+    return name == ("ones" if value else "zeros") and (value == 0 or not writers(node))
+
+
+def _is_arange(node: Any, start: int, end: int) -> bool:
+    if op_name(node) not in ("arange", "iota") or writers(node):
+        return False
+    numbers = [number(a) for a in node.args if not isinstance(a, torch.dtype)]
+    counts = start == 0 and numbers == [end]
+    return counts or numbers in ([start, end], [start, end, 1])
+
+
+def _summed(node: Node, num_experts: int) -> Any:
+    """ids of ``one_hot(ids, E)``, of ``ids[:, None] == arange(E)`` or of ones that are scattered
+    to ids, each (..., E), that node sums over all dimensions but that of the experts."""
+    if argument(node, 2, "keepdim", False) or rank(node) != 1:
+        return None
+    of = _exact_source(node.args[0], node)
+    dims = argument(node, 1, "dim")
+    dims = dims if isinstance(dims, (list, tuple)) else (dims,)
+    if op_name(of) == "sum" and rank(of) == 2:  # one dimension after the other
+        inner = argument(of, 1, "dim")
+        if argument(of, 2, "keepdim", False) or (inner, dims) not in (
+            (0, (0,)), (1, (0,)), (0, (-2,)), (1, (-2,)), (-2, (0,)),
+        ):  # fmt: skip
+            return None
+        of, dims = _exact_source(of.args[0], node), (0, 1)
+    if not isinstance(of, Node) or rank(of) < 2 or any(d is None for d in dims):
+        return None
+    left = {*range(rank(of))} - {d % rank(of) for d in dims}
+    name, last = op_name(of), left == {rank(of) - 1}
+    if name == "one_hot" and last and not writers(of):
+        classes = number(argument(of, 1, "num_classes", -1))
+        return of.args[0] if classes == num_experts else None
+    if name in ("scatter", "scatter_") and last:
+        # Each expert once in a row of ids: a token's choices by topk.
+        ids, base = argument(of, 2, "index"), of.args[0]
+        one = argument(of, 3, "value", of.kwargs.get("src"))
+        whole = number(one) == 1 or (isinstance(one, Node) and _is_filled(one, 1))
+        alone = [w for w in writers(base) if w is not of]
+        if rank(of) != 2 or argument(of, 1, "dim") not in (1, -1) or alone:
+            return None
+        if len(of.args) > 4 or "reduce" in of.kwargs or not whole:
+            return None
+        return ids if _is_filled(base, 0) and is_topk_index(ids, num_experts) else None
+    if name != "eq" or len(left) != 1 or writers(of):
+        return None
+    for ids, experts in operand_orders(of, "eq"):
+        column, line = _broadcast(ids), _broadcast(experts)
+        if column is None or line is None or not _is_arange(line[0], 0, num_experts):
+            continue
+        at = rank(of) - rank(experts) + line[1]
+        taken = {rank(of) - rank(ids) + d for d in column[2]}
+        of_each = {at} == left and taken == {*range(rank(of))} - left
+        if len(line[2]) == 1 and of_each:
+            return column[0]
+    return None
+
+
+def _broadcast(node: Any) -> tuple[Any, int, set[int]] | None:
+    """(source, its first dimension, its dimensions) where node has source's entries, and else
+    dimensions of 1."""
+    value = value_of(node)
+    if value is None:
+        return None
+    wide = {d for d, n in enumerate(value.shape) if not same_size(n, 1)}
+    while op_name(node) in ("unsqueeze", "view", "reshape", "getitem"):
+        if op_name(node) == "getitem":
+            at = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            if any(i not in (None, Ellipsis, slice(None)) for i in at):
+                break
+        if any(writers(n) for n in (node, node.args[0])):
+            return None
+        node = node.args[0]
+    # The entries are those of source in its order, as no dimension was moved.
+    return (node, min(wide), wide) if wide else None
+
+
+def _searched(node: Any, num_experts: int) -> Any:
+    """Sorted ids in which node searches where the ids up to each expert end."""
+    ids, ends = node.args[0], argument(node, 1, "input")
+    if rank(ids) != 1 or node.kwargs.get("sorter") is not None:
+        return None
+    right = node.kwargs.get("right", False) or node.kwargs.get("side") == "right"
+    known = _is_arange(ends, 0 if right else 1, num_experts + (not right))
+    return ids if known and _sorted_from(ids) is not None else None
 
 
 def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | None:
     """(ids, last): integers (R) that perm sorts, where ``offs[e]`` is how many are in [0, e].
 
-    The last of offs counts up to ``last``, the number of experts or one less. None where that is
-    not certain, whatever the ids are.
+    The last of offs counts up to ``last``, the number of experts or one less; -1 where all ids
+    are experts, as topk says of them. None where that is not certain, whatever the ids are.
     """
     ids, sort, count = sorted_by(perm), _sort_of(perm), _count_of(offs, num_experts)
     if not _is_ascending(sort) or rank(ids) != 1 or writers(perm):
         return None
-    if count is None or op_name(count.node) != "histc":
+    if count is None or (count.last is None and not is_topk_index(ids, num_experts)):
         return None
     values = count.values
     if _sorted_from(values) is not ids and not same_value(_flat(values), _flat(ids)):
@@ -131,7 +301,9 @@ def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | Non
     until = max(sort, count.node)
     if value_of(ids).dtype not in _INTEGERS or writers(ids, until):
         return None
-    return None if writers(values, until) else (ids, count.last)
+    if writers(values, until):
+        return None
+    return ids, -1 if count.last is None else count.last
 
 
 def is_topk_index(ids: Any, num_experts: int) -> bool:

@@ -629,7 +629,7 @@ def plan(
     ]  # fmt: skip
     return Plan(
         model, p.name, p.provenance, x, step, m, tuple(choices),
-        tuple((rate, y) for rate, y, *_ in ranked[:top]), HELD_OUT_ERROR["train"],
+        tuple((rate, y) for rate, y, *_ in ranked[:top]), HELD_OUT_ERROR["train"][0],
         chunks.value, capacity.value, replicas.value, align, recipe,
         x.domain or p.device.domain, math.ceil(tokens), copy_cost(p, model, x, rows),
         global_batch, seq,

@@ -60,7 +60,8 @@ class MoE(Module):
             weight 1 and always without biases; none if ``None``.
         recipe: precision of the routed experts' products, see
             :func:`~torch.nn.functional.moe_mlp`; also an attribute, which may be set at any time: it
-            is no part of the state. Default: ``None``, the dtype of the parameters
+            is no part of the state. For backward the input is kept twice, in 8 bits and, for the
+            router, as it is. Default: ``None``, the dtype of the parameters
 
     Shape:
         - Input: :math:`(*, D)`.
@@ -147,6 +148,10 @@ class MoE(Module):
                 "MoE: activation must be one of "
                 f"{', '.join(get_args(F._MoeActivation))}, got {activation!r}"
             )
+        recipes = get_args(getattr(F, "_MoeRecipe", None))  # of series moe-precision
+        if recipe is not None and recipe not in recipes:
+            known = ", ".join(("None", *map(repr, recipes)))
+            raise ValueError(f"MoE: recipe must be one of {known}, got {recipe!r}")
         is_gated = activation in get_args(F._MoeGatedActivation)
         if separate_up and (not is_gated or gate_interleaved):
             raise ValueError(

@@ -19,14 +19,19 @@ _nn: Any = torch.nn  # whose stubs lack what this stack adds
 _OF_FORMAT = {"fp8": "fp8_blockwise", "mxfp8": "mxfp8"}
 
 
+# Dtypes of the layer without a recipe, and their names in the performance model.
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
 class _Layer(NamedTuple):
-    """T, D, F, E of this rank, K and R = T * K."""
+    """T, D, F, E of this rank, K, dtype, and R = T * K."""
 
     tokens: int
     d: int
     f: int
     experts: int
     k: int
+    dtype: torch.dtype
 
     @property
     def rows(self) -> int:
@@ -34,9 +39,9 @@ class _Layer(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """One of the compared: milliseconds of its parts."""
+    """One of the compared: a recipe or a dtype, and milliseconds of its parts."""
 
-    recipe: str | None
+    name: str
     parts: dict[str, float]
 
     @property
@@ -46,7 +51,7 @@ class _Side(NamedTuple):
     def __str__(self) -> str:
         largest = max(self.parts, key=self.parts.__getitem__)
         return (
-            f"{self.recipe or 'bfloat16'} {self.total:.3g} ms, most of it {largest} "
+            f"{self.name} {self.total:.3g} ms, most of it {largest} "
             f"with {self.parts[largest]:.3g} ms"
         )
 
@@ -84,11 +89,12 @@ def select_recipe(
 
     Returns:
         ``(recipe, reason)``: for the argument ``recipe`` of :func:`torch.nn.functional.moe_mlp`, ``None``
-        where bfloat16 is as fast; and both sides in milliseconds with the largest cost of each.
+        where the layer's own dtype (that of its parameters; bfloat16 of sizes alone) is as fast; and both
+        sides in milliseconds with the largest cost of each.
 
     Raises:
         ValueError: a model or device is not known, a number is out of its range, ``ep`` does not divide the experts,
-            or a modelled layer has no gate.
+            a modelled layer has no gate, or a layer has parameters that no recipe takes.
         TypeError: ``config`` or ``device`` is of another type.
 
     Example::
@@ -108,27 +114,34 @@ def select_recipe(
         sides, note, least = _modelled(target, layer, gated, training)
     else:
         sides, note, least = _measured(target, layer, gated, training, seconds)
-    bf16, *low = sides
+    own, *low = sides
     if not low:
-        return None, f"{bf16}; {note}"
+        return None, f"{own}; {note}"
     best = min(low, key=lambda side: side.total)
-    gain = bf16.total / best.total
+    gain = own.total / best.total
     pays = gain > 1 + least
     verdict = (
         f"{gain:.2f} times as fast" if gain >= 1 else f"{1 / gain:.2f} times as slow"
     )
     if gain > 1 and not pays:
         verdict += f", which is less than the error of {least:.0%}"
-    reason = f"{best} against {bf16}: {verdict}; {note}"
+    reason = f"{best} against {own}: {verdict}; {note}"
     if training:
         reason += f"; {_saved(layer, gated)}"
-    return (best.recipe if pays else None), reason
+    return (best.name if pays else None), reason
 
 
 def _layer_of(config: Any, tokens: int, ep: int) -> tuple[_Layer, bool]:
     """The layer of a rank, and whether it has gate and up projections."""
     from torch.distributed._tools.moe_config import MoEConfig
 
+    dtype = torch.bfloat16
+    if isinstance(config, torch.nn.Module):
+        dtype = next((p.dtype for p in config.parameters() if p.dim() == 3), dtype)
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"select_recipe: parameters must be of {', '.join(map(str, _DTYPES))}, got {dtype}"
+            )
     if isinstance(config, _nn.MoE):
         experts, d, f = config.w_out.shape
         k, gated = config.top_k, config.w_in.shape[1] != f or config.w_up is not None
@@ -148,7 +161,7 @@ def _layer_of(config: Any, tokens: int, ep: int) -> tuple[_Layer, bool]:
         raise ValueError(
             f"select_recipe: ep must divide the experts, {experts}, got {ep}"
         )
-    return _Layer(tokens, d, f, experts // ep, k), gated
+    return _Layer(tokens, d, f, experts // ep, k, dtype), gated
 
 
 def _device_of(device: Any) -> Profile | torch.device:
@@ -184,7 +197,7 @@ def _modelled(
 ) -> tuple[list[_Side], str, float]:
     """Sides, where they are from, and the gain that means something."""
     from torch.distributed._tools import moe_cost_model as cost, moe_layer_plan
-    from torch.distributed._tools.moe_profile import HELD_OUT_ERROR
+    from torch.distributed._tools.moe_profile import FITTED_PROVENANCE, HELD_OUT_ERROR
 
     if not gated:
         raise ValueError(
@@ -192,29 +205,39 @@ def _modelled(
             "this machine to measure it"
         )
     sizes = (layer.rows, layer.d, layer.f, layer.experts)
-    gemms, times = moe_layer_plan.fastest_dtypes(p, *sizes)
+    own = _DTYPES[layer.dtype]
+    dtypes = (own, *moe_layer_plan.default_dtypes(p)[1:])
+    gemms, times = moe_layer_plan.fastest_dtypes(p, *sizes, dtypes)
     named = {
         "forward": "the forward products",
         "dgrad": "the products of the inputs' gradients",
         "wgrad": "the products of the weights' gradients",
     }
     used = list(named) if training else ["forward"]
-    error = HELD_OUT_ERROR["gemm"]
-    note = f"modelled for {p.name}, {p.provenance}, not measured, error {error:.0%}"
+    error, rows = HELD_OUT_ERROR["gemm"]
+    known = f"error {error:.0%} ({rows} rows that calibrated nothing)"
+    if p.provenance != FITTED_PROVENANCE:
+        known = "its error is not known"
+    note = f"modelled for {p.name}, {p.provenance}, not measured, {known}"
     sides = [
-        _Side(_OF_FORMAT.get(dtype), {named[g]: 1e3 * times[g][dtype] for g in used})
+        _Side(_OF_FORMAT.get(dtype, _name_of(layer.dtype)),
+              {named[g]: 1e3 * times[g][dtype] for g in used})
         for dtype in times["forward"]
-    ]
+    ]  # fmt: skip
     if len(sides) == 1:
         return sides, f"{p.name} multiplies no 8-bit numbers; {note}", error
-    low = next(dtype for dtype in times["forward"] if dtype != "bf16")
+    low = next(dtype for dtype in times["forward"] if dtype != own)
     quantised = cost.expert_shares(
         p, *sizes, kernel="mcore", dtype=low, pass_="fwd+bwd" if training else "fwd"
     )["quantisation"]
     note = f"quantisation is {1e3 * quantised:.3g} ms of it; {note}"
-    if training and gemms["wgrad"] == "bf16" and gemms["forward"] != "bf16":
-        note = f"weight gradients are faster in bfloat16 (hp_wgrad=True); {note}"
+    if training and gemms["wgrad"] == own and gemms["forward"] != own:
+        note = f"weight gradients are faster in {_name_of(layer.dtype)} (hp_wgrad=True); {note}"
     return sides, note, error
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _measured(
@@ -225,11 +248,13 @@ def _measured(
 
     gen = torch.Generator().manual_seed(0)
 
+    dtype = layer.dtype
+
     def leaf(*shape: int) -> torch.Tensor:
-        x = torch.randn(*shape, generator=gen, dtype=torch.bfloat16)
+        x = torch.randn(*shape, generator=gen, dtype=dtype)
         return x.mul_(shape[-1] ** -0.5).to(device).requires_grad_(training)
 
-    T, D, H, E, K = layer
+    T, D, H, E, K = layer[:5]
     x, w_in, w_out = leaf(T, D), leaf(E, (1 + gated) * H, D), leaf(E, D, H)
     # Of K choices, those of this rank's experts where there are fewer.
     K = min(K, E)
@@ -261,7 +286,10 @@ def _measured(
         synchronize=module.synchronize if device.type != "cpu" else lambda: None,
     )
     rows = iter(times)
-    sides = [_Side(r, {name: 1e3 * next(rows) for name in passes}) for r in recipes]
+    sides = [
+        _Side(r or _name_of(dtype), {name: 1e3 * next(rows) for name in passes})
+        for r in recipes
+    ]
     threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return (
         sides,
@@ -271,11 +299,18 @@ def _measured(
 
 
 def _saved(layer: _Layer, gated: bool) -> str:
+    """What a layer with its router keeps for backward: with a recipe, X twice."""
     from torch.distributed._tools.moe_estimator import saved_bytes
 
-    T, D, H, E, K = layer
+    T, D, H, E, K, dtype = layer
     low, high = (
         saved_bytes(T, T * K, D, H, k=K, num_experts=E, gated=gated, itemsize=itemsize)
-        for itemsize in (33 / 32, 2)
+        for itemsize in (33 / 32, dtype.itemsize)
     )
-    return f"for backward a recipe keeps {low / 2**20:.3g} MiB, bfloat16 {high / 2**20:.3g}"
+    low += (
+        T * D * dtype.itemsize
+    )  # of the router's weight gradient; FP8 would be 2.7 % off
+    return (
+        f"for backward the layer keeps {low / 2**20:.3g} MiB with a recipe, the router's input in "
+        f"{_name_of(dtype)} among it, and {high / 2**20:.3g} without ({low / high:.2f})"
+    )
