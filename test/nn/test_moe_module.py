@@ -9,6 +9,7 @@ import pickle
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.moe import load_balancing_loss, updated_expert_bias
 from torch.nn.utils.moe_replay import record_routing, replay_routing
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
@@ -413,6 +414,53 @@ class TestMoEModule(TestCase):
         layer.zero_grad()
         compiled(x).sum().backward()
         self.assertEqual({n: p.grad for n, p in layer.named_parameters()}, grads)
+
+    def test_graphs_of_changing_numbers_of_tokens(self):
+        # The page of torch.compile says how many, and which.
+        layer, counter = make(), CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter)
+        for num_tokens, graphs in (
+            (6, 1),
+            (7, 2),
+            (9, 2),
+            (1, 3),
+            (0, 4),
+            (1, 4),
+            (30, 4),
+        ):
+            x = torch.randn(num_tokens, D, dtype=torch.float64)
+            with torch.no_grad():
+                self.assertEqual(compiled(x), layer(x))
+            self.assertEqual(counter.frame_count, graphs, msg=f"T = {num_tokens}")
+
+    @parametrize("dtype", (torch.float32, torch.bfloat16))
+    def test_batch_invariant_but_for_its_linear(self, dtype):
+        class RowMoE(nn.MoE):  # as the docstring has it
+            def route(self, input):
+                logits = (input.unsqueeze(-2) * self.router.weight).sum(-1)
+                return logits, *F.moe_topk(logits, self.top_k, **self.routing)
+
+        torch.manual_seed(0)
+        layer = RowMoE(64, 48, 8, 2, shared_hidden_dim=16, dtype=dtype)
+        x = torch.randn(65, 64, dtype=dtype)
+        _, ids, weights = layer.route(x)
+        whole = layer.run_experts(x, ids, weights)
+        for n in (1, 2, 3, 7):
+            part = layer.run_experts(x[:n], ids[:n], weights[:n])
+            self.assertEqual(part, whole[:n], atol=0, rtol=0)
+            self.assertEqual(layer(x[:n]), whole[:n], atol=0, rtol=0)
+
+    def test_pruned_experts(self):
+        layer = make(bias=True, balance_bias=True)
+        x = torch.randn(5, D, dtype=torch.float64)
+        kept = torch.tensor([0, 2, 3, 5])
+        for name in ("w_in", "w_out", "b_in", "b_out"):
+            setattr(layer, name, nn.Parameter(getattr(layer, name)[kept]))
+        layer.router.weight = nn.Parameter(layer.router.weight[kept])
+        layer.balance_bias = layer.balance_bias[kept]
+        self.assertEqual(layer.num_experts, 4)
+        self.assertIn("num_experts=4, ", repr(layer))
+        self.assertEqual(layer(x), loop(layer, x))
 
     def test_autocast(self):
         layer = nn.MoE(D, H, E, K, shared_hidden_dim=4)

@@ -87,6 +87,14 @@ class MoE(Module):
     The state dict has exactly these parameters and this buffer, those that are not None,
     and ``router.weight``.
 
+    The output of a token does not depend on the other tokens of the call, bit by bit,
+    given its experts and their weights: :meth:`run_experts` is batch invariant, and
+    :func:`~torch.nn.functional.moe_topk` is. The router and no other part is not: it is
+    a :class:`~torch.nn.Linear`, whose float32 matmul may round a token's logits
+    differently when there are few. A subclass whose ``route`` computes
+    ``(input.unsqueeze(-2) * self.router.weight).sum(-1)`` has the whole layer
+    invariant.
+
     All parameters start from :math:`\mathcal{U}(-\sqrt{k}, \sqrt{k})` with k = 1 / the
     summed dimension, as in :class:`~torch.nn.Linear`.
 
@@ -104,7 +112,7 @@ class MoE(Module):
         >>> output, logits, indices = layer(torch.randn(4, 10, 16), need_routing=True)
     """
 
-    __constants__ = ["embed_dim", "hidden_dim", "num_experts", "top_k"]
+    __constants__ = ["embed_dim", "hidden_dim", "top_k"]
 
     def __init__(
         self,
@@ -160,7 +168,6 @@ class MoE(Module):
             )
         self.embed_dim = embed_dim
         self.hidden_dim = hidden_dim
-        self.num_experts = num_experts
         self.top_k = top_k
         self.activation = activation
         self.gate_interleaved = gate_interleaved
@@ -196,6 +203,12 @@ class MoE(Module):
             zeros = torch.zeros(E, device=device, dtype=bias_dtype)
         self.register_buffer("balance_bias", zeros)
         self._reset_experts()
+
+    @property
+    def num_experts(self) -> int:
+        """E, of the router: experts that were cut out of all weights are gone here too."""
+        # Not of w_in or w_out: while expert parallelism runs a forward those are a rank's own.
+        return self.router.weight.shape[0]
 
     def reset_parameters(self) -> None:
         """Draws new parameters, and zeroes the balance bias."""
@@ -331,7 +344,7 @@ class MoE(Module):
     def extra_repr(self) -> str:
         """Sizes, and what differs from the defaults."""
         parts = [
-            f"{self.embed_dim}, {self.hidden_dim}, num_experts={self.num_experts}, "
+            f"{self.embed_dim}, {self.w_out.shape[-1]}, num_experts={self.num_experts}, "
             f"top_k={self.top_k}, activation={self.activation!r}"
         ]
         if self.gate_interleaved:

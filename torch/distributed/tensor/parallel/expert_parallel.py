@@ -571,10 +571,14 @@ class ExpertParallel(ParallelStyle):
         num_experts = counts.pop()
         ep_size = mesh.size(roles.index("ep"))
         if num_experts % ep_size:
+            more = -num_experts % ep_size
+            ranks = [n for n in range(1, ep_size) if num_experts % n == 0]
             raise ValueError(
                 f"ExpertParallel: the number of experts must be a multiple of the {ep_size} "
                 f"ranks of device_mesh, got {num_experts} experts in "
-                f"{type(module).__name__}"
+                f"{type(module).__name__}. The nearest are {num_experts + more - ep_size} "
+                f"and {num_experts + more}: pad every expert parameter with {more} experts "
+                f"of zeros, and the router so that nothing chooses them. These experts go on {ranks} ranks"
             )
         if "tp" in roles:
             adapter.check_tensor_parallel(module)

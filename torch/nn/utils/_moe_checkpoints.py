@@ -1,0 +1,178 @@
+"""Quantised expert weights as others store them, turned into operands of ``_moe_mlp_scaled``.
+
+Nothing is quantised again: numbers and scales are theirs, so that the values are those of their own
+dequantisation. A form that the op has no operand for is refused.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+
+__all__ = [
+    "QuantizedWeight",
+    "from_compressed_tensors",
+    "from_fp8_blocks",
+    "from_mxfp4_blocks",
+    "from_torchao",
+]
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight of ``_moe_mlp_scaled``: ``[data, scale]`` is the operand.
+
+    Attributes:
+        data: (E, N, K), or (E, N, K / 2) with two numbers a byte.
+        scale: float32 or float8_e8m0fnu, in the shape of its blocks.
+        recipe: of ``recipe_w``, the same for all weights of a call.
+    """
+
+    data: Tensor
+    scale: Tensor
+    recipe: int
+
+
+def from_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
+    """gpt-oss: ``*_blocks`` and ``*_scales`` of a checkpoint, whose memory is used as it is.
+
+    Args:
+        blocks: (E, N, K / 32, 16) uint8, two numbers a byte, the even one low.
+        scales: (E, N, K / 32) uint8, exponents of two plus 127.
+
+    Raises:
+        ValueError: a shape or dtype that is not among those.
+    """
+    bytes_of = (blocks.dtype, scales.dtype) == (torch.uint8, torch.uint8)
+    if not bytes_of or blocks.dim() != 4 or blocks.shape != (*scales.shape, 16):
+        raise ValueError(
+            "from_mxfp4_blocks: blocks (E, N, K / 32, 16) and scales (E, N, K / 32) must be "
+            f"uint8, got {tuple(blocks.shape)} of {blocks.dtype} and "
+            f"{tuple(scales.shape)} of {scales.dtype}"
+        )
+    data = blocks.flatten(2).view(torch.float4_e2m1fn_x2)
+    scale = scales.view(torch.float8_e8m0fnu)
+    return QuantizedWeight(data, scale, ScalingType.BlockWise1x32.value)
+
+
+def from_fp8_blocks(weight: Tensor, weight_scale_inv: Tensor) -> QuantizedWeight:
+    """DeepSeek: FP8 weights with a scale for every square of 128, stacked by expert.
+
+    Args:
+        weight: (E, N, K) float8_e4m3fn.
+        weight_scale_inv: (E, ceil(N / 128), ceil(K / 128)) floating point, a factor despite
+            its name.
+
+    Raises:
+        ValueError: a shape or dtype that is not among those.
+    """
+    if weight.dtype != torch.float8_e4m3fn or weight.dim() != 3:
+        raise ValueError(
+            "from_fp8_blocks: weight must be (E, N, K) float8_e4m3fn, got "
+            f"{tuple(weight.shape)} of {weight.dtype}"
+        )
+    E, N, K = weight.shape
+    blocks = (E, -(-N // 128), -(-K // 128))
+    if tuple(weight_scale_inv.shape) != blocks:
+        raise ValueError(
+            f"from_fp8_blocks: weight_scale_inv must be {blocks}, of blocks of 128 x 128, "
+            f"got {tuple(weight_scale_inv.shape)}"
+        )
+    scale, recipe = weight_scale_inv.float(), ScalingType.BlockWise128x128
+    return QuantizedWeight(weight, scale, recipe.value)
+
+
+def from_compressed_tensors(
+    weight: Tensor,
+    weight_scale: Tensor,
+    *,
+    weight_shape: tuple[int, int] | None = None,
+    weight_zero_point: Tensor | None = None,
+) -> QuantizedWeight:
+    """compressed-tensors: ``weight`` or ``weight_packed`` of its checkpoints, stacked by expert.
+
+    Args:
+        weight: (E, N, K) float8_e4m3fn or int8, or (E, N, K / 8) int32 of 4-bit numbers
+            ("pack-quantized").
+        weight_scale: (E, N, groups), or (E, 1) of the tensor; floating point. Groups of int4
+            are multiples of 32, those of float8_e4m3fn of 128 or whole rows, and rows of
+            int8 are whole.
+        weight_shape: (N, K) of an expert, for int32.
+        weight_zero_point: must be zero.
+
+    Raises:
+        ValueError: a form that ``_moe_mlp_scaled`` does not take.
+    """
+    name = "from_compressed_tensors"
+    _check_zero_point(name, weight_zero_point)
+    if weight.dtype == torch.int32:
+        sizes = None if weight_shape is None else tuple(map(int, weight_shape))
+        if sizes is None or sizes[1] != weight.shape[-1] * 8:
+            raise ValueError(
+                f"{name}: int32 must pack 8 numbers of 4 bits and K be a multiple of 8, "
+                f"got {tuple(weight.shape)} for weight_shape {sizes}"
+            )
+        # Low bits first and plus 8: on a little-endian machine the bytes are ours.
+        weight = weight.contiguous().view(torch.uint8)
+    return _grouped(name, weight, weight_scale)
+
+
+def from_torchao(weight: Any) -> QuantizedWeight:
+    """torchao: an ``Int8Tensor`` or ``Float8Tensor``, as ``quantize_`` makes of a parameter.
+
+    Args:
+        weight: (E, N, K).
+
+    Raises:
+        ValueError: a form that ``_moe_mlp_scaled`` does not take.
+    """
+    kind = type(weight).__name__
+    if kind not in ("Int8Tensor", "Float8Tensor"):
+        raise ValueError(
+            "from_torchao: weight must be an Int8Tensor or a Float8Tensor of torchao, got "
+            f"{kind}; quantise its dequantize() with torch._moe_quantize instead"
+        )
+    _check_zero_point("from_torchao", getattr(weight, "zero_point", None))
+    return _grouped("from_torchao", weight.qdata, weight.scale)
+
+
+def _check_zero_point(name: str, zero_point: Tensor | None) -> None:
+    if zero_point is not None and bool(zero_point.count_nonzero()):
+        raise ValueError(f"{name}: zero points must be 0, the op has none")
+
+
+def _grouped(name: str, data: Tensor, scale: Tensor) -> QuantizedWeight:
+    """Scales of groups along K; of a row; or one for all of an expert."""
+    packed = data.dtype == torch.uint8
+    allowed = {torch.uint8: (32, 128), torch.float8_e4m3fn: (128,), torch.int8: ()}
+    if data.dim() != 3 or data.dtype not in allowed:
+        raise ValueError(
+            f"{name}: numbers must be (E, N, K) float8_e4m3fn, int8 or int4, got "
+            f"{tuple(data.shape)} of {data.dtype}"
+        )
+    E, N, K = data.shape
+    K *= 2 if packed else 1
+    if scale.numel() in (1, E):
+        scale = scale.reshape(-1, 1, 1).expand(E, N, 1)
+    groups = scale.shape[-1]
+    if scale.shape != (E, N, groups) or groups == 0 or K % groups:
+        raise ValueError(
+            f"{name}: scales must be one for all, for each expert, or (E, N, groups) with "
+            f"groups that divide K = {K}, got {tuple(scale.shape)}"
+        )
+    size = K // groups
+    scale = scale.float()
+    if groups == 1 and not packed:
+        return QuantizedWeight(data, scale.contiguous(), ScalingType.RowWise.value)
+    block = max((b for b in allowed[data.dtype] if size % b == 0), default=None)
+    if block is None:
+        rule = (
+            "of a multiple of 32"
+            if packed
+            else f"of whole rows or one of {list(allowed[data.dtype])}"
+        )
+        raise ValueError(f"{name}: groups of {data.dtype} must be {rule}, got {size}")
+    recipe = {32: ScalingType.BlockWise1x32, 128: ScalingType.BlockWise1x128}[block]
+    scale = scale.repeat_interleave(size // block, -1)
+    return QuantizedWeight(data, scale.contiguous(), recipe.value)
