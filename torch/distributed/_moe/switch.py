@@ -56,6 +56,17 @@ __all__ = [
 ]
 
 
+# What the shapes of collectives depend on, backward's included.
+_AGREED = (
+    "K",
+    "num_experts",
+    "row bytes",
+    "requires_grad of tokens, router weights and experts, as bits,",
+)
+
+_ODD = 2**9  # No rank has so many bits.
+
+
 @dataclass(slots=True, eq=False)
 class _Handle:
     """Routing of one batch, used by both directions and backwards."""
@@ -235,6 +246,8 @@ class TokenSwitchAllToAll(_Switch):
     # FP8 rows stay as they came, in the handle; dispatch returns no values, but NaN.
     keep_scaled = False
     row_bytes = 0  # of a token and its weights, where known before dispatch
+    # What backward sends gradients of or for, where known before dispatch.
+    requires_grad: tuple[bool, ...] = ()
 
     def __init__(
         self,
@@ -341,7 +354,9 @@ class TokenSwitchAllToAll(_Switch):
             return self._handle(level.static(demand), level)
         rows, slots = demand.row_counts, demand.slot_counts
         mine, theirs = level.exchange_counts(rows, slots, *self._shape(rows, idx))
-        sizes = self._read(mine[:, :2], theirs[:, :2], agree=theirs[:, 2:])
+        ranks = f"ranks 0 to {level.num_ranks - 1}"
+        tables = (mine[:, :2], theirs[:, :2])
+        sizes = self._read(*tables, agree=theirs[:, 2:], ranks=ranks)
         route = level.compact(demand, *(Splits(*pair) for pair in zip(*sizes)))
         return self._handle(route, level)
 
@@ -360,27 +375,32 @@ class TokenSwitchAllToAll(_Switch):
             rows, slots = (splits.flipped().num_sent for splits in sizes)
         return _Handle(K, slots if self._exact else rows, slots, sizes, [route])
 
+    def _grad_bits(self) -> int:
+        return sum(needs << i for i, needs in enumerate(self.requires_grad))
+
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
-        """K, E and bytes for every rank: ranks that disagree would exchange garbage."""
-        values = (idx.shape[1], self._num_experts, self.row_bytes)
+        """What shapes depend on, for every rank: ranks that disagree would exchange garbage."""
+        K, E = idx.shape[1], self._num_experts
+        values = (K, E, self.row_bytes, self._grad_bits())
         return tuple(torch.full_like(counts, n) for n in values)
 
-    def _read(self, *tables: Tensor, agree: Tensor) -> list[list[list[int]]]:
+    def _read(
+        self, *tables: Tensor, agree: Tensor, ranks: str = "ranks"
+    ) -> list[list[list[int]]]:
         """Host values of the tables; raises if a column of ``agree`` is not constant."""
         name = type(self).__name__
         if torch.compiler.is_compiling():
             # Reading more values would only make more symbols.
             torch._assert_async(
                 (agree == agree[:1]).all(),
-                f"{name}: K, num_experts and row bytes must be the same on all ranks",
+                f"{name}: {', '.join(_AGREED)} must be the same on all ranks",
             )
             return read_on_host(*tables)
         *columns, shapes = read_on_host(*tables, agree)
-        for what, values in zip(("K", "num_experts", "row bytes"), shapes):
+        for what, values in zip(_AGREED, shapes):
             if min(values) != max(values):
                 raise RuntimeError(
-                    f"{name}: {what} must be the same on all ranks, ranks 0 to "
-                    f"{len(values) - 1} have {values}"
+                    f"{name}: {what} must be the same on all ranks, {ranks} have {values}"
                 )
         return columns
 
@@ -417,6 +437,7 @@ class TokenSwitchAllToAll(_Switch):
             topk_weights_requires_grad=topk_weights.requires_grad,
         )
         D, scale_bytes = tokens.shape[1], 0
+        mark: int | Tensor = self._grad_bits()
         values, weights, ids = tokens, topk_weights, routing.topk_idx.long()
         if self._wire_dtype is not None:
             values = encode(tokens, self._wire_dtype)
@@ -430,13 +451,24 @@ class TokenSwitchAllToAll(_Switch):
                     level.static(demand) if static else level.compact(demand, *sizes)
                 )
                 handle.routes.append(route)
+            route = handle.routes[i]
+            route.mark = mark
             values, weights, ids = level.dispatch(
-                handle.routes[i],
+                route,
                 values,
                 weights,
                 ids,
                 find_slots=self._exact,
                 scale_bytes=scale_bytes,
+            )
+            if route.marks is not None:
+                # Sizes are not exchanged. The next level tells ranks that were not reached.
+                same = (route.marks == mark).all()
+                mark = torch.where(same, mark, _ODD)
+        if isinstance(mark, Tensor):
+            torch._assert_async(
+                mark != _ODD,
+                f"{type(self).__name__}: {_AGREED[-1]} must be the same on all ranks",
             )
         keeps = self.keep_scaled and scale_bytes > 0
         if self._wire_dtype is not None and not keeps:
@@ -651,10 +683,15 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             *slots.unbind(1),
         )
         # What the tokens that arrive here from all nodes need of each rank.
-        relayed = theirs[:, 5:].sum(0).view(2, L)
-        sent, received = local.exchange_counts(*relayed.unbind(0))
-        tables = (mine[:, :2], theirs[:, :2], sent, received)
-        read = self._read(*tables, agree=theirs[:, 2:5])
+        shapes, relayed = theirs.narrow(1, 2, len(_AGREED)), theirs[:, 2 + len(_AGREED) :]
+        relayed = relayed.sum(0).view(2, L)
+        # Every rank of the node hears of the ranks whose relays the others are.
+        extremes = torch.cat([shapes.amin(0), shapes.amax(0)]).expand(L, -1)
+        sent, received = local.exchange_counts(*relayed.unbind(0), *extremes.unbind(1))
+        agree = received[:, 2:].reshape(2 * L, len(_AGREED))
+        tables = (mine[:, :2], theirs[:, :2], sent[:, :2], received[:, :2])
+        ranks = "the least and the most of every column of ranks"
+        read = self._read(*tables, agree=agree, ranks=ranks)
         return [
             (Splits(send[0], recv[0]), Splits(send[1], recv[1]))
             for send, recv in (read[:2], read[2:])

@@ -5,8 +5,7 @@
 
 :func:`plan` tries every layout that divides, keeps those that fit, sums their steps from
 :mod:`.moe_estimator`, and explains the best one: a reason per choice with its numbers, and
-the next best alternative per dimension. Its result speaks the languages of
-``ExpertParallel`` and of torchtitan's ``ParallelDims``.
+the next best alternative, for ``ExpertParallel`` and torchtitan's ``ParallelDims``.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ class Plan:
             layouts closer than that are not told apart by it.
         chunks, capacity_factor, replicas, row_alignment, recipe: of the MoE layers.
         domain: ranks joined by the fast link.
-        tokens: of a rank in a layer.
-        copy_cost: of an expert that runs away from home, in token copies.
+        tokens, copy_cost: of a rank in a layer; of ``ExpertPlacement``.
     """
 
     model: MoEConfig
@@ -415,20 +413,6 @@ def _load_choices(
     )  # fmt: skip
 
 
-def _copy_cost(p: Profile, model: MoEConfig, x: Layout, rows: float) -> float:
-    """Weights of an expert and their gradient on the wire, in the time of a token copy.
-
-    A token copy is two rows there and two back, and its share of forward and backward.
-    """
-    c, near = p.constants, x.ep <= (x.domain or p.device.domain)
-    rate = p.device.fast * c.fast if near else p.device.slow * c.slow
-    size = cost.ITEMSIZE["bf16"]
-    local = model.experts / x.ep
-    computed = cost.experts(p, rows, model.d, model.f, local, pass_="fwd+bwd") / rows
-    token = computed + 4 * model.d * size / rate
-    return 2 * 3 * model.d * model.f * size / rate / token
-
-
 def _rounding(
     p: Profile, model: MoEConfig, x: Layout, rows: float
 ) -> tuple[Choice, int]:
@@ -648,7 +632,8 @@ def plan(
         model, p.name, p.provenance, x, step, m, tuple(choices),
         tuple((rate, y) for rate, y, *_ in ranked[:top]), HELD_OUT_ERROR["train"],
         chunks.value, capacity.value, replicas.value, align, recipe,
-        x.domain or p.device.domain, math.ceil(tokens), _copy_cost(p, model, x, rows),
+        x.domain or p.device.domain, math.ceil(tokens),
+        cost.copy_cost(p, rows, model.d, model.f, model.experts / x.ep, x.ep, x.domain),
     )  # fmt: skip
 
 
