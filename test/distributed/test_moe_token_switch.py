@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.exchange import group_timeout, sub_group
 from torch.distributed._moe.switch import (
-    TokenSwitchAllGather,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )

@@ -463,7 +463,10 @@ class Exchange:
         fill: list[Any] | None = None
         if route.is_static or torch.compiler.is_compiling():
             fill = [0, 0, -1]
-        marked, stride = fill and not torch.compiler.is_compiling(), self.num_experts + 2
+        marked, stride = (
+            fill and not torch.compiler.is_compiling(),
+            self.num_experts + 2,
+        )
         if marked:
             idx = idx + (1 + route.mark * stride)
             fill = [0, 0, route.mark * stride]

@@ -254,19 +254,8 @@ def sequential_schedule(
 ) -> tuple[Tensor, Tensor | None]:
     """Dispatch, experts, combine, shared experts, one after the other.
 
-    The order in which the parts of a layer run is a function of this signature, and
-    ``ExpertParallel(schedule=...)`` takes another one.
-
-    Args:
-        switch (TokenSwitch): takes tokens to the ranks of their experts and back.
-        tokens (Tensor): (T, D) of this rank.
-        topk_indices (Tensor): (T, K) ids in [-1, E].
-        topk_weights (Tensor): (T, K).
-        experts (callable): ``experts(rows, local ids, weights, num_rows) -> rows``.
-        shared (callable, optional): the shared experts of all tokens.
-
-    Returns:
-        (Tensor, Tensor or None): (T, D) routed output, and what ``shared`` returned.
+    The order in which the parts of a layer run is a function of this signature, which is that
+    of :meth:`OverlapSchedule.__call__`, and ``ExpertParallel(schedule=...)`` takes another one.
     """
     routing = switch.create_routing(topk_indices, layout="flat")
     rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)

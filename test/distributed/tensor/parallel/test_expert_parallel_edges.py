@@ -342,7 +342,9 @@ class TestEdges(GlooTest):
         for name in ("w_in", "w_out"):
             setattr(whole[1], name, whole[0].get_parameter(name))
         model = copy.deepcopy(whole)
-        parallelize_module(model, self.mesh(("ep",), 4), {"*": ExpertParallel(**options)})
+        parallelize_module(
+            model, self.mesh(("ep",), 4), {"*": ExpertParallel(**options)}
+        )
         self.assertIs(model[0].w_in, model[1].w_in)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
         for counts in STEPS[:2]:
@@ -353,7 +355,9 @@ class TestEdges(GlooTest):
             for optimizer in optimizers:
                 optimizer.step()
         # A mesh each is two parameters.
-        other = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "ep"))
+        other = DeviceMesh(
+            "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "ep")
+        )
         tied = copy.deepcopy(whole)
         parallelize_module(tied[0], self.mesh(("ep",), 4), ExpertParallel())
         with self.assertRaisesRegex(ValueError, "'w_in' is tied to one .* untie them"):

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.exchange import sub_group
 from torch.distributed._moe.schedule import (
     grow_and_rerun,
@@ -19,7 +20,6 @@ from torch.distributed._moe.schedule import (
     sequential_schedule,
 )
 from torch.distributed._moe.switch import (
-    TokenSwitchAllGather,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
@@ -120,8 +120,7 @@ class _Region:
         """Local shards, whose gradients go back to the distributed parameters."""
         local = {}
         for name, grad_placements in self.grad_placements.items():
-            owner, _, leaf = name.rpartition(".")
-            param = getattr(module.get_submodule(owner), leaf)
+            param = _value(module, name)
             if not isinstance(param, DTensor):
                 raise RuntimeError(
                     f"ExpertParallel: parameter {name!r} must be the DTensor that "
@@ -156,7 +155,7 @@ class _Region:
             tokens = self._copy_to_tensor_parallel(tokens)
             weights = self._copy_to_tensor_parallel(weights)
         in_this_step: dict[str, Tensor] = {}
-        local = {name: module.get_parameter(name) for name in self.expert_names}
+        local = {name: _value(module, name) for name in self.expert_names}
         if self.placed is not None:
             row_bytes = tokens.shape[1] * tokens.element_size()
             ids, in_this_step = self.placed.route(ids, local, row_bytes)
@@ -190,6 +189,12 @@ class _Region:
         """``x``, whose gradient is summed over the ranks of the tensor parallel mesh."""
         copy = DTensor.from_local(x, self.tp_mesh, [Replicate()], run_check=False)
         return copy.to_local(grad_placements=[Partial()])
+
+
+def _value(module: nn.Module, name: str) -> Any:
+    """A parameter, or what stands for it during a call."""
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
 
 
 def _region_of(module: nn.Module) -> _Region:
