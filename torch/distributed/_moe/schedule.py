@@ -280,10 +280,9 @@ def _run(
 
 def _chunk_sizes(total: int, num_chunks: int) -> list[int]:
     """As equal as possible, the larger ones first; 0 where there are too few."""
-    # Without divmod and comparisons, which a dynamic number of tokens does not have or guards on.
-    return [
-        (total + num_chunks - 1 - chunk) // num_chunks for chunk in range(num_chunks)
-    ]
+    # No divmod or comparison, which a dynamic number of tokens lacks or guards on.
+    top = total + num_chunks - 1
+    return [(top - chunk) // num_chunks for chunk in range(num_chunks)]
 
 
 # -- communication in flight
@@ -311,7 +310,7 @@ def _own_groups(switch: TokenSwitch) -> None:
 
 
 def _drain() -> None:
-    """Waits for what the communication thread was given, so that what follows is behind it."""
+    """Waits for what the communication thread was given."""
     if _communication_thread.cache_info().currsize:
         _communication_thread().submit(int).result()
 
@@ -376,18 +375,19 @@ class _Flight:
             if threading.current_thread().name.startswith("moe_communication"):
                 raise AssertionError("communication inside communication")
             self._queue_name = queue_name
-            self._queue = queue = _queues.setdefault(queue_name, _Queue())
+            self._queue = _queues.setdefault(queue_name, _Queue())
         if not alone and device.type == "cpu":
             _drain()
             try:
-                self._value = queue.run(work, *inputs)
+                self._value = self._queue.run(work, *inputs)
             except Exception:
                 self._seen()
                 raise
         elif not alone:
             self._value = work(*inputs)
         elif device.type == "cpu":
-            self._future = _communication_thread().submit(queue.run, work, *inputs)
+            thread = _communication_thread()
+            self._future = thread.submit(self._queue.run, work, *inputs)
         else:
             stream = _side_stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
