@@ -28,6 +28,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe import switch
+from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed.device_mesh import init_device_mesh
 
 import measure
@@ -95,7 +96,7 @@ def measure_all(args, hosts: int) -> list[dict[str, object]]:
         shape = (hosts, args.ranks // hosts)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
         switches["hierarchical"] = switch.TokenSwitchHierarchical(mesh, E)
-    decode = switch.TokenSwitchAllGather(group, E, max_tokens=DECODE_TOKENS)
+    decode = TokenSwitchAllGather(group, E, max_tokens=DECODE_TOKENS)
     parts = {
         "exchange": RankLayer.there_and_back,
         "forward": lambda layer: torch.no_grad()(layer.forward)(),

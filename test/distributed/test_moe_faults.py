@@ -180,7 +180,8 @@ def run_rank(rank, port, death, survived):
         try:
             report["result"] = step(rank)
         except Exception as e:
-            report["error"] = f"{type(e).__name__}: {e}"
+            notes = getattr(e, "__notes__", [])
+            report["error"] = "; ".join([f"{type(e).__name__}: {e}", *notes])
         report["seconds"] = time.monotonic() - start
         print(json.dumps(report), flush=True)
     dist.destroy_process_group()

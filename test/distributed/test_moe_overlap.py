@@ -485,16 +485,29 @@ class TestSchedule(TestCase):
             return x
 
         x = (torch.ones(1),)
-        failing, queued = _Flight(fail, x), _Flight(send, x)
+        failing, queued = _Flight(fail, x, "a"), _Flight(send, x, "a")
         noticed.set()
         with self.assertRaisesRegex(RuntimeError, "^connection closed"):
             failing.result()
-        for flight in (queued, _Flight(fail, x)):
+        for flight in (queued, _Flight(fail, x, "a")):
             with self.assertRaisesRegex(RuntimeError, "connection closed"):
                 flight.result()
         self.assertEqual(sent, [])
         # The caller has seen it.
-        self.assertEqual(_Flight(send, x).result(), x[0])
+        self.assertEqual(_Flight(send, x, "a").result(), x[0])
+
+    def test_a_failure_stops_its_own_groups_only(self):
+        def fail(x):
+            raise RuntimeError("connection closed")
+
+        x = (torch.ones(1),)
+        failing = _Flight(fail, x, "a")
+        # Another model, whose groups are well, before anybody looks.
+        self.assertEqual(_Flight(lambda x: x, x, "b").result(), x[0])
+        with self.assertRaisesRegex(RuntimeError, "connection closed"):
+            _Flight(lambda x: x, x, "a").result()
+        with self.assertRaisesRegex(RuntimeError, "connection closed"):
+            failing.result()
 
     def test_simulation_error(self):
         with self.assertRaisesRegex(ValueError, "parts must be of 2 chunks"):

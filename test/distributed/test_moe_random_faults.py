@@ -133,7 +133,8 @@ def run_rank(rank: int, port: int, plan: Plan) -> None:
         )
         train(rank, plan)
     except Exception as e:
-        say(error=f"{type(e).__name__}: {e}", at=time.time())
+        error = "; ".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", [])])
+        say(error=error, at=time.time())
     dist.destroy_process_group()
     say(destroyed=True)
     # Leaves by itself: a thread that still waits for a dead rank would be noticed.

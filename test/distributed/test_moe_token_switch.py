@@ -16,9 +16,10 @@ from moe_token_switch import (
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._moe.exchange import group_timeout
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.all_gather import TokenSwitchAllGather
+from torch.distributed._moe.exchange import group_timeout, sub_group
 from torch.distributed._moe.switch import (
-    TokenSwitchAllGather,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
@@ -200,21 +201,25 @@ class TestAllToAll(TokenSwitchTest):
         ):
             switch.create_routing(operands.topk_indices.repeat(2, 1))
 
-    def test_timeout_of_sub_groups(self):
-        """Groups of a mesh have half an hour, whatever init_process_group was told."""
-        world, stock = dist.group.WORLD, datetime.timedelta(minutes=30)
+    def test_groups_that_are_handed_over_stay_as_they_are(self):
+        """Their timeout is the user's; groups made of them have it too."""
+        world = dist.group.WORLD
         before = group_timeout(world)
         dist.set_timeout(datetime.timedelta(seconds=77), world)
         try:
             mesh = init_device_mesh("cpu", (2, 2))
-            self.assertEqual(group_timeout(mesh.get_group(1)), stock)
-            switch = TokenSwitchHierarchical(mesh, 8)
-            for level in switch.levels:
-                self.assertEqual(group_timeout(level.group).total_seconds(), 77)
-            # A group with a timeout of its own keeps it.
             own = dist.new_group(timeout=datetime.timedelta(seconds=55))
+            given = [world, *mesh.get_all_groups(), own]
+            timeouts = [group_timeout(group) for group in given]
+            switch = TokenSwitchHierarchical(mesh, 8)
             TokenSwitchAllToAll(own, 8)
-            self.assertEqual(group_timeout(own).total_seconds(), 55)
+            name = sub_group(own, [0, 1, 2, 3])
+            switch.use_own_groups()
+            self.assertEqual([group_timeout(group) for group in given], timeouts)
+            for level, timeout in zip(switch.levels, timeouts[1:]):
+                self.assertEqual(group_timeout(level.group), timeout)
+            made = c10d._resolve_process_group(name)
+            self.assertEqual(group_timeout(made).total_seconds(), 55)
         finally:
             dist.set_timeout(before, world)
 

@@ -56,10 +56,10 @@ __all__ = [
     "Demand",
     "Exchange",
     "group_timeout",
-    "inherit_timeout",
     "read_on_host",
     "Route",
     "Splits",
+    "sub_group",
     "sum_in_order",
     "take",
     "WireBytes",
@@ -130,6 +130,8 @@ class Route:
         num_slots (int): slots that arrive; static: M * K.
         recv_slot (Tensor, optional): (num_slots) int64 position in (M, K) of the slots
             that arrive, known once they did; None if every position is one, in order.
+        mark (int or Tensor): travels with each row of a static route, in less than 10 bits.
+        marks (Tensor, optional): (M, K) int64 of the rows that arrived; not in graphs.
     """
 
     rows: Splits
@@ -142,6 +144,8 @@ class Route:
     num_rows: int
     num_slots: int
     recv_slot: Tensor | None = None
+    mark: int | Tensor = 0
+    marks: Tensor | None = None
 
     @property
     def is_static(self) -> bool:
@@ -214,8 +218,9 @@ def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
 # threads, which then end in the middle of the interpreter's shutdown: what follows keeps names.
 
 
-# Of the group that only MoE communication uses, by the group that it has the ranks of.
-_own_groups: WeakKeyDictionary[ProcessGroup, c10d.GroupName] = WeakKeyDictionary()
+# Groups that only MoE communication uses, by the group that they are made of and their ranks.
+_sub_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], c10d.GroupName]]
+_sub_groups = WeakKeyDictionary()
 # Of a kind of message, for errors; all others are of combine.
 _PHASES = {
     "agree": "comparison",
@@ -246,21 +251,6 @@ def _scalar_device(group: ProcessGroup) -> torch.device:
     return accelerator if own else torch.device("cpu")
 
 
-def inherit_timeout(group: ProcessGroup) -> None:
-    """Gives a group without a timeout of its own that of the default group.
-
-    Groups of meshes, and ``new_group`` without a timeout, have the backend's stock half an
-    hour, whatever ``init_process_group`` was told.
-    """
-    world = dist.group.WORLD
-    if world is None or group is world:
-        return
-    timeout, wanted = group_timeout(group), group_timeout(world)
-    stock = c10d._get_default_timeout(dist.get_backend(group))
-    if timeout is not None and wanted is not None and timeout == stock != wanted:
-        dist.set_timeout(wanted, group)
-
-
 def silent_ranks(group_name: str, ranks: list[int], attempt: int) -> str:
     """Which of the ranks do not say, over the store, that they failed as well.
 
@@ -288,23 +278,49 @@ def silent_ranks(group_name: str, ranks: list[int], attempt: int) -> str:
     return f"no answer from ranks {silent}" if silent else "all its ranks answer"
 
 
+def sub_group(group: ProcessGroup, ranks: list[int]) -> c10d.GroupName:
+    """Name of a group of some ranks of ``group`` that only MoE communication uses.
+
+    Collective over ``ranks``. Made at the first call, with the backend and the timeout of
+    ``group``, and the same for all layers.
+
+    Args:
+        ranks (list[int]): global ranks, ascending.
+    """
+    made = _sub_groups.setdefault(group, {})
+    if tuple(ranks) not in made:
+        # A name is salted with the number of groups that the process made. Ranks that have
+        # other layers, as stages of a pipeline, made others: the salt is one of ours, and
+        # the number stays, or a later new_group of all ranks would have a name on each.
+        world = c10d._world
+        count, taken = world.group_count, set(world.pg_names.values())
+        try:
+            world.group_count = -1
+            while c10d._hash_ranks_to_str(ranks) in taken:
+                world.group_count -= 1
+            own = dist.new_group(
+                ranks,
+                timeout=group_timeout(group),
+                backend=dist.get_backend(group),
+                use_local_synchronization=True,
+                group_desc="moe_communication",
+            )
+        finally:
+            world.group_count = count
+        made[tuple(ranks)] = cast("ProcessGroup", own).group_name
+    return made[tuple(ranks)]
+
+
 def own_group(group: ProcessGroup) -> c10d.GroupName:
-    """Name of a group of the same ranks that only MoE communication uses. Collective.
+    """:func:`sub_group` of all ranks of ``group``; of such a group, itself.
 
     Collectives of one group must be issued in one order by all ranks. A thread of its own
     can't keep that order with what other threads send in the group, such as the gradients
-    of data parallelism. Made at the first call for a group."""
-    if group not in _own_groups:
-        own = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=group_timeout(group),
-            backend=dist.get_backend(group),
-            use_local_synchronization=True,
-            group_desc="moe_communication",
-        )
-        own = cast("ProcessGroup", own)
-        _own_groups[group] = _own_groups[own] = own.group_name
-    return _own_groups[group]
+    of data parallelism."""
+    ranks = dist.get_process_group_ranks(group)
+    name = sub_group(group, ranks)
+    _sub_groups[c10d._resolve_process_group(name)] = {tuple(ranks): name}
+    return name
 
 
 # -- one level
@@ -325,7 +341,6 @@ class Exchange:
     def __init__(
         self, group: ProcessGroup, num_experts: int, capacity: int | None, *, level: str
     ) -> None:
-        inherit_timeout(group)
         self.group_name = group.group_name
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
@@ -445,9 +460,16 @@ class Exchange:
             of the experts of this rank, -1 for all others.
         """
         # Unused rows of a static route have no expert, and what compiles needs a row to index.
-        fill = None
+        fill: list[Any] | None = None
         if route.is_static or torch.compiler.is_compiling():
             fill = [0, 0, -1]
+        marked, stride = (
+            fill and not torch.compiler.is_compiling(),
+            self.num_experts + 2,
+        )
+        if marked:
+            idx = idx + (1 + route.mark * stride)
+            fill = [0, 0, route.mark * stride]
         message = pack([values, weights, idx.int()], fill, route.send_token)
         kinds = {
             "rows": values.shape[1] * values.element_size() - scale_bytes,
@@ -459,7 +481,11 @@ class Exchange:
         parts = [(t.shape[1], t.dtype) for t in (values, weights)]
         parts.append((idx.shape[1], torch.int32))
         values, weights, ids = unpack(message, parts)
-        ids = ids.long() - self.rank * self.local_experts
+        ids = ids.long()
+        if marked:
+            route.marks = torch.div(ids, stride, rounding_mode="floor")
+            ids = ids - (1 + route.marks * stride)
+        ids = ids - self.rank * self.local_experts
         ids = ids.masked_fill_(ids >= self.local_experts, -1).clamp_min_(-1)
         if find_slots and not route.is_static:
             route.recv_slot = self._positions(ids >= 0, route.num_slots)
@@ -561,13 +587,13 @@ class Exchange:
         return self.named(kind, functools.partial(self._send, x, splits, spare))
 
     def named(self, kind: str, work: Callable[[], R]) -> R:
-        """What ``work`` returns; its errors say where they were."""
+        """What ``work`` returns; its errors are as they were, with a note where they were."""
         try:
             return work()
         except RuntimeError as error:
-            if torch.compiler.is_compiling():
-                raise
-            raise RuntimeError(self._failure(kind, error)) from error
+            if not torch.compiler.is_compiling():
+                error.add_note(self._failure(kind))
+            raise
 
     def _send(self, x: Tensor, splits: Splits, spare: bool) -> Tensor:
         x, group = x.contiguous(), self.group_name
@@ -584,7 +610,7 @@ class Exchange:
         dist.all_to_all_single(*operands, group=self.group)
         return out
 
-    def _failure(self, kind: str, error: RuntimeError) -> str:
+    def _failure(self, kind: str) -> str:
         phase = _PHASES.get(kind, "combine")
         where = f"{self.owner}: {phase} failed at level {self.level!r}"
         self.failures += 1
@@ -592,9 +618,9 @@ class Exchange:
             ranks = dist.get_process_group_ranks(self.group)
             silent = silent_ranks(self.group_name, ranks, self.failures)
             where += f", group {self.group_name!r} of ranks {ranks}"
-            return f"{where}, on rank {ranks[self.rank]}; {silent}: {error}"
+            return f"{where}, on rank {ranks[self.rank]}; {silent}"
         except (RuntimeError, ValueError, KeyError):
-            return f"{where}, group {self.group_name!r}, which is destroyed: {error}"
+            return f"{where}, group {self.group_name!r}, which is destroyed"
 
     def use_own_group(self) -> None:
         """Communicates over a group that nobody else has, see :func:`own_group`."""

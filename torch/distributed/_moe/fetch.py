@@ -51,8 +51,7 @@ class Moves(NamedTuple):
     returned: Tensor
 
     def to(self, device: torch.device) -> Moves:
-        splits, *tables = self
-        return Moves(splits, *(table.to(device) for table in tables))
+        return self._make(t.to(device) if isinstance(t, Tensor) else t for t in self)
 
 
 def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
@@ -86,10 +85,12 @@ def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
     returned = [p + [len(sent)] * (most - len(p)) for p in places]
     slots = [slot for rows in into for slot in rows]
     splits = Splits([len(rows) for rows in out], [len(rows) for rows in into])
-    tables = [torch.tensor(t, dtype=torch.int64) for t in (sent, slots, kept, own)]
-    return Moves(
-        splits, *tables, torch.tensor(returned, dtype=torch.int64).view(home, most)
-    )
+
+    def table(values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    places_of = table(returned).view(home, most)
+    return Moves(splits, table(sent), table(slots), table(kept), table(own), places_of)
 
 
 def busiest(slot_experts: Tensor, num_experts: int) -> int:

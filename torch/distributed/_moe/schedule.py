@@ -14,9 +14,9 @@ Where communication runs
              uses, so that all ranks issue the same collectives in the same order
              whatever their threads do. The groups are made at the first call.
     other    on a side stream of the device, issued by the calling thread.
-    inline   at once, where another thread could not see what the calling thread does:
-             under a dispatch mode (LocalTensorMode, FakeTensorMode, ...) other than
-             that of save_communication.
+    inline   by the calling thread, after all that is in flight, where another thread could
+             not see what this one does: under a dispatch mode (LocalTensorMode, selective
+             checkpointing, ...) other than that of save_communication.
     compile  in the graph, in the order of the steps. What runs beside what is up to
              the compiler.
 
@@ -45,7 +45,6 @@ Recomputation
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +54,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.autograd.function import once_differentiable
+from torch.distributed._local_tensor import local_tensor_mode
+from torch.multiprocessing._atfork import register_after_fork
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -252,19 +254,8 @@ def sequential_schedule(
 ) -> tuple[Tensor, Tensor | None]:
     """Dispatch, experts, combine, shared experts, one after the other.
 
-    The order in which the parts of a layer run is a function of this signature, and
-    ``ExpertParallel(schedule=...)`` takes another one.
-
-    Args:
-        switch (TokenSwitch): takes tokens to the ranks of their experts and back.
-        tokens (Tensor): (T, D) of this rank.
-        topk_indices (Tensor): (T, K) ids in [-1, E].
-        topk_weights (Tensor): (T, K).
-        experts (callable): ``experts(rows, local ids, weights, num_rows) -> rows``.
-        shared (callable, optional): the shared experts of all tokens.
-
-    Returns:
-        (Tensor, Tensor or None): (T, D) routed output, and what ``shared`` returned.
+    The order in which the parts of a layer run is a function of this signature, which is that
+    of :meth:`OverlapSchedule.__call__`, and ``ExpertParallel(schedule=...)`` takes another one.
     """
     routing = switch.create_routing(topk_indices, layout="flat")
     rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)
@@ -289,10 +280,9 @@ def _run(
 
 def _chunk_sizes(total: int, num_chunks: int) -> list[int]:
     """As equal as possible, the larger ones first; 0 where there are too few."""
-    # Without divmod and comparisons, which a dynamic number of tokens does not have or guards on.
-    return [
-        (total + num_chunks - 1 - chunk) // num_chunks for chunk in range(num_chunks)
-    ]
+    # No divmod or comparison, which a dynamic number of tokens lacks or guards on.
+    top = total + num_chunks - 1
+    return [(top - chunk) // num_chunks for chunk in range(num_chunks)]
 
 
 # -- communication in flight
@@ -306,9 +296,8 @@ def _communication_thread() -> ThreadPoolExecutor:
 
 def _own_groups(switch: TokenSwitch) -> None:
     """Takes ``switch`` out of the groups that other threads communicate in."""
-    _, alone = part_of_region()
-    if not alone:
-        return  # Not on the communication thread.
+    if detect_fake_mode() or local_tensor_mode() is not None:
+        return  # Nothing is sent.
     use_own_groups = getattr(switch, "use_own_groups", None)
     if use_own_groups is None:
         raise TypeError(
@@ -320,17 +309,23 @@ def _own_groups(switch: TokenSwitch) -> None:
         use_own_groups()
 
 
+def _drain() -> None:
+    """Waits for what the communication thread was given."""
+    if _communication_thread.cache_info().currsize:
+        _communication_thread().submit(int).result()
+
+
 @functools.cache
 def _side_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
 # A forked process has no threads but its own.
-os.register_at_fork(after_in_child=_communication_thread.cache_clear)
+register_after_fork(_communication_thread.cache_clear)
 
 
 class _Queue:
-    """What was handed to the communication thread since the last failure that was seen.
+    """What was sent in some groups since the last failure there that was seen.
 
     Behind a failure nothing is sent: other ranks are elsewhere by then, and a message of
     another size than they expect ends their process in a thread of gloo.
@@ -347,17 +342,25 @@ class _Queue:
         try:
             return work(*inputs)
         except Exception as error:
-            self.failure = str(error)
+            self.failure = "\n".join([str(error), *getattr(error, "__notes__", ())])
             raise
 
 
-_queue = _Queue()
+# By the name of the first group of a switch, so that other models go on.
+_queues: dict[str, _Queue] = {}
+
+
+def _queue_name(switch: TokenSwitch) -> str:
+    levels = getattr(switch, "levels", None)
+    return levels[0].group_name if levels else f"{type(switch).__name__} {id(switch)}"
 
 
 class _Flight:
     """Result of communication that was issued and may not have arrived."""
 
-    def __init__(self, work: Callable[..., Any], inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, work: Callable[..., Any], inputs: Sequence[Tensor], queue_name: str
+    ) -> None:
         self._done: torch.Event | None = None
         self._future: Future[Any] | None = None
         region, alone = part_of_region()
@@ -368,13 +371,23 @@ class _Flight:
             return
         work = functools.partial(_without_grad, work, mode)
         device = inputs[0].device
-        if not alone:
-            self._value = work(*inputs)
-        elif device.type == "cpu":
+        if device.type == "cpu":
             if threading.current_thread().name.startswith("moe_communication"):
                 raise AssertionError("communication inside communication")
-            self._queue = _queue
-            self._future = _communication_thread().submit(_queue.run, work, *inputs)
+            self._queue_name = queue_name
+            self._queue = _queues.setdefault(queue_name, _Queue())
+        if not alone and device.type == "cpu":
+            _drain()
+            try:
+                self._value = self._queue.run(work, *inputs)
+            except Exception:
+                self._seen()
+                raise
+        elif not alone:
+            self._value = work(*inputs)
+        elif device.type == "cpu":
+            thread = _communication_thread()
+            self._future = thread.submit(self._queue.run, work, *inputs)
         else:
             stream = _side_stream(device)
             stream.wait_stream(torch.accelerator.current_stream(device))
@@ -404,9 +417,8 @@ class _Flight:
 
     def _seen(self) -> None:
         """The caller knows of a failure: what it does from now on is a new beginning."""
-        global _queue
-        if _queue is self._queue:
-            _queue = _Queue()
+        if _queues.get(self._queue_name) is self._queue:
+            del _queues[self._queue_name]
 
 
 def _used_on(stream: torch.Stream, tensors: Sequence[Tensor | None]) -> None:
@@ -491,6 +503,9 @@ class _Exchange:
     def routing(self) -> Routing:
         return self.part.routing
 
+    def fly(self, work: Callable[..., Any], inputs: Sequence[Tensor]) -> _Flight:
+        return _Flight(work, inputs, _queue_name(self.part.switch))
+
 
 class _Begin(torch.autograd.Function):
     """Issues communication; its backward waits for that of the gradients."""
@@ -500,7 +515,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, exchange: _Exchange, *inputs: Tensor) -> Tensor:
         ctx.exchange = exchange
         exchange.needs = ctx.needs_input_grad[1:]
-        exchange.there = _Flight(exchange.part.forward, inputs)
+        exchange.there = exchange.fly(exchange.part.forward, inputs)
         # Carries the edge of the graph; what was sent arrives in _End.
         return inputs[0].new_empty(0)
 
@@ -532,7 +547,7 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         exchange = ctx.exchange
         backward = functools.partial(exchange.part.backward, exchange.needs)
-        exchange.back = _Flight(backward, grads)
+        exchange.back = exchange.fly(backward, grads)
         dtype, device = ctx.edge
         return None, torch.zeros(0, dtype=dtype, device=device)
 

@@ -5,7 +5,7 @@ experts; compact and static routes.
 
     TokenSwitchAllToAll      one all-to-all each way, any backend, CPU included
     TokenSwitchHierarchical  one all-to-all between nodes, one inside the node, each way
-    TokenSwitchAllGather     for decoding: all tokens to all ranks, in fixed buffers
+    TokenSwitchAllGather     for decoding, in all_gather.py
 
 Combine modes
     reduce   experts return one row per received row, already summed over the slots on
@@ -23,13 +23,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, cast, Literal, NamedTuple, TYPE_CHECKING
+from typing import Any, cast, Literal, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch.distributed._moe import wire
 from torch.distributed._moe.exchange import (
     Demand,
     Exchange,
@@ -49,11 +48,18 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
 
 
-__all__ = [
-    "TokenSwitchAllGather",
-    "TokenSwitchAllToAll",
-    "TokenSwitchHierarchical",
-]
+__all__ = ["TokenSwitchAllToAll", "TokenSwitchHierarchical"]
+
+
+# What the shapes of collectives depend on, backward's included.
+_AGREED = (
+    "K",
+    "num_experts",
+    "row bytes",
+    "requires_grad of tokens, router weights and experts, as bits,",
+)
+
+_ODD = 2**9  # No rank has so many bits.
 
 
 @dataclass(slots=True, eq=False)
@@ -235,6 +241,8 @@ class TokenSwitchAllToAll(_Switch):
     # FP8 rows stay as they came, in the handle; dispatch returns no values, but NaN.
     keep_scaled = False
     row_bytes = 0  # of a token and its weights, where known before dispatch
+    # What backward sends gradients of or for, where known before dispatch.
+    requires_grad: tuple[bool, ...] = ()
 
     def __init__(
         self,
@@ -341,7 +349,9 @@ class TokenSwitchAllToAll(_Switch):
             return self._handle(level.static(demand), level)
         rows, slots = demand.row_counts, demand.slot_counts
         mine, theirs = level.exchange_counts(rows, slots, *self._shape(rows, idx))
-        sizes = self._read(mine[:, :2], theirs[:, :2], agree=theirs[:, 2:])
+        ranks = f"ranks 0 to {level.num_ranks - 1}"
+        tables = (mine[:, :2], theirs[:, :2])
+        sizes = self._read(*tables, agree=theirs[:, 2:], ranks=ranks)
         route = level.compact(demand, *(Splits(*pair) for pair in zip(*sizes)))
         return self._handle(route, level)
 
@@ -360,27 +370,32 @@ class TokenSwitchAllToAll(_Switch):
             rows, slots = (splits.flipped().num_sent for splits in sizes)
         return _Handle(K, slots if self._exact else rows, slots, sizes, [route])
 
+    def _grad_bits(self) -> int:
+        return sum(needs << i for i, needs in enumerate(self.requires_grad))
+
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
-        """K, E and bytes for every rank: ranks that disagree would exchange garbage."""
-        values = (idx.shape[1], self._num_experts, self.row_bytes)
+        """What shapes depend on, for every rank: ranks that disagree would exchange garbage."""
+        K, E = idx.shape[1], self._num_experts
+        values = (K, E, self.row_bytes, self._grad_bits())
         return tuple(torch.full_like(counts, n) for n in values)
 
-    def _read(self, *tables: Tensor, agree: Tensor) -> list[list[list[int]]]:
+    def _read(
+        self, *tables: Tensor, agree: Tensor, ranks: str = "ranks"
+    ) -> list[list[list[int]]]:
         """Host values of the tables; raises if a column of ``agree`` is not constant."""
         name = type(self).__name__
         if torch.compiler.is_compiling():
             # Reading more values would only make more symbols.
             torch._assert_async(
                 (agree == agree[:1]).all(),
-                f"{name}: K, num_experts and row bytes must be the same on all ranks",
+                f"{name}: {', '.join(_AGREED)} must be the same on all ranks",
             )
             return read_on_host(*tables)
         *columns, shapes = read_on_host(*tables, agree)
-        for what, values in zip(("K", "num_experts", "row bytes"), shapes):
+        for what, values in zip(_AGREED, shapes):
             if min(values) != max(values):
                 raise RuntimeError(
-                    f"{name}: {what} must be the same on all ranks, ranks 0 to "
-                    f"{len(values) - 1} have {values}"
+                    f"{name}: {what} must be the same on all ranks, {ranks} have {values}"
                 )
         return columns
 
@@ -417,6 +432,7 @@ class TokenSwitchAllToAll(_Switch):
             topk_weights_requires_grad=topk_weights.requires_grad,
         )
         D, scale_bytes = tokens.shape[1], 0
+        mark: int | Tensor = self._grad_bits()
         values, weights, ids = tokens, topk_weights, routing.topk_idx.long()
         if self._wire_dtype is not None:
             values = encode(tokens, self._wire_dtype)
@@ -430,13 +446,24 @@ class TokenSwitchAllToAll(_Switch):
                     level.static(demand) if static else level.compact(demand, *sizes)
                 )
                 handle.routes.append(route)
+            route = handle.routes[i]
+            route.mark = mark
             values, weights, ids = level.dispatch(
-                handle.routes[i],
+                route,
                 values,
                 weights,
                 ids,
                 find_slots=self._exact,
                 scale_bytes=scale_bytes,
+            )
+            if route.marks is not None:
+                # Sizes are not exchanged. The next level tells ranks that were not reached.
+                same = (route.marks == mark).all()
+                mark = torch.where(same, mark, _ODD)
+        if isinstance(mark, Tensor):
+            torch._assert_async(
+                mark != _ODD,
+                f"{type(self).__name__}: {_AGREED[-1]} must be the same on all ranks",
             )
         keeps = self.keep_scaled and scale_bytes > 0
         if self._wire_dtype is not None and not keeps:
@@ -651,149 +678,19 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             *slots.unbind(1),
         )
         # What the tokens that arrive here from all nodes need of each rank.
-        relayed = theirs[:, 5:].sum(0).view(2, L)
-        sent, received = local.exchange_counts(*relayed.unbind(0))
-        tables = (mine[:, :2], theirs[:, :2], sent, received)
-        read = self._read(*tables, agree=theirs[:, 2:5])
+        shapes, relayed = (
+            theirs.narrow(1, 2, len(_AGREED)),
+            theirs[:, 2 + len(_AGREED) :],
+        )
+        relayed = relayed.sum(0).view(2, L)
+        # Every rank of the node hears of the ranks whose relays the others are.
+        extremes = torch.cat([shapes.amin(0), shapes.amax(0)]).expand(L, -1)
+        sent, received = local.exchange_counts(*relayed.unbind(0), *extremes.unbind(1))
+        agree = received[:, 2:].reshape(2 * L, len(_AGREED))
+        tables = (mine[:, :2], theirs[:, :2], sent[:, :2], received[:, :2])
+        ranks = "the least and the most of every column of ranks"
+        read = self._read(*tables, agree=agree, ranks=ranks)
         return [
             (Splits(send[0], recv[0]), Splits(send[1], recv[1]))
             for send, recv in (read[:2], read[2:])
         ]
-
-
-class _Buffers(NamedTuple):
-    """Message of this rank and of all ranks, their parts, and the local ids made of them."""
-
-    mine: Tensor
-    all_ranks: Tensor
-    sent: list[Tensor]
-    received: list[Tensor]
-    local: Tensor
-
-
-class TokenSwitchAllGather(_Switch):
-    """Token switch for decoding: every rank gets all tokens and keeps what is its own.
-
-    For few tokens, where a message costs more than its bytes. Buffers are made at the
-    first use and have ``max_tokens`` rows for every rank, whatever T is; no value is read
-    on the host, so that a CUDA graph can hold it.
-
-    No gradients. The rows, weights and ids that ``dispatch`` returns are views of the
-    buffers, valid until the next dispatch; what ``combine`` returns is a new tensor.
-
-    Args:
-        group (ProcessGroup): ranks that share the experts; rank r of it holds the
-            experts ``[r * E/W, (r + 1) * E/W)``.
-        num_experts (int): number E of experts, a multiple of the W ranks.
-
-    Keyword Args:
-        max_tokens (int): most tokens of a rank; equal on all ranks.
-    """
-
-    def __init__(
-        self, group: ProcessGroup, num_experts: int, *, max_tokens: int
-    ) -> None:
-        name = type(self).__name__
-        self._set_experts(num_experts, dist.get_process_group_ranks(group))
-        if max_tokens < 1:
-            raise ValueError(f"{name}: max_tokens must be at least 1, got {max_tokens}")
-        self.levels = (Exchange(group, num_experts, None, level="flat"),)
-        self._max_tokens = max_tokens
-        self._buffers: dict[tuple[Any, ...], _Buffers] = {}
-        self._returned: dict[tuple[Any, ...], Tensor] = {}
-
-    def create_routing(
-        self,
-        topk_idx: Tensor,
-        per_expert_token_counts: Tensor | None = None,
-        *,
-        layout: str = "flat",
-    ) -> Routing:
-        """Nothing but checks; see :meth:`TokenSwitchAllToAll.create_routing`."""
-        name = type(self).__name__
-        self._check_ids(topk_idx, layout)
-        if topk_idx.shape[0] > self._max_tokens:
-            raise ValueError(
-                f"{name}: at most max_tokens = {self._max_tokens} tokens, got "
-                f"{topk_idx.shape[0]}"
-            )
-        if per_expert_token_counts is not None:
-            raise ValueError(f"{name}: per_expert_token_counts is not supported")
-        return Routing(handle=None, topk_idx=topk_idx, layout=layout)
-
-    def _exact_recv_tokens(self, routing: Routing) -> int:
-        return len(self.ranks) * self._max_tokens
-
-    def _buffers_for(self, tokens: Tensor, topk_weights: Tensor) -> _Buffers:
-        D, K = tokens.shape[1], topk_weights.shape[1]
-        key = (D, K, tokens.dtype, topk_weights.dtype, tokens.device)
-        if key not in self._buffers:
-            self._must_agree(
-                num_experts=self._num_experts,
-                max_tokens=self._max_tokens,
-                D=D,
-                K=K,
-                tokens_dtype=tokens.dtype,
-                topk_weights_dtype=topk_weights.dtype,
-            )
-            rows, device = self._max_tokens, tokens.device
-            parts = [(D, tokens.dtype), (K, topk_weights.dtype), (K, torch.int32)]
-            # Not of inference mode, so that they can be written outside of it.
-            with torch.inference_mode(False):
-                mine = wire.empty_message(rows, parts, device).zero_()
-                all_ranks = wire.empty_message(
-                    len(self.ranks) * rows, parts, device
-                ).zero_()
-                local = torch.empty(len(all_ranks), K, dtype=torch.int64, device=device)
-                views = wire.unpack(mine, parts), wire.unpack(all_ranks, parts)
-                self._buffers[key] = _Buffers(mine, all_ranks, *views, local)
-        return self._buffers[key]
-
-    def _dispatch_new(
-        self,
-        routing: Routing,
-        tokens: Tensor,
-        topk_weights: Tensor,
-        max_recv_tokens: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ids = routing.topk_idx
-        self._check_tokens(ids, tokens, topk_weights)
-        buffers = self._buffers_for(tokens, topk_weights)
-        for source, sent in zip((tokens, topk_weights, ids), buffers.sent):
-            sent.narrow(0, 0, source.shape[0]).copy_(source)
-        # Rows without a token have no expert; what else is in them does not matter.
-        rest = self._max_tokens - ids.shape[0]
-        buffers.sent[2].narrow(0, ids.shape[0], rest).fill_(-1)
-        (level,), operands = self.levels, (buffers.all_ranks, buffers.mine)
-        gather = functools.partial(
-            dist.all_gather_into_tensor, *operands, group=level.group
-        )
-        level.named("rows", gather)
-        values, weights, ids = buffers.received
-        local = buffers.local
-        torch.sub(ids, level.rank * level.local_experts, out=local)
-        local.masked_fill_(local >= level.local_experts, -1).clamp_min_(-1)
-        return values, weights, local
-
-    def _combine_new(self, routing: Routing, expert_tokens: Tensor) -> Tensor:
-        T, W, rows = routing.topk_idx.shape[0], len(self.ranks), self._max_tokens
-        self._check_expert_tokens(expert_tokens, W * rows)
-        expert_tokens = expert_tokens.contiguous()
-        key = (expert_tokens.shape[1], expert_tokens.dtype, expert_tokens.device)
-        if key not in self._returned:
-            with torch.inference_mode(False):
-                self._returned[key] = torch.empty_like(expert_tokens)
-        returned = self._returned[key]
-        (level,), operands = self.levels, (returned, expert_tokens)
-        send = functools.partial(dist.all_to_all_single, *operands, group=level.group)
-        level.named("returned", send)
-        wide = torch.float64 if returned.dtype == torch.float64 else torch.float32
-        rows_of_ranks = returned.view(W, rows, -1).narrow(1, 0, T)
-        return rows_of_ranks.sum(0, dtype=wide).to(returned.dtype)
-
-    def _dispatch_backward(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "TokenSwitchAllGather: no gradients; train with 'all_to_all' or 'hierarchical'"
-        )
-
-    _dispatch_grad = _dispatch_backward

@@ -504,6 +504,28 @@ def experts(
     return t + (_backward(g, rows, tokens, d, f) if "bwd" in pass_ else 0.0)
 
 
+def copy_cost(
+    p: Profile,
+    rows: float,
+    d: int,
+    f: float,
+    local: float,
+    ep: int,
+    domain: int | None = None,
+) -> float:
+    """``copy_cost`` of an ``ExpertPlacement``: an expert on the wire over a token copy.
+
+    The weights of an expert and their gradient, next to two rows there and two back and a
+    row's share of forward and backward. Arguments as of :func:`experts`.
+    """
+    near, size = ep <= (domain or p.device.domain), ITEMSIZE["bf16"]
+    rate = p.device.fast * p.constants.fast
+    if not near:
+        rate = p.device.slow * p.constants.slow
+    computed = experts(p, rows, d, f, local, pass_="fwd+bwd") / rows
+    return 2 * 3 * d * f * size / rate / (computed + 4 * d * size / rate)
+
+
 def expert_shares(
     p: Profile, rows: float, d: int, f: float, local: float, **kw: Any
 ) -> dict[str, float]:

@@ -280,20 +280,6 @@ def load_choices(
     )  # fmt: skip
 
 
-def copy_cost(p: Profile, model: MoEConfig, x: Layout, rows: float) -> float:
-    """Weights of an expert and their gradient on the wire, in the time of a token copy.
-
-    A token copy is two rows there and two back, and its share of forward and backward.
-    """
-    c, near = p.constants, x.ep <= (x.domain or p.device.domain)
-    rate = p.device.fast * c.fast if near else p.device.slow * c.slow
-    size = cost.ITEMSIZE["bf16"]
-    local = model.experts / x.ep
-    computed = cost.experts(p, rows, model.d, model.f, local, pass_="fwd+bwd") / rows
-    token = computed + 4 * model.d * size / rate
-    return 2 * 3 * model.d * model.f * size / rate / token
-
-
 def rounding_choice(
     p: Profile, model: MoEConfig, x: Layout, rows: float
 ) -> tuple[Choice, int]:

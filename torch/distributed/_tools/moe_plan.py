@@ -29,7 +29,6 @@ from torch.distributed._tools.moe_estimator import (
 from torch.distributed._tools.moe_layer_plan import (
     Choice,
     chunk_choice,
-    copy_cost,
     default_dtypes,
     fastest_dtypes,
     load_choices,
@@ -631,6 +630,7 @@ def plan(
         model, p.name, p.provenance, x, step, m, tuple(choices),
         tuple((rate, y) for rate, y, *_ in ranked[:top]), HELD_OUT_ERROR["train"][0],
         chunks.value, capacity.value, replicas.value, align, recipe,
-        x.domain or p.device.domain, math.ceil(tokens), copy_cost(p, model, x, rows),
+        x.domain or p.device.domain, math.ceil(tokens),
+        cost.copy_cost(p, rows, model.d, model.f, model.experts / x.ep, x.ep, x.domain),
         global_batch, seq,
     )  # fmt: skip

@@ -2,7 +2,10 @@
 """ExpertParallel at its edges: uneven ranks, odd orders of calls, what it refuses."""
 
 import copy
+import datetime
+import functools
 import io
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.schedule import OverlapSchedule, save_communication
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,7 +26,10 @@ from torch.testing._internal.common_utils import (
     run_tests,
     subtest,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -154,13 +161,19 @@ class TestEdges(GlooTest):
                 self.assertFalse(got[~good].isfinite().all(1).any())
 
     @parametrize("options", OPTIONS)
-    @parametrize("kind", ["reentrant", "plain", "save_communication"])
+    @parametrize("kind", ["reentrant", "plain", "save_communication", "selective"])
     def test_checkpoint(self, kind, options):
         # In the first step of a new switch, too.
         whole, model = self.pair(**options)
         kwargs = {"use_reentrant": kind == "reentrant"}
         if kind == "save_communication":
             kwargs["context_fn"] = save_communication()
+        elif kind == "selective":
+            # A mode of PyTorch's own: what is recomputed may not overtake what is in flight.
+            saved = [torch.ops.aten.mm.default]
+            kwargs["context_fn"] = functools.partial(
+                create_selective_checkpoint_contexts, saved
+            )
 
         def call(model, x):
             return checkpoint(model, x, **kwargs)
@@ -222,21 +235,27 @@ class TestEdges(GlooTest):
                     else:
                         self.assertEqual(param.grad, want / 4, msg=name)
 
-    def test_ranks_that_disagree_about_gradients(self):
-        # Some would send gradients that others do not wait for.
-        _, model = self.pair()
-        x = torch.randn(4, D).double().requires_grad_(self.rank == 0)
-        message = (
-            r"tokens_requires_grad must be the same.*\[True, False, False, False\]"
-        )
-        with self.assertRaisesRegex(RuntimeError, message):
-            model(x)
-        _, model = self.pair()
-        model.router.requires_grad_(self.rank != 2)
-        with self.assertRaisesRegex(RuntimeError, "topk_weights_requires_grad must be"):
-            model(torch.randn(4, D).double())
+    @parametrize("options", OPTIONS)
+    @parametrize("first", [True, False])
+    def test_ranks_that_disagree_about_gradients(self, options, first):
+        # Some would send gradients that others do not wait for: all hear of it at once.
+        for odd in ("input", "router", "experts", "no_grad"):
+            _, model = self.pair(**options)
+            # Without gradients of their own, tokens pass none of the router's on.
+            x = torch.randn(4, D).double().requires_grad_(odd != "router")
+            if not first:
+                model(x).sum().backward()
+            if self.rank == 1:
+                x = x.detach() if odd in ("input", "experts") else x
+                names = {"router": "router", "experts": ""}.get(odd, "nothing")
+                for name, param in model.named_parameters():
+                    param.requires_grad_(names not in name)
+            message = "requires_grad.* must be the same on all ranks"
+            with self.assertRaisesRegex(RuntimeError, message):
+                with torch.set_grad_enabled(odd != "no_grad" or self.rank != 1):
+                    model(x)
 
-    @parametrize("options", [OPTIONS[0], OPTIONS[3]])
+    @parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[4]])
     def test_rank_whose_tokens_change_alone(self, options):
         # Later than the first comparison. Gloo gives who expects more bytes than it gets
         # what was in its memory, and ends the process of who expects less.
@@ -246,7 +265,7 @@ class TestEdges(GlooTest):
         if self.rank == 1:
             model.float()
             x = x.float()
-        message = r"row bytes must be the same on all ranks, ranks 0 to \d have \["
+        message = r"row bytes must be the same on all ranks, .* have \["
         with self.assertRaisesRegex(RuntimeError, message):
             model(x)
 
@@ -261,14 +280,17 @@ class TestEdges(GlooTest):
             (gather, "all_to_all_single", "combine"),
         ):
             _, model = self.pair(**options)
-            lost = mock.Mock(side_effect=RuntimeError("lost"))
+            lost = mock.Mock(side_effect=torch.OutOfMemoryError("lost"))
             message = (
                 rf"^expert parallel layer \d+ \(MoE\): {phase} failed at level 'flat', group "
-                rf"'.*' of ranks \[0, 1, 2, 3\], on rank {self.rank}; .*: lost"
+                rf"'.*' of ranks \[0, 1, 2, 3\], on rank {self.rank}; "
             )
             with mock.patch.object(dist, collective, lost), torch.no_grad():
-                with self.assertRaisesRegex(RuntimeError, message):
+                # The error of the backend, with a note.
+                with self.assertRaisesRegex(torch.OutOfMemoryError, "^lost$") as caught:
                     model(x)
+            (note,) = caught.exception.__notes__
+            self.assertRegex(note, message)
 
     def test_no_second_derivative(self):
         # What collectives return has no graph: such a derivative would miss terms.
@@ -312,6 +334,68 @@ class TestEdges(GlooTest):
             message = rf"must have the rank.*got ranks \[0, 2\] on rank {self.rank}"
             with self.assertRaisesRegex(ValueError, message):
                 parallelize_module(module, mesh, ExpertParallel())
+
+    @parametrize("options", [OPTIONS[0], OPTIONS[4]])
+    def test_tied_experts_stay_tied(self, options):
+        torch.manual_seed(0)
+        whole = nn.Sequential(*(nn.MoE(D, H, E, K).double() for _ in range(2)))
+        for name in ("w_in", "w_out"):
+            setattr(whole[1], name, whole[0].get_parameter(name))
+        model = copy.deepcopy(whole)
+        parallelize_module(
+            model, self.mesh(("ep",), 4), {"*": ExpertParallel(**options)}
+        )
+        self.assertIs(model[0].w_in, model[1].w_in)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole)]
+        for counts in STEPS[:2]:
+            self.check(model, whole, counts)
+            for param in model.parameters():
+                if not isinstance(param, DTensor):
+                    param.grad = self.total(param)
+            for optimizer in optimizers:
+                optimizer.step()
+        # A mesh each is two parameters.
+        other = DeviceMesh(
+            "cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "ep")
+        )
+        tied = copy.deepcopy(whole)
+        parallelize_module(tied[0], self.mesh(("ep",), 4), ExpertParallel())
+        with self.assertRaisesRegex(ValueError, "'w_in' is tied to one .* untie them"):
+            parallelize_module(tied[1], other["ep"], ExpertParallel())
+
+    @parametrize("chunks", [1, 2])
+    def test_groups_are_of_a_mesh(self, chunks):
+        # Not of a layer; and stages of other depth make them without the others.
+        ranks = torch.tensor([[1, 2], [0, 3]])
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("stage", "ep"))["ep"]
+        options = {"token_switch": "hierarchical", "ranks_per_node": 2}
+        before = set(c10d._world.pg_names.values())
+        layers = []
+        for _ in range(1 if self.rank in (1, 2) else 4):
+            layer = nn.MoE(D, H, E, K)
+            style = ExpertParallel(num_chunks=chunks, **options)
+            layers.append(parallelize_module(layer, mesh, style))
+            layer(torch.randn(3, D)).sum().backward()
+        made = set(c10d._world.pg_names.values()) - before
+        self.assertEqual(len(made), 2 * chunks)
+        # A group of all ranks has one name on all of them.
+        group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+        count = torch.ones(())
+        dist.all_reduce(count, group=group)
+        self.assertEqual(count.item(), 4)
+        dist.destroy_process_group(group)
+
+    def test_imports_where_there_is_no_fork(self):
+        if self.rank:
+            return
+        program = """
+import os, torch
+from torch.multiprocessing import _atfork
+_atfork._register = lambda function: None
+del os.register_at_fork
+import torch.distributed._moe.schedule
+"""
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
     def test_all_gather_has_no_chunks(self):
         gather = {"token_switch": "all_gather", "max_tokens": 4}

@@ -189,7 +189,7 @@ class MoEAdapter(ExpertAdapter):
 
 
 class GroupedExpertsAdapter(ExpertAdapter):
-    """Experts called with rows in expert order, as torchtitan's ``GroupedExperts``.
+    """Experts called with rows in expert order. Weights of other names are arguments.
 
     ``forward(x, num_tokens_per_expert) -> out`` with x and out (R, D), the rows of expert
     0 first, and counts (E). Rows past the sum of the counts are padding. The
@@ -248,5 +248,4 @@ class GroupedExpertsAdapter(ExpertAdapter):
 DEFAULT_ADAPTERS: tuple[ExpertAdapter, ...] = (
     MoEAdapter(),
     GroupedExpertsAdapter(),
-    GroupedExpertsAdapter("w1_EFD", "w2_EDF", "w3_EFD"),
 )

@@ -6,9 +6,13 @@ import functools
 import itertools
 import types
 from typing import Any, cast, Literal, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn, Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.all_gather import TokenSwitchAllGather
+from torch.distributed._moe.exchange import sub_group
 from torch.distributed._moe.schedule import (
     grow_and_rerun,
     OverlapSchedule,
@@ -16,7 +20,6 @@ from torch.distributed._moe.schedule import (
     sequential_schedule,
 )
 from torch.distributed._moe.switch import (
-    TokenSwitchAllGather,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
@@ -33,6 +36,7 @@ from torch.distributed.tensor.parallel._expert_adapters import (
     DEFAULT_ADAPTERS,
     ExpertAdapter,
     Experts,
+    GroupedExpertsAdapter,
 )
 from torch.distributed.tensor.parallel._expert_mesh import (
     clip_grad_norm_,
@@ -41,6 +45,7 @@ from torch.distributed.tensor.parallel._expert_mesh import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 if TYPE_CHECKING:
@@ -73,8 +78,8 @@ __all__ = ["ExpertParallel", "token_switches"]
 
 
 _SWITCHES = ("all_to_all", "hierarchical", "all_gather")
-# For the names of layers in errors, in the order of parallelize_module on every rank.
-_layers = itertools.count()
+# For the names of layers in errors, in the order of parallelize_module on the ranks of a group.
+_layers: WeakKeyDictionary[ProcessGroup, itertools.count] = WeakKeyDictionary()
 
 
 class _Region:
@@ -115,8 +120,7 @@ class _Region:
         """Local shards, whose gradients go back to the distributed parameters."""
         local = {}
         for name, grad_placements in self.grad_placements.items():
-            owner, _, leaf = name.rpartition(".")
-            param = getattr(module.get_submodule(owner), leaf)
+            param = _value(module, name)
             if not isinstance(param, DTensor):
                 raise RuntimeError(
                     f"ExpertParallel: parameter {name!r} must be the DTensor that "
@@ -151,8 +155,8 @@ class _Region:
             tokens = self._copy_to_tensor_parallel(tokens)
             weights = self._copy_to_tensor_parallel(weights)
         in_this_step: dict[str, Tensor] = {}
+        local = {name: _value(module, name) for name in self.expert_names}
         if self.placed is not None:
-            local = {name: module.get_parameter(name) for name in self.expert_names}
             row_bytes = tokens.shape[1] * tokens.element_size()
             ids, in_this_step = self.placed.route(ids, local, row_bytes)
         if isinstance(self.switch, TokenSwitchAllToAll):
@@ -164,6 +168,10 @@ class _Region:
             # Compared whenever sizes are exchanged: autocast of one rank, for instance.
             self.switch.row_bytes = sum(
                 t.shape[1] * t.element_size() for t in (tokens, weights)
+            )
+            recorded = torch.is_grad_enabled()
+            self.switch.requires_grad = tuple(
+                recorded and t.requires_grad for t in (tokens, weights, *local.values())
             )
         with _reparametrize_module(module, in_this_step):
             output, shared_output = self.schedule(
@@ -181,6 +189,12 @@ class _Region:
         """``x``, whose gradient is summed over the ranks of the tensor parallel mesh."""
         copy = DTensor.from_local(x, self.tp_mesh, [Replicate()], run_check=False)
         return copy.to_local(grad_placements=[Partial()])
+
+
+def _value(module: nn.Module, name: str) -> Any:
+    """A parameter, or what stands for it during a call."""
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
 
 
 def _region_of(module: nn.Module) -> _Region:
@@ -213,7 +227,7 @@ def _parallel_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 class ExpertParallel(ParallelStyle):
     """
     Spread the experts of a Mixture-of-Experts module over the ranks of a mesh. Supports
-    :class:`torch.nn.MoE`, modules shaped like torchtitan's ``GroupedExperts``, and others
+    :class:`torch.nn.MoE`, experts called with rows in expert order, and others
     through an adapter.
 
     Every rank keeps its own tokens. Each token is sent to the ranks that have its experts,
@@ -359,6 +373,8 @@ class ExpertParallel(ParallelStyle):
 
     #: Base class of what describes a kind of module, see :attr:`adapter`.
     Adapter = ExpertAdapter
+    #: Adapter of experts with three weights, by their names.
+    GroupedExpertsAdapter = GroupedExpertsAdapter
     fold_mesh = staticmethod(fold_expert_parallel)
     shard_placement = staticmethod(expert_shard_placement)
     clip_grad_norm_ = staticmethod(clip_grad_norm_)
@@ -417,8 +433,7 @@ class ExpertParallel(ParallelStyle):
                     "ExpertParallel: ranks_per_node must divide the "
                     f"{ep_mesh.size()} ranks of the mesh, got {per_node}"
                 )
-            nodes = ep_mesh.size() // per_node
-            mesh = ep_mesh._unflatten(0, (nodes, per_node), ("node", "local"))
+            mesh = _node_mesh(ep_mesh, per_node)
             switch = TokenSwitchHierarchical(mesh, num_experts, **self.switch_options)
         elif self.token_switch == "all_gather":
             switch = TokenSwitchAllGather(
@@ -513,9 +528,9 @@ class ExpertParallel(ParallelStyle):
         )
         name_owner = getattr(region.switch, "name_owner", None)
         if name_owner is not None:
-            name_owner(
-                f"expert parallel layer {next(_layers)} ({type(module).__name__})"
-            )
+            count = _layers.setdefault(mesh_of["ep"].get_group(), itertools.count())
+            kind = type(module).__name__
+            name_owner(f"expert parallel layer {next(count)} ({kind})")
         region.expert_names = tuple(dims)
         for name, hidden_dim in dims.items():
             placements, grads = zip(*(_placements(role, hidden_dim) for role in roles))
@@ -601,18 +616,43 @@ class ExpertParallel(ParallelStyle):
     ) -> None:
         param = module.get_parameter(name)
         owner, _, leaf = name.rpartition(".")
-        distributed = distribute_tensor(
-            param, mesh, placements, src_data_rank=self.src_data_rank
-        )
-        module.get_submodule(owner).register_parameter(
-            leaf, nn.Parameter(distributed, requires_grad=param.requires_grad)
-        )
+        distributed = _distributed.get(param)
+        if distributed is None:
+            distributed = distribute_tensor(
+                param, mesh, placements, src_data_rank=self.src_data_rank
+            )
+            distributed = nn.Parameter(distributed, requires_grad=param.requires_grad)
+            _distributed[param] = distributed
+        elif (distributed.device_mesh, distributed.placements) != (mesh, placements):
+            raise ValueError(
+                f"ExpertParallel: parameter {name!r} is tied to one that is distributed as "
+                f"{distributed.placements} on {distributed.device_mesh}; {placements} on "
+                f"{mesh} would untie them"
+            )
+        module.get_submodule(owner).register_parameter(leaf, distributed)
 
     def __repr__(self) -> str:
         options = {"token_switch": self.token_switch}
         if self.token_switch in ("all_to_all", "hierarchical"):
             options |= self.switch_options
         return f"ExpertParallel({', '.join(f'{k}={v!r}' for k, v in options.items())})"
+
+
+def _node_mesh(ep_mesh: DeviceMesh, per_node: int) -> DeviceMesh:
+    """(node, local) of the ranks of ``ep_mesh``, with the same two groups for all layers."""
+    group, ranks = ep_mesh.get_group(), ep_mesh.mesh.view(-1, per_node)
+    node, local = divmod(ep_mesh.get_local_rank(), per_node)
+    groups = [
+        c10d._resolve_process_group(sub_group(group, members.tolist()))
+        for members in (ranks[:, local], ranks[node])
+    ]
+    return DeviceMesh.from_group(
+        groups, ep_mesh.device_type, mesh=ranks, mesh_dim_names=("node", "local")
+    )
+
+
+# What parallelize_module made of a parameter, for the other modules that have it too.
+_distributed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _placements(role: str, hidden_dim: int | None) -> tuple[Placement, Placement]:

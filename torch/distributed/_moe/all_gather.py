@@ -1,0 +1,162 @@
+"""The token switch for decoding: all tokens to all ranks, in fixed buffers.
+
+See switch.py for the others, and exchange.py for the terms.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._moe import wire
+from torch.distributed._moe.exchange import Exchange
+from torch.distributed._moe.switch import _Switch
+from torch.distributed._token_switch import Routing
+
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroup
+
+
+__all__ = ["TokenSwitchAllGather"]
+
+
+class _Buffers(NamedTuple):
+    """Message of this rank and of all ranks, their parts, and the local ids made of them."""
+
+    mine: Tensor
+    all_ranks: Tensor
+    sent: list[Tensor]
+    received: list[Tensor]
+    local: Tensor
+
+
+class TokenSwitchAllGather(_Switch):
+    """Token switch for decoding: every rank gets all tokens and keeps what is its own.
+
+    For few tokens, where a message costs more than its bytes. Buffers are made at the
+    first use and have ``max_tokens`` rows for every rank, whatever T is; no value is read
+    on the host, so that a CUDA graph can hold it.
+
+    No gradients. The rows, weights and ids that ``dispatch`` returns are views of the
+    buffers, valid until the next dispatch; what ``combine`` returns is a new tensor.
+
+    Args:
+        group (ProcessGroup): ranks that share the experts; rank r of it holds the
+            experts ``[r * E/W, (r + 1) * E/W)``.
+        num_experts (int): number E of experts, a multiple of the W ranks.
+
+    Keyword Args:
+        max_tokens (int): most tokens of a rank; equal on all ranks.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, num_experts: int, *, max_tokens: int
+    ) -> None:
+        name = type(self).__name__
+        self._set_experts(num_experts, dist.get_process_group_ranks(group))
+        if max_tokens < 1:
+            raise ValueError(f"{name}: max_tokens must be at least 1, got {max_tokens}")
+        self.levels = (Exchange(group, num_experts, None, level="flat"),)
+        self._max_tokens = max_tokens
+        self._buffers: dict[tuple[Any, ...], _Buffers] = {}
+        self._returned: dict[tuple[Any, ...], Tensor] = {}
+
+    def create_routing(
+        self,
+        topk_idx: Tensor,
+        per_expert_token_counts: Tensor | None = None,
+        *,
+        layout: str = "flat",
+    ) -> Routing:
+        """Nothing but checks; see :meth:`TokenSwitchAllToAll.create_routing`."""
+        name = type(self).__name__
+        self._check_ids(topk_idx, layout)
+        if topk_idx.shape[0] > self._max_tokens:
+            raise ValueError(
+                f"{name}: at most max_tokens = {self._max_tokens} tokens, got "
+                f"{topk_idx.shape[0]}"
+            )
+        if per_expert_token_counts is not None:
+            raise ValueError(f"{name}: per_expert_token_counts is not supported")
+        return Routing(handle=None, topk_idx=topk_idx, layout=layout)
+
+    def _exact_recv_tokens(self, routing: Routing) -> int:
+        return len(self.ranks) * self._max_tokens
+
+    def _buffers_for(self, tokens: Tensor, topk_weights: Tensor) -> _Buffers:
+        D, K = tokens.shape[1], topk_weights.shape[1]
+        key = (D, K, tokens.dtype, topk_weights.dtype, tokens.device)
+        if key not in self._buffers:
+            self._must_agree(
+                num_experts=self._num_experts,
+                max_tokens=self._max_tokens,
+                D=D,
+                K=K,
+                tokens_dtype=tokens.dtype,
+                topk_weights_dtype=topk_weights.dtype,
+            )
+            rows, device = self._max_tokens, tokens.device
+            parts = [(D, tokens.dtype), (K, topk_weights.dtype), (K, torch.int32)]
+            # Not of inference mode, so that they can be written outside of it.
+            with torch.inference_mode(False):
+                mine = wire.empty_message(rows, parts, device).zero_()
+                all_ranks = wire.empty_message(
+                    len(self.ranks) * rows, parts, device
+                ).zero_()
+                local = torch.empty(len(all_ranks), K, dtype=torch.int64, device=device)
+                views = wire.unpack(mine, parts), wire.unpack(all_ranks, parts)
+                self._buffers[key] = _Buffers(mine, all_ranks, *views, local)
+        return self._buffers[key]
+
+    def _dispatch_new(
+        self,
+        routing: Routing,
+        tokens: Tensor,
+        topk_weights: Tensor,
+        max_recv_tokens: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ids = routing.topk_idx
+        self._check_tokens(ids, tokens, topk_weights)
+        buffers = self._buffers_for(tokens, topk_weights)
+        for source, sent in zip((tokens, topk_weights, ids), buffers.sent):
+            sent.narrow(0, 0, source.shape[0]).copy_(source)
+        # Rows without a token have no expert; what else is in them does not matter.
+        rest = self._max_tokens - ids.shape[0]
+        buffers.sent[2].narrow(0, ids.shape[0], rest).fill_(-1)
+        (level,), operands = self.levels, (buffers.all_ranks, buffers.mine)
+        gather = functools.partial(
+            dist.all_gather_into_tensor, *operands, group=level.group
+        )
+        level.named("rows", gather)
+        values, weights, ids = buffers.received
+        local = buffers.local
+        torch.sub(ids, level.rank * level.local_experts, out=local)
+        local.masked_fill_(local >= level.local_experts, -1).clamp_min_(-1)
+        return values, weights, local
+
+    def _combine_new(self, routing: Routing, expert_tokens: Tensor) -> Tensor:
+        T, W, rows = routing.topk_idx.shape[0], len(self.ranks), self._max_tokens
+        self._check_expert_tokens(expert_tokens, W * rows)
+        expert_tokens = expert_tokens.contiguous()
+        key = (expert_tokens.shape[1], expert_tokens.dtype, expert_tokens.device)
+        if key not in self._returned:
+            with torch.inference_mode(False):
+                self._returned[key] = torch.empty_like(expert_tokens)
+        returned = self._returned[key]
+        (level,), operands = self.levels, (returned, expert_tokens)
+        send = functools.partial(dist.all_to_all_single, *operands, group=level.group)
+        level.named("returned", send)
+        wide = torch.float64 if returned.dtype == torch.float64 else torch.float32
+        rows_of_ranks = returned.view(W, rows, -1).narrow(1, 0, T)
+        return rows_of_ranks.sum(0, dtype=wide).to(returned.dtype)
+
+    def _dispatch_backward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "TokenSwitchAllGather: no gradients; train with 'all_to_all' or 'hierarchical'"
+        )
+
+    _dispatch_grad = _dispatch_backward
