@@ -1,10 +1,13 @@
 # Owner(s): ["module: nn"]
 """Smoke tests of benchmarks/moe/cpu_ops.py: tiny rows, every form against float64, the JSON."""
 
+import contextlib
+import io
 import json
 import pathlib
 import sys
 import tempfile
+import time
 from unittest import mock
 
 import torch
@@ -18,7 +21,9 @@ import check
 import cpu_ops
 import cpu_router
 import peers
+import report
 import shapes
+import train_demo
 
 import measure
 from demo import evidence
@@ -189,6 +194,30 @@ class TestDemo(TestCase):
         self.assertTrue(saved.holds(), saved)
         unfused = evidence.saved_by_experts(samples[1], peers.demo_blocks()["unfused"])
         self.assertFalse(unfused.holds())
+
+    def test_recorded_noise(self):
+        differences = {"a - b": [1.0, 3.0], "a - c": [2.0], "fused - a": [9.0]}
+        record = {"settings": {"steps": 8, "seed": 1}, "differences": differences}
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "demo.json")
+            with mock.patch.object(train_demo, "RECORD", path):
+                self.assertIsNone(train_demo.recorded_noise(8, 1))
+                path.write_text(json.dumps(record))
+                self.assertEqual(train_demo.recorded_noise(8, 1), 3.0)
+                self.assertIsNone(train_demo.recorded_noise(8, 0))
+                self.assertIsNone(train_demo.recorded_noise(20, 1))
+
+    def test_what_takes_long_says_so(self):
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as out,
+            mock.patch.object(report, "SAY_EVERY", 0.01),
+            report.progress("Part", 2) as advance,
+        ):
+            advance("of it")
+            time.sleep(0.5)
+        lines = out.getvalue().splitlines()
+        self.assertGreater(len(lines), 2)
+        self.assertEqual(set(lines[1:]), {"Part: 1/2 of it"})
 
     def test_orders_of_experts_give_the_same(self):
         shape = shapes.QUICK_ROWS[0].shape

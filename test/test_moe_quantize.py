@@ -102,6 +102,19 @@ class TestMoeQuantize(TestCase):
 
     @BACKEND
     @parametrize("dtype", [E4M3, torch.int8])
+    def test_amax_beside_a_step(self, backend, dtype):
+        """The largest number times any power of two, and the float32 on each side of it."""
+        step = torch.exp2(torch.arange(-120.0, 120.0)) * LARGEST[dtype]
+        bits = step[step.isfinite()].view(torch.int32)
+        amax = torch.stack([bits - 1, bits, bits + 1], 1).view(torch.float32)
+        x = torch.zeros(amax.numel(), 32)
+        x[:, 7] = amax.flatten()
+        self.check(backend, x, MX, dtype=dtype)
+        scale = scale_to_double(quantize(backend, x, MX, dtype=dtype)[1])
+        self.assertTrue((x.double().amax(1) <= LARGEST[dtype] * scale[:, 0]).all())
+
+    @BACKEND
+    @parametrize("dtype", [E4M3, torch.int8])
     def test_special_blocks(self, backend, dtype):
         x = torch.randn(5, 64)
         x[0, :32] = 0

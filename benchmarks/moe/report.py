@@ -5,9 +5,10 @@ rich and matplotlib are imported where they are used: a bare GPU machine may hav
 
 import argparse
 import contextlib
-import itertools
 import pathlib
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,25 +16,42 @@ from measure import Spread
 
 
 LOG_WIDTH = 150  # of the tables where there is no terminal to ask
+SAY_EVERY = 10  # seconds
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Yields ``advance(detail)``: a bar on a terminal, and a few plain lines elsewhere."""
+def progress(title: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Yields ``advance(detail)``: a bar on a terminal, elsewhere a plain line every 10 seconds."""
     from rich.progress import Progress
 
-    terminal, count, every = sys.stdout.isatty(), itertools.count(1), max(1, total // 5)
+    terminal, over = sys.stdout.isatty(), threading.Event()
+    start, done, last = time.monotonic(), 0, ""
     columns = (*Progress.get_default_columns(), "[dim]{task.fields[detail]}")
+
+    def say() -> None:
+        count = f"{done}/{total} " if total else f"{time.monotonic() - start:.0f} s "
+        print(f"{title}: {count}{last}".rstrip(), flush=True)
+
+    def say_often() -> None:
+        while not over.wait(SAY_EVERY):
+            say()
+
     with Progress(*columns, disable=not terminal) as bars:
         task = bars.add_task(title, total=total, detail="")
 
         def advance(detail: str = "") -> None:
+            nonlocal done, last
+            done, last = done + 1, detail
             bars.update(task, advance=1, detail=detail)
-            done = next(count)
-            if not terminal and (done % every == 0 or done == total):
-                print(f"{title}: {done}/{total} {detail}".rstrip(), flush=True)
 
-        yield advance
+        if not terminal and total != 0:
+            threading.Thread(target=say_often, daemon=True).start()
+        try:
+            yield advance
+        finally:
+            over.set()
+    if not terminal and total != 0:
+        say()
 
 
 def parse(doc: str | None, *, argv=None, **defaults: Any) -> argparse.Namespace:

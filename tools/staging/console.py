@@ -1,19 +1,23 @@
 """Progress display on stderr. Every module that takes time gets a Console.
 
 On a terminal a spinner says what is happening now; in a log every step is one
-plain line. Both end with how long it took. A step that finds nothing to do is
-never started, so a no-op prints nothing.
+plain line, and one more every 10 seconds. Both end with how long it took. A step
+that finds nothing to do is never started, so a no-op prints nothing.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import rich.console
 import rich.progress
+
+
+_LINE_EVERY = 10  # seconds
 
 
 class Console:
@@ -35,17 +39,34 @@ class Console:
                 )
         else:
             self._print(f"... {title}")
-            yield lambda detail: None
+            with self._lines(title, start) as update:
+                yield update
         seconds = time.monotonic() - start
         self.steps.append((title, seconds))
         self._print(f" ok {title}  {seconds:.1f} s")
+
+    @contextmanager
+    def _lines(self, title: str, start: float) -> Iterator[Callable[[str], None]]:
+        """A line whenever another ``_LINE_EVERY`` seconds are over; yields ``update(detail)``."""
+        last, over = [""], threading.Event()
+
+        def print_often() -> None:
+            while not over.wait(_LINE_EVERY):
+                seconds = time.monotonic() - start
+                self._print(f"... {title}  {seconds:.0f} s  {last[0]}".rstrip())
+
+        threading.Thread(target=print_often, daemon=True).start()
+        try:
+            yield lambda detail: last.__setitem__(0, detail)
+        finally:
+            over.set()
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[[int, str], None]]:
         """A progress bar; yields ``advance(done, detail)``."""
         if not self._rich.is_terminal or self._quiet:
             with self.step(title) as update:
-                yield lambda done, detail: update(detail)
+                yield lambda done, detail: update(f"{done}/{total} {detail}")
             return
         start = time.monotonic()
         columns = (

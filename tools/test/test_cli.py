@@ -9,7 +9,7 @@ import filelock
 import pytest
 from click.testing import CliRunner
 
-from staging import cli, pipeline
+from staging import cli, console as console_module, pipeline
 from staging.errors import StageError
 
 
@@ -22,6 +22,19 @@ def call(monkeypatch, *arguments):
     with pytest.raises(SystemExit) as leave:
         cli.main()
     return leave.value.code
+
+
+def test_a_long_step_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(console_module, "_LINE_EVERY", 0.01)
+    console = console_module.Console()
+    with console.step("one") as update:
+        update("detail")
+        time.sleep(0.2)
+    with console.progress("two", 5) as advance:
+        advance(3, "file")
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert "... one  0 s  detail" in lines and "... two  0 s  3/5 file" in lines
 
 
 def test_verbs():

@@ -45,8 +45,8 @@ def _plot_differences(axes: Axes, result: dict) -> None:
     """Dots are steps; lines are the largest difference so far, which the check is about."""
     pairs = dict(result["differences"])
     fused = pairs.pop("fused - unfused")
-    lines = [(d, UNFUSED, None) for d in pairs.values()]
-    lines[0] = (lines[0][0], UNFUSED, "two unfused runs, other expert order")
+    label = "two unfused runs, other expert order"
+    lines = [(d, UNFUSED, None if i else label) for i, d in enumerate(pairs.values())]
     lines.append((fused, FUSED, "fused and unfused"))
     if ranks := result["expert_parallel"]:
         label = f"fused on {ranks['ranks']} ranks and on one"
@@ -54,7 +54,7 @@ def _plot_differences(axes: Axes, result: dict) -> None:
     for difference, color, label in lines:
         axes.plot(difference, ".", color=color, ms=3, alpha=0.35)
         axes.plot(list(itertools.accumulate(difference, max)), color, label=label)
-    limit = 2 * max(map(max, pairs.values()))
+    limit = 2 * result["noise"]
     allowed = "allowed: 2x the largest between unfused runs"
     axes.axhline(limit, color="black", ls=":", label=allowed)
     axes.set(yscale="log", ylim=(limit / 3e3, 3 * limit), xlabel="step")

@@ -1,10 +1,8 @@
 // _moe_quantize: data * scale with power-of-two scales, for low-precision MoE layers.
 //
 // The byte of a scale is e + 127 with e = ceil(log2(largest magnitude / largest number of
-// the data type)), clamped to [-127, 127]: data never saturates but for the clamp. It is
-// found on the bits of float32(amax * (1 / largest)), which is exact for every amax that is a
-// bfloat16. A block of zeros has byte 0, one with an infinity or a NaN has byte 255, which
-// is NaN, and NaN as data (int8: 0).
+// the data type)), at least -127: data never saturates. A block of zeros has byte 0, one with an
+// infinity or a NaN has byte 255, which is NaN, and NaN as data (int8: 0).
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -37,7 +35,6 @@ DEFINE_DISPATCH(moe_dequantize_stub);
 namespace moe {
 namespace {
 
-constexpr int64_t kInfinityBits = 0x7F800000;
 constexpr int64_t kNaNBits = 0x7FC00000;
 
 // float32 of these bits
@@ -45,15 +42,10 @@ Tensor from_bits(const Tensor& bits) {
   return bits.to(kInt).view(kFloat);
 }
 
-// The bytes (int32) of blocks with these largest magnitudes (int32 bits of float32).
-Tensor scale_bytes(const Tensor& amax_bits, float largest) {
-  const auto bits = (from_bits(amax_bits) * (1.F / largest)).view(kInt);
-  const auto exponent = bits.bitwise_right_shift(23).bitwise_and(255);
-  const auto mantissa = bits.bitwise_and(0x7FFFFF);
-  // A subnormal is more than 2^-127 from half of its range on.
-  const auto up = at::where(exponent.gt(0), mantissa.gt(0), mantissa.gt(0x400000));
-  return at::where(
-      amax_bits.ge(kInfinityBits), 255, (exponent + up.to(kInt)).clamp_max(254));
+// scale_byte of a tensor (int32)
+Tensor scale_bytes(const Tensor& amax_bits, ScalarType dtype) {
+  const auto byte = (amax_bits + scale_byte_offset(dtype)).bitwise_right_shift(23).clamp_min(0);
+  return at::where(amax_bits.ge(kInfinityBits), kNaNByte, byte);
 }
 
 // 2^(byte - 127), NaN for 255
@@ -123,7 +115,7 @@ Tensor squares(const Tensor& x, int64_t block) {
 Quantized quantize_square(const Tensor& x, const ScalingRule& rule, ScalarType dtype) {
   const auto blocks = squares(x.to(kFloat).contiguous(), rule.block);
   const auto byte =
-      scale_bytes(magnitude_bits(blocks).amax({-3, -1}, /*keepdim=*/true), largest_of(dtype));
+      scale_bytes(magnitude_bits(blocks).amax({-3, -1}, /*keepdim=*/true), dtype);
   const auto data = round_data(blocks, byte, dtype).flatten(-2).flatten(-3, -2);
   return {
       data.narrow(-2, 0, x.size(-2)).narrow(-1, 0, x.size(-1)).contiguous(),
@@ -204,7 +196,7 @@ Quantized quantize_composite(
     // Bits of magnitudes are in their order, with infinity and NaN on top.
     amax = amax.scatter_reduce(-1, place.expand(x.sizes()), magnitude_bits(x), "amax");
   }
-  const auto byte = scale_bytes(amax, largest_of(dtype));
+  const auto byte = scale_bytes(amax, dtype);
   const auto data = round_data(x, byte.index_select(-1, place), dtype);
   return {data.movedim(-1, dim), as_scale(byte, rule).movedim(-1, dim)};
 }

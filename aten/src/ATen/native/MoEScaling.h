@@ -78,9 +78,20 @@ inline c10::SymInt scale_count_of_experts(
   return (rule.block == 0 ? c10::SymInt(0) : rows / rule.block) + num_experts;
 }
 
-// The largest number of a type of data: a block's largest magnitude comes to at most that.
-inline float largest_of(ScalarType dtype) {
-  return dtype == kChar ? 127.F : 448.F;
+constexpr int32_t kNaNByte = 255; // of a block with an infinity or a NaN
+constexpr int32_t kInfinityBits = 0x7F800000;
+
+// What scale_byte adds to the bits of a largest magnitude: a step of the exponent counts from
+// the largest number of the type on, and the bias is 127.
+constexpr int32_t scale_byte_offset(ScalarType dtype) {
+  return 0x3FFFFFFF - (dtype == kChar ? 0x42FE0000 : 0x43E00000); // bits of 127 and 448
+}
+
+// The byte of a block whose largest magnitude has these bits of float32: e + 127 with
+// e = ceil(log2(magnitude / largest number)), at least -127.
+constexpr int32_t scale_byte(int32_t amax_bits, int32_t offset) {
+  const int32_t byte = (amax_bits + offset) >> 23;
+  return amax_bits >= kInfinityBits ? kNaNByte : byte < 0 ? 0 : byte;
 }
 
 // The arguments of _moe_quantize, checked.

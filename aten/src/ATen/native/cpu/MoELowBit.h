@@ -9,6 +9,7 @@
 #include <ATen/native/MoEMLPScaled.h>
 #include <ATen/native/cpu/MoEDriver.h>
 #include <c10/util/Float8_e4m3fn.h>
+#include <c10/util/bit_cast.h>
 
 #include <array>
 #include <cmath>
@@ -222,13 +223,12 @@ struct Int8Row {
       alignas(64) float values[kBlock];
       convert_row(x + k0, values, kBlock);
       // As integers magnitudes are in order, with those that are not finite last.
-      uint32_t largest = 0;
+      int32_t largest = 0;
       for (const auto k : c10::irange(kBlock)) {
-        uint32_t bits;
-        std::memcpy(&bits, values + k, sizeof(bits));
-        largest = std::max(largest, bits & 0x7fffffffu);
+        largest = std::max(largest, c10::bit_cast<int32_t>(values[k]) & 0x7fffffff);
       }
-      const uint8_t byte = byte_of(largest);
+      const auto byte =
+          static_cast<uint8_t>(moe::scale_byte(largest, moe::scale_byte_offset(kChar)));
       const float inverse = byte == 255 ? 0.f : pow2_of_byte(static_cast<uint8_t>(254 - byte));
       int32_t sum = 0;
       alignas(64) int32_t rounded[kBlock];
@@ -245,23 +245,6 @@ struct Int8Row {
       scales(row, depth)[k0 / kBlock] = pow2_of_byte(byte) / 2;
       corrections(row, depth)[k0 / kBlock] = -12 * sum;
     }
-  }
-
- private:
-  // Of the bits of the largest magnitude.
-  static uint8_t byte_of(uint32_t largest) {
-    float value;
-    std::memcpy(&value, &largest, sizeof(value));
-    if (largest > 0x7f7fffffu) {
-      return 255;
-    }
-    const float ratio = value * (1.f / 127.f);
-    uint32_t bits;
-    std::memcpy(&bits, &ratio, sizeof(bits));
-    const uint32_t mantissa = bits & 0x7fffff;
-    const uint32_t exponent = bits >> 23;
-    const uint32_t up = exponent > 0 ? mantissa > 0 : mantissa > 0x400000;
-    return static_cast<uint8_t>(std::min<uint32_t>(254, exponent + up));
   }
 };
 

@@ -161,10 +161,10 @@ C10_ALWAYS_INLINE void transpose_lines(const uint8_t* p, int64_t pitch, __m256i 
 }
 
 // Of a line, from double word d0 on, `here` of at most kStretch.
-template <typename Codes, bool panels>
-C10_ALWAYS_INLINE void
-read_lines(const uint8_t* lines, int64_t pitch, int64_t d0, int64_t here, __m256i (&out)[8]) {
-  if constexpr (panels) {
+template <typename Codes>
+C10_ALWAYS_INLINE void read_lines(
+    const LowBitView& w, const uint8_t* lines, int64_t d0, int64_t here, __m256i (&out)[8]) {
+  if (w.panels) {
     for (const auto i : c10::irange(here)) {
       const uint8_t* from = lines + (d0 + i) * 64;
       _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T1);
@@ -177,11 +177,11 @@ read_lines(const uint8_t* lines, int64_t pitch, int64_t d0, int64_t here, __m256
                        0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)));
     }
   } else if (here == kStretch) {
-    transpose_lines(lines + d0 * 4, pitch, out);
+    transpose_lines(lines + d0 * 4, w.row_bytes, out);
   } else {
     alignas(32) uint8_t part[kLines][kStretch * 4] = {};
     for (const auto i : c10::irange(kLines)) {
-      std::copy_n(lines + i * pitch + d0 * 4, here * 4, part[i]);
+      std::copy_n(lines + i * w.row_bytes + d0 * 4, here * 4, part[i]);
     }
     transpose_lines(part[0], kStretch * 4, out);
   }
@@ -194,6 +194,7 @@ class LineScales {
       : scale_(&w.scale),
         expert_(expert),
         row_(row),
+        first_(w.scale.offset(expert, row, 0)),
         blocks_((w.depth + w.scale.block_cols - 1) / w.scale.block_cols),
         is_one_(scale_->row_stride == 0 || (scale_->block_rows % kLines == 0 &&
                                             row % scale_->block_rows % kLines == 0)) {}
@@ -211,10 +212,10 @@ class LineScales {
               _mm256_slli_epi32(b, 23), _mm256_set1_epi32(0x00400000))));
     }
     if (is_one_) {
-      return _mm256_set1_ps(floats(0, block)[0]);
+      return _mm256_set1_ps(*floats(block));
     }
     if (scale_->is_dense_along_rows()) {
-      return _mm256_loadu_ps(floats(0, block));
+      return _mm256_loadu_ps(floats(block));
     }
     load_blocks(block);
     return _mm256_castsi256_ps(
@@ -253,16 +254,16 @@ class LineScales {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(16), bytes(block));
   }
 
-  const float* floats(int64_t line, int64_t block) const {
-    return static_cast<const float*>(scale_->data) +
-        scale_->offset(expert_, row_ + line, block * scale_->block_cols);
+  const uint8_t* bytes_from(int64_t block) const {
+    return static_cast<const uint8_t*>(scale_->data) + first_ + block * scale_->col_stride;
+  }
+  const float* floats(int64_t block) const {
+    return static_cast<const float*>(scale_->data) + first_ + block * scale_->col_stride;
   }
 
   C10_ALWAYS_INLINE __m256i bytes(int64_t block) {
     if (scale_->panels) {
-      return _mm256_cvtepu8_epi32(_mm_loadu_si64(
-          static_cast<const uint8_t*>(scale_->data) +
-          scale_->offset(expert_, row_, block * scale_->block_cols)));
+      return _mm256_cvtepu8_epi32(_mm_loadu_si64(bytes_from(block)));
     }
     load_blocks(block);
     return _mm256_load_si256(reinterpret_cast<const __m256i*>(staged_[block % kLines]));
@@ -277,15 +278,13 @@ class LineScales {
   }
 
   C10_NOINLINE void stage(int64_t first, int64_t count) {
-    const int64_t at = scale_->offset(expert_, row_, first * scale_->block_cols);
     if (count == kLines && scale_->col_stride == 1 && scale_->block_rows == 1) {
       if (scale_->is_pow2) {
-        stage_bytes(static_cast<const uint8_t*>(scale_->data) + at);
+        stage_bytes(bytes_from(first));
       } else {
         __m256i turned[8];
         transpose_lines(
-            reinterpret_cast<const uint8_t*>(static_cast<const float*>(scale_->data) + at),
-            scale_->row_stride * 4, turned);
+            reinterpret_cast<const uint8_t*>(floats(first)), scale_->row_stride * 4, turned);
         for (const auto i : c10::irange(8)) {
           _mm256_store_si256(reinterpret_cast<__m256i*>(staged_[i]), turned[i]);
         }
@@ -336,7 +335,9 @@ class LineScales {
   }
 
   const ScaleView* scale_;
-  int64_t expert_, row_, blocks_;
+  int64_t expert_, row_;
+  int64_t first_;  // offset of the first block
+  int64_t blocks_;
   bool is_one_;  // of all lines
   __m256i rare_ = _mm256_setzero_si256();
   int64_t loaded_ = -1;  // the 8 blocks in staged_
@@ -368,7 +369,7 @@ C10_ALWAYS_INLINE void broadcast_pair(const float* x, __m256 (&out)[2]) {
 
 // c[m] = x[m] times the lines of Q groups, whose sums are made over `segment` elements at a
 // time. Several groups, as a sum waits for its own last product.
-template <typename Micro, typename Codes, Scaling scaling, bool panels, int M, int Q>
+template <typename Micro, typename Codes, Scaling scaling, int M, int Q>
 bool multiply_lines(
     const LineGroup* groups, int64_t expert, const typename Micro::operand_t* const* x) {
   constexpr int kElements = 32 / Codes::kBits;  // of a double word
@@ -399,14 +400,14 @@ bool multiply_lines(
     __m256i raw[Q][kStretch];
     MOE_UNROLL
     for (int q = 0; q < Q; ++q) {
-      if constexpr (!panels) {
+      if (!groups[q].w->panels) {
         // What comes next lies behind, see LineGroup: in the order of addresses.
         MOE_UNROLL
         for (int i = 0; i < 4; ++i) {
           prefetch(lines[q] + groups[q].ahead + d0 * 32 + i * 64);
         }
       }
-      read_lines<Codes, panels>(lines[q], groups[q].w->row_bytes, d0, here, raw[q]);
+      read_lines<Codes>(*groups[q].w, lines[q], d0, here, raw[q]);
     }
     for (int64_t i = 0; i < here; ++i) {
       const int64_t k0 = (d0 + i) * kElements;
@@ -481,29 +482,29 @@ struct Kernel {
   size_t groups = 1;  // of lines at a time
 };
 
-template <typename Micro, typename Codes, Scaling scaling, bool panels>
+template <typename Micro, typename Codes, Scaling scaling>
 Kernel<typename Micro::operand_t> multiply_lines_of(int64_t rows) {
   using Found = Kernel<typename Micro::operand_t>;
-  return rows == 1 ? Found{&multiply_lines<Micro, Codes, scaling, panels, 1, 4>, 4}
-      : rows == 2  ? Found{&multiply_lines<Micro, Codes, scaling, panels, 2, 2>, 2}
-                   : Found{&multiply_lines<Micro, Codes, scaling, panels, 4, 1>, 1};
+  return rows == 1 ? Found{&multiply_lines<Micro, Codes, scaling, 1, 4>, 4}
+      : rows == 2  ? Found{&multiply_lines<Micro, Codes, scaling, 2, 2>, 2}
+                   : Found{&multiply_lines<Micro, Codes, scaling, 4, 1>, 1};
 }
 
-template <typename Micro, bool panels>
+template <typename Micro>
 Kernel<typename Micro::operand_t> find_multiply(const LowBitView& w, int64_t rows) {
   switch (w.codes) {
     case LowBitCodes::Int4:
-      return multiply_lines_of<Micro, Int4, Scaling::Blocks, panels>(rows);
+      return multiply_lines_of<Micro, Int4, Scaling::Blocks>(rows);
     case LowBitCodes::E2M1:
-      return multiply_lines_of<Micro, E2M1, Scaling::Blocks, panels>(rows);
+      return multiply_lines_of<Micro, E2M1, Scaling::Blocks>(rows);
     case LowBitCodes::Int8:
-      return multiply_lines_of<Micro, Int8, Scaling::Rows, panels>(rows);
+      return multiply_lines_of<Micro, Int8, Scaling::Rows>(rows);
     default:
       return w.scaling == Scaling::Folded
-          ? multiply_lines_of<Micro, E4M3, Scaling::Folded, panels>(rows)
+          ? multiply_lines_of<Micro, E4M3, Scaling::Folded>(rows)
           : w.scaling == Scaling::Rows
-          ? multiply_lines_of<Micro, E4M3, Scaling::Rows, panels>(rows)
-          : multiply_lines_of<Micro, E4M3, Scaling::Blocks, panels>(rows);
+          ? multiply_lines_of<Micro, E4M3, Scaling::Rows>(rows)
+          : multiply_lines_of<Micro, E4M3, Scaling::Blocks>(rows);
   }
 }
 
@@ -549,7 +550,7 @@ bool multiply_groups(
 
 // ---- int8 rows ---------------------------------------------------------------------------------
 
-template <bool panels, int M, int Q>
+template <int M, int Q>
 bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* const* x) {
   const int64_t depth = groups[0].w->depth, total = depth / 8;
   const __m256i table = shifted_weights(), low_bits = _mm256_set1_epi8(15);
@@ -571,13 +572,13 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
     __m256i raw[Q][kStretch];
     MOE_UNROLL
     for (int q = 0; q < Q; ++q) {
-      if constexpr (!panels) {
+      if (!groups[q].w->panels) {
         MOE_UNROLL
         for (int i = 0; i < 4; ++i) {
           prefetch(lines[q] + groups[q].ahead + d0 * 32 + i * 64);
         }
       }
-      read_lines<E2M1, panels>(lines[q], groups[q].w->row_bytes, d0, here, raw[q]);
+      read_lines<E2M1>(*groups[q].w, lines[q], d0, here, raw[q]);
     }
     for (int64_t piece = 0; piece < here; piece += 4) {
       const int64_t block = (d0 + piece) / 4;
@@ -639,11 +640,10 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
   return true;
 }
 
-template <bool panels>
-Kernel<void> find_multiply_int8(int64_t rows) {
-  return rows == 1 ? Kernel<void>{&multiply_int8_lines<panels, 1, 2>, 2}
-      : rows == 2  ? Kernel<void>{&multiply_int8_lines<panels, 2, 2>, 2}
-                   : Kernel<void>{&multiply_int8_lines<panels, 4, 1>, 1};
+inline Kernel<void> find_multiply_int8(int64_t rows) {
+  return rows == 1 ? Kernel<void>{&multiply_int8_lines<1, 2>, 2}
+      : rows == 2  ? Kernel<void>{&multiply_int8_lines<2, 2>, 2}
+                   : Kernel<void>{&multiply_int8_lines<4, 1>, 1};
 }
 
 // ---- into a panel --------------------------------------------------------------------------------
@@ -660,7 +660,7 @@ C10_ALWAYS_INLINE void store_pair(__m256 first, __m256 second, BFloat16* to, int
 }
 
 // 8 lines, [k0, k0 + depth) of K, into the columns from `panel` on of a tile of `ld` columns.
-template <typename operand_t, typename Codes, bool panels>
+template <typename operand_t, typename Codes>
 bool pack_lines_8(
     const LowBitView& w, int64_t expert, int64_t row, int64_t k0, int64_t depth, int64_t ld,
     operand_t* panel) {
@@ -676,7 +676,7 @@ bool pack_lines_8(
   for (int64_t d0 = k0 / kElements; d0 < end; d0 += kStretch) {
     const int64_t here = std::min(kStretch, end - d0);
     __m256i raw[kStretch];
-    read_lines<Codes, panels>(lines, w.row_bytes, d0, here, raw);
+    read_lines<Codes>(w, lines, d0, here, raw);
     if (std::is_same_v<Codes, E4M3> && folded) {
       factor = scales.factors(d0 / kStretch);
       is_rare |= std::is_same_v<operand_t, BFloat16> && scales.are_small(d0 / kStretch) &&
@@ -697,12 +697,12 @@ bool pack_lines_8(
   return !is_rare && !scales.is_rare() && !seen.has_nan();
 }
 
-template <typename operand_t, bool panels>
+template <typename operand_t>
 auto find_pack(LowBitCodes codes) {
-  return codes == LowBitCodes::E4M3 ? &pack_lines_8<operand_t, E4M3, panels>
-      : codes == LowBitCodes::Int8  ? &pack_lines_8<operand_t, Int8, panels>
-      : codes == LowBitCodes::E2M1  ? &pack_lines_8<operand_t, E2M1, panels>
-                                    : &pack_lines_8<operand_t, Int4, panels>;
+  return codes == LowBitCodes::E4M3 ? &pack_lines_8<operand_t, E4M3>
+      : codes == LowBitCodes::Int8  ? &pack_lines_8<operand_t, Int8>
+      : codes == LowBitCodes::E2M1  ? &pack_lines_8<operand_t, E2M1>
+                                    : &pack_lines_8<operand_t, Int4>;
 }
 
 // Denormal numbers count, whatever torch.set_flush_denormal says.
@@ -747,8 +747,7 @@ struct Avx2LowBit {
       return false;
     }
     return low_bit_avx2::multiply_groups(groups, expert, rows, lines, [&](int64_t m) {
-      return w.panels ? low_bit_avx2::find_multiply<Micro, true>(w, m)
-                      : low_bit_avx2::find_multiply<Micro, false>(w, m);
+      return low_bit_avx2::find_multiply<Micro>(w, m);
     });
   }
 
@@ -756,13 +755,9 @@ struct Avx2LowBit {
   static bool multiply_int8(
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
       const operand_t* const* lines) {
-    const bool panels = groups[0].w->panels;
     return low_bit_avx2::multiply_groups(
         groups, expert, rows, reinterpret_cast<const void* const*>(lines),
-        [&](int64_t m) {
-          return panels ? low_bit_avx2::find_multiply_int8<true>(m)
-                        : low_bit_avx2::find_multiply_int8<false>(m);
-        });
+        &low_bit_avx2::find_multiply_int8);
   }
 
   // Columns of a span from column `at` of a panel on.
@@ -776,8 +771,7 @@ struct Avx2LowBit {
       return false;
     }
     const low_bit_avx2::KeepDenormals keep;
-    const auto fn = w.panels ? low_bit_avx2::find_pack<operand_t, true>(w.codes)
-                             : low_bit_avx2::find_pack<operand_t, false>(w.codes);
+    const auto fn = low_bit_avx2::find_pack<operand_t>(w.codes);
     for (int64_t n = 0; n < count; n += kLines) {
       const int64_t in_tile = (at + n) % tile_cols;
       operand_t* to = panel + (at + n - in_tile) * round_up(depth, v) + in_tile * v;

@@ -46,12 +46,11 @@ inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 namespace low_bit {
 
-constexpr int64_t kStretch = 16;  // double words of a line that are read at a time: 64 bytes
+constexpr int64_t kBlock = 32;    // elements: those of the smallest block of a scale
 // VecGemm's: one sum of bfloat16.
 template <typename Row>
 constexpr int64_t kSumDepth = std::is_same_v<Row, float> ? VecGemm<float>::kSumDepth
                                                          : std::numeric_limits<int64_t>::max();
-constexpr int64_t kAhead = 4096;    // bytes that panels are fetched ahead
 
 // ---- few rows ---------------------------------------------------------------------------
 
@@ -82,19 +81,20 @@ C10_ALWAYS_INLINE __m512 add_word(__m512 sum, __m512i words, const float* x, __m
 }
 
 // c[m] = x[m] times the lines of Q groups, whose sums are made over `segment` elements at a
-// time. Several groups, as a sum waits for its own last product.
-template <
-    typename Row, typename Codes, Scaling scaling, bool panels, int64_t segment, int M, int Q>
+// time. Several groups, as a sum waits for its own last product. A block of kBlock elements is
+// unrolled and no more: there are a hundred of these kernels to compile, and to fetch.
+template <typename Row, typename Codes, Scaling scaling, int64_t segment, int M, int Q>
 bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x) {
   constexpr bool folded = scaling == Scaling::Folded;
   constexpr int64_t kElements = 32 / Codes::kBits;  // of a double word
   constexpr int64_t kWords = kElements / 2;
-  constexpr int64_t kPiece = std::min(kStretch, segment / kElements);
+  constexpr int64_t kPiece = kBlock / kElements;
   const int64_t depth = groups[0].w->depth, total = depth / kElements;
   Codes codes;
   LineScales scales[Q];
   const uint8_t* lines[Q];
   __m512 sums[Q][M], parts[Q][M];
+  __m512i raw[Q][kStretch];
   MOE_UNROLL
   for (int q = 0; q < Q; ++q) {
     scales[q].begin(*groups[q].w, expert, groups[q].row);
@@ -104,82 +104,68 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
       sums[q][r] = parts[q][r] = _mm512_setzero_ps();
     }
   }
-  const auto stretch = [&](int64_t d0, auto whole) MOE_INLINE {
-    const int64_t here = whole ? kStretch : total - d0;
-    __m512i raw[Q][16];
-    if constexpr (!panels) {
+  for (int64_t d0 = 0; d0 < total; d0 += kPiece) {
+    if (d0 % kStretch == 0) {
       MOE_UNROLL
       for (int q = 0; q < Q; ++q) {
-        prefetch(lines[q] + groups[q].ahead + d0 * 64);
-        transpose_lines<decltype(whole)::value>(
-            lines[q] + d0 * 4, groups[q].w->row_bytes, here * 4, raw[q]);
+        prefetch(groups[q], lines[q] + d0 * 64);
+        read_lines<Codes>(*groups[q].w, lines[q], d0, total, raw[q]);
       }
+    }
+    __m512i minus[Q] = {};
+    __m512 factors[Q] = {};
+    if constexpr (folded) {
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        if constexpr (std::is_same_v<Row, float>) {
+          factors[q] = scales[q].values(d0 / kPiece);
+        } else {
+          minus[q] = scales[q].minus(d0 / kPiece);
+        }
+      }
+    }
+    const auto add = [&](int64_t i) MOE_INLINE {
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        __m512i words[kWords];
+        codes.decode(raw[q][i % kStretch], minus[q], words);
+        MOE_UNROLL
+        for (int64_t j = 0; j < kWords; ++j) {
+          MOE_UNROLL
+          for (int r = 0; r < M; ++r) {
+            parts[q][r] =
+                add_word<folded>(parts[q][r], words[j], x[r] + i * kElements + 2 * j, factors[q]);
+          }
+        }
+      }
+    };
+    if (d0 + kPiece <= total) {
+      MOE_UNROLL
+      for (int64_t i = 0; i < kPiece; ++i) {
+        add(d0 + i);
+      }
+    } else {
+      for (int64_t i = d0; i < total; ++i) {
+        add(i);
+      }
+    }
+    const int64_t next = (d0 + kPiece) * kElements;
+    if (segment > kBlock && next % segment != 0 && next < depth) {
+      continue;
     }
     MOE_UNROLL
-    for (int64_t piece = 0; piece < kStretch; piece += kPiece) {
-      if (!whole && piece >= here) {
-        break;
-      }
-      const int64_t k0 = (d0 + piece) * kElements;
-      __m512i minus[Q] = {};
-      __m512 factors[Q] = {};
-      MOE_UNROLL
-      for (int64_t i = piece; i < piece + kPiece; ++i) {
-        if (!whole && i >= here) {
-          break;
-        }
-        MOE_UNROLL
-        for (int q = 0; q < Q; ++q) {
-          if (folded && i % 8 == 0) {
-            if constexpr (std::is_same_v<Row, float>) {
-              factors[q] = scales[q].values((d0 + i) / 8);
-            } else {
-              minus[q] = scales[q].minus((d0 + i) / 8);
-            }
-          }
-          __m512i words[kWords];
-          if constexpr (panels) {
-            const uint8_t* from = lines[q] + (d0 + i) * 64;
-            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T1);
-            codes.template decode<true>(_mm512_loadu_si512(from), minus[q], words);
-          } else {
-            codes.template decode<false>(raw[q][i], minus[q], words);
-          }
-          MOE_UNROLL
-          for (int64_t j = 0; j < kWords; ++j) {
-            MOE_UNROLL
-            for (int r = 0; r < M; ++r) {
-              parts[q][r] = add_word<folded>(
-                  parts[q][r], words[j], x[r] + (d0 + i) * kElements + 2 * j, factors[q]);
-            }
-          }
-        }
-      }
-      const int64_t next = k0 + kPiece * kElements;
-      if (segment > kPiece * kElements && next % segment != 0 && next < depth) {
-        continue;
+    for (int q = 0; q < Q; ++q) {
+      __m512 scale = _mm512_set1_ps(1);
+      if constexpr (scaling == Scaling::Blocks) {
+        scale = scales[q].values(d0 * kElements / segment);
       }
       MOE_UNROLL
-      for (int q = 0; q < Q; ++q) {
-        __m512 scale = _mm512_set1_ps(1);
-        if constexpr (scaling == Scaling::Blocks) {
-          scale = scales[q].values(k0 / segment);
-        }
-        MOE_UNROLL
-        for (int r = 0; r < M; ++r) {
-          sums[q][r] = scaling == Scaling::Blocks ? _mm512_fmadd_ps(parts[q][r], scale, sums[q][r])
-                                                  : _mm512_add_ps(sums[q][r], parts[q][r]);
-          parts[q][r] = _mm512_setzero_ps();
-        }
+      for (int r = 0; r < M; ++r) {
+        sums[q][r] = scaling == Scaling::Blocks ? _mm512_fmadd_ps(parts[q][r], scale, sums[q][r])
+                                                : _mm512_add_ps(sums[q][r], parts[q][r]);
+        parts[q][r] = _mm512_setzero_ps();
       }
     }
-  };
-  int64_t d0 = 0;
-  for (; d0 + kStretch <= total; d0 += kStretch) {
-    stretch(d0, std::true_type());
-  }
-  if (d0 < total) {
-    stretch(d0, std::false_type());
   }
   bool is_rare = codes.is_rare();
   for (int q = 0; q < Q; ++q) {
@@ -205,49 +191,48 @@ struct Kernel {
 };
 
 // By rows: 1, 2, 4 and 8.
-template <
-    typename Row, typename Codes, Scaling scaling, bool panels, int64_t segment = kSumDepth<Row>>
+template <typename Row, typename Codes, Scaling scaling, int64_t segment = kSumDepth<Row>>
 Kernel<Row> multiply_lines_of(int64_t rows) {
   return rows == 1
-      ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, panels, segment, 1, 2>, 2}
-      : rows == 2 ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, panels, segment, 2, 2>, 2}
-      : rows == 4 ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, panels, segment, 4, 1>, 1}
-                  : Kernel<Row>{&multiply_lines<Row, Codes, scaling, panels, segment, 8, 1>, 1};
+      ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, segment, 1, 2>, 2}
+      : rows == 2 ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, segment, 2, 2>, 2}
+      : rows == 4 ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, segment, 4, 1>, 1}
+                  : Kernel<Row>{&multiply_lines<Row, Codes, scaling, segment, 8, 1>, 1};
 }
 
-template <typename Row, bool panels>
+template <typename Row>
 Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
   const int64_t block = w.scale.block_cols;
   switch (w.scaling) {
     case Scaling::Folded: {
       using Codes = std::conditional_t<std::is_same_v<Row, float>, E4M3, FoldedE4M3>;
-      return multiply_lines_of<Row, Codes, Scaling::Folded, panels>(rows);
+      return multiply_lines_of<Row, Codes, Scaling::Folded>(rows);
     }
     case Scaling::Rows:
       return w.codes == LowBitCodes::E4M3
-          ? multiply_lines_of<Row, E4M3, Scaling::Rows, panels>(rows)
+          ? multiply_lines_of<Row, E4M3, Scaling::Rows>(rows)
           : w.codes == LowBitCodes::Int8
-          ? multiply_lines_of<Row, Int8, Scaling::Rows, panels>(rows)
+          ? multiply_lines_of<Row, Int8, Scaling::Rows>(rows)
           : Kernel<Row>{};
     default:
       break;
   }
   if (w.codes == LowBitCodes::E4M3 && block == 128) {
-    return multiply_lines_of<Row, E4M3, Scaling::Blocks, panels, 128>(rows);
+    return multiply_lines_of<Row, E4M3, Scaling::Blocks, 128>(rows);
   }
   if (w.codes == LowBitCodes::E2M1 && block == 32) {
-    return multiply_lines_of<Row, E2M1, Scaling::Blocks, panels, 32>(rows);
+    return multiply_lines_of<Row, E2M1, Scaling::Blocks, 32>(rows);
   }
   if (w.codes == LowBitCodes::Int4) {
-    return block == 32 ? multiply_lines_of<Row, Int4, Scaling::Blocks, panels, 32>(rows)
-                       : multiply_lines_of<Row, Int4, Scaling::Blocks, panels, 128>(rows);
+    return block == 32 ? multiply_lines_of<Row, Int4, Scaling::Blocks, 32>(rows)
+                       : multiply_lines_of<Row, Int4, Scaling::Blocks, 128>(rows);
   }
   return {};
 }
 
 // ---- into a panel --------------------------------------------------------------------------
 
-template <typename Codes, bool panels>
+template <typename Codes>
 bool pack_lines_16(
     const LowBitView& w, int64_t expert, int64_t row, int64_t k0, int64_t depth, BFloat16* panel) {
   constexpr int64_t kElements = 32 / Codes::kBits;
@@ -258,26 +243,17 @@ bool pack_lines_16(
   const uint8_t* lines = w.at(expert, row, 0);
   const int64_t end = (k0 + depth) / kElements;
   for (int64_t d0 = k0 / kElements; d0 < end; d0 += kStretch) {
-    const int64_t here = std::min(kStretch, end - d0);
-    __m512i raw[16];
-    if constexpr (panels) {
-      for (const auto i : c10::irange(here)) {
-        raw[i] = _mm512_loadu_si512(lines + (d0 + i) * 64);
-      }
-    } else if (here == kStretch) {
-      transpose_lines<true>(lines + d0 * 4, w.row_bytes, 64, raw);
-    } else {
-      transpose_lines<false>(lines + d0 * 4, w.row_bytes, here * 4, raw);
-    }
+    __m512i raw[kStretch];
+    read_lines<Codes>(w, lines, d0, end, raw);
     __m512i minus = _mm512_setzero_si512();
-    for (const auto i : c10::irange(here)) {
+    for (const auto i : c10::irange(std::min(kStretch, end - d0))) {
       if constexpr (std::is_same_v<Codes, FoldedE4M3>) {
         if (i % 8 == 0) {
           minus = scales.minus((d0 + i) / 8);
         }
       }
       __m512i words[kWords];
-      codes.template decode<panels>(raw[i], minus, words);
+      codes.decode(raw[i], minus, words);
       BFloat16* to = panel + ((d0 + i) * kElements - k0) * kPanelCols;
       for (const auto j : c10::irange(kWords)) {
         _mm512_storeu_si512(to + 2 * j * kPanelCols, words[j]);
@@ -287,18 +263,16 @@ bool pack_lines_16(
   return !codes.is_rare() && !scales.is_rare();
 }
 
-template <bool panels>
-auto find_pack(const LowBitView& w) {
-    switch (w.codes) {
+inline auto find_pack(const LowBitView& w) {
+  switch (w.codes) {
     case LowBitCodes::E4M3:
-      return w.scaling == Scaling::Folded ? &pack_lines_16<FoldedE4M3, panels>
-                                          : &pack_lines_16<E4M3, panels>;
+      return w.scaling == Scaling::Folded ? &pack_lines_16<FoldedE4M3> : &pack_lines_16<E4M3>;
     case LowBitCodes::Int8:
-      return &pack_lines_16<Int8, panels>;
+      return &pack_lines_16<Int8>;
     case LowBitCodes::E2M1:
-      return &pack_lines_16<E2M1, panels>;
+      return &pack_lines_16<E2M1>;
     default:
-      return &pack_lines_16<Int4, panels>;
+      return &pack_lines_16<Int4>;
   }
 }
 
@@ -310,10 +284,12 @@ inline __m512i shifted_weights() {
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 }
 
-template <bool panels, int M, int Q>
+template <int M, int Q>
 bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* const* x) {
+  constexpr int64_t kPiece = Int8Row::kBlock / 8;
   const int64_t depth = groups[0].w->depth, total = depth / 8;
   const __m512i table = shifted_weights(), low_bits = _mm512_set1_epi8(15);
+  __m512i raw[Q][kStretch];
   LineScales scales[Q];
   const uint8_t* lines[Q];
   __m512 sums[Q][M];
@@ -336,73 +312,49 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
     row_scales[r] = Int8Row::scales(record, depth);
     corrections[r] = Int8Row::corrections(record, depth);
   }
-  const auto stretch = [&](int64_t d0, auto whole) MOE_INLINE {
-    __m512i raw[Q][16];
-    if constexpr (!panels) {
+  for (int64_t d0 = 0; d0 < total; d0 += kPiece) {
+    if (d0 % kStretch == 0) {
       MOE_UNROLL
       for (int q = 0; q < Q; ++q) {
-        prefetch(lines[q] + groups[q].ahead + d0 * 64);
-        transpose_lines<decltype(whole)::value>(
-            lines[q] + d0 * 4, groups[q].w->row_bytes, (whole ? kStretch : total - d0) * 4,
-            raw[q]);
+        prefetch(groups[q], lines[q] + d0 * 64);
+        read_lines<E2M1>(*groups[q].w, lines[q], d0, total, raw[q]);
+      }
+    }
+    const int64_t block = d0 / kPiece;
+    __m512i products[Q][M];
+    MOE_UNROLL
+    for (int q = 0; q < Q; ++q) {
+      MOE_UNROLL
+      for (int r = 0; r < M; ++r) {
+        products[q][r] = _mm512_set1_epi32(corrections[r][block]);
       }
     }
     MOE_UNROLL
-    for (int64_t piece = 0; piece < kStretch; piece += 4) {
-      if (!whole && d0 + piece >= total) {
-        break;
-      }
-      const int64_t block = (d0 + piece) / 4;
-      __m512i products[Q][M];
+    for (int64_t i = d0; i < d0 + kPiece; ++i) {
       MOE_UNROLL
       for (int q = 0; q < Q; ++q) {
+        const __m512i v = raw[q][i % kStretch];
+        const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(v, low_bits));
+        const __m512i odd =
+            _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), low_bits));
         MOE_UNROLL
         for (int r = 0; r < M; ++r) {
-          products[q][r] = _mm512_set1_epi32(corrections[r][block]);
-        }
-      }
-      MOE_UNROLL
-      for (int64_t i = piece; i < piece + 4; ++i) {
-        MOE_UNROLL
-        for (int q = 0; q < Q; ++q) {
-          __m512i v;
-          if constexpr (panels) {
-            const uint8_t* from = lines[q] + (d0 + i) * 64;
-            _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T1);
-            v = _mm512_loadu_si512(from);
-          } else {
-            v = raw[q][i];
-          }
-          const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(v, low_bits));
-          const __m512i odd =
-              _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), low_bits));
-          MOE_UNROLL
-          for (int r = 0; r < M; ++r) {
-            const int32_t* at = codes[r] + 2 * (d0 + i);
-            products[q][r] =
-                _mm512_dpbusd_epi32(products[q][r], even, _mm512_set1_epi32(at[0]));
-            products[q][r] = _mm512_dpbusd_epi32(products[q][r], odd, _mm512_set1_epi32(at[1]));
-          }
-        }
-      }
-      MOE_UNROLL
-      for (int q = 0; q < Q; ++q) {
-        const __m512 scale = scales[q].values(block);
-        MOE_UNROLL
-        for (int r = 0; r < M; ++r) {
-          sums[q][r] = _mm512_fmadd_ps(
-              _mm512_mul_ps(_mm512_cvtepi32_ps(products[q][r]), scale),
-              _mm512_set1_ps(row_scales[r][block]), sums[q][r]);
+          const int32_t* at = codes[r] + 2 * i;
+          products[q][r] = _mm512_dpbusd_epi32(products[q][r], even, _mm512_set1_epi32(at[0]));
+          products[q][r] = _mm512_dpbusd_epi32(products[q][r], odd, _mm512_set1_epi32(at[1]));
         }
       }
     }
-  };
-  int64_t d0 = 0;
-  for (; d0 + kStretch <= total; d0 += kStretch) {
-    stretch(d0, std::true_type());
-  }
-  if (d0 < total) {
-    stretch(d0, std::false_type());
+    MOE_UNROLL
+    for (int q = 0; q < Q; ++q) {
+      const __m512 scale = scales[q].values(block);
+      MOE_UNROLL
+      for (int r = 0; r < M; ++r) {
+        sums[q][r] = _mm512_fmadd_ps(
+            _mm512_mul_ps(_mm512_cvtepi32_ps(products[q][r]), scale),
+            _mm512_set1_ps(row_scales[r][block]), sums[q][r]);
+      }
+    }
   }
   bool is_rare = false;
   for (int q = 0; q < Q; ++q) {
@@ -414,12 +366,11 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
   return !is_rare;
 }
 
-template <bool panels>
-Kernel<void> find_multiply_int8(int64_t rows) {
-  return rows == 1 ? Kernel<void>{&multiply_int8_lines<panels, 1, 2>, 2}
-      : rows == 2  ? Kernel<void>{&multiply_int8_lines<panels, 2, 2>, 2}
-      : rows == 4  ? Kernel<void>{&multiply_int8_lines<panels, 4, 2>, 2}
-                   : Kernel<void>{&multiply_int8_lines<panels, 8, 1>, 1};
+inline Kernel<void> find_multiply_int8(int64_t rows) {
+  return rows == 1   ? Kernel<void>{&multiply_int8_lines<1, 2>, 2}
+      : rows == 2    ? Kernel<void>{&multiply_int8_lines<2, 2>, 2}
+      : rows == 4    ? Kernel<void>{&multiply_int8_lines<4, 2>, 2}
+                     : Kernel<void>{&multiply_int8_lines<8, 1>, 1};
 }
 
 // find(rows) is a Kernel: runs it for all rows, 8, 4, 2 or 1 at a time, and all groups.
@@ -489,10 +440,8 @@ struct Avx512LowBit {
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
       const typename Micro::operand_t* const* lines) {
     using Row = typename Micro::operand_t;
-    const LowBitView& w = *groups[0].w;
     return low_bit::multiply_groups(groups, expert, rows, lines, [&](int64_t m) {
-      return w.panels ? low_bit::find_multiply<Row, true>(w, m)
-                      : low_bit::find_multiply<Row, false>(w, m);
+      return low_bit::find_multiply<Row>(*groups[0].w, m);
     });
   }
 
@@ -500,12 +449,9 @@ struct Avx512LowBit {
   static bool multiply_int8(
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
       const operand_t* const* lines) {
-    const bool panels = groups[0].w->panels;
     return low_bit::multiply_groups(
-        groups, expert, rows, reinterpret_cast<const void* const*>(lines), [&](int64_t m) {
-          return panels ? low_bit::find_multiply_int8<true>(m)
-                        : low_bit::find_multiply_int8<false>(m);
-        });
+        groups, expert, rows, reinterpret_cast<const void* const*>(lines),
+        &low_bit::find_multiply_int8);
   }
 
   template <typename operand_t>
@@ -518,7 +464,7 @@ struct Avx512LowBit {
       return false;
     }
     auto* columns = reinterpret_cast<BFloat16*>(panel) + 2 * at;
-    const auto fn = w.panels ? low_bit::find_pack<true>(w) : low_bit::find_pack<false>(w);
+    const auto fn = low_bit::find_pack(w);
     for (int64_t n = 0; n < count; n += kPanelLines) {
       if (!fn(w, expert, row + n, k0, depth, columns + 2 * n)) {
         return false;

@@ -9,6 +9,8 @@ namespace moe_cpu {
 namespace low_bit {
 
 constexpr int kBias = 118;
+constexpr int64_t kStretch = 16;  // double words of a line that are read at a time: 64 bytes
+constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
 
 // ---- tables ------------------------------------------------------------------------
 
@@ -51,26 +53,17 @@ inline const Tables& tables() {
   return t;
 }
 
-// ---- decoding: 16 double words (of a line each) into words of bfloat16 -----------------
-
-// What the bytes of a double word have to become for unpacking to pair those of a word; it
-// is the order of panels.
-inline __m512i pair_order() {
-  return _mm512_broadcast_i32x4(
-      _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
-}
+// ---- decoding: 16 double words (of a line each, see read_lines) into words of bfloat16 --
 
 struct E4M3 {
   static constexpr int64_t kBits = 8;
-  const __m512i low0, low1, high0, high1, order, sign;
+  const __m512i low0, low1, high0, high1, sign;
   explicit E4M3(const uint8_t (&table)[2][128] = tables().e4m3)
       : low0(_mm512_load_si512(table[0])), low1(_mm512_load_si512(table[0] + 64)),
         high0(_mm512_load_si512(table[1])), high1(_mm512_load_si512(table[1] + 64)),
-        order(pair_order()), sign(_mm512_set1_epi8(static_cast<char>(0x80))) {}
+        sign(_mm512_set1_epi8(static_cast<char>(0x80))) {}
 
-  template <bool panels>
   C10_ALWAYS_INLINE void decode(__m512i v, __m512i, __m512i (&words)[2]) {
-    v = panels ? v : _mm512_shuffle_epi8(v, order);
     const __m512i low = _mm512_permutex2var_epi8(low0, v, low1);
     const __m512i high = _mm512_ternarylogic_epi32(
         _mm512_permutex2var_epi8(high0, v, high1), v, sign, 0xF8);  // a | (b & c)
@@ -87,9 +80,7 @@ struct FoldedE4M3 : E4M3 {
   FoldedE4M3() : E4M3(tables().biased) {}
 
   // `minus` is what the exponents have too much.
-  template <bool panels>
   C10_ALWAYS_INLINE void decode(__m512i v, __m512i minus, __m512i (&words)[2]) {
-    v = panels ? v : _mm512_shuffle_epi8(v, order);
     const __m512i low = _mm512_permutex2var_epi8(low0, v, low1);
     const __m512i high = _mm512_permutex2var_epi8(high0, v, high1);
     seen = _mm512_or_si512(seen, high);
@@ -108,17 +99,15 @@ struct FoldedE4M3 : E4M3 {
 
 struct Int8 {
   static constexpr int64_t kBits = 8;
-  const __m512i low0, low1, high0, high1, minus0, minus1, order;
+  const __m512i low0, low1, high0, high1, minus0, minus1;
   Int8()
       : low0(_mm512_load_si512(tables().int8[0])), low1(_mm512_load_si512(tables().int8[0] + 64)),
         high0(_mm512_load_si512(tables().int8[1])),
         high1(_mm512_load_si512(tables().int8[1] + 64)),
         minus0(_mm512_load_si512(tables().int8[2])),
-        minus1(_mm512_load_si512(tables().int8[2] + 64)), order(pair_order()) {}
+        minus1(_mm512_load_si512(tables().int8[2] + 64)) {}
 
-  template <bool panels>
   C10_ALWAYS_INLINE void decode(__m512i v, __m512i, __m512i (&words)[2]) {
-    v = panels ? v : _mm512_shuffle_epi8(v, order);
     const __m512i magnitude = _mm512_abs_epi8(v);
     const __m512i low = _mm512_permutex2var_epi8(low0, magnitude, low1);
     const __m512i high = _mm512_mask_blend_epi8(
@@ -149,7 +138,6 @@ struct FourBits {
     }
   }
 
-  template <bool panels>
   C10_ALWAYS_INLINE void decode(__m512i v, __m512i, __m512i (&words)[4]) {
     MOE_UNROLL
     for (int j = 0; j < 4; ++j) {
@@ -208,12 +196,47 @@ transpose_lines(const uint8_t* p, int64_t pitch, int64_t bytes, __m512i (&out)[1
   }
 }
 
+// The same of `bytes`, in a function of its own: it is rare, and much code.
+C10_NOINLINE inline void
+transpose_tail(const uint8_t* p, int64_t pitch, int64_t bytes, __m512i (&out)[16]) {
+  transpose_lines<false>(p, pitch, bytes, out);
+}
+
+// Of 16 lines, from double word d0 of `total` on, a stretch or what there is of it. Bytes of a
+// double word are in the order in which unpacking pairs those of a word; that of panels.
+template <typename Codes>
+C10_ALWAYS_INLINE void read_lines(
+    const LowBitView& w, const uint8_t* lines, int64_t d0, int64_t total,
+    __m512i (&raw)[kStretch]) {
+  const int64_t here = std::min(kStretch, total - d0);
+  if (w.panels) {
+    for (const auto i : c10::irange(here)) {
+      const uint8_t* from = lines + (d0 + i) * 64;
+      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T1);
+      raw[i] = _mm512_loadu_si512(from);
+    }
+    return;
+  }
+  if (here == kStretch) {
+    transpose_lines<true>(lines + d0 * 4, w.row_bytes, 64, raw);
+  } else {
+    transpose_tail(lines + d0 * 4, w.row_bytes, here * 4, raw);
+  }
+  if constexpr (Codes::kBits == 8) {
+    const __m512i order = _mm512_broadcast_i32x4(
+        _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+    MOE_UNROLL
+    for (int i = 0; i < kStretch; ++i) {
+      raw[i] = _mm512_shuffle_epi8(raw[i], order);
+    }
+  }
+}
+
 // The lines that come next lie behind these: fetched in the order of addresses, a kilobyte
 // for each that is read. Into L2: they are more than L1 holds.
-C10_ALWAYS_INLINE void prefetch(const uint8_t* p) {
-  MOE_UNROLL
-  for (int i = 0; i < 16; ++i) {
-    _mm_prefetch(reinterpret_cast<const char*>(p + i * 64), _MM_HINT_T1);
+C10_ALWAYS_INLINE void prefetch(const LineGroup& group, const uint8_t* p) {
+  for (int i = 0; !group.w->panels && i < 16; ++i) {
+    _mm_prefetch(reinterpret_cast<const char*>(p + group.ahead + i * 64), _MM_HINT_T1);
   }
 }
 
@@ -224,13 +247,15 @@ class LineScales {
     scale_ = &w.scale;
     expert_ = expert;
     row_ = row;
+    first_ = w.scale.offset(expert, row, 0);
     blocks_ = (w.depth + w.scale.block_cols - 1) / w.scale.block_cols;
   }
 
   // E8M0 bytes as double words.
   C10_ALWAYS_INLINE __m512i bytes(int64_t block) {
-    if (scale_->panels || scale_->row_stride == 0 || scale_->col_stride != 1) {
-      return one_block(block);
+    if (scale_->panels) {
+      return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(
+          static_cast<const uint8_t*>(scale_->data) + first_ + block * scale_->col_stride)));
     }
     load_blocks(block);
     return _mm512_load_si512(staged_[block % 16]);
@@ -244,24 +269,16 @@ class LineScales {
       return _mm512_castsi512_ps(
           _mm512_max_epi32(_mm512_slli_epi32(b, 23), _mm512_set1_epi32(0x00400000)));
     }
-    const int64_t k = block * scale_->block_cols;
+    const auto* from =
+        static_cast<const float*>(scale_->data) + first_ + block * scale_->col_stride;
     if (scale_->row_stride == 0 || scale_->block_rows % kPanelLines == 0) {
-      return _mm512_set1_ps(
-          static_cast<const float*>(scale_->data)[scale_->offset(expert_, row_, k)]);
+      return _mm512_set1_ps(*from);
     }
     if (scale_->is_dense_along_rows()) {
-      return _mm512_loadu_ps(
-          static_cast<const float*>(scale_->data) + scale_->offset(expert_, row_, k));
+      return _mm512_loadu_ps(from);
     }
-    if (scale_->col_stride == 1) {
-      load_blocks(block);
-      return _mm512_castsi512_ps(_mm512_load_si512(staged_[block % 16]));
-    }
-    alignas(64) float staged[16];
-    for (int i = 0; i < 16; ++i) {
-      staged[i] = scale_->at(expert_, row_ + i, k);
-    }
-    return _mm512_load_ps(staged);
+    load_blocks(block);
+    return _mm512_castsi512_ps(_mm512_load_si512(staged_[block % 16]));
   }
 
   // (kBias + 127 - byte) << 7 in both halves of a double word.
@@ -277,50 +294,47 @@ class LineScales {
   }
 
  private:
-  const uint8_t* at(int64_t line, int64_t block) const {
-    return static_cast<const uint8_t*>(scale_->data) +
-        scale_->offset(expert_, row_ + line, block * scale_->block_cols);
-  }
-
-  __m512i one_block(int64_t block) const {
-    if (scale_->panels) {
-      return _mm512_cvtepu8_epi32(
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(at(0, block))));
-    }
-    alignas(16) uint8_t staged[16];
-    for (int i = 0; i < 16; ++i) {
-      staged[i] = *at(i, block);
-    }
-    return _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(staged)));
-  }
-
-  // That and its neighbours, 16 at a time.
+  // That block and its neighbours, 16 at a time, as double words.
   C10_ALWAYS_INLINE void load_blocks(int64_t block) {
-    if (block / 16 == loaded_) {
+    if (block / 16 != loaded_) {
+      loaded_ = block / 16;
+      stage(loaded_ * 16, std::min<int64_t>(16, blocks_ - loaded_ * 16));
+    }
+  }
+
+  C10_NOINLINE void stage(int64_t first, int64_t count) {
+    const auto* bytes = static_cast<const uint8_t*>(scale_->data);
+    const auto* floats = static_cast<const float*>(scale_->data);
+    if (scale_->col_stride == 1 && scale_->block_rows == 1) {
+      if (scale_->is_pow2) {
+        stage_bytes(bytes + first_ + first, count);
+      } else {
+        __m512i turned[16];
+        transpose_lines<false>(
+            reinterpret_cast<const uint8_t*>(floats + first_ + first), scale_->row_stride * 4,
+            count * 4, turned);
+        for (const auto i : c10::irange(16)) {
+          _mm512_store_si512(staged_[i], turned[i]);
+        }
+      }
       return;
     }
-    loaded_ = block / 16;
-    const int64_t left = std::min<int64_t>(16, blocks_ - loaded_ * 16);
-    if (scale_->is_pow2) {
-      load_bytes(loaded_ * 16, left);
-      return;
-    }
-    const auto* first = static_cast<const float*>(scale_->data) +
-        scale_->offset(expert_, row_, loaded_ * 16 * scale_->block_cols);
-    __m512i turned[16];
-    transpose_lines<false>(
-        reinterpret_cast<const uint8_t*>(first), scale_->row_stride * 4, left * 4, turned);
-    for (int i = 0; i < 16; ++i) {
-      _mm512_store_si512(staged_[i], turned[i]);
+    for (const auto line : c10::irange(16)) {
+      for (const auto i : c10::irange(count)) {
+        const int64_t from =
+            scale_->offset(expert_, row_ + line, (first + i) * scale_->block_cols);
+        staged_[i][line] =
+            scale_->is_pow2 ? bytes[from] : c10::bit_cast<int32_t>(floats[from]);
+      }
     }
   }
 
   // 16 lines of 16 bytes, turned around.
-  void load_bytes(int64_t block, int64_t left) {
-    const auto mask = static_cast<__mmask16>((1u << left) - 1);
+  void stage_bytes(const uint8_t* from, int64_t count) {
+    const auto mask = static_cast<__mmask16>((1u << count) - 1);
     __m128i a[16], b[16];
     for (int i = 0; i < 16; ++i) {
-      a[i] = _mm_maskz_loadu_epi8(mask, at(i, block));
+      a[i] = _mm_maskz_loadu_epi8(mask, from + i * scale_->row_stride);
     }
     const auto mix = [](const __m128i (&from)[16], __m128i (&to)[16]) {
       for (int i = 0; i < 8; ++i) {
@@ -339,6 +353,7 @@ class LineScales {
 
   const ScaleView* scale_;
   int64_t expert_, row_, blocks_;
+  int64_t first_;  // offset of the first block
   __mmask16 rare_ = 0;
   int64_t loaded_ = -1;  // the 16 blocks in staged_
   alignas(64) int32_t staged_[16][16];

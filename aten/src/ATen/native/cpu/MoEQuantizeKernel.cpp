@@ -17,6 +17,7 @@
 namespace at::native {
 namespace {
 
+using moe::kNaNByte;
 using moe::QuantizeOutputs;
 using moe::ScalingRule;
 using moe_cpu::convert_row;
@@ -26,19 +27,6 @@ constexpr int64_t kChunk = 128;
 // Elements that are worth another thread.
 constexpr int64_t kGrain = 32 * 1024;
 constexpr int32_t kMagnitude = 0x7FFFFFFF;
-constexpr int32_t kNaNByte = 255;
-
-// The byte of a block whose largest magnitude has these bits: see MoEQuantize.cpp.
-inline int32_t scale_byte(int32_t amax_bits, float inverse_largest) {
-  if (amax_bits >= 0x7F800000) {
-    return kNaNByte;
-  }
-  const auto bits = c10::bit_cast<int32_t>(c10::bit_cast<float>(amax_bits) * inverse_largest);
-  const int32_t exponent = bits >> 23;
-  const int32_t mantissa = bits & 0x7FFFFF;
-  const bool up = exponent > 0 ? mantissa > 0 : mantissa > 0x400000;
-  return std::min(exponent + static_cast<int32_t>(up), 254);
-}
 
 inline float power_of_two(int32_t byte) {
   return c10::bit_cast<float>(
@@ -108,7 +96,7 @@ struct Int8Code {
 class Writer {
  public:
   Writer(const ScalingRule& rule, const QuantizeOutputs& out)
-      : inverse_largest_(1.F / moe::largest_of(out.dtype)),
+      : byte_offset_(moe::scale_byte_offset(out.dtype)),
         is_int8_(out.dtype == kChar),
         bytes_(rule.scale_dtype != kFloat && out.scale.defined()
                    ? static_cast<uint8_t*>(out.scale.mutable_data_ptr())
@@ -121,7 +109,7 @@ class Writer {
 
   // The byte of a block, whose scale is at `place`.
   int32_t put_scale(int32_t amax_bits, int64_t place) const {
-    const int32_t byte = scale_byte(amax_bits, inverse_largest_);
+    const int32_t byte = moe::scale_byte(amax_bits, byte_offset_);
     if (bytes_ != nullptr) {
       bytes_[place] = static_cast<uint8_t>(byte);
     } else if (floats_ != nullptr) {
@@ -209,7 +197,7 @@ class Writer {
     }
   }
 
-  const float inverse_largest_;
+  const int32_t byte_offset_;
   const bool is_int8_;
   uint8_t* const bytes_;
   float* const floats_;

@@ -2,8 +2,8 @@
 
 They are those of aten/src/ATen/native/MoEQuantize.cpp, bit for bit:
 
-    byte     e + 127 with e = ceil(log2(largest magnitude / largest number)), clamped to
-             [-127, 127]; a block of zeros has 0, one with an infinity or a NaN 255
+    byte     e + 127 with e = ceil(log2(largest magnitude / largest number)), at least -127;
+             a block of zeros has 0, one with an infinity or a NaN 255
     scale    2^(byte - 127), NaN for 255: the byte itself (float8_e8m0fnu) or as float32
     code     x * 2^(127 - byte), rounded to nearest even; of a block with 255 NaN (int8: 0)
 
@@ -36,14 +36,9 @@ def magnitude_bits(x):
 @triton.jit
 def scale_byte(amax_bits, INT8: tl.constexpr):
     """int32 byte of a block, of the ``magnitude_bits`` of its largest number."""
-    INVERSE: tl.constexpr = 1.0 / 127.0 if INT8 else 1.0 / 448.0
-    ratio = amax_bits.to(tl.float32, bitcast=True) * INVERSE
-    bits = ratio.to(tl.int32, bitcast=True)
-    exponent = bits >> 23
-    mantissa = bits & 0x7FFFFF
-    # A subnormal is more than 2^-127 from half of its range on.
-    up = mantissa > tl.where(exponent > 0, 0, 0x400000)
-    byte = tl.minimum(exponent + up.to(tl.int32), 254)
+    LARGEST: tl.constexpr = 0x42FE0000 if INT8 else 0x43E00000  # 127 and 448
+    # A step of the exponent counts from the largest number on; the bias is 127.
+    byte = tl.maximum((amax_bits + (0x3FFFFFFF - LARGEST)) >> 23, 0)
     return tl.where(amax_bits >= 0x7F800000, NAN_BYTE, byte)
 
 
