@@ -166,10 +166,12 @@ def _activation(gate, up, activation: str, alpha, limit, dtype):
         gate = op20.Gelu(gate)
     elif activation == "geglu_tanh":
         gate = op20.Gelu(gate, approximate="tanh")
-    else:
+    elif activation in ("reglu", "relu", "relu2"):
         gate = op18.Relu(gate)
         if activation == "relu2":
             gate = op18.Mul(gate, gate)
+    else:
+        raise NotImplementedError(f"_moe_mlp: no ONNX form of activation {activation}")
     return gate if up is None else op18.Mul(gate, up)
 
 
