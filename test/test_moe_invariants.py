@@ -8,6 +8,7 @@ one promise, where it must fail.
 """
 
 import re
+import unittest
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,11 @@ OPS = (
     aten._moe_permutation.default,
     aten._moe_mlp.default,
     aten._moe_mlp_backward.default,
+)
+# The composite's matmuls round their result, and depend on how many rows an expert has.
+needs_cpu_kernel = unittest.skipUnless(
+    torch._C._dispatch_has_kernel_for_dispatch_key("aten::_moe_mlp", "CPU"),
+    "the composite makes no promise about rounding and other tokens",
 )
 # These and the ops of PRs that lie on this one.
 ALL_OPS = [
@@ -194,6 +200,7 @@ class TestMoeInvariants(TestCase):
         actual = mlp(x, indices, weights, w_in, w_out, activation="relu")
         self.assertEqual(actual, expected.bfloat16(), rtol=0, atol=0)
 
+    @needs_cpu_kernel
     def test_numerics_contract(self):
         self.check_rounding(moe_mlp)
         self.assertBreaks(self.check_rounding, rounded_before_weight)
@@ -259,6 +266,7 @@ class TestMoeInvariants(TestCase):
                 actual = self.run_tokens(mlp, dtype)
             self.assertEqual(actual, everyone, rtol=0, atol=0)
 
+    @needs_cpu_kernel
     @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
     def test_independence_on_cpu(self, dtype):
         self.check_neighbours(moe_mlp, dtype)

@@ -137,9 +137,7 @@ def sorted_grouped_mm(
     return _sum_over_slots(o_RD, slots_R, weights_TK).to(x_TD.dtype)
 
 
-def recomputed_grouped_mm(
-    x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF
-) -> Tensor:
+def recomputed_grouped_mm(x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF) -> Tensor:
     """Two ``F.grouped_mm`` that keep what the op keeps: x, H and the router weights.
 
     The weight of a row multiplies its activation, so that no expert output is needed, and the

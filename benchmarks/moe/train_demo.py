@@ -64,7 +64,9 @@ def recorded_noise(steps: int, seed: int) -> float | None:
     if not RECORD.exists():
         return None
     record = json.loads(RECORD.read_text())
-    same = all(record["settings"][k] == v for k, v in (("steps", steps), ("seed", seed)))
+    same = all(
+        record["settings"][k] == v for k, v in (("steps", steps), ("seed", seed))
+    )
     return noise_of(record["differences"]) if same else None
 
 

@@ -421,7 +421,9 @@ def _exercise(plan, case, device: torch.device, name: str, family: Family) -> No
         "quantize",
     ):  # small, and no reference of matmuls
         return family.check(plan, case, device, family)
-    ops = case.operands(torch.bfloat16, device, activation=family.act.activation, bias=True)
+    ops = case.operands(
+        torch.bfloat16, device, activation=family.act.activation, bias=True
+    )
     if family.recipe is not None:
         loading.use_quantizer(loading.reference_quantizer)  # as in its check
         scaled_layer(plan, ops, recipe_of(family))

@@ -6,8 +6,11 @@
 // bfloat16 on CUDA does not, its fallback for other dtypes and devices reads `offs`.
 // Otherwise a loop over the experts reads `offs` on the host once.
 //
-// A row without a slot is set to zero before each use, as _grouped_mm leaves
-// the rows behind offs[-1] uninitialised.
+// Each matmul rounds its result to the dtype of input. What follows it, bias and router
+// weight, is computed in the accumulation type and rounded once.
+//
+// Rows without a slot may be uninitialised, as _grouped_mm leaves those behind offs[-1]. The
+// gathered input, H and all gradients set them to zero; combine_slots reads live rows only.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -69,7 +72,8 @@ bool can_use_grouped_mm(const moe::MLPInputs& in) {
 
 bool has_work(const char* op, const moe::MLPCall& call) {
   const auto& [in, spec, sizes] = call;
-  // Not is_meta(): a fake tensor only says so as its device.
+  // Inside a fake kernel only device() is meta; is_meta() reads the key set, which keeps the
+  // device that the fake tensor stands for.
   if (in.input.device().is_meta()) {
     return false;
   }
@@ -106,6 +110,10 @@ Routing make_routing(
   routing.slot_row = at::where(routing.slot_is_live, slot_row, 0).to(kLong);
   if (!use_grouped_mm) {
     const auto host_offs = routing.offs.cpu();
+    // Those on CPU are checked by has_work.
+    if (!in.offs.is_cpu()) {
+      moe::check_offs("_moe_mlp", host_offs, num_rows);
+    }
     const auto* data = host_offs.const_data_ptr<int32_t>();
     routing.ends.assign(data, data + num_experts);
   }

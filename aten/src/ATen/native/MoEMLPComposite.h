@@ -20,8 +20,8 @@ namespace at::native::moe_composite {
 
 using moe::ActivationSpec;
 
-// Rows and slots as index tensors. What is not a live row or slot reads index 0
-// and is masked.
+// Rows and slots as index tensors. Rows and slots that are not live hold index 0; callers
+// mask what they gather with it.
 struct Routing {
   Tensor offs; // (E) int32
   Tensor row_slot; // (R) int64
