@@ -14,7 +14,7 @@ import random
 from test_grouped_mm_cpu import loop
 from test_moe_low_bit import Layer
 from test_moe_mlp_kernels import run_python
-from test_moe_mlp_scaled import differentiable, RECIPES, recipe_args, scaled_args
+from test_moe_mlp_scaled import differentiable, RECIPES, scaled_args
 from test_scaled_grouped_mm_cpu import draw as draw_scaled
 
 import torch

@@ -29,9 +29,9 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 from moe_placement import deduplicated_rows
+from shapes import REAL, recorded_routing
 
 from measure import over_ranks, slowest_seconds, spread
-from shapes import REAL, recorded_routing
 
 
 NUM_HOSTS = 2
