@@ -33,7 +33,7 @@ from triton_static_gate import ARCHITECTURES, compile_only
 
 import torch
 from torch._native.ops.moe.cutedsl_kernels import rows
-from torch._native.ops.moe.triton_kernels import launch, permutation
+from torch._native.ops.moe.triton_kernels import matmuls, permutation
 from torch._native.ops.moe.triton_kernels.configs import (
     FORWARD_KERNELS,
     KERNELS,
@@ -200,7 +200,7 @@ class TestMoeStaticGate(TestCase):
     def test_hash_is_of_kernels_and_launches(self):
         # A launch option that no source of a kernel shows.
         before = current_hash()
-        with unittest.mock.patch.object(launch, "OPTIONS", {"enable_fp_fusion": False}):
+        with unittest.mock.patch.object(matmuls, "OPTIONS", {"enable_fp_fusion": False}):
             self.assertNotEqual(source_hash(), before)
 
     @slowTest
