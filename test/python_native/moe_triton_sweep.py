@@ -426,6 +426,8 @@ def parallel_sweep(
         launch alike is a row of one of them.
     """
     workers = workers or len(os.sched_getaffinity(0))
+    # Kernels do not pickle, and only the hash of the sources asks for them.
+    family = dataclasses.replace(family, kernels=())
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="moe_static_gate_") as folder,
