@@ -200,7 +200,9 @@ class TestMoeStaticGate(TestCase):
     def test_hash_is_of_kernels_and_launches(self):
         # A launch option that no source of a kernel shows.
         before = current_hash()
-        with unittest.mock.patch.object(matmuls, "OPTIONS", {"enable_fp_fusion": False}):
+        with unittest.mock.patch.object(
+            matmuls, "OPTIONS", {"enable_fp_fusion": False}
+        ):
             self.assertNotEqual(source_hash(), before)
 
     @slowTest
