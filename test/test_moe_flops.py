@@ -88,7 +88,7 @@ class TestMoeFlops(TestCase):
     @parametrize("rows", (R + 40, R, 10))
     def test_padding_rows_are_free(self, rows):
         with FlopCounterMode(display=False) as counter:
-            F._moe_mlp_in_rows(*operands(), num_rows=rows)
+            F.moe_mlp(*operands(), num_rows=rows)
         self.assertEqual(counter.get_total_flops(), 2 * min(rows, R) * 3 * H * D)
 
     def test_expert_major_rows(self):

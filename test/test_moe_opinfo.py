@@ -488,7 +488,7 @@ class TestMoeOpInfo(TestCase):
             with mode:
                 program = torch.export.export(module, args)
             targets = [node.target for node in program.graph.nodes]
-            self.assertIn(torch.ops.aten._moe_mlp.default, targets)
+            self.assertIn(torch.ops.aten.moe_mlp.default, targets)
 
 
 instantiate_device_type_tests(TestMoeOpInfo, globals())

@@ -105,7 +105,7 @@ class RankLayer:
 
     def experts(self, rows, ids, weights, num_rows: int | None) -> Tensor:
         weights = (weights, self.w_in, self.w_out)
-        return F._moe_mlp_in_rows(rows, ids, *weights, num_rows=num_rows)
+        return F.moe_mlp(rows, ids, *weights, num_rows=num_rows)
 
     def forward(self, compute: bool = True) -> Tensor:
         """Of the layer, or without ``compute`` what its switch alone does in it."""

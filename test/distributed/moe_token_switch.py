@@ -144,7 +144,7 @@ def run_layer(
     routing = switch.create_routing(ids, layout="flat")
     rows, row_weights, row_ids = switch.dispatch(routing, x, weights)
     num_rows = switch.num_slots(routing)
-    out = F._moe_mlp_in_rows(rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows)
+    out = F.moe_mlp(rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows)
     return switch.combine(routing, out)
 
 

@@ -163,7 +163,7 @@ class TestOverlap(TokenSwitchTest):
 
             def layer(switch, ids, x, weights, w_in, w_out):
                 def local(rows, row_ids, row_weights, num_rows):
-                    return F._moe_mlp_in_rows(
+                    return F.moe_mlp(
                         rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
                     )
 
@@ -191,7 +191,7 @@ class TestOverlap(TokenSwitchTest):
                     trace.in_flight("experts_0", "dispatch", 2)
                 else:
                     trace.in_flight("experts_1", "combine", 1)
-                out = F._moe_mlp_in_rows(
+                out = F.moe_mlp(
                     rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
                 )
 
@@ -256,7 +256,7 @@ class TestOverlap(TokenSwitchTest):
 
         def layer(switch, ids, x, weights, w_in, w_out):
             def local(rows, row_ids, row_weights, num_rows):
-                return F._moe_mlp_in_rows(
+                return F.moe_mlp(
                     rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
                 )
 
@@ -278,7 +278,7 @@ class TestOverlap(TokenSwitchTest):
 
         def behind(switch, ids, x, weights, w_in, w_out):
             def local(rows, row_ids, row_weights, num_rows):
-                return F._moe_mlp_in_rows(
+                return F.moe_mlp(
                     rows, row_ids, row_weights, w_in, w_out, num_rows=num_rows
                 )
 
@@ -336,7 +336,7 @@ class TestOverlap(TokenSwitchTest):
 
         def layer(x, weights, w_in, w_out):
             def local(rows, i, w, n):
-                return F._moe_mlp_in_rows(rows, i, w, w_in, w_out, num_rows=n)
+                return F.moe_mlp(rows, i, w, w_in, w_out, num_rows=n)
 
             return OverlapSchedule(2)(switch, x, ids, weights, local)[0].sin()
 

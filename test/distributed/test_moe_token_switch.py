@@ -182,7 +182,7 @@ class TestAllToAll(TokenSwitchTest):
             with torch.inference_mode(), NoHostSyncMode(), trace:
                 routing = switch.create_routing(operands.topk_indices[tokens])
                 rows, row_weights, ids = switch.dispatch(routing, *leaves)
-                out = F._moe_mlp_in_rows(rows, ids, row_weights, *weights)
+                out = F.moe_mlp(rows, ids, row_weights, *weights)
                 got = switch.combine(routing, out)
             self.assertEqual(got, want[tokens])
             places.append((rows.data_ptr(), row_weights.data_ptr(), ids.data_ptr()))

@@ -116,7 +116,7 @@ class TestScaledFunctional(TestCase):
                 with self.assertRaisesRegex((TypeError, RuntimeError), "dtype"):
                     F.moe_mlp(x, ids, weights, in_, out, recipe=recipe)
         with self.assertRaisesRegex(
-            TypeError, "w_out must have the dtype of w_in, torch.float32"
+            TypeError, "w_out must have the dtype of w_in, float32"
         ):
             F.scaled_moe_mlp(x, ids, weights, w_in.float(), w_out)
         # Rows in bfloat16, and all parameters quantised from float32.

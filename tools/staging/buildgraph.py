@@ -255,6 +255,7 @@ class _Graph:
         self._compile_unity("autograd", _includes(texts), "-O1", self._library_objects)
         names = [
             "python_functionsEverything.cpp",
+            "python_nn_functions.cpp",
             "python_return_types.cpp",
             "python_torch_functions_0.cpp",
         ]

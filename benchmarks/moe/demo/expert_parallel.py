@@ -58,7 +58,7 @@ class DemoAdapter(ExpertParallel.Adapter):
             # The experts of this rank. A received row may have K slots here, or one:
             # num_rows is how many there are.
             local = (p.to(module.dtype) for p in (module.w_in, module.w_out))
-            return F._moe_mlp_in_rows(rows, ids, weights, *local, num_rows=num_rows)
+            return F.moe_mlp(rows, ids, weights, *local, num_rows=num_rows)
 
         self.on_route(indices_TK)
         return exchange(x_TD, indices_TK, weights_TK, experts)

@@ -4,11 +4,12 @@
 // A PyTorch build compiles the bindings into libtorch_python.so. The wheel's
 // libtorch_python.so is already linked, so they are added to its objects here:
 //   torch._C._VariableFunctions   one static method per op
+//   torch._C._nn                  the functions of ops with `python_module: nn`
 //   torch._C._return_types        the named-tuple types of their results
 //   torch._C._functions           the grad_fn classes, when autograd starts
 //
-// Deviation: three functions of libtorch_python.so are hidden and re-expressed
-// below (THPVariableFunctionsModule, handle_torch_function,
+// Deviation: four functions of libtorch_python.so are hidden and re-expressed
+// below (THPVariableFunctionsModule, handle_torch_function twice,
 // returned_structseq_repr).
 
 #include <Python.h>
@@ -17,6 +18,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/generated/python_functions.h>
 #include <torch/csrc/autograd/generated/python_return_types.h>
+#include <torch/csrc/autograd/python_nn_functions.h>
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/python_arg_parser.h>
 #include <torch/csrc/utils/structseq.h>
@@ -61,6 +63,17 @@ PyObject* handle_torch_function(
       r.get_func_name().c_str(),
       function.ptr(),
       module_name);
+}
+
+PyObject* handle_torch_function(
+    PythonArgs& r,
+    PyObject* args,
+    PyObject* kwargs,
+    PyObject* torch_api,
+    const char* module_name,
+    const char* func_name_override) {
+  return handle_torch_function(
+      r, nullptr, args, kwargs, torch_api, module_name, func_name_override);
 }
 
 namespace utils {
@@ -115,25 +128,27 @@ void add_functions(PyObject* module) {
   PyType_Modified(type);
 }
 
-// The generated initReturnTypes makes a whole _return_types module; ours is
-// made on a scratch module and its types are moved into the wheel's.
-void add_return_types(PyObject* module) {
+// A generated initializer makes a whole module; ours is made on a scratch module and its
+// objects are moved into the wheel's.
+void add_to_submodule(PyObject* module, const char* submodule, void (*init)(PyObject*)) {
   THPObjectPtr scratch(PyModule_New("scratch"));
   TORCH_CHECK_PYTHON(scratch);
-  torch::autograd::initReturnTypes(scratch.get());
-  THPObjectPtr ours(PyObject_GetAttrString(scratch.get(), "_return_types"));
+  init(scratch.get());
+  THPObjectPtr ours(PyObject_GetAttrString(scratch.get(), submodule));
   TORCH_CHECK_PYTHON(ours);
-  THPObjectPtr target(PyObject_GetAttrString(module, "_return_types"));
+  THPObjectPtr target(PyObject_GetAttrString(module, submodule));
   TORCH_CHECK_PYTHON(target);
   PyObject *key = nullptr, *value = nullptr;
   Py_ssize_t position = 0;
   while (PyDict_Next(PyModule_GetDict(ours.get()), &position, &key, &value)) {
     const char* name = PyUnicode_AsUTF8(key);
     TORCH_CHECK_PYTHON(name);
-    if (std::string(name).rfind("__", 0) != 0) {
+    if (PyObject_HasAttr(target, key) == 0) {
       TORCH_CHECK_PYTHON(PyModule_AddObjectRef(target, name, value) == 0);
     }
   }
+  // Overrides by __torch_function__ look an op up in the module that was made here.
+  (void)ours.release();
 }
 
 PyObject* wheel_autograd_init = nullptr;
@@ -170,7 +185,8 @@ void chain_autograd_init(PyObject* module) {
 PyObject* extend(PyObject* module) {
   HANDLE_TH_ERRORS
   add_functions(module);
-  add_return_types(module);
+  add_to_submodule(module, "_return_types", torch::autograd::initReturnTypes);
+  add_to_submodule(module, "_nn", torch::autograd::initNNFunctions);
   chain_autograd_init(module);
   return module;
   END_HANDLE_TH_ERRORS

@@ -53,6 +53,7 @@ _FUNCTION_KEYS = {
     DispatchKey.CompositeExplicitAutogradNonFunctional,
     DispatchKey.Meta,
 }
+_BOUND = (python.is_py_torch_function, python.is_py_nn_function)
 _AOTI_BACKENDS = {DispatchKey.CPU, DispatchKey.CUDA, None}
 
 
@@ -125,14 +126,14 @@ class Emitter:
         gen_autograd_functions.gen_autograd_functions_python(str(out), own, templates)
 
     def python_bindings(self) -> None:
-        """torch.<op>, its argument parser and its named-tuple return types."""
+        """torch.<op> and torch._C._nn.<op>, their parsers and named-tuple return types."""
         out = self.out / AUTOGRAD
         functions = [f for f in self.diff.added if python.should_generate_py_binding(f)]
         for function in functions:
-            if not python.is_py_torch_function(function):
+            if not any(is_bound(function) for is_bound in _BOUND):
                 raise Rejected(
-                    f"{function.func.name}: only functions of the torch namespace can "
-                    "be bound by the overlay (no python_module, no method variant)"
+                    f"{function.func.name}: only functions of the namespaces torch and torch._C._nn "
+                    "can be bound by the overlay (no other python_module, no method variant)"
                 )
         none_deprecated = out / "deprecated_empty.yaml"
         none_deprecated.write_text("[]")
@@ -149,6 +150,14 @@ class Emitter:
             method=False,
             num_shards=1,
             symint=True,
+        )
+        python.create_python_bindings(
+            manager,
+            signatures,
+            python.is_py_nn_function,
+            "torch.nn",
+            "python_nn_functions.cpp",
+            method=False,
         )
         everything = lambda function: True  # noqa: E731
         python.create_python_return_type_bindings(

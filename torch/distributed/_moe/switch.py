@@ -223,7 +223,7 @@ class TokenSwitchAllToAll(_Switch):
     ``dispatch`` returns in reduce mode the received rows (M, D), their weights
     (M, K) float and local expert ids (M, K) int64 with -1 for slots that are on
     other ranks; in exact mode the same with one row per slot and K = 1. All three
-    are operands of ``F._moe_mlp_in_rows``, with ``num_slots(routing)`` as its ``num_rows``.
+    are operands of ``F.moe_mlp``, with ``num_slots(routing)`` as its ``num_rows``.
 
     Attributes:
         levels (tuple[Exchange, ...]): where the communication happens.

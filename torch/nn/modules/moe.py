@@ -270,18 +270,15 @@ class MoE(Module):
             "w_up": self.w_up,
             "b_in": self.b_in,
             "b_out": self.b_out,
+            "num_rows": num_rows,
             **self._options(),
         }
         if self.recipe is not None:
             experts["recipe"] = self.recipe
-        weights = (self.w_in, self.w_out)
+        operands = (input, topk_indices, topk_weights, self.w_in, self.w_out)
         if input_scaled:
-            experts["precision"] = {"input_scaled": input_scaled}
-        if num_rows is None and not input_scaled:
-            return F.moe_mlp(input, topk_indices, topk_weights, *weights, **experts)
-        return F._moe_mlp_in_rows(
-            input, topk_indices, topk_weights, *weights, num_rows=num_rows, **experts
-        )
+            return F.scaled_moe_mlp(*operands, input_scaled=input_scaled, **experts)
+        return F.moe_mlp(*operands, **experts)
 
     def run_shared(self, input: Tensor) -> Tensor | None:
         """Output ``(*, D)`` of the expert that every token uses, None without one."""

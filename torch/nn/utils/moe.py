@@ -402,7 +402,7 @@ def moe_mlp_rounded(
     Raises:
         ValueError: as :func:`torch.nn.functional.moe_mlp`, as are the other errors.
     """
-    return F._moe_mlp_in_rows(
+    return F.moe_mlp(
         input,
         routing.topk_indices,
         routing.topk_weights,

@@ -234,7 +234,7 @@ Tensor project_in(const moe::MLPInputs& in, const Routing& routing, const Tensor
 
 using namespace moe_composite;
 
-std::tuple<Tensor, Tensor> moe_mlp(
+std::tuple<Tensor, Tensor> moe_mlp_composite(
     const Tensor& input,
     const Tensor& w_in,
     const Tensor& w_out,

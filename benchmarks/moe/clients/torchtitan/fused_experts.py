@@ -61,7 +61,7 @@ class FusedRoutedExperts(RoutedExperts):
 
         rows, scores, ids = self.switch.dispatch(routing, x, scores)
         slots = self.switch.num_slots(routing)
-        y = F._moe_mlp_in_rows(rows, ids, scores, w1, w2, num_rows=slots, w_up=w3)
+        y = F.moe_mlp(rows, ids, scores, w1, w2, num_rows=slots, w_up=w3)
         return self.switch.combine(routing, y).type_as(x_TD)
 
 

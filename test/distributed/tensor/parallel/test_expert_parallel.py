@@ -414,13 +414,13 @@ class TestExpertParallel(ExpertParallelTest):
         layer = nn.MoE(D, H, E, K)
         parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
         rows, x = [], torch.randn(20, D)
-        original = F._moe_mlp_in_rows
+        original = F.moe_mlp
 
         def recording(*args, num_rows, **kwargs):
             rows.append(num_rows)
             return original(*args, num_rows=num_rows, **kwargs)
 
-        with mock.patch.object(F, "_moe_mlp_in_rows", recording):
+        with mock.patch.object(F, "moe_mlp", recording):
             layer(x)
         _, ids, _ = layer.route(x)
         counts = torch.bincount(ids.flatten() // (E // 4), minlength=4)

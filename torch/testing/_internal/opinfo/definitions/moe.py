@@ -426,7 +426,7 @@ def error_inputs_functional_moe_mlp(op_info, device, **kwargs):
         r"moe_mlp: topk_weights must have the shape of topk_indices",
         topk_weights=ops.topk_weights[:, :1],
     )
-    yield error(r"moe_mlp: w_in must have shape", w_in=ops.w_in[0])
+    yield error(r"moe_mlp: w_in must have 3 dimensions", w_in=ops.w_in[0])
     yield error(
         "_moe_permutation: topk_indices must have dtype",
         topk_indices=ops.topk_indices.float(),
