@@ -7,8 +7,10 @@ Two binaries replace two nearly empty ones of the wheel:
     _C.*.so       the torch._C extension with the Python bindings.
 
 Generated code is compiled as three unity files, because parsing headers is
-most of its cost. Sources of the PRs are compiled one by one, native/cpu/ once
-per CPU capability, with upstream's flags (cmake/Codegen.cmake).
+most of its cost, and so are the sources of the PRs outside native/cpu/ in a
+developer build: as two, since those that include ATen/ATen.h cannot share one
+with those that forbid it. native/cpu/ is compiled file by file, once per CPU
+capability, with upstream's flags (cmake/Codegen.cmake).
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class BuildOptions:
 
     Args:
         capability: "all" compiles native/cpu/ for every CPU capability, "host"
-            only for what this machine's dispatch picks (developer build).
+            only for what this machine's dispatch picks (developer build). "all"
+            compiles every source on its own, as upstream does.
         ndebug: compile without debug assertions, as the wheel is. The default
             keeps those of the generated autograd code, which catch kernels
             that return their input.
@@ -230,6 +233,8 @@ class _Graph:
         self._unity = workspace.build / "unity"
         self._kernels: list[str] = []
         self._rules: list[str] = []
+        # Sources that are compiled together, by the name of their unity file.
+        self._together: dict[str, list[Path]] = {"sources": [], "sources_of_aten": []}
         self._library_objects: list[Path] = []
         self._extension_objects: list[Path] = []
 
@@ -239,7 +244,8 @@ class _Graph:
             return
         registrations, others = _registration_sources(generated.folder)
         aten = "".join(map(_separate_helpers, registrations)) + _includes(others)
-        self._compile_unity("aten", aten, "-O1", self._library_objects)
+        # Warnings of generated code are upstream's business.
+        self._compile_unity("aten", aten, "-O1 -w", self._library_objects)
         if not generated.added:
             return
         autograd = generated.folder / AUTOGRAD
@@ -252,7 +258,7 @@ class _Graph:
         if "m.impl" in in_place.read_text():
             names.append(in_place.name)
         texts = [autograd / name for name in names] + [_OVERLAY / "hidden_symbols.cpp"]
-        self._compile_unity("autograd", _includes(texts), "-O1", self._library_objects)
+        self._compile_unity("autograd", _includes(texts), "-O1 -w", self._library_objects)
         names = [
             "python_functionsEverything.cpp",
             "python_nn_functions.cpp",
@@ -261,7 +267,7 @@ class _Graph:
         ]
         texts = [autograd / name for name in names] + [_OVERLAY / "python_module.cpp"]
         # The parser of arguments formats with fmt, whose functions a wheel does not export.
-        python = f"-O1 -DFMT_HEADER_ONLY=1 -isystem {_word(sysconfig.get_paths()['include'])}"
+        python = f"-O1 -w -DFMT_HEADER_ONLY=1 -isystem {_word(sysconfig.get_paths()['include'])}"
         self._compile_unity("python", _includes(texts), python, self._extension_objects)
 
     def add_source(
@@ -272,7 +278,12 @@ class _Graph:
             name.removeprefix("aten/src/ATen/").removesuffix(".cpp").replace("/", ".")
         )
         if not re.fullmatch(r"aten/src/ATen/native/cpu/[^/]+\.cpp", name):
-            self._compile(path, stem, f"-O2 {_WARNINGS}", self._library_objects)
+            if self._options.capability == "all":
+                self._compile(path, stem, f"-O2 {_WARNINGS}", self._library_objects)
+            else:
+                is_narrow = "#define TORCH_ASSERT_" in path.read_text()
+                unity = "sources" if is_narrow else "sources_of_aten"
+                self._together[unity].append(path)
             return
         present = "_".join(Path(header).stem for header in optional_headers)
         wanted = capabilities(path.read_text(), self._options.capability)
@@ -287,6 +298,12 @@ class _Graph:
 
     def write(self, headers: dict[str, str]) -> Binaries:
         """Writes build.ninja (if different) and names its products."""
+        for unity, paths in self._together.items():
+            if paths:
+                flags = f"-O2 {_WARNINGS}"
+                self._compile_unity(
+                    unity, _includes(paths), flags, self._library_objects
+                )
         library = self._workspace.build / "lib" / "libtorch.so"
         extension = None
         objects = _paths(self._library_objects)
@@ -320,8 +337,7 @@ class _Graph:
     ) -> None:
         path = self._unity / f"{name}.cpp"
         write_if_changed(path, text)
-        # Warnings of generated code are upstream's business.
-        self._compile(path, f"unity_{name}", f"{flags} -w", objects)
+        self._compile(path, f"unity_{name}", flags, objects)
 
     def _compile(
         self, source: Path, name: str, flags: str, objects: list[Path]

@@ -132,6 +132,35 @@ def test_paths_with_a_space(tmp_path, console):
         compile.build(project.workspace, binaries, console)
 
 
+@pytest.mark.parametrize("capability, objects", [("host", 2), ("all", 3)])
+def test_sources_are_compiled_together(project, capability, objects, console):
+    """But for a build of all capabilities, and errors still name the source."""
+    lib = project.env.site / "torch/lib"
+    lib.mkdir(parents=True)
+    for name in ("libtorch.so", "libc10.so"):
+        command = ["g++", "-shared", "-x", "c++", "/dev/null", "-o", lib / name]
+        subprocess.run(command, check=True)
+    options = buildgraph.BuildOptions(capability)
+    graph = buildgraph._Graph(project.workspace, project.env, options)
+    texts = {
+        "One": "#define TORCH_ASSERT_ONLY_METHOD_OPERATORS\nint one = 1;\n",
+        "Two": "#define TORCH_ASSERT_ONLY_METHOD_OPERATORS\nint two = nothing_here;\n",
+        "Three": "#include <ATen/ATen.h>\n",
+    }
+    (project.workspace.build / "include/ATen").mkdir(parents=True)
+    (project.workspace.build / "include/ATen/ATen.h").touch()
+    for name, text in texts.items():
+        source = project.workspace.checkout / f"aten/src/ATen/native/{name}.cpp"
+        source.parent.mkdir(parents=True, exist_ok=True)
+        source.write_text(text)
+        graph.add_source(source, f"aten/src/ATen/native/{name}.cpp")
+    binaries = graph.write({})
+    assert binaries.sources == objects
+    where = r"aten/src/ATen/native/Two\.cpp:2:11: error: 'nothing_here'"
+    with pytest.raises(StageError, match=where):
+        compile.build(project.workspace, binaries, console)
+
+
 def test_hidden_symbol_is_a_link_error(project, graph, console):
     source, binaries = graph
     source.write_text("int hidden(int); int user() { return hidden(1); }\n")
