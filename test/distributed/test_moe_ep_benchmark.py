@@ -13,7 +13,7 @@ import unittest
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
 
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "moe" / "ep.py"
@@ -29,6 +29,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "moe" / "ep.py"
     "the benchmark needs rich",
 )
 class EpBenchmarkTest(TestCase):
+    # More than a minute; what it counts the tests of the switches check as well.
+    @slowTest
     def test_quick_run(self):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(SCRIPT), "--quick", "--out", folder]

@@ -35,8 +35,12 @@ from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 if "--seeds" in sys.argv:
     # Ranks are no tests, and what tests need takes longer to import than torch.
     TestCase = object
+
+    def slowTest(test):
+        return test
+
 else:
-    from torch.testing._internal.common_utils import run_tests, TestCase
+    from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
 
 
 RANKS, STEPS = 4, 10
@@ -253,6 +257,8 @@ def run_seed(seed: int) -> dict[str, object]:
 
 
 class TestRandomFaults(TestCase):
+    # test_moe_faults.py has each fault once, at a moment that counts.
+    @slowTest
     def test_all_ranks_finish_or_say_what_was_lost(self):
         command = [sys.executable, os.path.abspath(__file__), "--seeds", "0"]
         done = subprocess.run(

@@ -19,6 +19,7 @@ from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
+    TEST_WITH_SLOW,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -716,7 +717,9 @@ class TestMoEFusionForms(TestCase):
             becomes = "full"
         if name == "tokens_written_later" and training:
             becomes = "core"
-        for dtype, dynamic in ((torch.bfloat16, False), (torch.float32, True)):
+        # What becomes of a form does not hang on these, and its gradients see both.
+        modes = [(torch.bfloat16, False), (torch.float32, True)]
+        for dtype, dynamic in modes if training or TEST_WITH_SLOW else modes[:1]:
             kind, logs = self.compare(fn, training, dynamic, dtype)
             self.assertEqual(kind, becomes, logs)
             self.assertRegex(logs[-1], "stays" if kind == "none" else "became")

@@ -92,6 +92,7 @@ class TestRehearsal(TestCase):
         self.assertIn("of bound", printed)
         self.assertIn("--rehearse", report["command"])
 
+    @slowTest
     def test_tune_rewrites_the_table(self):
         with tempfile.TemporaryDirectory() as folder:
             copy = pathlib.Path(folder) / "configs.py"

@@ -28,6 +28,8 @@ from staging.pipeline import Staged
 from staging.series import Stack
 
 
+# As in PyTorch's tests: .ci/long runs what .ci/run leaves out.
+WITH_SLOW = os.environ.get("PYTORCH_TEST_WITH_SLOW") == "1"
 GIT_VERSION = "0" * 40
 WHEEL_FILES = {
     "torch/__init__.py": "from torch import overrides\n",

@@ -10,7 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import FIRST_FILE, identify, make_upstream, Upstream, WHEEL_FILES
+from conftest import (
+    FIRST_FILE,
+    identify,
+    make_upstream,
+    Upstream,
+    WHEEL_FILES,
+    WITH_SLOW,
+)
 
 from staging.apply import Target
 from staging.errors import StageError
@@ -482,7 +489,8 @@ def test_killed_at_any_moment(upstream, tmp_path):
     upstream.apply()
     duration = time.monotonic() - start
     expected = upstream.tree()
-    for number in range(7):
+    clones = 7 if WITH_SLOW else 2
+    for number in range(clones):
         path = tmp_path / f"clone {number}"
         make_upstream(upstream.project, path)
         clone = Upstream(path, upstream.project)
@@ -495,7 +503,7 @@ def test_killed_at_any_moment(upstream, tmp_path):
         assert clone.titles()[1:] == ["Add moe.py", "Add its test"]
         assert clone.git.run("status", "--porcelain") == ""
         shutil.rmtree(path)
-    assert killed >= 4, "hardly any call was killed in time"
+    assert killed > clones // 2, "hardly any call was killed in time"
 
 
 @pytest.mark.parametrize("moment", ["files", "am"])

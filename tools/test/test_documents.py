@@ -6,6 +6,7 @@ comment `<!-- not run: reason -->`, or `<!-- one-liner: NAME -->`: test_one_line
 """
 
 import doctest
+import json
 import os
 import re
 import shlex
@@ -70,6 +71,23 @@ SMALLER = {
     "slots_per_rank=10": "slots_per_rank=8",
 }
 
+# What modules print, each with its arguments: one process, as most of the time is torch's import.
+MODULES = """
+import contextlib, io, json, runpy, sys
+printed = []
+for module, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [module, *arguments]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as exit:
+            if isinstance(exit.code, str):
+                print(exit.code, file=sys.stderr)
+    printed.append(out.getvalue() + err.getvalue())
+print(json.dumps(printed))
+"""
+
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason="no staged environment; stage.py setup makes it"
 )
@@ -104,15 +122,23 @@ def test_python(name, tmp_path):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_print_what_the_document_says(name, tmp_path):
+    expected = []
     for _, body, why in blocks(name):
         if why or not body.startswith("$ "):
             continue
         *commands, output = re.split(r"(?m)^\$ ((?:.*\\\n)*.*)\n", body)[1:]
         assert len(commands) == 1, f"{name}: one command per block, got {commands}"
-        done = run(shlex.split(commands[0].replace("\\\n", " ")), tmp_path)
-        printed = done.stdout + done.stderr
+        python, option, *command = shlex.split(commands[0].replace("\\\n", " "))
+        assert (python, option) == ("python", "-m"), f"{name}: {commands[0]}"
+        expected.append((command, output))
+    if not expected:
+        return
+    called = json.dumps([command for command, _ in expected])
+    done = run([str(PYTHON), "-c", MODULES, called], tmp_path)
+    assert done.returncode == 0, f"{name}\n{done.stderr}"
+    for (command, output), printed in zip(expected, json.loads(done.stdout)):
         same = doctest.OutputChecker().check_output(output, printed, doctest.ELLIPSIS)
-        assert same, f"{name}: {commands[0]}\nprints\n{printed}"
+        assert same, f"{name}: {command}\nprints\n{printed}"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

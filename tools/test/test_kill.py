@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import FIRST_FILE
+from conftest import FIRST_FILE, WITH_SLOW
 
 
 TOOLS = Path(__file__).parents[1]
@@ -76,7 +76,7 @@ def check(project, text):
     assert not [name for name in names if name.endswith((".tmp", ".old"))]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(4 if WITH_SLOW else 1))
 def test_first_setup(project, seed):
     rng = random.Random(seed)
     duration = seconds_of_setup(project)
@@ -86,7 +86,7 @@ def test_first_setup(project, seed):
     check(project, FIRST_FILE)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(4 if WITH_SLOW else 1))
 def test_update(project, seed):
     rng = random.Random(seed)
     project.setup()
