@@ -176,7 +176,8 @@ def open_lab(options: Namespace) -> Lab:
         arch = "sm_{}{}".format(*capability)
         table = configs.table_for_capability(*capability)
         if not loading.NO_SCALED:
-            scaled = loading.scaled_configs.scaled_table_for_capability(*capability)
+            tables = loading.scaled_configs.SCALED_TABLES
+            scaled = configs.table_for_capability(*capability, tables)
     if table is None:
         raise SystemExit(f"no tile table for {arch}")
     autotuner = autotune.Autotuner() if autotune.is_enabled() else None

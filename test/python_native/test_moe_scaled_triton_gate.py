@@ -36,10 +36,14 @@ from torch._native.ops.moe.triton_kernels import (
     launch,
     scaling,
 )
-from torch._native.ops.moe.triton_kernels.configs import KERNELS, TABLES, TileConfig
+from torch._native.ops.moe.triton_kernels.configs import (
+    KERNELS,
+    table_for_capability,
+    TABLES,
+    TileConfig,
+)
 from torch._native.ops.moe.triton_kernels.scaled_configs import (
     SCALED_KERNELS,
-    scaled_table_for_capability,
     SCALED_TABLES,
 )
 from torch._native.ops.moe.triton_kernels.scaled_operands import Recipe, ScaledExperts
@@ -130,7 +134,7 @@ class TestMoeScaledEligibility(TestCase):
                 self.assertIn("compute capability", reason)
         if served:
             a, w = RECIPES[recipe]
-            table = scaled_table_for_capability(*capability)
+            table = table_for_capability(*capability, SCALED_TABLES)
             experts = ScaledExperts(*[None] * 4, recipe=Recipe(a, w))
             chosen = experts.on(table).recipe
             self.assertEqual(chosen.widen, capability == (9, 0) and recipe == "mx")

@@ -41,7 +41,8 @@ def _rows_kernel(
     v = tl.load(x + m * N + n, mask=m < rows, other=0.0)
     if COLUMNS:
         q, b = scaling.quantize_columns(v, M, N, BLOCK, INT8, NATIVE)
-        y = scaling.dequantize_columns(q, b, M, N, BLOCK, INT8, NATIVE)
+        y = scaling.dequantize_rows(tl.trans(q), tl.trans(b), N, M, BLOCK, INT8, NATIVE)
+        y = tl.trans(y)
         mb = tl.program_id(0) * (M // BLOCK) + tl.arange(0, M // BLOCK)[:, None]
         tl.store(byte + mb * N + n, b, mask=mb * BLOCK < rows)
     else:

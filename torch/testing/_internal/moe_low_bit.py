@@ -107,7 +107,7 @@ _DRAW: dict[torch.dtype, Callable] = {
     torch.float4_e2m1fn_x2: _draw_e2m1,
     torch.uint8: _draw_int4,
 }
-_WITH_E8M0 = (torch.float8_e4m3fn, torch.float4_e2m1fn_x2)
+_WITH_E8M0 = (torch.float8_e4m3fn, torch.int8, torch.float4_e2m1fn_x2)
 # Rows and neighbours along K that share a scale; None: all.
 _BLOCKS = {
     ScalingType.TensorWise: (None, None),
@@ -124,6 +124,7 @@ LOW_BIT_FORMATS: tuple[LowBitFormat, ...] = (
     LowBitFormat("fp8_128x128", torch.float8_e4m3fn, ScalingType.BlockWise128x128, 8),
     LowBitFormat("mxfp8", torch.float8_e4m3fn, ScalingType.BlockWise1x32, 8.25),
     LowBitFormat("int8_rowwise", torch.int8, ScalingType.RowWise, 8),
+    LowBitFormat("int8_1x32", torch.int8, ScalingType.BlockWise1x32, 8.25),
     LowBitFormat("mxfp4", torch.float4_e2m1fn_x2, ScalingType.BlockWise1x32, 4.25),
     LowBitFormat("int4_1x32", torch.uint8, ScalingType.BlockWise1x32, 5),
     LowBitFormat("int4_1x128", torch.uint8, ScalingType.BlockWise1x128, 4.25),

@@ -109,10 +109,11 @@ def _backward_reason(*args, **options) -> str | None:
 
 @functools.cache
 def launch_plan(device_index: int) -> "LaunchPlan":
-    from ..moe.triton_kernels.scaled_configs import scaled_table_for_capability
+    from ..moe.triton_kernels.configs import table_for_capability
+    from ..moe.triton_kernels.scaled_configs import SCALED_TABLES
 
     plan = moe.launch_plan(device_index)
-    table = scaled_table_for_capability(*moe.capability_of(device_index))
+    table = table_for_capability(*moe.capability_of(device_index), SCALED_TABLES)
     assert table is not None, "the reasons let an unserved device through"
     return dataclasses.replace(plan, table={**plan.table, **table})
 

@@ -27,8 +27,6 @@
 #endif
 
 #ifdef MOE_HAS_LOW_BIT_AVX512
-// Of a lambda.
-#define MOE_INLINE __attribute__((always_inline))
 // The files of a capability are compiled for AVX512; only what is between these may hold
 // more.
 #if defined(__clang__)
@@ -39,440 +37,419 @@
 #pragma GCC target("avx512vbmi,avx512bf16,avx512vnni")
 #endif
 
-#include <ATen/native/cpu/MoELowBitDecode.h>
-
 namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
-namespace low_bit {
+namespace low_bit_avx512 {
 
-constexpr int64_t kBlock = 32;    // elements: those of the smallest block of a scale
-// VecGemm's: one sum of bfloat16.
+constexpr int64_t kLines = kPanelLines, kStretch = 16, kMaxRows = 8;
+constexpr int kGroups[] = {2, 2, 1, 1}, kInt8Groups[] = {2, 2, 2, 1};
+constexpr bool kUnrolls = true, kMasksTails = true;
+constexpr int kBias = 118;
+
+// ---- registers ----------------------------------------------------------------------
+
+using Floats = __m512;
+using Ints = __m512i;
+using Rare = __mmask16;
+
+C10_ALWAYS_INLINE Floats all_floats(float x) {
+  return _mm512_set1_ps(x);
+}
+C10_ALWAYS_INLINE Floats load_floats(const float* from) {
+  return _mm512_loadu_ps(from);
+}
+C10_ALWAYS_INLINE void store_floats(float* to, Floats x) {
+  _mm512_storeu_ps(to, x);
+}
+C10_ALWAYS_INLINE Floats add_floats(Floats a, Floats b) {
+  return _mm512_add_ps(a, b);
+}
+C10_ALWAYS_INLINE Floats multiply_floats(Floats a, Floats b) {
+  return _mm512_mul_ps(a, b);
+}
+C10_ALWAYS_INLINE Floats fma(Floats a, Floats b, Floats c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+C10_ALWAYS_INLINE Floats to_floats(Ints x) {
+  return _mm512_cvtepi32_ps(x);
+}
+C10_ALWAYS_INLINE Floats as_floats(Ints x) {
+  return _mm512_castsi512_ps(x);
+}
+C10_ALWAYS_INLINE Ints all_ints(int32_t x) {
+  return _mm512_set1_epi32(x);
+}
+C10_ALWAYS_INLINE Ints load_ints(const void* from) {
+  return _mm512_loadu_si512(from);
+}
+C10_ALWAYS_INLINE Ints load_bytes(const uint8_t* from) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+C10_ALWAYS_INLINE void store_ints(void* to, Ints x) {
+  _mm512_storeu_si512(to, x);
+}
+C10_ALWAYS_INLINE bool is_any(Rare x) {
+  return x != 0;
+}
+
+// ---- reading 16 lines -----------------------------------------------------------------
+
+// 64 bytes of 16 lines, of which `bytes` are there, as 16 registers of 4 bytes of each.
+template <bool whole>
+C10_ALWAYS_INLINE void
+transpose_some(const uint8_t* p, int64_t pitch, int64_t bytes, __m512i (&out)[16]) {
+  __m512i q[4][4];
+  const auto load = [&](int i, int line) {
+    const uint8_t* from = p + line * pitch + i * 16;
+    if constexpr (whole) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    } else {
+      const int64_t left = std::clamp<int64_t>(bytes - i * 16, 0, 16);
+      return _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << left) - 1), from);
+    }
+  };
+  MOE_UNROLL
+  for (int j = 0; j < 4; ++j) {
+    MOE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      q[i][j] = _mm512_castsi128_si512(load(i, j));
+      q[i][j] = _mm512_inserti32x4(q[i][j], load(i, 4 + j), 1);
+      q[i][j] = _mm512_inserti32x4(q[i][j], load(i, 8 + j), 2);
+      q[i][j] = _mm512_inserti32x4(q[i][j], load(i, 12 + j), 3);
+    }
+  }
+  MOE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const __m512i a = _mm512_unpacklo_epi32(q[i][0], q[i][1]);
+    const __m512i b = _mm512_unpackhi_epi32(q[i][0], q[i][1]);
+    const __m512i c = _mm512_unpacklo_epi32(q[i][2], q[i][3]);
+    const __m512i d = _mm512_unpackhi_epi32(q[i][2], q[i][3]);
+    out[4 * i + 0] = _mm512_unpacklo_epi64(a, c);
+    out[4 * i + 1] = _mm512_unpackhi_epi64(a, c);
+    out[4 * i + 2] = _mm512_unpacklo_epi64(b, d);
+    out[4 * i + 3] = _mm512_unpackhi_epi64(b, d);
+  }
+}
+
+C10_ALWAYS_INLINE void transpose_lines(const uint8_t* p, int64_t pitch, __m512i (&out)[16]) {
+  transpose_some<true>(p, pitch, 64, out);
+}
+// The same of `bytes`, in a function of its own: it is rare, and much code.
+C10_NOINLINE inline void
+transpose_tail(const uint8_t* p, int64_t pitch, int64_t bytes, __m512i (&out)[16]) {
+  transpose_some<false>(p, pitch, bytes, out);
+}
+
+// Bytes of a double word in the order in which unpacking pairs those of a word; that of panels.
+template <int64_t bits, bool panels>
+C10_ALWAYS_INLINE Ints ordered(Ints v) {
+  return panels || bits == 4
+      ? v
+      : _mm512_shuffle_epi8(
+            v, _mm512_broadcast_i32x4(
+                   _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
+}
+
+// 16 lines of `count` bytes, turned around, as double words.
+inline void stage_bytes(
+    const uint8_t* from, int64_t pitch, int64_t count, int32_t (&staged)[kLines][kLines]) {
+  const auto mask = static_cast<__mmask16>((1u << count) - 1);
+  __m128i a[16], b[16];
+  for (int i = 0; i < 16; ++i) {
+    a[i] = _mm_maskz_loadu_epi8(mask, from + i * pitch);
+  }
+  const auto mix = [](const __m128i (&from)[16], __m128i (&to)[16]) {
+    for (int i = 0; i < 8; ++i) {
+      to[2 * i] = _mm_unpacklo_epi8(from[i], from[i + 8]);
+      to[2 * i + 1] = _mm_unpackhi_epi8(from[i], from[i + 8]);
+    }
+  };
+  mix(a, b);
+  mix(b, a);
+  mix(a, b);
+  mix(b, a);
+  for (int i = 0; i < 16; ++i) {
+    store_ints(staged[i], _mm512_cvtepu8_epi32(a[i]));
+  }
+}
+
+// ---- scales -----------------------------------------------------------------------------
+
+C10_ALWAYS_INLINE Floats pow2_of(Ints bytes, Rare& rare) {
+  rare |= _mm512_cmpeq_epi32_mask(bytes, all_ints(255));
+  // Byte 0 is 2^-127.
+  return as_floats(_mm512_max_epi32(_mm512_slli_epi32(bytes, 23), all_ints(0x00400000)));
+}
+
+// What FoldedE4M3 subtracts, or the floats that ScaledE4M3 multiplies with.
+using Fold = Ints;
+C10_ALWAYS_INLINE Fold unfolded() {
+  return _mm512_setzero_si512();
+}
+// Those that bfloat16 rounds become 0 here as well.
+template <typename>
+C10_ALWAYS_INLINE bool underflows(Ints, const Ints*, int64_t) {
+  return false;
+}
+
+// ---- tables -----------------------------------------------------------------------------
+
+inline uint16_t bits_of(float value) {
+  return c10::BFloat16(value).x;
+}
+
+struct Tables {
+  alignas(64) uint8_t e4m3[2][128], biased[2][128], int8[3][128], e2m1[64], int4[64];
+
+  Tables() {
+    const auto& e4 = values_of(LowBitCodes::E4M3);
+    const auto both = [](uint8_t (&table)[2][128], int i, uint16_t bits) {
+      table[0][i] = static_cast<uint8_t>(bits);
+      table[1][i] = static_cast<uint8_t>(bits >> 8);
+    };
+    for (int i = 0; i < 128; ++i) {
+      both(e4m3, i, bits_of(e4[i]));
+      // NaN alone has the highest bit.
+      both(biased, i, i == 127 ? 0xffff : bits_of(std::ldexp(e4[i], kBias)));
+      // By magnitude: low byte, high byte of i, and of -i, where 0 is -128.
+      int8[0][i] = static_cast<uint8_t>(bits_of(static_cast<float>(i)));
+      int8[1][i] = static_cast<uint8_t>(bits_of(static_cast<float>(i)) >> 8);
+      int8[2][i] =
+          static_cast<uint8_t>(bits_of(static_cast<float>(i == 0 ? -128 : -i)) >> 8);
+    }
+    const auto by_byte = [](uint8_t (&table)[64], LowBitCodes codes) {
+      for (int i = 0; i < 64; ++i) {
+        const uint16_t bits = bits_of(values_of(codes)[i & 15]);
+        table[i] = static_cast<uint8_t>((i & 16) != 0 ? bits >> 8 : bits);
+      }
+    };
+    by_byte(e2m1, LowBitCodes::E2M1);
+    by_byte(int4, LowBitCodes::Int4);
+  }
+};
+
+inline const Tables& tables() {
+  static const Tables t;
+  return t;
+}
+
+// ---- decoding: 16 double words (of a line each, see ordered()) into words of bfloat16 ----
+
+// n words, of elements 2 j and 2 j + 1 each.
+template <int n>
+struct Decoding {
+  using Numbers = Ints[n];
+  template <int j>
+  C10_ALWAYS_INLINE Ints pair(const Numbers& words, Fold) const {
+    return words[j];
+  }
+  bool is_rare() const {
+    return false;
+  }
+};
+
+struct E4M3 : Decoding<2> {
+  static constexpr int64_t kBits = 8;
+  const Ints low0, low1, high0, high1, sign;
+  explicit E4M3(const uint8_t (&table)[2][128] = tables().e4m3)
+      : low0(_mm512_load_si512(table[0])), low1(_mm512_load_si512(table[0] + 64)),
+        high0(_mm512_load_si512(table[1])), high1(_mm512_load_si512(table[1] + 64)),
+        sign(_mm512_set1_epi8(static_cast<char>(0x80))) {}
+
+  C10_ALWAYS_INLINE void decode(Ints v, Fold, Numbers& words) {
+    const Ints low = _mm512_permutex2var_epi8(low0, v, low1);
+    const Ints high = _mm512_ternarylogic_epi32(
+        _mm512_permutex2var_epi8(high0, v, high1), v, sign, 0xF8);  // a | (b & c)
+    words[0] = _mm512_unpacklo_epi8(low, high);
+    words[1] = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+// Two floats of each line.
+struct FloatPair {
+  Floats first, second;
+};
+C10_ALWAYS_INLINE FloatPair floats_of(Ints words) {
+  return {
+      as_floats(_mm512_slli_epi32(words, 16)),
+      as_floats(_mm512_and_si512(words, all_ints(static_cast<int32_t>(0xffff0000))))};
+}
+
+struct ScaledE4M3 : E4M3 {
+  C10_ALWAYS_INLINE static Fold fold(Ints bytes, Rare& rare) {
+    return _mm512_castps_si512(pow2_of(bytes, rare));
+  }
+  template <int j>
+  C10_ALWAYS_INLINE FloatPair pair(const Numbers& words, Fold scale) const {
+    const FloatPair two = floats_of(words[j]);
+    return {
+        multiply_floats(two.first, as_floats(scale)),
+        multiply_floats(two.second, as_floats(scale))};
+  }
+};
+
+struct FoldedE4M3 : E4M3 {
+  Ints seen = _mm512_setzero_si512();
+  FoldedE4M3() : E4M3(tables().biased) {}
+
+  // What the exponents have too much: (kBias + 127 - byte) << 7 in both halves of a double word.
+  C10_ALWAYS_INLINE static Fold fold(Ints bytes, Rare& rare) {
+    rare |= _mm512_cmpgt_epi32_mask(bytes, all_ints(kBias + 127));
+    const Ints d = _mm512_sub_epi32(all_ints(kBias + 127), bytes);
+    return _mm512_or_si512(_mm512_slli_epi32(d, 7), _mm512_slli_epi32(d, 23));
+  }
+  C10_ALWAYS_INLINE void decode(Ints v, Fold minus, Numbers& words) {
+    const Ints low = _mm512_permutex2var_epi8(low0, v, low1);
+    const Ints high = _mm512_permutex2var_epi8(high0, v, high1);
+    seen = _mm512_or_si512(seen, high);
+    const Ints signs = _mm512_set1_epi16(static_cast<short>(0x8000));
+    words[0] = _mm512_ternarylogic_epi32(
+        _mm512_subs_epu16(_mm512_unpacklo_epi8(low, high), minus), _mm512_unpacklo_epi8(v, v),
+        signs, 0xF8);
+    words[1] = _mm512_ternarylogic_epi32(
+        _mm512_subs_epu16(_mm512_unpackhi_epi8(low, high), minus), _mm512_unpackhi_epi8(v, v),
+        signs, 0xF8);
+  }
+  bool is_rare() const {
+    return _mm512_movepi8_mask(seen) != 0;
+  }
+};
 template <typename Row>
-constexpr int64_t kSumDepth = std::is_same_v<Row, float> ? VecGemm<float>::kSumDepth
-                                                         : std::numeric_limits<int64_t>::max();
+using FoldedCodes = std::conditional_t<std::is_same_v<Row, float>, ScaledE4M3, FoldedE4M3>;
 
-// ---- few rows ---------------------------------------------------------------------------
+struct Int8 : Decoding<2> {
+  static constexpr int64_t kBits = 8;
+  const Ints low0, low1, high0, high1, minus0, minus1;
+  Int8()
+      : low0(_mm512_load_si512(tables().int8[0])), low1(_mm512_load_si512(tables().int8[0] + 64)),
+        high0(_mm512_load_si512(tables().int8[1])),
+        high1(_mm512_load_si512(tables().int8[1] + 64)),
+        minus0(_mm512_load_si512(tables().int8[2])),
+        minus1(_mm512_load_si512(tables().int8[2] + 64)) {}
 
-C10_ALWAYS_INLINE __m512 dot_word(__m512 sum, __m512i words, const BFloat16* x) {
+  C10_ALWAYS_INLINE void decode(Ints v, Fold, Numbers& words) {
+    const Ints magnitude = _mm512_abs_epi8(v);
+    const Ints low = _mm512_permutex2var_epi8(low0, magnitude, low1);
+    const Ints high = _mm512_mask_blend_epi8(
+        _mm512_movepi8_mask(v), _mm512_permutex2var_epi8(high0, magnitude, high1),
+        _mm512_permutex2var_epi8(minus0, magnitude, minus1));
+    words[0] = _mm512_unpacklo_epi8(low, high);
+    words[1] = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+struct FourBits : Decoding<4> {
+  static constexpr int64_t kBits = 4;
+  const Ints table, low_bits, second;
+  Ints shifts[4];
+  explicit FourBits(const uint8_t (&bytes)[64])
+      : table(_mm512_load_si512(bytes)), low_bits(_mm512_set1_epi8(15)),
+        second(_mm512_set1_epi16(0x1000)) {
+    for (int j = 0; j < 4; ++j) {
+      // Of the 64 bits of two lines, from which bit on: byte i of four of a line.
+      alignas(64) uint8_t from[64];
+      for (int i = 0; i < 64; ++i) {
+        from[i] = static_cast<uint8_t>((i & 4 ? 32 : 0) + 8 * j + (i & 2 ? 4 : 0));
+      }
+      shifts[j] = _mm512_load_si512(from);
+    }
+  }
+
+  C10_ALWAYS_INLINE void decode(Ints v, Fold, Numbers& words) {
+    MOE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      const Ints codes = _mm512_multishift_epi64_epi8(shifts[j], v);
+      words[j] = _mm512_permutexvar_epi8(
+          _mm512_ternarylogic_epi32(second, codes, low_bits, 0xF8), table);
+    }
+  }
+};
+struct E2M1 : FourBits {
+  E2M1() : FourBits(tables().e2m1) {}
+};
+struct Int4 : FourBits {
+  Int4() : FourBits(tables().int4) {}
+};
+
+// ---- numbers in use ---------------------------------------------------------------------
+
+C10_ALWAYS_INLINE Floats add_pair(Floats sum, Ints words, const BFloat16* x) {
   int32_t word;
   std::memcpy(&word, x, sizeof(word));
   return _mm512_dpbf16_ps(
-      sum, reinterpret_cast<__m512bh>(words), reinterpret_cast<__m512bh>(_mm512_set1_epi32(word)));
+      sum, reinterpret_cast<__m512bh>(words), reinterpret_cast<__m512bh>(all_ints(word)));
 }
-
-// `factor` is the scale where that is folded.
-template <bool folded>
-C10_ALWAYS_INLINE __m512 add_word(__m512 sum, __m512i words, const BFloat16* x, __m512) {
-  return dot_word(sum, words, x);
+C10_ALWAYS_INLINE Floats add_pair(Floats sum, const FloatPair& two, const float* x) {
+  return fma(all_floats(x[1]), two.second, fma(all_floats(x[0]), two.first, sum));
 }
-
-template <bool folded>
-C10_ALWAYS_INLINE __m512 add_word(__m512 sum, __m512i words, const float* x, __m512 factor) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int32_t>(0xffff0000));
-  __m512 first = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-  __m512 second = _mm512_castsi512_ps(_mm512_and_si512(words, upper));
-  if constexpr (folded) {
-    first = _mm512_mul_ps(first, factor);
-    second = _mm512_mul_ps(second, factor);
-  }
-  return _mm512_fmadd_ps(
-      _mm512_set1_ps(x[1]), second, _mm512_fmadd_ps(_mm512_set1_ps(x[0]), first, sum));
+C10_ALWAYS_INLINE Floats add_pair(Floats sum, Ints words, const float* x) {
+  return add_pair(sum, floats_of(words), x);
 }
-
-// c[m] = x[m] times the lines of Q groups, whose sums are made over `segment` elements at a
-// time. Several groups, as a sum waits for its own last product. A block of kBlock elements is
-// unrolled and no more: there are a hundred of these kernels to compile, and to fetch.
-template <typename Row, typename Codes, Scaling scaling, int64_t segment, int M, int Q>
-bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x) {
-  constexpr bool folded = scaling == Scaling::Folded;
-  constexpr int64_t kElements = 32 / Codes::kBits;  // of a double word
-  constexpr int64_t kWords = kElements / 2;
-  constexpr int64_t kPiece = kBlock / kElements;
-  const int64_t depth = groups[0].w->depth, total = depth / kElements;
-  Codes codes;
-  LineScales scales[Q];
-  const uint8_t* lines[Q];
-  __m512 sums[Q][M], parts[Q][M];
-  __m512i raw[Q][kStretch];
-  MOE_UNROLL
-  for (int q = 0; q < Q; ++q) {
-    scales[q].begin(*groups[q].w, expert, groups[q].row);
-    lines[q] = groups[q].w->at(expert, groups[q].row, 0);
-    MOE_UNROLL
-    for (int r = 0; r < M; ++r) {
-      sums[q][r] = parts[q][r] = _mm512_setzero_ps();
-    }
-  }
-  for (int64_t d0 = 0; d0 < total; d0 += kPiece) {
-    if (d0 % kStretch == 0) {
-      MOE_UNROLL
-      for (int q = 0; q < Q; ++q) {
-        prefetch(groups[q], lines[q] + d0 * 64);
-        read_lines<Codes>(*groups[q].w, lines[q], d0, total, raw[q]);
-      }
-    }
-    __m512i minus[Q] = {};
-    __m512 factors[Q] = {};
-    if constexpr (folded) {
-      MOE_UNROLL
-      for (int q = 0; q < Q; ++q) {
-        if constexpr (std::is_same_v<Row, float>) {
-          factors[q] = scales[q].values(d0 / kPiece);
-        } else {
-          minus[q] = scales[q].minus(d0 / kPiece);
-        }
-      }
-    }
-    const auto add = [&](int64_t i) MOE_INLINE {
-      MOE_UNROLL
-      for (int q = 0; q < Q; ++q) {
-        __m512i words[kWords];
-        codes.decode(raw[q][i % kStretch], minus[q], words);
-        MOE_UNROLL
-        for (int64_t j = 0; j < kWords; ++j) {
-          MOE_UNROLL
-          for (int r = 0; r < M; ++r) {
-            parts[q][r] =
-                add_word<folded>(parts[q][r], words[j], x[r] + i * kElements + 2 * j, factors[q]);
-          }
-        }
-      }
-    };
-    if (d0 + kPiece <= total) {
-      MOE_UNROLL
-      for (int64_t i = 0; i < kPiece; ++i) {
-        add(d0 + i);
-      }
-    } else {
-      for (int64_t i = d0; i < total; ++i) {
-        add(i);
-      }
-    }
-    const int64_t next = (d0 + kPiece) * kElements;
-    if (segment > kBlock && next % segment != 0 && next < depth) {
-      continue;
-    }
-    MOE_UNROLL
-    for (int q = 0; q < Q; ++q) {
-      __m512 scale = _mm512_set1_ps(1);
-      if constexpr (scaling == Scaling::Blocks) {
-        scale = scales[q].values(d0 * kElements / segment);
-      }
-      MOE_UNROLL
-      for (int r = 0; r < M; ++r) {
-        sums[q][r] = scaling == Scaling::Blocks ? _mm512_fmadd_ps(parts[q][r], scale, sums[q][r])
-                                                : _mm512_add_ps(sums[q][r], parts[q][r]);
-        parts[q][r] = _mm512_setzero_ps();
-      }
-    }
-  }
-  bool is_rare = codes.is_rare();
-  for (int q = 0; q < Q; ++q) {
-    __m512 scale = _mm512_set1_ps(1);
-    if constexpr (scaling == Scaling::Rows) {
-      scale = scales[q].values(0);
-    }
-    for (int r = 0; r < M; ++r) {
-      _mm512_storeu_ps(
-          groups[q].c + r * kPanelCols,
-          scaling == Scaling::Rows ? _mm512_mul_ps(sums[q][r], scale) : sums[q][r]);
-    }
-    is_rare = is_rare || scales[q].is_rare();
-  }
-  return !is_rare;
-}
-
-// A kernel for so many rows, and how many groups of lines it takes.
-template <typename Row>
-struct Kernel {
-  bool (*run)(const LineGroup*, int64_t, const Row* const*) = nullptr;
-  int groups = 1;
-};
-
-// By rows: 1, 2, 4 and 8.
-template <typename Row, typename Codes, Scaling scaling, int64_t segment = kSumDepth<Row>>
-Kernel<Row> multiply_lines_of(int64_t rows) {
-  return rows == 1
-      ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, segment, 1, 2>, 2}
-      : rows == 2 ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, segment, 2, 2>, 2}
-      : rows == 4 ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, segment, 4, 1>, 1}
-                  : Kernel<Row>{&multiply_lines<Row, Codes, scaling, segment, 8, 1>, 1};
-}
-
-template <typename Row>
-Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
-  const int64_t block = w.scale.block_cols;
-  switch (w.scaling) {
-    case Scaling::Folded: {
-      using Codes = std::conditional_t<std::is_same_v<Row, float>, E4M3, FoldedE4M3>;
-      return multiply_lines_of<Row, Codes, Scaling::Folded>(rows);
-    }
-    case Scaling::Rows:
-      return w.codes == LowBitCodes::E4M3
-          ? multiply_lines_of<Row, E4M3, Scaling::Rows>(rows)
-          : w.codes == LowBitCodes::Int8
-          ? multiply_lines_of<Row, Int8, Scaling::Rows>(rows)
-          : Kernel<Row>{};
-    default:
-      break;
-  }
-  if (w.codes == LowBitCodes::E4M3 && block == 128) {
-    return multiply_lines_of<Row, E4M3, Scaling::Blocks, 128>(rows);
-  }
-  if (w.codes == LowBitCodes::E2M1 && block == 32) {
-    return multiply_lines_of<Row, E2M1, Scaling::Blocks, 32>(rows);
-  }
-  if (w.codes == LowBitCodes::Int4) {
-    return block == 32 ? multiply_lines_of<Row, Int4, Scaling::Blocks, 32>(rows)
-                       : multiply_lines_of<Row, Int4, Scaling::Blocks, 128>(rows);
-  }
-  return {};
-}
-
-// ---- into a panel --------------------------------------------------------------------------
-
-template <typename Codes>
-bool pack_lines_16(
-    const LowBitView& w, int64_t expert, int64_t row, int64_t k0, int64_t depth, BFloat16* panel) {
-  constexpr int64_t kElements = 32 / Codes::kBits;
-  constexpr int64_t kWords = kElements / 2;
-  Codes codes;
-  LineScales scales;
-  scales.begin(w, expert, row);
-  const uint8_t* lines = w.at(expert, row, 0);
-  const int64_t end = (k0 + depth) / kElements;
-  for (int64_t d0 = k0 / kElements; d0 < end; d0 += kStretch) {
-    __m512i raw[kStretch];
-    read_lines<Codes>(w, lines, d0, end, raw);
-    __m512i minus = _mm512_setzero_si512();
-    for (const auto i : c10::irange(std::min(kStretch, end - d0))) {
-      if constexpr (std::is_same_v<Codes, FoldedE4M3>) {
-        if (i % 8 == 0) {
-          minus = scales.minus((d0 + i) / 8);
-        }
-      }
-      __m512i words[kWords];
-      codes.decode(raw[i], minus, words);
-      BFloat16* to = panel + ((d0 + i) * kElements - k0) * kPanelCols;
-      for (const auto j : c10::irange(kWords)) {
-        _mm512_storeu_si512(to + 2 * j * kPanelCols, words[j]);
-      }
-    }
-  }
-  return !codes.is_rare() && !scales.is_rare();
-}
-
-inline auto find_pack(const LowBitView& w) {
-  switch (w.codes) {
-    case LowBitCodes::E4M3:
-      return w.scaling == Scaling::Folded ? &pack_lines_16<FoldedE4M3> : &pack_lines_16<E4M3>;
-    case LowBitCodes::Int8:
-      return &pack_lines_16<Int8>;
-    case LowBitCodes::E2M1:
-      return &pack_lines_16<E2M1>;
-    default:
-      return &pack_lines_16<Int4>;
-  }
-}
-
-// ---- int8 rows --------------------------------------------------------------------------------
 
 // Twice the weights plus 12, by code: 0 to 24.
-inline __m512i shifted_weights() {
+inline Ints shifted_weights() {
   return _mm512_broadcast_i32x4(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 }
-
-template <int M, int Q>
-bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* const* x) {
-  constexpr int64_t kPiece = Int8Row::kBlock / 8;
-  const int64_t depth = groups[0].w->depth, total = depth / 8;
-  const __m512i table = shifted_weights(), low_bits = _mm512_set1_epi8(15);
-  __m512i raw[Q][kStretch];
-  LineScales scales[Q];
-  const uint8_t* lines[Q];
-  __m512 sums[Q][M];
-  const int32_t* codes[M];
-  const float* row_scales[M];
-  const int32_t* corrections[M];
+// Products of a block's 4 double words of each line with the codes from `at` on of M rows.
+template <int M>
+C10_ALWAYS_INLINE void add_int8(
+    const Ints* raw, Ints table, const int32_t* const (&codes)[M], int64_t at,
+    Ints (&products)[M]) {
+  const Ints low_bits = _mm512_set1_epi8(15);
   MOE_UNROLL
-  for (int q = 0; q < Q; ++q) {
-    scales[q].begin(*groups[q].w, expert, groups[q].row);
-    lines[q] = groups[q].w->at(expert, groups[q].row, 0);
+  for (int64_t i = 0; i < 4; ++i) {
+    const Ints even = _mm512_shuffle_epi8(table, _mm512_and_si512(raw[i], low_bits));
+    const Ints odd =
+        _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(raw[i], 4), low_bits));
     MOE_UNROLL
     for (int r = 0; r < M; ++r) {
-      sums[q][r] = _mm512_setzero_ps();
+      const int32_t* x = codes[r] + at + 2 * i;
+      products[r] = _mm512_dpbusd_epi32(products[r], even, all_ints(x[0]));
+      products[r] = _mm512_dpbusd_epi32(products[r], odd, all_ints(x[1]));
     }
   }
-  MOE_UNROLL
-  for (int r = 0; r < M; ++r) {
-    void* record = const_cast<void*>(x[r]);
-    codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record));
-    row_scales[r] = Int8Row::scales(record, depth);
-    corrections[r] = Int8Row::corrections(record, depth);
-  }
-  for (int64_t d0 = 0; d0 < total; d0 += kPiece) {
-    if (d0 % kStretch == 0) {
-      MOE_UNROLL
-      for (int q = 0; q < Q; ++q) {
-        prefetch(groups[q], lines[q] + d0 * 64);
-        read_lines<E2M1>(*groups[q].w, lines[q], d0, total, raw[q]);
-      }
-    }
-    const int64_t block = d0 / kPiece;
-    __m512i products[Q][M];
-    MOE_UNROLL
-    for (int q = 0; q < Q; ++q) {
-      MOE_UNROLL
-      for (int r = 0; r < M; ++r) {
-        products[q][r] = _mm512_set1_epi32(corrections[r][block]);
-      }
-    }
-    MOE_UNROLL
-    for (int64_t i = d0; i < d0 + kPiece; ++i) {
-      MOE_UNROLL
-      for (int q = 0; q < Q; ++q) {
-        const __m512i v = raw[q][i % kStretch];
-        const __m512i even = _mm512_shuffle_epi8(table, _mm512_and_si512(v, low_bits));
-        const __m512i odd =
-            _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), low_bits));
-        MOE_UNROLL
-        for (int r = 0; r < M; ++r) {
-          const int32_t* at = codes[r] + 2 * i;
-          products[q][r] = _mm512_dpbusd_epi32(products[q][r], even, _mm512_set1_epi32(at[0]));
-          products[q][r] = _mm512_dpbusd_epi32(products[q][r], odd, _mm512_set1_epi32(at[1]));
-        }
-      }
-    }
-    MOE_UNROLL
-    for (int q = 0; q < Q; ++q) {
-      const __m512 scale = scales[q].values(block);
-      MOE_UNROLL
-      for (int r = 0; r < M; ++r) {
-        sums[q][r] = _mm512_fmadd_ps(
-            _mm512_mul_ps(_mm512_cvtepi32_ps(products[q][r]), scale),
-            _mm512_set1_ps(row_scales[r][block]), sums[q][r]);
-      }
-    }
-  }
-  bool is_rare = false;
-  for (int q = 0; q < Q; ++q) {
-    for (int r = 0; r < M; ++r) {
-      _mm512_storeu_ps(groups[q].c + r * kPanelCols, sums[q][r]);
-    }
-    is_rare = is_rare || scales[q].is_rare();
-  }
-  return !is_rare;
 }
 
-inline Kernel<void> find_multiply_int8(int64_t rows) {
-  return rows == 1   ? Kernel<void>{&multiply_int8_lines<1, 2>, 2}
-      : rows == 2    ? Kernel<void>{&multiply_int8_lines<2, 2>, 2}
-      : rows == 4    ? Kernel<void>{&multiply_int8_lines<4, 2>, 2}
-                     : Kernel<void>{&multiply_int8_lines<8, 1>, 1};
+C10_ALWAYS_INLINE void store_pair(Ints words, BFloat16* to, int64_t) {
+  store_ints(to, words);
 }
 
-// find(rows) is a Kernel: runs it for all rows, 8, 4, 2 or 1 at a time, and all groups.
-template <typename Row, typename FindFn>
-bool multiply_groups(
-    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const Row* const* lines,
-    const FindFn& find) {
-  for (int64_t r0 = 0; r0 < rows; r0 += 8) {
-    const int64_t count = std::min<int64_t>(8, rows - r0);
-    const int64_t padded = count <= 2 ? count : count <= 4 ? 4 : 8;
-    const Row* here[8];
-    for (const auto r : c10::irange(padded)) {
-      here[r] = lines[r0 + std::min(r, count - 1)];
-    }
-    const Kernel<Row> kernel = find(padded);
-    if (kernel.run == nullptr) {
-      return false;
-    }
-    for (size_t g = 0; g < groups.size(); g += kernel.groups) {
-      alignas(64) float sums[2][8 * kPanelCols];
-      LineGroup some[2];
-      for (int q = 0; q < kernel.groups; ++q) {
-        some[q] = groups[std::min(g + q, groups.size() - 1)];
-        some[q].c = padded == count ? some[q].c + r0 * kPanelCols : sums[q];
-      }
-      if (!kernel.run(some, expert, here)) {
-        return false;
-      }
-      for (int q = 0; padded != count && q < kernel.groups; ++q) {
-        float* c = groups[std::min(g + q, groups.size() - 1)].c + r0 * kPanelCols;
-        for (const auto r : c10::irange(count)) {
-          std::copy_n(sums[q] + r * kPanelCols, kPanelLines, c + r * kPanelCols);
-        }
-      }
-    }
-  }
+// Where tables make the numbers, denormals are like others.
+struct PackMode {};
+inline bool may_multiply(LowBitCodes) {
   return true;
 }
+template <typename operand_t>
+constexpr bool packs() {
+  return std::is_same_v<operand_t, BFloat16>;
+}
 
-}  // namespace low_bit
-
-// What LowBitSource asks, see NoLowBit.
-struct Avx512LowBit {
-  static constexpr int64_t kRows = 8;
-  static constexpr int64_t kLines = kPanelLines;
+struct Traits {
+  static constexpr int64_t kRows = kMaxRows, kLines = low_bit_avx512::kLines;
 
   template <typename Micro>
   static constexpr bool multiplies() {
     return std::is_base_of_v<VecGemm<BFloat16, DotProducts>, Micro> ||
         std::is_base_of_v<VecGemm<float>, Micro>;
   }
-
   static bool is_available() {
     static const bool found = has_instructions("avx512_vbmi") &&
         has_instructions("avx512_bf16") && has_instructions("avx512_vnni");
     return found;
   }
-
   static bool is_regular(const LowBitView& w, int64_t row, int64_t count) {
-    return row % kPanelLines == 0 && count % kPanelLines == 0 &&
+    return row % kLines == 0 && count % kLines == 0 &&
         w.depth % (w.scaling == Scaling::Rows ? 8 : 32) == 0;
   }
-
-  // The groups are of one format.
-  template <typename Micro>
-  static bool multiply(
-      const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
-      const typename Micro::operand_t* const* lines) {
-    using Row = typename Micro::operand_t;
-    return low_bit::multiply_groups(groups, expert, rows, lines, [&](int64_t m) {
-      return low_bit::find_multiply<Row>(*groups[0].w, m);
-    });
-  }
-
-  template <typename operand_t>
-  static bool multiply_int8(
-      const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
-      const operand_t* const* lines) {
-    return low_bit::multiply_groups(
-        groups, expert, rows, reinterpret_cast<const void* const*>(lines),
-        &low_bit::find_multiply_int8);
-  }
-
-  template <typename operand_t>
-  static bool pack(
-      const LowBitView& w, int64_t expert, int64_t row, int64_t count, int64_t k0, int64_t depth,
-      int64_t at, int64_t tile_cols, operand_t* panel) {
-    if (!std::is_same_v<operand_t, BFloat16> || tile_cols != kPanelCols ||
-        !is_regular(w, row, count) || k0 % 32 != 0 || depth % 8 != 0 ||
-        (w.scaling == Scaling::Folded && w.scale.block_cols != 32)) {
-      return false;
-    }
-    auto* columns = reinterpret_cast<BFloat16*>(panel) + 2 * at;
-    const auto fn = low_bit::find_pack(w);
-    for (int64_t n = 0; n < count; n += kPanelLines) {
-      if (!fn(w, expert, row + n, k0, depth, columns + 2 * n)) {
-        return false;
-      }
-    }
-    return true;
-  }
 };
+
+#include <ATen/native/cpu/MoELowBitDecoder.h>
+
+}  // namespace low_bit_avx512
+
+using Avx512LowBit = low_bit_avx512::Decoder;
 
 }  // namespace moe_cpu
 }  // namespace CPU_CAPABILITY

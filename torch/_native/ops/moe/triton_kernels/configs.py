@@ -272,7 +272,9 @@ TABLES: dict[str, KernelTable] = {
 }
 
 
-def table_for_capability(major: int, minor: int) -> KernelTable | None:
+def table_for_capability(
+    major: int, minor: int, tables: dict[str, KernelTable] = TABLES
+) -> KernelTable | None:
     """The table of a CUDA compute capability, or None where there is none.
 
     10.3 (B300) takes the table of 10.0: the same tensor memory and shared memory.
@@ -281,7 +283,7 @@ def table_for_capability(major: int, minor: int) -> KernelTable | None:
     """
     if (major, minor) == (10, 3):
         minor = 0
-    return TABLES.get(f"sm_{10 * major + minor}")
+    return tables.get(f"sm_{10 * major + minor}")
 
 
 def table_for_gcn_arch(name: str) -> KernelTable | None:

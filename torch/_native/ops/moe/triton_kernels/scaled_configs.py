@@ -91,10 +91,3 @@ _SM_100: KernelTable = {
 }
 
 SCALED_TABLES: dict[str, KernelTable] = {"sm_90": _SM_90, "sm_100": _SM_100}
-
-
-def scaled_table_for_capability(major: int, minor: int) -> KernelTable | None:
-    """The table of a CUDA compute capability, or None; 10.3 takes that of 10.0."""
-    if (major, minor) == (10, 3):
-        minor = 0
-    return SCALED_TABLES.get(f"sm_{10 * major + minor}")

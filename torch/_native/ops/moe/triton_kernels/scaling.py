@@ -137,13 +137,3 @@ def dequantize_rows(
     """float32 numbers (M, N) of codes (M, N) and int32 bytes (M, N / BLOCK)."""
     blocks = tl.reshape(decode(code, INT8, NATIVE), (M, N // BLOCK, BLOCK))
     return tl.reshape(blocks * power_of_two(byte)[:, :, None], (M, N))
-
-
-@triton.jit
-def dequantize_columns(
-    code, byte, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    INT8: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """float32 numbers (M, N) of codes (M, N) and int32 bytes (M / BLOCK, N)."""
-    blocks = tl.reshape(decode(code, INT8, NATIVE), (M // BLOCK, BLOCK, N))
-    return tl.reshape(blocks * power_of_two(byte)[:, None, :], (M, N))

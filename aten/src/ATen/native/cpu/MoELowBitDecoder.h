@@ -1,0 +1,523 @@
+// The decoder of weights of few bits, for each instruction set: what it does with registers of
+// kLines lines of a matrix side by side, a double word of each. Included by MoELowBitAvx2.h and
+// MoELowBitAvx512.h, within their namespaces and between their pragmas: a template has only the
+// instructions of the place where it is written. These have
+//
+//   kStretch              double words of a line that are read at a time
+//   kMaxRows              rows of a product at most, a power of two
+//   kGroups, kInt8Groups  groups of lines that are multiplied at a time, by log2 of the rows
+//   kUnrolls, kMasksTails whether blocks are unrolled; whether fewer scales can be turned around
+//   Floats, Ints, Rare    registers, and what says which lines have a scale that is rare
+//   Int4, E2M1, Int8, E4M3, FoldedCodes<Row>    how codes become numbers: decode() a register,
+//                         of which pair<j>() has elements 2 j and 2 j + 1; fold() of E8M0 scales
+//   add_pair(), add_int8(), store_pair()    what becomes of them
+//   Traits, may_multiply(), packs(), underflows(), PackMode    where the caller has to do it
+
+constexpr int64_t kBlock = 32;    // elements: those of the smallest block of a scale
+constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
+
+// Of a lambda.
+#if defined(__GNUC__)
+#define MOE_INLINE __attribute__((always_inline))
+#else
+#define MOE_INLINE
+#endif
+
+// ---- reading --------------------------------------------------------------------------------
+
+// Of kLines lines, from double word d0 of `total` on, a stretch or what there is of it.
+template <typename Codes>
+C10_ALWAYS_INLINE void read_lines(
+    const LowBitView& w, const uint8_t* lines, int64_t d0, int64_t total, Ints (&raw)[kStretch]) {
+  const int64_t here = std::min(kStretch, total - d0);
+  if (w.panels) {
+    for (const auto i : c10::irange(here)) {
+      const uint8_t* from = lines + (d0 + i) * 4 * kPanelLines;
+      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T1);
+      raw[i] = ordered<Codes::kBits, /*panels=*/true>(load_ints(from));
+    }
+    return;
+  }
+  if (here == kStretch) {
+    transpose_lines(lines + d0 * 4, w.row_bytes, raw);
+  } else {
+    transpose_tail(lines + d0 * 4, w.row_bytes, here * 4, raw);
+  }
+  MOE_UNROLL
+  for (int i = 0; i < kStretch; ++i) {
+    raw[i] = ordered<Codes::kBits, /*panels=*/false>(raw[i]);
+  }
+}
+
+// A stretch of a group's lines. What comes next lies behind, see LineGroup: fetched in the
+// order of addresses, as much as is read. Into L2: it is more than L1 holds.
+template <typename Codes>
+C10_ALWAYS_INLINE void read_group(
+    const LineGroup& group, const uint8_t* lines, int64_t d0, int64_t total,
+    Ints (&raw)[kStretch]) {
+  if (!group.w->panels) {
+    MOE_UNROLL
+    for (int64_t i = 0; i < kLines * kStretch * 4; i += 64) {
+      prefetch(lines + group.ahead + d0 * kLines * 4 + i);
+    }
+  }
+  read_lines<Codes>(*group.w, lines, d0, total, raw);
+}
+
+// Scales of kLines lines, for one block of K after the other.
+class LineScales {
+ public:
+  void begin(const LowBitView& w, int64_t expert, int64_t row) {
+    scale_ = &w.scale;
+    expert_ = expert;
+    row_ = row;
+    first_ = w.scale.offset(expert, row, 0);
+    blocks_ = (w.depth + w.scale.block_cols - 1) / w.scale.block_cols;
+    is_one_ = w.scale.row_stride == 0 ||
+        (w.scale.block_rows % kLines == 0 && row % w.scale.block_rows % kLines == 0);
+  }
+
+  // E8M0 bytes as double words.
+  C10_ALWAYS_INLINE Ints bytes(int64_t block) {
+    if (scale_->panels) {
+      return load_bytes(from<uint8_t>(block));
+    }
+    load_blocks(block);
+    return load_ints(staged_[block % kLines]);
+  }
+
+  C10_ALWAYS_INLINE Floats values(int64_t block) {
+    if (scale_->is_pow2) {
+      return pow2_of(bytes(block), rare);
+    }
+    if (is_one_) {
+      return all_floats(*from<float>(block));
+    }
+    if (scale_->is_dense_along_rows()) {
+      return load_floats(from<float>(block));
+    }
+    load_blocks(block);
+    return as_floats(load_ints(staged_[block % kLines]));
+  }
+
+  Rare rare{};
+
+ private:
+  template <typename scale_t>
+  const scale_t* from(int64_t block) const {
+    return static_cast<const scale_t*>(scale_->data) + first_ + block * scale_->col_stride;
+  }
+
+  // That block and its neighbours, kLines at a time, as double words.
+  C10_ALWAYS_INLINE void load_blocks(int64_t block) {
+    if (block / kLines != loaded_) {
+      loaded_ = block / kLines;
+      stage(loaded_ * kLines, std::min(kLines, blocks_ - loaded_ * kLines));
+    }
+  }
+
+  C10_NOINLINE void stage(int64_t first, int64_t count) {
+    const int64_t pitch = scale_->row_stride;
+    if (scale_->col_stride == 1 && scale_->block_rows == 1 && (kMasksTails || count == kLines)) {
+      if (scale_->is_pow2) {
+        return stage_bytes(from<uint8_t>(first), pitch, count, staged_);
+      }
+      Ints turned[kLines];
+      const auto* floats = reinterpret_cast<const uint8_t*>(from<float>(first));
+      if (count == kLines) {
+        transpose_lines(floats, pitch * 4, turned);
+      } else {
+        transpose_tail(floats, pitch * 4, count * 4, turned);
+      }
+      for (const auto i : c10::irange(kLines)) {
+        store_ints(staged_[i], turned[i]);
+      }
+      return;
+    }
+    for (const auto line : c10::irange(kLines)) {
+      for (const auto i : c10::irange(count)) {
+        const int64_t k = (first + i) * scale_->block_cols;
+        const int64_t at = scale_->offset(expert_, row_ + line, k);
+        staged_[i][line] = scale_->is_pow2
+            ? static_cast<const uint8_t*>(scale_->data)[at]
+            : c10::bit_cast<int32_t>(static_cast<const float*>(scale_->data)[at]);
+      }
+    }
+  }
+
+  const ScaleView* scale_;
+  int64_t expert_, row_, blocks_;
+  int64_t first_;  // offset of the first block
+  bool is_one_;    // of all lines
+  int64_t loaded_ = -1;  // the kLines blocks in staged_
+  alignas(64) int32_t staged_[kLines][kLines];
+};
+
+// ---- few rows -------------------------------------------------------------------------------
+
+// fn(integral_constant<int, j>()) for j < n.
+template <typename Fn, int... j>
+C10_ALWAYS_INLINE void unrolled(const Fn& fn, std::integer_sequence<int, j...>) {
+  (fn(std::integral_constant<int, j>()), ...);
+}
+template <int n, typename Fn>
+C10_ALWAYS_INLINE void unrolled(const Fn& fn) {
+  unrolled(fn, std::make_integer_sequence<int, n>());
+}
+
+// c[m] = x[m] times the lines of Q groups, which are of one format: the sums of blocks with a
+// scale of their own, or those that VecGemm makes. Several groups, as a sum waits for its own last
+// product.
+template <typename Row, typename Codes, Scaling scaling, int M, int Q>
+bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x) {
+  constexpr int64_t kElements = 32 / Codes::kBits;  // of a double word
+  constexpr int64_t kPiece = kBlock / kElements;
+  const LowBitView& w = *groups[0].w;
+  const int64_t depth = w.depth, total = depth / kElements;
+  const int64_t segment = scaling == Scaling::Blocks ? w.scale.block_cols
+      : std::is_same_v<Row, float>                    ? VecGemm<float>::kSumDepth
+                                                      : depth;
+  int64_t end = std::min(segment, depth), sums_done = 0;
+  Codes codes;
+  LineScales scales[Q];
+  const uint8_t* lines[Q];
+  Fold folds[Q];
+  Floats sums[Q][M], parts[Q][M];
+  Ints raw[Q][kStretch];
+  MOE_UNROLL
+  for (int q = 0; q < Q; ++q) {
+    scales[q].begin(*groups[q].w, expert, groups[q].row);
+    lines[q] = groups[q].w->at(expert, groups[q].row, 0);
+    folds[q] = unfolded();
+    MOE_UNROLL
+    for (int r = 0; r < M; ++r) {
+      sums[q][r] = parts[q][r] = all_floats(0);
+    }
+  }
+  for (int64_t d0 = 0; d0 < total; d0 += kPiece) {
+    MOE_UNROLL
+    for (int q = 0; q < Q; ++q) {
+      if (d0 % kStretch == 0) {
+        read_group<Codes>(groups[q], lines[q], d0, total, raw[q]);
+      }
+      if constexpr (scaling == Scaling::Folded) {
+        folds[q] = Codes::fold(scales[q].bytes(d0 / kPiece), scales[q].rare);
+      }
+    }
+    const auto add = [&](int64_t i) MOE_INLINE {
+      typename Codes::Numbers numbers[Q];
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        codes.decode(raw[q][i % kStretch], folds[q], numbers[q]);
+      }
+      unrolled<kElements / 2>([&](auto pair) MOE_INLINE {
+        constexpr int j = decltype(pair)::value;
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          const auto two = codes.template pair<j>(numbers[q], folds[q]);
+          MOE_UNROLL
+          for (int r = 0; r < M; ++r) {
+            parts[q][r] = add_pair(parts[q][r], two, x[r] + i * kElements + 2 * j);
+          }
+        }
+      });
+    };
+    const int64_t last = std::min(d0 + kPiece, total);
+    if (kUnrolls && last == d0 + kPiece) {
+      MOE_UNROLL
+      for (int64_t i = 0; i < kPiece; ++i) {
+        add(d0 + i);
+      }
+    } else {
+      for (int64_t i = d0; i < last; ++i) {
+        add(i);
+      }
+    }
+    if (last * kElements < end) {
+      continue;
+    }
+    const int64_t at = sums_done++;
+    end = std::min(end + segment, depth);
+    MOE_UNROLL
+    for (int q = 0; q < Q; ++q) {
+      Floats scale = all_floats(1);
+      if constexpr (scaling == Scaling::Blocks) {
+        scale = scales[q].values(at);
+      }
+      MOE_UNROLL
+      for (int r = 0; r < M; ++r) {
+        sums[q][r] = scaling == Scaling::Blocks ? fma(parts[q][r], scale, sums[q][r])
+            : at == 0                           ? parts[q][r]
+                                                : add_floats(sums[q][r], parts[q][r]);
+        parts[q][r] = all_floats(0);
+      }
+    }
+  }
+  bool is_rare = codes.is_rare();
+  for (int q = 0; q < Q; ++q) {
+    Floats scale = all_floats(1);
+    if constexpr (scaling == Scaling::Rows) {
+      scale = scales[q].values(0);
+    }
+    for (int r = 0; r < M; ++r) {
+      store_floats(
+          groups[q].c + r * kPanelCols,
+          scaling == Scaling::Rows ? multiply_floats(sums[q][r], scale) : sums[q][r]);
+    }
+    is_rare = is_rare || is_any(scales[q].rare);
+  }
+  return !is_rare;
+}
+
+// The same of rows that are rounded to int8.
+template <int M, int Q>
+bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* const* x) {
+  constexpr int64_t kPiece = Int8Row::kBlock / 8;
+  const int64_t depth = groups[0].w->depth, total = depth / 8;
+  const Ints table = shifted_weights();
+  LineScales scales[Q];
+  const uint8_t* lines[Q];
+  Floats sums[Q][M];
+  Ints raw[Q][kStretch];
+  const int32_t* codes[M];
+  const float* row_scales[M];
+  const int32_t* corrections[M];
+  MOE_UNROLL
+  for (int q = 0; q < Q; ++q) {
+    scales[q].begin(*groups[q].w, expert, groups[q].row);
+    lines[q] = groups[q].w->at(expert, groups[q].row, 0);
+    MOE_UNROLL
+    for (int r = 0; r < M; ++r) {
+      sums[q][r] = all_floats(0);
+    }
+  }
+  MOE_UNROLL
+  for (int r = 0; r < M; ++r) {
+    void* record = const_cast<void*>(x[r]);
+    codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record));
+    row_scales[r] = Int8Row::scales(record, depth);
+    corrections[r] = Int8Row::corrections(record, depth);
+  }
+  for (int64_t d0 = 0; d0 < total; d0 += kPiece) {
+    const int64_t block = d0 / kPiece;
+    MOE_UNROLL
+    for (int q = 0; q < Q; ++q) {
+      if (d0 % kStretch == 0) {
+        read_group<E2M1>(groups[q], lines[q], d0, total, raw[q]);
+      }
+      Ints products[M];
+      MOE_UNROLL
+      for (int r = 0; r < M; ++r) {
+        products[r] = all_ints(corrections[r][block]);
+      }
+      add_int8<M>(raw[q] + d0 % kStretch, table, codes, 2 * d0, products);
+      const Floats scale = scales[q].values(block);
+      MOE_UNROLL
+      for (int r = 0; r < M; ++r) {
+        sums[q][r] = fma(
+            multiply_floats(to_floats(products[r]), scale), all_floats(row_scales[r][block]),
+            sums[q][r]);
+      }
+    }
+  }
+  bool is_rare = false;
+  for (int q = 0; q < Q; ++q) {
+    for (int r = 0; r < M; ++r) {
+      store_floats(groups[q].c + r * kPanelCols, sums[q][r]);
+    }
+    is_rare = is_rare || is_any(scales[q].rare);
+  }
+  return !is_rare;
+}
+
+// A kernel for so many rows, and how many groups of lines it takes.
+template <typename Row>
+struct Kernel {
+  bool (*run)(const LineGroup*, int64_t, const Row* const*) = nullptr;
+  int groups = 1;
+};
+
+// fn(log2 of rows), as a constant.
+template <int log_rows = 0, typename Fn>
+auto with_log_rows(int64_t rows, const Fn& fn) {
+  if constexpr ((1 << log_rows) < kMaxRows) {
+    if (rows > (int64_t{1} << log_rows)) {
+      return with_log_rows<log_rows + 1>(rows, fn);
+    }
+  }
+  return fn(std::integral_constant<int, log_rows>());
+}
+
+template <typename Row, typename Codes, Scaling scaling>
+Kernel<Row> multiply_lines_of(int64_t rows) {
+  return with_log_rows(rows, [](auto log) {
+    constexpr int m = 1 << log, q = kGroups[log];
+    return Kernel<Row>{&multiply_lines<Row, Codes, scaling, m, q>, q};
+  });
+}
+
+// None for int8 with scales of blocks.
+template <typename Row>
+Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
+  switch (w.codes) {
+    case LowBitCodes::Int4:
+      return multiply_lines_of<Row, Int4, Scaling::Blocks>(rows);
+    case LowBitCodes::E2M1:
+      return multiply_lines_of<Row, E2M1, Scaling::Blocks>(rows);
+    case LowBitCodes::Int8:
+      return w.scaling == Scaling::Rows ? multiply_lines_of<Row, Int8, Scaling::Rows>(rows)
+                                        : Kernel<Row>{};
+    default:
+      return w.scaling == Scaling::Folded
+          ? multiply_lines_of<Row, FoldedCodes<Row>, Scaling::Folded>(rows)
+          : w.scaling == Scaling::Rows ? multiply_lines_of<Row, E4M3, Scaling::Rows>(rows)
+                                       : multiply_lines_of<Row, E4M3, Scaling::Blocks>(rows);
+  }
+}
+
+inline Kernel<void> find_multiply_int8(int64_t rows) {
+  return with_log_rows(rows, [](auto log) {
+    constexpr int m = 1 << log, q = kInt8Groups[log];
+    return Kernel<void>{&multiply_int8_lines<m, q>, q};
+  });
+}
+
+// find(rows) is a Kernel: runs it for all rows, a power of two at a time, and all groups.
+template <typename Row, typename FindFn>
+bool multiply_groups(
+    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const Row* const* lines,
+    const FindFn& find) {
+  for (int64_t r0 = 0; r0 < rows; r0 += kMaxRows) {
+    const int64_t count = std::min(kMaxRows, rows - r0);
+    int64_t padded = 1;
+    while (padded < count) {
+      padded *= 2;
+    }
+    const Row* here[kMaxRows];
+    for (const auto r : c10::irange(padded)) {
+      here[r] = lines[r0 + std::min(r, count - 1)];
+    }
+    const Kernel<Row> kernel = find(padded);
+    if (kernel.run == nullptr) {
+      return false;
+    }
+    for (size_t g = 0; g < groups.size(); g += kernel.groups) {
+      // The last group once more rather than fewer at a time.
+      const auto group = [&](int q) { return groups[std::min(g + q, groups.size() - 1)]; };
+      alignas(64) float sums[kGroups[0]][kMaxRows * kPanelCols];
+      LineGroup some[kGroups[0]];
+      for (int q = 0; q < kernel.groups; ++q) {
+        some[q] = group(q);
+        some[q].c = padded == count ? some[q].c + r0 * kPanelCols : sums[q];
+      }
+      if (!kernel.run(some, expert, here)) {
+        return false;
+      }
+      for (int q = 0; padded != count && q < kernel.groups; ++q) {
+        float* c = group(q).c + r0 * kPanelCols;
+        for (const auto r : c10::irange(count)) {
+          std::copy_n(sums[q] + r * kPanelCols, kLines, c + r * kPanelCols);
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// ---- into a panel ---------------------------------------------------------------------------
+
+// kLines lines, [k0, k0 + depth) of K, into the columns from `panel` on of a tile of `ld` columns.
+template <typename operand_t, typename Codes>
+bool pack_lines(
+    const LowBitView& w, int64_t expert, int64_t row, int64_t k0, int64_t depth, int64_t ld,
+    operand_t* panel) {
+  constexpr int64_t kElements = 32 / Codes::kBits, kPiece = kBlock / kElements;
+  Codes codes;
+  LineScales scales;
+  scales.begin(w, expert, row);
+  Fold fold = unfolded();
+  const uint8_t* lines = w.at(expert, row, 0);
+  const int64_t end = (k0 + depth) / kElements;
+  bool is_rare = false;
+  for (int64_t d0 = k0 / kElements; d0 < end; d0 += kStretch) {
+    const int64_t here = std::min(kStretch, end - d0);
+    Ints raw[kStretch];
+    read_lines<Codes>(w, lines, d0, end, raw);
+    for (const auto i : c10::irange(here)) {
+      if constexpr (std::is_same_v<Codes, FoldedCodes<operand_t>>) {
+        if (w.scaling == Scaling::Folded && i % kPiece == 0) {
+          const Ints bytes = scales.bytes((d0 + i) / kPiece);
+          fold = Codes::fold(bytes, scales.rare);
+          is_rare |= underflows<operand_t>(bytes, raw + i, std::min(kPiece, here - i));
+        }
+      }
+      typename Codes::Numbers numbers;
+      codes.decode(raw[i], fold, numbers);
+      operand_t* to = panel + ((d0 + i) * kElements - k0) * ld;
+      unrolled<kElements / 2>([&](auto pair) MOE_INLINE {
+        constexpr int j = decltype(pair)::value;
+        store_pair(codes.template pair<j>(numbers, fold), to + 2 * j * ld, ld);
+      });
+    }
+  }
+  return !is_rare && !codes.is_rare() && !is_any(scales.rare);
+}
+
+template <typename operand_t>
+auto find_pack(const LowBitView& w) {
+  return w.codes == LowBitCodes::Int8 ? &pack_lines<operand_t, Int8>
+      : w.codes == LowBitCodes::E2M1  ? &pack_lines<operand_t, E2M1>
+      : w.codes == LowBitCodes::Int4  ? &pack_lines<operand_t, Int4>
+      : w.scaling == Scaling::Folded  ? &pack_lines<operand_t, FoldedCodes<operand_t>>
+                                      : &pack_lines<operand_t, E4M3>;
+}
+
+// What LowBitSource asks, see NoLowBit, with `multiplies`, `is_available` and `is_regular` of the
+// instruction set.
+struct Decoder : Traits {
+  template <typename Micro>
+  static bool multiply(
+      const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
+      const typename Micro::operand_t* const* lines) {
+    const LowBitView& w = *groups[0].w;
+    return may_multiply(w.codes) && multiply_groups(groups, expert, rows, lines, [&](int64_t m) {
+             return find_multiply<typename Micro::operand_t>(w, m);
+           });
+  }
+
+  template <typename operand_t>
+  static bool multiply_int8(
+      const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
+      const operand_t* const* lines) {
+    return multiply_groups(
+        groups, expert, rows, reinterpret_cast<const void* const*>(lines), &find_multiply_int8);
+  }
+
+  // Columns of a span from column `at` of a panel on.
+  template <typename operand_t>
+  static bool pack(
+      const LowBitView& w, int64_t expert, int64_t row, int64_t count, int64_t k0, int64_t depth,
+      int64_t at, int64_t tile_cols, operand_t* panel) {
+    if constexpr (packs<operand_t>()) {
+      constexpr int64_t v = kWordElements<operand_t>;
+      if (!is_regular(w, row, count) || k0 % kBlock != 0 || depth % 8 != 0 || at % kLines != 0 ||
+          (w.scaling == Scaling::Folded && w.scale.block_cols != kBlock)) {
+        return false;
+      }
+      [[maybe_unused]] const PackMode mode;
+      const auto fn = find_pack<operand_t>(w);
+      for (int64_t n = 0; n < count; n += kLines) {
+        const int64_t in_tile = (at + n) % tile_cols;
+        operand_t* to = panel + (at + n - in_tile) * round_up(depth, v) + in_tile * v;
+        if (!fn(w, expert, row + n, k0, depth, tile_cols, to)) {
+          return false;
+        }
+      }
+      return true;
+    } else {
+      return false;
+    }
+  }
+};
+
+#undef MOE_INLINE
