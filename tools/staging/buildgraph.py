@@ -258,7 +258,9 @@ class _Graph:
         if "m.impl" in in_place.read_text():
             names.append(in_place.name)
         texts = [autograd / name for name in names] + [_OVERLAY / "hidden_symbols.cpp"]
-        self._compile_unity("autograd", _includes(texts), "-O1 -w", self._library_objects)
+        self._compile_unity(
+            "autograd", _includes(texts), "-O1 -w", self._library_objects
+        )
         names = [
             "python_functionsEverything.cpp",
             "python_nn_functions.cpp",
