@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.fetch import fetch, moves_of
+from torch.distributed._moe.fetch import Copies, moves_of
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.distributed._moe.quota import (
     plan_step,
@@ -61,8 +61,8 @@ class TestPlacedLayer(TokenSwitchTest):
         exchange = Exchange(dist.group.WORLD, E, None, level="experts")
         home = slice(2 * self.rank, 2 * self.rank + 2)
         moves = moves_of(slot_experts, E, self.rank)
-        weights = {"w_in": self.w_in[home], "w_out": self.w_out[home]}
-        rows = fetch(exchange, moves, weights).values()
+        copies = Copies(exchange, moves)
+        rows = copies.traced(self.w_in[home], self.w_out[home])
         for weight in rows:
             weight[slot_experts[self.rank] < 0] = float("nan")
         return rows

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TYPE_CHECKING
+import weakref
+from typing import Any, cast, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.fetch import after_fetch, busiest, fetch, Moves, moves_of
+from torch.distributed._moe.fetch import (
+    after_fetch,
+    busiest,
+    Fetcher,
+    Moves,
+    moves_of,
+)
 from torch.distributed._moe.placement import Placement, plan, Topology
 from torch.distributed._moe.quota import (
     plan_step,
@@ -19,12 +27,14 @@ from torch.distributed._moe.quota import (
     split_by_source,
     StepPlan,
 )
+from torch.nn.utils.stateless import _reparametrize_module
 
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch.distributed.distributed_c10d import ProcessGroup
+    from torch.distributed.tensor.parallel._expert_adapters import Experts
 
 
 __all__ = ["ExpertPlacement", "LoadStats", "PlacedLayer"]
@@ -195,6 +205,9 @@ class PlacedLayer:
         self.home = home
         self.exchange = Exchange(group, home.num_experts, None, level="experts")
         self.levels = (self.exchange,)  # for count_wire_bytes
+        self.fetcher = Fetcher(
+            self.exchange, wire_dtype=owner.wire_dtype, keep=owner.keep
+        )
         self.last_plan: StepPlan | None = None
         self.copy_cost = owner.copy_cost
         self.use(home)
@@ -249,27 +262,28 @@ class PlacedLayer:
         return min(found, key=cost)
 
     def route(
-        self, topk_indices: Tensor, weights: Mapping[str, Tensor], row_bytes: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Slots of the experts in this forward, and the weights of this rank's slots.
+        self,
+        module: nn.Module,
+        topk_indices: Tensor,
+        weights: Mapping[str, Tensor],
+        row_bytes: int,
+        experts: Experts,
+    ) -> tuple[Tensor, Experts | PlacedExperts]:
+        """Slots of the experts in this forward, and what runs those of this rank.
 
         Args:
+            module (nn.Module): the layer.
             topk_indices (Tensor): (T, K) expert ids of this rank.
             weights (dict[str, Tensor]): local expert parameters.
             row_bytes (int): of a token.
+            experts (Experts): run those whose weights ``module`` has.
 
         Returns:
-            (Tensor, dict[str, Tensor]): (T, K) slots, -1 for no expert, and ``weights`` with
-            the copies, or nothing where all experts run at home.
+            (Tensor, Experts): (T, K) slots, -1 for no expert, and ``experts`` with the copies.
         """
         device, topology = topk_indices.device, self.home.topology
         E, slots_per_rank = self.home.num_experts, topology.slots_per_rank
-        if self._slots.device != device:
-            self._slots, self._slot_of = (
-                self._slots.to(device),
-                self._slot_of.to(device),
-            )
-            self._moves = None if self._moves is None else self._moves.to(device)
+        self._to(device)
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, next to two rows there and two back.
@@ -294,9 +308,27 @@ class PlacedLayer:
             slots = self._slot_of[torch.where(known, topk_indices, E).long()]
         else:
             slots = reroute(topk_indices, split, table, slots_per_rank)
-        if moves is None:
-            return slots, {}
-        return slots, fetch(self.exchange, moves, weights)
+        ahead = self.owner._next_of(module, self) if _reusable(module) else None
+        if moves is None and ahead is None:
+            return slots, experts
+        return slots, PlacedExperts(self, module, moves, weights, experts, ahead)
+
+    def _to(self, device: torch.device) -> None:
+        if self._slots.device != device:
+            self._slots, self._slot_of = (
+                self._slots.to(device),
+                self._slot_of.to(device),
+            )
+            self._moves = None if self._moves is None else self._moves.to(device)
+
+    def fetch_ahead(self, module: nn.Module) -> None:
+        """Issues the fetch of the next forward of ``module``, which has this layer."""
+        region = cast(Any, module)._expert_parallel
+        if self._moves is None or self.owner.online or not _reusable(module):
+            return
+        weights = region.local_parameters(module, region.expert_names)
+        self._to(next(iter(weights.values())).device)
+        self.fetcher.ahead(self._moves, weights, region.versions)
 
     def _plan_step(self, counts: Tensor) -> tuple[StepPlan, Tensor]:
         """Plan by the counts of this forward, and those of every rank."""
@@ -322,7 +354,57 @@ class PlacedLayer:
         self.last_plan = step
         return step, source
 
-    after = staticmethod(after_fetch)
+
+class PlacedExperts:
+    """Experts of a rank in one forward, with the copies, which are on their way until then."""
+
+    def __init__(
+        self,
+        layer: PlacedLayer,
+        module: nn.Module,
+        moves: Moves | None,
+        weights: Mapping[str, Tensor],
+        experts: Experts,
+        ahead: nn.Module | None,
+    ) -> None:
+        self._fetcher, self._module, self._weights = layer.fetcher, module, weights
+        self._experts, self._ahead = experts, ahead
+        self._fetch = self._copies = None
+        if moves is not None:
+            region = cast(Any, module)._expert_parallel
+            versions = region.versions if _reusable(module) else None
+            self._fetch = self._fetcher.begin(moves, weights, versions)
+
+    @property
+    def sends(self) -> bool:
+        return self._fetch is not None and self._fetch.sends
+
+    def __call__(self, *rows: Any, **options: Any) -> Tensor:
+        if self._copies is None:
+            self._copies = {}
+            if self._fetch is not None:
+                self._copies = self._fetcher.end(self._fetch, self._weights)
+            if self._ahead is not None:
+                self._ahead._expert_parallel.placed.fetch_ahead(self._ahead)
+        with _reparametrize_module(self._module, self._copies):
+            return self._experts(*rows, **options)
+
+    def after(self, output: Tensor) -> Tensor:
+        return after_fetch(output, self._copies) if self._copies else output
+
+
+def _reusable(module: nn.Module) -> bool:
+    """Whether a copy may outlive what it is fetched in.
+
+    Not in a graph; in a region that is recomputed, or under a mode that records what is done
+    there; or where FSDP gives a parameter other values behind its version.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._current_graph_task_id() != -1
+        or getattr(module, "_is_fsdp_managed_module", False)
+    )
 
 
 class ExpertPlacement:
@@ -359,6 +441,14 @@ class ExpertPlacement:
             its gradient, or to send it, in the time of one token copy there. The cost model
             knows it, see ``torch.distributed._tools.moe_planner``. Default: None (the bytes
             of both, as if only bytes took time)
+        keep (bool): fetched copies stay, in training and in inference, until the plan or the
+            weights change: micro-batches of a step share them, and serving fetches once.
+            Takes the memory of the slots of all layers. What is written through ``.data`` is
+            seen after :meth:`step` or :meth:`forget`. Not under FSDP. Default: ``False``
+        wire_dtype (torch.dtype, optional): of matrices that are fetched: ``torch.bfloat16``,
+            or ``torch.float8_e4m3fn`` with a power-of-two scale per 128 values. Gradients keep
+            their dtype. Copies are rounded then, the weights at home are not. Default: None
+            (that of the weights)
 
     Example::
         >>> # xdoctest: +SKIP("needs ranks")
@@ -380,7 +470,14 @@ class ExpertPlacement:
         online: bool = False,
         decay: float = 0.9,
         copy_cost: float | None = None,
+        keep: bool = False,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
+        if wire_dtype not in (None, torch.bfloat16, torch.float8_e4m3fn):
+            raise ValueError(
+                "ExpertPlacement: wire_dtype must be None, torch.bfloat16 or "
+                f"torch.float8_e4m3fn, got {wire_dtype}"
+            )
         if every is not None and every < 1:
             raise ValueError(f"ExpertPlacement: every must be at least 1, got {every}")
         for name, value in (("replicas", replicas), ("copy_cost", copy_cost)):
@@ -395,6 +492,12 @@ class ExpertPlacement:
         self.online = online
         self.decay = decay
         self.copy_cost = copy_cost
+        self.keep = keep
+        self.wire_dtype = wire_dtype
+        # Which module ran after which, to fetch ahead for it.
+        self._last: weakref.ref[nn.Module] | None = None
+        self._next: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
+        self._next = WeakKeyDictionary()
         self.layers: list[PlacedLayer] = []
         self.loads: Tensor | None = None
         self._stats: LoadStats | None = None
@@ -457,6 +560,7 @@ class ExpertPlacement:
         what is recomputed must find the plan of its forward.
         """
         self._steps += 1
+        self.forget()
         if self.every is None or self._stats is None:
             return
         # Summed while the next step runs, where there is a next one before the plan.
@@ -465,6 +569,22 @@ class ExpertPlacement:
             self._plan()
         if self._steps % self.every == 0:
             self._stats.start()
+
+    def forget(self) -> None:
+        """Fetches again what :attr:`keep` kept, as after a write through ``.data``."""
+        for layer in self.layers:
+            layer.fetcher.forget()
+
+    def _next_of(self, module: nn.Module, layer: PlacedLayer) -> nn.Module | None:
+        """The layer that followed ``module``, which runs now, in the forward before."""
+        last = None if self._last is None else self._last()
+        self._last = weakref.ref(module)
+        if last is not None:
+            placed = cast(Any, last)._expert_parallel.placed
+            if placed.index < layer.index:
+                self._next[last] = self._last
+        following = self._next.get(module)
+        return None if following is None else following()
 
     def _plan(self) -> None:
         for layer, loads in zip(
