@@ -373,6 +373,29 @@ class TestFetchAhead(GlooTest):
         loss.backward()
         self.assertTrue(all(p.grad is not None for p in model.parameters()))
 
+    @parametrize("capacity", [None, 24])
+    def test_in_one_graph(self, capacity):
+        # Nothing is kept or fetched ahead there; another plan is another graph.
+        _, model, placement = self.pair(style={"capacity": capacity}, keep=True)
+        block = model.moe[0]
+        options = {"capture_scalar_outputs": capacity is None}
+        with torch._dynamo.config.patch(options):
+            torch._dynamo.reset()
+            compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+            for seed in range(2):
+                self.use(placement, seed)
+                x = self.batch(seed)[6 * self.rank : 6 * self.rank + 6]
+                found = []
+                for run in (block, compiled):
+                    block.zero_grad()
+                    mine = x.clone().requires_grad_()
+                    y = run(mine)
+                    y.sin().sum().backward()
+                    grads = [p.grad for p in block.parameters()]
+                    grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+                    found.append([y.detach(), mine.grad, *grads])
+                self.assertEqual(found[1], found[0], atol=1e-12, rtol=1e-12)
+
     def test_wire_dtype_is_checked(self):
         with self.assertRaisesRegex(ValueError, "wire_dtype .* got torch.float16"):
             ExpertPlacement(slots_per_rank=4, wire_dtype=torch.float16)

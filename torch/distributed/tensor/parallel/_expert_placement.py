@@ -55,7 +55,7 @@ class LoadStats:
         num_experts (int): number of experts of each.
 
     Keyword Args:
-        group (ProcessGroup, optional): ranks to sum over. Default: the default
+        group (ProcessGroup or name, optional): ranks to sum over. Default: the default
             group
         decay (float): weight of the past in the average, in [0, 1). Default: 0.9
         device (torch.device, optional): device of the counts. Default: cpu
@@ -76,14 +76,14 @@ class LoadStats:
         num_layers: int,
         num_experts: int,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | c10d.GroupName | None = None,
         decay: float = 0.9,
         device: torch.device | str | None = None,
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
         # By name, as a group that is kept alive keeps its threads.
-        self._group_name = None if group is None else group.group_name
+        self._group_name = getattr(group, "group_name", group)
         self._decay = decay
         # Behind the experts, how many forwards there were.
         self._sums = torch.zeros(
@@ -203,6 +203,8 @@ class PlacedLayer:
         self.owner = owner
         self.index = index
         self.home = home
+        # Flights have a group of their own; counts and loads are not sent by their thread.
+        self.group_name = group.group_name
         self.exchange = Exchange(group, home.num_experts, None, level="experts")
         self.levels = (self.exchange,)  # for count_wire_bytes
         self.fetcher = Fetcher(
@@ -338,7 +340,8 @@ class PlacedLayer:
             )
         E, num_ranks = self.home.num_experts, self.exchange.num_ranks
         source = counts.new_empty(num_ranks * E)
-        dist.all_gather_into_tensor(source, counts, group=self.exchange.group)
+        group = c10d._resolve_process_group(self.group_name)
+        dist.all_gather_into_tensor(source, counts, group=group)
         source = source.view(-1, E)
         total = source.sum(0).cpu()
         fewest = max(1, math.ceil(self.copy_cost or 0.0))
@@ -518,7 +521,7 @@ class ExpertPlacement:
         first = self.layers[0] if self.layers else None
         if first is not None and (
             first.home.num_experts != num_experts
-            or first.exchange.group_name != group.group_name
+            or first.group_name != group.group_name
         ):
             raise ValueError(
                 "ExpertPlacement: layers must have one number of experts and one group, "
@@ -598,7 +601,7 @@ class ExpertPlacement:
             self._stats = LoadStats(
                 len(self.layers),
                 first.home.num_experts,
-                group=first.exchange.group,
+                group=first.group_name,
                 decay=self.decay,
                 device=counts.device,
             )
