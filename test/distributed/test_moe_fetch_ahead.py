@@ -6,14 +6,14 @@ import functools
 from unittest import mock
 
 from moe_gloo import GlooTest
-from moe_placement import any_placement
+from moe_placement import any_plan
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.fetch import Copies, Fetcher
-from torch.distributed._moe.placement import Topology
+from torch.distributed._moe.plan import Topology
 from torch.distributed._moe.schedule import save_communication
 from torch.distributed._moe.wire import decode, encode
 from torch.distributed.tensor import DTensor
@@ -83,7 +83,7 @@ class TestFetchAhead(GlooTest):
 
     def use(self, placement, seed):
         for i, layer in enumerate(placement.layers):
-            layer.use(any_placement(TOPOLOGY, E, 10 * seed + i))
+            layer.use(any_plan(TOPOLOGY, E, 10 * seed + i))
 
     def batch(self, step):
         g = torch.Generator().manual_seed(step)
@@ -347,7 +347,7 @@ class TestFetchAhead(GlooTest):
     def test_rounded_on_the_wire(self, dtype):
         _, model, placement = self.pair(wire_dtype=dtype)
         (layer, *_), moe = placement.layers, model.moe[0]
-        slots = any_placement(TOPOLOGY, E, 3)
+        slots = any_plan(TOPOLOGY, E, 3)
         layer.use(slots)
         weights = {n: moe.get_parameter(n).to_local().detach() for n in EXPERTS}
         whole = {n: moe.get_parameter(n).full_tensor() for n in EXPERTS}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-__all__ = ["after_fetch", "busiest", "Copies", "Fetch", "Fetcher", "Moves", "moves_of"]
+__all__ = ["after_fetch", "Copies", "Fetch", "Fetcher", "Moves", "moves_of"]
 
 
 class Moves(NamedTuple):
@@ -106,19 +106,6 @@ def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
 
     places_of = table(returned).view(home, most)
     return Moves(splits, table(sent), table(slots), table(kept), table(own), places_of)
-
-
-def busiest(slot_experts: Tensor, num_experts: int) -> int:
-    """Most experts that a rank sends or receives for a plan, which is what it waits for."""
-    num_ranks = len(slot_experts)
-    sent, received = [0] * num_ranks, [0] * num_ranks
-    for target, row in enumerate(slot_experts.tolist()):
-        for expert in row:
-            source = expert // (num_experts // num_ranks)
-            if expert >= 0 and source != target:
-                sent[source] += 1
-                received[target] += 1
-    return max(*sent, *received)
 
 
 class Copies:

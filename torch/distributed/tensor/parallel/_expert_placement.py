@@ -12,20 +12,15 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.fetch import (
-    after_fetch,
+from torch.distributed._moe.fetch import after_fetch, Fetcher, Moves, moves_of
+from torch.distributed._moe.plan import (
     busiest,
-    Fetcher,
-    Moves,
-    moves_of,
-)
-from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.distributed._moe.quota import (
-    plan_step,
+    Plan,
+    plan,
     reroute,
     slots_of,
     split_by_source,
-    StepPlan,
+    Topology,
 )
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -192,13 +187,13 @@ class PlacedLayer:
     """One expert-parallel layer of an :class:`ExpertPlacement`.
 
     Attributes:
-        placement (Placement): which ranks run its experts, until the next plan.
-        home (Placement): which ranks have its parameters.
-        last_plan (StepPlan, optional): of the last forward, if planned online.
+        plan (Plan): which ranks run its experts, until the next plan.
+        home (Plan): which ranks have its parameters.
+        last_plan (Plan, optional): of the last forward, if planned online.
     """
 
     def __init__(
-        self, owner: ExpertPlacement, index: int, home: Placement, group: ProcessGroup
+        self, owner: ExpertPlacement, index: int, home: Plan, group: ProcessGroup
     ) -> None:
         self.owner = owner
         self.index = index
@@ -210,58 +205,26 @@ class PlacedLayer:
         self.fetcher = Fetcher(
             self.exchange, wire_dtype=owner.wire_dtype, keep=owner.keep
         )
-        self.last_plan: StepPlan | None = None
+        self.last_plan: Plan | None = None
         self.copy_cost = owner.copy_cost
         self.use(home)
 
-    def use(self, placement: Placement) -> None:
+    def use(self, plan: Plan) -> None:
         """From the next forward on; nothing moves."""
-        self.placement = placement
-        self._slots = slots_of(placement.slot_experts, placement.num_experts)
-        self._moves = self._moves_of(placement.slot_experts)
-        copies = placement.rank_holds().sum(0)
-        ranks = torch.arange(placement.topology.num_ranks)
-        slots = self._slots + ranks * placement.topology.slots_per_rank
-        # Of experts that run on one rank each; behind them -1, for no expert.
-        slots = slots.masked_fill(self._slots < 0, -1).amax(1)
-        self._slot_of = torch.cat([slots, slots.new_full((1,), -1)])
-        self._shared = int(copies.max()) > 1
+        self.plan = plan
+        self._slots = slots_of(plan.slot_experts, plan.num_experts)
+        self._shares = plan.shares().cumsum(1)
+        self._moves = self._moves_of(plan)
 
-    def _moves_of(self, slot_experts: Tensor) -> Moves | None:
-        if torch.equal(slot_experts, self.home.slot_experts):
+    def _moves_of(self, plan: Plan) -> Moves | None:
+        if torch.equal(plan.slot_experts, self.home.slot_experts):
             return None  # Weights are used where they are.
-        return moves_of(slot_experts, self.home.num_experts, self.exchange.rank)
+        return moves_of(plan.slot_experts, plan.num_experts, self.exchange.rank)
 
-    def cost(self, heaviest: float, slot_experts: Tensor) -> float:
+    def cost(self, counts: Tensor, plan: Plan) -> float:
         """Of a forward and backward, in token copies of the heaviest rank."""
-        copies = busiest(slot_experts, self.home.num_experts)
-        return heaviest + copies * (self.copy_cost or 0.0)
-
-    def plan(self, loads: Tensor) -> Placement:
-        """Best placement for (num_experts) token copies of a forward, fetching included."""
-        home, topology, online = self.home, self.home.topology, self.owner.online
-        E, price = home.num_experts, self.copy_cost or 0.0
-        replicas = self.owner.replicas
-        if replicas is None:
-            replicas = 0 if online else topology.num_slots - E
-        groups = E if online and topology.num_nodes > 1 else None
-        options = {"num_replicas": E + replicas, "num_groups": groups}
-        found = [home, plan(loads, topology, previous=home, **options)]
-        if price:
-            priced = {"previous": home, "migration_cost": price}
-            found.append(plan(loads, topology, **options, **priced))
-        if replicas:
-            # Copies where they help most, and no others.
-            fewest = max(1, math.ceil(price))
-            step = plan_step(loads.round().long(), home, min_tokens_per_replica=fewest)
-            if int((step.slot_experts >= 0).sum()) <= E + replicas:
-                found.append(Placement(topology, E, step.slot_experts))
-
-        def cost(placement: Placement) -> float:
-            heaviest = placement.rank_loads(loads).max().item()
-            return self.cost(heaviest, placement.slot_experts)
-
-        return min(found, key=cost)
+        copies = busiest(plan.slot_experts, plan.num_experts)
+        return plan.rank_loads(counts).max().item() + copies * (self.copy_cost or 0.0)
 
     def route(
         self,
@@ -283,8 +246,7 @@ class PlacedLayer:
         Returns:
             (Tensor, Experts): (T, K) slots, -1 for no expert, and ``experts`` with the copies.
         """
-        device, topology = topk_indices.device, self.home.topology
-        E, slots_per_rank = self.home.num_experts, topology.slots_per_rank
+        device, E = topk_indices.device, self.home.num_experts
         self._to(device)
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
@@ -293,23 +255,29 @@ class PlacedLayer:
         _, _, _, counts = torch._moe_permutation(topk_indices, E)
         counts = counts.long()
         self.owner._record(self.index, counts)
-        table, moves, split = self._slots, self._moves, None
+        table, moves = self._slots, self._moves
         if self.owner.online:
-            step, source = self._plan_step(counts)
-            table = slots_of(step.slot_experts, E).to(device)
-            moves = self._moves_of(step.slot_experts)
+            plan, source = self._plan_online(counts)
+            table = slots_of(plan.slot_experts, E).to(device)
+            moves = self._moves_of(plan)
             moves = None if moves is None else moves.to(device)
-            split = split_by_source(source, step.quotas.to(device), self.exchange.rank)
-        elif self._shared:
-            held = (table >= 0).long()
-            copies = held.sum(1, keepdim=True)
-            share, rest = counts[:, None] // copies, counts[:, None] % copies
-            split = (share + (held.cumsum(1) <= rest)) * held
-        if split is None:
-            known = (topk_indices >= 0) & (topk_indices < E)
-            slots = self._slot_of[torch.where(known, topk_indices, E).long()]
+            split = split_by_source(source, plan.quotas.to(device), self.exchange.rank)
+        elif moves is None:
+            split = None
         else:
-            slots = reroute(topk_indices, split, table, slots_per_rank)
+            # Ends on all of them, as the shares of an expert do on 1.
+            ends = (counts[:, None] * self._shares).round().long()
+            split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+        each, per_rank = self.exchange.local_experts, self.home.topology.slots_per_rank
+        if split is None:  # At home.
+            at_home = topk_indices.long()
+            at_home = at_home + at_home.div(each, rounding_mode="floor") * (
+                per_rank - each
+            )
+            outside = (topk_indices < 0) | (topk_indices >= E)
+            slots = at_home.masked_fill(outside, -1)
+        else:
+            slots = reroute(topk_indices, split, table, per_rank)
         ahead = self.owner._next_of(module, self) if _reusable(module) else None
         if moves is None and ahead is None:
             return slots, experts
@@ -317,10 +285,7 @@ class PlacedLayer:
 
     def _to(self, device: torch.device) -> None:
         if self._slots.device != device:
-            self._slots, self._slot_of = (
-                self._slots.to(device),
-                self._slot_of.to(device),
-            )
+            self._slots, self._shares = self._slots.to(device), self._shares.to(device)
             self._moves = None if self._moves is None else self._moves.to(device)
 
     def fetch_ahead(self, module: nn.Module) -> None:
@@ -332,30 +297,19 @@ class PlacedLayer:
         self._to(next(iter(weights.values())).device)
         self.fetcher.ahead(self._moves, weights, region.versions)
 
-    def _plan_step(self, counts: Tensor) -> tuple[StepPlan, Tensor]:
+    def _plan_online(self, counts: Tensor) -> tuple[Plan, Tensor]:
         """Plan by the counts of this forward, and those of every rank."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "ExpertPlacement: online=True plans on the host and can't be compiled"
             )
-        E, num_ranks = self.home.num_experts, self.exchange.num_ranks
-        source = counts.new_empty(num_ranks * E)
+        source = counts.new_empty(self.exchange.num_ranks * len(counts))
         group = c10d._resolve_process_group(self.group_name)
         dist.all_gather_into_tensor(source, counts, group=group)
-        source = source.view(-1, E)
-        total = source.sum(0).cpu()
-        fewest = max(1, math.ceil(self.copy_cost or 0.0))
-        step = plan_step(total, self.placement, min_tokens_per_replica=fewest)
-        at_home = self.home.rank_loads(total).max().item()
-        heaviest = step.quotas.sum(0).max().item()
-        if self.cost(heaviest, step.slot_experts) >= self.cost(
-            at_home, self.home.slot_experts
-        ):
-            quotas = torch.zeros(E, num_ranks, dtype=torch.int64)
-            quotas[torch.arange(E), torch.arange(E) // (E // num_ranks)] = total
-            step = StepPlan(self.home.slot_experts, quotas)
-        self.last_plan = step
-        return step, source
+        source = source.view(-1, len(counts))
+        price = self.copy_cost or 0.0
+        self.last_plan = plan(source.sum(0), self.home.topology, price=price)
+        return self.last_plan, source
 
 
 class PlacedExperts:
@@ -410,6 +364,10 @@ def _reusable(module: nn.Module) -> bool:
     )
 
 
+# Plans by average loads that are compared.
+_TRIES = 3
+
+
 class ExpertPlacement:
     """Decides which ranks run which expert, by the loads of a model that trains.
 
@@ -420,11 +378,10 @@ class ExpertPlacement:
     leaves it: parameters, gradients, optimizer state and checkpoints are those of a model
     without a placement. A forward may run it on other ranks, on several, and not at home.
     They fetch its weights, and backward brings the gradients home. After ``backward()`` every
-    ``.grad`` is final. Who runs what is planned on two time scales:
+    ``.grad`` is final. Who runs what is planned
 
-    - every ``every`` steps, by the average loads since, for all forwards until the next plan.
-    - ``online=True``: in every forward, by the counts of that forward, ranks of a node also
-      take experts of each other into free slots. Reads the counts on the host.
+    - every ``every`` steps, by the average loads since, for all forwards until the next plan;
+    - or, with ``online=True``, in every forward by its counts, which are read on the host.
 
     Where no plan is worth its fetches, experts run at home and nothing is sent.
 
@@ -432,13 +389,11 @@ class ExpertPlacement:
         slots_per_rank (int): experts that a rank runs in a forward, at least E/W. Memory of
             their weights is needed while a layer runs, and until its backward without
             activation checkpointing.
-        ranks_per_node (int, optional): ranks with fast links between them; what is planned
-            online stays inside a node. Default: None (all)
+        ranks_per_node (int, optional): ranks that fetch from each other, as those with fast
+            links between them. Default: None (all)
         every (int, optional): steps between plans, see :meth:`step`; None never plans by
             average loads. Default: 100
-        replicas (int, optional): slots filled by such a plan beyond one for each expert; the
-            others are free for plans of a forward. Default: None (all, or with ``online`` none)
-        online (bool): plan every forward as well. Default: ``False``
+        online (bool): plan every forward instead. Default: ``False``
         decay (float): weight of the past in the average of loads. Default: 0.9
         copy_cost (float, optional): what it takes a rank to fetch one expert and to return
             its gradient, or to send it, in the time of one token copy there. The cost model
@@ -469,7 +424,6 @@ class ExpertPlacement:
         slots_per_rank: int,
         ranks_per_node: int | None = None,
         every: int | None = 100,
-        replicas: int | None = None,
         online: bool = False,
         decay: float = 0.9,
         copy_cost: float | None = None,
@@ -483,15 +437,14 @@ class ExpertPlacement:
             )
         if every is not None and every < 1:
             raise ValueError(f"ExpertPlacement: every must be at least 1, got {every}")
-        for name, value in (("replicas", replicas), ("copy_cost", copy_cost)):
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(
-                    f"ExpertPlacement: {name} must be finite and at least 0, got {value}"
-                )
+        if copy_cost is not None and not 0 <= copy_cost < math.inf:
+            raise ValueError(
+                "ExpertPlacement: copy_cost must be finite and at least 0, got "
+                f"{copy_cost}"
+            )
         self.slots_per_rank = slots_per_rank
         self.ranks_per_node = ranks_per_node
         self.every = every
-        self.replicas = replicas
         self.online = online
         self.decay = decay
         self.copy_cost = copy_cost
@@ -517,7 +470,7 @@ class ExpertPlacement:
                 f"layer, got {per_node}"
             )
         topology = Topology(ranks // per_node, per_node, self.slots_per_rank)
-        home = Placement.contiguous(topology, num_experts)
+        home = Plan.home(topology, num_experts)
         first = self.layers[0] if self.layers else None
         if first is not None and (
             first.home.num_experts != num_experts
@@ -528,14 +481,6 @@ class ExpertPlacement:
                 f"got {num_experts} experts after {first.home.num_experts}; use one "
                 "object for each kind"
             )
-        if (
-            self.replicas is not None
-            and self.replicas > topology.num_slots - num_experts
-        ):
-            raise ValueError(
-                f"ExpertPlacement: replicas must be at most the {topology.num_slots} slots "
-                f"less {num_experts} experts, got {self.replicas}"
-            )
         if self._stats is not None:
             raise RuntimeError("ExpertPlacement: layers come before the first forward")
         layer = PlacedLayer(self, len(self.layers), home, group)
@@ -545,14 +490,14 @@ class ExpertPlacement:
     @property
     def slot_experts(self) -> list[Tensor]:
         """(W, slots_per_rank) expert that runs in each slot, or -1, of each layer."""
-        return [layer.placement.slot_experts for layer in self.layers]
+        return [layer.plan.slot_experts for layer in self.layers]
 
     def imbalance(self) -> list[float]:
         """Heaviest over mean rank load of each layer under the average loads."""
         if self.loads is None:
             return []
         return [
-            layer.placement.imbalance(loads)
+            layer.plan.imbalance(loads)
             for layer, loads in zip(self.layers, self.loads)
         ]
 
@@ -590,10 +535,11 @@ class ExpertPlacement:
         return None if following is None else following()
 
     def _plan(self) -> None:
-        for layer, loads in zip(
-            self.layers, self.loads if self.loads is not None else ()
-        ):
-            layer.use(layer.plan(loads))
+        if self.loads is None or self.online:
+            return
+        for layer, loads in zip(self.layers, self.loads):
+            options = {"price": layer.copy_cost or 0.0, "tries": _TRIES}
+            layer.use(plan(loads, layer.home.topology, **options))
 
     def _record(self, index: int, counts: Tensor) -> None:
         if self._stats is None:
@@ -614,6 +560,7 @@ class ExpertPlacement:
         """Plans, loads and steps; equal on all ranks. Collective; changes nothing."""
         return {
             "slot_experts": [slots.clone() for slots in self.slot_experts],
+            "quotas": [layer.plan.quotas.clone() for layer in self.layers],
             "loads": None if self.loads is None else self.loads.clone(),
             "copy_costs": [layer.copy_cost for layer in self.layers],
             "steps": self._steps,
@@ -630,10 +577,10 @@ class ExpertPlacement:
         self._steps, self.loads = state["steps"], state["loads"]
         for layer, cost in zip(self.layers, state["copy_costs"]):
             layer.copy_cost = cost if self.copy_cost is None else self.copy_cost
-        for layer, slots in zip(self.layers, state["slot_experts"]):
+        plans = zip(self.layers, state["slot_experts"], state["quotas"])
+        for layer, slots, quotas in plans:
             if slots.shape == layer.home.slot_experts.shape:
-                home = layer.home
-                layer.use(Placement(home.topology, home.num_experts, slots))
+                layer.use(Plan(layer.home.topology, slots, quotas))
             else:
                 self._plan()
                 break
