@@ -315,6 +315,13 @@ class Fetcher:
         pairs = zip(arrived, weights.items())
         return {n: t if w.requires_grad else t.detach() for t, (n, w) in pairs}
 
+    def kept(
+        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
+    ) -> dict[str, Tensor] | None:
+        """Copies that are kept, if they are those of ``moves`` and ``weights``."""
+        copies = self._kept_as(_Made.of(moves, weights, versions))
+        return None if copies is None else dict(zip(weights, copies))
+
     def _kept_as(self, made: _Made) -> list[Tensor] | None:
         if self._kept is not None:
             kept, _, copies = self._kept

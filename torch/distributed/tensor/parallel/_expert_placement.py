@@ -22,11 +22,12 @@ from torch.distributed._moe.plan import (
     split_by_source,
     Topology,
 )
+from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
 from torch.nn.utils.stateless import _reparametrize_module
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.distributed_c10d import ProcessGroup
     from torch.distributed.tensor.parallel._expert_adapters import Experts
@@ -207,6 +208,9 @@ class PlacedLayer:
         )
         self.last_plan: Plan | None = None
         self.copy_cost = owner.copy_cost
+        self.tokens = 0  # of the forward that runs, or failed
+        # Weights of the slots, once ranks were lost.
+        self.resident: dict[str, Tensor] | None = None
         self.use(home)
 
     def use(self, plan: Plan) -> None:
@@ -220,6 +224,33 @@ class PlacedLayer:
         if torch.equal(plan.slot_experts, self.home.slot_experts):
             return None  # Weights are used where they are.
         return moves_of(plan.slot_experts, plan.num_experts, self.exchange.rank)
+
+    def rows(
+        self, local: Mapping[str, Tensor], versions: tuple[int, ...]
+    ) -> dict[int, tuple[dict[str, Tensor], bool]]:
+        """Weights that are here, by expert, and whether they are those at home."""
+        rows, copies = {}, self.resident
+        if copies is None and self._moves is not None:
+            copies = self.fetcher.kept(self._moves, local, versions)
+        if copies is not None:
+            for slot, e in enumerate(self.plan.slot_experts[self.exchange.rank].tolist()):
+                if e >= 0:
+                    rows[e] = {k: w[slot] for k, w in copies.items()}, False
+        if self.resident is None:
+            first = self.exchange.rank * self.exchange.local_experts
+            for i in range(self.exchange.local_experts):
+                rows[first + i] = {k: w[i] for k, w in local.items()}, True
+        return rows
+
+    def settle(
+        self, plan: Plan, resident: dict[str, Tensor], group: ProcessGroup
+    ) -> None:
+        """Runs by ``plan`` over ``group``, on weights that are in its slots."""
+        self.fetcher.forget()
+        self.group_name = group.group_name
+        self.exchange = Exchange(group, plan.num_experts, None, level="experts")
+        self.resident, self.tokens, self.home = resident, 0, plan
+        self.use(plan)
 
     def cost(self, counts: Tensor, plan: Plan) -> float:
         """Of a forward and backward, in token copies of the heaviest rank."""
@@ -248,6 +279,13 @@ class PlacedLayer:
         """
         device, E = topk_indices.device, self.home.num_experts
         self._to(device)
+        if self.resident is not None and torch.is_grad_enabled():
+            raise RuntimeError(
+                "ExpertPlacement: after a rank was lost a model serves, under no_grad; "
+                "training goes on from a checkpoint"
+            )
+        if not torch.compiler.is_compiling():
+            self.tokens = len(topk_indices)
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, next to two rows there and two back.
@@ -262,7 +300,7 @@ class PlacedLayer:
             moves = self._moves_of(plan)
             moves = None if moves is None else moves.to(device)
             split = split_by_source(source, plan.quotas.to(device), self.exchange.rank)
-        elif moves is None:
+        elif moves is None and self.resident is None:
             split = None
         else:
             # Ends on all of them, as the shares of an expert do on 1.
@@ -279,7 +317,7 @@ class PlacedLayer:
         else:
             slots = reroute(topk_indices, split, table, per_rank)
         ahead = self.owner._next_of(module, self) if _reusable(module) else None
-        if moves is None and ahead is None:
+        if moves is None and ahead is None and self.resident is None:
             return slots, experts
         return slots, PlacedExperts(self, module, moves, weights, experts, ahead)
 
@@ -296,6 +334,12 @@ class PlacedLayer:
         weights = region.local_parameters(module, region.expert_names)
         self._to(next(iter(weights.values())).device)
         self.fetcher.ahead(self._moves, weights, region.versions)
+
+    def after(self, output: Tensor, experts: Experts | PlacedExperts) -> Tensor:
+        """``output`` of a forward that is done."""
+        if not torch.compiler.is_compiling():
+            self.tokens = 0
+        return experts.after(output) if isinstance(experts, PlacedExperts) else output
 
     def _plan_online(self, counts: Tensor) -> tuple[Plan, Tensor]:
         """Plan by the counts of this forward, and those of every rank."""
@@ -326,7 +370,7 @@ class PlacedExperts:
     ) -> None:
         self._fetcher, self._module, self._weights = layer.fetcher, module, weights
         self._experts, self._ahead = experts, ahead
-        self._fetch = self._copies = None
+        self._fetch, self._copies = None, layer.resident
         if moves is not None:
             region = cast(Any, module)._expert_parallel
             versions = region.versions if _reusable(module) else None
@@ -454,6 +498,7 @@ class ExpertPlacement:
         self._last: weakref.ref[nn.Module] | None = None
         self._next: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
         self._next = WeakKeyDictionary()
+        self.recoveries = 0
         self.layers: list[PlacedLayer] = []
         self.loads: Tensor | None = None
         self._stats: LoadStats | None = None
@@ -522,6 +567,34 @@ class ExpertPlacement:
         """Fetches again what :attr:`keep` kept, as after a write through ``.data``."""
         for layer in self.layers:
             layer.fetcher.forget()
+
+    def recover(
+        self,
+        model: nn.Module,
+        weights: Callable[[str, int], Tensor] | None = None,
+        *,
+        seconds: float = 10.0,
+    ) -> Recovery:
+        """Goes on serving ``model`` after ranks were lost, on those that are left.
+
+        Called by every rank that is left, once a forward raised as others did not answer.
+        Ranks that do not call it within ``seconds`` are lost. An expert of a lost rank
+        goes on from a copy, where a rank has kept one, or is loaded. From then on experts stay
+        where they are, without gradients. The store of the default group must be alive.
+
+        Args:
+            model (nn.Module): has all layers of this placement.
+            weights (callable, optional): ``weights(name, expert)`` loads the weights of one
+                expert of a parameter, as from a checkpoint. Default: None (an error where it
+                is needed)
+
+        Keyword Args:
+            seconds (float): to wait for other ranks. Default: 10.0
+
+        Returns:
+            Recovery: lost ranks, the pause, tokens to run again, and where weights came from.
+        """
+        return recover(self, model, weights, seconds)
 
     def _next_of(self, module: nn.Module, layer: PlacedLayer) -> nn.Module | None:
         """The layer that followed ``module``, which runs now, in the forward before."""

@@ -106,6 +106,9 @@ class _Region:
         self.expert_names: tuple[str, ...] = ()
         self.grad_placements: dict[str, tuple[Placement, ...]] = {}
         self.added_once: set[str] = set()
+        # For the ranks that are left when others were lost.
+        self.make_switch: Callable[[DeviceMesh, int], TokenSwitch]
+        self.mesh_device_type = "cpu"
         # Of the expert parameters whose shards were taken last.
         self.versions: tuple[int, ...] = ()
 
@@ -184,8 +187,8 @@ class _Region:
         output, shared_output = self.schedule(
             self.switch, tokens, ids, weights, experts, shared
         )
-        after = getattr(experts, "after", None)
-        output = output if after is None else after(output)
+        if self.placed is not None:
+            output = self.placed.after(output, experts)
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()
@@ -539,6 +542,8 @@ class ExpertParallel(ParallelStyle):
             kind = type(module).__name__
             name_owner(f"expert parallel layer {next(count)} ({kind})")
         region.expert_names = tuple(dims)
+        region.make_switch = self._make_switch
+        region.mesh_device_type = device_mesh.device_type
         for name, hidden_dim in dims.items():
             placements, grads = zip(*(_placements(role, hidden_dim) for role in roles))
             self._distribute(module, name, device_mesh, placements)
