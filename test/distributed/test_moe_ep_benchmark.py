@@ -37,8 +37,7 @@ class EpBenchmarkTest(TestCase):
             result = json.loads(Path(folder, "ep.json").read_text())
         self.assertIn("ep.py --quick", result["command"])
         cases = {
-            (c["routing"], c["switch"], c["wire"], c["dim"]): c
-            for c in result["cases"]
+            (c["routing"], c["switch"], c["wire"], c["dim"]): c for c in result["cases"]
         }
         self.assertEqual(len(cases), 9)
         for key, case in cases.items():

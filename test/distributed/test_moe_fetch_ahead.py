@@ -203,8 +203,16 @@ class TestFetchAhead(GlooTest):
 
             moe.__dict__["run_routed"] = run_routed
         with (
-            mock.patch.object(Copies, "forward", functools.partialmethod(lambda c, *a: noted(0, c, *a))),
-            mock.patch.object(Copies, "backward", functools.partialmethod(lambda c, *a: noted(1, c, *a))),
+            mock.patch.object(
+                Copies,
+                "forward",
+                functools.partialmethod(lambda c, *a: noted(0, c, *a)),
+            ),
+            mock.patch.object(
+                Copies,
+                "backward",
+                functools.partialmethod(lambda c, *a: noted(1, c, *a)),
+            ),
         ):
             self.loss(model, 1).backward()
         # Fetches run on a thread: all that is known is what they were issued before.
@@ -217,9 +225,7 @@ class TestFetchAhead(GlooTest):
     def test_kept_over_micro_batches(self):
         # As often as weights change, and a gradient of every backward.
         for batched in (False, True):
-            seen = self.train(
-                steps=3, micro=3, batched=batched, plans=False, keep=True
-            )
+            seen = self.train(steps=3, micro=3, batched=batched, plans=False, keep=True)
             self.assertEqual(seen["experts"], 3 * 3)
             self.assertEqual(seen["expert_grads"], 3 * 3 * 3)
 
@@ -392,7 +398,9 @@ class TestFetchAhead(GlooTest):
                     y = run(mine)
                     y.sin().sum().backward()
                     grads = [p.grad for p in block.parameters()]
-                    grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+                    grads = [
+                        g.to_local() if isinstance(g, DTensor) else g for g in grads
+                    ]
                     found.append([y.detach(), mine.grad, *grads])
                 self.assertEqual(found[1], found[0], atol=1e-12, rtol=1e-12)
 

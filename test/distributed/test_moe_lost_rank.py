@@ -7,8 +7,6 @@ import queue
 import signal
 import traceback
 
-from moe_placement import any_plan
-
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp

@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-__all__ = ["busiest", "Plan", "plan", "reroute", "slots_of", "split_by_source", "Topology"]
+__all__ = [
+    "busiest",
+    "Plan",
+    "plan",
+    "reroute",
+    "slots_of",
+    "split_by_source",
+    "Topology",
+]
 
 
 @dataclass(frozen=True)

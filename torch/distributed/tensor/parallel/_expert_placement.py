@@ -233,7 +233,9 @@ class PlacedLayer:
         if copies is None and self._moves is not None:
             copies = self.fetcher.kept(self._moves, local, versions)
         if copies is not None:
-            for slot, e in enumerate(self.plan.slot_experts[self.exchange.rank].tolist()):
+            for slot, e in enumerate(
+                self.plan.slot_experts[self.exchange.rank].tolist()
+            ):
                 if e >= 0:
                     rows[e] = {k: w[slot] for k, w in copies.items()}, False
         if self.resident is None:
@@ -542,8 +544,7 @@ class ExpertPlacement:
         if self.loads is None:
             return []
         return [
-            layer.plan.imbalance(loads)
-            for layer, loads in zip(self.layers, self.loads)
+            layer.plan.imbalance(loads) for layer, loads in zip(self.layers, self.loads)
         ]
 
     def step(self) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.exchange import Exchange, sub_group
+from torch.distributed._moe.exchange import sub_group
 from torch.distributed._moe.plan import Plan, slots_of, Topology
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,7 +47,9 @@ class Recovery(NamedTuple):
     loaded: list[list[int]]
 
 
-def ranks_left(group_name: str, ranks: list[int], attempt: int, wait: float) -> list[int]:
+def ranks_left(
+    group_name: str, ranks: list[int], attempt: int, wait: float
+) -> list[int]:
     """Those of ``ranks`` that call this within ``wait`` seconds of the first; on all the same."""
     store, key = c10d._get_default_store(), f"moe_recovery/{group_name}/{attempt}/"
     me, end = dist.get_rank(), time.monotonic() + wait
@@ -114,13 +116,17 @@ def _settle(
     local = region.local_parameters(module, region.expert_names)
     rows = layer.rows(local, region.versions)
     mine = torch.zeros(E, dtype=torch.int64)
-    mine[list(rows)] = 1 + torch.tensor([at_home for _, at_home in rows.values()]).long()
+    mine[list(rows)] = (
+        1 + torch.tensor([at_home for _, at_home in rows.values()]).long()
+    )
     have = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(have, mine, group=group)
     table: list[list[int]] = [[] for _ in have]
     # Experts at home first, then those with a copy; the others where there is most room.
     for e in sorted(range(E), key=lambda e: -max(int(h[e]) for h in have)):
-        options = [r for r, h in enumerate(have) if int(h[e]) == max(int(g[e]) for g in have)]
+        options = [
+            r for r, h in enumerate(have) if int(h[e]) == max(int(g[e]) for g in have)
+        ]
         options = [r for r in options if len(table[r]) < slots] or [
             r for r in range(len(have)) if len(table[r]) < slots
         ]
