@@ -1,19 +1,22 @@
 """Train an expert-parallel layer while its routing drifts: balance over steps, with a plot.
 
-    python benchmarks/moe/ep_drift.py [--ranks 4] [--steps 48] [--out FOLDER]
+    python benchmarks/moe/ep_drift.py [--ranks 2 4] [--steps 48] [--out FOLDER]
 
 Tokens lean in a direction that turns once in ``--steps``, and with it the experts that are hot.
-Three times from the same weights on the same batches: experts at home, ``ExpertPlacement`` that
-plans anew every few steps where they run, by their loads, and the same with a plan in every
-forward (``online``). Per step: the heaviest rank's token copies over the mean, megabytes of
-experts fetched and gradients returned, milliseconds, and the loss, which is the same in all
-three. Gloo ranks, one thread each.
+From the same weights on the same batches, step by step in turns: experts at home, plans by
+average loads every few steps (``placed``), and plans in every forward (``online``); ``free``
+plans as if a fetch cost nothing, which shows the most that a plan can do for the balance, the
+others price it by its bytes. Per step: the heaviest rank's token copies over the mean, megabytes
+of experts fetched and gradients returned, milliseconds, and the loss, which is the same in all.
+Gloo ranks, one thread each.
 """
 
 import math
 import pathlib
 import statistics
 import time
+
+from collections.abc import Iterator
 
 from report import figure, parse, show
 
@@ -31,11 +34,15 @@ from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
 from measure import on_gloo_ranks, over_ranks, save
 
 
-D, HIDDEN, E, K, TOKENS = 64, 32, 32, 4, 256  # tokens of a rank
+D, HIDDEN, E, K, TOKENS = 128, 128, 32, 4, 512  # tokens of a rank
+FREE_SLOTS = 3
 FORMS = {
     "at home": None,
+    "placed, free": {"every": 6, "copy_cost": 0.0},
     "placed": {"every": 6},
-    "placed, online": {"every": 6, "replicas": 0, "online": True},
+    "placed, kept": {"every": 6, "keep": True},
+    "online, free": {"every": None, "online": True, "copy_cost": 0.0},
+    "online": {"every": None, "online": True},
 }
 
 
@@ -47,7 +54,8 @@ def batch(step: int, steps: int, rank: int) -> torch.Tensor:
     return torch.randn(TOKENS, D, generator=gen) + 0.7 * lean
 
 
-def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
+def train(options: dict | None, steps: int, mesh) -> Iterator[dict[str, float]]:
+    """What every step shows."""
     copies: list[int] = []
 
     def counting(switch, tokens, ids, weights, experts, shared):
@@ -59,9 +67,8 @@ def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
 
     placement = None
     if options is not None:
-        slots = E // mesh.size() + 3
-        # Free, to show the most that a plan can do for the balance.
-        placement = ExpertPlacement(slots_per_rank=slots, copy_cost=0.0, **options)
+        slots = E // mesh.size() + FREE_SLOTS
+        placement = ExpertPlacement(slots_per_rank=slots, **options)
     torch.manual_seed(0)
     model = nn.MoE(D, HIDDEN, E, top_k=K)
     for param in model.parameters():
@@ -69,7 +76,6 @@ def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
     style = ExpertParallel(schedule=counting, placement=placement)
     parallelize_module(model, mesh, style)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    losses, balance, sent, times = [], [], [], []
     layers = [] if placement is None else placement.layers
     for step in range(steps):
         x = batch(step, steps, dist.get_rank())
@@ -85,19 +91,26 @@ def train(options: dict | None, steps: int, mesh) -> dict[str, list[float]]:
         optimizer.step()
         if placement is not None:
             placement.step()
-        times.append(1e3 * (time.perf_counter() - start))
+        ms = 1e3 * (time.perf_counter() - start)
         seen = [0.0] * mesh.size() + [loss.item(), sum(wire.sent["experts"].values())]
         seen[dist.get_rank()] = copies[-1]
         *loads, total, nbytes = over_ranks(seen, dist.ReduceOp.SUM)
-        balance.append(max(loads) * len(loads) / sum(loads))
-        losses.append(total / mesh.size())
-        sent.append(nbytes / 1e6)
-    return {"imbalance": balance, "loss": losses, "expert_mb": sent, "ms": times}
+        yield {
+            "imbalance": max(loads) * len(loads) / sum(loads),
+            "loss": total / mesh.size(),
+            "expert_mb": nbytes / 1e6,
+            "ms": over_ranks([ms])[0],
+        }
 
 
-def train_all(args) -> dict[str, dict[str, list[float]]]:
-    mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("ep",))
-    return {name: train(options, args.steps, mesh) for name, options in FORMS.items()}
+def train_all(args, ranks: int) -> dict[str, dict[str, list[float]]]:
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
+    runs = [train(options, args.steps, mesh) for options in FORMS.values()]
+    steps = list(zip(*runs))
+    return {
+        form: {key: [step[i][key] for step in steps] for key in steps[0][i]}
+        for i, form in enumerate(FORMS)
+    }
 
 
 def plot(seen: dict, path: pathlib.Path) -> None:
@@ -110,27 +123,34 @@ def plot(seen: dict, path: pathlib.Path) -> None:
         left.legend(fontsize=8)
 
 
-def main() -> None:
-    args = parse(__doc__, ranks=4, steps=48)
-    seen = on_gloo_ranks(args.ranks, train_all, args)[0]
-    plain = seen["at home"]["loss"]
-    rows = [
-        {
+def rows_of(ranks: int, seen: dict) -> Iterator[dict[str, object]]:
+    plain = seen["at home"]
+    for form, curves in seen.items():
+        # In turns: what one step took next to the same step at home.
+        ratios = [a / b for a, b in zip(curves["ms"], plain["ms"])]
+        differences = [abs(a - b) for a, b in zip(curves["loss"], plain["loss"])]
+        yield {
+            "ranks": ranks,
             "form": form,
             "mean_imbalance": statistics.fmean(curves["imbalance"]),
             "largest_imbalance": max(curves["imbalance"]),
             "mean_expert_mb": statistics.fmean(curves["expert_mb"]),
             "median_ms": statistics.median(curves["ms"]),
-            "largest_loss_difference": max(
-                abs(a - b) for a, b in zip(curves["loss"], plain)
-            ),
+            "time_to_home": statistics.median(ratios),
+            "largest_loss_difference": max(differences),
             **curves,
         }
-        for form, curves in seen.items()
-    ]
-    title = f"{args.ranks} ranks, {E} experts, {args.steps} steps of drifting routing"
-    show(title, rows, list(rows[0])[:6])
-    save(args.out, ranks=args.ranks, steps=args.steps, rows=rows)
+
+
+def main() -> None:
+    args = parse(__doc__, ranks=[2, 4], steps=48)
+    rows = []
+    for ranks in args.ranks:
+        seen = on_gloo_ranks(ranks, train_all, args, ranks)[0]
+        rows += rows_of(ranks, seen)
+    title = f"{E} experts, {args.steps} steps of drifting routing"
+    show(title, rows, list(rows[0])[:8])
+    save(args.out, steps=args.steps, rows=rows)
     if args.out:
         plot(seen, args.out / "ep_drift.png")
 

@@ -1,14 +1,16 @@
-"""Imbalance of expert placements beside EPLB on the same loads.
+"""Balance and fetches of plans beside EPLB's policy, and where a plan pays on three models.
 
-    python benchmarks/moe/ep_placement.py [--seeds 10] [--out FOLDER]
+    python benchmarks/moe/ep_placement.py [--seeds 5] [--out FOLDER]
 
-Prints two tables, means over seeds of heaviest / mean rank load for 256 experts: plans
-judged on the loads they were made for, and plans judged after the loads of the experts
-drifted. ``bound`` is what no plan with these replicas, or no quota inside the nodes, can
-be below. Times are CPU milliseconds per layer, single-threaded. ``--out`` also writes
-ep_placement.json.
+Two tables of means over seeds. ``balance``: heaviest / mean rank load for 256 experts on 64
+ranks, on the loads that a plan was made for and after the loads of the experts drifted, and the
+experts that run away from home, whose weights are fetched in every forward. ``pays``: a forward
+and backward of published layers on 64 to 1,024 ranks, by the cost model of H100s with links of
+some GB/s: what a plan of each forward saves of the time at home, its fetches included, not
+overlapped with anything. ``--out`` also writes ep_placement.json and a plot.
 """
 
+import dataclasses
 import gc
 import itertools
 import pathlib
@@ -17,34 +19,27 @@ import time
 from statistics import mean
 
 import torch
-from torch.distributed._moe.placement import plan, Topology
-from torch.distributed._moe.quota import plan_step
+from torch.distributed._moe.plan import busiest, Plan, plan, Topology
+from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools.moe_config import MODELS
+from torch.distributed._tools.moe_profile import profile
 
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parents[1] / "test" / "distributed")]
 
 import moe_placement
-from report import parse, show
+from report import figure, parse, show
 
 from measure import provenance, write_json
 
 
-EXPERTS = 256
+EXPERTS, RANKS = 256, 64
 TOKEN_COPIES = 4_200_000
-# name, topology, groups
-STATIC = [
-    ("4 nodes x 8, 8 groups", Topology(4, 8, 9), 8),
-    ("32 ranks x 9 slots", Topology(4, 8, 9), None),
-    ("32 ranks x 8 slots", Topology(4, 8, 8), None),
-    ("144 ranks x 2 slots", Topology(18, 8, 2), None),
-]
-CLUSTER = Topology(8, 8, 6)
 DRIFTS = (0.0, 0.3, 0.6)
-# What plan is asked about experts on a second node.
-SHARED = ("none", "as needed", "1", "8", "for drift")
-# Another range of draws, to see what a mean of few is worth.
-OTHER_SEEDS = range(1000, 1040)
+PUBLISHED = ("qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+TOKENS = (512, 2048, 8192)  # of a rank
+GBPS = (25, 50, 100, 200, 400, 900)
 
 
 def timed(fn):
@@ -61,69 +56,98 @@ def means(rows):
     return {name: mean(row[name] for row in rows) for name in rows[0]}
 
 
-def static(topology, num_groups, kind, seed):
-    """Plans judged on the loads they were made for."""
-    nodes = topology.num_nodes if num_groups else 1
-    args = (topology.num_slots, num_groups or 1, nodes, topology.num_ranks)
-    loads = moe_placement.expert_loads(kind, EXPERTS, seed)
-    placement, t = timed(lambda: plan(loads, topology, num_groups=num_groups))
-    plain = plan(loads, topology, num_groups=num_groups, use_swaps=False)
-    heaviest = placement.rank_loads(loads).max().item()
-    bound = moe_placement.placement_bound(placement, loads, num_groups)
-    return {
-        "eplb": moe_placement.eplb_imbalance(loads, loads, *args),
-        "plan_no_swaps": plain.imbalance(loads),
-        "plan": placement.imbalance(loads),
-        "plan_to_bound": heaviest / bound,
-        "plan_ms": t,
-    }
-
-
-def two_time_scales(kind, sigma, shared, seed):
-    """Plan on the loads of ``seed``, quotas on what they drifted to."""
+def balance(kind, sigma, free, seed):
+    """Plans of the loads of ``seed`` and of what they drifted to."""
     loads = moe_placement.expert_loads(kind, EXPERTS, seed)
     later = moe_placement.drifted(loads, sigma, seed)
-    fixed = {"none": 0, "1": 1, "8": 8}.get(shared)
-    options = {"num_groups": EXPERTS, "num_replicas": EXPERTS + (fixed or 0)}
-    if fixed is not None:
-        options["num_node_replicas"] = fixed
-    elif shared == "for drift":
-        options["drift"] = sigma
-    placement, plan_ms = timed(lambda: plan(loads, CLUSTER, **options))
-    counts = (later * TOKEN_COPIES).round().long()
-    step, step_ms = timed(lambda: plan_step(counts, placement))
-    per_node = step.quotas.sum(0).view(CLUSTER.num_nodes, -1).sum(1).double()
-    slots, ranks = CLUSTER.num_slots, CLUSTER.num_ranks
+    before, now = ((w * TOKEN_COPIES).round().long() for w in (loads, later))
+    topology = Topology(1, RANKS, EXPERTS // RANKS + free)
+    standing, plan_ms = timed(lambda: plan(before, topology))
+    online = plan(now, topology)
+    slots = topology.num_slots
+    experts, _ = moe_placement.eplb_rank_experts(loads, slots, 1, 1, RANKS)
+    each = EXPERTS // RANKS
     return {
-        "eplb": moe_placement.eplb_imbalance(later, loads, slots, 1, 1, ranks),
-        "bound": (per_node.max() / per_node.mean()).item(),
-        "two_time_scales": step.imbalance(),
-        "experts_on_two_nodes": int((placement.slot_experts >= 0).sum()) - EXPERTS,
+        "at_home": Plan.home(topology, EXPERTS).imbalance(now),
+        "eplb": moe_placement.eplb_imbalance(later, loads, slots, 1, 1, RANKS),
+        "standing": standing.imbalance(now),
+        "online": online.imbalance(now),
+        "eplb_fetches": sum(
+            len({e for e in held if e // each != rank})
+            for rank, held in enumerate(experts)
+        ),
+        "fetches": int((standing.slot_experts >= 0).sum()) - EXPERTS,
         "plan_ms": plan_ms,
-        "step_ms": step_ms,
     }
+
+
+def pays(name, ranks, tokens, gbps, seed):
+    """Of the time of a layer's experts and tokens, what a plan takes away."""
+    model, p = MODELS[name], profile("H100")
+    # With more ranks than experts, groups that each have all experts wait for each other.
+    ep = min(ranks, model.experts)
+    device = dataclasses.replace(p.device, slow=gbps * 1e9, fast=gbps * 1e9)
+    p = dataclasses.replace(p, device=device)
+    rows = tokens * model.k
+    price = cost.copy_cost(p, rows, model.d, model.f, model.experts / ep, ep)
+    loads = moe_placement.expert_loads("lognormal_0.5", model.experts, seed)
+    topology = Topology(1, ep, model.experts // ep + 2)
+    home = Plan.home(topology, model.experts)
+    groups = []
+    for group in range(ranks // ep):
+        # Each routes a little differently.
+        share = moe_placement.drifted(loads, 0.1, 100 * seed + group)
+        counts = (share * rows * ep).round().long()
+        found = plan(counts, topology, price=price, tries=3)
+        fetches = busiest(found.slot_experts, model.experts)
+        heaviest = found.rank_loads(counts).max().item()
+        at_home = home.rank_loads(counts).max().item()
+        groups.append((at_home, heaviest + price * fetches, heaviest, fetches))
+    at_home, placed, heaviest, fetches = map(max, zip(*groups))
+    return {
+        "price_tokens": price,
+        "imbalance_at_home": at_home / rows,
+        "imbalance": heaviest / rows,
+        "fetches_of_busiest": fetches,
+        "gain": 1 - placed / at_home,
+    }
+
+
+def plot(rows, path):
+    with figure(path, 1, len(PUBLISHED), figsize=(12, 3.4)) as axes:
+        for axis, name in zip(axes, PUBLISHED):
+            for ranks, tokens in itertools.product((64, 1024), (512, 8192)):
+                key = (name, ranks, tokens)
+                found = [
+                    r for r in rows if (r["model"], r["ranks"], r["tokens"]) == key
+                ]
+                gains = [100 * r["gain"] for r in found]
+                label = f"{ranks} ranks, {tokens} tokens each"
+                axis.plot([r["gbps"] for r in found], gains, label=label)
+            axis.set(title=name, xscale="log", xlabel="GB/s of a rank", ylim=(0, None))
+        axes[0].set(ylabel="time saved, %")
+        axes[0].legend(fontsize=8)
 
 
 def main() -> None:
-    args = parse(__doc__, seeds=10)
+    args = parse(__doc__, seeds=5)
     torch.set_num_threads(1)
     seeds = range(args.seeds)
-    same_loads, drift = [], []
-    for (name, *case), kind in itertools.product(STATIC, moe_placement.LOADS):
-        found = means([static(*case, kind, seed) for seed in seeds])
-        same_loads.append({"case": name, "loads": kind, **found})
-    show("Same loads", same_loads)
-    for sigma, kind, shared in itertools.product(DRIFTS, moe_placement.LOADS, SHARED):
-        asked = (kind, sigma, shared)
-        found = means([two_time_scales(*asked, seed) for seed in seeds])
-        others = means([two_time_scales(*asked, seed) for seed in OTHER_SEEDS])
-        found["other_draws"] = others["two_time_scales"]
-        drift.append({"loads": kind, "drift": sigma, "asked": shared, **found})
-    show("64 ranks in nodes of 8, 4 experts and 2 free slots each", drift)
+    drift, paying = [], []
+    for sigma, kind, free in itertools.product(DRIFTS, moe_placement.LOADS, (1, 2)):
+        found = means([balance(kind, sigma, free, seed) for seed in seeds])
+        drift.append({"loads": kind, "drift": sigma, "free_slots": free, **found})
+    show(f"{EXPERTS} experts, {RANKS} ranks", drift)
+    cases = itertools.product(PUBLISHED, (64, 256, 1024), TOKENS, GBPS)
+    for name, ranks, tokens, gbps in cases:
+        found = means([pays(name, ranks, tokens, gbps, seed) for seed in seeds])
+        key = {"model": name, "ranks": ranks, "tokens": tokens, "gbps": gbps}
+        paying.append({**key, **found})
+    show("Published layers, two free slots a rank", paying)
     if args.out:
         result = {"provenance": provenance(), "seeds": args.seeds}
-        result["other_draws"] = len(OTHER_SEEDS)
-        write_json(result | {"static": same_loads, "drift": drift}, args.out)
+        write_json(result | {"balance": drift, "pays": paying}, args.out)
+        plot(paying, args.out / "ep_placement.png")
 
 
 if __name__ == "__main__":

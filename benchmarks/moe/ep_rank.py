@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._moe.exchange import count_wire_bytes, Exchange
-from torch.distributed._moe.placement import plan, Topology
 from torch.distributed._moe.switch import TokenSwitchAllToAll, TokenSwitchHierarchical
 from torch.distributed._tools.moe_calibration import measure_links
 from torch.distributed._tools.moe_cost_model import link_seconds
@@ -47,14 +46,12 @@ class Case:
     switch: str  # "flat" or "hierarchical"
     wire: str  # a key of WIRES; tokens are bfloat16
     dim: int
-    placed: bool = False  # experts lie where plan() puts them, not in order
 
 
 def cases(dim: int, small_dim: int) -> list[Case]:
     both = ("flat", "hierarchical")
     found = [Case(REAL, s, w, dim) for s in both for w in WIRES]
     found += [Case(r, s, "bfloat16", dim) for r in ("uniform", "zipf") for s in both]
-    found += [Case(r, "flat", "bfloat16", dim, True) for r in (REAL, "zipf")]
     return [*found, Case(REAL, "flat", "bfloat16", small_dim)]
 
 
@@ -68,13 +65,6 @@ def routed(routing: str, num_tokens: int, seed: int) -> Tensor:
 
 def counts_of(indices: Tensor) -> Tensor:
     return torch.bincount(indices.flatten(), minlength=EXPERTS)
-
-
-def slots_of_experts(routing: str, num_tokens: int, mesh: DeviceMesh) -> Tensor:
-    """(E,) expert-parallel slot of each expert, planned on another draw of the load."""
-    topology = Topology(mesh.size(0), mesh.size(1), EXPERTS // mesh.size())
-    placement = plan(counts_of(routed(routing, num_tokens, seed=1)), topology)
-    return placement.slot_experts.flatten().argsort()
 
 
 class RankLayer:
@@ -129,8 +119,6 @@ class Layer(RankLayer):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.case = case
         everyone = routed(case.routing, tokens * ranks, seed=0)
-        if case.placed:
-            everyone = slots_of_experts(case.routing, tokens * ranks, mesh)[everyone]
         self.of_ranks = list(everyone.chunk(ranks))
         options = {"wire_dtype": WIRES[case.wire]}
         if case.switch == "flat":

@@ -1,4 +1,4 @@
-"""What placement and traffic are compared with: loads, bounds and a peer.
+"""What plans and traffic are compared with: loads, a peer and fewest rows.
 
 Shared by tests and benchmarks.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed._moe.placement import Placement, Topology
+    from torch.distributed._moe.plan import Plan, Topology
 
 
 LOADS = ("uniform", "lognormal_0.5", "lognormal_1.0", "zipf_1")
@@ -63,9 +63,9 @@ def drifted(loads: Tensor, sigma: float, seed: int) -> Tensor:
     return loads / loads.sum()
 
 
-def any_placement(topology: Topology, num_experts: int, seed: int) -> Placement:
-    """Experts on random ranks, on one or on several, not at home or there too."""
-    from torch.distributed._moe.placement import Placement
+def any_plan(topology: Topology, num_experts: int, seed: int) -> Plan:
+    """Experts on random ranks, one or several, not at home or there too, in random parts."""
+    from torch.distributed._moe.plan import Plan
 
     g = torch.Generator().manual_seed(seed)
     ranks, slots = topology.num_ranks, topology.slots_per_rank
@@ -73,65 +73,16 @@ def any_placement(topology: Topology, num_experts: int, seed: int) -> Placement:
     each = num_experts // ranks
     order = torch.randperm(num_experts, generator=g)
     table[:, :each] = order[: ranks * each].view(ranks, each)
+    quotas = torch.zeros(num_experts, ranks, dtype=torch.int64)
     for rank in range(ranks):
         others = torch.randperm(num_experts, generator=g).tolist()
         others = [e for e in others if e not in table[rank].tolist()]
         extra = int(torch.randint(0, slots - each + 1, (), generator=g))
         table[rank, each : each + extra] = torch.tensor(others[:extra])
         table[rank] = table[rank, torch.randperm(slots, generator=g)]
-    return Placement(topology, num_experts, table)
-
-
-def heaviest_pack_bound(replica_loads: list[float], num_packs: int) -> float:
-    """A load below which the heaviest of ``num_packs`` full packs cannot be.
-
-    The largest of: the mean; the largest replica; and, as every pack holds
-    ``n = len(replica_loads) / num_packs`` items, what the i heaviest replicas must
-    share packs with: they fill some ``j <= i`` packs, whose other places hold at
-    least the lightest replicas. With two places per pack, the i-th heaviest
-    replicas cannot all be next to replicas lighter than the i-th lightest.
-    """
-    n, rest = divmod(len(replica_loads), num_packs)
-    if rest:
-        raise ValueError("heaviest_pack_bound: every pack must be full")
-    down = torch.tensor(replica_loads, dtype=torch.float64).sort(descending=True).values
-    zero = torch.zeros(1, dtype=torch.float64)
-    heaviest = torch.cat([zero, down.cumsum(0)])
-    lightest = torch.cat([zero, down.flip(0).cumsum(0)])
-    bound = max((down.sum() / num_packs).item(), down[0].item())
-    for i in range(1, num_packs + 1):
-        packs = range(-(-i // n), i + 1)
-        bound = max(
-            bound,
-            min(((heaviest[i] + lightest[j * n - i]) / j).item() for j in packs),
-        )
-    if n == 2:
-        paired = down[:num_packs] + down.flip(0)[:num_packs]
-        bound = max(bound, paired.max().item())
-    return bound
-
-
-def placement_bound(
-    placement: Placement, loads: Tensor, num_groups: int | None
-) -> float:
-    """Lower bound of the heaviest rank for the replicas that ``placement`` has.
-
-    The larger of the node-step bound (what a node has to carry on its ranks) and the
-    largest-replica bound, see :func:`heaviest_pack_bound`.
-
-    Args:
-        placement (Placement): a placement without free slots.
-        loads (Tensor): (num_experts) loads it was made for.
-        num_groups (int, optional): as given to ``plan``; None means that ranks are
-            not bound to nodes.
-    """
-    nodes = 1 if num_groups is None else placement.topology.num_nodes
-    share = (loads / placement.rank_holds().sum(0)).tolist()
-    bounds = []
-    for rows in placement.slot_experts.chunk(nodes):
-        replicas = [share[e] for e in rows.flatten().tolist()]
-        bounds.append(heaviest_pack_bound(replicas, rows.shape[0]))
-    return max(bounds)
+        held = table[rank][table[rank] >= 0]
+        quotas[held, rank] = torch.randint(0, 9, held.shape, generator=g)
+    return Plan(topology, table, quotas)
 
 
 def _balanced_packs(weights: list[float], num_packs: int) -> list[int]:

@@ -148,7 +148,6 @@ class TestPlan(TestCase):
         found = plan("qwen3-30b-a3b", "H200", 16, load=load, **kw)
         style = ExpertParallel(**found.expert_parallel())
         self.assertIsNone(style.switch_options["capacity"])
-        self.assertEqual(style.placement.replicas, found.replicas)
         self.assertEqual(style.placement.slots_per_rank * 8, 128 + found.replicas)
         # Less than by bytes alone: a token copy is computed as well.
         self.assertEqual(style.placement.copy_cost, found.copy_cost)

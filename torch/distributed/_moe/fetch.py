@@ -4,11 +4,25 @@ Terms
     home    the rank whose shard of the expert parameter has the expert: rank ``e // (E/W)``
     copy    weights of an expert on a rank that is not its home, for one forward and backward
 
-A parameter is always ``Shard(0)``, so that optimizers, clipping and checkpoints see one
-expert once. A copy is the output of an autograd function: backward sends its gradient home,
-where the gradients are added in the order of the ranks. After ``backward()`` every ``.grad``
-is final. One message per pair of ranks has all tensors of a layer. Activation checkpointing
-fetches again in the recomputation, and keeps no copy.
+Contract
+    A parameter is always ``Shard(0)``, so that optimizers, clipping and checkpoints see one
+    expert once. A copy is the output of an autograd function: backward sends its gradient
+    home, where the gradients are added in the order of the ranks. After ``backward()`` every
+    ``.grad`` is final. One message per pair of ranks has all tensors of a layer.
+
+When
+    A fetch is a flight of schedule.py: on the communication thread, or the side stream, in a
+    group of its own. It is issued before the tokens of its layer are, or while the layer before
+    it computes (``ahead``), and waited for where the experts begin. Backward is the mirror:
+    gradients leave when those of the experts are known, and are waited for in the layer before.
+    In a graph, and under a dispatch mode, a fetch stays inside its layer.
+
+What is reused
+    Copies that were fetched ahead are used once, kept ones (``keep``) as often as possible;
+    both only for the same moves, and for weights that nobody wrote to since, by the version
+    counter. A copy that is kept still has a gradient per backward, returned at once: were it
+    added up on its rank until the step ends, ``.grad`` would not be final before.
+    Activation checkpointing fetches again in the recomputation.
 """
 
 from __future__ import annotations
@@ -19,14 +33,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._moe.exchange import Exchange, Splits, take
-from torch.distributed._moe.wire import pack, unpack
+from torch.distributed._moe.schedule import _begin, _end, _own_groups
+from torch.distributed._moe.wire import decode, encode, pack, unpack
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
-__all__ = ["after_fetch", "busiest", "fetch", "Moves", "moves_of"]
+__all__ = ["after_fetch", "Copies", "Fetch", "Fetcher", "Moves", "moves_of"]
 
 
 class Moves(NamedTuple):
@@ -93,51 +108,71 @@ def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
     return Moves(splits, table(sent), table(slots), table(kept), table(own), places_of)
 
 
-def busiest(slot_experts: Tensor, num_experts: int) -> int:
-    """Most experts that a rank sends or receives for a plan, which is what it waits for."""
-    num_ranks = len(slot_experts)
-    sent, received = [0] * num_ranks, [0] * num_ranks
-    for target, row in enumerate(slot_experts.tolist()):
-        for expert in row:
-            source = expert // (num_experts // num_ranks)
-            if expert >= 0 and source != target:
-                sent[source] += 1
-                received[target] += 1
-    return max(*sent, *received)
+class Copies:
+    """Local shards -> weights of the slots; backward adds up at home.
 
+    Args:
+        exchange (Exchange): ranks that share the experts.
+        moves (Moves): of this rank; all ranks have those of one plan.
+        wire_dtype (torch.dtype, optional): of matrices on their way, as of a token switch.
+            Default: None (their own)
+        kept (sequence of Tensor, optional): what would arrive. Default: None
+    """
 
-class _Fetch(torch.autograd.Function):
-    """Local shards -> weights of the slots; backward adds up at home."""
+    def __init__(
+        self,
+        exchange: Exchange,
+        moves: Moves,
+        wire_dtype: torch.dtype | None = None,
+        kept: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.exchange, self.moves, self.kept = exchange, moves, kept
+        self.wire_dtype = wire_dtype
+        self.levels = (exchange,)  # for count_wire_bytes
 
-    @staticmethod
-    # pyrefly: ignore [bad-override]
-    def forward(
-        ctx: Any, exchange: Exchange, moves: Moves, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.moves = exchange, moves
+    @property
+    def switch(self) -> Copies:
+        return self
+
+    def use_own_groups(self) -> None:
+        self.exchange.use_own_group()
+
+    def forward(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        if self.kept is not None:
+            # Without the history that autograd gives to what a function returns.
+            return tuple(t.detach() for t in self.kept)
+        moves, dtype = self.moves, self.wire_dtype
         flat = [w.flatten(1) for w in weights]
-        parts = [(w.shape[1], w.dtype) for w in flat]
-        message = exchange.send(pack(flat, index=moves.sent), moves.splits, "experts")
+        sent, index = flat, moves.sent
+        coded = [dtype is not None and w.dim() > 2 for w in weights]
+        if dtype is not None:
+            # Only what travels is rounded.
+            sent, index = [rows.index_select(0, moves.sent) for rows in flat], None
+            sent = [encode(r, dtype) if c else r for r, c in zip(sent, coded)]
+        parts = [(rows.shape[1], rows.dtype) for rows in sent]
+        message = pack(sent, index=index)
+        message = self.exchange.send(message, moves.splits, "experts")
         outputs = []
-        for weight, rows, arrived in zip(weights, flat, unpack(message, parts)):
+        for w, rows, arrived, c in zip(weights, flat, unpack(message, parts), coded):
+            if c and dtype is not None:
+                arrived = decode(arrived.contiguous(), dtype, rows.shape[1], rows.dtype)
             rows = rows.index_select(0, moves.kept)
             rows = rows.index_copy(0, moves.slots, arrived)
-            outputs.append(rows.view(-1, *weight.shape[1:]))
-        frozen = zip(outputs, ctx.needs_input_grad[2:])
-        ctx.mark_non_differentiable(*(out for out, needs in frozen if not needs))
+            outputs.append(rows.view(-1, *w.shape[1:]))
         return tuple(outputs)
 
-    @staticmethod
-    @once_differentiable
-    # pyrefly: ignore [bad-override]
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        moves, needs = ctx.moves, ctx.needs_input_grad[2:]
+    def traced(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        return _Inline.apply(self, *weights)
+
+    def backward(
+        self, needs: Sequence[bool], *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        moves = self.moves
         flat = [grad.flatten(1) for grad, needed in zip(grads, needs) if needed]
-        message = pack(flat, index=moves.slots)
-        back = moves.splits.flipped()
-        message = ctx.exchange.send(message, back, "expert_grads", spare=True)
+        message, back = pack(flat, index=moves.slots), moves.splits.flipped()
+        message = self.exchange.send(message, back, "expert_grads", spare=True)
         arrived = iter(unpack(message, [(g.shape[1], g.dtype) for g in flat]))
-        results: list[Tensor | None] = [None, None]
+        results: list[Tensor | None] = []
         for grad, needed in zip(grads, needs):
             if not needed:
                 results.append(None)
@@ -152,21 +187,163 @@ class _Fetch(torch.autograd.Function):
         return tuple(results)
 
 
-def fetch(
-    exchange: Exchange, moves: Moves, weights: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Weights of this rank's slots. Collective over the ranks of ``exchange``.
+class _Inline(torch.autograd.Function):
+    """Both directions of :class:`Copies`, each waited for at once."""
+
+    @staticmethod
+    # pyrefly: ignore [bad-override]
+    def forward(ctx: Any, copies: Copies, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.copies = copies
+        return copies.forward(*weights)
+
+    @staticmethod
+    @once_differentiable
+    # pyrefly: ignore [bad-override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.copies.backward(ctx.needs_input_grad[1:], *grads)
+
+
+# Of the DTensors: what is done to them in place is not counted in their shards.
+Versions = tuple[int, ...]
+
+
+class _Made(NamedTuple):
+    """What copies were made of. Holds the weights, so that no others get their memory."""
+
+    weights: list[Tensor]
+    facts: tuple[Any, ...]
+
+    @staticmethod
+    def of(moves: Moves, weights: Mapping[str, Tensor], versions: Versions) -> _Made:
+        held = [w.detach() for w in weights.values()]
+        return _Made(held, (id(moves), versions, [_place(w) for w in held]))
+
+
+def _place(w: Tensor) -> tuple[Any, ...]:
+    storage = w.untyped_storage()._cdata
+    return storage, w.storage_offset(), w.shape, w.stride(), w._version
+
+
+def _modes(weights: Mapping[str, Tensor]) -> tuple[bool, ...]:
+    return torch.is_grad_enabled(), *(w.requires_grad for w in weights.values())
+
+
+class Fetch(NamedTuple):
+    """A fetch that was issued.
+
+    Attributes:
+        moves (Moves): of the plan; held, as they are compared by identity.
+        made (_Made, optional): where others may use it too.
+        modes (tuple[bool]): of the graph behind it.
+        flight (tuple): what waits for it.
+        sends (bool): whether something travels; equal on all ranks, or some would wait.
+    """
+
+    moves: Moves
+    made: _Made | None
+    modes: tuple[bool, ...]
+    flight: tuple[Any, Any]
+    sends: bool = True
+
+
+class Fetcher:
+    """Copies for the forwards of one layer: fetched then, ahead of it, or kept.
 
     Args:
         exchange (Exchange): ranks that share the experts.
-        moves (Moves): of this rank; all ranks have those of one plan.
-        weights (dict[str, Tensor]): (E/W, ...) local shards. Which of them require gradients
-            is the same on all ranks.
 
-    Returns:
-        dict[str, Tensor]: (slots_per_rank, ...) of each; free slots have what does not matter.
+    Keyword Args:
+        wire_dtype (torch.dtype, optional): see :class:`Copies`. Default: None
+        keep (bool): copies stay until weights or moves change. Default: ``False``
     """
-    return dict(zip(weights, _Fetch.apply(exchange, moves, *weights.values())))
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.exchange, self.wire_dtype, self.keep = exchange, wire_dtype, keep
+        self.forget()
+
+    def forget(self) -> None:
+        """The next forward fetches."""
+        self._ahead: Fetch | None = None
+        self._kept: tuple[_Made, Moves, list[Tensor]] | None = None
+
+    def ahead(
+        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
+    ) -> None:
+        """Issues the fetch of a forward to come, unless copies are kept. Collective."""
+        made = _Made.of(moves, weights, versions)
+        if self._kept_as(made) is None:
+            self._ahead = self._issue(moves, weights, made, None)
+
+    def begin(
+        self,
+        moves: Moves,
+        weights: Mapping[str, Tensor],
+        versions: Versions | None,
+    ) -> Fetch:
+        """Issues the fetch of a forward where it needs one. Collective.
+
+        Args:
+            moves (Moves): of this rank; all ranks have those of one plan.
+            weights (dict[str, Tensor]): (E/W, ...) local shards. Which of them require
+                gradients is the same on all ranks.
+            versions (tuple[int], optional): of the parameters, if copies that are there may
+                be used, and others kept.
+        """
+        if versions is None or any(w.is_inference() for w in weights.values()):
+            return self._issue(moves, weights, None, None)
+        made, ahead = _Made.of(moves, weights, versions), self._ahead
+        self._ahead = None
+        if ahead is not None and ahead.modes == _modes(weights):
+            if ahead.made is not None and ahead.made.facts == made.facts:
+                return ahead._replace(sends=False)
+        return self._issue(moves, weights, made, self._kept_as(made))
+
+    def end(self, fetch: Fetch, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Waits. (slots_per_rank, ...) of each; free slots have what does not matter."""
+        arrived = _end(*fetch.flight)
+        # One output comes alone.
+        arrived = [arrived] if isinstance(arrived, Tensor) else arrived
+        if self.keep and fetch.made is not None:
+            self._kept = fetch.made, fetch.moves, [t.detach() for t in arrived]
+        # Nobody computes a gradient of frozen ones.
+        pairs = zip(arrived, weights.items())
+        return {n: t if w.requires_grad else t.detach() for t, (n, w) in pairs}
+
+    def kept(
+        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
+    ) -> dict[str, Tensor] | None:
+        """Copies that are kept, if they are those of ``moves`` and ``weights``."""
+        copies = self._kept_as(_Made.of(moves, weights, versions))
+        return None if copies is None else dict(zip(weights, copies))
+
+    def _kept_as(self, made: _Made) -> list[Tensor] | None:
+        if self._kept is not None:
+            kept, _, copies = self._kept
+            usable = torch.is_inference_mode_enabled() or not copies[0].is_inference()
+            if usable and kept.facts == made.facts:
+                return copies
+        self._kept = None  # Before others need the memory.
+        return None
+
+    def _issue(
+        self,
+        moves: Moves,
+        weights: Mapping[str, Tensor],
+        made: _Made | None,
+        kept: list[Tensor] | None,
+    ) -> Fetch:
+        copies = Copies(self.exchange, moves, self.wire_dtype, kept)
+        values = tuple(weights.values())
+        if values[0].device.type == "cpu" and not torch.compiler.is_compiling():
+            _own_groups(copies)
+        flight = _begin(copies, values)
+        return Fetch(moves, made, _modes(weights), flight, kept is None)
 
 
 class _After(torch.autograd.Function):

@@ -491,9 +491,9 @@ class _Combine:
 
 
 class _Exchange:
-    """One :class:`_Dispatch` or :class:`_Combine` in both directions."""
+    """A :class:`_Dispatch`, a :class:`_Combine` or a fetch in both directions."""
 
-    def __init__(self, part: _Dispatch | _Combine) -> None:
+    def __init__(self, part: Any) -> None:
         self.part = part
         self.needs: Sequence[bool]
         self.there: _Flight
@@ -552,9 +552,7 @@ class _End(torch.autograd.Function):
         return None, torch.zeros(0, dtype=dtype, device=device)
 
 
-def _begin(
-    part: _Dispatch | _Combine, inputs: tuple[Tensor, ...]
-) -> tuple[_Exchange, Any]:
+def _begin(part: Any, inputs: tuple[Tensor, ...]) -> tuple[_Exchange, Any]:
     exchange = _Exchange(part)
     if isinstance(part, _Dispatch):
         inputs = (inputs[0], inputs[2])  # without the ids

@@ -56,7 +56,7 @@ _AGREED = (
     "K",
     "num_experts",
     "row bytes",
-    "requires_grad of tokens, router weights and experts, as bits,",
+    "requires_grad of tokens, router weights and experts, and a fetch, as bits,",
 )
 
 _ODD = 2**9  # No rank has so many bits.

@@ -122,7 +122,6 @@ class Plan:
             options["placement"] = ExpertPlacement(
                 slots_per_rank=(self.model.experts + self.replicas) // x.ep,
                 ranks_per_node=min(x.ep, self.domain),
-                replicas=self.replicas,
                 copy_cost=self.copy_cost,
             )
         return options

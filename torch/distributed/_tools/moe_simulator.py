@@ -112,7 +112,7 @@ def expected_imbalance(
 def replicated_imbalance(
     load: Sequence[float], tokens: float, k: int, ep: int, domain: int, replicas: int
 ) -> float | None:
-    """:func:`expected_imbalance` after ``torch.distributed._moe`` placed replicas of experts.
+    """:func:`expected_imbalance` on a plan of ``torch.distributed._moe`` with copies of experts.
 
     Args:
         load, tokens, k, ep: as there.
@@ -122,15 +122,16 @@ def replicated_imbalance(
     Returns:
         None where the slots do not divide.
     """
-    from torch.distributed._moe.placement import plan as place, Topology
+    from torch.distributed._moe.plan import plan, Topology
 
     slots = len(load) + replicas
-    if ep % domain or slots % ep:
+    if len(load) % ep or ep % domain or slots % ep:
         return None
     counts = torch.tensor(load, dtype=torch.float64)
-    placement = place(counts, Topology(ep // domain, domain, slots // ep))
+    counts *= tokens * k / counts.sum()
+    found = plan(counts, Topology(ep // domain, domain, slots // ep))
     noise = expected_imbalance([1.0] * ep, tokens, k, ep)
-    return max(1.0, placement.imbalance(counts)) * noise
+    return max(1.0, found.imbalance(counts)) * noise
 
 
 def rows_of_pair(

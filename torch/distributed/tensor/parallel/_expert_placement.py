@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TYPE_CHECKING
+import weakref
+from typing import Any, cast, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.fetch import after_fetch, busiest, fetch, Moves, moves_of
-from torch.distributed._moe.placement import Placement, plan, Topology
-from torch.distributed._moe.quota import (
-    plan_step,
+from torch.distributed._moe.fetch import after_fetch, Fetcher, Moves, moves_of
+from torch.distributed._moe.plan import (
+    busiest,
+    Plan,
+    plan,
     reroute,
     slots_of,
     split_by_source,
-    StepPlan,
+    Topology,
 )
+from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
+from torch.nn.utils.stateless import _reparametrize_module
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch.distributed.distributed_c10d import ProcessGroup
+    from torch.distributed.tensor.parallel._expert_adapters import Experts
 
 
 __all__ = ["ExpertPlacement", "LoadStats", "PlacedLayer"]
@@ -45,7 +51,7 @@ class LoadStats:
         num_experts (int): number of experts of each.
 
     Keyword Args:
-        group (ProcessGroup, optional): ranks to sum over. Default: the default
+        group (ProcessGroup or name, optional): ranks to sum over. Default: the default
             group
         decay (float): weight of the past in the average, in [0, 1). Default: 0.9
         device (torch.device, optional): device of the counts. Default: cpu
@@ -66,14 +72,14 @@ class LoadStats:
         num_layers: int,
         num_experts: int,
         *,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | c10d.GroupName | None = None,
         decay: float = 0.9,
         device: torch.device | str | None = None,
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
         # By name, as a group that is kept alive keeps its threads.
-        self._group_name = None if group is None else group.group_name
+        self._group_name = getattr(group, "group_name", group)
         self._decay = decay
         # Behind the experts, how many forwards there were.
         self._sums = torch.zeros(
@@ -182,94 +188,106 @@ class PlacedLayer:
     """One expert-parallel layer of an :class:`ExpertPlacement`.
 
     Attributes:
-        placement (Placement): which ranks run its experts, until the next plan.
-        home (Placement): which ranks have its parameters.
-        last_plan (StepPlan, optional): of the last forward, if planned online.
+        plan (Plan): which ranks run its experts, until the next plan.
+        home (Plan): which ranks have its parameters.
+        last_plan (Plan, optional): of the last forward, if planned online.
     """
 
     def __init__(
-        self, owner: ExpertPlacement, index: int, home: Placement, group: ProcessGroup
+        self, owner: ExpertPlacement, index: int, home: Plan, group: ProcessGroup
     ) -> None:
         self.owner = owner
         self.index = index
         self.home = home
+        # Flights have a group of their own; counts and loads are not sent by their thread.
+        self.group_name = group.group_name
         self.exchange = Exchange(group, home.num_experts, None, level="experts")
         self.levels = (self.exchange,)  # for count_wire_bytes
-        self.last_plan: StepPlan | None = None
+        self.fetcher = Fetcher(
+            self.exchange, wire_dtype=owner.wire_dtype, keep=owner.keep
+        )
+        self.last_plan: Plan | None = None
         self.copy_cost = owner.copy_cost
+        self.tokens = 0  # of the forward that runs, or failed
+        # Weights of the slots, once ranks were lost.
+        self.resident: dict[str, Tensor] | None = None
         self.use(home)
 
-    def use(self, placement: Placement) -> None:
+    def use(self, plan: Plan) -> None:
         """From the next forward on; nothing moves."""
-        self.placement = placement
-        self._slots = slots_of(placement.slot_experts, placement.num_experts)
-        self._moves = self._moves_of(placement.slot_experts)
-        copies = placement.rank_holds().sum(0)
-        ranks = torch.arange(placement.topology.num_ranks)
-        slots = self._slots + ranks * placement.topology.slots_per_rank
-        # Of experts that run on one rank each; behind them -1, for no expert.
-        slots = slots.masked_fill(self._slots < 0, -1).amax(1)
-        self._slot_of = torch.cat([slots, slots.new_full((1,), -1)])
-        self._shared = int(copies.max()) > 1
+        self.plan = plan
+        self._slots = slots_of(plan.slot_experts, plan.num_experts)
+        self._shares = plan.shares().cumsum(1)
+        self._moves = self._moves_of(plan)
 
-    def _moves_of(self, slot_experts: Tensor) -> Moves | None:
-        if torch.equal(slot_experts, self.home.slot_experts):
+    def _moves_of(self, plan: Plan) -> Moves | None:
+        if torch.equal(plan.slot_experts, self.home.slot_experts):
             return None  # Weights are used where they are.
-        return moves_of(slot_experts, self.home.num_experts, self.exchange.rank)
+        return moves_of(plan.slot_experts, plan.num_experts, self.exchange.rank)
 
-    def cost(self, heaviest: float, slot_experts: Tensor) -> float:
+    def rows(
+        self, local: Mapping[str, Tensor], versions: tuple[int, ...]
+    ) -> dict[int, tuple[dict[str, Tensor], bool]]:
+        """Weights that are here, by expert, and whether they are those at home."""
+        rows, copies = {}, self.resident
+        if copies is None and self._moves is not None:
+            copies = self.fetcher.kept(self._moves, local, versions)
+        if copies is not None:
+            for slot, e in enumerate(
+                self.plan.slot_experts[self.exchange.rank].tolist()
+            ):
+                if e >= 0:
+                    rows[e] = {k: w[slot] for k, w in copies.items()}, False
+        if self.resident is None:
+            first = self.exchange.rank * self.exchange.local_experts
+            for i in range(self.exchange.local_experts):
+                rows[first + i] = {k: w[i] for k, w in local.items()}, True
+        return rows
+
+    def settle(
+        self, plan: Plan, resident: dict[str, Tensor], group: ProcessGroup
+    ) -> None:
+        """Runs by ``plan`` over ``group``, on weights that are in its slots."""
+        self.fetcher.forget()
+        self.group_name = group.group_name
+        self.exchange = Exchange(group, plan.num_experts, None, level="experts")
+        self.resident, self.tokens, self.home = resident, 0, plan
+        self.use(plan)
+
+    def cost(self, counts: Tensor, plan: Plan) -> float:
         """Of a forward and backward, in token copies of the heaviest rank."""
-        copies = busiest(slot_experts, self.home.num_experts)
-        return heaviest + copies * (self.copy_cost or 0.0)
-
-    def plan(self, loads: Tensor) -> Placement:
-        """Best placement for (num_experts) token copies of a forward, fetching included."""
-        home, topology, online = self.home, self.home.topology, self.owner.online
-        E, price = home.num_experts, self.copy_cost or 0.0
-        replicas = self.owner.replicas
-        if replicas is None:
-            replicas = 0 if online else topology.num_slots - E
-        groups = E if online and topology.num_nodes > 1 else None
-        options = {"num_replicas": E + replicas, "num_groups": groups}
-        found = [home, plan(loads, topology, previous=home, **options)]
-        if price:
-            priced = {"previous": home, "migration_cost": price}
-            found.append(plan(loads, topology, **options, **priced))
-        if replicas:
-            # Copies where they help most, and no others.
-            fewest = max(1, math.ceil(price))
-            step = plan_step(loads.round().long(), home, min_tokens_per_replica=fewest)
-            if int((step.slot_experts >= 0).sum()) <= E + replicas:
-                found.append(Placement(topology, E, step.slot_experts))
-
-        def cost(placement: Placement) -> float:
-            heaviest = placement.rank_loads(loads).max().item()
-            return self.cost(heaviest, placement.slot_experts)
-
-        return min(found, key=cost)
+        copies = busiest(plan.slot_experts, plan.num_experts)
+        return plan.rank_loads(counts).max().item() + copies * (self.copy_cost or 0.0)
 
     def route(
-        self, topk_indices: Tensor, weights: Mapping[str, Tensor], row_bytes: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Slots of the experts in this forward, and the weights of this rank's slots.
+        self,
+        module: nn.Module,
+        topk_indices: Tensor,
+        weights: Mapping[str, Tensor],
+        row_bytes: int,
+        experts: Experts,
+    ) -> tuple[Tensor, Experts | PlacedExperts]:
+        """Slots of the experts in this forward, and what runs those of this rank.
 
         Args:
+            module (nn.Module): the layer.
             topk_indices (Tensor): (T, K) expert ids of this rank.
             weights (dict[str, Tensor]): local expert parameters.
             row_bytes (int): of a token.
+            experts (Experts): run those whose weights ``module`` has.
 
         Returns:
-            (Tensor, dict[str, Tensor]): (T, K) slots, -1 for no expert, and ``weights`` with
-            the copies, or nothing where all experts run at home.
+            (Tensor, Experts): (T, K) slots, -1 for no expert, and ``experts`` with the copies.
         """
-        device, topology = topk_indices.device, self.home.topology
-        E, slots_per_rank = self.home.num_experts, topology.slots_per_rank
-        if self._slots.device != device:
-            self._slots, self._slot_of = (
-                self._slots.to(device),
-                self._slot_of.to(device),
+        device, E = topk_indices.device, self.home.num_experts
+        self._to(device)
+        if self.resident is not None and torch.is_grad_enabled():
+            raise RuntimeError(
+                "ExpertPlacement: after a rank was lost a model serves, under no_grad; "
+                "training goes on from a checkpoint"
             )
-            self._moves = None if self._moves is None else self._moves.to(device)
+        if not torch.compiler.is_compiling():
+            self.tokens = len(topk_indices)
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, next to two rows there and two back.
@@ -277,52 +295,123 @@ class PlacedLayer:
         _, _, _, counts = torch._moe_permutation(topk_indices, E)
         counts = counts.long()
         self.owner._record(self.index, counts)
-        table, moves, split = self._slots, self._moves, None
+        table, moves = self._slots, self._moves
         if self.owner.online:
-            step, source = self._plan_step(counts)
-            table = slots_of(step.slot_experts, E).to(device)
-            moves = self._moves_of(step.slot_experts)
+            plan, source = self._plan_online(counts)
+            table = slots_of(plan.slot_experts, E).to(device)
+            moves = self._moves_of(plan)
             moves = None if moves is None else moves.to(device)
-            split = split_by_source(source, step.quotas.to(device), self.exchange.rank)
-        elif self._shared:
-            held = (table >= 0).long()
-            copies = held.sum(1, keepdim=True)
-            share, rest = counts[:, None] // copies, counts[:, None] % copies
-            split = (share + (held.cumsum(1) <= rest)) * held
-        if split is None:
-            known = (topk_indices >= 0) & (topk_indices < E)
-            slots = self._slot_of[torch.where(known, topk_indices, E).long()]
+            split = split_by_source(source, plan.quotas.to(device), self.exchange.rank)
+        elif moves is None and self.resident is None:
+            split = None
         else:
-            slots = reroute(topk_indices, split, table, slots_per_rank)
-        if moves is None:
-            return slots, {}
-        return slots, fetch(self.exchange, moves, weights)
+            # Ends on all of them, as the shares of an expert do on 1.
+            ends = (counts[:, None] * self._shares).round().long()
+            split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+        each, per_rank = self.exchange.local_experts, self.home.topology.slots_per_rank
+        if split is None:  # At home.
+            at_home = topk_indices.long()
+            at_home = at_home + at_home.div(each, rounding_mode="floor") * (
+                per_rank - each
+            )
+            outside = (topk_indices < 0) | (topk_indices >= E)
+            slots = at_home.masked_fill(outside, -1)
+        else:
+            slots = reroute(topk_indices, split, table, per_rank)
+        ahead = self.owner._next_of(module, self) if _reusable(module) else None
+        if moves is None and ahead is None and self.resident is None:
+            return slots, experts
+        return slots, PlacedExperts(self, module, moves, weights, experts, ahead)
 
-    def _plan_step(self, counts: Tensor) -> tuple[StepPlan, Tensor]:
+    def _to(self, device: torch.device) -> None:
+        if self._slots.device != device:
+            self._slots, self._shares = self._slots.to(device), self._shares.to(device)
+            self._moves = None if self._moves is None else self._moves.to(device)
+
+    def fetch_ahead(self, module: nn.Module) -> None:
+        """Issues the fetch of the next forward of ``module``, which has this layer."""
+        region = cast(Any, module)._expert_parallel
+        if self._moves is None or self.owner.online or not _reusable(module):
+            return
+        weights = region.local_parameters(module, region.expert_names)
+        self._to(next(iter(weights.values())).device)
+        self.fetcher.ahead(self._moves, weights, region.versions)
+
+    def after(self, output: Tensor, experts: Experts | PlacedExperts) -> Tensor:
+        """``output`` of a forward that is done."""
+        if not torch.compiler.is_compiling():
+            self.tokens = 0
+        return experts.after(output) if isinstance(experts, PlacedExperts) else output
+
+    def _plan_online(self, counts: Tensor) -> tuple[Plan, Tensor]:
         """Plan by the counts of this forward, and those of every rank."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "ExpertPlacement: online=True plans on the host and can't be compiled"
             )
-        E, num_ranks = self.home.num_experts, self.exchange.num_ranks
-        source = counts.new_empty(num_ranks * E)
-        dist.all_gather_into_tensor(source, counts, group=self.exchange.group)
-        source = source.view(-1, E)
-        total = source.sum(0).cpu()
-        fewest = max(1, math.ceil(self.copy_cost or 0.0))
-        step = plan_step(total, self.placement, min_tokens_per_replica=fewest)
-        at_home = self.home.rank_loads(total).max().item()
-        heaviest = step.quotas.sum(0).max().item()
-        if self.cost(heaviest, step.slot_experts) >= self.cost(
-            at_home, self.home.slot_experts
-        ):
-            quotas = torch.zeros(E, num_ranks, dtype=torch.int64)
-            quotas[torch.arange(E), torch.arange(E) // (E // num_ranks)] = total
-            step = StepPlan(self.home.slot_experts, quotas)
-        self.last_plan = step
-        return step, source
+        source = counts.new_empty(self.exchange.num_ranks * len(counts))
+        group = c10d._resolve_process_group(self.group_name)
+        dist.all_gather_into_tensor(source, counts, group=group)
+        source = source.view(-1, len(counts))
+        price = self.copy_cost or 0.0
+        self.last_plan = plan(source.sum(0), self.home.topology, price=price)
+        return self.last_plan, source
 
-    after = staticmethod(after_fetch)
+
+class PlacedExperts:
+    """Experts of a rank in one forward, with the copies, which are on their way until then."""
+
+    def __init__(
+        self,
+        layer: PlacedLayer,
+        module: nn.Module,
+        moves: Moves | None,
+        weights: Mapping[str, Tensor],
+        experts: Experts,
+        ahead: nn.Module | None,
+    ) -> None:
+        self._fetcher, self._module, self._weights = layer.fetcher, module, weights
+        self._experts, self._ahead = experts, ahead
+        self._fetch, self._copies = None, layer.resident
+        if moves is not None:
+            region = cast(Any, module)._expert_parallel
+            versions = region.versions if _reusable(module) else None
+            self._fetch = self._fetcher.begin(moves, weights, versions)
+
+    @property
+    def sends(self) -> bool:
+        return self._fetch is not None and self._fetch.sends
+
+    def __call__(self, *rows: Any, **options: Any) -> Tensor:
+        if self._copies is None:
+            self._copies = {}
+            if self._fetch is not None:
+                self._copies = self._fetcher.end(self._fetch, self._weights)
+            if self._ahead is not None:
+                self._ahead._expert_parallel.placed.fetch_ahead(self._ahead)
+        with _reparametrize_module(self._module, self._copies):
+            return self._experts(*rows, **options)
+
+    def after(self, output: Tensor) -> Tensor:
+        return after_fetch(output, self._copies) if self._copies else output
+
+
+def _reusable(module: nn.Module) -> bool:
+    """Whether a copy may outlive what it is fetched in.
+
+    Not in a graph; in a region that is recomputed, or under a mode that records what is done
+    there; or where FSDP gives a parameter other values behind its version.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._current_graph_task_id() != -1
+        or getattr(module, "_is_fsdp_managed_module", False)
+    )
+
+
+# Plans by average loads that are compared.
+_TRIES = 3
 
 
 class ExpertPlacement:
@@ -335,11 +424,10 @@ class ExpertPlacement:
     leaves it: parameters, gradients, optimizer state and checkpoints are those of a model
     without a placement. A forward may run it on other ranks, on several, and not at home.
     They fetch its weights, and backward brings the gradients home. After ``backward()`` every
-    ``.grad`` is final. Who runs what is planned on two time scales:
+    ``.grad`` is final. Who runs what is planned
 
-    - every ``every`` steps, by the average loads since, for all forwards until the next plan.
-    - ``online=True``: in every forward, by the counts of that forward, ranks of a node also
-      take experts of each other into free slots. Reads the counts on the host.
+    - every ``every`` steps, by the average loads since, for all forwards until the next plan;
+    - or, with ``online=True``, in every forward by its counts, which are read on the host.
 
     Where no plan is worth its fetches, experts run at home and nothing is sent.
 
@@ -347,18 +435,24 @@ class ExpertPlacement:
         slots_per_rank (int): experts that a rank runs in a forward, at least E/W. Memory of
             their weights is needed while a layer runs, and until its backward without
             activation checkpointing.
-        ranks_per_node (int, optional): ranks with fast links between them; what is planned
-            online stays inside a node. Default: None (all)
+        ranks_per_node (int, optional): ranks that fetch from each other, as those with fast
+            links between them. Default: None (all)
         every (int, optional): steps between plans, see :meth:`step`; None never plans by
             average loads. Default: 100
-        replicas (int, optional): slots filled by such a plan beyond one for each expert; the
-            others are free for plans of a forward. Default: None (all, or with ``online`` none)
-        online (bool): plan every forward as well. Default: ``False``
+        online (bool): plan every forward instead. Default: ``False``
         decay (float): weight of the past in the average of loads. Default: 0.9
         copy_cost (float, optional): what it takes a rank to fetch one expert and to return
             its gradient, or to send it, in the time of one token copy there. The cost model
             knows it, see ``torch.distributed._tools.moe_planner``. Default: None (the bytes
             of both, as if only bytes took time)
+        keep (bool): fetched copies stay, in training and in inference, until the plan or the
+            weights change: micro-batches of a step share them, and serving fetches once.
+            Takes the memory of the slots of all layers. What is written through ``.data`` is
+            seen after :meth:`step` or :meth:`forget`. Not under FSDP. Default: ``False``
+        wire_dtype (torch.dtype, optional): of matrices that are fetched: ``torch.bfloat16``,
+            or ``torch.float8_e4m3fn`` with a power-of-two scale per 128 values. Gradients keep
+            their dtype. Copies are rounded then, the weights at home are not. Default: None
+            (that of the weights)
 
     Example::
         >>> # xdoctest: +SKIP("needs ranks")
@@ -376,25 +470,37 @@ class ExpertPlacement:
         slots_per_rank: int,
         ranks_per_node: int | None = None,
         every: int | None = 100,
-        replicas: int | None = None,
         online: bool = False,
         decay: float = 0.9,
         copy_cost: float | None = None,
+        keep: bool = False,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
+        if wire_dtype not in (None, torch.bfloat16, torch.float8_e4m3fn):
+            raise ValueError(
+                "ExpertPlacement: wire_dtype must be None, torch.bfloat16 or "
+                f"torch.float8_e4m3fn, got {wire_dtype}"
+            )
         if every is not None and every < 1:
             raise ValueError(f"ExpertPlacement: every must be at least 1, got {every}")
-        for name, value in (("replicas", replicas), ("copy_cost", copy_cost)):
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(
-                    f"ExpertPlacement: {name} must be finite and at least 0, got {value}"
-                )
+        if copy_cost is not None and not 0 <= copy_cost < math.inf:
+            raise ValueError(
+                "ExpertPlacement: copy_cost must be finite and at least 0, got "
+                f"{copy_cost}"
+            )
         self.slots_per_rank = slots_per_rank
         self.ranks_per_node = ranks_per_node
         self.every = every
-        self.replicas = replicas
         self.online = online
         self.decay = decay
         self.copy_cost = copy_cost
+        self.keep = keep
+        self.wire_dtype = wire_dtype
+        # Which module ran after which, to fetch ahead for it.
+        self._last: weakref.ref[nn.Module] | None = None
+        self._next: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
+        self._next = WeakKeyDictionary()
+        self.recoveries = 0
         self.layers: list[PlacedLayer] = []
         self.loads: Tensor | None = None
         self._stats: LoadStats | None = None
@@ -411,24 +517,16 @@ class ExpertPlacement:
                 f"layer, got {per_node}"
             )
         topology = Topology(ranks // per_node, per_node, self.slots_per_rank)
-        home = Placement.contiguous(topology, num_experts)
+        home = Plan.home(topology, num_experts)
         first = self.layers[0] if self.layers else None
         if first is not None and (
             first.home.num_experts != num_experts
-            or first.exchange.group_name != group.group_name
+            or first.group_name != group.group_name
         ):
             raise ValueError(
                 "ExpertPlacement: layers must have one number of experts and one group, "
                 f"got {num_experts} experts after {first.home.num_experts}; use one "
                 "object for each kind"
-            )
-        if (
-            self.replicas is not None
-            and self.replicas > topology.num_slots - num_experts
-        ):
-            raise ValueError(
-                f"ExpertPlacement: replicas must be at most the {topology.num_slots} slots "
-                f"less {num_experts} experts, got {self.replicas}"
             )
         if self._stats is not None:
             raise RuntimeError("ExpertPlacement: layers come before the first forward")
@@ -439,15 +537,14 @@ class ExpertPlacement:
     @property
     def slot_experts(self) -> list[Tensor]:
         """(W, slots_per_rank) expert that runs in each slot, or -1, of each layer."""
-        return [layer.placement.slot_experts for layer in self.layers]
+        return [layer.plan.slot_experts for layer in self.layers]
 
     def imbalance(self) -> list[float]:
         """Heaviest over mean rank load of each layer under the average loads."""
         if self.loads is None:
             return []
         return [
-            layer.placement.imbalance(loads)
-            for layer, loads in zip(self.layers, self.loads)
+            layer.plan.imbalance(loads) for layer, loads in zip(self.layers, self.loads)
         ]
 
     def step(self) -> None:
@@ -457,6 +554,7 @@ class ExpertPlacement:
         what is recomputed must find the plan of its forward.
         """
         self._steps += 1
+        self.forget()
         if self.every is None or self._stats is None:
             return
         # Summed while the next step runs, where there is a next one before the plan.
@@ -466,11 +564,56 @@ class ExpertPlacement:
         if self._steps % self.every == 0:
             self._stats.start()
 
+    def forget(self) -> None:
+        """Fetches again what :attr:`keep` kept, as after a write through ``.data``."""
+        for layer in self.layers:
+            layer.fetcher.forget()
+
+    def recover(
+        self,
+        model: nn.Module,
+        weights: Callable[[str, int], Tensor] | None = None,
+        *,
+        seconds: float = 10.0,
+    ) -> Recovery:
+        """Goes on serving ``model`` after ranks were lost, on those that are left.
+
+        Called by every rank that is left, once a forward raised as others did not answer.
+        Ranks that do not call it within ``seconds`` are lost. An expert of a lost rank
+        goes on from a copy, where a rank has kept one, or is loaded. From then on experts stay
+        where they are, without gradients. The store of the default group must be alive.
+
+        Args:
+            model (nn.Module): has all layers of this placement.
+            weights (callable, optional): ``weights(name, expert)`` loads the weights of one
+                expert of a parameter, as from a checkpoint. Default: None (an error where it
+                is needed)
+
+        Keyword Args:
+            seconds (float): to wait for other ranks. Default: 10.0
+
+        Returns:
+            Recovery: lost ranks, the pause, tokens to run again, and where weights came from.
+        """
+        return recover(self, model, weights, seconds)
+
+    def _next_of(self, module: nn.Module, layer: PlacedLayer) -> nn.Module | None:
+        """The layer that followed ``module``, which runs now, in the forward before."""
+        last = None if self._last is None else self._last()
+        self._last = weakref.ref(module)
+        if last is not None:
+            placed = cast(Any, last)._expert_parallel.placed
+            if placed.index < layer.index:
+                self._next[last] = self._last
+        following = self._next.get(module)
+        return None if following is None else following()
+
     def _plan(self) -> None:
-        for layer, loads in zip(
-            self.layers, self.loads if self.loads is not None else ()
-        ):
-            layer.use(layer.plan(loads))
+        if self.loads is None or self.online:
+            return
+        for layer, loads in zip(self.layers, self.loads):
+            options = {"price": layer.copy_cost or 0.0, "tries": _TRIES}
+            layer.use(plan(loads, layer.home.topology, **options))
 
     def _record(self, index: int, counts: Tensor) -> None:
         if self._stats is None:
@@ -478,7 +621,7 @@ class ExpertPlacement:
             self._stats = LoadStats(
                 len(self.layers),
                 first.home.num_experts,
-                group=first.exchange.group,
+                group=first.group_name,
                 decay=self.decay,
                 device=counts.device,
             )
@@ -491,6 +634,7 @@ class ExpertPlacement:
         """Plans, loads and steps; equal on all ranks. Collective; changes nothing."""
         return {
             "slot_experts": [slots.clone() for slots in self.slot_experts],
+            "quotas": [layer.plan.quotas.clone() for layer in self.layers],
             "loads": None if self.loads is None else self.loads.clone(),
             "copy_costs": [layer.copy_cost for layer in self.layers],
             "steps": self._steps,
@@ -507,10 +651,10 @@ class ExpertPlacement:
         self._steps, self.loads = state["steps"], state["loads"]
         for layer, cost in zip(self.layers, state["copy_costs"]):
             layer.copy_cost = cost if self.copy_cost is None else self.copy_cost
-        for layer, slots in zip(self.layers, state["slot_experts"]):
+        plans = zip(self.layers, state["slot_experts"], state["quotas"])
+        for layer, slots, quotas in plans:
             if slots.shape == layer.home.slot_experts.shape:
-                home = layer.home
-                layer.use(Placement(home.topology, home.num_experts, slots))
+                layer.use(Plan(layer.home.topology, slots, quotas))
             else:
                 self._plan()
                 break

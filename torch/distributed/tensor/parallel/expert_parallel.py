@@ -106,6 +106,11 @@ class _Region:
         self.expert_names: tuple[str, ...] = ()
         self.grad_placements: dict[str, tuple[Placement, ...]] = {}
         self.added_once: set[str] = set()
+        # For the ranks that are left when others were lost.
+        self.make_switch: Callable[[DeviceMesh, int], TokenSwitch]
+        self.mesh_device_type = "cpu"
+        # Of the expert parameters whose shards were taken last.
+        self.versions: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
         return self
@@ -116,16 +121,21 @@ class _Region:
             "are of this program; save its state_dict, with torch.distributed.checkpoint"
         )
 
-    def local_parameters(self, module: nn.Module) -> dict[str, Tensor]:
+    def local_parameters(
+        self, module: nn.Module, names: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
         """Local shards, whose gradients go back to the distributed parameters."""
-        local = {}
-        for name, grad_placements in self.grad_placements.items():
+        local, versions = {}, []
+        for name in self.grad_placements if names is None else names:
+            grad_placements = self.grad_placements[name]
             param = _value(module, name)
             if not isinstance(param, DTensor):
                 raise RuntimeError(
                     f"ExpertParallel: parameter {name!r} must be the DTensor that "
                     f"parallelize_module made, got {type(param).__name__}"
                 )
+            if name in self.expert_names and not torch.compiler.is_compiling():
+                versions.append(-1 if param.is_inference() else param._version)
             if any(p.is_partial() for p in grad_placements):
                 # Its backward sums the partial gradients.
                 param = param.redistribute(placements=param.placements)
@@ -133,6 +143,7 @@ class _Region:
             if name in self.added_once and self.tp_mesh is not None:
                 tensor = tensor * float(self.tp_mesh.get_local_rank() == 0)
             local[name] = tensor
+        self.versions = tuple(versions)
         return local
 
     def exchange(
@@ -154,11 +165,10 @@ class _Region:
         if self.tp_mesh is not None:
             tokens = self._copy_to_tensor_parallel(tokens)
             weights = self._copy_to_tensor_parallel(weights)
-        in_this_step: dict[str, Tensor] = {}
         local = {name: _value(module, name) for name in self.expert_names}
         if self.placed is not None:
             row_bytes = tokens.shape[1] * tokens.element_size()
-            ids, in_this_step = self.placed.route(ids, local, row_bytes)
+            ids, experts = self.placed.route(module, ids, local, row_bytes, experts)
         if isinstance(self.switch, TokenSwitchAllToAll):
             # A schedule of the user's own may hand rows to the experts that it has changed.
             known = self.schedule is sequential_schedule or isinstance(
@@ -173,12 +183,12 @@ class _Region:
             self.switch.requires_grad = tuple(
                 recorded and t.requires_grad for t in (tokens, weights, *local.values())
             )
-        with _reparametrize_module(module, in_this_step):
-            output, shared_output = self.schedule(
-                self.switch, tokens, ids, weights, experts, shared
-            )
-        if self.placed is not None and in_this_step:
-            output = self.placed.after(output, in_this_step)
+            self.switch.requires_grad += (getattr(experts, "sends", False),)
+        output, shared_output = self.schedule(
+            self.switch, tokens, ids, weights, experts, shared
+        )
+        if self.placed is not None:
+            output = self.placed.after(output, experts)
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()
@@ -532,6 +542,8 @@ class ExpertParallel(ParallelStyle):
             kind = type(module).__name__
             name_owner(f"expert parallel layer {next(count)} ({kind})")
         region.expert_names = tuple(dims)
+        region.make_switch = self._make_switch
+        region.mesh_device_type = device_mesh.device_type
         for name, hidden_dim in dims.items():
             placements, grads = zip(*(_placements(role, hidden_dim) for role in roles))
             self._distribute(module, name, device_mesh, placements)

@@ -1,0 +1,413 @@
+# Owner(s): ["oncall: distributed"]
+"""Copies of experts that are fetched ahead, kept, rounded on the wire, and compiled."""
+
+import copy
+import functools
+from unittest import mock
+
+from moe_gloo import GlooTest
+from moe_placement import any_plan
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.fetch import Copies, Fetcher
+from torch.distributed._moe.plan import Topology
+from torch.distributed._moe.schedule import save_communication
+from torch.distributed._moe.wire import decode, encode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ExpertParallel,
+    ExpertPlacement,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+from torch.utils.checkpoint import checkpoint
+
+
+D, H, E, K, TOKENS = 16, 12, 8, 2, 24
+TOPOLOGY = Topology(2, 2, 4)
+EXPERTS = ("w_in", "w_out")
+
+
+class Model(nn.Module):
+    """Three MoE layers; ``layer`` says how each one is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+        self.moe = nn.ModuleList(nn.MoE(D, H, E, top_k=K) for _ in range(3))
+        self.recompute = None
+
+    def block(self, i, x):
+        return x + self.moe[i](self.dense[i](x))
+
+    def blocks(self, x, recompute):
+        for i in range(3):
+            block = functools.partial(self.block, i)
+            x = checkpoint(block, x, **recompute) if recompute else block(x)
+        return x
+
+    def forward(self, x):
+        if self.recompute == "all in one":
+            return checkpoint(self.blocks, x, None, use_reentrant=False)
+        return self.blocks(x, self.recompute)
+
+
+RECOMPUTE = {
+    "no": None,
+    "plain": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+    "saves": {"use_reentrant": False, "context_fn": save_communication()},
+    "all_in_one": "all in one",
+}
+
+
+@instantiate_parametrized_tests
+class TestFetchAhead(GlooTest):
+    def pair(self, style=None, **options):
+        torch.manual_seed(0)
+        whole = Model().double()
+        model = copy.deepcopy(whole)
+        options = {"slots_per_rank": 4, "copy_cost": 0.0, "every": None} | options
+        placement = ExpertPlacement(**options)
+        style = ExpertParallel(placement=placement, **(style or {}))
+        parallelize_module(model, self.mesh(("ep",), 4), {"moe.*": style})
+        return whole, model, placement
+
+    def use(self, placement, seed):
+        for i, layer in enumerate(placement.layers):
+            layer.use(any_plan(TOPOLOGY, E, 10 * seed + i))
+
+    def batch(self, step):
+        g = torch.Generator().manual_seed(step)
+        return torch.randn(TOKENS, D, generator=g, dtype=torch.float64)
+
+    def loss(self, model, step):
+        x = self.batch(step)
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            x = x[6 * self.rank : 6 * self.rank + 6]
+        x = x.requires_grad_()  # for reentrant checkpoints
+        return (model(x) - x.roll(1, -1)).square().sum() / TOKENS
+
+    def sum_gradients(self, model):
+        for p in model.parameters():
+            if not isinstance(p, DTensor):
+                dist.all_reduce(p.grad)
+
+    def check_same(self, model, whole, attribute=None):
+        for name, p in model.named_parameters():
+            value, want = p, whole.get_parameter(name)
+            if attribute is not None:
+                value, want = getattr(p, attribute), getattr(want, attribute)
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            self.assertEqual(value, want, atol=1e-9, rtol=1e-9, msg=name)
+
+    def optimizers(self, model):
+        experts = [p for p in model.parameters() if p.dim() == 3]
+        rest = [p for p in model.parameters() if p.dim() < 3]
+        adam = torch.optim.AdamW(experts, lr=1e-2, eps=1e-2, weight_decay=0.1)
+        return [adam, torch.optim.SGD(rest, lr=1e-2, momentum=0.9)]
+
+    def train(self, steps=3, micro=1, batched=False, recompute=None, plans=True, **kw):
+        """Steps next to one process; what was fetched ahead, of what was sent."""
+        whole, model, placement = self.pair(**kw)
+        both = (whole, model)
+        model.recompute = recompute
+        optimizers = [self.optimizers(m) for m in both]
+        seen = {"ahead": 0, "experts": 0, "expert_grads": 0}
+        for step in range(steps):
+            if plans or not step:
+                self.use(placement, step)
+            with (
+                mock.patch.object(
+                    Fetcher, "ahead", autospec=True, side_effect=Fetcher.ahead
+                ) as ahead,
+                count_wire_bytes(*placement.layers) as wire,
+            ):
+                for m in both:
+                    losses = []
+                    for i in range(micro):
+                        losses.append(self.loss(m, step * micro + i))
+                        if not batched:
+                            losses.pop().backward()
+                    # All forwards before the backwards, as pipelines do.
+                    for loss in losses:
+                        loss.backward()
+            seen["ahead"] += ahead.call_count
+            for kind, count in wire.messages["experts"].items():
+                seen[kind] += count
+            self.sum_gradients(model)
+            self.check_same(model, whole, "grad")
+            for m, opts in zip(both, optimizers):
+                for optimizer in opts:
+                    optimizer.step()
+                m.zero_grad()
+            placement.step()
+        self.check_same(model, whole)
+        return seen
+
+    @parametrize("recompute", list(RECOMPUTE))
+    @parametrize("batched", [False, True])
+    def test_same_gradients(self, recompute, batched):
+        seen = self.train(
+            micro=2, batched=batched, recompute=RECOMPUTE[recompute], plans=not batched
+        )
+        # The first forward finds out which layer follows which.
+        ahead = 0 if recompute == "saves" else 2 * 5
+        self.assertEqual(seen["ahead"], ahead)
+        # What a region gives back instead of sending it again is counted, too.
+        again = recompute != "no"
+        self.assertEqual(seen["experts"], 18 * (1 + again))
+        self.assertEqual(seen["expert_grads"], 18)
+
+    @parametrize("style", ["chunks", "hierarchical", "static"])
+    def test_same_gradients_of_other_switches(self, style):
+        styles = {
+            "chunks": {"num_chunks": 2},
+            "hierarchical": {"token_switch": "hierarchical", "ranks_per_node": 2},
+            "static": {"capacity": 24},
+        }
+        seen = self.train(style=styles[style])
+        self.assertEqual(seen["ahead"], 4)
+
+    def test_issued_before_the_experts_of_the_layer_before(self):
+        whole, model, placement = self.pair()
+        self.use(placement, 0)
+        self.loss(model, 0)
+        order = []
+        run = Copies.forward, Copies.backward
+        index = {layer.exchange: layer.index for layer in placement.layers}
+
+        def noted(direction, copies, *args):
+            order.append((("fetch", "return")[direction], index[copies.exchange]))
+            return run[direction](copies, *args)
+
+        def computes(direction, i, *_):
+            order.append((("experts", "experts' backward")[direction], i))
+
+        for i, moe in enumerate(model.moe):
+            original = moe.run_routed
+
+            def run_routed(*args, i=i, original=original, **kwargs):
+                computes(0, i)
+                out = original(*args, **kwargs)
+                out.register_hook(functools.partial(computes, 1, i))
+                return out
+
+            moe.__dict__["run_routed"] = run_routed
+        with (
+            mock.patch.object(
+                Copies,
+                "forward",
+                functools.partialmethod(lambda c, *a: noted(0, c, *a)),
+            ),
+            mock.patch.object(
+                Copies,
+                "backward",
+                functools.partialmethod(lambda c, *a: noted(1, c, *a)),
+            ),
+        ):
+            self.loss(model, 1).backward()
+        # Fetches run on a thread: all that is known is what they were issued before.
+        for i in (1, 2):
+            self.assertLess(order.index(("fetch", i - 1)), order.index(("fetch", i)))
+            self.assertLess(order.index(("fetch", i)), order.index(("experts", i)))
+        backward = [i for what, i in order if what == "return"]
+        self.assertEqual(backward, [2, 1, 0])
+
+    def test_kept_over_micro_batches(self):
+        # As often as weights change, and a gradient of every backward.
+        for batched in (False, True):
+            seen = self.train(steps=3, micro=3, batched=batched, plans=False, keep=True)
+            self.assertEqual(seen["experts"], 3 * 3)
+            self.assertEqual(seen["expert_grads"], 3 * 3 * 3)
+
+    @parametrize("recompute", ["plain", "reentrant", "saves"])
+    def test_kept_with_checkpointing(self, recompute):
+        seen = self.train(micro=2, recompute=RECOMPUTE[recompute], keep=True)
+        self.assertEqual(seen["expert_grads"], 18)
+
+    def test_kept_in_inference(self):
+        whole, model, placement = self.pair(keep=True)
+
+        def check(messages, mode=torch.no_grad):
+            with mode(), count_wire_bytes(*placement.layers) as wire:
+                x = self.batch(0)
+                got = model(x[6 * self.rank : 6 * self.rank + 6])
+                want = whole(x)[6 * self.rank : 6 * self.rank + 6]
+            self.assertEqual(got, want, atol=1e-12, rtol=1e-12)
+            self.assertEqual(wire.messages["experts"].get("experts", 0), messages)
+
+        check(0)
+        self.use(placement, 0)
+        for _ in range(2):
+            check(3 if not _ else 0)
+        check(0, torch.inference_mode)
+        self.use(placement, 1)
+        check(3, torch.inference_mode)
+        check(0, torch.enable_grad)
+        for m in (whole, model):
+            with torch.no_grad():
+                m.moe[1].w_in.mul_(2)
+        check(1)
+        # Behind the version counter.
+        for m in (whole, model):
+            for p in (m.moe[2].w_in, m.moe[2].w_out):
+                p = p.to_local() if isinstance(p, DTensor) else p
+                p.data.mul_(2)
+        placement.forget()
+        check(3)
+        # Other memory, maybe at the place of the old one.
+        for m in (whole, model):
+            state = {k: 3 * v.detach() for k, v in m.state_dict().items()}
+            m.load_state_dict(state, assign=True)
+        check(3)
+        # Copies of a model share its layers, not its weights.
+        whole, model = copy.deepcopy(whole), copy.deepcopy(model)
+        with torch.no_grad():
+            for m in (whole, model):
+                m.moe[0].w_out.mul_(0.5)
+        check(3)
+
+    def test_two_models_of_one_placement(self):
+        whole, model, placement = self.pair()
+        self.use(placement, 0)
+        average = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in average.parameters():
+                p.mul_(1.5)
+        mine = slice(6 * self.rank, 6 * self.rank + 6)
+        wanted = copy.deepcopy(whole)
+        with torch.no_grad():
+            for p in wanted.parameters():
+                p.mul_(1.5)
+        for step in range(3):
+            x = self.batch(step)
+            # One behind the other, and layer by layer.
+            got, other = x[mine], x[mine]
+            with torch.no_grad():
+                for i in range(3):
+                    got, other = model.block(i, got), average.block(i, other)
+                self.assertEqual(got, whole(x)[mine], atol=1e-12, rtol=1e-12)
+                self.assertEqual(other, wanted(x)[mine], atol=1e-10, rtol=1e-10)
+                got, other = model(x[mine]), average(x[mine])
+                self.assertEqual(got, whole(x)[mine], atol=1e-12, rtol=1e-12)
+                self.assertEqual(other, wanted(x)[mine], atol=1e-10, rtol=1e-10)
+
+    def test_layers_that_are_left_out(self):
+        # What was fetched ahead and not used must not be used after a step.
+        whole, model, placement = self.pair()
+        self.use(placement, 0)
+        both = [(m, self.optimizers(m)) for m in (whole, model)]
+        for step, order in enumerate(((0, 1, 2), (0, 2), (0, 1, 2), (1,), (0, 1, 2))):
+            for m, optimizers in both:
+                x = self.batch(step)
+                x = x if m is whole else x[6 * self.rank : 6 * self.rank + 6]
+                for i in order:
+                    x = m.block(i, x)
+                m.zero_grad(set_to_none=False)
+                (x.square().sum() / TOKENS).backward()
+                for p in m.parameters():
+                    if m is model and not isinstance(p, DTensor) and p.grad is not None:
+                        dist.all_reduce(p.grad)
+                for optimizer in optimizers:
+                    optimizer.step()
+            if step % 2:
+                model.eval()
+                with torch.no_grad():
+                    model(self.batch(step)[6 * self.rank : 6 * self.rank + 6])
+                model.train()
+        self.check_same(model, whole)
+
+    def test_data_parallel_around(self):
+        whole, model, placement = self.pair(keep=True)
+        self.use(placement, 0)
+        ignored = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            model, ignored
+        )
+        parallel = DistributedDataParallel(model)
+        for step in range(4):
+            self.loss(whole, step).backward()
+            x = self.batch(step)[6 * self.rank : 6 * self.rank + 6]
+            loss = (parallel(x) - x.roll(1, -1)).square().sum() / TOKENS
+            if step < 3:
+                with parallel.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        for name, p in model.named_parameters():
+            got, want = p.grad, whole.get_parameter(name).grad
+            # The mean over ranks of what is summed here.
+            got = got.full_tensor() if isinstance(got, DTensor) else got * 4
+            self.assertEqual(got, want, atol=1e-9, rtol=1e-9, msg=name)
+
+    @parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+    def test_rounded_on_the_wire(self, dtype):
+        _, model, placement = self.pair(wire_dtype=dtype)
+        (layer, *_), moe = placement.layers, model.moe[0]
+        slots = any_plan(TOPOLOGY, E, 3)
+        layer.use(slots)
+        weights = {n: moe.get_parameter(n).to_local().detach() for n in EXPERTS}
+        whole = {n: moe.get_parameter(n).full_tensor() for n in EXPERTS}
+        bytes_of = {}
+        for wire_dtype in (None, dtype):
+            layer.fetcher.wire_dtype = wire_dtype
+            with count_wire_bytes(layer) as wire:
+                fetch = layer.fetcher.begin(layer._moves, weights, None)
+                got = layer.fetcher.end(fetch, weights)
+            bytes_of[wire_dtype] = wire.sent["experts"]["experts"]
+            for slot, expert in enumerate(slots.slot_experts[self.rank].tolist()):
+                for name in EXPERTS if expert >= 0 else ():
+                    want = whole[name][expert].flatten()[None]
+                    if wire_dtype is not None and expert // 2 != self.rank:
+                        coded = encode(want, dtype)
+                        want = decode(coded, dtype, want.shape[1], want.dtype)
+                    got_rows = got[name][slot].flatten()[None]
+                    self.assertEqual(got_rows, want, atol=0, rtol=0)
+        if bytes_of[None]:
+            part = bytes_of[dtype] / bytes_of[None]
+            self.assertLess(part, {1: 0.15, 2: 0.26}[dtype.itemsize])
+        loss = self.loss(model, 0)
+        loss.backward()
+        self.assertTrue(all(p.grad is not None for p in model.parameters()))
+
+    @parametrize("capacity", [None, 24])
+    def test_in_one_graph(self, capacity):
+        # Nothing is kept or fetched ahead there; another plan is another graph.
+        _, model, placement = self.pair(style={"capacity": capacity}, keep=True)
+        block = model.moe[0]
+        options = {"capture_scalar_outputs": capacity is None}
+        with torch._dynamo.config.patch(options):
+            torch._dynamo.reset()
+            compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+            for seed in range(2):
+                self.use(placement, seed)
+                x = self.batch(seed)[6 * self.rank : 6 * self.rank + 6]
+                found = []
+                for run in (block, compiled):
+                    block.zero_grad()
+                    mine = x.clone().requires_grad_()
+                    y = run(mine)
+                    y.sin().sum().backward()
+                    grads = [p.grad for p in block.parameters()]
+                    grads = [
+                        g.to_local() if isinstance(g, DTensor) else g for g in grads
+                    ]
+                    found.append([y.detach(), mine.grad, *grads])
+                self.assertEqual(found[1], found[0], atol=1e-12, rtol=1e-12)
+
+    def test_wire_dtype_is_checked(self):
+        with self.assertRaisesRegex(ValueError, "wire_dtype .* got torch.float16"):
+            ExpertPlacement(slots_per_rank=4, wire_dtype=torch.float16)
+
+
+if __name__ == "__main__":
+    run_tests()

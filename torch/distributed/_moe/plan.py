@@ -1,0 +1,466 @@
+"""Plans: which ranks run which experts of a layer, and how many tokens of each.
+
+Terms
+    home    the rank that has an expert's parameters: rank ``e // (E/W)``, always
+    slot    room for the weights of one expert on one rank; those of its own experts first
+    copy    an expert in a slot of another rank, fetched for a forward
+    quota   tokens of an expert that a rank computes
+    cap     most tokens any rank may get; the smallest feasible one is searched
+
+:func:`plan` makes one of the counts of a forward, before its tokens travel, or of average
+loads, for all forwards until the next plan: ranks above the cap export tokens of their experts
+to ranks of their node with a free slot, which fetch the weights. A fetch has a price in
+tokens, and where no plan is worth it, everything runs at home. The function is deterministic:
+every rank finds the same plan from the same counts, and nothing else is exchanged.
+
+Why experts are not packed onto ranks anew, as EPLB does: each expert away from home is
+fetched in every forward, and a packing moves nearly all of them. See
+benchmarks/moe/results/ep_placement.json.
+
+The search for the smallest cap and the greedy export rule are written from the description of
+UltraEP's quota planner; prices and splitting quotas over sources by interval overlap are this
+module's own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+__all__ = [
+    "busiest",
+    "Plan",
+    "plan",
+    "reroute",
+    "slots_of",
+    "split_by_source",
+    "Topology",
+]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of the machine as placement sees it.
+
+    Rank ``r`` is on node ``r // ranks_per_node``.
+
+    Attributes:
+        num_nodes (int): nodes; the links inside one are the fast ones.
+        ranks_per_node (int): ranks of each node.
+        slots_per_rank (int): experts that a rank has room for, copies of others included.
+    """
+
+    num_nodes: int
+    ranks_per_node: int
+    slots_per_rank: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "ranks_per_node", "slots_per_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"Topology: {name} must be at least 1, got {getattr(self, name)}"
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_ranks * self.slots_per_rank
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Who runs which expert, for how many tokens.
+
+    Attributes:
+        topology (Topology): the machine it was made for.
+        slot_experts (Tensor): (num_ranks, slots_per_rank) int64 on CPU, expert of the slot or
+            -1 for a free one. Every expert is somewhere, and at most once on a rank.
+        quotas (Tensor): (num_experts, num_ranks) int64 on CPU, tokens of an expert that a rank
+            computes: rows sum to the counts it was made for. For other counts, their ratio.
+    """
+
+    topology: Topology
+    slot_experts: Tensor
+    quotas: Tensor
+
+    def __post_init__(self) -> None:
+        ranks, slots = self.topology.num_ranks, self.topology.slots_per_rank
+        if tuple(self.slot_experts.shape) != (ranks, slots):
+            raise ValueError(
+                "Plan: slot_experts must have shape (num_ranks, slots_per_rank) = "
+                f"{(ranks, slots)}, got {tuple(self.slot_experts.shape)}"
+            )
+        for rank, row in enumerate(self.slot_experts.tolist()):
+            experts = [e for e in row if e >= 0]
+            if len(set(experts)) < len(experts):
+                raise ValueError(f"Plan: rank {rank} has an expert twice, got {row}")
+        held = slots_of(self.slot_experts, self.num_experts) >= 0
+        missing = (~held.any(1)).nonzero().flatten().tolist()
+        if missing:
+            raise ValueError(f"Plan: experts {missing} are on no rank")
+        if bool(((self.quotas > 0) & ~held).any()):
+            raise ValueError("Plan: quotas must be of experts that the rank has")
+
+    @staticmethod
+    def home(topology: Topology, num_experts: int) -> Plan:
+        """Everything where its parameters are, as sharding the expert dimension puts them."""
+        each, rest = divmod(num_experts, topology.num_ranks)
+        if rest or each > topology.slots_per_rank:
+            raise ValueError(
+                f"Plan.home: num_experts must be a multiple of the {topology.num_ranks} "
+                "ranks and fill at most slots_per_rank = "
+                f"{topology.slots_per_rank} each, got {num_experts}"
+            )
+        slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
+        slots[:, :each] = torch.arange(num_experts).view(-1, each)
+        quotas = torch.eye(topology.num_ranks, dtype=torch.int64)
+        return Plan(topology, slots, quotas.repeat_interleave(each, 0))
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.quotas)
+
+    def shares(self) -> Tensor:
+        """(num_experts, num_ranks) float64 part of each expert's tokens; even without any."""
+        held = (slots_of(self.slot_experts, self.num_experts) >= 0).double()
+        quotas = self.quotas.double()
+        quotas = torch.where(quotas.sum(1, keepdim=True) > 0, quotas, held)
+        return quotas / quotas.sum(1, keepdim=True)
+
+    def rank_loads(self, counts: Tensor) -> Tensor:
+        """(num_ranks) float64 if the (num_experts) counts are split by the shares."""
+        return counts.double().cpu() @ self.shares()
+
+    def imbalance(self, counts: Tensor) -> float:
+        """Heaviest rank load over the mean one."""
+        loads = self.rank_loads(counts)
+        return (loads.max() / loads.mean().clamp_min(1e-300)).item()
+
+
+def slots_of(slot_experts: Tensor, num_experts: int) -> Tensor:
+    """Slot of each expert on each rank, (num_experts, num_ranks) int64, or -1."""
+    num_ranks, slots_per_rank = slot_experts.shape
+    slots = torch.full((num_experts + 1, num_ranks), -1)
+    rank = torch.arange(num_ranks)[:, None].expand_as(slot_experts)
+    slot = torch.arange(slots_per_rank).expand_as(slot_experts)
+    slots[slot_experts, rank] = slot
+    return slots[:num_experts]
+
+
+def busiest(slot_experts: Tensor, num_experts: int) -> int:
+    """Most experts that a rank sends or receives for a plan, which is what it waits for."""
+    num_ranks = len(slot_experts)
+    sent, received = [0] * num_ranks, [0] * num_ranks
+    for target, row in enumerate(slot_experts.tolist()):
+        for expert in row:
+            source = expert // (num_experts // num_ranks)
+            if expert >= 0 and source != target:
+                sent[source] += 1
+                received[target] += 1
+    return max(*sent, *received) if num_ranks else 0
+
+
+# The search for the cap ends at this width, of the mean load.
+_TOLERANCE = 1e-3
+
+
+def plan(
+    counts: Tensor, topology: Topology, *, price: float = 0.0, tries: int = 1
+) -> Plan:
+    """The plan whose heaviest rank, in tokens and in what it waits for, is lightest.
+
+    Args:
+        counts (Tensor): (num_experts) token copies of each expert, summed over the ranks; average
+            loads are rounded. One transfer if on a device.
+        topology (Topology): the machine. Weights stay in a node.
+
+    Keyword Args:
+        price (float): of a fetch, in token copies; the rank with the most fetches, sent or
+            received, is what all wait for. Default: 0.0
+        tries (int): plans to compare, each with half as many tokens for a copy to be worth it
+            as the one before. Default: 1
+
+    Returns:
+        Plan: everything at home, where no other costs less.
+    """
+    if counts.dim() != 1 or counts.is_complex():
+        raise ValueError(
+            f"plan: counts must be real, of shape (num_experts), got {counts.dtype} of "
+            f"shape {tuple(counts.shape)}"
+        )
+    if not bool(((counts >= 0) & (counts < math.inf)).all()):
+        raise ValueError(f"plan: counts must be finite, not negative, got {counts}")
+    if not 0 <= price < math.inf:
+        raise ValueError(f"plan: price must be finite and not negative, got {price}")
+    amounts = counts.detach().round().long().tolist()
+    home = Plan.home(topology, len(amounts))
+    each = len(amounts) // topology.num_ranks
+    start = [
+        {e: amounts[e] for e in range(rank * each, (rank + 1) * each)}
+        for rank in range(topology.num_ranks)
+    ]
+    best = [dict(row) for row in start]
+    heaviest = max(map(_sum, start))
+    cost = float(heaviest)
+    least = max(1, math.ceil(price))
+    for n in reversed(range(tries)):
+        found = _borrow(start, topology, each, least * 2**n)
+        slots = _slots(found, home)
+        new = max(map(_sum, found)) + price * busiest(slots, len(amounts))
+        if new < cost:
+            best, cost = found, new
+    quotas = torch.zeros_like(home.quotas)
+    for rank, row in enumerate(best):
+        if row:
+            quotas[list(row), rank] = torch.tensor(list(row.values()))
+    return Plan(topology, _slots(best, home), quotas)
+
+
+def _sum(held: dict[int, int]) -> int:
+    return sum(held.values())
+
+
+def _slots(held: list[dict[int, int]], home: Plan) -> Tensor:
+    """(num_ranks, slots_per_rank) experts, copies behind those at home."""
+    slots = home.slot_experts.tolist()
+    for row, experts in zip(slots, held):
+        copies = sorted(set(experts) - set(row))
+        begin = row.index(-1) if copies else 0
+        row[begin : begin + len(copies)] = copies
+    return torch.tensor(slots)
+
+
+def _borrow(
+    start: list[dict[int, int]], topology: Topology, each: int, min_tokens: int
+) -> list[dict[int, int]]:
+    """Tokens by expert on each rank after borrowing, heaviest rank as light as found.
+
+    Nodes are independent. The node that starts with the heaviest rank is searched first;
+    another one is only searched where it can't stay below what that one needs.
+
+    Args:
+        start (list[dict[int, int]]): tokens by rank of each expert.
+        each (int): experts that are at home on a rank.
+        min_tokens (int): fewest to borrow an expert for.
+    """
+    held, per_node = list(start), topology.ranks_per_node
+    free = [topology.slots_per_rank - each] * per_node
+    loads = [_sum(row) for row in held]
+    width = max(1, int(_TOLERANCE * sum(loads) / len(loads)))
+    nodes = [slice(f, f + per_node) for f in range(0, len(held), per_node)]
+    nodes.sort(key=lambda node: -max(loads[node]))
+    reached = 0
+    for node in nodes:
+        rows, heaviest = held[node], max(loads[node])
+        low = max(reached, -(-sum(loads[node]) // per_node))
+        found = None
+        if any(free) and heaviest > low:
+
+            def trial(cap: int) -> list[dict[int, int]] | None:
+                return _export(rows, free, cap, min_tokens)
+
+            found, high = _least_cap(trial, low, heaviest, width)
+        held[node] = rows if found is None else found
+        reached = max(reached, heaviest if found is None else high)
+    return held
+
+
+def _least_cap(
+    trial: Callable[[int], list[dict[int, int]] | None], low: int, most: int, width: int
+) -> tuple[list[dict[int, int]] | None, int]:
+    """The trial at the least cap in ``[low, most)`` that has one, up to ``width``.
+
+    The best cap is often the lower bound, and seldom far from it: caps are tried from
+    there on in growing steps, and then halved.
+    """
+    found, high, step = None, most, width
+    while low < high:
+        cap = (low + high) // 2 if found else min(low + step, high - 1)
+        new = trial(cap)
+        if new is None:
+            low, step = cap + 1, 4 * step
+        else:
+            found, high = new, cap
+        if found and high - low < width:
+            break
+    return found, high
+
+
+def _export(
+    start: list[dict[int, int]], free: list[int], cap: int, min_tokens: int
+) -> list[dict[int, int]] | None:
+    """Tokens per rank and expert of a node with no rank above ``cap``, or None."""
+    for choose in (_most_room, _tightest_fit):
+        done = _export_in_node(start, free, cap, min_tokens, choose)
+        if done is not None:
+            return done
+    return None
+
+
+def _most_room(hosts: list[int], room: list[int], amount: int) -> int:
+    """Fewest targets for one expert."""
+    return max(hosts, key=room.__getitem__)
+
+
+def _tightest_fit(hosts: list[int], room: list[int], amount: int) -> int:
+    """Fewest targets that stay half full: room is lost once the slots are used up."""
+    fitting = [r for r in hosts if room[r] >= amount]
+    if fitting:
+        return min(fitting, key=room.__getitem__)
+    return _most_room(hosts, room, amount)
+
+
+def _export_in_node(
+    start: list[dict[int, int]],
+    free: list[int],
+    cap: int,
+    min_tokens: int,
+    choose: Callable[[list[int], list[int], int], int],
+) -> list[dict[int, int]] | None:
+    """Greedy: the heaviest rank gives from its heaviest expert to the rank that
+    ``choose`` takes from those that hold the expert or can borrow it.
+    """
+    held = [dict(row) for row in start]
+    free = list(free)
+    room = [cap - sum(row.values()) for row in held]
+    roomy = [r for r, space in enumerate(room) if space > 0]
+    for source in sorted(range(len(held)), key=room.__getitem__):
+        if room[source] >= 0:
+            break
+        for e, tokens in sorted(held[source].items(), key=lambda x: -x[1]):
+            while room[source] < 0 and tokens > 0:
+                least = min(min_tokens, tokens)
+                hosts = [
+                    r for r in roomy if e in held[r] or (free[r] and room[r] >= least)
+                ]
+                if not hosts:
+                    break
+                amount = min(max(-room[source], least), tokens)
+                target = choose(hosts, room, amount)
+                amount = min(amount, room[target])
+                if e not in held[target]:
+                    free[target] -= 1
+                    held[target][e] = 0
+                held[target][e] += amount
+                held[source][e] -= amount
+                room[target] -= amount
+                if not room[target]:
+                    roomy.remove(target)
+                room[source] += amount
+                tokens -= amount
+            if room[source] >= 0:
+                break
+        if room[source] < 0:
+            return None
+        if room[source] > 0:  # gave more than it had to, for min_tokens
+            roomy.append(source)
+    return held
+
+
+def split_by_source(
+    source_counts: Tensor, quotas: Tensor, rank: int | None = None
+) -> Tensor:
+    """Splits the quotas over the ranks that the tokens come from.
+
+    A rank computes its own tokens first, which then need no transfer. The rest of
+    an expert's sources and hosts are laid out as two divisions of one line; what a
+    source sends to a host is the overlap of their intervals. Both sums are exact
+    by construction and most sources send to few hosts.
+
+    Args:
+        source_counts (Tensor): (num_ranks, num_experts) int64, token copies that
+            each rank's router produced.
+        quotas (Tensor): (num_experts, num_ranks) int64 of a :class:`Plan`, for
+            the same total per expert.
+        rank (int, optional): only for the tokens of this rank. Default: None (all)
+
+    Returns:
+        Tensor: (num_ranks, num_experts, num_ranks) int64, copies of an expert's
+        tokens (second index) from one rank (first) to another (third); without the
+        first dimension for one ``rank``.
+    """
+    sources, num_experts = source_counts.shape
+    if tuple(quotas.shape) != (num_experts, sources):
+        raise ValueError(
+            "split_by_source: quotas must have shape (num_experts, num_ranks) = "
+            f"{(num_experts, sources)}, got {tuple(quotas.shape)}"
+        )
+    _check_totals(source_counts.sum(0), quotas.sum(1))
+    own = torch.minimum(source_counts, quotas.t())
+    sent = (source_counts - own).t()  # (experts, sources)
+    taken = quotas - own.t()  # (experts, hosts)
+    source_end, host_end = sent.cumsum(1), taken.cumsum(1)
+    source_begin, host_begin = source_end - sent, host_end - taken
+    if rank is not None:
+        overlap = torch.minimum(source_end[:, rank, None], host_end)
+        overlap = overlap - torch.maximum(source_begin[:, rank, None], host_begin)
+        split = overlap.clamp_min_(0)
+        split[:, rank] += own[rank]
+        return split
+    overlap = torch.minimum(source_end[:, :, None], host_end[:, None, :])
+    overlap = overlap - torch.maximum(source_begin[:, :, None], host_begin[:, None, :])
+    split = overlap.clamp_min(0).transpose(0, 1).contiguous()
+    ranks = torch.arange(sources, device=split.device)
+    split[ranks, :, ranks] += own
+    return split
+
+
+def _check_totals(copies: Tensor, quotas: Tensor) -> None:
+    if copies.device.type != "cpu":
+        # Without a sync.
+        torch._assert_async(
+            (copies == quotas).all(),
+            "split_by_source: quotas must sum to the token copies of each expert",
+        )
+    elif not torch.equal(copies, quotas):
+        e = int((copies != quotas).nonzero()[0])
+        raise ValueError(
+            f"split_by_source: expert {e} has {int(copies[e])} token copies but "
+            f"quotas for {int(quotas[e])}"
+        )
+
+
+def reroute(
+    topk_indices: Tensor, split: Tensor, slots_of: Tensor, slots_per_rank: int
+) -> Tensor:
+    """Turns expert ids into ids of physical slots, following the quotas.
+
+    The n-th copy (in token order) of an expert's tokens goes to the host in whose
+    share of ``split`` n falls. The result is what a token switch with
+    ``num_experts = num_slots`` dispatches. Nothing is read on the host.
+
+    Args:
+        topk_indices (Tensor): (T, K) integer expert ids of this rank's tokens; -1
+            and ``num_experts`` mean no expert.
+        split (Tensor): (num_experts, num_ranks) int64, this rank's row of
+            :func:`split_by_source`.
+        slots_of (Tensor): (num_experts, num_ranks) of :func:`slots_of`.
+        slots_per_rank (int): slots of each rank.
+
+    Returns:
+        Tensor: (T, K) int64 of ``rank * slots_per_rank + slot``, -1 for no expert.
+    """
+    num_experts, num_ranks = split.shape
+    # Where each copy stands if copies are sorted by expert and then by token.
+    _, place, _, _ = torch._moe_permutation(topk_indices, num_experts)
+    first = torch.arange(num_ranks, device=split.device) * slots_per_rank
+    slots = (slots_of + first).flatten()
+    size = topk_indices.numel()
+    # Shares of an expert follow each other; copies without an expert come last.
+    shares = split.flatten()
+    shares = torch.cat([shares, size - shares.sum(0, keepdim=True)])
+    slots = torch.cat([slots, slots.new_full((1,), -1)])
+    slot_at = torch.repeat_interleave(slots, shares, output_size=size)
+    return slot_at[place.long()].masked_fill(place < 0, -1) if size else place.long()
