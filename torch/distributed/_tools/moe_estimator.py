@@ -84,6 +84,7 @@ class Layout:
         domain: ranks joined by the fast link; 0 for the device's.
         graphs: CUDA graphs: 0 none, 1 partial, 2 whole step.
         kernel: of the experts, see ``moe_cost_model.EXPERT_KERNELS``.
+        fsdp: weights and gradients are sharded over data-parallel ranks as well, by layers.
         gradient_bytes, optimizer_bytes: of a parameter; the optimizer's are sharded over
             data-parallel ranks. Float32 gradients, master weights and moments are 4 and
             12; bfloat16 gradients and moments 2 and 8.
@@ -105,6 +106,7 @@ class Layout:
     domain: int = 0
     graphs: int = 0
     kernel: str = "mcore"
+    fsdp: bool = False
     gradient_bytes: float = 4
     optimizer_bytes: float = 12
 
@@ -308,6 +310,9 @@ def _step_ends(
     reduced = other * (layout.dp > 1) + expert * (layout.expert_dp > 1)
     hidden = 0.7 * micro * min(accumulation, 2)
     owned = other / layout.dp + expert / layout.expert_dp
+    if layout.fsdp:  # gathered in both passes of a micro-batch, and reduced
+        moved = 8 * reduced / link - 0.7 * micro
+        return accumulation * max(0.0, moved) + cost.stream(p, 20 * owned, 4)
     return max(0.0, 4 * reduced / link - hidden) + cost.stream(p, 20 * owned, 4)
 
 
@@ -575,9 +580,12 @@ def memory(
     weights = model.parameters()
     other = weights["other"] / layout.tp / layout.pp
     expert = weights["expert"] / layout.ep / layout.expert_tp / layout.pp
-    held = (2 + layout.gradient_bytes) * (other + expert)
     sharded = other / layout.dp + expert / layout.expert_dp
+    held = (2 + layout.gradient_bytes) * (other + expert)
     held += layout.optimizer_bytes * sharded
+    if layout.fsdp:
+        held = (layout.gradient_bytes + layout.optimizer_bytes) * sharded
+        held += _gathered(model, layout)
     t = layout.micro_batch * seq / layout.cp / layout.tp
     rows, low = t * model.k * capacity, layout.dtype in LOW_PRECISION
     attention = t * 2 * (model.d * 4 + sum(n for n, _ in model.attention()))
@@ -598,6 +606,12 @@ def memory(
     layers = model.layers / layout.pp * flight
     attention = (attention + 2 * t * model.d) * layers
     return Memory(held, attention, (experts + shared) * layers, 6e9)
+
+
+def _gathered(model: MoEConfig, layout: Layout) -> float:
+    """Bytes that FSDP has together: what is around the layers, two of them, a layer's gradients."""
+    around = 2 * model.vocab * model.d
+    return cost.ITEMSIZE["bf16"] * (around + 3 * _block_weights(model, layout))
 
 
 def layer_peak(
