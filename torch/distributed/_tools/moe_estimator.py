@@ -683,7 +683,11 @@ def op_seconds(p: Profile, func: Any, args: Sequence[Any], out: Any) -> float:
         return cost.smooth_max(2 * groups * m * n * k / rate, moved)
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     if p.cpu is not None:
-        return nbytes / p.cpu.memory
+        moved = nbytes / p.cpu.memory
+        if packet in flop_registry:  # attention
+            rate = p.cpu.rate32 if tensors[0].dtype == torch.float32 else p.cpu.rate16
+            moved = cost.smooth_max(flop_registry[packet](*args, out_val=out) / rate, moved)
+        return moved
     seconds = cost.stream(p, nbytes)
     if name == "_grouped_mm":
         a, b = args[:2]

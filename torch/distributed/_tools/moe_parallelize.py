@@ -9,6 +9,7 @@ what they are told, and this decides. It makes nothing of its own: the layout is
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -24,7 +25,7 @@ from torch.distributed._composable import checkpoint
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, Profile, profile
-from torch.distributed._tools.moe_trace import trace
+from torch.distributed._tools.moe_trace import matched, measure_stack, trace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -238,6 +239,9 @@ def machine_profile(device: str = "cpu", *, cache: bool = True) -> Profile:
         seconds = CALIBRATION_SECONDS
         some = group if ranks > 1 else None
         p = calibrate(device=device, gpu=gpu, group=some, seconds=seconds)
+        if device == "cpu":
+            constants = dataclasses.replace(p.constants, stack=measure_stack(p))
+            p = dataclasses.replace(p, constants=constants)
         known = _from_first_rank(json.dumps(p.to_json()))
         if cache and (not dist.is_initialized() or dist.get_rank() == 0):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -318,6 +322,7 @@ def _tp_plan(model: nn.Module) -> dict[str, str]:
         for name, style in (plan_of_base or {}).items()
         if style in _TENSOR_PARALLEL and ".experts" not in name
     }
+    known = {name: style for name, style in known.items() if [*matched(model, (name,))]}
     return known if any("attn" in name for name in known) else {}
 
 

@@ -318,7 +318,7 @@ def _memory(
     model: MoEConfig, x: Layout, batch: int, seq: int, traced: Traced | None = None
 ) -> Memory:
     if traced is not None:
-        return traced.memory(model, x, seq)
+        return traced.memory(model, x, seq, batch)
     return memory(model, x, seq=seq, global_batch=batch)
 
 

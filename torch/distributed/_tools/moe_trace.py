@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from fnmatch import fnmatch
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools.moe_calibration import measure_calls
 from torch.distributed._tools.moe_cpu_model import cpu_exchange, cpu_experts
 from torch.distributed._tools.moe_estimator import Memory, MoERuntimeEstimator, Step
 from torch.nn.utils.stateless import _reparametrize_module
@@ -24,7 +26,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed._tools.moe_config import MoEConfig
     from torch.distributed._tools.moe_estimator import Layout
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel._expert_adapters import ExpertAdapter
 
 
-__all__ = ["trace", "Traced"]
+__all__ = ["measure_stack", "trace", "Traced"]
 
 
 class Traced(NamedTuple):
@@ -42,30 +44,39 @@ class Traced(NamedTuple):
         dense: seconds of forward and backward without ``_moe_mlp``.
         split: those of them that tensor parallelism shares out.
         repeated: of the forward, which is run twice where the layers are checkpointed.
-        bytes: peak of activations and temporary tensors, by ``recompute``.
+        bytes: by ``recompute``, peaks of activations and temporary tensors: until the gradient is at
+            the last layer, and after that.
     """
 
     dense: float
     split: float
     repeated: float
-    bytes: dict[str, float]
+    bytes: dict[str, tuple[float, float]]
 
-    def memory(self, model: MoEConfig, x: Layout, seq: int) -> Memory:
-        """Peak bytes of a rank: shards, what FSDP has together, and activations."""
+    def memory(self, model: MoEConfig, x: Layout, seq: int, global_batch: int) -> Memory:
+        """Peak bytes of a rank: its shards, what FSDP has together, and activations."""
         weights, size = model.parameters(), cost.ITEMSIZE[x.dtype]
         expert, (split, around) = weights["expert"], self._others(model, weights)
         owned = (split / x.tp + around) / x.dp + expert / x.ep / x.expert_dp
         layer = (expert / x.ep + split / x.tp) / model.layers
-        held = (x.gradient_bytes + x.optimizer_bytes) * owned
-        held += size * (around + 2 * layer)
+        # Beside the gathered vocabulary and the gradient of its head: two layers, the gradients
+        # of one, and in float32 what is scattered and its sum.
+        around *= 1.5 * size
+        layers = 3 * layer * size + 4 * layer * (1 + 1 / x.gpus)
         share = 1 - self.split / self.dense * (1 - 1 / x.tp)
-        kept = x.micro_batch * self.bytes[x.recompute] * share
+        head, kept = (x.micro_batch * n * share for n in self.bytes[x.recompute])
         rows = 0.0
         if x.ep > 1:  # of experts: received, and what returns
             tokens = x.micro_batch * seq / x.tp
             rows = 2 * tokens * cost.copies(x.ep, x.ep, model.k).ranks
-            rows *= model.layers - model.dense
-        return Memory(held, kept, rows * model.d * size, 0.0)
+            rows *= 1 if x.recompute == "full" else model.layers - model.dense
+        exchanged, gradients = rows * model.d * size, x.gradient_bytes * owned
+        if x.accumulation(global_batch) == 1:  # gradients come as activations go
+            gradients = max(0.0, gradients - kept - exchanged)
+        held = x.optimizer_bytes * owned + around + gradients
+        if head > kept + layers:
+            return Memory(held, head, exchanged, 0.0)
+        return Memory(held + layers, kept, exchanged, 0.0)
 
     def step(
         self,
@@ -141,7 +152,7 @@ class _Run(MoERuntimeEstimator):
         super().__init__(p)
         self.inside, self.split, self.modules = inside, 0.0, ModuleTracker()
         self.live: set[int] = set()
-        self.bytes = self.peak = 0
+        self.bytes = self.peak = self.before = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         before = self.seconds
@@ -164,6 +175,15 @@ class _Run(MoERuntimeEstimator):
     def _freed(self, key: int, size: int) -> None:
         self.live.discard(key)
         self.bytes -= size
+
+    def after_last(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook of the last layer: where its gradient comes, another peak begins."""
+        first = output[0] if isinstance(output, tuple) else output
+
+        def begin(grad: Tensor) -> None:
+            self.before, self.peak = self.peak, self.bytes
+
+        first.register_hook(begin)
 
     @property
     def dense(self) -> float:
@@ -193,7 +213,7 @@ def trace(
         tp_plan (mapping, optional): of the modules that tensor parallelism splits.
     """
     owner = type(model).__name__
-    inside = {f"{owner}.{n.rpartition('.')[0]}" for n in _matched(model, tp_plan or {})}
+    inside = {f"{owner}.{n.rpartition('.')[0]}" for n in matched(model, tp_plan or {})}
     run = loss or functools.partial(_causal_loss, seq=seq)
     forward, split, runs = 0.0, 0.0, {}
     for recompute in ("none", "full"):
@@ -205,15 +225,34 @@ def trace(
                 stack.enter_context(_checkpointed(model, blocks))
             seen = stack.enter_context(_Run(p, inside))
             seen.live.update(t.untyped_storage()._cdata for t in tensors)
+            last = model.get_submodule(blocks[-1])
+            hook = last.register_forward_hook(seen.after_last)
             with seen.modules if recompute == "none" else contextlib.nullcontext():
                 value = run(model)
+            hook.remove()
             if recompute == "none":
                 forward, split = seen.dense, seen.split
             value.backward()
         runs[recompute] = seen
     once = runs["none"]
-    peaks = {name: float(seen.peak) for name, seen in runs.items()}
+    peaks = {n: (float(seen.before), float(seen.peak)) for n, seen in runs.items()}
     return Traced(once.dense, once.dense * split / forward, forward, peaks)
+
+
+def measure_stack(p: Profile, seconds: float = 1.0) -> float:
+    """``Constants.stack`` of a CPU: a layer of attention as it runs, over the sum of its ops."""
+    width, gen = 512, torch.Generator().manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, 8, 2 * width, 0.0, batch_first=True)
+    x = torch.randn(1, 256, width, generator=gen, requires_grad=True)
+
+    def call() -> None:
+        layer(x).sum().backward()
+
+    (measured,) = measure_calls([call], seconds)
+    with FakeTensorMode(allow_non_fake_inputs=True), _fake_parameters(layer):
+        with _Run(p, set()) as seen:
+            call()
+    return measured / seen.seconds
 
 
 def _causal_loss(model: nn.Module, seq: int) -> Tensor:
@@ -221,11 +260,10 @@ def _causal_loss(model: nn.Module, seq: int) -> Tensor:
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
-def _matched(model: nn.Module, tp_plan: Mapping[str, str]) -> Iterator[str]:
-    from fnmatch import fnmatch
-
+def matched(model: nn.Module, patterns: Iterable[str]) -> Iterator[str]:
+    """Names of the modules that patterns are for."""
     for name, _ in model.named_modules():
-        if any(fnmatch(name, pattern) for pattern in tp_plan):
+        if any(fnmatch(name, pattern) for pattern in patterns):
             yield name
 
 
