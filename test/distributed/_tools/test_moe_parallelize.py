@@ -119,6 +119,7 @@ class TestApplied(GlooTest):
             {"ep": 4},
             {"ep": 2, "recompute": "full", "micro_batch": 1},
             {"ep": 4, "tp": 2},
+            {"ep": 2, "replicate": 2},
             {"ep": 1, "tp": 2, "recompute": "full"},
         ],
         name_fn=lambda fixed: "_".join(map(str, fixed.values())) or "planned",
@@ -132,7 +133,8 @@ class TestApplied(GlooTest):
         w_in = model.layers[0].get_parameter("moe.w_in")
         self.assertIsInstance(w_in, DTensor)
         self.assertEqual(w_in.device_mesh["ep"].size(), x.ep)
-        self.assertEqual(w_in.to_local().shape[0] * 4, E)  # ep and FSDP together
+        shards = 4 // x.replicate  # by ep and FSDP together
+        self.assertEqual(w_in.to_local().shape[0] * shards, E)
         self.assertIsInstance(model.layers[1], FSDPModule)
         got = train(model, found.micro_batches, ranks=4)
         self.assertEqual(got, train(whole, lambda ids: (ids,)))

@@ -85,6 +85,7 @@ class Layout:
         graphs: CUDA graphs: 0 none, 1 partial, 2 whole step.
         kernel: of the experts, see ``moe_cost_model.EXPERT_KERNELS``.
         fsdp: weights and gradients are sharded over data-parallel ranks as well, by layers.
+        replicate: groups of data-parallel ranks, each of which has all shards.
         gradient_bytes, optimizer_bytes: of a parameter; the optimizer's are sharded over
             data-parallel ranks. Float32 gradients, master weights and moments are 4 and
             12; bfloat16 gradients and moments 2 and 8.
@@ -107,6 +108,7 @@ class Layout:
     graphs: int = 0
     kernel: str = "mcore"
     fsdp: bool = False
+    replicate: int = 1
     gradient_bytes: float = 4
     optimizer_bytes: float = 12
 
@@ -309,7 +311,7 @@ def _step_ends(
     link = (p.device.slow if nodes else p.device.fast) * 0.8
     reduced = other * (layout.dp > 1) + expert * (layout.expert_dp > 1)
     hidden = 0.7 * micro * min(accumulation, 2)
-    owned = other / layout.dp + expert / layout.expert_dp
+    owned = (other / layout.dp + expert / layout.expert_dp) * layout.replicate
     if layout.fsdp:  # gathered in both passes of a micro-batch, and reduced
         moved = 8 * reduced / link - 0.7 * micro
         return accumulation * max(0.0, moved) + cost.stream(p, 20 * owned, 4)
@@ -580,7 +582,7 @@ def memory(
     weights = model.parameters()
     other = weights["other"] / layout.tp / layout.pp
     expert = weights["expert"] / layout.ep / layout.expert_tp / layout.pp
-    sharded = other / layout.dp + expert / layout.expert_dp
+    sharded = (other / layout.dp + expert / layout.expert_dp) * layout.replicate
     held = (2 + layout.gradient_bytes) * (other + expert)
     held += layout.optimizer_bytes * sharded
     if layout.fsdp:

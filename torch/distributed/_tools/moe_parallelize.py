@@ -162,17 +162,26 @@ def apply_plan(
 ) -> nn.Module:
     """Applies a plan to a model, in place; arguments as of :func:`parallelize_moe`.
 
-    The mesh is ``(dp_shard, tp)``, and as the experts see it ``(efsdp, ep)``. Between the products of tensor
+    The mesh is ``(dp_shard, tp)``, and as the experts see it ``(efsdp, ep)``, with ``dp_replicate`` in front
+    where there is more than one copy of the shards. Between the products of tensor
     parallelism, ranks of ``tp`` have the same tokens, of which each takes its share to the experts.
     """
     x = found.layout
     if hasattr(config := getattr(model, "config", None), "use_cache"):
         config.use_cache = False  # it keeps keys and values, twice where they are recomputed
     experts, blocks = _experts(model, adapter), _blocks(model, adapter)
+    sizes = {"dp_replicate": x.replicate, "dp_shard": x.dp // x.replicate, "tp": x.tp}
+    if x.replicate == 1:
+        del sizes["dp_replicate"]
     dense = init_device_mesh(
-        device or _device_type(), (x.dp, x.tp), mesh_dim_names=("dp_shard", "tp")
+        device or _device_type(), (*sizes.values(),), mesh_dim_names=(*sizes,)
     )
-    sparse, dp = ExpertParallel.fold_mesh(dense, x.ep), dense["dp_shard"]
+    sparse = ExpertParallel.fold_mesh(dense, x.ep)
+    shards, copies = ("dp_shard", "efsdp"), tuple(sizes)[:-2]
+    dp, efsdp = (
+        mesh[(*copies, name)] if copies else mesh[name]
+        for mesh, name in zip((dense, sparse), shards)
+    )
     if x.tp > 1:
         tp_plan = _tp_plan(model) if tp_plan is None else tp_plan
         styles = {name: _TENSOR_PARALLEL[style]() for name, style in tp_plan.items()}
@@ -198,7 +207,7 @@ def apply_plan(
     policy = MixedPrecisionPolicy()
     if x.dtype != "fp32" and _parameter_dtype(model) == "fp32":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    placement = ExpertParallel.shard_placement(model, sparse["efsdp"], dp)
+    placement = ExpertParallel.shard_placement(model, efsdp, dp)
     kw: dict[str, Any] = {"mesh": dp, "mp_policy": policy}
     for block in modules:
         fully_shard(block, shard_placement_fn=placement, **kw)

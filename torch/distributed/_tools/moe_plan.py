@@ -50,6 +50,8 @@ __all__ = ["Plan", "plan"]
 
 DIMENSIONS = ("ep", "tp", "pp", "cp", "micro_batch", "recompute", "dtype", "algorithm")
 FILL = 0.95  # of the device's memory
+# Ranks that FSDP shards over: each starts a message of a ring, and a tensor when it is made.
+MOST_SHARDS = 1024
 LAYERS_PER_STAGE = 3  # sends between stages are not modelled; short ones would show
 # Nodes of a token at most: what was published for K = 8, and twice that. A limit costs the
 # router freedom and has to be trained, so that it has to pay for itself.
@@ -132,7 +134,7 @@ class Plan:
         """Keyword arguments of torchtitan's ``ParallelDims``; ``ep`` borrows shards."""
         x = self.layout
         return {
-            "dp_replicate": 1, "dp_shard": x.dp, "cp": x.cp, "tp": x.tp, "pp": x.pp,
+            "dp_replicate": x.replicate, "dp_shard": x.dp // x.replicate, "cp": x.cp, "tp": x.tp, "pp": x.pp,
             "ep": x.ep, "world_size": x.gpus,
         }  # fmt: skip
 
@@ -301,6 +303,8 @@ def _layout(
         return None
     if pp > 1 and "virtual" not in x:
         x = {**x, "virtual": max(1, min(8, model.layers // pp // 2))}
+    if x.get("fsdp") and "replicate" not in x:
+        x = {**x, "replicate": max(1, gpus // (tp * pp * x["cp"]) // MOST_SHARDS)}
     return Layout(gpus=gpus, **x)
 
 

@@ -58,6 +58,7 @@ class Traced(NamedTuple):
         weights, size = model.parameters(), cost.ITEMSIZE[x.dtype]
         expert, (split, around) = weights["expert"], self._others(model, weights)
         owned = (split / x.tp + around) / x.dp + expert / x.ep / x.expert_dp
+        owned *= x.replicate
         layer = (expert / x.ep + split / x.tp) / model.layers
         # Beside the gathered vocabulary and the gradient of its head: two layers, the gradients
         # of one, and in float32 what is scattered and its sum.
@@ -121,7 +122,7 @@ class Traced(NamedTuple):
         # Sums of attention in both passes, and tokens around the experts.
         links = (2 + full) * (2 * layers + moe) * link(row, x.tp)
         dense = self.dense - self.split * (1 - 1 / x.tp) + full * self.repeated
-        owned = other / x.dp + expert / x.expert_dp
+        owned = (other / x.dp + expert / x.expert_dp) * x.replicate
         parts = {
             "attention": x.micro_batch * dense * p.constants.stack,
             "experts": moe * work * imbalance,
