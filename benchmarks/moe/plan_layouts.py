@@ -23,6 +23,7 @@ sys.path[:0] = [str(_HERE / "clients")]
 import report
 import torch
 import torch.distributed as dist
+from packages import require_transformers
 from torch.distributed._tools import moe_parallelize
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_plan import plan
@@ -117,24 +118,26 @@ def measure_model(name: str, batch: int, seq: int, rounds: int, p) -> list[dict]
     return sorted(rows, key=lambda row: row["of_best"])
 
 
-def measure_rank(names: list[str], batch: int, seq: int, rounds: int) -> dict:
+def measure_rank(name: str, batch: int, seq: int, rounds: int) -> dict:
+    require_transformers()
     p = moe_parallelize.machine_profile(cache=False)
     load = os.getloadavg()[0]
-    rows = [row for n in names for row in measure_model(n, batch, seq, rounds, p)]
-    return {"profile": p.to_json(), "rows": rows, "load": [load, os.getloadavg()[0]]}
+    rows = measure_model(name, batch, seq, rounds, p)
+    loads = [load, os.getloadavg()[0]]
+    return {"rows": rows, "machine": {"model": name, "load": loads, "profile": p.to_json()}}
 
 
 def main() -> None:
-    args = report.parse(
-        __doc__, ranks=2, rounds=7, batch=4, seq=256, models=MODELS
-    )
-    start = time.perf_counter()
-    call = (args.models, args.batch, args.seq, args.rounds)
-    result = measure.on_gloo_ranks(args.ranks, measure_rank, *call)[0]
-    result["seconds"] = time.perf_counter() - start
-    measure.save(args.out, ranks=args.ranks, batch=args.batch, seq=args.seq, **result)
+    args = report.parse(__doc__, ranks=2, rounds=7, batch=4, seq=256, models=MODELS)
+    rows, machines = [], []
+    for name in args.models:
+        call = (name, args.batch, args.seq, args.rounds)
+        found = measure.on_gloo_ranks(args.ranks, measure_rank, *call)[0]
+        rows, machines = rows + found["rows"], [*machines, found["machine"]]
+        settings = {"ranks": args.ranks, "batch": args.batch, "seq": args.seq}
+        measure.save(args.out, **settings, rows=rows, machines=machines)
     columns = ("model", *NAMES, "seconds", "predicted_seconds", "of_best", "noise")
-    report.show("Layouts, best first", result["rows"], (*columns, "cpu_seconds", "bytes_error"))
+    report.show("Layouts, best first", rows, (*columns, "cpu_seconds", "bytes_error"))
 
 
 if __name__ == "__main__":

@@ -178,6 +178,11 @@ class TestApplied(GlooTest):
         with self.assertRaisesRegex(ValueError, message):
             parallelize_moe(make_model(), **{**KW, "tp_plan": {}}, tp=2)
 
+    def test_a_model_that_is_called_otherwise(self):
+        kw = {**KW, "loss": None}
+        with self.assertRaisesRegex(ValueError, "loss must be given.*got Model"):
+            parallelize_moe(make_model(), **kw)
+
     def test_no_experts(self):
         with self.assertRaisesRegex(ValueError, "model must have experts"):
             parallelize_moe(nn.Linear(4, 4), batch=8, profile=CPU)

@@ -258,7 +258,15 @@ def measure_stack(p: Profile, seconds: float = 1.0) -> float:
 
 def _causal_loss(model: nn.Module, seq: int) -> Tensor:
     ids = torch.zeros(1, seq, dtype=torch.int64)
-    return model(input_ids=ids, labels=ids, use_cache=False).loss
+    cached = hasattr(getattr(model, "config", None), "use_cache")
+    try:
+        options = {"use_cache": False} if cached else {}
+        return model(input_ids=ids, labels=ids, **options).loss
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            "parallelize_moe: loss must be given for a model that is not called as "
+            f"model(input_ids=ids, labels=ids).loss, got {type(model).__name__}: {error}"
+        ) from error
 
 
 def matched(model: nn.Module, patterns: Iterable[str]) -> Iterator[str]:
