@@ -20,6 +20,7 @@ import report
 import torch
 import torch.distributed as dist
 from packages import require_transformers
+from torch.distributed._tools.moe_estimator import uneven
 from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -84,8 +85,8 @@ def of_rank(model: torch.nn.Module, plan) -> dict:
             if experts != most:
                 raise AssertionError(f"{name}: {experts} experts are here, planned {most}")
     numbers = plan.model.parameters()
-    owned = numbers["other"] / x.dp + numbers["expert"] / x.ep / x.expert_dp
-    owned *= x.replicate
+    own = numbers["expert"] / x.ep / x.expert_dp * uneven(plan.model, x)
+    owned = (numbers["other"] / x.dp + own) * x.replicate
     each = x.gradient_bytes + x.optimizer_bytes
     return {
         "groups": groups,
@@ -131,7 +132,8 @@ def main() -> None:
             for rank in (0, 5 * gpus // 8 + 3) if gpus in (64, 16384) else (5 * gpus // 8 + 3,):
                 rows.append(instantiate(name, gpus, rank, args.device))
                 print(rows[-1], flush=True)
-    measure.save(args.out, rows=rows)
+                measure.save(args.out, rows=rows)
+
     columns = ("model", "gpus", "rank", "replicate", "ep", "tp", "recompute", "error", "seconds")
     report.show("Instantiated under a fake process group", rows, columns)
 

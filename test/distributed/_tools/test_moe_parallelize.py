@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._tools.moe_config import MODELS
+from torch.distributed._tools.moe_estimator import Layout, memory
 from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.distributed._tools.moe_profile import (
     Constants,
@@ -186,6 +188,14 @@ class TestApplied(GlooTest):
     def test_no_experts(self):
         with self.assertRaisesRegex(ValueError, "model must have experts"):
             parallelize_moe(nn.Linear(4, 4), batch=8, profile=CPU)
+
+    def test_uneven_shards_are_planned(self):
+        # 12 experts of a rank over 8 ranks: some have 2, as FSDP shards whole experts.
+        model, even = MODELS["kimi-k2"], Layout(gpus=128, ep=32, fsdp=True)
+        uneven = replace(even, gpus=256)
+        least, most = (memory(model, x).weights for x in (uneven, even))
+        self.assertGreater(least, most / 2 * 4 / 3)
+        self.assertLess(least, most)
 
     def test_slow_links_and_small_memory_change_the_plan(self):
         kw = {**KW, "dry_run": True}

@@ -582,7 +582,8 @@ def memory(
     weights = model.parameters()
     other = weights["other"] / layout.tp / layout.pp
     expert = weights["expert"] / layout.ep / layout.expert_tp / layout.pp
-    sharded = (other / layout.dp + expert / layout.expert_dp) * layout.replicate
+    own = expert / layout.expert_dp * uneven(model, layout)
+    sharded = (other / layout.dp + own) * layout.replicate
     held = (2 + layout.gradient_bytes) * (other + expert)
     held += layout.optimizer_bytes * sharded
     if layout.fsdp:
@@ -608,6 +609,14 @@ def memory(
     layers = model.layers / layout.pp * flight
     attention = (attention + 2 * t * model.d) * layers
     return Memory(held, attention, (experts + shared) * layers, 6e9)
+
+
+def uneven(model: MoEConfig, layout: Layout) -> float:
+    """Largest shard over the mean, where FSDP has whole experts to share out."""
+    local, shards = model.experts // layout.ep, layout.expert_dp // layout.replicate
+    if not layout.fsdp or local < shards:
+        return 1.0
+    return math.ceil(local / shards) * shards / local
 
 
 def _gathered(model: MoEConfig, layout: Layout) -> float:

@@ -220,11 +220,14 @@ def apply_plan(
 # ---- the machine -----------------------------------------------------------------------
 
 
-def machine_profile(device: str = "cpu", *, cache: bool = True) -> Profile:
+def machine_profile(
+    device: str = "cpu", *, cache: bool = True, clock: str = "wall"
+) -> Profile:
     """The profile of this machine: measured in a few seconds, and kept in torch's cache folder.
 
     Collective over the default process group, whose links are measured as well; all ranks get
-    that of rank 0.
+    that of rank 0. ``clock`` is :func:`.moe_calibration.calibrate`'s: ``"process"`` for the time that
+    the ranks have a core, on a machine with neighbours.
     """
     from torch.distributed._tools.moe_calibration import calibrate
 
@@ -239,7 +242,7 @@ def machine_profile(device: str = "cpu", *, cache: bool = True) -> Profile:
                 f"parallelize_moe: profile must be given for {name}: the data sheets are of "
                 f"{', '.join(DEVICES)}"
             )
-    key = f"{socket.gethostname()} {device} {name} {ranks} {torch.__version__}"
+    key = f"{socket.gethostname()} {device} {name} {ranks} {clock} {torch.__version__}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     path = Path(torch.hub._get_torch_home(), "moe_profiles", f"{digest}.json")
     known = path.read_text() if cache and path.exists() else None
@@ -247,9 +250,9 @@ def machine_profile(device: str = "cpu", *, cache: bool = True) -> Profile:
     if known is None:
         seconds = CALIBRATION_SECONDS
         some = group if ranks > 1 else None
-        p = calibrate(device=device, gpu=gpu, group=some, seconds=seconds)
+        p = calibrate(device=device, gpu=gpu, group=some, seconds=seconds, clock=clock)
         if device == "cpu":
-            constants = dataclasses.replace(p.constants, stack=measure_stack(p))
+            constants = dataclasses.replace(p.constants, stack=measure_stack(p, clock))
             p = dataclasses.replace(p, constants=constants)
         known = _from_first_rank(json.dumps(p.to_json()))
         if cache and (not dist.is_initialized() or dist.get_rank() == 0):

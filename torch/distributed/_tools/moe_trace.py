@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import weakref
 from fnmatch import fnmatch
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -19,7 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_calibration import measure_calls
 from torch.distributed._tools.moe_cpu_model import cpu_exchange, cpu_experts
-from torch.distributed._tools.moe_estimator import Memory, MoERuntimeEstimator, Step
+from torch.distributed._tools.moe_estimator import (
+    Memory,
+    MoERuntimeEstimator,
+    Step,
+    uneven,
+)
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker
@@ -45,7 +51,7 @@ class Traced(NamedTuple):
         split: those of them that tensor parallelism shares out.
         repeated: of the forward, which is run twice where the layers are checkpointed.
         bytes: by ``recompute``, peaks of activations and temporary tensors: until the gradient is at
-            the last layer, and after that.
+            the last layer; and after that, without the gradients of a layer's experts.
     """
 
     dense: float
@@ -57,8 +63,8 @@ class Traced(NamedTuple):
         """Peak bytes of a rank: its shards, what FSDP has together, and activations."""
         weights, size = model.parameters(), cost.ITEMSIZE[x.dtype]
         expert, (split, around) = weights["expert"], self._others(model, weights)
-        owned = (split / x.tp + around) / x.dp + expert / x.ep / x.expert_dp
-        owned *= x.replicate
+        own = expert / x.ep / x.expert_dp * uneven(model, x)
+        owned = ((split / x.tp + around) / x.dp + own) * x.replicate
         layer = (expert / x.ep + split / x.tp) / model.layers
         # Beside the gathered vocabulary and the gradient of its head: two layers, the gradients
         # of one, and in float32 what is scattered and its sum.
@@ -236,11 +242,18 @@ def trace(
             value.backward()
         runs[recompute] = seen
     once = runs["none"]
-    peaks = {n: (float(seen.before), float(seen.peak)) for n, seen in runs.items()}
+    gradients = max(
+        sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters())
+        for name in experts
+    )
+    peaks = {
+        name: (float(seen.before), float(max(seen.peak - gradients, 0)))
+        for name, seen in runs.items()
+    }
     return Traced(once.dense, once.dense * split / forward, forward, peaks)
 
 
-def measure_stack(p: Profile, seconds: float = 1.0) -> float:
+def measure_stack(p: Profile, clock: str = "wall", seconds: float = 1.0) -> float:
     """``Constants.stack`` of a CPU: a layer of attention as it runs, over the sum of its ops."""
     width, gen = 512, torch.Generator().manual_seed(0)
     layer = nn.TransformerEncoderLayer(width, 8, 2 * width, 0.0, batch_first=True)
@@ -249,7 +262,8 @@ def measure_stack(p: Profile, seconds: float = 1.0) -> float:
     def call() -> None:
         layer(x).sum().backward()
 
-    (measured,) = measure_calls([call], seconds)
+    tick = time.process_time if clock == "process" else time.perf_counter
+    (measured,) = measure_calls([call], seconds, tick)
     with FakeTensorMode(allow_non_fake_inputs=True), _fake_parameters(layer):
         with _Run(p, set()) as seen:
             call()
