@@ -17,9 +17,10 @@ _HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE / "clients")]
 
 import report
+from packages import require_transformers
+
 import torch
 import torch.distributed as dist
-from packages import require_transformers
 from torch.distributed._tools.moe_estimator import uneven
 from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.distributed.tensor import DTensor
@@ -59,14 +60,21 @@ def build(name: str) -> torch.nn.Module:
     kind, sizes = MODELS[name]
     config = getattr(transformers, kind)(**sizes)
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        )
 
 
 def of_rank(model: torch.nn.Module, plan) -> dict:
     """Groups and shards of this rank, which must be the plan's."""
     x = plan.layout
     shards = x.dp // x.replicate
-    wanted = {"efsdp": shards * x.tp // x.ep, "ep": x.ep, "dp_shard": shards, "tp": x.tp}
+    wanted = {
+        "efsdp": shards * x.tp // x.ep,
+        "ep": x.ep,
+        "dp_shard": shards,
+        "tp": x.tp,
+    }
     if x.replicate > 1:
         wanted["dp_replicate"] = x.replicate
     groups, local = {}, 0
@@ -76,14 +84,20 @@ def of_rank(model: torch.nn.Module, plan) -> dict:
         for dim in mesh.mesh_dim_names:
             size = groups.setdefault(dim, mesh[dim].size())
             if (size, size) != (wanted[dim], mesh.get_group(dim).size()):
-                raise AssertionError(f"{name}: {dim} has {size} ranks, planned {wanted[dim]}")
+                raise AssertionError(
+                    f"{name}: {dim} has {size} ranks, planned {wanted[dim]}"
+                )
         if mesh.mesh.unique().numel() != mesh.mesh.numel():
             raise AssertionError(f"{name}: a rank is in the mesh twice")
         if ".experts." in name and part.numel():
             experts, e = len(part), parameter.shape[0]
-            most = math.ceil(e / x.ep / (1 if e / x.ep < wanted["efsdp"] else wanted["efsdp"]))
+            most = math.ceil(
+                e / x.ep / (1 if e / x.ep < wanted["efsdp"] else wanted["efsdp"])
+            )
             if experts != most:
-                raise AssertionError(f"{name}: {experts} experts are here, planned {most}")
+                raise AssertionError(
+                    f"{name}: {experts} experts are here, planned {most}"
+                )
     numbers = plan.model.parameters()
     own = numbers["expert"] / x.ep / x.expert_dp * uneven(plan.model, x)
     owned = (numbers["other"] / x.dp + own) * x.replicate
@@ -109,12 +123,15 @@ def instantiate(name: str, gpus: int, rank: int, device: str) -> dict:
             build(name), batch=16 * gpus, seq=4096, profile=device, adapter=ADAPTER
         )
         x = plan.layout
-        row |= {n: getattr(x, n) for n in ("replicate", "ep", "tp", "micro_batch", "recompute")}
+        row |= {
+            n: getattr(x, n)
+            for n in ("replicate", "ep", "tp", "micro_batch", "recompute")
+        }
         row["tokens_per_second_per_gpu"] = plan.step.tokens_per_second
         row |= of_rank(model, plan)
         row["torchtitan"] = plan.parallel_dims()
     except ValueError as error:
-        row["refused"] = str(error)
+        row |= {"refused": str(error), "error": 0.0}
     finally:
         dist.destroy_process_group()
     return row | {"seconds": time.perf_counter() - start}
@@ -129,12 +146,24 @@ def main() -> None:
     for name in args.models:
         for gpus in args.gpus:
             # The first has the largest shards.
-            for rank in (0, 5 * gpus // 8 + 3) if gpus in (64, 16384) else (5 * gpus // 8 + 3,):
+            for rank in (
+                (0, 5 * gpus // 8 + 3) if gpus in (64, 16384) else (5 * gpus // 8 + 3,)
+            ):
                 rows.append(instantiate(name, gpus, rank, args.device))
                 print(rows[-1], flush=True)
                 measure.save(args.out, rows=rows)
 
-    columns = ("model", "gpus", "rank", "replicate", "ep", "tp", "recompute", "error", "seconds")
+    columns = (
+        "model",
+        "gpus",
+        "rank",
+        "replicate",
+        "ep",
+        "tp",
+        "recompute",
+        "error",
+        "seconds",
+    )
     report.show("Instantiated under a fake process group", rows, columns)
 
 

@@ -22,9 +22,11 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE / "clients")]
 
 import report
+from packages import require_transformers
+from train_anywhere import build, MODELS
+
 import torch
 import torch.distributed as dist
-from packages import require_transformers
 from torch.distributed._tools import moe_parallelize
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_plan import plan
@@ -32,7 +34,6 @@ from torch.distributed._tools.moe_trace import trace
 from torch.distributed.tensor import DTensor
 
 import measure
-from train_anywhere import build, MODELS
 
 
 NAMES = ("ep", "tp", "micro_batch", "recompute")
@@ -74,7 +75,10 @@ def measure_model(name: str, batch: int, seq: int, rounds: int, p) -> list[dict]
 
     ids = torch.randint(2048, (batch, seq), generator=torch.Generator().manual_seed(0))
     model = build(name)
-    modules = moe_parallelize._experts(model, ADAPTER), moe_parallelize._blocks(model, ADAPTER)
+    modules = (
+        moe_parallelize._experts(model, ADAPTER),
+        moe_parallelize._blocks(model, ADAPTER),
+    )
     tp_plan = moe_parallelize._tp_plan(model)
     traced = trace(model, p, seq, *modules, ADAPTER, None, tp_plan)
     config = MoEConfig.from_module(model)
@@ -90,9 +94,12 @@ def measure_model(name: str, batch: int, seq: int, rounds: int, p) -> list[dict]
     plans = [planned(**{n: getattr(x, n) for n in NAMES}) for x in layouts]
     runs = [Run(name, found, ADAPTER, ids) for found in plans]
     peaks = [
-        measure.over_ranks([run.held() + measure.peak_bytes(run.step)])[0] for run in runs
+        measure.over_ranks([run.held() + measure.peak_bytes(run.step)])[0]
+        for run in runs
     ]
-    seconds = measure.slowest_seconds({i: r.step for i, r in enumerate(runs)}, rounds=rounds, warmup=1)
+    seconds = measure.slowest_seconds(
+        {i: r.step for i, r in enumerate(runs)}, rounds=rounds, warmup=1
+    )
     cpu = measure.over_ranks([statistics.median(run.cpu[-rounds:]) for run in runs])
     rows = []
     for i, found in enumerate(plans):
@@ -126,7 +133,10 @@ def measure_rank(name: str, batch: int, seq: int, rounds: int) -> dict:
     load = os.getloadavg()[0]
     rows = measure_model(name, batch, seq, rounds, p)
     loads = [load, os.getloadavg()[0]]
-    return {"rows": rows, "machine": {"model": name, "load": loads, "profile": p.to_json()}}
+    return {
+        "rows": rows,
+        "machine": {"model": name, "load": loads, "profile": p.to_json()},
+    }
 
 
 def main() -> None:

@@ -18,10 +18,11 @@ import time
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE / "clients")]
 
+from packages import require_transformers
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from packages import require_transformers
 from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor.parallel import ExpertParallel
@@ -72,7 +73,9 @@ class Checkpoint:
         dcp.save(state, checkpoint_id=self.folder / f"step-{step}")
         partial = self.folder / f"latest-{dist.get_rank()}"
         partial.write_text(str(step))
-        partial.replace(self.latest)  # all ranks are done with theirs when dcp.save returns
+        partial.replace(
+            self.latest
+        )  # all ranks are done with theirs when dcp.save returns
 
     def load(self) -> int:
         """The step to go on with."""
@@ -100,7 +103,9 @@ def train(args: argparse.Namespace) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     checkpoint = Checkpoint(args.folder, model, optimizer, scheduler)
     first = checkpoint.load()
-    windows = text.sample_batches(text.read_corpus().train, args.steps, args.batch, SEQ, 0)
+    windows = text.sample_batches(
+        text.read_corpus().train, args.steps, args.batch, SEQ, 0
+    )
     for step in range(first, args.steps):
         micros = plan.micro_batches(windows[step, :, :SEQ])
         total = torch.zeros(())
@@ -116,7 +121,12 @@ def train(args: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             x, ranks = plan.layout, dist.get_world_size()
             row = {"step": step, "loss": total.item() / ranks, "norm": norm.item()}
-            row |= {"ranks": ranks, "ep": x.ep, "tp": x.tp, "micro_batch": x.micro_batch}
+            row |= {
+                "ranks": ranks,
+                "ep": x.ep,
+                "tp": x.tp,
+                "micro_batch": x.micro_batch,
+            }
             with open(args.folder / "log.jsonl", "a") as log:
                 print(json.dumps(row), file=log)
             print(row, flush=True)
@@ -126,12 +136,22 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="qwen3_moe")
     parser.add_argument("--folder", type=pathlib.Path, required=True)
-    for name, default in (("steps", 20), ("batch", 8), ("save_every", 5), ("ep", 0), ("tp", 0)):
+    for name, default in (
+        ("steps", 20),
+        ("batch", 8),
+        ("save_every", 5),
+        ("ep", 0),
+        ("tp", 0),
+    ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    parser.add_argument("--profile", help="of the machine, a JSON file; else it is measured once")
+    parser.add_argument(
+        "--profile", help="of the machine, a JSON file; else it is measured once"
+    )
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after a step")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -49,8 +49,17 @@ class TestTrainAnywhere(TestCase):
         self.profile.write_text(json.dumps(PROFILE.to_json()))
 
     def start(self, ranks, name, *options):
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(SCRIPT), f"--folder={self.folder / name}", f"--profile={self.profile}"]
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
+        command += [
+            str(SCRIPT),
+            f"--folder={self.folder / name}",
+            f"--profile={self.profile}",
+        ]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen([sys.executable, *command, *options], env=env)
 
@@ -59,7 +68,11 @@ class TestTrainAnywhere(TestCase):
 
     def rows(self, name):
         log = self.folder / name / "log.jsonl"
-        return [json.loads(x) for x in log.read_text().splitlines()] if log.exists() else []
+        return (
+            [json.loads(x) for x in log.read_text().splitlines()]
+            if log.exists()
+            else []
+        )
 
     def check_same(self, got, want):
         self.assertEqual([r["step"] for r in got], [r["step"] for r in want])
@@ -68,7 +81,10 @@ class TestTrainAnywhere(TestCase):
             self.assertEqual(a["norm"], b["norm"], rtol=2e-3, atol=0)
 
     def test_losses_of_one_rank(self):
-        for model, others in (("qwen3_moe", ((4, "--ep=4", "--tp=2"), (2,))), ("gpt_oss", ((2, "--ep=2"),))):
+        for model, others in (
+            ("qwen3_moe", ((4, "--ep=4", "--tp=2"), (2,))),
+            ("gpt_oss", ((2, "--ep=2"),)),
+        ):
             options = (f"--model={model}", "--steps=4", "--save-every=4")
             self.run_to_end(1, f"{model}1", *options)
             for ranks, *layout in others:

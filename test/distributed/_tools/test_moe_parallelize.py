@@ -154,7 +154,9 @@ class TestApplied(GlooTest):
             [(n, type(m), id(m)) for n, m in model.named_modules()], before
         )
         self.assertEqual([id(p) for p in model.parameters()], parameters)
-        self.assertEqual(train(model, lambda ids: (ids,)), train(make_model(), lambda ids: (ids,)))
+        self.assertEqual(
+            train(model, lambda ids: (ids,)), train(make_model(), lambda ids: (ids,))
+        )
         explained = found.explain()
         for choice in ("ep", "tp", "micro_batch", "recompute"):
             self.assertRegex(explained, rf"(?m)^  {choice} .*\n.*because: ")
@@ -176,7 +178,9 @@ class TestApplied(GlooTest):
         self.assertNotIn("\n", str(caught.exception))
 
     def test_a_model_without_a_tp_plan(self):
-        message = "tp=2 cannot be applied: the model has no tp_plan.*nearest that can: tp=1"
+        message = (
+            "tp=2 cannot be applied: the model has no tp_plan.*nearest that can: tp=1"
+        )
         with self.assertRaisesRegex(ValueError, message):
             parallelize_moe(make_model(), **{**KW, "tp_plan": {}}, tp=2)
 

@@ -697,7 +697,9 @@ def op_seconds(p: Profile, func: Any, args: Sequence[Any], out: Any) -> float:
         moved = nbytes / p.cpu.memory
         if packet in flop_registry:  # attention
             rate = p.cpu.rate32 if tensors[0].dtype == torch.float32 else p.cpu.rate16
-            moved = cost.smooth_max(flop_registry[packet](*args, out_val=out) / rate, moved)
+            moved = cost.smooth_max(
+                flop_registry[packet](*args, out_val=out) / rate, moved
+            )
         return moved
     seconds = cost.stream(p, nbytes)
     if name == "_grouped_mm":

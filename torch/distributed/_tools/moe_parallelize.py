@@ -136,7 +136,9 @@ def parallelize_moe(
     }
     for name, why in reasons.items():
         wanted = known.get(name, 1)
-        if fixed.get(name, wanted) != wanted and (name in known or name in ("cp", "expert_tp")):
+        if fixed.get(name, wanted) != wanted and (
+            name in known or name in ("cp", "expert_tp")
+        ):
             got = fixed.pop(name)
             x = search(**{**fixed, **known}).layout
             raise ValueError(
@@ -168,7 +170,9 @@ def apply_plan(
     """
     x = found.layout
     if hasattr(config := getattr(model, "config", None), "use_cache"):
-        config.use_cache = False  # it keeps keys and values, twice where they are recomputed
+        config.use_cache = (
+            False  # it keeps keys and values, twice where they are recomputed
+        )
     experts, blocks = _experts(model, adapter), _blocks(model, adapter)
     sizes = {"dp_replicate": x.replicate, "dp_shard": x.dp // x.replicate, "tp": x.tp}
     if x.replicate == 1:
@@ -193,13 +197,17 @@ def apply_plan(
     for name in experts:
         if recipe is not None:
             model.get_submodule(name).recipe = recipe
-    if x.tp > 1:  # router and shared experts of nn.MoE see a share of the tokens as well
+    if (
+        x.tp > 1
+    ):  # router and shared experts of nn.MoE see a share of the tokens as well
         options["sequence_parallel_mesh"] = dense["tp"]
     style = ExpertParallel(adapter=adapter, **options)
     parallelize_module(model, sparse["ep"], dict.fromkeys(experts, style))
     modules = [model.get_submodule(name) for name in blocks]
     if x.recompute == "full":
-        for block in modules:  # what collectives returned is kept: nothing is sent again
+        for (
+            block
+        ) in modules:  # what collectives returned is kept: nothing is sent again
             checkpoint(block, context_fn=ExpertParallel.save_communication())
     if compile:
         for block in modules:
@@ -233,7 +241,10 @@ def machine_profile(
 
     group = dist.group.WORLD if dist.is_initialized() else None
     ranks = 1 if group is None else dist.get_world_size()
-    gpu, name = None, f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
+    gpu, name = (
+        None,
+        f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}",
+    )
     if device == "cuda":
         name = torch.cuda.get_device_name()
         gpu = next((d for d in reversed(DEVICES) if d in name), None)

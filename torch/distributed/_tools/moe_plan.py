@@ -646,9 +646,7 @@ def plan(
     capacity, replicas, imbalance = load_choices(model, x, tokens, load, p)
     if imbalance > EVEN:  # the heaviest rank sets the pace of every layout
         near = [e[1] for e in ranked[:64]]
-        ranked = _ranked(
-            model, p, near, global_batch, seq, imbalance, exposed, traced
-        )
+        ranked = _ranked(model, p, near, global_batch, seq, imbalance, exposed, traced)
         x = ranked[0][1]
         tokens = x.micro_batch * seq / x.cp / x.tp
         capacity, replicas, imbalance = load_choices(model, x, tokens, load, p)

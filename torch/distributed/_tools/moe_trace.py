@@ -32,7 +32,14 @@ from torch.utils.module_tracker import ModuleTracker
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Collection,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from torch.distributed._tools.moe_config import MoEConfig
     from torch.distributed._tools.moe_estimator import Layout
@@ -59,7 +66,9 @@ class Traced(NamedTuple):
     repeated: float
     bytes: dict[str, tuple[float, float]]
 
-    def memory(self, model: MoEConfig, x: Layout, seq: int, global_batch: int) -> Memory:
+    def memory(
+        self, model: MoEConfig, x: Layout, seq: int, global_batch: int
+    ) -> Memory:
         """Peak bytes of a rank: its shards, what FSDP has together, and activations."""
         weights, size = model.parameters(), cost.ITEMSIZE[x.dtype]
         expert, (split, around) = weights["expert"], self._others(model, weights)
@@ -99,7 +108,11 @@ class Traced(NamedTuple):
         if (c := p.cpu) is None:
             raise ValueError(f"step: {p.name} must be the profile of a CPU")
         accumulation, full = x.accumulation(global_batch), x.recompute == "full"
-        layers, moe, size = model.layers, model.layers - model.dense, cost.ITEMSIZE[x.dtype]
+        layers, moe, size = (
+            model.layers,
+            model.layers - model.dense,
+            cost.ITEMSIZE[x.dtype],
+        )
         tokens = x.micro_batch * seq / x.tp  # that a rank sends to the experts
         sizes = (tokens, model.d, model.f, model.experts // x.ep, model.k)
         work = cpu_experts(c, *sizes, pass_="fwd+bwd", dtype=x.dtype)
@@ -243,7 +256,9 @@ def trace(
         runs[recompute] = seen
     once = runs["none"]
     gradients = max(
-        sum(p.numel() * p.element_size() for p in model.get_submodule(name).parameters())
+        sum(
+            p.numel() * p.element_size() for p in model.get_submodule(name).parameters()
+        )
         for name in experts
     )
     peaks = {
