@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.moe_estimator import uneven
 from torch.distributed._tools.moe_parallelize import parallelize_moe
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import measure
