@@ -16,7 +16,7 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any, cast, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -116,7 +116,7 @@ def parallelize_moe(
     device = _device_type()
     world = dist.get_world_size() if dist.is_initialized() else 1
     p = _shared_profile(profile, device)
-    traced, known = None, {"fsdp": True, "pp": 1, "kernel": "moe_mlp"}
+    traced, known = None, dict[str, Any](fsdp=True, pp=1, kernel="moe_mlp")
     if p.cpu is not None:
         dtypes = dtypes or (_parameter_dtype(model),)
         traced = trace(model, p, seq, experts, blocks, adapter, loss, tp_plan)
@@ -169,10 +169,10 @@ def apply_plan(
     parallelism, ranks of ``tp`` have the same tokens, of which each takes its share to the experts.
     """
     x = found.layout
-    if hasattr(config := getattr(model, "config", None), "use_cache"):
-        config.use_cache = (
-            False  # it keeps keys and values, twice where they are recomputed
-        )
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        # It keeps keys and values, twice where they are recomputed.
+        config.use_cache = False
     experts, blocks = _experts(model, adapter), _blocks(model, adapter)
     sizes = {"dp_replicate": x.replicate, "dp_shard": x.dp // x.replicate, "tp": x.tp}
     if x.replicate == 1:
@@ -196,18 +196,16 @@ def apply_plan(
     options = found.expert_parallel()
     for name in experts:
         if recipe is not None:
-            model.get_submodule(name).recipe = recipe
-    if (
-        x.tp > 1
-    ):  # router and shared experts of nn.MoE see a share of the tokens as well
+            cast("Any", model.get_submodule(name)).recipe = recipe
+    if x.tp > 1:
+        # Router and shared experts of nn.MoE see a share of the tokens as well.
         options["sequence_parallel_mesh"] = dense["tp"]
     style = ExpertParallel(adapter=adapter, **options)
     parallelize_module(model, sparse["ep"], dict.fromkeys(experts, style))
     modules = [model.get_submodule(name) for name in blocks]
     if x.recompute == "full":
-        for (
-            block
-        ) in modules:  # what collectives returned is kept: nothing is sent again
+        # What collectives returned is kept: nothing is sent again.
+        for block in modules:
             checkpoint(block, context_fn=ExpertParallel.save_communication())
     if compile:
         for block in modules:
@@ -218,8 +216,8 @@ def apply_plan(
     placement = ExpertParallel.shard_placement(model, efsdp, dp)
     kw: dict[str, Any] = {"mesh": dp, "mp_policy": policy}
     for block in modules:
-        fully_shard(block, shard_placement_fn=placement, **kw)
-        block.set_gradient_divide_factor(dp.size())
+        sharded = fully_shard(block, shard_placement_fn=placement, **kw)
+        sharded.set_gradient_divide_factor(dp.size())
     if not any(block is model for block in modules):
         fully_shard(model, **kw)
     return model

@@ -12,7 +12,7 @@ import functools
 import time
 import weakref
 from fnmatch import fnmatch
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, cast, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
@@ -344,7 +344,7 @@ def _local_experts(
             kinds = DEFAULT_ADAPTERS if adapter is None else (adapter,)
             kind = next(a for a in kinds if a.matches(module))
             original = getattr(module, kind.method)
-            call = functools.partial(kind.run, module, original, exchange)
+            call = functools.partial(kind.run, module, original, cast("Any", exchange))
             stack.enter_context(_instead(module, kind.method, call))
         yield
 
