@@ -55,6 +55,29 @@ model = torch.nn.ModuleDict({{"layers": torch.nn.ModuleList([torch.nn.ModuleDict
     {{"moe": torch.nn.MoE(8, 16, num_experts=8, top_k=2)}})])}})
 """,
 }
+# A model as transformers' are called, and ids for it.
+_MODEL = f"""
+import torch, types
+{_RANK}
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.moe = torch.nn.MoE(16, 8, num_experts=4, top_k=2)
+    def forward(self, x):
+        return x + self.moe(x)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, 16)
+        self.layers = torch.nn.Sequential(Layer(), Layer())
+    def forward(self, input_ids, labels):
+        x = self.layers(self.embedding(input_ids)) @ self.embedding.weight.T
+        loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        return types.SimpleNamespace(loss=loss)
+model, ids = Model(), torch.randint(32, (2, 8))
+"""
+BEFORE["docs/source/distributed.moe_parallelize.md"] = _MODEL
+BEFORE["README.md"] += _MODEL
 BEFORE["RFC.md"] = """
 import torch, torch.nn.functional as F
 T, D, H, E, K = 5, 8, 6, 16, 2
@@ -69,6 +92,7 @@ SMALLER = {
     '"cuda", (8,)': '"cpu", (1,)',
     "MoE(1024, 2048": "MoE(64, 128",
     "slots_per_rank=10": "slots_per_rank=8",
+    "batch=64, seq=4096": "batch=2, seq=8",
 }
 
 # What modules print, each with its arguments: one process, as most of the time is torch's import.

@@ -84,6 +84,8 @@ class Layout:
         domain: ranks joined by the fast link; 0 for the device's.
         graphs: CUDA graphs: 0 none, 1 partial, 2 whole step.
         kernel: of the experts, see ``moe_cost_model.EXPERT_KERNELS``.
+        fsdp: weights and gradients are sharded over data-parallel ranks as well, by layers.
+        replicate: groups of data-parallel ranks, each of which has all shards.
         gradient_bytes, optimizer_bytes: of a parameter; the optimizer's are sharded over
             data-parallel ranks. Float32 gradients, master weights and moments are 4 and
             12; bfloat16 gradients and moments 2 and 8.
@@ -105,6 +107,8 @@ class Layout:
     domain: int = 0
     graphs: int = 0
     kernel: str = "mcore"
+    fsdp: bool = False
+    replicate: int = 1
     gradient_bytes: float = 4
     optimizer_bytes: float = 12
 
@@ -307,7 +311,10 @@ def _step_ends(
     link = (p.device.slow if nodes else p.device.fast) * 0.8
     reduced = other * (layout.dp > 1) + expert * (layout.expert_dp > 1)
     hidden = 0.7 * micro * min(accumulation, 2)
-    owned = other / layout.dp + expert / layout.expert_dp
+    owned = (other / layout.dp + expert / layout.expert_dp) * layout.replicate
+    if layout.fsdp:  # gathered in both passes of a micro-batch, and reduced
+        moved = 8 * reduced / link - 0.7 * micro
+        return accumulation * max(0.0, moved) + cost.stream(p, 20 * owned, 4)
     return max(0.0, 4 * reduced / link - hidden) + cost.stream(p, 20 * owned, 4)
 
 
@@ -575,9 +582,13 @@ def memory(
     weights = model.parameters()
     other = weights["other"] / layout.tp / layout.pp
     expert = weights["expert"] / layout.ep / layout.expert_tp / layout.pp
+    own = expert / layout.expert_dp * uneven(model, layout)
+    sharded = (other / layout.dp + own) * layout.replicate
     held = (2 + layout.gradient_bytes) * (other + expert)
-    sharded = other / layout.dp + expert / layout.expert_dp
     held += layout.optimizer_bytes * sharded
+    if layout.fsdp:
+        held = (layout.gradient_bytes + layout.optimizer_bytes) * sharded
+        held += _gathered(model, layout)
     t = layout.micro_batch * seq / layout.cp / layout.tp
     rows, low = t * model.k * capacity, layout.dtype in LOW_PRECISION
     attention = t * 2 * (model.d * 4 + sum(n for n, _ in model.attention()))
@@ -598,6 +609,20 @@ def memory(
     layers = model.layers / layout.pp * flight
     attention = (attention + 2 * t * model.d) * layers
     return Memory(held, attention, (experts + shared) * layers, 6e9)
+
+
+def uneven(model: MoEConfig, layout: Layout) -> float:
+    """Largest shard over the mean, where FSDP has whole experts to share out."""
+    local, shards = model.experts // layout.ep, layout.expert_dp // layout.replicate
+    if not layout.fsdp or local < shards:
+        return 1.0
+    return math.ceil(local / shards) * shards / local
+
+
+def _gathered(model: MoEConfig, layout: Layout) -> float:
+    """Bytes that FSDP has together: what is around the layers, two of them, a layer's gradients."""
+    around = 2 * model.vocab * model.d
+    return cost.ITEMSIZE["bf16"] * (around + 3 * _block_weights(model, layout))
 
 
 def layer_peak(
@@ -669,7 +694,13 @@ def op_seconds(p: Profile, func: Any, args: Sequence[Any], out: Any) -> float:
         return cost.smooth_max(2 * groups * m * n * k / rate, moved)
     nbytes = sum(t.numel() * t.element_size() for t in tensors)
     if p.cpu is not None:
-        return nbytes / p.cpu.memory
+        moved = nbytes / p.cpu.memory
+        if packet in flop_registry:  # attention
+            rate = p.cpu.rate32 if tensors[0].dtype == torch.float32 else p.cpu.rate16
+            moved = cost.smooth_max(
+                flop_registry[packet](*args, out_val=out) / rate, moved
+            )
+        return moved
     seconds = cost.stream(p, nbytes)
     if name == "_grouped_mm":
         a, b = args[:2]

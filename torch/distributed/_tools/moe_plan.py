@@ -43,12 +43,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed._tools.moe_profile import Profile
+    from torch.distributed._tools.moe_trace import Traced
 
 
 __all__ = ["Plan", "plan"]
 
 DIMENSIONS = ("ep", "tp", "pp", "cp", "micro_batch", "recompute", "dtype", "algorithm")
 FILL = 0.95  # of the device's memory
+# Ranks that FSDP shards over: each starts a message of a ring, and a tensor when it is made.
+MOST_SHARDS = 1024
 LAYERS_PER_STAGE = 3  # sends between stages are not modelled; short ones would show
 # Nodes of a token at most: what was published for K = 8, and twice that. A limit costs the
 # router freedom and has to be trained, so that it has to pay for itself.
@@ -130,9 +133,43 @@ class Plan:
         """Keyword arguments of torchtitan's ``ParallelDims``; ``ep`` borrows shards."""
         x = self.layout
         return {
-            "dp_replicate": 1, "dp_shard": x.dp, "cp": x.cp, "tp": x.tp, "pp": x.pp,
+            "dp_replicate": x.replicate, "dp_shard": x.dp // x.replicate, "cp": x.cp, "tp": x.tp, "pp": x.pp,
             "ep": x.ep, "world_size": x.gpus,
         }  # fmt: skip
+
+    def micro_batches(self, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What this rank has of a step's sequences, one micro-batch after the other.
+
+        Args:
+            batch (Tensor): (``global_batch``, \\*), the same on all ranks. Those of ``tp`` get equal
+                parts; the mean of the losses over micro-batches and ranks is the batch's.
+        """
+        if batch.shape[0] != self.global_batch:
+            raise ValueError(
+                f"micro_batches: batch must have {self.global_batch} sequences, as it was "
+                f"planned for, got {batch.shape[0]}"
+            )
+        x, rank = self.layout, 0
+        if torch.distributed.is_initialized():
+            rank = torch.distributed.get_rank()
+        return batch.chunk(x.dp)[rank // x.tp].split(x.micro_batch)
+
+    def explain(self) -> str:
+        """Every choice: why, with its numbers, and what the next best would cost."""
+        lines = [
+            f"{self.step.tokens_per_second:,.0f} tokens/s/GPU, step {self.step.seconds:.3f} s, "
+            f"{self.memory.total / 1e9:,.{0 if self.memory.total > 1e10 else 3}f} GB a GPU\n"
+        ]
+        for c in self.choices:
+            value = c.value
+            if isinstance(value, dict):
+                value = ", ".join(f"{k} {v}" for k, v in value.items())
+            lines += [f"  {c.name:16} {value}", f"  {'':16} because: {c.reason}"]
+            if c.other_loss is not None:
+                apart = c.other_loss >= self.error / 4
+                close = "" if apart else ", not told apart by this model"
+                lines.append(f"  {'':16} next: {c.other} ({-c.other_loss:+.1%}{close})")
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -229,7 +266,7 @@ def _options(
         "ep": [e for e in _powers(min(model.experts, gpus)) if model.experts % e == 0],
         "micro_batch": (1, 2, 4),
         "dtype": dtypes,
-        "recompute": ("selective", "full"),
+        "recompute": ("none", "full") if fixed.get("fsdp") else ("selective", "full"),
         "algorithm": ("hierarchical",),  # flat sends more; its time is in the reason
     }
     options |= {k: (v,) for k, v in fixed.items() if k in options}
@@ -254,6 +291,7 @@ def _layout(
         gpus % _unit(x)
         or tp > domain
         or model.heads % tp
+        or (x.get("fsdp") and not model.mla and model.kv_heads % tp)
         or (ep > domain and ep % domain)
     ):
         return None
@@ -264,6 +302,8 @@ def _layout(
         return None
     if pp > 1 and "virtual" not in x:
         x = {**x, "virtual": max(1, min(8, model.layers // pp // 2))}
+    if x.get("fsdp") and "replicate" not in x:
+        x = {**x, "replicate": max(1, gpus // (tp * pp * x["cp"]) // MOST_SHARDS)}
     return Layout(gpus=gpus, **x)
 
 
@@ -277,18 +317,35 @@ def _candidates(
             yield layout
 
 
+def _memory(
+    model: MoEConfig, x: Layout, batch: int, seq: int, traced: Traced | None = None
+) -> Memory:
+    if traced is not None:
+        return traced.memory(model, x, seq, batch)
+    return memory(model, x, seq=seq, global_batch=batch)
+
+
+def _step(
+    p: Profile, model: MoEConfig, x: Layout, batch: int, seq: int, imbalance: float,
+    exposed: float, traced: Traced | None,
+) -> Step:  # fmt: skip
+    kw = {"global_batch": batch, "seq": seq, "imbalance": imbalance}
+    if traced is not None:
+        return traced.step(p, model, x, **kw)
+    return train_step(p, model, x, exposed=exposed, **kw)
+
+
 def _ranked(
     model: MoEConfig, p: Profile, layouts: Sequence[Layout], batch: int, seq: int,
-    imbalance: float, exposed: float,
+    imbalance: float, exposed: float, traced: Traced | None = None,
 ) -> list[tuple[float, Layout, Step, Memory]]:  # fmt: skip
     """Layouts that fit, best first."""
     out = []
     for x in layouts:
-        m = memory(model, x, seq=seq, global_batch=batch)
+        m = _memory(model, x, batch, seq, traced)
         if m.total > FILL * p.device.memory:
             continue
-        kw = {"global_batch": batch, "seq": seq, "imbalance": imbalance}
-        step = train_step(p, model, x, exposed=exposed, **kw)
+        step = _step(p, model, x, batch, seq, imbalance, exposed, traced)
         out.append((step.tokens_per_second, x, step, m))
     out.sort(key=lambda e: -e[0])
     if out:  # of equals, the one with less machinery
@@ -530,6 +587,7 @@ def plan(
     load: Sequence[float] | None = None,
     exposed: float = 0.25,
     top: int = 5,
+    traced: Traced | None = None,
     **fixed: Any,
 ) -> Plan:
     """The layout with the most tokens a second that fits.
@@ -549,6 +607,7 @@ def plan(
             from the current load). Default: uniform
         exposed (float): share of exchanges that the schedule does not hide.
         top (int): layouts to keep in ``Plan.best``.
+        traced (Traced, optional): what the model does beside its experts, for a CPU.
         fixed: values of :class:`Layout` that are given: ``ep=8``, ``recompute="full"``.
 
     Raises:
@@ -564,9 +623,10 @@ def plan(
     check(
         "plan", gpus=gpus, global_batch=global_batch, seq=seq, exposed=exposed, top=top
     )
-    if p.cpu is not None:
+    if p.cpu is not None and traced is None:
         raise ValueError(
-            f"plan: device must be a GPU, got the profile of {p.name}; see cpu_table"
+            f"plan: device must be a GPU, got the profile of {p.name}; see cpu_table, or "
+            "parallelize_moe for a model at hand"
         )
     if isinstance(load, torch.Tensor):
         load = load.tolist()
@@ -577,7 +637,7 @@ def plan(
     for dtype in (*dtypes, fixed.get("dtype", "bf16")):
         p.check_dtype("plan", dtype)
     layouts = list(_candidates(model, p, gpus, global_batch, dtypes, fixed))
-    ranked = _ranked(model, p, layouts, global_batch, seq, 1.0, exposed)
+    ranked = _ranked(model, p, layouts, global_batch, seq, 1.0, exposed, traced)
     if not ranked:
         raise _nothing_fits(model, p, gpus, global_batch, seq, dtypes, fixed)
     x = ranked[0][1]
@@ -585,17 +645,15 @@ def plan(
     capacity, replicas, imbalance = load_choices(model, x, tokens, load, p)
     if imbalance > EVEN:  # the heaviest rank sets the pace of every layout
         near = [e[1] for e in ranked[:64]]
-        ranked = _ranked(model, p, near, global_batch, seq, imbalance, exposed)
+        ranked = _ranked(model, p, near, global_batch, seq, imbalance, exposed, traced)
         x = ranked[0][1]
         tokens = x.micro_batch * seq / x.cp / x.tp
         capacity, replicas, imbalance = load_choices(model, x, tokens, load, p)
     _, x, step, m = ranked[0]
 
     def stepped(layout: Layout) -> Step:
-        return train_step(
-            p, model, layout, global_batch=global_batch, seq=seq,
-            imbalance=imbalance if imbalance > EVEN else 1.0, exposed=exposed,
-        )  # fmt: skip
+        uneven = imbalance if imbalance > EVEN else 1.0
+        return _step(p, model, layout, global_batch, seq, uneven, exposed, traced)
 
     limit = _node_limit(
         p, model, x, "node_limit" in fixed, lambda layout: stepped(layout).seconds

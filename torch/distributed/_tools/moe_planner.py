@@ -61,7 +61,7 @@ def _uncertainty(level: str) -> str:
 
 def print_plan(found: Plan, note: str = "") -> None:
     """Prints a plan; ``note`` says where its batch is from."""
-    x, step = found.layout, found.step
+    x = found.layout
     step_tokens = found.global_batch * found.seq
     print(f"{x.gpus} x {found.device}, training, constants {found.provenance}")
     print(
@@ -73,19 +73,7 @@ def print_plan(found: Plan, note: str = "") -> None:
             f"warning: published recipes have at most {MOST_TOKENS / 1e6:.0f} M tokens a "
             "step; --batch sets fewer sequences"
         )
-    print(
-        f"{step.tokens_per_second:,.0f} tokens/s/GPU, step {step.seconds:.3f} s, "
-        f"{found.memory.total / 1e9:.0f} GB a GPU\n"
-    )
-    for c in found.choices:
-        value = ", ".join(f"{k} {v}" for k, v in c.value.items()) if isinstance(
-            c.value, dict) else c.value  # fmt: skip
-        print(f"  {c.name:16} {value}")
-        print(f"  {'':16} because: {c.reason}")
-        if c.other_loss is not None:
-            apart = c.other_loss >= found.error / 4
-            close = "" if apart else ", not told apart by this model"
-            print(f"  {'':16} next: {c.other} ({-c.other_loss:+.1%}{close})")
+    print(found.explain())
     print("\nbest layouts")
     fields = ("ep", "tp", "pp", "virtual", "micro_batch", "recompute", "dtype")
     rows = [

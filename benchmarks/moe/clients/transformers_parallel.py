@@ -1,0 +1,60 @@
+"""The experts of transformers as expert parallelism sees them: ``ExpertParallel(adapter=ADAPTER)``.
+
+    from transformers_parallel import ADAPTER
+    model, plan = parallelize_moe(model, batch=64, seq=4096, adapter=ADAPTER)
+
+Which experts ``F.moe_mlp`` computes and how is :mod:`moe_mlp_experts`'; others are refused.
+"""
+
+from moe_mlp_experts import plan_of
+
+import torch.nn.functional as F
+from torch import nn, Tensor
+from torch.distributed.tensor.parallel import ExpertParallel
+
+
+class ExpertsAdapter(ExpertParallel.Adapter):
+    """Modules called as ``experts(hidden_states, top_k_index, top_k_weights)``.
+
+    Raises:
+        NotImplementedError: ``F.moe_mlp`` cannot compute a module's experts; says why.
+    """
+
+    def matches(self, module: nn.Module) -> bool:
+        # What use_experts_implementation of transformers gives a class.
+        return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+
+    def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
+        if (reason := plan_of(module).reason) is not None:
+            raise NotImplementedError(f"ExpertParallel: {reason}")
+        first, transposed = _first(module), module.is_transposed
+        dims: dict[str, int | None] = {first: 2 if transposed else 1}
+        dims["down_proj"] = 1 if transposed else 2
+        if module.has_bias:
+            dims |= {f"{first}_bias": 1, "down_proj_bias": None}
+        return dims
+
+    def run(
+        self, module, original, exchange, hidden_states, top_k_index, top_k_weights
+    ) -> Tensor:
+        options = plan_of(module).options
+
+        def experts(rows, ids, weights, num_rows: int | None = None) -> Tensor:
+            first = _first(module)
+            w_in, w_out, biases = getattr(module, first), module.down_proj, {}
+            if module.is_transposed:
+                w_in, w_out = w_in.mT, w_out.mT
+            if module.has_bias:
+                biases["b_in"] = getattr(module, f"{first}_bias")
+                biases["b_out"] = module.down_proj_bias
+            operands = (rows, ids, weights, w_in, w_out)
+            return F._moe_mlp_in_rows(*operands, num_rows=num_rows, **biases, **options)
+
+        return exchange(hidden_states, top_k_index, top_k_weights, experts)
+
+
+def _first(module: nn.Module) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+ADAPTER = ExpertsAdapter()

@@ -1,0 +1,217 @@
+# Owner(s): ["oncall: distributed"]
+"""parallelize_moe: what is planned is what runs, and trains as one process does."""
+
+import copy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._tools.moe_config import MODELS
+from torch.distributed._tools.moe_estimator import Layout, memory
+from torch.distributed._tools.moe_parallelize import parallelize_moe
+from torch.distributed._tools.moe_profile import (
+    Constants,
+    CpuConstants,
+    Device,
+    Profile,
+)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ExpertParallel
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from moe_gloo import GlooTest  # noqa: E402
+
+
+D, H, E, K, V, B, S = 16, 24, 8, 2, 32, 8, 6
+CPU = Profile(
+    "test CPU", Device("cpu", 1, 5e10, 5e10, 1e10, 1e9, 1e9, 16e9, domain=1 << 20),
+    Constants(fast_us=100.0), cpu=CpuConstants(),
+)  # fmt: skip
+TP_PLAN = {"layers.*.attention.up": "colwise", "layers.*.attention.down": "rowwise"}
+
+
+class Attention(nn.Module):
+    """What tensor parallelism splits; no keys, so that tokens are told apart by position alone."""
+
+    head_dim = 4
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+        self.moe = nn.MoE(D, H, E, K, shared_hidden_dim=8)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.moe(x)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def one_sequence(model):
+    return model(torch.zeros(1, S, dtype=torch.int64))
+
+
+KW = {"batch": B, "seq": S, "profile": CPU, "loss": one_sequence, "tp_plan": TP_PLAN}
+
+
+def train(model, micro_batches, ranks=1, steps=3):
+    """Losses of the batch, and norms of its gradient, of a script as people write it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    generator, seen = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        ids = torch.randint(V, (B, S), generator=generator)
+        micros, loss = micro_batches(ids), torch.zeros((), dtype=torch.float64)
+        for micro in micros:
+            value = model(micro) / len(micros)
+            value.backward()
+            loss += value.detach()
+        norm = ExpertParallel.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if ranks > 1:
+            dist.all_reduce(loss)
+        seen.append((loss.item() / ranks, norm.item()))
+    return seen
+
+
+@instantiate_parametrized_tests
+class TestApplied(GlooTest):
+    @parametrize(
+        "fixed",
+        [
+            {},
+            {"ep": 4},
+            {"ep": 2, "recompute": "full", "micro_batch": 1},
+            {"ep": 4, "tp": 2},
+            {"ep": 2, "replicate": 2},
+            {"ep": 1, "tp": 2, "recompute": "full"},
+        ],
+        name_fn=lambda fixed: "_".join(map(str, fixed.values())) or "planned",
+    )
+    def test_trains_as_one_process(self, fixed):
+        whole = make_model()
+        model, found = parallelize_moe(copy.deepcopy(whole), **KW, **fixed)
+        x = found.layout
+        for name, value in fixed.items():
+            self.assertEqual(getattr(x, name), value)
+        w_in = model.layers[0].get_parameter("moe.w_in")
+        self.assertIsInstance(w_in, DTensor)
+        self.assertEqual(w_in.device_mesh["ep"].size(), x.ep)
+        shards = 4 // x.replicate  # by ep and FSDP together
+        self.assertEqual(w_in.to_local().shape[0] * shards, E)
+        self.assertIsInstance(model.layers[1], FSDPModule)
+        got = train(model, found.micro_batches, ranks=4)
+        self.assertEqual(got, train(whole, lambda ids: (ids,)))
+        for name, want in whole.named_parameters():
+            value = dict(model.named_parameters())[name]
+            self.assertEqual(value.full_tensor(), want, msg=name)
+
+    def test_dry_run_changes_nothing(self):
+        model = make_model()
+        before = [(n, type(m), id(m)) for n, m in model.named_modules()]
+        parameters = [id(p) for p in model.parameters()]
+        same, found = parallelize_moe(model, **KW, dry_run=True)
+        self.assertIs(same, model)
+        self.assertEqual(
+            [(n, type(m), id(m)) for n, m in model.named_modules()], before
+        )
+        self.assertEqual([id(p) for p in model.parameters()], parameters)
+        self.assertEqual(
+            train(model, lambda ids: (ids,)), train(make_model(), lambda ids: (ids,))
+        )
+        explained = found.explain()
+        for choice in ("ep", "tp", "micro_batch", "recompute"):
+            self.assertRegex(explained, rf"(?m)^  {choice} .*\n.*because: ")
+        self.assertIn("next: ", explained)
+        self.assertEqual(found.parallel_dims()["world_size"], 4)
+
+    @parametrize(
+        "fixed,message",
+        [
+            ({"pp": 2}, r"parallelize_moe: pp=2 cannot be applied.*nearest that can: pp=1 with ep="),
+            ({"cp": 2}, r"cp=2 cannot be applied.*cp=1"),
+            ({"ep": 3}, r"plan: ep must divide the experts, 8, got 3; nearest that works: ep="),
+            ({"batch": 6, "micro_batch": 4}, r"batch must be a multiple.*nearest that works"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_applied(self, fixed, message):
+        with self.assertRaisesRegex(ValueError, message) as caught:
+            parallelize_moe(make_model(), **{**KW, **fixed})
+        self.assertNotIn("\n", str(caught.exception))
+
+    def test_a_model_without_a_tp_plan(self):
+        message = (
+            "tp=2 cannot be applied: the model has no tp_plan.*nearest that can: tp=1"
+        )
+        with self.assertRaisesRegex(ValueError, message):
+            parallelize_moe(make_model(), **{**KW, "tp_plan": {}}, tp=2)
+
+    def test_a_model_that_is_called_otherwise(self):
+        kw = {**KW, "loss": None}
+        with self.assertRaisesRegex(ValueError, "loss must be given.*got Model"):
+            parallelize_moe(make_model(), **kw)
+
+    def test_no_experts(self):
+        with self.assertRaisesRegex(ValueError, "model must have experts"):
+            parallelize_moe(nn.Linear(4, 4), batch=8, profile=CPU)
+
+    def test_uneven_shards_are_planned(self):
+        # 12 experts of a rank over 8 ranks: some have 2, as FSDP shards whole experts.
+        model, even = MODELS["kimi-k2"], Layout(gpus=128, ep=32, fsdp=True)
+        uneven = replace(even, gpus=256)
+        least, most = (memory(model, x).weights for x in (uneven, even))
+        self.assertGreater(least, most / 2 * 4 / 3)
+        self.assertLess(least, most)
+
+    def test_slow_links_and_small_memory_change_the_plan(self):
+        kw = {**KW, "dry_run": True}
+        _, fast = parallelize_moe(make_model(), **kw)
+        slow = replace(CPU, device=replace(CPU.device, fast=1e5))
+        _, kept = parallelize_moe(make_model(), **{**kw, "profile": slow})
+        self.assertGreater(kept.step.seconds, 10 * fast.step.seconds)
+        need = fast.memory.total
+        tight = replace(CPU, device=replace(CPU.device, memory=0.9 * need))
+        _, small = parallelize_moe(make_model(), **{**kw, "profile": tight})
+        self.assertLess(small.memory.total, need)
+
+
+if __name__ == "__main__":
+    run_tests()

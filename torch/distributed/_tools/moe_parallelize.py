@@ -1,0 +1,369 @@
+# mypy: allow-untyped-defs
+"""From a model to its best parallel run: :func:`parallelize_moe` plans, and applies the plan.
+
+Beside the planner, and private as it is: the styles of ``torch.distributed.tensor.parallel`` do
+what they are told, and this decides. It makes nothing of its own: the layout is that of
+:func:`.moe_plan.plan`, and what applies it are ``ExpertParallel``, ``parallelize_module``,
+``checkpoint`` and ``fully_shard``, in this order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, cast, TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed._tools.moe_config import MoEConfig
+from torch.distributed._tools.moe_plan import Plan, plan
+from torch.distributed._tools.moe_profile import DEVICES, Profile, profile
+from torch.distributed._tools.moe_trace import matched, measure_stack, trace
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    parallelize_module,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel._expert_adapters import DEFAULT_ADAPTERS
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.parallel._expert_adapters import ExpertAdapter
+
+
+__all__ = ["apply_plan", "machine_profile", "parallelize_moe"]
+
+CALIBRATION_SECONDS = 4.0
+
+
+def parallelize_moe(
+    model: nn.Module,
+    *,
+    batch: int,
+    seq: int = 4096,
+    profile: Profile | str | None = None,
+    adapter: ExpertAdapter | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+    loss: Callable[[nn.Module], torch.Tensor] | None = None,
+    dtypes: Sequence[str] | None = None,
+    load: Sequence[float] | None = None,
+    compile: bool = False,
+    dry_run: bool = False,
+    **fixed: Any,
+) -> tuple[nn.Module, Plan]:
+    """Plans the parallel run of ``model`` on all ranks of this program, and applies it.
+
+    Collective over the default process group. The model is the same on all ranks, or on the meta
+    device; it is changed in place. After that it is trained as on one rank, with
+    :meth:`.Plan.micro_batches` of every batch.
+
+    Args:
+        model (nn.Module): has experts that ``ExpertParallel`` finds an adapter for.
+
+    Keyword Args:
+        batch (int): sequences of a step, of all ranks.
+        seq (int): tokens of a sequence.
+        profile (Profile or str, optional): of the machine, or a name that
+            :func:`.moe_profile.profile` knows. Default: measured once, see
+            :func:`machine_profile`
+        adapter (ExpertAdapter, optional): see ``ExpertParallel``.
+        tp_plan (mapping, optional): ``"colwise"``, ``"rowwise"`` or
+            ``"replicated_with_grad_allreduce"`` by the names of modules, ``*`` for a layer. The model is not
+            tensor parallel without one. Default: ``base_model_tp_plan`` of the model's configuration
+        loss (callable, optional): of the model alone, for one sequence, on a CPU: what the
+            planner traces. Default: ``model(input_ids=ids, labels=ids)``
+        dtypes (sequence of str, optional): of products, to choose from. ``"fp8"`` and
+            ``"mxfp8"`` are a recipe of ``nn.MoE``. Default: that of the parameters on a CPU, else bf16
+        load (sequence of float, optional): of every expert now, see :func:`.moe_plan.plan`.
+        compile (bool): compiles the layers one by one.
+        dry_run (bool): changes nothing.
+        fixed: choices that are given, as ``ep=4``; see :class:`.moe_estimator.Layout`.
+
+    Returns:
+        The model, and its plan.
+
+    Raises:
+        ValueError: nothing divides or fits, or what is fixed cannot be applied; one line, with
+            the nearest that can.
+
+    Example::
+        >>> # xdoctest: +SKIP("needs ranks")
+        >>> model, plan = parallelize_moe(model, batch=64, seq=4096)
+        >>> print(plan.explain())
+        >>> for micro in plan.micro_batches(ids):
+        ...     model(micro, labels=micro).loss.backward()
+    """
+    experts, blocks = _experts(model, adapter), _blocks(model, adapter)
+    config = MoEConfig.from_module(model)
+    if tp_plan is None:
+        tp_plan = _tp_plan(model)
+    device = _device_type()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    p = _shared_profile(profile, device)
+    traced, known = None, dict[str, Any](fsdp=True, pp=1, kernel="moe_mlp")
+    if p.cpu is not None:
+        dtypes = dtypes or (_parameter_dtype(model),)
+        traced = trace(model, p, seq, experts, blocks, adapter, loss, tp_plan)
+    dtypes = dtypes or ("bf16",)
+    if not tp_plan:
+        known["tp"] = 1
+    search = functools.partial(
+        plan, config, p, world, global_batch=batch, seq=seq, dtypes=dtypes, load=load,
+        traced=traced,
+    )  # fmt: skip
+    reasons = {
+        "pp": "a model is not cut into stages here",
+        "tp": "the model has no tp_plan for its attention",
+        "kernel": "experts are computed by F.moe_mlp",
+        "expert_tp": "an expert stays whole, for FSDP to shard",
+        "cp": "attention does not know of context parallelism",
+    }
+    for name, why in reasons.items():
+        wanted = known.get(name, 1)
+        if fixed.get(name, wanted) != wanted and (
+            name in known or name in ("cp", "expert_tp")
+        ):
+            got = fixed.pop(name)
+            x = search(**{**fixed, **known}).layout
+            raise ValueError(
+                f"parallelize_moe: {name}={got} cannot be applied: {why}; nearest that can: "
+                f"{name}={wanted} with ep={x.ep} tp={x.tp} micro_batch={x.micro_batch}"
+            )
+    found = search(**{**fixed, **known})
+    if not dry_run:
+        apply_plan(
+            model, found, adapter=adapter, tp_plan=tp_plan, compile=compile, device=device
+        )  # fmt: skip
+    return model, found
+
+
+def apply_plan(
+    model: nn.Module,
+    found: Plan,
+    *,
+    adapter: ExpertAdapter | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+    compile: bool = False,
+    device: str | None = None,
+) -> nn.Module:
+    """Applies a plan to a model, in place; arguments as of :func:`parallelize_moe`.
+
+    The mesh is ``(dp_shard, tp)``, and as the experts see it ``(efsdp, ep)``, with ``dp_replicate`` in front
+    where there is more than one copy of the shards. Between the products of tensor
+    parallelism, ranks of ``tp`` have the same tokens, of which each takes its share to the experts.
+    """
+    x = found.layout
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "use_cache"):
+        # It keeps keys and values, twice where they are recomputed.
+        config.use_cache = False
+    experts, blocks = _experts(model, adapter), _blocks(model, adapter)
+    sizes = {"dp_replicate": x.replicate, "dp_shard": x.dp // x.replicate, "tp": x.tp}
+    if x.replicate == 1:
+        del sizes["dp_replicate"]
+    dense = init_device_mesh(
+        device or _device_type(), (*sizes.values(),), mesh_dim_names=(*sizes,)
+    )
+    sparse = ExpertParallel.fold_mesh(dense, x.ep)
+    shards, copies = ("dp_shard", "efsdp"), tuple(sizes)[:-2]
+    dp, efsdp = (
+        mesh[(*copies, name)] if copies else mesh[name]
+        for mesh, name in zip((dense, sparse), shards)
+    )
+    if x.tp > 1:
+        tp_plan = _tp_plan(model) if tp_plan is None else tp_plan
+        styles = {name: _TENSOR_PARALLEL[style]() for name, style in tp_plan.items()}
+        for name in experts:
+            styles[name] = _token_shares(model.get_submodule(name))
+        parallelize_module(model, dense["tp"], styles)
+    recipe = {"fp8": "fp8_blockwise", "mxfp8": "mxfp8"}.get(x.dtype)
+    options = found.expert_parallel()
+    for name in experts:
+        if recipe is not None:
+            cast("Any", model.get_submodule(name)).recipe = recipe
+    if x.tp > 1:
+        # Router and shared experts of nn.MoE see a share of the tokens as well.
+        options["sequence_parallel_mesh"] = dense["tp"]
+    style = ExpertParallel(adapter=adapter, **options)
+    parallelize_module(model, sparse["ep"], dict.fromkeys(experts, style))
+    modules = [model.get_submodule(name) for name in blocks]
+    if x.recompute == "full":
+        # What collectives returned is kept: nothing is sent again.
+        for block in modules:
+            checkpoint(block, context_fn=ExpertParallel.save_communication())
+    if compile:
+        for block in modules:
+            block.compile()
+    policy = MixedPrecisionPolicy()
+    if x.dtype != "fp32" and _parameter_dtype(model) == "fp32":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    placement = ExpertParallel.shard_placement(model, efsdp, dp)
+    kw: dict[str, Any] = {"mesh": dp, "mp_policy": policy}
+    for block in modules:
+        sharded = fully_shard(block, shard_placement_fn=placement, **kw)
+        sharded.set_gradient_divide_factor(dp.size())
+    if not any(block is model for block in modules):
+        fully_shard(model, **kw)
+    return model
+
+
+# ---- the machine -----------------------------------------------------------------------
+
+
+def machine_profile(
+    device: str = "cpu", *, cache: bool = True, clock: str = "wall"
+) -> Profile:
+    """The profile of this machine: measured in a few seconds, and kept in torch's cache folder.
+
+    Collective over the default process group, whose links are measured as well; all ranks get
+    that of rank 0. ``clock`` is :func:`.moe_calibration.calibrate`'s: ``"process"`` for the time that
+    the ranks have a core, on a machine with neighbours.
+    """
+    from torch.distributed._tools.moe_calibration import calibrate
+
+    group = dist.group.WORLD if dist.is_initialized() else None
+    ranks = 1 if group is None else dist.get_world_size()
+    gpu, name = (
+        None,
+        f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}",
+    )
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+        gpu = next((d for d in reversed(DEVICES) if d in name), None)
+        if gpu is None:
+            raise ValueError(
+                f"parallelize_moe: profile must be given for {name}: the data sheets are of "
+                f"{', '.join(DEVICES)}"
+            )
+    key = f"{socket.gethostname()} {device} {name} {ranks} {clock} {torch.__version__}"
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    path = Path(torch.hub._get_torch_home(), "moe_profiles", f"{digest}.json")
+    known = path.read_text() if cache and path.exists() else None
+    known = _from_first_rank(known)
+    if known is None:
+        seconds = CALIBRATION_SECONDS
+        some = group if ranks > 1 else None
+        p = calibrate(device=device, gpu=gpu, group=some, seconds=seconds, clock=clock)
+        if device == "cpu":
+            constants = dataclasses.replace(p.constants, stack=measure_stack(p, clock))
+            p = dataclasses.replace(p, constants=constants)
+        known = _from_first_rank(json.dumps(p.to_json()))
+        if cache and (not dist.is_initialized() or dist.get_rank() == 0):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            partial.write_text(known)
+            partial.replace(path)
+    return Profile.from_json(json.loads(known))
+
+
+def _from_first_rank(value: Any) -> Any:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def _shared_profile(given: Profile | str | None, device: str) -> Profile:
+    if given is None:
+        return machine_profile(device)
+    return profile(given) if isinstance(given, str) else given
+
+
+def _device_type() -> str:
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return "cuda"
+    return "cpu"
+
+
+# ---- the model -------------------------------------------------------------------------
+
+
+def _experts(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
+    """Names of the modules that ``ExpertParallel`` takes."""
+    adapters = DEFAULT_ADAPTERS if adapter is None else (adapter,)
+    found = [n for n, m in model.named_modules() if any(a.matches(m) for a in adapters)]
+    if not found:
+        raise ValueError(
+            "parallelize_moe: model must have experts that ExpertParallel knows, nn.MoE or "
+            "stacked w1, w2 and w3, or adapter must be given; got none in "
+            f"{type(model).__name__}"
+        )
+    return found
+
+
+def _blocks(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
+    """Names of the layers: members of the outermost lists that hold experts, or the model."""
+    lists: dict[str, None] = {}
+    for name in _experts(model, adapter):
+        parts = name.split(".")
+        for i in range(len(parts)):
+            owner = ".".join(parts[:i])
+            if isinstance(model.get_submodule(owner), (nn.ModuleList, nn.Sequential)):
+                lists[owner] = None
+                break
+        else:
+            return [""]
+    return [
+        f"{owner}.{child}" if owner else child
+        for owner in lists
+        for child, _ in model.get_submodule(owner).named_children()
+    ]
+
+
+def _parameter_dtype(model: nn.Module) -> str:
+    """Of most parameters, as a key of ``moe_cost_model.ITEMSIZE``."""
+    dtype = max(model.parameters(), key=torch.Tensor.numel).dtype
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+
+
+def _tp_plan(model: nn.Module) -> dict[str, str]:
+    """What a transformers model says, without its experts; nothing if attention is not in it."""
+    plan_of_base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    known = {
+        prefix + name: style
+        for name, style in (plan_of_base or {}).items()
+        if style in _TENSOR_PARALLEL and ".experts" not in name
+    }
+    known = {name: style for name, style in known.items() if [*matched(model, (name,))]}
+    return known if any("attn" in name for name in known) else {}
+
+
+def _token_shares(module: nn.Module) -> PrepareModuleInputOutput:
+    """Each rank of tp takes its share of equal tokens to the experts, and all get all of them back.
+
+    ``nn.MoE`` is called with tokens (\\*, D), others with tokens, expert ids and weights.
+    """
+    inputs, tokens = (1, Shard(-2)) if isinstance(module, nn.MoE) else (3, Shard(0))
+    return PrepareModuleInputOutput(
+        input_layouts=(Replicate(),) * inputs, desired_input_layouts=(tokens,) * inputs,
+        use_local_input=True, output_layouts=tokens, desired_output_layouts=Replicate(),
+    )  # fmt: skip
+
+
+_TENSOR_PARALLEL: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    # A norm of the heads of this rank, (B, S, heads, D): its gradient is summed.
+    "replicated_with_grad_allreduce": functools.partial(
+        SequenceParallel, sequence_dim=2, use_local_output=True
+    ),
+}
