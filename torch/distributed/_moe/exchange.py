@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, cast, TYPE_CHECKING
@@ -229,8 +227,6 @@ _PHASES = {
     "experts": "fetch of experts",
     "expert_grads": "return of their gradients",
 }
-# How long a failing rank waits for the others to say that they failed, too.
-_ANSWER_SECONDS = 1.0
 
 
 def group_timeout(group: ProcessGroup) -> timedelta | None:
@@ -249,33 +245,6 @@ def _scalar_device(group: ProcessGroup) -> torch.device:
     config = c10d.BackendConfig(c10d.get_backend_config(group)).get_device_backend_map()
     own = accelerator and config.get(accelerator.type) not in (None, "gloo", "fake")
     return accelerator if own else torch.device("cpu")
-
-
-def silent_ranks(group_name: str, ranks: list[int], attempt: int) -> str:
-    """Which of the ranks do not say, over the store, that they failed as well.
-
-    A timeout does not name the rank that was waited for. Those alive fail about when this one does.
-    """
-    heard: list[int] = []
-
-    def ask() -> None:
-        # The store may be lost, or destroyed: never on the thread that has to raise.
-        with contextlib.suppress(RuntimeError, ValueError):
-            store = c10d._get_default_store()
-            key = f"moe_failed/{group_name}/{attempt}/"
-            store.set(key + str(dist.get_rank()), "")
-            end = time.monotonic() + _ANSWER_SECONDS
-            while len(heard) < len(ranks) and time.monotonic() < end:
-                heard[:] = [rank for rank in ranks if store.check([key + str(rank)])]
-                time.sleep(0.05)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(2 * _ANSWER_SECONDS)
-    silent = [rank for rank in ranks if rank not in heard]
-    if not heard:
-        return "the store does not answer"
-    return f"no answer from ranks {silent}" if silent else "all its ranks answer"
 
 
 def sub_group(group: ProcessGroup, ranks: list[int]) -> c10d.GroupName:
@@ -348,9 +317,8 @@ class Exchange:
         self.local_experts = num_experts // self.num_ranks
         self.capacity = capacity
         self.level = level
-        # What it belongs to and how often it failed, for error messages.
+        # What it belongs to, for error messages.
         self.owner = "token switch"
-        self.failures = 0
         # Most rows that a pair of ranks needed since the last check, -1 for none: not a new graph.
         self.needed = torch.tensor(-1, dtype=torch.int32, device=_scalar_device(group))
         # Where count_wire_bytes has its counts written to.
@@ -613,14 +581,14 @@ class Exchange:
     def _failure(self, kind: str) -> str:
         phase = _PHASES.get(kind, "combine")
         where = f"{self.owner}: {phase} failed at level {self.level!r}"
-        self.failures += 1
+        # Who was waited for is not asked: a lost store would not answer, and a thread of Python that
+        # waits in a call of c10d while the interpreter shuts down ends the process with an abort.
         try:
             ranks = dist.get_process_group_ranks(self.group)
-            silent = silent_ranks(self.group_name, ranks, self.failures)
-            where += f", group {self.group_name!r} of ranks {ranks}"
-            return f"{where}, on rank {ranks[self.rank]}; {silent}"
         except (RuntimeError, ValueError, KeyError):
             return f"{where}, group {self.group_name!r}, which is destroyed"
+        where += f", group {self.group_name!r} of ranks {ranks}"
+        return f"{where}, on rank {ranks[self.rank]}"
 
     def use_own_group(self) -> None:
         """Communicates over a group that nobody else has, see :func:`own_group`."""

@@ -7,6 +7,8 @@ import functools
 import io
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -283,14 +285,23 @@ class TestEdges(GlooTest):
             lost = mock.Mock(side_effect=torch.OutOfMemoryError("lost"))
             message = (
                 rf"^expert parallel layer \d+ \(MoE\): {phase} failed at level 'flat', group "
-                rf"'.*' of ranks \[0, 1, 2, 3\], on rank {self.rank}; "
+                rf"'.*' of ranks \[0, 1, 2, 3\], on rank {self.rank}$"
             )
-            with mock.patch.object(dist, collective, lost), torch.no_grad():
+            threads, store = set(threading.enumerate()), mock.Mock()
+            store.set.side_effect = store.check.side_effect = lambda *_: time.sleep(8)
+            with (
+                mock.patch.object(dist, collective, lost),
+                mock.patch.object(c10d, "_get_default_store", return_value=store),
+                torch.no_grad(),
+            ):
                 # The error of the backend, with a note.
                 with self.assertRaisesRegex(torch.OutOfMemoryError, "^lost$") as caught:
                     model(x)
             (note,) = caught.exception.__notes__
             self.assertRegex(note, message)
+            # None waits for a store that is lost, too: such a thread is in a call of c10d when
+            # Python shuts down, which ends the process with an abort.
+            self.assertEqual(set(threading.enumerate()), threads)
 
     def test_no_second_derivative(self):
         # What collectives return has no graph: such a derivative would miss terms.
@@ -386,14 +397,26 @@ class TestEdges(GlooTest):
         dist.destroy_process_group(group)
 
     def test_imports_where_there_is_no_fork(self):
+        # As on Windows, whose os and signal lack these, and which has no such modules.
         if self.rank:
             return
         program = """
-import os, torch
+import os, signal, sys, torch, torch.distributed._token_switch, torch.distributed.checkpoint
 from torch.multiprocessing import _atfork
 _atfork._register = lambda function: None
-del os.register_at_fork
-import torch.distributed._moe.schedule
+for name in "register_at_fork fork forkpty killpg setsid setpgid getuid uname nice waitid".split():
+    delattr(os, name)
+for name in "sched_getaffinity sysconf getloadavg mkfifo WNOHANG WIFSTOPPED".split():
+    delattr(os, name)
+for name in "SIGKILL SIGALRM SIGSTOP SIGCONT SIGUSR1 SIGHUP setitimer alarm pthread_kill".split():
+    delattr(signal, name)
+for name in "fcntl grp posix pty pwd resource syslog termios tty".split():
+    sys.modules[name] = None
+ours = "torch.distributed._moe", "torch.distributed.tensor.parallel"
+for name in [name for name in sys.modules if name.startswith(ours)]:
+    del sys.modules[name]
+import torch.distributed.tensor.parallel.expert_parallel
+import torch.distributed._moe.all_gather, torch.distributed._moe.schedule
 """
         subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
