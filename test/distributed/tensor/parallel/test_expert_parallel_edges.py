@@ -373,6 +373,11 @@ class TestEdges(GlooTest):
         parallelize_module(tied[0], self.mesh(("ep",), 4), ExpertParallel())
         with self.assertRaisesRegex(ValueError, "'w_in' is tied to one .* untie them"):
             parallelize_module(tied[1], other["ep"], ExpertParallel())
+        # One that is not parallelized would train a parameter of its own.
+        with self.assertRaisesRegex(RuntimeError, "'w_(in|out)' is tied .* untie them"):
+            tied(self.tokens(STEPS[0])[0]).sum().backward()
+        with torch.no_grad():
+            tied(self.tokens(STEPS[0])[0])
 
     @parametrize("chunks", [1, 2])
     def test_groups_are_of_a_mesh(self, chunks):

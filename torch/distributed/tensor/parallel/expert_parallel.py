@@ -623,6 +623,9 @@ class ExpertParallel(ParallelStyle):
             )
             distributed = nn.Parameter(distributed, requires_grad=param.requires_grad)
             _distributed[param] = distributed
+            if param.requires_grad:
+                # Nothing has it any more, or a module that it was tied with.
+                param.register_hook(functools.partial(_untied, name))
         elif (distributed.device_mesh, distributed.placements) != (mesh, placements):
             raise ValueError(
                 f"ExpertParallel: parameter {name!r} is tied to one that is distributed as "
@@ -653,6 +656,14 @@ def _node_mesh(ep_mesh: DeviceMesh, per_node: int) -> DeviceMesh:
 
 # What parallelize_module made of a parameter, for the other modules that have it too.
 _distributed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _untied(name: str, grad: Tensor) -> None:
+    raise RuntimeError(
+        f"ExpertParallel: parameter {name!r} is tied to one that is not expert parallel and got a "
+        "gradient of its own, which would untie them; parallelize every module that has it, on "
+        "one mesh"
+    )
 
 
 def _placements(role: str, hidden_dim: int | None) -> tuple[Placement, Placement]:
