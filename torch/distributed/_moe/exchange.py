@@ -170,7 +170,10 @@ def take(source: Tensor, index: Tensor) -> Tensor:
     if some:
         rows = source[index.clamp_min(0)]
         missing = (index < 0).view(index.shape + (1,) * (source.dim() - 1))
-        return rows.masked_fill_(missing, 0)
+        # Selective checkpointing may keep what any operator returned, and keeps no copy.
+        return (Tensor.masked_fill if is_traced(rows) else Tensor.masked_fill_)(
+            rows, missing, 0
+        )
     padded = torch.cat([source, source.new_zeros((1,) + source.shape[1:])])
     return padded[torch.where(index < 0, size, index)]
 
@@ -190,11 +193,13 @@ def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
     if not columns:
         return rows.new_zeros(T, D)
 
+    add = torch.add if is_traced(rows) else Tensor.add_  # as in take
+
     def summed(index: Tensor) -> Tensor:
         first, *others = index.unbind(1)
         total = rows.index_select(0, first).to(wide)
         for column in others:
-            total += rows.index_select(0, column)
+            total = add(total, rows.index_select(0, column))
         return total
 
     if not spare:
@@ -341,7 +346,7 @@ class Exchange:
         dest = torch.div(idx, self.num_experts // W, rounding_mode="floor")
         if W <= K:
             # -1 and W have columns of their own, which are cut off.
-            goes = idx.new_zeros(idx.shape[0], W + 2).scatter_(1, dest + 1, 1)
+            goes = idx.new_zeros(idx.shape[0], W + 2).scatter(1, dest + 1, 1)
             ranks = torch.arange(W, device=idx.device)
             columns = torch.where(goes.narrow(1, 1, W) > 0, ranks, W)
         else:
@@ -454,7 +459,7 @@ class Exchange:
             route.marks = torch.div(ids, stride, rounding_mode="floor")
             ids = ids - (1 + route.marks * stride)
         ids = ids - self.rank * self.local_experts
-        ids = ids.masked_fill_(ids >= self.local_experts, -1).clamp_min_(-1)
+        ids = ids.masked_fill(ids >= self.local_experts, -1).clamp_min(-1)
         if find_slots and not route.is_static:
             route.recv_slot = self._positions(ids >= 0, route.num_slots)
         return values, weights, ids

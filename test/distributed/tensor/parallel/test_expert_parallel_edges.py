@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.moe_lora import add_lora
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -171,8 +172,12 @@ class TestEdges(GlooTest):
         if kind == "save_communication":
             kwargs["context_fn"] = save_communication()
         elif kind == "selective":
-            # A mode of PyTorch's own: what is recomputed may not overtake what is in flight.
-            saved = [torch.ops.aten.mm.default]
+            # A mode of PyTorch's own: what is recomputed may not overtake what is in flight, and
+            # what an operator of ours returned may be kept, so that it is not written to.
+            names = "mm index_select index sub new_zeros".split()
+            saved = [getattr(torch.ops.aten, name) for name in names]
+            saved = [getattr(op, op.overloads()[0]) for op in saved]
+            saved.append(torch.ops.aten.empty.memory_format)
             kwargs["context_fn"] = functools.partial(
                 create_selective_checkpoint_contexts, saved
             )
@@ -302,6 +307,25 @@ class TestEdges(GlooTest):
             # None waits for a store that is lost, too: such a thread is in a call of c10d when
             # Python shuts down, which ends the process with an abort.
             self.assertEqual(set(threading.enumerate()), threads)
+
+    @parametrize("options", OPTIONS)
+    def test_low_rank_adapters(self, options):
+        torch.manual_seed(0)
+        whole = nn.MoE(D, H, E, K, dtype=torch.float64)
+        for p in add_lora(whole, 2):
+            nn.init.normal_(p, std=0.3)
+        model = self.parallel(whole, **options)
+        adapter = model.parametrizations.w_in[0].a
+        self.assertEqual(adapter.to_local().shape, (E // 4, 2, D))
+        for counts in STEPS[:2]:
+            self.check(model, whole, counts)
+        _, model = self.pair(**options)
+        message = "must come before parallelize_module.*'w_in', 'w_out'. are of type DTensor"
+        with self.assertRaisesRegex(ValueError, message):
+            add_lora(model, 2)
+        mesh = self.mesh(("ep", "tp"), 2, 2)
+        with self.assertRaisesRegex(ValueError, "'w_in' is parametrized"):
+            parallelize_module(whole, mesh, ExpertParallel())
 
     def test_no_second_derivative(self):
         # What collectives return has no graph: such a derivative would miss terms.
