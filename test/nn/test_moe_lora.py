@@ -200,7 +200,10 @@ class TestMoeLora(TestCase):
         error, planted = RuntimeError, mock.DEFAULT
         if interrupt:
             error = planted = KeyboardInterrupt
-        with self.assertRaises(error), mock.patch.object(F, "moe_topk", side_effect=planted) as topk:
+        with (
+            self.assertRaises(error),
+            mock.patch.object(F, "moe_topk", side_effect=planted) as topk,
+        ):
             layer(torch.randn(3, 8 if interrupt else 5, dtype=torch.float64))
         self.assertEqual(topk.called, interrupt)
         self.assertEqual(parametrize._cache_enabled, 0)

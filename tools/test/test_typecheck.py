@@ -47,7 +47,9 @@ def test_name_that_a_platform_lacks(project, name, platforms):
     (error,) = check(project)
     assert error.startswith("torch/nn/moe.py:4: missing-attribute: ")
     assert error.endswith(f"(on {platforms})")
-    guarded = f"import os\nimport sys\n\nif sys.platform == 'linux':\n    print({name})\n"
+    guarded = (
+        f"import os\nimport sys\n\nif sys.platform == 'linux':\n    print({name})\n"
+    )
     project.write("torch/nn/moe.py", guarded)
     assert check(project) == []
 

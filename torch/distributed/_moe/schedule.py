@@ -347,8 +347,7 @@ class _Queue:
             raise
 
 
-# By the first group of a switch, so that other models go on; or by the switch. Not by name: groups
-# that are made after others were destroyed have the same names.
+# By the first group of a switch, so that other models go on. Not by its name, which comes again.
 _queues: WeakKeyDictionary[Any, _Queue] = WeakKeyDictionary()
 
 
@@ -418,9 +417,8 @@ class _Flight:
 
     def _seen(self) -> None:
         """The caller knows of a failure: what it does from now on is a new beginning."""
-        for key, queue in list(_queues.items()):
-            if queue is self._queue:
-                del _queues[key]
+        for key in [k for k, queue in _queues.items() if queue is self._queue]:
+            del _queues[key]
 
 
 def _used_on(stream: torch.Stream, tensors: Sequence[Tensor | None]) -> None:

@@ -114,7 +114,7 @@ class _MergeAgain:
 
 
 def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
-    again = module._merge_again
+    again: _MergeAgain = module.__dict__["_merge_again"]
     # The compiler decides by itself what it computes again.
     if torch.compiler.is_compiling():
         return again.forward(*args, **kwargs)

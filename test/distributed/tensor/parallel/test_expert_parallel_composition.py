@@ -279,7 +279,6 @@ class TestWithoutFSDP(CompositionTest):
             p.register_post_accumulate_grad_hook(average)
         self.compare(model, whole, 4, self.rank)
 
-
     def test_folded_meshes_have_the_timeout_of_their_mesh(self):
         world, options = dist.group.WORLD, dist.ProcessGroupGloo._Options()
         before, options._timeout = group_timeout(world), datetime.timedelta(seconds=77)

@@ -320,7 +320,9 @@ class TestEdges(GlooTest):
         for counts in STEPS[:2]:
             self.check(model, whole, counts)
         _, model = self.pair(**options)
-        message = "must come before parallelize_module.*'w_in', 'w_out'. are of type DTensor"
+        message = (
+            "must come before parallelize_module.*'w_in', 'w_out'. are of type DTensor"
+        )
         with self.assertRaisesRegex(ValueError, message):
             add_lora(model, 2)
         mesh = self.mesh(("ep", "tp"), 2, 2)

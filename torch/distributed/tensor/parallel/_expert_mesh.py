@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import group_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -102,7 +103,8 @@ def fold_expert_parallel(
     # Groups of a mesh have half an hour, whatever those have that it is made of. A dim of all
     # ranks is the default group, which is not ours to change.
     timeout = group_timeout(mesh.get_group(folded[0]))
-    given = {group.group_name for group in (dist.group.WORLD, *mesh.get_all_groups())}
+    world = c10d._get_default_group()
+    given = {group.group_name for group in (world, *mesh.get_all_groups())}
     for group in sparse.get_all_groups():
         if timeout is not None and group.group_name not in given:
             dist.set_timeout(timeout, group)
