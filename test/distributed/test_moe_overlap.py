@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 from moe_token_switch import (
@@ -73,6 +74,10 @@ class DenseAndMoE(nn.Module):
     def forward(self, x):
         y = self.moe(self.before(x))
         return self.after(y[0] if isinstance(y, tuple) else y)
+
+
+class Switch:
+    """Of no group."""
 
 
 class PassingMode(TorchDispatchMode):
@@ -484,30 +489,45 @@ class TestSchedule(TestCase):
             sent.append(x)
             return x
 
-        x = (torch.ones(1),)
-        failing, queued = _Flight(fail, x, "a"), _Flight(send, x, "a")
+        x, a = (torch.ones(1),), Switch()
+        failing, queued = _Flight(fail, x, a), _Flight(send, x, a)
         noticed.set()
         with self.assertRaisesRegex(RuntimeError, "^connection closed"):
             failing.result()
-        for flight in (queued, _Flight(fail, x, "a")):
+        for flight in (queued, _Flight(fail, x, a)):
             with self.assertRaisesRegex(RuntimeError, "connection closed"):
                 flight.result()
         self.assertEqual(sent, [])
         # The caller has seen it.
-        self.assertEqual(_Flight(send, x, "a").result(), x[0])
+        self.assertEqual(_Flight(send, x, a).result(), x[0])
 
     def test_a_failure_stops_its_own_groups_only(self):
         def fail(x):
             raise RuntimeError("connection closed")
 
-        x = (torch.ones(1),)
-        failing = _Flight(fail, x, "a")
+        x, a = (torch.ones(1),), Switch()
+        failing = _Flight(fail, x, a)
         # Another model, whose groups are well, before anybody looks.
-        self.assertEqual(_Flight(lambda x: x, x, "b").result(), x[0])
+        self.assertEqual(_Flight(lambda x: x, x, Switch()).result(), x[0])
         with self.assertRaisesRegex(RuntimeError, "connection closed"):
-            _Flight(lambda x: x, x, "a").result()
+            _Flight(lambda x: x, x, a).result()
         with self.assertRaisesRegex(RuntimeError, "connection closed"):
             failing.result()
+
+    def test_a_failure_ends_with_its_group(self):
+        # Nobody saw it, and groups that are made again have the names that they had.
+        def fail(x):
+            raise RuntimeError("connection closed")
+
+        x, old, new = (torch.ones(1),), Switch(), Switch()
+        for switch in (old, new):
+            group = Switch()
+            switch.levels = (SimpleNamespace(group=group, group_name="name"),)
+        flight = _Flight(fail, x, old)
+        del old.levels
+        self.assertEqual(_Flight(lambda x: x, x, new).result(), x[0])
+        with self.assertRaisesRegex(RuntimeError, "connection closed"):
+            flight.result()
 
     def test_simulation_error(self):
         with self.assertRaisesRegex(ValueError, "parts must be of 2 chunks"):

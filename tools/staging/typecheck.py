@@ -1,4 +1,4 @@
-"""Pyrefly on the stack's own files below torch/.
+"""Pyrefly on the stack's own files below torch/, on each platform that PyTorch runs on.
 
 They mean something only inside a whole torch, so build/types gets one: the sources at
 the tip of the stack, the stubs that the wheel brings, and the stubs of the stack's
@@ -24,6 +24,8 @@ from .stubs import patched_stubs
 _CONFIG = Path(__file__).with_name("linters") / "pyrefly_torch.toml"
 _YAML = "aten/src/ATen/native/native_functions.yaml"
 _NOT_CHECKED = "torch/testing/_internal/"  # as upstream
+# Names such as os.fork are on some of them only; the first has the whole check.
+_PLATFORMS = ("linux", "win32", "darwin")
 
 
 def check(
@@ -51,16 +53,24 @@ def check(
     command = [str(Path(sys.executable).with_name("pyrefly")), "check"]
     command += ["--config", str(_CONFIG), "--output-format=json", "--summary=none"]
     command += ["--python-interpreter-path", str(env.python)]
-    command += ["--search-path", str(tree), *files]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-    try:
-        findings = json.loads(done.stdout)["errors"]
-    except (json.JSONDecodeError, KeyError):
-        raise StageError(f"pyrefly failed: {done.stderr.strip()[:500]}") from None
+    command += ["--search-path", str(tree)]
+    lines: dict[str, list[str]] = {}
+    for platform in _PLATFORMS:
+        arguments = [*command, "--python-platform", platform, *files]
+        done = subprocess.run(arguments, cwd=tree, capture_output=True, text=True)
+        try:
+            findings = json.loads(done.stdout)["errors"]
+        except (json.JSONDecodeError, KeyError):
+            raise StageError(f"pyrefly failed: {done.stderr.strip()[:500]}") from None
+        for found in findings:
+            line = (
+                f"{_relative(found['path'], tree)}:{found['line']}: {found['name']}: "
+                f"{found['description']}"
+            )
+            lines.setdefault(line, []).append(platform)
     return [
-        f"{_relative(found['path'], tree)}:{found['line']}: {found['name']}: "
-        f"{found['description']}"
-        for found in findings
+        line if _PLATFORMS[0] in found else f"{line} (on {', '.join(found)})"
+        for line, found in lines.items()
     ]
 
 

@@ -38,6 +38,22 @@ def test_error_and_its_correction(project):
     assert check(project) == []
 
 
+@pytest.mark.parametrize(
+    "name,platforms",
+    [("os.register_at_fork", "win32"), ("os.waitid", "win32, darwin")],
+)
+def test_name_that_a_platform_lacks(project, name, platforms):
+    project.write("torch/nn/moe.py", f"import os\n\n\nprint({name})\n")
+    (error,) = check(project)
+    assert error.startswith("torch/nn/moe.py:4: missing-attribute: ")
+    assert error.endswith(f"(on {platforms})")
+    guarded = (
+        f"import os\nimport sys\n\nif sys.platform == 'linux':\n    print({name})\n"
+    )
+    project.write("torch/nn/moe.py", guarded)
+    assert check(project) == []
+
+
 def test_checkout_is_left_alone(project):
     project.setup()
     project.edit_checkout("torch/overrides.py", "line_1 = 'mine'\n")

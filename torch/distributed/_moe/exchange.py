@@ -25,8 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, cast, TYPE_CHECKING
@@ -172,7 +170,10 @@ def take(source: Tensor, index: Tensor) -> Tensor:
     if some:
         rows = source[index.clamp_min(0)]
         missing = (index < 0).view(index.shape + (1,) * (source.dim() - 1))
-        return rows.masked_fill_(missing, 0)
+        # Selective checkpointing may keep what any operator returned, and keeps no copy.
+        return (Tensor.masked_fill if is_traced(rows) else Tensor.masked_fill_)(
+            rows, missing, 0
+        )
     padded = torch.cat([source, source.new_zeros((1,) + source.shape[1:])])
     return padded[torch.where(index < 0, size, index)]
 
@@ -192,11 +193,13 @@ def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
     if not columns:
         return rows.new_zeros(T, D)
 
+    add = torch.add if is_traced(rows) else Tensor.add_  # as in take
+
     def summed(index: Tensor) -> Tensor:
         first, *others = index.unbind(1)
         total = rows.index_select(0, first).to(wide)
         for column in others:
-            total += rows.index_select(0, column)
+            total = add(total, rows.index_select(0, column))
         return total
 
     if not spare:
@@ -229,8 +232,6 @@ _PHASES = {
     "experts": "fetch of experts",
     "expert_grads": "return of their gradients",
 }
-# How long a failing rank waits for the others to say that they failed, too.
-_ANSWER_SECONDS = 1.0
 
 
 def group_timeout(group: ProcessGroup) -> timedelta | None:
@@ -249,33 +250,6 @@ def _scalar_device(group: ProcessGroup) -> torch.device:
     config = c10d.BackendConfig(c10d.get_backend_config(group)).get_device_backend_map()
     own = accelerator and config.get(accelerator.type) not in (None, "gloo", "fake")
     return accelerator if own else torch.device("cpu")
-
-
-def silent_ranks(group_name: str, ranks: list[int], attempt: int) -> str:
-    """Which of the ranks do not say, over the store, that they failed as well.
-
-    A timeout does not name the rank that was waited for. Those alive fail about when this one does.
-    """
-    heard: list[int] = []
-
-    def ask() -> None:
-        # The store may be lost, or destroyed: never on the thread that has to raise.
-        with contextlib.suppress(RuntimeError, ValueError):
-            store = c10d._get_default_store()
-            key = f"moe_failed/{group_name}/{attempt}/"
-            store.set(key + str(dist.get_rank()), "")
-            end = time.monotonic() + _ANSWER_SECONDS
-            while len(heard) < len(ranks) and time.monotonic() < end:
-                heard[:] = [rank for rank in ranks if store.check([key + str(rank)])]
-                time.sleep(0.05)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(2 * _ANSWER_SECONDS)
-    silent = [rank for rank in ranks if rank not in heard]
-    if not heard:
-        return "the store does not answer"
-    return f"no answer from ranks {silent}" if silent else "all its ranks answer"
 
 
 def sub_group(group: ProcessGroup, ranks: list[int]) -> c10d.GroupName:
@@ -348,9 +322,8 @@ class Exchange:
         self.local_experts = num_experts // self.num_ranks
         self.capacity = capacity
         self.level = level
-        # What it belongs to and how often it failed, for error messages.
+        # What it belongs to, for error messages.
         self.owner = "token switch"
-        self.failures = 0
         # Most rows that a pair of ranks needed since the last check, -1 for none: not a new graph.
         self.needed = torch.tensor(-1, dtype=torch.int32, device=_scalar_device(group))
         # Where count_wire_bytes has its counts written to.
@@ -373,7 +346,7 @@ class Exchange:
         dest = torch.div(idx, self.num_experts // W, rounding_mode="floor")
         if W <= K:
             # -1 and W have columns of their own, which are cut off.
-            goes = idx.new_zeros(idx.shape[0], W + 2).scatter_(1, dest + 1, 1)
+            goes = idx.new_zeros(idx.shape[0], W + 2).scatter(1, dest + 1, 1)
             ranks = torch.arange(W, device=idx.device)
             columns = torch.where(goes.narrow(1, 1, W) > 0, ranks, W)
         else:
@@ -486,7 +459,7 @@ class Exchange:
             route.marks = torch.div(ids, stride, rounding_mode="floor")
             ids = ids - (1 + route.marks * stride)
         ids = ids - self.rank * self.local_experts
-        ids = ids.masked_fill_(ids >= self.local_experts, -1).clamp_min_(-1)
+        ids = ids.masked_fill(ids >= self.local_experts, -1).clamp_min(-1)
         if find_slots and not route.is_static:
             route.recv_slot = self._positions(ids >= 0, route.num_slots)
         return values, weights, ids
@@ -613,14 +586,14 @@ class Exchange:
     def _failure(self, kind: str) -> str:
         phase = _PHASES.get(kind, "combine")
         where = f"{self.owner}: {phase} failed at level {self.level!r}"
-        self.failures += 1
+        # Who was waited for is not asked: a lost store would not answer, and a thread of Python that
+        # waits in a call of c10d while the interpreter shuts down ends the process with an abort.
         try:
             ranks = dist.get_process_group_ranks(self.group)
-            silent = silent_ranks(self.group_name, ranks, self.failures)
-            where += f", group {self.group_name!r} of ranks {ranks}"
-            return f"{where}, on rank {ranks[self.rank]}; {silent}"
         except (RuntimeError, ValueError, KeyError):
             return f"{where}, group {self.group_name!r}, which is destroyed"
+        where += f", group {self.group_name!r} of ranks {ranks}"
+        return f"{where}, on rank {ranks[self.rank]}"
 
     def use_own_group(self) -> None:
         """Communicates over a group that nobody else has, see :func:`own_group`."""

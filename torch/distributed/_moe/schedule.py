@@ -50,6 +50,7 @@ from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -346,20 +347,20 @@ class _Queue:
             raise
 
 
-# By the name of the first group of a switch, so that other models go on.
-_queues: dict[str, _Queue] = {}
+# By the first group of a switch, so that other models go on. Not by its name, which comes again.
+_queues: WeakKeyDictionary[Any, _Queue] = WeakKeyDictionary()
 
 
-def _queue_name(switch: TokenSwitch) -> str:
+def _queue_of(switch: TokenSwitch) -> _Queue:
     levels = getattr(switch, "levels", None)
-    return levels[0].group_name if levels else f"{type(switch).__name__} {id(switch)}"
+    return _queues.setdefault(levels[0].group if levels else switch, _Queue())
 
 
 class _Flight:
     """Result of communication that was issued and may not have arrived."""
 
     def __init__(
-        self, work: Callable[..., Any], inputs: Sequence[Tensor], queue_name: str
+        self, work: Callable[..., Any], inputs: Sequence[Tensor], switch: TokenSwitch
     ) -> None:
         self._done: torch.Event | None = None
         self._future: Future[Any] | None = None
@@ -374,8 +375,7 @@ class _Flight:
         if device.type == "cpu":
             if threading.current_thread().name.startswith("moe_communication"):
                 raise AssertionError("communication inside communication")
-            self._queue_name = queue_name
-            self._queue = _queues.setdefault(queue_name, _Queue())
+            self._queue = _queue_of(switch)
         if not alone and device.type == "cpu":
             _drain()
             try:
@@ -417,8 +417,8 @@ class _Flight:
 
     def _seen(self) -> None:
         """The caller knows of a failure: what it does from now on is a new beginning."""
-        if _queues.get(self._queue_name) is self._queue:
-            del _queues[self._queue_name]
+        for key in [k for k, queue in _queues.items() if queue is self._queue]:
+            del _queues[key]
 
 
 def _used_on(stream: torch.Stream, tensors: Sequence[Tensor | None]) -> None:
@@ -504,7 +504,7 @@ class _Exchange:
         return self.part.routing
 
     def fly(self, work: Callable[..., Any], inputs: Sequence[Tensor]) -> _Flight:
-        return _Flight(work, inputs, _queue_name(self.part.switch))
+        return _Flight(work, inputs, self.part.switch)
 
 
 class _Begin(torch.autograd.Function):

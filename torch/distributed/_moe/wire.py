@@ -87,6 +87,7 @@ def scaled_rows(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 # -- messages
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 # So that every part of a row is aligned for its dtype, and rows for vector loads.
 _ALIGN = 16
 
@@ -121,7 +122,8 @@ def empty_message(
 def pack(
     parts: list[Tensor], fill: list[int] | None = None, index: Tensor | None = None
 ) -> Tensor:
-    """(N, width) tensors side by side as bytes, (N, bytes) uint8; in graphs also as int32.
+    """(N, width) tensors side by side as bytes, (N, bytes) uint8; where operators are recorded also
+    as int32.
 
     Args:
         fill (list[int], optional): appends a row of these values, one for each part.
@@ -129,7 +131,7 @@ def pack(
     """
     layout, size = _layout((p.shape[1], p.dtype) for p in parts)
     rows = parts[0].shape[0]
-    if torch.compiler.is_compiling():
+    if is_traced(parts[0]) and type(parts[0]) in _PLAIN:
         return _pack_words([p.detach() for p in parts], fill, index)
     if index is not None and fill is None and not is_traced(parts[0]):
         out = parts[0].new_empty((index.shape[0], size), dtype=torch.uint8)
@@ -155,7 +157,7 @@ def _pack_words(
     """:func:`pack` in functional ops, which Inductor makes two copies of.
 
     A write to columns of a message would copy the message, and bytes are neither vectorized nor
-    concatenated in place.
+    concatenated in place. In eager mode, selective checkpointing may have kept the message.
     """
     fits = all(p.shape[1] * p.dtype.itemsize % 4 == 0 for p in parts)
     word = torch.int32 if fits else torch.uint8
@@ -201,6 +203,6 @@ def is_traced(x: Tensor) -> bool:
     """Whether operators on ``x`` are seen by a compiler, a dispatch mode or a subclass."""
     return (
         torch.compiler.is_compiling()
-        or type(x) not in (Tensor, torch.nn.Parameter)
+        or type(x) not in _PLAIN
         or torch._C._len_torch_dispatch_stack() > 0
     )

@@ -332,7 +332,9 @@ def calibrate(
     calls, hit = zip(*(cpu_call(row) for row in CPU_ROWS))
     measured = measure_calls(calls, seconds, tick)
     cpu = dataclasses.replace(fit_cpu(CPU_ROWS, hit, measured), turn=turn)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = math.inf  # where it is unknown, as on Windows
+    if sys.platform != "win32":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sheet = Device(
         "cpu", threads, cpu.rate16, cpu.rate16, cpu.memory, rate, rate, float(memory),
         domain=1 << 20,

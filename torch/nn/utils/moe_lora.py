@@ -6,9 +6,11 @@ are merged in the forward; a merged weight that autograd keeps until the backwar
 frozen one, in every layer. Here it is merged once more in the backward, and nothing is kept.
 """
 
+import functools
 import math
-from collections.abc import Iterable
-from contextlib import ExitStack
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import init, Module, Parameter
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 __all__ = ["add_lora"]
@@ -35,7 +38,10 @@ class _LowRank(Module):
         init.uniform_(self.a, -bound, bound)
 
     def forward(self, weight: Tensor) -> Tensor:
-        a, b = self.a.to(weight.dtype), self.b.to(weight.dtype)
+        return self.merge(weight, self.a, self.b)
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.to(weight.dtype), b.to(weight.dtype)
         return torch.baddbmm(weight, b, a, alpha=self.scale)
 
 
@@ -45,8 +51,10 @@ class _Saved:
     With hooks autograd compares no versions, so this does.
     """
 
-    def __init__(self, kept: Tensor, view: Tensor, low_rank: _LowRank | None) -> None:
-        self.kept, self.version, self.low_rank = kept, kept._version, low_rank
+    def __init__(
+        self, kept: Tensor, view: Tensor, merge: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        self.kept, self.version, self.merge = kept, kept._version, merge
         self.view = view.size(), view.stride(), view.storage_offset()
 
     def make(self) -> Tensor:
@@ -56,29 +64,33 @@ class _Saved:
                 f"inplace operation: shape {tuple(self.kept.shape)}, version "
                 f"{self.kept._version} instead of {self.version}, in a module of add_lora"
             )
-        if self.low_rank is None:
+        if self.merge is None:
             return self.kept
         with torch.no_grad():
-            return self.low_rank(self.kept).as_strided(*self.view)
+            return self.merge(self.kept).as_strided(*self.view)
 
 
 class _MergeAgain:
-    """Hooks of a module: in its forward, autograd saves no merged weight."""
+    """Runs the forward of a module so that autograd saves no merged weight.
 
-    def __init__(self) -> None:
+    Not with hooks of the module: an interrupt would leave what they entered.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
         # While a forward runs: merged weights, which nothing else may replace in memory, by storage.
-        self.merged: dict[int, tuple[_LowRank, Tensor, Tensor]] = {}
-        self.contexts: list[ExitStack] = []
+        self.merged: dict[int, tuple[Callable[[Tensor], Tensor], Tensor, Tensor]] = {}
+        self.depth = 0
 
     def remember(self, low_rank: _LowRank, args: tuple[Tensor], merged: Tensor) -> None:
-        if self.contexts and merged.requires_grad:
+        if self.depth and merged.requires_grad:
             key = merged.untyped_storage()._cdata
-            self.merged[key] = (low_rank, args[0], merged)
+            # Those of now: in the forward of a parallel module they are the rank's own.
+            merge = functools.partial(low_rank.merge, a=low_rank.a, b=low_rank.b)
+            self.merged[key] = (merge, args[0], merged)
 
-    def enter(self, module: Module, args: Any) -> None:
-        # The compiler decides by itself what it computes again.
-        if torch.compiler.is_compiling():
-            return
+    @contextmanager
+    def running(self) -> Iterator[None]:
         # Only the innermost hooks are called: those around, of checkpointing or offloading, get
         # what is not ours.
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -91,15 +103,23 @@ class _MergeAgain:
         def unpack(packed: Any) -> Tensor:
             return packed.make() if isinstance(packed, _Saved) else outer[1](packed)
 
-        stack = ExitStack()
-        stack.enter_context(parametrize.cached())  # one merge, however often it is read
-        stack.enter_context(saved_tensors_hooks(pack, unpack))
-        self.contexts.append(stack)
-
-    def leave(self, module: Module, args: Any, output: Any) -> None:
-        if self.contexts:
-            self.contexts.pop().close()
+        self.depth += 1
+        try:
+            # One merge, however often it is read.
+            with parametrize.cached(), saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            self.depth -= 1
             self.merged.clear()
+
+
+def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
+    again: _MergeAgain = module.__dict__["_merge_again"]
+    # The compiler decides by itself what it computes again.
+    if torch.compiler.is_compiling():
+        return again.forward(*args, **kwargs)
+    with again.running():
+        return again.forward(*args, **kwargs)
 
 
 def add_lora(
@@ -132,7 +152,8 @@ def add_lora(
         list[Parameter]: the new parameters, for an optimizer: a and b of each name.
 
     Raises:
-        ValueError: a rank below 1, or a name that is no 3-d parameter of the module, or none is.
+        ValueError: a rank below 1, or a name that is no 3-d parameter of the module, or none is; a
+            parameter that is distributed.
 
     .. note::
         Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep. Under
@@ -159,13 +180,19 @@ def add_lora(
             f"itself, got rank={rank}, names={names}; it has "
             f"{[(name, tuple(p.shape)) for name, p in own.items()]}"
         )
-    hooks, found = _MergeAgain(), []
+    distributed = [n for n in names if is_traceable_wrapper_subclass(own[n])]
+    if distributed:
+        raise ValueError(
+            "add_lora: must come before parallelize_module and fully_shard, which distribute the new "
+            f"parameters as well; {distributed} are of type {type(own[distributed[0]]).__name__}"
+        )
+    again, found = _MergeAgain(module.forward), []
     for name in names:
         weight = own[name].requires_grad_(False)
         low_rank = _LowRank(weight, rank, 1.0 if alpha is None else alpha / rank)
         parametrize.register_parametrization(module, name, low_rank)
-        low_rank.register_forward_hook(hooks.remember)
+        low_rank.register_forward_hook(again.remember)
         found += [low_rank.a, low_rank.b]
-    module.register_forward_pre_hook(hooks.enter)
-    module.register_forward_hook(hooks.leave, always_call=True)
+    module.__dict__["_merge_again"] = again
+    module.forward = types.MethodType(_forward, module)
     return found

@@ -2,6 +2,7 @@
 """ExpertParallel next to FSDP2, tensor, sequence and pipeline parallelism, and checkpointing."""
 
 import copy
+import datetime
 import functools
 import sys
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.exchange import group_timeout
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Shard
@@ -42,10 +46,10 @@ D, H, E, K, T = 16, 24, 8, 3, 20
 class Block(nn.Module):
     """A dense MLP and a MoE layer, both with a skip connection."""
 
-    def __init__(self, num_experts=E, top_k=K, **kwargs):
+    def __init__(self, num_experts=E, top_k=K, hidden=H, **kwargs):
         super().__init__()
         self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-        self.moe = nn.MoE(D, H, num_experts, top_k, shared_hidden_dim=8, **kwargs)
+        self.moe = nn.MoE(D, hidden, num_experts, top_k, shared_hidden_dim=8, **kwargs)
         self.checkpoint = False
 
     def run(self, x):
@@ -186,6 +190,16 @@ class TestFSDP(CompositionTest):
         self.assertEqual(model[0].moe.w_in.to_local().shape, (1, H, D))
         self.compare(model, whole, 4, self.rank)
 
+    def test_fewer_experts_than_ranks_and_an_odd_dim(self):
+        # FSDP shards no other dim than the first unevenly: two of four ranks have no rows.
+        whole = make_model(num_experts=2, top_k=1, hidden=7, activation="relu")
+        model, dense = copy.deepcopy(whole), self.mesh(("dp_shard",), 4)
+        sparse = self.sparse(("dp_shard",), (4,), 1)
+        parallelize_module(model, sparse["ep"], {"*.moe": ExpertParallel()})
+        placement = expert_shard_placement(model, sparse["efsdp"], dense)
+        self.shard(model, dense, placement, 4)
+        self.compare(model, whole, 4, self.rank)
+
     def test_hybrid_sharding(self):
         whole = make_model()
         model = copy.deepcopy(whole)
@@ -264,6 +278,24 @@ class TestWithoutFSDP(CompositionTest):
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(average)
         self.compare(model, whole, 4, self.rank)
+
+    def test_folded_meshes_have_the_timeout_of_their_mesh(self):
+        world, options = dist.group.WORLD, dist.ProcessGroupGloo._Options()
+        before, options._timeout = group_timeout(world), datetime.timedelta(seconds=77)
+        override = dict.fromkeys(("dp_shard", "tp"), ("gloo", options))
+        mesh = init_device_mesh(
+            *("cpu", (2, 2)),
+            mesh_dim_names=("dp_shard", "tp"),
+            backend_override=override,
+        )
+        for ep in (1, 2, 4):
+            groups = fold_expert_parallel(mesh, ep).get_all_groups()
+            names = {group.group_name for group in groups} - {world.group_name}
+            self.assertEqual(
+                {group_timeout(c10d._resolve_process_group(n)) for n in names},
+                {options._timeout},
+            )
+        self.assertEqual(group_timeout(world), before)
 
 
 class TestPipelineParallel(CompositionTest):

@@ -7,6 +7,8 @@ import functools
 import io
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.moe_lora import add_lora
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -169,8 +172,12 @@ class TestEdges(GlooTest):
         if kind == "save_communication":
             kwargs["context_fn"] = save_communication()
         elif kind == "selective":
-            # A mode of PyTorch's own: what is recomputed may not overtake what is in flight.
-            saved = [torch.ops.aten.mm.default]
+            # A mode of PyTorch's own: what is recomputed may not overtake what is in flight, and
+            # what an operator of ours returned may be kept, so that it is not written to.
+            names = "mm index_select index sub new_zeros".split()
+            saved = [getattr(torch.ops.aten, name) for name in names]
+            saved = [getattr(op, op.overloads()[0]) for op in saved]
+            saved.append(torch.ops.aten.empty.memory_format)
             kwargs["context_fn"] = functools.partial(
                 create_selective_checkpoint_contexts, saved
             )
@@ -283,14 +290,44 @@ class TestEdges(GlooTest):
             lost = mock.Mock(side_effect=torch.OutOfMemoryError("lost"))
             message = (
                 rf"^expert parallel layer \d+ \(MoE\): {phase} failed at level 'flat', group "
-                rf"'.*' of ranks \[0, 1, 2, 3\], on rank {self.rank}; "
+                rf"'.*' of ranks \[0, 1, 2, 3\], on rank {self.rank}$"
             )
-            with mock.patch.object(dist, collective, lost), torch.no_grad():
+            threads, store = set(threading.enumerate()), mock.Mock()
+            store.set.side_effect = store.check.side_effect = lambda *_: time.sleep(8)
+            with (
+                mock.patch.object(dist, collective, lost),
+                mock.patch.object(c10d, "_get_default_store", return_value=store),
+                torch.no_grad(),
+            ):
                 # The error of the backend, with a note.
                 with self.assertRaisesRegex(torch.OutOfMemoryError, "^lost$") as caught:
                     model(x)
             (note,) = caught.exception.__notes__
             self.assertRegex(note, message)
+            # None waits for a store that is lost, too: such a thread is in a call of c10d when
+            # Python shuts down, which ends the process with an abort.
+            self.assertEqual(set(threading.enumerate()), threads)
+
+    @parametrize("options", OPTIONS)
+    def test_low_rank_adapters(self, options):
+        torch.manual_seed(0)
+        whole = nn.MoE(D, H, E, K, dtype=torch.float64)
+        for p in add_lora(whole, 2):
+            nn.init.normal_(p, std=0.3)
+        model = self.parallel(whole, **options)
+        adapter = model.parametrizations.w_in[0].a
+        self.assertEqual(adapter.to_local().shape, (E // 4, 2, D))
+        for counts in STEPS[:2]:
+            self.check(model, whole, counts)
+        _, model = self.pair(**options)
+        message = (
+            "must come before parallelize_module.*'w_in', 'w_out'. are of type DTensor"
+        )
+        with self.assertRaisesRegex(ValueError, message):
+            add_lora(model, 2)
+        mesh = self.mesh(("ep", "tp"), 2, 2)
+        with self.assertRaisesRegex(ValueError, "'w_in' is parametrized"):
+            parallelize_module(whole, mesh, ExpertParallel())
 
     def test_no_second_derivative(self):
         # What collectives return has no graph: such a derivative would miss terms.
@@ -362,6 +399,11 @@ class TestEdges(GlooTest):
         parallelize_module(tied[0], self.mesh(("ep",), 4), ExpertParallel())
         with self.assertRaisesRegex(ValueError, "'w_in' is tied to one .* untie them"):
             parallelize_module(tied[1], other["ep"], ExpertParallel())
+        # One that is not parallelized would train a parameter of its own.
+        with self.assertRaisesRegex(RuntimeError, "'w_(in|out)' is tied .* untie them"):
+            tied(self.tokens(STEPS[0])[0]).sum().backward()
+        with torch.no_grad():
+            tied(self.tokens(STEPS[0])[0])
 
     @parametrize("chunks", [1, 2])
     def test_groups_are_of_a_mesh(self, chunks):
@@ -386,14 +428,26 @@ class TestEdges(GlooTest):
         dist.destroy_process_group(group)
 
     def test_imports_where_there_is_no_fork(self):
+        # As on Windows, whose os and signal lack these, and which has no such modules.
         if self.rank:
             return
         program = """
-import os, torch
+import os, signal, sys, torch, torch.distributed._token_switch, torch.distributed.checkpoint
 from torch.multiprocessing import _atfork
 _atfork._register = lambda function: None
-del os.register_at_fork
-import torch.distributed._moe.schedule
+for name in "register_at_fork fork forkpty killpg setsid setpgid getuid uname nice waitid".split():
+    delattr(os, name)
+for name in "sched_getaffinity sysconf getloadavg mkfifo WNOHANG WIFSTOPPED".split():
+    delattr(os, name)
+for name in "SIGKILL SIGALRM SIGSTOP SIGCONT SIGUSR1 SIGHUP setitimer alarm pthread_kill".split():
+    delattr(signal, name)
+for name in "fcntl grp posix pty pwd resource syslog termios tty".split():
+    sys.modules[name] = None
+ours = "torch.distributed._moe", "torch.distributed.tensor.parallel"
+for name in [name for name in sys.modules if name.startswith(ours)]:
+    del sys.modules[name]
+import torch.distributed.tensor.parallel.expert_parallel
+import torch.distributed._moe.all_gather, torch.distributed._moe.schedule
 """
         subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

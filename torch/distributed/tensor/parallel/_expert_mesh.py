@@ -16,7 +16,10 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.exchange import group_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -48,7 +51,7 @@ def fold_expert_parallel(
     The dims that are folded become two: ``ep_dim``, of ``ep_degree`` neighbouring ranks
     that have different experts, and ``efsdp_dim``, whose ranks have the same ones. The other
     dims of ``mesh`` come first, unchanged. Both meshes have the same root, as FSDP
-    wants it.
+    wants it. New groups have the timeout of the first folded dim.
 
     Args:
         mesh (DeviceMesh): mesh of the dense part, with named dims.
@@ -97,6 +100,14 @@ def fold_expert_parallel(
         )
     flat = mesh[folded[0]] if len(folded) == 1 else mesh[folded]._flatten()
     sparse = flat._unflatten(0, (size // ep_degree, ep_degree), (efsdp_dim, ep_dim))
+    # Groups of a mesh have half an hour, whatever those have that it is made of. A dim of all
+    # ranks is the default group, which is not ours to change.
+    timeout = group_timeout(mesh.get_group(folded[0]))
+    world = c10d._get_default_group()
+    given = {group.group_name for group in (world, *mesh.get_all_groups())}
+    for group in sparse.get_all_groups():
+        if timeout is not None and group.group_name not in given:
+            dist.set_timeout(timeout, group)
     rest = [mesh[name] for name in names if name not in folded]
     return DeviceMesh._concatenate([*rest, sparse]) if rest else sparse
 
@@ -108,7 +119,7 @@ def expert_shard_placement(
 
     The expert parameters of the modules in ``model`` that are expert parallel are sharded
     over ``expert_mesh``, on dim 0, or on dim 1 where a rank has fewer experts than
-    there are shards. All others are sharded as ``fully_shard`` does by default, over
+    there are shards, which must divide dim 1. All others are sharded as ``fully_shard`` does by default, over
     ``dense_mesh``.
 
     Args:
@@ -167,8 +178,10 @@ def expert_shard_placement(
                     f"expert_shard_placement: parameter {name!r} must be the DTensor that "
                     f"parallelize_module made, got {type(param).__name__}"
                 )
-            experts = param.to_local().shape[0]
-            shard = Shard(0 if experts >= info.shard_mesh_size else 1)
+            experts, rows = param.to_local().shape[:2]
+            # FSDP pads dim 0 only.
+            few, even = experts < info.shard_mesh_size, rows % info.shard_mesh_size == 0
+            shard = Shard(1 if few and even else 0)
             results[param] = shard if same else ShardPlacementResult(shard, info)
     if not results:
         raise ValueError(

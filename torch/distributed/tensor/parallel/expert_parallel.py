@@ -44,6 +44,7 @@ from torch.distributed.tensor.parallel._expert_mesh import (
     fold_expert_parallel,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -509,7 +510,7 @@ class ExpertParallel(ParallelStyle):
             )
         adapter = self._find_adapter(module)
         roles = self._roles(device_mesh)
-        dims = adapter.expert_parameters(module)
+        dims = _trained(module, adapter.expert_parameters(module), roles)
         num_experts = self._check(module, adapter, dims, roles, device_mesh)
         placed, slots = None, num_experts
         if self.placement is not None:
@@ -635,6 +636,9 @@ class ExpertParallel(ParallelStyle):
             )
             distributed = nn.Parameter(distributed, requires_grad=param.requires_grad)
             _distributed[param] = distributed
+            if param.requires_grad:
+                # Nothing has it any more, or a module that it was tied with.
+                param.register_hook(functools.partial(_untied, name))
         elif (distributed.device_mesh, distributed.placements) != (mesh, placements):
             raise ValueError(
                 f"ExpertParallel: parameter {name!r} is tied to one that is distributed as "
@@ -663,8 +667,35 @@ def _node_mesh(ep_mesh: DeviceMesh, per_node: int) -> DeviceMesh:
     )
 
 
+def _trained(
+    module: nn.Module, dims: dict[str, int | None], roles: tuple[str, ...]
+) -> dict[str, int | None]:
+    """``dims`` with the parameters that a parametrization, as of LoRA, makes a weight of."""
+    found: dict[str, int | None] = {}
+    for name, dim in dims.items():
+        if not parametrize.is_parametrized(module, name):
+            found[name] = dim
+            continue
+        if "tp" in roles:
+            raise ValueError(
+                f"ExpertParallel: {name!r} is parametrized, whose parts a mesh with a tensor "
+                "parallel dim can't shard; use a mesh without"
+            )
+        parts = module.get_submodule(f"parametrizations.{name}").named_parameters()
+        found |= {f"parametrizations.{name}.{part}": None for part, _ in parts}
+    return found
+
+
 # What parallelize_module made of a parameter, for the other modules that have it too.
 _distributed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _untied(name: str, grad: Tensor) -> None:
+    raise RuntimeError(
+        f"ExpertParallel: parameter {name!r} is tied to one that is not expert parallel and got a "
+        "gradient of its own, which would untie them; parallelize every module that has it, on "
+        "one mesh"
+    )
 
 
 def _placements(role: str, hidden_dim: int | None) -> tuple[Placement, Placement]:

@@ -1,0 +1,302 @@
+# Owner(s): ["oncall: distributed"]
+"""Expert-parallel training for hours: routing drifts, ranks are killed, training goes on.
+
+    python test/distributed/test_moe_soak.py --seconds 3600 [--log FILE]
+
+Four ranks train and save a checkpoint every few steps. Again and again one of them is killed at a
+random moment; the others must end by themselves, with an error, and all are started again from the
+last checkpoint. The loss of a step that is run again must have the bits that it had before, and so
+must an undisturbed run from the first checkpoint to the last; memory, threads and file descriptors
+of a rank must not grow.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+
+
+if "--seconds" in sys.argv:
+    # A rank is no test, and what tests need takes longer to import than torch.
+    TestCase = object
+else:
+    from torch.testing._internal.common_utils import run_tests, TestCase
+
+
+RANKS, D, HIDDEN, E, K, TOKENS = 4, 32, 24, 16, 4, 64
+INTERVAL = 20  # steps between checkpoints
+# Seconds: of a collective, and of the end of the others when a rank was killed.
+TIMEOUT, DEADLINE = 60, 180
+STYLES = (
+    {"combine": "exact"},
+    {"num_chunks": 3},
+    {"token_switch": "hierarchical", "ranks_per_node": 2, "num_chunks": 2},
+    {"capacity": RANKS * TOKENS},
+)
+# What a rank may have more of than after its first interval: caches of allocators fill slowly.
+GROWTH = {"MiB": 24, "threads": 0, "descriptors": 0}
+
+
+# -- what a rank does
+
+
+class Drifting(nn.MoE):
+    """Tokens choose by a distribution that moves with the steps, from a few experts to all."""
+
+    step = 0
+
+    def route(self, input, topk_indices=None):
+        place = torch.arange(E, dtype=torch.float32) - self.step / 7
+        skew = -2 * (1 + torch.sin(torch.tensor(self.step / 50)))
+        logits = self.router(input)
+        wanted = skew * (place % E).sqrt()
+        indices = (logits.detach() + wanted).topk(K, dim=1).indices
+        return super().route(input, indices)
+
+
+def used():
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def train(rank, folder, first, last):
+    """Steps ``first`` to ``last``, from the checkpoint of ``first`` if there is one."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drifting(D, HIDDEN, E, K) for _ in STYLES))
+    for layer, style in zip(model, STYLES):
+        parallelize_module(layer, mesh, ExpertParallel(**style))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if first:
+        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+        dcp.load(state, checkpoint_id=f"{folder}/step{first}")
+        set_state_dict(
+            *(model, optimizer),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+    routers = [p for name, p in model.named_parameters() if "router" in name]
+    log, base = Path(f"{folder}/log{rank}"), None
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        x, target = torch.randn(2, TOKENS, D, generator=generator)
+        for layer in model:
+            layer.step = step
+        loss = (x + model(x) - target).square().sum() / RANKS
+        loss.backward()
+        total = loss.detach()
+        dist.all_reduce(total)
+        for p in routers:
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        row = {"step": step, "loss": total.item().hex()}
+        if (step + 1) % INTERVAL == 0:
+            state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
+            dcp.save(state, checkpoint_id=f"{folder}/step{step + 1}.part")
+            if rank == 0:
+                os.rename(f"{folder}/step{step + 1}.part", f"{folder}/step{step + 1}")
+            dist.barrier()
+            now = used()
+            base = base or now
+            row["grown"] = {name: now[name] - base[name] for name in now}
+        with log.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+
+def run_rank(rank, folder, life, first, last):
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store{life}", RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=TIMEOUT),
+    )
+    try:
+        train(rank, folder, first, last)
+    except RuntimeError as error:
+        print(f"rank {rank}: {error}", *getattr(error, "__notes__", ()), flush=True)
+    dist.destroy_process_group()
+
+
+# -- what the parent of the ranks does
+
+
+def last_checkpoint(folder):
+    steps = [path.name[4:] for path in Path(folder).glob("step*")]
+    return max((int(step) for step in steps if step.isdigit()), default=0)
+
+
+class Soak:
+    """Lives of four ranks, each from the last checkpoint until one of them is killed."""
+
+    def __init__(self, folder):
+        self.folder, self.lives, self.problems = folder, 0, []
+
+    def live(self, folder, first, last, seconds=None, victim=None):
+        """Forks the ranks; kills ``victim`` after ``seconds``. Whether they reached ``last``."""
+        pids, self.lives = [], self.lives + 1
+        for rank in range(RANKS):
+            pid = os.fork()
+            if pid == 0:
+                out = os.open(
+                    f"{folder}/out{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND
+                )
+                os.dup2(out, 1), os.dup2(out, 2)
+                run_rank(rank, folder, self.lives, first, last)
+                raise SystemExit
+            pids.append(pid)
+        start, codes = time.monotonic(), {}
+        while len(codes) < RANKS:
+            for rank, pid in enumerate(pids):
+                if rank not in codes:
+                    seen, status = os.waitpid(pid, os.WNOHANG)
+                    if seen:
+                        codes[rank] = os.waitstatus_to_exitcode(status)
+            spent = time.monotonic() - start
+            # Not before there is something to go on from.
+            if (
+                victim is not None
+                and spent > seconds
+                and last_checkpoint(folder) > first
+            ):
+                if victim not in codes:
+                    os.kill(pids[victim], signal.SIGKILL)
+                killed, victim, start = victim, None, time.monotonic()
+                codes_of_victim = (0, -signal.SIGKILL)
+            if seconds is not None and victim is None and spent > DEADLINE:
+                self.problems.append(
+                    f"life {self.lives}: ranks {sorted(codes)} ended only"
+                )
+                for rank, pid in enumerate(pids):
+                    if rank not in codes:
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        for rank, code in codes.items():
+            if code and not (
+                seconds is not None and rank == killed and code in codes_of_victim
+            ):
+                self.problems.append(
+                    f"life {self.lives}: rank {rank} ended with {code}"
+                )
+
+    def rows(self, folder):
+        return [
+            [
+                json.loads(line)
+                for line in Path(f"{folder}/log{rank}").read_text().splitlines()
+            ]
+            for rank in range(RANKS)
+        ]
+
+    def check(self, folder, losses):
+        """Bits of a step are the same whenever it was run, and nothing grows."""
+        grown = dict.fromkeys(GROWTH, 0)
+        for rank, rows in enumerate(self.rows(folder)):
+            for row in rows:
+                want = losses.setdefault(row["step"], row["loss"])
+                if row["loss"] != want:
+                    self.problems.append(f"step {row['step']}, rank {rank}: other loss")
+                for name, value in row.get("grown", {}).items():
+                    grown[name] = max(grown[name], value)
+        for name, most in GROWTH.items():
+            if grown[name] > most:
+                self.problems.append(f"a rank grew by {grown[name]} {name}")
+        return grown
+
+
+def soak(seconds, seed, life_seconds=60.0):
+    """What happened: lives, steps, steps that were run again, and problems."""
+    draw, folder = random.Random(seed), tempfile.mkdtemp(prefix="moe_soak_")
+    run, end = Soak(folder), time.monotonic() + seconds
+    while time.monotonic() < end:
+        first = last_checkpoint(folder)
+        wait = draw.uniform(0.2, 1) * life_seconds
+        run.live(folder, first, 10**9, wait, draw.randrange(RANKS))
+        for path in Path(folder).glob("step*"):
+            step = path.name[4:]
+            # What was being written, and all but the first and the last.
+            old = step.isdigit() and INTERVAL < int(step) < last_checkpoint(folder)
+            if not step.isdigit() or old:
+                shutil.rmtree(path)
+    losses = {}
+    grown = run.check(folder, losses)
+    ran = len(run.rows(folder)[0])
+    # Undisturbed, in as much time as is left of twice.
+    calm, last = tempfile.mkdtemp(prefix="moe_soak_"), last_checkpoint(folder)
+    shutil.copytree(f"{folder}/step{INTERVAL}", f"{calm}/step{INTERVAL}")
+    run.live(calm, INTERVAL, last)
+    calm_grown = run.check(calm, losses)
+    compared = len(run.rows(calm)[0])
+    if compared != last - INTERVAL:
+        run.problems.append(
+            f"the undisturbed run had {compared} steps of {last - INTERVAL}"
+        )
+    row = {
+        "lives": run.lives,
+        "steps": ran,
+        "again": ran - len(losses),
+        "compared": compared,
+    }
+    row |= {"grown": grown, "undisturbed": calm_grown, "problems": run.problems}
+    if run.problems:
+        row["output"] = [
+            p.read_text()[-3000:] for p in sorted(Path(folder).glob("out*"))
+        ]
+    shutil.rmtree(folder), shutil.rmtree(calm)
+    return row
+
+
+class TestSoak(TestCase):
+    def test_training_goes_on_where_it_was(self):
+        command = [sys.executable, os.path.abspath(__file__), "--seconds"]
+        seconds = os.environ.get("MOE_SOAK_SECONDS", "6")
+        done = subprocess.run(
+            [*command, seconds, "--life", "4" if seconds == "6" else "60"],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertGreater(json.loads(done.stdout)["compared"], 0)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument(
+        "--life", type=float, default=60.0, help="most seconds until a kill"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    row = soak(args.seconds, args.seed, args.life)
+    print(json.dumps(row))
+    return 1 if row["problems"] else 0
+
+
+if __name__ == "__main__":
+    if "--seconds" in sys.argv:
+        raise SystemExit(main())
+    run_tests()
