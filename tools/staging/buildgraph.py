@@ -272,7 +272,8 @@ class _Graph:
             name.removeprefix("aten/src/ATen/").removesuffix(".cpp").replace("/", ".")
         )
         if not re.fullmatch(r"aten/src/ATen/native/cpu/[^/]+\.cpp", name):
-            self._compile(path, stem, f"-O2 {_WARNINGS}", self._library_objects)
+            flags = f"-O2 {_WARNINGS}{self._shadow_flag(path)}"
+            self._compile(path, stem, flags, self._library_objects)
             return
         present = "_".join(Path(header).stem for header in optional_headers)
         wanted = capabilities(path.read_text(), self._options.capability)
@@ -284,6 +285,21 @@ class _Graph:
             )
             self._compile(path, f"{stem}.{capability}", flags, self._library_objects)
             self._kernels.append(self._rules.pop())
+
+    def _shadow_flag(self, path: Path) -> str:
+        """Names the headers of the wheel that a patch edits and ``path`` includes.
+
+        An object from before the edit depends on the wheel's header, which does not change.
+        """
+        include = self._workspace.build / "include"
+        names = re.findall(r'#include [<"](ATen/[^>"]+)[>"]', path.read_text())
+        shadowed = [
+            Path(name).stem
+            for name in names
+            if (include / name).exists()
+            and (self._env.site / "torch/include" / name).exists()
+        ]
+        return f" -DPATCHED_HEADERS={'_'.join(shadowed)}" if shadowed else ""
 
     def write(self, headers: dict[str, str]) -> Binaries:
         """Writes build.ninja (if different) and names its products."""

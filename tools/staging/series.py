@@ -37,6 +37,7 @@ _PR_KEYS = {
     *("fixes", "support", "test_plan", "results", "bc", "large", "upstream"),
 }
 _SERIES_KEYS = {"name", "needs", "why"}
+_SERIES_OPTIONS = {"independent"}
 _UPSTREAM_KEYS = {"path", "commit", "context"}
 # The release in which a C shim appears, in an added line.
 _SHIM_VERSION = re.compile(r"^\+.*\b(TORCH_VERSION_\d+_\d+_\d+)\b", re.MULTILINE)
@@ -74,11 +75,14 @@ class Series:
     Args:
         needs: series that have to be applied first.
         why: what it is for, in one sentence.
+        independent: its PRs do not build on each other, so that who needs the series needs those
+            of lower slots only.
     """
 
     name: str
     needs: tuple[str, ...]
     why: str
+    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,12 +259,17 @@ def load(root: Path) -> Stack:
 
 
 def _series(entry: dict) -> Series:
-    if set(entry) != _SERIES_KEYS:
+    if set(entry) - _SERIES_OPTIONS != _SERIES_KEYS:
         raise StageError(
             f"{SERIES_FILE}: series {entry.get('name', '?')} has the fields "
             f"{', '.join(sorted(_SERIES_KEYS))}, not {', '.join(sorted(entry))}"
         )
-    return Series(entry["name"], tuple(entry["needs"]), entry["why"])
+    return Series(
+        entry["name"],
+        tuple(entry["needs"]),
+        entry["why"],
+        independent=entry.get("independent", False),
+    )
 
 
 def _pull_request(entry: dict) -> PullRequest:
@@ -440,7 +449,7 @@ def _order_problems(stack: Stack) -> Iterator[str]:
     for index, pr in enumerate(() if unknown else stack.prs):
         needed = stack.closure((*known[pr.series].needs, *pr.needs))
         for other in stack.prs[index:]:
-            if other.series in needed:
+            if other.series in needed and not known[other.series].independent:
                 yield f"{pr.name}: needs {other.series}, but {other.name} is later"
 
 

@@ -240,6 +240,20 @@ def test_series_that_cannot_be(project, old, new, expected):
     assert expected in problem
 
 
+def test_series_whose_prs_do_not_build_on_each_other(project):
+    project.add_third()
+    path = project.root / "torch_patches/series.toml"
+    text = path.read_text().replace(
+        'name = "core"\nneeds = []', 'name = "core"\nneeds = ["apart"]'
+    )
+    path.write_text(text)
+    assert "120-third is later" in series_module.problems(project.stack)[0]
+    text = text.replace('name = "apart"', 'name = "apart"\nindependent = true')
+    path.write_text(text)
+    assert series_module.problems(project.stack) == []
+    assert names(project.stack.prefix("110")) == ["100", "110"]
+
+
 @pytest.mark.parametrize(
     ("labels", "good"),
     [
