@@ -87,7 +87,8 @@ def _support(pr: PullRequest) -> str:
 
 def _test_plan(stack: Stack, pr: PullRequest, plans: list[str]) -> str:
     """Exact commands in upstream's form, and on what they were run."""
-    tests = [*pr.tests, *sorted(filter(is_test, pr.upstream_paths))]
+    landing = [test for test in pr.tests if not stack.stays(test)]
+    tests = [*landing, *sorted(filter(is_test, pr.upstream_paths))]
     lines = list(pr.test_plan) or [f"python {test}" for test in tests]
     parts = []
     for text in plans:

@@ -132,6 +132,10 @@ class Stack:
         """All test files, in stack order; one may prove several PRs."""
         return tuple(dict.fromkeys(t for pr in self.prs for t in pr.tests))
 
+    def stays(self, path: str) -> bool:
+        """Whether a file is in `non_landing`: a part of no pull request."""
+        return any(_covers(entry, path) for entry in self.non_landing)
+
     def get(self, name: str) -> PullRequest:
         """The PR with this name (or slot number).
 
@@ -349,6 +353,8 @@ def _file_problems(stack: Stack) -> Iterator[str]:
                 yield f"{path}: listed by {pr.name}, but there is no such file"
         below = {path for other in stack.prefix(pr.name).prs for path in other.files}
         for test in sorted(set(pr.tests) - below):
+            if stack.stays(test) and (stack.root / test).is_file():
+                continue
             yield (
                 f"{test}: a test of {pr.name} that is not among its files or those "
                 "of an earlier PR of the series it needs"
@@ -404,7 +410,7 @@ def landing_files(stack: Stack) -> list[str]:
                 continue
             if any(part.startswith(".") for part in parts):
                 continue
-            if not any(_covers(entry, name) for entry in stack.non_landing):
+            if not stack.stays(name):
                 found.append(name)
     return found
 

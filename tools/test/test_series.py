@@ -2,7 +2,7 @@
 
 import pytest
 
-from staging import series as series_module
+from staging import prbody, series as series_module
 from staging.errors import StageError
 
 
@@ -252,6 +252,17 @@ def test_series_whose_prs_do_not_build_on_each_other(project):
     path.write_text(text)
     assert series_module.problems(project.stack) == []
     assert names(project.stack.prefix("110")) == ["100", "110"]
+
+
+def test_test_that_stays_here_proves_a_pr(project):
+    path = project.root / "torch_patches/series.toml"
+    project.write("test/test_records.py", "def test_record():\n    pass\n")
+    text = path.read_text() + 'tests = ["test/test_records.py"]\n'
+    text = text.replace("non_landing = [", 'non_landing = ["test/test_records.py", ')
+    path.write_text(text)
+    assert series_module.problems(project.stack) == []
+    assert "test/test_records.py" in project.stack.tests
+    assert "test_records" not in prbody.render(project.stack, project.stack.get("110"))
 
 
 @pytest.mark.parametrize(
