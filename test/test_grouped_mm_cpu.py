@@ -169,7 +169,10 @@ class TestGroupedMMCPU(TestCase):
     def test_other_errors(self):
         mat_a, mat_b, offs = operands("2d_3d")
         for args, message in (
-            ((mat_a.int(), mat_b.int(), offs), "Float32, BFloat16 or Float16 matrix .or Float64"),
+            (
+                (mat_a.int(), mat_b.int(), offs),
+                "Float32, BFloat16 or Float16 matrix .or Float64",
+            ),
             ((mat_a.float(), mat_b, offs), "same dtype, got Float and Double"),
             ((mat_a[0], mat_b, offs), "mat_a has to be 2 or 3d"),
             ((mat_a, mat_b[0, 0], offs), "mat_b has to be 2 or 3d"),

@@ -124,7 +124,6 @@ class TestSummary(TestCase):
             self.assertIn("no plot", text)
             self.assertEqual(output.with_suffix(".txt").read_text(), text)
 
-
     def test_what_passed_is_proven(self):
         report = self.report()
         with tempfile.TemporaryDirectory() as folder:

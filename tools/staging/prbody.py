@@ -110,6 +110,9 @@ def _test_plan(stack: Stack, pr: PullRequest, plans: list[str]) -> str:
 
 
 def _benchmarks(stack: Stack, pr: PullRequest) -> str:
+    """Not of a PR that stands alone: its description has programs that show as much."""
+    if next(s for s in stack.series if s.name == pr.series).independent:
+        return ""
     return "\n\n".join(benchtable.render(stack.root, entry) for entry in pr.results)
 
 

@@ -188,7 +188,7 @@ diff --git a/test/{name} b/test/{name}
 +
      def test_old(self):
 @@ -90,2 +93,6 @@
- 
+
 +class TestWhole(TestCase):
 +    def test_added(self):
 +        self.assertTrue(torch.staged)

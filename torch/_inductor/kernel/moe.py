@@ -337,7 +337,10 @@ def _moe_mlp_backward(*args, **options):
     make = functools.partial(triton_impl.experts_of, **options)
     check = functools.partial(triton_impl.mlp_backward_reason, memory=False)
     rest = (grad_out, preact)
-    if stays("_moe_mlp_backward", experts_reason("_moe_mlp_backward", make, operands, rest, check)):
+    if stays(
+        "_moe_mlp_backward",
+        experts_reason("_moe_mlp_backward", make, operands, rest, check),
+    ):
         return _fallback_backward(grad_out, *operands, preact, mask, **options)
 
     from torch._native.ops.moe.triton_kernels.launch import moe_mlp_backward

@@ -131,7 +131,10 @@ def _moe_mlp_scaled_backward(*args, **options):
     make = functools.partial(triton_impl.experts_of, **options)
     reason = triton_impl.mlp_backward_reason
     check = functools.partial(reason, output_mask=mask, memory=False)
-    if stays("_moe_mlp_scaled_backward", _reason("_moe_mlp_scaled_backward", make, operands, saved, check)):
+    if stays(
+        "_moe_mlp_scaled_backward",
+        _reason("_moe_mlp_scaled_backward", make, operands, saved, check),
+    ):
         return _mlp_backward_fallback(*nodes, mask, **options)
 
     from torch._native.ops.moe.triton_kernels.scaled_launch import (
