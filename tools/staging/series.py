@@ -362,6 +362,8 @@ def _file_problems(stack: Stack) -> Iterator[str]:
     for path in landing_files(stack):
         if path not in seen:
             yield f"{path}: belongs to no PR (and is not in non_landing)"
+        elif b"\0" in (stack.root / path).read_bytes()[:4096]:
+            yield f"{path}: binary data does not land: its source and licence are not in it"
 
 
 def _import_problems(stack: Stack) -> Iterator[str]:

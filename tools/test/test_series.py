@@ -32,6 +32,15 @@ def test_non_landing_folder_is_exempt(project):
     assert len(series_module.problems(project.stack)) == 1
 
 
+def test_binary_data_does_not_land(project):
+    (project.root / "torch/nn/moe.py").write_bytes(b"PK\3\4\0\0")
+    (problem,) = series_module.problems(project.stack)
+    assert problem.startswith("torch/nn/moe.py: binary data does not land")
+    (project.root / "benchmarks/results").mkdir(parents=True, exist_ok=True)
+    (project.root / "benchmarks/results/a.npz").write_bytes(b"PK\3\4\0\0")
+    assert len(series_module.problems(project.stack)) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
