@@ -9,6 +9,7 @@ checkout does. Everything is loaded by path; numpy < 2.4 for a rehearsal in Trit
     python benchmarks/moe/gpu_lab.py --output run.json --only up mxfp8     # a family, a shape
     python benchmarks/moe/gpu_lab.py --tune down          # measures, rewrites configs.py; or all
     python benchmarks/moe/gpu_lab.py --rehearse           # on a CPU, in the interpreter
+    python benchmarks/moe/lab/summary.py run.json --prove    # what passed runs by default: proven.py
 
 What a run does, in this order, every part in a process group of its own (lab/jobs.py):
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch._inductor import config
 from torch._inductor.codecache import compiled_fx_graph_hash
 from torch._inductor.kernel.moe_autotune import even_routing
-from torch._native.ops.moe import triton_impl
+from torch._native.ops.moe import proven, triton_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
@@ -268,10 +268,21 @@ class TestMoeLowering(TestCase):
         with moe_kernel(MoeBackend.COMPOSITE):
             self.assertEqual(key(), kernels)
 
-    def test_flag_is_off_by_default(self):
-        # Nothing that has run on no GPU runs where nobody asked for it.
+    def test_by_default_what_a_gpu_has_run(self):
         default = config._config["triton.moe_kernels"].default
-        self.assertIs(default, False)
+        self.assertIs(default, None)
+        forward = [
+            proven.Run(family, "sm_90", "a card", "2026-11-27", "2.16.0, 3.9.0")
+            for family in proven.FAMILIES["_moe_mlp"]
+        ]
+        elsewhere = [run._replace(arch="sm_80") for run in forward]
+        for runs, calls in ((), 1), (forward[:-1], 1), (forward, 0), (elsewhere, 1):
+            with (
+                config.patch({"triton.moe_kernels": None}),
+                mock.patch.object(proven, "RUNS", runs),
+            ):
+                (graph,) = emit_block("sm_90")
+            self.assertEqual(len(moe_calls(graph)), calls)
 
     def test_rows_beyond_int32_are_indexed_in_int64(self):
         # R * D = 2^32.

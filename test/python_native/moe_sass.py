@@ -4,7 +4,7 @@ Test-only, and no GPU: the shipped configurations are compiled by the real launc
 (``compile_only``), disassembled with the nvdisasm of Triton's wheel, and read.
 
 :func:`figures` are facts: instructions of the loop per matrix instruction, registers,
-and so on; the record of them is what a change is compared with (test_moe_sass.py).
+and so on; the record of them is what a change is compared with (test_moe_records.py).
 :func:`estimate` is a model of one kernel in cycles per tile:
 
     tile      = fill + steps * step + epilogue

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import operator
 import pathlib
+import runpy
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,7 @@ class TestSummary(TestCase):
             "torch": "2.16",
             "triton": "3.9",
             "command": "c",
+            "date": "2026-11-27",
             "checks": [
                 {"family": "up", "ok": True},
                 {"family": "down", "ok": False, "failed": {"zipf": "longer than 45 s"}},
@@ -121,6 +123,31 @@ class TestSummary(TestCase):
                 text = summary.write_summary(output)
             self.assertIn("no plot", text)
             self.assertEqual(output.with_suffix(".txt").read_text(), text)
+
+    def test_what_passed_is_proven(self):
+        report = self.report()
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / "proven.py"
+            path.write_bytes(summary.PROVEN.read_bytes())
+
+            def proven_by(**change):
+                return [row[:2] for row in summary.prove(report | change, path)]
+
+            arch = report["arch"]
+            before = [row for row in runpy.run_path(path)["RUNS"] if row[1] != arch]
+            self.assertEqual(len(proven_by()), len(before) + 1)
+            (run,) = (r for r in runpy.run_path(path)["RUNS"] if r.arch == arch)
+            self.assertEqual((run.family, run.card), ("up", report["device"]))
+            self.assertEqual(run.date, report["date"])
+            # A run elsewhere adds, a failure takes back, a run of other families leaves it.
+            self.assertIn(("up", "gfx942"), proven_by(arch="gfx942"))
+            self.assertIn(("up", arch), proven_by(checks=[]))
+            failed = [{"family": "up", "ok": False}]
+            self.assertNotIn(("up", arch), proven_by(checks=failed))
+            with self.assertRaisesRegex(ValueError, "rehearsal"):
+                proven_by(device="interpreter")
+        ops = runpy.run_path(summary.PROVEN)["FAMILIES"].values()
+        self.assertEqual({f for names in ops for f in names}, checks.FAMILIES.keys())
 
 
 class TestTables(TestCase):

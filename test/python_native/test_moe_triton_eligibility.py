@@ -15,12 +15,13 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch._native.ops.moe import triton_impl
+from torch._native.ops.moe import proven, triton_impl
 from torch._native.ops.moe.triton_kernels.experts import (
     GATED_ACTIVATIONS,
     LIMITED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
 )
+from torch._native.registry import _graphs
 from torch.nn.utils.moe_kernel import _is_registered, moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -347,9 +348,33 @@ class TestDevice(TestCase):
 
 
 class TestSelection(EligibilityTestCase):
-    def test_default_is_the_composite(self):
-        # No kernel runs where nobody asked for it, until a GPU has run it.
-        self.assertFalse(triton_impl._mlp_cond(*self.args()))
+    def test_default_is_what_a_gpu_has_run(self):
+        args = self.args()
+        runs = [
+            proven.Run(family, "sm_90", "a card", "2026-11-27", "")
+            for family in proven.FAMILIES["_moe_mlp"]
+        ]
+        elsewhere = [run._replace(arch="sm_80") for run in runs]
+        cases = ((runs, True), (runs[1:], False), (elsewhere, False), ((), False))
+        for rows, runs_it in cases:
+            with (
+                mock.patch.object(proven, "RUNS", rows),
+                mock.patch.object(triton_impl, "_arch_of", lambda device: "sm_90"),
+            ):
+                self.assertIs(triton_impl._mlp_cond(*args), runs_it)
+                # What the kernels do not serve is the composite's, without an error.
+                self.assertFalse(triton_impl._mlp_cond(*self.args(torch.float32)))
+                with moe_kernel(MoeBackend.COMPOSITE):
+                    self.assertFalse(triton_impl._mlp_cond(*args))
+
+    def test_table_of_runs(self):
+        registered = {op for (_, op, _) in _graphs if op.startswith("_moe")}
+        if registered:  # a CUDA build
+            self.assertEqual(registered, proven.FAMILIES.keys())
+        families = {family for names in proven.FAMILIES.values() for family in names}
+        self.assertLessEqual({run.family for run in proven.RUNS}, families)
+        for run in proven.RUNS:
+            self.assertTrue(all(run), run)
 
     def test_triton_where_it_can(self):
         with moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE]):

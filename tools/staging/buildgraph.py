@@ -281,7 +281,8 @@ class _Graph:
         )
         if not re.fullmatch(r"aten/src/ATen/native/cpu/[^/]+\.cpp", name):
             if self._options.capability == "all":
-                self._compile(path, stem, f"-O2 {_WARNINGS}", self._library_objects)
+                flags = f"-O2 {_WARNINGS}{self._shadow_flag(path)}"
+                self._compile(path, stem, flags, self._library_objects)
             else:
                 is_narrow = "#define TORCH_ASSERT_" in path.read_text()
                 unity = "sources" if is_narrow else "sources_of_aten"
@@ -298,11 +299,27 @@ class _Graph:
             self._compile(path, f"{stem}.{capability}", flags, self._library_objects)
             self._kernels.append(self._rules.pop())
 
+    def _shadow_flag(self, *paths: Path) -> str:
+        """Names the headers of the wheel that a patch edits and ``paths`` include.
+
+        An object from before the edit depends on the wheel's header, which does not change.
+        """
+        include = self._workspace.build / "include"
+        pattern = r'#include [<"](ATen/[^>"]+)[>"]'
+        names = {n for path in paths for n in re.findall(pattern, path.read_text())}
+        shadowed = [
+            Path(name).stem
+            for name in sorted(names)
+            if (include / name).exists()
+            and (self._env.site / "torch/include" / name).exists()
+        ]
+        return f" -DPATCHED_HEADERS={'_'.join(shadowed)}" if shadowed else ""
+
     def write(self, headers: dict[str, str]) -> Binaries:
         """Writes build.ninja (if different) and names its products."""
         for unity, paths in self._together.items():
             if paths:
-                flags = f"-O2 {_WARNINGS}"
+                flags = f"-O2 {_WARNINGS}{self._shadow_flag(*paths)}"
                 self._compile_unity(
                     unity, _includes(paths), flags, self._library_objects
                 )

@@ -207,6 +207,8 @@ def test(
         stack = session.selected(series)
         own = {t for pr in stack.prs if pr.series in series for t in pr.tests}
         chosen = [t for t in stack.tests if t in own]
+        of_series = stack.only(pr.name for pr in stack.prs if pr.series in series)
+        chosen += testing.added_tests(session.workspace, of_series)
         if names:
             chosen = testing.select(session.workspace, stack, names)
         status = prefixes.test(
@@ -350,7 +352,7 @@ def verify(
     applies with no more than it needs, and series.toml and the files agree in both
     directions. With --series, --each stops at the PRs of that series alone.
 
-    Example: python3 tools/stage.py verify --each --series grouped-mm
+    Example: python3 tools/stage.py verify --each --series fixes
     """
     if (first or only or redo or jobs) and not each:
         raise click.UsageError("--from, --only, --redo and --jobs go with --each")
@@ -396,7 +398,7 @@ def apply(
     The tree must be clean. PRs that are there already are skipped, so that one series
     after another can be applied.
 
-    Example: python3 tools/stage.py apply ../pytorch --series grouped-mm
+    Example: python3 tools/stage.py apply ../pytorch --series fixes
     """
     if resume and abort:
         raise click.UsageError("give either --continue or --abort")

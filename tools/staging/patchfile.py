@@ -161,6 +161,17 @@ def sides(part: str) -> list[tuple[list[str], list[str]]]:
     return found
 
 
+def added(part: str) -> list[list[str]]:
+    """The added lines of each hunk of one file."""
+    found: list[list[str]] = []
+    for line in part[part.find("\n@@ ") + 1 :].split("\n"):
+        if line.startswith("@@ "):
+            found.append([])
+        elif found and line[:1] == "+":
+            found[-1].append(line[1:])
+    return found
+
+
 def changed_lines(part: str) -> int:
     """Added plus removed lines of the hunks of one file."""
     body = part[part.find("\n@@ ") + 1 :] if "\n@@ " in part else ""

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterator
 from . import benchtable, patchfile
 from .benchtable import table
 from .errors import StageError
-from .series import PullRequest, Stack
+from .series import is_test, PullRequest, Stack
 
 
 NOT_STATED = "Not stated yet"
@@ -64,8 +64,13 @@ def title(stack: Stack, pr: PullRequest) -> str:
 
 
 def _stack(stack: Stack, pr: PullRequest) -> str:
-    """As ghstack lists it: newest on top, an arrow at this one; its series only."""
+    """As ghstack lists it: newest on top, an arrow at this one; its series only.
+
+    Nothing for a PR that stands alone.
+    """
     series = next(one for one in stack.series if one.name == pr.series)
+    if series.independent:
+        return ""
     lines = [f"Series {series.name} (oldest at bottom): {series.why}"]
     for other in reversed([o for o in stack.prs if o.series == pr.series]):
         mark = "__->__ " if other.name == pr.name else ""
@@ -81,8 +86,10 @@ def _support(pr: PullRequest) -> str:
 
 
 def _test_plan(stack: Stack, pr: PullRequest, plans: list[str]) -> str:
-    """Exact commands; upstream's form first, then the one without a build."""
-    lines = list(pr.test_plan) or [f"python {test}" for test in pr.tests]
+    """Exact commands in upstream's form, and on what they were run."""
+    landing = [test for test in pr.tests if not stack.stays(test)]
+    tests = [*landing, *sorted(filter(is_test, pr.upstream_paths))]
+    lines = list(pr.test_plan) or [f"python {test}" for test in tests]
     parts = []
     for text in plans:
         words = text.partition(":")[2].strip("\n")
@@ -93,19 +100,19 @@ def _test_plan(stack: Stack, pr: PullRequest, plans: list[str]) -> str:
         parts += ["\n".join(prose)] if prose else []
     if lines:
         parts.append("```\n" + "\n".join(lines) + "\n```")
-    if pr.tests:
-        staged = f"python3 tools/stage.py test {' '.join(pr.tests)}"
+    if tests:
         base = f"torch {stack.base.torch} ({stack.base.git[:8]})"
         parts.append(
-            f"Run on the {base} wheel, without a build of PyTorch: the staging "
-            "repository of this stack puts the PRs up to this one onto the wheel "
-            f"(`tools/stage.py verify --each --only {pr.name}`). There, with the whole "
-            f"stack:\n\n```\n{staged}\n```"
+            f"Run on the {base} wheel with this change and those below it put onto it, on "
+            "CPU; not in a build from source."
         )
     return "\n\n".join(parts) or "No test of its own: nothing here runs by itself."
 
 
 def _benchmarks(stack: Stack, pr: PullRequest) -> str:
+    """Not of a PR that stands alone: its description has programs that show as much."""
+    if next(s for s in stack.series if s.name == pr.series).independent:
+        return ""
     return "\n\n".join(benchtable.render(stack.root, entry) for entry in pr.results)
 
 

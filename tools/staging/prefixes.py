@@ -147,7 +147,8 @@ def _one(workspace: Workspace, stack: Stack, console: Console, jobs: int) -> Res
     console.note(f"prefix up to {pr.name}")
     start = time.monotonic()
     try:
-        failed = test(workspace, stack, pr.tests, [], console, jobs)
+        added = testing.added_tests(workspace, stack.only([pr.name]))
+        failed = test(workspace, stack, [*pr.tests, *added], [], console, jobs)
     except StageError as error:
         print(f"error: {error}", flush=True)
         seconds = time.monotonic() - start

@@ -37,6 +37,7 @@ _PR_KEYS = {
     *("fixes", "support", "test_plan", "results", "bc", "large", "upstream"),
 }
 _SERIES_KEYS = {"name", "needs", "why"}
+_SERIES_OPTIONS = {"independent"}
 _UPSTREAM_KEYS = {"path", "commit", "context"}
 # The release in which a C shim appears, in an added line.
 _SHIM_VERSION = re.compile(r"^\+.*\b(TORCH_VERSION_\d+_\d+_\d+)\b", re.MULTILINE)
@@ -74,11 +75,14 @@ class Series:
     Args:
         needs: series that have to be applied first.
         why: what it is for, in one sentence.
+        independent: its PRs do not build on each other, so that who needs the series needs those
+            of lower slots only.
     """
 
     name: str
     needs: tuple[str, ...]
     why: str
+    independent: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,10 @@ class Stack:
     def tests(self) -> tuple[str, ...]:
         """All test files, in stack order; one may prove several PRs."""
         return tuple(dict.fromkeys(t for pr in self.prs for t in pr.tests))
+
+    def stays(self, path: str) -> bool:
+        """Whether a file is in `non_landing`: a part of no pull request."""
+        return any(_covers(entry, path) for entry in self.non_landing)
 
     def get(self, name: str) -> PullRequest:
         """The PR with this name (or slot number).
@@ -255,12 +263,17 @@ def load(root: Path) -> Stack:
 
 
 def _series(entry: dict) -> Series:
-    if set(entry) != _SERIES_KEYS:
+    if set(entry) - _SERIES_OPTIONS != _SERIES_KEYS:
         raise StageError(
             f"{SERIES_FILE}: series {entry.get('name', '?')} has the fields "
             f"{', '.join(sorted(_SERIES_KEYS))}, not {', '.join(sorted(entry))}"
         )
-    return Series(entry["name"], tuple(entry["needs"]), entry["why"])
+    return Series(
+        entry["name"],
+        tuple(entry["needs"]),
+        entry["why"],
+        independent=entry.get("independent", False),
+    )
 
 
 def _pull_request(entry: dict) -> PullRequest:
@@ -340,6 +353,8 @@ def _file_problems(stack: Stack) -> Iterator[str]:
                 yield f"{path}: listed by {pr.name}, but there is no such file"
         below = {path for other in stack.prefix(pr.name).prs for path in other.files}
         for test in sorted(set(pr.tests) - below):
+            if stack.stays(test) and (stack.root / test).is_file():
+                continue
             yield (
                 f"{test}: a test of {pr.name} that is not among its files or those "
                 "of an earlier PR of the series it needs"
@@ -347,6 +362,8 @@ def _file_problems(stack: Stack) -> Iterator[str]:
     for path in landing_files(stack):
         if path not in seen:
             yield f"{path}: belongs to no PR (and is not in non_landing)"
+        elif b"\0" in (stack.root / path).read_bytes()[:4096]:
+            yield f"{path}: binary data does not land: its source and licence are not in it"
 
 
 def _import_problems(stack: Stack) -> Iterator[str]:
@@ -395,7 +412,7 @@ def landing_files(stack: Stack) -> list[str]:
                 continue
             if any(part.startswith(".") for part in parts):
                 continue
-            if not any(_covers(entry, name) for entry in stack.non_landing):
+            if not stack.stays(name):
                 found.append(name)
     return found
 
@@ -440,7 +457,7 @@ def _order_problems(stack: Stack) -> Iterator[str]:
     for index, pr in enumerate(() if unknown else stack.prs):
         needed = stack.closure((*known[pr.series].needs, *pr.needs))
         for other in stack.prs[index:]:
-            if other.series in needed:
+            if other.series in needed and not known[other.series].independent:
                 yield f"{pr.name}: needs {other.series}, but {other.name} is later"
 
 

@@ -20,20 +20,38 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from . import gitrepo
-from .config import Workspace
+from . import gitrepo, patchfile
+from .config import Workspace, write_if_changed
 from .errors import ArgumentError, StageError
 from .forkserver import ForkServer
 from .pipeline import Staged
-from .series import Stack
+from .series import is_test, Stack
 
 
 STAGER_TESTS = "tools/test"
+# Names that PyTorch's test files import, for the tests that patches add to them.
+_HEAD = """\
+import itertools
+import unittest
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.utils.flop_counter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch.testing._internal.common_utils import (
+    run_tests,
+    TEST_WITH_TORCHDYNAMO,
+    TestCase,
+)
+"""
 # What a test file sets or imports before PyTorch and Triton, which a fork has imported.
 _BEFORE_IMPORTS = re.compile("TRITON_INTERPRET|fake_gpu")
 _OURS = "moe or grouped_mm or grouped_mlp"
@@ -98,22 +116,73 @@ def select(workspace: Workspace, stack: Stack, paths: Sequence[str]) -> list[str
     """Test files to run, relative to the repository.
 
     Args:
-        paths: files, folders or ``file::test``; none means the whole stack's
-            tests, then the stager's own.
+        paths: files, folders or ``file::test``, test files of PyTorch to which the stack adds
+            classes among them; none means the whole stack's tests, then the stager's own.
 
     Raises:
         StageError: a path that does not exist.
     """
     if not paths:
-        return [*stack.tests, *_stager_tests(workspace.repo)]
+        added = added_tests(workspace, stack)
+        return [*stack.tests, *added, *_stager_tests(workspace.repo)]
     found: list[str] = []
     for text in paths:
         name, separator, test = text.partition("::")
+        if not (workspace.repo / name).exists():
+            added = added_tests(workspace, stack, name)
+            if added:
+                found += [a + separator + test for a in added]
+                continue
         path = _locate(workspace.repo, name)
         files = sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
         names = [file.relative_to(workspace.repo).as_posix() for file in files]
         found += [n + separator + test for n in names if n not in found]
     return found
+
+
+def added_tests(workspace: Workspace, stack: Stack, path: str = "") -> list[str]:
+    """Tests that patches add to test files of PyTorch, which the wheel lacks.
+
+    Each hunk is to add whole classes or whole methods, which are run in a class of their own.
+    Hunks of other kinds are left out.
+
+    Args:
+        path: of this file of PyTorch only.
+
+    Returns:
+        Files below the build folder, relative to the repository where they lie in it.
+    """
+    texts: dict[str, list[str]] = {}
+    for pr in stack.prs:
+        patch = stack.patch(pr)
+        for part in patchfile.split_by_file(patch.diff) if patch else []:
+            name = patchfile.path_of(part)
+            if name in pr.upstream_paths and is_test(name) and path in ("", name):
+                texts.setdefault(name, []).extend(_tests_of(part))
+    found = []
+    for name, tests in texts.items():
+        if not tests:
+            continue
+        file = workspace.build / "added-tests" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        tail = 'if __name__ == "__main__":\n    run_tests()\n'
+        write_if_changed(file, "\n\n".join([_HEAD, *tests, tail]))
+        inside = file.is_relative_to(workspace.repo)
+        found.append(
+            file.relative_to(workspace.repo).as_posix() if inside else str(file)
+        )
+    return found
+
+
+def _tests_of(part: str) -> Iterator[str]:
+    """The classes that the hunks of a file add; for a method, one that holds it."""
+    for lines in patchfile.added(part):
+        text = "\n".join(lines).strip("\n")
+        if text.startswith("    def test_"):
+            name = re.sub(r"\W", "", text.partition("def ")[2].partition("(")[0])
+            yield f"class Added_{name}(TestCase):\n{text}\n"
+        elif re.search(r"^class \w+\(", text, re.MULTILINE):
+            yield f"{text}\n"
 
 
 def run(
@@ -352,7 +421,7 @@ class _Processes:
         env.setdefault("OMP_WAIT_POLICY", "passive")
         # A rank that dies of a signal says where it was.
         env.setdefault("PYTHONFAULTHANDLER", "1")
-        one_thread = test.startswith("test/distributed/")
+        one_thread = "test/distributed/" in test
         if one_thread:
             # As torchrun does: ranks that each spin on all cores crawl.
             env.setdefault("OMP_NUM_THREADS", "1")

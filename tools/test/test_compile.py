@@ -96,6 +96,26 @@ def test_a_header_that_appears_changes_the_command(project):
     assert rules[0] != rules[1]
 
 
+def test_a_header_of_the_wheel_that_a_patch_edits_changes_the_command(project):
+    """An object of before names the wheel's header as its dependency, which stays as it is."""
+    build, site = project.workspace.build, project.env.site
+    source = build / "MoE.cpp"
+    for path in (source, site / "torch/include/ATen/native/MoE.h"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#include <ATen/native/MoE.h>\n")
+    rules = []
+    for _ in range(2):
+        graph = buildgraph._Graph(
+            project.workspace, project.env, buildgraph.BuildOptions()
+        )
+        graph.add_source(source, "aten/src/ATen/native/MoE.cpp", [])
+        rules.append("".join(graph._rules))
+        header = build / "include/ATen/native/MoE.h"
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text("")
+    assert rules[0] != rules[1] and "PATCHED_HEADERS=MoE" in rules[1]
+
+
 def test_overlay_headers_are_not_system_headers(project):
     """-MMD leaves headers of -isystem folders out of the dependencies."""
     graph = buildgraph._Graph(project.workspace, project.env, buildgraph.BuildOptions())

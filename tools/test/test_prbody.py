@@ -23,11 +23,18 @@ def test_sections_of_a_plain_pr(project):
     assert "* __->__ 110-second: Add its test\n* 100-first: Add moe.py\n" in text
     assert "So that it keeps working." in text
     assert "```\npython test/test_moe.py\n```" in text
-    assert "python3 tools/stage.py test test/test_moe.py" in text
-    assert "verify --each --only 110-second" in text
+    assert "wheel with this change and those below it put onto it" in text
+    assert "stage.py" not in text
     assert "it only adds, no released line changes" in text
     assert "| `test/test_moe.py` | 2 | new, test |" in text
     assert "1 changed lines outside tests" in text
+
+
+def test_pr_that_stands_alone_has_no_list_of_the_stack(project):
+    path = project.root / "torch_patches/series.toml"
+    text = path.read_text()
+    path.write_text(text.replace("needs = []", "needs = []\nindependent = true"))
+    assert "Series core" not in body(project)
 
 
 def test_fields_of_the_series(project):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from staging import series as series_module
+from staging import prbody, series as series_module
 from staging.errors import StageError
 
 
@@ -29,6 +29,15 @@ def test_non_landing_folder_is_exempt(project):
     project.write("benchmarks/results/a.json", "{}\n")
     assert series_module.problems(project.stack) == []
     project.write("benchmarks/other.py", "\n")
+    assert len(series_module.problems(project.stack)) == 1
+
+
+def test_binary_data_does_not_land(project):
+    (project.root / "torch/nn/moe.py").write_bytes(b"PK\3\4\0\0")
+    (problem,) = series_module.problems(project.stack)
+    assert problem.startswith("torch/nn/moe.py: binary data does not land")
+    (project.root / "benchmarks/results").mkdir(parents=True, exist_ok=True)
+    (project.root / "benchmarks/results/a.npz").write_bytes(b"PK\3\4\0\0")
     assert len(series_module.problems(project.stack)) == 1
 
 
@@ -238,6 +247,32 @@ def test_series_that_cannot_be(project, old, new, expected):
     except StageError as error:
         problem = error.message
     assert expected in problem
+
+
+def test_series_whose_prs_do_not_build_on_each_other(project):
+    project.add_third()
+    path = project.root / "torch_patches/series.toml"
+    text = path.read_text().replace(
+        'name = "core"\nneeds = []', 'name = "core"\nneeds = ["apart"]'
+    )
+    path.write_text(text)
+    assert "120-third is later" in series_module.problems(project.stack)[0]
+    text = text.replace('name = "apart"', 'name = "apart"\nindependent = true')
+    path.write_text(text)
+    assert series_module.problems(project.stack) == []
+    assert names(project.stack.prefix("110")) == ["100", "110"]
+
+
+def test_test_that_stays_here_proves_a_pr(project):
+    path = project.root / "torch_patches/series.toml"
+    project.write("test/test_records.py", "def test_record():\n    pass\n")
+    tests = '["test/test_moe.py", "test/test_records.py"]'
+    text = path.read_text().replace('tests = ["test/test_moe.py"]', f"tests = {tests}")
+    text = text.replace("non_landing = [", 'non_landing = ["test/test_records.py", ')
+    path.write_text(text)
+    assert series_module.problems(project.stack) == []
+    assert "test/test_records.py" in project.stack.tests
+    assert "test_records" not in prbody.render(project.stack, project.stack.get("110"))
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,48 @@ def test_long_script_repeats_what_another_run_did_not_cover(tmp_path):
     assert passed_before("drift") == 0
     assert run("drifts").stderr.startswith("no shard drifts; there are: verify slow")
     assert "verify: FAILED after" in run("verify", "--", "fail").stdout
+
+
+ADDED = """\
+diff --git a/test/{name} b/test/{name}
+--- a/test/{name}
++++ b/test/{name}
+@@ -10,2 +10,5 @@
+ class TestOld(TestCase):
++    def test_method(self):
++        self.assertEqual(1, 1)
++
+     def test_old(self):
+@@ -90,2 +93,6 @@
+
++class TestWhole(TestCase):
++    def test_added(self):
++        self.assertTrue(torch.staged)
++
+ if True:
+"""
+ENTRY = """\
+diff --git a/test/test_list.py b/test/test_list.py
+--- a/test/test_list.py
++++ b/test/test_list.py
+@@ -1,2 +1,3 @@
+ OPS = [
++    "moe",
+ ]
+"""
+
+
+def test_tests_that_a_patch_adds_to_a_file_of_pytorch(project):
+    project.edit_lacking("100-first", ADDED.format(name="test_known.py"))
+    project.edit_lacking("110-second", ENTRY)
+    workspace, stack = project.workspace, project.stack
+    (path,) = testing.added_tests(workspace, stack)
+    text = (workspace.repo / path).read_text()
+    compile(text, path, "exec")
+    assert path.endswith("added-tests/test/test_known.py")
+    assert "class Added_test_method(TestCase):\n    def test_method(self):" in text
+    assert "class TestWhole(TestCase):\n    def test_added(self):" in text
+    assert "test_old" not in text
+    assert testing.select(workspace, stack, ["test/test_known.py"]) == [path]
+    assert path in testing.select(workspace, stack, [])
+    assert testing.added_tests(workspace, stack.only(["110-second"])) == []

@@ -1,11 +1,13 @@
-"""One page of text and one plot of a report of gpu_lab.py, from its JSON alone.
+"""One page of text and one plot of a report of gpu_lab.py, and what it proves, from its JSON alone.
 
-python benchmarks/moe/lab/summary.py run.json    # writes run.txt and run.png beside it
+python benchmarks/moe/lab/summary.py run.json            # writes run.txt and run.png beside it
+python benchmarks/moe/lab/summary.py run.json --prove    # and its rows of proven.py
 """
 
 import json
 import math
 import pathlib
+import runpy
 import sys
 import textwrap
 
@@ -15,6 +17,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 from report import figure
 
 
+PROVEN = pathlib.Path(__file__).resolve().parents[3] / "torch/_native/ops/moe/proven.py"
 WIDTH = 92
 OURS = "ours"
 # (kind of pass, multiple of the forward's FLOPs), as in the rows.
@@ -185,5 +188,40 @@ def write_summary(output: pathlib.Path) -> str:
     return text
 
 
+def prove(report: dict, path: pathlib.Path = PROVEN) -> list[tuple[str, ...]]:
+    """Writes the kernel families that a run found right into proven.py, and takes out those it did not.
+
+    Returns:
+        The rows of that file, (family, arch, card, date, versions).
+
+    Raises:
+        ValueError: the run was a rehearsal on a CPU.
+    """
+    if report["device"] == "interpreter":
+        raise ValueError("a rehearsal proves nothing of a GPU")
+    arch, card = report["arch"], report["device"]
+    versions = f"torch {report['torch']}, Triton {report['triton']}"
+    rows = {row["family"]: row["ok"] for row in report["checks"]}
+    kept = [
+        tuple(run)
+        for run in runpy.run_path(str(path))["RUNS"]
+        if run.arch != arch or run.family not in rows
+    ]
+    new = [(f, arch, card, report["date"], versions) for f, ok in rows.items() if ok]
+    runs = sorted(kept + new)
+    lines = [f"    Run({', '.join(map(json.dumps, run))}),\n" for run in runs]
+    value = f"(\n{''.join(lines)})" if runs else "()"
+    start, end = "# --- runs\n", "# --- end of runs\n"
+    before, _, rest = path.read_text().partition(start)
+    after = rest.partition(end)[2]
+    text = f"{before}{start}RUNS: tuple[Run, ...] = {value}\n{end}{after}"
+    path.write_text(text)
+    return runs
+
+
 if __name__ == "__main__":
-    print(write_summary(pathlib.Path(sys.argv[1])), end="")
+    output = pathlib.Path(sys.argv[1])
+    print(write_summary(output), end="")
+    if "--prove" in sys.argv[2:]:
+        for run in prove(json.loads(output.read_text())):
+            print(*run)

@@ -7,7 +7,8 @@ step of the forward and of the gradient of the input, is Inductor IR, so that wh
 (residual, cast, norm) fuses into it.
 
 What the kernels do not serve stays the op, which chooses its kernel at run time. TORCH_LOGS="+inductor"
-says why. All of them stay unless ``config.triton.moe_kernels``: no kernel has run on a GPU yet.
+says why. Those stay whose kernels no GPU has run (torch/_native/ops/moe/proven.py), unless
+``config.triton.moe_kernels``.
 """
 
 import dataclasses
@@ -83,12 +84,17 @@ def graph_reason(experts: Any) -> str | None:
     return None
 
 
-def general_reason(node: IRNode) -> str | None:
-    """Why no MoE op on the device of ``node`` becomes kernels, or None."""
+def general_reason(op: str, node: IRNode) -> str | None:
+    """Why ``op`` on the device of ``node`` does not become kernels, whatever its operands, or None."""
     device = node.get_device()
     if device is None or device.type != "cuda":
         return f"device is {device}, not CUDA"
-    if not config.triton.moe_kernels:
+    if config.triton.moe_kernels is None:
+        from torch._native.ops.moe.triton_impl import runs_by_default
+
+        if not runs_by_default(op, device):
+            return "no GPU like this one has run the kernels: config.triton.moe_kernels"
+    elif not config.triton.moe_kernels:
         return "config.triton.moe_kernels is False"
     return None
 
@@ -214,6 +220,7 @@ def stays(op: str, reason: str | None) -> bool:
 
 
 def experts_reason(
+    op: str,
     make: Callable[..., Any],
     operands: Sequence[Any],
     rest: Sequence[Any],
@@ -222,11 +229,12 @@ def experts_reason(
     """Why an op of the experts stays, or None.
 
     Args:
+        op: its name.
         make: the description (``Experts`` of torch/_native/ops/moe), of tensors or nodes.
         operands, rest: realized nodes of the description, and the others.
         check: the rules of torch/_native/ops, on a description and tensors.
     """
-    reason = general_reason(operands[0])
+    reason = general_reason(op, operands[0])
     reason = reason or graph_reason(make(*operands))
     if reason is None:
         nodes, spec = tree_flatten((operands, rest))
@@ -300,7 +308,7 @@ def _moe_mlp(*args, compute_preact=True, **options):
     operands = [realized(x) for x in (*args, *named)]
     make = functools.partial(triton_impl.experts_of, **options)
     check = functools.partial(triton_impl.mlp_reason, memory=False)
-    if stays("_moe_mlp", experts_reason(make, operands, (), check)):
+    if stays("_moe_mlp", experts_reason("_moe_mlp", make, operands, (), check)):
         return _fallback(*operands, **options, compute_preact=compute_preact)
 
     from torch._native.ops.moe.triton_kernels.launch import moe_mlp_forward
@@ -329,7 +337,10 @@ def _moe_mlp_backward(*args, **options):
     make = functools.partial(triton_impl.experts_of, **options)
     check = functools.partial(triton_impl.mlp_backward_reason, memory=False)
     rest = (grad_out, preact)
-    if stays("_moe_mlp_backward", experts_reason(make, operands, rest, check)):
+    if stays(
+        "_moe_mlp_backward",
+        experts_reason("_moe_mlp_backward", make, operands, rest, check),
+    ):
         return _fallback_backward(grad_out, *operands, preact, mask, **options)
 
     from torch._native.ops.moe.triton_kernels.launch import moe_mlp_backward

@@ -62,7 +62,7 @@ _permutation_fallback = fallback_handler(
 def _permutation_reason(
     topk_indices: IRNode, num_experts: Any, num_rows: Any, row_alignment: Any
 ) -> str | None:
-    reason = general_reason(topk_indices)
+    reason = general_reason("_moe_permutation", topk_indices)
     if reason is not None:
         return reason
     for name, size in (("num_experts", num_experts), ("row_alignment", row_alignment)):
@@ -117,12 +117,13 @@ _topk_backward_fallback = fallback_handler(
 
 
 def _router_reason(
+    op: str,
     logits: IRNode,
     nodes: Sequence[IRNode | None],
     check: Callable[..., str | None],
 ) -> str | None:
     """Why the router or its backward, whose tensors are ``nodes``, stays, or None."""
-    reason = general_reason(logits)
+    reason = general_reason(op, logits)
     if reason is not None:
         return reason
     if not is_static(logits.get_size()[1:]):
@@ -141,7 +142,7 @@ def _moe_topk(logits, k, bias=None, **options):
 
         return topk_reason(logits, k, bias, **options, memory=False)
 
-    if stays("_moe_topk", _router_reason(logits, (logits, bias), check)):
+    if stays("_moe_topk", _router_reason("_moe_topk", logits, (logits, bias), check)):
         return _topk_fallback(logits, k, bias, **options)
 
     from torch._native.ops.moe.triton_kernels.topk import moe_topk
@@ -159,7 +160,7 @@ def _moe_topk_backward(grad_weights, logits, topk_indices, **options):
 
         return topk_backward_reason(*tensors, **options, memory=False)
 
-    reason = _router_reason(operands[1], operands, check)
+    reason = _router_reason("_moe_topk_backward", operands[1], operands, check)
     if stays("_moe_topk_backward", reason):
         return _topk_backward_fallback(*operands, **options)
 

@@ -43,7 +43,7 @@ _quantize_fallback = fallback_handler(
 def _quantize_reason(
     x: IRNode, recipe: int, offs: IRNode | None, options: dict[str, Any]
 ) -> str | None:
-    reason = general_reason(x)
+    reason = general_reason("_moe_quantize", x)
     if reason is not None:
         return reason
     if offs is not None and not is_static(offs.get_size()):
@@ -74,7 +74,7 @@ def _moe_quantize(x, recipe, *, offs=None, dim=-1, dtype=None, swizzle=0):
 # --- the experts -----------------------------------------------------------------------------
 
 
-def _reason(make, operands, rest, check) -> str | None:
+def _reason(op, make, operands, rest, check) -> str | None:
     for name, scaled in make(*operands).lists.items():
         for node in scaled:
             # Those of the input have as many rows as there are tokens.
@@ -83,7 +83,7 @@ def _reason(make, operands, rest, check) -> str | None:
                 return f"{name} has dynamic sizes or strides"
             if not is_aligned(node):
                 return f"{name} is not known to be aligned to {ALIGNMENT} bytes"
-    return experts_reason(make, operands, rest, check)
+    return experts_reason(op, make, operands, rest, check)
 
 
 _mlp_fallback = fallback_handler(
@@ -98,7 +98,7 @@ def _moe_mlp_scaled(*args, compute_preact=True, **options):
     operands = tree_map(realized, args)
     make = functools.partial(triton_impl.experts_of, **options)
     check = functools.partial(triton_impl.mlp_reason, memory=False)
-    if stays("_moe_mlp_scaled", _reason(make, operands, (), check)):
+    if stays("_moe_mlp_scaled", _reason("_moe_mlp_scaled", make, operands, (), check)):
         return _mlp_fallback(*operands, **options, compute_preact=compute_preact)
 
     from torch._native.ops.moe.triton_kernels.scaled_launch import (
@@ -131,7 +131,10 @@ def _moe_mlp_scaled_backward(*args, **options):
     make = functools.partial(triton_impl.experts_of, **options)
     reason = triton_impl.mlp_backward_reason
     check = functools.partial(reason, output_mask=mask, memory=False)
-    if stays("_moe_mlp_scaled_backward", _reason(make, operands, saved, check)):
+    if stays(
+        "_moe_mlp_scaled_backward",
+        _reason("_moe_mlp_scaled_backward", make, operands, saved, check),
+    ):
         return _mlp_backward_fallback(*nodes, mask, **options)
 
     from torch._native.ops.moe.triton_kernels.scaled_launch import (

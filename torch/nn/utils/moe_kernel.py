@@ -31,8 +31,8 @@ class MoeBackend(enum.Enum):
 
 
 # Process-wide, as the flags behind sdpa_kernel() are: backward runs in threads of its
-# own. Where nobody chooses, nothing runs that has not run on a GPU.
-_enabled: tuple[MoeBackend, ...] = (MoeBackend.COMPOSITE,)
+# own. None where nobody chooses.
+_enabled: tuple[MoeBackend, ...] | None = None
 
 # What a backend needs, for the error that it is not there.
 _NEEDS = {
@@ -44,7 +44,12 @@ _NEEDS = {
 
 
 def _enabled_backends() -> tuple[MoeBackend, ...]:
-    return _enabled
+    return (MoeBackend.COMPOSITE,) if _enabled is None else _enabled
+
+
+def _is_chosen() -> bool:
+    """Whether a moe_kernel() is active; else torch/_native/ops/moe/proven.py adds to the default."""
+    return _enabled is not None
 
 
 def _is_registered(backend: MoeBackend) -> bool:
@@ -60,8 +65,9 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
 
     .. warning:: This function is a prototype and subject to change.
 
-    By default :attr:`MoeBackend.COMPOSITE` runs every call: the other kernels have not run on
-    a GPU yet. Inside this context only ``backends`` may, whatever their order; of several, the
+    By default :attr:`MoeBackend.COMPOSITE` runs every call, but on architectures of GPUs on which
+    :attr:`MoeBackend.TRITON` has run the kernels of an operator, which
+    torch/_native/ops/moe/proven.py lists: none yet. Inside this context only ``backends`` may, whatever their order; of several, the
     first of :class:`MoeBackend` that can run a call does. A call that none of them can run raises
     an error that says why, instead of falling back. ``TORCH_LOGS="+native_dsl"`` shows the choice
     of every call.
@@ -69,7 +75,7 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
     The setting holds for the whole process, not only for the calling thread, and
     for the backward passes that run while it is active. It is for operators that run: whether
     :func:`torch.compile` puts Triton kernels in their place is decided by
-    ``torch._inductor.config.triton.moe_kernels`` alone.
+    ``torch._inductor.config.triton.moe_kernels`` and, where that is None, by the same list.
 
     Args:
         backends (MoeBackend or Iterable[MoeBackend]): the kernels that may run.

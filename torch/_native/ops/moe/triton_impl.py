@@ -15,7 +15,7 @@ Who is served (the functions ``*_reason`` return why not):
 Everything else falls through to the composite kernel of the op. Malformed calls are found by the
 op's own validator, in C++: its Meta kernel is called first, and raises what every backend raises.
 ``torch.nn.utils.moe_kernel.moe_kernel`` chooses Triton; a call that only allows Triton and is not
-eligible raises. Tiles come from a table; TORCH_MOE_TRITON_AUTOTUNE=1 measures instead
+eligible raises. Where nobody chooses, Triton runs what a GPU has run (proven.py). Tiles come from a table; TORCH_MOE_TRITON_AUTOTUNE=1 measures instead
 (triton_kernels/autotune.py).
 
 Three layers, each with one job: reasons (cheap, no allocation, no Triton import),
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ... import triton_utils as tu
+from . import proven
 from .triton_kernels.experts import Experts
 
 
@@ -88,6 +89,21 @@ def capability_reason(device_index: int, served: tuple) -> str | None:
     if capability not in served:
         return f"compute capability {capability} is not one of {served}"
     return None
+
+
+def _arch_of(device: torch.device) -> str | None:
+    """As benchmarks/moe/gpu_lab.py names it."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return _gcn_arch(device.index or 0).split(":")[0]
+    return "sm_{}{}".format(*capability_of(device.index or 0))
+
+
+def runs_by_default(op: str, device: torch.device) -> bool:
+    """Whether ``op`` has kernels on ``device`` where nobody chooses: see proven.py."""
+    arch = _arch_of(device) if proven.RUNS else None
+    return arch is not None and proven.has_run(op, arch)
 
 
 # Reasons are asked of what the validator has passed. Without ``memory`` for tensors that have
@@ -249,9 +265,12 @@ def choose(
         RuntimeError: ``torch.nn.utils.moe_kernel.moe_kernel`` allows none of the backends
             that are asked after this one, which cannot. Or the call is malformed.
     """
-    from torch.nn.utils.moe_kernel import _enabled_backends, MoeBackend
+    from torch.nn.utils.moe_kernel import _enabled_backends, _is_chosen, MoeBackend
 
     enabled, this = _enabled_backends(), MoeBackend[backend]
+    if proven.RUNS and not _is_chosen() and this is MoeBackend.TRITON:
+        if runs_by_default(op, args[0].device):
+            enabled = (this, *enabled)
     if MoeBackend.CUTEDSL in enabled and op not in _MATMUL_OPS:
         # Around its matmuls that backend has the kernels of this one.
         enabled = (*enabled, MoeBackend.TRITON)

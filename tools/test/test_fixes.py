@@ -1,0 +1,71 @@
+"""Each PR of the series `fixes` can be opened alone: small, and its programs show what it mends."""
+
+import os
+import re
+import subprocess
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from staging import baseenv, config, prbody, series
+
+
+ROOT = Path(__file__).parents[2]
+WORKSPACE = config.workspace(ROOT)
+STACK = series.load(ROOT)
+FIXES = [pr for pr in STACK.prs if pr.series == "fixes"]
+STAGED = WORKSPACE.venv / "bin" / "python"
+# What a reader who has only PyTorch knows nothing of.
+OURS = re.compile(r"stag(e|ed|er|ing)\b|tools/|this (repository|stack)|\bslot\b")
+CHANGED_LINES = 150
+
+
+def programs(pr):
+    """The indented blocks of a description that are programs."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", STACK.patch(pr).message, re.MULTILINE)
+    return [textwrap.dedent(b) for b in blocks if "import" in b]
+
+
+CASES = [
+    pytest.param(text, id=f"{pr.name}-{i}")
+    for pr in FIXES
+    for i, text in enumerate(programs(pr))
+]
+
+
+@pytest.mark.parametrize("pr", FIXES, ids=lambda pr: pr.name)
+def test_is_small_and_stands_alone(pr):
+    sizes = Counter()
+    for _, lines, kind in prbody.file_sizes(STACK, pr):
+        sizes[kind] += lines
+    assert sizes[""] <= CHANGED_LINES
+    body = prbody.render(STACK, pr)
+    assert not (found := OURS.search(body)), found
+    for other in STACK.prs:
+        assert other.name not in body
+    assert programs(pr), "no program shows what is wrong"
+
+
+def run(python, text, folder):
+    script = folder / "program.py"
+    script.write_text(text)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    return subprocess.run(
+        [str(python), str(script)],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.skipif(not STAGED.exists(), reason="no staged environment")
+@pytest.mark.parametrize("text", CASES)
+def test_program_fails_on_the_released_wheel_only(text, tmp_path):
+    released = run(baseenv.locate(WORKSPACE, STACK).python, text, tmp_path)
+    assert released.returncode == 1 and "Error" in released.stderr, released.stderr
+    fixed = run(STAGED, text, tmp_path)
+    assert fixed.returncode == 0, fixed.stderr
