@@ -67,6 +67,7 @@ tokens_per_expert = torch.arange(128) + 100
 SMALLER = {
     '"cuda", (8,)': '"cpu", (1,)',
     "MoE(1024, 2048": "MoE(64, 128",
+    "Linear(1024, 8": "Linear(64, 8",
     "slots_per_rank=10": "slots_per_rank=8",
 }
 
