@@ -233,6 +233,17 @@ class TestExpertParallelTraining(GlooTest):
             other.step()
         self._equal(model, reference)
 
+    def test_full_state_dict_of_rank_0(self):
+        """Every rank gets its experts, not those of rank 0 (huggingface/transformers#45662)."""
+        reference, model = self._model(parallel=False), self._model()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = reference.state_dict() if self.rank == 0 else {}
+        dcp.set_model_state_dict(model, state, options=options)
+        self._equal(model, reference)
+
     @parametrize("how", ("ep", "fsdp2"))
     def test_low_rank_adapters(self, how):
         model, reference = self._model(how == "ep"), self._model(parallel=False)
