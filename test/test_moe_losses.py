@@ -179,7 +179,8 @@ class TestMoeLosses(TestCase):
         self.assertEqual(loss, expected.detach())
         self.assertEqual(gate.grad, grad)
         biases = [
-            updated_expert_bias(torch.zeros(num_experts), c[:-1], 0.1) for c in (counts, whole)
+            updated_expert_bias(torch.zeros(num_experts), c[:-1], 0.1)
+            for c in (counts, whole)
         ]
         self.assertEqual(*biases, atol=0, rtol=0)
 
@@ -197,10 +198,17 @@ class TestMoeLosses(TestCase):
         scores = torch.rand(2, 3, 4)
         ids = scores.topk(2)[1]
         counts = balance_counts(ids, 4)
-        for options in ({"counts": counts[:-1]}, {"counts": counts, "per_sequence": True}):
-            with self.assertRaisesRegex(ValueError, r"counts must be \(E \+ 1,\) = \(5,\)"):
+        for options in (
+            {"counts": counts[:-1]},
+            {"counts": counts, "per_sequence": True},
+        ):
+            with self.assertRaisesRegex(
+                ValueError, r"counts must be \(E \+ 1,\) = \(5,\)"
+            ):
                 load_balancing_loss(scores, ids, **options)
-        with self.assertRaisesRegex(TypeError, "counts must be int64, got torch.float32"):
+        with self.assertRaisesRegex(
+            TypeError, "counts must be int64, got torch.float32"
+        ):
             load_balancing_loss(scores, ids, counts=counts.float())
 
     def test_scores_that_underflow(self):

@@ -183,7 +183,9 @@ def _torchao_forward(self, routed, w_in, w_out, biases: dict, options: dict) -> 
             "op takes one kind of both"
         )
     row_slots, slot_rows, offs, _ = torch._moe_permutation(ids, w_in.data.shape[0])
-    b_in, b_out = (b if b is None else b.to(x.dtype) for b in map(biases.get, ("b_in", "b_out")))
+    b_in, b_out = (
+        b if b is None else b.to(x.dtype) for b in map(biases.get, ("b_in", "b_out"))
+    )
     return torch._moe_mlp_scaled(
         x, None, None, offs, topk_weights, row_slots, slot_rows, b_in, b_out, None,
         [], [*w_in[:2]], [*w_out[:2]], [], recipe_w=[w_in.recipe], **options,

@@ -99,9 +99,13 @@ def _watched(routers: dict, given: Mapping[str, Tensor], keep=None) -> Iterator[
         for name, (module, num_experts) in routers.items():
             running: list[_TopK] = []
 
-            def enter(module, args, *, name=name, num_experts=num_experts, running=running):
+            def enter(
+                module, args, *, name=name, num_experts=num_experts, running=running
+            ):
                 if torch.compiler.is_compiling():
-                    raise RuntimeError(f"the routing of {name!r} is replayed in eager mode only")
+                    raise RuntimeError(
+                        f"the routing of {name!r} is replayed in eager mode only"
+                    )
                 running.append(_TopK(num_experts, given.get(name)))
                 running[-1].__enter__()
 

@@ -21,8 +21,8 @@ try:
 
     require_transformers()
     import transformers_experts
-    from families import build
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from families import build
     from torchao.quantization import PerRow
     from torchao.quantization.quantize_.workflows.float8.float8_tensor import (
         Float8Tensor,
@@ -56,7 +56,9 @@ class TestQuantizedExperts(TestCase):
             *map(transformers_experts.experts_of, (model, plain)), strict=True
         ):
             for name in ("gate_up_proj", "down_proj"):
-                theirs = kind.from_hp(getattr(experts, name).detach(), granularity=PerRow())
+                theirs = kind.from_hp(
+                    getattr(experts, name).detach(), granularity=PerRow()
+                )
                 setattr(experts, name, torch.nn.Parameter(theirs, requires_grad=False))
                 setattr(others, name, torch.nn.Parameter(theirs.dequantize()))
         model.set_experts_implementation("moe_mlp")

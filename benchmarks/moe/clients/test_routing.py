@@ -81,7 +81,9 @@ class TestRouting(TestCase):
                 try:
                     self._check(model_class)
                 except (NotImplementedError, ValueError) as error:
-                    self.assertRegex(str(error), "topk over its experts|no module of the")
+                    self.assertRegex(
+                        str(error), "topk over its experts|no module of the"
+                    )
                     refused.add(model_class.__name__)
         print("refused:", *sorted(refused), file=sys.stderr)
 
@@ -106,15 +108,22 @@ class TestRouting(TestCase):
         with record_routing(model) as record:
             weights, ids = model[0](x, bias)
         self.assertEqual((record["0"].dtype, record["0"].long()), (torch.int8, ids))
-        with replay_routing(model, record):  # the weights of the ids, whatever the bias is
+        with replay_routing(
+            model, record
+        ):  # the weights of the ids, whatever the bias is
             found = model[0](x)
         self.assertEqual(found, (weights, ids), atol=0, rtol=0)
-        grads = [torch.autograd.grad(w.square().sum(), model[0].gate.weight) for w in (weights, found[0])]
+        grads = [
+            torch.autograd.grad(w.square().sum(), model[0].gate.weight)
+            for w in (weights, found[0])
+        ]
         self.assertEqual(*grads)
 
     def test_refused(self):
         model = build_model(transformers.DeepseekV4ForCausalLM, torch.float32)
-        with self.assertRaisesRegex(NotImplementedError, "DeepseekV4SparseMoeBlock.* has 0"):
+        with self.assertRaisesRegex(
+            NotImplementedError, "DeepseekV4SparseMoeBlock.* has 0"
+        ):
             with record_routing(model):
                 model(TOKENS)
         with self.assertRaisesRegex(ValueError, "no module of the model"):

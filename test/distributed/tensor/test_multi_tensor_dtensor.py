@@ -40,14 +40,21 @@ class TestMultiTensorDTensor(MultiProcContinuousTest):
     def _model(self, parallel):
         """Plain parameters before, between and after those of two meshes, with gradients."""
         torch.manual_seed(0)
-        model = nn.ParameterList(torch.randn(4, 3, dtype=torch.float64) for _ in "abcdef")
+        model = nn.ParameterList(
+            torch.randn(4, 3, dtype=torch.float64) for _ in "abcdef"
+        )
         model.append(torch.randn(4, 3))  # alone in its dtype
         model[6].grad = torch.randn(4, 3)
-        meshes = (None, *(init_device_mesh("cpu", (2,), mesh_dim_names=n) for n in "ab"))
+        meshes = (
+            None,
+            *(init_device_mesh("cpu", (2,), mesh_dim_names=n) for n in "ab"),
+        )
         for i, mesh in enumerate((*meshes, *meshes)):
             grad = torch.randn(4, 3, dtype=torch.float64)
             if mesh is not None and parallel:
-                model[i] = nn.Parameter(distribute_tensor(model[i].data, mesh, [Shard(0)]))
+                model[i] = nn.Parameter(
+                    distribute_tensor(model[i].data, mesh, [Shard(0)])
+                )
                 grad = distribute_tensor(grad, mesh, [Shard(0)])
             model[i].grad = grad
         return model
@@ -63,7 +70,9 @@ class TestMultiTensorDTensor(MultiProcContinuousTest):
         found = sorted(indices for _, indices in groups.values())
         self.assertEqual(found, [[0, 3], [1, 4], [2, 5], [6]])
         for (tensors, nothing), indices in groups.values():
-            self.assertEqual([id(t) for t in tensors], [id(parameters[i]) for i in indices])
+            self.assertEqual(
+                [id(t) for t in tensors], [id(parameters[i]) for i in indices]
+            )
             self.assertEqual(nothing, [])
         # Where nothing has to be told apart, the keys are what they were.
         cpu = torch.device("cpu")
@@ -90,7 +99,8 @@ class TestMultiTensorDTensor(MultiProcContinuousTest):
     def test_clip_grad_norm(self, norm_type):
         model, wanted = self._model(True), self._model(False)
         norms = [
-            nn.utils.clip_grad_norm_(m.parameters(), 0.5, norm_type) for m in (model, wanted)
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5, norm_type)
+            for m in (model, wanted)
         ]
         self.assertEqual(*norms)
         self._equal(model, wanted, lambda p: p.grad)

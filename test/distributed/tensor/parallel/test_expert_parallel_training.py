@@ -253,7 +253,9 @@ class TestExpertParallelTraining(GlooTest):
             with torch.no_grad():
                 theirs.normal_()
                 shards = [Shard(0)] if how == "ep" else None
-                ours.copy_(distribute_tensor(theirs, mesh, shards) if shards else theirs)
+                ours.copy_(
+                    distribute_tensor(theirs, mesh, shards) if shards else theirs
+                )
         if how == "fsdp2":
             for module in (model[1], model):
                 fully_shard(module, mesh=mesh).set_gradient_divide_factor(1.0)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
