@@ -93,9 +93,7 @@ class FusedRoutedExperts(RoutedExperts):
         slots = self.switch.num_slots(routing)
 
         def local_experts(rows, w1, w2, w3):
-            return F.moe_mlp(
-                rows, ids, scores, w1, w2, num_rows=slots, w_up=w3
-            )
+            return F.moe_mlp(rows, ids, scores, w1, w2, num_rows=slots, w_up=w3)
 
         y = self.inner_experts(rows, local_experts)
         return self.switch.combine(routing, y).type_as(x_TD)
