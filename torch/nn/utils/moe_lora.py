@@ -27,22 +27,16 @@ class _LowRank(Module):
     def __init__(self, weight: Tensor, rank: int, scale: float) -> None:
         super().__init__()
         num_experts, rows, columns = weight.shape
-        # Out of the weight itself, so that of a DTensor they are sharded as it is.
-        a = weight.detach()[:, :1].expand(num_experts, rank, columns)
-        b = weight.detach()[:, :, :1].expand(num_experts, rows, rank)
-        self.a = Parameter(torch.empty_like(a, memory_format=torch.contiguous_format))
-        self.b = Parameter(torch.zeros_like(b, memory_format=torch.contiguous_format))
+        self.a = Parameter(weight.new_empty(num_experts, rank, columns))
+        self.b = Parameter(weight.new_zeros(num_experts, rows, rank))
         self.scale = scale
         # As of a Linear, and b zero: the layer starts as it was.
         bound = 1 / math.sqrt(columns)
         init.uniform_(self.a, -bound, bound)
 
     def forward(self, weight: Tensor) -> Tensor:
-        return _merge(weight, self.a, self.b, self.scale)
-
-
-def _merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return torch.baddbmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scale)
+        a, b = self.a.to(weight.dtype), self.b.to(weight.dtype)
+        return torch.baddbmm(weight, b, a, alpha=self.scale)
 
 
 class _Saved:
@@ -51,8 +45,8 @@ class _Saved:
     With hooks autograd compares no versions, so this does.
     """
 
-    def __init__(self, kept: Tensor, view: Tensor, update: tuple[Any, ...]) -> None:
-        self.kept, self.version, self.update = kept, kept._version, update
+    def __init__(self, kept: Tensor, view: Tensor, low_rank: _LowRank | None) -> None:
+        self.kept, self.version, self.low_rank = kept, kept._version, low_rank
         self.view = view.size(), view.stride(), view.storage_offset()
 
     def make(self) -> Tensor:
@@ -62,10 +56,10 @@ class _Saved:
                 f"inplace operation: shape {tuple(self.kept.shape)}, version "
                 f"{self.kept._version} instead of {self.version}, in a module of add_lora"
             )
-        if not self.update:
+        if self.low_rank is None:
             return self.kept
         with torch.no_grad():
-            return _merge(self.kept, *self.update).as_strided(*self.view)
+            return self.low_rank(self.kept).as_strided(*self.view)
 
 
 class _MergeAgain:
@@ -73,15 +67,13 @@ class _MergeAgain:
 
     def __init__(self) -> None:
         # While a forward runs: merged weights, which nothing else may replace in memory, by storage.
-        self.merged: dict[int, tuple[Tensor, tuple[Any, ...], Tensor]] = {}
+        self.merged: dict[int, tuple[_LowRank, Tensor, Tensor]] = {}
         self.contexts: list[ExitStack] = []
 
     def remember(self, low_rank: _LowRank, args: tuple[Tensor], merged: Tensor) -> None:
         if self.contexts and merged.requires_grad:
             key = merged.untyped_storage()._cdata
-            # Of this call: expert parallelism has local shards in place of the parameters during it.
-            update = low_rank.a.detach(), low_rank.b.detach(), low_rank.scale
-            self.merged[key] = (args[0], update, merged)
+            self.merged[key] = (low_rank, args[0], merged)
 
     def enter(self, module: Module, args: Any) -> None:
         # The compiler decides by itself what it computes again.
@@ -93,8 +85,8 @@ class _MergeAgain:
 
         def pack(tensor: Tensor) -> Any:
             if known := self.merged.get(tensor.untyped_storage()._cdata):
-                return _Saved(known[0], tensor, known[1])
-            return outer[0](tensor) if outer else _Saved(tensor, tensor, ())
+                return _Saved(known[1], tensor, known[0])
+            return outer[0](tensor) if outer else _Saved(tensor, tensor, None)
 
         def unpack(packed: Any) -> Tensor:
             return packed.make() if isinstance(packed, _Saved) else outer[1](packed)
@@ -140,12 +132,7 @@ def add_lora(
         list[Parameter]: the new parameters, for an optimizer: a and b of each name.
 
     Raises:
-        ValueError: a rank below 1, a name that is no 3-d parameter of the module, or none is, or that is
-            adapted already.
-
-    .. note::
-        On an expert parallel layer (:class:`torch.distributed.tensor.parallel.ExpertParallel`) it comes
-        after :func:`~torch.distributed.tensor.parallel.parallelize_module`: a and b are sharded as the weight is.
+        ValueError: a rank below 1, or a name that is no 3-d parameter of the module, or none is.
 
     .. note::
         Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep. Under
@@ -165,12 +152,6 @@ def add_lora(
     if names is None:
         names = [name for name, p in own.items() if p.dim() == 3]
     names = list(names)
-    adapted = [*getattr(module, "parametrizations", ())]
-    if adapted and (not names or set(names) & set(adapted)):
-        raise ValueError(
-            f"add_lora: {adapted} of the module are parametrized already; "
-            "torch.nn.utils.parametrize.remove_parametrizations merges for good"
-        )
     wrong = [name for name in names if name not in own or own[name].dim() != 3]
     if rank < 1 or wrong or not names:
         raise ValueError(

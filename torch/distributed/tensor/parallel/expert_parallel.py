@@ -43,13 +43,12 @@ from torch.distributed.tensor.parallel._expert_mesh import (
     fold_expert_parallel,
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from typing import TypeVar
 
     from torch.distributed.distributed_c10d import ProcessGroup
@@ -119,7 +118,7 @@ class _Region:
     def local_parameters(self, module: nn.Module) -> dict[str, Tensor]:
         """Local shards, whose gradients go back to the distributed parameters."""
         local = {}
-        for name, grad_placements in self._parts(module):
+        for name, grad_placements in self.grad_placements.items():
             param = _value(module, name)
             if not isinstance(param, DTensor):
                 raise RuntimeError(
@@ -134,17 +133,6 @@ class _Region:
                 tensor = tensor * float(self.tp_mesh.get_local_rank() == 0)
             local[name] = tensor
         return local
-
-    def _parts(self, module: nn.Module) -> Iterator[tuple[str, tuple[Placement, ...]]]:
-        """Parameters with their gradients' placements; of a parametrized one, what it is made of."""
-        for name, grad_placements in self.grad_placements.items():
-            owner, _, leaf = name.rpartition(".")
-            if not is_parametrized(module.get_submodule(owner), leaf):
-                yield name, grad_placements
-                continue
-            made_of = f"{owner}.parametrizations.{leaf}".removeprefix(".")
-            for part, _ in module.get_submodule(made_of).named_parameters():
-                yield f"{made_of}.{part}", grad_placements
 
     def exchange(
         self,
@@ -577,13 +565,9 @@ class ExpertParallel(ParallelStyle):
             try:
                 param = module.get_parameter(name)
             except AttributeError as error:
-                owner, _, leaf = name.rpartition(".")
-                later = ""
-                if is_parametrized(module.get_submodule(owner), leaf):
-                    later = "; parametrizations, as of add_lora, come after expert parallelism"
                 raise AttributeError(
                     f"ExpertParallel: {type(adapter).__name__} expects a parameter "
-                    f"{name!r} in {type(module).__name__}{later}"
+                    f"{name!r} in {type(module).__name__}"
                 ) from error
             if isinstance(param, DTensor):
                 raise ValueError(
