@@ -6,6 +6,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.moe import (
+    balance_counts,
     expert_counts,
     load_balancing_loss,
     router_z_loss,
@@ -17,6 +18,7 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
+from torch.utils.checkpoint import checkpoint
 
 
 B, S, E, K = 3, 10, 4, 2
@@ -138,6 +140,76 @@ class TestMoeLosses(TestCase):
         program = torch.export.export(Losses(), example, dynamic_shapes=shapes)
         args = (torch.randn(num_tokens, E), torch.randint(E, (num_tokens, K)))
         self.assertEqual(program.module()(*args), Losses()(*args))
+
+    @parametrize("recompute", (False, True))
+    def test_counted_once(self, recompute):
+        """Micro-batches of ranks, padded, recomputed, and in any order: one large batch."""
+        torch.manual_seed(0)
+        D, num_experts, k = 6, 5, 2
+        x = torch.randn(4, 3, 7, D, dtype=torch.float64)  # 4 parts of 3 sequences
+        mask = torch.rand(4, 3, 7) < 0.7
+        mask[1] = False  # a rank with nothing but padding
+        gate = torch.randn(num_experts, D, dtype=torch.float64, requires_grad=True)
+
+        def route(x, gate):
+            scores = (x @ gate.T).softmax(-1)
+            return scores, scores.topk(k)[1]
+
+        scores, ids = route(x, gate)
+        expected = load_balancing_loss(scores, ids, mask=mask)
+        (grad,) = torch.autograd.grad(expected, gate)
+        whole = balance_counts(ids, num_experts, mask=mask)
+        self.assertEqual(whole[-1], mask.sum())
+        self.assertEqual(whole[:-1].sum(), k * mask.sum())
+
+        routed, counts = [], torch.zeros_like(whole)
+        for part in (2, 0, 3, 1):
+            if recompute:
+                found = checkpoint(route, x[part], gate, use_reentrant=False)
+            else:
+                found = route(x[part], gate)
+            counts += balance_counts(found[1], num_experts, mask=mask[part])
+            routed.append((*found, mask[part]))
+        loss = 0.0
+        for scores, ids, kept in routed:
+            share = load_balancing_loss(scores, ids, mask=kept, counts=counts)
+            loss += share.detach()
+            share.backward()
+        self.assertEqual(counts, whole)  # after the backwards too
+        self.assertEqual(loss, expected.detach())
+        self.assertEqual(gate.grad, grad)
+        biases = [
+            updated_expert_bias(torch.zeros(num_experts), c[:-1], 0.1)
+            for c in (counts, whole)
+        ]
+        self.assertEqual(*biases, atol=0, rtol=0)
+
+    def test_sequences_counted_once(self):
+        scores = torch.rand(5, 7, 6, dtype=torch.float64)
+        ids = scores.topk(2)[1]
+        expected = load_balancing_loss(scores, ids, per_sequence=True)
+        parts = [
+            load_balancing_loss(scores[s], ids[s], per_sequence=True) * n / 5
+            for s, n in ((slice(2), 2), (slice(2, 5), 3))
+        ]
+        self.assertEqual(sum(parts), expected)
+
+    def test_counts_errors(self):
+        scores = torch.rand(2, 3, 4)
+        ids = scores.topk(2)[1]
+        counts = balance_counts(ids, 4)
+        for options in (
+            {"counts": counts[:-1]},
+            {"counts": counts, "per_sequence": True},
+        ):
+            with self.assertRaisesRegex(
+                ValueError, r"counts must be \(E \+ 1,\) = \(5,\)"
+            ):
+                load_balancing_loss(scores, ids, **options)
+        with self.assertRaisesRegex(
+            TypeError, "counts must be int64, got torch.float32"
+        ):
+            load_balancing_loss(scores, ids, counts=counts.float())
 
     def test_scores_that_underflow(self):
         # All scores of token 1 are zero in float32.

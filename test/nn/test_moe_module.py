@@ -600,6 +600,21 @@ MoE(
         self.assertGreater(count, 2)
         self.assertTrue(namespace["layer"].router.weight.grad.isfinite().all())
 
+    def test_weights_of_a_class_without_the_op(self):
+        class Quantized(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                if func is nn.functional.moe_mlp:
+                    raise NotImplementedError("mine")
+                return super().__torch_function__(func, types, args, kwargs)
+
+        layer = nn.MoE(4, 6, 3, 2)
+        layer.w_out = nn.Parameter(layer.w_out.detach().as_subclass(Quantized))
+        with self.assertRaisesRegex(NotImplementedError, "mine") as caught:
+            layer(torch.randn(2, 4))
+        (note,) = caught.exception.__notes__
+        self.assertRegex(note, r"w_out of MoE is a Quantized.*dequantize\(\)")
+
 
 moe_modules = modules([info for info in module_db if info.module_cls is nn.MoE])
 

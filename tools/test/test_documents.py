@@ -2,7 +2,8 @@
 
 A fenced block is run by its kind: Python (one namespace per document, in the staged torch),
 `$ command` lines with their output below (... stands for what is left out), the schemas of our ops. Above any other one, a
-comment `<!-- not run: reason -->`, or `<!-- one-liner: NAME -->`: test_one_liners.py runs that.
+comment `<!-- not run: reason -->`, or `<!-- one-liner: NAME -->`: test_one_liners.py runs that. Python below
+`<!-- needs: peft, lightning -->` runs where these are installed, in the folder of the clients.
 """
 
 import doctest
@@ -23,7 +24,7 @@ PYTHON = config.workspace(ROOT).venv / "bin" / "python"
 DOCUMENTS = ["README.md", "RFC.md"]
 DOCUMENTS += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/source/*.md"))
 _BLOCK = re.compile(
-    r"(?:^<!-- (?:not run|one-liner): (?P<reason>[^\n]+) -->\n+)?"
+    r"(?:^<!-- (?:(?:not run|one-liner): (?P<reason>[^\n]+)|needs: (?P<needs>[^\n]+)) -->\n+)?"
     r"^```(?P<language>[^\n]*)\n(?P<body>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -45,6 +46,7 @@ import torch
 {_RANK}
 tokens = torch.randn(5, 64)
 """,
+    "docs/source/nn.moe_training.md": f"import torch{_RANK}",
     "docs/source/distributed.expert_placement.md": f"""
 import torch
 {_RANK}
@@ -91,6 +93,7 @@ tokens_per_expert = torch.arange(128) + 100
 SMALLER = {
     '"cuda", (8,)': '"cpu", (1,)',
     "MoE(1024, 2048": "MoE(64, 128",
+    "Linear(1024, 8": "Linear(64, 8",
     "slots_per_rank=10": "slots_per_rank=8",
     "batch=64, seq=4096": "batch=2, seq=8",
 }
@@ -120,7 +123,10 @@ pytestmark = pytest.mark.skipif(
 def blocks(name):
     """(language, body, reason not to run it) of a document's fenced blocks."""
     text = (ROOT / name).read_text()
-    found = [(m["language"], m["body"], m["reason"]) for m in _BLOCK.finditer(text)]
+    found = [
+        (m["language"], m["body"], m["reason"] or m["needs"] and f"needs {m['needs']}")
+        for m in _BLOCK.finditer(text)
+    ]
     assert len(found) == len(re.findall(r"(?m)^```\S", text)) + len(
         re.findall(r"(?m)^```$", text)
     ) - len(found), f"{name}: an open code block"
@@ -134,14 +140,34 @@ def run(arguments, folder, **variables):
     )
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_python(name, tmp_path):
-    bodies = [body for kind, body, why in blocks(name) if kind == "python" and not why]
+def run_python(name, bodies, folder, **variables):
     text = "\n".join([BEFORE.get(name, ""), *bodies])
     for large, small in SMALLER.items():
         text = text.replace(large, small)
-    done = run([str(PYTHON), "-W", "ignore", "-c", text], tmp_path)
+    done = run([str(PYTHON), "-W", "ignore", "-c", text], folder, **variables)
     assert done.returncode == 0, f"{name}\n{text}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_python(name, tmp_path):
+    bodies = [body for kind, body, why in blocks(name) if kind == "python" and not why]
+    run_python(name, bodies, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in DOCUMENTS if "<!-- needs:" in (ROOT / name).read_text()]
+)
+def test_python_with_other_libraries(name, tmp_path):
+    needed, bodies = set(), []
+    for kind, body, why in blocks(name):
+        if kind == "python" and (not why or why.startswith("needs ")):
+            bodies.append(body)
+            needed |= set((why or "needs ").removeprefix("needs ").split(", ")) - {""}
+    clients = Path(os.environ.get("MOE_CLIENTS", ROOT / "build/clients")).resolve()
+    missing = [library for library in needed if not (clients / library).exists()]
+    if missing:
+        pytest.skip(f"{missing} not in {clients}; .ci/long clients installs them")
+    run_python(name, bodies, tmp_path, PYTHONPATH=str(clients))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -156,8 +156,37 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights) -> Tensor:
         return grouped_mm_experts_forward(self, *routed)
     first = "gate_up_proj" if self.has_gate else "up_proj"
     w_in, w_out, biases = getattr(self, first), self.down_proj, {}
-    if self.is_transposed:
-        w_in, w_out = w_in.mT, w_out.mT
     if self.has_bias:
         biases = {"b_in": getattr(self, f"{first}_bias"), "b_out": self.down_proj_bias}
+    if type(w_in).__module__.startswith("torchao."):
+        return _torchao_forward(self, routed, w_in, w_out, biases, plan.options)
+    if self.is_transposed:
+        w_in, w_out = w_in.mT, w_out.mT
     return F.moe_mlp(*routed, w_in, w_out, **biases, **plan.options)
+
+
+def _torchao_forward(self, routed, w_in, w_out, biases: dict, options: dict) -> Tensor:
+    """The same on numbers and scales of torchao, as they are; the weights are frozen."""
+    from torch.nn.utils._moe_checkpoints import from_torchao
+
+    if self.is_transposed:
+        raise NotImplementedError(
+            f"torchao has a scale for each row of {type(self).__name__}'s weights, which are (E, in, "
+            "out), and the op one for each output. Quantise their .mT, dequantize() them, or use "
+            'experts_implementation="eager"'
+        )
+    x, ids, topk_weights = routed
+    w_in, w_out = from_torchao(w_in), from_torchao(w_out)
+    if w_in.recipe != w_out.recipe:
+        raise NotImplementedError(
+            f"{type(self).__name__} has weights with scales of {w_in.recipe} and {w_out.recipe}; the "
+            "op takes one kind of both"
+        )
+    row_slots, slot_rows, offs, _ = torch._moe_permutation(ids, w_in.data.shape[0])
+    b_in, b_out = (
+        b if b is None else b.to(x.dtype) for b in map(biases.get, ("b_in", "b_out"))
+    )
+    return torch._moe_mlp_scaled(
+        x, None, None, offs, topk_weights, row_slots, slot_rows, b_in, b_out, None,
+        [], [*w_in[:2]], [*w_out[:2]], [], recipe_w=[w_in.recipe], **options,
+    )[0]  # fmt: skip

@@ -1,21 +1,28 @@
 # Owner(s): ["module: nn"]
 """Stacked experts that torchao and compressed-tensors quantise, as operands of ``_moe_mlp_scaled``.
 
-The values are those of their own dequantisation.
+The values are those of their own dequantisation, in the models of transformers too.
 """
 
 import unittest
 
 import torch
 from torch.nn.utils._moe_checkpoints import from_compressed_tensors, from_torchao
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+    TestCase,
+)
 
 
 try:
-    from packages import add_client_packages
+    from packages import require_transformers
 
-    add_client_packages()
+    require_transformers()
+    import transformers_experts
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from families import build
     from torchao.quantization import PerRow
     from torchao.quantization.quantize_.workflows.float8.float8_tensor import (
         Float8Tensor,
@@ -41,6 +48,43 @@ class TestQuantizedExperts(TestCase):
         self.assertEqual(codes, numbers.int())
         self.assertEqual(ours, scale)
 
+    @parametrize("kind", (Int8Tensor, Float8Tensor))
+    @parametrize("family", ("qwen3_moe", "gpt_oss"))
+    def test_model(self, family, kind):
+        model, plain = build(family), build(family)
+        for experts, others in zip(
+            *map(transformers_experts.experts_of, (model, plain)), strict=True
+        ):
+            for name in ("gate_up_proj", "down_proj"):
+                theirs = kind.from_hp(
+                    getattr(experts, name).detach(), granularity=PerRow()
+                )
+                setattr(experts, name, torch.nn.Parameter(theirs, requires_grad=False))
+                setattr(others, name, torch.nn.Parameter(theirs.dequantize()))
+        model.set_experts_implementation("moe_mlp")
+        embedded = torch.randn(2, 9, 32)
+        if family == "gpt_oss":  # along another dimension than the op's
+            with self.assertRaisesRegex(NotImplementedError, "Quantise their .mT"):
+                model(inputs_embeds=embedded)
+            return
+        found, wanted = [], []
+        for each, values in ((model, found), (plain, wanted)):
+            x = embedded.clone().requires_grad_()
+            values.append(each(inputs_embeds=x).logits)
+            values += torch.autograd.grad(values[0].square().mean(), x)
+        self.assertEqual(found, wanted)
+
+    def test_module(self):
+        layer = torch.nn.MoE(32, 48, 8, 2)
+        theirs = Int8Tensor.from_hp(layer.w_in.detach(), granularity=PerRow())
+        layer.w_in = torch.nn.Parameter(theirs, requires_grad=False)
+        with self.assertRaises(NotImplementedError) as caught:
+            layer(torch.randn(3, 32))
+        (note,) = caught.exception.__notes__
+        self.assertRegex(note, r"w_in of MoE is an? Int8Tensor.*dequantize\(\)")
+
+
+instantiate_parametrized_tests(TestQuantizedExperts)
 
 if __name__ == "__main__":
     run_tests()

@@ -335,8 +335,24 @@ class MoE(Module):
         """
         given = () if topk_indices is None else (topk_indices,)
         logits, topk_indices, topk_weights = self.route(input, *given)
-        output = self.run_experts(input, topk_indices, topk_weights)
+        try:
+            output = self.run_experts(input, topk_indices, topk_weights)
+        except NotImplementedError as error:
+            self._explain(error)
+            raise
         return (output, logits, topk_indices) if need_routing else output
+
+    def _explain(self, error: NotImplementedError) -> None:
+        """Says what to do about weights of a class that does not know the op, as quantised ones."""
+        for name in ("w_in", "w_up", "w_out"):
+            kind = type(getattr(self, name))
+            if kind not in (Parameter, Tensor, type(None)):
+                error.add_note(
+                    f"{name} of MoE is a {kind.__name__}. If that has no torch._moe_mlp: its dequantize() "
+                    "is a weight for this layer, and torch._moe_mlp_scaled takes numbers and scales, see "
+                    "'Quantised checkpoints of others' in the documentation of F.scaled_moe_mlp."
+                )
+                return
 
     def extra_repr(self) -> str:
         """Sizes, and what differs from the defaults."""

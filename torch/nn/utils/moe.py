@@ -19,6 +19,7 @@ from torch import Tensor
 
 __all__ = [
     "TokenRounding",
+    "balance_counts",
     "expert_counts",
     "load_balancing_loss",
     "moe_mlp_rounded",
@@ -126,12 +127,39 @@ def expert_counts(
     return _counts(ids.reshape(-1, 1), num_experts)
 
 
+def balance_counts(
+    topk_indices: Tensor, num_experts: int, *, mask: Tensor | None = None
+) -> Tensor:
+    """What :func:`load_balancing_loss` has to know of a batch of which it gets a part.
+
+    Integers: those of micro-batches and ranks add up, in any order, to those of the whole batch, bit by
+    bit. Like every function here it remembers nothing; a batch is counted once if it is called once for each part,
+    outside of what activation checkpointing runs again.
+
+    Args:
+        topk_indices: as of :func:`expert_counts`.
+        num_experts: E.
+        mask: as of :func:`expert_counts`.
+
+    Returns:
+        Tensor: ``(E + 1,)`` int64: :func:`expert_counts`, and how many tokens chose an expert.
+
+    Raises:
+        As :func:`expert_counts`.
+    """
+    slots = expert_counts(topk_indices, num_experts, mask=mask)
+    tokens = ((topk_indices >= 0) & (topk_indices < num_experts)).any(-1)
+    tokens = tokens if mask is None else tokens & mask
+    return torch.cat([slots, tokens.sum().view(1)])
+
+
 def load_balancing_loss(
     scores: Tensor,
     topk_indices: Tensor,
     *,
     per_sequence: bool = False,
     mask: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
     r"""The product of how often experts are chosen and how much they are wanted.
 
@@ -163,12 +191,16 @@ def load_balancing_loss(
             have tokens: ``scores`` must be ``(*, S, E)`` with sequences of S tokens.
             Otherwise all tokens are balanced together.
         mask: ``(*,)`` bool; tokens where it is False take no part, as padding.
+        counts: ``(E + 1,)`` int64, :func:`balance_counts` of a batch of which these tokens are a
+            part, summed over its micro-batches and ranks. The result is the part's share: shares, and their
+            gradients, sum to the loss of the whole batch. Not with ``per_sequence``, where a share is the
+            loss times its sequences over all sequences.
 
     Returns:
         Tensor: a float32 scalar (float64 for float64 scores).
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together, or ``counts`` with ``per_sequence``.
         TypeError: a dtype breaks a rule above, as when the arguments are swapped.
         RuntimeError: an expert id is outside [-1, E]. On CUDA this is a device-side
             assert.
@@ -181,9 +213,20 @@ def load_balancing_loss(
             "load_balancing_loss: per_sequence=True needs scores of shape (*, S, E), "
             f"got {tuple(scores.shape)}"
         )
+    num_experts = scores.shape[-1]
+    if counts is not None:
+        if per_sequence or counts.shape != (num_experts + 1,):
+            raise ValueError(
+                f"load_balancing_loss: counts must be (E + 1,) = ({num_experts + 1},) of "
+                f"balance_counts, without per_sequence, got {tuple(counts.shape)} and "
+                f"per_sequence={per_sequence}"
+            )
+        if counts.dtype != torch.int64:
+            raise TypeError(
+                f"load_balancing_loss: counts must be int64, got {counts.dtype}"
+            )
     if scores.dtype != torch.float64:
         scores = scores.float()
-    num_experts = scores.shape[-1]
     ids = _expert_columns("load_balancing_loss", topk_indices, num_experts)
     counted = (ids < num_experts).any(-1)
     if mask is not None:
@@ -196,10 +239,15 @@ def load_balancing_loss(
         counted = counted.flatten()
     # The guard of moe_topk, against a sum of 0.
     wanted = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    wanted = _mean(wanted, counted)
-    counts = _counts(ids, num_experts).to(scores.dtype)
+    if counts is None:
+        wanted, slots = _mean(wanted, counted), _counts(ids, num_experts)
+    else:
+        wanted, slots = wanted.sum(0) / counts[-1].clamp(min=1), counts[:-1]
+    slots = slots.to(scores.dtype)
     # Without a single slot there is nothing to balance: 0, not 0 / 0.
-    chosen = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    chosen = slots / slots.sum(-1, keepdim=True).clamp(min=1)
+    if counts is not None:
+        return num_experts * (chosen * wanted).sum()
     balance = (chosen * wanted).sum(-1).flatten()
     return num_experts * _mean(balance, counted.any(-1).flatten())
 

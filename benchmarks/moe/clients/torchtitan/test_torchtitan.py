@@ -6,14 +6,17 @@ RoutedExperts at b5bcd76 (2026-08-21) that the client uses, and stands in for it
 torchtitan itself.
 """
 
+import copy
 import importlib
 import pathlib
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -44,6 +47,15 @@ def recorded() -> dict[str, types.ModuleType]:
             self.w2_EDF = torch.nn.Parameter(torch.randn(E, D, F) * F**-0.5)
             self.w3_EFD = torch.nn.Parameter(torch.randn(E, F, D) * D**-0.5)
 
+        def forward(self, x_RD, num_tokens_per_expert_E):
+            weights = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
+            found = []
+            for rows, *w in zip(x_RD.split(num_tokens_per_expert_E.tolist()), *weights):
+                w1, w3, w2 = (p.bfloat16() for p in w)
+                h = torch.nn.functional.silu(rows @ w1.T) * (rows @ w3.T)
+                found.append(h @ w2.T)
+            return torch.cat(found)
+
     class LocalTokenDispatcher:
         class Config:
             pass
@@ -60,18 +72,26 @@ def recorded() -> dict[str, types.ModuleType]:
 
         def __init__(self, config):
             super().__init__()
-            self.inner_experts = GroupedExperts()
+            # Their build() makes what their class is nested in.
+            kinds = (GroupedExperts, *GroupedExperts.__subclasses__())
+            kind = next(k for k in kinds if k.Config is type(config.inner_experts))
+            self.inner_experts = kind()
             self.token_dispatcher = LocalTokenDispatcher()
 
         def parallelize(self, parallel_dims):
             pass
 
+        def forward(self, x, scores, ids, counts):
+            order = ids.flatten().argsort(stable=True)
+            rows = self.inner_experts(x.bfloat16()[order // K], counts)
+            rows = rows * scores.flatten()[order, None]
+            return torch.zeros_like(x).index_add(0, order // K, rows.type_as(x))
+
     def override(**kwargs):
         return lambda factory: factory
 
     def derive(config, target):
-        experts, dispatcher = config.inner_experts, config.token_dispatcher
-        return target(inner_experts=experts, token_dispatcher=dispatcher)
+        return target(**{f.name: getattr(config, f.name) for f in fields(config)})
 
     parts = ("", ".config", ".models", ".models.common", ".models.common.moe")
     names = [f"torchtitan{part}" for part in parts]
@@ -119,6 +139,65 @@ class TestFusedRoutedExperts(TestCase):
         for name, grad, other in zip(names, grads, expected):
             scale = other.abs().max().item()
             self.assertEqual(grad, other, atol=3e-2 * scale, rtol=0, msg=name)
+
+    def _tried(self, module, around=lambda experts: None):
+        torch.manual_seed(1)
+        x = torch.randn(T, D, requires_grad=True)
+        scores, ids = torch.rand(T, E).topk(K)
+        counts = torch.bincount(ids.flatten(), minlength=E)
+        wrapped = around(module.inner_experts)
+        if isinstance(wrapped, torch.nn.Module):
+            module.inner_experts = wrapped
+        y = module(x, scores, ids, counts)
+        y.square().mean().backward()
+        grads = [p.grad for p in module.parameters()]
+        grads = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        return y, x.grad, *grads
+
+    def test_calls_the_experts(self):
+        """FSDP2 gathers the weights when the module that holds them is called."""
+        config = self.client.fused_routed_experts(self._config())
+        module = self.client.FusedRoutedExperts(config)
+        plain = copy.deepcopy(module.state_dict())
+        expected = self._tried(copy.deepcopy(module))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            gathered = self._tried(module, fully_shard)
+        finally:
+            dist.destroy_process_group()
+        self.assertEqual(gathered, expected, atol=0, rtol=0)
+
+        class Adapter(torch.nn.Module):
+            """Has none of the weights' names, as PEFT's wrapper; more than calls it."""
+
+            def __init__(self, experts):
+                super().__init__()
+                self.base_layer = experts
+
+            def forward(self, x, *args):
+                with torch.no_grad():
+                    self.base_layer.w2_EDF.mul_(2)
+                return self.base_layer(x, *args)
+
+        module = self.client.FusedRoutedExperts(config)
+        module.load_state_dict(copy.deepcopy(plain))
+        y, *_ = self._tried(module, Adapter)
+        self.assertEqual(y, 2 * expected[0], atol=0, rtol=0)
+
+    def test_hooks_see_what_torchtitan_gives_them(self):
+        config = self.client.fused_routed_experts(self._config())
+        module = self.client.FusedRoutedExperts(config)
+        expected = self._tried(copy.deepcopy(module))
+        seen = []
+
+        def hook(experts, args, output):
+            seen.append(args[1])
+
+        found = self._tried(module, lambda m: m.register_forward_hook(hook))
+        self.assertEqual(seen[0].sum(), T * K)
+        for ours, other in zip(found, expected, strict=True):
+            scale = other.abs().max().item()
+            self.assertEqual(ours, other, atol=3e-2 * scale, rtol=0)
 
     def test_other_experts_or_dispatchers_are_refused(self):
         class Other:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.moe_lora import add_lora
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -33,32 +34,25 @@ sys.path.append(str(TESTS / "distributed"))
 from moe_gloo import GlooTest  # noqa: E402
 
 
-# Optimizer: plain, foreach, fused. "groups" works with `groups_of` only. Adafactor divides by norms of
+# Optimizer: plain, foreach, fused, all of model.parameters() in one list. Adafactor divides by norms of
 # whole parameters, and takes that of the rank's own experts: .item() of a DTensor that is a partial norm.
 TABLE = {
-    "Adadelta": ("yes", "groups", "-"),
+    "Adadelta": ("yes", "yes", "-"),
     "Adafactor": ("differs", "differs", "-"),
-    "Adagrad": ("yes", "groups", "no"),
-    "Adam": ("yes", "groups", "groups"),
-    "AdamW": ("yes", "groups", "groups"),
-    "Adamax": ("yes", "groups", "-"),
-    "ASGD": ("yes", "groups", "-"),
+    "Adagrad": ("yes", "yes", "no"),
+    "Adam": ("yes", "yes", "yes"),
+    "AdamW": ("yes", "yes", "yes"),
+    "Adamax": ("yes", "yes", "-"),
+    "ASGD": ("yes", "yes", "-"),
     "LBFGS": ("no", "-", "-"),
-    "NAdam": ("yes", "groups", "-"),
-    "RAdam": ("yes", "groups", "-"),
-    "RMSprop": ("yes", "groups", "-"),
+    "NAdam": ("yes", "yes", "-"),
+    "RAdam": ("yes", "yes", "-"),
+    "RMSprop": ("yes", "yes", "-"),
     "Rprop": ("yes", "no", "-"),
-    "SGD": ("yes", "groups", "no"),
+    "SGD": ("yes", "yes", "no"),
 }
-# Take no model with experts in 3-D weights, or with dense gradients, parallel or not.
+# Do not take all parameters of this model, parallel or not.
 OTHERS = {"Muon", "SparseAdam"}
-
-
-def groups_of(model):
-    """The two lines of the page."""
-    experts = [p for p in model.parameters() if isinstance(p, DTensor)]
-    others = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    return [{"params": others}, {"params": experts}]
 
 
 def full(tensor):
@@ -120,19 +114,17 @@ class TestExpertParallelTraining(GlooTest):
         for name in ("foreach", "fused"):
             if name in known:
                 options[name] = form == name
-        for outcome, arrange in (("yes", nn.Module.parameters), ("groups", groups_of)):
-            model = self._model()
-            try:
-                optimizer = optimizer_class(arrange(model), **options)
-                self._steps(optimizer, model, True)
-            except (RuntimeError, ValueError, NotImplementedError):
-                continue
-            try:
-                self._equal(model, reference)
-            except AssertionError:
-                return "differs"
-            return outcome
-        return "no"
+        model = self._model()
+        try:
+            optimizer = optimizer_class(model.parameters(), **options)
+            self._steps(optimizer, model, True)
+        except (RuntimeError, ValueError, NotImplementedError):
+            return "no"
+        try:
+            self._equal(model, reference)
+        except AssertionError:
+            return "differs"
+        return "yes"
 
     @parametrize("name", list(TABLE))
     def test_optimizer(self, name):
@@ -157,72 +149,53 @@ class TestExpertParallelTraining(GlooTest):
         for name, row in TABLE.items():
             self.assertIn(f"| `{name}` | " + " | ".join(row) + " |", text)
 
-    def test_averaged_model(self):
-        for how, mixed in (("default", False), ("multi", True)):
-            given = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if mixed else {}
-            model, reference = self._model(), self._model(parallel=False)
-            average = AveragedModel(model, **given)
-            wanted = AveragedModel(reference, **given)
-            for optimized, averaged in ((model, average), (reference, wanted)):
-                averaged.update_parameters(optimized)  # the first one copies
-                with torch.no_grad():
-                    for p in optimized.parameters():
-                        p.mul_(2)
-            wanted.update_parameters(reference)
-            if mixed:
-                with self.assertRaisesRegex(
-                    RuntimeError, "mixed torch.Tensor and DTensor"
-                ):
-                    average.update_parameters(model)
-                continue
+    @parametrize("form", ("default", "avg_fn", "multi_avg_fn"))
+    def test_averaged_model(self, form):
+        given = {
+            "default": {},
+            "avg_fn": {"avg_fn": lambda a, p, _: a.lerp(p, 0.5)},
+            "multi_avg_fn": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
+        }[form]
+        models = self._model(), self._model(parallel=False)
+        averages = [AveragedModel(model, **given) for model in models]
+        for model, average in zip(models, averages, strict=True):
+            average.update_parameters(model)  # the first one copies
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(2)
             average.update_parameters(model)
-            self._equal(average, wanted)
-        # What the page gives in place of multi_avg_fn.
-        average = AveragedModel(model, avg_fn=lambda a, p, _: a.lerp(p, 0.5))
-        average.update_parameters(model)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(2)
-        average.update_parameters(model)
-        for a, p in zip(average.parameters(), model.parameters(), strict=True):
-            self.assertEqual(full(a), 0.75 * full(p))
+        self._equal(*averages)
 
     def test_clip_grad_norm(self):
         model, reference = self._model(), self._model(parallel=False)
         self._backward(model)
         self._backward(reference, False)
-        norm = ExpertParallel.clip_grad_norm_(model.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         self.assertEqual(full(norm), wanted)
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             self.assertEqual(full(p.grad), q.grad)
 
     def test_grad_scaler(self):
-        def step(optimizers, scaler, model, overflow=False):
+        def step(optimizer, scaler, model, overflow=False):
             self._backward(model, scale=8.0)
             if overflow and self.rank == 0:
                 model[1].w_in.grad.to_local().fill_(torch.inf)
             scaler.scale(torch.zeros(()))  # as scaler.scale(loss) does, makes its state
-            for optimizer in optimizers:
-                scaler.step(optimizer)
+            scaler.step(optimizer)
             scaler.update()
 
-        sgd = functools.partial(torch.optim.SGD, lr=0.01, foreach=False)
         model, scaler = self._model(), torch.amp.GradScaler("cpu", init_scale=8.0)
-        with self.assertRaisesRegex(RuntimeError, "mixed torch.Tensor and DTensor"):
-            step([sgd(groups_of(model))], scaler, model)  # one list for each device
-
-        # What the page gives: an optimizer for each.
-        model, scaler = self._model(), torch.amp.GradScaler("cpu", init_scale=8.0)
-        optimizers = [sgd([group]) for group in groups_of(model)]
-        step(optimizers, scaler, model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step(optimizer, scaler, model)
         reference = self._model(parallel=False)
         self._backward(reference, False)
-        sgd(reference.parameters()).step()
+        torch.optim.SGD(reference.parameters(), lr=0.01).step()
         self._equal(model, reference)
-        before = full(model[1].w_in).clone()
-        step(optimizers, scaler, model, overflow=True)
-        self.assertEqual(full(model[1].w_in), before)  # on all ranks
+        before = [full(p).clone() for p in model.parameters()]
+        step(optimizer, scaler, model, overflow=True)
+        after = [full(p) for p in model.parameters()]
+        self.assertEqual(after, before)  # on all ranks
         self.assertEqual(scaler.get_scale(), 4.0)
 
     def test_distributed_data_parallel(self):
@@ -260,9 +233,45 @@ class TestExpertParallelTraining(GlooTest):
             other.step()
         self._equal(model, reference)
 
+    def test_full_state_dict_of_rank_0(self):
+        """Every rank gets its experts, not those of rank 0 (huggingface/transformers#45662)."""
+        reference, model = self._model(parallel=False), self._model()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+        options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state = reference.state_dict() if self.rank == 0 else {}
+        dcp.set_model_state_dict(model, state, options=options)
+        self._equal(model, reference)
+
+    def test_low_rank_adapters_in_fsdp2(self):
+        model, reference = self._model(False), self._model(parallel=False)
+        for m in (model, reference):
+            add_lora(m[1], rank=3)
+        with torch.no_grad():
+            for ours, theirs in zip(model[1].parameters(), reference[1].parameters()):
+                ours.copy_(theirs.normal_())
+        for module in (model[1], model):
+            fully_shard(module, mesh=self.mesh(("ep",), 2)).set_gradient_divide_factor(
+                1.0
+            )
+        for _ in range(2):
+            for m in (model, reference):
+                m.zero_grad()
+            self._loss(model).backward()
+            self._backward(reference, False)
+            with torch.no_grad():
+                pairs = zip(model[1].parameters(), reference[1].parameters())
+                for ours, theirs in pairs:
+                    if theirs.requires_grad:
+                        self.assertEqual(full(ours.grad), theirs.grad)
+                        ours.sub_(ours.grad, alpha=0.1)
+                        theirs.sub_(theirs.grad, alpha=0.1)
+        self._equal(model[1], reference[1])
+
     def test_checkpoint_of_model_and_optimizer(self):
         model = self._model()
-        optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, foreach=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
         self._backward(model)
         optimizer.step()
         saved = copy.deepcopy(dcp.get_state_dict(model, optimizer))
@@ -270,7 +279,7 @@ class TestExpertParallelTraining(GlooTest):
             self._backward(model)
             optimizer.step()
         other = self._model()
-        resumed = torch.optim.AdamW(groups_of(other), lr=0.01, foreach=True)
+        resumed = torch.optim.AdamW(other.parameters(), lr=0.01, foreach=True)
         state, moments = saved
         dcp.set_state_dict(
             other, resumed, model_state_dict=state, optim_state_dict=moments

@@ -39,7 +39,6 @@ from torch.distributed.tensor.parallel._expert_adapters import (
     GroupedExpertsAdapter,
 )
 from torch.distributed.tensor.parallel._expert_mesh import (
-    clip_grad_norm_,
     expert_shard_placement,
     fold_expert_parallel,
 )
@@ -388,7 +387,6 @@ class ExpertParallel(ParallelStyle):
     GroupedExpertsAdapter = GroupedExpertsAdapter
     fold_mesh = staticmethod(fold_expert_parallel)
     shard_placement = staticmethod(expert_shard_placement)
-    clip_grad_norm_ = staticmethod(clip_grad_norm_)
     save_communication = staticmethod(save_communication)
 
     @staticmethod
