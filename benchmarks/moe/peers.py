@@ -27,6 +27,7 @@ from shapes import Operands, Shape
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.testing._internal.common_moe import call_composite
 from torch.utils.checkpoint import checkpoint
 
 
@@ -157,6 +158,30 @@ def recomputed_grouped_mm(x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF) -> 
     rows_R = torch.empty_like(slots_R)
     rows_R[slots_R] = torch.arange(len(slots_R), device=slots_R.device)
     return o_RD[rows_R].view(T, K, -1).sum(1)
+
+
+class Composite(torch.autograd.Function):
+    """``F.moe_mlp`` by the composite kernels of its ops, as series ``moe-core`` alone has it."""
+
+    @staticmethod
+    def forward(ctx, x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF):
+        aten, call = torch.ops.aten, call_composite
+        routing = call(aten._moe_permutation.default, indices_TK, w_in_EGD.shape[0])
+        row_slots, slot_rows, offs, _ = routing
+        operands = (x_TD, w_in_EGD, w_out_EDF, offs, weights_TK, row_slots, slot_rows)
+        y_TD, preact = call(aten._moe_mlp.default, *operands)
+        ctx.save_for_backward(*operands, preact)
+        return y_TD
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        *operands, preact = ctx.saved_tensors
+        mask = [True, True, True, True, False, False, False]
+        backward = torch.ops.aten._moe_mlp_backward.default
+        absent = (None, None, None)
+        grads = call_composite(backward, grad_TD, *operands, *absent, preact, mask)
+        x_TD, w_in_EGD, w_out_EDF, weights_TK, *_ = grads
+        return x_TD, None, weights_TK, w_in_EGD, w_out_EDF
 
 
 def three_grouped_mm(
@@ -488,6 +513,8 @@ def make_peers(
     if not shape.gpt_oss:
         source, make = "own, checkpoints of grouped_mm", lambda: recomputed_grouped_mm
         makers.append(("recomputed_grouped_mm", source, make, _stored))
+        source, make = "F.moe_mlp without kernels", lambda: Composite.apply
+        makers.append(("composite", source, make, _stored))
     makers.append((
         "three_grouped_mm", "own, the form of torchtitan", lambda: three_grouped_mm,
         _gate_and_up, lambda grads: (torch.cat(list(grads[:2]), dim=1), grads[2]),

@@ -217,7 +217,8 @@ void backward_of_live_rows(
   const auto type = accumulate_type(in.input);
   const auto dy = routing.masked(grad_out.index_select(0, routing.row_token));
   const auto h = routing.masked(preact);
-  const auto act = activate(h, spec).to(dtype);
+  const auto act =
+      wanted[2] || wanted[3] ? activate(h, spec).to(dtype) : Tensor();
   // Rows without a slot would take the weight of slot 0, which may be infinite.
   const auto s = in.topk_weights.defined()
       ? routing.masked(weights_of_rows(in.topk_weights, routing)).to(type)

@@ -41,12 +41,8 @@ using moe::Activation;
 
 namespace {
 
-// Whether the data starts at a multiple of 16 bytes. Fake tensors have no address: there
-// it is an offset into a storage that an allocator would have aligned.
+// Whether the data starts at a multiple of 16 bytes.
 bool starts_aligned(const Tensor& w) {
-  if (!w.has_storage() || w.storage().device_type() == kMeta) {
-    return w.storage_offset() * w.element_size() % 16 == 0;
-  }
   return reinterpret_cast<uintptr_t>(w.const_data_ptr()) % 16 == 0;
 }
 
@@ -105,7 +101,7 @@ Routing make_routing(
       at::searchsorted(routing.offs, row, /*out_int32=*/false, /*right=*/true)
           .clamp_max(num_experts - 1);
   const auto slot_row =
-      in.slot_rows.defined() ? in.slot_rows : row.unsqueeze(1);
+      in.slot_rows.defined() ? in.slot_rows.contiguous() : row.unsqueeze(1);
   routing.slot_is_live = slot_row.ge(0).logical_and(slot_row.lt(live_rows));
   routing.slot_row = at::where(routing.slot_is_live, slot_row, 0).to(kLong);
   if (!use_grouped_mm) {

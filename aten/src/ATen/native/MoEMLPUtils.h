@@ -6,6 +6,7 @@
 
 #include <ATen/native/MoEUtils.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <initializer_list>
@@ -54,6 +55,12 @@ constexpr std::array<ActivationName, 9> kActivations = {{
 constexpr const ActivationName& activation_name(Activation kind) {
   return kActivations[static_cast<size_t>(kind)];
 }
+static_assert(std::all_of(
+    kActivations.begin(),
+    kActivations.end(),
+    [](const ActivationName& entry) {
+      return activation_name(entry.kind).name == entry.name;
+    }));
 
 // The arguments of the op that say which activation.
 struct ActivationOptions {
