@@ -143,14 +143,17 @@ Tensor preact_grad(
   const auto [raw_gate, raw_up] = split_gate(preact, spec);
   const auto [gate, up] = clamp_gate(raw_gate, raw_up, spec);
   auto [grad_gate, grad_up] = activate_backward(gate, up, grad, spec);
+  const auto dtype = preact.scalar_type();
   if (!spec.is_gated) {
-    return grad_gate;
+    return grad_gate.to(dtype);
   }
   if (spec.is_limited()) {
     // As the backward of clamp: nothing at the limit either.
     grad_gate = grad_gate.masked_fill(raw_gate.ge(spec.limit), 0);
     grad_up = grad_up.masked_fill(raw_up.abs().ge(spec.limit), 0);
   }
+  grad_gate = grad_gate.to(dtype);
+  grad_up = grad_up.to(dtype);
   return spec.interleaved ? at::stack({grad_gate, grad_up}, 2).flatten(1)
                           : at::cat({grad_gate, grad_up}, 1);
 }
@@ -252,8 +255,7 @@ void backward_of_live_rows(
                    .to(in.topk_weights.scalar_type());
   }
   if (wants_preact_grad) {
-    const auto grad_preact =
-        routing.masked(preact_grad(h, grad_act * s, spec)).to(dtype);
+    const auto grad_preact = routing.masked(preact_grad(h, grad_act * s, spec));
     backward_of_preact(in, routing, grad_preact, wanted, grads);
   }
 }

@@ -6,11 +6,11 @@
 // bfloat16 on CUDA does not, its fallback for other dtypes and devices reads `offs`.
 // Otherwise a loop over the experts reads `offs` on the host once.
 //
-// Each matmul rounds its result to the dtype of input. What follows it, bias and router
-// weight, is computed in the accumulation type and rounded once.
+// Each matmul rounds its result to the dtype of input. Biases are added, and router weights
+// multiplied into the activation, in the accumulation type.
 //
-// Rows without a slot may be uninitialised, as _grouped_mm leaves those behind offs[-1]. The
-// gathered input, H and all gradients set them to zero; combine_slots reads live rows only.
+// Rows without a slot may be uninitialised, as _grouped_mm leaves those behind offs[-1]. H and
+// all gradients set them to zero; combine_slots reads live rows only.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/OpMathType.h>
 #include <ATen/TensorOperators.h>
@@ -144,16 +144,13 @@ ScalarType accumulate_type(const Tensor& input) {
 }
 
 Tensor combine_slots(const Routing& routing, const Tensor& rows) {
-  const auto type = accumulate_type(rows);
-  auto sum = at::zeros(
-      {routing.slot_row.size(0), rows.size(1)}, rows.options().dtype(type));
-  for (int64_t k = 0; k < routing.slot_row.size(1); ++k) {
-    const auto values =
-        rows.index_select(0, routing.slot_row.select(1, k)).to(type);
-    sum.add_(
-        at::where(routing.slot_is_live.select(1, k).unsqueeze(1), values, 0));
-  }
-  return sum.to(rows.scalar_type());
+  const auto num_tokens = routing.slot_row.size(0);
+  const auto top_k = routing.slot_row.size(1);
+  const auto slots =
+      rows.index_select(0, routing.slot_row.reshape({-1}))
+          .view({num_tokens, top_k, rows.size(1)});
+  const auto live = at::where(routing.slot_is_live.unsqueeze(2), slots, 0);
+  return top_k == 1 ? live.squeeze(1) : live.sum(1);
 }
 
 std::pair<Tensor, Tensor> split_gate(
@@ -262,19 +259,28 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
   const auto type = accumulate_type(input);
   const auto routing = make_routing(
       in, sizes.num_rows.expect_int(), can_use_grouped_mm(in));
-  const auto x = routing.masked(input.index_select(0, routing.row_token));
-  auto h = project_in(in, routing, x);
+  // H of a row without a slot is that of token 0, until it is masked.
+  auto h = project_in(in, routing, input.index_select(0, routing.row_token));
   if (in.b_in.defined()) {
     h = (h.to(type) + in.b_in.index_select(0, routing.row_expert)).to(dtype);
   }
   h = routing.masked(h);
-  const auto act = activate(h, spec).to(dtype);
-  auto o = multiply_experts(routing, act, w_out.transpose(1, 2)).to(type);
-  if (in.b_out.defined()) {
-    o = o + in.b_out.index_select(0, routing.row_expert);
+  auto act = activate(h, spec);
+  const auto s = in.topk_weights.defined()
+      ? weights_of_rows(in.topk_weights, routing)
+      : Tensor();
+  // F columns rather than D are weighted; those of float16 could leave its range.
+  const bool weights_act = s.defined() && dtype != kHalf;
+  if (weights_act) {
+    act = act * s;
   }
-  if (in.topk_weights.defined()) {
-    o = o * weights_of_rows(in.topk_weights, routing);
+  auto o = multiply_experts(routing, act.to(dtype), w_out.transpose(1, 2));
+  if (in.b_out.defined()) {
+    const auto bias = in.b_out.index_select(0, routing.row_expert).to(type);
+    o = o.to(type) + (weights_act ? bias * s : bias);
+  }
+  if (s.defined() && !weights_act) {
+    o = o.to(type) * s;
   }
   return {
       combine_slots(routing, o.to(dtype)),

@@ -72,7 +72,7 @@ Tensor with_strides_of(const Tensor& operand, const Tensor& grad);
 
 ScalarType accumulate_type(const Tensor& input);
 
-// (T, D) from (R, D): each token's rows summed in slot order.
+// (T, D) from (R, D): the sum of each token's rows, in the accumulation type.
 Tensor combine_slots(const Routing& routing, const Tensor& rows);
 
 // Gate and up (R, F) of H (R, G*F) in the accumulation type. Without a gate, `up` is
@@ -88,7 +88,7 @@ std::pair<Tensor, Tensor> clamp_gate(
 // act(H) in the accumulation type, (R, F)
 Tensor activate(const Tensor& preact, const ActivationSpec& spec);
 
-// MoEMLPBackward.cpp: dH (R, G*F) in the accumulation type, from H and the gradient of act(H)
+// MoEMLPBackward.cpp: dH (R, G*F) in the dtype of H, from H and the gradient of act(H)
 Tensor preact_grad(
     const Tensor& preact,
     const Tensor& grad,
