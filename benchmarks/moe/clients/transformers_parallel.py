@@ -48,7 +48,7 @@ class ExpertsAdapter(ExpertParallel.Adapter):
                 biases["b_in"] = getattr(module, f"{first}_bias")
                 biases["b_out"] = module.down_proj_bias
             operands = (rows, ids, weights, w_in, w_out)
-            return F._moe_mlp_in_rows(*operands, num_rows=num_rows, **biases, **options)
+            return F.moe_mlp(*operands, num_rows=num_rows, **biases, **options)
 
         return exchange(hidden_states, top_k_index, top_k_weights, experts)
 
