@@ -1,4 +1,4 @@
-"""Every code block of README, RFC and docs runs as it stands there, or says why it does not.
+"""Every code block of README, RFC, CONTRIBUTING and docs runs as it stands there, or says why it does not.
 
 A fenced block is run by its kind: Python (one namespace per document, in the staged torch),
 `$ command` lines with their output below (... stands for what is left out), the schemas of our ops. Above any other one, a
@@ -21,7 +21,7 @@ from staging import config
 
 ROOT = Path(__file__).parents[2]
 PYTHON = config.workspace(ROOT).venv / "bin" / "python"
-DOCUMENTS = ["README.md", "RFC.md"]
+DOCUMENTS = ["README.md", "RFC.md", "CONTRIBUTING.md"]
 DOCUMENTS += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/source/*.md"))
 _BLOCK = re.compile(
     r"(?:^<!-- (?:(?:not run|one-liner): (?P<reason>[^\n]+)|needs: (?P<needs>[^\n]+)) -->\n+)?"
@@ -86,6 +86,7 @@ T, D, H, E, K = 5, 8, 6, 16, 2
 x, w1, w3, w2 = (torch.randn(s) for s in ((T, D), (E, H, D), (E, H, D), (E, D, H)))
 topk_indices, topk_weights = F.moe_topk(torch.randn(T, E), K)
 """
+BEFORE["CONTRIBUTING.md"] = f"import sys\nsys.path.insert(0, {str(ROOT / 'test')!r})"
 BEFORE["docs/source/distributed.moe_planner.md"] = """
 import torch
 tokens_per_expert = torch.arange(128) + 100
