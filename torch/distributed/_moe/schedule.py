@@ -406,8 +406,8 @@ class _Flight:
                 self._seen()
                 raise
             finally:
-                # Or an error holds its frames, those hold it, and all hold the group, whose
-                # threads then meet Python's shutdown.
+                # Breaks a reference cycle of the error and its frames. It would keep the process
+                # group alive, and the threads of the group run into the shutdown of Python.
                 del future
         if self._done is not None:
             stream = torch.accelerator.current_stream(self._done.device)

@@ -26,9 +26,9 @@ class MoE(Module):
         \; [+ \mathrm{MLP}_\mathrm{shared}(x_t)]
 
     It is :func:`~torch.nn.functional.moe_topk` and
-    :func:`~torch.nn.functional.moe_mlp` with parameters. No loss is added and nothing
-    is remembered: :mod:`torch.nn.utils.moe` has the functions that keep experts
-    balanced, and ``need_routing=True`` returns what they take.
+    :func:`~torch.nn.functional.moe_mlp` with parameters. The layer adds no loss and keeps
+    no state: :mod:`torch.nn.utils.moe` has the functions that keep experts
+    balanced, and ``need_routing=True`` returns their arguments.
 
     :func:`torch.export.export`, AOTInductor, :func:`torch.onnx.export` with
     ``dynamo=True`` and :func:`torch.jit.trace` take this module.
@@ -60,8 +60,8 @@ class MoE(Module):
             weight 1 and always without biases; none if ``None``.
         recipe: precision of the routed experts' products, see
             :func:`~torch.nn.functional.moe_mlp`; also an attribute, which may be set at any time: it
-            is no part of the state. For backward the input is kept twice, in 8 bits and, for the
-            router, as it is. Default: ``None``, the dtype of the parameters
+            is not part of the state dict. Backward saves the input twice: in 8 bits for the experts and
+            in its own dtype for the router. Default: ``None``, the dtype of the parameters
 
     Shape:
         - Input: :math:`(*, D)`.
@@ -87,11 +87,11 @@ class MoE(Module):
     The state dict has exactly these parameters and this buffer, those that are not None,
     and ``router.weight``.
 
-    The output of a token does not depend on the other tokens of the call, bit by bit,
-    given its experts and their weights: :meth:`run_experts` is batch invariant, and
-    :func:`~torch.nn.functional.moe_topk` is. The router and no other part is not: it is
-    a :class:`~torch.nn.Linear`, whose float32 matmul may round a token's logits
-    differently when there are few. A subclass whose ``route`` computes
+    :meth:`run_experts` and :func:`~torch.nn.functional.moe_topk` are batch invariant: given
+    the experts of a token and their weights, the other tokens of the call change no bit of
+    its output. The router is the only part that is not batch invariant. It is
+    a :class:`~torch.nn.Linear`, whose float32 matmul may round the logits of a token
+    differently when there are few tokens. A subclass whose ``route`` computes
     ``(input.unsqueeze(-2) * self.router.weight).sum(-1)`` has the whole layer
     invariant.
 
@@ -101,8 +101,8 @@ class MoE(Module):
     Raises:
         ValueError: a size is below 1, ``top_k`` above ``num_experts``, ``activation`` is none of
             :func:`~torch.nn.functional.moe_mlp`, or ``separate_up`` is given without a gate
-            or with ``gate_interleaved``; the message names it. What else the two functionals do not take they say in the
-            first forward pass.
+            or with ``gate_interleaved``; the message names it. The other arguments are validated by
+            the two functionals in the first forward pass.
 
     Example::
 
@@ -206,8 +206,8 @@ class MoE(Module):
 
     @property
     def num_experts(self) -> int:
-        """E, of the router: experts that were cut out of all weights are gone here too."""
-        # Not of w_in or w_out: while expert parallelism runs a forward those are a rank's own.
+        """E, the rows of the router weight, so that experts may be removed from a layer."""
+        # Not from w_in or w_out: during an expert parallel forward they hold the experts of one rank.
         return self.router.weight.shape[0]
 
     def reset_parameters(self) -> None:
@@ -343,7 +343,7 @@ class MoE(Module):
         return (output, logits, topk_indices) if need_routing else output
 
     def _explain(self, error: NotImplementedError) -> None:
-        """Says what to do about weights of a class that does not know the op, as quantised ones."""
+        """Adds a note on weights whose class does not implement the op, such as quantised tensors."""
         for name in ("w_in", "w_up", "w_out"):
             kind = type(getattr(self, name))
             if kind not in (Parameter, Tensor, type(None)):

@@ -1,4 +1,4 @@
-"""What trains a Mixture-of-Experts layer besides its experts. Prototype: may change.
+"""Losses, counts and routings for training a Mixture-of-Experts layer. Prototype: may change.
 
 Everything here is a pure function of tensors: it works on any router's output, on any
 device, and keeps no state between steps. Losses and a bias that balance the load of the
@@ -89,10 +89,10 @@ def _counts(columns: Tensor, num_experts: int) -> Tensor:
 def _mean(values: Tensor, counted: Tensor) -> Tensor:
     """``(*, N, ...)`` to the mean over the N that are ``counted``, ``(*, N)``; others are 0.
 
-    It is 0 of nothing: a rank without tokens adds no loss and no gradient.
+    The mean of no values is 0, so that a rank without tokens adds no loss and no gradient.
     """
     total = values.sum(counted.dim() - 1)
-    # On a tensor: the exporter takes max(T, 1) of a dynamic T for T.
+    # A tensor op, because the exporter simplifies max(T, 1) of a dynamic T to T.
     count = counted.sum(-1).clamp(min=1)
     return total / count.view(count.shape + (1,) * (total.dim() - count.dim()))
 
@@ -170,8 +170,8 @@ def load_balancing_loss(
 
     V are the tokens that ``mask`` keeps and that chose at least one expert, and
     :math:`c_{t,e}` is how many slots of token t chose expert e: the loss of a padded
-    batch is that of its tokens without the padding. It is 1 when either is uniform, up to E when all tokens want and choose one
-    expert, and 0 without tokens. Only :math:`P` has a gradient. Switch Transformer
+    batch is that of its tokens without the padding. The loss is 1 if f or P is uniform, at most E if all tokens want and
+    choose one expert, and 0 if there are no tokens. Only :math:`P` has a gradient. Switch Transformer
     (arXiv:2101.03961, equation 4) for K = 1; per sequence it is the complementary loss
     of DeepSeek-V3 (arXiv:2412.19437, equations 17-20). Multiply by a coefficient of
     your choice.
@@ -237,7 +237,7 @@ def load_balancing_loss(
     if not per_sequence:
         scores, ids = scores.flatten(0, -2), ids.flatten(0, -2)
         counted = counted.flatten()
-    # The guard of moe_topk, against a sum of 0.
+    # As in moe_topk: the small number prevents a division by 0.
     wanted = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     if counts is None:
         wanted, slots = _mean(wanted, counted), _counts(ids, num_experts)

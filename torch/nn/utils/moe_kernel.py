@@ -65,10 +65,10 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
 
     .. warning:: This function is a prototype and subject to change.
 
-    By default :attr:`MoeBackend.COMPOSITE` runs every call, but on architectures of GPUs on which
-    :attr:`MoeBackend.TRITON` has run the kernels of an operator, which
-    torch/_native/ops/moe/proven.py lists: none yet. Inside this context only ``backends`` may, whatever their order; of several, the
-    first of :class:`MoeBackend` that can run a call does. A call that none of them can run raises
+    By default :attr:`MoeBackend.COMPOSITE` runs every call. The exceptions are GPU architectures on
+    which the kernels of :attr:`MoeBackend.TRITON` have been run: torch/_native/ops/moe/proven.py lists
+    them by operator, and there are none yet. Inside this context only ``backends`` run. Each call uses the first
+    of them, in the order of :class:`MoeBackend`, that supports it. If none does, the call raises
     an error that says why, instead of falling back. ``TORCH_LOGS="+native_dsl"`` shows the choice
     of every call.
 

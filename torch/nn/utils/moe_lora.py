@@ -46,9 +46,9 @@ class _LowRank(Module):
 
 
 class _Saved:
-    """A tensor that autograd saved, or a merged weight that it did not and how to make it again.
+    """A saved tensor, or in place of a merged weight what is needed to merge it again.
 
-    With hooks autograd compares no versions, so this does.
+    Autograd does not compare versions of tensors that hooks pack, so this class does.
     """
 
     def __init__(

@@ -67,9 +67,9 @@ def select_recipe(
 ) -> tuple[str | None, str]:
     r"""The faster recipe of one layer of experts on a device, and why.
 
-    Nothing calls it: a model trains in FP8 when its author writes the recipe down. It compares time only;
-    what is saved for backward is said in the reason, and what FP8 does to the numbers in the table of
-    :doc:`/nn.functional.moe_scaled`.
+    PyTorch does not call this function: the author of a model chooses the recipe. It compares time only.
+    The reason also says how many bytes are saved for backward, and :doc:`/nn.functional.moe_scaled` has a table of
+    the errors of FP8.
 
     On a device that is here (a :class:`torch.device` or its name) both sides are run and timed with
     uniform random routing. A GPU by name (``"H100"``, ``"B200"``, ...) is asked of the performance model,

@@ -1,9 +1,9 @@
 """Records which experts a model's routers choose, and repeats the choice. Prototype: may change.
 
-A model that was sampled from and is trained on what it said, as in reinforcement learning, computes
-the router's logits twice, in two engines or two precisions. Where two experts are close, the second
-time may choose another one, and its loss is that of another model. A record of the first time fixes
-the choice; weights and gradients are those of the logits of the second.
+In reinforcement learning a model is trained on its own samples. The router's logits are computed
+twice, in two engines or two precisions. If two experts have close scores, the second pass may choose
+another one, and its loss is then that of another model. A record of the first pass makes the second
+choose the same experts. The weights and gradients are those of the logits of the second pass.
 
 A router here is any module whose ``forward`` has the keyword arguments of :class:`torch.nn.MoE`:
 ``need_routing=True`` makes it return ``(output, logits (*, E), topk_indices (*, K))``, and
@@ -124,8 +124,8 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
 def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None]:
     r"""Makes the routers of a model take the experts of a record.
 
-    Nothing is used up: routers may run in any order and any number of times, each on all
-    tokens of the record. Micro-batches have a record each. Activation checkpointing runs routers in
+    Routers may run in any order and any number of times, each on all
+    tokens of the record. Each micro-batch has its own record. Activation checkpointing runs routers in
     ``backward``, which therefore belongs into the context too.
 
     Args:

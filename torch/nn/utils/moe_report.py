@@ -1,6 +1,6 @@
 """What to look at when a Mixture-of-Experts model trains badly. Prototype: may change.
 
-How evenly experts are used, as text and as scalars, and where numbers stopped to be finite.
+It reports how evenly experts are used, as text and as scalars, and which tensor is the first that is not finite.
 
 Terms: L layers, E experts of each.
 """

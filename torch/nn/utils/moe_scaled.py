@@ -41,11 +41,11 @@ def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
 class WeightCache:
     r"""Quantises a weight once and remembers it until it may have changed.
 
-    That is when any :class:`torch.optim.Optimizer` makes a step, when the tensor is written in place
-    (also by ``load_state_dict``, and under :func:`torch.no_grad`), when another tensor is given or other
-    memory (``weight.data = ...``), or on :meth:`clear`. Writes that autograd does not see (into
-    ``weight.data``, or FSDP2's gather, which hides them) are noticed by the optimizer's step only: whoever
-    loads a checkpoint into the shards of FSDP2 calls :meth:`clear`.
+    It quantises again after a step of any :class:`torch.optim.Optimizer`, after the tensor is written in place
+    (also by ``load_state_dict``, and under :func:`torch.no_grad`), for another tensor or other
+    memory (``weight.data = ...``), and after :meth:`clear`. It does not see writes that autograd does not see (into
+    ``weight.data``, or by the gather of FSDP2) until the next step of the optimizer. Call :meth:`clear`
+    after loading a checkpoint into the shards of FSDP2.
 
     The gradient still goes to the weight, which is passed next to its quantised form. Not to be used inside
     :func:`torch.compile`: it is state; call it outside, or let the graph quantise.

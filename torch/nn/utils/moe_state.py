@@ -46,9 +46,10 @@ def select_experts(
     r"""Keeps, removes, reorders and copies the experts of a layer.
 
     Expert i of the result is expert ``experts[i]`` of ``state``: leave one out to remove it, name one
-    twice to add a copy. With normalised weights, a layer without some experts is the one that never
-    chooses them, and a layer with every expert c times and top_k * c is the same function; but a
-    softmax over other experts has other scores, which a ``balance_bias`` is added to.
+    twice to add a copy. If the router weights are normalised, removing experts has the same effect as never
+    choosing them, and a layer with c copies of every expert and c * top_k computes the same
+    function. This does not hold with a ``balance_bias``: the scores of a softmax depend on the number of experts,
+    and the bias is added to them.
 
     Args:
         state: a state dict, of a layer or of a model that has it.

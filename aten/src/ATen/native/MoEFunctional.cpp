@@ -73,7 +73,7 @@ RoutedTokens route_tokens(
         ", got ",
         shape_string(topk_weights->sym_sizes()));
     const auto weights = flatten_leading(*topk_weights);
-    // Weights that a router made in float64, for tokens that are not.
+    // The op takes weights in float32 or the dtype of input.
     const bool widens =
         weights.is_floating_point() && weights.scalar_type() != input.scalar_type();
     routed.topk_weights = widens ? weights.to(kFloat) : weights;

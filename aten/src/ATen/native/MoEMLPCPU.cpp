@@ -148,8 +148,8 @@ void check_mlp_values(const char* op, const moe::MLPInputs& in, int64_t num_rows
 
 namespace {
 
-// The gradients that output_mask asks for and that have an operand, but those of the
-// expert weights.
+// Allocates the gradients that output_mask asks for and whose operand is given. The kernel
+// allocates those of the expert weights.
 MoEMLPGrads allocate_grads(
     const moe::MLPInputs& in,
     const std::array<bool, 7>& output_mask) {
