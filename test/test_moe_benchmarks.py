@@ -56,7 +56,7 @@ class TestCpuOps(TestCase):
             expected = {"moe_mlp", "loop_unbound"}
             expected |= {"transformers_grouped_mm", "transformers_batched_mm"}
             if "gpt_oss" not in row["id"]:
-                expected.add("recomputed_grouped_mm")
+                expected |= {"recomputed_grouped_mm", "composite"}
             if not row["sweep"]:
                 expected.add("transformers_eager")
                 if "gpt_oss" not in row["id"]:

@@ -15,7 +15,6 @@ import math
 import pathlib
 import statistics
 import time
-
 from collections.abc import Iterator
 
 from report import figure, parse, show

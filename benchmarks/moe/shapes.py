@@ -186,7 +186,10 @@ CPU_ROWS = (
     # A backward of Mixtral's layer takes more memory than most CPUs here have.
     *(Row(s, backward=b) for s in _LARGE for b in PASSES if not (b and s.F == 14336)),
     *(Row(s, layers=4, routings=8, compiled=s.T == 8) for s in _DECODE),
-    *(Row(s, backward=True, sweep="constant K", compiled=s.E == 8) for s in _CONSTANT_K),
+    *(
+        Row(s, backward=True, sweep="constant K", compiled=s.E == 8)
+        for s in _CONSTANT_K
+    ),
     *(
         Row(s, backward=True, sweep="constant FLOPs", compiled=s.K >= 8)
         for s in _CONSTANT_FLOPS

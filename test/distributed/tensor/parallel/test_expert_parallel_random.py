@@ -521,7 +521,9 @@ def run_rank(rank, seed, folder):
                 store=dist.FileStore(f"{folder}/store{at}", plan.ranks),
                 rank=rank,
                 world_size=plan.ranks,
-                timeout=datetime.timedelta(seconds=TIMEOUT),  # a rank may stay in its fault
+                timeout=datetime.timedelta(
+                    seconds=TIMEOUT
+                ),  # a rank may stay in its fault
             )
             dist.set_timeout(datetime.timedelta(seconds=plan.timeout))
             run_part(plan, rank, f"{folder}/saved{at}")
