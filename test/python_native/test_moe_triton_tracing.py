@@ -159,7 +159,7 @@ class TestMoeTracing(TestCase):
         self.assertEqual(out.requires_grad, grad)
         self.assertEqual(len(graphs), 1)
         nodes = graphs[0].graph.nodes
-        for op in (torch._moe_topk, torch._moe_permutation, torch._moe_mlp):
+        for op in (torch._moe_topk, torch._C._nn.moe_mlp):
             self.assertIn(op, [node.target for node in nodes])
         methods = [node.target for node in nodes if node.op == "call_method"]
         self.assertFalse(set(methods) & {"item", "tolist", "nonzero", "cpu"}, methods)

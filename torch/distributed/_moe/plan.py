@@ -265,7 +265,7 @@ def _borrow(
     for node in nodes:
         rows, heaviest = held[node], max(loads[node])
         low = max(reached, -(-sum(loads[node]) // per_node))
-        found = None
+        found, high = None, heaviest
         if any(free) and heaviest > low:
 
             def trial(cap: int) -> list[dict[int, int]] | None:

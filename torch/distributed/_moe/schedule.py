@@ -295,7 +295,7 @@ def _communication_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="moe_communication")
 
 
-def _own_groups(switch: TokenSwitch) -> None:
+def _own_groups(switch: object) -> None:
     """Takes ``switch`` out of the groups that other threads communicate in."""
     if detect_fake_mode() or local_tensor_mode() is not None:
         return  # Nothing is sent.

@@ -79,7 +79,7 @@ class LoadStats:
         if not 0 <= decay < 1:
             raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
         # By name, as a group that is kept alive keeps its threads.
-        self._group_name = getattr(group, "group_name", group)
+        self._group_name: Any = getattr(group, "group_name", group)
         self._decay = decay
         # Behind the experts, how many forwards there were.
         self._sums = torch.zeros(
@@ -388,7 +388,7 @@ class PlacedExperts:
             if self._fetch is not None:
                 self._copies = self._fetcher.end(self._fetch, self._weights)
             if self._ahead is not None:
-                self._ahead._expert_parallel.placed.fetch_ahead(self._ahead)
+                cast(Any, self._ahead)._expert_parallel.placed.fetch_ahead(self._ahead)
         with _reparametrize_module(self._module, self._copies):
             return self._experts(*rows, **options)
 

@@ -149,7 +149,7 @@ def _settle(
             for key, out in resident.items():
                 if e in rows:
                     out[slot].copy_(rows[e][0][key])
-                else:
+                elif weights is not None:
                     out[slot].copy_(weights(f"{name}.{key}".lstrip("."), e))
     padded = [held + [-1] * (slots - len(held)) for held in table]
     held = torch.tensor(padded)
