@@ -113,7 +113,7 @@ def train(args: argparse.Namespace) -> None:
             loss = model(input_ids=ids, labels=ids).loss / len(micros)
             loss.backward()
             total += loss.detach()
-        norm = ExpertParallel.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

@@ -36,7 +36,7 @@ if "--seconds" in sys.argv:
     # A rank is no test, and what tests need takes longer to import than torch.
     TestCase = object
 else:
-    from torch.testing._internal.common_utils import run_tests, TestCase
+    from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
 
 
 RANKS, D, HIDDEN, E, K, TOKENS = 4, 32, 24, 16, 4, 64
@@ -269,6 +269,7 @@ def soak(seconds, seed, life_seconds=60.0):
 
 
 class TestSoak(TestCase):
+    @slowTest
     def test_training_goes_on_where_it_was(self):
         command = [sys.executable, os.path.abspath(__file__), "--seconds"]
         seconds = os.environ.get("MOE_SOAK_SECONDS", "6")

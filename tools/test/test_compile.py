@@ -106,7 +106,7 @@ def test_a_header_of_the_wheel_that_a_patch_edits_changes_the_command(project):
     rules = []
     for _ in range(2):
         graph = buildgraph._Graph(
-            project.workspace, project.env, buildgraph.BuildOptions()
+            project.workspace, project.env, buildgraph.BuildOptions(capability="all")
         )
         graph.add_source(source, "aten/src/ATen/native/MoE.cpp", [])
         rules.append("".join(graph._rules))
