@@ -53,7 +53,9 @@ void check_parameter_dtypes(
     const Tensor& input,
     const Tensor& w_in,
     std::initializer_list<std::pair<const char*, std::optional<Tensor>>> parameters) {
-  if (at::autocast::is_autocast_enabled(input.device().type())) {
+  const auto device = input.device().type();
+  if (at::autocast::is_autocast_available(device) &&
+      at::autocast::is_autocast_enabled(device)) {
     return;
   }
   for (const auto& [name, parameter] : parameters) {
