@@ -25,7 +25,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor.parallel import ExpertParallel
 
 from demo import text
 

@@ -20,7 +20,6 @@ from torch.distributed._tools.moe_profile import (
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ExpertParallel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
