@@ -2,7 +2,7 @@
 """Every tile configuration that ships compiles well for every GPU it ships for.
 
 Nothing runs: the assemblers in Triton's wheel compile for GPUs that are not there. The sweep
-takes minutes, so it is slow; each run compares its record with the sources instead.
+takes minutes, so it is slow; where the record is, test_moe_records.py compares it with the sources.
 What the kernels compute: test_moe_triton_interpreter.py.
 """
 

@@ -33,7 +33,7 @@ class MoE(Module):
     :func:`torch.export.export`, AOTInductor, :func:`torch.onnx.export` with
     ``dynamo=True`` and :func:`torch.jit.trace` take this module.
     :func:`torch.jit.script`, which is deprecated, does not: it has no keyword-only
-    arguments with defaults, such as those of :func:`~torch.nn.functional.moe_mlp`.
+    arguments with defaults, such as those of :func:`~torch.nn.functional.moe_topk`.
 
     Args:
         embed_dim: D, width of a token.
