@@ -105,7 +105,9 @@ def test_edit_refresh_apply_is_the_identity(
         checkout.git.run("reset", "-q")
         project.refresh("110")
         assert checkout.git.resolve("HEAD^{tree}") == wanted != before
-        assert export.verify(checkout, project.stack) == []
+        # Any bytes survive; that some are not to land is another rule.
+        problems = export.verify(checkout, project.stack)
+        assert [p for p in problems if "binary data does not land" not in p] == []
         shutil.copytree(clean, folder / "clone", symlinks=True)
         upstream = Upstream(folder / "clone", project)
         upstream.apply()
