@@ -562,7 +562,7 @@ op_db: list[OpInfo] = [
         supports_out=False,
         # _moe_mlp_backward has no derivative.
         supports_gradgrad=False,
-        # TorchScript has no keyword-only arguments with defaults.
+        # TorchScript is deprecated and not part of the contract.
         supports_scripting=False,
         decorators=(NO_SMALLER_ROUNDING,),
         skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
@@ -577,7 +577,7 @@ op_db: list[OpInfo] = [
         supports_out=False,
         # _moe_mlp_backward has no derivative.
         supports_gradgrad=False,
-        # TorchScript has no keyword-only arguments with defaults.
+        # TorchScript is deprecated and not part of the contract.
         supports_scripting=False,
         decorators=(NO_SMALLER_ROUNDING,),
         skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
