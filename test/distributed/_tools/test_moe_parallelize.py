@@ -24,6 +24,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    TestCase,
 )
 
 
@@ -75,6 +76,15 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Tied(Model):
+    """Its head has the weight of its embedding, and two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.embedding.weight
+        self.output = self.head
 
 
 def make_model():
@@ -210,6 +220,31 @@ class TestApplied(GlooTest):
         tight = replace(CPU, device=replace(CPU.device, memory=0.9 * need))
         _, small = parallelize_moe(make_model(), **{**kw, "profile": tight})
         self.assertLess(small.memory.total, need)
+
+
+@instantiate_parametrized_tests
+class TestPlanned(TestCase):
+    @parametrize("device", ["cpu", "meta"])
+    def test_a_trace_leaves_a_tied_weight_alone(self, device):
+        with torch.device(device):
+            model = Tied()
+        weight = model.embedding.weight
+        parallelize_moe(model, **KW, dry_run=True)
+        for module in (model.embedding, model.head, model.output):
+            self.assertIs(module.weight, weight)
+        for name, parameter in model.named_parameters():
+            self.assertIsNone(parameter.grad, msg=name)
+
+    def test_a_failed_trace_leaves_no_hook(self):
+        def fails(model):
+            one_sequence(model)
+            raise RuntimeError("after the forward")
+
+        model = make_model()
+        with self.assertRaisesRegex(RuntimeError, "after the forward"):
+            parallelize_moe(model, **{**KW, "loss": fails}, dry_run=True)
+        for name, module in model.named_modules():
+            self.assertEqual(len(module._forward_hooks), 0, msg=name)
 
 
 if __name__ == "__main__":

@@ -246,10 +246,9 @@ def trace(
             seen = stack.enter_context(_Run(p, inside))
             seen.live.update(t.untyped_storage()._cdata for t in tensors)
             last = model.get_submodule(blocks[-1])
-            hook = last.register_forward_hook(seen.after_last)
-            with seen.modules if recompute == "none" else contextlib.nullcontext():
+            tracked = seen.modules if recompute == "none" else contextlib.nullcontext()
+            with last.register_forward_hook(seen.after_last), tracked:
                 value = run(model)
-            hook.remove()
             if recompute == "none":
                 forward, split = seen.dense, seen.split
             value.backward()
@@ -316,7 +315,8 @@ def _fake_parameters(model: nn.Module) -> Iterator[Collection[Tensor]]:
             if t.requires_grad:
                 fake.register_post_accumulate_grad_hook(_drop)
         tensors[name] = fake
-    with _reparametrize_module(model, tensors):
+    # A weight that is tied has several owners, and a shared module several names.
+    with _reparametrize_module(model, tensors, tie_weights=True, stack_weights=True):
         yield tensors.values()
 
 
