@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._tools.moe_config import MODELS
+from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_estimator import Layout, memory
 from torch.distributed._tools.moe_parallelize import parallelize_moe
+from torch.distributed._tools.moe_plan import plan
 from torch.distributed._tools.moe_profile import (
     Constants,
     CpuConstants,
     Device,
     Profile,
 )
+from torch.distributed._tools.moe_trace import Traced
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import (
@@ -179,12 +181,23 @@ class TestApplied(GlooTest):
             ({"cp": 2}, r"cp=2 cannot be applied.*cp=1"),
             ({"ep": 3}, r"plan: ep must divide the experts, 8, got 3; nearest that works: ep="),
             ({"batch": 6, "micro_batch": 4}, r"batch must be a multiple.*nearest that works"),
+            ({"tp": 4}, r"tp must divide the tokens of a sequence, 6, got 4; .*works: tp=2"),
+            ({"replicate": 3}, r"replicate must divide the 4 GPUs, got 3; .*works: replicate=2"),
+            ({"replicate": 2, "ep": 4}, r"no layout divides gpus=4"),
         ],
     )  # fmt: skip
     def test_what_cannot_be_applied(self, fixed, message):
         with self.assertRaisesRegex(ValueError, message) as caught:
             parallelize_moe(make_model(), **{**KW, **fixed})
         self.assertNotIn("\n", str(caught.exception))
+
+    def test_ranks_of_tp_share_out_a_sequence(self):
+        def one(model):
+            return model(torch.zeros(1, 5, dtype=torch.int64))
+
+        kw = {**KW, "seq": 5, "loss": one, "dry_run": True}
+        _, found = parallelize_moe(make_model(), **kw)
+        self.assertEqual({x.tp for _, x in found.best}, {1})
 
     def test_a_model_without_a_tp_plan(self):
         message = (
@@ -245,6 +258,16 @@ class TestPlanned(TestCase):
             parallelize_moe(model, **{**KW, "loss": fails}, dry_run=True)
         for name, module in model.named_modules():
             self.assertEqual(len(module._forward_hooks), 0, msg=name)
+
+    def test_nothing_fits_by_what_was_traced(self):
+        # A TB of activations a sequence, on however many ranks.
+        peaks = {"none": (2e12, 2e12), "full": (1e12, 1e12)}
+        kw = {"global_batch": B, "seq": S, "dtypes": ("fp32",), "fsdp": True, "pp": 1}
+        traced = Traced(1e-3, 0.0, 1e-3, peaks)
+        config = MoEConfig.from_module(make_model())
+        message = "16 GB; .* recompute=full, needs 1,000 GB .* activations$"
+        with self.assertRaisesRegex(ValueError, message):
+            plan(config, CPU, 4, traced=traced, kernel="moe_mlp", **kw)
 
 
 if __name__ == "__main__":

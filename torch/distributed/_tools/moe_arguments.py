@@ -23,7 +23,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "gpus": (1, 1 << 20), "ep": (1, 1 << 16), "tp": (1, 1 << 10), "pp": (1, 1 << 10),
     "cp": (1, 1 << 10), "expert_tp": (1, 1 << 10), "virtual": (1, 1 << 10),
     "micro_batch": (1, 1 << 16), "node_limit": (0, 1 << 16), "domain": (0, 1 << 20),
-    "graphs": (0, 2), "gradient_bytes": (1.0, 8.0), "optimizer_bytes": (0.0, 32.0),
+    "graphs": (0, 2), "replicate": (1, 1 << 20), "gradient_bytes": (1.0, 8.0),
+    "optimizer_bytes": (0.0, 32.0),
     # of a step
     "batch": (1, 1 << 30), "global_batch": (1, 1 << 30), "batch_per_dp": (1, 1 << 30),
     "seq": (1, 1 << 24), "context": (0, 1 << 24), "tokens": (1, 1 << 28),

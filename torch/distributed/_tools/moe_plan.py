@@ -158,7 +158,7 @@ class Plan:
         """Every choice: why, with its numbers, and what the next best would cost."""
         lines = [
             f"{self.step.tokens_per_second:,.0f} tokens/s/GPU, step {self.step.seconds:.3f} s, "
-            f"{self.memory.total / 1e9:,.{0 if self.memory.total > 1e10 else 3}f} GB a GPU\n"
+            f"{_gb(self.memory.total)} GB a GPU\n"
         ]
         for c in self.choices:
             value = c.value
@@ -194,6 +194,10 @@ class Plan:
         }
 
 
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.{0 if nbytes > 1e10 else 3}f}"
+
+
 # ---- candidates ------------------------------------------------------------------------
 
 
@@ -225,9 +229,11 @@ def _check_fixed(
         "expert_tp": (model.f, f"the width of an expert, {model.f}"),
     }
     counts = ("ep", "tp", "pp", "cp", "expert_tp")
+    shared = ("tp",) if fixed.get("fsdp") else ()  # who share out a sequence
     for n, what, names in (
         *((n, what, (name,)) for name, (n, what) in whole.items()),
-        (gpus, f"the {gpus} GPUs", counts),
+        (math.gcd(seq, model.heads), whole["cp"][1], shared),
+        (gpus, f"the {gpus} GPUs", (*counts, "replicate")),
     ):
         for name in names:
             value = fixed.get(name, 1)
@@ -283,7 +289,7 @@ def _unit(x: dict[str, Any]) -> int:
 
 
 def _layout(
-    model: MoEConfig, domain: int, gpus: int, batch: int, x: dict[str, Any]
+    model: MoEConfig, domain: int, gpus: int, batch: int, seq: int, x: dict[str, Any]
 ) -> Layout | None:
     """The layout of a combination, or None where it does not divide."""
     tp, pp, ep, virtual = x["tp"], x["pp"], x["ep"], x.get("virtual", 1)
@@ -292,8 +298,12 @@ def _layout(
         or tp > domain
         or model.heads % tp
         or (x.get("fsdp") and not model.mla and model.kv_heads % tp)
+        or (x.get("fsdp") and seq % tp)  # ranks of tp share out a sequence
         or (ep > domain and ep % domain)
     ):
+        return None
+    copies = x.get("replicate", 1)  # each has all experts
+    if gpus % copies or (gpus // copies) % _unit(x):
         return None
     if pp > 1 and pp * LAYERS_PER_STAGE > model.layers or pp * virtual > model.layers:
         return None
@@ -308,12 +318,12 @@ def _layout(
 
 
 def _candidates(
-    model: MoEConfig, p: Profile, gpus: int, batch: int, dtypes: Sequence[str],
+    model: MoEConfig, p: Profile, gpus: int, batch: int, seq: int, dtypes: Sequence[str],
     fixed: dict[str, Any],
 ) -> Iterator[Layout]:  # fmt: skip
     domain = fixed.get("domain") or p.device.domain
     for x in _options(model, gpus, dtypes, fixed):
-        if (layout := _layout(model, domain, gpus, batch, x)) is not None:
+        if (layout := _layout(model, domain, gpus, batch, seq, x)) is not None:
             yield layout
 
 
@@ -360,7 +370,7 @@ def _ranked(
 
 def _nearest(
     model: MoEConfig, p: Profile, gpus: int, batch: int, seq: int, dtypes: Sequence[str],
-    fixed: dict[str, Any],
+    fixed: dict[str, Any], traced: Traced | None,
 ) -> str:  # fmt: skip
     """The next smaller and the next larger number of GPUs on which something fits."""
     domain, each = fixed.get("domain") or p.device.domain, math.ceil(batch / gpus)
@@ -368,10 +378,10 @@ def _nearest(
     above: tuple[int, Layout] | None = None
 
     def fitting(n: int, x: dict[str, Any]) -> Layout | None:
-        layout = _layout(model, domain, n, n * each, x)
+        layout = _layout(model, domain, n, n * each, seq, x)
         if layout is None or n * each > RANGES["global_batch"][1]:
             return None
-        size = memory(model, layout, seq=seq, global_batch=n * each).total
+        size = _memory(model, layout, n * each, seq, traced).total
         return layout if size <= FILL * p.device.memory else None
 
     most = min(64 * gpus, int(RANGES["gpus"][1]))
@@ -406,21 +416,21 @@ def _nearest(
 
 def _nothing_fits(
     model: MoEConfig, p: Profile, gpus: int, batch: int, seq: int, dtypes: Sequence[str],
-    fixed: dict[str, Any],
+    fixed: dict[str, Any], traced: Traced | None,
 ) -> ValueError:  # fmt: skip
-    layouts = list(_candidates(model, p, gpus, batch, dtypes, fixed))
+    layouts = list(_candidates(model, p, gpus, batch, seq, dtypes, fixed))
     if layouts:
-        sized = [
-            (memory(model, x, seq=seq, global_batch=batch).total, x) for x in layouts
-        ]
+        sized = [(_memory(model, x, batch, seq, traced).total, x) for x in layouts]
         least, x = min(sized, key=lambda e: e[0])
         message = (
-            f"plan: training: nothing fits in {FILL:.0%} of {p.device.memory / 1e9:.0f} GB; "
+            f"plan: training: nothing fits in {FILL:.0%} of {_gb(p.device.memory)} GB; "
             f"the smallest that divides {gpus} GPUs, ep={x.ep} tp={x.tp} pp={x.pp} "
-            f"recompute={x.recompute}, needs {least / 1e9:.0f} GB for weights, gradients, "
+            f"recompute={x.recompute}, needs {_gb(least)} GB for weights, gradients, "
             "optimizer and activations"
         )
-        return ValueError(message + _nearest(model, p, gpus, batch, seq, dtypes, fixed))
+        return ValueError(
+            message + _nearest(model, p, gpus, batch, seq, dtypes, fixed, traced)
+        )
     domain, batches = fixed.get("domain") or p.device.domain, set()
     for x in _options(model, gpus, dtypes, fixed):
         if not gpus % _unit(x):
@@ -429,7 +439,7 @@ def _nothing_fits(
             near = (batch // ranks, batch // ranks + 1, least)
             batches |= {
                 n * ranks for n in near
-                if n >= least and _layout(model, domain, gpus, n * ranks, x)
+                if n >= least and _layout(model, domain, gpus, n * ranks, seq, x)
             }  # fmt: skip
     if batches:
         below = max((n for n in batches if n < batch), default=None)
@@ -443,7 +453,7 @@ def _nothing_fits(
     return ValueError(
         f"plan: training: no layout divides gpus={gpus} and {fixed or 'the model'}: "
         "tp x pp x cp and pp x ep must divide the GPUs"
-        + _nearest(model, p, gpus, batch, seq, dtypes, fixed)
+        + _nearest(model, p, gpus, batch, seq, dtypes, fixed, traced)
     )
 
 
@@ -636,10 +646,10 @@ def plan(
     dtypes = tuple(dtypes) if dtypes else default_dtypes(p)
     for dtype in (*dtypes, fixed.get("dtype", "bf16")):
         p.check_dtype("plan", dtype)
-    layouts = list(_candidates(model, p, gpus, global_batch, dtypes, fixed))
+    layouts = list(_candidates(model, p, gpus, global_batch, seq, dtypes, fixed))
     ranked = _ranked(model, p, layouts, global_batch, seq, 1.0, exposed, traced)
     if not ranked:
-        raise _nothing_fits(model, p, gpus, global_batch, seq, dtypes, fixed)
+        raise _nothing_fits(model, p, gpus, global_batch, seq, dtypes, fixed, traced)
     x = ranked[0][1]
     tokens = x.micro_batch * seq / x.cp / x.tp
     capacity, replicas, imbalance = load_choices(model, x, tokens, load, p)
