@@ -3,15 +3,18 @@
 
 import copy
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_estimator import Layout, memory
-from torch.distributed._tools.moe_parallelize import parallelize_moe
+from torch.distributed._tools.moe_parallelize import _device_type, parallelize_moe
 from torch.distributed._tools.moe_plan import plan
 from torch.distributed._tools.moe_profile import (
     Constants,
@@ -21,6 +24,7 @@ from torch.distributed._tools.moe_profile import (
 )
 from torch.distributed._tools.moe_trace import Traced
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.launcher import elastic_launch, LaunchConfig
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -89,6 +93,34 @@ class Tied(Model):
         self.output = self.head
 
 
+class GroupedExperts(nn.Module):
+    """Called with rows in expert order and counts."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in (("w1", (E, H, D)), ("w2", (E, D, H)), ("w3", (E, H, D))):
+            setattr(self, name, nn.Parameter(0.1 * torch.randn(shape)))
+
+    def forward(self, x, num_tokens_per_expert):
+        offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        return F.grouped_mlp(x, torch.cat([self.w1, self.w3], 1), self.w2, offs)
+
+
+class GroupedMoE(nn.Module):
+    top_k = K
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, E, bias=False), GroupedExperts()
+
+    def forward(self, x):
+        tokens = x.flatten(0, -2)
+        ids, weights = F.moe_topk(self.router(tokens), K)
+        row_slots, slot_rows, _, counts = torch._moe_permutation(ids, E)
+        rows = self.experts(tokens[row_slots // K], counts)
+        return (rows[slot_rows] * weights[..., None]).sum(1).view_as(x)
+
+
 def make_model():
     torch.manual_seed(0)
     return Model().double()
@@ -101,7 +133,7 @@ def one_sequence(model):
 KW = {"batch": B, "seq": S, "profile": CPU, "loss": one_sequence, "tp_plan": TP_PLAN}
 
 
-def train(model, micro_batches, ranks=1, steps=3):
+def train(model, micro_batches, ranks=1, steps=3, placement=None):
     """Losses of the batch, and norms of its gradient, of a script as people write it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -117,10 +149,20 @@ def train(model, micro_batches, ranks=1, steps=3):
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        if placement is not None:
+            placement.step()
         if ranks > 1:
             dist.all_reduce(loss)
         seen.append((loss.item() / ranks, norm.item()))
     return seen
+
+
+def train_under_torchrun():
+    model, found = parallelize_moe(make_model(), **KW)
+    world = found.parallel_dims()["world_size"]
+    seen = train(model, found.micro_batches, ranks=world)
+    dist.destroy_process_group()
+    return world, seen
 
 
 @instantiate_parametrized_tests
@@ -155,6 +197,44 @@ class TestApplied(GlooTest):
             value = dict(model.named_parameters())[name]
             self.assertEqual(value.full_tensor(), want, msg=name)
 
+    def test_experts_that_get_replicas_move(self):
+        whole = make_model()
+        load = [40.0] + [1.0] * (E - 1)
+        kw = {**KW, "load": load, "ep": 4}
+        model, found = parallelize_moe(copy.deepcopy(whole), **kw)
+        placement = found.placement
+        self.assertEqual(placement.slots_per_rank * 4, E + found.replicas)
+        self.assertEqual(len(placement.layers), len(model.layers))
+        home = placement.slot_experts
+        placement.every = 1
+        got = train(model, found.micro_batches, ranks=4, placement=placement)
+        self.assertNotEqual(placement.slot_experts, home)
+        self.assertEqual(got, train(whole, lambda ids: (ids,)))
+        # Nothing to step where all experts are on every rank.
+        _, found = parallelize_moe(make_model(), **{**kw, "ep": 1}, dry_run=True)
+        self.assertIsNone(found.placement)
+
+    def test_experts_that_are_called_with_rows_and_counts(self):
+        whole = make_model()
+        for layer in whole.layers:
+            layer.moe = GroupedMoE().double()
+        with self.assertRaisesRegex(ValueError, "tp=2 cannot be applied: .*counts"):
+            parallelize_moe(whole, **KW, tp=2)
+        model, found = parallelize_moe(copy.deepcopy(whole), **KW, ep=2)
+        self.assertEqual({x.tp for _, x in found.best}, {1})
+        got = train(model, found.micro_batches, ranks=4)
+        self.assertEqual(got, train(whole, lambda ids: (ids,)))
+
+    def test_the_device_of_a_plain_process_group(self):
+        # As init_process_group() makes it on a machine with a GPU.
+        config, gpu = "cpu:gloo,cuda:nccl", torch.device("cuda")
+        self.assertEqual(_device_type(), "cpu")
+        with (
+            mock.patch.object(c10d, "get_backend_config", return_value=config),
+            mock.patch.object(torch.accelerator, "current_accelerator", return_value=gpu),
+        ):  # fmt: skip
+            self.assertEqual(_device_type(), "cuda")
+
     def test_dry_run_changes_nothing(self):
         model = make_model()
         before = [(n, type(m), id(m)) for n, m in model.named_modules()]
@@ -181,6 +261,15 @@ class TestApplied(GlooTest):
             ({"cp": 2}, r"cp=2 cannot be applied.*cp=1"),
             ({"ep": 3}, r"plan: ep must divide the experts, 8, got 3; nearest that works: ep="),
             ({"batch": 6, "micro_batch": 4}, r"batch must be a multiple.*nearest that works"),
+            ({"fsdp": False}, r"fsdp=False cannot be applied.*fsdp=True with"),
+            ({"recompute": "selective"}, r"recompute=selective .*recompute=none or recompute=full"),
+            ({"graphs": 2}, r"graphs=2 cannot be applied.*graphs=0"),
+            ({"virtual": 2}, r"virtual=2 cannot be applied.*virtual=1"),
+            ({"algorithm": "flat"}, r"algorithm=flat cannot be applied.*=hierarchical"),
+            ({"node_limit": 4}, r"node_limit=4 cannot be applied.*node_limit=0"),
+            ({"dtype": "fp16"}, r"dtype=fp16 cannot be applied.*dtype=fp32 or dtype=bf16 with"),
+            ({"dtypes": ("bf16", "fp8")}, r"dtypes=fp8 cannot be applied.*dtypes=bf16 with"),
+            ({"pp": 2, "cp": 2, "graphs": 1}, r"pp=2 cannot be applied.*pp=1"),
             ({"tp": 4}, r"tp must divide the tokens of a sequence, 6, got 4; .*works: tp=2"),
             ({"replicate": 3}, r"replicate must divide the 4 GPUs, got 3; .*works: replicate=2"),
             ({"replicate": 2, "ep": 4}, r"no layout divides gpus=4"),
@@ -190,6 +279,12 @@ class TestApplied(GlooTest):
         with self.assertRaisesRegex(ValueError, message) as caught:
             parallelize_moe(make_model(), **{**KW, **fixed})
         self.assertNotIn("\n", str(caught.exception))
+
+    def test_choices_are_those_of_a_layout(self):
+        with self.assertRaisesRegex(ValueError, "fixed must be of .*, got gpus") as e:
+            parallelize_moe(make_model(), **KW, gpus=2)
+        names = str(e.exception).split(" of ")[1].split(", got")[0].split(", ")
+        self.assertEqual({*names, "gpus"}, {f.name for f in fields(Layout)})
 
     def test_ranks_of_tp_share_out_a_sequence(self):
         def one(model):
@@ -228,7 +323,9 @@ class TestApplied(GlooTest):
         _, fast = parallelize_moe(make_model(), **kw)
         slow = replace(CPU, device=replace(CPU.device, fast=1e5))
         _, kept = parallelize_moe(make_model(), **{**kw, "profile": slow})
-        self.assertGreater(kept.step.seconds, 10 * fast.step.seconds)
+        # Exchanged tokens are fewer bytes than all weights.
+        self.assertEqual((fast.layout.ep, fast.layout.tp), (1, 1))
+        self.assertEqual((kept.layout.ep, kept.layout.tp), (4, 2))
         need = fast.memory.total
         tight = replace(CPU, device=replace(CPU.device, memory=0.9 * need))
         _, small = parallelize_moe(make_model(), **{**kw, "profile": tight})
@@ -237,6 +334,15 @@ class TestApplied(GlooTest):
 
 @instantiate_parametrized_tests
 class TestPlanned(TestCase):
+    def test_torchrun_makes_the_ranks(self):
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
+        )  # fmt: skip
+        seen = elastic_launch(config, train_under_torchrun)()
+        whole = train(make_model(), lambda ids: (ids,))
+        self.assertEqual(seen, dict.fromkeys(range(2), (2, whole)))
+
     @parametrize("device", ["cpu", "meta"])
     def test_a_trace_leaves_a_tied_weight_alone(self, device):
         with torch.device(device):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint
+from torch.distributed._moe.exchange import _scalar_device
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, Profile, profile
@@ -37,7 +38,10 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.distributed.tensor.parallel._expert_adapters import DEFAULT_ADAPTERS
+from torch.distributed.tensor.parallel._expert_adapters import (
+    DEFAULT_ADAPTERS,
+    GroupedExpertsAdapter,
+)
 
 
 if TYPE_CHECKING:
@@ -69,9 +73,9 @@ def parallelize_moe(
 ) -> tuple[nn.Module, Plan]:
     """Plans the parallel run of ``model`` on all ranks of this program, and applies it.
 
-    Collective over the default process group. The model is the same on all ranks, or on the meta
-    device; it is changed in place. After that it is trained as on one rank, with
-    :meth:`.Plan.micro_batches` of every batch.
+    Collective over the default process group, which is made here under torchrun. The model is the
+    same on all ranks, or on the meta device; it is changed in place. After that it is trained as
+    on one rank, with :meth:`.Plan.micro_batches` of every batch.
 
     Args:
         model (nn.Module): has experts that ``ExpertParallel`` finds an adapter for.
@@ -90,10 +94,13 @@ def parallelize_moe(
             planner traces. Default: ``model(input_ids=ids, labels=ids)``
         dtypes (sequence of str, optional): of products, to choose from. ``"fp8"`` and
             ``"mxfp8"`` are a recipe of ``nn.MoE``. Default: that of the parameters on a CPU, else bf16
-        load (sequence of float, optional): of every expert now, see :func:`.moe_plan.plan`.
+        load (sequence of float, optional): of every expert now, see :func:`.moe_plan.plan`. Where
+            experts get replicas for it, ``plan.placement.step()`` is called after every
+            optimizer step, and moves them once it has planned.
         compile (bool): compiles the layers one by one.
         dry_run (bool): changes nothing.
-        fixed: choices that are given, as ``ep=4``; see :class:`.moe_estimator.Layout`.
+        fixed: choices that are given, as ``ep=4``; see :class:`.moe_estimator.Layout`. Values
+            that cannot be applied are an error.
 
     Returns:
         The model, and its plan.
@@ -106,46 +113,52 @@ def parallelize_moe(
         >>> # xdoctest: +SKIP("needs ranks")
         >>> model, plan = parallelize_moe(model, batch=64, seq=4096)
         >>> print(plan.explain())
-        >>> for micro in plan.micro_batches(ids):
-        ...     model(micro, labels=micro).loss.backward()
+        >>> micros = plan.micro_batches(ids)
+        >>> for micro in micros:
+        ...     loss = model(input_ids=micro, labels=micro).loss / len(micros)
+        ...     loss.backward()
+        >>> optimizer.step()
+        >>> if plan.placement is not None:  # with load
+        ...     plan.placement.step()
     """
     experts, blocks = _experts(model, adapter), _blocks(model, adapter)
     config = MoEConfig.from_module(model)
     if tp_plan is None:
         tp_plan = _tp_plan(model)
+    if not dist.is_initialized() and dist.is_torchelastic_launched():
+        dist.init_process_group()
     device = _device_type()
     world = dist.get_world_size() if dist.is_initialized() else 1
     p = _shared_profile(profile, device)
+    allowed = _allowed(model, config, experts, adapter, tp_plan, p)
+    if unknown := fixed.keys() - allowed.keys():
+        raise ValueError(
+            f"parallelize_moe: fixed must be of {', '.join(allowed)}, got "
+            f"{', '.join(sorted(unknown))}"
+        )
     traced, known = None, dict[str, Any](fsdp=True, pp=1, kernel="moe_mlp")
     if p.cpu is not None:
-        dtypes = dtypes or (_parameter_dtype(model),)
         traced = trace(model, p, seq, experts, blocks, adapter, loss, tp_plan)
-    dtypes = dtypes or ("bf16",)
-    if not tp_plan:
+    if allowed["tp"][0]:
         known["tp"] = 1
+    products = (_parameter_dtype(model) if p.cpu is not None else "bf16",)
     search = functools.partial(
-        plan, config, p, world, global_batch=batch, seq=seq, dtypes=dtypes, load=load,
-        traced=traced,
-    )  # fmt: skip
-    reasons = {
-        "pp": "a model is not cut into stages here",
-        "tp": "the model has no tp_plan for its attention",
-        "kernel": "experts are computed by F.moe_mlp",
-        "expert_tp": "an expert stays whole, for FSDP to shard",
-        "cp": "attention does not know of context parallelism",
-    }
-    for name, why in reasons.items():
-        wanted = known.get(name, 1)
-        if fixed.get(name, wanted) != wanted and (
-            name in known or name in ("cp", "expert_tp")
-        ):
-            got = fixed.pop(name)
-            x = search(**{**fixed, **known}).layout
-            raise ValueError(
-                f"parallelize_moe: {name}={got} cannot be applied: {why}; nearest that can: "
-                f"{name}={wanted} with ep={x.ep} tp={x.tp} micro_batch={x.micro_batch}"
-            )
-    found = search(**{**fixed, **known})
+        plan, config, p, world, global_batch=batch, seq=seq, load=load, traced=traced
+    )
+    allowed["dtypes"] = allowed["dtype"]
+    asked = (*fixed.items(), *(("dtypes", dtype) for dtype in dtypes or ()))
+    refused = [(n, v) for n, v in asked if allowed[n][0] and v not in allowed[n][0]]
+    if refused:
+        name, got = refused[0]
+        rest = {n: v for n, v in fixed.items() if (n, v) not in refused}
+        x = search(**{**rest, **known}, dtypes=products).layout
+        values, why = allowed[name]
+        raise ValueError(
+            f"parallelize_moe: {name}={got} cannot be applied: {why}; nearest that can: "
+            f"{' or '.join(f'{name}={value}' for value in values)} with ep={x.ep} tp={x.tp} "
+            f"micro_batch={x.micro_batch}"
+        )
+    found = search(**{**fixed, **known}, dtypes=dtypes or products)
     if not dry_run:
         apply_plan(
             model, found, adapter=adapter, tp_plan=tp_plan, compile=compile, device=device
@@ -287,9 +300,8 @@ def _shared_profile(given: Profile | str | None, device: str) -> Profile:
 
 
 def _device_type() -> str:
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return "cuda"
-    return "cpu"
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return "cpu" if group is None else _scalar_device(group).type
 
 
 # ---- the model -------------------------------------------------------------------------
@@ -306,6 +318,47 @@ def _experts(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
             f"{type(model).__name__}"
         )
     return found
+
+
+def _allowed(
+    model: nn.Module,
+    config: MoEConfig,
+    experts: Sequence[str],
+    adapter: ExpertAdapter | None,
+    tp_plan: Mapping[str, str],
+    p: Profile,
+) -> dict[str, tuple[tuple[Any, ...], str]]:
+    """Values of each choice that can be applied, empty for all that divide, and why no others."""
+    modules = [model.get_submodule(name) for name in experts]
+    adapters = DEFAULT_ADAPTERS if adapter is None else (adapter,)
+    kinds = [next(a for a in adapters if a.matches(m)) for m in modules]
+    tp: tuple[tuple[int, ...], str] = (), ""
+    if not tp_plan:
+        tp = (1,), "the model has no tp_plan for its attention"
+    elif any(isinstance(kind, GroupedExpertsAdapter) for kind in kinds):
+        tp = (1,), "experts that are called with rows and counts get no share of tokens"
+    dtypes = [_parameter_dtype(model)]
+    if dtypes == ["fp32"]:
+        dtypes.append("bf16")
+    if all(isinstance(m, nn.MoE) for m in modules):
+        dtypes += [d for d in ("fp8", "mxfp8") if d in p.device.dtypes]
+    one = (1,)
+    return {
+        **dict.fromkeys(("ep", "replicate", "micro_batch", "domain"), ((), "")),
+        **dict.fromkeys(("gradient_bytes", "optimizer_bytes"), ((), "")),
+        "tp": tp,
+        **dict.fromkeys(("pp", "virtual"), (one, "a model is not cut into stages here")),
+        "cp": (one, "attention does not know of context parallelism"),
+        "expert_tp": (one, "an expert stays whole, for FSDP to shard"),
+        "fsdp": ((True,), "all parameters are sharded"),
+        "recompute": (("none", "full"), "a layer is checkpointed whole, or not"),
+        "dtype": ((*dtypes,), "FSDP casts float32 to bf16; 8 bits are a recipe of nn.MoE on some GPUs"),
+        "wire": (("bf16", "fp8"), "ExpertParallel sends the rows' dtype or float8_e4m3fn"),
+        "algorithm": (("hierarchical",), "ep and domain decide how tokens are sent"),
+        "node_limit": ((config.node_limit,), "the router is the model's"),
+        "graphs": ((0,), "nothing is captured here"),
+        "kernel": (("moe_mlp",), "experts are computed by F.moe_mlp"),
+    }  # fmt: skip
 
 
 def _blocks(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:

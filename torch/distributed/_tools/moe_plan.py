@@ -10,6 +10,7 @@ the next best alternative per dimension. Its result speaks the languages of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
     from torch.distributed._tools.moe_profile import Profile
     from torch.distributed._tools.moe_trace import Traced
+    from torch.distributed.tensor.parallel import ExpertPlacement
 
 
 __all__ = ["Plan", "plan"]
@@ -119,15 +121,25 @@ class Plan:
             near = rows_of_pair(tokens * nodes, x.ep, *known)
             far = rows_of_pair(tokens, nodes, *known)
             options["capacity"] = (far, near) if nodes > 1 else near
-        if self.replicas:
-            from torch.distributed.tensor.parallel import ExpertPlacement
-
-            options["placement"] = ExpertPlacement(
-                slots_per_rank=(self.model.experts + self.replicas) // x.ep,
-                ranks_per_node=min(x.ep, self.domain),
-                copy_cost=self.copy_cost,
-            )
+        if self.placement is not None:
+            options["placement"] = self.placement
         return options
+
+    @functools.cached_property
+    def placement(self) -> ExpertPlacement | None:
+        """Of the layers of one model, where experts have replicas.
+
+        Experts stay at home until its ``step()``, called after every optimizer step, has planned.
+        """
+        if not self.replicas:
+            return None
+        from torch.distributed.tensor.parallel import ExpertPlacement
+
+        return ExpertPlacement(
+            slots_per_rank=(self.model.experts + self.replicas) // self.layout.ep,
+            ranks_per_node=min(self.layout.ep, self.domain),
+            copy_cost=self.copy_cost,
+        )
 
     def parallel_dims(self) -> dict[str, int]:
         """Keyword arguments of torchtitan's ``ParallelDims``; ``ep`` borrows shards."""
