@@ -40,7 +40,7 @@ TOPOLOGY = Topology(2, 2, 3)
 
 @instantiate_parametrized_tests
 class TestPlacedLayer(TokenSwitchTest):
-    """A layer on placements with replicas and borrowed experts, beside one rank."""
+    """A layer whose experts run elsewhere, by plans of its counts and by random ones, beside one rank."""
 
     D, HIDDEN, TOKENS, K = 16, 12, 24, 2
 
