@@ -70,6 +70,18 @@ def failure(model, whole, step, rank):
     raise AssertionError("forwards without a rank went through")
 
 
+def refused(placement, model, weights, loaded):
+    """The error of a recovery that changes and loads nothing."""
+    groups = [layer.group_name for layer in placement.layers]
+    try:
+        placement.recover(model, weights, seconds=30.0 if weights else 5.0)
+    except (RuntimeError, ValueError) as error:
+        if loaded or groups != [layer.group_name for layer in placement.layers]:
+            raise AssertionError("a layer was changed") from error
+        return str(error)
+    raise AssertionError("went on without weights, or on half a node")
+
+
 @torch.no_grad()
 def serve(rank, port, case, found):
     try:
@@ -132,22 +144,12 @@ def _serve(rank, port, case):
         )
     failed = failure(model, whole, 2, rank)
     if case in ("nothing_to_load_from", "hierarchical"):
-        load = weights if case == "hierarchical" else None
-        groups = [layer.group_name for layer in placement.layers]
-        try:
-            placement.recover(model, load, seconds=30.0 if load else 5.0)
-        except (RuntimeError, ValueError) as error:
-            refused = str(error)
-        else:
-            raise AssertionError("went on without weights, or on half a node")
-        # Nothing was changed or loaded, and with weights it goes on.
-        if loaded or groups != [layer.group_name for layer in placement.layers]:
-            raise AssertionError("a layer was changed")
+        text = refused(placement, model, weights if case[0] == "h" else None, loaded)
         if case == "nothing_to_load_from":
             placement.recover(model, weights, seconds=5.0)
             same(model, whole, range(2, 4), rank)
             dist.barrier(placement_group(placement))
-        return refused
+        return text
     recovery = placement.recover(model, weights, seconds=5.0)
     # The batch that failed, and others.
     same(model, whole, range(2, 5), rank)
@@ -156,13 +158,12 @@ def _serve(rank, port, case):
     placement.loads = torch.arange(2.0 * E).view(2, E).double()
     placement._plan()
     same(model, whole, range(2, 4), rank)
+    trains = ""
     try:
         with torch.enable_grad():
             model(batch(2, rank))
     except RuntimeError as error:
         trains = str(error)
-    else:
-        trains = ""
     again = failed_again = None
     if case == "two":
         if rank == 1:
