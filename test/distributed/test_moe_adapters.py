@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel._expert_adapters import (
     GroupedExpertsAdapter,
     MoEAdapter,
 )
+from torch.nn.utils.moe_lora import add_lora
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -82,6 +83,9 @@ class TestAdapters(TestCase):
         self.assertEqual(found(nn.MoE(D, H, E, K)), ["MoEAdapter"])
         self.assertEqual(found(GroupedExperts()), ["GroupedExpertsAdapter"])
         self.assertEqual(found(nn.Linear(D, H)), [])
+        adapted = GroupedExperts()
+        add_lora(adapted, 2)
+        self.assertEqual(found(adapted), ["GroupedExpertsAdapter"])
 
     def test_tensor_parallel_needs_gate_and_up_together(self):
         adapter = MoEAdapter()

@@ -358,7 +358,9 @@ class TestPlacedTraining(GlooTest):
         want = {
             n: p.full_tensor() for n, p in model.moe.named_parameters() if n in EXPERTS
         }
-        whole, fewer, other, *_ = self.pair(2)
+        # A sum in flight, and counts of one more forward.
+        self.backward(model, self.batch(3)[mine].abs())
+        whole, fewer, other, _, half = self.pair(2, every=1)
         other.load_state_dict(placement.state_dict())
         self.assertEqual(other.slot_experts[0].shape, (2, 8))
         for m in (whole, fewer):
@@ -369,6 +371,13 @@ class TestPlacedTraining(GlooTest):
                 p = m.moe.get_parameter(name)
                 p = p.full_tensor() if isinstance(p, DTensor) else p
                 self.assertEqual(p, want[name], atol=0, rtol=0)
+        # The averages go on as if the ranks were still as many.
+        with torch.no_grad():
+            model(self.batch(4)[mine]), fewer(self.batch(4)[half])
+        for _ in range(2):
+            placement.step(), other.step()
+            self.assertEqual(other.loads, placement.loads, atol=1e-9, rtol=1e-9)
+        self.assertEqual(other.loads.sum().item(), TOKENS * K)
 
     def test_fsdp(self):
         torch.manual_seed(0)

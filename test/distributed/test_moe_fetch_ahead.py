@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """Copies of experts that are fetched ahead, kept, rounded on the wire, and compiled."""
 
+import contextlib
 import copy
 import functools
 from unittest import mock
@@ -29,6 +30,7 @@ from torch.testing._internal.common_utils import (
     run_tests,
 )
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 
 D, H, E, K, TOKENS = 16, 12, 8, 2, 24
@@ -184,10 +186,15 @@ class TestFetchAhead(GlooTest):
         order = []
         run = Copies.forward, Copies.backward
         index = {layer.exchange: layer.index for layer in placement.layers}
+        issue = Fetcher._issue
 
         def noted(direction, copies, *args):
             order.append((("fetch", "return")[direction], index[copies.exchange]))
             return run[direction](copies, *args)
+
+        def issued(fetcher, *args):
+            order.append(("issue", index[fetcher.exchange]))
+            return issue(fetcher, *args)
 
         def computes(direction, i, *_):
             order.append((("experts", "experts' backward")[direction], i))
@@ -203,6 +210,7 @@ class TestFetchAhead(GlooTest):
 
             moe.__dict__["run_routed"] = run_routed
         with (
+            mock.patch.object(Fetcher, "_issue", issued),
             mock.patch.object(
                 Copies,
                 "forward",
@@ -215,12 +223,45 @@ class TestFetchAhead(GlooTest):
             ),
         ):
             self.loss(model, 1).backward()
-        # Fetches run on a thread: all that is known is what they were issued before.
+        # Fetches run on a thread, and may be over before or after anything that they do not wait
+        # for; this thread issues them.
+        self.assertLess(order.index(("issue", 0)), order.index(("experts", 0)))
         for i in (1, 2):
+            self.assertLess(order.index(("issue", i)), order.index(("experts", i - 1)))
             self.assertLess(order.index(("fetch", i - 1)), order.index(("fetch", i)))
             self.assertLess(order.index(("fetch", i)), order.index(("experts", i)))
         backward = [i for what, i in order if what == "return"]
         self.assertEqual(backward, [2, 1, 0])
+
+    @parametrize("keep", [False, True])
+    @parametrize("num_chunks", [1, 2])
+    def test_a_mode_of_one_rank(self, num_chunks, keep):
+        """Rank 0 alone counts FLOPs: all ranks send the same messages as without."""
+        whole, model, placement = self.pair(style={"num_chunks": num_chunks}, keep=keep)
+        self.use(placement, 0)
+        # After the first forward it is known which layer follows which.
+        for step in range(3):
+            for m in (whole, model):
+                m.zero_grad()
+            self.loss(whole, step).backward()
+            counter = FlopCounterMode(display=False)
+            with contextlib.ExitStack() as stack:
+                ahead = mock.Mock(side_effect=Fetcher.ahead)
+                stack.enter_context(
+                    mock.patch.object(Fetcher, "ahead", lambda *args: ahead(*args))
+                )
+                wire = stack.enter_context(count_wire_bytes(*placement.layers))
+                if self.rank == 0:
+                    stack.enter_context(counter)
+                self.loss(model, step).backward()
+            messages = dict(wire.messages["experts"])
+            fetched = 0 if keep and step else 3
+            self.assertEqual(messages.pop("experts", 0), fetched)
+            self.assertEqual(messages, {"expert_grads": 3})
+            self.assertEqual(ahead.call_count, 2 if step else 0)
+            self.sum_gradients(model)
+            self.check_same(model, whole, "grad")
+        self.assertEqual(counter.get_total_flops() > 0, self.rank == 0)
 
     def test_kept_over_micro_batches(self):
         # As often as weights change, and a gradient of every backward.

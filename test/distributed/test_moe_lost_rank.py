@@ -28,6 +28,12 @@ from torch.testing._internal.common_utils import (
 
 D, H, E, K, TOKENS = 16, 12, 8, 2, 6
 RANKS, SLOTS = 4, 4
+# Ranks that are killed: two leave as many that E is a multiple of.
+KILLED = {"online": (1, 2)}
+GONE = (
+    r"[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|[Tt]imed out|"
+    "not sent, as what came before it failed"
+)
 
 
 class Model(nn.Module):
@@ -52,6 +58,30 @@ def same(model, whole, steps, rank):
         torch.testing.assert_close(model(x), whole(x), atol=1e-12, rtol=1e-12)
 
 
+def failure(model, whole, step, rank):
+    """The error of a forward without a rank, with its notes."""
+    try:
+        # What this rank gets may have left the other one before it was gone. Then the output is
+        # right, and the next forward fails.
+        for _ in range(2):
+            same(model, whole, [step], rank)
+    except RuntimeError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    raise AssertionError("forwards without a rank went through")
+
+
+def refused(placement, model, weights, loaded):
+    """The error of a recovery that changes and loads nothing."""
+    groups = [layer.group_name for layer in placement.layers]
+    try:
+        placement.recover(model, weights, seconds=30.0 if weights else 5.0)
+    except (RuntimeError, ValueError) as error:
+        if loaded or groups != [layer.group_name for layer in placement.layers]:
+            raise AssertionError("a layer was changed") from error
+        return str(error)
+    raise AssertionError("went on without weights, or on half a node")
+
+
 @torch.no_grad()
 def serve(rank, port, case, found):
     try:
@@ -65,22 +95,31 @@ def _serve(rank, port, case):
     torch.set_num_threads(1)
     minute = datetime.timedelta(seconds=60)
     store = dist.TCPStore("127.0.0.1", port, RANKS, timeout=minute)
+    # With two levels, rank 1 has no connection to the rank that is killed, and waits for rank 3.
+    timeout = datetime.timedelta(seconds=15) if case == "hierarchical" else minute
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=RANKS, timeout=minute
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout
     )
     torch.manual_seed(0)
     whole = Model().double()
     torch.manual_seed(0)
     model = Model().double()
     placement = ExpertPlacement(
-        slots_per_rank=SLOTS, every=None, copy_cost=0.0, keep=True
+        slots_per_rank=SLOTS,
+        every=None,
+        copy_cost=0.0,
+        keep=True,
+        online=case == "online",
     )
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-    options = {"all_gather": {"token_switch": "all_gather", "max_tokens": 16}}
+    options = {
+        "all_gather": {"token_switch": "all_gather", "max_tokens": 16},
+        "hierarchical": {"token_switch": "hierarchical", "ranks_per_node": 2},
+    }
     style = ExpertParallel(placement=placement, **options.get(case, {}))
     parallelize_module(model, mesh, {"moe.*": style})
     topology = Topology(1, RANKS, SLOTS)
-    if case != "no_copies":
+    if case not in ("no_copies", "online"):
         # Of the experts 4 and 5 of rank 2 there are copies, in the second layer of one.
         slots = Plan.home(topology, E).slot_experts.clone()
         slots[0, 2:] = torch.tensor([4, 5])
@@ -98,48 +137,44 @@ def _serve(rank, port, case):
         loaded.append((name, expert))
         return whole.get_parameter(name)[expert]
 
-    if rank == 2:
+    state = placement.state_dict()
+    if rank in KILLED.get(case, (2,)):
         model.moe[1].__dict__["run_routed"] = lambda *args, **kw: os.kill(
             os.getpid(), signal.SIGKILL
         )
-    try:
-        # What a rank sends may have left before its peer was gone: then the next one fails.
-        for _ in range(3):
-            model(batch(2, rank))
-    except RuntimeError as error:
-        failed = str(error)
-    else:
-        raise AssertionError("forwards without a rank went through")
-    if case == "nothing_to_load_from":
-        try:
-            placement.recover(model, seconds=5.0)
-        except RuntimeError as error:
-            return str(error)
-        raise AssertionError("weights came from nowhere")
+    failed = failure(model, whole, 2, rank)
+    if case in ("nothing_to_load_from", "hierarchical"):
+        text = refused(placement, model, weights if case[0] == "h" else None, loaded)
+        if case == "nothing_to_load_from":
+            placement.recover(model, weights, seconds=5.0)
+            same(model, whole, range(2, 4), rank)
+            dist.barrier(placement_group(placement))
+        return text
     recovery = placement.recover(model, weights, seconds=5.0)
     # The batch that failed, and others.
     same(model, whole, range(2, 5), rank)
+    # Plans are for weights at home, which no layer has any more.
+    placement.load_state_dict(state)
+    placement.loads = torch.arange(2.0 * E).view(2, E).double()
+    placement._plan()
+    same(model, whole, range(2, 4), rank)
+    trains = ""
     try:
         with torch.enable_grad():
             model(batch(2, rank))
     except RuntimeError as error:
         trains = str(error)
-    else:
-        trains = ""
-    again = None
+    again = failed_again = None
     if case == "two":
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            for _ in range(3):
-                model(batch(5, rank))
-        except RuntimeError:
-            again = placement.recover(model, weights, seconds=5.0)
-            same(model, whole, range(5, 7), rank)
-            again = again._asdict()
+        failed_again = failure(model, whole, 5, rank)
+        again = placement.recover(model, weights, seconds=5.0)._asdict()
+        same(model, whole, range(5, 7), rank)
     dist.barrier(placement_group(placement))
     return {
         "failed": failed,
+        "failed_again": failed_again,
         "trains": trains,
         "loaded": loaded,
         "again": again,
@@ -164,7 +199,8 @@ class TestLostRank(TestCase):
         ]
         for process in processes:
             process.start()
-        left = [0, 3] if case == "two" else [0, 1, 3]
+        killed = KILLED.get(case, (2,)) + (1,) * (case == "two")
+        left = [rank for rank in range(RANKS) if rank not in killed]
         results = {}
         try:
             while set(results) < set(left):
@@ -181,19 +217,24 @@ class TestLostRank(TestCase):
         self.assertEqual(gone, -signal.SIGKILL)
         return results
 
-    @parametrize("case", ["copies", "no_copies", "all_gather", "two"])
+    @parametrize("case", ["copies", "no_copies", "all_gather", "two", "online"])
     def test_the_others_go_on(self, case):
         results = self.served(case)
+        killed = KILLED.get(case, (2,))
+        experts = [e for rank in killed for e in (2 * rank, 2 * rank + 1)]
+        tokens = {r: TOKENS + r for r in range(RANKS) if r not in killed}
         for result in results.values():
             self.assertNotIsInstance(result, str, result)
-            self.assertEqual(result["lost"], [2])
+            self.assertEqual(result["lost"], list(killed))
+            self.assertRegex(result["failed"], GONE)
             # Tokens of the forward that failed are to be run again, and were.
-            self.assertEqual(result["tokens"], {0: 6, 1: 7, 3: 9})
+            self.assertEqual(result["tokens"], tokens)
             self.assertLess(result["seconds"], 30)
             self.assertIn("serves, under no_grad", result["trains"])
-            copies = [[], []] if case == "no_copies" else [[4, 5], [4]]
+            without = case in ("no_copies", "online")
+            copies = [[], []] if without else [[4, 5], [4]]
             self.assertEqual(result["copies"], copies)
-            rest = [sorted({4, 5} - set(c)) for c in copies]
+            rest = [sorted(set(experts) - set(c)) for c in copies]
             self.assertEqual(result["of_layers"], rest)
         # Each missing expert was loaded once.
         loads = sorted(sum((r["loaded"] for r in results.values()), []))
@@ -208,10 +249,17 @@ class TestLostRank(TestCase):
         else:
             for result in results.values():
                 self.assertEqual(result["again"]["lost"], [1])
+                self.assertRegex(result["failed_again"], GONE)
+                # Behind a recovery, too, an error says which layer it was.
+                self.assertRegex(result["failed_again"], r"layer 0 \(MoE\): ")
 
     def test_nothing_to_load_from(self):
         for result in self.served("nothing_to_load_from").values():
             self.assertIn("has experts [5] of 'moe.1'", result)
+
+    def test_half_a_node(self):
+        for result in self.served("hierarchical").values():
+            self.assertIn("ranks_per_node must divide the 3 ranks", result)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ TOPOLOGY = Topology(2, 2, 3)
 
 @instantiate_parametrized_tests
 class TestPlacedLayer(TokenSwitchTest):
-    """A layer on placements with replicas and borrowed experts, beside one rank."""
+    """A layer whose experts run elsewhere, by plans of its counts and by random ones, beside one rank."""
 
     D, HIDDEN, TOKENS, K = 16, 12, 24, 2
 
@@ -238,7 +238,7 @@ class TestPlacedLayer(TokenSwitchTest):
             copies = busiest(layer.plan.slot_experts, E)
             found.append((copies, heaviest))
             # Never above what it costs to stay at home.
-            self.assertLessEqual(layer.cost(loads, layer.plan), 1000.0)
+            self.assertLessEqual(heaviest + copies * layer.copy_cost, 1000.0)
         copies, heaviest = zip(*found)
         self.assertEqual(list(copies), sorted(copies, reverse=True))
         self.assertEqual(list(heaviest), sorted(heaviest))
@@ -258,7 +258,7 @@ class TestPlacedLayer(TokenSwitchTest):
         (y[0] if isinstance(y, tuple) else y).sum().backward()
         recorded = placement.state_dict()["stats"]["recorded"]
         self.assertEqual(recorded[:, :E].sum().item(), self.TOKENS * 2)
-        self.assertEqual(recorded[0, E].item(), self.world_size)
+        self.assertEqual(recorded[0, E].item(), 1)
 
     def test_collects_while_a_layer_trains(self):
         # Counts of the switch itself, summed while the next steps run.

@@ -11,10 +11,12 @@ of a rank must not grow.
 """
 
 import argparse
+import ast
 import datetime
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -49,6 +51,8 @@ STYLES = (
     {"token_switch": "hierarchical", "ranks_per_node": 2, "num_chunks": 2},
     {"capacity": RANKS * TOKENS},
 )
+# What an error says where a rank was killed.
+LOST = r"[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|[Tt]imed out"
 # What a rank may have more of than after its first interval: caches of allocators fill slowly.
 GROWTH = {"MiB": 24, "threads": 0, "descriptors": 0}
 
@@ -125,7 +129,8 @@ def train(rank, folder, first, last):
             lines.write(json.dumps(row) + "\n")
 
 
-def run_rank(rank, folder, life, first, last):
+def run_rank(rank, folder, life, first, last, loses):
+    """Trains; ``loses``: the end is an error as of a rank that is lost, and any other one is raised."""
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(f"{folder}/store{life}", RANKS),
@@ -136,7 +141,10 @@ def run_rank(rank, folder, life, first, last):
     try:
         train(rank, folder, first, last)
     except RuntimeError as error:
-        print(f"rank {rank}: {error}", *getattr(error, "__notes__", ()), flush=True)
+        text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        print(f"rank {rank}: {text}", flush=True)
+        if not loses or not re.search(LOST, text):
+            raise
     dist.destroy_process_group()
 
 
@@ -155,8 +163,9 @@ class Soak:
         self.folder, self.lives, self.problems = folder, 0, []
 
     def live(self, folder, first, last, seconds=None, victim=None):
-        """Forks the ranks; kills ``victim`` after ``seconds``. Whether they reached ``last``."""
+        """Forks the ranks; kills ``victim`` after ``seconds``, or waits until they reach ``last``."""
         pids, self.lives = [], self.lives + 1
+        killed = None
         for rank in range(RANKS):
             pid = os.fork()
             if pid == 0:
@@ -164,28 +173,30 @@ class Soak:
                     f"{folder}/out{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND
                 )
                 os.dup2(out, 1), os.dup2(out, 2)
-                run_rank(rank, folder, self.lives, first, last)
+                run_rank(rank, folder, self.lives, first, last, victim is not None)
                 raise SystemExit
             pids.append(pid)
         start, codes = time.monotonic(), {}
+        ending = None  # since when, by the kill or by itself
         while len(codes) < RANKS:
             for rank, pid in enumerate(pids):
                 if rank not in codes:
                     seen, status = os.waitpid(pid, os.WNOHANG)
                     if seen:
                         codes[rank] = os.waitstatus_to_exitcode(status)
-            spent = time.monotonic() - start
+            now = time.monotonic()
+            if ending is None and codes:
+                ending = now
             # Not before there is something to go on from.
             if (
                 victim is not None
-                and spent > seconds
+                and ending is None
+                and now - start > seconds
                 and last_checkpoint(folder) > first
             ):
-                if victim not in codes:
-                    os.kill(pids[victim], signal.SIGKILL)
-                killed, victim, start = victim, None, time.monotonic()
-                codes_of_victim = (0, -signal.SIGKILL)
-            if seconds is not None and victim is None and spent > DEADLINE:
+                os.kill(pids[victim], signal.SIGKILL)
+                killed, ending = victim, now
+            elif ending is not None and now - ending > DEADLINE:
                 self.problems.append(
                     f"life {self.lives}: ranks {sorted(codes)} ended only"
                 )
@@ -193,10 +204,10 @@ class Soak:
                     if rank not in codes:
                         os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
+        if victim is not None and codes[victim] != -signal.SIGKILL:
+            self.problems.append(f"life {self.lives}: ended before the kill")
         for rank, code in codes.items():
-            if code and not (
-                seconds is not None and rank == killed and code in codes_of_victim
-            ):
+            if code and rank != killed:
                 self.problems.append(
                     f"life {self.lives}: rank {rank} ended with {code}"
                 )
@@ -268,7 +279,53 @@ def soak(seconds, seed, life_seconds=60.0):
     return row
 
 
+# Lives whose ranks fail in other ways; the first one is as it should be.
+FAULTS = """
+import os, sys, time
+here, folder = sys.argv[1:]
+sys.path.insert(0, here)
+sys.argv = ["soak", "--seconds", "0"]
+import test_moe_soak as soak
+
+def fails(text, after):
+    def train(rank, folder, first, last):
+        # All ranks have met; what a kill waits for.
+        os.makedirs(f"{folder}/step20", exist_ok=True)
+        time.sleep(after)
+        raise RuntimeError(text)
+    return train
+
+run = soak.Soak(folder)
+for text, after, seconds, victim in (
+    ("Connection closed by peer", 3, 0, 1),
+    ("shapes differ", 3, 0, 1),
+    ("Connection closed by peer", 0, 60, 1),
+    ("Connection closed by peer", 0, None, None),
+):
+    soak.train = fails(text, after)
+    life = f"{folder}/{run.lives}"
+    os.mkdir(life)
+    run.live(life, 0, 10**9, seconds, victim)
+print(run.problems)
+"""
+
+
 class TestSoak(TestCase):
+    @slowTest
+    def test_other_failures_are_seen(self):
+        with tempfile.TemporaryDirectory() as folder:
+            here = os.path.dirname(os.path.abspath(__file__))
+            done = subprocess.run(
+                [sys.executable, "-c", FAULTS, here, folder],
+                capture_output=True,
+                text=True,
+            )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        wanted = [f"life 2: rank {rank} ended with 1" for rank in (0, 2, 3)]
+        wanted.append("life 3: ended before the kill")
+        wanted += [f"life 4: rank {rank} ended with 1" for rank in range(RANKS)]
+        self.assertEqual(sorted(ast.literal_eval(done.stdout)), wanted)
+
     @slowTest
     def test_training_goes_on_where_it_was(self):
         command = [sys.executable, os.path.abspath(__file__), "--seconds"]

@@ -20,6 +20,8 @@ OPTIMIZERS = {
     "ASGD": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"momentum": 0.9},
     "SGD": {"momentum": 0.9, "nesterov": True},
 }  # fmt: skip
+# No other op of torch._fused_* takes DTensors.
+FORMS = [(n, "foreach") for n in OPTIMIZERS] + [("Adam", "fused"), ("AdamW", "fused")]
 
 
 def full(tensor):
@@ -81,12 +83,8 @@ class TestMultiTensorDTensor(MultiProcContinuousTest):
         alone = _group_tensors_by_device_and_dtype([[model[1], model[4]]])
         self.assertEqual([*alone], [(cpu, torch.float64)])
 
-    @parametrize("form", ("foreach", "fused"))
-    @parametrize("name", list(OPTIMIZERS))
+    @parametrize("name,form", FORMS)
     def test_optimizer(self, name, form):
-        # No other op of torch._fused_* takes DTensors.
-        if form == "fused" and name not in ("Adam", "AdamW"):
-            return
         model, wanted = self._model(True), self._model(False)
         for each in (model, wanted):
             options = OPTIMIZERS[name] | {form: True}

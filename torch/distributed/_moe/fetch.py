@@ -15,7 +15,7 @@ When
     group of its own. It is issued before the tokens of its layer are, or while the layer before
     it computes (``ahead``), and waited for where the experts begin. Backward is the mirror:
     gradients leave when those of the experts are known, and are waited for in the layer before.
-    In a graph, and under a dispatch mode, a fetch stays inside its layer.
+    In a graph, while one is traced and in selective checkpointing, a fetch stays inside its layer.
 
 What is reused
     Copies that were fetched ahead are used once, kept ones (``keep``) as often as possible;

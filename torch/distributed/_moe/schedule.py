@@ -338,7 +338,8 @@ class _Queue:
     def run(self, work: Callable[..., Any], *inputs: Tensor) -> Any:
         if self.failure is not None:
             raise RuntimeError(
-                f"OverlapSchedule: not sent, as what came before it failed: {self.failure}"
+                "expert parallel communication: not sent, as what came before it failed: "
+                f"{self.failure}"
             )
         try:
             return work(*inputs)

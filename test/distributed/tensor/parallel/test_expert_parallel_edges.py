@@ -329,6 +329,32 @@ class TestEdges(GlooTest):
         with self.assertRaisesRegex(ValueError, "'w_in' is parametrized"):
             parallelize_module(whole, mesh, ExpertParallel())
 
+    @parametrize("options", [{}, {"num_chunks": 2}])
+    def test_low_rank_adapters_of_grouped_experts(self, options):
+        torch.manual_seed(0)
+        whole = GroupedExperts()
+        for p in add_lora(whole, 2):
+            nn.init.normal_(p, std=0.3)
+        model = self.parallel(whole, **options)
+        low_rank = model.parametrizations.w1[0].a
+        self.assertEqual(low_rank.to_local().shape, (E // 4, 2, D))
+        counts = torch.arange(E) % 3
+        rows = torch.randn(int(counts.sum()) + 1, D).double()
+        for m in (whole, model):
+            m.zero_grad()
+            x = rows.clone().requires_grad_()
+            out = m(x, counts)[: counts.sum()]
+            out.sin().sum().backward()
+            found = [out.detach(), x.grad]
+            for name, p in m.named_parameters():
+                if p.requires_grad:
+                    # All ranks have these rows.
+                    grad = p.grad / 4 if isinstance(p, DTensor) else p.grad
+                    found.append(grad.full_tensor() if m is model else grad)
+            if m is whole:
+                want = found
+        self.assertEqual(found, want, atol=1e-10, rtol=1e-10)
+
     def test_no_second_derivative(self):
         # What collectives return has no graph: such a derivative would miss terms.
         torch.manual_seed(0)

@@ -16,6 +16,7 @@ from typing import Any, cast, Protocol, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
+from torch.nn.utils import parametrize
 
 
 if TYPE_CHECKING:
@@ -188,6 +189,13 @@ class MoEAdapter(ExpertAdapter):
             )
 
 
+def _original(module: nn.Module, name: str) -> Any:
+    """A weight of ``module``; of a parametrized one, as of LoRA, what it is made of."""
+    if parametrize.is_parametrized(module, name):
+        module, name = module.get_submodule(f"parametrizations.{name}"), "original"
+    return getattr(module, name, None)
+
+
 class GroupedExpertsAdapter(ExpertAdapter):
     """Experts called with rows in expert order. Weights of other names are arguments.
 
@@ -207,9 +215,8 @@ class GroupedExpertsAdapter(ExpertAdapter):
         self.w1, self.w2, self.w3 = w1, w2, w3
 
     def matches(self, module: nn.Module) -> bool:
-        parameters = dict(module.named_parameters(recurse=False))
-        weights = [parameters.get(name) for name in (self.w1, self.w2, self.w3)]
-        return all(w is not None and w.dim() == 3 for w in weights)
+        weights = [_original(module, name) for name in (self.w1, self.w2, self.w3)]
+        return all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
 
     def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
         return {self.w1: 1, self.w2: 2, self.w3: 1}
@@ -233,7 +240,7 @@ class GroupedExpertsAdapter(ExpertAdapter):
             weights: Tensor,
             num_rows: int | None = None,
         ) -> Tensor:
-            local = getattr(module, self.w1).shape[0]
+            local = _original(module, self.w1).shape[0]
             key = local_ids[:, 0]
             key = torch.where(key < 0, local, key)
             counts = key.new_zeros(local + 1).scatter_add_(0, key, torch.ones_like(key))

@@ -115,9 +115,9 @@ def expert_shard_placement(
     """``shard_placement_fn`` of ``fully_shard`` that gives experts their own mesh.
 
     The expert parameters of the modules in ``model`` that are expert parallel are sharded
-    over ``expert_mesh``, on dim 0, or on dim 1 where a rank has fewer experts than
-    there are shards, which must divide dim 1. All others are sharded as ``fully_shard`` does by default, over
-    ``dense_mesh``.
+    over ``expert_mesh``, on dim 0. Where a rank has fewer experts than there are shards, it
+    is dim 1 if they divide it, and else dim 0, of which some shards then have nothing. All
+    others are sharded as ``fully_shard`` does by default, over ``dense_mesh``.
 
     Args:
         model (nn.Module): after ``parallelize_module`` with ``ExpertParallel``, before any

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed._moe.exchange import Exchange
 from torch.distributed._moe.fetch import after_fetch, Fetcher, Moves, moves_of
 from torch.distributed._moe.plan import (
-    busiest,
     Plan,
     plan,
     reroute,
@@ -24,6 +24,8 @@ from torch.distributed._moe.plan import (
 )
 from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class LoadStats:
     it has long arrived. Neither reads a value on the host, except ``result``.
 
     What a backward records is not counted: activation checkpointing runs a layer again
-    there.
+    there. Forwards without gradients are, as a model that serves may plan by its loads.
 
     Args:
         num_layers (int): number of MoE layers.
@@ -159,14 +161,19 @@ class LoadStats:
     def state_dict(self) -> dict[str, Tensor | None]:
         """Average, the sum in flight, and what was recorded since. Collective.
 
-        Equal on all ranks, so that one of them may save it. Changes nothing: a sum in flight
+        Counts are sums over ranks; forwards are those of one, as another number of ranks may
+        go on. Equal on all ranks, so that one of them may save it. Changes nothing: a sum in flight
         is waited for, and stays to be taken.
         """
         recorded = self._sums.clone()
         dist.all_reduce(recorded, group=self._group)
-        parts = {"average": self._average, "in_flight": self._arrived()}
-        copies = {k: None if t is None else t.clone() for k, t in parts.items()}
-        return {"recorded": recorded, **copies}
+        parts = {"recorded": recorded, "in_flight": self._arrived()}
+        state = {k: None if t is None else t.clone() for k, t in parts.items()}
+        for sums in state.values():
+            if sums is not None:
+                sums[:, -1] //= dist.get_world_size(self._group)
+        average = self._average
+        return {"average": None if average is None else average.clone(), **state}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
         """Goes on from ``state``, on as many ranks as one likes."""
@@ -178,9 +185,14 @@ class LoadStats:
                 f"{tuple(self._sums.shape)}, got {got}"
             )
         flight = state["in_flight"]
-        self._flight = None if flight is None else (flight.to(self._sums.device), None)
-        # It is the sum over all ranks: counted once.
-        self._sums.copy_(recorded if dist.get_rank(self._group) == 0 else recorded * 0)
+        if flight is not None:
+            flight = flight.to(self._sums.device, copy=True)
+            flight[:, -1] *= dist.get_world_size(self._group)
+        self._flight = None if flight is None else (flight, None)
+        # Forwards of this rank; counts are the sum over all of them, and counted once.
+        self._sums.copy_(recorded)
+        if dist.get_rank(self._group):
+            self._sums[:, :-1] = 0
         self._average = None if average is None else average.clone()
 
 
@@ -254,11 +266,6 @@ class PlacedLayer:
         self.resident, self.tokens, self.home = resident, 0, plan
         self.use(plan)
 
-    def cost(self, counts: Tensor, plan: Plan) -> float:
-        """Of a forward and backward, in token copies of the heaviest rank."""
-        copies = busiest(plan.slot_experts, plan.num_experts)
-        return plan.rank_loads(counts).max().item() + copies * (self.copy_cost or 0.0)
-
     def route(
         self,
         module: nn.Module,
@@ -296,7 +303,7 @@ class PlacedLayer:
         counts = counts.long()
         self.owner._record(self.index, counts)
         table, moves = self._slots, self._moves
-        if self.owner.online:
+        if self.owner.online and self.resident is None:
             plan, source = self._plan_online(counts)
             table = slots_of(plan.slot_experts, E).to(device)
             moves = self._moves_of(plan)
@@ -396,15 +403,23 @@ class PlacedExperts:
         return after_fetch(output, self._copies) if self._copies else output
 
 
+# That all ranks have if one of them has, besides those of compilers (FakeTensorMode).
+_SHARED_MODES = (LocalTensorMode, _CachedTorchDispatchMode, _CachingTorchDispatchMode)
+
+
 def _reusable(module: nn.Module) -> bool:
     """Whether a copy may outlive what it is fetched in.
 
-    Not in a graph; in a region that is recomputed, or under a mode that records what is done
-    there; or where FSDP gives a parameter other values behind its version.
+    Not in a graph, or while one is traced; in a region that is recomputed, or whose operators
+    are kept; or where FSDP gives a parameter other values behind its version. Other modes, as
+    one that counts FLOPs, do not matter: one rank alone may have them, and all must send the same.
     """
     return not (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or any(
+            mode.is_infra_mode() or isinstance(mode, _SHARED_MODES)
+            for mode in _get_current_dispatch_mode_stack()
+        )
         or torch._C._current_graph_task_id() != -1
         or getattr(module, "_is_fsdp_managed_module", False)
     )
@@ -581,7 +596,12 @@ class ExpertPlacement:
         Called by every rank that is left, once a forward raised as others did not answer.
         Ranks that do not call it within ``seconds`` are lost. An expert of a lost rank
         goes on from a copy, where a rank has kept one, or is loaded. From then on experts stay
-        where they are, without gradients. The store of the default group must be alive.
+        where they are, without gradients, also with ``online=True``, and loads are counted anew.
+        The store of the default group must be alive.
+
+        What cannot go on is refused on every rank before a layer is changed: too few slots, an
+        expert that nobody has without ``weights``, ``ranks_per_node`` of a hierarchical switch
+        that does not divide the ranks that are left.
 
         Args:
             model (nn.Module): has all layers of this placement.
@@ -612,6 +632,8 @@ class ExpertPlacement:
         if self.loads is None or self.online:
             return
         for layer, loads in zip(self.layers, self.loads):
+            if layer.resident is not None:
+                continue  # Its weights are where they are.
             options = {"price": layer.copy_cost or 0.0, "tries": _TRIES}
             layer.use(plan(loads, layer.home.topology, **options))
 
@@ -653,6 +675,8 @@ class ExpertPlacement:
             layer.copy_cost = cost if self.copy_cost is None else self.copy_cost
         plans = zip(self.layers, state["slot_experts"], state["quotas"])
         for layer, slots, quotas in plans:
+            if layer.resident is not None:
+                continue
             if slots.shape == layer.home.slot_experts.shape:
                 layer.use(Plan(layer.home.topology, slots, quotas))
             else:

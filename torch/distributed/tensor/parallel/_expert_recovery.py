@@ -87,46 +87,55 @@ def recover(
         for name, m in model.named_modules()
         if getattr(getattr(m, "_expert_parallel", None), "placed", None)
     }
-    tokens = torch.tensor(max(layer.tokens for layer in placement.layers))
-    gathered = [torch.empty_like(tokens) for _ in left]
-    dist.all_gather(gathered, tokens, group=group)
+    layers = [(layer, *found[layer]) for layer in placement.layers]
+    tokens = max(layer.tokens for layer in placement.layers)
+    # 2 for an expert at home, 1 for a copy of one.
+    mine = [
+        {e: 1 + at_home for e, (_, at_home) in _rows(layer, module)[1].items()}
+        for layer, _, module in layers
+    ]
+    # Not a tensor: PyTorch knows on which device the backend of the group sends objects.
+    gathered: list[Any] = [None] * len(left)
+    dist.all_gather_object(gathered, (tokens, mine), group=group)
+    of_ranks = {rank: n for rank, (n, _) in zip(left, gathered)}
+    # Whatever can't go on is refused here, before a layer is changed.
+    tables, switches = [], []
+    for i, (layer, name, module) in enumerate(layers):
+        have = [held[i] for _, held in gathered]
+        tables.append((have, _table(layer, name, have, weights is not None)))
+        switches.append(_switch(layer, module, group))
     copies, loaded = [], []
-    for layer in placement.layers:
-        name, module = found[layer]
-        from_copies, from_weights = _settle(layer, name, module, weights, group)
-        copies.append(from_copies)
-        loaded.append(from_weights)
+    for (layer, name, module), (have, table), switch in zip(layers, tables, switches):
+        _settle(layer, name, module, weights, group, table)
+        module._expert_parallel.switch = switch
+        held = [(have[r].get(e), e) for r, row in enumerate(table) for e in row]
+        copies.append(sorted(e for kind, e in held if kind == 1))
+        loaded.append(sorted(e for kind, e in held if kind is None))
+    # They have the name of the group that is lost.
+    placement._stats = None
     # Nobody sends tokens to a rank that has not its weights yet.
     dist.barrier(group=group)
     lost = [rank for rank in ranks if rank not in left]
-    of_ranks = {rank: int(n) for rank, n in zip(left, gathered)}
     return Recovery(lost, time.monotonic() - start, of_ranks, copies, loaded)
 
 
-def _settle(
-    layer: PlacedLayer,
-    name: str,
-    module: nn.Module,
-    weights: Weights | None,
-    group: dist.ProcessGroup,
-) -> tuple[list[int], list[int]]:
-    """Gives every expert one of the ranks that are left, which has or loads its weights."""
+def _rows(layer: PlacedLayer, module: nn.Module) -> tuple[dict[str, Tensor], Any]:
+    """Local shards of ``module``, and what :meth:`PlacedLayer.rows` makes of them."""
     region: Any = module._expert_parallel
-    E, slots = layer.home.num_experts, layer.home.topology.slots_per_rank
     local = region.local_parameters(module, region.expert_names)
-    rows = layer.rows(local, region.versions)
-    mine = torch.zeros(E, dtype=torch.int64)
-    mine[list(rows)] = (
-        1 + torch.tensor([at_home for _, at_home in rows.values()]).long()
-    )
-    have = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(have, mine, group=group)
+    return local, layer.rows(local, region.versions)
+
+
+def _table(
+    layer: PlacedLayer, name: str, have: list[dict[int, int]], loads: bool
+) -> list[list[int]]:
+    """Experts of each rank that is left, which has them (``have``) or loads them."""
+    E, slots = layer.home.num_experts, layer.home.topology.slots_per_rank
     table: list[list[int]] = [[] for _ in have]
+    best = [max(held.get(e, 0) for held in have) for e in range(E)]
     # Experts at home first, then those with a copy; the others where there is most room.
-    for e in sorted(range(E), key=lambda e: -max(int(h[e]) for h in have)):
-        options = [
-            r for r, h in enumerate(have) if int(h[e]) == max(int(g[e]) for g in have)
-        ]
+    for e in sorted(range(E), key=lambda e: -best[e]):
+        options = [r for r, held in enumerate(have) if held.get(e, 0) == best[e]]
         options = [r for r in options if len(table[r]) < slots] or [
             r for r in range(len(have)) if len(table[r]) < slots
         ]
@@ -136,26 +145,45 @@ def _settle(
                 f"{E} experts; slots_per_rank must be larger"
             )
         table[min(options, key=lambda r: len(table[r]))].append(e)
-    loaded = [e for r, held in enumerate(table) for e in held if not int(have[r][e])]
-    if loaded and weights is None:
+    missing = [e for r, held in enumerate(table) for e in held if e not in have[r]]
+    if missing and not loads:
         raise RuntimeError(
-            f"ExpertPlacement.recover: nobody who has room has experts {loaded} of {name!r}; "
+            f"ExpertPlacement.recover: nobody who has room has experts {missing} of {name!r}; "
             "weights must load them"
         )
-    me = dist.get_rank(group)
+    return table
+
+
+def _switch(layer: PlacedLayer, module: nn.Module, group: dist.ProcessGroup) -> Any:
+    """Token switch of ``module`` over the slots of the ranks that are left."""
+    region: Any = module._expert_parallel
+    mesh = DeviceMesh.from_group(group, region.mesh_device_type)
+    slots = layer.home.topology.slots_per_rank
+    switch = region.make_switch(mesh, mesh.size() * slots)
+    if hasattr(switch, "name_owner"):
+        switch.name_owner(region.switch.levels[0].owner)
+    return switch
+
+
+def _settle(
+    layer: PlacedLayer,
+    name: str,
+    module: nn.Module,
+    weights: Weights | None,
+    group: dist.ProcessGroup,
+    table: list[list[int]],
+) -> None:
+    """Gives this rank the weights of its experts, and ``layer`` a plan of them."""
+    E, slots = layer.home.num_experts, layer.home.topology.slots_per_rank
+    local, rows = _rows(layer, module)
     resident = {key: w.new_zeros(slots, *w.shape[1:]) for key, w in local.items()}
     with torch.no_grad():
-        for slot, e in enumerate(table[me]):
+        for slot, e in enumerate(table[dist.get_rank(group)]):
             for key, out in resident.items():
                 if e in rows:
                     out[slot].copy_(rows[e][0][key])
                 elif weights is not None:
                     out[slot].copy_(weights(f"{name}.{key}".lstrip("."), e))
-    padded = [held + [-1] * (slots - len(held)) for held in table]
-    held = torch.tensor(padded)
+    held = torch.tensor([row + [-1] * (slots - len(row)) for row in table])
     quotas = (slots_of(held, E) >= 0).long()
-    layer.settle(Plan(Topology(1, len(have), slots), held, quotas), resident, group)
-    mesh = DeviceMesh.from_group(group, region.mesh_device_type)
-    region.switch = region.make_switch(mesh, len(have) * slots)
-    copies = [e for r, h in enumerate(table) for e in h if int(have[r][e]) == 1]
-    return sorted(copies), sorted(loaded)
+    layer.settle(Plan(Topology(1, len(table), slots), held, quotas), resident, group)
