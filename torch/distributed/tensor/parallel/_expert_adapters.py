@@ -190,10 +190,11 @@ class MoEAdapter(ExpertAdapter):
 
 
 def _original(module: nn.Module, name: str) -> Any:
-    """A weight of ``module``; of a parametrized one, as of LoRA, what it is made of."""
+    """A parameter of ``module``, or None; of a parametrized one, as of LoRA, what it is made of."""
     if parametrize.is_parametrized(module, name):
         module, name = module.get_submodule(f"parametrizations.{name}"), "original"
-    return getattr(module, name, None)
+    # Not its type: a trace puts fake tensors in the place of parameters.
+    return module._parameters.get(name)
 
 
 class GroupedExpertsAdapter(ExpertAdapter):
@@ -216,7 +217,7 @@ class GroupedExpertsAdapter(ExpertAdapter):
 
     def matches(self, module: nn.Module) -> bool:
         weights = [_original(module, name) for name in (self.w1, self.w2, self.w3)]
-        return all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
+        return all(w is not None and w.dim() == 3 for w in weights)
 
     def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
         return {self.w1: 1, self.w2: 2, self.w3: 1}
