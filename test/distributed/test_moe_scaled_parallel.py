@@ -64,6 +64,10 @@ class TestWireRows(TestCase):
 
 
 class TestModule(TestCase):
+    def test_no_such_recipe(self):
+        with self.assertRaisesRegex(ValueError, "recipe must be one of None.*, got 'fp7'"):
+            layer_of("fp7")
+
     @parametrize("recipe", RECIPES)
     def test_module(self, recipe):
         torch.manual_seed(0)

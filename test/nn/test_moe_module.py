@@ -517,7 +517,6 @@ MoE(
             subtest(({"activation": "swigl"}, "activation must be one of .*, got 'swigl'"), name="activation"),
             subtest(({"activation": "relu", "separate_up": True}, "separate_up=True needs a gated activation"), name="up"),
             subtest(({"gate_interleaved": True, "separate_up": True}, "gate_interleaved=True"), name="up_interleaved"),
-            subtest(({"recipe": "fp7"}, "recipe must be one of None.*, got 'fp7'"), name="recipe"),
             subtest(({"hidden_dim": 0}, "hidden_dim must be at least 1, got 0"), name="hidden_dim"),
             subtest(({"shared_hidden_dim": 0}, "shared_hidden_dim must be at least 1, got 0"), name="shared"),
         ],

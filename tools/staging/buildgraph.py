@@ -137,9 +137,8 @@ def write(
     _write_headers(include, headers)
     graph = _Graph(workspace, env, options)
     graph.add_generated(generated)
-    optional = optional_headers(headers)
     for name in sources:
-        graph.add_source(checkout.path / name, name, optional)
+        graph.add_source(checkout.path / name, name)
     return graph.write(headers)
 
 
@@ -181,17 +180,6 @@ def _generated_headers(generated: Generated) -> dict[str, str]:
         1,
     )
     return found
-
-
-def optional_headers(headers: dict[str, str]) -> list[str]:
-    """Those that another header takes where they exist, by __has_include.
-
-    Compilers do not name one that was absent as a dependency, so that neither ninja nor
-    ccache would notice that a later PR brings it.
-    """
-    text = "\n".join(headers.values())
-    asked = set(re.findall(r"__has_include\(<([^>]+)>\)", text))
-    return sorted(asked & headers.keys())
 
 
 def umbrella_includes(ops: Path) -> dict[str, str]:
@@ -272,9 +260,7 @@ class _Graph:
         python = f"-O1 -w -DFMT_HEADER_ONLY=1 -isystem {_word(sysconfig.get_paths()['include'])}"
         self._compile_unity("python", _includes(texts), python, self._extension_objects)
 
-    def add_source(
-        self, path: Path, name: str, optional_headers: Iterable[str] = ()
-    ) -> None:
+    def add_source(self, path: Path, name: str) -> None:
         """A source file of a PR, once or once per capability."""
         stem = (
             name.removeprefix("aten/src/ATen/").removesuffix(".cpp").replace("/", ".")
@@ -288,13 +274,11 @@ class _Graph:
                 unity = "sources" if is_narrow else "sources_of_aten"
                 self._together[unity].append(path)
             return
-        present = "_".join(Path(header).stem for header in optional_headers)
         wanted = capabilities(path.read_text(), self._options.capability)
         for capability in wanted:
             flags = (
                 f"-O3 {_WARNINGS} {_CAPABILITY_FLAGS[capability]} "
-                f"-DCPU_CAPABILITY={capability} -DCPU_CAPABILITY_{capability} "
-                f"-DOPTIONAL_HEADERS={present}"
+                f"-DCPU_CAPABILITY={capability} -DCPU_CAPABILITY_{capability}"
             )
             self._compile(path, f"{stem}.{capability}", flags, self._library_objects)
             self._kernels.append(self._rules.pop())

@@ -209,21 +209,16 @@ class Checkout:
         self, stack: Stack, pr: PullRequest, parent: str, index: dict[str, str]
     ) -> None:
         lines = []
-        for name in pr.files:
-            path = stack.root / name
-            if not path.is_file():
-                raise StageError(
-                    f"{pr.name}: {name} is listed in series.toml but missing"
-                )
+        for name, data in stack.originals(pr).items():
             if self.git.has(f"{parent}:{name}"):
                 raise StageError(
                     f"{pr.name}: {name} already exists in PyTorch or an earlier PR",
                     hint=f"edit it with {pr.patch_path}",
                 )
             blob = self.git.run(
-                "hash-object", "-w", "--no-filters", "--stdin", data=path.read_bytes()
+                "hash-object", "-w", "--no-filters", "--stdin", data=data
             )
-            mode = "100755" if os.access(path, os.X_OK) else "100644"
+            mode = "100755" if os.access(stack.root / name, os.X_OK) else "100644"
             lines.append(f"{mode} {blob.strip()}\t{name}\n")
         self.git.run("update-index", "--index-info", data="".join(lines), env=index)
 
@@ -349,10 +344,8 @@ def _pr_parts(stack: Stack, pr: PullRequest) -> list[str | bytes]:
         stack.message(pr),
         patch.diff if patch else "",
     ]
-    for name in pr.files:
-        path = stack.root / name
-        parts += [name, path.read_bytes() if path.is_file() else "missing"]
-        parts.append(str(os.access(path, os.X_OK)))
+    for name, data in stack.originals(pr).items():
+        parts += [name, data, str(os.access(stack.root / name, os.X_OK))]
     return parts
 
 

@@ -260,8 +260,10 @@ def _hunks(file: FileDrift) -> str:
 
 
 def _parts(stack: Stack, pr: PullRequest) -> list[str]:
+    """The hunks for files of PyTorch: those for files of other PRs cannot drift."""
     patch = stack.patch(pr)
-    return patchfile.split_by_file(patch.diff) if patch else []
+    parts = patchfile.split_by_file(patch.diff) if patch else []
+    return [p for p in parts if stack.owner(patchfile.path_of(p)) is None]
 
 
 def _same_names(

@@ -59,8 +59,8 @@ def collect(
         commits: (hash, PR name, message), oldest first, as Checkout.commits.
 
     Raises:
-        StageError: PRs missing or out of order, or a commit that edits a new
-            file of another PR.
+        StageError: PRs missing or out of order, or a PR deletes a file of PyTorch or
+            of another PR.
     """
     commits = list(commits)
     expected = [pr.name for pr in stack.prs]
@@ -76,15 +76,17 @@ def collect(
         edited = []
         exported.new_files[name] = []
         for status, path in _changes(checkout.git, commit):
-            if checkout.git.has(f"{checkout.base}:{path}"):
-                if status == "D":
-                    raise StageError(f"{name}: deletes {path}, which PyTorch has")
-                edited.append(path)
-            elif owner.setdefault(path, name) == name:
+            is_new = not checkout.git.has(f"{checkout.base}:{path}")
+            if is_new and owner.setdefault(path, name) == name:
                 exported.new_files[name].append(path)
-                exported.files[path] = _contents(checkout.git, commit, path)
             else:
-                raise StageError(f"{name}: edits {path}, a new file of {owner[path]}")
+                if status == "D":
+                    raise StageError(
+                        f"{name}: deletes {path} of {owner.get(path, 'PyTorch')}"
+                    )
+                edited.append(path)
+            if is_new:
+                exported.files[path] = _contents(checkout.git, commit, path)
         diff = ""
         if edited:
             specs = [f":(literal){path}" for path in edited]
@@ -351,11 +353,13 @@ def _contents(git: GitRepo, commit: str, path: str) -> tuple[bytes, bool]:
 
 
 def _check_owner(stack: Stack, name: str, path: str) -> None:
-    owner = stack.owner(path)
-    if owner is not None and owner.name != name:
+    owner, patch = stack.owner(path), stack.patch(stack.get(name))
+    edits = patch.paths if patch else ()
+    if owner is not None and owner.name != name and path not in edits:
         raise StageError(
             f"{path} is a new file of {owner.name}, not of {name}",
-            hint=f"tools/stage.py refresh {owner.name}, or undo that edit first",
+            hint=f"tools/stage.py refresh {owner.name}, or undo that edit first; a hunk "
+            f"of {name} in that file is begun by hand in its patch",
         )
     if path.split("/")[0] not in (*UPSTREAM_ROOTS, "c10", "caffe2", "tools"):
         raise StageError(f"{path}: no PyTorch source folder", hint="remove that file")

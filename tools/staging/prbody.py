@@ -123,7 +123,8 @@ def _bc(stack: Stack, pr: PullRequest, patch: patchfile.Patch) -> str:
     ours = set()  # what PRs below added is not released yet
     for other in stack.prefix(pr.name).prs[:-1]:
         ours |= set(_lines(stack.patch(other), "+"))
-    changed = [f"`{path}`" for path, _ in dict(_lines(patch, "-", but=ours)).items()]
+    removed = dict(_lines(patch, "-", but=ours))
+    changed = [f"`{path}`" for path in removed if stack.owner(path) is None]
     if not changed:
         return "Not BC-breaking: it only adds, no released line changes."
     return (

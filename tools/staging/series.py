@@ -17,7 +17,7 @@ from typing import Any
 import tomllib
 from packaging.version import Version
 
-from . import benchtable, patchfile
+from . import benchtable, patchfile, placement
 from .errors import ArgumentError, StageError
 from .texts import decode
 
@@ -126,6 +126,8 @@ class Stack:
     non_landing: tuple[str, ...]
     series: tuple[Series, ...]
     prs: tuple[PullRequest, ...]
+    # Those that `select` and the like leave out, too.
+    every_pr: tuple[PullRequest, ...]
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -216,6 +218,33 @@ class Stack:
         """The PR that adds this new file."""
         return next((pr for pr in self.prs if path in pr.files), None)
 
+    def originals(self, pr: PullRequest) -> dict[str, bytes]:
+        """The new files of a PR as it adds them: without the edits of later PRs.
+
+        The repository has each file as the whole stack leaves it.
+
+        Raises:
+            StageError: a file is missing, or an edit is not in the file.
+        """
+        found = {}
+        for path in pr.files:
+            if not (self.root / path).is_file():
+                raise StageError(f"{pr.name}: {path} is listed in series.toml but missing")
+            found[path] = (self.root / path).read_bytes()
+        for later in reversed(self.every_pr[self.every_pr.index(pr) + 1 :]):
+            patch = self.patch(later)
+            for part in patchfile.split_by_file(patch.only(found).diff) if patch else []:
+                path = patchfile.path_of(part)
+                data = placement.apply_part(part, found[path], "--reverse")
+                if data is None:
+                    raise StageError(
+                        f"{later.patch_path}: its edits are not in {path}, a new file of "
+                        f"{pr.name}",
+                        hint="the tree has the file as the whole stack leaves it",
+                    )
+                found[path] = data
+        return found
+
     def patch(self, pr: PullRequest) -> patchfile.Patch | None:
         """The parsed patch of a PR; None while it is not written yet."""
         path = self.root / pr.patch_path
@@ -244,13 +273,15 @@ def load(root: Path) -> Stack:
     except tomllib.TOMLDecodeError as error:
         raise StageError(f"{SERIES_FILE}: {error}") from None
     try:
+        prs = tuple(_pull_request(entry) for entry in data.get("pr", ()))
         stack = Stack(
             root=root,
             base=Base(**data["base"]),
             author=data["project"]["author"],
             non_landing=tuple(data["project"].get("non_landing", ())),
             series=tuple(_series(entry) for entry in data.get("series", ())),
-            prs=tuple(_pull_request(entry) for entry in data.get("pr", ())),
+            prs=prs,
+            every_pr=prs,
         )
     except KeyError as error:
         raise StageError(f"{SERIES_FILE}: {error} is missing") from None
@@ -349,8 +380,6 @@ def _file_problems(stack: Stack) -> Iterator[str]:
             if path in seen:
                 yield f"{path}: listed by {seen[path]} and by {pr.name}"
             seen[path] = pr.name
-            if not (stack.root / path).is_file():
-                yield f"{path}: listed by {pr.name}, but there is no such file"
         below = {path for other in stack.prefix(pr.name).prs for path in other.files}
         for test in sorted(set(pr.tests) - below):
             if stack.stays(test) and (stack.root / test).is_file():
@@ -371,8 +400,13 @@ def _import_problems(stack: Stack) -> Iterator[str]:
     owners = {path: pr.name for pr in stack.prs for path in pr.files}
     for pr in stack.prs:
         below = {path for other in stack.prefix(pr.name).prs for path in other.files}
-        for path in pr.files:
-            for found in _imported(stack.root / path, path, owners):
+        try:
+            files = stack.originals(pr)
+        except StageError as error:
+            yield error.message
+            continue
+        for path, text in files.items():
+            for found in _imported(text, path, owners):
                 if found not in below:
                     yield (
                         f"{path}: imports {found} of {owners[found]}, which {pr.name} does "
@@ -380,13 +414,13 @@ def _import_problems(stack: Stack) -> Iterator[str]:
                     )
 
 
-def _imported(file: Path, path: str, known: Collection[str]) -> list[str]:
+def _imported(text: bytes, path: str, known: Collection[str]) -> list[str]:
     """Those of the ``known`` files that a Python file imports at its top level."""
-    if not path.endswith(".py") or not file.is_file():
+    if not path.endswith(".py"):
         return []
     modules: list[str] = []
     try:
-        body = ast.parse(file.read_bytes()).body
+        body = ast.parse(text).body
     except (SyntaxError, ValueError):  # the latter for a zero byte, before Python 3.12
         return []  # for ruff to say
     for node in body:
@@ -436,6 +470,13 @@ def _patch_problems(stack: Stack) -> Iterator[str]:
             yield f"{pr.patch_path}: no Subject; a patch carries the PR description"
         for path in patch.created:
             yield f"{pr.patch_path}: adds or deletes {path}; new files go into the tree"
+        for path in patch.paths:
+            owner = stack.owner(path)
+            if owner is not None and owner not in stack.prefix(pr.name).prs[:-1]:
+                yield (
+                    f"{pr.patch_path}: edits {path}, a new file of {owner.name}, which "
+                    f"{pr.name} does not lie on"
+                )
 
 
 def _order_problems(stack: Stack) -> Iterator[str]:

@@ -133,7 +133,7 @@ def page(root, notes, **entry):
     pr = series.PullRequest(
         "100-a", "s", "title", results=({"file": f"{evidence.FOLDER}/a.json", **entry},)
     )
-    stack = series.Stack(root, None, "", (), (), (pr,))
+    stack = series.Stack(root, None, "", (), (), (pr,), (pr,))
     return evidence.render(stack)
 
 

@@ -64,9 +64,9 @@ def test_patch_of_a_file_the_wheel_lacks(project):
 
 def test_new_file_that_pytorch_has(project):
     path = project.root / "torch_patches/series.toml"
-    path.write_text(path.read_text().replace("torch/nn/moe.py", "torch/overrides.py"))
-    project.write("torch/overrides.py", "x = 1\n")
-    with pytest.raises(StageError, match="torch/overrides.py already exists"):
+    path.write_text(path.read_text().replace("torch/nn/moe.py", "torch/dos.py"))
+    project.write("torch/dos.py", "x = 1\n")
+    with pytest.raises(StageError, match="torch/dos.py already exists"):
         project.setup()
 
 

@@ -3,7 +3,7 @@
 import pytest
 from conftest import FIRST_FILE
 
-from staging import export
+from staging import export, series
 from staging.errors import StageError
 
 
@@ -192,3 +192,68 @@ def test_series_that_leans_on_another_is_reported(project):
     series = project.root / "torch_patches/series.toml"
     series.write_text(series.read_text().replace('series = "apart"', 'series = "more"'))
     assert export.verify(project.checkout(), project.stack) == []
+
+
+MOE_EDIT = """\
+diff --git a/torch/nn/moe.py b/torch/nn/moe.py
+--- a/torch/nn/moe.py
++++ b/torch/nn/moe.py
+@@ -1,3 +1,4 @@
+ def moe(x):
++    x = 2 * x
+     return x
+ 
+"""
+MOE_TAIL = "\n\n# What\n# nobody\n# else\nchanged = True\n"
+
+
+@pytest.fixture
+def edited_by_second(exported):
+    """110 changes a new file of 100, which the tree has as the whole stack leaves it."""
+    path = exported.root / "torch_patches/110-second.patch"
+    head, diff = path.read_text().split("diff --git", 1)
+    path.write_text(f"{head}{MOE_EDIT}diff --git{diff}")
+    text = "def moe(x):\n    x = 2 * x\n    return x\n"
+    exported.write("torch/nn/moe.py", text + MOE_TAIL)
+    exported.setup()
+    return exported
+
+
+def test_a_later_pr_edits_a_new_file(edited_by_second, console):
+    project = edited_by_second
+    assert series.problems(project.stack) == []
+    assert export.verify(project.checkout(), project.stack) == []
+    assert "2 * x" in (project.site / "torch/nn/moe.py").read_text()
+    checkout = project.checkout()
+    first = checkout.commit_stack(project.stack.upto("100"), {})
+    assert checkout.git.run("show", f"{first}:torch/nn/moe.py") == FIRST_FILE + MOE_TAIL
+
+
+@pytest.mark.parametrize("name, value", [("100", "= True"), ("110", "x = 2 * x")])
+def test_refresh_of_a_new_file_of_two_prs(edited_by_second, console, name, value):
+    project = edited_by_second
+    path = project.workspace.checkout / "torch/nn/moe.py"
+    text = path.read_text().replace(value, f"{value}  # edited")
+    path.write_text(text)
+    refresh(project, name, console)
+    assert (project.root / "torch/nn/moe.py").read_text() == text
+    patch = (project.root / "torch_patches/110-second.patch").read_text()
+    assert ("+    x = 2 * x  # edited" in patch) == (name == "110")
+    first = project.stack.originals(project.stack.get("100"))["torch/nn/moe.py"]
+    assert (b"# edited" in first) == (name == "100")
+
+
+def test_edit_of_a_new_file_that_is_not_in_it(edited_by_second):
+    edited_by_second.write("torch/nn/moe.py", FIRST_FILE)
+    with pytest.raises(StageError, match="110-second.patch: its edits are not in torch/nn/moe"):
+        edited_by_second.setup()
+
+
+def test_edit_of_a_new_file_of_a_series_that_is_not_below(edited_by_second):
+    path = edited_by_second.root / "torch_patches/series.toml"
+    text = path.read_text().replace(
+        'name = "110-second"\nseries = "core"', 'name = "110-second"\nseries = "apart"'
+    )
+    path.write_text(text)
+    problems = series.problems(edited_by_second.stack)
+    assert any("which 110-second does not lie on" in problem for problem in problems)

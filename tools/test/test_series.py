@@ -44,7 +44,7 @@ def test_binary_data_does_not_land(project):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("torch/nn/moe.py", "torch/nn/moe.py: listed by 100-first"),
+        ("torch/nn/moe.py", "100-first: torch/nn/moe.py is listed"),
         ("torch_patches/110-second.patch", "torch_patches/110-second.patch: missing"),
     ],
 )

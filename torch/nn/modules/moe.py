@@ -112,8 +112,6 @@ class MoE(Module):
         >>> output, logits, indices = layer(torch.randn(4, 10, 16), need_routing=True)
     """
 
-    __constants__ = ["embed_dim", "hidden_dim", "top_k"]
-
     def __init__(
         self,
         embed_dim: int,
@@ -156,7 +154,7 @@ class MoE(Module):
                 "MoE: activation must be one of "
                 f"{', '.join(get_args(F._MoeActivation))}, got {activation!r}"
             )
-        recipes = get_args(getattr(F, "_MoeRecipe", None))  # of series moe-precision
+        recipes = get_args(F._MoeRecipe)
         if recipe is not None and recipe not in recipes:
             known = ", ".join(("None", *map(repr, recipes)))
             raise ValueError(f"MoE: recipe must be one of {known}, got {recipe!r}")

@@ -252,13 +252,9 @@ struct Int8Row {
 }  // namespace CPU_CAPABILITY
 }  // namespace at::native
 
-// Decoding with instructions of its own, of a later pull request.
-#if __has_include(<ATen/native/cpu/MoELowBitAvx512.h>)
-#include <ATen/native/cpu/MoELowBitAvx512.h>
-#endif
-#if __has_include(<ATen/native/cpu/MoELowBitAvx2.h>)
+// Decoding with instructions of its own.
 #include <ATen/native/cpu/MoELowBitAvx2.h>
-#endif
+#include <ATen/native/cpu/MoELowBitAvx512.h>
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {

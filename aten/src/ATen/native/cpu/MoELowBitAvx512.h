@@ -18,9 +18,7 @@
 
 #include <limits>
 
-#if __has_include(<ATen/native/cpu/MoEFastGemm.h>)
 #include <ATen/native/cpu/MoEFastGemm.h>
-#endif
 
 #if defined(MOE_HAS_AMX) && defined(__GNUC__)
 #define MOE_HAS_LOW_BIT_AVX512

@@ -10,7 +10,7 @@
 //   kDenseRows   whether rows of a must be evenly apart, and the last kTileRows readable
 //   Session      what a thread holds while it multiplies
 //   Prefetch     fetches the next panel: multiply() calls it after every few rows
-// and may have, of a later pull request (MoEFastGemm.h),
+// and may have, as those of MoEFastGemm.h,
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
 //   multiply_stored()          a product of few rows with weights as they are stored
@@ -18,7 +18,6 @@
 // An element is summed over ascending k, in an order that depends neither on the number of
 // rows nor on the thread count.
 
-#include <ATen/native/CPUBlas.h>
 #include <ATen/native/cpu/MoEPacking.h>
 
 namespace at::native {
@@ -182,40 +181,6 @@ struct VecGemm : Products {
     }
   }
 };
-
-// ---- products of oneDNN ----------------------------------------------------------
-
-#if defined(CPUBLAS_BRGEMM_BF16BF16F32)
-// Always of kTileRows rows: one generated kernel, and one order of addition. For AMX tiles:
-// elsewhere brgemm packs nothing, and multiplies in the same registers as VecGemm.
-struct BrGemm {
-  using operand_t = BFloat16;
-  using Prefetch = NoPrefetch;
-  struct Session {
-    ~Session() {
-      cpublas::brgemm_release();
-    }
-  };
-
-  static constexpr int64_t kTileRows = 32;
-  static constexpr int64_t kTileCols = kPanelCols;
-  static constexpr int64_t kDepth = 1024;
-  static constexpr int64_t kMinDepth = kDepth;
-  static constexpr bool kDenseRows = true;
-
-  template <typename Fn>
-  static void multiply(
-      int64_t m, int64_t, int64_t k, const RowLines<BFloat16>& a, const BFloat16* b,
-      const ProductTile<float>& out, Fn&& between) {
-    for (int64_t row = 0; row < m; row += kTileRows) {
-      cpublas::brgemm(
-          kTileRows, kPanelCols, round_up(k, kWordElements<BFloat16>), a.ld, kPanelCols, kPanelCols,
-          out.accumulate, a.lines[row] + a.offset, b, out.c + row * kPanelCols);
-      between();
-    }
-  }
-};
-#endif
 
 }  // namespace moe_cpu
 }  // namespace CPU_CAPABILITY

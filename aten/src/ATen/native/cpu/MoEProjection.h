@@ -5,10 +5,7 @@
 
 #include <ATen/native/cpu/MoEActivation.h>
 #include <ATen/native/cpu/MoEDriver.h>
-// Micro-GEMMs of later pull requests.
-#if __has_include(<ATen/native/cpu/MoEFastGemm.h>)
 #include <ATen/native/cpu/MoEFastGemm.h>
-#endif
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -36,7 +33,7 @@ constexpr bool kFastMath = !std::is_same_v<scalar_t, acc_type<scalar_t>>;
 template <typename Fn>
 void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
 #ifdef MOE_HAS_FAST_GEMM
-  dispatch_fast_micro_gemm(dtype, fn);
+  return dispatch_fast_micro_gemm(dtype, fn);
 #else
   switch (dtype) {
     case kDouble:
@@ -46,11 +43,6 @@ void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
     case kHalf:
       return fn(Half(0), VecGemm<float>());
     default:
-#if defined(CPU_CAPABILITY_AVX512) && defined(CPUBLAS_BRGEMM_BF16BF16F32)
-      if (cpublas::could_pack(kBFloat16)) {
-        return fn(BFloat16(0), BrGemm());
-      }
-#endif
       return fn(BFloat16(0), VecGemm<float>());
   }
 #endif
