@@ -143,7 +143,7 @@ def measure(
     Args:
         checkout: build/checkout; its commits are the versions to merge.
     """
-    diffs = {pr.name: _parts(stack, pr) for pr in stack.prs}
+    diffs = {pr.name: parts(stack, pr) for pr in stack.prs}
     paths = {patchfile.path_of(p) for parts in diffs.values() for p in parts}
     source.prepare(paths | {path for pr in stack.prs for path in pr.files})
     texts: dict[str, bytes | None] = {}
@@ -259,7 +259,7 @@ def _hunks(file: FileDrift) -> str:
     return ", ".join(_LINE.sub(r"(line \1)", hunk) for hunk in file.hunks)
 
 
-def _parts(stack: Stack, pr: PullRequest) -> list[str]:
+def parts(stack: Stack, pr: PullRequest) -> list[str]:
     """The hunks for files of PyTorch: those for files of other PRs cannot drift."""
     patch = stack.patch(pr)
     parts = patchfile.split_by_file(patch.diff) if patch else []

@@ -202,9 +202,9 @@ diff --git a/torch/nn/moe.py b/torch/nn/moe.py
  def moe(x):
 +    x = 2 * x
      return x
- 
+ # What
 """
-MOE_TAIL = "\n\n# What\n# nobody\n# else\nchanged = True\n"
+MOE_TAIL = "# What\n# nobody\n# else\nchanged = True\n"
 
 
 @pytest.fixture
@@ -245,7 +245,8 @@ def test_refresh_of_a_new_file_of_two_prs(edited_by_second, console, name, value
 
 def test_edit_of_a_new_file_that_is_not_in_it(edited_by_second):
     edited_by_second.write("torch/nn/moe.py", FIRST_FILE)
-    with pytest.raises(StageError, match="110-second.patch: its edits are not in torch/nn/moe"):
+    message = "110-second.patch: its edits are not in torch/nn/moe.py"
+    with pytest.raises(StageError, match=message):
         edited_by_second.setup()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from message import report
-from staging import drift, evidence, series as series_module
+from staging import drift, evidence, patchfile, series as series_module
 from staging.errors import StageError
 from staging.prbody import NOT_STATED, render
 
@@ -82,9 +82,11 @@ def check_drift(root: Path) -> None:
         stack = series_module.load(root)
     except StageError:
         return  # check_series says it
-    patches = {pr.name: stack.patch(pr) for pr in stack.prs}
-    edits = {name: set(patch.paths) for name, patch in patches.items() if patch}
-    edits = {name: paths for name, paths in edits.items() if paths}
+    edits = {
+        pr.name: {patchfile.path_of(part) for part in parts}
+        for pr in stack.prs
+        if (parts := drift.parts(stack, pr))
+    }
     for version in data["versions"]:
         measured = {
             p["name"]: {f["path"] for f in p["files"] if f["status"] != drift.SAME_NAME}
