@@ -65,7 +65,9 @@ class TestWireRows(TestCase):
 
 class TestModule(TestCase):
     def test_no_such_recipe(self):
-        with self.assertRaisesRegex(ValueError, "recipe must be one of None.*, got 'fp7'"):
+        with self.assertRaisesRegex(
+            ValueError, "recipe must be one of None.*, got 'fp7'"
+        ):
             layer_of("fp7")
 
     @parametrize("recipe", RECIPES)

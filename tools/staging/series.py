@@ -229,11 +229,15 @@ class Stack:
         found = {}
         for path in pr.files:
             if not (self.root / path).is_file():
-                raise StageError(f"{pr.name}: {path} is listed in series.toml but missing")
+                raise StageError(
+                    f"{pr.name}: {path} is listed in series.toml but missing"
+                )
             found[path] = (self.root / path).read_bytes()
         for later in reversed(self.every_pr[self.every_pr.index(pr) + 1 :]):
             patch = self.patch(later)
-            for part in patchfile.split_by_file(patch.only(found).diff) if patch else []:
+            for part in (
+                patchfile.split_by_file(patch.only(found).diff) if patch else []
+            ):
                 path = patchfile.path_of(part)
                 data = placement.apply_part(part, found[path], "--reverse")
                 if data is None:
