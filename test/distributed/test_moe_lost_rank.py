@@ -22,6 +22,8 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    slowTest,
+    subtest,
     TestCase,
 )
 
@@ -30,6 +32,9 @@ D, H, E, K, TOKENS = 16, 12, 8, 2, 6
 RANKS, SLOTS = 4, 4
 # Ranks that are killed: two leave as many that E is a multiple of.
 KILLED = {"online": (1, 2)}
+SLOW_CASES = [
+    subtest(case, name=case, decorators=[slowTest]) for case in ("all_gather", "online")
+]
 GONE = (
     r"[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|[Tt]imed out|"
     "not sent, as what came before it failed"
@@ -217,7 +222,7 @@ class TestLostRank(TestCase):
         self.assertEqual(gone, -signal.SIGKILL)
         return results
 
-    @parametrize("case", ["copies", "no_copies", "all_gather", "two", "online"])
+    @parametrize("case", ["copies", "no_copies", "two", *SLOW_CASES])
     def test_the_others_go_on(self, case):
         results = self.served(case)
         killed = KILLED.get(case, (2,))

@@ -92,6 +92,7 @@ def make_plan(**config) -> launch.LaunchPlan:
 # over tiles. The small columns make F and D span several tiles.
 POINTERS = make_plan(block_n=16, epilogue_parts=2)
 TMA = make_plan(block_n=32, epilogue_parts=4, tma=True, programs_per_sm=1)
+SLOW_TMA = subtest(TMA, name="tma", decorators=[slowTest])
 
 
 def layer(plan, args, grad_out, act=Activation()):
@@ -151,7 +152,7 @@ class TestMoePermutation(MoeKernelTestCase):
 
     @parametrize("case", CASES)
     @parametrize("dtype", [torch.int32, torch.int64])
-    @parametrize("alone", [False, True])
+    @parametrize("alone", [False, subtest(True, decorators=[slowTest])])
     def test_cases(self, case, dtype, alone):
         # All of them fit in one block; without that kernel they take several.
         limits = {"_BLOCK_SLOTS": 1024 if alone else -1, "_SLOTS_PER_PROGRAM": 32}
@@ -564,7 +565,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         strides = (stride, *x.stride()[1:])
         return storage.as_strided(x.shape, strides, offset).copy_(x)
 
-    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), SLOW_TMA])
     def test_experts_and_tokens(self, plan):
         case = MoeCase("far", num_tokens=4, num_experts=2, top_k=2)
         operands = case.operands(torch.bfloat16, bias=True)
@@ -576,7 +577,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         self.check_against_reference(args, grad_out, plan)
 
     @parametrize("transposed", [False, True])
-    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), SLOW_TMA])
     def test_weight_gradients(self, plan, transposed):
         # Far rows of both operands, and far experts of the gradient.
         case = get_case("top_1")
@@ -602,7 +603,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         self.assertEqual(far, near, atol=0, rtol=0)
 
     @parametrize("two_weights", [False, True])
-    @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
+    @parametrize("plan", [subtest(POINTERS, name="pointers"), SLOW_TMA])
     def test_strides_of_weight_rows(self, plan, two_weights):
         # (g*F, E, D) storage: a row's offset passes int32, as with 8192 rows of 128
         # experts of 4096 columns. TMA does not care; dW and the pointers must not.

@@ -603,7 +603,7 @@ def run_seed(seed):
 
 class TestRandomCompositions(TestCase):
     def test_seeds(self):
-        count = int(os.environ.get("MOE_RANDOM_COMPOSITIONS", "8"))
+        count = int(os.environ.get("MOE_RANDOM_COMPOSITIONS", "5"))
         done = subprocess.run(
             [sys.executable, os.path.abspath(__file__), "--seeds", "0", str(count)],
             capture_output=True,
