@@ -7,16 +7,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
-from torch.distributed._tools.moe_estimator import (
-    infer,
-    layer_peak,
-    Layout,
-    memory,
-    MoERuntimeEstimator,
-    saved_bytes,
-    train_step,
-)
+from torch.distributed._tools.moe_estimator import MoERuntimeEstimator
+from torch.distributed._tools.moe_inference_model import infer
+from torch.distributed._tools.moe_layout import Layout
+from torch.distributed._tools.moe_memory_model import layer_peak, memory, saved_bytes
 from torch.distributed._tools.moe_profile import profile
+from torch.distributed._tools.moe_step_model import train_step
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

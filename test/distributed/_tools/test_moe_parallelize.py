@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
-from torch.distributed._tools.moe_estimator import Layout, memory
-from torch.distributed._tools.moe_parallelize import _device_type, parallelize_moe
+from torch.distributed._tools.moe_layout import Layout
+from torch.distributed._tools.moe_machine import device_type
+from torch.distributed._tools.moe_memory_model import memory
+from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.distributed._tools.moe_plan import plan
 from torch.distributed._tools.moe_profile import (
     Constants,
@@ -22,7 +24,7 @@ from torch.distributed._tools.moe_profile import (
     Device,
     Profile,
 )
-from torch.distributed._tools.moe_trace import Traced
+from torch.distributed._tools.moe_traced_model import Traced
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.launcher import elastic_launch, LaunchConfig
 from torch.distributed.tensor import DTensor
@@ -228,12 +230,12 @@ class TestApplied(GlooTest):
     def test_the_device_of_a_plain_process_group(self):
         # As init_process_group() makes it on a machine with a GPU.
         config, gpu = "cpu:gloo,cuda:nccl", torch.device("cuda")
-        self.assertEqual(_device_type(), "cpu")
+        self.assertEqual(device_type(), "cpu")
         with (
             mock.patch.object(c10d, "get_backend_config", return_value=config),
             mock.patch.object(torch.accelerator, "current_accelerator", return_value=gpu),
         ):  # fmt: skip
-            self.assertEqual(_device_type(), "cuda")
+            self.assertEqual(device_type(), "cuda")
 
     def test_dry_run_changes_nothing(self):
         model = make_model()

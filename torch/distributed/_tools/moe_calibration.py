@@ -38,14 +38,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "CPU_ROWS",
-    "calibrate",
-    "cpu_call",
-    "measure_calls",
-    "measure_exchange",
-    "measure_kernels",
+    "CPU_ROWS", "calibrate", "cpu_call", "measure_calls", "measure_exchange", "measure_kernels",
     "measure_links",
-]
+]  # fmt: skip
 
 
 # Many and few rows an expert, both dtypes, wide gradients, weights read once, transposed

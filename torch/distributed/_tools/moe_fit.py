@@ -13,8 +13,9 @@ import itertools
 import math
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch.distributed._tools.moe_cost_model import expert_flops, ITEMSIZE, link_seconds
+from torch.distributed._tools.moe_cost_model import expert_flops, ITEMSIZE
 from torch.distributed._tools.moe_cpu_model import cpu_experts
+from torch.distributed._tools.moe_exchange_model import link_seconds
 from torch.distributed._tools.moe_profile import CpuConstants
 
 

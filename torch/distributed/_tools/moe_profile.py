@@ -24,17 +24,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "BOUNDS",
-    "Constants",
-    "CpuConstants",
-    "DEVICES",
-    "Device",
-    "FITTED",
-    "FITTED_PROVENANCE",
-    "HELD_OUT_ERROR",
-    "Profile",
-    "profile",
-]
+    "BOUNDS", "Constants", "CpuConstants", "DEVICES", "Device", "FITTED", "FITTED_PROVENANCE",
+    "HELD_OUT_ERROR", "Profile", "profile",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -194,27 +186,13 @@ class Constants:
 
 
 BOUNDS: dict[str, tuple[float, float]] = {
-    "mma16": (0.4, 0.95),
-    "mma8": (0.3, 0.95),
-    "memory": (0.5, 0.95),
-    "tile_start": (5, 900),
-    "launch_us": (1, 12),
-    "grouped16": (0.4, 1.0),
-    "grouped8": (0.4, 1.0),
-    "fast": (0.3, 0.98),
-    "slow": (0.3, 1.0),
-    "fast_us": (5, 100),
-    "slow_us": (10, 300),
-    "floor_us": (1, 60),
-    "setup_us": (1, 600),
-    "fabric": (0.001, 0.15),
-    "unit_rate": (10e9, 200e9),
-    "row_bytes": (10, 8000),
-    "host_us": (300, 12000),
-    "exposed": (0.05, 1.0),
-    "stack": (0.8, 2.0),
-    "drift": (0.001, 0.6),
-}
+    "mma16": (0.4, 0.95), "mma8": (0.3, 0.95), "memory": (0.5, 0.95), "tile_start": (5, 900),
+    "launch_us": (1, 12), "grouped16": (0.4, 1.0), "grouped8": (0.4, 1.0), "fast": (0.3, 0.98),
+    "slow": (0.3, 1.0), "fast_us": (5, 100), "slow_us": (10, 300), "floor_us": (1, 60),
+    "setup_us": (1, 600), "fabric": (0.001, 0.15), "unit_rate": (10e9, 200e9),
+    "row_bytes": (10, 8000), "host_us": (300, 12000), "exposed": (0.05, 1.0),
+    "stack": (0.8, 2.0), "drift": (0.001, 0.6),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
