@@ -46,12 +46,7 @@ class Run:
     def __init__(self, name: str, found, adapter, ids: torch.Tensor) -> None:
         self.found, self.ids = found, ids
         self.model = moe_parallelize.apply_plan(build(name), found, adapter=adapter)
-        # An operator takes no list of parameters of several meshes.
-        groups: dict = {}
-        for p in self.model.parameters():
-            groups.setdefault(p.device_mesh, []).append(p)
-        groups = [{"params": p} for p in groups.values()]
-        self.optimizer = torch.optim.AdamW(groups, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.cpu: list[float] = []
         self.step()
 

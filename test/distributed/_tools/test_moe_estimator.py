@@ -50,6 +50,29 @@ class TestConfig(TestCase):
                 {k: v for k, v in QWEN3_30B.items() if k != "num_experts"}
             )
 
+    def test_latent_attention_of_other_sizes(self):
+        sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                 "v_head_dim": 24, "q_lora_rank": 48, "num_attention_heads": 4}  # fmt: skip
+        model = MoEConfig.from_config({**DEEPSEEK_V3, "hidden_size": 64, **sizes})
+        q, kv = [(48, 64), (4 * 24, 48)], [(32 + 8, 64), (4 * (16 + 24), 32)]
+        self.assertEqual(model.attention(), [*q, *kv, (64, 4 * 24)])
+        self.assertEqual((model.cached, MODELS["deepseek-v3"].cached), (40, 576))
+
+    def test_layers_without_experts_are_those_of_the_module(self):
+        class Experts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = nn.Parameter(torch.empty(2, 4, 8))
+
+        model = nn.ModuleList([nn.Linear(4, 4), Experts(), nn.Linear(4, 4), Experts()])
+        model.config = {**QWEN3_30B, "num_hidden_layers": 4}
+        found = MoEConfig.from_module(model)
+        self.assertEqual((found.layers, found.dense), (4, 2))
+        self.assertEqual(
+            found.parameters()["expert"] * 24,
+            MODELS["qwen3-30b-a3b"].parameters()["expert"],
+        )
+
     def test_parameters(self):
         for name, billions in (("deepseek-v3", 671), ("qwen3-30b-a3b", 30.5),
                                ("mixtral-8x7b", 46.7), ("gpt-oss-120b", 116.8)):  # fmt: skip

@@ -155,6 +155,7 @@ class MoERuntimeEstimator(TorchDispatchMode):
     Attributes:
         seconds (float): of all ops.
         flops (int): of all ops, as ``FlopCounterMode`` counts them.
+        ops (int): that take time; views do not.
         by_op (dict[str, float]): seconds by op.
 
     Example::
@@ -167,7 +168,7 @@ class MoERuntimeEstimator(TorchDispatchMode):
     def __init__(self, profile: Profile) -> None:
         super().__init__()
         self.profile = profile
-        self.seconds, self.flops = 0.0, 0
+        self.seconds, self.flops, self.ops = 0.0, 0, 0
         self.by_op: dict[str, float] = defaultdict(float)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -176,6 +177,7 @@ class MoERuntimeEstimator(TorchDispatchMode):
         seconds = op_seconds(self.profile, func, args, out)
         packet = func._overloadpacket
         self.seconds += seconds
+        self.ops += seconds > 0
         self.by_op[packet.__name__] += seconds
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)

@@ -56,9 +56,8 @@ def infer(
     if phase == "prefill":
         compute += model.core_flops(half, context) / (0.55 * dev.bf16)
     else:
-        cache = 576 * 2 if model.mla else 4 * model.kv_heads * model.head_dim
-        flops = 4 * half * context * model.heads * 576 if model.mla else 0
-        read = cost.stream(p, half * context * cache, 2)
+        flops = 4 * half * context * model.heads * model.cached if model.mla else 0
+        read = cost.stream(p, half * context * 2 * model.cached, 2)
         compute += cost.smooth_max(read, flops / (0.6 * dev.bf16))
     compute += cost.stream(p, half * model.d * 20, 10)
     compute += cost.experts(
@@ -114,8 +113,9 @@ def inference_table(
             f"got {ep}"
         )
     weights, size = model.parameters(), cost.ITEMSIZE[dtype]
-    row = 576 if model.mla else 2 * model.kv_heads * model.head_dim
-    held = tokens * (context if phase == "decode" else 1) * row * 2 * model.layers
+    held = (
+        2 * tokens * (context if phase == "decode" else 1) * model.cached * model.layers
+    )
     held += tokens * model.d * 20 * (phase == "prefill")
     need = {
         e: (weights["expert"] / e + weights["other"]) * size + held for e in degrees

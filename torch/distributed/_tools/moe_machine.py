@@ -8,21 +8,19 @@ import hashlib
 import json
 import os
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed._moe.exchange import scalar_device
-from torch.distributed._tools.moe_calibration import calibrate, measure_calls
-from torch.distributed._tools.moe_profile import DEVICES, Profile
-from torch.distributed._tools.moe_trace import estimated_seconds
+from torch.distributed._tools.moe_calibration import calibrate
+from torch.distributed._tools.moe_profile import CpuConstants, DEVICES, Profile
+from torch.distributed._tools.moe_train_calibration import measure_training
+from torch.distributed.device_mesh import init_device_mesh
 
 
-__all__ = ["device_type", "machine_profile", "measure_stack"]
-
+__all__ = ["device_type", "machine_profile"]
 
 CALIBRATION_SECONDS = 4.0
 
@@ -38,6 +36,9 @@ def machine_profile(
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     ranks = 1 if group is None else dist.get_world_size()
+    if group is not None:
+        # Selects this rank's accelerator, where the script has not: before it is measured.
+        init_device_mesh(device, (ranks,))
     name = f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
     gpu = None
     if device == "cuda":
@@ -48,7 +49,10 @@ def machine_profile(
                 f"parallelize_moe: profile must be given for {name}: the data sheets are of "
                 f"{', '.join(DEVICES)}"
             )
-    key = f"{socket.gethostname()} {device} {name} {ranks} {clock} {torch.__version__}"
+    constants = [
+        f.name for f in dataclasses.fields(CpuConstants)
+    ]  # of older ones are fewer
+    key = f"{socket.gethostname()} {device} {name} {ranks} {clock} {torch.__version__} {constants}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     path = Path(torch.hub._get_torch_home(), "moe_profiles", f"{digest}.json")
     known = path.read_text() if cache and path.exists() else None
@@ -58,8 +62,7 @@ def machine_profile(
         some = group if ranks > 1 else None
         p = calibrate(device=device, gpu=gpu, group=some, seconds=seconds, clock=clock)
         if device == "cpu":
-            constants = dataclasses.replace(p.constants, stack=measure_stack(p, clock))
-            p = dataclasses.replace(p, constants=constants)
+            p = measure_training(p, some, clock)
         known = _from_first_rank(json.dumps(p.to_json()))
         if cache and (not dist.is_initialized() or dist.get_rank() == 0):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,20 +78,6 @@ def _from_first_rank(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
-
-
-def measure_stack(p: Profile, clock: str = "wall", seconds: float = 1.0) -> float:
-    """``Constants.stack`` of a CPU: a layer of attention as it runs, over the sum of its ops."""
-    width, gen = 512, torch.Generator().manual_seed(0)
-    layer = nn.TransformerEncoderLayer(width, 8, 2 * width, 0.0, batch_first=True)
-    x = torch.randn(1, 256, width, generator=gen, requires_grad=True)
-
-    def call() -> None:
-        layer(x).sum().backward()
-
-    tick = time.process_time if clock == "process" else time.perf_counter
-    (measured,) = measure_calls([call], seconds, tick)
-    return measured / estimated_seconds(layer, p, call)
 
 
 def device_type() -> str:

@@ -217,6 +217,12 @@ class CpuConstants:
         copy: B/s of rows that are gathered into messages, and summed where they return.
         turn: bytes to others from which on the directions of an all-to-all take turns: gloo
             posts each send before its receive, and sockets hold so much. 0 for never.
+        op_us: of an op in training beside its bytes and products: Python, dispatch, autograd.
+        recompute_us: the same of an op that activation checkpointing runs again.
+        shard_us: of what FSDP does for the shards of a layer, three times a step.
+        shard: B/s of a rank's shards that are gathered, and of gradients that are scattered.
+        tp_us: of a module under tensor parallelism, forward and backward, beside its bytes.
+        reduce: B/s of activations that ranks of tensor parallelism sum.
     """
 
     rate16: float = 8e11
@@ -233,6 +239,12 @@ class CpuConstants:
     exchange_grad_us: float = 200.0
     copy: float = 5e9
     turn: float = 0.0
+    op_us: float = 10.0
+    recompute_us: float = 40.0
+    shard_us: float = 300.0
+    shard: float = 1e9
+    tp_us: float = 1000.0
+    reduce: float = 5e8
 
 
 @dataclass(frozen=True, eq=False)  # a key of caches by identity

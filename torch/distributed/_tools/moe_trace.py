@@ -110,7 +110,7 @@ def trace(
     owner = type(model).__name__
     inside = {f"{owner}.{n.rpartition('.')[0]}" for n in matched(model, tp_plan or {})}
     run = loss or functools.partial(_causal_loss, seq=seq)
-    forward, split, runs = 0.0, 0.0, {}
+    forward, split, ops, runs = 0.0, 0.0, 0, {}
     for recompute in ("none", "full"):
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -125,7 +125,7 @@ def trace(
             with last.register_forward_hook(seen.after_last), tracked:
                 value = run(model)
             if recompute == "none":
-                forward, split = seen.dense, seen.split
+                forward, split, ops = seen.dense, seen.split, seen.ops
             value.backward()
         runs[recompute] = seen
     once = runs["none"]
@@ -139,17 +139,25 @@ def trace(
         name: (float(seen.before), float(max(seen.peak - gradients, 0)))
         for name, seen in runs.items()
     }
-    return Traced(once.dense, once.dense * split / forward, forward, peaks)
+    styled = len(experts) + len([*matched(model, tp_plan or {})])
+    own = sum(
+        p.numel() for name in experts for p in model.get_submodule(name).parameters()
+        if p.dim() == 3
+    )  # fmt: skip
+    return Traced(
+        once.dense, once.dense * split / forward, forward, peaks, (once.ops, ops), styled,
+        own, sum(p.numel() for p in model.parameters()),
+    )  # fmt: skip
 
 
 def estimated_seconds(
     module: nn.Module, p: Profile, call: Callable[[], object]
-) -> float:
-    """Of a call of ``module``, by :func:`.moe_estimator.op_seconds`."""
+) -> tuple[float, int]:
+    """Of a call of ``module``, by :func:`.moe_estimator.op_seconds`, and its number of ops."""
     with FakeTensorMode(allow_non_fake_inputs=True), _fake_parameters(module):
         with MoERuntimeEstimator(p) as seen:
             call()
-    return seen.seconds
+    return seen.seconds, seen.ops
 
 
 def _causal_loss(model: nn.Module, seq: int) -> Tensor:

@@ -33,19 +33,26 @@ class Traced(NamedTuple):
         repeated: of the forward, which is run twice where the layers are checkpointed.
         bytes: by ``recompute``, peaks of activations and temporary tensors: until the gradient is at
             the last layer; and after that, without the gradients of a layer's experts.
+        ops: their number, of both passes and of the forward.
+        styled: modules that tensor parallelism wraps.
+        expert, parameters: numbers of parameters: of the experts, and of all; 0 for the
+            configuration's.
     """
 
     dense: float
     split: float
     repeated: float
     bytes: dict[str, tuple[float, float]]
+    ops: tuple[int, int] = (0, 0)
+    styled: int = 0
+    expert: float = 0.0
+    parameters: float = 0.0
 
     def memory(
         self, model: MoEConfig, x: Layout, seq: int, global_batch: int
     ) -> Memory:
         """Peak bytes of a rank: its shards, what FSDP has together, and activations."""
-        weights, size = model.parameters(), ITEMSIZE[x.dtype]
-        expert, (split, around) = weights["expert"], self._others(model, weights)
+        size, (expert, split, around) = ITEMSIZE[x.dtype], self._weights(model)
         own = expert / x.ep / x.expert_dp * uneven(model, x)
         owned = ((split / x.tp + around) / x.dp + own) * x.replicate
         layer = (expert / x.ep + split / x.tp) / model.layers
@@ -93,28 +100,25 @@ class Traced(NamedTuple):
             p, tokens, model.d, model.k, x.ep, pass_="fwd+bwd", dtype=x.dtype
         )
 
-        def link(nbytes: float, ranks: int, messages: int = 1) -> float:
-            """A gather, or a scatter of sums, of so many bytes of all ranks together."""
-            if ranks == 1:
-                return 0.0
-            start = p.constants.fast_us * US
-            return messages * start + nbytes * (1 - 1 / ranks) / p.device.fast
-
-        weights = model.parameters()
-        expert, (split, around) = weights["expert"] / x.ep, self._others(model, weights)
-        other = split / x.tp + around
-        # Gathered in both passes, reduced in float32; copied out of and into what travels.
-        moved = 2 * size + 4
-        fsdp = link(other * moved, x.dp, 3 * layers)
-        fsdp += link(expert * moved, x.expert_dp, 3 * moe)
-        fsdp += 2 * (expert + other) * moved / c.memory
-        row = x.micro_batch * seq * model.d * size
-        # Sums of attention in both passes, and tokens around the experts.
-        links = (2 + full) * (2 * layers + moe) * link(row, x.tp)
+        expert, split, around = self._weights(model)
+        expert, other = expert / x.ep, split / x.tp + around
+        # Gathered in both passes, reduced in float32; of one rank, copied all the same.
+        moved, links = 2 * size + 4, 0.0
+        fsdp = 3 * (layers + moe + 1) * c.shard_us * US
+        for n, ranks in ((other, x.dp), (expert, x.expert_dp)):
+            fsdp += n * moved * (1 - 1 / ranks) / min(c.shard, p.device.fast)
+            fsdp += 2 * n * moved / ranks / c.memory
+        if x.tp > 1:  # sums of attention in both passes, and tokens around the experts
+            row = x.micro_batch * seq * model.d * size
+            # A sum passes the links twice.
+            rate = min(c.reduce, p.device.fast / 2)
+            links = (2 + full) * (2 * layers + moe) * row / rate
+            links += (1 + full / 2) * self.styled * c.tp_us * US
         dense = self.dense - self.split * (1 - 1 / x.tp) + full * self.repeated
+        issued = (self.ops[0] * c.op_us + full * self.ops[1] * c.recompute_us) * US
         owned = (other / x.dp + expert / x.expert_dp) * x.replicate
         parts = {
-            "attention": x.micro_batch * dense * p.constants.stack,
+            "attention": x.micro_batch * dense * p.constants.stack + issued,
             "experts": moe * work * imbalance,
             "comm": moe * sent,
             "tp_links": links,
@@ -128,9 +132,12 @@ class Traced(NamedTuple):
         layer = sum(of_block.values())
         return Step(rate, seconds, layer, of_block["comm"], 0.0, of_block, False)
 
-    @staticmethod
-    def _others(model: MoEConfig, weights: dict[str, float]) -> tuple[float, float]:
-        """Parameters that tensor parallelism splits, and that it does not: router, vocabulary."""
+    def _weights(self, model: MoEConfig) -> tuple[float, float, float]:
+        """Parameters: of experts, that tensor parallelism splits, and router and vocabulary."""
+        expert, other = model.parameters().values()
+        if self.parameters:
+            expert, other = self.expert, self.parameters - self.expert
         around = 2 * model.vocab * model.d
         around += (model.layers - model.dense) * model.d * model.experts
-        return weights["other"] - around, around
+        around = min(around, other)  # a vocabulary that is tied is there once
+        return expert, other - around, around
