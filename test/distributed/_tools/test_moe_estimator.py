@@ -12,7 +12,7 @@ from torch.distributed._tools.moe_inference_model import infer
 from torch.distributed._tools.moe_layout import Layout
 from torch.distributed._tools.moe_memory_model import layer_peak, memory, saved_bytes
 from torch.distributed._tools.moe_profile import profile
-from torch.distributed._tools.moe_step_model import train_step
+from torch.distributed._tools.moe_step_model import block, train_step
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -223,6 +223,25 @@ class TestSteps(TestCase):
         self.assertEqual(
             base.tokens_per_second * base.seconds * 64, 512 * 4096, rtol=1e-6, atol=0
         )
+
+    def test_a_pipeline_hides_exchanges(self):
+        p, model, kw = profile("H100"), MODELS["qwen3-30b-a3b"], {"global_batch": 512}
+        for pp, exposed in ((1, 1.0), (2, p.constants.exposed)):
+            layout = Layout(gpus=16, ep=8, pp=pp)
+            want = train_step(p, model, layout, exposed=exposed, **kw)
+            self.assertEqual(train_step(p, model, layout, **kw), want)
+
+    def test_ranks_that_share_a_width_exchange_rows(self):
+        model, layout = MODELS["mixtral-8x22b"], Layout(gpus=16, tp=8, expert_tp=8)
+        h100, h800 = (profile(name) for name in ("H100", "H800"))  # 450 and 200 GB/s
+        links = [
+            block(p, model, x, 4096, 4096, "fwd").tp_links
+            for p in (h100, h800) for x in (layout, dataclasses.replace(layout, expert_tp=1))
+        ]  # fmt: skip
+        rows = 4 * 4096 * model.k * model.d * 7 / 8
+        for (shared, whole), p in zip((links[:2], links[2:]), (h100, h800)):
+            rate = p.device.fast * p.constants.fast
+            self.assertEqual(shared - whole, rows / rate)
 
     def test_imbalance_slows(self):
         p, model = profile("B200"), MODELS["deepseek-v3"]

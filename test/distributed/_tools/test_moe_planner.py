@@ -383,7 +383,7 @@ class TestCommand(TestCase):
         _, out, _ = self.call("qwen3-30b-a3b", "--phase", "decode")
         self.assertRegex(out, "^8 x H100, inference, decode with 128 sequences a GPU")
         self.assertIn(
-            "error 3% on 6 published inference rows that calibrated nothing, too", out
+            "error 2% on 6 published inference rows that calibrated nothing, too", out
         )
         self.assertIn("error 15% on 72 published training rows that calibrated", slow)
         self.assertIn("21% in a check by others", slow)

@@ -82,6 +82,11 @@ def block(
         # ... and in backward the inputs again, for the gradients of the weights.
         gathered = (4 if forward else 6) * local * model.d * 2 * (tp - 1) / tp
         links = 0.7 * gathered / (dev.fast * c.fast)
+    if (
+        layout.expert_tp > 1
+    ):  # rows for those who share an expert's width, and their sums
+        shared = 4 * local * model.k * model.d * (1 - 1 / layout.expert_tp)
+        links += shared / (dev.fast * c.fast)
     return Block(
         attention,
         cost.experts(
@@ -147,7 +152,8 @@ def train_step(
         imbalance (float): heaviest expert rank over the mean, see
             ``moe_simulator.expected_imbalance``.
         exposed (float, optional): share of the exchanges that nothing hides. Default: what
-            published frameworks leave, a fitted constant
+            published frameworks leave to a pipeline, a fitted constant; all without one, as it
+            is another micro-batch that hides an exchange
         year (float): of the software; published numbers grow with it.
     """
     check(
@@ -155,7 +161,8 @@ def train_step(
     )
     c = p.constants
     tokens, accumulation = layout.micro_batch * seq, layout.accumulation(global_batch)
-    exposed = c.exposed if exposed is None else exposed
+    if exposed is None:
+        exposed = c.exposed if layout.pp > 1 else 1.0
     check("train_step", exposed=exposed)
     speed = math.exp(-c.drift * (year - 2026.0))
     parts: dict[str, float] = defaultdict(float)
