@@ -385,7 +385,7 @@ class TestCommand(TestCase):
         self.assertIn(
             "error 2% on 6 published inference rows that calibrated nothing, too", out
         )
-        self.assertIn("error 15% on 72 published training rows that calibrated", slow)
+        self.assertIn("error 14% on 72 published training rows that calibrated", slow)
         self.assertIn("21% in a check by others", slow)
         glm = MODELS["qwen3-235b-a22b"]
         with self.assertRaisesRegex(ValueError, "training: nothing fits .*optimizer"):

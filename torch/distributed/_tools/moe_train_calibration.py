@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed._tools.moe_profile import Profile
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 __all__ = ["measure_training"]
@@ -108,8 +109,12 @@ def measure_training(p: Profile, group: Any = None, clock: str = "wall") -> Prof
             sharded = _decoders(size[0])
             for layer in sharded:
                 fully_shard(layer, mesh=mesh)
-            calls.append(_run(fully_shard(sharded, mesh=mesh), *size))
-        styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            fully_shard(sharded, mesh=mesh)
+            calls.append(_run(sharded, *size))
+        styles: dict[str, ParallelStyle] = {
+            "0": ColwiseParallel(),
+            "1": RowwiseParallel(),
+        }
         for width, tokens in SUMMED:
             whole = parallelize_module(_products(width, width * ranks), mesh, styles)
             for module in (_products(width, width), whole):
