@@ -1,7 +1,8 @@
 """What torch.compile makes of MoE layers on the CPU: three tables, in one JSON.
 
 rewrites    blocks as people write them (peers.py), compiled as they are, rewritten by
-            ``torch._inductor.config.moe_fusion``, and ``F.moe_mlp`` compiled on their operands
+            ``torch._inductor.config.moe_fusion``, and ``F.moe_mlp`` compiled on their operands, in
+            bfloat16 and in float32, whose blocks stay where the op is slower
 layouts     ``F.moe_mlp`` on expert weights as nn.Linear stores them, and on the transposed storage
             of gpt-oss, eager and frozen, where Inductor stores them anew
 compiles    how many graphs and kernels a layer makes over changing numbers of tokens, and seconds
@@ -12,6 +13,7 @@ One thread, its own processor time, forms in turns, ratios of one round: others 
     python benchmarks/moe/compiled.py --out FILE.json
 """
 
+import itertools
 import os
 import sys
 import time
@@ -70,10 +72,12 @@ def _times(steps: dict[str, Callable], rounds: int, ratios: dict) -> dict:
     return {"milliseconds": milliseconds, **of_pairs}
 
 
-def measure_rewrite(form: str, shape: Shape, backward: bool, rounds: int) -> dict:
+def measure_rewrite(
+    form: str, shape: Shape, backward: bool, rounds: int, dtype: torch.dtype
+) -> dict:
     """One row: a form as written, rewritten and called directly."""
     torch._dynamo.reset()
-    operands, written = make_operands(shape), getattr(peers, form)
+    operands, written = make_operands(shape, dtype=dtype), getattr(peers, form)
     args = _arguments(form, operands, backward)
     functions = {"written": _compiled(written, False)}
     functions["rewritten"] = _compiled(written, True)
@@ -87,6 +91,7 @@ def measure_rewrite(form: str, shape: Shape, backward: bool, rounds: int) -> dic
     return {
         "form": form,
         "pass": PASSES[backward],
+        "dtype": str(dtype).removeprefix("torch."),
         **shape.sizes(),
         "blocks": counters["inductor"]["moe_fusion"],
         "whole_blocks": counters["inductor"]["moe_fusion_full"],
@@ -220,11 +225,15 @@ def main() -> None:
             for num_tokens in tokens[1:] or tokens:
                 if form == "batched_mm" and num_tokens > MAX_BATCHED_TOKENS:
                     continue
-                for backward in (False, True):
+                kinds = itertools.product(
+                    (False, True), (torch.bfloat16, torch.float32)
+                )
+                for backward, dtype in kinds:
                     shape = _shape(num_tokens, args.quick)
                     # A forward is short: the noise of one is above what is compared.
                     more = rounds if backward else rounds * max(4, 64 // num_tokens)
-                    add("rewrites", measure_rewrite(form, shape, backward, more))
+                    row = measure_rewrite(form, shape, backward, more, dtype)
+                    add("rewrites", row)
     if "compiles" in args.tables:
         torch.compile(lambda x: x + 1)(torch.ones(1))  # what the first one imports
         for name, (layer, make_args) in _layers_to_compile(args.quick).items():

@@ -21,7 +21,7 @@ from packages import require_transformers
 
 import torch
 import torch.distributed as dist
-from torch.distributed._tools.moe_estimator import uneven
+from torch.distributed._tools.moe_memory_model import uneven
 from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools import moe_parallelize
 from torch.distributed._tools.moe_config import MoEConfig
+from torch.distributed._tools.moe_machine import machine_profile
 from torch.distributed._tools.moe_plan import plan
 from torch.distributed._tools.moe_trace import trace
 from torch.distributed.tensor import DTensor
@@ -45,12 +46,7 @@ class Run:
     def __init__(self, name: str, found, adapter, ids: torch.Tensor) -> None:
         self.found, self.ids = found, ids
         self.model = moe_parallelize.apply_plan(build(name), found, adapter=adapter)
-        # An operator takes no list of parameters of several meshes.
-        groups: dict = {}
-        for p in self.model.parameters():
-            groups.setdefault(p.device_mesh, []).append(p)
-        groups = [{"params": p} for p in groups.values()]
-        self.optimizer = torch.optim.AdamW(groups, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.cpu: list[float] = []
         self.step()
 
@@ -76,10 +72,10 @@ def measure_model(name: str, batch: int, seq: int, rounds: int, p) -> list[dict]
     ids = torch.randint(2048, (batch, seq), generator=torch.Generator().manual_seed(0))
     model = build(name)
     modules = (
-        moe_parallelize._experts(model, ADAPTER),
-        moe_parallelize._blocks(model, ADAPTER),
+        moe_parallelize.expert_names(model, ADAPTER),
+        moe_parallelize.block_names(model, ADAPTER),
     )
-    tp_plan = moe_parallelize._tp_plan(model)
+    tp_plan = moe_parallelize.default_tp_plan(model)
     traced = trace(model, p, seq, *modules, ADAPTER, None, tp_plan)
     config = MoEConfig.from_module(model)
 
@@ -129,7 +125,7 @@ def measure_model(name: str, batch: int, seq: int, rounds: int, p) -> list[dict]
 
 def measure_rank(name: str, batch: int, seq: int, rounds: int) -> dict:
     require_transformers()
-    p = moe_parallelize.machine_profile(cache=False, clock="process")
+    p = machine_profile(cache=False, clock="process")
     load = os.getloadavg()[0]
     rows = measure_model(name, batch, seq, rounds, p)
     loads = [load, os.getloadavg()[0]]

@@ -29,8 +29,10 @@ import torch
 from torch._inductor import comm_analysis, config as inductor_config
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_config import MODELS
-from torch.distributed._tools.moe_estimator import infer, Layout, train_step
+from torch.distributed._tools.moe_exchange_model import all_to_all, ALL_TO_ALLS, copies
 from torch.distributed._tools.moe_fit import fit as fitted
+from torch.distributed._tools.moe_inference_model import infer
+from torch.distributed._tools.moe_layout import Layout
 from torch.distributed._tools.moe_profile import (
     BOUNDS,
     Constants,
@@ -38,6 +40,7 @@ from torch.distributed._tools.moe_profile import (
     Profile,
     profile,
 )
+from torch.distributed._tools.moe_step_model import train_step
 
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -131,7 +134,7 @@ class Predictor:
     def quant(self, r: Row, p: Profile) -> float:
         return cost.stream(p, 3.03 * number(r, "T")) * 1e6
 
-    exchange = staticmethod(cost.all_to_all)
+    exchange = staticmethod(all_to_all)
 
     def a2a(self, r: Row, p: Profile) -> float:
         T, d, k, ep = (number(r, x) for x in ("T", "d", "K", "EP"))
@@ -147,7 +150,7 @@ class Predictor:
         if r["unit"] == "us":
             return t * 1e6
         # Their bandwidth counts copies to nodes, or to ranks of one domain, own included.
-        w = cost.copies(ep, domain, k, limit)
+        w = copies(ep, domain, k, limit)
         logical = T * d * cost.ITEMSIZE[r["dtype"]]
         return logical * (w.nodes if ep > domain else w.ranks) / t / 1e9
 
@@ -158,12 +161,12 @@ class Predictor:
         if r["impl"] == "megamoe":
             return fused_layer(p, T, d, f, e, k, ep, domain, dtype) * scale
         algorithm = ALGORITHMS.get(r["impl"], "hierarchical")
-        comm = 2 * cost.all_to_all(p, T, d, k, ep, domain=domain, algorithm=algorithm)
+        comm = 2 * all_to_all(p, T, d, k, ep, domain=domain, algorithm=algorithm)
         pass_, rows = r["pass"], T * k
         options = {"dtype": dtype, "pass_": pass_, "tokens": T}
         t = cost.experts(p, rows, d, f, e / ep, kernel="mcore", **options)
         t += cost.dense_mlp(p, T, d, number(r, "shared"), dtype, pass_)
-        passes = cost.ALL_TO_ALLS[algorithm].gathers
+        passes = ALL_TO_ALLS[algorithm].gathers
         t += cost.stream(p, 4 * passes * rows * d, 2 * passes) if passes else 0.0
         return (t + comm + cost.router(p, T, d, e, k, pass_)) * scale
 
@@ -259,8 +262,8 @@ class InductorPredictor(Predictor):
         self, p: Profile, tokens: float, d: int, k: int, ep: int, *, domain: int,
         dtype: str, algorithm: str, node_limit: int, **_: Any,
     ) -> float:  # fmt: skip
-        kind = cost.ALL_TO_ALLS[algorithm]
-        w = cost.copies(ep, domain, k, node_limit, kind.dedup)
+        kind = ALL_TO_ALLS[algorithm]
+        w = copies(ep, domain, k, node_limit, kind.dedup)
         row = tokens * d * cost.ITEMSIZE[dtype]
         if ep <= domain or kind.one_hop:
             return self.seconds(p, row * w.ranks, ep, min(ep, domain), domain)
@@ -301,7 +304,7 @@ def fused_layer(
 ) -> float:
     """One kernel for dispatch, both products and combine (DeepGEMM's MegaMoE)."""
     comm = sum(
-        cost.all_to_all(p, T, d, k, ep, domain=domain, dtype=w, algorithm="one_sided")
+        all_to_all(p, T, d, k, ep, domain=domain, dtype=w, algorithm="one_sided")
         for w in ("fp8", "bf16")
     )
     rows = T * k

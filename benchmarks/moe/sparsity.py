@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_layer, cpu_rate
+from torch.distributed._tools.moe_exchange_model import all_to_all
 from torch.distributed._tools.moe_profile import Profile, profile
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -102,8 +103,8 @@ def shares(name: str, f: int, e: int, k: int) -> dict:
         tokens=tokens,
     )  # fmt: skip
     args = (p, tokens, d, k, RANKS)
-    comm = 2 * cost.all_to_all(*args, domain=8, dtype=dtype, combine=False)
-    comm += 2 * cost.all_to_all(*args, domain=8, dtype="bf16", combine=True)
+    comm = 2 * all_to_all(*args, domain=8, dtype=dtype, combine=False)
+    comm += 2 * all_to_all(*args, domain=8, dtype="bf16", combine=True)
     whole = sum(parts.values()) + comm
     parts["communication"] = comm
     return {"ms": 1e3 * whole, **{n: v / whole for n, v in parts.items()}}

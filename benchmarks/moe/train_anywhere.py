@@ -44,6 +44,14 @@ MODELS = {
     "mixtral": ("MixtralConfig", {
         **_SIZES, "intermediate_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2,
     }),
+    # Latent attention, a shared expert, a first layer without experts.
+    "deepseek_v3": ("DeepseekV3Config", {
+        **_SIZES, "head_dim": 16, "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "intermediate_size": 512,
+        "n_routed_experts": 32, "n_shared_experts": 1, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+    }),
 }  # fmt: skip
 SEQ = 128
 

@@ -9,6 +9,11 @@ import unittest
 import torch
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_cpu_model import cpu_experts
+from torch.distributed._tools.moe_exchange_model import (
+    all_to_all,
+    ALL_TO_ALLS,
+    wire_bytes,
+)
 from torch.distributed._tools.moe_fit import fit
 from torch.distributed._tools.moe_profile import (
     BOUNDS,
@@ -38,7 +43,7 @@ def faster(p, **device):
 def check_links(all_to_all):
     """A faster link is never slower, and more bytes are never faster."""
     base = profile("H100")
-    for algorithm in cost.ALL_TO_ALLS:
+    for algorithm in ALL_TO_ALLS:
         for ep in (8, 16, 64):
             for units in (0, 8):
 
@@ -119,10 +124,10 @@ def check_bytes(wire_bytes):
 
 class TestProperties(TestCase):
     def test_links(self):
-        check_links(cost.all_to_all)
+        check_links(all_to_all)
 
         def broken(p, tokens, *args, **kw):  # a start that grows with the link's rate
-            return cost.all_to_all(p, tokens, *args, **kw) + 1e-14 * p.device.slow
+            return all_to_all(p, tokens, *args, **kw) + 1e-14 * p.device.slow
 
         with self.assertRaises(AssertionError):
             check_links(broken)
@@ -147,12 +152,12 @@ class TestProperties(TestCase):
 
     @unittest.skipUnless(HAS_EP, "needs torch.distributed._moe")
     def test_bytes(self):
-        check_bytes(cost.wire_bytes)
+        check_bytes(wire_bytes)
 
         def broken(
             tokens, d, k, ep, domain, *args, **kw
         ):  # its own rank counted as well
-            got = cost.wire_bytes(tokens, d, k, ep, domain, *args, **kw)
+            got = wire_bytes(tokens, d, k, ep, domain, *args, **kw)
             return {level: n * ep / (ep - 1) for level, n in got.items()}
 
         with self.assertRaises(AssertionError):
@@ -168,7 +173,7 @@ class TestProperties(TestCase):
     def test_nothing_to_do(self):
         p = profile("H100")
         self.assertEqual(cost.gemm(p, 8, 0, 64, 64), 0)
-        self.assertEqual(cost.all_to_all(p, 4096, 7168, 8, 1), 0)
+        self.assertEqual(all_to_all(p, 4096, 7168, 8, 1), 0)
         c = CpuConstants()
         self.assertEqual(cpu_experts(c, 0, 64, 64, 8, 2), c.call_us * 1e-6)
 
@@ -187,7 +192,7 @@ class TestProperties(TestCase):
         with self.assertRaisesRegex(
             ValueError, "algorithm must be one of .*got 'ring'"
         ):
-            cost.all_to_all(p, 1, 1, 1, 2, algorithm="ring")
+            all_to_all(p, 1, 1, 1, 2, algorithm="ring")
         with self.assertRaisesRegex(ValueError, "dtype must be one of .*got 'int3'"):
             cost.gemm(p, 1, 1, 1, 1, "int3")
         with self.assertRaisesRegex(ValueError, "kernel must be one of .*got 'x'"):

@@ -7,16 +7,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
-from torch.distributed._tools.moe_estimator import (
-    infer,
-    layer_peak,
-    Layout,
-    memory,
-    MoERuntimeEstimator,
-    saved_bytes,
-    train_step,
-)
+from torch.distributed._tools.moe_estimator import MoERuntimeEstimator
+from torch.distributed._tools.moe_inference_model import infer
+from torch.distributed._tools.moe_layout import Layout
+from torch.distributed._tools.moe_memory_model import layer_peak, memory, saved_bytes
 from torch.distributed._tools.moe_profile import profile
+from torch.distributed._tools.moe_step_model import block, train_step
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -53,6 +49,29 @@ class TestConfig(TestCase):
             MoEConfig.from_config(
                 {k: v for k, v in QWEN3_30B.items() if k != "num_experts"}
             )
+
+    def test_latent_attention_of_other_sizes(self):
+        sizes = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                 "v_head_dim": 24, "q_lora_rank": 48, "num_attention_heads": 4}  # fmt: skip
+        model = MoEConfig.from_config({**DEEPSEEK_V3, "hidden_size": 64, **sizes})
+        q, kv = [(48, 64), (4 * 24, 48)], [(32 + 8, 64), (4 * (16 + 24), 32)]
+        self.assertEqual(model.attention(), [*q, *kv, (64, 4 * 24)])
+        self.assertEqual((model.cached, MODELS["deepseek-v3"].cached), (40, 576))
+
+    def test_layers_without_experts_are_those_of_the_module(self):
+        class Experts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.w = nn.Parameter(torch.empty(2, 4, 8))
+
+        model = nn.ModuleList([nn.Linear(4, 4), Experts(), nn.Linear(4, 4), Experts()])
+        model.config = {**QWEN3_30B, "num_hidden_layers": 4}
+        found = MoEConfig.from_module(model)
+        self.assertEqual((found.layers, found.dense), (4, 2))
+        self.assertEqual(
+            found.parameters()["expert"] * 24,
+            MODELS["qwen3-30b-a3b"].parameters()["expert"],
+        )
 
     def test_parameters(self):
         for name, billions in (("deepseek-v3", 671), ("qwen3-30b-a3b", 30.5),
@@ -204,6 +223,25 @@ class TestSteps(TestCase):
         self.assertEqual(
             base.tokens_per_second * base.seconds * 64, 512 * 4096, rtol=1e-6, atol=0
         )
+
+    def test_a_pipeline_hides_exchanges(self):
+        p, model, kw = profile("H100"), MODELS["qwen3-30b-a3b"], {"global_batch": 512}
+        for pp, exposed in ((1, 1.0), (2, p.constants.exposed)):
+            layout = Layout(gpus=16, ep=8, pp=pp)
+            want = train_step(p, model, layout, exposed=exposed, **kw)
+            self.assertEqual(train_step(p, model, layout, **kw), want)
+
+    def test_ranks_that_share_a_width_exchange_rows(self):
+        model, layout = MODELS["mixtral-8x22b"], Layout(gpus=16, tp=8, expert_tp=8)
+        h100, h800 = (profile(name) for name in ("H100", "H800"))  # 450 and 200 GB/s
+        links = [
+            block(p, model, x, 4096, 4096, "fwd").tp_links
+            for p in (h100, h800) for x in (layout, dataclasses.replace(layout, expert_tp=1))
+        ]  # fmt: skip
+        rows = 4 * 4096 * model.k * model.d * 7 / 8
+        for (shared, whole), p in zip((links[:2], links[2:]), (h100, h800)):
+            rate = p.device.fast * p.constants.fast
+            self.assertEqual(shared - whole, rows / rate)
 
     def test_imbalance_slows(self):
         p, model = profile("B200"), MODELS["deepseek-v3"]

@@ -17,7 +17,7 @@ from torch.distributed._moe.schedule import (
     PartSeconds,
     simulated_seconds,
 )
-from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools import moe_cost_model as cost, moe_layer_plan
 from torch.distributed._tools.moe_calibration import (
     calibrate,
     cpu_call,
@@ -33,6 +33,7 @@ from torch.distributed._tools.moe_cpu_model import (
     cpu_rate,
 )
 from torch.distributed._tools.moe_estimator import inductor_estimate
+from torch.distributed._tools.moe_exchange_model import all_to_all, copies, link_seconds
 from torch.distributed._tools.moe_fit import CpuRow, fit_cpu, fit_link
 from torch.distributed._tools.moe_layer_plan import (
     choose_chunks,
@@ -69,7 +70,7 @@ class TestSchedule(TestCase):
         # Few tokens: starts outweigh what could hide.
         self.assertEqual(overlap_schedule(p, 64, *args[1:]).num_chunks, 1)
         # A broken one, whose exchange is free, has nothing to hide.
-        with mock.patch.object(cost, "all_to_all", lambda *a, **k: 0.0):
+        with mock.patch.object(moe_layer_plan, "all_to_all", lambda *a, **k: 0.0):
             self.assertEqual(overlap_schedule(p, *args).num_chunks, 1)
 
     def test_shared_experts_beside_the_longer_part(self):
@@ -175,8 +176,8 @@ class TestInductor(TestCase):
         want = 0.2 + 1e3 * (2 * 192 - 64) / 1e6
         self.assertEqual(inductor_estimate(turns)(node), want)
         args = (8, 16, 4, 4)
-        sent = 8 * 16 * 2 * cost.copies(4, 4, 4).fast
-        before, after = (cost.all_to_all(q, *args, domain=4) for q in (p, turns))
+        sent = 8 * 16 * 2 * copies(4, 4, 4).fast
+        before, after = (all_to_all(q, *args, domain=4) for q in (p, turns))
         rate = 1e6 * p.constants.fast
         self.assertEqual(after - before, (sent - 64) / rate, rtol=1e-9, atol=0)
 
@@ -261,15 +262,15 @@ class TestCalibrate(TestCase):
         # What gloo sends of a message beyond its sockets waits for the other direction. A
         # straight line through such times is 30 % off; where there is one, it stays.
         sizes = [1 << n for n in (9, 13, 15, 17, 18, 19, 20)]
-        times = [cost.link_seconds(2e-4, 5e7, n, turn=turn) for n in sizes]
+        times = [link_seconds(2e-4, 5e7, n, turn=turn) for n in sizes]
         noise = (1.03, 0.97, 1.02, 0.98, 1.01, 0.99, 1.0)
         points = [(n, t * e) for n, t, e in zip(sizes, times, noise)]
         start, rate, found = fit_link(points)
         self.assertEqual(found, turn, rtol=0.2, atol=0)
         self.assertEqual(fit_link(points, turns=False)[2], 0)
         for n in (1 << 12, 200_000, 700_000, 1 << 22):
-            got = cost.link_seconds(start, rate, n, turn=found)
-            want = cost.link_seconds(2e-4, 5e7, n, turn=turn)
+            got = link_seconds(start, rate, n, turn=found)
+            want = link_seconds(2e-4, 5e7, n, turn=turn)
             self.assertEqual(got, want, rtol=0.08, atol=0)
 
     def test_kernels_rehearsed_on_cpu(self):

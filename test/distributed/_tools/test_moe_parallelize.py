@@ -12,9 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._tools import moe_machine, moe_train_calibration
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
-from torch.distributed._tools.moe_estimator import Layout, memory
-from torch.distributed._tools.moe_parallelize import _device_type, parallelize_moe
+from torch.distributed._tools.moe_layout import Layout
+from torch.distributed._tools.moe_machine import device_type
+from torch.distributed._tools.moe_memory_model import memory
+from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.distributed._tools.moe_plan import plan
 from torch.distributed._tools.moe_profile import (
     Constants,
@@ -22,7 +25,7 @@ from torch.distributed._tools.moe_profile import (
     Device,
     Profile,
 )
-from torch.distributed._tools.moe_trace import Traced
+from torch.distributed._tools.moe_traced_model import Traced
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.launcher import elastic_launch, LaunchConfig
 from torch.distributed.tensor import DTensor
@@ -228,12 +231,42 @@ class TestApplied(GlooTest):
     def test_the_device_of_a_plain_process_group(self):
         # As init_process_group() makes it on a machine with a GPU.
         config, gpu = "cpu:gloo,cuda:nccl", torch.device("cuda")
-        self.assertEqual(_device_type(), "cpu")
+        self.assertEqual(device_type(), "cpu")
         with (
             mock.patch.object(c10d, "get_backend_config", return_value=config),
             mock.patch.object(torch.accelerator, "current_accelerator", return_value=gpu),
         ):  # fmt: skip
-            self.assertEqual(_device_type(), "cuda")
+            self.assertEqual(device_type(), "cuda")
+
+    def test_training_is_measured(self):
+        small = {
+            "SIZES": ((32, 8), (64, 16)),
+            "SUMMED": ((32, 8), (64, 16)),
+            "ROUNDS": 2,
+        }
+        with mock.patch.multiple(moe_train_calibration, **small):
+            alone = moe_train_calibration.measure_training(CPU)
+            found = moe_train_calibration.measure_training(CPU, dist.group.WORLD)
+        names = ("op_us", "recompute_us", "shard_us", "shard", "tp_us", "reduce")
+        changed = {n for n in names if getattr(alone.cpu, n) != getattr(CPU.cpu, n)}
+        self.assertEqual(changed, {"op_us", "recompute_us"})
+        for name in names:
+            # A difference of two times, which can be nothing on a busy machine.
+            self.assertGreaterEqual(getattr(found.cpu, name), 0)
+        self.assertGreater(found.cpu.op_us, 0)
+        everywhere = [None] * 4
+        dist.all_gather_object(everywhere, found.to_json())
+        self.assertEqual([*map(str, everywhere)], [str(everywhere[0])] * 4)
+
+    def test_the_accelerator_is_selected_before_it_is_measured(self):
+        order = []
+        with (
+            mock.patch.object(moe_machine, "init_device_mesh", lambda *a: order.append(a)),
+            mock.patch.object(torch.cuda, "get_device_name", lambda: order.append("name") or "H100"),
+            mock.patch.object(moe_machine, "calibrate", lambda **kw: order.append("measure") or CPU),
+        ):  # fmt: skip
+            moe_machine.machine_profile("cuda", cache=False)
+        self.assertEqual(order, [("cuda", (4,)), "name", "measure"])
 
     def test_dry_run_changes_nothing(self):
         model = make_model()
@@ -325,7 +358,7 @@ class TestApplied(GlooTest):
         _, kept = parallelize_moe(make_model(), **{**kw, "profile": slow})
         # Exchanged tokens are fewer bytes than all weights.
         self.assertEqual((fast.layout.ep, fast.layout.tp), (1, 1))
-        self.assertEqual((kept.layout.ep, kept.layout.tp), (4, 2))
+        self.assertEqual(kept.layout.ep, 4)
         need = fast.memory.total
         tight = replace(CPU, device=replace(CPU.device, memory=0.9 * need))
         _, small = parallelize_moe(make_model(), **{**kw, "profile": tight})
@@ -364,6 +397,29 @@ class TestPlanned(TestCase):
             parallelize_moe(model, **{**KW, "loss": fails}, dry_run=True)
         for name, module in model.named_modules():
             self.assertEqual(len(module._forward_hooks), 0, msg=name)
+
+    def test_fixed_costs_are_in_a_step(self):
+        config, whole = MoEConfig.from_module(make_model()), {"none": (0.0, 0.0)}
+        traced = Traced(1e-3, 5e-4, 4e-4, {**whole, "full": (0.0, 0.0)}, (100, 40), 6)
+        none = dict.fromkeys(("op_us", "recompute_us", "shard_us", "tp_us"), 0.0)
+
+        def seconds(constants, **kw):
+            layout = {"gpus": 4, "fsdp": True, "dtype": "fp32", "recompute": "none"}
+            p = replace(CPU, cpu=replace(CPU.cpu, **{**none, **constants}))
+            x, kw = Layout(**{**layout, **kw}), {"global_batch": 16, "seq": S}
+            return traced.step(p, config, x, **kw).seconds
+
+        # Once a micro-batch, of which a rank has four or two; the layers are two, and each has experts.
+        for new, kw, want in (
+            ({"op_us": 1.0}, {}, 4 * 100), ({"op_us": 1.0}, {"micro_batch": 2}, 2 * 100),
+            ({"recompute_us": 1.0}, {}, 0), ({"recompute_us": 1.0}, {"recompute": "full"}, 4 * 40),
+            ({"shard_us": 1.0}, {}, 4 * 3 * 5), ({"tp_us": 1.0}, {}, 0),
+            ({"tp_us": 1.0}, {"tp": 2}, 8 * 6),
+            ({"tp_us": 1.0}, {"tp": 2, "recompute": "full"}, 8 * 6 * 1.5),
+        ):  # fmt: skip
+            with self.subTest(new=new, **kw):
+                cost = seconds(new, **kw) - seconds({}, **kw)
+                self.assertEqual(cost, 1e-6 * want, atol=1e-9, rtol=1e-6)
 
     def test_nothing_fits_by_what_was_traced(self):
         # A TB of activations a sequence, on however many ranks.

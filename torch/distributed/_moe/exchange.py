@@ -244,7 +244,7 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
     return None
 
 
-def _scalar_device(group: ProcessGroup) -> torch.device:
+def scalar_device(group: ProcessGroup) -> torch.device:
     """The accelerator if the group has a backend of its own for it (NCCL), else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     config = c10d.BackendConfig(c10d.get_backend_config(group)).get_device_backend_map()
@@ -325,7 +325,7 @@ class Exchange:
         # What it belongs to, for error messages.
         self.owner = "token switch"
         # Most rows that a pair of ranks needed since the last check, -1 for none: not a new graph.
-        self.needed = torch.tensor(-1, dtype=torch.int32, device=_scalar_device(group))
+        self.needed = torch.tensor(-1, dtype=torch.int32, device=scalar_device(group))
         # Where count_wire_bytes has its counts written to.
         self.counter: WireBytes | None = None
 

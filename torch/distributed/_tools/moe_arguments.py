@@ -42,7 +42,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "k": (1, 1 << 16), "heads": (1, 1 << 14), "kv_heads": (1, 1 << 14),
     "head_dim": (1, 1 << 14), "vocab": (1, 1 << 24), "shared_f": (0, 1 << 20),
     "dense": (0, 10_000), "dense_f": (0, 1 << 20), "window": (0.0, 1.0), "mtp": (0, 100),
-    "q_lora": (0, 1 << 20),
+    "q_lora": (0, 1 << 20), "kv_lora": (1, 1 << 20), "nope": (1, 1 << 14), "rope": (1, 1 << 14),
+    "v_dim": (1, 1 << 14),
 }
 # fmt: on
 

@@ -38,14 +38,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "CPU_ROWS",
-    "calibrate",
-    "cpu_call",
-    "measure_calls",
-    "measure_exchange",
-    "measure_kernels",
+    "CPU_ROWS", "calibrate", "cpu_call", "measure_calls", "measure_exchange", "measure_kernels",
     "measure_links",
-]
+]  # fmt: skip
 
 
 # Many and few rows an expert, both dtypes, wide gradients, weights read once, transposed
@@ -246,7 +241,8 @@ def measure_exchange(
 
     names = ("exchange_us", "exchange_grad_us", "copy")
     start = {name: getattr(cpu, name) for name in names}
-    found = fit(start, loss, stiffness=lambda name: 0.0)
+    most = {"copy": (0.0, cpu.memory)}
+    found = fit(start, loss, stiffness=lambda name: 0.0, bounds=most)
     return dataclasses.replace(cpu, **{k: float(f"{v:.4g}") for k, v in found.items()})
 
 
@@ -330,8 +326,10 @@ def calibrate(
             p, constants=constants, provenance="measured on this machine"
         )
     calls, hit = zip(*(cpu_call(row) for row in CPU_ROWS))
-    measured = measure_calls(calls, seconds, tick)
-    cpu = dataclasses.replace(fit_cpu(CPU_ROWS, hit, measured), turn=turn)
+    read = torch.zeros(1 << 24)
+    *measured, whole = measure_calls([*calls, read.sum], seconds, tick)
+    fitted = fit_cpu(CPU_ROWS, hit, measured, 1.25 * read.nbytes / whole)
+    cpu = dataclasses.replace(fitted, turn=turn)
     memory = math.inf  # where it is unknown, as on Windows
     if sys.platform != "win32":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

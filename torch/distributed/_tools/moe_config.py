@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class MoEConfig:
         window: share of the full attention that sliding windows leave.
         mtp: layers of multi-token prediction.
         gated: gate and up projections, else up only.
+        kv_lora, nope, rope, v_dim: of latent attention: rank of keys and values; a head's query
+            without and with position, and its value.
     """
 
     layers: int
@@ -50,6 +52,10 @@ class MoEConfig:
     mtp: int = 0
     q_lora: int = 0
     gated: bool = True
+    kv_lora: int = 512
+    nope: int = 128
+    rope: int = 64
+    v_dim: int = 128
 
     def __post_init__(self) -> None:
         check("MoEConfig", **{n: v for n, v in vars(self).items() if n in RANGES})
@@ -65,14 +71,25 @@ class MoEConfig:
         h, kv = self.heads / tp, max(self.kv_heads / tp, 1)
         if not self.mla:
             return [((h + 2 * kv) * self.head_dim, self.d), (self.d, h * self.head_dim)]
-        q: list[tuple[float, float]] = [(h * 192, self.d)]
+        query = h * (self.nope + self.rope)
+        q: list[tuple[float, float]] = [(query, self.d)]
         if self.q_lora:
-            q = [(self.q_lora, self.d), (h * 192, self.q_lora)]
-        return q + [(576, self.d), (h * 256, 512), (self.d, h * 128)]
+            q = [(self.q_lora, self.d), (query, self.q_lora)]
+        kv = (h * (self.nope + self.v_dim), self.kv_lora)
+        return q + [(self.cached, self.d), kv, (self.d, h * self.v_dim)]
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token and layer in the cache of keys and values."""
+        if self.mla:
+            return self.kv_lora + self.rope
+        return 2 * self.kv_heads * self.head_dim
 
     def core_flops(self, tokens: float, seq: int, tp: int = 1) -> float:
         """FLOPs of causal attention."""
-        width = 192 + 128 if self.mla else 2 * self.head_dim
+        width = 2 * self.head_dim
+        if self.mla:
+            width = self.nope + self.rope + self.v_dim
         return tokens * seq * self.window * self.heads / tp * width
 
     @property
@@ -162,6 +179,10 @@ class MoEConfig:
             "window": 1 - sliding / 2 if window else 1.0,
             "mtp": first("mtp", "num_nextn_predict_layers", default=0),
             "q_lora": first("q_lora", "q_lora_rank", default=0),
+            "kv_lora": first("q_lora", "kv_lora_rank", default=512),
+            "nope": first("head_dim", "qk_nope_head_dim", default=128),
+            "rope": first("head_dim", "qk_rope_head_dim", default=64),
+            "v_dim": first("head_dim", "v_head_dim", default=128),
         }
         try:
             return MoEConfig(**sizes)
@@ -176,7 +197,14 @@ class MoEConfig:
         The module may be on the meta device or fake: only shapes are read.
         """
         if (config := getattr(module, "config", None)) is not None:
-            return MoEConfig.from_config(getattr(config, "text_config", config))
+            config = getattr(config, "text_config", config)
+            found = MoEConfig.from_config(config)
+            # Families name their layers without experts in many ways; the module has them.
+            dense = found.layers - sum(map(_has_experts, module.modules()))
+            if found.dense < dense < found.layers:
+                width = getattr(config, "intermediate_size", found.f)
+                found = replace(found, dense=dense, dense_f=width)
+            return found
         shapes = [tuple(q.shape) for q in module.parameters() if q.dim() == 3]
         if not shapes:
             raise ValueError(

@@ -1,20 +1,18 @@
 # mypy: allow-untyped-defs
-"""Seconds and bytes of a mixture-of-experts layer, as pure functions of shapes and a profile.
+"""Seconds of a mixture-of-experts layer's kernels, as pure functions of shapes and a profile.
 
 Contract
-    A kernel takes the smooth maximum of compute and of memory traffic, plus a launch. An
-    all-to-all takes a start, plus the slowest of its levels; which bytes a level carries
-    follows from where K experts of a token live. Every number that is not on a data sheet
-    is a field of ``moe_profile.Constants``, never a literal next to a use. Units:
-    seconds, bytes, FLOPs, rows; nothing here makes a tensor or touches a device.
+    A kernel takes the smooth maximum of compute and of memory traffic, plus a launch. Every
+    number that is not on a data sheet is a field of ``moe_profile.Constants``, never a literal
+    next to a use. Units: seconds, bytes, FLOPs, rows; nothing here makes a tensor or touches a
+    device. :mod:`.moe_exchange_model` has the exchanges, :mod:`.moe_cpu_model` CPU cores.
 
 Notation
     T tokens, D model width, F expert width, E experts, K experts of a token, R routed rows
     of a GPU, EP ranks that share the experts, domain ranks joined by the fast link.
 
-Consumers: the estimator, the planner and the simulator beside this file; Inductor's
-estimates; ``OverlapSchedule``; the choice of precision. How far to trust it is measured by
-``benchmarks/moe/published.py`` and printed in ``docs/source/distributed.moe_planner.md``.
+How far to trust it is measured by ``benchmarks/moe/published.py`` and printed in
+``docs/source/distributed.moe_planner.md``, which has a map of the files beside this one.
 """
 
 from __future__ import annotations
@@ -32,36 +30,18 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "ALL_TO_ALLS",
-    "EXPERT_KERNELS",
-    "LOW_PRECISION",
-    "all_to_all",
-    "copies",
-    "dense_mlp",
-    "expert_flops",
-    "experts",
-    "expert_shares",
-    "gemm",
-    "hit_experts",
-    "link_seconds",
-    "quantize",
-    "recipe_seconds",
-    "router",
-    "stream",
-    "wire_bytes",
-]
+    "EXPERT_KERNELS", "ITEMSIZE", "LOW_PRECISION", "US", "copy_cost", "dense_mlp", "expert_flops",
+    "experts", "expert_shares", "gemm", "hit_experts", "quantize", "recipe_seconds", "router",
+    "smooth_max", "stream",
+]  # fmt: skip
+
 
 US = 1e-6
 # Bytes an element, scales of blocks of 32 (FP8, MXFP8) or of 16 (NVFP4) included.
 ITEMSIZE: dict[str, float] = {
-    "fp32": 4,
-    "bf16": 2,
-    "fp16": 2,
-    "fp8": 1 + 1 / 32,
-    "mxfp8": 1 + 1 / 32,
-    "nvfp4": 0.5 + 1 / 16,
+    "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1 + 1 / 32, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16,
     "fp8xfp4": 1 + 1 / 32,  # activations; the weights are nvfp4
-}
+}  # fmt: skip
 LOW_PRECISION = ("fp8", "mxfp8", "nvfp4", "fp8xfp4")
 
 
@@ -190,179 +170,6 @@ def hit_experts(num_experts: float, rows: float) -> float:
     if num_experts <= 1:
         return min(1.0, rows)
     return num_experts * (1 - (1 - 1 / num_experts) ** rows)
-
-
-# ---- communication ---------------------------------------------------------------------
-
-
-def link_seconds(
-    start: float, rate: float, nbytes: float, messages: float = 1, turn: float = 0.0
-) -> float:
-    """Of collectives that take ``start`` seconds each, for bytes to others at ``rate``.
-
-    What a message has beyond ``turn`` bytes, if that is not 0, waits for as many bytes of the
-    other direction.
-    """
-    waits = max(0.0, nbytes - messages * turn) if turn else 0.0
-    return messages * start + (nbytes + waits) / rate
-
-
-class Copies(NamedTuple):
-    """Copies of a token: to other ranks, to other nodes; and all places, own included."""
-
-    fast: float
-    slow: float
-    nodes: float
-    ranks: float
-
-
-def distinct(bins: float, choices: float) -> float:
-    """Expected number of different bins that uniform choices hit."""
-    return bins * (1 - (1 - 1 / bins) ** choices)
-
-
-def copies(
-    ep: int, domain: int, k: int, node_limit: int = 0, dedup: bool = True
-) -> Copies:
-    """Expected copies of a token with ``k`` uniform experts.
-
-    Args:
-        ep (int): ranks that share the experts.
-        domain (int): ranks joined by the fast link.
-        k (int): experts of a token.
-        node_limit (int): most nodes a token may go to; 0 for any.
-        dedup (bool): one copy per rank and one per node, else one per expert.
-    """
-    nodes = math.ceil(ep / domain)
-    reach = min(nodes, node_limit) if node_limit else nodes
-    to_nodes = distinct(reach, k) if nodes > 1 else 1.0
-    ranks = distinct(ep if nodes <= reach else reach * domain, k) if ep > 1 else 1.0
-    ranks = min(ranks, k) if dedup else k
-    slow = (to_nodes if dedup else k) * (1 - 1 / nodes) if nodes > 1 else 0.0
-    return Copies(ranks * (1 - 1 / ep), slow, to_nodes, ranks)
-
-
-class AllToAll(NamedTuple):
-    """An algorithm of dispatch and combine.
-
-    Attributes:
-        dedup: one copy per rank and per node instead of one per expert.
-        setup: counts and a host sync go before it.
-        serial: share of the shorter level that is not hidden behind the longer one.
-        one_hop: what leaves the domain does not pass the fast link.
-        gathers: passes over the routed rows to bring them into order.
-    """
-
-    dedup: bool
-    setup: bool
-    serial: float
-    one_hop: bool
-    gathers: int
-
-
-ALL_TO_ALLS = {
-    # One copy per expert, as all_to_all_single after a permutation (NCCL, gloo).
-    "flat": AllToAll(False, True, 1.0, True, 2),
-    # Once per node, forwarded inside; in one domain once per rank (DeepEP).
-    "hierarchical": AllToAll(True, True, 0.0, False, 1),
-    # The same copies, but the two levels of a chunk follow each other (HybridEP).
-    "staged": AllToAll(True, True, 1.0, False, 0),
-    # Straight to the expert's rank, no counts first, for decode (DeepEP, pplx).
-    "low_latency": AllToAll(False, False, 0.0, True, 0),
-    # Stores into the peers' memory inside one domain.
-    "one_sided": AllToAll(False, False, 0.0, True, 0),
-}
-
-
-def all_to_all(
-    p: Profile,
-    tokens: float,
-    d: int,
-    k: int,
-    ep: int,
-    *,
-    domain: int | None = None,
-    dtype: str = "bf16",
-    algorithm: str = "hierarchical",
-    node_limit: int = 0,
-    imbalance: float = 1.0,
-    combine: bool = False,
-    units: int = 0,
-) -> float:
-    """Seconds of a dispatch, or of a combine, which moves the same copies back.
-
-    Args:
-        p (Profile): the device.
-        tokens (float): T of a rank.
-        d (int): D.
-        k (int): K.
-        ep (int): ranks that share the experts.
-
-    Keyword Args:
-        domain (int, optional): ranks joined by the fast link. Default: the device's
-        dtype (str): of the rows on the wire.
-        algorithm (str): a key of :data:`ALL_TO_ALLS`.
-        node_limit (int): most nodes of a token.
-        imbalance (float): heaviest rank over mean rank.
-        combine (bool): the way back.
-        units (int): SMs of the communication kernel; 0 for as many as it takes.
-    """
-    if algorithm not in ALL_TO_ALLS:
-        raise ValueError(
-            f"all_to_all: algorithm must be one of {list(ALL_TO_ALLS)}, got {algorithm!r}"
-        )
-    if ep <= 1:
-        return 0.0
-    c, dev, kind = p.constants, p.device, ALL_TO_ALLS[algorithm]
-    domain = domain or dev.domain
-    w = copies(ep, domain, k, node_limit, kind.dedup)
-    if (
-        algorithm == "one_sided"
-    ):  # a copy per distinct rank; a router spreads K over them
-        w = Copies(min(k, ep) * (1 - 1 / ep), 0.0, 1.0, min(k, ep))
-    size = tokens * d * ITEMSIZE[dtype] * imbalance
-    crowd = 1 + c.fabric * max(0.0, math.log2(ep / 8))
-    turn = p.cpu.turn if p.cpu is not None else 0.0
-    fast = link_seconds(0.0, dev.fast * c.fast, size * w.fast, turn=turn)
-    fast *= crowd if ep <= domain else 1
-    slow = size * w.slow / (dev.slow * c.slow) * crowd
-    if kind.one_hop and ep > domain:
-        fast *= (domain - 1) / (ep - 1)
-    if units:
-        handled = w.ranks + (w.nodes if ep > domain else 0)
-        per_row = d * ITEMSIZE[dtype] + c.row_bytes
-        fast = smooth_max(fast, tokens * handled * per_row / (units * c.unit_rate))
-    moved = max(fast, slow) + kind.serial * min(fast, slow)
-    if algorithm == "one_sided":  # stores are posted, loads wait for the way back
-        moved = smooth_max(moved, c.floor_us * US * (1.0 if combine else 0.25), 2)
-    start = c.fast_us if ep <= domain else c.slow_us
-    return moved + (start + (c.setup_us if kind.setup else 0.0)) * US
-
-
-def wire_bytes(
-    tokens: float,
-    d: int,
-    k: int,
-    ep: int,
-    domain: int,
-    dtype: str = "bf16",
-    *,
-    node_limit: int = 0,
-    dedup: bool = True,
-) -> dict[str, float]:
-    """Expected bytes a rank sends to others in a dispatch, by level.
-
-    The levels are those of :func:`torch.distributed._moe.exchange.count_wire_bytes`:
-    ``flat`` without deduplication between nodes, else ``node`` and ``local``.
-    """
-    w = copies(ep, domain, k, node_limit, dedup)
-    row = d * ITEMSIZE[dtype]
-    if not dedup or ep <= domain:
-        return {"flat": tokens * row * w.fast}
-    # A relay forwards what its node receives, unless it is for itself: by symmetry, one of
-    # the domain's ranks is the relay.
-    local = w.ranks * (1 - 1 / domain)
-    return {"node": tokens * row * w.slow, "local": tokens * row * local}
 
 
 # ---- one layer of experts --------------------------------------------------------------
@@ -505,14 +312,8 @@ def experts(
 
 
 def copy_cost(
-    p: Profile,
-    rows: float,
-    d: int,
-    f: float,
-    local: float,
-    ep: int,
-    domain: int | None = None,
-) -> float:
+    p: Profile, rows: float, d: int, f: float, local: float, ep: int, domain: int | None = None
+) -> float:  # fmt: skip
     """``copy_cost`` of an ``ExpertPlacement``: an expert on the wire over a token copy.
 
     The weights of an expert and their gradient, next to two rows there and two back and a
@@ -539,10 +340,8 @@ def expert_shares(
     )
     whole = experts(p, rows, d, f, local, **kw)
     g = _Products(p, rows, local, kw.get("kernel", "moe_mlp"), kw.get("dtype", "bf16"))
-    once, pass_ = (
-        g.quantized(rows * d) + g.weights(g.hit * 3 * f * d),
-        kw.get("pass_", "fwd"),
-    )
+    once = g.quantized(rows * d) + g.weights(g.hit * 3 * f * d)
+    pass_ = kw.get("pass_", "fwd")
     q = once + g.quantized(rows * f) if "fwd" in pass_ else 0.0
     q += once + g.quantized(2 * rows * f) if "bwd" in pass_ else 0.0
     compute = min(experts(fast, rows, d, f, local, **kw), whole - q)
@@ -600,14 +399,8 @@ def router(
 
 
 def dense_mlp(
-    p: Profile,
-    tokens: float,
-    d: int,
-    f: float,
-    dtype: str = "bf16",
-    pass_: str = "fwd",
-    tp: int = 1,
-) -> float:
+    p: Profile, tokens: float, d: int, f: float, dtype: str = "bf16", pass_: str = "fwd", tp: int = 1
+) -> float:  # fmt: skip
     """Seconds of a gated MLP: a shared expert or a dense layer, over ``tp`` ranks."""
     if not f:
         return 0.0

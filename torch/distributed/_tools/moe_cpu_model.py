@@ -11,26 +11,19 @@ import math
 from typing import Any, TYPE_CHECKING
 
 from torch.distributed._tools.moe_cost_model import (
-    all_to_all,
-    copies,
     hit_experts,
     ITEMSIZE,
     smooth_max,
     US,
 )
+from torch.distributed._tools.moe_exchange_model import all_to_all, copies
 
 
 if TYPE_CHECKING:
     from torch.distributed._tools.moe_profile import CpuConstants, Profile
 
 
-__all__ = [
-    "cpu_exchange",
-    "cpu_experts",
-    "cpu_layer",
-    "cpu_parts",
-    "cpu_rate",
-]
+__all__ = ["cpu_exchange", "cpu_experts", "cpu_layer", "cpu_parts", "cpu_rate"]
 
 
 # Rows of an expert that share a packed weight, at most: kMaxBlockRows of MoEDriver.h.
@@ -68,18 +61,10 @@ def cpu_rate(
 
 
 def cpu_experts(
-    c: CpuConstants,
-    tokens: float,
-    d: int,
-    f: int,
-    num_experts: int,
-    k: int,
-    *,
-    hit: float | None = None,
-    dtype: str = "bf16",
-    pass_: str = "fwd",
+    c: CpuConstants, tokens: float, d: int, f: int, num_experts: int, k: int, *,
+    hit: float | None = None, dtype: str = "bf16", pass_: str = "fwd",
     transposed: bool = False,
-) -> float:
+) -> float:  # fmt: skip
     """Seconds of ``F.moe_mlp`` on a CPU.
 
     Products reach their rate with enough rows an expert (:func:`cpu_rate`), weights of
@@ -125,15 +110,9 @@ def cpu_experts(
 
 
 def cpu_exchange(
-    p: Profile,
-    tokens: float,
-    d: int,
-    k: int,
-    ep: int,
-    *,
-    dtype: str = "bf16",
+    p: Profile, tokens: float, d: int, k: int, ep: int, *, dtype: str = "bf16",
     pass_: str = "fwd",
-) -> float:
+) -> float:  # fmt: skip
     """Seconds of dispatch and combine on a CPU: messages, and what makes them.
 
     A core gathers rows into messages and sums those that return, the rank's own rows
@@ -168,15 +147,9 @@ def cpu_exchange(
 
 
 def cpu_layer(
-    p: Profile,
-    tokens: float,
-    d: int,
-    f: int,
-    num_experts: int,
-    k: int,
-    ep: int = 1,
+    p: Profile, tokens: float, d: int, f: int, num_experts: int, k: int, ep: int = 1,
     **experts: Any,
-) -> float:
+) -> float:  # fmt: skip
     """Seconds of an expert-parallel layer on CPU ranks.
 
     Args:
@@ -194,18 +167,9 @@ def cpu_layer(
 
 
 def cpu_parts(
-    p: Profile,
-    tokens: float,
-    d: int,
-    f: int,
-    num_experts: int,
-    k: int,
-    ep: int,
-    chunks: int = 1,
-    *,
-    shared_f: int = 0,
-    dtype: str = "bf16",
-) -> tuple[float, float, float, float]:
+    p: Profile, tokens: float, d: int, f: int, num_experts: int, k: int, ep: int,
+    chunks: int = 1, *, shared_f: int = 0, dtype: str = "bf16",
+) -> tuple[float, float, float, float]:  # fmt: skip
     """Seconds of dispatch, experts and combine of one of ``chunks``, and of shared experts.
 
     Messages are the links', and what makes them is the cores', which it keeps as long as the

@@ -7,14 +7,14 @@ ones.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch.distributed._tools.moe_cost_model import expert_flops, ITEMSIZE, link_seconds
+from torch.distributed._tools.moe_cost_model import expert_flops, ITEMSIZE
 from torch.distributed._tools.moe_cpu_model import cpu_experts
+from torch.distributed._tools.moe_exchange_model import link_seconds
 from torch.distributed._tools.moe_profile import CpuConstants
 
 
@@ -86,13 +86,20 @@ def fit(
 
 
 def fit_cpu(
-    rows: Sequence[CpuRow], hit: Sequence[float], seconds: Sequence[float]
-) -> CpuConstants:
+    rows: Sequence[CpuRow], hit: Sequence[float], seconds: Sequence[float],
+    memory: float = math.inf,
+) -> CpuConstants:  # fmt: skip
     """Constants of a CPU from measured calls.
 
     The search starts at the best rates among the calls, with few and with many rows of a
     block that reach half of them, with cheap and dear experts, without and with a kernel
     for few rows.
+
+    Args:
+        rows (sequence of CpuRow): the calls.
+        hit (sequence of float): experts with rows, of each.
+        seconds (sequence of float): of each.
+        memory (float): B/s that memory has at most; rows alone may be explained without it.
     """
 
     def loss(thin: float, v: dict[str, float]) -> float:
@@ -105,10 +112,9 @@ def fit_cpu(
             total += abs(math.log(got / t))
         return total
 
-    # Chosen below, and those of measure_exchange and measure_links.
-    elsewhere = {"thin_rows", "exchange_us", "exchange_grad_us", "copy", "turn"}
-    fields = dataclasses.asdict(CpuConstants()).items()
-    start: dict[str, float] = {k: v for k, v in fields if k not in elsewhere}
+    here = ("rate16", "rate32", "half_rows", "half_rows_t", "wgrad", "memory", "fault",
+            "expert_us", "call_us")  # fmt: skip
+    start = {name: getattr(CpuConstants(), name) for name in here}
     flops = [
         expert_flops(r.T * r.K, r.D, r.F, pass_=r.pass_) / t
         for r, t in zip(rows, seconds)
@@ -117,11 +123,12 @@ def fit_cpu(
         best = [f for f, r in zip(flops, rows) if r.dtype == dtype]
         start[name] = 1.25 * max(best, default=start[name])
     read = [h * 3 * r.D * r.F * ITEMSIZE[r.dtype] for r, h in zip(rows, hit)]
-    start["memory"] = 1.5 * max(n / t for n, t in zip(read, seconds))
+    start["memory"] = min(memory, 1.5 * max(n / t for n, t in zip(read, seconds)))
     found = []
     for thin, half, expert in itertools.product((0.0, 8.0), (10.0, 40.0), (5.0, 50.0)):
         start |= {"half_rows": half, "half_rows_t": half, "expert_us": expert}
-        v = fit(start, functools.partial(loss, thin), stiffness=lambda name: 0.01)
+        v = fit(start, functools.partial(loss, thin), stiffness=lambda name: 0.01,
+                bounds={"memory": (0.0, memory)})  # fmt: skip
         found.append((loss(thin, v), thin, v))
     _, thin, best = min(found, key=lambda x: x[0])
     return CpuConstants(

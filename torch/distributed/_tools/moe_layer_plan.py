@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_cpu_model import cpu_parts
+from torch.distributed._tools.moe_exchange_model import all_to_all
 from torch.distributed._tools.moe_simulator import (
     expected_imbalance,
     replicated_imbalance,
@@ -23,18 +24,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed._tools.moe_config import MoEConfig
-    from torch.distributed._tools.moe_estimator import Layout
+    from torch.distributed._tools.moe_layout import Layout
     from torch.distributed._tools.moe_profile import Profile
 
 
 __all__ = [
-    "Choice",
-    "Chunks",
-    "choose_chunks",
-    "fastest_dtypes",
-    "layer_chunks",
-    "overlap_schedule",
-]
+    "Choice", "Chunks", "choose_chunks", "fastest_dtypes", "layer_chunks", "overlap_schedule",
+]  # fmt: skip
 
 OVERFLOW = 1e-4  # probability that a step's heaviest rank exceeds its capacity
 
@@ -182,7 +178,7 @@ def layer_chunks(
     def gpu_parts(n: int) -> tuple[float, float, float]:
         t = tokens / n
         there, back = (
-            cost.all_to_all(
+            all_to_all(
                 p, t, d, k, ep, imbalance=imbalance, combine=combine, dtype=wire,
                 **exchange,
             )

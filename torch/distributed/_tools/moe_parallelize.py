@@ -9,24 +9,18 @@ what they are told, and this decides. It makes nothing of its own: the layout is
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import hashlib
-import json
-import os
-import socket
-from pathlib import Path
 from typing import Any, cast, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint
-from torch.distributed._moe.exchange import _scalar_device
 from torch.distributed._tools.moe_config import MoEConfig
+from torch.distributed._tools.moe_machine import device_type, machine_profile
 from torch.distributed._tools.moe_plan import Plan, plan
-from torch.distributed._tools.moe_profile import DEVICES, Profile, profile
-from torch.distributed._tools.moe_trace import matched, measure_stack, trace
+from torch.distributed._tools.moe_profile import Profile, profile as known_profile
+from torch.distributed._tools.moe_trace import matched, trace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -51,9 +45,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel._expert_adapters import ExpertAdapter
 
 
-__all__ = ["apply_plan", "machine_profile", "parallelize_moe"]
-
-CALIBRATION_SECONDS = 4.0
+__all__ = [
+    "apply_plan",
+    "block_names",
+    "default_tp_plan",
+    "expert_names",
+    "parallelize_moe",
+]
 
 
 def parallelize_moe(
@@ -85,7 +83,7 @@ def parallelize_moe(
         seq (int): tokens of a sequence.
         profile (Profile or str, optional): of the machine, or a name that
             :func:`.moe_profile.profile` knows. Default: measured once, see
-            :func:`machine_profile`
+            :func:`.moe_machine.machine_profile`
         adapter (ExpertAdapter, optional): see ``ExpertParallel``.
         tp_plan (mapping, optional): ``"colwise"``, ``"rowwise"`` or
             ``"replicated_with_grad_allreduce"`` by the names of modules, ``*`` for a layer. The model is not
@@ -99,7 +97,7 @@ def parallelize_moe(
             optimizer step, and moves them once it has planned.
         compile (bool): compiles the layers one by one.
         dry_run (bool): changes nothing.
-        fixed: choices that are given, as ``ep=4``; see :class:`.moe_estimator.Layout`. Values
+        fixed: choices that are given, as ``ep=4``; see :class:`.moe_layout.Layout`. Values
             that cannot be applied are an error.
 
     Returns:
@@ -121,15 +119,16 @@ def parallelize_moe(
         >>> if plan.placement is not None:  # with load
         ...     plan.placement.step()
     """
-    experts, blocks = _experts(model, adapter), _blocks(model, adapter)
+    experts, blocks = expert_names(model, adapter), block_names(model, adapter)
     config = MoEConfig.from_module(model)
     if tp_plan is None:
-        tp_plan = _tp_plan(model)
+        tp_plan = default_tp_plan(model)
     if not dist.is_initialized() and dist.is_torchelastic_launched():
         dist.init_process_group()
-    device = _device_type()
+    device = device_type()
     world = dist.get_world_size() if dist.is_initialized() else 1
-    p = _shared_profile(profile, device)
+    p = known_profile(profile) if isinstance(profile, str) else profile
+    p = machine_profile(device) if p is None else p
     allowed = _allowed(model, config, experts, adapter, tp_plan, p)
     if unknown := fixed.keys() - allowed.keys():
         raise ValueError(
@@ -186,12 +185,12 @@ def apply_plan(
     if hasattr(config, "use_cache"):
         # It keeps keys and values, twice where they are recomputed.
         config.use_cache = False
-    experts, blocks = _experts(model, adapter), _blocks(model, adapter)
+    experts, blocks = expert_names(model, adapter), block_names(model, adapter)
     sizes = {"dp_replicate": x.replicate, "dp_shard": x.dp // x.replicate, "tp": x.tp}
     if x.replicate == 1:
         del sizes["dp_replicate"]
     dense = init_device_mesh(
-        device or _device_type(), (*sizes.values(),), mesh_dim_names=(*sizes,)
+        device or device_type(), (*sizes.values(),), mesh_dim_names=(*sizes,)
     )
     sparse = ExpertParallel.fold_mesh(dense, x.ep)
     shards, copies = ("dp_shard", "efsdp"), tuple(sizes)[:-2]
@@ -200,7 +199,7 @@ def apply_plan(
         for mesh, name in zip((dense, sparse), shards)
     )
     if x.tp > 1:
-        tp_plan = _tp_plan(model) if tp_plan is None else tp_plan
+        tp_plan = default_tp_plan(model) if tp_plan is None else tp_plan
         styles = {name: _TENSOR_PARALLEL[style]() for name, style in tp_plan.items()}
         for name in experts:
             styles[name] = _token_shares(model.get_submodule(name))
@@ -236,78 +235,10 @@ def apply_plan(
     return model
 
 
-# ---- the machine -----------------------------------------------------------------------
-
-
-def machine_profile(
-    device: str = "cpu", *, cache: bool = True, clock: str = "wall"
-) -> Profile:
-    """The profile of this machine: measured in a few seconds, and kept in torch's cache folder.
-
-    Collective over the default process group, whose links are measured as well; all ranks get
-    that of rank 0. ``clock`` is :func:`.moe_calibration.calibrate`'s: ``"process"`` for the time that
-    the ranks have a core, on a machine with neighbours.
-    """
-    from torch.distributed._tools.moe_calibration import calibrate
-
-    group = dist.group.WORLD if dist.is_initialized() else None
-    ranks = 1 if group is None else dist.get_world_size()
-    gpu, name = (
-        None,
-        f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}",
-    )
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-        gpu = next((d for d in reversed(DEVICES) if d in name), None)
-        if gpu is None:
-            raise ValueError(
-                f"parallelize_moe: profile must be given for {name}: the data sheets are of "
-                f"{', '.join(DEVICES)}"
-            )
-    key = f"{socket.gethostname()} {device} {name} {ranks} {clock} {torch.__version__}"
-    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-    path = Path(torch.hub._get_torch_home(), "moe_profiles", f"{digest}.json")
-    known = path.read_text() if cache and path.exists() else None
-    known = _from_first_rank(known)
-    if known is None:
-        seconds = CALIBRATION_SECONDS
-        some = group if ranks > 1 else None
-        p = calibrate(device=device, gpu=gpu, group=some, seconds=seconds, clock=clock)
-        if device == "cpu":
-            constants = dataclasses.replace(p.constants, stack=measure_stack(p, clock))
-            p = dataclasses.replace(p, constants=constants)
-        known = _from_first_rank(json.dumps(p.to_json()))
-        if cache and (not dist.is_initialized() or dist.get_rank() == 0):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(known)
-            partial.replace(path)
-    return Profile.from_json(json.loads(known))
-
-
-def _from_first_rank(value: Any) -> Any:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def _shared_profile(given: Profile | str | None, device: str) -> Profile:
-    if given is None:
-        return machine_profile(device)
-    return profile(given) if isinstance(given, str) else given
-
-
-def _device_type() -> str:
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return "cpu" if group is None else _scalar_device(group).type
-
-
 # ---- the model -------------------------------------------------------------------------
 
 
-def _experts(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
+def expert_names(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
     """Names of the modules that ``ExpertParallel`` takes."""
     adapters = DEFAULT_ADAPTERS if adapter is None else (adapter,)
     found = [n for n, m in model.named_modules() if any(a.matches(m) for a in adapters)]
@@ -361,10 +292,10 @@ def _allowed(
     }  # fmt: skip
 
 
-def _blocks(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
+def block_names(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
     """Names of the layers: members of the outermost lists that hold experts, or the model."""
     lists: dict[str, None] = {}
-    for name in _experts(model, adapter):
+    for name in expert_names(model, adapter):
         parts = name.split(".")
         for i in range(len(parts)):
             owner = ".".join(parts[:i])
@@ -386,7 +317,7 @@ def _parameter_dtype(model: nn.Module) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
 
 
-def _tp_plan(model: nn.Module) -> dict[str, str]:
+def default_tp_plan(model: nn.Module) -> dict[str, str]:
     """What a transformers model says, without its experts; nothing if attention is not in it."""
     plan_of_base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     prefix = getattr(model, "base_model_prefix", "")

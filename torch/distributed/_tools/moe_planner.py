@@ -13,15 +13,12 @@ from typing import Any, TYPE_CHECKING
 
 from torch.distributed._tools.moe_arguments import ArgumentParser, check, read_json
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
-from torch.distributed._tools.moe_estimator import (
-    cpu_table,
-    inference_table,
-    memory,
-    train_step,
-)
+from torch.distributed._tools.moe_inference_model import cpu_table, inference_table
+from torch.distributed._tools.moe_memory_model import memory
 from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, HELD_OUT_ERROR, profile
 from torch.distributed._tools.moe_simulator import expected_imbalance
+from torch.distributed._tools.moe_step_model import train_step
 
 
 if TYPE_CHECKING:

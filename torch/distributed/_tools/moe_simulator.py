@@ -20,26 +20,21 @@ from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch.distributed._tools.moe_arguments import check
-from torch.distributed._tools.moe_estimator import train_step
+from torch.distributed._tools.moe_step_model import train_step
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed._tools.moe_config import MoEConfig
-    from torch.distributed._tools.moe_estimator import Layout
+    from torch.distributed._tools.moe_layout import Layout
     from torch.distributed._tools.moe_profile import Profile
 
 
 __all__ = [
-    "Assumptions",
-    "SimulatedJob",
-    "expected_imbalance",
-    "largest_normal",
-    "replicated_imbalance",
-    "rows_of_pair",
-    "simulate",
-]
+    "Assumptions", "SimulatedJob", "expected_imbalance", "largest_normal", "replicated_imbalance",
+    "rows_of_pair", "simulate",
+]  # fmt: skip
 
 
 # ---- imbalance -------------------------------------------------------------------------
@@ -245,16 +240,9 @@ def _goodput(a: Assumptions, gpus: int) -> tuple[float, float, float]:
 
 
 def _one(
-    p: Profile,
-    model: MoEConfig,
-    layout: Layout,
-    gpus: int,
-    batch_per_dp: int,
-    seq: int,
-    a: Assumptions,
-    steps: int,
-    seed: int,
-) -> SimulatedJob:
+    p: Profile, model: MoEConfig, layout: Layout, gpus: int, batch_per_dp: int, seq: int,
+    a: Assumptions, steps: int, seed: int,
+) -> SimulatedJob:  # fmt: skip
     unit = math.lcm(layout.tp * layout.pp * layout.cp, layout.pp * layout.ep)
     if gpus < unit:
         raise ValueError(

@@ -9,23 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import weakref
 from fnmatch import fnmatch
-from typing import Any, cast, NamedTuple, TYPE_CHECKING
+from typing import Any, cast, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools import moe_cost_model as cost
-from torch.distributed._tools.moe_calibration import measure_calls
-from torch.distributed._tools.moe_cpu_model import cpu_exchange, cpu_experts
-from torch.distributed._tools.moe_estimator import (
-    Memory,
-    MoERuntimeEstimator,
-    Step,
-    uneven,
-)
+from torch.distributed._tools.moe_estimator import MoERuntimeEstimator
+from torch.distributed._tools.moe_traced_model import Traced
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker
@@ -41,128 +33,11 @@ if TYPE_CHECKING:
         Sequence,
     )
 
-    from torch.distributed._tools.moe_config import MoEConfig
-    from torch.distributed._tools.moe_estimator import Layout
     from torch.distributed._tools.moe_profile import Profile
     from torch.distributed.tensor.parallel._expert_adapters import ExpertAdapter
 
 
-__all__ = ["measure_stack", "trace", "Traced"]
-
-
-class Traced(NamedTuple):
-    """Of one sequence.
-
-    Attributes:
-        dense: seconds of forward and backward without ``_moe_mlp``.
-        split: those of them that tensor parallelism shares out.
-        repeated: of the forward, which is run twice where the layers are checkpointed.
-        bytes: by ``recompute``, peaks of activations and temporary tensors: until the gradient is at
-            the last layer; and after that, without the gradients of a layer's experts.
-    """
-
-    dense: float
-    split: float
-    repeated: float
-    bytes: dict[str, tuple[float, float]]
-
-    def memory(
-        self, model: MoEConfig, x: Layout, seq: int, global_batch: int
-    ) -> Memory:
-        """Peak bytes of a rank: its shards, what FSDP has together, and activations."""
-        weights, size = model.parameters(), cost.ITEMSIZE[x.dtype]
-        expert, (split, around) = weights["expert"], self._others(model, weights)
-        own = expert / x.ep / x.expert_dp * uneven(model, x)
-        owned = ((split / x.tp + around) / x.dp + own) * x.replicate
-        layer = (expert / x.ep + split / x.tp) / model.layers
-        # Beside the gathered vocabulary and the gradient of its head: two layers, the gradients
-        # of one, and in float32 what is scattered and its sum.
-        around *= 1.5 * size
-        layers = 3 * layer * size + 4 * layer * (1 + 1 / x.gpus)
-        share = 1 - self.split / self.dense * (1 - 1 / x.tp)
-        head, kept = (x.micro_batch * n * share for n in self.bytes[x.recompute])
-        rows = 0.0
-        if x.ep > 1:  # of experts: received, and what returns
-            tokens = x.micro_batch * seq / x.tp
-            rows = 2 * tokens * cost.copies(x.ep, x.ep, model.k).ranks
-            rows *= 1 if x.recompute == "full" else model.layers - model.dense
-        exchanged, gradients = rows * model.d * size, x.gradient_bytes * owned
-        if x.accumulation(global_batch) == 1:  # gradients come as activations go
-            gradients = max(0.0, gradients - kept - exchanged)
-        held = x.optimizer_bytes * owned + around + gradients
-        if head > kept + layers:
-            return Memory(held, head, exchanged, 0.0)
-        return Memory(held + layers, kept, exchanged, 0.0)
-
-    def step(
-        self,
-        p: Profile,
-        model: MoEConfig,
-        x: Layout,
-        *,
-        global_batch: int,
-        seq: int,
-        imbalance: float = 1.0,
-    ) -> Step:
-        """A training step on CPU ranks: parts of which none hides another."""
-        if (c := p.cpu) is None:
-            raise ValueError(f"step: {p.name} must be the profile of a CPU")
-        accumulation, full = x.accumulation(global_batch), x.recompute == "full"
-        layers, moe, size = (
-            model.layers,
-            model.layers - model.dense,
-            cost.ITEMSIZE[x.dtype],
-        )
-        tokens = x.micro_batch * seq / x.tp  # that a rank sends to the experts
-        sizes = (tokens, model.d, model.f, model.experts // x.ep, model.k)
-        work = cpu_experts(c, *sizes, pass_="fwd+bwd", dtype=x.dtype)
-        if full:
-            work += cpu_experts(c, *sizes, pass_="fwd", dtype=x.dtype)
-        sent = cpu_exchange(
-            p, tokens, model.d, model.k, x.ep, pass_="fwd+bwd", dtype=x.dtype
-        )
-
-        def link(nbytes: float, ranks: int, messages: int = 1) -> float:
-            """A gather, or a scatter of sums, of so many bytes of all ranks together."""
-            if ranks == 1:
-                return 0.0
-            start = p.constants.fast_us * cost.US
-            return messages * start + nbytes * (1 - 1 / ranks) / p.device.fast
-
-        weights = model.parameters()
-        expert, (split, around) = weights["expert"] / x.ep, self._others(model, weights)
-        other = split / x.tp + around
-        # Gathered in both passes, reduced in float32; copied out of and into what travels.
-        moved = 2 * size + 4
-        fsdp = link(other * moved, x.dp, 3 * layers)
-        fsdp += link(expert * moved, x.expert_dp, 3 * moe)
-        fsdp += 2 * (expert + other) * moved / c.memory
-        row = x.micro_batch * seq * model.d * size
-        # Sums of attention in both passes, and tokens around the experts.
-        links = (2 + full) * (2 * layers + moe) * link(row, x.tp)
-        dense = self.dense - self.split * (1 - 1 / x.tp) + full * self.repeated
-        owned = (other / x.dp + expert / x.expert_dp) * x.replicate
-        parts = {
-            "attention": x.micro_batch * dense * p.constants.stack,
-            "experts": moe * work * imbalance,
-            "comm": moe * sent,
-            "tp_links": links,
-            "fsdp": fsdp,
-        }
-        micro = sum(parts.values())
-        seconds = accumulation * micro + 28 * owned / c.memory
-        rate = global_batch * seq / seconds / x.gpus
-        # As of the GPUs' steps: of a block.
-        of_block = {name: value / layers for name, value in parts.items()}
-        layer = sum(of_block.values())
-        return Step(rate, seconds, layer, of_block["comm"], 0.0, of_block, False)
-
-    @staticmethod
-    def _others(model: MoEConfig, weights: dict[str, float]) -> tuple[float, float]:
-        """Parameters that tensor parallelism splits, and that it does not: router, vocabulary."""
-        around = 2 * model.vocab * model.d
-        around += (model.layers - model.dense) * model.d * model.experts
-        return weights["other"] - around, around
+__all__ = ["estimated_seconds", "matched", "trace"]
 
 
 class _Run(MoERuntimeEstimator):
@@ -235,7 +110,7 @@ def trace(
     owner = type(model).__name__
     inside = {f"{owner}.{n.rpartition('.')[0]}" for n in matched(model, tp_plan or {})}
     run = loss or functools.partial(_causal_loss, seq=seq)
-    forward, split, runs = 0.0, 0.0, {}
+    forward, split, ops, runs = 0.0, 0.0, 0, {}
     for recompute in ("none", "full"):
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -250,7 +125,7 @@ def trace(
             with last.register_forward_hook(seen.after_last), tracked:
                 value = run(model)
             if recompute == "none":
-                forward, split = seen.dense, seen.split
+                forward, split, ops = seen.dense, seen.split, seen.ops
             value.backward()
         runs[recompute] = seen
     once = runs["none"]
@@ -264,24 +139,25 @@ def trace(
         name: (float(seen.before), float(max(seen.peak - gradients, 0)))
         for name, seen in runs.items()
     }
-    return Traced(once.dense, once.dense * split / forward, forward, peaks)
+    styled = len(experts) + len([*matched(model, tp_plan or {})])
+    own = sum(
+        p.numel() for name in experts for p in model.get_submodule(name).parameters()
+        if p.dim() == 3
+    )  # fmt: skip
+    return Traced(
+        once.dense, once.dense * split / forward, forward, peaks, (once.ops, ops), styled,
+        own, sum(p.numel() for p in model.parameters()),
+    )  # fmt: skip
 
 
-def measure_stack(p: Profile, clock: str = "wall", seconds: float = 1.0) -> float:
-    """``Constants.stack`` of a CPU: a layer of attention as it runs, over the sum of its ops."""
-    width, gen = 512, torch.Generator().manual_seed(0)
-    layer = nn.TransformerEncoderLayer(width, 8, 2 * width, 0.0, batch_first=True)
-    x = torch.randn(1, 256, width, generator=gen, requires_grad=True)
-
-    def call() -> None:
-        layer(x).sum().backward()
-
-    tick = time.process_time if clock == "process" else time.perf_counter
-    (measured,) = measure_calls([call], seconds, tick)
-    with FakeTensorMode(allow_non_fake_inputs=True), _fake_parameters(layer):
-        with _Run(p, set()) as seen:
+def estimated_seconds(
+    module: nn.Module, p: Profile, call: Callable[[], object]
+) -> tuple[float, int]:
+    """Of a call of ``module``, by :func:`.moe_estimator.op_seconds`, and its number of ops."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _fake_parameters(module):
+        with MoERuntimeEstimator(p) as seen:
             call()
-    return measured / seen.seconds
+    return seen.seconds, seen.ops
 
 
 def _causal_loss(model: nn.Module, seq: int) -> Tensor:

@@ -300,7 +300,7 @@ def _measured(
 
 def _saved(layer: _Layer, gated: bool) -> str:
     """What a layer with its router keeps for backward: with a recipe, X twice."""
-    from torch.distributed._tools.moe_estimator import saved_bytes
+    from torch.distributed._tools.moe_memory_model import saved_bytes
 
     T, D, H, E, K, dtype = layer
     low, high = (

@@ -1,0 +1,183 @@
+# mypy: allow-untyped-defs
+"""Seconds and bytes of an exchange of tokens, as pure functions of shapes and a profile.
+
+An all-to-all takes a start, plus the slowest of its levels; which bytes a level carries follows
+from where the K experts of a token live. Contract and notation are :mod:`.moe_cost_model`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, TYPE_CHECKING
+
+from torch.distributed._tools.moe_cost_model import ITEMSIZE, smooth_max, US
+
+
+if TYPE_CHECKING:
+    from torch.distributed._tools.moe_profile import Profile
+
+
+__all__ = ["ALL_TO_ALLS", "all_to_all", "copies", "link_seconds", "wire_bytes"]
+
+
+def link_seconds(
+    start: float, rate: float, nbytes: float, messages: float = 1, turn: float = 0.0
+) -> float:
+    """Of collectives that take ``start`` seconds each, for bytes to others at ``rate``.
+
+    What a message has beyond ``turn`` bytes, if that is not 0, waits for as many bytes of the
+    other direction.
+    """
+    waits = max(0.0, nbytes - messages * turn) if turn else 0.0
+    return messages * start + (nbytes + waits) / rate
+
+
+class Copies(NamedTuple):
+    """Copies of a token: to other ranks, to other nodes; and all places, own included."""
+
+    fast: float
+    slow: float
+    nodes: float
+    ranks: float
+
+
+def distinct(bins: float, choices: float) -> float:
+    """Expected number of different bins that uniform choices hit."""
+    return bins * (1 - (1 - 1 / bins) ** choices)
+
+
+def copies(
+    ep: int, domain: int, k: int, node_limit: int = 0, dedup: bool = True
+) -> Copies:
+    """Expected copies of a token with ``k`` uniform experts.
+
+    Args:
+        ep (int): ranks that share the experts.
+        domain (int): ranks joined by the fast link.
+        k (int): experts of a token.
+        node_limit (int): most nodes a token may go to; 0 for any.
+        dedup (bool): one copy per rank and one per node, else one per expert.
+    """
+    nodes = math.ceil(ep / domain)
+    reach = min(nodes, node_limit) if node_limit else nodes
+    to_nodes = distinct(reach, k) if nodes > 1 else 1.0
+    ranks = distinct(ep if nodes <= reach else reach * domain, k) if ep > 1 else 1.0
+    ranks = min(ranks, k) if dedup else k
+    slow = (to_nodes if dedup else k) * (1 - 1 / nodes) if nodes > 1 else 0.0
+    return Copies(ranks * (1 - 1 / ep), slow, to_nodes, ranks)
+
+
+class AllToAll(NamedTuple):
+    """An algorithm of dispatch and combine.
+
+    Attributes:
+        dedup: one copy per rank and per node instead of one per expert.
+        setup: counts and a host sync go before it.
+        serial: share of the shorter level that is not hidden behind the longer one.
+        one_hop: what leaves the domain does not pass the fast link.
+        gathers: passes over the routed rows to bring them into order.
+    """
+
+    dedup: bool
+    setup: bool
+    serial: float
+    one_hop: bool
+    gathers: int
+
+
+ALL_TO_ALLS = {
+    # One copy per expert, as all_to_all_single after a permutation (NCCL, gloo).
+    "flat": AllToAll(False, True, 1.0, True, 2),
+    # Once per node, forwarded inside; in one domain once per rank (DeepEP).
+    "hierarchical": AllToAll(True, True, 0.0, False, 1),
+    # The same copies, but the two levels of a chunk follow each other (HybridEP).
+    "staged": AllToAll(True, True, 1.0, False, 0),
+    # Straight to the expert's rank, no counts first, for decode (DeepEP, pplx).
+    "low_latency": AllToAll(False, False, 0.0, True, 0),
+    # Stores into the peers' memory inside one domain.
+    "one_sided": AllToAll(False, False, 0.0, True, 0),
+}
+
+
+def all_to_all(
+    p: Profile,
+    tokens: float,
+    d: int,
+    k: int,
+    ep: int,
+    *,
+    domain: int | None = None,
+    dtype: str = "bf16",
+    algorithm: str = "hierarchical",
+    node_limit: int = 0,
+    imbalance: float = 1.0,
+    combine: bool = False,
+    units: int = 0,
+) -> float:
+    """Seconds of a dispatch, or of a combine, which moves the same copies back.
+
+    Args:
+        p (Profile): the device.
+        tokens (float): T of a rank.
+        d (int): D.
+        k (int): K.
+        ep (int): ranks that share the experts.
+
+    Keyword Args:
+        domain (int, optional): ranks joined by the fast link. Default: the device's
+        dtype (str): of the rows on the wire.
+        algorithm (str): a key of :data:`ALL_TO_ALLS`.
+        node_limit (int): most nodes of a token.
+        imbalance (float): heaviest rank over mean rank.
+        combine (bool): the way back.
+        units (int): SMs of the communication kernel; 0 for as many as it takes.
+    """
+    if algorithm not in ALL_TO_ALLS:
+        raise ValueError(
+            f"all_to_all: algorithm must be one of {list(ALL_TO_ALLS)}, got {algorithm!r}"
+        )
+    if ep <= 1:
+        return 0.0
+    c, dev, kind = p.constants, p.device, ALL_TO_ALLS[algorithm]
+    domain = domain or dev.domain
+    w = copies(ep, domain, k, node_limit, kind.dedup)
+    if (
+        algorithm == "one_sided"
+    ):  # a copy per distinct rank; a router spreads K over them
+        w = Copies(min(k, ep) * (1 - 1 / ep), 0.0, 1.0, min(k, ep))
+    size = tokens * d * ITEMSIZE[dtype] * imbalance
+    crowd = 1 + c.fabric * max(0.0, math.log2(ep / 8))
+    turn = p.cpu.turn if p.cpu is not None else 0.0
+    fast = link_seconds(0.0, dev.fast * c.fast, size * w.fast, turn=turn)
+    fast *= crowd if ep <= domain else 1
+    slow = size * w.slow / (dev.slow * c.slow) * crowd
+    if kind.one_hop and ep > domain:
+        fast *= (domain - 1) / (ep - 1)
+    if units:
+        handled = w.ranks + (w.nodes if ep > domain else 0)
+        per_row = d * ITEMSIZE[dtype] + c.row_bytes
+        fast = smooth_max(fast, tokens * handled * per_row / (units * c.unit_rate))
+    moved = max(fast, slow) + kind.serial * min(fast, slow)
+    if algorithm == "one_sided":  # stores are posted, loads wait for the way back
+        moved = smooth_max(moved, c.floor_us * US * (1.0 if combine else 0.25), 2)
+    start = c.fast_us if ep <= domain else c.slow_us
+    return moved + (start + (c.setup_us if kind.setup else 0.0)) * US
+
+
+def wire_bytes(
+    tokens: float, d: int, k: int, ep: int, domain: int, dtype: str = "bf16", *,
+    node_limit: int = 0, dedup: bool = True,
+) -> dict[str, float]:  # fmt: skip
+    """Expected bytes a rank sends to others in a dispatch, by level.
+
+    The levels are those of :func:`torch.distributed._moe.exchange.count_wire_bytes`:
+    ``flat`` without deduplication between nodes, else ``node`` and ``local``.
+    """
+    w = copies(ep, domain, k, node_limit, dedup)
+    row = d * ITEMSIZE[dtype]
+    if not dedup or ep <= domain:
+        return {"flat": tokens * row * w.fast}
+    # A relay forwards what its node receives, unless it is for itself: by symmetry, one of
+    # the domain's ranks is the relay.
+    local = w.ranks * (1 - 1 / domain)
+    return {"node": tokens * row * w.slow, "local": tokens * row * local}

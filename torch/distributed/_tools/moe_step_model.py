@@ -1,0 +1,209 @@
+# mypy: allow-untyped-defs
+"""Seconds of a training step of a layout, summed from the kernels and exchanges of its blocks.
+
+>>> config = MoEConfig.by_name("qwen3-30b-a3b")
+>>> step = train_step(profile("H100"), config, Layout(gpus=16, ep=8), global_batch=512)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import NamedTuple, TYPE_CHECKING
+
+from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools.moe_arguments import check
+from torch.distributed._tools.moe_cost_model import LOW_PRECISION, US
+from torch.distributed._tools.moe_exchange_model import all_to_all
+from torch.distributed._tools.moe_layout import Layout, REPEATED
+from torch.distributed._tools.moe_memory_model import block_weights
+
+
+if TYPE_CHECKING:
+    from torch.distributed._tools.moe_config import MoEConfig
+    from torch.distributed._tools.moe_profile import Profile
+
+
+__all__ = ["block", "Step", "train_step"]
+
+
+class Block(NamedTuple):
+    """Seconds of one decoder block with experts, one pass of one micro-batch."""
+
+    attention: float
+    experts: float
+    shared: float
+    router: float
+    tp_links: float
+    accumulate: float
+    comm: float
+
+    @property
+    def compute(self) -> float:
+        return sum(self) - self.comm
+
+
+def block(
+    p: Profile,
+    model: MoEConfig,
+    layout: Layout,
+    tokens: float,
+    seq: int,
+    pass_: str,
+    imbalance: float = 1.0,
+) -> Block:
+    """Seconds of the parts of one block.
+
+    Args:
+        p (Profile): the device.
+        model (MoEConfig): the model.
+        layout (Layout): how it is spread.
+        tokens (float): of a micro-batch of a data-parallel rank; a tensor-parallel rank
+            keeps ``tokens / tp`` of them between its products.
+        seq (int): length of a sequence.
+        pass_ (str): ``"fwd"`` or ``"bwd"``.
+        imbalance (float): heaviest expert rank over the mean.
+    """
+    c, dev, tp = p.constants, p.device, layout.tp
+    forward = pass_ == "fwd"
+    local = tokens / layout.cp
+    mine = local / tp if layout.expert_tp == 1 else local
+    shapes = [(int(n), int(k)) for n, k in model.attention(tp)]
+    attention = sum(cost.gemm(p, 1, local, n, k, layout.dtype) for n, k in shapes)
+    attention *= 1 if forward else 2
+    if layout.dtype in LOW_PRECISION:
+        attention += sum(cost.quantize(p, local * k, not forward) for _, k in shapes)
+    core = model.core_flops(local, seq, tp) * (1 if forward else 2.5)
+    attention += core / (0.55 * dev.bf16) + c.launch_us * US
+    # Norms, residuals and rotations.
+    attention += cost.stream(p, local / tp * model.d * 2 * (16 if forward else 24), 12)
+    links = 0.0
+    if tp > 1:  # gather and reduce-scatter around attention, part of them hidden
+        # ... and in backward the inputs again, for the gradients of the weights.
+        gathered = (4 if forward else 6) * local * model.d * 2 * (tp - 1) / tp
+        links = 0.7 * gathered / (dev.fast * c.fast)
+    if (
+        layout.expert_tp > 1
+    ):  # rows for those who share an expert's width, and their sums
+        shared = 4 * local * model.k * model.d * (1 - 1 / layout.expert_tp)
+        links += shared / (dev.fast * c.fast)
+    return Block(
+        attention,
+        cost.experts(
+            p, mine * model.k * imbalance, model.d, int(model.f / layout.expert_tp),
+            model.experts / layout.ep,
+            kernel=layout.kernel, dtype=layout.dtype, pass_=pass_, tokens=mine,
+        ),
+        cost.dense_mlp(p, local, model.d, model.shared_f, layout.dtype, pass_, tp),
+        cost.router(p, mine, model.d, model.experts, model.k, pass_),
+        links,
+        0.0 if forward else cost.stream(p, 6 * block_weights(model, layout)),
+        sum(
+            all_to_all(
+                p, mine, model.d, model.k, layout.ep, domain=layout.domain or None,
+                dtype=wire, algorithm=layout.algorithm, node_limit=layout.node_limit,
+                imbalance=imbalance, combine=back,
+            )
+            for wire, back in ((layout.wire, False), ("bf16", True))
+        ),
+    )  # fmt: skip
+
+
+class Step(NamedTuple):
+    """A training step.
+
+    Attributes:
+        tokens_per_second: per GPU.
+        seconds: of the step.
+        layer: seconds of a block, forward and backward, with what is not hidden.
+        comm: seconds of its exchanges, hidden or not.
+        bubble: idle share of the pipeline over its busy time.
+        parts: seconds of a block by part, both passes.
+        host_bound: whether issuing kernels takes longer than running them.
+    """
+
+    tokens_per_second: float
+    seconds: float
+    layer: float
+    comm: float
+    bubble: float
+    parts: dict[str, float]
+    host_bound: bool
+
+
+# Share of the host's work that CUDA graphs leave: none, of parts, of the whole step.
+_GRAPHS = (1.0, 0.35, 0.05)
+
+
+def train_step(
+    p: Profile,
+    model: MoEConfig,
+    layout: Layout,
+    *,
+    global_batch: int,
+    seq: int = 4096,
+    imbalance: float = 1.0,
+    exposed: float | None = None,
+    year: float = 2026.0,
+) -> Step:
+    """A training step of ``global_batch`` sequences.
+
+    Keyword Args:
+        imbalance (float): heaviest expert rank over the mean, see
+            ``moe_simulator.expected_imbalance``.
+        exposed (float, optional): share of the exchanges that nothing hides. Default: what
+            published frameworks leave to a pipeline, a fitted constant; all without one, as it
+            is another micro-batch that hides an exchange
+        year (float): of the software; published numbers grow with it.
+    """
+    check(
+        "train_step", global_batch=global_batch, seq=seq, imbalance=imbalance, year=year
+    )
+    c = p.constants
+    tokens, accumulation = layout.micro_batch * seq, layout.accumulation(global_batch)
+    if exposed is None:
+        exposed = c.exposed if layout.pp > 1 else 1.0
+    check("train_step", exposed=exposed)
+    speed = math.exp(-c.drift * (year - 2026.0))
+    parts: dict[str, float] = defaultdict(float)
+    layer, host_bound = 0.0, False
+    for pass_, share in (("fwd", 0.4), ("bwd", 0.6)):
+        b = block(p, model, layout, tokens, seq, pass_, imbalance)
+        repeated = 1 + (REPEATED[layout.recompute] if pass_ == "fwd" else 0.0)
+        host = c.host_us * US * share * _GRAPHS[layout.graphs]
+        work = b.compute * c.stack
+        host_bound |= host > work
+        layer += repeated * speed * (cost.smooth_max(work, host) + exposed * b.comm)
+        for name, seconds in b._asdict().items():
+            parts[name] += seconds * repeated
+    layers = model.layers + model.mtp
+    vocab = model.vocab / layout.tp
+    head = 3 * cost.gemm(p, 1, tokens / layout.cp, int(vocab), model.d)
+    head = head * (1 + model.mtp) + cost.stream(p, tokens / layout.cp * vocab * 10, 4)
+    micro = layer * layers + head
+    if layout.pp > 1:  # whole layers per stage, one of which has the head as well
+        deepest = math.ceil((layers + head / layer) / layout.pp - 0.35)
+        micro = max(head, layer * max(deepest, 1))
+    bubble = (layout.pp - 1) / (layout.virtual * accumulation)
+    seconds = accumulation * micro * (1 + bubble)
+    seconds += _step_ends(p, model, layout, micro, accumulation)
+    rate = global_batch * seq / seconds / layout.gpus
+    return Step(rate, seconds, layer, parts["comm"], bubble, dict(parts), host_bound)
+
+
+def _step_ends(
+    p: Profile, model: MoEConfig, layout: Layout, micro: float, accumulation: int
+) -> float:
+    """Seconds of gradient reduction that backward does not hide, and of the optimizer."""
+    weights = model.parameters()
+    other = weights["other"] / layout.tp / layout.pp
+    expert = weights["expert"] / (layout.ep * layout.expert_tp) / layout.pp
+    nodes = layout.gpus > (layout.domain or p.device.domain)
+    link = (p.device.slow if nodes else p.device.fast) * 0.8
+    reduced = other * (layout.dp > 1) + expert * (layout.expert_dp > 1)
+    hidden = 0.7 * micro * min(accumulation, 2)
+    owned = (other / layout.dp + expert / layout.expert_dp) * layout.replicate
+    if layout.fsdp:  # gathered in both passes of a micro-batch, and reduced
+        moved = 8 * reduced / link - 0.7 * micro
+        return accumulation * max(0.0, moved) + cost.stream(p, 20 * owned, 4)
+    return max(0.0, 4 * reduced / link - hidden) + cost.stream(p, 20 * owned, 4)
