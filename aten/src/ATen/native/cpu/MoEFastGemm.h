@@ -24,11 +24,13 @@ namespace moe_cpu {
 // per call, so that nothing waits for them.
 class PanelPrefetch {
  public:
-  // At most `depth` rows of a part of K from k0 on, in so many calls, or nothing.
+  // At most `depth` rows of a part of K from k0 on, in so many calls, or nothing. `within`: those of
+  // after_word().
   template <typename Weights>
   PanelPrefetch(
       const Weights& weights, const Panel& panel, int64_t k_part, int64_t k0, int64_t depth,
-      int64_t calls) {
+      int64_t calls, bool within)
+      : within_(within) {
     const int64_t k = std::min(depth, weights.part_depth - k0);
     for (const auto& span : panel.columns.spans) {
       const auto b = weights.view(panel.expert, span, k_part, k0);
@@ -42,7 +44,11 @@ class PanelPrefetch {
     share_ = calls == 0 ? 0 : ceil_div(left_, calls);
   }
 
-  void operator()() {
+  bool is_within() const {
+    return within_;
+  }
+  // After some rows; or after a word of K, in a loop whose sums have to stay in registers.
+  C10_ALWAYS_INLINE void after_word() {
     for (int64_t i = 0; i < share_ && part_ < count_; ++i) {
       Part& part = parts_[part_];
       prefetch(part.line + at_);
@@ -53,6 +59,9 @@ class PanelPrefetch {
         part_ += --part.lines == 0 ? 1 : 0;
       }
     }
+  }
+  void operator()() {
+    after_word();
   }
 
  private:
@@ -71,6 +80,7 @@ class PanelPrefetch {
 
   Part parts_[2];
   int64_t count_ = 0, part_ = 0, at_ = 0, left_ = 0, share_ = 0;
+  bool within_;
 };
 
 #if defined(CPU_CAPABILITY_AVX512)
