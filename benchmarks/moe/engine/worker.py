@@ -204,7 +204,9 @@ class Worker:
         """Reads a file of weights; the forms that there are."""
         self.forms = {}
         self.weights = torch.load(path, mmap=True)
-        if self.package == "torch":  # ours reads weights where they are: not in pages of the file
+        if (
+            self.package == "torch"
+        ):  # ours reads weights where they are: not in pages of the file
             self.weights = {name: w.clone() for name, w in self.weights.items()}
         self.forms = self.engine(self.weights, fmt, top_k)
         return list(self.forms)
