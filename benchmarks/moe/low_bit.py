@@ -66,10 +66,9 @@ def make_weight(fmt: LowBitFormat, E: int, N: int, K: int) -> list[Tensor]:
 class Routing:
     """One call's rows, and the experts that it reads."""
 
-    def __init__(self, T: int, E: int, K: int):
-        self.indices = torch.rand(T, E).topk(K).indices
-        self.weights = torch.rand(T, K)
-        row_slots, slot_rows, offs, counts = torch._moe_permutation(self.indices, E)
+    def __init__(self, indices: Tensor, weights: Tensor, E: int):
+        self.indices, self.weights = indices, weights
+        row_slots, slot_rows, offs, counts = torch._moe_permutation(indices, E)
         self.rows = (offs, self.weights, row_slots, slot_rows)
         self.experts = counts.nonzero().flatten().tolist()
 
@@ -215,7 +214,7 @@ def measure_row(shape: Shape, fmt: LowBitFormat, forms: dict, budget: float) -> 
 
     def next_round(_: int) -> None:
         nonlocal args
-        routing = Routing(T, E, K)
+        routing = Routing(torch.rand(T, E).topk(K).indices, torch.rand(T, K), E)
         args = (torch.randn(T, D).bfloat16(), routing)
         experts.append(len(routing.experts))
 

@@ -254,6 +254,16 @@ LOW_BIT_SHAPES = (
     Shape("gpt_oss", 1, 2880, 2880, 32, 4),
     Shape("qwen3_part", 1, 2048, 768, 16, 8),  # more rows for each expert, prefill
 )
+# Of engines.py: decode and prefill of serving engines, the same weights next to each other.
+ENGINE_SHAPES = tuple(
+    _named(*sizes)
+    for sizes in (
+        *((T, 2048, 768, 128, 8) for T in (1, 4, 16, 256, 1024)),
+        (2048, 1024, 512, 32, 4),
+        *((T, 2880, 2880, 32, 4) for T in (1, 256)),
+        (512, 2048, 1408, 64, 6),
+    )
+)
 # Of a layer of serve.py's model.
 SERVE_SHAPE = Shape("serve", 0, 512, 192, 64, 8)
 # Of every rank of ep_overlap.py.

@@ -46,6 +46,7 @@ class AmxGemm : public NativeRounding {
   static constexpr int64_t kDepth = 1024;
   static constexpr int64_t kMinDepth = kDepth;
   static constexpr bool kDenseRows = true;
+  static constexpr bool kFetchesWithin = false;
 
   // The tiles of a thread between the first product and the last one.
   struct Session {

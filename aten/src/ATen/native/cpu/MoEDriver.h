@@ -29,6 +29,8 @@ namespace moe_cpu {
 constexpr int64_t kMaxBlockRows = 384;
 // Down to which blocks are cut for more tasks or less scratch.
 constexpr int64_t kMinBlockRows = 48;
+// From which on the next panel is fetched after each word of K.
+constexpr int64_t kMinFetchRows = 8;
 // Of a block's rows, where they have to be packed.
 constexpr int64_t kPackedElements = 512 * 1024;
 // Of all threads together.
@@ -544,8 +546,10 @@ class ExpertGemm {
         return finish(block, at.c);
       }
     }
-    // Too few for their products to take as long as what is next takes to come.
-    const bool few = rows < kMinBlockRows;
+    // Too few for their products to take as long as what is next takes to come, unless it is
+    // fetched between all of them.
+    const bool within = Micro::kFetchesWithin && rows >= kMinFetchRows && rows < kMinBlockRows;
+    const bool few = rows < kMinBlockRows && !within;
     for (const auto part : c10::irange(weights_.k_parts)) {
       for (int64_t k0 = 0; k0 < depth; k0 += depth_) {
         const int64_t k = std::min(depth_, depth - k0);
@@ -563,7 +567,10 @@ class ExpertGemm {
         typename Micro::Prefetch ahead(
             weights_, is_last ? next : Panel{block.expert, columns},
             is_last ? 0 : part + (ends_part ? 1 : 0), ends_part ? 0 : k0 + k, depth_,
-            few ? 0 : ceil_div(rows, Micro::kTileRows) * ceil_div(columns.end(), Micro::kTileCols));
+            few ? 0
+                : ceil_div(rows, Micro::kTileRows) * ceil_div(columns.end(), Micro::kTileCols) *
+                    (within ? ceil_div(k, kWordElements<operand_t>) : 1),
+            within);
         for (int64_t row = 0; row < rows; row += kFinishRows<Micro>) {
           const int64_t m = std::min(kFinishRows<Micro>, rows - row);
           acc_t* sums = at.c + row * kPanelCols;

@@ -24,11 +24,13 @@ namespace moe_cpu {
 // per call, so that nothing waits for them.
 class PanelPrefetch {
  public:
-  // At most `depth` rows of a part of K from k0 on, in so many calls, or nothing.
+  // At most `depth` rows of a part of K from k0 on, in so many calls, or nothing. `within`: those of
+  // after_word().
   template <typename Weights>
   PanelPrefetch(
       const Weights& weights, const Panel& panel, int64_t k_part, int64_t k0, int64_t depth,
-      int64_t calls) {
+      int64_t calls, bool within)
+      : within_(within) {
     const int64_t k = std::min(depth, weights.part_depth - k0);
     for (const auto& span : panel.columns.spans) {
       const auto b = weights.view(panel.expert, span, k_part, k0);
@@ -42,7 +44,11 @@ class PanelPrefetch {
     share_ = calls == 0 ? 0 : ceil_div(left_, calls);
   }
 
-  void operator()() {
+  bool is_within() const {
+    return within_;
+  }
+  // After some rows; or after a word of K, in a loop whose sums have to stay in registers.
+  C10_ALWAYS_INLINE void after_word() {
     for (int64_t i = 0; i < share_ && part_ < count_; ++i) {
       Part& part = parts_[part_];
       prefetch(part.line + at_);
@@ -53,6 +59,9 @@ class PanelPrefetch {
         part_ += --part.lines == 0 ? 1 : 0;
       }
     }
+  }
+  void operator()() {
+    after_word();
   }
 
  private:
@@ -71,6 +80,7 @@ class PanelPrefetch {
 
   Part parts_[2];
   int64_t count_ = 0, part_ = 0, at_ = 0, left_ = 0, share_ = 0;
+  bool within_;
 };
 
 #if defined(CPU_CAPABILITY_AVX512)
@@ -376,8 +386,11 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       int64_t depth, const operand* const* x, const scalar_t* w, int64_t stride, float* c) {
     constexpr int64_t block = kBlockDepth<scalar_t>, v = block / 16;
     static_assert(Wide::kSumDepth % block == 0);
-    // Cache lines of a line of w between what is multiplied and what is fetched.
+    // What is fetched: the lines that follow, one after the other, as the hardware expects it; of
+    // lines with gaps so many cache lines further along each.
     constexpr int64_t ahead = 8 * block;
+    const bool is_dense = stride == depth;
+    const int64_t next_line = is_dense ? block : stride;
     const int64_t step = Wide::kOneSum ? depth : Wide::kSumDepth;
     const operand* a[rows];
     std::copy_n(x, rows, a);
@@ -389,15 +402,17 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
         std::fill_n(sums[r], vectors, Vec(0));
       }
       for (int64_t k = k0; k < end; k += block) {
-        // Further along the lines, then along those that follow.
-        const int64_t next = k + ahead < depth ? ahead : ahead - depth + vectors * kLines * stride;
+        const scalar_t* next = w + k + (k + ahead < depth ? ahead : ahead - depth + vectors * kLines * stride);
+        if (is_dense) {
+          next = w + vectors * kLines * (depth + k);
+        }
         __m512 words[vectors][16];
         MOE_UNROLL
         for (int64_t j = 0; j < vectors; ++j) {
           const scalar_t* lines = w + j * kLines * stride + k;
           transpose_words(
               [&](int64_t i) {
-                prefetch(lines + i * stride + next);
+                prefetch(next + (j * kLines + i) * next_line);
                 return _mm512_loadu_ps(lines + i * stride);
               },
               [&](int64_t at, __m512 word) { words[j][at] = word; });

@@ -9,7 +9,8 @@
 //   kTileRows    of whose multiples blocks of rows are made
 //   kDenseRows   whether rows of a must be evenly apart, and the last kTileRows readable
 //   Session      what a thread holds while it multiplies
-//   Prefetch     fetches the next panel: multiply() calls it after every few rows
+//   Prefetch     fetches the next panel: multiply() calls it after every few rows, and where
+//                kFetchesWithin its after_word() after each word of K
 // and may have, as those of MoEFastGemm.h,
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
@@ -96,18 +97,32 @@ struct VecGemm : Products {
   static constexpr bool kOneSum = std::is_same_v<operand_t, BFloat16>;
   static constexpr int64_t kSumDepth = kOneSum ? kDepth : 128;
   static constexpr bool kDenseRows = false;
+  static constexpr bool kFetchesWithin = true;
   static_assert(kPanelCols % kTileCols == 0);
 
   template <typename Fn>
   static void multiply(
       int64_t m, int64_t n, int64_t k, const RowLines<operand_t>& a, const operand_t* b,
       const ProductTile<acc_t>& out, Fn&& between) {
+    if constexpr (requires { between.after_word(); }) {
+      if (between.is_within()) {
+        return multiply_rows(m, n, k, a, b, out, NoPrefetch(), [&]() { between.after_word(); });
+      }
+    }
+    multiply_rows(m, n, k, a, b, out, between, NoPrefetch());
+  }
+
+ private:
+  template <typename Fn, typename WordFn>
+  C10_ALWAYS_INLINE static void multiply_rows(
+      int64_t m, int64_t n, int64_t k, const RowLines<operand_t>& a, const operand_t* b,
+      const ProductTile<acc_t>& out, Fn&& between, const WordFn& after_word) {
     const int64_t tiles = ceil_div(n, kTileCols);
     const int64_t whole = m / kTileRows * kTileRows;
     for (const auto tile : c10::irange(tiles)) {
       for (int64_t row = 0; row < m; row += kTileRows) {
         if (row < whole) {
-          multiply_block<kTileRows, 1>(row, tile, k, a, b, out);
+          multiply_block<kTileRows, 1>(row, tile, k, a, b, out, after_word);
         }
         between();
       }
@@ -120,21 +135,20 @@ struct VecGemm : Products {
             std::min<int64_t>(rows == 1 ? 4 : rows <= 3 ? 2 : 1, kPanelCols / kTileCols);
         int64_t tile = 0;
         for (; tile + at_once <= tiles; tile += at_once) {
-          multiply_block<rows, at_once>(whole, tile, k, a, b, out);
+          multiply_block<rows, at_once>(whole, tile, k, a, b, out, after_word);
         }
         for (; tile < tiles; ++tile) {
-          multiply_block<rows, 1>(whole, tile, k, a, b, out);
+          multiply_block<rows, 1>(whole, tile, k, a, b, out, after_word);
         }
       });
     }
   }
 
- private:
   // Not part of a larger function, whose values take its registers.
-  template <int64_t rows, int64_t tiles>
+  template <int64_t rows, int64_t tiles, typename WordFn>
   C10_NOINLINE static void multiply_block(
       int64_t row, int64_t tile, int64_t depth, const RowLines<operand_t>& in,
-      const operand_t* panel, const ProductTile<acc_t>& out) {
+      const operand_t* panel, const ProductTile<acc_t>& out, const WordFn& after_word) {
     constexpr int64_t v = kWordElements<operand_t>;
     constexpr int64_t vectors = tiles * kVectors;
     const operand_t* a[rows];
@@ -168,6 +182,7 @@ struct VecGemm : Products {
           b[j] += kTileCols * v;
         }
         Products::add(a, k, words, sums);
+        after_word();
       }
       MOE_UNROLL
       for (int64_t i = 0; i < rows; ++i) {

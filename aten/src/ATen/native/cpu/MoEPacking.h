@@ -128,15 +128,16 @@ struct StridedView {
 };
 
 // The cache line at x, into L2: lines of a weight are often a multiple of a page apart,
-// and L1 has few places for those. x may be outside of every allocation.
-inline void prefetch(const void* x) {
+// and L1 has few places for those. x may be outside of every allocation. Inlined before GCC
+// decides which functions have no effect: it drops the calls of such.
+C10_ALWAYS_INLINE void prefetch(const void* x) {
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
   _mm_prefetch(static_cast<const char*>(x), _MM_HINT_T1);
 #endif
 }
 
 template <typename scalar_t>
-inline void prefetch(const scalar_t* x, int64_t n) {
+C10_ALWAYS_INLINE void prefetch(const scalar_t* x, int64_t n) {
   for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(scalar_t))) {
     prefetch(x + i);
   }
