@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed._tools.moe_arguments import check, RANGES
+from torch.nn.modules.conv import _ConvNd
 
 
 __all__ = ["MODELS", "MoEConfig"]
@@ -210,7 +211,10 @@ class MoEConfig:
 
 
 def _has_experts(module: torch.nn.Module) -> bool:
-    return any(q.dim() == 3 for q in module.parameters(recurse=False))
+    # A convolution over time has a weight of three dimensions, too.
+    return not isinstance(module, _ConvNd) and any(
+        q.dim() == 3 for q in module.parameters(recurse=False)
+    )
 
 
 # Sizes as in the models' published configurations.

@@ -26,7 +26,12 @@ from torch.distributed._moe.exchange import _scalar_device
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, Profile, profile
-from torch.distributed._tools.moe_trace import matched, measure_stack, trace
+from torch.distributed._tools.moe_trace import (
+    layers_with,
+    matched,
+    measure_stack,
+    trace,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -362,22 +367,7 @@ def _allowed(
 
 
 def _blocks(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
-    """Names of the layers: members of the outermost lists that hold experts, or the model."""
-    lists: dict[str, None] = {}
-    for name in _experts(model, adapter):
-        parts = name.split(".")
-        for i in range(len(parts)):
-            owner = ".".join(parts[:i])
-            if isinstance(model.get_submodule(owner), (nn.ModuleList, nn.Sequential)):
-                lists[owner] = None
-                break
-        else:
-            return [""]
-    return [
-        f"{owner}.{child}" if owner else child
-        for owner in lists
-        for child, _ in model.get_submodule(owner).named_children()
-    ]
+    return layers_with(model, _experts(model, adapter))
 
 
 def _parameter_dtype(model: nn.Module) -> str:
