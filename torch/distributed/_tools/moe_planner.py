@@ -232,7 +232,7 @@ def _model(given: str) -> torch.nn.Module:
                 raise ValueError(f"{path} has no function {function!r}")
             return make()
         if given.endswith(".json"):
-            import transformers
+            import transformers  # pyrefly: ignore [missing-import]
 
             config = transformers.AutoConfig.from_pretrained(given)
             return transformers.AutoModelForCausalLM.from_config(config)
