@@ -1,7 +1,10 @@
 # Owner(s): ["module: nn"]
 """Router replay in models of transformers, and in torchtitan's router: bits, gradients, and who is refused."""
 
+import pathlib
 import sys
+from contextlib import nullcontext
+from unittest import mock
 
 import matrix
 import transformers
@@ -148,6 +151,27 @@ class TestRouting(TestCase):
                 model(torch.randn(4, 16))
             model(x)
         self.assertFalse(torch.overrides._get_current_function_mode_stack())
+
+    def test_trains_what_was_served(self):
+        """replay.py: exactly 0 with replay and invariant sums, and no other experts with replay."""
+        benchmarks = str(pathlib.Path(__file__).resolve().parents[1])
+        with mock.patch.object(sys, "path", [benchmarks, *sys.path]):
+            import replay
+
+        for experts, replayed, parts in (
+            ("moe_mlp", True, replay.PARTS),
+            ("moe_mlp", True, ()),
+            ("eager", True, replay.PARTS),
+        ):
+            model = replay.build(torch.bfloat16, experts)
+            around = replay.Invariant(model, parts) if parts else nullcontext()
+            with around:
+                row = replay.train(model, *replay.roll_out(model, 3), replayed)
+            self.assertEqual(row["other_experts"], 0)
+            ours = experts == "moe_mlp" and parts
+            self.assertEqual(row["largest"] == 0, bool(ours), msg=f"{experts}, {parts}")
+            self.assertEqual(row["kl"] == 0, bool(ours))
+            self.assertTrue(all(p.grad.isfinite().all() for p in model.parameters()))
 
 
 instantiate_parametrized_tests(TestRouting)

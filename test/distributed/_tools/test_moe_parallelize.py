@@ -1,8 +1,13 @@
 # Owner(s): ["oncall: distributed"]
 """parallelize_moe: what is planned is what runs, and trains as one process does."""
 
+import contextlib
 import copy
+import io
+import itertools
+import json
 import sys
+import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
 from unittest import mock
@@ -16,19 +21,26 @@ from torch.distributed._tools import moe_machine, moe_train_calibration
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_layout import Layout
 from torch.distributed._tools.moe_machine import device_type
-from torch.distributed._tools.moe_memory_model import memory
+from torch.distributed._tools.moe_memory_model import memory, saved_bytes
 from torch.distributed._tools.moe_parallelize import parallelize_moe
 from torch.distributed._tools.moe_plan import plan
+from torch.distributed._tools.moe_planner import main
 from torch.distributed._tools.moe_profile import (
     Constants,
     CpuConstants,
     Device,
     Profile,
 )
+from torch.distributed._tools.moe_trace import (
+    _checkpointed,
+    explain_memory,
+    layers_with,
+)
 from torch.distributed._tools.moe_traced_model import Traced
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.launcher import elastic_launch, LaunchConfig
 from torch.distributed.tensor import DTensor
+from torch.profiler import profile
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -430,6 +442,149 @@ class TestPlanned(TestCase):
         message = "16 GB; .* recompute=full, needs 1,000 GB .* activations$"
         with self.assertRaisesRegex(ValueError, message):
             plan(config, CPU, 4, traced=traced, kernel="moe_mlp", **kw)
+
+
+class Decoder(Model):
+    """With attention, and wide enough that scratch memory of kernels is small beside it."""
+
+    def __init__(self, width=64, experts=8, vocabulary=512, layers=2):
+        nn.Module.__init__(self)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.layers = nn.ModuleList()
+        for _ in range(layers):
+            layer = Layer()
+            layer.attention = nn.TransformerEncoderLayer(
+                width, 4, width, 0.0, batch_first=True, bias=False
+            )
+            layer.moe = nn.MoE(width, 2 * width, experts, K)
+            self.layers.append(layer)
+
+
+EXPLAINED = {
+    "experts": (dict(width=128, experts=16), torch.float32),
+    "vocabulary": (dict(vocabulary=4096), torch.float32),
+    "bfloat16": (dict(width=128, layers=3), torch.bfloat16),
+}
+
+
+def peak_of_a_step(model, ids, recompute):
+    """Bytes that are allocated at once in the second step, with what is there before it."""
+    update = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step():
+        with contextlib.ExitStack() as stack:
+            if recompute == "full":
+                experts = [n for n, m in model.named_modules() if type(m) is nn.MoE]
+                stack.enter_context(_checkpointed(model, layers_with(model, experts)))
+            model(ids).backward()
+        update.step()
+        update.zero_grad()
+
+    step()
+    with profile(profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    sizes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    state = (t for values in update.state.values() for t in values.values())
+    held = sum(t.nbytes for t in (*model.parameters(), *state))
+    return held + max(itertools.accumulate((n for _, n in sizes), initial=0))
+
+
+@instantiate_parametrized_tests
+class TestExplained(TestCase):
+    @parametrize("recompute", ("none", "full"))
+    @parametrize("name", tuple(EXPLAINED))
+    def test_measured_peak(self, name, recompute):
+        sizes, dtype = EXPLAINED[name]
+        model, ids = Decoder(**sizes).to(dtype), torch.zeros(4, 128, dtype=torch.int64)
+        kw = {"batch": 4, "seq": 128, "recompute": recompute}
+        found = explain_memory(model, lambda model: model(torch.zeros_like(ids)), **kw)
+        measured = peak_of_a_step(model, ids, recompute)
+        self.assertEqual(found.total / measured, 1.0, rtol=0, atol=0.05)
+        self.assertTrue(all(n > 0 for n in found.peak.values()))
+
+    def test_layers_and_kinds(self):
+        model, tokens = Decoder(layers=3), 4 * 128
+        found = explain_memory(
+            model, lambda m: m(torch.zeros(4, 128, dtype=torch.int64))
+        )
+        for i in range(3):
+            layer = f"layers.{i}"
+            weights = sum(p.nbytes for p in model.layers[i].parameters())
+            count = len([*model.layers[i].parameters()])
+            self.assertEqual(found.peak[layer, "weights"], weights)
+            # Two moments, and how many steps there were.
+            self.assertEqual(found.peak[layer, "optimizer"], 2 * weights + 4 * count)
+            # The input is another's, of which there are tokens * width elements.
+            sizes = (tokens, K * tokens, 64, 128)
+            kept = saved_bytes(*sizes, k=K, num_experts=8, itemsize=4)
+            kept -= 4 * tokens * 64 + 4 * tokens * K  # the router's weights are its own
+            self.assertEqual(found.kept[layer, "experts"], kept)
+            self.assertGreater(found.kept[layer, "attention"], 4 * 4 * tokens * 64)
+            self.assertIn((layer, "router"), found.kept)
+        self.assertEqual(found.peak["", "weights"], 2 * 512 * 64 * 4)
+        self.assertGreaterEqual(found.kept["", "loss"], 4 * tokens * 512)
+        text = found.explain()
+        self.assertIn(f"in {found.where[0]} of", text)
+        self.assertIn("layers.0 ... layers.1, each", text)
+
+    def test_the_model_is_left_alone(self):
+        model = Tied()
+        before = copy.deepcopy(model.state_dict())
+        explain_memory(model, one_sequence, recompute="full")
+        self.assertEqual(model.state_dict(), before)
+        self.assertIs(model.head.weight, model.embedding.weight)
+        for name, module in model.named_modules():
+            self.assertEqual(len(module._forward_hooks), 0, msg=name)
+            self.assertNotIn("forward", vars(module))
+        self.assertTrue(all(p.grad is None for p in model.parameters()))
+        with self.assertRaisesRegex(ValueError, "stacked weights.*in Linear"):
+            explain_memory(nn.Linear(2, 2))
+
+    def test_command(self):
+        source = """
+import torch, types
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(32, 16)
+        self.layers = torch.nn.ModuleList([torch.nn.MoE(16, 8, 4, 2)])
+    def forward(self, input_ids, labels):
+        x = self.layers[0](self.embedding(input_ids)) @ self.embedding.weight.T
+        loss = torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+        return types.SimpleNamespace(loss=loss)
+"""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "model.py")
+            path.write_text(source)
+
+            def run(*words):
+                out, err = io.StringIO(), io.StringIO()
+                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                    code = main(words)
+                return code, out.getvalue(), err.getvalue()
+
+            words = (f"{path}:Model", "--explain-memory", "--batch", "2", "--seq", "8")
+            code, out, err = run(*words)
+            self.assertEqual((code, err), (0, ""))
+            self.assertIn("a training step with AdamW, 2 x 8 tokens", out)
+            self.assertRegex(out, r"layers\.0 +\d")
+            code, out, _ = run(*words, "--json", "-")
+            data = json.loads(out)
+            self.assertEqual(sum(n for *_, n in data["peak"]), data["total"])
+            for words, message in (
+                ((f"{path}:Missing",), "has no function 'Missing'"),
+                (("qwen3-30b-a3b",), "must be FILE.py:FUNCTION"),
+                (
+                    (f"{path}:Model", "--gpus", "8"),
+                    "--gpus has no meaning for --explain",
+                ),
+                ((f"{path}:Model", "--recompute", "selective"), "must be none or full"),
+            ):
+                code, _, err = run(*words, "--explain-memory")
+                self.assertEqual(code, 2)
+                self.assertIn(message, err)
 
 
 if __name__ == "__main__":

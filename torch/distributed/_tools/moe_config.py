@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed._tools.moe_arguments import check, RANGES
+from torch.nn.modules.conv import _ConvNd
 
 
 __all__ = ["MODELS", "MoEConfig"]
@@ -200,7 +201,7 @@ class MoEConfig:
             config = getattr(config, "text_config", config)
             found = MoEConfig.from_config(config)
             # Families name their layers without experts in many ways; the module has them.
-            dense = found.layers - sum(map(_has_experts, module.modules()))
+            dense = found.layers - sum(map(has_experts, module.modules()))
             if found.dense < dense < found.layers:
                 width = getattr(config, "intermediate_size", found.f)
                 found = replace(found, dense=dense, dense_f=width)
@@ -220,7 +221,7 @@ class MoEConfig:
         up = next(s for s in shapes if d in (None, s[1], s[2]))
         d = d or min(up[1], up[2])
         width = up[1] if up[2] == d else up[2]
-        layer_experts = [m for m in module.modules() if _has_experts(m)]
+        layer_experts = [m for m in module.modules() if has_experts(m)]
         per_layer = max(len(shapes) // max(len(layer_experts), 1), 1)
         top_k = next(
             (int(v) for m in module.modules() for n in ("top_k", "k", "topk")
@@ -237,8 +238,11 @@ class MoEConfig:
         )  # fmt: skip
 
 
-def _has_experts(module: torch.nn.Module) -> bool:
-    return any(q.dim() == 3 for q in module.parameters(recurse=False))
+def has_experts(module: torch.nn.Module) -> bool:
+    # A convolution over time has a weight of three dimensions, too.
+    return not isinstance(module, _ConvNd) and any(
+        q.dim() == 3 for q in module.parameters(recurse=False)
+    )
 
 
 # Sizes as in the models' published configurations.

@@ -20,7 +20,7 @@ from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_machine import device_type, machine_profile
 from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import Profile, profile as known_profile
-from torch.distributed._tools.moe_trace import matched, trace
+from torch.distributed._tools.moe_trace import layers_with, matched, trace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
@@ -294,21 +294,7 @@ def _allowed(
 
 def block_names(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
     """Names of the layers: members of the outermost lists that hold experts, or the model."""
-    lists: dict[str, None] = {}
-    for name in expert_names(model, adapter):
-        parts = name.split(".")
-        for i in range(len(parts)):
-            owner = ".".join(parts[:i])
-            if isinstance(model.get_submodule(owner), (nn.ModuleList, nn.Sequential)):
-                lists[owner] = None
-                break
-        else:
-            return [""]
-    return [
-        f"{owner}.{child}" if owner else child
-        for owner in lists
-        for child, _ in model.get_submodule(owner).named_children()
-    ]
+    return layers_with(model, expert_names(model, adapter))
 
 
 def _parameter_dtype(model: nn.Module) -> str:

@@ -7,10 +7,12 @@ python -m torch.distributed._tools.moe_planner qwen3-30b-a3b --device H100 --gpu
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 
+import torch
 from torch.distributed._tools.moe_arguments import ArgumentParser, check, read_json
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_inference_model import cpu_table, inference_table
@@ -128,6 +130,13 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("model", help=f"config.json of a model, or {', '.join(MODELS)}")
     parser.add_argument(
+        "--explain-memory",
+        action="store_true",
+        default=None,
+        help="whose the bytes of a step on one CPU rank are; model is FILE.py:FUNCTION, "
+        "which returns it, or a config.json that transformers takes",
+    )
+    parser.add_argument(
         "--device",
         default="H100",
         help=f"{', '.join(DEVICES)}, a .json profile, or cpu to measure this one",
@@ -162,7 +171,13 @@ TAKES = {
     "training": {"gpus", "batch", "seq", "dtype", "load", "plot", *FIXED},
     "inference": {"gpus", "seq", "dtype", "load", "tokens", "ep", "domain"},
     "a CPU": {"tokens"},
+    "--explain-memory": {"batch", "seq", "recompute", "explain_memory"},
 }
+
+
+def _check_given(given: set[str], kind: str) -> None:
+    for name in sorted(given - {"model", "device", "phase", "json"} - TAKES[kind]):
+        raise ValueError(f"--{name.replace('_', '-')} has no meaning for {kind}")
 
 
 def _load(path: str | None, model: MoEConfig) -> list[float]:
@@ -204,7 +219,57 @@ def _inference(args: Any, model: MoEConfig, p: Profile) -> dict[str, Any]:
     return {"title": f"{title}, constants {p.provenance}", "rows": rows}
 
 
+def _model(given: str) -> torch.nn.Module:
+    """On the meta device, by a function in a file, or by transformers from its configuration."""
+    path, _, function = given.rpartition(":")
+    with torch.device("meta"):
+        if path.endswith(".py"):
+            found = runpy.run_path(path)
+            if not callable(make := found.get(function)):
+                raise ValueError(f"{path} has no function {function!r}")
+            return make()
+        if given.endswith(".json"):
+            import transformers  # pyrefly: ignore [missing-import]
+
+            config = transformers.AutoConfig.from_pretrained(given)
+            return transformers.AutoModelForCausalLM.from_config(config)
+    raise ValueError(
+        "--explain-memory runs the model: it must be FILE.py:FUNCTION, which returns it, or a "
+        f"config.json that transformers takes, got {given!r}"
+    )
+
+
+def _explain_memory(args: Any) -> None:
+    from torch.distributed._tools.moe_trace import explain_memory  # of a later PR
+
+    batch, seq, recompute = args.batch or 1, args.seq or 4096, args.recompute or "none"
+    if recompute == "selective":
+        raise ValueError(
+            "--explain-memory: recompute must be none or full, got selective"
+        )
+    found = explain_memory(
+        _model(args.model), batch=batch, seq=seq, recompute=recompute
+    )
+    data = {
+        "total": found.total,
+        "where": found.where,
+        **{name: [[*owner, n] for owner, n in getattr(found, name).items()]
+           for name in ("peak", "kept")},
+    }  # fmt: skip
+    if args.json != "-":
+        print(
+            f"a training step with AdamW, {batch} x {seq:,} tokens, recompute {recompute}"
+        )
+        print(found.explain())
+    _write(args.json, data)
+
+
 def _run(args: Any) -> None:
+    given = {name for name, value in vars(args).items() if value is not None}
+    if args.explain_memory:
+        _check_given(given, "--explain-memory")
+        _explain_memory(args)
+        return
     if args.model.endswith(".json"):
         model = MoEConfig.from_config(read_json(args.model), args.model)
     else:
@@ -218,9 +283,7 @@ def _run(args: Any) -> None:
         p = profile(args.device)
     kind = "training" if args.phase in (None, "train") else "inference"
     kind = "a CPU" if p.cpu is not None else kind
-    given = {name for name, value in vars(args).items() if value is not None}
-    for name in sorted(given - {"model", "device", "phase", "json"} - TAKES[kind]):
-        raise ValueError(f"--{name.replace('_', '-')} has no meaning for {kind}")
+    _check_given(given, kind)
     if kind == "training":
         _train(args, model, p)
         return

@@ -4,13 +4,15 @@ Nothing of torchtitan is edited; one entry of a training config activates it::
 
     config.override.imports.append("fused_experts.fused_routed_experts")
 
-RoutedExperts keeps its parameters, their sharding, initialisation and checkpoints: w1 and w3 stay two
-parameters and are read in place (F.moe_mlp's w_in and w_up). What changes is its forward, between
+RoutedExperts keeps its parameters, their sharding, initialisation and checkpoints, in any form that torchtitan has had: w1 and
+w3 apart (until 2026-08), read in place as F.moe_mlp's w_in and w_up; w13 of (E, 2, F, D) in GroupedExperts; or
+w13 and w2 as GroupedLinear of RoutedExperts itself (from 2026-09), of which w_in is a view. What changes is its forward, between
 router and sum. Without expert parallelism that is one call; with it, each token goes once to every
 rank that has one of its experts, with its ids and router weights.
 
-The module that holds the weights is called for them, as torchtitan calls it, so that what is around it (FSDP2's gather, an
-adapter's wrapper) does its work; with hooks of others on it the forward is torchtitan's own.
+The modules that hold the weights are called for them, as torchtitan calls them, so that what is around them (FSDP2's gather, an
+adapter's wrapper) does its work; with hooks of others on one the forward is torchtitan's own. Experts with a bias, another
+activation or another product (LoRA, FP8) are subclasses there, and are refused.
 """
 
 import pathlib
@@ -19,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan.config import derive, override
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common import moe
 
 import torch
 import torch.nn.functional as F
@@ -33,22 +35,35 @@ from moe_mlp_experts import hooked, log_once
 
 def _local(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.to(dtype)
+    return local.flatten(1, -2).to(dtype)  # (E, 2, F, D): gates first
 
 
-class LentExperts(GroupedExperts):
-    """GroupedExperts that hand their weights to a function which they are called with."""
+def _lending(kind: type, *names: str) -> type:
+    """A subclass that hands those of its weights that it has to a function which it is called with."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        pass
+    class Lending(kind):
+        @dataclass(kw_only=True, slots=True)
+        class Config(kind.Config):
+            pass
 
-    def forward(self, x: torch.Tensor, then: torch.Tensor | Callable) -> torch.Tensor:
-        if not callable(then):
-            return super().forward(x, then)
-        # As torchtitan's: experts compute in bfloat16 whatever comes in.
-        weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        return then(x, *(_local(p, torch.bfloat16) for p in weights))
+        def forward(self, x: torch.Tensor, then: torch.Tensor | Callable):
+            if not callable(then):
+                return super().forward(x, then)
+            weights = (getattr(self, n) for n in names if hasattr(self, n))
+            # As torchtitan's: experts compute in bfloat16 whatever comes in.
+            return then(x, *(_local(p, torch.bfloat16) for p in weights))
+
+    return Lending
+
+
+GroupedExperts, GroupedLinear = getattr(moe, "GroupedExperts", None), None
+RoutedExperts = moe.RoutedExperts
+if GroupedExperts is not None:
+    LentExperts = _lending(GroupedExperts, "w13_E2FD", "w1_EFD", "w2_EDF", "w3_EFD")
+else:
+    from torchtitan.models.common.linear import GroupedLinear
+
+    LentLinear = _lending(GroupedLinear, "weight")
 
 
 class FusedRoutedExperts(RoutedExperts):
@@ -59,6 +74,18 @@ class FusedRoutedExperts(RoutedExperts):
         pass
 
     switch = None
+
+    def holders(self) -> tuple[torch.nn.Module, ...]:
+        """The modules that hold the weights."""
+        return (self.inner_experts,) if GroupedLinear is None else (self.w13, self.w2)
+
+    def with_weights(self, x: torch.Tensor, run: Callable) -> torch.Tensor:
+        """``run(x, w_in, w_out)``, and ``w_up`` of three, inside of the modules that hold them."""
+        if GroupedLinear is None:
+            return self.inner_experts(x, run)
+        return self.w13(
+            x, lambda x, w_in: self.w2(x, lambda x, w_out: run(x, w_in, w_out))
+        )
 
     def parallelize(self, parallel_dims) -> None:
         super().parallelize(parallel_dims)
@@ -76,7 +103,7 @@ class FusedRoutedExperts(RoutedExperts):
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
-        if hooked(self.inner_experts):
+        if any(hooked(module) for module in self.holders()):
             log_once("FusedRoutedExperts runs as torchtitan's: its experts have hooks")
             return super().forward(
                 x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
@@ -84,18 +111,20 @@ class FusedRoutedExperts(RoutedExperts):
         x, scores = x_TD.bfloat16(), topk_scores_TK.float()
         if self.switch is None:
 
-            def experts(x, w1, w2, w3):
-                return F.moe_mlp(x, topk_expert_ids_TK, scores, w1, w2, w_up=w3)
+            def experts(x, w_in, w_out, w_up=None):
+                ids = topk_expert_ids_TK
+                return F.moe_mlp(x, ids, scores, w_in, w_out, w_up=w_up)
 
-            return self.inner_experts(x, experts).type_as(x_TD)
+            return self.with_weights(x, experts).type_as(x_TD)
         routing = self.switch.create_routing(topk_expert_ids_TK, layout="flat")
         rows, scores, ids = self.switch.dispatch(routing, x, scores)
         slots = self.switch.num_slots(routing)
 
-        def local_experts(rows, w1, w2, w3):
-            return F.moe_mlp(rows, ids, scores, w1, w2, num_rows=slots, w_up=w3)
+        def local_experts(rows, w_in, w_out, w_up=None):
+            operands = (rows, ids, scores, w_in, w_out)
+            return F.moe_mlp(*operands, num_rows=slots, w_up=w_up)
 
-        y = self.inner_experts(rows, local_experts)
+        y = self.with_weights(rows, local_experts)
         return self.switch.combine(routing, y).type_as(x_TD)
 
 
@@ -104,14 +133,33 @@ class FusedRoutedExperts(RoutedExperts):
     description="F.moe_mlp and a deduplicating token switch",
 )
 def fused_routed_experts(config: RoutedExperts.Config) -> RoutedExperts.Config:
-    experts = type(config.inner_experts)
+    if GroupedLinear is None:
+        names, known, lending = ("inner_experts",), GroupedExperts, LentExperts
+        owner = config.inner_experts
+    else:
+        names, known, lending = ("w13", "w2"), GroupedLinear, LentLinear
+        owner = config
+    kinds = [type(getattr(config, name)) for name in names]
+    activation = getattr(owner, "activation_fn", None)
+    after = getattr(config, "output_postprocess", None)
     dispatcher = type(config.token_dispatcher).__qualname__.removesuffix(".Config")
+    before = getattr(config.token_dispatcher, "score_before_experts", False)
     plain = ("LocalTokenDispatcher", "AllToAllTokenDispatcher")
-    if experts is not GroupedExperts.Config or not dispatcher.endswith(plain):
+    if (
+        any(kind is not known.Config for kind in kinds)
+        or getattr(owner, "w13", None) is not None and owner.w13.num_linears != 2
+        or activation is not None and "SwiGLU" not in type(activation).__qualname__.split(".")
+        or not dispatcher.endswith(plain)
+        or after is not None
+        or before
+    ):  # fmt: skip
         raise NotImplementedError(
-            "fused_routed_experts replaces torchtitan's GroupedExperts with a local or an "
-            f"all-to-all dispatcher, not {experts.__qualname__} with {dispatcher}"
+            f"fused_routed_experts replaces torchtitan's {known.__name__} of SwiGLU with a local or "
+            f"an all-to-all dispatcher, not {', '.join(kind.__qualname__ for kind in kinds)} with "
+            f"{dispatcher}, activation {type(activation).__qualname__}, output_postprocess "
+            f"{type(after).__qualname__} and score_before_experts={before}"
         )
     fused = derive(config, FusedRoutedExperts.Config)
-    fused.inner_experts = derive(config.inner_experts, LentExperts.Config)
+    for name in names:
+        setattr(fused, name, derive(getattr(config, name), lending.Config))
     return fused

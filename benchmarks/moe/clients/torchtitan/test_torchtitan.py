@@ -2,8 +2,8 @@
 """FusedRoutedExperts on a recorded shape of torchtitan's modules.
 
 torchtitan is not installed in CI: RECORDED holds the attributes, parameters and calls of its
-RoutedExperts at b5bcd76 (2026-08-21) that the client uses, and stands in for it here. train.py runs
-torchtitan itself.
+RoutedExperts at b5bcd76 (2026-08-21) that the client uses, and stands in for it here; NEWER those of 2026-09
+and later, where gate and up are one parameter and experts are two GroupedLinear. train.py runs torchtitan itself.
 """
 
 import copy
@@ -103,15 +103,212 @@ def recorded() -> dict[str, types.ModuleType]:
     return modules
 
 
+def newer() -> dict[str, types.ModuleType]:
+    """The same of torchtitan with w13 and w2 as GroupedLinear, and without GroupedExperts."""
+    modules = recorded()
+    old = modules["torchtitan.models.common.moe"]
+
+    @dataclass(kw_only=True, slots=True)
+    class LinearConfig:
+        group_size: int = E
+        in_features: int
+        out_features: int
+        num_linears: int = 1
+
+    class GroupedLinear(torch.nn.Module):
+        Config = LinearConfig
+
+        def __init__(self, config):
+            super().__init__()
+            n, out = config.num_linears, (config.out_features,)
+            shape = (E, *((n, *out) if n > 1 else out), config.in_features)
+            self.weight = torch.nn.Parameter(torch.randn(shape) * shape[-1] ** -0.5)
+
+        def forward(self, input_RI, offsets_E):
+            found, begin = [], 0
+            for end, weight in zip(offsets_E.tolist(), self.weight.bfloat16()):
+                rows = input_RI[begin:end] @ weight.flatten(0, -2).T
+                found.append(rows.view(-1, *weight.shape[:-1]))
+                begin = end
+            return torch.cat(found)
+
+    class SwiGLU:
+        class Config:
+            pass
+
+        def __call__(self, gate, up):
+            return torch.nn.functional.silu(gate) * up
+
+    def build(config):
+        kinds = (GroupedLinear, *GroupedLinear.__subclasses__())
+        return next(k for k in kinds if k.Config is type(config))(config)
+
+    @dataclass(kw_only=True, slots=True)
+    class RoutedConfig:
+        w13: object
+        w2: object
+        token_dispatcher: object
+        activation_fn: object
+        output_postprocess: object = None
+
+    class RoutedExperts(torch.nn.Module):
+        Config = RoutedConfig
+        parallelize = old.RoutedExperts.parallelize
+
+        def __init__(self, config):
+            super().__init__()
+            self.w13, self.w2 = build(config.w13), build(config.w2)
+            self.activation_fn = SwiGLU()
+            self.token_dispatcher = old.LocalTokenDispatcher()
+
+        def forward(self, x, scores, ids, counts):
+            order = ids.flatten().argsort(stable=True)
+            offsets = counts.cumsum(0)
+            h = self.w13(x.bfloat16()[order // K], offsets)
+            rows = self.w2(self.activation_fn(*h.unbind(-2)), offsets)
+            rows = rows * scores.flatten()[order, None]
+            return torch.zeros_like(x).index_add(0, order // K, rows.type_as(x))
+
+    moe = types.ModuleType("torchtitan.models.common.moe")
+    moe.__dict__.update(RoutedExperts=RoutedExperts, SwiGLU=SwiGLU)
+    moe.LocalTokenDispatcher = old.LocalTokenDispatcher
+    linear = types.ModuleType("torchtitan.models.common.linear")
+    linear.GroupedLinear = GroupedLinear
+    modules |= {module.__name__: module for module in (moe, linear)}
+    return modules
+
+
+def import_client(modules):
+    common = modules["torchtitan.models.common"]
+    common.moe = modules["torchtitan.models.common.moe"]
+    with mock.patch.dict(sys.modules, modules):
+        sys.modules.pop("fused_experts", None)
+        client = importlib.import_module("fused_experts")
+        sys.modules.pop("fused_experts")
+    return client
+
+
+class TestGroupedLinears(TestCase):
+    """torchtitan's newer form."""
+
+    def setUp(self):
+        super().setUp()
+        modules = newer()
+        self.moe = modules["torchtitan.models.common.moe"]
+        self.linear = modules["torchtitan.models.common.linear"].GroupedLinear
+        self.client = import_client(modules)
+
+    def _config(self, **options):
+        return self.moe.RoutedExperts.Config(**{
+            "w13": self.linear.Config(in_features=D, out_features=F, num_linears=2),
+            "w2": self.linear.Config(in_features=F, out_features=D),
+            "token_dispatcher": self.moe.LocalTokenDispatcher.Config(),
+            "activation_fn": self.moe.SwiGLU.Config(),
+            **options,
+        })  # fmt: skip
+
+    def _tried(self, module):
+        torch.manual_seed(1)
+        x = torch.randn(T, D, requires_grad=True)
+        scores, ids = torch.rand(T, E).topk(K)
+        scores.requires_grad_()
+        y = module(x, scores, ids, torch.bincount(ids.flatten(), minlength=E))
+        y.square().mean().backward()
+        grads = [p.grad for p in module.parameters()]
+        grads = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+        return y, x.grad, scores.grad, *grads
+
+    def _fused(self):
+        module = self.client.FusedRoutedExperts(
+            self.client.fused_routed_experts(self._config())
+        )
+        theirs = self.moe.RoutedExperts(self._config())
+        self.assertEqual(module.state_dict().keys(), theirs.state_dict().keys())
+        theirs.load_state_dict(module.state_dict())
+        return module, theirs
+
+    def _check_close(self, found, expected):
+        for ours, other in zip(found, expected, strict=True):
+            scale = other.abs().max().item()
+            self.assertEqual(ours, other, atol=3e-2 * scale, rtol=0)
+
+    def test_forward_and_gradients(self):
+        module, theirs = self._fused()
+        with (
+            mock.patch.object(torch, "_grouped_mm", side_effect=AssertionError),
+            mock.patch.object(
+                torch.nn.functional, "moe_mlp", wraps=torch.nn.functional.moe_mlp
+            ) as op,
+        ):
+            found = self._tried(module)
+        op.assert_called_once()
+        self._check_close(found, self._tried(theirs))
+
+    def test_calls_the_linears(self):
+        module, _ = self._fused()
+        expected = self._tried(copy.deepcopy(module))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            fully_shard(module.w13)
+            fully_shard(module.w2)
+            gathered = self._tried(module)
+        finally:
+            dist.destroy_process_group()
+        self.assertEqual(gathered, expected, atol=0, rtol=0)
+
+    def test_hooks_see_what_torchtitan_gives_them(self):
+        module, theirs = self._fused()
+        seen = []
+        module.w2.register_forward_hook(lambda m, args, output: seen.append(args[1]))
+        self._check_close(self._tried(module), self._tried(theirs))
+        self.assertEqual(seen[0][-1], T * K)
+
+    def test_what_is_refused(self):
+        class Biased(self.linear):  # gpt-oss
+            @dataclass(kw_only=True, slots=True)
+            class Config(self.linear.Config):
+                pass
+
+        class SiTUGLU:
+            class Config:
+                pass
+
+        plain = self.linear.Config(in_features=D, out_features=F)
+        biased = Biased.Config(in_features=F, out_features=D)
+        scored = self.moe.LocalTokenDispatcher.Config()
+        scored.score_before_experts = True
+        for options, message in (
+            ({"w2": biased}, "Biased"),
+            ({"w13": plain}, "GroupedLinear of SwiGLU"),
+            ({"activation_fn": SiTUGLU.Config()}, "activation .*SiTUGLU"),
+            ({"output_postprocess": plain}, "output_postprocess .*Config"),
+            ({"token_dispatcher": scored}, "score_before_experts=True"),
+        ):
+            with self.assertRaisesRegex(NotImplementedError, message):
+                self.client.fused_routed_experts(self._config(**options))
+
+
 class TestFusedRoutedExperts(TestCase):
     def setUp(self):
         super().setUp()
         modules = recorded()
         self.moe = modules["torchtitan.models.common.moe"]
-        with mock.patch.dict(sys.modules, modules):
-            sys.modules.pop("fused_experts", None)
-            self.client = importlib.import_module("fused_experts")
-            sys.modules.pop("fused_experts")
+        self.client = import_client(modules)
+
+    def test_gate_and_up_in_one_parameter(self):
+        """(E, 2, F, D), as GroupedExperts had it in between."""
+        module = self.client.FusedRoutedExperts(
+            self.client.fused_routed_experts(self._config())
+        )
+        expected = self._tried(copy.deepcopy(module))
+        w = module.inner_experts
+        w.w13_E2FD = torch.nn.Parameter(torch.stack([w.w1_EFD, w.w3_EFD], 1).detach())
+        del w.w1_EFD, w.w3_EFD
+        y, x_grad, w2_grad, w13_grad = self._tried(module)
+        self.assertEqual((y, x_grad), expected[:2], atol=0, rtol=0)
+        w1_grad, found, w3_grad = expected[2:]
+        self.assertEqual(w2_grad, found, atol=0, rtol=0)
+        self.assertEqual(w13_grad.unbind(1), (w1_grad, w3_grad), atol=0, rtol=0)
 
     def _config(self, experts=None, dispatcher=None):
         return self.moe.RoutedExperts.Config(
