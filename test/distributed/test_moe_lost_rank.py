@@ -150,6 +150,14 @@ def _serve(rank, port, case):
             same(model, whole, range(2, 4), rank)
             dist.barrier(placement_group(placement))
         return text
+    if case == "copies":
+        # The rank that has to load an expert can't: all are told, and may try again.
+        def unreadable(name, expert):
+            raise OSError(f"no {name} of expert {expert}")
+
+        text = refused(placement, model, unreadable, loaded)
+        if "OSError: no moe.1.w_" not in text or "on ranks {" not in text:
+            raise AssertionError(text)
     recovery = placement.recover(model, weights, seconds=5.0)
     # The batch that failed, and others.
     same(model, whole, range(2, 5), rank)

@@ -143,6 +143,11 @@ class Plan:
         """(num_ranks) float64 if the (num_experts) counts are split by the shares."""
         return counts.double().cpu() @ self.shares()
 
+    def cost(self, counts: Tensor, price: float = 0.0) -> float:
+        """Of the rank that all wait for: heaviest load, and fetches at ``price`` each."""
+        fetches = busiest(self.slot_experts, self.num_experts) if price else 0
+        return self.rank_loads(counts).max().item() + price * fetches
+
     def imbalance(self, counts: Tensor) -> float:
         """Heaviest rank load over the mean one."""
         loads = self.rank_loads(counts)

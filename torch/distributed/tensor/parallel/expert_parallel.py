@@ -180,15 +180,18 @@ class _Region:
                 t.shape[1] * t.element_size() for t in (tokens, weights)
             )
             recorded = torch.is_grad_enabled()
-            self.switch.requires_grad = tuple(
-                recorded and t.requires_grad for t in (tokens, weights, *local.values())
+            self.switch.requires_grad = (
+                *(recorded and t.requires_grad for t in (tokens, weights)),
+                *(recorded and t.requires_grad for t in local.values()),
+                getattr(experts, "sends", False),
+                # The dtype of what the experts return.
+                torch.is_autocast_enabled(tokens.device.type),
             )
-            self.switch.requires_grad += (getattr(experts, "sends", False),)
         output, shared_output = self.schedule(
             self.switch, tokens, ids, weights, experts, shared
         )
-        if self.placed is not None:
-            output = self.placed.after(output, experts)
+        if self.placed is not None and not torch.compiler.is_compiling():
+            self.placed.tokens = 0  # none of a forward that failed
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()
