@@ -313,7 +313,7 @@ def _reusable(module: nn.Module) -> bool:
 # Plans by average loads that are compared.
 _TRIES = 3
 # Steps whose times are compared, where there is no ``every``, and most steps without online plans.
-_WINDOW = _LONGEST_PAUSE = 16
+_WINDOW, _LONGEST_PAUSE = 8, 15
 
 
 class ExpertPlacement:
