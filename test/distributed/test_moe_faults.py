@@ -21,8 +21,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._moe.schedule import OverlapSchedule
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.overlap_schedule import OverlapSchedule
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 
 
 if "--rank" in sys.argv:
@@ -313,7 +313,9 @@ class TestFaults(TestCase):
                 self.assertIn("must be the same on all ranks", error)
                 # The rank itself says what, all others that it was one of them.
                 said = f"this one changed {change}, and others did not"
-                self.assertIn(said if rank == VICTIM else "one of them has changed", error)
+                self.assertIn(
+                    said if rank == VICTIM else "one of them has changed", error
+                )
                 self.assertLess(report[fault]["seconds"], COLLECTIVE_TIMEOUT)
         self.assert_survivors_noticed(reports, "forward")
 

@@ -82,6 +82,17 @@ def refused(placement, model, weights, loaded):
     raise AssertionError("went on without weights, or on half a node")
 
 
+def refused_unreadable(placement, model, loaded):
+    """The rank that has to load an expert can't: all are told, and may try again."""
+
+    def unreadable(name, expert):
+        raise OSError(f"no {name} of expert {expert}")
+
+    text = refused(placement, model, unreadable, loaded)
+    if "OSError: no moe.1.w_" not in text or "on ranks {" not in text:
+        raise AssertionError(text)
+
+
 @torch.no_grad()
 def serve(rank, port, case, found):
     try:
@@ -151,13 +162,7 @@ def _serve(rank, port, case):
             dist.barrier(placement_group(placement))
         return text
     if case == "copies":
-        # The rank that has to load an expert can't: all are told, and may try again.
-        def unreadable(name, expert):
-            raise OSError(f"no {name} of expert {expert}")
-
-        text = refused(placement, model, unreadable, loaded)
-        if "OSError: no moe.1.w_" not in text or "on ranks {" not in text:
-            raise AssertionError(text)
+        refused_unreadable(placement, model, loaded)
     recovery = placement.recover(model, weights, seconds=5.0)
     # The batch that failed, and others.
     same(model, whole, range(2, 5), rank)

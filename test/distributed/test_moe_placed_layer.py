@@ -19,7 +19,7 @@ from torch.distributed._moe.plan import (
     split_by_source,
     Topology,
 )
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ExpertParallel,

@@ -18,8 +18,12 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed._moe.exchange import count_wire_bytes
-from torch.distributed._moe.schedule import grow_and_rerun, save_communication
-from torch.distributed._moe.switch import TokenSwitchAllToAll, TokenSwitchHierarchical
+from torch.distributed._moe.all_to_all import grow_and_rerun
+from torch.distributed._moe.recompute import save_communication
+from torch.distributed._moe.all_to_all import (
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -129,7 +133,11 @@ class TestSwitchTools(TokenSwitchTest):
 
         def agreed():
             """Everybody is here, and nothing is left in flight."""
-            for K, dtype in ((2, torch.float32), (3, torch.bfloat16), (2, torch.float32)):
+            for K, dtype in (
+                (2, torch.float32),
+                (3, torch.bfloat16),
+                (2, torch.float32),
+            ):
                 self.assertTrue(run(K, dtype).isfinite().all())
             switch.capacity = 50 if levels == 1 else (50, 60)
             self.assertTrue(run(2).isfinite().all())
@@ -139,9 +147,13 @@ class TestSwitchTools(TokenSwitchTest):
         # One of them; all but one; two of a node; one of each node; and others on each.
         for odd in ((1,), (0, 2, 3), (2, 3), (1, 3)):
             mine = self.rank in odd
-            with self.assertRaisesRegex(RuntimeError, "K.* must be the same on all ranks"):
+            with self.assertRaisesRegex(
+                RuntimeError, "K.* must be the same on all ranks"
+            ):
                 run(2 + mine)
-            with self.assertRaisesRegex(RuntimeError, "dtype.* must be the same on all"):
+            with self.assertRaisesRegex(
+                RuntimeError, "dtype.* must be the same on all"
+            ):
                 run(2, torch.bfloat16 if mine else torch.float32)
             agreed()
         # All of them change, and not to the same.

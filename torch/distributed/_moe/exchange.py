@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.wire import (
+from torch.distributed._moe.payload import (
     empty_message,
     is_traced,
     pack,
@@ -62,6 +62,7 @@ __all__ = [
     "group_timeout",
     "read_on_host",
     "Route",
+    "scalar_device",
     "Splits",
     "sub_group",
     "sum_in_order",
@@ -250,7 +251,7 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
     return None
 
 
-def _scalar_device(group: ProcessGroup) -> torch.device:
+def scalar_device(group: ProcessGroup) -> torch.device:
     """The accelerator if the group has a backend of its own for it (NCCL), else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     config = c10d.BackendConfig(c10d.get_backend_config(group)).get_device_backend_map()
@@ -331,7 +332,7 @@ class Exchange:
         # What it belongs to, for error messages.
         self.owner = "token switch"
         # Most rows that a pair of ranks needed since the last check, -1 for none: not a new graph.
-        self.needed = torch.tensor(-1, dtype=torch.int32, device=_scalar_device(group))
+        self.needed = torch.tensor(-1, dtype=torch.int32, device=scalar_device(group))
         # Where count_wire_bytes has its counts written to.
         self.counter: WireBytes | None = None
         # Of the last static message to the experts: rows, and parts of (width, dtype).

@@ -13,7 +13,7 @@ Contract
     layer.
 
 When
-    A fetch is a flight of schedule.py: on the communication thread, or the side stream, in a
+    A fetch is communication in flight (in_flight.py): on the communication thread, or the side stream, in a
     group of its own. It is issued before the tokens of its layer are, or while the layer before
     it computes (``ahead``), and waited for when the experts at home are done. Backward is the
     mirror: gradients of copies leave before those of the experts at home are computed, and are
@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed._moe.exchange import Exchange, Splits
-from torch.distributed._moe.schedule import _begin, _end, _own_groups
-from torch.distributed._moe.wire import decode, encode, is_traced, pack, unpack
+from torch.distributed._moe.in_flight import begin, end, use_own_groups
+from torch.distributed._moe.payload import decode, encode, is_traced, pack, unpack
 
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class Fetcher:
 
     def end(self, fetch: Fetch, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Waits. (copies of this rank, ...) of each."""
-        arrived = _end(*fetch.flight)
+        arrived = end(*fetch.flight)
         # One output comes alone.
         arrived = [arrived] if isinstance(arrived, Tensor) else arrived
         if self.keep and fetch.made is not None:
@@ -342,8 +342,8 @@ class Fetcher:
         copies = Copies(self.exchange, moves, self.wire_dtype, kept)
         values = tuple(weights.values())
         if values[0].device.type == "cpu" and not torch.compiler.is_compiling():
-            _own_groups(copies)
-        flight = _begin(copies, values)
+            use_own_groups(copies)
+        flight = begin(copies, values)
         return Fetch(moves, made, _modes(weights), flight, kept is None)
 
 

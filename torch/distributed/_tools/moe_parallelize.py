@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint
-from torch.distributed._moe.exchange import _scalar_device
+from torch.distributed._moe.exchange import scalar_device
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, Profile, profile
@@ -301,7 +301,7 @@ def _shared_profile(given: Profile | str | None, device: str) -> Profile:
 
 def _device_type() -> str:
     group = dist.group.WORLD if dist.is_initialized() else None
-    return "cpu" if group is None else _scalar_device(group).type
+    return "cpu" if group is None else scalar_device(group).type
 
 
 # ---- the model -------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._moe.schedule import grow_and_rerun, sequential_schedule
-from torch.distributed._moe.switch import (
+from torch.distributed._moe.all_to_all import grow_and_rerun
+from torch.distributed._moe.overlap_schedule import sequential_schedule
+from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )

@@ -25,7 +25,7 @@ from torch.distributed._moe.plan import (
     split_by_source,
     Topology,
 )
-from torch.distributed._moe.wire import is_traced
+from torch.distributed._moe.payload import is_traced
 from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -498,7 +498,9 @@ class ExpertPlacement:
             if raises:
                 # Not again for less than twice as much a copy.
                 gain = layer.home.cost(counts := plan.quotas.sum(1)) - plan.cost(counts)
-                layer.copy_cost = 2 * gain / max(1, busiest(plan.slot_experts, len(counts)))
+                layer.copy_cost = (
+                    2 * gain / max(1, busiest(plan.slot_experts, len(counts)))
+                )
 
     def forget(self) -> None:
         """Fetches again what :attr:`keep` kept, as after a write through ``.data``."""

@@ -131,7 +131,9 @@ def recover(
         topology = Topology(1, len(table), slots)
         layer.settle(Plan(topology, torch.tensor(table), quotas), resident, group)
         module._expert_parallel.switch = switch
-        held = [(have[r].get(e), e) for r, row in enumerate(table) for e in row if e >= 0]
+        held = [
+            (have[r].get(e), e) for r, row in enumerate(table) for e in row if e >= 0
+        ]
         copies.append(sorted(e for kind, e in held if kind == 1))
         loaded.append(sorted(e for kind, e in held if kind is None))
     # They have the name of the group that is lost.

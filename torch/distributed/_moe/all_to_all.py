@@ -38,17 +38,22 @@ from torch.distributed._moe.exchange import (
     sum_in_order,
     take,
 )
-from torch.distributed._moe.wire import decode, encode, scaled_rows
+from torch.distributed._moe.payload import decode, encode, scaled_rows
 from torch.distributed._token_switch import Routing, TokenSwitch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import ProcessGroup
 
+    R = TypeVar("R")
 
-__all__ = ["TokenSwitchAllToAll", "TokenSwitchHierarchical"]
+
+__all__ = ["grow_and_rerun", "TokenSwitchAllToAll", "TokenSwitchHierarchical"]
 
 
 # What the shapes of collectives depend on, backward's included.
@@ -161,9 +166,13 @@ class _Switch(TokenSwitch):
             everyone = True
             with _disable_current_modes():
                 for level in self.levels:
-                    everyone = level.announce(_CHANGED if everyone else _ODD) and everyone
+                    everyone = (
+                        level.announce(_CHANGED if everyone else _ODD) and everyone
+                    )
             if not everyone:
-                changes = [f"{k} from {last[k]} to {v}" for k, v in now.items() if last[k] != v]
+                changes = [
+                    f"{k} from {last[k]} to {v}" for k, v in now.items() if last[k] != v
+                ]
                 raise RuntimeError(
                     f"{type(self).__name__}: {', '.join(now)} must be the same on all ranks, "
                     f"this one changed {', '.join(changes)}, and others did not"
@@ -732,3 +741,48 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             (Splits(send[0], recv[0]), Splits(send[1], recv[1]))
             for send, recv in (read[:2], read[2:])
         ]
+
+
+def grow_and_rerun(
+    switches: list[TokenSwitchAllToAll],
+    step: Callable[[], R],
+    *,
+    max_reruns: int = 2,
+    group: ProcessGroup | None = None,
+) -> R:
+    """Runs ``step`` and, if tokens did not fit, again with enough capacity.
+
+    Collective over the groups of ``switches``; all ranks rerun together.
+
+    Args:
+        switches (list[TokenSwitchAllToAll]): static switches that ``step`` uses.
+        step (callable): forward and backward of one step. Runs again from the
+            start: it must zero its gradients itself, and change nothing else.
+
+    Keyword Args:
+        max_reruns (int): one is enough unless a rerun routes differently, as when
+            a later layer or level routes tokens that an earlier one left out: then
+            one for each. Default: 2
+        group (ProcessGroup, optional): ranks that ``step`` communicates with beyond
+            the groups of the switches, such as data-parallel replicas: if one has to
+            rerun, all do. Default: None
+
+    Returns:
+        What the last ``step`` returned; nothing was left out in it.
+    """
+    for _ in range(max_reruns + 1):
+        result = step()
+        # Every switch communicates, so that no rank stops at the first overflow.
+        grown = [switch.grow() for switch in switches]
+        overflow = any(grown)
+        if group is not None:
+            device = dist.distributed_c10d._get_pg_default_device(group)
+            flag = torch.tensor([overflow], dtype=torch.int32, device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+            overflow = bool(flag)
+        if not overflow:
+            return result
+    raise RuntimeError(
+        f"grow_and_rerun: tokens still did not fit after {max_reruns} reruns; "
+        f"capacities are now {[s.capacity for s in switches]}"
+    )
