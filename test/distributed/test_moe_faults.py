@@ -21,8 +21,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._moe.overlap_schedule import OverlapSchedule
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.overlap_schedule import OverlapSchedule
 
 
 if "--rank" in sys.argv:

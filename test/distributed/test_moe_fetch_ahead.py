@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.fetch import Copies, Fetcher
+from torch.distributed._moe.payload import decode, encode
 from torch.distributed._moe.plan import Topology
 from torch.distributed._moe.recompute import save_communication
-from torch.distributed._moe.payload import decode, encode
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ExpertParallel,

@@ -21,9 +21,8 @@ from moe_token_switch import (
 
 import torch
 import torch.distributed as dist
+from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchHierarchical
 from torch.distributed._moe.exchange import count_wire_bytes
-from torch.distributed._moe.all_to_all import grow_and_rerun
-from torch.distributed._moe.all_to_all import TokenSwitchHierarchical
 from torch.distributed._moe.payload import decode, encode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.exchange import Exchange
 from torch.distributed._moe.fetch import Copies, moves_of
 from torch.distributed._moe.loads import LoadStats
@@ -19,7 +20,6 @@ from torch.distributed._moe.plan import (
     split_by_source,
     Topology,
 )
-from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ExpertParallel,

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed._moe.exchange import count_wire_bytes
-from torch.distributed._moe.all_to_all import grow_and_rerun
-from torch.distributed._moe.recompute import save_communication
 from torch.distributed._moe.all_to_all import (
+    grow_and_rerun,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
+from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.recompute import save_communication
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._moe import payload
-from torch.distributed._moe.exchange import Exchange
 from torch.distributed._moe.all_to_all import _Switch
+from torch.distributed._moe.exchange import Exchange
 from torch.distributed._token_switch import Routing
 
 

@@ -16,6 +16,7 @@ from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed._moe.exchange import Exchange
 from torch.distributed._moe.fetch import after_fetch, Fetcher, Moves, moves_of
 from torch.distributed._moe.loads import LoadStats, StepTimes
+from torch.distributed._moe.payload import is_traced
 from torch.distributed._moe.plan import (
     busiest,
     Plan,
@@ -25,7 +26,6 @@ from torch.distributed._moe.plan import (
     split_by_source,
     Topology,
 )
-from torch.distributed._moe.payload import is_traced
 from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

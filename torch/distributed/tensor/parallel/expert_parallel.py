@@ -12,14 +12,14 @@ import torch
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.all_gather import TokenSwitchAllGather
-from torch.distributed._moe.exchange import sub_group
-from torch.distributed._moe.all_to_all import grow_and_rerun
-from torch.distributed._moe.overlap_schedule import OverlapSchedule, sequential_schedule
-from torch.distributed._moe.recompute import save_communication
 from torch.distributed._moe.all_to_all import (
+    grow_and_rerun,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
+from torch.distributed._moe.exchange import sub_group
+from torch.distributed._moe.overlap_schedule import OverlapSchedule, sequential_schedule
+from torch.distributed._moe.recompute import save_communication
 from torch.distributed._token_switch import TokenSwitch
 from torch.distributed.tensor import (
     DeviceMesh,
