@@ -29,8 +29,8 @@ from shapes import COMPILED_OVERLAP_SHAPE as SHAPE, Shape
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.overlap_schedule import OverlapSchedule, sequential_schedule
 from torch.distributed._tools import moe_calibration
 from torch.distributed._tools.moe_cpu_model import cpu_parts
 from torch.distributed._tools.moe_estimator import inductor_estimate

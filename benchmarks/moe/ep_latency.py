@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._moe import switch
+from torch.distributed._moe import all_to_all
 from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -91,11 +91,11 @@ def seconds_of(
 def measure_all(args, hosts: int) -> list[dict[str, object]]:
     D, hidden, E, K = SIZES.values()
     group = dist.group.WORLD
-    switches: dict = {"switch": switch.TokenSwitchAllToAll(group, E)}
+    switches: dict = {"switch": all_to_all.TokenSwitchAllToAll(group, E)}
     if hosts > 1 and args.ranks > hosts:
         shape = (hosts, args.ranks // hosts)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
-        switches["hierarchical"] = switch.TokenSwitchHierarchical(mesh, E)
+        switches["hierarchical"] = all_to_all.TokenSwitchHierarchical(mesh, E)
     decode = TokenSwitchAllGather(group, E, max_tokens=DECODE_TOKENS)
     parts = {
         "exchange": RankLayer.there_and_back,

@@ -31,13 +31,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._moe.schedule import (
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.overlap_schedule import (
     OverlapSchedule,
     PartSeconds,
     sequential_schedule,
     simulated_seconds,
 )
-from torch.distributed._moe.switch import TokenSwitchAllToAll
 
 from measure import on_gloo_ranks, save, slowest_seconds, spread
 

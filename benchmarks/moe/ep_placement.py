@@ -77,6 +77,12 @@ def balance(kind, sigma, free, seed):
             for rank, held in enumerate(experts)
         ),
         "fetches": int((standing.slot_experts >= 0).sum()) - EXPERTS,
+        "not_at_home": int(
+            (
+                standing.quotas[range(EXPERTS), [e // each for e in range(EXPERTS)]]
+                == 0
+            ).sum()
+        ),
         "plan_ms": plan_ms,
     }
 

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed._moe.all_to_all import (
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
 from torch.distributed._moe.exchange import count_wire_bytes, Exchange
-from torch.distributed._moe.switch import TokenSwitchAllToAll, TokenSwitchHierarchical
 from torch.distributed._tools.moe_calibration import measure_links
 from torch.distributed._tools.moe_exchange_model import link_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

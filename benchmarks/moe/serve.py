@@ -200,7 +200,7 @@ def serve(trace: list[dict], clock: str) -> dict[str, dict]:
     """All forms in turns; what each of them did, on all ranks together."""
     switch, rank, ranks = None, 0, 1
     if dist.is_initialized():
-        from torch.distributed._moe.switch import TokenSwitchAllToAll
+        from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 
         switch = TokenSwitchAllToAll(dist.group.WORLD, SHAPE.E)
         rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -25,7 +25,7 @@ from shapes import CPU_ROWS, make_operands, Row, Shape
 
 import torch
 import torch.distributed as dist
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._tools import moe_calibration, moe_cost_model as cost
 from torch.distributed._tools.moe_cpu_model import cpu_experts, cpu_layer, cpu_rate
 from torch.distributed._tools.moe_exchange_model import all_to_all

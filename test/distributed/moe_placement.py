@@ -69,19 +69,22 @@ def any_plan(topology: Topology, num_experts: int, seed: int) -> Plan:
 
     g = torch.Generator().manual_seed(seed)
     ranks, slots = topology.num_ranks, topology.slots_per_rank
-    table = torch.full((ranks, slots), -1)
+    table = Plan.home(topology, num_experts).slot_experts
     each = num_experts // ranks
-    order = torch.randperm(num_experts, generator=g)
-    table[:, :each] = order[: ranks * each].view(ranks, each)
     quotas = torch.zeros(num_experts, ranks, dtype=torch.int64)
     for rank in range(ranks):
-        others = torch.randperm(num_experts, generator=g).tolist()
-        others = [e for e in others if e not in table[rank].tolist()]
+        others = torch.randperm(num_experts, generator=g)
+        others = others[others // each != rank]
         extra = int(torch.randint(0, slots - each + 1, (), generator=g))
-        table[rank, each : each + extra] = torch.tensor(others[:extra])
-        table[rank] = table[rank, torch.randperm(slots, generator=g)]
+        table[rank, each : each + extra] = others[:extra].sort().values
         held = table[rank][table[rank] >= 0]
         quotas[held, rank] = torch.randint(0, 9, held.shape, generator=g)
+    # Some that run elsewhere do not run at home.
+    for e in range(num_experts):
+        others = quotas[e].clone()
+        others[e // each] = 0
+        if others.sum() and torch.randint(0, 2, (), generator=g):
+            quotas[e] = others
     return Plan(topology, table, quotas)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands

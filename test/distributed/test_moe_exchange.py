@@ -4,9 +4,9 @@
 import torch
 import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.exchange import Exchange, read_on_host, Splits, take
-from torch.distributed._moe.switch import TokenSwitchAllToAll
-from torch.distributed._moe.wire import pack, unpack
+from torch.distributed._moe.payload import pack, unpack
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

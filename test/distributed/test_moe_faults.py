@@ -21,8 +21,8 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed._moe.schedule import OverlapSchedule
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.overlap_schedule import OverlapSchedule
 
 
 if "--rank" in sys.argv:
@@ -122,6 +122,20 @@ def mismatch(
     layer(switch, x, ids, weights, *local)
 
 
+def changes_later(rank, *, top_k=K, dtype=torch.float32, capacity=20):
+    """A layer of static shapes in which the victim differs, after one in which all agreed."""
+    odd = rank == VICTIM
+    x, ids, weights, w_in, w_out = operands()
+    switch = TokenSwitchAllToAll(dist.group.WORLD, E, capacity=20)
+    local = my_experts(w_in, w_out, rank)
+    layer(switch, x, ids, weights, *local)
+    if odd:
+        switch.capacity = capacity
+        x = x.to(dtype)
+        ids, weights = (t.repeat(1, 2)[:, :top_k] for t in (ids, weights))
+    layer(switch, x, ids, weights, *local)
+
+
 def die_in_forward(rank):
     """The victim dies between dispatch and combine."""
     x, ids, weights, w_in, w_out = operands()
@@ -161,6 +175,9 @@ SURVIVED = {
     "tokens_dtype": lambda rank: mismatch(rank, dtype=torch.bfloat16),
     "capacity": lambda rank: mismatch(rank, capacity=lambda odd: 20 if odd else 40),
     "K_static": lambda rank: mismatch(rank, capacity=20, top_k=K + 1),
+    "K_later": lambda rank: changes_later(rank, top_k=K + 1),
+    "tokens_dtype_later": lambda rank: changes_later(rank, dtype=torch.bfloat16),
+    "capacity_later": lambda rank: changes_later(rank, capacity=30),
 }
 DEATHS = {"forward": die_in_forward, "overlapped_backward": die_in_overlapped_backward}
 
@@ -284,6 +301,20 @@ class TestFaults(TestCase):
                     f"TokenSwitchAllToAll: {name} must be the same on all ranks, ranks "
                     f"[0, 1, 2, 3] have [{shown}]",
                     report[fault]["error"],
+                )
+                self.assertLess(report[fault]["seconds"], COLLECTIVE_TIMEOUT)
+            for change in (
+                f"K from {K} to {K + 1}",
+                "tokens_dtype from torch.float32 to torch.bfloat16",
+                "capacity from 20 to 30",
+            ):
+                fault = f"{change.split()[0]}_later"
+                error = report[fault]["error"]
+                self.assertIn("must be the same on all ranks", error)
+                # The rank itself says what, all others that it was one of them.
+                said = f"this one changed {change}, and others did not"
+                self.assertIn(
+                    said if rank == VICTIM else "one of them has changed", error
                 )
                 self.assertLess(report[fault]["seconds"], COLLECTIVE_TIMEOUT)
         self.assert_survivors_noticed(reports, "forward")

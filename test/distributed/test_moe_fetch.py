@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._moe.exchange import count_wire_bytes, Exchange
 from torch.distributed._moe.fetch import after_fetch, Copies, moves_of
 from torch.distributed._moe.plan import Plan, Topology
-from torch.distributed._moe.schedule import save_communication
+from torch.distributed._moe.recompute import save_communication
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -61,12 +61,12 @@ class TestFetch(GlooTest):
             mine["frozen"].requires_grad_(False)
             with count_wire_bytes(self.of(exchange)) as wire:
                 got = self.fetch(exchange, moves, mine)
-                filled = held[self.rank] >= 0
+                copies = held[self.rank, 2:]
+                copies = copies[copies >= 0]
                 for name, rows in got.items():
-                    want = whole[name][held[self.rank][filled]]
-                    self.assertEqual(rows[filled], want, atol=0, rtol=0)
+                    self.assertEqual(rows, whole[name][copies], atol=0, rtol=0)
                 # What arrives in a slot differs by rank and slot.
-                factor = (self.rank + 1 + torch.arange(4) / 8).to(dtype) * filled
+                factor = (self.rank + 1 + torch.arange(len(copies)) / 8).to(dtype)
                 sums = [(got[n].flatten(1).sum(1) * factor).sum() for n in ("a", "b")]
                 sum(sums).backward()
             self.assertEqual(
@@ -76,11 +76,11 @@ class TestFetch(GlooTest):
             at = [(held == e).nonzero().tolist() for e in range(E)]
             for name in ("a", "b"):
                 for local, e in enumerate(range(E)[home]):
-                    # This rank first, then the others in their order; in fp32 at least.
-                    order = sorted(at[e], key=lambda x: (x[0] != self.rank, x[0]))
-                    total = sum(
-                        torch.tensor(r + 1 + s / 8).to(dtype).double() for r, s in order
-                    )
+                    # Ranks in their order; in fp32 at least.
+                    away = [x for x in at[e] if x[0] != self.rank]
+                    total = torch.zeros((), dtype=torch.float64)
+                    for r, s in away:
+                        total += torch.tensor(r + 1 + (s - 2) / 8).to(dtype).double()
                     want = total.to(dtype).expand(shapes[name])
                     self.assertEqual(mine[name].grad[local], want, atol=0, rtol=0)
 
@@ -94,7 +94,10 @@ class TestFetch(GlooTest):
     def test_experts_that_do_not_use_their_weights(self):
         # A loop over the experts that got tokens: others wait for this rank nevertheless.
         exchange = Exchange(dist.group.WORLD, E, None, level="experts")
-        moves = moves_of(any_plan(TOPOLOGY, E, 1).slot_experts, E, self.rank)
+        plan = any_plan(TOPOLOGY, E, 1)
+        with self.assertRaisesRegex(ValueError, "the experts of the rank, then copies"):
+            moves_of(plan.slot_experts.flip(1), E, self.rank)
+        moves = moves_of(plan.slot_experts, E, self.rank)
         weight = torch.ones(2, 3, requires_grad=True)
         x = torch.ones(3, requires_grad=True)
         got = self.fetch(exchange, moves, {"w": weight})

@@ -21,10 +21,9 @@ from moe_token_switch import (
 
 import torch
 import torch.distributed as dist
+from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchHierarchical
 from torch.distributed._moe.exchange import count_wire_bytes
-from torch.distributed._moe.schedule import grow_and_rerun
-from torch.distributed._moe.switch import TokenSwitchHierarchical
-from torch.distributed._moe.wire import decode, encode
+from torch.distributed._moe.payload import decode, encode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.parallel._expert_placement import LoadStats
+from torch.distributed._moe.loads import LoadStats
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.common_utils import run_tests
 

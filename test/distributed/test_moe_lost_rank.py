@@ -87,6 +87,28 @@ def refused(placement, model, weights, loaded):
     raise AssertionError("went on without weights, or on half a node")
 
 
+def refused_training(model, rank):
+    try:
+        with torch.enable_grad():
+            model(batch(2, rank))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def refused_unreadable(case, placement, model, loaded):
+    """The rank that has to load an expert can't: all are told, and may try again."""
+    if case != "copies":
+        return
+
+    def unreadable(name, expert):
+        raise OSError(f"no {name} of expert {expert}")
+
+    text = refused(placement, model, unreadable, loaded)
+    if "OSError: no moe.1.w_" not in text or "on ranks {" not in text:
+        raise AssertionError(text)
+
+
 @torch.no_grad()
 def serve(rank, port, case, found):
     try:
@@ -155,6 +177,7 @@ def _serve(rank, port, case):
             same(model, whole, range(2, 4), rank)
             dist.barrier(placement_group(placement))
         return text
+    refused_unreadable(case, placement, model, loaded)
     recovery = placement.recover(model, weights, seconds=5.0)
     # The batch that failed, and others.
     same(model, whole, range(2, 5), rank)
@@ -163,12 +186,7 @@ def _serve(rank, port, case):
     placement.loads = torch.arange(2.0 * E).view(2, E).double()
     placement._plan()
     same(model, whole, range(2, 4), rank)
-    trains = ""
-    try:
-        with torch.enable_grad():
-            model(batch(2, rank))
-    except RuntimeError as error:
-        trains = str(error)
+    trains = refused_training(model, rank)
     again = failed_again = None
     if case == "two":
         if rank == 1:

@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._moe.schedule import (
-    _chunk_sizes,
-    _Flight,
-    OverlapSchedule,
-    PartSeconds,
-    save_communication,
-    simulated_seconds,
-    Step,
-)
-from torch.distributed._moe.switch import (
+from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
+from torch.distributed._moe.in_flight import _Flight
+from torch.distributed._moe.overlap_schedule import (
+    _chunk_sizes,
+    OverlapSchedule,
+    PartSeconds,
+    simulated_seconds,
+    Step,
+)
+from torch.distributed._moe.recompute import save_communication
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel

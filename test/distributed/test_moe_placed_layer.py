@@ -7,8 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.exchange import Exchange
 from torch.distributed._moe.fetch import Copies, moves_of
+from torch.distributed._moe.loads import LoadStats
 from torch.distributed._moe.plan import (
     busiest,
     Plan,
@@ -18,14 +20,12 @@ from torch.distributed._moe.plan import (
     split_by_source,
     Topology,
 )
-from torch.distributed._moe.switch import TokenSwitchAllToAll
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ExpertParallel,
     ExpertPlacement,
     parallelize_module,
 )
-from torch.distributed.tensor.parallel._expert_placement import LoadStats
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -60,14 +60,16 @@ class TestPlacedLayer(TokenSwitchTest):
         self.mine = slice(self.rank * share, (self.rank + 1) * share)
 
     def fetched(self, slot_experts):
-        """Weights of this rank's slots; nothing usable in free ones."""
+        """Weights of this rank's slots; nothing usable in free ones, which copies come before."""
         exchange = Exchange(dist.group.WORLD, E, None, level="experts")
         home = slice(2 * self.rank, 2 * self.rank + 2)
         moves = moves_of(slot_experts, E, self.rank)
         copies = Copies(exchange, moves)
-        rows = copies.traced(self.w_in[home], self.w_out[home])
-        for weight in rows:
-            weight[slot_experts[self.rank] < 0] = float("nan")
+        mine, slots = (self.w_in[home], self.w_out[home]), slot_experts.shape[1]
+        rows = []
+        for weight, arrived in zip(mine, copies.traced(*mine)):
+            free = weight.new_full((slots - 2, *weight.shape[1:]), float("nan"))
+            rows.append(torch.cat([weight, arrived, free])[:slots])
         return rows
 
     def counts(self):
@@ -137,7 +139,7 @@ class TestPlacedLayer(TokenSwitchTest):
         dist.all_reduce(same, dist.ReduceOp.MIN)
         self.assertEqual(same.item(), 0)
 
-    def trained(self, style, steps=9):
+    def trained(self, style, steps=9, turns=True):
         """Losses of steps with drifting routing, and final experts in order."""
         torch.manual_seed(0)
         model = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
@@ -152,10 +154,10 @@ class TestPlacedLayer(TokenSwitchTest):
         losses, seen = [], []
         for step in range(steps):
             g = torch.Generator().manual_seed(step)
-            # Tokens point at one direction that turns: so do the experts that are hot.
-            hot = torch.randn(
-                self.D, generator=torch.Generator().manual_seed(step // 3)
-            )
+            # Tokens point at one direction that turns: so do the experts that are hot. Plans by
+            # averages are for those that stay.
+            turn = step // 3 if turns else 0
+            hot = torch.randn(self.D, generator=torch.Generator().manual_seed(turn))
             x = torch.randn(self.TOKENS, self.D, generator=g) + 2 * hot
             part = x if style is None else x[self.mine]
             y = model(part)
@@ -180,7 +182,7 @@ class TestPlacedLayer(TokenSwitchTest):
     @parametrize("online", [False, True])
     def test_training_with_a_placement(self, online):
         self.make_data()
-        reference, want, _ = self.trained(None)
+        reference, want, _ = self.trained(None, turns=online)
         placement = ExpertPlacement(
             slots_per_rank=3,
             ranks_per_node=2,
@@ -188,7 +190,8 @@ class TestPlacedLayer(TokenSwitchTest):
             online=online,
             copy_cost=0.0,
         )
-        model, losses, seen = self.trained(ExpertParallel(placement=placement))
+        style = ExpertParallel(placement=placement)
+        model, losses, seen = self.trained(style, turns=online)
         # The same training, wherever experts are and however they are shared.
         self.assertEqual(losses, want, atol=2e-3, rtol=2e-4)
         got = model.w_out.full_tensor()
@@ -219,8 +222,10 @@ class TestPlacedLayer(TokenSwitchTest):
         style = ExpertParallel(
             placement=ExpertPlacement(slots_per_rank=3, every=1, online=True)
         )
-        # By bytes, an expert is worth 18 tokens here, and a rank has 12 copies.
-        _, _, seen = self.trained(style, steps=3)
+        # By bytes, an expert is worth 18 tokens here, and a rank has 12 copies. The first window
+        # is at home without a plan.
+        _, _, seen = self.trained(style, steps=5)
+        self.assertGreater(len(seen), 0)
         home = Plan.home(Topology(1, 4, 3), E).slot_experts
         self.assertEqual(style.placement.layers[0].copy_cost, 1.5 * self.HIDDEN)
         for step in seen:

@@ -209,7 +209,8 @@ def problems(plan: Plan, codes: list[int | None], reports: list[dict]) -> list[s
                 found.append(f"rank {rank} has other routers")
             continue
         error = report.get("error", "nothing")
-        if survived or late or not re.search(LOST, error, re.IGNORECASE):
+        lost = struck and re.search(LOST, error, re.IGNORECASE)
+        if survived or late or not lost:
             found.append(f"rank {rank} says {error}")
         elif "failed at level" in error and not re.search(WHERE, error):
             found.append(f"rank {rank} does not say where: {error}")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._moe import switch as switches, wire
-from torch.distributed._moe.schedule import OverlapSchedule, sequential_schedule
+from torch.distributed._moe import all_to_all, payload
+from torch.distributed._moe.overlap_schedule import OverlapSchedule, sequential_schedule
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.distributed.tensor.parallel.expert_parallel import token_switches
@@ -51,8 +51,8 @@ class TestWireRows(TestCase):
     def test_codes_and_scales_are_the_rows(self, dim):
         x = torch.randn(9, dim) * torch.logspace(-20, 20, 9)[:, None]
         x[3], x[4, 0] = 0, torch.inf
-        packed = wire.encode(x, FP8)
-        data, scale = wire.scaled_rows(packed, dim)
+        packed = payload.encode(x, FP8)
+        data, scale = payload.scaled_rows(packed, dim)
         code = torch.nn.functional.ScalingType.BlockWise1x128.value
         codes, scales = torch.ops.aten._moe_quantize(x, code)
         self.assertEqual(data.view(torch.uint8), codes.view(torch.uint8))
@@ -114,7 +114,7 @@ class TestScaledParallel(GlooTest):
         options = {"schedule": OverlapSchedule(2)} if schedule == "overlap" else {}
         parallel = self.parallel(layer, combine="exact", capacity=capacity, **options)
         # A detour would go through decode, and the rows' values are NaN.
-        with mock.patch.object(switches, "decode", side_effect=AssertionError):
+        with mock.patch.object(all_to_all, "decode", side_effect=AssertionError):
             got = run(parallel, x[mine], grad[mine])
         (switch,) = token_switches(parallel)
         self.assertTrue(switch.keep_scaled)
@@ -153,7 +153,7 @@ class TestScaledParallel(GlooTest):
         x, grad, mine = self.parts()
         options = {"schedule": own_schedule} if case == "own schedule" else {}
         parallel = self.parallel(layer, combine="exact", **options)
-        with mock.patch.object(switches, "decode", wraps=wire.decode) as decode:
+        with mock.patch.object(all_to_all, "decode", wraps=payload.decode) as decode:
             got = run(parallel, x[mine], grad[mine])
         self.assertEqual(decode.call_count, 1)
         if recipe == "fp8_blockwise":

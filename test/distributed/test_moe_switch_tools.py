@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed._moe.all_to_all import (
+    grow_and_rerun,
+    TokenSwitchAllToAll,
+    TokenSwitchHierarchical,
+)
 from torch.distributed._moe.exchange import count_wire_bytes
-from torch.distributed._moe.schedule import grow_and_rerun, save_communication
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.recompute import save_communication
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -108,6 +112,54 @@ class TestSwitchTools(TokenSwitchTest):
         self.assertEqual(counts[:2], [once, once])
         # Shows that the test can fail.
         self.assertEqual(counts[2], once + once - 2)
+
+    @parametrize("levels", [1, 2])
+    def test_shapes_that_change_under_a_capacity(self, levels):
+        """On all ranks they may; on one they are an error on every rank, in that forward."""
+        if levels == 1:
+            switch = self.switch(capacity=40)
+        else:
+            mesh = self.mesh(("node", "local"), 2, 2)
+            switch = TokenSwitchHierarchical(mesh, 8, capacity=(40, 40))
+        g = torch.Generator().manual_seed(self.rank)
+        w_in = torch.randn(2, 8, 16, generator=g)
+        w_out = torch.randn(2, 16, 4, generator=g)
+
+        def run(K, dtype=torch.float32):
+            ids = torch.rand(6, 8, generator=g).topk(K, dim=1).indices
+            x = torch.randn(6, 16, generator=g).to(dtype)
+            weights = torch.rand(6, K, generator=g)
+            return run_layer(switch, ids, x, weights, w_in.to(dtype), w_out.to(dtype))
+
+        def agreed():
+            """Everybody is here, and nothing is left in flight."""
+            for K, dtype in (
+                (2, torch.float32),
+                (3, torch.bfloat16),
+                (2, torch.float32),
+            ):
+                self.assertTrue(run(K, dtype).isfinite().all())
+            switch.capacity = 50 if levels == 1 else (50, 60)
+            self.assertTrue(run(2).isfinite().all())
+            switch.check_overflow()
+
+        agreed()
+        # One of them; all but one; two of a node; one of each node; and others on each.
+        for odd in ((1,), (0, 2, 3), (2, 3), (1, 3)):
+            mine = self.rank in odd
+            with self.assertRaisesRegex(
+                RuntimeError, "K.* must be the same on all ranks"
+            ):
+                run(2 + mine)
+            with self.assertRaisesRegex(
+                RuntimeError, "dtype.* must be the same on all"
+            ):
+                run(2, torch.bfloat16 if mine else torch.float32)
+            agreed()
+        # All of them change, and not to the same.
+        with self.assertRaisesRegex(RuntimeError, r"K must .* have \[3, 4, 4, 4\]"):
+            run(3 + (self.rank > 0))
+        agreed()
 
     def test_wire_bytes_are_the_deduplicated_minimum(self):
         T, D, K, E = 64, 2048, 8, 32

@@ -18,12 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.all_gather import TokenSwitchAllGather
-from torch.distributed._moe.exchange import group_timeout, sub_group
-from torch.distributed._moe.switch import (
+from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
-from torch.distributed._moe.wire import decode, encode
+from torch.distributed._moe.exchange import group_timeout, sub_group
+from torch.distributed._moe.payload import decode, encode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (

@@ -17,7 +17,7 @@ from moe_token_switch import (
 import torch
 import torch.distributed as dist
 from torch._dynamo import lookup_backend
-from torch.distributed._moe.switch import (
+from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )

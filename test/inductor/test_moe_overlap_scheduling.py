@@ -25,8 +25,8 @@ import torch.utils._runtime_estimation as runtime_estimation
 from torch._inductor import config
 from torch._inductor.fx_passes import overlap_scheduling
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._moe.schedule import OverlapSchedule
-from torch.distributed._moe.switch import TokenSwitchAllToAll
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.overlap_schedule import OverlapSchedule
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

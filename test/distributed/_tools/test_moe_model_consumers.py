@@ -12,7 +12,7 @@ import unittest
 from unittest import mock
 
 import torch
-from torch.distributed._moe.schedule import (
+from torch.distributed._moe.overlap_schedule import (
     OverlapSchedule,
     PartSeconds,
     simulated_seconds,

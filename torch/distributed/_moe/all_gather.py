@@ -1,6 +1,6 @@
 """The token switch for decoding: all tokens to all ranks, in fixed buffers.
 
-See switch.py for the others, and exchange.py for the terms.
+See all_to_all.py for the others, and exchange.py for the terms.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._moe import wire
+from torch.distributed._moe import payload
+from torch.distributed._moe.all_to_all import _Switch
 from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.switch import _Switch
 from torch.distributed._token_switch import Routing
 
 
@@ -103,12 +103,12 @@ class TokenSwitchAllGather(_Switch):
             parts = [(D, tokens.dtype), (K, topk_weights.dtype), (K, torch.int32)]
             # Not of inference mode, so that they can be written outside of it.
             with torch.inference_mode(False):
-                mine = wire.empty_message(rows, parts, device).zero_()
-                all_ranks = wire.empty_message(
+                mine = payload.empty_message(rows, parts, device).zero_()
+                all_ranks = payload.empty_message(
                     len(self.ranks) * rows, parts, device
                 ).zero_()
                 local = torch.empty(len(all_ranks), K, dtype=torch.int64, device=device)
-                views = wire.unpack(mine, parts), wire.unpack(all_ranks, parts)
+                views = payload.unpack(mine, parts), payload.unpack(all_ranks, parts)
                 self._buffers[key] = _Buffers(mine, all_ranks, *views, local)
         return self._buffers[key]
 

@@ -35,7 +35,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.wire import is_traced, pack, rows_or, unpack
+from torch.distributed._moe.payload import (
+    empty_message,
+    is_traced,
+    pack,
+    rows_or,
+    unpack,
+)
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 
@@ -56,6 +62,7 @@ __all__ = [
     "group_timeout",
     "read_on_host",
     "Route",
+    "scalar_device",
     "Splits",
     "sub_group",
     "sum_in_order",
@@ -128,7 +135,7 @@ class Route:
         num_slots (int): slots that arrive; static: M * K.
         recv_slot (Tensor, optional): (num_slots) int64 position in (M, K) of the slots
             that arrive, known once they did; None if every position is one, in order.
-        mark (int or Tensor): travels with each row of a static route, in less than 10 bits.
+        mark (int or Tensor): travels with each row of a static route, in less than 16 bits.
         marks (Tensor, optional): (M, K) int64 of the rows that arrived; not in graphs.
     """
 
@@ -328,6 +335,8 @@ class Exchange:
         self.needed = torch.tensor(-1, dtype=torch.int32, device=scalar_device(group))
         # Where count_wire_bytes has its counts written to.
         self.counter: WireBytes | None = None
+        # Of the last static message to the experts: rows, and parts of (width, dtype).
+        self._last_message: tuple[int, list[tuple[int, torch.dtype]]] | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -443,6 +452,10 @@ class Exchange:
         if marked:
             idx = idx + (1 + route.mark * stride)
             fill = [0, 0, route.mark * stride]
+        parts = [(t.shape[1], t.dtype) for t in (values, weights)]
+        parts.append((idx.shape[1], torch.int32))
+        if marked:
+            self._last_message = len(route.send_token), parts
         message = pack([values, weights, idx.int()], fill, route.send_token)
         kinds = {
             "rows": values.shape[1] * values.element_size() - scale_bytes,
@@ -451,8 +464,6 @@ class Exchange:
             "scales": scale_bytes,
         }
         message = self.send(message, route.rows, "rows", kinds)
-        parts = [(t.shape[1], t.dtype) for t in (values, weights)]
-        parts.append((idx.shape[1], torch.int32))
         values, weights, ids = unpack(message, parts)
         ids = ids.long()
         if marked:
@@ -463,6 +474,21 @@ class Exchange:
         if find_slots and not route.is_static:
             route.recv_slot = self._positions(ids >= 0, route.num_slots)
         return values, weights, ids
+
+    def announce(self, mark: int) -> bool:
+        """Sends ``mark``, and no tokens, to ranks that expect a static message as the last one.
+
+        Returns:
+            bool: whether all ranks have sent it. One host sync.
+        """
+        if self._last_message is None:
+            raise AssertionError("announce before a static message")
+        rows, parts = self._last_message
+        message = empty_message(rows, parts, self.needed.device).zero_()
+        stride = self.num_experts + 2
+        unpack(message, parts)[-1].fill_(mark * stride)
+        ids = unpack(self.send(message, EVEN, "rows"), parts)[-1]
+        return bool((torch.div(ids, stride, rounding_mode="floor") == mark).all())
 
     def _positions(self, here: Tensor, size: int) -> Tensor:
         """(size) positions of the slots that are here, in the flat (M, K)."""

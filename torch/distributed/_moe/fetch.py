@@ -6,15 +6,18 @@ Terms
 
 Contract
     A parameter is always ``Shard(0)``, so that optimizers, clipping and checkpoints see one
-    expert once. A copy is the output of an autograd function: backward sends its gradient
-    home, where the gradients are added in the order of the ranks. After ``backward()`` every
-    ``.grad`` is final. One message per pair of ranks has all tensors of a layer.
+    expert once. Experts at home run on the shard itself; copies are a call of their own, and
+    take memory of their own only. A copy is the output of an autograd function: backward sends
+    its gradient home, where the gradients are added in the order of the ranks. After
+    ``backward()`` every ``.grad`` is final. One message per pair of ranks has all tensors of a
+    layer.
 
 When
-    A fetch is a flight of schedule.py: on the communication thread, or the side stream, in a
+    A fetch is communication in flight (in_flight.py): on the communication thread, or the side stream, in a
     group of its own. It is issued before the tokens of its layer are, or while the layer before
-    it computes (``ahead``), and waited for where the experts begin. Backward is the mirror:
-    gradients leave when those of the experts are known, and are waited for in the layer before.
+    it computes (``ahead``), and waited for when the experts at home are done. Backward is the
+    mirror: gradients of copies leave before those of the experts at home are computed, and are
+    waited for in the layer before.
     In a graph, while one is traced and in selective checkpointing, a fetch stays inside its layer.
 
 What is reused
@@ -32,9 +35,9 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed._moe.exchange import Exchange, Splits, take
-from torch.distributed._moe.schedule import _begin, _end, _own_groups
-from torch.distributed._moe.wire import decode, encode, pack, unpack
+from torch.distributed._moe.exchange import Exchange, Splits
+from torch.distributed._moe.in_flight import begin, end, use_own_groups
+from torch.distributed._moe.payload import decode, encode, is_traced, pack, unpack
 
 
 if TYPE_CHECKING:
@@ -45,24 +48,19 @@ __all__ = ["after_fetch", "Copies", "Fetch", "Fetcher", "Moves", "moves_of"]
 
 
 class Moves(NamedTuple):
-    """What one rank sends and receives so that its slots have their experts.
+    """What one rank sends and receives so that its copies are there.
 
     Attributes:
         splits (Splits): experts sent to and received from each rank.
         sent (Tensor): (sent) int64 rows of the local shard, by target rank.
-        slots (Tensor): (received) int64 slots that they fill, by source rank.
-        kept (Tensor): (slots_per_rank) int64 row of the local shard of each slot; 0 for
-            the slots that are received or free.
-        own (Tensor): (E/W) int64 slot of each expert of this rank, -1 if it runs elsewhere.
-        returned (Tensor): (E/W, P) int64 places in ``sent`` of the copies of each expert, by
-            rank; as many as were sent where there are fewer than P.
+        away (Tensor): (A) int64 rows of the local shard that others have copies of.
+        returned (Tensor): (A, P) int64 places in ``sent`` of those copies, by rank; as many
+            as were sent where there are fewer than P.
     """
 
     splits: Splits
     sent: Tensor
-    slots: Tensor
-    kept: Tensor
-    own: Tensor
+    away: Tensor
     returned: Tensor
 
     def to(self, device: torch.device) -> Moves:
@@ -73,43 +71,46 @@ def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
     """Moves of ``rank``, a function of the plan alone, on CPU.
 
     Args:
-        slot_experts (Tensor): (num_ranks, slots_per_rank) int64 expert of each slot, or -1.
+        slot_experts (Tensor): (num_ranks, slots_per_rank) int64: the experts of the rank, in
+            order, then its copies, ascending, then -1.
         num_experts (int): E, a multiple of the ranks.
     """
-    num_ranks, slots_per_rank = slot_experts.shape
-    home = num_experts // num_ranks
-    out: list[list[int]] = [[] for _ in range(num_ranks)]
-    into: list[list[int]] = [[] for _ in range(num_ranks)]
-    kept, own = [0] * slots_per_rank, [-1] * home
+    num_ranks, _ = slot_experts.shape
+    each = num_experts // num_ranks
+    targets: list[list[int]] = [[] for _ in range(num_ranks)]
+    received = [0] * num_ranks
     for target, row in enumerate(slot_experts.tolist()):
-        for slot, expert in enumerate(row):
-            source, at = divmod(expert, home)
-            if expert < 0:
-                continue
-            if source == target == rank:
-                kept[slot], own[at] = at, slot
-            elif source == rank:
-                out[target].append(at)
-            elif target == rank:
-                into[source].append(slot)
-    sent = [at for rows in out for at in rows]
-    places: list[list[int]] = [[] for _ in range(home)]
-    for place, at in enumerate(sent):
-        places[at].append(place)
-    most = max(map(len, places))
+        copies = [e for e in row[each:] if e >= 0]
+        at_home = list(range(target * each, (target + 1) * each))
+        if row != at_home + sorted(copies) + [-1] * (len(row) - each - len(copies)):
+            raise ValueError(
+                "moves_of: slots must have the experts of the rank, then copies, ascending, "
+                f"then -1; got {row} on rank {target} of {num_ranks}"
+            )
+        for source, at in (divmod(e, each) for e in copies):
+            if source == rank:
+                targets[target].append(at)
+            if target == rank:
+                received[source] += 1
+    sent = [at for rows in targets for at in rows]
+    away = sorted(set(sent))
+    places = [[i for i, at in enumerate(sent) if at == row] for row in away]
+    most = max(map(len, places), default=0)
     returned = [p + [len(sent)] * (most - len(p)) for p in places]
-    slots = [slot for rows in into for slot in rows]
-    splits = Splits([len(rows) for rows in out], [len(rows) for rows in into])
 
-    def table(values: list[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64)
+    def table(values: list[Any], *shape: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).view(*shape)
 
-    places_of = table(returned).view(home, most)
-    return Moves(splits, table(sent), table(slots), table(kept), table(own), places_of)
+    return Moves(
+        Splits([len(rows) for rows in targets], received),
+        table(sent, -1),
+        table(away, -1),
+        table(returned, len(away), most),
+    )
 
 
 class Copies:
-    """Local shards -> weights of the slots; backward adds up at home.
+    """Local shards -> weights of the copies; backward adds up at home.
 
     Args:
         exchange (Exchange): ranks that share the experts.
@@ -142,22 +143,20 @@ class Copies:
             # Without the history that autograd gives to what a function returns.
             return tuple(t.detach() for t in self.kept)
         moves, dtype = self.moves, self.wire_dtype
-        flat = [w.flatten(1) for w in weights]
-        sent, index = flat, moves.sent
+        sent, index = [w.flatten(1) for w in weights], moves.sent
         coded = [dtype is not None and w.dim() > 2 for w in weights]
         if dtype is not None:
             # Only what travels is rounded.
-            sent, index = [rows.index_select(0, moves.sent) for rows in flat], None
+            sent, index = [rows.index_select(0, index) for rows in sent], None
             sent = [encode(r, dtype) if c else r for r, c in zip(sent, coded)]
         parts = [(rows.shape[1], rows.dtype) for rows in sent]
         message = pack(sent, index=index)
         message = self.exchange.send(message, moves.splits, "experts")
         outputs = []
-        for w, rows, arrived, c in zip(weights, flat, unpack(message, parts), coded):
+        for w, rows, c in zip(weights, unpack(message, parts), coded):
+            rows = rows.contiguous()
             if c and dtype is not None:
-                arrived = decode(arrived.contiguous(), dtype, rows.shape[1], rows.dtype)
-            rows = rows.index_select(0, moves.kept)
-            rows = rows.index_copy(0, moves.slots, arrived)
+                rows = decode(rows, dtype, w[0].numel(), w.dtype)
             outputs.append(rows.view(-1, *w.shape[1:]))
         return tuple(outputs)
 
@@ -167,9 +166,9 @@ class Copies:
     def backward(
         self, needs: Sequence[bool], *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
-        moves = self.moves
+        moves, local = self.moves, self.exchange.local_experts
         flat = [grad.flatten(1) for grad, needed in zip(grads, needs) if needed]
-        message, back = pack(flat, index=moves.slots), moves.splits.flipped()
+        message, back = pack(flat), moves.splits.flipped()
         message = self.exchange.send(message, back, "expert_grads", spare=True)
         arrived = iter(unpack(message, [(g.shape[1], g.dtype) for g in flat]))
         results: list[Tensor | None] = []
@@ -177,13 +176,15 @@ class Copies:
             if not needed:
                 results.append(None)
                 continue
-            copies = next(arrived)
-            total = take(grad.flatten(1), moves.own)
-            total = total.to(torch.promote_types(grad.dtype, torch.float32))
+            copies, wide = next(arrived), torch.promote_types(grad.dtype, torch.float32)
+            total = copies.new_zeros(local, copies.shape[1])
+            sums = copies.new_zeros(len(moves.away), copies.shape[1], dtype=wide)
             for places in moves.returned.unbind(1):
-                total = total + copies.index_select(0, places)
-            total = total.to(grad.dtype)
-            results.append(total.view(total.shape[0], *grad.shape[1:]))
+                sums = sums + copies.index_select(0, places)
+            # Selective checkpointing may keep what any operator returned.
+            copy = Tensor.index_copy if is_traced(total) else Tensor.index_copy_
+            total = copy(total, 0, moves.away, sums.to(grad.dtype))
+            results.append(total.view(local, *grad.shape[1:]))
         return tuple(results)
 
 
@@ -305,8 +306,8 @@ class Fetcher:
         return self._issue(moves, weights, made, self._kept_as(made))
 
     def end(self, fetch: Fetch, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Waits. (slots_per_rank, ...) of each; free slots have what does not matter."""
-        arrived = _end(*fetch.flight)
+        """Waits. (copies of this rank, ...) of each."""
+        arrived = end(*fetch.flight)
         # One output comes alone.
         arrived = [arrived] if isinstance(arrived, Tensor) else arrived
         if self.keep and fetch.made is not None:
@@ -341,8 +342,8 @@ class Fetcher:
         copies = Copies(self.exchange, moves, self.wire_dtype, kept)
         values = tuple(weights.values())
         if values[0].device.type == "cpu" and not torch.compiler.is_compiling():
-            _own_groups(copies)
-        flight = _begin(copies, values)
+            use_own_groups(copies)
+        flight = begin(copies, values)
         return Fetch(moves, made, _modes(weights), flight, kept is None)
 
 
@@ -352,20 +353,24 @@ class _After(torch.autograd.Function):
     @staticmethod
     # pyrefly: ignore [bad-override]
     def forward(ctx: Any, output: Tensor, *weights: Tensor) -> Tensor:
+        # Recomputation, which fetches, begins here on every rank: before a gradient is sent.
+        ctx.save_for_backward(output.new_empty(0))
         return output.view_as(output)
 
     @staticmethod
     # pyrefly: ignore [bad-override]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors
         return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def after_fetch(output: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """``output``, whose backward returns gradients of ``weights`` on every rank.
 
-    Experts that got no tokens may not use their weights; other ranks wait for their message
-    nevertheless.
+    A rank may have no copies, and experts that got no tokens may not use their weights; others
+    wait for their message nevertheless.
     """
     if torch.compiler.is_compiling():
-        return output
+        sums = [w.sum().to(output.dtype) for w in weights.values() if not len(w)]
+        return output + sum(sums) if sums else output
     return _After.apply(output, *weights.values())

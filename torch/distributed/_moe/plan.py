@@ -143,6 +143,11 @@ class Plan:
         """(num_ranks) float64 if the (num_experts) counts are split by the shares."""
         return counts.double().cpu() @ self.shares()
 
+    def cost(self, counts: Tensor, price: float = 0.0) -> float:
+        """Of the rank that all wait for: heaviest load, and fetches at ``price`` each."""
+        fetches = busiest(self.slot_experts, self.num_experts) if price else 0
+        return self.rank_loads(counts).max().item() + price * fetches
+
     def imbalance(self, counts: Tensor) -> float:
         """Heaviest rank load over the mean one."""
         loads = self.rank_loads(counts)
@@ -369,10 +374,8 @@ def _export_in_node(
     return held
 
 
-def split_by_source(
-    source_counts: Tensor, quotas: Tensor, rank: int | None = None
-) -> Tensor:
-    """Splits the quotas over the ranks that the tokens come from.
+def split_by_source(source_counts: Tensor, quotas: Tensor, rank: int) -> Tensor:
+    """Splits the quotas over the ranks that the tokens come from, for those of one rank.
 
     A rank computes its own tokens first, which then need no transfer. The rest of
     an expert's sources and hosts are laid out as two divisions of one line; what a
@@ -384,12 +387,10 @@ def split_by_source(
             each rank's router produced.
         quotas (Tensor): (num_experts, num_ranks) int64 of a :class:`Plan`, for
             the same total per expert.
-        rank (int, optional): only for the tokens of this rank. Default: None (all)
+        rank (int): whose tokens.
 
     Returns:
-        Tensor: (num_ranks, num_experts, num_ranks) int64, copies of an expert's
-        tokens (second index) from one rank (first) to another (third); without the
-        first dimension for one ``rank``.
+        Tensor: (num_experts, num_ranks) int64, its copies of an expert's tokens to each rank.
     """
     sources, num_experts = source_counts.shape
     if tuple(quotas.shape) != (num_experts, sources):
@@ -397,39 +398,17 @@ def split_by_source(
             "split_by_source: quotas must have shape (num_experts, num_ranks) = "
             f"{(num_experts, sources)}, got {tuple(quotas.shape)}"
         )
-    _check_totals(source_counts.sum(0), quotas.sum(1))
     own = torch.minimum(source_counts, quotas.t())
     sent = (source_counts - own).t()  # (experts, sources)
     taken = quotas - own.t()  # (experts, hosts)
-    source_end, host_end = sent.cumsum(1), taken.cumsum(1)
-    source_begin, host_begin = source_end - sent, host_end - taken
-    if rank is not None:
-        overlap = torch.minimum(source_end[:, rank, None], host_end)
-        overlap = overlap - torch.maximum(source_begin[:, rank, None], host_begin)
-        split = overlap.clamp_min_(0)
-        split[:, rank] += own[rank]
-        return split
-    overlap = torch.minimum(source_end[:, :, None], host_end[:, None, :])
-    overlap = overlap - torch.maximum(source_begin[:, :, None], host_begin[:, None, :])
-    split = overlap.clamp_min(0).transpose(0, 1).contiguous()
-    ranks = torch.arange(sources, device=split.device)
-    split[ranks, :, ranks] += own
+    source_end, host_end = sent.cumsum(1)[:, rank, None], taken.cumsum(1)
+    overlap = torch.minimum(source_end, host_end)
+    overlap = overlap - torch.maximum(
+        source_end - sent[:, rank, None], host_end - taken
+    )
+    split = overlap.clamp_min_(0)
+    split[:, rank] += own[rank]
     return split
-
-
-def _check_totals(copies: Tensor, quotas: Tensor) -> None:
-    if copies.device.type != "cpu":
-        # Without a sync.
-        torch._assert_async(
-            (copies == quotas).all(),
-            "split_by_source: quotas must sum to the token copies of each expert",
-        )
-    elif not torch.equal(copies, quotas):
-        e = int((copies != quotas).nonzero()[0])
-        raise ValueError(
-            f"split_by_source: expert {e} has {int(copies[e])} token copies but "
-            f"quotas for {int(quotas[e])}"
-        )
 
 
 def reroute(

@@ -187,7 +187,7 @@ def measure_exchange(
     counts.
     """
     import torch.distributed as dist
-    from torch.distributed._moe.switch import TokenSwitchAllToAll
+    from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 
     if p.cpu is None:
         raise ValueError(

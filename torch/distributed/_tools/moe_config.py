@@ -14,7 +14,7 @@ from torch.distributed._tools.moe_arguments import check, RANGES
 from torch.nn.modules.conv import _ConvNd
 
 
-__all__ = ["MODELS", "MoEConfig"]
+__all__ = ["MODELS", "MoEConfig", "has_experts"]
 
 
 @dataclass(frozen=True)

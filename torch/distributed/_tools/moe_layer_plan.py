@@ -118,7 +118,7 @@ def choose_chunks(
             or the last combine, whichever hides more of them.
         candidates (sequence of int): chunks to compare; fewer win a tie.
     """
-    from torch.distributed._moe.schedule import (
+    from torch.distributed._moe.overlap_schedule import (
         OverlapSchedule,
         PartSeconds,
         simulated_seconds,
@@ -206,7 +206,7 @@ def overlap_schedule(
     **kw: Any,
 ):  # type: ignore[no-untyped-def]
     """The ``OverlapSchedule`` that is first in ``layer_chunks``."""
-    from torch.distributed._moe.schedule import OverlapSchedule
+    from torch.distributed._moe.overlap_schedule import OverlapSchedule
 
     best = layer_chunks(p, tokens, d, f, num_experts, k, ep, **kw)[0]
     return OverlapSchedule(best.num_chunks, best.shared)

@@ -92,7 +92,7 @@ class Plan:
 
         ``static``: with the capacity for the chosen factor, else exact sizes are sent.
         """
-        from torch.distributed._moe.schedule import OverlapSchedule
+        from torch.distributed._moe.overlap_schedule import OverlapSchedule
 
         x = self.layout
         wire = torch.float8_e4m3fn if x.wire in LOW_PRECISION else None

@@ -91,7 +91,7 @@ class FusedRoutedExperts(RoutedExperts):
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None and mesh.size() > 1:
-            from torch.distributed._moe.switch import TokenSwitchAllToAll
+            from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 
             num_experts = self.token_dispatcher.num_experts
             self.switch = TokenSwitchAllToAll(mesh.get_group(), num_experts)

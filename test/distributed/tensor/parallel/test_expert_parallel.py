@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed._moe.schedule import grow_and_rerun, sequential_schedule
-from torch.distributed._moe.switch import (
+from torch.distributed._moe.all_to_all import (
+    grow_and_rerun,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
+from torch.distributed._moe.overlap_schedule import sequential_schedule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module

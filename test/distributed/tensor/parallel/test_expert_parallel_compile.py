@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import lookup_backend
 from torch._dynamo.testing import CompileCounter
-from torch.distributed._moe.schedule import OverlapSchedule
+from torch.distributed._moe.overlap_schedule import OverlapSchedule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.distributed.tensor.parallel.expert_parallel import token_switches

@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.schedule import OverlapSchedule, save_communication
+from torch.distributed._moe.overlap_schedule import OverlapSchedule
+from torch.distributed._moe.recompute import save_communication
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
@@ -473,7 +474,7 @@ ours = "torch.distributed._moe", "torch.distributed.tensor.parallel"
 for name in [name for name in sys.modules if name.startswith(ours)]:
     del sys.modules[name]
 import torch.distributed.tensor.parallel.expert_parallel
-import torch.distributed._moe.all_gather, torch.distributed._moe.schedule
+import torch.distributed._moe.all_gather, torch.distributed._moe.overlap_schedule
 """
         subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 

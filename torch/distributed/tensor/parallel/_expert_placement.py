@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from typing import Any, cast, TYPE_CHECKING
@@ -14,7 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed._moe.exchange import Exchange
 from torch.distributed._moe.fetch import after_fetch, Fetcher, Moves, moves_of
+from torch.distributed._moe.loads import LoadStats, StepTimes
+from torch.distributed._moe.payload import is_traced
 from torch.distributed._moe.plan import (
+    busiest,
     Plan,
     plan,
     reroute,
@@ -35,165 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel._expert_adapters import Experts
 
 
-__all__ = ["ExpertPlacement", "LoadStats", "PlacedLayer"]
-
-
-class LoadStats:
-    """Token copies of a forward, per layer and expert: sum over ranks, average over time.
-
-    :meth:`record` adds the router's counts on their device. :meth:`start` begins
-    one asynchronous sum over ranks, :meth:`result` takes it in a later step, when
-    it has long arrived. Neither reads a value on the host, except ``result``.
-
-    What a backward records is not counted: activation checkpointing runs a layer again
-    there. Forwards without gradients are, as a model that serves may plan by its loads.
-
-    Args:
-        num_layers (int): number of MoE layers.
-        num_experts (int): number of experts of each.
-
-    Keyword Args:
-        group (ProcessGroup or name, optional): ranks to sum over. Default: the default
-            group
-        decay (float): weight of the past in the average, in [0, 1). Default: 0.9
-        device (torch.device, optional): device of the counts. Default: cpu
-
-    Example::
-        >>> # xdoctest: +SKIP("needs a process group")
-        >>> stats = LoadStats(num_layers=24, num_experts=64)
-        >>> for layer, counts in enumerate(counts_of_this_step):
-        ...     stats.record(layer, counts)
-        >>> if step % 100 == 0:
-        ...     stats.start()
-        >>> if step % 100 == 50 and stats.pending:
-        ...     loads = stats.result()  # then plan(loads[layer], topology)
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_experts: int,
-        *,
-        group: ProcessGroup | c10d.GroupName | None = None,
-        decay: float = 0.9,
-        device: torch.device | str | None = None,
-    ) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
-        # By name, as a group that is kept alive keeps its threads.
-        self._group_name: Any = getattr(group, "group_name", group)
-        self._decay = decay
-        # Behind the experts, how many forwards there were.
-        self._sums = torch.zeros(
-            num_layers, num_experts + 1, dtype=torch.int64, device=device
-        )
-        # The sum that was started, and what to wait for; None where it was loaded.
-        self._flight: tuple[Tensor, dist.Work | None] | None = None
-        self._average: Tensor | None = None
-
-    @property
-    def _group(self) -> ProcessGroup | None:
-        if self._group_name is None:
-            return None
-        return c10d._resolve_process_group(self._group_name)
-
-    @property
-    def pending(self) -> bool:
-        """Whether a sum was started and not yet taken."""
-        return self._flight is not None
-
-    def record(self, layer: int, counts: Tensor) -> None:
-        """Adds the counts of one forward pass of one layer.
-
-        Args:
-            layer (int): index of the layer.
-            counts (Tensor): (num_experts) integer, on the device of this object.
-        """
-        num_experts = self._sums.shape[1] - 1
-        if counts.shape != (num_experts,):
-            raise ValueError(
-                f"LoadStats.record: counts must have shape ({num_experts},), "
-                f"got {tuple(counts.shape)}"
-            )
-        if not torch.compiler.is_compiling():
-            # Inside a backward: a layer that is recomputed was counted before.
-            if torch._C._current_graph_task_id() != -1:
-                return
-        self._sums[layer, :num_experts] += counts
-        self._sums[layer, num_experts] += 1
-
-    def start(self) -> None:
-        """Begins to sum over ranks what was recorded since the last start."""
-        if self._flight is not None:
-            raise RuntimeError("LoadStats.start: take result() of the last start first")
-        snapshot = self._sums.clone()
-        self._sums.zero_()
-        work = dist.all_reduce(snapshot, group=self._group, async_op=True)
-        self._flight = (snapshot, work)
-
-    def result(self) -> Tensor:
-        """Waits for the sum and adds it to the average.
-
-        Returns:
-            Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
-        """
-        arrived = self._arrived()
-        if arrived is None:
-            raise RuntimeError("LoadStats.result: call start() first")
-        self._flight = None
-        total = arrived.double().cpu()
-        forwards = total[:, -1:] / dist.get_world_size(self._group)
-        latest = total[:, :-1] / forwards.clamp_min(1)
-        if self._average is None:
-            self._average = latest
-        else:
-            self._average = self._average.lerp(latest, 1 - self._decay)
-        return self._average.clone()
-
-    def _arrived(self) -> Tensor | None:
-        if self._flight is None:
-            return None
-        snapshot, work = self._flight
-        if work is not None:
-            work.wait()
-        return snapshot
-
-    def state_dict(self) -> dict[str, Tensor | None]:
-        """Average, the sum in flight, and what was recorded since. Collective.
-
-        Counts are sums over ranks; forwards are those of one, as another number of ranks may
-        go on. Equal on all ranks, so that one of them may save it. Changes nothing: a sum in flight
-        is waited for, and stays to be taken.
-        """
-        recorded = self._sums.clone()
-        dist.all_reduce(recorded, group=self._group)
-        parts = {"recorded": recorded, "in_flight": self._arrived()}
-        state = {k: None if t is None else t.clone() for k, t in parts.items()}
-        for sums in state.values():
-            if sums is not None:
-                sums[:, -1] //= dist.get_world_size(self._group)
-        average = self._average
-        return {"average": None if average is None else average.clone(), **state}
-
-    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        """Goes on from ``state``, on as many ranks as one likes."""
-        recorded, average = state["recorded"], state["average"]
-        if recorded is None or recorded.shape != self._sums.shape:
-            got = None if recorded is None else tuple(recorded.shape)
-            raise ValueError(
-                "LoadStats: state must be of (num_layers, num_experts + 1) = "
-                f"{tuple(self._sums.shape)}, got {got}"
-            )
-        flight = state["in_flight"]
-        if flight is not None:
-            flight = flight.to(self._sums.device, copy=True)
-            flight[:, -1] *= dist.get_world_size(self._group)
-        self._flight = None if flight is None else (flight, None)
-        # Forwards of this rank; counts are the sum over all of them, and counted once.
-        self._sums.copy_(recorded)
-        if dist.get_rank(self._group):
-            self._sums[:, :-1] = 0
-        self._average = None if average is None else average.clone()
+__all__ = ["ExpertPlacement", "PlacedLayer"]
 
 
 class PlacedLayer:
@@ -202,7 +48,8 @@ class PlacedLayer:
     Attributes:
         plan (Plan): which ranks run its experts, until the next plan.
         home (Plan): which ranks have its parameters.
-        last_plan (Plan, optional): of the last forward, if planned online.
+        last_plan (Plan, optional): of the last forward that was planned online.
+        tried (Plan, optional): the last one with copies since the times of steps were compared.
     """
 
     def __init__(
@@ -219,18 +66,33 @@ class PlacedLayer:
             self.exchange, wire_dtype=owner.wire_dtype, keep=owner.keep
         )
         self.last_plan: Plan | None = None
+        self.tried: Plan | None = None
         self.copy_cost = owner.copy_cost
         self.tokens = 0  # of the forward that runs, or failed
+        # Steps without online plans after one in which all plans were to stay at home.
+        self.pause = self.pauses = 0
         # Weights of the slots, once ranks were lost.
         self.resident: dict[str, Tensor] | None = None
         self.use(home)
 
+    @property
+    def moves(self) -> bool:
+        """Whether ``plan`` has copies."""
+        return self._moves is not None
+
     def use(self, plan: Plan) -> None:
         """From the next forward on; nothing moves."""
+        self._moves = self._moves_of(plan)
         self.plan = plan
         self._slots = slots_of(plan.slot_experts, plan.num_experts)
         self._shares = plan.shares().cumsum(1)
-        self._moves = self._moves_of(plan)
+        # Slots at home by id + 1; none for -1 and E.
+        first = self.home.topology.slots_per_rank * torch.arange(
+            self.home.topology.num_ranks
+        )
+        at_home = slots_of(self.home.slot_experts, self.home.num_experts)
+        at_home = torch.where(at_home < 0, -1, at_home + first).amax(1)
+        self._at_home = nn.functional.pad(at_home, (1, 1), value=-1)
 
     def _moves_of(self, plan: Plan) -> Moves | None:
         if torch.equal(plan.slot_experts, self.home.slot_experts):
@@ -241,19 +103,17 @@ class PlacedLayer:
         self, local: Mapping[str, Tensor], versions: tuple[int, ...]
     ) -> dict[int, tuple[dict[str, Tensor], bool]]:
         """Weights that are here, by expert, and whether they are those at home."""
-        rows, copies = {}, self.resident
-        if copies is None and self._moves is not None:
-            copies = self.fetcher.kept(self._moves, local, versions)
+        mine = self.plan.slot_experts[self.exchange.rank].tolist()
+        each, copies, rows = self.exchange.local_experts, self.resident, {}
         if copies is not None:
-            for slot, e in enumerate(
-                self.plan.slot_experts[self.exchange.rank].tolist()
-            ):
-                if e >= 0:
-                    rows[e] = {k: w[slot] for k, w in copies.items()}, False
-        if self.resident is None:
-            first = self.exchange.rank * self.exchange.local_experts
-            for i in range(self.exchange.local_experts):
-                rows[first + i] = {k: w[i] for k, w in local.items()}, True
+            each = 0
+        elif self._moves is not None:
+            copies = self.fetcher.kept(self._moves, local, versions)
+        for slot, e in enumerate(mine):
+            if slot < each:
+                rows[e] = {k: w[slot] for k, w in local.items()}, True
+            elif e >= 0 and copies is not None:
+                rows[e] = {k: w[slot - each] for k, w in copies.items()}, False
         return rows
 
     def settle(
@@ -302,29 +162,23 @@ class PlacedLayer:
         _, _, _, counts = torch._moe_permutation(topk_indices, E)
         counts = counts.long()
         self.owner._record(self.index, counts)
-        table, moves = self._slots, self._moves
-        if self.owner.online and self.resident is None:
+        table, moves, split = self._slots, self._moves, None
+        if self.owner._plans_online and not self.pause and self.resident is None:
             plan, source = self._plan_online(counts)
-            table = slots_of(plan.slot_experts, E).to(device)
             moves = self._moves_of(plan)
-            moves = None if moves is None else moves.to(device)
-            split = split_by_source(source, plan.quotas.to(device), self.exchange.rank)
-        elif moves is None and self.resident is None:
-            split = None
-        else:
+            if moves is not None:
+                self.tried, moves = plan, moves.to(device)
+                table, quotas = slots_of(plan.slot_experts, E), plan.quotas.to(device)
+                split = split_by_source(source, quotas, self.exchange.rank)
+        elif moves is not None or self.resident is not None:
             # Ends on all of them, as the shares of an expert do on 1.
             ends = (counts[:, None] * self._shares).round().long()
             split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
-        each, per_rank = self.exchange.local_experts, self.home.topology.slots_per_rank
-        if split is None:  # At home.
-            at_home = topk_indices.long()
-            at_home = at_home + at_home.div(each, rounding_mode="floor") * (
-                per_rank - each
-            )
-            outside = (topk_indices < 0) | (topk_indices >= E)
-            slots = at_home.masked_fill(outside, -1)
+        if split is None:
+            slots = self._at_home[topk_indices.long() + 1]
         else:
-            slots = reroute(topk_indices, split, table, per_rank)
+            per_rank = self.home.topology.slots_per_rank
+            slots = reroute(topk_indices, split, table.to(device), per_rank)
         ahead = self.owner._next_of(module, self) if _reusable(module) else None
         if moves is None and ahead is None and self.resident is None:
             return slots, experts
@@ -333,6 +187,7 @@ class PlacedLayer:
     def _to(self, device: torch.device) -> None:
         if self._slots.device != device:
             self._slots, self._shares = self._slots.to(device), self._shares.to(device)
+            self._at_home = self._at_home.to(device)
             self._moves = None if self._moves is None else self._moves.to(device)
 
     def fetch_ahead(self, module: nn.Module) -> None:
@@ -343,12 +198,6 @@ class PlacedLayer:
         weights = region.local_parameters(module, region.expert_names)
         self._to(next(iter(weights.values())).device)
         self.fetcher.ahead(self._moves, weights, region.versions)
-
-    def after(self, output: Tensor, experts: Experts | PlacedExperts) -> Tensor:
-        """``output`` of a forward that is done."""
-        if not torch.compiler.is_compiling():
-            self.tokens = 0
-        return experts.after(output) if isinstance(experts, PlacedExperts) else output
 
     def _plan_online(self, counts: Tensor) -> tuple[Plan, Tensor]:
         """Plan by the counts of this forward, and those of every rank."""
@@ -364,6 +213,15 @@ class PlacedLayer:
         self.last_plan = plan(source.sum(0), self.home.topology, price=price)
         return self.last_plan, source
 
+    def step(self) -> None:
+        """Plans online seldom while no plan pays, twice as seldom each time."""
+        if self.pause:
+            self.pause -= 1
+        elif self.last_plan is not None:
+            stays = self.tried is not self.last_plan
+            self.pauses = min(2 * self.pauses + 1, _LONGEST_PAUSE) if stays else 0
+            self.pause = self.pauses
+
 
 class PlacedExperts:
     """Experts of a rank in one forward, with the copies, which are on their way until then."""
@@ -377,30 +235,57 @@ class PlacedExperts:
         experts: Experts,
         ahead: nn.Module | None,
     ) -> None:
-        self._fetcher, self._module, self._weights = layer.fetcher, module, weights
+        self._layer, self._module, self._weights = layer, module, weights
         self._experts, self._ahead = experts, ahead
-        self._fetch, self._copies = None, layer.resident
+        self._fetch, self._copies = None, None
         if moves is not None:
             region = cast(Any, module)._expert_parallel
             versions = region.versions if _reusable(module) else None
-            self._fetch = self._fetcher.begin(moves, weights, versions)
+            self._fetch = layer.fetcher.begin(moves, weights, versions)
 
     @property
     def sends(self) -> bool:
         return self._fetch is not None and self._fetch.sends
 
-    def __call__(self, *rows: Any, **options: Any) -> Tensor:
+    def __call__(
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        num_rows: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if self._ahead is not None:
+            ahead, self._ahead = cast(Any, self._ahead), None
+            ahead._expert_parallel.placed.fetch_ahead(ahead)
+        rest = functools.partial(self._experts, **options)
+        if self._layer.resident is not None:
+            with _reparametrize_module(self._module, self._layer.resident):
+                return rest(rows, ids, weights, num_rows)
+        if self._fetch is None:
+            return rest(rows, ids, weights, num_rows)
+        each = self._layer.exchange.local_experts
+        # While the copies are on their way.
+        here = ids.masked_fill(ids >= each, -1)
+        output = rest(rows, here, weights, _bound(here, num_rows))
         if self._copies is None:
-            self._copies = {}
-            if self._fetch is not None:
-                self._copies = self._fetcher.end(self._fetch, self._weights)
-            if self._ahead is not None:
-                cast(Any, self._ahead)._expert_parallel.placed.fetch_ahead(self._ahead)
-        with _reparametrize_module(self._module, self._copies):
-            return self._experts(*rows, **options)
+            self._copies = self._layer.fetcher.end(self._fetch, self._weights)
+        if len(next(iter(self._copies.values()))):
+            there = (ids - each).clamp_min(-1)
+            with _reparametrize_module(self._module, self._copies):
+                others = rest(rows, there, weights, _bound(there, num_rows))
+            if ids.shape[1] == 1:
+                output = torch.where(there < 0, output, others)
+            else:
+                output = output + others
+        return after_fetch(output, self._copies)
 
-    def after(self, output: Tensor) -> Tensor:
-        return after_fetch(output, self._copies) if self._copies else output
+
+def _bound(ids: Tensor, num_rows: int | None) -> int | None:
+    """Of ``ids`` that are not -1, exact where reading it is free."""
+    if num_rows is None or ids.device.type != "cpu" or is_traced(ids):
+        return num_rows
+    return int((ids >= 0).sum())
 
 
 # That all ranks have if one of them has, besides those of compilers (FakeTensorMode).
@@ -427,6 +312,8 @@ def _reusable(module: nn.Module) -> bool:
 
 # Plans by average loads that are compared.
 _TRIES = 3
+# Steps whose times are compared, where there is no ``every``, and most steps without online plans.
+_WINDOW, _LONGEST_PAUSE = 8, 15
 
 
 class ExpertPlacement:
@@ -444,12 +331,14 @@ class ExpertPlacement:
     - every ``every`` steps, by the average loads since, for all forwards until the next plan;
     - or, with ``online=True``, in every forward by its counts, which are read on the host.
 
-    Where no plan is worth its fetches, experts run at home and nothing is sent.
+    Where no plan is worth its fetches, experts run at home and nothing is sent. A plan by average
+    loads is worth them if the one before it was, for the loads that came since: loads may
+    change as fast as plans are made. Online plans that stay at home are made ever more seldom.
 
     Keyword Args:
-        slots_per_rank (int): experts that a rank runs in a forward, at least E/W. Memory of
-            their weights is needed while a layer runs, and until its backward without
-            activation checkpointing.
+        slots_per_rank (int): experts that a rank runs in a forward, at least E/W. Those above
+            E/W are copies, whose memory is needed while a layer runs, and until its backward
+            without activation checkpointing.
         ranks_per_node (int, optional): ranks that fetch from each other, as those with fast
             links between them. Default: None (all)
         every (int, optional): steps between plans, see :meth:`step`; None never plans by
@@ -458,11 +347,13 @@ class ExpertPlacement:
         decay (float): weight of the past in the average of loads. Default: 0.9
         copy_cost (float, optional): what it takes a rank to fetch one expert and to return
             its gradient, or to send it, in the time of one token copy there. The cost model
-            knows it, see ``torch.distributed._tools.moe_planner``. Default: None (the bytes
-            of both, as if only bytes took time)
+            knows it, see ``torch.distributed._tools.moe_planner``. Default: None (at first
+            the bytes of both; where steps with copies then take longer than those at home, by
+            the clock, experts go home, and the price is raised. Plans then depend on times: for
+            runs that are to have the same bits, give a price)
         keep (bool): fetched copies stay, in training and in inference, until the plan or the
             weights change: micro-batches of a step share them, and serving fetches once.
-            Takes the memory of the slots of all layers. What is written through ``.data`` is
+            Takes the memory of the copies of all layers. What is written through ``.data`` is
             seen after :meth:`step` or :meth:`forget`. Not under FSDP. Default: ``False``
         wire_dtype (torch.dtype, optional): of matrices that are fetched: ``torch.bfloat16``,
             or ``torch.float8_e4m3fn`` with a power-of-two scale per 128 values. Gradients keep
@@ -518,6 +409,9 @@ class ExpertPlacement:
         self.recoveries = 0
         self.layers: list[PlacedLayer] = []
         self.loads: Tensor | None = None
+        # Of steps, where the price of a copy is not given. The first window is at home.
+        self._times = StepTimes() if copy_cost is None else None
+        self._rests = self._times is not None and online
         self._stats: LoadStats | None = None
         self._to_load: dict[str, Any] | None = None  # of stats that are not made yet
         self._steps = 0
@@ -570,14 +464,43 @@ class ExpertPlacement:
         """
         self._steps += 1
         self.forget()
-        if self.every is None or self._stats is None:
+        times, window = self._times, self.every
+        if self.online:
+            window = None if times is None else window or _WINDOW
+            for layer in self.layers if self._plans_online else ():
+                layer.step()
+        if times is not None:
+            times.tick()
+        if window is None or self._stats is None:
             return
         # Summed while the next step runs, where there is a next one before the plan.
         if self._stats.pending:
-            self.loads = self._stats.result()
-            self._plan()
-        if self._steps % self.every == 0:
+            before, self.loads = self.loads, self._stats.result()
+            if times is not None:
+                self._compare(times)
+            self._plan(before, self._stats.latest)
+        if self._steps % window == 0:
             self._stats.start()
+            if times is not None:
+                first = self.layers[0]
+                group = c10d._resolve_process_group(first.group_name)
+                times.start(group, first.exchange.needed.device)
+
+    def _compare(self, times: StepTimes) -> None:
+        """Rests at home for a window after one that was slower with copies."""
+        for layer in self.layers:
+            if not self.online and layer.moves:
+                layer.tried = layer.plan
+        tried = [layer for layer in self.layers if layer.tried is not None]
+        self._rests, raises = times.slower(bool(tried))
+        for layer in tried:
+            plan, layer.tried = cast(Plan, layer.tried), None
+            if raises:
+                # Not again for less than twice as much a copy.
+                gain = layer.home.cost(counts := plan.quotas.sum(1)) - plan.cost(counts)
+                layer.copy_cost = (
+                    2 * gain / max(1, busiest(plan.slot_experts, len(counts)))
+                )
 
     def forget(self) -> None:
         """Fetches again what :attr:`keep` kept, as after a write through ``.data``."""
@@ -617,6 +540,10 @@ class ExpertPlacement:
         """
         return recover(self, model, weights, seconds)
 
+    @property
+    def _plans_online(self) -> bool:
+        return self.online and not self._rests
+
     def _next_of(self, module: nn.Module, layer: PlacedLayer) -> nn.Module | None:
         """The layer that followed ``module``, which runs now, in the forward before."""
         last = None if self._last is None else self._last()
@@ -628,14 +555,25 @@ class ExpertPlacement:
         following = self._next.get(module)
         return None if following is None else following()
 
-    def _plan(self) -> None:
+    def _plan(self, before: Tensor | None = None, latest: Tensor | None = None) -> None:
+        """Plans by :attr:`loads`. What the loads ``before`` gave must pay for the ``latest``:
+        a plan is not for loads that change as fast as it is made."""
         if self.loads is None or self.online:
             return
-        for layer, loads in zip(self.layers, self.loads):
+        for i, layer in enumerate(self.layers):
             if layer.resident is not None:
                 continue  # Its weights are where they are.
-            options = {"price": layer.copy_cost or 0.0, "tries": _TRIES}
-            layer.use(plan(loads, layer.home.topology, **options))
+            price, topology = layer.copy_cost or 0.0, layer.home.topology
+            found = layer.home
+            if not self._rests:
+                found = plan(self.loads[i], topology, price=price, tries=_TRIES)
+            if before is not None and latest is not None and found is not layer.home:
+                tried = layer.plan
+                if not layer.moves:
+                    tried = plan(before[i], topology, price=price, tries=_TRIES)
+                if tried.cost(latest[i], price) > layer.home.cost(latest[i]):
+                    found = layer.home
+            layer.use(found)
 
     def _record(self, index: int, counts: Tensor) -> None:
         if self._stats is None:

@@ -104,17 +104,40 @@ def recover(
         have = [held[i] for _, held in gathered]
         tables.append((have, _table(layer, name, have, weights is not None)))
         switches.append(_switch(layer, module, group))
+    residents: list[dict[str, Tensor]] = []
+    error: Exception | None = None
+    try:
+        for (layer, name, module), (_, table) in zip(layers, tables):
+            mine_now = table[dist.get_rank(group)]
+            residents.append(_resident(layer, name, module, weights, mine_now))
+    except Exception as e:
+        error = e
+    # Nobody sends tokens to a rank that has not its weights, and waits for one that never will.
+    failures: list[Any] = [None] * len(left)
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    dist.all_gather_object(failures, text, group=group)
+    failed = {rank: text for rank, text in zip(left, failures) if text is not None}
+    if failed:
+        raise RuntimeError(
+            f"ExpertPlacement.recover: weights could not be loaded on ranks {failed}; no layer "
+            "was changed, and recover may be called again"
+        ) from error
     copies, loaded = [], []
-    for (layer, name, module), (have, table), switch in zip(layers, tables, switches):
-        _settle(layer, name, module, weights, group, table)
+    settled = zip(layers, tables, switches, residents)
+    for (layer, _, module), (have, table), switch, resident in settled:
+        E, slots = layer.home.num_experts, layer.home.topology.slots_per_rank
+        table = [row + [-1] * (slots - len(row)) for row in table]
+        quotas = (slots_of(torch.tensor(table), E) >= 0).long()
+        topology = Topology(1, len(table), slots)
+        layer.settle(Plan(topology, torch.tensor(table), quotas), resident, group)
         module._expert_parallel.switch = switch
-        held = [(have[r].get(e), e) for r, row in enumerate(table) for e in row]
+        held = [
+            (have[r].get(e), e) for r, row in enumerate(table) for e in row if e >= 0
+        ]
         copies.append(sorted(e for kind, e in held if kind == 1))
         loaded.append(sorted(e for kind, e in held if kind is None))
     # They have the name of the group that is lost.
     placement._stats = None
-    # Nobody sends tokens to a rank that has not its weights yet.
-    dist.barrier(group=group)
     lost = [rank for rank in ranks if rank not in left]
     return Recovery(lost, time.monotonic() - start, of_ranks, copies, loaded)
 
@@ -165,25 +188,22 @@ def _switch(layer: PlacedLayer, module: nn.Module, group: dist.ProcessGroup) -> 
     return switch
 
 
-def _settle(
+def _resident(
     layer: PlacedLayer,
     name: str,
     module: nn.Module,
     weights: Weights | None,
-    group: dist.ProcessGroup,
-    table: list[list[int]],
-) -> None:
-    """Gives this rank the weights of its experts, and ``layer`` a plan of them."""
-    E, slots = layer.home.num_experts, layer.home.topology.slots_per_rank
+    experts: list[int],
+) -> dict[str, Tensor]:
+    """Weights of ``experts`` in the slots of this rank: those that are here, others loaded."""
+    slots = layer.home.topology.slots_per_rank
     local, rows = _rows(layer, module)
     resident = {key: w.new_zeros(slots, *w.shape[1:]) for key, w in local.items()}
     with torch.no_grad():
-        for slot, e in enumerate(table[dist.get_rank(group)]):
+        for slot, e in enumerate(experts):
             for key, out in resident.items():
                 if e in rows:
                     out[slot].copy_(rows[e][0][key])
                 elif weights is not None:
                     out[slot].copy_(weights(f"{name}.{key}".lstrip("."), e))
-    held = torch.tensor([row + [-1] * (slots - len(row)) for row in table])
-    quotas = (slots_of(held, E) >= 0).long()
-    layer.settle(Plan(Topology(1, len(table), slots), held, quotas), resident, group)
+    return resident

@@ -12,17 +12,14 @@ import torch
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.all_gather import TokenSwitchAllGather
-from torch.distributed._moe.exchange import sub_group
-from torch.distributed._moe.schedule import (
+from torch.distributed._moe.all_to_all import (
     grow_and_rerun,
-    OverlapSchedule,
-    save_communication,
-    sequential_schedule,
-)
-from torch.distributed._moe.switch import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
+from torch.distributed._moe.exchange import sub_group
+from torch.distributed._moe.overlap_schedule import OverlapSchedule, sequential_schedule
+from torch.distributed._moe.recompute import save_communication
 from torch.distributed._token_switch import TokenSwitch
 from torch.distributed.tensor import (
     DeviceMesh,
@@ -180,15 +177,18 @@ class _Region:
                 t.shape[1] * t.element_size() for t in (tokens, weights)
             )
             recorded = torch.is_grad_enabled()
-            self.switch.requires_grad = tuple(
-                recorded and t.requires_grad for t in (tokens, weights, *local.values())
+            self.switch.requires_grad = (
+                *(recorded and t.requires_grad for t in (tokens, weights)),
+                *(recorded and t.requires_grad for t in local.values()),
+                getattr(experts, "sends", False),
+                # The dtype of what the experts return.
+                torch.is_autocast_enabled(tokens.device.type),
             )
-            self.switch.requires_grad += (getattr(experts, "sends", False),)
         output, shared_output = self.schedule(
             self.switch, tokens, ids, weights, experts, shared
         )
-        if self.placed is not None:
-            output = self.placed.after(output, experts)
+        if self.placed is not None and not torch.compiler.is_compiling():
+            self.placed.tokens = 0  # none of a forward that failed
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()

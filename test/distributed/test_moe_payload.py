@@ -3,8 +3,8 @@
 from unittest import mock
 
 import torch
-from torch.distributed._moe import wire
-from torch.distributed._moe.wire import decode, encode
+from torch.distributed._moe import payload
+from torch.distributed._moe.payload import decode, encode
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
@@ -43,8 +43,8 @@ class TestWire(TestCase):
     def test_fp8_keeps_what_is_not_finite(self):
         x = torch.randn(3, 300)
         x[0, 5], x[1, 130], x[2, 299] = torch.inf, -torch.inf, torch.nan
-        for has_op in {False, wire._HAS_OP}:
-            with mock.patch.object(wire, "_HAS_OP", has_op):
+        for has_op in {False, payload._HAS_OP}:
+            with mock.patch.object(payload, "_HAS_OP", has_op):
                 packed = encode(x, torch.float8_e4m3fn)
             back = decode(packed, torch.float8_e4m3fn, 300, x.dtype)
             for row, block in ((0, 0), (1, 1), (2, 2)):
@@ -54,7 +54,7 @@ class TestWire(TestCase):
                 self.assertEqual(back[row].isnan().sum(), min(128, 300 - 128 * block))
 
     def test_fp8_rule_is_that_of_the_op(self):
-        if not wire._HAS_OP:
+        if not payload._HAS_OP:
             self.skipTest("_moe_quantize is of the series moe-precision")
         torch.manual_seed(0)
         x = torch.randn(50, 300) * torch.exp2(torch.randint(-140, 120, (50, 300)))
@@ -63,7 +63,7 @@ class TestWire(TestCase):
         x[2, 0], x[3, 0], x[4, 0] = 448.0, 448.0001, 3.4e38
         for rows in (x, x.bfloat16()):
             packed = encode(rows, torch.float8_e4m3fn)
-            with mock.patch.object(wire, "_HAS_OP", False):
+            with mock.patch.object(payload, "_HAS_OP", False):
                 self.assertEqual(encode(rows, torch.float8_e4m3fn), packed)
 
 

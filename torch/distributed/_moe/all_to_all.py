@@ -38,17 +38,22 @@ from torch.distributed._moe.exchange import (
     sum_in_order,
     take,
 )
-from torch.distributed._moe.wire import decode, encode, scaled_rows
+from torch.distributed._moe.payload import decode, encode, scaled_rows
 from torch.distributed._token_switch import Routing, TokenSwitch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.distributed_c10d import ProcessGroup
 
+    R = TypeVar("R")
 
-__all__ = ["TokenSwitchAllToAll", "TokenSwitchHierarchical"]
+
+__all__ = ["grow_and_rerun", "TokenSwitchAllToAll", "TokenSwitchHierarchical"]
 
 
 # What the shapes of collectives depend on, backward's included.
@@ -56,10 +61,13 @@ _AGREED = (
     "K",
     "num_experts",
     "row bytes",
-    "requires_grad of tokens, router weights and experts, and a fetch, as bits,",
+    "autocast, requires_grad of tokens, router weights and experts, and a fetch, as bits,",
 )
 
-_ODD = 2**9  # No rank has so many bits.
+# Marks of static rows, in place of what requires gradients: no rank has so many bits. A rank whose
+# messages would have another size than the last ones says so in a message of the size that the
+# others expect; _CHANGED where all that it has heard of do the same, _ODD for anything else.
+_ODD, _CHANGED = 2**14, 2**14 + 1
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +106,8 @@ class _Switch(TokenSwitch):
         self._num_experts = num_experts
         self.ranks = ranks
         self._agreed: set[tuple[str, ...]] = set()
+        # What the sizes of static messages depend on, in the last forward.
+        self._last_facts: dict[str, str] = {}
 
     def name_owner(self, owner: str) -> None:
         """What the switch belongs to, for the errors of its communication."""
@@ -109,16 +119,12 @@ class _Switch(TokenSwitch):
 
         Only the first time that an argument is used, by a collective of Python objects and
         one host sync. That must not depend on the values: a rank whose value is new would
-        wait here for peers that go on. A rank that changes a value alone later is left to
-        what the collectives carry themselves, or to the timeout of the backend.
+        wait here for peers that go on. Later changes are compared by what the messages carry:
+        the sizes of compact routing, the marks of static routing (:meth:`_compare_facts`).
 
-        Not compared: in graphs, in FakeTensorMode, where nothing communicates, and on the
-        fake backend, whose ranks are all in this process.
+        Not compared where nothing communicates (:meth:`_communicates`).
         """
-        if torch.compiler.is_compiling() or tuple(values) in self._agreed:
-            return
-        backends = [dist.get_backend(level.group) for level in self.levels]
-        if detect_fake_mode() or "fake" in backends:
+        if tuple(values) in self._agreed or not self._communicates():
             return
         rows = [(dist.get_rank(), {name: str(v) for name, v in values.items()})]
         # A mode of one rank only, such as a profiler, must not change what is sent.
@@ -140,6 +146,40 @@ class _Switch(TokenSwitch):
                     f"{ranks} have [{', '.join(found)}]"
                 )
         self._agreed.add(tuple(values))
+
+    def _communicates(self) -> bool:
+        """Not in graphs, in FakeTensorMode, and on the fake backend."""
+        if torch.compiler.is_compiling() or detect_fake_mode():
+            return False
+        return "fake" not in [dist.get_backend(level.group) for level in self.levels]
+
+    def _compare_facts(self, facts: dict[str, object]) -> None:
+        """Raises if this rank, and not all, would send static messages of another size now.
+
+        Collective only on ranks where ``facts`` changed: to the others, whose messages are as
+        before, it looks like a dispatch, with marks that they raise for.
+        """
+        now, last = {k: str(v) for k, v in facts.items()}, self._last_facts
+        if now == last or not self._communicates():
+            return
+        if last:
+            everyone = True
+            with _disable_current_modes():
+                for level in self.levels:
+                    everyone = (
+                        level.announce(_CHANGED if everyone else _ODD) and everyone
+                    )
+            if not everyone:
+                changes = [
+                    f"{k} from {last[k]} to {v}" for k, v in now.items() if last[k] != v
+                ]
+                raise RuntimeError(
+                    f"{type(self).__name__}: {', '.join(now)} must be the same on all ranks, "
+                    f"this one changed {', '.join(changes)}, and others did not"
+                )
+            self._agreed.discard(tuple(now))
+            self._must_agree(**now)
+        self._last_facts = now
 
     def _check_ids(self, topk_idx: Tensor, layout: str) -> None:
         name, most = type(self).__name__, self._num_experts
@@ -423,15 +463,21 @@ class TokenSwitchAllToAll(_Switch):
                 f"{handle.recv_rows} received rows, got {max_recv_tokens}"
             )
         self._check_tokens(routing.topk_idx, tokens, topk_weights)
-        self._must_agree(
-            D=tokens.shape[1],
-            tokens_dtype=tokens.dtype,
-            topk_weights_dtype=topk_weights.dtype,
-            # Backward sends gradients of what needs them.
-            tokens_requires_grad=tokens.requires_grad,
-            topk_weights_requires_grad=topk_weights.requires_grad,
-        )
+        facts = {
+            "D": tokens.shape[1],
+            "tokens_dtype": tokens.dtype,
+            "topk_weights_dtype": topk_weights.dtype,
+        }
+        # Backward sends gradients of what needs them.
+        needs = {
+            "tokens_requires_grad": tokens.requires_grad,
+            "topk_weights_requires_grad": topk_weights.requires_grad,
+        }
+        self._must_agree(**facts, **needs)
         D, scale_bytes = tokens.shape[1], 0
+        if self.capacity is not None:
+            K = topk_weights.shape[1]
+            self._compare_facts({"K": K, **facts, "capacity": self.capacity})
         mark: int | Tensor = self._grad_bits()
         values, weights, ids = tokens, topk_weights, routing.topk_idx.long()
         if self._wire_dtype is not None:
@@ -463,7 +509,8 @@ class TokenSwitchAllToAll(_Switch):
         if isinstance(mark, Tensor):
             torch._assert_async(
                 mark != _ODD,
-                f"{type(self).__name__}: {_AGREED[-1]} must be the same on all ranks",
+                f"{type(self).__name__}: K, D, dtypes, capacity, {_AGREED[-1]} must be the same "
+                "on all ranks, and one of them has changed some of it alone",
             )
         keeps = self.keep_scaled and scale_bytes > 0
         if self._wire_dtype is not None and not keeps:
@@ -694,3 +741,48 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             (Splits(send[0], recv[0]), Splits(send[1], recv[1]))
             for send, recv in (read[:2], read[2:])
         ]
+
+
+def grow_and_rerun(
+    switches: list[TokenSwitchAllToAll],
+    step: Callable[[], R],
+    *,
+    max_reruns: int = 2,
+    group: ProcessGroup | None = None,
+) -> R:
+    """Runs ``step`` and, if tokens did not fit, again with enough capacity.
+
+    Collective over the groups of ``switches``; all ranks rerun together.
+
+    Args:
+        switches (list[TokenSwitchAllToAll]): static switches that ``step`` uses.
+        step (callable): forward and backward of one step. Runs again from the
+            start: it must zero its gradients itself, and change nothing else.
+
+    Keyword Args:
+        max_reruns (int): one is enough unless a rerun routes differently, as when
+            a later layer or level routes tokens that an earlier one left out: then
+            one for each. Default: 2
+        group (ProcessGroup, optional): ranks that ``step`` communicates with beyond
+            the groups of the switches, such as data-parallel replicas: if one has to
+            rerun, all do. Default: None
+
+    Returns:
+        What the last ``step`` returned; nothing was left out in it.
+    """
+    for _ in range(max_reruns + 1):
+        result = step()
+        # Every switch communicates, so that no rank stops at the first overflow.
+        grown = [switch.grow() for switch in switches]
+        overflow = any(grown)
+        if group is not None:
+            device = dist.distributed_c10d._get_pg_default_device(group)
+            flag = torch.tensor([overflow], dtype=torch.int32, device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+            overflow = bool(flag)
+        if not overflow:
+            return result
+    raise RuntimeError(
+        f"grow_and_rerun: tokens still did not fit after {max_reruns} reruns; "
+        f"capacities are now {[s.capacity for s in switches]}"
+    )

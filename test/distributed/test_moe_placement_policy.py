@@ -1,0 +1,170 @@
+# Owner(s): ["oncall: distributed"]
+"""When experts run away from home: what a plan must be worth, by loads and by the clock."""
+
+from unittest import mock
+
+from moe_gloo import GlooTest
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._moe import loads
+from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.plan import busiest
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ExpertParallel,
+    ExpertPlacement,
+    parallelize_module,
+)
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
+
+
+D, H, E, K, TOKENS = 16, 8, 8, 2, 16
+
+
+@instantiate_parametrized_tests
+class TestPolicy(GlooTest):
+    def layer(self, **options):
+        placement = ExpertPlacement(slots_per_rank=4, **options)
+        torch.manual_seed(0)
+        moe = nn.MoE(D, H, E, K)
+        with torch.no_grad():
+            moe.router.weight.zero_()
+            moe.router.weight[:2, 0] = 5.0  # both on rank 0
+        style = ExpertParallel(placement=placement)
+        parallelize_module(moe, self.mesh(("ep",), 4), style)
+        return moe, placement, placement.layers[0]
+
+    def run_steps(self, moe, placement, seconds, steps):
+        """Whether each step had copies; ``seconds(copies)`` is what it takes by the clock."""
+        clock, found = [0.0], []
+        with mock.patch.object(loads.time, "perf_counter", lambda: clock[0]):
+            for _ in range(steps):
+                x = torch.rand(TOKENS, D)
+                with count_wire_bytes(*placement.layers) as wire:
+                    moe(x).sum().backward()
+                found.append(bool(wire.messages["experts"]))
+                # Ranks that see other times come to one decision.
+                clock[0] += seconds(found[-1]) * (1 + self.rank / 8)
+                placement.step()
+        together = [None] * 4
+        dist.all_gather_object(together, found)
+        self.assertEqual(together, [found] * 4)
+        return found
+
+    @parametrize("online", [False, True])
+    def test_steps_with_copies_are_slower(self, online):
+        moe, placement, layer = self.layer(every=4, online=online)
+        layer.copy_cost = 1.0
+        prices = []
+        found = self.run_steps(moe, placement, lambda copies: 1.0 + copies, 45)
+        # At home first, one window of copies, and no more: the price is above what they gave.
+        self.assertFalse(any(found[:5]))
+        self.assertIn(sum(found), (3, 4))
+        self.assertGreater(layer.copy_cost, 2.0)
+        # Other loads may be worth it.
+        prices.append(layer.copy_cost)
+        self.assertEqual(layer.plan.slot_experts, layer.home.slot_experts)
+
+    @parametrize("online", [False, True])
+    def test_steps_with_copies_are_faster(self, online):
+        moe, placement, layer = self.layer(every=4, online=online)
+        layer.copy_cost = 1.0
+        found = self.run_steps(moe, placement, lambda copies: 2.0 - copies, 24)
+        self.assertFalse(any(found[:4]))
+        self.assertTrue(all(found[6:]))
+        self.assertEqual(layer.copy_cost, 1.0)
+
+    def test_a_price_is_not_measured(self):
+        moe, placement, layer = self.layer(every=4, copy_cost=1.0)
+        found = self.run_steps(moe, placement, lambda copies: 1.0 + copies, 24)
+        self.assertTrue(all(found[6:]))
+        self.assertEqual(layer.copy_cost, 1.0)
+
+    def test_loads_that_change_as_fast_as_plans(self):
+        _, placement, layer = self.layer(copy_cost=0.0)
+        hot = torch.full((3, 1, E), 10.0, dtype=torch.float64)
+        for i in range(3):
+            hot[i, 0, 2 * i : 2 * i + 2] = 100.0
+        placement.loads = hot[0]
+        placement._plan(None, hot[0])
+        self.assertTrue(layer.moves)
+        # What was good for the loads before makes these worse.
+        placement.loads = hot[1]
+        placement._plan(hot[0], hot[1])
+        self.assertGreater(layer.home.cost(hot[1, 0]), 0)
+        self.assertFalse(layer.moves)
+        placement._plan(hot[1], hot[1])
+        self.assertTrue(layer.moves)
+        placement.loads = hot[2]
+        placement._plan(hot[1], hot[2])
+        self.assertFalse(layer.moves)
+
+    def test_online_plans_that_stay_at_home_are_seldom(self):
+        moe, placement, layer = self.layer(every=None, online=True, copy_cost=1e6)
+        planned = []
+        with mock.patch.object(
+            layer, "_plan_online", side_effect=layer._plan_online
+        ) as plan:
+            for _ in range(40):
+                # Two micro-batches and a recomputation of a step have one way to plan.
+                for _ in range(2):
+                    moe(torch.rand(TOKENS, D))
+                placement.step()
+                planned.append(plan.call_count)
+                plan.reset_mock()
+        self.assertEqual([i for i, n in enumerate(planned) if n], [0, 2, 6, 14, 30])
+        self.assertEqual(set(planned), {0, 2})
+        layer.copy_cost = 0.0
+        for _ in range(8):
+            moe(torch.rand(TOKENS, D))
+            placement.step()
+        self.assertEqual((layer.pause, layer.pauses), (0, 0))
+        self.assertIsNotNone(layer.tried)
+
+    def test_at_home_nothing_is_added(self):
+        moe, placement, layer = self.layer(every=100, copy_cost=0.0)
+        plain = nn.MoE(D, H, E, K)
+        parallelize_module(plain, self.mesh(("ep",), 4), ExpertParallel())
+        names = []
+        for module in (moe, plain):
+            x = torch.rand(TOKENS, D, requires_grad=True)
+            with count_wire_bytes(module._expert_parallel.switch, layer) as wire:
+                y = module(x)
+                y.sum().backward()
+            nodes, seen = [y.grad_fn], []
+            while nodes:
+                node = nodes.pop()
+                if node is not None:
+                    seen.append(node.name())
+                    nodes += [n for n, _ in node.next_functions]
+            names.append((sorted(seen), {k: dict(v) for k, v in wire.messages.items()}))
+        self.assertEqual(*names)
+
+    def test_memory_is_of_the_copies(self):
+        moe, placement, layer = self.layer(every=1, copy_cost=0.0, keep=True)
+        optimizer = torch.optim.AdamW([p for p in moe.parameters() if p.dim() == 3])
+        for _ in range(4):
+            moe(torch.rand(TOKENS, D)).sum().backward()
+            optimizer.step()
+            placement.step()
+        moe(torch.rand(TOKENS, D))
+        _, _, copies = layer.fetcher._kept
+        mine = layer.plan.slot_experts[self.rank]
+        self.assertGreater(busiest(layer.plan.slot_experts, E), 0)
+        for kept in copies:
+            self.assertEqual(len(kept), int((mine[2:] >= 0).sum()))
+        for p, state in optimizer.state.items():
+            for value in (v for v in state.values() if v.dim() == 3):
+                self.assertIsInstance(value, DTensor)
+                self.assertEqual(value.to_local().shape, p.to_local().shape)
+                self.assertEqual(len(value.to_local()), E // 4)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,211 @@
+"""What plans are made by: loads of experts over ranks and time, and times of steps."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroup
+
+
+__all__ = ["LoadStats", "StepTimes"]
+
+
+class LoadStats:
+    """Token copies of a forward, per layer and expert: sum over ranks, average over time.
+
+    :meth:`record` adds the router's counts on their device. :meth:`start` begins
+    one asynchronous sum over ranks, :meth:`result` takes it in a later step, when
+    it has long arrived. Neither reads a value on the host, except ``result``.
+
+    What a backward records is not counted: activation checkpointing runs a layer again
+    there. Forwards without gradients are, as a model that serves may plan by its loads.
+
+    Args:
+        num_layers (int): number of MoE layers.
+        num_experts (int): number of experts of each.
+
+    Keyword Args:
+        group (ProcessGroup or name, optional): ranks to sum over. Default: the default
+            group
+        decay (float): weight of the past in the average, in [0, 1). Default: 0.9
+        device (torch.device, optional): device of the counts. Default: cpu
+
+    Attributes:
+        pending (bool): whether a sum was started and not yet taken.
+        latest (Tensor): (num_layers, num_experts) of the last result, without the past.
+    """
+
+    latest: Tensor
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        *,
+        group: ProcessGroup | c10d.GroupName | None = None,
+        decay: float = 0.9,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
+        # By name, as a group that is kept alive keeps its threads.
+        self._group_name: Any = getattr(group, "group_name", group)
+        self._decay = decay
+        # Behind the experts, how many forwards there were.
+        self._sums = torch.zeros(
+            num_layers, num_experts + 1, dtype=torch.int64, device=device
+        )
+        # The sum that was started, and what to wait for; None where it was loaded.
+        self._flight: tuple[Tensor, dist.Work | None] | None = None
+        self._average: Tensor | None = None
+
+    @property
+    def _group(self) -> ProcessGroup | None:
+        name = self._group_name
+        return None if name is None else c10d._resolve_process_group(name)
+
+    @property
+    def pending(self) -> bool:
+        return self._flight is not None
+
+    def record(self, layer: int, counts: Tensor) -> None:
+        """Adds the (num_experts) integer ``counts`` of one forward pass of one layer."""
+        num_experts = self._sums.shape[1] - 1
+        if counts.shape != (num_experts,):
+            raise ValueError(
+                f"LoadStats.record: counts must have shape ({num_experts},), "
+                f"got {tuple(counts.shape)}"
+            )
+        if not torch.compiler.is_compiling():
+            # Inside a backward: a layer that is recomputed was counted before.
+            if torch._C._current_graph_task_id() != -1:
+                return
+        self._sums[layer, :num_experts] += counts
+        self._sums[layer, num_experts] += 1
+
+    def start(self) -> None:
+        """Begins to sum over ranks what was recorded since the last start."""
+        if self._flight is not None:
+            raise RuntimeError("LoadStats.start: take result() of the last start first")
+        snapshot = self._sums.clone()
+        self._sums.zero_()
+        work = dist.all_reduce(snapshot, group=self._group, async_op=True)
+        self._flight = (snapshot, work)
+
+    def result(self) -> Tensor:
+        """Waits for the sum and adds it to the average.
+
+        Returns:
+            Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
+        """
+        arrived = self._arrived()
+        if arrived is None:
+            raise RuntimeError("LoadStats.result: call start() first")
+        self._flight = None
+        total = arrived.double().cpu()
+        forwards = total[:, -1:] / dist.get_world_size(self._group)
+        self.latest = average = total[:, :-1] / forwards.clamp_min(1)
+        if self._average is not None:
+            average = self._average.lerp(average, 1 - self._decay)
+        self._average = average
+        return average.clone()
+
+    def _arrived(self) -> Tensor | None:
+        if self._flight is None:
+            return None
+        snapshot, work = self._flight
+        if work is not None:
+            work.wait()
+        return snapshot
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Average, the sum in flight, and what was recorded since. Collective.
+
+        Counts are sums over ranks; forwards are those of one, as another number of ranks may
+        go on. Equal on all ranks, so that one of them may save it. Changes nothing: a sum in flight
+        is waited for, and stays to be taken.
+        """
+        recorded = self._sums.clone()
+        dist.all_reduce(recorded, group=self._group)
+        parts = {"recorded": recorded, "in_flight": self._arrived()}
+        state = {k: None if t is None else t.clone() for k, t in parts.items()}
+        for sums in state.values():
+            if sums is not None:
+                sums[:, -1] //= dist.get_world_size(self._group)
+        average = self._average
+        return {"average": None if average is None else average.clone(), **state}
+
+    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
+        """Goes on from ``state``, on as many ranks as one likes."""
+        recorded, average = state["recorded"], state["average"]
+        if recorded is None or recorded.shape != self._sums.shape:
+            got = None if recorded is None else tuple(recorded.shape)
+            raise ValueError(
+                "LoadStats: state must be of (num_layers, num_experts + 1) = "
+                f"{tuple(self._sums.shape)}, got {got}"
+            )
+        flight = state["in_flight"]
+        if flight is not None:
+            flight = flight.to(self._sums.device, copy=True)
+            flight[:, -1] *= dist.get_world_size(self._group)
+        self._flight = None if flight is None else (flight, None)
+        # Forwards of this rank; counts are the sum over all of them, and counted once.
+        self._sums.copy_(recorded)
+        if dist.get_rank(self._group):
+            self._sums[:, :-1] = 0
+        self._average = None if average is None else average.clone()
+
+
+class StepTimes:
+    """Whether steps with copies of experts take longer than those at home; equal on all ranks."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._seconds: list[float] = []
+        self._flight: tuple[Tensor, Any] | None = None
+        self._at_home: float | None = None
+        self._fresh = False  # whether the window before this one was at home
+
+    def tick(self) -> None:
+        """A step ends here, and the next begins."""
+        now = time.perf_counter()
+        if self._since is not None:
+            self._seconds.append(now - self._since)
+        self._since = now
+
+    def start(self, group: ProcessGroup, device: torch.device) -> None:
+        """Begins to sum the median of the steps of this window over ranks."""
+        seconds = torch.tensor(median(self._seconds or [0.0]), device=device)
+        self._flight = seconds, dist.all_reduce(seconds, group=group, async_op=True)
+
+    def slower(self, copies: bool) -> tuple[bool, bool]:
+        """Ends the window, and the step that runs, which is of two windows.
+
+        Args:
+            copies (bool): whether steps of the window had copies.
+
+        Returns:
+            (bool, bool): whether it was slower than one at home, or none is known; and whether
+            that one was right before it, so that the copies are why.
+        """
+        if self._flight is None:
+            return False, False
+        seconds, work = self._flight
+        work.wait()
+        took, at_home, fresh = seconds.item(), self._at_home, self._fresh
+        self._flight, self._seconds, self._since = None, [], None
+        self._fresh = not copies
+        if not copies:
+            self._at_home = took
+            return False, False
+        slower = at_home is not None and took > at_home
+        return slower or at_home is None, slower and fresh
