@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections import Counter
 from fnmatch import fnmatch
-from typing import Any, cast, TYPE_CHECKING
+from typing import Any, cast, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor

@@ -237,7 +237,8 @@ class PlacedExperts:
     ) -> None:
         self._layer, self._module, self._weights = layer, module, weights
         self._experts, self._ahead = experts, ahead
-        self._fetch, self._copies = None, None
+        self._fetch = None
+        self._copies: dict[str, Tensor] = {}
         if moves is not None:
             region = cast(Any, module)._expert_parallel
             versions = region.versions if _reusable(module) else None
@@ -268,7 +269,7 @@ class PlacedExperts:
         # While the copies are on their way.
         here = ids.masked_fill(ids >= each, -1)
         output = rest(rows, here, weights, _bound(here, num_rows))
-        if self._copies is None:
+        if not self._copies:
             self._copies = self._layer.fetcher.end(self._fetch, self._weights)
         if len(next(iter(self._copies.values()))):
             there = (ids - each).clamp_min(-1)
