@@ -124,7 +124,8 @@ class _Switch(TokenSwitch):
 
         Not compared where nothing communicates (:meth:`_communicates`).
         """
-        if tuple(values) in self._agreed or not self._communicates():
+        # In this order: what a graph reads of self, it guards.
+        if not self._communicates() or tuple(values) in self._agreed:
             return
         rows = [(dist.get_rank(), {name: str(v) for name, v in values.items()})]
         # A mode of one rank only, such as a profiler, must not change what is sent.
@@ -159,8 +160,11 @@ class _Switch(TokenSwitch):
         Collective only on ranks where ``facts`` changed: to the others, whose messages are as
         before, it looks like a dispatch, with marks that they raise for.
         """
+        # First, as in _must_agree.
+        if not self._communicates():
+            return
         now, last = {k: str(v) for k, v in facts.items()}, self._last_facts
-        if now == last or not self._communicates():
+        if now == last:
             return
         if last:
             everyone = True
