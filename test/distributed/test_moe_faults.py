@@ -35,7 +35,7 @@ else:
 RANKS, VICTIM = 4, 2
 E, K, D, HIDDEN, T = 8, 2, 16, 8, 12
 # Seconds: of a collective, and of everything that a group of processes does.
-COLLECTIVE_TIMEOUT, DEADLINE = 5, 120
+COLLECTIVE_TIMEOUT, DEADLINE = 5, 200
 
 
 # -- what a rank does
