@@ -1,9 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 
-from unittest import mock
-
 import torch
-from torch.distributed._moe import payload
 from torch.distributed._moe.payload import decode, encode
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -43,28 +40,15 @@ class TestWire(TestCase):
     def test_fp8_keeps_what_is_not_finite(self):
         x = torch.randn(3, 300)
         x[0, 5], x[1, 130], x[2, 299] = torch.inf, -torch.inf, torch.nan
-        for has_op in {False, payload._HAS_OP}:
-            with mock.patch.object(payload, "_HAS_OP", has_op):
-                packed = encode(x, torch.float8_e4m3fn)
+        # In float64 by the rule in torch ops, of which others may have one op.
+        for dtype in (torch.float64, torch.float32):
+            packed = encode(x.to(dtype), torch.float8_e4m3fn)
             back = decode(packed, torch.float8_e4m3fn, 300, x.dtype)
             for row, block in ((0, 0), (1, 1), (2, 2)):
                 self.assertTrue(
                     back[row, 128 * block : 128 * block + 128].isnan().all()
                 )
                 self.assertEqual(back[row].isnan().sum(), min(128, 300 - 128 * block))
-
-    def test_fp8_rule_is_that_of_the_op(self):
-        if not payload._HAS_OP:
-            self.skipTest("_moe_quantize is of the series moe-precision")
-        torch.manual_seed(0)
-        x = torch.randn(50, 300) * torch.exp2(torch.randint(-140, 120, (50, 300)))
-        x[0, 0], x[1] = torch.inf, 0
-        # Powers of two times 448 are where the exponent changes.
-        x[2, 0], x[3, 0], x[4, 0] = 448.0, 448.0001, 3.4e38
-        for rows in (x, x.bfloat16()):
-            packed = encode(rows, torch.float8_e4m3fn)
-            with mock.patch.object(payload, "_HAS_OP", False):
-                self.assertEqual(encode(rows, torch.float8_e4m3fn), packed)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,17 @@ class TestWireRows(TestCase):
         # A view of what came: no copy.
         self.assertEqual(data.untyped_storage().data_ptr(), packed.data_ptr())
 
+    def test_rule_is_that_of_the_op(self):
+        torch.manual_seed(0)
+        x = torch.randn(50, 300) * torch.exp2(torch.randint(-140, 120, (50, 300)))
+        x[0, 0], x[1] = torch.inf, 0
+        # Powers of two times 448 are where the exponent changes.
+        x[2, 0], x[3, 0], x[4, 0] = 448.0, 448.0001, 3.4e38
+        for rows in (x, x.bfloat16()):
+            # In float64 by the rule in torch ops.
+            want = payload.encode(rows.double(), FP8)
+            self.assertEqual(payload.encode(rows, FP8), want)
+
 
 class TestModule(TestCase):
     def test_no_such_recipe(self):

@@ -32,8 +32,6 @@ __all__ = [
 _BLOCK = 128
 _LARGEST = 448  # of float8_e4m3fn
 _BIAS = 127
-# The op of the series moe-precision, of which this module has the rule in torch ops.
-_HAS_OP = hasattr(torch.ops.aten, "_moe_quantize")
 
 
 def _quantize_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +39,7 @@ def _quantize_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     The rule of ``_moe_quantize`` in blocks of 128: the smallest exponent that keeps the largest value
     within range, 255 and NaN for a block with an infinity or a NaN."""
-    if _HAS_OP and rows.dtype != torch.float64:
+    if rows.dtype != torch.float64:
         code = F.ScalingType.BlockWise1x128.value
         data, scale = torch.ops.aten._moe_quantize(rows, code)
         return data, (scale.view(torch.int32) >> 23).to(torch.uint8)

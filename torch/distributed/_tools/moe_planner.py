@@ -21,6 +21,7 @@ from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, HELD_OUT_ERROR, profile
 from torch.distributed._tools.moe_simulator import expected_imbalance
 from torch.distributed._tools.moe_step_model import train_step
+from torch.distributed._tools.moe_trace import explain_memory
 
 
 if TYPE_CHECKING:
@@ -240,8 +241,6 @@ def _model(given: str) -> torch.nn.Module:
 
 
 def _explain_memory(args: Any) -> None:
-    from torch.distributed._tools.moe_trace import explain_memory  # of a later PR
-
     batch, seq, recompute = args.batch or 1, args.seq or 4096, args.recompute or "none"
     if recompute == "selective":
         raise ValueError(
