@@ -26,6 +26,7 @@ import tempfile
 import time
 from typing import Any, NamedTuple
 
+from engine.worker import PEAK_SIZE, STREAM_BYTES
 from report import parse, progress, show
 from shapes import ENGINE_SHAPES, make_operands, PASSES, Shape
 
@@ -44,11 +45,9 @@ OURS, BF16 = "ours", "bfloat16"
 FORMATS = (BF16, "int8_rowwise", "fp8_128x128", "mxfp4", "int4_1x32")
 LOW_BIT_TOKENS = (1, 16, 256)  # of the rows that are measured in other formats as well
 ROUTINGS = 8
-PAUSE = (
-    0.08  # seconds, after which the threads of the engine before have stopped spinning
-)
+# Seconds after which the threads of the engine before have stopped spinning.
+PAUSE = 0.08
 QUICK = (Shape("tiny", 3, 256, 128, 4, 2), Shape("tiny-prefill", 300, 256, 128, 4, 2))
-PEAK_SIZE, STREAM_BYTES = 2048, 1 << 28  # of worker.py
 # Norm of the error over that of the result.
 ALLOWED = {
     BF16: 0.01,

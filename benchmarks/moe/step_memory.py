@@ -19,11 +19,8 @@ from packages import require_transformers
 from train_anywhere import build, MODELS
 
 import torch
-from torch.distributed._tools.moe_trace import (
-    _checkpointed,
-    explain_memory,
-    layers_with,
-)
+from torch.distributed._tools.moe_step_memory import explain_memory
+from torch.distributed._tools.moe_trace import checkpointed, layers_with
 
 import measure
 
@@ -35,7 +32,7 @@ def measured_peak(model, ids: torch.Tensor, recompute: str) -> int:
     def step() -> None:
         with contextlib.ExitStack() as stack:
             if recompute == "full":
-                stack.enter_context(_checkpointed(model, layers_with(model, experts)))
+                stack.enter_context(checkpointed(model, layers_with(model, experts)))
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -30,6 +30,7 @@ import measure
 
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
+PEAK_SIZE, STREAM_BYTES = 2048, 1 << 28
 
 
 def ours(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
@@ -204,9 +205,8 @@ class Worker:
         """Reads a file of weights; the forms that there are."""
         self.forms = {}
         self.weights = torch.load(path, mmap=True)
-        if (
-            self.package == "torch"
-        ):  # ours reads weights where they are: not in pages of the file
+        # Ours reads weights where they are: not in pages of the file.
+        if self.package == "torch":
             self.weights = {name: w.clone() for name, w in self.weights.items()}
         self.forms = self.engine(self.weights, fmt, top_k)
         return list(self.forms)
@@ -235,7 +235,7 @@ class Worker:
     def peak(self) -> float:
         """Products alone, of bfloat16."""
         if not hasattr(self, "matrices"):
-            a, b = torch.randn(2, 2048, 2048).bfloat16()
+            a, b = torch.randn(2, PEAK_SIZE, PEAK_SIZE).bfloat16()
             self.matrices = a, b.t(), torch.empty_like(a)
         a, b, out = self.matrices
         return measure.timed(lambda: torch.mm(a, b, out=out))
@@ -243,7 +243,7 @@ class Worker:
     def stream(self) -> float:
         """A sum over memory."""
         if not hasattr(self, "memory"):
-            self.memory = torch.ones((1 << 28) // 8, dtype=torch.int64)
+            self.memory = torch.ones(STREAM_BYTES // 8, dtype=torch.int64)
         return measure.timed(self.memory.sum)
 
 

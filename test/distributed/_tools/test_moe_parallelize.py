@@ -31,11 +31,8 @@ from torch.distributed._tools.moe_profile import (
     Device,
     Profile,
 )
-from torch.distributed._tools.moe_trace import (
-    _checkpointed,
-    explain_memory,
-    layers_with,
-)
+from torch.distributed._tools.moe_step_memory import explain_memory
+from torch.distributed._tools.moe_trace import checkpointed, layers_with
 from torch.distributed._tools.moe_traced_model import Traced
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.launcher import elastic_launch, LaunchConfig
@@ -476,7 +473,7 @@ def peak_of_a_step(model, ids, recompute):
         with contextlib.ExitStack() as stack:
             if recompute == "full":
                 experts = [n for n, m in model.named_modules() if type(m) is nn.MoE]
-                stack.enter_context(_checkpointed(model, layers_with(model, experts)))
+                stack.enter_context(checkpointed(model, layers_with(model, experts)))
             model(ids).backward()
         update.step()
         update.zero_grad()

@@ -20,8 +20,8 @@ from torch.distributed._tools.moe_memory_model import memory
 from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, HELD_OUT_ERROR, profile
 from torch.distributed._tools.moe_simulator import expected_imbalance
+from torch.distributed._tools.moe_step_memory import explain_memory
 from torch.distributed._tools.moe_step_model import train_step
-from torch.distributed._tools.moe_trace import explain_memory
 
 
 if TYPE_CHECKING:

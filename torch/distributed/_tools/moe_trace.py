@@ -3,7 +3,6 @@
 
 The planner knows attention by its sizes; a model at hand says what it does: its own ops, their
 seconds by :func:`.moe_estimator.op_seconds`, and the bytes that are there at once.
-:func:`explain_memory` says whose these are.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ import functools
 import weakref
 from collections import Counter
 from fnmatch import fnmatch
-from typing import Any, cast, NamedTuple, TYPE_CHECKING
+from typing import Any, cast, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.moe_config import has_experts
 from torch.distributed._tools.moe_estimator import MoERuntimeEstimator
 from torch.distributed._tools.moe_traced_model import Traced
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker
 
@@ -41,16 +38,18 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "StepMemory",
+    "LiveBytes",
+    "causal_loss",
+    "checkpointed",
     "estimated_seconds",
-    "explain_memory",
+    "fake_parameters",
     "layers_with",
     "matched",
     "trace",
 ]
 
 
-class _Bytes:
+class LiveBytes:
     """The bytes of the tensors that are there at once, and whose they are."""
 
     def __init__(self) -> None:
@@ -82,12 +81,12 @@ class _Bytes:
         self.bytes -= size
 
 
-class _Run(MoERuntimeEstimator, _Bytes):
+class _Run(MoERuntimeEstimator, LiveBytes):
     """Also the seconds inside of some modules, and the bytes that are there at once."""
 
     def __init__(self, p: Profile, inside: set[str]) -> None:
         MoERuntimeEstimator.__init__(self, p)
-        _Bytes.__init__(self)
+        LiveBytes.__init__(self)
         self.inside, self.split, self.modules = inside, 0.0, ModuleTracker()
         self.before = 0
 
@@ -138,15 +137,15 @@ def trace(
     """
     owner = type(model).__name__
     inside = {f"{owner}.{n.rpartition('.')[0]}" for n in matched(model, tp_plan or {})}
-    run = loss or functools.partial(_causal_loss, seq=seq)
+    run = loss or functools.partial(causal_loss, seq=seq)
     forward, split, ops, runs = 0.0, 0.0, 0, {}
     for recompute in ("none", "full"):
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            tensors = stack.enter_context(_fake_parameters(model))
+            tensors = stack.enter_context(fake_parameters(model))
             stack.enter_context(_local_experts(model, experts, adapter))
             if recompute == "full":
-                stack.enter_context(_checkpointed(model, blocks))
+                stack.enter_context(checkpointed(model, blocks))
             seen = stack.enter_context(_Run(p, inside))
             seen.live.update(
                 {t.untyped_storage()._cdata: None for t in tensors.values()}
@@ -181,224 +180,17 @@ def trace(
     )  # fmt: skip
 
 
-class StepMemory(NamedTuple):
-    """The bytes of tensors when a training step has most of them.
-
-    Attributes:
-        peak: by layer, which is the name of a block or "" for what is around the blocks, and by kind.
-            ``weights``, ``gradients`` and ``optimizer`` are of the layer's parameters. ``attention``,
-            ``router``, ``experts``, ``embedding``, ``loss`` (the head included) and ``other`` (norms and
-            residuals) are what forward made there. ``backward`` are gradients of activations, and what
-            checkpointing computes again; ``update`` the optimizer's temporary tensors.
-        kept: the same at the end of forward, without parameters: what is saved for backward.
-        where: pass, module and operator of the peak.
-    """
-
-    peak: dict[tuple[str, str], int]
-    kept: dict[tuple[str, str], int]
-    where: tuple[str, str, str]
-
-    @property
-    def total(self) -> int:
-        return sum(self.peak.values())
-
-    def explain(self) -> str:
-        """A table of both, equal neighbours in one row, and where the peak is."""
-        pass_, module, op = self.where
-        lines = [
-            f"peak {_size(self.total)}, in {pass_} of {module or 'the model'}, {op}"
-        ]
-        for title, parts in (
-            ("at the peak", self.peak),
-            ("kept by forward", self.kept),
-        ):
-            kinds = [k for k in _KINDS if any(kind == k for _, kind in parts)]
-            rows: list[tuple[list[str], list[int]]] = []
-            for layer in dict.fromkeys(layer for layer, _ in parts):
-                sizes = [parts.get((layer, kind), 0) for kind in kinds]
-                if rows and rows[-1][1] == sizes:
-                    rows[-1][0].append(layer)
-                else:
-                    rows.append(([layer], sizes))
-            rows.append((["total"], [sum(column) for column in zip(*(
-                [n * len(layers) for n in sizes] for layers, sizes in rows
-            ))]))  # fmt: skip
-            cells = [[title, *kinds, "all"]]
-            for layers, sizes in rows:
-                name = layers[0] or "around the layers"
-                name += f" ... {layers[-1]}, each" if len(layers) > 1 else ""
-                cells.append([name, *map(_size, (*sizes, sum(sizes)))])
-            widths = [max(map(len, column)) for column in zip(*cells)]
-            lines.append("")
-            for name, *sizes in cells:
-                numbers = (size.rjust(w) for size, w in zip(sizes, widths[1:]))
-                lines.append("  ".join((name.ljust(widths[0]), *numbers)))
-        return "\n".join(lines)
-
-
-_ADAMW = functools.partial(torch.optim.AdamW, fused=True)
-_KINDS = ("weights", "gradients", "optimizer", "embedding", "attention", "router",
-          "experts", "other", "loss", "backward", "update")  # fmt: skip
-
-
-def _size(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes / 1e3:.3g} kB"
-
-
-class _Modules(ModuleTracker):
-    """Without hooks on what checkpointing computes again, which would keep it."""
-
-    def _fw_pre_hook(self, mod, input) -> None:
-        if not self.is_bw:
-            super()._fw_pre_hook(mod, input)
-
-    def _fw_post_hook(self, mod, input, output) -> None:
-        if not self.is_bw:
-            super()._fw_post_hook(mod, input, output)
-
-
-class _Owned(TorchDispatchMode, _Bytes):
-    """Layer and kind of the bytes, as StepMemory has them."""
-
-    def __init__(
-        self, model: nn.Module, experts: Sequence[str], blocks: Sequence[str]
-    ) -> None:
-        TorchDispatchMode.__init__(self)
-        _Bytes.__init__(self)
-        self.modules, self.root = _Modules(), f"{type(model).__name__}."
-        self.experts, self.blocks, self.updates = experts, blocks, False
-        self.peaks: dict[tuple[str, str], int] = {}
-        self.where = ("", "", "")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        names = (n for n in self.modules.parents if n.startswith(self.root))
-        name = max((n.removeprefix(self.root) for n in names), key=len, default="")
-        pass_ = "backward" if self.modules.is_bw else "forward"
-        pass_ = "update" if self.updates else pass_
-        op = func._overloadpacket.__name__
-        self.count(
-            out, self.owner(name, self.kind(name, op) if pass_ == "forward" else pass_)
-        )
-        if self.bytes > self.peak:
-            self.peak, self.peaks = self.bytes, self.now()
-            self.where = (pass_, name, op)
-        return out
-
-    def now(self) -> dict[tuple[str, str], int]:
-        return {owner: n for owner, n in self.by_owner.items() if n}
-
-    def owner(self, name: str, kind: str) -> tuple[str, str]:
-        """Of what belongs to the module or parameter."""
-        return max(
-            (b for b in self.blocks if _inside(name, b)), key=len, default=""
-        ), kind
-
-    def kind(self, name: str, op: str) -> str:
-        """Of what an operator of forward makes in a module."""
-        block, _ = self.owner(name, "")
-        parts = name.removeprefix(block).split(".")
-        if not block and "" not in self.blocks:
-            return "embedding" if "embed" in parts[-1] else "loss"
-        if op == "_moe_topk" or {"gate", "router"} & {*parts}:
-            return "router"
-        if any("attn" in part or "attention" in part for part in parts):
-            return "attention"
-        return "experts" if any(_inside(name, e) for e in self.experts) else "other"
-
-
-def _inside(name: str, owner: str) -> bool:
-    return not owner or name == owner or name.startswith(f"{owner}.")
-
-
-def explain_memory(
-    model: nn.Module,
-    loss: Callable[[nn.Module], Tensor] | None = None,
-    *,
-    batch: int = 1,
-    seq: int = 4096,
-    recompute: str = "none",
-    optimizer: Callable[..., torch.optim.Optimizer] = _ADAMW,
-) -> StepMemory:
-    """Whose the bytes of a training step on the CPU are; nothing is computed or allocated.
-
-    The second step runs: the optimizer has its state, and gradients are None.
-
-    Args:
-        model (nn.Module): its parameters may be on the meta device.
-        loss (callable, optional): of the model. Default: ``model(input_ids=ids, labels=ids)``
-
-    Keyword Args:
-        batch, seq (int): of ``ids``.
-        recompute (str): ``"full"`` checkpoints every layer, ``"none"`` does not.
-        optimizer (callable): from the parameters. Default: ``AdamW(fused=True)``, as a step in
-            place needs no temporary tensors
-
-    Raises:
-        ValueError: the model has no experts, or is called otherwise.
-    """
-    experts = [n for n, m in model.named_modules() if has_experts(m)]
-    if not experts:
-        raise ValueError(
-            "explain_memory: model must have stacked weights of experts, (E, out, in), got none "
-            f"in {type(model).__name__}"
-        )
-    blocks = layers_with(model, experts)
-    run = loss or functools.partial(_causal_loss, seq=seq, batch=batch)
-    names: dict[int, str] = {}
-    seen = _Owned(model, experts, blocks)
-
-    def keep(tensor: Tensor) -> None:
-        seen.move(
-            cast("Tensor", tensor.grad), seen.owner(names[id(tensor)], "gradients")
-        )
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        tensors = stack.enter_context(_fake_parameters(model, keep))
-        if recompute == "full":
-            stack.enter_context(_checkpointed(model, blocks))
-        for name, tensor in tensors.items():
-            names[id(tensor)] = name
-            seen.count(tensor, seen.owner(name, "weights"))
-        stack.enter_context(seen)
-        trained = [t for t in tensors.values() if t.requires_grad]
-        update = optimizer(trained)
-        for tensor in trained:
-            tensor.grad = torch.empty_like(tensor)
-        update.step()  # makes its state
-        update.zero_grad()
-        for tensor, state in update.state.items():
-            owner = seen.owner(names[id(tensor)], "optimizer")
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    seen.move(value, owner)
-        seen.peak = 0
-        with seen.modules:
-            value = run(model)
-            kept = seen.now()
-            value.backward()
-        seen.updates = True
-        update.step()
-    fixed = ("weights", "gradients", "optimizer")
-    kept = {owner: n for owner, n in kept.items() if owner[1] not in fixed}
-    return StepMemory(seen.peaks, kept, seen.where)
-
-
 def estimated_seconds(
     module: nn.Module, p: Profile, call: Callable[[], object]
 ) -> tuple[float, int]:
     """Of a call of ``module``, by :func:`.moe_estimator.op_seconds`, and its number of ops."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _fake_parameters(module):
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_parameters(module):
         with MoERuntimeEstimator(p) as seen:
             call()
     return seen.seconds, seen.ops
 
 
-def _causal_loss(model: nn.Module, seq: int, batch: int = 1) -> Tensor:
+def causal_loss(model: nn.Module, seq: int, batch: int = 1) -> Tensor:
     ids = torch.zeros(batch, seq, dtype=torch.int64)
     cached = hasattr(getattr(model, "config", None), "use_cache")
     try:
@@ -442,7 +234,7 @@ def _drop(tensor: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _fake_parameters(
+def fake_parameters(
     model: nn.Module, on_grad: Callable[[Tensor], None] = _drop
 ) -> Iterator[dict[str, Tensor]]:
     """Fake ones on the CPU, whose gradients are gone as soon as they are there, or ``on_grad``."""
@@ -485,7 +277,7 @@ def _local_experts(
 
 
 @contextlib.contextmanager
-def _checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in blocks:
             block = model.get_submodule(name)
