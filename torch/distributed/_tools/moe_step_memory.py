@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, cast, NamedTuple, TYPE_CHECKING
+from typing import cast, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
