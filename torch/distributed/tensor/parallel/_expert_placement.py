@@ -351,7 +351,8 @@ class ExpertPlacement:
             knows it, see ``torch.distributed._tools.moe_planner``. Default: None (at first
             the bytes of both; where steps with copies then take longer than those at home, by
             the clock, experts go home, and the price is raised. Plans then depend on times: for
-            runs that are to have the same bits, give a price)
+            runs that are to have the same bits, give a price. One or two steps between plans
+            are too few to be timed)
         keep (bool): fetched copies stay, in training and in inference, until the plan or the
             weights change: micro-batches of a step share them, and serving fetches once.
             Takes the memory of the copies of all layers. What is written through ``.data`` is
