@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 import tempfile
+import unittest
 from dataclasses import fields, replace
 from pathlib import Path
 from unittest import mock
@@ -38,6 +39,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.launcher import elastic_launch, LaunchConfig
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
+from torch.testing._internal.common_moe import has_cpu_kernel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -490,6 +492,10 @@ def peak_of_a_step(model, ids, recompute):
 
 @instantiate_parametrized_tests
 class TestExplained(TestCase):
+    @unittest.skipUnless(
+        has_cpu_kernel(),
+        "memory is explained for the kernels of F.moe_mlp; the composite allocates more",
+    )
     @parametrize("recompute", ("none", "full"))
     @parametrize("name", tuple(EXPLAINED))
     def test_measured_peak(self, name, recompute):

@@ -12,7 +12,9 @@ Combine modes
              that rank; the source adds the rows of its ranks. Fewest bytes.
     exact    dispatch hands out one row per slot, and one row per slot returns: the source
              adds the terms that one rank would, in its order, so that output, input
-             gradient and router gradient have the bits of expert-parallel degree 1.
+             gradient and router gradient have the bits of expert-parallel degree 1 if a
+             row's bits do not depend on the rows beside it. The kernels of F.moe_mlp
+             promise that; its composite form does not.
 
 Collectives of a layer, per level: compact 3 in forward (sizes, rows with their ids and
 weights, rows back), of which the host reads the sizes once for all levels; static 2. 2 in

@@ -173,7 +173,9 @@ def explain_memory(
 ) -> StepMemory:
     """Whose the bytes of a training step on the CPU are; nothing is computed or allocated.
 
-    The second step runs: the optimizer has its state, and gradients are None.
+    The second step runs: the optimizer has its state, and gradients are None. Memory
+    that an op allocates and frees inside is not seen: the kernels of ``F.moe_mlp`` need little,
+    its composite form needs more.
 
     Args:
         model (nn.Module): its parameters may be on the meta device.

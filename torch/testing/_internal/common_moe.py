@@ -32,6 +32,15 @@ def backends_of(op) -> list[str]:
     return ["native"]
 
 
+def has_cpu_kernel() -> bool:
+    """Whether ``F.moe_mlp`` has a kernel on CPU rather than its composite alone.
+
+    A row of the kernel has the same bits whatever rows are beside it; the composite's
+    matmuls depend on how many rows an expert has, and keep more temporaries.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_moe_mlp", "CPU")
+
+
 def to_meta(value):
     """``value`` with every tensor replaced by a meta tensor of the same shape and strides."""
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)
