@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     ExpertPlacement,
     parallelize_module,
 )
+from torch.testing._internal.common_moe import bits_of_kernel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -115,7 +116,7 @@ class TestPlacedLayer(TokenSwitchTest):
             copies += int((found.slot_experts >= 0).sum()) - E
             got = self.run_layer(slots, *self.fetched(found.slot_experts))
             for value, bits in zip(got, want):
-                self.assertEqual(value, bits, atol=0, rtol=0)
+                self.assertEqual(value, bits, **bits_of_kernel())
         self.assertGreater(copies, 0)
         for seed in range(4):
             # Quotas for other counts: of each expert one rank, whichever.
@@ -126,7 +127,7 @@ class TestPlacedLayer(TokenSwitchTest):
                 self.slot_ids(found, quotas), *self.fetched(found.slot_experts)
             )
             for value, bits in zip(got, want):
-                self.assertEqual(value, bits, atol=0, rtol=0)
+                self.assertEqual(value, bits, **bits_of_kernel())
 
     def test_weights_of_another_plan_are_noticed(self):
         # The comparison above can fail: bits differ on some rank.

@@ -41,6 +41,11 @@ def has_cpu_kernel() -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_moe_mlp", "CPU")
 
 
+def bits_of_kernel() -> dict[str, float]:
+    """Tolerances of ``assertEqual`` for a result that has the same bits if kernels keep them."""
+    return {"atol": 0, "rtol": 0} if has_cpu_kernel() else {}
+
+
 def to_meta(value):
     """``value`` with every tensor replaced by a meta tensor of the same shape and strides."""
     return torch.utils._pytree.tree_map_only(Tensor, lambda t: t.to("meta"), value)

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel._expert_adapters import (
     GroupedExpertsAdapter,
 )
 from torch.distributed.tensor.parallel.expert_parallel import token_switches
+from torch.testing._internal.common_moe import bits_of_kernel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -276,8 +277,8 @@ class TestExpertParallel(ExpertParallelTest):
                     got = p.grad.clone()
                     dist.all_reduce(got)
                 self.assertEqual(got, layer.get_parameter(name).grad, msg=name)
-            self.assertTrue(torch.equal(output, whole[part]), share)
-            self.assertTrue(torch.equal(mine.grad, leaf.grad[part]), share)
+            self.assertEqual(output, whole[part], msg=share, **bits_of_kernel())
+            self.assertEqual(mine.grad, leaf.grad[part], msg=share, **bits_of_kernel())
 
     @parametrize(
         "names,shape,ep",
