@@ -43,7 +43,7 @@ from .moe_match import (
     VIEWS,
     writers,
 )
-from .moe_order import is_mask_of_no_expert, sorted_by, why_not_expert_of_row
+from .moe_row_order import is_mask_of_no_expert, sorted_by, why_not_expert_of_row
 
 
 _FRESH = {"empty_like", "zeros_like", "empty", "zeros", "new_empty", "new_zeros"}

@@ -36,7 +36,7 @@ from .moe_match import (
     value_of,
     VIEWS,
 )
-from .moe_order import counted_ids, is_topk_index
+from .moe_row_order import counted_ids, is_topk_index
 
 
 log = logging.getLogger(__name__)

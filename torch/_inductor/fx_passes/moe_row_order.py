@@ -1,4 +1,4 @@
-"""What moe_fusion knows of the order of rows: sorts, what offsets count, and which expert a row is of."""
+"""The order of rows as moe_fusion recognises it: sorts, counts behind offsets, and the expert of a row."""
 
 from dataclasses import dataclass
 from typing import Any
