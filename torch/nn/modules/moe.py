@@ -325,12 +325,15 @@ class MoE(Module):
         """Runs the forward pass.
 
         Args:
-            input: ``(*, D)``.
+            input: ``(*, D)``, or a jagged nested tensor ``(B, j, D)``; results are nested alike.
             need_routing: whether to return the router's logits ``(*, E)`` and the
                 chosen experts ``(*, K)`` as well, for losses and statistics.
             topk_indices: ``(*, K)`` experts to take instead of choosing, -1 for none, see
                 :func:`~torch.nn.functional.moe_topk`.
         """
+        if input.is_nested:
+            options = {"need_routing": need_routing, "topk_indices": topk_indices}
+            return F._of_jagged_values("MoE", self.forward, input, **options)
         given = () if topk_indices is None else (topk_indices,)
         logits, topk_indices, topk_weights = self.route(input, *given)
         try:

@@ -50,6 +50,11 @@ def _is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _tokens(x: Tensor) -> Tensor:
+    """``x``, or the values of a jagged nested tensor."""
+    return x.values() if x.is_nested else x
+
+
 def _smallest(topk_indices: Tensor, num_experts: int) -> Tensor:
     """In the fewest bytes that hold -1 to E."""
     for dtype in (torch.int8, torch.int16):
@@ -104,7 +109,8 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
                     raise RuntimeError(
                         f"record_routing: {name!r} ran a second time; a record is of one forward"
                     )
-                ids = topk_indices.detach().reshape(-1, topk_indices.shape[-1])
+                ids = _tokens(topk_indices.detach())
+                ids = ids.reshape(-1, ids.shape[-1])
                 record[name] = _smallest(ids, logits.shape[-1]).contiguous()
             return output if asked[name] else y
 
@@ -147,7 +153,7 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
     def hook(name: str) -> Any:
         def give(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
             input = args[0] if args else kwargs["input"]
-            tokens, ids = input.shape[:-1], record[name]
+            tokens, ids = _tokens(input).shape[:-1], record[name]
             if tokens.numel() != ids.shape[0]:
                 raise ValueError(
                     f"replay_routing: {name!r} got {tokens.numel()} tokens of shape "
