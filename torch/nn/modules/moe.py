@@ -332,8 +332,9 @@ class MoE(Module):
                 :func:`~torch.nn.functional.moe_topk`.
         """
         if input.is_nested:
+            functional: Any = F  # the stub has no private functions
             options = {"need_routing": need_routing, "topk_indices": topk_indices}
-            return F._of_jagged_values("MoE", self.forward, input, **options)
+            return functional._of_jagged_values("MoE", self.forward, input, **options)
         given = () if topk_indices is None else (topk_indices,)
         logits, topk_indices, topk_weights = self.route(input, *given)
         try:
