@@ -40,11 +40,15 @@ class TestPolicy(GlooTest):
         parallelize_module(moe, self.mesh(("ep",), 4), style)
         return moe, placement, placement.layers[0]
 
-    def run_steps(self, moe, placement, seconds, steps):
-        """Whether each step had copies; ``seconds(copies)`` is what it takes by the clock."""
+    def run_steps(self, moe, placement, seconds, steps, between=None):
+        """Whether each step had copies; ``seconds(copies)`` is what it takes by the clock.
+
+        ``between(step)`` is what happens between steps, and returns its seconds.
+        """
         clock, found = [0.0], []
         with mock.patch.object(loads.time, "perf_counter", lambda: clock[0]):
-            for _ in range(steps):
+            for step in range(steps):
+                clock[0] += between(step) if between is not None else 0.0
                 x = torch.rand(TOKENS, D)
                 with count_wire_bytes(*placement.layers) as wire:
                     moe(x).sum().backward()
@@ -79,6 +83,38 @@ class TestPolicy(GlooTest):
         self.assertFalse(any(found[:4]))
         self.assertTrue(all(found[6:]))
         self.assertEqual(layer.copy_cost, 1.0)
+
+    @parametrize("online", [False, True])
+    def test_time_between_steps_is_not_of_a_step(self, online):
+        # As of a loader, and of an evaluation, which takes long as long as there are copies.
+        moe, placement, layer = self.layer(every=4, online=online)
+        layer.copy_cost = 1.0
+
+        def between(step):
+            placed = layer.moves if not online else layer.tried is not None
+            with torch.no_grad():
+                state = placement.state_dict()
+                moe(torch.rand(TOKENS, D))
+                placement.load_state_dict(state)
+            return 100.0 * (step > 4 if placed else step % 2)
+
+        found = self.run_steps(moe, placement, lambda copies: 2.0 - copies, 24, between)
+        self.assertTrue(all(found[6:]))
+        self.assertEqual(layer.copy_cost, 1.0)
+
+    @parametrize("online", [False, True])
+    def test_slower_copies_are_tried_ever_more_seldom(self, online):
+        moe, placement, layer = self.layer(every=4, online=online)
+
+        def between(step):
+            layer.copy_cost = 1.0  # The loads changed, and by them it would pay.
+            return 0.0
+
+        found = self.run_steps(moe, placement, lambda copies: 1.1 + copies, 200, between)
+        tries = [i // 4 for i, (a, b) in enumerate(zip(found, found[1:])) if b > a]
+        rests = [b - a - 1 for a, b in zip(tries, tries[1:])]
+        self.assertEqual(rests, [1, 2, 4, 8, 16])
+        self.assertLess(sum(found), 30)
 
     def test_a_price_is_not_measured(self):
         moe, placement, layer = self.layer(every=4, copy_cost=1.0)
@@ -126,6 +162,20 @@ class TestPolicy(GlooTest):
             placement.step()
         self.assertEqual((layer.pause, layer.pauses), (0, 0))
         self.assertIsNotNone(layer.tried)
+
+    def test_resumed_online_plans_are_those_of_the_run(self):
+        moe, placement, layer = self.layer(every=None, online=True, copy_cost=1e6)
+        planned = []
+        for _ in range(20):
+            # Another run goes on from each step, as after a checkpoint.
+            again, resumed, other = self.layer(online=True, copy_cost=1e6)
+            resumed.load_state_dict(placement.state_dict())
+            for model, run in ((moe, placement), (again, resumed)):
+                model(torch.rand(TOKENS, D))
+                run.step()
+            planned.append(layer.pauses)
+            self.assertEqual((other.pause, other.pauses), (layer.pause, layer.pauses))
+        self.assertEqual(sorted(set(planned)), [1, 3, 7, 15])
 
     def test_at_home_nothing_is_added(self):
         moe, placement, layer = self.layer(every=100, copy_cost=0.0)

@@ -101,6 +101,11 @@ class TestPlan(TestCase):
             for per_node in (8, 16, 64):
                 topology = Topology(64 // per_node, per_node, 6)
                 self.assertLess(num_calls(lambda: plan(counts, topology)), 25_000)
+        # Nothing is searched for where a fetch costs more than the heaviest rank can give.
+        loads = counts.view(64, -1).sum(1).double()
+        most = (loads.max() - loads.mean()).item()
+        self.assertLess(num_calls(lambda: plan(counts, topology, price=most)), 1_500)
+        self.assertGreater(num_calls(lambda: plan(counts, topology, price=0.9 * most)), 3_000)
 
     @parametrize(
         "counts",

@@ -45,7 +45,8 @@ else:
 
 RANKS, STEPS = 4, 10
 D, HIDDEN, E, K, TOKENS = 16, 8, 8, 2, 24
-# Seconds: of a collective, of a pause that it must outlast, and of everything that a seed does.
+# Seconds: of a collective, of a pause that it must outlast, and of everything that a seed does but
+# waiting for a core: leaving Python takes a rank more than one second of a core.
 TIMEOUT, PAUSE, DEADLINE = 5.0, 1.0, 90.0
 # What happens to one rank. Killed and stopped for good; stopped or busy for less than the timeout
 # or for much longer; no tokens.
@@ -153,11 +154,21 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def wait_for_all(pids: list[int], plan: Plan) -> list[int | None]:
-    """Exit codes; None of a rank that did not end, which is killed."""
+def waited(pid: int) -> float:
+    """Seconds that threads of a process were ready to run and had no core, together."""
+    total = 0
+    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # It has ended.
+            total += int(stat.read_text().split()[1])
+    return total / 1e9
+
+
+def wait_for_all(pids: list[int], plan: Plan) -> tuple[list[int | None], float]:
+    """Exit codes, None of a rank that did not end, which is killed; and seconds without a core."""
     codes: dict[int, int] = {}
-    end, wake = time.monotonic() + DEADLINE, None
-    while len(codes) < RANKS and time.monotonic() < end:
+    end, wake, no_core = time.monotonic() + DEADLINE, None, 0.0
+    while len(codes) < RANKS and time.monotonic() < end + no_core:
+        no_core = max(no_core, sum(map(waited, pids)))
         for rank, pid in enumerate(pids):
             if rank in codes:
                 continue
@@ -173,12 +184,12 @@ def wait_for_all(pids: list[int], plan: Plan) -> list[int | None]:
         elif plan.fault == "stop" and wake is not None and others:
             os.kill(pids[plan.victim], signal.SIGKILL)
             wake = None
-        time.sleep(0.01)
+        time.sleep(0.05)
     for rank, pid in enumerate(pids):
         if rank not in codes:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return [codes.get(rank) for rank in range(RANKS)]
+    return [codes.get(rank) for rank in range(RANKS)], no_core
 
 
 LOST = "connection|timed? ?out|closed|reset|broken pipe"
@@ -235,7 +246,7 @@ def run_seed(seed: int) -> dict[str, object]:
                 # Through all frames: Python shuts down as in any program.
                 raise SystemExit
             pids.append(pid)
-        codes = wait_for_all(pids, plan)
+        codes, no_core = wait_for_all(pids, plan)
         texts = [
             Path(f"/proc/self/fd/{log.fileno()}").read_text(errors="replace")
             for log in logs
@@ -251,6 +262,7 @@ def run_seed(seed: int) -> dict[str, object]:
     row["errors"] = sum("error" in r for r in reports)
     row["slowest_error_s"] = round(max(waits), 2) if waits else None
     row["seconds"] = round(time.monotonic() - start, 2)
+    row["no_core_s"] = round(no_core, 2)
     row["problems"] = found
     if found:
         row["output"] = texts

@@ -5,7 +5,7 @@
 
 Four ranks train and save a checkpoint every few steps. Again and again one of them is killed at a
 random moment; the others must end by themselves, with an error, and all are started again from the
-last checkpoint. The loss of a step that is run again must have the bits that it had before, and so
+last checkpoint. Experts run away from home, by average loads and by those of a forward. The loss of a step that is run again must have the bits that it had before, and so
 must an undisturbed run from the first checkpoint to the last; memory, threads and file descriptors
 of a rank must not grow.
 """
@@ -29,9 +29,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ExpertParallel,
+    ExpertPlacement,
+    parallelize_module,
+)
 
 
 if "--seconds" in sys.argv:
@@ -50,6 +55,11 @@ STYLES = (
     {"num_chunks": 3},
     {"token_switch": "hierarchical", "ranks_per_node": 2, "num_chunks": 2},
     {"capacity": RANKS * TOKENS},
+)
+# Of the layers in turn. The prices are given, as plans that depend on times have other bits.
+PLACEMENTS = (
+    {"slots_per_rank": 6, "every": 7, "copy_cost": 4.0},
+    {"slots_per_rank": 6, "online": True, "copy_cost": 30.0},
 )
 # What an error says where a rank was killed.
 LOST = r"[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|[Tt]imed out"
@@ -89,8 +99,10 @@ def train(rank, folder, first, last):
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
     torch.manual_seed(0)
     model = nn.Sequential(*(Drifting(D, HIDDEN, E, K) for _ in STYLES))
-    for layer, style in zip(model, STYLES):
-        parallelize_module(layer, mesh, ExpertParallel(**style))
+    placements = [ExpertPlacement(**options) for options in PLACEMENTS]
+    for i, style in enumerate(STYLES):
+        style = ExpertParallel(placement=placements[i % len(placements)], **style)
+        parallelize_module(model[i], mesh, style)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if first:
         state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
@@ -100,6 +112,10 @@ def train(rank, folder, first, last):
             model_state_dict=state["model"],
             optim_state_dict=state["optim"],
         )
+        for placement, saved in zip(
+            placements, torch.load(f"{folder}/step{first}/placements")
+        ):
+            placement.load_state_dict(saved)
     routers = [p for name, p in model.named_parameters() if "router" in name]
     log, base = Path(f"{folder}/log{rank}"), None
     for step in range(first, last):
@@ -107,19 +123,25 @@ def train(rank, folder, first, last):
         x, target = torch.randn(2, TOKENS, D, generator=generator)
         for layer in model:
             layer.step = step
-        loss = (x + model(x) - target).square().sum() / RANKS
-        loss.backward()
+        with count_wire_bytes(*(layer for p in placements for layer in p.layers)) as wire:
+            loss = (x + model(x) - target).square().sum() / RANKS
+            loss.backward()
         total = loss.detach()
         dist.all_reduce(total)
         for p in routers:
             dist.all_reduce(p.grad)
         optimizer.step()
         optimizer.zero_grad()
+        for placement in placements:
+            placement.step()
         row = {"step": step, "loss": total.item().hex()}
+        row["fetches"] = wire.messages["experts"]["experts"]
         if (step + 1) % INTERVAL == 0:
             state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
             dcp.save(state, checkpoint_id=f"{folder}/step{step + 1}.part")
+            saved = [placement.state_dict() for placement in placements]
             if rank == 0:
+                torch.save(saved, f"{folder}/step{step + 1}.part/placements")
                 os.rename(f"{folder}/step{step + 1}.part", f"{folder}/step{step + 1}")
             dist.barrier()
             now = used()
@@ -259,7 +281,8 @@ def soak(seconds, seed, life_seconds=60.0):
     shutil.copytree(f"{folder}/step{INTERVAL}", f"{calm}/step{INTERVAL}")
     run.live(calm, INTERVAL, last)
     calm_grown = run.check(calm, losses)
-    compared = len(run.rows(calm)[0])
+    rows = run.rows(calm)[0]
+    compared, fetches = len(rows), sum(row["fetches"] for row in rows)
     if compared != last - INTERVAL:
         run.problems.append(
             f"the undisturbed run had {compared} steps of {last - INTERVAL}"
@@ -269,6 +292,7 @@ def soak(seconds, seed, life_seconds=60.0):
         "steps": ran,
         "again": ran - len(losses),
         "compared": compared,
+        "fetches": fetches,
     }
     row |= {"grown": grown, "undisturbed": calm_grown, "problems": run.problems}
     if run.problems:
@@ -337,7 +361,9 @@ class TestSoak(TestCase):
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertGreater(json.loads(done.stdout)["compared"], 0)
+        row = json.loads(done.stdout)
+        self.assertGreater(row["compared"], 0)
+        self.assertGreater(row["fetches"], 0)
 
 
 def main():

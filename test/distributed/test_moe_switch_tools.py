@@ -15,8 +15,10 @@ from moe_token_switch import (
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.all_to_all import (
     grow_and_rerun,
     TokenSwitchAllToAll,
@@ -113,23 +115,30 @@ class TestSwitchTools(TokenSwitchTest):
         # Shows that the test can fail.
         self.assertEqual(counts[2], once + once - 2)
 
-    @parametrize("levels", [1, 2])
-    def test_shapes_that_change_under_a_capacity(self, levels):
-        """On all ranks they may; on one they are an error on every rank, in that forward."""
-        if levels == 1:
-            switch = self.switch(capacity=40)
-        else:
-            mesh = self.mesh(("node", "local"), 2, 2)
-            switch = TokenSwitchHierarchical(mesh, 8, capacity=(40, 40))
-        g = torch.Generator().manual_seed(self.rank)
-        w_in = torch.randn(2, 8, 16, generator=g)
-        w_out = torch.randn(2, 16, 4, generator=g)
+    def fixed(self, kind):
+        """A switch whose messages have one size."""
+        if kind == "all_gather":
+            group = self.mesh(None, 4).get_group()
+            return TokenSwitchAllGather(group, 8, max_tokens=6)
+        if kind == "static":
+            return self.switch(capacity=40)
+        mesh = self.mesh(("node", "local"), 2, 2)
+        return TokenSwitchHierarchical(mesh, 8, capacity=(40, 40))
 
-        def run(K, dtype=torch.float32):
-            ids = torch.rand(6, 8, generator=g).topk(K, dim=1).indices
-            x = torch.randn(6, 16, generator=g).to(dtype)
-            weights = torch.rand(6, K, generator=g)
-            return run_layer(switch, ids, x, weights, w_in.to(dtype), w_out.to(dtype))
+    def run_fixed(self, switch, K=2, dtype=torch.float32, tokens=6, width=16):
+        g = torch.Generator().manual_seed(self.rank)
+        w_in = torch.randn(2, 8, width, generator=g).to(dtype)
+        w_out = torch.randn(2, width, 4, generator=g).to(dtype)
+        ids = torch.rand(tokens, 8, generator=g).topk(K, dim=1).indices
+        x = torch.randn(tokens, width, generator=g).to(dtype)
+        routing = switch.create_routing(ids)
+        rows, weights, ids = switch.dispatch(routing, x, torch.rand(tokens, K))
+        return switch.combine(routing, F.moe_mlp(rows, ids, weights, w_in, w_out))
+
+    @parametrize("kind", ["all_gather", "static", "hierarchical"])
+    def test_shapes_that_change_under_a_capacity(self, kind):
+        """On all ranks they may; on one they are an error on every rank, in that forward."""
+        switch, run = self.fixed(kind), self.run_fixed
 
         def agreed():
             """Everybody is here, and nothing is left in flight."""
@@ -138,28 +147,58 @@ class TestSwitchTools(TokenSwitchTest):
                 (3, torch.bfloat16),
                 (2, torch.float32),
             ):
-                self.assertTrue(run(K, dtype).isfinite().all())
-            switch.capacity = 50 if levels == 1 else (50, 60)
-            self.assertTrue(run(2).isfinite().all())
-            switch.check_overflow()
+                self.assertTrue(run(switch, K, dtype).isfinite().all())
+            self.assertTrue(run(switch, tokens=2 * self.rank).isfinite().all())
+            if kind == "all_gather":
+                with self.assertRaisesRegex(ValueError, "at most max_tokens = 6 .* 7"):
+                    run(switch, tokens=7)
+            else:
+                switch.capacity = 50 if kind == "static" else (50, 60)
+                self.assertTrue(run(switch).isfinite().all())
+                switch.check_overflow()
 
+        if kind == "all_gather":
+            # In the first forward, too.
+            for odd in ({"tokens": 7}, {"K": 3}, {"width": 24}):
+                with self.assertRaisesRegex(
+                    RuntimeError, f"{list(odd)[0].replace('width', 'D')} must be the same"
+                ):
+                    run(switch, **odd if self.rank == 2 else {})
         agreed()
+        odds = [("K", {"K": 3}), ("dtype", {"dtype": torch.bfloat16})]
+        odds.append(("D", {"width": 24}))
+        if kind == "all_gather":
+            odds.append(("tokens", {"tokens": 7}))
         # One of them; all but one; two of a node; one of each node; and others on each.
-        for odd in ((1,), (0, 2, 3), (2, 3), (1, 3)):
-            mine = self.rank in odd
-            with self.assertRaisesRegex(
-                RuntimeError, "K.* must be the same on all ranks"
-            ):
-                run(2 + mine)
-            with self.assertRaisesRegex(
-                RuntimeError, "dtype.* must be the same on all"
-            ):
-                run(2, torch.bfloat16 if mine else torch.float32)
+        for ranks in ((1,), (0, 2, 3), (2, 3), (1, 3)):
+            for name, odd in odds:
+                with self.assertRaisesRegex(
+                    RuntimeError, f"{name}.* must be the same on all ranks"
+                ):
+                    run(switch, **odd if self.rank in ranks else {})
             agreed()
         # All of them change, and not to the same.
         with self.assertRaisesRegex(RuntimeError, r"K must .* have \[3, 4, 4, 4\]"):
-            run(3 + (self.rank > 0))
+            run(switch, 3 + (self.rank > 0))
         agreed()
+
+    @parametrize("kind", ["all_gather", "static", "hierarchical"])
+    def test_what_requires_gradients_is_compared(self, kind):
+        """Of any number of parameters: no two answers look alike in a message of int32."""
+        switch, none = self.fixed(kind), (False,) * 64
+        for at in (0, 13, 14, 31, 32, 63):
+            one = (*none[:at], True, *none[at + 1 :])
+            for needs in (none, one, none):
+                switch.requires_grad = needs
+                self.assertTrue(self.run_fixed(switch).isfinite().all())
+            # To what all of them have had, and to what nobody had; on one, and on all but one.
+            for other in (one, (*one[:at], True, *one[at + 1 : 63], not one[63])):
+                for ranks in ((2,), (0, 1, 3)):
+                    switch.requires_grad = other if self.rank in ranks else none
+                    with self.assertRaisesRegex(
+                        RuntimeError, "requires_grad of .* must be the same on all ranks"
+                    ):
+                        self.run_fixed(switch)
 
     def test_wire_bytes_are_the_deduplicated_minimum(self):
         T, D, K, E = 64, 2048, 8, 32

@@ -199,7 +199,9 @@ class TestAllToAll(TokenSwitchTest):
         with self.assertRaisesRegex(
             ValueError, "at most max_tokens = 17 tokens, got 34"
         ):
-            switch.create_routing(operands.topk_indices.repeat(2, 1))
+            twice = (operands.topk_indices, operands.input, operands.topk_weights)
+            ids, *leaves = (t.repeat(2, 1) for t in twice)
+            switch.dispatch(switch.create_routing(ids), *leaves)
 
     def test_groups_that_are_handed_over_stay_as_they_are(self):
         """Their timeout is the user's; groups made of them have it too."""

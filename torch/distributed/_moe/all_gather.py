@@ -39,7 +39,8 @@ class TokenSwitchAllGather(_Switch):
 
     For few tokens, where a message costs more than its bytes. Buffers are made at the
     first use and have ``max_tokens`` rows for every rank, whatever T is; no value is read
-    on the host, so that a CUDA graph can hold it.
+    on the host, so that a CUDA graph can hold it. What the size of a message depends on is
+    compared with the message, and only where it changes by one of its own.
 
     No gradients. The rows, weights and ids that ``dispatch`` returns are views of the
     buffers, valid until the next dispatch; what ``combine`` returns is a new tensor.
@@ -63,6 +64,7 @@ class TokenSwitchAllGather(_Switch):
         self.levels = (Exchange(group, num_experts, None, level="flat"),)
         self._max_tokens = max_tokens
         self._buffers: dict[tuple[Any, ...], _Buffers] = {}
+        self._last_buffers: _Buffers | None = None
         self._returned: dict[tuple[Any, ...], Tensor] = {}
 
     def create_routing(
@@ -75,11 +77,6 @@ class TokenSwitchAllGather(_Switch):
         """Nothing but checks; see :meth:`TokenSwitchAllToAll.create_routing`."""
         name = type(self).__name__
         self._check_ids(topk_idx, layout)
-        if topk_idx.shape[0] > self._max_tokens:
-            raise ValueError(
-                f"{name}: at most max_tokens = {self._max_tokens} tokens, got "
-                f"{topk_idx.shape[0]}"
-            )
         if per_expert_token_counts is not None:
             raise ValueError(f"{name}: per_expert_token_counts is not supported")
         return Routing(handle=None, topk_idx=topk_idx, layout=layout)
@@ -91,14 +88,6 @@ class TokenSwitchAllGather(_Switch):
         D, K = tokens.shape[1], topk_weights.shape[1]
         key = (D, K, tokens.dtype, topk_weights.dtype, tokens.device)
         if key not in self._buffers:
-            self._must_agree(
-                num_experts=self._num_experts,
-                max_tokens=self._max_tokens,
-                D=D,
-                K=K,
-                tokens_dtype=tokens.dtype,
-                topk_weights_dtype=topk_weights.dtype,
-            )
             rows, device = self._max_tokens, tokens.device
             parts = [(D, tokens.dtype), (K, topk_weights.dtype), (K, torch.int32)]
             # Not of inference mode, so that they can be written outside of it.
@@ -119,24 +108,56 @@ class TokenSwitchAllGather(_Switch):
         topk_weights: Tensor,
         max_recv_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ids = routing.topk_idx
+        ids, (level,), most = routing.topk_idx, self.levels, self._max_tokens
         self._check_tokens(ids, tokens, topk_weights)
-        buffers = self._buffers_for(tokens, topk_weights)
-        for source, sent in zip((tokens, topk_weights, ids), buffers.sent):
-            sent.narrow(0, 0, source.shape[0]).copy_(source)
+        T, K = ids.shape
+        mark = self._compare_facts(
+            num_experts=self._num_experts,
+            max_tokens=most,
+            D=tokens.shape[1],
+            K=K,
+            tokens_dtype=tokens.dtype,
+            topk_weights_dtype=topk_weights.dtype,
+            tokens=T if T > most else f"at most {most}",
+        )
+        if T > most:  # on all ranks
+            self._last_facts = {}
+            raise ValueError(
+                f"{type(self).__name__}: at most max_tokens = {most} tokens, got {T}"
+            )
+        buffers = self._last_buffers = self._buffers_for(tokens, topk_weights)
         # Rows without a token have no expert; what else is in them does not matter.
-        rest = self._max_tokens - ids.shape[0]
-        buffers.sent[2].narrow(0, ids.shape[0], rest).fill_(-1)
-        (level,), operands = self.levels, (buffers.all_ranks, buffers.mine)
+        first = mark * (self._num_experts + 2)
+        for source, sent in zip((tokens, topk_weights, ids + (1 + first)), buffers.sent):
+            sent.narrow(0, 0, T).copy_(source)
+        buffers.sent[2].narrow(0, T, most - T).fill_(first)
+        self._gather(level, buffers)
+        values, weights, ids = buffers.received
+        self._same_mark(self._have(ids, mark))
+        local = buffers.local
+        torch.sub(ids, level.rank * level.local_experts + 1 + first, out=local)
+        local.masked_fill_(local >= level.local_experts, -1).clamp_min_(-1)
+        return values, weights, local
+
+    @staticmethod
+    def _gather(level: Exchange, buffers: _Buffers) -> None:
+        operands = buffers.all_ranks, buffers.mine
         gather = functools.partial(
             dist.all_gather_into_tensor, *operands, group=level.group
         )
         level.named("rows", gather)
-        values, weights, ids = buffers.received
-        local = buffers.local
-        torch.sub(ids, level.rank * level.local_experts, out=local)
-        local.masked_fill_(local >= level.local_experts, -1).clamp_min_(-1)
-        return values, weights, local
+
+    def _have(self, ids: Tensor, mark: int) -> Tensor:
+        stride = self._num_experts + 2
+        return (torch.div(ids, stride, rounding_mode="floor") == mark).all()
+
+    def _announce(self, level: Exchange, mark: int) -> bool:
+        buffers = self._last_buffers
+        if buffers is None:
+            raise AssertionError("announce before a message")
+        buffers.sent[2].fill_(mark * (self._num_experts + 2))
+        self._gather(level, buffers)
+        return bool(self._have(buffers.received[2], mark))
 
     def _combine_new(self, routing: Routing, expert_tokens: Tensor) -> Tensor:
         T, W, rows = routing.topk_idx.shape[0], len(self.ranks), self._max_tokens

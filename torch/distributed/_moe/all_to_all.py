@@ -66,10 +66,10 @@ _AGREED = (
     "autocast, requires_grad of tokens, router weights and experts, and a fetch, as bits,",
 )
 
-# Marks of static rows, in place of what requires gradients: no rank has so many bits. A rank whose
-# messages would have another size than the last ones says so in a message of the size that the
-# others expect; _CHANGED where all that it has heard of do the same, _ODD for anything else.
-_ODD, _CHANGED = 2**14, 2**14 + 1
+# Marks of static rows; those above stand for what requires gradients. A rank whose messages would
+# have another size than the last ones says so in a message of the size that the others expect;
+# _CHANGED where all that it has heard of do the same, _ODD for anything else.
+_ODD, _CHANGED = 0, 1
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +98,8 @@ class _Switch(TokenSwitch):
 
     ranks: list[int]
     levels: tuple[Exchange, ...]
+    # What backward sends gradients of or for, where known before dispatch.
+    requires_grad: tuple[bool, ...] = ()
 
     def _set_experts(self, num_experts: int, ranks: list[int]) -> None:
         if num_experts < 1 or num_experts % len(ranks):
@@ -110,6 +112,8 @@ class _Switch(TokenSwitch):
         self._agreed: set[tuple[str, ...]] = set()
         # What the sizes of static messages depend on, in the last forward.
         self._last_facts: dict[str, str] = {}
+        # By what requires gradients: in the order in which all ranks have agreed to it.
+        self._marks: dict[int, int] = {}
 
     def name_owner(self, owner: str) -> None:
         """What the switch belongs to, for the errors of its communication."""
@@ -156,36 +160,64 @@ class _Switch(TokenSwitch):
             return False
         return "fake" not in [dist.get_backend(level.group) for level in self.levels]
 
-    def _compare_facts(self, facts: dict[str, object]) -> None:
+    def _compare_facts(self, **facts: object) -> int:
         """Raises if this rank, and not all, would send static messages of another size now.
 
-        Collective only on ranks where ``facts`` changed: to the others, whose messages are as
-        before, it looks like a dispatch, with marks that they raise for.
+        Collective only on ranks where ``facts`` changed, or what requires gradients to what it
+        never was before: to the others, whose messages are as before, it looks like a dispatch,
+        with marks that they raise for.
+
+        Returns:
+            int: the mark of what requires gradients; 0 where nothing communicates.
         """
         # First, as in _must_agree.
         if not self._communicates():
-            return
+            return 0
+        bits = self._grad_bits()
         now, last = {k: str(v) for k, v in facts.items()}, self._last_facts
-        if now == last:
-            return
+        if now == last and bits in self._marks:
+            return self._marks[bits]
+        mark = self._marks.get(bits, _CHANGED + 1 + len(self._marks))
+        if (mark + 1) * (self._num_experts + 2) >= 2**31:
+            raise RuntimeError(
+                f"{type(self).__name__}: {self._num_experts} experts and {len(self._marks)} ways "
+                "to require gradients do not fit the ids of a message; leave capacity out"
+            )
         if last:
             everyone = True
             with _disable_current_modes():
                 for level in self.levels:
-                    everyone = (
-                        level.announce(_CHANGED if everyone else _ODD) and everyone
-                    )
+                    sent = _CHANGED if everyone else _ODD
+                    everyone = self._announce(level, sent) and everyone
             if not everyone:
                 changes = [
                     f"{k} from {last[k]} to {v}" for k, v in now.items() if last[k] != v
                 ]
+                changes = changes or [f"{_AGREED[-1]} to {bits:b}"]
                 raise RuntimeError(
-                    f"{type(self).__name__}: {', '.join(now)} must be the same on all ranks, "
-                    f"this one changed {', '.join(changes)}, and others did not"
+                    f"{type(self).__name__}: {', '.join(now)}, {_AGREED[-1]} must be the same on "
+                    f"all ranks, this one changed {', '.join(changes)}, and others did not"
                 )
-            self._agreed.discard(tuple(now))
-            self._must_agree(**now)
-        self._last_facts = now
+        now_and_bits = {**now, _AGREED[-1].rstrip(","): bits}
+        self._agreed.discard(tuple(now_and_bits))
+        self._must_agree(**now_and_bits)
+        self._last_facts, self._marks[bits] = now, mark
+        return mark
+
+    def _announce(self, level: Exchange, mark: int) -> bool:
+        """Whether all ranks of ``level`` sent ``mark`` and no tokens, in the last static message."""
+        return level.announce(mark)
+
+    def _same_mark(self, same: Tensor) -> None:
+        """Raises where a static message came with another mark."""
+        torch._assert_async(
+            same,
+            f"{type(self).__name__}: K, D, dtypes, capacity, {_AGREED[-1]} must be the same "
+            "on all ranks, and one of them has changed some of it alone",
+        )
+
+    def _grad_bits(self) -> int:
+        return sum(needs << i for i, needs in enumerate(self.requires_grad))
 
     def _check_ids(self, topk_idx: Tensor, layout: str) -> None:
         name, most = type(self).__name__, self._num_experts
@@ -287,8 +319,6 @@ class TokenSwitchAllToAll(_Switch):
     # FP8 rows stay as they came, in the handle; dispatch returns no values, but NaN.
     keep_scaled = False
     row_bytes = 0  # of a token and its weights, where known before dispatch
-    # What backward sends gradients of or for, where known before dispatch.
-    requires_grad: tuple[bool, ...] = ()
 
     def __init__(
         self,
@@ -416,9 +446,6 @@ class TokenSwitchAllToAll(_Switch):
             rows, slots = (splits.flipped().num_sent for splits in sizes)
         return _Handle(K, slots if self._exact else rows, slots, sizes, [route])
 
-    def _grad_bits(self) -> int:
-        return sum(needs << i for i, needs in enumerate(self.requires_grad))
-
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
         """What shapes depend on, for every rank: ranks that disagree would exchange garbage."""
         K, E = idx.shape[1], self._num_experts
@@ -481,10 +508,10 @@ class TokenSwitchAllToAll(_Switch):
         }
         self._must_agree(**facts, **needs)
         D, scale_bytes = tokens.shape[1], 0
+        mark: int | Tensor = 0
         if self.capacity is not None:
             K = topk_weights.shape[1]
-            self._compare_facts({"K": K, **facts, "capacity": self.capacity})
-        mark: int | Tensor = self._grad_bits()
+            mark = self._compare_facts(K=K, **facts, capacity=self.capacity)
         values, weights, ids = tokens, topk_weights, routing.topk_idx.long()
         if self._wire_dtype is not None:
             values = encode(tokens, self._wire_dtype)
@@ -513,11 +540,7 @@ class TokenSwitchAllToAll(_Switch):
                 same = (route.marks == mark).all()
                 mark = torch.where(same, mark, _ODD)
         if isinstance(mark, Tensor):
-            torch._assert_async(
-                mark != _ODD,
-                f"{type(self).__name__}: K, D, dtypes, capacity, {_AGREED[-1]} must be the same "
-                "on all ranks, and one of them has changed some of it alone",
-            )
+            self._same_mark(mark != _ODD)
         keeps = self.keep_scaled and scale_bytes > 0
         if self._wire_dtype is not None and not keeps:
             values = decode(values, self._wire_dtype, D, tokens.dtype)

@@ -135,7 +135,7 @@ class Route:
         num_slots (int): slots that arrive; static: M * K.
         recv_slot (Tensor, optional): (num_slots) int64 position in (M, K) of the slots
             that arrive, known once they did; None if every position is one, in order.
-        mark (int or Tensor): travels with each row of a static route, in less than 16 bits.
+        mark (int or Tensor): travels with each row of a static route.
         marks (Tensor, optional): (M, K) int64 of the rows that arrived; not in graphs.
     """
 

@@ -165,22 +165,36 @@ class LoadStats:
         self._average = None if average is None else average.clone()
 
 
+# Most windows at home after one with copies that was slower.
+_LONGEST_REST = 16
+
+
 class StepTimes:
-    """Whether steps with copies of experts take longer than those at home; equal on all ranks."""
+    """Whether steps with copies of experts take longer than those at home; equal on all ranks.
+
+    After a window with copies that was slower come 1, 2, 4 and up to 16 at home, until one is faster.
+    """
 
     def __init__(self) -> None:
+        self._begun: float | None = None
         self._since: float | None = None
         self._seconds: list[float] = []
         self._flight: tuple[Tensor, Any] | None = None
         self._at_home: float | None = None
+        self._rest, self._next_rest = 0, 1  # windows
         self._fresh = False  # whether the window before this one was at home
 
+    def begin(self) -> None:
+        """A step begins here, unless it did: what is between steps is not its time."""
+        if self._begun is None:
+            self._begun = time.perf_counter()
+
     def tick(self) -> None:
-        """A step ends here, and the next begins."""
+        """A step ends here; where none began, one that began with the end of the one before."""
         now = time.perf_counter()
         if self._since is not None:
-            self._seconds.append(now - self._since)
-        self._since = now
+            self._seconds.append(now - (self._begun or self._since))
+        self._begun, self._since = None, now
 
     def start(self, group: ProcessGroup, device: torch.device) -> None:
         """Begins to sum the median of the steps of this window over ranks."""
@@ -194,18 +208,24 @@ class StepTimes:
             copies (bool): whether steps of the window had copies.
 
         Returns:
-            (bool, bool): whether it was slower than one at home, or none is known; and whether
-            that one was right before it, so that the copies are why.
+            (bool, bool): whether the next window is at home; and whether this one was slower than
+            the one at home right before it, so that the copies are why.
         """
         if self._flight is None:
             return False, False
         seconds, work = self._flight
         work.wait()
-        took, at_home, fresh = seconds.item(), self._at_home, self._fresh
+        took, fresh = seconds.item(), self._fresh
         self._flight, self._seconds, self._since = None, [], None
         self._fresh = not copies
         if not copies:
-            self._at_home = took
+            self._at_home, self._rest = took, max(0, self._rest - 1)
+            return self._rest > 0, False
+        if self._at_home is None:
+            return True, False
+        if took <= self._at_home:
+            self._next_rest = 1
             return False, False
-        slower = at_home is not None and took > at_home
-        return slower or at_home is None, slower and fresh
+        self._rest = self._next_rest
+        self._next_rest = min(2 * self._rest, _LONGEST_REST)
+        return True, fresh

@@ -219,6 +219,8 @@ def plan(
     best = [dict(row) for row in start]
     heaviest = max(map(_sum, start))
     cost = float(heaviest)
+    if cost <= sum(amounts) / topology.num_ranks + price:
+        tries = 0  # One fetch is too many, whatever it is for.
     least = max(1, math.ceil(price))
     for n in reversed(range(tries)):
         found = _borrow(start, topology, each, least * 2**n)

@@ -37,7 +37,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ExpertParallel,
+    ExpertPlacement,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.moe_lora import add_lora
 from torch.utils.checkpoint import (
@@ -54,7 +58,7 @@ else:
     from torch.testing._internal.common_utils import run_tests, TestCase
 
 
-D, HIDDEN, STEPS = 8, 6, 2
+D, HIDDEN, STEPS = 8, 6, 3  # plans by average loads are used from the third step on
 # Seconds: of a collective, of one that a fault makes wait, and of all that a seed does.
 TIMEOUT, SHORT_TIMEOUT, DEADLINE = 120, 15, 300
 # What one rank does: it raises between dispatch and combine, or is given something else.
@@ -130,10 +134,21 @@ class Plan:
             [draw.choice((0, 1, 2, 5, 9)) for _ in range(self.ranks)]
             for _ in range(STEPS * self.micro)
         ]
+        self.placement = None
+        if draw.random() < 0.4:
+            self.placement = {
+                "slots_per_rank": self.experts // self.ep + pick((1, 2)),
+                "every": 1,
+                "online": draw.random() < 0.5,
+                "keep": draw.random() < 0.4,
+                "copy_cost": 0.0,
+            }
         self._legalize()
 
     def _legalize(self) -> None:
         """Takes out what is refused for reasons of its own, each in the docs."""
+        if self.wrap == "replicate":
+            self.placement = None
         if self.lora:
             self.frozen, self.tied, self.reload = "", False, False
         if self.autocast:
@@ -151,6 +166,8 @@ class Plan:
                 self.fault = (
                     "exception"  # nobody to disagree with, or only the whole is called
                 )
+        if self.placement and self.compiled:
+            self.placement["online"] = False
         if self.wrap == "none":
             return
         if self.wrap != "replicate" or self.ep == 1:
@@ -294,7 +311,10 @@ class Run:
         return mesh, dist.group.WORLD
 
     def wrap(self, model):
-        plan, style = self.plan, ExpertParallel(**self.plan.style)
+        plan, self.placement = self.plan, None
+        if plan.placement is not None:
+            self.placement = ExpertPlacement(**plan.placement)
+        style = ExpertParallel(placement=self.placement, **plan.style)
         mesh, dense = self.mesh, self.mesh
         if plan.wrap == "fsdp":
             sparse = ExpertParallel.fold_mesh(dense, plan.ep)
@@ -421,6 +441,8 @@ class Run:
                     other -= 0.05 * other.grad
         for name, p, other in self.parameters():
             self.close(whole(p.detach()), other.detach(), f"parameter {name}")
+        if self.placement is not None:
+            self.placement.step()
 
     def reload(self, folder):
         """The same model at another degree, from what this one saved."""
@@ -436,6 +458,7 @@ class Run:
             0,
         )
         plan.style = {"combine": plan.style["combine"], "capacity": None}
+        plan.placement = None
         plan.copied, plan.tied = False, self.plan.tied
         dcp.save({"model": self.model.state_dict()}, checkpoint_id=folder)
         other = Run(plan, self.rank, plan.seed + 1)

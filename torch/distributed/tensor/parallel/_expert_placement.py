@@ -155,6 +155,8 @@ class PlacedLayer:
             )
         if not torch.compiler.is_compiling():
             self.tokens = len(topk_indices)
+            if self.owner._times is not None and torch.is_grad_enabled():
+                self.owner._times.begin()
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, next to two rows there and two back.
@@ -489,7 +491,7 @@ class ExpertPlacement:
                 times.start(group, first.exchange.needed.device)
 
     def _compare(self, times: StepTimes) -> None:
-        """Rests at home for a window after one that was slower with copies."""
+        """Rests at home after a window that was slower with copies."""
         for layer in self.layers:
             if not self.online and layer.moves:
                 layer.tried = layer.plan
@@ -599,6 +601,7 @@ class ExpertPlacement:
             "quotas": [layer.plan.quotas.clone() for layer in self.layers],
             "loads": None if self.loads is None else self.loads.clone(),
             "copy_costs": [layer.copy_cost for layer in self.layers],
+            "pauses": [(layer.pause, layer.pauses) for layer in self.layers],
             "steps": self._steps,
             "stats": self._to_load if self._stats is None else self._stats.state_dict(),
         }
@@ -611,8 +614,10 @@ class ExpertPlacement:
                 f"model has {len(self.layers)}"
             )
         self._steps, self.loads = state["steps"], state["loads"]
-        for layer, cost in zip(self.layers, state["copy_costs"]):
-            layer.copy_cost = cost if self.copy_cost is None else self.copy_cost
+        for i, layer in enumerate(self.layers):
+            layer.pause, layer.pauses = state["pauses"][i]
+            if self.copy_cost is None:
+                layer.copy_cost = state["copy_costs"][i]
         plans = zip(self.layers, state["slot_experts"], state["quotas"])
         for layer, slots, quotas in plans:
             if layer.resident is not None:

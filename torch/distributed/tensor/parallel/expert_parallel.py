@@ -176,7 +176,9 @@ class _Region:
             self.switch.row_bytes = sum(
                 t.shape[1] * t.element_size() for t in (tokens, weights)
             )
-            recorded = torch.is_grad_enabled()
+        if isinstance(self.switch, (TokenSwitchAllToAll, TokenSwitchAllGather)):
+            gathers = isinstance(self.switch, TokenSwitchAllGather)  # without gradients
+            recorded = torch.is_grad_enabled() and not gathers
             self.switch.requires_grad = (
                 *(recorded and t.requires_grad for t in (tokens, weights)),
                 *(recorded and t.requires_grad for t in local.values()),
