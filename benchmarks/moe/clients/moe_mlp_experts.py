@@ -1,7 +1,7 @@
 """F.moe_mlp as the forward of a transformers experts module.
 
-What of a module is passed to ``torch.nn.functional.moe_mlp`` is decided once per module, by
-:func:`plan_of`; a module that computes something else keeps the forward of "grouped_mm", and the
+What of a module is passed to ``torch.nn.functional.moe_mlp`` is decided in each call, as activation, gate and
+limit may be replaced between two, by :func:`plan_of`; a module that computes something else keeps the forward of "grouped_mm", and the
 log says why. transformers.patch is the rest of what transformers needs; this file goes beside its moe.py.
 """
 
@@ -66,6 +66,8 @@ def activation_of(act_fn: object, *, gated: bool = True) -> str | None:
     # Not the name in the config, which models keep under several keys or not at all.
     is_module = isinstance(act_fn, torch.nn.Module)
     name = type(act_fn).__name__ if is_module else getattr(act_fn, "__name__", "")
+    if isinstance(act_fn, torch.nn.GELU) and act_fn.approximate == "tanh":
+        name = "GELUTanh"
     return _ACTIVATIONS.get(name, (None, None))[0 if gated else 1]
 
 
@@ -77,7 +79,8 @@ def plan_of(experts: torch.nn.Module) -> Plan:
     options: dict[str, object] = {}
     act_fn, gate = getattr(experts, "act_fn", None), _Gate(None)
     if experts.has_gate:
-        where = type(experts)._apply_gate.__qualname__
+        own_gate = vars(experts).get("_apply_gate", type(experts)._apply_gate)
+        where = getattr(own_gate, "__qualname__", repr(own_gate))
         if where not in _GATES:
             own = f"{name} has a gate of its own, {where}, which is not known"
             return Plan({}, own)
@@ -94,20 +97,16 @@ def plan_of(experts: torch.nn.Module) -> Plan:
     return Plan(options)
 
 
-def cached_plan(experts: torch.nn.Module) -> Plan:
-    """:func:`plan_of`, once per module; the first module of a class that falls back says so.
+def current_plan(experts: torch.nn.Module) -> Plan:
+    """:func:`plan_of` now; the first module of a class that falls back says so.
 
     Hooks come and go: a module whose activation has one falls back while it does.
     """
+    plan = plan_of(experts)
     if any(part is not None and hooked(part) for part in experts._modules.values()):
-        reason = f"a part of {type(experts).__name__} has hooks"
-        log_once(f'experts_implementation="{NAME}" falls back: {reason}')
-        return Plan({}, reason)
-    plan = experts.__dict__.get("_moe_mlp_plan")
-    if plan is None:
-        plan = experts.__dict__["_moe_mlp_plan"] = plan_of(experts)
-        if plan.reason is not None:
-            log_once(f'experts_implementation="{NAME}" falls back: {plan.reason}')
+        plan = Plan({}, f"a part of {type(experts).__name__} has hooks")
+    if plan.reason is not None:
+        log_once(f'experts_implementation="{NAME}" falls back: {plan.reason}')
     return plan
 
 
@@ -149,7 +148,7 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights) -> Tensor:
 
     Of ``top_k_index``, (T, K), the number of experts means none.
     """
-    plan, routed = cached_plan(self), (hidden_states, top_k_index, top_k_weights)
+    plan, routed = current_plan(self), (hidden_states, top_k_index, top_k_weights)
     if plan.reason is not None:
         from transformers.integrations.moe import grouped_mm_experts_forward
 

@@ -40,20 +40,21 @@ class _TopK(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
-        # Groups of experts are fewer, or have a dimension of their own.
-        if scores.dim() != 2 or scores.shape[-1] < self.num_experts:
+        # Groups of experts, and the experts of a group, are fewer.
+        if scores.dim() < 2 or scores.shape[-1] < self.num_experts:
             return func(*args, **kwargs)
         if self.given is None:
             result = func(*args, **kwargs)
         else:
-            ids = self.given.to(scores.device, torch.int64)
-            if ids.shape[0] != scores.shape[0]:
+            ids, tokens = self.given, scores.shape[:-1]
+            if ids.shape[0] != tokens.numel():
                 raise ValueError(
-                    f"replay_routing: a router got {scores.shape[0]} tokens, the record has "
+                    f"replay_routing: a router got {tokens.numel()} tokens, the record has "
                     f"{ids.shape[0]}"
                 )
+            ids = ids.to(scores.device, torch.int64).view(*tokens, ids.shape[-1])
             result = torch.return_types.topk((scores.gather(-1, ids), ids))
-        self.chosen.append((result[1], scores.shape[-1]))
+        self.chosen.append((result[1].flatten(0, -2), scores.shape[-1]))
         return result
 
 

@@ -215,6 +215,37 @@ class TestChoice(TestCase):
         experts.has_post_expert_norm = True
         self.assertIn("norm", moe_mlp_experts.plan_of(experts).reason)
 
+    @parametrize("name", ["Mixtral", "GptOss", "Llama4", "Dbrx", "JetMoe"])
+    def test_what_is_replaced_between_two_calls(self, name):
+        import transformers
+
+        class Half(torch.nn.Module):
+            def forward(self, x):
+                return x / 2
+
+        def of_its_own(gate_up):
+            return gate_up.chunk(2, dim=-1)[0]
+
+        activation = {"Dbrx": "activation_fn", "JetMoe": "activation"}.get(name, "act_fn")
+        changes = [(activation, torch.nn.GELU("tanh")), (activation, Half())]
+        if name == "GptOss":
+            changes = [("limit", 0.05), ("alpha", 3.0), ("_apply_gate", of_its_own)]
+        model_class = getattr(transformers, f"{name}ForCausalLM")
+        ours, eager = (matrix.build_model(model_class, torch.float64) for _ in "ab")
+        ours.set_experts_implementation(NAME)
+        self.assertEqual(len(fused_experts(ours)), 2)
+        names = [n for n, m in ours.named_modules() if m in experts_of(ours)]
+        tokens = torch.arange(8)[None]
+        with torch.no_grad():
+            for change in (None, *changes):
+                for model in (ours, eager) if change else ():
+                    for part in (p for n in names for p in model.get_submodule(n).modules()):
+                        if hasattr(part, change[0]):
+                            setattr(part, *change)
+                found, expected = (m(input_ids=tokens).logits for m in (ours, eager))
+                self.assertEqual(found, expected, msg=str(change))
+        self.assertEqual(fused_experts(ours), [])  # the last change has no F.moe_mlp
+
     def test_a_model_without_experts_says_so(self):
         import transformers
 

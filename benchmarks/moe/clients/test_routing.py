@@ -40,7 +40,7 @@ class TokenChoiceTopKRouter(nn.Module):
         scores = F.linear(x_TD, self.gate.weight, self.gate.bias).float().sigmoid()
         biased = scores if expert_bias_E is None else scores + expert_bias_E
         _, ids = torch.topk(biased, k=self.top_k, dim=-1, sorted=False)
-        weights = scores.gather(dim=1, index=ids)
+        weights = scores.gather(dim=-1, index=ids)
         return weights / (weights.sum(-1, keepdim=True) + 1e-20), ids
 
 
@@ -105,12 +105,14 @@ class TestRouting(TestCase):
             outcome(model)
         self.assertEqual(again, record)
 
-    def test_torchtitan(self):
-        model, x = nn.Sequential(TokenChoiceTopKRouter()), torch.randn(10, 16)
+    @parametrize("tokens", [(10,), (2, 5)])  # the latter until 2026-08
+    def test_torchtitan(self, tokens):
+        model, x = nn.Sequential(TokenChoiceTopKRouter()), torch.randn(*tokens, 16)
         bias = torch.randn(8)
         with record_routing(model) as record:
             weights, ids = model[0](x, bias)
-        self.assertEqual((record["0"].dtype, record["0"].long()), (torch.int8, ids))
+        flat = (torch.int8, ids.view(10, 2))
+        self.assertEqual((record["0"].dtype, record["0"].long()), flat)
         with replay_routing(
             model, record
         ):  # the weights of the ids, whatever the bias is

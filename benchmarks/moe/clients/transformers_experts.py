@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from moe_mlp_experts import (
     activation_of,
-    cached_plan,
+    current_plan,
     experts_forward,
     hooked,
     log_once,
@@ -187,6 +187,8 @@ def _obstacles(module: nn.Module) -> Iterator[str]:
     """Why now not: what a call of F.moe_mlp would leave out that the original's own calls do."""
     name = _class_of(module).__name__
     adapter = ADAPTERS[name]
+    if (reason := adapter_reason(module)) is not None:
+        yield reason
     for attribute, child in module._modules.items():
         if child is None or attribute in adapter.called:
             continue
@@ -293,7 +295,7 @@ def fused_experts(model: nn.Module) -> list[nn.Module]:
                 getattr(m, "_uses_moe_mlp", False) and next(_obstacles(m), None) is None
             )
         return (
-            m.config._experts_implementation == NAME and cached_plan(m).reason is None
+            m.config._experts_implementation == NAME and current_plan(m).reason is None
         )
 
     return [m for m in experts_of(model) if fused(m)]

@@ -5,7 +5,7 @@ Nothing of torchtitan is edited; one entry of a training config activates it::
     config.override.imports.append("fused_experts.fused_routed_experts")
 
 RoutedExperts keeps its parameters, their sharding, initialisation and checkpoints, in any form that torchtitan has had: w1 and
-w3 apart (until 2026-08), read in place as F.moe_mlp's w_in and w_up; w13 of (E, 2, F, D) in GroupedExperts; or
+w3 apart (0.3.0, and until 2026-08), read in place as F.moe_mlp's w_in and w_up; w13 of (E, 2, F, D) in GroupedExperts; or
 w13 and w2 as GroupedLinear of RoutedExperts itself (from 2026-09), of which w_in is a view. What changes is its forward, between
 router and sum. Without expert parallelism that is one call; with it, each token goes once to every
 rank that has one of its experts, with its ids and router weights.
@@ -108,24 +108,27 @@ class FusedRoutedExperts(RoutedExperts):
             return super().forward(
                 x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        x, scores = x_TD.bfloat16(), topk_scores_TK.float()
+        # (B, L, D) in torchtitan 0.3.0
+        x, scores, ids = (
+            t.flatten(0, -2) for t in (x_TD, topk_scores_TK, topk_expert_ids_TK)
+        )
+        x, scores = x.bfloat16(), scores.float()
         if self.switch is None:
 
             def experts(x, w_in, w_out, w_up=None):
-                ids = topk_expert_ids_TK
                 return F.moe_mlp(x, ids, scores, w_in, w_out, w_up=w_up)
 
-            return self.with_weights(x, experts).type_as(x_TD)
-        routing = self.switch.create_routing(topk_expert_ids_TK, layout="flat")
-        rows, scores, ids = self.switch.dispatch(routing, x, scores)
+            return self.with_weights(x, experts).type_as(x_TD).view_as(x_TD)
+        routing = self.switch.create_routing(ids, layout="flat")
+        rows, row_scores, row_ids = self.switch.dispatch(routing, x, scores)
         slots = self.switch.num_slots(routing)
 
         def local_experts(rows, w_in, w_out, w_up=None):
-            operands = (rows, ids, scores, w_in, w_out)
+            operands = (rows, row_ids, row_scores, w_in, w_out)
             return F.moe_mlp(*operands, num_rows=slots, w_up=w_up)
 
         y = self.with_weights(rows, local_experts)
-        return self.switch.combine(routing, y).type_as(x_TD)
+        return self.switch.combine(routing, y).type_as(x_TD).view_as(x_TD)
 
 
 @override(

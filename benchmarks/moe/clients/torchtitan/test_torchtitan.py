@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -136,7 +137,7 @@ def newer() -> dict[str, types.ModuleType]:
         class Config:
             pass
 
-        def __call__(self, gate, up):
+        def __call__(self, gate, up, **kwargs):
             return torch.nn.functional.silu(gate) * up
 
     def build(config):
@@ -165,7 +166,7 @@ def newer() -> dict[str, types.ModuleType]:
             order = ids.flatten().argsort(stable=True)
             offsets = counts.cumsum(0)
             h = self.w13(x.bfloat16()[order // K], offsets)
-            rows = self.w2(self.activation_fn(*h.unbind(-2)), offsets)
+            rows = self.w2(self.activation_fn(*h.unbind(-2), offsets=offsets), offsets)
             rows = rows * scores.flatten()[order, None]
             return torch.zeros_like(x).index_add(0, order // K, rows.type_as(x))
 
@@ -350,6 +351,23 @@ class TestFusedRoutedExperts(TestCase):
         grads = [p.grad for p in module.parameters()]
         grads = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
         return y, x.grad, *grads
+
+    def test_leading_dimensions(self):
+        """(B, L, D), as in torchtitan 0.3.0."""
+        config = self.client.fused_routed_experts(self._config())
+        module = self.client.FusedRoutedExperts(config)
+        x, (scores, ids) = torch.randn(T, D), torch.rand(T, E).topk(K)
+        expected = module(x, scores, ids, None)
+        folded = [t.view(2, T // 2, -1) for t in (x, scores, ids)]
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            for switch in (None, TokenSwitchAllToAll(dist.group.WORLD, E)):
+                module.switch = switch
+                y = module(*folded, None)
+                self.assertEqual(y.shape, folded[0].shape)
+                self.assertEqual(y.view(T, D), expected, atol=0, rtol=0)
+        finally:
+            dist.destroy_process_group()
 
     def test_calls_the_experts(self):
         """FSDP2 gathers the weights when the module that holds them is called."""
