@@ -8,6 +8,7 @@ the kernel cuts rows, columns and depth, and the builds for other CPU capabiliti
 import dataclasses
 import itertools
 import os
+import re
 import subprocess
 import sys
 import unittest
@@ -298,6 +299,28 @@ class TestMoeMlpKernels(TestCase):
             for count in (16, 64, 128):
                 with num_threads(count):
                     self.assertLessEqual(peak_bytes(function), max(1.5 * one, 1 << 22))
+
+    @unittest.skipIf(
+        not os.path.exists("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "a system without transparent huge pages",
+    )
+    def test_gradients_in_huge_pages(self):
+        """Large gradients are mapped anew each time, which should take few faults."""
+        rows, dim, hidden = 4, 2048, 3072
+        offs = torch.tensor([rows, rows], dtype=torch.int32)
+        x, w_in = torch.ones(rows, dim), torch.zeros(2, 2 * hidden, dim)
+        args = (x, w_in, torch.zeros(2, dim, hidden), offs, *(None,) * 6)
+        mask = [False, True] + [False] * 5
+        grads = _moe_mlp_backward(x, *args, _moe_mlp(*args)[1], mask)
+        middle, flags = grads[1][1].data_ptr(), None
+        with open("/proc/self/smaps") as file:
+            for line in file:
+                words = line.split()
+                if re.fullmatch("[0-9a-f]+-[0-9a-f]+", words[0]):
+                    begin, end = (int(n, 16) for n in words[0].split("-"))
+                elif words[0] == "VmFlags:" and begin <= middle < end:
+                    flags = words[1:]
+        self.assertIn("hg", flags)
 
     def check_in_subprocess(self, tests, **switches):
         # Not run_tests(): where the environment says CI it wants xmlrunner, which pytest does not.
