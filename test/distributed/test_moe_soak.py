@@ -14,6 +14,7 @@ import argparse
 import ast
 import datetime
 import json
+import math
 import os
 import random
 import re
@@ -227,6 +228,7 @@ class Soak:
                 for rank, pid in enumerate(pids):
                     if rank not in codes:
                         os.kill(pid, signal.SIGKILL)
+                ending = math.inf  # Said once.
             time.sleep(0.05)
         if victim is not None and codes[victim] != -signal.SIGKILL:
             self.problems.append(f"life {self.lives}: ended before the kill")

@@ -59,6 +59,8 @@ else:
 
 
 D, HIDDEN, STEPS = 8, 6, 3  # plans by average loads are used from the third step on
+# So that weights do not explode in these steps, and rounding errors with them.
+LR = 0.005
 # Seconds: of a collective, of one that a fault makes wait, and of all that a seed does.
 TIMEOUT, SHORT_TIMEOUT, DEADLINE = 120, 15, 300
 # What one rank does: it raises between dispatch and combine, or is given something else.
@@ -436,9 +438,9 @@ class Run:
         with torch.no_grad():
             for _, p, other in self.parameters():
                 if p.grad is not None:
-                    p -= 0.05 * p.grad
+                    p -= LR * p.grad
                 if other.grad is not None:
-                    other -= 0.05 * other.grad
+                    other -= LR * other.grad
         for name, p, other in self.parameters():
             self.close(whole(p.detach()), other.detach(), f"parameter {name}")
         if self.placement is not None:
