@@ -5,6 +5,7 @@ A token's way                                        Experts on their way
     exchange          one level: rows to ranks and back  loads   what plans are made by
     recompute         what is not sent again             fetch   weights, gradients back
     in_flight         communication beside computation
+    agreement         checks that all ranks agree
     all_to_all        the token switches, rerun
     all_gather        the one for decoding
     overlap_schedule  order of the parts of a layer

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._moe import payload
-from torch.distributed._moe.all_to_all import _Switch
+from torch.distributed._moe.agreement import CheckedTokenSwitch
 from torch.distributed._moe.exchange import Exchange
 from torch.distributed._token_switch import Routing
 
@@ -34,7 +34,7 @@ class _Buffers(NamedTuple):
     local: Tensor
 
 
-class TokenSwitchAllGather(_Switch):
+class TokenSwitchAllGather(CheckedTokenSwitch):
     """Token switch for decoding: every rank gets all tokens and keeps what is its own.
 
     For few tokens, where a message costs more than its bytes. Buffers are made at the
