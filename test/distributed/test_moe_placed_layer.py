@@ -218,6 +218,22 @@ class TestPlacedLayer(TokenSwitchTest):
         self.assertEqual(again.slot_experts[0], slots)
         self.assertEqual(again.state_dict()["stats"], state["stats"])
 
+    @parametrize("per_node", [1, 2, 4])
+    def test_fetches_have_a_group_of_their_own(self, per_node):
+        # Also beside a level of all ranks: the main thread sends there while a fetch is in flight.
+        placement = ExpertPlacement(slots_per_rank=3, online=True, copy_cost=0.0)
+        layer = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
+        style = ExpertParallel(
+            placement=placement, token_switch="hierarchical", ranks_per_node=per_node
+        )
+        parallelize_module(layer, self.mesh(("ep",), 4), style)
+        layer(torch.randn(8, self.D)).sum().backward()
+        (placed,) = placement.layers
+        self.assertTrue(placed.tried is placed.last_plan)
+        levels = {level.group_name for level in layer._expert_parallel.switch.levels}
+        self.assertNotIn(placed.exchange.group_name, levels)
+        self.assertNotIn(placed.group_name, levels)
+
     def test_nothing_is_sent_where_it_does_not_pay(self):
         self.make_data()
         style = ExpertParallel(

@@ -228,8 +228,11 @@ def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
 # threads, which then end in the middle of the interpreter's shutdown: what follows keeps names.
 
 
-# Groups that only MoE communication uses, by the group that they are made of and their ranks.
-_sub_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], c10d.GroupName]]
+# Groups that only MoE communication uses, by the group that they are made of, their ranks, and whether
+# they are of the communication thread.
+_sub_groups: WeakKeyDictionary[
+    ProcessGroup, dict[tuple[tuple[int, ...], bool], c10d.GroupName]
+]
 _sub_groups = WeakKeyDictionary()
 # Of a kind of message, for errors; all others are of combine.
 _PHASES = {
@@ -259,7 +262,9 @@ def scalar_device(group: ProcessGroup) -> torch.device:
     return accelerator if own else torch.device("cpu")
 
 
-def sub_group(group: ProcessGroup, ranks: list[int]) -> c10d.GroupName:
+def sub_group(
+    group: ProcessGroup, ranks: list[int], *, own: bool = False
+) -> c10d.GroupName:
     """Name of a group of some ranks of ``group`` that only MoE communication uses.
 
     Collective over ``ranks``. Made at the first call, with the backend and the timeout of
@@ -267,9 +272,13 @@ def sub_group(group: ProcessGroup, ranks: list[int]) -> c10d.GroupName:
 
     Args:
         ranks (list[int]): global ranks, ascending.
+
+    Keyword Args:
+        own (bool): see :func:`own_group`; another one than a level of a switch has, which may
+            be of all ranks, too. Default: ``False``
     """
-    made = _sub_groups.setdefault(group, {})
-    if tuple(ranks) not in made:
+    made, key = _sub_groups.setdefault(group, {}), (tuple(ranks), own)
+    if key not in made:
         # A name is salted with the number of groups that the process made. Ranks that have
         # other layers, as stages of a pipeline, made others: the salt is one of ours, and
         # the number stays, or a later new_group of all ranks would have a name on each.
@@ -279,7 +288,7 @@ def sub_group(group: ProcessGroup, ranks: list[int]) -> c10d.GroupName:
             world.group_count = -1
             while c10d._hash_ranks_to_str(ranks) in taken:
                 world.group_count -= 1
-            own = dist.new_group(
+            new = dist.new_group(
                 ranks,
                 timeout=group_timeout(group),
                 backend=dist.get_backend(group),
@@ -288,8 +297,8 @@ def sub_group(group: ProcessGroup, ranks: list[int]) -> c10d.GroupName:
             )
         finally:
             world.group_count = count
-        made[tuple(ranks)] = cast("ProcessGroup", own).group_name
-    return made[tuple(ranks)]
+        made[key] = cast("ProcessGroup", new).group_name
+    return made[key]
 
 
 def own_group(group: ProcessGroup) -> c10d.GroupName:
@@ -299,8 +308,8 @@ def own_group(group: ProcessGroup) -> c10d.GroupName:
     can't keep that order with what other threads send in the group, such as the gradients
     of data parallelism."""
     ranks = dist.get_process_group_ranks(group)
-    name = sub_group(group, ranks)
-    _sub_groups[c10d._resolve_process_group(name)] = {tuple(ranks): name}
+    name = sub_group(group, ranks, own=True)
+    _sub_groups[c10d._resolve_process_group(name)] = {(tuple(ranks), True): name}
     return name
 
 
