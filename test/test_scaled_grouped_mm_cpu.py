@@ -244,7 +244,7 @@ class TestScaledGroupedMMCPU(TestCase):
 
         for error, message, bad in (
             (ValueError, r"recipe_a on CPU must be one of", {"recipe_a": ScalingType.TensorWise}),
-            (TypeError, "scale_a must have dtype Float8_e8m0fnu, got Float", {"scale_a": scale_a.float()}),
+            (TypeError, "scale_a must have dtype float8_e8m0fnu, got float32", {"scale_a": scale_a.float()}),
             (ValueError, "scale_a must have 512 elements", {"scale_a": scale_a[:, 1:]}),
             (ValueError, r"offs must be non-decreasing in \[0, 64\], got 96", {"offs": (96, 0)}),
         ):  # fmt: skip

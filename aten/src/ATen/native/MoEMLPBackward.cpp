@@ -160,8 +160,6 @@ Tensor preact_grad(
 
 namespace {
 
-using Gradients = std::array<Tensor, 7>;
-
 // (R, D) = dH W_in
 Tensor project_in_backward(
     const moe::MLPInputs& in,
@@ -290,31 +288,16 @@ moe_mlp_backward(
       {input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out, w_up},
       {activation, gate_interleaved, alpha, limit});
   call.check_backward(op, grad_out, preact);
-  const auto& [in, spec, sizes] = call;
-  const Gradients operands = {
-      input, w_in, w_out, in.topk_weights, in.b_in, in.b_out, in.w_up};
-  std::array<bool, 7> wanted{};
-  for (size_t i = 0; i < operands.size(); ++i) {
-    wanted[i] = output_mask[i] && operands[i].defined();
-  }
-  Gradients grads;
-  if (has_work(op, call)) {
-    const auto routing = make_routing(
-        in, sizes.num_rows.expect_int(), can_use_grouped_mm(in));
-    backward_of_live_rows(in, routing, spec, grad_out, preact, wanted, grads);
-  }
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (!wanted[i]) {
-      // Defined, as Inductor's C++ wrapper can not unpack an undefined tensor.
-      grads[i] = at::empty({0}, input.options());
-    } else if (!grads[i].defined()) {
-      const bool is_weight = i == 1 || i == 2 || i == 6;
-      grads[i] = at::zeros_like(
-          operands[i],
-          is_weight ? MemoryFormat::Preserve : MemoryFormat::Contiguous);
-    }
-  }
-  return std::tuple_cat(grads);
+  const auto& in = call.inputs;
+  return make_gradients(
+      in, output_mask, [&](const std::array<bool, 7>& wanted, Gradients& grads) {
+        if (has_work(op, call)) {
+          const auto routing =
+              make_routing(in, call.sizes.num_rows.expect_int(), can_use_grouped_mm(in));
+          backward_of_live_rows(
+              in, routing, call.activation, grad_out, preact, wanted, grads);
+        }
+      });
 }
 
 } // namespace at::native

@@ -10,10 +10,14 @@
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
 #else
+#include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 #endif
 
+#include <array>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 namespace at::native::moe_composite {
@@ -93,6 +97,37 @@ Tensor preact_grad(
     const Tensor& preact,
     const Tensor& grad,
     const ActivationSpec& spec);
+
+// Of the operands in the order of output_mask.
+using Gradients = std::array<Tensor, 7>;
+
+// The gradients that output_mask asks for, where there is an operand: those that
+// compute(wanted, gradients) leaves undefined are 0. The others are empty, but defined, as
+// Inductor's C++ wrapper can not unpack an undefined tensor.
+template <typename ComputeFn>
+auto make_gradients(
+    const moe::MLPInputs& in,
+    const std::array<bool, 7>& output_mask,
+    const ComputeFn& compute) {
+  const Gradients operands = {
+      in.input, in.w_in, in.w_out, in.topk_weights, in.b_in, in.b_out, in.w_up};
+  std::array<bool, 7> wanted{};
+  for (size_t i = 0; i < operands.size(); ++i) {
+    wanted[i] = output_mask[i] && operands[i].defined();
+  }
+  Gradients grads;
+  compute(wanted, grads);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!wanted[i]) {
+      grads[i] = at::empty({0}, in.input.options());
+    } else if (!grads[i].defined()) {
+      const bool is_weight = i == 1 || i == 2 || i == 6;
+      grads[i] = at::zeros_like(
+          operands[i], is_weight ? MemoryFormat::Preserve : MemoryFormat::Contiguous);
+    }
+  }
+  return std::tuple_cat(grads);
+}
 
 // (R, 1): the router weight of each row, of slot 0 where it has none
 Tensor weights_of_rows(const Tensor& topk_weights, const Routing& routing);

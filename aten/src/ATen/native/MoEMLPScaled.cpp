@@ -32,8 +32,6 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 #endif
 
 #include <array>
@@ -50,13 +48,9 @@ namespace {
 
 using namespace moe_composite;
 using moe::Backend;
-using moe::product_type;
 using moe::Quantized;
-using moe::rounded_values;
 using moe::ScaledCall;
 using moe::ScalingRule;
-using moe::weight_values;
-using Gradients = std::array<Tensor, 7>;
 using GradTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // One call of the composite: its operands in the type of the products.
@@ -67,50 +61,23 @@ class ScaledPass {
         backend_(backend),
         in_(scaled.inputs),
         spec_(scaled.call.activation),
-        dtype_(product_type(scaled.inputs.input)),
+        values_(scaled, backend),
+        dtype_(values_.dtype),
         routing_(make_routing(
             scaled.call.inputs,
             scaled.call.sizes.num_rows.expect_int(),
             backend == Backend::Native || can_use_grouped_mm())) {}
+
+  const moe::ScaledValues& values() const {
+    return values_;
+  }
 
   // Rows along their own dimension.
   Tensor row_values(const Tensor& rows) const {
     if (scaled_.weight_only()) {
       return rows.to(dtype_);
     }
-    return rounded_values(
-        backend_, rows, *scaled_.rule_a, 1, dtype_, {}, scaled_.row_dtype());
-  }
-
-  // Codes and scales (R, C) along the rows; in values, if given, what they stand for.
-  Quantized quantize_rows(
-      const Tensor& rows,
-      const ScalingRule& rule,
-      ScalarType dtype,
-      Tensor* values = nullptr) const {
-    if (backend_ == Backend::Composite) {
-      auto q = moe::quantize_composite(rows, rule, 1, dtype, {});
-      if (values != nullptr) {
-        *values = moe::dequantize(q, rule, 1, dtype_);
-      }
-      return q;
-    }
-    const auto options = rows.options();
-    const int64_t count = moe::scale_count(rule, rows.size(1)).expect_int();
-    Quantized q{
-        at::empty(rows.sizes(), options.dtype(dtype)),
-        at::empty({rows.size(0), count}, options.dtype(rule.scale_dtype))};
-    if (values != nullptr) {
-      *values = at::empty(rows.sizes(), options.dtype(dtype_));
-    }
-    moe_quantize_stub(
-        kCPU,
-        rows.contiguous(),
-        rule,
-        1,
-        Tensor(),
-        moe::QuantizeOutputs{q.data, q.scale, values == nullptr ? Tensor() : *values, dtype});
-    return q;
+    return values_.rounded(rows, *scaled_.rule_a, 1, {}, scaled_.row_dtype());
   }
 
   Tensor gather(const Tensor& tokens) const {
@@ -120,9 +87,9 @@ class ScaledPass {
   // H from the numbers of X, in the type of the products.
   Tensor project_in(const Tensor& x) const {
     const auto rows = gather(x);
-    auto h = multiply(rows, w_in(2), /*transposed=*/true);
+    auto h = multiply(rows, in_.w_in, scaled_.lists.w_in, /*transposed=*/true);
     if (scaled_.call.inputs.w_up.defined()) {
-      h = at::cat({h, multiply(rows, w_up(2), /*transposed=*/true)}, 1);
+      h = at::cat({h, multiply(rows, in_.w_up, scaled_.lists.w_up, /*transposed=*/true)}, 1);
     }
     if (in_.b_in.defined()) {
       h = (h.to(kFloat) + in_.b_in.index_select(0, routing_.row_expert)).to(dtype_);
@@ -132,7 +99,7 @@ class ScaledPass {
 
   Tensor project_out(const Tensor& h) const {
     const auto act = row_values(activation(h));
-    auto o = multiply(act, w_out(2), /*transposed=*/true).to(kFloat);
+    auto o = multiply(act, in_.w_out, scaled_.lists.w_out, /*transposed=*/true).to(kFloat);
     if (in_.b_out.defined()) {
       o = o + in_.b_out.index_select(0, routing_.row_expert);
     }
@@ -156,7 +123,7 @@ class ScaledPass {
   }
 
   // (R, N) = rows times w_e^T (transposed: w is (E, N, K)) or w_e
-  Tensor multiply(const Tensor& rows, const Tensor& w, bool transposed) const {
+  Tensor multiply_values(const Tensor& rows, const Tensor& w, bool transposed) const {
     if (backend_ == Backend::Composite) {
       return multiply_experts(routing_, rows, transposed ? w.transpose(1, 2) : w);
     }
@@ -165,17 +132,10 @@ class ScaledPass {
     return out;
   }
 
-  Tensor w_in(int64_t dim) const {
-    return weight_values(
-        backend_, in_.w_in, scaled_.lists.w_in, scaled_.rule_w, dim, dtype_, scaled_.layout);
-  }
-  Tensor w_out(int64_t dim) const {
-    return weight_values(
-        backend_, in_.w_out, scaled_.lists.w_out, scaled_.rule_w, dim, dtype_, scaled_.layout);
-  }
-  Tensor w_up(int64_t dim) const {
-    return weight_values(
-        backend_, in_.w_up, scaled_.lists.w_up, scaled_.rule_w, dim, dtype_, scaled_.layout);
+  // (R, N) = rows times the numbers of w_e^T, or, to multiply gradients, of w_e
+  Tensor multiply(
+      const Tensor& rows, const Tensor& w, TensorList list, bool transposed) const {
+    return multiply_values(rows, values_.weight(w, list, transposed ? 2 : 1), transposed);
   }
 
   // X as it was saved.
@@ -183,7 +143,7 @@ class ScaledPass {
     const auto& list = scaled_.lists.input;
     const Quantized x = list.empty() ? Quantized{saved.input_data, saved.input_scale}
                                      : Quantized{list[0], list[1]};
-    return moe::dequantized_values(backend_, x, *scaled_.rule_a, 1, dtype_);
+    return values_.dequantized(x, *scaled_.rule_a, 1);
   }
 
   Tensor saved_preact(const moe::ScaledSaved& saved) const {
@@ -191,15 +151,14 @@ class ScaledPass {
       return project_in(saved_input(saved));
     }
     const auto h = scaled_.preact_dtype.has_value()
-        ? moe::dequantized_values(
-              backend_, {saved.preact, saved.preact_scale}, moe::kPreactRule, 1, dtype_)
+        ? values_.dequantized({saved.preact, saved.preact_scale}, moe::kPreactRule, 1)
         : saved.preact.to(dtype_);
     return routing_.masked(h);
   }
 
   // Columns (R, N), blocks along the rows of each expert.
   Tensor column_values(const Tensor& rows) const {
-    return rounded_values(backend_, rows, *scaled_.rule_a, 0, dtype_, routing_.offs);
+    return values_.rounded(rows, *scaled_.rule_a, 0, routing_.offs);
   }
 
   // (E, I, J) with the dtype and the strides of w
@@ -224,21 +183,16 @@ class ScaledPass {
     return sums.select(1, 0);
   }
 
-  // A (R, F) of H in the type of the products, and dH from the gradient of A in float32
-  Tensor activation(const Tensor& h) const {
+  // A (R, F) of H in the type of the products, or dH from `grad`, that of A in float32.
+  Tensor activation(const Tensor& h, const std::optional<Tensor>& grad = std::nullopt) const {
     if (backend_ == Backend::Composite) {
-      return activate(h, spec_).to(dtype_);
+      return (grad.has_value() ? preact_grad(h, *grad, spec_) : activate(h, spec_)).to(dtype_);
     }
-    const auto out = at::empty({h.size(0), scaled_.call.sizes.hidden_dim.expect_int()}, h.options());
-    moe_activation_stub(kCPU, h.contiguous(), Tensor(), spec_, out);
-    return out;
-  }
-  Tensor activation_grad(const Tensor& h, const Tensor& grad) const {
-    if (backend_ == Backend::Composite) {
-      return preact_grad(h, grad, spec_).to(dtype_);
-    }
-    const auto out = at::empty(h.sizes(), h.options());
-    moe_activation_stub(kCPU, h.contiguous(), grad.contiguous(), spec_, out);
+    const int64_t width =
+        grad.has_value() ? h.size(1) : scaled_.call.sizes.hidden_dim.expect_int();
+    const auto out = at::empty({h.size(0), width}, h.options());
+    const auto grad_act = grad.has_value() ? grad->contiguous() : Tensor();
+    moe_activation_stub(kCPU, h.contiguous(), grad_act, spec_, out);
     return out;
   }
 
@@ -246,6 +200,7 @@ class ScaledPass {
   const Backend backend_;
   const moe::MLPInputs& in_;
   const ActivationSpec& spec_;
+  const moe::ScaledValues values_;
   const ScalarType dtype_;
   const Routing routing_;
 };
@@ -279,8 +234,8 @@ void ScaledPass::backward(
   if (!wants_preact_grad && !wanted[3]) {
     return;
   }
-  const auto grad_act =
-      routing_.masked(multiply(dy_values, w_out(1), /*transposed=*/false)).to(kFloat);
+  const auto grad_act = routing_.masked(
+      multiply(dy_values, in_.w_out, scaled_.lists.w_out, /*transposed=*/false)).to(kFloat);
   if (wanted[3]) {
     auto row_grad = (grad_act * act).sum(1);
     if (in_.b_out.defined()) {
@@ -295,7 +250,7 @@ void ScaledPass::backward(
   if (!wants_preact_grad) {
     return;
   }
-  const auto dh = routing_.masked(activation_grad(h, grad_act * s));
+  const auto dh = routing_.masked(activation(h, grad_act * s));
   // With w_up the up half of H is a matrix of its own.
   const int64_t up = dh.size(1) / 2;
   const bool has_up = scaled_.call.inputs.w_up.defined();
@@ -305,10 +260,11 @@ void ScaledPass::backward(
       ? at::cat({row_values(gate_of(dh)), row_values(up_of(dh))}, 1)
       : row_values(dh);
   if (wanted[0]) {
-    auto dx = multiply(gate_of(dh_values), w_in(1), /*transposed=*/false);
+    const auto& lists = scaled_.lists;
+    auto dx = multiply(gate_of(dh_values), in_.w_in, lists.w_in, /*transposed=*/false);
     if (has_up) {
-      dx = (dx.to(kFloat) + multiply(up_of(dh_values), w_up(1), /*transposed=*/false))
-               .to(dtype_);
+      const auto up_dx = multiply(up_of(dh_values), in_.w_up, lists.w_up, /*transposed=*/false);
+      dx = (dx.to(kFloat) + up_dx).to(dtype_);
     }
     grads[0] = combine_slots(routing_, dx.to(dtype));
   }
@@ -376,64 +332,27 @@ ForwardTuple forward(const ScaledCall& call, bool compute_preact, Backend backen
   auto& [output, input_data, input_scale, preact, preact_scale] = out;
   const auto& input = call.inputs.input;
   const ScaledPass pass(call, backend);
+  const auto& values = pass.values();
   Tensor x;
   if (call.weight_only()) {
-    x = input.to(product_type(input));
+    x = input.to(values.dtype);
   } else if (call.lists.input.empty()) {
-    const auto q = pass.quantize_rows(input, *call.rule_a, kFloat8_e4m3fn, &x);
+    const auto q = values.quantized_rows(input, *call.rule_a, kFloat8_e4m3fn, &x);
     input_data = q.data;
     input_scale = q.scale;
   } else {
-    x = moe::dequantized_values(
-        backend, {call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1, product_type(input));
+    x = values.dequantized({call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1);
   }
   const auto h = pass.project_in(x);
   output = pass.project_out(h);
   if (compute_preact && call.preact_dtype.has_value()) {
-    const auto q = pass.quantize_rows(h, moe::kPreactRule, *call.preact_dtype);
+    const auto q = values.quantized_rows(h, moe::kPreactRule, *call.preact_dtype);
     preact = q.data;
     preact_scale = q.scale;
   } else if (compute_preact) {
     preact = h.to(input.scalar_type());
   }
   return out;
-}
-
-// Of all operands that output_mask asks for, in its order; empty tensors elsewhere.
-template <typename MakeFn>
-GradTuple make_gradients(
-    const ScaledCall& call,
-    const std::array<bool, 7>& wanted,
-    Gradients& grads,
-    const MakeFn& make) {
-  const auto& in = call.inputs;
-  const Gradients operands = {
-      in.input, in.w_in, in.w_out, in.topk_weights, in.b_in, in.b_out, in.w_up};
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (!wanted[i]) {
-      // Defined but empty, see defined_grads in MoEMLPCPU.cpp.
-      grads[i] = at::empty({0}, in.input.options());
-    } else if (!grads[i].defined()) {
-      const bool is_weight = i == 1 || i == 2 || i == 6;
-      grads[i] =
-          make(operands[i], is_weight ? MemoryFormat::Preserve : MemoryFormat::Contiguous);
-    }
-  }
-  return std::tuple_cat(grads);
-}
-
-std::array<bool, 7> wanted_gradients(
-    const ScaledCall& call,
-    const std::array<bool, 7>& output_mask) {
-  const auto& in = call.inputs;
-  return {
-      output_mask[0],
-      output_mask[1],
-      output_mask[2],
-      output_mask[3] && in.topk_weights.defined(),
-      output_mask[4] && in.b_in.defined(),
-      output_mask[5] && in.b_out.defined(),
-      output_mask[6] && in.w_up.defined()};
 }
 
 // Without a backend: shapes only.
@@ -448,15 +367,12 @@ GradTuple backward(
   if (backend == Backend::Native) {
     check_mlp_values(op, call.inputs, call.call.sizes.num_rows.expect_int());
   }
-  const auto wanted = wanted_gradients(call, output_mask);
-  Gradients grads;
-  if (backend.has_value() && has_work(call)) {
-    ScaledPass(call, *backend).backward(saved, wanted, hp_wgrad, grads);
-  }
-  return make_gradients(call, wanted, grads, [&](const Tensor& x, MemoryFormat format) {
-    return backend.has_value() ? at::zeros_like(x, format)
-                               : at::empty_like(x, x.options(), format);
-  });
+  return make_gradients(
+      call.inputs, output_mask, [&](const std::array<bool, 7>& wanted, Gradients& grads) {
+        if (backend.has_value() && has_work(call)) {
+          ScaledPass(call, *backend).backward(saved, wanted, hp_wgrad, grads);
+        }
+      });
 }
 
 } // namespace
@@ -474,21 +390,13 @@ GradTuple backward(
       std::optional<ScalarType> preact_dtype, bool hp_wgrad,         \
       std::string_view activation, bool gate_interleaved,            \
       std::optional<double> alpha, std::optional<double> limit
-#define MOE_SCALED_CALL(op, rows)                              \
-  ScaledCall(                                                  \
-      op,                                                      \
-      {rows,                                                   \
-       w_in.value_or(Tensor()),                                \
-       w_out.value_or(Tensor()),                               \
-       offs,                                                   \
-       topk_weights,                                           \
-       row_slots,                                              \
-       slot_rows,                                              \
-       b_in,                                                   \
-       b_out,                                                  \
-       w_up},                                                  \
-      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},  \
-      {recipe_a, recipe_w, swizzle_w, preact_dtype, hp_wgrad}, \
+#define MOE_SCALED_CALL(op, rows)                                                              \
+  ScaledCall(                                                                                  \
+      op,                                                                                      \
+      {rows, w_in.value_or(Tensor()), w_out.value_or(Tensor()), offs, topk_weights, row_slots, \
+       slot_rows, b_in, b_out, w_up},                                                          \
+      {input_scaled, w_in_scaled, w_out_scaled, w_up_scaled},                                  \
+      {recipe_a, recipe_w, swizzle_w, preact_dtype},                                           \
       {activation, gate_interleaved, alpha, limit})
 
 ForwardTuple moe_mlp_scaled_composite(

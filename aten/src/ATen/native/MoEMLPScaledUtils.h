@@ -14,7 +14,7 @@
 // of two products, and quantised each for itself.
 
 #include <ATen/native/MoEMLPUtils.h>
-#include <ATen/native/MoEScaling.h>
+#include <ATen/native/MoEQuantize.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -45,12 +45,7 @@ inline constexpr const ScalingRule& kPreactRule = kScalingRules[1];
 static_assert(kPreactRule.type == ScalingType::BlockWise1x32);
 
 // One scale of all weights; only for weights that come quantised.
-constexpr ScalingRule kTensorWise = {
-    ScalingType::TensorWise,
-    "TensorWise",
-    0,
-    false,
-    kFloat};
+constexpr ScalingRule kTensorWise = {ScalingType::TensorWise, "TensorWise", 0, false, kFloat};
 
 // A type of quantised weights. Two numbers of 4 bits share a byte, the one with the even
 // index in the low half; int4 is stored plus 8, in uint8.
@@ -82,34 +77,21 @@ inline const ScalingRule& weight_rule(const char* op, int64_t code) {
 
 // The format of [data, scale] under a rule.
 inline const WeightFormat& weight_format(
-    const char* op,
-    const char* name,
-    TensorList scaled,
-    const ScalingRule& rule) {
+    const char* op, const std::string& name, TensorList scaled, const ScalingRule& rule) {
+  const auto data = scaled[0].scalar_type(), scale = scaled[1].scalar_type();
   std::ostringstream formats;
   for (const auto& format : kWeightFormats) {
     if (format.scaling == rule.type) {
-      if (format.data == scaled[0].scalar_type() &&
-          format.scale == scaled[1].scalar_type()) {
+      if (format.data == data && format.scale == scale) {
         return format;
       }
-      formats << (formats.tellp() > 0 ? ", " : "") << dtype_name(format.data)
-              << " and " << dtype_name(format.scale);
+      formats << (formats.tellp() > 0 ? ", " : "") << dtype_name(format.data) << " and "
+              << dtype_name(format.scale);
     }
   }
   TORCH_CHECK_TYPE(
-      false,
-      op,
-      ": ",
-      name,
-      " with recipe ",
-      rule.name,
-      " must have data and scale of dtypes ",
-      formats.str(),
-      ", got ",
-      dtype_name(scaled[0].scalar_type()),
-      " and ",
-      dtype_name(scaled[1].scalar_type()));
+      false, op, ": ", name, " with recipe ", rule.name, " must have data and scale of dtypes ",
+      formats.str(), ", got ", dtype_name(data), " and ", dtype_name(scale));
 }
 
 // Operands that _moe_mlp does not have.
@@ -125,7 +107,6 @@ struct ScaledOptions {
   IntArrayRef recipe_w;
   IntArrayRef swizzle_w;
   std::optional<ScalarType> preact_dtype;
-  bool hp_wgrad;
 };
 
 namespace detail {
@@ -133,76 +114,24 @@ namespace detail {
 inline void check_list_size(const char* op, const char* name, TensorList list, bool transposed) {
   TORCH_CHECK_VALUE(
       list.empty() || list.size() == 2 || (transposed && list.size() == 4),
-      op,
-      ": ",
-      name,
-      transposed ? " must be [], [data, scale] or [data, scale, data_t, scale_t]"
-                 : " must be [] or [data, scale]",
-      ", got ",
-      list.size(),
-      " tensors");
-}
-
-// A tensor without memory, of the dtype of input and the shape of a weight: that of w, or of
-// the numbers in its quantised data.
-inline Tensor weight_shape(
-    const char* op,
-    const char* name,
-    const Tensor& input,
-    const Tensor& w,
-    TensorList scaled,
-    const ScalingRule& rule) {
-  if (!w.defined() && scaled.empty()) {
-    return Tensor();
-  }
-  auto sizes = (w.defined() ? w : scaled[0]).sym_sizes().vec();
-  if (!w.defined() && !sizes.empty()) {
-    sizes.back() = sizes.back() *
-        weight_format(op, name, scaled, rule).per_element;
-  }
-  return at::zeros({}, input.options()).expand_symint(sizes);
-}
-
-inline void check_operand_dtype(
-    const char* op,
-    const char* name,
-    const Tensor& operand,
-    const Tensor& input) {
-  TORCH_CHECK_TYPE(
-      !operand.defined() || operand.scalar_type() == input.scalar_type() ||
-          operand.scalar_type() == kFloat,
-      op,
-      ": ",
-      name,
-      " must have dtype float32 or the dtype of input, ",
-      dtype_name(input.scalar_type()),
-      ", got ",
-      dtype_name(operand.scalar_type()));
+      op, ": ", name, transposed ? "_scaled must be [], [data, scale] or [data, scale, data_t, scale_t]"
+                                 : "_scaled must be [] or [data, scale]",
+      ", got ", list.size(), " tensors");
 }
 
 // data (E, N, K / per_element) and its scale, blocks along dim.
 inline void check_scaled_pair(
-    const char* op,
-    const std::string& name,
-    TensorList pair,
-    const ScalingRule& rule,
-    const c10::SymIntArrayRef logical,
-    int64_t dim,
-    const Tensor& input,
-    bool swizzled = false) {
+    const char* op, const std::string& name, TensorList pair, const ScalingRule& rule,
+    c10::SymIntArrayRef logical, int64_t dim, const Tensor& input, bool swizzled = false) {
   const auto data_name = name + " data", scale_name = name + " scale";
   check_placement(op, data_name.c_str(), pair[0], "input", input);
   check_placement(op, scale_name.c_str(), pair[1], "input", input);
-  const auto per_element = weight_format(op, name.c_str(), pair, rule).per_element;
+  const auto per_element = weight_format(op, name, pair, rule).per_element;
   auto sizes = logical.vec();
   const auto& last = sizes.back();
   TORCH_CHECK_VALUE(
       per_element == 1 || (last % per_element).sym_eq(0).expect_true(__FILE__, __LINE__),
-      op,
-      ": ",
-      name,
-      " with two numbers in a byte needs an even last dimension, got ",
-      last);
+      op, ": ", name, " with two numbers in a byte needs an even last dimension, got ", last);
   sizes.back() = last / per_element;
   check_shape(
       op, data_name.c_str(), pair[0], logical.size() == 2 ? "(T, D)" : "of the weight", sizes);
@@ -216,38 +145,14 @@ inline void check_scaled_pair(
     sizes[dim] = scale_count(rule, sizes[dim]);
   }
   if (swizzled) {
-    TORCH_CHECK_TYPE(
-        pair[1].scalar_type() == kFloat8_e8m0fnu,
-        op,
-        ": ",
-        scale_name,
-        " with swizzle_w [1] (SWIZZLE_32_4_4) must have dtype float8_e8m0fnu, got ",
-        dtype_name(pair[1].scalar_type()));
+    const auto dtype_rule = scale_name + " with swizzle_w [1] (SWIZZLE_32_4_4) must have dtype";
+    check_dtype(op, dtype_rule, pair[1].scalar_type(), {kFloat8_e8m0fnu});
     // The scaled dimension last.
     std::swap(sizes[dim], sizes.back());
     sizes = swizzled_sizes(std::move(sizes));
   }
   check_shape(
       op, scale_name.c_str(), pair[1], swizzled ? "of its swizzled blocks" : "of its blocks", sizes);
-}
-
-inline void check_scaled_weight(
-    const char* op,
-    const char* name,
-    TensorList scaled,
-    const ScalingRule& rule,
-    const Tensor& logical,
-    const Tensor& input,
-    bool swizzled) {
-  if (scaled.empty()) {
-    return;
-  }
-  const auto sizes = logical.sym_sizes();
-  check_scaled_pair(op, name, scaled.slice(0, 2), rule, sizes, 2, input, swizzled);
-  if (scaled.size() == 4) {
-    const auto other = std::string(name) + "[2:]";
-    check_scaled_pair(op, other, scaled.slice(2, 2), rule, sizes, 1, input, swizzled);
-  }
 }
 
 } // namespace detail
@@ -290,8 +195,9 @@ struct ScaledCall {
         inputs(std::move(operands)),
         lists(scaled),
         call(op, with_stand_ins(op, inputs, lists, rule_w), activation) {
-    check_recipes(op, options);
-    check_operands(op);
+    check_recipes(op);
+    check_weights(op);
+    check_rows(op);
   }
 
  private:
@@ -300,10 +206,7 @@ struct ScaledCall {
       return nullptr;
     }
     TORCH_CHECK_VALUE(
-        recipe.size() == 1,
-        op,
-        ": recipe_a must be [] or have one code, got ",
-        recipe.size());
+        recipe.size() == 1, op, ": recipe_a must be [] or have one code, got ", recipe.size());
     return &scaling_rule(op, "recipe_a", recipe[0]);
   }
 
@@ -314,90 +217,19 @@ struct ScaledCall {
   }
 
   static std::optional<ScalarType> parse_preact_dtype(
-      const char* op,
-      const Tensor& input,
-      std::optional<ScalarType> dtype) {
+      const char* op, const Tensor& input, std::optional<ScalarType> dtype) {
     if (!dtype.has_value() || *dtype == input.scalar_type()) {
       return std::nullopt;
     }
     TORCH_CHECK_TYPE(
         *dtype == kFloat8_e4m3fn || *dtype == kChar,
-        op,
-        ": preact_dtype must be None, float8_e4m3fn, int8 or the dtype of input, ",
-        dtype_name(input.scalar_type()),
-        ", got ",
-        dtype_name(*dtype));
+        op, ": preact_dtype must be None, float8_e4m3fn, int8 or the dtype of input, ",
+        dtype_name(input.scalar_type()), ", got ", dtype_name(*dtype));
     return dtype;
   }
 
-  static MLPInputs with_stand_ins(
-      const char* op,
-      const MLPInputs& in,
-      const ScaledLists& lists,
-      const ScalingRule& rule) {
-    TORCH_CHECK_TYPE(
-        in.input.scalar_type() == kFloat || in.input.scalar_type() == kBFloat16 ||
-            in.input.scalar_type() == kHalf,
-        op,
-        ": input must have dtype float32, bfloat16 or float16, got ",
-        dtype_name(in.input.scalar_type()));
-    check_placement(op, "input", in.input, "input", in.input);
-    detail::check_list_size(op, "input_scaled", lists.input, false);
-    detail::check_list_size(op, "w_in_scaled", lists.w_in, true);
-    detail::check_list_size(op, "w_out_scaled", lists.w_out, true);
-    detail::check_list_size(op, "w_up_scaled", lists.w_up, true);
-    MLPInputs out = in;
-    const auto stand_in = [&](const char* name, Tensor& w, TensorList scaled) {
-      const bool may_be_absent = &w == &out.w_up;
-      TORCH_CHECK_VALUE(
-          may_be_absent || w.defined() || !scaled.empty(),
-          op,
-          ": ",
-          name,
-          " or ",
-          name,
-          "_scaled must be given, got neither");
-      if (w.defined()) {
-        check_placement(op, name, w, "input", in.input);
-      }
-      detail::check_operand_dtype(op, name, w, in.input);
-      w = detail::weight_shape(op, name, in.input, w, scaled, rule);
-    };
-    stand_in("w_in", out.w_in, lists.w_in);
-    stand_in("w_out", out.w_out, lists.w_out);
-    stand_in("w_up", out.w_up, lists.w_up);
-    const auto bias = [&](const char* name, Tensor& b) {
-      if (b.defined()) {
-        check_placement(op, name, b, "input", in.input);
-        detail::check_operand_dtype(op, name, b, in.input);
-        b = at::zeros({}, in.input.options()).expand_symint(b.sym_sizes());
-      }
-    };
-    bias("b_in", out.b_in);
-    bias("b_out", out.b_out);
-    return out;
-  }
-
-  void check_recipes(const char* op, const ScaledOptions& options) const {
-    const bool fits = weight_only() ||
-        (rule_a->type == ScalingType::BlockWise1x128
-             ? rule_w.type == ScalingType::BlockWise1x128 ||
-                 rule_w.type == ScalingType::BlockWise128x128
-             : rule_a->type == rule_w.type && !rule_a->square);
-    TORCH_CHECK_VALUE(
-        fits,
-        op,
-        ": recipe_a and recipe_w must be RowWise both, BlockWise1x32 both, or BlockWise1x128"
-        " with BlockWise1x128 or BlockWise128x128, or recipe_a [], got ",
-        weight_only() ? "[]" : rule_a->name,
-        " and ",
-        rule_w.name);
-  }
-
   static WeightLayout parse_layout(
-      const char* op,
-      IntArrayRef swizzle_w,
-      const ScalingRule& rule_w) {
+      const char* op, IntArrayRef swizzle_w, const ScalingRule& rule_w) {
     const auto code = swizzle_w.empty() ? 0 : swizzle_w[0];
     const bool can_swizzle = rule_w.type == ScalingType::BlockWise1x32;
     TORCH_CHECK_VALUE(
@@ -405,65 +237,105 @@ struct ScaledCall {
             (code == static_cast<int64_t>(WeightLayout::Plain) ||
              code == static_cast<int64_t>(WeightLayout::Panels) ||
              (code == static_cast<int64_t>(WeightLayout::Swizzled32x4x4) && can_swizzle)),
-        op,
-        ": swizzle_w must be [], [0] (plain), [2] (panels) or, with recipe_w BlockWise1x32,"
-        " [1] (SWIZZLE_32_4_4), got ",
-        swizzle_w,
-        " with recipe_w ",
-        rule_w.name);
+        op, ": swizzle_w must be [], [0] (plain), [2] (panels) or, with recipe_w BlockWise1x32,"
+        " [1] (SWIZZLE_32_4_4), got ", swizzle_w, " with recipe_w ", rule_w.name);
     return static_cast<WeightLayout>(code);
   }
 
-  void check_panels(const char* op, const char* name, const Tensor& logical, TensorList scaled)
-      const {
-    TORCH_CHECK_VALUE(
-        scaled.size() == 2,
-        op,
-        ": ",
-        name,
-        "_scaled must be [data, scale] with swizzle_w [2] (panels), got ",
-        scaled.size(),
-        " tensors");
-    const auto rows = logical.sym_size(1), depth = logical.sym_size(2);
-    TORCH_CHECK_VALUE(
-        (rows % kPanelLines).sym_eq(0).expect_true(__FILE__, __LINE__) &&
-            (depth % 8).sym_eq(0).expect_true(__FILE__, __LINE__),
-        op,
-        ": ",
-        name,
-        " with swizzle_w [2] (panels) must be (E, N, K) with N a multiple of 16 and K of 8,"
-        " got ",
-        shape_string(logical.sym_sizes()));
+  static MLPInputs with_stand_ins(
+      const char* op, const MLPInputs& in, const ScaledLists& lists, const ScalingRule& rule) {
+    const auto dtype = in.input.scalar_type();
+    check_dtype(op, "input must have dtype", dtype, {kFloat, kBFloat16, kHalf});
+    check_placement(op, "input", in.input, "input", in.input);
+    detail::check_list_size(op, "input", lists.input, false);
+    const auto stand_in = [&](c10::SymIntArrayRef sizes) {
+      return at::zeros({}, in.input.options()).expand_symint(sizes);
+    };
+    const auto parameter = [&](const char* name, Tensor& x) {
+      if (!x.defined()) {
+        return;
+      }
+      check_placement(op, name, x, "input", in.input);
+      TORCH_CHECK_TYPE(
+          x.scalar_type() == dtype || x.scalar_type() == kFloat,
+          op, ": ", name, " must have dtype float32 or the dtype of input, ", dtype_name(dtype),
+          ", got ", dtype_name(x.scalar_type()));
+      x = stand_in(x.sym_sizes());
+    };
+    const auto weight = [&](const char* name, Tensor& w, TensorList scaled) {
+      detail::check_list_size(op, name, scaled, true);
+      if (w.defined() || scaled.empty()) {
+        return parameter(name, w);
+      }
+      auto sizes = scaled[0].sym_sizes().vec();
+      if (!sizes.empty()) {
+        sizes.back() = sizes.back() * weight_format(op, name, scaled, rule).per_element;
+      }
+      w = stand_in(sizes);
+    };
+    MLPInputs out = in;
+    weight("w_in", out.w_in, lists.w_in);
+    weight("w_out", out.w_out, lists.w_out);
+    weight("w_up", out.w_up, lists.w_up);
+    for (const auto& [name, w] : {std::pair("w_in", out.w_in), std::pair("w_out", out.w_out)}) {
+      TORCH_CHECK_VALUE(
+          w.defined(), op, ": ", name, " or ", name, "_scaled must be given, got neither");
+    }
+    parameter("b_in", out.b_in);
+    parameter("b_out", out.b_out);
+    return out;
   }
 
-  void check_operands(const char* op) const {
-    const auto& logical = call.inputs;
-    detail::check_scaled_weight(
-        op, "w_in_scaled", lists.w_in, rule_w, logical.w_in, inputs.input, is_swizzled());
-    detail::check_scaled_weight(
-        op, "w_out_scaled", lists.w_out, rule_w, logical.w_out, inputs.input, is_swizzled());
-    if (logical.w_up.defined()) {
-      detail::check_scaled_weight(
-          op, "w_up_scaled", lists.w_up, rule_w, logical.w_up, inputs.input, is_swizzled());
-    }
-    if (has_panels()) {
-      check_panels(op, "w_in", logical.w_in, lists.w_in);
-      check_panels(op, "w_out", logical.w_out, lists.w_out);
-      if (logical.w_up.defined()) {
-        check_panels(op, "w_up", logical.w_up, lists.w_up);
+  void check_recipes(const char* op) const {
+    const bool fits = weight_only() ||
+        (rule_a->type == ScalingType::BlockWise1x128
+             ? rule_w.type == ScalingType::BlockWise1x128 ||
+                 rule_w.type == ScalingType::BlockWise128x128
+             : rule_a->type == rule_w.type && !rule_a->square);
+    TORCH_CHECK_VALUE(
+        fits,
+        op, ": recipe_a and recipe_w must be RowWise both, BlockWise1x32 both, or BlockWise1x128"
+        " with BlockWise1x128 or BlockWise128x128, or recipe_a [], got ",
+        weight_only() ? "[]" : rule_a->name, " and ", rule_w.name);
+  }
+
+  void check_weights(const char* op) const {
+    const auto check = [&](const std::string& name, const Tensor& w, TensorList scaled,
+                           const Tensor& logical) {
+      const auto list = name + "_scaled";
+      const auto sizes = logical.sym_sizes();
+      if (!scaled.empty()) {
+        detail::check_scaled_pair(
+            op, list, scaled.slice(0, 2), rule_w, sizes, 2, inputs.input, is_swizzled());
       }
-    }
-    for (const auto& [name, w, scaled] :
-         {std::tuple("w_in", inputs.w_in, lists.w_in),
-          std::tuple("w_out", inputs.w_out, lists.w_out),
-          std::tuple("w_up", inputs.w_up, lists.w_up)}) {
+      if (scaled.size() == 4) {
+        detail::check_scaled_pair(
+            op, list + "[2:]", scaled.slice(2, 2), rule_w, sizes, 1, inputs.input, is_swizzled());
+      }
+      TORCH_CHECK_VALUE(
+          !has_panels() || scaled.size() == 2,
+          op, ": ", list, " must be [data, scale] with swizzle_w [2] (panels), got ",
+          scaled.size(), " tensors");
+      TORCH_CHECK_VALUE(
+          !has_panels() ||
+              ((sizes[1] % kPanelLines).sym_eq(0).expect_true(__FILE__, __LINE__) &&
+               (sizes[2] % 8).sym_eq(0).expect_true(__FILE__, __LINE__)),
+          op, ": ", name, " with swizzle_w [2] (panels) must be (E, N, K) with N a multiple of 16"
+          " and K of 8, got ", shape_string(sizes));
       TORCH_CHECK_VALUE(
           rule_w.type != ScalingType::TensorWise || !w.defined() || !scaled.empty(),
-          op,
-          ": ",
-          name,
+          op, ": ", name,
           " cannot be quantised with recipe TensorWise, which is for weights that come so");
+    };
+    check("w_in", inputs.w_in, lists.w_in, call.inputs.w_in);
+    check("w_out", inputs.w_out, lists.w_out, call.inputs.w_out);
+    if (call.inputs.w_up.defined()) {
+      check("w_up", inputs.w_up, lists.w_up, call.inputs.w_up);
     }
+  }
+
+  // Rows that come quantised.
+  void check_rows(const char* op) const {
     if (lists.input.empty()) {
       return;
     }
@@ -473,27 +345,16 @@ struct ScaledCall {
         lists.w_in[0].scalar_type() == kFloat4_e2m1fn_x2;
     TORCH_CHECK_TYPE(
         row_dtype() == kFloat8_e4m3fn || (row_dtype() == kChar && takes_int8),
-        op,
-        ": input_scaled data must have dtype float8_e4m3fn or, for weights in"
-        " float4_e2m1fn_x2, int8, got ",
-        dtype_name(row_dtype()));
+        op, ": input_scaled data must have dtype float8_e4m3fn or, for weights in"
+        " float4_e2m1fn_x2, int8, got ", dtype_name(row_dtype()));
+    const auto &D = call.sizes.model_dim, &F = call.sizes.hidden_dim;
     TORCH_CHECK_VALUE(
         row_dtype() != kChar ||
-            ((call.sizes.model_dim % 32).sym_eq(0).expect_true(__FILE__, __LINE__) &&
-             (call.sizes.hidden_dim % 32).sym_eq(0).expect_true(__FILE__, __LINE__)),
-        op,
-        ": D and F must be multiples of 32 with input_scaled in int8, got ",
-        call.sizes.model_dim,
-        " and ",
-        call.sizes.hidden_dim);
+            ((D % 32).sym_eq(0).expect_true(__FILE__, __LINE__) &&
+             (F % 32).sym_eq(0).expect_true(__FILE__, __LINE__)),
+        op, ": D and F must be multiples of 32 with input_scaled in int8, got ", D, " and ", F);
     detail::check_scaled_pair(
-        op,
-        "input_scaled",
-        lists.input,
-        *rule_a,
-        inputs.input.sym_sizes(),
-        1,
-        inputs.input);
+        op, "input_scaled", lists.input, *rule_a, inputs.input.sym_sizes(), 1, inputs.input);
   }
 };
 
@@ -507,12 +368,8 @@ struct ScaledSaved {
 
 inline void check_grad_out(const char* op, const Tensor& grad_out) {
   check_rank(op, "grad_out", grad_out, 2, "(T, D)");
-  TORCH_CHECK_TYPE(
-      grad_out.scalar_type() == kFloat || grad_out.scalar_type() == kBFloat16 ||
-          grad_out.scalar_type() == kHalf,
-      op,
-      ": grad_out must have dtype float32, bfloat16 or float16, got ",
-      dtype_name(grad_out.scalar_type()));
+  check_dtype(
+      op, "grad_out must have dtype", grad_out.scalar_type(), {kFloat, kBFloat16, kHalf});
 }
 
 inline void check_saved(
@@ -521,30 +378,25 @@ inline void check_saved(
     const ScaledSaved& saved,
     const std::array<bool, 7>& output_mask) {
   const auto& sizes = scaled.call.sizes;
+  const auto& x = scaled.inputs.input;
   TORCH_CHECK_NOT_IMPLEMENTED(
       scaled.row_dtype() != kChar,
-      op,
-      ": no gradients with input_scaled in int8, which is for inference");
-  check_placement(op, "preact", saved.preact, "grad_out", scaled.inputs.input);
-  check_placement(op, "preact_scale", saved.preact_scale, "grad_out", scaled.inputs.input);
+      op, ": no gradients with input_scaled in int8, which is for inference");
+  check_placement(op, "preact", saved.preact, "grad_out", x);
+  check_placement(op, "preact_scale", saved.preact_scale, "grad_out", x);
   check_rank(op, "preact", saved.preact, 2, "(R, G*F)");
   // A size that nobody knows is not 0 here: then the shapes below have to fit.
   const bool has_no_preact = TORCH_GUARD_OR_FALSE(saved.preact.sym_size(0).sym_eq(0));
   const bool is_recomputed =
       has_no_preact && !TORCH_GUARD_OR_FALSE(sizes.num_rows.sym_eq(0));
-  const auto& x = scaled.inputs.input;
   const bool wants_w_in = output_mask[1] || (output_mask[6] && scaled.inputs.w_up.defined());
   TORCH_CHECK_VALUE(
       !scaled.weight_only() || !(wants_w_in || is_recomputed),
-      op,
-      ": gradients of w_in and w_up, and preact computed again, need the rows of input, which"
+      op, ": gradients of w_in and w_up, and preact computed again, need the rows of input, which"
       " are saved in 8 bits only, and not at all with recipe_a []");
   if (!scaled.weight_only() && scaled.lists.input.empty()) {
-    TORCH_CHECK_TYPE(
-        saved.input_data.scalar_type() == kFloat8_e4m3fn,
-        op,
-        ": input_data must have dtype float8_e4m3fn, got ",
-        dtype_name(saved.input_data.scalar_type()));
+    check_dtype(
+        op, "input_data must have dtype", saved.input_data.scalar_type(), {kFloat8_e4m3fn});
     detail::check_scaled_pair(
         op, "input", {saved.input_data, saved.input_scale}, *scaled.rule_a, x.sym_sizes(), 1, x);
   }
@@ -553,36 +405,21 @@ inline void check_saved(
         std::tuple(2, "w_out", scaled.inputs.w_out)}) {
     TORCH_CHECK_VALUE(
         !output_mask[i] || w.defined(),
-        op,
-        ": output_mask asks for the gradient of ",
-        name,
-        ", which was not given");
+        op, ": output_mask asks for the gradient of ", name, ", which was not given");
   }
   if (has_no_preact) {
     return;
   }
-  const auto dtype = scaled.preact_dtype.value_or(x.scalar_type());
-  TORCH_CHECK_TYPE(
-      saved.preact.scalar_type() == dtype,
-      op,
-      ": preact must have dtype ",
-      dtype_name(dtype),
-      ", got ",
-      dtype_name(saved.preact.scalar_type()));
+  check_dtype(
+      op, "preact must have dtype", saved.preact.scalar_type(),
+      {scaled.preact_dtype.value_or(x.scalar_type())});
   check_shape(op, "preact", saved.preact, "(R, G*F)", {sizes.num_rows, sizes.gated_dim});
   if (scaled.preact_dtype.has_value()) {
-    TORCH_CHECK_TYPE(
-        saved.preact_scale.scalar_type() == kPreactRule.scale_dtype,
-        op,
-        ": preact_scale must have dtype ",
-        dtype_name(kPreactRule.scale_dtype),
-        ", got ",
-        dtype_name(saved.preact_scale.scalar_type()));
+    check_dtype(
+        op, "preact_scale must have dtype", saved.preact_scale.scalar_type(),
+        {kPreactRule.scale_dtype});
     check_shape(
-        op,
-        "preact_scale",
-        saved.preact_scale,
-        "(R, ceil(G*F / 32))",
+        op, "preact_scale", saved.preact_scale, "(R, ceil(G*F / 32))",
         {sizes.num_rows, scale_count(kPreactRule, sizes.gated_dim)});
   }
 }

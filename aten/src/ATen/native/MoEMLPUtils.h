@@ -222,11 +222,7 @@ inline void check_mlp_tensors(const char* op, const MLPInputs& in) {
     return tensor.defined();
   };
   is_placed("input", in.input);
-  TORCH_CHECK_TYPE(
-      dtype == kDouble || dtype == kFloat || dtype == kBFloat16 || dtype == kHalf,
-      op,
-      ": input must have dtype float64, float32, bfloat16 or float16, got ",
-      dtype_name(dtype));
+  check_dtype(op, "input must have dtype", dtype, {kDouble, kFloat, kBFloat16, kHalf});
   using Operands = std::initializer_list<std::pair<const char*, const Tensor&>>;
   for (const auto& [name, tensor] : Operands{
            {"w_in", in.w_in},

@@ -168,6 +168,12 @@ Quantized allocate(const Tensor& self, const QuantizeCall& call) {
       empty_with(call.scale_sizes, call.rule.scale_dtype)};
 }
 
+// With the scales in the order of the call.
+std::tuple<Tensor, Tensor> in_order(const Quantized& q, const QuantizeCall& call) {
+  const bool swizzled = call.swizzle == SwizzleType::SWIZZLE_32_4_4;
+  return {q.data, swizzled ? swizzle_scales(q.scale.movedim(call.dim, -1)) : q.scale};
+}
+
 } // namespace
 
 Quantized quantize_composite(
@@ -232,12 +238,9 @@ std::tuple<Tensor, Tensor> moe_quantize_composite(
     std::optional<ScalarType> dtype,
     int64_t swizzle) {
   const auto call = moe::check_quantize(self, recipe, offs, dim, dtype, swizzle);
-  auto [data, scale] = moe::quantize_composite(
+  const auto q = moe::quantize_composite(
       self, call.rule, call.dim, call.dtype, offs.value_or(Tensor()));
-  if (call.swizzle == moe::SwizzleType::SWIZZLE_32_4_4) {
-    scale = moe::swizzle_scales(scale.movedim(call.dim, -1));
-  }
-  return {data, scale};
+  return moe::in_order(q, call);
 }
 
 std::tuple<Tensor, Tensor> moe_quantize_meta(
@@ -265,7 +268,7 @@ std::tuple<Tensor, Tensor> moe_quantize_cpu(
     std::optional<ScalarType> dtype,
     int64_t swizzle) {
   const auto call = moe::check_quantize(self, recipe, offs, dim, dtype, swizzle);
-  auto [data, scale] = moe::allocate(self, call);
+  const auto q = moe::allocate(self, call);
   auto x = self;
   int64_t scaled_dim = call.dim;
   // With offs the kernel wants rows first, however they lie.
@@ -275,17 +278,10 @@ std::tuple<Tensor, Tensor> moe_quantize_cpu(
     x = x.movedim(call.dim, -1);
     scaled_dim = x.dim() - 1;
   }
+  const moe::QuantizeOutputs out{q.data, q.scale, Tensor(), call.dtype};
   moe_quantize_stub(
-      kCPU,
-      x.contiguous(),
-      call.rule,
-      scaled_dim,
-      offs.value_or(Tensor()),
-      moe::QuantizeOutputs{data, scale, Tensor(), call.dtype});
-  if (call.swizzle == moe::SwizzleType::SWIZZLE_32_4_4) {
-    scale = moe::swizzle_scales(scale.movedim(call.dim, -1));
-  }
-  return {data, scale};
+      kCPU, x.contiguous(), call.rule, scaled_dim, offs.value_or(Tensor()), out);
+  return moe::in_order(q, call);
 }
 
 } // namespace at::native

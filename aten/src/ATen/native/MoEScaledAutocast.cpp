@@ -1,91 +1,52 @@
+// The autocast rule of _moe_mlp_scaled: tokens are cast to the lower precision. Parameters in
+// float32 stay: they are quantised, and a cast before would round twice. Router weights are
+// computed with in float32, as in _moe_mlp.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-
-#include <string_view>
-
-/*
-The autocast rule of _moe_mlp_scaled: tokens are cast to the lower precision. Parameters are
-not, which are quantised from whatever they are: a cast before would round twice. Router
-weights are computed with in float32, as in _moe_mlp.
-*/
 
 namespace at::autocast {
 namespace {
 
+// Boxed: the rule is about four of the 24 arguments. cached_cast leaves indices as they are.
 template <c10::DeviceType device_type>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> moe_mlp_scaled_autocast(
-    const Tensor& input,
-    const std::optional<Tensor>& w_in,
-    const std::optional<Tensor>& w_out,
-    const Tensor& offs,
-    const std::optional<Tensor>& topk_weights,
-    const std::optional<Tensor>& row_slots,
-    const std::optional<Tensor>& slot_rows,
-    const std::optional<Tensor>& b_in,
-    const std::optional<Tensor>& b_out,
-    const std::optional<Tensor>& w_up,
-    TensorList input_scaled,
-    TensorList w_in_scaled,
-    TensorList w_out_scaled,
-    TensorList w_up_scaled,
-    IntArrayRef recipe_a,
-    IntArrayRef recipe_w,
-    IntArrayRef swizzle_w,
-    std::optional<ScalarType> preact_dtype,
-    bool hp_wgrad,
-    std::string_view activation,
-    bool gate_interleaved,
-    std::optional<double> alpha,
-    std::optional<double> limit,
-    bool compute_preact) {
+void moe_mlp_scaled_autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(
       get_autocast_dispatch_key_from_device_type(device_type));
-  const auto dtype = get_lower_precision_fp_from_device_type(device_type);
-  // Parameters of the other 16-bit dtype go with the tokens, as they can not stay.
-  const auto parameter = [&](const std::optional<Tensor>& w) {
-    return w.has_value() && w->defined() && w->scalar_type() == kFloat
-        ? w
-        : cached_cast(dtype, w, device_type);
-  };
-  return at::_moe_mlp_scaled(
-      cached_cast(dtype, input, device_type),
-      parameter(w_in),
-      parameter(w_out),
-      offs,
-      cached_cast(kFloat, topk_weights, device_type),
-      row_slots,
-      slot_rows,
-      parameter(b_in),
-      parameter(b_out),
-      parameter(w_up),
-      input_scaled,
-      w_in_scaled,
-      w_out_scaled,
-      w_up_scaled,
-      recipe_a,
-      recipe_w,
-      swizzle_w,
-      preact_dtype,
-      hp_wgrad,
-      activation,
-      gate_interleaved,
-      alpha,
-      limit,
-      compute_preact);
+  const auto lower = get_lower_precision_fp_from_device_type(device_type);
+  const auto& arguments = op.schema().arguments();
+  auto* values = &*(stack->end() - static_cast<int64_t>(arguments.size()));
+  for (const auto i : c10::irange(arguments.size())) {
+    if (!values[i].isTensor()) {
+      continue;
+    }
+    const auto x = values[i].toTensor();
+    const auto& name = arguments[i].name();
+    // Parameters of the other 16-bit dtype go with the tokens, as they can not stay.
+    if (name == "input" || !x.defined() || x.scalar_type() != kFloat) {
+      values[i] = cached_cast(name == "topk_weights" ? kFloat : lower, x, device_type);
+    }
+  }
+  op.callBoxed(stack);
+}
+
+template <c10::DeviceType device_type>
+void register_to(torch::Library& m) {
+  constexpr auto* rule = &moe_mlp_scaled_autocast<device_type>;
+  m.impl("_moe_mlp_scaled", torch::CppFunction::makeFromBoxedFunction<rule>());
 }
 
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, AutocastCPU, m) {
-  m.impl("_moe_mlp_scaled", TORCH_FN(moe_mlp_scaled_autocast<c10::DeviceType::CPU>));
+  register_to<c10::DeviceType::CPU>(m);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutocastCUDA, m) {
-  m.impl("_moe_mlp_scaled", TORCH_FN(moe_mlp_scaled_autocast<c10::DeviceType::CUDA>));
+  register_to<c10::DeviceType::CUDA>(m);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutocastXPU, m) {
-  m.impl("_moe_mlp_scaled", TORCH_FN(moe_mlp_scaled_autocast<c10::DeviceType::XPU>));
+  register_to<c10::DeviceType::XPU>(m);
 }
 
 } // namespace at::autocast

@@ -61,11 +61,8 @@ void check_parameter_dtypes(
   for (const auto& [name, parameter] : parameters) {
     TORCH_CHECK_TYPE(
         !parameter.has_value() || parameter->scalar_type() == w_in.scalar_type(),
-        "moe_mlp: ",
-        name,
-        " must have the dtype of w_in, ",
-        moe::dtype_name(w_in.scalar_type()),
-        ", got ",
+        "moe_mlp: ", name, " must have the dtype of w_in, ",
+        moe::dtype_name(w_in.scalar_type()), ", got ",
         moe::dtype_name(parameter->scalar_type()));
   }
 }
@@ -107,29 +104,10 @@ Tensor scaled_moe_mlp_symint(
   const bool keeps_preact = !recompute &&
       moe::may_need_grad({input, w_in, w_out}, {topk_weights, w_up, b_in, b_out});
   const auto output = std::get<0>(at::_moe_mlp_scaled(
-      routed.input,
-      w_in,
-      w_out,
-      routed.offs,
-      routed.topk_weights,
-      routed.row_slots,
-      routed.slot_rows,
-      b_in,
-      b_out,
-      w_up,
-      input_scaled,
-      w_in_scaled,
-      w_out_scaled,
-      w_up_scaled,
-      {static_cast<int64_t>(found.activations)},
-      {static_cast<int64_t>(found.weights)},
-      /*swizzle_w=*/{},
-      preact_dtype,
-      hp_wgrad,
-      activation,
-      gate_interleaved,
-      alpha,
-      limit,
+      routed.input, w_in, w_out, routed.offs, routed.topk_weights, routed.row_slots,
+      routed.slot_rows, b_in, b_out, w_up, input_scaled, w_in_scaled, w_out_scaled, w_up_scaled,
+      {static_cast<int64_t>(found.activations)}, {static_cast<int64_t>(found.weights)},
+      /*swizzle_w=*/{}, preact_dtype, hp_wgrad, activation, gate_interleaved, alpha, limit,
       keeps_preact));
   return output.view_symint(input.sym_sizes());
 }

@@ -1,16 +1,23 @@
 #pragma once
 
-// What scales the low-precision MoE ops know, and the validator of _moe_quantize. A
-// number is `data * scale`; the scale is a power of two, so that a row that is quantised
-// again along another axis loses next to nothing. See MoEUtils.h for the notation.
+// The scales that scaled_grouped_mm on CPU and the low-precision MoE ops know. A number is
+// `data * scale`; the ops quantise with powers of two, so that a row that is quantised again
+// along another axis loses next to nothing. See MoEUtils.h for the notation.
 
 #include <ATen/BlasBackend.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/native/MoEUtils.h>
+#include <c10/util/bit_cast.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/Functions.h>
+#else
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#endif
 
 #include <array>
 #include <cstdint>
-#include <optional>
-#include <vector>
 
 namespace at::native::moe {
 
@@ -94,116 +101,39 @@ constexpr int32_t scale_byte(int32_t amax_bits, int32_t offset) {
   return amax_bits >= kInfinityBits ? kNaNByte : byte < 0 ? 0 : byte;
 }
 
-// The arguments of _moe_quantize, checked.
-struct QuantizeCall {
-  const ScalingRule& rule;
-  int64_t dim;
-  ScalarType dtype;
-  SwizzleType swizzle;
-  std::vector<c10::SymInt> scale_sizes; // before the swizzle
-};
-
-inline QuantizeCall check_quantize(
-    const Tensor& self,
-    int64_t recipe,
-    const std::optional<Tensor>& offs,
-    int64_t dim,
-    std::optional<ScalarType> dtype,
-    int64_t swizzle) {
-  constexpr const char* op = "_moe_quantize";
-  check_placement(op, "self", self, "self", self);
-  const auto type = self.scalar_type();
-  TORCH_CHECK_TYPE(
-      type == kFloat || type == kBFloat16 || type == kHalf,
-      op,
-      ": self must have dtype float32, bfloat16 or float16, got ",
-      dtype_name(type));
-  const auto& rule = scaling_rule(op, "recipe", recipe);
-  const int64_t rank = self.dim();
-  TORCH_CHECK_VALUE(
-      rank >= (rule.square ? 2 : 1),
-      op,
-      ": self must have at least ",
-      rule.square ? "2 dimensions" : "1 dimension",
-      " with recipe ",
-      rule.name,
-      ", got shape ",
-      shape_string(self.sym_sizes()));
-  TORCH_CHECK_INDEX(
-      dim >= -rank && dim < rank,
-      op,
-      ": dim must be in [",
-      -rank,
-      ", ",
-      rank,
-      "), got ",
-      dim);
-  dim += dim < 0 ? rank : 0;
-  const auto data_type = dtype.value_or(kFloat8_e4m3fn);
-  TORCH_CHECK_TYPE(
-      data_type == kFloat8_e4m3fn || data_type == kChar,
-      op,
-      ": dtype must be float8_e4m3fn or int8, got ",
-      dtype_name(data_type));
-  TORCH_CHECK_VALUE(
-      swizzle == static_cast<int64_t>(SwizzleType::NO_SWIZZLE) ||
-          (swizzle == static_cast<int64_t>(SwizzleType::SWIZZLE_32_4_4) &&
-           rule.type == ScalingType::BlockWise1x32 && (rank == 2 || rank == 3)),
-      op,
-      ": swizzle must be 0 (NO_SWIZZLE) or, for recipe BlockWise1x32 and 2 or 3 dimensions,"
-      " 1 (SWIZZLE_32_4_4), got ",
-      swizzle,
-      " with recipe ",
-      rule.name,
-      " and shape ",
-      shape_string(self.sym_sizes()));
-  std::vector<c10::SymInt> sizes = self.sym_sizes().vec();
-  if (offs.has_value() && offs->defined()) {
-    check_placement(op, "offs", *offs, "self", self);
-    TORCH_CHECK_TYPE(
-        offs->scalar_type() == kInt,
-        op,
-        ": offs must have dtype int32, got ",
-        dtype_name(offs->scalar_type()));
-    check_rank(op, "offs", *offs, 1, "(E)");
-    TORCH_CHECK_VALUE(
-        offs->sym_size(0).sym_ge(1).expect_true(__FILE__, __LINE__),
-        op,
-        ": offs must have at least 1 element, got shape (0)");
-    TORCH_CHECK_VALUE(
-        rank == 2 && dim == 0 && !rule.square,
-        op,
-        ": offs needs a self of 2 dimensions, dim=0 and a recipe other than"
-        " BlockWise128x128, got shape ",
-        shape_string(self.sym_sizes()),
-        ", dim=",
-        dim,
-        " and recipe ",
-        rule.name);
-    TORCH_CHECK_VALUE(
-        swizzle == 0, op, ": swizzle must be 0 with offs, got ", swizzle);
-    sizes[0] = scale_count_of_experts(rule, sizes[0], offs->sym_size(0));
-  } else if (rule.square) {
-    sizes[rank - 2] = scale_count(rule, sizes[rank - 2]);
-    sizes[rank - 1] = scale_count(rule, sizes[rank - 1]);
-  } else {
-    sizes[dim] = scale_count(rule, sizes[dim]);
-  }
-  return {
-      rule, dim, data_type, static_cast<SwizzleType>(swizzle), std::move(sizes)};
+// 2^(byte - 127), NaN for kNaNByte.
+inline float power_of_two(int32_t byte) {
+  return c10::bit_cast<float>(
+      byte == 0 ? 0x00400000 : byte == kNaNByte ? 0x7FC00000 : byte << 23);
 }
 
-// Sizes of the scales, of shape (..., R, C) with the scaled dimension last, in the order
-// of SWIZZLE_32_4_4: R is padded to 128 and C to 4; of 3 dimensions, the last two are one.
-inline std::vector<c10::SymInt> swizzled_sizes(std::vector<c10::SymInt> sizes) {
-  const size_t rank = sizes.size();
-  sizes[rank - 2] = (sizes[rank - 2] + 127) / 128 * 128;
-  sizes[rank - 1] = (sizes[rank - 1] + 3) / 4 * 4;
-  if (rank == 3) {
-    sizes[1] = sizes[1] * sizes[2];
-    sizes.pop_back();
+// Numbers of 4 bits, two to a byte, as float32: float4_e2m1fn_x2, or in uint8 int4 plus 8.
+inline Tensor unpack_pairs(const Tensor& data) {
+  const auto bytes = data.view(kByte);
+  const auto codes = at::stack({bytes.bitwise_and(15), bytes.bitwise_right_shift(4)}, -1)
+                         .flatten(-2)
+                         .to(kLong);
+  if (data.scalar_type() == kByte) {
+    return codes.to(kFloat) - 8;
   }
-  return sizes;
+  const auto table = at::tensor(
+      {0.F, 0.5F, 1.F, 1.5F, 2.F, 3.F, 4.F, 6.F, -0.F, -0.5F, -1.F, -1.5F, -2.F, -3.F, -4.F, -6.F},
+      bytes.options().dtype(kFloat));
+  return table.index_select(0, codes.flatten()).view(codes.sizes());
+}
+
+// (E, rows, columns) bytes of scales (E, padded) in the order of SWIZZLE_32_4_4: of a tile of
+// 128 x 4, row r, column c is at (r % 32) * 16 + r / 32 * 4 + c.
+inline Tensor without_swizzle(const Tensor& scale, int64_t rows, int64_t columns) {
+  const int64_t row_tiles = (rows + 127) / 128, column_tiles = (columns + 3) / 4;
+  return scale.contiguous()
+      .view(kByte)
+      .view({scale.size(0), row_tiles, column_tiles, 32, 4, 4})
+      .permute({0, 1, 4, 3, 2, 5})
+      .reshape({scale.size(0), row_tiles * 128, column_tiles * 4})
+      .narrow(1, 0, rows)
+      .narrow(2, 0, columns)
+      .contiguous();
 }
 
 } // namespace at::native::moe

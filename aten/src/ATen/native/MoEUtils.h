@@ -13,7 +13,9 @@
 #include <c10/core/SymInt.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <sstream>
@@ -44,6 +46,23 @@ inline std::string shape_string(c10::SymIntArrayRef sizes) {
 
 inline std::string_view dtype_name(ScalarType dtype) {
   return c10::getDtypeNames(dtype).first;
+}
+
+// `rule` begins the message: "self must have dtype".
+inline void check_dtype(
+    const char* op,
+    std::string_view rule,
+    ScalarType dtype,
+    std::initializer_list<ScalarType> allowed) {
+  if (std::find(allowed.begin(), allowed.end(), dtype) != allowed.end()) {
+    return;
+  }
+  std::ostringstream names;
+  for (const auto* it = allowed.begin(); it != allowed.end(); ++it) {
+    names << (it == allowed.begin() ? "" : it + 1 == allowed.end() ? " or " : ", ")
+          << dtype_name(*it);
+  }
+  TORCH_CHECK_TYPE(false, op, ": ", rule, " ", names.str(), ", got ", dtype_name(dtype));
 }
 
 inline void check_rank(
@@ -128,11 +147,7 @@ inline c10::SymInt check_permutation(
   constexpr const char* op = "_moe_permutation";
   check_placement(
       op, "topk_indices", topk_indices, "topk_indices", topk_indices);
-  TORCH_CHECK_TYPE(
-      topk_indices.scalar_type() == kInt || topk_indices.scalar_type() == kLong,
-      op,
-      ": topk_indices must have dtype int32 or int64, got ",
-      dtype_name(topk_indices.scalar_type()));
+  check_dtype(op, "topk_indices must have dtype", topk_indices.scalar_type(), {kInt, kLong});
   check_rank(op, "topk_indices", topk_indices, 2, "(T, K)");
   TORCH_CHECK_VALUE(
       num_experts.sym_ge(1).expect_true(__FILE__, __LINE__) &&

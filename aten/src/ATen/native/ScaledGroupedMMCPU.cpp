@@ -8,9 +8,9 @@
 // K and offs count numbers, of which float4_e2m1fn_x2 has two in an element.
 // Groups may be empty. Rows behind the last group are 0.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
-#include <ATen/BlasBackend.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/native/MoEScaling.h>
 #include <c10/util/irange.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -21,9 +21,6 @@
 #include <ATen/ops/_scaled_grouped_mm_v2_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/tensor.h>
-#include <ATen/ops/where.h>
 #endif
 
 #include <vector>
@@ -32,8 +29,12 @@ namespace at::native {
 
 namespace {
 
-using at::blas::ScalingType;
-using at::blas::SwizzleType;
+using moe::check_dtype;
+using moe::ScalingRule;
+using moe::ScalingType;
+using moe::SwizzleType;
+
+constexpr const char* kOp = "scaled_grouped_mm";
 
 int64_t ceil_div(int64_t x, int64_t y) {
   return (x + y - 1) / y;
@@ -47,7 +48,7 @@ struct Operand {
   const char* name;
   Tensor data; // (rows, K), or (G, rows, K) of weights
   Tensor scale;
-  ScalingType recipe;
+  const ScalingRule& rule;
   bool swizzled;
 
   bool is_stack() const {
@@ -57,79 +58,46 @@ struct Operand {
     return data.scalar_type() == kFloat4_e2m1fn_x2;
   }
   int64_t block_rows() const {
-    return recipe == ScalingType::BlockWise128x128 ? 128 : 1;
-  }
-  // Neighbours along K with one scale; 0: all of them.
-  int64_t block() const {
-    return recipe == ScalingType::RowWise     ? 0
-        : recipe == ScalingType::BlockWise1x32 ? 32
-                                               : 128;
+    return rule.square ? rule.block : 1;
   }
   int64_t scales_along(int64_t depth) const {
-    return block() == 0 ? 1 : ceil_div(depth, block());
+    return rule.block == 0 ? 1 : ceil_div(depth, rule.block);
   }
 };
 
-ScalingType check_recipe(const char* name, IntArrayRef recipe, const Tensor& data) {
-  const auto code = recipe.size() == 1 ? recipe[0] : -1;
+const ScalingRule& check_recipe(const char* name, IntArrayRef recipe, const Tensor& data) {
   const bool is_fp4 = data.scalar_type() == kFloat4_e2m1fn_x2;
-  for (const auto type :
-       {ScalingType::RowWise,
-        ScalingType::BlockWise1x32,
-        ScalingType::BlockWise1x128,
-        ScalingType::BlockWise128x128}) {
-    if (code == static_cast<int64_t>(type) && (!is_fp4 || type == ScalingType::BlockWise1x32)) {
-      return type;
+  for (const auto& rule : moe::kScalingRules) {
+    if (recipe.size() == 1 && recipe[0] == static_cast<int64_t>(rule.type) &&
+        (!is_fp4 || rule.type == ScalingType::BlockWise1x32)) {
+      return rule;
     }
   }
   TORCH_CHECK_VALUE(
-      false,
-      "scaled_grouped_mm: recipe_",
-      name,
-      " on CPU must be one of RowWise (1), BlockWise1x32 (3), BlockWise1x128 (4) and"
-      " BlockWise128x128 (5), of float4_e2m1fn_x2 BlockWise1x32, got ",
-      recipe);
+      false, kOp, ": recipe_", name, " on CPU must be one of ", moe::scaling_names(),
+      ", of float4_e2m1fn_x2 BlockWise1x32, got ", recipe);
 }
 
 Operand check_operand(
-    const char* name,
-    const Tensor& data,
-    TensorList scale,
-    IntArrayRef recipe,
+    const char* name, const Tensor& data, TensorList scale, IntArrayRef recipe,
     IntArrayRef swizzle) {
-  TORCH_CHECK_TYPE(
-      data.scalar_type() == kFloat8_e4m3fn || data.scalar_type() == kFloat8_e5m2 ||
-          data.scalar_type() == kFloat4_e2m1fn_x2,
-      "scaled_grouped_mm: mat_",
-      name,
-      " on CPU must have dtype float8_e4m3fn, float8_e5m2 or float4_e2m1fn_x2, got ",
-      data.scalar_type());
-  const auto type = check_recipe(name, recipe, data);
+  check_dtype(
+      kOp, std::string("mat_") + name + " on CPU must have dtype", data.scalar_type(),
+      {kFloat8_e4m3fn, kFloat8_e5m2, kFloat4_e2m1fn_x2});
+  const auto& rule = check_recipe(name, recipe, data);
   TORCH_CHECK_VALUE(
-      scale.size() == 1,
-      "scaled_grouped_mm: scale_",
-      name,
-      " must be one tensor on CPU, got ",
-      scale.size());
-  const bool is_mx = type == ScalingType::BlockWise1x32;
-  const auto wanted = is_mx ? kFloat8_e8m0fnu : kFloat;
-  TORCH_CHECK_TYPE(
-      scale[0].scalar_type() == wanted,
-      "scaled_grouped_mm: scale_",
-      name,
-      " must have dtype ",
-      wanted,
-      ", got ",
-      scale[0].scalar_type());
+      scale.size() == 1, kOp, ": scale_", name, " must be one tensor on CPU, got ", scale.size());
+  check_dtype(
+      kOp, std::string("scale_") + name + " must have dtype", scale[0].scalar_type(),
+      {rule.scale_dtype});
   const auto code = swizzle.empty() ? 0 : swizzle[0];
   const bool swizzled = code == static_cast<int64_t>(SwizzleType::SWIZZLE_32_4_4);
   TORCH_CHECK_VALUE(
-      swizzle.size() <= 1 && (code == 0 || (swizzled && is_mx)),
-      "scaled_grouped_mm: swizzle_",
-      name,
-      " on CPU must be NO_SWIZZLE (0) or, with BlockWise1x32, SWIZZLE_32_4_4 (1), got ",
-      swizzle);
-  return {name, data, scale[0].contiguous(), type, swizzled};
+      swizzle.size() <= 1 &&
+          (code == 0 || (swizzled && rule.type == ScalingType::BlockWise1x32)),
+      kOp, ": swizzle_", name, " on CPU must be NO_SWIZZLE (0) or, with BlockWise1x32,"
+      " SWIZZLE_32_4_4 (1), got ", swizzle);
+  return {name, data, scale[0].contiguous(), rule, swizzled};
 }
 
 // Group ends; unlike on a GPU they can be checked.
@@ -141,43 +109,15 @@ std::vector<int64_t> group_ends(const Tensor& offs, int64_t length, int64_t mult
   for (const auto g : c10::irange(ends.size())) {
     TORCH_CHECK_VALUE(
         ends[g] >= last && ends[g] <= length,
-        "scaled_grouped_mm: offs must be non-decreasing in [0, ",
-        length,
-        "], got ",
-        ends[g],
-        " at [",
-        g,
-        "] after ",
-        last);
+        kOp, ": offs must be non-decreasing in [0, ", length, "], got ", ends[g], " at [", g,
+        "] after ", last);
     TORCH_CHECK_VALUE(
         ends[g] % multiple == 0 || ends[g] == length,
-        "scaled_grouped_mm: offs must be multiples of ",
-        multiple,
-        ", the block of the scales along the contraction, got ",
-        ends[g],
-        " at [",
-        g,
-        "]");
+        kOp, ": offs must be multiples of ", multiple, ", the block of the scales along the"
+        " contraction, got ", ends[g], " at [", g, "]");
     last = ends[g];
   }
   return ends;
-}
-
-// What the bytes of a scale stand for.
-Tensor e8m0_value(const Tensor& bytes) {
-  return bytes.view(kFloat8_e8m0fnu).to(kFloat);
-}
-
-// (rows, cols) out of the tiles of 128 x 4 that begin at element `at` of flat bytes: byte
-// ((r / 128) * ceil(cols / 4) + c / 4) * 512 + (r % 32) * 16 + (r % 128) / 32 * 4 + c % 4
-Tensor unswizzled(const Tensor& bytes, int64_t at, int64_t rows, int64_t cols) {
-  const int64_t row_tiles = ceil_div(rows, 128), col_tiles = ceil_div(cols, 4);
-  return bytes.narrow(0, at, row_tiles * col_tiles * 512)
-      .view({row_tiles, col_tiles, 32, 4, 4})
-      .permute({0, 3, 2, 1, 4})
-      .reshape({row_tiles * 128, col_tiles * 4})
-      .narrow(0, 0, rows)
-      .narrow(1, 0, cols);
 }
 
 // What of an operand belongs to a group.
@@ -197,23 +137,15 @@ class Scales {
   Scales(const Operand& x, int64_t rows, int64_t depth, int64_t groups, bool divided_depth)
       : x_(x), divided_depth_(divided_depth) {
     const int64_t row_blocks = ceil_div(rows, x.block_rows()), along = x.scales_along(depth);
-    const int64_t numel = !divided_depth || x.block() == 0 ? groups * row_blocks * along
+    const int64_t numel = !divided_depth || x.rule.block == 0 ? groups * row_blocks * along
                                                            : row_blocks * along;
     // Padding of every group comes on top: only a lower bound then.
     const int64_t least = x.is_stack() ? groups * padded(rows, 128) * padded(along, 4) : 0;
     TORCH_CHECK_VALUE(
         x.swizzled ? x.scale.numel() >= least : x.scale.numel() == numel,
-        "scaled_grouped_mm: scale_",
-        x.name,
-        " must have ",
-        x.swizzled ? "at least " : "",
-        x.swizzled ? least : numel,
-        " elements, got shape ",
-        x.scale.sizes());
+        kOp, ": scale_", x.name, " must have ", x.swizzled ? "at least " : "",
+        x.swizzled ? least : numel, " elements, got shape ", x.scale.sizes());
     flat_ = x.scale.view(-1);
-    if (x.scale.scalar_type() == kFloat8_e8m0fnu) {
-      flat_ = flat_.view(kByte);
-    }
     rows_ = row_blocks;
     along_ = along;
   }
@@ -227,26 +159,23 @@ class Scales {
       const int64_t at = x_.is_stack() ? part.group * size : part.tiles_at;
       TORCH_CHECK_VALUE(
           at + size <= flat_.numel(),
-          "scaled_grouped_mm: scale_",
-          x_.name,
-          " must have at least ",
-          at + size,
-          " elements for the groups of offs, each padded to 128 rows and 4 scales, got ",
-          flat_.numel());
-      return e8m0_value(unswizzled(flat_, at, row_blocks, along));
+          kOp, ": scale_", x_.name, " must have at least ", at + size, " elements for the groups"
+          " of offs, each padded to 128 rows and 4 scales, got ", flat_.numel());
+      const auto tiles = flat_.narrow(0, at, size).unsqueeze(0);
+      return moe::without_swizzle(tiles, row_blocks, along)[0].view(flat_.scalar_type()).to(kFloat);
     }
     Tensor scale;
-    if (x_.is_stack() || (divided_depth_ && x_.block() == 0)) {
+    if (x_.is_stack() || (divided_depth_ && x_.rule.block == 0)) {
       scale = flat_.view({-1, rows_, along_})[part.group];
     } else if (divided_depth_) {
-      scale = flat_.view({rows_, along_}).narrow(1, part.k / x_.block(), along);
+      scale = flat_.view({rows_, along_}).narrow(1, part.k / x_.rule.block, along);
     } else {
       // The squares of rows that offs divides begin with the first row of all.
       const int64_t first = part.row / x_.block_rows();
       const int64_t end = ceil_div(part.row + part.rows, x_.block_rows());
       scale = flat_.view({rows_, along_}).narrow(0, first, end - first);
     }
-    return x_.scale.scalar_type() == kFloat8_e8m0fnu ? e8m0_value(scale) : scale;
+    return scale.to(kFloat);
   }
 
  private:
@@ -256,64 +185,43 @@ class Scales {
   int64_t rows_, along_;
 };
 
-// Two numbers a byte, the even one in the low half.
-Tensor unpack_fp4(const Tensor& data) {
-  const auto bytes = data.view(kByte);
-  const auto codes = at::stack({bytes.bitwise_and(15), bytes.bitwise_right_shift(4)}, -1)
-                         .flatten(-2)
-                         .to(kLong);
-  const auto magnitudes =
-      at::tensor({0.F, 0.5F, 1.F, 1.5F, 2.F, 3.F, 4.F, 6.F}, bytes.options().dtype(kFloat));
-  const auto value = magnitudes.index_select(0, codes.bitwise_and(7).flatten()).view(codes.sizes());
-  return at::where(codes.ge(8), value.neg(), value);
-}
-
 // (rows, depth) of a group in float32.
 Tensor values_of(const Operand& x, const Scales& scales, const Part& part) {
   const int64_t per_element = x.is_fp4() ? 2 : 1;
   const auto matrix = x.is_stack() ? x.data[part.group] : x.data;
   const auto data = (x.is_stack() ? matrix : matrix.narrow(0, part.row, part.rows))
                         .narrow(1, part.k / per_element, part.depth / per_element);
-  const auto numbers = x.is_fp4() ? unpack_fp4(data.contiguous()) : data.to(kFloat);
+  const auto numbers = x.is_fp4() ? moe::unpack_pairs(data.contiguous()) : data.to(kFloat);
   auto scale = scales.of(part);
   if (x.block_rows() > 1) {
     scale = scale.repeat_interleave(x.block_rows(), 0)
                 .narrow(0, part.row % x.block_rows(), part.rows);
   }
-  if (x.block() > 0) {
-    scale = scale.repeat_interleave(x.block(), 1).narrow(1, 0, part.depth);
+  if (x.rule.block > 0) {
+    scale = scale.repeat_interleave(x.rule.block, 1).narrow(1, 0, part.depth);
   }
   return numbers * scale;
 }
 
 // b as b^T: (N, K) or (G, N, K)
 void multiply(
-    const Operand& a,
-    const Operand& b,
-    const Tensor& offs,
-    const std::optional<Tensor>& bias,
+    const Operand& a, const Operand& b, const Tensor& offs, const std::optional<Tensor>& bias,
     const Tensor& out) {
   TORCH_CHECK_VALUE(
       a.data.dim() == 2 && offs.defined(),
-      "scaled_grouped_mm on CPU takes a 2D mat_a, a 2D or 3D mat_b and offs, got ",
-      a.data.dim(),
-      "D and ",
-      b.data.dim(),
-      "D",
-      offs.defined() ? "" : " without offs");
+      kOp, " on CPU takes a 2D mat_a, a 2D or 3D mat_b and offs, got ", a.data.dim(), "D and ",
+      b.data.dim(), "D", offs.defined() ? "" : " without offs");
   const bool divides_depth = !b.is_stack();
   TORCH_CHECK_VALUE(
       a.is_fp4() == b.is_fp4() && a.data.size(-1) == b.data.size(-1),
-      "scaled_grouped_mm: mat_a and mat_b must agree in their contraction, got ",
-      a.data.sizes(),
-      " and ",
+      kOp, ": mat_a and mat_b must agree in their contraction, got ", a.data.sizes(), " and ",
       b.data.transpose(-2, -1).sizes());
   const int64_t m = a.data.size(0), n = b.data.size(-2);
   const int64_t depth = a.data.size(1) * (a.is_fp4() ? 2 : 1), groups = offs.numel();
   const auto ends = group_ends(
       offs,
       divides_depth ? depth : m,
-      divides_depth ? std::max<int64_t>({1, a.block(), b.block()}) : 1);
+      divides_depth ? std::max<int64_t>({1, a.rule.block, b.rule.block}) : 1);
   const Scales scales_a(a, m, depth, divides_depth ? groups : 1, divides_depth);
   const Scales scales_b(b, n, depth, groups, divides_depth);
   out.zero_();
@@ -355,11 +263,7 @@ TORCH_IMPL_FUNC(_scaled_grouped_mm_cpu_v2_out)
  bool use_fast_accum,
  const Tensor& out) {
   const auto list = [](const ITensorListRef& scales) {
-    std::vector<Tensor> tensors;
-    for (const Tensor& scale : scales) {
-      tensors.push_back(scale);
-    }
-    return tensors;
+    return std::vector<Tensor>(scales.begin(), scales.end());
   };
   multiply(
       check_operand("a", mat_a, list(scale_a), recipe_a, swizzle_a),
@@ -384,13 +288,10 @@ Tensor _scaled_grouped_mm_cpu(
   TORCH_CHECK(
       mat_a.scalar_type() == kFloat8_e4m3fn && mat_b.scalar_type() == kFloat8_e4m3fn,
       "Expected inputs of E4M3 FP8 type but got mat_a.dtype=torch.",
-      c10::getDtypeNames(mat_a.scalar_type()).first,
-      " and mat_b.dtype=torch.",
-      c10::getDtypeNames(mat_b.scalar_type()).first,
-      ".");
+      c10::getDtypeNames(mat_a.scalar_type()).first, " and mat_b.dtype=torch.",
+      c10::getDtypeNames(mat_b.scalar_type()).first, ".");
   TORCH_CHECK(
-      !bias.has_value() || !bias->defined(),
-      "Bias tensor provided, but it is not supported yet.");
+      !bias.has_value() || !bias->defined(), "Bias tensor provided, but it is not supported yet.");
   TORCH_CHECK(
       out_dtype.value_or(kBFloat16) == kBFloat16,
       "If output dtype provided, it must be torch.bfloat16.");

@@ -13,11 +13,7 @@ from torch import Tensor
 
 from . import triton_impl
 from .triton_impl import INT32_MAX, MAX_ROWS, ROUTER_DTYPES
-
-
-# As in triton_kernels/quantize.py, which cannot be imported before Triton: elements per scale
-# by the number of the recipe. test_moe_quantize_triton_gate.py compares the two.
-_BLOCKS = {1: 0, 3: 32, 4: 128, 5: 128}
+from .triton_kernels.scaling_rules import SCALING_RULES
 
 
 def quantize_reason(
@@ -36,7 +32,7 @@ def quantize_reason(
     """
     if self.dtype not in ROUTER_DTYPES:
         return f"self has dtype {self.dtype}, not one of {ROUTER_DTYPES}"
-    if recipe not in _BLOCKS:
+    if recipe not in SCALING_RULES:
         return f"recipe is {recipe}"
     if dtype not in (None, torch.float8_e4m3fn, torch.int8):
         return f"dtype is {dtype}"
@@ -44,7 +40,8 @@ def quantize_reason(
         return f"swizzle is {swizzle}"
     sizes = list(self.shape)
     length = sizes.pop(dim)
-    scales = math.prod(sizes) * (length // (_BLOCKS[recipe] or max(length, 1)) + 1)
+    block = SCALING_RULES[recipe].block or max(length, 1)
+    scales = math.prod(sizes) * (length // block + 1)
     if max(*sizes, length, 0) > MAX_ROWS or scales > INT32_MAX:
         return "more rows or scales than int32 can count"
     return triton_impl.device_reason((self, offs), memory)

@@ -6,7 +6,7 @@ sharded along their ids are an error, as there.
 """
 
 import torch
-from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor._ops._moe_ops import _strategy
 from torch.distributed.tensor._ops.utils import register_op_strategy
 
@@ -19,28 +19,18 @@ _STATIC_KWARGS = [
 ]  # fmt: skip
 
 
-@register_op_strategy(
-    aten._moe_quantize.default,
-    schema_info=RuntimeSchemaInfo(1, ["dim", "dtype", "swizzle"]),
+def _replicate(op, num_outputs: int, schema_info: RuntimeSchemaInfo) -> None:
+    register_op_strategy(op, schema_info=schema_info)(
+        lambda op_schema: _strategy(op_schema, num_outputs, None)
+    )
+
+
+_replicate(
+    aten._moe_quantize.default, 2, RuntimeSchemaInfo(1, ["dim", "dtype", "swizzle"])
 )
-def moe_quantize_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Outputs: data, scale."""
-    return _strategy(op_schema, 2, None)
-
-
-@register_op_strategy(
-    aten._moe_mlp_scaled.default,
-    schema_info=RuntimeSchemaInfo(static_kwargkey=_STATIC_KWARGS),
+_replicate(
+    aten._moe_mlp_scaled.default, 5, RuntimeSchemaInfo(static_kwargkey=_STATIC_KWARGS)
 )
-def moe_mlp_scaled_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Outputs: output, input_data, input_scale, preact, preact_scale."""
-    return _strategy(op_schema, 5, None)
-
-
-@register_op_strategy(
-    aten._moe_mlp_scaled_backward.default,
-    schema_info=RuntimeSchemaInfo(18, _STATIC_KWARGS),
+_replicate(
+    aten._moe_mlp_scaled_backward.default, 7, RuntimeSchemaInfo(18, _STATIC_KWARGS)
 )
-def moe_mlp_scaled_backward_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Outputs: the gradients, in the order of output_mask."""
-    return _strategy(op_schema, 7, None)

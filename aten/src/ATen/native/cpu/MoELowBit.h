@@ -13,7 +13,6 @@
 
 #include <array>
 #include <cmath>
-#include <limits>
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
@@ -37,16 +36,6 @@ inline LowBitCodes codes_of(ScalarType dtype) {
 }
 constexpr int64_t code_bits(LowBitCodes codes) {
   return codes == LowBitCodes::E4M3 || codes == LowBitCodes::Int8 ? 8 : 4;
-}
-
-inline float pow2_of_byte(uint8_t byte) {
-  if (byte == 255) {
-    return std::numeric_limits<float>::quiet_NaN();
-  }
-  const uint32_t bits = byte == 0 ? 0x00400000u : static_cast<uint32_t>(byte) << 23;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
 }
 
 // Value of each code: 256, or 16.
@@ -133,7 +122,7 @@ struct ScaleView {
   }
   float at(int64_t expert, int64_t row, int64_t k) const {
     const int64_t i = offset(expert, row, k);
-    return is_pow2 ? pow2_of_byte(static_cast<const uint8_t*>(data)[i])
+    return is_pow2 ? moe::power_of_two(static_cast<const uint8_t*>(data)[i])
                    : static_cast<const float*>(data)[i];
   }
 };
@@ -227,9 +216,8 @@ struct Int8Row {
       for (const auto k : c10::irange(kBlock)) {
         largest = std::max(largest, c10::bit_cast<int32_t>(values[k]) & 0x7fffffff);
       }
-      const auto byte =
-          static_cast<uint8_t>(moe::scale_byte(largest, moe::scale_byte_offset(kChar)));
-      const float inverse = byte == 255 ? 0.f : pow2_of_byte(static_cast<uint8_t>(254 - byte));
+      const int32_t byte = moe::scale_byte(largest, moe::scale_byte_offset(kChar));
+      const float inverse = byte == 255 ? 0.f : moe::power_of_two(254 - byte);
       int32_t sum = 0;
       alignas(64) int32_t rounded[kBlock];
       for (const auto k : c10::irange(kBlock)) {
@@ -242,7 +230,7 @@ struct Int8Row {
         out[place(k)] = static_cast<int8_t>(rounded[k]);
       }
       // Half, as the weights are doubled.
-      scales(row, depth)[k0 / kBlock] = pow2_of_byte(byte) / 2;
+      scales(row, depth)[k0 / kBlock] = moe::power_of_two(byte) / 2;
       corrections(row, depth)[k0 / kBlock] = -12 * sum;
     }
   }
@@ -260,57 +248,21 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// In place of those. `pack` and the products return false where nothing that counts has been
-// written.
-struct NoLowBit {
-  static constexpr int64_t kRows = 0;  // more than these are worth a packed panel
-  static constexpr int64_t kLines = kPanelLines;  // of a group
-  // Whether its order of addition for few rows is that of a micro-GEMM.
-  template <typename Micro>
-  static constexpr bool multiplies() {
-    return false;
-  }
-  static bool is_available() {
-    return false;
-  }
-  // Whether lines can be read kLines at a time, and by double words.
-  static bool is_regular(const LowBitView&, int64_t, int64_t) {
-    return false;
-  }
-  template <typename... Args>
-  static bool pack(const Args&...) {
-    return false;
-  }
-  template <typename Micro, typename... Args>
-  static bool multiply(const Args&...) {
-    return false;
-  }
-  template <typename... Args>
-  static bool multiply_int8(const Args&...) {
-    return false;
-  }
-};
-#ifndef MOE_HAS_LOW_BIT_AVX512
-using Avx512LowBit = NoLowBit;
-#endif
-#ifndef MOE_HAS_LOW_BIT_AVX2
-using Avx2LowBit = NoLowBit;
-#endif
-
-// fn(decoder) for those of this build, until one returns true.
+// fn(decoder) for those of this build that the CPU has, until one returns true.
 template <typename Fn>
-bool any_decoder(const Fn& fn) {
-  return (Avx512LowBit::is_available() && fn(Avx512LowBit())) ||
-      (Avx2LowBit::is_available() && fn(Avx2LowBit()));
+bool any_decoder([[maybe_unused]] const Fn& fn) {
+#ifdef MOE_HAS_LOW_BIT_AVX512
+  if (Avx512LowBit::is_available() && fn(Avx512LowBit())) {
+    return true;
+  }
+#endif
+#ifdef MOE_HAS_LOW_BIT_AVX2
+  if (fn(Avx2LowBit())) {
+    return true;
+  }
+#endif
+  return false;
 }
-
-}  // namespace moe_cpu
-}  // namespace CPU_CAPABILITY
-}  // namespace at::native
-
-namespace at::native {
-inline namespace CPU_CAPABILITY {
-namespace moe_cpu {
 
 // ---- the source -----------------------------------------------------------------------
 

@@ -381,9 +381,6 @@ struct Traits {
   static constexpr bool multiplies() {
     return std::is_base_of_v<VecGemm<float, FusedMultiplyAdd>, Micro>;
   }
-  static bool is_available() {
-    return true;
-  }
   static bool is_regular(const LowBitView& w, int64_t row, int64_t count) {
     return (!w.panels || row % kLines == 0) && count % kLines == 0 && w.depth % 8 == 0;
   }

@@ -472,8 +472,13 @@ auto find_pack(const LowBitView& w) {
                                       : &pack_lines<operand_t, E4M3>;
 }
 
-// What LowBitSource asks, see NoLowBit, with `multiplies`, `is_available` and `is_regular` of the
-// instruction set.
+// What LowBitSource asks. pack and the products return false where nothing that counts has been
+// written. Of the instruction set come
+//
+//   kRows            more rows are worth a packed panel
+//   kLines           lines of a group
+//   multiplies       whether the order of addition for few rows is that of a micro-GEMM
+//   is_regular       whether lines can be read kLines at a time, and by double words
 struct Decoder : Traits {
   template <typename Micro>
   static bool multiply(

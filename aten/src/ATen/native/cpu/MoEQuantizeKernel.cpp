@@ -7,8 +7,6 @@
 #include <ATen/native/MoEQuantize.h>
 #include <ATen/native/cpu/MoEPacking.h>
 
-#include <c10/util/bit_cast.h>
-
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -18,6 +16,7 @@ namespace at::native {
 namespace {
 
 using moe::kNaNByte;
+using moe::power_of_two;
 using moe::QuantizeOutputs;
 using moe::ScalingRule;
 using moe_cpu::convert_row;
@@ -27,11 +26,6 @@ constexpr int64_t kChunk = 128;
 // Elements that are worth another thread.
 constexpr int64_t kGrain = 32 * 1024;
 constexpr int32_t kMagnitude = 0x7FFFFFFF;
-
-inline float power_of_two(int32_t byte) {
-  return c10::bit_cast<float>(
-      byte == 0 ? 0x00400000 : byte == kNaNByte ? 0x7FC00000 : byte << 23);
-}
 
 inline float reciprocal(int32_t byte) {
   return power_of_two(std::max(254 - byte, 0));
@@ -121,36 +115,46 @@ class Writer {
   bool has_codes() const {
     return codes_ != nullptr;
   }
+  uint8_t* codes() const {
+    return codes_;
+  }
   bool has_values() const {
     return values_.defined();
   }
 
-  // Codes of n numbers with one byte.
-  void encode(const float* x, int64_t n, int32_t byte, uint8_t* to) const {
-    is_int8_ ? encode_as<Int8Code>(x, n, byte, to) : encode_as<E4M3Code>(x, n, byte, to);
-  }
-  void put_codes(const float* x, int64_t n, int32_t byte, int64_t place) const {
-    encode(x, n, byte, codes_ + place);
-  }
-  uint8_t* codes() const {
-    return codes_;
+  // Codes and values, of those that are wanted, of n <= kChunk numbers with one byte.
+  void put(const float* x, int64_t n, int32_t byte, int64_t place) const {
+    with_code([&](auto code) {
+      using Code = decltype(code);
+      const float factor = reciprocal(byte), scale = power_of_two(byte);
+      uint8_t* to = codes_ + place;
+      if (has_codes() && byte == kNaNByte) {
+        std::fill_n(to, n, Code::kNaN);
+      } else if (has_codes()) {
+        for (int64_t i = 0; i < n; ++i) {
+          to[i] = Code::of(x[i] * factor);
+        }
+      }
+      if (has_values()) {
+        alignas(64) float out[kChunk];
+        for (int64_t i = 0; i < n; ++i) {
+          out[i] = Code::rounded(x[i] * factor) * scale;
+        }
+        store_values(out, n, place);
+      }
+    });
   }
 
-  // The same with a reciprocal (NaN for NaN) and a scale for each number.
+  // Codes of n numbers with a reciprocal (NaN for NaN) each.
   void encode_each(const float* x, int64_t n, const float* reciprocals, uint8_t* to) const {
-    is_int8_ ? encode_each_as<Int8Code>(x, n, reciprocals, to)
-             : encode_each_as<E4M3Code>(x, n, reciprocals, to);
-  }
-
-  void put_values(const float* x, int64_t n, int32_t byte, int64_t place) const {
-    alignas(64) float out[kChunk];
-    const float factor = reciprocal(byte), scale = power_of_two(byte);
-    if (is_int8_) {
-      round_as<Int8Code>(x, n, factor, scale, out);
-    } else {
-      round_as<E4M3Code>(x, n, factor, scale, out);
-    }
-    store_values(out, n, place);
+    with_code([&](auto code) {
+      using Code = decltype(code);
+      for (int64_t i = 0; i < n; ++i) {
+        const bool is_nan = reciprocals[i] != reciprocals[i];
+        const uint8_t number = Code::of(is_nan ? 0.F : x[i] * reciprocals[i]);
+        to[i] = is_nan ? Code::kNaN : number;
+      }
+    });
   }
   void put_values_each(
       const float* x, int64_t n, const float* reciprocals, const float* scales,
@@ -163,30 +167,9 @@ class Writer {
   }
 
  private:
-  template <typename Code>
-  static void encode_as(const float* x, int64_t n, int32_t byte, uint8_t* to) {
-    if (byte == kNaNByte) {
-      std::fill_n(to, n, Code::kNaN);
-      return;
-    }
-    const float factor = reciprocal(byte);
-    for (int64_t i = 0; i < n; ++i) {
-      to[i] = Code::of(x[i] * factor);
-    }
-  }
-  template <typename Code>
-  static void encode_each_as(const float* x, int64_t n, const float* factors, uint8_t* to) {
-    for (int64_t i = 0; i < n; ++i) {
-      const bool is_nan = factors[i] != factors[i];
-      const uint8_t code = Code::of(is_nan ? 0.F : x[i] * factors[i]);
-      to[i] = is_nan ? Code::kNaN : code;
-    }
-  }
-  template <typename Code>
-  static void round_as(const float* x, int64_t n, float factor, float scale, float* out) {
-    for (int64_t i = 0; i < n; ++i) {
-      out[i] = Code::rounded(x[i] * factor) * scale;
-    }
+  template <typename Fn>
+  void with_code(const Fn& fn) const {
+    is_int8_ ? fn(Int8Code()) : fn(E4M3Code());
   }
 
   void store_values(const float* x, int64_t n, int64_t place) const {
@@ -205,46 +188,47 @@ class Writer {
   const Tensor values_;
 };
 
-// x (rows, length), scaled along its dense dimension.
+// x (outer, rows, cols) in blocks of tall x wide elements, a scale each. A thread takes `group`
+// neighbouring blocks at a time, at least `grain` times.
 template <typename scalar_t>
-void quantize_rows(
-    const scalar_t* x, int64_t rows, int64_t length, const ScalingRule& rule,
-    const Writer& writer) {
-  const int64_t block = rule.block == 0 ? std::max<int64_t>(length, 1) : rule.block;
-  const int64_t blocks = rule.block == 0 ? 1 : (length + block - 1) / block;
-  const auto quantize_row = [&](int64_t row) {
+void quantize_blocks(
+    const scalar_t* x, int64_t outer, int64_t rows, int64_t cols, int64_t tall, int64_t wide,
+    int64_t blocks, int64_t group, int64_t grain, const Writer& writer) {
+  const int64_t lines = (rows + tall - 1) / tall, groups = (blocks + group - 1) / group;
+  const auto quantize_block = [&](int64_t line, int64_t block) {
     alignas(64) float buffer[kChunk];
-    const scalar_t* from = x + row * length;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t first = b * block, last = std::min(length, first + block);
-      int32_t amax = 0;
-      for (int64_t i = first; i < last; i += kChunk) {
-        const int64_t n = std::min(kChunk, last - i);
-        convert_row(from + i, buffer, n);
-        amax = std::max(amax, max_magnitude(buffer, n));
+    const int64_t first_row = line % lines * tall, first = block * wide;
+    const int64_t height = std::min(tall, rows - first_row), width = std::min(wide, cols - first);
+    const int64_t corner = (line / lines * rows + first_row) * cols + first;
+    // fn(place, n): chunks of the block, in the buffer. A block that is one stays there.
+    const auto for_each_chunk = [&](bool is_loaded, const auto& fn) {
+      for (const auto row : c10::irange(height)) {
+        for (int64_t i = 0; i < width; i += kChunk) {
+          const int64_t n = std::min(kChunk, width - i), place = corner + row * cols + i;
+          if (!is_loaded) {
+            convert_row(x + place, buffer, n);
+          }
+          fn(place, n);
+        }
       }
-      const int32_t byte = writer.put_scale(amax, row * blocks + b);
-      for (int64_t i = first; i < last; i += kChunk) {
-        const int64_t n = std::min(kChunk, last - i);
-        if (last - first > kChunk) {
-          convert_row(from + i, buffer, n);
-        }
-        if (writer.has_codes()) {
-          writer.put_codes(buffer, n, byte, row * length + i);
-        }
-        if (writer.has_values()) {
-          writer.put_values(buffer, n, byte, row * length + i);
-        }
+    };
+    int32_t amax = 0;
+    for_each_chunk(false, [&](int64_t, int64_t n) {
+      amax = std::max(amax, max_magnitude(buffer, n));
+    });
+    const int32_t byte = writer.put_scale(amax, line * blocks + block);
+    for_each_chunk(height == 1 && width <= kChunk, [&](int64_t place, int64_t n) {
+      writer.put(buffer, n, byte, place);
+    });
+  };
+  at::parallel_for(0, outer * lines * groups, grain, [&](int64_t begin, int64_t end) {
+    for (const auto i : c10::irange(begin, end)) {
+      const int64_t first = i % groups * group;
+      for (const auto block : c10::irange(first, std::min(blocks, first + group))) {
+        quantize_block(i / groups, block);
       }
     }
-  };
-  at::parallel_for(
-      0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, length)),
-      [&](int64_t begin, int64_t end) {
-        for (const auto row : c10::irange(begin, end)) {
-          quantize_row(row);
-        }
-      });
+  });
 }
 
 // Rows [begin, end) of a matrix that share the scales at `place` of their columns.
@@ -378,58 +362,31 @@ void quantize_columns(
   });
 }
 
-// x (outer, rows, cols) in squares of kChunk.
-template <typename scalar_t>
-void quantize_squares(
-    const scalar_t* x, int64_t outer, int64_t rows, int64_t cols, const Writer& writer) {
-  const int64_t tall = (rows + kChunk - 1) / kChunk, wide = (cols + kChunk - 1) / kChunk;
-  const auto quantize_square = [&](int64_t place) {
-    alignas(64) float buffer[kChunk];
-    const int64_t col = place % wide * kChunk, n = std::min(kChunk, cols - col);
-    const int64_t first = place / wide % tall * kChunk;
-    const int64_t base = place / wide / tall * rows * cols + col;
-    const int64_t last = std::min(rows, first + kChunk);
-    int32_t amax = 0;
-    for (const auto row : c10::irange(first, last)) {
-      convert_row(x + base + row * cols, buffer, n);
-      amax = std::max(amax, max_magnitude(buffer, n));
-    }
-    const int32_t byte = writer.put_scale(amax, place);
-    for (const auto row : c10::irange(first, last)) {
-      convert_row(x + base + row * cols, buffer, n);
-      if (writer.has_codes()) {
-        writer.put_codes(buffer, n, byte, base + row * cols);
-      }
-      if (writer.has_values()) {
-        writer.put_values(buffer, n, byte, base + row * cols);
-      }
-    }
-  };
-  at::parallel_for(0, outer * tall * wide, 2, [&](int64_t begin, int64_t end) {
-    for (const auto place : c10::irange(begin, end)) {
-      quantize_square(place);
-    }
-  });
-}
-
 template <typename scalar_t>
 void quantize(
     const Tensor& x, const ScalingRule& rule, int64_t dim, const Tensor& offs,
     const QuantizeOutputs& out) {
   const Writer writer(rule, out);
+  const auto* data = x.const_data_ptr<scalar_t>();
   if (rule.square) {
     const int64_t rows = x.size(-2), cols = x.size(-1);
-    quantize_squares(
-        x.const_data_ptr<scalar_t>(), c10::multiply_integers(x.sizes().slice(0, x.dim() - 2)),
-        rows, cols, writer);
+    const auto outer = c10::multiply_integers(x.sizes().slice(0, x.dim() - 2));
+    const int64_t blocks = (cols + rule.block - 1) / rule.block;
+    quantize_blocks(
+        data, outer, rows, cols, rule.block, rule.block, blocks, /*group=*/1, /*grain=*/2, writer);
     return;
   }
   const auto outer = c10::multiply_integers(x.sizes().slice(0, dim));
   const auto inner = c10::multiply_integers(x.sizes().slice(dim + 1));
+  const int64_t length = x.size(dim), some = std::max<int64_t>(length, 1);
   if (dim == x.dim() - 1) {
-    quantize_rows(x.const_data_ptr<scalar_t>(), outer, x.size(dim), rule, writer);
+    const int64_t wide = rule.block == 0 ? some : rule.block;
+    const int64_t blocks = rule.block == 0 ? 1 : (length + wide - 1) / wide;
+    quantize_blocks(
+        data, /*outer=*/1, outer, length, /*tall=*/1, wide, blocks,
+        /*group=*/std::max<int64_t>(blocks, 1), std::max<int64_t>(1, kGrain / some), writer);
   } else {
-    quantize_columns<scalar_t>(x, outer, x.size(dim), inner, rule, offs, out, writer);
+    quantize_columns<scalar_t>(x, outer, length, inner, rule, offs, out, writer);
   }
 }
 

@@ -30,6 +30,7 @@ from .scaling import (
     reciprocal,
     scale_byte,
 )
+from .scaling_rules import SCALING_RULES, ScalingRule
 
 
 @triton.jit
@@ -205,27 +206,6 @@ def quantize_segments_kernel(
             tl.store(to + l[None, :], zero, mask=mask)
 
 
-class Recipe(NamedTuple):
-    """What a scale covers: a row of ``kScalingRules`` in aten/src/ATen/native/MoEScaling.h.
-
-    Attributes:
-        block: neighbours along the scaled dimension; 0 for all.
-        square: as many neighbours along the last two dimensions instead.
-        as_byte: scales are float8_e8m0fnu, not float32.
-    """
-
-    block: int
-    square: bool
-    as_byte: bool
-
-
-# By the number of the recipe, torch.nn.functional.ScalingType.
-RECIPES: dict[int, Recipe] = {
-    1: Recipe(0, False, False),
-    3: Recipe(32, False, True),
-    4: Recipe(128, False, False),
-    5: Recipe(128, True, False),
-}
 _FLOAT8 = torch.float8_e4m3fn
 
 
@@ -243,30 +223,27 @@ _SQUARE = _Tile(32, 128, 8)
 _SEGMENTS = {True: _Tile(8, 512, 4), False: _Tile(16, 128, 4)}
 
 
-def _merged(x: Tensor) -> tuple[Tensor, list[int], list[int]]:
-    """(A, B) and their strides: dimensions of x but the last, merged; x, or a copy of it."""
+def _matrices(
+    x: Tensor, keep_rows: bool = False
+) -> tuple[Tensor, list[int], list[int]]:
+    """(A, B) and their strides: dimensions of x but the last, merged; x, or a copy of it.
+
+    With ``keep_rows`` B is the last dimension but one, whatever its size.
+    """
+    if keep_rows and x.dim() > 3:
+        x = x.flatten(0, -3)
     sizes: list[int] = []
     strides: list[int] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1]):
-        if isinstance(size, int) and size == 1:
+        if not keep_rows and isinstance(size, int) and size == 1:
             continue
-        if sizes and strides[-1] == size * stride:
+        if not keep_rows and sizes and strides[-1] == size * stride:
             sizes[-1], strides[-1] = sizes[-1] * size, stride
         else:
             sizes.append(size)
             strides.append(stride)
     if len(sizes) > 2:
-        return _merged(x.contiguous())
-    missing = 2 - len(sizes)
-    return x, [1] * missing + sizes, [0] * missing + strides
-
-
-def _matrices(x: Tensor) -> tuple[Tensor, list[int], list[int]]:
-    """As :func:`_merged`, with B the last dimension but one, whatever its size."""
-    x, sizes, strides = x, list(x.shape[:-1]), list(x.stride()[:-1])
-    if len(sizes) > 2:
-        x = x.flatten(0, -3)
-        sizes, strides = list(x.shape[:-1]), list(x.stride()[:-1])
+        return _matrices(x.contiguous())
     missing = 2 - len(sizes)
     return x, [1] * missing + sizes, [0] * missing + strides
 
@@ -294,7 +271,7 @@ def moe_quantize(
         native: whether the device converts float32 to float8_e4m3fn itself.
         kernel, bound: as in ``permutation.moe_permutation``.
     """
-    rule = RECIPES[recipe]
+    rule = SCALING_RULES[recipe]
     dtype = _FLOAT8 if dtype is None else dtype
     dim = self.dim() - 1 if rule.square else dim % self.dim()
     x = self.movedim(dim, -1)
@@ -333,14 +310,14 @@ def _launch_tiles(
     x: Tensor,
     data: Tensor,
     scale: Tensor,
-    rule: Recipe,
+    rule: ScalingRule,
     swizzle: bool,
     shared: dict[str, bool],
     kernel: Callable[[Any], Any],
 ) -> None:
     """Blocks that begin at multiples of their size, of x (..., L)."""
     whole = rule.square or swizzle
-    x, (num_a, num_b), (stride_a, stride_b) = (_matrices if whole else _merged)(x)
+    x, (num_a, num_b), (stride_a, stride_b) = _matrices(x, keep_rows=whole)
     args = (x, data, scale, num_b, x.shape[-1], stride_a, stride_b, x.stride(-1))
     scale_rows, scale_columns = scale.shape[-2] if whole else num_b, scale.shape[-1]
     options = {"BLOCK": rule.block, **shared, **OPTIONS}
@@ -368,12 +345,12 @@ def _launch_segments(
     data: Tensor,
     scale: Tensor,
     offs: Tensor | None,
-    rule: Recipe,
+    rule: ScalingRule,
     shared: dict[str, bool],
     kernel: Callable[[Any], Any],
 ) -> None:
     """Segments of x (..., L): a row's elements, or the rows of experts, in blocks or not."""
-    x, (num_a, num_b), (stride_a, stride_b) = _merged(x)
+    x, (num_a, num_b), (stride_a, stride_b) = _matrices(x)
     # Of experts, whose blocks begin anywhere, the smaller tile: the other one would spill.
     tile = _SEGMENTS[offs is None and x.stride(-1) == 1]
     block_l = rule.block or tile.block_l

@@ -93,18 +93,15 @@ def _up(
     def launch(config: TileConfig) -> None:
         operands, flags = _weight_operands(rows, config, gate, up)
         rows.plan.kernel(scaled_up_kernel)[tile_grid(rows, config, num_hidden)](
-            x.codes,
-            x.scale,
+            *x,
             *operands,
             gate.scale,
             up.scale,
             or_else(b_in, gate.scale),
             rows.row_slots,
             rows.tiles(config.block_m),
-            preact.values,
-            preact.scale,
-            hidden.codes,
-            hidden.scale,
+            *preact[:2],
+            *hidden,
             dim,
             num_hidden,
             rows.top_k,
@@ -321,10 +318,8 @@ def _weight_grad(
         args["EVEN_M"] = num_m % config.block_m == 0
         del args["EVEN_K"]
         rows.plan.kernel(scaled_weight_grad_kernel)[(rows.num_experts * tiles,)](
-            p.codes,
-            p.scale,
-            q.codes,
-            q.scale,
+            *p,
+            *q,
             rows.offs,
             out,
             num_m,
@@ -391,17 +386,14 @@ class _Products:
             operands, flags = _weight_operands(rows, config, w)
             grid = tile_grid(rows, config, num_hidden)
             rows.plan.kernel(scaled_act_backward_kernel)[grid](
-                grad_codes.codes,
-                grad_codes.scale,
+                *grad_codes,
                 *operands,
                 w.scale,
-                preact.values,
-                preact.scale,
+                *preact[:2],
                 or_else(scale, w.scale),
                 rows.row_slots,
                 rows.tiles(config.block_m),
-                codes.codes,
-                codes.scale,
+                *codes,
                 values,
                 hidden,
                 partials,

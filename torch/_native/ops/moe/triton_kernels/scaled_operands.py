@@ -12,20 +12,14 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from .experts import Experts, row_major
+from .scaling_rules import SCALING_RULES
 
 
 _E4M3 = torch.float8_e4m3fn
 # Columns of H that share a scale, with every recipe.
 PREACT_BLOCK = 32
 PREACT_RECIPE = ScalingType.BlockWise1x32.value
-# Neighbours along the dimension that a product sums that share a scale; 0: all of them.
-_BLOCKS = {
-    ScalingType.RowWise.value: 0,
-    ScalingType.BlockWise1x32.value: 32,
-    ScalingType.BlockWise1x128.value: 128,
-}
 _NAMES = {0: "row", 32: "mx", 128: "fp8"}
-_SQUARE = 128
 
 
 def cdiv(a, b: int):
@@ -91,20 +85,20 @@ class Recipe:
     @property
     def block(self) -> int:
         """Neighbours of a row that share a scale; 0: the whole row."""
-        return _BLOCKS[self.rows]
+        return SCALING_RULES[self.rows].block
 
     @property
     def has_squares(self) -> bool:
-        return self.weights == ScalingType.BlockWise128x128.value
+        return SCALING_RULES[self.weights].square
 
     @property
     def square(self) -> int:
         """Rows of a weight that share a scale."""
-        return _SQUARE if self.has_squares else 1
+        return SCALING_RULES[self.weights].block if self.has_squares else 1
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.block == 32 else torch.float32
+        return torch.uint8 if SCALING_RULES[self.rows].as_byte else torch.float32
 
     def kernel(self, name: str) -> str:
         """Its entry of ``SCALED_TABLES``."""
