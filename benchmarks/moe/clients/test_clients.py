@@ -226,7 +226,9 @@ class TestChoice(TestCase):
         def of_its_own(gate_up):
             return gate_up.chunk(2, dim=-1)[0]
 
-        activation = {"Dbrx": "activation_fn", "JetMoe": "activation"}.get(name, "act_fn")
+        activation = {"Dbrx": "activation_fn", "JetMoe": "activation"}.get(
+            name, "act_fn"
+        )
         changes = [(activation, torch.nn.GELU("tanh")), (activation, Half())]
         if name == "GptOss":
             changes = [("limit", 0.05), ("alpha", 3.0), ("_apply_gate", of_its_own)]
@@ -239,7 +241,9 @@ class TestChoice(TestCase):
         with torch.no_grad():
             for change in (None, *changes):
                 for model in (ours, eager) if change else ():
-                    for part in (p for n in names for p in model.get_submodule(n).modules()):
+                    for part in (
+                        p for n in names for p in model.get_submodule(n).modules()
+                    ):
                         if hasattr(part, change[0]):
                             setattr(part, *change)
                 found, expected = (m(input_ids=tokens).logits for m in (ours, eager))

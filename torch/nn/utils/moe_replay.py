@@ -32,7 +32,8 @@ def _routers(model: Module) -> dict[str, Module]:
     for name, module in model.named_modules():
         # The class's own too: what replaces an instance's, as add_lora does, may take anything.
         if any(
-            {"need_routing", "topk_indices"} <= inspect.signature(forward).parameters.keys()
+            {"need_routing", "topk_indices"}
+            <= inspect.signature(forward).parameters.keys()
             for forward in (module.forward, type(module).forward)
         ):
             parts = (part for part in name.split(".") if part not in _WRAPPERS)
