@@ -2,6 +2,7 @@
 """Choices of experts that are recorded and repeated: weights, gradients, records and their errors."""
 
 import io
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +104,23 @@ class TestMoeTopkIndices(TestCase):
                 )
             )
 
+    @parametrize("score", ("softmax", "sigmoid"))
+    def test_logits_that_are_not_finite(self, score):
+        logits = torch.randn(9, E)
+        for row, bad in enumerate((float("nan"), float("inf"), -float("inf"))):
+            logits[row, row], logits[row + 3] = bad, bad
+        ids, weights = F.moe_topk(logits, E, score=score, bias=torch.randn(E))
+        found = F.moe_topk(logits, E, score=score, topk_indices=ids)[1]
+        self.assertEqual(found, weights, rtol=0, atol=0)
+
+    def test_a_sigmoid_is_of_the_chosen_alone(self):
+        logits = torch.randn(9, E)
+        ids, weights = F.moe_topk(logits, K, score="sigmoid")
+        with mock.patch.object(torch, "_moe_topk", wraps=torch._moe_topk) as op:
+            found = F.moe_topk(logits, K, score="sigmoid", topk_indices=ids)
+        self.assertEqual(op.call_args.args[0].shape, (9, K))
+        self.assertEqual(found, (ids, weights), rtol=0, atol=0)
+
     @parametrize("shape", ((), (0,), (2, 3)))
     def test_leading_dimensions(self, shape):
         logits = torch.randn(*shape, E)
@@ -116,6 +134,8 @@ class TestMoeTopkIndices(TestCase):
         for bad in (ids.float(), ids.to(torch.uint8), ids.bool()):
             with self.assertRaisesRegex(TypeError, "must be int8, int16, int32 or"):
                 F.moe_topk(logits, K, topk_indices=bad)
+        with self.assertRaisesRegex(ValueError, "k must be at least 1, got 0"):
+            F.moe_topk(logits, 0, topk_indices=ids[:, :0])
         for bad in (ids[:2], ids[:, :1], ids[0], ids.unsqueeze(0)):
             with self.assertRaisesRegex(ValueError, r"shape \(\*, k\) with k = 2"):
                 F.moe_topk(logits, K, topk_indices=bad)
@@ -263,6 +283,18 @@ class TestMoeReplay(TestCase):
         with replay_routing(model, record), record_routing(model) as found:
             model(x * -2)
         self.assertEqual(found, record)
+
+    def test_forward_of_an_instance_was_replaced(self):
+        model, x = make_model(), torch.randn(3, D)
+        with record_routing(model) as record:
+            expected = model(x)
+        inner = model[0].forward
+        model[0].forward = lambda *args, **kwargs: inner(*args, **kwargs)
+        with record_routing(model) as found:
+            model(x)
+        self.assertEqual(found, record)
+        with replay_routing(model, record):
+            self.assertEqual(model(x), expected, rtol=0, atol=0)
 
     def test_compiled(self):
         model, x = make_model(), torch.randn(6, D)

@@ -3,8 +3,10 @@
 
 import math
 import pathlib
+import unittest
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.moe_report import find_nonfinite, load_report
 from torch.testing._internal.common_moe import run_code_blocks
@@ -116,7 +118,31 @@ class TestFindNonfinite(TestCase):
         model.running_mean[1] = math.nan
         with find_nonfinite(model) as found:
             pass
-        self.assertEqual(found, [("buffer", "running_mean", 1, None)])
+        self.assertEqual(found, [("buffer", "running_mean", 1, None, None)])
+
+    def test_tokens(self):
+        model, x = self._model(), torch.randn(3, 20, 8)
+        x[1, 4] = x[2, 5:] = math.nan
+        with find_nonfinite(model) as found:
+            model(x)
+        self.assertEqual(found[0][:2], ("output", "0"))
+        self.assertEqual(found[0].tokens, (24, *range(45, 52)))
+
+    @unittest.skipIf(not dist.is_available(), "needs torch.distributed")
+    def test_experts_of_a_rank(self):
+        from torch.distributed.tensor import DTensor, Shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+        self.addCleanup(dist.destroy_process_group)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        mine = torch.zeros(4, 3, 2)
+        mine[2, 0, 0] = math.inf
+        model = nn.Module()
+        model.w = nn.Parameter(DTensor.from_local(mine, mesh, [Shard(0)]))
+        with find_nonfinite(model) as found:
+            pass
+        self.assertEqual(found, [("parameter", "w", 1, (6,), None)])
 
     def test_documentation(self):
         root = pathlib.Path(__file__).resolve().parents[2]

@@ -30,9 +30,12 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 def _routers(model: Module) -> dict[str, Module]:
     found = {}
     for name, module in model.named_modules():
-        if {"need_routing", "topk_indices"} <= inspect.signature(
-            module.forward
-        ).parameters.keys():
+        # The class's own too: what replaces an instance's, as add_lora does, may take anything.
+        if any(
+            {"need_routing", "topk_indices"}
+            <= inspect.signature(forward).parameters.keys()
+            for forward in (module.forward, type(module).forward)
+        ):
             parts = (part for part in name.split(".") if part not in _WRAPPERS)
             found[".".join(parts)] = module
     if not found:

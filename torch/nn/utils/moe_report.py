@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
@@ -157,25 +158,47 @@ class NonFinite(NamedTuple):
         count: how many of its elements are not finite.
         experts: which experts have them, where the tensor is a stacked ``(E, ...)`` parameter of 3
             dimensions or its gradient; else None.
+        tokens: the first eight rows that have them, of an output ``(*, D)`` with its leading dimensions
+            flattened; else None.
     """
 
     kind: str
     name: str
     count: int
     experts: tuple[int, ...] | None
+    tokens: tuple[int, ...] | None = None
 
 
 def _inspect(kind: str, name: str, tensor: Tensor) -> NonFinite | None:
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_sparse:
         return None
-    bad = ~tensor.detach().isfinite()
+    tensor, first = _own_part(tensor.detach())
+    bad = ~tensor.isfinite()
     count = int(bad.sum())
     if not count:
         return None
-    experts = None
+    experts = tokens = None
     if kind in ("parameter", "gradient") and tensor.dim() == 3:
-        experts = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist())
-    return NonFinite(kind, name, count, experts)
+        rows = bad.flatten(1).any(1).nonzero().flatten()
+        experts = tuple((rows + first).tolist())
+    if kind == "output" and tensor.dim() > 1:
+        tokens = tuple(bad.flatten(0, -2).any(1).nonzero().flatten()[:8].tolist())
+    return NonFinite(kind, name, count, experts, tokens)
+
+
+def _own_part(tensor: Tensor) -> tuple[Tensor, int]:
+    """What this rank has of a tensor, without communication, and where it begins in dimension 0."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor, 0
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tensor.to_local(), offsets[0] if offsets else 0
 
 
 @contextmanager
@@ -184,7 +207,8 @@ def find_nonfinite(model: Module) -> Iterator[list[NonFinite]]:
 
     Modules that run inside of the context are watched. The first entry is the origin: the innermost
     module whose output is not finite. Parameters, buffers and gradients are looked at when the
-    context ends; of stacked expert weights it says which experts. Every look waits for the device: this is
+    context ends; of stacked expert weights it says which experts. Of distributed tensors each rank looks at
+    its own part, with the ids that experts have in the whole. Every look waits for the device: this is
     for a step that went wrong, run again.
 
     Args:
