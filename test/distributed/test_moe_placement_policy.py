@@ -110,7 +110,9 @@ class TestPolicy(GlooTest):
             layer.copy_cost = 1.0  # The loads changed, and by them it would pay.
             return 0.0
 
-        found = self.run_steps(moe, placement, lambda copies: 1.1 + copies, 200, between)
+        found = self.run_steps(
+            moe, placement, lambda copies: 1.1 + copies, 200, between
+        )
         tries = [i // 4 for i, (a, b) in enumerate(zip(found, found[1:])) if b > a]
         rests = [b - a - 1 for a, b in zip(tries, tries[1:])]
         self.assertEqual(rests, [1, 2, 4, 8, 16])

@@ -105,7 +105,9 @@ class TestPlan(TestCase):
         loads = counts.view(64, -1).sum(1).double()
         most = (loads.max() - loads.mean()).item()
         self.assertLess(num_calls(lambda: plan(counts, topology, price=most)), 1_500)
-        self.assertGreater(num_calls(lambda: plan(counts, topology, price=0.9 * most)), 3_000)
+        self.assertGreater(
+            num_calls(lambda: plan(counts, topology, price=0.9 * most)), 3_000
+        )
 
     @parametrize(
         "counts",

@@ -124,7 +124,9 @@ def train(rank, folder, first, last):
         x, target = torch.randn(2, TOKENS, D, generator=generator)
         for layer in model:
             layer.step = step
-        with count_wire_bytes(*(layer for p in placements for layer in p.layers)) as wire:
+        with count_wire_bytes(
+            *(layer for p in placements for layer in p.layers)
+        ) as wire:
             loss = (x + model(x) - target).square().sum() / RANKS
             loss.backward()
         total = loss.detach()

@@ -161,7 +161,8 @@ class TestSwitchTools(TokenSwitchTest):
             # In the first forward, too.
             for odd in ({"tokens": 7}, {"K": 3}, {"width": 24}):
                 with self.assertRaisesRegex(
-                    RuntimeError, f"{list(odd)[0].replace('width', 'D')} must be the same"
+                    RuntimeError,
+                    f"{list(odd)[0].replace('width', 'D')} must be the same",
                 ):
                     run(switch, **odd if self.rank == 2 else {})
         agreed()
@@ -196,7 +197,8 @@ class TestSwitchTools(TokenSwitchTest):
                 for ranks in ((2,), (0, 1, 3)):
                     switch.requires_grad = other if self.rank in ranks else none
                     with self.assertRaisesRegex(
-                        RuntimeError, "requires_grad of .* must be the same on all ranks"
+                        RuntimeError,
+                        "requires_grad of .* must be the same on all ranks",
                     ):
                         self.run_fixed(switch)
 

@@ -128,7 +128,9 @@ class TokenSwitchAllGather(_Switch):
         buffers = self._last_buffers = self._buffers_for(tokens, topk_weights)
         # Rows without a token have no expert; what else is in them does not matter.
         first = mark * (self._num_experts + 2)
-        for source, sent in zip((tokens, topk_weights, ids + (1 + first)), buffers.sent):
+        for source, sent in zip(
+            (tokens, topk_weights, ids + (1 + first)), buffers.sent
+        ):
             sent.narrow(0, 0, T).copy_(source)
         buffers.sent[2].narrow(0, T, most - T).fill_(first)
         self._gather(level, buffers)

@@ -64,9 +64,8 @@ _AGREED = (
     "autocast, requires_grad of tokens, router weights and experts, and a fetch, as bits,",
 )
 
-# Marks of static rows; those above stand for what requires gradients. A rank whose messages would
-# have another size than the last ones says so in a message of the size that the others expect;
-# _CHANGED where all that it has heard of do the same, _ODD for anything else.
+# Marks of static rows; those above are of what requires gradients. A rank whose messages would change
+# size says so in one as before: _CHANGED where all that it has heard of do the same, else _ODD.
 _ODD, _CHANGED = 0, 1
 
 
@@ -110,8 +109,7 @@ class _Switch(TokenSwitch):
         self._agreed: set[tuple[str, ...]] = set()
         # What the sizes of static messages depend on, in the last forward.
         self._last_facts: dict[str, str] = {}
-        # By what requires gradients: in the order in which all ranks have agreed to it.
-        self._marks: dict[int, int] = {}
+        self._marks: dict[int, int] = {}  # of what requires gradients, as agreed
 
     def name_owner(self, owner: str) -> None:
         """What the switch belongs to, for the errors of its communication."""
@@ -125,8 +123,6 @@ class _Switch(TokenSwitch):
         one host sync. That must not depend on the values: a rank whose value is new would
         wait here for peers that go on. Later changes are compared by what the messages carry:
         the sizes of compact routing, the marks of static routing (:meth:`_compare_facts`).
-
-        Not compared where nothing communicates (:meth:`_communicates`).
         """
         # In this order: what a graph reads of self, it guards.
         if not self._communicates() or tuple(values) in self._agreed:
@@ -159,39 +155,28 @@ class _Switch(TokenSwitch):
         return "fake" not in [dist.get_backend(level.group) for level in self.levels]
 
     def _compare_facts(self, **facts: object) -> int:
-        """Raises if this rank, and not all, would send static messages of another size now.
+        """Mark of what requires gradients; raises if this rank, not all, sends other sizes now.
 
         Collective only on ranks where ``facts`` changed, or what requires gradients to what it
-        never was before: to the others, whose messages are as before, it looks like a dispatch,
-        with marks that they raise for.
-
-        Returns:
-            int: the mark of what requires gradients; 0 where nothing communicates.
+        never was: to the others, it looks like a dispatch, with marks that they raise for.
         """
-        # First, as in _must_agree.
-        if not self._communicates():
+        if not self._communicates():  # first, as in _must_agree
             return 0
         bits = self._grad_bits()
         now, last = {k: str(v) for k, v in facts.items()}, self._last_facts
         if now == last and bits in self._marks:
             return self._marks[bits]
         mark = self._marks.get(bits, _CHANGED + 1 + len(self._marks))
-        if (mark + 1) * (self._num_experts + 2) >= 2**31:
-            raise RuntimeError(
-                f"{type(self).__name__}: {self._num_experts} experts and {len(self._marks)} ways "
-                "to require gradients do not fit the ids of a message; leave capacity out"
-            )
         if last:
             everyone = True
             with _disable_current_modes():
                 for level in self.levels:
-                    sent = _CHANGED if everyone else _ODD
-                    everyone = self._announce(level, sent) and everyone
+                    everyone &= self._announce(level, _CHANGED if everyone else _ODD)
             if not everyone:
                 changes = [
                     f"{k} from {last[k]} to {v}" for k, v in now.items() if last[k] != v
                 ]
-                changes = changes or [f"{_AGREED[-1]} to {bits:b}"]
+                changes = changes or [f"gradients to {bits:b}"]
                 raise RuntimeError(
                     f"{type(self).__name__}: {', '.join(now)}, {_AGREED[-1]} must be the same on "
                     f"all ranks, this one changed {', '.join(changes)}, and others did not"
