@@ -253,7 +253,7 @@ def _check_quantize(plan, case, device: torch.device, family: Family) -> None:
     x[0, 0, :130], x[1, 1, 1], x[2, 2, 2] = 0, torch.inf, torch.nan
     offs = torch.tensor([0, case.dim // 3, case.dim - 3], dtype=torch.int32)
     options = [{"dim": -1}, {"dim": 1}, {"dim": -1, "dtype": torch.int8}]
-    for recipe, rule in loading.quantize.RECIPES.items():
+    for recipe, rule in loading.quantize.SCALING_RULES.items():
         for kwargs in (*options, {"dim": 0, "offs": offs}):
             if rule.square and kwargs["dim"] != -1:
                 continue
