@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from statistics import median
 from typing import Any, TYPE_CHECKING
@@ -9,7 +10,9 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 if TYPE_CHECKING:
@@ -85,12 +88,17 @@ class LoadStats:
                 f"LoadStats.record: counts must have shape ({num_experts},), "
                 f"got {tuple(counts.shape)}"
             )
+        modes = contextlib.nullcontext()
         if not torch.compiler.is_compiling():
             # Inside a backward: a layer that is recomputed was counted before.
             if torch._C._current_graph_task_id() != -1:
                 return
-        self._sums[layer, :num_experts] += counts
-        self._sums[layer, num_experts] += 1
+            if detect_fake_mode() is None:
+                # Selective checkpointing numbers its ops, and would miss these in the backward.
+                modes = _disable_current_modes()
+        with modes:
+            self._sums[layer, :num_experts] += counts
+            self._sums[layer, num_experts] += 1
 
     def start(self) -> None:
         """Begins to sum over ranks what was recorded since the last start."""

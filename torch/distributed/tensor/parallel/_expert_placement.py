@@ -28,7 +28,10 @@ from torch.distributed._moe.plan import (
 )
 from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 
@@ -166,12 +169,18 @@ class PlacedLayer:
         self.owner._record(self.index, counts)
         table, moves, split = self._slots, self._moves, None
         if self.owner._plans_online and not self.pause and self.resident is None:
-            plan, source = self._plan_online(counts)
-            moves = self._moves_of(plan)
-            if moves is not None:
-                self.tried, moves = plan, moves.to(device)
-                table, quotas = slots_of(plan.slot_experts, E), plan.quotas.to(device)
-                split = split_by_source(source, quotas, self.exchange.rank)
+            source = self._counts_of_ranks(counts)
+            # What a policy of activation checkpointing keeps must not be written into.
+            with _disable_current_modes():
+                plan = self._plan_online(source.sum(0))
+                moves = self._moves_of(plan)
+                if moves is not None:
+                    self.tried, moves = plan, moves.to(device)
+                    table, quotas = (
+                        slots_of(plan.slot_experts, E),
+                        plan.quotas.to(device),
+                    )
+                    split = split_by_source(source, quotas, self.exchange.rank)
         elif moves is not None or self.resident is not None:
             # Ends on all of them, as the shares of an expert do on 1.
             ends = (counts[:, None] * self._shares).round().long()
@@ -201,8 +210,8 @@ class PlacedLayer:
         self._to(next(iter(weights.values())).device)
         self.fetcher.ahead(self._moves, weights, region.versions)
 
-    def _plan_online(self, counts: Tensor) -> tuple[Plan, Tensor]:
-        """Plan by the counts of this forward, and those of every rank."""
+    def _counts_of_ranks(self, counts: Tensor) -> Tensor:
+        """(num_ranks, num_experts) token copies of this forward."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "ExpertPlacement: online=True plans on the host and can't be compiled"
@@ -210,10 +219,12 @@ class PlacedLayer:
         source = counts.new_empty(self.exchange.num_ranks * len(counts))
         group = c10d._resolve_process_group(self.group_name)
         dist.all_gather_into_tensor(source, counts, group=group)
-        source = source.view(-1, len(counts))
+        return source.view(-1, len(counts))
+
+    def _plan_online(self, counts: Tensor) -> Plan:
         price = self.copy_cost or 0.0
-        self.last_plan = plan(source.sum(0), self.home.topology, price=price)
-        return self.last_plan, source
+        self.last_plan = plan(counts, self.home.topology, price=price)
+        return self.last_plan
 
     def step(self) -> None:
         """Plans online seldom while no plan pays, twice as seldom each time."""
