@@ -150,8 +150,20 @@ class TestFindNonfinite(TestCase):
         count, _ = run_code_blocks(text)
         self.assertGreater(count, 1)
 
+    def test_jagged_tokens(self):
+        moe = nn.Sequential(nn.MoE(8, 16, 4, 2))
+        x = torch.nested.nested_tensor(
+            [torch.randn(3, 8), torch.randn(2, 8)], layout=torch.jagged
+        )
+        with torch.no_grad():
+            x.values()[4, 0] = float("nan")
+        with find_nonfinite(moe) as found:
+            moe(x)
+        self.assertEqual((found[0].kind, found[0].tokens), ("output", (4,)))
+
 
 instantiate_parametrized_tests(TestLoadReport)
+
 
 if __name__ == "__main__":
     run_tests()

@@ -188,6 +188,8 @@ def _inspect(kind: str, name: str, tensor: Tensor) -> NonFinite | None:
 
 def _own_part(tensor: Tensor) -> tuple[Tensor, int]:
     """What this rank has of a tensor, without communication, and where it begins in dimension 0."""
+    if tensor.is_nested:
+        return tensor.values(), 0
     if not is_traceable_wrapper_subclass(tensor):
         return tensor, 0
     from torch.distributed.tensor import DTensor
