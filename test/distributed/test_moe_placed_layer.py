@@ -32,7 +32,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, CheckpointPolicy
 
 
 E = 8
@@ -268,19 +268,30 @@ class TestPlacedLayer(TokenSwitchTest):
         self.assertLess(heaviest[1], 700)
         self.assertEqual(found[-1], (0, 1000.0))
 
-    def test_recomputation_is_counted_once(self):
+    @parametrize("online", [False, True])
+    @parametrize("keeps", [None, CheckpointPolicy.MUST_SAVE])
+    def test_recomputation_is_counted_once(self, keeps, online):
+        """Also where a policy keeps every result, by the number of its op in the region."""
         self.make_data()
-        placement = ExpertPlacement(slots_per_rank=2, every=None)
+        options = {"online": True, "copy_cost": 0.0} if online else {"every": None}
+        placement = ExpertPlacement(slots_per_rank=4, **options)
         layer = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
         parallelize_module(
             layer, self.mesh(("ep",), 4), ExpertParallel(placement=placement)
         )
         x = self.x[self.mine].clone().requires_grad_()
-        y = checkpoint(layer, x, use_reentrant=False)
-        (y[0] if isinstance(y, tuple) else y).sum().backward()
+        known = {}
+        if keeps is not None:
+            keep = ExpertParallel.save_communication(lambda *args, **kw: keeps)
+            known["context_fn"] = keep
+        y = checkpoint(layer, x, use_reentrant=False, **known)
+        y.sum().backward()
         recorded = placement.state_dict()["stats"]["recorded"]
         self.assertEqual(recorded[:, :E].sum().item(), self.TOKENS * 2)
         self.assertEqual(recorded[0, E].item(), 1)
+        got, x.grad = x.grad, None
+        layer(x).sum().backward()
+        self.assertEqual(got, x.grad)
 
     def test_collects_while_a_layer_trains(self):
         # Counts of the switch itself, summed while the next steps run.

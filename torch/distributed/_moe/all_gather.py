@@ -118,7 +118,7 @@ class TokenSwitchAllGather(CheckedTokenSwitch):
             K=K,
             tokens_dtype=tokens.dtype,
             topk_weights_dtype=topk_weights.dtype,
-            tokens=T if T > most else f"at most {most}",
+            tokens=f"more than {most}" if T > most else f"at most {most}",
         )
         if T > most:  # on all ranks
             self._last_facts = {}
@@ -150,6 +150,7 @@ class TokenSwitchAllGather(CheckedTokenSwitch):
         level.named("rows", gather)
 
     def _have(self, ids: Tensor, mark: int) -> Tensor:
+        """Whether all ``ids``, as they were sent, carry ``mark``; without a sync."""
         stride = self._num_experts + 2
         return (torch.div(ids, stride, rounding_mode="floor") == mark).all()
 

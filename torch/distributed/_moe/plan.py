@@ -220,7 +220,7 @@ def plan(
     heaviest = max(map(_sum, start))
     cost = float(heaviest)
     if cost <= sum(amounts) / topology.num_ranks + price:
-        tries = 0  # One fetch is too many, whatever it is for.
+        tries = 0  # Perfect balance would save less than the price of one fetch.
     least = max(1, math.ceil(price))
     for n in reversed(range(tries)):
         found = _borrow(start, topology, each, least * 2**n)

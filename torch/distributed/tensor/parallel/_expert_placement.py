@@ -222,6 +222,7 @@ class PlacedLayer:
         return source.view(-1, len(counts))
 
     def _plan_online(self, counts: Tensor) -> Plan:
+        """Plan by the (num_experts) counts of all ranks."""
         price = self.copy_cost or 0.0
         self.last_plan = plan(counts, self.home.topology, price=price)
         return self.last_plan
