@@ -18,15 +18,25 @@ import engines
 class TestMoeEnginesBenchmark(TestCase):
     def test_quick_run(self):
         formats = [engines.BF16, "mxfp4"]
-        words = ["--quick", "--threads", "1", "--engines", "--formats"]
+        words = [
+            "--quick",
+            "--threads",
+            "1",
+            "--pages",
+            "small",
+            "--engines",
+            "--formats",
+        ]
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder, "rows.json")
             for fmt in formats:  # the second run keeps the rows of the first
                 self.assertEqual(engines.main([*words, fmt, "--out", str(out)]), 0)
             record = json.loads(out.read_text())
         ids = [row["id"] for row in record["rows"]]
-        expected = [f"{s.name}/{f}/forward/1" for f in formats for s in engines.QUICK]
-        expected.insert(2, f"{engines.QUICK[1].name}/bfloat16/forward+backward/1")
+        expected = [
+            f"{s.name}/{f}/forward/1/small" for f in formats for s in engines.QUICK
+        ]
+        expected.insert(2, f"{engines.QUICK[1].name}/bfloat16/forward+backward/1/small")
         self.assertEqual(ids, expected)
         self.assertEqual(list(record["versions"]), [engines.OURS])
         for row in record["rows"]:
@@ -40,7 +50,7 @@ class TestMoeEnginesBenchmark(TestCase):
         shape = engines.QUICK[0]
         weights = engines.draw_weights(shape, engines.BF16)
         with tempfile.TemporaryDirectory() as folder:
-            bench = engines.Bench([engines.OURS], [1], pathlib.Path(folder))
+            bench = engines.Bench([engines.OURS], [1], "huge", pathlib.Path(folder))
             self.addCleanup(bench.close)
             bench.load(weights, engines.BF16, shape.K)
             rows = engines.draw_rows(shape)
@@ -50,7 +60,7 @@ class TestMoeEnginesBenchmark(TestCase):
         self.assertIn("another layer", bench.left_out["ours checkpoint"])
 
     def test_engine_that_dies(self):
-        engine = engines.Engine(engines.OURS, 1)
+        engine = engines.Engine(engines.OURS, 1, "huge")
         with self.assertRaisesRegex(engines.EngineError, "AttributeError"):
             engine("nothing")
         engine.process.kill()

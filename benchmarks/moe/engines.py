@@ -2,7 +2,7 @@
 
     python benchmarks/moe/engines.py --install
     python benchmarks/moe/engines.py --out FILE.json [--engines vllm ...] [--formats bfloat16 ...]
-        [--rows PATTERN ...] [--threads 1 2] [--rounds 15]
+        [--rows PATTERN ...] [--threads 1 2] [--pages huge small] [--rounds 15]
 
 ``--install`` makes an environment for each engine in build/engines from the requirements in engine/;
 an engine without one is left out, and says so. Tensors are drawn once and written to a file
@@ -12,7 +12,9 @@ once more, by a share of the norm. What an engine cannot do here is written down
 
 In every round all engines at all numbers of threads take turns, as do a product alone in bfloat16
 (the peak) and a sum over memory (the stream). A round has another routing, so that weights come from
-memory. ``forward+backward`` has no peer: no engine here trains on a CPU. Rows of an earlier run in
+memory, and weights are in pages of one kind in all engines: ``huge``, or ``small``, those of 4 KiB
+wherever the machine has some, as in a process on a machine that has run for long. Left to chance, two
+processes differ by half in what one thread reads in a second. ``forward+backward`` has no peer: no engine here trains on a CPU. Rows of an earlier run in
 ``--out`` stay unless they are measured again.
 """
 
@@ -42,6 +44,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 HERE = pathlib.Path(__file__).resolve().parent / "engine"
 PEERS = sorted(p.stem.removeprefix("requirements-") for p in HERE.glob("*.txt"))
 OURS, BF16 = "ours", "bfloat16"
+PAGES = ("huge", "small")
 FORMATS = (BF16, "int8_rowwise", "fp8_128x128", "mxfp4", "int4_1x32")
 LOW_BIT_TOKENS = (1, 16, 256)  # of the rows that are measured in other formats as well
 ROUTINGS = 8
@@ -72,12 +75,13 @@ class EngineError(RuntimeError):
 class Engine:
     """The process of an engine; see engine/worker.py for the commands."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, pages: str) -> None:
         python = sys.executable if name == OURS else str(python_of(name))
-        command = [python, str(HERE / "worker.py"), name, str(threads)]
+        command = [python, str(HERE / "worker.py"), name, str(threads), pages]
         self.name, self.threads = name, threads
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = {"OMP_NUM_THREADS": str(threads), "PATH": "/usr/bin:/bin"}
+        environment["THP_MEM_ALLOC_ENABLE"] = str(int(pages == "huge"))
         self.log = tempfile.TemporaryFile()  # noqa: SIM115, close() does
         self.process = subprocess.Popen(
             command, stderr=self.log, env=environment, **pipes
@@ -171,10 +175,12 @@ class Bench:
     """The processes, by name and number of threads, and the folder of the tensors they map."""
 
     def __init__(
-        self, names: list[str], threads: list[int], folder: pathlib.Path
+        self, names: list[str], threads: list[int], pages: str, folder: pathlib.Path
     ) -> None:
-        self.folder, self.threads = folder, threads
-        self.engines = {(name, n): Engine(name, n) for n in threads for name in names}
+        self.folder, self.threads, self.pages = folder, threads, pages
+        self.engines = {
+            (name, n): Engine(name, n, pages) for n in threads for name in names
+        }
         self.versions = {key[0]: e("version") for key, e in self.engines.items()}
         self.forms: dict[tuple[str, int], list[str]] = {}
         self.left_out: dict[str, str] = {}
@@ -192,7 +198,7 @@ class Bench:
         for key, engine in self.engines.items():
             if engine.process.poll() is not None:  # it died of the format before
                 engine.close()
-                engine = self.engines[key] = Engine(*key)
+                engine = self.engines[key] = Engine(*key, self.pages)
             try:
                 self.forms[key] = engine("load", str(path), fmt, top_k)
             except EngineError as error:
@@ -274,11 +280,12 @@ class Bench:
         bits = 16 if self.fmt == BF16 else low_bit_format(self.fmt).bits
         moved = hits * 3 * shape.D * shape.F * bits / 8
         row = {
-            "id": f"{shape.name}/{self.fmt}/{PASSES[backward]}/{threads}",
+            "id": f"{shape.name}/{self.fmt}/{PASSES[backward]}/{threads}/{self.pages}",
             "shape": shape.sizes(),
             "format": self.fmt,
             "pass": PASSES[backward],
             "threads": threads,
+            "pages": self.pages,
             "rows_per_expert": round(shape.T * shape.K / hits, 1),
             "rounds": len(ours),
             "ours": best[2],
@@ -315,7 +322,8 @@ def main(argv: list[str] | None = None) -> int:
         "rows": list,
         "rounds": 15,
     }
-    options |= {"formats": dict.fromkeys(FORMATS), "threads": [1, 2], "seconds": 30.0}
+    options |= {"formats": dict.fromkeys(FORMATS), "pages": dict.fromkeys(PAGES)}
+    options |= {"threads": [1, 2], "seconds": 30.0}
     args = parse(__doc__, argv=argv, **options)
     if args.install:
         install()
@@ -335,22 +343,24 @@ def main(argv: list[str] | None = None) -> int:
         if not args.rows
         or any(fnmatch.fnmatch(f"{shape.name}/{fmt}", p) for p in args.rows)
     ]
-    loaded = None
     with (
         tempfile.TemporaryDirectory() as folder,
-        progress("Rows", len(wanted)) as advance,
+        progress("Rows", len(wanted) * len(args.pages)) as advance,
     ):
-        bench = Bench(names, args.threads, pathlib.Path(folder))
-        for fmt, shape in wanted:
-            if loaded != (loaded := (fmt, *list(shape.sizes().values())[1:])):
-                bench.load(draw_weights(shape, fmt), fmt, shape.K)
-            provenance = measure.provenance()
-            own = {name: provenance[name] for name in ("date", "git", "command")}
-            for row in bench.rows_of(shape, settings):
-                measured[row["id"]] = row | own
-            measure.save(args.out, versions=bench.versions, rows=[*measured.values()])
-            advance(shape.name)
-        bench.close()
+        for pages in args.pages:
+            bench = Bench(names, args.threads, pages, pathlib.Path(folder))
+            loaded = None
+            for fmt, shape in wanted:
+                if loaded != (loaded := (fmt, *list(shape.sizes().values())[1:])):
+                    bench.load(draw_weights(shape, fmt), fmt, shape.K)
+                provenance = measure.provenance()
+                own = {name: provenance[name] for name in ("date", "git", "command")}
+                for row in bench.rows_of(shape, settings):
+                    measured[row["id"]] = row | own
+                rows = [*measured.values()]
+                measure.save(args.out, versions=bench.versions, rows=rows)
+                advance(f"{shape.name} {pages}")
+            bench.close()
     columns = {
         "row": "id",
         "ms": "milliseconds",

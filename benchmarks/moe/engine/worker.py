@@ -1,6 +1,6 @@
 """One engine in a process of its own: told by JSON lines what to load and when to run, for engines.py.
 
-    python worker.py ENGINE THREADS
+    python worker.py ENGINE THREADS huge|small
 
 Each line of the input is a list, a command and its arguments, and has one line as its answer:
 ``load`` a file of weights, ``check`` a form on a file of tokens, ``run`` it, whose seconds are the
@@ -33,6 +33,16 @@ Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 PEAK_SIZE, STREAM_BYTES = 2048, 1 << 28
 
 
+def settled(t: Tensor) -> Tensor:
+    """A copy: in the huge pages that PyTorch asks for, or in small ones that do not lie side by side."""
+    copy = torch.empty_like(t)
+    if sys.argv[3] == "small":
+        # A page is found at its first touch, and neighbours in time are neighbours in memory.
+        data = copy.view(torch.uint8).view(-1)
+        data[torch.randperm(len(data) // 4096) * 4096] = 0
+    return copy.copy_(t)
+
+
 def ours(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
     """The layouts of a checkpoint, and panels (``swizzle_w=[2]``), which are made at load."""
     import torch.nn.functional as F
@@ -45,7 +55,10 @@ def ours(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
     from torch.testing._internal.moe_low_bit import low_bit_format
 
     pairs = [[w[name], w[f"{name}_scale"]] for name in ("w_in", "w_out")]
-    kinds = {"checkpoint": pairs, "panels": [list(pack_panels(*p)) for p in pairs]}
+    kinds = {
+        "checkpoint": pairs,
+        "panels": [[settled(t) for t in pack_panels(*p)] for p in pairs],
+    }
     E, rounds_rows = len(w["w_in"]), (False, True) if fmt == "mxfp4" else (False,)
 
     def run(x, ids, weights, kind: str, int8: bool) -> Tensor:
@@ -78,7 +91,7 @@ def vllm(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
     forms: dict[str, Form] = {}
     if fmt == "bfloat16":
         isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
-        relaid = [torch.empty_like(t) for t in (w_in, w_out)]
+        relaid = [settled(t) for t in (w_in, w_out)]
         for source, target in zip((w_in, w_out), relaid):
             ops.prepack_moe_weight(source, target, isa)
 
@@ -91,7 +104,9 @@ def vllm(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
         forms[f"cpu_fused_moe {isa}"] = fused_moe
     if fmt in methods:
         packed = [
-            ops.convert_weight_packed(t.view(torch.uint8) if fmt == "mxfp4" else t)
+            settled(
+                ops.convert_weight_packed(t.view(torch.uint8) if fmt == "mxfp4" else t)
+            )
             for t in (w_in, w_out)
         ]
         block = None
@@ -207,7 +222,7 @@ class Worker:
         self.weights = torch.load(path, mmap=True)
         # Ours reads weights where they are: not in pages of the file.
         if self.package == "torch":
-            self.weights = {name: w.clone() for name, w in self.weights.items()}
+            self.weights = {name: settled(w) for name, w in self.weights.items()}
         self.forms = self.engine(self.weights, fmt, top_k)
         return list(self.forms)
 

@@ -386,11 +386,9 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       int64_t depth, const operand* const* x, const scalar_t* w, int64_t stride, float* c) {
     constexpr int64_t block = kBlockDepth<scalar_t>, v = block / 16;
     static_assert(Wide::kSumDepth % block == 0);
-    // What is fetched: the lines that follow, one after the other, as the hardware expects it; of
-    // lines with gaps so many cache lines further along each.
-    constexpr int64_t ahead = 8 * block;
-    const bool is_dense = stride == depth;
-    const int64_t next_line = is_dense ? block : stride;
+    // So much further along each line, then of the lines that follow: in pages of 4 KiB more comes from
+    // many of them at a time than from one after the other.
+    constexpr int64_t ahead = 16 * block;
     const int64_t step = Wide::kOneSum ? depth : Wide::kSumDepth;
     const operand* a[rows];
     std::copy_n(x, rows, a);
@@ -402,17 +400,15 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
         std::fill_n(sums[r], vectors, Vec(0));
       }
       for (int64_t k = k0; k < end; k += block) {
-        const scalar_t* next = w + k + (k + ahead < depth ? ahead : ahead - depth + vectors * kLines * stride);
-        if (is_dense) {
-          next = w + vectors * kLines * (depth + k);
-        }
+        const scalar_t* next =
+            w + k + ahead + (k + ahead < depth ? 0 : vectors * kLines * stride - depth);
         __m512 words[vectors][16];
         MOE_UNROLL
         for (int64_t j = 0; j < vectors; ++j) {
           const scalar_t* lines = w + j * kLines * stride + k;
           transpose_words(
               [&](int64_t i) {
-                prefetch(next + (j * kLines + i) * next_line);
+                prefetch(next + (j * kLines + i) * stride);
                 return _mm512_loadu_ps(lines + i * stride);
               },
               [&](int64_t at, __m512 word) { words[j][at] = word; });
