@@ -20,6 +20,7 @@ processes differ by half in what one thread reads in a second. ``forward+backwar
 
 import fnmatch
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -75,13 +76,20 @@ class EngineError(RuntimeError):
 class Engine:
     """The process of an engine; see engine/worker.py for the commands."""
 
-    def __init__(self, name: str, threads: int, pages: str) -> None:
-        python = sys.executable if name == OURS else str(python_of(name))
-        command = [python, str(HERE / "worker.py"), name, str(threads), pages]
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        pages: str,
+        script: pathlib.Path = HERE / "worker.py",
+    ) -> None:
+        python = str(python_of(name)) if name in PEERS else sys.executable
+        command = [python, str(script), name, str(threads), pages]
         self.name, self.threads = name, threads
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         environment = {"OMP_NUM_THREADS": str(threads), "PATH": "/usr/bin:/bin"}
         environment["THP_MEM_ALLOC_ENABLE"] = str(int(pages == "huge"))
+        environment |= {k: v for k, v in os.environ.items() if k == "MOE_CLIENTS"}
         self.log = tempfile.TemporaryFile()  # noqa: SIM115, close() does
         self.process = subprocess.Popen(
             command, stderr=self.log, env=environment, **pipes

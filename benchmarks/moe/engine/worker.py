@@ -262,11 +262,11 @@ class Worker:
         return measure.timed(self.memory.sum)
 
 
-def main() -> None:
+def serve(worker: object) -> None:
+    """Answers the commands, which are methods of ``worker``, until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what an engine prints is no answer
     torch.set_num_threads(int(sys.argv[2]))
-    worker = Worker(sys.argv[1])
     for line in sys.stdin:
         command, *args = json.loads(line)
         try:
@@ -280,4 +280,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker(sys.argv[1]))
