@@ -24,6 +24,7 @@ such: ``config`` names a config.json beside the file, and what else is given rep
 import functools
 import importlib
 import json
+import math
 import pathlib
 import re
 import sys
@@ -101,6 +102,8 @@ def error_over_allowed(
         low = dtype or ours.dtype
         bounds = [error_and_bound(ours, reference, x, low) for x in own]
         error, bound = max(bounds)  # the error is the same
+        if math.isnan(error):
+            return math.inf
         largest = reference.abs().max().item() if reference.numel() else 0.0
         if reference.numel() < 16 and largest:
             few_error = max(few_error, error / largest)

@@ -130,6 +130,14 @@ class TestTransformers(TestCase):
         low, exact = found
         self.assertEqual(low, [value.bfloat16() for value in exact], atol=0, rtol=2**-8)
 
+    def test_nan_is_an_error(self):
+        for size in (1, 32):
+            exact = {"y": torch.ones(size, dtype=torch.float64)}
+            found = {"y": torch.full((size,), torch.nan)}
+            unfused = {"y": torch.ones(size)}
+            self.assertEqual(error_over_allowed(unfused, [unfused], exact), 0)
+            self.assertEqual(error_over_allowed(found, [unfused], exact), torch.inf)
+
     def test_two_graphs_over_changing_tokens(self):
         model = build("qwen3_moe").eval()
         model.set_experts_implementation(NAME)
