@@ -316,6 +316,12 @@ class TestChoice(TestCase):
         auto = transformers.AutoModelForCausalLM
         text = self._logs(lambda: auto.from_config(config, experts_implementation=NAME))
         self.assertIn("has no effect on LlamaForCausalLM", text)
+        # Nor do experts of another kind have a place for the choice.
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "num_experts": 4, "vocab_size": 32}  # fmt: skip
+        switch = transformers.SwitchTransformersConfig(**sizes)
+        model = transformers.SwitchTransformersForConditionalGeneration(switch)
+        text = self._logs(lambda: model.set_experts_implementation(NAME))
+        self.assertIn("has no effect on SwitchTransformersForConditional", text)
         with self.assertNoLogs("moe_mlp_experts", "WARNING"):
             auto.from_config(config)  # nobody asked
 

@@ -312,7 +312,7 @@ def _settle(model: nn.Module, *, asked: bool) -> None:
     """
     from transformers import PreTrainedModel
 
-    wanted = False
+    wanted = asked  # transformers drops a choice that it has no place for
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     configs = [part.config for part in parts]
     for part in parts:
@@ -384,7 +384,9 @@ def register() -> None:
     def switch(original, self, implementation):
         _open_interface(type(self))
         original(self, implementation)
-        _settle(self, asked=implementation == NAME)
+        of_parts = isinstance(implementation, dict)
+        chosen = implementation.values() if of_parts else [implementation]
+        _settle(self, asked=NAME in chosen)
 
     @around(PreTrainedModel, "from_pretrained")
     @around(PreTrainedModel, "_from_config")
