@@ -143,6 +143,29 @@ class TestMoeTopkIndices(TestCase):
             with self.assertRaisesRegex(RuntimeError, r"must be in \[-1, E\] = \[-1"):
                 F.moe_topk(logits, K, topk_indices=torch.full((3, K), bad))
 
+    @parametrize("score", ("softmax", "sigmoid"))
+    def test_vmap(self, score):
+        logits = torch.randn(3, 5, E, requires_grad=True)
+        ids = logits.detach().flip(0).topk(K).indices
+        ids[0, 0, 1] = -1
+
+        def weights_of(logits, ids):
+            return F.moe_topk(logits, K, score=score, topk_indices=ids)[1]
+
+        def loss(logits, ids):
+            return weights_of(logits, ids).square().sum()
+
+        expected = weights_of(logits, ids)
+        (grad,) = torch.autograd.grad(expected.square().sum(), logits)
+        vmap = torch.func.vmap
+        self.assertEqual(vmap(weights_of)(logits, ids), expected, rtol=0, atol=0)
+        self.assertEqual(vmap(torch.func.grad(loss))(logits.detach(), ids), grad)
+        of_one = vmap(weights_of, in_dims=(None, 0))(logits[0], ids)
+        self.assertEqual(of_one, torch.stack([weights_of(logits[0], i) for i in ids]))
+        ids[2, 4, 0] = E + 1
+        with self.assertRaisesRegex(RuntimeError, r"must be in \[-1, E\] = \[-1"):
+            vmap(weights_of)(logits, ids)
+
     @parametrize("dynamic", (False, True))
     def test_compiles_in_one_graph(self, dynamic):
         @torch.compile(fullgraph=True, dynamic=dynamic, backend="aot_eager")

@@ -78,13 +78,17 @@ NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1
 
 
 def fill(module: torch.nn.Module, seed: int) -> None:
-    """Draws all parameters; as a config initialises them a wrong expert would hardly show."""
+    """Draws all parameters, of bfloat16 whatever they are stored in.
+
+    As a config initialises them a wrong expert would hardly show.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in module.parameters():
             scale = p.shape[-1] ** -0.5 if p.dim() > 1 else 0.1
             noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_(noise * scale if p.dim() > 1 else p + noise * scale)
+            drawn = noise * scale if p.dim() > 1 else p + noise * scale
+            p.copy_(drawn.bfloat16())
 
 
 def _shrink(config) -> None:

@@ -4,9 +4,11 @@
         [--models [FILE ...]] [--only REGEX] [--out FILE.json]
 
 Experts: each class that uses transformers' interface or has an adapter here, by itself, tiny, in
-float32: output and gradients of everything against its own eager code in float64, by invariant 1.
-``--models``: the causal language models around them from tiny configs: the same for the logits and
-every parameter, generate() token by token, and a torch.compile with fullgraph. What cannot be built
+float32, in bfloat16 and under autocast: output and gradients of everything against its own eager code
+in float64, by invariant 1.
+``--models``: the causal language models around them from tiny configs: the same in float32, and under
+autocast with the routing of float64, for the logits and every parameter, generate() token by token,
+and a torch.compile with fullgraph. What cannot be built
 from a config alone, here without files, is a row that says so and counts as not run.
 
 ``--models FILE``: instead of those and the classes, the models of a TOML or JSON file, with random
@@ -22,6 +24,7 @@ such: ``config`` names a config.json beside the file, and what else is given rep
 import functools
 import importlib
 import json
+import math
 import pathlib
 import re
 import sys
@@ -44,6 +47,7 @@ except ImportError as error:
 from families import build_model, fill
 from moe_mlp_experts import NAME, plan_of
 from report import parse
+from routing import record_routing, replay_routing
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
 from measure import save
@@ -80,21 +84,35 @@ class TinyConfig:
         raise AttributeError(name)
 
 
-def error_over_allowed(actual: dict, unfused: list[dict], exact: dict) -> float:
-    """Largest share of invariant 1's error, over all values.
+def error_over_allowed(
+    actual: dict, unfused: list[dict], exact: dict, dtype: torch.dtype | None = None
+) -> float:
+    """Largest share of invariant 1's error, over all values; of a ``dtype``, if it is not theirs.
 
-    The worst of the unfused forms counts: the error of a scalar in one may be small by chance.
+    The worst of the unfused forms counts. Of a few numbers, as a scale or a number per head, the error
+    may be small by chance: tensors of less than 16 count together, relative to their largest.
     """
     if any(actual.keys() != values.keys() for values in (*unfused, exact)):
         raise AssertionError(f"{sorted(actual)} is not {sorted(exact)}")
-    worst = 0.0
+    errors = [0.0]
+    few_error = few_bound = 0.0
     for name, reference in exact.items():
         ours = actual[name]
         own = (x[name] for x in unfused)
-        bounds = [error_and_bound(ours, reference, x, ours.dtype) for x in own]
+        low = dtype or ours.dtype
+        bounds = [error_and_bound(ours, reference, x, low) for x in own]
         error, bound = max(bounds)  # the error is the same
-        worst = max(worst, error / bound if bound else float(error > 0))
-    return worst
+        if math.isnan(error):
+            return math.inf
+        largest = reference.abs().max().item() if reference.numel() else 0.0
+        if reference.numel() < 16 and largest:
+            few_error = max(few_error, error / largest)
+            few_bound = max(few_bound, bound / largest)
+        else:
+            errors.append(error / bound if bound else float(error > 0))
+    if few_bound:
+        errors.append(few_error / few_bound)
+    return max(errors)
 
 
 def experts_classes() -> list[type[torch.nn.Module]]:
@@ -120,9 +138,9 @@ def class_inputs(
 ) -> tuple[tuple, dict[str, torch.Tensor]]:
     """Arguments of an experts class of TinyConfig, and those that have gradients."""
     g = torch.Generator().manual_seed(1)
-    x = torch.randn(10, 16, generator=g).to(dtype).requires_grad_()
+    x = torch.randn(10, 16, generator=g).bfloat16().to(dtype).requires_grad_()
     weights, ids = torch.rand(10, 4, generator=g).topk(2)
-    weights = weights.to(dtype).requires_grad_()
+    weights = weights.bfloat16().to(dtype).requires_grad_()
     args = (x, ids, weights)
     if name in ("Llama4TextMoe", "JetMoeMoE"):
         args = (x[None],)  # they hold their router
@@ -145,22 +163,39 @@ def run_class(experts_class: type[torch.nn.Module]) -> dict[str, object]:
     if reason is not None:
         return row | {"state": "falls back", "why": reason}
 
-    def outcome(dtype: torch.dtype, fused: bool) -> dict[str, torch.Tensor]:
+    low = torch.bfloat16
+
+    def outcome(dtype: torch.dtype, fused: bool, autocast=False) -> dict:
         module.to(dtype).zero_grad()
         config._experts_implementation = NAME if fused else "eager"
         module._uses_moe_mlp = fused
         args, leaves = class_inputs(experts_class.__name__, dtype)
-        y = module(*args)
+        with torch.autocast("cpu", low, enabled=autocast):
+            y = module(*args)
         y = y[0] if isinstance(y, tuple) else y
         y.square().sum().backward()
         leaves |= dict(module.named_parameters())
         values = {"y": y.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
         return {n: v for n, v in values.items() if v is not None}
 
-    actual, eager = (outcome(torch.float32, fused) for fused in (True, False))
-    share = error_over_allowed(actual, [eager], outcome(torch.float64, False))
-    state = "runs" if share <= 1 else "wrong"
-    return row | {"state": state, "error_over_allowed": share}
+    exact, shares = outcome(torch.float64, False), {}
+    for name, dtype, autocast in (
+        ("error_over_allowed", torch.float32, False),
+        ("bfloat16", low, False),
+        ("autocast", torch.float32, True),
+    ):
+        actual = outcome(dtype, True, autocast)
+        try:
+            eager = outcome(dtype, False, autocast)
+        except RuntimeError:
+            if not autocast:
+                raise
+            eager = outcome(low, False)  # DBRX has no autocast of its own
+        shares[name] = error_over_allowed(
+            actual, [eager], exact, low if autocast else None
+        )
+    state = "runs" if max(shares.values()) <= 1 else "wrong"
+    return row | {"state": state} | shares
 
 
 def model_classes() -> list[type]:
@@ -242,11 +277,42 @@ def run_model(model_class: type, *, compiled=True, config: dict | None = None) -
         return row | {"state": "falls back"}
     share = error_over_allowed(outcome(torch.float32, NAME), unfused, exact)
     row["error_over_allowed"] = share
-    row["state"] = "runs" if share <= 1 else "wrong"
+    row["autocast"] = _autocast(build, tokens)
+    wrong = share > 1 or isinstance(row["autocast"], float) and row["autocast"] > 1
+    row["state"] = "wrong" if wrong else "runs"
     row["generate"] = _generates_alike(build, tokens)
     if compiled:
         row["compile"] = _compiles(ours, tokens)
     return row
+
+
+def _autocast(build: Callable, tokens: torch.Tensor) -> float | str:
+    """Share of the allowed error under autocast, every token with the experts that float64 chooses.
+
+    Of two logits that are near each other the rounding decides which is larger. One token with
+    another expert changes gradients, those of a router most, by more than all other rounding.
+    """
+    exact = build(torch.float64, "eager")
+    try:
+        with record_routing(exact) as record:
+            exact(input_ids=tokens, use_cache=False)
+    except (NotImplementedError, ValueError) as error:
+        return _first_line(error, 120)
+
+    def outcome(model: torch.nn.Module, enabled: bool = True) -> dict:
+        low = torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+        with replay_routing(model, record), low:
+            return outcome_of(model, tokens)
+
+    actual = outcome(build(torch.float32, NAME))
+    try:
+        names = ("eager", "batched_mm")
+        unfused = [outcome(build(torch.float32, name)) for name in names]
+    except RuntimeError as error:
+        return f"theirs does not: {_first_line(error, 120)}"
+    return error_over_allowed(
+        actual, unfused, outcome(exact, enabled=False), torch.bfloat16
+    )
 
 
 def _generates_alike(build: Callable, tokens: torch.Tensor) -> str:

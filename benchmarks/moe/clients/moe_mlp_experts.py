@@ -37,6 +37,9 @@ class _Gate(NamedTuple):
     # Name of the module's attribute, which clamps gate and up before.
     limit: str | None = None
     alpha: str | None = None  # likewise
+    float32: bool = (
+        False  # whether its experts compute in float32, whatever their weights are in
+    )
 
 
 # By where it is defined: other gates have a limit as well, and clamp something else.
@@ -49,7 +52,7 @@ _GATES = {
     "HYV4Experts._apply_gate": _Gate("swiglu", "swiglu_limit"),
     "HYV4VLExperts._apply_gate": _Gate("swiglu", "swiglu_limit"),
     "GptOssExperts._apply_gate": _OAI,
-    "OpenAIPrivacyFilterExperts._apply_gate": _OAI,
+    "OpenAIPrivacyFilterExperts._apply_gate": _OAI._replace(float32=True),
     "MiniMaxM3VLExperts._apply_gate": _Gate(_OAI[0], "swiglu_limit", "swiglu_alpha"),
 }
 
@@ -59,6 +62,7 @@ class Plan(NamedTuple):
 
     options: dict[str, object]  # keyword arguments of F.moe_mlp, without tensors
     reason: str | None = None  # why it is not F.moe_mlp
+    float32: bool = False  # of operands in 16 bits
 
 
 def activation_of(act_fn: object, *, gated: bool = True) -> str | None:
@@ -94,7 +98,7 @@ def plan_of(experts: torch.nn.Module) -> Plan:
     for argument in ("limit", "alpha"):
         if attribute := getattr(gate, argument):
             options[argument] = float(getattr(experts, attribute))
-    return Plan(options)
+    return Plan(options, float32=gate.float32)
 
 
 def current_plan(experts: torch.nn.Module) -> Plan:
@@ -161,7 +165,13 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights) -> Tensor:
         return _torchao_forward(self, routed, w_in, w_out, biases, plan.options)
     if self.is_transposed:
         w_in, w_out = w_in.mT, w_out.mT
-    return F.moe_mlp(*routed, w_in, w_out, **biases, **plan.options)
+    if plan.float32 and w_in.dtype.itemsize < 4:
+        routed = (hidden_states.float(), top_k_index, top_k_weights.float())
+        w_in, w_out = w_in.float(), w_out.float()
+        biases = {name: bias.float() for name, bias in biases.items()}
+    output = F.moe_mlp(*routed, w_in, w_out, **biases, **plan.options)
+    # Under autocast the op returns 16 bits; the model goes on in what it gave, as with all others.
+    return output.to(hidden_states.dtype)
 
 
 def _torchao_forward(self, routed, w_in, w_out, biases: dict, options: dict) -> Tensor:

@@ -15,10 +15,11 @@ from unittest import mock
 
 import matrix
 import moe_mlp_experts
-from families import build, FAMILIES
+import transformers_experts
+from families import build, FAMILIES, fill
 from matrix import error_over_allowed, outcome_of
 from moe_mlp_experts import NAME
-from transformers_experts import experts_of, fused_experts
+from transformers_experts import ADAPTERS, experts_of, fused_experts
 
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -78,6 +79,64 @@ class TestTransformers(TestCase):
             results.append({"out": out.detach(), "x": leaf.grad, "s": s.grad, **grads})
         actual, eager, reference = results
         self.assertLessEqual(error_over_allowed(actual, [eager], reference), 1)
+
+    # Those of FAMILIES, and of adapters one that routes within and one that adds identity experts
+    @parametrize(
+        "name", [*FAMILIES.values(), "Llama4ForCausalLM", "LongcatFlashForCausalLM"]
+    )
+    def test_autocast(self, name):
+        import transformers
+
+        def build(dtype, implementation):
+            model_class = getattr(transformers, name)
+            return matrix.build_model(model_class, dtype, implementation)
+
+        tokens = torch.arange(4, 84).view(2, 40)
+        self.assertLessEqual(matrix._autocast(build, tokens), 1)
+
+    @parametrize(
+        "name",
+        ["MixtralExperts", "LongcatFlashExperts", "Step3p7Experts", "DbrxExperts"],
+    )
+    def test_autocast_goes_on_in_what_it_got(self, name):
+        classes = {c.__name__: c for c in matrix.experts_classes()}
+        config = matrix.TinyConfig()
+        config._experts_implementation = NAME
+        experts = classes[name](config)
+        if name in ADAPTERS:
+            transformers_experts._adapt(classes[name])
+            experts._uses_moe_mlp = True
+        args, _ = matrix.class_inputs(name, torch.float32)
+        with mock.patch.object(
+            torch.nn.functional, "moe_mlp", wraps=torch.nn.functional.moe_mlp
+        ) as op:
+            with torch.autocast("cpu", torch.bfloat16):
+                self.assertEqual(experts(*args).dtype, torch.float32)
+        self.assertTrue(op.called)
+
+    def test_experts_that_compute_in_float32(self):
+        classes = {c.__name__: c for c in matrix.experts_classes()}
+        config, found = matrix.TinyConfig(), []
+        config._experts_implementation = NAME
+        for dtype in (torch.bfloat16, torch.float32):
+            experts = classes["OpenAIPrivacyFilterExperts"](config)
+            fill(experts, 0)
+            experts.to(dtype)
+            args, leaves = matrix.class_inputs("", dtype)
+            y = experts(*args)
+            y.backward(torch.ones_like(y))
+            leaves |= dict(experts.named_parameters())
+            found.append([y.detach(), *(leaf.grad for leaf in leaves.values())])
+        low, exact = found
+        self.assertEqual(low, [value.bfloat16() for value in exact], atol=0, rtol=2**-8)
+
+    def test_nan_is_an_error(self):
+        for size in (1, 32):
+            exact = {"y": torch.ones(size, dtype=torch.float64)}
+            found = {"y": torch.full((size,), torch.nan)}
+            unfused = {"y": torch.ones(size)}
+            self.assertEqual(error_over_allowed(unfused, [unfused], exact), 0)
+            self.assertEqual(error_over_allowed(found, [unfused], exact), torch.inf)
 
     def test_two_graphs_over_changing_tokens(self):
         model = build("qwen3_moe").eval()
@@ -257,6 +316,12 @@ class TestChoice(TestCase):
         auto = transformers.AutoModelForCausalLM
         text = self._logs(lambda: auto.from_config(config, experts_implementation=NAME))
         self.assertIn("has no effect on LlamaForCausalLM", text)
+        # Nor do experts of another kind have a place for the choice.
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "num_experts": 4, "vocab_size": 32}  # fmt: skip
+        switch = transformers.SwitchTransformersConfig(**sizes)
+        model = transformers.SwitchTransformersForConditionalGeneration(switch)
+        text = self._logs(lambda: model.set_experts_implementation(NAME))
+        self.assertIn("has no effect on SwitchTransformersForConditional", text)
         with self.assertNoLogs("moe_mlp_experts", "WARNING"):
             auto.from_config(config)  # nobody asked
 

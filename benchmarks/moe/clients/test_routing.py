@@ -24,7 +24,7 @@ from torch.testing._internal.common_utils import (
 
 
 # A router of each rule: softmax of all, of the chosen, sigmoid in groups; within an adapted class.
-QUICK = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "JetMoeForCausalLM")  # fmt: skip
+QUICK = ("Qwen3MoeForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM", "JetMoeForCausalLM", "Llama4ForCausalLM")  # fmt: skip
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -53,8 +53,9 @@ def outcome(model):
 
 
 class TestRouting(TestCase):
-    def _check(self, model_class):
+    def _check(self, model_class, experts="eager"):
         model = build_model(model_class, torch.float32)
+        model.set_experts_implementation(experts)
         with record_routing(model) as record:
             expected = outcome(model)
         self.assertGreater(len(record), 0)
@@ -68,8 +69,9 @@ class TestRouting(TestCase):
         self.assertEqual(len(moved), len(expected))
 
     @parametrize("name", QUICK)
-    def test_model(self, name):
-        self._check(getattr(transformers, name))
+    @parametrize("experts", ["eager", "moe_mlp"])
+    def test_model(self, name, experts):
+        self._check(getattr(transformers, name), experts)
 
     @slowTest
     def test_every_model(self):
@@ -82,7 +84,8 @@ class TestRouting(TestCase):
                 except Exception:
                     continue  # not from a config alone: matrix.py says why
                 try:
-                    self._check(model_class)
+                    for experts in ("eager", "moe_mlp"):
+                        self._check(model_class, experts)
                 except (NotImplementedError, ValueError) as error:
                     self.assertRegex(
                         str(error), "topk over its experts|no module of the"

@@ -52,13 +52,14 @@ def _llama4(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Weights multiply the input of the experts; each expert's own code sees every token."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
-    top_scores, ids = scores.topk(self.top_k, dim=1)
+    # Those of the router's topk. No second topk, which routing.py would take for a choice.
+    top_scores, ids = (t[:, : self.top_k] for t in scores.sort(dim=1, descending=True))
     rows = (x[:, None] * top_scores[..., None]).flatten(0, 1)
 
     def routed(experts: nn.Module, rows: Tensor) -> Tensor:
         w_in, w_out = experts.gate_up_proj.mT, experts.down_proj.mT
         flat, activation = (
-            ids.view(-1, 1).to(rows.device),
+            ids.reshape(-1, 1).to(rows.device),
             activation_of(experts.act_fn),
         )
         return F.moe_mlp(rows, flat, None, w_in, w_out, activation=activation)
@@ -78,9 +79,8 @@ def _dbrx(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         activation = activation_of(mlp.activation_fn)
         return F.moe_mlp(x, *routing, gate, down.mT, w_up=up, activation=activation)
 
-    return self.mlp(x, _Within(routed)).view(
-        hidden_states.shape[0], -1, self.hidden_size
-    )
+    y = self.mlp(x, _Within(routed)).to(x.dtype)
+    return y.view(hidden_states.shape[0], -1, self.hidden_size)
 
 
 def _jetmoe(self: nn.Module, layer_input: Tensor) -> Tensor:
@@ -114,13 +114,14 @@ def _longcat(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tenso
     weights = (weights, self.gate_up_proj[:E], self.down_proj)
     activation = activation_of(self.act_fn)
     y = F.moe_mlp(hidden_states, ids, *weights, activation=activation)
-    return y + identity.to(y.dtype)
+    return (y + identity).to(hidden_states.dtype)
 
 
 def _step(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     weights = (weights, self.gate_up_proj, self.down_proj)
     activation = activation_of(self.act_fn)
-    return F.moe_mlp(hidden_states, ids, *weights, activation=activation)
+    y = F.moe_mlp(hidden_states, ids, *weights, activation=activation)
+    return y.to(hidden_states.dtype)
 
 
 class Adapter(NamedTuple):
@@ -311,7 +312,7 @@ def _settle(model: nn.Module, *, asked: bool) -> None:
     """
     from transformers import PreTrainedModel
 
-    wanted = False
+    wanted = asked  # transformers drops a choice that it has no place for
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     configs = [part.config for part in parts]
     for part in parts:
@@ -383,7 +384,9 @@ def register() -> None:
     def switch(original, self, implementation):
         _open_interface(type(self))
         original(self, implementation)
-        _settle(self, asked=implementation == NAME)
+        of_parts = isinstance(implementation, dict)
+        chosen = implementation.values() if of_parts else [implementation]
+        _settle(self, asked=NAME in chosen)
 
     @around(PreTrainedModel, "from_pretrained")
     @around(PreTrainedModel, "_from_config")
