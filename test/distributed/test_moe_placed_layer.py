@@ -1,5 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
+import copy
+
 from moe_placement import any_plan
 from moe_token_switch import TokenSwitchTest
 
@@ -26,6 +28,7 @@ from torch.distributed.tensor.parallel import (
     ExpertPlacement,
     parallelize_module,
 )
+from torch.nn.utils.moe_lora import add_lora
 from torch.testing._internal.common_moe import bits_of_kernel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -218,6 +221,30 @@ class TestPlacedLayer(TokenSwitchTest):
         again.load_state_dict(state)
         self.assertEqual(again.slot_experts[0], slots)
         self.assertEqual(again.state_dict()["stats"], state["stats"])
+
+    def test_low_rank_updates_of_copies(self):
+        # A copy has updates of its own: what is merged once in a forward is of the experts at home.
+        self.make_data()
+        torch.manual_seed(0)
+        whole = nn.MoE(self.D, self.HIDDEN, E, top_k=self.K).double()
+        for p in add_lora(whole, 2):
+            nn.init.normal_(p, std=0.3)
+        model = copy.deepcopy(whole)
+        placement = ExpertPlacement(slots_per_rank=4, online=True, copy_cost=0.0)
+        style = ExpertParallel(placement=placement)
+        parallelize_module(model, self.mesh(("ep",), 4), style)
+        x, ids = self.x.double(), self.ids.clamp(0, E - 1)
+        got = model(x[self.mine], topk_indices=ids[self.mine])
+        want = whole(x, topk_indices=ids)
+        (layer,) = placement.layers
+        self.assertTrue(layer.tried is layer.last_plan)
+        self.assertEqual(got, want[self.mine], atol=1e-9, rtol=1e-9)
+        got.sin().sum().backward()
+        want.sin().sum().backward()
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor) and p.requires_grad:
+                grad = whole.get_parameter(name).grad
+                self.assertEqual(p.grad.full_tensor(), grad, atol=1e-9, rtol=1e-9)
 
     @parametrize("per_node", [1, 2, 4])
     def test_fetches_have_a_group_of_their_own(self, per_node):

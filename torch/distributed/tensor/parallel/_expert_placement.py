@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -27,6 +28,7 @@ from torch.distributed._moe.plan import (
     Topology,
 )
 from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
+from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -36,7 +38,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.distributed_c10d import ProcessGroup
     from torch.distributed.tensor.parallel._expert_adapters import Experts
@@ -275,7 +277,7 @@ class PlacedExperts:
             ahead._expert_parallel.placed.fetch_ahead(ahead)
         rest = functools.partial(self._experts, **options)
         if self._layer.resident is not None:
-            with _reparametrize_module(self._module, self._layer.resident):
+            with _with_weights(self._module, self._layer.resident):
                 return rest(rows, ids, weights, num_rows)
         if self._fetch is None:
             return rest(rows, ids, weights, num_rows)
@@ -287,13 +289,27 @@ class PlacedExperts:
             self._copies = self._layer.fetcher.end(self._fetch, self._weights)
         if len(next(iter(self._copies.values()))):
             there = (ids - each).clamp_min(-1)
-            with _reparametrize_module(self._module, self._copies):
+            with _with_weights(self._module, self._copies):
                 others = rest(rows, there, weights, _bound(there, num_rows))
             if ids.shape[1] == 1:
                 output = torch.where(there < 0, output, others)
             else:
                 output = output + others
         return after_fetch(output, self._copies)
+
+
+@contextlib.contextmanager
+def _with_weights(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """``module`` has other weights; what parametrizations, as LoRA, cached of its own is not theirs."""
+    cached = parametrize._cache
+    if parametrize._cache_enabled:
+        parametrize._cache = {}
+    try:
+        with _reparametrize_module(module, weights):
+            yield
+    finally:
+        if parametrize._cache_enabled:
+            parametrize._cache = cached
 
 
 def _bound(ids: Tensor, num_rows: int | None) -> int | None:
