@@ -314,9 +314,15 @@ class TestPlacedLayer(TokenSwitchTest):
             known["context_fn"] = keep
         y = checkpoint(layer, x, use_reentrant=False, **known)
         y.sum().backward()
-        recorded = placement.state_dict()["stats"]["recorded"]
-        self.assertEqual(recorded[:, :E].sum().item(), self.TOKENS * 2)
-        self.assertEqual(recorded[0, E].item(), 1)
+        if online:
+            # Of this forward: the recomputation made the same plan once more.
+            total = placement.layers[0].last_plan.quotas.sum().item()
+            self.assertIsNone(placement.state_dict()["stats"])
+        else:
+            recorded = placement.state_dict()["stats"]["recorded"]
+            total = recorded[:, :E].sum().item()
+            self.assertEqual(recorded[0, E].item(), 1)
+        self.assertEqual(total, self.TOKENS * 2)
         got, x.grad = x.grad, None
         layer(x).sum().backward()
         self.assertEqual(got, x.grad)

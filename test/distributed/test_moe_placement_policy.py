@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """When experts run away from home: what a plan must be worth, by loads and by the clock."""
 
+import contextlib
 from unittest import mock
 
 from moe_gloo import GlooTest
@@ -178,6 +179,38 @@ class TestPolicy(GlooTest):
             planned.append(layer.pauses)
             self.assertEqual((other.pause, other.pauses), (layer.pause, layer.pauses))
         self.assertEqual(sorted(set(planned)), [1, 3, 7, 15])
+
+    def test_rests_send_nothing(self):
+        # Between trials of online plans: no counts, and times of the last window at home only.
+        moe, placement, layer = self.layer(every=4, online=True)
+        sent = []
+
+        def counted(name, run):
+            def call(*args, **kwargs):
+                sent[-1].append(name)
+                return run(*args, **kwargs)
+
+            return mock.patch.object(dist, name, call)
+
+        def between(step):
+            sent.append([])
+            layer.copy_cost = 1.0  # The loads changed, and by them it would pay.
+            return 0.0
+
+        names = "all_reduce", "all_gather_into_tensor"
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(counted(name, getattr(dist, name)))
+            found = self.run_steps(
+                moe, placement, lambda copies: 1.1 + copies, 80, between
+            )
+        # Not the router: there is no data parallelism here. A trial of 3 or 4 steps, the rests
+        # of 1, 2, 4 and 8 windows, each with a sum of times at its end, as the trials.
+        plans = [i for i, step in enumerate(sent) if names[1] in step]
+        self.assertEqual(plans, [i for i, copies in enumerate(found) if copies])
+        times = [i for i, step in enumerate(sent) if names[0] in step]
+        self.assertEqual(times, [3, 7, 11, 15, 23, 27, 43, 47, 79])
+        self.assertEqual({len(step) for step in sent}, {0, 1, 2})
 
     def test_at_home_nothing_is_added(self):
         moe, placement, layer = self.layer(every=100, copy_cost=0.0)

@@ -93,12 +93,13 @@ class LoadStats:
             # Inside a backward: a layer that is recomputed was counted before.
             if torch._C._current_graph_task_id() != -1:
                 return
-            if detect_fake_mode() is None:
+            if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is None:
                 # Selective checkpointing numbers its ops, and would miss these in the backward.
                 modes = _disable_current_modes()
         with modes:
-            self._sums[layer, :num_experts] += counts
-            self._sums[layer, num_experts] += 1
+            sums = self._sums[layer]
+            sums.narrow(0, 0, num_experts).add_(counts)
+            sums[num_experts].add_(1)
 
     def start(self) -> None:
         """Begins to sum over ranks what was recorded since the last start."""
@@ -204,13 +205,22 @@ class StepTimes:
             self._seconds.append(now - (self._begun or self._since))
         self._begun, self._since = None, now
 
+    @property
+    def pending(self) -> bool:
+        return self._flight is not None
+
     def start(self, group: ProcessGroup, device: torch.device) -> None:
-        """Begins to sum the median of the steps of this window over ranks."""
+        """Ends a window, and begins to sum the median of its steps over ranks; while more than one
+        is to be at home, nobody asks what it took."""
+        if self._rest > 1:
+            self._rest -= 1
+            self._seconds, self._since = [], None
+            return
         seconds = torch.tensor(median(self._seconds or [0.0]), device=device)
         self._flight = seconds, dist.all_reduce(seconds, group=group, async_op=True)
 
     def slower(self, copies: bool) -> tuple[bool, bool]:
-        """Ends the window, and the step that runs, which is of two windows.
+        """Takes the sum, in the step behind the window, which is of none.
 
         Args:
             copies (bool): whether steps of the window had copies.
@@ -220,7 +230,7 @@ class StepTimes:
             the one at home right before it, so that the copies are why.
         """
         if self._flight is None:
-            return False, False
+            raise RuntimeError("StepTimes.slower: call start() first")
         seconds, work = self._flight
         work.wait()
         took, fresh = seconds.item(), self._fresh

@@ -116,17 +116,10 @@ class Plan:
     @staticmethod
     def home(topology: Topology, num_experts: int) -> Plan:
         """Everything where its parameters are, as sharding the expert dimension puts them."""
-        each, rest = divmod(num_experts, topology.num_ranks)
-        if rest or each > topology.slots_per_rank:
-            raise ValueError(
-                f"Plan.home: num_experts must be a multiple of the {topology.num_ranks} "
-                "ranks and fill at most slots_per_rank = "
-                f"{topology.slots_per_rank} each, got {num_experts}"
-            )
-        slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
-        slots[:, :each] = torch.arange(num_experts).view(-1, each)
+        rows = _slots_at_home(topology, num_experts)
         quotas = torch.eye(topology.num_ranks, dtype=torch.int64)
-        return Plan(topology, slots, quotas.repeat_interleave(each, 0))
+        quotas = quotas.repeat_interleave(num_experts // topology.num_ranks, 0)
+        return Plan(topology, torch.tensor(rows), quotas)
 
     @property
     def num_experts(self) -> int:
@@ -152,6 +145,20 @@ class Plan:
         """Heaviest rank load over the mean one."""
         loads = self.rank_loads(counts)
         return (loads.max() / loads.mean().clamp_min(1e-300)).item()
+
+
+def _slots_at_home(topology: Topology, num_experts: int) -> list[list[int]]:
+    """Experts of each rank by slot, -1 in a free one."""
+    each, rest = divmod(num_experts, topology.num_ranks)
+    free = topology.slots_per_rank - each
+    if rest or free < 0:
+        raise ValueError(
+            f"Plan.home: num_experts must be a multiple of the {topology.num_ranks} "
+            "ranks and fill at most slots_per_rank = "
+            f"{topology.slots_per_rank} each, got {num_experts}"
+        )
+    ranks = range(topology.num_ranks)
+    return [[*range(r * each, (r + 1) * each), *[-1] * free] for r in ranks]
 
 
 def slots_of(slot_experts: Tensor, num_experts: int) -> Tensor:
@@ -210,12 +217,9 @@ def plan(
     if not 0 <= price < math.inf:
         raise ValueError(f"plan: price must be finite and not negative, got {price}")
     amounts = counts.detach().round().long().tolist()
-    home = Plan.home(topology, len(amounts))
+    home = _slots_at_home(topology, len(amounts))
     each = len(amounts) // topology.num_ranks
-    start = [
-        {e: amounts[e] for e in range(rank * each, (rank + 1) * each)}
-        for rank in range(topology.num_ranks)
-    ]
+    start = [{e: amounts[e] for e in row[:each]} for row in home]
     best = [dict(row) for row in start]
     heaviest = max(map(_sum, start))
     cost = float(heaviest)
@@ -228,24 +232,24 @@ def plan(
         new = max(map(_sum, found)) + price * busiest(slots, len(amounts))
         if new < cost:
             best, cost = found, new
-    quotas = torch.zeros_like(home.quotas)
+    quotas = [[0] * topology.num_ranks for _ in amounts]
     for rank, row in enumerate(best):
-        if row:
-            quotas[list(row), rank] = torch.tensor(list(row.values()))
-    return Plan(topology, _slots(best, home), quotas)
+        for expert, tokens in row.items():
+            quotas[expert][rank] = tokens
+    return Plan(topology, _slots(best, home), torch.tensor(quotas))
 
 
 def _sum(held: dict[int, int]) -> int:
     return sum(held.values())
 
 
-def _slots(held: list[dict[int, int]], home: Plan) -> Tensor:
+def _slots(held: list[dict[int, int]], home: list[list[int]]) -> Tensor:
     """(num_ranks, slots_per_rank) experts, copies behind those at home."""
-    slots = home.slot_experts.tolist()
-    for row, experts in zip(slots, held):
-        copies = sorted(set(experts) - set(row))
-        begin = row.index(-1) if copies else 0
-        row[begin : begin + len(copies)] = copies
+    slots = []
+    for row, experts in zip(home, held):
+        mine = [e for e in row if e >= 0]
+        mine += sorted(experts.keys() - set(mine))
+        slots.append(mine + [-1] * (len(row) - len(mine)))
     return torch.tensor(slots)
 
 

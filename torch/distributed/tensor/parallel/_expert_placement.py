@@ -166,11 +166,13 @@ class PlacedLayer:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, next to two rows there and two back.
             self.copy_cost = 2 * size / max(1, 4 * row_bytes)
-        _, _, _, counts = torch._moe_permutation(topk_indices, E)
-        counts = counts.long()
-        self.owner._record(self.index, counts)
+        online = self.owner.online and self.resident is None
+        plans = online and not self.owner._rests and not self.pause
         table, moves, split = self._slots, self._moves, None
-        if self.owner._plans_online and not self.pause and self.resident is None:
+        if plans or not online:
+            _, _, _, counts = torch._moe_permutation(topk_indices, E)
+            counts = counts.long()
+        if plans:
             source = self._counts_of_ranks(counts)
             # What a policy of activation checkpointing keeps must not be written into.
             with _disable_current_modes():
@@ -183,16 +185,19 @@ class PlacedLayer:
                         plan.quotas.to(device),
                     )
                     split = split_by_source(source, quotas, self.exchange.rank)
-        elif moves is not None or self.resident is not None:
-            # Ends on all of them, as the shares of an expert do on 1.
-            ends = (counts[:, None] * self._shares).round().long()
-            split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+        elif not online:
+            self.owner._record(self.index, counts)
+            if moves is not None or self.resident is not None:
+                # Ends on all of them, as the shares of an expert do on 1.
+                ends = (counts[:, None] * self._shares).round().long()
+                split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
         if split is None:
-            slots = self._at_home[topk_indices.long() + 1]
+            slots = self._at_home.take(topk_indices.long() + 1)
         else:
             per_rank = self.home.topology.slots_per_rank
             slots = reroute(topk_indices, split, table.to(device), per_rank)
-        ahead = self.owner._next_of(module, self) if _reusable(module) else None
+        follows = not self.owner.online and _reusable(module)
+        ahead = self.owner._next_of(module, self) if follows else None
         if moves is None and ahead is None and self.resident is None:
             return slots, experts
         return slots, PlacedExperts(self, module, moves, weights, experts, ahead)
@@ -206,7 +211,7 @@ class PlacedLayer:
     def fetch_ahead(self, module: nn.Module) -> None:
         """Issues the fetch of the next forward of ``module``, which has this layer."""
         region = cast(Any, module)._expert_parallel
-        if self._moves is None or self.owner.online or not _reusable(module):
+        if self._moves is None or not _reusable(module):
             return
         weights = region.local_parameters(module, region.expert_names)
         self._to(next(iter(weights.values())).device)
@@ -481,7 +486,10 @@ class ExpertPlacement:
         return [layer.plan.slot_experts for layer in self.layers]
 
     def imbalance(self) -> list[float]:
-        """Heaviest over mean rank load of each layer under the average loads."""
+        """Heaviest over mean rank load of each layer: of its average loads, or its last online plan."""
+        if self.online:
+            plans = [layer.last_plan for layer in self.layers]
+            return [p.imbalance(p.quotas.sum(1)) for p in plans if p is not None]
         if self.loads is None:
             return []
         return [
@@ -496,27 +504,27 @@ class ExpertPlacement:
         """
         self._steps += 1
         self.forget()
-        times, window = self._times, self.every
+        times, stats, window = self._times, self._stats, self.every
         if self.online:
             window = None if times is None else window or _WINDOW
-            for layer in self.layers if self._plans_online else ():
+            for layer in () if self._rests else self.layers:
                 layer.step()
         if times is not None:
             times.tick()
-        if window is None or self._stats is None:
-            return
         # Summed while the next step runs, where there is a next one before the plan.
-        if self._stats.pending:
-            before, self.loads = self.loads, self._stats.result()
-            if times is not None:
-                self._compare(times)
-            self._plan(before, self._stats.latest)
-        if self._steps % window == 0:
-            self._stats.start()
-            if times is not None:
-                first = self.layers[0]
-                group = c10d._resolve_process_group(first.group_name)
-                times.start(group, first.exchange.needed.device)
+        if times is not None and times.pending:
+            self._compare(times)
+        if stats is not None and stats.pending:
+            before, self.loads = self.loads, stats.result()
+            self._plan(before, stats.latest)
+        if window is None or self._steps % window:
+            return
+        if stats is not None:
+            stats.start()
+        if times is not None:
+            first = self.layers[0]
+            group = c10d._resolve_process_group(first.group_name)
+            times.start(group, first.exchange.needed.device)
 
     def _compare(self, times: StepTimes) -> None:
         """Rests at home after a window that was slower with copies."""
@@ -571,10 +579,6 @@ class ExpertPlacement:
             Recovery: lost ranks, the pause, tokens to run again, and where weights came from.
         """
         return recover(self, model, weights, seconds)
-
-    @property
-    def _plans_online(self) -> bool:
-        return self.online and not self._rests
 
     def _next_of(self, module: nn.Module, layer: PlacedLayer) -> nn.Module | None:
         """The layer that followed ``module``, which runs now, in the forward before."""
@@ -648,7 +652,7 @@ class ExpertPlacement:
                 layer.copy_cost = state["copy_costs"][i]
         plans = zip(self.layers, state["slot_experts"], state["quotas"])
         for layer, slots, quotas in plans:
-            if layer.resident is not None:
+            if layer.resident is not None or self.online:
                 continue
             if slots.shape == layer.home.slot_experts.shape:
                 layer.use(Plan(layer.home.topology, slots, quotas))
