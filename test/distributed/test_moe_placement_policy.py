@@ -119,6 +119,18 @@ class TestPolicy(GlooTest):
         self.assertEqual(rests, [1, 2, 4, 8, 16])
         self.assertLess(sum(found), 30)
 
+    def test_windows_without_every(self):
+        # Eight steps at home, and four of a trial, the first of which compares those before it.
+        moe, placement, layer = self.layer(every=None, online=True)
+
+        def between(step):
+            layer.copy_cost = 1.0
+            return 0.0
+
+        found = self.run_steps(moe, placement, lambda copies: 1.1 + copies, 32, between)
+        tries = [i for i, copies in enumerate(found) if copies]
+        self.assertEqual(tries, [9, 10, 11, 12, 17, 18, 19, 20])
+
     def test_a_price_is_not_measured(self):
         moe, placement, layer = self.layer(every=4, copy_cost=1.0)
         found = self.run_steps(moe, placement, lambda copies: 1.0 + copies, 24)

@@ -348,8 +348,9 @@ def _reusable(module: nn.Module) -> bool:
 
 # Plans by average loads that are compared.
 _TRIES = 3
-# Steps whose times are compared, where there is no ``every``, and most steps without online plans.
-_WINDOW, _LONGEST_PAUSE = 8, 15
+# Steps whose times are compared, where there is no ``every``: at home, and in a trial of copies, which may
+# be slower. And most steps without online plans.
+_WINDOW, _TRIAL, _LONGEST_PAUSE = 8, 4, 15
 
 
 class ExpertPlacement:
@@ -506,7 +507,8 @@ class ExpertPlacement:
         self.forget()
         times, stats, window = self._times, self._stats, self.every
         if self.online:
-            window = None if times is None else window or _WINDOW
+            usual = _WINDOW if self._rests else _TRIAL
+            window = None if times is None else window or usual
             for layer in () if self._rests else self.layers:
                 layer.step()
         if times is not None:
