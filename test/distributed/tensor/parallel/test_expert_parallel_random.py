@@ -58,7 +58,7 @@ else:
     from torch.testing._internal.common_utils import run_tests, TestCase
 
 
-D, HIDDEN, STEPS = 8, 6, 3  # plans by average loads are used from the third step on
+D, HIDDEN, STEPS = 8, 6, 3  # plans by average loads are used from the second step on
 # So that weights do not explode in these steps, and rounding errors with them.
 LR = 0.005
 # Seconds: of a collective, of one that a fault makes wait, and of all that a seed does.

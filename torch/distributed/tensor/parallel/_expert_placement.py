@@ -387,8 +387,8 @@ class ExpertPlacement:
             knows it, see ``torch.distributed._tools.moe_planner``. Default: None (at first
             the bytes of both; where steps with copies then take longer than those at home, by
             the clock, experts go home, and the price is raised. Plans then depend on times: for
-            runs that are to have the same bits, give a price. One or two steps between plans
-            are too few to be timed)
+            runs that are to have the same bits, give a price. The times of few steps between
+            plans say little)
         keep (bool): fetched copies stay, in training and in inference, until the plan or the
             weights change: micro-batches of a step share them, and serving fetches once.
             Takes the memory of the copies of all layers. What is written through ``.data`` is
@@ -505,28 +505,21 @@ class ExpertPlacement:
         """
         self._steps += 1
         self.forget()
-        times, stats, window = self._times, self._stats, self.every
+        window = self.every
         if self.online:
-            usual = _WINDOW if self._rests else _TRIAL
-            window = None if times is None else window or usual
             for layer in () if self._rests else self.layers:
                 layer.step()
-        if times is not None:
-            times.tick()
-        # Summed while the next step runs, where there is a next one before the plan.
-        if times is not None and times.pending:
-            self._compare(times)
-        if stats is not None and stats.pending:
-            before, self.loads = self.loads, stats.result()
-            self._plan(before, stats.latest)
+            usual = _WINDOW if self._rests else _TRIAL
+            window = None if self._times is None else window or usual
+        if self._times is not None:
+            self._times.tick()
         if window is None or self._steps % window:
             return
-        if stats is not None:
-            stats.start()
-        if times is not None:
-            first = self.layers[0]
-            group = c10d._resolve_process_group(first.group_name)
-            times.start(group, first.exchange.needed.device)
+        if self._times is not None:
+            self._compare(self._times)
+        if self._stats is not None:
+            before, self.loads = self.loads, self._stats.update()
+            self._plan(before, self._stats.latest)
 
     def _compare(self, times: StepTimes) -> None:
         """Rests at home after a window that was slower with copies."""
@@ -534,7 +527,10 @@ class ExpertPlacement:
             if not self.online and layer.moves:
                 layer.tried = layer.plan
         tried = [layer for layer in self.layers if layer.tried is not None]
-        self._rests, raises = times.slower(bool(tried))
+        first = self.layers[0]
+        group = c10d._resolve_process_group(first.group_name)
+        device = first.exchange.needed.device
+        self._rests, raises = times.slower(bool(tried), group, device)
         for layer in tried:
             plan, layer.tried = cast(Plan, layer.tried), None
             if raises:
