@@ -169,11 +169,8 @@ class PlacedLayer:
         online = self.owner.online and self.resident is None
         plans = online and not self.owner._rests and not self.pause
         table, moves, split = self._slots, self._moves, None
-        if plans or not online:
-            _, _, _, counts = torch._moe_permutation(topk_indices, E)
-            counts = counts.long()
         if plans:
-            source = self._counts_of_ranks(counts)
+            source = self._counts_of_ranks(self._counts(topk_indices))
             # What a policy of activation checkpointing keeps must not be written into.
             with _disable_current_modes():
                 plan = self._plan_online(source.sum(0))
@@ -186,6 +183,7 @@ class PlacedLayer:
                     )
                     split = split_by_source(source, quotas, self.exchange.rank)
         elif not online:
+            counts = self._counts(topk_indices)
             self.owner._record(self.index, counts)
             if moves is not None or self.resident is not None:
                 # Ends on all of them, as the shares of an expert do on 1.
@@ -216,6 +214,11 @@ class PlacedLayer:
         weights = region.local_parameters(module, region.expert_names)
         self._to(next(iter(weights.values())).device)
         self.fetcher.ahead(self._moves, weights, region.versions)
+
+    def _counts(self, topk_indices: Tensor) -> Tensor:
+        """(num_experts) int64 token copies of this rank."""
+        _, _, _, counts = torch._moe_permutation(topk_indices, self.home.num_experts)
+        return counts.long()
 
     def _counts_of_ranks(self, counts: Tensor) -> Tensor:
         """(num_ranks, num_experts) token copies of this forward."""
