@@ -26,14 +26,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 __all__ = [
@@ -277,71 +272,26 @@ def _borrow(
         rows, heaviest = held[node], max(loads[node])
         low = max(reached, -(-sum(loads[node]) // per_node))
         found, high = None, heaviest
-        if any(free) and heaviest > low:
-
-            def trial(cap: int) -> list[dict[int, int]] | None:
-                return _export(rows, free, cap, min_tokens)
-
-            found, high = _least_cap(trial, low, heaviest, width)
+        while any(free) and high - low >= (width if found else 1):
+            cap = (low + high) // 2
+            new = _export(rows, free, cap, min_tokens)
+            if new is None:
+                low = cap + 1
+            else:
+                found, high = new, cap
         held[node] = rows if found is None else found
-        reached = max(reached, heaviest if found is None else high)
+        reached = max(reached, high)
     return held
-
-
-def _least_cap(
-    trial: Callable[[int], list[dict[int, int]] | None], low: int, most: int, width: int
-) -> tuple[list[dict[int, int]] | None, int]:
-    """The trial at the least cap in ``[low, most)`` that has one, up to ``width``.
-
-    The best cap is often the lower bound, and seldom far from it: caps are tried from
-    there on in growing steps, and then halved.
-    """
-    found, high, step = None, most, width
-    while low < high:
-        cap = (low + high) // 2 if found else min(low + step, high - 1)
-        new = trial(cap)
-        if new is None:
-            low, step = cap + 1, 4 * step
-        else:
-            found, high = new, cap
-        if found and high - low < width:
-            break
-    return found, high
 
 
 def _export(
     start: list[dict[int, int]], free: list[int], cap: int, min_tokens: int
 ) -> list[dict[int, int]] | None:
-    """Tokens per rank and expert of a node with no rank above ``cap``, or None."""
-    for choose in (_most_room, _tightest_fit):
-        done = _export_in_node(start, free, cap, min_tokens, choose)
-        if done is not None:
-            return done
-    return None
+    """Tokens per rank and expert of a node with no rank above ``cap``, or None.
 
-
-def _most_room(hosts: list[int], room: list[int], amount: int) -> int:
-    """Fewest targets for one expert."""
-    return max(hosts, key=room.__getitem__)
-
-
-def _tightest_fit(hosts: list[int], room: list[int], amount: int) -> int:
-    """Fewest targets that stay half full: room is lost once the slots are used up."""
-    fitting = [r for r in hosts if room[r] >= amount]
-    if fitting:
-        return min(fitting, key=room.__getitem__)
-    return _most_room(hosts, room, amount)
-
-
-def _export_in_node(
-    start: list[dict[int, int]],
-    free: list[int],
-    cap: int,
-    min_tokens: int,
-    choose: Callable[[list[int], list[int], int], int],
-) -> list[dict[int, int]] | None:
-    """Greedy: the heaviest rank gives from its heaviest expert to the rank that
-    ``choose`` takes from those that hold the expert or can borrow it.
+    Greedy: the heaviest rank gives from its heaviest expert to the rank with the least room for
+    what it gives, of those that hold the expert or can borrow it; else to the one with the most.
+    Room is lost once the slots are used up, so that few ranks are to stay half full.
     """
     held = [dict(row) for row in start]
     free = list(free)
@@ -359,7 +309,11 @@ def _export_in_node(
                 if not hosts:
                     break
                 amount = min(max(-room[source], least), tokens)
-                target = choose(hosts, room, amount)
+                fitting = [r for r in hosts if room[r] >= amount]
+                if fitting:
+                    target = min(fitting, key=room.__getitem__)
+                else:
+                    target = max(hosts, key=room.__getitem__)
                 amount = min(amount, room[target])
                 if e not in held[target]:
                     free[target] -= 1
