@@ -67,7 +67,7 @@ TIMEOUT, SHORT_TIMEOUT, DEADLINE = 120, 15, 300
 FAULTS = {
     "exception": "planted",
     "interrupt": "KeyboardInterrupt",
-    "input needs no gradient": "requires_grad of .* must be the same on all ranks",
+    "input needs no gradient": "requires_grad.* must be the same on all ranks",
     "dtype": "must be the same on all ranks",
     "top_k": "K.* must be the same on all ranks",
 }
