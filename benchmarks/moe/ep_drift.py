@@ -7,15 +7,15 @@ From the same weights on the same batches, step by step in turns: experts at hom
 average loads every few steps (``placed``), and plans in every forward (``online``); ``free``
 plans as if a fetch cost nothing, which shows the most that a plan can do for the balance, the
 others price it by its bytes. Per step: the heaviest rank's token copies over the mean, megabytes
-of experts fetched and gradients returned, milliseconds, and the loss, which is the same in all.
-Gloo ranks, one thread each.
+of experts fetched and gradients returned, milliseconds by the clock and of the processors, and the loss,
+which is the same in all. Gloo ranks, one thread each.
 """
 
 import math
 import pathlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from report import figure, parse, show
 
@@ -78,7 +78,7 @@ def train(options: dict | None, steps: int, mesh) -> Iterator[dict[str, float]]:
     layers = [] if placement is None else placement.layers
     for step in range(steps):
         x = batch(step, steps, dist.get_rank())
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         with count_wire_bytes(*layers) as wire:
             y = model(x)
             loss = (y - x.roll(1, -1)).square().mean()
@@ -91,14 +91,17 @@ def train(options: dict | None, steps: int, mesh) -> Iterator[dict[str, float]]:
         if placement is not None:
             placement.step()
         ms = 1e3 * (time.perf_counter() - start)
-        seen = [0.0] * mesh.size() + [loss.item(), sum(wire.sent["experts"].values())]
-        seen[dist.get_rank()] = copies[-1]
-        *loads, total, nbytes = over_ranks(seen, dist.ReduceOp.SUM)
+        cpu_ms = 1e3 * (time.process_time() - cpu)
+        seen = [loss.item(), sum(wire.sent["experts"].values()), cpu_ms]
+        seen += [0.0] * mesh.size()
+        seen[3 + dist.get_rank()] = copies[-1]
+        total, nbytes, cpu_ms, *loads = over_ranks(seen, dist.ReduceOp.SUM)
         yield {
             "imbalance": max(loads) * len(loads) / sum(loads),
             "loss": total / mesh.size(),
             "expert_mb": nbytes / 1e6,
             "ms": over_ranks([ms])[0],
+            "cpu_ms": cpu_ms,
         }
 
 
@@ -122,11 +125,18 @@ def plot(seen: dict, path: pathlib.Path) -> None:
         left.legend(fontsize=8)
 
 
+def cpu_ratio(curves: dict, plain: dict, steps: Sequence[int]) -> float | None:
+    """Time of the processors in ``steps``, next to the same at home."""
+    spent, home = (sum(c["cpu_ms"][i] for i in steps) for c in (curves, plain))
+    return spent / home if steps else None
+
+
 def rows_of(ranks: int, seen: dict) -> Iterator[dict[str, object]]:
     plain = seen["at home"]
     for form, curves in seen.items():
         # In turns: what one step took next to the same step at home.
         ratios = [a / b for a, b in zip(curves["ms"], plain["ms"])]
+        still = [i for i, n in enumerate(curves["expert_mb"]) if i > 1 and not n]
         differences = [abs(a - b) for a, b in zip(curves["loss"], plain["loss"])]
         yield {
             "ranks": ranks,
@@ -136,6 +146,8 @@ def rows_of(ranks: int, seen: dict) -> Iterator[dict[str, object]]:
             "mean_expert_mb": statistics.fmean(curves["expert_mb"]),
             "median_ms": statistics.median(curves["ms"]),
             "time_to_home": statistics.median(ratios),
+            "cpu_to_home": cpu_ratio(curves, plain, range(2, len(ratios))),
+            "cpu_without_copies": cpu_ratio(curves, plain, still),
             "largest_loss_difference": max(differences),
             **curves,
         }
@@ -148,7 +160,7 @@ def main() -> None:
         seen = on_gloo_ranks(ranks, train_all, args, ranks)[0]
         rows += rows_of(ranks, seen)
     title = f"{E} experts, {args.steps} steps of drifting routing"
-    show(title, rows, list(rows[0])[:8])
+    show(title, rows, list(rows[0])[:10])
     save(args.out, steps=args.steps, rows=rows)
     if args.out:
         plot(seen, args.out / "ep_drift.png")

@@ -21,44 +21,32 @@ class TestLoadStats(MultiThreadedTestCase):
 
     def test_average_over_ranks_and_time(self):
         stats = LoadStats(2, E, decay=0.75)
-        with self.assertRaisesRegex(RuntimeError, r"call start\(\) first"):
-            stats.result()
         counts = torch.arange(E, dtype=torch.int32)
         stats.record(0, counts * (self.rank + 1))
         stats.record(1, counts)
         stats.record(1, counts)
-        stats.start()
-        stats.record(0, counts)  # belongs to the next sum
-        self.assertTrue(stats.pending)
-        with self.assertRaisesRegex(RuntimeError, "take result"):
-            stats.start()
-        first = stats.result()
+        first = stats.update()
         # Of a forward: the second layer had two.
         want = torch.stack([counts * 10, counts * 4]).double()
         self.assertEqual(first, want)
-        stats.start()
+        stats.record(0, counts)
         second = torch.stack([counts * 4, counts * 0]).double()
-        self.assertEqual(stats.result(), 0.75 * want + 0.25 * second)
+        self.assertEqual(stats.update(), 0.75 * want + 0.25 * second)
+        self.assertEqual(stats.latest, second)
         gathered = [None] * self.world_size
         dist.all_gather_object(gathered, first.tolist())
         self.assertTrue(all(g == gathered[0] for g in gathered))
 
     def test_saving_takes_nothing(self):
-        """state_dict between start and result, and again: the sum is still there."""
         stats = LoadStats(1, E, decay=0.5)
         counts = torch.arange(E) * (self.rank + 1)
         stats.record(0, counts)
-        stats.start()
-        stats.record(0, counts)
         states = [stats.state_dict() for _ in range(2)]
         self.assertEqual(*states)
-        self.assertTrue(stats.pending)
         other = LoadStats(1, E, decay=0.5)
         other.load_state_dict(states[0])
         for each in (stats, other):
-            self.assertEqual(each.result(), torch.arange(E).double()[None] * 10)
-            each.start()
-            self.assertEqual(each.result(), torch.arange(E).double()[None] * 10)
+            self.assertEqual(each.update(), torch.arange(E).double()[None] * 10)
 
     def test_errors(self):
         with self.assertRaisesRegex(ValueError, r"decay must be in \[0, 1\), got 1"):

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """When experts run away from home: what a plan must be worth, by loads and by the clock."""
 
+import contextlib
 from unittest import mock
 
 from moe_gloo import GlooTest
@@ -68,8 +69,7 @@ class TestPolicy(GlooTest):
         prices = []
         found = self.run_steps(moe, placement, lambda copies: 1.0 + copies, 45)
         # At home first, one window of copies, and no more: the price is above what they gave.
-        self.assertFalse(any(found[:5]))
-        self.assertIn(sum(found), (3, 4))
+        self.assertEqual([i for i, copies in enumerate(found) if copies], [4, 5, 6, 7])
         self.assertGreater(layer.copy_cost, 2.0)
         # Other loads may be worth it.
         prices.append(layer.copy_cost)
@@ -80,8 +80,7 @@ class TestPolicy(GlooTest):
         moe, placement, layer = self.layer(every=4, online=online)
         layer.copy_cost = 1.0
         found = self.run_steps(moe, placement, lambda copies: 2.0 - copies, 24)
-        self.assertFalse(any(found[:4]))
-        self.assertTrue(all(found[6:]))
+        self.assertEqual(found, [False] * 4 + [True] * 20)
         self.assertEqual(layer.copy_cost, 1.0)
 
     @parametrize("online", [False, True])
@@ -117,6 +116,18 @@ class TestPolicy(GlooTest):
         rests = [b - a - 1 for a, b in zip(tries, tries[1:])]
         self.assertEqual(rests, [1, 2, 4, 8, 16])
         self.assertLess(sum(found), 30)
+
+    def test_windows_without_every(self):
+        # Eight steps at home, and four of a trial.
+        moe, placement, layer = self.layer(every=None, online=True)
+
+        def between(step):
+            layer.copy_cost = 1.0
+            return 0.0
+
+        found = self.run_steps(moe, placement, lambda copies: 1.1 + copies, 32, between)
+        tries = [i for i, copies in enumerate(found) if copies]
+        self.assertEqual(tries, [8, 9, 10, 11, 16, 17, 18, 19])
 
     def test_a_price_is_not_measured(self):
         moe, placement, layer = self.layer(every=4, copy_cost=1.0)
@@ -178,6 +189,38 @@ class TestPolicy(GlooTest):
             planned.append(layer.pauses)
             self.assertEqual((other.pause, other.pauses), (layer.pause, layer.pauses))
         self.assertEqual(sorted(set(planned)), [1, 3, 7, 15])
+
+    def test_rests_send_nothing(self):
+        # Between trials of online plans: no counts, and times of the last window at home only.
+        moe, placement, layer = self.layer(every=4, online=True)
+        sent = []
+
+        def counted(name, run):
+            def call(*args, **kwargs):
+                sent[-1].append(name)
+                return run(*args, **kwargs)
+
+            return mock.patch.object(dist, name, call)
+
+        def between(step):
+            sent.append([])
+            layer.copy_cost = 1.0  # The loads changed, and by them it would pay.
+            return 0.0
+
+        names = "all_reduce", "all_gather_into_tensor"
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                stack.enter_context(counted(name, getattr(dist, name)))
+            found = self.run_steps(
+                moe, placement, lambda copies: 1.1 + copies, 80, between
+            )
+        # Not the router: there is no data parallelism here. Trials of a window, and rests of 1, 2, 4
+        # and 8, each with a sum of times at its end.
+        plans = [i for i, step in enumerate(sent) if names[1] in step]
+        self.assertEqual(plans, [i for i, copies in enumerate(found) if copies])
+        times = [i for i, step in enumerate(sent) if names[0] in step]
+        self.assertEqual(times, [3, 7, 11, 15, 23, 27, 43, 47, 79])
+        self.assertEqual({len(step) for step in sent}, {0, 1, 2})
 
     def test_at_home_nothing_is_added(self):
         moe, placement, layer = self.layer(every=100, copy_cost=0.0)

@@ -12,6 +12,7 @@ Ranks are forked from a process that has imported torch: what takes longest is d
 import argparse
 import contextlib
 import datetime
+import importlib
 import json
 import os
 import random
@@ -45,9 +46,10 @@ else:
 
 RANKS, STEPS = 4, 10
 D, HIDDEN, E, K, TOKENS = 16, 8, 8, 2, 24
-# Seconds: of a collective, of a pause that it must outlast, and of everything that a seed does but
-# waiting for a core: leaving Python takes a rank more than one second of a core.
-TIMEOUT, PAUSE, DEADLINE = 5.0, 1.0, 90.0
+# Seconds: of a collective from the step of a fault on that makes it wait, of a pause, which no collective
+# may mind, and of everything that a seed does but waiting for a core: leaving Python takes a rank more
+# than one second of a core.
+TIMEOUT, PAUSE, DEADLINE = 5.0, 6.0, 90.0
 # What happens to one rank. Killed and stopped for good; stopped or busy for less than the timeout
 # or for much longer; no tokens.
 FAULTS = ("kill", "stop", "pause", "idle", "empty")
@@ -75,6 +77,8 @@ class Plan:
         self.victim = draw.randrange(RANKS)
         self.step = draw.randrange(1, STEPS - 4)
         self.moment = draw.random()  # of that step
+        # Ranks that share few cores may be further apart than TIMEOUT before.
+        self.waits = self.fault in ("stop", "idle")
 
     def describe(self) -> str:
         return f"{self.fault} rank {self.victim} in step {self.step}, {self.switch}"
@@ -113,6 +117,9 @@ def train(rank: int, plan: Plan) -> None:
     seconds, timer = 0.0, None
     for step in range(STEPS):
         start = time.monotonic()
+        if plan.waits and step == plan.step:
+            for group in dist.distributed_c10d._world.pg_map:
+                dist.set_timeout(datetime.timedelta(seconds=TIMEOUT), group)
         struck = rank == plan.victim and step >= plan.step
         tokens = 0 if struck and plan.fault == "empty" else TOKENS
         if struck and plan.fault != "empty" and timer is None:
@@ -134,7 +141,7 @@ def run_rank(rank: int, port: int, plan: Plan) -> None:
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=RANKS,
-            timeout=datetime.timedelta(seconds=TIMEOUT),
+            timeout=datetime.timedelta(seconds=DEADLINE),
         )
         train(rank, plan)
     except Exception as e:
@@ -291,6 +298,8 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="what happened, a line of JSON a seed")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    # Or each rank imports it, in distribute_tensor.
+    importlib.import_module("torch._dynamo")
     bad = 0
     for seed in range(args.seeds[0], sum(args.seeds)):
         row = run_seed(seed)

@@ -116,14 +116,15 @@ class TestSwitchTools(TokenSwitchTest):
         self.assertEqual(counts[2], once + once - 2)
 
     def fixed(self, kind):
-        """A switch whose messages have one size."""
+        """A switch whose messages have one size, or a compact one."""
         if kind == "all_gather":
             group = self.mesh(None, 4).get_group()
             return TokenSwitchAllGather(group, 8, max_tokens=6)
-        if kind == "static":
-            return self.switch(capacity=40)
+        if kind in ("static", "compact"):
+            return self.switch(capacity=40 if kind == "static" else None)
         mesh = self.mesh(("node", "local"), 2, 2)
-        return TokenSwitchHierarchical(mesh, 8, capacity=(40, 40))
+        capacity = (40, 40) if kind == "hierarchical" else None
+        return TokenSwitchHierarchical(mesh, 8, capacity=capacity)
 
     def run_fixed(self, switch, K=2, dtype=torch.float32, tokens=6, width=16):
         g = torch.Generator().manual_seed(self.rank)
@@ -183,7 +184,10 @@ class TestSwitchTools(TokenSwitchTest):
             run(switch, 3 + (self.rank > 0))
         agreed()
 
-    @parametrize("kind", ["all_gather", "static", "hierarchical"])
+    @parametrize(
+        "kind",
+        ["all_gather", "static", "hierarchical", "compact", "compact hierarchical"],
+    )
     def test_what_requires_gradients_is_compared(self, kind):
         """Of any number of parameters: no two answers look alike in a message of int32."""
         switch, none = self.fixed(kind), (False,) * 64

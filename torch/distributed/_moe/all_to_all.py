@@ -56,6 +56,11 @@ if TYPE_CHECKING:
 __all__ = ["grow_and_rerun", "TokenSwitchAllToAll", "TokenSwitchHierarchical"]
 
 
+# What requires gradients has any number of bits and a message int32. 2 is a primitive root of this prime:
+# remainders of what differs in one bit, or in two, differ.
+_PRIME = 2**31 - 19
+
+
 @dataclass(slots=True, eq=False)
 class _Handle:
     """Routing of one batch, used by both directions and backwards."""
@@ -240,7 +245,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
         """What shapes depend on, for every rank: ranks that disagree would exchange garbage."""
         K, E = idx.shape[1], self._num_experts
-        values = (K, E, self.row_bytes, self._grad_bits())
+        values = (K, E, self.row_bytes, self._grad_bits() % _PRIME)
         return tuple(torch.full_like(counts, n) for n in values)
 
     def _read(

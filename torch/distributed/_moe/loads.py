@@ -25,9 +25,8 @@ __all__ = ["LoadStats", "StepTimes"]
 class LoadStats:
     """Token copies of a forward, per layer and expert: sum over ranks, average over time.
 
-    :meth:`record` adds the router's counts on their device. :meth:`start` begins
-    one asynchronous sum over ranks, :meth:`result` takes it in a later step, when
-    it has long arrived. Neither reads a value on the host, except ``result``.
+    :meth:`record` adds the router's counts on their device, and reads nothing on the host.
+    :meth:`update` sums them over ranks, and reads the average.
 
     What a backward records is not counted: activation checkpointing runs a layer again
     there. Forwards without gradients are, as a model that serves may plan by its loads.
@@ -43,8 +42,7 @@ class LoadStats:
         device (torch.device, optional): device of the counts. Default: cpu
 
     Attributes:
-        pending (bool): whether a sum was started and not yet taken.
-        latest (Tensor): (num_layers, num_experts) of the last result, without the past.
+        latest (Tensor): (num_layers, num_experts) of the last update, without the past.
     """
 
     latest: Tensor
@@ -67,18 +65,12 @@ class LoadStats:
         self._sums = torch.zeros(
             num_layers, num_experts + 1, dtype=torch.int64, device=device
         )
-        # The sum that was started, and what to wait for; None where it was loaded.
-        self._flight: tuple[Tensor, dist.Work | None] | None = None
         self._average: Tensor | None = None
 
     @property
     def _group(self) -> ProcessGroup | None:
         name = self._group_name
         return None if name is None else c10d._resolve_process_group(name)
-
-    @property
-    def pending(self) -> bool:
-        return self._flight is not None
 
     def record(self, layer: int, counts: Tensor) -> None:
         """Adds the (num_experts) integer ``counts`` of one forward pass of one layer."""
@@ -93,33 +85,24 @@ class LoadStats:
             # Inside a backward: a layer that is recomputed was counted before.
             if torch._C._current_graph_task_id() != -1:
                 return
-            if detect_fake_mode() is None:
+            if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is None:
                 # Selective checkpointing numbers its ops, and would miss these in the backward.
                 modes = _disable_current_modes()
         with modes:
-            self._sums[layer, :num_experts] += counts
-            self._sums[layer, num_experts] += 1
+            sums = self._sums[layer]
+            sums.narrow(0, 0, num_experts).add_(counts)
+            sums[num_experts].add_(1)
 
-    def start(self) -> None:
-        """Begins to sum over ranks what was recorded since the last start."""
-        if self._flight is not None:
-            raise RuntimeError("LoadStats.start: take result() of the last start first")
-        snapshot = self._sums.clone()
-        self._sums.zero_()
-        work = dist.all_reduce(snapshot, group=self._group, async_op=True)
-        self._flight = (snapshot, work)
-
-    def result(self) -> Tensor:
-        """Waits for the sum and adds it to the average.
+    def update(self) -> Tensor:
+        """Adds to the average what was recorded since the last update. Collective, and one sync.
 
         Returns:
             Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
         """
-        arrived = self._arrived()
-        if arrived is None:
-            raise RuntimeError("LoadStats.result: call start() first")
-        self._flight = None
-        total = arrived.double().cpu()
+        sums = self._sums.clone()
+        dist.all_reduce(sums, group=self._group)
+        self._sums.zero_()
+        total = sums.double().cpu()
         forwards = total[:, -1:] / dist.get_world_size(self._group)
         self.latest = average = total[:, :-1] / forwards.clamp_min(1)
         if self._average is not None:
@@ -127,30 +110,18 @@ class LoadStats:
         self._average = average
         return average.clone()
 
-    def _arrived(self) -> Tensor | None:
-        if self._flight is None:
-            return None
-        snapshot, work = self._flight
-        if work is not None:
-            work.wait()
-        return snapshot
-
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Average, the sum in flight, and what was recorded since. Collective.
+        """Average, and what was recorded since. Collective; changes nothing.
 
         Counts are sums over ranks; forwards are those of one, as another number of ranks may
-        go on. Equal on all ranks, so that one of them may save it. Changes nothing: a sum in flight
-        is waited for, and stays to be taken.
+        go on. Equal on all ranks, so that one of them may save it.
         """
         recorded = self._sums.clone()
         dist.all_reduce(recorded, group=self._group)
-        parts = {"recorded": recorded, "in_flight": self._arrived()}
-        state = {k: None if t is None else t.clone() for k, t in parts.items()}
-        for sums in state.values():
-            if sums is not None:
-                sums[:, -1] //= dist.get_world_size(self._group)
+        recorded[:, -1] //= dist.get_world_size(self._group)
         average = self._average
-        return {"average": None if average is None else average.clone(), **state}
+        average = None if average is None else average.clone()
+        return {"average": average, "recorded": recorded}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
         """Goes on from ``state``, on as many ranks as one likes."""
@@ -161,11 +132,6 @@ class LoadStats:
                 "LoadStats: state must be of (num_layers, num_experts + 1) = "
                 f"{tuple(self._sums.shape)}, got {got}"
             )
-        flight = state["in_flight"]
-        if flight is not None:
-            flight = flight.to(self._sums.device, copy=True)
-            flight[:, -1] *= dist.get_world_size(self._group)
-        self._flight = None if flight is None else (flight, None)
         # Forwards of this rank; counts are the sum over all of them, and counted once.
         self._sums.copy_(recorded)
         if dist.get_rank(self._group):
@@ -186,8 +152,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._begun: float | None = None
         self._since: float | None = None
-        self._seconds: list[float] = []
-        self._flight: tuple[Tensor, Any] | None = None
+        self._seconds: list[float] = []  # of the steps of this window
         self._at_home: float | None = None
         self._rest, self._next_rest = 0, 1  # windows
         self._fresh = False  # whether the window before this one was at home
@@ -204,13 +169,11 @@ class StepTimes:
             self._seconds.append(now - (self._begun or self._since))
         self._begun, self._since = None, now
 
-    def start(self, group: ProcessGroup, device: torch.device) -> None:
-        """Begins to sum the median of the steps of this window over ranks."""
-        seconds = torch.tensor(median(self._seconds or [0.0]), device=device)
-        self._flight = seconds, dist.all_reduce(seconds, group=group, async_op=True)
-
-    def slower(self, copies: bool) -> tuple[bool, bool]:
-        """Ends the window, and the step that runs, which is of two windows.
+    def slower(
+        self, copies: bool, group: ProcessGroup, device: torch.device
+    ) -> tuple[bool, bool]:
+        """Ends the window. Sums the median of its steps over ranks, unless the next one is to be at home
+        whatever it took.
 
         Args:
             copies (bool): whether steps of the window had copies.
@@ -219,12 +182,15 @@ class StepTimes:
             (bool, bool): whether the next window is at home; and whether this one was slower than
             the one at home right before it, so that the copies are why.
         """
-        if self._flight is None:
-            return False, False
-        seconds, work = self._flight
-        work.wait()
+        steps, self._seconds = self._seconds, []
+        if self._rest > 1:
+            self._rest -= 1
+            return True, False
+        if not steps:  # The first step of a process is not like others.
+            return copies, False
+        seconds = torch.tensor(median(steps), device=device)
+        dist.all_reduce(seconds, group=group)
         took, fresh = seconds.item(), self._fresh
-        self._flight, self._seconds, self._since = None, [], None
         self._fresh = not copies
         if not copies:
             self._at_home, self._rest = took, max(0, self._rest - 1)

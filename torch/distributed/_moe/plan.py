@@ -26,14 +26,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 __all__ = [
@@ -116,17 +111,10 @@ class Plan:
     @staticmethod
     def home(topology: Topology, num_experts: int) -> Plan:
         """Everything where its parameters are, as sharding the expert dimension puts them."""
-        each, rest = divmod(num_experts, topology.num_ranks)
-        if rest or each > topology.slots_per_rank:
-            raise ValueError(
-                f"Plan.home: num_experts must be a multiple of the {topology.num_ranks} "
-                "ranks and fill at most slots_per_rank = "
-                f"{topology.slots_per_rank} each, got {num_experts}"
-            )
-        slots = torch.full((topology.num_ranks, topology.slots_per_rank), -1)
-        slots[:, :each] = torch.arange(num_experts).view(-1, each)
+        rows = _slots_at_home(topology, num_experts)
         quotas = torch.eye(topology.num_ranks, dtype=torch.int64)
-        return Plan(topology, slots, quotas.repeat_interleave(each, 0))
+        quotas = quotas.repeat_interleave(num_experts // topology.num_ranks, 0)
+        return Plan(topology, torch.tensor(rows), quotas)
 
     @property
     def num_experts(self) -> int:
@@ -152,6 +140,20 @@ class Plan:
         """Heaviest rank load over the mean one."""
         loads = self.rank_loads(counts)
         return (loads.max() / loads.mean().clamp_min(1e-300)).item()
+
+
+def _slots_at_home(topology: Topology, num_experts: int) -> list[list[int]]:
+    """Experts of each rank by slot, -1 in a free one."""
+    each, rest = divmod(num_experts, topology.num_ranks)
+    free = topology.slots_per_rank - each
+    if rest or free < 0:
+        raise ValueError(
+            f"Plan.home: num_experts must be a multiple of the {topology.num_ranks} "
+            "ranks and fill at most slots_per_rank = "
+            f"{topology.slots_per_rank} each, got {num_experts}"
+        )
+    ranks = range(topology.num_ranks)
+    return [[*range(r * each, (r + 1) * each), *[-1] * free] for r in ranks]
 
 
 def slots_of(slot_experts: Tensor, num_experts: int) -> Tensor:
@@ -210,12 +212,9 @@ def plan(
     if not 0 <= price < math.inf:
         raise ValueError(f"plan: price must be finite and not negative, got {price}")
     amounts = counts.detach().round().long().tolist()
-    home = Plan.home(topology, len(amounts))
+    home = _slots_at_home(topology, len(amounts))
     each = len(amounts) // topology.num_ranks
-    start = [
-        {e: amounts[e] for e in range(rank * each, (rank + 1) * each)}
-        for rank in range(topology.num_ranks)
-    ]
+    start = [{e: amounts[e] for e in row[:each]} for row in home]
     best = [dict(row) for row in start]
     heaviest = max(map(_sum, start))
     cost = float(heaviest)
@@ -228,24 +227,24 @@ def plan(
         new = max(map(_sum, found)) + price * busiest(slots, len(amounts))
         if new < cost:
             best, cost = found, new
-    quotas = torch.zeros_like(home.quotas)
+    quotas = [[0] * topology.num_ranks for _ in amounts]
     for rank, row in enumerate(best):
-        if row:
-            quotas[list(row), rank] = torch.tensor(list(row.values()))
-    return Plan(topology, _slots(best, home), quotas)
+        for expert, tokens in row.items():
+            quotas[expert][rank] = tokens
+    return Plan(topology, _slots(best, home), torch.tensor(quotas))
 
 
 def _sum(held: dict[int, int]) -> int:
     return sum(held.values())
 
 
-def _slots(held: list[dict[int, int]], home: Plan) -> Tensor:
+def _slots(held: list[dict[int, int]], home: list[list[int]]) -> Tensor:
     """(num_ranks, slots_per_rank) experts, copies behind those at home."""
-    slots = home.slot_experts.tolist()
-    for row, experts in zip(slots, held):
-        copies = sorted(set(experts) - set(row))
-        begin = row.index(-1) if copies else 0
-        row[begin : begin + len(copies)] = copies
+    slots = []
+    for row, experts in zip(home, held):
+        mine = [e for e in row if e >= 0]
+        mine += sorted(experts.keys() - set(mine))
+        slots.append(mine + [-1] * (len(row) - len(mine)))
     return torch.tensor(slots)
 
 
@@ -273,71 +272,26 @@ def _borrow(
         rows, heaviest = held[node], max(loads[node])
         low = max(reached, -(-sum(loads[node]) // per_node))
         found, high = None, heaviest
-        if any(free) and heaviest > low:
-
-            def trial(cap: int) -> list[dict[int, int]] | None:
-                return _export(rows, free, cap, min_tokens)
-
-            found, high = _least_cap(trial, low, heaviest, width)
+        while any(free) and high - low >= (width if found else 1):
+            cap = (low + high) // 2
+            new = _export(rows, free, cap, min_tokens)
+            if new is None:
+                low = cap + 1
+            else:
+                found, high = new, cap
         held[node] = rows if found is None else found
-        reached = max(reached, heaviest if found is None else high)
+        reached = max(reached, high)
     return held
-
-
-def _least_cap(
-    trial: Callable[[int], list[dict[int, int]] | None], low: int, most: int, width: int
-) -> tuple[list[dict[int, int]] | None, int]:
-    """The trial at the least cap in ``[low, most)`` that has one, up to ``width``.
-
-    The best cap is often the lower bound, and seldom far from it: caps are tried from
-    there on in growing steps, and then halved.
-    """
-    found, high, step = None, most, width
-    while low < high:
-        cap = (low + high) // 2 if found else min(low + step, high - 1)
-        new = trial(cap)
-        if new is None:
-            low, step = cap + 1, 4 * step
-        else:
-            found, high = new, cap
-        if found and high - low < width:
-            break
-    return found, high
 
 
 def _export(
     start: list[dict[int, int]], free: list[int], cap: int, min_tokens: int
 ) -> list[dict[int, int]] | None:
-    """Tokens per rank and expert of a node with no rank above ``cap``, or None."""
-    for choose in (_most_room, _tightest_fit):
-        done = _export_in_node(start, free, cap, min_tokens, choose)
-        if done is not None:
-            return done
-    return None
+    """Tokens per rank and expert of a node with no rank above ``cap``, or None.
 
-
-def _most_room(hosts: list[int], room: list[int], amount: int) -> int:
-    """Fewest targets for one expert."""
-    return max(hosts, key=room.__getitem__)
-
-
-def _tightest_fit(hosts: list[int], room: list[int], amount: int) -> int:
-    """Fewest targets that stay half full: room is lost once the slots are used up."""
-    fitting = [r for r in hosts if room[r] >= amount]
-    if fitting:
-        return min(fitting, key=room.__getitem__)
-    return _most_room(hosts, room, amount)
-
-
-def _export_in_node(
-    start: list[dict[int, int]],
-    free: list[int],
-    cap: int,
-    min_tokens: int,
-    choose: Callable[[list[int], list[int], int], int],
-) -> list[dict[int, int]] | None:
-    """Greedy: the heaviest rank gives from its heaviest expert to the rank that
-    ``choose`` takes from those that hold the expert or can borrow it.
+    Greedy: the heaviest rank gives from its heaviest expert to the rank with the least room for
+    what it gives, of those that hold the expert or can borrow it; else to the one with the most.
+    Room is lost once the slots are used up, so that few ranks are to stay half full.
     """
     held = [dict(row) for row in start]
     free = list(free)
@@ -355,7 +309,11 @@ def _export_in_node(
                 if not hosts:
                     break
                 amount = min(max(-room[source], least), tokens)
-                target = choose(hosts, room, amount)
+                fitting = [r for r in hosts if room[r] >= amount]
+                if fitting:
+                    target = min(fitting, key=room.__getitem__)
+                else:
+                    target = max(hosts, key=room.__getitem__)
                 amount = min(amount, room[target])
                 if e not in held[target]:
                     free[target] -= 1

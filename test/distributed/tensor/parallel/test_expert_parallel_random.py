@@ -58,7 +58,7 @@ else:
     from torch.testing._internal.common_utils import run_tests, TestCase
 
 
-D, HIDDEN, STEPS = 8, 6, 3  # plans by average loads are used from the third step on
+D, HIDDEN, STEPS = 8, 6, 3  # plans by average loads are used from the second step on
 # So that weights do not explode in these steps, and rounding errors with them.
 LR = 0.005
 # Seconds: of a collective, of one that a fault makes wait, and of all that a seed does.
@@ -67,7 +67,7 @@ TIMEOUT, SHORT_TIMEOUT, DEADLINE = 120, 15, 300
 FAULTS = {
     "exception": "planted",
     "interrupt": "KeyboardInterrupt",
-    "input needs no gradient": "requires_grad of .* must be the same on all ranks",
+    "input needs no gradient": "requires_grad.* must be the same on all ranks",
     "dtype": "must be the same on all ranks",
     "top_k": "K.* must be the same on all ranks",
 }
@@ -157,14 +157,13 @@ class Plan:
             self.weights_dtype = None
         if self.fault:
             self.models, self.compiled = 1, False
-            if self.wrap == "replicate" and self.ep == 1:
-                self.wrap, self.ep = (
-                    "none",
-                    self.ranks,
-                )  # ranks that need not hear of each other
-                self.experts *= self.ranks
+            raises = self.fault in ("exception", "interrupt")
+            if self.wrap == "replicate" and (self.ep == 1 or not raises):
+                # Copies that need not hear of each other, in a forward without its backward.
+                self.experts *= self.ranks // self.ep
+                self.wrap, self.ep = "none", self.ranks
             apart = self.ep == 1 or self.wrap.startswith("fsdp")
-            if apart and self.fault not in ("exception", "interrupt"):
+            if apart and not raises:
                 self.fault = (
                     "exception"  # nobody to disagree with, or only the whole is called
                 )
@@ -625,6 +624,13 @@ def run_seed(seed):
 
 
 class TestRandomCompositions(TestCase):
+    def test_who_disagrees_has_one_group(self):
+        # Replicas of the experts would not hear of it.
+        plans = [Plan(seed, 0) for seed in range(500)]
+        plans = [p for p in plans if p.fault not in (None, "exception", "interrupt")]
+        self.assertGreater(len(plans), 20)
+        self.assertEqual({p.copies for p in plans}, {1})
+
     def test_seeds(self):
         count = int(os.environ.get("MOE_RANDOM_COMPOSITIONS", "5"))
         done = subprocess.run(

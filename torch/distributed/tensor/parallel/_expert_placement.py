@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -27,6 +28,7 @@ from torch.distributed._moe.plan import (
     Topology,
 )
 from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
+from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import (
     _disable_current_modes,
@@ -36,7 +38,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch.distributed.distributed_c10d import ProcessGroup
     from torch.distributed.tensor.parallel._expert_adapters import Experts
@@ -164,12 +166,11 @@ class PlacedLayer:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, next to two rows there and two back.
             self.copy_cost = 2 * size / max(1, 4 * row_bytes)
-        _, _, _, counts = torch._moe_permutation(topk_indices, E)
-        counts = counts.long()
-        self.owner._record(self.index, counts)
+        online = self.owner.online and self.resident is None
+        plans = online and not self.owner._rests and not self.pause
         table, moves, split = self._slots, self._moves, None
-        if self.owner._plans_online and not self.pause and self.resident is None:
-            source = self._counts_of_ranks(counts)
+        if plans:
+            source = self._counts_of_ranks(self._counts(topk_indices))
             # What a policy of activation checkpointing keeps must not be written into.
             with _disable_current_modes():
                 plan = self._plan_online(source.sum(0))
@@ -181,16 +182,20 @@ class PlacedLayer:
                         plan.quotas.to(device),
                     )
                     split = split_by_source(source, quotas, self.exchange.rank)
-        elif moves is not None or self.resident is not None:
-            # Ends on all of them, as the shares of an expert do on 1.
-            ends = (counts[:, None] * self._shares).round().long()
-            split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
+        elif not online:
+            counts = self._counts(topk_indices)
+            self.owner._record(self.index, counts)
+            if moves is not None or self.resident is not None:
+                # Ends on all of them, as the shares of an expert do on 1.
+                ends = (counts[:, None] * self._shares).round().long()
+                split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
         if split is None:
-            slots = self._at_home[topk_indices.long() + 1]
+            slots = self._at_home.take(topk_indices.long() + 1)
         else:
             per_rank = self.home.topology.slots_per_rank
             slots = reroute(topk_indices, split, table.to(device), per_rank)
-        ahead = self.owner._next_of(module, self) if _reusable(module) else None
+        follows = not self.owner.online and _reusable(module)
+        ahead = self.owner._next_of(module, self) if follows else None
         if moves is None and ahead is None and self.resident is None:
             return slots, experts
         return slots, PlacedExperts(self, module, moves, weights, experts, ahead)
@@ -204,11 +209,16 @@ class PlacedLayer:
     def fetch_ahead(self, module: nn.Module) -> None:
         """Issues the fetch of the next forward of ``module``, which has this layer."""
         region = cast(Any, module)._expert_parallel
-        if self._moves is None or self.owner.online or not _reusable(module):
+        if self._moves is None or not _reusable(module):
             return
         weights = region.local_parameters(module, region.expert_names)
         self._to(next(iter(weights.values())).device)
         self.fetcher.ahead(self._moves, weights, region.versions)
+
+    def _counts(self, topk_indices: Tensor) -> Tensor:
+        """(num_experts) int64 token copies of this rank."""
+        _, _, _, counts = torch._moe_permutation(topk_indices, self.home.num_experts)
+        return counts.long()
 
     def _counts_of_ranks(self, counts: Tensor) -> Tensor:
         """(num_ranks, num_experts) token copies of this forward."""
@@ -275,7 +285,7 @@ class PlacedExperts:
             ahead._expert_parallel.placed.fetch_ahead(ahead)
         rest = functools.partial(self._experts, **options)
         if self._layer.resident is not None:
-            with _reparametrize_module(self._module, self._layer.resident):
+            with _with_weights(self._module, self._layer.resident):
                 return rest(rows, ids, weights, num_rows)
         if self._fetch is None:
             return rest(rows, ids, weights, num_rows)
@@ -287,13 +297,27 @@ class PlacedExperts:
             self._copies = self._layer.fetcher.end(self._fetch, self._weights)
         if len(next(iter(self._copies.values()))):
             there = (ids - each).clamp_min(-1)
-            with _reparametrize_module(self._module, self._copies):
+            with _with_weights(self._module, self._copies):
                 others = rest(rows, there, weights, _bound(there, num_rows))
             if ids.shape[1] == 1:
                 output = torch.where(there < 0, output, others)
             else:
                 output = output + others
         return after_fetch(output, self._copies)
+
+
+@contextlib.contextmanager
+def _with_weights(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """``module`` has other weights; what parametrizations, as LoRA, cached of its own is not theirs."""
+    cached = parametrize._cache
+    if parametrize._cache_enabled:
+        parametrize._cache = {}
+    try:
+        with _reparametrize_module(module, weights):
+            yield
+    finally:
+        if parametrize._cache_enabled:
+            parametrize._cache = cached
 
 
 def _bound(ids: Tensor, num_rows: int | None) -> int | None:
@@ -327,8 +351,9 @@ def _reusable(module: nn.Module) -> bool:
 
 # Plans by average loads that are compared.
 _TRIES = 3
-# Steps whose times are compared, where there is no ``every``, and most steps without online plans.
-_WINDOW, _LONGEST_PAUSE = 8, 15
+# Steps whose times are compared, where there is no ``every``: at home, and in a trial of copies, which may
+# be slower. And most steps without online plans.
+_WINDOW, _TRIAL, _LONGEST_PAUSE = 8, 4, 15
 
 
 class ExpertPlacement:
@@ -365,8 +390,8 @@ class ExpertPlacement:
             knows it, see ``torch.distributed._tools.moe_planner``. Default: None (at first
             the bytes of both; where steps with copies then take longer than those at home, by
             the clock, experts go home, and the price is raised. Plans then depend on times: for
-            runs that are to have the same bits, give a price. One or two steps between plans
-            are too few to be timed)
+            runs that are to have the same bits, give a price. The times of few steps between
+            plans say little)
         keep (bool): fetched copies stay, in training and in inference, until the plan or the
             weights change: micro-batches of a step share them, and serving fetches once.
             Takes the memory of the copies of all layers. What is written through ``.data`` is
@@ -465,7 +490,10 @@ class ExpertPlacement:
         return [layer.plan.slot_experts for layer in self.layers]
 
     def imbalance(self) -> list[float]:
-        """Heaviest over mean rank load of each layer under the average loads."""
+        """Heaviest over mean rank load of each layer: of its average loads, or its last online plan."""
+        if self.online:
+            plans = [layer.last_plan for layer in self.layers]
+            return [p.imbalance(p.quotas.sum(1)) for p in plans if p is not None]
         if self.loads is None:
             return []
         return [
@@ -480,27 +508,21 @@ class ExpertPlacement:
         """
         self._steps += 1
         self.forget()
-        times, window = self._times, self.every
+        window = self.every
         if self.online:
-            window = None if times is None else window or _WINDOW
-            for layer in self.layers if self._plans_online else ():
+            for layer in () if self._rests else self.layers:
                 layer.step()
-        if times is not None:
-            times.tick()
-        if window is None or self._stats is None:
+            usual = _WINDOW if self._rests else _TRIAL
+            window = None if self._times is None else window or usual
+        if self._times is not None:
+            self._times.tick()
+        if window is None or self._steps % window:
             return
-        # Summed while the next step runs, where there is a next one before the plan.
-        if self._stats.pending:
-            before, self.loads = self.loads, self._stats.result()
-            if times is not None:
-                self._compare(times)
+        if self._times is not None:
+            self._compare(self._times)
+        if self._stats is not None:
+            before, self.loads = self.loads, self._stats.update()
             self._plan(before, self._stats.latest)
-        if self._steps % window == 0:
-            self._stats.start()
-            if times is not None:
-                first = self.layers[0]
-                group = c10d._resolve_process_group(first.group_name)
-                times.start(group, first.exchange.needed.device)
 
     def _compare(self, times: StepTimes) -> None:
         """Rests at home after a window that was slower with copies."""
@@ -508,7 +530,10 @@ class ExpertPlacement:
             if not self.online and layer.moves:
                 layer.tried = layer.plan
         tried = [layer for layer in self.layers if layer.tried is not None]
-        self._rests, raises = times.slower(bool(tried))
+        first = self.layers[0]
+        group = c10d._resolve_process_group(first.group_name)
+        device = first.exchange.needed.device
+        self._rests, raises = times.slower(bool(tried), group, device)
         for layer in tried:
             plan, layer.tried = cast(Plan, layer.tried), None
             if raises:
@@ -555,10 +580,6 @@ class ExpertPlacement:
             Recovery: lost ranks, the pause, tokens to run again, and where weights came from.
         """
         return recover(self, model, weights, seconds)
-
-    @property
-    def _plans_online(self) -> bool:
-        return self.online and not self._rests
 
     def _next_of(self, module: nn.Module, layer: PlacedLayer) -> nn.Module | None:
         """The layer that followed ``module``, which runs now, in the forward before."""
@@ -632,7 +653,7 @@ class ExpertPlacement:
                 layer.copy_cost = state["copy_costs"][i]
         plans = zip(self.layers, state["slot_experts"], state["quotas"])
         for layer, slots, quotas in plans:
-            if layer.resident is not None:
+            if layer.resident is not None or self.online:
                 continue
             if slots.shape == layer.home.slot_experts.shape:
                 layer.use(Plan(layer.home.topology, slots, quotas))
