@@ -32,18 +32,18 @@ def backends_of(op) -> list[str]:
     return ["native"]
 
 
-def has_cpu_kernel() -> bool:
-    """Whether ``F.moe_mlp`` has a kernel on CPU rather than its composite alone.
+def has_cpu_kernel(name: str = "_moe_mlp") -> bool:
+    """Whether an op has a kernel on CPU rather than its composite alone.
 
-    A row of the kernel has the same bits whatever rows are beside it; the composite's
-    matmuls depend on how many rows an expert has, and keep more temporaries.
+    A row of a kernel has the same bits whatever rows are beside it. The composite's matmuls depend on how
+    many rows an expert has, and its functions on where in a tensor a value is; it keeps more temporaries.
     """
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_moe_mlp", "CPU")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU")
 
 
-def bits_of_kernel() -> dict[str, float]:
+def bits_of_kernel(name: str = "_moe_mlp") -> dict[str, float]:
     """Tolerances of ``assertEqual`` for a result that has the same bits if kernels keep them."""
-    return {"atol": 0, "rtol": 0} if has_cpu_kernel() else {}
+    return {"atol": 0, "rtol": 0} if has_cpu_kernel(name) else {}
 
 
 def to_meta(value):
