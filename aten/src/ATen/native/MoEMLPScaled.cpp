@@ -122,20 +122,17 @@ class ScaledPass {
     return s.model_dim.expect_int() % multiple == 0 && s.hidden_dim.expect_int() % multiple == 0;
   }
 
-  // (R, N) = rows times w_e^T (transposed: w is (E, N, K)) or w_e
-  Tensor multiply_values(const Tensor& rows, const Tensor& w, bool transposed) const {
-    if (backend_ == Backend::Composite) {
-      return multiply_experts(routing_, rows, transposed ? w.transpose(1, 2) : w);
-    }
-    const auto out = at::empty({rows.size(0), w.size(transposed ? 1 : 2)}, rows.options());
-    moe_expert_gemm_stub(kCPU, scaled_.call.inputs, rows, w, transposed, out);
-    return out;
-  }
-
-  // (R, N) = rows times the numbers of w_e^T, or, to multiply gradients, of w_e
+  // (R, N) = rows times the numbers of w_e^T (transposed: w is (E, N, K)) or, to multiply
+  // gradients, of w_e
   Tensor multiply(
       const Tensor& rows, const Tensor& w, TensorList list, bool transposed) const {
-    return multiply_values(rows, values_.weight(w, list, transposed ? 2 : 1), transposed);
+    const auto numbers = values_.weight(w, list, transposed ? 2 : 1);
+    if (backend_ == Backend::Composite) {
+      return multiply_experts(routing_, rows, transposed ? numbers.transpose(1, 2) : numbers);
+    }
+    const auto out = at::empty({rows.size(0), numbers.size(transposed ? 1 : 2)}, rows.options());
+    moe_expert_gemm_stub(kCPU, scaled_.call.inputs, rows, numbers, transposed, out);
+    return out;
   }
 
   // X as it was saved.
@@ -154,11 +151,6 @@ class ScaledPass {
         ? values_.dequantized({saved.preact, saved.preact_scale}, moe::kPreactRule, 1)
         : saved.preact.to(dtype_);
     return routing_.masked(h);
-  }
-
-  // Columns (R, N), blocks along the rows of each expert.
-  Tensor column_values(const Tensor& rows) const {
-    return values_.rounded(rows, *scaled_.rule_a, 0, routing_.offs);
   }
 
   // (E, I, J) with the dtype and the strides of w
@@ -212,8 +204,9 @@ void ScaledPass::backward(
     Gradients& grads) const {
   const auto dtype = in_.input.scalar_type();
   const bool keeps_columns = hp_wgrad || scaled_.weight_only();
+  // Columns (R, N), blocks along the rows of each expert.
   const auto column = [&](const Tensor& rows) {
-    return keeps_columns ? rows : column_values(rows);
+    return keeps_columns ? rows : values_.rounded(rows, *scaled_.rule_a, 0, routing_.offs);
   };
   const auto dy = gather(in_.input.to(dtype_));
   // A row of dO once, not once for each of its experts.

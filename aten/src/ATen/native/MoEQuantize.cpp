@@ -37,11 +37,6 @@ namespace {
 
 constexpr int64_t kNaNBits = 0x7FC00000;
 
-// float32 of these bits
-Tensor from_bits(const Tensor& bits) {
-  return bits.to(kInt).view(kFloat);
-}
-
 // scale_byte of a tensor (int32)
 Tensor scale_bytes(const Tensor& amax_bits, ScalarType dtype) {
   const auto byte = (amax_bits + scale_byte_offset(dtype)).bitwise_right_shift(23).clamp_min(0);
@@ -51,13 +46,7 @@ Tensor scale_bytes(const Tensor& amax_bits, ScalarType dtype) {
 // 2^(byte - 127), NaN for 255
 Tensor power_of_two(const Tensor& byte) {
   const auto bits = at::where(byte.eq(0), 0x00400000, byte.bitwise_left_shift(23));
-  return from_bits(at::where(byte.eq(255), kNaNBits, bits));
-}
-
-// 2^(127 - byte)
-Tensor reciprocal(const Tensor& byte) {
-  const auto opposite = (byte.neg() + 254).clamp_min(0);
-  return power_of_two(opposite);
+  return at::where(byte.eq(255), kNaNBits, bits).to(kInt).view(kFloat);
 }
 
 Tensor as_scale(const Tensor& byte, const ScalingRule& rule) {
@@ -72,7 +61,7 @@ Tensor magnitude_bits(const Tensor& x) {
 // x * 2^(127 - byte) rounded to the data type; byte has the shape of x or broadcasts.
 Tensor round_data(const Tensor& x, const Tensor& byte, ScalarType dtype) {
   const auto is_nan = byte.eq(255);
-  const auto scaled = x * reciprocal(byte);
+  const auto scaled = x * power_of_two((byte.neg() + 254).clamp_min(0));
   if (dtype == kChar) {
     return at::where(is_nan, 0, scaled.round().clamp(-127, 127)).to(kChar);
   }

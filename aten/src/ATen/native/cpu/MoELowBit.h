@@ -57,33 +57,6 @@ inline const std::array<float, 256>& values_of(LowBitCodes codes) {
 
 // ---- a matrix ---------------------------------------------------------------------
 
-// One matrix (E, N, K) per expert with the scales of its blocks: element (e, n, k) is
-// value(code) * scale[e, n / block_rows, k / block_cols].
-struct LowBitMatrix {
-  LowBitMatrix(TensorList scaled, const moe::ScalingRule& rule, bool panels)
-      : codes(codes_of(scaled[0].scalar_type())),
-        data(panels || scaled[0].stride(2) != 1 ? scaled[0].contiguous() : scaled[0]),
-        scale(panels ? scaled[1].contiguous() : scaled[1]),
-        rows(data.size(1)),
-        depth(data.size(2) * (8 / code_bits(codes))),
-        block_rows(
-            rule.square                                          ? rule.block
-                : rule.type == moe::ScalingType::TensorWise ? std::max<int64_t>(1, rows)
-                                                                 : 1),
-        block_cols(rule.block == 0 ? std::max<int64_t>(1, depth) : rule.block),
-        panels(panels) {}
-
-  LowBitCodes codes;
-  Tensor data;   // (E, N, K), or (E, N, K / 2) bytes of two codes
-  Tensor scale;  // by expert, rows and blocks, or one for all
-  int64_t rows;
-  int64_t depth;
-  int64_t block_rows;
-  int64_t block_cols;
-  // WeightLayout::Panels: kPanelLines rows side by side, four bytes of each at a time.
-  bool panels;
-};
-
 // Scales by (expert, row, element of K).
 struct ScaleView {
   bool is_pow2;  // bytes of E8M0, else float
@@ -95,18 +68,23 @@ struct ScaleView {
   int64_t block_cols;
   bool panels;
 
-  explicit ScaleView(const LowBitMatrix& w)
-      : is_pow2(w.scale.scalar_type() == kFloat8_e8m0fnu),
-        data(w.scale.const_data_ptr()),
-        block_rows(w.block_rows),
-        block_cols(w.block_cols),
-        panels(w.panels && w.scale.dim() == 3 && block_rows == 1) {
+  ScaleView(
+      const Tensor& scale, const moe::ScalingRule& rule, int64_t rows, int64_t depth,
+      bool has_panels)
+      : is_pow2(scale.scalar_type() == kFloat8_e8m0fnu),
+        data(scale.const_data_ptr()),
+        block_rows(
+            rule.square                                          ? rule.block
+                : rule.type == moe::ScalingType::TensorWise ? std::max<int64_t>(1, rows)
+                                                                 : 1),
+        block_cols(std::max<int64_t>(1, rule.block == 0 ? depth : rule.block)),
+        panels(has_panels && scale.dim() == 3 && block_rows == 1) {
     const auto stride = [&](int64_t dim) {
-      return w.scale.dim() > dim && w.scale.size(dim) > 1 ? w.scale.stride(dim) : 0;
+      return scale.dim() > dim && scale.size(dim) > 1 ? scale.stride(dim) : 0;
     };
     expert_stride = stride(0);
     // (E, N, blocks) holds (E, N / 16, blocks, 16).
-    row_stride = panels ? w.scale.size(2) * kPanelLines : stride(1);
+    row_stride = panels ? scale.size(2) * kPanelLines : stride(1);
     col_stride = panels ? kPanelLines : stride(2);
   }
 
@@ -134,16 +112,20 @@ enum class Scaling : uint8_t {
   Rows,    // sums over all of K
 };
 
-// One matrix per expert, as pointers.
+// One matrix (E, N, K) per expert with the scales of its blocks: element (e, n, k) is
+// value(code) * scale[e, n / block_rows, k / block_cols].
 struct LowBitView {
-  explicit LowBitView(const LowBitMatrix& w)
-      : codes(w.codes),
-        panels(w.panels),
-        depth(w.depth),
-        data(static_cast<const uint8_t*>(w.data.const_data_ptr())),
-        expert_bytes(w.data.stride(0)),
-        row_bytes(w.data.size(1) > 1 ? w.data.stride(1) : w.data.size(2)),
-        scale(w),
+  LowBitView(TensorList scaled, const moe::ScalingRule& rule, bool panels)
+      : codes(codes_of(scaled[0].scalar_type())),
+        panels(panels),
+        numbers(panels || scaled[0].stride(2) != 1 ? scaled[0].contiguous() : scaled[0]),
+        scales(panels ? scaled[1].contiguous() : scaled[1]),
+        rows(numbers.size(1)),
+        depth(numbers.size(2) * (8 / code_bits(codes))),
+        data(static_cast<const uint8_t*>(numbers.const_data_ptr())),
+        expert_bytes(numbers.stride(0)),
+        row_bytes(rows > 1 ? numbers.stride(1) : numbers.size(2)),
+        scale(scales, rule, rows, depth, panels),
         scaling(
             codes == LowBitCodes::E4M3 && scale.is_pow2 ? Scaling::Folded
                 : scale.block_cols >= depth                  ? Scaling::Rows
@@ -165,7 +147,10 @@ struct LowBitView {
   }
 
   LowBitCodes codes;
+  // WeightLayout::Panels: kPanelLines rows side by side, four bytes of each at a time.
   bool panels;
+  Tensor numbers, scales;  // whose memory the pointers are to
+  int64_t rows;   // N
   int64_t depth;  // K
   const uint8_t* data;
   int64_t expert_bytes;
@@ -271,9 +256,9 @@ bool any_decoder([[maybe_unused]] const Fn& fn) {
 class LowBitSource {
  public:
   LowBitSource(
-      const LowBitMatrix& w, const std::optional<LowBitMatrix>& w_up, int64_t parts)
+      const LowBitView& w, const std::optional<LowBitView>& w_up, int64_t parts)
       : part_depth(w.depth),
-        parts_{LowBitView(w), LowBitView(w_up.has_value() ? *w_up : w)},
+        parts_{w, w_up.value_or(w)},
         second_row_(w_up.has_value() || parts == 1 ? 0 : w.rows / 2) {}
 
   static constexpr bool kPacks = false;

@@ -13,9 +13,9 @@ namespace {
 using namespace moe_cpu;
 
 struct LowBitWeights {
-  LowBitMatrix w_in;
-  LowBitMatrix w_out;
-  std::optional<LowBitMatrix> w_up;
+  LowBitView w_in;
+  LowBitView w_out;
+  std::optional<LowBitView> w_up;
 
   explicit LowBitWeights(const moe::ScaledCall& call)
       : w_in(call.lists.w_in, call.rule_w, call.has_panels()),

@@ -148,10 +148,10 @@ class _Products:
         self._weight_grad(self.grad_out, grads.hidden, grad)
         return grad
 
-    def w_in_grads(self, grads, wanted):
-        grad = torch.empty_like(self.experts.w_in)
+    def w_in_grad(self, grads: ActGrads, i: int, w: Tensor) -> Tensor:
+        grad = torch.empty_like(w)
         self._weight_grad(row_major(self.experts.input), grads.values, grad.mT)
-        return grad, None
+        return grad
 
 
 def moe_mlp_backward(

@@ -215,7 +215,7 @@ def _expert_rows(
 
 
 @triton.jit
-def _gradient_tile(
+def gradient_tile(
     index, offs, num_experts, num_m, num_n,
     GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -232,6 +232,21 @@ def _gradient_tile(
     first_n = (within // group_m) * BLOCK_N
     start = tl.load(offs + expert - 1, mask=expert > 0, other=0)
     return expert, first_m, first_n, start, tl.load(offs + expert)
+
+
+@triton.jit
+def store_gradient(
+    acc, out, expert, first_m, first_n, M: tl.constexpr, N: tl.constexpr,
+    stride_oe, stride_om, stride_on, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of one expert's gradient in ``out`` (E, M, N) by strides."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    corner = out + expert.to(tl.int64) * stride_oe
+    corner += first_m.to(tl.int64) * stride_om + first_n.to(tl.int64) * stride_on
+    ptrs = corner + (m[:, None] * stride_om + n[None, :] * stride_on)
+    mask = (m[:, None] < M - first_m) & (n[None, :] < N - first_n)
+    tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -261,19 +276,19 @@ def weight_grad_kernel(
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     if RAGGED:
-        expert, first_m, first_n, start, end = _gradient_tile(
+        expert, first_m, first_n, start, end = gradient_tile(
             tl.program_id(0), offs, num_experts, num_m, num_n, GROUP_M, BLOCK_M, BLOCK_N
         )
     for index in tl.range(
         tl.program_id(0), num_experts * num_m * num_n, tl.num_programs(0)
     ):
         if RAGGED:
-            next_expert, next_m, next_n, next_start, next_end = _gradient_tile(
+            next_expert, next_m, next_n, next_start, next_end = gradient_tile(
                 index + tl.num_programs(0),
                 offs, num_experts, num_m, num_n, GROUP_M, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         else:
-            expert, first_m, first_n, start, end = _gradient_tile(
+            expert, first_m, first_n, start, end = gradient_tile(
                 index, offs, num_experts, num_m, num_n, GROUP_M, BLOCK_M, BLOCK_N
             )
         # pyrefly: ignore[unbound-name]
@@ -305,14 +320,11 @@ def weight_grad_kernel(
                 )  # fmt: skip
                 acc = tl.dot(tl.trans(p_tile), q_tile, acc, input_precision=PRECISION)
 
-        m = tl.arange(0, BLOCK_M)
-        n = tl.arange(0, BLOCK_N)
-        # pyrefly: ignore[unbound-name]
-        corner = out + expert.to(tl.int64) * stride_oe
-        corner += first_m.to(tl.int64) * stride_om + first_n.to(tl.int64) * stride_on
-        ptrs = corner + (m[:, None] * stride_om + n[None, :] * stride_on)
-        mask = (m[:, None] < M - first_m) & (n[None, :] < N - first_n)
-        tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask)
+        store_gradient(
+            # pyrefly: ignore[unbound-name]
+            acc, out, expert, first_m, first_n, M, N, stride_oe, stride_om, stride_on,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip
         if RAGGED:
             # pyrefly: ignore[unbound-name]
             expert, first_m, first_n = next_expert, next_m, next_n

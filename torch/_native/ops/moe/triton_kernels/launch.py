@@ -78,8 +78,8 @@ class Products(Protocol):
 
     def w_out_grad(self, grads) -> Tensor: ...
 
-    def w_in_grads(self, grads, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
-        """Of ``w_in`` and ``w_up``, those that are wanted."""
+    def w_in_grad(self, grads, i: int, w: Tensor) -> Tensor:
+        """Of ``w``, which is ``w_in`` (``i`` 0) or ``w_up`` (1)."""
         ...
 
 
@@ -123,9 +123,10 @@ def gradients(
         grads[0] = rows.finish(products.input_grad(made), combine)
     if wanted.w_out:
         grads[2] = products.w_out_grad(made)
-    if wanted.w_in or wanted.w_up:
-        for i, grad in zip((1, 6), products.w_in_grads(made, wanted)):
-            grads[i] = grads[i] if grad is None else grad
+    for i, place in enumerate((1, 6)):
+        w = operands[place]
+        if wanted[place] and w is not None:
+            grads[place] = products.w_in_grad(made, i, w)
     if wanted.topk_weights and experts.topk_weights is not None:
         grads[3] = rows.scale_grad(made.partials, experts.topk_weights)
     if wanted.b_in and experts.b_in is not None:
@@ -158,17 +159,9 @@ class _Products:
         operands = (self.grad_out, grads.hidden, self.experts.w_out)
         return weight_grad(self.rows, *operands, gather_p=True)
 
-    def w_in_grads(self, grads, wanted):
-        w_in, w_up = self.experts.w_in, self.experts.w_up
-        halves = grads.values.split(w_in.shape[1], 1)
-        return tuple(
-            weight_grad(self.rows, half, self.x, w, gather_q=True)
-            if wants and w is not None
-            else None
-            for half, w, wants in zip(
-                (halves[0], halves[-1]), (w_in, w_up), (wanted.w_in, wanted.w_up)
-            )
-        )
+    def w_in_grad(self, grads: ActGrads, i: int, w: Tensor) -> Tensor:
+        half = grads.values.split(w.shape[1], 1)[i]
+        return weight_grad(self.rows, half, self.x, w, gather_q=True)
 
 
 def moe_mlp_backward(

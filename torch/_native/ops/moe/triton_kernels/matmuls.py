@@ -110,7 +110,7 @@ def run(
 # --- the products
 
 
-def _weight_operands(
+def weight_operands(
     plan: LaunchPlan,
     config: TileConfig,
     *weights: Tensor,
@@ -153,36 +153,21 @@ def up(
 
     def launch(config: TileConfig) -> None:
         width = 2 if act.gate_interleaved else 1
-        operands, flags = _weight_operands(rows.plan, config, gate, second, width=width)
+        operands, flags = weight_operands(rows.plan, config, gate, second, width=width)
         paired = flags["USE_TMA"] and adjacent and flags["K_MAJOR"]
         if paired:
             both = w_in.unflatten(1, (2, num_hidden))
             operands = [descriptor(both, [1, 2, config.block_n, config.block_k])] * 2
         grid = _looping(rows, config, tile_grid(rows, config, num_hidden))
         rows.plan.kernel(up_kernel)[grid](
-            x,
-            *operands,
-            or_else(b_in, w_in),
-            rows.row_slots,
-            rows.tiles(config.block_m),
-            preact,
-            hidden,
-            dim,
-            num_hidden,
-            rows.top_k,
-            x.stride(0),
-            *gate.stride(),
-            *second.stride(),
-            *bias_strides(b_in),
-            **act.kernel_args(),
-            PAIRED=paired,
-            HAS_SLOTS=rows.has_slots,
-            HAS_BIAS=b_in is not None,
-            STORE_PREACT=store_preact,
-            PRECISION=_PRECISION,
-            **flags,
+            x, *operands, or_else(b_in, w_in), rows.row_slots, rows.tiles(config.block_m),
+            preact, hidden, dim, num_hidden, rows.top_k,
+            x.stride(0), *gate.stride(), *second.stride(), *bias_strides(b_in),
+            **act.kernel_args(), PAIRED=paired,
+            HAS_SLOTS=rows.has_slots, HAS_BIAS=b_in is not None, STORE_PREACT=store_preact,
+            PRECISION=_PRECISION, **flags,
             **tile_args(config, num_hidden, dim, act.gate_interleaved),
-        )
+        )  # fmt: skip
 
     kernel = "up_gated" if act.gated else "up_plain"
     traits = (x.dtype, act, adjacent, w_in.stride(2) == 1, store_preact)
@@ -210,7 +195,7 @@ def grouped_mm(
     halves = (a, a) if w_up is None else (a[:, :num_inner], a[:, num_inner:])
 
     def launch(config: TileConfig) -> None:
-        operands, flags = _weight_operands(
+        operands, flags = weight_operands(
             plan, config, *weights, may_use_tma=tma_ok(plan, a)
         )
         a_operands: tuple[Any, ...] = halves
@@ -219,28 +204,14 @@ def grouped_mm(
             a_operands = tuple(descriptor(half, block) for half in halves)
         grid = _looping(rows, config, tile_grid(rows, config, num_columns))
         plan.kernel(grouped_mm_kernel)[grid](
-            a_operands[0],
-            operands[0],
-            a_operands[1],
-            operands[1],
-            or_else(bias, w),
-            or_else(scale, w),
-            rows.row_slots,
-            rows.tiles(config.block_m),
-            out,
-            num_columns,
-            num_inner,
-            *weights[0].stride(),
-            *weights[1].stride(),
-            *bias_strides(bias),
-            TWO_WEIGHTS=w_up is not None,
-            HAS_SLOTS=rows.has_slots,
-            HAS_BIAS=bias is not None,
-            HAS_SCALE=scale is not None,
-            PRECISION=_PRECISION,
-            **flags,
-            **tile_args(config, num_columns, num_inner),
-        )
+            a_operands[0], operands[0], a_operands[1], operands[1],
+            or_else(bias, w), or_else(scale, w),
+            rows.row_slots, rows.tiles(config.block_m), out, num_columns, num_inner,
+            *weights[0].stride(), *weights[1].stride(), *bias_strides(bias),
+            TWO_WEIGHTS=w_up is not None, HAS_SLOTS=rows.has_slots,
+            HAS_BIAS=bias is not None, HAS_SCALE=scale is not None,
+            PRECISION=_PRECISION, **flags, **tile_args(config, num_columns, num_inner),
+        )  # fmt: skip
 
     traits = (a.dtype, w.stride(2) == 1, scale is not None, w_up is not None)
     run(rows, kernel, num_columns, num_inner, traits, launch)
@@ -273,32 +244,16 @@ def act_backward(
 
     def launch(config: TileConfig) -> Tensor:
         partials = room_for_partials(rows, experts, config, need_scale)
-        operands, flags = _weight_operands(rows.plan, config, w_out.mT)
+        operands, flags = weight_operands(rows.plan, config, w_out.mT)
         rows.plan.kernel(act_backward_kernel)[tile_grid(rows, config, num_hidden)](
-            grad_out,
-            *operands,
-            preact,
-            or_else(scale, preact),
-            rows.row_slots,
-            rows.tiles(config.block_m),
-            grad_preact,
-            scaled_hidden,
-            partials,
-            dim,
-            num_hidden,
-            rows.num_rows,
-            rows.top_k,
-            grad_out.stride(0),
-            *w_out.stride(),
-            **act.kernel_args(),
-            HAS_SLOTS=rows.has_slots,
-            HAS_SCALE=scale is not None,
-            STORE_HIDDEN=need_hidden,
-            STORE_PARTIALS=need_scale,
-            PRECISION=_PRECISION,
-            **flags,
+            grad_out, *operands, preact, or_else(scale, preact),
+            rows.row_slots, rows.tiles(config.block_m), grad_preact, scaled_hidden, partials,
+            dim, num_hidden, rows.num_rows, rows.top_k, grad_out.stride(0), *w_out.stride(),
+            **act.kernel_args(), HAS_SLOTS=rows.has_slots, HAS_SCALE=scale is not None,
+            STORE_HIDDEN=need_hidden, STORE_PARTIALS=need_scale,
+            PRECISION=_PRECISION, **flags,
             **tile_args(config, num_hidden, dim, act.gate_interleaved),
-        )
+        )  # fmt: skip
         return partials
 
     traits = (preact.dtype, act, w_out.stride(1) == 1, need_hidden, need_scale)
@@ -361,27 +316,11 @@ def weight_grad(
             args["num_stages"] = (config.num_stages + 1) // 2
         grid = _looping(rows, config, (rows.num_experts * tiles_per_expert,))
         plan.kernel(weight_grad_kernel)[grid](
-            p,
-            q,
-            p_desc,
-            q_desc,
-            rows.row_slots,
-            rows.offs,
-            out,
-            num_m,
-            num_n,
-            rows.num_experts,
-            p.stride(0),
-            q.stride(0),
-            *out.stride(),
-            TOP_K=rows.top_k,
-            GATHER_P=gather_p,
-            GATHER_Q=gather_q,
-            USE_TMA=use_tma,
-            RAGGED=ragged,
-            PRECISION=_PRECISION,
-            **args,
-        )
+            p, q, p_desc, q_desc, rows.row_slots, rows.offs, out,
+            num_m, num_n, rows.num_experts, p.stride(0), q.stride(0), *out.stride(),
+            TOP_K=rows.top_k, GATHER_P=gather_p, GATHER_Q=gather_q,
+            USE_TMA=use_tma, RAGGED=ragged, PRECISION=_PRECISION, **args,
+        )  # fmt: skip
 
     traits = (p.dtype, gather_p, gather_q)
     run(rows, "weight_grad", num_n, num_m, traits, launch)

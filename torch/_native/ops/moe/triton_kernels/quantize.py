@@ -34,10 +34,12 @@ from .scaling_rules import SCALING_RULES, ScalingRule
 
 
 @triton.jit
-def _offsets(a, b, l, stride_a, stride_b, stride_l):
-    """int64 (B, L) places of elements (a, b, l), of which a is a number."""
+def _load(x, a, b, l, b_end, l_end, stride_a, stride_b, stride_l):
+    """float32 elements (a, b, l) of ``x`` for one a, 0 past the ends, and which are inside."""
+    mask = (b < b_end)[:, None] & (l < l_end)[None, :]
     row = a.to(tl.int64) * stride_a + b.to(tl.int64) * stride_b
-    return row[:, None] + (l.to(tl.int64) * stride_l)[None, :]
+    ptrs = x + (row[:, None] + (l.to(tl.int64) * stride_l)[None, :])
+    return tl.load(ptrs, mask=mask, other=0.0).to(tl.float32), mask
 
 
 @triton.jit
@@ -75,9 +77,7 @@ def quantize_kernel(
     a = index // tiles_l // tiles_b
     b = index // tiles_l % tiles_b * BLOCK_B + tl.arange(0, BLOCK_B)
     l = tile_l * BLOCK_L + tl.arange(0, BLOCK_L)
-    mask = (b < num_b)[:, None] & (l < num_l)[None, :]
-    ptrs = x + _offsets(a, b, l, stride_a, stride_b, stride_l)
-    v = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    v, mask = _load(x, a, b, l, num_b, num_l, stride_a, stride_b, stride_l)
     code, byte = quantize_rows(v, BLOCK_B, BLOCK_L, BLOCK, INT8, NATIVE)
     row = b[:, None]
     column = tile_l * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -110,18 +110,14 @@ def quantize_square_kernel(
     largest = tl.zeros((BLOCK_B,), dtype=tl.int32)
     for first in range(first_b, first_b + BLOCK, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
-        mask = (b < num_b)[:, None] & (l < num_l)[None, :]
-        ptrs = x + _offsets(a, b, l, stride_a, stride_b, stride_l)
-        v = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        v, mask = _load(x, a, b, l, num_b, num_l, stride_a, stride_b, stride_l)
         largest = tl.maximum(largest, tl.max(magnitude_bits(v), 1))
     byte = scale_byte(tl.max(largest, 0), INT8)
     _store_scale(scale + index, byte, None, AS_BYTE)
     to = data + a.to(tl.int64) * num_b * num_l
     for first in range(first_b, first_b + BLOCK, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
-        mask = (b < num_b)[:, None] & (l < num_l)[None, :]
-        ptrs = x + _offsets(a, b, l, stride_a, stride_b, stride_l)
-        v = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        v, mask = _load(x, a, b, l, num_b, num_l, stride_a, stride_b, stride_l)
         code = encode(v * reciprocal(byte), byte == NAN_BYTE, INT8, NATIVE)
         place = (b.to(tl.int64) * num_l)[:, None] + l[None, :]
         tl.store(to + place, code, mask=mask)
@@ -180,9 +176,7 @@ def quantize_segments_kernel(
     amax = tl.zeros((BLOCK_B,), dtype=tl.int32)
     for first in range(begin, end, BLOCK_L):
         l = first + tl.arange(0, BLOCK_L)
-        mask = (b < num_b)[:, None] & (l < end)[None, :]
-        ptrs = x + _offsets(a, b, l, stride_a, stride_b, stride_l)
-        v = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        v, mask = _load(x, a, b, l, num_b, end, stride_a, stride_b, stride_l)
         amax = tl.maximum(amax, tl.max(magnitude_bits(v), 1))
     byte = scale_byte(amax, INT8)
     row = a.to(tl.int64) * num_b + b
@@ -192,9 +186,7 @@ def quantize_segments_kernel(
     to = data + (row * num_l)[:, None]
     for first in range(begin, end, BLOCK_L):
         l = first + tl.arange(0, BLOCK_L)
-        mask = (b < num_b)[:, None] & (l < end)[None, :]
-        ptrs = x + _offsets(a, b, l, stride_a, stride_b, stride_l)
-        v = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        v, mask = _load(x, a, b, l, num_b, end, stride_a, stride_b, stride_l)
         tl.store(to + l[None, :], encode(v * factor, is_nan, INT8, NATIVE), mask=mask)
     if HAS_OFFS:
         # Rows behind every expert, some for each place.
@@ -329,15 +321,9 @@ def _launch_tiles(
     tile = _TILES[x.stride(-1) == 1]
     tiles = triton.cdiv(scale_columns, tile.block_l // rule.block)
     kernel(quantize_kernel)[(num_a * triton.cdiv(scale_rows, tile.block_b) * tiles,)](
-        *args,
-        scale_rows,
-        scale_columns,
-        SWIZZLE=swizzle,
-        BLOCK_B=tile.block_b,
-        BLOCK_L=tile.block_l,
-        num_warps=tile.num_warps,
-        **options,
-    )
+        *args, scale_rows, scale_columns, SWIZZLE=swizzle,
+        BLOCK_B=tile.block_b, BLOCK_L=tile.block_l, num_warps=tile.num_warps, **options,
+    )  # fmt: skip
 
 
 def _launch_segments(
@@ -356,29 +342,13 @@ def _launch_segments(
     block_l = rule.block or tile.block_l
     block_b = tile.block_b * tile.block_l // block_l
     num_experts = 0 if offs is None else offs.shape[0]
-    kernel(quantize_segments_kernel)[
-        (num_a * triton.cdiv(num_b, block_b) * scale.shape[-1],)
-    ](
-        x,
-        data,
-        scale,
-        scale if offs is None else offs.contiguous(),
-        num_b,
-        x.shape[-1],
-        stride_a,
-        stride_b,
-        x.stride(-1),
-        scale.shape[-1],
-        num_experts,
-        BLOCK=rule.block,
-        HAS_OFFS=offs is not None,
-        BLOCK_B=block_b,
-        BLOCK_L=block_l,
+    grid = (num_a * triton.cdiv(num_b, block_b) * scale.shape[-1],)
+    kernel(quantize_segments_kernel)[grid](
+        x, data, scale, scale if offs is None else offs.contiguous(),
+        num_b, x.shape[-1], stride_a, stride_b, x.stride(-1), scale.shape[-1], num_experts,
+        BLOCK=rule.block, HAS_OFFS=offs is not None, BLOCK_B=block_b, BLOCK_L=block_l,
         BLOCK_E=min(128, triton.next_power_of_2(max(num_experts, 1))),
         num_warps=tile.num_warps,
         # The device assert on the offsets, and no other check.
-        debug=True,
-        sanitize_overflow=False,
-        **shared,
-        **OPTIONS,
-    )
+        debug=True, sanitize_overflow=False, **shared, **OPTIONS,
+    )  # fmt: skip

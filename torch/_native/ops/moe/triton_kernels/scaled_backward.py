@@ -15,16 +15,15 @@ from .activations import (
     unary_backward,
     unary_forward,
 )
+from .backward import gradient_tile, store_gradient
 from .forward import column_parts, routed_rows, row_tile
 from .permutation import tile_of
 from .scaled_forward import (
     as_scale,
     contract,
-    narrowed,
-    rounded,
     scaled_dot,
     scales_along,
-    store_quantized,
+    store_rows,
     tile_mask,
 )
 from .scaling import (
@@ -89,27 +88,27 @@ def _load_preact(
 
 @triton.jit
 def _store_grad(
-    parts, codes, scale, first_row, row_end, half, first_col, length,
+    parts, codes, scale, first_row, row_end, half: tl.constexpr, first_col, length,
     BLOCK: tl.constexpr, HALVES: tl.constexpr, EVEN_N: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of dH: ``parts`` (M, N) of adjacent columns, which fill blocks together."""
+    """Codes of a half of dH: in ``parts`` (M, N) of adjacent columns, which fill blocks together."""
     if PARTS == 1:
-        store_quantized(
-            parts[0].to(tl.float32), codes, scale, first_row, row_end, half, first_col,
-            length, BLOCK, False, HALVES, EVEN_N, M, N,
+        store_rows(
+            parts[0][half].to(tl.float32), codes, scale, first_row, row_end, half,
+            first_col, length, BLOCK, False, HALVES, EVEN_N, M, N,
         )  # fmt: skip
     else:
         # One block, whose columns stay in the layout that they were computed in.
-        amax = tl.max(magnitude_bits(parts[0].to(tl.float32)), 1)
+        amax = tl.max(magnitude_bits(parts[0][half].to(tl.float32)), 1)
         for i in tl.static_range(1, PARTS):
-            part_amax = tl.max(magnitude_bits(parts[i].to(tl.float32)), 1)
+            part_amax = tl.max(magnitude_bits(parts[i][half].to(tl.float32)), 1)
             amax = tl.maximum(amax, part_amax)
         byte = scale_byte(amax, False)
         factor, is_nan = reciprocal(byte)[:, None], (byte == NAN_BYTE)[:, None]
         for i in tl.static_range(PARTS):
             col = first_col + i * N
-            q = encode(parts[i].to(tl.float32) * factor, is_nan, False, True)
+            q = encode(parts[i][half].to(tl.float32) * factor, is_nan, False, True)
             ptrs = row_tile(
                 codes, first_row, half * length + col, HALVES * length, M, N
             )
@@ -129,54 +128,46 @@ def _act_backward_part(
     acc, s, first_row, row_end, valid, first_n,
     preact, preact_scale, scaled_hidden, alpha, limit, F,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, STORE_HIDDEN: tl.constexpr,
-    ROUND: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
+    STEP: tl.constexpr, HALVES: tl.constexpr, STORE_HIDDEN: tl.constexpr,
+    INT8: tl.constexpr, ALIGNED: tl.constexpr,
     EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dH of some columns of dA', in the type of the products: gates and ups, or twice all.
+    """dH of some columns of dA', in the type of the products, a block for each half.
 
     Stores their A'; returns their <dA', A> per row as well.
     """
+    dtype = scaled_hidden.dtype.element_ty
     acc = tl.where(valid[:, None], acc, 0.0)
     grad = acc * s[:, None]
-    if GATED and INTERLEAVED:
-        h = _load_preact(
-            preact, preact_scale, first_row, 0, first_n * 2, F * 2, valid,
-            INT8, 1, True, EVEN_N, M, N * 2,
-        )  # fmt: skip
-        gate, up = tl.split(tl.reshape(h, (M, N, 2)))
+    gate = _load_preact(
+        preact, preact_scale, first_row, 0, first_n * STEP, F * STEP, valid,
+        INT8, HALVES, ALIGNED or HALVES == 1, EVEN_N, M, N * STEP,
+    )  # fmt: skip
+    if GATED:
+        if STEP == 2:
+            gate, up = tl.split(tl.reshape(gate, (M, N, 2)))
+        else:
+            up = _load_preact(
+                preact, preact_scale, first_row, 1, first_n, F, valid,
+                INT8, HALVES, ALIGNED, EVEN_N, M, N,
+            )  # fmt: skip
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
         d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
-        d_gate = tl.join(narrowed(d_gate, ROUND), narrowed(d_up, ROUND))
-        d_gate = tl.reshape(d_gate, (M, N * 2))
-        d_up = d_gate
-    elif GATED:
-        gate = _load_preact(
-            preact, preact_scale, first_row, 0, first_n, F, valid,
-            INT8, 2, ALIGNED, EVEN_N, M, N,
-        )  # fmt: skip
-        up = _load_preact(
-            preact, preact_scale, first_row, 1, first_n, F, valid,
-            INT8, 2, ALIGNED, EVEN_N, M, N,
-        )  # fmt: skip
-        a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
-        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
-        d_gate, d_up = narrowed(d_gate, ROUND), narrowed(d_up, ROUND)
+        d_gate, d_up = d_gate.to(dtype), d_up.to(dtype)
+        if STEP == 2:
+            halves = (tl.reshape(tl.join(d_gate, d_up), (M, N * 2)),)
+        else:
+            halves = (d_gate, d_up)
     else:
-        h = _load_preact(
-            preact, preact_scale, first_row, 0, first_n, F, valid,
-            INT8, 1, True, EVEN_N, M, N,
-        )  # fmt: skip
-        a = unary_forward(h, ACTIVATION)
-        d_gate = narrowed(unary_backward(grad, h, ACTIVATION), ROUND)
-        d_up = d_gate
-    a = rounded(a, ROUND)
+        a = unary_forward(gate, ACTIVATION)
+        halves = (unary_backward(grad, gate, ACTIVATION).to(dtype),)
+    a = a.to(dtype).to(tl.float32)
     if STORE_HIDDEN:
         ptrs = row_tile(scaled_hidden, first_row, first_n, F, M, N)
-        a_scaled = (a * s[:, None]).to(scaled_hidden.dtype.element_ty)
+        a_scaled = (a * s[:, None]).to(dtype)
         mask = tile_mask(first_row, row_end, first_n, F, EVEN_N, M, N)
         tl.store(ptrs, a_scaled, mask=mask)
-    return d_gate, d_up, tl.sum(acc * a, 1)
+    return halves, tl.sum(acc * a, 1)
 
 
 @triton.jit
@@ -186,14 +177,14 @@ def _act_backward_epilogue(
     alpha, limit, F,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, STORE_CODES: tl.constexpr, STORE_VALUES: tl.constexpr,
-    STORE_HIDDEN: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, EVEN_N: tl.constexpr, PARTS: tl.constexpr,
+    STORE_HIDDEN: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN_N: tl.constexpr, PARTS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Stores dH and A' for the columns of dA'; returns their <dA', A> per row.
 
     A part at a time, which needs fewer registers. Parts that are less than a block wait
-    for the others of their scale, in 16 bits with ROUND.
+    for the others of their scale, in the type of the products.
     """
     PART: tl.constexpr = N // PARTS
     HALVES: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
@@ -204,11 +195,11 @@ def _act_backward_epilogue(
     dot = tl.zeros((M,), dtype=tl.float32)
     for i in tl.static_range(PARTS):
         n = first_n + i * PART
-        d_gate, d_up, part_dot = _act_backward_part(
+        halves, part_dot = _act_backward_part(
             parts[i], s, first_row, row_end, valid, n,
             preact, preact_scale, scaled_hidden, alpha, limit, F,
-            ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_HIDDEN, ROUND, INT8,
-            ALIGNED, EVEN_N, M, PART,
+            ACTIVATION, HAS_LIMIT, GATED, STEP, HALVES, STORE_HIDDEN, INT8, ALIGNED,
+            EVEN_N, M, PART,
         )  # fmt: skip
         dot += part_dot
         if STORE_VALUES:
@@ -218,26 +209,20 @@ def _act_backward_epilogue(
             mask = tile_mask(
                 first_row, row_end, n * STEP, F * STEP, EVEN_N, M, PART * STEP
             )
-            tl.store(ptrs, d_gate.to(grad_preact.dtype.element_ty), mask=mask)
-            if HALVES == 2:
-                tl.store(ptrs + F, d_up.to(grad_preact.dtype.element_ty), mask=mask)
+            for half in tl.static_range(HALVES):
+                tl.store(ptrs + half * F, halves[half], mask=mask)
         if STORE_CODES:
             if i % SHARE == 0:
-                gates, ups = (d_gate,), (d_up,)
+                waiting = (halves,)
             else:
-                # pyrefly: ignore[unbound-name]
-                gates, ups = gates + (d_gate,), ups + (d_up,)
+                waiting = waiting + (halves,)  # pyrefly: ignore[unbound-name]
             if i % SHARE == SHARE - 1:
                 first = n - (SHARE - 1) * PART
-                _store_grad(
-                    gates, grad_codes, grad_scale, first_row, row_end,
-                    0, first * STEP, F * STEP,
-                    BLOCK, HALVES, EVEN_N, M, PART * STEP, SHARE,
-                )  # fmt: skip
-                if HALVES == 2:
+                for half in tl.static_range(HALVES):
                     _store_grad(
-                        ups, grad_codes, grad_scale, first_row, row_end,
-                        1, first, F, BLOCK, 2, EVEN_N, M, PART, SHARE,
+                        waiting, grad_codes, grad_scale,
+                        first_row, row_end, half, first * STEP, F * STEP,
+                        BLOCK, HALVES, EVEN_N, M, PART * STEP, SHARE,
                     )  # fmt: skip
     return dot
 
@@ -264,9 +249,8 @@ def scaled_act_backward_kernel(
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_SCALE: tl.constexpr,
     STORE_CODES: tl.constexpr, STORE_VALUES: tl.constexpr, STORE_HIDDEN: tl.constexpr,
-    STORE_PARTIALS: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    STORE_PARTIALS: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, USE_TMA: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -299,8 +283,7 @@ def scaled_act_backward_kernel(
             preact, preact_scale, grad_codes, grad_scale, grad_preact, scaled_hidden,
             alpha, limit, F,
             ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, STORE_CODES, STORE_VALUES,
-            STORE_HIDDEN, ROUND, INT8, ALIGNED, BLOCK, EVEN_N, EPILOGUE_PARTS,
-            BLOCK_M, BLOCK_N,
+            STORE_HIDDEN, INT8, ALIGNED, BLOCK, EVEN_N, EPILOGUE_PARTS, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         if STORE_PARTIALS:
             ptrs = scale_partials + tile_n.to(tl.int64) * num_rows + rows
@@ -312,10 +295,9 @@ ALIGNMENT = tl.constexpr(128)
 
 
 @triton.jit
-def _first_place(offs, expert):
-    """First row of an expert, and the first multiple of ALIGNMENT that is its in columns."""
-    begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
-    return begin, begin // ALIGNMENT + expert
+def _first_place(begin, expert):
+    """First multiple of ALIGNMENT that is an expert's in columns, whose rows begin at ``begin``."""
+    return begin // ALIGNMENT + expert
 
 
 @triton.jit
@@ -360,7 +342,7 @@ def column_scales_kernel(
     """Scales of whole columns, one of each expert's rows. Grid: (E, cdiv(N, BLOCK_N))."""
     expert = tl.program_id(0)
     first_n = tl.program_id(1) * BLOCK_N
-    begin, _ = _first_place(offs, expert)
+    begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
     end = tl.load(offs + expert)
     amax = tl.zeros((BLOCK_N,), dtype=tl.int32)
     for row in tl.range(begin, end, BLOCK_R):
@@ -393,8 +375,8 @@ def columns_kernel(
     index = tl.program_id(0)
     if index < tl.load(tiles):
         expert, first_row, row_end, _ = tile_of(tiles, index, 1, 1)
-        begin, place = _first_place(offs, expert)
-        place += (first_row - begin) // ALIGNMENT
+        begin = tl.load(offs + expert - 1, mask=expert > 0, other=0)
+        place = _first_place(begin, expert) + (first_row - begin) // ALIGNMENT
         first_n = tl.program_id(1) * BLOCK_N
         x = _source_rows(
             source, source_scale, row_slots, first_row, row_end, first_n, N, top_k,
@@ -453,16 +435,10 @@ def scaled_weight_grad_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     index = tl.program_id(0)
     if index < num_experts * num_m * num_n:
-        expert = index // (num_m * num_n)
-        within = index % (num_m * num_n)
-        first_group = within // (GROUP_M * num_n) * GROUP_M
-        group_m = tl.minimum(num_m - first_group, GROUP_M)
-        within = within % (GROUP_M * num_n)
-        first_m = (first_group + within % group_m) * BLOCK_M
-        first_n = (within // group_m) * BLOCK_N
-        begin, place = _first_place(offs, expert)
-        end = tl.load(offs + expert)
-
+        expert, first_m, first_n, begin, end = gradient_tile(
+            index, offs, num_experts, num_m, num_n, GROUP_M, BLOCK_M, BLOCK_N
+        )
+        place = _first_place(begin, expert)
         m = first_m + tl.arange(0, BLOCK_M)
         n = first_n + tl.arange(0, BLOCK_N)
         # A row past the last repeats it; what it gives is not stored.
@@ -507,11 +483,7 @@ def scaled_weight_grad_kernel(
                 q_scale + place * stride_qb, first_n, N, stride_qn, EVEN_N, BLOCK_N
             )
             acc = acc * sp[:, None] * sq[None, :]
-
-        m = tl.arange(0, BLOCK_M)
-        n = tl.arange(0, BLOCK_N)
-        corner = out + expert.to(tl.int64) * stride_oe
-        corner += first_m.to(tl.int64) * stride_om + first_n.to(tl.int64) * stride_on
-        ptrs = corner + (m[:, None] * stride_om + n[None, :] * stride_on)
-        mask = (m[:, None] < M - first_m) & (n[None, :] < N - first_n)
-        tl.store(ptrs, acc.to(out.dtype.element_ty), mask=mask)
+        store_gradient(
+            acc, out, expert, first_m, first_n, M, N, stride_oe, stride_om, stride_on,
+            BLOCK_M, BLOCK_N,
+        )  # fmt: skip

@@ -133,6 +133,30 @@ def scaled_dot(
 
 
 @triton.jit
+def add_product(
+    acc, a, a_scale, w, w_scale, expert, first_n, k, N, K,
+    stride_we, stride_wn, stride_se, stride_sn, stride_sk,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, SHIFT: tl.constexpr,
+    USE_TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``acc`` and one step of the sum over K: ``a`` (BLOCK_M, BLOCK_K) times a tile of w[e]^T."""
+    w_tile = load_weight(
+        w, expert, first_n, k, N, K, stride_we, stride_wn, 1,
+        True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    w_tile_scale = load_weight_scale(
+        w_scale, expert, first_n, k, N, scales_along(K, BLOCK),
+        stride_se, stride_sn, stride_sk,
+        BLOCK, SQUARE, SHIFT, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    return scaled_dot(
+        acc, a, a_scale, w_tile, w_tile_scale,
+        BLOCK, WIDEN, 1 if SHIFT else SQUARE, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+
+
+@triton.jit
 def contract(
     acc,
     a_ptrs,  # (BLOCK_M, BLOCK_K) at the first columns of the rows
@@ -151,6 +175,7 @@ def contract(
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K):
         a = load_rows(a_ptrs, k, K, EVEN_K, BLOCK_K)
+        # Not add_product: the rows' scales come behind the weight's tile, as the recorded code has it.
         w_tile = load_weight(
             w, expert, first_n, k, N, K, stride_we, stride_wn, 1,
             True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
@@ -188,15 +213,9 @@ def scaled_sum(
 
 
 @triton.jit
-def narrowed(x, ROUND: tl.constexpr):
-    """float32 ``x`` in the type of the products, bfloat16 with ROUND."""
-    return x.to(tl.bfloat16) if ROUND else x
-
-
-@triton.jit
-def rounded(x, ROUND: tl.constexpr):
-    """``narrowed`` as float32."""
-    return narrowed(x, ROUND).to(tl.float32)
+def _rounded(x, ROUND: tl.constexpr):
+    """float32 ``x`` as the type of the products has it, bfloat16 with ROUND."""
+    return x.to(tl.bfloat16).to(tl.float32) if ROUND else x
 
 
 @triton.jit
@@ -218,46 +237,30 @@ def as_scale(byte, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_quantized(
-    x, codes, scale, first_row, row_end, half, first_col, length,
-    BLOCK: tl.constexpr, INT8: tl.constexpr, HALVES: tl.constexpr, EVEN_N: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile (M, N) of float32 as codes (rows, HALVES * length) and scales of ``BLOCK``.
-
-    The columns are ``half``'s from ``first_col``, a multiple of BLOCK; blocks begin with a half.
-    """
-    q, byte = quantize_rows(x, M, N, BLOCK, INT8, True)
-    ptrs = row_tile(codes, first_row, half * length + first_col, HALVES * length, M, N)
-    tl.store(
-        ptrs, q, mask=tile_mask(first_row, row_end, first_col, length, EVEN_N, M, N)
-    )
-    first, blocks = first_col // BLOCK, tl.cdiv(length, BLOCK)
-    ptrs = row_tile(
-        scale, first_row, half * blocks + first, HALVES * blocks, M, N // BLOCK
-    )
-    mask = tile_mask(first_row, row_end, first, blocks, EVEN_N, M, N // BLOCK)
-    tl.store(ptrs, as_scale(byte, scale.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def store_rows(
     x, out, scale, first_row, row_end, half, first_col, length,
     BLOCK: tl.constexpr, INT8: tl.constexpr, HALVES: tl.constexpr, EVEN_N: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """As above where ``out`` is bytes, else its own numbers."""
-    if out.dtype.element_ty == tl.uint8:
-        store_quantized(
-            x, out, scale, first_row, row_end, half, first_col, length,
-            BLOCK, INT8, HALVES, EVEN_N, M, N,
-        )  # fmt: skip
-    else:
+    """Stores a tile (M, N) of float32 in ``out`` (rows, HALVES * length): its numbers, or where
+    that is bytes codes, and scales of ``BLOCK``.
+
+    The columns are ``half``'s from ``first_col``, a multiple of BLOCK; blocks begin with a half.
+    """
+    ARE_CODES: tl.constexpr = out.dtype.element_ty == tl.uint8
+    if ARE_CODES:
+        x, byte = quantize_rows(x, M, N, BLOCK, INT8, True)
+    ptrs = row_tile(out, first_row, half * length + first_col, HALVES * length, M, N)
+    mask = tile_mask(first_row, row_end, first_col, length, EVEN_N, M, N)
+    tl.store(ptrs, x.to(out.dtype.element_ty), mask=mask)
+    if ARE_CODES:
+        first, blocks = first_col // BLOCK, tl.cdiv(length, BLOCK)
         ptrs = row_tile(
-            out, first_row, half * length + first_col, HALVES * length, M, N
+            scale, first_row, half * blocks + first, HALVES * blocks, M, N // BLOCK
         )
-        mask = tile_mask(first_row, row_end, first_col, length, EVEN_N, M, N)
-        tl.store(ptrs, x.to(out.dtype.element_ty), mask=mask)
+        mask = tile_mask(first_row, row_end, first, blocks, EVEN_N, M, N // BLOCK)
+        # pyrefly: ignore[unbound-name]
+        tl.store(ptrs, as_scale(byte, scale.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -279,37 +282,35 @@ def _up_epilogue(
     b_ptrs += (cols * STEP).to(tl.int64) * stride_bf
     if HAS_BIAS:
         acc_gate += tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)[None, :]
-    gate = rounded(tl.where(valid[:, None], acc_gate, 0.0), ROUND)
+    gate = _rounded(tl.where(valid[:, None], acc_gate, 0.0), ROUND)
     if GATED:
         if HAS_BIAS:
             b_ptrs += (1 if INTERLEAVED else tl.cast(F, tl.int64)) * stride_bf
             acc_up += tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)[None, :]
-        up = rounded(tl.where(valid[:, None], acc_up, 0.0), ROUND)
+        up = _rounded(tl.where(valid[:, None], acc_up, 0.0), ROUND)
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
-        if STORE_PREACT and INTERLEAVED:
-            h = tl.reshape(tl.join(gate, up), (M, N * 2))
-            store_rows(
-                h, preact, preact_scale, first_row, row_end, 0, first_n * 2, F * 2,
-                32, INT8, 1, EVEN_N, M, N * 2,
-            )  # fmt: skip
-        elif STORE_PREACT:
-            store_rows(
-                gate, preact, preact_scale, first_row, row_end, 0, first_n, F,
-                32, INT8, 2, EVEN_N, M, N,
-            )  # fmt: skip
-            store_rows(
-                up, preact, preact_scale, first_row, row_end, 1, first_n, F,
-                32, INT8, 2, EVEN_N, M, N,
-            )  # fmt: skip
     else:
         a = unary_forward(gate, ACTIVATION)
-        if STORE_PREACT:
+    if STORE_PREACT and GATED and INTERLEAVED:
+        store_rows(
+            # pyrefly: ignore[unbound-name]
+            tl.reshape(tl.join(gate, up), (M, N * 2)), preact, preact_scale,
+            first_row, row_end, 0, first_n * 2, F * 2, 32, INT8, 1, EVEN_N, M, N * 2,
+        )  # fmt: skip
+    elif STORE_PREACT:
+        HALVES: tl.constexpr = 2 if GATED else 1
+        store_rows(
+            gate, preact, preact_scale, first_row, row_end, 0, first_n, F,
+            32, INT8, HALVES, EVEN_N, M, N,
+        )  # fmt: skip
+        if GATED:
             store_rows(
-                gate, preact, preact_scale, first_row, row_end, 0, first_n, F,
-                32, INT8, 1, EVEN_N, M, N,
+                # pyrefly: ignore[unbound-name]
+                up, preact, preact_scale, first_row, row_end, 1, first_n, F,
+                32, INT8, HALVES, EVEN_N, M, N,
             )  # fmt: skip
     store_rows(
-        rounded(a, ROUND), hidden, hidden_scale, first_row, row_end, 0, first_n, F,
+        _rounded(a, ROUND), hidden, hidden_scale, first_row, row_end, 0, first_n, F,
         BLOCK, False, 1, EVEN_N, M, N,
     )  # fmt: skip
 
@@ -358,32 +359,16 @@ def scaled_up_kernel(
             a_scale = load_row_scale(
                 x_scale_ptrs, k, num_blocks, BLOCK, EVEN_K, BLOCK_K
             )
-            w = load_weight(
-                w_gate, expert, first_n, k, F, D, stride_we, stride_wn, 1,
-                True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            w_scale = load_weight_scale(
-                gate_scale, expert, first_n, k, F, num_blocks,
-                stride_se, stride_sn, stride_sk,
-                BLOCK, SQUARE, 0, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            acc_gate = scaled_dot(
-                acc_gate, a, a_scale, w, w_scale,
-                BLOCK, WIDEN, SQUARE, BLOCK_M, BLOCK_N, BLOCK_K,
+            acc_gate = add_product(
+                acc_gate, a, a_scale, w_gate, gate_scale, expert, first_n, k, F, D,
+                stride_we, stride_wn, stride_se, stride_sn, stride_sk,
+                BLOCK, WIDEN, SQUARE, 0, USE_TMA, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
             if GATED:
-                w = load_weight(
-                    w_up, expert, first_n, k, F, D, stride_we, stride_wn, 1,
-                    True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-                w_scale = load_weight_scale(
-                    up_scale, expert, first_n, k, F, num_blocks,
-                    stride_se, stride_sn, stride_sk,
-                    BLOCK, SQUARE, UP_SHIFT, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
-                )  # fmt: skip
-                acc_up = scaled_dot(
-                    acc_up, a, a_scale, w, w_scale,
-                    BLOCK, WIDEN, 1 if UP_SHIFT else SQUARE, BLOCK_M, BLOCK_N, BLOCK_K,
+                acc_up = add_product(
+                    acc_up, a, a_scale, w_up, up_scale, expert, first_n, k, F, D,
+                    stride_we, stride_wn, stride_se, stride_sn, stride_sk, BLOCK, WIDEN,
+                    SQUARE, UP_SHIFT, USE_TMA, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
         if BLOCK == 0:
             acc_gate = scaled_sum(

@@ -5,6 +5,7 @@ of tokens and weights that do not come quantised are quantised by ``aten::_moe_q
 kernels make (A, dH) they quantise in their epilogues.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +19,13 @@ from .experts import row_major
 from .launch import gradients, Wanted, zero_gradients
 from .matmuls import (
     bias_strides,
-    descriptor,
     or_else,
     room_for_partials,
     run,
     tile_args,
     tile_grid,
-    tma_ok,
     weight_grad,
+    weight_operands,
 )
 from .rows import LaunchPlan, Rows
 from .scaled_backward import (
@@ -52,14 +52,10 @@ _PLACE = 128
 
 def _weight_operands(
     rows: Rows, config: TileConfig, *weights: Quantized
-) -> tuple[list[Any], dict[str, bool]]:
-    """What kernels take for the codes of ``weights``, which have one layout, and its flag."""
-    use_tma = config.tma and all(tma_ok(rows.plan, w.codes) for w in weights)
-    operands: list[Any] = [w.codes for w in weights]
-    if use_tma:
-        block = [1, config.block_n, config.block_k]
-        operands = [descriptor(w.codes, block) for w in weights]
-    return operands, {"USE_TMA": use_tma}
+) -> tuple[list[Any], bool]:
+    """What kernels take for the codes of ``weights``, which have one layout; whether by TMA."""
+    operands, flags = weight_operands(rows.plan, config, *(w.codes for w in weights))
+    return operands, flags["USE_TMA"]
 
 
 def _strides(w: Quantized) -> tuple[int, ...]:
@@ -91,33 +87,17 @@ def _up(
     gate, up, square, up_shift = experts.gate_and_up()
 
     def launch(config: TileConfig) -> None:
-        operands, flags = _weight_operands(rows, config, gate, up)
+        operands, use_tma = _weight_operands(rows, config, gate, up)
         rows.plan.kernel(scaled_up_kernel)[tile_grid(rows, config, num_hidden)](
-            *x,
-            *operands,
-            gate.scale,
-            up.scale,
-            or_else(b_in, gate.scale),
-            rows.row_slots,
-            rows.tiles(config.block_m),
-            *preact[:2],
-            *hidden,
-            dim,
-            num_hidden,
-            rows.top_k,
-            *_strides(gate),
-            *bias_strides(b_in),
+            *x, *operands, gate.scale, up.scale, or_else(b_in, gate.scale),
+            rows.row_slots, rows.tiles(config.block_m), *preact[:2], *hidden,
+            dim, num_hidden, rows.top_k, *_strides(gate), *bias_strides(b_in),
             **act.kernel_args(),
-            HAS_SLOTS=rows.has_slots,
-            HAS_BIAS=b_in is not None,
-            STORE_PREACT=store_preact,
-            ROUND=product_type == torch.bfloat16,
-            INT8=preact.is_int8,
-            SQUARE=square,
-            UP_SHIFT=up_shift,
-            **flags,
+            HAS_SLOTS=rows.has_slots, HAS_BIAS=b_in is not None, STORE_PREACT=store_preact,
+            ROUND=product_type == torch.bfloat16, INT8=preact.is_int8,
+            SQUARE=square, UP_SHIFT=up_shift, USE_TMA=use_tma,
             **_tile_args(recipe, config, num_hidden, dim),
-        )
+        )  # fmt: skip
 
     kernel = recipe.kernel("up_gated" if act.gated else "up_plain")
     traits = (product_type, act, preact.values.dtype, store_preact)
@@ -145,31 +125,17 @@ def _mm(
     second = w if w_up is None else w_up
 
     def launch(config: TileConfig) -> None:
-        operands, flags = _weight_operands(rows, config, w, second)
+        operands, use_tma = _weight_operands(rows, config, w, second)
         rows.plan.kernel(scaled_mm_kernel)[tile_grid(rows, config, num_columns)](
-            a.codes.view(_E4M3),
-            a.scale,
-            operands[0],
-            w.scale,
-            operands[1],
-            second.scale,
-            or_else(bias, w.scale),
-            or_else(scale, w.scale),
-            rows.row_slots,
-            rows.tiles(config.block_m),
-            out,
-            num_columns,
-            num_inner,
-            *_strides(w),
-            *bias_strides(bias),
-            TWO_WEIGHTS=w_up is not None,
-            HAS_SLOTS=rows.has_slots,
-            HAS_BIAS=bias is not None,
-            HAS_SCALE=scale is not None,
-            SQUARE=recipe.square,
-            **flags,
+            a.codes.view(_E4M3), a.scale, operands[0], w.scale, operands[1], second.scale,
+            or_else(bias, w.scale), or_else(scale, w.scale),
+            rows.row_slots, rows.tiles(config.block_m), out,
+            num_columns, num_inner, *_strides(w), *bias_strides(bias),
+            TWO_WEIGHTS=w_up is not None, HAS_SLOTS=rows.has_slots,
+            HAS_BIAS=bias is not None, HAS_SCALE=scale is not None,
+            SQUARE=recipe.square, USE_TMA=use_tma,
             **_tile_args(recipe, config, num_columns, num_inner),
-        )
+        )  # fmt: skip
 
     traits = (out.dtype, scale is not None, w_up is not None)
     run(rows, recipe.kernel(kernel), num_columns, num_inner, traits, launch)
@@ -238,12 +204,12 @@ def moe_mlp_scaled_forward(
 
 
 class _ActGrads(NamedTuple):
-    """What comes of ``scaled_act_backward_kernel``; parts without a taker have no rows."""
+    """:class:`launch.ActGrads` of ``scaled_act_backward_kernel``."""
 
     codes: Quantized  # dH (R, g*F)
     values: Tensor  # dH, not quantised
-    hidden: Tensor  # A' (R, F)
-    partials: Tensor  # (P, R) float32: dS
+    hidden: Tensor
+    partials: Tensor
 
 
 def _columns(
@@ -287,17 +253,9 @@ def _columns(
     if together:
         scale = scale.t()
     rows.plan.kernel(columns_kernel)[(rows.max_tiles(_PLACE), tiles_n)](
-        *operands,
-        rows.tiles(_PLACE),
-        codes,
-        scale,
-        num_columns,
-        length,
-        *sizes[1:],
-        *scale.stride(),
-        BLOCK=recipe.block,
-        **options,
-    )
+        *operands, rows.tiles(_PLACE), codes, scale,
+        num_columns, length, *sizes[1:], *scale.stride(), BLOCK=recipe.block, **options,
+    )  # fmt: skip
     return Quantized(codes.view(_E4M3), scale)
 
 
@@ -318,26 +276,16 @@ def _weight_grad(
         args["EVEN_M"] = num_m % config.block_m == 0
         del args["EVEN_K"]
         rows.plan.kernel(scaled_weight_grad_kernel)[(rows.num_experts * tiles,)](
-            *p,
-            *q,
-            rows.offs,
-            out,
-            num_m,
-            num_n,
-            p.codes.shape[1],
-            rows.num_experts,
-            *p.scale.stride(),
-            *q.scale.stride(),
-            *out.stride(),
-            **args,
-        )
+            *p, *q, rows.offs, out, num_m, num_n, p.codes.shape[1], rows.num_experts,
+            *p.scale.stride(), *q.scale.stride(), *out.stride(), **args,
+        )  # fmt: skip
 
     run(rows, recipe.kernel("weight_grad"), num_n, num_m, (w.dtype,), launch)
     return grad
 
 
 class _Products:
-    """As launch.Products.
+    """As launch.Products; with ``hp_wgrad`` gradients of weights are products of 16 bits.
 
     Args:
         rows, experts: the call's, with dO (T, D) as ``experts.input``.
@@ -350,6 +298,14 @@ class _Products:
     ) -> None:
         self.rows, self.experts, self.recipe = rows, experts, experts.recipe
         self.x, self.preact, self.grad_out = x, preact, row_major(experts.input)
+
+    @functools.cached_property
+    def x_values(self) -> Tensor:
+        return self.recipe.values(self.x, self.experts.product_type)
+
+    @functools.cached_property
+    def x_columns(self) -> Quantized:
+        return _columns(self.rows, self.recipe, *self.x, gather=True)
 
     def act_backward(self, wanted: Wanted) -> _ActGrads:
         rows, experts, recipe = self.rows, self.experts, self.recipe
@@ -383,40 +339,21 @@ class _Products:
 
         def launch(config: TileConfig) -> Tensor:
             partials = room_for_partials(rows, experts, config, wanted.topk_weights)
-            operands, flags = _weight_operands(rows, config, w)
+            operands, use_tma = _weight_operands(rows, config, w)
             grid = tile_grid(rows, config, num_hidden)
             rows.plan.kernel(scaled_act_backward_kernel)[grid](
-                *grad_codes,
-                *operands,
-                w.scale,
-                *preact[:2],
-                or_else(scale, w.scale),
-                rows.row_slots,
-                rows.tiles(config.block_m),
-                *codes,
-                values,
-                hidden,
-                partials,
-                dim,
-                num_hidden,
-                rows.num_rows,
-                rows.top_k,
-                *_strides(w),
+                *grad_codes, *operands, w.scale, *preact[:2], or_else(scale, w.scale),
+                rows.row_slots, rows.tiles(config.block_m),
+                *codes, values, hidden, partials,
+                dim, num_hidden, rows.num_rows, rows.top_k, *_strides(w),
                 **act.kernel_args(),
-                HAS_SLOTS=rows.has_slots,
-                HAS_SCALE=scale is not None,
-                STORE_CODES=stores_codes,
-                STORE_VALUES=stores_values,
-                STORE_HIDDEN=wanted.w_out,
-                STORE_PARTIALS=wanted.topk_weights,
-                ROUND=product_type == torch.bfloat16,
-                INT8=preact.is_int8,
-                ALIGNED=num_hidden % PREACT_BLOCK == 0,
-                SQUARE=recipe.square,
-                EPILOGUE_PARTS=config.epilogue_parts,
-                **flags,
+                HAS_SLOTS=rows.has_slots, HAS_SCALE=scale is not None,
+                STORE_CODES=stores_codes, STORE_VALUES=stores_values,
+                STORE_HIDDEN=wanted.w_out, STORE_PARTIALS=wanted.topk_weights,
+                INT8=preact.is_int8, ALIGNED=num_hidden % PREACT_BLOCK == 0,
+                SQUARE=recipe.square, USE_TMA=use_tma, EPILOGUE_PARTS=config.epilogue_parts,
                 **_tile_args(recipe, config, num_hidden, dim),
-            )
+            )  # fmt: skip
             return partials
 
         needs = (stores_codes, stores_values, wanted.w_out, wanted.topk_weights)
@@ -438,39 +375,22 @@ class _Products:
     def w_out_grad(self, grads: _ActGrads) -> Tensor:
         rows, recipe, w_out = self.rows, self.recipe, self.experts.w_out
         if self.experts.hp_wgrad:
-            values = self.grad_out.to(grads.hidden.dtype)
-            return weight_grad(rows, values, grads.hidden, w_out, gather_p=True)
+            dy = self.grad_out.to(grads.hidden.dtype)
+            return weight_grad(rows, dy, grads.hidden, w_out, gather_p=True)
         p = _columns(rows, recipe, *self.grad_codes, gather=True)
         return _weight_grad(
             rows, recipe, p, _columns(rows, recipe, grads.hidden), w_out
         )
 
-    def w_in_grads(self, grads, wanted):
-        rows, recipe, experts = self.rows, self.recipe, self.experts
-
-        def half(x: Tensor, i: int) -> Tensor:
-            width = x.shape[1] // experts.halves
-            return x[:, i * width : (i + 1) * width]
-
-        if experts.hp_wgrad:
-            x = recipe.values(self.x, grads.values.dtype)
-
-            def grad(i: int, w: Tensor) -> Tensor:
-                return weight_grad(rows, half(grads.values, i), x, w, gather_q=True)
-
-        else:
-            q = _columns(rows, recipe, *self.x, gather=True)
-
-            def grad(i: int, w: Tensor) -> Tensor:
-                # Blocks of rows begin with each half.
-                p = _columns(rows, recipe, *(half(x, i) for x in grads.codes))
-                return _weight_grad(rows, recipe, p, q, w)
-
-        wants = (wanted.w_in, wanted.w_up)
-        return tuple(
-            grad(i, w) if w is not None and wants[i] else None
-            for i, w in enumerate((experts.w_in, experts.w_up))
-        )
+    def w_in_grad(self, grads: _ActGrads, i: int, w: Tensor) -> Tensor:
+        rows, recipe, halves = self.rows, self.recipe, self.experts.halves
+        if self.experts.hp_wgrad:
+            half = grads.values.chunk(halves, 1)[i]
+            return weight_grad(rows, half, self.x_values, w, gather_q=True)
+        q = self.x_columns
+        # Blocks of rows begin with each half.
+        p = _columns(rows, recipe, *(x.chunk(halves, 1)[i] for x in grads.codes))
+        return _weight_grad(rows, recipe, p, q, w)
 
 
 def moe_mlp_scaled_backward(
