@@ -90,7 +90,7 @@ def error_over_allowed(
     """Largest share of invariant 1's error, over all values; of a ``dtype``, if it is not theirs.
 
     The worst of the unfused forms counts. Of a few numbers, as a scale or a number per head, the error
-    may be small by chance: tensors of less than 16 count together, relative to their largest.
+    may be small by chance: tensors of fewer than 16 count together, relative to their largest.
     """
     if any(actual.keys() != values.keys() for values in (*unfused, exact)):
         raise AssertionError(f"{sorted(actual)} is not {sorted(exact)}")
@@ -102,7 +102,7 @@ def error_over_allowed(
         low = dtype or ours.dtype
         bounds = [error_and_bound(ours, reference, x, low) for x in own]
         error, bound = max(bounds)  # the error is the same
-        if math.isnan(error):
+        if math.isnan(error) or math.isnan(bound):
             return math.inf
         largest = reference.abs().max().item() if reference.numel() else 0.0
         if reference.numel() < 16 and largest:
@@ -110,8 +110,7 @@ def error_over_allowed(
             few_bound = max(few_bound, bound / largest)
         else:
             errors.append(error / bound if bound else float(error > 0))
-    if few_bound:
-        errors.append(few_error / few_bound)
+    errors.append(few_error / few_bound if few_bound else float(few_error > 0))
     return max(errors)
 
 

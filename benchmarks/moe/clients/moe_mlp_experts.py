@@ -37,9 +37,8 @@ class _Gate(NamedTuple):
     # Name of the module's attribute, which clamps gate and up before.
     limit: str | None = None
     alpha: str | None = None  # likewise
-    float32: bool = (
-        False  # whether its experts compute in float32, whatever their weights are in
-    )
+    # Whether its experts compute in float32, whatever their weights are in.
+    float32: bool = False
 
 
 # By where it is defined: other gates have a limit as well, and clamp something else.
