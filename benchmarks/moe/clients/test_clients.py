@@ -137,6 +137,9 @@ class TestTransformers(TestCase):
             unfused = {"y": torch.ones(size)}
             self.assertEqual(error_over_allowed(unfused, [unfused], exact), 0)
             self.assertEqual(error_over_allowed(found, [unfused], exact), torch.inf)
+            self.assertEqual(error_over_allowed(unfused, [found], exact), torch.inf)
+            twice = {"y": torch.full((size,), 2.0)}
+            self.assertGreater(error_over_allowed(twice, [unfused], exact), 1)
 
     def test_two_graphs_over_changing_tokens(self):
         model = build("qwen3_moe").eval()
