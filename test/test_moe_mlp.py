@@ -12,6 +12,7 @@ from torch.testing._internal.common_moe import (
     backends_of,
     call_native,
     nbytes,
+    num_threads,
     saved_bytes_bound,
     saved_for_backward,
     to_meta,
@@ -160,6 +161,18 @@ class TestMoeMlp(TestCase):
         homeless = (ops.slot_rows < 0).all(dim=1)
         self.assertEqual(output[homeless].count_nonzero(), 0)
         self.check_backward(ops, preact, backend)
+
+    @all_backends
+    @parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+    @parametrize("routing", ["uniform", "sentinels"])
+    def test_more_rows_than_are_activated_at_a_time(
+        self, device, routing, dtype, backend
+    ):
+        case = MoeCase("parts", num_tokens=300, hidden=512, routing=routing)
+        ops = case.operands(dtype, device, bias=True)
+        with num_threads(1):
+            _, preact = self.check_forward(ops, backend)
+            self.check_backward(ops, preact, backend)
 
     @all_backends
     @parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -166,13 +166,11 @@ Tensor project_in_backward(
     const Routing& routing,
     const Tensor& grad_gate,
     const Tensor& grad_up) {
-  const auto dx = multiply_experts(routing, grad_gate, in.w_in);
-  if (!in.w_up.defined()) {
-    return dx;
+  auto dx = multiply_experts(routing, grad_gate, in.w_in);
+  if (in.w_up.defined()) {
+    dx.add_(multiply_experts(routing, grad_up, in.w_up));
   }
-  const auto type = accumulate_type(dx);
-  const auto dx_up = multiply_experts(routing, grad_up, in.w_up);
-  return (dx.to(type) + dx_up).to(dx.scalar_type());
+  return dx;
 }
 
 // Gradients of w_in, w_up, b_in and input, which all need dH.
@@ -216,36 +214,54 @@ void backward_of_live_rows(
     Gradients& grads) {
   const auto dtype = in.input.scalar_type();
   const auto type = accumulate_type(in.input);
-  const auto dy = routing.masked(grad_out.index_select(0, routing.row_token));
-  const auto h = routing.masked(preact);
-  const auto act =
-      wanted[2] || wanted[3] ? activate(h, spec).to(dtype) : Tensor();
+  auto dy = routing.masked(grad_out.index_select(0, routing.row_token));
   // Rows without a slot would take the weight of slot 0, which may be infinite.
   const auto s = in.topk_weights.defined()
       ? routing.masked(weights_of_rows(in.topk_weights, routing)).to(type)
-      : at::ones({1, 1}, in.input.options().dtype(type));
-  if (wanted[2]) {
-    grads[2] = with_strides_of(
-        in.w_out, reduce_experts(routing, dy, (act * s).to(dtype)));
-  }
+      : Tensor();
   if (wanted[5]) {
-    grads[5] = sum_experts(routing, (dy * s).to(dtype));
-  }
-
-  const bool wants_preact_grad =
-      wanted[0] || wanted[1] || wanted[4] || wanted[6];
-  if (!wants_preact_grad && !wanted[3]) {
-    return;
+    grads[5] = sum_experts(routing, s.defined() ? (dy * s).to(dtype) : dy);
   }
   // dA' = dO W_out, of which both dS and dH are made.
-  const auto grad_act =
-      routing.masked(multiply_experts(routing, dy, in.w_out)).to(type);
-  if (wanted[3]) {
-    auto row_grad = (grad_act * act).sum(1);
-    if (in.b_out.defined()) {
-      row_grad = row_grad +
-          (dy.to(type) * in.b_out.index_select(0, routing.row_expert)).sum(1);
+  const bool wants_preact_grad =
+      wanted[0] || wanted[1] || wanted[4] || wanted[6];
+  auto grad_act = wants_preact_grad || wanted[3]
+      ? routing.masked(multiply_experts(routing, dy, in.w_out))
+      : Tensor();
+  const auto h = routing.masked(preact);
+  const int64_t hidden = in.w_out.size(2);
+  auto weighted_act = at::empty({wanted[2] ? h.size(0) : 0, hidden}, h.options());
+  auto row_grad = at::empty({wanted[3] ? h.size(0) : 0}, h.options().dtype(type));
+  const auto grad_preact =
+      at::empty({wants_preact_grad ? h.size(0) : 0, h.size(1)}, h.options());
+  for_parts(h, hidden, [&](int64_t begin, int64_t count) {
+    const auto part = [&](const Tensor& x) { return x.narrow(0, begin, count); };
+    const auto weighted = [&](const Tensor& x) { return s.defined() ? x * part(s) : x; };
+    const auto act = wanted[2] || wanted[3]
+        ? activate(part(h), spec).to(dtype)
+        : Tensor();
+    if (wanted[2]) {
+      part(weighted_act).copy_(weighted(act));
     }
+    const auto grad = grad_act.defined() ? part(grad_act).to(type) : Tensor();
+    if (wanted[3]) {
+      part(row_grad).copy_((grad * act).sum(1));
+      if (in.b_out.defined()) {
+        const auto bias = in.b_out.index_select(0, part(routing.row_expert));
+        part(row_grad).add_((part(dy).to(type) * bias).sum(1));
+      }
+    }
+    if (wants_preact_grad) {
+      part(grad_preact).copy_(preact_grad(part(h), weighted(grad), spec));
+    }
+  });
+  grad_act.reset();
+  if (wanted[2]) {
+    grads[2] = with_strides_of(in.w_out, reduce_experts(routing, dy, weighted_act));
+  }
+  dy.reset();
+  weighted_act.reset();
+  if (wanted[3]) {
     const auto slot_grad =
         row_grad.index_select(0, routing.slot_row.reshape({-1}))
             .view(routing.slot_row.sizes());
@@ -253,7 +269,6 @@ void backward_of_live_rows(
                    .to(in.topk_weights.scalar_type());
   }
   if (wants_preact_grad) {
-    const auto grad_preact = routing.masked(preact_grad(h, grad_act * s, spec));
     backward_of_preact(in, routing, grad_preact, wanted, grads);
   }
 }

@@ -104,6 +104,10 @@ Routing make_routing(
       in.slot_rows.defined() ? in.slot_rows.contiguous() : row.unsqueeze(1);
   routing.slot_is_live = slot_row.ge(0).logical_and(slot_row.lt(live_rows));
   routing.slot_row = at::where(routing.slot_is_live, slot_row, 0).to(kLong);
+  if (in.offs.is_cpu()) {
+    routing.all_rows_live = *is_live.all().const_data_ptr<bool>();
+    routing.all_slots_live = *routing.slot_is_live.all().const_data_ptr<bool>();
+  }
   if (!use_grouped_mm) {
     const auto host_offs = routing.offs.cpu();
     // Those on CPU are checked by has_work.
@@ -144,13 +148,19 @@ ScalarType accumulate_type(const Tensor& input) {
 }
 
 Tensor combine_slots(const Routing& routing, const Tensor& rows) {
-  const auto num_tokens = routing.slot_row.size(0);
   const auto top_k = routing.slot_row.size(1);
-  const auto slots =
-      rows.index_select(0, routing.slot_row.reshape({-1}))
-          .view({num_tokens, top_k, rows.size(1)});
-  const auto live = at::where(routing.slot_is_live.unsqueeze(2), slots, 0);
-  return top_k == 1 ? live.squeeze(1) : live.sum(1);
+  auto result = at::empty({routing.slot_row.size(0), rows.size(1)}, rows.options());
+  for_parts(result, top_k * rows.size(1), [&](int64_t begin, int64_t count) {
+    auto slots =
+        rows.index_select(0, routing.slot_row.narrow(0, begin, count).reshape({-1}))
+            .view({count, top_k, rows.size(1)});
+    if (!routing.all_slots_live) {
+      const auto is_live = routing.slot_is_live.narrow(0, begin, count);
+      slots = at::where(is_live.unsqueeze(2), slots, 0);
+    }
+    result.narrow(0, begin, count).copy_(top_k == 1 ? slots.squeeze(1) : slots.sum(1));
+  });
+  return result;
 }
 
 std::pair<Tensor, Tensor> split_gate(
@@ -262,28 +272,35 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
   // H of a row without a slot is that of token 0, until it is masked.
   auto h = project_in(in, routing, input.index_select(0, routing.row_token));
   if (in.b_in.defined()) {
-    h = (h.to(type) + in.b_in.index_select(0, routing.row_expert)).to(dtype);
+    h.add_(in.b_in.index_select(0, routing.row_expert));
   }
   h = routing.masked(h);
-  auto act = activate(h, spec);
   const auto s = in.topk_weights.defined()
       ? weights_of_rows(in.topk_weights, routing)
       : Tensor();
   // F columns rather than D are weighted; those of float16 could leave its range.
   const bool weights_act = s.defined() && dtype != kHalf;
-  if (weights_act) {
-    act = act * s;
-  }
-  auto o = multiply_experts(routing, act.to(dtype), w_out.transpose(1, 2));
-  if (in.b_out.defined()) {
-    const auto bias = in.b_out.index_select(0, routing.row_expert).to(type);
-    o = o.to(type) + (weights_act ? bias * s : bias);
-  }
-  if (s.defined() && !weights_act) {
-    o = o.to(type) * s;
+  auto act = at::empty({h.size(0), in.w_out.size(2)}, h.options());
+  for_parts(act, act.size(1), [&](int64_t begin, int64_t count) {
+    const auto a = activate(h.narrow(0, begin, count), spec);
+    act.narrow(0, begin, count).copy_(weights_act ? a * s.narrow(0, begin, count) : a);
+  });
+  auto o = multiply_experts(routing, act, w_out.transpose(1, 2));
+  act.reset();
+  const bool weights_out = s.defined() && !weights_act;
+  if (in.b_out.defined() || weights_out) {
+    for_parts(o, o.size(1), [&](int64_t begin, int64_t count) {
+      const auto part = [&](const Tensor& x) { return x.narrow(0, begin, count); };
+      auto y = part(o).to(type);
+      if (in.b_out.defined()) {
+        const auto bias = in.b_out.index_select(0, part(routing.row_expert)).to(type);
+        y = y + (weights_act ? bias * part(s) : bias);
+      }
+      part(o).copy_(weights_out ? y * part(s) : y);
+    });
   }
   return {
-      combine_slots(routing, o.to(dtype)),
+      combine_slots(routing, o),
       compute_preact ? h : at::empty({0, h.size(1)}, input.options())};
 }
 

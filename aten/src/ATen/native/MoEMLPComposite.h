@@ -4,6 +4,7 @@
 // index tensors, products over the experts, and the activations, all of ATen ops. See
 // MoEMLPUtils.h for the notation.
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPUtils.h>
 
@@ -15,6 +16,7 @@
 #include <ATen/ops/zeros_like.h>
 #endif
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <tuple>
@@ -34,11 +36,14 @@ struct Routing {
   Tensor row_is_live; // (R, 1) bool
   Tensor slot_row; // (T, K) int64
   Tensor slot_is_live; // (T, K) bool
+  // Whether all are, where that can be told without a sync: on CPU.
+  bool all_rows_live = false;
+  bool all_slots_live = false;
   // offs on the host, for the loop over experts; empty with grouped matmuls.
   std::vector<int64_t> ends;
 
   Tensor masked(const Tensor& rows) const {
-    return at::where(row_is_live, rows, 0);
+    return all_rows_live ? rows : at::where(row_is_live, rows, 0);
   }
 };
 
@@ -75,6 +80,20 @@ Tensor sum_experts(const Routing& routing, const Tensor& rows);
 Tensor with_strides_of(const Tensor& operand, const Tensor& grad);
 
 ScalarType accumulate_type(const Tensor& input);
+
+// fn(begin, count) for all of `rows`, so many at a time that elementwise results of them in the
+// accumulation type need little memory. On CPU a thread's share stays in L2, elsewhere a part is
+// worth the launches.
+template <typename Fn>
+void for_parts(const Tensor& rows, int64_t columns, const Fn& fn) {
+  const int64_t num_rows = rows.size(0);
+  const int64_t elements =
+      rows.is_cpu() ? at::get_num_threads() * (int64_t{1} << 16) : int64_t{1} << 24;
+  const int64_t step = std::max<int64_t>(1, elements / std::max<int64_t>(1, columns));
+  for (int64_t begin = 0; begin < num_rows; begin += step) {
+    fn(begin, std::min(step, num_rows - begin));
+  }
+}
 
 // (T, D) from (R, D): the sum of each token's rows, in the accumulation type.
 Tensor combine_slots(const Routing& routing, const Tensor& rows);
