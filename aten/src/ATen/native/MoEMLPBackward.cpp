@@ -96,6 +96,11 @@ Tensor with_strides_of(const Tensor& operand, const Tensor& grad) {
   return grad;
 }
 
+Tensor slots_of_rows(const Tensor& values, const Routing& routing) {
+  const auto slots = values.index_select(0, routing.slot_row.reshape({-1}));
+  return at::where(routing.slot_is_live, slots.view(routing.slot_row.sizes()), 0);
+}
+
 namespace {
 
 // Gradients of the clamped gate and up (undefined without a gate) from that of act(H).
@@ -262,11 +267,7 @@ void backward_of_live_rows(
   dy.reset();
   weighted_act.reset();
   if (wanted[3]) {
-    const auto slot_grad =
-        row_grad.index_select(0, routing.slot_row.reshape({-1}))
-            .view(routing.slot_row.sizes());
-    grads[3] = at::where(routing.slot_is_live, slot_grad, 0)
-                   .to(in.topk_weights.scalar_type());
+    grads[3] = slots_of_rows(row_grad, routing).to(in.topk_weights.scalar_type());
   }
   if (wants_preact_grad) {
     backward_of_preact(in, routing, grad_preact, wanted, grads);

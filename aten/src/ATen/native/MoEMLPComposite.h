@@ -117,6 +117,9 @@ Tensor preact_grad(
     const Tensor& grad,
     const ActivationSpec& spec);
 
+// MoEMLPBackward.cpp: (T, K) from (R), 0 for a slot without a row
+Tensor slots_of_rows(const Tensor& values, const Routing& routing);
+
 // Of the operands in the order of output_mask.
 using Gradients = std::array<Tensor, 7>;
 

@@ -31,7 +31,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/where.h>
 #endif
 
 #include <array>
@@ -235,10 +234,7 @@ void ScaledPass::backward(
       row_grad = row_grad +
           (dy.to(kFloat) * in_.b_out.index_select(0, routing_.row_expert)).sum(1);
     }
-    const auto slot_grad = row_grad.index_select(0, routing_.slot_row.reshape({-1}))
-                               .view(routing_.slot_row.sizes());
-    grads[3] =
-        at::where(routing_.slot_is_live, slot_grad, 0).to(in_.topk_weights.scalar_type());
+    grads[3] = slots_of_rows(row_grad, routing_).to(in_.topk_weights.scalar_type());
   }
   if (!wants_preact_grad) {
     return;
