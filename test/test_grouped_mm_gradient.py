@@ -1,12 +1,10 @@
 # Owner(s): ["module: nn"]
-"""The backward of grouped_mm with gradients that are no operands of it as they are.
+"""The backward of grouped_mm with gradients whose strides its kernels reject.
 
-On CUDA, every kind of gradient but the contiguous one with aligned rows needs the copy that
-the backward makes. On CPU the kernel takes any strides, so these cases pass without the copy,
-too: there they show that it changes no value.
+On CUDA, the backward copies every kind of gradient but the contiguous one with aligned rows. Where
+the CPU kernel accepts any strides, these cases also pass without the copy, and show that it
+changes no value.
 """
-
-from test_grouped_mm_cpu import LAYOUTS, loop
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +20,9 @@ from torch.testing._internal.common_utils import parametrize, run_tests, TestCas
 G, M, K = 4, 64, 32
 
 
+LAYOUTS = ("2d_3d", "3d_3d", "2d_2d", "3d_2d")
+
+
 def shapes(layout, n):
     return {
         "2d_3d": ((M, K), (G, K, n)),
@@ -29,6 +30,19 @@ def shapes(layout, n):
         "2d_2d": ((K, M), (M, n)),
         "3d_2d": ((G, n, K), (K, M)),
     }[layout]
+
+
+def batched(layout, a, b):
+    """grouped_mm as one batched matmul, as all groups have the same size."""
+    groups = (G, M // G)
+    if layout == "2d_3d":
+        return (a.unflatten(0, groups) @ b).flatten(0, 1)
+    if layout == "2d_2d":
+        return a.unflatten(1, groups).transpose(0, 1) @ b.unflatten(0, groups)
+    if layout == "3d_2d":
+        product = a @ b.unflatten(1, groups).transpose(0, 1)
+        return product.transpose(0, 1).flatten(1)
+    return a @ b
 
 
 def gradient(kind, out):
@@ -59,7 +73,7 @@ class TestGroupedMMGradient(TestCase):
         leaves = []
         for shape in shapes(layout, n):
             leaf = torch.randn(shape, dtype=torch.bfloat16, device=device)
-            if shape[-1] == n:  # columns of 16 bytes, whatever n is
+            if shape[-1] == n:  # rows of n elements may not be a multiple of 16 bytes
                 leaf = leaf.transpose(-2, -1).contiguous().transpose(-2, -1)
             leaves.append(leaf.requires_grad_())
         offs = None
@@ -70,7 +84,7 @@ class TestGroupedMMGradient(TestCase):
         grad = gradient(kind, out)
         actual = torch.autograd.grad(out, leaves, grad)
         wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-        expected = torch.autograd.grad(loop(*wide, offs), wide, grad.double())
+        expected = torch.autograd.grad(batched(layout, *wide), wide, grad.double())
         for got, want in zip(actual, expected):
             self.assertEqual(got.double(), want, atol=0.05, rtol=0.02)
 

@@ -213,6 +213,19 @@ class TestScaledErrors(TestCase):
                 self.assertEqual(found[0], error)
                 self.assertRegex(found[1], text)
 
+    def test_text_of_recipes(self):
+        forward, backward = calls("mxfp8", False, False)
+        f, _, args, kwargs = backward
+        found = self.assert_agreement(f, "recipe_a", args, {**kwargs, "recipe_a": []})
+        text = (
+            r"gradients of w_in .* a recomputed preact need recipe_a, got recipe_a \[\]"
+        )
+        self.assertRegex(found[1], text)
+        f, _, args, kwargs = forward
+        tensorwise = {"recipe_a": [], "recipe_w": [0], "swizzle_w": []}
+        found = self.assert_agreement(f, "recipe_w", args, {**kwargs, **tensorwise})
+        self.assertRegex(found[1], "TensorWise, which needs quantised weights")
+
     @parametrize("name", ["input", "w_in", "offs", "preact", "preact_scale"])
     def test_other_device(self, name):
         for f, names, args, kwargs in calls("mxfp8", False, False):

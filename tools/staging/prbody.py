@@ -63,14 +63,18 @@ def title(stack: Stack, pr: PullRequest) -> str:
     return (patch.message if patch else pr.title).partition("\n")[0].strip()
 
 
+def _stands_alone(stack: Stack, pr: PullRequest) -> bool:
+    return next(one for one in stack.series if one.name == pr.series).independent
+
+
 def _stack(stack: Stack, pr: PullRequest) -> str:
     """As ghstack lists it: newest on top, an arrow at this one; its series only.
 
     Nothing for a PR that stands alone.
     """
-    series = next(one for one in stack.series if one.name == pr.series)
-    if series.independent:
+    if _stands_alone(stack, pr):
         return ""
+    series = next(one for one in stack.series if one.name == pr.series)
     lines = [f"Series {series.name} (oldest at bottom): {series.why}"]
     for other in reversed([o for o in stack.prs if o.series == pr.series]):
         mark = "__->__ " if other.name == pr.name else ""
@@ -97,21 +101,27 @@ def _test_plan(stack: Stack, pr: PullRequest, plans: list[str]) -> str:
         extra = [c for c in commands if c.startswith("python ") and c not in lines]
         lines += extra
         prose = [c for c in commands if c and c not in lines]
+        if prose and "/" not in prose[0].partition(" ")[0]:
+            prose[0] = prose[0][:1].upper() + prose[0][1:]
         parts += ["\n".join(prose)] if prose else []
     if lines:
         parts.append("```\n" + "\n".join(lines) + "\n```")
-    if tests:
+    edited = {path for path, _, kind in file_sizes(stack, pr) if kind != "test"}
+    if edited and edited <= set(pr.upstream_paths):  # nothing that the wheel has
+        parts.append("Not run in a build from source.")
+    elif tests:
         base = f"torch {stack.base.torch} ({stack.base.git[:8]})"
+        others = "" if _stands_alone(stack, pr) else " and those below it"
         parts.append(
-            f"Run on the {base} wheel with this change and those below it put onto it, on "
-            "CPU; not in a build from source."
+            f"Run on CPU, on the {base} wheel with this change{others} applied. Not run in a build "
+            "from source."
         )
     return "\n\n".join(parts) or "No test of its own: nothing here runs by itself."
 
 
 def _benchmarks(stack: Stack, pr: PullRequest) -> str:
     """Not of a PR that stands alone: its description has programs that show as much."""
-    if next(s for s in stack.series if s.name == pr.series).independent:
+    if _stands_alone(stack, pr):
         return ""
     return "\n\n".join(benchtable.render(stack.root, entry) for entry in pr.results)
 

@@ -37,20 +37,29 @@ STAGER_TESTS = "tools/test"
 # Names that PyTorch's test files import, for the tests that patches add to them.
 _HEAD = """\
 import itertools
+import sys
 import unittest
+from unittest import mock
+from unittest.mock import patch
 
 import torch
+import torch._inductor.test_case
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.flop_counter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
     run_tests,
     TEST_WITH_TORCHDYNAMO,
     TestCase,
 )
+from torch.utils._triton import has_triton_package
 """
 # What a test file sets or imports before PyTorch and Triton, which a fork has imported.
 _BEFORE_IMPORTS = re.compile("TRITON_INTERPRET|fake_gpu")

@@ -23,7 +23,7 @@ def test_sections_of_a_plain_pr(project):
     assert "* __->__ 110-second: Add its test\n* 100-first: Add moe.py\n" in text
     assert "So that it keeps working." in text
     assert "```\npython test/test_moe.py\n```" in text
-    assert "wheel with this change and those below it put onto it" in text
+    assert "wheel with this change and those below it applied." in text
     assert "stage.py" not in text
     assert "it only adds, no released line changes" in text
     assert "| `test/test_moe.py` | 2 | new, test |" in text
@@ -34,7 +34,9 @@ def test_pr_that_stands_alone_has_no_list_of_the_stack(project):
     path = project.root / "torch_patches/series.toml"
     text = path.read_text()
     path.write_text(text.replace("needs = []", "needs = []\nindependent = true"))
-    assert "Series core" not in body(project)
+    text = body(project)
+    assert "Series core" not in text
+    assert "wheel with this change applied." in text
 
 
 def test_fields_of_the_series(project):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from staging import drift, export, series as series_module
+from staging import drift, export, prbody, series as series_module
 from staging.apply import Target
 from staging.errors import StageError
 
@@ -35,6 +35,7 @@ def test_series_has_facts_and_patch_has_the_hunk(documented):
     assert text.index(f"a/{PAGE}") < text.index("a/torch/overrides.py")
     assert "nn.Layer1\n" not in text, "the file was copied"
     assert series_module.problems(project.stack) == []
+    assert "Run on CPU" in prbody.render(project.stack, project.stack.get("110"))
 
 
 def test_setup_leaves_it_out_and_says_so(documented, capfd):

@@ -27,12 +27,12 @@ class MoE(Module):
 
     It is :func:`~torch.nn.functional.moe_topk` and
     :func:`~torch.nn.functional.moe_mlp` with parameters. The layer adds no loss and keeps
-    no state: :mod:`torch.nn.utils.moe` has the functions that keep experts
-    balanced, and ``need_routing=True`` returns their arguments.
+    no state. :mod:`torch.nn.utils.moe` has functions that balance the experts, and
+    ``need_routing=True`` returns their arguments.
 
     :func:`torch.export.export`, AOTInductor, :func:`torch.onnx.export` with
     ``dynamo=True`` and :func:`torch.jit.trace` take this module.
-    :func:`torch.jit.script`, which is deprecated, does not: it has no keyword-only
+    The deprecated :func:`torch.jit.script` does not, as it lacks keyword-only
     arguments with defaults, such as those of :func:`~torch.nn.functional.moe_topk`.
 
     Args:
@@ -53,9 +53,9 @@ class MoE(Module):
         num_groups: see :func:`~torch.nn.functional.moe_topk`.
         top_groups: see :func:`~torch.nn.functional.moe_topk`.
         scale: factor of all router weights. Default: 1.0
-        balance_bias: whether there is a buffer ``balance_bias`` that takes part in the
-            choice of experts, to be moved by
-            :func:`~torch.nn.utils.moe.updated_expert_bias`. Default: ``False``
+        balance_bias: whether a buffer ``balance_bias`` is added to the scores when experts
+            are selected; :func:`~torch.nn.utils.moe.updated_expert_bias` computes its
+            update. Default: ``False``
         shared_hidden_dim: width of an expert that every token uses in addition, with
             weight 1 and always without biases; none if ``None``.
         recipe: precision of the routed experts' products, see
@@ -79,10 +79,10 @@ class MoE(Module):
         shared_w_in: :math:`(gF_s, D)`, or None.
         shared_w_up: :math:`(F_s, D)` with ``separate_up``, or None.
         shared_w_out: :math:`(D, F_s)`, or None.
-        balance_bias: :math:`(E)` buffer, or None. At least float32 when constructed, whatever
-            ``dtype`` is: in bfloat16 the steps of
-            :func:`~torch.nn.utils.moe.updated_expert_bias` would round away, and it refuses
-            them. ``module.to(torch.bfloat16)`` casts it like every buffer.
+        balance_bias: :math:`(E)` buffer, or None. Constructed in at least float32, whatever
+            ``dtype`` is: :func:`~torch.nn.utils.moe.updated_expert_bias` raises an error in
+            bfloat16, which would round its steps away. ``module.to(torch.bfloat16)`` casts it
+            like every buffer.
 
     The state dict has exactly these parameters and this buffer, those that are not None,
     and ``router.weight``.
@@ -95,11 +95,11 @@ class MoE(Module):
     ``(input.unsqueeze(-2) * self.router.weight).sum(-1)`` has the whole layer
     invariant.
 
-    All parameters start from :math:`\mathcal{U}(-\sqrt{k}, \sqrt{k})` with k = 1 / the
-    summed dimension, as in :class:`~torch.nn.Linear`.
+    All parameters are initialized from :math:`\mathcal{U}(-\sqrt{k}, \sqrt{k})`, where k is 1 /
+    the number of input features, as in :class:`~torch.nn.Linear`.
 
     Raises:
-        ValueError: a size is below 1, ``top_k`` above ``num_experts``, ``activation`` is none of
+        ValueError: a size is below 1, ``top_k`` above ``num_experts``, ``activation`` unknown to
             :func:`~torch.nn.functional.moe_mlp`, or ``separate_up`` is given without a gate
             or with ``gate_interleaved``; the message names it. The other arguments are validated by
             the two functionals in the first forward pass.

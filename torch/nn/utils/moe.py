@@ -1,11 +1,11 @@
 """Losses, counts and routings for training a Mixture-of-Experts layer. Prototype: may change.
 
-Everything here is a pure function of tensors: it works on any router's output, on any
-device, and keeps no state between steps. Losses and a bias that balance the load of the
+All functions are pure functions of tensors. They work on any router's output and any
+device, and keep no state between steps. They are losses and a bias that balance the load of the
 experts, and a routing in whole tiles of rows.
 
-Padding takes no part: tokens that a mask leaves out, and tokens all of whose ids mean no
-expert, are in no count, sum or mean.
+Padding is ignored: no count, sum or mean includes tokens that a mask excludes, or tokens
+whose ids all mean "no expert".
 
 Terms: T tokens, E experts, K experts per token, f_e tokens that chose expert e.
 """
@@ -100,13 +100,13 @@ def _mean(values: Tensor, counted: Tensor) -> Tensor:
 def expert_counts(
     topk_indices: Tensor, num_experts: int, *, mask: Tensor | None = None
 ) -> Tensor:
-    """How many slots chose each expert: what :func:`updated_expert_bias` takes.
+    """The number of slots of each expert, for :func:`updated_expert_bias`.
 
     Args:
-        topk_indices: ``(*, K)`` int32 or int64; -1 and E mean no expert and count
-            nowhere.
+        topk_indices: ``(*, K)`` int32 or int64; -1 and E mean "no expert" and are not
+            counted.
         num_experts: E.
-        mask: ``(*,)`` bool; tokens where it is False count nowhere, as padding.
+        mask: ``(*,)`` bool; tokens where it is False, such as padding, are not counted.
 
     Returns:
         Tensor: ``(E,)`` int64.
@@ -130,11 +130,10 @@ def expert_counts(
 def balance_counts(
     topk_indices: Tensor, num_experts: int, *, mask: Tensor | None = None
 ) -> Tensor:
-    """What :func:`load_balancing_loss` has to know of a batch of which it gets a part.
+    """Counts of a whole batch, for a :func:`load_balancing_loss` of a part of it.
 
-    Integers: those of micro-batches and ranks add up, in any order, to those of the whole batch, bit by
-    bit. Like every function here it remembers nothing; a batch is counted once if it is called once for each part,
-    outside of what activation checkpointing runs again.
+    The counts are integers, so those of micro-batches and ranks sum exactly to those of the whole batch, in any order.
+    Call it once for each part, outside of what activation checkpointing recomputes.
 
     Args:
         topk_indices: as of :func:`expert_counts`.

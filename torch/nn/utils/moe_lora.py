@@ -1,9 +1,9 @@
 """Low-rank adapters for stacked expert weights. Prototype: may change.
 
-An expert weight ``(E, out, in)`` that is frozen gets, for every expert e, ``scale * b[e] @ a[e]`` on top,
-of which a and b are trained (LoRA, arXiv:2106.09685). A fused layer takes whole weights, so that both
-are merged in the forward; a merged weight that autograd keeps until the backward costs as much as the
-frozen one, in every layer. Here it is merged once more in the backward, and nothing is kept.
+For every expert e, ``scale * b[e] @ a[e]`` is added to a frozen weight ``(E, out, in)``, and a and b are
+trained (LoRA, arXiv:2106.09685). A fused layer takes whole weights, so the forward merges both. If autograd
+kept the merged weight until the backward, every layer would need the memory of the frozen one again. Here
+the backward merges again, and no merged weight is kept.
 """
 
 import functools
@@ -152,8 +152,8 @@ def add_lora(
         list[Parameter]: the new parameters, for an optimizer: a and b of each name.
 
     Raises:
-        ValueError: a rank below 1, or a name that is no 3-d parameter of the module, or none is; a
-            parameter that is distributed.
+        ValueError: a rank below 1, a name that is no 3-d parameter of the module, no such
+            parameter, or a distributed parameter.
 
     .. note::
         Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep. Under

@@ -1,4 +1,4 @@
-"""Does FP8 pay for a layer of experts? Prototype: may change."""
+"""Chooses whether a layer of experts uses FP8. Prototype: may change."""
 
 from __future__ import annotations
 

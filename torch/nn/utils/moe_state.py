@@ -1,8 +1,8 @@
 """State dicts of Mixture-of-Experts layers with other experts. Prototype: may change.
 
-Experts are rows of the first dimension of some tensors, so that to add, remove or merge them is to
-index and to average. Nothing is modified in place: functions return a new dict, whose other tensors are
-those of the old one. Load it into a layer of that number of experts.
+Experts are rows of the first dimension of some tensors, so indexing adds or removes them and averaging
+merges them. Nothing is modified in place: functions return a new dict, which shares its other tensors
+with the old one. Load it into a layer with the new number of experts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -325,7 +325,7 @@ struct ScaledCall {
       TORCH_CHECK_VALUE(
           rule_w.type != ScalingType::TensorWise || !w.defined() || !scaled.empty(),
           op, ": ", name,
-          " cannot be quantised with recipe TensorWise, which is for weights that come so");
+          " cannot be quantised with recipe TensorWise, which needs quantised weights");
     };
     check("w_in", inputs.w_in, lists.w_in, call.inputs.w_in);
     check("w_out", inputs.w_out, lists.w_out, call.inputs.w_out);
@@ -392,8 +392,7 @@ inline void check_saved(
   const bool wants_w_in = output_mask[1] || (output_mask[6] && scaled.inputs.w_up.defined());
   TORCH_CHECK_VALUE(
       !scaled.weight_only() || !(wants_w_in || is_recomputed),
-      op, ": gradients of w_in and w_up, and preact computed again, need the rows of input, which"
-      " are saved in 8 bits only, and not at all with recipe_a []");
+      op, ": gradients of w_in and w_up and a recomputed preact need recipe_a, got recipe_a []");
   if (!scaled.weight_only() && scaled.lists.input.empty()) {
     check_dtype(
         op, "input_data must have dtype", saved.input_data.scalar_type(), {kFloat8_e4m3fn});
