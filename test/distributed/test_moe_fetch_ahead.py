@@ -319,6 +319,28 @@ class TestFetchAhead(GlooTest):
                 m.moe[0].w_out.mul_(0.5)
         check(3)
 
+    @parametrize("keep", [False, True])
+    @parametrize("form", ["foreach", "fused"])
+    def test_multi_tensor_steps_are_noticed(self, form, keep):
+        """Before placement.step(), as in an evaluation between the two."""
+        whole, model, placement = self.pair(keep=keep)
+        self.use(placement, 0)
+        both = whole, model
+        x, mine = self.batch(0), slice(6 * self.rank, 6 * self.rank + 6)
+        optimizers = []
+        for m in both:
+            experts = [p for p in m.parameters() if p.dim() == 3]
+            optimizers.append(torch.optim.AdamW(experts, lr=1e-2, **{form: True}))
+            self.loss(m, 0).backward()
+        for _ in range(2):
+            with torch.no_grad():
+                # For the second block, the first one may have fetched before the step.
+                for block in (1, 0):
+                    got, want = model.block(block, x[mine]), whole.block(block, x)[mine]
+                    self.assertEqual(got, want, atol=1e-9, rtol=1e-9)
+            for optimizer in optimizers:
+                optimizer.step()
+
     def test_two_models_of_one_placement(self):
         whole, model, placement = self.pair()
         self.use(placement, 0)
