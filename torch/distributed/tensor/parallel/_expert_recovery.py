@@ -17,10 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.tensor.parallel._expert_placement import (
-        ExpertPlacement,
-        PlacedLayer,
-    )
+    from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
+    from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
 
     Weights = Callable[[str, int], Tensor]
 
