@@ -121,21 +121,23 @@ class PlacedLayer:
         return moves_of(plan.slot_experts, plan.num_experts, self.exchange.rank)
 
     def rows(
-        self, local: Mapping[str, Tensor], versions: tuple[int, ...]
-    ) -> dict[int, tuple[dict[str, Tensor], bool]]:
-        """Weights that are here, by expert, and whether they are those at home."""
+        self, module: nn.Module
+    ) -> tuple[dict[str, Tensor], dict[int, tuple[dict[str, Tensor], bool]]]:
+        """Local shards; and weights that are here, by expert, and whether they are those at home."""
+        region = cast(Any, module)._expert_parallel
+        local = region.local_parameters(module, region.expert_names)
         mine = self.plan.slot_experts[self.exchange.rank].tolist()
         each, copies, rows = self.exchange.local_experts, self.resident, {}
         if copies is not None:
             each = 0
         elif self._moves is not None:
-            copies = self.fetcher.kept(self._moves, local, versions)
+            copies = self.fetcher.kept(self._moves, local, region.versions)
         for slot, e in enumerate(mine):
             if slot < each:
                 rows[e] = {k: w[slot] for k, w in local.items()}, True
             elif e >= 0 and copies is not None:
                 rows[e] = {k: w[slot - each] for k, w in copies.items()}, False
-        return rows
+        return local, rows
 
     def settle(
         self, plan: Plan, resident: dict[str, Tensor], group: ProcessGroup
