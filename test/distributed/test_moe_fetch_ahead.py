@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.fetch import Copies, Fetcher
 from torch.distributed._moe.payload import decode, encode
-from torch.distributed._moe.plan import Topology
+from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed._moe.recompute import save_communication
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -468,6 +468,25 @@ class TestFetchAhead(GlooTest):
                     ]
                     found.append([y.detach(), mine.grad, *grads])
                 self.assertEqual(found[1], found[0], atol=1e-12, rtol=1e-12)
+
+    def test_more_plans_than_graphs(self):
+        # Plans that differ on ranks 0 and 1 alone: the others go on in eager mode with them.
+        _, model, placement = self.pair()
+        block, home = model.moe[0], placement.layers[0].home
+        x = self.batch(0)[6 * self.rank : 6 * self.rank + 6]
+        want = block(x).detach()
+        options = {"capture_scalar_outputs": True, "recompile_limit": 1}
+        with torch._dynamo.config.patch(options):
+            torch._dynamo.reset()
+            compiled = torch.compile(block, backend="aot_eager")
+            for copies in (1, 2, 1):
+                slots, quotas = home.slot_experts.clone(), home.quotas.clone()
+                slots[1, 2 : 2 + copies] = torch.arange(copies)
+                quotas[:copies, 1] = 3
+                placement.layers[0].use(Plan(home.topology, slots, quotas))
+                got = compiled(x.clone().requires_grad_())
+                self.assertEqual(got, want, atol=1e-12, rtol=1e-12)
+                got.sum().backward()
 
     def test_wire_dtype_is_checked(self):
         with self.assertRaisesRegex(ValueError, "wire_dtype .* got torch.float16"):

@@ -112,6 +112,7 @@ class PlacedLayer:
         """From the next forward on; nothing moves."""
         self._moves = self._moves_of(plan)
         self.plan = plan
+        self._plan_text = str(plan.slot_experts.tolist())
         self._slots = slots_of(plan.slot_experts, plan.num_experts)
         self._shares = plan.shares().cumsum(1)
 
@@ -179,6 +180,10 @@ class PlacedLayer:
             self.tokens = len(topk_indices)
             if self.owner._times is not None and torch.is_grad_enabled():
                 self.owner._times.begin()
+        elif not self._plan_text:
+            # Never so. Reading it guards a graph by the whole plan: every rank compiles as often, and where
+            # torch._dynamo.config.recompile_limit is reached, all go on in eager mode together.
+            raise AssertionError("a plan without slots")
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, next to two rows there and two back.
