@@ -55,7 +55,9 @@ class TestMultiTensorVersions(TestCase):
         average.update_parameters(model)
         versions = [p._version for p in average.module]
         average.update_parameters(model)
-        self.assertEqual([p._version for p in average.module], [v + 1 for v in versions])
+        self.assertEqual(
+            [p._version for p in average.module], [v + 1 for v in versions]
+        )
 
     def test_saved_for_backward(self):
         values, weights = ([self._dtensor() for _ in range(2)] for _ in range(2))
