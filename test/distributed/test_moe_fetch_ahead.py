@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.fetch import Copies, Fetcher
 from torch.distributed._moe.payload import decode, encode
-from torch.distributed._moe.plan import Topology
+from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed._moe.recompute import save_communication
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -319,6 +319,28 @@ class TestFetchAhead(GlooTest):
                 m.moe[0].w_out.mul_(0.5)
         check(3)
 
+    @parametrize("keep", [False, True])
+    @parametrize("form", ["foreach", "fused"])
+    def test_multi_tensor_steps_are_noticed(self, form, keep):
+        """Before placement.step(), as in an evaluation between the two."""
+        whole, model, placement = self.pair(keep=keep)
+        self.use(placement, 0)
+        both = whole, model
+        x, mine = self.batch(0), slice(6 * self.rank, 6 * self.rank + 6)
+        optimizers = []
+        for m in both:
+            experts = [p for p in m.parameters() if p.dim() == 3]
+            optimizers.append(torch.optim.AdamW(experts, lr=1e-2, **{form: True}))
+            self.loss(m, 0).backward()
+        for _ in range(2):
+            with torch.no_grad():
+                # For the second block, the first one may have fetched before the step.
+                for block in (1, 0):
+                    got, want = model.block(block, x[mine]), whole.block(block, x)[mine]
+                    self.assertEqual(got, want, atol=1e-9, rtol=1e-9)
+            for optimizer in optimizers:
+                optimizer.step()
+
     def test_two_models_of_one_placement(self):
         whole, model, placement = self.pair()
         self.use(placement, 0)
@@ -446,6 +468,25 @@ class TestFetchAhead(GlooTest):
                     ]
                     found.append([y.detach(), mine.grad, *grads])
                 self.assertEqual(found[1], found[0], atol=1e-12, rtol=1e-12)
+
+    def test_more_plans_than_graphs(self):
+        # Plans that differ on ranks 0 and 1 alone: the others go on in eager mode with them.
+        _, model, placement = self.pair()
+        block, home = model.moe[0], placement.layers[0].home
+        x = self.batch(0)[6 * self.rank : 6 * self.rank + 6]
+        want = block(x).detach()
+        options = {"capture_scalar_outputs": True, "recompile_limit": 1}
+        with torch._dynamo.config.patch(options):
+            torch._dynamo.reset()
+            compiled = torch.compile(block, backend="aot_eager")
+            for copies in (1, 2, 1):
+                slots, quotas = home.slot_experts.clone(), home.quotas.clone()
+                slots[1, 2 : 2 + copies] = torch.arange(copies)
+                quotas[:copies, 1] = 3
+                placement.layers[0].use(Plan(home.topology, slots, quotas))
+                got = compiled(x.clone().requires_grad_())
+                self.assertEqual(got, want, atol=1e-12, rtol=1e-12)
+                got.sum().backward()
 
     def test_wire_dtype_is_checked(self):
         with self.assertRaisesRegex(ValueError, "wire_dtype .* got torch.float16"):

@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 import copy
+from unittest import mock
 
 from moe_placement import any_plan
 from moe_token_switch import TokenSwitchTest
@@ -222,8 +223,9 @@ class TestPlacedLayer(TokenSwitchTest):
         self.assertEqual(again.slot_experts[0], slots)
         self.assertEqual(again.state_dict()["stats"], state["stats"])
 
-    def test_low_rank_updates_of_copies(self):
-        # A copy has updates of its own: what is merged once in a forward is of the experts at home.
+    @parametrize("num_chunks", [1, 2])
+    def test_low_rank_updates_of_copies(self, num_chunks):
+        # A copy has updates of its own. Both are merged once in a forward, for all of its chunks.
         self.make_data()
         torch.manual_seed(0)
         whole = nn.MoE(self.D, self.HIDDEN, E, top_k=self.K).double()
@@ -231,13 +233,18 @@ class TestPlacedLayer(TokenSwitchTest):
             nn.init.normal_(p, std=0.3)
         model = copy.deepcopy(whole)
         placement = ExpertPlacement(slots_per_rank=4, online=True, copy_cost=0.0)
-        style = ExpertParallel(placement=placement)
+        style = ExpertParallel(placement=placement, num_chunks=num_chunks)
         parallelize_module(model, self.mesh(("ep",), 4), style)
         x, ids = self.x.double(), self.ids.clamp(0, E - 1)
-        got = model(x[self.mine], topk_indices=ids[self.mine])
+        low_rank = type(model.parametrizations.w_in[0])
+        merge = mock.Mock(side_effect=low_rank.forward)
+        with mock.patch.object(low_rank, "forward", lambda *args: merge(*args)):
+            got = model(x[self.mine], topk_indices=ids[self.mine])
         want = whole(x, topk_indices=ids)
         (layer,) = placement.layers
         self.assertTrue(layer.tried is layer.last_plan)
+        copies = bool((layer.last_plan.slot_experts[self.rank, 2:] >= 0).any())
+        self.assertEqual(merge.call_count, 2 * (1 + copies))
         self.assertEqual(got, want[self.mine], atol=1e-9, rtol=1e-9)
         got.sin().sum().backward()
         want.sin().sum().backward()

@@ -209,15 +209,16 @@ Versions = tuple[int, ...]
 
 
 class _Made(NamedTuple):
-    """What copies were made of. Holds the weights, so that no others get their memory."""
+    """What copies were made of. Holds moves and weights, so that no others get their memory."""
 
+    moves: Moves
     weights: list[Tensor]
     facts: tuple[Any, ...]
 
     @staticmethod
     def of(moves: Moves, weights: Mapping[str, Tensor], versions: Versions) -> _Made:
         held = [w.detach() for w in weights.values()]
-        return _Made(held, (id(moves), versions, [_place(w) for w in held]))
+        return _Made(moves, held, (id(moves), versions, [_place(w) for w in held]))
 
 
 def _place(w: Tensor) -> tuple[Any, ...]:
@@ -233,14 +234,12 @@ class Fetch(NamedTuple):
     """A fetch that was issued.
 
     Attributes:
-        moves (Moves): of the plan; held, as they are compared by identity.
         made (_Made, optional): where others may use it too.
         modes (tuple[bool]): of the graph behind it.
         flight (tuple): what waits for it.
         sends (bool): whether something travels; equal on all ranks, or some would wait.
     """
 
-    moves: Moves
     made: _Made | None
     modes: tuple[bool, ...]
     flight: tuple[Any, Any]
@@ -271,7 +270,7 @@ class Fetcher:
     def forget(self) -> None:
         """The next forward fetches."""
         self._ahead: Fetch | None = None
-        self._kept: tuple[_Made, Moves, list[Tensor]] | None = None
+        self._kept: tuple[_Made, list[Tensor]] | None = None
 
     def ahead(
         self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
@@ -311,7 +310,7 @@ class Fetcher:
         # One output comes alone.
         arrived = [arrived] if isinstance(arrived, Tensor) else arrived
         if self.keep and fetch.made is not None:
-            self._kept = fetch.made, fetch.moves, [t.detach() for t in arrived]
+            self._kept = fetch.made, [t.detach() for t in arrived]
         # Nobody computes a gradient of frozen ones.
         pairs = zip(arrived, weights.items())
         return {n: t if w.requires_grad else t.detach() for t, (n, w) in pairs}
@@ -325,7 +324,7 @@ class Fetcher:
 
     def _kept_as(self, made: _Made) -> list[Tensor] | None:
         if self._kept is not None:
-            kept, _, copies = self._kept
+            kept, copies = self._kept
             usable = torch.is_inference_mode_enabled() or not copies[0].is_inference()
             if usable and kept.facts == made.facts:
                 return copies
@@ -344,7 +343,7 @@ class Fetcher:
         if values[0].device.type == "cpu" and not torch.compiler.is_compiling():
             use_own_groups(copies)
         flight = begin(copies, values)
-        return Fetch(moves, made, _modes(weights), flight, kept is None)
+        return Fetch(made, _modes(weights), flight, kept is None)
 
 
 class _After(torch.autograd.Function):

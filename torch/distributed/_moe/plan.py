@@ -169,14 +169,10 @@ def slots_of(slot_experts: Tensor, num_experts: int) -> Tensor:
 def busiest(slot_experts: Tensor, num_experts: int) -> int:
     """Most experts that a rank sends or receives for a plan, which is what it waits for."""
     num_ranks = len(slot_experts)
-    sent, received = [0] * num_ranks, [0] * num_ranks
-    for target, row in enumerate(slot_experts.tolist()):
-        for expert in row:
-            source = expert // (num_experts // num_ranks)
-            if expert >= 0 and source != target:
-                sent[source] += 1
-                received[target] += 1
-    return max(*sent, *received) if num_ranks else 0
+    source = slot_experts // (num_experts // num_ranks)  # negative of a free slot
+    away = (source >= 0) & (source != torch.arange(num_ranks)[:, None])
+    sent, received = source[away].bincount(minlength=num_ranks), away.sum(1)
+    return int(torch.maximum(sent, received).max())
 
 
 # The search for the cap ends at this width, of the mean load.

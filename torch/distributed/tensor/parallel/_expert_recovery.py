@@ -17,10 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.tensor.parallel._expert_placement import (
-        ExpertPlacement,
-        PlacedLayer,
-    )
+    from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
+    from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
 
     Weights = Callable[[str, int], Tensor]
 
@@ -91,7 +89,7 @@ def recover(
     tokens = max(layer.tokens for layer in placement.layers)
     # 2 for an expert at home, 1 for a copy of one.
     mine = [
-        {e: 1 + at_home for e, (_, at_home) in _rows(layer, module)[1].items()}
+        {e: 1 + at_home for e, (_, at_home) in layer.rows(module)[1].items()}
         for layer, _, module in layers
     ]
     # Not a tensor: PyTorch knows on which device the backend of the group sends objects.
@@ -142,13 +140,6 @@ def recover(
     return Recovery(lost, time.monotonic() - start, of_ranks, copies, loaded)
 
 
-def _rows(layer: PlacedLayer, module: nn.Module) -> tuple[dict[str, Tensor], Any]:
-    """Local shards of ``module``, and what :meth:`PlacedLayer.rows` makes of them."""
-    region: Any = module._expert_parallel
-    local = region.local_parameters(module, region.expert_names)
-    return local, layer.rows(local, region.versions)
-
-
 def _table(
     layer: PlacedLayer, name: str, have: list[dict[int, int]], loads: bool
 ) -> list[list[int]]:
@@ -197,7 +188,7 @@ def _resident(
 ) -> dict[str, Tensor]:
     """Weights of ``experts`` in the slots of this rank: those that are here, others loaded."""
     slots = layer.home.topology.slots_per_rank
-    local, rows = _rows(layer, module)
+    local, rows = layer.rows(module)
     resident = {key: w.new_zeros(slots, *w.shape[1:]) for key, w in local.items()}
     with torch.no_grad():
         for slot, e in enumerate(experts):

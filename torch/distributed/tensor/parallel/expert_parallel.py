@@ -52,10 +52,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
 
     R = TypeVar("R")
-    from torch.distributed.tensor.parallel._expert_placement import (
-        ExpertPlacement,
-        PlacedLayer,
-    )
+    from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
+    from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
     from torch.distributed.tensor.placement_types import Placement
 
     Schedule = Callable[
