@@ -39,13 +39,23 @@ def _check_ids(name: str, topk_indices: Tensor) -> None:
         )
 
 
+def _assert_in_range(name: str, ids: Tensor, num_experts: int) -> None:
+    """Asserts, without a synchronisation, that ids are in [-1, E]."""
+    in_range = (ids >= -1) & (ids <= num_experts)
+    if not torch.compiler.is_compiling():
+        # vmap has no rule for the assertion, which is of the whole batch at once.
+        while torch._C._functorch.is_functorch_wrapped_tensor(in_range):
+            in_range = torch._C._functorch.get_unwrapped(in_range)
+    torch._assert_async(
+        in_range.all(),
+        f"{name}: topk_indices must be in [-1, E] = [-1, {num_experts}]",
+    )
+
+
 def _expert_columns(name: str, topk_indices: Tensor, num_experts: int) -> Tensor:
     """``(*, K)`` int64 ids in which "no expert" is E, a column to be cut off again."""
     ids = topk_indices.long()
-    torch._assert_async(
-        ((ids >= -1) & (ids <= num_experts)).all(),
-        f"{name}: topk_indices must be in [-1, E] = [-1, {num_experts}]",
-    )
+    _assert_in_range(name, ids, num_experts)
     return torch.where(ids < 0, num_experts, ids)
 
 
