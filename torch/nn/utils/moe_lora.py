@@ -115,8 +115,9 @@ class _MergeAgain:
 
 def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
     again: _MergeAgain = module.__dict__["_merge_again"]
-    # The compiler decides by itself what it computes again.
-    if torch.compiler.is_compiling():
+    # The compiler decides by itself what it computes again; torch.func, for one, allows no hooks.
+    hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    if torch.compiler.is_compiling() or not hooks_allowed:
         return again.forward(*args, **kwargs)
     with again.running():
         return again.forward(*args, **kwargs)
@@ -156,7 +157,8 @@ def add_lora(
             parameter that is distributed.
 
     .. note::
-        Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep. Under
+        Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep, and where
+        saved tensors may have no hooks, as in :func:`torch.func.grad`, merged weights are saved. Under
         autocast the cast of a merged weight is saved as it is without this.
 
     Example::
