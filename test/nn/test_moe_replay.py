@@ -311,6 +311,25 @@ class TestMoeReplay(TestCase):
         with replay_routing(model, record):
             self.assertEqual(model(x), expected, rtol=0, atol=0)
 
+    def test_torch_func(self):
+        model, x = make_model(), torch.randn(6, D)
+        with record_routing(model) as record:
+            model(x)
+
+        def loss(x):
+            return model(x).square().sum()
+
+        with record_routing(model) as found:
+            torch.func.grad(loss)(x)
+        self.assertEqual(found, record)  # not dead wrappers
+        moved = x + 0.5 * torch.randn_like(x)
+        with replay_routing(model, record):
+            expected = torch.autograd.functional.jacobian(loss, moved)
+            self.assertEqual(torch.func.grad(loss)(moved), expected)
+        with self.assertRaisesRegex(RuntimeError, "a router runs under vmap"):
+            with record_routing(model):
+                torch.func.vmap(model)(x[None])
+
     def test_compiled(self):
         model, x = make_model(), torch.randn(6, D)
         with record_routing(model) as record:

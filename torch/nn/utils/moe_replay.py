@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils.moe import _below_functorch
 
 
 __all__ = ["record_routing", "replay_routing"]
@@ -59,11 +60,16 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _smallest(topk_indices: Tensor, num_experts: int) -> Tensor:
-    """In the fewest bytes that hold -1 to E."""
+    """In the fewest bytes that hold -1 to E, without wrappers of torch.func, which end with it."""
+    whole = _below_functorch(topk_indices)
+    if whole.dim() != topk_indices.dim():
+        raise RuntimeError(
+            "record_routing: a router runs under vmap; a record is of one forward"
+        )
     for dtype in (torch.int8, torch.int16):
         if num_experts <= torch.iinfo(dtype).max:
-            return topk_indices.to(dtype)
-    return topk_indices.to(torch.int32)
+            return whole.to(dtype)
+    return whole.to(torch.int32)
 
 
 @contextmanager
@@ -83,8 +89,8 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
 
     Raises:
         ValueError: the model has no router.
-        RuntimeError: a router runs a second time. One record is of one forward: take one each,
-            and ``torch.cat`` what belongs together.
+        RuntimeError: a router runs a second time, or under :func:`torch.func.vmap`. One record is of
+            one forward: take one each, and ``torch.cat`` what belongs together.
 
     Example::
 
