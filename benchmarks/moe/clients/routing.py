@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["record_routing", "replay_routing"]
 
-# Between a module that routes and its experts.
-_AROUND = ("ParamWrapper", "ModulesToSaveWrapper", "ModuleDict", "CheckpointWrapper")
+# Between a module that routes and its experts, beside what is named in _WRAPPERS.
+_AROUND = ("ParamWrapper", "ModulesToSaveWrapper", "ModuleDict")
 
 
 class _TopK(TorchFunctionMode):
@@ -54,7 +54,11 @@ class _TopK(TorchFunctionMode):
                 )
             ids = ids.to(scores.device, torch.int64).view(*tokens, ids.shape[-1])
             result = torch.return_types.topk((scores.gather(-1, ids), ids))
-        self.chosen.append((result[1].flatten(0, -2), scores.shape[-1]))
+        # Those around see no topk, which one of them may be there to record.
+        modes = torch.overrides._get_current_function_mode_stack()
+        for mode in (self, *modes) if self.given is not None else (self,):
+            if isinstance(mode, _TopK):
+                mode.chosen.append((result[1].flatten(0, -2), scores.shape[-1]))
         return result
 
 
@@ -76,8 +80,13 @@ def _routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
             module = experts
             # Some with an adapter have their router within.
             if not adapted or "router" not in experts._modules:
-                while module is experts or type(module).__name__ in _AROUND:
-                    name = name.rpartition(".")[0]
+                child = ""
+                while (
+                    module is experts
+                    or type(module).__name__ in _AROUND
+                    or child in _WRAPPERS
+                ):
+                    name, _, child = name.rpartition(".")
                     module = model.get_submodule(name)
             # Of the weights: all of the experts that are stacked.
             stacked = (p.shape[0] for p in experts.parameters() if p.dim() == 3)

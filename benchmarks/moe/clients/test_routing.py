@@ -1,6 +1,7 @@
 # Owner(s): ["module: nn"]
 """Router replay in models of transformers, and in torchtitan's router: bits, gradients, and who is refused."""
 
+import functools
 import pathlib
 import sys
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from routing import record_routing, replay_routing
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -107,6 +109,35 @@ class TestRouting(TestCase):
         with record_routing(model) as again:
             outcome(model)
         self.assertEqual(again, record)
+
+    def test_record_around_replay(self):
+        """The order of the two contexts does not matter, and of two replays the inner one is."""
+        model = build_model(transformers.Qwen3MoeForCausalLM, torch.float32)
+        with record_routing(model) as record:
+            model(TOKENS)
+        other = {name: ids.flip(0) for name, ids in record.items()}
+        with replay_routing(model, other):
+            expected = outcome(model)
+        with record_routing(model) as found, replay_routing(model, record):
+            with replay_routing(model, other):
+                self.assertEqual(outcome(model), expected, atol=0, rtol=0)
+        self.assertEqual(found, other)
+
+    @parametrize("wrapper", ["compile", "checkpoint_wrapper", "offload_wrapper"])
+    def test_wrapped_experts(self, wrapper):
+        if wrapper == "compile":
+            wrap = functools.partial(torch.compile, backend="aot_eager")
+        else:
+            wrap = getattr(checkpoint_wrapper, wrapper)
+        model = build_model(transformers.Qwen3MoeForCausalLM, torch.float32)
+        model.set_experts_implementation("moe_mlp")
+        with record_routing(model) as record:
+            expected = model(TOKENS).logits
+        for layer in model.model.layers:
+            layer.mlp.experts = wrap(layer.mlp.experts)
+        with record_routing(model) as found, replay_routing(model, record):
+            self.assertEqual(model(TOKENS).logits, expected)
+        self.assertEqual(found, record)
 
     @parametrize("tokens", [(10,), (2, 5)])  # the latter until 2026-08
     def test_torchtitan(self, tokens):
