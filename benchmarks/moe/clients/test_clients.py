@@ -152,6 +152,48 @@ class TestTransformers(TestCase):
                 compiled(input_ids=ids, use_cache=False)
         self.assertEqual(counter.frame_count, 2)
 
+    def test_compiled_training(self):
+        ours, eager = build("qwen3_moe"), build("qwen3_moe")
+        ours.set_experts_implementation(NAME)
+        options = {"fullgraph": True, "dynamic": True, "backend": "aot_eager"}
+        ours.compile(**options)
+        for shape in ((2, 12), (1, 1), (1, 2)):
+            tokens = torch.arange(shape[0] * shape[1]).view(shape)
+            ours.zero_grad()
+            eager.zero_grad()
+            self.assertEqual(outcome_of(ours, tokens), outcome_of(eager, tokens))
+
+    def test_exported(self):
+        eager, ours = build("gpt_oss"), build("gpt_oss")
+        ours.set_experts_implementation(NAME)
+        kwargs = {"input_ids": torch.arange(24).view(2, 12), "use_cache": False}
+        dims = (torch.export.Dim.AUTO,) * 2
+        dynamic = {"input_ids": dims, "use_cache": None}
+        program = torch.export.export(ours, (), kwargs, dynamic_shapes=dynamic)
+        targets = [str(node.target) for node in program.graph.nodes]
+        self.assertEqual(targets.count("aten.moe_mlp.default"), 2)
+        for shape in ((2, 12), (1, 5), (3, 30)):
+            kwargs["input_ids"] = torch.randint(96, shape)
+            found = program.module()(**kwargs).logits
+            self.assertEqual(found, eager(**kwargs).logits)
+
+    def test_grad_scaler(self):
+        found = []
+        for implementation in (NAME, "eager"):
+            model = build("qwen3_moe", dtype=torch.float64)
+            model.set_experts_implementation(implementation)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1)
+            for factor in (1, torch.inf, 1):  # the second step is left out
+                loss = model(input_ids=torch.arange(24)[None]).logits.square().mean()
+                optimizer.zero_grad()
+                scaler.scale(loss * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            self.assertEqual(scaler.get_scale(), 2.0**41)
+            found.append(dict(model.named_parameters()))
+        self.assertEqual(*found)
+
     def test_missing_package_names_the_command(self):
         # Without site-packages nothing is installed, wherever these tests find it.
         command = [sys.executable, matrix.__file__]
