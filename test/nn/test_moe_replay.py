@@ -299,6 +299,16 @@ class TestMoeReplay(TestCase):
             model(x * -2)
         self.assertEqual(found, record)
 
+    def test_a_router_that_did_not_run(self):
+        """As a layer that is dropped, or that an adapter replaced."""
+        model, x = make_model(), torch.randn(3, D)
+        with record_routing(model) as record:
+            model[0](x)
+        self.assertEqual(record.keys(), {"0"})
+        with replay_routing(model, record), record_routing(model) as found:
+            model[0](-x)
+        self.assertEqual(found, record)
+
     def test_forward_of_an_instance_was_replaced(self):
         model, x = make_model(), torch.randn(3, D)
         with record_routing(model) as record:
@@ -357,10 +367,15 @@ class TestMoeReplay(TestCase):
                 model(torch.randn(4, D))
         record["1"] = record.pop("2")
         with self.assertRaisesRegex(
-            ValueError, r"only in the record: \['1'\], only in the model: \['2'\]"
+            ValueError, r"model does not have: \['1'\]; it has \['0', '2'\]"
         ):
             with replay_routing(model, record):
                 pass
+        del record["1"]
+        with replay_routing(model, record):
+            model[0](x)
+            with self.assertRaisesRegex(ValueError, "'2' runs, and .* only of .'0'"):
+                model(x)
         self.assertFalse(model[0]._forward_hooks or model[0]._forward_pre_hooks)
 
 

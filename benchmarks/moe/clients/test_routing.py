@@ -4,6 +4,7 @@
 import functools
 import pathlib
 import sys
+import warnings
 from contextlib import nullcontext
 from unittest import mock
 
@@ -186,6 +187,9 @@ class TestRouting(TestCase):
             with self.assertRaises(ValueError):  # the failed call left nothing behind
                 model(torch.randn(4, 16))
             model(x)
+        with replay_routing(model, {}), warnings.catch_warnings(action="error"):
+            with self.assertRaisesRegex(ValueError, "'0' runs, and the record has not"):
+                model(x)
         self.assertFalse(torch.overrides._get_current_function_mode_stack())
 
     def test_trains_what_was_served(self):

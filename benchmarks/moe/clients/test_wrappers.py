@@ -14,6 +14,7 @@ import transformers_experts
 from families import build, fill
 from matrix import class_inputs, experts_classes, TinyConfig
 from moe_mlp_experts import NAME
+from routing import record_routing, replay_routing
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
 import torch
@@ -267,6 +268,21 @@ class TestWrappers(TestCase):
             with self.subTest(name):
                 moe_mlp_experts._logged.clear()
                 self._compare(experts_class, wrapper)
+
+    def test_routing_of_a_replaced_block(self):
+        """The block that an adapter replaced routes nothing; one that wraps its parts does."""
+        model = build("qwen3_moe")
+        model.set_experts_implementation(NAME)
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"])
+        model, tokens = peft.get_peft_model(model, config), torch.arange(12)[None]
+        with record_routing(model) as record:
+            expected = model(tokens).logits
+        self.assertEqual(len(record), 2)
+        with replay_routing(model, record):
+            self.assertEqual(model(tokens).logits, expected)
+            with model.disable_adapter():
+                with self.assertRaisesRegex(ValueError, "original_module' runs, and"):
+                    model(tokens)
 
     def test_the_switch_finds_experts_below_wrappers(self):
         model = build("mixtral")

@@ -149,18 +149,23 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
             expert: K may differ from the router's, and tokens may have different numbers of experts.
 
     Raises:
-        ValueError: the routers are not those of the record, or one gets another number of tokens.
+        ValueError: the model does not have a router of the record, or a router runs that is not in the
+            record, or one gets another number of tokens.
     """
     routers = _routers(model)
-    if routers.keys() != record.keys():
+    if unknown := sorted(record.keys() - routers.keys()):
         raise ValueError(
-            "replay_routing: record and model must have the same routers; only in the record: "
-            f"{sorted(record.keys() - routers.keys())}, only in the model: "
-            f"{sorted(routers.keys() - record.keys())}"
+            f"replay_routing: the record is of routers that the model does not have: {unknown}; it "
+            f"has {sorted(routers)}"
         )
 
     def hook(name: str) -> Any:
         def give(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if name not in record:
+                raise ValueError(
+                    f"replay_routing: {name!r} runs, and the record has nothing of it, only of "
+                    f"{sorted(record)}"
+                )
             input = args[0] if args else kwargs["input"]
             tokens, ids = _tokens(input).shape[:-1], record[name]
             if tokens.numel() != ids.shape[0]:
