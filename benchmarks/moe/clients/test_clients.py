@@ -7,6 +7,7 @@ The quick shard of matrix.py, which runs every experts class and whole models.
 import json
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from moe_mlp_experts import NAME
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -113,6 +115,34 @@ class TestTransformers(TestCase):
             with torch.autocast("cpu", torch.bfloat16):
                 self.assertEqual(experts(*args).dtype, torch.float32)
         self.assertTrue(op.called)
+
+    def test_autocast_gradient_of_one_number(self):
+        """A factor of all weights of the router, as Inkling's global_scale, over many draws.
+
+        Its gradient is a sum of both signs, so that of one draw either form may be many times nearer to
+        float64 than the other.
+        """
+        errors = []
+        config = matrix.TinyConfig()
+        classes = {c.__name__: c for c in matrix.experts_classes()}
+        experts = classes["InklingExperts"](config)
+        for seed in range(48):
+            fill(experts, seed)
+            g = torch.Generator().manual_seed(seed)
+            x, grad = torch.randn(2, 24, 16, generator=g)
+            weights, ids = torch.rand(24, 4, generator=g).topk(2)
+            found = []
+            for name, dtype in (("eager", torch.float64), (NAME, torch.float32), ("eager", torch.float32)):  # fmt: skip
+                config._experts_implementation = name
+                scale = torch.ones(1, dtype=dtype, requires_grad=True)
+                low = dtype == torch.float32
+                with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                    y = experts.to(dtype)(x.to(dtype), ids, weights.to(dtype) * scale)
+                y.backward(grad.to(dtype))
+                found.append(scale.grad.double())
+            errors.append([(value - found[0]).square() for value in found[1:]])
+        ours, eager = torch.tensor(errors).mean(0).sqrt()
+        self.assertLess(ours, 1.2 * eager)
 
     def test_experts_that_compute_in_float32(self):
         classes = {c.__name__: c for c in matrix.experts_classes()}
@@ -369,6 +399,22 @@ class TestChoice(TestCase):
         self.assertIn("has no effect on SwitchTransformersForConditional", text)
         with self.assertNoLogs("moe_mlp_experts", "WARNING"):
             auto.from_config(config)  # nobody asked
+
+    def test_unpickled_in_another_process(self):
+        import transformers
+
+        model = matrix.build_model(transformers.Llama4ForCausalLM, torch.float32, NAME)
+        model.set_experts_implementation(NAME)
+        pickled = pickle.dumps(model)
+        adapted = type(model.model.layers[0].feed_forward)
+        with mock.patch.object(adapted, "forward", adapted._moe_mlp_original):
+            del adapted._moe_mlp_original  # nobody asked there yet
+            loaded = pickle.loads(pickled)
+            self.assertEqual(len(fused_experts(loaded)), 2)
+            tokens = torch.arange(8)[None]
+            with mock.patch.object(F, "moe_mlp", wraps=F.moe_mlp) as op:
+                self.assertEqual(loaded(tokens).logits, model(tokens).logits)
+            self.assertEqual(op.call_count, 4)
 
     @parametrize("name", ["Llama4ForCausalLM", "DbrxForCausalLM", "JetMoeForCausalLM"])
     def test_model_without_the_interface(self, name):

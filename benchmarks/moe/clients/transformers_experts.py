@@ -403,6 +403,14 @@ def register() -> None:
         if self.config._experts_implementation == NAME:
             _settle(self, asked=False)
 
+    def unpickle(self, state):
+        # As in another process: torch.save of a whole model, or a model that is sent to a worker.
+        super(PreTrainedModel, self).__setstate__(state)
+        if self.config._experts_implementation == NAME:
+            _open_interface(type(self))
+
+    PreTrainedModel.__setstate__ = unpickle
+
     @around(PreTrainedConfig, "_remove_keys_not_serialized")
     def save(original, self, d):
         # transformers saves no choice of kernels; this one is one that a user made.
