@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize as parametrization
+from torch.nn.utils.moe_lora import add_lora
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -74,6 +75,15 @@ def lora(host: Host) -> nn.Module:
     )
     torch.manual_seed(3)
     return peft.get_peft_model(host, config)
+
+
+def merged_again(host: Host) -> nn.Module:
+    for seed, module in enumerate(_owners(host)):
+        if any(p.dim() == 3 for p in module._parameters.values() if p is not None):
+            torch.manual_seed(seed)
+            for p in add_lora(module, 2):
+                nn.init.normal_(p)
+    return host
 
 
 def _save(host: Host, names: list[str]) -> nn.Module:
@@ -154,7 +164,7 @@ def offloaded(host: Host) -> nn.Module:
 WRAPPERS = {
     f.__name__: f
     for f in (
-        lora, modules_to_save, children_to_save, fsdp2, parametrizations, pre_hooks,
+        lora, merged_again, modules_to_save, children_to_save, fsdp2, parametrizations, pre_hooks,
         forward_hooks, backward_hooks, offloaded,
     )
 }  # fmt: skip

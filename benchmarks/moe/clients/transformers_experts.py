@@ -30,6 +30,7 @@ from packages import require_transformers
 
 import torch.nn.functional as F
 from torch import nn, Tensor
+from torch.nn.utils import moe_lora
 
 
 class _Within:
@@ -219,11 +220,16 @@ def _obstacles_around(child: nn.Module, class_name: str, where: str) -> Iterator
 
 
 def _reaches(module: nn.Module) -> bool:
-    """Whether a call gets to the forward of its class; hooks of accelerate replace an instance's."""
+    """Whether a call gets to the forward of its class.
+
+    Hooks of accelerate and add_lora replace an instance's, and call it.
+    """
     forward = vars(module).get("forward")
     if forward is None:
         return True
     forward = vars(module).get("_old_forward", forward)
+    if getattr(forward, "__func__", None) is moe_lora._forward:
+        forward = vars(module)["_merge_again"].forward
     return getattr(forward, "__func__", None) is type(module).forward
 
 
