@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["add_lora"]
 
+_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
 
 class _LowRank(Module):
     """The parametrization: ``weight + scale * b @ a``."""
@@ -116,8 +118,7 @@ class _MergeAgain:
 def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
     again: _MergeAgain = module.__dict__["_merge_again"]
     # The compiler decides by itself what it computes again; torch.func, for one, allows no hooks.
-    hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
-    if torch.compiler.is_compiling() or not hooks_allowed:
+    if torch.compiler.is_compiling() or not _hooks_are_allowed():
         return again.forward(*args, **kwargs)
     with again.running():
         return again.forward(*args, **kwargs)
