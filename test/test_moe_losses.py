@@ -10,6 +10,7 @@ from torch.nn.utils.moe import (
     expert_counts,
     load_balancing_loss,
     router_z_loss,
+    token_rounding,
     updated_expert_bias,
 )
 from torch.testing._internal.common_utils import (
@@ -112,6 +113,40 @@ class TestMoeLosses(TestCase):
         args = (logits, scores, indices, mask)
         compiled = torch.compile(function, fullgraph=True, backend=backend)
         self.assertEqual(compiled(*args), function(*args))
+
+    def test_vmap(self):
+        """Of each sequence by itself, as an ensemble or gradients per sample ask for."""
+        _, scores, ids = router()
+        ids[1, 3] = torch.tensor([-1, E])
+        weights = scores.gather(-1, ids.clamp(0, E - 1))
+
+        def loss(scores, ids):
+            per_sequence = load_balancing_loss(
+                scores[None], ids[None], per_sequence=True
+            )
+            return load_balancing_loss(scores, ids) + per_sequence
+
+        for function, args in (
+            (loss, (scores, ids)),
+            (torch.func.grad(loss), (scores, ids)),
+            (lambda ids: expert_counts(ids, E), (ids,)),
+            (lambda ids: balance_counts(ids, E), (ids,)),
+            (lambda *routing: token_rounding(*routing, 4)[:2], (ids, weights, scores)),
+        ):
+            expected = [function(*each) for each in zip(*args)]
+            if isinstance(expected[0], tuple):
+                expected = tuple(map(torch.stack, zip(*expected)))
+            else:
+                expected = torch.stack(expected)
+            self.assertEqual(torch.func.vmap(function)(*args), expected)
+            nested = torch.func.vmap(torch.func.vmap(function))
+            twice = nested(*(x[None] for x in args))
+            self.assertEqual(
+                torch.utils._pytree.tree_map(lambda x: x[0], twice), expected
+            )
+        ids[2, 4, 0] = E + 1
+        with self.assertRaisesRegex(RuntimeError, "load_balancing_loss: topk_indices"):
+            torch.func.vmap(loss)(scores, ids)
 
     @parametrize("shape", ((0,), (0, S), (B, 0)))
     @parametrize("per_sequence", (False, True))

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize
 from torch.nn.utils.moe_lora import add_lora
 from torch.testing._internal.common_moe import (
@@ -152,6 +153,31 @@ class TestMoeLora(TestCase):
         self.assertNotIn(torch.Size((6, 24, 8)), packed)
         self.assertEqual(torch.autograd.grad(loss, [x, *parameters]), expected)
 
+    def test_where_hooks_are_not_allowed(self):
+        """As in torch.func, with gradients per sample."""
+        layer = make()
+        parameters = adapt(layer)
+        trained = {n: p for n, p in layer.named_parameters() if p.requires_grad}
+        x = torch.randn(3, 7, 8, dtype=torch.float64)
+
+        def loss(trained, x):
+            return functional_call(layer, trained, (x,)).square().sum()
+
+        expected = [torch.autograd.grad(layer(s).square().sum(), parameters) for s in x]
+        given = {n: p.detach() for n, p in trained.items()}
+        found = vmap(grad(loss), in_dims=(None, 0))(given, x)
+        for name, p in trained.items():
+            place = next(i for i, each in enumerate(parameters) if each is p)
+            self.assertEqual(found[name], torch.stack([g[place] for g in expected]))
+        ensemble = {n: torch.stack([p, -p, 2 * p]) for n, p in given.items()}
+        found = vmap(grad(loss), in_dims=(0, None))(ensemble, x[0])
+        for i in range(3):
+            one = grad(loss)({n: p[i] for n, p in ensemble.items()}, x[0])
+            self.assertEqual({n: g[i] for n, g in found.items()}, one)
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            y = layer(x[0])
+        self.assertEqual(torch.autograd.grad(y.square().sum(), parameters), expected[0])
+
     def test_steps_train_only_the_adapters(self):
         layer = make()
         before = {n: p.clone() for n, p in layer.named_parameters()}
@@ -220,7 +246,7 @@ class TestMoeLora(TestCase):
         expected = layer(x)
         with torch.no_grad():
             self.assertEqual(layer(x), expected)
-        compiled = torch.compile(layer, backend="aot_eager")
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         self.assertEqual(compiled(x), expected)
 
     def test_errors(self):

@@ -299,6 +299,16 @@ class TestMoeReplay(TestCase):
             model(x * -2)
         self.assertEqual(found, record)
 
+    def test_a_router_that_did_not_run(self):
+        """As a layer that is dropped, or that an adapter replaced."""
+        model, x = make_model(), torch.randn(3, D)
+        with record_routing(model) as record:
+            model[0](x)
+        self.assertEqual(record.keys(), {"0"})
+        with replay_routing(model, record), record_routing(model) as found:
+            model[0](-x)
+        self.assertEqual(found, record)
+
     def test_forward_of_an_instance_was_replaced(self):
         model, x = make_model(), torch.randn(3, D)
         with record_routing(model) as record:
@@ -310,6 +320,25 @@ class TestMoeReplay(TestCase):
         self.assertEqual(found, record)
         with replay_routing(model, record):
             self.assertEqual(model(x), expected, rtol=0, atol=0)
+
+    def test_torch_func(self):
+        model, x = make_model(), torch.randn(6, D)
+        with record_routing(model) as record:
+            model(x)
+
+        def loss(x):
+            return model(x).square().sum()
+
+        with record_routing(model) as found:
+            torch.func.grad(loss)(x)
+        self.assertEqual(found, record)  # not dead wrappers
+        moved = x + 0.5 * torch.randn_like(x)
+        with replay_routing(model, record):
+            expected = torch.autograd.functional.jacobian(loss, moved)
+            self.assertEqual(torch.func.grad(loss)(moved), expected)
+        with self.assertRaisesRegex(RuntimeError, "a router runs under vmap"):
+            with record_routing(model):
+                torch.func.vmap(model)(x[None])
 
     def test_compiled(self):
         model, x = make_model(), torch.randn(6, D)
@@ -338,10 +367,15 @@ class TestMoeReplay(TestCase):
                 model(torch.randn(4, D))
         record["1"] = record.pop("2")
         with self.assertRaisesRegex(
-            ValueError, r"only in the record: \['1'\], only in the model: \['2'\]"
+            ValueError, r"model does not have: \['1'\]; it has \['0', '2'\]"
         ):
             with replay_routing(model, record):
                 pass
+        del record["1"]
+        with replay_routing(model, record):
+            model[0](x)
+            with self.assertRaisesRegex(ValueError, "'2' runs, and .* only of .'0'"):
+                model(x)
         self.assertFalse(model[0]._forward_hooks or model[0]._forward_pre_hooks)
 
 

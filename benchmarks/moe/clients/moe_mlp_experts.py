@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.parametrize import ParametrizationList
 
 
 logger = logging.getLogger(__name__)
@@ -125,15 +126,17 @@ def hooked(module: torch.nn.Module, recurse: bool = True) -> bool:
     """Whether calls of a module, or of a part of it, have hooks; not those of FSDP.
 
     F.moe_mlp computes what parts of experts do without calling them, so a hook of theirs would see
-    nothing. Those of FSDP only gather parameters.
+    nothing. Those of FSDP only gather parameters, and parametrizations run where a weight is read.
     """
-    for each in module.modules() if recurse else (module,):
-        for name in _HOOKS:
-            for hook in getattr(each, name).values():
-                where = getattr(hook, "__module__", None) or ""
-                if not where.startswith("torch.distributed."):
-                    return True
-    return False
+    if isinstance(module, ParametrizationList):
+        return False
+    for name in _HOOKS:
+        for hook in getattr(module, name).values():
+            where = getattr(hook, "__module__", None) or ""
+            if not where.startswith("torch.distributed."):
+                return True
+    parts = module._modules.values() if recurse else ()
+    return any(part is not None and hooked(part) for part in parts)
 
 
 _logged: set[str] = set()

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["record_routing", "replay_routing"]
 
-# Between a module that routes and its experts.
-_AROUND = ("ParamWrapper", "ModulesToSaveWrapper", "ModuleDict", "CheckpointWrapper")
+# Between a module that routes and its experts, beside what is named in _WRAPPERS.
+_AROUND = ("ParamWrapper", "ModulesToSaveWrapper", "ModuleDict")
 
 
 class _TopK(TorchFunctionMode):
@@ -54,7 +54,11 @@ class _TopK(TorchFunctionMode):
                 )
             ids = ids.to(scores.device, torch.int64).view(*tokens, ids.shape[-1])
             result = torch.return_types.topk((scores.gather(-1, ids), ids))
-        self.chosen.append((result[1].flatten(0, -2), scores.shape[-1]))
+        # Those around see no topk, which one of them may be there to record.
+        modes = torch.overrides._get_current_function_mode_stack()
+        for mode in (self, *modes) if self.given is not None else (self,):
+            if isinstance(mode, _TopK):
+                mode.chosen.append((result[1].flatten(0, -2), scores.shape[-1]))
         return result
 
 
@@ -76,8 +80,13 @@ def _routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
             module = experts
             # Some with an adapter have their router within.
             if not adapted or "router" not in experts._modules:
-                while module is experts or type(module).__name__ in _AROUND:
-                    name = name.rpartition(".")[0]
+                child = ""
+                while (
+                    module is experts
+                    or type(module).__name__ in _AROUND
+                    or child in _WRAPPERS
+                ):
+                    name, _, child = name.rpartition(".")
                     module = model.get_submodule(name)
             # Of the weights: all of the experts that are stacked.
             stacked = (p.shape[0] for p in experts.parameters() if p.dim() == 3)
@@ -107,10 +116,17 @@ def _watched(routers: dict, given: Mapping[str, Tensor], keep=None) -> Iterator[
                     raise RuntimeError(
                         f"the routing of {name!r} is replayed in eager mode only"
                     )
+                if keep is None and name not in given:
+                    raise ValueError(
+                        f"replay_routing: {name!r} runs, and the record has nothing of it, only of "
+                        f"{sorted(given)}"
+                    )
                 running.append(_TopK(num_experts, given.get(name)))
                 running[-1].__enter__()
 
             def leave(module, args, output, *, name=name, running=running):
+                if not running:  # refused
+                    return
                 mode = running.pop()
                 mode.__exit__(None, None, None)
                 if output is None:  # an error is on its way
@@ -148,7 +164,7 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 def replay_routing(model: nn.Module, record: Mapping[str, Tensor]) -> Iterator[None]:
     """As ``torch.nn.utils.moe_replay.replay_routing``; every token has experts, no id is -1."""
     routers = _routers(model)
-    if routers.keys() != record.keys():
+    if not record.keys() <= routers.keys():
         raise ValueError(
             f"replay_routing: the record is of {sorted(record)}, the model has {sorted(routers)}"
         )

@@ -7,6 +7,7 @@ The quick shard of matrix.py, which runs every experts class and whole models.
 import json
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from moe_mlp_experts import NAME
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -114,6 +116,34 @@ class TestTransformers(TestCase):
                 self.assertEqual(experts(*args).dtype, torch.float32)
         self.assertTrue(op.called)
 
+    def test_autocast_gradient_of_one_number(self):
+        """A factor of all weights of the router, as Inkling's global_scale, over many draws.
+
+        Its gradient is a sum of both signs, so that of one draw either form may be many times nearer to
+        float64 than the other.
+        """
+        errors = []
+        config = matrix.TinyConfig()
+        classes = {c.__name__: c for c in matrix.experts_classes()}
+        experts = classes["InklingExperts"](config)
+        for seed in range(48):
+            fill(experts, seed)
+            g = torch.Generator().manual_seed(seed)
+            x, grad = torch.randn(2, 24, 16, generator=g)
+            weights, ids = torch.rand(24, 4, generator=g).topk(2)
+            found = []
+            for name, dtype in (("eager", torch.float64), (NAME, torch.float32), ("eager", torch.float32)):  # fmt: skip
+                config._experts_implementation = name
+                scale = torch.ones(1, dtype=dtype, requires_grad=True)
+                low = dtype == torch.float32
+                with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                    y = experts.to(dtype)(x.to(dtype), ids, weights.to(dtype) * scale)
+                y.backward(grad.to(dtype))
+                found.append(scale.grad.double())
+            errors.append([(value - found[0]).square() for value in found[1:]])
+        ours, eager = torch.tensor(errors).mean(0).sqrt()
+        self.assertLess(ours, 1.2 * eager)
+
     def test_experts_that_compute_in_float32(self):
         classes = {c.__name__: c for c in matrix.experts_classes()}
         config, found = matrix.TinyConfig(), []
@@ -151,6 +181,48 @@ class TestTransformers(TestCase):
                 ids = torch.arange(tokens)[None] % 96
                 compiled(input_ids=ids, use_cache=False)
         self.assertEqual(counter.frame_count, 2)
+
+    def test_compiled_training(self):
+        ours, eager = build("qwen3_moe"), build("qwen3_moe")
+        ours.set_experts_implementation(NAME)
+        options = {"fullgraph": True, "dynamic": True, "backend": "aot_eager"}
+        ours.compile(**options)
+        for shape in ((2, 12), (1, 1), (1, 2)):
+            tokens = torch.arange(shape[0] * shape[1]).view(shape)
+            ours.zero_grad()
+            eager.zero_grad()
+            self.assertEqual(outcome_of(ours, tokens), outcome_of(eager, tokens))
+
+    def test_exported(self):
+        eager, ours = build("gpt_oss"), build("gpt_oss")
+        ours.set_experts_implementation(NAME)
+        kwargs = {"input_ids": torch.arange(24).view(2, 12), "use_cache": False}
+        dims = (torch.export.Dim.AUTO,) * 2
+        dynamic = {"input_ids": dims, "use_cache": None}
+        program = torch.export.export(ours, (), kwargs, dynamic_shapes=dynamic)
+        targets = [str(node.target) for node in program.graph.nodes]
+        self.assertEqual(targets.count("aten.moe_mlp.default"), 2)
+        for shape in ((2, 12), (1, 5), (3, 30)):
+            kwargs["input_ids"] = torch.randint(96, shape)
+            found = program.module()(**kwargs).logits
+            self.assertEqual(found, eager(**kwargs).logits)
+
+    def test_grad_scaler(self):
+        found = []
+        for implementation in (NAME, "eager"):
+            model = build("qwen3_moe", dtype=torch.float64)
+            model.set_experts_implementation(implementation)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=1)
+            for factor in (1, torch.inf, 1):  # the second step is left out
+                loss = model(input_ids=torch.arange(24)[None]).logits.square().mean()
+                optimizer.zero_grad()
+                scaler.scale(loss * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            self.assertEqual(scaler.get_scale(), 2.0**41)
+            found.append(dict(model.named_parameters()))
+        self.assertEqual(*found)
 
     def test_missing_package_names_the_command(self):
         # Without site-packages nothing is installed, wherever these tests find it.
@@ -327,6 +399,22 @@ class TestChoice(TestCase):
         self.assertIn("has no effect on SwitchTransformersForConditional", text)
         with self.assertNoLogs("moe_mlp_experts", "WARNING"):
             auto.from_config(config)  # nobody asked
+
+    def test_unpickled_in_another_process(self):
+        import transformers
+
+        model = matrix.build_model(transformers.Llama4ForCausalLM, torch.float32, NAME)
+        model.set_experts_implementation(NAME)
+        pickled = pickle.dumps(model)
+        adapted = type(model.model.layers[0].feed_forward)
+        with mock.patch.object(adapted, "forward", adapted._moe_mlp_original):
+            del adapted._moe_mlp_original  # nobody asked there yet
+            loaded = pickle.loads(pickled)
+            self.assertEqual(len(fused_experts(loaded)), 2)
+            tokens = torch.arange(8)[None]
+            with mock.patch.object(F, "moe_mlp", wraps=F.moe_mlp) as op:
+                self.assertEqual(loaded(tokens).logits, model(tokens).logits)
+            self.assertEqual(op.call_count, 4)
 
     @parametrize("name", ["Llama4ForCausalLM", "DbrxForCausalLM", "JetMoeForCausalLM"])
     def test_model_without_the_interface(self, name):

@@ -1,8 +1,10 @@
 # Owner(s): ["module: nn"]
 """Router replay in models of transformers, and in torchtitan's router: bits, gradients, and who is refused."""
 
+import functools
 import pathlib
 import sys
+import warnings
 from contextlib import nullcontext
 from unittest import mock
 
@@ -14,6 +16,7 @@ from routing import record_routing, replay_routing
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -108,6 +111,35 @@ class TestRouting(TestCase):
             outcome(model)
         self.assertEqual(again, record)
 
+    def test_record_around_replay(self):
+        """The order of the two contexts does not matter, and of two replays the inner one is."""
+        model = build_model(transformers.Qwen3MoeForCausalLM, torch.float32)
+        with record_routing(model) as record:
+            model(TOKENS)
+        other = {name: ids.flip(0) for name, ids in record.items()}
+        with replay_routing(model, other):
+            expected = outcome(model)
+        with record_routing(model) as found, replay_routing(model, record):
+            with replay_routing(model, other):
+                self.assertEqual(outcome(model), expected, atol=0, rtol=0)
+        self.assertEqual(found, other)
+
+    @parametrize("wrapper", ["compile", "checkpoint_wrapper", "offload_wrapper"])
+    def test_wrapped_experts(self, wrapper):
+        if wrapper == "compile":
+            wrap = functools.partial(torch.compile, backend="aot_eager")
+        else:
+            wrap = getattr(checkpoint_wrapper, wrapper)
+        model = build_model(transformers.Qwen3MoeForCausalLM, torch.float32)
+        model.set_experts_implementation("moe_mlp")
+        with record_routing(model) as record:
+            expected = model(TOKENS).logits
+        for layer in model.model.layers:
+            layer.mlp.experts = wrap(layer.mlp.experts)
+        with record_routing(model) as found, replay_routing(model, record):
+            self.assertEqual(model(TOKENS).logits, expected)
+        self.assertEqual(found, record)
+
     @parametrize("tokens", [(10,), (2, 5)])  # the latter until 2026-08
     def test_torchtitan(self, tokens):
         model, x = nn.Sequential(TokenChoiceTopKRouter()), torch.randn(*tokens, 16)
@@ -155,6 +187,9 @@ class TestRouting(TestCase):
             with self.assertRaises(ValueError):  # the failed call left nothing behind
                 model(torch.randn(4, 16))
             model(x)
+        with replay_routing(model, {}), warnings.catch_warnings(action="error"):
+            with self.assertRaisesRegex(ValueError, "'0' runs, and the record has not"):
+                model(x)
         self.assertFalse(torch.overrides._get_current_function_mode_stack())
 
     def test_trains_what_was_served(self):

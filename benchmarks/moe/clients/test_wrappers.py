@@ -14,6 +14,7 @@ import transformers_experts
 from families import build, fill
 from matrix import class_inputs, experts_classes, TinyConfig
 from moe_mlp_experts import NAME
+from routing import record_routing, replay_routing
 from transformers_experts import ADAPTERS, experts_of, fused_experts
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize as parametrization
+from torch.nn.utils.moe_lora import add_lora
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -73,6 +75,15 @@ def lora(host: Host) -> nn.Module:
     )
     torch.manual_seed(3)
     return peft.get_peft_model(host, config)
+
+
+def merged_again(host: Host) -> nn.Module:
+    for seed, module in enumerate(_owners(host)):
+        if any(p.dim() == 3 for p in module._parameters.values() if p is not None):
+            torch.manual_seed(seed)
+            for p in add_lora(module, 2):
+                nn.init.normal_(p)
+    return host
 
 
 def _save(host: Host, names: list[str]) -> nn.Module:
@@ -153,7 +164,7 @@ def offloaded(host: Host) -> nn.Module:
 WRAPPERS = {
     f.__name__: f
     for f in (
-        lora, modules_to_save, children_to_save, fsdp2, parametrizations, pre_hooks,
+        lora, merged_again, modules_to_save, children_to_save, fsdp2, parametrizations, pre_hooks,
         forward_hooks, backward_hooks, offloaded,
     )
 }  # fmt: skip
@@ -267,6 +278,21 @@ class TestWrappers(TestCase):
             with self.subTest(name):
                 moe_mlp_experts._logged.clear()
                 self._compare(experts_class, wrapper)
+
+    def test_routing_of_a_replaced_block(self):
+        """The block that an adapter replaced routes nothing; one that wraps its parts does."""
+        model = build("qwen3_moe")
+        model.set_experts_implementation(NAME)
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"])
+        model, tokens = peft.get_peft_model(model, config), torch.arange(12)[None]
+        with record_routing(model) as record:
+            expected = model(tokens).logits
+        self.assertEqual(len(record), 2)
+        with replay_routing(model, record):
+            self.assertEqual(model(tokens).logits, expected)
+            with model.disable_adapter():
+                with self.assertRaisesRegex(ValueError, "original_module' runs, and"):
+                    model(tokens)
 
     def test_the_switch_finds_experts_below_wrappers(self):
         model = build("mixtral")

@@ -30,6 +30,7 @@ from packages import require_transformers
 
 import torch.nn.functional as F
 from torch import nn, Tensor
+from torch.nn.utils import moe_lora
 
 
 class _Within:
@@ -219,11 +220,16 @@ def _obstacles_around(child: nn.Module, class_name: str, where: str) -> Iterator
 
 
 def _reaches(module: nn.Module) -> bool:
-    """Whether a call gets to the forward of its class; hooks of accelerate replace an instance's."""
+    """Whether a call gets to the forward of its class.
+
+    Hooks of accelerate and add_lora replace an instance's, and call it.
+    """
     forward = vars(module).get("forward")
     if forward is None:
         return True
     forward = vars(module).get("_old_forward", forward)
+    if getattr(forward, "__func__", None) is moe_lora._forward:
+        forward = vars(module)["_merge_again"].forward
     return getattr(forward, "__func__", None) is type(module).forward
 
 
@@ -402,6 +408,14 @@ def register() -> None:
         original(self, *args, **kwargs)
         if self.config._experts_implementation == NAME:
             _settle(self, asked=False)
+
+    def unpickle(self, state):
+        # As in another process: torch.save of a whole model, or a model that is sent to a worker.
+        super(PreTrainedModel, self).__setstate__(state)
+        if self.config._experts_implementation == NAME:
+            _open_interface(type(self))
+
+    PreTrainedModel.__setstate__ = unpickle
 
     @around(PreTrainedConfig, "_remove_keys_not_serialized")
     def save(original, self, d):

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["add_lora"]
 
+_hooks_are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+
 
 class _LowRank(Module):
     """The parametrization: ``weight + scale * b @ a``."""
@@ -115,8 +117,8 @@ class _MergeAgain:
 
 def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
     again: _MergeAgain = module.__dict__["_merge_again"]
-    # The compiler decides by itself what it computes again.
-    if torch.compiler.is_compiling():
+    # The compiler decides by itself what it computes again; torch.func, for one, allows no hooks.
+    if torch.compiler.is_compiling() or not _hooks_are_allowed():
         return again.forward(*args, **kwargs)
     with again.running():
         return again.forward(*args, **kwargs)
@@ -156,7 +158,8 @@ def add_lora(
             parameter, or a distributed parameter.
 
     .. note::
-        Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep. Under
+        Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep, and where
+        saved tensors may have no hooks, as in :func:`torch.func.grad`, merged weights are saved. Under
         autocast the cast of a merged weight is saved as it is without this.
 
     Example::

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils.moe import _below_functorch
 
 
 __all__ = ["record_routing", "replay_routing"]
@@ -59,11 +60,16 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _smallest(topk_indices: Tensor, num_experts: int) -> Tensor:
-    """In the fewest bytes that hold -1 to E."""
+    """In the fewest bytes that hold -1 to E, without wrappers of torch.func, which end with it."""
+    whole = _below_functorch(topk_indices)
+    if whole.dim() != topk_indices.dim():
+        raise RuntimeError(
+            "record_routing: a router runs under vmap; a record is of one forward"
+        )
     for dtype in (torch.int8, torch.int16):
         if num_experts <= torch.iinfo(dtype).max:
-            return topk_indices.to(dtype)
-    return topk_indices.to(torch.int32)
+            return whole.to(dtype)
+    return whole.to(torch.int32)
 
 
 @contextmanager
@@ -83,8 +89,8 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
 
     Raises:
         ValueError: the model has no router.
-        RuntimeError: a router runs a second time. One record is of one forward: take one each,
-            and ``torch.cat`` what belongs together.
+        RuntimeError: a router runs a second time, or under :func:`torch.func.vmap`. One record is of
+            one forward: take one each, and ``torch.cat`` what belongs together.
 
     Example::
 
@@ -143,18 +149,23 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
             expert: K may differ from the router's, and tokens may have different numbers of experts.
 
     Raises:
-        ValueError: the routers are not those of the record, or one gets another number of tokens.
+        ValueError: the model does not have a router of the record, or a router runs that is not in the
+            record, or one gets another number of tokens.
     """
     routers = _routers(model)
-    if routers.keys() != record.keys():
+    if unknown := sorted(record.keys() - routers.keys()):
         raise ValueError(
-            "replay_routing: record and model must have the same routers; only in the record: "
-            f"{sorted(record.keys() - routers.keys())}, only in the model: "
-            f"{sorted(routers.keys() - record.keys())}"
+            f"replay_routing: the record is of routers that the model does not have: {unknown}; it "
+            f"has {sorted(routers)}"
         )
 
     def hook(name: str) -> Any:
         def give(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            if name not in record:
+                raise ValueError(
+                    f"replay_routing: {name!r} runs, and the record has nothing of it, only of "
+                    f"{sorted(record)}"
+                )
             input = args[0] if args else kwargs["input"]
             tokens, ids = _tokens(input).shape[:-1], record[name]
             if tokens.numel() != ids.shape[0]:
