@@ -39,6 +39,8 @@ class TileConfig:
             any number. Forward kernels only.
         max_columns: only for at most so many columns; 0 for any number.
         max_inner: only for contractions of at most so many terms; 0 for any number.
+        max_registers: of a thread, where the assembler would take so many that fewer programs
+            fit on a multiprocessor; 0 for its choice.
     """
 
     block_m: int
@@ -53,6 +55,7 @@ class TileConfig:
     max_rows: int = 0
     max_columns: int = 0
     max_inner: int = 0
+    max_registers: int = 0
 
 
 MAX_CONFIGS = 6

@@ -54,6 +54,7 @@ def tile_args(
 ) -> dict[str, Any]:
     # A part has gate and up side by side then, and no more columns of H than else.
     parts = config.epilogue_parts * (2 if interleaved else 1)
+    limit = {"maxnreg": config.max_registers} if config.max_registers else {}
     return {
         "EVEN_N": num_columns % config.block_n == 0,
         "EVEN_K": num_inner % config.block_k == 0,
@@ -64,6 +65,7 @@ def tile_args(
         "BLOCK_K": config.block_k,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **limit,
         **OPTIONS,
     }
 

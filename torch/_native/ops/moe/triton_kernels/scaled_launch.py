@@ -341,18 +341,24 @@ class _Products:
             partials = room_for_partials(rows, experts, config, wanted.topk_weights)
             operands, use_tma = _weight_operands(rows, config, w)
             grid = tile_grid(rows, config, num_hidden)
+            tile = _tile_args(recipe, config, num_hidden, dim)
+            named = act.kernel_args()
+            # Others spill: an erf, masks of odd sizes.
+            is_plain = named["ACTIVATION"] == "swiglu" and not named["HAS_LIMIT"]
+            if not (is_plain and tile["EVEN_N"] and tile["EVEN_K"]):
+                tile.pop("maxnreg", None)
             rows.plan.kernel(scaled_act_backward_kernel)[grid](
                 *grad_codes, *operands, w.scale, *preact[:2], or_else(scale, w.scale),
                 rows.row_slots, rows.tiles(config.block_m),
                 *codes, values, hidden, partials,
                 dim, num_hidden, rows.num_rows, rows.top_k, *_strides(w),
-                **act.kernel_args(),
+                **named,
                 HAS_SLOTS=rows.has_slots, HAS_SCALE=scale is not None,
                 STORE_CODES=stores_codes, STORE_VALUES=stores_values,
                 STORE_HIDDEN=wanted.w_out, STORE_PARTIALS=wanted.topk_weights,
                 INT8=preact.is_int8, ALIGNED=num_hidden % PREACT_BLOCK == 0,
                 SQUARE=recipe.square, USE_TMA=use_tma, EPILOGUE_PARTS=config.epilogue_parts,
-                **_tile_args(recipe, config, num_hidden, dim),
+                **tile,
             )  # fmt: skip
             return partials
 
