@@ -24,13 +24,13 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, recipe=None):
+    def __init__(self, **options):
         super().__init__()
-        self.recipe = recipe
+        self.options = options
 
     def forward(self, x, logits, w_in, w_out):
         ids, weights = F.moe_topk(logits, 8)
-        return x + F.moe_mlp(x, ids, weights, w_in, w_out, recipe=self.recipe)
+        return x + F.moe_mlp(x, ids, weights, w_in, w_out, **self.options)
 
 
 def packaged(layer, arch):

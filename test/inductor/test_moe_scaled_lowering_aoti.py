@@ -35,7 +35,7 @@ class TestMoeScaledAoti(TestCase):
     def test_package_with_a_dynamic_number_of_tokens(self, recipe, arch, of_weights):
         # The last is the sum with the residual.
         kernels = ("scaled_up_kernel", "scaled_mm_kernel", of_weights, "triton_")
-        check_package(self, packaged(Layer(recipe), arch), kernels)
+        check_package(self, packaged(Layer(recipe=recipe), arch), kernels)
 
 
 instantiate_parametrized_tests(TestMoeScaledAoti)
