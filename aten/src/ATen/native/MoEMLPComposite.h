@@ -36,7 +36,7 @@ struct Routing {
   Tensor row_is_live; // (R, 1) bool
   Tensor slot_row; // (T, K) int64
   Tensor slot_is_live; // (T, K) bool
-  // Whether all are, where that can be told without a sync: on CPU.
+  // Whether all rows and slots are live. Always false where reading it would sync.
   bool all_rows_live = false;
   bool all_slots_live = false;
   // offs on the host, for the loop over experts; empty with grouped matmuls.
@@ -81,9 +81,9 @@ Tensor with_strides_of(const Tensor& operand, const Tensor& grad);
 
 ScalarType accumulate_type(const Tensor& input);
 
-// fn(begin, count) for all of `rows`, so many at a time that elementwise results of them in the
-// accumulation type need little memory. On CPU a thread's share stays in L2, elsewhere a part is
-// worth the launches.
+// Calls fn(begin, count) on consecutive parts of `rows`, so that elementwise intermediates in the
+// accumulation type stay small: in the L2 of each core on CPU, 64 MB elsewhere, where smaller
+// parts would cost more launches.
 template <typename Fn>
 void for_parts(const Tensor& rows, int64_t columns, const Fn& fn) {
   const int64_t num_rows = rows.size(0);

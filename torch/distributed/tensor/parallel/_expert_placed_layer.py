@@ -1,4 +1,4 @@
-"""One layer whose experts run elsewhere: tokens to slots, copies of weights, and what runs on them."""
+"""One layer of an ExpertPlacement: maps tokens to slots, fetches copies of weights and runs experts on them."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ class PlacedLayer:
             if self.owner._times is not None and torch.is_grad_enabled():
                 self.owner._times.begin()
         elif not self._plan_text:
-            # Never so. Reading it guards a graph by the whole plan: every rank compiles as often, and where
-            # torch._dynamo.config.recompile_limit is reached, all go on in eager mode together.
+            # This never happens. Reading the text makes Dynamo guard on the whole plan, so that all ranks
+            # recompile together and reach torch._dynamo.config.recompile_limit together.
             raise AssertionError("a plan without slots")
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
@@ -329,7 +329,7 @@ class PlacedExperts:
 
     @contextlib.contextmanager
     def _with_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """The module has other weights; what parametrizations, as LoRA, made of its own is not theirs."""
+        """Gives the module other weights, and what parametrizations (LoRA) make of them a cache of its own."""
         cached = parametrize._cache
         if parametrize._cache_enabled:
             parametrize._cache = self._made
@@ -348,7 +348,7 @@ def _bound(ids: Tensor, num_rows: int | None) -> int | None:
     return int((ids >= 0).sum())
 
 
-# That all ranks have if one of them has, besides those of compilers (FakeTensorMode).
+# Modes that are active on all ranks or on none, besides those of compilers (FakeTensorMode).
 _SHARED_MODES = (LocalTensorMode, _CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
 

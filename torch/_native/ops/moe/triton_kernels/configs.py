@@ -39,8 +39,8 @@ class TileConfig:
             any number. Forward kernels only.
         max_columns: only for at most so many columns; 0 for any number.
         max_inner: only for contractions of at most so many terms; 0 for any number.
-        max_registers: of a thread, where the assembler would take so many that fewer programs
-            fit on a multiprocessor; 0 for its choice.
+        max_registers: limit of the registers of a thread, so that more programs fit on a
+            multiprocessor; 0 for the assembler's choice.
     """
 
     block_m: int

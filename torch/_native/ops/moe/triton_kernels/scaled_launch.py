@@ -343,7 +343,7 @@ class _Products:
             grid = tile_grid(rows, config, num_hidden)
             tile = _tile_args(recipe, config, num_hidden, dim)
             named = act.kernel_args()
-            # Others spill: an erf, masks of odd sizes.
+            # Plain SwiGLU fits. The erf of GeGLU and the masks of odd sizes would spill registers.
             is_plain = named["ACTIVATION"] == "swiglu" and not named["HAS_LIMIT"]
             if not (is_plain and tile["EVEN_N"] and tile["EVEN_K"]):
                 tile.pop("maxnreg", None)
