@@ -40,7 +40,8 @@ class TileConfig:
         max_columns: only for at most so many columns; 0 for any number.
         max_inner: only for contractions of at most so many terms; 0 for any number.
         max_registers: limit of the registers of a thread, so that more programs fit on a
-            multiprocessor; 0 for the assembler's choice.
+            multiprocessor; 0 for the assembler's choice. Inductor's wrapper of user-defined
+            kernels does not pass it on.
     """
 
     block_m: int
