@@ -540,10 +540,19 @@ class ExpertGemm {
       std::fill_n(at.c, rows * kPanelCols, acc_t(0));
       return finish(block, at.c);
     }
-    if constexpr (requires { Micro::multiply_stored(weights_, block, columns, at.lines, at.c); }) {
-      if (row_length_ == row_size_ &&
-          Micro::multiply_stored(weights_, block, columns, at.lines, at.c)) {
-        return finish(block, at.c);
+    if constexpr (requires {
+                    Micro::multiply_stored(weights_, block, columns, next, at.lines, at.c);
+                  }) {
+      for (int64_t row = 0; row_length_ == row_size_ && row < rows; row += kFinishRows<Micro>) {
+        const int64_t m = std::min(kFinishRows<Micro>, rows - row);
+        const Block part{block.expert, block.begin + row, block.begin + row + m};
+        if (!Micro::multiply_stored(weights_, part, columns, next, at.lines + row, at.c)) {
+          break;
+        }
+        finish(part, at.c);
+        if (row + m == rows) {
+          return;
+        }
       }
     }
     // Too few for their products to take as long as what is next takes to come, unless it is

@@ -221,7 +221,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   template <typename scalar_t>
   static bool multiply_stored(
       const WeightSource<scalar_t>& weights, const Block& block, const PanelColumns& columns,
-      const operand* const* rows, float* c) {
+      const Panel& /*next*/, const operand* const* rows, float* c) {
     const int64_t depth = weights.part_depth;
     bool fits =
         block.rows() <= kFewRows && weights.k_parts == 1 && depth % kBlockDepth<scalar_t> == 0;
@@ -389,11 +389,10 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
     // So much further along each line, then of the lines that follow: in pages of 4 KiB more comes from
     // many of them at a time than from one after the other.
     constexpr int64_t ahead = 16 * block;
-    const int64_t step = Wide::kOneSum ? depth : Wide::kSumDepth;
     const operand* a[rows];
     std::copy_n(x, rows, a);
-    for (int64_t k0 = 0; k0 < depth; k0 += step) {
-      const int64_t end = std::min(k0 + step, depth);
+    for (int64_t k0 = 0; k0 < depth; k0 += Wide::kSumDepth) {
+      const int64_t end = std::min(k0 + Wide::kSumDepth, depth);
       Vec sums[rows][vectors];
       MOE_UNROLL
       for (int64_t r = 0; r < rows; ++r) {
@@ -447,8 +446,14 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
 using FloatGemm = ThinGemm<float>;
 
 #ifdef MOE_HAS_AMX
-// The words of VecGemm, with one instruction per vector of them. In assembly, as the files of a
-// capability are compiled for AVX512 without it.
+// sum plus the two products of each word. In assembly, as the files of a capability are compiled
+// for AVX512 without this instruction.
+C10_ALWAYS_INLINE __m512 add_dot(__m512 sum, __m512i a, __m512i b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+
+// The words of VecGemm, with one instruction per vector of them.
 struct DotProducts : NativeRounding {
   template <int64_t rows, int64_t vectors>
   C10_ALWAYS_INLINE static void
@@ -458,14 +463,159 @@ struct DotProducts : NativeRounding {
     for (int64_t i = 0; i < rows; ++i) {
       int32_t word;
       std::memcpy(&word, a[i] + k, sizeof(word));
-      const __m512i left = _mm512_set1_epi32(word);
       MOE_UNROLL
       for (int64_t j = 0; j < vectors; ++j) {
-        __m512 sum = sums[i][j];
-        asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(static_cast<__m512>(b[j])));
-        sums[i][j] = sum;
+        sums[i][j] = add_dot(sums[i][j], _mm512_set1_epi32(word), _mm512_castps_si512(b[j]));
       }
     }
+  }
+};
+
+// Weights that lie along K, as they are stored: each lane of a sum has every 16th word of K, and
+// the lanes are added at the end. So nothing is packed or transposed, and a decode step reads
+// lines one after the other, as fast as a sum over memory does. This is done for any number of
+// rows, so that a row has the same bits alone and among others.
+struct DotGemm : ThinGemm<BFloat16, DotProducts> {
+  // See ThinGemm. Fails for an odd K, whose rows are packed.
+  static bool multiply_stored(
+      const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
+      const Panel& next, const BFloat16* const* rows, float* c) {
+    const int64_t depth = weights.part_depth;
+    for (const auto part : c10::irange(weights.k_parts)) {
+      for (const auto& span : columns.spans) {
+        if (depth % 2 != 0 ||
+            (span.count > 0 && weights.view(block.expert, span, part, 0).k_stride != 1)) {
+          return false;
+        }
+      }
+    }
+    const int64_t groups = ceil_div(block.rows(), kTileRows);
+    for (const auto part : c10::irange(weights.k_parts)) {
+      for (const auto group : c10::irange(groups)) {
+        // About equal: a sum waits for its own last product.
+        const int64_t begin = block.rows() * group / groups;
+        const int64_t end = block.rows() * (group + 1) / groups;
+        with_constant<kTileRows>(end - begin, [&](auto count) {
+          const BFloat16* x[count];
+          for (const auto i : c10::irange(int64_t{count})) {
+            x[i] = rows[begin + i] + part * depth;
+          }
+          for (const auto i : c10::irange(2)) {
+            const PanelSpan& span = columns.spans[i];
+            if (span.count > 0) {
+              const auto w = weights.view(block.expert, span, part, 0);
+              const auto soon = weights.view(next.expert, next.columns.spans[i], part, 0);
+              multiply_lines<count>(
+                  depth, x, w, span.count, soon.data, group, groups, part > 0,
+                  c + begin * kPanelCols + span.at);
+            }
+          }
+        });
+      }
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kStep = 32;  // elements of a vector
+  static constexpr int64_t kLinesAtOnce = 4;
+  // Of one or two rows, whose lines are read one after the other.
+  static constexpr int64_t kAheadBytes = 2048;
+
+  // x times `lines` lines of w. Of those at `next`, this group of rows fetches its share.
+  template <int64_t rows>
+  static void multiply_lines(
+      int64_t depth, const BFloat16* const (&x)[rows], const StridedView<BFloat16>& w,
+      int64_t lines, const BFloat16* next, int64_t group, int64_t groups, bool accumulate,
+      float* c) {
+    int64_t i = 0;
+    if constexpr (rows > 2) {
+      const int64_t share = w.n_stride == depth ? ceil_div(kLinesAtOnce, groups) : 0;
+      const int64_t first = share * group;
+      const int64_t count = std::clamp<int64_t>(kLinesAtOnce - first, 0, share);
+      for (; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
+        multiply_tile<rows, kLinesAtOnce>(
+            depth, x, w.data + i * w.n_stride, w.n_stride, next + (i + first) * depth, count,
+            accumulate, c + i);
+      }
+    }
+    for (; i < lines; ++i) {
+      const BFloat16* line = w.data + i * w.n_stride;
+      multiply_tile<rows, 1>(
+          depth, x, line, 0, line + kAheadBytes / sizeof(BFloat16), 1, accumulate, c + i);
+    }
+  }
+
+  // Fetches `fetched` cache lines from `next` on with each vector of K.
+  template <int64_t rows, int64_t lines>
+  C10_NOINLINE static void multiply_tile(
+      int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
+      const BFloat16* next, int64_t fetched, bool accumulate, float* c) {
+    const BFloat16* a[rows];
+    std::copy_n(x, rows, a);
+    __m512 sums[rows][lines];
+    MOE_UNROLL
+    for (int64_t r = 0; r < rows; ++r) {
+      MOE_UNROLL
+      for (int64_t j = 0; j < lines; ++j) {
+        sums[r][j] = _mm512_setzero_ps();
+      }
+    }
+    int64_t k = 0;
+    for (; k + kStep <= depth; k += kStep) {
+      add_products(a, w, stride, k, 0xffff, sums);
+      for (int64_t i = 0; i < fetched; ++i, next += kStep) {
+        prefetch(next);
+      }
+    }
+    if (k < depth) {
+      const auto mask = static_cast<__mmask16>((1 << (depth - k) / 2) - 1);
+      add_products(a, w, stride, k, mask, sums);
+    }
+    MOE_UNROLL
+    for (int64_t r = 0; r < rows; ++r) {
+      float* to = c + r * kPanelCols;
+      if constexpr (lines == 4) {
+        const __m128 sum = add_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+        _mm_storeu_ps(to, accumulate ? _mm_add_ps(_mm_loadu_ps(to), sum) : sum);
+      } else {
+        const float sum = _mm_cvtss_f32(add_lanes(sums[r][0], sums[r][0], sums[r][0], sums[r][0]));
+        *to = accumulate ? *to + sum : sum;
+      }
+    }
+  }
+
+  template <int64_t rows, int64_t lines>
+  C10_ALWAYS_INLINE static void add_products(
+      const BFloat16* const (&a)[rows], const BFloat16* w, int64_t stride, int64_t k,
+      __mmask16 mask, __m512 (&sums)[rows][lines]) {
+    __m512i right[lines];
+    MOE_UNROLL
+    for (int64_t j = 0; j < lines; ++j) {
+      right[j] = _mm512_maskz_loadu_epi32(mask, w + j * stride + k);
+    }
+    MOE_UNROLL
+    for (int64_t r = 0; r < rows; ++r) {
+      const __m512i left = _mm512_maskz_loadu_epi32(mask, a[r] + k);
+      MOE_UNROLL
+      for (int64_t j = 0; j < lines; ++j) {
+        sums[r][j] = add_dot(sums[r][j], left, right[j]);
+      }
+    }
+  }
+
+  // The sums of the lanes of each.
+  C10_ALWAYS_INLINE static __m128 add_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512d low = _mm512_castps_pd(ab), high = _mm512_castps_pd(cd);
+    const __m512 quads = _mm512_add_ps(
+        _mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+        _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    const __m256 half = _mm256_add_ps(
+        _mm512_castps512_ps256(quads),
+        _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(quads), 1)));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
 };
 
@@ -498,7 +648,7 @@ void dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
       // Those of Intel take as long as four products of floats, and multiply two.
       static const bool is_fast = has_dot && !__builtin_cpu_is("intel");
       if (is_fast) {
-        return fn(BFloat16(0), ThinGemm<BFloat16, DotProducts>());
+        return fn(BFloat16(0), DotGemm());
       }
 #endif
       return fn(BFloat16(0), FloatGemm());

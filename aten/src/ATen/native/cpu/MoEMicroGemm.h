@@ -14,8 +14,8 @@
 // and may have, as those of MoEFastGemm.h,
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
-//   multiply_stored()          a product of few rows with weights as they are stored
-//   multiply_runs(), kFewRows  products of these with panels side by side
+//   multiply_stored()          a product with weights as they are stored
+//   multiply_runs(), kFewRows  products of few rows with panels side by side
 // An element is summed over ascending k, in an order that depends neither on the number of
 // rows nor on the thread count.
 
