@@ -139,7 +139,8 @@ class TestMoeMlpComposite(TestCase):
             call_composite(_moe_mlp_backward, *args)
         self.assertEqual(largest, preact.numel())
 
-    def test_no_activations_in_the_accumulation_type(self):
+    @parametrize("threads", [1, 64])
+    def test_no_activations_in_the_accumulation_type(self, threads):
         # As many bytes as all that is saved. They are made of some rows at a time.
         case = MoeCase("parts", num_tokens=300, hidden=512)
         ops = case.operands(torch.bfloat16, bias=True)
@@ -153,7 +154,7 @@ class TestMoeMlpComposite(TestCase):
                     largest = max(largest, result.numel())
                 return result
 
-        with num_threads(1), Largest():
+        with num_threads(threads), Largest():
             _, preact = call_composite(_moe_mlp, *ops.args())
             args = (ops.grad_out, *ops.args(), preact, [True] * 7)
             call_composite(_moe_mlp_backward, *args)

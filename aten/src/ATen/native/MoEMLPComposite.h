@@ -59,13 +59,15 @@ Tensor multiply_experts(const Routing& routing, const Tensor& rows, const Tensor
 ScalarType accumulate_type(const Tensor& input);
 
 // Calls fn(begin, count) on consecutive parts of `rows`, so that elementwise intermediates in the
-// accumulation type stay small: in the L2 of each core on CPU, 64 MB elsewhere, where smaller
-// parts would cost more launches.
+// accumulation type stay small: in the L2 of each core on CPU and, whatever the number of threads, an
+// eighth of all; 64 MB elsewhere, where smaller parts would cost more launches.
 template <typename Fn>
 void for_parts(const Tensor& rows, int64_t columns, const Fn& fn) {
   const int64_t num_rows = rows.size(0);
-  const int64_t elements =
-      rows.is_cpu() ? at::get_num_threads() * (int64_t{1} << 16) : int64_t{1} << 24;
+  constexpr int64_t per_thread = int64_t{1} << 16;
+  const int64_t elements = rows.is_cpu()
+      ? std::min(at::get_num_threads() * per_thread, std::max(per_thread, num_rows * columns / 8))
+      : int64_t{1} << 24;
   const int64_t step = std::max<int64_t>(1, elements / std::max<int64_t>(1, columns));
   for (int64_t begin = 0; begin < num_rows; begin += step) {
     fn(begin, std::min(step, num_rows - begin));
