@@ -13,6 +13,7 @@ import unittest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_cuda import IS_SM90, IS_SM100
 from torch.testing._internal.common_moe import (
     call_composite,
     call_native,
@@ -275,13 +276,16 @@ class TestMoeInvariants(TestCase):
 
     # 5. No host sync
 
+    def run_all_ops(self, call, ops):
+        plan = call(OPS[0], ops.topk_indices, ops.w_in.shape[0])
+        args = (*ops.args()[:5], plan[0], plan[1], ops.b_in, ops.b_out, None)
+        _, preact = call(OPS[1], *args)
+        call(OPS[2], ops.grad_out, *args, preact, [True] * 7)
+
     def check_no_sync(self, call):
         ops = get_case("sentinels").operands(torch.bfloat16, bias=True)
         with NoHostSyncMode():
-            plan = call(OPS[0], ops.topk_indices, ops.w_in.shape[0])
-            args = (*ops.args()[:5], plan[0], plan[1], ops.b_in, ops.b_out, None)
-            _, preact = call(OPS[1], *args)
-            call(OPS[2], ops.grad_out, *args, preact, [True] * 7)
+            self.run_all_ops(call, ops)
 
     def test_no_host_sync(self):
         # 16-byte rows: the composite takes its grouped_mm branch, as it would on
@@ -289,6 +293,29 @@ class TestMoeInvariants(TestCase):
         self.check_no_sync(call_composite)
         self.assertBreaks(
             self.check_no_sync, synchronising, error=RuntimeError, text="host sync"
+        )
+
+    def check_no_sync_on_cuda(self, call):
+        ops = get_case("sentinels").operands(torch.bfloat16, "cuda", bias=True)
+        self.run_all_ops(call_native, ops)  # what is allocated once may synchronize
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.run_all_ops(call, ops)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    @unittest.skipUnless(
+        IS_SM90 or IS_SM100, "needs sm_90 or sm_100: others read offs on the host"
+    )
+    def test_no_host_sync_on_cuda(self):
+        # What the mode above cannot see: copies and waits that are no ops.
+        for call in (call_native, call_composite):
+            self.check_no_sync_on_cuda(call)
+        self.assertBreaks(
+            self.check_no_sync_on_cuda,
+            synchronising,
+            error=RuntimeError,
+            text="synchron",
         )
 
     def check_router_without_sync(self, topk):

@@ -7,6 +7,7 @@ That it computes the same is in test_moe_mlp.py, which runs on every kernel of t
 import dataclasses
 
 import torch
+from torch import Tensor
 from torch.testing._internal.common_moe import backends_of, call_composite, num_threads
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -16,6 +17,7 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.moe_generators import MoeCase
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 _moe_mlp = torch.ops.aten._moe_mlp.default
@@ -88,21 +90,34 @@ class TestMoeMlpComposite(TestCase):
             self.assertEqual({"_grouped_mm", "mm"} & seen.names, {name})
             self.assertEqual(out, expected)
 
-    @parametrize("odd_stride", (False, True))
-    def test_gradient_is_not_copied(self, odd_stride):
+    @parametrize("storage", ("dense", "odd_stride", "transposed"))
+    def test_gradient_is_not_copied(self, storage):
         # One expert: the stride of its dimension is anything, and means nothing.
-        case = MoeCase("copy", num_tokens=13, num_experts=1, top_k=1, dim=16, hidden=24)
+        case = MoeCase("copy", num_tokens=5, num_experts=1, top_k=1, dim=16, hidden=24)
         ops = case.operands(torch.bfloat16)
-        if odd_stride:
-            w_in = ops.w_in.as_strided(ops.w_in.shape, (8, *ops.w_in.stride()[1:]))
-            ops = dataclasses.replace(ops, w_in=w_in)
-        args = (*ops.args(), *[None] * (10 - len(ops.args())))
+        w_in = ops.w_in
+        if storage == "odd_stride":
+            w_in = w_in.as_strided(w_in.shape, (8, *w_in.stride()[1:]))
+        elif storage == "transposed":
+            w_in = w_in.mT.contiguous().mT
+        args = dataclasses.replace(ops, w_in=w_in).args()
+        args = (*args, *[None] * (10 - len(args)))
         _, preact = call_composite(_moe_mlp, *args)
         mask = [False, True, True, *[False] * 4]
-        with Seen() as seen:
+        made = {}  # by address, what is as large as a weight and larger than the rows
+
+        class Made(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                result = func(*args, **(kwargs or {}))
+                for x in tree_leaves(result):
+                    if isinstance(x, Tensor) and x.numel() >= ops.w_out.numel():
+                        made[x.untyped_storage().data_ptr()] = x
+                return result
+
+        with Made():
             call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, mask)
-        # of which a copy with the strides of the weight begins.
-        self.assertNotIn("empty_like", seen.names)
+        # The gradients, and where the weight has other strides than the product a copy.
+        self.assertEqual(len(made), 3 if storage == "transposed" else 2)
 
     def test_separate_up_is_not_concatenated(self):
         # Activations are, at most; a copy of all weights in every step is what w_up saves.
@@ -124,7 +139,8 @@ class TestMoeMlpComposite(TestCase):
             call_composite(_moe_mlp_backward, *args)
         self.assertEqual(largest, preact.numel())
 
-    def test_no_activations_in_the_accumulation_type(self):
+    @parametrize("threads", [1, 64])
+    def test_no_activations_in_the_accumulation_type(self, threads):
         # As many bytes as all that is saved. They are made of some rows at a time.
         case = MoeCase("parts", num_tokens=300, hidden=512)
         ops = case.operands(torch.bfloat16, bias=True)
@@ -138,7 +154,7 @@ class TestMoeMlpComposite(TestCase):
                     largest = max(largest, result.numel())
                 return result
 
-        with num_threads(1), Largest():
+        with num_threads(threads), Largest():
             _, preact = call_composite(_moe_mlp, *ops.args())
             args = (ops.grad_out, *ops.args(), preact, [True] * 7)
             call_composite(_moe_mlp_backward, *args)

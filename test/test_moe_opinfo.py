@@ -75,12 +75,6 @@ class TestMoeOpInfo(TestCase):
         self.assertEqual(len(moe.op_db), 6)
         self.assertEqual({op.name for op in moe.op_db} - set(names), set())
 
-    # TestCommon asks this too; it shows at once that the samples are right.
-    @ops(moe_op_db, allowed_dtypes=(torch.float64, torch.int32))
-    def test_reference(self, device, dtype, op):
-        for sample in op.reference_inputs(device, dtype):
-            self.compare_with_reference(op, op.ref, sample, exact_dtype=True)
-
     @ops(moe_op_db, dtypes=OpDTypes.none)
     def test_errors(self, device, op):
         count = 0

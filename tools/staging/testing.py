@@ -36,6 +36,7 @@ from .series import is_test, Stack
 STAGER_TESTS = "tools/test"
 # Names that PyTorch's test files import, for the tests that patches add to them.
 _HEAD = """\
+import contextlib
 import itertools
 import sys
 import unittest
@@ -51,11 +52,14 @@ import torch.utils.flop_counter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.testing._internal.common_cuda import SM80OrLater
+from torch.testing._internal.common_device_type import dtypes, instantiate_device_type_tests
 from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
+    TEST_CUDA,
     TEST_WITH_TORCHDYNAMO,
     TestCase,
 )

@@ -192,3 +192,19 @@ def test_page_of_results(project):
     assert "results" in rules()
     (folder / "a.json").write_text('{"rows": [{"n": 1}]}')
     assert "results" in rules(), "a file without a command"
+
+
+def test_citations_of_what_does_not_land(project):
+    project.write("tools/requirements.txt", "")
+    (landing,) = {
+        name
+        for pr in project.stack.prs
+        for name in pr.files
+        if name.startswith(("aten/", "torch/"))
+    }
+    text = (project.root / landing).read_text()
+    assert "citation" not in [f["name"] for f in lint("stack.py", project.root)]
+    for cited in ("results/a.json of the RFC", project.stack.non_landing[0]):
+        project.write(landing, f"{text}# See {cited}.\n")
+        found = [f for f in lint("stack.py", project.root) if f["name"] == "citation"]
+        assert len(found) == 1 and "does not land" in found[0]["description"]

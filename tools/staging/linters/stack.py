@@ -152,8 +152,28 @@ def check_results(root: Path) -> None:
                 report(name, "results reference", rule, line=line, code=CODE)
 
 
+def check_citations(root: Path) -> None:
+    """Code and pages that land name no file that stays here."""
+    try:
+        stack = series_module.load(root)
+    except StageError:
+        return  # check_series says it
+    stays = "|".join(re.escape(entry) for entry in stack.non_landing)
+    pattern = re.compile(f"{stays}|{_RESULTS_FILE.pattern}" if stays else _RESULTS_FILE)
+    for name in (name for pr in stack.prs for name in pr.files):
+        path = root / name
+        if not name.startswith(("aten/", "docs/", "torch/")) or not path.exists():
+            continue
+        text = path.read_text(encoding="utf-8")
+        for found in pattern.finditer(text):
+            line = text.count("\n", 0, found.start()) + 1
+            rule = f"{found.group(0)} does not land; say how it was measured"
+            report(name, "citation", rule, line=line, code=CODE)
+
+
 if __name__ == "__main__":
     check_series(Path.cwd())
+    check_citations(Path.cwd())
     check_results(Path.cwd())
     check_drift(Path.cwd())
     check_evidence(Path.cwd())

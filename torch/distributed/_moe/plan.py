@@ -14,8 +14,7 @@ tokens, and where no plan is worth it, everything runs at home. The function is 
 every rank finds the same plan from the same counts, and nothing else is exchanged.
 
 Why experts are not packed onto ranks anew, as EPLB does: each expert away from home is
-fetched in every forward, and a packing moves nearly all of them. See
-benchmarks/moe/results/ep_placement.json.
+fetched in every forward, and a packing moves nearly all of them.
 
 The search for the smallest cap and the greedy export rule are written from the description of
 UltraEP's quota planner; prices and splitting quotas over sources by interval overlap are this

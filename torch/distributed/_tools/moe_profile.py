@@ -205,7 +205,7 @@ class CpuConstants:
             weights are turned for the product.
         half_rows_t: the same where they lie in its order: forward of transposed ones.
         thin_rows: rows of an expert up to which weights are read as they are stored, where
-            the product has a kernel for that (kThinRows of MoEFastGemm.h); else 0.
+            the product has a kernel for that (kFewRows of MoEMicroGemmX86.h); else 0.
         wgrad: rate of products of the weights' gradients against the others.
         memory: B/s of weights and activations.
         fault: B/s of memory that is touched for the first time.

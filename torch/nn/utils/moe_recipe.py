@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["select_recipe"]
 
-_nn: Any = torch.nn  # whose stubs lack what this stack adds
+_nn: Any = torch.nn  # whose stubs lack MoE
 # Recipes of the formats that the performance model knows.
 _OF_FORMAT = {"fp8": "fp8_blockwise", "mxfp8": "mxfp8"}
 

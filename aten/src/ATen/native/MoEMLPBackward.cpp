@@ -1,5 +1,5 @@
-// _moe_mlp_backward of ATen ops, for every backend, and the Meta function. See
-// MoEMLPComposite.h for the parts that it shares with the forward.
+// _moe_mlp_backward of ATen ops, for every backend, and the Meta function. MoEMLPBackward.h has
+// what low precision needs as well.
 //
 // No matmul of the forward runs again: the activation is computed again from H, and the
 // gradient of a router weight is <dO W_out, A>.
@@ -7,7 +7,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEMLPComposite.h>
+#include <ATen/native/MoEMLPBackward.h>
 #include <c10/util/irange.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS

@@ -11,15 +11,11 @@
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
 #else
-#include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
 #endif
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
-#include <tuple>
 #include <vector>
 
 namespace at::native::moe_composite {
@@ -55,40 +51,23 @@ bool can_use_grouped_mm(const moe::MLPInputs& in);
 bool has_work(const char* op, const moe::MLPCall& call);
 
 // Without grouped matmuls offs is read on the host.
-Routing make_routing(
-    const moe::MLPInputs& in,
-    int64_t num_rows,
-    bool use_grouped_mm);
+Routing make_routing(const moe::MLPInputs& in, int64_t num_rows, bool use_grouped_mm);
 
 // (R, N) = rows (R, K) times w_e (E, K, N), e the expert of the row
-Tensor multiply_experts(
-    const Routing& routing,
-    const Tensor& rows,
-    const Tensor& w);
-
-// (E, P, Q): per expert lhs^T rhs over its rows; lhs (R, P), rhs (R, Q)
-Tensor reduce_experts(
-    const Routing& routing,
-    const Tensor& lhs,
-    const Tensor& rhs);
-
-// (E, Q): per expert the sum of its rows (R, Q)
-Tensor sum_experts(const Routing& routing, const Tensor& rows);
-
-// grad with the strides that empty_like(operand) has; those of dimensions of size 1
-// mean nothing.
-Tensor with_strides_of(const Tensor& operand, const Tensor& grad);
+Tensor multiply_experts(const Routing& routing, const Tensor& rows, const Tensor& w);
 
 ScalarType accumulate_type(const Tensor& input);
 
 // Calls fn(begin, count) on consecutive parts of `rows`, so that elementwise intermediates in the
-// accumulation type stay small: in the L2 of each core on CPU, 64 MB elsewhere, where smaller
-// parts would cost more launches.
+// accumulation type stay small: in the L2 of each core on CPU and, whatever the number of threads, an
+// eighth of all; 64 MB elsewhere, where smaller parts would cost more launches.
 template <typename Fn>
 void for_parts(const Tensor& rows, int64_t columns, const Fn& fn) {
   const int64_t num_rows = rows.size(0);
-  const int64_t elements =
-      rows.is_cpu() ? at::get_num_threads() * (int64_t{1} << 16) : int64_t{1} << 24;
+  constexpr int64_t per_thread = int64_t{1} << 16;
+  const int64_t elements = rows.is_cpu()
+      ? std::min(at::get_num_threads() * per_thread, std::max(per_thread, num_rows * columns / 8))
+      : int64_t{1} << 24;
   const int64_t step = std::max<int64_t>(1, elements / std::max<int64_t>(1, columns));
   for (int64_t begin = 0; begin < num_rows; begin += step) {
     fn(begin, std::min(step, num_rows - begin));
@@ -110,46 +89,6 @@ std::pair<Tensor, Tensor> clamp_gate(
 
 // act(H) in the accumulation type, (R, F)
 Tensor activate(const Tensor& preact, const ActivationSpec& spec);
-
-// MoEMLPBackward.cpp: dH (R, G*F) in the dtype of H, from H and the gradient of act(H)
-Tensor preact_grad(
-    const Tensor& preact,
-    const Tensor& grad,
-    const ActivationSpec& spec);
-
-// MoEMLPBackward.cpp: (T, K) from (R), 0 for a slot without a row
-Tensor slots_of_rows(const Tensor& values, const Routing& routing);
-
-// Of the operands in the order of output_mask.
-using Gradients = std::array<Tensor, 7>;
-
-// The gradients that output_mask asks for, where there is an operand: those that
-// compute(wanted, gradients) leaves undefined are 0. The others are empty, but defined, as
-// Inductor's C++ wrapper can not unpack an undefined tensor.
-template <typename ComputeFn>
-auto make_gradients(
-    const moe::MLPInputs& in,
-    const std::array<bool, 7>& output_mask,
-    const ComputeFn& compute) {
-  const Gradients operands = {
-      in.input, in.w_in, in.w_out, in.topk_weights, in.b_in, in.b_out, in.w_up};
-  std::array<bool, 7> wanted{};
-  for (size_t i = 0; i < operands.size(); ++i) {
-    wanted[i] = output_mask[i] && operands[i].defined();
-  }
-  Gradients grads;
-  compute(wanted, grads);
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (!wanted[i]) {
-      grads[i] = at::empty({0}, in.input.options());
-    } else if (!grads[i].defined()) {
-      const bool is_weight = i == 1 || i == 2 || i == 6;
-      grads[i] = at::zeros_like(
-          operands[i], is_weight ? MemoryFormat::Preserve : MemoryFormat::Contiguous);
-    }
-  }
-  return std::tuple_cat(grads);
-}
 
 // (R, 1): the router weight of each row, of slot 0 where it has none
 Tensor weights_of_rows(const Tensor& topk_weights, const Routing& routing);

@@ -15,8 +15,8 @@
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLPBackward.h>
 #include <ATen/native/MoEMLPCPU.h>
-#include <ATen/native/MoEMLPComposite.h>
 #include <ATen/native/MoEMLPScaled.h>
 #include <ATen/native/MoEMLPScaledValues.h>
 #include <ATen/native/MoEQuantize.h>

@@ -4,7 +4,7 @@
 // over a list of (block, panel) tasks. A "block" is a run of rows of one expert, a
 // "panel" kPanelCols columns of the product. Around it, from the bottom up:
 //   MoEPacking.h     rows as vectors, and operands as packed panels
-//   MoEMicroGemm.h   products of these; MoEFastGemm.h, MoEAmx.h: faster ones
+//   MoEMicroGemm.h   products of these; MoEMicroGemmX86.h, MoEAmx.h: faster ones
 //   MoEDriver.h      routing, work of the threads, sources of weights, the loop
 //   MoEActivation.h  activations, derivatives, where gate and up are
 //   MoEProjection.h  products summed per token; which micro-GEMM a call gets

@@ -18,7 +18,7 @@
 
 #include <limits>
 
-#include <ATen/native/cpu/MoEFastGemm.h>
+#include <ATen/native/cpu/MoEMicroGemmX86.h>
 
 #if defined(MOE_HAS_AMX) && defined(__GNUC__)
 #define MOE_HAS_LOW_BIT_AVX512

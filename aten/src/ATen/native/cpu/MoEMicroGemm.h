@@ -11,7 +11,7 @@
 //   Session      what a thread holds while it multiplies
 //   Prefetch     fetches the next panel: multiply() calls it after every few rows, and where
 //                kFetchesWithin its after_word() after each word of K
-// and may have, as those of MoEFastGemm.h,
+// and may have, as those of MoEMicroGemmX86.h,
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
 //   multiply_stored()          a product with weights as they are stored

@@ -5,7 +5,7 @@
 
 #include <ATen/native/cpu/MoEActivation.h>
 #include <ATen/native/cpu/MoEDriver.h>
-#include <ATen/native/cpu/MoEFastGemm.h>
+#include <ATen/native/cpu/MoEMicroGemmX86.h>
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {

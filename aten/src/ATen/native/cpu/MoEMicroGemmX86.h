@@ -1,6 +1,6 @@
 #pragma once
 
-// Micro-GEMMs in place of those of MoEMicroGemm.h: with the next panel fetched ahead and
+// Micro-GEMMs of x86 in place of those of MoEMicroGemm.h: with the next panel fetched ahead and
 // panels packed in registers, for bfloat16 with instructions of their own where those are faster
 // than floats, AMX tiles (MoEAmx.h), else AVX512-BF16, and for few rows.
 
