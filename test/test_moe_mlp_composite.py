@@ -7,7 +7,12 @@ That it computes the same is in test_moe_mlp.py, which runs on every kernel of t
 import dataclasses
 
 import torch
-from torch.testing._internal.common_moe import backends_of, call_composite, num_threads
+from torch.testing._internal.common_moe import (
+    backends_of,
+    call_composite,
+    num_threads,
+    with_backward,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -18,8 +23,7 @@ from torch.testing._internal.moe_generators import MoeCase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-_moe_mlp = torch.ops.aten._moe_mlp.default
-_moe_mlp_backward = torch.ops.aten._moe_mlp_backward.default
+_moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
 
 class Seen(TorchDispatchMode):
