@@ -44,7 +44,6 @@ from torch.testing._internal.moe_reference import (
 _moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
 
-
 # Values that the kernels would trust. R = 26, T*K = 26.
 VALUE_ERRORS = [
     subtest(("row_slots", (7,), 26, r"row_slots must .*got 26"), name="slot_beyond"),

@@ -34,8 +34,6 @@ from torch.testing._internal.moe_reference import (
 )
 
 
-
-
 def scalar_activation(activation, gate, up):
     """One element, in Python floats; ``up`` is ignored by the plain activations."""
     sigmoid = 1 / (1 + math.exp(-gate))

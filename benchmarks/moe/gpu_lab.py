@@ -50,7 +50,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 
-if "--rehearse" in sys.argv:  # before Triton is imported; not in a process that compiles
+if "--rehearse" in sys.argv:  # before Triton is imported; not to compile
     compiles = any(word.startswith("compile/") for word in sys.argv)
     os.environ["TRITON_INTERPRET"] = "0" if compiles else "1"
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))

@@ -80,9 +80,7 @@ class Checkpoint:
         dcp.save(state, checkpoint_id=self.folder / f"step-{step}")
         partial = self.folder / f"latest-{dist.get_rank()}"
         partial.write_text(str(step))
-        partial.replace(
-            self.latest
-        )  # all ranks are done when dcp.save returns
+        partial.replace(self.latest)  # all ranks are done when dcp.save returns
 
     def load(self) -> int:
         """Loads the last checkpoint; the step to continue with."""

@@ -30,7 +30,7 @@ __all__ = ["Found", "Search"]
 FILL = 0.95  # of the device's memory
 # Most ranks that FSDP shards over: each adds a message of the ring, and a tensor at start.
 MOST_SHARDS = 1024
-LAYERS_PER_STAGE = 3  # sends between stages are not modelled and matter for fewer layers
+LAYERS_PER_STAGE = 3  # sends between stages are not modelled; fewer would show
 
 Found = tuple[float, Layout, "Step", "Memory"]  # tokens a second and GPU, of a layout
 

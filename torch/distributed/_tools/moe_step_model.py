@@ -203,7 +203,7 @@ def _step_ends(
     reduced = other * (layout.dp > 1) + expert * (layout.expert_dp > 1)
     hidden = 0.7 * micro * min(accumulation, 2)
     owned = (other / layout.dp + expert / layout.expert_dp) * layout.replicate
-    if layout.fsdp:  # weights are gathered in both passes of a micro-batch, gradients reduced
+    if layout.fsdp:  # weights gathered in both passes, gradients reduced
         moved = 8 * reduced / link - 0.7 * micro
         return accumulation * max(0.0, moved) + cost.stream(p, 20 * owned, 4)
     return max(0.0, 4 * reduced / link - hidden) + cost.stream(p, 20 * owned, 4)

@@ -129,7 +129,7 @@ class ExpertPlacement:
         self._times = StepTimes() if copy_cost is None else None
         self._rests = self._times is not None and online
         self._stats: LoadStats | None = None
-        self._to_load: dict[str, Any] | None = None  # state of stats that do not exist yet
+        self._to_load: dict[str, Any] | None = None  # state of stats not made yet
         self._steps = 0
 
     def add_layer(self, num_experts: int, group: ProcessGroup) -> PlacedLayer:

@@ -556,9 +556,7 @@ class ExpertParallel(ParallelStyle):
                         module, name, self.sequence_parallel_mesh, [Replicate()]
                     )
                     region.grad_placements[name] = (Partial(),)
-        module.__dict__["_expert_parallel"] = (
-            region  # an attribute of unknown type
-        )
+        module.__dict__["_expert_parallel"] = region  # an attribute of unknown type
         module.forward = types.MethodType(_parallel_forward, module)
         if adapter.method != "forward":
             setattr(module, adapter.method, types.MethodType(_parallel_method, module))
