@@ -36,8 +36,8 @@ from torch._vendor.quack.gemm_interface import gemm_tuned
 from ..triton_kernels.launch import Activation
 
 
-# QuACK's names of our activations; those without an entry are not supported. Its GELU by erf
-# has no gated form, and only one of its gated functions has a clamp.
+# QuACK's names of our activations; those without an entry are not supported. It has the erf of
+# gelu and geglu only without a gate, and a clamp in only one gated function.
 ACTIVATIONS: dict[str, str] = {
     "swiglu": "swiglu",
     "geglu_tanh": "geglu",
