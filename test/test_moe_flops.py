@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import aot_function, min_cut_rematerialization_partition, nop
 from torch._functorch import config
+from torch.testing._internal.common_moe import with_backward
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -22,8 +23,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 
-_moe_mlp = torch.ops.aten._moe_mlp.default
-_moe_mlp_backward = torch.ops.aten._moe_mlp_backward.default
+_moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
 # All different, so that a formula that mixes two of them up gives another number.
 T, K, E, D, H = 24, 2, 3, 8, 16

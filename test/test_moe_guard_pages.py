@@ -13,7 +13,7 @@ import random
 
 from test_moe_low_bit import Layer
 from test_moe_mlp_kernels import run_python
-from test_moe_mlp_scaled import differentiable, RECIPES, scaled_args
+from test_moe_mlp_scaled import scaled_args
 from test_scaled_grouped_mm_cpu import draw as draw_scaled
 
 import torch
@@ -31,8 +31,9 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.moe_generators import MoeCase
 from torch.testing._internal.moe_low_bit import LOW_BIT_FORMATS
 from torch.testing._internal.moe_quantized_reference import (
+    CODES,
     moe_quantize_reference,
-    RECIPES as QUANTIZE_RECIPES,
+    RECIPES,
     ScaledMlp,
 )
 from torch.testing._internal.moe_reference import (
@@ -249,7 +250,7 @@ def mlp(draw):
     unfused = moe_mlp_unfused(*args, **kwargs)
     check_values(output, expected[0], unfused[0], dtype, "output")
     check_values(preact, expected[1], unfused[1], dtype, "preact")
-    mask = [x is not None for x in differentiable(ops)]
+    mask = [x is not None for x in ops.differentiable()]
     args = (ops.grad_out, *args)
     grads = draw.call(aten._moe_mlp_backward.default, *args, preact, mask, **kwargs)
     expected = moe_mlp_backward_reference(*args, **kwargs)
@@ -257,7 +258,7 @@ def mlp(draw):
 
 
 def quantize(draw):
-    recipe = draw.pick(*QUANTIZE_RECIPES)
+    recipe = draw.pick(*RECIPES)
     is_square = recipe is ScalingType.BlockWise128x128
     shape = [draw.pick(*EDGES, 130) for _ in range(draw.pick(2, 2, 3))]
     if len(shape) == 3:
@@ -305,7 +306,7 @@ def low_bit(draw):
 
 def scaled(draw):
     """The recipes of training, with weights and input that come quantised or not."""
-    a, w = RECIPES[draw.pick(*RECIPES)]
+    a, w = CODES[draw.pick(*CODES)]
     dtype = draw.dtype()
     kwargs, is_apart = draw.activation()
     case = draw.case()
@@ -328,7 +329,7 @@ def scaled(draw):
     op = aten._moe_mlp_scaled.default
     output, *saved = draw.call(op, *args, **recipes, **kwargs)
     op, args = aten._moe_mlp_scaled_backward.default, (ops.grad_out, *args[1:])
-    mask = [x is not None for x in differentiable(ops)]
+    mask = [x is not None for x in ops.differentiable()]
     grads = draw.call(op, *args, *saved, mask, **recipes, **kwargs)
     product = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     exact = ScaledMlp(ops, a, w, **kwargs)

@@ -8,6 +8,8 @@ from torch.testing._internal.common_device_type import (
     onlyCPU,
 )
 from torch.testing._internal.common_moe import (
+    all_cases,
+    all_dtypes,
     BACKENDS,
     backends_of,
     call_native,
@@ -16,6 +18,7 @@ from torch.testing._internal.common_moe import (
     saved_bytes_bound,
     saved_for_backward,
     to_meta,
+    with_backward,
 )
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
@@ -27,13 +30,13 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.moe_generators import (
     extreme_gates,
     get_case,
-    moe_cases,
     MoeCase,
     one_token_with_preact,
 )
 from torch.testing._internal.moe_reference import (
     ACTIVATIONS,
     check_close,
+    check_gradients,
     GATED_ACTIVATIONS,
     moe_mlp_backward_reference,
     moe_mlp_backward_unfused,
@@ -43,13 +46,8 @@ from torch.testing._internal.moe_reference import (
 )
 
 
-_moe_mlp = torch.ops.aten._moe_mlp.default
-_moe_mlp_backward = torch.ops.aten._moe_mlp_backward.default
+_moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
-all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
-all_dtypes = parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-)
 all_backends = parametrize("backend", backends_of(_moe_mlp))
 all_activations = parametrize(
     "activation,gate_interleaved",
@@ -58,22 +56,9 @@ all_activations = parametrize(
 )
 
 
-def differentiable(ops):
-    """Operands in output_mask order."""
-    return (
-        ops.input,
-        ops.w_in,
-        ops.w_out,
-        ops.topk_weights,
-        ops.b_in,
-        ops.b_out,
-        ops.w_up,
-    )
-
-
 def run_backward(backend, ops, preact, mask=None, **kwargs):
     if mask is None:
-        mask = [x is not None for x in differentiable(ops)]
+        mask = [x is not None for x in ops.differentiable()]
     grads = BACKENDS[backend](
         _moe_mlp_backward, ops.grad_out, *ops.args(), preact, mask, **kwargs
     )
@@ -141,14 +126,10 @@ class TestMoeMlp(TestCase):
             grads = run_backward(backend, ops, preact, **kwargs)
         expected = moe_mlp_backward_reference(ops.grad_out, *ops.args(), **kwargs)
         unfused = moe_mlp_backward_unfused(ops.grad_out, *ops.args(), **kwargs)
-        for operand, name, actual, ref, yardstick in zip(
-            differentiable(ops), grads._fields, grads, expected, unfused, strict=True
-        ):
-            if operand is None:
-                self.assertEqual(tuple(actual.shape), (0,))
-            else:
-                self.assertEqual(actual.dtype, operand.dtype)
-                check_close(actual, ref, yardstick, ops.input.dtype, name)
+        for operand, grad in zip(ops.differentiable(), grads, strict=True):
+            if operand is not None:
+                self.assertEqual(grad.dtype, operand.dtype)
+        check_gradients(grads, expected, unfused, ops.input.dtype)
         return grads
 
     @all_backends
@@ -402,7 +383,7 @@ class TestMoeMlp(TestCase):
         self.assertFalse(preact.requires_grad)
         expected = run_backward("native", ops, preact)
         output.backward(ops.grad_out)
-        for x, grad in zip(differentiable(ops), expected, strict=True):
+        for x, grad in zip(ops.differentiable(), expected, strict=True):
             if x.requires_grad:
                 self.assertEqual(x.grad, grad, rtol=0, atol=0)
             else:

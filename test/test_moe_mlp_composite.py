@@ -8,7 +8,12 @@ import dataclasses
 
 import torch
 from torch import Tensor
-from torch.testing._internal.common_moe import backends_of, call_composite, num_threads
+from torch.testing._internal.common_moe import (
+    backends_of,
+    call_composite,
+    num_threads,
+    with_backward,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -20,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-_moe_mlp = torch.ops.aten._moe_mlp.default
-_moe_mlp_backward = torch.ops.aten._moe_mlp_backward.default
+_moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
 
 class Seen(TorchDispatchMode):

@@ -15,7 +15,12 @@ import unittest
 
 import torch
 from torch.profiler import profile
-from torch.testing._internal.common_moe import num_threads
+from torch.testing._internal.common_moe import (
+    all_cases,
+    all_dtypes,
+    num_threads,
+    with_backward,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -24,9 +29,10 @@ from torch.testing._internal.common_utils import (
     subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases
+from torch.testing._internal.moe_generators import get_case
 from torch.testing._internal.moe_reference import (
     check_close,
+    check_gradients,
     moe_mlp_backward_reference,
     moe_mlp_backward_unfused,
     moe_mlp_reference,
@@ -35,13 +41,7 @@ from torch.testing._internal.moe_reference import (
 )
 
 
-_moe_mlp = torch.ops.aten._moe_mlp.default
-_moe_mlp_backward = torch.ops.aten._moe_mlp_backward.default
-
-all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
-all_dtypes = parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-)
+_moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
 
 # Values that the kernels would trust. R = 26, T*K = 26.
@@ -210,11 +210,7 @@ class TestMoeMlpKernels(TestCase):
         check_close(preact, expected[1], unfused[1], dtype, "preact")
         expected = moe_mlp_backward_reference(grad_out, *args)
         unfused = moe_mlp_backward_unfused(grad_out, *args)
-        for name, grad, want, yardstick in zip(
-            expected._fields, grads, expected, unfused
-        ):
-            if want is not None:
-                check_close(grad, want, yardstick, dtype, name)
+        check_gradients(grads, expected, unfused, dtype)
 
     @all_dtypes
     @parametrize(

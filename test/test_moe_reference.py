@@ -5,11 +5,11 @@ import itertools
 import math
 
 import torch
+from torch.testing._internal.common_moe import all_cases
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    subtest,
     TestCase,
 )
 from torch.testing._internal.moe_generators import (
@@ -32,9 +32,6 @@ from torch.testing._internal.moe_reference import (
     moe_permutation_reference,
     moe_topk_reference,
 )
-
-
-all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
 
 
 def scalar_activation(activation, gate, up):
@@ -148,14 +145,7 @@ class TestMoeMlpReference(TestCase):
         ops = case.operands(
             torch.float64, bias=True, weights_dtype=torch.float64, requires_grad=True
         )
-        operands = (
-            ops.input,
-            ops.w_in,
-            ops.w_out,
-            ops.topk_weights,
-            ops.b_in,
-            ops.b_out,
-        )
+        operands = ops.differentiable()[:6]
         expected = dense_moe_mlp(
             ops.input,
             ops.topk_indices,

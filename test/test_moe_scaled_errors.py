@@ -7,8 +7,7 @@ kernels must then agree on whether that is an error, and on its type and text.
 """
 
 import torch
-from torch.nn.functional import ScalingType
-from torch.testing._internal.common_moe import BACKENDS, to_meta
+from torch.testing._internal.common_moe import BACKENDS, to_meta, with_backward
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -16,20 +15,11 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.moe_generators import MoeCase
+from torch.testing._internal.moe_quantized_reference import CODES, SQUARE
 
 
-op = torch.ops.aten._moe_mlp_scaled.default
-backward_op = torch.ops.aten._moe_mlp_scaled_backward.default
+op, backward_op = with_backward("_moe_mlp_scaled")
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-ROW, MX, B128, SQUARE = (
-    getattr(ScalingType, name).value
-    for name in ("RowWise", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
-)
-RECIPES = {
-    "mxfp8": (MX, MX),
-    "fp8_blockwise": (B128, SQUARE),
-    "fp8_rowwise": (ROW, ROW),
-}
 OPERANDS = (
     "input w_in w_out offs topk_weights row_slots slot_rows b_in b_out w_up"
     " input_scaled w_in_scaled w_out_scaled w_up_scaled"
@@ -65,7 +55,7 @@ def calls(recipe, with_lists, gated_apart, swizzle=0):
         torch.bfloat16, bias=True
     )
     ops = ops.split_gate() if gated_apart else ops
-    a, w = RECIPES[recipe]
+    a, w = CODES[recipe]
     lists: list[list[torch.Tensor]] = [[], [], [], []]
     if with_lists:
         lists[0] += torch._moe_quantize(ops.input, a)

@@ -14,6 +14,8 @@ from torch.testing._internal.common_moe import (
     call_composite,
     call_native,
     NoHostSyncMode,
+    TOPK_OPTIONS,
+    with_backward,
 )
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -26,17 +28,9 @@ from torch.testing._internal.moe_generators import moe_cases
 from torch.testing._internal.moe_reference import moe_topk_reference
 
 
-_moe_topk = torch.ops.aten._moe_topk.default
-_moe_topk_backward = torch.ops.aten._moe_topk_backward.default
+_moe_topk, _moe_topk_backward = with_backward("_moe_topk")
 
 E = 16
-OPTIONS = {
-    "default": {},
-    "not_normalized": {"normalize": False},
-    "sigmoid": {"score": "sigmoid", "scale": 2.5},
-    "groups": {"num_groups": 4, "top_groups": 2},
-    "groups_sigmoid": {"score": "sigmoid", "num_groups": 4, "top_groups": 3},
-}
 
 
 BACKENDS_OF_THE_ROUTER = parametrize("backend", ["native", "composite"])
@@ -86,13 +80,13 @@ class TestMoeTopk(TestCase):
         self.assertEqual(indices, expected[0])
         self.assertEqual(weights, expected[1], exact_dtype=False)
 
-    @parametrize("name", list(OPTIONS))
+    @parametrize("name", list(TOPK_OPTIONS))
     @parametrize(
         "dtype",
         [torch.float32, torch.bfloat16, torch.float16, torch.float64],
     )
     def test_backward_against_autograd_in_float64(self, name, dtype):
-        options = {k: v for k, v in OPTIONS[name].items() if "groups" not in k}
+        options = {k: v for k, v in TOPK_OPTIONS[name].items() if "groups" not in k}
         logits = torch.randn(40, 24).to(dtype)
         indices, weights = _moe_topk(logits, 4, **options)
         grad = torch.randn_like(weights)
@@ -133,13 +127,13 @@ class TestMoeTopk(TestCase):
                 self.check_choice(logits, k, score="sigmoid")
 
     @parametrize("num_experts", [E, 128])
-    @parametrize("name", list(OPTIONS))
+    @parametrize("name", list(TOPK_OPTIONS))
     @parametrize("dtype", [torch.float32, torch.float64])
     def test_selection_with_bias_and_groups(self, num_experts, name, dtype):
         # Ties everywhere; the bias makes every kind of value. Enough rows for two threads.
         logits = torch.randn(80, num_experts, dtype=dtype).round()
         bias = in_order("special", 1, num_experts)[0]
-        options = {**OPTIONS[name], "scale": 1.0, "normalize": False}
+        options = {**TOPK_OPTIONS[name], "scale": 1.0, "normalize": False}
         selectable = num_experts
         if "num_groups" in options:
             selectable = num_experts // options["num_groups"] * options["top_groups"]
@@ -159,22 +153,22 @@ class TestMoeTopk(TestCase):
         expected = torch._moe_topk(logits.t().contiguous(), 4)
         self.assertEqual(torch._moe_topk(logits.t(), 4), expected, rtol=0, atol=0)
 
-    @parametrize("name", list(OPTIONS))
+    @parametrize("name", list(TOPK_OPTIONS))
     def test_gradcheck(self, name):
         logits = torch.randn(5, E, dtype=torch.float64, requires_grad=True)
 
         def weights(x):
-            return torch.ops.aten._moe_topk(x, 4, **OPTIONS[name])[1]
+            return torch.ops.aten._moe_topk(x, 4, **TOPK_OPTIONS[name])[1]
 
         torch.autograd.gradcheck(weights, (logits,))
 
-    @parametrize("name", list(OPTIONS))
+    @parametrize("name", list(TOPK_OPTIONS))
     def test_opcheck(self, name):
         logits = torch.randn(6, E, requires_grad=True)
         torch.library.opcheck(
             torch.ops.aten._moe_topk.default,
             (logits, 3, torch.randn(E)),
-            OPTIONS[name],
+            TOPK_OPTIONS[name],
             # Its loss adds floats to the sum of the first result, which is integer
             # here; test_compiled has that part.
             test_utils=(
@@ -183,7 +177,7 @@ class TestMoeTopk(TestCase):
                 "test_faketensor",
             ),
         )
-        options = {k: v for k, v in OPTIONS[name].items() if "groups" not in k}
+        options = {k: v for k, v in TOPK_OPTIONS[name].items() if "groups" not in k}
         indices, weights = torch.ops.aten._moe_topk(logits.detach(), 3, **options)
         torch.library.opcheck(
             torch.ops.aten._moe_topk_backward.default,
@@ -192,10 +186,10 @@ class TestMoeTopk(TestCase):
         )
 
     @parametrize("dynamic", [False, True])
-    @parametrize("name", list(OPTIONS))
+    @parametrize("name", list(TOPK_OPTIONS))
     def test_compiled(self, name, dynamic):
         def weights(x):
-            return torch._moe_topk(x, 4, **OPTIONS[name])[1]
+            return torch._moe_topk(x, 4, **TOPK_OPTIONS[name])[1]
 
         torch._dynamo.reset()
         compiled = torch.compile(
@@ -248,7 +242,7 @@ class TestMoeTopk(TestCase):
 
         def run(enabled):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                indices, weights = torch._moe_topk(logits, 3, **OPTIONS["groups"])
+                indices, weights = torch._moe_topk(logits, 3, **TOPK_OPTIONS["groups"])
             (grad,) = torch.autograd.grad(weights.square().sum(), logits)
             return indices, weights, grad
 
@@ -275,7 +269,7 @@ class TestMoeTopk(TestCase):
             logits = torch.empty(6, E, device="cuda")
             bias = torch.empty(E, device="cuda")
             with NoHostSyncMode():
-                for some_bias, options in ((None, {}), (bias, OPTIONS["groups"])):
+                for some_bias, options in ((None, {}), (bias, TOPK_OPTIONS["groups"])):
                     indices, weights = call(_moe_topk, logits, 3, some_bias, **options)
                 call(_moe_topk_backward, weights, logits, indices)
 
@@ -312,7 +306,7 @@ class TestMoeTopk(TestCase):
             return indices, weights.detach(), grad
 
         def router(x):
-            return torch._moe_topk(x, 3, **OPTIONS[name])
+            return torch._moe_topk(x, 3, **TOPK_OPTIONS[name])
 
         torch._dynamo.reset()
         compiled = torch.compile(router, fullgraph=True)

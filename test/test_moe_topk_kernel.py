@@ -4,7 +4,13 @@
 import time
 
 import torch
-from torch.testing._internal.common_moe import call_composite, call_native, num_threads
+from torch.testing._internal.common_moe import (
+    call_composite,
+    call_native,
+    num_threads,
+    TOPK_OPTIONS,
+    with_backward,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -13,17 +19,9 @@ from torch.testing._internal.common_utils import (
 )
 
 
-_moe_topk = torch.ops.aten._moe_topk.default
-_moe_topk_backward = torch.ops.aten._moe_topk_backward.default
+_moe_topk, _moe_topk_backward = with_backward("_moe_topk")
 
 E = 16
-OPTIONS = {
-    "default": {},
-    "not_normalized": {"normalize": False},
-    "sigmoid": {"score": "sigmoid", "scale": 2.5},
-    "groups": {"num_groups": 4, "top_groups": 2},
-    "groups_sigmoid": {"score": "sigmoid", "num_groups": 4, "top_groups": 3},
-}
 
 
 class TestMoeTopkKernel(TestCase):
@@ -32,11 +30,11 @@ class TestMoeTopkKernel(TestCase):
             has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
             self.assertTrue(has_kernel(op.name(), "CPU"))
 
-    @parametrize("name", list(OPTIONS))
+    @parametrize("name", list(TOPK_OPTIONS))
     @parametrize("bias", [False, True])
     @parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
     def test_kernels_agree(self, name, bias, dtype):
-        options = dict(OPTIONS[name], bias=torch.randn(E) if bias else None)
+        options = dict(TOPK_OPTIONS[name], bias=torch.randn(E) if bias else None)
         # Few distinct values, so that there are ties.
         logits = torch.randn(40, E).mul(4).round().to(dtype)
         actual = call_native(_moe_topk, logits, 4, **options)

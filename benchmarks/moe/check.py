@@ -1,8 +1,8 @@
 """A measured layer against float64, by the rule of moe_reference.py.
 
-Float64 copies of all weights of a large layer would not fit, so that a large one is checked on a
-sample: y, dX and d(topk_weights) of some tokens, which no other token has a share in, and dW and
-db of some experts, over all of their rows. Small ones are checked whole.
+Float64 copies of all weights of a large layer would not fit in memory, so it is checked on a
+sample: y, dX and d(topk_weights) of some tokens, which do not depend on other tokens, and dW and
+db of some experts, over all of their rows. Small layers are checked whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,14 @@ MAX_ELEMENTS = 4 * 10**8  # of the weights that the sampled tokens need in float
 
 
 class Sample(NamedTuple):
-    """What of a layer is checked."""
+    """The part of a layer that is checked."""
 
     tokens: Tensor  # (S,) int64, in ascending order
     experts: list[int]  # whose gradients are checked
 
 
 class Error(NamedTuple):
-    """max|actual - reference|, what invariant 1 allows of it, and max|reference|."""
+    """max|actual - reference|, the error that invariant 1 allows, and max|reference|."""
 
     error: float
     bound: float
@@ -93,7 +93,7 @@ def _values(shape: Shape, o: Operands, sample: Sample, backward: bool, functions
 
 
 def truth(shape: Shape, operands: Operands, sample: Sample, *, backward: bool):
-    """Values of the sample by name: in float64, and unfused in the dtype of the operands."""
+    """Values of the sample by name, in float64 and unfused in the dtype of the operands."""
     r, args = moe_reference, (shape, operands, sample, backward)
     exact = (r.moe_mlp_reference, r.moe_mlp_backward_reference)
     unfused = (r.moe_mlp_unfused, r.moe_mlp_backward_unfused)
@@ -111,7 +111,7 @@ def sampled(sample: Sample, y: Tensor, grads: Sequence[Tensor]) -> dict[str, Ten
 
 
 def errors(actual: Mapping, expected, dtype, who: str) -> dict[str, Error]:
-    """Of every value; ``expected`` is of :func:`truth`. A missing one raises."""
+    """The error of every value; ``expected`` comes from :func:`truth`. A missing value raises."""
     reference, unfused = expected
     if actual.keys() != reference.keys():
         raise AssertionError(f"{who} gives {sorted(actual)}, not {sorted(reference)}")
@@ -124,7 +124,7 @@ def errors(actual: Mapping, expected, dtype, who: str) -> dict[str, Error]:
 
 
 def largest_share(found: Mapping[str, Error], who: str) -> float:
-    """Largest error over the allowed one, above which a value raises."""
+    """Largest error over the allowed one. A value above 1 raises."""
     for name, (error, bound, _) in found.items():
         if not error <= bound:
             seen = f"{name} of {who} has error {error:.3e} against float64"

@@ -1,14 +1,15 @@
 """What torch.compile makes of MoE layers on the CPU: three tables, in one JSON.
 
-rewrites    blocks as people write them (peers.py), compiled as they are, rewritten by
+rewrites    blocks as people write them (peers.py), compiled unchanged, rewritten by
             ``torch._inductor.config.moe_fusion``, and ``F.moe_mlp`` compiled on their operands, in
-            bfloat16 and in float32, whose blocks stay where the op is slower
+            bfloat16 and in float32. A float32 block is not rewritten if the op is slower
 layouts     ``F.moe_mlp`` on expert weights as nn.Linear stores them, and on the transposed storage
-            of gpt-oss, eager and frozen, where Inductor stores them anew
-compiles    how many graphs and kernels a layer makes over changing numbers of tokens, and seconds
+            of gpt-oss, eager and frozen, where Inductor changes the storage
+compiles    graphs and kernels of a layer over changing numbers of tokens, and seconds
             of all threads to compile; the experts of transformers if it is installed (clients/)
 
-One thread, its own processor time, forms in turns, ratios of one round: others may use the machine.
+Others may use the machine: one thread is timed by its processor time, forms take turns, and
+ratios are of one round.
 
     python benchmarks/moe/compiled.py --out FILE.json
 """
@@ -64,7 +65,7 @@ def _direct(x: Tensor, ids: Tensor, scores: Tensor, *weights: Tensor) -> Tensor:
 
 
 def _times(steps: dict[str, Callable], rounds: int, ratios: dict) -> dict:
-    """Spreads in milliseconds by name, and ``ratios``: name -> over which of the steps which."""
+    """Spreads in milliseconds by name; ``ratios``: name -> (numerator, denominator) among the steps."""
     options = {"warmup": 2, "clock": time.thread_time}
     seconds = interleaved_seconds(steps, rounds=rounds, **options)
     of_pairs = {n: ratio_record(seconds[a], seconds[b]) for n, (a, b) in ratios.items()}
@@ -140,7 +141,7 @@ def measure_layout(shape: Shape, rounds: int) -> dict:
 
 
 def _layers_to_compile(quick: bool) -> dict[str, tuple[Any, Callable[..., tuple]]]:
-    """What is compiled, by name, and a function that makes its arguments for T tokens."""
+    """Compiled layers by name, with a function that makes their arguments for T tokens."""
 
     def of_block(num_tokens: int, backward: bool) -> tuple:
         return _arguments("", make_operands(_shape(num_tokens, quick)), backward)
@@ -204,7 +205,7 @@ def main() -> None:
     args = parse(__doc__, quick=False, rounds=15, tables=tables)
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
-    # Both compiled forms would be found there.
+    # The cache would have both compiled forms.
     config.fx_graph_cache = False
     torch._functorch.config.enable_autograd_cache = False
     tokens = (8,) if args.quick else TOKENS
@@ -230,7 +231,7 @@ def main() -> None:
                 )
                 for backward, dtype in kinds:
                     shape = _shape(num_tokens, args.quick)
-                    # A forward is short: the noise of one is above what is compared.
+                    # One forward is too short: its noise exceeds the differences.
                     more = rounds if backward else rounds * max(4, 64 // num_tokens)
                     row = measure_rewrite(form, shape, backward, more, dtype)
                     add("rewrites", row)

@@ -1,18 +1,18 @@
 """Time F.moe_mlp on the CPU beside what people run today, and beside a bound.
 
-Every row runs all forms in this process, in turns, on views of the same weights, after it
-has compared each of them with float64::
+Every row compares all forms with float64, then runs them in turns in this process, on views of
+the same weights::
 
     python benchmarks/moe/cpu_ops.py --out FILE.json [--rows PATTERN ...]
 
-Rows are chosen by names or shell patterns of ids; ``--seconds`` caps all timed calls of a form in a
-row; ``--quick`` has tiny rows. Peers are those of the transformers package where it can be
-imported, else our own code in the same forms; every entry names its source.
+``--rows`` takes names or shell patterns of ids; ``--seconds`` caps all timed calls of a form in a
+row; ``--quick`` has tiny rows. Peers come from the transformers package if it can be
+imported, else from our own code in the same forms; every entry names its source.
 
-The bound is the larger of arithmetic at the rate of at::mm, measured on the row's own matrices
-(as many rows as an expert has on average, operands in the cache, nothing allocated), and of the
-bytes that no implementation can do without at the rate of memory. Both rates are measured in
-every round, so that what slows the machine down slows the bound down with the forms.
+The bound is the larger of two times: of the arithmetic at the rate of at::mm, measured on the row's
+matrices (as many rows as an expert has on average, operands in the cache, no allocation), and of the
+bytes that every implementation moves, at the rate of memory. Both rates are measured in
+every round, so that other jobs on the machine slow down the bound and the forms alike.
 """
 
 import datetime
@@ -35,8 +35,8 @@ from torch import Tensor
 import measure
 
 
-# What every form of a row has in the JSON, beside its ratio to ours. Times are of one call, through
-# all layers of the row; ratios are peer over ours, per round; bytes are of one call.
+# Fields of every form of a row in the JSON, beside its ratio to ours. Times and bytes are of one
+# call, through all layers of the row; ratios are peer over ours, per round.
 FORM_KEYS = {"source", "kind", "error_over_allowed", "saved_bytes", "peak_bytes", "rounds", "milliseconds"}  # fmt: skip
 
 
@@ -58,8 +58,8 @@ QUICK = Settings(3, 1.0, False, tokens=10**6, experts=10**6, stream_bytes=1 << 2
 class Runner:
     """One form on the operands of a row.
 
-    Calls take the routings of the row in turns. In a decode row they also shift the expert ids
-    from form to form, so that no form finds the weights in the cache that another one just read.
+    Calls take the routings of the row in turns. In a decode row each form also shifts the expert
+    ids, so that the weights that another form just read are of no use in the cache.
     """
 
     def __init__(self, row: Row, layers: Sequence, ids: list, peer: Peer, shift: int):
@@ -70,7 +70,7 @@ class Runner:
         self.calls = 0
 
     def forward(self, routing: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """y of the last layer that ``routing`` has ids of, and what its gradients are of."""
+        """y of the last layer with ids in ``routing``, and the tensors that get gradients."""
         o = self.layers[0]
         x, weights = (t.detach().requires_grad_() for t in (o.x, o.weights))
         with torch.set_grad_enabled(self.row.backward):
@@ -94,7 +94,7 @@ class Runner:
         self.step(self.ids[self.calls % len(self.ids)])
 
     def saved_bytes(self) -> int:
-        """Kept for backward; of a forward row, nothing."""
+        """Bytes kept for backward; 0 in a forward row."""
         if not self.row.backward:
             return 0
         stored = [t for layer in self.layers for t in layer.stored()]
@@ -113,7 +113,7 @@ class Bound:
         shape = row.shape
         self.rows = max(1, round(shape.T * shape.K / shape.E))
         self._products = shape.products(row.backward, self.rows)
-        # Which operands are transposed views where weights are (out, in).
+        # Which operands are transposed views, as weights are (out, in).
         views = ((0, 1), (0, 1), (0, 0), (0, 0), (1, 0), (1, 0))
         self._mm = [self._mm_of(*p, *v) for p, v in zip(self._products, views)]
         source = torch.ones(stream_bytes // 4)
@@ -146,14 +146,14 @@ class Bound:
         return work / sum(map(median, self._mm)), self.stream_bytes / stream
 
     def seconds(self, mm_rate: float, stream_rate: float) -> tuple[float, float]:
-        """Of arithmetic and of bytes, at these rates."""
+        """Seconds of the arithmetic and of the bytes, at these rates."""
         row, size = self.row, self.row.dtype.itemsize
         moved = row.shape.compulsory_bytes(row.backward, self.hits, size)
         work = row.shape.flops(row.backward)
         return row.layers * work / mm_rate, row.layers * moved / stream_rate
 
     def record(self, rates: Sequence[tuple[float, float]]) -> dict[str, object]:
-        """What a row of the JSON says of its bound, by the medians of the rates."""
+        """The bound's fields in a row of the JSON, by the medians of the rates."""
         mm_rate, stream_rate = map(statistics.median, zip(*rates))
         compute, memory = self.seconds(mm_rate, stream_rate)
         return {
@@ -172,7 +172,7 @@ class Bound:
 def _checked_runners(
     row: Row, layers: Sequence[Operands], ids: list, settings: Settings, without: dict
 ) -> tuple[dict[str, Runner], dict[str, dict], dict[str, int]]:
-    """Runners of the forms whose results are right, what is known of each, and its rounds."""
+    """Runners of the forms with correct results, the JSON entry of each, and its rounds."""
     shape, first = row.shape, layers[0]
     sample = check.make_sample(shape, first.ids, settings.tokens, settings.experts)
     expected = check.truth(shape, first, sample, backward=row.backward)
@@ -213,7 +213,7 @@ def _checked_runners(
 
 
 def measure_row(row: Row, settings: Settings) -> dict[str, object]:
-    """One row of the JSON; a form that computes something else raises."""
+    """One row of the JSON; a form with wrong results raises."""
     shape = row.shape
     layers = [make_operands(shape, dtype=row.dtype, layer=i) for i in range(row.layers)]
     seeds = (range(100 * i, 100 * i + row.layers) for i in range(row.routings))
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
             record["started"] = started.isoformat(timespec="seconds")
             measured.append(record | {"load_average": round(os.getloadavg()[0], 2)})
             advance(row.id)
-            # After every row, so that a stop loses none.
+            # Saved after every row, so that an interruption loses none.
             measure.save(args.out, cpu_flags=" ".join(sorted(flags)), rows=measured)
     ours = f"forms.{OURS}."
     columns = {

@@ -4,11 +4,11 @@
 
     python benchmarks/moe/cpu_router.py --threads 1 --out benchmarks/moe/results/cpu_router.json
 
-All three normalize the weights. The order in which topk puts equal scores is undefined. The logits
-are others in every call: what a branch predictor learns from some is of no use for the next.
+All three normalize the weights. The order of equal scores is undefined in topk. The logits
+differ in every call, so that a branch predictor cannot learn them.
 
-``orders`` are logits in every order, where the peers are at their best and at their worst: a row
-is lost where ours takes more than 1.1 times the faster of the two.
+``orders`` sorts the logits in several ways, the best and the worst for the peers. A row
+is lost if ours takes more than 1.1 times as long as the faster peer.
 """
 
 import itertools
@@ -66,7 +66,7 @@ def measure(shape: tuple[int, int, int], rounds: int) -> dict[str, object]:
 
 
 def measure_orders() -> list[dict[str, object]]:
-    """Ratios of medians, in one line of the results each."""
+    """Ratios of medians, each in one line of the results."""
     cases = [
         (T, E, k, order)
         for T, E in itertools.product((1, 64), (8, 64, 128, 256, 1024, 4096))

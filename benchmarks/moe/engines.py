@@ -1,21 +1,21 @@
-"""F.moe_mlp beside the CPU kernels of serving engines, each in a process of its own.
+"""F.moe_mlp beside the CPU kernels of serving engines, each in its own process.
 
     python benchmarks/moe/engines.py --install
     python benchmarks/moe/engines.py --out FILE.json [--engines vllm ...] [--formats bfloat16 ...]
         [--rows PATTERN ...] [--threads 1 2] [--pages huge small] [--rounds 15]
 
-``--install`` makes an environment for each engine in build/engines from the requirements in engine/;
-an engine without one is left out, and says so. Tensors are drawn once and written to a file
-that all processes map. Every output is compared with float64: in bfloat16 by the noise that the
-unfused layer has in that dtype, of low-bit weights, whose rows or weights an engine may round
-once more, by a share of the norm. What an engine cannot do here is written down with its error.
+``--install`` makes an environment for each engine in build/engines from the requirements in engine/.
+An engine without one is left out with a message. Tensors are drawn once and written to a file
+that all processes map. Every output is compared with float64. bfloat16 outputs may have the noise of
+the unfused layer in that dtype. Outputs of low-bit weights may differ by a share of the norm, as an
+engine may round rows or weights once more. The JSON has the errors of what an engine cannot do.
 
-In every round all engines at all numbers of threads take turns, as do a product alone in bfloat16
-(the peak) and a sum over memory (the stream). A round has another routing, so that weights come from
-memory, and weights are in pages of one kind in all engines: ``huge``, or ``small``, those of 4 KiB
-wherever the machine has some, as in a process on a machine that has run for long. Left to chance, two
-processes differ by half in what one thread reads in a second. ``forward+backward`` has no peer: no engine here trains on a CPU. Rows of an earlier run in
-``--out`` stay unless they are measured again.
+In every round all engines at all numbers of threads take turns with a bfloat16 product alone
+(the peak) and a sum over memory (the stream). Each round has another routing, so that weights come
+from memory. All engines have weights in the same kind of pages: ``huge``, or ``small`` 4 KiB pages
+in scattered places, as on a machine that has run for long. Without this choice, the bytes per second
+that one thread reads differ by half between two processes. ``forward+backward`` has no peer, as no
+engine here trains on a CPU. Rows of an earlier run in ``--out`` stay unless they are measured again.
 """
 
 import fnmatch
@@ -49,7 +49,7 @@ PAGES = ("huge", "small")
 FORMATS = (BF16, "int8_rowwise", "fp8_128x128", "mxfp4", "int4_1x32")
 LOW_BIT_TOKENS = (1, 16, 256)  # of the rows that are measured in other formats as well
 ROUTINGS = 8
-# Seconds after which the threads of the engine before have stopped spinning.
+# Seconds until the threads of the previous engine stop spinning.
 PAUSE = 0.08
 QUICK = (Shape("tiny", 3, 256, 128, 4, 2), Shape("tiny-prefill", 300, 256, 128, 4, 2))
 # Norm of the error over that of the result.
@@ -131,7 +131,7 @@ def install() -> None:
 
 
 def draw_weights(shape: Shape, fmt: str) -> dict[str, Tensor]:
-    """As the file has them: w_in (E, 2F, D) and w_out (E, D, F), with scales in low bits."""
+    """The weights of the file: w_in (E, 2F, D) and w_out (E, D, F), with scales for low-bit formats."""
     if fmt == BF16:
         layer = make_operands(shape)
         return {"w_in": layer.w_in.detach(), "w_out": layer.w_out.detach()}
@@ -198,7 +198,7 @@ class Bench:
             engine.close()
 
     def load(self, weights: dict[str, Tensor], fmt: str, top_k: int) -> None:
-        """Has all engines load weights; one that cannot is left out of their rows."""
+        """Makes all engines load weights; one that cannot is left out of these rows."""
         self.weights, self.fmt, path = weights, fmt, self.folder / "weights.pt"
         stored = {n: t for n, t in weights.items() if not n.endswith("_values")}
         torch.save(stored, path)
@@ -215,7 +215,7 @@ class Bench:
     def checked_calls(
         self, shape: Shape, rows: dict, trains: bool
     ) -> dict[tuple, float]:
-        """(engine, threads, form, backward) whose result is right, with its error."""
+        """(engine, threads, form, backward) with a correct result, and its error."""
         path, output = (str(self.folder / name) for name in ("rows.pt", "output.pt"))
         torch.save(rows, path)
         tokens, expected = reference(shape, self.weights, rows)

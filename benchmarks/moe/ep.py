@@ -3,11 +3,11 @@
     python benchmarks/moe/ep.py [--quick] [--out FILE.json]
 
 Two hosts of two gloo ranks each, in two network namespaces of this machine (or two loopback
-addresses where those are not permitted). One MoE layer per row: bytes on the wire beside the
-fewest that would do, seconds of a step and of its parts, what the cost model
-predicts for the collectives beside what they took, before and after placement of the experts, bfloat16 and FP8
-rows, flat and hierarchical switch. Then, without ranks, the balance that placement reaches on
-bigger machines. ``--quick`` only shows that it runs.
+addresses if namespaces are not permitted). Each row is one MoE layer, before or after placement of
+the experts, with bfloat16 or FP8 rows and a flat or hierarchical switch. It has the bytes on the
+wire beside the fewest that suffice, seconds of a step and of its parts, and seconds of the
+collectives beside the cost model's prediction. Then, without ranks, the balance that placement
+reaches on bigger machines. ``--quick`` only shows that it runs.
 """
 
 import itertools
@@ -42,10 +42,10 @@ def total(row: dict, *names: str) -> float:
 
 
 def add_shares(row: dict) -> None:
-    """The ratios that the tables show."""
+    """Adds the ratios that the tables show."""
     minimum = total(row, "minimum_rows", "minimum_returned")
     row["payload_of_minimum"] = total(row, "rows", "returned") / minimum
-    # Of the rows to the experts alone, which is all that the metadata is needed for.
+    # Relative to the rows to the experts, as only these need the metadata.
     there = total(row, "rows")
     row["metadata_share"] = total(row, "ids", "weights", "sizes") / there
     row["scales_share"] = total(row, "scales") / there
@@ -57,7 +57,7 @@ def add_shares(row: dict) -> None:
 def placements(seeds: int) -> list[dict[str, object]]:
     """Balance of the recorded and of synthetic routing on bigger machines.
 
-    The plan sees one draw and is judged on another one.
+    A plan is made for one draw and evaluated on another.
     """
     rows, tokens = [], 2235  # half of the record
     for ranks, free in itertools.product((4, 8, 32), (1, 2)):

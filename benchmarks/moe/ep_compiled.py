@@ -2,16 +2,16 @@
 
     python benchmarks/moe/ep_compiled.py [--link-mb-per-s 50 25] [--out FOLDER]
 
-Two gloo ranks, one thread each, forward. The link is limited by the kernel, which paces what leaves
-the sockets of gloo (``SO_MAX_PACING_RATE``): rows travel at that rate and take no core. Sequential
-and chunked layers are compiled by Inductor, the latter with the overlap scheduler and the cost
+Two gloo ranks, one thread each, forward. The kernel limits the link: it paces the data that leaves
+the sockets of gloo (``SO_MAX_PACING_RATE``), so rows travel at that rate and take no core. Inductor
+compiles sequential and chunked layers, the latter with the overlap scheduler and the cost
 model's estimates; they take turns in every round.
 
-Prediction: ``moe_calibration`` measures products and what messages take of the cores in the time
-of the process, and start and rate of the limited link by the clock;
-``moe_layer_plan.layer_chunks`` gives the seconds. On a machine with neighbours a rank waits for its
-core: the experts alone take part in the rounds, and what they take by the clock over what they take
-of the process, ``neighbours``, slows the cores of the model.
+Prediction: ``moe_calibration`` measures products and the cores' part of messages in process time,
+and start and rate of the limited link by the clock;
+``moe_layer_plan.layer_chunks`` gives the seconds. On a machine with other jobs a rank waits for its
+core. So the rounds also time the experts alone; their clock time over their process
+time, ``neighbours``, slows the cores of the model.
 Choose links that are as slow as the experts then are.
 """
 
@@ -54,10 +54,10 @@ class CompiledLayer(Layer):
         return routed + shared
 
     def compiled(self, p: Profile | None) -> Callable[[], Tensor]:
-        """With the overlap scheduler and the estimates of ``p``, if there is one."""
+        """The compiled layer, with the overlap scheduler and the estimates of ``p`` if it is given."""
         prefix = "aten_distributed_optimizations."
-        # Of the function, not of the first call: a switch with a capacity is traced again at the
-        # second, where there is a count of rows to take the maximum with.
+        # For all calls of the function, as a switch with a capacity is traced again at the second
+        # call, which takes the maximum with the first count of rows.
         options: dict = {prefix + "enable_overlap_scheduling": p is not None}
         if p is not None:
             options[prefix + "custom_runtime_estimation"] = inductor_estimate(p)
@@ -78,7 +78,7 @@ def with_link(p: Profile) -> Profile:
 
 
 def slowed(p: Profile, factor: float) -> Profile:
-    """``p`` with cores that all take ``factor`` times as long."""
+    """``p`` with cores that take ``factor`` times as long."""
     assert p.cpu is not None
     per_second = ("rate16", "rate32", "memory", "fault", "copy")
     values = {name: getattr(p.cpu, name) / factor for name in per_second}
@@ -88,7 +88,7 @@ def slowed(p: Profile, factor: float) -> Profile:
 
 
 def of_rank_0(p: Profile) -> Profile:
-    """For all: ranks that estimate differently would order collectives so."""
+    """The profile of rank 0: ranks with different estimates would order collectives differently."""
     found = [p]
     dist.broadcast_object_list(found)
     return found[0]
@@ -96,8 +96,8 @@ def of_rank_0(p: Profile) -> Profile:
 
 def calibrated() -> Profile:
     p = moe_calibration.calibrate(seconds=5, clock="process")
-    # Seconds of links are the clock's and come later. What messages take of the cores is
-    # measured with what makes them: as if the links took no time.
+    # Seconds of links are clock time and come later. The cores' part of messages is measured
+    # here, as if links took no time.
     free = dataclasses.replace(p.device, fast=math.inf, slow=math.inf)
     no_start = dataclasses.replace(p.constants, fast_us=0.0, slow_us=0.0)
     q = dataclasses.replace(p, device=free, constants=no_start)

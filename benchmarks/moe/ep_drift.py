@@ -2,11 +2,11 @@
 
     python benchmarks/moe/ep_drift.py [--ranks 2 4] [--steps 48] [--out FOLDER]
 
-Tokens lean in a direction that turns once in ``--steps``, and with it the experts that are hot.
-From the same weights on the same batches, step by step in turns: experts at home, plans by
-average loads every few steps (``placed``), and plans in every forward (``online``); ``free``
-plans as if a fetch cost nothing, which shows the most that a plan can do for the balance, the
-others price it by its bytes. Per step: the heaviest rank's token copies over the mean, megabytes
+Tokens lean in a direction that turns once in ``--steps``, and so do the hot experts.
+Four layers train in turns, from the same weights on the same batches: experts at home, plans by
+average loads every few steps (``placed``), plans in every forward (``online``), and ``free``,
+which plans as if a fetch cost nothing and shows the best balance that a plan can reach. The
+others price a fetch by its bytes. Per step: the heaviest rank's token copies over the mean, megabytes
 of experts fetched and gradients returned, milliseconds by the clock and of the processors, and the loss,
 which is the same in all. Gloo ranks, one thread each.
 """
@@ -54,7 +54,7 @@ def batch(step: int, steps: int, rank: int) -> torch.Tensor:
 
 
 def train(options: dict | None, steps: int, mesh) -> Iterator[dict[str, float]]:
-    """What every step shows."""
+    """Yields the measurements of every step."""
     copies: list[int] = []
 
     def counting(switch, tokens, ids, weights, experts, shared):
@@ -126,7 +126,7 @@ def plot(seen: dict, path: pathlib.Path) -> None:
 
 
 def cpu_ratio(curves: dict, plain: dict, steps: Sequence[int]) -> float | None:
-    """Time of the processors in ``steps``, next to the same at home."""
+    """Processor time in ``steps`` over that at home."""
     spent, home = (sum(c["cpu_ms"][i] for i in steps) for c in (curves, plain))
     return spent / home if steps else None
 
@@ -134,7 +134,7 @@ def cpu_ratio(curves: dict, plain: dict, steps: Sequence[int]) -> float | None:
 def rows_of(ranks: int, seen: dict) -> Iterator[dict[str, object]]:
     plain = seen["at home"]
     for form, curves in seen.items():
-        # In turns: what one step took next to the same step at home.
+        # They take turns, so each step is compared with the same step at home.
         ratios = [a / b for a, b in zip(curves["ms"], plain["ms"])]
         still = [i for i, n in enumerate(curves["expert_mb"]) if i > 1 and not n]
         differences = [abs(a - b) for a, b in zip(curves["loss"], plain["loss"])]

@@ -2,16 +2,16 @@
 
     python benchmarks/moe/ep_latency.py [--ranks 2] [--hosts 1 2] [--tokens 8 32 ...] [--rounds 101] [--out FILE.json]
 
-The plain one is written from the description of torchtitan's AllToAllTokenDispatcher: slots sorted
-by expert, their numbers exchanged and read on the host, one row per slot sent, put into the order of
-the local experts, and back the same way, weighted and added at the source. Both hand their rows to
-the same kernel of experts (``F.moe_mlp``, ``F.grouped_mlp``), so that what differs is the exchange.
+The plain dispatcher follows the description of torchtitan's AllToAllTokenDispatcher. It sorts slots
+by expert, exchanges their counts and reads them on the host, sends one row per slot, and sorts the
+rows by local expert. Rows return the same way and are weighted and added at the source. Both use
+the same expert kernel (``F.moe_mlp``, ``F.grouped_mlp``), so only the exchange differs.
 ``decode`` is TokenSwitchAllGather, without gradients. Two hosts are two network namespaces of this
-machine, half of the ranks on each (two loopback addresses where those are not permitted); with more
-than one rank on each, ``hierarchical`` is TokenSwitchHierarchical.
+machine, with half of the ranks each (two loopback addresses if namespaces are not permitted). With
+more than one rank per host, ``hierarchical`` is TokenSwitchHierarchical.
 
 Ratios are of one round: the plain dispatcher's time over ours. ``wall`` is of the slowest rank;
-``cpu`` is the time of a rank's process, all its threads, which neighbours on the machine disturb less.
+``cpu`` is the process time of a rank, all threads, which other jobs on the machine disturb less.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Plain(RankLayer):
         send = counts.view(W, -1).sum(1).tolist()
         received = there.sum(1).tolist()
         rows = funcol.all_to_all_single_autograd(self.x[tokens], received, send, group)
-        # From the order of the ranks to that of the experts here.
+        # From the order of ranks to that of the local experts.
         ends = there.flatten().cumsum(0)
         starts = (ends - there.flatten()).view(W, -1)
         by_expert = there.t().flatten()
@@ -70,7 +70,7 @@ class Plain(RankLayer):
 
 
 def clocks() -> Tensor:
-    """Of the wall, and of the process."""
+    """Wall time and process time."""
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 

@@ -1,17 +1,17 @@
-"""What overlap gains in an expert-parallel layer: simulated from measured parts, and measured.
+"""The gain of overlap in an expert-parallel layer: simulated from measured parts, and measured.
 
     python benchmarks/moe/ep_overlap.py [--ranks 2] [--rounds 11] [--out FOLDER]
 
 Gloo ranks on this machine, one thread each. Every part of a forward (dispatch with routing,
-experts, combine, shared experts) is timed alone, per chunk; two queues, one for communication and
-one for computation, then give the time under a schedule. Beside it, the schedule as it runs here,
-interleaved with the plain order of parts. All are medians over rounds of the slowest rank.
+experts, combine, shared experts) is timed alone, per chunk. Two queues, one for communication and
+one for computation, then give the time of a schedule. Beside it is the measured time of the
+schedule, interleaved with the plain order of parts. All are medians over rounds of the slowest rank.
 
-Links. ``gloo``: communication is copying, which takes the core that the experts compute on, so
-that there is little to hide behind: the simulation does not describe this machine. The others: the
-kernel paces what leaves the sockets of gloo (``SO_MAX_PACING_RATE``) to one of ``--link-gb-per-s``.
-That time takes no core, as a network card takes none; the longer it is, the more of the communication
-is what the simulation assumes.
+With the link ``gloo`` communication is copying on the core that computes the experts, so little can
+be hidden, and the simulation does not describe it. With the others the
+kernel paces the data that leaves the sockets of gloo (``SO_MAX_PACING_RATE``) to one of
+``--link-gb-per-s``. As with a network card, waiting for the link takes no core. The slower the link,
+the closer is the simulation.
 """
 
 import contextlib
@@ -42,22 +42,22 @@ from torch.distributed._moe.overlap_schedule import (
 from measure import on_gloo_ranks, save, slowest_seconds, spread
 
 
-# Of Linux; Python has no names for them.
+# Constants of Linux that Python does not name.
 _SO_MAX_PACING_RATE, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 47, 32, 33
 
 
 def limit_links(bytes_per_s: float) -> None:
-    """What leaves each TCP socket of this process, from here on.
+    """Limits each TCP socket of this process from here on.
 
-    With the right to, buffers get room for a whole message: a network card does not wait for a
-    thread of gloo that waits for its core.
+    If permitted, buffers get room for a whole message, as a network card does not wait for a
+    thread of gloo to get its core.
     """
     rate = struct.pack("Q", int(bytes_per_s))
     for name in os.listdir("/proc/self/fd"):
         try:
             fd = os.dup(int(name))
         except OSError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing itself
         try:
             copy = socket.socket(fileno=fd)
         except OSError:
@@ -85,12 +85,12 @@ class Layer(RankLayer):
         return F.moe_mlp(self.x, self.zeros, None, *self.shared_weights)
 
     def run(self, schedule: Callable) -> tuple[Tensor, Tensor]:
-        """Rows of the experts that were chosen, and of the shared one."""
+        """Output of the routed experts, and of the shared one."""
         operands = (self.x, self.ids, self.weights, self.experts, self.shared)
         return schedule(self.switch, *operands)
 
     def parts(self, chunks: int) -> dict[tuple[str, int, int], Callable[[], object]]:
-        """Each part of a forward in chunks, on the results of the ones before it."""
+        """Each part of a forward in chunks, on the results of the parts before it."""
         functions: dict[tuple[str, int, int], Callable[[], object]] = {}
         pieces = (t.tensor_split(chunks) for t in (self.x, self.ids, self.weights))
         for chunk, piece in enumerate(zip(*pieces)):

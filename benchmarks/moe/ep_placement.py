@@ -2,12 +2,12 @@
 
     python benchmarks/moe/ep_placement.py [--seeds 5] [--out FOLDER]
 
-Two tables of means over seeds. ``balance``: heaviest / mean rank load for 256 experts on 64
-ranks, on the loads that a plan was made for and after the loads of the experts drifted, and the
-experts that run away from home, whose weights are fetched in every forward. ``pays``: a forward
+Two tables of means over seeds. ``balance`` has heaviest / mean rank load for 256 experts on 64
+ranks, on the loads of the plan and on drifted loads, and the number of
+experts away from home, whose weights are fetched in every forward. ``pays`` has a forward
 and backward of published layers on 64 to 1,024 ranks, by the cost model of H100s with links of
-some GB/s: what a plan of each forward saves of the time at home, its fetches included, not
-overlapped with anything. ``--out`` also writes ep_placement.json and a plot.
+some GB/s: the share of the time at home that a plan per forward saves, minus its fetches, which
+overlap with nothing. ``--out`` also writes ep_placement.json and a plot.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ GBPS = (25, 50, 100, 200, 400, 900)
 
 
 def timed(fn):
-    # As timeit does: a collection of all that imports left behind is not of the plan.
+    # As timeit does: collecting the garbage of imports is not the plan's time.
     gc.disable()
     start = time.process_time()
     result = fn()
@@ -57,7 +57,7 @@ def means(rows):
 
 
 def balance(kind, sigma, free, seed):
-    """Plans of the loads of ``seed`` and of what they drifted to."""
+    """Plans for the loads of ``seed`` and for their drifted form."""
     loads = moe_placement.expert_loads(kind, EXPERTS, seed)
     later = moe_placement.drifted(loads, sigma, seed)
     before, now = ((w * TOKEN_COPIES).round().long() for w in (loads, later))
@@ -88,9 +88,9 @@ def balance(kind, sigma, free, seed):
 
 
 def pays(name, ranks, tokens, gbps, seed):
-    """Of the time of a layer's experts and tokens, what a plan takes away."""
+    """Share of the time of a layer's experts and tokens that a plan saves."""
     model, p = MODELS[name], profile("H100")
-    # With more ranks than experts, groups that each have all experts wait for each other.
+    # With more ranks than experts, several groups have all experts and wait for each other.
     ep = min(ranks, model.experts)
     device = dataclasses.replace(p.device, slow=gbps * 1e9, fast=gbps * 1e9)
     p = dataclasses.replace(p, device=device)
@@ -101,7 +101,7 @@ def pays(name, ranks, tokens, gbps, seed):
     home = Plan.home(topology, model.experts)
     groups = []
     for group in range(ranks // ep):
-        # Each routes a little differently.
+        # Each group routes a little differently.
         share = moe_placement.drifted(loads, 0.1, 100 * seed + group)
         counts = (share * rows * ep).round().long()
         found = plan(counts, topology, price=price, tries=3)

@@ -1,4 +1,4 @@
-"""What a rank of the expert-parallel benchmarks does: a layer in parts, its bytes and its times."""
+"""One rank of the expert-parallel benchmarks: a layer in parts, its bytes and its times."""
 
 import contextlib
 import dataclasses
@@ -101,7 +101,7 @@ class RankLayer:
         return F.moe_mlp(rows, ids, *weights, num_rows=num_rows)
 
     def forward(self, compute: bool = True) -> Tensor:
-        """Of the layer, or without ``compute`` what its switch alone does in it."""
+        """The layer's output; without ``compute`` only the switch runs."""
         routing, received = self.dispatch(self.x, self.ids, self.weights)
         rows = self.experts(*received) if compute else received[0]
         return self.switch.combine(routing, rows)
@@ -151,7 +151,7 @@ def send_timer(switch: TokenSwitchAllToAll) -> Iterator[Counter[str]]:
     seconds: Counter[str] = Counter()
 
     def timed(exchange: Exchange, send: Callable, *args, **kwargs) -> Tensor:
-        # Together, or the time of the slowest rank before it would count as the link's.
+        # Ranks start together; otherwise waiting for the slowest would count as the link's time.
         dist.barrier(group=exchange.group)
         start = time.perf_counter()
         out = send(*args, **kwargs)
@@ -166,7 +166,7 @@ def send_timer(switch: TokenSwitchAllToAll) -> Iterator[Counter[str]]:
 
 
 def fit_links(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
-    """Start of an all-to-all, bytes/s a rank sends to others and turn, at each level."""
+    """Start of an all-to-all, bytes/s that a rank sends to others, and turn, at each level."""
     groups = {"flat": dist.group.WORLD, "node": mesh.get_group(0)}
     groups["local"] = mesh.get_group(1)
     names, sizes = ("start", "rate", "turn"), [2**k for k in range(8, 23, 2)]
@@ -174,7 +174,7 @@ def fit_links(mesh: DeviceMesh) -> dict[str, dict[str, float]]:
 
 
 def crossing_rows(layer: Layer, ranks_per_host: int) -> int:
-    """Rows that leave hosts in one direction: per token and rank if flat, else per host."""
+    """Rows that leave hosts one way: one per token and rank with a flat switch, else per host."""
     local = EXPERTS // len(layer.of_ranks)
     total = 0
     for source, ids in enumerate(layer.of_ranks):
@@ -186,7 +186,7 @@ def crossing_rows(layer: Layer, ranks_per_host: int) -> int:
 
 
 def interface_bytes() -> int | None:
-    """Bytes this host has sent; None where it has no interface of its own."""
+    """Bytes that this host has sent; None without its own interface."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     path = pathlib.Path("/sys/class/net", name, "statistics/tx_bytes")
     return None if name == "lo" else int(path.read_text())
@@ -257,7 +257,7 @@ def measure_times(layers: list[Layer], rounds: int) -> list[dict[str, object]]:
 
 
 def predicted_seconds(links: dict, levels: dict) -> dict[str, float]:
-    """Of the collectives of the rank that sends most, by level."""
+    """Seconds of the collectives of the rank that sends most, by level."""
     seconds = {}
     for level, seen in levels.items():
         start, rate, turn = links[level].values()

@@ -1,17 +1,17 @@
-"""Checks, times and tunes the MoE Triton kernels on whatever GPU is there.
+"""Checks, times and tunes the MoE Triton kernels on the GPU of this machine.
 
-For a bare machine: torch >= 2.11 and Triton >= 3.6 with a C compiler and Python's headers, no
-network, no installed package of this repository. Carry benchmarks/moe, torch/_native/ops/moe,
-torch/testing/_internal/moe_*.py, and for a rehearsal test/python_native: a
-checkout does. Everything is loaded by path; numpy < 2.4 for a rehearsal in Triton 3.6.
+A bare machine needs torch >= 2.11 and Triton >= 3.6 with a C compiler and Python's headers, but no
+network and no installed package of this repository. Copy a checkout, or benchmarks/moe,
+torch/_native/ops/moe, torch/testing/_internal/moe_*.py, and for a rehearsal test/python_native.
+Everything is loaded by path. A rehearsal in Triton 3.6 needs numpy < 2.4.
 
     python benchmarks/moe/gpu_lab.py --output run.json    # on a GPU, at most 9 minutes
-    python benchmarks/moe/gpu_lab.py --output run.json --only up mxfp8     # a family, a shape
+    python benchmarks/moe/gpu_lab.py --output run.json --only up mxfp8     # families, shapes
     python benchmarks/moe/gpu_lab.py --tune down          # measures, rewrites configs.py; or all
     python benchmarks/moe/gpu_lab.py --rehearse           # on a CPU, in the interpreter
     python benchmarks/moe/lab/summary.py run.json --prove    # what passed runs by default: proven.py
 
-What a run does, in this order, every part in a process group of its own (lab/jobs.py):
+A run has these parts, in this order, each in its own process group (lab/jobs.py):
 
     start      copy bandwidth and dense bfloat16 rate of this card: the two ceilings
     compile    all kernels, in as many processes as there are cores
@@ -22,15 +22,15 @@ What a run does, in this order, every part in a process group of its own (lab/jo
     rows       layers, interleaved with the peers of peers.py; the predicted and decode first
     ncu        the three kernels farthest from their prediction
 
-Beside run.json are a page of text and a plot (lab/summary.py), and run.log and run.ncu.csv. A part
-that fails, hangs or loses the device is a row that says so and costs no other. When
+Beside run.json are a page of text and a plot (lab/summary.py), run.log and run.ncu.csv. A part
+that fails, hangs or loses the device becomes a row that says so, and the others go on. If
 time is short there are fewer rounds, never fewer rows. The bound of a row is the sum over
 kernels of the larger of flops / dense rate and bytes / copy bandwidth. A rehearsal runs the
 same code on tiny shapes; its times mean nothing.
 
-Peers that are not on the machine come in a folder, ``--peers``: packages or checkouts. Liger (a wheel of
-1 MB, unpacked) and ScatterMoE (a checkout) are Python and Triton. SonicMoE 0.1.2 wants torch 2.9.1 or
-older, and the CuTe DSL under it is a wheel of 74 MB; vLLM is larger still.
+``--peers`` names a folder of packages or checkouts of peers that are not installed. Liger (a wheel of
+1 MB, unpacked) and ScatterMoE (a checkout) are Python and Triton. SonicMoE 0.1.2 needs torch 2.9.1 or
+older, and its CuTe DSL is a wheel of 74 MB; vLLM is larger still.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 
-if "--rehearse" in sys.argv:  # before Triton is imported; of a compiler not
+if "--rehearse" in sys.argv:  # before Triton is imported; not to compile
     compiles = any(word.startswith("compile/") for word in sys.argv)
     os.environ["TRITON_INTERPRET"] = "0" if compiles else "1"
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
@@ -69,15 +69,15 @@ import torch
 import measure
 
 
-# Shared memory of a program in a rehearsal, where no device says.
+# Shared memory of a program in a rehearsal, which has no device to ask.
 REHEARSAL_SHARED = 227 << 10
-# Loops over experts wait for the device in every turn, and batched_mm copies weights.
+# Loops over experts wait for the device in every iteration, and batched_mm copies weights.
 NOT_ON_GPU = ("transformers_eager", "transformers_batched_mm", "loop_unbound")
 REPEATED = ("tiny", "7B-n256", "OLMoE-decode-T256")  # twice, as a graph, a token alone
-# Compiling the peers takes longer than all their runs: a small and a large layer, where asked for.
+# Compiling the peers takes longer than all their runs: only a small and a large layer, on request.
 COMPILED_PEER = ("7B-n256", "30B-n512")
-# At most so many seconds of each stage, and kept for the page and the plot. What is left
-# after the expected ones (half of these) goes to the rows.
+# Most seconds of each stage, and those kept for the page and the plot. Time left
+# after the expected seconds (half of these) goes to the rows.
 STAGES = {
     "start": 60,
     "compile": 90,
@@ -89,14 +89,14 @@ STAGES = {
     "ncu": 80,
 }
 RESERVE_S = 15
-NCU_S = 45  # that the rows leave
+NCU_S = 45  # kept for ncu after the rows
 ROW_S = 45  # of one row: a kernel that hangs
 FAMILY_S = 45
 CHECKED_AT_ONCE = 4  # processes on one GPU
 
 
 class Budget:
-    """Seconds that are left, for choosing how often to repeat."""
+    """Remaining seconds, which decide the number of repetitions."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -112,7 +112,7 @@ class Budget:
 
 @dataclasses.dataclass
 class Lab:
-    """What every part needs."""
+    """The state that every part needs."""
 
     options: Namespace
     device: torch.device
@@ -125,12 +125,12 @@ class Lab:
 
 
 def chosen(options: Namespace, names) -> list[str]:
-    """Those of ``names`` that --only names; all without it."""
+    """The members of ``names`` that --only lists; all without it."""
     return [name for name in names if not options.only or name in options.only]
 
 
 def shapes_of(options: Namespace) -> tuple[Shape, ...]:
-    """Of the rows: those with a prediction and decode first, the largest last."""
+    """Shapes of the rows: those with a prediction and decode first, the largest last."""
     shapes = REHEARSAL if options.rehearse else GPU_SHAPES
     names = chosen(options, [shape.name for shape in shapes])
     return tuple(
@@ -214,7 +214,7 @@ def header(lab: Lab) -> dict:
 
 
 def compile_all(lab: Lab, save: Callable, worker: str, workers: str) -> dict:
-    """One worker's share; in a rehearsal for an sm_90 that is not there."""
+    """One worker's share; a rehearsal compiles for sm_90 without a device."""
     if lab.options.rehearse:
         loading.exact_interpreter()  # test/python_native is on the path
         from triton_static_gate import _StubDriver, gpu_target
@@ -236,8 +236,8 @@ def repeat(lab: Lab, save: Callable, name: str) -> dict:
 
 
 def sanitize(lab: Lab, save: Callable, tool: str) -> dict:
-    """What a tool watches; in a rehearsal the interpreter's own."""
-    # The layer launches what most of the others do.
+    """Runs kernels under a tool; a rehearsal uses the interpreter's own checks."""
+    # The layer launches most kernels of the others.
     names = chosen(lab.options, checks.FAMILIES)
     names = [name for name in names if name not in lab.options.hung]
     if lab.options.rehearse:  # in the interpreter test_moe_scaled_triton.py does
@@ -264,7 +264,7 @@ def has_backward(options: Namespace) -> bool:
 
 
 def predicted(options: Namespace) -> list[dict]:
-    """Shapes whose kernels are timed; in a rehearsal one without predictions."""
+    """Shapes whose kernels are timed; a rehearsal has one without predictions."""
     if options.rehearse:
         return [{"shape": REHEARSAL[0], "family": "layer", "layer": {}, "us": {}}]
     return kernels.predictions()
@@ -292,7 +292,7 @@ def time_rows(lab: Lab, save: Callable) -> dict:
     todo = [shape for shape in lab.shapes if shape.name not in done]
     for i, shape in enumerate(todo):
         attempted: dict = {}
-        # Written before it runs: a process that dies in it is not tried again.
+        # Written before it runs, so that a row that kills the process is not tried again.
         rows.append({"shape": dataclasses.asdict(shape), "failed": {"row": "died"}})
         save(result)
         if not lab.options.rehearse:
@@ -361,7 +361,7 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
             elif (
                 key not in failed and kind == "forward" and reference_output is not None
             ):
-                # A peer that computes something else is no peer.
+                # A peer with another result is left out.
                 error = (output.float() - reference_output.float()).norm()
                 error = (error / reference_output.float().norm()).item()
                 row.setdefault("relative_distance_to_ours", {})[name] = error
@@ -377,7 +377,7 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
                 saved = lambda: measure.saved_bytes(lambda: peer.call(*args), args[3:])
                 held[name] = attempt(f"{name}/saved", saved)
     if shape.T <= 256:
-        # Decoding is launch bound in eager: also time every forward as a graph.
+        # Eager decoding is launch bound, so every forward is also timed as a graph.
         for name in [name for name in functions if name.endswith("/forward")]:
             graph, function = name.replace("/", "_graph/"), functions[name]
             replay = attempt(graph, lambda: loading.graph_replay(function, lab.device))
@@ -403,9 +403,9 @@ def time_row(lab: Lab, shape: Shape, ceilings, libraries, rows_left: int) -> dic
 
 
 def predicted_ms(shape: Shape) -> dict[str, object]:
-    """What the model of the machine code says of our kernels on an H100, with its interval.
+    """Time of our kernels on an H100 by the model of the machine code, with its interval.
 
-    Empty for a shape it has no row of, and where its record was not carried along.
+    Empty for a shape without a row, and if its record is not on this machine.
     """
     for row in kernels.predictions():
         layer = row["layer"]
@@ -461,7 +461,7 @@ PARTS: dict[str, Callable] = {
 
 
 def run_part(options: Namespace, name: str, save: Callable) -> object:
-    """A part, in the process that is its own."""
+    """Runs a part in its own process."""
     stage, *words = name.split("/")
     with contextlib.ExitStack() as stack:
         if options.rehearse and stage != "compile":
@@ -476,7 +476,7 @@ def run_part(options: Namespace, name: str, save: Callable) -> object:
 
 
 class Run:
-    """Stages one after the other, and the report as far as they have come."""
+    """Runs the stages one after the other, and holds the report so far."""
 
     def __init__(self, options: Namespace, folder: pathlib.Path) -> None:
         self.options, self.folder = options, folder
@@ -486,11 +486,11 @@ class Run:
         self.forks = True
 
     def limit(self, stage: str) -> float:
-        """Its seconds; the interpreter takes more."""
+        """Seconds of a stage; the interpreter needs more."""
         return STAGES[stage] * (5 if self.options.rehearse else 1)
 
     def hung(self) -> list[str]:
-        """Families that nothing launches again."""
+        """Families with a kernel that hung, which are not launched again."""
         return [
             row["family"]
             for row in self.report.get("checks", [])
@@ -498,7 +498,7 @@ class Run:
         ]
 
     def job(self, name: str, limit_s: float, command=(), **env) -> Job:
-        """A fork, or where it cannot be one a command; ``command`` goes before it."""
+        """A job as a fork, or else as a command, with ``command`` in front of it."""
         limit_s = max(min(limit_s, self.budget.left() - RESERVE_S), 1)
         given = {"budget": limit_s, "report": self.options.out, "hung": self.hung()}
         if not command and self.forks:
@@ -512,7 +512,7 @@ class Run:
         return Job(name, limit_s, [*command, *own], env)
 
     def stage(self, name: str, jobs: list[Job], merge: Callable, parallel: int = 1):
-        """Runs jobs of a stage while it has time; ``merge`` takes each outcome into the report."""
+        """Runs jobs of a stage while it has time; ``merge`` adds each outcome to the report."""
         begin = time.monotonic()
         end = begin + min(self.limit(name), self.budget.left() - RESERVE_S)
         for outcome in run_jobs(jobs, self.folder, parallel, end):
@@ -534,11 +534,11 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """The report so far: what a killed run leaves is a valid file."""
+        """Writes the report so far, so that a killed run leaves a valid file."""
         measure.write_json(self.report, self.options.out)
 
     def start(self) -> bool:
-        """Whether there are rates, by a fork or by a command where a fork gets no device."""
+        """Whether the start gave rates, in a fork, or in a command if a fork gets no device."""
         for self.forks in (True, False):
             job = self.job("start", self.limit("start") / 2)
             self.stage("start", [job], lambda o: self.report.update(o.result or {}))
@@ -607,7 +607,7 @@ class Run:
             found["note"] = "compute-sanitizer is not on this machine"
             return
         else:
-            # Without the caching allocator an access past a tensor is one past an allocation.
+            # Without the caching allocator, an access past a tensor is past an allocation.
             env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             options = ["--error-exitcode", "99", "--tool"]
             jobs = [
@@ -683,7 +683,7 @@ class Run:
         self.stage("ncu", jobs, merge)
 
     def tune(self) -> int:
-        """Its report is that of its only part."""
+        """Runs the tuning, whose report is that of its only part."""
         for outcome in run_jobs([self.job("tune", self.budget.left())], self.folder):
             print(outcome.log, end="")
             if outcome.result is not None:
@@ -699,7 +699,7 @@ class Run:
                 getattr(self, stage)()
         self.options.out.with_suffix(".log").write_text("\n".join(self.logs))
         print("\n" + summary.write_summary(self.options.out), end="")
-        # Rows decide nothing.
+        # Failed rows do not change the exit status.
         checked = self.report.get("checks", []) + self.report.get("repeatable", [])
         return 0 if all(row["ok"] for row in checked) else 1
 
@@ -736,7 +736,7 @@ def main() -> int:
         if result is not None:
             save(result)
         return 0
-    # Where it is told to end, it ends its parts first.
+    # If it is told to end, it ends its parts first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_lab.py: told to end"))
     with tempfile.TemporaryDirectory() as folder:
         if options.out is None:

@@ -31,7 +31,7 @@ def operands(
 
 
 def runs(function: Callable[[], object], good: str) -> tuple[bool, str]:
-    """Whether it does, and the first line of its error if it does not."""
+    """Whether ``function`` runs, and the first line of its error if it does not."""
     try:
         function()
     except Exception as error:

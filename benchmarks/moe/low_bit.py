@@ -1,23 +1,23 @@
-"""Decode and prefill on the CPU with expert weights of 8 and 4 bits, next to bfloat16 and to peers.
+"""Decode and prefill on the CPU with 8-bit and 4-bit expert weights, next to bfloat16 and peers.
 
 ::
 
     python benchmarks/moe/low_bit.py --out benchmarks/moe/results/low_bit.json
 
-One row per shape, number of tokens and format. In each, our bfloat16 kernel, the format in the
+One row per shape, number of tokens and format. It compares our bfloat16 kernel, the format in the
 layout of a checkpoint and in panels (``swizzle_w=[2]``), MXFP4 also with rows in int8, and a loop
-over the chosen experts with each op of PyTorch for such weights. All take turns in every round;
-the routing is another one in every round, so that weights come from memory. Times are CPU time of
-one thread: what others do on the machine costs both sides of a ratio alike, and not much.
-_weight_int4pack_mm and _dyn_quant_matmul_4bit read weights that were packed before, like panels;
-_weight_int8pack_mm reads those of a checkpoint. Where torchao is installed, its weight-only tensors
-are peers too: Int8Tensor, and Int4OpaqueTensor, which calls _weight_int4pack_mm; 0.18.0 has no others
+over the chosen experts with each op of PyTorch for such weights. All take turns in every round.
+Each round has another routing, so that weights come from memory. Times are CPU time of
+one thread: other jobs on the machine slow both sides of a ratio alike, and little.
+_weight_int4pack_mm and _dyn_quant_matmul_4bit read packed weights, like panels;
+_weight_int8pack_mm reads those of a checkpoint. If torchao is installed, its weight-only tensors
+are peers, too: Int8Tensor, and Int4OpaqueTensor, which calls _weight_int4pack_mm. 0.18.0 has no others
 that run on a CPU (its wheel registers da8w4_linear_cpu and float8_linear_cpu without kernels, other
-int4 tensors ask for mslk or a GPU), and quantises layers of experts for training on CUDA only.
+int4 tensors need mslk or a GPU), and quantises layers of experts for training only on CUDA.
 
-``stream_share`` is the bytes of the chosen experts' weights over the time, over the rate at which
-one thread sums a large tensor in the same round. ``experts`` is how many a call reads: the
-median; K * T / experts rows each.
+``stream_share`` is the rate at which the chosen experts' weights are read, over the rate at which
+one thread sums a large tensor in the same round. ``experts`` is the median number of experts that a
+call reads, with K * T / experts rows each.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ OURS = ("checkpoint", "panels")
 
 
 def make_weight(fmt: LowBitFormat, E: int, N: int, K: int) -> list[Tensor]:
-    """[data, scale] of experts that are alike, each in memory of its own."""
+    """[data, scale] of equal experts, each in its own memory."""
 
     def of_all(one: Tensor) -> Tensor:
         if one.dim() == 1:  # a scale for all
@@ -74,7 +74,7 @@ class Routing:
 
 
 def run_scaled(x, routing, fmt, pairs, panels: bool, int8: bool = False) -> Tensor:
-    """_moe_mlp_scaled; of int8 rows the rounding of the input counts as well."""
+    """_moe_mlp_scaled; with int8 rows its time includes the rounding of the input."""
     offs, weights, row_slots, slot_rows = routing.rows
     scaled = list(torch._moe_quantize(x, MX, dtype=torch.int8)) if int8 else []
     return torch._moe_mlp_scaled(
@@ -88,7 +88,7 @@ Linear = Callable[[Tensor, int], Tensor]
 
 
 def run_loop(x: Tensor, routing: Routing, first: Linear, second: Linear) -> Tensor:
-    """What one writes around a linear layer of low-bit weights: a loop over the chosen experts."""
+    """A loop over the chosen experts with a low-bit linear layer, as a user would write it."""
     out = torch.zeros_like(x)
     for e in routing.experts:
         tokens, k = (routing.indices == e).nonzero().unbind(1)
@@ -107,7 +107,7 @@ def int8pack(data: Tensor, scale: Tensor) -> Linear:
 
 
 def pack_int4(data: Tensor, scale: Tensor) -> tuple[list[Tensor], Tensor]:
-    """What _weight_int4pack_mm reads, an expert each."""
+    """The operands of _weight_int4pack_mm for each expert."""
     packed = []
     for codes in data:
         both = torch.stack([codes & 15, codes >> 4], -1).flatten(1).int()
@@ -155,7 +155,7 @@ def torchao_int4(data: Tensor, scale: Tensor) -> Linear:
 
 
 def dequantize_linear(data: Tensor, scale: Tensor) -> Linear:
-    """Only rowwise FP8: PyTorch converts the weight of an expert in every call."""
+    """Rowwise FP8 only: PyTorch converts the weight of an expert in every call."""
     return lambda x, e: F.linear(x, data[e].to(x.dtype)) * scale[e, :, 0].to(x.dtype)
 
 
@@ -195,7 +195,7 @@ def forms_of(layer: Operands, fmt: LowBitFormat) -> dict[str, Callable]:
 
 
 def check(outputs: Mapping[str, Tensor], fmt: LowBitFormat) -> None:
-    """Both layouts have the same bits; what a peer computes is the same layer."""
+    """Both layouts must have the same bits, and peers must compute the same layer."""
     ours = outputs["checkpoint"]
     if not torch.equal(ours, outputs["panels"]):
         raise AssertionError(f"{fmt.name}: the two layouts differ")

@@ -8,12 +8,12 @@ For every seed, models with the same initial weights and batches are trained in 
 in bfloat16, F.scaled_moe_mlp with pre-activations kept in float8 and in int8, and "dual", which keeps 16 bits and
 quantises every operand of a product from them, along the dimension that the product sums.
 
-Then the operands of every layer of the trained bfloat16 model on another batch, and the gradients that
-reach its outputs, are put through every recipe and compared with float64: signal to quantisation noise in dB.
-"dual, best scales" takes for each block the power of two that leaves the least squared error, which no rule for
-scales of MXFP8 can beat operand by operand. ``budget`` is what one rounding alone leaves, of each operand of the
-six products in turn; the powers of these noises add up to that of all ("sum"), so that what a floor needs of every
-operand can be read off.
+Then every recipe runs on the operands of every layer of the trained bfloat16 model on another batch, and on the
+gradients that reach its outputs. Results are compared with float64: signal to quantisation noise in dB.
+"dual, best scales" takes for each block the power of two with the least squared error; no rule for
+scales of MXFP8 can beat it on a single operand. ``budget`` rounds only one operand of the
+six products at a time. The powers of these noises add up to the noise of all ("sum"), so they show how much
+of a floor each operand takes.
 """
 
 import argparse
@@ -49,19 +49,19 @@ FORMATS = {
 }
 MXFP8 = F.ScalingType.BlockWise1x32.value
 NAMES = ("y", "grad_input", "grad_topk_weights", "grad_w_in", "grad_w_out")
-# Of the floors that were asked of MXFP8 with H in float8, in dB.
+# Required floors of MXFP8 with H in float8, in dB.
 FLOORS = dict(zip(NAMES, (30, 26, 28, 28, 28), strict=True))
 
 
 def mx_values(x: Tensor, dim: int, place: object = None) -> Tensor:
-    """What ``x`` stands for in MXFP8 with blocks along ``dim``."""
+    """``x`` rounded to MXFP8 with blocks along ``dim``."""
     data, scale = torch.ops.aten._moe_quantize(x, MXFP8, dim=dim)
     scale = scale.float().repeat_interleave(32, dim).narrow(dim, 0, x.shape[dim])
     return (data.float() * scale).to(x.dtype)
 
 
 def best_values(x: Tensor, dim: int, place: object = None) -> Tensor:
-    """The same with the power of two for each block that leaves the least squared error."""
+    """The same with the power of two that has the least squared error for each block."""
     scale = torch.ops.aten._moe_quantize(x, MXFP8, dim=dim)[1]
     lines = x.float().movedim(dim, -1)
     blocks = F.pad(lines, (0, -lines.shape[-1] % 32)).unflatten(-1, (-1, 32))
@@ -139,7 +139,7 @@ def differences(losses: list[float], reference: list[float]) -> dict[str, float]
 
 
 def over_dual(rows: list[dict]) -> list[dict[str, object]]:
-    """Differences to bf16 over those of dual, both summed over the seeds."""
+    """Differences from bf16 over those of dual, both summed over the seeds."""
     total = collections.Counter()
     for row in rows:
         for kind, value in row["difference"].items():
@@ -171,7 +171,7 @@ def train_seed(config: ModelConfig, arguments: argparse.Namespace, seed: int, co
         }
         for run in runs
     ]
-    # Text that no model saw, of twice the batch.
+    # Twice a batch of text that no model saw.
     sizes = (2 * batch, config.sequence)
     (window,) = text.sample_batches(corpus.train, 1, *sizes, seed + 1000)
     return rows, {run.name: run.losses for run in runs}, runs[0].model, window
@@ -212,7 +212,7 @@ def decibels(function, samples, exact, dtype=None) -> dict[str, float]:
 
 
 def budget(samples, exact) -> list[dict[str, object]]:
-    """What each rounding of dual_moe_mlp leaves on its own, and their sum; products in float32."""
+    """The noise of each single rounding of dual_moe_mlp, and their sum; products in float32."""
     rows = []
     for place in PLACES:
 
@@ -221,7 +221,7 @@ def budget(samples, exact) -> list[dict[str, object]]:
 
         alone = functools.partial(dual_moe_mlp, quantize=only)
         found = decibels(alone, samples, exact, torch.float32)
-        # A tensor that the operand has no part in differs by the rounding of float32.
+        # A tensor that does not depend on the operand differs by the rounding of float32.
         kept = {name: db if db < 90 else None for name, db in found.items()}
         rows.append({"product": place[0], "operand": place[1], **kept})
     powers = {
@@ -233,7 +233,7 @@ def budget(samples, exact) -> list[dict[str, object]]:
 
 
 def over_floors(noises: list[dict]) -> list[dict[str, object]]:
-    """Means of the seeds for MXFP8: the floor of a tensor, what is reached, and what could be."""
+    """Means of the seeds for MXFP8: a tensor's floor, its SQNR, and the best possible one."""
 
     columns = {"measured": "float8 H", "int8 H": "int8 H", "dual": "dual"}
     columns["bound"] = "dual, best scales"

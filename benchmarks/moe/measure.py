@@ -1,7 +1,7 @@
 """How every MoE benchmark measures: one clock, one meter of saved and one of peak bytes, one JSON.
 
-torch.utils.benchmark times one function after another, so that what else a machine does hits one
-of them and not its peer. Here all functions take turns in every round: ratios are of one round.
+torch.utils.benchmark times one function after another, so other jobs on the machine may slow one
+of them and not its peer. Here all functions take turns in every round, and ratios are of one round.
 """
 
 import datetime
@@ -57,8 +57,8 @@ def spread(values: Iterable[float]) -> Spread:
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Low and high end of a confidence interval of the median, and its confidence.
 
-    Order statistics: exact for any distribution. The narrowest with at least 95 %, or all of the
-    values where there are too few for that.
+    Order statistics are exact for any distribution. The interval is the narrowest with at least
+    95 %, or has all values if they are too few.
     """
     ordered, n = sorted(values), len(values)
     best = (ordered[0], ordered[-1], 1 - 2**-n * 2)
@@ -71,12 +71,12 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Spread:
-    """Of the rounds that both have."""
+    """Ratios of the rounds that both have."""
     return spread([a / b for a, b in zip(numerator, denominator)])
 
 
 def ratio_record(peer: Sequence[float], ours: Sequence[float]) -> dict[str, object]:
-    """What a results file says of a peer's times over ours: spread, interval, confidence."""
+    """A peer's times over ours for a results file: spread, interval, confidence."""
     *interval, confidence = median_interval([a / b for a, b in zip(peer, ours)])
     ends = {"interval": interval, "confidence": confidence}
     return paired_ratio(peer, ours)._asdict() | ends
@@ -89,8 +89,8 @@ def timed(
 ) -> float:
     """Seconds of one call; on CUDA those between two events.
 
-    The device is kept busy until the host has queued the call, so that what is measured
-    is the device and not the launch; of a call that waits for the device it is both.
+    The device is kept busy until the host has queued the call, so that its time
+    does not include the launch, unless the call waits for the device.
     """
     if device is None or device.type != "cuda":
         start = clock()
@@ -115,15 +115,15 @@ def interleaved_seconds(
     device: torch.device | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Any, list[float]]:
-    """Time every function once per round, so that drift of the machine hits all alike.
+    """Time every function once per round, so that drift of the machine affects all alike.
 
     The order within a round rotates. Entry i of every list is from round i, so two lists may be
     compared pairwise.
 
     Args:
-        rounds: of all, or of each: one with fewer takes part in the first ones.
+        rounds: for all functions, or one number each; a function with fewer runs in the first ones.
         before: called before every call, outside its time.
-        clock: of a CPU; time.thread_time where others use the machine and one thread works.
+        clock: of a CPU; time.thread_time for one thread on a machine that others use.
     """
     limits = rounds if isinstance(rounds, Mapping) else dict.fromkeys(functions, rounds)
     seconds: dict[Any, list[float]] = {name: [] for name in functions}
@@ -140,21 +140,21 @@ def interleaved_seconds(
 
 
 def affordable_rounds(rounds: int, seconds: float, budget: float) -> int:
-    """As many of ``rounds`` as fit into ``budget`` when one takes ``seconds``; a few always."""
+    """As many of ``rounds`` as fit into ``budget`` if one takes ``seconds``; at least a few."""
     return max(min(MIN_ROUNDS, rounds), min(rounds, int(budget / max(seconds, 1e-6))))
 
 
 def saved_bytes(forward: Callable[[], object], parameters: Iterable[Tensor]) -> int:
     """Bytes that ``forward``, eager or compiled, keeps alive for its backward.
 
-    Whole storages, each once, so a saved view counts for what it keeps alive; not those of
-    ``parameters``, which live anyway.
+    It counts whole storages, each once, as a saved view keeps its storage alive. Storages of
+    ``parameters`` do not count.
     """
     excluded = {p.untyped_storage().data_ptr() for p in parameters}
     storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        # Holding the storage keeps its address from being handed out again.
+        # Holding the storage keeps its address from being reused.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in excluded:
             storages[storage.data_ptr()] = storage
@@ -169,9 +169,9 @@ def saved_bytes(forward: Callable[[], object], parameters: Iterable[Tensor]) -> 
 def peak_bytes(function: Callable[[], object]) -> int:
     """Highest number of bytes that were allocated at once while ``function`` ran.
 
-    From the allocator events of torch.profiler: every allocation through c10, temporary or not.
-    Scratch memory that a BLAS library allocates by itself is not seen. On CUDA, of the caching
-    allocator.
+    The allocator events of torch.profiler include every allocation through c10, also temporary
+    ones, but not the scratch memory that a BLAS library allocates itself. On CUDA they are those
+    of the caching allocator.
     """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
@@ -195,16 +195,16 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 
 def on_gloo_ranks(ranks: int, function: Callable[..., object], *args: object) -> list:
-    """What ``function(*args)`` returns, as JSON has it, on each of so many ranks of one thread."""
+    """Results of ``function(*args)``, passed as JSON, on each of ``ranks`` ranks of one thread."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_spawned_rank, (ranks, folder, function, args), nprocs=ranks)
         return _returned(folder, ranks)
 
 
 def on_hosts(cluster: Any, ranks_per_host: int, function: Callable, *args: Any) -> list:
-    """The same on the hosts of test/distributed/two_hosts.py, by torchrun.
+    """The same on the hosts of test/distributed/two_hosts.py, with torchrun.
 
-    ``function`` is of the script that runs, or of a module beside it.
+    ``function`` is defined in the running script, or in a module beside it.
     """
     script = function.__module__ == "__main__"
     module = pathlib.Path(sys.argv[0]).stem if script else function.__module__
@@ -235,9 +235,9 @@ def _run_rank(folder: str, function: Callable, args: tuple, **group: Any) -> Non
 
 
 def leave_groups() -> None:
-    """Destroys the process groups, and those that a model under FSDP2 holds, which is in cycles.
+    """Destroys the process groups, also those of a model under FSDP2, which reference cycles hold.
 
-    A thread of a group that meets Python's shutdown can abort the process
+    A group's thread that still runs at Python's shutdown can abort the process
     (https://github.com/pytorch/pytorch/pull/179291).
     """
     gc.collect()
@@ -252,14 +252,14 @@ def over_ranks(values: Sequence[float], op: object = None) -> list[float]:
 
 
 def slowest_seconds(functions: Mapping[Any, Callable], **options: Any) -> dict:
-    """:func:`interleaved_seconds` after barriers; of every round the rank that took longest."""
+    """:func:`interleaved_seconds` after barriers; the slowest rank of every round."""
     seconds = interleaved_seconds(functions, before=dist.barrier, **options)
     return {name: over_ranks(values) for name, values in seconds.items()}
 
 
 @functools.cache  # a file that a run wrote would change the state of git
 def provenance() -> dict[str, object]:
-    """What a result must say about itself: command, date, versions, machine and threads."""
+    """Where a result comes from: command, date, versions, machine and threads."""
     root = pathlib.Path(__file__).resolve().parents[2]
     capabilities = torch.cpu.get_capabilities()
     bf16 = [name for name, has in capabilities.items() if "bf16" in name and has]
@@ -279,7 +279,7 @@ def provenance() -> dict[str, object]:
 
 
 def _without_machine_folders(argument: str, root: pathlib.Path) -> str:
-    # Results are committed and must not name folders of the machine they were made on.
+    # Results are committed and must not name folders of this machine.
     if not os.path.isabs(argument):
         return argument
     path = pathlib.Path(argument).resolve()
@@ -289,7 +289,7 @@ def _without_machine_folders(argument: str, root: pathlib.Path) -> str:
 def _git_hash(root: pathlib.Path) -> str | None:
     """Commit of the repository, with "+" when files differ from it; None without git.
 
-    Results do not count: runs of one commit write them one after the other.
+    Results are ignored, as runs of one commit write them one after the other.
     """
     files = ["--", ".", ":!benchmarks/moe/results"]
     try:
@@ -303,7 +303,7 @@ def _git_hash(root: pathlib.Path) -> str | None:
 
 
 def _plain(value: object) -> object:
-    """Seven digits are more than any measurement here has; spreads are objects."""
+    """Rounds to seven digits, more than any measurement has; spreads become objects."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, Mapping):
@@ -316,15 +316,15 @@ def _plain(value: object) -> object:
 
 
 def save(path: pathlib.Path | None, **fields: object) -> None:
-    """Writes the fields and where they come from; without a path nothing."""
+    """Writes the fields and their provenance; nothing without a path."""
     if path is not None:
         write_json(provenance() | fields, path)
 
 
 def write_json(fields: Mapping[str, object], path: pathlib.Path) -> None:
-    """Numbers rounded, every list of numbers on one line; a killed run leaves a whole file.
+    """Writes rounded numbers, with every list of numbers on one line, atomically.
 
-    Into a folder, the file has the name of the script that runs.
+    In a folder, the file has the name of the running script.
     """
     if path.suffix != ".json":
         path = path / pathlib.Path(sys.argv[0]).with_suffix(".json").name

@@ -8,9 +8,9 @@ The functions have one meaning, on weights in nn.Linear convention:
                                                       gated experts (SwiGLU), weighted sum
         b_in_EG, b_out_ED, gate                       of gpt-oss: biases, clamped gate
 
-Letters are those of shapes.py. :func:`make_peers` binds them, and the libraries that can be
-imported, to the operands of a row; :func:`demo_blocks` pairs them with a router. Nothing of a
-library lies in this repository; what is written here follows the public functions
+Letters are those of shapes.py. :func:`make_peers` binds the functions, and the libraries that can be
+imported, to the operands of a row; :func:`demo_blocks` pairs them with a router. This repository has
+no code of a library. It calls the public functions
 of scattermoe.parallel_experts, sonicmoe.functional, liger_kernel.ops and vllm's fused_moe.
 """
 
@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 OURS = "moe_mlp"
 
-# What a peer may cost before it is left out of a row; the row then says what it would have cost.
+# A peer above these costs is left out of a row, which then has its cost.
 MAX_COPIED = 2  # GiB of weights, by batched_mm, in one layer
 MAX_INDEX_GRAD = 4  # GiB of gradients of w[expert], by transformers' eager loop
 
@@ -75,8 +75,8 @@ def loop_over_hit_experts(
 
     This is the form of the eager MoE layers of Hugging Face Transformers.
 
-    ``unbind`` is without the largest cost: the gradient of ``w[expert]`` is as large as all of
-    ``w`` and there is one per expert; unbound once, ``w`` gets a single gradient.
+    The gradient of each ``w[expert]`` is as large as all of ``w``, which is the largest cost.
+    With ``unbind``, ``w`` is unbound once and gets a single gradient.
     """
     num_experts = len(w_in_EGD)
     parameters = (w_in_EGD, w_out_EDF, b_in_EG, b_out_ED)
@@ -141,8 +141,8 @@ def sorted_grouped_mm(
 def recomputed_grouped_mm(x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF) -> Tensor:
     """Two ``F.grouped_mm`` that keep what the op keeps: x, H and the router weights.
 
-    The weight of a row multiplies its activation, so that no expert output is needed, and the
-    backward gathers and activates again. A checkpoint stops at the operands of its matmul.
+    The weight of a row multiplies its activation, so backward needs no expert output. It
+    gathers and activates again; a checkpoint stops at the operands of its matmul.
     """
     slots_R, _, offs_E = _sorted_by_expert(indices_TK, w_in_EGD.shape[0])
     T, K = indices_TK.shape
@@ -161,7 +161,7 @@ def recomputed_grouped_mm(x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF) -> 
 
 
 class Composite(torch.autograd.Function):
-    """``F.moe_mlp`` by the composite kernels of its ops, as series ``moe-core`` alone has it."""
+    """``F.moe_mlp`` by the composite kernels of its ops, as in series ``moe-core`` alone."""
 
     @staticmethod
     def forward(ctx, x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF):
@@ -218,7 +218,7 @@ def batched_mm(
 
 
 def bind(function: Callable, args: Sequence[Tensor], grad=None) -> Callable[[], object]:
-    """A call without a graph; with ``grad`` of the output, one and all gradients of ``args``."""
+    """A call without a graph; with ``grad`` of the output, forward and all gradients of ``args``."""
 
     def step() -> tuple[Tensor, ...]:
         leaves = [t for t in args if t.requires_grad]
@@ -235,7 +235,8 @@ def fused() -> MoEBlock:
 def training_blocks(orders: Sequence = (None,)) -> dict[str, MoEBlock]:
     """The blocks that the demo trains: unfused in several orders of the experts, and fused.
 
-    Another order changes only the order of the sums, and so shows what rounding alone does.
+    Another order of the experts changes only the order of the sums, so it shows the effect of
+    rounding.
     """
     blocks = {}
     for i, order in enumerate(orders, 1):
@@ -259,9 +260,9 @@ class Peer(NamedTuple):
     """One way to compute a layer.
 
     Attributes:
-        leaves: operands of a layer -> the weights that gradients are of: views of the stored ones,
-            or a copy in another order, made before any clock starts.
-        canonical: gradients of the leaves -> those of the stored weights.
+        leaves: operands of a layer -> the weights that get gradients: views of the stored ones,
+            or a copy in another order, which is not timed.
+        canonical: gradients of the leaves -> gradients of the stored weights.
     """
 
     name: str
@@ -324,7 +325,7 @@ def transformers_version() -> str | None:
 
 
 def _transformers(shape: Shape, name: str) -> Callable[..., Tensor]:
-    """An experts module of transformers, set to one implementation, on the weights it is given."""
+    """An experts module of transformers with one implementation, on given weights."""
     import transformers
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -352,7 +353,7 @@ def _transformers(shape: Shape, name: str) -> Callable[..., Tensor]:
 
 def _scattermoe_leaves(operands: Operands) -> tuple[Tensor, ...]:
     gate, up = operands.w_in.detach().chunk(2, dim=1)
-    # Its gated MLP takes the first half as the one that is not activated.
+    # Its gated MLP does not activate the first half.
     return _leaf(torch.cat([up, gate], dim=1)), _leaf(operands.w_out)
 
 
@@ -424,8 +425,8 @@ def _vllm(shape: Shape) -> Callable[..., Tensor]:
     return call
 
 
-# Peers from GPU libraries, and our kernels on one: the call, its weights, and what has to be
-# importable.
+# Peers from GPU libraries, and our kernels on one: the call, its weights, and the modules that
+# must be importable.
 LIBRARIES = {
     "ours_cutedsl": (_cutedsl, _sonicmoe_leaves, "lab.cutedsl"),
     "scattermoe": (_scattermoe, _scattermoe_leaves, "scattermoe"),
@@ -457,15 +458,15 @@ def find_libraries(folder: pathlib.Path | None) -> tuple[list[str], dict[str, st
         try:
             importlib.import_module(module)
             found.append(name)
-        except Exception as error:  # a broken installation is no reason to stop
+        except Exception as error:  # a broken installation does not stop the run
             missing[name] = f"{type(error).__name__}: {error}"[:200]
     return found, missing
 
 
 def too_costly(shape: Shape, hits: float, layer_bytes: int, backward: bool) -> dict:
-    """Peers that cost too much to be timed, and what they would have cost.
+    """Peers that cost too much to be timed, and their cost.
 
-    Of a layer whose weights have ``layer_bytes``, and ``hits`` experts have rows.
+    ``layer_bytes`` are those of a layer's weights, ``hits`` its experts with rows.
     """
     reasons, cap = {}, "more than the cap of"
     copies = shape.T * shape.K * layer_bytes / shape.E / 2**30
@@ -494,8 +495,8 @@ def make_peers(
 
     Args:
         libraries: names from LIBRARIES that can be imported.
-        compiled: with the compiled forms of those that can be captured.
-        ours: what is called for F.moe_mlp; default itself.
+        compiled: adds compiled forms of the peers that can be captured.
+        ours: function called for F.moe_mlp, by default itself.
     """
     version, partial = transformers_version(), functools.partial
     # name, source, what makes its call, and its leaves and their gradients
@@ -530,7 +531,7 @@ def make_peers(
             peers.append(Peer(name, source, make(), *leaves))
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
-    if compiled:  # the loops are data-dependent
+    if compiled:  # not the loops, which are data-dependent
         capturable = ("grouped_mm", "batched_mm")
         peers += [_compiled(p, shape) for p in peers if p.name.endswith(capturable)]
     return peers, failed
@@ -539,8 +540,8 @@ def make_peers(
 def _compiled(peer: Peer, shape: Shape) -> Peer:
     name, form = f"{peer.name}, compiled", peer.name.removeprefix("transformers_")
     if form in _OWN_FORMS:
-        # The modules of transformers hold their weights, so that every layer would be compiled
-        # for itself; ours in the same form takes them as arguments.
+        # The modules of transformers hold their weights, so every layer would be compiled
+        # separately; our code in the same form takes them as arguments.
         call = _block(_OWN_FORMS[form], shape)
         peer = peer._replace(call=call, source=_own_source(form))
     call = torch.compile(peer.call, dynamic=False)

@@ -1,9 +1,9 @@
-"""Can what is planned be instantiated? Published models on 64 to 16,384 GPUs, without one.
+"""Can plans be instantiated? Published models on 64 to 16,384 GPUs, without a GPU.
 
     python benchmarks/moe/plan_at_scale.py [--models kimi_k2] [--gpus 64 1024] [--out FILE.json]
 
-parallelize_moe with a data sheet, on a model on the meta device and a fake process group: every rank
-that is asked for makes its groups and its shards; nothing is computed. A row compares them with the
+parallelize_moe runs with a data sheet, a model on the meta device and a fake process group. Each
+requested rank makes its groups and its shards; nothing is computed. A row compares them with the
 plan: experts of a rank, members of its groups, bytes of its shards with gradients and optimizer.
 """
 
@@ -65,7 +65,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 def of_rank(model: torch.nn.Module, plan) -> dict:
-    """Groups and shards of this rank, which must be the plan's."""
+    """Groups and shards of this rank, which must agree with the plan."""
     x = plan.layout
     shards = x.dp // x.replicate
     wanted = {
@@ -111,7 +111,7 @@ def of_rank(model: torch.nn.Module, plan) -> dict:
 
 
 def instantiate(name: str, gpus: int, rank: int, device: str) -> dict:
-    """What one rank has, beside what is planned for it; or why there is no plan."""
+    """Groups and shards of one rank beside the plan's, or why there is no plan."""
     from transformers_parallel import ADAPTER
 
     start = time.perf_counter()

@@ -2,12 +2,12 @@
 
     python benchmarks/moe/plan_layouts.py [--ranks 2] [--rounds 7] [--models qwen3_moe ...] [--out FILE.json]
 
-Small transformers models with random weights; one thread a rank. All layouts of a model are there
-at once and take turns, so that what disturbs the machine disturbs all alike. A row has the step's
-seconds (median and fastest of the slowest rank) and peak bytes, each beside what was planned.
-``noise`` is how far the halves of a layout's own rounds are apart: a difference below it says nothing.
-``cpu_seconds`` is the time that a rank's process had a core, which neighbours disturb less: rows are in its
-order, and the profile is measured with that clock, so that it is what ``predicted_seconds`` predicts.
+Small transformers models with random weights; one thread per rank. All layouts of a model exist
+at once and take turns, so that other jobs on the machine disturb all alike. A row has the step's
+seconds (median and fastest of the slowest rank) and peak bytes, each beside the planned value.
+``noise`` is the difference between the halves of a layout's rounds: smaller differences mean nothing.
+``cpu_seconds`` is the process time of a rank, which other jobs disturb less. Rows are sorted by
+it, and the profile is measured with that clock, so ``predicted_seconds`` predicts it.
 """
 
 import itertools
@@ -41,7 +41,7 @@ NAMES = ("ep", "tp", "micro_batch", "recompute")
 
 
 class Run:
-    """A layout that is applied: one step of training."""
+    """A model with an applied layout, and its training step."""
 
     def __init__(self, name: str, found, adapter, ids: torch.Tensor) -> None:
         self.found, self.ids = found, ids

@@ -5,11 +5,11 @@
     python benchmarks/moe/published.py --fit            # the constants of moe_profile.py
     python benchmarks/moe/published.py --inductor       # Inductor's estimate of an all-to-all
 
-``published.csv`` has a fact a row: where it stands, the number as printed, its
-configuration. A third of the configurations calibrates (column ``split``; rows that repeat
-one configuration in several releases are on one side, and so are dispatch and combine).
-The split was locked before the model's structure was, and ``--fit`` reads no other row.
-Rows of a file given with ``--csv`` whose id is not in ``published.csv`` are held out.
+Each row of ``published.csv`` is a fact: its source, the number as printed, its
+configuration. A third of the configurations calibrate (column ``split``; all rows of
+one configuration, from several releases or for dispatch and combine, are on one side).
+The split was locked before the model's structure, and ``--fit`` reads only calibrating rows.
+Rows of a ``--csv`` file whose id is not in ``published.csv`` are held out.
 Not scored: rows that lack a part of their configuration, TPU, Mamba hybrids, memory.
 """
 
@@ -59,7 +59,7 @@ def number(row: Row, key: str, default: float = 0) -> int:
 
 
 def year(row: Row) -> float:
-    """Of the software: of the container's name, else of the publication."""
+    """Year of the software: from the container's name, else from the publication."""
     if m := re.match(r"(\d\d)\.(\d\d)", row["note"]):
         return 2000 + int(m[1]) + (int(m[2]) - 1) / 12
     known = {
@@ -71,8 +71,8 @@ def year(row: Row) -> float:
 
 def graphs(row: Row) -> int:
     """CUDA graphs of a training row: 0 none, 1 of parts, 2 of the whole step. Recipes
-    capture parts on GB systems and, with token dropping, on Blackwell; that whole steps
-    came with 26.06 is inferred from the tables."""
+    capture parts on GB systems and, with token dropping, on Blackwell. The tables suggest
+    that whole steps came with 26.06."""
     grace = row["gpu"] in ("GB200", "GB300")
     release = float((re.match(r"\d\d\.\d\d", row["note"]) or ["0"])[0])
     if row["source"] == "bridge" and release >= 26.06:
@@ -83,14 +83,14 @@ def graphs(row: Row) -> int:
 
 
 def grouped_rates(p: Profile, dtype: str) -> tuple[float, float]:
-    """Of torch's grouped products over plain ones, and of weight gradients over those."""
+    """Rates of torch's grouped products over plain ones, and of weight gradients over these."""
     if dtype in cost.LOW_PRECISION:
         return p.constants.grouped8, 0.80
     return p.constants.grouped16, 0.92
 
 
 class Predictor:
-    """Value of a row in its own unit, for constants by generation of GPUs."""
+    """Predicts the value of a row in its own unit, with constants by GPU generation."""
 
     def __init__(self, constants: dict[str, Constants] | None = None) -> None:
         self._profiles: dict[str, Profile] = {}
@@ -149,7 +149,7 @@ class Predictor:
         )  # fmt: skip
         if r["unit"] == "us":
             return t * 1e6
-        # Their bandwidth counts copies to nodes, or to ranks of one domain, own included.
+        # Published bandwidth counts copies to nodes, or to ranks of one domain, own included.
         w = copies(ep, domain, k, limit)
         logical = T * d * cost.ITEMSIZE[r["dtype"]]
         return logical * (w.nodes if ep > domain else w.ranks) / t / 1e9
@@ -242,12 +242,12 @@ class Predictor:
 
 
 class InductorPredictor(Predictor):
-    """All-to-alls as Inductor estimates them: by bytes and ranks, whoever sends them.
+    """All-to-alls as Inductor estimates them: by bytes and ranks only.
 
-    A switch with two levels is two all-to-alls in a graph, one between nodes, of a row for each
+    A switch with two levels is two all-to-alls in a graph: one between nodes, with a row for each
     node of a token, and one inside a node. It gets the longer one's time, or the sum of both if
-    they follow each other. The estimate takes the rates of links from a table or from
-    ``config``, which has those of the device here, and a node's GPUs from the driver: they are
+    they follow each other. The estimate takes link rates from a table, or from
+    ``config`` for the device here, and the number of a node's GPUs from the driver; here it is
     the row's domain.
     """
 
@@ -276,7 +276,7 @@ class InductorPredictor(Predictor):
     def seconds(
         self, p: Profile, nbytes: float, ranks: int, near: int, domain: int
     ) -> float:
-        """Of ``ranks``, ``near`` of them on each node."""
+        """Seconds over ``ranks``, ``near`` of them on each node."""
         hopper = p.device.generation == "hopper"
         kind = comm_analysis.NVIDIA_GPU_TYPE
         kind = kind.HOPPER if hopper else kind.BLACKWELL
@@ -317,7 +317,7 @@ def fused_layer(
 
 # ---- fit and table ---------------------------------------------------------------------
 
-# What is fitted on which levels, bottom up: links, kernels, then the step around them.
+# Constants and the levels they are fitted on, bottom up: links, kernels, then the step.
 STAGES = (
     (("a2a",), ("fast", "fast_us", "slow", "slow_us", "setup_us", "floor_us", "fabric",
                 "unit_rate", "row_bytes")),
@@ -325,7 +325,7 @@ STAGES = (
      ("mma16", "mma8", "memory", "tile_start", "launch_us", "grouped16", "grouped8")),
     (("train", "infer"), ("stack", "host_us", "exposed", "drift")),
 )  # fmt: skip
-# Of the software, not of the GPU: one value for all generations.
+# Constants of the software, not of the GPU: one value for all generations.
 SHARED = ("host_us", "exposed", "drift")
 
 
@@ -367,7 +367,7 @@ def fit(rows: list[Row]) -> dict[str, Constants]:
 
 
 def _fit_shared(rows, levels, shared, values, error) -> None:
-    """The software's constants, with each generation's ``stack`` once more."""
+    """Fits the software's constants, and each generation's ``stack`` again."""
     rs = [r for r in rows if r["level"] in levels]
     start = {n: values["hopper"][n] for n in shared}
     start |= {f"stack {g}": v["stack"] for g, v in values.items()}

@@ -1,16 +1,16 @@
-"""Train on what was served: is the model that is trained the one that was sampled from?
+"""Is the trained model the one that was sampled from? Trains on served samples.
 
     python benchmarks/moe/replay.py [--requests 12] [--dtypes float32 bfloat16] --out benchmarks/moe/results
 
-A small Qwen3-MoE of transformers with random weights. The server of serve.py samples from it with
-continuous batching: prefill in chunks, decoding, tokens of several requests in one call. Then the model
-itself, as transformers runs it, gets the sequences as a padded batch and takes a policy gradient step. Per
-sampled token: the difference of its log-probability, and the KL divergence of the two distributions.
+The server of serve.py samples from a small Qwen3-MoE of transformers with random weights, with
+continuous batching: prefill in chunks, decoding, tokens of several requests in one call. Then
+transformers runs the model on the sequences as a padded batch, for a policy gradient step. Each
+sampled token gives the difference of its log-probability and the KL divergence of the two distributions.
 
-Replay gives the second pass the experts of the first (clients/routing.py). ``invariant`` puts products in
-the place of F.linear and F.scaled_dot_product_attention whose sums do not depend on the other tokens, in
-both passes; norms, rotations, softmax and F.moe_mlp need none. A row "all but X" leaves X as PyTorch has
-it: what X alone is the cause of.
+Replay gives the second pass the experts of the first (clients/routing.py). ``invariant`` replaces
+F.linear and F.scaled_dot_product_attention in both passes by products whose sums do not depend on other
+tokens; norms, rotations, softmax and F.moe_mlp are invariant already. A row "all but X" leaves X
+unchanged and shows the effect of X alone.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ PARTS = ("attention", "projections", "router", "lm_head")
 
 
 class Invariant(TorchFunctionMode):
-    """Sums that have one order, however many tokens there are, in the given parts of a model."""
+    """Gives the sums in some parts of a model one order, for any number of tokens."""
 
     def __init__(self, model: torch.nn.Module, parts: tuple[str, ...]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Invariant(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.linear and args[1] in self.weights:
             x, weight = args[0].float(), args[1].float()
-            rows = x.flatten(0, -2).split(64)  # a bound on the memory of the products
+            rows = x.flatten(0, -2).split(64)  # bounds the memory of the products
             sums = [(row.unsqueeze(-2) * weight).sum(-1) for row in rows]
             return torch.cat(sums).view(*x.shape[:-1], -1).to(args[0].dtype)
         if func is F.scaled_dot_product_attention and self.attention:
@@ -102,7 +102,7 @@ def build(dtype: torch.dtype, experts: str):
 
 
 class Engine:
-    """What Server asks of a model, of one of transformers: tokens of all requests in one row."""
+    """A model of transformers for Server: tokens of all requests in one row."""
 
     def __init__(self, model) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -176,7 +176,7 @@ def roll_out(model, count: int) -> tuple[Engine, list[Request]]:
 
 
 def train(model, engine: Engine, requests: list[Request], replay: bool) -> dict:
-    """A policy gradient step on the rollout; how far the two passes are from each other."""
+    """A policy gradient step on the rollout, and the differences of the two passes."""
     from routing import record_routing, replay_routing
 
     ids = torch.zeros(len(requests), LENGTH, dtype=torch.int64)
@@ -228,7 +228,7 @@ def train(model, engine: Engine, requests: list[Request], replay: bool) -> dict:
 
 
 def forms() -> dict[str, tuple[str, bool, tuple[str, ...]]]:
-    """Experts, replay, and what is invariant."""
+    """Experts, replay, and invariant parts of each row."""
     found = {
         "transformers": ("grouped_mm", False, ()),
         "F.moe_mlp": ("moe_mlp", False, ()),

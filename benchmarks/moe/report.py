@@ -1,6 +1,6 @@
-"""What the benchmarks print and draw: progress, tables of rows, figures.
+"""Output of the benchmarks: progress, tables of rows, figures.
 
-rich and matplotlib are imported where they are used: a bare GPU machine may have neither.
+rich and matplotlib are imported at their use, as a bare GPU machine may lack both.
 """
 
 import argparse
@@ -55,11 +55,11 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[..., Non
 
 
 def parse(doc: str | None, *, argv=None, **defaults: Any) -> argparse.Namespace:
-    """What every script is told: ``--out FILE.json``, or a folder; and options by their defaults.
+    """The command line of a script: ``--out FILE.json`` or a folder, and options by their defaults.
 
     Args:
-        defaults: a list takes several values, a dict several of its keys, all by default; a tuple
-            is what may be chosen, its first by default; False is a switch. A type has no default.
+        defaults: a list takes several values, a dict several of its keys, by default all. A tuple
+            lists the allowed values, the default first. False is a switch. A type has no default.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -84,7 +84,7 @@ def parse(doc: str | None, *, argv=None, **defaults: Any) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def figure(path: pathlib.Path, *grid: int, **options: object) -> Iterator[Any]:
-    """Axes of a figure that is then written as PNG; arguments are those of plt.subplots."""
+    """Axes of a figure that is written as PNG; arguments are those of plt.subplots."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -2,17 +2,17 @@
 
     python benchmarks/moe/serve.py [--ranks 1 2] [--requests 40] [--rate 16] [--clock wall] --out benchmarks/moe/results
 
-One trace of arrivals, drawn once and written into the JSON, is replayed for every form: requests come
+One trace of arrivals, drawn once and written into the JSON, is replayed for every form. Requests come
 in bursts, each with a prompt of real text and a number of bytes to generate. A step takes the next
-byte of every running request and chunks of waiting prompts, up to a budget of tokens, so that prefill
-and decoding are mixed. Every form has a server of its own and the servers take turns, step by step; the
-clock of each moves by the time its own steps took, and jumps to the next arrival when it is idle.
-With two ranks each serves every other request and holds half of the experts; a rank without tokens
-takes part in the exchange all the same. All forms use the same token switch there.
+byte of every running request and chunks of waiting prompts, up to a budget of tokens, so it mixes
+prefill and decoding. Every form has its own server, and the servers take turns, step by step. The
+clock of a server moves by the time of its steps, and jumps to the next arrival when it is idle.
+With two ranks, each serves every other request and holds half of the experts; a rank without tokens
+still takes part in the exchange. All forms use the same token switch there.
 
 The model has random weights; attention, router and the rest are the same code for all forms. Every
-rank is one thread. A step takes the processor time of its process, the slower rank's with two, so that
-other jobs of the machine and waiting for the other rank do not count; ``--clock wall`` counts them.
+rank is one thread. A step is timed by process time, that of the slower rank, which excludes
+other jobs on the machine and waiting for the other rank; ``--clock wall`` includes them.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ TOKENS_PER_STEP, RUNNING = 128, 16  # budget of a step, requests at a time
 CLOCKS = {"process": time.process_time, "wall": time.perf_counter}
 
 
-@dataclasses.dataclass(eq=False)  # a request is itself: tensors have no one answer
+@dataclasses.dataclass(eq=False)  # compared by identity, as tensors compare elementwise
 class Request:
-    """One request: what was asked and what has happened so far."""
+    """One request and its state."""
 
     arrival: float  # seconds
     prompt: Tensor  # (P,) int64
@@ -75,7 +75,7 @@ def draw_trace(count: int, rate: float) -> list[dict]:
 
 
 class Model:
-    """A decoder whose experts are one of FORMS; weights are the same for all of them."""
+    """A decoder whose experts are one of FORMS; all have the same weights."""
 
     def __init__(self, name: str, switch=None) -> None:
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if switch else (1, 0)
@@ -108,7 +108,7 @@ class Model:
         return self.switch.combine(routing, rows)
 
     def slots_here(self, rows, ids, weights, w: tuple) -> Tensor:
-        """Experts that know no id for "not here" get every slot that is, as a row of its own."""
+        """Experts without an id for "not here" get each local slot as its own row."""
         row, slot = (ids >= 0).nonzero(as_tuple=True)
         y = torch.zeros_like(rows)
         if len(row):
@@ -117,7 +117,7 @@ class Model:
         return y
 
     def step(self, batch: list[tuple[Request, Tensor]]) -> list[int]:
-        """The next byte of every request of the batch; keys and values go to its cache."""
+        """The next byte of every request of the batch; caches keys and values."""
         D = SHAPE.D
         counts = [len(tokens) for _, tokens in batch]
         x = torch.empty(0, D, dtype=torch.bfloat16)
@@ -165,7 +165,7 @@ class Server:
     def batch(self) -> list[tuple[Request, Tensor]]:
         while len(self.running) < RUNNING and self.next_arrival() <= self.clock:
             self.running.append(self.waiting.popleft())
-        # Decoding first: those wait for one token each.
+        # Decoding comes first: these requests need one token each.
         left, batch = TOKENS_PER_STEP, []
         for request in sorted(self.running, key=lambda r: r.done < len(r.prompt)):
             tokens = request.next_tokens(left)
@@ -175,7 +175,7 @@ class Server:
         return batch
 
     def step(self, together: Callable[[float], float]) -> int:
-        """One step, by whose time on the slowest rank the clock moves; requests it finished."""
+        """Runs a step and moves the clock by its time on the slowest rank; the finished requests."""
         batch, before = self.batch(), len(self.finished)
         start = self.timer()
         made = self.model.step(batch)
@@ -197,7 +197,7 @@ class Server:
 
 @torch.inference_mode()
 def serve(trace: list[dict], clock: str) -> dict[str, dict]:
-    """All forms in turns; what each of them did, on all ranks together."""
+    """Runs all forms in turns; the results of each, on all ranks together."""
     switch, rank, ranks = None, 0, 1
     if dist.is_initialized():
         from torch.distributed._moe.all_to_all import TokenSwitchAllToAll

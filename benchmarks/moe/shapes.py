@@ -15,14 +15,14 @@ from torch import Tensor
 
 try:
     from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
-except ModuleNotFoundError:  # a bare GPU machine: gpu_lab.py has it by path
+except ModuleNotFoundError:  # on a bare GPU machine gpu_lab.py loads it by path
     from lab.loading import generators
 
     MoeCase, ROUTINGS = generators.MoeCase, generators.ROUTINGS
 
 
 _RECORD = pathlib.Path(__file__).parent / "results/routing/olmoe_1b_7b_layer0_gsm8k.npz"
-# What trained routers choose, where its record is: it does not land with the benchmarks.
+# Choices of trained routers; the record does not land with the benchmarks.
 REAL = "recorded" if _RECORD.exists() else "skewed"
 
 
@@ -73,7 +73,7 @@ class Shape:
         return {letter: getattr(self, letter) for letter in "TDFEK"}
 
     def activation(self) -> dict[str, object]:
-        """As F.moe_mlp and moe_reference.py name it."""
+        """The activation as arguments of F.moe_mlp and moe_reference.py."""
         if not self.gpt_oss:
             return {"activation": "swiglu"}
         limits = {"alpha": 1.702, "limit": 7.0}
@@ -85,7 +85,7 @@ class Shape:
         return dataclasses.replace(case, seed=seed).topk_indices()
 
     def products(self, backward: bool, rows: int) -> list[tuple[int, int, int]]:
-        """(m, k, n) of the matrix products of one expert with so many rows."""
+        """(m, k, n) of the matrix products of one expert with ``rows`` rows."""
         D, F = self.D, self.F
         forward = [(rows, D, 2 * F), (rows, F, D)]
         if not backward:
@@ -95,7 +95,7 @@ class Shape:
         return forward + back
 
     def flops(self, backward: bool = False) -> int:
-        """Of all products of a layer."""
+        """FLOPs of all products of a layer."""
         products = self.products(backward, self.T * self.K)
         return 2 * sum(m * k * n for m, k, n in products)
 
@@ -112,9 +112,9 @@ class Shape:
     def bound_ms(self, kind: str, bandwidth: float, rate: float) -> float:
         """Sum over Triton kernels of the larger of flops / rate and bytes / bandwidth.
 
-        In bfloat16, every input is read once and every output written once. Experts that no
-        token asks for are not read: of E at most T*K are. ``kind`` is "forward", or "step" for
-        forward and backward; ``bandwidth`` that of a copy, read plus written.
+        In bfloat16, every input is read once and every output written once. Only experts with
+        tokens are read, at most T*K of E. ``kind`` is "forward", or "step" for
+        forward and backward; ``bandwidth`` is that of a copy, read plus written.
         """
         T, D, n, R = self.T, self.D, self.F, self.T * self.K
         mm = 2 * R * n * D
@@ -140,9 +140,9 @@ class Row:
 
     shape: Shape
     dtype: torch.dtype = torch.bfloat16  # of input, experts and router weights
-    backward: bool = False  # and forward, which else is alone (under no_grad)
-    layers: int = 1  # that a call runs through, each with its own weights
-    routings: int = 1  # that the calls take in turns
+    backward: bool = False  # forward and backward; else forward under no_grad
+    layers: int = 1  # layers of a call, each with its own weights
+    routings: int = 1  # routings that the calls take in turns
     sweep: str | None = None
     compiled: bool = False  # with compiled peers beside
 
@@ -195,7 +195,7 @@ CPU_ROWS = (
         for s in _CONSTANT_FLOPS
     ),
 )
-# Experts of a real model's proportions, in a quarter of its width: transformers' own modules.
+# transformers' own modules, with the proportions of a real model at a quarter of its width.
 CLIENT_ROWS = tuple(
     Row(Shape(f"{name}-T{T}", T, *sizes, gpt_oss=name == "gpt_oss"), backward=b)
     for name, sizes in (
@@ -242,7 +242,7 @@ OPEN_MODELS = (
 )
 DECODE = tuple(Shape(f"OLMoE-decode-T{T}", T, *_OLMOE) for T in (1, 16, 64, 256))
 GPU_SHAPES = TABLE_9B + OPEN_MODELS + DECODE
-# What a tuner measures: narrow, middle and wide experts of both model dims, and decode.
+# Shapes of the tuner: narrow, middle and wide experts of both model dims, and decode.
 TUNING_SHAPES = ("7B-n256", "30B-n512", "OLMoE-1B-7B", "120B-n2048", "OLMoE-decode-T64")
 REHEARSAL = (Shape("tiny", 24, 32, 32, 4, 2), Shape("tiny-decode", 1, 32, 32, 4, 2))
 
@@ -320,11 +320,11 @@ def make_operands(
     layer: int = 0,
     weights_dtype: torch.dtype | None = None,
 ) -> Operands:
-    """Values of order one in every intermediate, never zeros; the same for every call.
+    """Operands that give intermediates of order one, never zeros; the same in every call.
 
     Args:
-        layer: another one has other weights and another routing, of the same kind.
-        weights_dtype: of the router weights; default ``dtype``, as transformers has them.
+        layer: another layer has other weights and another routing, of the same kind.
+        weights_dtype: of the router weights; default ``dtype``, as in transformers.
     """
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(layer)
@@ -332,8 +332,8 @@ def make_operands(
     T, D, F, E, K = shape.sizes().values()
 
     def experts(rows: int, columns: int, fan_in: int) -> Tensor:
-        # Few random matrices, turned by e rows, are as different as is needed and do not
-        # take minutes.
+        # A few random matrices, rotated by e rows, are different enough and do not
+        # take minutes to draw.
         w = torch.empty(E, rows, columns, dtype=dtype, device=device)
         for e in range(E):
             w[e] = randn(rows, columns) * fan_in**-0.5 if e < 4 else w[e % 4].roll(e, 0)
@@ -342,7 +342,7 @@ def make_operands(
     x, grad = randn(T, D).to(dtype), randn(T, D).to(dtype)
     if device.type == "cpu":
         ids = shape.topk_indices(layer)
-    else:  # the generator's draws on a CPU would take longer than the layer
+    else:  # the generator draws on a CPU, which would take longer than the layer
         ids = torch.rand(T, E, device=device, generator=generator).topk(K).indices
     weights = torch.rand(T, K, device=device, generator=generator) + 0.5
     weights = (weights / weights.sum(-1, keepdim=True)).to(weights_dtype or dtype)

@@ -5,10 +5,10 @@
     python benchmarks/moe/sparsity.py --gloo                 # a step of two gloo ranks
 
 First the machine is calibrated (``moe_calibration.calibrate``, ``--calibrate`` seconds), on other
-shapes than are measured, which takes ``--seconds`` a row. Two sweeps over E, K and F: at constant FLOPs (T K F), and at constant bytes of
-weights (E F). For every point the shares of computation, memory, communication (8 ranks) and
-quantisation, predicted. With ``--clock process`` and one thread the time of this process
-counts, for a machine with neighbours.
+shapes than those measured, with ``--seconds`` per row. Two sweeps over E, K and F have constant
+FLOPs (T K F) and constant bytes of weights (E F). Every point has the predicted shares of
+computation, memory, communication (8 ranks) and quantisation. ``--clock process`` with one thread
+measures process time, for a machine with other jobs.
 """
 
 import itertools
@@ -111,7 +111,7 @@ def shares(name: str, f: int, e: int, k: int) -> dict:
 
 
 def cpu_shares(p: Profile, row: dict) -> dict[str, float]:
-    """Predicted shares of a measured row: products, and memory with what it touches first."""
+    """Predicted shares of a measured row: products, and memory with first touches."""
     assert p.cpu is not None
     c = p.cpu
     rows, hit = row["T"] * row["K"], cost.hit_experts(row["E"], row["T"] * row["K"])

@@ -1,9 +1,9 @@
-"""Whose the bytes of a training step are, beside the peak that is measured.
+"""The owners of the bytes of a training step, beside the measured peak.
 
     python benchmarks/moe/step_memory.py [--models qwen3_moe ...] [--batch 2] [--seq 256] --out FILE.json
 
-Small transformers models with random weights on one CPU rank, their experts by grouped_mm of
-transformers and by F.moe_mlp. ``explain_memory`` runs nothing; the peak is of the second step.
+Small transformers models with random weights on one CPU rank, with grouped_mm experts of
+transformers and with F.moe_mlp. ``explain_memory`` runs nothing; the peak is of the second step.
 """
 
 import contextlib

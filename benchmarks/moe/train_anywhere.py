@@ -1,10 +1,10 @@
-"""Train a small Mixture-of-Experts model on as many ranks as there are: one script, the same losses.
+"""Train a small Mixture-of-Experts model on any number of ranks: one script, the same losses.
 
     torchrun --nproc-per-node 4 benchmarks/moe/train_anywhere.py [--model gpt_oss] [--steps 20] --folder build/anywhere
 
-A transformers model with random weights on real text. Nothing here asks how many ranks there are:
+A transformers model with random weights on real text. Nothing here depends on the number of ranks:
 parallelize_moe decides what runs where. Every ``--save-every`` steps model, optimizer and scheduler are
-saved; started again, on any number of ranks, it goes on from there with a plan of its own.
+saved. A new start, on any number of ranks, continues from there with its own plan.
 """
 
 import argparse
@@ -57,7 +57,7 @@ SEQ = 128
 
 
 def build(name: str) -> torch.nn.Module:
-    """The same on all ranks."""
+    """Builds the same model on all ranks."""
     require_transformers()
     import transformers
 
@@ -68,7 +68,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 class Checkpoint:
-    """Model, optimizer and scheduler in a folder; the last complete ones."""
+    """Saves model, optimizer and scheduler in a folder, and loads the last complete ones."""
 
     def __init__(self, folder: pathlib.Path, model, optimizer, scheduler) -> None:
         self.folder, self.parts = folder, (model, optimizer)
@@ -80,12 +80,10 @@ class Checkpoint:
         dcp.save(state, checkpoint_id=self.folder / f"step-{step}")
         partial = self.folder / f"latest-{dist.get_rank()}"
         partial.write_text(str(step))
-        partial.replace(
-            self.latest
-        )  # all ranks are done with theirs when dcp.save returns
+        partial.replace(self.latest)  # all ranks are done when dcp.save returns
 
     def load(self) -> int:
-        """The step to go on with."""
+        """Loads the last checkpoint; the step to continue with."""
         if not self.latest.exists():
             return 0
         step = int(self.latest.read_text())

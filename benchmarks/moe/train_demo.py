@@ -3,12 +3,12 @@
     python benchmarks/moe/train_demo.py [--steps 200] [--seed 0] [--unfused N] [--threads N] [--quick] --out build/demo
 
 Models start from the same weights and see the same real text (the documentation and sources
-inside the installed torch) in the same order: with the eager block people write today and with
+inside the installed torch) in the same order, with the eager block people write today and with
 F.moe_topk and F.moe_mlp. Three unfused models, each visiting the experts in another order, show how
-much the loss moves from rounding alone; the fused one must stay within twice that. As they take most
-of the time, one is trained where results/demo.json has what three of the same settings did
-(``--unfused 3`` makes that file). Where torch has expert parallelism, the fused model is trained once
-more on two ranks. Prints tables, writes demo.json and demo.png, and exits with 1 when a check fails.
+much rounding alone changes the loss; the fused one must stay within twice that. As they take most
+of the time, only one is trained if results/demo.json has the results of three with the same settings
+(``--unfused 3`` makes that file). If torch has expert parallelism, the fused model is also trained
+on two ranks. Prints tables, writes demo.json and demo.png, and exits with 1 if a check fails.
 ``--quick``: 20 steps, few repetitions.
 """
 
@@ -38,7 +38,7 @@ from demo.train import make_runs, Run, train
 try:
     from demo import expert_parallel
 except ModuleNotFoundError as error:
-    # A later pull request brings the module and what it needs of torch.
+    # A later pull request adds the module and what it needs of torch.
     if error.name is None or not error.name.startswith(("demo", "torch.distributed")):
         raise
     expert_parallel = None
@@ -48,11 +48,11 @@ BATCH = 4
 EVALUATION_BATCHES = 8
 NUM_UNFUSED = 3
 RECORD = pathlib.Path(__file__).resolve().parent / "results" / "demo.json"
-LEARNED_AFTER = 200  # steps after which a model must know more than byte frequencies
+LEARNED_AFTER = 200  # steps after which a model must beat byte frequencies
 
 
 def differences(runs: list[Run]) -> dict[str, list[float]]:
-    """Per step |loss difference| of every two unfused runs, and of fused and unfused."""
+    """Per step |loss difference| of each pair of unfused runs, and of fused and unfused."""
     *unfused, fused = runs
     pairs = [*itertools.combinations(unfused, 2), (fused, unfused[0])]
     found = {f"{a.name} - {b.name}": zip(a.losses, b.losses) for a, b in pairs}
@@ -60,7 +60,7 @@ def differences(runs: list[Run]) -> dict[str, list[float]]:
 
 
 def recorded_noise(steps: int, seed: int) -> float | None:
-    """The largest loss difference between unfused runs of these settings, where a file has it."""
+    """The largest recorded loss difference between unfused runs of these settings, or None."""
     if not RECORD.exists():
         return None
     record = json.loads(RECORD.read_text())
@@ -71,7 +71,7 @@ def recorded_noise(steps: int, seed: int) -> float | None:
 
 
 def noise_of(differences: dict[str, list[float]]) -> float | None:
-    """The largest of those between two unfused runs."""
+    """The largest difference between two unfused runs."""
     noise = [max(d) for name, d in differences.items() if not name.startswith("fused")]
     return max(noise, default=None)
 
@@ -91,7 +91,7 @@ def training_row(run: Run, start: float, held_out: torch.Tensor) -> dict[str, ob
             lambda: model.loss(window), model.parameters()
         ),
     }
-    # Gradients exist before and are added to, so that only what goes away again is counted.
+    # Gradients exist before and are added to, so only temporary memory is counted.
     model.loss(window).backward()
     row["peak_bytes"] = measure.peak_bytes(lambda: model.loss(window).backward())
     model.zero_grad()
@@ -143,7 +143,7 @@ def block_rows(sample: BlockSample, rounds: int) -> list[dict]:
 
 
 def checks_of(result: dict, samples: list[BlockSample]) -> list[dict]:
-    """What the demo promises; it fails when one does not hold."""
+    """The checks of the demo, which fails if one of them does."""
     checks: list[dict] = []
 
     def check(name: str, seen: str, rule: str, passed: bool) -> None:

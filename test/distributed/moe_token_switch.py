@@ -6,9 +6,11 @@ Gloo processes use :class:`TokenSwitchTest`; many ranks in one process use
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 from moe_gloo import GlooTest
 
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
-from torch.testing._internal.common_moe import has_cpu_kernel
+from torch.testing._internal.common_moe import has_cpu_kernel, NoHostSyncMode
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
@@ -32,7 +34,7 @@ from torch.testing._internal.moe_reference import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 # Tokens of each of the four ranks.
@@ -40,6 +42,28 @@ SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0
 CASE = MoeCase("ep", num_tokens=17, num_experts=8, top_k=3)
 # What "exact" promises the bits of.
 EXACT = ("output", "grad_input", "grad_weights")
+
+
+@contextlib.contextmanager
+def host_reads() -> Iterator[list[Tensor]]:
+    """Yields the tensors that ``tolist`` reads; any other read on the host raises."""
+    read = []
+    tolist = Tensor.tolist
+
+    def spy(t):
+        read.append(t)
+        return tolist(t)
+
+    # Eager CPU tensors are read without a dispatch, which the mode would see.
+    forbidden = mock.Mock(side_effect=AssertionError("host read"))
+    with (
+        NoHostSyncMode(),
+        mock.patch.object(Tensor, "tolist", spy),
+        mock.patch.object(Tensor, "item", forbidden),
+        mock.patch.object(Tensor, "__bool__", forbidden),
+        mock.patch.object(Tensor, "__int__", forbidden),
+    ):
+        yield read
 
 
 def metadata_bytes(sent):

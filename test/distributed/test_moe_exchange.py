@@ -172,9 +172,7 @@ class TestExchange(TestCase):
 
 
 class TestAgreement(MultiThreadedTestCase):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def setUp(self):
         super().setUp()

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from unittest import mock
 
 from moe_placement import deduplicated_rows
 from moe_token_switch import (
     CASE,
     EXACT,
+    host_reads,
     leaves_of,
     metadata_bytes,
     one_rank,
@@ -25,7 +25,6 @@ from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchHierarc
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.payload import decode, encode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -166,21 +165,7 @@ class TestHierarchical(TokenSwitchTest):
         x = torch.randn(ids.shape[0], 8, requires_grad=True)
         weights = torch.rand(ids.shape, requires_grad=True)
         switch.dispatch(switch.create_routing(ids), x, weights)
-        read = []
-        tolist = torch.Tensor.tolist
-
-        def spy(t):
-            read.append(t)
-            return tolist(t)
-
-        forbidden = mock.Mock(side_effect=AssertionError("host read"))
-        with (
-            NoHostSyncMode(),
-            mock.patch.object(torch.Tensor, "tolist", spy),
-            mock.patch.object(torch.Tensor, "item", forbidden),
-            mock.patch.object(torch.Tensor, "__bool__", forbidden),
-            mock.patch.object(torch.Tensor, "__int__", forbidden),
-        ):
+        with host_reads() as read:
             routing = switch.create_routing(ids)
             rows, row_weights, _ = switch.dispatch(routing, x, weights)
             y = switch.combine(routing, rows * row_weights.sum(1, keepdim=True))

@@ -11,9 +11,7 @@ E = 8
 
 
 class TestLoadStats(MultiThreadedTestCase):
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
     def setUp(self):
         super().setUp()

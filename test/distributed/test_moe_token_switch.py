@@ -2,10 +2,10 @@
 
 import dataclasses
 import datetime
-from unittest import mock
 
 from moe_token_switch import (
     CASE,
+    host_reads,
     one_rank,
     run_layer,
     SHARES,
@@ -110,22 +110,7 @@ class TestAllToAll(TokenSwitchTest):
         tokens, experts = self.part(4, "even")
         switch = self.switch(combine=combine, capacity=capacity)
         self.run_switch(switch, operands, tokens, experts, layer=scale_layer)
-        read = []
-        tolist = torch.Tensor.tolist
-
-        def spy(t):
-            read.append(t)
-            return tolist(t)
-
-        # Eager CPU tensors are read without a dispatch, which the mode would see.
-        forbidden = mock.Mock(side_effect=AssertionError("host read"))
-        with (
-            NoHostSyncMode(),
-            mock.patch.object(torch.Tensor, "tolist", spy),
-            mock.patch.object(torch.Tensor, "item", forbidden),
-            mock.patch.object(torch.Tensor, "__bool__", forbidden),
-            mock.patch.object(torch.Tensor, "__int__", forbidden),
-        ):
+        with host_reads() as read:
             self.run_switch(switch, operands, tokens, experts, layer=scale_layer)
         self.assertEqual(len(read), 1 if capacity is None else 0)
 

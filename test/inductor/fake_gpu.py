@@ -67,6 +67,8 @@ def require() -> None:
 def _pretend_device() -> None:
     if "torch" in sys.modules:
         raise RuntimeError("import fake_gpu before torch, which keeps its device hooks")
+    # Code generation needs Triton's compiler, not its interpreter.
+    os.environ.pop("TRITON_INTERPRET", None)
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     root = pathlib.Path(spec.origin).parent

@@ -16,11 +16,13 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import torch
+from torch.testing._internal.common_utils import TestCase
 
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "python_native"))
@@ -193,6 +195,23 @@ def emitted_by(script: str, folder: str | pathlib.Path) -> dict[str, list[dict]]
     path /= "emitted.json"
     subprocess.run([sys.executable, here / script, path], env=env, check=True)
     return json.loads(path.read_text())
+
+
+class EmittedTestCase(TestCase):
+    """Has what ``emit`` returns as ``emitted``, and a ``folder`` for its modules."""
+
+    script: str
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        cls.folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(cls.folder.cleanup)
+        cls.emitted = cls.emit()
+
+    @classmethod
+    def emit(cls) -> dict[str, list[dict]]:
+        return emitted_by(cls.script, cls.folder.name)
 
 
 def arguments(inputs: Sequence, tensors: Sequence[torch.Tensor]) -> list[object]:

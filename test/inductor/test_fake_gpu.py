@@ -1,16 +1,12 @@
 # Owner(s): ["module: inductor"]
 """fake_gpu.py: Inductor writes for each architecture what a machine with it would get."""
 
-import os
-
-
-os.environ.pop("TRITON_INTERPRET", None)
-
 import fake_gpu
 
 
 fake_gpu.require()  # before torch
 
+import os
 import subprocess
 import sys
 import textwrap

@@ -1,11 +1,6 @@
 # Owner(s): ["module: inductor"]
 """What the overlap scheduler thinks that ops on grouped rows take. Runs without a GPU."""
 
-import os
-
-
-os.environ.pop("TRITON_INTERPRET", None)
-
 import fake_gpu
 
 

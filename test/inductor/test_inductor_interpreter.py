@@ -14,12 +14,11 @@ import pathlib
 import re
 import subprocess
 import sys
-import tempfile
 
-from inductor_interpreter import arguments, load, run_training
+from inductor_interpreter import arguments, EmittedTestCase, load, run_training
 
 import torch
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests
 
 
 EMIT = """
@@ -53,12 +52,9 @@ def silu_layer(x, w):
     return torch.nn.functional.silu(x @ w) + 1
 
 
-class TestInductorInterpreter(TestCase):
+class TestInductorInterpreter(EmittedTestCase):
     @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.folder.cleanup)
+    def emit(cls):
         here = str(pathlib.Path(__file__).resolve().parent)
         env = {**os.environ, "PYTHONPATH": here}
         del env["TRITON_INTERPRET"]
@@ -69,7 +65,7 @@ class TestInductorInterpreter(TestCase):
             stdout=subprocess.PIPE,
             text=True,
         )
-        cls.emitted = json.loads(done.stdout.splitlines()[-1])
+        return json.loads(done.stdout.splitlines()[-1])
 
     def run_graph(self, name, *tensors):
         (graph,) = self.emitted[name]

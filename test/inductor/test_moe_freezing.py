@@ -256,6 +256,13 @@ class TestMoeFreezing(TestCase):
 
     # --- what stays ---------------------------------------------------------------------
 
+    def assert_relaid(self, layer, args):
+        with torch.no_grad():
+            want = layer(*args)
+        output, _ = frozen(layer, *args)
+        self.assertEqual(relaid(), 2)
+        self.assertEqual(output, want, rtol=2e-2, atol=2e-2)
+
     def assert_stays(self, layer, args, reason, **options):
         strides = [p.stride() for p in layer.parameters()]
         with self.assertLogs("torch._inductor.fx_passes.moe_freezing", "INFO") as logs:
@@ -353,11 +360,7 @@ class TestMoeFreezing(TestCase):
         for weight in layer.parameters():
             gaps = torch.empty(*weight.shape, 2, dtype=weight.dtype)[..., 0]
             weight.data = gaps.copy_(weight)
-        with torch.no_grad():
-            want = layer(*args)
-        output, _ = frozen(layer, *args)
-        self.assertEqual(relaid(), 2)
-        self.assertEqual(output, want, rtol=2e-2, atol=2e-2)
+        self.assert_relaid(layer, args)
 
     def test_view_outside_of_the_parameter(self):
         class Before(Experts):
@@ -373,11 +376,7 @@ class TestMoeFreezing(TestCase):
                 return F.moe_mlp(x, ids, weights, w_in.mT, self.down.mT)
 
         layer, args = Before(), inputs()
-        with torch.no_grad():
-            want = layer(*args)
-        output, _ = frozen(layer, *args)
-        self.assertEqual(relaid(), 2)
-        self.assertEqual(output, want, rtol=2e-2, atol=2e-2)
+        self.assert_relaid(layer, args)
 
     def test_training(self):
         layer, args = Experts(), inputs()

@@ -1,11 +1,6 @@
 # Owner(s): ["module: inductor"]
 """An AOTInductor package of an MoE layer for CUDA holds our kernels. Runs without a GPU."""
 
-import os
-
-
-os.environ.pop("TRITON_INTERPRET", None)
-
 import fake_gpu
 
 

@@ -10,9 +10,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import tempfile
-
-from inductor_interpreter import arguments, emitted_by, load, run_training
+from inductor_interpreter import arguments, EmittedTestCase, load, run_training
 from moe_lowering_problems import FAR_ROWS, PROBLEMS
 
 import torch
@@ -21,7 +19,6 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
     subtest,
-    TestCase,
 )
 from torch.testing._internal.moe_reference import (
     check_close,
@@ -30,13 +27,8 @@ from torch.testing._internal.moe_reference import (
 )
 
 
-class TestMoeLoweringNumerics(TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.folder.cleanup)
-        cls.emitted = emitted_by("moe_lowering_problems.py", cls.folder.name)
+class TestMoeLoweringNumerics(EmittedTestCase):
+    script = "moe_lowering_problems.py"
 
     def truth(self, function, problem, operands):
         """What ``problem`` computes, with ``function`` for its op."""

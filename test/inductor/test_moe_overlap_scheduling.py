@@ -5,11 +5,6 @@ Eight ranks of a fake process group, fake CUDA tensors; what the graph would tak
 two queues, of computation and of communication, and the scheduler's own estimates.
 """
 
-import os
-
-
-os.environ.pop("TRITON_INTERPRET", None)
-
 import fake_gpu
 
 

@@ -1,11 +1,6 @@
 # Owner(s): ["module: inductor"]
 """What an expert-parallel layer becomes in code that Inductor generates for CUDA. Without a GPU."""
 
-import os
-
-
-os.environ.pop("TRITON_INTERPRET", None)
-
 import fake_gpu
 
 

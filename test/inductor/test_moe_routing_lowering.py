@@ -1,11 +1,6 @@
 # Owner(s): ["module: inductor"]
 """What the MoE router and permutation become in code for CUDA. Runs without a GPU."""
 
-import os
-
-
-os.environ.pop("TRITON_INTERPRET", None)
-
 import fake_gpu
 
 

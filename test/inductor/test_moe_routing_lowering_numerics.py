@@ -10,9 +10,8 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 
 import re
-import tempfile
 
-from inductor_interpreter import arguments, emitted_by, load, run_training
+from inductor_interpreter import arguments, EmittedTestCase, load, run_training
 from moe_routing_problems import Block, Permutation, PROBLEMS, Router
 
 import torch
@@ -22,7 +21,6 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
     subtest,
-    TestCase,
 )
 from torch.testing._internal.moe_reference import (
     check_close,
@@ -38,13 +36,8 @@ def problems(kind):
     return parametrize("problem", [subtest(p, name=p.name) for p in found])
 
 
-class TestMoeRoutingLoweringNumerics(TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.folder.cleanup)
-        cls.emitted = emitted_by("moe_routing_problems.py", cls.folder.name)
+class TestMoeRoutingLoweringNumerics(EmittedTestCase):
+    script = "moe_routing_problems.py"
 
     def run_emitted(self, problem, tensors, grad_out=None):
         """The results and, in training, the gradients by name."""

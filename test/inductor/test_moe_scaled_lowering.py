@@ -1,11 +1,6 @@
 # Owner(s): ["module: inductor"]
 """What the MoE ops of low precision become in code that Inductor generates for CUDA. Runs without a GPU."""
 
-import os
-
-
-os.environ.pop("TRITON_INTERPRET", None)
-
 import fake_gpu
 
 

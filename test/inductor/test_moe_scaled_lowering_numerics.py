@@ -9,9 +9,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import tempfile
-
-from inductor_interpreter import arguments, emitted_by, load, run_training
+from inductor_interpreter import arguments, EmittedTestCase, load, run_training
 from moe_scaled_problems import Experts, PROBLEMS, Quantize
 
 import torch
@@ -22,7 +20,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     slowTestIf,
     subtest,
-    TestCase,
 )
 from torch.testing._internal.moe_quantized_reference import ScaledMlp
 from torch.testing._internal.moe_reference import (
@@ -39,13 +36,8 @@ def problems(kind):
     )
 
 
-class TestMoeScaledLoweringNumerics(TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        cls.folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(cls.folder.cleanup)
-        cls.emitted = emitted_by("moe_scaled_problems.py", cls.folder.name)
+class TestMoeScaledLoweringNumerics(EmittedTestCase):
+    script = "moe_scaled_problems.py"
 
     def graphs(self, problem):
         graphs = self.emitted[problem.name]

@@ -70,6 +70,19 @@ def make(**kwargs):
     return nn.MoE(D, H, E, K, dtype=torch.float64, **kwargs)
 
 
+class OpNames(TorchDispatchMode):
+    """Yields a list of the names of the ops that run."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.names = []
+        return self.names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class TestMoEModule(TestCase):
     @parametrize(
         "options",
@@ -195,29 +208,15 @@ class TestMoEModule(TestCase):
         self.assertGreater(layer.router.up.weight.grad.abs().sum(), 0)
 
     def test_shared_expert_routes_nothing(self):
-        called = []
-
-        class Record(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                called.append(func.overloadpacket.__name__)
-                return func(*args, **(kwargs or {}))
-
         layer = make(shared_hidden_dim=5)
-        with Record():
+        with OpNames() as called:
             layer.run_shared(torch.randn(2, 5, D, dtype=torch.float64))
         self.assertIn("_moe_mlp", called)
         for name in ("_moe_permutation", "index", "gather", "index_select"):
             self.assertNotIn(name, called)
 
     def test_construction_runs_no_kernel(self):
-        called = []
-
-        class Record(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                called.append(func.overloadpacket.__name__)
-                return func(*args, **(kwargs or {}))
-
-        with Record():
+        with OpNames() as called:
             make(bias=True, shared_hidden_dim=5)
         self.assertEqual([name for name in called if "moe" in name], [])
 

@@ -19,7 +19,7 @@ import dataclasses
 import pathlib
 from unittest import mock
 
-from triton_interpreter import exact_floats, MemorySanitizer, require_interpreter
+from triton_interpreter import CheckedMemory, require_interpreter
 
 import torch
 from torch._native.ops.moe import cutedsl_impl, triton_impl
@@ -34,7 +34,6 @@ from torch._native.ops.moe.triton_kernels.launch import (
 )
 from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 from torch.testing._internal.common_utils import (
-    DeterministicGuard,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
@@ -45,6 +44,7 @@ from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
 from torch.testing._internal.moe_reference import (
     apply_activation,
     check_close,
+    check_gradients,
     moe_mlp_backward_reference,
     moe_mlp_backward_unfused,
     moe_mlp_reference,
@@ -141,20 +141,11 @@ class LoopGemms:
             out[e] = (rows.T @ b[rows_of].float()).to(out.dtype)
 
 
-class CuteTestCase(TestCase):
-    """Runs every test on checked memory, with NaN in fresh allocations."""
-
+class CuteTestCase(CheckedMemory, TestCase):
     def setUp(self):
         super().setUp()
         self.gemms = LoopGemms()
         self.plan = launch.CutePlan(self.gemms, TRITON)
-        for context in (
-            exact_floats(),
-            MemorySanitizer()(),
-            DeterministicGuard(True, fill_uninitialized_memory=True),
-        ):
-            context.__enter__()
-            self.addCleanup(context.__exit__, None, None, None)
 
     def check(self, operands, act, output_mask=ALL, args=None, grad_out=None):
         args = operands.args() if args is None else args
@@ -176,13 +167,7 @@ class CuteTestCase(TestCase):
     def check_grads(self, grads, grad_out, args, kwargs, output_mask=ALL):
         truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
         unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
-        for wanted, grad, name, expected, yardstick in zip(
-            output_mask, grads, truth._fields, truth, unfused
-        ):
-            if expected is None or not wanted:
-                self.assertEqual(grad.shape, (0,), name)
-            else:
-                check_close(grad, expected, yardstick, args[0].dtype, name)
+        check_gradients(grads, truth, unfused, args[0].dtype, output_mask)
 
 
 @instantiate_parametrized_tests

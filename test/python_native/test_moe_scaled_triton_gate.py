@@ -13,6 +13,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import unittest
 from unittest import mock
 
+import test_moe_triton_eligibility as eligibility
 import triton
 from moe_scaled_sweep import (
     call,
@@ -27,7 +28,6 @@ from moe_scaled_sweep import (
 from moe_triton_sweep import parallel_sweep, source_hash, sweep
 
 import torch
-from torch._native.ops.moe import triton_impl as moe
 from torch._native.ops.moe.triton_kernels import (
     launch,
     scaling,
@@ -70,27 +70,8 @@ B128, SQUARE = RECIPES["fp8"]
 MX = RECIPES["mx"][0]
 
 
-class TestMoeScaledEligibility(TestCase):
-    """CPU tensors pass for tensors on one GPU of a given compute capability."""
-
+class TestMoeScaledEligibility(eligibility.EligibilityTestCase):
     capability = (10, 0)
-
-    def setUp(self):
-        super().setUp()
-        original = moe.device_reason
-        is_cuda = mock.PropertyMock(return_value=True)
-
-        def device_reason(tensors, memory=True):
-            with mock.patch.object(torch.Tensor, "is_cuda", is_cuda, create=True):
-                return original(tensors, memory)
-
-        for patch in (
-            mock.patch.object(moe, "device_reason", device_reason),
-            mock.patch.object(moe, "capability_of", lambda i: self.capability),
-            mock.patch.object(moe.tu, "_try_initialize_driver", lambda: True),
-        ):
-            patch.start()
-            self.addCleanup(patch.stop)
 
     def call(self, recipe="fp8", lists=([], [], [], []), args=None, **options):
         """Reasons of forward and backward."""

@@ -16,11 +16,7 @@ from unittest import mock
 import triton
 import triton.language as tl
 from triton.runtime.errors import InterpreterError
-from triton_interpreter import (
-    exact_floats,
-    MemorySanitizer,
-    require_interpreter,
-)
+from triton_interpreter import CheckedMemory, require_interpreter
 
 import torch
 import torch.nn.functional as F
@@ -64,20 +60,7 @@ def backward_options(options):
     return {name: options[name] for name in names if name in options}
 
 
-class RouterKernelTestCase(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.sanitizer = MemorySanitizer()
-        for context in (
-            exact_floats(),
-            self.sanitizer(),
-            DeterministicGuard(True, fill_uninitialized_memory=True),
-        ):
-            context.__enter__()
-            self.addCleanup(context.__exit__, None, None, None)
-
-
-class TestMoeTopk(RouterKernelTestCase):
+class TestMoeTopk(CheckedMemory, TestCase):
     def check(self, logits, k, **options):
         """Indices equal, weights and d(logits) within the tolerance of every MoE test."""
         indices, weights = topk.moe_topk(logits, k, **options)
@@ -252,14 +235,14 @@ def _no_tie_break(value, index, count):
     return bits.to(tl.int64) << 32
 
 
-class TestTheTestsCanFail(RouterKernelTestCase):
+class TestTheTestsCanFail(CheckedMemory, TestCase):
     def test_a_wrong_order_is_seen(self):
         with mock.patch.object(topk, "_pack", _no_tie_break):
             indices, _ = topk.moe_topk(torch.zeros(2, 8), 3)
         self.assertNotEqual(indices.tolist(), [[0, 1, 2]] * 2)
 
 
-class TestDispatch(RouterKernelTestCase):
+class TestDispatch(CheckedMemory, TestCase):
     """The implementations of triton_impl.py behind the ops, with their autograd."""
 
     def setUp(self):

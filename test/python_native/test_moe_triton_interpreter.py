@@ -18,12 +18,7 @@ import itertools
 from unittest import mock
 
 from triton.runtime.errors import InterpreterError
-from triton_interpreter import (
-    exact_floats,
-    MemorySanitizer,
-    require_interpreter,
-    shuffled_programs,
-)
+from triton_interpreter import CheckedMemory, require_interpreter, shuffled_programs
 
 import torch
 from torch._native.ops.moe import triton_impl
@@ -59,6 +54,7 @@ from torch.testing._internal.moe_generators import (
 )
 from torch.testing._internal.moe_reference import (
     check_close,
+    check_gradients,
     moe_mlp_backward_reference,
     moe_mlp_backward_unfused,
     moe_mlp_reference,
@@ -103,20 +99,7 @@ def layer(plan, args, grad_out, act=Activation()):
     return output, preact, *grads
 
 
-class MoeKernelTestCase(TestCase):
-    """Runs every test on checked memory, with NaN in fresh allocations."""
-
-    def setUp(self):
-        super().setUp()
-        self.sanitizer = MemorySanitizer()
-        for context in (
-            exact_floats(),
-            self.sanitizer(),
-            DeterministicGuard(True, fill_uninitialized_memory=True),
-        ):
-            context.__enter__()
-            self.addCleanup(context.__exit__, None, None, None)
-
+class MoeKernelTestCase(CheckedMemory, TestCase):
     def check_against_reference(
         self, args, grad_out, plan, act=None, output_mask=ALL, **kwargs
     ):
@@ -133,13 +116,7 @@ class MoeKernelTestCase(TestCase):
         grads = launch.moe_mlp_backward(plan, experts, grad_out, preact, output_mask)
         truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
         unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
-        for wanted, grad, name, expected, yardstick in zip(
-            output_mask, grads, truth._fields, truth, unfused
-        ):
-            if expected is None or not wanted:
-                self.assertEqual(grad.shape, (0,), name)
-            else:
-                check_close(grad, expected, yardstick, dtype, name)
+        check_gradients(grads, truth, unfused, dtype, output_mask)
         return output, preact, grads
 
 

@@ -378,3 +378,21 @@ class MemorySanitizer:
             executor._init_args_hst = init_args
             builder.create_masked_load = masked_load
             builder.create_masked_store = masked_store
+
+
+class CheckedMemory:
+    """Mixin of test cases: exact floats, checked memory, and NaN in fresh allocations."""
+
+    def setUp(self) -> None:
+        # Not imported by benchmarks, whose machine may lack what it needs.
+        from torch.testing._internal.common_utils import DeterministicGuard
+
+        super().setUp()
+        self.sanitizer = MemorySanitizer()
+        for context in (
+            exact_floats(),
+            self.sanitizer(),
+            DeterministicGuard(True, fill_uninitialized_memory=True),
+        ):
+            context.__enter__()
+            self.addCleanup(context.__exit__, None, None, None)

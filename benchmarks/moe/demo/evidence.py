@@ -1,4 +1,4 @@
-"""What can be said about one MoE block inside a trained model: operands, saved bytes, error."""
+"""Measures one MoE block inside a trained model: operands, saved bytes, error."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from measure import saved_bytes
 
 @dataclasses.dataclass(frozen=True)
 class BlockSample:
-    """What one MoE layer of a model computed with, and the gradient that came back."""
+    """The operands of one MoE layer of a model, and the gradient that reached its output."""
 
     shape: Shape
     logits: Tensor  # (T, E) float32
@@ -37,7 +37,7 @@ class BlockSample:
         self.forward(block).backward(self.operands.grad)
 
     def routed(self, block: MoEBlock) -> Operands:
-        """With the ids and weights that the block's router gives."""
+        """The operands with the ids and weights of the block's router."""
         ids, weights = block.route(self.logits.detach(), self.shape.K)
         weights = weights.detach().requires_grad_()
         return dataclasses.replace(self.operands, ids=ids, weights=weights)

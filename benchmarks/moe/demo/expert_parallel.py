@@ -39,7 +39,7 @@ from measure import on_gloo_ranks, over_ranks, spread
 
 
 RANKS = 2
-COUNT_EVERY = 10  # steps; bytes are counted in these and time in the others
+COUNT_EVERY = 10  # steps; these count bytes, the others are timed
 
 
 class DemoAdapter(ExpertParallel.Adapter):
@@ -58,8 +58,8 @@ class DemoAdapter(ExpertParallel.Adapter):
 
     def run(self, module, original, exchange, x_TD, indices_TK, weights_TK) -> Tensor:
         def experts(rows, ids, weights, num_rows: int | None = None) -> Tensor:
-            # The experts of this rank. A received row may have K slots here, or one:
-            # num_rows is how many there are.
+            # The experts of this rank. A received row may have 1 to K slots here;
+            # num_rows is their number.
             local = (p.to(module.dtype) for p in (module.w_in, module.w_out))
             return F.moe_mlp(rows, ids, weights, *local, num_rows=num_rows)
 
@@ -88,24 +88,24 @@ def shard(model: LanguageModel, mesh: DeviceMesh, style) -> list[list[nn.Paramet
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     experts = [p for layer in layers for p in (layer.w_in, layer.w_out)]
     for p in experts:
-        # The loss is the mean over ranks, which FSDP sees to for the others.
+        # The loss is the mean over ranks; FSDP averages the other gradients.
         p.register_hook(lambda grad: grad / flat.size())
-    # One group: without the experts the layers are too small to be worth a message each.
+    # One group, as layers without experts are too small for a message each.
     fully_shard(model, mesh=flat, ignored_params=set(experts))
     own = {id(p) for p in experts}
     return [experts, [p for p in model.parameters() if id(p) not in own]]
 
 
 class WireCounter:
-    """Bytes between ranks in some steps, beside the fewest that would do.
+    """Bytes between ranks in some steps, beside the fewest that suffice.
 
     Attributes:
         steps: how many were counted.
         levels: of the mesh: "flat", or "node" and "local"; each with the bytes of all counted
             steps and all ranks together.
             payload: token rows to the experts and back, and their gradients.
-            minimum: payload if each token goes once to every other rank (or node) that holds
-                one of its experts, comes back once, and so does its gradient.
+            minimum: payload if each token and its gradient travel once each way between its rank
+                and every other rank (or node) with one of its experts.
             metadata: expert ids, router weights and their gradients, sizes.
         routed: the (T, K) expert ids of every layer since the last counted step began.
     """
@@ -158,7 +158,7 @@ class Setup(NamedTuple):
 
 
 def train_rank(setup: Setup) -> dict[str, object]:
-    """Train and return what was seen: the same on every rank, but for the times."""
+    """Train and return the results, which are the same on every rank except for times."""
     config = ModelConfig()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     corpus = text.read_corpus()
@@ -197,7 +197,7 @@ def train_rank(setup: Setup) -> dict[str, object]:
 
 
 def train(fused_losses: list[float], setup: Setup) -> dict[str, object]:
-    """Train on RANKS ranks; ``fused_losses`` are of one process, which this must agree with."""
+    """Train on RANKS ranks; the losses must agree with ``fused_losses``, those of one process."""
     row = on_gloo_ranks(RANKS, train_rank, setup)[0]
     pairs = zip(row["losses"], fused_losses, strict=True)
     row["differences"] = [abs(a - b) for a, b in pairs]

@@ -42,7 +42,7 @@ def _plot_losses(axes: Axes, result: dict) -> None:
 
 
 def _plot_differences(axes: Axes, result: dict) -> None:
-    """Dots are steps; lines are the largest difference so far, which the check is about."""
+    """Dots are steps; lines are the largest difference so far, which the demo checks."""
     pairs = dict(result["differences"])
     fused = pairs.pop("fused - unfused")
     label = "two unfused runs, other expert order"

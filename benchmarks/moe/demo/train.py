@@ -17,7 +17,7 @@ PEAK_LEARNING_RATE = 2e-3
 
 @dataclasses.dataclass
 class Run:
-    """One model under training and what was seen of it in every step."""
+    """One model in training and its record of every step."""
 
     name: str
     model: LanguageModel
@@ -70,8 +70,8 @@ def learning_rate(step: int, num_steps: int) -> float:
 def train(runs: list[Run], batches: Tensor, on_step=lambda step: None) -> None:
     """Train every run on the (steps, B, S + 1) batches.
 
-    The runs take turns within each step, and the one that goes first changes, so that whatever
-    else the machine does slows all of them alike.
+    The runs take turns within each step, in changing order, so that other jobs on the machine
+    slow all of them alike.
     """
     for step, window in enumerate(batches):
         first = step % len(runs)

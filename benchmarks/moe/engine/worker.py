@@ -1,14 +1,14 @@
-"""One engine in a process of its own: told by JSON lines what to load and when to run, for engines.py.
+"""One engine in its own process, for engines.py: JSON lines tell it what to load and when to run.
 
     python worker.py ENGINE THREADS huge|small
 
-Each line of the input is a list, a command and its arguments, and has one line as its answer:
-``load`` a file of weights, ``check`` a form on a file of tokens, ``run`` it, whose seconds are the
-answer. What fails is answered as ``{"error": ...}``.
+Each input line is a list of a command and its arguments, and gets one line as its answer.
+``load`` reads a file of weights, ``check`` runs a form on a file of tokens, and ``run`` answers with
+its seconds. A failure is answered with ``{"error": ...}``.
 
-An engine is a function from the tensors of a file to its forms, by name: functions
+An engine is a function from the tensors of a file to its forms by name: functions
 ``(x, ids, weights) -> output``. They keep what they prepare at load, as the engine does when it serves.
-Runs under the Python of each engine: this file imports torch, measure.py and that engine alone.
+This file runs under the Python of each engine, and imports only torch, measure.py and that engine.
 """
 
 import functools
@@ -34,17 +34,17 @@ PEAK_SIZE, STREAM_BYTES = 2048, 1 << 28
 
 
 def settled(t: Tensor) -> Tensor:
-    """A copy: in the huge pages that PyTorch asks for, or in small ones that do not lie side by side."""
+    """A copy in the huge pages that PyTorch asks for, or in small pages that are not adjacent."""
     copy = torch.empty_like(t)
     if sys.argv[3] == "small":
-        # A page is found at its first touch, and neighbours in time are neighbours in memory.
+        # The first touch places a page, and pages touched in succession are adjacent.
         data = copy.view(torch.uint8).view(-1)
         data[torch.randperm(len(data) // 4096) * 4096] = 0
     return copy.copy_(t)
 
 
 def ours(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
-    """The layouts of a checkpoint, and panels (``swizzle_w=[2]``), which are made at load."""
+    """The layouts of a checkpoint, and panels (``swizzle_w=[2]``), which are packed at load."""
     import torch.nn.functional as F
 
     if fmt == "bfloat16":
@@ -130,7 +130,7 @@ def vllm(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
 
 
 def ktransformers(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
-    """The class that KTransformers chooses for a format; int8 and int4 it rounds from values itself."""
+    """The class that KTransformers chooses for a format; it rounds values to int8 and int4 itself."""
     import kt_kernel  # noqa: F401, chooses the build for this CPU
     from kt_kernel import kt_kernel_ext as kt
 
@@ -192,7 +192,7 @@ def ktransformers(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Fo
 
 
 def values_of_int(codes: Tensor, scale: Tensor, fmt: str) -> Tensor:
-    """What the codes of an int8 or int4 weight mean."""
+    """The values of the codes of an int8 or int4 weight."""
     if fmt == "int8_rowwise":
         return codes * scale
     both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float() - 8
@@ -207,7 +207,7 @@ ENGINES = {
 
 
 class Worker:
-    """What one process holds: weights, the forms on them, and the rows of the form that is timed."""
+    """The state of a process: weights, the forms on them, and the rows of the timed form."""
 
     def __init__(self, engine: str) -> None:
         self.engine, self.package = ENGINES[engine]
@@ -220,14 +220,14 @@ class Worker:
         """Reads a file of weights; the forms that there are."""
         self.forms = {}
         self.weights = torch.load(path, mmap=True)
-        # Ours reads weights where they are: not in pages of the file.
+        # Ours reads weights in place; they must not be in pages of the file.
         if self.package == "torch":
             self.weights = {name: settled(w) for name, w in self.weights.items()}
         self.forms = self.engine(self.weights, fmt, top_k)
         return list(self.forms)
 
     def check(self, path: str, form: str, output: str) -> None:
-        """Takes tokens and routings, and writes the output of a form for the first of these."""
+        """Takes tokens and routings, and writes the output of a form for the first routing."""
         given = torch.load(path)
         self.x, self.routings, self.grad = given["x"], given["routings"], given["grad"]
         torch.save(self._call(form, False, 0), output)
@@ -248,7 +248,7 @@ class Worker:
         return y.detach()
 
     def peak(self) -> float:
-        """Products alone, of bfloat16."""
+        """Rate of bfloat16 products alone."""
         if not hasattr(self, "matrices"):
             a, b = torch.randn(2, PEAK_SIZE, PEAK_SIZE).bfloat16()
             self.matrices = a, b.t(), torch.empty_like(a)
@@ -256,7 +256,7 @@ class Worker:
         return measure.timed(lambda: torch.mm(a, b, out=out))
 
     def stream(self) -> float:
-        """A sum over memory."""
+        """Rate of a sum over memory."""
         if not hasattr(self, "memory"):
             self.memory = torch.ones(STREAM_BYTES // 8, dtype=torch.int64)
         return measure.timed(self.memory.sum)
@@ -265,7 +265,7 @@ class Worker:
 def serve(worker: object) -> None:
     """Answers the commands, which are methods of ``worker``, until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an engine prints is no answer
+    os.dup2(2, 1)  # the engine's own output is no answer
     torch.set_num_threads(int(sys.argv[2]))
     for line in sys.stdin:
         command, *args = json.loads(line)

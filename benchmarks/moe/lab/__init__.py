@@ -1,1 +1,1 @@
-"""The parts of ../gpu_lab.py; see there. Nothing here runs on its own."""
+"""The parts of ../gpu_lab.py; nothing here runs on its own."""

@@ -1,9 +1,9 @@
-"""Is it right: every kernel against float64, the same bits twice, graphs, memory.
+"""Correctness checks: every kernel against float64, the same bits twice, graphs, memory.
 
-FAMILIES are checked each in a process of its own. A family is a few kernels: the others are not
-launched, and write what they should have written, so that one that hangs or fails is one row.
-Nothing here raises. A check that fails is a row that says so, and every allocation is
-poisoned: what a kernel does not write is NaN.
+Each of the FAMILIES, which are a few kernels, is checked in its own process. Other kernels are not
+launched: their results are computed in float64, so that a kernel that hangs or fails is one row.
+Nothing here raises; a failed check is a row that says so. Every allocation is
+poisoned: elements that a kernel does not write are NaN.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from .loading import generators, graph_replay, launch, reference, topk
 ACT = launch.Activation()
 # Of gpt-oss: gate and up alternate, limits, and matrices stored (E, D, 2F) and (E, F, D).
 OSS = launch.Activation("swiglu_oai", gate_interleaved=True, alpha=1.702, limit=1.0)
-# In the interpreter, which takes seconds for each.
+# Cases for the interpreter, which takes seconds for each.
 REHEARSAL_CASES = ("aligned_tail", "ragged")
 # More than a tile in every dimension, beside the small cases of the tests; and of FP8.
 SIZED = generators.MoeCase("sized", 700, 512, 384, 8, 2, "zipf")
@@ -43,12 +43,12 @@ class Family:
     """Kernels that are checked together.
 
     Attributes:
-        check: (plan, case, device, family) -> None; raises where a result is wrong.
+        check: (plan, case, device, family) -> None; raises if a result is wrong.
         launched: the matmul kernels that run; None for all.
-        backward: of forward and backward, which one is checked; None for both.
-        ragged: of the plan.
+        backward: whether backward or forward is checked; None for both.
+        ragged: as in the plan.
         act: the activation.
-        recipe: of FP8, by the names of ScalingType.
+        recipe: the FP8 recipe, by names of ScalingType.
     """
 
     check: Callable
@@ -89,11 +89,11 @@ def device_is_lost(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Fresh memory is NaN, or the largest integer: what is not written shows."""
+    """Fills fresh memory with NaN, or the largest integer, so that missing writes show."""
     before = torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Only under this mode; nothing here needs what else it does.
+        # Filling needs this mode; its other effects are not needed here.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True
         try:
@@ -132,14 +132,14 @@ def _check_topk(plan, case, device: torch.device, family: Family) -> None:
 
 
 def activation_of(act: launch.Activation) -> dict[str, object]:
-    """As the reference takes it."""
+    """The activation as arguments of the reference."""
     return dataclasses.asdict(act)
 
 
 def _written(ops, preact: Tensor, act: launch.Activation) -> dict[tuple, object]:
-    """What matmul kernels write, by kernel and argument, row by row in float64.
+    """Correct outputs of matmul kernels in float64, by kernel and argument.
 
-    Weight gradients are of the rows that another kernel wrote, which has no other check.
+    Weight gradients use the rows that another kernel wrote, which has no other check.
     """
     num_experts, rows = len(ops.offs), torch.arange(len(preact), device=preact.device)
     slots = ops.row_slots.long()
@@ -193,7 +193,7 @@ _MATMULS = (
 
 
 def _only(plan, family: Family, written: dict[tuple, object], backward: bool):
-    """``plan`` of a family: what it does not launch writes what it should."""
+    """``plan`` of a family: kernels that it does not launch write their correct outputs."""
 
     def act(launched: loading.Launch) -> object:
         name = launched.name
@@ -224,7 +224,7 @@ def _check_mlp(plan, case, device: torch.device, family: Family) -> None:
         ops = dataclasses.replace(ops, **stored)
     args, kwargs = ops.args(), activation_of(act)
     truth = reference.moe_mlp_reference(*args, **kwargs)
-    # The backward is on the pre-activation that it should have.
+    # The backward gets the correct pre-activation.
     preact = truth[1].to(torch.bfloat16)
     written = _written(ops, preact, act)
     if not family.backward:
@@ -246,7 +246,7 @@ def _check_mlp(plan, case, device: torch.device, family: Family) -> None:
 
 
 def _check_quantize(plan, case, device: torch.device, family: Family) -> None:
-    """Bits of codes and scales, along every dimension, of experts' rows and as int8."""
+    """Compares bits of codes and scales, along every dimension, for experts' rows and as int8."""
     generator = torch.Generator().manual_seed(case.seed)
     x = torch.randn(3, case.dim, case.hidden, generator=generator)
     x = x * torch.exp2(torch.randint(-30, 30, x.shape, generator=generator))
@@ -264,7 +264,7 @@ def _check_quantize(plan, case, device: torch.device, family: Family) -> None:
             found = loading.native_quantizer(values.to(device), recipe, **kwargs)
             for name, a, b in zip(("data", "scale"), found, expected):
                 if "offs" in kwargs and name == "scale":
-                    continue  # places of no block have no value
+                    continue  # places without a block are undefined
                 a, b = (t.contiguous().view(torch.uint8) for t in (a.cpu(), b))
                 assert torch.equal(a, b), f"recipe {recipe}, {kwargs}: {name} differs"
 
@@ -275,14 +275,14 @@ def _on(ops, device: torch.device):
 
 
 def recipe_of(family: Family):
-    """Its Recipe; a launch widens it for an architecture that multiplies no scaled blocks."""
+    """The Recipe of a family; a launch widens it for an architecture without scaled products."""
     kinds = torch.nn.functional.ScalingType
     codes = (getattr(kinds, name).value for name in family.recipe)
     return loading.scaled_operands.Recipe(*codes)
 
 
 def scaled_layer(plan, ops, recipe, between=lambda: None) -> tuple[Tensor, ...]:
-    """Output and gradients of SwiGLU in FP8, and ``between()`` the two passes."""
+    """Output and gradients of SwiGLU in FP8; calls ``between()`` between the two passes."""
     options = {"recipe": recipe, "act": ACT, "preact_dtype": torch.float8_e4m3fn}
     experts = loading.scaled_operands.ScaledExperts(*ops.args(), **options)
     output, *saved = loading.scaled_launch.moe_mlp_scaled_forward(plan, experts)
@@ -293,7 +293,7 @@ def scaled_layer(plan, ops, recipe, between=lambda: None) -> tuple[Tensor, ...]:
 
 
 def _check_scaled(plan, case, device: torch.device, family: Family) -> None:
-    # Weights and rows come from the definition: the kernel that quantises has its own row.
+    # The reference quantises weights and rows, as the quantise kernel has its own row.
     loading.use_quantizer(loading.reference_quantizer)
     recipe = recipe_of(family)
     ops = case.operands(torch.bfloat16, bias=True)
@@ -330,7 +330,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def cases_of(name: str, device: torch.device) -> list:
-    """The cases that a family is checked on; in the interpreter a few."""
+    """The cases of a family; only a few in the interpreter."""
     if FAMILIES[name].recipe is not None or name == "quantize":
         cases = SCALED_CASES
     else:
@@ -343,7 +343,7 @@ def cases_of(name: str, device: torch.device) -> list:
 def check_family(
     name: str, plan, device: torch.device, save: Callable = lambda row: None
 ) -> dict[str, object]:
-    """A row: the cases that are not "ok" of those that ran; ``save`` gets it before each."""
+    """A row with the failed cases among those that ran; ``save`` gets it before each case."""
     family = FAMILIES[name]
     row: dict[str, object] = {"family": name, "ok": False, "cases": 0, "failed": {}}
     if loading.NO_SCALED and (family.recipe is not None or name == "quantize"):
@@ -377,7 +377,7 @@ def _same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> None:
 
 @torch.no_grad()
 def _check_alone(operands, first: tuple[Tensor, ...]) -> None:
-    """Token 0 alone, which takes the tiles for decoding, has the bits it had in the batch."""
+    """Token 0 alone uses the tiles for decoding, and must have the same bits as in the batch."""
     x, ids, weights, w_in, w_out = operands.layer_args()
     alone = layer(x[:1], ids[:1], weights[:1], w_in, w_out)
     assert torch.equal(alone, first[0][:1]), "output of a token alone: other bits"
@@ -419,7 +419,7 @@ def _exercise(plan, case, device: torch.device, name: str, family: Family) -> No
         "topk",
         "permutation",
         "quantize",
-    ):  # small, and no reference of matmuls
+    ):  # small, and without a matmul reference
         return family.check(plan, case, device, family)
     ops = case.operands(
         torch.bfloat16, device, activation=family.act.activation, bias=True

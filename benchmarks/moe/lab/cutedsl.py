@@ -1,8 +1,8 @@
-"""The CuTe backend of this repository as one more library that may be there.
+"""The CuTe backend of this repository as an optional library.
 
-It needs torch 2.15, which vendors QuACK, and the packages of tools/cutedsl-requirements.txt; else
-importing this module fails with what is missing. Gate and up of the weights interleave, so that
-every matmul is QuACK's. Its first call of a kernel compiles for seconds.
+It needs torch 2.15, which vendors QuACK, and the packages of tools/cutedsl-requirements.txt.
+Importing this module fails with the name of what is missing. Gate and up of the weights interleave,
+so that QuACK runs every matmul. The first call of a kernel compiles for seconds.
 """
 
 import functools
@@ -31,5 +31,5 @@ def _backward(plan, *arguments):
 
 
 BACKEND = lab_layer.Backend(_forward, _backward)
-# As lab.layer.layer, with rows of gate and up in turn in w_in.
+# lab.layer.layer with interleaved rows of gate and up in w_in.
 layer = functools.partial(lab_layer.layer, backend=BACKEND)

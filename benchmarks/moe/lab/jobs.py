@@ -1,7 +1,7 @@
-"""Runs the parts of a run, each in a process group of its own and with a time limit.
+"""Runs the parts of a run, each in its own process group and with a time limit.
 
-A part that hangs, dies or breaks its CUDA context costs its own result and no other. It is a
-fork of this process, which has imported what all need and must never touch the device, or a command.
+A part that hangs, dies or breaks its CUDA context loses only its own result. It is a
+fork of this process, which has the common imports and must never touch the device, or a command.
 """
 
 import ctypes
@@ -36,9 +36,9 @@ class Job:
     Attributes:
         name: of the part, and of its files.
         limit_s: seconds until its process group is ended.
-        run: what a fork calls, with a function that writes the result so far and takes the last
-            one; or a command, which writes it itself.
-        env: what a command has in its environment beside this process's.
+        run: a function for a fork, called with a function that writes the result so far and at the
+            end; or a command, which writes its result itself.
+        env: environment of a command, added to this process's.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a part ended: "ok", or why not, and what it had written until then."""
+    """How a part ended, "ok" or the reason why not, and what it had written by then."""
 
     job: Job
     status: str
@@ -62,14 +62,14 @@ class Outcome:
 
     @property
     def excerpt(self) -> str:
-        """Of the log: Python's traceback ends, and that of a fault begins, with where it was."""
+        """Both ends of the log: a traceback of Python ends, and one of a fault begins, with the place."""
         if len(self.log) <= 2 * _EXCERPT:
             return self.log
         return f"{self.log[:_EXCERPT]}\n...\n{self.log[-_EXCERPT:]}"
 
 
 def _child(job: Job, folder: pathlib.Path) -> None:
-    """What a fork does; never returns."""
+    """Runs a job in the fork; never returns."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -81,7 +81,7 @@ def _child(job: Job, folder: pathlib.Path) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if isinstance(job.run, list):
             os.execvpe(job.run[0], job.run, {**os.environ, **job.env})
-        # Where it was when it died or when time was up.
+        # Logs where it was when it died or when time was up.
         faulthandler.enable(file=2)
         faulthandler.dump_traceback_later(0.8 * job.limit_s, file=2)
         path = job.path(folder, ".json")
@@ -115,7 +115,7 @@ def _has_ended(pid: int) -> bool:
 
 def _end_group(pid: int) -> int:
     """Ends what is left of the group of ``pid``, and returns its wait status."""
-    for kill in (os.killpg, os.kill):  # the group is not there before its first call
+    for kill in (os.killpg, os.kill):  # there is no group before the child's first call
         try:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -146,9 +146,9 @@ def run_jobs(
     """Runs ``jobs`` in order, some at a time, and yields their outcomes as they end.
 
     Args:
-        folder: of the result and the log of each.
+        folder: for the result and the log of each.
         parallel: how many run at a time.
-        end: of the monotonic clock; then the ones that run are ended, and no other begins.
+        end: time of the monotonic clock when running jobs are ended and no other begins.
     """
     waiting, running = list(jobs), {}
     try:

@@ -1,7 +1,7 @@
-"""Each kernel of a layer for itself: compiled ahead, timed beside its prediction, profiled.
+"""Compiles each kernel of a layer ahead, times it beside its prediction, and profiles it.
 
 Predictions are those of results/triton_sass.json and scaled_sass.json, a model of the machine code
-on an H100, at their shapes. A kernel is timed by repeating a launch of a whole layer, on its operands.
+on an H100, at their shapes. A kernel is timed by repeating its launch in a layer, on the same operands.
 """
 
 import csv
@@ -40,9 +40,9 @@ NCU_SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStat
 
 @functools.cache
 def predictions() -> list[dict]:
-    """What is predicted: shape, family, layer and ``us`` by kernel; nothing without the records.
+    """Predictions: shape, family, layer and ``us`` by kernel; none without the records.
 
-    Of FP8 only the first shape.
+    FP8 has only the first shape.
     """
     found = []
     for file in ("triton_sass.json", "scaled_sass.json"):
@@ -65,7 +65,7 @@ def predictions() -> list[dict]:
 
 
 def part_of(launched: Launch, shape: Shape) -> str:
-    """What a launch is in the layer, as the predictions name it."""
+    """The part of a launch in the layer, as the predictions name it."""
     name, arguments = launched.name.removeprefix("scaled_"), launched.arguments()
     if name in ("grouped_mm_kernel", "mm_kernel"):
         return "down" if arguments["HAS_SCALE"] else "input_grad"
@@ -84,7 +84,7 @@ def tile_of(launched: Launch) -> str:
 
 
 def layer_operands(shape: Shape, device: torch.device):
-    """Of launchers: a :class:`MoeOperands` of a drawn routing; on "meta" without values."""
+    """:class:`MoeOperands` of a drawn routing for launchers; on "meta" without values."""
     T, D, F, E, K = shape.sizes().values()
     if device.type == "meta":
         return blank_operands(T, D, F, E, K, T * K)
@@ -99,7 +99,7 @@ def layer_operands(shape: Shape, device: torch.device):
 
 
 def blank_operands(T, D, F, E, K, R, bias: bool = False, transposed: bool = False):
-    """Operands on "meta" of so many rows."""
+    """Operands on "meta" with R rows."""
 
     def empty(*sizes: int, dtype=torch.bfloat16):
         return torch.empty(sizes, dtype=dtype, device="meta")
@@ -124,7 +124,7 @@ def run_layer(
     between=lambda: None,
     backward: bool = True,
 ) -> None:
-    """Forward, ``between()`` and maybe backward, of a family of FP8 or in bfloat16."""
+    """Forward, ``between()`` and maybe backward, of an FP8 family or in bfloat16."""
     if FAMILIES[family].recipe is not None:
         scaled_layer(plan, ops, recipe_of(FAMILIES[family]), between)
         return
@@ -188,10 +188,10 @@ def _walk_shape(plan, shape: Shape, act: Callable) -> None:
 def walk(
     plan, device, families: Iterable[str], shapes: Iterable[Shape], act: Callable
 ) -> dict[str, str]:
-    """Every launch of a run on ``device`` goes to ``act``, on tensors without memory.
+    """Passes every launch of a run on ``device`` to ``act``, on tensors without memory.
 
     Returns:
-        where that failed, and why.
+        The launches that failed, and why.
     """
     calls: dict[str, Callable] = {}
     if loading.NO_SCALED:
@@ -219,7 +219,7 @@ def walk(
 def compile_share(
     plan, device, families, shapes, worker: int, workers: int, save: Callable
 ) -> dict[str, object]:
-    """Compiles what falls to one of ``workers``; a kernel that fails is a row that says so."""
+    """Compiles the share of one of ``workers``; a kernel that fails is a row that says so."""
     seen: set[str] = set()
     rows: list[dict] = []
 
@@ -286,7 +286,7 @@ def time_kernels(
 
 
 def worst(rows: Sequence[dict], count: int = 3) -> list[tuple[str, str, str]]:
-    """(shape, family, kernel) of the largest measured / predicted; of a kernel only once."""
+    """(shape, family, kernel) of the largest measured / predicted; each kernel only once."""
     ratios: dict[tuple, tuple] = {}
     for row in rows:
         for kernel in row.get("kernels", ()):
@@ -324,7 +324,7 @@ def ncu_command(path: str) -> list[str]:
 
 
 def ncu_metrics(log: str) -> dict[str, str]:
-    """Metric -> value with its unit, of ncu's CSV among what else was printed."""
+    """Metric -> value with its unit, from ncu's CSV between other output."""
     lines = [line for line in log.splitlines() if line.startswith('"')]
     rows = (row for row in csv.DictReader(lines) if row.get("Metric Name"))
     return {

@@ -1,7 +1,7 @@
 """The layer of F.moe_mlp on the launchers alone, for a torch that has no torch/_native.
 
-There is one kernel per product and no fallback: what torch/_native leaves to the composite is an
-error of the launcher here.
+There is one kernel per product and no fallback: calls that torch/_native leaves to the composite
+are errors of the launcher here.
 """
 
 from collections.abc import Callable

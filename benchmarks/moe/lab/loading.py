@@ -1,7 +1,7 @@
-"""The kernels, the float64 reference and the case generator, from the files beside this one.
+"""Loads the kernels, the float64 reference and the case generator by path.
 
 The machine may have any release of torch from 2.11 on, without this repository installed. A launcher
-takes what it launches from its plan: here are the ways to stand in between.
+takes its kernels from its plan; the functions here intercept these launches.
 """
 
 import dataclasses
@@ -55,19 +55,19 @@ else:
 
 
 def use_quantizer(function: Callable[..., tuple]) -> None:
-    """What ``aten::_moe_quantize`` does, in a torch that lacks it."""
+    """Implements ``aten::_moe_quantize`` in a torch that lacks it."""
     global _quantizer
     _quantizer = function
 
 
 def native_quantizer(x, recipe, **kwargs) -> tuple:
-    """The kernels of the op, as it launches them."""
+    """The Triton kernels of the op."""
     native = not x.is_cuda or torch.cuda.get_device_capability() >= (8, 9)
     return quantize.moe_quantize(x, recipe, native=native, **kwargs)
 
 
 def reference_quantizer(x, recipe, **kwargs) -> tuple:
-    """The definition, on a CPU."""
+    """The reference, on a CPU."""
     offs = kwargs.pop("offs", None)
     kwargs["offs"] = None if offs is None else offs.cpu()
     pair = quantized.moe_quantize_reference(x.detach().cpu(), recipe, **kwargs)
@@ -86,7 +86,7 @@ if not NO_SCALED and not hasattr(torch.ops.aten, "_moe_quantize"):
 
 
 def exact_interpreter():
-    """The module that lets Triton's interpreter compute as hardware does, and checks accesses."""
+    """The module that makes Triton's interpreter compute as hardware does, and checks accesses."""
     folder = str(ROOT / "test/python_native")
     if folder not in sys.path:
         sys.path.append(folder)
@@ -108,7 +108,7 @@ class Launch(NamedTuple):
         return self.kernel.__name__
 
     def arguments(self) -> dict[str, Any]:
-        """By name."""
+        """The arguments by name."""
         return dict(zip(self.kernel.arg_names, self.args)) | self.kwargs
 
     def __call__(self) -> object:
@@ -130,7 +130,7 @@ class _Hooked:
 
 
 def hook(action: Action) -> Callable[[Any], Any]:
-    """The ``kernel`` argument of launchers under which every launch is ``action(launch)``."""
+    """A ``kernel`` argument of launchers that turns every launch into ``action(launch)``."""
     return lambda kernel: _Hooked(kernel, action)
 
 
@@ -139,7 +139,7 @@ def hooked(plan: launch.LaunchPlan, action: Action) -> launch.LaunchPlan:
 
 
 def recording(plan: launch.LaunchPlan, launches: list[Launch]) -> launch.LaunchPlan:
-    """``plan``, whose launches happen and are appended; what they hold stays alive."""
+    """``plan`` whose launches run and are appended to ``launches``, which keeps their tensors alive."""
 
     def run(launched: Launch) -> object:
         launches.append(launched)
@@ -149,10 +149,10 @@ def recording(plan: launch.LaunchPlan, launches: list[Launch]) -> launch.LaunchP
 
 
 def graph_replay(function: Callable, device: torch.device) -> Callable[[], object]:
-    """``function`` as a replayed CUDA graph, which leaves out launch gaps; itself on CPU."""
+    """``function`` as a replayed CUDA graph, without launch gaps; itself on CPU."""
     if device.type != "cuda":
         return function
-    # Once on another stream: what is made at a first call is not captured.
+    # Once on another stream, so that allocations of a first call are not captured.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""One page of text and one plot of a report of gpu_lab.py, and what it proves, from its JSON alone.
+"""One page of text and one plot of a gpu_lab.py report, and what it proves, from its JSON alone.
 
 python benchmarks/moe/lab/summary.py run.json            # writes run.txt and run.png beside it
 python benchmarks/moe/lab/summary.py run.json --prove    # and its rows of proven.py
@@ -133,7 +133,7 @@ def row_lines(row: dict) -> list[str]:
 
 
 def page(report: dict) -> str:
-    """What a reader of the numbers wants to know, losing rows included."""
+    """The page of text, losing rows included."""
     lines = _head(report) + _checks(report) + _stages(report) + _kernels(report)
     if report.get("rows"):
         lines += ["", "Layers, and the time of peers over ours"]
@@ -177,7 +177,7 @@ def _plot_kind(axis, kind: str, rows: list[dict]) -> None:
 
 
 def write_summary(output: pathlib.Path) -> str:
-    """Writes the page and, where matplotlib is, the plot beside a report; returns the page."""
+    """Writes the page, and with matplotlib the plot, beside a report; returns the page."""
     report = json.loads(output.read_text())
     text = page(report)
     try:
@@ -189,7 +189,7 @@ def write_summary(output: pathlib.Path) -> str:
 
 
 def prove(report: dict, path: pathlib.Path = PROVEN) -> list[tuple[str, ...]]:
-    """Writes the kernel families that a run found right into proven.py, and takes out those it did not.
+    """Adds the kernel families that passed in a run to proven.py, and removes those that failed.
 
     Returns:
         The rows of that file, (family, arch, card, date, versions).

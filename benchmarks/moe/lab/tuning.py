@@ -1,8 +1,8 @@
 """Measures tile configurations and rewrites the tables of configs.py.
 
-For every kernel the candidates are the committed table and a few neighbours of it. A
-candidate that spills registers, needs more shared memory than there is, or fails is
-refused. What is kept, at most MAX_CONFIGS per kernel and architecture:
+The candidates for a kernel are the committed table and a few neighbours. A
+candidate that spills registers, needs too much shared memory, or fails is
+refused. A table keeps at most MAX_CONFIGS per kernel and architecture:
 
     forward kernels first    the fastest on the decode shapes, for few rows per expert
     then, by columns         the fastest on the shapes of each width, narrow ones first
@@ -34,7 +34,7 @@ Call = Callable[[launch.LaunchPlan], list[Launch]]
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """Where and how much is measured."""
+    """The device's limits, and how much is measured."""
 
     device: torch.device
     shared_limit: int  # bytes of shared memory of a program
@@ -62,7 +62,7 @@ def _plain(config: TileConfig) -> TileConfig:
 
 
 def candidates(table, kernel: str, limit: int) -> tuple[TileConfig, ...]:
-    """The committed configurations of a kernel and their neighbours, in a fixed order."""
+    """Committed configurations of a kernel and their neighbours, in a fixed order."""
     committed = [_plain(config) for config in table[kernel]]
     neighbours = [
         dataclasses.replace(config, **change)
@@ -79,7 +79,7 @@ def candidates(table, kernel: str, limit: int) -> tuple[TileConfig, ...]:
 
 
 def kernel_calls(shape: Shape, operands) -> dict[str, tuple[int, Call]]:
-    """Per kernel: columns of its output, and its launches in a pass of a layer with a plan."""
+    """Per kernel, the columns of its output and its launches in a pass of a layer with a plan."""
     gated, plain = ACT, launch.Activation("silu")
     halves = dataclasses.replace(operands, w_in=operands.w_in[:, : shape.F])
 
@@ -108,7 +108,7 @@ def kernel_calls(shape: Shape, operands) -> dict[str, tuple[int, Call]]:
 
 
 def problem(launched: Iterable, shared_limit: int) -> str:
-    """Why what ran must not ship; empty if it may."""
+    """Why the launches must not ship; empty if they may."""
     for kernel in launched:
         if spills := getattr(kernel, "n_spills", 0):
             return f"{spills} spilled registers"
@@ -121,7 +121,7 @@ def problem(launched: Iterable, shared_limit: int) -> str:
 def try_candidate(
     call: Call, plan: launch.LaunchPlan, shared_limit: int
 ) -> tuple[list[Launch], str]:
-    """The launches of a candidate, which ran, and why it is refused, or an empty string."""
+    """The launches of a candidate, and why it is refused, or an empty string."""
     try:
         launches = call(plan)
         compiled = [one() for one in launches]
@@ -179,14 +179,14 @@ def _best(results: Iterable[Result]) -> TileConfig | None:
 
     def score(config: TileConfig) -> tuple[float, str]:
         slower = (times[config] / min(times.values()) for times in by_shape.values())
-        # The text breaks ties, so that equal times give one table.
+        # The text breaks ties, so that equal times give the same table.
         return sum(map(math.log, slower)), repr(config)
 
     return min(everywhere, key=score, default=None)
 
 
 def choose(kernel: str, results: list[Result], committed, decode_rows: int) -> tuple:
-    """The new table entry of a kernel; the committed one where nothing could be measured."""
+    """The new table entry of a kernel; the committed one if nothing could be measured."""
     chosen: list[TileConfig] = []
     forward = kernel in configs.FORWARD_KERNELS
     few = [r for r in results if forward and r.rows_per_expert <= decode_rows]
@@ -204,7 +204,7 @@ def choose(kernel: str, results: list[Result], committed, decode_rows: int) -> t
         winners.append((width, best))
     if not winners:
         return tuple(committed)
-    # Too many: the widest ones, and one more for the last resort.
+    # If there are too many, the widest ones are kept, and one that fits all problems.
     *narrower, (_, widest) = winners[len(chosen) + 1 - configs.MAX_CONFIGS :]
     chosen += [dataclasses.replace(best, max_columns=width) for width, best in narrower]
     chosen.append(widest)
@@ -268,7 +268,7 @@ def tune(
 ) -> tuple[configs.KernelTable, list[Result]]:
     """Measures ``kernels`` on every shape; returns the new table and the measurements.
 
-    When ``is_late`` it stops measuring, and chooses from what there is.
+    Once ``is_late()`` it stops measuring and chooses from what was measured.
     """
     results: list[Result] = []
     for shape in shapes:

@@ -281,9 +281,7 @@ instantiate_parametrized_tests(TestCalibrate)
 
 
 class TestLinks(MultiThreadedTestCase):
-    @property
-    def world_size(self):
-        return 2
+    world_size = 2
 
     def setUp(self):
         super().setUp()

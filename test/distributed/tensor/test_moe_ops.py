@@ -252,10 +252,7 @@ class TestMoeShardingRules(TestCase):
     def setUp(self):
         super().setUp()
         dist.init_process_group("fake", rank=0, world_size=2)
-
-    def tearDown(self):
-        dist.destroy_process_group()
-        super().tearDown()
+        self.addCleanup(dist.destroy_process_group)
 
     @parametrize("name", ("_moe_mlp", "_moe_mlp_backward"))
     def test_rules_are_confirmed(self, name):

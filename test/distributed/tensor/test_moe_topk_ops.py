@@ -60,10 +60,7 @@ class TestMoeTopkShardingRules(TestCase):
     def setUp(self):
         super().setUp()
         dist.init_process_group("fake", rank=0, world_size=2)
-
-    def tearDown(self):
-        dist.destroy_process_group()
-        super().tearDown()
+        self.addCleanup(dist.destroy_process_group)
 
     @parametrize("name", [op.name for op in op_db])
     def test_rule_is_confirmed(self, name):

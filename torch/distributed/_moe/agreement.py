@@ -1,4 +1,4 @@
-"""The base of the token switches: arguments are checked, and ranks that disagree raise instead of hanging."""
+"""The base of the token switches: checks arguments, and raises on ranks that disagree instead of hanging."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["AGREED", "CheckedTokenSwitch", "ODD"]
 
 
-# What the shapes of collectives depend on, backward's included.
+# Facts that shapes of collectives depend on, including those of backward.
 AGREED = (
     "K",
     "num_experts",
@@ -28,14 +28,14 @@ AGREED = (
     "autocast, requires_grad of tokens, router weights and experts, and a fetch, as bits,",
 )
 
-# Marks of static rows; those above stand for what requires gradients. A rank whose messages would
-# have another size than the last ones says so in a message of the size that the others expect;
-# CHANGED where all that it has heard of do the same, ODD for anything else.
+# Marks of static rows; larger marks say what requires gradients. A rank whose messages change
+# size announces it in a message of the size that the others expect: with
+# CHANGED if all ranks heard so far do the same, else with ODD.
 ODD, CHANGED = 0, 1
 
 
 class CheckedTokenSwitch(TokenSwitch):
-    """Token switch whose transport makes its outputs, and the checks of all of them.
+    """Token switch that allocates its own outputs, and the checks of all switches.
 
     Attributes:
         ranks (list[int]): global ranks in the order of the experts that they hold.
@@ -44,7 +44,7 @@ class CheckedTokenSwitch(TokenSwitch):
 
     ranks: list[int]
     levels: tuple[Exchange, ...]
-    # What backward sends gradients of or for, where known before dispatch.
+    # Whether backward sends gradients of each tensor, if known before dispatch.
     requires_grad: tuple[bool, ...] = ()
 
     def _set_experts(self, num_experts: int, ranks: list[int]) -> None:
@@ -56,27 +56,27 @@ class CheckedTokenSwitch(TokenSwitch):
         self._num_experts = num_experts
         self.ranks = ranks
         self._agreed: set[tuple[str, ...]] = set()
-        # What the sizes of static messages depend on, in the last forward.
+        # Facts that sizes of static messages depended on in the last forward.
         self._last_facts: dict[str, str] = {}
-        # By what requires gradients: in the order in which all ranks have agreed to it.
+        # Mark by what requires gradients, in the order in which all ranks agreed.
         self._marks: dict[int, int] = {}
 
     def name_owner(self, owner: str) -> None:
-        """What the switch belongs to, for the errors of its communication."""
+        """Names the owner of the switch in errors of its communication."""
         for level in self.levels:
             level.owner = owner
 
     def _must_agree(self, **values: object) -> None:
         """Raises on all ranks if one of ``values``, as text, is not the same on all.
 
-        Only the first time that an argument is used, by a collective of Python objects and
-        one host sync. That must not depend on the values: a rank whose value is new would
-        wait here for peers that go on. Later changes are compared by what the messages carry:
-        the sizes of compact routing, the marks of static routing (:meth:`_compare_facts`).
+        It compares only at the first use of an argument, by a collective of Python objects and
+        one host sync. Whether it compares must not depend on the values: a rank with a new value
+        would wait here for peers that go on. Messages carry what reveals later changes:
+        sizes in compact routing, marks in static routing (:meth:`_compare_facts`).
 
-        Not compared where nothing communicates (:meth:`_communicates`).
+        Nothing is compared if nothing communicates (:meth:`_communicates`).
         """
-        # In this order: what a graph reads of self, it guards.
+        # The order matters: a graph guards what it reads of self.
         if not self._communicates() or tuple(values) in self._agreed:
             return
         rows = [(dist.get_rank(), {name: str(v) for name, v in values.items()})]
@@ -101,20 +101,19 @@ class CheckedTokenSwitch(TokenSwitch):
         self._agreed.add(tuple(values))
 
     def _communicates(self) -> bool:
-        """Not in graphs, in FakeTensorMode, and on the fake backend."""
+        """False in graphs, in FakeTensorMode, and on the fake backend."""
         if torch.compiler.is_compiling() or detect_fake_mode():
             return False
         return "fake" not in [dist.get_backend(level.group) for level in self.levels]
 
     def _compare_facts(self, **facts: object) -> int:
-        """Raises if this rank, and not all, would send static messages of another size now.
+        """Raises if this rank, but not all, would now send static messages of another size.
 
-        Collective only on ranks where ``facts`` changed, or what requires gradients to what it
-        never was before: to the others, whose messages are as before, it looks like a dispatch,
-        with marks that they raise for.
+        Collective only on ranks where ``facts`` changed, or where gradients are required in a
+        new combination. To the other ranks it looks like a dispatch whose marks make them raise.
 
         Returns:
-            int: the mark of what requires gradients; the first one where nothing communicates.
+            int: the mark of what requires gradients; the first one if nothing communicates.
         """
         # First, as in _must_agree.
         if not self._communicates():
@@ -151,11 +150,11 @@ class CheckedTokenSwitch(TokenSwitch):
         return mark
 
     def _announce(self, level: Exchange, mark: int) -> bool:
-        """Whether all ranks of ``level`` sent ``mark`` and no tokens, in the last static message."""
+        """Sends ``mark`` to ``level``, in a message like the last one; whether all ranks sent it, and no tokens."""
         return level.announce(mark)
 
     def _same_mark(self, same: Tensor) -> None:
-        """Raises where a static message came with another mark."""
+        """Raises if a static message has another mark."""
         torch._assert_async(
             same,
             f"{type(self).__name__}: K, D, dtypes, capacity, {AGREED[-1]} must be the same "
@@ -174,7 +173,7 @@ class CheckedTokenSwitch(TokenSwitch):
                 f"{name}: topk_idx must be an integer tensor of shape (T, K), got "
                 f"{topk_idx.dtype} of shape {tuple(topk_idx.shape)}"
             )
-        # Without a sync where the ids are on a device.
+        # Without a sync if the ids are on a device.
         torch._assert_async(
             (topk_idx.clamp(-1, most) == topk_idx).all(),
             f"{name}: topk_idx must be in [-1, num_experts]; -1 and num_experts mean "

@@ -35,15 +35,15 @@ class _Buffers(NamedTuple):
 
 
 class TokenSwitchAllGather(CheckedTokenSwitch):
-    """Token switch for decoding: every rank gets all tokens and keeps what is its own.
+    """Token switch for decoding: every rank gets all tokens and keeps those of its experts.
 
-    For few tokens, where a message costs more than its bytes. Buffers are made at the
-    first use and have ``max_tokens`` rows for every rank, whatever T is; no value is read
-    on the host, so that a CUDA graph can hold it. What the size of a message depends on is
-    compared with the message, and only where it changes by one of its own.
+    It is for few tokens, whose messages cost more than their bytes. Buffers are allocated at the
+    first use, with ``max_tokens`` rows for every rank, whatever T is. The host reads no value, so
+    a CUDA graph can capture it. Messages carry the facts that their size depends on, for
+    comparison; only a change of these needs its own message.
 
-    No gradients. The rows, weights and ids that ``dispatch`` returns are views of the
-    buffers, valid until the next dispatch; what ``combine`` returns is a new tensor.
+    It has no gradients. The rows, weights and ids that ``dispatch`` returns are views of the
+    buffers and valid until the next dispatch; ``combine`` returns a new tensor.
 
     Args:
         group (ProcessGroup): ranks that share the experts; rank r of it holds the
@@ -74,7 +74,7 @@ class TokenSwitchAllGather(CheckedTokenSwitch):
         *,
         layout: str = "flat",
     ) -> Routing:
-        """Nothing but checks; see :meth:`TokenSwitchAllToAll.create_routing`."""
+        """Only checks arguments; see :meth:`TokenSwitchAllToAll.create_routing`."""
         name = type(self).__name__
         self._check_ids(topk_idx, layout)
         if per_expert_token_counts is not None:
@@ -90,7 +90,7 @@ class TokenSwitchAllGather(CheckedTokenSwitch):
         if key not in self._buffers:
             rows, device = self._max_tokens, tokens.device
             parts = [(D, tokens.dtype), (K, topk_weights.dtype), (K, torch.int32)]
-            # Not of inference mode, so that they can be written outside of it.
+            # No inference tensors, so that they can be written outside of inference mode.
             with torch.inference_mode(False):
                 mine = payload.empty_message(rows, parts, device).zero_()
                 all_ranks = payload.empty_message(
@@ -126,7 +126,7 @@ class TokenSwitchAllGather(CheckedTokenSwitch):
                 f"{type(self).__name__}: at most max_tokens = {most} tokens, got {T}"
             )
         buffers = self._last_buffers = self._buffers_for(tokens, topk_weights)
-        # Rows without a token have no expert; what else is in them does not matter.
+        # Rows without a token have no expert; their other values are ignored.
         first = mark * (self._num_experts + 2)
         for source, sent in zip(
             (tokens, topk_weights, ids + (1 + first)), buffers.sent
@@ -150,7 +150,7 @@ class TokenSwitchAllGather(CheckedTokenSwitch):
         level.named("rows", gather)
 
     def _have(self, ids: Tensor, mark: int) -> Tensor:
-        """Whether all ``ids``, as they were sent, carry ``mark``; without a sync."""
+        """Whether all received ``ids`` carry ``mark``; without a sync."""
         stride = self._num_experts + 2
         return (torch.div(ids, stride, rounding_mode="floor") == mark).all()
 

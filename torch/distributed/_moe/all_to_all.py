@@ -1,4 +1,4 @@
-"""Token switches: what moves tokens to the ranks of their experts and back.
+"""Token switches move tokens to the ranks of their experts and back.
 
 Terms are those of exchange.py: T tokens, K slots of the router per token, W ranks, E
 experts; compact and static routes.
@@ -10,15 +10,15 @@ experts; compact and static routes.
 Combine modes
     reduce   experts return one row per received row, already summed over the slots on
              that rank; the source adds the rows of its ranks. Fewest bytes.
-    exact    dispatch hands out one row per slot, and one row per slot returns: the source
-             adds the terms that one rank would, in its order, so that output, input
-             gradient and router gradient have the bits of expert-parallel degree 1 if a
+    exact    dispatch returns one row per slot, and one row per slot travels back. The source
+             adds the same terms in the same order as one rank would. So output, input
+             gradient and router gradient have the bits of expert-parallel degree 1, if a
              row's bits do not depend on the rows beside it. The kernels of F.moe_mlp
              promise that; its composite form does not.
 
-Collectives of a layer, per level: compact 3 in forward (sizes, rows with their ids and
-weights, rows back), of which the host reads the sizes once for all levels; static 2. 2 in
-backward, where dispatch is combine and the other way round.
+Collectives of a layer, per level: in forward 3 if compact (sizes, rows with their ids and
+weights, rows back), where the host reads the sizes of all levels once, and 2 if static. In
+backward 2, as dispatch and combine change places.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 __all__ = ["grow_and_rerun", "TokenSwitchAllToAll", "TokenSwitchHierarchical"]
 
 
-# What requires gradients has any number of bits and a message int32. 2 is a primitive root of this prime:
-# remainders of what differs in one bit, or in two, differ.
+# The bits of what requires gradients are unbounded and a message is int32. 2 is a primitive root of this
+# prime, so remainders of numbers that differ in one or two bits differ.
 _PRIME = 2**31 - 19
 
 
@@ -66,10 +66,10 @@ class _Handle:
     """Routing of one batch, used by both directions and backwards."""
 
     top_k: int
-    recv_rows: int  # that dispatch returns
+    recv_rows: int  # rows that dispatch returns
     num_slots: int  # bound of the rows that the local experts compute
     sizes: tuple[Splits, Splits] | None  # of rows and slots of a level not routed yet
-    routes: list[Route]  # by level; behind the first known once rows have arrived there
+    routes: list[Route]  # by level; later ones are known once rows have arrived there
     scaled: tuple[Tensor, ...] = ()  # codes and scales of the rows, see keep_scaled
 
 
@@ -88,7 +88,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
     Keyword Args:
         combine (str): ``"reduce"`` or ``"exact"``. Default: ``"reduce"``
         capacity (int, optional): rows for every pair of ranks, which makes all
-            shapes static; ``None`` sends exactly what there is. Default: None
+            shapes static; ``None`` sends no padding. Default: None
         wire_dtype (torch.dtype, optional): precision of token rows on the way to
             the experts: ``torch.bfloat16``, or ``torch.float8_e4m3fn`` with one
             power-of-two scale per 128 values. Gradients and the way back keep
@@ -112,9 +112,9 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
     """
 
     levels: tuple[Exchange, ...]
-    # FP8 rows stay as they came, in the handle; dispatch returns no values, but NaN.
+    # FP8 rows stay in the handle as they arrived; dispatch returns NaN instead of values.
     keep_scaled = False
-    row_bytes = 0  # of a token and its weights, where known before dispatch
+    row_bytes = 0  # of a token and its weights, if known before dispatch
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         self._wire_dtype = wire_dtype
 
     def _capacities(self, capacity: Any) -> tuple[int | None, ...]:
-        """Checked, one for every level."""
+        """Checks the capacity; one for every level."""
         if capacity is not None and capacity < 1:
             raise ValueError(
                 f"{type(self).__name__}: capacity must be at least 1, got {capacity}"
@@ -161,7 +161,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
 
     @property
     def capacity(self) -> int | tuple[int | None, ...] | None:
-        """Rows for every pair of ranks, a tuple where there are levels; None for compact."""
+        """Rows for every pair of ranks, a tuple with several levels; None for compact."""
         values = tuple(level.capacity for level in self.levels)
         return values[0] if len(values) == 1 or values[0] is None else values
 
@@ -171,7 +171,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
             level.capacity = value
 
     def use_own_groups(self) -> None:
-        """See :meth:`Exchange.use_own_group`; collective, and nothing the second time."""
+        """See :meth:`Exchange.use_own_group`; collective. A second call does nothing."""
         for level in self.levels:
             level.use_own_group()
 
@@ -182,13 +182,13 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         *,
         layout: str = "flat",
     ) -> Routing:
-        """Plans the way of the tokens of this rank; compact: exchanges sizes.
+        """Routes the tokens of this rank; compact routing exchanges sizes.
 
         Args:
             topk_idx (Tensor): (T, K) integer expert ids in [-1, E]; -1 and E mean
                 no expert. K must be equal on all ranks.
             per_expert_token_counts (Tensor, optional): (E/W) int32, filled with
-                the token copies that the ranks have for this rank's experts, which
+                the token copies of all ranks for this rank's experts, which
                 takes one more collective per level.
             layout (str): only ``"flat"``.
         """
@@ -214,7 +214,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         return Routing(handle=handle, topk_idx=topk_idx, layout=layout)
 
     def _plan(self, idx: Tensor) -> _Handle:
-        """Routing of (T, K) int64 ids, of the first level at least."""
+        """Routing of (T, K) int64 ids, at least of the first level."""
         (level,) = self.levels
         demand = level.demand(idx)
         if level.capacity is not None:
@@ -233,7 +233,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         last: Exchange,
         sizes: tuple[Splits, Splits] | None = None,
     ) -> _Handle:
-        """Of the first level's route, and what arrives at the last level."""
+        """The handle from the first level's route and the rows that arrive at the last level."""
         K, rows, slots = route.dest.shape[1], route.num_rows, route.num_slots
         if last.capacity is not None:
             rows = last.num_ranks * last.capacity
@@ -243,7 +243,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         return _Handle(K, slots if self._exact else rows, slots, sizes, [route])
 
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
-        """What shapes depend on, for every rank: ranks that disagree would exchange garbage."""
+        """Values that shapes depend on, for every rank; ranks that disagree would exchange garbage."""
         K, E = idx.shape[1], self._num_experts
         values = (K, E, self.row_bytes, self._grad_bits() % _PRIME)
         return tuple(torch.full_like(counts, n) for n in values)
@@ -254,7 +254,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         """Host values of the tables; raises if a column of ``agree`` is not constant."""
         name = type(self).__name__
         if torch.compiler.is_compiling():
-            # Reading more values would only make more symbols.
+            # Reading more values would only add symbols.
             torch._assert_async(
                 (agree == agree[:1]).all(),
                 f"{name}: {', '.join(AGREED)} must be the same on all ranks",
@@ -271,7 +271,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
     def num_slots(self, routing: Routing) -> int:
         """Bound of the rows that the local experts compute: ``num_rows`` of moe_mlp.
 
-        Exact in compact mode, where it saves moe_mlp the memory of empty places.
+        It is exact in compact mode, so moe_mlp allocates no empty rows.
         """
         return _handle_of(routing).num_slots
 
@@ -297,7 +297,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
             "tokens_dtype": tokens.dtype,
             "topk_weights_dtype": topk_weights.dtype,
         }
-        # Backward sends gradients of what needs them.
+        # Backward sends only needed gradients.
         needs = {
             "tokens_requires_grad": tokens.requires_grad,
             "topk_weights_requires_grad": topk_weights.requires_grad,
@@ -314,7 +314,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
             scale_bytes = values.shape[1] - D
         for i, level in enumerate(self.levels):
             if i == len(handle.routes):
-                # What arrived is routed again: ids of the node's experts.
+                # Received rows are routed again, by ids of the node's experts.
                 demand, sizes = level.demand(ids), handle.sizes
                 static = sizes is None
                 route = (
@@ -332,7 +332,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
                 scale_bytes=scale_bytes,
             )
             if route.marks is not None:
-                # Sizes are not exchanged. The next level tells ranks that were not reached.
+                # Sizes are not exchanged. The next level informs ranks that were not reached.
                 same = (route.marks == mark).all()
                 mark = torch.where(same, mark, ODD)
         if isinstance(mark, Tensor):
@@ -357,7 +357,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
     def _return(
         self, handle: _Handle, rows: Tensor, weight_grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Expert outputs or gradients -> (T, D), summed in fp32; and of the weights."""
+        """Expert outputs or gradients -> (T, D), summed in fp32; and gradients of the weights."""
         for i in reversed(range(len(self.levels))):
             level, route = self.levels[i], handle.routes[i]
             if not self._exact:
@@ -366,7 +366,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
             rows, weight_grads = level.send_back(route.slots, rows, weight_grads)
             index = route.slot_index
             if i:
-                # What returned, in the order in which the level before received it.
+                # Returned rows, in the order in which the previous level received them.
                 index = self.levels[i - 1].slots_of(handle.routes[i - 1], index)
                 rows = take(rows, index)
             else:
@@ -407,7 +407,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         return rows
 
     def _required(self) -> list[int]:
-        """Capacity that every level needed since the last call, on all its ranks."""
+        """Capacity that each level needed on all its ranks since the last call."""
         needed = [level.needed for level in self.levels]
         worst = torch.stack([n.to(needed[0].device) for n in needed])
         for level in self.levels:
@@ -427,7 +427,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         return needed[0] if len(needed) == 1 else tuple(needed)
 
     def _too_small(self) -> list[tuple[Exchange, int]]:
-        """Static levels and the capacity that they needed since the last call, if more."""
+        """Static levels that needed more than their capacity since the last call, and how much."""
         if self.capacity is None:
             return []
         pairs = zip(self.levels, self._required())
@@ -447,7 +447,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
             )
 
     def grow(self) -> bool:
-        """Makes capacity what was needed; whether it had to. Collective, and one sync."""
+        """Raises capacity to what was needed; whether it had to. Collective, and one sync."""
         small = self._too_small()
         for level, needed in small:
             level.capacity = needed
@@ -458,17 +458,17 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
     """Token switch that crosses the node boundary once per token and node.
 
     With N nodes of L ranks each, rank (n, l) of the mesh is expert-parallel rank
-    ``n * L + l``: it holds the experts of that E/(N*L)-th.
+    ``n * L + l`` and holds that E/(N*L)-th of the experts.
 
     Dispatch sends each token once to every node n with one of its experts, from rank
-    (m, l) to the rank (n, l), the relay, and that one sends it once to every rank of the node
-    with one of its experts: the slower network carries it once, not once per rank. Combine
-    is the way back. With ``combine="reduce"`` rows are summed on the expert rank, then on
-    the relay, then at the source; with ``"exact"`` the relay forwards those of all slots.
+    (m, l) to its relay, rank (n, l). The relay sends it once to every rank of the node
+    with one of its experts. So the slower network carries a token once per node, not per rank.
+    Combine is the reverse. With ``combine="reduce"`` rows are summed on the expert rank, then on
+    the relay, then at the source; with ``"exact"`` the relay forwards the rows of all slots.
 
     The relay routes by the ids that it received. In compact mode every rank tells the
-    relays beforehand how much each rank of the node will get, so that the sizes of both
-    levels are read in one host sync.
+    relays beforehand how many rows each rank of the node will get, so that one host sync
+    reads the sizes of both levels.
 
     Args:
         mesh (DeviceMesh): (N, L) nodes and ranks of a node.
@@ -477,8 +477,8 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
     Keyword Args:
         combine (str): ``"reduce"`` or ``"exact"``. Default: ``"reduce"``
         capacity (tuple[int, int], optional): rows for every pair of nodes and for
-            every pair of ranks of a node, which makes all shapes static. Rows that the
-            first level has no room for do not reach the second, so that a rerun may
+            every pair of ranks of a node, which makes all shapes static. Rows that do not fit
+            the first level do not reach the second, so a rerun may
             find that the second is too small as well. Default: None
         wire_dtype (torch.dtype, optional): as of :class:`TokenSwitchAllToAll`. Rows
             are rounded once, at their source. Default: None
@@ -506,7 +506,7 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
         node, local = self._capacities(capacity)
         groups, per_node = mesh.get_all_groups(), num_experts // mesh.size(0)
         for dim in range(2):
-            # Groups of a mesh are sorted, whatever the order in the mesh.
+            # Groups of a mesh are sorted, whatever its order.
             if (mesh.mesh.diff(dim=dim) <= 0).any():
                 raise ValueError(
                     f"{name}: ranks must ascend in each dimension of mesh, got "
@@ -549,13 +549,13 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
             *rows.unbind(1),
             *slots.unbind(1),
         )
-        # What the tokens that arrive here from all nodes need of each rank.
+        # Rows for each rank, of the tokens that arrive here from all nodes.
         shapes, relayed = (
             theirs.narrow(1, 2, len(AGREED)),
             theirs[:, 2 + len(AGREED) :],
         )
         relayed = relayed.sum(0).view(2, L)
-        # Every rank of the node hears of the ranks whose relays the others are.
+        # Every rank of the node gets the extremes of the ranks that the others relay.
         extremes = torch.cat([shapes.amin(0), shapes.amax(0)]).expand(L, -1)
         sent, received = local.exchange_counts(*relayed.unbind(0), *extremes.unbind(1))
         agree = received[:, 2:].reshape(2 * L, len(AGREED))
@@ -581,15 +581,15 @@ def grow_and_rerun(
 
     Args:
         switches (list[TokenSwitchAllToAll]): static switches that ``step`` uses.
-        step (callable): forward and backward of one step. Runs again from the
-            start: it must zero its gradients itself, and change nothing else.
+        step (callable): forward and backward of one step. It may run again from the
+            start, so it must zero its gradients itself, and change nothing else.
 
     Keyword Args:
-        max_reruns (int): one is enough unless a rerun routes differently, as when
-            a later layer or level routes tokens that an earlier one left out: then
-            one for each. Default: 2
-        group (ProcessGroup, optional): ranks that ``step`` communicates with beyond
-            the groups of the switches, such as data-parallel replicas: if one has to
+        max_reruns (int): one is enough unless a rerun routes differently. A later layer or
+            level that routes tokens which an earlier one left out needs one more each.
+            Default: 2
+        group (ProcessGroup, optional): ranks outside the groups of the switches that ``step``
+            communicates with, such as data-parallel replicas. If one has to
             rerun, all do. Default: None
 
     Returns:
@@ -597,7 +597,7 @@ def grow_and_rerun(
     """
     for _ in range(max_reruns + 1):
         result = step()
-        # Every switch communicates, so that no rank stops at the first overflow.
+        # Every switch communicates: no rank stops at the first overflow.
         grown = [switch.grow() for switch in switches]
         overflow = any(grown)
         if group is not None:

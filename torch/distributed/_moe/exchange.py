@@ -1,24 +1,23 @@
 """One level of expert-parallel communication: tokens to the ranks of a group and back.
 
-:class:`Exchange` is what token switches are made of. The flat switch has one, the
-hierarchical switch one between nodes and one inside the node.
+Token switches consist of :class:`Exchange` levels. The flat switch has one, the
+hierarchical switch has one between nodes and one inside the node.
 
 Terms (T tokens, K slots of the router per token, W ranks, E experts, E/W per rank)
     row      a token on its way to one rank. A token with several slots on a rank
              travels there once.
     slot     one (token, k) pair
-    message  what travels for a row: its values, and on the way to the experts its K
-             expert ids and K router weights behind them, as bytes. One collective per
-             direction.
-    compact  buffers have the exact number of rows, whose sizes are exchanged first and
+    message  the bytes of a row: its values, and on the way to the experts also its K
+             expert ids and K router weights. One collective per direction.
+    compact  buffers have the exact number of rows. Sizes are exchanged first and
              read on the host.
     static   every pair of ranks has ``capacity`` rows of K slots. Nothing is read on
              the host; rows that do not fit are counted on the device.
 
-Every direction is a gather, an all-to-all and another gather, so that no float is
-added atomically, and nothing here branches on data: a branch would need a host sync,
+Each direction is a gather, an all-to-all and another gather, so no float is
+added atomically. Nothing here branches on data: a branch would need a host sync,
 break a graph, or be impossible for the many ranks of one LocalTensorMode process (where
-sizes differ by rank too, and a dimension of such a size cannot be sliced with ``[:]``).
+sizes differ by rank, and a dimension of such a size cannot be sliced with ``[:]``).
 """
 
 from __future__ import annotations
@@ -76,14 +75,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Rows to and from each rank; None where all pairs of ranks have as many."""
+    """Rows to and from each rank; None if all pairs of ranks have equally many."""
 
     send: list[int] | None
     recv: list[int] | None
 
     @property
     def num_sent(self) -> int:
-        """To all ranks, where pairs of ranks differ."""
+        """Rows sent to all ranks, if pairs of ranks differ."""
         if self.send is None:
             raise AssertionError("even splits have no numbers of rows")
         return sum(self.send)
@@ -134,9 +133,9 @@ class Route:
         num_rows (int): M rows that arrive.
         num_slots (int): slots that arrive; static: M * K.
         recv_slot (Tensor, optional): (num_slots) int64 position in (M, K) of the slots
-            that arrive, known once they did; None if every position is one, in order.
-        mark (int or Tensor): travels with each row of a static route.
-        marks (Tensor, optional): (M, K) int64 of the rows that arrived; not in graphs.
+            that arrive, known after they arrived; None if every position is one, in order.
+        mark (int or Tensor): sent with each row of a static route.
+        marks (Tensor, optional): (M, K) int64 of the received rows; not in graphs.
     """
 
     rows: Splits
@@ -172,12 +171,12 @@ def take(source: Tensor, index: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         some = guard_or_false(size > 0)
     else:
-        # LocalTensorMode has a size per rank, which cannot be compared.
+        # In LocalTensorMode sizes differ by rank and cannot be compared.
         some = type(size) is int and size > 0
     if some:
         rows = source[index.clamp_min(0)]
         missing = (index < 0).view(index.shape + (1,) * (source.dim() - 1))
-        # Selective checkpointing may keep what any operator returned, and keeps no copy.
+        # Selective checkpointing may keep any operator's result, and does not copy it.
         return (Tensor.masked_fill if is_traced(rows) else Tensor.masked_fill_)(
             rows, missing, 0
         )
@@ -185,7 +184,7 @@ def take(source: Tensor, index: Tensor) -> Tensor:
     return padded[torch.where(index < 0, size, index)]
 
 
-# Values of a sum that stay in the cache of a core while its terms are added.
+# Values of sums that stay in a core's cache while terms are added.
 _BLOCK_OF_SUMS = 2**19
 
 
@@ -193,7 +192,7 @@ def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
     """(T, D) sums of the ``rows`` that (T, P) ``index`` names, in order and in fp32.
 
     Args:
-        spare (bool): the last of the ``rows`` is zeros, and stands where ``index`` is -1.
+        spare (bool): the last of the ``rows`` is zeros, and is used where ``index`` is -1.
     """
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
     (T, columns), D = index.shape, rows.shape[1]
@@ -224,17 +223,17 @@ def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
 # -- groups
 
 
-# A model outlives ``destroy_process_group``, and a group that something keeps alive keeps its
-# threads, which then end in the middle of the interpreter's shutdown: what follows keeps names.
+# The code below keeps names of groups, not groups. A model outlives ``destroy_process_group``; a
+# group that it held would keep its threads, which would end during the interpreter's shutdown.
 
 
-# Groups that only MoE communication uses, by the group that they are made of, their ranks, and whether
-# they are of the communication thread.
+# Groups only for MoE communication, by their parent group, their ranks, and whether
+# they belong to the communication thread.
 _sub_groups: WeakKeyDictionary[
     ProcessGroup, dict[tuple[tuple[int, ...], bool], c10d.GroupName]
 ]
 _sub_groups = WeakKeyDictionary()
-# Of a kind of message, for errors; all others are of combine.
+# Names of kinds of messages in errors; all others are "combine".
 _PHASES = {
     "agree": "comparison",
     "sizes": "exchange of sizes",
@@ -245,7 +244,7 @@ _PHASES = {
 
 
 def group_timeout(group: ProcessGroup) -> timedelta | None:
-    """Timeout of the group's first backend, None where it has none."""
+    """Timeout of the group's first backend that has one, or None."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -255,7 +254,7 @@ def group_timeout(group: ProcessGroup) -> timedelta | None:
 
 
 def scalar_device(group: ProcessGroup) -> torch.device:
-    """The accelerator if the group has a backend of its own for it (NCCL), else the CPU."""
+    """The accelerator if the group has a native backend for it (NCCL), else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     config = c10d.BackendConfig(c10d.get_backend_config(group)).get_device_backend_map()
     own = accelerator and config.get(accelerator.type) not in (None, "gloo", "fake")
@@ -265,23 +264,23 @@ def scalar_device(group: ProcessGroup) -> torch.device:
 def sub_group(
     group: ProcessGroup, ranks: list[int], *, own: bool = False
 ) -> c10d.GroupName:
-    """Name of a group of some ranks of ``group`` that only MoE communication uses.
+    """Name of a group of some ranks of ``group``, only for MoE communication.
 
-    Collective over ``ranks``. Made at the first call, with the backend and the timeout of
-    ``group``, and the same for all layers.
+    Collective over ``ranks``. The first call makes the group, with the backend and the timeout of
+    ``group``; all layers share it.
 
     Args:
         ranks (list[int]): global ranks, ascending.
 
     Keyword Args:
-        own (bool): see :func:`own_group`; another one than a level of a switch has, which may
-            be of all ranks, too. Default: ``False``
+        own (bool): a separate group, see :func:`own_group`; the group of a switch's level may have
+            all ranks, too. Default: ``False``
     """
     made, key = _sub_groups.setdefault(group, {}), (tuple(ranks), own)
     if key not in made:
-        # A name is salted with the number of groups that the process made. Ranks that have
-        # other layers, as stages of a pipeline, made others: the salt is one of ours, and
-        # the number stays, or a later new_group of all ranks would have a name on each.
+        # A group's name is salted with the number of groups that the process made. Ranks with
+        # other layers, as in a pipeline, made other numbers. So the salt here is negative, and
+        # the number is restored; otherwise a later new_group would have different names.
         world = c10d._world
         count, taken = world.group_count, set(world.pg_names.values())
         try:
@@ -302,9 +301,9 @@ def sub_group(
 
 
 def own_group(group: ProcessGroup) -> c10d.GroupName:
-    """:func:`sub_group` of all ranks of ``group``; of such a group, itself.
+    """:func:`sub_group` of all ranks of ``group``; such a group is its own.
 
-    Collectives of one group must be issued in one order by all ranks. A thread of its own
+    All ranks must issue the collectives of a group in one order. A communication thread
     can't keep that order with what other threads send in the group, such as the gradients
     of data parallelism."""
     ranks = dist.get_process_group_ranks(group)
@@ -338,13 +337,13 @@ class Exchange:
         self.local_experts = num_experts // self.num_ranks
         self.capacity = capacity
         self.level = level
-        # What it belongs to, for error messages.
+        # Its owner, for error messages.
         self.owner = "token switch"
-        # Most rows that a pair of ranks needed since the last check, -1 for none: not a new graph.
+        # Most rows that a pair of ranks needed since the last check; -1 for none, to avoid a new graph.
         self.needed = torch.tensor(-1, dtype=torch.int32, device=scalar_device(group))
-        # Where count_wire_bytes has its counts written to.
+        # Counts of count_wire_bytes.
         self.counter: WireBytes | None = None
-        # Of the last static message to the experts: rows, and parts of (width, dtype).
+        # Rows and parts (width, dtype) of the last static message to the experts.
         self._last_message: tuple[int, list[tuple[int, torch.dtype]]] | None = None
 
     @property
@@ -357,13 +356,13 @@ class Exchange:
         """Ranks of the (T, K) int64 expert ids; -1 and E are no expert.
 
         Args:
-            num_ranks (int, optional): that share the experts; W by default.
+            num_ranks (int, optional): ranks that share the experts. Default: W
         """
         W = self.num_ranks if num_ranks is None else num_ranks
         K = idx.shape[1]
         dest = torch.div(idx, self.num_experts // W, rounding_mode="floor")
         if W <= K:
-            # -1 and W have columns of their own, which are cut off.
+            # -1 and W have separate columns, which are cut off.
             goes = idx.new_zeros(idx.shape[0], W + 2).scatter(1, dest + 1, 1)
             ranks = torch.arange(W, device=idx.device)
             columns = torch.where(goes.narrow(1, 1, W) > 0, ranks, W)
@@ -376,12 +375,12 @@ class Exchange:
         return Demand(dest, columns, token_of, row_of, row_counts, slot_of, slot_counts)
 
     def exchange_counts(self, *columns: Tensor) -> tuple[Tensor, Tensor]:
-        """(W) integers for every rank each -> (W, C) sent and (W, C) received."""
+        """C columns of (W) integers, one for each rank -> (W, C) sent and (W, C) received."""
         mine = torch.stack(columns, dim=1).int()
         return mine, self.send(mine, EVEN, "sizes")
 
     def compact(self, demand: Demand, rows: Splits, slots: Splits) -> Route:
-        """Route of exactly what there is, with the sizes that the host has read."""
+        """Route without padding, with the sizes that the host has read."""
         num_rows, columns = rows.num_sent, demand.columns.shape[1]
         token = demand.token_of.narrow(0, 0, num_rows).long()
         return Route(
@@ -408,7 +407,7 @@ class Exchange:
         nth = demand.row_of - begin[rank]
         fits = (demand.row_of >= 0) & (nth < capacity)
         row_index = torch.where(fits, rank * capacity + nth, -1)
-        # One place too many: where everything goes that has no row.
+        # One extra place for everything without a row.
         rows = torch.where(fits, row_index, W * capacity).flatten()
         at = torch.arange(T * columns, device=rows.device) // max(columns, 1)
         token = at.new_full((W * capacity + 1,), T).scatter(0, rows, at)
@@ -450,7 +449,7 @@ class Exchange:
             (M, D) values and (M, K) weights, views of one message, and (M, K) int64 ids
             of the experts of this rank, -1 for all others.
         """
-        # Unused rows of a static route have no expert, and what compiles needs a row to index.
+        # Unused rows of a static route have no expert. A graph needs such a row to index.
         fill: list[Any] | None = None
         if route.is_static or torch.compiler.is_compiling():
             fill = [0, 0, -1]
@@ -485,7 +484,7 @@ class Exchange:
         return values, weights, ids
 
     def announce(self, mark: int) -> bool:
-        """Sends ``mark``, and no tokens, to ranks that expect a static message as the last one.
+        """Sends ``mark``, and no tokens, to ranks that expect a static message like the last one.
 
         Returns:
             bool: whether all ranks have sent it. One host sync.
@@ -505,7 +504,7 @@ class Exchange:
         place = torch.where(flat, flat.cumsum(0) - 1, size)
         out = place.new_zeros(size + 1)
         at = torch.arange(flat.shape[0], device=flat.device)
-        # Not a view, which a traced autograd function can't hand on.
+        # Not a view, which a traced autograd function can't return.
         return out.scatter(0, place, at).narrow(0, 0, size).clone()
 
     def send_rows(self, route: Route, x: Tensor) -> Tensor:
@@ -535,16 +534,16 @@ class Exchange:
 
     @staticmethod
     def has_spare(splits: Splits) -> bool:
-        """Whether a row of zeros is behind what :meth:`send_back` returns.
+        """Whether :meth:`send_back` appends a row of zeros.
 
-        A graph would copy all rows for it, and a static route has a row to stand for it.
+        A graph would copy all rows for it. A static route has a row of zeros already.
         """
         return splits.send is not None or not torch.compiler.is_compiling()
 
     def send_back(
         self, splits: Splits, rows: Tensor, weight_grads: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """What was received with ``splits`` returns, see :meth:`has_spare`."""
+        """Sends rows that were received with ``splits`` back, see :meth:`has_spare`."""
         spare, splits = self.has_spare(splits), splits.flipped()
         if weight_grads is None:
             return self.send(rows, splits, "returned", spare=spare), None
@@ -581,13 +580,13 @@ class Exchange:
         """Rows of ``x`` to their ranks.
 
         Args:
-            kind (str): what it is, for accounting and errors.
-            kinds (dict[str, int], optional): bytes of a row by kind, where it has
+            kind (str): kind of message, for accounting and errors.
+            kinds (dict[str, int], optional): bytes of a row by kind, if it has
                 several parts.
             spare (bool): appends a row of zeros to what arrives.
         """
         if self.counter is not None:
-            # What a rank sends to itself is not counted.
+            # Bytes that a rank sends to itself do not count.
             send, rows = splits.send, x.shape[0]
             rows -= rows // self.num_ranks if send is None else send[self.rank]
             width = x.element_size() * (x.shape[1] if x.dim() > 1 else 1)
@@ -595,7 +594,7 @@ class Exchange:
         return self.named(kind, functools.partial(self._send, x, splits, spare))
 
     def named(self, kind: str, work: Callable[[], R]) -> R:
-        """What ``work`` returns; its errors are as they were, with a note where they were."""
+        """Returns ``work()`` and adds a note to its errors that says where they occurred."""
         try:
             return work()
         except RuntimeError as error:
@@ -609,8 +608,8 @@ class Exchange:
             out = funcol.all_to_all_single(x, splits.recv, splits.send, group)
             out = funcol.wait_tensor(out)
             return torch.cat([out, out.new_zeros(1, *out.shape[1:])]) if spare else out
-        # Without the tensor that waits: that takes longer than a small message does, and
-        # its threads outlive the group.
+        # Not the functional collective: waiting for its tensor takes longer than a small message,
+        # and its threads outlive the group.
         rows = x.shape[0] if splits.recv is None else sum(splits.recv)
         out = x.new_empty((rows + spare, *x.shape[1:]))
         out.narrow(0, rows, int(spare)).zero_()
@@ -621,8 +620,8 @@ class Exchange:
     def _failure(self, kind: str) -> str:
         phase = _PHASES.get(kind, "combine")
         where = f"{self.owner}: {phase} failed at level {self.level!r}"
-        # Who was waited for is not asked: a lost store would not answer, and a thread of Python that
-        # waits in a call of c10d while the interpreter shuts down ends the process with an abort.
+        # It does not ask who was missing. A lost store would not answer, and a Python thread that
+        # waits in c10d while the interpreter shuts down aborts the process.
         try:
             ranks = dist.get_process_group_ranks(self.group)
         except (RuntimeError, ValueError, KeyError):
@@ -631,7 +630,7 @@ class Exchange:
         return f"{where}, on rank {ranks[self.rank]}"
 
     def use_own_group(self) -> None:
-        """Communicates over a group that nobody else has, see :func:`own_group`."""
+        """Communicates over a group that nobody else uses, see :func:`own_group`."""
         self.group_name = own_group(self.group)
 
 
@@ -655,8 +654,8 @@ def read_on_host(*tables: Tensor) -> list[list[list[int]]]:
 class WireBytes:
     """Bytes and collectives by level and kind.
 
-    Counted is what an exchange hands to the collectives for other ranks; what a rank
-    sends to itself is not. Sizes are of this rank's sends only: the sum over the ranks is
+    An exchange counts what it passes to collectives for other ranks, not what a rank
+    sends to itself. Only sends of this rank count; the sum over the ranks is
     the traffic of the level.
 
     Levels are ``"flat"``, or ``"node"`` and ``"local"``. Kinds:

@@ -1,30 +1,30 @@
-"""Weights of experts on their way: from home to the ranks that run them, gradients back.
+"""Sends weights of experts from home to the ranks that run them, and gradients back.
 
 Terms
     home    the rank whose shard of the expert parameter has the expert: rank ``e // (E/W)``
     copy    weights of an expert on a rank that is not its home, for one forward and backward
 
 Contract
-    A parameter is always ``Shard(0)``, so that optimizers, clipping and checkpoints see one
-    expert once. Experts at home run on the shard itself; copies are a call of their own, and
-    take memory of their own only. A copy is the output of an autograd function: backward sends
-    its gradient home, where the gradients are added in the order of the ranks. After
+    A parameter is always ``Shard(0)``, so that optimizers, clipping and checkpoints see each
+    expert once. Experts at home run on the shard itself; copies run in a separate call and
+    are the only extra memory. A copy is the output of an autograd function: backward sends
+    its gradient home, where gradients are added in the order of the ranks. After
     ``backward()`` every ``.grad`` is final. One message per pair of ranks has all tensors of a
     layer.
 
 When
-    A fetch is communication in flight (in_flight.py): on the communication thread, or the side stream, in a
-    group of its own. It is issued before the tokens of its layer are, or while the layer before
-    it computes (``ahead``), and waited for when the experts at home are done. Backward is the
-    mirror: gradients of copies leave before those of the experts at home are computed, and are
-    waited for in the layer before.
-    In a graph, while one is traced and in selective checkpointing, a fetch stays inside its layer.
+    A fetch is communication in flight (in_flight.py): on the communication thread, or the side stream,
+    with its own group. It is issued before the tokens of its layer, or while the previous layer
+    computes (``ahead``). The layer waits for it after the experts at home. Backward is the
+    mirror: gradients of copies leave before the experts at home compute theirs, and the
+    previous layer waits for them.
+    In a graph, while tracing and in selective checkpointing, a fetch stays inside its layer.
 
 What is reused
-    Copies that were fetched ahead are used once, kept ones (``keep``) as often as possible;
-    both only for the same moves, and for weights that nobody wrote to since, by the version
-    counter. A copy that is kept still has a gradient per backward, returned at once: were it
-    added up on its rank until the step ends, ``.grad`` would not be final before.
+    Copies fetched ahead are used once, kept copies (``keep``) as often as possible.
+    Both need the same moves, and weights that nobody has written since, by the version
+    counter. Each backward returns the gradient of a kept copy at once. If its rank added them up
+    until the step ends, ``.grad`` would not be final before.
     Activation checkpointing fetches again in the recomputation.
 """
 
@@ -48,14 +48,14 @@ __all__ = ["after_fetch", "Copies", "Fetch", "Fetcher", "Moves", "moves_of"]
 
 
 class Moves(NamedTuple):
-    """What one rank sends and receives so that its copies are there.
+    """What one rank sends and receives to get its copies.
 
     Attributes:
         splits (Splits): experts sent to and received from each rank.
         sent (Tensor): (sent) int64 rows of the local shard, by target rank.
         away (Tensor): (A) int64 rows of the local shard that others have copies of.
-        returned (Tensor): (A, P) int64 places in ``sent`` of those copies, by rank; as many
-            as were sent where there are fewer than P.
+        returned (Tensor): (A, P) int64 places in ``sent`` of those copies, by rank; missing ones
+            have the number of sent rows.
     """
 
     splits: Splits
@@ -115,9 +115,9 @@ class Copies:
     Args:
         exchange (Exchange): ranks that share the experts.
         moves (Moves): of this rank; all ranks have those of one plan.
-        wire_dtype (torch.dtype, optional): of matrices on their way, as of a token switch.
+        wire_dtype (torch.dtype, optional): dtype of sent matrices, as in a token switch.
             Default: None (their own)
-        kept (sequence of Tensor, optional): what would arrive. Default: None
+        kept (sequence of Tensor, optional): the copies, if they are kept. Default: None
     """
 
     def __init__(
@@ -140,13 +140,13 @@ class Copies:
 
     def forward(self, *weights: Tensor) -> tuple[Tensor, ...]:
         if self.kept is not None:
-            # Without the history that autograd gives to what a function returns.
+            # Without the history that autograd gives to a function's outputs.
             return tuple(t.detach() for t in self.kept)
         moves, dtype = self.moves, self.wire_dtype
         sent, index = [w.flatten(1) for w in weights], moves.sent
         coded = [dtype is not None and w.dim() > 2 for w in weights]
         if dtype is not None:
-            # Only what travels is rounded.
+            # Only sent matrices are rounded.
             sent, index = [rows.index_select(0, index) for rows in sent], None
             sent = [encode(r, dtype) if c else r for r, c in zip(sent, coded)]
         parts = [(rows.shape[1], rows.dtype) for rows in sent]
@@ -181,7 +181,7 @@ class Copies:
             sums = copies.new_zeros(len(moves.away), copies.shape[1], dtype=wide)
             for places in moves.returned.unbind(1):
                 sums = sums + copies.index_select(0, places)
-            # Selective checkpointing may keep what any operator returned.
+            # Selective checkpointing may keep any operator's result.
             copy = Tensor.index_copy if is_traced(total) else Tensor.index_copy_
             total = copy(total, 0, moves.away, sums.to(grad.dtype))
             results.append(total.view(local, *grad.shape[1:]))
@@ -204,12 +204,12 @@ class _Inline(torch.autograd.Function):
         return None, *ctx.copies.backward(ctx.needs_input_grad[1:], *grads)
 
 
-# Of the DTensors: what is done to them in place is not counted in their shards.
+# Versions of the DTensors, as their shards do not count in-place operations on them.
 Versions = tuple[int, ...]
 
 
 class _Made(NamedTuple):
-    """What copies were made of. Holds moves and weights, so that no others get their memory."""
+    """Sources of copies. It holds moves and weights, so that their memory is not reused."""
 
     moves: Moves
     weights: list[Tensor]
@@ -234,10 +234,10 @@ class Fetch(NamedTuple):
     """A fetch that was issued.
 
     Attributes:
-        made (_Made, optional): where others may use it too.
-        modes (tuple[bool]): of the graph behind it.
-        flight (tuple): what waits for it.
-        sends (bool): whether something travels; equal on all ranks, or some would wait.
+        made (_Made, optional): its sources, if other forwards may use it.
+        modes (tuple[bool]): grad modes of the graph behind it.
+        flight (tuple): arguments of the wait.
+        sends (bool): whether something is sent; equal on all ranks, or some would hang.
     """
 
     made: _Made | None
@@ -247,7 +247,7 @@ class Fetch(NamedTuple):
 
 
 class Fetcher:
-    """Copies for the forwards of one layer: fetched then, ahead of it, or kept.
+    """Copies for the forwards of one layer: fetched in the forward, ahead of it, or kept.
 
     Args:
         exchange (Exchange): ranks that share the experts.
@@ -268,14 +268,14 @@ class Fetcher:
         self.forget()
 
     def forget(self) -> None:
-        """The next forward fetches."""
+        """Makes the next forward fetch."""
         self._ahead: Fetch | None = None
         self._kept: tuple[_Made, list[Tensor]] | None = None
 
     def ahead(
         self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
     ) -> None:
-        """Issues the fetch of a forward to come, unless copies are kept. Collective."""
+        """Issues the fetch of a later forward, unless copies are kept. Collective."""
         made = _Made.of(moves, weights, versions)
         if self._kept_as(made) is None:
             self._ahead = self._issue(moves, weights, made, None)
@@ -286,14 +286,14 @@ class Fetcher:
         weights: Mapping[str, Tensor],
         versions: Versions | None,
     ) -> Fetch:
-        """Issues the fetch of a forward where it needs one. Collective.
+        """Issues the fetch of a forward if it needs one. Collective.
 
         Args:
             moves (Moves): of this rank; all ranks have those of one plan.
             weights (dict[str, Tensor]): (E/W, ...) local shards. Which of them require
                 gradients is the same on all ranks.
-            versions (tuple[int], optional): of the parameters, if copies that are there may
-                be used, and others kept.
+            versions (tuple[int], optional): of the parameters, if existing copies may
+                be used and new ones kept.
         """
         if versions is None or any(w.is_inference() for w in weights.values()):
             return self._issue(moves, weights, None, None)
@@ -305,20 +305,20 @@ class Fetcher:
         return self._issue(moves, weights, made, self._kept_as(made))
 
     def end(self, fetch: Fetch, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Waits. (copies of this rank, ...) of each."""
+        """Waits; (copies of this rank, ...) of each weight."""
         arrived = end(*fetch.flight)
-        # One output comes alone.
+        # A single output is not in a tuple.
         arrived = [arrived] if isinstance(arrived, Tensor) else arrived
         if self.keep and fetch.made is not None:
             self._kept = fetch.made, [t.detach() for t in arrived]
-        # Nobody computes a gradient of frozen ones.
+        # Frozen weights get no gradient.
         pairs = zip(arrived, weights.items())
         return {n: t if w.requires_grad else t.detach() for t, (n, w) in pairs}
 
     def kept(
         self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
     ) -> dict[str, Tensor] | None:
-        """Copies that are kept, if they are those of ``moves`` and ``weights``."""
+        """The kept copies, if they are those of ``moves`` and ``weights``."""
         copies = self._kept_as(_Made.of(moves, weights, versions))
         return None if copies is None else dict(zip(weights, copies))
 
@@ -347,12 +347,12 @@ class Fetcher:
 
 
 class _After(torch.autograd.Function):
-    """Identity; an edge to the copies, with or without a gradient of theirs."""
+    """Identity with an edge to the copies, whether or not they get a gradient."""
 
     @staticmethod
     # pyrefly: ignore [bad-override]
     def forward(ctx: Any, output: Tensor, *weights: Tensor) -> Tensor:
-        # Recomputation, which fetches, begins here on every rank: before a gradient is sent.
+        # Recomputation, which fetches, begins here on every rank, before gradients are sent.
         ctx.save_for_backward(output.new_empty(0))
         return output.view_as(output)
 
@@ -366,8 +366,8 @@ class _After(torch.autograd.Function):
 def after_fetch(output: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """``output``, whose backward returns gradients of ``weights`` on every rank.
 
-    A rank may have no copies, and experts that got no tokens may not use their weights; others
-    wait for their message nevertheless.
+    A rank may have no copies, and experts without tokens may not use their weights, but other
+    ranks still wait for their message.
     """
     if torch.compiler.is_compiling():
         sums = [w.sum().to(output.dtype) for w in weights.values() if not len(w)]

@@ -1,24 +1,23 @@
 """Communication beside computation: where it runs, and its two autograd nodes.
 
 Where communication runs
-    cpu      on one thread of the process, first in first out, and in groups that only it
-             uses, so that all ranks issue the same collectives in the same order
-             whatever their threads do. The groups are made at the first call.
+    cpu      on one thread of the process, first in first out, in groups that only it
+             uses. So all ranks issue the same collectives in the same order,
+             whatever their threads do. The first call makes the groups.
     other    on a side stream of the device, issued by the calling thread.
-    inline   by the calling thread, after all that is in flight, where another thread could
-             not see what this one does: under a dispatch mode (LocalTensorMode, selective
-             checkpointing, ...) other than that of save_communication.
-    compile  in the graph, in the order of the steps. What runs beside what is up to
-             the compiler.
+    inline   on the calling thread, after everything in flight, if another thread would miss
+             its dispatch mode (LocalTensorMode, selective checkpointing, ..., but not that of
+             save_communication).
+    compile  in the graph, in the order of the steps. The compiler decides what
+             overlaps.
 
 Backward
     Every communication is a pair of autograd nodes. The backward of the later one
     issues the communication of the gradient, the backward of the earlier one waits for
-    it. The engine runs nodes in the reverse order of their creation: gradients of all
-    outputs are sent first, then the chunks of a schedule go backwards, last chunk first,
-    each computing while the gradients of its neighbours travel. What is not overlapped:
-    the first gradient to arrive, and the last to leave, have nothing to hide behind but
-    the shared experts.
+    it. The engine runs nodes in the reverse order of their creation. Gradients of all
+    outputs are sent first. Then the chunks of a schedule run, last chunk first;
+    each computes while the gradients of its neighbours travel. Only
+    the shared experts can hide the first gradient to arrive and the last to leave.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = ["begin", "end", "InFlight", "use_own_groups"]
 
 @functools.cache
 def _communication_thread() -> ThreadPoolExecutor:
-    # One for all layers: two could issue collectives of a group in any order.
+    # One for all layers, as two could issue collectives of a group in any order.
     return ThreadPoolExecutor(1, thread_name_prefix="moe_communication")
 
 
@@ -70,7 +69,7 @@ def use_own_groups(switch: object) -> None:
 
 
 def _drain() -> None:
-    """Waits for what the communication thread was given."""
+    """Waits until the communication thread is idle."""
     if _communication_thread.cache_info().currsize:
         _communication_thread().submit(int).result()
 
@@ -85,13 +84,13 @@ register_after_fork(_communication_thread.cache_clear)
 
 
 class _Queue:
-    """What was sent in some groups since the last failure there that was seen.
+    """The communication in some groups since the caller saw their last failure.
 
-    Behind a failure nothing is sent: other ranks are elsewhere by then, and a message of
-    another size than they expect ends their process in a thread of gloo.
+    After a failure nothing is sent. Other ranks are elsewhere by then, and a message of
+    an unexpected size ends their process in a thread of gloo.
     """
 
-    # The text: an error holds its frames.
+    # Only the text, as an error holds its frames.
     failure: str | None = None
 
     def run(self, work: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -107,7 +106,7 @@ class _Queue:
             raise
 
 
-# By the first group of a switch, so that other models go on. Not by its name, which comes again.
+# By the first group of a switch, so that other models go on. Names of groups are reused.
 _queues: WeakKeyDictionary[Any, _Queue] = WeakKeyDictionary()
 
 
@@ -117,7 +116,7 @@ def _queue_of(switch: Any) -> _Queue:
 
 
 class _Flight:
-    """Result of communication that was issued and may not have arrived."""
+    """Result of issued communication that may not have arrived."""
 
     def __init__(
         self, work: Callable[..., Any], inputs: Sequence[Tensor], switch: Any
@@ -127,7 +126,7 @@ class _Flight:
         region, alone = part_of_region()
         mode = None if region is None else region.part(inline=not alone)
         if region is not None and region.replays:
-            # Nothing to wait for: what the collectives returned was kept.
+            # Nothing to wait for, as the results of the collectives were kept.
             self._value = _without_grad(work, mode, *inputs)
             return
         work = functools.partial(_without_grad, work, mode)
@@ -166,8 +165,8 @@ class _Flight:
                 self._seen()
                 raise
             finally:
-                # Breaks a reference cycle of the error and its frames. It would keep the process
-                # group alive, and the threads of the group run into the shutdown of Python.
+                # Breaks a reference cycle of the error and its frames, which would keep the process
+                # group and its threads alive until Python shuts down.
                 del future
         if self._done is not None:
             stream = torch.accelerator.current_stream(self._done.device)
@@ -176,7 +175,7 @@ class _Flight:
         return self._value
 
     def _seen(self) -> None:
-        """The caller knows of a failure: what it does from now on is a new beginning."""
+        """The caller knows of the failure, so later communication starts anew."""
         for key in [k for k, queue in _queues.items() if queue is self._queue]:
             del _queues[key]
 
@@ -191,7 +190,7 @@ def _used_on(stream: torch.Stream, tensors: Sequence[Tensor | None]) -> None:
 def _without_grad(
     work: Callable[..., Any], mode: TorchDispatchMode | None, *inputs: Tensor
 ) -> Any:
-    # Grad mode belongs to a thread, and the autograd nodes are made below.
+    # Grad mode is per thread; the autograd nodes are made below.
     with torch.no_grad():
         if mode is None:
             return work(*inputs)
@@ -200,11 +199,11 @@ def _without_grad(
 
 
 class InFlight:
-    """A part that was issued, in one direction and then in the other.
+    """An issued part: its forward communication, then its backward.
 
     Args:
-        part (object): ``switch`` communicates, ``forward(*inputs)`` there and ``backward(needs,
-            *grads)`` back, without autograd; ``traced(*inputs)`` in a graph, with it.
+        part (object): has the ``switch`` that communicates, ``forward(*inputs)`` and ``backward(needs,
+            *grads)`` without autograd, and ``traced(*inputs)`` with autograd, for a graph.
     """
 
     def __init__(self, part: Any) -> None:
@@ -222,7 +221,7 @@ class InFlight:
 
 
 class _Begin(torch.autograd.Function):
-    """Issues communication; its backward waits for that of the gradients."""
+    """Issues communication; its backward waits for the gradients."""
 
     @staticmethod
     # pyrefly: ignore [bad-override]
@@ -230,7 +229,7 @@ class _Begin(torch.autograd.Function):
         ctx.exchange = exchange
         exchange.needs = ctx.needs_input_grad[1:]
         exchange.there = exchange.fly(exchange.part.forward, inputs)
-        # Carries the edge of the graph; what was sent arrives in _End.
+        # Only carries the edge of the graph; _End returns what arrives.
         return inputs[0].new_empty(0)
 
     @staticmethod
@@ -267,7 +266,7 @@ class _End(torch.autograd.Function):
 
 
 def begin(part: Any, inputs: Sequence[Tensor]) -> tuple[InFlight, Any]:
-    """Issues ``part``. What it returns are the arguments of :func:`end`."""
+    """Issues ``part``; returns the arguments of :func:`end`."""
     exchange = InFlight(part)
     if torch.compiler.is_compiling():
         return exchange, part.traced(*inputs)
@@ -275,5 +274,5 @@ def begin(part: Any, inputs: Sequence[Tensor]) -> tuple[InFlight, Any]:
 
 
 def end(exchange: InFlight, sent: Any) -> Any:
-    """Waits for what arrives; one output comes alone."""
+    """Waits for the results; a single output is not in a tuple."""
     return sent if torch.compiler.is_compiling() else _End.apply(exchange, sent)

@@ -1,4 +1,4 @@
-"""What plans are made by: loads of experts over ranks and time, and times of steps."""
+"""Inputs of plans: loads of experts over ranks and time, and times of steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class LoadStats:
     :meth:`record` adds the router's counts on their device, and reads nothing on the host.
     :meth:`update` sums them over ranks, and reads the average.
 
-    What a backward records is not counted: activation checkpointing runs a layer again
-    there. Forwards without gradients are, as a model that serves may plan by its loads.
+    Records during backward do not count, as activation checkpointing runs a layer again
+    there. Forwards without gradients count, as a serving model may plan by its loads.
 
     Args:
         num_layers (int): number of MoE layers.
@@ -58,10 +58,10 @@ class LoadStats:
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"LoadStats: decay must be in [0, 1), got {decay}")
-        # By name, as a group that is kept alive keeps its threads.
+        # By name, as a group kept alive keeps its threads.
         self._group_name: Any = getattr(group, "group_name", group)
         self._decay = decay
-        # Behind the experts, how many forwards there were.
+        # The last column is the number of forwards.
         self._sums = torch.zeros(
             num_layers, num_experts + 1, dtype=torch.int64, device=device
         )
@@ -82,11 +82,11 @@ class LoadStats:
             )
         modes = contextlib.nullcontext()
         if not torch.compiler.is_compiling():
-            # Inside a backward: a layer that is recomputed was counted before.
+            # Inside a backward: a recomputed layer was counted before.
             if torch._C._current_graph_task_id() != -1:
                 return
             if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is None:
-                # Selective checkpointing numbers its ops, and would miss these in the backward.
+                # Selective checkpointing numbers its ops and would miss these in backward.
                 modes = _disable_current_modes()
         with modes:
             sums = self._sums[layer]
@@ -94,7 +94,7 @@ class LoadStats:
             sums[num_experts].add_(1)
 
     def update(self) -> Tensor:
-        """Adds to the average what was recorded since the last update. Collective, and one sync.
+        """Adds the records since the last update to the average. Collective, and one sync.
 
         Returns:
             Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
@@ -111,10 +111,10 @@ class LoadStats:
         return average.clone()
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Average, and what was recorded since. Collective; changes nothing.
+        """Average, and the records since. Collective; changes nothing.
 
-        Counts are sums over ranks; forwards are those of one, as another number of ranks may
-        go on. Equal on all ranks, so that one of them may save it.
+        Counts are sums over ranks. Forwards are those of one rank, as another number of ranks may
+        continue. The state is equal on all ranks, so one of them may save it.
         """
         recorded = self._sums.clone()
         dist.all_reduce(recorded, group=self._group)
@@ -124,7 +124,7 @@ class LoadStats:
         return {"average": average, "recorded": recorded}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
-        """Goes on from ``state``, on as many ranks as one likes."""
+        """Continues from ``state``, on any number of ranks."""
         recorded, average = state["recorded"], state["average"]
         if recorded is None or recorded.shape != self._sums.shape:
             got = None if recorded is None else tuple(recorded.shape)
@@ -132,21 +132,22 @@ class LoadStats:
                 "LoadStats: state must be of (num_layers, num_experts + 1) = "
                 f"{tuple(self._sums.shape)}, got {got}"
             )
-        # Forwards of this rank; counts are the sum over all of them, and counted once.
+        # Forwards are those of this rank. Counts are sums over ranks, so one rank adds them.
         self._sums.copy_(recorded)
         if dist.get_rank(self._group):
             self._sums[:, :-1] = 0
         self._average = None if average is None else average.clone()
 
 
-# Most windows at home after one with copies that was slower.
+# Most windows at home after a slower one with copies.
 _LONGEST_REST = 16
 
 
 class StepTimes:
-    """Whether steps with copies of experts take longer than those at home; equal on all ranks.
+    """Whether steps with copies of experts take longer than steps at home; equal on all ranks.
 
-    After a window with copies that was slower come 1, 2, 4 and up to 16 at home, until one is faster.
+    A slower window with copies is followed by 1 window at home, the next by 2, 4 and up to 16, until
+    one with copies is faster.
     """
 
     def __init__(self) -> None:
@@ -158,12 +159,12 @@ class StepTimes:
         self._fresh = False  # whether the window before this one was at home
 
     def begin(self) -> None:
-        """A step begins here, unless it did: what is between steps is not its time."""
+        """Begins a step, unless it has begun; time between steps does not count."""
         if self._begun is None:
             self._begun = time.perf_counter()
 
     def tick(self) -> None:
-        """A step ends here; where none began, one that began with the end of the one before."""
+        """Ends a step. If none was begun, it began with the end of the previous one."""
         now = time.perf_counter()
         if self._since is not None:
             self._seconds.append(now - (self._begun or self._since))
@@ -172,21 +173,21 @@ class StepTimes:
     def slower(
         self, copies: bool, group: ProcessGroup, device: torch.device
     ) -> tuple[bool, bool]:
-        """Ends the window. Sums the median of its steps over ranks, unless the next one is to be at home
-        whatever it took.
+        """Ends the window. Sums the median of its steps over ranks, unless the next window is at home
+        anyway.
 
         Args:
             copies (bool): whether steps of the window had copies.
 
         Returns:
             (bool, bool): whether the next window is at home; and whether this one was slower than
-            the one at home right before it, so that the copies are why.
+            a window at home right before it, so that copies are the cause.
         """
         steps, self._seconds = self._seconds, []
         if self._rest > 1:
             self._rest -= 1
             return True, False
-        if not steps:  # The first step of a process is not like others.
+        if not steps:  # The first step of a process is not typical.
             return copies, False
         seconds = torch.tensor(median(steps), device=device)
         dist.all_reduce(seconds, group=group)

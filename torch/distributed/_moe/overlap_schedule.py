@@ -1,11 +1,11 @@
-"""Orders in which the parts of an expert-parallel layer run, and what they would gain.
+"""Orders in which the parts of an expert-parallel layer run, and their possible gain.
 
 Contract
-    A schedule cuts the tokens of this rank into chunks and says in which order the
+    A schedule cuts the tokens of this rank into chunks and gives the order in which the
     parts of the layer are issued: ``dispatch``, ``experts`` and ``combine`` of every
-    chunk and the ``shared`` experts of all tokens. Communication of one part is in
-    flight (in_flight.py) while the parts that are issued after it compute; it is waited
-    for right before its result is used. Any :class:`TokenSwitch` will do, as a part is a
+    chunk and the ``shared`` experts of all tokens. Communication of a part is in
+    flight (in_flight.py) while later parts compute. The layer waits
+    for it right before it uses the result. Any :class:`TokenSwitch` works, as a part is a
     whole ``dispatch`` or ``combine``, with all its levels, its gathers and the host sync
     of compact routing.
 """
@@ -64,11 +64,11 @@ def _default_order(num_chunks: int, shared: str) -> tuple[Step, ...]:
 class OverlapSchedule:
     """Runs chunks of tokens so that communication hides behind computation.
 
-    Is a ``schedule`` of ``ExpertParallel``; a planner may fill its fields.
+    It is a ``schedule`` of ``ExpertParallel``; a planner may set its fields.
 
     Args:
-        num_chunks (int): chunks of tokens of each rank; equal on all ranks. More hide
-            more, but experts compute fewer rows at once. Static capacities are per
+        num_chunks (int): chunks of tokens of each rank; equal on all ranks. More chunks hide
+            more communication, but experts compute fewer rows at once. Static capacities are per
             chunk. Default: 2
         shared (str): shared experts run while the first chunks are dispatched
             (``"dispatch"``), or while the last chunk is combined (``"combine"``).
@@ -78,9 +78,9 @@ class OverlapSchedule:
             once. Equal on all ranks. Default: None (dispatch of chunk i + 1, experts of
             chunk i, combine of chunk i, and so on)
 
-    Results are those of one chunk: per token bit-equal where the experts' kernel does
-    not let a row depend on others; gradients of expert weights are sums over the
-    chunks, in another order than without.
+    Results are those of one chunk, per token bit-equal if a row of the experts' kernel does
+    not depend on others. Gradients of expert weights are sums over the
+    chunks, so their order of addition differs.
 
     Activation checkpointing repeats the communication of a recomputed layer, unless its
     ``context_fn`` is :func:`~torch.distributed._moe.recompute.save_communication`.
@@ -189,8 +189,8 @@ def sequential_schedule(
 ) -> tuple[Tensor, Tensor | None]:
     """Dispatch, experts, combine, shared experts, one after the other.
 
-    The order in which the parts of a layer run is a function of this signature, which is that
-    of :meth:`OverlapSchedule.__call__`, and ``ExpertParallel(schedule=...)`` takes another one.
+    A schedule is a function with this signature, that of :meth:`OverlapSchedule.__call__`.
+    ``ExpertParallel(schedule=...)`` takes another one.
     """
     routing = switch.create_routing(topk_indices, layout="flat")
     rows, weights, ids = switch.dispatch(routing, tokens, topk_weights)
@@ -204,7 +204,7 @@ def sequential_schedule(
 def _run(
     experts: Callable[..., Tensor], switch: TokenSwitch, routing: Routing, *rows: Tensor
 ) -> Tensor:
-    """``experts`` of received rows, ids and weights, with what the switch knows of them."""
+    """Runs ``experts`` on received rows, ids and weights, with what the switch knows of them."""
     num_slots = getattr(switch, "num_slots", None)
     num_rows = None if num_slots is None else num_slots(routing)
     scaled = getattr(routing.handle, "scaled", ())
@@ -214,8 +214,8 @@ def _run(
 
 
 def _chunk_sizes(total: int, num_chunks: int) -> list[int]:
-    """As equal as possible, the larger ones first; 0 where there are too few."""
-    # No divmod or comparison, which a dynamic number of tokens lacks or guards on.
+    """Sizes as equal as possible, larger ones first; 0 if there are too few tokens."""
+    # No divmod, which a dynamic number of tokens lacks, and no comparison, which it guards on.
     top = total + num_chunks - 1
     return [(top - chunk) // num_chunks for chunk in range(num_chunks)]
 

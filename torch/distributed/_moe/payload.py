@@ -1,4 +1,4 @@
-"""What travels between ranks: rows in fewer bytes, and messages of several tensors.
+"""The bytes sent between ranks: rows in fewer bytes, and messages of several tensors.
 
 See exchange.py for the terms.
 """
@@ -38,7 +38,7 @@ def _quantize_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
     """float8_e4m3fn (T, D), and the biased exponents (T, ceil(D / 128)) of the scales, uint8.
 
     The rule of ``_moe_quantize`` in blocks of 128: the smallest exponent that keeps the largest value
-    within range, 255 and NaN for a block with an infinity or a NaN."""
+    in range; 255 and NaN for a block with an infinity or a NaN."""
     if rows.dtype != torch.float64:
         code = F.ScalingType.BlockWise1x128.value
         data, scale = torch.ops.aten._moe_quantize(rows, code)
@@ -57,10 +57,10 @@ def _quantize_blocks(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """(T, D) rows as they travel: (T, D) bfloat16 or (T, D + D/128) uint8.
+    """(T, D) rows in their sent form: (T, D) bfloat16 or (T, D + D/128) uint8.
 
     FP8 rows are ``D`` float8_e4m3fn bytes followed by one byte per 128 values with the
-    exponent of their scale: rounded once, and not again along the other axis."""
+    exponent of their scale. They are rounded once, not again along the other axis."""
     if dtype == torch.bfloat16:
         return rows.to(dtype)
     data, exponent = _quantize_blocks(rows)
@@ -86,7 +86,7 @@ def scaled_rows(packed: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# So that every part of a row is aligned for its dtype, and rows for vector loads.
+# Aligns every part of a row for its dtype, and rows for vector loads.
 _ALIGN = 16
 
 
@@ -120,12 +120,12 @@ def empty_message(
 def pack(
     parts: list[Tensor], fill: list[int] | None = None, index: Tensor | None = None
 ) -> Tensor:
-    """(N, width) tensors side by side as bytes, (N, bytes) uint8; where operators are recorded also
-    as int32.
+    """(N, width) tensors side by side as bytes, (N, bytes) uint8; int32 is possible if operators are
+    recorded.
 
     Args:
         fill (list[int], optional): appends a row of these values, one for each part.
-        index (Tensor, optional): (M) int64 rows to pack, of those, in this order.
+        index (Tensor, optional): (M) int64 of the rows to pack, in this order.
     """
     layout, size = _layout((p.shape[1], p.dtype) for p in parts)
     rows = parts[0].shape[0]
@@ -152,9 +152,9 @@ def pack(
 def _pack_words(
     parts: list[Tensor], fill: list[int] | None, index: Tensor | None
 ) -> Tensor:
-    """:func:`pack` in functional ops, which Inductor makes two copies of.
+    """:func:`pack` in functional ops, which Inductor turns into two copies.
 
-    A write to columns of a message would copy the message, and bytes are neither vectorized nor
+    In a graph, a write to columns would copy the message, and bytes are neither vectorized nor
     concatenated in place. In eager mode, selective checkpointing may have kept the message.
     """
     fits = all(p.shape[1] * p.dtype.itemsize % 4 == 0 for p in parts)
@@ -168,7 +168,7 @@ def _pack_words(
         elif index is not None:
             part = part.index_select(0, index)
         else:
-            # A view may start between two words.
+            # A view may start inside a word.
             part = part.clone(memory_format=torch.contiguous_format)
         words = part.contiguous().view(word)
         columns.append(words)
@@ -179,7 +179,7 @@ def _pack_words(
 
 
 def rows_or(source: Tensor, index: Tensor, value: int) -> Tensor:
-    """Rows of ``source`` in a graph, and ``value`` where ``index`` is the row behind the last."""
+    """Rows of ``source`` in a graph; ``value`` where ``index`` is the row after the last."""
     rows = source.shape[0]
     if guard_or_false(rows > 0):
         taken = source.index_select(0, index.clamp_max(rows - 1))
@@ -190,7 +190,7 @@ def rows_or(source: Tensor, index: Tensor, value: int) -> Tensor:
 
 def unpack(message: Tensor, parts: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:
     """Views of the parts of a message, of (width, dtype) each."""
-    # Not views of columns: Inductor copies those, and once more for who wants their strides.
+    # Not views of columns, which Inductor copies, and again for users of their strides.
     return [
         message.view(at.dtype).narrow(1, at.begin // at.dtype.itemsize, at.width)
         for at in _layout(parts)[0]

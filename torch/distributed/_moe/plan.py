@@ -7,14 +7,14 @@ Terms
     quota   tokens of an expert that a rank computes
     cap     most tokens any rank may get; the smallest feasible one is searched
 
-:func:`plan` makes one of the counts of a forward, before its tokens travel, or of average
-loads, for all forwards until the next plan: ranks above the cap export tokens of their experts
+:func:`plan` makes a plan from the counts of a forward, before its tokens travel, or from average
+loads, for all forwards until the next plan. Ranks above the cap export tokens of their experts
 to ranks of their node with a free slot, which fetch the weights. A fetch has a price in
-tokens, and where no plan is worth it, everything runs at home. The function is deterministic:
+tokens; if no plan is worth it, everything runs at home. The function is deterministic:
 every rank finds the same plan from the same counts, and nothing else is exchanged.
 
-Why experts are not packed onto ranks anew, as EPLB does: each expert away from home is
-fetched in every forward, and a packing moves nearly all of them.
+EPLB packs experts onto ranks anew. Here each expert away from home is
+fetched in every forward, and a packing moves nearly all of them, so plans do not.
 
 The search for the smallest cap and the greedy export rule are written from the description of
 UltraEP's quota planner; prices and splitting quotas over sources by interval overlap are this
@@ -43,14 +43,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Topology:
-    """The shape of the machine as placement sees it.
+    """The shape of the machine for placement.
 
     Rank ``r`` is on node ``r // ranks_per_node``.
 
     Attributes:
         num_nodes (int): nodes; the links inside one are the fast ones.
         ranks_per_node (int): ranks of each node.
-        slots_per_rank (int): experts that a rank has room for, copies of others included.
+        slots_per_rank (int): experts that a rank has room for, including copies of others.
     """
 
     num_nodes: int
@@ -80,9 +80,9 @@ class Plan:
     Attributes:
         topology (Topology): the machine it was made for.
         slot_experts (Tensor): (num_ranks, slots_per_rank) int64 on CPU, expert of the slot or
-            -1 for a free one. Every expert is somewhere, and at most once on a rank.
+            -1 for a free one. Every expert is on some rank, and at most once on a rank.
         quotas (Tensor): (num_experts, num_ranks) int64 on CPU, tokens of an expert that a rank
-            computes: rows sum to the counts it was made for. For other counts, their ratio.
+            computes. Rows sum to the counts of the plan; other counts are split in their ratio.
     """
 
     topology: Topology
@@ -109,7 +109,7 @@ class Plan:
 
     @staticmethod
     def home(topology: Topology, num_experts: int) -> Plan:
-        """Everything where its parameters are, as sharding the expert dimension puts them."""
+        """The plan that runs each expert where ``Shard(0)`` has its parameters."""
         rows = _slots_at_home(topology, num_experts)
         quotas = torch.eye(topology.num_ranks, dtype=torch.int64)
         quotas = quotas.repeat_interleave(num_experts // topology.num_ranks, 0)
@@ -120,7 +120,7 @@ class Plan:
         return len(self.quotas)
 
     def shares(self) -> Tensor:
-        """(num_experts, num_ranks) float64 part of each expert's tokens; even without any."""
+        """(num_experts, num_ranks) float64 share of each expert's tokens; even if it has none."""
         held = (slots_of(self.slot_experts, self.num_experts) >= 0).double()
         quotas = self.quotas.double()
         quotas = torch.where(quotas.sum(1, keepdim=True) > 0, quotas, held)
@@ -131,7 +131,7 @@ class Plan:
         return counts.double().cpu() @ self.shares()
 
     def cost(self, counts: Tensor, price: float = 0.0) -> float:
-        """Of the rank that all wait for: heaviest load, and fetches at ``price`` each."""
+        """Heaviest rank load, plus the most fetches of a rank at ``price`` each."""
         fetches = busiest(self.slot_experts, self.num_experts) if price else 0
         return self.rank_loads(counts).max().item() + price * fetches
 
@@ -166,7 +166,7 @@ def slots_of(slot_experts: Tensor, num_experts: int) -> Tensor:
 
 
 def busiest(slot_experts: Tensor, num_experts: int) -> int:
-    """Most experts that a rank sends or receives for a plan, which is what it waits for."""
+    """Most experts that a rank sends or receives for a plan, which others wait for."""
     num_ranks = len(slot_experts)
     source = slot_experts // (num_experts // num_ranks)  # negative of a free slot
     away = (source >= 0) & (source != torch.arange(num_ranks)[:, None])
@@ -174,14 +174,14 @@ def busiest(slot_experts: Tensor, num_experts: int) -> int:
     return int(torch.maximum(sent, received).max())
 
 
-# The search for the cap ends at this width, of the mean load.
+# The search for the cap ends at this width, relative to the mean load.
 _TOLERANCE = 1e-3
 
 
 def plan(
     counts: Tensor, topology: Topology, *, price: float = 0.0, tries: int = 1
 ) -> Plan:
-    """The plan whose heaviest rank, in tokens and in what it waits for, is lightest.
+    """The plan of least :meth:`Plan.cost` among those tried.
 
     Args:
         counts (Tensor): (num_experts) token copies of each expert, summed over the ranks; average
@@ -189,13 +189,13 @@ def plan(
         topology (Topology): the machine. Weights stay in a node.
 
     Keyword Args:
-        price (float): of a fetch, in token copies; the rank with the most fetches, sent or
-            received, is what all wait for. Default: 0.0
-        tries (int): plans to compare, each with half as many tokens for a copy to be worth it
+        price (float): of a fetch, in token copies. All ranks wait for the rank with the most
+            fetches, sent or received. Default: 0.0
+        tries (int): plans to compare. Each makes a copy for half as many tokens
             as the one before. Default: 1
 
     Returns:
-        Plan: everything at home, where no other costs less.
+        Plan: everything at home, unless another plan costs less.
     """
     if counts.dim() != 1 or counts.is_complex():
         raise ValueError(
@@ -248,8 +248,8 @@ def _borrow(
 ) -> list[dict[int, int]]:
     """Tokens by expert on each rank after borrowing, heaviest rank as light as found.
 
-    Nodes are independent. The node that starts with the heaviest rank is searched first;
-    another one is only searched where it can't stay below what that one needs.
+    Nodes are independent. The node with the heaviest rank is searched first;
+    another node is searched only if it exceeds the cap of that one.
 
     Args:
         start (list[dict[int, int]]): tokens by rank of each expert.
@@ -284,9 +284,9 @@ def _export(
 ) -> list[dict[int, int]] | None:
     """Tokens per rank and expert of a node with no rank above ``cap``, or None.
 
-    Greedy: the heaviest rank gives from its heaviest expert to the rank with the least room for
-    what it gives, of those that hold the expert or can borrow it; else to the one with the most.
-    Room is lost once the slots are used up, so that few ranks are to stay half full.
+    Greedy: the heaviest rank gives from its heaviest expert, to a rank that holds the expert or can
+    borrow it. That is the rank with the least room that suffices, else the one with the most room.
+    Few ranks should stay half full, as room is lost once the slots are used up.
     """
     held = [dict(row) for row in start]
     free = list(free)
@@ -324,7 +324,7 @@ def _export(
                 break
         if room[source] < 0:
             return None
-        if room[source] > 0:  # gave more than it had to, for min_tokens
+        if room[source] > 0:  # gave more than needed, because of min_tokens
             roomy.append(source)
     return held
 
@@ -332,10 +332,10 @@ def _export(
 def split_by_source(source_counts: Tensor, quotas: Tensor, rank: int) -> Tensor:
     """Splits the quotas over the ranks that the tokens come from, for those of one rank.
 
-    A rank computes its own tokens first, which then need no transfer. The rest of
-    an expert's sources and hosts are laid out as two divisions of one line; what a
-    source sends to a host is the overlap of their intervals. Both sums are exact
-    by construction and most sources send to few hosts.
+    A rank computes its own tokens first, which need no transfer. The remaining tokens of
+    an expert divide one line by source and by host; a
+    source sends to a host the overlap of their intervals. Both sums are exact
+    by construction, and most sources send to few hosts.
 
     Args:
         source_counts (Tensor): (num_ranks, num_experts) int64, token copies that
@@ -387,12 +387,12 @@ def reroute(
         Tensor: (T, K) int64 of ``rank * slots_per_rank + slot``, -1 for no expert.
     """
     num_experts, num_ranks = split.shape
-    # Where each copy stands if copies are sorted by expert and then by token.
+    # Position of each copy if copies are sorted by expert, then by token.
     _, place, _, _ = torch._moe_permutation(topk_indices, num_experts)
     first = torch.arange(num_ranks, device=split.device) * slots_per_rank
     slots = (slots_of + first).flatten()
     size = topk_indices.numel()
-    # Shares of an expert follow each other; copies without an expert come last.
+    # Shares of an expert are consecutive; copies without an expert come last.
     shares = split.flatten()
     shares = torch.cat([shares, size - shares.sum(0, keepdim=True)])
     slots = torch.cat([slots, slots.new_full((1,), -1)])

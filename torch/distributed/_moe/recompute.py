@@ -1,15 +1,15 @@
-"""What recomputation of an expert-parallel layer does not communicate again.
+"""Recomputation of an expert-parallel layer that does not communicate again.
 
-Plain activation checkpointing runs a region a second time in backward, and with it
-every all-to-all and every host read of sizes. :func:`save_communication` keeps what
-the collectives returned instead: sizes, the messages that the experts received, and
-the rows that came back. All else is recomputed. Rows are kept as they travelled, so
-that FP8 rows cost half of what bfloat16 rows do. The rows that came back are used if
-something behind combine, inside the region, has to be recomputed from its output;
-they are kept in any case. To save them, end the region in front of combine.
+Plain activation checkpointing runs a region a second time in backward, with
+every all-to-all and every host read of sizes. :func:`save_communication` instead keeps the
+results of collectives: sizes, the messages that the experts received, and
+the returned rows. Everything else is recomputed. Rows are kept in their sent form, so
+FP8 rows cost half of what bfloat16 rows do. The returned rows are kept in any case, but
+used only if the region recomputes something from the output of combine.
+To save their memory, end the region before combine.
 
-Communication on another thread or stream is not seen by the dispatch mode of the
-region. It gets a mode of its own, :func:`part_of_region`, and stays in flight.
+The dispatch mode of the region does not see communication on another thread or stream.
+That gets its own mode, :func:`part_of_region`, and stays in flight.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _policy(
         return CheckpointPolicy.MUST_SAVE
     if op is torch.ops.aten._to_copy.default:
         target = kwargs.get("device")
-        # Sizes on their way to the host: reading them again would sync again.
+        # Copies of sizes to the host: reading them again would sync again.
         if target is not None and torch.device(target).type == "cpu":
             if args[0].device.type != "cpu":
                 return CheckpointPolicy.MUST_SAVE
@@ -97,7 +97,7 @@ class _Saving(_CachingTorchDispatchMode):
         if inline:
             self.parts.append(None)
             return None
-        # A storage of its own, as parts and what runs beside them have no common order.
+        # A separate storage, as parts and what runs beside them have no common order.
         saving, replaying = create_selective_checkpoint_contexts(self.policy_fn)
         self.parts.append(replaying)
         return saving
@@ -123,12 +123,12 @@ class _Replaying(_CachedTorchDispatchMode):
 
 
 def part_of_region() -> tuple[Region | None, bool]:
-    """The innermost :func:`save_communication` region here, and if it is the only mode.
+    """The innermost :func:`save_communication` region here, and whether it is the only mode.
 
-    Communication inside a region that is to run elsewhere calls ``region.part(inline)``
-    and runs under the mode that this returns. In the recomputation, it must be called in
-    the same order, and the work run under the mode with no other, which gives back what
-    the collectives returned. None stands for work that runs, or ran in forward, under
+    Communication inside a region that runs on another thread or stream calls
+    ``region.part(inline)`` and runs under the returned mode. In the recomputation, the calls must
+    have the same order, and the work must run under that mode alone, which returns the kept
+    results. None means that the work runs, or ran in forward, under
     the mode of the region itself.
     """
     stack = _get_current_dispatch_mode_stack()
@@ -151,8 +151,8 @@ def save_communication(
     """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint` for MoE layers.
 
     Args:
-        policy (callable, optional): decides, as a policy function of
-            :func:`~torch.utils.checkpoint.create_selective_checkpoint_contexts`, about
+        policy (callable, optional): policy function of
+            :func:`~torch.utils.checkpoint.create_selective_checkpoint_contexts` for
             all other ops. Default: None (they are recomputed)
 
     Under :func:`torch.compile`, a static switch sets its overflow counter inside the

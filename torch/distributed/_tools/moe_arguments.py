@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ArgumentParser", "check", "RANGES", "read_json"]
 
 # Smallest and largest value. Integers bound a whole number, floats any finite one. The upper
-# ends lie far beyond what is built: a value behind them is a slip of the keyboard.
+# ends are far beyond real machines: a larger value is a typing error.
 # fmt: off
 RANGES: dict[str, tuple[float, float]] = {
     # of a machine and of a layout
@@ -65,7 +65,7 @@ def check(who: str, names: Mapping[str, str] | None = None, **values: Any) -> No
 
     Args:
         who (str): function or file that got them.
-        names (dict, optional): what the caller calls an argument, where that is another name.
+        names (dict, optional): the caller's names of arguments, if they differ.
         values: the arguments.
 
     Raises:
@@ -104,10 +104,10 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def read_json(path: str, kind: type = dict) -> Any:
-    """The object, or what else ``kind`` says, of a JSON file.
+    """The object of a JSON file, or another ``kind`` of value.
 
     Raises:
-        ValueError: with the file's name, where it has something else.
+        ValueError: the file, which it names, has something else.
     """
     try:
         with open(path) as file:

@@ -43,10 +43,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Many and few rows an expert, both dtypes, wide gradients, weights read once, transposed
-# weights, small and large experts with 16 rows: each constant is seen by two rows at least,
-# and weights outgrow caches, as they do in models. Together 95 GFLOP: two seconds on the
-# slowest CPU that was met.
+# Many and few rows per expert, both dtypes, wide gradients, weights read once, transposed
+# weights, small and large experts with 16 rows. At least two rows determine each constant,
+# and weights outgrow caches, as in models. Together 95 GFLOP: two seconds on the
+# slowest CPU that was tried.
 CPU_ROWS = (
     CpuRow(512, 1024, 512, 8, 4),
     CpuRow(512, 1024, 512, 16, 4),
@@ -70,8 +70,8 @@ CPU_ROWS = (
 
 
 def cpu_call(row: CpuRow) -> tuple[Callable[[], object], float]:
-    """A call of ``F.moe_mlp`` (or, without it, of the same products one by one), and the
-    number of experts that have rows."""
+    """A call of ``F.moe_mlp`` (or of the same products one by one, if it is missing), and the
+    number of experts with rows."""
     gen = torch.Generator().manual_seed(0)
     T, D, F, E, K = row[:5]
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[row.dtype]
@@ -118,8 +118,8 @@ def measure_calls(
     synchronize: Callable[[], object] = lambda: None,
     least: int = 3,
 ) -> list[float]:
-    """Median seconds of every call; calls take turns until ``seconds`` are over, at least
-    ``least`` times, so that what disturbs the machine disturbs all alike."""
+    """Median seconds of every call. Calls take turns until ``seconds`` are over, at least
+    ``least`` times, so that other jobs disturb all alike."""
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
     for call in calls:
@@ -182,7 +182,7 @@ def measure_exchange(
 ) -> CpuConstants:
     """``p.cpu`` with the constants of this machine's token switch.
 
-    What a dispatch and its combine take beyond their collectives, whose start and rate
+    The time of a dispatch and its combine beyond their collectives, whose start and rate
     ``p`` has, without and with their backward. Collective over ``group``; the slowest rank
     counts.
     """
@@ -202,7 +202,7 @@ def measure_exchange(
         ids = torch.rand(tokens, local * ranks, generator=gen).topk(k, 1).indices
         calls.append((switch, ids, x, torch.ones(tokens, k, requires_grad=True)))
     times: list[list[list[float]]] = [[[], []] for _ in calls]
-    # What experts read empties the caches before every part.
+    # The weights that experts read empty the caches before every part.
     others = torch.zeros(1 << 22)
 
     def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
@@ -291,10 +291,10 @@ def calibrate(
     Keyword Args:
         device (str): ``"cpu"`` or ``"cuda"``.
         gpu (str, optional): data sheet to start from, one of :data:`DEVICES`, for CUDA.
-        group (ProcessGroup, optional): whose links are measured as well.
-        seconds (float): to measure kernels for.
-        clock (str): ``"wall"``, or ``"process"``: time of this process, for a machine with
-            neighbours and one thread.
+        group (ProcessGroup, optional): group whose links are measured as well.
+        seconds (float): time to measure kernels.
+        clock (str): ``"wall"``, or ``"process"``: process time, for one thread on a machine with
+            other jobs.
     """
     check("calibrate", seconds=seconds)
     if clock not in ("wall", "process") or device not in ("cpu", "cuda"):
@@ -330,7 +330,7 @@ def calibrate(
     *measured, whole = measure_calls([*calls, read.sum], seconds, tick)
     fitted = fit_cpu(CPU_ROWS, hit, measured, 1.25 * read.nbytes / whole)
     cpu = dataclasses.replace(fitted, turn=turn)
-    memory = math.inf  # where it is unknown, as on Windows
+    memory = math.inf  # if it is unknown, as on Windows
     if sys.platform != "win32":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sheet = Device(

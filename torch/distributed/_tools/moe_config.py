@@ -28,11 +28,11 @@ class MoEConfig:
         dense, dense_f: leading layers without experts, and their width.
         mla, q_lora: multi-head latent attention, and the rank of its queries.
         node_limit: most nodes of a token (group-limited routing).
-        window: share of the full attention that sliding windows leave.
+        window: share of full attention that sliding windows compute.
         mtp: layers of multi-token prediction.
         gated: gate and up projections, else up only.
-        kv_lora, nope, rope, v_dim: of latent attention: rank of keys and values; a head's query
-            without and with position, and its value.
+        kv_lora, nope, rope, v_dim: for latent attention: rank of keys and values; widths of a head's
+            query without and with position, and of its value.
     """
 
     layers: int
@@ -81,7 +81,7 @@ class MoEConfig:
 
     @property
     def cached(self) -> int:
-        """Numbers of a token and layer in the cache of keys and values."""
+        """Values per token and layer in the cache of keys and values."""
         if self.mla:
             return self.kv_lora + self.rope
         return 2 * self.kv_heads * self.head_dim
@@ -129,7 +129,7 @@ class MoEConfig:
 
         Args:
             config: the configuration.
-            where (str): what errors begin with, a file for one.
+            where (str): prefix of errors, such as a file.
         """
 
         def read(key: str) -> Any:
@@ -200,7 +200,7 @@ class MoEConfig:
         if (config := getattr(module, "config", None)) is not None:
             config = getattr(config, "text_config", config)
             found = MoEConfig.from_config(config)
-            # Families name their layers without experts in many ways; the module has them.
+            # Configurations name layers without experts in many ways; the module shows them.
             dense = found.layers - sum(map(has_experts, module.modules()))
             if found.dense < dense < found.layers:
                 width = getattr(config, "intermediate_size", found.f)

@@ -2,17 +2,17 @@
 """Seconds of a mixture-of-experts layer's kernels, as pure functions of shapes and a profile.
 
 Contract
-    A kernel takes the smooth maximum of compute and of memory traffic, plus a launch. Every
+    A kernel takes the smooth maximum of compute and memory traffic, plus a launch. Every
     number that is not on a data sheet is a field of ``moe_profile.Constants``, never a literal
-    next to a use. Units: seconds, bytes, FLOPs, rows; nothing here makes a tensor or touches a
+    in a formula. Units: seconds, bytes, FLOPs, rows; nothing here makes a tensor or uses a
     device. :mod:`.moe_exchange_model` has the exchanges, :mod:`.moe_cpu_model` CPU cores.
 
 Notation
     T tokens, D model width, F expert width, E experts, K experts of a token, R routed rows
     of a GPU, EP ranks that share the experts, domain ranks joined by the fast link.
 
-How far to trust it is measured by ``benchmarks/moe/published.py`` and printed in
-``docs/source/distributed.moe_planner.md``, which has a map of the files beside this one.
+``benchmarks/moe/published.py`` measures its errors, which are in
+``docs/source/distributed.moe_planner.md`` with a map of the files beside this one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LOW_PRECISION = ("fp8", "mxfp8", "nvfp4", "fp8xfp4")
 
 
 def smooth_max(a: float, b: float, p: float = 4) -> float:
-    """(a^p + b^p)^(1/p): two bounds that touch cost more than either."""
+    """(a^p + b^p)^(1/p): two close bounds cost more than either."""
     if not a or not b:
         return max(a, b)
     return (a**p + b**p) ** (1 / p)
@@ -77,8 +77,8 @@ def _operand_traffic(
 ) -> float:
     """Bytes of both operands from memory; read again once a group outgrows the cache.
 
-    A wave of tiles is a near square of the output, so that it reads two strips of its
-    side; the strips of later waves come from the cache as long as a group fits there.
+    A wave of tiles is nearly a square of the output and reads two strips as long as its
+    side. Later waves read them from the cache while a group fits there.
     """
     once = groups * (m * k * a + n * k * b)
     if m * k * a + n * k * b <= p.device.cache:
@@ -105,8 +105,8 @@ def gemm(
 ) -> float:
     """Seconds of ``groups`` products (m, k) @ (k, n).
 
-    Output tiles come in waves over the SMs, and the best tile shape is taken; the start
-    and the end of a tile cost as much as more of the summed dimension; small tiles have
+    Output tiles come in waves over the SMs, with the best tile shape. The start
+    and the end of a tile cost as much as a longer summed dimension. Small tiles have
     more operand traffic per product.
 
     Args:
@@ -117,9 +117,9 @@ def gemm(
         dtype (str): a key of ``ITEMSIZE``.
 
     Keyword Args:
-        extra_bytes (float): that an epilogue reads or writes.
-        relative (float): speed of this kernel against the best one.
-        out_bytes (float): of an output element.
+        extra_bytes (float): bytes that an epilogue reads or writes.
+        relative (float): speed of this kernel relative to the best one.
+        out_bytes (float): bytes of an output element.
         align (int): rows to which a group is padded.
     """
     if dtype not in ITEMSIZE:
@@ -157,8 +157,8 @@ def quantize(p: Profile, elements: float, both: bool = False) -> float:
 
     Args:
         p (Profile): the device.
-        elements (float): to quantise.
-        both (bool): along rows and columns, from one read.
+        elements (float): elements to quantise.
+        both (bool): quantises along rows and columns, from one read.
     """
     if not elements:
         return 0.0
@@ -166,7 +166,7 @@ def quantize(p: Profile, elements: float, both: bool = False) -> float:
 
 
 def hit_experts(num_experts: float, rows: float) -> float:
-    """Expected experts with at least one of ``rows`` uniform rows."""
+    """Expected number of experts that get at least one of ``rows`` uniform rows."""
     if num_experts <= 1:
         return min(1.0, rows)
     return num_experts * (1 - (1 - 1 / num_experts) ** rows)
@@ -176,12 +176,12 @@ def hit_experts(num_experts: float, rows: float) -> float:
 
 
 class ExpertKernel(NamedTuple):
-    """Speed of the products against the best ones, and how much runs around them.
+    """Speed of the products relative to the best ones, and the separate kernels around them.
 
     Attributes:
         relative: speed of the products; None: fitted as ``grouped16`` and ``grouped8``.
-        apart: 0 gather and activation inside the products, 1 the activation apart, 2 the
-            gather as well, 3 separate gate and up products and unfused elementwise work.
+        apart: 0 gather and activation inside the products, 1 separate activation, 2 also separate
+            gather, 3 separate gate and up products and unfused elementwise work.
     """
 
     relative: float | None
@@ -216,7 +216,7 @@ class _Products:
         self.p, self.dtype, self.low, self.relative = p, dtype, low, relative
         self.hit = hit_experts(local, rows)
         self.rows = rows / max(self.hit, 1e-9)
-        # FP8 products want groups of 128 rows; that is where padding goes.
+        # FP8 products need groups of 128 rows, hence the padding.
         self.align = 128 if low else 1
 
     def mm(self, n: float, k: float, extra_bytes: float = 0.0) -> float:
@@ -226,7 +226,7 @@ class _Products:
         )  # fmt: skip
 
     def wgrad(self, n: float, k: float) -> float:
-        # Short sums over an expert's rows: 8 % slower, 20 % with scales along them.
+        # Short sums over an expert's rows are 8 % slower, with scales along them 20 %.
         return gemm(
             self.p, max(self.hit, 1.0), n, k, self.rows, self.dtype,
             relative=self.relative * (0.80 if self.low else 0.92),
@@ -237,7 +237,7 @@ class _Products:
         return quantize(self.p, elements, both) if self.low and self.apart else 0.0
 
     def weights(self, elements: float) -> float:
-        """torchao quantises the weights in every call, others once a step."""
+        """Quantises the weights: torchao in every call, others once a step."""
         return self.quantized(elements, False) if self.apart == 3 else 0.0
 
 
@@ -314,10 +314,10 @@ def experts(
 def copy_cost(
     p: Profile, rows: float, d: int, f: float, local: float, ep: int, domain: int | None = None
 ) -> float:  # fmt: skip
-    """``copy_cost`` of an ``ExpertPlacement``: an expert on the wire over a token copy.
+    """``copy_cost`` of an ``ExpertPlacement``: time of a fetched expert over that of a token copy.
 
-    The weights of an expert and their gradient, next to two rows there and two back and a
-    row's share of forward and backward. Arguments as of :func:`experts`.
+    The expert's weights and gradient are sent; the token copy sends two rows each way and takes a
+    row's share of forward and backward. Arguments as in :func:`experts`.
     """
     near, size = ep <= (domain or p.device.domain), ITEMSIZE["bf16"]
     rate = p.device.fast * p.constants.fast
@@ -332,7 +332,7 @@ def expert_shares(
 ) -> dict[str, float]:
     """Where the time of :func:`experts` goes: ``compute``, ``memory``, ``quantisation``.
 
-    Compute is what is left with an infinitely fast memory, quantisation what the same
+    Compute is the time with infinitely fast memory, quantisation the time that the same
     products without scales would save, memory the rest.
     """
     fast = dataclasses.replace(
@@ -351,7 +351,7 @@ def expert_shares(
 def expert_flops(
     rows: float, d: int, f: float, *, gated: bool = True, pass_: str = "fwd"
 ) -> float:
-    """FLOPs of the experts' products: what the flop counter counts for ``_moe_mlp``."""
+    """FLOPs of the experts' products, as the flop counter counts them for ``_moe_mlp``."""
     forward = 2 * rows * d * f * (3 if gated else 2)
     return forward * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
 
@@ -364,7 +364,7 @@ def recipe_seconds(
     local: float,
     dtypes: Sequence[str] = ("bf16", "mxfp8"),
 ) -> dict[str, dict[str, float]]:
-    """Seconds of every GEMM of the experts in every dtype: what a selector compares.
+    """Seconds of every GEMM of the experts in every dtype, for a selector to compare.
 
     Weights are quantised once a step, activations and gradients where they are made:
     along rows for ``forward`` and ``dgrad``, along columns for ``wgrad``.
@@ -392,7 +392,7 @@ def recipe_seconds(
 def router(
     p: Profile, tokens: float, d: int, e: int, k: int, pass_: str = "fwd"
 ) -> float:
-    """Seconds of logits, top-k and permutation; backward as much again."""
+    """Seconds of logits, top-k and permutation; backward takes as long again."""
     logits = gemm(p, 1, tokens, e, d)
     t = logits + stream(p, tokens * (8 * e + 16 * k), 6)
     return t * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["cpu_exchange", "cpu_experts", "cpu_layer", "cpu_parts", "cpu_rate"]
 
 
-# Rows of an expert that share a packed weight, at most: kMaxBlockRows of MoEDriver.h.
+# Most rows of an expert that share a packed weight: kMaxBlockRows of MoEDriver.h.
 _BLOCK_ROWS = 240
-# A tensor from this on is memory of its own from the system, which is touched for the first
-# time: M_MMAP_THRESHOLD of glibc at its largest.
+# The system maps a tensor of at least this size anew, so each page is touched for the first
+# time: the largest M_MMAP_THRESHOLD of glibc.
 _FRESH_BYTES = 32 << 20
 
 
@@ -38,16 +38,16 @@ def cpu_rate(
 ) -> float:
     """FLOP/s of products with a mean of ``m`` rows of an expert.
 
-    Weights are brought into the products' order once for every block of rows, which takes
-    as long as ``half_rows`` rows do, but not for ``thin_rows`` or less of a weight in
-    nn.Linear's layout; numbers of rows vary around ``m`` by its root.
+    Weights are packed in the products' order once for every block of rows, which takes
+    as long as ``half_rows`` rows. ``thin_rows`` rows or fewer with a weight in
+    nn.Linear's layout need no packing. Numbers of rows vary around ``m`` by its root.
 
     Args:
         c (CpuConstants): the machine.
         m (float): mean rows of an expert that has some.
         dtype (str): of the products.
-        in_order (bool): weights lie as the product reads them: those of a forward that
-            are stored transposed, and of a backward those that are not.
+        in_order (bool): weights have the layout that the product reads: transposed storage in
+            forward, the other one in backward.
     """
     spread = math.sqrt(2 * m)
     count = max(1, math.ceil((m + 4 * spread) / _BLOCK_ROWS))
@@ -67,9 +67,9 @@ def cpu_experts(
 ) -> float:  # fmt: skip
     """Seconds of ``F.moe_mlp`` on a CPU.
 
-    Products reach their rate with enough rows an expert (:func:`cpu_rate`), weights of
-    every hit expert are read once, gradients are written once, and large ones are touched
-    for the first time.
+    Products reach their rate with enough rows per expert (:func:`cpu_rate`). Weights of
+    every expert with rows are read once, gradients are written once, and large gradients are
+    touched for the first time.
 
     Args:
         c (CpuConstants): the machine.
@@ -95,8 +95,8 @@ def cpu_experts(
     forward += (c.call_us + hit * c.expert_us) * US
     if pass_ == "fwd":
         return forward
-    # Backward: products of the inputs' gradients read the weights the other way round;
-    # those of the weights' gradients sum over rows, and no weight is turned for them.
+    # Backward: products for input gradients read the transposed weights. Products for
+    # weight gradients sum over rows and need no packed weight.
     products = 6 * rows * f * d
     rate = cpu_rate(c, m, dtype, not transposed)
     moved = weights + (5 * tokens * d + 6 * rows * f) * size
@@ -113,11 +113,11 @@ def cpu_exchange(
     p: Profile, tokens: float, d: int, k: int, ep: int, *, dtype: str = "bf16",
     pass_: str = "fwd",
 ) -> float:  # fmt: skip
-    """Seconds of dispatch and combine on a CPU: messages, and what makes them.
+    """Seconds of dispatch and combine on a CPU: messages, and the cores' work for them.
 
-    A core gathers rows into messages and sums those that return, the rank's own rows
-    included, which no link carries. Sizes are one more message. Backward has as many
-    rows both ways, no sizes, and writes those that return beside the gradients of
+    A core gathers rows into messages and sums returned rows, including the rank's own,
+    which no link carries. Sizes are one more message. Backward has as many
+    rows both ways and no sizes, and writes returned rows beside the gradients of
     their router weights.
 
     Args:
@@ -172,8 +172,8 @@ def cpu_parts(
 ) -> tuple[float, float, float, float]:  # fmt: skip
     """Seconds of dispatch, experts and combine of one of ``chunks``, and of shared experts.
 
-    Messages are the links', and what makes them is the cores', which it keeps as long as the
-    products do: it is in the seconds of the experts. Nothing tells the sizes, as in a graph
+    Links carry the messages. Cores make them, as they compute the products, so that time is in
+    the seconds of the experts. Sizes are not sent, as in a graph
     with a static capacity.
 
     Args:

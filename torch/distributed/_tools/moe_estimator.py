@@ -34,7 +34,7 @@ _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def _moe_op_seconds(p: Profile, name: str, args: Sequence[Any]) -> float:
-    """Of ``_moe_mlp`` and its backward, whose balance is unknown: experts share evenly."""
+    """Seconds of ``_moe_mlp`` or its backward; rows are even over experts, as the balance is unknown."""
     shift = 1 if name == "_moe_mlp_backward" else 0
     x, w_in, w_out, offs = args[shift : shift + 4]
     slots = args[shift + 5] if len(args) > shift + 5 else None
@@ -112,7 +112,7 @@ def inductor_estimate(p: Profile) -> Callable[[Any, int | None], float | None]:
         >>> config = torch._inductor.config.aten_distributed_optimizations
         >>> config.custom_runtime_estimation = inductor_estimate(profile("H100"))
     """
-    # Can be pickled, as the keys of Inductor's caches are.
+    # It can be pickled, as keys of Inductor's caches must be.
     return functools.partial(_inductor_milliseconds, p)
 
 
@@ -133,7 +133,7 @@ def _inductor_milliseconds(
 
 
 def _by_hints(node: torch.fx.Node) -> Any:
-    """What a node returns, of the sizes that a dynamic one hints at: an estimate is no guard."""
+    """A node's result with hints for dynamic sizes, as an estimate must not guard."""
     from torch._inductor.config import unbacked_symint_fallback as fallback
 
     x = node.meta.get("val")
@@ -146,8 +146,8 @@ def _by_hints(node: torch.fx.Node) -> Any:
 class MoERuntimeEstimator(TorchDispatchMode):
     """Sums the modelled seconds and the counted FLOPs of the ops of a module.
 
-    Like ``RuntimeEstimator``, under ``FakeTensorMode`` nothing is computed or allocated;
-    unlike it, routed experts cost what their products and their balance cost.
+    Like ``RuntimeEstimator``, it computes and allocates nothing under ``FakeTensorMode``.
+    Unlike it, it models the products of routed experts.
 
     Args:
         profile (Profile): the device.

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Seconds and bytes of an exchange of tokens, as pure functions of shapes and a profile.
 
-An all-to-all takes a start, plus the slowest of its levels; which bytes a level carries follows
-from where the K experts of a token live. Contract and notation are :mod:`.moe_cost_model`'s.
+An all-to-all takes a start plus its slowest level. The bytes of a level follow
+from the ranks of the K experts of a token. Contract and notation are :mod:`.moe_cost_model`'s.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["ALL_TO_ALLS", "all_to_all", "copies", "link_seconds", "wire_bytes"]
 def link_seconds(
     start: float, rate: float, nbytes: float, messages: float = 1, turn: float = 0.0
 ) -> float:
-    """Of collectives that take ``start`` seconds each, for bytes to others at ``rate``.
+    """Seconds of collectives that take ``start`` each, plus bytes to others at ``rate``.
 
-    What a message has beyond ``turn`` bytes, if that is not 0, waits for as many bytes of the
+    Bytes of a message beyond ``turn``, unless that is 0, wait for as many bytes of the
     other direction.
     """
     waits = max(0.0, nbytes - messages * turn) if turn else 0.0
@@ -72,10 +72,10 @@ class AllToAll(NamedTuple):
 
     Attributes:
         dedup: one copy per rank and per node instead of one per expert.
-        setup: counts and a host sync go before it.
-        serial: share of the shorter level that is not hidden behind the longer one.
-        one_hop: what leaves the domain does not pass the fast link.
-        gathers: passes over the routed rows to bring them into order.
+        setup: counts and a host sync precede it.
+        serial: share of the shorter level that the longer one does not hide.
+        one_hop: rows that leave the domain do not pass the fast link.
+        gathers: passes over the routed rows to order them.
     """
 
     dedup: bool
@@ -129,8 +129,8 @@ def all_to_all(
         algorithm (str): a key of :data:`ALL_TO_ALLS`.
         node_limit (int): most nodes of a token.
         imbalance (float): heaviest rank over mean rank.
-        combine (bool): the way back.
-        units (int): SMs of the communication kernel; 0 for as many as it takes.
+        combine (bool): models the combine.
+        units (int): SMs of the communication kernel; 0 for as many as needed.
     """
     if algorithm not in ALL_TO_ALLS:
         raise ValueError(

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Constants from measured seconds: a coordinate search, and what it searches for.
+"""Fits constants to measured seconds by a coordinate search.
 
-``moe_calibration`` measures the seconds here, ``benchmarks/moe/published.py`` reads published
-ones.
+``moe_calibration`` measures the seconds of this machine, ``benchmarks/moe/published.py`` reads
+published ones.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def fit(
 ) -> dict[str, float]:
     """Values with the least loss: a coordinate search in log space.
 
-    The loss is a sum of absolute log errors, which is not smooth, and has a few values;
-    hence no gradients. Ties to the start keep what the rows do not determine.
+    The loss is a sum of a few absolute log errors and not smooth, so gradients are not used.
+    Ties go to the start value, which keeps values that the rows do not determine.
 
     Args:
         start (dict): start values, positive.
@@ -91,15 +91,15 @@ def fit_cpu(
 ) -> CpuConstants:  # fmt: skip
     """Constants of a CPU from measured calls.
 
-    The search starts at the best rates among the calls, with few and with many rows of a
-    block that reach half of them, with cheap and dear experts, without and with a kernel
+    The search starts at the best rates among the calls. It tries few and many rows of a
+    block for half of the rate, cheap and expensive experts, and no kernel or one
     for few rows.
 
     Args:
         rows (sequence of CpuRow): the calls.
         hit (sequence of float): experts with rows, of each.
         seconds (sequence of float): of each.
-        memory (float): B/s that memory has at most; rows alone may be explained without it.
+        memory (float): upper bound of memory B/s, as the rows alone may not determine it.
     """
 
     def loss(thin: float, v: dict[str, float]) -> float:
@@ -143,7 +143,7 @@ def fit_link(
 
     Args:
         points (sequence of tuple): bytes to others, and their seconds.
-        turns (bool): allow a turn; it stays where it at least halves the error.
+        turns (bool): allow a turn; it is kept if it at least halves the error.
     """
 
     def loss(turn: float, v: dict[str, float]) -> float:
@@ -157,6 +157,6 @@ def fit_link(
         return loss(turn, v), v["start"], v["rate"], turn
 
     plain = best(0.0)
-    # One search over all three would not leave the rate that suits no turn.
+    # One search over all three would stay at the rate that fits without a turn.
     found = min(best(2 ** (n / 4)) for n in range(56, 77)) if turns else plain
     return (found if 2 * found[0] <= plain[0] else plain)[1:]

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """How one expert-parallel layer runs on given ranks: precision, chunks, capacity, replicas.
 
-What the planner decides for a layer once its layout is chosen, and what others ask alone:
-``OverlapSchedule`` for its chunks, ``select_recipe`` for the faster precision.
+The planner makes these decisions for a layer after it has chosen the layout. Others use single ones:
+``OverlapSchedule`` the chunks, ``select_recipe`` the faster precision.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Chunks(NamedTuple):
     Attributes:
         seconds: of the layer.
         num_chunks: of its tokens.
-        shared: what the shared experts run beside, ``"dispatch"`` or ``"combine"``.
+        shared: whether the shared experts run beside ``"dispatch"`` or ``"combine"``.
     """
 
     seconds: float
@@ -112,10 +112,10 @@ def choose_chunks(
     """A layer under ``OverlapSchedule``, best first, each number of chunks once.
 
     Args:
-        parts (callable): of a number of chunks, seconds of dispatch, experts and combine
-            of one chunk: starts of exchanges and small products are in them.
+        parts (callable): number of chunks -> seconds of dispatch, experts and combine
+            of one chunk, including starts of exchanges and effects of small products.
         shared (float): seconds of the shared experts, which run beside the first dispatches
-            or the last combine, whichever hides more of them.
+            or the last combine, whichever hides more.
         candidates (sequence of int): chunks to compare; fewer win a tie.
     """
     from torch.distributed._moe.overlap_schedule import (
@@ -250,7 +250,7 @@ def load_choices(
     plain = expected_imbalance(share, group, model.k, x.ep)
     replicas, imbalance = 0, plain
     options = [f"none: {plain:.3f}"]
-    # A replica's weights, gradients and its share of time: pays from a few per cent.
+    # A replica costs weights, gradients and time: it pays from a few per cent of imbalance.
     for extra in (x.ep, 2 * x.ep):
         domain = min(x.domain or p.device.domain, x.ep)
         new = replicated_imbalance(share, group, model.k, x.ep, domain, extra)
@@ -262,7 +262,7 @@ def load_choices(
     reason = f"heaviest rank over mean, {what}: {', '.join(options)}"
     other = 0 if replicas else x.ep
     quantile = expected_imbalance(share, group, model.k, x.ep, quantile=1 - OVERFLOW)
-    # Noise stays; the systematic part is what replicas take away.
+    # Replicas remove the systematic part of the imbalance; noise stays.
     quantile *= imbalance / plain
     capacity = math.ceil(20 * quantile) / 20
     return (

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "REPEATED"]
 
 
-# Work of a step that activation checkpointing repeats, of a forward pass.
+# Share of a forward pass that activation checkpointing repeats.
 REPEATED = {"none": 0.0, "selective": 0.0, "full": 1.0}
 _CHOICES: dict[str, Mapping[str, Any]] = {
     "dtype": ITEMSIZE,

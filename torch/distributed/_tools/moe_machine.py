@@ -31,13 +31,13 @@ def machine_profile(
     """The profile of this machine: measured in a few seconds, and kept in torch's cache folder.
 
     Collective over the default process group, whose links are measured as well; all ranks get
-    that of rank 0. ``clock`` is :func:`.moe_calibration.calibrate`'s: ``"process"`` for the time that
-    the ranks have a core, on a machine with neighbours.
+    the profile of rank 0. ``clock`` is as in :func:`.moe_calibration.calibrate`: ``"process"`` for
+    process time, on a machine with other jobs.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     ranks = 1 if group is None else dist.get_world_size()
     if group is not None:
-        # Selects this rank's accelerator, where the script has not: before it is measured.
+        # Selects this rank's accelerator before measuring, if the script has not.
         init_device_mesh(device, (ranks,))
     name = f"{torch.get_num_threads()} {torch.backends.cpu.get_cpu_capability()}"
     gpu = None

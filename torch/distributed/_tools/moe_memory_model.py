@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Bytes of a rank in training: weights, gradients, optimizer, and what is kept for backward."""
+"""Bytes of a rank in training: weights, gradients, optimizer, and activations kept for backward."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def saved_bytes(
     """Bytes that the experts of one layer keep for backward.
 
     ``moe_mlp`` keeps its input and the pre-activations; with ``k`` and ``num_experts``
-    also the router weights (float32), slots of rows, rows of slots and offsets. The others
-    are what those libraries keep by their papers.
+    also the router weights (float32), slots of rows, rows of slots and offsets. Values of other
+    libraries are from their papers.
 
     Args:
         tokens, rows (float): T and R.
@@ -93,8 +93,8 @@ def memory(
 ) -> Memory:
     """Peak bytes of a GPU in training.
 
-    Recomputation: ``"selective"`` makes norms, activation functions and the up-projections
-    of latent attention again, ``"full"`` keeps the input of a block only.
+    Recomputation: ``"selective"`` computes norms, activation functions and the up-projections
+    of latent attention again, ``"full"`` keeps only the input of a block.
 
     Keyword Args:
         seq (int): length of a sequence.
@@ -134,7 +134,7 @@ def memory(
 
 
 def uneven(model: MoEConfig, layout: Layout) -> float:
-    """Largest shard over the mean, where FSDP has whole experts to share out."""
+    """Largest shard over the mean, as FSDP shards whole experts."""
     local, shards = model.experts // layout.ep, layout.expert_dp // layout.replicate
     if not layout.fsdp or local < shards:
         return 1.0
@@ -142,13 +142,13 @@ def uneven(model: MoEConfig, layout: Layout) -> float:
 
 
 def _gathered(model: MoEConfig, layout: Layout) -> float:
-    """Bytes that FSDP has together: what is around the layers, two of them, a layer's gradients."""
+    """Bytes that FSDP holds unsharded: all outside the layers, two layers, a layer's gradients."""
     around = 2 * model.vocab * model.d
     return ITEMSIZE["bf16"] * (around + 3 * block_weights(model, layout))
 
 
 def block_weights(model: MoEConfig, layout: Layout) -> float:
-    """Weights of a block on a rank, whose gradients are added up in float32."""
+    """Weights of a block on a rank, whose gradients are accumulated in float32."""
     own = model.matrices * model.d * model.f * model.experts
     own /= layout.ep * layout.expert_tp
     other = sum(n * k for n, k in model.attention())

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
 """From a model to its best parallel run: :func:`parallelize_moe` plans, and applies the plan.
 
-Beside the planner, and private as it is: the styles of ``torch.distributed.tensor.parallel`` do
-what they are told, and this decides. It makes nothing of its own: the layout is that of
-:func:`.moe_plan.plan`, and what applies it are ``ExpertParallel``, ``parallelize_module``,
-``checkpoint`` and ``fully_shard``, in this order.
+It is private, like the planner: the styles of ``torch.distributed.tensor.parallel`` only
+do what they are told, and this module decides. :func:`.moe_plan.plan` chooses the layout.
+``ExpertParallel``, ``parallelize_module``,
+``checkpoint`` and ``fully_shard`` apply it, in this order.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def parallelize_moe(
 ) -> tuple[nn.Module, Plan]:
     """Plans the parallel run of ``model`` on all ranks of this program, and applies it.
 
-    Collective over the default process group, which is made here under torchrun. The model is the
-    same on all ranks, or on the meta device; it is changed in place. After that it is trained as
+    Collective over the default process group, which is made here under torchrun. The model must be
+    the same on all ranks, or on the meta device, and is changed in place. It is then trained as
     on one rank, with :meth:`.Plan.micro_batches` of every batch.
 
     Args:
@@ -88,24 +88,24 @@ def parallelize_moe(
         tp_plan (mapping, optional): ``"colwise"``, ``"rowwise"`` or
             ``"replicated_with_grad_allreduce"`` by the names of modules, ``*`` for a layer. The model is not
             tensor parallel without one. Default: ``base_model_tp_plan`` of the model's configuration
-        loss (callable, optional): of the model alone, for one sequence, on a CPU: what the
-            planner traces. Default: ``model(input_ids=ids, labels=ids)``
-        dtypes (sequence of str, optional): of products, to choose from. ``"fp8"`` and
-            ``"mxfp8"`` are a recipe of ``nn.MoE``. Default: that of the parameters on a CPU, else bf16
-        load (sequence of float, optional): of every expert now, see :func:`.moe_plan.plan`. Where
-            experts get replicas for it, ``plan.placement.step()`` is called after every
-            optimizer step, and moves them once it has planned.
+        loss (callable, optional): loss of the model for one sequence, which the planner traces on a
+            CPU. Default: ``model(input_ids=ids, labels=ids)``
+        dtypes (sequence of str, optional): dtypes of products to choose from. ``"fp8"`` and
+            ``"mxfp8"`` are recipes of ``nn.MoE``. Default: that of the parameters on a CPU, else bf16
+        load (sequence of float, optional): current load of every expert, see :func:`.moe_plan.plan`. If
+            experts get replicas for it, call ``plan.placement.step()`` after every
+            optimizer step; it moves experts once it has planned.
         compile (bool): compiles the layers one by one.
         dry_run (bool): changes nothing.
-        fixed: choices that are given, as ``ep=4``; see :class:`.moe_layout.Layout`. Values
+        fixed: given choices, such as ``ep=4``; see :class:`.moe_layout.Layout`. Values
             that cannot be applied are an error.
 
     Returns:
         The model, and its plan.
 
     Raises:
-        ValueError: nothing divides or fits, or what is fixed cannot be applied; one line, with
-            the nearest that can.
+        ValueError: nothing divides or fits, or a fixed choice cannot be applied. One line, with
+            the nearest choice that can.
 
     Example::
         >>> # xdoctest: +SKIP("needs ranks")
@@ -174,16 +174,16 @@ def apply_plan(
     compile: bool = False,
     device: str | None = None,
 ) -> nn.Module:
-    """Applies a plan to a model, in place; arguments as of :func:`parallelize_moe`.
+    """Applies a plan to a model, in place; arguments as in :func:`parallelize_moe`.
 
-    The mesh is ``(dp_shard, tp)``, and as the experts see it ``(efsdp, ep)``, with ``dp_replicate`` in front
-    where there is more than one copy of the shards. Between the products of tensor
-    parallelism, ranks of ``tp`` have the same tokens, of which each takes its share to the experts.
+    The mesh is ``(dp_shard, tp)``, for experts ``(efsdp, ep)``, with ``dp_replicate`` in front
+    if there is more than one copy of the shards. Between the products of tensor
+    parallelism, ranks of ``tp`` have the same tokens, and each sends its share to the experts.
     """
     x = found.layout
     config: Any = getattr(model, "config", None)
     if hasattr(config, "use_cache"):
-        # It keeps keys and values, twice where they are recomputed.
+        # The cache keeps keys and values, twice if they are recomputed.
         config.use_cache = False
     experts, blocks = expert_names(model, adapter), block_names(model, adapter)
     sizes = {"dp_replicate": x.replicate, "dp_shard": x.dp // x.replicate, "tp": x.tp}
@@ -210,13 +210,13 @@ def apply_plan(
         if recipe is not None:
             cast("Any", model.get_submodule(name)).recipe = recipe
     if x.tp > 1:
-        # Router and shared experts of nn.MoE see a share of the tokens as well.
+        # Router and shared experts of nn.MoE also get only a share of the tokens.
         options["sequence_parallel_mesh"] = dense["tp"]
     style = ExpertParallel(adapter=adapter, **options)
     parallelize_module(model, sparse["ep"], dict.fromkeys(experts, style))
     modules = [model.get_submodule(name) for name in blocks]
     if x.recompute == "full":
-        # What collectives returned is kept: nothing is sent again.
+        # Results of collectives are kept, so nothing is sent again.
         for block in modules:
             checkpoint(block, context_fn=ExpertParallel.save_communication())
     if compile:
@@ -259,7 +259,7 @@ def _allowed(
     tp_plan: Mapping[str, str],
     p: Profile,
 ) -> dict[str, tuple[tuple[Any, ...], str]]:
-    """Values of each choice that can be applied, empty for all that divide, and why no others."""
+    """Values of each choice that can be applied (empty: all that divide), and why no others can."""
     modules = [model.get_submodule(name) for name in experts]
     adapters = DEFAULT_ADAPTERS if adapter is None else (adapter,)
     kinds = [next(a for a in adapters if a.matches(m)) for m in modules]
@@ -298,13 +298,13 @@ def block_names(model: nn.Module, adapter: ExpertAdapter | None) -> list[str]:
 
 
 def _parameter_dtype(model: nn.Module) -> str:
-    """Of most parameters, as a key of ``moe_cost_model.ITEMSIZE``."""
+    """Dtype of most parameters, as a key of ``moe_cost_model.ITEMSIZE``."""
     dtype = max(model.parameters(), key=torch.Tensor.numel).dtype
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
 
 
 def default_tp_plan(model: nn.Module) -> dict[str, str]:
-    """What a transformers model says, without its experts; nothing if attention is not in it."""
+    """The plan of a transformers model without its experts; empty if it lacks attention."""
     plan_of_base = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
@@ -318,7 +318,7 @@ def default_tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _token_shares(module: nn.Module) -> PrepareModuleInputOutput:
-    """Each rank of tp takes its share of equal tokens to the experts, and all get all of them back.
+    """Each rank of tp sends its share of equal tokens to the experts; all ranks get all results.
 
     ``nn.MoE`` is called with tokens (\\*, D), others with tokens, expert ids and weights.
     """
@@ -332,7 +332,7 @@ def _token_shares(module: nn.Module) -> PrepareModuleInputOutput:
 _TENSOR_PARALLEL: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    # A norm of the heads of this rank, (B, S, heads, D): its gradient is summed.
+    # A norm over heads of this rank, (B, S, heads, D), whose gradient is summed.
     "replicated_with_grad_allreduce": functools.partial(
         SequenceParallel, sequence_dim=2, use_local_output=True
     ),

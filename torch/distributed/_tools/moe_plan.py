@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
 """A plan: the layout with the most tokens a second that fits, and a reason per choice.
 
-:func:`plan` asks :mod:`.moe_search` for the layouts, :mod:`.moe_layer_plan` for how one layer runs
-and :mod:`.moe_reasons` for the reasons. :class:`Plan` speaks the languages of ``ExpertParallel``
-and of torchtitan's ``ParallelDims``.
+:func:`plan` gets the layouts from :mod:`.moe_search`, the choices of a layer from
+:mod:`.moe_layer_plan` and the reasons from :mod:`.moe_reasons`. :class:`Plan` returns arguments of
+``ExpertParallel`` and of torchtitan's ``ParallelDims``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "plan"]
 
-EVEN = 1.02  # heaviest rank over mean, up to which layouts are compared without it
+EVEN = 1.02  # heaviest rank over mean; below it, layouts are compared as if balanced
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
         best: (tokens per second and GPU, layout) of the best layouts, best first, with
             the model's own node limit.
         error: median relative error of the model on training rows it was not fitted on;
-            layouts closer than that are not told apart by it.
+            it cannot distinguish layouts closer than that.
         chunks, capacity_factor, replicas, row_alignment, recipe: of the MoE layers.
         domain: ranks joined by the fast link.
         tokens: of a rank in a layer.
@@ -90,7 +90,7 @@ class Plan:
     def expert_parallel(self, *, static: bool = False) -> dict[str, Any]:
         """Keyword arguments of ``ExpertParallel``; the mesh is ``(layout.ep,)``.
 
-        ``static``: with the capacity for the chosen factor, else exact sizes are sent.
+        ``static`` adds the capacity for the chosen factor; otherwise exact sizes are sent.
         """
         from torch.distributed._moe.overlap_schedule import OverlapSchedule
 
@@ -114,7 +114,7 @@ class Plan:
 
     @functools.cached_property
     def placement(self) -> ExpertPlacement | None:
-        """Of the layers of one model, where experts have replicas.
+        """Placement of the layers of one model, if experts have replicas.
 
         Experts stay at home until its ``step()``, called after every optimizer step, has planned.
         """
@@ -137,10 +137,10 @@ class Plan:
         }  # fmt: skip
 
     def micro_batches(self, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What this rank has of a step's sequences, one micro-batch after the other.
+        """This rank's sequences of a step, by micro-batch.
 
         Args:
-            batch (Tensor): (``global_batch``, \\*), the same on all ranks. Those of ``tp`` get equal
+            batch (Tensor): (``global_batch``, \\*), the same on all ranks. Ranks of ``tp`` get equal
                 parts; the mean of the losses over micro-batches and ranks is the batch's.
         """
         if batch.shape[0] != self.global_batch:
@@ -154,7 +154,7 @@ class Plan:
         return batch.chunk(x.dp)[rank // x.tp].split(x.micro_batch)
 
     def explain(self) -> str:
-        """Every choice: why, with its numbers, and what the next best would cost."""
+        """Every choice with its reason in numbers, and the cost of the next best."""
         lines = [
             f"{self.step.tokens_per_second:,.0f} tokens/s/GPU, step {self.step.seconds:.3f} s, "
             f"{gigabytes(self.memory.total)} GB a GPU\n"
@@ -220,17 +220,17 @@ def plan(
         seq (int): length of a sequence.
         dtypes (sequence of str, optional): of products. Default: bf16 and the device's
             8-bit format
-        load (sequence of float, optional): of every expert now, from ``LoadStats``. Past
+        load (sequence of float, optional): current load of every expert, from ``LoadStats``. Past
             routing predicts it badly (47 % error from an earlier half of a trace, 1.7 %
             from the current load). Default: uniform
         exposed (float): share of exchanges that the schedule does not hide.
         top (int): layouts to keep in ``Plan.best``.
-        traced (Traced, optional): what the model does beside its experts, for a CPU.
-        fixed: values of :class:`Layout` that are given: ``ep=8``, ``recompute="full"``.
+        traced (Traced, optional): the model's work beside its experts, for a CPU.
+        fixed: given values of :class:`Layout`: ``ep=8``, ``recompute="full"``.
 
     Raises:
-        ValueError: where nothing divides or fits, with the nearest that works; where the
-            device does not multiply a dtype; where a number is out of its range.
+        ValueError: nothing divides or fits, with the nearest that works; the
+            device does not multiply a dtype; or a number is out of its range.
 
     Example::
         >>> p = plan("qwen3-30b-a3b", "H100", 16, global_batch=512)
@@ -260,7 +260,7 @@ def plan(
         raise search.nothing_fits()
 
     def loaded() -> tuple[Choice, Choice, float]:
-        """Of the best layout; the heaviest rank sets the pace of every one."""
+        """Capacity, replicas and imbalance of the best layout; the heaviest rank slows all."""
         x = ranked[0][1]
         return load_choices(model, x, x.micro_batch * seq / x.cp / x.tp, load, p)
 

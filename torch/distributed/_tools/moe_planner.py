@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 MOST_TOKENS = 15360 * 4096  # of a step: the largest published one, DeepSeek-V3's
-# Median on training rows that were collected by others, after the model was made.
+# Median error on training rows that others collected after the model was made.
 OUTSIDE_ERROR = 0.206
 
 
@@ -46,7 +46,7 @@ def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _uncertainty(level: str) -> str:
-    """How far published rows that calibrated nothing are from the model."""
+    """The model's error on published rows that calibrated nothing."""
     median, rows = HELD_OUT_ERROR[level]
     what = {"train": "training", "infer": "inference"}[level]
     outside = (
@@ -167,7 +167,7 @@ def _parser() -> ArgumentParser:
 
 FIXED = ("ep", "tp", "pp", "cp", "micro_batch", "domain", "graphs", "node_limit",
          "recompute")  # fmt: skip
-# What each kind of question takes beside the model and the device.
+# Options of each kind of question beside the model and the device.
 TAKES = {
     "training": {"gpus", "batch", "seq", "dtype", "load", "plot", *FIXED},
     "inference": {"gpus", "seq", "dtype", "load", "tokens", "ep", "domain"},

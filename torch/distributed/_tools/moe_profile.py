@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
-"""What is known of a device: its data sheet, and the constants that no data sheet has.
+"""Profile of a device: its data sheet, and the constants that no data sheet has.
 
-A :class:`Profile` is both. Peaks come from ``torch._inductor.analysis.device_info`` where it
+Peaks come from ``torch._inductor.analysis.device_info`` if it
 has them. The constants of GPUs are in :data:`FITTED`, fitted on published rows and labelled
 so; ``moe_calibration`` measures those of the machine at hand.
 """
@@ -59,7 +59,7 @@ class Device:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """What its units multiply: keys of ``moe_cost_model.ITEMSIZE``."""
+        """Dtypes that its units multiply: keys of ``moe_cost_model.ITEMSIZE``."""
         return ("fp32", "bf16", "fp16", *_LOW_PRECISION.get(self.generation, ()))
 
 
@@ -72,7 +72,7 @@ _LOW_PRECISION = {
 
 
 class _Sheet(NamedTuple):
-    """What ``device_info`` lacks; ``bf16`` to ``memory`` only where it lacks the device."""
+    """Values that ``device_info`` lacks; ``bf16`` to ``memory`` only if it lacks the device."""
 
     info: str | None
     generation: str
@@ -140,7 +140,7 @@ DEVICES = tuple(_SHEETS)
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted, per generation of devices. :data:`BOUNDS` has start and range.
+    """Fitted constants of a generation of devices. :data:`BOUNDS` has start and range.
 
     Attributes:
         mma16, mma8: share of the data sheet's FLOP/s that the best products reach.
@@ -150,7 +150,7 @@ class Constants:
         grouped16, grouped8: ``torch._grouped_mm`` and its scaled form against the best.
         fast, slow: share of the links' rate.
         fast_us, slow_us: start of an exchange inside and outside of the domain.
-        floor_us: shortest read of remote rows and their sum in a one-sided combine; stores
+        floor_us: shortest time to read and sum remote rows in a one-sided combine; stores
             of a dispatch take a quarter.
         setup_us: counts, notification and the host's wait before an exchange.
         fabric: rate lost each time the number of ranks doubles beyond eight.
@@ -160,7 +160,7 @@ class Constants:
         exposed: share of a layer's exchange that frameworks do not hide.
         stack: measured time of a layer in training over the sum of its kernels, which
             were measured alone and at higher clocks.
-        drift: speed that a year of software brings.
+        drift: gain in speed per year of software.
     """
 
     mma16: float = 0.70
@@ -201,10 +201,10 @@ class CpuConstants:
 
     Attributes:
         rate16, rate32: FLOP/s of bf16 and of float32 products with many rows.
-        half_rows: rows of a block of an expert that reach half of the rate, where the
-            weights are turned for the product.
-        half_rows_t: the same where they lie in its order: forward of transposed ones.
-        thin_rows: rows of an expert up to which weights are read as they are stored, where
+        half_rows: rows of a block of an expert that reach half of the rate, if the
+            weights are transposed for the product.
+        half_rows_t: the same for weights in its order: forward of transposed ones.
+        thin_rows: most rows of an expert for which weights are read as stored, if
             the product has a kernel for that (kFewRows of MoEMicroGemmX86.h); else 0.
         wgrad: rate of products of the weights' gradients against the others.
         memory: B/s of weights and activations.
@@ -215,13 +215,13 @@ class CpuConstants:
             routing, and the calls that make messages and sums of them.
         exchange_grad_us: the same of their backward, which routes nothing.
         copy: B/s of rows that are gathered into messages, and summed where they return.
-        turn: bytes to others from which on the directions of an all-to-all take turns: gloo
-            posts each send before its receive, and sockets hold so much. 0 for never.
-        op_us: of an op in training beside its bytes and products: Python, dispatch, autograd.
-        recompute_us: the same of an op that activation checkpointing runs again.
-        shard_us: of what FSDP does for the shards of a layer, three times a step.
+        turn: bytes to others above which the directions of an all-to-all take turns, as gloo
+            posts each send before its receive, and sockets buffer this much. 0 for never.
+        op_us: cost of an op in training beside its bytes and products: Python, dispatch, autograd.
+        recompute_us: the same for an op that activation checkpointing runs again.
+        shard_us: cost of FSDP for the shards of a layer, three times a step.
         shard: B/s of a rank's shards that are gathered, and of gradients that are scattered.
-        tp_us: of a module under tensor parallelism, forward and backward, beside its bytes.
+        tp_us: cost of a module under tensor parallelism, forward and backward, beside its bytes.
         reduce: B/s of activations that ranks of tensor parallelism sum.
     """
 
@@ -299,7 +299,7 @@ class Profile:
         )
 
 
-# What takes no time, has no room or does not happen is 0; a rate or a share is not.
+# Times, sizes and counts may be 0; rates and shares may not.
 _MAY_BE_ZERO = re.compile(
     "fp4|cache|fabric|drift|row_bytes|turn|thin_rows|tile_.*|.*_us"
 )

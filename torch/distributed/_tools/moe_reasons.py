@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["choices_of", "node_limit"]
 
 DIMENSIONS = ("ep", "tp", "pp", "cp", "micro_batch", "recompute", "dtype", "algorithm")
-# Nodes of a token at most: what was published for K = 8, and twice that. A limit costs the
-# router freedom and has to be trained, so that it has to pay for itself.
+# Most nodes of a token: the published value for K = 8, and twice that. A limit restricts the
+# router and has to be trained, so it has to pay for itself.
 NODE_LIMITS = (8, 4)
 LIMIT_PAYS = 0.03
 
@@ -35,13 +35,13 @@ def choices_of(
     step: Step,
     stepped: Callable[[Layout], Step],
 ) -> list[Choice]:
-    """One per dimension.
+    """One choice per dimension.
 
     Args:
         search (Search): what was searched.
         ranked (sequence): its layouts, best first.
-        x (Layout), step (Step): the first of them, with its node limit.
-        stepped (callable): the step of another layout.
+        x (Layout), step (Step): the best layout, with its node limit.
+        stepped (callable): computes the step of another layout.
     """
     reasons, best = _reasons(search, x, step, ranked), ranked[0]
     reasons["dtype"] += _as_fast(search, x, stepped)
@@ -57,7 +57,7 @@ def choices_of(
 
 
 def _algorithm(x: Layout, search: Search) -> str:
-    """Name of the exchange that runs: a node has one level."""
+    """Name of the exchange that runs; inside a node it has one level."""
     if x.ep == 1 or x.ep > search.domain or x.algorithm not in ("hierarchical", "flat"):
         return x.algorithm if x.ep > 1 else "none"
     return "a copy per rank" if x.algorithm == "hierarchical" else "a copy per expert"
@@ -66,7 +66,7 @@ def _algorithm(x: Layout, search: Search) -> str:
 def _reasons(
     search: Search, x: Layout, step: Step, ranked: Sequence[Found]
 ) -> dict[str, str]:
-    """Why, in numbers, per dimension."""
+    """Reasons in numbers, per dimension."""
     p, model, domain, m = search.p, search.model, search.domain, ranked[0][3]
     weights = model.parameters()["expert"]
     tokens = x.micro_batch * search.seq / x.cp / x.tp
@@ -112,7 +112,7 @@ def _reasons(
 
 
 def _as_fast(search: Search, x: Layout, stepped: Callable[[Layout], Step]) -> str:
-    """The other formats that are as fast, and the limit that they share."""
+    """Other formats that are equally fast, and their common limit."""
     p, now = search.p, stepped(x)
     others = {*default_dtypes(p), *(("fp8", "mxfp8") if x.dtype != "bf16" else ())}
     equal = [
@@ -133,7 +133,7 @@ def _as_fast(search: Search, x: Layout, stepped: Callable[[Layout], Step]) -> st
 
 
 def node_limit(search: Search, x: Layout, stepped: Callable[[Layout], Step]) -> Choice:
-    """Nodes of a token: given, the model's, or the loosest limit that pays in a step."""
+    """Most nodes of a token: given, the model's, or the loosest limit that pays in a step."""
     model, given = search.model, "node_limit" in search.fixed
     nodes = math.ceil(x.ep / search.domain)
     tried = (x.node_limit,) if x.node_limit else NODE_LIMITS

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Found", "Search"]
 
 FILL = 0.95  # of the device's memory
-# Ranks that FSDP shards over: each starts a message of a ring, and a tensor when it is made.
+# Most ranks that FSDP shards over: each adds a message of the ring, and a tensor at start.
 MOST_SHARDS = 1024
-LAYERS_PER_STAGE = 3  # sends between stages are not modelled; short ones would show
+LAYERS_PER_STAGE = 3  # sends between stages are not modelled; fewer would show
 
 Found = tuple[float, Layout, "Step", "Memory"]  # tokens a second and GPU, of a layout
 
@@ -45,7 +45,7 @@ def _divisors(n: int) -> list[int]:
 
 
 def _unit(x: dict[str, Any]) -> int:
-    """What divides the GPUs of a layout."""
+    """A divisor that the GPUs of a layout must have."""
     return math.lcm(
         x["tp"] * x["pp"] * x["cp"], x["pp"] * x["ep"] * x.get("expert_tp", 1)
     )
@@ -53,15 +53,15 @@ def _unit(x: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Search:
-    """A model, the GPUs it is planned for, and what is given.
+    """A model, the GPUs it is planned for, and fixed choices.
 
     Attributes:
         model, p: the model and the device.
         gpus, batch, seq: GPUs, sequences of a step, tokens of a sequence.
-        dtypes: of products, to choose from.
+        dtypes: dtypes of products to choose from.
         exposed: share of exchanges that the schedule does not hide.
-        traced: what the model does beside its experts, for a CPU.
-        fixed: values of :class:`.Layout` that are given.
+        traced: the model's work beside its experts, for a CPU.
+        fixed: given values of :class:`.Layout`.
     """
 
     model: MoEConfig
@@ -80,7 +80,7 @@ class Search:
         return self.fixed.get("domain") or self.p.device.domain
 
     def check(self) -> None:
-        """Raises errors of fixed values that no layout can have, with the nearest that can."""
+        """Raises for fixed values that no layout can have, with the nearest possible value."""
         model, gpus, fixed = self.model, self.gpus, self.fixed
         known = [f.name for f in dataclasses.fields(Layout) if f.name != "gpus"]
         if unknown := fixed.keys() - set(known):
@@ -128,7 +128,7 @@ class Search:
                 )
 
     def options(self, gpus: int) -> Iterator[dict[str, Any]]:
-        """Every combination of what is searched, with what is fixed."""
+        """Every combination of the searched and fixed values."""
         model, fixed = self.model, self.fixed
         options: dict[str, Sequence[Any]] = {
             "tp": powers(min(8, gpus)),
@@ -138,7 +138,7 @@ class Search:
             "micro_batch": (1, 2, 4),
             "dtype": self.dtypes,
             "recompute": ("none", "full") if fixed.get("fsdp") else ("selective", "full"),
-            "algorithm": ("hierarchical",),  # flat sends more; its time is in the reason
+            "algorithm": ("hierarchical",),  # flat sends more; the reason has its time
         }  # fmt: skip
         options |= {k: (v,) for k, v in fixed.items() if k in options}
         rest = {k: v for k, v in fixed.items() if k not in options}
@@ -203,7 +203,7 @@ class Search:
                 step = self.step(x, imbalance)
                 out.append((step.tokens_per_second, x, step, m))
         out.sort(key=lambda e: -e[0])
-        if out:  # of equals, the one with less machinery
+        if out:  # among equals, the simplest
             equal = [e for e in out if e[0] > 0.995 * out[0][0]]
             best = min(
                 equal, key=lambda e: (e[1].dtype != "bf16", e[1].tp * e[1].pp, e[1].ep)
@@ -250,7 +250,7 @@ class Search:
         return f". Nearest that works: {'; or '.join(shown)}" if shown else ""
 
     def nothing_fits(self) -> ValueError:
-        """Why no layout is left, and the nearest question that has one."""
+        """Why there is no layout, and the nearest question that has one."""
         gpus, given = self.gpus, self.fixed or "the model"
         if layouts := self.candidates():
             x = min(layouts, key=lambda x: self.memory(x).total)

@@ -53,9 +53,9 @@ def expected_imbalance(
     """Expected load of the heaviest rank over the mean, or a quantile of it.
 
     Shares of the ranks plus multinomial noise: the largest of independent normals, exact
-    but for their weak correlation. ``load`` must be of now (``LoadStats``): routing drifts,
-    and an earlier half of a trace predicts the later one with an error of 47 %, where the
-    current load leaves 1.7 %.
+    except for their weak correlation. ``load`` must be current (``LoadStats``), as routing drifts:
+    an earlier half of a trace predicts the later one with an error of 47 %, the
+    current load with 1.7 %.
 
     Args:
         load (sequence of float): of every expert, in any unit.
@@ -64,7 +64,7 @@ def expected_imbalance(
         ep (int): ranks.
 
     Keyword Args:
-        design (float): variance over that of independent slots; above 1 where neighbours
+        design (float): variance over that of independent slots; above 1 if neighbouring tokens
             route alike.
         placement (sequence of int, optional): rank of every expert. Default: contiguous
         quantile (float, optional): load that the heaviest rank stays below with this
@@ -132,13 +132,13 @@ def replicated_imbalance(
 def rows_of_pair(
     tokens: int, ranks: int, k: int, factor: float, overflow: float
 ) -> int:
-    """Rows from one rank to another that are exceeded in a share ``overflow`` of steps.
+    """Rows from one rank to another, exceeded in a share ``overflow`` of steps.
 
     A token goes to a rank once, however many of its experts are there.
 
     Args:
         tokens (int): of the sender.
-        ranks (int): that have the experts, and send.
+        ranks (int): ranks that have the experts, and send.
         k (int): K.
         factor (float): heaviest rank over mean.
         overflow (float): for all pairs together.
@@ -165,7 +165,7 @@ def largest_normal(n: int, sd: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a job meets. Every field can be replaced; sources are beside the defaults.
+    """Noise and failures of a job. Every field can be replaced; sources are beside the defaults.
 
     Attributes:
         imbalance: heaviest expert rank over the mean. Balanced by replicas, as reported
@@ -179,7 +179,7 @@ class Assumptions:
         mtbf_hours: of one GPU with its share of host and network: 50,000 (Llama 3, arXiv
             2407.21783: 419 unexpected interruptions of 16,384 GPUs in 54 days).
         detect_seconds, restart_seconds: until a failure is seen and until training goes on.
-        save_seconds: that a checkpoint stops training; interval by Young and Daly.
+        save_seconds: time that a checkpoint stops training; interval by Young and Daly.
     """
 
     imbalance: float = 1.05
@@ -202,7 +202,7 @@ class SimulatedJob(NamedTuple):
     """A job on ``gpus`` GPUs.
 
     Attributes:
-        gpus: of whole expert groups and pipelines; at most what was asked for.
+        gpus: in whole expert groups and pipelines; at most the requested number.
         ideal: seconds of a step if all GPUs were equal and balanced.
         step: mean seconds of a step.
         slowdown: step over ideal.
@@ -228,13 +228,13 @@ class SimulatedJob(NamedTuple):
 def _goodput(a: Assumptions, gpus: int) -> tuple[float, float, float]:
     """(goodput, seconds between failures, seconds between checkpoints).
 
-    Of a period between failures, each checkpoint takes its time, and a failure loses half
+    Between failures, each checkpoint takes its time. A failure loses half
     an interval, its detection and the restart (Young 1974, Daly 2006).
     """
     mtbf = a.mtbf_hours * 3600 / gpus
     interval = math.sqrt(2 * a.save_seconds * mtbf) if a.save_seconds else 1.0
     lost = a.detect_seconds + a.restart_seconds + interval / 2
-    # A failure during recovery recovers again: time to make one interval good.
+    # A failure during recovery recovers again: time to complete one interval.
     useful = mtbf / (mtbf + lost) * interval / (interval + a.save_seconds)
     return useful, mtbf, interval
 
@@ -262,7 +262,7 @@ def _one(
     speed += a.slow_by * (torch.rand(gpus, generator=gen) < a.slow_share)
     # A group is as slow as its slowest GPU, a pipeline as its slowest stage.
     slowest = speed.view(layout.pp, groups, layout.ep).amax(2).amax(0)
-    # Per layer, the heaviest and latest of a group; layers of a step average out.
+    # Per layer, the heaviest and latest rank of a group; layers of a step average out.
     skew = 1 + (a.imbalance - 1) * share + largest_normal(layout.ep, a.jitter)
     layers = 2 * model.layers / layout.pp * layout.accumulation(batch)
     spread = a.jitter * 0.6 / math.sqrt(layers) if layout.ep > 1 else 0.0

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Whose the bytes of a training step are, by layer and kind, from a run under fake tensors."""
+"""The owners of the bytes of a training step, by layer and kind, from a run under fake tensors."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = ["explain_memory", "StepMemory"]
 
 
 class StepMemory(NamedTuple):
-    """The bytes of tensors when a training step has most of them.
+    """The bytes of tensors at the peak of a training step.
 
     Attributes:
-        peak: by layer, which is the name of a block or "" for what is around the blocks, and by kind.
-            ``weights``, ``gradients`` and ``optimizer`` are of the layer's parameters. ``attention``,
-            ``router``, ``experts``, ``embedding``, ``loss`` (the head included) and ``other`` (norms and
-            residuals) are what forward made there. ``backward`` are gradients of activations, and what
-            checkpointing computes again; ``update`` the optimizer's temporary tensors.
-        kept: the same at the end of forward, without parameters: what is saved for backward.
+        peak: by layer, the name of a block or "" outside the blocks, and by kind.
+            ``weights``, ``gradients`` and ``optimizer`` belong to the layer's parameters. ``attention``,
+            ``router``, ``experts``, ``embedding``, ``loss`` (with the head) and ``other`` (norms and
+            residuals) are results of forward there. ``backward`` are gradients of activations, and results
+            that checkpointing computes again; ``update`` are the optimizer's temporary tensors.
+        kept: the same at the end of forward, without parameters: bytes saved for backward.
         where: pass, module and operator of the peak.
     """
 
@@ -51,7 +51,7 @@ class StepMemory(NamedTuple):
         return sum(self.peak.values())
 
     def explain(self) -> str:
-        """A table of both, equal neighbours in one row, and where the peak is."""
+        """A table of both, with equal neighbours in one row, and the place of the peak."""
         pass_, module, op = self.where
         lines = [
             f"peak {_size(self.total)}, in {pass_} of {module or 'the model'}, {op}"
@@ -97,7 +97,7 @@ def _size(nbytes: int) -> str:
 
 
 class _Modules(ModuleTracker):
-    """Without hooks on what checkpointing computes again, which would keep it."""
+    """A tracker without hooks on recomputed tensors, which would keep them alive."""
 
     def _fw_pre_hook(self, mod, input) -> None:
         if not self.is_bw:
@@ -109,7 +109,7 @@ class _Modules(ModuleTracker):
 
 
 class _Owned(TorchDispatchMode, LiveBytes):
-    """Layer and kind of the bytes, as StepMemory has them."""
+    """Tracks layer and kind of the bytes for StepMemory."""
 
     def __init__(
         self, model: nn.Module, experts: Sequence[str], blocks: Sequence[str]
@@ -140,13 +140,13 @@ class _Owned(TorchDispatchMode, LiveBytes):
         return {owner: n for owner, n in self.by_owner.items() if n}
 
     def owner(self, name: str, kind: str) -> tuple[str, str]:
-        """Of what belongs to the module or parameter."""
+        """Owner of the tensors of a module or parameter."""
         return max(
             (b for b in self.blocks if _inside(name, b)), key=len, default=""
         ), kind
 
     def kind(self, name: str, op: str) -> str:
-        """Of what an operator of forward makes in a module."""
+        """Kind of the result of a forward operator in a module."""
         block, _ = self.owner(name, "")
         parts = name.removeprefix(block).split(".")
         if not block and "" not in self.blocks:
@@ -171,10 +171,10 @@ def explain_memory(
     recompute: str = "none",
     optimizer: Callable[..., torch.optim.Optimizer] = _ADAMW,
 ) -> StepMemory:
-    """Whose the bytes of a training step on the CPU are; nothing is computed or allocated.
+    """The owners of the bytes of a training step on the CPU; nothing is computed or allocated.
 
-    The second step runs: the optimizer has its state, and gradients are None. Memory
-    that an op allocates and frees inside is not seen: the kernels of ``F.moe_mlp`` need little,
+    It runs the second step: the optimizer has its state, and gradients are None. It does not see
+    memory that an op allocates and frees inside: the kernels of ``F.moe_mlp`` need little,
     its composite form needs more.
 
     Args:
@@ -184,11 +184,11 @@ def explain_memory(
     Keyword Args:
         batch, seq (int): of ``ids``.
         recompute (str): ``"full"`` checkpoints every layer, ``"none"`` does not.
-        optimizer (callable): from the parameters. Default: ``AdamW(fused=True)``, as a step in
-            place needs no temporary tensors
+        optimizer (callable): parameters -> optimizer. Default: ``AdamW(fused=True)``, whose
+            step needs no temporary tensors
 
     Raises:
-        ValueError: the model has no experts, or is called otherwise.
+        ValueError: the model has no experts, or is called differently.
     """
     experts = [n for n, m in model.named_modules() if has_experts(m)]
     if not experts:

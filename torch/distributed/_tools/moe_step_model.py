@@ -78,13 +78,13 @@ def block(
     # Norms, residuals and rotations.
     attention += cost.stream(p, local / tp * model.d * 2 * (16 if forward else 24), 12)
     links = 0.0
-    if tp > 1:  # gather and reduce-scatter around attention, part of them hidden
-        # ... and in backward the inputs again, for the gradients of the weights.
+    if tp > 1:  # gather and reduce-scatter around attention, partly hidden
+        # In backward also the inputs again, for the gradients of the weights.
         gathered = (4 if forward else 6) * local * model.d * 2 * (tp - 1) / tp
         links = 0.7 * gathered / (dev.fast * c.fast)
     if (
         layout.expert_tp > 1
-    ):  # rows for those who share an expert's width, and their sums
+    ):  # rows for the ranks that share an expert's width, and their sums
         shared = 4 * local * model.k * model.d * (1 - 1 / layout.expert_tp)
         links += shared / (dev.fast * c.fast)
     return Block(
@@ -115,7 +115,7 @@ class Step(NamedTuple):
     Attributes:
         tokens_per_second: per GPU.
         seconds: of the step.
-        layer: seconds of a block, forward and backward, with what is not hidden.
+        layer: seconds of a block, forward and backward, with exposed communication.
         comm: seconds of its exchanges, hidden or not.
         bubble: idle share of the pipeline over its busy time.
         parts: seconds of a block by part, both passes.
@@ -131,7 +131,7 @@ class Step(NamedTuple):
     host_bound: bool
 
 
-# Share of the host's work that CUDA graphs leave: none, of parts, of the whole step.
+# Share of the host's work that remains without CUDA graphs, with those of parts, and of the step.
 _GRAPHS = (1.0, 0.35, 0.05)
 
 
@@ -151,10 +151,10 @@ def train_step(
     Keyword Args:
         imbalance (float): heaviest expert rank over the mean, see
             ``moe_simulator.expected_imbalance``.
-        exposed (float, optional): share of the exchanges that nothing hides. Default: what
-            published frameworks leave to a pipeline, a fitted constant; all without one, as it
-            is another micro-batch that hides an exchange
-        year (float): of the software; published numbers grow with it.
+        exposed (float, optional): share of the exchanges that nothing hides. Default: a constant
+            fitted on published frameworks with a pipeline, whose other micro-batches hide
+            exchanges; 1 without a pipeline
+        year (float): of the software, as published speeds grow with it.
     """
     check(
         "train_step", global_batch=global_batch, seq=seq, imbalance=imbalance, year=year
@@ -181,7 +181,7 @@ def train_step(
     head = 3 * cost.gemm(p, 1, tokens / layout.cp, int(vocab), model.d)
     head = head * (1 + model.mtp) + cost.stream(p, tokens / layout.cp * vocab * 10, 4)
     micro = layer * layers + head
-    if layout.pp > 1:  # whole layers per stage, one of which has the head as well
+    if layout.pp > 1:  # stages have whole layers; one also has the head
         deepest = math.ceil((layers + head / layer) / layout.pp - 0.35)
         micro = max(head, layer * max(deepest, 1))
     bubble = (layout.pp - 1) / (layout.virtual * accumulation)
@@ -203,7 +203,7 @@ def _step_ends(
     reduced = other * (layout.dp > 1) + expert * (layout.expert_dp > 1)
     hidden = 0.7 * micro * min(accumulation, 2)
     owned = (other / layout.dp + expert / layout.expert_dp) * layout.replicate
-    if layout.fsdp:  # gathered in both passes of a micro-batch, and reduced
+    if layout.fsdp:  # weights gathered in both passes, gradients reduced
         moved = 8 * reduced / link - 0.7 * micro
         return accumulation * max(0.0, moved) + cost.stream(p, 20 * owned, 4)
     return max(0.0, 4 * reduced / link - hidden) + cost.stream(p, 20 * owned, 4)

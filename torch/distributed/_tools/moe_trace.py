@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""What a model takes on one CPU rank, from a run under fake tensors.
+"""Time and memory of a model on one CPU rank, from a run under fake tensors.
 
-The planner knows attention by its sizes; a model at hand says what it does: its own ops, their
-seconds by :func:`.moe_estimator.op_seconds`, and the bytes that are there at once.
+For a GPU the planner models attention by its sizes. A trace has the model's own ops, their
+seconds by :func:`.moe_estimator.op_seconds`, and the bytes that exist at once.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 class LiveBytes:
-    """The bytes of the tensors that are there at once, and whose they are."""
+    """The bytes of the tensors that exist at once, and their owners."""
 
     def __init__(self) -> None:
         self.live: dict[int, Any] = {}
@@ -58,7 +58,7 @@ class LiveBytes:
         self.by_owner: Counter[Any] = Counter()
 
     def count(self, out: Any, owner: Any = None) -> None:
-        """What an operator returned."""
+        """Counts the results of an operator."""
         for t in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(t, Tensor):
                 storage = t.untyped_storage()
@@ -70,7 +70,7 @@ class LiveBytes:
                     weakref.finalize(storage, self._freed, key, size)
 
     def move(self, tensor: Tensor, owner: Any) -> None:
-        """Its bytes are another's."""
+        """Moves the bytes of a tensor to another owner."""
         storage = tensor.untyped_storage()
         self.by_owner[self.live[storage._cdata]] -= storage.nbytes()
         self.by_owner[owner] += storage.nbytes()
@@ -82,7 +82,7 @@ class LiveBytes:
 
 
 class _Run(MoERuntimeEstimator, LiveBytes):
-    """Also the seconds inside of some modules, and the bytes that are there at once."""
+    """Also tracks the seconds inside some modules, and the bytes that exist at once."""
 
     def __init__(self, p: Profile, inside: set[str]) -> None:
         MoERuntimeEstimator.__init__(self, p)
@@ -100,7 +100,7 @@ class _Run(MoERuntimeEstimator, LiveBytes):
         return out
 
     def after_last(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook of the last layer: where its gradient comes, another peak begins."""
+        """A forward hook of the last layer: a new peak begins when its gradient arrives."""
         first = output[0] if isinstance(output, tuple) else output
 
         def begin(grad: Tensor) -> None:
@@ -183,7 +183,7 @@ def trace(
 def estimated_seconds(
     module: nn.Module, p: Profile, call: Callable[[], object]
 ) -> tuple[float, int]:
-    """Of a call of ``module``, by :func:`.moe_estimator.op_seconds`, and its number of ops."""
+    """Seconds of a call of ``module`` by :func:`.moe_estimator.op_seconds`, and its number of ops."""
     with FakeTensorMode(allow_non_fake_inputs=True), fake_parameters(module):
         with MoERuntimeEstimator(p) as seen:
             call()
@@ -223,7 +223,7 @@ def layers_with(model: nn.Module, experts: Sequence[str]) -> list[str]:
 
 
 def matched(model: nn.Module, patterns: Iterable[str]) -> Iterator[str]:
-    """Names of the modules that patterns are for."""
+    """Names of the modules that match the patterns."""
     for name, _ in model.named_modules():
         if any(fnmatch(name, pattern) for pattern in patterns):
             yield name
@@ -237,7 +237,7 @@ def _drop(tensor: Tensor) -> None:
 def fake_parameters(
     model: nn.Module, on_grad: Callable[[Tensor], None] = _drop
 ) -> Iterator[dict[str, Tensor]]:
-    """Fake ones on the CPU, whose gradients are gone as soon as they are there, or ``on_grad``."""
+    """Fake parameters on the CPU; each gradient is dropped at once, or passed to ``on_grad``."""
     tensors: dict[str, Tensor] = {}
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
@@ -255,7 +255,7 @@ def fake_parameters(
 def _local_experts(
     model: nn.Module, experts: Sequence[str], adapter: ExpertAdapter | None
 ) -> Iterator[None]:
-    """All experts here, by their adapter: as on a rank that has all of them."""
+    """Runs all experts by their adapter, as a rank that has all of them would."""
     from torch.distributed.tensor.parallel._expert_adapters import DEFAULT_ADAPTERS
 
     def exchange(x, ids, weights, run, shared=None):  # type: ignore[no-untyped-def]

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
-"""Measures what training takes of this machine beside products: ops, shards, tensor parallelism.
+"""Measures costs of training on this machine beside products: ops, shards, tensor parallelism.
 
-Decoder layers of two widths run plain and parallel: narrow ones are all fixed cost, wide ones have
-bytes as well. They are no layers of a model that is planned later.
+Decoder layers of two widths run plain and parallel: narrow ones have only fixed costs, wide ones
+also bytes. They are not layers of a model that is planned later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SUMMED = ((64, 16), (256, 2048))
 
 
 class _Decoder(nn.Module):
-    """A layer of single ops, as models are written."""
+    """A layer of single ops, as in most models."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def _run(module: nn.Module, width: int, tokens: int) -> Callable[[], None]:
 
 
 def measure_training(p: Profile, group: Any = None, clock: str = "wall") -> Profile:
-    """``p``, a CPU's, with the constants of training: ``stack``, and with a group those of ranks.
+    """``p`` of a CPU with the constants of training: ``stack``, and with a group those of ranks.
 
     Collective over ``group``, the default one; the slowest rank counts.
     """
@@ -120,7 +120,7 @@ def measure_training(p: Profile, group: Any = None, clock: str = "wall") -> Prof
             for module in (_products(width, width), whole):
                 calls.append(_run(module, width, tokens))
     tick = time.process_time if clock == "process" else time.perf_counter
-    # As often on every rank, whose calls are collective.
+    # Equally often on every rank, as the calls are collective.
     measured = torch.tensor(
         measure_calls(calls, 0.0, tick, least=ROUNDS), dtype=torch.float64
     )

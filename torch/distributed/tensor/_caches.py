@@ -1,4 +1,4 @@
-"""What DTensor remembers by device mesh, and forgets with the process groups."""
+"""Clears DTensor's caches by device mesh when process groups are destroyed."""
 
 import torch
 from torch.distributed.tensor._api import DTensor
@@ -15,8 +15,8 @@ __all__ = ["forget_meshes"]
 def forget_meshes() -> None:
     """Clears every cache that holds a device mesh, and with it its process groups.
 
-    Other threads may run DTensors meanwhile; what they remember of theirs goes with them, as
-    sharding propagation has caches of each thread.
+    Other threads may run DTensors meanwhile. Sharding propagation also has per-thread caches,
+    which end with their threads.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Quantised expert weights as others store them, turned into operands of ``_moe_mlp_scaled``.
 
-Nothing is quantised again: numbers and scales are theirs, so that the values are those of their own
-dequantisation. A form that the op has no operand for is refused.
+Nothing is quantised again: numbers and scales are unchanged, so values are those of the library's
+own dequantisation. A form without an operand of the op is refused.
 """
 
 from typing import Any, NamedTuple

@@ -24,14 +24,14 @@ from torch.nn.utils.moe import _below_functorch
 
 __all__ = ["record_routing", "replay_routing"]
 
-# Modules that wrap others put these into names: a record fits the model with and without them.
+# Wrappers add these to names; a record fits the model with and without them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def _routers(model: Module) -> dict[str, Module]:
     found = {}
     for name, module in model.named_modules():
-        # The class's own too: what replaces an instance's, as add_lora does, may take anything.
+        # Also the class's forward: one that replaces it on an instance, as by add_lora, may take anything.
         if any(
             {"need_routing", "topk_indices"}
             <= inspect.signature(forward).parameters.keys()
@@ -50,7 +50,7 @@ def _routers(model: Module) -> dict[str, Module]:
 def _is_recomputed() -> bool:
     """Whether activation checkpointing runs this forward, in a backward."""
     if torch.compiler.is_compiling():
-        return False  # the compiler recomputes operators, not modules
+        return False  # a compiler recomputes operators, not modules
     return torch._C._current_graph_task_id() != -1
 
 
@@ -60,7 +60,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _smallest(topk_indices: Tensor, num_experts: int) -> Tensor:
-    """In the fewest bytes that hold -1 to E, without wrappers of torch.func, which end with it."""
+    """``topk_indices`` in the fewest bytes that hold -1 to E, without torch.func's temporary wrappers."""
     whole = _below_functorch(topk_indices)
     if whole.dim() != topk_indices.dim():
         raise RuntimeError(
@@ -89,8 +89,8 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
 
     Raises:
         ValueError: the model has no router.
-        RuntimeError: a router runs a second time, or under :func:`torch.func.vmap`. One record is of
-            one forward: take one each, and ``torch.cat`` what belongs together.
+        RuntimeError: a router runs a second time, or under :func:`torch.func.vmap`. A record is of
+            one forward; join several with ``torch.cat``.
 
     Example::
 
@@ -141,7 +141,7 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
 
     Routers may run in any order and any number of times, each on all
     tokens of the record. Each micro-batch has its own record. Activation checkpointing runs routers in
-    ``backward``, which therefore belongs into the context too.
+    ``backward``, so that must run inside the context, too.
 
     Args:
         model: with the routers of the record, wrapped or not; see :func:`record_routing`.
@@ -149,8 +149,8 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
             expert: K may differ from the router's, and tokens may have different numbers of experts.
 
     Raises:
-        ValueError: the model does not have a router of the record, or a router runs that is not in the
-            record, or one gets another number of tokens.
+        ValueError: the model lacks a router of the record, a router outside of the record runs, or
+            a router gets another number of tokens.
     """
     routers = _routers(model)
     if unknown := sorted(record.keys() - routers.keys()):

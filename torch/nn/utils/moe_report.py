@@ -24,11 +24,11 @@ class LoadReport(NamedTuple):
     """How layers use their experts; ``str`` is a table. A layer without load is all zeros.
 
     Attributes:
-        names: of the layers.
+        names: names of the layers.
         load: ``(L, E)`` float64 on CPU, share of a layer's slots that each expert has.
         entropy: ``(L,)`` of the shares, over log E: 1 if all experts have the same, 0 if one has all.
-        heaviest: ``(L,)`` load of the busiest expert over the mean: what the slowest rank waits for.
-        dead: ``(L,)`` int64, experts without a slot.
+        heaviest: ``(L,)`` load of the busiest expert over the mean.
+        dead: ``(L,)`` int64, number of experts without a slot.
         overflow: ``(L,)`` share of slots that did not fit a capacity.
     """
 
@@ -45,7 +45,7 @@ class LoadReport(NamedTuple):
         """``{"moe/<layer>/entropy": ...}``, for ``SummaryWriter.add_scalar`` and the like.
 
         Args:
-            prefix: of all names.
+            prefix: prefix of all names.
             experts: whether to add ``moe/<layer>/load/<expert>``, E for each layer.
         """
         found = {}
@@ -93,16 +93,16 @@ def load_report(
     It reads its arguments on the host, once.
 
     Args:
-        counts: ``(L, E)``, not negative: slots of each expert, as of ``bincount`` of the chosen ids,
+        counts: ``(L, E)``, not negative: slots of each expert, such as a ``bincount`` of the chosen ids
             summed over ranks and steps, or an average, as ``LoadStats.result()`` of expert placement.
-        names: of the L layers. Default: "0", "1", ...
+        names: names of the L layers. Default: "0", "1", ...
         overflow: ``(L,)`` slots of ``counts`` that did not fit a capacity. Default: none
 
     Returns:
         LoadReport: a number for each layer.
 
     Raises:
-        ValueError: shapes that do not belong together, or a count that is negative or not finite.
+        ValueError: shapes do not match, or a count is negative or not finite.
 
     Example::
 
@@ -156,9 +156,9 @@ class NonFinite(NamedTuple):
         kind: "output" of a module in a forward, "parameter", "buffer" or "gradient".
         name: of the module, parameter or buffer in the model.
         count: how many of its elements are not finite.
-        experts: which experts have them, where the tensor is a stacked ``(E, ...)`` parameter of 3
+        experts: which experts have them, if the tensor is a stacked ``(E, ...)`` parameter of 3
             dimensions or its gradient; else None.
-        tokens: the first eight rows that have them, of an output ``(*, D)`` with its leading dimensions
+        tokens: the first eight rows that have them, for an output ``(*, D)`` with its leading dimensions
             flattened; else None.
     """
 
@@ -187,7 +187,7 @@ def _inspect(kind: str, name: str, tensor: Tensor) -> NonFinite | None:
 
 
 def _own_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank has of a tensor, without communication, and where it begins in dimension 0."""
+    """This rank's part of a tensor, without communication, and where it begins in dimension 0."""
     if tensor.is_nested:
         return tensor.values(), 0
     if not is_traceable_wrapper_subclass(tensor):
@@ -207,14 +207,14 @@ def _own_part(tensor: Tensor) -> tuple[Tensor, int]:
 def find_nonfinite(model: Module) -> Iterator[list[NonFinite]]:
     r"""Finds where NaN and infinities come from.
 
-    Modules that run inside of the context are watched. The first entry is the origin: the innermost
-    module whose output is not finite. Parameters, buffers and gradients are looked at when the
-    context ends; of stacked expert weights it says which experts. Of distributed tensors each rank looks at
-    its own part, with the ids that experts have in the whole. Every look waits for the device: this is
-    for a step that went wrong, run again.
+    It checks outputs of modules inside the context. The first entry is the origin: the innermost
+    module whose output is not finite. It checks parameters, buffers and gradients when the
+    context ends, and names the experts of stacked expert weights. For distributed tensors each rank checks
+    its own part, with global expert ids. Every check waits for the device: use it to run a
+    failed step again.
 
     Args:
-        model: whatever runs.
+        model: the model that runs.
 
     Yields:
         list[NonFinite]: outputs in the order in which they appear, then parameters, buffers and

@@ -5,7 +5,27 @@ import re
 
 import torch
 from torch import Tensor
+from torch.testing._internal.common_utils import parametrize, subtest
+from torch.testing._internal.moe_generators import moe_cases
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+all_dtypes = parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+)
+TOPK_OPTIONS = {
+    "default": {},
+    "not_normalized": {"normalize": False},
+    "sigmoid": {"score": "sigmoid", "scale": 2.5},
+    "groups": {"num_groups": 4, "top_groups": 2},
+    "groups_sigmoid": {"score": "sigmoid", "num_groups": 4, "top_groups": 3},
+}
+
+
+def with_backward(name):
+    """The overloads of the op ``name`` and of its backward."""
+    return tuple(getattr(torch.ops.aten, name + s).default for s in ("", "_backward"))
 
 
 def call_native(op, *args, **kwargs):

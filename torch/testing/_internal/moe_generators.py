@@ -137,6 +137,10 @@ class MoeOperands:
             self.w_up,
         )
 
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The operands of ``_moe_mlp`` with a gradient, in the order of its output_mask."""
+        return (*self.args()[:3], self.topk_weights, *self.args()[7:])
+
     def split_gate(self) -> "MoeOperands":
         """The same layer with the two halves of ``w_in`` as ``w_in`` and ``w_up``."""
         gate, up = (w.detach().clone() for w in self.w_in.chunk(2, dim=1))

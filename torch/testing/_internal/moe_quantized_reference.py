@@ -19,6 +19,9 @@ BLOCK = {
     ScalingType.BlockWise128x128: 128,
 }
 RECIPES = tuple(BLOCK)
+ROW, MX, B128, SQUARE = (recipe.value for recipe in RECIPES)
+# Codes of activations and of weights, by recipe of F.moe_mlp.
+CODES = {"mxfp8": (MX, MX), "fp8_blockwise": (B128, SQUARE), "fp8_rowwise": (ROW, ROW)}
 
 
 def _bytes_of(amax: Tensor, largest: float) -> Tensor:

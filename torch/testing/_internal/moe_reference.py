@@ -15,7 +15,7 @@ The MLP is one loop over experts, run at two precisions:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -440,3 +440,19 @@ def check_close(
         raise AssertionError(
             f"{name}: error {error:.3e} against float64 exceeds the allowed {bound:.3e} ({dtype})"
         )
+
+
+def check_gradients(
+    actual: Sequence[Tensor],
+    reference: MoeMlpGrads,
+    unfused: MoeMlpGrads,
+    dtype: torch.dtype,
+    output_mask: Sequence[bool] = (True,) * 7,
+) -> None:
+    """:func:`check_close` of each gradient; one that is masked or has no operand must have shape (0,)."""
+    everything = (MoeMlpGrads._fields, actual, reference, unfused, output_mask)
+    for name, grad, ref, yardstick, wanted in zip(*everything, strict=True):
+        if wanted and ref is not None:
+            check_close(grad, ref, yardstick, dtype, name)
+        elif grad.shape != (0,):
+            raise AssertionError(f"{name}: must have shape (0,), got {grad.shape}")

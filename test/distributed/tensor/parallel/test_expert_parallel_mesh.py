@@ -11,9 +11,7 @@ def mesh(names, *shape):
 
 
 class TestFoldExpertParallel(MultiThreadedTestCase):
-    @property
-    def world_size(self):
-        return 4
+    world_size = 4
 
     def setUp(self):
         super().setUp()

@@ -1,24 +1,24 @@
 """QuACK's grouped matmuls, in the CuTe DSL, for ``aten::_moe_mlp`` and its backward.
 
-Only where ``torch.nn.utils.moe_kernel.moe_kernel`` names ``MoeBackend.CUTEDSL``: each kernel takes
-seconds to compile at its first use, and none has run on a GPU yet. Needs the packages
+They run only where ``torch.nn.utils.moe_kernel.moe_kernel`` names ``MoeBackend.CUTEDSL``: each
+kernel compiles for seconds at its first use, and none has run on a GPU yet. They need the packages
 nvidia-cutlass-dsl and apache-tvm-ffi; the kernels are in torch._vendor.quack.
 
-Who is served (the functions ``*_reason`` return why not): what the Triton kernels serve
-(triton_impl.py), and
+Supported calls (the functions ``*_reason`` return why another is not): those of the Triton
+kernels (triton_impl.py) with
 
   - compute capability 9.0, 10.0 or 10.3
-  - swiglu, geglu_tanh, reglu, silu, relu, relu2, without limit and alpha: GELU by erf and
-    clamps are in no gated function there
+  - swiglu, geglu_tanh, reglu, silu, relu, relu2, without limit and alpha: QuACK has no gated
+    function for the others
   - contiguous weights, gate and up in one, no biases
   - no tensor of 2^31 elements or more
 
-The router, the permutation, the combine, and the activation's gradient where gate and up are
-two halves of a weight are the Triton kernels'. Pre-activations are laid out as in every
-backend, so that forward and backward may be run by different ones.
+The Triton kernels run the router, the permutation, the combine, and the activation's gradient
+if gate and up are two halves of a weight. Pre-activations have the layout of every
+backend, so different backends may run forward and backward.
 
 Native AOT (torch/_native/aot_manifest.py) does not reach these kernels: its dispatch is
-generated into structured CUDA kernels, of which _moe_mlp has none.
+generated into structured CUDA kernels, and _moe_mlp has none.
 """
 
 import functools
@@ -68,7 +68,7 @@ def mlp_reason(experts: Experts) -> str | None:
 
 
 def mlp_backward_reason(experts: Experts, *tensors: Tensor) -> str | None:
-    """As ``mlp_reason``, of the backward."""
+    """``mlp_reason`` for the backward."""
     reason = triton_impl.mlp_backward_reason(experts, *tensors)
     return reason or _own_reason(experts)
 

@@ -1,16 +1,16 @@
-"""Which kernels a GPU has run: where nobody chooses, those run and no others.
+"""Records which kernels a GPU has run. Only those run by default.
 
-``torch.nn.utils.moe_kernel.moe_kernel`` chooses for a call, and ``torch._inductor.config.triton.moe_kernels``
-for compiled graphs; without either of them an op takes its Triton kernels on an architecture on which
-RUNS has each family of FAMILIES[op]. ``benchmarks/moe/lab/summary.py run.json --prove`` writes the rows,
-out of the results of ``benchmarks/moe/gpu_lab.py``, which launches all kernels itself.
+``torch.nn.utils.moe_kernel.moe_kernel`` selects kernels for a call, and ``torch._inductor.config.triton.moe_kernels``
+for compiled graphs. Without them an op runs its Triton kernels on an architecture for which
+RUNS has each family of FAMILIES[op]. ``benchmarks/moe/lab/summary.py run.json --prove`` writes the rows
+from the results of ``benchmarks/moe/gpu_lab.py``, which launches all kernels itself.
 """
 
 from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """A family of kernels that gave what float64 gives, in every case of the lab.
+    """A family of kernels that agreed with float64 in every case of the lab.
 
     Attributes:
         family: of benchmarks/moe/lab/checks.py.

@@ -1,9 +1,9 @@
 """Triton kernel for ``aten::_moe_quantize``.
 
-Served (``quantize_reason`` returns why not): the recipes of ``F.moe_mlp`` and both dtypes of codes, on
+It supports (``quantize_reason`` returns why not) the recipes of ``F.moe_mlp`` and both dtypes of codes, on
 the devices of triton_impl.py, with at most 2^31 - 1 scales and no copy-on-write tensor. Compute
-capability 8.0 and ROCm have no conversion to float8_e4m3fn of these rules, so that the kernel makes
-its bits by integer arithmetic there.
+capability 8.0 and ROCm have no conversion to float8_e4m3fn with these rules; there the kernel
+computes the bits with integer arithmetic.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Triton kernels for ``aten::_moe_topk``, ``_moe_permutation``, ``_moe_mlp`` and backward.
 
-Who is served (the functions ``*_reason`` return why not):
+Supported calls (the functions ``*_reason`` return why another is not):
 
   - CUDA tensors on compute capability 8.0, 9.0, 10.0 or 10.3, and ROCm tensors on gfx942
     and gfx950. Consumer parts (8.6, 8.9, 12.x) have less shared memory per block than
@@ -12,11 +12,11 @@ Who is served (the functions ``*_reason`` return why not):
   - at most 4096 experts and 32 experts per token; the router takes float32 too
   - no copy-on-write tensor
 
-Everything else falls through to the composite kernel of the op. Malformed calls are found by the
-op's own validator, in C++: its Meta kernel is called first, and raises what every backend raises.
-``torch.nn.utils.moe_kernel.moe_kernel`` chooses Triton; a call that only allows Triton and is not
-eligible raises. Where nobody chooses, Triton runs what a GPU has run (proven.py). Tiles come from a table; TORCH_MOE_TRITON_AUTOTUNE=1 measures instead
-(triton_kernels/autotune.py).
+Everything else falls through to the composite kernel of the op. The op's validator in C++ finds
+malformed calls: its Meta kernel is called first, and raises what every backend raises.
+``torch.nn.utils.moe_kernel.moe_kernel`` selects Triton; if it allows nothing else, an unsupported
+call raises. By default Triton runs the kernels that a GPU has run (proven.py). Tiles come from a
+table; TORCH_MOE_TRITON_AUTOTUNE=1 measures instead (triton_kernels/autotune.py).
 
 Three layers, each with one job: reasons (cheap, no allocation, no Triton import),
 the device guard (``on_device``), and the launchers in triton_kernels/launch.py,
@@ -53,7 +53,7 @@ _ALIGNMENT = 16
 INT32_MAX = 2**31 - 1
 # No tile is higher or wider; offsets within one are int32.
 _MAX_BLOCK = 256
-# Of slots and rows: blocks of them, which may reach past the last, are counted in int32.
+# Most slots and rows. Their blocks may reach past the last one and are counted in int32.
 MAX_ROWS = INT32_MAX - 4096
 
 
@@ -92,7 +92,7 @@ def capability_reason(device_index: int, served: tuple) -> str | None:
 
 
 def _arch_of(device: torch.device) -> str | None:
-    """As benchmarks/moe/gpu_lab.py names it."""
+    """The architecture's name in benchmarks/moe/gpu_lab.py."""
     if device.type != "cuda":
         return None
     if torch.version.hip is not None:
@@ -101,13 +101,13 @@ def _arch_of(device: torch.device) -> str | None:
 
 
 def runs_by_default(op: str, device: torch.device) -> bool:
-    """Whether ``op`` has kernels on ``device`` where nobody chooses: see proven.py."""
+    """Whether ``op`` runs Triton kernels on ``device`` by default: see proven.py."""
     arch = _arch_of(device) if proven.RUNS else None
     return arch is not None and proven.has_run(op, arch)
 
 
-# Reasons are asked of what the validator has passed. Without ``memory`` for tensors that have
-# none; the caller answers for their alignment.
+# The reasons expect arguments that the validator has passed. ``memory=False`` is for tensors
+# without storage; the caller then guarantees their alignment.
 
 
 def permutation_reason(
@@ -228,7 +228,7 @@ def mlp_reason(experts: Experts, *, memory: bool = True) -> str | None:
 def mlp_backward_reason(
     experts: Experts, grad_out: Tensor, preact: Tensor, *, memory: bool = True
 ) -> str | None:
-    """As ``mlp_reason``, of the backward."""
+    """``mlp_reason`` for the backward."""
     reason = mlp_reason(experts, memory=memory)
     return reason or device_reason((grad_out, preact), memory)
 
@@ -242,8 +242,8 @@ _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 def _validate(op: str, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises what every backend raises for a malformed call.
 
-    The Meta kernel makes results on the device of its arguments: of the expert MLP, no
-    pre-activations and no gradients.
+    The Meta kernel allocates its results on the device of its arguments, so the expert MLP is
+    asked for no pre-activations and no gradients.
     """
     if op in ("_moe_mlp", "_moe_mlp_scaled"):
         kwargs = {**kwargs, "compute_preact": False}
@@ -262,8 +262,8 @@ def choose(
     """Whether ``backend`` runs this call; ``reason_of`` says why it cannot (None: it can).
 
     Raises:
-        RuntimeError: ``torch.nn.utils.moe_kernel.moe_kernel`` allows none of the backends
-            that are asked after this one, which cannot. Or the call is malformed.
+        RuntimeError: ``backend`` cannot run the call, and ``torch.nn.utils.moe_kernel.moe_kernel``
+            allows none of the backends after it. Or the call is malformed.
     """
     from torch.nn.utils.moe_kernel import _enabled_backends, _is_chosen, MoeBackend
 
@@ -272,7 +272,7 @@ def choose(
         if runs_by_default(op, args[0].device):
             enabled = (this, *enabled)
     if MoeBackend.CUTEDSL in enabled and op not in _MATMUL_OPS:
-        # Around its matmuls that backend has the kernels of this one.
+        # The CuTe backend runs Triton kernels around its matmuls.
         enabled = (*enabled, MoeBackend.TRITON)
     if this not in enabled:
         reason = f"moe_kernel() does not allow {this}"
@@ -282,7 +282,7 @@ def choose(
         members = list(MoeBackend)
         if not set(members[members.index(this) + 1 :]) & set(enabled):
             if reason is None and not tu._try_initialize_driver():
-                # The router would fall back in silence.
+                # Otherwise the router would fall back silently.
                 reason = "Triton found no driver"
             if reason is not None:
                 raise RuntimeError(
@@ -377,7 +377,7 @@ def _mlp_backward_impl(*args, **options):
 def cond_of(
     op: str, reason_of: Callable[..., str | None], backend: str = "TRITON"
 ) -> Callable[..., bool]:
-    """Of a call of ``op``: :func:`choose`."""
+    """:func:`choose` as the condition of ``op``."""
     return lambda *args, **kwargs: choose(op, reason_of, args, kwargs, backend)
 
 

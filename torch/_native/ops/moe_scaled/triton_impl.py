@@ -1,18 +1,18 @@
 """Triton kernels in FP8 for ``aten::_moe_mlp_scaled`` and its backward.
 
-Who is served (the functions ``*_reason`` return why not): of what the kernels of
-../moe/triton_impl.py serve, on NVIDIA GPUs
+Supported calls (the functions ``*_reason`` return why another is not): those of
+../moe/triton_impl.py on NVIDIA GPUs with
 
   - compute capability 9.0, 10.0 and 10.3
   - recipes fp8_blockwise (rows by 1 x 128, weights by 128 x 128), fp8_rowwise, and
     mxfp8 (all by 1 x 32), which 9.0 multiplies in bfloat16
-  - operands of bfloat16, float16 or float32, weights and biases of that or of float32
-  - weights and rows that come quantised: float8_e4m3fn, scales plain or those of weights by
-    1 x 32 in SWIZZLE_32_4_4; for gradients of the rows, weights that have no squares along both
-    dimensions
+  - bfloat16, float16 or float32 operands; weights and biases of that dtype or float32
+  - quantised weights and rows in float8_e4m3fn, with plain scales, or for weights by
+    1 x 32 in SWIZZLE_32_4_4. Gradients of the rows need weights quantised along both dimensions,
+    unless squares share a scale
 
-Everything else falls through to the composite kernel: see ../moe/triton_impl.py, whose layers these
-are. The kernels are in ../moe/triton_kernels/scaled_*.py.
+Everything else falls through to the composite kernel. The layers are those of
+../moe/triton_impl.py, the kernels are in ../moe/triton_kernels/scaled_*.py.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _ROW, _MX, _B128, _SQUARE = (
         ScalingType.BlockWise128x128,
     )
 )
-# Weights by 1 x 128 too would spill in the tiles that ship.
+# Weights by 1 x 128 would spill in the tiles of the tables.
 _RECIPES = ((_ROW, _ROW), (_MX, _MX), (_B128, _SQUARE))
 _CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
@@ -72,7 +72,7 @@ def mlp_backward_reason(
     output_mask: list[bool],
     memory: bool = True,
 ) -> str | None:
-    """As ``mlp_reason``, of the backward."""
+    """``mlp_reason`` for the backward."""
     if experts.hp_wgrad and experts.input.dtype != torch.bfloat16:
         return f"hp_wgrad with {experts.input.dtype}"
     for name, scaled in experts.lists.items():

@@ -1,29 +1,28 @@
 """DTensor sharding rules of the MoE ops.
 
-There is one rule besides "everything replicated": tensor parallelism over F, the hidden
+Besides "everything replicated" there is one rule: tensor parallelism over F, the hidden
 dimension of the experts.
 
     w_in, b_in, preact   sharded along g*F        output, grad_input,
     w_out                sharded along F          grad_topk_weights    partial sums
-    b_out                partial, as its summand of the output must be added once
+    b_out                partial, as the output must add it only once
 
-Gates and ups as two weights, w_in and w_up, are sharded alike; there preact is a strided shard,
-whose halves are sharded each on its own, and b_in, of which that would be true as well, is
-gathered with all others. In one weight, g = 2, the rule is right only if a shard of w_in holds
-the gate and the up row of each of its hidden units, that is when they are interleaved and the
-ranks share F evenly: otherwise w_in is cut at other hidden units than w_out. Gates stored before
-ups would need another layout than a shard. In both cases the rule is left out, and the operands
-are gathered.
+Gate and up as two weights, w_in and w_up, are sharded alike. preact is then a strided shard
+with each half sharded separately. b_in would need the same, so with b_in all operands are
+gathered. With gate and up in one weight, g = 2, a shard of w_in must hold
+the gate and the up row of each of its hidden units. It does if they are interleaved and the
+ranks share F evenly; otherwise w_in is cut at other hidden units than w_out, and gates stored before
+ups would need another layout than a shard. Then there is no rule, and the operands are gathered.
 
-What has no rule, because it would be wrong:
+There is no rule where it would be wrong:
 
     rows, tokens         row_slots, slot_rows and offs hold positions in the whole tensor
     E                    expert ids are global; expert parallelism moves tokens instead
     D                    the activation is not linear in partial sums over D
 
-Operands sharded along rows, tokens or D are gathered first, which is right and small;
-``ExplicitRedistributionContext`` shows where. Experts sharded along E are an error: whoever
-stores them so did it for their size, and gathering them would undo that without a word.
+Operands sharded along rows, tokens or D are gathered first, which is correct and small;
+``ExplicitRedistributionContext`` shows where. Experts sharded along E are an error: they are
+sharded because they are large, and a silent gather would use the memory that this saves.
 """
 
 from collections.abc import Sequence
@@ -81,7 +80,7 @@ def _check_no_expert_is_elsewhere(
         operand = operands.get(name)
         if not isinstance(operand, OpStrategy):
             continue
-        # One strategy per operand, except where all placements are asked about at once.
+        # One strategy per operand, unless the query is for all placements at once.
         specs = [strategy.output_spec for strategy in operand.strategies]
         if all(_is_sharded_by_expert(spec) for spec in specs):
             raise NotImplementedError(
@@ -99,7 +98,7 @@ def _is_even(
     inputs: list[DTensorSpec],
     outputs: DTensorSpec | tuple[DTensorSpec | None, ...],
 ) -> bool:
-    """Whether all ranks get as much of the operand; for full_mesh_strategy_filter."""
+    """Whether all ranks get equally much of the operand; for full_mesh_strategy_filter."""
     spec = inputs[operand]
     if free_unbacked_symbols(spec.shape):
         return not spec.is_sharded()
@@ -115,12 +114,12 @@ def _strategy(
 ) -> OpStrategy:
     """Everything replicated, or ``rule``.
 
-    A size that is data is sharded where it is known to reach all ranks: torch._check(T >= n).
+    A data-dependent size is sharded only if it is known to reach all ranks: torch._check(T >= n).
 
     Args:
         num_outputs: of the op.
-        rule: what may be sharded.
-        even: the operand of which all ranks must get as much.
+        rule: placements that may be sharded.
+        even: the operand that must be sharded evenly.
     """
     operands = _operands(op_schema)
     _check_no_expert_is_elsewhere(op_schema.op, operands)
@@ -146,7 +145,7 @@ def _strategy(
     schema_info=RuntimeSchemaInfo(1, ["num_rows", "row_alignment"]),
 )
 def moe_permutation_strategy(op_schema: OpSchema) -> OpStrategy:
-    """No rule: where a slot goes depends on all slots before it."""
+    """No rule: the row of a slot depends on all slots before it."""
     return _strategy(op_schema, 4, None)
 
 
@@ -160,7 +159,7 @@ _TENSOR_PARALLEL: dict[str, Placement] = {
 
 
 def _preact_placement(operands: dict[str, object]) -> Placement:
-    """With w_up each half of the columns, gates and ups, is sharded on its own."""
+    """With w_up, each half of the columns, gates and ups, is sharded separately."""
     if operands.get("w_up") is not None:
         return _StridedShard(1, split_factor=2)
     return Shard(1)
@@ -170,7 +169,7 @@ def _is_gated(operands: dict[str, object]) -> bool:
     w_in, w_out = operands["w_in"], operands["w_out"]
     if not isinstance(w_in, OpStrategy) or not isinstance(w_out, OpStrategy):
         raise AssertionError(f"Expected OpStrategy, got {type(w_in)}, {type(w_out)}")
-    # Of sizes that are data only the rule without a shard is right for both.
+    # For data-dependent sizes only the rule without a shard is right for both.
     return guard_or_true(w_in.shape[1] != w_out.shape[2])
 
 
@@ -214,8 +213,8 @@ def moe_mlp_backward_strategy(op_schema: OpSchema) -> OpStrategy:
         "b_out": Replicate(),
         "w_up": Shard(1),
     }
-    # A gradient that the mask leaves out, or that has no operand, is an empty tensor, which has
-    # no dimension to shard.
+    # A masked gradient, or one without an operand, is an empty tensor without a
+    # dimension to shard.
     mask = cast("Sequence[bool]", operands["output_mask"])
     outputs = [
         gradient

@@ -1,8 +1,8 @@
 """DTensor rules of the low-precision MoE ops: everything replicated.
 
 Tensor parallelism over F, the rule of _moe_mlp, would cut blocks of scales at other elements than one
-device does, and a rank would round by another scale: left out, operands are gathered. Experts
-sharded along their ids are an error, as there.
+device does, and a rank would round with another scale. So operands are gathered. Experts
+sharded along E are an error, as in _moe_mlp.
 """
 
 import torch

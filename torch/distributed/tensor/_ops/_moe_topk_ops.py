@@ -1,7 +1,7 @@
 """DTensor sharding rules of _moe_topk and its backward.
 
-The router works on one token at a time, so tokens may be sharded. Experts may not: the scores of
-a softmax, and the choice, depend on all of them. Operands sharded along E are gathered.
+The router works on one token at a time, so tokens may be sharded. Experts may not: softmax
+scores and the choice depend on all of them. Operands sharded along E are gathered.
 """
 
 import torch
@@ -25,7 +25,7 @@ aten = torch.ops.aten
     ),
 )
 def moe_topk_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Tokens; the bias is replicated."""
+    """Tokens may be sharded; the bias is replicated."""
     return _strategy(op_schema, 2, ((Shard(0), Shard(0)), {"logits": Shard(0)}))
 
 
@@ -34,6 +34,6 @@ def moe_topk_strategy(op_schema: OpSchema) -> OpStrategy:
     schema_info=RuntimeSchemaInfo(static_kwargkey=["score", "normalize", "scale"]),
 )
 def moe_topk_backward_strategy(op_schema: OpSchema) -> OpStrategy:
-    """Tokens."""
+    """Tokens may be sharded."""
     tokens = ("grad_weights", "logits", "topk_indices")
     return _strategy(op_schema, 1, ((Shard(0),), dict.fromkeys(tokens, Shard(0))))

@@ -1,7 +1,7 @@
-"""How expert parallelism finds its way in a kind of MoE module.
+"""Adapters of expert parallelism to kinds of MoE modules.
 
-An :class:`ExpertAdapter` names the expert parameters of a module and the method to step
-into, and translates a call of that method to tokens, expert ids and router weights.
+An :class:`ExpertAdapter` names the expert parameters of a module and the method to
+replace, and translates a call of that method to tokens, expert ids and router weights.
 :class:`~torch.distributed.tensor.parallel.ExpertParallel` does the rest.
 
 Terms: T tokens, K experts per token, E experts, D model dim, F hidden dim of an expert,
@@ -39,8 +39,8 @@ class Experts(Protocol):
         rows (Tensor): (M, D) received rows.
         ids (Tensor): (M, k) of local experts, or -1.
         weights (Tensor): (M, k).
-        num_rows (int, optional): bound of the ids that are not -1, where the token switch
-            knows one: the rows that the experts need memory for. Default: None
+        num_rows (int, optional): upper bound of the ids that are not -1, and so of the rows that
+            experts need memory for, if the token switch knows one. Default: None
 
     Returns:
         Tensor: (M, D).
@@ -57,15 +57,15 @@ class Experts(Protocol):
 
 
 class ExpertExchange(Protocol):
-    """Runs experts on the ranks that have them; what an adapter calls.
+    """Runs experts on the ranks that have them. An adapter calls it.
 
     Args:
         input (Tensor): (\\*, D) tokens of this rank.
         topk_indices (Tensor): (\\*, K) integer expert ids in [-1, E].
-        topk_weights (Tensor, optional): (\\*, K); None where the experts apply none.
-        experts (Experts): what the local experts make of received rows.
-        shared (callable, optional): output (\\*, D) of what all tokens go through, to be
-            added. It may be called at any point, so as to overlap with communication.
+        topk_weights (Tensor, optional): (\\*, K); None if the experts apply none.
+        experts (Experts): runs the local experts on received rows.
+        shared (callable, optional): returns the output (\\*, D) of shared experts, which is
+            added. It may be called at any point, to overlap with communication.
 
     Returns:
         Tensor: (\\*, D).
@@ -85,8 +85,8 @@ class ExpertAdapter(ABC):
     """Describes a kind of MoE module to expert parallelism.
 
     Attributes:
-        method (str): the method that gets routed tokens and returns what the experts
-            make of them. It is replaced on the parallelized module.
+        method (str): the method that gets routed tokens and returns the experts' output.
+            It is replaced on the parallelized module.
     """
 
     method: str = "forward"
@@ -99,7 +99,7 @@ class ExpertAdapter(ABC):
     def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
         """Names of the parameters with E on dim 0, and their dim over F.
 
-        A parameter without such a dim, as a bias of the output, has None: it is added
+        A parameter without such a dim, such as an output bias, has None and is added
         to the output once.
         """
 
@@ -112,7 +112,7 @@ class ExpertAdapter(ABC):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """What replaces ``method``: calls ``exchange`` with what the arguments mean.
+        """Replaces ``method``: calls ``exchange`` with the translated arguments.
 
         Args:
             module (nn.Module): the parallelized module. Its expert parameters are the
@@ -122,12 +122,12 @@ class ExpertAdapter(ABC):
         """
 
     def check_tensor_parallel(self, module: nn.Module) -> None:
-        """Raises if an even shard of the dims over F is not a set of hidden units."""
+        """Raises if an even shard of the dims over F does not hold whole hidden units."""
         return None
 
     def takes_scaled(self, module: nn.Module) -> bool:
-        """Whether the experts take FP8 rows as they travel: as ``input_scaled``, codes and
-        scales of blocks of 128, next to rows whose values they do not read."""
+        """Whether the experts take FP8 rows in their sent form: ``input_scaled`` has codes and
+        scales of blocks of 128, and the experts do not read the values of the rows."""
         return False
 
 
@@ -164,7 +164,7 @@ class MoEAdapter(ExpertAdapter):
         return exchange(input, topk_indices, topk_weights, module.run_routed, shared)
 
     def takes_scaled(self, module: nn.Module) -> bool:
-        # A subclass with experts of its own may read the rows.
+        # A subclass with its own experts may read the rows.
         module = cast(nn.MoE, module)
         plain = type(module).run_routed is nn.MoE.run_routed
         return plain and module.recipe == "fp8_blockwise"
@@ -190,20 +190,20 @@ class MoEAdapter(ExpertAdapter):
 
 
 def _original(module: nn.Module, name: str) -> Any:
-    """A parameter of ``module``, or None; of a parametrized one, as of LoRA, what it is made of."""
+    """A parameter of ``module``, or None; the original of a parametrized one, as by LoRA."""
     if parametrize.is_parametrized(module, name):
         module, name = module.get_submodule(f"parametrizations.{name}"), "original"
-    # Not its type: a trace puts fake tensors in the place of parameters.
+    # Not by type: a trace replaces parameters by fake tensors.
     return module._parameters.get(name)
 
 
 class GroupedExpertsAdapter(ExpertAdapter):
-    """Experts called with rows in expert order. Weights of other names are arguments.
+    """Experts called with rows in expert order. Arguments give other names of the weights.
 
     ``forward(x, num_tokens_per_expert) -> out`` with x and out (R, D), the rows of expert
     0 first, and counts (E). Rows past the sum of the counts are padding. The
-    three weights are (E, F, D), (E, D, F) and (E, F, D). As each copy of a token is a row
-    of its own here, each copy travels; a module that is called with tokens and expert
+    three weights are (E, F, D), (E, D, F) and (E, F, D). Each copy of a token is a separate row
+    here, so each copy is sent; a module that is called with tokens and expert
     ids sends each token once per rank.
 
     Args:

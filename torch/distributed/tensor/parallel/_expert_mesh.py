@@ -1,13 +1,13 @@
 """Meshes of a model with expert parallelism.
 
-The dense part of the model and the experts see the same ranks in two ways:
+The dense part of the model and the experts arrange the same ranks differently:
 
     dense    [pp, dp_replicate, dp_shard, cp, tp]
     sparse   [pp, dp_replicate, efsdp, ep]         efsdp * ep = dp_shard * cp * tp
 
-A token is on one rank of dp_shard * cp, and with sequence parallelism on one of tp too, so
-that these ranks can share the experts among them; ``efsdp`` is what is left to shard or
-replicate each expert over.
+A token is on one rank of dp_shard * cp, and with sequence parallelism also on one of tp, so
+these ranks can share the experts. ``efsdp`` has the remaining ranks, which shard or
+replicate each expert.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def fold_expert_parallel(
     ep_dim: str = "ep",
     efsdp_dim: str = "efsdp",
 ) -> DeviceMesh:
-    """The ranks of ``mesh`` as the experts see them.
+    """The mesh of the experts over the ranks of ``mesh``.
 
-    The dims that are folded become two: ``ep_dim``, of ``ep_degree`` neighbouring ranks
-    that have different experts, and ``efsdp_dim``, whose ranks have the same ones. The other
-    dims of ``mesh`` come first, unchanged. Both meshes have the same root, as FSDP
-    wants it. New groups have the timeout of the first folded dim.
+    The folded dims become two: ``ep_dim``, of ``ep_degree`` neighbouring ranks
+    with different experts, and ``efsdp_dim``, whose ranks have the same experts. The other
+    dims of ``mesh`` come first, unchanged. Both meshes have the same root, which FSDP
+    requires. New groups have the timeout of the first folded dim.
 
     Args:
         mesh (DeviceMesh): mesh of the dense part, with named dims.
@@ -97,8 +97,8 @@ def fold_expert_parallel(
         )
     flat = mesh[folded[0]] if len(folded) == 1 else mesh[folded]._flatten()
     sparse = flat._unflatten(0, (size // ep_degree, ep_degree), (efsdp_dim, ep_dim))
-    # Groups of a mesh have half an hour, whatever those have that it is made of. A dim of all
-    # ranks is the default group, which is not ours to change.
+    # Groups of a new mesh have a timeout of half an hour, whatever the original groups have. A dim
+    # of all ranks is the default group, which must not change.
     timeout = group_timeout(mesh.get_group(folded[0]))
     world = c10d._get_default_group()
     given = {group.group_name for group in (world, *mesh.get_all_groups())}
@@ -114,10 +114,10 @@ def expert_shard_placement(
 ) -> Callable[[nn.Parameter], Shard | ShardPlacementResult | None]:
     """``shard_placement_fn`` of ``fully_shard`` that gives experts their own mesh.
 
-    The expert parameters of the modules in ``model`` that are expert parallel are sharded
-    over ``expert_mesh``, on dim 0. Where a rank has fewer experts than there are shards, it
-    is dim 1 if they divide it, and else dim 0, of which some shards then have nothing. All
-    others are sharded as ``fully_shard`` does by default, over ``dense_mesh``.
+    Expert parameters of expert-parallel modules in ``model`` are sharded
+    over ``expert_mesh``, on dim 0. If a rank has fewer experts than there are shards, they are
+    sharded on dim 1 if it divides evenly, else on dim 0 with some empty shards. All
+    other parameters are sharded over ``dense_mesh``, as ``fully_shard`` does by default.
 
     Args:
         model (nn.Module): after ``parallelize_module`` with ``ExpertParallel``, before any
@@ -128,8 +128,8 @@ def expert_shard_placement(
         dense_mesh (DeviceMesh): the mesh that ``fully_shard`` is called with.
 
     FSDP divides gradients by the size of the mesh that it reduces over. An expert's gradient
-    is already a sum over the ranks of ep, so that FSDP's own factor would give experts and dense
-    parameters different means; ``set_gradient_divide_factor`` with the size of the dense
+    is already a sum over the ranks of ep, so FSDP's factor would give experts and dense
+    parameters different means. ``set_gradient_divide_factor`` with the size of the dense
     data parallel mesh gives all of them the mean over data parallel ranks.
 
     Example::
@@ -158,7 +158,7 @@ def expert_shard_placement(
             f"first, got a {expert_mesh.ndim}-D mesh with dims "
             f"{expert_mesh.mesh_dim_names}"
         )
-    # FSDP wants one mesh object for one process group, as without expert parallelism.
+    # FSDP requires one mesh object per process group, as without expert parallelism.
     groups, dense_groups = (
         [group.group_name for group in mesh.get_all_groups()]
         for mesh in (expert_mesh, dense_mesh)

@@ -38,7 +38,7 @@ __all__ = ["LayerOrder", "PlacedExperts", "PlacedLayer"]
 
 
 class LayerOrder:
-    """Which layer of a placement follows which, to fetch ahead for it."""
+    """The order of the layers of a placement, to fetch ahead for the next one."""
 
     def __init__(self) -> None:
         self._last: weakref.ref[nn.Module] | None = None
@@ -46,7 +46,7 @@ class LayerOrder:
         self._next = WeakKeyDictionary()
 
     def next_of(self, module: nn.Module, layer: PlacedLayer) -> nn.Module | None:
-        """The layer that followed ``module``, which runs now, in the forward before."""
+        """The layer that followed ``module``, which runs now, in the previous forward."""
         last = None if self._last is None else self._last()
         self._last = weakref.ref(module)
         if last is not None:
@@ -67,8 +67,8 @@ class PlacedLayer:
     Attributes:
         plan (Plan): which ranks run its experts, until the next plan.
         home (Plan): which ranks have its parameters.
-        last_plan (Plan, optional): of the last forward that was planned online.
-        tried (Plan, optional): the last one with copies since the times of steps were compared.
+        last_plan (Plan, optional): the plan of the last forward that was planned online.
+        tried (Plan, optional): the last plan with copies since times of steps were compared.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class PlacedLayer:
         self.last_plan: Plan | None = None
         self.tried: Plan | None = None
         self.copy_cost = owner.copy_cost
-        self.tokens = 0  # of the forward that runs, or failed
-        # Steps without online plans after one in which all plans were to stay at home.
+        self.tokens = 0  # of the running or failed forward
+        # Steps without online plans after one whose plan stayed at home.
         self.pause = self.pauses = 0
-        # Weights of the slots, once ranks were lost.
+        # Weights of the slots, after ranks were lost.
         self.resident: dict[str, Tensor] | None = None
         self.use(home)
 
     def _join(self, group: ProcessGroup, home: Plan) -> None:
-        """Runs over ``group``, on weights that are where ``home`` says."""
+        """Runs over ``group``, on weights placed by ``home``."""
         self.home = home
-        # Flights have a group of their own; counts and loads are not sent by their thread.
+        # Flights have their own group; their thread does not send counts and loads.
         self.group_name = group.group_name
         self.exchange = Exchange(group, home.num_experts, None, level="experts")
         self.levels = (self.exchange,)  # for count_wire_bytes
@@ -109,7 +109,7 @@ class PlacedLayer:
         return self._moves is not None
 
     def use(self, plan: Plan) -> None:
-        """From the next forward on; nothing moves."""
+        """Uses ``plan`` from the next forward on; nothing moves."""
         self._moves = self._moves_of(plan)
         self.plan = plan
         self._plan_text = str(plan.slot_experts.tolist())
@@ -118,13 +118,13 @@ class PlacedLayer:
 
     def _moves_of(self, plan: Plan) -> Moves | None:
         if torch.equal(plan.slot_experts, self.home.slot_experts):
-            return None  # Weights are used where they are.
+            return None  # Weights stay where they are.
         return moves_of(plan.slot_experts, plan.num_experts, self.exchange.rank)
 
     def rows(
         self, module: nn.Module
     ) -> tuple[dict[str, Tensor], dict[int, tuple[dict[str, Tensor], bool]]]:
-        """Local shards; and weights that are here, by expert, and whether they are those at home."""
+        """Local shards, and the weights on this rank by expert, with whether they are at home here."""
         region = cast(Any, module)._expert_parallel
         local = region.local_parameters(module, region.expert_names)
         mine = self.plan.slot_experts[self.exchange.rank].tolist()
@@ -143,7 +143,7 @@ class PlacedLayer:
     def settle(
         self, plan: Plan, resident: dict[str, Tensor], group: ProcessGroup
     ) -> None:
-        """Runs by ``plan`` over ``group``, on weights that are in its slots."""
+        """Runs ``plan`` over ``group``, on weights in its slots."""
         self.fetcher.forget()
         self._join(group, plan)
         self.resident, self.tokens = resident, 0
@@ -157,14 +157,14 @@ class PlacedLayer:
         row_bytes: int,
         experts: Experts,
     ) -> tuple[Tensor, Experts | PlacedExperts]:
-        """Slots of the experts in this forward, and what runs those of this rank.
+        """Slots of the experts in this forward, and the function that runs those of this rank.
 
         Args:
             module (nn.Module): the layer.
             topk_indices (Tensor): (T, K) expert ids of this rank.
             weights (dict[str, Tensor]): local expert parameters.
             row_bytes (int): of a token.
-            experts (Experts): run those whose weights ``module`` has.
+            experts (Experts): runs experts with the weights of ``module``.
 
         Returns:
             (Tensor, Experts): (T, K) slots, -1 for no expert, and ``experts`` with the copies.
@@ -181,19 +181,19 @@ class PlacedLayer:
             if self.owner._times is not None and torch.is_grad_enabled():
                 self.owner._times.begin()
         elif not self._plan_text:
-            # This never happens. Reading the text makes Dynamo guard on the whole plan, so that all ranks
+            # This never happens. Reading the text makes Dynamo guard on the whole plan, so all ranks
             # recompile together and reach torch._dynamo.config.recompile_limit together.
             raise AssertionError("a plan without slots")
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
-            # Weights there and gradients back, next to two rows there and two back.
+            # Weights there and gradients back, over two rows each way.
             self.copy_cost = 2 * size / max(1, 4 * row_bytes)
         online = self.owner.online and self.resident is None
         plans = online and not self.owner._rests and not self.pause
         table, moves, split = self._slots, self._moves, None
         if plans:
             source = self._counts_of_ranks(self._counts(topk_indices))
-            # What a policy of activation checkpointing keeps must not be written into.
+            # An activation checkpointing policy may keep results, which must not be overwritten.
             with _disable_current_modes():
                 plan = self._plan_online(source.sum(0))
                 moves = self._moves_of(plan)
@@ -206,7 +206,7 @@ class PlacedLayer:
             counts = self._counts(topk_indices)
             self.owner._record(self.index, counts)
             if moves is not None or self.resident is not None:
-                # Ends on all of them, as the shares of an expert do on 1.
+                # Cumulative shares end at 1, so all copies are covered.
                 ends = (counts[:, None] * self._shares).round().long()
                 split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
         if split is None:
@@ -252,13 +252,13 @@ class PlacedLayer:
         return source.view(-1, len(counts))
 
     def _plan_online(self, counts: Tensor) -> Plan:
-        """Plan by the (num_experts) counts of all ranks."""
+        """Plans by the (num_experts) counts of all ranks."""
         price = self.copy_cost or 0.0
         self.last_plan = plan(counts, self.home.topology, price=price)
         return self.last_plan
 
     def step(self) -> None:
-        """Plans online seldom while no plan pays, twice as seldom each time."""
+        """Pauses online plans while none pays, about twice as long each time."""
         if self.pause:
             self.pause -= 1
         elif self.last_plan is not None:
@@ -268,7 +268,7 @@ class PlacedLayer:
 
 
 class PlacedExperts:
-    """Experts of a rank in one forward, with the copies, which are on their way until then."""
+    """Experts of a rank in one forward, including copies that may still be in flight."""
 
     def __init__(
         self,
@@ -282,7 +282,7 @@ class PlacedExperts:
         self._layer, self._module, self._weights = layer, module, weights
         self._experts, self._ahead = experts, ahead
         self._fetch = None
-        # Of all chunks: what arrived, and what parametrizations made of it.
+        # For all chunks: the copies, and what parametrizations computed from them.
         self._copies: dict[str, Tensor] = {}
         self._made: dict[Any, Any] = {}
         if moves is not None:
@@ -329,7 +329,7 @@ class PlacedExperts:
 
     @contextlib.contextmanager
     def _with_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Gives the module other weights, and what parametrizations (LoRA) make of them a cache of its own."""
+        """Gives the module other weights, and a separate cache to parametrizations (LoRA) of them."""
         cached = parametrize._cache
         if parametrize._cache_enabled:
             parametrize._cache = self._made
@@ -342,22 +342,22 @@ class PlacedExperts:
 
 
 def _bound(ids: Tensor, num_rows: int | None) -> int | None:
-    """Of ``ids`` that are not -1, exact where reading it is free."""
+    """Upper bound of ``ids`` that are not -1; exact if reading them is free."""
     if num_rows is None or ids.device.type != "cpu" or is_traced(ids):
         return num_rows
     return int((ids >= 0).sum())
 
 
-# Modes that are active on all ranks or on none, besides those of compilers (FakeTensorMode).
+# Modes that are active on all ranks or on none, besides infra modes (FakeTensorMode).
 _SHARED_MODES = (LocalTensorMode, _CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
 
 def _reusable(module: nn.Module) -> bool:
-    """Whether a copy may outlive what it is fetched in.
+    """Whether a copy may outlive the forward or region that fetches it.
 
-    Not in a graph, or while one is traced; in a region that is recomputed, or whose operators
-    are kept; or where FSDP gives a parameter other values behind its version. Other modes, as
-    one that counts FLOPs, do not matter: one rank alone may have them, and all must send the same.
+    It may not in a graph, during tracing, in a recomputed region or one whose results
+    are kept, and if FSDP changes a parameter without its version. Other modes, such as a
+    FLOP counter, must not matter: a single rank may have them, and all must send the same.
     """
     return not (
         torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""Policy of the ranks that run experts: loads, when to plan, and what a plan must be worth."""
+"""Policy of expert placement: loads, when to plan, and what a plan must gain."""
 
 from __future__ import annotations
 
@@ -27,57 +27,57 @@ if TYPE_CHECKING:
 __all__ = ["ExpertPlacement"]
 
 
-# Plans by average loads that are compared.
+# Plans compared by average loads.
 _TRIES = 3
-# Steps whose times are compared, where there is no ``every``: at home, and in a trial of copies, which may
+# Steps whose times are compared without ``every``: at home, and in a trial of copies, which may
 # be slower.
 _WINDOW, _TRIAL = 8, 4
 
 
 class ExpertPlacement:
-    """Decides which ranks run which expert, by the loads of a model that trains.
+    """Decides which ranks run which expert, by the loads of a model in training.
 
-    Is the ``placement`` of :class:`~torch.distributed.tensor.parallel.ExpertParallel`. One
-    object is shared by all layers of a model.
+    It is the ``placement`` of :class:`~torch.distributed.tensor.parallel.ExpertParallel`. All layers
+    of a model share one object.
 
-    Every expert has a home, the rank whose ``Shard(0)`` of the parameter has it, and never
-    leaves it: parameters, gradients, optimizer state and checkpoints are those of a model
-    without a placement. A forward may run it on other ranks, on several, and not at home.
-    They fetch its weights, and backward brings the gradients home. After ``backward()`` every
-    ``.grad`` is final. Who runs what is planned
+    Every expert has a home, the rank whose ``Shard(0)`` of the parameter has it. It never
+    leaves: parameters, gradients, optimizer state and checkpoints are those of a model
+    without a placement. A forward may run an expert on one or more other ranks instead.
+    They fetch its weights, and backward sends the gradients home. After ``backward()`` every
+    ``.grad`` is final. Plans are made
 
     - every ``every`` steps, by the average loads since, for all forwards until the next plan;
     - or, with ``online=True``, in every forward by its counts, which are read on the host.
 
-    Where no plan is worth its fetches, experts run at home and nothing is sent. A plan by average
-    loads is worth them if the one before it was, for the loads that came since: loads may
-    change as fast as plans are made. Online plans that stay at home are made ever more seldom.
+    If no plan is worth its fetches, experts run at home and nothing is sent. As loads may
+    change as fast as plans are made, a plan by average loads is used only if a plan by the previous
+    loads would have paid for the loads since. Online plans that stay at home are made less and
+    less often.
 
     Keyword Args:
         slots_per_rank (int): experts that a rank runs in a forward, at least E/W. Those above
-            E/W are copies, whose memory is needed while a layer runs, and until its backward
-            without activation checkpointing.
-        ranks_per_node (int, optional): ranks that fetch from each other, as those with fast
-            links between them. Default: None (all)
+            E/W are copies. Their memory is needed while a layer runs; without activation
+            checkpointing, until its backward.
+        ranks_per_node (int, optional): ranks that fetch from each other, such as those with fast
+            links. Default: None (all)
         every (int, optional): steps between plans, see :meth:`step`; None never plans by
             average loads. Default: 100
         online (bool): plan every forward instead. Default: ``False``
         decay (float): weight of the past in the average of loads. Default: 0.9
-        copy_cost (float, optional): what it takes a rank to fetch one expert and to return
-            its gradient, or to send it, in the time of one token copy there. The cost model
-            knows it, see ``torch.distributed._tools.moe_planner``. Default: None (at first
-            the bytes of both; where steps with copies then take longer than those at home, by
-            the clock, experts go home, and the price is raised. Plans then depend on times: for
-            runs that are to have the same bits, give a price. The times of few steps between
-            plans say little)
+        copy_cost (float, optional): time in which a rank sends an expert, or fetches it and
+            returns its gradient, over the time of one token copy.
+            ``torch.distributed._tools.moe_planner`` computes it. Default: None (the ratio of their
+            bytes at first. If measured steps with copies are slower than those at home,
+            experts go home and the price rises. Plans then depend on times; runs that must have
+            the same bits need a price. Few steps between plans give noisy times)
         keep (bool): fetched copies stay, in training and in inference, until the plan or the
             weights change: micro-batches of a step share them, and serving fetches once.
-            Takes the memory of the copies of all layers. What is written through ``.data`` is
+            Takes the memory of the copies of all layers. Writes through ``.data`` are
             seen after :meth:`step` or :meth:`forget`. Not under FSDP. Default: ``False``
-        wire_dtype (torch.dtype, optional): of matrices that are fetched: ``torch.bfloat16``,
-            or ``torch.float8_e4m3fn`` with a power-of-two scale per 128 values. Gradients keep
-            their dtype. Copies are rounded then, the weights at home are not. Default: None
-            (that of the weights)
+        wire_dtype (torch.dtype, optional): dtype of fetched matrices: ``torch.bfloat16``,
+            or ``torch.float8_e4m3fn`` with a power-of-two scale per 128 values. It rounds copies,
+            not the weights at home; gradients keep their dtype. Default: None (that of the
+            weights)
 
     Example::
         >>> # xdoctest: +SKIP("needs ranks")
@@ -125,15 +125,15 @@ class ExpertPlacement:
         self.recoveries = 0
         self.layers: list[PlacedLayer] = []
         self.loads: Tensor | None = None
-        # Of steps, where the price of a copy is not given. The first window is at home.
+        # Times of steps, if no price of a copy is given. The first window is at home.
         self._times = StepTimes() if copy_cost is None else None
         self._rests = self._times is not None and online
         self._stats: LoadStats | None = None
-        self._to_load: dict[str, Any] | None = None  # of stats that are not made yet
+        self._to_load: dict[str, Any] | None = None  # state of stats not made yet
         self._steps = 0
 
     def add_layer(self, num_experts: int, group: ProcessGroup) -> PlacedLayer:
-        """A layer whose experts run at home."""
+        """Adds a layer, whose experts run at home at first."""
         ranks = dist.get_world_size(group)
         per_node = self.ranks_per_node or ranks
         if ranks % per_node:
@@ -161,11 +161,11 @@ class ExpertPlacement:
 
     @property
     def slot_experts(self) -> list[Tensor]:
-        """(W, slots_per_rank) expert that runs in each slot, or -1, of each layer."""
+        """(W, slots_per_rank) of each layer, the expert that runs in each slot, or -1."""
         return [layer.plan.slot_experts for layer in self.layers]
 
     def imbalance(self) -> list[float]:
-        """Heaviest over mean rank load of each layer: of its average loads, or its last online plan."""
+        """Heaviest over mean rank load of each layer, by its average loads or its last online plan."""
         if self.online:
             plans = [layer.last_plan for layer in self.layers]
             return [p.imbalance(p.quotas.sum(1)) for p in plans if p is not None]
@@ -176,10 +176,10 @@ class ExpertPlacement:
         ]
 
     def step(self) -> None:
-        """Counts a step, and plans where it is time to. Collective.
+        """Counts a step, and plans if it is time to. Collective.
 
-        Called once per optimizer step, on all ranks, when no backward is to come any more:
-        what is recomputed must find the plan of its forward.
+        Call it once per optimizer step, on all ranks, after the last backward, as
+        recomputation must find the plan of its forward.
         """
         self._steps += 1
         self.forget()
@@ -200,7 +200,7 @@ class ExpertPlacement:
             self._plan(before, self._stats.latest)
 
     def _compare(self, times: StepTimes) -> None:
-        """Rests at home after a window that was slower with copies."""
+        """Stays at home after a window that was slower with copies."""
         for layer in self.layers:
             if not self.online and layer.moves:
                 layer.tried = layer.plan
@@ -212,14 +212,14 @@ class ExpertPlacement:
         for layer in tried:
             plan, layer.tried = cast(Plan, layer.tried), None
             if raises:
-                # Not again for less than twice as much a copy.
+                # A copy must gain at least twice as much next time.
                 gain = layer.home.cost(counts := plan.quotas.sum(1)) - plan.cost(counts)
                 layer.copy_cost = (
                     2 * gain / max(1, busiest(plan.slot_experts, len(counts)))
                 )
 
     def forget(self) -> None:
-        """Fetches again what :attr:`keep` kept, as after a write through ``.data``."""
+        """Drops copies kept by :attr:`keep`, as after a write through ``.data``."""
         for layer in self.layers:
             layer.fetcher.forget()
 
@@ -230,26 +230,26 @@ class ExpertPlacement:
         *,
         seconds: float = 10.0,
     ) -> Recovery:
-        """Goes on serving ``model`` after ranks were lost, on those that are left.
+        """Continues to serve ``model`` on the remaining ranks after ranks were lost.
 
-        Called by every rank that is left, once a forward raised as others did not answer.
+        Every remaining rank calls it after a forward raised because others did not answer.
         Ranks that do not call it within ``seconds`` are lost. An expert of a lost rank
-        goes on from a copy, where a rank has kept one, or is loaded. From then on experts stay
+        continues from a copy, if a rank has kept one, or is loaded. From then on experts stay
         where they are, without gradients, also with ``online=True``, and loads are counted anew.
         The store of the default group must be alive.
 
-        What cannot go on is refused on every rank before a layer is changed: too few slots, an
-        expert that nobody has without ``weights``, ``ranks_per_node`` of a hierarchical switch
-        that does not divide the ranks that are left.
+        Every rank raises before a layer is changed if there are too few slots, if nobody has an
+        expert and ``weights`` is not given, or if ``ranks_per_node`` of a hierarchical switch
+        does not divide the remaining ranks.
 
         Args:
             model (nn.Module): has all layers of this placement.
             weights (callable, optional): ``weights(name, expert)`` loads the weights of one
-                expert of a parameter, as from a checkpoint. Default: None (an error where it
+                expert of a parameter, as from a checkpoint. Default: None (an error if it
                 is needed)
 
         Keyword Args:
-            seconds (float): to wait for other ranks. Default: 10.0
+            seconds (float): seconds to wait for other ranks. Default: 10.0
 
         Returns:
             Recovery: lost ranks, the pause, tokens to run again, and where weights came from.
@@ -257,13 +257,13 @@ class ExpertPlacement:
         return recover(self, model, weights, seconds)
 
     def _plan(self, before: Tensor | None = None, latest: Tensor | None = None) -> None:
-        """Plans by :attr:`loads`. What the loads ``before`` gave must pay for the ``latest``:
-        a plan is not for loads that change as fast as it is made."""
+        """Plans by :attr:`loads`, if a plan by the loads ``before`` would have paid for the ``latest``
+        ones: loads may change as fast as plans are made."""
         if self.loads is None or self.online:
             return
         for i, layer in enumerate(self.layers):
             if layer.resident is not None:
-                continue  # Its weights are where they are.
+                continue  # Its weights do not move.
             price, topology = layer.copy_cost or 0.0, layer.home.topology
             found = layer.home
             if not self._rests:
@@ -304,7 +304,7 @@ class ExpertPlacement:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state``. On another number of ranks, or slots, by a new plan."""
+        """Continues from ``state``, with a new plan for another number of ranks or slots."""
         if len(state["slot_experts"]) != len(self.layers):
             raise ValueError(
                 f"ExpertPlacement: state has {len(state['slot_experts'])} layers, the "

@@ -1,4 +1,4 @@
-"""A served model goes on after ranks were lost: with copies, or weights from a checkpoint."""
+"""Continues a served model after ranks were lost, with copies or weights from a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["recover", "Recovery"]
 
 
 class Recovery(NamedTuple):
-    """What :meth:`ExpertPlacement.recover` did. Equal on all ranks but for the time.
+    """What :meth:`ExpertPlacement.recover` did. Equal on all ranks except for the time.
 
     Attributes:
-        lost (list[int]): ranks, as of the default group.
-        seconds (float): from the call until this rank could go on.
-        tokens (dict[int, int]): of each rank that is left, those of the forward that failed,
-            to be run again; those of lost ranks are lost.
-        copies (list[list[int]]): of each layer, experts that go on from a copy.
-        loaded (list[list[int]]): of each layer, experts whose weights were loaded.
+        lost (list[int]): lost ranks of the default group.
+        seconds (float): from the call until this rank could continue.
+        tokens (dict[int, int]): tokens of the failed forward on each remaining rank, which
+            have to run again; those of lost ranks are lost.
+        copies (list[list[int]]): experts of each layer that continue from a copy.
+        loaded (list[list[int]]): experts of each layer whose weights were loaded.
     """
 
     lost: list[int]
@@ -48,7 +48,7 @@ class Recovery(NamedTuple):
 def ranks_left(
     group_name: str, ranks: list[int], attempt: int, wait: float
 ) -> list[int]:
-    """Those of ``ranks`` that call this within ``wait`` seconds of the first; on all the same."""
+    """The members of ``ranks`` that call this within ``wait`` seconds of the first; the same on all."""
     store, key = c10d._get_default_store(), f"moe_recovery/{group_name}/{attempt}/"
     me, end = dist.get_rank(), time.monotonic() + wait
     store.set(key + str(me), "")
@@ -58,7 +58,7 @@ def ranks_left(
             break
         heard = [rank for rank in ranks if store.check([key + str(rank)])]
         time.sleep(0.05)
-    # The first to decide does so for all.
+    # The first rank to decide decides for all.
     text = ",".join(map(str, heard))
     decided = store.compare_set(key + "left", "", text).decode()
     left = [int(rank) for rank in decided.split(",")]
@@ -92,11 +92,11 @@ def recover(
         {e: 1 + at_home for e, (_, at_home) in layer.rows(module)[1].items()}
         for layer, _, module in layers
     ]
-    # Not a tensor: PyTorch knows on which device the backend of the group sends objects.
+    # Objects, not a tensor: PyTorch knows the device on which the group's backend sends them.
     gathered: list[Any] = [None] * len(left)
     dist.all_gather_object(gathered, (tokens, mine), group=group)
     of_ranks = {rank: n for rank, (n, _) in zip(left, gathered)}
-    # Whatever can't go on is refused here, before a layer is changed.
+    # Errors are raised here, before a layer is changed.
     tables, switches = [], []
     for i, (layer, name, module) in enumerate(layers):
         have = [held[i] for _, held in gathered]
@@ -110,7 +110,7 @@ def recover(
             residents.append(_resident(layer, name, module, weights, mine_now))
     except Exception as e:
         error = e
-    # Nobody sends tokens to a rank that has not its weights, and waits for one that never will.
+    # Otherwise ranks would send tokens to one that has no weights, and wait for it forever.
     failures: list[Any] = [None] * len(left)
     text = None if error is None else f"{type(error).__name__}: {error}"
     dist.all_gather_object(failures, text, group=group)
@@ -134,7 +134,7 @@ def recover(
         ]
         copies.append(sorted(e for kind, e in held if kind == 1))
         loaded.append(sorted(e for kind, e in held if kind is None))
-    # They have the name of the group that is lost.
+    # They have the name of the lost group.
     placement._stats = None
     lost = [rank for rank in ranks if rank not in left]
     return Recovery(lost, time.monotonic() - start, of_ranks, copies, loaded)
@@ -143,11 +143,11 @@ def recover(
 def _table(
     layer: PlacedLayer, name: str, have: list[dict[int, int]], loads: bool
 ) -> list[list[int]]:
-    """Experts of each rank that is left, which has them (``have``) or loads them."""
+    """Experts of each remaining rank, which has them (``have``) or loads them."""
     E, slots = layer.home.num_experts, layer.home.topology.slots_per_rank
     table: list[list[int]] = [[] for _ in have]
     best = [max(held.get(e, 0) for held in have) for e in range(E)]
-    # Experts at home first, then those with a copy; the others where there is most room.
+    # Experts at home come first, then those with a copy; others go where there is most room.
     for e in sorted(range(E), key=lambda e: -best[e]):
         options = [r for r, held in enumerate(have) if held.get(e, 0) == best[e]]
         options = [r for r in options if len(table[r]) < slots] or [
@@ -169,7 +169,7 @@ def _table(
 
 
 def _switch(layer: PlacedLayer, module: nn.Module, group: dist.ProcessGroup) -> Any:
-    """Token switch of ``module`` over the slots of the ranks that are left."""
+    """Token switch of ``module`` over the slots of the remaining ranks."""
     region: Any = module._expert_parallel
     mesh = DeviceMesh.from_group(group, region.mesh_device_type)
     slots = layer.home.topology.slots_per_rank
@@ -186,7 +186,7 @@ def _resident(
     weights: Weights | None,
     experts: list[int],
 ) -> dict[str, Tensor]:
-    """Weights of ``experts`` in the slots of this rank: those that are here, others loaded."""
+    """Weights of ``experts`` in the slots of this rank; missing ones are loaded."""
     slots = layer.home.topology.slots_per_rank
     local, rows = layer.rows(module)
     resident = {key: w.new_zeros(slots, *w.shape[1:]) for key, w in local.items()}

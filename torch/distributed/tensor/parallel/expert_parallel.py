@@ -73,14 +73,14 @@ __all__ = ["ExpertParallel", "token_switches"]
 
 
 _SWITCHES = ("all_to_all", "hierarchical", "all_gather")
-# For the names of layers in errors, in the order of parallelize_module on the ranks of a group.
+# Numbers of layers for errors, in the order of parallelize_module on the ranks of a group.
 _layers: WeakKeyDictionary[ProcessGroup, itertools.count] = WeakKeyDictionary()
 
 
 class _Region:
-    """What a parallelized module keeps: token switch, and placements of gradients.
+    """State of a parallelized module: token switch, and placements of gradients.
 
-    Shared by copies of the module, as process groups can't be copied.
+    Copies of the module share it, as process groups can't be copied.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class _Region:
         self.expert_names: tuple[str, ...] = ()
         self.grad_placements: dict[str, tuple[Placement, ...]] = {}
         self.added_once: set[str] = set()
-        # For the ranks that are left when others were lost.
+        # For the remaining ranks after others were lost.
         self.make_switch: Callable[[DeviceMesh, int], TokenSwitch]
         self.mesh_device_type = "cpu"
-        # Of the expert parameters whose shards were taken last.
+        # Versions of the expert parameters in the last local_parameters().
         self.versions: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Region:
@@ -165,12 +165,12 @@ class _Region:
             row_bytes = tokens.shape[1] * tokens.element_size()
             ids, experts = self.placed.route(module, ids, local, row_bytes, experts)
         if isinstance(self.switch, TokenSwitchAllToAll):
-            # A schedule of the user's own may hand rows to the experts that it has changed.
+            # A user's schedule may change rows before it passes them to the experts.
             known = self.schedule is sequential_schedule or isinstance(
                 self.schedule, OverlapSchedule
             )
             self.switch.keep_scaled = known and self.adapter.takes_scaled(module)
-            # Compared whenever sizes are exchanged: autocast of one rank, for instance.
+            # Compared whenever sizes are exchanged; autocast on one rank would change it.
             self.switch.row_bytes = sum(
                 t.shape[1] * t.element_size() for t in (tokens, weights)
             )
@@ -181,7 +181,7 @@ class _Region:
                 *(recorded and t.requires_grad for t in (tokens, weights)),
                 *(recorded and t.requires_grad for t in local.values()),
                 getattr(experts, "sends", False),
-                # The dtype of what the experts return.
+                # Decides the dtype that the experts return.
                 torch.is_autocast_enabled(tokens.device.type),
             )
         output, shared_output = self.schedule(
@@ -202,7 +202,7 @@ class _Region:
 
 
 def _value(module: nn.Module, name: str) -> Any:
-    """A parameter, or what stands for it during a call."""
+    """A parameter, or its replacement during a call."""
     owner, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(owner), leaf)
 
@@ -228,7 +228,7 @@ def _parallel_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _parallel_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     region = _region_of(module)
-    # Not a bound method, which torch.compile can't make.
+    # Not a bound method, which torch.compile can't create.
     original = functools.partial(region.original[region.adapter.method], module)
     exchange = functools.partial(region.exchange, module)
     return region.adapter.run(module, original, exchange, *args, **kwargs)
@@ -251,35 +251,35 @@ class ExpertParallel(ParallelStyle):
     summed over it in backward.
 
     Keyword Args:
-        combine (str): ``"reduce"`` sends least, ``"exact"`` gives the output, the input
-            gradient and the router gradient the bits that one rank would compute.
+        combine (str): ``"reduce"`` sends fewest bytes; ``"exact"`` gives output, input
+            gradient and router gradient the bits that one rank would compute.
             Default: ``"reduce"``
         capacity (int or tuple[int, int], optional): rows for every pair of ranks, for static shapes;
-            ``None`` sends exactly what there is. With ``"hierarchical"`` a pair of
+            ``None`` sends no padding. With ``"hierarchical"`` a pair of
             numbers, for nodes and for ranks of a node. Default: None
         wire_dtype (torch.dtype, optional): precision of tokens on their way to the
             experts. Default: None (the dtype of the tokens)
-        token_switch (str or callable): what moves the tokens. ``"all_to_all"``: each token
-            once to every rank that has one of its experts. ``"hierarchical"``: once to every
-            node, and from there to its ranks, see ``ranks_per_node``. ``"all_gather"``:
+        token_switch (str or callable): moves the tokens. ``"all_to_all"`` sends each token
+            once to every rank that has one of its experts. ``"hierarchical"`` sends it once to every
+            node, and from there to its ranks, see ``ranks_per_node``. ``"all_gather"`` sends
             all tokens to all ranks, for decoding without gradients, see ``max_tokens``.
-            Or ``token_switch(ep_mesh, num_experts)`` that makes a :class:`TokenSwitch`,
-            without the other options. Default: ``"all_to_all"``
-        ranks_per_node (int, optional): of ``"hierarchical"``, a divisor of the ranks of the
+            A function ``token_switch(ep_mesh, num_experts)`` returns a :class:`TokenSwitch`
+            and excludes the other options. Default: ``"all_to_all"``
+        ranks_per_node (int, optional): for ``"hierarchical"``, a divisor of the ranks of the
             mesh, which are in the order of the nodes. Default: None
-        max_tokens (int, optional): of ``"all_gather"``, most tokens of a rank; equal on all
+        max_tokens (int, optional): for ``"all_gather"``, most tokens of a rank; equal on all
             ranks. Default: None
         placement (ExpertPlacement, optional): runs experts on other ranks than those of their
             parameters, by their loads. Needs a 1-D mesh. Default: None
-        num_chunks (int): chunks of tokens, of which one is on its way while another is
-            computed; equal on all ranks. Default: 1
+        num_chunks (int): chunks of tokens; one is sent while another is
+            computed. Equal on all ranks. Default: 1
         schedule (callable, optional): another order of communication and computation, in
             place of ``num_chunks``. Default: None
-        adapter (ExpertAdapter, optional): describes the module. Default: None (found by the
-            module)
-        sequence_parallel_mesh (DeviceMesh, optional): 1-D mesh over which the tokens of the
-            module are sharded although its router and shared experts are not:
-            those become replicated DTensors, whose gradients are summed over it. Default: None
+        adapter (ExpertAdapter, optional): describes the module. Default: None (the first known
+            one that matches it)
+        sequence_parallel_mesh (DeviceMesh, optional): 1-D mesh that shards the tokens of the
+            module, but not its router and shared experts. Their parameters become replicated
+            DTensors, and their gradients are summed over this mesh. Default: None
         ep_dim (str): dim of an N-D mesh. Default: ``"ep"``
         tp_dim (str): dim of an N-D mesh. Default: ``"tp"``
         replicate_dim (str): dim of an N-D mesh. Default: ``"dp_replicate"``
@@ -295,8 +295,8 @@ class ExpertParallel(ParallelStyle):
         >>> ep_mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("ep",))
         >>> m = parallelize_module(m, ep_mesh, {"moe": ExpertParallel()})
 
-    .. note:: A gradient of an expert is the sum over the tokens of all ranks of the mesh, as
-        its tokens are on one rank. Data parallelism that averages gradients over N ranks
+    .. note:: The gradient of an expert is the sum over the tokens of all ranks of the mesh, which
+        are sent to its rank. Data parallelism that averages gradients over N ranks
         must divide the experts' by the same N, see
         :meth:`~torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor`.
     """
@@ -370,7 +370,7 @@ class ExpertParallel(ParallelStyle):
             )
         chunks = getattr(schedule, "num_chunks", 1)
         if token_switch == "all_gather" and chunks > 1:
-            # Its buffers hold one dispatch.
+            # The buffers of all_gather hold one dispatch.
             raise ValueError(
                 f"ExpertParallel: token_switch='all_gather' has no chunks, got {chunks}"
             )
@@ -381,7 +381,7 @@ class ExpertParallel(ParallelStyle):
         self.tp_dim = tp_dim
         self.replicate_dim = replicate_dim
 
-    #: Base class of what describes a kind of module, see :attr:`adapter`.
+    #: Base class of descriptions of a kind of module, see :attr:`adapter`.
     Adapter = ExpertAdapter
     #: Adapter of experts with three weights, by their names.
     GroupedExpertsAdapter = GroupedExpertsAdapter
@@ -393,8 +393,8 @@ class ExpertParallel(ParallelStyle):
     def check_overflow(model: nn.Module) -> None:
         """Raises on every rank if tokens did not fit ``capacity`` since the last check.
 
-        Collective, and one sync for each layer: once per step, before the optimizer uses
-        what was computed.
+        Collective, and one sync for each layer. Call it once per step, before the optimizer uses
+        the gradients.
 
         Args:
             model (nn.Module): has expert parallel modules.
@@ -414,13 +414,13 @@ class ExpertParallel(ParallelStyle):
 
         Args:
             model (nn.Module): has expert parallel modules; all ranks rerun together.
-            step (callable): forward and backward of one step. Runs again from the
-                start: it must zero its gradients itself, and change nothing else.
+            step (callable): forward and backward of one step. It may run again from the
+                start, so it must zero its gradients itself, and change nothing else.
 
         Keyword Args:
             max_reruns (int): Default: 2
-            group (ProcessGroup, optional): ranks that ``step`` communicates with beyond
-                those that share experts: if one has to rerun, all do. Default: None
+            group (ProcessGroup, optional): other ranks that ``step`` communicates with than
+                those that share experts. If one has to rerun, all do. Default: None
 
         Returns:
             What the last ``step`` returned; nothing was left out in it.
@@ -429,7 +429,7 @@ class ExpertParallel(ParallelStyle):
         return grow_and_rerun(switches, step, max_reruns=max_reruns, group=group)
 
     def _make_switch(self, ep_mesh: DeviceMesh, num_experts: int) -> TokenSwitch:
-        """Switch over the ranks of ``ep_mesh``, whose rank r has the r-th experts."""
+        """Switch over the ranks of ``ep_mesh``; rank r has the r-th experts."""
         switch: TokenSwitch
         if self.token_switch == "all_to_all":
             switch = TokenSwitchAllToAll(
@@ -479,7 +479,7 @@ class ExpertParallel(ParallelStyle):
         )
 
     def _roles(self, mesh: DeviceMesh) -> tuple[str, ...]:
-        """Of each mesh dim: "ep", "tp" or "replicate"."""
+        """Role of each mesh dim: "ep", "tp" or "replicate"."""
         if mesh.ndim == 1:
             return ("ep",)
         names = {
@@ -556,9 +556,7 @@ class ExpertParallel(ParallelStyle):
                         module, name, self.sequence_parallel_mesh, [Replicate()]
                     )
                     region.grad_placements[name] = (Partial(),)
-        module.__dict__["_expert_parallel"] = (
-            region  # an attribute, typed as none of a module
-        )
+        module.__dict__["_expert_parallel"] = region  # an attribute of unknown type
         module.forward = types.MethodType(_parallel_forward, module)
         if adapter.method != "forward":
             setattr(module, adapter.method, types.MethodType(_parallel_method, module))
@@ -572,7 +570,7 @@ class ExpertParallel(ParallelStyle):
         roles: tuple[str, ...],
         mesh: DeviceMesh,
     ) -> int:
-        """Raises if ``module`` can't be spread over ``mesh``; the number of experts."""
+        """Number of experts; raises if ``module`` can't be spread over ``mesh``."""
         shapes = {}
         for name in dims:
             try:
@@ -635,7 +633,7 @@ class ExpertParallel(ParallelStyle):
             distributed = nn.Parameter(distributed, requires_grad=param.requires_grad)
             _distributed[param] = distributed
             if param.requires_grad:
-                # Nothing has it any more, or a module that it was tied with.
+                # No module has it any more, or only one that it was tied with.
                 param.register_hook(functools.partial(_untied, name))
         elif (distributed.device_mesh, distributed.placements) != (mesh, placements):
             raise ValueError(
@@ -653,7 +651,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def _node_mesh(ep_mesh: DeviceMesh, per_node: int) -> DeviceMesh:
-    """(node, local) of the ranks of ``ep_mesh``, with the same two groups for all layers."""
+    """(node, local) mesh of the ranks of ``ep_mesh``; all layers share its groups."""
     group, ranks = ep_mesh.get_group(), ep_mesh.mesh.view(-1, per_node)
     node, local = divmod(ep_mesh.get_local_rank(), per_node)
     groups = [
@@ -668,7 +666,7 @@ def _node_mesh(ep_mesh: DeviceMesh, per_node: int) -> DeviceMesh:
 def _trained(
     module: nn.Module, dims: dict[str, int | None], roles: tuple[str, ...]
 ) -> dict[str, int | None]:
-    """``dims`` with the parameters that a parametrization, as of LoRA, makes a weight of."""
+    """``dims`` with the parameters from which a parametrization, as by LoRA, computes a weight."""
     found: dict[str, int | None] = {}
     for name, dim in dims.items():
         if not parametrize.is_parametrized(module, name):
@@ -684,7 +682,7 @@ def _trained(
     return found
 
 
-# What parallelize_module made of a parameter, for the other modules that have it too.
+# DTensors that parallelize_module made of parameters, for other modules with the same parameter.
 _distributed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -697,7 +695,7 @@ def _untied(name: str, grad: Tensor) -> None:
 
 
 def _placements(role: str, hidden_dim: int | None) -> tuple[Placement, Placement]:
-    """Of an expert parameter on a mesh dim: itself, and its local gradient."""
+    """Placements of an expert parameter on a mesh dim, and of its local gradient."""
     if role == "ep":
         return Shard(0), Shard(0)
     if role == "tp" and hidden_dim is not None:

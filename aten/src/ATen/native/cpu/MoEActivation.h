@@ -1,7 +1,7 @@
 #pragma once
 
-// Activations of _moe_mlp and their derivatives, on vectors, and where gate and up of a hidden
-// unit are in a row of pre-activations. Activations without a gate read `gate` only.
+// Activations of _moe_mlp and their derivatives on vectors, and the places of gate and up of a
+// hidden unit in a row of pre-activations. Activations without a gate read only `gate`.
 
 #include <ATen/native/MoEMLPUtils.h>
 #include <ATen/native/cpu/MoEPacking.h>
@@ -39,8 +39,8 @@ inline void dispatch_activation(const moe::ActivationSpec& spec, const Fn& fn) {
   }
 }
 
-// The exponential of `fast`, for results of 16 bits, is exact to 20 units in the last place of a
-// float. It overflows to infinity, as the sigmoid of a large negative number must be 0.
+// With `fast`, for 16-bit results, the exponential has an error of at most 20 float ulps. It
+// overflows to infinity, as the sigmoid of a large negative number must be 0.
 template <bool fast, typename Vec>
 C10_ALWAYS_INLINE Vec sigmoid(const Vec& x) {
   return Vec(1) / (Vec(1) + (fast ? x.neg().exp_u20() : x.neg().exp()));
@@ -83,13 +83,13 @@ struct ActivationConstants {
         limit(static_cast<typename Vec::value_type>(spec.limit)) {}
 };
 
-// Of some hidden units.
+// Gate and up of some hidden units.
 template <typename Vec>
 struct GateUp {
   Vec gate, up;
 };
 
-// An activation's output and, from the gradient of it, those of gate and up.
+// The output of an activation, and the gradients of gate and up from the output's.
 template <typename Vec>
 struct ActivationGrads {
   Vec act;
@@ -120,7 +120,7 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> unclamped_grads(
     return {positive * up, {Vec::blendv(grad * up, zero, gate <= zero), grad * positive}};
   } else if constexpr (kind == Activation::SwiGLUOAI) {
     const Vec s = sigmoid<fast>(constants.alpha * gate);
-    // Not alpha * gate first, which overflows where s is 0.
+    // Not alpha * gate first: it may overflow while s is 0.
     const Vec gate_s = gate * s;
     const Vec gate_grad = s + constants.alpha * gate_s * (Vec(1) - s);
     return {gate_s * (up + Vec(1)), {grad * (up + Vec(1)) * gate_grad, grad * gate_s}};
@@ -138,7 +138,7 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> unclamped_grads(
   }
 }
 
-// Like torch.clamp, a value at the limit passes no gradient, nor does NaN.
+// Values at the limit pass no gradient, as in torch.clamp; NaN passes none either.
 template <typename Act, bool fast, typename Vec>
 C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
     const GateUp<Vec>& h, const Vec& grad, const ActivationConstants<Vec>& constants) {
@@ -159,7 +159,7 @@ C10_ALWAYS_INLINE ActivationGrads<Vec> activate_with_grads(
 
 template <typename Act, bool fast, typename Vec>
 C10_ALWAYS_INLINE Vec activate(const GateUp<Vec>& h, const ActivationConstants<Vec>& constants) {
-  // Compilers drop the gradients, which nobody reads.
+  // Nobody reads the gradients, so compilers drop them.
   return activate_with_grads<Act, fast>(h, Vec(0), constants).act;
 }
 
@@ -172,12 +172,12 @@ struct HiddenLayout {
   int64_t cols() const {
     return gated ? 2 * hidden : hidden;
   }
-  // 2 if the gates of all units come before the ups.
+  // 2 if all gates precede all ups.
   int64_t halves() const {
     return gated && !interleaved ? 2 : 1;
   }
 
-  // Of units [f, f + n) of a row whose ups, if apart, begin at `up_offset`; zeros after n.
+  // Loads units [f, f + n) of a row, zeros after n. Ups that are apart begin at `up_offset`.
   template <typename scalar_t>
   C10_ALWAYS_INLINE GateUp<VecOf<scalar_t>>
   load(const scalar_t* row, int64_t up_offset, int64_t f, int64_t n) const {
@@ -193,7 +193,7 @@ struct HiddenLayout {
     return {{gate0, gate1}, {up0, up1}};
   }
 
-  // Stores them, unless row is null, and returns what scalar_t holds.
+  // Stores them unless row is null. Returns the values rounded to scalar_t.
   template <typename scalar_t, typename Micro>
   C10_ALWAYS_INLINE GateUp<VecOf<scalar_t>>
   store(scalar_t* row, int64_t f, int64_t n, const GateUp<VecOf<scalar_t>>& x) const {

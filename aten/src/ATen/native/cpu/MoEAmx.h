@@ -1,9 +1,9 @@
 #pragma once
 
-// bfloat16 products on AMX tiles for _moe_mlp, where the CPU has them. cpublas::brgemm
-// generates a kernel per shape and pays for loading it in every call; here a product is
-// one 32 x 32 block after the other, with the left operand's share of a step in L1, and
-// any number of rows costs what it computes.
+// bfloat16 products of _moe_mlp on the AMX tiles of a CPU. cpublas::brgemm
+// generates a kernel per shape and loads it in every call. Here a product is a sequence of
+// 32 x 32 blocks, with the left operand of a step in L1, and any number of rows costs only
+// what it computes.
 
 #include <ATen/native/cpu/MoEMicroGemm.h>
 
@@ -11,15 +11,15 @@
     (defined(__clang__) || __GNUC__ >= 11)
 #define MOE_HAS_AMX
 #include <immintrin.h>
-// The files of a capability are compiled for AVX512; only these functions may
-// hold tile instructions.
+// The files of this capability are compiled for AVX512; only these functions may
+// use tile instructions.
 #define MOE_AMX_TARGET __attribute__((target("amx-tile,amx-bf16")))
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// Of two vectors of floats to one of bfloat16, to the nearest; denormals to 0, as in products.
+// Rounds two vectors of floats to one of bfloat16, and denormals to 0, as products do.
 struct NativeRounding {
   C10_ALWAYS_INLINE static vec::Vectorized<BFloat16>
   round(const vec::Vectorized<float>& low, const vec::Vectorized<float>& high) {
@@ -86,9 +86,9 @@ class AmxGemm : public NativeRounding {
   }
 
  private:
-  // The operand of LDTILECFG for blocks of so many rows and steps of such a depth, at most
+  // The operand of LDTILECFG for blocks of `rows` rows and steps of that depth, at most
   // 32 each. Tiles 0 to 3 are a block of C, 4 and 5 rows of A, 6 and 7 columns of B. The
-  // lower half of C and A may have fewer rows, or the upper if there is no lower.
+  // last half of C and A may have fewer rows.
   struct alignas(64) TileConfig {
     uint8_t palette = 1;
     uint8_t start_row = 0;
@@ -105,13 +105,13 @@ class AmxGemm : public NativeRounding {
     int64_t rows[] = {upper, upper, lower, lower, upper, lower, pairs, pairs};
     std::copy_n(rows, 8, config.rows);
     config.row_bytes[4] = config.row_bytes[5] = static_cast<uint16_t>(4 * pairs);
-    // To the compiler the instruction reads the first eight bytes of its operand, and stores
-    // to the others may be dropped.
+    // The compiler assumes that the instruction reads only eight bytes of its operand, and may
+    // drop stores to the others.
     asm volatile("" : : "m"(config));
     _tile_loadconfig(&config);
   }
 
-  // 32 columns of C, and up to 32 rows: with_lower says whether these are more than 16.
+  // 32 columns and up to 32 rows of C; with_lower: more than 16 rows.
   template <bool with_lower>
   MOE_AMX_TARGET static void multiply_block(
       const BFloat16* a, int64_t ld_a, const BFloat16* b, int64_t depth,

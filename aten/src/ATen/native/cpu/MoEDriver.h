@@ -25,20 +25,20 @@ inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
 // None of these numbers changes a bit of a result.
-// Rows of a block at most: their sums stay in L2, and a packed panel serves them all.
+// Most rows of a block: their sums stay in L2, and all use one packed panel.
 constexpr int64_t kMaxBlockRows = 384;
-// Down to which blocks are cut for more tasks or less scratch.
+// Blocks are cut to at least this for more tasks or less scratch.
 constexpr int64_t kMinBlockRows = 48;
-// From which on the next panel is fetched after each word of K.
+// From this many rows the next panel is fetched after each word of K.
 constexpr int64_t kMinFetchRows = 8;
-// Of a block's rows, where they have to be packed.
+// Most elements of a block's packed rows.
 constexpr int64_t kPackedElements = 512 * 1024;
-// Of all threads together.
+// Most scratch of all threads together.
 constexpr int64_t kScratchBytes = 4 * 1024 * 1024;
-// Tasks that every thread should get at least: this bounds what the others wait for
-// the last one to a few percent.
+// Fewest tasks per thread, so that threads wait for the last one at most a few percent of
+// the time.
 constexpr int64_t kTasksPerThread = 32;
-// Down to which threads are spared, as each has its own scratch.
+// Below this fewer threads are used, as each has its own scratch.
 constexpr int64_t kMinTasksPerThread = 4;
 // Products, and elements of an elementwise loop, that are worth another thread.
 constexpr int64_t kMinProducts = 256 * 1024;
@@ -121,8 +121,8 @@ struct Routing {
   const acc_t* weight_of_slot_ = nullptr;
 };
 
-// Rows of a matrix by routed row: its own rows, or those of the row's token (null for
-// padding) when `routing` is given.
+// Rows of a matrix by routed row: its own rows, or with `routing` those of the token
+// (null for padding).
 template <typename scalar_t>
 struct RowSource {
   const scalar_t* data = nullptr;
@@ -151,8 +151,8 @@ inline Tensor with_dense_rows(const Tensor& x) {
   return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
 }
 
-// Cuts each expert's rows into blocks of at most max_rows, a multiple of `multiple`, which
-// are about equal: each packs all the panels.
+// Cuts each expert's rows into blocks of at most max_rows, a multiple of `multiple`. They
+// are about equal, as each packs all panels.
 inline std::vector<Block>
 make_blocks(const std::vector<Block>& experts, int64_t max_rows, int64_t multiple) {
   std::vector<Block> blocks;
@@ -168,9 +168,9 @@ make_blocks(const std::vector<Block>& experts, int64_t max_rows, int64_t multipl
 
 // ---- work -----------------------------------------------------------------------
 
-// Hands out blocks x panels to the threads as they come. A thread takes a block, goes through its
-// panels, a few at a time, and helps with the others' blocks when none is left: one that is slowed
-// down gets less. Each (block, panel) is computed in exactly one way, whichever thread gets it.
+// Distributes blocks x panels to threads dynamically. A thread takes a block, walks its
+// panels, a few at a time, and helps with other blocks when none is left, so that a slow thread
+// gets less. A (block, panel) has the same result on every thread.
 class WorkList {
  public:
   WorkList(std::vector<Block> blocks, int64_t panels, int64_t max_threads, int64_t tasks_per_thread)
@@ -188,8 +188,8 @@ class WorkList {
     return threads_;
   }
 
-  // fn(thread, block, panel_begin, panel_end) for every task. The tasks of a block that a
-  // thread takes come one after the other.
+  // fn(thread, block, panel_begin, panel_end) for every task. A thread runs its tasks of a
+  // block one after the other.
   template <typename Session, typename Fn>
   void run(const Fn& fn) const {
     if (tasks() == 0) {
@@ -226,26 +226,26 @@ class WorkList {
   int64_t per_task_;
 };
 
-// What threads may allocate next to what a product holds; the rest is for pre-activations.
+// Bytes that threads may allocate beside those of a product; the rest is for pre-activations.
 inline int64_t scratch_limit(int64_t held) {
   return std::max(kScratchBytes / 4 * 3 - held, held / 2);
 }
 
-// Threads that so many products are worth.
+// Threads worth using for this many products.
 inline int64_t threads_for(int64_t products) {
   return std::clamp<int64_t>(products / kMinProducts, 1, at::get_num_threads());
 }
 
-// Cache-line aligned buffers of each thread, cut out of one allocation.
+// Cache-line aligned buffers of each thread, from one allocation.
 class Scratch {
  public:
-  // One more buffer, of so many elements.
+  // Adds a buffer of this many elements.
   template <typename T>
   void add(int64_t elements) {
     begins_.push_back(bytes_);
     bytes_ += round_up(elements * static_cast<int64_t>(sizeof(T)), int64_t{64});
   }
-  // Of a thread. One cache line more: equal addresses modulo a page share a set.
+  // Bytes of a thread. One more cache line, as equal addresses modulo a page share a set.
   int64_t bytes() const {
     return bytes_ + 64;
   }
@@ -295,16 +295,16 @@ inline PanelColumns plain_panel(int64_t first, int64_t count) {
   return {{{0, first, count}, PanelSpan{}}};
 }
 
-// How the weights of the experts are stored, and the one place that knows: it makes packed
-// panels for a micro-GEMM. These are dense, of any strides, (E, rows, cols), in one part or,
-// gate and up, in two, of one tensor or apart. Weights of fewer bits are another source: if
-// not kPacks, with multiply in place of pack, which makes a whole tile of the product, and
-// perhaps convert_row, which makes a row its operand.
+// The only place that knows how expert weights are stored; it packs panels for a
+// micro-GEMM. These weights are (E, rows, cols) with any strides, in one part, or in
+// two for gate and up, which may be two tensors. Low-bit weights are another source. A source
+// without kPacks has multiply instead of pack, which computes a whole tile of the product, and
+// may have convert_row, which makes a row its operand.
 template <typename scalar_t>
 class WeightSource {
  public:
-  // B is W^T if `transposed`, whose columns are the rows of W, a part each; else W, whose
-  // parts follow each other along K.
+  // If `transposed`, B is W^T: its columns are rows of W, in parts. Otherwise B is W, with
+  // the parts along K.
   WeightSource(const Tensor& w, const Tensor& w_up, int64_t parts, bool transposed)
       : k_parts(transposed ? 1 : parts),
         part_depth(transposed ? w.size(2) : w.size(1) / (w_up.defined() ? 1 : parts)),
@@ -320,11 +320,11 @@ class WeightSource {
   }
 
   static constexpr bool kPacks = true;
-  // K is so many parts of so many elements.
+  // K has k_parts parts of part_depth elements.
   const int64_t k_parts;
   const int64_t part_depth;
 
-  // As they are stored: columns of `span`, rows from k0 of a part of K.
+  // The stored weights: columns of `span`, rows from k0 of a part of K.
   StridedView<scalar_t>
   view(int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0) const {
     const Part& part = parts_[transposed_ ? span.part : k_part];
@@ -335,8 +335,8 @@ class WeightSource {
         n_stride};
   }
 
-  // Columns of `span`, rows [k0, k0 + depth) of a part of K, into a panel. `fetches` what is
-  // next: the same columns further down, then those of the next panel.
+  // Packs columns of `span`, rows [k0, k0 + depth) of a part of K, into a panel. `fetches`
+  // the next operand: the same columns further down, then those of the next panel.
   template <typename Micro>
   void pack(
       int64_t expert, const PanelSpan& span, int64_t k_part, int64_t k0, int64_t depth,
@@ -355,7 +355,7 @@ class WeightSource {
     int64_t col_stride;
   };
 
-  // That of a dimension of one element says nothing.
+  // The stride of a dimension of one element is arbitrary.
   static int64_t stride_of(const Tensor& w, int64_t dim) {
     return w.size(dim) <= 1 ? 1 : w.stride(dim);
   }
@@ -366,14 +366,14 @@ class WeightSource {
 
 // ---- the loop -------------------------------------------------------------------
 
-// Rows of a tile that are finished at a time: their sums are still in L1.
+// Rows of a tile that are finished together, while their sums are in L1.
 template <typename Micro>
 constexpr int64_t kFinishRows = (48 + Micro::kTileRows - 1) / Micro::kTileRows * Micro::kTileRows;
 
-// x B for the routed rows x of `source`, B of `weights` with so many columns (or hidden
-// units), `width` of them in a panel. columns(first, count) is a PanelColumns;
+// x B for the routed rows x of `source` and B of `weights`, which has `cols` columns (or hidden
+// units), `width` of them in a panel. columns(first, count) returns PanelColumns.
 // epilogue(rows, first, count, c) gets the finished tile of some rows of a block, with
-// leading dimension kPanelCols: what it holds outside the spans is undefined.
+// leading dimension kPanelCols; values outside the spans are undefined.
 template <typename scalar_t, typename Micro, typename Weights>
 class ExpertGemm {
   using operand_t = typename Micro::operand_t;
@@ -404,7 +404,7 @@ class ExpertGemm {
         round_up(std::clamp<int64_t>(routing.most_rows, 1, kMaxBlockRows), Micro::kTileRows);
     auto blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
     const auto tasks = [&] { return static_cast<int64_t>(blocks.size()) * panels; };
-    // Deep panels for many rows, where they leave as much for others: scratch follows the work.
+    // Many rows get deep panels, if these take at most half of the scratch.
     if (rows < kMinBlockRows || 2 * threads * reserve(rows).bytes() > kScratchBytes) {
       depth_ = Micro::kMinDepth;
     }
@@ -417,8 +417,8 @@ class ExpertGemm {
       blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
     }
     threads = std::min(threads, ceil_div(tasks(), kMinTasksPerThread));
-    // Where that is still too much next to operands and results, rows are packed a part of K
-    // at a time, for each panel again, and threads are spared.
+    // If that is still too much beside operands and results, each panel packs the rows again,
+    // a part of K at a time, and fewer threads run.
     const int64_t source_rows = source.routing == nullptr ? routing.last_row : routing.tokens;
     const int64_t limit = scratch_limit(
         (source_rows * row_size_ + (routing.last_row + routing.tokens) * cols) *
@@ -468,7 +468,7 @@ class ExpertGemm {
           }
           for (; col < end; col += width_) {
             if constexpr (Weights::kPacks) {
-              // Most likely: the first panel of the next expert after the last.
+              // Usually the next expert's first panel follows the last panel.
               const bool is_last = col + width_ >= cols_;
               const Panel next{
                   block.expert + (is_last ? work_->threads() : 0),
@@ -492,7 +492,7 @@ class ExpertGemm {
     operand_t* rows;
   };
 
-  // What a thread needs for blocks of so many rows.
+  // Scratch of a thread for blocks of `rows` rows.
   Scratch reserve(int64_t rows) const {
     Scratch scratch;
     scratch.add<const operand_t*>(rows);
@@ -502,8 +502,8 @@ class ExpertGemm {
     return scratch;
   }
 
-  // The rows of a block as a left operand: as they lie in memory, or [k0, k0 + depth) of a
-  // part of K packed, from `offset` of a packed row on.
+  // Prepares the rows of a block as a left operand: in place, or [k0, k0 + depth) of a
+  // part of K packed at `offset` of a packed row.
   void prepare_rows(
       const Block& block, int64_t part, int64_t k0, int64_t depth, int64_t offset,
       const Buffers& at) const {
@@ -555,7 +555,7 @@ class ExpertGemm {
         }
       }
     }
-    // Too few for their products to take as long as what is next takes to come, unless it is
+    // The products of few rows are shorter than the fetch of the next panel, unless it is
     // fetched between all of them.
     const bool within = Micro::kFetchesWithin && rows >= kMinFetchRows && rows < kMinBlockRows;
     const bool few = rows < kMinBlockRows && !within;
@@ -600,9 +600,9 @@ class ExpertGemm {
   const int64_t width_;
   const int64_t padded_depth_;  // of a part of K
   const int64_t row_size_;      // elements of a row as an operand
-  const bool in_place_;         // rows are operands as they lie in memory
+  const bool in_place_;         // rows in memory are operands
   const std::vector<operand_t> zeros_;  // the row of padding
-  int64_t row_length_ = row_size_;      // elements of a row that are packed at a time
+  int64_t row_length_ = row_size_;      // elements of a row packed at a time
   int64_t depth_ = Micro::kDepth;       // of a packed panel
   std::optional<WorkList> work_;
   Scratch scratch_;

@@ -1,8 +1,8 @@
 #pragma once
 
-// Forward of _moe_mlp: two products over all experts at once (MoEDriver.h). The gather of
-// tokens is part of the left operand; bias, activation and router weight are the epilogue
-// of a tile that is still in cache. How the weights are stored is the caller's matter.
+// Forward of _moe_mlp: two products over all experts (MoEDriver.h). The left operand
+// gathers the tokens. Bias, activation and router weight are the epilogue
+// of a tile that is still in cache. The caller decides how the weights are stored.
 
 #include <ATen/native/cpu/MoEProjection.h>
 
@@ -10,7 +10,7 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// `in` may lack the weights: only sizes of `hidden` units, and what `run` is given, count.
+// `in` may lack the weights: only sizes of `hidden` units and the sources of `run` are used.
 template <typename scalar_t, typename Micro>
 class ForwardPass {
   using acc_t = acc_type<scalar_t>;
@@ -42,7 +42,7 @@ class ForwardPass {
     return layout_;
   }
 
-  // Writes `output` (T, D), and H if that is kept. w_in and w_out are sources of panels
+  // Writes `output` (T, D), and H if it is kept. w_in and w_out are sources of panels
   // (MoEDriver.h).
   template <typename Weights>
   void run(const Weights& w_in, const Weights& w_out, const Tensor& output) {
@@ -94,7 +94,7 @@ class ForwardPass {
       layout_.for_each_half(h, f0, units, [](scalar_t* x, int64_t n) { std::fill_n(x, n, 0); });
       return;
     }
-    // The tile as a row of H: with the gates, then from column units_ on the ups.
+    // The tile is a row of H: gates, then ups from column units_.
     for (int64_t j = 0; j < units; j += kLanes<scalar_t>) {
       const int64_t n = std::min(kLanes<scalar_t>, units - j);
       const auto x = layout_.load(c, units_, j, n);

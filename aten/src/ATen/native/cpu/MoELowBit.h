@@ -1,10 +1,10 @@
 #pragma once
 
-// Weights of few bits as a source of panels of the driver (MoEDriver.h). A panel is decoded
-// into operands of the micro-GEMM: exactly, without its scales, unless these are powers of
-// two on 8 bits, which bfloat16 holds as well. Other scales multiply the sum over their
-// block of K, in ascending order, so that results depend neither on the number of rows nor
-// on what decodes.
+// Low-bit weights as a source of panels of the driver (MoEDriver.h). A panel is decoded
+// exactly into operands of the micro-GEMM. Operands of e4m3 include power-of-two scales, as
+// bfloat16 holds the products. Other scales multiply the sum over their
+// block of K, in ascending order. So results depend neither on the number of rows nor
+// on the decoder.
 
 #include <ATen/native/MoEMLPScaled.h>
 #include <ATen/native/cpu/MoEDriver.h>
@@ -88,13 +88,13 @@ struct ScaleView {
     col_stride = panels ? kPanelLines : stride(2);
   }
 
-  // Of element k of a row.
+  // Offset of the scale of element k of a row.
   int64_t offset(int64_t expert, int64_t row, int64_t k) const {
     const int64_t at = expert * expert_stride + k / block_cols * col_stride;
     return panels ? at + row / kPanelLines * row_stride + row % kPanelLines
                   : at + row / block_rows * row_stride;
   }
-  // Whether rows have scales of their own that lie side by side: a vector of them can be loaded.
+  // Whether scales of neighbouring rows are adjacent, so that a vector of them can be loaded.
   bool is_dense_along_rows() const {
     return panels || (block_rows == 1 && row_stride == 1);
   }
@@ -105,7 +105,7 @@ struct ScaleView {
   }
 };
 
-// When scales meet the sums.
+// Where scales are applied.
 enum class Scaling : uint8_t {
   Folded,  // into the operands
   Blocks,  // sums over block_cols elements
@@ -142,14 +142,14 @@ struct LowBitView {
     if (code_bits(codes) == 4) {
       return group + lane * 4 + i % 4;
     }
-    // Bytes of one word in each half of a 128-bit lane: unpacking them makes words.
+    // Each half of a 128-bit lane has one byte pair of a line; unpacking the bytes makes words.
     return group + lane / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2 + i % 2;
   }
 
   LowBitCodes codes;
   // WeightLayout::Panels: kPanelLines rows side by side, four bytes of each at a time.
   bool panels;
-  Tensor numbers, scales;  // whose memory the pointers are to
+  Tensor numbers, scales;  // the pointers point into them
   int64_t rows;   // N
   int64_t depth;  // K
   const uint8_t* data;
@@ -159,8 +159,8 @@ struct LowBitView {
   Scaling scaling;
 };
 
-// Lines of a matrix from `row` on, side by side in a register, and where their products go:
-// c[r * kPanelCols]. The lines that will be read after them are `ahead` bytes further on.
+// Lines of a matrix from `row` on, side by side in a register. Their products go to
+// c[r * kPanelCols]. The lines to be read next are `ahead` bytes further.
 struct LineGroup {
   const LowBitView* w;
   int64_t row;
@@ -170,8 +170,8 @@ struct LineGroup {
 
 // ---- int8 rows ----------------------------------------------------------------------
 
-// A left operand that was rounded to int8 by blocks of 32: the codes of each 8 elements, the
-// even ones first, then a scale per block, and per block what -12 times all codes sum to:
+// A left operand rounded to int8 in blocks of 32: the codes of each 8 elements, even
+// ones first, then per block a scale, and the sum of -12 times the codes.
 // MoELowBitAvx512.h adds 12 to the weights, as one factor must not be negative.
 struct Int8Row {
   static constexpr int64_t kBlock = 32;
@@ -189,14 +189,14 @@ struct Int8Row {
     return k / 8 * 8 + k % 2 * 4 + k % 8 / 2;
   }
 
-  // The bit rule of _moe_quantize with int8: the scale is the power of two
-  // ceil(log2(max / 127)), of 0 the smallest one; not finite makes the block NaN.
+  // The bit rule of _moe_quantize with int8: the exponent of the scale is
+  // ceil(log2(max / 127)), the smallest for 0; a value that is not finite makes the block NaN.
   template <typename scalar_t>
   static void round(const scalar_t* x, int64_t depth, void* row) {
     for (int64_t k0 = 0; k0 < depth; k0 += kBlock) {
       alignas(64) float values[kBlock];
       convert_row(x + k0, values, kBlock);
-      // As integers magnitudes are in order, with those that are not finite last.
+      // Bits of magnitudes are ordered as integers; values that are not finite come last.
       int32_t largest = 0;
       for (const auto k : c10::irange(kBlock)) {
         largest = std::max(largest, c10::bit_cast<int32_t>(values[k]) & 0x7fffffff);
@@ -214,7 +214,7 @@ struct Int8Row {
       for (const auto k : c10::irange(kBlock)) {
         out[place(k)] = static_cast<int8_t>(rounded[k]);
       }
-      // Half, as the weights are doubled.
+      // Half of the scale, as the weights are doubled.
       scales(row, depth)[k0 / kBlock] = moe::power_of_two(byte) / 2;
       corrections(row, depth)[k0 / kBlock] = -12 * sum;
     }
@@ -225,7 +225,7 @@ struct Int8Row {
 }  // namespace CPU_CAPABILITY
 }  // namespace at::native
 
-// Decoding with instructions of its own.
+// Decoders for instruction sets.
 #include <ATen/native/cpu/MoELowBitAvx2.h>
 #include <ATen/native/cpu/MoELowBitAvx512.h>
 
@@ -233,7 +233,7 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// fn(decoder) for those of this build that the CPU has, until one returns true.
+// Calls fn(decoder) for the decoders that the CPU supports, until one returns true.
 template <typename Fn>
 bool any_decoder([[maybe_unused]] const Fn& fn) {
 #ifdef MOE_HAS_LOW_BIT_AVX512
@@ -251,8 +251,8 @@ bool any_decoder([[maybe_unused]] const Fn& fn) {
 
 // ---- the source -----------------------------------------------------------------------
 
-// W^T of a matrix of codes per expert, in one part or, gate and up, in two, which lie one
-// after the other or apart.
+// W^T of a matrix of codes per expert, in one part, or in two for gate and up, which may
+// be two tensors.
 class LowBitSource {
  public:
   LowBitSource(
@@ -273,7 +273,7 @@ class LowBitSource {
       acc_type<typename Micro::operand_t>* c) const {
     using operand_t = typename Micro::operand_t;
     using acc_t = acc_type<operand_t>;
-    // Few rows: weights that are decoded in registers and not packed.
+    // For few rows weights are decoded in registers and not packed.
     const bool is_done = any_decoder([&](auto decoder) {
       using Decoder = decltype(decoder);
       if constexpr (Decoder::template multiplies<Micro>()) {
@@ -310,7 +310,7 @@ class LowBitSource {
         continue;
       }
       load_scales(expert, columns, k0, scales);
-      // A few rows at a time, so that the sums of a block stay where they are.
+      // A few rows at a time, so that the sums of a block stay in cache.
       constexpr int64_t kRows = std::max<int64_t>(1, 48 / Micro::kTileRows) * Micro::kTileRows;
       alignas(64) acc_t sums[kRows * kPanelCols];
       for (int64_t row = 0; row < rows; row += kRows) {
@@ -328,7 +328,7 @@ class LowBitSource {
   }
 
  protected:
-  // The columns as groups of lines; none where that is not possible.
+  // The columns as groups of lines; none if that is not possible.
   template <typename Decoder>
   std::vector<LineGroup> line_groups(const PanelColumns& columns, float* c) const {
     std::vector<LineGroup> groups;
@@ -383,7 +383,7 @@ class LowBitSource {
     }
   }
 
-  // Columns of `span`, [k0, k0 + depth) of K, into a panel.
+  // Decodes columns of `span`, [k0, k0 + depth) of K, into a panel.
   template <typename Micro>
   void pack(
       int64_t expert, const PanelSpan& span, int64_t k0, int64_t depth,
@@ -398,7 +398,7 @@ class LowBitSource {
     if (is_done) {
       return;
     }
-    // Lines of a tile of columns, decoded and then turned around. Deeper products than
+    // Lines of a tile of columns are decoded, then transposed. Products deeper than
     // kDepth have tiles as wide as the panel, whose words follow each other.
     constexpr int64_t kLines = 16;
     constexpr int64_t kDepth = 256;
@@ -442,12 +442,12 @@ class LowBitSource {
   const int64_t second_row_;
 };
 
-// The same with rows that are rounded to int8: sums over a block are integers.
+// The same with rows rounded to int8: sums over a block are integers.
 class Int8LowBitSource : public LowBitSource {
  public:
   using LowBitSource::LowBitSource;
 
-  // A row takes at most 1.25 bytes an element, the driver's rows have two.
+  // A row takes at most 1.25 bytes per element; the driver's rows have two.
   template <typename scalar_t, typename operand_t>
   void convert_row(const scalar_t* row, operand_t* out) const {
     static_assert(sizeof(operand_t) >= 2);

@@ -1,18 +1,18 @@
 #pragma once
 
-// Weights of few bits decoded in AVX2 registers, for CPUs without what MoELowBitAvx512.h asks
-// for, and for rows that are multiplied as float: 8 lines of a matrix side by side. The order
+// The instructions of MoELowBitDecoder.h in AVX2: 8 lines of low-bit weights side by side in a
+// register. For CPUs without the instructions of MoELowBitAvx512.h, and for float rows. The order
 // of addition is that of VecGemm with FusedMultiplyAdd on packed panels.
 //
-//   int4, int8   a code becomes a mantissa by a mask and an exponent for which it counts in
-//                ones: subtracting leaves the number; e2m1 through a look-up in 16 bytes
-//   e4m3         exponent and mantissa become those of a float x that a power of two makes right,
-//                E8M0 scales included. Where a code has no leading one, 2 x less its first one
-//                is right, and elsewhere that is no less than x. (As denormal floats such codes
-//                would take an Intel CPU 150 cycles.)
+//   int4, int8   a mask makes a code the mantissa of a float whose exponent gives its last bit
+//                the value 1; a subtraction leaves the number. e2m1 needs a look-up in 16 bytes
+//   e4m3         exponent and mantissa become those of a float x, and a power of two, which
+//                includes an E8M0 scale, corrects its size. min(x, 2 x - least) is right for
+//                subnormal codes, too. (As denormal floats they would take an Intel
+//                CPU 150 cycles.)
 //
-// What is rare is left to the caller: NaN codes, and where scales are folded those above 2^7
-// and those that bfloat16 has to round.
+// The caller handles rare cases: NaN codes, and folded scales above 2^7 or those that
+// bfloat16 has to round.
 
 #include <ATen/cpu/vec/vec.h>
 
@@ -76,7 +76,7 @@ C10_ALWAYS_INLINE bool is_any(Ints x) {
 
 // ---- reading 8 lines ------------------------------------------------------------------------
 
-// 32 bytes of 8 lines as 8 registers of 4 bytes of each.
+// Transposes 32 bytes of 8 lines to 8 registers with 4 bytes of each.
 C10_ALWAYS_INLINE void transpose_lines(const uint8_t* p, int64_t pitch, __m256i (&out)[8]) {
   __m256i q[2][4];
   MOE_UNROLL
@@ -102,7 +102,7 @@ C10_ALWAYS_INLINE void transpose_lines(const uint8_t* p, int64_t pitch, __m256i 
   }
 }
 
-// The same of `bytes`.
+// The same for `bytes` bytes.
 inline void
 transpose_tail(const uint8_t* p, int64_t pitch, int64_t bytes, __m256i (&out)[8]) {
   alignas(32) uint8_t part[kLines][kStretch * 4] = {};
@@ -112,7 +112,7 @@ transpose_tail(const uint8_t* p, int64_t pitch, int64_t bytes, __m256i (&out)[8]
   transpose_lines(part[0], kStretch * 4, out);
 }
 
-// Bytes of a double word in the order of K. In panels pairs of them lie apart, see LowBitView::at.
+// Bytes of a double word in the order of K. Panels store pairs of them apart, see LowBitView::at.
 template <int64_t bits, bool panels>
 C10_ALWAYS_INLINE Ints ordered(Ints v) {
   return !panels || bits == 4
@@ -122,7 +122,7 @@ C10_ALWAYS_INLINE Ints ordered(Ints v) {
                    _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)));
 }
 
-// 8 lines of 8 bytes, turned around, as double words.
+// 8 lines of 8 bytes, transposed, as double words.
 inline void
 stage_bytes(const uint8_t* from, int64_t pitch, int64_t, int32_t (&staged)[kLines][kLines]) {
   __m128i a[8], b[8];
@@ -161,14 +161,14 @@ C10_ALWAYS_INLINE Floats pow2_of(Ints bytes, Rare&) {
       as_floats(_mm256_max_epi32(_mm256_slli_epi32(bytes, 23), all_ints(0x00400000))));
 }
 
-// What numbers of e4m3 are multiplied by: 2^kBias, times the scale where that is folded.
+// The factor of e4m3 numbers: 2^kBias, times a folded scale.
 using Fold = Floats;
 constexpr int kBias = 56;
 C10_ALWAYS_INLINE Fold unfolded() {
   return as_floats(all_ints((kBias + 127) << 23));
 }
 
-// Whether numbers times their scale may be below the range of bfloat16, unless they are 0.
+// Whether nonzero numbers times their scale may be below the range of bfloat16.
 C10_NOINLINE inline bool are_numbers_small(Ints is_small, const Ints* codes, int64_t count) {
   Ints any = _mm256_setzero_si256();
   for (const auto i : c10::irange(count)) {
@@ -189,7 +189,7 @@ struct FloatPair {
   Floats first, second;
 };
 
-// Of `Codes`: value<j>() of a double word's numbers.
+// `Codes` has value<j>(), a number of a double word.
 template <typename Codes>
 struct Decoding {
   template <int j, typename Numbers>
@@ -202,8 +202,8 @@ struct Decoding {
   }
 };
 
-// Bits [pos, pos + bits) of each double word, times `one`, minus `bias`. They become the
-// mantissa of a number whose exponent makes bit `pos` count `one`, 1 or 1 / 2.
+// Bits [pos, pos + bits) of each double word as an integer, halved if `halves`, minus `bias`.
+// They become the mantissa of a float whose exponent gives bit `pos` the value 1 or 1 / 2.
 template <int pos, int bits, int bias, bool halves = false>
 C10_ALWAYS_INLINE __m256 number_at(__m256i v) {
   constexpr int exponent = 23 - pos - (halves ? 1 : 0);
@@ -273,7 +273,7 @@ struct Int8 : Decoding<Int8> {
 struct E4M3 : Decoding<E4M3> {
   static constexpr int64_t kBits = 8;
   using Numbers = Ints;
-  // The largest code without its sign: a NaN has all bits.
+  // The largest code without its sign; a NaN has all bits set.
   Ints largest = _mm256_setzero_si256();
 
   C10_ALWAYS_INLINE void decode(Ints v, Fold, Numbers& n) {
@@ -283,7 +283,7 @@ struct E4M3 : Decoding<E4M3> {
   template <int j>
   C10_ALWAYS_INLINE Floats value(const Numbers& n, Fold factor) const {
     const Ints top = j == 3 ? n : _mm256_slli_epi32(n, 24 - 8 * j);
-    // 64 above the exponent of e4m3, whose bias is 7: 2^-kBias of the number.
+    // The exponent of e4m3, whose bias is 7, plus 64: the number times 2^-kBias.
     const Floats x = as_floats(_mm256_or_si256(
         _mm256_and_si256(_mm256_srli_epi32(top, 4), all_ints(0x07f00000)), all_ints(64 << 23)));
     const Floats least = as_floats(all_ints(65 << 23));
@@ -309,8 +309,8 @@ C10_ALWAYS_INLINE Floats add_pair(Floats sum, const FloatPair& two, const float*
   return fma(_mm256_broadcast_ss(x + 1), two.second, sum);
 }
 
-// Products of a block's 4 double words of each line with the codes from `at` on of M rows. Sums
-// of 8 products of at most 24 * 127 fit into 16 bits.
+// Adds products of a block's 4 double words of each line with the codes of M rows from `at`.
+// Sums of 8 products of at most 24 * 127 fit into 16 bits.
 template <int M>
 C10_ALWAYS_INLINE void add_int8(
     const Ints* raw, Ints table, const int32_t* const (&codes)[M], int64_t at,
@@ -339,7 +339,7 @@ C10_ALWAYS_INLINE void add_int8(
   }
 }
 
-// Elements k and k + 1 of 8 lines, as the panel has them.
+// Stores elements k and k + 1 of 8 lines in the panel's order.
 C10_ALWAYS_INLINE void store_pair(const FloatPair& two, float* to, int64_t ld) {
   store_floats(to, two.first);
   store_floats(to + ld, two.second);
@@ -351,7 +351,7 @@ C10_ALWAYS_INLINE void store_pair(const FloatPair& two, BFloat16* to, int64_t) {
   store_ints(to, words);
 }
 
-// Denormal numbers count, whatever torch.set_flush_denormal says.
+// Denormal numbers are not flushed, whatever torch.set_flush_denormal says.
 struct PackMode {
   static constexpr uint32_t kFlags = 0x8040;
   const uint32_t before = _mm_getcsr();
@@ -365,7 +365,7 @@ struct PackMode {
   }
 };
 
-// Few rows of e4m3 are multiplied where they count by themselves.
+// Few rows of e4m3 are multiplied only if denormals are not flushed.
 inline bool may_multiply(LowBitCodes codes) {
   return codes != LowBitCodes::E4M3 || (_mm_getcsr() & PackMode::kFlags) == 0;
 }

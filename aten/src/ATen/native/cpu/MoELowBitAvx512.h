@@ -1,18 +1,18 @@
 #pragma once
 
-// Weights of few bits decoded in AVX512 registers: for a few rows right before they are
-// multiplied, else into the packed panel. A register holds 16 lines of a matrix side by side,
-// a word of two bfloat16 of each, or where rows are floats two floats by a shift and a mask. The
+// The instructions of MoELowBitDecoder.h in AVX512: 16 lines of low-bit weights side by side in a
+// register, a word of two bfloat16 of each. Float rows take two floats from a word by a shift and
+// a mask. Few rows are multiplied right after decoding, others from the packed panel. The
 // order of addition is that of VecGemm with DotProducts, or with floats, on packed panels.
 // Included by MoELowBit.h.
 //
 //   e4m3, int8   two table look-ups of 128 bytes each, for the two bytes of a bfloat16
-//   4 bits       one look-up of 32 bytes, of which a bit chooses the byte
-//   folded E8M0  tables times 2^kBias, from whose exponents an unsigned saturating
-//                subtraction takes what is too much: 0 stays 0. Floats are multiplied
+//   4 bits       one look-up of 32 bytes; a bit selects the byte of the bfloat16
+//   folded E8M0  tables times 2^kBias; an unsigned saturating subtraction corrects the
+//                exponents, and 0 stays 0. Floats are multiplied
 //
-// What is rare is left to the caller, who decodes one element at a time: NaN codes where
-// scales are folded, scales above 2^kBias, and columns that are not 16 at a time.
+// The caller decodes rare cases one element at a time: NaN codes with
+// folded scales, scales above 2^kBias, and columns that are not a multiple of 16.
 
 #include <ATen/cpu/vec/vec.h>
 
@@ -25,8 +25,8 @@
 #endif
 
 #ifdef MOE_HAS_LOW_BIT_AVX512
-// The files of a capability are compiled for AVX512; only what is between these may hold
-// more.
+// The files of this capability are compiled for AVX512; only code between these pragmas may
+// use more.
 #if defined(__clang__)
 #pragma clang attribute push( \
     __attribute__((target("avx512vbmi,avx512bf16,avx512vnni"))), apply_to = function)
@@ -93,7 +93,7 @@ C10_ALWAYS_INLINE bool is_any(Rare x) {
 
 // ---- reading 16 lines -----------------------------------------------------------------
 
-// 64 bytes of 16 lines, of which `bytes` are there, as 16 registers of 4 bytes of each.
+// Transposes 64 bytes of 16 lines, of which `bytes` exist, to 16 registers with 4 bytes of each.
 template <bool whole>
 C10_ALWAYS_INLINE void
 transpose_some(const uint8_t* p, int64_t pitch, int64_t bytes, __m512i (&out)[16]) {
@@ -133,13 +133,13 @@ transpose_some(const uint8_t* p, int64_t pitch, int64_t bytes, __m512i (&out)[16
 C10_ALWAYS_INLINE void transpose_lines(const uint8_t* p, int64_t pitch, __m512i (&out)[16]) {
   transpose_some<true>(p, pitch, 64, out);
 }
-// The same of `bytes`, in a function of its own: it is rare, and much code.
+// The same for `bytes` bytes; not inlined, as it is rare and much code.
 C10_NOINLINE inline void
 transpose_tail(const uint8_t* p, int64_t pitch, int64_t bytes, __m512i (&out)[16]) {
   transpose_some<false>(p, pitch, bytes, out);
 }
 
-// Bytes of a double word in the order in which unpacking pairs those of a word; that of panels.
+// Bytes of a double word in the order of panels, in which unpacking pairs the bytes of a word.
 template <int64_t bits, bool panels>
 C10_ALWAYS_INLINE Ints ordered(Ints v) {
   return panels || bits == 4
@@ -149,7 +149,7 @@ C10_ALWAYS_INLINE Ints ordered(Ints v) {
                    _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15)));
 }
 
-// 16 lines of `count` bytes, turned around, as double words.
+// 16 lines of `count` bytes, transposed, as double words.
 inline void stage_bytes(
     const uint8_t* from, int64_t pitch, int64_t count, int32_t (&staged)[kLines][kLines]) {
   const auto mask = static_cast<__mmask16>((1u << count) - 1);
@@ -180,12 +180,12 @@ C10_ALWAYS_INLINE Floats pow2_of(Ints bytes, Rare& rare) {
   return as_floats(_mm512_max_epi32(_mm512_slli_epi32(bytes, 23), all_ints(0x00400000)));
 }
 
-// What FoldedE4M3 subtracts, or the floats that ScaledE4M3 multiplies with.
+// FoldedE4M3 subtracts it; ScaledE4M3 multiplies by it as floats.
 using Fold = Ints;
 C10_ALWAYS_INLINE Fold unfolded() {
   return _mm512_setzero_si512();
 }
-// Those that bfloat16 rounds become 0 here as well.
+// Numbers that bfloat16 has to round become 0 here, too.
 template <typename>
 C10_ALWAYS_INLINE bool underflows(Ints, const Ints*, int64_t) {
   return false;
@@ -291,7 +291,7 @@ struct FoldedE4M3 : E4M3 {
   Ints seen = _mm512_setzero_si512();
   FoldedE4M3() : E4M3(tables().biased) {}
 
-  // What the exponents have too much: (kBias + 127 - byte) << 7 in both halves of a double word.
+  // The excess of the exponents: (kBias + 127 - byte) << 7 in both halves of a double word.
   C10_ALWAYS_INLINE static Fold fold(Ints bytes, Rare& rare) {
     rare |= _mm512_cmpgt_epi32_mask(bytes, all_ints(kBias + 127));
     const Ints d = _mm512_sub_epi32(all_ints(kBias + 127), bytes);
@@ -345,7 +345,7 @@ struct FourBits : Decoding<4> {
       : table(_mm512_load_si512(bytes)), low_bits(_mm512_set1_epi8(15)),
         second(_mm512_set1_epi16(0x1000)) {
     for (int j = 0; j < 4; ++j) {
-      // Of the 64 bits of two lines, from which bit on: byte i of four of a line.
+      // First bit of byte i in the 64 bits of two lines; a line has four bytes.
       alignas(64) uint8_t from[64];
       for (int i = 0; i < 64; ++i) {
         from[i] = static_cast<uint8_t>((i & 4 ? 32 : 0) + 8 * j + (i & 2 ? 4 : 0));
@@ -390,7 +390,7 @@ inline Ints shifted_weights() {
   return _mm512_broadcast_i32x4(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 }
-// Products of a block's 4 double words of each line with the codes from `at` on of M rows.
+// Adds products of a block's 4 double words of each line with the codes of M rows from `at`.
 template <int M>
 C10_ALWAYS_INLINE void add_int8(
     const Ints* raw, Ints table, const int32_t* const (&codes)[M], int64_t at,
@@ -414,7 +414,7 @@ C10_ALWAYS_INLINE void store_pair(Ints words, BFloat16* to, int64_t) {
   store_ints(to, words);
 }
 
-// Where tables make the numbers, denormals are like others.
+// Tables decode denormals like other numbers.
 struct PackMode {};
 inline bool may_multiply(LowBitCodes) {
   return true;

@@ -1,22 +1,22 @@
-// The decoder of weights of few bits, for each instruction set: what it does with registers of
-// kLines lines of a matrix side by side, a double word of each. Included by MoELowBitAvx2.h and
-// MoELowBitAvx512.h, within their namespaces and between their pragmas: a template has only the
-// instructions of the place where it is written. These have
+// The decoder of low-bit weights, written once for all instruction sets. A register holds a double
+// word of each of kLines lines of a matrix. Included by MoELowBitAvx2.h and
+// MoELowBitAvx512.h within their namespaces and pragmas, as a template may only use the
+// instructions of the place where it is written. These files define
 //
 //   kStretch              double words of a line that are read at a time
 //   kMaxRows              rows of a product at most, a power of two
 //   kGroups, kInt8Groups  groups of lines that are multiplied at a time, by log2 of the rows
-//   kUnrolls, kMasksTails whether blocks are unrolled; whether fewer scales can be turned around
-//   Floats, Ints, Rare    registers, and what says which lines have a scale that is rare
+//   kUnrolls, kMasksTails whether blocks are unrolled; whether fewer scales can be transposed
+//   Floats, Ints, Rare    registers, and a mask of the lines with a rare scale
 //   Int4, E2M1, Int8, E4M3, FoldedCodes<Row>    how codes become numbers: decode() a register,
 //                         of which pair<j>() has elements 2 j and 2 j + 1; fold() of E8M0 scales
-//   add_pair(), add_int8(), store_pair()    what becomes of them
-//   Traits, may_multiply(), packs(), underflows(), PackMode    where the caller has to do it
+//   add_pair(), add_int8(), store_pair()    multiply and store them
+//   Traits, may_multiply(), packs(), underflows(), PackMode    cases left to the caller
 
-constexpr int64_t kBlock = 32;    // elements: those of the smallest block of a scale
+constexpr int64_t kBlock = 32;    // elements of the smallest block of a scale
 constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
 
-// Of a lambda.
+// For lambdas.
 #if defined(__GNUC__)
 #define MOE_INLINE __attribute__((always_inline))
 #else
@@ -25,7 +25,7 @@ constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
 
 // ---- reading --------------------------------------------------------------------------------
 
-// Of kLines lines, from double word d0 of `total` on, a stretch or what there is of it.
+// Reads a stretch of kLines lines from double word d0, at most to `total`.
 template <typename Codes>
 C10_ALWAYS_INLINE void read_lines(
     const LowBitView& w, const uint8_t* lines, int64_t d0, int64_t total, Ints (&raw)[kStretch]) {
@@ -49,8 +49,8 @@ C10_ALWAYS_INLINE void read_lines(
   }
 }
 
-// A stretch of a group's lines. What comes next lies behind, see LineGroup: fetched in the
-// order of addresses, as much as is read. Into L2: it is more than L1 holds.
+// Reads a stretch of a group's lines and fetches as much of the next ones (see LineGroup) in
+// the order of addresses. Into L2, as L1 is too small.
 template <typename Codes>
 C10_ALWAYS_INLINE void read_group(
     const LineGroup& group, const uint8_t* lines, int64_t d0, int64_t total,
@@ -64,7 +64,7 @@ C10_ALWAYS_INLINE void read_group(
   read_lines<Codes>(*group.w, lines, d0, total, raw);
 }
 
-// Scales of kLines lines, for one block of K after the other.
+// Scales of kLines lines, block by block along K.
 class LineScales {
  public:
   void begin(const LowBitView& w, int64_t expert, int64_t row) {
@@ -108,7 +108,7 @@ class LineScales {
     return static_cast<const scale_t*>(scale_->data) + first_ + block * scale_->col_stride;
   }
 
-  // That block and its neighbours, kLines at a time, as double words.
+  // Loads kLines neighbouring blocks as double words.
   C10_ALWAYS_INLINE void load_blocks(int64_t block) {
     if (block / kLines != loaded_) {
       loaded_ = block / kLines;
@@ -165,9 +165,8 @@ C10_ALWAYS_INLINE void unrolled(const Fn& fn) {
   unrolled(fn, std::make_integer_sequence<int, n>());
 }
 
-// c[m] = x[m] times the lines of Q groups, which are of one format: the sums of blocks with a
-// scale of their own, or those that VecGemm makes. Several groups, as a sum waits for its own last
-// product.
+// c[m] = x[m] times the lines of Q groups of one format. Sums are over blocks with their own
+// scale, or those of VecGemm. Q is more than one, as a sum waits for its own last product.
 template <typename Row, typename Codes, Scaling scaling, int M, int Q>
 bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x) {
   constexpr int64_t kElements = 32 / Codes::kBits;  // of a double word
@@ -269,7 +268,7 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
   return !is_rare;
 }
 
-// The same of rows that are rounded to int8.
+// The same for rows rounded to int8.
 template <int M, int Q>
 bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* const* x) {
   constexpr int64_t kPiece = Int8Row::kBlock / 8;
@@ -330,7 +329,7 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
   return !is_rare;
 }
 
-// A kernel for so many rows, and how many groups of lines it takes.
+// A kernel for some number of rows, and how many groups of lines it takes.
 template <typename Row>
 struct Kernel {
   bool (*run)(const LineGroup*, int64_t, const Row* const*) = nullptr;
@@ -356,7 +355,7 @@ Kernel<Row> multiply_lines_of(int64_t rows) {
   });
 }
 
-// None for int8 with scales of blocks.
+// No kernel for int8 with scales of blocks.
 template <typename Row>
 Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
   switch (w.codes) {
@@ -382,7 +381,7 @@ inline Kernel<void> find_multiply_int8(int64_t rows) {
   });
 }
 
-// find(rows) is a Kernel: runs it for all rows, a power of two at a time, and all groups.
+// Runs find(rows), a Kernel, for all rows, a power of two at a time, and all groups.
 template <typename Row, typename FindFn>
 bool multiply_groups(
     const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const Row* const* lines,
@@ -402,7 +401,7 @@ bool multiply_groups(
       return false;
     }
     for (size_t g = 0; g < groups.size(); g += kernel.groups) {
-      // The last group once more rather than fewer at a time.
+      // Repeats the last group rather than take fewer.
       const auto group = [&](int q) { return groups[std::min(g + q, groups.size() - 1)]; };
       alignas(64) float sums[kGroups[0]][kMaxRows * kPanelCols];
       LineGroup some[kGroups[0]];
@@ -426,7 +425,7 @@ bool multiply_groups(
 
 // ---- into a panel ---------------------------------------------------------------------------
 
-// kLines lines, [k0, k0 + depth) of K, into the columns from `panel` on of a tile of `ld` columns.
+// Decodes kLines lines, [k0, k0 + depth) of K, into columns from `panel` of a tile of `ld` columns.
 template <typename operand_t, typename Codes>
 bool pack_lines(
     const LowBitView& w, int64_t expert, int64_t row, int64_t k0, int64_t depth, int64_t ld,
@@ -472,10 +471,10 @@ auto find_pack(const LowBitView& w) {
                                       : &pack_lines<operand_t, E4M3>;
 }
 
-// What LowBitSource asks. pack and the products return false where nothing that counts has been
-// written. Of the instruction set come
+// The interface for LowBitSource. pack and the products return false if their output is not
+// valid. The instruction set defines
 //
-//   kRows            more rows are worth a packed panel
+//   kRows            most rows without a packed panel
 //   kLines           lines of a group
 //   multiplies       whether the order of addition for few rows is that of a micro-GEMM
 //   is_regular       whether lines can be read kLines at a time, and by double words
@@ -498,7 +497,7 @@ struct Decoder : Traits {
         groups, expert, rows, reinterpret_cast<const void* const*>(lines), &find_multiply_int8);
   }
 
-  // Columns of a span from column `at` of a panel on.
+  // Decodes columns of a span to a panel from column `at`.
   template <typename operand_t>
   static bool pack(
       const LowBitView& w, int64_t expert, int64_t row, int64_t count, int64_t k0, int64_t depth,

@@ -1,5 +1,5 @@
-// Inference of _moe_mlp_scaled on CPU with weights of 8 and 4 bits: MoEForward.h with a
-// source of panels that decodes them (MoELowBit.h).
+// Inference of _moe_mlp_scaled on CPU with 8-bit and 4-bit weights: MoEForward.h with a
+// source of panels that decodes weights (MoELowBit.h).
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPScaled.h>
@@ -42,7 +42,7 @@ bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {
   const auto dtype = in.input.scalar_type();
   const bool has_int8_rows = call.row_dtype() == kChar;
   if (has_int8_rows) {
-    // Exact, but in float16; rounding to int8 again finds the same numbers.
+    // Exact except in float16. Rounding to int8 again gives the same numbers.
     if (dtype == kHalf) {
       return false;
     }

@@ -1,11 +1,11 @@
-// Backward of _moe_mlp on CPU. No product of the forward is repeated:
+// Backward of _moe_mlp on CPU. It repeats no product of the forward:
 //   1. dA' = dO W_out; in its epilogue A from H, dS = <dA', A> and dH = dAct(s * dA', H);
 //   2. dX = dH W_in, summed per token;
 //   3. dW_in = dH^T X, then dW_out = dO^T (s * A), in the strides of the weights, and the
-//      bias gradients. dH is gone when the last gradient is allocated.
-// Tokens are gathered and A is computed again while operands are packed; only dH exists
-// for all rows. dW and the bias gradients reduce over the rows of an expert and are the
-// results that depend on other tokens (but not on the thread count).
+//      bias gradients. dH is freed before the last gradient is allocated.
+// Packing the operands gathers tokens and computes A again; only dH is stored
+// for all rows. dW and the bias gradients sum over the rows of an expert, so only they
+// depend on other tokens (but not on the thread count).
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPCPU.h>
@@ -28,8 +28,8 @@ namespace {
 
 using namespace moe_cpu;
 
-// Gradients from this size on, which malloc maps anew each time, are asked for in huge pages where
-// the system gives them on demand: of few rows an expert, faults of 4 KiB take longer than products.
+// malloc maps gradients from this size anew each time. They ask for huge pages if the system gives
+// them on demand: with few rows per expert, faults of 4 KiB pages take longer than the products.
 void map_huge_pages([[maybe_unused]] const Tensor& x) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = 2 * 1024 * 1024, kMinBytes = 16 * kPage;
@@ -137,7 +137,7 @@ class BackwardPass {
         });
   }
 
-  // dH and a part of dS of one row from its dA'.
+  // dH and the part of dS of one row from its dA'.
   template <typename Act>
   void grad_row(int64_t row, int64_t f0, int64_t units, const acc_t* grad_act) const {
     scalar_t* grad_h =
@@ -226,7 +226,7 @@ class BackwardPass {
   const scalar_t* preact_data_;
   Tensor grad_hidden_;        // dH (last_row, G*F)
   Tensor grad_weight_parts_;  // (last_row, panels_)
-  // Of the two above, null where they are undefined.
+  // Data of the two above, or null.
   scalar_t* grad_hidden_data_ = nullptr;
   acc_t* parts_data_ = nullptr;
   void (BackwardPass::*grad_row_)(int64_t, int64_t, int64_t, const acc_t*) const = nullptr;

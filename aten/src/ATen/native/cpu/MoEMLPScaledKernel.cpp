@@ -1,5 +1,5 @@
 // Products over experts for _moe_mlp_scaled on CPU: the driver of _moe_mlp (MoEDriver.h)
-// without its epilogues, as the rows have to be quantised between two products.
+// without epilogues, as rows have to be quantised between two products.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPScaled.h>
@@ -10,7 +10,7 @@ namespace {
 
 using namespace moe_cpu;
 
-// fn(scalar_t(0), Micro()) for the two types of products.
+// Calls fn(scalar_t(0), Micro()) for the two types of products.
 template <typename Fn>
 void dispatch_product(ScalarType dtype, const Fn& fn) {
   dispatch_micro_gemm(dtype, [&](auto zero, auto micro) {

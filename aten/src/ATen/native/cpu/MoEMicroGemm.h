@@ -2,22 +2,22 @@
 
 // The micro-GEMMs of _moe_mlp: c (m, n) = [c +] a (m, k) b (k, n) in the accumulation
 // type, for n <= kPanelCols and b packed by pack_panel. A micro-GEMM has
-//   operand_t    what it multiplies
+//   operand_t    type of its operands
 //   kTileCols    columns of a tile of a packed panel
-//   kDepth       K of one product at most
-//   kMinDepth    and at least, in steps of which it may be cut: the sums go on
-//   kTileRows    of whose multiples blocks of rows are made
-//   kDenseRows   whether rows of a must be evenly apart, and the last kTileRows readable
-//   Session      what a thread holds while it multiplies
-//   Prefetch     fetches the next panel: multiply() calls it after every few rows, and where
+//   kDepth       largest K of one product
+//   kMinDepth    smallest K of one product; a larger one may be cut into multiples of it
+//   kTileRows    blocks of rows are multiples of it
+//   kDenseRows   whether rows of a must have equal distances, and the last kTileRows be readable
+//   Session      state of a thread while it multiplies
+//   Prefetch     fetches the next panel: multiply() calls it after every few rows, and with
 //                kFetchesWithin its after_word() after each word of K
-// and may have, as those of MoEMicroGemmX86.h,
+// and, as those of MoEMicroGemmX86.h, may have
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
 //   multiply_stored()          a product with weights as they are stored
 //   multiply_runs(), kFewRows  products of few rows with panels side by side
-// An element is summed over ascending k, in an order that depends neither on the number of
-// rows nor on the thread count.
+// An element is summed over ascending k, in an order independent of the number of
+// rows and threads.
 
 #include <ATen/native/cpu/MoEPacking.h>
 
@@ -25,8 +25,8 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// Rows of a left operand: row i begins at lines[i] + offset. ld is their distance where
-// they are evenly apart.
+// Rows of a left operand: row i begins at lines[i] + offset. ld is their distance if it
+// is the same for all.
 template <typename operand_t>
 struct RowLines {
   const operand_t* const* lines;
@@ -85,15 +85,15 @@ struct VecGemm : Products {
   using Prefetch = NoPrefetch;
   struct Session {};
 
-  // Vectors of a row of a tile: with the sums of kTileRows rows the registers are full,
-  // of which there are twice as many where they have 64 bytes.
+  // Vectors of a row of a tile. The sums of kTileRows rows fill the registers; CPUs with
+  // 64-byte registers have twice as many.
   static constexpr int64_t kVectors = sizeof(Vec) == 64 ? 4 : 2;
   static constexpr int64_t kTileRows = 6;
   static constexpr int64_t kTileCols = kVectors * Vec::size();
   static constexpr int64_t kMinDepth = 256;
   static constexpr int64_t kDepth = std::is_same_v<operand_t, BFloat16> ? 512 : kMinDepth;
-  // Floats need sums of sums of 128 products, which round less than one long sum. Words of
-  // bfloat16 do not, and their sums are loaded and stored fewer times.
+  // Floats are summed in parts of 128 products, which round less than one long sum. bfloat16
+  // does not need this, and loads and stores its sums less often.
   static constexpr bool kOneSum = std::is_same_v<operand_t, BFloat16>;
   static constexpr int64_t kSumDepth = kOneSum ? kDepth : 128;
   static constexpr bool kDenseRows = false;
@@ -127,8 +127,8 @@ struct VecGemm : Products {
         between();
       }
     }
-    // The last rows. Very few are multiplied by several tiles at a time: a sum waits for its
-    // own last product, and there must be others in between.
+    // The last rows. Very few rows are multiplied by several tiles at a time: a sum waits for its
+    // own last product, so other products must come between.
     if (whole < m) {
       with_constant<kTileRows - 1>(m - whole, [&](auto rows) {
         constexpr int64_t at_once =
@@ -144,7 +144,7 @@ struct VecGemm : Products {
     }
   }
 
-  // Not part of a larger function, whose values take its registers.
+  // Not inlined: values of a larger function would take its registers.
   template <int64_t rows, int64_t tiles, typename WordFn>
   C10_NOINLINE static void multiply_block(
       int64_t row, int64_t tile, int64_t depth, const RowLines<operand_t>& in,

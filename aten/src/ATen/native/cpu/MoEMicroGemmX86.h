@@ -1,8 +1,8 @@
 #pragma once
 
-// Micro-GEMMs of x86 in place of those of MoEMicroGemm.h: with the next panel fetched ahead and
-// panels packed in registers, for bfloat16 with instructions of their own where those are faster
-// than floats, AMX tiles (MoEAmx.h), else AVX512-BF16, and for few rows.
+// Faster micro-GEMMs for x86 than those of MoEMicroGemm.h. They fetch the next panel ahead and
+// pack panels in registers. bfloat16 uses AMX tiles (MoEAmx.h) or AVX512-BF16 if these are
+// faster than floats. Others are for few rows.
 
 #include <ATen/cpu/Utils.h>
 #include <ATen/native/cpu/MoEAmx.h>
@@ -13,19 +13,19 @@
 #include <utility>
 
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
-// dispatch_fast_micro_gemm() is there.
+// dispatch_fast_micro_gemm() exists.
 #define MOE_HAS_FAST_GEMM
 
 namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// What will be packed next, on its way to L2 while others are multiplied: some cache lines
-// per call, so that nothing waits for them.
+// Fetches the next panel into L2 during products: some cache lines per call, so that
+// nothing waits for them.
 class PanelPrefetch {
  public:
-  // At most `depth` rows of a part of K from k0 on, in so many calls, or nothing. `within`: those of
-  // after_word().
+  // Fetches at most `depth` rows of a part of K from k0 in `calls` calls; nothing for 0. `within`:
+  // the calls are those of after_word().
   template <typename Weights>
   PanelPrefetch(
       const Weights& weights, const Panel& panel, int64_t k_part, int64_t k0, int64_t depth,
@@ -47,7 +47,7 @@ class PanelPrefetch {
   bool is_within() const {
     return within_;
   }
-  // After some rows; or after a word of K, in a loop whose sums have to stay in registers.
+  // Called after a word of K, in a loop whose sums have to stay in registers, or after some rows.
   C10_ALWAYS_INLINE void after_word() {
     for (int64_t i = 0; i < share_ && part_ < count_; ++i) {
       Part& part = parts_[part_];
@@ -70,7 +70,7 @@ class PanelPrefetch {
     int64_t lines, bytes, stride;
   };
 
-  // `lines` of so many bytes, `stride` bytes apart. May be outside of every allocation.
+  // `lines` of `bytes` bytes, `stride` bytes apart. They may be outside of every allocation.
   void add(const void* data, int64_t lines, int64_t bytes, int64_t stride) {
     if (lines > 0 && bytes > 0) {
       parts_[count_++] = {static_cast<const char*>(data), lines, bytes, stride};
@@ -121,7 +121,7 @@ C10_ALWAYS_INLINE void transpose_words(const LoadFn& load, const StoreFn& store)
   }
 }
 
-// Floats, and words of two bfloat16, turned around in registers: vec::transpose_mxn keeps
+// Transposes floats, or words of two bfloat16, in registers. vec::transpose_mxn keeps
 // them in memory, at a third of the speed.
 template <typename operand_t>
 struct FastPacking {
@@ -132,8 +132,8 @@ struct FastPacking {
         [&](int64_t w, __m512 x) { _mm512_storeu_ps(to + w * ld_to, x); });
   }
 
-  // pack_lines for 16 lines that are dense along K. Returns the depth up to which it is
-  // done: 16 whole words at a time.
+  // pack_lines for 16 lines that are dense along K, 16 whole words at a time. Returns the
+  // packed depth.
   template <typename scalar_t>
   static int64_t pack_dense(
       const scalar_t* lines, int64_t line_stride, int64_t depth, int64_t ahead, float* to,
@@ -170,19 +170,19 @@ struct FastGemm : Micro, FastPacking<typename Micro::operand_t> {
   using Prefetch = PanelPrefetch;
 };
 
-// Products of a few rows with weights as they are stored: a decode step, which reads every weight
-// once and should do little else. The order of addition is that of VecGemm, so that a row has the
-// same bits among many others.
+// Products of few rows with stored, not packed weights: a decode step reads every weight
+// once and should do little else. The order of addition is that of VecGemm, so a row has the
+// same bits as among many others.
 template <typename operand, typename Products = FusedMultiplyAdd>
 struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   using Wide = VecGemm<operand, Products>;
   using Vec = vec::Vectorized<float>;
-  // Of a block at most: their sums, for two vectors of columns, fit into the registers.
+  // Most rows of a block: their sums for two vectors of columns fit into the registers.
   static constexpr int64_t kFewRows = Vec::size() == 16 ? 8 : 6;
 
-  // With weights that lie along N, for as many of `panels` panels as half of `size` sums has
-  // tiles for: rows of panels side by side are runs of memory, of one panel a cache line or two
-  // of every page. Returns how many; their tiles are the first of `sums`.
+  // For weights that are dense along N. It multiplies several panels at once, as rows of adjacent
+  // panels are runs of memory, and rows of one panel only a cache line or two of a page. Their
+  // tiles fill at most half of `size` sums. Returns how many of `panels` were multiplied.
   template <typename scalar_t, typename ColumnsFn>
   static int64_t multiply_runs(
       const WeightSource<scalar_t>& weights, const Block& block, const ColumnsFn& columns,
@@ -214,9 +214,9 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   }
 
 #ifdef CPU_CAPABILITY_AVX512
-  // With weights that lie along K: 16 lines of a weight are transposed in registers, and a product
-  // is of one word of them and of one row. Where rows are floats and weights have 16 bits, a word
-  // is two of them. Returns whether the block has few enough rows, and the weights are whole
+  // For weights that are dense along K. 16 lines of a weight are transposed in registers, and a
+  // product takes one word of each and one row. If rows are floats and weights have 16 bits, a word
+  // has two elements. Returns false if the block has too many rows, or the weights are not whole
   // blocks of lines.
   template <typename scalar_t>
   static bool multiply_stored(
@@ -238,8 +238,8 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
             multiply_block<count, vectors>(
                 depth, rows, w.data + i * w.n_stride, w.n_stride, c + span.at + i);
           };
-          // A sum waits for its own last product, of which a word of two floats has two: where
-          // there are few sums, twice as many lines.
+          // A sum waits for its own last product, and a word of two elements has two products:
+          // few sums take twice as many lines.
           constexpr int64_t vectors = count <= 2 && !std::is_same_v<scalar_t, operand> ? 2 : 1;
           int64_t i = 0;
           for (; i + vectors * kLines <= span.count; i += vectors * kLines) {
@@ -256,7 +256,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
 #endif
 
  private:
-  // Rows of a weight that are read at a time, as many streams; and what is fetched into L2.
+  // Rows of a weight that are read together, each a stream; and rows fetched into L2.
   static constexpr int64_t kRunDepth = 16, kAhead = 8;
   static_assert(Wide::kSumDepth % kRunDepth == 0);
 
@@ -267,7 +267,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       float* sums) {
     constexpr int64_t most = rows <= (Vec::size() == 16 ? 6 : 2) ? 4 : 2;
     const int64_t depth = weights.part_depth, size = panels * rows * kPanelCols;
-    // The sums of at most kSumDepth products are made apart, and added.
+    // Sums of at most kSumDepth products are computed separately, then added.
     float* open = Wide::kOneSum ? sums : sums + size;
     const bool is_first = k_part == 0;
     for (int64_t k = 0; k < depth; k += kRunDepth) {
@@ -276,7 +276,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
         std::fill_n(open, size, 0.f);
       }
       for (int64_t p = 0; p < panels; ++p) {
-        // Read soon: so many panels further, or among the rows that follow.
+        // The next to be read: this many panels further, or in the rows that follow.
         const int64_t ahead_rows = (p + kAhead) / panels * kRunDepth;
         const int64_t ahead_panels = (p + kAhead) % panels - p;
         for (const auto i : c10::irange(2)) {
@@ -315,7 +315,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       const operand* const* x, int64_t k, int64_t depth, const scalar_t* w, int64_t stride,
       int64_t ahead, float* c) {
     constexpr int64_t v = kWordElements<operand>;
-    // Not between the products: GCC would keep the sums in memory.
+    // Not between products, where GCC would keep the sums in memory.
     for (int64_t d = 0; d < depth; ++d) {
       prefetch(w + d * stride + ahead, vectors * Vec::size());
     }
@@ -346,8 +346,8 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
     }
   }
 
-  // A vector of words of a weight: of two rows, element i of the one and then of the other, if
-  // these are operands.
+  // A vector of words of a weight. For 16-bit operands a word has element i of two
+  // rows.
   template <typename scalar_t>
   static Vec load_words(const scalar_t* row, int64_t stride) {
     Vec words;
@@ -386,8 +386,8 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       int64_t depth, const operand* const* x, const scalar_t* w, int64_t stride, float* c) {
     constexpr int64_t block = kBlockDepth<scalar_t>, v = block / 16;
     static_assert(Wide::kSumDepth % block == 0);
-    // So much further along each line, then of the lines that follow: in pages of 4 KiB more comes from
-    // many of them at a time than from one after the other.
+    // Further along each line, then in the lines that follow: reading many 4 KiB pages in
+    // turn is faster than one after the other.
     constexpr int64_t ahead = 16 * block;
     const operand* a[rows];
     std::copy_n(x, rows, a);
@@ -645,7 +645,7 @@ void dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
       if (has_amx) {
         return fn(BFloat16(0), FastGemm<AmxGemm>());
       }
-      // Those of Intel take as long as four products of floats, and multiply two.
+      // On Intel the instruction takes as long as four float products and computes two.
       static const bool is_fast = has_dot && !__builtin_cpu_is("intel");
       if (is_fast) {
         return fn(BFloat16(0), DotGemm());

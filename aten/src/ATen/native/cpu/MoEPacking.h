@@ -29,18 +29,18 @@ namespace moe_cpu {
 
 template <typename scalar_t>
 using acc_type = at::opmath_type<scalar_t>;
-// Elements of a row as they are computed with: as many as a vector of 16 bits holds.
+// Elements of a row in the accumulation type: as many as a vector of 16-bit values holds.
 template <typename scalar_t>
 using VecOf = vec::VectorizedN<acc_type<scalar_t>, 2>;
 template <typename scalar_t>
 constexpr int64_t kLanes = VecOf<scalar_t>::size();
-// And as they are stored, in one vector or two.
+// The same elements as stored, in one vector or two.
 template <typename scalar_t>
 constexpr int kStored = std::is_same_v<scalar_t, acc_type<scalar_t>> ? 2 : 1;
 template <typename scalar_t>
 using StoredVec = vec::VectorizedN<scalar_t, kStored<scalar_t>>;
 
-// A word is what packed operands keep together along K: an element, or two of bfloat16.
+// A word of a packed operand is one element along K, or two of bfloat16.
 template <typename operand_t>
 constexpr int64_t kWordElements = std::is_same_v<operand_t, BFloat16> ? 2 : 1;
 template <typename operand_t>
@@ -64,7 +64,7 @@ load_lanes(const scalar_t* src, int64_t n = kLanes<scalar_t>) {
 }
 
 // Rounds to scalar_t, stores the first n elements unless dst is null, and returns the
-// values that scalar_t holds. A micro-GEMM may know an instruction for that.
+// rounded values. A micro-GEMM may have an instruction for that.
 template <typename scalar_t, typename Micro = void>
 C10_ALWAYS_INLINE VecOf<scalar_t>
 store_lanes(scalar_t* dst, const VecOf<scalar_t>& x, int64_t n = kLanes<scalar_t>) {
@@ -127,9 +127,9 @@ struct StridedView {
   int64_t n_stride;
 };
 
-// The cache line at x, into L2: lines of a weight are often a multiple of a page apart,
-// and L1 has few places for those. x may be outside of every allocation. Inlined before GCC
-// decides which functions have no effect: it drops the calls of such.
+// Fetches the cache line at x into L2: lines of a weight are often a multiple of a page apart,
+// and L1 has few places for those. x may be outside of every allocation. Always inlined, as GCC
+// drops calls of functions that it takes to have no effect.
 C10_ALWAYS_INLINE void prefetch(const void* x) {
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
   _mm_prefetch(static_cast<const char*>(x), _MM_HINT_T1);
@@ -143,7 +143,7 @@ C10_ALWAYS_INLINE void prefetch(const scalar_t* x, int64_t n) {
   }
 }
 
-// to[j * ld_to + i] = from[i * ld + j], for as many i and j as a vector has lanes.
+// to[j * ld_to + i] = from[i * ld + j] for i and j below the lanes of a vector.
 template <typename Micro, typename word_t>
 C10_ALWAYS_INLINE void transpose_square(const word_t* from, int64_t ld, word_t* to, int64_t ld_to) {
   if constexpr (requires { Micro::transpose(from, ld, to, ld_to); }) {
@@ -156,7 +156,7 @@ C10_ALWAYS_INLINE void transpose_square(const word_t* from, int64_t ld, word_t* 
 
 // dst[w * ld + i] = word w of line i, for `lines` lines of `depth` elements: element e of
 // line i is src[i * line_stride + e * stride]. Zero padded to whole words, and to `width`
-// lines. What is `ahead` elements further is packed next, most likely, unless it is 0.
+// lines. The elements `ahead` are probably packed next and are fetched, unless it is 0.
 template <typename Micro, typename scalar_t, typename operand_t>
 void pack_lines(
     const scalar_t* src, int64_t line_stride, int64_t stride, int64_t lines, int64_t depth,
@@ -214,7 +214,7 @@ join_halves(const vec::Vectorized<float>& lower, const vec::Vectorized<float>& u
   return low | vec::cast<int32_t>(upper);
 }
 
-// Words of two rows: element i of the one, then of the other.
+// Words of two rows: element i of the first, then of the second.
 inline void interleave_rows(const BFloat16* row0, const BFloat16* row1, int64_t n, BFloat16* dst) {
   using Words = vec::Vectorized<int32_t>;
   int64_t i = 0;
@@ -251,9 +251,9 @@ void pack_rows(
   }
 }
 
-// Columns [at, at + width) of a panel, of which `columns` come from b and the others are
-// 0. A panel is kPanelCols / tile_cols tiles of [words of depth][tile_cols]. `ahead` is that
-// of pack_lines.
+// Packs columns [at, at + width) of a panel: `columns` from b, then zeros.
+// A panel is kPanelCols / tile_cols tiles of [words of depth][tile_cols]. `ahead` is as
+// in pack_lines.
 template <typename Micro, typename scalar_t, typename operand_t>
 void pack_panel(
     const StridedView<scalar_t>& b, int64_t columns, int64_t depth, int64_t at, int64_t width,

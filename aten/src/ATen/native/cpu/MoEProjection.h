@@ -1,7 +1,7 @@
 #pragma once
 
-// What forward and backward of _moe_mlp share besides the products: routed rows times a
-// matrix per expert, summed per token, and which micro-GEMM a call gets.
+// Shared by forward and backward of _moe_mlp: routed rows times a
+// matrix per expert, summed per token, and the choice of a micro-GEMM.
 
 #include <ATen/native/cpu/MoEActivation.h>
 #include <ATen/native/cpu/MoEDriver.h>
@@ -11,9 +11,9 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// The routed rows of y and dX exist only so many bytes at a time (columns are cut): they are still
+// Bytes of routed rows of y and dX that exist at a time (columns are cut). They are still
 // in cache when they are summed, and malloc recycles a buffer of this size instead of mapping and
-// zeroing it anew. More for dX, whose weights are read in pieces as wide as the cut.
+// zeroing it anew. dX has more, as its weights are read in pieces as wide as the cut.
 constexpr int64_t kCombineBytes = 4 * 1024 * 1024;
 constexpr int64_t kGradCombineBytes = 16 * 1024 * 1024;
 constexpr int64_t kMinCombineCols = 4 * kPanelCols;
@@ -23,13 +23,13 @@ inline int64_t rows_grain(int64_t elements_per_row) {
   return std::max<int64_t>(1, kMinElements / std::max<int64_t>(1, elements_per_row));
 }
 
-// Whether the functions of a call may be less exact than float's: its results are
+// Whether the functions of a call may be less exact than those of float, as its results are
 // rounded to fewer bits.
 template <typename scalar_t>
 constexpr bool kFastMath = !std::is_same_v<scalar_t, acc_type<scalar_t>>;
 
-// Calls fn(scalar_t(0), Micro()) for a dtype and the micro-GEMM it gets here. Without
-// instructions for 16 bits such operands are multiplied as float.
+// Calls fn(scalar_t(0), Micro()) for a dtype and its micro-GEMM on this CPU. Without
+// instructions for 16-bit operands these are multiplied as float.
 template <typename Fn>
 void dispatch_micro_gemm(ScalarType dtype, const Fn& fn) {
 #ifdef MOE_HAS_FAST_GEMM

@@ -1,6 +1,6 @@
-// _moe_quantize on CPU, and the same rounding without the codes: the low-precision MLP
-// multiplies the numbers that data and scale stand for. The loops are over few enough
-// elements, and plain enough, for the compiler to make vectors of them.
+// _moe_quantize on CPU, and the same rounding without codes: the low-precision MLP
+// multiplies the values of codes and scales. The loops are short and plain enough for the
+// compiler to vectorize them.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,7 @@ using moe::QuantizeOutputs;
 using moe::ScalingRule;
 using moe_cpu::convert_row;
 
-// Elements that are handled at a time: a block of every blockwise rule, or some of them.
+// Elements handled at a time: one block of a blockwise rule, or several.
 constexpr int64_t kChunk = 128;
 // Elements that are worth another thread.
 constexpr int64_t kGrain = 32 * 1024;
@@ -39,8 +39,8 @@ inline int32_t max_magnitude(const float* x, int64_t n) {
   return most;
 }
 
-// Codes of scaled numbers. A float8_e4m3fn has steps of 2^-9 below 2^-6, where a sum with 2^14
-// rounds, and 3 bits of mantissa above.
+// Codes of scaled numbers. Below 2^-6 a float8_e4m3fn has steps of 2^-9, to which adding 2^14
+// rounds; above it has 3 bits of mantissa.
 struct E4M3Code {
   static inline uint8_t of(float x) {
     const auto bits = c10::bit_cast<uint32_t>(x);
@@ -51,7 +51,7 @@ struct E4M3Code {
     const uint32_t code = std::min(magnitude < 0x3C800000U ? small : normal, 0x7EU);
     return static_cast<uint8_t>(code | ((bits >> 24) & 0x80U));
   }
-  // The number of the code.
+  // The code as an integer.
   static inline float rounded(float x) {
     const auto bits = c10::bit_cast<uint32_t>(x);
     const uint32_t magnitude = bits & 0x7FFFFFFFU;
@@ -60,7 +60,7 @@ struct E4M3Code {
     const float number = std::min(magnitude < 0x3C800000U ? small : c10::bit_cast<float>(normal), 448.F);
     return c10::bit_cast<float>(c10::bit_cast<uint32_t>(number) | (bits & 0x80000000U));
   }
-  // What a code stands for. Codes below 8 are the subnormals, multiples of 2^-9.
+  // The value of a code. Codes below 8 are the subnormals, multiples of 2^-9.
   static inline float number(uint8_t code) {
     const uint32_t magnitude = code & 0x7FU;
     const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * 0.001953125F;
@@ -74,7 +74,7 @@ struct E4M3Code {
 
 struct Int8Code {
   static inline float rounded(float x) {
-    // A sum with 1.5 * 2^23 rounds to integers.
+    // Adding 1.5 * 2^23 rounds to integers.
     return (std::clamp(x, -127.F, 127.F) + 12582912.F) - 12582912.F;
   }
   static inline uint8_t of(float x) {
@@ -122,7 +122,7 @@ class Writer {
     return values_.defined();
   }
 
-  // Codes and values, of those that are wanted, of n <= kChunk numbers with one byte.
+  // Writes the wanted codes and values of n <= kChunk numbers with one byte.
   void put(const float* x, int64_t n, int32_t byte, int64_t place) const {
     with_code([&](auto code) {
       using Code = decltype(code);
@@ -145,7 +145,7 @@ class Writer {
     });
   }
 
-  // Codes of n numbers with a reciprocal (NaN for NaN) each.
+  // Codes of n numbers, each with its own reciprocal (NaN for NaN).
   void encode_each(const float* x, int64_t n, const float* reciprocals, uint8_t* to) const {
     with_code([&](auto code) {
       using Code = decltype(code);
@@ -188,7 +188,7 @@ class Writer {
   const Tensor values_;
 };
 
-// x (outer, rows, cols) in blocks of tall x wide elements, a scale each. A thread takes `group`
+// x (outer, rows, cols) in blocks of tall x wide elements with a scale each. A thread takes `group`
 // neighbouring blocks at a time, at least `grain` times.
 template <typename scalar_t>
 void quantize_blocks(
@@ -200,7 +200,7 @@ void quantize_blocks(
     const int64_t first_row = line % lines * tall, first = block * wide;
     const int64_t height = std::min(tall, rows - first_row), width = std::min(wide, cols - first);
     const int64_t corner = (line / lines * rows + first_row) * cols + first;
-    // fn(place, n): chunks of the block, in the buffer. A block that is one stays there.
+    // Calls fn(place, n) for chunks of the block in the buffer. A block of one chunk stays there.
     const auto for_each_chunk = [&](bool is_loaded, const auto& fn) {
       for (const auto row : c10::irange(height)) {
         for (int64_t i = 0; i < width; i += kChunk) {
@@ -231,14 +231,14 @@ void quantize_blocks(
   });
 }
 
-// Rows [begin, end) of a matrix that share the scales at `place` of their columns.
+// Rows [begin, end) of a matrix whose columns have their scales at `place`.
 struct RowBlock {
   int64_t begin;
   int64_t end;
   int64_t place;
 };
 
-// Blocks of the rows, and those that are behind every expert.
+// Blocks of the rows, including those behind every expert.
 std::vector<RowBlock> make_row_blocks(
     int64_t rows, const ScalingRule& rule, const Tensor& offs, int64_t& live_rows) {
   std::vector<RowBlock> blocks;
@@ -273,7 +273,7 @@ std::vector<RowBlock> make_row_blocks(
 constexpr int64_t kFlippedRows = 32;
 
 // x (outer, rows, cols), scaled along the rows: codes and scales are (outer, cols, rows) in
-// memory, values lie as x does.
+// memory, values have the layout of x.
 template <typename scalar_t>
 class ColumnPass {
  public:
@@ -343,7 +343,7 @@ void quantize_columns(
                       : moe::scale_count(rule, rows))
           .expect_int();
   if ((offs.defined() || rows == 0) && out.scale.defined()) {
-    // Places that no block has are those of zeros, and so are rows behind the experts.
+    // Places without a block, and rows behind the experts, are those of zeros.
     for (const auto i : c10::irange(out.scale.numel())) {
       writer.put_scale(0, i);
     }
@@ -403,7 +403,7 @@ void moe_quantize_kernel(
   }
 }
 
-// data (rows, length) times its scales, a row of which serves `rule.block` rows of squares.
+// data (rows, length) times its scales. With squares, `rule.block` rows share a row of scales.
 template <typename Code>
 void dequantize(
     const moe::Quantized& quantized, const ScalingRule& rule, const Tensor& values) {
@@ -422,7 +422,7 @@ void dequantize(
       const int64_t line = rule.square ? row / height * tall + row % height / block : row;
       for (int64_t i = 0; i < length; i += kChunk) {
         const int64_t n = std::min(kChunk, length - i);
-        // A whole chunk of the stack's: the loop has vectors and no tail.
+        // A whole chunk on the stack: the loop is vectorized without a tail.
         std::copy_n(codes + row * length + i, n, chunk);
         for (int64_t j = 0; j < kChunk; ++j) {
           buffer[j] = Code::number(chunk[j]);

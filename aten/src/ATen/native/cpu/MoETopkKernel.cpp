@@ -16,10 +16,10 @@ namespace {
 
 using namespace moe_cpu;
 
-// A block of fewer scores costs less than to hand it to another thread.
+// Fewer scores cost less than handing them to another thread.
 constexpr int64_t kGrainScores = 4096;
 
-// What a row costs, in scores: sorting a chosen one costs as much as many others.
+// The cost of a row in scores: sorting a chosen one costs as much as many others.
 int64_t grain(int64_t num_experts, int64_t k) {
   return at::divup(kGrainScores, num_experts + 8 * k);
 }
@@ -58,7 +58,7 @@ class Chooser {
         group_ranks_(spec.num_groups),
         chosen_groups_(spec.num_groups) {}
 
-  // Writes the k best experts of a row of scores.
+  // Writes the ids of the k best scores of a row.
   void choose(const acc_t* scores, int64_t k, int64_t* experts) {
     const int64_t num_experts = groups_ * size_;
     for (int64_t e = 0; e < num_experts; ++e) {
@@ -146,7 +146,7 @@ void moe_topk_kernel(
       });
 }
 
-// The gradient of one row, see MoETopk.cpp; `scores` becomes it.
+// Turns the `scores` of a row into its gradient, see MoETopk.cpp.
 template <typename acc_t>
 void grad_of_row(
     const acc_t* grad_weights, const int64_t* experts, int64_t k, int64_t num_experts,

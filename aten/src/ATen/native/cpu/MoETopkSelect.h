@@ -1,9 +1,9 @@
 #pragma once
 
-// The k best of a row of numbers, in exactly the order in which a stable descending
-// at::sort puts them, without sorting the others. All loops over the row are of
-// integers and without branches that depend on the values, so that the time depends
-// little on their order, and the compiler turns most of them into vector code.
+// The k best of a row of numbers, in the order of a stable descending
+// at::sort, without sorting the others. All loops over the row are over
+// integers and have no branches on the values, so the time depends
+// little on their order, and the compiler vectorizes most of them.
 //
 //   k <= n / 4   the k-th largest maximum of 2k groups of ranks is a bound that few
 //                ranks exceed, and only those are sorted
@@ -22,8 +22,8 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// Larger is better in the order of at::sort(stable, descending): NaN before all,
-// 0 and -0 equal. What is equal here keeps its order.
+// A larger rank is better in the order of at::sort(stable, descending): NaN before all,
+// 0 and -0 equal. Equal ranks keep their order.
 template <typename scalar_t>
 using rank_t = std::conditional_t<std::is_same_v<scalar_t, double>, int64_t, int32_t>;
 
@@ -47,7 +47,7 @@ inline scalar_t value_of(rank_t<scalar_t> rank) {
 }
 
 constexpr int64_t kFew = 32; // numbers that are ordered by counting
-constexpr int64_t kBlock = 16; // ranks that are looked at together
+constexpr int64_t kBlock = 16; // ranks compared together
 
 // better[i] = how many of n <= size numbers are larger than number i; copies them to `few`.
 template <int64_t size, typename number_t>
@@ -88,7 +88,7 @@ inline number_t kth_of_few(const number_t* numbers, int64_t n, int64_t k) {
   return kth;
 }
 
-// How many of n ranks fn(rank) is true of. Counts as wide as a rank are vector code.
+// Number of n ranks for which fn(rank) is true. Counts as wide as a rank vectorize.
 template <typename rank, typename Fn>
 inline int64_t count(const rank* ranks, int64_t n, const Fn& fn) {
   rank result = 0;
@@ -98,7 +98,7 @@ inline int64_t count(const rank* ranks, int64_t n, const Fn& fn) {
   return result;
 }
 
-// Copies those to the front of `kept`, which may be `ranks`, and returns how many they are.
+// Copies them to the front of `kept`, which may be `ranks`, and returns their number.
 template <typename rank, typename Fn>
 inline int64_t keep_if(const rank* ranks, int64_t n, const Fn& fn, rank* kept) {
   int64_t size = 0;
@@ -110,8 +110,8 @@ inline int64_t keep_if(const rank* ranks, int64_t n, const Fn& fn, rank* kept) {
   return size;
 }
 
-// The k-th largest of n ranks, which are overwritten. A quickselect whose pivot
-// is about the k-th largest by a sample, and whose loops have no branches.
+// The k-th largest of n ranks, which are overwritten. A quickselect without branches in
+// its loops, whose pivot is about the k-th largest of a sample.
 template <typename rank>
 inline rank kth_largest(rank* ranks, int64_t n, int64_t k) {
   constexpr int kRounds = 12; // then the worst case is near
@@ -141,7 +141,7 @@ inline rank kth_largest(rank* ranks, int64_t n, int64_t k) {
 }
 
 // A lower bound of the k-th largest that few others exceed: the k-th largest of the
-// maxima of 2k or more groups. `maxima` holds n of them or one more block.
+// maxima of 2k or more groups. `maxima` has room for n and one more block.
 template <typename rank>
 inline rank bound_of_best(const rank* ranks, int64_t n, int64_t k, rank* maxima) {
   const int64_t groups = (2 * k + kBlock - 1) / kBlock * kBlock;
@@ -155,7 +155,7 @@ inline rank bound_of_best(const rank* ranks, int64_t n, int64_t k, rank* maxima)
   return kth_largest(maxima, groups, k);
 }
 
-// A rank and its place as one number; the lower place is the better.
+// A rank and its place as one number; lower places are better.
 inline int64_t key_of(int32_t rank, int64_t place) {
   return (static_cast<int64_t>(rank) << 32) | (0xffffffff - place);
 }
@@ -164,7 +164,7 @@ inline int64_t place_of(int64_t key) {
   return 0xffffffff - (key & 0xffffffff);
 }
 
-// Merges two sorted runs of the same length, from both ends at a time: neither
+// Merges two sorted runs of the same length from both ends at once, so that neither
 // end can leave its run.
 inline void merge_runs(const int64_t* a, const int64_t* b, int64_t n, int64_t* out) {
   const int64_t *a_end = a + n - 1, *b_end = b + n - 1;
@@ -209,7 +209,7 @@ inline void sort_keys(int64_t* keys, int64_t n, int64_t* other) {
   }
 }
 
-// Whether fn(a, b) is true of all neighbours; looks at blocks of them.
+// Whether fn(a, b) is true for all neighbours, which are compared in blocks.
 template <typename rank, typename Fn>
 inline bool in_order(const rank* ranks, int64_t n, const Fn& fn) {
   for (int64_t i = 0; i + 1 < n; i += kBlock) {
@@ -225,8 +225,8 @@ inline bool in_order(const rank* ranks, int64_t n, const Fn& fn) {
   return true;
 }
 
-// Calls found(place, chosen) place by place until all are found: those of the ranks above
-// `bound`, of which there are `above`, and the first `equals` of those that equal it.
+// Calls found(place, chosen) in order of place for the `above` ranks that exceed
+// `bound` and the first `equals` ranks that equal it.
 template <typename rank, typename Found>
 inline void for_each_best(
     const rank* ranks, int64_t n, rank bound, int64_t above, int64_t equals, const Found& found) {
@@ -239,7 +239,7 @@ inline void for_each_best(
   };
   int64_t i = 0;
   for (; i + kBlock <= n && above + equals > 0; i += kBlock) {
-    // The lowest rank is none of a number, so that this does not overflow.
+    // This does not overflow, as no number has the lowest rank.
     const rank below = equals > 0 ? bound - 1 : bound;
     int32_t any = 0;
     for (int64_t j = i; j < i + kBlock; ++j) {
@@ -301,7 +301,7 @@ inline void select_best(
     const auto is_above = [&bound](rank x) { return x > bound; };
     int64_t above = count(ranks, n, is_above);
     if (above > k + kFew) {
-      // The bound was a bad one.
+      // Too many ranks exceed the bound.
       bound = kth_largest(copy, keep_if(ranks, n, is_above, copy), k);
       above = count(ranks, n, is_above);
     }

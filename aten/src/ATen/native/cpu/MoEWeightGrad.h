@@ -1,7 +1,7 @@
 #pragma once
 
-// Sums over the rows of an expert, for the backward of _moe_mlp: gradients of weights, grad[e] =
-// left_e^T right_e, and of biases. The order of addition depends on the rows alone.
+// Sums over the rows of an expert for the backward of _moe_mlp: gradients of weights, grad[e] =
+// left_e^T right_e, and of biases. The order of addition depends only on the rows.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/native/cpu/MoEProjection.h>
@@ -13,27 +13,27 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// Lines of a gradient that one task computes at most, and down to which they are cut for
-// more tasks or less scratch.
+// Most and fewest lines of a gradient in a task; fewer lines make more tasks and need less
+// scratch.
 constexpr int64_t kMaxGradLines = 240;
 constexpr int64_t kMinGradLines = 48;
-// Scratch of a thread: the packed left operand of a task and the packed right operand of
-// an expert, each if it fits, else a part of it at a time: more than this of few threads.
-// All threads together should use no more than the third number.
+// Scratch of a thread for the packed left operand of a task and the packed right operand of
+// an expert; an operand that does not fit is packed in parts. Few threads have more.
+// The third number is for all threads together.
 constexpr int64_t kGradLeftBytes = 512 * 1024;
 constexpr int64_t kGradRightBytes = 2 * 1024 * 1024;
 constexpr int64_t kGradScratchBytes = 8 * 1024 * 1024;
 
-// Columns of an operand by routed row: of a RowSource, or made when they are packed,
-// which costs less than to write and read them once they do not fit the caches.
+// Columns of an operand by routed row: from a RowSource, or computed during packing,
+// which is cheaper than memory traffic if they do not fit the caches.
 template <typename scalar_t>
 struct GradOperand {
   RowSource<scalar_t> rows;
   // make(row, c0, n, out) writes columns [c0, c0 + n) of a row.
   std::function<void(int64_t, int64_t, int64_t, scalar_t*)> make;
 
-  // from[i] <- columns [c0, c0 + n) of row row0 + i for i < count, null: zeros. In
-  // buffer (count, n) if they are made. As many columns after them are most likely next.
+  // from[i] <- columns [c0, c0 + n) of row row0 + i for i < count, or null for zeros. Computed
+  // ones are in buffer (count, n). The next n columns are probably needed next.
   void locate(
       int64_t row0, int64_t count, int64_t c0, int64_t n, scalar_t* buffer,
       const scalar_t** from) const {
@@ -57,9 +57,9 @@ class WeightGrad {
   using acc_t = acc_type<scalar_t>;
   static constexpr int64_t v = kWordElements<operand_t>;
   static constexpr int64_t lanes = vec::Vectorized<word_t>::size();
-  static constexpr int64_t kRowsMultiple = lanes * v;  // that are transposed at once
+  static constexpr int64_t kRowsMultiple = lanes * v;  // rows transposed at once
   static_assert(Micro::kMinDepth % kRowsMultiple == 0);
-  // Lines that are multiplied, then stored.
+  // Lines that are multiplied before they are stored.
   static constexpr int64_t kStoredLines = std::max<int64_t>(12, Micro::kTileRows);
 
  public:
@@ -95,7 +95,7 @@ class WeightGrad {
     operand_t* left;          // [lines][depth]
     operand_t* right;         // [panel][step][packed panel]
     acc_t* sums;              // [lines][kPanelCols]
-    scalar_t* made;           // [step][kPanelCols], if an operand is made
+    scalar_t* made;           // [step][kPanelCols], if an operand is computed
     const scalar_t** from;    // [step]
     const operand_t** lines;  // [lines]
   };
@@ -103,7 +103,7 @@ class WeightGrad {
   void compute(const Routing<acc_t>& routing) {
     constexpr auto size = static_cast<int64_t>(sizeof(operand_t));
     const int64_t threads = threads_for(routing.last_row * lines_ * length_);
-    // Twice the operands, of which few are there as they are multiplied.
+    // Twice the operands' size, as most operands have to be packed or computed first.
     const int64_t limit = scratch_limit(
         2 * routing.last_row * (lines_ + length_) * static_cast<int64_t>(sizeof(scalar_t)));
     const int64_t share =
@@ -114,10 +114,10 @@ class WeightGrad {
     const int64_t experts = std::max<int64_t>(1, static_cast<int64_t>(routing.experts.size()));
     const int64_t most = round_up(std::max<int64_t>(1, routing.most_rows), kRowsMultiple);
     const int64_t step = std::min(most, step_);
-    // Of most experts. One with more rows, whose operands do not fit, packs them again.
+    // Rows of most experts. An expert with more, whose operands do not fit, packs them again.
     const int64_t depth =
         std::clamp(round_up(2 * routing.last_row / experts, kRowsMultiple), step, most);
-    // So many lines that their left operand fits, and that there are tasks for all.
+    // Lines whose left operand fits, and that leave tasks for all threads.
     const int64_t lines_fit = std::min(kGradLeftBytes, share / 4) / (depth * size);
     const int64_t lines_shared = lines_ * experts / (2 * threads);
     task_lines_ = round_up(
@@ -127,7 +127,7 @@ class WeightGrad {
     const int64_t height = round_up(task_lines_, kPanelCols);
     left_size_ = height *
         std::clamp(share / 4 / size / height, lines_fit >= task_lines_ ? depth : step, most);
-    // Few threads have room for that of some experts; that of many is much scratch.
+    // Few threads have room for the largest expert's right operand; many would need too much.
     const bool are_few = share / 2 >= kGradRightBytes;
     const int64_t right_fits = (are_few ? share / 8 * 5 : share / 2) / size;
     right_size_ = round_up(length_, kPanelCols) * (are_few ? most : depth);
@@ -159,8 +159,8 @@ class WeightGrad {
         });
   }
 
-  // The lines of a task. has_right: the right operand of all the expert's rows and
-  // columns is packed already, if it fits.
+  // Computes the lines of a task. has_right: the expert's right operand
+  // is already packed, if it fits.
   void compute_lines(const Block& block, int64_t i0, bool has_right, const Buffers& at) const {
     const int64_t height = std::min(task_lines_, lines_ - i0);
     const int64_t rows = block.rows();
@@ -181,7 +181,7 @@ class WeightGrad {
     for (int64_t j0 = 0; j0 < length_; j0 += kPanelCols) {
       const int64_t n = std::min(kPanelCols, length_ - j0);
       for (int64_t r0 = 0; r0 < rows; r0 += step_) {
-        // What multiplies dense rows is generated for a depth, of which there should be few.
+        // Kernels for dense rows are generated per depth, so there should be few depths.
         const int64_t k =
             round_up(std::min(step_, rows - r0), Micro::kDenseRows ? kRowsMultiple : v);
         const Block part{block.expert, block.begin + r0, std::min(block.end, block.begin + r0 + k)};
@@ -196,7 +196,7 @@ class WeightGrad {
         for (int64_t i = 0; i < height; i += kStoredLines) {
           const int64_t m = std::min(kStoredLines, height - i);
           acc_t* sums = at.sums + i * kPanelCols;
-          // What will be written: a gradient is larger than the caches.
+          // Fetches what will be written, as a gradient is larger than the caches.
           for (int64_t line = i; line < i + m; ++line) {
             prefetch(out + line * line_stride_ + j0, n);
           }
@@ -261,8 +261,8 @@ class WeightGrad {
   int64_t step_ = Micro::kDepth;  // rows reduced per product
 };
 
-// Columns of a bias gradient that one task sums, and rows that are summed one after the other;
-// those sums are added in pairs: errors grow with the logarithm of the number of rows.
+// Columns of a bias gradient in a task, and rows that are summed one after the other.
+// These sums are added in pairs, so errors grow with the logarithm of the number of rows.
 constexpr int64_t kSumCols = 128;
 constexpr int64_t kSumRows = 32;
 
@@ -309,7 +309,7 @@ void column_sums(
       rows_grain((routing.last_row / std::max<int64_t>(1, experts) + 1) * kSumCols),
       [&](int64_t begin, int64_t end) {
         for (const auto task : c10::irange(begin, end)) {
-          // Neighbouring tasks are other experts': one with most of the rows is shared.
+          // Neighbouring tasks are of different experts, so threads share one with most rows.
           const Block& block = routing.experts[task % experts];
           const int64_t c0 = task / experts * kSumCols;
           const int64_t n = std::min(kSumCols, cols - c0);

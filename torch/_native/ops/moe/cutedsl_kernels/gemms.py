@@ -6,10 +6,10 @@ reads or writes a row outside of the segments. ``tokens`` (R,) int32 gathers row
 (T, .) operand; None where the operand has the rows already.
 
 The layout of the pre-activations is that of the weight, as for every backend. QuACK
-pairs gate and up as adjacent columns: with ``gate_interleaved`` they are, and the
-tile is stored as it is; without, the weight's rows are relabelled (``concat_layout``)
-and the two halves of the pre-activations are outputs of their own. The backward
-kernel reads them as pairs, so that it serves ``gate_interleaved`` and plain activations.
+pairs gate and up as adjacent columns. With ``gate_interleaved`` they are adjacent, and the
+tile is stored unchanged. Otherwise the weight's rows are relabelled (``concat_layout``),
+and the two halves of the pre-activations are two outputs. The backward
+kernel reads pairs, so it supports ``gate_interleaved`` and plain activations.
 
 Every schedule is static and no contraction is split over programs: same input, same bits.
 """
@@ -36,8 +36,8 @@ from torch._vendor.quack.gemm_interface import gemm_tuned
 from ..triton_kernels.launch import Activation
 
 
-# Names of our activations there; what has no entry is not served. geglu and gelu are
-# exact there only without a gate, and a clamp is part of no gated function but one.
+# QuACK's names of our activations; those without an entry are not supported. It has the erf of
+# gelu and geglu only without a gate, and a clamp in only one gated function.
 ACTIVATIONS: dict[str, str] = {
     "swiglu": "swiglu",
     "geglu_tanh": "geglu",
@@ -66,10 +66,10 @@ def _config(
     )
 
 
-# By major compute capability. sm_90: two warp groups share a tile where the loop is
-# long, and take turns (pingpong) where the epilogue is; sm_100: two blocks share one
-# matrix instruction. mm and mm_short are down and the input gradient, whose loop is short for
-# at most MAX_SHORT terms. By hand, and on sm_90 by the model of
+# By major compute capability. sm_90: two warp groups share a tile if the loop is
+# long, and take turns (pingpong) if the epilogue is; sm_100: two blocks share one
+# matrix instruction. mm and mm_short are the down-projection and the input gradient; mm_short
+# has at most MAX_SHORT terms. Chosen by hand, on sm_90 with the model of
 # test/python_native/moe_cutedsl_model.py; measured on no GPU.
 MAX_SHORT = 512
 CONFIGS: dict[int, dict[str, GemmConfig]] = {
@@ -96,9 +96,9 @@ _SOURCE = hashlib.sha256(pathlib.Path(__file__).read_bytes()).hexdigest()[:16]
 def _epilogue(name: str, **kwargs) -> Callable[[Callable[..., object]], EpiMod]:
     """``gemm_epilogue`` for a function that captured the activation ``name``.
 
-    QuACK finds compiled kernels, on disk too, by the qualified name of an installed function
-    outside of its package, and not by its source or closure. So the name says both, or
-    the first activation to be compiled would serve for all.
+    QuACK caches compiled kernels, also on disk, by the qualified name of a function, not by its
+    source or closure. So the name contains both; otherwise all activations would share the
+    kernel of the first one.
     """
 
     def decorate(function: Callable[..., object]) -> EpiMod:
@@ -168,7 +168,7 @@ def _act_backward_epilogue(name: str, gated: bool) -> EpiMod:
 
 
 def _capacity(x: Tensor) -> int:
-    # Not torch.cuda's: the compile gate names a GPU that is not there.
+    # Not torch.cuda's: the compile gate names a GPU that is absent.
     from torch._vendor.quack.cute_dsl_utils import get_device_capacity
 
     return get_device_capacity(x.device)[0]
@@ -178,8 +178,8 @@ def _config_for(kernel: str, x: Tensor, tokens: Tensor | None = None) -> GemmCon
     capacity = _capacity(x)
     config = CONFIGS[capacity][kernel]
     if capacity == 10 and tokens is not None:
-        # Else it does not compile: the other way to gather arrives at a barrier with an
-        # argument that CuTe DSL 4.8.0 does not take.
+        # The other way to gather does not compile: it passes a barrier an
+        # argument that CuTe DSL 4.8.0 rejects.
         config = dataclasses.replace(config, use_tma_gather=True)
     return config
 

@@ -38,7 +38,7 @@ class CutePlan(NamedTuple):
 
     Attributes:
         gemms: the matmuls.
-        triton: of the Triton kernels beside them.
+        triton: the plan of the Triton kernels.
     """
 
     gemms: Gemms
@@ -92,7 +92,7 @@ def moe_mlp_forward(
 
 
 class _Products:
-    """As launch.Products of the Triton kernels."""
+    """Implements launch.Products of the Triton kernels."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class _Products:
         self.grad_out, self.preact = grad_out, preact
 
     def act_backward(self, wanted: Wanted) -> ActGrads:
-        """Gate and up in two halves are for the Triton kernel: QuACK's reads them in pairs, and
-        pre-activations of another layout than the weight's would be of no use to a backward
-        that another backend runs.
+        """The Triton kernel runs if gate and up are two halves, as QuACK's reads pairs. Storing
+        pairs in the forward would not help: another backend may run the backward, and expects
+        the weight's layout.
         """
         experts, segments, preact = self.experts, self.segments, self.preact
         if experts.halves_adjacent:

@@ -1,4 +1,4 @@
-"""Per-row metadata for kernels that know segments but no padding.
+"""Per-row metadata for matmuls that know segments but no padding.
 
 Letters: T tokens, K experts per token, R routed rows.
 """
@@ -73,9 +73,9 @@ def route_rows(
 ) -> tuple[Tensor, Tensor]:
     """(R,) int32 token and (R,) float32 router weight of each row of ``row_slots`` (R,).
 
-    A row that holds no slot reads the token of its expert's first row, with weight 0. What
-    matmuls without masks make of it reaches no sum but the expert's, where 0 times it may be
-    NaN, if that token is not finite; then so are the gradients of the expert without it.
+    A padding row has the token of its expert's first row, with weight 0. Matmuls without masks
+    add it only to the sums of that expert. If the token is not finite, 0 times it is NaN, but
+    then the expert's gradients are NaN anyway.
     """
     tokens = torch.empty_like(row_slots)
     scores = torch.empty_like(row_slots, dtype=torch.float32)

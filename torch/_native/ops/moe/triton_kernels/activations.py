@@ -4,8 +4,8 @@ Everything here is elementwise in float32. ``gate`` and ``up`` are the two
 halves of the pre-activation H for a gated (GLU) activation; a plain activation
 only has ``gate``. Names and formulas are those of ``aten::_moe_mlp``.
 
-Every formula is written so that an input row of zeros gives zeros, which is
-what makes padding rows free: they need no masking after the activation.
+Every formula maps an input row of zeros to zeros, so that padding rows
+need no masking after the activation.
 """
 
 import triton
@@ -27,9 +27,9 @@ _TANH_CUBIC_SLOPE = tl.constexpr(3 * 2 * 0.7978845608028654 * 0.044715)
 
 @triton.jit
 def _sigmoid(x):
-    # A division guards against overflow in seven instructions; the denominator needs
+    # A division guards against overflow with seven instructions. The denominator needs
     # no guard, and the reciprocal's error of one ulp is half of the division's. The
-    # exponential guards results below 2^-126 in three, which are nothing beside the 1.
+    # exponential guards results below 2^-126 with three; added to 1 they vanish.
     if INLINE_ASM and is_cuda():
         y = tl.inline_asm_elementwise(
             """
@@ -85,7 +85,7 @@ def unary_forward(x, KIND: tl.constexpr):
 def unary_backward(grad, x, KIND: tl.constexpr):
     """``grad * f'(x)`` of :func:`unary_forward`; ``grad`` and ``x`` are float32.
 
-    Where relu and relu2 are flat it is 0 for an infinite ``grad`` too.
+    Where relu and relu2 are flat it is 0, also for an infinite ``grad``.
     """
     if KIND == "silu" or KIND == "swiglu":
         s = _sigmoid(x)
@@ -138,7 +138,7 @@ def glu_backward(
     g, u = _clamp_halves(gate, up, limit, HAS_LIMIT)
     if ACTIVATION == "swiglu_oai":
         s = _sigmoid(alpha * g)
-        # Not alpha * g first, which overflows where s is 0.
+        # Not alpha * g first: it may overflow while s is 0.
         g_s = g * s
         d_gate = grad * (u + 1.0) * (s + alpha * g_s * (1.0 - s))
         d_up = grad * g_s

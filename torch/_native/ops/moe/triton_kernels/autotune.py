@@ -4,14 +4,14 @@ Off unless the environment variable TORCH_MOE_TRITON_AUTOTUNE is 1 when the firs
 kernel runs; then the first call of every problem times the configurations that fit it,
 in the order of the table, and later calls reuse the fastest.
 
-It cannot run out of memory that the call itself would not need: a candidate is a
-launch on the operands and into the outputs of the call, all kernels overwrite their
-outputs, and the little that depends on the configuration (tile lists, dS partials) is
-freed before the next candidate runs. A candidate that does not fit in shared memory or
-memory is passed over. While a CUDA graph is captured nothing is measured.
+Measuring needs hardly more memory than the call itself. A candidate runs on the
+operands and writes the outputs of the call, and all kernels overwrite their
+outputs. The few tensors that depend on the configuration (tile lists, dS partials) are
+freed before the next candidate runs. A candidate that does not fit in memory or in shared
+memory is skipped. While a CUDA graph is captured nothing is measured.
 
-What it costs: host syncs at the first call of each problem, and d(topk_weights) that
-may differ in the last bit between processes that chose differently. Results of the
+The cost is host syncs at the first call of each problem. d(topk_weights)
+may differ in the last bit between processes that chose differently; results of the
 forward are the same in every configuration (configs.py).
 """
 

@@ -1,5 +1,4 @@
-"""Backward kernels: the activation gradient with everything that falls out of it,
-and the weight gradients.
+"""Backward kernels: the activation gradient with its by-products, and the weight gradients.
 
 Letters: T tokens, D model dim, F expert hidden dim, E experts, K experts per
 token, R routed rows, g = 2 for a gated activation else 1. ``s`` is the router
@@ -38,8 +37,8 @@ def _load_preact(
 ):  # fmt: skip
     """Tile of H in float32, whose rows without a slot hold zeros.
 
-    By pointers, in the layout that the accumulator's epilogue works in: a TMA load
-    comes in another one, in which Triton then computes the activation a second time.
+    Pointers load it in the layout of the accumulator's epilogue. A TMA load has
+    another layout, in which Triton would compute the activation a second time.
     """
     ptrs = row_tile(preact, first_row, first_col, row_length, BLOCK_M, BLOCK_N)
     cols = first_col + tl.arange(0, BLOCK_N)
@@ -57,12 +56,12 @@ def _act_backward_epilogue(
 ):  # fmt: skip
     """Stores dH and A' for some columns of dA'; returns their <dA', A> per row.
 
-    That of a row without a slot is undefined; nothing reads it.
+    The <dA', A> of a row without a slot is undefined; nothing reads it.
     """
     dtype = grad_preact.dtype.element_ty
     cols = first_n + tl.arange(0, BLOCK_N)
     in_tile = (first_row + tl.arange(0, BLOCK_M) < row_end)[:, None]
-    # Of the product, not of acc, which the compiler would then keep whole beside its parts.
+    # From the product: from acc, the compiler would keep acc whole beside its parts.
     grad = tl.where(valid[:, None], acc * s[:, None], 0.0)
     if GATED and INTERLEAVED:
         h_cols = first_n * 2 + tl.arange(0, BLOCK_N * 2)
@@ -129,10 +128,10 @@ def act_backward_kernel(
 ):  # fmt: skip
     """dH, A' and the dS partials of one tile, from dA' = dO[token(r)] @ w_out[e].
 
-    The contraction runs over D, so D is the weight's K dimension here: K_MAJOR
-    means that D is contiguous, which nn.Linear's layout is not. A program has one tile:
-    without what a loop keeps from one to the next, the registers hold two programs on a
-    multiprocessor, which hide each other's epilogue.
+    The contraction runs over D, so D is the weight's K dimension here. K_MAJOR
+    means that D is contiguous, which it is not in nn.Linear's layout. A program has one tile:
+    a loop over tiles would keep values between them, and the registers would not hold two
+    programs on a multiprocessor, which hide each other's epilogue.
     """
     num_n = tl.cdiv(F, BLOCK_N)
     num_m = tl.load(tiles)
@@ -184,10 +183,10 @@ def _expert_rows(
 ):  # fmt: skip
     """(BLOCK_R, BLOCK_C) tile of an expert's rows; rows without a slot are zero.
 
-    GATHER reads the rows of the slots' tokens; else ``base`` is in row order
-    and holds zeros where a row has no slot. FULL_ROWS promises that all rows
-    belong to the expert, whose first row is ``start``; only then may TMA read them,
-    unless by a RAGGED descriptor, which zeros those past ``row_end``.
+    GATHER reads the rows of the slots' tokens. Otherwise ``base`` is in row order
+    and has zeros in rows without a slot. FULL_ROWS promises that all rows
+    belong to the expert, whose first row is ``start``. Only then may TMA read them,
+    except with a RAGGED descriptor, which zeros those past ``row_end``.
     """
     cols = first_col + tl.arange(0, BLOCK_C)
     if USE_TMA and RAGGED and not GATHER:
@@ -202,7 +201,7 @@ def _expert_rows(
             else:
                 slots = tl.load(row_slots + rows, mask=rows < row_end, other=-1)
             mask = (slots >= 0)[:, None]
-            # A constant divisor: this is done in every step of the contraction.
+            # The divisor is a constant, as every step of the contraction divides by it.
             source = (tl.where(slots >= 0, slots, 0) // TOP_K).to(tl.int64)
         else:
             mask = (rows < row_end)[:, None]
@@ -221,7 +220,7 @@ def gradient_tile(
 ):  # fmt: skip
     """Expert, first row and column, and the expert's rows, of a tile of the gradient.
 
-    Past the last tile those of one in the first expert, which can always be loaded.
+    Past the last tile it returns a tile of the first expert, which can always be loaded.
     """
     expert = tl.where(index < num_experts * num_m * num_n, index // (num_m * num_n), 0)
     within = index % (num_m * num_n)
@@ -268,10 +267,10 @@ def weight_grad_kernel(
     """out[e] = sum over the rows r of expert e of p[r]^T q[r]; zeros if it has none.
 
     dw_out: p = dO gathered, q = A'. dw_in: p = dH, q = x gathered. The gather is
-    part of the load of the contraction loop. Only an expert's last block of rows
-    can be partial. RAGGED descriptors mask it in that loop; else it alone is masked,
-    after the loop, where nothing hides its loads. With RAGGED the next tile's rows are
-    asked for before this one's matmuls.
+    part of the load in the contraction loop. Only an expert's last block of rows
+    can be partial. RAGGED descriptors mask it in that loop and load the next tile's rows
+    before this one's matmuls. Otherwise the last block is masked alone,
+    after the loop, where nothing hides its loads.
     """
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)

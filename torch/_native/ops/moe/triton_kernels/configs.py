@@ -7,12 +7,12 @@ instructions of the architecture, shared memory within its limit.
 ``benchmarks/moe/gpu_lab.py --tune`` measures and rewrites a table; the comment above
 it says on what it was measured.
 
-The choice depends on static sizes, never on the routing. Where it depends on the
-number of rows (``max_rows``, small tiles for decoding), a token still has the same
-bits whatever the tokens beside it: only the forward kernels have such entries, and
+The choice depends on static sizes, never on the routing. It may depend on the
+number of rows (``max_rows``, small tiles for decoding), and a token still has the same
+bits whatever tokens are beside it: only forward kernels have such entries, and
 all entries of a forward kernel sum a row in steps of one matrix instruction, in the
-same order. In the backward a column tile's width shows in d(topk_weights), so those
-kernels have none.
+same order. Backward kernels have none, as the width of a column tile changes the bits of
+d(topk_weights).
 """
 
 import dataclasses
@@ -61,12 +61,12 @@ class TileConfig:
 
 MAX_CONFIGS = 6
 
-# Of every launch: no environment variable decides whether a * b + c is rounded once.
+# Options of every launch: no environment variable decides whether a * b + c is rounded once.
 OPTIONS: Mapping[str, bool] = {"enable_fp_fusion": True}
 
 
 def itself(x):
-    """What a launcher does to a kernel or a size, unless a compiler traces it."""
+    """The hook of a launcher for a kernel or a size, unless a compiler traces it."""
     return x
 
 
@@ -136,22 +136,23 @@ _SM_80: KernelTable = {
 # multiprocessor, whose loads and matmuls hide the other's epilogue. weight_grad loads
 # the rows' slots one pipeline step ahead of the rows, so that half of the stages,
 # rounded up, hold data.
-# act_backward has the registers for two programs of 128x128 in 8 warps (128 of 128), as it
-# keeps no next tile and takes 16 columns at a time.
-# Left out, with the times that test/python_native/moe_sass.py models at (24576, 1536, 256,
-# 128, 8). act_backward, 399 us: one program that loops over tiles and loads what it needs to
-# know of the next (475), two programs of 4 warps, which spill, or of 4 parts, which do not
-# fit; fetching H into the L2 ahead of the epilogue (398); all experts' rows of a window of
+# Two programs of act_backward with 128x128 tiles in 8 warps fit in the registers (128 of 128), as
+# it keeps no next tile and its epilogue takes 16 columns at a time.
+# Rejected alternatives, with the microseconds that test/python_native/moe_sass.py models at
+# (24576, 1536, 256, 128, 8):
+# act_backward, 399: one program that loops over tiles and loads the next tile's metadata
+# (475); two programs of 4 warps spill, and with 4 parts they do not fit; H fetched into the L2
+# ahead of the epilogue (398); the rows of all experts for a window of
 # tokens together, which then stay in the L2, while weights do not (as many bytes).
 # input_grad, 548: two programs of 128x128 are bound by the L2 (584); 1 epilogue part (547)
 # takes 192 registers, 4 (553) take 159.
-# weight_grad, 509 and 277, but 518 and 281 where a compiler traces the launchers, whose
-# descriptors have no strides that wrap around: its 23.3 and 11.6 waves of tiles take as long as
+# weight_grad, 509 and 277; 518 and 281 if a compiler traces the launchers, as its
+# descriptors have no strides that wrap around. Its 23.3 and 11.6 waves of tiles take as long as
 # 24 and 12; one launch of both products would take 35. num_ctas = 2 loads by TMA without
-# multicast, so each of the two multiprocessors loads what both read. Everywhere: a loop
-# over tiles that is flattened for the pipeline waits for every matmul (input_grad 647 where
-# the nest took 589), and warp_specialize does nothing on sm_90 with 8 warps and fails in
-# Triton 3.9's pass with 4. tl.assume of a loop that turns only removes code that never runs.
+# multicast, so each of the two multiprocessors loads what both read.
+# All kernels: a loop over tiles flattened for the pipeline waits for every matmul (input_grad
+# 647, nested 589). warp_specialize does nothing on sm_90 with 8 warps and fails in
+# Triton 3.9's pass with 4. tl.assume that a loop runs only removes code that never runs.
 # Chosen by hand; measured on no GPU.
 _SM_90: KernelTable = {
     "up_gated": (
@@ -293,7 +294,7 @@ def table_for_capability(
 def table_for_gcn_arch(name: str) -> KernelTable | None:
     """The table of a ROCm ``gcnArchName``, as ``gfx942:sramecc+``, or None.
 
-    gfx950 takes the table of gfx942, of whose tiles it has room for more.
+    gfx950 takes the table of gfx942 and has more shared memory.
     """
     return _GFX942 if name.split(":")[0] in ("gfx942", "gfx950") else None
 
@@ -324,7 +325,7 @@ def fitting_configs(
         )
 
     chosen = tuple(filter(fits, table[kernel])) or table[kernel][-1:]
-    # One tile may be for few rows and, as another entry, for short contractions.
+    # One tile may have two entries: for few rows, and for short contractions.
     tiles: dict[TileConfig, TileConfig] = {}
     for config in chosen:
         tile = dataclasses.replace(config, max_rows=0, max_columns=0, max_inner=0)

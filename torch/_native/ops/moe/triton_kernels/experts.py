@@ -1,6 +1,6 @@
 """What an expert layer is, as one value: the operands of ``aten::_moe_mlp`` and its activation.
 
-Eligibility (../triton_impl.py), launchers and Inductor's lowerings hand it on. Imports no Triton.
+Eligibility (../triton_impl.py), launchers and Inductor's lowerings pass it. Imports no Triton.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ GATED_ACTIVATIONS: tuple[str, ...] = (
     "swiglu_oai",
 )
 PLAIN_ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "relu", "relu2")
-# Of the gated ones, those whose halves may be clamped; swiglu_oai always does.
+# Gated activations whose halves may be clamped; swiglu_oai always clamps them.
 LIMITED_ACTIVATIONS: tuple[str, ...] = ("swiglu", "geglu", "swiglu_oai")
 
-# swiglu_oai when the caller gives neither.
+# Defaults of swiglu_oai.
 DEFAULT_ALPHA = 1.702
 DEFAULT_LIMIT = 7.0
 
@@ -83,20 +83,20 @@ class Experts:
 
     @classmethod
     def of_call(cls, *operands, **named):
-        """Of the arguments of an op, those of the activation by name."""
+        """From the arguments of an op; those of the activation are keywords."""
         names = [field.name for field in dataclasses.fields(Activation)]
         act = Activation(**{n: named.pop(n) for n in names if n in named})
         return cls(*operands, act=act, **named)
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those that are given, by name."""
+        """The given weights, by name."""
         named = {"w_in": self.w_in, "w_out": self.w_out, "w_up": self.w_up}
         return {name: w for name, w in named.items() if w is not None}
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that are given."""
+        """All given tensors."""
         found: list[Tensor] = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -105,7 +105,7 @@ class Experts:
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """What has a gradient, in the order of the output mask."""
+        """The operands with a gradient, in the order of the output mask."""
         weights = (self.w_in, self.w_out, self.topk_weights)
         return (self.input, *weights, self.b_in, self.b_out, self.w_up)
 

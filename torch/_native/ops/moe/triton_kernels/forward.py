@@ -5,17 +5,17 @@ Letters: T tokens, D model dim, F expert hidden dim, E experts, K experts per
 token, R routed rows, g = 2 for a gated activation else 1.
 
 Both kernels walk a list of row tiles (``permutation.schedule_tiles_kernel``) in
-a loop whose stride is the grid: a grid of one program per tile and a grid of one
-program per SM are the same kernel. Which tile is next is loaded before this one's
+a loop whose stride is the grid, so a grid of one program per tile and a grid of one
+program per SM run the same kernel. The entry of the next tile is loaded before this one's
 matmuls, and its slots before this one's epilogue.
 
-Kernels that only multiply take the sizes of the layer as constants: a division by them
-would stand between two tiles. Others need the registers that this takes.
+Kernels that only multiply take the sizes of the layer as constants, which avoids a division
+between two tiles. The others need the registers that constants take.
 
 ``w`` is a pointer, or a TMA descriptor over (E, rows, columns) when USE_TMA. TMA
 fills reads outside an expert's matrix with zeros, so it needs no masks.
-Offsets that a row number or an expert number takes part in are int64, and so is the
-corner of a weight tile; within a tile they are int32 (``_weight_reason`` of
+Offsets by row number or expert number are int64, and so is the
+corner of a weight tile. Offsets within a tile are int32 (``_weight_reason`` of
 ../triton_impl.py bounds the strides).
 """
 
@@ -85,8 +85,8 @@ def routed_rows(
 ):
     """Rows of a tile, their slots, and which of them hold a slot.
 
-    The slot of a row that holds none reads as 0, a row that can always be
-    loaded: its result is masked where it would be stored.
+    A row without a slot gets slot 0, which can always be loaded; its result
+    is masked when it is stored.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     valid = rows < row_end
@@ -118,8 +118,8 @@ def row_tile(
 def _zero_rows(x, valid):
     """float32 ``x`` (M, N) with zeros in the rows that are not ``valid``.
 
-    LLVM does a select after the rounding that follows, where it takes the pairs apart
-    into which the hardware rounds.
+    LLVM would move a select behind the next rounding, and there take apart the pairs that the
+    hardware rounds.
     """
     if INLINE_ASM and is_cuda():
         y = tl.inline_asm_elementwise(
@@ -367,7 +367,7 @@ def grouped_mm_kernel(
             )  # fmt: skip
             acc = tl.dot(a_tile, w_tile, acc, input_precision=PRECISION)
         if TWO_WEIGHTS:
-            # Not in the loop above, where every second matmul would wait for the first.
+            # A second loop: in the one above every second matmul would wait for the first.
             for k in tl.range(0, P, BLOCK_K):
                 if USE_TMA:
                     a_tile = a_up.load([first_row, k])

@@ -1,11 +1,10 @@
 """The expert MLP on the kernels: ``aten::_moe_mlp`` and ``_moe_mlp_backward``.
 
-The arguments are checked. Nothing here reads a tensor's value, picks a device or decides whether
-Triton should be used at all: the caller has made the tensors' device current (see
-../triton_impl.py). The router is launched in topk.py, the permutation in permutation.py, single
-kernels in rows.py and matmuls.py.
+The caller has checked the arguments and made the tensors' device current (../triton_impl.py).
+Nothing here reads a tensor's value. topk.py launches the router, permutation.py the permutation,
+rows.py and matmuls.py single kernels.
 
-Besides torch and Triton this folder imports nothing, so that the kernels run on
+This folder imports only torch and Triton, so that the kernels run on
 releases of torch that lack torch._native.
 """
 
@@ -29,8 +28,8 @@ def moe_mlp_forward(
 ) -> tuple[Tensor, Tensor]:
     """``aten::_moe_mlp``: output (T, D) and preact (R, g*F), or (0, g*F).
 
-    Without ``combine``, and with ``slot_rows``, the first one is the experts' rows (R, D), which
-    the caller sums per token; those of no expert have undefined values.
+    Without ``combine``, and with ``slot_rows``, the output is the experts' rows (R, D), which
+    the caller sums per token. Rows of no expert are undefined.
     """
     rows, like = Rows.of(plan, experts), experts.input
     preact = like.new_empty(rows.num_rows if compute_preact else 0, experts.width)
@@ -60,7 +59,7 @@ class Wanted(NamedTuple):
 
 
 class ActGrads(NamedTuple):
-    """What comes of the activation's gradient; what nobody wants has no rows."""
+    """Results of the activation's gradient; unwanted ones have no rows."""
 
     values: Tensor  # dH (R, g*F)
     hidden: Tensor  # A' (R, F)
@@ -73,18 +72,18 @@ class Products(Protocol):
     def act_backward(self, wanted: Wanted) -> Any: ...
 
     def input_grad(self, grads) -> Tensor:
-        """(R, D): dH W_in, whose rows a token sums to its dX."""
+        """(R, D): dH W_in. dX of a token is the sum of its rows."""
         ...
 
     def w_out_grad(self, grads) -> Tensor: ...
 
     def w_in_grad(self, grads, i: int, w: Tensor) -> Tensor:
-        """Of ``w``, which is ``w_in`` (``i`` 0) or ``w_up`` (1)."""
+        """The gradient of ``w``, which is ``w_in`` (``i`` 0) or ``w_up`` (1)."""
         ...
 
 
 def zero_gradients(experts: Experts, output_mask: tuple[bool, ...]) -> tuple:
-    """Those of weights (E, M, N) with their strides, all others contiguous."""
+    """Zeros for the wanted gradients; those of weights (E, M, N) keep their strides."""
     formats = {True: torch.preserve_format, False: torch.contiguous_format}
     return tuple(
         torch.zeros_like(x, memory_format=formats[x.dim() == 3])
@@ -105,7 +104,7 @@ def gradients(
     """The seven gradients in ``output_mask`` order, in every precision and by any matmuls.
 
     A gradient that is masked out, or whose operand is absent, is a tensor of
-    shape (0,). Without ``combine`` that of the input is left in rows as by
+    shape (0,). Without ``combine`` the gradient of the input stays in rows, as in
     :func:`moe_mlp_forward`.
     """
     operands = experts.differentiable

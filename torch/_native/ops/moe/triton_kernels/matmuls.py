@@ -19,7 +19,7 @@ from .rows import LaunchPlan, Rows
 
 
 _Result = TypeVar("_Result")
-# tf32 is what Triton would pick for float32, and is no float32 result; gfx950 has none.
+# Triton's default for float32 is tf32, which is less precise; gfx950 has no tf32.
 _PRECISION = "ieee"
 
 
@@ -52,7 +52,7 @@ def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
 def tile_args(
     config: TileConfig, num_columns: int, num_inner: int, interleaved: bool = False
 ) -> dict[str, Any]:
-    # A part has gate and up side by side then, and no more columns of H than else.
+    # An interleaved part has gate and up side by side, and as many columns of H as otherwise.
     parts = config.epilogue_parts * (2 if interleaved else 1)
     limit = {"maxnreg": config.max_registers} if config.max_registers else {}
     return {
@@ -71,12 +71,12 @@ def tile_args(
 
 
 def tile_grid(rows: Rows, config: TileConfig, num_columns: int) -> tuple[int]:
-    """A program per tile."""
+    """One program per tile."""
     return (rows.max_tiles(config.block_m) * triton.cdiv(num_columns, config.block_n),)
 
 
 def _looping(rows: Rows, config: TileConfig, grid: tuple[int]) -> tuple[int]:
-    """Of a kernel whose programs walk the tiles, if the configuration says so."""
+    """The grid of a kernel whose programs walk the tiles, if the configuration says so."""
     if config.programs_per_sm:
         return (minimum(grid[0], rows.plan.num_sms * config.programs_per_sm),)
     return grid
@@ -96,8 +96,8 @@ def run(
         rows: the call's.
         kernel: an entry of the plan's table.
         num_columns, num_inner: columns of the output and length of the contraction.
-        traits: what else decides which code is compiled; for the autotuner.
-        launch: launches the kernel; returns what the caller wants.
+        traits: what else selects the compiled code; for the autotuner.
+        launch: launches the kernel; ``run`` returns its result.
     """
     plan = rows.plan
     density = plan.hint(rows.num_rows) / rows.num_experts
@@ -125,7 +125,7 @@ def weight_operands(
         plan, config: the launch's.
         weights: (E, N, K) views of expert weights, of one layout.
         width: columns of a weight tile in ``block_n``.
-        may_use_tma: whether everything else that TMA would read can be read so.
+        may_use_tma: whether TMA can read the other operands.
     """
     use_tma = may_use_tma and config.tma
     use_tma = use_tma and all(tma_ok(plan, w) or tma_ok(plan, w.mT) for w in weights)
@@ -148,7 +148,7 @@ def up(
     x = row_major(experts.input)
     dim, num_hidden = w_in.shape[2], hidden.shape[1]
     adjacent = experts.halves_adjacent and experts.w_up is None
-    # (E, F, D) of gate and up; w_in twice where they are not two.
+    # (E, F, D) of gate and up; w_in twice if they are one weight.
     gate, second = w_in, or_else(experts.w_up, w_in)
     if adjacent:
         gate, second = w_in[:, :num_hidden], w_in[:, num_hidden:]
@@ -222,7 +222,7 @@ def grouped_mm(
 def room_for_partials(
     rows: Rows, experts: Experts, config: TileConfig, needed: bool
 ) -> Tensor:
-    """(P, R) float32 for dS by column tile, the last of them for what the output bias adds."""
+    """(P, R) float32 for dS by column tile; the last one is the output bias's."""
     num_n = triton.cdiv(experts.num_hidden, config.block_n)
     num_partials = num_n + (experts.b_out is not None) if needed else 0
     return experts.input.new_empty(num_partials, rows.num_rows, dtype=torch.float32)
@@ -314,7 +314,7 @@ def weight_grad(
         # The contraction runs over rows, and the epilogue only stores.
         del args["EVEN_K"], args["EPILOGUE_PARTS"]
         if not (gather_p or gather_q):
-            # No stage goes to the rows' slots; as many tiles as with a gather fit.
+            # No stage holds the rows' slots, so as many tiles fit as with a gather.
             args["num_stages"] = (config.num_stages + 1) // 2
         grid = _looping(rows, config, (rows.num_experts * tiles_per_expert,))
         plan.kernel(weight_grad_kernel)[grid](

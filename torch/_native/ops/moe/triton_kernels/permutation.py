@@ -10,7 +10,7 @@ The order is a counting sort:
     scan     prefix over the blocks, then over the experts      -> counts, offs
     scatter  rank within the block + the two prefixes           -> row_slots, slot_rows
 
-Where one block holds all slots, as in decoding, one kernel does it in one launch.
+If one block holds all slots, as in decoding, one kernel does all three steps.
 
 Ids -1 and E mean "no expert". Any other id outside [0, E) trips the device assert
 of ``count_kernel``, which its launch turns on; no kernel ever indexes with one.
@@ -106,7 +106,7 @@ def expert_offsets_kernel(
     BLOCK_E: tl.constexpr,
 ):
     """Aligned prefix of ``counts`` over the experts. Grid: (1,)."""
-    # int64: the aligned sum may pass 2^31 although R, which clips it, does not.
+    # int64: the aligned sum may exceed 2^31, although R, which clips it, does not.
     running = tl.zeros((), dtype=tl.int64)
     alignment = tl.cast(row_alignment, tl.int64)
     for first in range(0, num_experts, BLOCK_E):
@@ -122,7 +122,7 @@ def expert_offsets_kernel(
 
 @triton.jit
 def _run_start(expert_a, start_a, expert_b, start_b):
-    # Over an ascending sequence: where the run that the last element is in began.
+    # Where the run of the last element began, over an ascending sequence.
     return expert_b, tl.where(expert_a == expert_b, start_a, start_b)
 
 
@@ -205,7 +205,7 @@ def permute_block_kernel(
     for first in range(0, num_rows, BLOCK_S):
         tl.store(row_slots + first + place, none, mask=first + place < num_rows)
     expert, slot, rank = _sort_by_expert(expert, BLOCK_S)
-    # Rows past R are not used, so that clipped starts do as well.
+    # Rows past R are not used, so clipped starts suffice.
     start = tl.gather(tl.minimum(end - aligned, num_rows).to(tl.int32), expert, 0)
     row = start.to(tl.int64) + rank
     fits = (expert < num_experts) & (row < num_rows)
@@ -287,8 +287,8 @@ def tile_of(tiles, index, num_n, GROUP_M: tl.constexpr):
 def tile_ahead(tiles, num_m, index, num_n, GROUP_M: tl.constexpr):
     """:func:`tile_of` of a list known to have ``num_m`` row tiles.
 
-    Past the last tile it returns one without rows, so that a program can ask for its
-    next tile before it is done with this one, and never waits for the answer.
+    Past the last tile it returns one without rows, so that a program can load its
+    next tile's entry before it is done with this tile.
     """
     inside = index < num_m * num_n
     index = tl.where(inside, index, 0)
@@ -303,12 +303,12 @@ def tile_ahead(tiles, num_m, index, num_n, GROUP_M: tl.constexpr):
 _BLOCK_SLOTS = 1024
 _BLOCK_ROWS = 8192
 _BLOCK_EXPERTS = 1023
-# Slots of a program where they are more. The sort of 1024 takes twice as long to compile.
+# Slots of a program if there are more. A sort of 1024 compiles for twice as long.
 _SLOTS_PER_PROGRAM = 512
 
 
 def minimum(a: int | torch.SymInt, b: int) -> int:
-    """Without a guard on a size that a compiler does not know."""
+    """The minimum, without a guard on a size that a compiler does not know."""
     smaller: Any = torch.sym_min(a, b)
     return smaller
 
@@ -347,7 +347,7 @@ def _permute_blocks(
         num_experts,
         BLOCK_S=block_s,
         BINS=triton.next_power_of_2(num_experts + 1),
-        # The device assert on the ids, and no other check.
+        # Only the device assert on the ids.
         debug=True,
         sanitize_overflow=False,
         **OPTIONS,
@@ -398,9 +398,9 @@ def moe_permutation(
 
     Args:
         topk_indices, num_experts, num_rows, row_alignment: of the op, checked.
-        kernel: what is launched in place of a kernel. This and the next are for a compiler
+        kernel: maps a kernel to what is launched instead. This and ``bound`` are for a compiler
             that traces the launch (torch/_inductor/kernel/moe_routing.py).
-        bound: a number that a size does not pass, math.inf if there is none.
+        bound: upper bound of a size, math.inf if there is none.
     """
     num_tokens, top_k = topk_indices.shape
     num_slots = num_tokens * top_k
@@ -415,7 +415,7 @@ def moe_permutation(
     slot_rows = int32(num_tokens, top_k)
     offs = int32(num_experts)
     counts = int32(num_experts)
-    # Where a compiler does not know, it launches both ways, one of them with an empty grid.
+    # A compiler that does not know the size launches both ways, one with an empty grid.
     one = minimum(
         _is_at_most(num_slots, _BLOCK_SLOTS), _is_at_most(num_rows, _BLOCK_ROWS)
     )

@@ -1,12 +1,12 @@
 """``aten::_moe_quantize``: codes and power-of-two scales of a tensor.
 
-A tensor is seen as (A, B, L): L elements along the scaled dimension, which is the dense one
-of both results, and all others, merged to two. Neither the kernels nor the launcher care where
-the elements of the input lie: where B is dense in the input, a tile is turned on its way.
+A tensor is seen as (A, B, L): L elements along the scaled dimension, which is dense in
+both results, and all other dimensions merged into two. The input may have any strides; if B is
+dense in it, a tile is transposed between load and store.
 
     quantize_kernel            blocks of 1x32 and 1x128: a tile, read once
-    quantize_square_kernel     blocks of 128x128, read twice, the second time out of a cache
-    quantize_segments_kernel   one scale per row, and blocks that begin with experts: twice too
+    quantize_square_kernel     blocks of 128x128, read twice, the second time from a cache
+    quantize_segments_kernel   one scale per row, and blocks that begin with experts: read twice
 
 scaling.py has the rules. Indices are int32, offsets int64.
 """
@@ -35,7 +35,7 @@ from .scaling_rules import SCALING_RULES, ScalingRule
 
 @triton.jit
 def _load(x, a, b, l, b_end, l_end, stride_a, stride_b, stride_l):
-    """float32 elements (a, b, l) of ``x`` for one a, 0 past the ends, and which are inside."""
+    """float32 elements (a, b, l) of ``x`` for one a, 0 past the ends, and a mask of those inside."""
     mask = (b < b_end)[:, None] & (l < l_end)[None, :]
     row = a.to(tl.int64) * stride_a + b.to(tl.int64) * stride_b
     ptrs = x + (row[:, None] + (l.to(tl.int64) * stride_l)[None, :])
@@ -127,7 +127,7 @@ def quantize_square_kernel(
 def _block_of_expert(
     offs, place, num_experts, num_rows, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """Begin and end of the rows that have the scales at ``place``; BLOCK 0: of an expert."""
+    """Begin and end of the rows with the scales at ``place``; with BLOCK 0, of an expert."""
     before = tl.zeros((), dtype=tl.int32)
     for first in range(0, num_experts, BLOCK_E):
         e = first + tl.arange(0, BLOCK_E)
@@ -209,7 +209,7 @@ class _Tile(NamedTuple):
     num_warps: int
 
 
-# Dense along L or along B in the input. 16 or 32 elements per thread: more spill.
+# For inputs dense along L, and along B. 16 or 32 elements per thread: more would spill.
 _TILES = {True: _Tile(32, 128, 4), False: _Tile(64, 128, 8)}
 _SQUARE = _Tile(32, 128, 8)
 _SEGMENTS = {True: _Tile(8, 512, 4), False: _Tile(16, 128, 4)}
@@ -218,7 +218,7 @@ _SEGMENTS = {True: _Tile(8, 512, 4), False: _Tile(16, 128, 4)}
 def _matrices(
     x: Tensor, keep_rows: bool = False
 ) -> tuple[Tensor, list[int], list[int]]:
-    """(A, B) and their strides: dimensions of x but the last, merged; x, or a copy of it.
+    """(A, B) and their strides, merged from all dimensions of x but the last; x, or a copy of it.
 
     With ``keep_rows`` B is the last dimension but one, whatever its size.
     """
@@ -289,7 +289,7 @@ def moe_quantize(
             _launch_segments(x, data, scale, offs, rule, shared, kernel)
         else:
             _launch_tiles(x, data, scale, rule, bool(swizzle), shared, kernel)
-    # Types of 8 bits last: a compiler knows few of their operators.
+    # Views as 8-bit types come last: a compiler supports few of their operators.
     data = data.movedim(-1, dim).view(dtype)
     if not swizzle:
         scale = scale.movedim(-1, dim)
@@ -337,7 +337,7 @@ def _launch_segments(
 ) -> None:
     """Segments of x (..., L): a row's elements, or the rows of experts, in blocks or not."""
     x, (num_a, num_b), (stride_a, stride_b) = _matrices(x)
-    # Of experts, whose blocks begin anywhere, the smaller tile: the other one would spill.
+    # Blocks of experts begin anywhere and take the smaller tile; the other one would spill.
     tile = _SEGMENTS[offs is None and x.stride(-1) == 1]
     block_l = rule.block or tile.block_l
     block_b = tile.block_b * tile.block_l // block_l
@@ -349,6 +349,6 @@ def _launch_segments(
         BLOCK=rule.block, HAS_OFFS=offs is not None, BLOCK_B=block_b, BLOCK_L=block_l,
         BLOCK_E=min(128, triton.next_power_of_2(max(num_experts, 1))),
         num_warps=tile.num_warps,
-        # The device assert on the offsets, and no other check.
+        # Only the device assert on the offsets.
         debug=True, sanitize_overflow=False, **shared, **OPTIONS,
     )  # fmt: skip

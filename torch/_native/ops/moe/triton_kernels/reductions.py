@@ -21,7 +21,7 @@ def combine_kernel(
 ):  # fmt: skip
     """out[t] = sum over k in slot order of rows[slot_rows[t, k]], in float32.
 
-    Serves y and dX alike. A slot without a row adds nothing.
+    Computes y and dX. A slot without a row adds nothing.
     Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D)).
     """
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -76,7 +76,7 @@ def bias_dot_kernel(
     D, top_k, stride_gt, stride_be, stride_bd,
     HAS_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The term of dS that the output bias adds. Grid: (programs,)."""
+    """The term of the output bias in dS. Grid: (programs,)."""
     for index in tl.range(tl.program_id(0), tl.load(tiles), tl.num_programs(0)):
         expert, first_row, row_end, _ = tile_of(tiles, index, 1, 1)
         rows, slots, valid = routed_rows(

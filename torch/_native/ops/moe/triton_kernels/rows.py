@@ -34,10 +34,10 @@ class LaunchPlan:
         table: tile configurations of its architecture.
         num_sms: its multiprocessors.
         autotuner: chooses among the configurations that fit; None for the first.
-        kernel: what is launched in place of a kernel. This and the next three are for a compiler
+        kernel: maps a kernel to what is launched instead. This and the next three are for a compiler
             that traces the launchers (torch/_inductor/kernel/moe.py), on tensors without memory
             and with symbolic sizes.
-        hint: a number in place of a size, where the size decides about speed or is 0.
+        hint: a number for a size that matters for speed, or that may be 0.
         is_addressable: whether a tensor has elements, the first at a multiple of 16 bytes.
         ragged: whether a TMA descriptor may have strides that wrap around.
     """
@@ -75,12 +75,12 @@ class Rows:
         self.last_offset = self.offs[-1:]
         self.num_experts = offs.shape[0]
         self.has_slots = row_slots is not None
-        # The kernels never read it where HAS_SLOTS is False.
+        # The kernels do not read it if HAS_SLOTS is False.
         self.row_slots = offs if row_slots is None else row_slots.contiguous()
         self.slot_rows = None if slot_rows is None else slot_rows.contiguous()
         self.top_k = 1 if slot_rows is None else slot_rows.shape[1]
         self.num_rows = num_tokens if row_slots is None else row_slots.shape[0]
-        # Of buffers that TMA may read, which needs one where a compiler knows of none.
+        # TMA needs buffers of at least one row, even if a compiler does not know of any.
         self.num_buffer_rows = torch.sym_max(self.num_rows, 1)
         self.scale = None
         if topk_weights is not None:
@@ -158,7 +158,7 @@ class Rows:
         return out
 
     def finish(self, routed: Tensor, combine: bool = True) -> Tensor:
-        """Per token (T, D), or if not ``combine`` per row (R, D), what ``routed`` (R, D) says."""
+        """``routed`` (R, D) summed per token (T, D), or its rows (R, D) if not ``combine``."""
         if self.slot_rows is None:
             self.zero_tail(routed)
         elif combine:
@@ -166,7 +166,7 @@ class Rows:
         return routed
 
     def bias_dot(self, grad_out: Tensor, b_out: Tensor, partial: Tensor) -> None:
-        """partial (R,) = what the output bias adds to dS."""
+        """partial (R,) = the term of the output bias in dS."""
         dim, block_m = grad_out.shape[1], 16
         self.plan.kernel(bias_dot_kernel)[(self.max_tiles(block_m),)](
             grad_out,

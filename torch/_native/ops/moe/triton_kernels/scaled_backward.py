@@ -1,9 +1,9 @@
-"""Backward kernels in FP8: the activation gradient with what falls out of it, columns of
-rows, and the weight gradients.
+"""Backward kernels in FP8: the activation gradient with its by-products, codes of columns,
+and the weight gradients.
 
-The arithmetic is that of backward.py. What a weight gradient sums
-are rows, so both of its operands are quantised anew along them: ``columns_kernel`` turns
-rows into transposed codes, in which an expert's rows begin at a multiple of 128.
+The arithmetic is that of backward.py. A weight gradient sums over
+rows, so both of its operands are quantised again along the rows. ``columns_kernel`` makes
+transposed codes in which an expert's rows begin at a multiple of 128.
 """
 
 import triton
@@ -41,7 +41,7 @@ from .scaling import (
 
 @triton.jit
 def _as_byte(scale):
-    """int32 bytes of scales: of their powers of two, or of what they are already."""
+    """int32 bytes of scales that are float32 powers of two, or bytes already."""
     if scale.dtype == tl.float32:
         byte = scale.to(tl.int32, bitcast=True) >> 23
     else:
@@ -55,9 +55,9 @@ def _load_preact(
     INT8: tl.constexpr, HALVES: tl.constexpr, ALIGNED: tl.constexpr, EVEN_N: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Tile of H in float32, of a half's columns from ``first_col``; rows without a slot read as 0.
+    """Tile of H in float32: columns of a half from ``first_col``. Rows without a slot are 0.
 
-    H has (rows, HALVES * length); with ALIGNED a half begins with a block of 32.
+    H is (rows, HALVES * length); with ALIGNED a half begins with a block of 32.
     """
     mask = valid[:, None]
     if not EVEN_N:
@@ -92,14 +92,14 @@ def _store_grad(
     BLOCK: tl.constexpr, HALVES: tl.constexpr, EVEN_N: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a half of dH: in ``parts`` (M, N) of adjacent columns, which fill blocks together."""
+    """Stores codes of a half of dH from ``parts`` (M, N) of adjacent columns, together whole blocks."""
     if PARTS == 1:
         store_rows(
             parts[0][half].to(tl.float32), codes, scale, first_row, row_end, half,
             first_col, length, BLOCK, False, HALVES, EVEN_N, M, N,
         )  # fmt: skip
     else:
-        # One block, whose columns stay in the layout that they were computed in.
+        # One block, whose columns keep the layout in which they were computed.
         amax = tl.max(magnitude_bits(parts[0][half].to(tl.float32)), 1)
         for i in tl.static_range(1, PARTS):
             part_amax = tl.max(magnitude_bits(parts[i][half].to(tl.float32)), 1)
@@ -132,9 +132,9 @@ def _act_backward_part(
     INT8: tl.constexpr, ALIGNED: tl.constexpr,
     EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """dH of some columns of dA', in the type of the products, a block for each half.
+    """dH for some columns of dA', in the type of the products, a tile for each half.
 
-    Stores their A'; returns their <dA', A> per row as well.
+    Also stores their A' and returns their <dA', A> per row.
     """
     dtype = scaled_hidden.dtype.element_ty
     acc = tl.where(valid[:, None], acc, 0.0)
@@ -183,7 +183,7 @@ def _act_backward_epilogue(
 ):  # fmt: skip
     """Stores dH and A' for the columns of dA'; returns their <dA', A> per row.
 
-    A part at a time, which needs fewer registers. Parts that are less than a block wait
+    It takes a part at a time, which needs fewer registers. Parts narrower than a block wait
     for the others of their scale, in the type of the products.
     """
     PART: tl.constexpr = N // PARTS
@@ -296,7 +296,7 @@ ALIGNMENT = tl.constexpr(128)
 
 @triton.jit
 def _first_place(begin, expert):
-    """First multiple of ALIGNMENT that is an expert's in columns, whose rows begin at ``begin``."""
+    """Index of the expert's first block of ALIGNMENT places in columns; its rows begin at ``begin``."""
     return begin // ALIGNMENT + expert
 
 
@@ -306,7 +306,7 @@ def _source_rows(
     stride_source, stride_ss, GATHER: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(M, BLOCK_N) float32 numbers of rows; those without a slot and columns from N are 0."""
+    """(M, BLOCK_N) float32 values of rows; 0 in rows without a slot and columns from N."""
     rows, slots, valid = routed_rows(row_slots, first_row, row_end, GATHER, M)
     if GATHER:
         rows = slots // top_k
@@ -368,7 +368,7 @@ def columns_kernel(
     N, out_length, top_k, stride_source, stride_ss, stride_on, stride_ob,
     GATHER: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Codes of the columns of rows in blocks that begin at the first row of each expert.
+    """Codes of columns, in blocks of rows that begin at the first row of each expert.
 
     Grid: (row tiles, cdiv(N, BLOCK_N)).
     """
@@ -402,10 +402,10 @@ def columns_kernel(
 
 @triton.jit
 def _line(corner, first, end, stride, EVEN: tl.constexpr, N: tl.constexpr):
-    """Scales of N columns from ``first``, which lie side by side; 0 from ``end``.
+    """Scales of N adjacent columns from ``first``; 0 from ``end``.
 
-    Masked, not of columns that are clamped to the last: of these a thread would hold an
-    address for each, not one.
+    A mask lets a thread hold one address. With columns clamped to the last it would hold
+    one for each.
     """
     n = first + tl.arange(0, N)
     if EVEN:
@@ -441,7 +441,7 @@ def scaled_weight_grad_kernel(
         place = _first_place(begin, expert)
         m = first_m + tl.arange(0, BLOCK_M)
         n = first_n + tl.arange(0, BLOCK_N)
-        # A row past the last repeats it; what it gives is not stored.
+        # A row past the last repeats the last one; its result is not stored.
         if not EVEN_M:
             m = tl.minimum(m, M - 1)
         if not EVEN_N:

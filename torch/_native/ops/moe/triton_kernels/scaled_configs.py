@@ -1,16 +1,16 @@
 """Tile configurations of the FP8 kernels, per architecture; see configs.py.
 
-A step of the contraction is one block of a recipe's scales or several, as long in every configuration
-of a recipe, so that a row is summed in the same order in all of them. A column tile of ``up`` and
+A step of the contraction is one or several blocks of a recipe's scales. It is equally long in every
+configuration of a recipe, so that all sum a row in the same order. A column tile of ``up`` and
 ``act_backward`` is at least one block, as its results are quantised. A program has one tile, so
-that ``programs_per_sm`` stays 0.
+``programs_per_sm`` stays 0.
 """
 
 from .configs import KernelTable, TileConfig
 
 
-# fp8_: scales of 1 x 128 and 128 x 128. row_: of whole rows. mx_: of 1 x 32. wide_: the same, where
-# products are those of bfloat16 numbers.
+# fp8_: scales of 1 x 128 and 128 x 128. row_: of whole rows. mx_: of 1 x 32. wide_: of 1 x 32, with
+# products in bfloat16.
 SCALED_KERNELS: tuple[str, ...] = tuple(
     f"{recipe}_{kernel}"
     for recipe in ("fp8", "row", "mx", "wide")
@@ -26,8 +26,8 @@ SCALED_KERNELS: tuple[str, ...] = tuple(
 
 
 # wgmma, whose sum of a step is added to the accumulator in registers. Three programs of
-# 64x128 in 4 warps hide each other's first loads and stores, of which short contractions
-# have as much as of matmuls, and the conversions of "wide"; they load half as much again
+# 64x128 in 4 warps hide each other's first loads and stores, which take as long as the matmuls
+# of a short contraction, and the conversions of "wide". They load half as much again
 # (test/python_native/moe_scaled_sass.py).
 # Chosen by hand; measured on no GPU.
 _SM_90: KernelTable = {
@@ -41,7 +41,7 @@ _SM_90: KernelTable = {
         TileConfig(64, 128, 128, 4, 3, tma=True, max_inner=1024),
         TileConfig(128, 128, 128, 8, 4, tma=True),
     ),
-    # Two programs, where 172 registers would allow one.
+    # Two programs fit; with 172 registers only one would.
     "fp8_act_backward": (
         TileConfig(64, 128, 128, 8, 4, epilogue_parts=8, tma=True, max_registers=128),
     ),
@@ -62,7 +62,7 @@ _SM_90: KernelTable = {
         TileConfig(128, 128, 128, 8, 4, tma=True),
     ),
     "row_weight_grad": (TileConfig(128, 128, 128, 8, 4),),
-    # Both operands pass through registers: steps of 128 take more of them than there are.
+    # Both operands pass through registers: steps of 128 would spill.
     "wide_up_gated": (TileConfig(64, 64, 64, 4, 3, tma=True),),
     "wide_up_plain": (TileConfig(128, 128, 64, 8, 4, tma=True),),
     "wide_down": (TileConfig(64, 128, 64, 4, 3, tma=True),),

@@ -1,23 +1,22 @@
 """Forward kernels in FP8: gathered up-projection with the activation and its quantisation,
 and the grouped matmul that serves the down-projection and the input gradient.
 
-Letters as in forward.py, whose tile list, row tiles and weight
-tiles these are. Codes are float8e4nv (uint8 where they are written), with K, the dimension that a product sums, dense in
-both operands: matrix instructions of FP8 read nothing else. ``BLOCK`` is how many neighbours along
-K share a scale:
+Letters, tile list, row tiles and weight tiles are those of forward.py. Codes are float8e4nv (uint8
+when written). K, the dimension that a product sums, is dense in both operands, as matrix
+instructions of FP8 need it. ``BLOCK`` is how many neighbours along K share a scale:
 
-    32   scales are bytes, applied by the matrix instruction; with WIDEN, where there is none,
-         codes times scales are bfloat16 numbers, exactly, and these are multiplied
+    32   scales are bytes, applied by the matrix instruction. WIDEN is for GPUs without one:
+         codes times scales are exact in bfloat16, and these are multiplied
     128  scales are float32; a step of the loop is one block, whose product is scaled and
          added to the sum in float32
-    0    all of them: the sum is scaled
+    0    all share one: the sum is scaled
 
 ``SQUARE`` is how many columns of a product share a weight's scale: 1, or with BLOCK 128 also
-128, or 64 where gate and up interleave. ``SHIFT`` is how many of the first square lie in front
-of the first column.
+128, or 64 if gate and up interleave. ``SHIFT`` is how many columns of the first square precede
+the first column.
 
-A program has one tile. In a loop over tiles the registers would hold, during the matmuls too,
-what does not change between tiles: the places of a thread in all the layouts of an epilogue.
+A program has one tile. A loop over tiles would keep values in registers, also during the
+matmuls, that do not change between tiles: a thread's places in all layouts of an epilogue.
 """
 
 import triton
@@ -37,7 +36,7 @@ from .scaling import power_of_two, quantize_rows
 
 @triton.jit
 def scales_along(length, BLOCK: tl.constexpr):
-    """How many scales so many neighbours have."""
+    """Number of scales of ``length`` neighbours."""
     return tl.cdiv(length, BLOCK) if BLOCK else 1
 
 
@@ -45,9 +44,9 @@ def scales_along(length, BLOCK: tl.constexpr):
 def load_row_scale(
     ptrs, k, num_blocks, BLOCK: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a row tile's columns from ``k``: (BLOCK_M,), of 32 (BLOCK_M, BLOCK_K // 32), or no.
+    """Scales of a row tile from ``k``: (BLOCK_M, BLOCK_K // 32) for BLOCK 32, None for 0, else (BLOCK_M,).
 
-    ``ptrs`` (BLOCK_M,) are at the rows' first scales.
+    ``ptrs`` (BLOCK_M,) point to the rows' first scales.
     """
     if BLOCK == 32:
         blocks = k // 32 + tl.arange(0, BLOCK_K // 32)
@@ -71,7 +70,7 @@ def load_weight_scale(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a weight tile: (BLOCK_N, BLOCK_K // 32) of 32, one, or (BLOCK_N,); or no."""
+    """Scales of a weight tile: (BLOCK_N, BLOCK_K // 32) for BLOCK 32, None for 0, else one or (BLOCK_N,)."""
     corner = scale + expert.to(tl.int64) * stride_e
     n = first_n + tl.arange(0, BLOCK_N)
     if BLOCK == 32:
@@ -88,8 +87,8 @@ def load_weight_scale(
         corner += k // BLOCK_K * stride_k
         value = tl.load(corner + first_n // SQUARE * stride_n)
     else:
-        # Two squares, and two loads: of a load by column a thread would have one, and an
-        # address, for each column that it has of the product.
+        # Two squares are two loads. A load by column would give a thread a scale and an
+        # address for each of its columns of the product.
         tl.static_assert(BLOCK_N % SQUARE == 0 and SHIFT + BLOCK_N <= 2 * SQUARE)
         corner += k // BLOCK_K * stride_k + first_n // SQUARE * stride_n
         OWN: tl.constexpr = SQUARE - SHIFT
@@ -101,7 +100,7 @@ def load_weight_scale(
 
 @triton.jit
 def widened(codes, byte, M: tl.constexpr, N: tl.constexpr):
-    """bfloat16 numbers of codes (M, N) with bytes (M, N // 32), which are exact."""
+    """Exact bfloat16 values of codes (M, N) with scale bytes (M, N // 32)."""
     blocks = tl.reshape(codes.to(tl.bfloat16), (M, N // 32, 32))
     scale = power_of_two(byte.to(tl.int32)).to(tl.bfloat16)
     return tl.reshape(blocks * scale[:, :, None], (M, N))
@@ -113,11 +112,11 @@ def scaled_dot(
     BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` and one step of the sum over K; scales as they were loaded above, but for BLOCK 0."""
+    """``acc`` plus one step of the sum over K, with the scales loaded above unless BLOCK is 0."""
     if BLOCK == 0 and cuda_capability_geq(10):
         acc = tl.dot(a, w, acc)
     elif BLOCK == 0:
-        # Tensor cores of compute capability 9.0 keep 14 bits of a sum: of a step, not of all.
+        # Tensor cores of compute capability 9.0 keep 14 bits of a sum, so only a step is summed there.
         acc += tl.dot(a, w)
     elif WIDEN:
         a = widened(a, a_scale, BLOCK_M, BLOCK_K)
@@ -140,7 +139,7 @@ def add_product(
     USE_TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` and one step of the sum over K: ``a`` (BLOCK_M, BLOCK_K) times a tile of w[e]^T."""
+    """``acc`` plus one step of the sum over K: ``a`` (BLOCK_M, BLOCK_K) times a tile of w[e]^T."""
     w_tile = load_weight(
         w, expert, first_n, k, N, K, stride_we, stride_wn, 1,
         True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
@@ -168,14 +167,14 @@ def contract(
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """``acc`` (BLOCK_M, BLOCK_N) and the rows times w[e]^T."""
+    """``acc`` (BLOCK_M, BLOCK_N) plus the rows times w[e]^T."""
     num_blocks = scales_along(K, BLOCK)
     total = acc
     if BLOCK == 0:
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in tl.range(0, K, BLOCK_K):
         a = load_rows(a_ptrs, k, K, EVEN_K, BLOCK_K)
-        # Not add_product: the rows' scales come behind the weight's tile, as the recorded code has it.
+        # Not add_product: the rows' scales are loaded after the weight's tile, as in the recorded code.
         w_tile = load_weight(
             w, expert, first_n, k, N, K, stride_we, stride_wn, 1,
             True, USE_TMA, EVEN_N, EVEN_K, BLOCK_N, BLOCK_K,
@@ -202,7 +201,7 @@ def scaled_sum(
     acc, a_scale_ptrs, w_scale, expert, first_n, N, stride_se, stride_sn,
     EVEN_N: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A sum of BLOCK 0, times the scales of its rows and columns."""
+    """The sum times the scales of its rows and columns if BLOCK is 0."""
     n = first_n + tl.arange(0, BLOCK_N)
     ptrs = w_scale + expert.to(tl.int64) * stride_se + n * stride_sn
     if EVEN_N:
@@ -214,7 +213,7 @@ def scaled_sum(
 
 @triton.jit
 def _rounded(x, ROUND: tl.constexpr):
-    """float32 ``x`` as the type of the products has it, bfloat16 with ROUND."""
+    """float32 ``x`` rounded to the type of the products: bfloat16 with ROUND."""
     return x.to(tl.bfloat16).to(tl.float32) if ROUND else x
 
 
@@ -223,7 +222,7 @@ def tile_mask(
     first_row, row_end, first_col, col_end,
     EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """What of a tile is below ``row_end`` and ``col_end``; with EVEN_N all columns are."""
+    """Mask of a tile below ``row_end`` and ``col_end``; with EVEN_N all columns are."""
     mask = (first_row + tl.arange(0, M) < row_end)[:, None]
     if not EVEN_N:
         mask = mask & (first_col + tl.arange(0, N) < col_end)[None, :]
@@ -232,7 +231,7 @@ def tile_mask(
 
 @triton.jit
 def as_scale(byte, DTYPE: tl.constexpr):
-    """What a scale is stored as: the power of two as float32, or its byte."""
+    """The stored form of a scale: a power of two in float32, or its byte."""
     return power_of_two(byte) if DTYPE == tl.float32 else byte.to(DTYPE)
 
 
@@ -242,8 +241,8 @@ def store_rows(
     BLOCK: tl.constexpr, INT8: tl.constexpr, HALVES: tl.constexpr, EVEN_N: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile (M, N) of float32 in ``out`` (rows, HALVES * length): its numbers, or where
-    that is bytes codes, and scales of ``BLOCK``.
+    """Stores a float32 tile (M, N) in ``out`` (rows, HALVES * length): its values, or if
+    ``out`` is bytes, codes and scales of ``BLOCK``.
 
     The columns are ``half``'s from ``first_col``, a multiple of BLOCK; blocks begin with a half.
     """

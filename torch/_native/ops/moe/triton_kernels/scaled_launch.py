@@ -1,8 +1,8 @@
 """The expert MLP in FP8: ``aten::_moe_mlp_scaled`` and its backward.
 
-As launch.py, whose memory-bound kernels, tile lists and order of the backward these are. Rows
-of tokens and weights that do not come quantised are quantised by ``aten::_moe_quantize``; what
-kernels make (A, dH) they quantise in their epilogues.
+Memory-bound kernels, tile lists and the order of the backward are those of launch.py.
+``aten::_moe_quantize`` quantises tokens and weights that are not quantised yet; kernels quantise
+their results (A, dH) in their epilogues.
 """
 
 import functools
@@ -53,7 +53,7 @@ _PLACE = 128
 def _weight_operands(
     rows: Rows, config: TileConfig, *weights: Quantized
 ) -> tuple[list[Any], bool]:
-    """What kernels take for the codes of ``weights``, which have one layout; whether by TMA."""
+    """The kernel's operands for the codes of ``weights``, of one layout; and whether TMA reads them."""
     operands, flags = weight_operands(rows.plan, config, *(w.codes for w in weights))
     return operands, flags["USE_TMA"]
 
@@ -66,7 +66,7 @@ def _tile_args(
     recipe: Recipe, config: TileConfig, num_columns: int, num_inner: int
 ) -> dict[str, Any]:
     args = tile_args(config, num_columns, num_inner)
-    # Only one kernel takes its epilogue in parts.
+    # Only act_backward takes its epilogue in parts.
     del args["EPILOGUE_PARTS"]
     return {"BLOCK": recipe.block, "WIDEN": recipe.widen, **args}
 
@@ -152,7 +152,7 @@ def _preact_room(
     absent = like.new_empty(0)
     if preact.element_size() > 1 or not is_kept:
         return preact, absent, Preact.of(preact, absent)
-    # Bytes: a compiler does not allocate the type.
+    # As bytes: a compiler does not allocate the FP8 type.
     num_blocks = triton.cdiv(width, PREACT_BLOCK)
     scale = like.new_empty(num_rows, num_blocks, dtype=torch.uint8)
     kept = Preact.of(preact, scale)
@@ -229,12 +229,12 @@ def _columns(
         gather: the operand is per token.
     """
     num_columns = source.shape[1]
-    # Block j of the expert e, whose rows begin at b, is b // 128 + e + j.
+    # If the rows of expert e begin at b, its block j is b // 128 + e + j.
     length = (rows.num_rows // _PLACE + rows.num_experts) * _PLACE
     codes = source.new_empty(num_columns, length, dtype=torch.uint8)
-    # Of whole columns, one of each expert.
+    # Whole columns have one scale per expert.
     num_blocks = length // recipe.block if recipe.block else rows.num_experts
-    # As they are read: of neighbouring columns side by side, or of one.
+    # In the order of reading: neighbouring columns side by side, or neighbouring blocks.
     together = recipe.block != 32
     shape = (num_blocks, num_columns) if together else (num_columns, num_blocks)
     scale = source.new_empty(shape, dtype=recipe.scale_dtype)
@@ -285,12 +285,12 @@ def _weight_grad(
 
 
 class _Products:
-    """As launch.Products; with ``hp_wgrad`` gradients of weights are products of 16 bits.
+    """Implements launch.Products; with ``hp_wgrad`` weight gradients are 16-bit products.
 
     Args:
         rows, experts: the call's, with dO (T, D) as ``experts.input``.
         x: rows of X.
-        preact: H; None for none, which is computed again.
+        preact: H; None to compute it again.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class _Products:
             num_rows = rows.num_buffer_rows if needed else 0
             return self.grad_out.new_empty(num_rows, columns, dtype=product_type)
 
-        # Scales that an epilogue cannot know are those of numbers that were stored.
+        # If an epilogue cannot know a scale, it stores values, which are quantised later.
         want_w_ins = wanted.w_in or wanted.w_up
         need_codes = wanted.input or (want_w_ins and not experts.hp_wgrad)
         behind = need_codes and experts.scales_behind
@@ -343,7 +343,7 @@ class _Products:
             grid = tile_grid(rows, config, num_hidden)
             tile = _tile_args(recipe, config, num_hidden, dim)
             named = act.kernel_args()
-            # Plain SwiGLU fits. The erf of GeGLU and the masks of odd sizes would spill registers.
+            # Plain SwiGLU fits. The erf of GeGLU and the masks of odd sizes would spill.
             is_plain = named["ACTIVATION"] == "swiglu" and not named["HAS_LIMIT"]
             if not (is_plain and tile["EVEN_N"] and tile["EVEN_K"]):
                 tile.pop("maxnreg", None)
@@ -409,7 +409,7 @@ def moe_mlp_scaled_backward(
 ) -> tuple[Tensor, ...]:
     """``aten::_moe_mlp_scaled_backward``: the seven gradients, see ``launch.gradients``.
 
-    ``experts.input`` is the gradient of the output, ``saved`` what the forward returned behind it.
+    ``experts.input`` is the gradient of the output; ``saved`` are the other outputs of the forward.
     """
     input_data, input_scale, preact, preact_scale = saved
     experts = experts.on(plan.table)
@@ -417,7 +417,7 @@ def moe_mlp_scaled_backward(
     if rows.is_empty:
         return zero_gradients(experts, output_mask)
     x = Quantized.of(*(experts.input_scaled or (input_data, input_scale)))
-    # The operator has no flag: rows that are not saved are the request to compute them.
+    # The operator has no flag: if H was not saved, it is computed again.
     is_kept = plan.hint(preact.shape[0]) != 0
     kept = Preact.of(preact.contiguous(), preact_scale) if is_kept else None
     products = _Products(rows, experts, x, kept)

@@ -73,8 +73,8 @@ class Recipe:
         rows, weights: codes of ``torch.nn.functional.ScalingType``.
         swizzle: order of the scales of weights that come quantised, a code of
             ``torch.nn.functional.SwizzleType``.
-        widen: products are computed in bfloat16, where codes of blocks of 32 are exact; for
-            architectures without a matrix instruction for these blocks.
+        widen: products are computed in bfloat16, which holds codes times scales of blocks of 32
+            exactly; for architectures without a matrix instruction for these blocks.
     """
 
     rows: int
@@ -101,7 +101,7 @@ class Recipe:
         return torch.uint8 if SCALING_RULES[self.rows].as_byte else torch.float32
 
     def kernel(self, name: str) -> str:
-        """Its entry of ``SCALED_TABLES``."""
+        """The key of ``name`` in ``SCALED_TABLES``."""
         return f"{'wide' if self.widen else _NAMES[self.block]}_{name}"
 
     def quantize(self, rows: Tensor) -> Quantized:
@@ -116,9 +116,9 @@ class Recipe:
         dtype: torch.dtype,
         halves: int = 1,
     ) -> Quantized:
-        """What a kernel writes rows of ``halves * columns`` to: codes as uint8, with scales.
+        """Outputs for rows of ``halves * columns``: codes as uint8, with scales.
 
-        Of scales of whole rows an epilogue sees a part only; then numbers of ``dtype``.
+        With scales of whole rows, of which an epilogue sees only a part: values of ``dtype``.
         """
         if not self.block:
             values = like.new_empty(rows, halves * columns, dtype=dtype)
@@ -130,7 +130,7 @@ class Recipe:
         )
 
     def finished(self, written: Quantized, halves: int = 1) -> Quantized:
-        """What was written to :meth:`room`, quantised; each half of a row for itself."""
+        """Quantises what was written to :meth:`room`, each half of a row by itself."""
         codes, scale = written
         if codes.dtype == torch.uint8:
             return written
@@ -144,7 +144,7 @@ class Recipe:
         )
 
     def values(self, rows: Quantized, dtype: torch.dtype) -> Tensor:
-        """(N, C) numbers of row codes."""
+        """(N, C) values of row codes."""
         codes, scale = rows
         if self.block == 32:
             scale = scale.view(torch.float8_e8m0fnu)
@@ -165,9 +165,9 @@ class ScaledExperts(Experts):
         input_scaled: codes and scales of the input, or nothing.
         w_in_scaled, w_out_scaled, w_up_scaled: the same along the last dimension, and
             perhaps along the other one, or nothing.
-        recipe: how.
-        preact_dtype: that H is kept in for the backward; None for the input's.
-        hp_wgrad: gradients of weights are products of 16 bits.
+        recipe: how they are scaled.
+        preact_dtype: dtype of the H kept for backward; None for the input's.
+        hp_wgrad: weight gradients are 16-bit products.
     """
 
     input_scaled: list[Tensor] = dataclasses.field(default_factory=list)
@@ -179,7 +179,7 @@ class ScaledExperts(Experts):
     hp_wgrad: bool = dataclasses.field(default=False, kw_only=True)
 
     def on(self, table: Container[str]) -> "ScaledExperts":
-        """For the kernels of an architecture: before 10.0 no matrix instruction takes scales."""
+        """Widened if ``table`` is of an architecture before 10.0, whose matrix instructions take no scales."""
         if self.recipe.kernel("down") in table:
             return self
         recipe = dataclasses.replace(self.recipe, widen=True)
@@ -187,13 +187,13 @@ class ScaledExperts(Experts):
 
     @property
     def lists(self) -> dict[str, list[Tensor]]:
-        """What comes quantised, by name."""
+        """The quantised operands, by name."""
         names = ("input_scaled", "w_in_scaled", "w_out_scaled", "w_up_scaled")
         return {name: getattr(self, name) for name in names}
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Those that are given, or else their codes, by name."""
+        """The given weights, or else their codes, by name."""
         lists = {name.removesuffix("_scaled"): s for name, s in self.lists.items()}
         codes = {name: s[0] for name, s in lists.items() if s and name != "input"}
         return {**codes, **super().weights}
@@ -204,21 +204,21 @@ class ScaledExperts(Experts):
 
     @property
     def halves(self) -> int:
-        """Of a row of dH: of gate and up with scales of their own, where they are two weights."""
+        """Separately scaled parts of a row of dH: 2 if gate and up are two weights."""
         return 2 if "w_up" in self.weights else 1
 
     @property
     def product_type(self) -> torch.dtype:
-        """In which H, A and their gradients are rounded: quantised numbers are exact in it."""
+        """Dtype to which H, A and their gradients are rounded; it holds quantised values exactly."""
         is_bfloat16 = self.input.dtype == torch.bfloat16
         return torch.bfloat16 if is_bfloat16 else torch.float32
 
     @property
     def scales_behind(self) -> bool:
-        """Whether an epilogue sees only part of what a scale of dH's rows covers.
+        """Whether a scale of dH's rows covers more than an epilogue sees.
 
-        So it does where that is the whole row, or columns of gate and of up. With ``w_up`` the
-        halves are rows of two products, each with scales of its own.
+        It does if it covers the whole row, or columns of gate and of up. With ``w_up`` the
+        halves are rows of two products, each with its own scales.
         """
         block = self.recipe.block
         if not block:
@@ -228,7 +228,7 @@ class ScaledExperts(Experts):
         )
 
     def _pair(self, scaled: list[Tensor], dim: int) -> tuple[Tensor, Tensor]:
-        """A pair whose scale is of plain (E, rows, columns), quantised along ``dim``."""
+        """Data and its scale without swizzle, (E, rows, columns), quantised along ``dim``."""
         data, scale = scaled
         if self.recipe.swizzle:
             # As _moe_quantize leaves them: the scaled dimension last.
@@ -238,7 +238,7 @@ class ScaledExperts(Experts):
         return data, scale
 
     def weight(self, name: str) -> Quantized:
-        """(E, N, K) along K; None without ``w_up``, the one that may be absent."""
+        """(E, N, K) quantised along K; None if it is an absent ``w_up``."""
         w, scaled = getattr(self, name), self.lists[f"{name}_scaled"]
         if scaled:
             return Quantized.of(*self._pair(scaled[:2], dim=2))
@@ -247,7 +247,7 @@ class ScaledExperts(Experts):
         return Quantized.of(*torch.ops.aten._moe_quantize(w, self.recipe.weights))
 
     def transposed(self, name: str) -> Quantized:
-        """(E, K, N): a weight (E, N, K) along N, the dense dimension then; None as above."""
+        """(E, K, N): a weight (E, N, K) quantised along N, which is dense; None as above."""
         w, scaled = getattr(self, name), self.lists[f"{name}_scaled"]
         code = self.recipe.weights
         if len(scaled) == 4:
@@ -260,13 +260,13 @@ class ScaledExperts(Experts):
             return Quantized.of(*torch.ops.aten._moe_quantize(w.mT, code))
         else:
             data, scale = torch.ops.aten._moe_quantize(w, code, dim=1)
-        # Contiguous copies of bytes: FP8 is a dtype that few kernels know.
+        # The copy is of bytes, as few kernels support FP8.
         data = data.view(torch.uint8).mT.contiguous().view(_E4M3)
         return Quantized.of(data, scale.mT)
 
     def gate_and_up(self) -> tuple[Quantized, Quantized, int, int]:
-        """(E, F, D) of gate and up, how many of their rows share a scale, and how many rows
-        of the gate share up's first one.
+        """Gate and up (E, F, D), how many of their rows share a scale, and how many rows
+        of the gate share the first scale of up.
         """
         square, w, w_up = self.recipe.square, self.weight("w_in"), self.weight("w_up")
         if w_up is not None or not self.act.gated:

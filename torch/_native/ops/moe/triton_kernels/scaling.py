@@ -11,9 +11,9 @@ Largest magnitudes are bits of float32, whose order as integers is that of the m
 infinity and NaN on top. Products with powers of two are exact, so that fusing them into a
 later sum changes nothing.
 
-Codes are uint8, with the bits of float8_e4m3fn or int8. Where ``NATIVE``, the hardware
-converts (compute capability 8.9 and newer); elsewhere the bits are made by integer arithmetic,
-and types that the architecture lacks never appear. Both give the same bits.
+Codes are uint8, with the bits of float8_e4m3fn or int8. With ``NATIVE`` the hardware
+converts (compute capability 8.9 and newer). Otherwise integer arithmetic makes the same bits,
+without types that the architecture lacks.
 """
 
 import triton
@@ -21,8 +21,8 @@ import triton.language as tl
 
 
 NAN_BYTE = tl.constexpr(255)
-# What a sum with rounds away: below multiples of 2^-9, the step of the subnormals of
-# float8_e4m3fn, and below integers.
+# Adding one rounds to multiples of 2^-9, the step of the subnormals of float8_e4m3fn, or to
+# integers.
 _ROUND_SUBNORMAL = tl.constexpr(16384.0)
 _ROUND_INTEGER = tl.constexpr(12582912.0)
 
@@ -35,9 +35,9 @@ def magnitude_bits(x):
 
 @triton.jit
 def scale_byte(amax_bits, INT8: tl.constexpr):
-    """int32 byte of a block, of the ``magnitude_bits`` of its largest number."""
+    """int32 byte of a block from the ``magnitude_bits`` of its largest number."""
     LARGEST: tl.constexpr = 0x42FE0000 if INT8 else 0x43E00000  # 127 and 448
-    # A step of the exponent counts from the largest number on; the bias is 127.
+    # The exponent is relative to the largest number; the bias is 127.
     byte = tl.maximum((amax_bits + (0x3FFFFFFF - LARGEST)) >> 23, 0)
     return tl.where(amax_bits >= 0x7F800000, NAN_BYTE, byte)
 
@@ -59,7 +59,7 @@ def reciprocal(byte):
 def encode(scaled, is_nan, INT8: tl.constexpr, NATIVE: tl.constexpr):
     """uint8 codes of float32 numbers that are scaled already; NaN (int8: 0) where ``is_nan``."""
     if INT8:
-        # Also of NaN, whose conversion to an integer has no defined result.
+        # Also for NaN, whose conversion to an integer is undefined.
         finite = tl.where(is_nan, 0.0, scaled)
         finite = tl.minimum(tl.maximum(finite, -127.0), 127.0)
         rounded = (finite + _ROUND_INTEGER) - _ROUND_INTEGER
@@ -70,7 +70,7 @@ def encode(scaled, is_nan, INT8: tl.constexpr, NATIVE: tl.constexpr):
         return tl.where(is_nan, 0x7F, code).to(tl.uint8)
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Three bits of mantissa remain; exponents are counted from 7 instead of 127.
+    # Three bits of mantissa remain; the exponent bias is 7 instead of 127.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - 960
     rounded = magnitude.to(tl.float32, bitcast=True) + _ROUND_SUBNORMAL
     subnormal = rounded.to(tl.int32, bitcast=True) - 0x46800000

@@ -9,8 +9,8 @@ have one answer and no two candidates are equal:
                     order; NaN above everything, as torch.sort has it
     low 32 bits     E - 1 - index
 
-A token is worked on by one program with one layout whatever T is, so its result does
-not depend on the tokens beside it.
+One program computes a token in one layout whatever T is, so its result does
+not depend on other tokens.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from .configs import itself, OPTIONS
 
 # Below every packed candidate: padding, and groups that were not chosen.
 _NONE = tl.constexpr(-(2**63))
-# As in F.moe_topk: against a sum of 0.
+# Added to the sum of scores, which may be 0, as in F.moe_topk.
 _SUM_GUARD = tl.constexpr(1e-20)
 # Scores a program holds at once.
 _BLOCK_ELEMENTS = 2048
@@ -49,7 +49,7 @@ def _unpack_value(packed):
 
 @triton.jit
 def _row_statistics(x, SOFTMAX: tl.constexpr):
-    """What a score needs besides its own logit: the row's maximum and sum."""
+    """The row's maximum and sum, which a score needs besides its own logit."""
     if SOFTMAX:
         top = tl.max(x, 1)
         total = tl.sum(tl.exp(x - top[:, None]), 1)
@@ -76,7 +76,7 @@ def _keep_best_groups(
 ):  # fmt: skip
     """``packed`` (BLOCK_T, BLOCK_G * BLOCK_S) with the other groups' candidates removed.
 
-    A group scores as its best candidate, or as the sum of its two best.
+    The score of a group is its best candidate, or the sum of its two best.
     """
     members = tl.reshape(packed, (BLOCK_T, BLOCK_G, BLOCK_S))
     best = tl.max(members, 2)
@@ -86,7 +86,7 @@ def _keep_best_groups(
         value += _unpack_value(tl.max(rest, 2))
     group = tl.arange(0, BLOCK_G)[None, :]
     groups = tl.where(group < NUM_GROUPS, _pack(value, group, NUM_GROUPS), _NONE)
-    # The chosen groups are those not below the last one that is chosen.
+    # A group is chosen if it is not below the last chosen one.
     last = tl.max(groups, 1)
     rest = groups
     for _ in range(1, TOP_GROUPS):
@@ -123,7 +123,7 @@ def topk_kernel(
     real = (member < GROUP_SIZE) & (expert < num_experts)
     mask = in_range[:, None] & real[None, :]
     x = tl.load(row + expert[None, :], mask=mask, other=-float("inf")).to(tl.float32)
-    # A row of -inf would be NaN: harmless, but rows past the end need no such thing.
+    # Rows past the end are 0: from -inf they would become NaN, which is harmless but avoidable.
     x = tl.where(in_range[:, None], x, 0.0)
     top, total = _row_statistics(x, SOFTMAX)
     choice = _score(x, top, total, SOFTMAX)
@@ -186,7 +186,7 @@ def topk_backward_kernel(
     k = tl.arange(0, BLOCK_K)[None, :]
     mask = in_range[:, None] & (k < TOP_K)
     slot = t[:, None].to(tl.int64) * TOP_K + k
-    # -1: no expert, which is where no gradient goes.
+    # -1 is no expert and gets no gradient.
     index = tl.load(topk_indices + slot, mask=mask, other=-1).to(tl.int32)
     chosen_x = tl.load(row + index, mask=mask, other=0.0).to(tl.float32)
     s = tl.where(mask, _score(chosen_x, top, total, SOFTMAX), 0.0)
@@ -226,7 +226,7 @@ def _grid(num_tokens: int, block_t: int) -> tuple[int]:
 
 
 def topk_columns(num_experts: int, num_groups: int | None) -> int:
-    """Padded columns of a token, which decide whether a program can hold them."""
+    """Padded columns of a token: whether a program can hold them decides eligibility."""
     groups = num_groups or 1
     size = triton.next_power_of_2(max(num_experts // groups, 2))
     return triton.next_power_of_2(groups) * size

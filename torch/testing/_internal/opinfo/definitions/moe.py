@@ -123,6 +123,12 @@ def numpy_reference(reference):
     return ref
 
 
+def error_input(prefix, text, *args, error_type=ValueError, **kwargs):
+    """A call with the text of its error, which begins with ``prefix``."""
+    sample = SampleInput(args[0], args=args[1:], kwargs=kwargs)
+    return ErrorInput(sample, error_type=error_type, error_regex=prefix + text)
+
+
 def sample_inputs_moe_permutation(op_info, device, dtype, requires_grad, **kwargs):
     for case in CASES:
         yield SampleInput(
@@ -134,13 +140,7 @@ def sample_inputs_moe_permutation(op_info, device, dtype, requires_grad, **kwarg
 
 def error_inputs_moe_permutation(op_info, device, **kwargs):
     indices = torch.zeros(3, 2, dtype=torch.int64, device=device)
-
-    def error(text, *args, error_type=ValueError, **kwargs):
-        sample = SampleInput(args[0], args=args[1:], kwargs=kwargs)
-        return ErrorInput(
-            sample, error_type=error_type, error_regex=f"_moe_permutation: {text}"
-        )
-
+    error = partial(error_input, "_moe_permutation: ")
     yield error(
         "topk_indices must have dtype int32 or int64, got float32",
         indices.float(),
@@ -179,10 +179,8 @@ def error_inputs_moe_mlp(op_info, device, **kwargs):
 
     def error(text, *, error_type=ValueError, op_kwargs=None, **changes):
         args = dataclasses.replace(ops, **changes).args()
-        sample = SampleInput(args[0], args=args[1:], kwargs=op_kwargs or {})
-        return ErrorInput(
-            sample, error_type=error_type, error_regex=f"_moe_mlp: {text}"
-        )
+        options = {"error_type": error_type, **(op_kwargs or {})}
+        return error_input("_moe_mlp: ", text, *args, **options)
 
     yield error(
         "w_out must have the dtype of input, float32, got float64",
@@ -248,12 +246,8 @@ def error_inputs_moe_mlp_backward(op_info, device, **kwargs):
     preact = torch.zeros(10, 6, device=device)
 
     def error(text, grad_out, preact):
-        args = (*ops.args(), preact, [True] * 7)
-        return ErrorInput(
-            SampleInput(grad_out, args=args),
-            error_type=ValueError,
-            error_regex=f"_moe_mlp_backward: {text}",
-        )
+        args = (grad_out, *ops.args(), preact, [True] * 7)
+        return error_input("_moe_mlp_backward: ", text, *args)
 
     yield error(
         r"grad_out must have shape \(T, D\) = \(5, 6\), got \(5, 3\)",
@@ -300,15 +294,8 @@ def sample_inputs_moe_topk(op_info, device, dtype, requires_grad, **kwargs):
 
 def error_inputs_moe_topk(op_info, device, **kwargs):
     logits = torch.zeros(3, 8, device=device)
-
-    def error(text, *args, **kwargs):
-        return ErrorInput(
-            SampleInput(args[0], args=args[1:], kwargs=kwargs),
-            error_type=ValueError,
-            # The checks are the functional's own, or those of the op that it is.
-            error_regex=f"_?moe_topk: {text}",
-        )
-
+    # The checks are the functional's own, or those of the op that it is.
+    error = partial(error_input, "_?moe_topk: ")
     yield error("logits must be a floating point tensor", logits.long(), 2)
     yield error(r"k must be in \[1, 8\].*, got 9", logits, 9)
     yield error(
@@ -387,12 +374,8 @@ def error_inputs_grouped_mlp(op_info, device, **kwargs):
         w_in, w_out, offs = (
             changes.pop(name, getattr(ops, name)) for name in ("w_in", "w_out", "offs")
         )
-        sample = SampleInput(
-            ops.input, args=(w_in, w_out), kwargs={"offs": offs, **changes}
-        )
-        return ErrorInput(
-            sample, error_type=error_type, error_regex=f"_moe_mlp: {text}"
-        )
+        options = {"error_type": error_type, "offs": offs, **changes}
+        return error_input("_moe_mlp: ", text, ops.input, w_in, w_out, **options)
 
     yield error(
         "offs must have dtype int32", offs=ops.offs.long(), error_type=TypeError
@@ -412,11 +395,7 @@ def error_inputs_functional_moe_mlp(op_info, device, **kwargs):
 
     def error(text, *, error_type=ValueError, **changes):
         args = [changes.pop(name, getattr(ops, name)) for name in names]
-        return ErrorInput(
-            SampleInput(args[0], args=tuple(args[1:]), kwargs=changes),
-            error_type=error_type,
-            error_regex=text,
-        )
+        return error_input("", text, *args, error_type=error_type, **changes)
 
     yield error(
         r"moe_mlp: topk_indices must have shape .*, got \(4, 2\)",

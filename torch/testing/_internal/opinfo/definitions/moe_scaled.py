@@ -21,6 +21,7 @@ from torch.testing._internal.opinfo.core import (
 )
 from torch.testing._internal.opinfo.definitions.moe import (
     concrete,
+    error_input,
     NO_BATCHING_RULE,
     NO_FORWARD_OVER_REVERSE,
     NO_SMALLER_ROUNDING,
@@ -83,13 +84,10 @@ def sample_inputs_moe_mlp_scaled(op_info, device, dtype, requires_grad, **kwargs
 
 def error_inputs_moe_mlp_scaled(op_info, device, **kwargs):
     ops = CASES[0].operands(torch.float32, device)
-    first, *rest = ops.args()
 
     def error(text, **options):
-        sample = SampleInput(first, args=(*rest, [], [], [], []), kwargs=options)
-        return ErrorInput(
-            sample, error_type=ValueError, error_regex=f"_moe_mlp_scaled: {text}"
-        )
+        args = (*ops.args(), [], [], [], [])
+        return error_input("_moe_mlp_scaled: ", text, *args, **options)
 
     yield error("recipe_w must have one code, got 0", recipe_a=[3])
     yield error(

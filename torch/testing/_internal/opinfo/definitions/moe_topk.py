@@ -8,8 +8,9 @@ from operator import itemgetter
 import torch
 from torch.testing import make_tensor
 from torch.testing._internal.moe_reference import moe_topk_reference
-from torch.testing._internal.opinfo.core import ErrorInput, OpInfo, SampleInput
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.testing._internal.opinfo.definitions.moe import (
+    error_input,
     error_inputs_moe_topk,
     moe_dtypes,
     NO_BATCHING_RULE,
@@ -37,11 +38,8 @@ def sample_inputs_moe_topk_op(op_info, device, dtype, requires_grad, **kwargs):
 
 
 def error_inputs_moe_topk_op(op_info, device, **kwargs):
-    yield ErrorInput(
-        SampleInput(torch.zeros(8, device=device), args=(2,)),
-        error_type=ValueError,
-        error_regex=r"_moe_topk: logits must be .* of shape \(T, E\), got .*\(8\)",
-    )
+    text = r"logits must be .* of shape \(T, E\), got .*\(8\)"
+    yield error_input("_moe_topk: ", text, torch.zeros(8, device=device), 2)
     yield from error_inputs_moe_topk(op_info, device, **kwargs)
 
 
@@ -59,14 +57,7 @@ def sample_inputs_moe_topk_backward(op_info, device, dtype, requires_grad, **kwa
 def error_inputs_moe_topk_backward(op_info, device, **kwargs):
     grad, logits = torch.zeros(3, 2, device=device), torch.zeros(3, 8, device=device)
     indices = torch.zeros(3, 2, dtype=torch.int64, device=device)
-
-    def error(text, *args, error_type=ValueError, **kwargs):
-        return ErrorInput(
-            SampleInput(args[0], args=args[1:], kwargs=kwargs),
-            error_type=error_type,
-            error_regex=f"_moe_topk_backward: {text}",
-        )
-
+    error = partial(error_input, "_moe_topk_backward: ")
     yield error(
         r"topk_indices must have shape \(T, K\) with T = 3, got \(2, 2\)",
         grad,
