@@ -446,8 +446,8 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
 using FloatGemm = ThinGemm<float>;
 
 #ifdef MOE_HAS_AMX
-// sum plus the two products of each word. In assembly, as the files of a capability are compiled
-// for AVX512 without this instruction.
+// Adds the two products of each word to sum. In assembly, as this capability is compiled for AVX512
+// without BF16.
 C10_ALWAYS_INLINE __m512 add_dot(__m512 sum, __m512i a, __m512i b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
   return sum;
@@ -471,12 +471,12 @@ struct DotProducts : NativeRounding {
   }
 };
 
-// Weights that lie along K, as they are stored: each lane of a sum has every 16th word of K, and
-// the lanes are added at the end. So nothing is packed or transposed, and a decode step reads
-// lines one after the other, as fast as a sum over memory does. This is done for any number of
-// rows, so that a row has the same bits alone and among others.
+// Multiplies weights that lie along K as they are stored. Each lane of a sum has every 16th word of
+// K, and the lanes are added at the end. Nothing is packed or transposed, and a decode step reads
+// one line after the other, as fast as a sum over memory. Any number of rows is multiplied like
+// this, so a row has the same bits alone and among others.
 struct DotGemm : ThinGemm<BFloat16, DotProducts> {
-  // See ThinGemm. Fails for an odd K, whose rows are packed.
+  // See ThinGemm. Returns false for an odd K, whose rows are packed.
   static bool multiply_stored(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
       const Panel& next, const BFloat16* const* rows, float* c) {
@@ -492,7 +492,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     const int64_t groups = ceil_div(block.rows(), kTileRows);
     for (const auto part : c10::irange(weights.k_parts)) {
       for (const auto group : c10::irange(groups)) {
-        // About equal: a sum waits for its own last product.
+        // Equal groups: each sum waits for its last product, so a small group would be slow.
         const int64_t begin = block.rows() * group / groups;
         const int64_t end = block.rows() * (group + 1) / groups;
         with_constant<kTileRows>(end - begin, [&](auto count) {
@@ -519,10 +519,10 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
  private:
   static constexpr int64_t kStep = 32;  // elements of a vector
   static constexpr int64_t kLinesAtOnce = 4;
-  // Of one or two rows, whose lines are read one after the other.
+  // For one or two rows, which read lines one after the other.
   static constexpr int64_t kAheadBytes = 2048;
 
-  // x times `lines` lines of w. Of those at `next`, this group of rows fetches its share.
+  // Multiplies x by `lines` lines of w. This group of rows fetches its share of those at `next`.
   template <int64_t rows>
   static void multiply_lines(
       int64_t depth, const BFloat16* const (&x)[rows], const StridedView<BFloat16>& w,
@@ -604,7 +604,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     }
   }
 
-  // The sums of the lanes of each.
+  // Returns the sums of the lanes of each vector.
   C10_ALWAYS_INLINE static __m128 add_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
