@@ -13,11 +13,11 @@ refused by name when it runs.
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn, Tensor
-from torch.nn.utils.moe_replay import _is_recomputed, _smallest, _WRAPPERS
+from torch.nn.utils.moe_replay import _is_recomputed, _Refusal, _smallest, _WRAPPERS
 from torch.overrides import TorchFunctionMode
 
 
@@ -104,7 +104,12 @@ def _routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
 
 
 @contextlib.contextmanager
-def _watched(routers: dict, given: Mapping[str, Tensor], keep=None) -> Iterator[None]:
+def _watched(
+    routers: dict,
+    given: Mapping[str, Tensor],
+    keep: Callable | None = None,
+    runs: Callable[[str], None] | None = None,
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, (module, num_experts) in routers.items():
             running: list[_TopK] = []
@@ -121,6 +126,8 @@ def _watched(routers: dict, given: Mapping[str, Tensor], keep=None) -> Iterator[
                         f"replay_routing: {name!r} runs, and the record has nothing of it, only of "
                         f"{sorted(given)}"
                     )
+                if runs is not None:
+                    runs(name)
                 running.append(_TopK(num_experts, given.get(name)))
                 running[-1].__enter__()
 
@@ -173,5 +180,6 @@ def replay_routing(model: nn.Module, record: Mapping[str, Tensor]) -> Iterator[N
             raise ValueError(
                 f"replay_routing: {name!r} has tokens without an expert, which its router cannot have"
             )
-    with _watched(routers, record):
+    modules = {name: module for name, (module, _) in routers.items()}
+    with _Refusal.around(modules) as runs, _watched(routers, record, runs=runs):
         yield

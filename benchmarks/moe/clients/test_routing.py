@@ -110,6 +110,10 @@ class TestRouting(TestCase):
         with record_routing(model) as again:
             outcome(model)
         self.assertEqual(again, record)
+        with replay_routing(model, other):
+            logits = model(TOKENS).logits
+        with self.assertRaisesRegex(RuntimeError, "1.mlp' is computed again for a"):
+            logits.sum().backward()
 
     def test_record_around_replay(self):
         """The order of the two contexts does not matter, and of two replays the inner one is."""

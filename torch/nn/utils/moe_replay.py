@@ -12,7 +12,7 @@ tokens, ``(*, D)``. The output may be anything.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, ExitStack
 from typing import Any
 
@@ -52,6 +52,57 @@ def _is_recomputed() -> bool:
     if torch.compiler.is_compiling():
         return False  # the compiler recomputes operators, not modules
     return torch._C._current_graph_task_id() != -1
+
+
+class _Refusal:
+    """What :func:`replay_routing` leaves on a router that ran in it, until the router runs again.
+
+    A backward outside of the context would compute the router again, without the record, and so the gradients of
+    other experts.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if _is_recomputed():
+            raise RuntimeError(
+                f"replay_routing: {self.name!r} is computed again for a backward outside of the context, where it "
+                "would choose other experts; end the context after backward"
+            )
+        _take_refusal(module)
+
+    @staticmethod
+    @contextmanager
+    def around(routers: Mapping[str, Module]) -> Iterator[Callable[[str], None]]:
+        """Yields what each router's hook calls with the router's name when the router runs in the context."""
+        pending = {name for name, module in routers.items() if _take_refusal(module)}
+
+        def runs(name: str) -> None:
+            if torch.compiler.is_compiling():
+                return
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if _is_recomputed():
+                pending.discard(name)
+            elif hooks or not torch.is_grad_enabled():  # as checkpointing runs it
+                pending.add(name)
+
+        try:
+            yield runs
+        finally:
+            for name in pending:
+                routers[name].register_forward_pre_hook(_Refusal(name))
+
+
+def _take_refusal(module: Module) -> bool:
+    """Removes it from a router; whether there was one."""
+    hooks = module._forward_pre_hooks
+    found = [key for key, hook in hooks.items() if isinstance(hook, _Refusal)]
+    for key in found:
+        del hooks[key]
+    return bool(found)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -151,6 +202,7 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
     Raises:
         ValueError: the model does not have a router of the record, or a router runs that is not in the
             record, or one gets another number of tokens.
+        RuntimeError: after the context, activation checkpointing runs a router that last ran in it.
     """
     routers = _routers(model)
     if unknown := sorted(record.keys() - routers.keys()):
@@ -173,12 +225,13 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
                     f"replay_routing: {name!r} got {tokens.numel()} tokens of shape "
                     f"{tuple(tokens)}, the record has {ids.shape[0]}"
                 )
+            runs(name)
             ids = ids.to(input.device).view(*tokens, ids.shape[-1])
             return args, kwargs | {"topk_indices": ids}
 
         return give
 
-    with ExitStack() as stack:
+    with _Refusal.around(routers) as runs, ExitStack() as stack:
         for name, module in routers.items():
             stack.enter_context(
                 module.register_forward_pre_hook(hook(name), with_kwargs=True)
