@@ -3,6 +3,7 @@
 
 import io
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
@@ -298,6 +299,26 @@ class TestMoeReplay(TestCase):
         run(x).sum().backward()
         self.assertEqual(gradients(model), expected)
         self.assertFalse(model[0]._forward_pre_hooks)
+
+    def test_two_threads(self):
+        """Each with a model of its own; one model has one thread at a time."""
+        model, other, x = make_model(), make_model(), torch.randn(3, D)
+        with ThreadPoolExecutor(1) as thread:
+
+            def elsewhere(model):
+                with record_routing(model) as record:
+                    model(x)
+                return record
+
+            with record_routing(model) as record:
+                self.assertEqual(thread.submit(elsewhere, other).result().keys(), {"0", "2"})
+                with self.assertRaisesRegex(RuntimeError, "another thread records or"):
+                    thread.submit(elsewhere, model).result()
+                thread.submit(model, x).result()  # the forward of this context
+            with replay_routing(model, record), replay_routing(model, record):
+                with self.assertRaisesRegex(RuntimeError, "another thread records or"):
+                    thread.submit(elsewhere, model).result()
+            self.assertEqual(thread.submit(elsewhere, model).result(), record)
 
     def test_records_are_saved_and_joined(self):
         model = make_model()

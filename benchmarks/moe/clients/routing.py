@@ -17,7 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn, Tensor
-from torch.nn.utils.moe_replay import _is_recomputed, _Refusal, _smallest, _WRAPPERS
+from torch.nn.utils.moe_replay import (
+    _is_recomputed,
+    _of_one_thread,
+    _Refusal,
+    _smallest,
+    _WRAPPERS,
+)
 from torch.overrides import TorchFunctionMode
 
 
@@ -111,6 +117,7 @@ def _watched(
     runs: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_of_one_thread(module for module, _ in routers.values()))
         for name, (module, num_experts) in routers.items():
             running: list[_TopK] = []
 

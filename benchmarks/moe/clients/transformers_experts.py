@@ -229,7 +229,7 @@ def _reaches(module: nn.Module) -> bool:
         return True
     forward = vars(module).get("_old_forward", forward)
     if getattr(forward, "__func__", None) is moe_lora._forward:
-        forward = vars(module)["_merge_again"].forward
+        forward = vars(module)["_merged_forward"]
     return getattr(forward, "__func__", None) is type(module).forward
 
 

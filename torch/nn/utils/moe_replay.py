@@ -12,7 +12,9 @@ tokens, ``(*, D)``. The output may be anything.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, ExitStack
 from typing import Any
 
@@ -52,6 +54,34 @@ def _is_recomputed() -> bool:
     if torch.compiler.is_compiling():
         return False  # the compiler recomputes operators, not modules
     return torch._C._current_graph_task_id() != -1
+
+
+_threads: weakref.WeakKeyDictionary[Module, tuple[int, int]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+@contextmanager
+def _of_one_thread(routers: Iterable[Module]) -> Iterator[None]:
+    """Hooks are those of all threads: two that replay one model would take each other's experts."""
+    me, routers = threading.get_ident(), list(routers)
+    with _lock:
+        if any(_threads.get(module, (me, 0))[0] != me for module in routers):
+            raise RuntimeError(
+                "moe_replay: another thread records or replays the routing of this model; use a copy of "
+                "it in each thread, or a lock around the context"
+            )
+        for module in routers:
+            _threads[module] = me, _threads.get(module, (me, 0))[1] + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            for module in routers:
+                _, depth = _threads.pop(module)
+                if depth > 1:
+                    _threads[module] = me, depth - 1
 
 
 class _Refusal:
@@ -141,7 +171,8 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
     Raises:
         ValueError: the model has no router.
         RuntimeError: a router runs a second time, or under :func:`torch.func.vmap`. One record is of
-            one forward: take one each, and ``torch.cat`` what belongs together.
+            one forward: take one each, and ``torch.cat`` what belongs together. Or another thread
+            records or replays the same modules.
 
     Example::
 
@@ -176,8 +207,9 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
 
         return ask, keep
 
-    with ExitStack() as stack:
-        for name, module in _routers(model).items():
+    routers = _routers(model)
+    with _of_one_thread(routers.values()), ExitStack() as stack:
+        for name, module in routers.items():
             ask, keep = hooks(name)
             stack.enter_context(module.register_forward_pre_hook(ask, with_kwargs=True))
             stack.enter_context(
@@ -202,7 +234,8 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
     Raises:
         ValueError: the model does not have a router of the record, or a router runs that is not in the
             record, or one gets another number of tokens.
-        RuntimeError: after the context, activation checkpointing runs a router that last ran in it.
+        RuntimeError: after the context, activation checkpointing runs a router that last ran in it. Or
+            another thread records or replays the same modules.
     """
     routers = _routers(model)
     if unknown := sorted(record.keys() - routers.keys()):
@@ -231,7 +264,11 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
 
         return give
 
-    with _Refusal.around(routers) as runs, ExitStack() as stack:
+    with (
+        _of_one_thread(routers.values()),
+        _Refusal.around(routers) as runs,
+        ExitStack() as stack,
+    ):
         for name, module in routers.items():
             stack.enter_context(
                 module.register_forward_pre_hook(hook(name), with_kwargs=True)
