@@ -36,9 +36,11 @@ _AROUND = ("ParamWrapper", "ModulesToSaveWrapper", "ModuleDict")
 class _TopK(TorchFunctionMode):
     """Keeps what the topk over experts returns; returns ``given`` in its place."""
 
-    def __init__(self, num_experts: int, given: Tensor | None) -> None:
+    def __init__(
+        self, num_experts: int, num_tokens: int | None, given: Tensor | None
+    ) -> None:
         super().__init__()
-        self.num_experts, self.given = num_experts, given
+        self.num_experts, self.num_tokens, self.given = num_experts, num_tokens, given
         self.chosen: list[tuple[Tensor, int]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -46,8 +48,15 @@ class _TopK(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
-        # Groups of experts, and the experts of a group, are fewer.
-        if scores.dim() < 2 or scores.shape[-1] < self.num_experts:
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        # Groups of experts, and the experts of a group, are fewer. Experts that choose tokens have another row
+        # for each expert, or another dimension.
+        if (
+            scores.dim() < 2
+            or scores.shape[-1] < self.num_experts
+            or dim not in (-1, scores.dim() - 1)
+            or self.num_tokens not in (None, scores.shape[:-1].numel())
+        ):
             return func(*args, **kwargs)
         if self.given is None:
             result = func(*args, **kwargs)
@@ -122,7 +131,13 @@ def _watched(
             running: list[_TopK] = []
 
             def enter(
-                module, args, *, name=name, num_experts=num_experts, running=running
+                module,
+                args,
+                kwargs,
+                *,
+                name=name,
+                num_experts=num_experts,
+                running=running,
             ):
                 if torch.compiler.is_compiling():
                     raise RuntimeError(
@@ -135,7 +150,12 @@ def _watched(
                     )
                 if runs is not None:
                     runs(name)
-                running.append(_TopK(num_experts, given.get(name)))
+                x = next(
+                    (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)),
+                    None,
+                )
+                num_tokens = None if x is None else x.shape[:-1].numel()
+                running.append(_TopK(num_experts, num_tokens, given.get(name)))
                 running[-1].__enter__()
 
             def leave(module, args, output, *, name=name, running=running):
@@ -153,7 +173,7 @@ def _watched(
                 if keep is not None and not _is_recomputed():
                     keep(name, *mode.chosen[0])
 
-            stack.enter_context(module.register_forward_pre_hook(enter))
+            stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
             stack.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
 
