@@ -311,7 +311,9 @@ class TestMoeReplay(TestCase):
                 return record
 
             with record_routing(model) as record:
-                self.assertEqual(thread.submit(elsewhere, other).result().keys(), {"0", "2"})
+                self.assertEqual(
+                    thread.submit(elsewhere, other).result().keys(), {"0", "2"}
+                )
                 with self.assertRaisesRegex(RuntimeError, "another thread records or"):
                     thread.submit(elsewhere, model).result()
                 thread.submit(model, x).result()  # the forward of this context

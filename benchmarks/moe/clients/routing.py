@@ -173,7 +173,9 @@ def _watched(
                 if keep is not None and not _is_recomputed():
                     keep(name, *mode.chosen[0])
 
-            stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(
+                module.register_forward_pre_hook(enter, with_kwargs=True)
+            )
             stack.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
 

@@ -333,6 +333,12 @@ def _settle(model: nn.Module, *, asked: bool) -> None:
                 own._experts_implementation = (
                     choice  # a copy, as PEFT makes of modules_to_save
                 )
+            if "_is_expert_parallel" in vars(module) and chosen:
+                if not _reaches(module):
+                    log_once(
+                        f"the forward of this {type(module).__name__} was replaced before: F.moe_mlp "
+                        "computes it only where that calls the forward of the class"
+                    )
             if not _adapted(module):
                 continue
             reason = adapter_reason(module)
