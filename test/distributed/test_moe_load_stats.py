@@ -1,5 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 
+import functools
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch.distributed._moe.loads import LoadStats
@@ -45,6 +48,32 @@ class TestLoadStats(MultiThreadedTestCase):
         other.load_state_dict(states[0])
         for each in (stats, other):
             self.assertEqual(each.update(), torch.arange(E).double()[None] * 10)
+
+    def test_torch_func(self):
+        """An element of a vmap is a forward; gradients count nothing twice."""
+        x, w = torch.randn(3, 5, 4), torch.randn(4, E)
+
+        def loss(stats, w, x):
+            scores = x @ w
+            ids = scores.topk(2).indices.flatten()
+            counts = torch.zeros(E, dtype=torch.int64)
+            stats.record(0, counts.scatter_add(0, ids, torch.ones_like(ids)))
+            return scores.square().sum()
+
+        expected, found = LoadStats(1, E), LoadStats(1, E)
+        run = functools.partial(loss, found)
+        grad, vmap = torch.func.grad, torch.func.vmap
+        of_all, of_both = vmap(run, (None, 0)), torch.stack([w, -w])
+        for transformed, weights, inputs in (
+            (lambda: grad(run)(w, x[0]), [w], x[:1]),
+            (lambda: vmap(grad(run), (None, 0))(w, x), [w], x),
+            (lambda: vmap(of_all, (0, None))(of_both, x), of_both, x),
+            (lambda: vmap(run, (None, 2))(w, x.movedim(0, 2)), [w], x),
+        ):
+            transformed()
+            for each in itertools.product(weights, inputs):
+                loss(expected, *each)
+            self.assertEqual(found.update(), expected.update())
 
     def test_errors(self):
         with self.assertRaisesRegex(ValueError, r"decay must be in \[0, 1\), got 1"):

@@ -3,6 +3,8 @@
 
 import copy
 import pathlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
@@ -232,12 +234,47 @@ class TestMoeLora(TestCase):
         ):
             layer(torch.randn(3, 8 if interrupt else 5, dtype=torch.float64))
         self.assertEqual(topk.called, interrupt)
-        self.assertEqual(parametrize._cache_enabled, 0)
         with saved_for_backward() as saved:
             parameters[0].square().sum()
         self.assertEqual(len(saved), 1)
         layer(torch.randn(3, 8, dtype=torch.float64)).sum().backward()
         self.assertTrue(all(p.grad is not None for p in parameters))
+
+    def test_threads(self):
+        """Each merges for itself, in one module and in several."""
+        layers = [make(), make()]
+        layers.append(layers[0])
+        parameters = {layer: adapt(layer) for layer in layers[:2]}
+        inputs = [torch.randn(7, 8, dtype=torch.float64) for _ in layers]
+
+        def gradients(place):
+            layer, x = layers[place], inputs[place]
+            return torch.autograd.grad(layer(x).square().sum(), parameters[layer])
+
+        expected = [gradients(place) for place in range(3)]
+        barrier, run = threading.Barrier(3, timeout=60), F.moe_mlp
+
+        def together(*args, **kwargs):
+            barrier.wait()  # all have merged
+            return run(*args, **kwargs)
+
+        with (
+            mock.patch.object(F, "moe_mlp", together),
+            ThreadPoolExecutor(3) as threads,
+        ):
+            for _ in range(5):
+                found = list(threads.map(gradients, range(3)))
+                self.assertEqual(found, expected, rtol=0, atol=0)
+
+    def test_names_one_after_the_other(self):
+        layer, other = make(), make()
+        other.load_state_dict(layer.state_dict())
+        x = torch.randn(7, 8, dtype=torch.float64)
+        adapt(layer)
+        for name in ("w_in", "w_out"):
+            add_lora(other, 3, names=[name])
+        other.load_state_dict(layer.state_dict())
+        self.assertEqual(other(x), layer(x))
 
     def test_no_grad_and_compile(self):
         layer = make()

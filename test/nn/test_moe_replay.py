@@ -2,6 +2,8 @@
 """Choices of experts that are recorded and repeated: weights, gradients, records and their errors."""
 
 import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
@@ -266,6 +268,59 @@ class TestMoeReplay(TestCase):
             run(moved).square().sum().backward()
         self.assertEqual(model[0].calls, calls + 2)
         self.assertEqual(gradients(model), expected, rtol=0, atol=0)
+
+    @parametrize("use_reentrant", (False, True))
+    def test_recomputation_outside_of_the_context(self, use_reentrant):
+        """It would choose other experts than the forward did."""
+        model = make_model()
+        x = torch.randn(6, D, requires_grad=True)
+
+        def run(x):
+            return checkpoint(model, x, use_reentrant=use_reentrant)
+
+        with record_routing(model) as record:
+            run(x).sum().backward()
+            expected = gradients(model)
+        flipped = {name: ids.flip(0) for name, ids in record.items()}
+        with replay_routing(model, flipped):
+            y = run(x)
+        pickle.dumps(model)
+        with self.assertRaisesRegex(RuntimeError, "'0' is computed again for a backw"):
+            y.sum().backward()
+        with replay_routing(model, flipped):
+            y = run(x)
+        with replay_routing(model, flipped):  # as a pipeline does
+            y.sum().backward()
+        model.zero_grad()
+        run(x).sum().backward()  # after one that was replayed to its end
+        self.assertEqual(gradients(model), expected)
+        with replay_routing(model, flipped), torch.no_grad():
+            model(x)
+        run(x).sum().backward()
+        self.assertEqual(gradients(model), expected)
+        self.assertFalse(model[0]._forward_pre_hooks)
+
+    def test_two_threads(self):
+        """Each with a model of its own; one model has one thread at a time."""
+        model, other, x = make_model(), make_model(), torch.randn(3, D)
+        with ThreadPoolExecutor(1) as thread:
+
+            def elsewhere(model):
+                with record_routing(model) as record:
+                    model(x)
+                return record
+
+            with record_routing(model) as record:
+                self.assertEqual(
+                    thread.submit(elsewhere, other).result().keys(), {"0", "2"}
+                )
+                with self.assertRaisesRegex(RuntimeError, "another thread records or"):
+                    thread.submit(elsewhere, model).result()
+                thread.submit(model, x).result()  # the forward of this context
+            with replay_routing(model, record), replay_routing(model, record):
+                with self.assertRaisesRegex(RuntimeError, "another thread records or"):
+                    thread.submit(elsewhere, model).result()
+            self.assertEqual(thread.submit(elsewhere, model).result(), record)
 
     def test_records_are_saved_and_joined(self):
         model = make_model()

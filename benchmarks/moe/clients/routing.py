@@ -13,11 +13,17 @@ refused by name when it runs.
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn, Tensor
-from torch.nn.utils.moe_replay import _is_recomputed, _smallest, _WRAPPERS
+from torch.nn.utils.moe_replay import (
+    _is_recomputed,
+    _of_one_thread,
+    _Refusal,
+    _smallest,
+    _WRAPPERS,
+)
 from torch.overrides import TorchFunctionMode
 
 
@@ -30,9 +36,11 @@ _AROUND = ("ParamWrapper", "ModulesToSaveWrapper", "ModuleDict")
 class _TopK(TorchFunctionMode):
     """Keeps what the topk over experts returns; returns ``given`` in its place."""
 
-    def __init__(self, num_experts: int, given: Tensor | None) -> None:
+    def __init__(
+        self, num_experts: int, num_tokens: int | None, given: Tensor | None
+    ) -> None:
         super().__init__()
-        self.num_experts, self.given = num_experts, given
+        self.num_experts, self.num_tokens, self.given = num_experts, num_tokens, given
         self.chosen: list[tuple[Tensor, int]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -40,8 +48,15 @@ class _TopK(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **kwargs)
         scores = args[0] if args else kwargs["input"]
-        # Groups of experts, and the experts of a group, are fewer.
-        if scores.dim() < 2 or scores.shape[-1] < self.num_experts:
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        # Groups of experts, and the experts of a group, are fewer. Experts that choose tokens have another row
+        # for each expert, or another dimension.
+        if (
+            scores.dim() < 2
+            or scores.shape[-1] < self.num_experts
+            or dim not in (-1, scores.dim() - 1)
+            or self.num_tokens not in (None, scores.shape[:-1].numel())
+        ):
             return func(*args, **kwargs)
         if self.given is None:
             result = func(*args, **kwargs)
@@ -104,13 +119,25 @@ def _routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
 
 
 @contextlib.contextmanager
-def _watched(routers: dict, given: Mapping[str, Tensor], keep=None) -> Iterator[None]:
+def _watched(
+    routers: dict,
+    given: Mapping[str, Tensor],
+    keep: Callable | None = None,
+    runs: Callable[[str], None] | None = None,
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_of_one_thread(module for module, _ in routers.values()))
         for name, (module, num_experts) in routers.items():
             running: list[_TopK] = []
 
             def enter(
-                module, args, *, name=name, num_experts=num_experts, running=running
+                module,
+                args,
+                kwargs,
+                *,
+                name=name,
+                num_experts=num_experts,
+                running=running,
             ):
                 if torch.compiler.is_compiling():
                     raise RuntimeError(
@@ -121,7 +148,14 @@ def _watched(routers: dict, given: Mapping[str, Tensor], keep=None) -> Iterator[
                         f"replay_routing: {name!r} runs, and the record has nothing of it, only of "
                         f"{sorted(given)}"
                     )
-                running.append(_TopK(num_experts, given.get(name)))
+                if runs is not None:
+                    runs(name)
+                x = next(
+                    (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)),
+                    None,
+                )
+                num_tokens = None if x is None else x.shape[:-1].numel()
+                running.append(_TopK(num_experts, num_tokens, given.get(name)))
                 running[-1].__enter__()
 
             def leave(module, args, output, *, name=name, running=running):
@@ -139,7 +173,9 @@ def _watched(routers: dict, given: Mapping[str, Tensor], keep=None) -> Iterator[
                 if keep is not None and not _is_recomputed():
                     keep(name, *mode.chosen[0])
 
-            stack.enter_context(module.register_forward_pre_hook(enter))
+            stack.enter_context(
+                module.register_forward_pre_hook(enter, with_kwargs=True)
+            )
             stack.enter_context(module.register_forward_hook(leave, always_call=True))
         yield
 
@@ -173,5 +209,6 @@ def replay_routing(model: nn.Module, record: Mapping[str, Tensor]) -> Iterator[N
             raise ValueError(
                 f"replay_routing: {name!r} has tokens without an expert, which its router cannot have"
             )
-    with _watched(routers, record):
+    modules = {name: module for name, (module, _) in routers.items()}
+    with _Refusal.around(modules) as runs, _watched(routers, record, runs=runs):
         yield

@@ -384,6 +384,17 @@ class TestChoice(TestCase):
                 self.assertEqual(found, expected, msg=str(change))
         self.assertEqual(fused_experts(ours), [])  # the last change has no F.moe_mlp
 
+    def test_forward_of_an_instance_was_replaced(self):
+        """As packages that bring kernels of their own do: theirs stays, and the log says so."""
+        model = build("mixtral")
+        for experts in experts_of(model):
+            experts.forward = lambda x, ids, weights: x * 0
+        text = self._logs(lambda: model.set_experts_implementation(NAME))
+        self.assertIn("the forward of this MixtralExperts was replaced before", text)
+        with mock.patch.object(F, "moe_mlp", wraps=F.moe_mlp) as op:
+            model(torch.arange(8)[None])
+        self.assertFalse(op.called)
+
     def test_a_model_without_experts_says_so(self):
         import transformers
 

@@ -110,6 +110,10 @@ class TestRouting(TestCase):
         with record_routing(model) as again:
             outcome(model)
         self.assertEqual(again, record)
+        with replay_routing(model, other):
+            logits = model(TOKENS).logits
+        with self.assertRaisesRegex(RuntimeError, "1.mlp' is computed again for a"):
+            logits.sum().backward()
 
     def test_record_around_replay(self):
         """The order of the two contexts does not matter, and of two replays the inner one is."""
@@ -169,6 +173,15 @@ class TestRouting(TestCase):
         with self.assertRaisesRegex(ValueError, "no module of the model"):
             with record_routing(nn.Linear(2, 2)):
                 pass
+        for chosen in (
+            lambda scores: scores.topk(2, dim=0).indices,
+            lambda scores: scores.T.topk(2).indices,
+        ):
+            router = TokenChoiceTopKRouter()
+            router.forward = lambda x: chosen(router.gate(x))  # experts choose tokens
+            with self.assertRaisesRegex(NotImplementedError, "has 0 topk over its exp"):
+                with record_routing(router):
+                    router(torch.randn(10, 16))
         model, x = nn.Sequential(TokenChoiceTopKRouter()), torch.randn(3, 16)
         with record_routing(model) as record:
             model(x)

@@ -229,7 +229,7 @@ def _reaches(module: nn.Module) -> bool:
         return True
     forward = vars(module).get("_old_forward", forward)
     if getattr(forward, "__func__", None) is moe_lora._forward:
-        forward = vars(module)["_merge_again"].forward
+        forward = vars(module)["_merged_forward"]
     return getattr(forward, "__func__", None) is type(module).forward
 
 
@@ -333,6 +333,12 @@ def _settle(model: nn.Module, *, asked: bool) -> None:
                 own._experts_implementation = (
                     choice  # a copy, as PEFT makes of modules_to_save
                 )
+            if "_is_expert_parallel" in vars(module) and chosen:
+                if not _reaches(module):
+                    log_once(
+                        f"the forward of this {type(module).__name__} was replaced before: F.moe_mlp "
+                        "computes it only where that calls the forward of the class"
+                    )
             if not _adapted(module):
                 continue
             reason = adapter_reason(module)

@@ -10,6 +10,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 
 
 __all__ = ["LoadStats", "StepTimes"]
+
+
+def _of_forwards(counts: Tensor) -> Tensor:
+    """(..., num_experts) below the wrappers of torch.func: a row for each element of a vmap."""
+    functorch, dim = torch._C._functorch, 0
+    while functorch.is_functorch_wrapped_tensor(counts):
+        if functorch.is_batchedtensor(counts):
+            dim += functorch.maybe_get_bdim(counts) <= dim
+        counts = functorch.get_unwrapped(counts)
+    with temporarily_clear_interpreter_stack():
+        return counts.movedim(dim, -1).contiguous()
 
 
 class LoadStats:
@@ -73,7 +85,10 @@ class LoadStats:
         return None if name is None else c10d._resolve_process_group(name)
 
     def record(self, layer: int, counts: Tensor) -> None:
-        """Adds the (num_experts) integer ``counts`` of one forward pass of one layer."""
+        """Adds the (num_experts) integer ``counts`` of one forward pass of one layer.
+
+        Under :func:`torch.func.vmap` each element of the batch is a forward.
+        """
         num_experts = self._sums.shape[1] - 1
         if counts.shape != (num_experts,):
             raise ValueError(
@@ -88,10 +103,14 @@ class LoadStats:
             if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is None:
                 # Selective checkpointing numbers its ops and would miss these in backward.
                 modes = _disable_current_modes()
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                counts = _of_forwards(counts)
+                modes = temporarily_clear_interpreter_stack()
         with modes:
+            counts = counts.view(-1, num_experts)
             sums = self._sums[layer]
-            sums.narrow(0, 0, num_experts).add_(counts)
-            sums[num_experts].add_(1)
+            sums.narrow(0, 0, num_experts).add_(counts.sum(0))
+            sums[num_experts].add_(counts.shape[0])
 
     def update(self) -> Tensor:
         """Adds the records since the last update to the average. Collective, and one sync.

@@ -8,6 +8,7 @@ the backward merges again, and no merged weight is kept.
 
 import functools
 import math
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -40,11 +41,42 @@ class _LowRank(Module):
         init.uniform_(self.a, -bound, bound)
 
     def forward(self, weight: Tensor) -> Tensor:
-        return self.merge(weight, self.a, self.b)
+        if torch.compiler.is_compiling() or not _running.depth:
+            return self.merge(weight, self.a, self.b)
+        # One merge, however often it is read.
+        key = id(weight), id(self.a), id(self.b), torch.is_grad_enabled()
+        if key not in _running.known:
+            # Those of now: in the forward of a parallel module they are the rank's own.
+            merge = functools.partial(self.merge, a=self.a, b=self.b)
+            _running.known[key] = merge, weight, merge(weight)
+        _, _, merged = known = _running.known[key]
+        if merged.requires_grad:
+            _running.merged[merged.untyped_storage()._cdata] = known
+        return merged
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.to(weight.dtype), b.to(weight.dtype)
         return torch.baddbmm(weight, b, a, alpha=self.scale)
+
+
+# How to merge a weight again, the frozen weight and the merged one.
+_Known = tuple[Callable[[Tensor], Tensor], Tensor, Tensor]
+
+
+class _Running(threading.local):
+    """The forwards of modules with adapters that run in a thread, and what they merged.
+
+    Not :func:`parametrize.cached`, which is one for all threads.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.known: dict[tuple[int, int, int, bool], _Known] = {}
+        # By storage, which nothing else can have while the merged weight is here.
+        self.merged: dict[int, _Known] = {}
+
+
+_running = _Running()
 
 
 class _Saved:
@@ -72,56 +104,42 @@ class _Saved:
             return self.merge(self.kept).as_strided(*self.view)
 
 
-class _MergeAgain:
-    """Runs the forward of a module so that autograd saves no merged weight.
+@contextmanager
+def _merging_again() -> Iterator[None]:
+    """Autograd saves no merged weight.
 
     Not with hooks of the module: an interrupt would leave what they entered.
     """
+    # Only the innermost hooks are called: those around, of checkpointing or offloading, get
+    # what is not ours.
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-        # While a forward runs: merged weights, which nothing else may replace in memory, by storage.
-        self.merged: dict[int, tuple[Callable[[Tensor], Tensor], Tensor, Tensor]] = {}
-        self.depth = 0
+    def pack(tensor: Tensor) -> Any:
+        if known := _running.merged.get(tensor.untyped_storage()._cdata):
+            return _Saved(known[1], tensor, known[0])
+        return outer[0](tensor) if outer else _Saved(tensor, tensor, None)
 
-    def remember(self, low_rank: _LowRank, args: tuple[Tensor], merged: Tensor) -> None:
-        if self.depth and merged.requires_grad:
-            key = merged.untyped_storage()._cdata
-            # Those of now: in the forward of a parallel module they are the rank's own.
-            merge = functools.partial(low_rank.merge, a=low_rank.a, b=low_rank.b)
-            self.merged[key] = (merge, args[0], merged)
+    def unpack(packed: Any) -> Tensor:
+        return packed.make() if isinstance(packed, _Saved) else outer[1](packed)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        # Only the innermost hooks are called: those around, of checkpointing or offloading, get
-        # what is not ours.
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-        def pack(tensor: Tensor) -> Any:
-            if known := self.merged.get(tensor.untyped_storage()._cdata):
-                return _Saved(known[1], tensor, known[0])
-            return outer[0](tensor) if outer else _Saved(tensor, tensor, None)
-
-        def unpack(packed: Any) -> Tensor:
-            return packed.make() if isinstance(packed, _Saved) else outer[1](packed)
-
-        self.depth += 1
-        try:
-            # One merge, however often it is read.
-            with parametrize.cached(), saved_tensors_hooks(pack, unpack):
-                yield
-        finally:
-            self.depth -= 1
-            self.merged.clear()
+    _running.depth += 1
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        _running.depth -= 1
+        if not _running.depth:
+            _running.known.clear()
+            _running.merged.clear()
 
 
 def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
-    again: _MergeAgain = module.__dict__["_merge_again"]
+    forward = module.__dict__["_merged_forward"]
     # The compiler decides by itself what it computes again; torch.func, for one, allows no hooks.
     if torch.compiler.is_compiling() or not _hooks_are_allowed():
-        return again.forward(*args, **kwargs)
-    with again.running():
-        return again.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+    with _merging_again():
+        return forward(*args, **kwargs)
 
 
 def add_lora(
@@ -189,13 +207,13 @@ def add_lora(
             "add_lora: must come before parallelize_module and fully_shard, which distribute the new "
             f"parameters as well; {distributed} are of type {type(own[distributed[0]]).__name__}"
         )
-    again, found = _MergeAgain(module.forward), []
+    found = []
     for name in names:
         weight = own[name].requires_grad_(False)
         low_rank = _LowRank(weight, rank, 1.0 if alpha is None else alpha / rank)
         parametrize.register_parametrization(module, name, low_rank)
-        low_rank.register_forward_hook(again.remember)
         found += [low_rank.a, low_rank.b]
-    module.__dict__["_merge_again"] = again
-    module.forward = types.MethodType(_forward, module)
+    if "_merged_forward" not in module.__dict__:  # other names were adapted before
+        module.__dict__["_merged_forward"] = module.forward
+        module.forward = types.MethodType(_forward, module)
     return found

@@ -12,7 +12,9 @@ tokens, ``(*, D)``. The output may be anything.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, ExitStack
 from typing import Any
 
@@ -54,6 +56,85 @@ def _is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_threads: weakref.WeakKeyDictionary[Module, tuple[int, int]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+@contextmanager
+def _of_one_thread(routers: Iterable[Module]) -> Iterator[None]:
+    """Hooks are those of all threads: two that replay one model would take each other's experts."""
+    me, routers = threading.get_ident(), list(routers)
+    with _lock:
+        if any(_threads.get(module, (me, 0))[0] != me for module in routers):
+            raise RuntimeError(
+                "moe_replay: another thread records or replays the routing of this model; use a copy of "
+                "it in each thread, or a lock around the context"
+            )
+        for module in routers:
+            _threads[module] = me, _threads.get(module, (me, 0))[1] + 1
+    try:
+        yield
+    finally:
+        with _lock:
+            for module in routers:
+                _, depth = _threads.pop(module)
+                if depth > 1:
+                    _threads[module] = me, depth - 1
+
+
+class _Refusal:
+    """What :func:`replay_routing` leaves on a router that ran in it, until the router runs again.
+
+    A backward outside of the context would compute the router again, without the record, and so the gradients of
+    other experts.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if _is_recomputed():
+            raise RuntimeError(
+                f"replay_routing: {self.name!r} is computed again for a backward outside of the context, where it "
+                "would choose other experts; end the context after backward"
+            )
+        _take_refusal(module)
+
+    @staticmethod
+    @contextmanager
+    def around(routers: Mapping[str, Module]) -> Iterator[Callable[[str], None]]:
+        """Yields what each router's hook calls with the router's name when the router runs in the context."""
+        pending = {name for name, module in routers.items() if _take_refusal(module)}
+
+        def runs(name: str) -> None:
+            if torch.compiler.is_compiling():
+                return
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if _is_recomputed():
+                pending.discard(name)
+            elif hooks or not torch.is_grad_enabled():  # as checkpointing runs it
+                pending.add(name)
+
+        try:
+            yield runs
+        finally:
+            for name in pending:
+                routers[name].register_forward_pre_hook(_Refusal(name))
+
+
+def _take_refusal(module: Module) -> bool:
+    """Removes it from a router; whether there was one."""
+    hooks = module._forward_pre_hooks
+    found = [key for key, hook in hooks.items() if isinstance(hook, _Refusal)]
+    for key in found:
+        del hooks[key]
+    return bool(found)
+
+
 def _tokens(x: Tensor) -> Tensor:
     """``x``, or the values of a jagged nested tensor."""
     return x.values() if x.is_nested else x
@@ -89,8 +170,9 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
 
     Raises:
         ValueError: the model has no router.
-        RuntimeError: a router runs a second time, or under :func:`torch.func.vmap`. A record is of
-            one forward; join several with ``torch.cat``.
+        RuntimeError: a router runs a second time, or under :func:`torch.func.vmap`, or another thread
+            records or replays the same modules. A record is of one forward; join several with
+            ``torch.cat``.
 
     Example::
 
@@ -125,8 +207,9 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
 
         return ask, keep
 
-    with ExitStack() as stack:
-        for name, module in _routers(model).items():
+    routers = _routers(model)
+    with _of_one_thread(routers.values()), ExitStack() as stack:
+        for name, module in routers.items():
             ask, keep = hooks(name)
             stack.enter_context(module.register_forward_pre_hook(ask, with_kwargs=True))
             stack.enter_context(
@@ -151,6 +234,8 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
     Raises:
         ValueError: the model lacks a router of the record, a router outside of the record runs, or
             a router gets another number of tokens.
+        RuntimeError: after the context, activation checkpointing runs a router that last ran in it; or
+            another thread records or replays the same modules.
     """
     routers = _routers(model)
     if unknown := sorted(record.keys() - routers.keys()):
@@ -173,12 +258,17 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
                     f"replay_routing: {name!r} got {tokens.numel()} tokens of shape "
                     f"{tuple(tokens)}, the record has {ids.shape[0]}"
                 )
+            runs(name)
             ids = ids.to(input.device).view(*tokens, ids.shape[-1])
             return args, kwargs | {"topk_indices": ids}
 
         return give
 
-    with ExitStack() as stack:
+    with (
+        _of_one_thread(routers.values()),
+        _Refusal.around(routers) as runs,
+        ExitStack() as stack,
+    ):
         for name, module in routers.items():
             stack.enter_context(
                 module.register_forward_pre_hook(hook(name), with_kwargs=True)
