@@ -237,8 +237,9 @@ class TestPlacedLayer(TokenSwitchTest):
         parallelize_module(model, self.mesh(("ep",), 4), style)
         x, ids = self.x.double(), self.ids.clamp(0, E - 1)
         low_rank = type(model.parametrizations.w_in[0])
-        merge = mock.Mock(side_effect=low_rank.forward)
-        with mock.patch.object(low_rank, "forward", lambda *args: merge(*args)):
+        with mock.patch.object(
+            low_rank, "merge", autospec=True, side_effect=low_rank.merge
+        ) as merge:
             got = model(x[self.mine], topk_indices=ids[self.mine])
         want = whole(x, topk_indices=ids)
         (layer,) = placement.layers
