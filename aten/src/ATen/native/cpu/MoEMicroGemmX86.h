@@ -519,8 +519,9 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
  private:
   static constexpr int64_t kStep = 32;  // elements of a vector
   static constexpr int64_t kLinesAtOnce = 4;
-  // For one or two rows, which read lines one after the other.
-  static constexpr int64_t kAheadBytes = 2048;
+  // For one or two rows, which read lines one after the other: what is fetched with each vector, and
+  // a cache line of a page that comes soon, with each line, so that its address is known in time.
+  static constexpr int64_t kAhead = 1024, kPageAhead = 4096;
 
   // Multiplies x by `lines` lines of w. This group of rows fetches its share of those at `next`.
   template <int64_t rows>
@@ -541,8 +542,8 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     }
     for (; i < lines; ++i) {
       const BFloat16* line = w.data + i * w.n_stride;
-      multiply_tile<rows, 1>(
-          depth, x, line, 0, line + kAheadBytes / sizeof(BFloat16), 1, accumulate, c + i);
+      prefetch(line + kPageAhead);
+      multiply_tile<rows, 1>(depth, x, line, 0, line + kAhead, 1, accumulate, c + i);
     }
   }
 
