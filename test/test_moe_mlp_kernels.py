@@ -14,6 +14,7 @@ import sys
 import unittest
 
 import torch
+import torch.nn.functional as F
 from torch.profiler import profile
 from torch.testing._internal.common_moe import (
     all_cases,
@@ -236,6 +237,19 @@ class TestMoeMlpKernels(TestCase):
         for count in (1, 2, 3, 5, 17, 40):
             expected = [result[:count] for result in every]
             self.assertEqual(list(run_first(count)), expected, rtol=0, atol=0)
+
+    def test_other_tokens_of_overlapping_weights(self):
+        """Windows of a vector lie along both K and N; every row still has one order of addition."""
+        for seed in range(20):
+            torch.manual_seed(seed)
+            w_in = torch.randn(2, 1023).mul(0.05).bfloat16().unfold(1, 512, 1)
+            w_out = torch.randn(2, 767).mul(0.05).bfloat16().unfold(1, 256, 1)
+            x = torch.randn(40, 512).bfloat16()
+            ids, weights = torch.zeros(40, 1, dtype=torch.int32), torch.ones(40, 1)
+            every = F.moe_mlp(x, ids, weights, w_in, w_out)
+            for rows in torch.arange(40).split(4):
+                few = F.moe_mlp(x[rows], ids[rows], weights[rows], w_in, w_out)
+                self.assertEqual(few, every[rows], rtol=0, atol=0)
 
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     @parametrize("transposed", ["neither", "gate", "up", "both"])

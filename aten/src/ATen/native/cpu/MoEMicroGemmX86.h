@@ -199,7 +199,9 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
       bool fits = (from.count | to.count) % Vec::size() == 0 &&
           (to.count == 0 || to.first == from.first + (panels - 1) * from.count);
       for (const auto part : c10::irange(weights.k_parts)) {
-        fits &= to.count == 0 || weights.view(block.expert, from, part, 0).n_stride == 1;
+        const auto w = weights.view(block.expert, from, part, 0);
+        // Overlapping weights can lie along both: those are multiplied along K, for any rows.
+        fits &= to.count == 0 || (w.n_stride == 1 && w.k_stride != 1);
       }
       if (!fits) {
         return 0;
