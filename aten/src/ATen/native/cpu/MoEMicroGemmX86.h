@@ -478,21 +478,66 @@ struct DotProducts : NativeRounding {
 // one line after the other, as fast as a sum over memory. Any number of rows is multiplied like
 // this, so a row has the same bits alone and among others.
 struct DotGemm : ThinGemm<BFloat16, DotProducts> {
+  // See ThinGemm. One or two rows read lines in order, and those of a span go on in the next panel:
+  // gate and up in turn, a few lines of each, are read at 0.87 of the speed.
+  template <typename ColumnsFn>
+  static int64_t multiply_runs(
+      const WeightSource<BFloat16>& weights, const Block& block, const ColumnsFn& columns,
+      int64_t panels, const BFloat16* const* rows, float* sums, int64_t size) {
+    const int64_t tile = block.rows() * kPanelCols;
+    if (block.rows() > 2 || !is_along_k(weights, block.expert, columns(0))) {
+      return ThinGemm::multiply_runs(weights, block, columns, panels, rows, sums, size);
+    }
+    panels = std::min(panels, size / tile);
+    for (const auto i : c10::irange(2)) {
+      for (const auto p : c10::irange(panels)) {
+        const PanelSpan span = columns(p).spans[i];
+        multiply_span(weights, block, span, {block.expert, span}, rows, sums + p * tile);
+      }
+    }
+    return panels;
+  }
+
   // See ThinGemm. Returns false for an odd K, whose rows are packed.
   static bool multiply_stored(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
       const Panel& next, const BFloat16* const* rows, float* c) {
-    const int64_t depth = weights.part_depth;
+    if (!is_along_k(weights, block.expert, columns)) {
+      return false;
+    }
+    for (const auto i : c10::irange(2)) {
+      multiply_span(
+          weights, block, columns.spans[i], {next.expert, next.columns.spans[i]}, rows, c);
+    }
+    return true;
+  }
+
+ private:
+  struct Next {
+    int64_t expert;
+    const PanelSpan& span;
+  };
+
+  static bool is_along_k(
+      const WeightSource<BFloat16>& weights, int64_t expert, const PanelColumns& columns) {
+    bool found = weights.part_depth % 2 == 0;
     for (const auto part : c10::irange(weights.k_parts)) {
       for (const auto& span : columns.spans) {
-        if (depth % 2 != 0 ||
-            (span.count > 0 && weights.view(block.expert, span, part, 0).k_stride != 1)) {
-          return false;
-        }
+        found &= span.count == 0 || weights.view(expert, span, part, 0).k_stride == 1;
       }
     }
+    return found;
+  }
+
+  // Multiplies the rows of a block by the lines of a span, and fetches lines of `next`.
+  static void multiply_span(
+      const WeightSource<BFloat16>& weights, const Block& block, const PanelSpan& span,
+      const Next& next, const BFloat16* const* rows, float* c) {
+    const int64_t depth = weights.part_depth;
     const int64_t groups = ceil_div(block.rows(), kTileRows);
-    for (const auto part : c10::irange(weights.k_parts)) {
+    for (const auto part : c10::irange(span.count > 0 ? weights.k_parts : 0)) {
+      const auto w = weights.view(block.expert, span, part, 0);
+      const auto soon = weights.view(next.expert, next.span, part, 0);
       for (const auto group : c10::irange(groups)) {
         // Equal groups: each sum waits for its last product, so a small group would be slow.
         const int64_t begin = block.rows() * group / groups;
@@ -502,23 +547,14 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
           for (const auto i : c10::irange(int64_t{count})) {
             x[i] = rows[begin + i] + part * depth;
           }
-          for (const auto i : c10::irange(2)) {
-            const PanelSpan& span = columns.spans[i];
-            if (span.count > 0) {
-              const auto w = weights.view(block.expert, span, part, 0);
-              const auto soon = weights.view(next.expert, next.columns.spans[i], part, 0);
-              multiply_lines<count>(
-                  depth, x, w, span.count, soon.data, group, groups, part > 0,
-                  c + begin * kPanelCols + span.at);
-            }
-          }
+          multiply_lines<count>(
+              depth, x, w, span.count, soon.data, group, groups, part > 0,
+              c + begin * kPanelCols + span.at);
         });
       }
     }
-    return true;
   }
 
- private:
   static constexpr int64_t kStep = 32;  // elements of a vector
   static constexpr int64_t kLinesAtOnce = 4;
   // For one or two rows, which read lines one after the other: what is fetched with each vector, and
