@@ -11,6 +11,9 @@ one configuration, from several releases or for dispatch and combine, are on one
 The split was locked before the model's structure, and ``--fit`` reads only calibrating rows.
 Rows of a ``--csv`` file whose id is not in ``published.csv`` are held out.
 Not scored: rows that lack a part of their configuration, TPU, Mamba hybrids, memory.
+
+A training row's note may end with what its source's own recipe says, and the version of that
+recipe: the exchange, CUDA graphs, whether the exchange overlaps, what is recomputed.
 """
 
 import argparse
@@ -69,17 +72,17 @@ def year(row: Row) -> float:
     return 2000 + known.get(row["source"], 26.0)
 
 
+def recipe(row: Row) -> str:
+    return row["note"].partition("recipe ")[2].partition(": ")[2]
+
+
 def graphs(row: Row) -> int:
-    """CUDA graphs of a training row: 0 none, 1 of parts, 2 of the whole step. Recipes
-    capture parts on GB systems and, with token dropping, on Blackwell. The tables suggest
-    that whole steps came with 26.06."""
-    grace = row["gpu"] in ("GB200", "GB300")
-    release = float((re.match(r"\d\d\.\d\d", row["note"]) or ["0"])[0])
-    if row["source"] == "bridge" and release >= 26.06:
-        if row["dtype"] in ("mxfp8", "nvfp4") and row["model"] != "deepseek-v3":
-            return 2
-    dropping = "tokendrop" in row["note"] and row["gpu"] != "H100"
-    return int(grace or dropping)
+    """CUDA graphs of a training row: 0 none, 1 of parts, 2 of whole layers or the step.
+    Those of the router alone save little."""
+    said = recipe(row)
+    if "graph of the step" in said or "graphs of layers" in said:
+        return 2
+    return int("graphs attn" in said)
 
 
 def grouped_rates(p: Profile, dtype: str) -> tuple[float, float]:
@@ -208,22 +211,30 @@ class Predictor:
         if r["model"] not in MODELS or r["impl"] == "fsdp+ep":
             return None
         model, tp, note = MODELS[r["model"]], number(r, "TP", 1), r["note"]
+        if "w/o MTP" in note:
+            model = dataclasses.replace(model, mtp=0)
         shared_tp = "expert TP = TP" in note
         shared_tp |= r["source"] == "megascale" and r["impl"] == "mcore"
-        hidden = r["impl"] in ("dualpipe", "megascale") or "1f1b" in note
-        flat = note.startswith("a2a") or r["source"] in ("folding", "megascale")
+        said = recipe(r)
+        hidden = r["impl"] in ("dualpipe", "megascale")
+        flat = "alltoall" in said or r["source"] in ("folding", "megascale")
+        algorithm = "staged" if "hybridep" in said else "hierarchical"
+        exposed = 0.15 if hidden else None
+        if said:
+            exposed = p.constants.exposed if "overlap" in said else 1.0
         layout = Layout(
             gpus=number(r, "n_gpus"), ep=number(r, "EP", 1), tp=tp, pp=number(r, "PP", 1),
             cp=8 if r["impl"] == "megascale" else number(r, "CP", 1),
             expert_tp=tp if shared_tp else 1, virtual=number(r, "VP", 1),
             micro_batch=number(r, "mbs", 1), dtype=r["dtype"], recompute="selective",
-            algorithm="flat" if flat else "hierarchical", node_limit=model.node_limit,
+            algorithm="flat" if flat else algorithm, node_limit=model.node_limit,
             domain=number(r, "domain", 8), graphs=graphs(r),
+            kernel="mcore_fused" if "fused experts" in said else "mcore",
         )  # fmt: skip
         seq = number(r, "seq", 4096)
         step = train_step(
             p, model, layout, global_batch=number(r, "gbs", 256), seq=seq,
-            exposed=0.15 if hidden else None, year=year(r),
+            exposed=exposed, year=year(r),
         )  # fmt: skip
         per_token = model.train_flops(seq)
         rate = step.tokens_per_second
@@ -323,10 +334,10 @@ STAGES = (
                 "unit_rate", "row_bytes")),
     (("gemm", "gemm_fb", "quant", "kernel", "layer1", "layer_ep"),
      ("mma16", "mma8", "memory", "tile_start", "launch_us", "grouped16", "grouped8")),
-    (("train", "infer"), ("stack", "host_us", "exposed", "drift")),
+    (("train", "infer"), ("stack", "host_us", "expert_us", "exposed", "drift")),
 )  # fmt: skip
 # Constants of the software, not of the GPU: one value for all generations.
-SHARED = ("host_us", "exposed", "drift")
+SHARED = ("host_us", "expert_us", "exposed", "drift")
 
 
 def stiffness(name: str) -> float:

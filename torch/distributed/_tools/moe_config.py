@@ -31,6 +31,7 @@ class MoEConfig:
         window: share of full attention that sliding windows compute.
         mtp: layers of multi-token prediction.
         gated: gate and up projections, else up only.
+        biased: experts have biases.
         kv_lora, nope, rope, v_dim: for latent attention: rank of keys and values; widths of a head's
             query without and with position, and of its value.
     """
@@ -53,6 +54,7 @@ class MoEConfig:
     mtp: int = 0
     q_lora: int = 0
     gated: bool = True
+    biased: bool = False
     kv_lora: int = 512
     nope: int = 128
     rope: int = 64
@@ -257,8 +259,12 @@ MODELS = {
     ),
     "qwen3-30b-a3b": MoEConfig(48, 2048, 768, 128, 8, 32, 4, 128, 151936),
     "qwen3-235b-a22b": MoEConfig(94, 4096, 1536, 128, 8, 64, 4, 128, 151936),
-    "gpt-oss-120b": MoEConfig(36, 2880, 2880, 128, 4, 64, 8, 64, 201088, window=0.55),
-    "gpt-oss-20b": MoEConfig(24, 2880, 2880, 32, 4, 64, 8, 64, 201088, window=0.55),
+    "gpt-oss-120b": MoEConfig(
+        36, 2880, 2880, 128, 4, 64, 8, 64, 201088, window=0.55, biased=True
+    ),
+    "gpt-oss-20b": MoEConfig(
+        24, 2880, 2880, 32, 4, 64, 8, 64, 201088, window=0.55, biased=True
+    ),
     "olmoe-1b-7b": MoEConfig(16, 2048, 1024, 64, 8, 16, 16, 128, 50304),
     "mixtral-8x7b": MoEConfig(32, 4096, 14336, 8, 2, 32, 8, 128, 32000),
     "mixtral-8x22b": MoEConfig(56, 6144, 16384, 8, 2, 48, 8, 128, 32768),

@@ -198,6 +198,7 @@ EXPERT_KERNELS = {
     "liger": ExpertKernel(0.87, 0),
     "grouped_mm": ExpertKernel(None, 3),
     "mcore": ExpertKernel(0.95, 2),
+    "mcore_fused": ExpertKernel(0.95, 0),
 }
 
 

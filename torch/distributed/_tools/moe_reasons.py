@@ -121,9 +121,10 @@ def _as_fast(search: Search, x: Layout, stepped: Callable[[Layout], Step]) -> st
     ]  # fmt: skip
     if not equal:
         return ""
+    host = p.constants.host_us + p.constants.expert_us * search.model.experts / x.ep
     limit = (
         "the host, which issues the kernels of a layer in "
-        f"{1e-3 * p.constants.host_us:.1f} ms without CUDA graphs (graphs)"
+        f"{1e-3 * host:.1f} ms without CUDA graphs (graphs)"
         if now.host_bound
         else "one constant of this model for products of 8 bits"
         if "bf16" not in (x.dtype, *equal)

@@ -77,6 +77,15 @@ def block(
     attention += core / (0.55 * dev.bf16) + c.launch_us * US
     # Norms, residuals and rotations.
     attention += cost.stream(p, local / tp * model.d * 2 * (16 if forward else 24), 12)
+    rows = mine * model.k
+    seconds = cost.experts(
+        p, rows * imbalance, model.d, int(model.f / layout.expert_tp),
+        model.experts / layout.ep,
+        kernel=layout.kernel, dtype=layout.dtype, pass_=pass_, tokens=mine,
+    )  # fmt: skip
+    if model.biased and layout.kernel == "mcore":
+        # Megatron multiplies the output bias by the router weight, in float32, one kernel an op.
+        seconds += cost.stream(p, rows * model.d * (28 if forward else 40), 8)
     links = 0.0
     if tp > 1:  # gather and reduce-scatter around attention, partly hidden
         # In backward also the inputs again, for the gradients of the weights.
@@ -89,11 +98,7 @@ def block(
         links += shared / (dev.fast * c.fast)
     return Block(
         attention,
-        cost.experts(
-            p, mine * model.k * imbalance, model.d, int(model.f / layout.expert_tp),
-            model.experts / layout.ep,
-            kernel=layout.kernel, dtype=layout.dtype, pass_=pass_, tokens=mine,
-        ),
+        seconds,
         cost.dense_mlp(p, local, model.d, model.shared_f, layout.dtype, pass_, tp),
         cost.router(p, mine, model.d, model.experts, model.k, pass_),
         links,
@@ -170,10 +175,12 @@ def train_step(
     for pass_, share in (("fwd", 0.4), ("bwd", 0.6)):
         b = block(p, model, layout, tokens, seq, pass_, imbalance)
         repeated = 1 + (REPEATED[layout.recompute] if pass_ == "fwd" else 0.0)
-        host = c.host_us * US * share * _GRAPHS[layout.graphs]
+        host = c.host_us + c.expert_us * model.experts / layout.ep
+        host *= US * share * _GRAPHS[layout.graphs]
         work = b.compute * c.stack
         host_bound |= host > work
-        layer += repeated * speed * (cost.smooth_max(work, host) + exposed * b.comm)
+        # The exchange waits for counts on the host, which cannot run ahead of the device.
+        layer += repeated * speed * (work + host + exposed * b.comm)
         for name, seconds in b._asdict().items():
             parts[name] += seconds * repeated
     layers = model.layers + model.mtp
@@ -181,9 +188,12 @@ def train_step(
     head = 3 * cost.gemm(p, 1, tokens / layout.cp, int(vocab), model.d)
     head = head * (1 + model.mtp) + cost.stream(p, tokens / layout.cp * vocab * 10, 4)
     micro = layer * layers + head
-    if layout.pp > 1:  # stages have whole layers; one also has the head
-        deepest = math.ceil((layers + head / layer) / layout.pp - 0.35)
-        micro = max(head, layer * max(deepest, 1))
+    if layout.pp > 1:  # stages have whole layers; the last one also has the head
+        if layers % layout.pp == 0:
+            micro = layer * layers / layout.pp + head
+        else:  # frameworks then give the stage of the head fewer
+            deepest = math.ceil((layers + head / layer) / layout.pp - 0.35)
+            micro = max(head, layer * max(deepest, 1))
     bubble = (layout.pp - 1) / (layout.virtual * accumulation)
     seconds = accumulation * micro * (1 + bubble)
     seconds += _step_ends(p, model, layout, micro, accumulation)
