@@ -14,7 +14,6 @@ recognised and skipped, so repeating a call is harmless.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ import filelock
 
 from . import patchfile, placement
 from .checkout import Checkout, pr_digest, TRAILER
-from .config import write_atomically
+from .config import read_json, write_atomically, write_json
 from .errors import ArgumentError, StageError
 from .gitrepo import GitError, UserRepo
 from .series import PullRequest, Stack
@@ -99,20 +98,20 @@ class Target:
 
     @property
     def state(self) -> dict:
-        return _read_json(self.own / "state.json")
+        return read_json(self.own / "state.json")
 
     @state.setter
     def state(self, value: dict) -> None:
-        write_atomically(self.own / "state.json", json.dumps(value, indent=1).encode())
+        write_json(self.own / "state.json", value)
 
     @property
     def applied(self) -> dict[str, str]:
-        return _read_json(self.own / "applied.json")
+        return read_json(self.own / "applied.json")
 
     def remember(self, commit: str, digest: str) -> None:
         """Notes which contents a commit was made from."""
         known = {**self.applied, commit: digest}
-        write_atomically(self.own / "applied.json", json.dumps(known).encode())
+        write_json(self.own / "applied.json", known)
 
     @property
     def head(self) -> str:
@@ -551,13 +550,6 @@ class Applier:
 
     def _forget(self) -> None:
         (self._target.own / "state.json").unlink(missing_ok=True)
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
 
 
 def _release(version: str) -> tuple[int, ...]:

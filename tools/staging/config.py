@@ -16,6 +16,7 @@ below a path with a blank can't compile. Of such a clone repository/build is a l
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,18 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_bytes(data)
     os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict:
+    """What a file remembers: nothing if it is absent or spoiled."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def write_json(path: Path, value: object) -> None:
+    write_atomically(path, json.dumps(value, indent=1).encode())
 
 
 def write_link(path: Path, target: Path) -> None:
