@@ -10,10 +10,10 @@ from torch.testing._internal.common_moe import (
     BACKENDS,
     call_composite,
     call_native,
+    fill_uninitialized_memory,
     to_meta,
 )
 from torch.testing._internal.common_utils import (
-    DeterministicGuard,
     parametrize,
     run_tests,
     subtest,
@@ -117,7 +117,7 @@ class TestMoePermutation(TestCase):
     def test_reference(self, device, case, dtype, backend):
         indices = case.topk_indices(device).to(dtype)
         plan = {"num_rows": case.num_rows, "row_alignment": case.row_alignment}
-        with DeterministicGuard(True, fill_uninitialized_memory=True):
+        with fill_uninitialized_memory():
             actual = BACKENDS[backend](
                 _moe_permutation, indices, case.num_experts, **plan
             )

@@ -34,12 +34,14 @@ from torch.testing._internal.moe_reference import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 # Tokens of each of the four ranks.
 SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0)}
 CASE = MoeCase("ep", num_tokens=17, num_experts=8, top_k=3)
+# Of many ranks in one process.
+LOCAL_CASE = MoeCase("local", num_tokens=128, num_experts=64, top_k=8, dim=8, hidden=8)
 # What "exact" promises the bits of.
 EXACT = ("output", "grad_input", "grad_weights")
 
@@ -161,6 +163,11 @@ def truth(routing: str, dtype: torch.dtype = torch.float32) -> Truth:
     return truth_of(case.operands(dtype))
 
 
+@functools.cache
+def local_truth(routing: str) -> Truth:
+    return truth_of(dataclasses.replace(LOCAL_CASE, routing=routing).operands())
+
+
 def run_layer(
     switch: TokenSwitchAllToAll,
     ids: Tensor,
@@ -236,11 +243,37 @@ class TokenSwitchTest(GlooTest):
             dist.all_reduce(total, group=copies)
             truth.check(name, total, experts)
 
+    def check_static(
+        self,
+        make_switch: Callable[..., TokenSwitchAllToAll],
+        routings: Iterable[str],
+        **capacity: Any,
+    ) -> None:
+        """A switch with ``capacity`` gives the bits of one without."""
+        for routing in routings:
+            operands = truth(routing).operands
+            E = operands.w_in.shape[0]
+            for share in SHARES:
+                part = self.part(4, share, E)
+                compact = self.run_switch(make_switch(num_experts=E), operands, *part)
+                switch = make_switch(num_experts=E, **capacity)
+                static = self.run_switch(switch, operands, *part)
+                switch.check_overflow()
+                self.assert_same_bits(static, compact, (routing, share))
+
     def assert_same_bits(self, got: Result, want: Result, message: Any = None) -> None:
         """Of what "exact" promises."""
         for name in EXACT:
             same = torch.equal(getattr(got, name), getattr(want, name))
             self.assertTrue(same, (message, name))
+
+
+class AllToAllTest(TokenSwitchTest):
+    def switch(
+        self, ep: int = 4, num_experts: int = 8, **kwargs: Any
+    ) -> TokenSwitchAllToAll:
+        group = self.mesh(None, 4 // ep, ep).get_group(1)
+        return TokenSwitchAllToAll(group, num_experts, **kwargs)
 
 
 class OneRankCompileTest(TestCase):

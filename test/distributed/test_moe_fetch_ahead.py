@@ -7,7 +7,7 @@ import functools
 from unittest import mock
 
 from moe_gloo import GlooTest
-from moe_placement import any_plan
+from moe_placement import any_plan, place_experts
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,7 @@ from torch.distributed._moe.payload import decode, encode
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed._moe.recompute import save_communication
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ExpertParallel,
-    ExpertPlacement,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ExpertPlacement
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -78,10 +74,8 @@ class TestFetchAhead(GlooTest):
         whole = Model().double()
         model = copy.deepcopy(whole)
         options = {"slots_per_rank": 4, "copy_cost": 0.0, "every": None} | options
-        placement = ExpertPlacement(**options)
-        style = ExpertParallel(placement=placement, **(style or {}))
-        parallelize_module(model, self.mesh(("ep",), 4), {"moe.*": style})
-        return whole, model, placement
+        mesh = self.mesh(("ep",), 4)
+        return whole, model, place_experts(model, mesh, "moe.*", style, **options)
 
     def use(self, placement, seed):
         for i, layer in enumerate(placement.layers):

@@ -5,11 +5,11 @@ import functools
 
 from moe_placement import deduplicated_rows
 from moe_token_switch import (
+    AllToAllTest,
     leaves_of,
     metadata_bytes,
     OneRankCompileTest,
     run_layer,
-    TokenSwitchTest,
     truth,
 )
 
@@ -46,11 +46,7 @@ class CountAllToAll(TorchDispatchMode):
 
 
 @instantiate_parametrized_tests
-class TestSwitchTools(TokenSwitchTest):
-    def switch(self, ep=4, num_experts=8, **kwargs):
-        group = self.mesh(None, 4 // ep, ep).get_group(1)
-        return TokenSwitchAllToAll(group, num_experts, **kwargs)
-
+class TestSwitchTools(AllToAllTest):
     @parametrize("combine", ["reduce", "exact"])
     def test_a_rerun_recovers_from_overflow(self, combine):
         operands = truth("one_expert").operands

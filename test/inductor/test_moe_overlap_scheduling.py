@@ -22,12 +22,11 @@ from torch._inductor.fx_passes import overlap_scheduling
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.overlap_schedule import OverlapSchedule
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
-    subtest,
     TestCase,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -200,7 +199,7 @@ class TestMoeOverlapScheduling(TestCase):
 
     @parametrize(
         "num_chunks, shared_width",
-        [(2, H), subtest((4, 8 * H), decorators=[slowTest])],
+        [(2, H), slow_subtest((4, 8 * H))],
     )
     def test_communication_is_hidden(self, num_chunks, shared_width):
         for name, (before, after) in self.scheduled(num_chunks, shared_width).items():

@@ -16,12 +16,11 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
-    subtest,
     TestCase,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -69,7 +68,7 @@ class TestMoeParallelLowering(TestCase):
         cls.addClassCleanup(dist.destroy_process_group)
 
     @parametrize("capacity", [None, T])
-    @parametrize("training", [subtest(False, decorators=[slowTest]), True])
+    @parametrize("training", [slow_subtest(False), True])
     def test_no_moe_operator_is_called(self, training, capacity):
         graphs = emit(training, capacity)
         self.assertEqual(len(graphs), 1 + training)

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     slowTest,
-    subtest,
     TestCase,
 )
 
@@ -100,7 +100,7 @@ def launches(graph):
 @instantiate_parametrized_tests
 class TestMoeScaledLowering(TestCase):
     @served
-    @parametrize("dynamic", [subtest(False, decorators=[slowTest]), True])
+    @parametrize("dynamic", [slow_subtest(False), True])
     def test_training_block(self, recipe, arch, of_weights, dynamic):
         forward, backward = emit(recipe, arch, dynamic=dynamic)
         self.assertEqual(moe_calls(forward, backward), [])

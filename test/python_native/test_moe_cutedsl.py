@@ -43,12 +43,8 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
 from torch.testing._internal.moe_reference import (
     apply_activation,
-    check_close,
-    check_gradients,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
+    check_moe_mlp,
+    check_moe_mlp_backward,
 )
 
 
@@ -150,24 +146,15 @@ class CuteTestCase(CheckedMemory, TestCase):
     def check(self, operands, act, output_mask=ALL, args=None, grad_out=None):
         args = operands.args() if args is None else args
         grad_out = operands.grad_out if grad_out is None else grad_out
-        kwargs, dtype = dataclasses.asdict(act), args[0].dtype
+        kwargs = dataclasses.asdict(act)
         experts = Experts(*args, act=act)
         output, preact = launch.moe_mlp_forward(self.plan, experts)
-        truth = moe_mlp_reference(*args, **kwargs)
-        unfused = moe_mlp_unfused(*args, **kwargs)
-        check_close(output, truth[0], unfused[0], dtype, "output")
-        check_close(preact, truth[1], unfused[1], dtype, "preact")
-
+        check_moe_mlp((output, preact), args, **kwargs)
         grads = launch.moe_mlp_backward(
             self.plan, experts, grad_out, preact, output_mask
         )
-        self.check_grads(grads, grad_out, args, kwargs, output_mask)
+        check_moe_mlp_backward(grads, grad_out, args, output_mask, **kwargs)
         return preact
-
-    def check_grads(self, grads, grad_out, args, kwargs, output_mask=ALL):
-        truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
-        unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
-        check_gradients(grads, truth, unfused, args[0].dtype, output_mask)
 
 
 @instantiate_parametrized_tests
@@ -479,14 +466,9 @@ class TestCutedslOps(CuteTestCase):
             grads = torch.autograd.grad(output, leaves, operands.grad_out)
         args = [x if x is None else x.detach() for x in operands.args()]
         kwargs = {"gate_interleaved": gate_interleaved}
-        truth, unfused = (
-            moe_mlp_reference(*args, **kwargs),
-            moe_mlp_unfused(*args, **kwargs),
-        )
-        check_close(output, truth[0], unfused[0], torch.bfloat16, "output")
-        self.check_grads(
-            (*grads, *[torch.empty(0)] * 3), operands.grad_out, args, kwargs
-        )
+        check_moe_mlp((output,), args, **kwargs)
+        grads = (*grads, *[torch.empty(0)] * 3)
+        check_moe_mlp_backward(grads, operands.grad_out, args, **kwargs)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from triton_interpreter import (
 import torch
 from torch._native.ops.moe.triton_kernels import quantize
 from torch.nn.functional import ScalingType
+from torch.testing._internal.common_moe import fill_uninitialized_memory
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
     instantiate_parametrized_tests,
@@ -69,7 +70,7 @@ class TestMoeQuantizeTriton(TestCase):
         super().setUp()
         torch.manual_seed(0)
         self.enter(exact_floats())
-        self.enter(DeterministicGuard(True, fill_uninitialized_memory=True))
+        self.enter(fill_uninitialized_memory())
 
     def enter(self, context):
         context.__enter__()

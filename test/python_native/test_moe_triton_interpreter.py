@@ -35,13 +35,12 @@ from torch._native.ops.moe.triton_kernels.experts import (
     PLAIN_ACTIVATIONS,
 )
 from torch._native.ops.moe.triton_kernels.rows import Rows
-from torch.testing._internal.common_moe import to_meta
+from torch.testing._internal.common_moe import slow_subtest, to_meta
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
     subtest,
     TestCase,
 )
@@ -53,12 +52,10 @@ from torch.testing._internal.moe_generators import (
     one_token_with_preact,
 )
 from torch.testing._internal.moe_reference import (
-    check_close,
-    check_gradients,
+    check_moe_mlp,
+    check_moe_mlp_backward,
     moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
     moe_mlp_reference,
-    moe_mlp_unfused,
     moe_permutation_reference,
 )
 
@@ -88,7 +85,7 @@ def make_plan(**config) -> launch.LaunchPlan:
 # over tiles. The small columns make F and D span several tiles.
 POINTERS = make_plan(block_n=16, epilogue_parts=2)
 TMA = make_plan(block_n=32, epilogue_parts=4, tma=True, programs_per_sm=1)
-SLOW_TMA = subtest(TMA, name="tma", decorators=[slowTest])
+SLOW_TMA = slow_subtest(TMA, name="tma")
 
 
 def layer(plan, args, grad_out, act=Activation()):
@@ -105,18 +102,12 @@ class MoeKernelTestCase(CheckedMemory, TestCase):
     ):
         """Forward and backward of ``args`` within the tolerance; returns the results."""
         act = Activation() if act is None else act
-        kwargs, dtype = dataclasses.asdict(act), args[0].dtype
+        kwargs = dataclasses.asdict(act)
         experts = Experts(*args, act=act)
         output, preact = launch.moe_mlp_forward(plan, experts)
-        truth = moe_mlp_reference(*args, **kwargs)
-        unfused = moe_mlp_unfused(*args, **kwargs)
-        check_close(output, truth[0], unfused[0], dtype, "output")
-        check_close(preact, truth[1], unfused[1], dtype, "preact")
-
+        check_moe_mlp((output, preact), args, **kwargs)
         grads = launch.moe_mlp_backward(plan, experts, grad_out, preact, output_mask)
-        truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
-        unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
-        check_gradients(grads, truth, unfused, dtype, output_mask)
+        check_moe_mlp_backward(grads, grad_out, args, output_mask, **kwargs)
         return output, preact, grads
 
 
@@ -129,7 +120,7 @@ class TestMoePermutation(MoeKernelTestCase):
 
     @parametrize("case", CASES)
     @parametrize("dtype", [torch.int32, torch.int64])
-    @parametrize("alone", [False, subtest(True, decorators=[slowTest])])
+    @parametrize("alone", [False, slow_subtest(True)])
     def test_cases(self, case, dtype, alone):
         # All of them fit in one block; without that kernel they take several.
         limits = {"_BLOCK_SLOTS": 1024 if alone else -1, "_SLOTS_PER_PROGRAM": 32}
@@ -221,7 +212,7 @@ class TestMoeMlp(MoeKernelTestCase):
             )
 
     @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
-    @parametrize("gate_interleaved", [False, subtest(True, decorators=[slowTest])])
+    @parametrize("gate_interleaved", [False, slow_subtest(True)])
     def test_activations(self, activation, gate_interleaved):
         act = Activation(activation, gate_interleaved)
         if gate_interleaved and not act.gated:
@@ -377,7 +368,7 @@ class TestMoeMlp(MoeKernelTestCase):
         self.assertEqual(grads[1].stride(), args[1].stride())
         self.assertEqual(grads[2].stride(), args[2].stride())
 
-    @parametrize("two_weights", [subtest(False, decorators=[slowTest]), True])
+    @parametrize("two_weights", [slow_subtest(False), True])
     def test_output_masks(self, two_weights):
         operands = get_case("sentinels").operands(torch.bfloat16, bias=True)
         if two_weights:
@@ -393,7 +384,7 @@ class TestMoeMlp(MoeKernelTestCase):
     @parametrize("transposed", [False, True])
     @parametrize(
         "case",
-        ["sentinels", "top_1", subtest("zipf", decorators=[slowTest])],
+        ["sentinels", "top_1", slow_subtest("zipf")],
     )
     def test_gate_and_up_as_two_weights(self, case, transposed, plan):
         operands = get_case(case).operands(torch.bfloat16, bias=True)
@@ -624,7 +615,7 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
         return rows, slice(first, end)
 
     # A minute each, and descriptors are where offsets could not pass int32.
-    @parametrize("tma", [False, subtest(True, decorators=[slowTest])])
+    @parametrize("tma", [False, slow_subtest(True)])
     def test_routed_rows(self, tma):
         # Every tensor of routed rows is far; the near result is that of five rows.
         n = self.COLUMNS
@@ -749,21 +740,16 @@ class TestMoeDispatch(MoeKernelTestCase):
             self.calls, ["_moe_permutation", "_moe_mlp", "_moe_mlp_backward"]
         )
         args = [x if x is None else x.detach() for x in operands.args()]
-        truth, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
-        check_close(output, truth[0], unfused[0], torch.float32, "output")
-        truth = moe_mlp_backward_reference(operands.grad_out, *args)
-        unfused = moe_mlp_backward_unfused(operands.grad_out, *args)
-        for name, grad, a, b in zip(truth._fields, grads, truth, unfused):
-            check_close(grad, a, b, torch.float32, name)
+        check_moe_mlp((output,), args)
+        grads = (*grads, torch.empty(0))
+        check_moe_mlp_backward(grads, operands.grad_out, args)
 
     def test_schema_defaults_and_keywords(self):
         operands = get_case("zipf").operands(torch.bfloat16, activation="relu2")
         output, preact = torch.ops.aten._moe_mlp(
             *operands.args()[:7], activation="relu2", compute_preact=False
         )
-        truth = moe_mlp_reference(*operands.args(), activation="relu2")
-        unfused = moe_mlp_unfused(*operands.args(), activation="relu2")
-        check_close(output, truth[0], unfused[0], torch.bfloat16, "output")
+        check_moe_mlp((output,), operands.args(), activation="relu2")
         self.assertEqual(preact.shape[0], 0)
 
 

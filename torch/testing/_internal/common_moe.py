@@ -1,11 +1,18 @@
 """What the MoE test files share: ways to run an op, and what they watch while it runs."""
 
 import contextlib
+import functools
 import re
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.testing._internal.common_utils import parametrize, subtest
+from torch.testing._internal.common_utils import (
+    DeterministicGuard,
+    parametrize,
+    slowTest,
+    subtest,
+)
 from torch.testing._internal.moe_generators import moe_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,6 +21,7 @@ all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
 all_dtypes = parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 )
+slow_subtest = functools.partial(subtest, decorators=[slowTest])
 TOPK_OPTIONS = {
     "default": {},
     "not_normalized": {"normalize": False},
@@ -79,6 +87,12 @@ def mark_sizes_unbacked(value) -> None:
                 torch._dynamo.decorators.mark_unbacked(x, dim)
 
 
+def read_page(test_file: str, name: str) -> str:
+    """The documentation page ``name`` of the repository that has ``test_file``."""
+    folders = (parent / "docs" / "source" for parent in Path(test_file).parents)
+    return next(filter(Path.is_dir, folders)).joinpath(name).read_text()
+
+
 def run_code_blocks(text: str) -> tuple[int, dict[str, object]]:
     """Runs the Python blocks of a documentation page one after the other.
 
@@ -90,6 +104,11 @@ def run_code_blocks(text: str) -> tuple[int, dict[str, object]]:
     for block in blocks:
         exec(block, names)
     return len(blocks), names
+
+
+def fill_uninitialized_memory() -> DeterministicGuard:
+    """Makes memory that no kernel writes NaN, or the largest integer."""
+    return DeterministicGuard(True, fill_uninitialized_memory=True)
 
 
 @contextlib.contextmanager

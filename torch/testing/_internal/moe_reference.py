@@ -16,7 +16,7 @@ The MLP is one loop over experts, run at two precisions:
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -456,3 +456,30 @@ def check_gradients(
             check_close(grad, ref, yardstick, dtype, name)
         elif grad.shape != (0,):
             raise AssertionError(f"{name}: must have shape (0,), got {grad.shape}")
+
+
+def check_moe_mlp(
+    results: Sequence[Tensor], args: Sequence[Any], **kwargs: Any
+) -> None:
+    """:func:`check_close` of what ``_moe_mlp(*args, **kwargs)`` gives.
+
+    Args:
+        results: the output, or output and pre-activations.
+    """
+    truth = moe_mlp_reference(*args, **kwargs)
+    unfused = moe_mlp_unfused(*args, **kwargs)
+    for name, *tensors in zip(("output", "preact"), results, truth, unfused):
+        check_close(*tensors, args[0].dtype, name)
+
+
+def check_moe_mlp_backward(
+    grads: Sequence[Tensor],
+    grad_out: Tensor,
+    args: Sequence[Any],
+    output_mask: Sequence[bool] = (True,) * 7,
+    **kwargs: Any,
+) -> None:
+    """:func:`check_gradients` of ``_moe_mlp(*args, **kwargs)``."""
+    truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
+    unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
+    check_gradients(grads, truth, unfused, grad_out.dtype, output_mask)
