@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_cuda import IS_SM90, IS_SM100
 from torch.testing._internal.common_moe import (
+    all_dtypes,
     call_composite,
     call_native,
     has_cpu_kernel,
@@ -264,7 +265,7 @@ class TestMoeInvariants(TestCase):
             self.assertEqual(actual, everyone, rtol=0, atol=0)
 
     @needs_cpu_kernel
-    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @all_dtypes
     def test_independence_on_cpu(self, dtype):
         self.check_neighbours(moe_mlp, dtype)
         self.check_threads(moe_mlp, dtype)

@@ -9,6 +9,8 @@ from torch.testing._internal.common_device_type import (
     onlyCPU,
 )
 from torch.testing._internal.common_moe import (
+    all_cases,
+    all_dtypes,
     BACKENDS,
     backends_of,
     call_native,
@@ -21,7 +23,7 @@ from torch.testing._internal.common_utils import (
     subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases
+from torch.testing._internal.moe_generators import get_case
 from torch.testing._internal.moe_reference import ACTIVATIONS, check_moe_mlp
 
 
@@ -198,8 +200,8 @@ OFFS_ERRORS = [
 
 class TestMoeMlpForward(TestCase):
     @parametrize("backend", backends_of(_moe_mlp))
-    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-    @parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+    @all_dtypes
+    @all_cases
     def test_inference(self, device, case, dtype, backend):
         ops = case.operands(dtype, device, bias=True)
         for separate_up in (False, True):

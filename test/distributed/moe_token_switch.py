@@ -24,13 +24,7 @@ from torch.testing._internal.common_moe import has_cpu_kernel, NoHostSyncMode
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
-from torch.testing._internal.moe_reference import (
-    check_close,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
-)
+from torch.testing._internal.moe_reference import check_close, REFERENCE, UNFUSED
 
 
 if TYPE_CHECKING:
@@ -40,9 +34,9 @@ if TYPE_CHECKING:
 # Tokens of each of the four ranks.
 SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0)}
 CASE = MoeCase("ep", num_tokens=17, num_experts=8, top_k=3)
-# Of many ranks in one process.
+# The case of tests with many ranks in one process.
 LOCAL_CASE = MoeCase("local", num_tokens=128, num_experts=64, top_k=8, dim=8, hidden=8)
-# What "exact" promises the bits of.
+# The results whose bits do not depend on the number of ranks with combine="exact".
 EXACT = ("output", "grad_input", "grad_weights")
 
 
@@ -69,7 +63,7 @@ def host_reads() -> Iterator[list[Tensor]]:
 
 
 def metadata_bytes(sent):
-    """Of what a level sent, the bytes that say which rows are for which experts."""
+    """The part of the bytes sent at a level that says which rows are for which experts."""
     return sent["ids"] + sent["weights"] + sent["sizes"]
 
 
@@ -147,8 +141,8 @@ def truth_of(operands: MoeOperands) -> Truth:
 
     return Truth(
         operands,
-        result(moe_mlp_reference, moe_mlp_backward_reference),
-        result(moe_mlp_unfused, moe_mlp_backward_unfused),
+        result(*REFERENCE),
+        result(*UNFUSED),
         one_rank(operands),
         operands.input.dtype,
     )
@@ -262,7 +256,7 @@ class TokenSwitchTest(GlooTest):
                 self.assert_same_bits(static, compact, (routing, share))
 
     def assert_same_bits(self, got: Result, want: Result, message: Any = None) -> None:
-        """Of what "exact" promises."""
+        """Compares the results that ``combine="exact"`` makes equal."""
         for name in EXACT:
             same = torch.equal(getattr(got, name), getattr(want, name))
             self.assertTrue(same, (message, name))

@@ -143,7 +143,7 @@ def _serve(rank, port, case):
     )
     topology = Topology(1, RANKS, SLOTS)
     if case not in ("no_copies", "online"):
-        # Of the experts 4 and 5 of rank 2 there are copies, in the second layer of one.
+        # Experts 4 and 5 of rank 2 have copies; in the second layer only one of them does.
         slots = Plan.home(topology, E).slot_experts.clone()
         slots[0, 2:] = torch.tensor([4, 5])
         one = slots.clone()

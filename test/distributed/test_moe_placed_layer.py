@@ -316,7 +316,7 @@ class TestPlacedLayer(TokenSwitchTest):
         y = checkpoint(layer, x, use_reentrant=False, **known)
         y.sum().backward()
         if online:
-            # Of this forward: the recomputation made the same plan once more.
+            # The plan of this forward: the recomputation made the same one again.
             total = placement.layers[0].last_plan.quotas.sum().item()
             self.assertIsNone(placement.state_dict()["stats"])
         else:

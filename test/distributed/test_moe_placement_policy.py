@@ -81,7 +81,7 @@ class TestPolicy(GlooTest):
 
     @parametrize("online", [False, True])
     def test_time_between_steps_is_not_of_a_step(self, online):
-        # As of a loader, and of an evaluation, which takes long as long as there are copies.
+        # Such as a data loader, and an evaluation that takes long whenever there are copies.
         moe, placement, layer = self.layer(every=4, online=online)
         layer.copy_cost = 1.0
 

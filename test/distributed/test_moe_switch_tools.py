@@ -185,14 +185,14 @@ class TestSwitchTools(AllToAllTest):
         ["all_gather", "static", "hierarchical", "compact", "compact hierarchical"],
     )
     def test_what_requires_gradients_is_compared(self, kind):
-        """Of any number of parameters: no two answers look alike in a message of int32."""
+        """For any number of parameters: an int32 message tells all answers apart."""
         switch, none = self.fixed(kind), (False,) * 64
         for at in (0, 13, 14, 31, 32, 63):
             one = (*none[:at], True, *none[at + 1 :])
             for needs in (none, one, none):
                 switch.requires_grad = needs
                 self.assertTrue(self.run_fixed(switch).isfinite().all())
-            # To what all of them have had, and to what nobody had; on one, and on all but one.
+            # Ranks change to an earlier answer or to a new one: one rank, and all but one.
             for other in (one, (*one[:at], True, *one[at + 1 : 63], not one[63])):
                 for ranks in ((2,), (0, 1, 3)):
                     switch.requires_grad = other if self.rank in ranks else none

@@ -240,7 +240,7 @@ class TestMoeFreezing(TestCase):
                 package_path=os.path.join(folder, "experts.pt2"),
                 inductor_configs={"freezing": True},
             )
-            # Of KMajorHalves gate and up, which share a storage.
+            # Only gate and up of KMajorHalves, which share a storage.
             self.assertEqual(relaid(), 2 if type(layer) is not Halves else 3)
             self.assertLess(os.path.getsize(path), 1.5 * total)
             runner = torch._inductor.aoti_load_package(path)

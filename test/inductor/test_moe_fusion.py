@@ -220,7 +220,7 @@ class SentinelExperts(Experts):
 
 
 class RoutedExperts(Experts):
-    """Whose offsets are counted as ``how`` says; the ids may come from a topk here."""
+    """Counts offsets as ``how`` says; the ids may come from a topk."""
 
     def __init__(self, how):
         super().__init__()

@@ -25,7 +25,7 @@ from torch.testing._internal.common_utils import (
 
 LOGGER = "torch._inductor.kernel.moe"
 OPS = ("_moe_mlp_scaled", "_moe_mlp_scaled_backward")
-# Those that the kernels serve: the architecture, and whose kernel makes codes of weights.
+# Recipes that the kernels serve, architectures, and the kernel that quantises the weights.
 SERVED = (
     ("fp8_blockwise", "sm_90", "quantize_square_kernel"),
     ("fp8_blockwise", "sm_100", "quantize_square_kernel"),
@@ -114,7 +114,7 @@ class TestMoeScaledLowering(TestCase):
             scaled_mm_kernel=1,
             zero_tail_kernel=2,
         )
-        # Of whole rows A is quantised behind its kernel.
+        # With whole rows, a separate kernel quantises A.
         expected[of_weights] += 3 if recipe == "fp8_rowwise" else 2
         (fused,) = (n for n in launches(forward) if n.startswith("triton_"))
         self.assertEqual(launches(forward), expected + Counter([fused]))

@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import get_testing_overrides, TorchFunctionMode
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_moe import (
+    all_cases,
+    all_dtypes,
     nbytes,
     read_page,
     run_code_blocks,
@@ -22,10 +24,9 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
+from torch.testing._internal.moe_generators import get_case, MoeCase
 from torch.testing._internal.moe_reference import (
     ACTIVATIONS,
     check_close,
@@ -169,7 +170,7 @@ class RecordCalls(TorchDispatchMode):
 
 class TestMoeMlp(TestCase):
     @parametrize("dtype", [torch.float32, torch.bfloat16])
-    @parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+    @all_cases
     @parametrize("separate_up", [False, True])
     def test_reference(self, device, separate_up, case, dtype):
         case = dataclasses.replace(case, num_rows=None, row_alignment=1)
@@ -186,7 +187,7 @@ class TestMoeMlp(TestCase):
         grads += (output.new_empty(0),) * (7 - len(grads))
         check_moe_mlp_backward(grads, ops.grad_out, ops.args())
 
-    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @all_dtypes
     @parametrize("of_logits", [torch.float64, torch.float32, torch.bfloat16])
     def test_router_of_another_dtype(self, device, dtype, of_logits):
         # Whatever moe_topk returns, moe_mlp takes, with a gradient for the logits.
@@ -360,7 +361,7 @@ class TestMoeMlp(TestCase):
         self.assertEqual(len(seen), 2)
         for received in seen:
             self.assertEqual({k: received[k] for k in kwargs}, kwargs)
-        # Those of the stub for test_overrides.py are those of the documentation.
+        # The stub for test_overrides.py has the arguments of the documentation.
         stub = inspect.signature(get_testing_overrides()[function])
         (signature,) = re.findall(
             rf"^ *{functional}\((.*)\) -> ", function.__doc__, re.M

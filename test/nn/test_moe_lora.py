@@ -299,8 +299,7 @@ class TestMoeLora(TestCase):
             add_lora(nn.Linear(2, 2), 1)
 
     def test_documentation(self):
-        count, _ = run_code_blocks(read_page(__file__, "nn.utils.moe_lora.md"))
-        self.assertGreater(count, 0)
+        run_code_blocks(read_page(__file__, "nn.utils.moe_lora.md"))
 
 
 instantiate_parametrized_tests(TestMoeLora)

@@ -150,8 +150,7 @@ class TestMoeState(TestCase):
             upcycle_mlp(torch.ones(2, 3, 4), torch.ones(4, 3), 2)
 
     def test_documentation(self):
-        count, _ = run_code_blocks(read_page(__file__, "nn.utils.moe_state.md"))
-        self.assertGreater(count, 0)
+        run_code_blocks(read_page(__file__, "nn.utils.moe_state.md"))
 
 
 instantiate_parametrized_tests(TestMoeState)

@@ -33,14 +33,14 @@ from torch._native.ops.moe.triton_kernels.launch import (
     moe_mlp_forward as triton_forward,
 )
 from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
+from torch.testing._internal.common_moe import all_cases
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
+from torch.testing._internal.moe_generators import get_case, MoeCase
 from torch.testing._internal.moe_reference import (
     apply_activation,
     check_moe_mlp,
@@ -50,7 +50,6 @@ from torch.testing._internal.moe_reference import (
 
 require_interpreter()
 
-CASES = [subtest(case, name=case.name) for case in moe_cases()]
 TILE = TileConfig(32, 32, 32, num_warps=4, num_stages=2)
 TRITON = LaunchPlan(dict.fromkeys(KERNELS, (TILE,)), num_sms=3)
 ALL = (True, True, True, True, False, False, False)
@@ -159,7 +158,7 @@ class CuteTestCase(CheckedMemory, TestCase):
 
 @instantiate_parametrized_tests
 class TestCutedslLaunch(CuteTestCase):
-    @parametrize("case", CASES)
+    @all_cases
     @parametrize("gate_interleaved", [False, True])
     def test_cases(self, case, gate_interleaved):
         operands = case.operands(torch.bfloat16)
@@ -236,18 +235,10 @@ class TestCutedslLaunch(CuteTestCase):
         experts = Experts(*args, act=act)
         _, ours = launch.moe_mlp_forward(self.plan, experts)
         _, theirs = triton_forward(TRITON, experts)
-        self.check_grads(
-            triton_backward(TRITON, experts, grad_out, ours, ALL),
-            grad_out,
-            args,
-            kwargs,
-        )
-        self.check_grads(
-            launch.moe_mlp_backward(self.plan, experts, grad_out, theirs, ALL),
-            grad_out,
-            args,
-            kwargs,
-        )
+        grads = triton_backward(TRITON, experts, grad_out, ours, ALL)
+        check_moe_mlp_backward(grads, grad_out, args, **kwargs)
+        grads = launch.moe_mlp_backward(self.plan, experts, grad_out, theirs, ALL)
+        check_moe_mlp_backward(grads, grad_out, args, **kwargs)
 
     @parametrize("gate_interleaved", [False, True])
     @parametrize("bad", [float("nan"), float("inf")])
@@ -262,7 +253,7 @@ class TestCutedslLaunch(CuteTestCase):
         slots, bounds = args[5], [0, *args[3].tolist()]
         segments = [slots[a:b] for a, b in zip(bounds, bounds[1:])]
         others = [bool((s // case.top_k != 0).all()) for s in segments]
-        # Of an expert without the token: rows that hold no slot.
+        # An expert without the token has rows that hold no slot.
         self.assertTrue(any((s < 0).any() for s, o in zip(segments, others) if o))
 
         def run(value):

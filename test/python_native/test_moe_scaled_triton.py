@@ -76,7 +76,7 @@ each_product = parametrize("recipe", list(RECIPES))
 
 
 def codes_of(recipe):
-    """Of the rows and of the weights, as the op takes them."""
+    """The codes of the rows and of the weights, as the op takes them."""
     return RECIPES[recipe].rows, RECIPES[recipe].weights
 
 
@@ -188,7 +188,7 @@ class TestMoeScaledTriton(TestCase):
     @one_recipe
     @parametrize("interleaved", [slow_subtest(False), True])
     def test_parts_of_a_block(self, recipe, interleaved):
-        # Of fp8 four share a scale or two, of mx two or none; H's are of 32 columns.
+        # Four parts share one or two scales in fp8, two or none in mx; a scale of H has 32 columns.
         block_n = 64 if recipe == "mx" else 128
         plan = make_plan(epilogue_parts=4, block_n=block_n, tma=True)
         act = Activation("swiglu", gate_interleaved=interleaved)

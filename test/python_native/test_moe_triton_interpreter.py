@@ -35,7 +35,7 @@ from torch._native.ops.moe.triton_kernels.experts import (
     PLAIN_ACTIVATIONS,
 )
 from torch._native.ops.moe.triton_kernels.rows import Rows
-from torch.testing._internal.common_moe import slow_subtest, to_meta
+from torch.testing._internal.common_moe import all_cases, slow_subtest, to_meta
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
     instantiate_parametrized_tests,
@@ -47,7 +47,6 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.moe_generators import (
     extreme_gates,
     get_case,
-    moe_cases,
     MoeCase,
     one_token_with_preact,
 )
@@ -62,7 +61,6 @@ from torch.testing._internal.moe_reference import (
 
 require_interpreter()
 
-CASES = [subtest(case, name=case.name) for case in moe_cases()]
 ALL = (True,) * 7
 
 
@@ -118,7 +116,7 @@ class TestMoePermutation(MoeKernelTestCase):
         for name, a, b in zip(expected._fields, actual, expected):
             self.assertEqual(a, b, atol=0, rtol=0, msg=lambda m: f"{name}: {m}")
 
-    @parametrize("case", CASES)
+    @all_cases
     @parametrize("dtype", [torch.int32, torch.int64])
     @parametrize("alone", [False, slow_subtest(True)])
     def test_cases(self, case, dtype, alone):
@@ -176,7 +174,7 @@ class TestMoePermutation(MoeKernelTestCase):
 
 
 class TestMoeMlp(MoeKernelTestCase):
-    @parametrize("case", CASES)
+    @all_cases
     @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
     def test_cases(self, case, plan):
         act = Activation(gate_interleaved=plan is TMA)
@@ -187,7 +185,7 @@ class TestMoeMlp(MoeKernelTestCase):
 
     @parametrize("stride", [(0, 0), (2, 1), (0, 1)])
     def test_strides_of_router_weights(self, stride):
-        # Of top-1, whose weights are a column of a larger tensor, or one number for all.
+        # With top-1 the weights may be a column of a larger tensor, or one number for all.
         operands = get_case("top_1").operands(torch.bfloat16, bias=True)
         weights = torch.rand(64).as_strided(operands.topk_weights.shape, stride)
         args = dataclasses.replace(operands, topk_weights=weights).args()
@@ -195,7 +193,7 @@ class TestMoeMlp(MoeKernelTestCase):
 
     @parametrize("case", ["uniform", "no_rows"])
     def test_strides_of_gradients(self, case):
-        """Those of meta tensors, whatever the strides of the operands."""
+        """They are the strides that meta tensors get, whatever those of the operands."""
         operands = get_case(case).operands(torch.bfloat16, bias=True)
         grad_out, *args = (
             x if x is None else x.mT.contiguous().mT if x.dim() > 1 else x

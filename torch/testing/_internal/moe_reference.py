@@ -397,6 +397,11 @@ def _select_experts(
     return sorted(candidates, key=lambda e: biased[e], reverse=True)[:k]
 
 
+# Forward and backward, in float64 and in the dtype of the operands.
+REFERENCE = (moe_mlp_reference, moe_mlp_backward_reference)
+UNFUSED = (moe_mlp_unfused, moe_mlp_backward_unfused)
+
+
 def error_and_bound(
     actual: Tensor, reference: Tensor, unfused: Tensor, dtype: torch.dtype
 ) -> tuple[float, float]:

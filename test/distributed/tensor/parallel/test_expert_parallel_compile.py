@@ -36,7 +36,7 @@ D, H, E, K, T = 16, 24, 8, 3, 12
 
 
 class GroupedExperts(nn.Module):
-    """Of torchtitan's shape: rows in expert order and counts."""
+    """Has the interface of torchtitan's experts: rows in expert order, and their counts."""
 
     def __init__(self):
         super().__init__()

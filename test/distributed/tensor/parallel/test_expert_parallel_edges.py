@@ -278,7 +278,7 @@ class TestEdges(GlooTest):
             model(x)
 
     def test_errors_of_collectives_name_the_layer(self):
-        # Of those beside the all-to-alls, which test_moe_faults.py has.
+        # Collectives other than all-to-alls, which test_moe_faults.py covers.
         x = torch.randn(4, D).double()
         gather = {"token_switch": "all_gather", "max_tokens": 4}
         for options, collective, phase in (
@@ -305,8 +305,8 @@ class TestEdges(GlooTest):
                     model(x)
             (note,) = caught.exception.__notes__
             self.assertRegex(note, message)
-            # None waits for a store that is lost, too: such a thread is in a call of c10d when
-            # Python shuts down, which ends the process with an abort.
+            # No thread still waits for the lost store: it would be inside c10d when Python shuts
+            # down, and that aborts the process.
             self.assertEqual(set(threading.enumerate()), threads)
 
     @parametrize("options", OPTIONS)
@@ -369,7 +369,7 @@ class TestEdges(GlooTest):
             )
             with self.assertRaisesRegex(RuntimeError, "differentiate twice"):
                 grad.square().sum().backward()
-        # Of one process it is there.
+        # In one process there is a second derivative.
         (grad,) = torch.autograd.grad(
             experts(x, counts).square().sum(), x, create_graph=True
         )

@@ -120,7 +120,7 @@ def mlp_samples(dtype, device, requires_grad=False, samples=MLP_SAMPLES, **fixed
 
 
 def optional_operands(ops, *names):
-    """Those that are there, by name."""
+    """The operands among ``names`` that are not None, by name."""
     values = {name: getattr(ops, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
