@@ -166,7 +166,7 @@ class Farm:
         os.replace(temporary, target)
 
     def _drop_empty_folders(self, folder: Path) -> None:
-        """Those that the base lacks: Python imports an empty folder as a package."""
+        """Removes empty folders that the base lacks: Python would import them as packages."""
         while not (self._env.site / folder.relative_to(self._site)).exists():
             with suppress(OSError):
                 (folder / "__pycache__").rmdir()

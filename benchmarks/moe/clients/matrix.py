@@ -115,7 +115,7 @@ def error_over_allowed(
 
 
 def experts_classes() -> list[type[torch.nn.Module]]:
-    """Of the installed transformers: those of the interface, and those with an adapter."""
+    """Classes of the installed transformers that use the interface or have an adapter."""
     import transformers
 
     folder = pathlib.Path(transformers.__file__).parent / "models"

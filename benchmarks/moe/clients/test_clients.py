@@ -82,7 +82,7 @@ class TestTransformers(TestCase):
         actual, eager, reference = results
         self.assertLessEqual(error_over_allowed(actual, [eager], reference), 1)
 
-    # Those of FAMILIES, and of adapters one that routes within and one that adds identity experts
+    # All of FAMILIES, an adapter that routes inside, and one that adds identity experts.
     @parametrize(
         "name", [*FAMILIES.values(), "Llama4ForCausalLM", "LongcatFlashForCausalLM"]
     )

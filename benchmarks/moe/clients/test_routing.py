@@ -32,7 +32,7 @@ TOKENS = torch.arange(24).view(2, 12)
 
 
 class TokenChoiceTopKRouter(nn.Module):
-    """Of torchtitan's name, with its rule."""
+    """Has the name and the rule of torchtitan's router."""
 
     def __init__(self):
         super().__init__()

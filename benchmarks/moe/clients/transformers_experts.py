@@ -53,7 +53,7 @@ def _llama4(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Weights multiply the input of the experts; each expert's own code sees every token."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
-    # Those of the router's topk. No second topk, which routing.py would take for a choice.
+    # The choice of the router's topk, by sort: routing.py would take a second topk for a choice.
     top_scores, ids = (t[:, : self.top_k] for t in scores.sort(dim=1, descending=True))
     rows = (x[:, None] * top_scores[..., None]).flatten(0, 1)
 
@@ -294,7 +294,7 @@ def _adapted(module: nn.Module) -> bool:
 
 
 def fused_experts(model: nn.Module) -> list[nn.Module]:
-    """Those that F.moe_mlp computes now."""
+    """The modules that F.moe_mlp computes now."""
 
     def fused(m: nn.Module) -> bool:
         if _adapted(m):
