@@ -33,7 +33,7 @@ from .texts import encode
 
 
 _FOLDER = "moe-stage"
-# One is enough to know PyTorch by: any file may move some day.
+# Any one of these identifies PyTorch, as any file may move some day.
 _MARKERS = ("torch/nn/functional.py", "torch/overrides.py", "torchgen/gen.py")
 # How far back commits of this stack are looked for.
 _HISTORY = 2000
@@ -69,7 +69,7 @@ class Target:
         try:
             top = UserRepo(path).run("rev-parse", "--show-toplevel").rstrip("\n")
         except GitError as error:
-            # Its own words name the fix where the folder is another user's.
+            # git's own message names the fix if the folder belongs to another user.
             said = " ".join(error.stderr.split()).removeprefix("fatal: ")
             raise ArgumentError(
                 f"{path} is no git checkout that can be used: {said}",
@@ -421,7 +421,7 @@ class Applier:
             return ""
         old, new = current, found.data
         if found.status == "conflict":
-            # The text it was made for, where the history has it, can be merged.
+            # If the history has the text that the hunk was made for, it can be merged.
             if not self._git.has(f"{commit}:{path}"):
                 return None
             old = self._git.run_bytes("show", f"{commit}:{path}")

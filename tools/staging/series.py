@@ -210,7 +210,7 @@ class Stack:
         return list(found.values())[::-1]
 
     def prefix(self, name: str) -> Stack:
-        """What a PR lies on, and the PR: no more than its series need."""
+        """The PR, and those before it that its series needs."""
         pr = self.get(name)
         return self.select((pr.series, *pr.needs)).upto(pr.name)
 
@@ -400,7 +400,7 @@ def _file_problems(stack: Stack) -> Iterator[str]:
 
 
 def _import_problems(stack: Stack) -> Iterator[str]:
-    """What a file imports whenever it is imported has to be there where its PR is the last."""
+    """A file may only import, at its top level, files of its own PR or of the PRs below it."""
     owners = {path: pr.name for pr in stack.prs for path in pr.files}
     for pr in stack.prs:
         below = {path for other in stack.prefix(pr.name).prs for path in other.files}

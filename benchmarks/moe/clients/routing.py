@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["record_routing", "replay_routing"]
 
-# Between a module that routes and its experts, beside what is named in _WRAPPERS.
+# Classes that may be between a module that routes and its experts, besides _WRAPPERS.
 _AROUND = ("ParamWrapper", "ModulesToSaveWrapper", "ModuleDict")
 
 

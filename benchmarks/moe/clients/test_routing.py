@@ -116,7 +116,7 @@ class TestRouting(TestCase):
             logits.sum().backward()
 
     def test_record_around_replay(self):
-        """The order of the two contexts does not matter, and of two replays the inner one is."""
+        """The order of the two contexts does not matter. Of two replays, the inner one counts."""
         model = build_model(transformers.Qwen3MoeForCausalLM, torch.float32)
         with record_routing(model) as record:
             model(TOKENS)
