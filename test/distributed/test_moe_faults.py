@@ -46,7 +46,7 @@ COLLECTIVE_TIMEOUT, DEADLINE = 5, 200
 
 
 def operands(ids=None):
-    """Tokens of all ranks and all experts, equal everywhere."""
+    """Tokens of all ranks and all experts, the same on every rank."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(T, D, generator=g)
     if ids is None:
@@ -109,7 +109,7 @@ def overflow(rank):
 def mismatch(
     rank, *, num_experts=E, top_k=K, dim=D, dtype=torch.float32, capacity=None
 ):
-    """A layer in which the victim differs in what is given."""
+    """A layer to which the victim passes other arguments."""
     odd = rank == VICTIM
     if callable(capacity):
         capacity = capacity(odd)

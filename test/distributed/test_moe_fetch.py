@@ -88,7 +88,7 @@ class TestFetch(GlooTest):
         return Levels
 
     def test_experts_that_do_not_use_their_weights(self):
-        # A loop over the experts that got tokens: others wait for this rank nevertheless.
+        # A loop over experts with tokens. Other ranks wait for this one even if it uses no weight.
         exchange = Exchange(dist.group.WORLD, E, None, level="experts")
         plan = any_plan(TOPOLOGY, E, 1)
         with self.assertRaisesRegex(ValueError, "the experts of the rank, then copies"):
@@ -368,7 +368,7 @@ class TestPlacedTraining(GlooTest):
                 p = m.moe.get_parameter(name)
                 p = p.full_tensor() if isinstance(p, DTensor) else p
                 self.assertEqual(p, want[name], atol=0, rtol=0)
-        # The averages go on as if the ranks were still as many.
+        # The averages continue as if the number of ranks had not changed.
         with torch.no_grad():
             model(self.batch(4)[mine]), fewer(self.batch(4)[half])
         placement.step(), other.step()

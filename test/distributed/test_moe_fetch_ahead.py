@@ -158,7 +158,7 @@ class TestFetchAhead(GlooTest):
         # The first forward finds out which layer follows which.
         ahead = 0 if recompute == "saves" else 2 * 5
         self.assertEqual(seen["ahead"], ahead)
-        # What a region gives back instead of sending it again is counted, too.
+        # Results that a region returns without sending them again are counted as well.
         again = recompute != "no"
         self.assertEqual(seen["experts"], 18 * (1 + again))
         self.assertEqual(seen["expert_grads"], 18)
@@ -260,7 +260,7 @@ class TestFetchAhead(GlooTest):
         self.assertEqual(counter.get_total_flops() > 0, self.rank == 0)
 
     def test_kept_over_micro_batches(self):
-        # As often as weights change, and a gradient of every backward.
+        # One fetch per change of weights, and one gradient per backward.
         for batched in (False, True):
             seen = self.train(steps=3, micro=3, batched=batched, plans=False, keep=True)
             self.assertEqual(seen["experts"], 3 * 3)
@@ -316,7 +316,7 @@ class TestFetchAhead(GlooTest):
     @parametrize("keep", [False, True])
     @parametrize("form", ["foreach", "fused"])
     def test_multi_tensor_steps_are_noticed(self, form, keep):
-        """Before placement.step(), as in an evaluation between the two."""
+        """Before placement.step(), as in an evaluation between optimizer and placement."""
         whole, model, placement = self.pair(keep=keep)
         self.use(placement, 0)
         both = whole, model

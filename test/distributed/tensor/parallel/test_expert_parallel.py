@@ -295,7 +295,7 @@ class TestExpertParallel(ExpertParallelTest):
                 )
                 found[combine] = self.differences(split, whole, x, grad, phase)
             self.assertEqual(found["exact"], set(), dtype)
-            # So that the comparison can fail: this one adds in another order.
+            # Shows that the comparison can fail: this one adds in another order.
             failed = torch.tensor(len(found["reduce"]))
             dist.all_reduce(failed)
             self.assertEqual(bool(failed), ep > 1, dtype)

@@ -122,7 +122,7 @@ class TestExpertParallelCompile(GlooTest):
         torch._dynamo.reset()
         eager = functools.partial(call, layer)
         wants = [self.run_once(layer, eager, x) for x in inputs]
-        # Neither the check nor what it would say to other ranks is in the graph.
+        # The graph has neither the check nor its messages to other ranks.
         never = mock.Mock(side_effect=AssertionError("compared arguments"))
         with (
             torch._dynamo.config.patch(

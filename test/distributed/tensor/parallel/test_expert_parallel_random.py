@@ -62,7 +62,7 @@ else:
 
 
 D, HIDDEN, STEPS = 8, 6, 3  # plans by average loads are used from the second step on
-# So that weights do not explode in these steps, and rounding errors with them.
+# Small, so that weights, and with them rounding errors, do not explode in these steps.
 LR = 0.005
 # Seconds: of a collective, of one that a fault makes wait, and of all that a seed does.
 TIMEOUT, SHORT_TIMEOUT, DEADLINE = 120, 15, 300
@@ -151,7 +151,7 @@ class Plan:
         self._legalize()
 
     def _legalize(self) -> None:
-        """Takes out what is refused for reasons of its own, each in the docs."""
+        """Removes combinations that ExpertParallel refuses; the docs give each reason."""
         if self.wrap == "replicate":
             self.placement = None
         if self.lora:
@@ -412,7 +412,7 @@ class Run:
         ]
 
     def compare_gradients(self):
-        """And leaves in ``.grad`` what an optimizer has to see."""
+        """Also leaves in ``.grad`` what an optimizer has to see."""
         plan = self.plan
         dense, experts = self.mean()
         for name, p, other in self.parameters():
