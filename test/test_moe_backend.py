@@ -1,12 +1,11 @@
 # Owner(s): ["module: nn"]
 """What moe_kernel() accepts and restores, whatever kernels this build has."""
 
-import pathlib
 from unittest import mock
 
 import torch
 from torch.nn.utils.moe_kernel import _enabled_backends, moe_kernel, MoeBackend
-from torch.testing._internal.common_moe import run_code_blocks
+from torch.testing._internal.common_moe import read_page, run_code_blocks
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -75,10 +74,7 @@ class TestMoeBackend(TestCase):
                 pass
 
     def test_documentation(self):
-        # The code block of the page runs.
-        page = pathlib.Path(__file__).resolve().parents[1] / "docs" / "source"
-        text = (page / "nn.utils.moe_kernel.md").read_text()
-        count, names = run_code_blocks(text)
+        count, names = run_code_blocks(read_page(__file__, "nn.utils.moe_kernel.md"))
         self.assertEqual(count, 1)
         self.assertEqual(names["y"].shape, names["x"].shape)
 

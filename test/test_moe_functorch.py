@@ -114,7 +114,7 @@ class TestMoeFunctorch(TestCase):
     @parametrize("name", ("x", "logits", "w_in", "w_out"))
     @parametrize("outer", ("backward", "grad"))
     def test_gradient_of_a_vmap(self, name, outer):
-        # Of an operand with a batch, which does not say inside vmap that it requires grad.
+        # A batched operand does not say inside vmap that it requires grad.
         x, logits, w_in, w_out = operands()
         args = {"x": x[0], "logits": logits[0], "w_in": w_in, "w_out": w_out}
         batches = torch.stack([args[name] * factor for factor in (1, 2, -1)])

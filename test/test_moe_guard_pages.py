@@ -110,7 +110,7 @@ class Draw:
         return torch.tensor(ends, dtype=torch.int32)
 
     def size(self, multiple=1, vectors=0.5):
-        """Of a layer: an edge, whole vectors with that probability, or anything."""
+        """A size of a layer: whole vectors with probability ``vectors``, else an edge or anything."""
         anything = self.pick(1 + self.upto(280), self.pick(*EDGES))
         is_whole = self.random.random() < vectors
         n = 8 * (1 + self.upto(34)) if is_whole else anything
@@ -189,7 +189,7 @@ def permutation(draw):
 def topk(draw):
     experts = draw.pick(*EDGES, 128, 300)
     k = 1 + draw.upto(min(experts, 9) - 1)
-    # Of more bits than the scores have, so that no two of them are nearly the same.
+    # Drawn with more bits than the scores have, so that hardly two of them are nearly equal.
     logits = torch.randn(draw.pick(0, 1, 3, 17), experts).to(draw.dtype(torch.float64))
     options = {
         "score": draw.pick("softmax", "sigmoid"),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_cuda import IS_SM90, IS_SM100
 from torch.testing._internal.common_moe import (
+    all_dtypes,
     call_composite,
     call_native,
     has_cpu_kernel,
@@ -34,8 +35,7 @@ from torch.testing._internal.common_utils import (
 from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
 from torch.testing._internal.moe_reference import (
     apply_activation,
-    check_close,
-    moe_mlp_reference,
+    check_moe_mlp,
     moe_mlp_unfused,
     moe_permutation_reference,
 )
@@ -165,9 +165,7 @@ class TestMoeInvariants(TestCase):
                 continue
             ops = case.operands(torch.bfloat16)
             args = (ops.input, ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
-            expected, _ = moe_mlp_reference(*ops.args())
-            unfused, _ = moe_mlp_unfused(*ops.args())
-            check_close(mlp(*args), expected, unfused, torch.bfloat16, case.name)
+            check_moe_mlp((mlp(*args),), ops.args())
 
     def test_one_meaning(self):
         self.check_meaning(moe_mlp)
@@ -267,7 +265,7 @@ class TestMoeInvariants(TestCase):
             self.assertEqual(actual, everyone, rtol=0, atol=0)
 
     @needs_cpu_kernel
-    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @all_dtypes
     def test_independence_on_cpu(self, dtype):
         self.check_neighbours(moe_mlp, dtype)
         self.check_threads(moe_mlp, dtype)

@@ -115,7 +115,7 @@ class TestMoeLosses(TestCase):
         self.assertEqual(compiled(*args), function(*args))
 
     def test_vmap(self):
-        """Of each sequence by itself, as an ensemble or gradients per sample ask for."""
+        """Over sequences, as for an ensemble or gradients per sample."""
         _, scores, ids = router()
         ids[1, 3] = torch.tensor([-1, E])
         weights = scores.gather(-1, ids.clamp(0, E - 1))

@@ -10,15 +10,20 @@ import torch
 from torch.nn.functional import ScalingType
 from torch.nn.utils._moe_low_bit import pack_panels
 from torch.profiler import profile
-from torch.testing._internal.common_moe import BACKENDS, call_composite, num_threads
+from torch.testing._internal.common_moe import (
+    all_cases,
+    BACKENDS,
+    call_composite,
+    num_threads,
+    parametrize_named,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import moe_cases, MoeCase
+from torch.testing._internal.moe_generators import MoeCase
 from torch.testing._internal.moe_low_bit import low_bit_format, LOW_BIT_FORMATS
 from torch.testing._internal.moe_quantized_reference import swizzle_reference
 from torch.testing._internal.moe_reference import (
@@ -36,7 +41,7 @@ _op = torch.ops.aten._moe_mlp_scaled.default
 _moe_mlp = torch.ops.aten._moe_mlp.default
 MX = ScalingType.BlockWise1x32.value
 
-all_formats = parametrize("fmt", [subtest(f, name=f.name) for f in LOW_BIT_FORMATS])
+all_formats = parametrize_named("fmt", LOW_BIT_FORMATS)
 all_layouts = parametrize("panels", [False, True])
 
 
@@ -76,7 +81,7 @@ class Layer:
         )[0]  # fmt: skip
 
     def plain_args(self, dtype):
-        """Of _moe_mlp, with the weights' values rounded to ``dtype``."""
+        """Arguments of _moe_mlp, with the values of the weights rounded to ``dtype``."""
         offs, s, row_slots, slot_rows, b_in, b_out = self.rows
         weights = (self.w_in, self.w_out, self.w_up)
         w_in, w_out, w_up = (w.values.to(dtype) if w else None for w in weights)
@@ -125,7 +130,7 @@ class TestMoeLowBit(TestCase):
             layer.w_in = dataclasses.replace(layer.w_in, scale=scale)
             self.assertEqual(layer.run(), want, rtol=0, atol=0)
 
-    @parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+    @all_cases
     @parametrize("name", ["fp8_128x128", "mxfp4", "int8_rowwise"])
     def test_routing(self, case, name):
         """Empty experts, sentinels, tails, no tokens; rows and depths that are not even by blocks."""

@@ -9,25 +9,22 @@ from torch.testing._internal.common_device_type import (
     onlyCPU,
 )
 from torch.testing._internal.common_moe import (
+    all_cases,
+    all_dtypes,
     BACKENDS,
     backends_of,
     call_native,
+    fill_uninitialized_memory,
     to_meta,
 )
 from torch.testing._internal.common_utils import (
-    DeterministicGuard,
     parametrize,
     run_tests,
     subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases
-from torch.testing._internal.moe_reference import (
-    ACTIVATIONS,
-    check_close,
-    moe_mlp_reference,
-    moe_mlp_unfused,
-)
+from torch.testing._internal.moe_generators import get_case
+from torch.testing._internal.moe_reference import ACTIVATIONS, check_moe_mlp
 
 
 _moe_mlp = torch.ops.aten._moe_mlp.default
@@ -203,20 +200,18 @@ OFFS_ERRORS = [
 
 class TestMoeMlpForward(TestCase):
     @parametrize("backend", backends_of(_moe_mlp))
-    @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-    @parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+    @all_dtypes
+    @all_cases
     def test_inference(self, device, case, dtype, backend):
         ops = case.operands(dtype, device, bias=True)
         for separate_up in (False, True):
             args = (ops.split_gate() if separate_up else ops).args()
-            with DeterministicGuard(True, fill_uninitialized_memory=True):
+            with fill_uninitialized_memory():
                 output, preact = BACKENDS[backend](
                     _moe_mlp, *args, compute_preact=False
                 )
             self.assertEqual(preact.shape[0], 0)
-            expected, _ = moe_mlp_reference(*args)
-            unfused, _ = moe_mlp_unfused(*args)
-            check_close(output, expected, unfused, dtype, "output")
+            check_moe_mlp((output,), args)
 
     @parametrize("error,text,changes", ERRORS)
     def test_same_text(self, device, error, text, changes):

@@ -20,24 +20,20 @@ from torch.testing._internal.common_moe import (
     all_cases,
     all_dtypes,
     num_threads,
+    slow_subtest,
     with_backward,
 )
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
     subtest,
     TestCase,
 )
 from torch.testing._internal.moe_generators import get_case
 from torch.testing._internal.moe_reference import (
-    check_close,
-    check_gradients,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
+    check_moe_mlp,
+    check_moe_mlp_backward,
     moe_permutation_reference,
 )
 
@@ -198,20 +194,14 @@ class TestMoeMlpKernels(TestCase):
         [(1300, 72, 40), (1300, 600, 40), (90, 2300, 24), (200, 70, 45)]
         + [(1300, 24, 1300), (40, 8, 8300)],
     )
-    @parametrize(
-        "transposed", [False, subtest(True, name="transposed", decorators=[slowTest])]
-    )
+    @parametrize("transposed", [False, slow_subtest(True, name="transposed")])
     def test_large_reference(self, dtype, shape, transposed):
         """More rows than one step of a weight gradient, depth that is cut, and activations that
         are too many to pack at once."""
         args, grad_out = large_args(shape, dtype, transposed)
         output, preact, grads = run_op(args, grad_out)
-        expected, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
-        check_close(output, expected[0], unfused[0], dtype, "output")
-        check_close(preact, expected[1], unfused[1], dtype, "preact")
-        expected = moe_mlp_backward_reference(grad_out, *args)
-        unfused = moe_mlp_backward_unfused(grad_out, *args)
-        check_gradients(grads, expected, unfused, dtype)
+        check_moe_mlp((output, preact), args)
+        check_moe_mlp_backward(grads, grad_out, args)
 
     @all_dtypes
     @parametrize(

@@ -8,19 +8,18 @@ import torch
 from torch.testing._internal.common_moe import (
     all_cases,
     BACKENDS,
+    fill_uninitialized_memory,
     nbytes,
     num_threads,
     saved_for_backward,
+    slow_subtest,
     to_meta,
     with_backward,
 )
 from torch.testing._internal.common_utils import (
-    DeterministicGuard,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
-    subtest,
     TestCase,
 )
 from torch.testing._internal.moe_generators import get_case, MoeCase
@@ -63,28 +62,12 @@ def run_both(backend, ops, lists=None, mask=None, compute_preact=True, **kwargs)
     """output, what the forward keeps, and the gradients."""
     run = BACKENDS[backend]
     args = scaled_args(ops, **(lists or {}))
-    with DeterministicGuard(True, fill_uninitialized_memory=True):
+    with fill_uninitialized_memory():
         output, *saved = run(op, *args, compute_preact=compute_preact, **kwargs)
         if mask is None:
             mask = [x is not None for x in ops.differentiable()]
         grads = run(backward_op, ops.grad_out, *args[1:], *saved, mask, **kwargs)
     return output, saved, MoeMlpGrads(*grads)
-
-
-def tokens_of(ops, tokens):
-    """The operands of these tokens alone."""
-    row_slots, slot_rows, offs, _ = torch._moe_permutation(
-        ops.topk_indices[tokens], len(ops.offs)
-    )
-    return dataclasses.replace(
-        ops,
-        input=ops.input[tokens],
-        topk_weights=ops.topk_weights[tokens],
-        row_slots=row_slots,
-        slot_rows=slot_rows,
-        offs=offs,
-        grad_out=ops.grad_out[tokens],
-    )
 
 
 class TestMoeMlpScaled(TestCase):
@@ -125,8 +108,8 @@ class TestMoeMlpScaled(TestCase):
         "dtype",
         [
             torch.bfloat16,
-            subtest(torch.float32, name="float32", decorators=[slowTest]),
-            subtest(torch.float16, name="float16", decorators=[slowTest]),
+            slow_subtest(torch.float32, name="float32"),
+            slow_subtest(torch.float16, name="float16"),
         ],
     )
     def test_larger(self, backend, recipe, dtype):
@@ -357,7 +340,7 @@ class TestMoeMlpScaled(TestCase):
                 results.append(run_both("native", ops, **kwargs)[2].grad_topk_weights)
         self.assertEqual(results[0], results[1], rtol=0, atol=0)
         for count in (1, 7, 35, 300, 1003):
-            grads = run_both("native", tokens_of(ops, slice(count)), **kwargs)[2]
+            grads = run_both("native", ops.take_tokens(slice(count)), **kwargs)[2]
             self.assertEqual(
                 grads.grad_topk_weights, results[0][:count], rtol=0, atol=0
             )
@@ -371,7 +354,7 @@ class TestMoeMlpScaled(TestCase):
         kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
 
         def run(tokens):
-            output, _, grads = run_both("native", tokens_of(ops, tokens), **kwargs)
+            output, _, grads = run_both("native", ops.take_tokens(tokens), **kwargs)
             return output, grads.grad_input, grads.grad_topk_weights
 
         every = run(torch.arange(40))

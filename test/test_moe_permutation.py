@@ -7,18 +7,14 @@ from torch.testing._internal.common_device_type import (
     onlyCPU,
 )
 from torch.testing._internal.common_moe import (
+    all_cases,
     BACKENDS,
     call_composite,
     call_native,
+    fill_uninitialized_memory,
     to_meta,
 )
-from torch.testing._internal.common_utils import (
-    DeterministicGuard,
-    parametrize,
-    run_tests,
-    subtest,
-    TestCase,
-)
+from torch.testing._internal.common_utils import parametrize, run_tests, TestCase
 from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
 from torch.testing._internal.moe_reference import moe_permutation_reference
 
@@ -113,11 +109,11 @@ class TestMoePermutation(TestCase):
 
     @parametrize("backend", list(BACKENDS))
     @parametrize("dtype", [torch.int32, torch.int64])
-    @parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+    @all_cases
     def test_reference(self, device, case, dtype, backend):
         indices = case.topk_indices(device).to(dtype)
         plan = {"num_rows": case.num_rows, "row_alignment": case.row_alignment}
-        with DeterministicGuard(True, fill_uninitialized_memory=True):
+        with fill_uninitialized_memory():
             actual = BACKENDS[backend](
                 _moe_permutation, indices, case.num_experts, **plan
             )

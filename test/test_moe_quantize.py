@@ -4,12 +4,16 @@
 
 import torch
 from torch.nn.functional import ScalingType
-from torch.testing._internal.common_moe import BACKENDS, num_threads, to_meta
+from torch.testing._internal.common_moe import (
+    BACKENDS,
+    num_threads,
+    parametrize_named,
+    to_meta,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    subtest,
     TestCase,
 )
 from torch.testing._internal.moe_quantized_reference import (
@@ -27,7 +31,7 @@ op = torch.ops.aten._moe_quantize.default
 MX = ScalingType.BlockWise1x32
 E4M3 = torch.float8_e4m3fn
 BACKEND = parametrize("backend", list(BACKENDS))
-RECIPE = parametrize("recipe", [subtest(r, name=r.name) for r in RECIPES])
+RECIPE = parametrize_named("recipe", RECIPES)
 
 
 def quantize(backend, x, recipe, **kwargs):
@@ -133,10 +137,7 @@ class TestMoeQuantize(TestCase):
         self.check(backend, x.t().contiguous(), MX, dtype=dtype, dim=0)
 
     @BACKEND
-    @parametrize(
-        "recipe",
-        [subtest(r, name=r.name) for r in RECIPES if r.name != "BlockWise128x128"],
-    )
+    @parametrize_named("recipe", [r for r in RECIPES if r.name != "BlockWise128x128"])
     def test_blocks_begin_with_experts(self, backend, recipe):
         x = wild(300, 70)
         for ends in ([0, 5, 5, 133, 300], [300], [0, 0, 0], [32, 64, 290]):

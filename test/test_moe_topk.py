@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.func import jvp
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_moe import (
+    all_cases,
     BACKENDS,
     call_composite,
     call_native,
@@ -24,7 +25,6 @@ from torch.testing._internal.common_utils import (
     subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import moe_cases
 from torch.testing._internal.moe_reference import moe_topk_reference
 
 
@@ -72,7 +72,7 @@ def sorted_choice(scores, k, bias, num_groups=None, top_groups=None, **_):
 
 class TestMoeTopk(TestCase):
     @BACKENDS_OF_THE_ROUTER
-    @parametrize("case", [subtest(case, name=case.name) for case in moe_cases()])
+    @all_cases
     def test_reference(self, case, backend):
         logits = torch.randn(case.num_tokens, case.num_experts)
         indices, weights = BACKENDS[backend](_moe_topk, logits, case.top_k)
@@ -103,7 +103,7 @@ class TestMoeTopk(TestCase):
             self.assertEqual(actual, expected.to(dtype))
 
     def check_choice(self, logits, k, bias=None, **options):
-        """That the op chooses as a stable sort of its own scores does."""
+        """Checks that the op chooses as a stable sort of its own scores does."""
         num_experts = logits.shape[1]
         score = options.get("score", "softmax")
         # All experts with their weights are the scores, in another order.

@@ -31,7 +31,7 @@ def weights(n=N, k=K):
 
 
 def arguments(**change):
-    """Of a call of rows times a stack, RowWise."""
+    """Arguments of a RowWise call: rows times a stack."""
     call = {
         "self": fp8(M, K), "mat2": weights(),
         "scale_a": [torch.ones(M)], "recipe_a": [ROWS], "swizzle_a": [0],
@@ -42,7 +42,7 @@ def arguments(**change):
 
 
 def depth(**change):
-    """Of a call that sums over rows: (M, 64) times (64, N) in groups."""
+    """Arguments of a call that sums over rows: (M, 64) times (64, N) in groups."""
     return arguments(
         self=fp8(M, 64), mat2=fp8(N, 64).t(), scale_a=[torch.ones(G * M)],
         scale_b=[torch.ones(G * N)], offs=ends(16, 16, 64), **change,

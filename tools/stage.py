@@ -31,7 +31,7 @@ def fail(message) -> NoReturn:
 
 
 def words():
-    """What the stager itself is asked, without the arguments of another program."""
+    """The stager's own arguments, without those that it passes to another program."""
     given = sys.argv[1:]
     return given[: given.index("--")] if "--" in given else given
 

@@ -95,9 +95,7 @@ def _values(shape: Shape, o: Operands, sample: Sample, backward: bool, functions
 def truth(shape: Shape, operands: Operands, sample: Sample, *, backward: bool):
     """Values of the sample by name, in float64 and unfused in the dtype of the operands."""
     r, args = moe_reference, (shape, operands, sample, backward)
-    exact = (r.moe_mlp_reference, r.moe_mlp_backward_reference)
-    unfused = (r.moe_mlp_unfused, r.moe_mlp_backward_unfused)
-    return _values(*args, exact), _values(*args, unfused)
+    return _values(*args, r.REFERENCE), _values(*args, r.UNFUSED)
 
 
 def sampled(sample: Sample, y: Tensor, grads: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ STAGES = {
 }
 RESERVE_S = 15
 NCU_S = 45  # kept for ncu after the rows
-ROW_S = 45  # of one row: a kernel that hangs
+ROW_S = 45  # for one row, whose kernel may hang
 FAMILY_S = 45
 CHECKED_AT_ONCE = 4  # processes on one GPU
 
@@ -538,7 +538,7 @@ class Run:
         measure.write_json(self.report, self.options.out)
 
     def start(self) -> bool:
-        """Whether the start gave rates, in a fork, or in a command if a fork gets no device."""
+        """Whether the start stage gave rates, in a fork, or in a command if a fork gets no device."""
         for self.forks in (True, False):
             job = self.job("start", self.limit("start") / 2)
             self.stage("start", [job], lambda o: self.report.update(o.result or {}))
@@ -548,7 +548,7 @@ class Run:
 
     def compile(self) -> None:
         rehearse, workers = self.options.rehearse, os.cpu_count() or 1
-        if rehearse:  # one of many does; not in the interpreter, so as a command
+        if rehearse:  # one part is enough, in a process without the interpreter
             workers = 16
         forks, self.forks = self.forks, self.forks and not rehearse
         rows = self.report["compiled"] = []

@@ -33,7 +33,7 @@ _MLA = {
     "num_hidden_layers": 61, "q_lora_rank": 1536, "kv_lora_rank": 512, "n_shared_experts": 1,
     "num_experts_per_tok": 8, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
-# Of the published config.json files.
+# From the published config.json files.
 MODELS = {
     "deepseek_v3": ("DeepseekV3Config", {
         **_MLA, "n_routed_experts": 256, "num_attention_heads": 128, "num_key_value_heads": 128,

@@ -248,13 +248,13 @@ REHEARSAL = (Shape("tiny", 24, 32, 32, 4, 2), Shape("tiny-decode", 1, 32, 32, 4,
 
 # (T, E, K) of cpu_router.py.
 ROUTER_SHAPES = ((1, 128, 8), (64, 128, 8), (512, 64, 8), (2048, 128, 8), (4096, 256, 8))  # fmt: skip
-# Of low_bit.py, which has tokens of its own.
+# For low_bit.py, which sets the number of tokens.
 LOW_BIT_SHAPES = (
     Shape("qwen3", 1, 2048, 768, 128, 8),
     Shape("gpt_oss", 1, 2880, 2880, 32, 4),
     Shape("qwen3_part", 1, 2048, 768, 16, 8),  # more rows for each expert, prefill
 )
-# Of engines.py: decode and prefill of serving engines, the same weights next to each other.
+# For engines.py: decode and prefill of serving engines, with the same weights side by side.
 ENGINE_SHAPES = tuple(
     _named(*sizes)
     for sizes in (
@@ -264,11 +264,11 @@ ENGINE_SHAPES = tuple(
         (512, 2048, 1408, 64, 6),
     )
 )
-# Of a layer of serve.py's model.
+# A layer of the model of serve.py.
 SERVE_SHAPE = Shape("serve", 0, 512, 192, 64, 8)
-# Of every rank of ep_overlap.py.
+# Every rank of ep_overlap.py.
 OVERLAP_SHAPE = Shape("overlap", 2048, 1024, 512, 32, 4)
-# Of every rank of ep_compiled.py.
+# Every rank of ep_compiled.py.
 COMPILED_OVERLAP_SHAPE = Shape("compiled_overlap", 256, 1024, 256, 16, 8)
 
 

@@ -1,4 +1,4 @@
-"""What plans and traffic are compared with: loads, a peer and fewest rows.
+"""Loads, placed experts, and what plans and traffic are compared with: a peer and fewest rows.
 
 Shared by tests and benchmarks.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import nn
     from torch.distributed._moe.plan import Plan, Topology
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ExpertPlacement
 
 
 LOADS = ("uniform", "lognormal_0.5", "lognormal_1.0", "zipf_1")
@@ -86,6 +89,34 @@ def any_plan(topology: Topology, num_experts: int, seed: int) -> Plan:
         if others.sum() and torch.randint(0, 2, (), generator=g):
             quotas[e] = others
     return Plan(topology, table, quotas)
+
+
+def place_experts(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    layers: str | None = None,
+    style: dict[str, Any] | None = None,
+    **options: Any,
+) -> ExpertPlacement:
+    """Parallelizes MoE layers with an ExpertPlacement.
+
+    Args:
+        module (nn.Module): an MoE layer, or what contains it.
+        mesh (DeviceMesh): of the ranks that share the experts.
+        layers (str, optional): the pattern of the layers' names in ``module``.
+        style (dict[str, Any], optional): further arguments of ExpertParallel.
+        options: arguments of ExpertPlacement.
+
+    Returns:
+        The placement.
+    """
+    from torch.distributed.tensor import parallel
+
+    placement = parallel.ExpertPlacement(**options)
+    expert_parallel = parallel.ExpertParallel(placement=placement, **(style or {}))
+    plan = expert_parallel if layers is None else {layers: expert_parallel}
+    parallel.parallelize_module(module, mesh, plan)
+    return placement
 
 
 def _balanced_packs(weights: list[float], num_packs: int) -> list[int]:

@@ -24,23 +24,19 @@ from torch.testing._internal.common_moe import has_cpu_kernel, NoHostSyncMode
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
-from torch.testing._internal.moe_reference import (
-    check_close,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
-)
+from torch.testing._internal.moe_reference import check_close, REFERENCE, UNFUSED
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 # Tokens of each of the four ranks.
 SHARES = {"even": (5, 4, 4, 4), "gaps": (9, 0, 7, 1), "all_on_one": (0, 0, 17, 0)}
 CASE = MoeCase("ep", num_tokens=17, num_experts=8, top_k=3)
-# What "exact" promises the bits of.
+# The case of tests with many ranks in one process.
+LOCAL_CASE = MoeCase("local", num_tokens=128, num_experts=64, top_k=8, dim=8, hidden=8)
+# The results whose bits do not depend on the number of ranks with combine="exact".
 EXACT = ("output", "grad_input", "grad_weights")
 
 
@@ -67,7 +63,7 @@ def host_reads() -> Iterator[list[Tensor]]:
 
 
 def metadata_bytes(sent):
-    """Of what a level sent, the bytes that say which rows are for which experts."""
+    """The part of the bytes sent at a level that says which rows are for which experts."""
     return sent["ids"] + sent["weights"] + sent["sizes"]
 
 
@@ -145,8 +141,8 @@ def truth_of(operands: MoeOperands) -> Truth:
 
     return Truth(
         operands,
-        result(moe_mlp_reference, moe_mlp_backward_reference),
-        result(moe_mlp_unfused, moe_mlp_backward_unfused),
+        result(*REFERENCE),
+        result(*UNFUSED),
         one_rank(operands),
         operands.input.dtype,
     )
@@ -159,6 +155,11 @@ def truth(routing: str, dtype: torch.dtype = torch.float32) -> Truth:
     if routing == "skewed":
         case = dataclasses.replace(case, num_experts=64, top_k=8)
     return truth_of(case.operands(dtype))
+
+
+@functools.cache
+def local_truth(routing: str) -> Truth:
+    return truth_of(dataclasses.replace(LOCAL_CASE, routing=routing).operands())
 
 
 def run_layer(
@@ -236,11 +237,37 @@ class TokenSwitchTest(GlooTest):
             dist.all_reduce(total, group=copies)
             truth.check(name, total, experts)
 
+    def check_static(
+        self,
+        make_switch: Callable[..., TokenSwitchAllToAll],
+        routings: Iterable[str],
+        **capacity: Any,
+    ) -> None:
+        """A switch with ``capacity`` gives the bits of one without."""
+        for routing in routings:
+            operands = truth(routing).operands
+            E = operands.w_in.shape[0]
+            for share in SHARES:
+                part = self.part(4, share, E)
+                compact = self.run_switch(make_switch(num_experts=E), operands, *part)
+                switch = make_switch(num_experts=E, **capacity)
+                static = self.run_switch(switch, operands, *part)
+                switch.check_overflow()
+                self.assert_same_bits(static, compact, (routing, share))
+
     def assert_same_bits(self, got: Result, want: Result, message: Any = None) -> None:
-        """Of what "exact" promises."""
+        """Compares the results that ``combine="exact"`` makes equal."""
         for name in EXACT:
             same = torch.equal(getattr(got, name), getattr(want, name))
             self.assertTrue(same, (message, name))
+
+
+class AllToAllTest(TokenSwitchTest):
+    def switch(
+        self, ep: int = 4, num_experts: int = 8, **kwargs: Any
+    ) -> TokenSwitchAllToAll:
+        group = self.mesh(None, 4 // ep, ep).get_group(1)
+        return TokenSwitchAllToAll(group, num_experts, **kwargs)
 
 
 class OneRankCompileTest(TestCase):

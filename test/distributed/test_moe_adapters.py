@@ -16,7 +16,7 @@ D, H, E, K, T = 8, 12, 4, 2, 9
 
 
 class GroupedExperts(nn.Module):
-    """Of torchtitan's shape, with experts that only scale."""
+    """Has the interface of torchtitan's experts, which only scale here."""
 
     def __init__(self):
         super().__init__()

@@ -29,7 +29,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "moe" / "ep.py"
     "the benchmark needs rich",
 )
 class EpBenchmarkTest(TestCase):
-    # More than a minute; what it counts the tests of the switches check as well.
+    # Takes more than a minute. The tests of the switches also check these counts.
     @slowTest
     def test_quick_run(self):
         with tempfile.TemporaryDirectory() as folder:

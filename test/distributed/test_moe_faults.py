@@ -8,7 +8,6 @@ as starting it is what takes time; the last fault kills a rank.
 """
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -23,6 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.overlap_schedule import OverlapSchedule
+
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+
+from moe_fault_ranks import free_port, init_ranks  # noqa: E402
 
 
 if "--rank" in sys.argv:
@@ -42,7 +46,7 @@ COLLECTIVE_TIMEOUT, DEADLINE = 5, 200
 
 
 def operands(ids=None):
-    """Tokens of all ranks and all experts, equal everywhere."""
+    """Tokens of all ranks and all experts, the same on every rank."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(T, D, generator=g)
     if ids is None:
@@ -105,7 +109,7 @@ def overflow(rank):
 def mismatch(
     rank, *, num_experts=E, top_k=K, dim=D, dtype=torch.float32, capacity=None
 ):
-    """A layer in which the victim differs in what is given."""
+    """A layer to which the victim passes other arguments."""
     odd = rank == VICTIM
     if callable(capacity):
         capacity = capacity(odd)
@@ -183,13 +187,7 @@ DEATHS = {"forward": die_in_forward, "overlapped_backward": die_in_overlapped_ba
 
 
 def run_rank(rank, port, death, survived):
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT),
-    )
+    init_ranks(rank, RANKS, port, COLLECTIVE_TIMEOUT)
     steps = {name: SURVIVED[name] for name in survived} | {death: DEATHS[death]}
     for name, step in steps.items():
         report = {"fault": name, "result": None, "error": None}
@@ -207,12 +205,6 @@ def run_rank(rank, port, death, survived):
 
 
 # -- the test
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class TestFaults(TestCase):
@@ -241,7 +233,7 @@ class TestFaults(TestCase):
                 for process in ranks
             ]
         finally:
-            # Only what hangs is still there, and it must not stay.
+            # A process that is still running hangs, and is killed.
             for process in ranks:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -249,7 +241,7 @@ class TestFaults(TestCase):
         for rank, process in enumerate(ranks):
             want = -signal.SIGKILL if rank == VICTIM else 0
             self.assertEqual(process.returncode, want, outputs[rank][1])
-            # Nobody of its session is alive.
+            # No process of its session is alive.
             with self.assertRaises(ProcessLookupError):
                 os.killpg(process.pid, 0)
         with socket.socket() as s:

@@ -5,7 +5,7 @@ import copy
 import tempfile
 
 from moe_gloo import GlooTest
-from moe_placement import any_plan
+from moe_placement import any_plan, place_experts
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,7 @@ from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed._moe.recompute import save_communication
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ExpertParallel,
-    ExpertPlacement,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ExpertParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -92,7 +88,7 @@ class TestFetch(GlooTest):
         return Levels
 
     def test_experts_that_do_not_use_their_weights(self):
-        # A loop over the experts that got tokens: others wait for this rank nevertheless.
+        # A loop over experts with tokens. Other ranks wait for this one even if it uses no weight.
         exchange = Exchange(dist.group.WORLD, E, None, level="experts")
         plan = any_plan(TOPOLOGY, E, 1)
         with self.assertRaisesRegex(ValueError, "the experts of the rank, then copies"):
@@ -136,9 +132,7 @@ class TestPlacedTraining(GlooTest):
             "copy_cost": 0.0,
             "every": None,
         } | options
-        placement = ExpertPlacement(**options)
-        style = ExpertParallel(placement=placement, **(style or {}))
-        parallelize_module(model, mesh, {"moe": style})
+        placement = place_experts(model, mesh, "moe", style, **options)
         share = TOKENS // ranks
         mine = slice(mesh.get_local_rank() * share, (mesh.get_local_rank() + 1) * share)
         return whole, model, placement, mesh, mine
@@ -330,10 +324,9 @@ class TestPlacedTraining(GlooTest):
                     state = copy.deepcopy(placement.state_dict())
                     some = bool(state["stats"]["recorded"].any())
                     self.assertEqual(some, not planned)
-                    other = ExpertPlacement(slots_per_rank=4, every=2, copy_cost=0.0)
                     model2 = copy.deepcopy(Model().double())
-                    parallelize_module(
-                        model2, mesh, {"moe": ExpertParallel(placement=other)}
+                    other = place_experts(
+                        model2, mesh, "moe", slots_per_rank=4, every=2, copy_cost=0.0
                     )
                     model2.load_state_dict(model.state_dict())
                     other.load_state_dict(state)
@@ -375,7 +368,7 @@ class TestPlacedTraining(GlooTest):
                 p = m.moe.get_parameter(name)
                 p = p.full_tensor() if isinstance(p, DTensor) else p
                 self.assertEqual(p, want[name], atol=0, rtol=0)
-        # The averages go on as if the ranks were still as many.
+        # The averages continue as if the number of ranks had not changed.
         with torch.no_grad():
             model(self.batch(4)[mine]), fewer(self.batch(4)[half])
         placement.step(), other.step()
@@ -388,9 +381,8 @@ class TestPlacedTraining(GlooTest):
         model = copy.deepcopy(whole)
         dense = self.mesh(("dp_shard",), 4)
         sparse = ExpertParallel.fold_mesh(dense, 2)
-        placement = ExpertPlacement(slots_per_rank=8, every=None, copy_cost=0.0)
-        style = ExpertParallel(placement=placement)
-        parallelize_module(model, sparse["ep"], {"moe": style})
+        options = {"slots_per_rank": 8, "every": None, "copy_cost": 0.0}
+        placement = place_experts(model, sparse["ep"], "moe", **options)
         shard = ExpertParallel.shard_placement(model, sparse["efsdp"], dense)
         fully_shard(model.moe, mesh=dense, shard_placement_fn=shard)
         fully_shard(model, mesh=dense, shard_placement_fn=shard)

@@ -7,7 +7,7 @@ import functools
 from unittest import mock
 
 from moe_gloo import GlooTest
-from moe_placement import any_plan
+from moe_placement import any_plan, place_experts
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,7 @@ from torch.distributed._moe.payload import decode, encode
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed._moe.recompute import save_communication
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ExpertParallel,
-    ExpertPlacement,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ExpertPlacement
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -78,10 +74,8 @@ class TestFetchAhead(GlooTest):
         whole = Model().double()
         model = copy.deepcopy(whole)
         options = {"slots_per_rank": 4, "copy_cost": 0.0, "every": None} | options
-        placement = ExpertPlacement(**options)
-        style = ExpertParallel(placement=placement, **(style or {}))
-        parallelize_module(model, self.mesh(("ep",), 4), {"moe.*": style})
-        return whole, model, placement
+        mesh = self.mesh(("ep",), 4)
+        return whole, model, place_experts(model, mesh, "moe.*", style, **options)
 
     def use(self, placement, seed):
         for i, layer in enumerate(placement.layers):
@@ -164,7 +158,7 @@ class TestFetchAhead(GlooTest):
         # The first forward finds out which layer follows which.
         ahead = 0 if recompute == "saves" else 2 * 5
         self.assertEqual(seen["ahead"], ahead)
-        # What a region gives back instead of sending it again is counted, too.
+        # Results that a region returns without sending them again are counted as well.
         again = recompute != "no"
         self.assertEqual(seen["experts"], 18 * (1 + again))
         self.assertEqual(seen["expert_grads"], 18)
@@ -266,7 +260,7 @@ class TestFetchAhead(GlooTest):
         self.assertEqual(counter.get_total_flops() > 0, self.rank == 0)
 
     def test_kept_over_micro_batches(self):
-        # As often as weights change, and a gradient of every backward.
+        # One fetch per change of weights, and one gradient per backward.
         for batched in (False, True):
             seen = self.train(steps=3, micro=3, batched=batched, plans=False, keep=True)
             self.assertEqual(seen["experts"], 3 * 3)
@@ -322,7 +316,7 @@ class TestFetchAhead(GlooTest):
     @parametrize("keep", [False, True])
     @parametrize("form", ["foreach", "fused"])
     def test_multi_tensor_steps_are_noticed(self, form, keep):
-        """Before placement.step(), as in an evaluation between the two."""
+        """Before placement.step(), as in an evaluation between optimizer and placement."""
         whole, model, placement = self.pair(keep=keep)
         self.use(placement, 0)
         both = whole, model

@@ -9,6 +9,7 @@ from moe_token_switch import (
     EXACT,
     host_reads,
     leaves_of,
+    local_truth,
     metadata_bytes,
     one_rank,
     run_layer,
@@ -16,7 +17,6 @@ from moe_token_switch import (
     SHARES,
     TokenSwitchTest,
     truth,
-    truth_of,
 )
 
 import torch
@@ -31,15 +31,7 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
-
-
-LOCAL_CASE = MoeCase("local", num_tokens=128, num_experts=64, top_k=8, dim=8, hidden=8)
-
-
-@functools.cache
-def local_truth(routing):
-    return truth_of(dataclasses.replace(LOCAL_CASE, routing=routing).operands())
+from torch.testing._internal.moe_generators import ROUTINGS
 
 
 @instantiate_parametrized_tests
@@ -71,18 +63,8 @@ class TestHierarchical(TokenSwitchTest):
 
     @parametrize("combine", ["reduce", "exact"])
     def test_static_gives_the_compact_bits(self, combine):
-        for routing in ("zipf", "sentinels", "skewed"):
-            operands = truth(routing).operands
-            E = operands.w_in.shape[0]
-            for share in SHARES:
-                part = self.part(4, share, E)
-                compact = self.run_switch(
-                    self.switch(E, combine=combine), operands, *part
-                )
-                switch = self.switch(E, combine=combine, capacity=(17, 17))
-                static = self.run_switch(switch, operands, *part)
-                switch.check_overflow()
-                self.assert_same_bits(static, compact, (routing, share))
+        switch = functools.partial(self.switch, combine=combine)
+        self.check_static(switch, ("zipf", "sentinels", "skewed"), capacity=(17, 17))
 
     @parametrize("combine", ["reduce", "exact"])
     def test_overflow_of_each_level(self, combine):

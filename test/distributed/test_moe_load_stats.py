@@ -27,7 +27,7 @@ class TestLoadStats(MultiThreadedTestCase):
         stats.record(1, counts)
         stats.record(1, counts)
         first = stats.update()
-        # Of a forward: the second layer had two.
+        # Per forward, summed over ranks: the second layer had two forwards.
         want = torch.stack([counts * 10, counts * 4]).double()
         self.assertEqual(first, want)
         stats.record(0, counts)

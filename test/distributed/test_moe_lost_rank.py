@@ -7,23 +7,19 @@ import queue
 import signal
 import traceback
 
+from moe_placement import place_experts
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    ExpertParallel,
-    ExpertPlacement,
-    parallelize_module,
-)
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
-    subtest,
     TestCase,
 )
 
@@ -32,9 +28,7 @@ D, H, E, K, TOKENS = 16, 12, 8, 2, 6
 RANKS, SLOTS = 4, 4
 # Ranks that are killed: two leave as many that E is a multiple of.
 KILLED = {"online": (1, 2)}
-SLOW_CASES = [
-    subtest(case, name=case, decorators=[slowTest]) for case in ("all_gather", "online")
-]
+SLOW_CASES = [slow_subtest(case, name=case) for case in ("all_gather", "online")]
 GONE = (
     r"[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|[Tt]imed out|"
     "not sent, as what came before it failed"
@@ -131,23 +125,25 @@ def _serve(rank, port, case):
     whole = Model().double()
     torch.manual_seed(0)
     model = Model().double()
-    placement = ExpertPlacement(
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    styles = {
+        "all_gather": {"token_switch": "all_gather", "max_tokens": 16},
+        "hierarchical": {"token_switch": "hierarchical", "ranks_per_node": 2},
+    }
+    placement = place_experts(
+        model,
+        mesh,
+        "moe.*",
+        styles.get(case),
         slots_per_rank=SLOTS,
         every=None,
         copy_cost=0.0,
         keep=True,
         online=case == "online",
     )
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-    options = {
-        "all_gather": {"token_switch": "all_gather", "max_tokens": 16},
-        "hierarchical": {"token_switch": "hierarchical", "ranks_per_node": 2},
-    }
-    style = ExpertParallel(placement=placement, **options.get(case, {}))
-    parallelize_module(model, mesh, {"moe.*": style})
     topology = Topology(1, RANKS, SLOTS)
     if case not in ("no_copies", "online"):
-        # Of the experts 4 and 5 of rank 2 there are copies, in the second layer of one.
+        # Experts 4 and 5 of rank 2 have copies; in the second layer only one of them does.
         slots = Plan.home(topology, E).slot_experts.clone()
         slots[0, 2:] = torch.tensor([4, 5])
         one = slots.clone()

@@ -78,7 +78,7 @@ class DenseAndMoE(nn.Module):
 
 
 class Switch:
-    """Of no group."""
+    """A switch without a group."""
 
 
 class PassingMode(TorchDispatchMode):
@@ -516,7 +516,7 @@ class TestSchedule(TestCase):
             failing.result()
 
     def test_a_failure_ends_with_its_group(self):
-        # Nobody saw it, and groups that are made again have the names that they had.
+        # No one handled the failure, and a new group gets the name of the old one.
         def fail(x):
             raise RuntimeError("connection closed")
 

@@ -3,7 +3,7 @@
 import copy
 from unittest import mock
 
-from moe_placement import any_plan
+from moe_placement import any_plan, place_experts
 from moe_token_switch import TokenSwitchTest
 
 import torch
@@ -214,11 +214,9 @@ class TestPlacedLayer(TokenSwitchTest):
             loads = [p.quotas.sum(0).double() for p in seen]
             self.assertLessEqual(max((n.max() / n.mean()).item() for n in loads), 2.0)
         state = placement.state_dict()
-        again = ExpertPlacement(slots_per_rank=3, ranks_per_node=2, every=2)
-        other = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
-        parallelize_module(
-            other, self.mesh(("ep",), 4), ExpertParallel(placement=again)
-        )
+        other, mesh = nn.MoE(self.D, self.HIDDEN, E, top_k=2), self.mesh(("ep",), 4)
+        options = {"slots_per_rank": 3, "ranks_per_node": 2, "every": 2}
+        again = place_experts(other, mesh, **options)
         again.load_state_dict(state)
         self.assertEqual(again.slot_experts[0], slots)
         self.assertEqual(again.state_dict()["stats"], state["stats"])
@@ -232,9 +230,9 @@ class TestPlacedLayer(TokenSwitchTest):
         for p in add_lora(whole, 2):
             nn.init.normal_(p, std=0.3)
         model = copy.deepcopy(whole)
-        placement = ExpertPlacement(slots_per_rank=4, online=True, copy_cost=0.0)
-        style = ExpertParallel(placement=placement, num_chunks=num_chunks)
-        parallelize_module(model, self.mesh(("ep",), 4), style)
+        style, options = {"num_chunks": num_chunks}, {"online": True, "copy_cost": 0.0}
+        mesh = self.mesh(("ep",), 4)
+        placement = place_experts(model, mesh, style=style, slots_per_rank=4, **options)
         x, ids = self.x.double(), self.ids.clamp(0, E - 1)
         low_rank = type(model.parametrizations.w_in[0])
         with mock.patch.object(
@@ -257,12 +255,10 @@ class TestPlacedLayer(TokenSwitchTest):
     @parametrize("per_node", [1, 2, 4])
     def test_fetches_have_a_group_of_their_own(self, per_node):
         # Also beside a level of all ranks: the main thread sends there while a fetch is in flight.
-        placement = ExpertPlacement(slots_per_rank=3, online=True, copy_cost=0.0)
-        layer = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
-        style = ExpertParallel(
-            placement=placement, token_switch="hierarchical", ranks_per_node=per_node
-        )
-        parallelize_module(layer, self.mesh(("ep",), 4), style)
+        layer, mesh = nn.MoE(self.D, self.HIDDEN, E, top_k=2), self.mesh(("ep",), 4)
+        style = {"token_switch": "hierarchical", "ranks_per_node": per_node}
+        options = {"slots_per_rank": 3, "online": True, "copy_cost": 0.0}
+        placement = place_experts(layer, mesh, style=style, **options)
         layer(torch.randn(8, self.D)).sum().backward()
         (placed,) = placement.layers
         self.assertTrue(placed.tried is placed.last_plan)
@@ -310,11 +306,8 @@ class TestPlacedLayer(TokenSwitchTest):
         """Also where a policy keeps every result, by the number of its op in the region."""
         self.make_data()
         options = {"online": True, "copy_cost": 0.0} if online else {"every": None}
-        placement = ExpertPlacement(slots_per_rank=4, **options)
-        layer = nn.MoE(self.D, self.HIDDEN, E, top_k=2)
-        parallelize_module(
-            layer, self.mesh(("ep",), 4), ExpertParallel(placement=placement)
-        )
+        layer, mesh = nn.MoE(self.D, self.HIDDEN, E, top_k=2), self.mesh(("ep",), 4)
+        placement = place_experts(layer, mesh, slots_per_rank=4, **options)
         x = self.x[self.mine].clone().requires_grad_()
         known = {}
         if keeps is not None:
@@ -323,7 +316,7 @@ class TestPlacedLayer(TokenSwitchTest):
         y = checkpoint(layer, x, use_reentrant=False, **known)
         y.sum().backward()
         if online:
-            # Of this forward: the recomputation made the same plan once more.
+            # The plan of this forward: the recomputation made the same one again.
             total = placement.layers[0].last_plan.quotas.sum().item()
             self.assertIsNone(placement.state_dict()["stats"])
         else:

@@ -5,6 +5,7 @@ import contextlib
 from unittest import mock
 
 from moe_gloo import GlooTest
+from moe_placement import place_experts
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,7 @@ from torch.distributed._moe import loads
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.plan import busiest
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ExpertParallel,
-    ExpertPlacement,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -31,14 +28,13 @@ D, H, E, K, TOKENS = 16, 8, 8, 2, 16
 @instantiate_parametrized_tests
 class TestPolicy(GlooTest):
     def layer(self, **options):
-        placement = ExpertPlacement(slots_per_rank=4, **options)
         torch.manual_seed(0)
         moe = nn.MoE(D, H, E, K)
         with torch.no_grad():
             moe.router.weight.zero_()
             moe.router.weight[:2, 0] = 5.0  # both on rank 0
-        style = ExpertParallel(placement=placement)
-        parallelize_module(moe, self.mesh(("ep",), 4), style)
+        mesh = self.mesh(("ep",), 4)
+        placement = place_experts(moe, mesh, slots_per_rank=4, **options)
         return moe, placement, placement.layers[0]
 
     def run_steps(self, moe, placement, seconds, steps, between=None):
@@ -85,7 +81,7 @@ class TestPolicy(GlooTest):
 
     @parametrize("online", [False, True])
     def test_time_between_steps_is_not_of_a_step(self, online):
-        # As of a loader, and of an evaluation, which takes long as long as there are copies.
+        # Such as a data loader, and an evaluation that takes long whenever there are copies.
         moe, placement, layer = self.layer(every=4, online=online)
         layer.copy_cost = 1.0
 

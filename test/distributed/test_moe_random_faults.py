@@ -9,16 +9,13 @@ finish or end with an error that says what was lost, in time, and leave Python b
 Ranks are forked from a process that has imported torch: what takes longest is done once.
 """
 
-import argparse
 import contextlib
 import datetime
-import importlib
 import json
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +28,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+
+
+sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+
+from moe_fault_ranks import free_port, init_ranks, run_seeds  # noqa: E402
 
 
 if "--seeds" in sys.argv:
@@ -136,13 +138,7 @@ def train(rank: int, plan: Plan) -> None:
 def run_rank(rank: int, port: int, plan: Plan) -> None:
     signal.signal(signal.SIGALRM, lambda *_: time.sleep(2.5 * TIMEOUT))
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
-            rank=rank,
-            world_size=RANKS,
-            timeout=datetime.timedelta(seconds=DEADLINE),
-        )
+        init_ranks(rank, RANKS, port, DEADLINE)
         train(rank, plan)
     except Exception as e:
         error = "; ".join([f"{type(e).__name__}: {e}", *getattr(e, "__notes__", [])])
@@ -153,12 +149,6 @@ def run_rank(rank: int, port: int, plan: Plan) -> None:
 
 
 # -- what the parent of the ranks does
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def waited(pid: int) -> float:
@@ -292,26 +282,7 @@ class TestRandomFaults(TestCase):
         self.assertEqual(len(done.stdout.splitlines()), len(FAULTS))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "COUNT"))
-    parser.add_argument("--log", type=Path, help="what happened, a line of JSON a seed")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    # Or each rank imports it, in distribute_tensor.
-    importlib.import_module("torch._dynamo")
-    bad = 0
-    for seed in range(args.seeds[0], sum(args.seeds)):
-        row = run_seed(seed)
-        bad += bool(row["problems"])
-        print(json.dumps(row), flush=True)
-        if args.log:
-            with args.log.open("a") as log:
-                log.write(json.dumps(row) + "\n")
-    return 1 if bad else 0
-
-
 if __name__ == "__main__":
     if "--seeds" in sys.argv:
-        raise SystemExit(main())
+        raise SystemExit(run_seeds(__doc__, run_seed))
     run_tests()

@@ -57,7 +57,7 @@ STYLES = (
     {"token_switch": "hierarchical", "ranks_per_node": 2, "num_chunks": 2},
     {"capacity": RANKS * TOKENS},
 )
-# Of the layers in turn. The prices are given, as plans that depend on times have other bits.
+# The layers use them in turn. Prices are fixed: measured ones would change plans, and so bits.
 PLACEMENTS = (
     {"slots_per_rank": 6, "every": 7, "copy_cost": 4.0},
     {"slots_per_rank": 6, "online": True, "copy_cost": 30.0},
@@ -86,7 +86,7 @@ class Drifting(nn.MoE):
 
 
 def used():
-    """Of this process."""
+    """Memory, threads and open files of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,

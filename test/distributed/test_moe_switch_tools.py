@@ -5,11 +5,11 @@ import functools
 
 from moe_placement import deduplicated_rows
 from moe_token_switch import (
+    AllToAllTest,
     leaves_of,
     metadata_bytes,
     OneRankCompileTest,
     run_layer,
-    TokenSwitchTest,
     truth,
 )
 
@@ -46,11 +46,7 @@ class CountAllToAll(TorchDispatchMode):
 
 
 @instantiate_parametrized_tests
-class TestSwitchTools(TokenSwitchTest):
-    def switch(self, ep=4, num_experts=8, **kwargs):
-        group = self.mesh(None, 4 // ep, ep).get_group(1)
-        return TokenSwitchAllToAll(group, num_experts, **kwargs)
-
+class TestSwitchTools(AllToAllTest):
     @parametrize("combine", ["reduce", "exact"])
     def test_a_rerun_recovers_from_overflow(self, combine):
         operands = truth("one_expert").operands
@@ -189,14 +185,14 @@ class TestSwitchTools(TokenSwitchTest):
         ["all_gather", "static", "hierarchical", "compact", "compact hierarchical"],
     )
     def test_what_requires_gradients_is_compared(self, kind):
-        """Of any number of parameters: no two answers look alike in a message of int32."""
+        """For any number of parameters: an int32 message tells all answers apart."""
         switch, none = self.fixed(kind), (False,) * 64
         for at in (0, 13, 14, 31, 32, 63):
             one = (*none[:at], True, *none[at + 1 :])
             for needs in (none, one, none):
                 switch.requires_grad = needs
                 self.assertTrue(self.run_fixed(switch).isfinite().all())
-            # To what all of them have had, and to what nobody had; on one, and on all but one.
+            # Ranks change to an earlier answer or to a new one: one rank, and all but one.
             for other in (one, (*one[:at], True, *one[at + 1 : 63], not one[63])):
                 for ranks in ((2,), (0, 1, 3)):
                     switch.requires_grad = other if self.rank in ranks else none

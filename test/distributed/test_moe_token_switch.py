@@ -2,14 +2,15 @@
 
 import dataclasses
 import datetime
+import functools
 
 from moe_token_switch import (
+    AllToAllTest,
     CASE,
     host_reads,
     one_rank,
     run_layer,
     SHARES,
-    TokenSwitchTest,
     truth,
 )
 
@@ -56,11 +57,7 @@ class OpTrace(TorchDispatchMode):
 
 
 @instantiate_parametrized_tests
-class TestAllToAll(TokenSwitchTest):
-    def switch(self, ep=4, num_experts=8, **kwargs):
-        group = self.mesh(None, 4 // ep, ep).get_group(1)
-        return TokenSwitchAllToAll(group, num_experts, **kwargs)
-
+class TestAllToAll(AllToAllTest):
     @parametrize("routing", list(ROUTINGS))
     @parametrize("ep", [1, 2, 4])
     @parametrize("combine", ["reduce", "exact"])
@@ -77,18 +74,8 @@ class TestAllToAll(TokenSwitchTest):
 
     @parametrize("combine", ["reduce", "exact"])
     def test_static_gives_the_compact_bits(self, combine):
-        for routing in ROUTINGS:
-            operands = truth(routing).operands
-            E = operands.w_in.shape[0]
-            for share in SHARES:
-                part = self.part(4, share, E)
-                compact = self.run_switch(
-                    self.switch(4, E, combine=combine), operands, *part
-                )
-                switch = self.switch(4, E, combine=combine, capacity=17)
-                static = self.run_switch(switch, operands, *part)
-                switch.check_overflow()
-                self.assert_same_bits(static, compact, (routing, share))
+        switch = functools.partial(self.switch, combine=combine)
+        self.check_static(switch, ROUTINGS, capacity=17)
 
     @parametrize("combine", ["reduce", "exact"])
     def test_overflow_raises_on_every_rank(self, combine):

@@ -8,6 +8,7 @@ import weakref
 from moe_token_switch import (
     EXACT,
     leaves_of,
+    local_truth,
     OneRankCompileTest,
     run_layer,
     run_on_local_ranks,
@@ -22,28 +23,15 @@ from torch.distributed._moe.all_to_all import (
     TokenSwitchHierarchical,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     slowTest,
-    subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import (
-    get_case,
-    moe_cases,
-    MoeCase,
-    ROUTINGS,
-)
-
-
-CASE = MoeCase("local", num_tokens=128, num_experts=64, top_k=8, dim=8, hidden=8)
-
-
-@functools.cache
-def truth(routing):
-    return truth_of(dataclasses.replace(CASE, routing=routing).operands())
+from torch.testing._internal.moe_generators import get_case, moe_cases, ROUTINGS
 
 
 @functools.cache
@@ -67,7 +55,7 @@ class TestGroups(TestCase):
             TokenSwitchAllToAll(groups[0], 64),
             TokenSwitchHierarchical(mesh, 64, capacity=(128, 128)),
         ]
-        operands = truth("uniform").operands
+        operands = local_truth("uniform").operands
         for switch in switches:
             switch.use_own_groups()
             leaves = leaves_of(operands)
@@ -105,7 +93,7 @@ class TestLocalRanks(TestCase):
     @parametrize("combine", ["reduce", "exact"])
     @parametrize("ranks", [2, 4, 8, 16, 64])
     def test_static_matches_one_rank(self, routing, combine, ranks):
-        want = truth(routing)
+        want = local_truth(routing)
         make = self.switch(combine, 128 // ranks)
         got = run_on_local_ranks(ranks, want.operands, make)
         self.check(got, want, combine == "exact")
@@ -113,13 +101,13 @@ class TestLocalRanks(TestCase):
     @parametrize("routing", list(ROUTINGS))
     @parametrize("combine", ["reduce", "exact"])
     def test_compact_matches_one_rank(self, routing, combine):
-        want = truth(routing)
+        want = local_truth(routing)
         # Ranks without tokens, and one with most of them.
         shares = [0, 100, 0, 5, 7, 0, 0, 16]
         got = run_on_local_ranks(8, want.operands, self.switch(combine, None), shares)
         self.check(got, want, combine == "exact")
 
-    @parametrize("ep", [1, 4, *(subtest(n, decorators=[slowTest]) for n in (2, 8))])
+    @parametrize("ep", [1, 4, *(slow_subtest(n) for n in (2, 8))])
     def test_every_generator_shape(self, ep):
         for i, case in enumerate(moe_cases()):
             # The row plan is not of the switch; experts are as many as ranks need.
@@ -142,7 +130,7 @@ class TestLocalRanks(TestCase):
                 self.check(got, want, combine == "exact")
 
     def test_overflow_raises(self):
-        want = truth("one_expert")
+        want = local_truth("one_expert")
         with self.assertRaisesRegex(RuntimeError, "needed 16 rows but capacity is 15"):
             run_on_local_ranks(8, want.operands, self.switch("reduce", 15))
 
@@ -152,7 +140,7 @@ class TestCompile(OneRankCompileTest):
     def check_bits(self, switch, compiled):
         """Also where nothing is sent, so that all sizes are 0."""
         for routing in ("uniform", "sentinels", "one_expert", "none"):
-            operands = truth("uniform" if routing == "none" else routing).operands
+            operands = local_truth("uniform" if routing == "none" else routing).operands
             ids = operands.topk_indices
             if routing == "none":
                 ids = torch.full_like(ids, -1)
@@ -190,7 +178,7 @@ class TestCompile(OneRankCompileTest):
     @parametrize("capacity", [None, 4])
     def test_a_rank_without_tokens(self, capacity):
         switch = TokenSwitchAllToAll(dist.group.WORLD, 64, capacity=capacity)
-        operands = truth("uniform").operands
+        operands = local_truth("uniform").operands
         leaves = leaves_of(operands, slice(0))
         compiled = torch.compile(run_layer, backend="aot_eager", fullgraph=True)
         y = compiled(switch, operands.topk_indices[:0], *leaves)

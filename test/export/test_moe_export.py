@@ -25,7 +25,7 @@ class MoeLayer(torch.nn.Module):
 
 
 def mlp_nodes(program):
-    """Those of F.moe_mlp."""
+    """The nodes of F.moe_mlp."""
     ops = (torch.ops.aten._moe_permutation.default, torch.ops.aten._moe_mlp.default)
     return [node for node in program.graph.nodes if node.target in ops]
 

@@ -105,7 +105,7 @@ _CONFIG = {
     "use_static_triton_launcher": False,
     "benchmark_template_fusion": False,
     "joint_graph_constant_folding": False,
-    # Of sizes that are no multiple of 8 a device decides, by its times.
+    # A device would decide by times whether to pad sizes that are no multiple of 8.
     "shape_padding": False,
 }
 

@@ -38,7 +38,7 @@ _WITH_NUMELS = ("pointwise", "reduction", "persistent_reduction")
 
 
 def _as_launched(arg: object) -> object:
-    """Of a tensor a launch takes the address; the interpreter asks for a type that Triton has."""
+    """A launch takes the address of a tensor; the interpreter needs a dtype that Triton has."""
     if isinstance(arg, torch.Tensor) and arg.dtype == torch.float8_e8m0fnu:
         return arg.view(torch.uint8)
     return arg

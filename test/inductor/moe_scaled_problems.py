@@ -104,7 +104,7 @@ class Experts(moe_lowering_problems.Problem):
 
     @property
     def codes(self) -> tuple[int, int]:
-        """Of the rows and of the weights."""
+        """The codes of the rows and of the weights."""
         return F._MOE_RECIPES[self.recipe]
 
     @property

@@ -1,6 +1,5 @@
 # Owner(s): ["module: inductor"]
 
-import functools
 import os
 import re
 import subprocess
@@ -14,13 +13,11 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
-from torch.testing._internal.common_moe import saved_bytes_bound
+from torch.testing._internal.common_moe import saved_bytes_bound, slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
-    subtest,
     TestCase,
 )
 
@@ -101,8 +98,6 @@ LAYERS = {
     "grouped": GroupedLayer,
 }
 all_layers = parametrize("name", list(LAYERS))
-# A package takes 15 s.
-slow = functools.partial(subtest, decorators=[slowTest])
 
 
 def tokens(num_tokens=T, dtype=torch.float32):
@@ -264,7 +259,10 @@ class TestMoeAOTInductor(TestCase):
                 )
             return torch._inductor.aoti_load_package(path), code
 
-    @parametrize("name", ["fused", *map(slow, sorted(LAYERS.keys() - {"fused"}))])
+    # A package takes 15 s.
+    @parametrize(
+        "name", ["fused", *map(slow_subtest, sorted(LAYERS.keys() - {"fused"}))]
+    )
     def test_package(self, name):
         # The ops have C shims, so the package does not go through a proxy. The parameters
         # require grad, and yet nobody reads the pre-activations.
@@ -281,7 +279,9 @@ class TestMoeAOTInductor(TestCase):
             x = tokens(count).detach()
             self.assertEqual(packaged(x), layer(x))
 
-    @parametrize("name", ["groups", *map(slow, sorted(ROUTERS.keys() - {"groups"}))])
+    @parametrize(
+        "name", ["groups", *map(slow_subtest, sorted(ROUTERS.keys() - {"groups"}))]
+    )
     def test_router(self, name):
         router, logits = Router(**ROUTERS[name]), torch.randn(6, 8)
         packaged, _ = self.package(router, logits)

@@ -16,11 +16,10 @@ from torch._inductor import config
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import profile, ProfilerActivity
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
-    slowTest,
-    subtest,
 )
 
 
@@ -135,9 +134,7 @@ class TestMoeFreezing(TestCase):
         self.assertEqual(relaid(), 0)
         self.assertTrue(layer.gate_up.is_contiguous())
 
-    @parametrize(
-        "dtype", [torch.bfloat16, subtest(torch.float32, decorators=[slowTest])]
-    )
+    @parametrize("dtype", [torch.bfloat16, slow_subtest(torch.float32)])
     @parametrize("layer", [Experts, Halves, TwoLayers, Written])
     def test_weights_are_stored_along_k_once(self, layer, dtype):
         layer, args = layer(dtype=dtype), inputs(dtype=dtype)
@@ -226,7 +223,7 @@ class TestMoeFreezing(TestCase):
 
     @parametrize(
         "layer",
-        [Halves, *(subtest(x, decorators=[slowTest]) for x in (Experts, KMajorHalves))],
+        [Halves, *(slow_subtest(x) for x in (Experts, KMajorHalves))],
     )
     def test_package(self, layer):
         layer, args = layer(hidden=8192), inputs()
@@ -243,7 +240,7 @@ class TestMoeFreezing(TestCase):
                 package_path=os.path.join(folder, "experts.pt2"),
                 inductor_configs={"freezing": True},
             )
-            # Of KMajorHalves gate and up, which share a storage.
+            # Only gate and up of KMajorHalves, which share a storage.
             self.assertEqual(relaid(), 2 if type(layer) is not Halves else 3)
             self.assertLess(os.path.getsize(path), 1.5 * total)
             runner = torch._inductor.aoti_load_package(path)

@@ -2,10 +2,11 @@
 """The rewrite of MoE blocks to _moe_mlp (torch/_inductor/fx_passes/moe_fusion.py)."""
 
 import copy
-import functools
 import threading
 from contextlib import nullcontext
 from unittest import mock
+
+from moe_fusion_problem import D, E, HIDDEN, K, make_inputs, run, T
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,6 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-
-
-T, D, HIDDEN, E, K = 20, 32, 16, 6, 3
 
 
 def gate_swiglu(gate, up):
@@ -222,7 +220,7 @@ class SentinelExperts(Experts):
 
 
 class RoutedExperts(Experts):
-    """Whose offsets are counted as ``how`` says; the ids may come from a topk here."""
+    """Counts offsets as ``how`` says; the ids may come from a topk."""
 
     def __init__(self, how):
         super().__init__()
@@ -261,39 +259,11 @@ class RoutedExperts(Experts):
         return torch.zeros_like(x).index_add(0, token, out)
 
 
-def make_inputs(dtype):
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(T, D, generator=generator)
-    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
-    ids = torch.where(ids == 2, 3, ids)  # expert 2 is empty, 3 has a token twice
-    weights = torch.rand(T, K, generator=generator)
-    return x.to(dtype), ids, weights.to(dtype)
-
-
-def run(fn, module, inputs, training, grad):
-    """Output, then with training the gradients of x, router weights and parameters."""
-    x, ids, weights = inputs
-    if not training:
-        with torch.no_grad():
-            return [fn(x, ids, weights)]
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    y = fn(x, ids, weights)
-    wanted = [x, weights, *module.parameters()]
-    return [y, *torch.autograd.grad(y, wanted, grad.to(y.dtype))]
-
-
 def rewritten_eager(gm, example_inputs):
     """A backend that runs the rewritten graph as it is."""
     moe_fusion(gm.graph)
     gm.recompile()
     return gm.forward
-
-
-@functools.cache
-def fixed_inputs(dtype):
-    return make_inputs(dtype), torch.randn(
-        T, D, generator=torch.Generator().manual_seed(2)
-    )
 
 
 @instantiate_parametrized_tests
@@ -312,18 +282,18 @@ class TestMoEFusion(TestCase):
         backend=rewritten_eager,
     ):
         experts = experts.to(torch.bfloat16)
-        inputs, grad = fixed_inputs(torch.bfloat16)
+        inputs = make_inputs(torch.bfloat16)
         exact = copy.deepcopy(experts).double()
         exact_inputs = (inputs[0].double(), inputs[1], inputs[2].double())
         with torch._dynamo.config.patch(disable=True):
-            want = run(exact, exact, exact_inputs, training, grad)
-            written = run(experts, experts, inputs, training, grad)
+            want = run(exact, exact, exact_inputs, training)
+            written = run(experts, experts, inputs, training)
         torch._dynamo.reset()
         with config.patch(moe_fusion=True):
             compiled = torch.compile(
                 experts, fullgraph=True, dynamic=dynamic, backend=backend
             )
-            got = run(compiled, experts, inputs, training, grad)
+            got = run(compiled, experts, inputs, training)
         self.assertEqual(counters["inductor"]["moe_fusion"], blocks)
         self.assertEqual(counters["inductor"]["moe_fusion_full"], blocks * full)
         eps = torch.finfo(torch.bfloat16).eps
@@ -410,7 +380,7 @@ class TestMoEFusion(TestCase):
     def test_k_and_limits_are_guarded(self, form):
         experts = Experts(form, gate="oai", split="interleaved", bias=True)
         experts = experts.to(torch.bfloat16)
-        (x, ids, weights), _ = fixed_inputs(torch.bfloat16)
+        x, ids, weights = make_inputs(torch.bfloat16)
         options = {"fullgraph": True, "dynamic": True, "backend": rewritten_eager}
         compiled = torch.compile(experts, **options)
 
@@ -562,7 +532,7 @@ class TestMoEFusion(TestCase):
             counts = torch.histc(perm[0].float(), bins=E, min=0, max=E - 1)
             return torch.cumsum(counts, 0, dtype=torch.int32), perm[1]
 
-        inputs, _ = fixed_inputs(torch.bfloat16)
+        inputs = make_inputs(torch.bfloat16)
         experts, seen = Experts().to(torch.bfloat16), []
 
         def fn(x, ids, weights):
@@ -613,13 +583,13 @@ class TestMoEFusion(TestCase):
             self.assertEqual(len(writers(x)), 1)
 
     def test_off_by_default(self):
-        inputs, _ = fixed_inputs(torch.bfloat16)
+        inputs = make_inputs(torch.bfloat16)
         torch.compile(Experts().to(torch.bfloat16), fullgraph=True)(*inputs)
         self.assertEqual(counters["inductor"]["moe_fusion"], 0)
 
     def check_untouched(self, fn, experts):
         experts = experts.to(torch.bfloat16)
-        inputs, _ = fixed_inputs(torch.bfloat16)
+        inputs = make_inputs(torch.bfloat16)
         with torch.no_grad():
             want = fn(experts, *inputs)
             compiled = torch.compile(fn, fullgraph=True, backend=rewritten_eager)
@@ -716,7 +686,7 @@ class TestMoEFusion(TestCase):
     def test_sentinel_rows_are_dropped(self):
         # offs that end before the rows do: the rest belongs to no expert.
         module = Experts().to(torch.bfloat16)
-        (x, ids, weights), _ = fixed_inputs(torch.bfloat16)
+        x, ids, weights = make_inputs(torch.bfloat16)
         ids = torch.where(ids == 5, E, ids)  # past the last expert
 
         def fn(x, ids, weights):

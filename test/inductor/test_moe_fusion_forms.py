@@ -9,6 +9,8 @@ import contextlib
 import copy
 from unittest import mock
 
+from moe_fusion_problem import D, E, HIDDEN, K, make_inputs, run, T
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -24,7 +26,6 @@ from torch.testing._internal.common_utils import (
 from torch.utils.checkpoint import checkpoint
 
 
-T, D, HIDDEN, E, K = 20, 32, 16, 6, 3
 FORMS = {}
 
 
@@ -234,19 +235,16 @@ def counted(name):
 
 
 @form("full")
-def combined_by_scatter_reduce(m, x, ids, weights):
+def combined_by_scatter_reduce(m, x, ids, weights, reduce="sum"):
     _, perm, offs = in_order(ids)
     rows = mlp(m, x[perm // K], offs) * weights.flatten()[perm].unsqueeze(-1)
     index = (perm // K).unsqueeze(-1).expand(-1, D)
-    return torch.zeros_like(x).scatter_reduce(0, index, rows, reduce="sum")
+    return torch.zeros_like(x).scatter_reduce(0, index, rows, reduce=reduce)
 
 
 @form("core")
 def largest_by_scatter_reduce(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    rows = mlp(m, x[perm // K], offs) * weights.flatten()[perm].unsqueeze(-1)
-    index = (perm // K).unsqueeze(-1).expand(-1, D)
-    return torch.zeros_like(x).scatter_reduce(0, index, rows, reduce="amax")
+    return combined_by_scatter_reduce(m, x, ids, weights, reduce="amax")
 
 
 @form("none")
@@ -636,35 +634,6 @@ def backend(gm, example_inputs):
             moe_fusion(module.graph)
             module.recompile()
     return gm.forward
-
-
-def make_inputs(dtype):
-    g = torch.Generator().manual_seed(1)
-    ids = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(T)])
-    ids = torch.where(ids == 2, 3, ids)  # expert 2 is empty, 3 has a token twice
-    return (
-        torch.randn(T, D, generator=g).to(dtype),
-        ids,
-        torch.rand(T, K, generator=g).to(dtype),
-    )
-
-
-def run(fn, module, inputs, training):
-    """Output, then with training the gradients of tokens, router weights and parameters."""
-    x, ids, weights = inputs
-    if not training:
-        with torch.no_grad():
-            return [fn(x, ids, weights)]
-    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    y = fn(x, ids, weights)
-    wanted = [x, weights, *module.parameters()]
-    grad = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
-    return [
-        y,
-        *torch.autograd.grad(
-            y, wanted, grad, allow_unused=True, materialize_grads=True
-        ),
-    ]
 
 
 @instantiate_parametrized_tests

@@ -14,11 +14,10 @@ from inductor_interpreter import arguments, EmittedTestCase, load, run_training
 from moe_lowering_problems import FAR_ROWS, PROBLEMS
 
 import torch
+from torch.testing._internal.common_moe import parametrize_named
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
-    parametrize,
     run_tests,
-    subtest,
 )
 from torch.testing._internal.moe_reference import (
     check_close,
@@ -39,10 +38,7 @@ class TestMoeLoweringNumerics(EmittedTestCase):
             output = torch.nn.functional.rms_norm(x + output, (x.shape[1],))
         return output
 
-    @parametrize(
-        "problem",
-        [subtest(p, name=p.name) for p in PROBLEMS.values() if not p.training],
-    )
+    @parametrize_named("problem", [p for p in PROBLEMS.values() if not p.training])
     def test_inference(self, problem):
         (graph,) = self.emitted[problem.name]
         operands = problem.operands()
@@ -70,9 +66,7 @@ class TestMoeLoweringNumerics(EmittedTestCase):
         expected = values.view(T, K, D).double().sum(1)
         self.assertEqual(output.double(), expected, rtol=2**-8, atol=1e-6)
 
-    @parametrize(
-        "problem", [subtest(p, name=p.name) for p in PROBLEMS.values() if p.training]
-    )
+    @parametrize_named("problem", [p for p in PROBLEMS.values() if p.training])
     def test_training(self, problem):
         forward, backward = self.emitted[problem.name]
         operands = problem.operands()
@@ -101,17 +95,13 @@ class TestMoeLoweringNumerics(EmittedTestCase):
             self.assertEqual(grads[name].stride(), present[name].stride(), name)
 
     def training_truth(self, function, problem, present, grad_out):
+        exact = function is moe_mlp_reference
         leaves = {
-            name: x.detach().clone().requires_grad_() if x.is_floating_point() else x
+            name: (x.double() if exact else x.clone()).detach().requires_grad_()
+            if x.is_floating_point()
+            else x
             for name, x in present.items()
         }
-        if function is moe_mlp_reference:
-            leaves = {
-                name: x.detach().double().requires_grad_()
-                if x.is_floating_point()
-                else x
-                for name, x in present.items()
-            }
         output, _ = function(**leaves, **problem.options)
         if problem.norm:
             output = torch.nn.functional.rms_norm(

@@ -22,18 +22,15 @@ from torch._inductor.fx_passes import overlap_scheduling
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.distributed._moe.overlap_schedule import OverlapSchedule
+from torch.testing._internal.common_moe import FakeRanksTest, slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
-    subtest,
-    TestCase,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-RANKS = 8
+RANKS = FakeRanksTest.world_size
 T, D, H, E, K = 4096, 2048, 768, 64, 8
 
 
@@ -129,13 +126,7 @@ class Seen(NamedTuple):
 
 
 @instantiate_parametrized_tests
-class TestMoeOverlapScheduling(TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-        cls.addClassCleanup(dist.destroy_process_group)
-
+class TestMoeOverlapScheduling(FakeRanksTest):
     def scheduled(self, num_chunks=2, shared_width=H):
         """Forward and backward of a layer with shared experts, before and after the scheduler."""
         switch = TokenSwitchAllToAll(
@@ -200,7 +191,7 @@ class TestMoeOverlapScheduling(TestCase):
 
     @parametrize(
         "num_chunks, shared_width",
-        [(2, H), subtest((4, 8 * H), decorators=[slowTest])],
+        [(2, H), slow_subtest((4, 8 * H))],
     )
     def test_communication_is_hidden(self, num_chunks, shared_width):
         for name, (before, after) in self.scheduled(num_chunks, shared_width).items():

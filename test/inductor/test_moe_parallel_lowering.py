@@ -10,24 +10,20 @@ import re
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+from torch.testing._internal.common_moe import FakeRanksTest, slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
-    subtest,
-    TestCase,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-RANKS = 8
+RANKS = FakeRanksTest.world_size
 T, D, H, E, K = 512, 256, 128, 64, 4
 
 
@@ -61,15 +57,9 @@ def launches(graph, kernel):
 
 @config.patch({"triton.moe_kernels": True})
 @instantiate_parametrized_tests
-class TestMoeParallelLowering(TestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-        cls.addClassCleanup(dist.destroy_process_group)
-
+class TestMoeParallelLowering(FakeRanksTest):
     @parametrize("capacity", [None, T])
-    @parametrize("training", [subtest(False, decorators=[slowTest]), True])
+    @parametrize("training", [slow_subtest(False), True])
     def test_no_moe_operator_is_called(self, training, capacity):
         graphs = emit(training, capacity)
         self.assertEqual(len(graphs), 1 + training)

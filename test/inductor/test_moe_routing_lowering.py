@@ -19,12 +19,12 @@ import torch
 from torch._inductor import config
 from torch._native.ops.moe import triton_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     slowTest,
-    subtest,
     TestCase,
 )
 
@@ -200,12 +200,9 @@ class TestMoeRoutingLowering(TestCase):
 
     @parametrize(
         "arch",
-        [
-            a if a == "sm_90" else subtest(a, decorators=[slowTest])
-            for a in ARCHITECTURES
-        ],
+        [a if a == "sm_90" else slow_subtest(a) for a in ARCHITECTURES],
     )
-    @parametrize("model", ["deepseek_v3", subtest("qwen3", decorators=[slowTest])])
+    @parametrize("model", ["deepseek_v3", slow_subtest("qwen3")])
     def test_emitted_kernels_pass_the_static_gate(self, arch, model):
         sizes, options = {
             "qwen3": ({"num_experts": 128, "top_k": 8}, {}),

@@ -16,11 +16,10 @@ from moe_routing_problems import Block, Permutation, PROBLEMS, Router
 
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.common_moe import parametrize_named
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
-    parametrize,
     run_tests,
-    subtest,
 )
 from torch.testing._internal.moe_reference import (
     check_close,
@@ -33,7 +32,7 @@ from torch.testing._internal.moe_reference import (
 
 def problems(kind):
     found = [p for p in PROBLEMS.values() if isinstance(p, kind)]
-    return parametrize("problem", [subtest(p, name=p.name) for p in found])
+    return parametrize_named("problem", found)
 
 
 class TestMoeRoutingLoweringNumerics(EmittedTestCase):

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     slowTest,
-    subtest,
     TestCase,
 )
 
 
 LOGGER = "torch._inductor.kernel.moe"
 OPS = ("_moe_mlp_scaled", "_moe_mlp_scaled_backward")
-# Those that the kernels serve: the architecture, and whose kernel makes codes of weights.
+# Recipes that the kernels serve, architectures, and the kernel that quantises the weights.
 SERVED = (
     ("fp8_blockwise", "sm_90", "quantize_square_kernel"),
     ("fp8_blockwise", "sm_100", "quantize_square_kernel"),
@@ -100,7 +100,7 @@ def launches(graph):
 @instantiate_parametrized_tests
 class TestMoeScaledLowering(TestCase):
     @served
-    @parametrize("dynamic", [subtest(False, decorators=[slowTest]), True])
+    @parametrize("dynamic", [slow_subtest(False), True])
     def test_training_block(self, recipe, arch, of_weights, dynamic):
         forward, backward = emit(recipe, arch, dynamic=dynamic)
         self.assertEqual(moe_calls(forward, backward), [])
@@ -114,7 +114,7 @@ class TestMoeScaledLowering(TestCase):
             scaled_mm_kernel=1,
             zero_tail_kernel=2,
         )
-        # Of whole rows A is quantised behind its kernel.
+        # With whole rows, a separate kernel quantises A.
         expected[of_weights] += 3 if recipe == "fp8_rowwise" else 2
         (fused,) = (n for n in launches(forward) if n.startswith("triton_"))
         self.assertEqual(launches(forward), expected + Counter([fused]))

@@ -1,25 +1,19 @@
 # Owner(s): ["module: inductor"]
 """An AOTInductor package of an MoE layer in FP8 for CUDA holds our kernels. Runs without a GPU."""
 
-import functools
-
 from test_moe_lowering_aoti import (  # first, as it imports fake_gpu before torch
     check_package,
     Layer,
     packaged,
 )
 
+from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
-    subtest,
     TestCase,
 )
-
-
-slow = functools.partial(subtest, decorators=[slowTest])
 
 
 class TestMoeScaledAoti(TestCase):
@@ -27,9 +21,9 @@ class TestMoeScaledAoti(TestCase):
         "recipe,arch,of_weights",
         [
             ("fp8_blockwise", "sm_90", "quantize_square_kernel"),
-            slow(("mxfp8", "sm_100", "scaled_up_kernel")),
-            slow(("mxfp8", "sm_90", "scaled_up_kernel")),
-            slow(("fp8_rowwise", "sm_90", "scaled_up_kernel")),
+            slow_subtest(("mxfp8", "sm_100", "scaled_up_kernel")),
+            slow_subtest(("mxfp8", "sm_90", "scaled_up_kernel")),
+            slow_subtest(("fp8_rowwise", "sm_90", "scaled_up_kernel")),
         ],
     )
     def test_package_with_a_dynamic_number_of_tokens(self, recipe, arch, of_weights):

@@ -76,7 +76,7 @@ class TestMoeScaledLoweringNumerics(EmittedTestCase):
         ]
 
     def gradients(self, problem, operands, reference):
-        """Of what was given, by name: the experts', and through the choice of tokens."""
+        """Gradients of the given tensors by name: of the experts, and through the choice of tokens."""
         names = [field.removeprefix("grad_") for field in MoeMlpGrads._fields]
         grads = dict(zip(names, reference.backward(), strict=True))
         if problem.above is not None:

@@ -2,7 +2,6 @@
 """Low-rank adapters of stacked experts: values, gradients, what is saved, and life with checkpointing."""
 
 import copy
-import pathlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -15,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.moe_lora import add_lora
 from torch.testing._internal.common_moe import (
     nbytes,
+    read_page,
     run_code_blocks,
     saved_for_backward,
 )
@@ -299,10 +299,7 @@ class TestMoeLora(TestCase):
             add_lora(nn.Linear(2, 2), 1)
 
     def test_documentation(self):
-        root = pathlib.Path(__file__).resolve().parents[2]
-        text = (root / "docs" / "source" / "nn.utils.moe_lora.md").read_text()
-        count, _ = run_code_blocks(text)
-        self.assertGreater(count, 0)
+        run_code_blocks(read_page(__file__, "nn.utils.moe_lora.md"))
 
 
 instantiate_parametrized_tests(TestMoeLora)

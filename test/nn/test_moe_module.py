@@ -3,7 +3,6 @@
 
 import copy
 import io
-import pathlib
 import pickle
 
 import torch
@@ -14,7 +13,11 @@ from torch.nn.utils.moe import load_balancing_loss, updated_expert_bias
 from torch.nn.utils.moe_replay import record_routing, replay_routing
 from torch.testing._internal.common_device_type import instantiate_device_type_tests
 from torch.testing._internal.common_modules import module_db, ModuleErrorEnum, modules
-from torch.testing._internal.common_moe import bits_of_kernel, run_code_blocks
+from torch.testing._internal.common_moe import (
+    bits_of_kernel,
+    read_page,
+    run_code_blocks,
+)
 from torch.testing._internal.common_utils import (
     freeze_rng_state,
     gradcheck,
@@ -591,10 +594,7 @@ MoE(
             torch.jit.script(layer)
 
     def test_documentation(self):
-        # The code blocks of the page run, one after the other.
-        root = pathlib.Path(__file__).resolve().parents[2]
-        text = (root / "docs" / "source" / "nn.moe.md").read_text()
-        count, namespace = run_code_blocks(text)
+        count, namespace = run_code_blocks(read_page(__file__, "nn.moe.md"))
         self.assertGreater(count, 2)
         self.assertTrue(namespace["layer"].router.weight.grad.isfinite().all())
 

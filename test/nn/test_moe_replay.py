@@ -1,6 +1,7 @@
 # Owner(s): ["module: nn"]
 """Choices of experts that are recorded and repeated: weights, gradients, records and their errors."""
 
+import functools
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -247,10 +248,7 @@ class TestMoeReplay(TestCase):
     def test_checkpoint_records_once_and_replays_twice(self, use_reentrant):
         model = make_model()
         x = torch.randn(6, D, requires_grad=True)
-
-        def run(x):
-            return checkpoint(model, x, use_reentrant=use_reentrant)
-
+        run = functools.partial(checkpoint, model, use_reentrant=use_reentrant)
         model(x).square().sum().backward()
         expected = gradients(model)
         with record_routing(model) as record:
@@ -274,10 +272,7 @@ class TestMoeReplay(TestCase):
         """It would choose other experts than the forward did."""
         model = make_model()
         x = torch.randn(6, D, requires_grad=True)
-
-        def run(x):
-            return checkpoint(model, x, use_reentrant=use_reentrant)
-
+        run = functools.partial(checkpoint, model, use_reentrant=use_reentrant)
         with record_routing(model) as record:
             run(x).sum().backward()
             expected = gradients(model)

@@ -2,14 +2,13 @@
 """Load reports and the search for numbers that are not finite."""
 
 import math
-import pathlib
 import unittest
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.moe_report import find_nonfinite, load_report
-from torch.testing._internal.common_moe import run_code_blocks
+from torch.testing._internal.common_moe import read_page, run_code_blocks
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -145,9 +144,7 @@ class TestFindNonfinite(TestCase):
         self.assertEqual(found, [("parameter", "w", 1, (6,), None)])
 
     def test_documentation(self):
-        root = pathlib.Path(__file__).resolve().parents[2]
-        text = (root / "docs" / "source" / "nn.utils.moe_report.md").read_text()
-        count, _ = run_code_blocks(text)
+        count, _ = run_code_blocks(read_page(__file__, "nn.utils.moe_report.md"))
         self.assertGreater(count, 1)
 
     def test_jagged_tokens(self):

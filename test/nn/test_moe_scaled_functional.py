@@ -3,7 +3,6 @@
 """F.scaled_moe_mlp, recipes of F.moe_mlp, and the cache of quantised weights."""
 
 import doctest
-import pathlib
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +10,7 @@ from torch.nn.utils.moe_scaled import quantize_weight, WeightCache
 from torch.overrides import get_testing_overrides, TorchFunctionMode
 from torch.testing._internal.common_moe import (
     nbytes,
+    read_page,
     run_code_blocks,
     saved_for_backward,
 )
@@ -237,8 +237,7 @@ class TestScaledFunctional(TestCase):
         self.assertIn(F.scaled_moe_mlp, get_testing_overrides())
 
     def test_documentation(self):
-        page = pathlib.Path(__file__).resolve().parents[2] / "docs" / "source"
-        text = (page / "nn.functional.moe_scaled.md").read_text()
+        text = read_page(__file__, "nn.functional.moe_scaled.md")
         count, names = run_code_blocks(text)
         self.assertEqual(count, 1)
         self.assertEqual(names["w_in"].grad.dtype, torch.bfloat16)

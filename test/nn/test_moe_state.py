@@ -1,13 +1,11 @@
 # Owner(s): ["module: nn"]
 """State dicts with experts added, removed and merged, and upcycled MLPs: as functions of tokens."""
 
-import pathlib
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.moe_state import merge_experts, select_experts, upcycle_mlp
-from torch.testing._internal.common_moe import run_code_blocks
+from torch.testing._internal.common_moe import read_page, run_code_blocks
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -152,10 +150,7 @@ class TestMoeState(TestCase):
             upcycle_mlp(torch.ones(2, 3, 4), torch.ones(4, 3), 2)
 
     def test_documentation(self):
-        root = pathlib.Path(__file__).resolve().parents[2]
-        text = (root / "docs" / "source" / "nn.utils.moe_state.md").read_text()
-        count, _ = run_code_blocks(text)
-        self.assertGreater(count, 0)
+        run_code_blocks(read_page(__file__, "nn.utils.moe_state.md"))
 
 
 instantiate_parametrized_tests(TestMoeState)

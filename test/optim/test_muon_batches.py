@@ -31,7 +31,7 @@ class TestMuonBatches(TestCase):
     def test_is_a_loop_over_matrices(self, shape, adjust_lr_fn, nesterov, dtype):
         options = {"adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
         start = torch.randn(shape, dtype=dtype)
-        # Of another scale each: a norm over all of them would show.
+        # Each has another scale, so a norm over all of them would show.
         scale = 10.0 ** torch.arange(-3, -3 + start[..., :1, :1].numel())
         scale = scale.view(*shape[:-2], 1, 1)
         grads = [(torch.randn(shape) * scale).to(dtype) for _ in range(3)]

@@ -44,7 +44,7 @@ from torch._native.ops.moe.triton_kernels.configs import TABLES
 
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-# Of 16 bits, and of 8.
+# Instructions of 16 bits, then of 8.
 MATRIX_OPS = {
     "sm_80": ("HMMA",),
     "sm_90": ("HGMMA", "QGMMA"),
@@ -56,7 +56,7 @@ SHARED_PER_SM = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
 SMS = 132
 CLOCK = 1.70e9
 POWER_FLOPS = 800e12
-# Of QGMMA: the fastest FP8 matmul that DeepGEMM's README has of an H800. Nothing was fitted on FP8.
+# For QGMMA: the fastest FP8 matmul on an H800 in DeepGEMM's README. Nothing was fitted on FP8.
 POWER_FLOPS_FP8 = 1550e12
 DRAM_BYTES = 3.35e12 * 0.90
 L2_PORT = 44  # bytes per clock and multiprocessor, all of them together
@@ -65,7 +65,7 @@ L2_LATENCY, DRAM_LATENCY = 300, 800
 BARRIER = 25
 RELAUNCH = 700  # cycles from a program's end to its successor's first instruction
 LAUNCH_SECONDS = 4e-6
-# Of a layer, per call, in microseconds: what no matmul kernel does.
+# Microseconds per call of a layer outside of its matmul kernels.
 SMALL_FORWARD = {"permutation": 25, "zero_tail": 3}
 SMALL_BACKWARD = {"scale_grad": 6}
 
@@ -501,7 +501,7 @@ def estimate(kernel: Kernel, work: Work) -> Estimate:
     busy = work.tiles / SMS * max(work.steps * shared_step, issue) / CLOCK
     bound = (busy**4 + times["DRAM"] ** 4 + times["power"] ** 4) ** 0.25
     of_dense = work.flops / seconds / power_flops
-    # Of programs side by side, what they share.
+    # Programs side by side share it.
     step = shared_step if resident > 1 else step
     matmuls = min(work.tiles / SMS * work.steps * step, cycles) / CLOCK
     parts = {

@@ -25,7 +25,7 @@ from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_TABLES
 from torch._native.ops.moe.triton_kernels.scaled_operands import ScaledExperts
 
 
-# That of the model.
+# The architecture of the model.
 ARCH = "sm_90"
 # The names of F.moe_mlp's recipes, and how ARCH runs them.
 TARGETS = {"fp8_blockwise": "fp8", "fp8_rowwise": "row", "mxfp8": "wide"}
@@ -56,7 +56,7 @@ def _launch_layer(shape: Shape, recipe: str) -> None:
 
 
 class _Names:
-    """Of the matmul kernels of one layer, which are launched in this order."""
+    """Names of the matmul kernels of one layer, in the order of their launches."""
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe

@@ -153,7 +153,7 @@ _RECORDED = (
 
 
 def recorded_variants() -> tuple[Variant, ...]:
-    """Of :func:`variants`, all of which the slow gate compiles."""
+    """The recorded ones of :func:`variants`, all of which the slow gate compiles."""
     return tuple(v for v in variants() if v.name.split(" ", 1)[1] in _RECORDED)
 
 

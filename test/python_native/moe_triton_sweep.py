@@ -58,7 +58,7 @@ from torch._native.ops.moe.triton_kernels.experts import (
 )
 
 
-# Those of its kernels; other files of the package have gates of their own.
+# The modules of its kernels; other files of the package have gates of their own.
 MODULES = (activations, backward, forward, permutation, reductions, topk)
 UP = (forward.up_kernel,)
 ACTIVATION_KERNELS = (forward.up_kernel, backward.act_backward_kernel)
@@ -164,7 +164,7 @@ def variants() -> tuple[Variant, ...]:
             activation=Activation("swiglu_oai", gate_interleaved=True),
             bias=True,
         ),
-        # Of those that alternate, what needs most registers.
+        # The alternating form that needs most registers.
         Variant(
             "interleaved_geglu",
             kernels=ACTIVATION_KERNELS,
@@ -289,7 +289,7 @@ def _problems(report: KernelReport) -> list[str]:
 
 
 def _sources(kernels: Iterable[Any]) -> Iterator[ast.AST]:
-    """Of the kernels and what they call, in whatever file, and their constants."""
+    """Sources of the kernels, of the functions that they call in any file, and of constants."""
     seen: dict[str, ast.AST] = {}
     todo = list(kernels)
     while todo:
@@ -504,9 +504,9 @@ def launches(family: Family = FAMILY) -> Iterator[str]:
 
 
 def source_hash(family: Family = FAMILY) -> str:
-    """Of the kernels, without comments, and of all launches that are compiled.
+    """The hash of the kernels, without comments, and of all launches that are compiled.
 
-    The code around the launches, and what chooses among them, does not count.
+    It leaves out the code around the launches and what chooses among them.
     """
     digest = hashlib.sha256()
     for node in _sources(family.kernels):

@@ -33,28 +33,23 @@ from torch._native.ops.moe.triton_kernels.launch import (
     moe_mlp_forward as triton_forward,
 )
 from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
+from torch.testing._internal.common_moe import all_cases
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, moe_cases, MoeCase
+from torch.testing._internal.moe_generators import get_case, MoeCase
 from torch.testing._internal.moe_reference import (
     apply_activation,
-    check_close,
-    check_gradients,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
+    check_moe_mlp,
+    check_moe_mlp_backward,
 )
 
 
 require_interpreter()
 
-CASES = [subtest(case, name=case.name) for case in moe_cases()]
 TILE = TileConfig(32, 32, 32, num_warps=4, num_stages=2)
 TRITON = LaunchPlan(dict.fromkeys(KERNELS, (TILE,)), num_sms=3)
 ALL = (True, True, True, True, False, False, False)
@@ -150,29 +145,20 @@ class CuteTestCase(CheckedMemory, TestCase):
     def check(self, operands, act, output_mask=ALL, args=None, grad_out=None):
         args = operands.args() if args is None else args
         grad_out = operands.grad_out if grad_out is None else grad_out
-        kwargs, dtype = dataclasses.asdict(act), args[0].dtype
+        kwargs = dataclasses.asdict(act)
         experts = Experts(*args, act=act)
         output, preact = launch.moe_mlp_forward(self.plan, experts)
-        truth = moe_mlp_reference(*args, **kwargs)
-        unfused = moe_mlp_unfused(*args, **kwargs)
-        check_close(output, truth[0], unfused[0], dtype, "output")
-        check_close(preact, truth[1], unfused[1], dtype, "preact")
-
+        check_moe_mlp((output, preact), args, **kwargs)
         grads = launch.moe_mlp_backward(
             self.plan, experts, grad_out, preact, output_mask
         )
-        self.check_grads(grads, grad_out, args, kwargs, output_mask)
+        check_moe_mlp_backward(grads, grad_out, args, output_mask, **kwargs)
         return preact
-
-    def check_grads(self, grads, grad_out, args, kwargs, output_mask=ALL):
-        truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
-        unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
-        check_gradients(grads, truth, unfused, args[0].dtype, output_mask)
 
 
 @instantiate_parametrized_tests
 class TestCutedslLaunch(CuteTestCase):
-    @parametrize("case", CASES)
+    @all_cases
     @parametrize("gate_interleaved", [False, True])
     def test_cases(self, case, gate_interleaved):
         operands = case.operands(torch.bfloat16)
@@ -249,18 +235,10 @@ class TestCutedslLaunch(CuteTestCase):
         experts = Experts(*args, act=act)
         _, ours = launch.moe_mlp_forward(self.plan, experts)
         _, theirs = triton_forward(TRITON, experts)
-        self.check_grads(
-            triton_backward(TRITON, experts, grad_out, ours, ALL),
-            grad_out,
-            args,
-            kwargs,
-        )
-        self.check_grads(
-            launch.moe_mlp_backward(self.plan, experts, grad_out, theirs, ALL),
-            grad_out,
-            args,
-            kwargs,
-        )
+        grads = triton_backward(TRITON, experts, grad_out, ours, ALL)
+        check_moe_mlp_backward(grads, grad_out, args, **kwargs)
+        grads = launch.moe_mlp_backward(self.plan, experts, grad_out, theirs, ALL)
+        check_moe_mlp_backward(grads, grad_out, args, **kwargs)
 
     @parametrize("gate_interleaved", [False, True])
     @parametrize("bad", [float("nan"), float("inf")])
@@ -275,7 +253,7 @@ class TestCutedslLaunch(CuteTestCase):
         slots, bounds = args[5], [0, *args[3].tolist()]
         segments = [slots[a:b] for a, b in zip(bounds, bounds[1:])]
         others = [bool((s // case.top_k != 0).all()) for s in segments]
-        # Of an expert without the token: rows that hold no slot.
+        # An expert without the token has rows that hold no slot.
         self.assertTrue(any((s < 0).any() for s, o in zip(segments, others) if o))
 
         def run(value):
@@ -479,14 +457,9 @@ class TestCutedslOps(CuteTestCase):
             grads = torch.autograd.grad(output, leaves, operands.grad_out)
         args = [x if x is None else x.detach() for x in operands.args()]
         kwargs = {"gate_interleaved": gate_interleaved}
-        truth, unfused = (
-            moe_mlp_reference(*args, **kwargs),
-            moe_mlp_unfused(*args, **kwargs),
-        )
-        check_close(output, truth[0], unfused[0], torch.bfloat16, "output")
-        self.check_grads(
-            (*grads, *[torch.empty(0)] * 3), operands.grad_out, args, kwargs
-        )
+        check_moe_mlp((output,), args, **kwargs)
+        grads = (*grads, *[torch.empty(0)] * 3)
+        check_moe_mlp_backward(grads, operands.grad_out, args, **kwargs)
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ class TestAutotuner(TestCase):
         self.assertEqual(len(launched), 4)
 
     def test_the_device_is_busy_until_a_call_is_queued(self):
-        # Else a short kernel's time is that of its launch.
+        # Otherwise the time of a short kernel would be that of its launch.
         log = []
 
         def event(enable_timing):
@@ -390,7 +390,7 @@ class _Broken:
 
 
 def module_with(kernel):
-    """Of the launchers, the one that takes ``kernel`` from its own names."""
+    """The module of the launcher that launches ``kernel``."""
     name = "rows" if kernel == "zero_tail_kernel" else "matmuls"
     return sys.modules[f"{launch.__package__}.{name}"]
 

@@ -29,13 +29,16 @@ from triton_interpreter import (
 import torch
 from torch._native.ops.moe.triton_kernels import quantize
 from torch.nn.functional import ScalingType
+from torch.testing._internal.common_moe import (
+    fill_uninitialized_memory,
+    parametrize_named,
+)
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
     slowTest,
-    subtest,
     TestCase,
 )
 from torch.testing._internal.moe_quantized_reference import RECIPES
@@ -46,10 +49,8 @@ require_interpreter()
 op = torch.ops.aten._moe_quantize.default
 MX = ScalingType.BlockWise1x32
 SQUARE = ScalingType.BlockWise128x128
-RECIPE = parametrize("recipe", [subtest(r, name=r.name) for r in RECIPES])
-LINEAR = parametrize(
-    "recipe", [subtest(r, name=r.name) for r in RECIPES if r != SQUARE]
-)
+RECIPE = parametrize_named("recipe", RECIPES)
+LINEAR = parametrize_named("recipe", [r for r in RECIPES if r != SQUARE])
 
 
 def wild(*shape, dtype=torch.bfloat16):
@@ -69,7 +70,7 @@ class TestMoeQuantizeTriton(TestCase):
         super().setUp()
         torch.manual_seed(0)
         self.enter(exact_floats())
-        self.enter(DeterministicGuard(True, fill_uninitialized_memory=True))
+        self.enter(fill_uninitialized_memory())
 
     def enter(self, context):
         context.__enter__()

@@ -19,12 +19,12 @@ import triton
 from triton_static_gate import ARCHITECTURES, compile_only
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._native.ops.moe import quantize_impl, triton_impl
 from torch._native.ops.moe.triton_kernels import quantize
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import ScalingType
+from torch.testing._internal.common_moe import traced_size
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -190,12 +190,7 @@ class TestMoeQuantizeTracing(TestCase):
             mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
             FakeTensorMode(shape_env=shape_env),
         ):
-            T = 40
-            if tokens == "backed":
-                symbol = shape_env.create_symbol(T, source=ConstantSource("T"))
-                T = shape_env.create_symintnode(symbol, hint=T)
-            elif tokens == "unbacked":
-                T = shape_env.create_unbacked_symint()
+            T = traced_size(40, tokens, shape_env)
             x = torch.empty(T, 256, dtype=torch.bfloat16, device="cuda")
             offs = torch.empty(8, dtype=torch.int32, device="cuda")
             for recipe in (ROW, MX, BLOCK):

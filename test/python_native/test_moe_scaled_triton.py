@@ -33,13 +33,15 @@ from torch._native.ops.moe.triton_kernels.experts import (
 from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_KERNELS
 from torch._native.ops.moe.triton_kernels.scaled_operands import Recipe, ScaledExperts
 from torch.nn.functional import ScalingType
-from torch.testing._internal.common_moe import call_composite
+from torch.testing._internal.common_moe import (
+    call_composite,
+    fill_uninitialized_memory,
+    slow_subtest,
+)
 from torch.testing._internal.common_utils import (
-    DeterministicGuard,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
     subtest,
     TestCase,
 )
@@ -67,14 +69,14 @@ all_recipes = parametrize("recipe", ["fp8", "row", "mx"])
 # Where the routings and the bits of the composite, which all have, would fail as well.
 one_recipe = parametrize(
     "recipe",
-    ["fp8", *(subtest(r, decorators=[slowTest]) for r in ("row", "mx"))],
+    ["fp8", *(slow_subtest(r) for r in ("row", "mx"))],
 )
 # With those that share all but their products.
 each_product = parametrize("recipe", list(RECIPES))
 
 
 def codes_of(recipe):
-    """Of the rows and of the weights, as the op takes them."""
+    """The codes of the rows and of the weights, as the op takes them."""
     return RECIPES[recipe].rows, RECIPES[recipe].weights
 
 
@@ -114,7 +116,7 @@ class TestMoeScaledTriton(TestCase):
         super().setUp()
         for context in (
             exact_floats(),
-            DeterministicGuard(True, fill_uninitialized_memory=True),
+            fill_uninitialized_memory(),
         ):
             context.__enter__()
             self.addCleanup(context.__exit__, None, None, None)
@@ -175,8 +177,8 @@ class TestMoeScaledTriton(TestCase):
         [
             subtest((POINTERS, False), name="pointers"),
             subtest((TMA, True), name="tma_parts_interleaved"),
-            subtest((POINTERS, True), "pointers_interleaved", [slowTest]),
-            subtest((TMA, False), "tma_parts", [slowTest]),
+            slow_subtest((POINTERS, True), "pointers_interleaved"),
+            slow_subtest((TMA, False), "tma_parts"),
         ],
     )
     def test_layouts_with_bias(self, recipe, plan, interleaved):
@@ -184,9 +186,9 @@ class TestMoeScaledTriton(TestCase):
         self.check_memory(make_operands(bias=True), recipe, act, plan=plan)
 
     @one_recipe
-    @parametrize("interleaved", [subtest(False, decorators=[slowTest]), True])
+    @parametrize("interleaved", [slow_subtest(False), True])
     def test_parts_of_a_block(self, recipe, interleaved):
-        # Of fp8 four share a scale or two, of mx two or none; H's are of 32 columns.
+        # Four parts share one or two scales in fp8, two or none in mx; a scale of H has 32 columns.
         block_n = 64 if recipe == "mx" else 128
         plan = make_plan(epilogue_parts=4, block_n=block_n, tma=True)
         act = Activation("swiglu", gate_interleaved=interleaved)
@@ -240,7 +242,7 @@ class TestMoeScaledTriton(TestCase):
         self.check(make_operands(split=True, bias=True), recipe)
 
     @parametrize("recipe,hidden", [("fp8", 160), ("fp8", 80), ("row", 80), ("mx", 48)])
-    @parametrize("split", [False, subtest(True, decorators=[slowTest])])
+    @parametrize("split", [False, slow_subtest(True)])
     def test_blocks_with_gate_and_up(self, recipe, hidden, split):
         # F is no multiple of a block of dH, and but for the first none of a block of H.
         ops = make_operands(num_tokens=9, dim=32, hidden=hidden, bias=True, split=split)
@@ -418,19 +420,7 @@ class TestMoeScaledTriton(TestCase):
         for a, b in zip((output, *saved, *grads), (again[0], *again[1], *again[2])):
             self.assertTrue(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
         tokens = slice(7, 16)
-        row_slots, slot_rows, offs, _ = torch._moe_permutation(
-            ops.topk_indices[tokens], len(ops.offs)
-        )
-        alone = dataclasses.replace(
-            ops,
-            input=ops.input[tokens],
-            topk_weights=ops.topk_weights[tokens],
-            row_slots=row_slots,
-            slot_rows=slot_rows,
-            offs=offs,
-            grad_out=ops.grad_out[tokens],
-        )
-        part, _, part_grads = self.run_kernels(alone, recipe)
+        part, _, part_grads = self.run_kernels(ops.take_tokens(tokens), recipe)
         self.assertTrue(torch.equal(part, output[tokens]))
         for i in (0, 3):  # dX and d(topk_weights)
             self.assertTrue(torch.equal(part_grads[i], grads[i][tokens]))

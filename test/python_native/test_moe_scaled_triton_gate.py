@@ -48,6 +48,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import ScalingType
 from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
+from torch.testing._internal.common_moe import traced_size
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -236,7 +237,7 @@ class TestMoeScaledLaunches(TestCase):
             mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
             FakeTensorMode(shape_env=shape_env),
         ):
-            T = 4096 if tokens == "static" else shape_env.create_unbacked_symint()
+            T = traced_size(4096, tokens, shape_env)
             variant = Variant("fake", recipe, ())
             args, output, saved, grads = call(plan, variant, "cuda", T)
             expected = torch.ops.aten._moe_mlp_scaled(

@@ -22,21 +22,19 @@ import torch
 import torch.nn.functional as F
 from torch._native.ops.moe import triton_impl
 from torch._native.ops.moe.triton_kernels import topk
+from torch.testing._internal.common_moe import all_cases
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    subtest,
     TestCase,
 )
-from torch.testing._internal.moe_generators import moe_cases
 from torch.testing._internal.moe_reference import check_close, moe_topk_reference
 
 
 require_interpreter()
 
-CASES = [subtest(case, name=case.name) for case in moe_cases()]
 
 # k and options of published routers, over 16 experts.
 ROUTERS = {
@@ -81,7 +79,7 @@ class TestMoeTopk(CheckedMemory, TestCase):
         check_close(grad, truth, yardstick, logits.dtype, "grad_logits")
         return indices, weights, grad
 
-    @parametrize("case", CASES)
+    @all_cases
     @parametrize("score", ["softmax", "sigmoid"])
     def test_cases(self, case, score):
         logits = torch.randn(case.num_tokens, case.num_experts)

@@ -35,37 +35,32 @@ from torch._native.ops.moe.triton_kernels.experts import (
     PLAIN_ACTIVATIONS,
 )
 from torch._native.ops.moe.triton_kernels.rows import Rows
-from torch.testing._internal.common_moe import to_meta
+from torch.testing._internal.common_moe import all_cases, slow_subtest, to_meta
 from torch.testing._internal.common_utils import (
     DeterministicGuard,
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    slowTest,
     subtest,
     TestCase,
 )
 from torch.testing._internal.moe_generators import (
     extreme_gates,
     get_case,
-    moe_cases,
     MoeCase,
     one_token_with_preact,
 )
 from torch.testing._internal.moe_reference import (
-    check_close,
-    check_gradients,
+    check_moe_mlp,
+    check_moe_mlp_backward,
     moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
     moe_mlp_reference,
-    moe_mlp_unfused,
     moe_permutation_reference,
 )
 
 
 require_interpreter()
 
-CASES = [subtest(case, name=case.name) for case in moe_cases()]
 ALL = (True,) * 7
 
 
@@ -88,7 +83,7 @@ def make_plan(**config) -> launch.LaunchPlan:
 # over tiles. The small columns make F and D span several tiles.
 POINTERS = make_plan(block_n=16, epilogue_parts=2)
 TMA = make_plan(block_n=32, epilogue_parts=4, tma=True, programs_per_sm=1)
-SLOW_TMA = subtest(TMA, name="tma", decorators=[slowTest])
+SLOW_TMA = slow_subtest(TMA, name="tma")
 
 
 def layer(plan, args, grad_out, act=Activation()):
@@ -105,18 +100,12 @@ class MoeKernelTestCase(CheckedMemory, TestCase):
     ):
         """Forward and backward of ``args`` within the tolerance; returns the results."""
         act = Activation() if act is None else act
-        kwargs, dtype = dataclasses.asdict(act), args[0].dtype
+        kwargs = dataclasses.asdict(act)
         experts = Experts(*args, act=act)
         output, preact = launch.moe_mlp_forward(plan, experts)
-        truth = moe_mlp_reference(*args, **kwargs)
-        unfused = moe_mlp_unfused(*args, **kwargs)
-        check_close(output, truth[0], unfused[0], dtype, "output")
-        check_close(preact, truth[1], unfused[1], dtype, "preact")
-
+        check_moe_mlp((output, preact), args, **kwargs)
         grads = launch.moe_mlp_backward(plan, experts, grad_out, preact, output_mask)
-        truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
-        unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
-        check_gradients(grads, truth, unfused, dtype, output_mask)
+        check_moe_mlp_backward(grads, grad_out, args, output_mask, **kwargs)
         return output, preact, grads
 
 
@@ -127,9 +116,9 @@ class TestMoePermutation(MoeKernelTestCase):
         for name, a, b in zip(expected._fields, actual, expected):
             self.assertEqual(a, b, atol=0, rtol=0, msg=lambda m: f"{name}: {m}")
 
-    @parametrize("case", CASES)
+    @all_cases
     @parametrize("dtype", [torch.int32, torch.int64])
-    @parametrize("alone", [False, subtest(True, decorators=[slowTest])])
+    @parametrize("alone", [False, slow_subtest(True)])
     def test_cases(self, case, dtype, alone):
         # All of them fit in one block; without that kernel they take several.
         limits = {"_BLOCK_SLOTS": 1024 if alone else -1, "_SLOTS_PER_PROGRAM": 32}
@@ -185,7 +174,7 @@ class TestMoePermutation(MoeKernelTestCase):
 
 
 class TestMoeMlp(MoeKernelTestCase):
-    @parametrize("case", CASES)
+    @all_cases
     @parametrize("plan", [subtest(POINTERS, name="pointers"), subtest(TMA, name="tma")])
     def test_cases(self, case, plan):
         act = Activation(gate_interleaved=plan is TMA)
@@ -196,7 +185,7 @@ class TestMoeMlp(MoeKernelTestCase):
 
     @parametrize("stride", [(0, 0), (2, 1), (0, 1)])
     def test_strides_of_router_weights(self, stride):
-        # Of top-1, whose weights are a column of a larger tensor, or one number for all.
+        # With top-1 the weights may be a column of a larger tensor, or one number for all.
         operands = get_case("top_1").operands(torch.bfloat16, bias=True)
         weights = torch.rand(64).as_strided(operands.topk_weights.shape, stride)
         args = dataclasses.replace(operands, topk_weights=weights).args()
@@ -204,7 +193,7 @@ class TestMoeMlp(MoeKernelTestCase):
 
     @parametrize("case", ["uniform", "no_rows"])
     def test_strides_of_gradients(self, case):
-        """Those of meta tensors, whatever the strides of the operands."""
+        """They are the strides that meta tensors get, whatever those of the operands."""
         operands = get_case(case).operands(torch.bfloat16, bias=True)
         grad_out, *args = (
             x if x is None else x.mT.contiguous().mT if x.dim() > 1 else x
@@ -221,7 +210,7 @@ class TestMoeMlp(MoeKernelTestCase):
             )
 
     @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
-    @parametrize("gate_interleaved", [False, subtest(True, decorators=[slowTest])])
+    @parametrize("gate_interleaved", [False, slow_subtest(True)])
     def test_activations(self, activation, gate_interleaved):
         act = Activation(activation, gate_interleaved)
         if gate_interleaved and not act.gated:
@@ -377,7 +366,7 @@ class TestMoeMlp(MoeKernelTestCase):
         self.assertEqual(grads[1].stride(), args[1].stride())
         self.assertEqual(grads[2].stride(), args[2].stride())
 
-    @parametrize("two_weights", [subtest(False, decorators=[slowTest]), True])
+    @parametrize("two_weights", [slow_subtest(False), True])
     def test_output_masks(self, two_weights):
         operands = get_case("sentinels").operands(torch.bfloat16, bias=True)
         if two_weights:
@@ -393,7 +382,7 @@ class TestMoeMlp(MoeKernelTestCase):
     @parametrize("transposed", [False, True])
     @parametrize(
         "case",
-        ["sentinels", "top_1", subtest("zipf", decorators=[slowTest])],
+        ["sentinels", "top_1", slow_subtest("zipf")],
     )
     def test_gate_and_up_as_two_weights(self, case, transposed, plan):
         operands = get_case(case).operands(torch.bfloat16, bias=True)
@@ -749,21 +738,16 @@ class TestMoeDispatch(MoeKernelTestCase):
             self.calls, ["_moe_permutation", "_moe_mlp", "_moe_mlp_backward"]
         )
         args = [x if x is None else x.detach() for x in operands.args()]
-        truth, unfused = moe_mlp_reference(*args), moe_mlp_unfused(*args)
-        check_close(output, truth[0], unfused[0], torch.float32, "output")
-        truth = moe_mlp_backward_reference(operands.grad_out, *args)
-        unfused = moe_mlp_backward_unfused(operands.grad_out, *args)
-        for name, grad, a, b in zip(truth._fields, grads, truth, unfused):
-            check_close(grad, a, b, torch.float32, name)
+        check_moe_mlp((output,), args)
+        grads = (*grads, torch.empty(0))
+        check_moe_mlp_backward(grads, operands.grad_out, args)
 
     def test_schema_defaults_and_keywords(self):
         operands = get_case("zipf").operands(torch.bfloat16, activation="relu2")
         output, preact = torch.ops.aten._moe_mlp(
             *operands.args()[:7], activation="relu2", compute_preact=False
         )
-        truth = moe_mlp_reference(*operands.args(), activation="relu2")
-        unfused = moe_mlp_unfused(*operands.args(), activation="relu2")
-        check_close(output, truth[0], unfused[0], torch.bfloat16, "output")
+        check_moe_mlp((output,), operands.args(), activation="relu2")
         self.assertEqual(preact.shape[0], 0)
 
 

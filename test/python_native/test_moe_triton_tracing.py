@@ -17,7 +17,6 @@ import triton
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo.source import ConstantSource
 from torch._native.ops.moe.triton_kernels import launch, permutation, topk
 from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
     ShapeEnv,
 )
+from torch.testing._internal.common_moe import traced_size
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -105,12 +105,7 @@ class TestMoeTracing(TestCase):
     def test_forward_and_backward_are_one_graph(self, tokens):
         shape_env = ShapeEnv()
         with FakeTensorMode(shape_env=shape_env):
-            T = 40
-            if tokens == "backed":
-                symbol = shape_env.create_symbol(T, source=ConstantSource("T"))
-                T = shape_env.create_symintnode(symbol, hint=T)
-            elif tokens == "unbacked":
-                T = shape_env.create_unbacked_symint()
+            T = traced_size(40, tokens, shape_env)
             x, _, w_in, w_out = fake_layer_args(T)
             args = (x, x.new_empty(D, E), w_in, w_out, torch.empty_like(x))
             graph = make_fx(step)(*args).graph

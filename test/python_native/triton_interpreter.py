@@ -151,7 +151,7 @@ class _ExactFloats:
             factor = np.where(
                 byte == 255, np.nan, np.exp2(byte.astype(np.float64) - 127)
             )
-        # Of either operand the scales are (outer, K / block).
+        # The scales of either operand are (outer, K / block).
         k = value.shape[-2 if is_rhs else -1]
         factor = np.repeat(factor, k // factor.shape[-1], axis=-1)
         return value * (np.swapaxes(factor, -1, -2) if is_rhs else factor)

@@ -39,7 +39,7 @@ MATRIX_INSTRUCTION: dict[str, str] = {
     "gfx942": "mfma",
     "gfx950": "mfma",
 }
-# That have tile tables of their own; sm_103 and gfx950 take those of sm_100 and gfx942.
+# Each has a tile table; sm_103 and gfx950 use those of sm_100 and gfx942.
 ARCHITECTURES: tuple[str, ...] = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 _PTX_INSTRUCTIONS = {

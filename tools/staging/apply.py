@@ -14,7 +14,6 @@ recognised and skipped, so repeating a call is harmless.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ import filelock
 
 from . import patchfile, placement
 from .checkout import Checkout, pr_digest, TRAILER
-from .config import write_atomically
+from .config import read_json, write_atomically, write_json
 from .errors import ArgumentError, StageError
 from .gitrepo import GitError, UserRepo
 from .series import PullRequest, Stack
@@ -34,7 +33,7 @@ from .texts import encode
 
 
 _FOLDER = "moe-stage"
-# One is enough to know PyTorch by: any file may move some day.
+# Any one of these identifies PyTorch, as any file may move some day.
 _MARKERS = ("torch/nn/functional.py", "torch/overrides.py", "torchgen/gen.py")
 # How far back commits of this stack are looked for.
 _HISTORY = 2000
@@ -70,7 +69,7 @@ class Target:
         try:
             top = UserRepo(path).run("rev-parse", "--show-toplevel").rstrip("\n")
         except GitError as error:
-            # Its own words name the fix where the folder is another user's.
+            # git's own message names the fix if the folder belongs to another user.
             said = " ".join(error.stderr.split()).removeprefix("fatal: ")
             raise ArgumentError(
                 f"{path} is no git checkout that can be used: {said}",
@@ -99,20 +98,20 @@ class Target:
 
     @property
     def state(self) -> dict:
-        return _read_json(self.own / "state.json")
+        return read_json(self.own / "state.json")
 
     @state.setter
     def state(self, value: dict) -> None:
-        write_atomically(self.own / "state.json", json.dumps(value, indent=1).encode())
+        write_json(self.own / "state.json", value)
 
     @property
     def applied(self) -> dict[str, str]:
-        return _read_json(self.own / "applied.json")
+        return read_json(self.own / "applied.json")
 
     def remember(self, commit: str, digest: str) -> None:
         """Notes which contents a commit was made from."""
         known = {**self.applied, commit: digest}
-        write_atomically(self.own / "applied.json", json.dumps(known).encode())
+        write_json(self.own / "applied.json", known)
 
     @property
     def head(self) -> str:
@@ -422,7 +421,7 @@ class Applier:
             return ""
         old, new = current, found.data
         if found.status == "conflict":
-            # The text it was made for, where the history has it, can be merged.
+            # If the history has the text that the hunk was made for, it can be merged.
             if not self._git.has(f"{commit}:{path}"):
                 return None
             old = self._git.run_bytes("show", f"{commit}:{path}")
@@ -551,13 +550,6 @@ class Applier:
 
     def _forget(self) -> None:
         (self._target.own / "state.json").unlink(missing_ok=True)
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import csv
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import filelock
 
-from .config import base_key, Workspace, write_atomically
+from .config import base_key, read_json, Workspace, write_atomically, write_json
 from .console import Console
 from .errors import no_space, StageError
 from .series import Stack
@@ -166,10 +165,7 @@ def _check_build(env: BaseEnv, stack: Stack) -> None:
 
 def _check_untouched(env: BaseEnv, console: Console) -> None:
     cache_file = env.folder / "verified.json"
-    try:
-        known = json.loads(cache_file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        known = {}
+    known = read_json(cache_file)
     stale, current = _changed_since(env, known)
     if not stale:
         return
@@ -178,7 +174,7 @@ def _check_untouched(env: BaseEnv, console: Console) -> None:
             _compare(env, stale)
     else:
         _compare(env, stale)
-    write_atomically(cache_file, json.dumps(current).encode())
+    write_json(cache_file, current)
 
 
 def _changed_since(

@@ -131,7 +131,7 @@ def _holds(text: str, row: dict, other: dict | None, name: str) -> bool:
 
 
 def _operand(text: str, row: dict, other: dict | None, name: str) -> float | None:
-    """A number of a condition; None if the row compared with is not there."""
+    """The value of an operand of a condition; None if the row that it names is missing."""
     try:
         return float(text)
     except ValueError:
@@ -260,7 +260,7 @@ def cell(value: Any) -> str:
 
 
 def _bracket(value: dict) -> str:
-    """What surrounds a median, and what that is: two kinds look alike in a table."""
+    """The bounds beside a median and their kind, as two kinds look alike in a table."""
     if "interval" in value:
         low, high = value["interval"]
         share = f"{100 * value['confidence']:.0f} % " if "confidence" in value else ""

@@ -323,7 +323,7 @@ class _Graph:
             objects, second = _paths(self._extension_objects), _paths([extension])
             self._rules.append(f"build {second}: extension {objects} | {target}")
             self._rules.append(f"default {second}")
-        # Ninja begins with what comes first, and kernels take longest.
+        # Kernels take longest, and ninja starts with the first lines.
         text = "\n".join([*self._header(), *self._kernels, *self._rules]) + "\n"
         ninja_file = self._workspace.build / "build.ninja"
         write_if_changed(ninja_file, text)

@@ -11,7 +11,6 @@ repository too, sync stops and says which files. Used by pipeline and export.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 
 from . import patchfile
-from .config import digest, Workspace, write_atomically
+from .config import digest, read_json, Workspace, write_atomically, write_json
 from .console import Console
 from .errors import StageError
 from .gitrepo import GitError, GitRepo
@@ -232,7 +231,7 @@ class Checkout:
             os.rename(self.path, aside)
         if not self.git.exists():
             self._clone(console)
-        state = self._load()
+        state = read_json(self._state_file)
         if state.get("base") != self.base:
             if not self.git.has(self.base):
                 self.git.run("fetch", "-q", str(self.source.path), "HEAD")
@@ -326,14 +325,8 @@ class Checkout:
 
     # -- state -----------------------------------------------------------------
 
-    def _load(self) -> dict:
-        try:
-            return json.loads(self._state_file.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
-
     def _save(self, state: dict) -> None:
-        write_atomically(self._state_file, json.dumps(state, indent=1).encode())
+        write_json(self._state_file, state)
 
 
 def _pr_parts(stack: Stack, pr: PullRequest) -> list[str | bytes]:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -87,6 +87,11 @@ _series_option = click.option(
 )
 
 
+def _json_option(text: str) -> Callable:
+    path = click.Path(path_type=Path)
+    return click.option("--json", "json_file", type=path, metavar="FILE", help=text)
+
+
 @click.group(context_settings=_CONTEXT)
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -164,12 +169,8 @@ def python(session: _Session, arguments: tuple[str, ...]) -> None:
     "(PATHS narrow it down further). What fails there runs with the released wheel as "
     "well: failures of both are not ours.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="With --upstream: also write a row per suite; rows of other suites in FILE stay.",
+@_json_option(
+    "With --upstream: also write a row per suite; rows of other suites in FILE stay."
 )
 @click.option(
     "--jobs",
@@ -432,13 +433,7 @@ def apply(
     type=click.Path(path_type=Path),
     help="Also against HEAD of this git checkout of PyTorch (repeatable).",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write the result, hunk by hunk, as JSON.",
-)
+@_json_option("Also write the result, hunk by hunk, as JSON.")
 @_series_option
 @click.option("--markdown", is_flag=True, help="Print the table for CONTRIBUTING.md.")
 @click.pass_obj

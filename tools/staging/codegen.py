@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .baseenv import BaseEnv
 from .checkout import Checkout
-from .config import digest, Workspace, write_atomically, write_if_changed
+from .config import digest, read_json, Workspace, write_if_changed, write_json
 from .console import Console
 from .errors import StageError
 from .gitrepo import GitError
@@ -69,7 +69,7 @@ def update(
         return Generated(out, (), ())
     key = digest(env.key, *_input_trees(checkout, tip), *_driver_sources())
     stamp = workspace.state / "codegen.json"
-    done = _read_stamp(stamp)
+    done = read_json(stamp)
     if done.get("key") != key or not out.exists():
         with console.step("generate code with torchgen"):
             fresh = workspace.build / "gen.tmp"
@@ -78,7 +78,7 @@ def update(
             stamp.unlink(missing_ok=True)
             _replace(fresh, out)
             done = {"key": key, **result}
-            write_atomically(stamp, json.dumps(done).encode())
+            write_json(stamp, done)
     return Generated(out, tuple(done["added"]), tuple(done["changed"]))
 
 
@@ -156,13 +156,6 @@ def _input_trees(checkout: Checkout, commit: str) -> list[str]:
 
 def _driver_sources() -> list[bytes]:
     return [path.read_bytes() for path in sorted(_DRIVER.glob("*.py"))]
-
-
-def _read_stamp(stamp: Path) -> dict:
-    try:
-        return json.loads(stamp.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
 
 
 def _replace(fresh: Path, out: Path) -> None:

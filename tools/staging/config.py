@@ -10,12 +10,13 @@ repository/build/             derived, never committed, safe to delete
 <cache>/builds/<hash>/        a build folder whose repository has a blank in its path
 
 Inductor does not quote the include folders of the torch that it runs in, so that a torch
-below a path with a blank can't compile. Of such a clone repository/build is a link.
+below a path with a blank can't compile. For such a clone repository/build is a link.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class Workspace:
 def workspace(repo: Path) -> Workspace:
     """The workspace of a repository clone."""
     cache, build = cache_folder(), repo / "build"
-    # A real folder there is of a stager that did not move it, and its venv works otherwise.
+    # A real folder comes from a stager that did not move it. Its venv works, but cannot compile.
     if _has_blank(build) and not _has_blank(cache) and not _is_real_folder(build):
         build = cache / "builds" / digest(str(repo))[:12]
     return Workspace(repo=repo, build=build, cache=cache)
@@ -129,6 +130,18 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_bytes(data)
     os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict:
+    """What a file remembers: nothing if it is absent or spoiled."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def write_json(path: Path, value: object) -> None:
+    write_atomically(path, json.dumps(value, indent=1).encode())
 
 
 def write_link(path: Path, target: Path) -> None:

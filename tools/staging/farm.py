@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .baseenv import BaseEnv
-from .config import digest, Workspace, write_atomically
+from .config import digest, read_json, Workspace, write_atomically, write_json
 from .console import Console
 from .errors import StageError
 
@@ -52,7 +52,7 @@ class Farm:
         Returns:
             Whether anything changed.
         """
-        manifest: dict[str, Any] = self._read()
+        manifest: dict[str, Any] = read_json(self._manifest)
         if manifest.get("base") != self._env.key:
             mode = self._rebuild(console)
             manifest = {"base": self._env.key, "mode": mode, "files": {}}
@@ -76,7 +76,7 @@ class Farm:
     @property
     def build_hash(self) -> str:
         """Names everything installed; one Inductor cache per value."""
-        manifest = self._read()
+        manifest = read_json(self._manifest)
         text = json.dumps([manifest.get("base"), manifest.get("files")], sort_keys=True)
         return digest(text)[:16]
 
@@ -166,7 +166,7 @@ class Farm:
         os.replace(temporary, target)
 
     def _drop_empty_folders(self, folder: Path) -> None:
-        """Those that the base lacks: Python imports an empty folder as a package."""
+        """Removes empty folders that the base lacks: Python would import them as packages."""
         while not (self._env.site / folder.relative_to(self._site)).exists():
             with suppress(OSError):
                 (folder / "__pycache__").rmdir()
@@ -176,14 +176,8 @@ class Farm:
                 return  # others' files
             folder = folder.parent
 
-    def _read(self) -> dict:
-        try:
-            return json.loads(self._manifest.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return {}
-
     def _write(self, manifest: dict) -> None:
-        write_atomically(self._manifest, json.dumps(manifest, indent=1).encode())
+        write_json(self._manifest, manifest)
 
 
 def _forget_bytecode(source: Path) -> None:

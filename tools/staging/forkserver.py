@@ -62,13 +62,13 @@ def _run_here(args: list[str], folder: str, output: str | None) -> None:
         os.dup2(file, 1)
         os.dup2(file, 2)
     os.chdir(folder)
-    # Its plugins were imported before it could rewrite what they assert.
+    # The plugins of pytest were imported before it could rewrite their assertions.
     warning = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
     sys.exit(pytest.main([*args, "-W", warning]))
 
 
 def _serve(channel: socket.socket) -> None:
-    # With all that a TestCase imports in its setUp. Triton too, compiled: not for its interpreter.
+    # All that a TestCase imports in setUp, and Triton for compiled kernels, not its interpreter.
     for module in ("pytest", "torch.testing._internal.common_device_type"):
         importlib.import_module(module)
 

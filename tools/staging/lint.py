@@ -43,7 +43,7 @@ def large_prs(stack: Stack) -> list[str]:
 
 
 def unlisted_sources(stack: Stack) -> list[str]:
-    """One line per new C++ source that upstream's build list does not get.
+    """One line per new C++ source that upstream's build list lacks.
 
     CMake finds it by a glob, so the staged build and most of CI are green
     without; builds from build_variables.bzl would lack it.

@@ -120,7 +120,7 @@ def _test_plan(stack: Stack, pr: PullRequest, plans: list[str]) -> str:
 
 
 def _benchmarks(stack: Stack, pr: PullRequest) -> str:
-    """Not of a PR that stands alone: its description has programs that show as much."""
+    """The benchmark tables. A PR that stands alone has programs in its description instead."""
     if _stands_alone(stack, pr):
         return ""
     return "\n\n".join(benchtable.render(stack.root, entry) for entry in pr.results)

@@ -7,7 +7,6 @@ of everything it consists of; a repeated or interrupted run goes on from there.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from . import pipeline, testing
 from .baseenv import locate
 from .checkout import pr_digest
-from .config import digest, Workspace, write_atomically
+from .config import digest, read_json, Workspace, write_json
 from .console import Console
 from .errors import ArgumentError, StageError
 from .series import PullRequest, Stack
@@ -162,14 +161,11 @@ class _Memory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._known = json.loads(path.read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            self._known = {}
+        self._known = read_json(path)
 
     def has(self, name: str, key: str) -> bool:
         return self._known.get(name, {}).get("key") == key
 
     def add(self, name: str, key: str, seconds: float) -> None:
         self._known[name] = {"key": key, "seconds": round(seconds, 1)}
-        write_atomically(self._path, json.dumps(self._known, indent=1).encode())
+        write_json(self._path, self._known)

@@ -126,7 +126,7 @@ class Stack:
     non_landing: tuple[str, ...]
     series: tuple[Series, ...]
     prs: tuple[PullRequest, ...]
-    # Those that `select` and the like leave out, too.
+    # Also those that `select` and the like leave out.
     every_pr: tuple[PullRequest, ...]
 
     @property
@@ -210,7 +210,7 @@ class Stack:
         return list(found.values())[::-1]
 
     def prefix(self, name: str) -> Stack:
-        """What a PR lies on, and the PR: no more than its series need."""
+        """The PR, and those before it that its series needs."""
         pr = self.get(name)
         return self.select((pr.series, *pr.needs)).upto(pr.name)
 
@@ -400,7 +400,7 @@ def _file_problems(stack: Stack) -> Iterator[str]:
 
 
 def _import_problems(stack: Stack) -> Iterator[str]:
-    """What a file imports whenever it is imported has to be there where its PR is the last."""
+    """A file may only import, at its top level, files of its own PR or of the PRs below it."""
     owners = {path: pr.name for pr in stack.prs for path in pr.files}
     for pr in stack.prs:
         below = {path for other in stack.prefix(pr.name).prs for path in other.files}
@@ -419,7 +419,7 @@ def _import_problems(stack: Stack) -> Iterator[str]:
 
 
 def _imported(text: bytes, path: str, known: Collection[str]) -> list[str]:
-    """Those of the ``known`` files that a Python file imports at its top level."""
+    """The ``known`` files that a Python file imports at its top level."""
     if not path.endswith(".py"):
         return []
     modules: list[str] = []
@@ -432,7 +432,7 @@ def _imported(text: bytes, path: str, known: Collection[str]) -> list[str]:
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             modules += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
-    # Of the root, or for scripts and tests of a folder that the file is in.
+    # Relative to the root or, for scripts and tests, to a folder that contains the file.
     folders = ("", *(f"{folder}/" for folder in PurePosixPath(path).parents))
     files = (f"{f}{m.replace('.', '/')}.py" for m in modules for f in folders)
     return sorted({file for file in files if file in known})

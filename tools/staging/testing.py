@@ -96,7 +96,7 @@ UPSTREAM_SUITES = (
     ("test/dynamo/test_trace_rules.py", ""),
     ("test/python_native", ""),
 )
-# Of a test, by the first element below its entry in a JUnit file.
+# The outcome of a test, by the first element below its entry in a JUnit file.
 _OUTCOMES = {"failure": "failed", "error": "error", "skipped": "skipped"}
 _NOT_OURS = "failed without the stack too"
 _WORDS = ("failed", "error", "passed", "skipped", "xfailed", _NOT_OURS)
@@ -408,7 +408,7 @@ class _Processes:
 
     def __init__(self, workspace: Workspace, staged: Staged | None) -> None:
         self._workspace, self._staged = workspace, staged
-        # By whether they have one thread.
+        # Idle servers, by whether they use one thread.
         self._idle: dict[bool, list[ForkServer]] = {False: [], True: []}
 
     def close(self) -> None:

@@ -11,7 +11,11 @@ import base64
 import hashlib
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,42 +86,16 @@ title = "Add its test"
 files = ["test/test_moe.py"]
 tests = ["test/test_moe.py"]
 """
-FIRST_PATCH = """\
-Subject: [PATCH] Add moe.py
 
-It is needed.
----
 
-diff --git a/torch/overrides.py b/torch/overrides.py
---- a/torch/overrides.py
-+++ b/torch/overrides.py
-@@ -10,4 +10,5 @@
- line_10 = 10
- line_11 = 11
-+first = True
- line_12 = 12
- line_13 = 13
-"""
-SECOND_PATCH = """\
-Subject: [PATCH] Add its test
+def patch_of_overrides(
+    name: str, subject: str, why: str, first: int, context: list[str]
+) -> str:
+    """A patch that adds a line amid four lines, of which the first is line ``first``."""
+    return f"""\
+Subject: [PATCH] {subject}
 
-So that it keeps working.
----
-
-diff --git a/torch/overrides.py b/torch/overrides.py
---- a/torch/overrides.py
-+++ b/torch/overrides.py
-@@ -30,4 +30,5 @@
- line_29 = 29
- line_30 = 30
-+second = True
- line_31 = 31
- line_32 = 32
-"""
-THIRD_PATCH = """\
-Subject: [PATCH] Add more
-
-Why not.
+{why}
 ---
 
 diff --git a/torch/overrides.py b/torch/overrides.py
@@ -126,10 +104,19 @@ diff --git a/torch/overrides.py b/torch/overrides.py
 @@ -{first},4 +{first},5 @@
  {context[0]}
  {context[1]}
-+third = True
++{name} = True
  {context[2]}
  {context[3]}
 """
+
+
+LINES = WHEEL_FILES["torch/overrides.py"].splitlines()
+FIRST_PATCH = patch_of_overrides(
+    "first", "Add moe.py", "It is needed.", 10, LINES[9:13]
+)
+SECOND_PATCH = patch_of_overrides(
+    "second", "Add its test", "So that it keeps working.", 30, LINES[28:32]
+)
 FIRST_FILE = "def moe(x):\n    return x\n"
 
 
@@ -181,8 +168,8 @@ class Project:
             first: the first of those four lines, as they are in the whole stack.
         """
         overrides = WHEEL_FILES["torch/overrides.py"]
-        for patch in (FIRST_PATCH, SECOND_PATCH):
-            line, after = re.search(r"\n\+(\w.*)\n (.*)", patch).groups()
+        for text in (FIRST_PATCH, SECOND_PATCH):
+            line, after = re.search(r"\n\+(\w.*)\n (.*)", text).groups()
             overrides = overrides.replace(f"\n{after}\n", f"\n{line}\n{after}\n")
         context = overrides.splitlines()[first - 1 : first + 3]
         path = self.root / "torch_patches/series.toml"
@@ -192,7 +179,7 @@ class Project:
         self.write("test/test_more.py", "def test_more():\n    pass\n")
         self.write(
             "torch_patches/120-third.patch",
-            THIRD_PATCH.format(first=first, context=context),
+            patch_of_overrides("third", "Add more", "Why not.", first, context),
         )
 
     def edit_lacking(self, name: str, hunk: str) -> None:
@@ -335,6 +322,28 @@ def write_wheel(env: BaseEnv) -> None:
     env.python.parent.mkdir(parents=True)
     os.symlink(sys.executable, env.python)
     env.stamp.write_text("fake")
+
+
+def kill_program(program: str, arguments: list[str], delay: float) -> bool:
+    """Runs Python code that prints "started" and "done", and kills it ``delay`` seconds
+    after the first.
+
+    Returns:
+        Whether it was killed before it was done.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "started\n"
+    time.sleep(delay)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    done = "done" in process.stdout.read()
+    assert process.wait() == -signal.SIGKILL or done, "the program failed"
+    return not done
 
 
 @pytest.fixture

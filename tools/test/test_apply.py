@@ -3,9 +3,6 @@
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 from conftest import (
     FIRST_FILE,
     identify,
+    kill_program,
     make_upstream,
     Upstream,
     WHEEL_FILES,
@@ -463,24 +461,10 @@ print("done", flush=True)
 
 
 def apply_and_kill(upstream, delay):
-    """Starts apply in a process of its own and kills it; was it in time?"""
+    """Whether apply was killed before it was done."""
     project = upstream.project
     folders = (TOOLS, TOOLS / "test", project.root, project.cache, upstream.path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *map(str, folders)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout.readline() == "started\n"
-    time.sleep(delay)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    rest = process.stdout.read()
-    process.wait()
-    return "done" not in rest
+    return kill_program(PROGRAM, list(map(str, folders)), delay)
 
 
 def test_killed_at_any_moment(upstream, tmp_path):

@@ -108,7 +108,7 @@ def test_overlay_headers_are_not_system_headers(project):
 
 
 def test_paths_with_a_space(tmp_path, console):
-    """Of the clone, the cache and the interpreter: build.ninja as it is written."""
+    """Spaces in the paths of the clone, the cache and the interpreter are quoted in build.ninja."""
     project = make_project(tmp_path / "a clone $1: one's")
     lib, build = project.env.site / "torch/lib", project.workspace.build
     lib.mkdir(parents=True)

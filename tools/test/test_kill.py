@@ -1,16 +1,12 @@
 """kill -9 at any moment of setup: the next call repairs, nothing is half done."""
 
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import FIRST_FILE, WITH_SLOW
+from conftest import FIRST_FILE, kill_program, WITH_SLOW
 
 
 TOOLS = Path(__file__).parents[1]
@@ -25,33 +21,15 @@ root, cache = Path(sys.argv[2]), Path(sys.argv[3])
 workspace, console = Workspace(root, root / "build", cache), Console(quiet=True)
 with pipeline.locked(workspace, console):
     print("started", flush=True)
-    pipeline.setup(workspace, stack.load(root), console)
+    pipeline.setup(workspace, series.load(root), console)
 print("done", flush=True)
 """
 
 
 def setup_and_kill(project, delay):
-    """Starts setup in a process of its own and kills it after ``delay`` seconds.
-
-    Returns:
-        Whether it was killed before it was done.
-    """
+    """Whether setup was killed before it was done."""
     arguments = [str(TOOLS), str(project.root), str(project.cache)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.stdout.readline() == "started\n"
-    time.sleep(delay)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    rest = process.stdout.read()
-    process.wait()
-    return "done" not in rest
+    return kill_program(PROGRAM, arguments, delay)
 
 
 def seconds_of_setup(project):

@@ -73,12 +73,12 @@ AT_ONCE = {
         "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
     },
 }  # fmt: skip
-# Of which some configs have no default.
+# Some configs have no default for these.
 NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 8, "n_shared_experts": 1}
 
 
 def fill(module: torch.nn.Module, seed: int) -> None:
-    """Draws all parameters, of bfloat16 whatever they are stored in.
+    """Draws all parameters from bfloat16 values, whatever their dtype.
 
     As a config initialises them a wrong expert would hardly show.
     """

@@ -87,7 +87,7 @@ class TinyConfig:
 def error_over_allowed(
     actual: dict, unfused: list[dict], exact: dict, dtype: torch.dtype | None = None
 ) -> float:
-    """Largest share of invariant 1's error, over all values; of a ``dtype``, if it is not theirs.
+    """The largest error over the one that invariant 1 allows, by ``dtype`` or that of the values.
 
     The worst of the unfused forms counts. Of a few numbers, as a scale or a number per head, the error
     may be small by chance: tensors of fewer than 16 count together, relative to their largest.
@@ -115,7 +115,7 @@ def error_over_allowed(
 
 
 def experts_classes() -> list[type[torch.nn.Module]]:
-    """Of the installed transformers: those of the interface, and those with an adapter."""
+    """Classes of the installed transformers that use the interface or have an adapter."""
     import transformers
 
     folder = pathlib.Path(transformers.__file__).parent / "models"
@@ -264,7 +264,7 @@ def run_model(model_class: type, *, compiled=True, config: dict | None = None) -
         return outcome_of(build(dtype, implementation), tokens)
 
     try:
-        # Both are unfused. That of grouped_mm has the bits of eager here.
+        # Both are unfused. The one with grouped_mm has the bits of eager here.
         unfused = [outcome(torch.float32, name) for name in ("eager", "batched_mm")]
         exact = outcome(torch.float64, "eager")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A whole model in a process of its own, of transformers or of an engine: told by whole_model.py.
+"""Runs a whole model, of transformers or of an engine, in a process that whole_model.py commands.
 
     python model_worker.py transformers|vllm THREADS huge|small
 

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 logger = logging.getLogger(__name__)
 NAME = "moe_mlp"
 
-# What a module has as act_fn (the class of a module or a function's name): with a gate, and alone.
+# Activations with and without a gate, by ``act_fn`` (the class of a module, or a function's name).
 _ACTIVATIONS = {
     "SiLUActivation": ("swiglu", "silu"),
     "SiLU": ("swiglu", "silu"),
@@ -35,14 +35,14 @@ class _Gate(NamedTuple):
     """A gate that is not ``act_fn(gate) * up``, as F.moe_mlp has it."""
 
     activation: str | None  # None is that of ``act_fn``
-    # Name of the module's attribute, which clamps gate and up before.
+    # The module's attribute with the limit that gate and up are clamped to first.
     limit: str | None = None
     alpha: str | None = None  # likewise
-    # Whether its experts compute in float32, whatever their weights are in.
+    # Whether its experts compute in float32, whatever the dtype of the weights.
     float32: bool = False
 
 
-# By where it is defined: other gates have a limit as well, and clamp something else.
+# By the class that defines it: other gates also have a limit, and clamp something else.
 _OAI = _Gate("swiglu_oai", "limit", "alpha")
 _GATES = {
     "_default_apply_gate": _Gate(None),
@@ -102,7 +102,7 @@ def plan_of(experts: torch.nn.Module) -> Plan:
 
 
 def current_plan(experts: torch.nn.Module) -> Plan:
-    """:func:`plan_of` now; the first module of a class that falls back says so.
+    """The current :func:`plan_of`. The first module of a class that falls back logs why.
 
     Hooks come and go: a module whose activation has one falls back while it does.
     """
@@ -172,7 +172,7 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights) -> Tensor:
         w_in, w_out = w_in.float(), w_out.float()
         biases = {name: bias.float() for name, bias in biases.items()}
     output = F.moe_mlp(*routed, w_in, w_out, **biases, **plan.options)
-    # Under autocast the op returns 16 bits; the model goes on in what it gave, as with all others.
+    # Under autocast the op returns 16 bits. All implementations return the dtype of the input.
     return output.to(hidden_states.dtype)
 
 

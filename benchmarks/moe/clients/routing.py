@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["record_routing", "replay_routing"]
 
-# Between a module that routes and its experts, beside what is named in _WRAPPERS.
+# Classes that may be between a module that routes and its experts, besides _WRAPPERS.
 _AROUND = ("ParamWrapper", "ModulesToSaveWrapper", "ModuleDict")
 
 
@@ -69,7 +69,7 @@ class _TopK(TorchFunctionMode):
                 )
             ids = ids.to(scores.device, torch.int64).view(*tokens, ids.shape[-1])
             result = torch.return_types.topk((scores.gather(-1, ids), ids))
-        # Those around see no topk, which one of them may be there to record.
+        # Outer modes must not see this topk, which one of them might record.
         modes = torch.overrides._get_current_function_mode_stack()
         for mode in (self, *modes) if self.given is not None else (self,):
             if isinstance(mode, _TopK):
@@ -103,7 +103,7 @@ def _routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
                 ):
                     name, _, child = name.rpartition(".")
                     module = model.get_submodule(name)
-            # Of the weights: all of the experts that are stacked.
+            # From the weights: the number of experts that are stacked.
             stacked = (p.shape[0] for p in experts.parameters() if p.dim() == 3)
             found[module] = getattr(experts, "num_experts", None) or next(stacked)
     if not found:

@@ -82,7 +82,7 @@ class TestTransformers(TestCase):
         actual, eager, reference = results
         self.assertLessEqual(error_over_allowed(actual, [eager], reference), 1)
 
-    # Those of FAMILIES, and of adapters one that routes within and one that adds identity experts
+    # All of FAMILIES, an adapter that routes inside, and one that adds identity experts.
     @parametrize(
         "name", [*FAMILIES.values(), "Llama4ForCausalLM", "LongcatFlashForCausalLM"]
     )
@@ -385,7 +385,7 @@ class TestChoice(TestCase):
         self.assertEqual(fused_experts(ours), [])  # the last change has no F.moe_mlp
 
     def test_forward_of_an_instance_was_replaced(self):
-        """As packages that bring kernels of their own do: theirs stays, and the log says so."""
+        """Packages with their own kernels do this. Their forward stays, and the log says so."""
         model = build("mixtral")
         for experts in experts_of(model):
             experts.forward = lambda x, ids, weights: x * 0

@@ -59,7 +59,7 @@ def chosen_classes():
     families = os.environ.get("MOE_FAMILIES", "").split(",")
     for experts_class in experts_classes():
         family = experts_class.__module__.split(".")[2]
-        # An adapter of ours, which another test may have put in, is none.
+        # Our adapters, which another test may have installed, do not count.
         forward = getattr(experts_class, "_moe_mlp_original", experts_class.forward)
         if hasattr(forward, "__wrapped__") and (families == [""] or family in families):
             yield experts_class

@@ -122,7 +122,7 @@ class TestGptOssMxfp4(TestCase):
         self.assertEqual(text.shape, (1, prompt.shape[1] + 4))
         names = [event.name for event in profile.events()]
         self.assertEqual(names.count("aten::_moe_mlp_scaled"), 4 * 2)
-        # What was generated is what one forward over all of it says.
+        # One forward over the whole sequence gives the same tokens.
         again = self.logits(model, text)[0, prompt.shape[1] - 1 : -1].argmax(-1)
         self.assertEqual(again, text[0, prompt.shape[1] :])
 

@@ -32,7 +32,7 @@ TOKENS = torch.arange(24).view(2, 12)
 
 
 class TokenChoiceTopKRouter(nn.Module):
-    """Of torchtitan's name, with its rule."""
+    """Has the name and the rule of torchtitan's router."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class TestRouting(TestCase):
             logits.sum().backward()
 
     def test_record_around_replay(self):
-        """The order of the two contexts does not matter, and of two replays the inner one is."""
+        """The order of the two contexts does not matter. Of two replays, the inner one counts."""
         model = build_model(transformers.Qwen3MoeForCausalLM, torch.float32)
         with record_routing(model) as record:
             model(TOKENS)

@@ -268,7 +268,7 @@ class TestWrappers(TestCase):
     @parametrize("name", QUICK)
     def test_class(self, name, wrapper):
         fused = self._compare(self.classes[name], wrapper)
-        # Those of gpt-oss have no part that could have hooks.
+        # The experts of gpt-oss have no submodule that could have hooks.
         self.assertEqual(fused, name == "GptOssExperts" or "hooks" not in wrapper)
 
     @slowTest

@@ -45,15 +45,15 @@ class _Within:
         self.function = function
 
 
-# Forwards of classes that do not use the interface. Each has the arguments of the class's own, and
-# is called when the choice is NAME. They read no parameter of a child: they call it.
+# Forwards of classes that do not use the interface. Each has the arguments of the class's own and
+# runs when the choice is NAME. It calls its children, and does not read their parameters.
 
 
 def _llama4(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     """Weights multiply the input of the experts; each expert's own code sees every token."""
     x = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(x)
-    # Those of the router's topk. No second topk, which routing.py would take for a choice.
+    # The choice of the router's topk, by sort: routing.py would take a second topk for a choice.
     top_scores, ids = (t[:, : self.top_k] for t in scores.sort(dim=1, descending=True))
     rows = (x[:, None] * top_scores[..., None]).flatten(0, 1)
 
@@ -151,7 +151,7 @@ ADAPTERS = {
     "LongcatFlashExperts": Adapter(_longcat, "act_fn"),
     "Step3p7Experts": Adapter(_step, "act_fn"),
 }  # fmt: skip
-# Which call what they wrap with the arguments that they got, and hand on what it returns.
+# Wrappers that pass their arguments to the wrapped module and return its result.
 _WRAPPERS: dict[str, Callable[[nn.Module], list[nn.Module]]] = {
     "ParamWrapper": lambda m: [m.base_layer],
     "ModulesToSaveWrapper": lambda m: [m.original_module, *m.modules_to_save.values()],
@@ -186,7 +186,7 @@ def _is(module: nn.Module, class_name: str) -> bool:
 
 
 def _obstacles(module: nn.Module) -> Iterator[str]:
-    """Why now not: what a call of F.moe_mlp would leave out that the original's own calls do."""
+    """Why F.moe_mlp cannot be used now: what it would skip that calls of the original do."""
     name = _class_of(module).__name__
     adapter = ADAPTERS[name]
     if (reason := adapter_reason(module)) is not None:
@@ -202,7 +202,7 @@ def _obstacles(module: nn.Module) -> Iterator[str]:
 
 
 def _obstacles_around(child: nn.Module, class_name: str, where: str) -> Iterator[str]:
-    """The same of a child, or of what it wraps, which is to be called with _Within."""
+    """The same for a child, or what it wraps, that is called with _Within."""
     if hooked(child, recurse=False):
         yield f"{where} has hooks"  # they would see what _Within's function takes and returns
     elif _is(child, class_name):
@@ -283,7 +283,7 @@ def _open_interface(model_class: type) -> None:
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
     """Modules of a model whose forward the choice decides, first layer first."""
-    # Their own: a wrapper of PEFT has every attribute of what it wraps.
+    # Only their own attributes: a wrapper of PEFT shows every attribute of what it wraps.
     return [
         m for m in model.modules() if "_is_expert_parallel" in vars(m) or _adapted(m)
     ]
@@ -294,7 +294,7 @@ def _adapted(module: nn.Module) -> bool:
 
 
 def fused_experts(model: nn.Module) -> list[nn.Module]:
-    """Those that F.moe_mlp computes now."""
+    """The modules that F.moe_mlp computes now."""
 
     def fused(m: nn.Module) -> bool:
         if _adapted(m):
@@ -370,7 +370,7 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
     def around(owner: type, name: str) -> Callable[[Callable], Callable]:
-        """The decorated function becomes the method; its first argument is what that was."""
+        """The decorated function replaces the method, and gets the old one as its first argument."""
 
         def decorate(function: Callable) -> Callable:
             method = vars(owner)[name]
@@ -416,7 +416,7 @@ def register() -> None:
             _settle(self, asked=False)
 
     def unpickle(self, state):
-        # As in another process: torch.save of a whole model, or a model that is sent to a worker.
+        # In another process, after torch.save of a whole model or when a worker receives one.
         super(PreTrainedModel, self).__setstate__(state)
         if self.config._experts_implementation == NAME:
             _open_interface(type(self))
@@ -425,7 +425,7 @@ def register() -> None:
 
     @around(PreTrainedConfig, "_remove_keys_not_serialized")
     def save(original, self, d):
-        # transformers saves no choice of kernels; this one is one that a user made.
+        # transformers does not save a choice of kernels, but the user made this one.
         chosen = d.get("_experts_implementation_internal") == NAME
         original(self, d)
         if chosen:

@@ -41,7 +41,7 @@ SIZES = {
 
 
 class Case(NamedTuple):
-    """What is generated: ``more`` tokens after the first, for so many prompts of a length."""
+    """A task: ``more`` tokens after the first, for a number of prompts of one length."""
 
     name: str
     prompts: int
@@ -55,7 +55,7 @@ CASES = (
     Case("decode 1", 1, 16, 16),
     Case("decode 8", 8, 16, 16),
 )
-# Share of the first tokens that must be the reference's: later ones go on from others.
+# Share of first tokens that must equal the reference's. Later tokens may follow different ones.
 ALLOWED = 0.5
 
 

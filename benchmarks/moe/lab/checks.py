@@ -25,7 +25,7 @@ from .loading import generators, graph_replay, launch, reference, topk
 
 
 ACT = launch.Activation()
-# Of gpt-oss: gate and up alternate, limits, and matrices stored (E, D, 2F) and (E, F, D).
+# As in gpt-oss: gate and up alternate, limits, and matrices stored (E, D, 2F) and (E, F, D).
 OSS = launch.Activation("swiglu_oai", gate_interleaved=True, alpha=1.702, limit=1.0)
 # Cases for the interpreter, which takes seconds for each.
 REHEARSAL_CASES = ("aligned_tail", "ragged")

@@ -1,6 +1,6 @@
 # Owner(s): ["oncall: distributed"]
 
-"""Who asks the cost model gets its numbers, and no others."""
+"""Users of the cost model get its numbers, and no others."""
 
 import dataclasses
 import itertools
@@ -65,7 +65,7 @@ class TestSchedule(TestCase):
         self.assertGreater(schedule.num_chunks, 1)
         # Few tokens: starts outweigh what could hide.
         self.assertEqual(overlap_schedule(p, 64, *args[1:]).num_chunks, 1)
-        # A broken one, whose exchange is free, has nothing to hide.
+        # A broken model, whose exchange is free, has nothing to hide.
         with mock.patch.object(moe_layer_plan, "all_to_all", lambda *a, **k: 0.0):
             self.assertEqual(overlap_schedule(p, *args).num_chunks, 1)
 

@@ -262,7 +262,7 @@ class TestApplied(GlooTest):
         changed = {n for n in names if getattr(alone.cpu, n) != getattr(CPU.cpu, n)}
         self.assertEqual(changed, {"op_us", "recompute_us"})
         for name in names:
-            # A difference of two times, which can be nothing on a busy machine.
+            # The difference of two times can be zero on a busy machine.
             self.assertGreaterEqual(getattr(found.cpu, name), 0)
         self.assertGreater(found.cpu.op_us, 0)
         everywhere = [None] * 4

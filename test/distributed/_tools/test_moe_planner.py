@@ -120,7 +120,7 @@ class TestPlan(TestCase):
         self.assertEqual(limit("qwen3-235b-a22b", 256, ep=16)[1].value, 0)
         self.assertEqual(limit("qwen3-235b-a22b", 256, ep=64, node_limit=2)[1].value, 2)
         self.assertIn("trained with", limit("deepseek-v3", 1024, ep=64)[1].reason)
-        # A broken one, whose exchange takes no time, finds nothing that pays.
+        # A broken model, whose exchange takes no time, finds nothing that pays.
         with mock.patch.object(moe_step_model, "all_to_all", lambda *a, **k: 0.0):
             self.assertEqual(limit("qwen3-235b-a22b", 256, ep=64)[1].value, 0)
 
@@ -377,7 +377,7 @@ class TestCommand(TestCase):
         _, out, _ = self.call("qwen3-30b-a3b", "--device", "H200")
         self.assertRegex(out, r"^8 x H200, training, .*\n128 sequences of 4,096 tokens")
         self.assertIn("the default of --batch", out)
-        # bf16 and FP8 are as fast where the host is the limit, which is said.
+        # bf16 and FP8 are equally fast if the host is the limit, and the text says so.
         _, slow, _ = self.call("qwen3-30b-a3b", "--device", "H100")
         self.assertRegex(slow, "(fp8|bf16) is as fast, as the limit is the host")
         _, out, _ = self.call("qwen3-30b-a3b", "--phase", "decode")

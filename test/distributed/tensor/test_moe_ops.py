@@ -108,7 +108,7 @@ class TestMoeDTensor(DTensorContinuousTestBase):
             activation=activation,
             gate_interleaved=gate_interleaved,
         )
-        # Partial sums over the hidden units, and nothing is sent to get there.
+        # Partial sums over the hidden units, without communication.
         self.assertEqual(placement, (Partial("sum"),))
         self.assertEqual(forward.get_total_counts(), 0)
         for name, shard in TENSOR_PARALLEL.items():
@@ -158,7 +158,7 @@ class TestMoeDTensor(DTensorContinuousTestBase):
 
     @parametrize("name", ("w_in", "w_out", "b_in", "b_out"))
     def test_experts_elsewhere_are_an_error(self, name):
-        # Not a gather: whoever shards experts has no room for all of them.
+        # Not a gather: a rank that holds a shard of the experts has no room for all.
         tensors, topk_indices = operands()
         leaves, topk = self._distribute(tensors, topk_indices, {name: Shard(0)})
         message = f"_moe_mlp.default: {name} has placements .*0.*counts experts"
@@ -209,7 +209,7 @@ class TestMoeDTensor(DTensorContinuousTestBase):
         self.assertEqual(backward.get_total_counts(), 0)
 
     def test_frozen_experts(self):
-        # Gradients that the output mask leaves out have no placement to speak of.
+        # Gradients that the output mask leaves out have no meaningful placement.
         tensors, topk_indices = operands()
         leaves, topk = self._distribute(tensors, topk_indices, TENSOR_PARALLEL)
         for name in ("w_in", "w_out", "b_in", "b_out"):

@@ -67,7 +67,7 @@ def check_series(root: Path) -> None:
 
 
 def check_drift(root: Path) -> None:
-    """The drift table in CONTRIBUTING.md is that of drift.json, of today's stack."""
+    """The drift table in CONTRIBUTING.md matches drift.json, which matches the stack."""
     path = root / _DRIFT_FILE
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""What moe_fusion takes for a block of experts: its operands, where it ends, and that it is closed.
+"""Recognises a block of experts for moe_fusion: its operands, its end, and that nothing else uses it.
 
 From the second matmul, :func:`match_block` walks to what is around it:
 
@@ -84,7 +84,7 @@ class Block:
         return value_of(self.down.weight).shape[0]
 
     def check_mask(self, mask: Any) -> None:
-        """Rows that become zero are of no expert (sentinels of expert parallelism), as in the op."""
+        """Accepts a mask of rows without an expert only: the op makes these zero as well."""
         if not self.down.grouped or not is_mask_of_no_expert(
             mask, self.down.experts, self.num_experts
         ):
@@ -115,7 +115,7 @@ def _match_core(down_node: Any) -> Block:
     if len({u.bias is None for u in ups}) > 1:
         raise NoMatch("only one of gate and up has a bias")
     if torch._C._functorch.is_functorch_wrapped_tensor(value_of(down.out)):
-        raise NoMatch("torch.func transforms it, which the op has no rules for")
+        raise NoMatch("torch.func transforms it, and the op has no rules for that")
     block = Block(activation, ups, down, rows[0], down.out)
     for p in (*ups, down):
         if p.bias_index is not None and (
@@ -142,7 +142,7 @@ def _match_core(down_node: Any) -> Block:
 
 
 def _check_sizes(block: Block) -> None:
-    """The sizes that the op takes: broadcasting and selected weights allow others."""
+    """The matmuls may broadcast, or use a selection of the weights. The op does neither."""
     experts, width = block.num_experts, value_of(block.rows).shape[1]
 
     def outputs(p: Projection) -> Any:
@@ -201,9 +201,9 @@ def _match_gather(block: Block) -> None:
     tokens, all_rows = value_of(block.tokens), value_of(rows)
     if tokens is None or tokens.dim() != 2 or block.top_k < 1:
         raise NoMatch("tokens are not two-dimensional")
-    # A guard: ids and tokens are often inputs of their own, whose sizes nothing related so far.
+    # A guard: nothing has related the sizes of ids and tokens yet if both are inputs.
     if not guard_or_false(tokens.shape[0] * block.top_k == all_rows.shape[0]):
-        raise NoMatch("rows are not K to a token")
+        raise NoMatch("there are not K rows per token")
 
 
 def _only_user(node: Any, block: Block) -> Any:
@@ -224,7 +224,7 @@ def _match_combine(block: Block) -> None:
                 value_of(user).shape[1], value_of(block.tokens).shape[1]
             ):
                 raise NoMatch(
-                    "the sum over rows is viewed as something else than (T, D)"
+                    "the sum over rows is viewed with a shape other than (T, D)"
                 )
             block.end = user
             return
@@ -246,7 +246,7 @@ def _match_combine(block: Block) -> None:
             and not in_slots
         ):
             if not _inverts(taken[1], block, user):
-                raise NoMatch("rows are put in an order that is not that of the slots")
+                raise NoMatch("the rows are reordered, but not into slot order")
             block.inverse, in_slots = taken[1], True
         elif not in_slots and (slots := _put_into_slots(user, node, block)) is not None:
             user, in_slots = slots, True
@@ -256,7 +256,7 @@ def _match_combine(block: Block) -> None:
                 same_size(slots.shape[1], block.top_k)
                 and same_size(slots.shape[2], tokens.shape[1])
             ):
-                raise NoMatch("rows are viewed as something else than (T, K, D)")
+                raise NoMatch("rows are viewed with a shape other than (T, K, D)")
         elif name in ("bmm", "matmul") and rank(node) == 3 and node is user.args[1]:
             if block.weights is not None or is_summed:
                 raise NoMatch("the rows are weighted twice")
@@ -461,21 +461,21 @@ def _match_add(user: Any, rows: Any, block: Block) -> None:
     if len(shape) != 2 or not all(
         guard_or_false(a == b) for a, b in zip(shape, tokens)
     ):
-        raise NoMatch(f"{name} is into something else than (T, D)")
+        raise NoMatch(f"{name} adds to a tensor of a shape other than (T, D)")
     block.end = user
     fresh = op_name(base) in ("zeros_like", "zeros", "new_zeros")
     if name.endswith("_"):
         if not fresh or any(u is not user and u < user for u in base.users):
-            raise NoMatch(f"{name} is into a tensor that is in use")
+            raise NoMatch(f"{name} adds to a tensor that is in use")
         if not is_contiguous_or_false(value_of(base)):
-            raise NoMatch(f"{name} is into other strides than the op gives")
+            raise NoMatch(f"{name} adds to a tensor with other strides than the op's")
     elif not fresh:
         block.base = base
 
 
 def _is_slower(block: Block) -> bool:
-    """Whether MKL's products of one expert at a time are faster than the op's: of float32, on
-    CPUs with AMX (0.81 to 0.91 of the time, 1,024 tokens of 256, 32 experts of 192)."""
+    """Whether MKL's products, one expert at a time, are faster than the op: in float32 on CPUs with
+    AMX (0.81 to 0.91 of the time, 1,024 tokens of 256, 32 experts of 192)."""
     out = value_of(block.down.out)
     is_float = out.dtype == torch.float32 and out.device.type == "cpu"
     return is_float and block.down.grouped and torch.cpu._is_amx_tile_supported()
@@ -492,7 +492,7 @@ def match_block(down_node: Any) -> Block:
         if weights is not None and not guard_or_false(
             weights.numel() == tokens.shape[0] * block.top_k
         ):
-            raise NoMatch("the router weights are not one for every row")
+            raise NoMatch("there is not one router weight per row")
         end, out = value_of(block.end).dtype, value_of(block.down.out).dtype
         readers = {*block.end.users}
         if op_name(block.end).endswith("_"):

@@ -31,7 +31,7 @@ _OP = torch.ops.aten._moe_mlp.default
 _WEIGHTS = {"w_in": 1, "w_out": 2, "w_up": 9}
 # Half is converted to float on the way to a panel, which costs the same in either storage.
 _DTYPES = (torch.bfloat16, torch.float32)
-# What was copied for graphs that are alive: (view of a storage, version) -> storage, copy.
+# Copies that live graphs use: (view of a storage, version) -> (storage, copy).
 _copies: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[Tensor]]] = {}
 
 
@@ -91,7 +91,7 @@ def _set_constant(gm: GraphModule, node: Node, value: Tensor) -> None:
     for user in node.users:
         if "eager_input_vals" not in user.meta:
             continue
-        # needs_exact_strides: else it would be copied back in every call.
+        # Without exact strides it would be copied back in every call.
         args, kwargs = user.meta["eager_input_vals"]
         args, kwargs = list(args), dict(kwargs)
         for name, at in _WEIGHTS.items():
@@ -105,15 +105,15 @@ def _set_constant(gm: GraphModule, node: Node, value: Tensor) -> None:
 
 
 def relayout_expert_weights(gm: GraphModule) -> None:
-    """Makes constants along K of those that are expert weights along N.
+    """Replaces constants that are expert weights stored along N by constants along K.
 
     Args:
         gm: a graph whose parameters are constants.
     """
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return  # narrower vectors read both storages as fast
+        return  # narrower vectors read both layouts equally fast
     nodes = gm.graph.find_nodes(op="get_attr")
-    # Of nodes that went with their last user, constant folding leaves the tensor.
+    # Constant folding leaves the tensors of nodes that it erased.
     for name in gm._buffers.keys() - {node.target for node in nodes}:
         delattr(gm, name)
     constants = {node: getattr(gm, str(node.target), None) for node in nodes}
@@ -132,7 +132,7 @@ def relayout_expert_weights(gm: GraphModule) -> None:
     with torch.utils._python_dispatch._disable_current_modes():
         for node in weights:
             value = constants[node]
-            # A package holds of each constant all of its storage.
+            # A package holds the whole storage of each constant.
             shared = storages.count(value.untyped_storage()._cdata) > 1
             if value.stride(-1) == 1 and not (V.aot_compilation and shared):
                 continue

@@ -56,7 +56,7 @@ def _int32(graph: Graph, node: Any) -> Any:
 
 
 def _slots(graph: Graph, block: Block, offs: Any) -> tuple[Any, Node]:
-    """row_slots (R) and slot_rows (T, K); rows behind the last expert's are of no expert."""
+    """row_slots (R) and slot_rows (T, K); rows after those of the last expert have no expert."""
     perm = block.perm
     last = graph.call_function(operator.getitem, (offs, -1))
     count = graph.call_method("size", (perm, 0))
@@ -130,8 +130,8 @@ def _routing(graph: Graph, block: Block) -> tuple[Any, Node | None, Node | None]
 
 
 def _emit(graph: Graph, block: Block) -> Any:
-    """The op and what makes its operands, in front of the end of the block."""
-    # Under autocast that of no parameter: the op may stand where another autocast is on.
+    """Inserts the op and the nodes that make its operands before the end of the block."""
+    # Explicit casts, as another autocast may be active where the op is inserted.
     dtype = value_of(block.down.out).dtype
 
     def cast(node: Any) -> Any:
@@ -172,7 +172,7 @@ def _emit(graph: Graph, block: Block) -> Any:
     if end_dtype != dtype:
         out = graph.call_method("to", (out, end_dtype))
     if block.base is not None:
-        # In that order: index_add is contiguous, the sum has the strides of the first.
+        # The result has the strides of the first operand, and that of index_add is contiguous.
         out = graph.call_function(operator.add, (out, block.base))
     return out
 
@@ -211,7 +211,7 @@ def _is_second(matmul: Projection) -> bool:
 
 _PRODUCTS = ("bmm", "baddbmm", "einsum", "matmul")
 _ACTIVATIONS = {"silu", "gelu", "relu", "sigmoid", "tanh", "square", "pow"}
-# What may be between them, and is not between the products of attention.
+# Ops that experts have between their products; attention has others.
 _BETWEEN = (
     CASTS | VIEWS | {"mul", "add", "chunk", "split", "getitem", "clamp", "dropout"}
 )

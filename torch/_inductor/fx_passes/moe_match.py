@@ -109,12 +109,12 @@ def same_size(a: Any, b: Any) -> bool:
     return a is b or bool(statically_known_true(a == b))
 
 
-# A cast to fewer bits is a quantisation that somebody wants.
+# A cast to fewer bits is an intended quantisation.
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def uncast(node: Any) -> Any:
-    """The node before casts of dtype, none of which changes what the fused op computes in float32."""
+    """``node`` without the casts that do not change what the fused op computes in float32."""
     while op_name(node) in CASTS | {"contiguous"} and isinstance(node.args[0], Node):
         before, after = value_of(node.args[0]), value_of(node)
         if before is None or after is None or before.device != after.device:
@@ -156,13 +156,13 @@ def _memory(node: Any) -> int | None:
     return None if value is None else value.untyped_storage()._cdata
 
 
-# By memory, in order, the nodes of the graph that is rewritten: of this thread, as several compile.
+# The writers of each memory in the graph being rewritten, in order. One graph per thread.
 _written: ContextVar[dict[int | None, list[Node]]] = ContextVar("moe_fusion_written")
 
 
 @contextlib.contextmanager
 def known_writers(graph: Graph) -> Iterator[None]:
-    """While it lasts, :func:`writers` answers for ``graph``, which only loses writers."""
+    """Makes :func:`writers` answer for ``graph``, which may only lose writers meanwhile."""
     found: dict[int | None, list[Node]] = {}
     for node in filter(_may_write, graph.nodes):
         name, written = op_name(node), node.all_input_nodes
@@ -212,7 +212,7 @@ def modes_of(graph: Graph) -> dict[Node, Modes]:
     return found
 
 
-# Of indices: what gives the same result wherever it is computed.
+# Index computations that give the same result wherever they run.
 _PURE = {"floordiv", "floor_divide", "div", "divide", "getitem", "argsort", "sort"}
 
 
@@ -708,7 +708,7 @@ def projection_of(node: Any) -> Projection | None:
 def _biased(node: Any) -> Projection | None:
     orders = [*operand_orders(node, "add", "iadd", "add_")]
     if op_name(node) != "add":
-        # In place: an effect, see below, where others read the product.
+        # In place, and others read the product: an effect, see below.
         orders = orders[:1] if node.users else []
     for product, added in orders:
         found, index = matmul_of(product), row_selection(uncast(added))

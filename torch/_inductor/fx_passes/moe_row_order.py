@@ -27,10 +27,10 @@ from .moe_match import (
 def why_not_expert_of_row(
     index: Any, experts: Any, grouped: bool, num_experts: int
 ) -> str:
-    """ "" where index is the expert of every row, else what was not recognised of it.
+    """ "" if ``index`` is the expert of every row, else why that is not certain.
 
-    That is of a bmm its ids, else what offs counts, sorted. A row of no expert may have any, so
-    that ``index.clamp_(max=num_experts - 1)`` changes nothing.
+    The experts of rows are the ids of a bmm, or else the sorted ids that ``offs`` counts. A row
+    without an expert may have any index, so ``index.clamp_(max=num_experts - 1)`` is allowed.
     """
     if not grouped:
         known = same_value(index, experts)
@@ -60,7 +60,7 @@ def _source(offs: Any) -> str:
 
 
 def is_mask_of_no_expert(mask: Any, experts: Any, num_experts: int) -> bool:
-    """Whether mask (R, 1) is true for no row of an expert: ids from num_experts on are sorted last."""
+    """Whether mask (R, 1) is true only for rows without an expert: ids from num_experts on come last."""
     flat, value = flat_source(mask), value_of(mask)
     if rank(mask) != 2 or rank(flat) != 1 or not same_size(value.shape[1], 1):
         return False
@@ -89,7 +89,7 @@ def _exact_source(node: Any, until: Node | None = None) -> Any:
 
 
 def _flat(node: Any) -> Any:
-    """The node before views that keep how often a number is there."""
+    """The node before views that do not change how often a number occurs."""
     while op_name(node) in VIEWS - {"expand"}:
         if value_of(node).dtype != value_of(node.args[0]).dtype:
             break
@@ -99,9 +99,9 @@ def _flat(node: Any) -> Any:
 
 @dataclass
 class _Count:
-    """Integers, and the node that counts them; what is above last is left out.
+    """Integers up to ``last``, and the node that counts them.
 
-    ``last`` is None where all of them are experts: other ids are an error of ``node``.
+    ``last`` is None if all of them are experts: other ids are an error of ``node``.
     """
 
     values: Any
@@ -131,7 +131,7 @@ def _count_of(offs: Any, num_experts: int) -> _Count | None:
     if op_name(node) == "histc":
         last = (
             number(argument(node, 3, "max")) or 1
-        )  # an empty range is that of the values
+        )  # an empty range stands for that of the values
     read = max((node, *written))
     return _Count(_exact_source(values, read), read, last)
 
@@ -187,7 +187,7 @@ def _added_ones(node: Node, num_experts: int) -> Any:
 
 
 def _is_filled(node: Any, value: int) -> bool:
-    """Whether all of node is ``value``, before anything of the count is added."""
+    """Whether all entries of ``node`` are ``value`` before counting starts."""
     name = op_name(node).removeprefix("new_").removesuffix("_like")
     while name in ("expand", "to", "int", "long"):
         node = node.args[0]
@@ -254,8 +254,8 @@ def _summed(node: Node, num_experts: int) -> Any:
 
 
 def _broadcast(node: Any) -> tuple[Any, int, set[int]] | None:
-    """(source, its first dimension, its dimensions) where node has source's entries, and else
-    dimensions of 1."""
+    """(source, its first dimension, its dimensions) if ``node`` is ``source`` with more dimensions
+    of size 1."""
     value = value_of(node)
     if value is None:
         return None
@@ -273,7 +273,7 @@ def _broadcast(node: Any) -> tuple[Any, int, set[int]] | None:
 
 
 def _searched(node: Any, num_experts: int) -> Any:
-    """Sorted ids in which node searches where the ids up to each expert end."""
+    """The sorted ids in which ``node`` searches for the end of each expert."""
     ids, ends = node.args[0], argument(node, 1, "input")
     if rank(ids) != 1 or node.kwargs.get("sorter") is not None:
         return None
@@ -285,8 +285,8 @@ def _searched(node: Any, num_experts: int) -> Any:
 def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | None:
     """(ids, last): integers (R) that perm sorts, where ``offs[e]`` is how many are in [0, e].
 
-    The last of offs counts up to ``last``, the number of experts or one less; -1 where all ids
-    are experts, as topk says of them. None where that is not certain, whatever the ids are.
+    The last entry of ``offs`` counts up to ``last``, which is the number of experts or one less,
+    or -1 if topk made the ids, so that all are experts. None if this does not hold for any ids.
     """
     ids, sort, count = sorted_by(perm), _sort_of(perm), _count_of(offs, num_experts)
     if not _is_ascending(sort) or rank(ids) != 1 or writers(perm):

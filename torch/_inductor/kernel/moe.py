@@ -6,9 +6,9 @@ time, which AOTInductor and the C++ wrapper do not have. The sum over a token's 
 step of the forward and of the gradient of the input, is Inductor IR, so that what follows
 (residual, cast, norm) fuses into it.
 
-What the kernels do not serve stays the op, which chooses its kernel at run time. TORCH_LOGS="+inductor"
-says why. Those stay whose kernels no GPU has run (torch/_native/ops/moe/proven.py), unless
-``config.triton.moe_kernels``.
+An op that the kernels do not serve is not lowered and chooses its kernel at run time.
+TORCH_LOGS="+inductor" says why. An op whose kernels no GPU has run
+(torch/_native/ops/moe/proven.py) is not lowered either, unless ``config.triton.moe_kernels`` is set.
 """
 
 import dataclasses
@@ -56,9 +56,9 @@ def is_static(sizes: Sequence[Any]) -> bool:
 
 
 def is_aligned(node: IRNode) -> bool:
-    """Whether the kernels may take it that ``node`` begins at a multiple of 16 bytes.
+    """Whether the kernels may assume that ``node`` begins at a multiple of 16 bytes.
 
-    Inputs of the graph that do when it is compiled do so in every call: others are copied.
+    An input that is aligned at compile time is aligned in every call: Inductor copies others.
     """
     if node.get_name() in V.graph.unaligned_buffers:
         return False
@@ -226,7 +226,7 @@ def experts_reason(
     rest: Sequence[Any],
     check: Callable[..., str | None],
 ) -> str | None:
-    """Why an op of the experts stays, or None.
+    """Why an op of the experts is not lowered, or None.
 
     Args:
         op: its name.
@@ -280,7 +280,7 @@ def experts_kernels(
 
         # Those with a matmul: of the input and the weights.
         stages = [gradient(i) for i in (0, 1, 2, 6) if mask[i]]
-    # For the autotuner's cache, which knows sizes and strides: what else the kernels are of.
+    # The autotuner's cache knows sizes and strides. Its key needs all else that kernels depend on.
     present = "".join("01"[node is not None] for node in nodes)
     traits = [
         getattr(experts, field.name)

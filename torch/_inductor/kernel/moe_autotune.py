@@ -22,12 +22,12 @@ from torch._inductor.virtualized import V
 if TYPE_CHECKING:
     from torch._native.ops.moe.triton_kernels.experts import Experts
 
-# Kernel, columns and length of the contraction; within one op no two differ in anything else.
+# Kernel, columns and length of the contraction; the problems of one op differ in nothing else.
 Problem = tuple[str, int, int]
 
 
 class TileChooser:
-    """In the place of a launcher's autotuner: hands out tiles that have been chosen.
+    """Replaces the autotuner of a launcher and returns tiles that were chosen before.
 
     Attributes:
         chosen: tile of each problem; the first that fits where there is none.
@@ -59,7 +59,7 @@ def even_routing(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """offs (E), row_slots (R) and slot_rows (T, K), all int32, of experts with equal loads.
 
-    The autotuner's own input, zeros, would be experts without rows: kernels without work.
+    The autotuner would use zeros: experts without rows, and kernels without work.
     """
     num_slots = num_tokens * top_k
     used = min(num_slots, num_rows)
@@ -78,7 +78,7 @@ def even_routing(
 def _input_generators(
     present: Sequence[TensorBox], experts: "Experts"
 ) -> dict[int, Callable[[Any], Tensor]]:
-    """Per position in ``present``, what makes a benchmark input of what says the routing."""
+    """Functions that make benchmark inputs, by position in ``present``, of tensors with the routing."""
     input: Any = experts.input
     offs: Any = experts.offs
     row_slots: Any = experts.row_slots
@@ -112,18 +112,18 @@ def tune(
     """Chooses the tiles of all kernels that ``stages`` launch.
 
     Args:
-        name: of the op and all else that is compiled into its kernels; for the autotuner's cache.
-        chooser: of the plan with which the stages launch.
-        stages: functions of the operands, each to one tensor; what that does not need is left out
-            of the measurement.
-        operands: realized nodes; None is None for a stage.
-        experts: of these nodes, which the routing is among.
+        name: the key in the autotuner's cache: the op and all that is compiled into its kernels.
+        chooser: the one of the plan with which the stages launch.
+        stages: functions from the operands to one tensor each. What this tensor does not need is
+            not measured.
+        operands: realized nodes, or None, which a stage gets as None.
+        experts: the description of these nodes, the routing included.
     """
     present = [node for node in operands if node is not None]
     if not (config.max_autotune or config.max_autotune_gemm):
         return
     if any(get_free_symbols(x.get_size(), unbacked_only=True) for x in present):
-        # What a subgraph cannot take.
+        # A subgraph cannot take these.
         return
     generators = _input_generators(present, experts)
     for i, stage in enumerate(stages):
@@ -175,7 +175,7 @@ def _tune_problem(
         non_tensor_args=[{"tile": tile} for tile in tiles],
         input_gen_fns=generators,
     )
-    # Its node is not used: the op is traced with all tiles when they are chosen.
+    # Its node is not used: the op is traced again when all tiles are chosen.
     _, winner = autotune_select_algorithm(
         label,
         choices,

@@ -2,7 +2,7 @@
 
 As in moe.py: the launchers of torch/_native/ops/moe are traced, so that their Triton kernels
 become user-defined kernels of the graph. Without that the C++ wrapper and AOTInductor call the
-composites, which sort. What the kernels do not serve stays the op; TORCH_LOGS="+inductor" says why.
+composites, which sort. Ops that the kernels do not serve stay; TORCH_LOGS="+inductor" says why.
 """
 
 import functools
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def fixed(node: Any) -> Any:
-    """``node`` in memory, with the strides that it keeps."""
+    """``node``, realized, with strides that no longer change."""
     if node is None:
         return None
     node = TensorBox(ExternKernel.realize_input(node))
@@ -39,7 +39,7 @@ def fixed(node: Any) -> Any:
 
 
 def _bound(size: Any) -> float:
-    """A number that ``size`` does not pass, without a guard."""
+    """An upper bound of ``size``, without a guard."""
     if isinstance(size, int):
         return size
     upper = V.graph.sizevars.shape_env.bound_sympy(size.node.expr).upper
@@ -122,7 +122,7 @@ def _router_reason(
     nodes: Sequence[IRNode | None],
     check: Callable[..., str | None],
 ) -> str | None:
-    """Why the router or its backward, whose tensors are ``nodes``, stays, or None."""
+    """Why the router or its backward, whose tensors are ``nodes``, is not lowered, or None."""
     reason = general_reason(op, logits)
     if reason is not None:
         return reason

@@ -5,7 +5,7 @@ user-defined kernels of the graph. Without that the C++ wrapper and AOTInductor 
 which turn every weight into 16 bits on each call. The kernels take codes and scales of 8 bits as
 bytes, with few exceptions, as Inductor's own kernels know few of their types.
 
-What the kernels do not serve stays the op; TORCH_LOGS="+inductor" says why.
+Ops that the kernels do not serve stay; TORCH_LOGS="+inductor" says why.
 """
 
 import functools
@@ -126,7 +126,7 @@ def _moe_mlp_scaled_backward(*args, **options):
 
     *nodes, mask = args
     nodes = tree_map(realized, nodes)
-    # ``input`` is none of the arguments, and the gradient of the output has its sizes.
+    # There is no argument ``input``. The gradient of the output has its sizes.
     operands, saved = nodes[: -triton_impl.NUM_SAVED], nodes[-triton_impl.NUM_SAVED :]
     make = functools.partial(triton_impl.experts_of, **options)
     reason = triton_impl.mlp_backward_reason

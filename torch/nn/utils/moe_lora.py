@@ -36,7 +36,7 @@ class _LowRank(Module):
         self.a = Parameter(weight.new_empty(num_experts, rank, columns))
         self.b = Parameter(weight.new_zeros(num_experts, rows, rank))
         self.scale = scale
-        # As of a Linear, and b zero: the layer starts as it was.
+        # Initialised as in nn.Linear. b is zero, so that the layer starts unchanged.
         bound = 1 / math.sqrt(columns)
         init.uniform_(self.a, -bound, bound)
 
@@ -46,7 +46,7 @@ class _LowRank(Module):
         # One merge, however often it is read.
         key = id(weight), id(self.a), id(self.b), torch.is_grad_enabled()
         if key not in _running.known:
-            # Those of now: in the forward of a parallel module they are the rank's own.
+            # Read here: in the forward of a parallel module these are the rank's own parts.
             merge = functools.partial(self.merge, a=self.a, b=self.b)
             _running.known[key] = merge, weight, merge(weight)
         _, _, merged = known = _running.known[key]

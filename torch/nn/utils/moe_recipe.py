@@ -256,7 +256,7 @@ def _measured(
 
     T, D, H, E, K = layer[:5]
     x, w_in, w_out = leaf(T, D), leaf(E, (1 + gated) * H, D), leaf(E, D, H)
-    # Of K choices, those of this rank's experts where there are fewer.
+    # A rank with fewer than K experts gets at most one choice of each.
     K = min(K, E)
     ids = torch.rand(T, E, generator=gen).topk(K, 1).indices.to(device)
     weights = torch.full((T, K), 1 / K, device=device, requires_grad=training)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["merge_experts", "select_experts", "upcycle_mlp"]
 
-# Of torch.nn.MoE: what has experts in its first dimension.
+# Entries of torch.nn.MoE whose first dimension is the experts.
 _NAMES = ("router.weight", "w_in", "w_up", "w_out", "b_in", "b_out", "balance_bias")
 
 

@@ -1,19 +1,39 @@
 """What the MoE test files share: ways to run an op, and what they watch while it runs."""
 
 import contextlib
+import functools
 import re
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.common_utils import parametrize, subtest
+from torch.testing._internal.common_utils import (
+    DeterministicGuard,
+    parametrize,
+    slowTest,
+    subtest,
+    TestCase,
+)
 from torch.testing._internal.moe_generators import moe_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-all_cases = parametrize("case", [subtest(c, name=c.name) for c in moe_cases()])
+if TYPE_CHECKING:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def parametrize_named(argument, values):
+    """``parametrize`` with the names that the values have."""
+    return parametrize(argument, [subtest(v, name=v.name) for v in values])
+
+
+all_cases = parametrize_named("case", moe_cases())
 all_dtypes = parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 )
+slow_subtest = functools.partial(subtest, decorators=[slowTest])
 TOPK_OPTIONS = {
     "default": {},
     "not_normalized": {"normalize": False},
@@ -79,17 +99,42 @@ def mark_sizes_unbacked(value) -> None:
                 torch._dynamo.decorators.mark_unbacked(x, dim)
 
 
+def traced_size(size: int, kind: str, shape_env: "ShapeEnv") -> int | torch.SymInt:
+    """``size`` as a tracer may know it: "static", "backed" or "unbacked"."""
+    from torch._dynamo.source import ConstantSource
+
+    if kind == "unbacked":
+        return shape_env.create_unbacked_symint()
+    if kind == "static":
+        return size
+    symbol = shape_env.create_symbol(size, source=ConstantSource("size"))
+    return shape_env.create_symintnode(symbol, hint=size)
+
+
+def read_page(test_file: str, name: str) -> str:
+    """The documentation page ``name`` of the repository that has ``test_file``."""
+    folders = (parent / "docs" / "source" for parent in Path(test_file).parents)
+    return next(filter(Path.is_dir, folders)).joinpath(name).read_text()
+
+
 def run_code_blocks(text: str) -> tuple[int, dict[str, object]]:
     """Runs the Python blocks of a documentation page one after the other.
 
     Returns:
-        tuple: how many there are, and the names that they leave.
+        tuple: how many there are, at least one, and the names that they leave.
     """
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    if not blocks:
+        raise AssertionError("a page without a Python block")
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)
     return len(blocks), names
+
+
+def fill_uninitialized_memory() -> DeterministicGuard:
+    """Makes memory that no kernel writes NaN, or the largest integer."""
+    return DeterministicGuard(True, fill_uninitialized_memory=True)
 
 
 @contextlib.contextmanager
@@ -101,6 +146,18 @@ def num_threads(count: int):
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class FakeRanksTest(TestCase):
+    """In a process group of ``world_size`` ranks, of which all but this one are fake."""
+
+    world_size = 8
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        dist.init_process_group("fake", rank=0, world_size=cls.world_size)
+        cls.addClassCleanup(dist.destroy_process_group)
 
 
 class NoHostSyncMode(TorchDispatchMode):

@@ -148,6 +148,21 @@ class MoeOperands:
             w.requires_grad_(self.w_in.requires_grad)
         return dataclasses.replace(self, w_in=gate, w_up=up)
 
+    def take_tokens(self, tokens: slice) -> "MoeOperands":
+        """The same layer for these tokens alone."""
+        topk_indices = self.topk_indices[tokens]
+        plan = moe_permutation_reference(topk_indices, self.offs.shape[0])
+        return dataclasses.replace(
+            self,
+            input=self.input[tokens],
+            offs=plan.offs,
+            topk_weights=self.topk_weights[tokens],
+            row_slots=plan.row_slots,
+            slot_rows=plan.slot_rows,
+            grad_out=self.grad_out[tokens],
+            topk_indices=topk_indices,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class MoeCase:

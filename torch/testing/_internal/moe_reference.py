@@ -16,7 +16,7 @@ The MLP is one loop over experts, run at two precisions:
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -397,6 +397,11 @@ def _select_experts(
     return sorted(candidates, key=lambda e: biased[e], reverse=True)[:k]
 
 
+# Forward and backward, in float64 and in the dtype of the operands.
+REFERENCE = (moe_mlp_reference, moe_mlp_backward_reference)
+UNFUSED = (moe_mlp_unfused, moe_mlp_backward_unfused)
+
+
 def error_and_bound(
     actual: Tensor, reference: Tensor, unfused: Tensor, dtype: torch.dtype
 ) -> tuple[float, float]:
@@ -456,3 +461,30 @@ def check_gradients(
             check_close(grad, ref, yardstick, dtype, name)
         elif grad.shape != (0,):
             raise AssertionError(f"{name}: must have shape (0,), got {grad.shape}")
+
+
+def check_moe_mlp(
+    results: Sequence[Tensor], args: Sequence[Any], **kwargs: Any
+) -> None:
+    """:func:`check_close` of what ``_moe_mlp(*args, **kwargs)`` gives.
+
+    Args:
+        results: the output, or output and pre-activations.
+    """
+    truth = moe_mlp_reference(*args, **kwargs)
+    unfused = moe_mlp_unfused(*args, **kwargs)
+    for name, *tensors in zip(("output", "preact"), results, truth, unfused):
+        check_close(*tensors, args[0].dtype, name)
+
+
+def check_moe_mlp_backward(
+    grads: Sequence[Tensor],
+    grad_out: Tensor,
+    args: Sequence[Any],
+    output_mask: Sequence[bool] = (True,) * 7,
+    **kwargs: Any,
+) -> None:
+    """:func:`check_gradients` of ``_moe_mlp(*args, **kwargs)``."""
+    truth = moe_mlp_backward_reference(grad_out, *args, **kwargs)
+    unfused = moe_mlp_backward_unfused(grad_out, *args, **kwargs)
+    check_gradients(grads, truth, unfused, grad_out.dtype, output_mask)

@@ -39,7 +39,7 @@ def _local(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _lending(kind: type, *names: str) -> type:
-    """A subclass that hands those of its weights that it has to a function which it is called with."""
+    """A subclass whose forward calls a given function with the weights that it holds."""
 
     class Lending(kind):
         @dataclass(kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class FusedRoutedExperts(RoutedExperts):
         return (self.inner_experts,) if GroupedLinear is None else (self.w13, self.w2)
 
     def with_weights(self, x: torch.Tensor, run: Callable) -> torch.Tensor:
-        """``run(x, w_in, w_out)``, and ``w_up`` of three, inside of the modules that hold them."""
+        """``run(x, w_in, w_out)``, with ``w_up`` if there are three, inside the modules that hold them."""
         if GroupedLinear is None:
             return self.inner_experts(x, run)
         return self.w13(

@@ -383,7 +383,7 @@ class TestFusedRoutedExperts(TestCase):
         self.assertEqual(gathered, expected, atol=0, rtol=0)
 
         class Adapter(torch.nn.Module):
-            """Has none of the weights' names, as PEFT's wrapper; more than calls it."""
+            """Like PEFT's wrapper, it has no attribute with the name of a weight."""
 
             def __init__(self, experts):
                 super().__init__()

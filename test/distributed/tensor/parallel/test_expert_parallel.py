@@ -35,13 +35,7 @@ from torch.testing._internal.common_utils import (
     subtest,
 )
 from torch.testing._internal.moe_generators import MoeCase, ROUTINGS
-from torch.testing._internal.moe_reference import (
-    check_close,
-    moe_mlp_backward_reference,
-    moe_mlp_backward_unfused,
-    moe_mlp_reference,
-    moe_mlp_unfused,
-)
+from torch.testing._internal.moe_reference import check_close, REFERENCE, UNFUSED
 
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -79,7 +73,7 @@ class GivenMoE(nn.MoE):
 
 
 class GroupedExperts(nn.Module):
-    """Of torchtitan's shape: rows in expert order and counts."""
+    """Has the interface of torchtitan's experts: rows in expert order, and their counts."""
 
     def __init__(self, w1, w2, w3):
         super().__init__()
@@ -165,10 +159,7 @@ class Whole:
     @classmethod
     def of(cls, operands, **kwargs):
         args, results = operands.args(), []
-        for forward, backward in (
-            (moe_mlp_reference, moe_mlp_backward_reference),
-            (moe_mlp_unfused, moe_mlp_backward_unfused),
-        ):
+        for forward, backward in (REFERENCE, UNFUSED):
             grads = backward(operands.grad_out, *args, **kwargs)._asdict()
             grads = {name.removeprefix("grad_"): g for name, g in grads.items()}
             results.append({"output": forward(*args, **kwargs)[0], **grads})
@@ -304,7 +295,7 @@ class TestExpertParallel(ExpertParallelTest):
                 )
                 found[combine] = self.differences(split, whole, x, grad, phase)
             self.assertEqual(found["exact"], set(), dtype)
-            # So that the comparison can fail: this one adds in another order.
+            # Shows that the comparison can fail: this one adds in another order.
             failed = torch.tensor(len(found["reduce"]))
             dist.all_reduce(failed)
             self.assertEqual(bool(failed), ep > 1, dtype)

@@ -36,7 +36,7 @@ D, H, E, K, T = 16, 24, 8, 3, 12
 
 
 class GroupedExperts(nn.Module):
-    """Of torchtitan's shape: rows in expert order and counts."""
+    """Has the interface of torchtitan's experts: rows in expert order, and their counts."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class TestExpertParallelCompile(GlooTest):
         torch._dynamo.reset()
         eager = functools.partial(call, layer)
         wants = [self.run_once(layer, eager, x) for x in inputs]
-        # Neither the check nor what it would say to other ranks is in the graph.
+        # The graph has neither the check nor its messages to other ranks.
         never = mock.Mock(side_effect=AssertionError("compared arguments"))
         with (
             torch._dynamo.config.patch(

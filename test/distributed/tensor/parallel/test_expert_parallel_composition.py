@@ -181,7 +181,7 @@ class TestFSDP(CompositionTest):
         self.compare(model, whole, 4, self.rank)
 
     def test_fewer_experts_than_ranks_and_an_odd_dim(self):
-        # FSDP shards no other dim than the first unevenly: two of four ranks have no rows.
+        # FSDP shards only the first dim unevenly: two of four ranks have no rows.
         whole = make_model(num_experts=2, top_k=1, hidden=7, activation="relu")
         model, dense = copy.deepcopy(whole), self.mesh(("dp_shard",), 4)
         sparse = self.sparse(("dp_shard",), (4,), 1)
@@ -228,7 +228,7 @@ class TestTensorParallel(CompositionTest):
         for block in model:
             fully_shard(block, mesh=dense["dp_shard"], shard_placement_fn=placement)
             block.set_gradient_divide_factor(2)
-        # A quarter of the batch each, yet two data parallel ranks.
+        # Each rank has a quarter of the batch, although there are two data parallel ranks.
         quarter = self.tokens(4)
         x, target = make_batch()
         output, want = model(x[quarter]), whole(x)

@@ -144,7 +144,7 @@ class TestEdges(GlooTest):
 
     @parametrize("options", OPTIONS)
     def test_tokens_that_are_not_finite(self, options):
-        # Neither other ranks nor other tokens of the rank see them, and nothing waits.
+        # They affect neither other ranks nor other tokens of the rank, and nothing waits.
         _, model = self.pair(**options)
         x, _ = self.tokens((4, 4, 4, 4))
 
@@ -246,7 +246,7 @@ class TestEdges(GlooTest):
     @parametrize("options", OPTIONS)
     @parametrize("first", [True, False])
     def test_ranks_that_disagree_about_gradients(self, options, first):
-        # Some would send gradients that others do not wait for: all hear of it at once.
+        # Some would send gradients that others do not wait for, so all ranks raise at once.
         for odd in ("input", "router", "experts", "no_grad"):
             _, model = self.pair(**options)
             # Without gradients of their own, tokens pass none of the router's on.
@@ -278,7 +278,7 @@ class TestEdges(GlooTest):
             model(x)
 
     def test_errors_of_collectives_name_the_layer(self):
-        # Of those beside the all-to-alls, which test_moe_faults.py has.
+        # Collectives other than all-to-alls, which test_moe_faults.py covers.
         x = torch.randn(4, D).double()
         gather = {"token_switch": "all_gather", "max_tokens": 4}
         for options, collective, phase in (
@@ -305,8 +305,8 @@ class TestEdges(GlooTest):
                     model(x)
             (note,) = caught.exception.__notes__
             self.assertRegex(note, message)
-            # None waits for a store that is lost, too: such a thread is in a call of c10d when
-            # Python shuts down, which ends the process with an abort.
+            # No thread still waits for the lost store: it would be inside c10d when Python shuts
+            # down, and that aborts the process.
             self.assertEqual(set(threading.enumerate()), threads)
 
     @parametrize("options", OPTIONS)
@@ -357,7 +357,7 @@ class TestEdges(GlooTest):
         self.assertEqual(found, want, atol=1e-10, rtol=1e-10)
 
     def test_no_second_derivative(self):
-        # What collectives return has no graph: such a derivative would miss terms.
+        # Results of collectives have no graph, so a second derivative would miss terms.
         torch.manual_seed(0)
         experts = GroupedExperts()
         counts = torch.full((E,), 2)
@@ -369,7 +369,7 @@ class TestEdges(GlooTest):
             )
             with self.assertRaisesRegex(RuntimeError, "differentiate twice"):
                 grad.square().sum().backward()
-        # Of one process it is there.
+        # In one process there is a second derivative.
         (grad,) = torch.autograd.grad(
             experts(x, counts).square().sum(), x, create_graph=True
         )
@@ -426,7 +426,7 @@ class TestEdges(GlooTest):
         parallelize_module(tied[0], self.mesh(("ep",), 4), ExpertParallel())
         with self.assertRaisesRegex(ValueError, "'w_in' is tied to one .* untie them"):
             parallelize_module(tied[1], other["ep"], ExpertParallel())
-        # One that is not parallelized would train a parameter of its own.
+        # A tied layer that is not parallelized would train its own parameter.
         with self.assertRaisesRegex(RuntimeError, "'w_(in|out)' is tied .* untie them"):
             tied(self.tokens(STEPS[0])[0]).sum().backward()
         with torch.no_grad():

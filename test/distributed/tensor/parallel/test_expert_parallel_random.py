@@ -10,12 +10,10 @@ are made again, and the same must hold for another draw in the same processes.
 Ranks are forked from a process that has imported torch, what takes longest.
 """
 
-import argparse
 import copy
 import datetime
 import faulthandler
 import functools
-import importlib
 import io
 import json
 import os
@@ -51,6 +49,11 @@ from torch.utils.checkpoint import (
 )
 
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from moe_fault_ranks import run_seeds  # noqa: E402
+
+
 if "--seeds" in sys.argv:
     # Ranks are no tests, and what tests need takes longer to import than torch.
     TestCase = object
@@ -59,7 +62,7 @@ else:
 
 
 D, HIDDEN, STEPS = 8, 6, 3  # plans by average loads are used from the second step on
-# So that weights do not explode in these steps, and rounding errors with them.
+# Small, so that weights, and with them rounding errors, do not explode in these steps.
 LR = 0.005
 # Seconds: of a collective, of one that a fault makes wait, and of all that a seed does.
 TIMEOUT, SHORT_TIMEOUT, DEADLINE = 120, 15, 300
@@ -148,7 +151,7 @@ class Plan:
         self._legalize()
 
     def _legalize(self) -> None:
-        """Takes out what is refused for reasons of its own, each in the docs."""
+        """Removes combinations that ExpertParallel refuses; the docs give each reason."""
         if self.wrap == "replicate":
             self.placement = None
         if self.lora:
@@ -409,7 +412,7 @@ class Run:
         ]
 
     def compare_gradients(self):
-        """And leaves in ``.grad`` what an optimizer has to see."""
+        """Also leaves in ``.grad`` what an optimizer has to see."""
         plan = self.plan
         dense, experts = self.mean()
         for name, p, other in self.parameters():
@@ -643,27 +646,7 @@ class TestRandomCompositions(TestCase):
         self.assertEqual(len(done.stdout.splitlines()), count)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "COUNT"))
-    parser.add_argument("--log", type=Path, help="what happened, a line of JSON a seed")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    importlib.import_module(
-        "torch._dynamo"
-    )  # or each rank imports it, in its first checkpoint
-    bad = 0
-    for seed in range(args.seeds[0], sum(args.seeds)):
-        row = run_seed(seed)
-        bad += bool(row["problems"])
-        print(json.dumps(row), flush=True)
-        if args.log:
-            with args.log.open("a") as log:
-                log.write(json.dumps(row) + "\n")
-    return 1 if bad else 0
-
-
 if __name__ == "__main__":
     if "--seeds" in sys.argv:
-        raise SystemExit(main())
+        raise SystemExit(run_seeds(__doc__, run_seed))
     run_tests()

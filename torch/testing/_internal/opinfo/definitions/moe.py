@@ -8,7 +8,6 @@ from operator import itemgetter
 import numpy as np
 
 import torch
-import torch.nn.functional as F
 from torch.testing import make_tensor
 from torch.testing._internal.common_device_type import tol, toleranceOverride
 from torch.testing._internal.common_dtype import floating_types_and
@@ -107,8 +106,21 @@ def operands_of_sample(
     return ops.split_gate() if separate_up else ops
 
 
+def mlp_samples(dtype, device, requires_grad=False, samples=MLP_SAMPLES, **fixed):
+    """Operands and keyword arguments of each sample. ``fixed`` overrides which operands are there."""
+    for case, kwargs, options in samples:
+        activation = kwargs.get("activation", "swiglu")
+        options = {**options, **fixed}
+        yield (
+            operands_of_sample(
+                case, dtype, device, requires_grad, activation, **options
+            ),
+            kwargs,
+        )
+
+
 def optional_operands(ops, *names):
-    """Those that are there, by name."""
+    """The operands among ``names`` that are not None, by name."""
     values = {name: getattr(ops, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -158,15 +170,7 @@ OPTIONAL_OPERANDS = ("topk_weights", "row_slots", "slot_rows", "b_in", "b_out", 
 
 @concrete
 def sample_inputs_moe_mlp(op_info, device, dtype, requires_grad, **kwargs):
-    for case, op_kwargs, options in MLP_SAMPLES:
-        ops = operands_of_sample(
-            case,
-            dtype,
-            device,
-            requires_grad,
-            op_kwargs.get("activation", "swiglu"),
-            **options,
-        )
+    for ops, op_kwargs in mlp_samples(dtype, device, requires_grad):
         yield SampleInput(
             ops.input,
             args=(ops.w_in, ops.w_out, ops.offs),
@@ -216,16 +220,10 @@ def sample_inputs_moe_mlp_backward(op_info, device, dtype, requires_grad, **kwar
     some = [True, False, True, False, True, False, True]
     masks = ([True] * 7, [True] * 7, some, [False] * 7)
     # It has two more tensors, which is four times as many subsets.
-    for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES[2:]):
-        options = {**options, "weighted": False, "bias": False}
-        ops = operands_of_sample(
-            case,
-            dtype,
-            device,
-            False,
-            op_kwargs.get("activation", "swiglu"),
-            **options,
-        )
+    samples = mlp_samples(
+        dtype, device, samples=MLP_SAMPLES[2:], weighted=False, bias=False
+    )
+    for i, (ops, op_kwargs) in enumerate(samples):
         _, preact = moe_mlp_reference(*ops.args(), **op_kwargs)
         operands = dict.fromkeys(OPTIONAL_OPERANDS)
         operands.update(optional_operands(ops, *OPTIONAL_OPERANDS))
@@ -321,15 +319,12 @@ def error_inputs_moe_topk(op_info, device, **kwargs):
 
 @concrete
 def sample_inputs_functional_moe_mlp(op_info, device, dtype, requires_grad, **kwargs):
-    for i, (case, op_kwargs, options) in enumerate(MLP_SAMPLES):
-        ops = operands_of_sample(
-            dataclasses.replace(case, num_rows=None, row_alignment=1),
-            dtype,
-            device,
-            requires_grad,
-            op_kwargs.get("activation", "swiglu"),
-            **{**options, "permuted": True},
-        )
+    samples = [
+        (dataclasses.replace(case, num_rows=None, row_alignment=1), *rest)
+        for case, *rest in MLP_SAMPLES
+    ]
+    samples = mlp_samples(dtype, device, requires_grad, samples, permuted=True)
+    for i, (ops, op_kwargs) in enumerate(samples):
         args = (ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
         # Weights are positional where there are any: export on fake tensors takes no keyword
         # argument that an op reads before it meets another argument.
@@ -348,15 +343,8 @@ def sample_inputs_functional_moe_mlp(op_info, device, dtype, requires_grad, **kw
 
 @concrete
 def sample_inputs_grouped_mlp(op_info, device, dtype, requires_grad, **kwargs):
-    for case, op_kwargs, options in MLP_SAMPLES:
-        ops = operands_of_sample(
-            case,
-            dtype,
-            device,
-            requires_grad,
-            op_kwargs.get("activation", "swiglu"),
-            **{**options, "permuted": False, "weighted": False},
-        )
+    samples = mlp_samples(dtype, device, requires_grad, permuted=False, weighted=False)
+    for ops, op_kwargs in samples:
         yield SampleInput(
             ops.input,
             args=(ops.w_in, ops.w_out),
@@ -473,26 +461,42 @@ NO_SMALLER_ROUNDING = DecorateInfo(
 
 moe_dtypes = floating_types_and(torch.float16, torch.bfloat16)
 
-op_db: list[OpInfo] = [
-    OpInfo(
-        "_moe_permutation",
-        op=torch._moe_permutation,
-        ref=numpy_reference(moe_permutation_reference),
-        dtypes=(torch.int32, torch.int64),
-        sample_inputs_func=sample_inputs_moe_permutation,
-        error_inputs_func=error_inputs_moe_permutation,
-        supports_autograd=False,
+
+def moe_op_info(name, reference, sample_inputs, error_inputs, **options):
+    return OpInfo(
+        name,
+        ref=numpy_reference(reference),
+        sample_inputs_func=sample_inputs,
+        error_inputs_func=error_inputs,
         supports_out=False,
+        **{"dtypes": moe_dtypes, **options},
+    )
+
+
+# _moe_mlp_backward has no derivative, and TorchScript is deprecated.
+mlp_functional_op_info = partial(
+    moe_op_info,
+    supports_gradgrad=False,
+    supports_scripting=False,
+    decorators=(NO_SMALLER_ROUNDING,),
+    skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+)
+
+op_db: list[OpInfo] = [
+    moe_op_info(
+        "_moe_permutation",
+        moe_permutation_reference,
+        sample_inputs_moe_permutation,
+        error_inputs_moe_permutation,
+        dtypes=(torch.int32, torch.int64),
+        supports_autograd=False,
         skips=NO_BATCHING_RULE[:1],
     ),
-    OpInfo(
+    moe_op_info(
         "_moe_mlp",
-        op=torch._moe_mlp,
-        ref=numpy_reference(reference_moe_mlp),
-        dtypes=moe_dtypes,
-        sample_inputs_func=sample_inputs_moe_mlp,
-        error_inputs_func=error_inputs_moe_mlp,
-        supports_out=False,
+        reference_moe_mlp,
+        sample_inputs_moe_mlp,
+        error_inputs_moe_mlp,
         # _moe_mlp_backward has no derivative.
         supports_gradgrad=False,
         decorators=(NO_SMALLER_ROUNDING,),
@@ -505,60 +509,37 @@ op_db: list[OpInfo] = [
             ),
         ),
     ),
-    OpInfo(
+    moe_op_info(
         "_moe_mlp_backward",
+        reference_moe_mlp_backward,
+        sample_inputs_moe_mlp_backward,
+        error_inputs_moe_mlp_backward,
         op=torch.ops.aten._moe_mlp_backward.default,
-        ref=numpy_reference(reference_moe_mlp_backward),
-        dtypes=moe_dtypes,
-        sample_inputs_func=sample_inputs_moe_mlp_backward,
-        error_inputs_func=error_inputs_moe_mlp_backward,
         supports_autograd=False,
-        supports_out=False,
         decorators=(NO_SMALLER_ROUNDING,),
         skips=NO_BATCHING_RULE[:1],
     ),
-    OpInfo(
+    moe_op_info(
         "nn.functional.moe_topk",
-        op=F.moe_topk,
-        ref=numpy_reference(moe_topk_reference),
-        dtypes=moe_dtypes,
-        sample_inputs_func=sample_inputs_moe_topk,
-        error_inputs_func=error_inputs_moe_topk,
-        supports_out=False,
+        moe_topk_reference,
+        sample_inputs_moe_topk,
+        error_inputs_moe_topk,
         supports_forward_ad=True,
         supports_fwgrad_bwgrad=True,
         # TorchScript has no keyword-only arguments with defaults.
         supports_scripting=False,
         skips=NO_SUM_OF_OUTPUTS,
     ),
-    OpInfo(
+    mlp_functional_op_info(
         "nn.functional.moe_mlp",
-        op=F.moe_mlp,
-        ref=numpy_reference(reference_functional_moe_mlp),
-        dtypes=moe_dtypes,
-        sample_inputs_func=sample_inputs_functional_moe_mlp,
-        error_inputs_func=error_inputs_functional_moe_mlp,
-        supports_out=False,
-        # _moe_mlp_backward has no derivative.
-        supports_gradgrad=False,
-        # TorchScript is deprecated and not part of the contract.
-        supports_scripting=False,
-        decorators=(NO_SMALLER_ROUNDING,),
-        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+        reference_functional_moe_mlp,
+        sample_inputs_functional_moe_mlp,
+        error_inputs_functional_moe_mlp,
     ),
-    OpInfo(
+    mlp_functional_op_info(
         "nn.functional.grouped_mlp",
-        op=F.grouped_mlp,
-        ref=numpy_reference(reference_grouped_mlp),
-        dtypes=moe_dtypes,
-        sample_inputs_func=sample_inputs_grouped_mlp,
-        error_inputs_func=error_inputs_grouped_mlp,
-        supports_out=False,
-        # _moe_mlp_backward has no derivative.
-        supports_gradgrad=False,
-        # TorchScript is deprecated and not part of the contract.
-        supports_scripting=False,
-        decorators=(NO_SMALLER_ROUNDING,),
-        skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE,
+        reference_grouped_mlp,
+        sample_inputs_grouped_mlp,
+        error_inputs_grouped_mlp,
     ),
 ]

@@ -140,27 +140,25 @@ def no_tolerance_for_float8(*dtypes):
     )
 
 
+scaled_op_info = partial(OpInfo, dtypes=scaled_dtypes, supports_out=False)
+
 op_db: list[OpInfo] = [
-    OpInfo(
+    scaled_op_info(
         "_moe_quantize",
         op=torch.ops.aten._moe_quantize.default,
-        dtypes=scaled_dtypes,
         sample_inputs_func=sample_inputs_moe_quantize,
         error_inputs_func=error_inputs_moe_quantize,
         supports_autograd=False,
-        supports_out=False,
         # The suites compare with a tolerance, which float8 has none of.
         skips=NO_BATCHING_RULE[:1]
         + NO_VMAP[:1]
         + (no_tolerance_for_float8(torch.float32),),
     ),
-    OpInfo(
+    scaled_op_info(
         "_moe_mlp_scaled",
         op=torch.ops.aten._moe_mlp_scaled.default,
-        dtypes=scaled_dtypes,
         sample_inputs_func=sample_inputs_moe_mlp_scaled,
         error_inputs_func=error_inputs_moe_mlp_scaled,
-        supports_out=False,
         supports_gradgrad=False,
         skips=NO_BATCHING_RULE
         + NO_VMAP
@@ -168,13 +166,11 @@ op_db: list[OpInfo] = [
         + NO_SUM_OF_OUTPUTS
         + (no_tolerance_for_float8(torch.float32, torch.float16),),
     ),
-    OpInfo(
+    scaled_op_info(
         "nn.functional.scaled_moe_mlp",
         op=F.scaled_moe_mlp,
-        dtypes=scaled_dtypes,
         sample_inputs_func=sample_inputs_scaled_moe_mlp,
         error_inputs_func=error_inputs_scaled_moe_mlp,
-        supports_out=False,
         supports_gradgrad=False,
         # TorchScript has no keyword-only arguments with defaults.
         supports_scripting=False,

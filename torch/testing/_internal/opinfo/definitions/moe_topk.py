@@ -12,11 +12,10 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.testing._internal.opinfo.definitions.moe import (
     error_input,
     error_inputs_moe_topk,
-    moe_dtypes,
+    moe_op_info,
     NO_BATCHING_RULE,
     NO_FORWARD_OVER_REVERSE,
     NO_SUM_OF_OUTPUTS,
-    numpy_reference,
     op_db as moe_op_db,
     sample_inputs_moe_topk,
 )
@@ -92,27 +91,22 @@ def reference_moe_topk_backward(grad_weights, logits, topk_indices, **kwargs):
 
 
 op_db: list[OpInfo] = [
-    OpInfo(
+    moe_op_info(
         "_moe_topk",
-        op=torch._moe_topk,
-        ref=numpy_reference(moe_topk_reference),
-        dtypes=moe_dtypes,
-        sample_inputs_func=sample_inputs_moe_topk_op,
-        error_inputs_func=error_inputs_moe_topk_op,
-        supports_out=False,
+        moe_topk_reference,
+        sample_inputs_moe_topk_op,
+        error_inputs_moe_topk_op,
         # _moe_topk_backward has no derivative.
         supports_gradgrad=False,
         skips=NO_BATCHING_RULE + NO_FORWARD_OVER_REVERSE + NO_SUM_OF_OUTPUTS,
     ),
-    OpInfo(
+    moe_op_info(
         "_moe_topk_backward",
+        reference_moe_topk_backward,
+        sample_inputs_moe_topk_backward,
+        error_inputs_moe_topk_backward,
         op=torch.ops.aten._moe_topk_backward.default,
-        ref=numpy_reference(reference_moe_topk_backward),
-        dtypes=moe_dtypes,
-        sample_inputs_func=sample_inputs_moe_topk_backward,
-        error_inputs_func=error_inputs_moe_topk_backward,
         supports_autograd=False,
-        supports_out=False,
         skips=NO_BATCHING_RULE[:1],
     ),
 ]
