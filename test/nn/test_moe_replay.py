@@ -293,7 +293,89 @@ class TestMoeReplay(TestCase):
             model(x)
         run(x).sum().backward()
         self.assertEqual(gradients(model), expected)
+        del y
+        model(x)
         self.assertFalse(model[0]._forward_pre_hooks)
+
+    @parametrize("use_reentrant", (False, True))
+    def test_recomputation_of_another_forward(self, use_reentrant):
+        """Only what ran in the context is refused, whatever runs before and after."""
+        model = make_model()
+        x = torch.randn(6, D, requires_grad=True)
+
+        def run(x):
+            return checkpoint(model, x, use_reentrant=use_reentrant)
+
+        with record_routing(model) as record:
+            run(x).sum().backward()
+        expected = gradients(model)
+        flipped = {name: ids.flip(0) for name, ids in record.items()}
+        y = run(x)
+        with replay_routing(model, flipped), torch.no_grad():
+            run(x), model(x)  # as of a reference
+        y.sum().backward()
+        self.assertEqual(gradients(model), expected)
+        y = run(x)
+        with replay_routing(model, flipped):
+            replayed = run(x)
+        y.sum().backward()
+        self.assertEqual(gradients(model), expected)
+        run(x).sum().backward()
+        with self.assertRaisesRegex(RuntimeError, "'0' is computed again for a backw"):
+            replayed.sum().backward()
+
+    @parametrize("use_reentrant", (False, True))
+    def test_checkpoints_around_a_replay(self, use_reentrant):
+        model = make_model()
+        x = torch.randn(6, D, requires_grad=True)
+        with record_routing(model) as record:
+            model(x)
+        flipped = {name: ids.flip(0) for name, ids in record.items()}
+
+        def run(function, x):
+            return checkpoint(function, x, use_reentrant=use_reentrant)
+
+        def twice(x):  # computed again with its context
+            with replay_routing(model, flipped):
+                x = model(x)
+            return model(x)
+
+        twice(x).sum().backward()
+        expected = gradients(model)
+        run(twice, x).sum().backward()
+        self.assertEqual(gradients(model), expected)
+
+        with replay_routing(model, flipped):
+            y = run(lambda x: run(model, x), x)
+        with self.assertRaisesRegex(RuntimeError, "'0' is computed again for a backw"):
+            y.sum().backward()
+
+    def test_a_checkpoint_of_another_library(self):
+        class Recomputed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, function, x):
+                ctx.function = function
+                ctx.save_for_backward(x)
+                return function(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                with torch.enable_grad():
+                    y = ctx.function(x)
+                torch.autograd.backward(y, grad)
+                return None, x.grad
+
+        model = make_model()
+        x = torch.randn(6, D, requires_grad=True)
+        with record_routing(model) as record:
+            y = Recomputed.apply(model, x)
+        flipped = {name: ids.flip(0) for name, ids in record.items()}
+        with replay_routing(model, flipped):
+            replayed = Recomputed.apply(model, x)
+        y.sum().backward()
+        with self.assertRaisesRegex(RuntimeError, "'0' is computed again for a backw"):
+            replayed.sum().backward()
 
     def test_two_threads(self):
         """Each with a model of its own; one model has one thread at a time."""

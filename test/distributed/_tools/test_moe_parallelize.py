@@ -350,6 +350,12 @@ class TestApplied(GlooTest):
         with self.assertRaisesRegex(ValueError, "loss must be given.*got Model"):
             parallelize_moe(make_model(), **kw)
 
+    @parametrize("dry_run", (False, True))
+    def test_a_model_that_is_parallel_already(self, dry_run):
+        model, _ = parallelize_moe(make_model(), **KW)
+        with self.assertRaisesRegex(ValueError, "not be parallel yet, got a DTensor as"):
+            parallelize_moe(model, **KW, dry_run=dry_run)
+
     def test_no_experts(self):
         with self.assertRaisesRegex(ValueError, "model must have experts"):
             parallelize_moe(nn.Linear(4, 4), batch=8, profile=CPU)

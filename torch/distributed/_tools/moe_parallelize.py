@@ -23,7 +23,7 @@ from torch.distributed._tools.moe_profile import Profile, profile as known_profi
 from torch.distributed._tools.moe_trace import layers_with, matched, trace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ExpertParallel,
@@ -104,8 +104,8 @@ def parallelize_moe(
         The model, and its plan.
 
     Raises:
-        ValueError: nothing divides or fits, or a fixed choice cannot be applied. One line, with
-            the nearest choice that can.
+        ValueError: the model is parallel already; or nothing divides or fits, or a fixed choice cannot be
+            applied. One line, with the nearest choice that can.
 
     Example::
         >>> # xdoctest: +SKIP("needs ranks")
@@ -119,6 +119,12 @@ def parallelize_moe(
         >>> if plan.placement is not None:  # with load
         ...     plan.placement.step()
     """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parallelize_moe: model must not be parallel yet, got a DTensor as {name}; plan "
+                "and apply once, before other styles"
+            )
     experts, blocks = expert_names(model, adapter), block_names(model, adapter)
     config = MoEConfig.from_module(model)
     if tp_plan is None:

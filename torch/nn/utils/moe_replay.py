@@ -12,6 +12,7 @@ tokens, ``(*, D)``. The output may be anything.
 """
 
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -84,55 +85,86 @@ def _of_one_thread(routers: Iterable[Module]) -> Iterator[None]:
                     _threads[module] = me, depth - 1
 
 
+def _checkpoints() -> list[Any]:
+    """What may compute again what runs now, innermost first: the same objects in a forward and in its recomputations."""
+    autograd, hooks, found = torch._C._autograd, [], []
+    try:
+        while pair := autograd._top_saved_tensors_default_hooks(True):
+            autograd._pop_saved_tensors_default_hooks()
+            hooks.append(pair)
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
+    for pack, _ in hooks:
+        if getattr(pack, "_checkpoint_internal", False):
+            names = inspect.getclosurevars(inspect.unwrap(pack)).nonlocals
+            found.append(names.get("frame") or names["target_frame_ref"]())
+    # An autograd.Function has one ctx: torch.utils.checkpoint with reentrance, and what other libraries have.
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals.get("ctx")
+            if isinstance(ctx, torch.autograd.function.FunctionCtx):
+                found.append(ctx)
+        frame = frame.f_back
+    return found
+
+
 class _Refusal:
-    """What :func:`replay_routing` leaves on a router that ran in it, until the router runs again.
+    """What :func:`replay_routing` leaves on a router that ran in it within a checkpoint.
 
     A backward outside of the context would compute the router again, without the record, and so the gradients of
-    other experts.
+    other experts. It goes when the checkpoints are gone.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, replayed: Iterable[weakref.ref] = ()) -> None:
+        self.name, self.replayed = name, list(replayed)
+
+    def __reduce__(self) -> Any:
+        return _Refusal, (self.name,)  # a copy is of no checkpoint
 
     def __call__(self, module: Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if _is_recomputed():
-            raise RuntimeError(
-                f"replay_routing: {self.name!r} is computed again for a backward outside of the context, where it "
-                "would choose other experts; end the context after backward"
-            )
-        _take_refusal(module)
+        self.replayed = [ref for ref in self.replayed if ref() is not None]
+        if not self.replayed:
+            _take_refusal(module)
+        elif _is_recomputed():
+            running = {id(checkpoint) for checkpoint in _checkpoints()}
+            if any(id(ref()) in running for ref in self.replayed):
+                raise RuntimeError(
+                    f"replay_routing: {self.name!r} is computed again for a backward outside of the context, where it "
+                    "would choose other experts; end the context after backward"
+                )
 
     @staticmethod
     @contextmanager
     def around(routers: Mapping[str, Module]) -> Iterator[Callable[[str], None]]:
         """Yields what each router's hook calls with the router's name when the router runs in the context."""
-        pending = {name for name, module in routers.items() if _take_refusal(module)}
+        replayed = {name: _take_refusal(module) for name, module in routers.items()}
+        # These compute the context again, too.
+        outside = {id(checkpoint) for checkpoint in _checkpoints()}
 
         def runs(name: str) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or _is_recomputed():
                 return
-            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if _is_recomputed():
-                pending.discard(name)
-            elif hooks or not torch.is_grad_enabled():  # as checkpointing runs it
-                pending.add(name)
+            for checkpoint in _checkpoints():
+                if id(checkpoint) not in outside:
+                    replayed[name].append(weakref.ref(checkpoint))
 
         try:
             yield runs
         finally:
-            for name in pending:
-                routers[name].register_forward_pre_hook(_Refusal(name))
+            for name, refs in replayed.items():
+                if refs := [ref for ref in refs if ref() is not None]:
+                    routers[name].register_forward_pre_hook(_Refusal(name, refs))
 
 
-def _take_refusal(module: Module) -> bool:
-    """Removes it from a router; whether there was one."""
-    hooks = module._forward_pre_hooks
+def _take_refusal(module: Module) -> list[weakref.ref]:
+    """Removes it from a router; the checkpoints it was of."""
+    hooks: dict[int, Any] = module._forward_pre_hooks
     found = [key for key, hook in hooks.items() if isinstance(hook, _Refusal)]
-    for key in found:
-        del hooks[key]
-    return bool(found)
+    return [ref for key in found for ref in hooks.pop(key).replayed]
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -234,7 +266,7 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
     Raises:
         ValueError: the model lacks a router of the record, a router outside of the record runs, or
             a router gets another number of tokens.
-        RuntimeError: after the context, activation checkpointing runs a router that last ran in it; or
+        RuntimeError: after the context, activation checkpointing computes again what ran in it; or
             another thread records or replays the same modules.
     """
     routers = _routers(model)

@@ -15,6 +15,7 @@ adapter's wrapper) does its work; with hooks of others on one the forward is tor
 activation or another product (LoRA, FP8) are subclasses there, and are refused.
 """
 
+import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -96,6 +97,8 @@ class FusedRoutedExperts(RoutedExperts):
             num_experts = self.token_dispatcher.num_experts
             self.switch = TokenSwitchAllToAll(mesh.get_group(), num_experts)
 
+    # Names of arguments, of which torchtitan has changed some, are those of its placements.
+    @functools.wraps(RoutedExperts.forward)
     def forward(
         self,
         x_TD: torch.Tensor,

@@ -8,6 +8,7 @@ and later, where gate and up are one parameter and experts are two GroupedLinear
 
 import copy
 import importlib
+import inspect
 import pathlib
 import sys
 import types
@@ -351,6 +352,14 @@ class TestFusedRoutedExperts(TestCase):
         grads = [p.grad for p in module.parameters()]
         grads = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
         return y, x.grad, *grads
+
+    def test_arguments_have_the_names_that_placements_have(self):
+        """torchtitan finds the placement of an argument by its name: x_BLD in 0.3.0, x_TD later."""
+        names = [
+            [*inspect.signature(c.forward).parameters]
+            for c in (self.client.FusedRoutedExperts, self.moe.RoutedExperts)
+        ]
+        self.assertEqual(*names)
 
     def test_leading_dimensions(self):
         """(B, L, D), as in torchtitan 0.3.0."""
