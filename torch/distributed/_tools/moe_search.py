@@ -105,8 +105,8 @@ class Search:
             for name in names:
                 value = fixed.get(name, 1)
                 if n % value:
-                    works = [i for i in _divisors(n) if i <= gpus]
-                    nearest = min(works, key=lambda i: abs(i - value))
+                    common = math.gcd(n, gpus, whole.get(name, (0, ""))[0])
+                    nearest = min(_divisors(common), key=lambda i: abs(i - value))
                     raise ValueError(
                         f"plan: {name} must divide {what}, got {value}; nearest that works: "
                         f"{name}={nearest}"
