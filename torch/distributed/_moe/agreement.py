@@ -79,7 +79,9 @@ class CheckedTokenSwitch(TokenSwitch):
         # The order matters: a graph guards what it reads of self.
         if not self._communicates() or tuple(values) in self._agreed:
             return
-        rows = [(dist.get_rank(), {name: str(v) for name, v in values.items()})]
+        # Layers that were parallelized in another order on some ranks have each other's weights and plans.
+        facts = {"layer": self.levels[0].owner, **values}
+        rows = [(dist.get_rank(), {name: str(v) for name, v in facts.items()})]
         # A mode of one rank only, such as a profiler, must not change what is sent.
         with _disable_current_modes():
             for level in self.levels:
@@ -90,7 +92,7 @@ class CheckedTokenSwitch(TokenSwitch):
                 level.named("agree", gather)
                 rows = [row for part in parts for row in part]
         rows.sort(key=lambda row: row[0])
-        for name in values:
+        for name in facts:
             found = [row[name] for _, row in rows]
             if len(set(found)) > 1:
                 ranks = [rank for rank, _ in rows]
