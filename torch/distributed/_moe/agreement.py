@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["AGREED", "CheckedTokenSwitch", "ODD"]
 
 
-# Facts that shapes of collectives depend on, including those of backward.
+# Facts that shapes of collectives depend on, including those of backward, and the layer: one that a rank
+# leaves out alone would get the tokens of the next one.
 AGREED = (
+    "layer, from 1,",
     "K",
     "num_experts",
     "row bytes",
@@ -32,6 +34,8 @@ AGREED = (
 # size announces it in a message of the size that the others expect: with
 # CHANGED if all ranks heard so far do the same, else with ODD.
 ODD, CHANGED = 0, 1
+# Layers, and ways to require gradients, that have marks of their own.
+_LAYERS = _WAYS = 64
 
 
 class CheckedTokenSwitch(TokenSwitch):
@@ -40,10 +44,12 @@ class CheckedTokenSwitch(TokenSwitch):
     Attributes:
         ranks (list[int]): global ranks in the order of the experts that they hold.
         levels (tuple[Exchange, ...]): where the communication happens.
+        layer (int): number of its layer among those of the ranks, from 1. 0 is any layer.
     """
 
     ranks: list[int]
     levels: tuple[Exchange, ...]
+    layer = 0
     # Whether backward sends gradients of each tensor, if known before dispatch.
     requires_grad: tuple[bool, ...] = ()
 
@@ -61,8 +67,9 @@ class CheckedTokenSwitch(TokenSwitch):
         # Mark by what requires gradients, in the order in which all ranks agreed.
         self._marks: dict[int, int] = {}
 
-    def name_owner(self, owner: str) -> None:
+    def name_owner(self, owner: str, layer: int) -> None:
         """Names the owner of the switch in errors of its communication."""
+        self.layer = layer
         for level in self.levels:
             level.owner = owner
 
@@ -124,7 +131,8 @@ class CheckedTokenSwitch(TokenSwitch):
         now, last = {k: str(v) for k, v in facts.items()}, self._last_facts
         if now == last and bits in self._marks:
             return self._marks[bits]
-        mark = self._marks.get(bits, CHANGED + 1 + len(self._marks))
+        first = CHANGED + 1 + self.layer % _LAYERS * _WAYS
+        mark = self._marks.get(bits, first + len(self._marks))
         if (mark + 1) * (self._num_experts + 2) >= 2**31:
             raise RuntimeError(
                 f"{type(self).__name__}: {self._num_experts} experts and {len(self._marks)} ways "
@@ -159,7 +167,7 @@ class CheckedTokenSwitch(TokenSwitch):
         """Raises if a static message has another mark."""
         torch._assert_async(
             same,
-            f"{type(self).__name__}: K, D, dtypes, capacity, {AGREED[-1]} must be the same "
+            f"{type(self).__name__}: the layer, K, D, dtypes, capacity, {AGREED[-1]} must be the same "
             "on all ranks, and one of them has changed some of it alone",
         )
 

@@ -403,6 +403,19 @@ class TestEdges(GlooTest):
             model[0](torch.randn(2, D))
 
     @parametrize("options", OPTIONS)
+    def test_a_rank_leaves_another_layer_out(self, options):
+        """Its tokens would be computed by experts of another layer, of the same shape."""
+        torch.manual_seed(0)
+        layers = [self.parallel(nn.MoE(D, H, E, K), **options) for _ in range(3)]
+        x = torch.randn(2, D)
+        for layer in layers:
+            layer(x)
+        kept = layers[1:] if self.rank == 1 else layers[:2]
+        with self.assertRaisesRegex(RuntimeError, "layer.* must be the same on all"):
+            for layer in kept:
+                layer(x)
+
+    @parametrize("options", OPTIONS)
     def test_shapes_of_input(self, options):
         """One token without its dim, jagged tokens, and tokens that are not contiguous."""
         whole, model = self.pair(**options)

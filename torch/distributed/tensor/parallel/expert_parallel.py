@@ -543,8 +543,8 @@ class ExpertParallel(ParallelStyle):
         name_owner = getattr(region.switch, "name_owner", None)
         if name_owner is not None:
             count = _layers.setdefault(mesh_of["ep"].get_group(), itertools.count())
-            kind = type(module).__name__
-            name_owner(f"expert parallel layer {next(count)} ({kind})")
+            number, kind = next(count), type(module).__name__
+            name_owner(f"expert parallel layer {number} ({kind})", number + 1)
         region.expert_names = tuple(dims)
         region.make_switch = self._make_switch
         region.mesh_device_type = device_mesh.device_type
