@@ -314,6 +314,26 @@ class TestFetchAhead(GlooTest):
         check(3)
 
     @parametrize("keep", [False, True])
+    def test_inference_comes_first(self, keep):
+        """An evaluation before the first step, as trainers do, and a model made to serve."""
+        for made_in_inference in (True, False):
+            with torch.inference_mode(made_in_inference):
+                whole, model, placement = self.pair(every=1, keep=keep)
+            with torch.inference_mode():
+                for step in range(3):
+                    x = self.batch(step)
+                    mine = slice(6 * self.rank, 6 * self.rank + 6)
+                    self.assertEqual(model(x[mine]), whole(x)[mine])
+                    placement.step()
+            self.assertGreater(sum(layer.moves for layer in placement.layers), 0)
+        for step in range(3):
+            model.zero_grad(), whole.zero_grad()
+            self.loss(model, step).backward(), self.loss(whole, step).backward()
+            self.sum_gradients(model)
+            self.check_same(model, whole, "grad")
+            placement.step()
+
+    @parametrize("keep", [False, True])
     @parametrize("form", ["foreach", "fused"])
     def test_multi_tensor_steps_are_noticed(self, form, keep):
         """Before placement.step(), as in an evaluation between optimizer and placement."""

@@ -193,8 +193,10 @@ LOST = "connection|timed? ?out|closed|reset|broken pipe"
 WHERE = r"expert parallel layer \d+ \(MoE\): .+ failed at level '\w+', group .+ of ranks .+, on rank"
 
 
-def problems(plan: Plan, codes: list[int | None], reports: list[dict]) -> list[str]:
-    """What is not as it must be."""
+def problems(
+    plan: Plan, codes: list[int | None], reports: list[dict], no_core: float
+) -> list[str]:
+    """What is not as it must be; ``no_core``: seconds in which ranks had no core."""
     found = []
     survived = plan.fault in ("pause", "empty")
     # The last thing that it does may be in time for all others.
@@ -202,9 +204,13 @@ def problems(plan: Plan, codes: list[int | None], reports: list[dict]) -> list[s
     struck = reports[plan.victim].get("struck")
     for rank, (code, report) in enumerate(zip(codes, reports)):
         gone = rank == plan.victim and plan.fault in ("kill", "stop") and not late
-        if code != (-signal.SIGKILL if gone else 0):
+        # The last step may have ended while the timer ran.
+        ends = {-signal.SIGKILL} if gone else {0}
+        if rank == plan.victim and late and plan.fault in ("kill", "stop") and struck:
+            ends.add(-signal.SIGKILL)
+        if code not in ends:
             found.append(f"rank {rank} ended with {code}")
-        if gone:
+        if code != 0:
             continue
         if "destroyed" not in report:
             found.append(f"rank {rank} destroyed no process group")
@@ -222,7 +228,7 @@ def problems(plan: Plan, codes: list[int | None], reports: list[dict]) -> list[s
             found.append(f"rank {rank} says {error}")
         elif "failed at level" in error and not re.search(WHERE, error):
             found.append(f"rank {rank} does not say where: {error}")
-        elif rank != plan.victim and report["at"] - struck > 2 * TIMEOUT:
+        elif rank != plan.victim and report["at"] - struck > 2 * TIMEOUT + no_core:
             found.append(f"rank {rank} took {report['at'] - struck:.1f} s: {error}")
     return found
 
@@ -252,7 +258,7 @@ def run_seed(seed: int) -> dict[str, object]:
     for report, text in zip(reports, texts):
         for line in re.findall("(?m)^{.*}$", text):
             report |= json.loads(line)
-    found = problems(plan, codes, reports)
+    found = problems(plan, codes, reports, no_core)
     struck = reports[plan.victim].get("struck")
     waits = [r["at"] - struck for r in reports if "at" in r and struck]
     row: dict[str, object] = {"seed": seed, "what": plan.describe()}

@@ -224,8 +224,8 @@ class TestSwitchTools(AllToAllTest):
                 routing = switch.create_routing(mine)
                 switch.dispatch(routing, x, weights)
             self.assertEqual(sent.sent["flat"]["rows"], bf16)
-            # K int32 and K floats a row, six int32 per pair of ranks.
-            self.assertEqual(metadata_bytes(sent.sent["flat"]), 8 * K * copies + 3 * 24)
+            # K int32 and K floats a row, seven int32 per pair of ranks.
+            self.assertEqual(metadata_bytes(sent.sent["flat"]), 8 * K * copies + 3 * 28)
             self.assertLessEqual(metadata_bytes(sent.sent["flat"]), 0.02 * bf16)
             self.assertEqual(sent.sent["flat"]["scales"], 0)
 

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["AGREED", "CheckedTokenSwitch", "ODD"]
 
 
-# Facts that shapes of collectives depend on, including those of backward.
+# Facts that shapes of collectives depend on, including those of backward, and the layer: one that a rank
+# leaves out alone would get the tokens of the next one.
 AGREED = (
+    "layer, from 1,",
     "K",
     "num_experts",
     "row bytes",
@@ -32,6 +34,8 @@ AGREED = (
 # size announces it in a message of the size that the others expect: with
 # CHANGED if all ranks heard so far do the same, else with ODD.
 ODD, CHANGED = 0, 1
+# Layers, and ways to require gradients, that have marks of their own.
+_LAYERS = _WAYS = 64
 
 
 class CheckedTokenSwitch(TokenSwitch):
@@ -40,10 +44,12 @@ class CheckedTokenSwitch(TokenSwitch):
     Attributes:
         ranks (list[int]): global ranks in the order of the experts that they hold.
         levels (tuple[Exchange, ...]): where the communication happens.
+        layer (int): number of its layer among those of the ranks, from 1. 0 is any layer.
     """
 
     ranks: list[int]
     levels: tuple[Exchange, ...]
+    layer = 0
     # Whether backward sends gradients of each tensor, if known before dispatch.
     requires_grad: tuple[bool, ...] = ()
 
@@ -61,8 +67,9 @@ class CheckedTokenSwitch(TokenSwitch):
         # Mark by what requires gradients, in the order in which all ranks agreed.
         self._marks: dict[int, int] = {}
 
-    def name_owner(self, owner: str) -> None:
+    def name_owner(self, owner: str, layer: int) -> None:
         """Names the owner of the switch in errors of its communication."""
+        self.layer = layer
         for level in self.levels:
             level.owner = owner
 
@@ -79,7 +86,9 @@ class CheckedTokenSwitch(TokenSwitch):
         # The order matters: a graph guards what it reads of self.
         if not self._communicates() or tuple(values) in self._agreed:
             return
-        rows = [(dist.get_rank(), {name: str(v) for name, v in values.items()})]
+        # Layers that were parallelized in another order on some ranks have each other's weights and plans.
+        facts = {"layer": self.levels[0].owner, **values}
+        rows = [(dist.get_rank(), {name: str(v) for name, v in facts.items()})]
         # A mode of one rank only, such as a profiler, must not change what is sent.
         with _disable_current_modes():
             for level in self.levels:
@@ -90,7 +99,7 @@ class CheckedTokenSwitch(TokenSwitch):
                 level.named("agree", gather)
                 rows = [row for part in parts for row in part]
         rows.sort(key=lambda row: row[0])
-        for name in values:
+        for name in facts:
             found = [row[name] for _, row in rows]
             if len(set(found)) > 1:
                 ranks = [rank for rank, _ in rows]
@@ -122,7 +131,8 @@ class CheckedTokenSwitch(TokenSwitch):
         now, last = {k: str(v) for k, v in facts.items()}, self._last_facts
         if now == last and bits in self._marks:
             return self._marks[bits]
-        mark = self._marks.get(bits, CHANGED + 1 + len(self._marks))
+        first = CHANGED + 1 + self.layer % _LAYERS * _WAYS
+        mark = self._marks.get(bits, first + len(self._marks))
         if (mark + 1) * (self._num_experts + 2) >= 2**31:
             raise RuntimeError(
                 f"{type(self).__name__}: {self._num_experts} experts and {len(self._marks)} ways "
@@ -157,7 +167,7 @@ class CheckedTokenSwitch(TokenSwitch):
         """Raises if a static message has another mark."""
         torch._assert_async(
             same,
-            f"{type(self).__name__}: K, D, dtypes, capacity, {AGREED[-1]} must be the same "
+            f"{type(self).__name__}: the layer, K, D, dtypes, capacity, {AGREED[-1]} must be the same "
             "on all ranks, and one of them has changed some of it alone",
         )
 

@@ -245,7 +245,9 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
         """Values that shapes depend on, for every rank; ranks that disagree would exchange garbage."""
         K, E = idx.shape[1], self._num_experts
-        values = (K, E, self.row_bytes, self._grad_bits() % _PRIME)
+        # A graph with a number would be of one layer.
+        layer = 0 if torch.compiler.is_compiling() else self.layer
+        values = (layer, K, E, self.row_bytes, self._grad_bits() % _PRIME)
         return tuple(torch.full_like(counts, n) for n in values)
 
     def _read(
@@ -255,12 +257,14 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         name = type(self).__name__
         if torch.compiler.is_compiling():
             # Reading more values would only add symbols.
+            agree = agree[:, 1:]  # ranks without a graph send their layer
             torch._assert_async(
                 (agree == agree[:1]).all(),
-                f"{name}: {', '.join(AGREED)} must be the same on all ranks",
+                f"{name}: {', '.join(AGREED[1:])} must be the same on all ranks",
             )
             return read_on_host(*tables)
         *columns, shapes = read_on_host(*tables, agree)
+        shapes[0] = [layer or self.layer for layer in shapes[0]]
         for what, values in zip(AGREED, shapes):
             if min(values) != max(values):
                 raise RuntimeError(

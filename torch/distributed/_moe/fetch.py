@@ -216,8 +216,13 @@ class _Made(NamedTuple):
     facts: tuple[Any, ...]
 
     @staticmethod
-    def of(moves: Moves, weights: Mapping[str, Tensor], versions: Versions) -> _Made:
+    def of(
+        moves: Moves, weights: Mapping[str, Tensor], versions: Versions
+    ) -> _Made | None:
+        """None for inference tensors, which do not count what is written to them."""
         held = [w.detach() for w in weights.values()]
+        if any(w.is_inference() for w in held):
+            return None
         return _Made(moves, held, (id(moves), versions, [_place(w) for w in held]))
 
 
@@ -277,7 +282,7 @@ class Fetcher:
     ) -> None:
         """Issues the fetch of a later forward, unless copies are kept. Collective."""
         made = _Made.of(moves, weights, versions)
-        if self._kept_as(made) is None:
+        if made is not None and self._kept_as(made) is None:
             self._ahead = self._issue(moves, weights, made, None)
 
     def begin(
@@ -295,10 +300,10 @@ class Fetcher:
             versions (tuple[int], optional): of the parameters, if existing copies may
                 be used and new ones kept.
         """
-        if versions is None or any(w.is_inference() for w in weights.values()):
+        made = None if versions is None else _Made.of(moves, weights, versions)
+        if made is None:
             return self._issue(moves, weights, None, None)
-        made, ahead = _Made.of(moves, weights, versions), self._ahead
-        self._ahead = None
+        ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.modes == _modes(weights):
             if ahead.made is not None and ahead.made.facts == made.facts:
                 return ahead._replace(sends=False)
@@ -319,7 +324,8 @@ class Fetcher:
         self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
     ) -> dict[str, Tensor] | None:
         """The kept copies, if they are those of ``moves`` and ``weights``."""
-        copies = self._kept_as(_Made.of(moves, weights, versions))
+        made = _Made.of(moves, weights, versions)
+        copies = None if made is None else self._kept_as(made)
         return None if copies is None else dict(zip(weights, copies))
 
     def _kept_as(self, made: _Made) -> list[Tensor] | None:

@@ -73,10 +73,12 @@ class LoadStats:
         # By name, as a group kept alive keeps its threads.
         self._group_name: Any = getattr(group, "group_name", group)
         self._decay = decay
-        # The last column is the number of forwards.
-        self._sums = torch.zeros(
-            num_layers, num_experts + 1, dtype=torch.int64, device=device
-        )
+        # The last column is the number of forwards. No inference tensor: the first forward may be an
+        # evaluation, and training counts on.
+        with torch.inference_mode(False):
+            self._sums = torch.zeros(
+                num_layers, num_experts + 1, dtype=torch.int64, device=device
+            )
         self._average: Tensor | None = None
 
     @property

@@ -388,6 +388,45 @@ class TestEdges(GlooTest):
         x, mine = self.tokens((1, 2, 3, 4))
         self.assertEqual(other(x[mine]), model(x[mine]))
 
+    def test_another_order_of_layers_on_a_rank(self):
+        """Each layer would have weights of the other one, and their numbers look right."""
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.MoE(D, H, E, K) for _ in range(2))
+        for i in (1, 0) if self.rank == 2 else (0, 1):
+            parallelize_module(model[i], self.mesh(("ep",), 4), ExpertParallel())
+        layer = r"expert parallel layer \d+ \(MoE\)"
+        message = (
+            "layer must be the same on all ranks, ranks .* have "
+            rf"\[({layer}), \1, (?!\1){layer}, \1\]"
+        )
+        with self.assertRaisesRegex(RuntimeError, message):
+            model[0](torch.randn(2, D))
+
+    @parametrize("options", OPTIONS)
+    def test_a_rank_leaves_another_layer_out(self, options):
+        """Its tokens would be computed by experts of another layer, of the same shape."""
+        torch.manual_seed(0)
+        layers = [self.parallel(nn.MoE(D, H, E, K), **options) for _ in range(3)]
+        x = torch.randn(2, D)
+        for layer in layers:
+            layer(x)
+        kept = layers[1:] if self.rank == 1 else layers[:2]
+        with self.assertRaisesRegex(RuntimeError, "layer.* must be the same on all"):
+            for layer in kept:
+                layer(x)
+
+    @parametrize("options", OPTIONS)
+    def test_shapes_of_input(self, options):
+        """One token without its dim, jagged tokens, and tokens that are not contiguous."""
+        whole, model = self.pair(**options)
+        x = self.tokens((6, 6, 6, 6))[0].view(4, 6, D)[self.rank]
+        jagged = torch.nested.nested_tensor_from_jagged(
+            x, torch.tensor([0, 2, 2, 5 - self.rank % 2, 6])
+        )
+        for tokens in (x[0], x[:1].expand(6, D), x[::2], x.view(2, 3, D), x[:0]):
+            self.assertEqual(model(tokens), whole(tokens))
+        self.assertEqual(model(jagged).values(), whole(x))
+
     def test_rank_outside_of_the_mesh(self):
         mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("ep",))
         module = nn.MoE(D, H, E, K)

@@ -175,7 +175,7 @@ def _switch(layer: PlacedLayer, module: nn.Module, group: dist.ProcessGroup) -> 
     slots = layer.home.topology.slots_per_rank
     switch = region.make_switch(mesh, mesh.size() * slots)
     if hasattr(switch, "name_owner"):
-        switch.name_owner(region.switch.levels[0].owner)
+        switch.name_owner(region.switch.levels[0].owner, region.switch.layer)
     return switch
 
 

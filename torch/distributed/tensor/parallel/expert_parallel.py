@@ -151,12 +151,13 @@ class _Region:
         shared: Callable[[], Tensor | None] | None = None,
     ) -> Tensor:
         """See :class:`ExpertExchange`; ``module`` has its local parameters."""
-        tokens = input.flatten(0, -2)
-        ids = topk_indices.flatten(0, -2)
+        # One token may come without its dim.
+        tokens = torch.atleast_2d(input).flatten(0, -2)
+        ids = torch.atleast_2d(topk_indices).flatten(0, -2)
         if topk_weights is None:
             weights = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
         else:
-            weights = topk_weights.flatten(0, -2)
+            weights = torch.atleast_2d(topk_weights).flatten(0, -2)
         if self.tp_mesh is not None:
             tokens = self._copy_to_tensor_parallel(tokens)
             weights = self._copy_to_tensor_parallel(weights)
@@ -220,6 +221,10 @@ def _parallel_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 f"got a DTensor with {value.placements}; use PrepareModuleInput with "
                 "use_local_output=True"
             )
+        nested = isinstance(value, Tensor) and value.is_nested
+        if nested and region.adapter.method != "forward":
+            # It calls the module, and so this function, on the values.
+            return region.original["forward"](module, *args, **kwargs)
     with _reparametrize_module(module, region.local_parameters(module)):
         if region.adapter.method == "forward":
             return _parallel_method(module, *args, **kwargs)
@@ -538,8 +543,8 @@ class ExpertParallel(ParallelStyle):
         name_owner = getattr(region.switch, "name_owner", None)
         if name_owner is not None:
             count = _layers.setdefault(mesh_of["ep"].get_group(), itertools.count())
-            kind = type(module).__name__
-            name_owner(f"expert parallel layer {next(count)} ({kind})")
+            number, kind = next(count), type(module).__name__
+            name_owner(f"expert parallel layer {number} ({kind})", number + 1)
         region.expert_names = tuple(dims)
         region.make_switch = self._make_switch
         region.mesh_device_type = device_mesh.device_type
