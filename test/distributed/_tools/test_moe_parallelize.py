@@ -353,7 +353,9 @@ class TestApplied(GlooTest):
     @parametrize("dry_run", (False, True))
     def test_a_model_that_is_parallel_already(self, dry_run):
         model, _ = parallelize_moe(make_model(), **KW)
-        with self.assertRaisesRegex(ValueError, "not be parallel yet, got a DTensor as"):
+        with self.assertRaisesRegex(
+            ValueError, "not be parallel yet, got a DTensor as"
+        ):
             parallelize_moe(model, **KW, dry_run=dry_run)
 
     def test_no_experts(self):

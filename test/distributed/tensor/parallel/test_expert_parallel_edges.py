@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.moe_lora import add_lora
+from torch.nn.utils.parametrize import register_parametrization
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -326,6 +327,10 @@ class TestEdges(GlooTest):
         )
         with self.assertRaisesRegex(ValueError, message):
             add_lora(model, 2)
+        # PEFT does it in each forward.
+        register_parametrization(model, "w_out", nn.Identity())
+        with self.assertRaisesRegex(RuntimeError, "'w_out' was parametrized after"):
+            model(self.tokens(STEPS[0])[0])
         mesh = self.mesh(("ep", "tp"), 2, 2)
         with self.assertRaisesRegex(ValueError, "'w_in' is parametrized"):
             parallelize_module(whole, mesh, ExpertParallel())

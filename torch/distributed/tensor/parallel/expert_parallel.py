@@ -123,6 +123,13 @@ class _Region:
         local, versions = {}, []
         for name in self.grad_placements if names is None else names:
             grad_placements = self.grad_placements[name]
+            if not torch.compiler.is_compiling():
+                if parametrize.is_parametrized(module, name):
+                    raise RuntimeError(
+                        f"ExpertParallel: {name!r} was parametrized after parallelize_module, as in each "
+                        "forward by PEFT's target_parameters, so that its parts are not sharded; "
+                        "torch.nn.utils.moe_lora.add_lora before parallelize_module shards them"
+                    )
             param = _value(module, name)
             if not isinstance(param, DTensor):
                 raise RuntimeError(
