@@ -89,9 +89,10 @@ class MoE(Module):
 
     :meth:`run_experts` and :func:`~torch.nn.functional.moe_topk` are batch invariant: the
     output bits of a token depend on its own experts and weights, and not on the other tokens
-    of the call. Only the router is not batch invariant. It is a :class:`~torch.nn.Linear`,
-    whose float32 matmul may round the logits of a token differently when there are few
-    tokens. A subclass is invariant as a whole if its ``route`` computes the logits as
+    of the call. Only the router is not batch invariant. It is a
+    :class:`~torch.nn.Linear`, whose float32 matmul may round the logits of a token
+    differently when there are few tokens. A subclass is invariant as a whole if its
+    ``route`` computes the logits as
     ``(input.unsqueeze(-2) * self.router.weight).sum(-1)``.
 
     All parameters are initialized from :math:`\mathcal{U}(-\sqrt{k}, \sqrt{k})`, where k is 1 /

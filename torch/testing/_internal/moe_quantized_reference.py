@@ -187,7 +187,7 @@ class ScaledMlp:
         recipe_a: code of the activations, None for weight-only.
         recipe_w: code of the weights.
         dtype: None for float64.
-        preact_dtype: dtype in which H is kept for the backward; None keeps H unrounded.
+        preact_dtype: dtype in which H is kept for the backward; None keeps H as it is.
         hp_wgrad: the operands of the weight gradients are not quantised along the rows.
         activation: keyword arguments of ``apply_activation``.
     """
