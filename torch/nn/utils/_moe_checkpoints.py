@@ -42,7 +42,7 @@ def from_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
         scales: (E, N, K / 32) uint8, exponents of two plus 127.
 
     Raises:
-        ValueError: a shape or dtype that is not among those.
+        ValueError: another shape or dtype.
     """
     bytes_of = (blocks.dtype, scales.dtype) == (torch.uint8, torch.uint8)
     if not bytes_of or blocks.dim() != 4 or blocks.shape != (*scales.shape, 16):
@@ -65,7 +65,7 @@ def from_fp8_blocks(weight: Tensor, weight_scale_inv: Tensor) -> QuantizedWeight
             its name.
 
     Raises:
-        ValueError: a shape or dtype that is not among those.
+        ValueError: another shape or dtype.
     """
     if weight.dtype != torch.float8_e4m3fn or weight.dim() != 3:
         raise ValueError(
