@@ -190,7 +190,7 @@ ERRORS = [
     ),
 ]
 
-# CPU only: what needs a look at the values. R = 26, offs = [6, 15, 19, 26].
+# Errors that depend on values, which only the CPU checks. R = 26, offs = [6, 15, 19, 26].
 OFFS_ERRORS = [
     subtest(((2,), 14, r"offs must .*got 14"), name="offs_decreasing"),
     subtest(((3,), 27, r"offs must .*got 27"), name="offs_beyond"),

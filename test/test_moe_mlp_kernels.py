@@ -1,8 +1,8 @@
 # Owner(s): ["module: nn"]
-"""The CPU kernel of _moe_mlp: what a token's result may depend on, and what its memory does.
+"""The CPU kernel of _moe_mlp: what a token's result may depend on, and the memory that it uses.
 
-test_moe_mlp.py compares with float64 over the shapes of moe_generators.py; here are those where
-the kernel cuts rows, columns and depth, and the builds for other CPU capabilities.
+test_moe_mlp.py compares with float64 over the shapes of moe_generators.py. The shapes here make the
+kernel split rows, columns and depth. The builds for other CPU capabilities are tested, too.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from torch.testing._internal.moe_reference import (
 _moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
 
-# Values that the kernels would trust. R = 26, T*K = 26.
+# Invalid values that the kernels would use unchecked. R = 26, T*K = 26.
 VALUE_ERRORS = [
     subtest(("row_slots", (7,), 26, r"row_slots must .*got 26"), name="slot_beyond"),
     subtest(("row_slots", (7,), -2, r"row_slots must .*got -2"), name="slot_negative"),
@@ -101,12 +101,12 @@ def peak_bytes(function):
     return max(itertools.accumulate((size for _, size in memory), initial=0))
 
 
-# What chooses kernels from outside.
+# Environment variables that choose kernels.
 SWITCHES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 def run_python(*args, **switches):
-    """Python with these switches and no others, where the tests can be imported."""
+    """Runs Python with only these of the SWITCHES set, and with the tests importable."""
     env = {k: v for k, v in os.environ.items() if k not in SWITCHES}
     tests = os.path.dirname(os.path.abspath(__file__))
     paths = [tests, *filter(None, [env.get("PYTHONPATH")])]
@@ -148,7 +148,7 @@ class TestMoeMlpKernels(TestCase):
     @parametrize("shape", [(200, 70, 45), (1300, 72, 40), (600, 24, 1300)])
     @parametrize("transposed", [False, True])
     def test_thread_count_large(self, dtype, shape, transposed):
-        """Where the number of threads decides how rows are cut and how much is packed at once."""
+        """The number of threads decides how rows of these shapes are split and packed."""
         args, grad_out = large_args(shape, dtype, transposed)
         with num_threads(1):
             one = run_op(args, grad_out)
@@ -161,7 +161,7 @@ class TestMoeMlpKernels(TestCase):
     @all_dtypes
     @parametrize("exact_weights", [False, True])
     def test_batch_composition(self, case, dtype, exact_weights):
-        """y, dX and d(topk_weights) of a token are the same bits in every batch it is part of."""
+        """y, dX and d(topk_weights) of a token have the same bits in every batch that contains it."""
         ops = case.operands(dtype, "cpu", bias=True)
         if not exact_weights:
             ops = dataclasses.replace(ops, topk_weights=ops.topk_weights.to(dtype))
@@ -196,8 +196,8 @@ class TestMoeMlpKernels(TestCase):
     )
     @parametrize("transposed", [False, slow_subtest(True, name="transposed")])
     def test_large_reference(self, dtype, shape, transposed):
-        """More rows than one step of a weight gradient, depth that is cut, and activations that
-        are too many to pack at once."""
+        """More rows than one step of a weight gradient, split depth, and too many activations to
+        pack at once."""
         args, grad_out = large_args(shape, dtype, transposed)
         output, preact, grads = run_op(args, grad_out)
         check_moe_mlp((output, preact), args)
@@ -207,12 +207,12 @@ class TestMoeMlpKernels(TestCase):
     @parametrize(
         "shape",
         [(200, 70, 45), (70, 2100, 24), (700, 40, 24)]
-        # Weights whose lines, or runs of columns, few rows are multiplied by as they are stored.
+        # With few rows, the kernel reads these weights in place instead of packing them.
         + [(200, 96, 64), (70, 1056, 32), (60, 208, 176)],
     )
     @parametrize("transposed", [False, True])
     def test_other_tokens(self, dtype, shape, transposed):
-        """The same over more than one tile of rows, depth that is cut, and both storage orders."""
+        """Other tokens change no bit, with several tiles of rows, split depth, and both storage orders."""
         operands, grad_out = large_operands(shape, dtype, transposed)
         x, w_in, w_out, weights, indices = operands
 
@@ -229,7 +229,7 @@ class TestMoeMlpKernels(TestCase):
             self.assertEqual(list(run_first(count)), expected, rtol=0, atol=0)
 
     def test_other_tokens_of_overlapping_weights(self):
-        """Windows of a vector lie along both K and N; every row still has one order of addition."""
+        """Overlapping windows are contiguous along both K and N. The order of additions must not vary."""
         for seed in range(20):
             torch.manual_seed(seed)
             w_in = torch.randn(2, 1023).mul(0.05).bfloat16().unfold(1, 512, 1)
@@ -245,7 +245,7 @@ class TestMoeMlpKernels(TestCase):
     @parametrize("transposed", ["neither", "gate", "up", "both"])
     @parametrize("shape", [(150, 70, 45), (6, 96, 64)])
     def test_separate_up(self, dtype, transposed, shape):
-        """Gate and up apart, in storage orders of their own: the bits of one tensor."""
+        """Separate gate and up, each in its own storage order, give the bits of one tensor."""
         (x, w_in, w_out, weights, indices), grad_out = large_operands(
             shape, dtype, False
         )
@@ -305,7 +305,7 @@ class TestMoeMlpKernels(TestCase):
         "a system without transparent huge pages",
     )
     def test_gradients_in_huge_pages(self):
-        """Large gradients are mapped anew each time, which should take few faults."""
+        """Large gradients are newly mapped in each call, which should cause few page faults."""
         rows, dim, hidden = 4, 2048, 3072
         offs = torch.tensor([rows, rows], dtype=torch.int32)
         x, w_in = torch.ones(rows, dim), torch.zeros(2, 2 * hidden, dim)
@@ -323,7 +323,7 @@ class TestMoeMlpKernels(TestCase):
         self.assertIn("hg", flags)
 
     def check_in_subprocess(self, tests, **switches):
-        # Not run_tests(): where the environment says CI it wants xmlrunner, which pytest does not.
+        # Not run_tests(): with CI in the environment it needs xmlrunner, which pytest does not.
         run = run_python("-m", "pytest", "-q", __file__, "-k", tests, **switches)
         self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
         self.assertRegex(run.stdout, r"\d\d passed")
@@ -339,7 +339,7 @@ class TestMoeMlpKernels(TestCase):
 
     @parametrize("capability", ["avx2", "default"])
     def test_other_builds(self, capability):
-        """The kernel as compiled for CPUs that have less."""
+        """The kernel as compiled for lower CPU capabilities."""
         switches = {"ATEN_CPU_CAPABILITY": capability}
         code = (
             "import torch, test_moe_mlp_kernels as t; "

@@ -140,9 +140,9 @@ class TestMoeMlpScaled(TestCase):
         ops = case.operands(torch.bfloat16, bias=True)
         apart = self.check(ops.split_gate(), recipe, backend)
         together = self.check(ops, recipe, backend)
-        # Halves of whole blocks: the same operands, so the same bits.
+        # Each half consists of whole blocks, so the operands and the bits are the same.
         self.assertEqual(apart[0], together[0], rtol=0, atol=0)
-        # Where they are not, blocks of dH begin with each half.
+        # Otherwise the blocks of dH begin anew in each half.
         for case in (get_case("ragged"), MoeCase("part", dim=32, hidden=80)):
             self.check(case.operands(torch.bfloat16).split_gate(), recipe, backend)
 
@@ -168,7 +168,7 @@ class TestMoeMlpScaled(TestCase):
     @all_backends
     @all_recipes
     def test_recompute(self, backend, recipe):
-        """Without H, the backward computes what a forward that keeps all of it had."""
+        """Without a saved H, the backward gives the same bits as with it."""
         ops = MoeCase("again", num_tokens=60, dim=64, hidden=64).operands(
             torch.bfloat16
         )
@@ -180,7 +180,7 @@ class TestMoeMlpScaled(TestCase):
     @all_backends
     @all_recipes
     def test_lists(self, backend, recipe):
-        """Rows and weights that come quantised give the bits of a call that quantises them."""
+        """Quantised rows and weights give the bits of a call that quantises them itself."""
         a, w = CODES[recipe]
         ops = MoeCase("lists", num_tokens=60, dim=64, hidden=96).operands(
             torch.bfloat16, bias=True
@@ -198,7 +198,7 @@ class TestMoeMlpScaled(TestCase):
         }
         kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
         expected = run_both(backend, ops, **kwargs)
-        # input is a handle then.
+        # With quantised rows, the values of input are not read.
         handle = dataclasses.replace(
             ops, input=torch.full((), torch.nan).bfloat16().expand(60, 64)
         )
@@ -210,7 +210,7 @@ class TestMoeMlpScaled(TestCase):
 
     @all_backends
     def test_swizzled_scales(self, backend):
-        """Scales of weights in SWIZZLE_32_4_4 mean what plain ones do."""
+        """Weight scales in SWIZZLE_32_4_4 give the results of unswizzled scales."""
         ops = MoeCase("swizzled", num_tokens=40, dim=160, hidden=96).operands(
             torch.bfloat16
         )
@@ -233,7 +233,7 @@ class TestMoeMlpScaled(TestCase):
 
     @all_backends
     def test_weight_dtypes_and_strides(self, backend):
-        """float32 parameters next to bfloat16 rows: rounded once, gradients as they are."""
+        """float32 parameters with bfloat16 rows: parameters are rounded once, their gradients are not."""
         ops = MoeCase("float", num_tokens=40, dim=64, hidden=64).operands(
             torch.bfloat16, bias=True
         )
@@ -250,7 +250,7 @@ class TestMoeMlpScaled(TestCase):
 
     @all_backends
     def test_rows_in_order(self, backend):
-        """Without row_slots and slot_rows: rows are in expert order already."""
+        """Without row_slots and slot_rows, the rows are already in expert order."""
         ops = MoeCase("rows", num_tokens=30, dim=64, hidden=64, top_k=1).operands(
             torch.bfloat16
         )
@@ -298,7 +298,7 @@ class TestMoeMlpScaled(TestCase):
 
     @all_recipes
     def test_saved_bytes(self, recipe):
-        """33/32 of a byte for an element of X and H, 24 bytes a slot and 8 an expert."""
+        """At most 33/32 byte per element of X and H, 24 bytes per slot and 8 per expert are saved."""
         T, D, F, E, K = 64, 256, 384, 4, 4
         case = MoeCase("bytes", num_tokens=T, dim=D, hidden=F, num_experts=E, top_k=K)
         ops = case.operands(torch.bfloat16, requires_grad=True)
@@ -330,7 +330,7 @@ class TestMoeMlpScaled(TestCase):
                 self.assertEqual(a, b, rtol=0, atol=0)
 
     def test_rows_do_not_see_where_they_lie(self):
-        """Levels 1 and 2 where a vector would hold several rows and a thread's part end within it."""
+        """Levels 1 and 2 for rows so short that a vector would span several rows and threads."""
         case = MoeCase("narrow", num_tokens=40000, dim=96, hidden=1, num_experts=5)
         ops = case.operands(torch.float32, activation="silu")
         kwargs = {**recipe_args("mxfp8"), "activation": "silu"}
@@ -348,7 +348,7 @@ class TestMoeMlpScaled(TestCase):
     @all_recipes
     @parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_tokens_do_not_see_each_other(self, recipe, dtype):
-        """Level 2: y, dX and d(topk_weights) of a token have the bits that it has alone."""
+        """Level 2: y, dX and d(topk_weights) of a token have the same bits as without other tokens."""
         case = MoeCase("alone", num_tokens=40, dim=160, hidden=96, num_experts=3)
         ops = case.operands(dtype)
         kwargs = {**recipe_args(recipe), "preact_dtype": E4M3}
@@ -388,7 +388,7 @@ class TestMoeMlpScaled(TestCase):
 
     @all_backends
     def test_every_code_and_scale(self, backend):
-        """H = x w_in of one number each, w_in 1: what 256 codes with 256 scales stand for, NaN too."""
+        """With D = 1 and w_in = 1, H has the values of all 256 codes with all 256 scales, NaN too."""
         codes = torch.arange(256, dtype=torch.uint8)
         data = codes.repeat(256)[:, None].view(E4M3)
         scale = codes.repeat_interleave(256)[:, None].view(torch.float8_e8m0fnu)
@@ -405,7 +405,7 @@ class TestMoeMlpScaled(TestCase):
         "recipe,floor", [("mxfp8", 22), ("fp8_blockwise", 22), ("fp8_rowwise", 21)]
     )
     def test_noise(self, recipe, floor):
-        """Against numbers that were never quantised: normal ones, the hardest for FP8."""
+        """Noise against an unquantised layer of normal numbers, the hardest for FP8."""
         case = MoeCase(
             "noise", num_tokens=256, dim=256, hidden=128, num_experts=8, top_k=4
         )

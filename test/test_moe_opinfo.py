@@ -1,8 +1,8 @@
 # Owner(s): ["module: nn"]
-"""What the generic suites do not ask of the MoE OpInfos.
+"""Tests of the MoE OpInfos that the generic suites lack.
 
-The suites run over op_db (`test_ops.py` and its siblings). Here: errors on the meta device too,
-derivatives that are not claimed, what the functionals decompose to, sizes of which some are data.
+The suites run over op_db (`test_ops.py` and its siblings). The tests here cover errors on the meta
+device, unsupported derivatives, decompositions of the functionals, and data-dependent sizes.
 """
 
 import re
@@ -28,8 +28,8 @@ from torch.utils._pytree import (
 )
 
 
-# The functionals and the ops that they are made of, as far as PyTorch has them: the router may be
-# an op or not.
+# The functionals and the ops that they call, if this PyTorch has them. The router is an op in some
+# prefixes of the stack only.
 NAMES = re.compile(
     r"_moe_(permutation|topk|mlp)(_backward)?|nn\.functional\.(moe_topk|moe_mlp|grouped_mlp)"
 )
@@ -56,13 +56,13 @@ def leaves(sample):
 
 
 def function_of_input(op, sample):
-    """``op`` as a function of the first operand of ``sample`` only."""
+    """``op`` as a function of only the first operand of ``sample``."""
     args, kwargs = arguments(sample)
     return lambda x: op(x, *args[1:], **kwargs)
 
 
 def backward(result, sample):
-    """Gradients for the operands of ``sample``, from a cotangent of no symmetry."""
+    """Gradients for the operands of ``sample``, from a cotangent without symmetry."""
     outputs = [x for x in tree_leaves(result) if is_leaf(x)]
     cotangents = [torch.cos(torch.arange(x.numel())).view_as(x).to(x) for x in outputs]
     return torch.autograd.grad(outputs, leaves(sample), cotangents, allow_unused=True)
@@ -88,8 +88,8 @@ class TestMoeOpInfo(TestCase):
 
     @all_ops
     def test_samples_are_cheap(self, device, dtype, op):
-        # test_operator of TestCompositeCompliance runs every subset of a sample's tensors, and
-        # vmap's exhaustive test three ways to batch each positional one. Two minutes, once.
+        # test_operator of TestCompositeCompliance runs every subset of a sample's tensors. vmap's
+        # exhaustive test tries three ways to batch each positional tensor. They once took two minutes.
         subsets = batches = 0
         for sample in op.sample_inputs(device, dtype):
             args, kwargs = arguments(sample)
@@ -101,7 +101,7 @@ class TestMoeOpInfo(TestCase):
         self.assertLessEqual(subsets, 640)
         self.assertLessEqual(batches, 1500)
 
-    # Derivatives that are not claimed raise, and do not go wrong.
+    # Unsupported derivatives raise instead of returning wrong values.
 
     @float64_only
     def test_double_backward(self, device, dtype, op):
@@ -132,8 +132,8 @@ class TestMoeOpInfo(TestCase):
 
     @all_ops
     def test_core_aten(self, device, dtype, op):
-        # The ops are kernels, not decompositions; what the functionals add to
-        # them decomposes to core ATen with the same result.
+        # The ops do not decompose. The rest of the functionals decomposes to core ATen with the
+        # same result.
         table = core_aten_decompositions()
         for sample in op.sample_inputs(device, dtype):
             function, x = function_of_input(op, sample), sample.input
@@ -153,7 +153,7 @@ class TestMoeOpInfo(TestCase):
 
     @all_ops
     def test_unbacked(self, device, dtype, op):
-        # The number of tokens T, and of rows R, is data: it is after an all-to-all.
+        # After an all-to-all, the numbers of tokens T and of rows R depend on data.
         grad = op.supports_autograd
         sample = next(iter(op.sample_inputs(device, dtype, requires_grad=grad)))
         args, kwargs = arguments(sample)

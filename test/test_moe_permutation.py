@@ -23,7 +23,7 @@ _moe_permutation = torch.ops.aten._moe_permutation.default
 
 ids = torch.zeros(3, 2, dtype=torch.int64)
 
-# name: indices, num_experts, keyword arguments, error, its text after the op's name
+# name: indices, num_experts, keyword arguments, error, and the error's text after the op's name
 ERRORS = {
     "float": (
         ids.float(),
@@ -165,7 +165,7 @@ class TestMoePermutation(TestCase):
     @onlyCPU
     @parametrize("value", [-2, 5, 2**40, -(2**40)])
     def test_index_outside(self, device, value):
-        # 2**40 is 0 when truncated to int32: the check must see the value as it came.
+        # 2**40 truncates to 0 in int32, so the check must see the original value.
         indices = torch.tensor([[0, 1], [4, value], [7, 0]])
         for call in (call_native, call_composite):
             with self.assertRaises(IndexError) as raised:
@@ -190,7 +190,7 @@ class TestMoePermutation(TestCase):
 
     @parametrize("row_alignment", [1, 8])
     def test_symbolic(self, device, row_alignment):
-        # One trace serves every T: no size is specialised.
+        # No size is specialised, so that one trace serves every T.
         def plan(indices):
             return _moe_permutation(indices, 4, row_alignment=row_alignment)
 

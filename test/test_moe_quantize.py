@@ -1,6 +1,6 @@
 # Owner(s): ["module: nn"]
 
-"""_moe_quantize: codes and scales, bit by bit against a reference that knows no bits."""
+"""_moe_quantize: codes and scales, bit by bit against a reference without bit operations."""
 
 import torch
 from torch.nn.functional import ScalingType
@@ -90,13 +90,13 @@ class TestMoeQuantize(TestCase):
 
     @BACKEND
     def test_every_amax(self, backend):
-        """The exponent is exact for every bfloat16, subnormals too."""
+        """The exponent is exact for every bfloat16, including subnormals."""
         amax = torch.arange(1, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
         x = torch.zeros(len(amax), 32, dtype=torch.bfloat16)
         x[:, 7] = -amax
         self.check(backend, x, MX)
         data, scale = quantize(backend, x, MX)
-        # Nothing saturates, and half the scale would not have been enough.
+        # Nothing saturates, and half the scale would be too small.
         number = data[:, 7].double().abs() * scale_to_double(scale)[:, 0]
         half = scale_to_double(scale)[:, 0] / 2
         inside = (half >= 2.0**-127) & (half < 2.0**126)
@@ -107,7 +107,7 @@ class TestMoeQuantize(TestCase):
     @BACKEND
     @parametrize("dtype", [E4M3, torch.int8])
     def test_amax_beside_a_step(self, backend, dtype):
-        """The largest number times any power of two, and the float32 on each side of it."""
+        """The largest number times any power of two, and its float32 neighbours on both sides."""
         step = torch.exp2(torch.arange(-120.0, 120.0)) * LARGEST[dtype]
         bits = step[step.isfinite()].view(torch.int32)
         amax = torch.stack([bits - 1, bits, bits + 1], 1).view(torch.float32)
@@ -204,7 +204,7 @@ class TestMoeQuantize(TestCase):
 
     @parametrize("recipe", [MX, ScalingType.BlockWise1x128])
     def test_rows_become_columns_without_loss(self, recipe):
-        """What training relies on: columns made from quantised rows are as good as any."""
+        """Columns made from quantised rows are as accurate as others. Training relies on this."""
         torch.manual_seed(0)
         x = torch.randn(1024, 256) * torch.exp(2 * torch.randn(1024, 1))
         code = recipe.value

@@ -194,7 +194,7 @@ class TestMoeMlpReference(TestCase):
     @all_cases
     @parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
     def test_unfused_is_near(self, case, dtype):
-        # The yardstick itself must be a good computation, or the tolerance would allow anything.
+        # If the yardstick itself were inaccurate, the tolerance would allow anything.
         ops = case.operands(dtype, bias=True, weights_dtype=None)
         eps = torch.finfo(dtype).eps
         output, _ = moe_mlp_reference(*ops.args())
@@ -238,7 +238,7 @@ class TestMoeTopkReference(TestCase):
         self.assertEqual(weights, logits.double().sigmoid()[:, [0, 2]])
 
     def test_groups(self):
-        # Without bias the group with the single best expert wins, with bias the best pair.
+        # Without bias the group with the single best expert wins. With bias the group with the best pair wins.
         logits = torch.tensor([[4.0, -4.0, 3.0, 3.0]])
         indices, _ = moe_topk_reference(
             logits, 2, score="sigmoid", num_groups=2, top_groups=1

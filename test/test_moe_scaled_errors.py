@@ -1,9 +1,9 @@
 # Owner(s): ["module: nn"]
 
-"""_moe_mlp_scaled and its backward given what they cannot take: one error, the same everywhere.
+"""Invalid arguments of _moe_mlp_scaled and its backward give the same error in every kernel.
 
-Each argument is replaced by everything that it could be confused with; the CPU, composite and Meta
-kernels must then agree on whether that is an error, and on its type and text.
+Each argument is replaced by everything that it could be confused with. The CPU, composite and Meta
+kernels must then agree on whether this is an error, and on its type and text.
 """
 
 import torch
@@ -50,7 +50,7 @@ KEYWORDS = {
 
 
 def calls(recipe, with_lists, gated_apart, swizzle=0):
-    """(op, names of its arguments, arguments, keywords) of a forward and its backward that work."""
+    """Valid (op, names of its arguments, arguments, keywords) of a forward and its backward."""
     ops = MoeCase("e", num_tokens=6, dim=64, hidden=32, num_experts=3).operands(
         torch.bfloat16, bias=True
     )
@@ -132,7 +132,7 @@ class TestScaledErrors(TestCase):
             self.assertIsNone(self.assert_agreement(f, "as it is", args, kwargs))
             for i, name in enumerate(names):
                 for other in others(args[i]):
-                    # How many rows there are is for row_slots to say: only the CPU reads offs.
+                    # row_slots defines the number of rows, and only the CPU compares it with offs.
                     is_shorter = name == "row_slots" and other.shape != args[i].shape
                     if is_shorter and other.dim() == 1:
                         continue

@@ -1,6 +1,6 @@
 # Owner(s): ["module: nn"]
 
-"""The OpInfos of the low-precision MoE ops under the questions of the generic suites."""
+"""Tests of the generic suites for the OpInfos of the low-precision MoE ops."""
 
 import torch
 from torch._subclasses.schema_check_mode import SchemaCheckMode
@@ -25,7 +25,7 @@ float32 = ops(scaled_db, allowed_dtypes=(torch.float32,))
 
 
 def numbers(results):
-    """Tensors that can be compared: float8 as bytes."""
+    """Makes tensors comparable: float8 becomes bytes."""
     leaves = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
     return [t.view(torch.uint8) if t.element_size() == 1 else t for t in leaves]
 
@@ -66,8 +66,8 @@ class TestScaledOpInfo(TestCase):
     def test_schema_and_trace(self, device, dtype, op):
         for s in self.samples(op, device, dtype):
             expected = numbers(op(s.input, *s.args, **s.kwargs))
-            # It compares with operators that the CPU lacks for float8, which only the functional
-            # neither takes nor returns.
+            # The mode compares with operators that the CPU lacks for float8. Only the functional
+            # has no float8 arguments or results.
             if op.name.startswith("nn."):
                 with SchemaCheckMode():
                     op(s.input, *s.args, **s.kwargs)

@@ -1,6 +1,6 @@
 # Owner(s): ["module: nn"]
 
-"""What the rest of PyTorch knows of _moe_mlp_scaled: FLOPs, autocast, graphs, packages, DTensor."""
+"""_moe_mlp_scaled in other subsystems: FLOPs, autocast, graphs, packages, DTensor."""
 
 import os
 import tempfile
@@ -59,7 +59,7 @@ class TestScaledSubsystems(TestCase):
             with FlopCounterMode(display=False) as counter:
                 gradients(y, args, grad_out)
             self.assertEqual(counter.get_total_flops(), 2 * forward + again)
-        # Weights that come quantised, and of 4 bits.
+        # Weights that are already quantised, here to 4 bits.
         rows, slots, offs, _ = torch._moe_permutation(args[1], E)
         code = F.ScalingType.BlockWise1x32.value
         lists = [
@@ -126,7 +126,7 @@ class TestScaledSubsystems(TestCase):
             )
 
     def test_partitioner_saves_bytes_and_runs_once(self):
-        """The compiled layer keeps what the eager one does, and no product runs twice."""
+        """The compiled layer saves the same tensors as the eager one, and no product runs twice."""
         args, grad_out = operands()
         graphs = []
 

@@ -1,7 +1,7 @@
 # Owner(s): ["module: nn"]
-"""What training that saves FP8 only rests on, and that broken quantisers do not have it.
+"""Properties of _moe_quantize that training relies on if it saves only FP8.
 
-Three properties of _moe_quantize, each with a variant that lacks it: scales that are not powers of two,
+Three properties are tested, each with a broken variant that lacks it: scales that are not powers of two,
 exponents rounded down as the OCP specification has them, and blocks that straddle experts.
 """
 
@@ -21,13 +21,13 @@ R, D = 200, 160
 
 
 def real(x, dim, offs=None):
-    """The float64 numbers that codes and scales of the op stand for."""
+    """Dequantises codes and scales of the op to float64."""
     data, scale = torch.ops.aten._moe_quantize(x, MX, dim=dim, offs=offs)
     return dequantize_reference(data, scale, MX, dim=dim, offs=offs)
 
 
 def in_blocks(x, dim, scale_of):
-    """x in blocks of 32 along dim, whatever experts there are, with scales of block maxima."""
+    """x in blocks of 32 along dim that ignore the experts, with scales from the block maxima."""
     x = x.double().movedim(dim, -1)
     length = x.shape[-1]
     blocks = torch.nn.functional.pad(x, (0, -length % 32)).unflatten(-1, (-1, 32))
@@ -54,13 +54,13 @@ def straddling(x, dim, offs=None):
 
 def operands():
     torch.manual_seed(0)
-    # Magnitudes of rows and columns differ, as those of activations do.
+    # The magnitudes of rows and columns differ, as in activations.
     x = torch.randn(R, D) * torch.randn(R, 1).exp2() * torch.randn(D).exp2()
     return x.bfloat16(), torch.tensor([17, 17, 90, R], dtype=torch.int32)
 
 
 def requantised_loss(quantise):
-    """dB that columns lose where they are made of rows in 8 bits, not of 16 bits."""
+    """dB that columns lose if they are made from rows in 8 bits instead of 16 bits."""
     x, offs = operands()
     rows = quantise(x, 1).float()
     return sqnr(x, quantise(x, 0, offs)) - sqnr(x, quantise(rows, 0, offs).double())
@@ -76,7 +76,7 @@ def row_loss_by_saturation(quantise):
 
 
 def depends_on_alignment(quantise):
-    """Whether columns of an expert change with where its rows lie."""
+    """Whether the columns of an expert depend on the position of its rows."""
     x, offs = operands()
     together, begin = quantise(x, 0, offs), 0
     for end in offs.tolist():
@@ -106,7 +106,7 @@ class TestVariants(TestCase):
 
     @parametrize("dim", [0, 1])
     def test_the_variants_are_else_right(self, dim):
-        # So that nothing but the property makes the difference.
+        # The variants must differ from the op only in the property.
         x, _ = operands()
         self.assertEqual(straddling(x, dim), real(x, dim), atol=0, rtol=0)
         for quantise in (fp32_scales, rounded_down):

@@ -81,8 +81,8 @@ class TestMoeTokenRounding(TestCase):
         self.assertEqual(after % tile, torch.zeros_like(after))
         self.assertLess((after - before).abs().max().item(), tile)
         if rounding == "nearest":
-            # Halves may go up; the one exception is an expert that nearly all
-            # 200 tokens chose, for which there are no 208.
+            # Halves may go up. The one exception is an expert that nearly all 200 tokens
+            # chose, because it cannot have 208.
             room = before + tile // 2 < 208
             self.assertLessEqual((after - before)[room].abs().max().item(), tile // 2)
         if rounding == "down":
@@ -156,7 +156,7 @@ class TestMoeTokenRounding(TestCase):
         self.assertEqual(rounded.num_rows, 2 * num_tokens)
 
     def test_float64(self):
-        # What F.moe_topk makes of float64 logits.
+        # The dtypes that F.moe_topk returns for float64 logits.
         logits = torch.randn(32, 4, dtype=torch.float64)
         indices, weights = F.moe_topk(logits, 2)
         scores = logits.softmax(-1)
@@ -204,8 +204,8 @@ class TestMoeTokenRounding(TestCase):
         rounded.topk_weights.backward(grad)
         kept = rounded.topk_indices >= 0
         chosen = torch.zeros_like(kept).scatter(1, indices, True)
-        # A pair the router chose has its gradient in topk_weights, an added one
-        # in scores, a dropped one nowhere.
+        # A kept pair has its gradient in topk_weights, an added pair in scores, and a dropped
+        # pair has none.
         self.assertTrue((kept & ~chosen).any())
         self.assertEqual(scores.grad, torch.where(kept & ~chosen, grad, 0.0))
         expected = torch.where(kept & chosen, grad, 0.0).gather(1, indices)

@@ -1,5 +1,5 @@
 # Owner(s): ["module: nn"]
-"""aten::_moe_topk, the op that F.moe_topk is: kernels, selection, gradient, graphs."""
+"""aten::_moe_topk, the op behind F.moe_topk: kernels, selection, gradient, graphs."""
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ ORDERS = ("ascending", "descending", "random", "equal", "few", "special")
 
 
 def in_order(order, num_tokens, num_experts, dtype=torch.float32):
-    """Logits whose scores come in this order."""
+    """Logits whose scores have this order."""
     row = torch.arange(num_experts, dtype=dtype) / num_experts
     if order == "special":
         kinds = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan])
@@ -53,7 +53,7 @@ def in_order(order, num_tokens, num_experts, dtype=torch.float32):
 
 
 def sorted_choice(scores, k, bias, num_groups=None, top_groups=None, **_):
-    """The rules of F.moe_topk with a stable sort of everything."""
+    """The rules of F.moe_topk, by a stable sort of all scores."""
 
     def best(values, k):
         return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
@@ -106,7 +106,7 @@ class TestMoeTopk(TestCase):
         """Checks that the op chooses as a stable sort of its own scores does."""
         num_experts = logits.shape[1]
         score = options.get("score", "softmax")
-        # All experts with their weights are the scores, in another order.
+        # The weights of all experts are the scores in another order.
         everyone, weights = _moe_topk(logits, num_experts, score=score, normalize=False)
         scores = torch.empty_like(weights).scatter_(1, everyone, weights)
         wide = logits.double()
@@ -120,7 +120,7 @@ class TestMoeTopk(TestCase):
     @parametrize("num_experts", [1, 8, 33, 64, 300, 1024])
     @parametrize("dtype", [torch.float32, torch.float64])
     def test_selection_is_that_of_a_sort(self, order, num_experts, dtype):
-        # Every way in which a kernel selects: by a bound, by quickselect, by sorting all (210).
+        # Each way in which the kernel selects: by a bound, by quickselect, or by sorting all (210).
         logits = in_order(order, 9, num_experts, dtype)
         for k in (1, 2, 8, num_experts // 4, num_experts // 2, num_experts):
             if 1 <= k <= num_experts:
@@ -169,8 +169,8 @@ class TestMoeTopk(TestCase):
             torch.ops.aten._moe_topk.default,
             (logits, 3, torch.randn(E)),
             TOPK_OPTIONS[name],
-            # Its loss adds floats to the sum of the first result, which is integer
-            # here; test_compiled has that part.
+            # Without the AOTDispatcher test, whose loss adds floats to the integer sum of the
+            # first result. test_compiled covers that part.
             test_utils=(
                 "test_schema",
                 "test_autograd_registration",
@@ -237,7 +237,7 @@ class TestMoeTopk(TestCase):
     @parametrize("autocast", (False, True))
     @parametrize("dtype", (torch.float32, torch.bfloat16))
     def test_autocast(self, autocast, dtype):
-        # No rule: logits are what they are, scores and weights float32.
+        # The op has no autocast rule: logits keep their dtype, and weights are float32.
         logits = torch.randn(6, E).to(dtype).requires_grad_()
 
         def run(enabled):
@@ -253,7 +253,7 @@ class TestMoeTopk(TestCase):
     @parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
     @parametrize("device", ["cpu", "meta", "cuda"])
     def test_functional_is_this_op(self, device, dtype):
-        # On every device, there or not: no softmax and no gather besides it.
+        # Also on fake devices, the functional calls only this op, without softmax or gather.
         with FakeTensorMode():
             logits = torch.empty(7, E, device=device, dtype=dtype)
             graph = make_fx(lambda x: F.moe_topk(x, 4))(logits).graph
@@ -264,7 +264,7 @@ class TestMoeTopk(TestCase):
         self.assertEqual(called, [_moe_topk])
 
     def check_no_sync(self, call):
-        # On a GPU that need not be there: on the CPU no copy to the host is seen.
+        # On a fake GPU, because copies to the host cannot be detected on the CPU.
         with FakeTensorMode():
             logits = torch.empty(6, E, device="cuda")
             bias = torch.empty(E, device="cuda")
@@ -297,7 +297,7 @@ class TestMoeTopk(TestCase):
     @config.patch(cpp_wrapper=True)
     @parametrize("name", ["groups", "not_normalized"])
     def test_c_shims(self, name):
-        # Strings, bools and optional integers; without a shim Inductor calls through Python.
+        # The shims take strings, bools and optional integers. Without one, Inductor calls Python.
         logits = torch.randn(6, E, requires_grad=True)
 
         def run(function):

@@ -1,5 +1,5 @@
 # Owner(s): ["module: nn"]
-"""The CPU kernel of aten::_moe_topk; test_moe_topk.py has what holds for every kernel."""
+"""The CPU kernel of aten::_moe_topk. test_moe_topk.py tests what all kernels share."""
 
 import time
 
@@ -43,7 +43,8 @@ class TestMoeTopkKernel(TestCase):
         self.assertEqual(actual[1], expected[1])
 
     def test_bad_bounds(self):
-        # Three of the groups whose maxima give the bound have all the best.
+        # The kernel bounds the k-th score by the maxima of groups. Three groups have all the best
+        # scores here.
         logits = torch.randn(4, 1024)
         logits[:, ::32] += 100
         everyone, _ = _moe_topk(logits, 1024)
@@ -52,7 +53,7 @@ class TestMoeTopkKernel(TestCase):
 
     @parametrize("order", ["ascending", "random"])
     def test_time_depends_little_on_order_and_k(self, order):
-        # A sorted list of the k best so far, as this once was, is 40 times slower than this.
+        # An earlier kernel, which kept a sorted list of the k best so far, was 40 times slower.
         logits = torch.randn(8, 4096)
         if order == "ascending":
             logits = logits.sort().values

@@ -1,7 +1,7 @@
 # Owner(s): ["module: testing"]
 """The samples of the OpInfos that this stack adds agree with their references.
 
-test_ops.py asks the same of every OpInfo, and xdoctest runs every docstring: this file stays here.
+This file is not for upstream, where test_ops.py checks every OpInfo and xdoctest every docstring.
 """
 
 import doctest
@@ -17,7 +17,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 
-# As far as this prefix of the stack has them.
+# Only those that this prefix of the stack has.
 ours = [
     op
     for op in op_db

@@ -22,7 +22,7 @@ def offsets(sizes):
 
 
 def draw(recipe, *shape, depth_block=None):
-    """Numbers (..., R, K) with scales of a recipe, and what they mean in float64."""
+    """Numbers (..., R, K) with scales of a recipe, and their float64 values."""
     *batch, rows, depth = shape
     data = torch.randn(shape).to(E4M3)
     n, k = {
@@ -75,7 +75,7 @@ class TestScaledGroupedMMCPU(TestCase):
         ],
     )
     def test_rows(self, sizes, recipes):
-        """2D x 3D: y = x W^T per expert. Rows behind the last group are 0."""
+        """2D x 3D: y = x W^T per expert. Rows after the last group are 0."""
         offs, tail = offsets(sizes), 16
         ends = [0, *offs.tolist()]
         a, scale_a, values_a = draw(recipes[0], ends[-1] + tail, 256)
@@ -161,7 +161,7 @@ class TestScaledGroupedMMCPU(TestCase):
     @parametrize("layout", ["rows", "depth"])
     @parametrize("swizzled", [False, True])
     def test_fp4(self, layout, swizzled):
-        """Two numbers an element; offs counts numbers, also where it divides the contraction."""
+        """Two numbers per element. offs counts numbers, also if it divides the contraction."""
         recipe, order = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
         magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 

@@ -1,5 +1,5 @@
 # Owner(s): ["module: meta tensors"]
-"""_scaled_grouped_mm_v2 on meta and fake tensors: what the CPU kernel gives, and its errors."""
+"""_scaled_grouped_mm_v2 on meta and fake tensors gives the results and errors of the CPU kernel."""
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,7 @@ def mx():
 
 
 def result(call, convert=lambda t: t):
-    """Size, strides and dtype, or type and first line of the error."""
+    """Size, strides and dtype of the result, or type and first line of the error."""
 
     def converted(x):
         if isinstance(x, list):
@@ -80,7 +80,7 @@ def meta(t):
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
-# The words that running and tracing have in common, None for no error.
+# The part of the error that running and tracing share, or None for no error.
 CALLS = {
     "rows": (arguments, None),
     "depth": (depth, None),

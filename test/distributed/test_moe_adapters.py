@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""An adapter with an exchange that stays on the rank gives what the module gives."""
+"""An adapter with an exchange of one rank gives the output of the module."""
 
 import torch
 from torch import nn

@@ -57,14 +57,14 @@ class EpBenchmarkTest(TestCase):
         scales = float8["levels"]["flat"]["scales"]
         self.assertEqual(scales * 128, rows8)
         self.assertEqual(float8["scales_share"], 1 / 128)
-        # The point of the hierarchy: fewer bytes from host to host.
+        # The purpose of the hierarchy is fewer bytes between hosts.
         self.assertLess(hierarchical["crossing_bytes"], bfloat16["crossing_bytes"])
         self.assertEqual(
             hierarchical["crossing_bytes"],
             sum(hierarchical["levels"]["node"][n] for n in ("rows", "returned")),
         )
         if bfloat16["interface_bytes"] is not None:
-            # What the kernel counted is no less than what was accounted for.
+            # The kernel counts at least the bytes that the switch accounts for.
             for case in (bfloat16, hierarchical):
                 self.assertGreater(case["interface_bytes"], case["crossing_bytes"])
 
@@ -73,7 +73,7 @@ class EpBenchmarkTest(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(script), "--ranks", "2", "--steps", "16"]
             command += ["--out", folder]
-            # A script finds its neighbours, as when a user runs it.
+            # The script must find its neighbours, as when a user runs it.
             env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=300, env=env
@@ -85,13 +85,13 @@ class EpBenchmarkTest(TestCase):
         online, at_home = rows["online, free"], rows["at home"]
         self.assertEqual(at_home["mean_expert_mb"], 0)
         self.assertGreater(online["mean_expert_mb"], 0)
-        # A plan levels every step; where experts run does not change the training.
+        # Plans level every step and do not change the training.
         self.assertLess(max(online["imbalance"]), 1.05)
         self.assertGreater(at_home["mean_imbalance"], online["mean_imbalance"])
         self.assertLess(max(r["largest_loss_difference"] for r in rows.values()), 1e-3)
 
     def test_limited_link(self):
-        """A TCP connection carries what the benchmarks of overlap let it."""
+        """The overlap benchmarks can limit the rate of a TCP connection."""
         sys.path.insert(0, str(SCRIPT.parent))
         self.addCleanup(sys.path.remove, str(SCRIPT.parent))
         from ep_overlap import limit_links

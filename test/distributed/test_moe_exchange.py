@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""One level of communication on simulated ranks: what goes where, and what returns."""
+"""One level of communication on simulated ranks: where rows go, and what returns."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ W, E, K, D, T = 4, 8, 3, 5, 6
 
 
 def routing(name):
-    """(W * T, K) ids without an expert twice in a row, as a router gives them."""
+    """(W * T, K) ids, distinct within each row, as a router gives them."""
     g = torch.Generator().manual_seed(0)
     ids = torch.rand(W * T, E, generator=g).argsort(1)[:, :K]
     if name == "sentinels":
@@ -93,7 +93,7 @@ class TestExchange(TestCase):
             self.assertEqual(got[used], x[tokens], atol=0, rtol=0)
             if capacity is None:
                 self.assertEqual(got.shape[0], len(tokens))
-            # The experts of this rank, at the place of the slot.
+            # The experts of this rank keep the positions of their slots.
             mine = torch.div(ids[tokens], E // W, rounding_mode="floor") == rank
             want = torch.where(mine, ids[tokens] % (E // W), -1)
             self.assertEqual(local_ids[used], want)
@@ -114,7 +114,7 @@ class TestExchange(TestCase):
         )
         want = values.masked_fill((ids < 0) | (ids >= E), 0)
         self.assertEqual(back, want)
-        # Also where more columns than ranks would fit.
+        # Also if a row has more columns than there are ranks.
         used = sum(int((ids >= 0).sum()) for ids in local)
         self.assertEqual(used, int((want != 0).sum()))
 
@@ -142,7 +142,7 @@ class TestExchange(TestCase):
     def test_a_graph_packs_the_same_values(self, backend, rows, width, offset):
         g = torch.Generator().manual_seed(0)
         bits = torch.randint(-(2**15), 2**15, (offset + rows * width,), generator=g)
-        # All values there are, NaN with what is in it too.
+        # All bit patterns, including NaNs with their payloads.
         values = bits.short().view(torch.bfloat16)[offset:].view(rows, width)
         ids = torch.randint(0, 9, (rows, 3), generator=g).int()
         parts = [values, torch.rand(3, rows, generator=g).mT, ids]
@@ -186,7 +186,7 @@ class TestAgreement(MultiThreadedTestCase):
         )
         with self.assertRaisesRegex(RuntimeError, text):
             switch._must_agree(K=2 + dist.get_rank(), dtype=torch.float32)
-        # Compared at the first use only, whatever the values are then.
+        # K is compared only at the first use, whatever the values are then.
         switch._must_agree(dtype=dist.get_rank())
 
 

@@ -1,10 +1,10 @@
 # Owner(s): ["oncall: distributed"]
 
-"""Faults of expert parallelism: an error on every surviving rank, and nothing left.
+"""Faults of expert parallelism: every surviving rank gets an error, and nothing is left.
 
 The ranks are processes of this file, started with ``--rank``, that report what happened
-as JSON on stdout. One group of processes goes through all faults that a group survives,
-as starting it is what takes time; the last fault kills a rank.
+as JSON on stdout. Starting a group of processes is slow, so one group goes through all
+faults that it survives. The last fault kills a rank.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from moe_fault_ranks import free_port, init_ranks  # noqa: E402
 
 
 if "--rank" in sys.argv:
-    # A rank is no test, and what tests need takes longer to import than torch.
+    # A rank runs no tests, and the test imports take longer than torch itself.
     TestCase = object
 else:
     from torch.testing._internal.common_utils import run_tests, TestCase
@@ -38,7 +38,7 @@ else:
 
 RANKS, VICTIM = 4, 2
 E, K, D, HIDDEN, T = 8, 2, 16, 8, 12
-# Seconds: of a collective, and of everything that a group of processes does.
+# Seconds allowed for a collective, and for the whole life of a group of processes.
 COLLECTIVE_TIMEOUT, DEADLINE = 5, 200
 
 
@@ -69,7 +69,7 @@ def my_experts(w_in, w_out, rank):
 
 
 def one_rank_has_all_tokens(rank):
-    """The other ranks have none. Returns whether the bits are those of one rank."""
+    """Whether the bits equal those of one rank if the other ranks have no tokens."""
     x, ids, weights, w_in, w_out = operands()
     reference = x.clone().requires_grad_()
     want = F.moe_mlp(reference, ids, weights, w_in, w_out)
@@ -86,7 +86,7 @@ def one_rank_has_all_tokens(rank):
 
 
 def one_rank_has_no_tokens(rank):
-    """The others share them. Returns whether the bits are those of one rank."""
+    """Whether the bits equal those of one rank if the others share all tokens."""
     x, ids, weights, w_in, w_out = operands()
     want = F.moe_mlp(x, ids, weights, w_in, w_out)
     bounds = (0, 4, 8, 8, 12)
@@ -98,7 +98,7 @@ def one_rank_has_no_tokens(rank):
 
 
 def overflow(rank):
-    # All slots of the 12 tokens of every rank are for the experts 0 and 1, of rank 0.
+    # On every rank, all slots of the 12 tokens go to experts 0 and 1, which rank 0 has.
     ids = torch.arange(K).expand(T, K)
     x, ids, weights, w_in, w_out = operands(ids)
     switch = TokenSwitchAllToAll(dist.group.WORLD, E, capacity=3)
@@ -109,7 +109,7 @@ def overflow(rank):
 def mismatch(
     rank, *, num_experts=E, top_k=K, dim=D, dtype=torch.float32, capacity=None
 ):
-    """A layer to which the victim passes other arguments."""
+    """A layer to which the victim passes different arguments."""
     odd = rank == VICTIM
     if callable(capacity):
         capacity = capacity(odd)
@@ -127,7 +127,7 @@ def mismatch(
 
 
 def changes_later(rank, *, top_k=K, dtype=torch.float32, capacity=20):
-    """A layer of static shapes in which the victim differs, after one in which all agreed."""
+    """A layer of static shapes: all ranks agree at first, and then the victim differs."""
     odd = rank == VICTIM
     x, ids, weights, w_in, w_out = operands()
     switch = TokenSwitchAllToAll(dist.group.WORLD, E, capacity=20)
@@ -201,7 +201,7 @@ def run_rank(rank, port, death, survived):
         print(json.dumps(report), flush=True)
     dist.destroy_process_group()
     print(json.dumps({"fault": "end", "result": "destroyed"}), flush=True)
-    # Leaves by itself: a thread that still waits for a dead rank would be noticed.
+    # Exits normally: a thread that still waits for a dead rank would block the exit.
 
 
 # -- the test
@@ -209,7 +209,7 @@ def run_rank(rank, port, death, survived):
 
 class TestFaults(TestCase):
     def run_group(self, death, survived=()):
-        """Reports of every rank by fault; checks that nothing is left."""
+        """Returns the reports of every rank by fault. Checks that nothing is left."""
         port = free_port()
         command = [sys.executable, os.path.abspath(__file__), "--port", str(port)]
         command += ["--death", death, "--survived", ",".join(survived)]
@@ -233,7 +233,7 @@ class TestFaults(TestCase):
                 for process in ranks
             ]
         finally:
-            # A process that is still running hangs, and is killed.
+            # A process that still runs is hanging, so it is killed.
             for process in ranks:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -247,7 +247,7 @@ class TestFaults(TestCase):
         with socket.socket() as s:
             self.assertNotEqual(s.connect_ex(("127.0.0.1", port)), 0)
         reports = [
-            # Gloo writes to stdout as well.
+            # Gloo also writes to stdout.
             {r["fault"]: r for r in map(json.loads, re.findall("(?m)^{.*}$", out))}
             for out, _ in outputs
         ]
@@ -303,7 +303,7 @@ class TestFaults(TestCase):
                 fault = f"{change.split()[0]}_later"
                 error = report[fault]["error"]
                 self.assertIn("must be the same on all ranks", error)
-                # The rank itself says what, all others that it was one of them.
+                # The rank itself says what changed. All others say that another rank did.
                 said = f"this one changed {change}, and others did not"
                 self.assertIn(
                     said if rank == VICTIM else "one of them has changed", error

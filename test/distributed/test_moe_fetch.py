@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Experts live at home and run anywhere: their weights come, and their gradients go back."""
+"""Experts live at home and run anywhere: weights are fetched, and gradients are sent back."""
 
 import copy
 import tempfile
@@ -61,7 +61,7 @@ class TestFetch(GlooTest):
                 copies = copies[copies >= 0]
                 for name, rows in got.items():
                     self.assertEqual(rows, whole[name][copies], atol=0, rtol=0)
-                # What arrives in a slot differs by rank and slot.
+                # The gradient of each slot of each rank differs.
                 factor = (self.rank + 1 + torch.arange(len(copies)) / 8).to(dtype)
                 sums = [(got[n].flatten(1).sum(1) * factor).sum() for n in ("a", "b")]
                 sum(sums).backward()
@@ -72,7 +72,7 @@ class TestFetch(GlooTest):
             at = [(held == e).nonzero().tolist() for e in range(E)]
             for name in ("a", "b"):
                 for local, e in enumerate(range(E)[home]):
-                    # Ranks in their order; in fp32 at least.
+                    # Sums in the order of the ranks, in at least fp32.
                     away = [x for x in at[e] if x[0] != self.rank]
                     total = torch.zeros((), dtype=torch.float64)
                     for r, s in away:
@@ -88,7 +88,7 @@ class TestFetch(GlooTest):
         return Levels
 
     def test_experts_that_do_not_use_their_weights(self):
-        # A loop over experts with tokens. Other ranks wait for this one even if it uses no weight.
+        # As in a loop over experts with tokens: a rank may use no weight, but others wait for it.
         exchange = Exchange(dist.group.WORLD, E, None, level="experts")
         plan = any_plan(TOPOLOGY, E, 1)
         with self.assertRaisesRegex(ValueError, "the experts of the rank, then copies"):
@@ -119,10 +119,10 @@ class Model(nn.Module):
 
 @instantiate_parametrized_tests
 class TestPlacedTraining(GlooTest):
-    """What people put around a model, on plans that change in every step."""
+    """What users add to a training loop, with plans that change in every step."""
 
     def pair(self, ranks=4, style=None, **options):
-        """The model of one process, the same in parallel, its placement and its tokens."""
+        """The model of one process, its parallel copy, the copy's placement, its mesh and its tokens."""
         torch.manual_seed(0)
         whole = Model().double()
         model = copy.deepcopy(whole)
@@ -138,7 +138,7 @@ class TestPlacedTraining(GlooTest):
         return whole, model, placement, mesh, mine
 
     def optimizers(self, model, weight_decay=0.1):
-        # A plain tensor and a DTensor do not mix in foreach.
+        # foreach does not accept plain tensors together with DTensors.
         experts = [model.moe.get_parameter(name) for name in EXPERTS]
         rest = [p for p in model.parameters() if all(p is not e for e in experts)]
         return [
@@ -170,7 +170,7 @@ class TestPlacedTraining(GlooTest):
             self.assertEqual(value, want, atol=1e-9, rtol=1e-9, msg=name)
 
     def train(self, ranks, steps, recompute=None, **style):
-        """Clipping, weight decay, three optimizers and an EMA, next to one process."""
+        """Compares clipping, weight decay, three optimizers and an EMA with one process."""
         whole, model, placement, mesh, mine = self.pair(ranks, style)
         (layer,) = placement.layers
         model.recompute = recompute

@@ -112,7 +112,7 @@ class TestFetchAhead(GlooTest):
         return [adam, torch.optim.SGD(rest, lr=1e-2, momentum=0.9)]
 
     def train(self, steps=3, micro=1, batched=False, recompute=None, plans=True, **kw):
-        """Steps next to one process; what was fetched ahead, of what was sent."""
+        """Compares steps with one process. Returns how much was fetched ahead and how much was sent."""
         whole, model, placement = self.pair(**kw)
         both = (whole, model)
         model.recompute = recompute
@@ -133,7 +133,7 @@ class TestFetchAhead(GlooTest):
                         losses.append(self.loss(m, step * micro + i))
                         if not batched:
                             losses.pop().backward()
-                    # All forwards before the backwards, as pipelines do.
+                    # Pipelines run all forwards before the backwards.
                     for loss in losses:
                         loss.backward()
             seen["ahead"] += ahead.call_count
@@ -155,10 +155,10 @@ class TestFetchAhead(GlooTest):
         seen = self.train(
             micro=2, batched=batched, recompute=RECOMPUTE[recompute], plans=not batched
         )
-        # The first forward finds out which layer follows which.
+        # The first forward records the order of the layers.
         ahead = 0 if recompute == "saves" else 2 * 5
         self.assertEqual(seen["ahead"], ahead)
-        # Results that a region returns without sending them again are counted as well.
+        # The count includes results that a checkpoint region returns without sending them again.
         again = recompute != "no"
         self.assertEqual(seen["experts"], 18 * (1 + again))
         self.assertEqual(seen["expert_grads"], 18)
@@ -217,8 +217,8 @@ class TestFetchAhead(GlooTest):
             ),
         ):
             self.loss(model, 1).backward()
-        # Fetches run on a thread, and may be over before or after anything that they do not wait
-        # for; this thread issues them. The last experts of a layer are the copies, if there are.
+        # This thread issues the fetches, which run on another thread. A fetch is ordered only with
+        # what it waits for. The copies, if any, are the last experts of a layer.
         self.assertLess(order.index(("issue", 0)), order.index(("experts", 0)))
         for i in (1, 2):
             self.assertLess(order.index(("issue", i)), order.index(("experts", i - 1)))
@@ -232,10 +232,10 @@ class TestFetchAhead(GlooTest):
     @parametrize("keep", [False, True])
     @parametrize("num_chunks", [1, 2])
     def test_a_mode_of_one_rank(self, num_chunks, keep):
-        """Rank 0 alone counts FLOPs: all ranks send the same messages as without."""
+        """If only rank 0 counts FLOPs, all ranks send the same messages as without counting."""
         whole, model, placement = self.pair(style={"num_chunks": num_chunks}, keep=keep)
         self.use(placement, 0)
-        # After the first forward it is known which layer follows which.
+        # The order of the layers is known after the first forward.
         for step in range(3):
             for m in (whole, model):
                 m.zero_grad()
@@ -294,19 +294,19 @@ class TestFetchAhead(GlooTest):
             with torch.no_grad():
                 m.moe[1].w_in.mul_(2)
         check(1)
-        # Behind the version counter.
+        # Writes that the version counter does not see.
         for m in (whole, model):
             for p in (m.moe[2].w_in, m.moe[2].w_out):
                 p = p.to_local() if isinstance(p, DTensor) else p
                 p.data.mul_(2)
         placement.forget()
         check(3)
-        # Other memory, maybe at the place of the old one.
+        # New memory, possibly at the old address.
         for m in (whole, model):
             state = {k: 3 * v.detach() for k, v in m.state_dict().items()}
             m.load_state_dict(state, assign=True)
         check(3)
-        # Copies of a model share its layers, not its weights.
+        # Copies of a model share its placement layers but not its weights.
         whole, model = copy.deepcopy(whole), copy.deepcopy(model)
         with torch.no_grad():
             for m in (whole, model):
@@ -315,7 +315,7 @@ class TestFetchAhead(GlooTest):
 
     @parametrize("keep", [False, True])
     def test_inference_comes_first(self, keep):
-        """An evaluation before the first step, as trainers do, and a model made to serve."""
+        """A trainer may evaluate before its first step, and a server makes its model in inference mode."""
         for made_in_inference in (True, False):
             with torch.inference_mode(made_in_inference):
                 whole, model, placement = self.pair(every=1, keep=keep)
@@ -336,7 +336,7 @@ class TestFetchAhead(GlooTest):
     @parametrize("keep", [False, True])
     @parametrize("form", ["foreach", "fused"])
     def test_multi_tensor_steps_are_noticed(self, form, keep):
-        """Before placement.step(), as in an evaluation between optimizer and placement."""
+        """Steps are noticed before placement.step(), as an evaluation between the two needs."""
         whole, model, placement = self.pair(keep=keep)
         self.use(placement, 0)
         both = whole, model
@@ -348,7 +348,7 @@ class TestFetchAhead(GlooTest):
             self.loss(m, 0).backward()
         for _ in range(2):
             with torch.no_grad():
-                # For the second block, the first one may have fetched before the step.
+                # The first block may have fetched for the second one before the step.
                 for block in (1, 0):
                     got, want = model.block(block, x[mine]), whole.block(block, x)[mine]
                     self.assertEqual(got, want, atol=1e-9, rtol=1e-9)
@@ -369,7 +369,7 @@ class TestFetchAhead(GlooTest):
                 p.mul_(1.5)
         for step in range(3):
             x = self.batch(step)
-            # One behind the other, and layer by layer.
+            # First layer by layer, then one model after the other.
             got, other = x[mine], x[mine]
             with torch.no_grad():
                 for i in range(3):
@@ -381,7 +381,7 @@ class TestFetchAhead(GlooTest):
                 self.assertEqual(other, wanted(x)[mine], atol=1e-10, rtol=1e-10)
 
     def test_layers_that_are_left_out(self):
-        # What was fetched ahead and not used must not be used after a step.
+        # Weights that were fetched ahead but not used must not be used after a step.
         whole, model, placement = self.pair()
         self.use(placement, 0)
         both = [(m, self.optimizers(m)) for m in (whole, model)]
@@ -460,7 +460,7 @@ class TestFetchAhead(GlooTest):
 
     @parametrize("capacity", [None, 24])
     def test_in_one_graph(self, capacity):
-        # Nothing is kept or fetched ahead there; another plan is another graph.
+        # Graphs neither keep copies nor fetch ahead. Another plan is another graph.
         _, model, placement = self.pair(style={"capacity": capacity}, keep=True)
         block = model.moe[0]
         options = {"capture_scalar_outputs": capacity is None}
@@ -484,7 +484,7 @@ class TestFetchAhead(GlooTest):
                 self.assertEqual(found[1], found[0], atol=1e-12, rtol=1e-12)
 
     def test_more_plans_than_graphs(self):
-        # Plans that differ on ranks 0 and 1 alone: the others go on in eager mode with them.
+        # The plans differ only on ranks 0 and 1. When these fall back to eager mode, so do the others.
         _, model, placement = self.pair()
         block, home = model.moe[0], placement.layers[0].home
         x = self.batch(0)[6 * self.rank : 6 * self.rank + 6]

@@ -78,7 +78,7 @@ class TestHierarchical(TokenSwitchTest):
                 RuntimeError, f"needed {needed} rows but capacity of level '{level}'"
             ):
                 switch.check_overflow()
-        # What the first level left out did not reach the second: two reruns.
+        # Rows that the first level drops do not reach the second, so two reruns are needed.
         switch = self.switch(combine=combine, capacity=(2, 3))
         got = self.run_switch(switch, operands, *part, rerun=grow_and_rerun)
         self.assertEqual(switch.capacity, (9, 16))
@@ -92,7 +92,7 @@ class TestHierarchical(TokenSwitchTest):
         ]
         mine = ids[self.rank]
         x, weights = torch.randn(T, D).bfloat16(), torch.rand(T, K)
-        # By the definition: 2 nodes of 2 ranks of 8 experts.
+        # The minimum by its definition, for 2 nodes of 2 ranks of 8 experts.
         node = sum(
             len({e // 16 for e in row} - {self.rank // 2}) for row in mine.tolist()
         )
@@ -137,7 +137,7 @@ class TestHierarchical(TokenSwitchTest):
 
     @parametrize("capacity", [None, (17, 17)])
     def test_host_reads(self, capacity):
-        """None in static mode; in compact mode the sizes of both levels, once.
+        """Host syncs: none in static mode. In compact mode, one for the sizes of both levels.
 
         Not counted: the comparison of arguments at the first use of a switch.
         """
@@ -181,7 +181,7 @@ class TestHierarchical(TokenSwitchTest):
 
 @instantiate_parametrized_tests
 class TestHierarchicalCompile(TestCase):
-    """On one rank, as compiling on four takes four times as long."""
+    """Runs on one rank, because compiling on four takes four times as long."""
 
     @parametrize("capacity", [None, (17, 17)])
     def test_compiles_as_one_graph(self, capacity):

@@ -27,7 +27,7 @@ class TestLoadStats(MultiThreadedTestCase):
         stats.record(1, counts)
         stats.record(1, counts)
         first = stats.update()
-        # Per forward, summed over ranks: the second layer had two forwards.
+        # Loads are averages per forward, summed over ranks. The second layer had two forwards.
         want = torch.stack([counts * 10, counts * 4]).double()
         self.assertEqual(first, want)
         stats.record(0, counts)
@@ -50,7 +50,7 @@ class TestLoadStats(MultiThreadedTestCase):
             self.assertEqual(each.update(), torch.arange(E).double()[None] * 10)
 
     def test_torch_func(self):
-        """An element of a vmap is a forward; gradients count nothing twice."""
+        """Each element of a vmap counts as a forward. Gradients count nothing twice."""
         x, w = torch.randn(3, 5, 4), torch.randn(4, E)
 
         def loss(stats, w, x):

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""A rank is killed while a model serves: the others go on."""
+"""A rank is killed while a model serves, and the other ranks go on."""
 
 import datetime
 import os
@@ -26,7 +26,7 @@ from torch.testing._internal.common_utils import (
 
 D, H, E, K, TOKENS = 16, 12, 8, 2, 6
 RANKS, SLOTS = 4, 4
-# Ranks that are killed: two leave as many that E is a multiple of.
+# Ranks that are killed. The number of the remaining ranks must divide E.
 KILLED = {"online": (1, 2)}
 SLOW_CASES = [slow_subtest(case, name=case) for case in ("all_gather", "online")]
 GONE = (
@@ -58,10 +58,10 @@ def same(model, whole, steps, rank):
 
 
 def failure(model, whole, step, rank):
-    """The error of a forward without a rank, with its notes."""
+    """The error, with its notes, of a forward after a rank was lost."""
     try:
-        # What this rank gets may have left the other one before it was gone. Then the output is
-        # right, and the next forward fails.
+        # The lost rank may have sent its rows before it died. Then this output is right, and the
+        # next forward fails.
         for _ in range(2):
             same(model, whole, [step], rank)
     except RuntimeError as error:
@@ -91,7 +91,7 @@ def refused_training(model, rank):
 
 
 def refused_unreadable(case, placement, model, loaded):
-    """The rank that has to load an expert can't: all are told, and may try again."""
+    """A rank cannot load an expert: all ranks get an error and may try again."""
     if case != "copies":
         return
 
@@ -177,7 +177,7 @@ def _serve(rank, port, case):
     recovery = placement.recover(model, weights, seconds=5.0)
     # The batch that failed, and others.
     same(model, whole, range(2, 5), rank)
-    # Plans are for weights at home, which no layer has any more.
+    # Plans need weights at home, which no layer has any more.
     placement.load_state_dict(state)
     placement.loads = torch.arange(2.0 * E).view(2, E).double()
     placement._plan()
@@ -228,7 +228,7 @@ class TestLostRank(TestCase):
         except queue.Empty:
             self.fail(f"only {sorted(results)} came back: {results}")
         finally:
-            # Before the others are ended, which have nothing more to say.
+            # Checked before the other ranks are ended, which report nothing more.
             gone = processes[2].exitcode
             for process in processes:
                 process.kill()
@@ -246,7 +246,7 @@ class TestLostRank(TestCase):
             self.assertNotIsInstance(result, str, result)
             self.assertEqual(result["lost"], list(killed))
             self.assertRegex(result["failed"], GONE)
-            # Tokens of the forward that failed are to be run again, and were.
+            # The tokens of the failed forward were run again.
             self.assertEqual(result["tokens"], tokens)
             self.assertLess(result["seconds"], 30)
             self.assertIn("serves, under no_grad", result["trains"])
@@ -269,7 +269,7 @@ class TestLostRank(TestCase):
             for result in results.values():
                 self.assertEqual(result["again"]["lost"], [1])
                 self.assertRegex(result["failed_again"], GONE)
-                # Behind a recovery, too, an error says which layer it was.
+                # After a recovery, an error still names the layer.
                 self.assertRegex(result["failed_again"], r"layer 0 \(MoE\): ")
 
     def test_nothing_to_load_from(self):

@@ -55,7 +55,7 @@ SWITCHES = {
 
 
 def sequential_schedule(switch, tokens, ids, weights, experts, shared=None):
-    """Two chunks, one part after the other: what a trace must be able to reject."""
+    """Two chunks without overlap, which a trace must reject."""
     outputs = []
     for x, i, w in zip(tokens.chunk(2), ids.chunk(2), weights.chunk(2)):
         routing = switch.create_routing(i, layout="flat")
@@ -82,7 +82,7 @@ class Switch:
 
 
 class PassingMode(TorchDispatchMode):
-    """Any mode: what another thread does is not seen by it."""
+    """Stands for any mode, which does not see the ops of another thread."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
@@ -91,9 +91,8 @@ class PassingMode(TorchDispatchMode):
 class Trace:
     """When communication begins and ends, in the order of the calls of a switch.
 
-    Computation asks :meth:`in_flight` whether a call of another part has begun although
-    nobody waited for it, and waits for its end: only communication that makes progress
-    while this computation runs can pass.
+    A computation calls :meth:`in_flight`, which waits until calls of another part end. This
+    succeeds only if the communication makes progress while the computation runs.
     """
 
     def __init__(self, patience):
@@ -181,7 +180,7 @@ class TestOverlap(TokenSwitchTest):
             self.check(got, case, tokens, experts, exact="exact" in name)
 
     def traced(self, schedule, patience):
-        """Which communication made progress under which computation."""
+        """Which communication made progress during which computation."""
         case = truth("uniform")
         tokens, part = self.part(4, "even")
         switch = self.switch("flat_exact")
@@ -193,7 +192,7 @@ class TestOverlap(TokenSwitchTest):
                 chunk = len(chunks)
                 chunks.append(chunk)
                 if chunk == 0:
-                    # The next chunk arrives, without anyone waiting for it.
+                    # The next chunk arrives although nothing waits for it.
                     trace.in_flight("experts_0", "dispatch", 2)
                 else:
                     trace.in_flight("experts_1", "combine", 1)
@@ -202,7 +201,7 @@ class TestOverlap(TokenSwitchTest):
                 )
 
                 def backward(grad):
-                    # Backward takes the last chunk first.
+                    # Backward starts with the last chunk.
                     if chunk == 1:
                         trace.in_flight("backward_1", "dispatch_grad", 2)
                     else:
@@ -225,7 +224,7 @@ class TestOverlap(TokenSwitchTest):
         return trace.seen
 
     def test_beside_data_parallelism(self):
-        """Reductions of gradients, of another thread, go through the same ranks."""
+        """DDP reduces gradients from another thread between the same ranks."""
         torch.manual_seed(0)
         model = DenseAndMoE()
         style = ExpertParallel(num_chunks=2)
@@ -233,7 +232,7 @@ class TestOverlap(TokenSwitchTest):
         experts = [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
         ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
         ignore(model, experts)
-        # A bucket for every parameter: reductions while gradients of chunks travel.
+        # A bucket for every parameter makes reductions overlap with the gradients of chunks.
         ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
         generator = torch.Generator().manual_seed(self.rank)
         for _ in range(3):
@@ -319,14 +318,14 @@ class TestOverlap(TokenSwitchTest):
         got, count, on_main_thread = run(kept)
         self.assert_same_bits(got, want)
         self.assertEqual(count, once)
-        # In flight in forward; what was kept needs no flight.
+        # Forward communicates on another thread. The recomputation only reads saved results.
         self.assertEqual(on_main_thread, [False] * 3 + [True] * 3)
-        # Under another mode nothing is in flight, neither is it repeated.
+        # Under another mode nothing overlaps, and nothing is sent again either.
         got, count, on_main_thread = run(kept, PassingMode)
         self.assert_same_bits(got, want)
         self.assertEqual(count, once)
         self.assertEqual(on_main_thread, [True] * 6)
-        # Shows that the test can fail: all of the forward's are repeated.
+        # Shows that the test can fail: without saving, the forward's collectives are repeated.
         with torch.no_grad():
             before = collectives()
             behind(switch, *self.leaves(operands, part))
@@ -402,7 +401,7 @@ class TestSchedule(TestCase):
                 self.assertEqual(sizes, sorted(sizes, reverse=True))
                 self.assertLessEqual(sizes[0] - sizes[-1], 1)
 
-        # A dynamic number of tokens, without a graph for each.
+        # A dynamic number of tokens does not need a graph for each number.
         @torch.compile(backend="eager", fullgraph=True, dynamic=True)
         def first(x):
             return x.split(_chunk_sizes(x.shape[0], 3))[0]
@@ -417,10 +416,10 @@ class TestSchedule(TestCase):
         parts = PartSeconds((1, 1), (4, 4), (1, 1), 2)
         self.assertEqual(parts.total(), 14)
         self.assertEqual(simulated_seconds(OverlapSchedule(2), parts), 11)
-        # One chunk hides the shared experts only.
+        # One chunk overlaps only with the shared experts.
         one = PartSeconds((2,), (8,), (2,), 2)
         self.assertEqual(simulated_seconds(OverlapSchedule(1), one), 12)
-        # Never longer than one after the other, never shorter than either queue.
+        # Never longer than the sum of both queues, never shorter than either.
         g = torch.Generator().manual_seed(0)
         for chunks in (1, 2, 5):
             for _ in range(20):
@@ -499,7 +498,7 @@ class TestSchedule(TestCase):
             with self.assertRaisesRegex(RuntimeError, "connection closed"):
                 flight.result()
         self.assertEqual(sent, [])
-        # The caller has seen it.
+        # The caller has seen the failure.
         self.assertEqual(_Flight(send, x, a).result(), x[0])
 
     def test_a_failure_stops_its_own_groups_only(self):
@@ -508,7 +507,7 @@ class TestSchedule(TestCase):
 
         x, a = (torch.ones(1),), Switch()
         failing = _Flight(fail, x, a)
-        # Another model, whose groups are well, before anybody looks.
+        # Another model, whose groups work, runs before the failure is handled.
         self.assertEqual(_Flight(lambda x: x, x, Switch()).result(), x[0])
         with self.assertRaisesRegex(RuntimeError, "connection closed"):
             _Flight(lambda x: x, x, a).result()
@@ -516,7 +515,7 @@ class TestSchedule(TestCase):
             failing.result()
 
     def test_a_failure_ends_with_its_group(self):
-        # No one handled the failure, and a new group gets the name of the old one.
+        # The failure is not handled, and a new group gets the name of the old one.
         def fail(x):
             raise RuntimeError("connection closed")
 

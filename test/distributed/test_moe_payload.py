@@ -40,7 +40,7 @@ class TestWire(TestCase):
     def test_fp8_keeps_what_is_not_finite(self):
         x = torch.randn(3, 300)
         x[0, 5], x[1, 130], x[2, 299] = torch.inf, -torch.inf, torch.nan
-        # In float64 by the rule in torch ops, of which others may have one op.
+        # Torch ops compute the rule in float64. Other dtypes may use a single op.
         for dtype in (torch.float64, torch.float32):
             packed = encode(x.to(dtype), torch.float8_e4m3fn)
             back = decode(packed, torch.float8_e4m3fn, 300, x.dtype)

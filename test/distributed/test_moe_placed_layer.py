@@ -45,12 +45,12 @@ TOPOLOGY = Topology(2, 2, 3)
 
 @instantiate_parametrized_tests
 class TestPlacedLayer(TokenSwitchTest):
-    """A layer whose experts run elsewhere, by plans of its counts and by random ones, beside one rank."""
+    """Compares a layer with placed experts, by plans of its counts and random plans, with one rank."""
 
     D, HIDDEN, TOKENS, K = 16, 12, 24, 2
 
     def make_data(self):
-        """Not setUp, which the processes of the ranks do not call."""
+        """Makes the data. setUp would not do, because the processes of the ranks do not call it."""
         g = torch.Generator().manual_seed(3)
         self.x = torch.randn(self.TOKENS, self.D, generator=g)
         # Experts 0 and 1 are hot, so that replicas and quotas have something to do.
@@ -59,14 +59,14 @@ class TestPlacedLayer(TokenSwitchTest):
         self.ids = logits.topk(self.K, dim=1).indices
         self.ids[5] = torch.tensor([-1, E])
         self.weights = torch.rand(self.TOKENS, self.K, generator=g)
-        # Small, as the sine of a large output would enlarge what the composite rounds.
+        # Small weights, because the sine of a large output would amplify the composite's rounding.
         self.w_in = torch.randn(E, 2 * self.HIDDEN, self.D, generator=g) / 4
         self.w_out = torch.randn(E, self.D, self.HIDDEN, generator=g) / 4
         share = self.TOKENS // self.world_size
         self.mine = slice(self.rank * share, (self.rank + 1) * share)
 
     def fetched(self, slot_experts):
-        """Weights of this rank's slots; nothing usable in free ones, which copies come before."""
+        """Weights of this rank's slots. Free slots follow the copies and hold NaN."""
         exchange = Exchange(dist.group.WORLD, E, None, level="experts")
         home = slice(2 * self.rank, 2 * self.rank + 2)
         moves = moves_of(slot_experts, E, self.rank)
@@ -124,7 +124,7 @@ class TestPlacedLayer(TokenSwitchTest):
                 self.assertEqual(value, bits, **bits_of_kernel())
         self.assertGreater(copies, 0)
         for seed in range(4):
-            # Quotas for other counts: of each expert one rank, whichever.
+            # Quotas as for other counts: one rank has all rows of an expert.
             found = any_plan(TOPOLOGY, E, seed)
             quotas = torch.zeros_like(found.quotas)
             quotas[torch.arange(E), found.shares().argmax(1)] = counts
@@ -135,7 +135,7 @@ class TestPlacedLayer(TokenSwitchTest):
                 self.assertEqual(value, bits, **bits_of_kernel())
 
     def test_weights_of_another_plan_are_noticed(self):
-        # The comparison above can fail: bits differ on some rank.
+        # Shows that the comparison above can fail: bits differ on some rank.
         self.make_data()
         found = plan(self.counts().sum(0), TOPOLOGY)
         slots = self.slot_ids(found, found.quotas)
@@ -154,14 +154,14 @@ class TestPlacedLayer(TokenSwitchTest):
                 param.copy_(torch.randn(param.shape) * 0.3)
         if style is not None:
             parallelize_module(model, self.mesh(("ep",), 4), style)
-        # AdamW would make steps out of the rounding of router gradients that vanish.
+        # Router gradients vanish up to rounding, and AdamW would scale the rounding up to full steps.
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
         placement = None if style is None else style.placement
         losses, seen = [], []
         for step in range(steps):
             g = torch.Generator().manual_seed(step)
-            # Tokens point at one direction that turns: so do the experts that are hot. Plans by
-            # averages are for those that stay.
+            # Tokens point in one direction. If it turns, so do the hot experts. Plans by averages need
+            # hot experts that stay.
             turn = step // 3 if turns else 0
             hot = torch.randn(self.D, generator=torch.Generator().manual_seed(turn))
             x = torch.randn(self.TOKENS, self.D, generator=g) + 2 * hot
@@ -205,12 +205,12 @@ class TestPlacedLayer(TokenSwitchTest):
         home = Plan.home(TOPOLOGY, E)
         slots = placement.slot_experts[0]
         if not online:
-            # Experts did run elsewhere.
+            # Experts did run away from home.
             self.assertFalse(torch.equal(slots, home.slot_experts))
         else:
             borrowed = [not torch.equal(p.slot_experts, slots) for p in seen]
             self.assertTrue(any(borrowed))
-            # Two nodes: with all tokens in one, its ranks have twice the mean.
+            # With two nodes and all tokens in one of them, its ranks have twice the mean.
             loads = [p.quotas.sum(0).double() for p in seen]
             self.assertLessEqual(max((n.max() / n.mean()).item() for n in loads), 2.0)
         state = placement.state_dict()
@@ -291,7 +291,7 @@ class TestPlacedLayer(TokenSwitchTest):
             heaviest = layer.plan.rank_loads(loads).max().item()
             copies = busiest(layer.plan.slot_experts, E)
             found.append((copies, heaviest))
-            # Never above what it costs to stay at home.
+            # A plan never costs more than staying at home.
             self.assertLessEqual(heaviest + copies * layer.copy_cost, 1000.0)
         copies, heaviest = zip(*found)
         self.assertEqual(list(copies), sorted(copies, reverse=True))
@@ -303,7 +303,7 @@ class TestPlacedLayer(TokenSwitchTest):
     @parametrize("online", [False, True])
     @parametrize("keeps", [None, CheckpointPolicy.MUST_SAVE])
     def test_recomputation_is_counted_once(self, keeps, online):
-        """Also where a policy keeps every result, by the number of its op in the region."""
+        """Also if a policy keeps every result, keyed by the number of its op in the region."""
         self.make_data()
         options = {"online": True, "copy_cost": 0.0} if online else {"every": None}
         layer, mesh = nn.MoE(self.D, self.HIDDEN, E, top_k=2), self.mesh(("ep",), 4)

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""When experts run away from home: what a plan must be worth, by loads and by the clock."""
+"""When experts run away from home: how much a plan must save, by loads and by the clock."""
 
 import contextlib
 from unittest import mock
@@ -38,9 +38,9 @@ class TestPolicy(GlooTest):
         return moe, placement, placement.layers[0]
 
     def run_steps(self, moe, placement, seconds, steps, between=None):
-        """Whether each step had copies; ``seconds(copies)`` is what it takes by the clock.
+        """Returns whether each step had copies. A step takes ``seconds(copies)`` by the clock.
 
-        ``between(step)`` is what happens between steps, and returns its seconds.
+        ``between(step)`` runs between steps and returns its seconds.
         """
         clock, found = [0.0], []
         with mock.patch.object(loads.time, "perf_counter", lambda: clock[0]):
@@ -50,7 +50,7 @@ class TestPolicy(GlooTest):
                 with count_wire_bytes(*placement.layers) as wire:
                     moe(x).sum().backward()
                 found.append(bool(wire.messages["experts"]))
-                # Ranks that see other times come to one decision.
+                # Ranks measure different times and must still decide alike.
                 clock[0] += seconds(found[-1]) * (1 + self.rank / 8)
                 placement.step()
         together = [None] * 4
@@ -64,10 +64,10 @@ class TestPolicy(GlooTest):
         layer.copy_cost = 1.0
         prices = []
         found = self.run_steps(moe, placement, lambda copies: 1.0 + copies, 45)
-        # At home first, one window of copies, and no more: the price is above what they gave.
+        # First at home, then one window of copies, and no more, because copies cost more than they save.
         self.assertEqual([i for i, copies in enumerate(found) if copies], [4, 5, 6, 7])
         self.assertGreater(layer.copy_cost, 2.0)
-        # Other loads may be worth it.
+        # For other loads copies may pay.
         prices.append(layer.copy_cost)
         self.assertEqual(layer.plan.slot_experts, layer.home.slot_experts)
 
@@ -81,7 +81,7 @@ class TestPolicy(GlooTest):
 
     @parametrize("online", [False, True])
     def test_time_between_steps_is_not_of_a_step(self, online):
-        # Such as a data loader, and an evaluation that takes long whenever there are copies.
+        # Such as a data loader, or an evaluation that takes long whenever there are copies.
         moe, placement, layer = self.layer(every=4, online=online)
         layer.copy_cost = 1.0
 
@@ -114,7 +114,7 @@ class TestPolicy(GlooTest):
         self.assertLess(sum(found), 30)
 
     def test_windows_without_every(self):
-        # Eight steps at home, and four of a trial.
+        # Windows are eight steps at home and four steps of a trial.
         moe, placement, layer = self.layer(every=None, online=True)
 
         def between(step):
@@ -139,7 +139,7 @@ class TestPolicy(GlooTest):
         placement.loads = hot[0]
         placement._plan(None, hot[0])
         self.assertTrue(layer.moves)
-        # What was good for the loads before makes these worse.
+        # The plan for the loads before is worse for these.
         placement.loads = hot[1]
         placement._plan(hot[0], hot[1])
         self.assertGreater(layer.home.cost(hot[1, 0]), 0)
@@ -157,7 +157,7 @@ class TestPolicy(GlooTest):
             layer, "_plan_online", side_effect=layer._plan_online
         ) as plan:
             for _ in range(40):
-                # Two micro-batches and a recomputation of a step have one way to plan.
+                # Both micro-batches and the recomputation of a step plan in the same way.
                 for _ in range(2):
                     moe(torch.rand(TOKENS, D))
                 placement.step()
@@ -176,7 +176,7 @@ class TestPolicy(GlooTest):
         moe, placement, layer = self.layer(every=None, online=True, copy_cost=1e6)
         planned = []
         for _ in range(20):
-            # Another run goes on from each step, as after a checkpoint.
+            # Another run continues from each step, as after a checkpoint.
             again, resumed, other = self.layer(online=True, copy_cost=1e6)
             resumed.load_state_dict(placement.state_dict())
             for model, run in ((moe, placement), (again, resumed)):
@@ -187,7 +187,7 @@ class TestPolicy(GlooTest):
         self.assertEqual(sorted(set(planned)), [1, 3, 7, 15])
 
     def test_rests_send_nothing(self):
-        # Between trials of online plans: no counts, and times of the last window at home only.
+        # Between trials of online plans, no counts are sent, and times only for the last window at home.
         moe, placement, layer = self.layer(every=4, online=True)
         sent = []
 
@@ -210,8 +210,8 @@ class TestPolicy(GlooTest):
             found = self.run_steps(
                 moe, placement, lambda copies: 1.1 + copies, 80, between
             )
-        # Not the router: there is no data parallelism here. Trials of a window, and rests of 1, 2, 4
-        # and 8, each with a sum of times at its end.
+        # Router gradients send nothing, because there is no data parallelism. Trials take one window.
+        # Rests take 1, 2, 4 and 8 windows, and times are summed at the end of each.
         plans = [i for i, step in enumerate(sent) if names[1] in step]
         self.assertEqual(plans, [i for i, copies in enumerate(found) if copies])
         times = [i for i, step in enumerate(sent) if names[0] in step]

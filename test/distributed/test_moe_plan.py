@@ -31,7 +31,7 @@ from torch.testing._internal.common_utils import (
 )
 
 
-SEEDS = (*range(10), *range(500, 510))  # the latter not looked at when it was written
+SEEDS = (*range(10), *range(500, 510))  # the second range was not used to tune the planner
 TOKEN_COPIES = 4_200_000
 
 
@@ -40,7 +40,7 @@ def token_counts(loads):
 
 
 def imbalance(found):
-    """As planned, for the counts that it was made for."""
+    """The largest load over the mean, for the counts that the plan was made for."""
     loads = found.quotas.sum(0).double()
     return (loads.max() / loads.mean().clamp_min(1e-300)).item()
 
@@ -54,7 +54,7 @@ class TestPlan(TestCase):
         # Experts at home keep their slots.
         home = Plan.home(topology, len(counts)).slot_experts
         self.assertEqual(found.slot_experts[home >= 0], home[home >= 0])
-        # Weights are fetched inside a node only.
+        # Weights are fetched only inside a node.
         per_node = topology.ranks_per_node
         each = len(counts) // topology.num_ranks
         node = torch.arange(topology.num_ranks)[:, None] // per_node
@@ -88,7 +88,7 @@ class TestPlan(TestCase):
             found = plan(counts, Topology(8, 8, 6))
             self.assert_legal(found, counts)
             loads = found.quotas.sum(0).view(8, 8).double()
-            # What a node has stays there: its mean is a bound.
+            # Rows stay in their node, so the node's mean is a bound.
             self.assertLessEqual((loads.max() / loads.mean(1).max()).item(), 1.10)
             self.assertLessEqual(
                 imbalance(found),
@@ -101,7 +101,7 @@ class TestPlan(TestCase):
             for per_node in (8, 16, 64):
                 topology = Topology(64 // per_node, per_node, 6)
                 self.assertLess(num_calls(lambda: plan(counts, topology)), 25_000)
-        # Nothing is searched for where a fetch costs more than the heaviest rank can give.
+        # The planner does not search if a fetch costs more than the heaviest rank could save.
         loads = counts.view(64, -1).sum(1).double()
         most = (loads.max() - loads.mean()).item()
         self.assertLess(num_calls(lambda: plan(counts, topology, price=most)), 1_500)

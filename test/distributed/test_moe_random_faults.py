@@ -4,9 +4,9 @@
 
     python test/distributed/test_moe_random_faults.py --seeds 0 200 [--log FILE]
 
-A seed says how the layers communicate, what happens, to which rank and when. All ranks must
-finish or end with an error that says what was lost, in time, and leave Python by themselves.
-Ranks are forked from a process that has imported torch: what takes longest is done once.
+A seed determines how the layers communicate, and what happens to which rank and when. In time, all
+ranks must finish or fail with an error that says what was lost, and must exit Python normally.
+Ranks are forked from a process that has imported torch, because the import takes longest.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from moe_fault_ranks import free_port, init_ranks, run_seeds  # noqa: E402
 
 
 if "--seeds" in sys.argv:
-    # Ranks are no tests, and what tests need takes longer to import than torch.
+    # Ranks run no tests, and the test imports take longer than torch itself.
     TestCase = object
 
     def slowTest(test):
@@ -48,12 +48,12 @@ else:
 
 RANKS, STEPS = 4, 10
 D, HIDDEN, E, K, TOKENS = 16, 8, 8, 2, 24
-# Seconds: of a collective from the step of a fault on that makes it wait, of a pause, which no collective
-# may mind, and of everything that a seed does but waiting for a core: leaving Python takes a rank more
-# than one second of a core.
+# Seconds: timeout of collectives from the step of a fault that makes them wait; length of a pause, which
+# must not fail a collective; and limit of a whole seed, without the time that ranks wait for a core. To
+# exit Python, a rank needs more than one second of a core.
 TIMEOUT, PAUSE, DEADLINE = 5.0, 6.0, 90.0
-# What happens to one rank. Killed and stopped for good; stopped or busy for less than the timeout
-# or for much longer; no tokens.
+# What happens to one rank: it is killed, stopped for good, stopped for a pause, busy for longer than
+# the timeout, or has no tokens.
 FAULTS = ("kill", "stop", "pause", "idle", "empty")
 SWITCHES = {
     "flat": {},
@@ -79,7 +79,7 @@ class Plan:
         self.victim = draw.randrange(RANKS)
         self.step = draw.randrange(1, STEPS - 4)
         self.moment = draw.random()  # of that step
-        # Ranks that share few cores may be further apart than TIMEOUT before.
+        # Before the fault, ranks that share few cores may be further apart than TIMEOUT.
         self.waits = self.fault in ("stop", "idle")
 
     def describe(self) -> str:
@@ -90,12 +90,12 @@ class Plan:
 
 
 def say(**fields: object) -> None:
-    # Other things are written there as well, so on a line of its own.
+    # Others write to stdout too, so the report is on its own line.
     os.write(1, f"\n{json.dumps(fields)}\n".encode())
 
 
 def strike(plan: Plan, step_seconds: float) -> threading.Timer:
-    """The fault, in a moment of this step that the main thread does not choose."""
+    """Starts the fault at a moment of this step that does not depend on the main thread."""
 
     def act() -> None:
         say(struck=time.time())
@@ -145,14 +145,14 @@ def run_rank(rank: int, port: int, plan: Plan) -> None:
         say(error=error, at=time.time())
     dist.destroy_process_group()
     say(destroyed=True)
-    # Leaves by itself: a thread that still waits for a dead rank would be noticed.
+    # Exits normally: a thread that still waits for a dead rank would block the exit.
 
 
 # -- what the parent of the ranks does
 
 
 def waited(pid: int) -> float:
-    """Seconds that threads of a process were ready to run and had no core, together."""
+    """Total seconds that the threads of a process were ready to run but had no core."""
     total = 0
     for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # It has ended.
@@ -161,7 +161,7 @@ def waited(pid: int) -> float:
 
 
 def wait_for_all(pids: list[int], plan: Plan) -> tuple[list[int | None], float]:
-    """Exit codes, None of a rank that did not end, which is killed; and seconds without a core."""
+    """Exit codes, and seconds without a core. A rank that does not end is killed and has code None."""
     codes: dict[int, int] = {}
     end, wake, no_core = time.monotonic() + DEADLINE, None, 0.0
     while len(codes) < RANKS and time.monotonic() < end + no_core:
@@ -196,10 +196,10 @@ WHERE = r"expert parallel layer \d+ \(MoE\): .+ failed at level '\w+', group .+ 
 def problems(
     plan: Plan, codes: list[int | None], reports: list[dict], no_core: float
 ) -> list[str]:
-    """What is not as it must be; ``no_core``: seconds in which ranks had no core."""
+    """What went wrong. ``no_core`` is the seconds in which ranks had no core."""
     found = []
     survived = plan.fault in ("pause", "empty")
-    # The last thing that it does may be in time for all others.
+    # The victim may finish if the fault comes after all that the others need.
     late = "finished" in reports[plan.victim]
     struck = reports[plan.victim].get("struck")
     for rank, (code, report) in enumerate(zip(codes, reports)):
@@ -237,7 +237,7 @@ def run_seed(seed: int) -> dict[str, object]:
     """Forks the ranks of a seed. Returns what happened, in the parent."""
     plan, port, start = Plan(seed), free_port(), time.monotonic()
     with contextlib.ExitStack() as stack:
-        # Without a name: a rank that leaves through these frames removes nothing.
+        # An unnamed file, because a rank that exits through these frames must not remove it.
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(RANKS)]
         pids = []
         for rank, log in enumerate(logs):
@@ -246,7 +246,7 @@ def run_seed(seed: int) -> dict[str, object]:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
                 run_rank(rank, port, plan)
-                # Through all frames: Python shuts down as in any program.
+                # Returns through all frames, so that Python shuts down as in any program.
                 raise SystemExit
             pids.append(pid)
         codes, no_core = wait_for_all(pids, plan)

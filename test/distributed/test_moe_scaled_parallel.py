@@ -35,7 +35,7 @@ def layer_of(recipe, dtype=torch.bfloat16, kind=nn.MoE):
 
 
 def run(layer, x, grad):
-    """Output, and gradients of the input and of the router, which router weights reach."""
+    """Output, and gradients of the input and of the router."""
     x = x.clone().requires_grad_()
     y = layer(x)
     y.backward(grad)
@@ -59,17 +59,17 @@ class TestWireRows(TestCase):
         finite = scales.isfinite()
         self.assertEqual(scale[finite], scales[finite], atol=0, rtol=0)
         self.assertFalse(scale[~finite].isfinite().any())
-        # A view of what came: no copy.
+        # A view of the received buffer, not a copy.
         self.assertEqual(data.untyped_storage().data_ptr(), packed.data_ptr())
 
     def test_rule_is_that_of_the_op(self):
         torch.manual_seed(0)
         x = torch.randn(50, 300) * torch.exp2(torch.randint(-140, 120, (50, 300)))
         x[0, 0], x[1] = torch.inf, 0
-        # Powers of two times 448 are where the exponent changes.
+        # The exponent changes at powers of two times 448.
         x[2, 0], x[3, 0], x[4, 0] = 448.0, 448.0001, 3.4e38
         for rows in (x, x.bfloat16()):
-            # In float64 by the rule in torch ops.
+            # In float64, where torch ops compute the rule.
             want = payload.encode(rows.double(), FP8)
             self.assertEqual(payload.encode(rows, FP8), want)
 
@@ -124,12 +124,12 @@ class TestScaledParallel(GlooTest):
         want = run(layer, x, grad)
         options = {"schedule": OverlapSchedule(2)} if schedule == "overlap" else {}
         parallel = self.parallel(layer, combine="exact", capacity=capacity, **options)
-        # A detour would go through decode, and the rows' values are NaN.
+        # A conversion of the rows would call decode. The values of the rows are NaN.
         with mock.patch.object(all_to_all, "decode", side_effect=AssertionError):
             got = run(parallel, x[mine], grad[mine])
         (switch,) = token_switches(parallel)
         self.assertTrue(switch.keep_scaled)
-        # The codes of the wire are those of the recipe: the same bits as in one process.
+        # The wire and the recipe have the same codes, so the bits equal those of one process.
         for i in range(2):
             self.assertEqual(got[i], want[i][mine], atol=0, rtol=0)
         router = got[2]
@@ -168,7 +168,7 @@ class TestScaledParallel(GlooTest):
             got = run(parallel, x[mine], grad[mine])
         self.assertEqual(decode.call_count, 1)
         if recipe == "fp8_blockwise":
-            # The detour loses nothing: those codes are found again.
+            # Decoding loses nothing, because quantising again gives the same codes.
             want = run(layer, x, grad)
             self.assertEqual(got[0], want[0][mine], atol=0, rtol=0)
         self.assertTrue(all(t.isfinite().all() for t in got))

@@ -1,13 +1,13 @@
 # Owner(s): ["oncall: distributed"]
-"""Expert-parallel training for hours: routing drifts, ranks are killed, training goes on.
+"""Expert-parallel training for hours: routing drifts, ranks are killed, and training goes on.
 
     python test/distributed/test_moe_soak.py --seconds 3600 [--log FILE]
 
 Four ranks train and save a checkpoint every few steps. Again and again one of them is killed at a
-random moment; the others must end by themselves, with an error, and all are started again from the
-last checkpoint. Experts run away from home, by average loads and by those of a forward. The loss of a step that is run again must have the bits that it had before, and so
-must an undisturbed run from the first checkpoint to the last; memory, threads and file descriptors
-of a rank must not grow.
+random moment. The others must fail with an error, and all start again from the last checkpoint.
+Experts run away from home, by average loads and by the loads of a forward. A step that is run again
+must have a loss with the same bits, and so must an undisturbed run from the first checkpoint to the
+last. Memory, threads and file descriptors of a rank must not grow.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 
 
 if "--seconds" in sys.argv:
-    # A rank is no test, and what tests need takes longer to import than torch.
+    # A rank runs no tests, and the test imports take longer than torch itself.
     TestCase, slowTest = object, lambda function: function
 else:
     from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
@@ -49,7 +49,7 @@ else:
 
 RANKS, D, HIDDEN, E, K, TOKENS = 4, 32, 24, 16, 4, 64
 INTERVAL = 20  # steps between checkpoints
-# Seconds: of a collective, and of the end of the others when a rank was killed.
+# Seconds allowed for a collective, and for the other ranks to end after a kill.
 TIMEOUT, DEADLINE = 60, 180
 STYLES = (
     {"combine": "exact"},
@@ -57,14 +57,14 @@ STYLES = (
     {"token_switch": "hierarchical", "ranks_per_node": 2, "num_chunks": 2},
     {"capacity": RANKS * TOKENS},
 )
-# The layers use them in turn. Prices are fixed: measured ones would change plans, and so bits.
+# The layers use them in turn. Prices are fixed, because measured prices would change plans and bits.
 PLACEMENTS = (
     {"slots_per_rank": 6, "every": 7, "copy_cost": 4.0},
     {"slots_per_rank": 6, "online": True, "copy_cost": 30.0},
 )
-# What an error says where a rank was killed.
+# What the errors say after a rank was killed.
 LOST = r"[Cc]onnection closed by peer|Connection reset by peer|Broken pipe|[Tt]imed out"
-# What a rank may have more of than after its first interval: caches of allocators fill slowly.
+# Allowed growth of a rank after its first interval, because caches of allocators fill slowly.
 GROWTH = {"MiB": 24, "threads": 0, "descriptors": 0}
 
 
@@ -155,7 +155,7 @@ def train(rank, folder, first, last):
 
 
 def run_rank(rank, folder, life, first, last, loses):
-    """Trains; ``loses``: the end is an error as of a rank that is lost, and any other one is raised."""
+    """Trains. With ``loses``, an error of a lost rank ends the training, and other errors are raised."""
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(f"{folder}/store{life}", RANKS),
@@ -202,7 +202,7 @@ class Soak:
                 raise SystemExit
             pids.append(pid)
         start, codes = time.monotonic(), {}
-        ending = None  # since when, by the kill or by itself
+        ending = None  # time of the kill or of the first exit
         while len(codes) < RANKS:
             for rank, pid in enumerate(pids):
                 if rank not in codes:
@@ -212,7 +212,7 @@ class Soak:
             now = time.monotonic()
             if ending is None and codes:
                 ending = now
-            # Not before there is something to go on from.
+            # Not before there is a checkpoint to start from.
             if (
                 victim is not None
                 and ending is None
@@ -273,14 +273,14 @@ def soak(seconds, seed, life_seconds=60.0):
         run.live(folder, first, 10**9, wait, draw.randrange(RANKS))
         for path in Path(folder).glob("step*"):
             step = path.name[4:]
-            # What was being written, and all but the first and the last.
+            # Removes partial checkpoints, and all but the first and the last.
             old = step.isdigit() and INTERVAL < int(step) < last_checkpoint(folder)
             if not step.isdigit() or old:
                 shutil.rmtree(path)
     losses = {}
     grown = run.check(folder, losses)
     ran = len(run.rows(folder)[0])
-    # Undisturbed, in as much time as is left of twice.
+    # The undisturbed run has the rest of twice the time.
     calm, last = tempfile.mkdtemp(prefix="moe_soak_"), last_checkpoint(folder)
     shutil.copytree(f"{folder}/step{INTERVAL}", f"{calm}/step{INTERVAL}")
     run.live(calm, INTERVAL, last)
@@ -307,7 +307,7 @@ def soak(seconds, seed, life_seconds=60.0):
     return row
 
 
-# Lives whose ranks fail in other ways; the first one is as it should be.
+# Lives whose ranks fail in different ways. Only the first one is right.
 FAULTS = """
 import os, sys, time
 here, folder = sys.argv[1:]

@@ -112,7 +112,7 @@ class TestSwitchTools(AllToAllTest):
         self.assertEqual(counts[2], once + once - 2)
 
     def fixed(self, kind):
-        """A switch whose messages have one size, or a compact one."""
+        """A switch with messages of a fixed size, or a compact switch."""
         if kind == "all_gather":
             group = self.mesh(None, 4).get_group()
             return TokenSwitchAllGather(group, 8, max_tokens=6)
@@ -134,11 +134,11 @@ class TestSwitchTools(AllToAllTest):
 
     @parametrize("kind", ["all_gather", "static", "hierarchical"])
     def test_shapes_that_change_under_a_capacity(self, kind):
-        """On all ranks they may; on one they are an error on every rank, in that forward."""
+        """Shapes may change on all ranks. A change on one rank is an error on every rank at once."""
         switch, run = self.fixed(kind), self.run_fixed
 
         def agreed():
-            """Everybody is here, and nothing is left in flight."""
+            """All ranks can still communicate, and nothing is left in flight."""
             for K, dtype in (
                 (2, torch.float32),
                 (3, torch.bfloat16),
@@ -155,7 +155,7 @@ class TestSwitchTools(AllToAllTest):
                 switch.check_overflow()
 
         if kind == "all_gather":
-            # In the first forward, too.
+            # Also in the first forward.
             for odd in ({"tokens": 7}, {"K": 3}, {"width": 24}):
                 with self.assertRaisesRegex(
                     RuntimeError,
@@ -167,7 +167,7 @@ class TestSwitchTools(AllToAllTest):
         odds.append(("D", {"width": 24}))
         if kind == "all_gather":
             odds.append(("tokens", {"tokens": 7}))
-        # One of them; all but one; two of a node; one of each node; and others on each.
+        # One rank, all but one, both ranks of a node, and one of each node.
         for ranks in ((1,), (0, 2, 3), (2, 3), (1, 3)):
             for name, odd in odds:
                 with self.assertRaisesRegex(
@@ -175,7 +175,7 @@ class TestSwitchTools(AllToAllTest):
                 ):
                     run(switch, **odd if self.rank in ranks else {})
             agreed()
-        # All of them change, and not to the same.
+        # All ranks change, but to different values.
         with self.assertRaisesRegex(RuntimeError, r"K must .* have \[3, 4, 4, 4\]"):
             run(switch, 3 + (self.rank > 0))
         agreed()
@@ -185,7 +185,7 @@ class TestSwitchTools(AllToAllTest):
         ["all_gather", "static", "hierarchical", "compact", "compact hierarchical"],
     )
     def test_what_requires_gradients_is_compared(self, kind):
-        """For any number of parameters: an int32 message tells all answers apart."""
+        """An int32 message distinguishes all answers, for any number of parameters."""
         switch, none = self.fixed(kind), (False,) * 64
         for at in (0, 13, 14, 31, 32, 63):
             one = (*none[:at], True, *none[at + 1 :])
@@ -284,7 +284,7 @@ class TestCompiledCheckpoint(OneRankCompileTest):
         )
         compiled = torch.compile(layer, backend=backend, fullgraph=True)
         operands = truth("zipf").operands
-        # Also where nothing is sent, so that all sizes are 0.
+        # Also if nothing is sent and all sizes are 0.
         for ids in (operands.topk_indices, torch.full_like(operands.topk_indices, -1)):
             results = []
             for run in (behind, compiled):

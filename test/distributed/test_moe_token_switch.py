@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def scale_layer(switch, ids, x, weights, w_in, w_out):
-    """A layer whose experts do nothing that could sync."""
+    """A layer whose experts cannot synchronise."""
     routing = switch.create_routing(ids)
     rows, row_weights, _ = switch.dispatch(routing, x, weights)
     return switch.combine(routing, rows * row_weights.sum(1, keepdim=True).to(x.dtype))
@@ -89,7 +89,7 @@ class TestAllToAll(AllToAllTest):
     @parametrize("combine", ["reduce", "exact"])
     @parametrize("capacity", [None, 8])
     def test_host_reads(self, combine, capacity):
-        """None in static mode; in compact mode the sizes, once.
+        """Host syncs: none in static mode. In compact mode, one for the sizes.
 
         Not counted: the comparison of arguments at the first use of a switch.
         """
@@ -103,8 +103,8 @@ class TestAllToAll(AllToAllTest):
 
     @slowTest
     def test_compiles_as_one_graph(self):
-        """Sizes that differ by rank. Slow, as four processes compile the same; on one
-        rank in test_moe_token_switch_local.py."""
+        """Sizes that differ by rank. This is slow, because four processes compile the same.
+        test_moe_token_switch_local.py compiles on one rank."""
         torch._dynamo.reset()
         switch = self.switch(4, 64, combine="exact")
         case = dataclasses.replace(CASE, num_experts=64, top_k=8)
@@ -138,7 +138,7 @@ class TestAllToAll(AllToAllTest):
             self.assertTrue(torch.equal(getattr(got, name), want), name)
 
     def test_all_gather_for_decoding(self):
-        """Any number of tokens up to the bound, in buffers that never move."""
+        """Any number of tokens up to the bound uses buffers that never move."""
         operands = truth("sentinels").operands
         _, experts = self.part(4, "even")
         group = self.mesh(None, 4).get_group()
@@ -159,7 +159,7 @@ class TestAllToAll(AllToAllTest):
             self.assertEqual(got, want[tokens])
             places.append((rows.data_ptr(), row_weights.data_ptr(), ids.data_ptr()))
             ops.append(trace.ops)
-        # What runs depends neither on values nor on the number of tokens.
+        # The ops depend neither on values nor on the number of tokens.
         self.assertEqual(places[1:], [places[0]] * 3)
         self.assertEqual(ops[2:], [ops[1]] * 2)
         self.assertFalse(any("item" in op or "nonzero" in op for op in ops[1]))
@@ -176,7 +176,7 @@ class TestAllToAll(AllToAllTest):
             switch.dispatch(switch.create_routing(ids), *leaves)
 
     def test_groups_that_are_handed_over_stay_as_they_are(self):
-        """Their timeout is the user's; groups made of them have it too."""
+        """Given groups keep the user's timeout, and groups made from them have it too."""
         world = dist.group.WORLD
         before = group_timeout(world)
         dist.set_timeout(datetime.timedelta(seconds=77), world)

@@ -46,8 +46,8 @@ def shape_truth(name, experts):
 
 class TestGroups(TestCase):
     def test_switches_let_go_of_their_groups(self):
-        """A model outlives destroy_process_group; a gloo group that it kept alive would end
-        its threads in the shutdown of the interpreter, which aborts now and then."""
+        """A model may outlive destroy_process_group. If it kept a gloo group alive, the group's
+        threads would end in the interpreter's shutdown, which sometimes aborts."""
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("node", "local"))
         groups = [dist.new_group([0]), *mesh.get_all_groups()]
@@ -65,14 +65,14 @@ class TestGroups(TestCase):
         dist.destroy_process_group()
         gc.collect()
         self.assertEqual([ref() for ref in refs], [None] * 3)
-        # Said, where they are used nevertheless.
+        # Using them after that raises an error.
         with self.assertRaisesRegex(RuntimeError, "group"):
             switches[0].create_routing(operands.topk_indices)
 
 
 @instantiate_parametrized_tests
 class TestLocalRanks(TestCase):
-    """Many ranks in one process: the switch is tensor code without branches on data."""
+    """Many ranks in one process, because the switch does not branch on data."""
 
     def check(self, got, want, exact):
         for field in dataclasses.fields(got):
@@ -110,12 +110,12 @@ class TestLocalRanks(TestCase):
     @parametrize("ep", [1, 4, *(slow_subtest(n) for n in (2, 8))])
     def test_every_generator_shape(self, ep):
         for i, case in enumerate(moe_cases()):
-            # The row plan is not of the switch; experts are as many as ranks need.
+            # The switch does not use the case's row plan. ep must divide the number of experts.
             experts = -(-case.num_experts // ep) * ep
             want = shape_truth(case.name, experts)
             T = case.num_tokens
             shares = [T // ep + (r < T % ep) for r in range(ep)]
-            # Over the degrees, every shape meets every mode.
+            # Over all ep, every shape meets every mode.
             mode = i + ep.bit_length()
             combine = "exact" if mode % 2 else "reduce"
             capacity = max(T, 1) if mode // 2 % 2 else None
@@ -138,7 +138,7 @@ class TestLocalRanks(TestCase):
 @instantiate_parametrized_tests
 class TestCompile(OneRankCompileTest):
     def check_bits(self, switch, compiled):
-        """Also where nothing is sent, so that all sizes are 0."""
+        """Checks bits, also if nothing is sent and all sizes are 0."""
         for routing in ("uniform", "sentinels", "one_expert", "none"):
             operands = local_truth("uniform" if routing == "none" else routing).operands
             ids = operands.topk_indices
@@ -170,7 +170,7 @@ class TestCompile(OneRankCompileTest):
             switch, torch.compile(run_layer, backend=backend, fullgraph=True)
         )
         self.assertEqual(len(graphs), 1)
-        # What the host reads is none in static mode, else elements of one tensor.
+        # The host reads nothing in static mode, and otherwise elements of one tensor.
         read = [n for n in graphs[0].graph.nodes if n.target == "item"]
         tensors = {n.args[0].args[0] for n in read}
         self.assertEqual(len(tensors), 1 if capacity is None else 0)

@@ -43,7 +43,7 @@ WORKER = """
 
 
 def missing() -> str | None:
-    """Why nothing here can run, if so."""
+    """Why the tests cannot run here, or None."""
     if not dist.is_available() or not dist.is_gloo_available():
         return "needs gloo"
     if not sys.platform.startswith("linux"):
@@ -101,8 +101,8 @@ class TwoHostsTest(TestCase):
 class TrainingTest(TestCase):
     """The demo's model, trained on two hosts, has the losses of one process.
 
-    As far as rounding allows: at most twice the largest difference of two unfused runs
-    that only visit the experts in another order.
+    The losses may differ by rounding: by at most twice the largest difference of two
+    unfused runs that only visit the experts in another order.
     """
 
     @classmethod
@@ -142,8 +142,8 @@ class TrainingTest(TestCase):
         noise = max(
             difference(a, b) for a, b in itertools.combinations(losses.values(), 2)
         )
-        # An expert-parallel run whose gradients were off by a factor would differ by far
-        # more than this, so the bound can fail.
+        # The bound can fail: gradients that were off by a factor would change the losses far
+        # more.
         self.assertLess(20 * noise, fused[0] - fused[-1])
         with two_hosts() as cluster:
             print(cluster.describe())

@@ -39,7 +39,7 @@ class BufferSwitch(TokenSwitch):
 
 
 class ExactSwitch(BufferSwitch):
-    """The same with exact sizes and gradients of the router weights."""
+    """The same backend with exact sizes and gradients of the router weights."""
 
     _max_recv_tokens_per_rank = None
 
@@ -98,7 +98,7 @@ class TestTokenSwitchHooks(TestCase):
         )
 
     def test_no_second_derivative(self):
-        # A transport has no graph: the second derivative would be of a constant.
+        # A transport records no graph, so it would be a constant in a second derivative.
         tokens, weights, idx = self.operands()
         y = self.round_trip(ExactSwitch(), tokens, weights, idx)[0].square().sum()
         (grad,) = torch.autograd.grad(y, tokens, create_graph=True)

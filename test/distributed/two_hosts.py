@@ -1,8 +1,8 @@
-"""Several hosts on one machine, and torchrun on all of them.
+"""Runs torchrun on several hosts that are simulated on one machine.
 
 A host is a network namespace with its own loopback, joined to the others by a veth
-pair: what crosses hosts crosses a network interface, and no address of one host is
-reachable from another by accident. Where namespaces are not permitted, a host is a
+pair. So traffic between hosts crosses a network interface, and no address of one host is
+reachable from another by accident. If namespaces are not permitted, a host is a
 loopback address and :attr:`Cluster.reason` says why.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "Host", "two_hosts"]
 
-# Set for everything that a cluster starts, so that nothing of it is left behind.
+# Set for all processes that a cluster starts, so that it can find and end them.
 _MARK = "TORCH_TWO_HOSTS_RUN"
 _INTERFACE = "veth0"
 # RFC 2544 reserves 198.18.0.0/15 for tests between devices.
@@ -61,7 +61,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *words]
 
     def sent_bytes(self) -> int | None:
-        """Bytes that left over the interface, headers included; None on loopback."""
+        """Bytes sent over the interface, headers included. None on loopback."""
         if self.namespace is None:
             return None
         shown = _ip("-n", self.namespace, "-j", "-s", "link", "show", self.interface)
@@ -105,8 +105,8 @@ class Cluster:
             str: standard output and error of the first host.
 
         Raises:
-            RuntimeError: an agent failed, or the time was over; with what it printed.
-                No process is left.
+            RuntimeError: an agent failed, or the time was over. The error has the output,
+                and no process is left.
         """
         port = _free_port(self.hosts[0])
         key, value = self._mark.split("=")
@@ -154,14 +154,14 @@ class Cluster:
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                # Empty for a zombie, which has ended.
+                # Empty for a zombie, which is a process that has ended.
                 variables = (entry / "environ").read_bytes().split(b"\0")
                 if self._mark.encode() in variables:
                     found.append(int(entry.name))
         return found
 
     def end_processes(self) -> None:
-        """Ends every process that was started here, the polite way first."""
+        """Ends every process that was started here: asks first, then kills."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             end = time.monotonic() + _GRACE
             running = self.processes()
@@ -197,7 +197,7 @@ def two_hosts() -> Iterator[Cluster]:
 
 
 def _make_namespaces(names: Sequence[str], stack: contextlib.ExitStack) -> str | None:
-    """Makes the namespaces, to be removed by ``stack``; or why that is not possible."""
+    """Makes the namespaces, which ``stack`` removes. Returns why that is not possible, if so."""
     if shutil.which("ip") is None:
         return "there is no ip command (iproute2)"
     try:
@@ -248,7 +248,7 @@ def _free_port(host: Host) -> int:
 def _wait(
     agents: Sequence[subprocess.Popen], deadline: float, timeout: float
 ) -> str | None:
-    """Until all agents ended well, one failed, or time is over; what went wrong."""
+    """Waits until all agents succeed, one fails, or time is over. Returns what went wrong."""
     while time.monotonic() < deadline:
         codes = [agent.poll() for agent in agents]
         for i, code in enumerate(codes):

@@ -28,7 +28,7 @@ SMALL = MoEConfig(1, 64, 32, 8, 2, 1, 1, 64, 1)
 
 
 def with_times(*milliseconds: float):
-    """measure_calls that finds forward and backward of bf16 and of each recipe in such times."""
+    """A measure_calls that returns these times of forward and backward for bf16 and each recipe."""
 
     def measure(calls, seconds, **kw):
         for call in calls:
@@ -46,7 +46,7 @@ class TestModelled(TestCase):
         recipe, reason = select_recipe("deepseek-v3", device, tokens=16384, ep=32)
         self.assertEqual(recipe, name)
         self.assertIn("not measured", reason)
-        # Both sides in ms are those of the performance model.
+        # The ms of both sides come from the performance model.
         times = cost.recipe_seconds(
             profile(device), 16384 * 8, 7168, 2048, 8, ("bf16", name.split("_")[0])
         )
@@ -107,7 +107,7 @@ class TestModelled(TestCase):
         self.assertRegex(
             reason, r"^bfloat16 [\d.]+ ms, most of it .*multiplies no 8-bit"
         )
-        # No row was fitted on it, so that no error is known.
+        # No measurement of this GPU was fitted, so its error is not known.
         self.assertRegex(reason, "not fitted, not measured, its error is not known$")
 
     def test_float32_is_compared_with_float32(self):
@@ -145,7 +145,7 @@ class TestMeasured(TestCase):
         _, of_float = select_recipe(layer.float(), "cpu", tokens=40, seconds=0.0)
         self.assertRegex(of_float, r"against float32 [\d.]+ ms")
         layer.bfloat16()
-        # Nothing is automatic.
+        # PyTorch itself never selects a recipe.
         self.assertIsNone(layer.recipe)
         self.assertEqual(before, list(layer.parameters()))
 

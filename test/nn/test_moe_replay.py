@@ -1,5 +1,5 @@
 # Owner(s): ["module: nn"]
-"""Choices of experts that are recorded and repeated: weights, gradients, records and their errors."""
+"""Recording and replaying the choices of experts: weights, gradients, records and errors."""
 
 import functools
 import io
@@ -26,7 +26,7 @@ D, E, K = 8, 6, 2
 
 
 class Router(nn.Module):
-    """What the module docstring asks of a router, and nothing else of nn.MoE."""
+    """A router with only what the module docstring requires, and nothing else of nn.MoE."""
 
     def __init__(self, dim=D, num_experts=E, top_k=K):
         super().__init__()
@@ -65,7 +65,7 @@ class TestMoeTopkIndices(TestCase):
         num_experts, k = sizes
         logits = (torch.randn(3, 40, num_experts) * 4).to(dtype).requires_grad_()
         options = {"score": score, "normalize": normalize, "scale": 2.5}
-        # Chosen for a reason that the replay does not know.
+        # The choice depends on more than the logits, which the replay cannot know.
         bias = torch.randn(num_experts)
         ids, weights = F.moe_topk(logits, k, bias=bias, **options)
         found_ids, found = F.moe_topk(
@@ -82,7 +82,7 @@ class TestMoeTopkIndices(TestCase):
     @parametrize("score", ("softmax", "sigmoid"))
     @parametrize("normalize", (False, True))
     def test_varying_numbers_of_experts(self, score, normalize):
-        """A token with fewer experts is one of a smaller k."""
+        """A token with fewer experts has the result of a smaller k."""
         logits = torch.randn(9, E, dtype=torch.float64, requires_grad=True)
         options = {"score": score, "normalize": normalize}
         for k in range(4):
@@ -269,7 +269,7 @@ class TestMoeReplay(TestCase):
 
     @parametrize("use_reentrant", (False, True))
     def test_recomputation_outside_of_the_context(self, use_reentrant):
-        """It would choose other experts than the forward did."""
+        """A recomputation outside of the context would choose other experts than the forward."""
         model = make_model()
         x = torch.randn(6, D, requires_grad=True)
         run = functools.partial(checkpoint, model, use_reentrant=use_reentrant)
@@ -287,7 +287,7 @@ class TestMoeReplay(TestCase):
         with replay_routing(model, flipped):  # as a pipeline does
             y.sum().backward()
         model.zero_grad()
-        run(x).sum().backward()  # after one that was replayed to its end
+        run(x).sum().backward()  # after a replay whose backward has finished
         self.assertEqual(gradients(model), expected)
         with replay_routing(model, flipped), torch.no_grad():
             model(x)
@@ -299,7 +299,7 @@ class TestMoeReplay(TestCase):
 
     @parametrize("use_reentrant", (False, True))
     def test_recomputation_of_another_forward(self, use_reentrant):
-        """Only what ran in the context is refused, whatever runs before and after."""
+        """Only recomputations of forwards in the context are refused, not of those before or after."""
         model = make_model()
         x = torch.randn(6, D, requires_grad=True)
 
@@ -335,7 +335,7 @@ class TestMoeReplay(TestCase):
         def run(function, x):
             return checkpoint(function, x, use_reentrant=use_reentrant)
 
-        def twice(x):  # computed again with its context
+        def twice(x):  # recomputed together with its context
             with replay_routing(model, flipped):
                 x = model(x)
             return model(x)
@@ -378,7 +378,7 @@ class TestMoeReplay(TestCase):
             replayed.sum().backward()
 
     def test_two_threads(self):
-        """Each with a model of its own; one model has one thread at a time."""
+        """Threads may replay at once if each has its own model. Only one thread may use a model."""
         model, other, x = make_model(), make_model(), torch.randn(3, D)
         with ThreadPoolExecutor(1) as thread:
 
@@ -393,7 +393,7 @@ class TestMoeReplay(TestCase):
                 )
                 with self.assertRaisesRegex(RuntimeError, "another thread records or"):
                     thread.submit(elsewhere, model).result()
-                thread.submit(model, x).result()  # the forward of this context
+                thread.submit(model, x).result()  # the forward in this context
             with replay_routing(model, record), replay_routing(model, record):
                 with self.assertRaisesRegex(RuntimeError, "another thread records or"):
                     thread.submit(elsewhere, model).result()
@@ -432,7 +432,7 @@ class TestMoeReplay(TestCase):
         self.assertEqual(found, record)
 
     def test_a_router_that_did_not_run(self):
-        """As a layer that is dropped, or that an adapter replaced."""
+        """A router does not run, as in a layer that is dropped or that an adapter replaced."""
         model, x = make_model(), torch.randn(3, D)
         with record_routing(model) as record:
             model[0](x)

@@ -111,7 +111,7 @@ class TestScaledFunctional(TestCase):
 
     def test_parameters_have_one_dtype(self):
         x, ids, weights, w_in, w_out = layer_args(CASE.operands(torch.bfloat16))[:5]
-        for recipe in (None, "mxfp8"):  # refused with a recipe as without
+        for recipe in (None, "mxfp8"):  # refused with and without a recipe
             for in_, out in ((w_in.float(), w_out), (w_in, w_out.float())):
                 with self.assertRaisesRegex((TypeError, RuntimeError), "dtype"):
                     F.moe_mlp(x, ids, weights, in_, out, recipe=recipe)
@@ -119,7 +119,7 @@ class TestScaledFunctional(TestCase):
             TypeError, "w_out must have the dtype of w_in, float32"
         ):
             F.scaled_moe_mlp(x, ids, weights, w_in.float(), w_out)
-        # Rows in bfloat16, and all parameters quantised from float32.
+        # Rows are bfloat16, and all parameters are quantised from float32.
         F.scaled_moe_mlp(x, ids, weights, w_in.float(), w_out.float())
         with torch.autocast("cpu", torch.bfloat16):
             F.moe_mlp(x, ids, weights, w_in.float(), w_out.float(), recipe="mxfp8")
@@ -182,7 +182,7 @@ class TestScaledFunctional(TestCase):
             w_in.mul_(2)
         self.assertIsNot(caches[0](w_in), before)
         self.assert_same(step(True), step(False))
-        # Everything else that ends in other numbers, loading among it.
+        # Everything else that changes the numbers, such as loading.
         layer = torch.nn.ParameterDict({"w": w_in})
         saved = {"w": w_in.detach() * 3}
         for change in (
@@ -194,7 +194,7 @@ class TestScaledFunctional(TestCase):
             change()
             self.assertIsNot(caches[0](w_in), before)
             self.assert_same(step(True), step(False))
-        # A write that nobody counts, as FSDP's gather: the optimizer's step is what tells.
+        # Autograd does not count writes such as FSDP's gather. Only the optimizer's step shows them.
         before = caches[0](w_in)
         w_in.data.mul_(2)
         self.assertIs(caches[0](w_in), before)

@@ -1,5 +1,5 @@
 # Owner(s): ["module: nn"]
-"""State dicts with experts added, removed and merged, and upcycled MLPs: as functions of tokens."""
+"""The outputs of layers with added, removed and merged experts, and of upcycled MLPs."""
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ def load(state, num_experts, top_k=K, **options):
 class TestMoeState(TestCase):
     @parametrize("options", OPTIONS)
     def test_removed_experts(self, options):
-        """The layer that never chooses them."""
+        """The output of the layer if it never chooses the removed experts."""
         layer, x = make(**options), torch.randn(30, D, dtype=torch.float64)
         kept = [5, 0, 3, 2]
         bias = torch.zeros(E, dtype=torch.float64)

@@ -1,5 +1,5 @@
 # Owner(s): ["oncall: distributed"]
-"""Multi-tensor operators count in the versions of the DTensors that they write to."""
+"""Multi-tensor operators increase the versions of the DTensors that they write to."""
 
 import torch
 import torch.distributed as dist

@@ -40,7 +40,7 @@ class MoE(Module):
         hidden_dim: F, width of an expert.
         num_experts: E.
         top_k: K, experts per token.
-        activation: of the experts, see :func:`~torch.nn.functional.moe_mlp`.
+        activation: activation of the experts, see :func:`~torch.nn.functional.moe_mlp`.
         gate_interleaved: whether gate and up rows of ``w_in`` alternate, see
             :func:`~torch.nn.functional.moe_mlp`. Default: ``False``
         separate_up: whether the up projection is a parameter ``w_up`` of its own, as many
@@ -65,7 +65,7 @@ class MoE(Module):
 
     Shape:
         - Input: :math:`(*, D)`.
-        - Output: :math:`(*, D)`; with ``need_routing=True`` a tuple of it, the router's
+        - Output: :math:`(*, D)`. With ``need_routing=True``, a tuple of the output, the router's
           logits :math:`(*, E)` and the chosen experts :math:`(*, K)`.
 
     Attributes:
@@ -80,20 +80,20 @@ class MoE(Module):
         shared_w_up: :math:`(F_s, D)` with ``separate_up``, or None.
         shared_w_out: :math:`(D, F_s)`, or None.
         balance_bias: :math:`(E)` buffer, or None. Constructed in at least float32, whatever
-            ``dtype`` is: :func:`~torch.nn.utils.moe.updated_expert_bias` raises an error in
+            ``dtype`` is, because :func:`~torch.nn.utils.moe.updated_expert_bias` refuses
             bfloat16, which would round its steps away. ``module.to(torch.bfloat16)`` casts it
             like every buffer.
 
-    The state dict has exactly these parameters and this buffer, those that are not None,
-    and ``router.weight``.
+    The state dict has exactly ``router.weight`` and the parameters and the buffer above that
+    are not None.
 
-    :meth:`run_experts` and :func:`~torch.nn.functional.moe_topk` are batch invariant: given
-    the experts of a token and their weights, the other tokens of the call change no bit of
-    its output. The router is the only part that is not batch invariant. It is
-    a :class:`~torch.nn.Linear`, whose float32 matmul may round the logits of a token
-    differently when there are few tokens. A subclass whose ``route`` computes
-    ``(input.unsqueeze(-2) * self.router.weight).sum(-1)`` has the whole layer
-    invariant.
+    :meth:`run_experts` and :func:`~torch.nn.functional.moe_topk` are batch invariant: the
+    output bits of a token depend on its own experts and weights, and not on the other tokens
+    of the call. Only the router is not batch invariant. It is a
+    :class:`~torch.nn.Linear`, whose float32 matmul may round the logits of a token
+    differently when there are few tokens. A subclass is invariant as a whole if its
+    ``route`` computes the logits as
+    ``(input.unsqueeze(-2) * self.router.weight).sum(-1)``.
 
     All parameters are initialized from :math:`\mathcal{U}(-\sqrt{k}, \sqrt{k})`, where k is 1 /
     the number of input features, as in :class:`~torch.nn.Linear`.
@@ -205,7 +205,7 @@ class MoE(Module):
     @property
     def num_experts(self) -> int:
         """E, the rows of the router weight, so that experts may be removed from a layer."""
-        # Not from w_in or w_out: during an expert parallel forward they hold the experts of one rank.
+        # In an expert parallel forward, w_in and w_out hold the experts of one rank only.
         return self.router.weight.shape[0]
 
     def reset_parameters(self) -> None:
@@ -235,9 +235,9 @@ class MoE(Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Logits ``(*, E)``, chosen experts ``(*, K)`` and their weights ``(*, K)``.
 
-        ``topk_indices`` were chosen before, see :func:`~torch.nn.functional.moe_topk`. A
-        subclass with another router overrides this; it may leave that argument out if
-        :mod:`torch.nn.utils.moe_replay` is not for it.
+        If given, ``topk_indices`` replace the choice, see :func:`~torch.nn.functional.moe_topk`.
+        A subclass with another router overrides this method. It may omit the argument, and then
+        :mod:`torch.nn.utils.moe_replay` does not support it.
         """
         logits = self.router(input)
         indices, weights = F.moe_topk(
@@ -284,7 +284,7 @@ class MoE(Module):
             return None
         rows = torch.atleast_2d(input).flatten(0, -2)
         w_up = self.shared_w_up
-        # One expert with all rows: a dense MLP, nothing is routed.
+        # A dense MLP is one expert with all rows.
         output = F.grouped_mlp(
             rows,
             self.shared_w_in.unsqueeze(0),
@@ -306,7 +306,7 @@ class MoE(Module):
     def run_experts(
         self, input: Tensor, topk_indices: Tensor, topk_weights: Tensor
     ) -> Tensor:
-        """Routed and shared experts: all of the layer that comes after the router.
+        """The routed and shared experts, which is all of the layer after the router.
 
         :class:`~torch.distributed.tensor.parallel.ExpertParallel` replaces this method,
         to send tokens to the ranks of their experts.
@@ -357,7 +357,7 @@ class MoE(Module):
                 return
 
     def extra_repr(self) -> str:
-        """Sizes, and what differs from the defaults."""
+        """The sizes, and arguments that differ from their defaults."""
         parts = [
             f"{self.embed_dim}, {self.w_out.shape[-1]}, num_experts={self.num_experts}, "
             f"top_k={self.top_k}, activation={self.activation!r}"

@@ -1,7 +1,7 @@
-"""Quantised expert weights as others store them, turned into operands of ``_moe_mlp_scaled``.
+"""Converts quantised expert weights of other libraries to operands of ``_moe_mlp_scaled``.
 
-Nothing is quantised again: numbers and scales are unchanged, so values are those of the library's
-own dequantisation. A form without an operand of the op is refused.
+Nothing is quantised again: numbers and scales are unchanged, so the values equal the library's own
+dequantisation. Forms that the op does not take are refused.
 """
 
 from typing import Any, NamedTuple
@@ -35,14 +35,14 @@ class QuantizedWeight(NamedTuple):
 
 
 def from_mxfp4_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
-    """gpt-oss: ``*_blocks`` and ``*_scales`` of a checkpoint, whose memory is used as it is.
+    """gpt-oss: ``*_blocks`` and ``*_scales`` of a checkpoint, without a copy.
 
     Args:
-        blocks: (E, N, K / 32, 16) uint8, two numbers a byte, the even one low.
+        blocks: (E, N, K / 32, 16) uint8, two numbers a byte, the even one in the low bits.
         scales: (E, N, K / 32) uint8, exponents of two plus 127.
 
     Raises:
-        ValueError: a shape or dtype that is not among those.
+        ValueError: another shape or dtype.
     """
     bytes_of = (blocks.dtype, scales.dtype) == (torch.uint8, torch.uint8)
     if not bytes_of or blocks.dim() != 4 or blocks.shape != (*scales.shape, 16):
@@ -65,7 +65,7 @@ def from_fp8_blocks(weight: Tensor, weight_scale_inv: Tensor) -> QuantizedWeight
             its name.
 
     Raises:
-        ValueError: a shape or dtype that is not among those.
+        ValueError: another shape or dtype.
     """
     if weight.dtype != torch.float8_e4m3fn or weight.dim() != 3:
         raise ValueError(
@@ -95,9 +95,9 @@ def from_compressed_tensors(
     Args:
         weight: (E, N, K) float8_e4m3fn or int8, or (E, N, K / 8) int32 of 4-bit numbers
             ("pack-quantized").
-        weight_scale: (E, N, groups), or (E, 1) of the tensor; floating point. Groups of int4
-            are multiples of 32, those of float8_e4m3fn of 128 or whole rows, and rows of
-            int8 are whole.
+        weight_scale: (E, N, groups), or (E, 1) for one scale per expert; floating point. The group
+            size is a multiple of 32 for int4, a multiple of 128 or a whole row for float8_e4m3fn,
+            and a whole row for int8.
         weight_shape: (N, K) of an expert, for int32.
         weight_zero_point: must be zero.
 
@@ -113,7 +113,7 @@ def from_compressed_tensors(
                 f"{name}: int32 must pack 8 numbers of 4 bits and K be a multiple of 8, "
                 f"got {tuple(weight.shape)} for weight_shape {sizes}"
             )
-        # Low bits first and plus 8: on a little-endian machine the bytes are ours.
+        # Low bits first, with an offset of 8: on little-endian machines this is the op's format.
         weight = weight.contiguous().view(torch.uint8)
     return _grouped(name, weight, weight_scale)
 
@@ -143,7 +143,7 @@ def _check_zero_point(name: str, zero_point: Tensor | None) -> None:
 
 
 def _grouped(name: str, data: Tensor, scale: Tensor) -> QuantizedWeight:
-    """Scales of groups along K; of a row; or one for all of an expert."""
+    """Scales of groups along K, one per row, or one per expert."""
     packed = data.dtype == torch.uint8
     allowed = {torch.uint8: (32, 128), torch.float8_e4m3fn: (128,), torch.int8: ()}
     if data.dim() != 3 or data.dtype not in allowed:

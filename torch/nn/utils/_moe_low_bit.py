@@ -1,8 +1,8 @@
 """Storage of quantised expert weights for the CPU kernels of ``_moe_mlp_scaled``.
 
-A weight of 8 or 4 bits works as a checkpoint has it: (E, N, K) numbers, row after row. A CPU
-multiplies 16 rows at a time, and has to turn those around on every call. :func:`pack_panels` does
-it once: the same bytes in tensors of the same shapes, in another order (``swizzle_w=[2]``).
+A weight of 8 or 4 bits works as a checkpoint stores it: (E, N, K) numbers, row after row. The CPU
+kernels multiply 16 rows at a time and must transpose them on every call. :func:`pack_panels`
+transposes once: same bytes and shapes, another order (``swizzle_w=[2]``).
 """
 
 import torch
@@ -17,19 +17,19 @@ _LINES = 16  # kPanelLines of aten/src/ATen/native/MoEMLPScaledUtils.h
 def pack_panels(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Order a quantised expert weight and its scales for ``swizzle_w=[2]``.
 
-    .. note:: Prototype: the order of bytes is that of one release, do not store it.
+    .. note:: Prototype: the order of bytes may change between releases, so do not store it.
 
     Args:
         data: (E, N, K) float8_e4m3fn or int8, or (E, N, K / 2) float4_e2m1fn_x2 or uint8 (int4
             plus 8), two numbers a byte. N must be a multiple of 16, K of 8.
-        scale: of the rows, (E, N, blocks) float8_e8m0fnu or float32; or of squares of 128 or of
-            the tensor, which stay as they are.
+        scale: scales of rows, (E, N, blocks) float8_e8m0fnu or float32. Scales of 128 x 128 blocks
+            or of the tensor are returned unchanged.
 
     Returns:
         tuple: data and scale, contiguous, of the same shapes and dtypes.
 
     Raises:
-        ValueError: a shape or dtype that is not among those.
+        ValueError: another shape or dtype.
 
     Example::
 
@@ -54,7 +54,7 @@ def pack_panels(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     rows = data.view(torch.uint8).reshape(E, N // _LINES, _LINES, row_bytes // 4, 4)
     panels = rows.transpose(2, 3)
     if wide:
-        # Pairs of bytes, so that unpacking them with their other halves makes bfloat16.
+        # Interleave pairs of bytes: a kernel unpacks them with another half to get bfloat16.
         panels = panels.reshape(E, N // _LINES, row_bytes // 4, 4, 4, 2, 2)
         panels = panels.transpose(4, 5)
     data = panels.reshape(E, N, row_bytes).contiguous().view(data.dtype)

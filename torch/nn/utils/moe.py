@@ -40,7 +40,7 @@ def _check_ids(name: str, topk_indices: Tensor) -> None:
 
 
 def _below_functorch(tensor: Tensor) -> Tensor:
-    """What the wrappers of torch.func hold: of vmap the whole batch."""
+    """Unwraps the tensors of torch.func; for vmap, the result is the whole batch."""
     if not torch.compiler.is_compiling():
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -49,7 +49,7 @@ def _below_functorch(tensor: Tensor) -> Tensor:
 
 def _assert_in_range(name: str, ids: Tensor, num_experts: int) -> None:
     """Asserts, without a synchronisation, that ids are in [-1, E]."""
-    # vmap has no rule for the assertion, which is of the whole batch at once.
+    # vmap has no rule for the assertion, so it checks the whole batch at once.
     in_range = _below_functorch((ids >= -1) & (ids <= num_experts))
     torch._assert_async(
         in_range.all(),
@@ -58,7 +58,7 @@ def _assert_in_range(name: str, ids: Tensor, num_experts: int) -> None:
 
 
 def _expert_columns(name: str, topk_indices: Tensor, num_experts: int) -> Tensor:
-    """``(*, K)`` int64 ids in which "no expert" is E, a column to be cut off again."""
+    """``(*, K)`` int64 ids in which "no expert" is E. Callers cut off column E."""
     ids = topk_indices.long()
     _assert_in_range(name, ids, num_experts)
     return torch.where(ids < 0, num_experts, ids)
@@ -147,8 +147,8 @@ def balance_counts(
 ) -> Tensor:
     """Counts of a whole batch, for a :func:`load_balancing_loss` of a part of it.
 
-    The counts are integers, so those of micro-batches and ranks sum exactly to those of the whole batch, in any order.
-    Call it once for each part, outside of what activation checkpointing recomputes.
+    The counts are integers, so the sum over micro-batches and ranks is exact and does not depend on the order.
+    Call this once for each part, outside of what activation checkpointing recomputes.
 
     Args:
         topk_indices: as of :func:`expert_counts`.
@@ -175,7 +175,7 @@ def load_balancing_loss(
     mask: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    r"""The product of how often experts are chosen and how much they are wanted.
+    r"""The sum over experts of the share of slots times the mean score.
 
     .. math::
         E \sum_e f_e P_e, \quad
@@ -183,9 +183,9 @@ def load_balancing_loss(
         P_e = \frac{1}{|V|} \sum_{t \in V} \frac{s_{t,e}}{\sum_j s_{t,j}}
 
     V are the tokens that ``mask`` keeps and that chose at least one expert, and
-    :math:`c_{t,e}` is how many slots of token t chose expert e: the loss of a padded
-    batch is that of its tokens without the padding. The loss is 1 if f or P is uniform, at most E if all tokens want and
-    choose one expert, and 0 if there are no tokens. Only :math:`P` has a gradient. Switch Transformer
+    :math:`c_{t,e}` is how many slots of token t chose expert e. Padding does not change the
+    loss. It is 1 if f or P is uniform, E at most (if all tokens want and choose one
+    expert), and 0 without tokens. Only :math:`P` has a gradient. Switch Transformer
     (arXiv:2101.03961, equation 4) for K = 1; per sequence it is the complementary loss
     of DeepSeek-V3 (arXiv:2412.19437, equations 17-20). Multiply by a coefficient of
     your choice.
@@ -200,15 +200,15 @@ def load_balancing_loss(
         scores: ``(*, E)`` floating point, not negative: softmax or sigmoid of the
             router's logits.
         topk_indices: ``(*, K)`` int32 or int64; -1 and E mean no expert and count
-            nowhere. A token without any takes no part, as padding.
-        per_sequence: balance each sequence by itself, and average over those that
+            nowhere. A token without an expert is ignored, like padding.
+        per_sequence: balance each sequence by itself, and average over the sequences that
             have tokens: ``scores`` must be ``(*, S, E)`` with sequences of S tokens.
             Otherwise all tokens are balanced together.
         mask: ``(*,)`` bool; tokens where it is False take no part, as padding.
         counts: ``(E + 1,)`` int64, :func:`balance_counts` of a batch of which these tokens are a
-            part, summed over its micro-batches and ranks. The result is the part's share: shares, and their
-            gradients, sum to the loss of the whole batch. Not with ``per_sequence``, where a share is the
-            loss times its sequences over all sequences.
+            part, summed over its micro-batches and ranks. The result is then the part's share: the shares
+            sum to the loss of the whole batch, and their gradients to its gradient. Not allowed with
+            ``per_sequence``: there, multiply the loss of a part by its fraction of the sequences.
 
     Returns:
         Tensor: a float32 scalar (float64 for float64 scores).
@@ -258,7 +258,7 @@ def load_balancing_loss(
     else:
         wanted, slots = wanted.sum(0) / counts[-1].clamp(min=1), counts[:-1]
     slots = slots.to(scores.dtype)
-    # Without a single slot there is nothing to balance: 0, not 0 / 0.
+    # Without slots the loss is 0, not 0 / 0.
     chosen = slots / slots.sum(-1, keepdim=True).clamp(min=1)
     if counts is not None:
         return num_experts * (chosen * wanted).sum()
@@ -277,8 +277,8 @@ def router_z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
 
     Args:
         logits: ``(*, E)`` floating point.
-        mask: ``(*,)`` bool; tokens where it is False take no part, as padding. Where
-            ids of -1 mark it, ``(topk_indices >= 0).any(-1)``.
+        mask: ``(*,)`` bool; tokens where it is False take no part, as padding. If ids
+            of -1 mark padding, pass ``(topk_indices >= 0).any(-1)``.
 
     Returns:
         Tensor: a float32 scalar (float64 for float64 logits); 0 without tokens.
@@ -301,16 +301,16 @@ def router_z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
 def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
     r"""The next selection bias of balancing without an auxiliary loss.
 
-    The bias of an expert with less than the mean load goes up by ``rate``, with more
-    it goes down, and with exactly the mean it stays. It takes part in the choice of
-    experts only (``bias`` of :func:`torch.nn.functional.moe_topk`), so it disturbs no
-    gradient. Loss-free balancing (arXiv:2408.15664, algorithm 1).
+    The bias of an expert goes up by ``rate`` if its load is below the mean, and down if
+    its load is above. At exactly the mean it stays. The bias only affects which experts are
+    chosen (``bias`` of :func:`torch.nn.functional.moe_topk`), so it disturbs no gradient.
+    Loss-free balancing (arXiv:2408.15664, algorithm 1).
 
     Args:
-        bias: ``(E,)`` float32 or float64. Lower precisions are refused: there a step
-            of 0.001 rounds away as soon as the bias is large, and balancing stops.
-        counts: ``(E,)`` integers, slots per expert of the last step as of
-            :func:`expert_counts`, summed over all ranks that share the experts.
+        bias: ``(E,)`` float32 or float64. Lower precisions are refused, because a step
+            of 0.001 rounds away once the bias is large, and balancing stops.
+        counts: ``(E,)`` integers, the slots per expert of the last step as
+            :func:`expert_counts` returns them, summed over all ranks that share the experts.
         rate: a step, 0.001 in the paper.
 
     Returns:
@@ -344,8 +344,8 @@ class TokenRounding(NamedTuple):
 
     Attributes:
         topk_indices: ``(*, E)``; entry e is e where the token goes to expert e, else
-            -1. The routing of the router, ``(*, K)``, when not training.
-        topk_weights: of the same shape, zero where the index is -1.
+            -1. When not training, the router's own choice, ``(*, K)``.
+        topk_weights: same shape as ``topk_indices``, zero where the index is -1.
         num_rows: the most rows that this routing can have, a constant of the shapes.
     """
 
@@ -365,16 +365,15 @@ def token_rounding(
 ) -> TokenRounding:
     r"""Rounds the number of tokens of every expert to a multiple of ``tile``.
 
-    Grouped matmuls work in tiles of rows. When experts get few tokens each, the tiles
-    that are not full cost a good part of the time. This changes a few (token, expert)
-    pairs so that there are none: an expert that rounds down drops the tokens that want
-    it least, one that rounds up also takes the tokens, among those that did not choose
-    it, that come closest to choosing it. No expert gains or loses ``tile`` tokens or
-    more. This is the token rounding of SonicMoE (arXiv:2512.14080, Algorithm 4; its
-    nearest, up and down rules).
+    Grouped matmuls work in tiles of rows. When experts get few tokens each, partly filled
+    tiles cost a good part of the time. This function changes a few (token, expert) pairs so
+    that every tile is full. An expert that rounds down drops the tokens with the lowest
+    weights. An expert that rounds up adds the tokens with the highest scores that did not
+    choose it. No expert gains or loses ``tile`` tokens or more. This is the token rounding
+    of SonicMoE (arXiv:2512.14080, Algorithm 4; its nearest, up and down rules).
 
-    The kept pairs keep their weight of ``topk_weights``; an added pair has its weight
-    from ``scores``. Gradients flow through both. Nothing is synchronised with the host.
+    Kept pairs have their weight from ``topk_weights``, added pairs from ``scores``.
+    Gradients flow through both. Nothing is synchronised with the host.
 
     .. warning::
         A prototype. The choice for one token depends on the other tokens, later ones
@@ -384,13 +383,13 @@ def token_rounding(
 
     Args:
         topk_indices: ``(*, K)`` int32 or int64, the experts of each token; -1 and E
-            mean no expert. They must be distinct, which is not checked: an expert
-            that a token names twice has it once, with either weight.
+            mean no expert. The experts of a token must be distinct; this is not checked.
+            A repeated expert gets the token once, with either weight.
         topk_weights: ``(*, K)`` float32 or float64, their weights.
         scores: ``(*, E)`` of the dtype of ``topk_weights``, how much each token wants
             each expert: the softmax or sigmoid of the router's logits, with its scale.
-        tile: rows of a tile of the kernel in use, at most the number of tokens where
-            there are any. When not training, any number from 1 on.
+        tile: rows per tile of the kernel in use, at least 1. When training, at most the
+            number of tokens, unless there are none.
         rounding: "nearest" (halves go up), "up" or "down". Where rounding up asks for
             more tokens than there are, it rounds down.
         training: when False, return the arguments as they are, for any number of
@@ -448,13 +447,13 @@ def moe_mlp_rounded(
 ) -> Tensor:
     """:func:`torch.nn.functional.moe_mlp` of a rounded routing.
 
-    The same values as ``F.moe_mlp(input, routing.topk_indices, routing.topk_weights, w_in,
-    w_out, **kwargs)``, in memory for the rows of the routing only, not for E per token.
+    Returns the same values as ``F.moe_mlp(input, routing.topk_indices, routing.topk_weights,
+    w_in, w_out, **kwargs)``, but allocates only the rows of the routing, not E per token.
 
     Args:
         input: ``(*, D)`` tokens.
-        routing: of these tokens.
-        w_in: see :func:`torch.nn.functional.moe_mlp`, as is ``w_out``.
+        routing: the routing of these tokens.
+        w_in: see :func:`torch.nn.functional.moe_mlp`.
         w_out: ``(E, D, F)``.
         **kwargs: other arguments of :func:`torch.nn.functional.moe_mlp`.
 
@@ -462,7 +461,7 @@ def moe_mlp_rounded(
         Tensor: of the shape and dtype of ``input``.
 
     Raises:
-        ValueError: as :func:`torch.nn.functional.moe_mlp`, as are the other errors.
+        ValueError: as :func:`torch.nn.functional.moe_mlp`, which may raise other errors too.
     """
     return F.moe_mlp(
         input,
@@ -517,7 +516,7 @@ def _check_token_rounding(
 
 
 def _dense(indices: Tensor, weights: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """``(T, E)`` chosen by the router; its weight there, the score elsewhere."""
+    """``(T, E)`` whether the router chose the pair, and the pair's weight or else its score."""
     num_tokens, num_experts = scores.shape
     columns = _expert_columns("token_rounding", indices, num_experts)
     chosen = torch.zeros(
@@ -541,8 +540,8 @@ def _rounded_counts(
 def _preference_ranks(chosen: Tensor, weights: Tensor) -> Tensor:
     """``(T, E)`` place of each token in the order in which an expert takes tokens.
 
-    Tokens that chose the expert come first. Within them, and within the others, the
-    larger weight comes first, and of equal ones the earlier token.
+    Tokens that chose the expert come first. Within each group, larger weights come first,
+    and the earlier token wins a tie.
     """
     order = weights.argsort(dim=0, descending=True, stable=True)
     chosen_in_order = chosen.gather(0, order)

@@ -13,11 +13,11 @@ __all__ = ["MoeBackend", "moe_kernel"]
 class MoeBackend(enum.Enum):
     """A kernel of :func:`torch.nn.functional.moe_mlp` for tensors on an accelerator.
 
-    On CPU no backend selects or excludes a kernel.
+    Backends do not affect the kernels on CPU.
 
     Attributes:
-        CUTEDSL: Triton kernels around grouped matmuls in the CuTe DSL, which are compiled
-            at their first use; CUDA only, see torch/_native/ops/moe/cutedsl_impl.py
+        CUTEDSL: Triton kernels around grouped matmuls in the CuTe DSL. The matmuls are
+            compiled at their first use. CUDA only, see torch/_native/ops/moe/cutedsl_impl.py
             for what they serve.
         TRITON: fused Triton kernels; CUDA and ROCm, see
             torch/_native/ops/moe/triton_impl.py for what they serve.
@@ -30,11 +30,11 @@ class MoeBackend(enum.Enum):
     COMPOSITE = "composite"
 
 
-# Process-wide, as the flags behind sdpa_kernel() are: backward runs in threads of its
-# own. None where nobody chooses.
+# Process-wide, like the flags behind sdpa_kernel(), because backward runs in its own
+# threads. None outside of moe_kernel().
 _enabled: tuple[MoeBackend, ...] | None = None
 
-# What a backend needs, for the error that it is not there.
+# What each backend needs, for the error when it is unavailable.
 _NEEDS = {
     MoeBackend.CUTEDSL: "a CUDA build, nvidia-cutlass-dsl in a version of "
     "torch/_native/cutedsl_utils.py and apache-tvm-ffi are needed",
@@ -48,7 +48,7 @@ def _enabled_backends() -> tuple[MoeBackend, ...]:
 
 
 def _is_chosen() -> bool:
-    """Whether a moe_kernel() is active; else torch/_native/ops/moe/proven.py adds to the default."""
+    """Whether a moe_kernel() is active. If not, torch/_native/ops/moe/proven.py adds to the default."""
     return _enabled is not None
 
 
@@ -72,10 +72,10 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
     an error that says why, instead of falling back. ``TORCH_LOGS="+native_dsl"`` shows the choice
     of every call.
 
-    The setting holds for the whole process, not only for the calling thread, and
-    for the backward passes that run while it is active. It is for operators that run: whether
-    :func:`torch.compile` puts Triton kernels in their place is decided by
-    ``torch._inductor.config.triton.moe_kernels`` and, where that is None, by the same list.
+    The setting holds for the whole process, not only for the calling thread. It also holds
+    for backward passes that run while it is active. It only affects operators in eager mode. For
+    :func:`torch.compile`, ``torch._inductor.config.triton.moe_kernels`` decides whether Triton
+    kernels replace the operators. If that setting is None, the same list decides.
 
     Args:
         backends (MoeBackend or Iterable[MoeBackend]): the kernels that may run.
@@ -90,7 +90,7 @@ def moe_kernel(backends: MoeBackend | Iterable[MoeBackend]) -> Iterator[None]:
 
         from torch.nn.utils.moe_kernel import moe_kernel, MoeBackend
 
-        # Triton where it can, other operators for the rest
+        # Triton for the calls that it supports, other operators for the rest
         with moe_kernel([MoeBackend.TRITON, MoeBackend.COMPOSITE]):
             y = torch.nn.functional.moe_mlp(x, indices, weights, w_in, w_out)
     """

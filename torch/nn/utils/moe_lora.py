@@ -1,9 +1,9 @@
 """Low-rank adapters for stacked expert weights. Prototype: may change.
 
 For every expert e, ``scale * b[e] @ a[e]`` is added to a frozen weight ``(E, out, in)``, and a and b are
-trained (LoRA, arXiv:2106.09685). A fused layer takes whole weights, so the forward merges both. If autograd
-kept the merged weight until the backward, every layer would need the memory of the frozen one again. Here
-the backward merges again, and no merged weight is kept.
+trained (LoRA, arXiv:2106.09685). A fused layer takes whole weights, so the forward merges the update into the
+frozen weight. If autograd saved the merged weights, the model's weights would take twice the memory. Instead
+the backward merges again, and no merged weight is saved.
 """
 
 import functools
@@ -43,10 +43,10 @@ class _LowRank(Module):
     def forward(self, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not _running.depth:
             return self.merge(weight, self.a, self.b)
-        # One merge, however often it is read.
+        # Merges once, however often the weight is read.
         key = id(weight), id(self.a), id(self.b), torch.is_grad_enabled()
         if key not in _running.known:
-            # Read here: in the forward of a parallel module these are the rank's own parts.
+            # Read here, because the forward of a parallel module sees only the rank's own parts.
             merge = functools.partial(self.merge, a=self.a, b=self.b)
             _running.known[key] = merge, weight, merge(weight)
         _, _, merged = known = _running.known[key]
@@ -59,20 +59,20 @@ class _LowRank(Module):
         return torch.baddbmm(weight, b, a, alpha=self.scale)
 
 
-# How to merge a weight again, the frozen weight and the merged one.
+# The function that merges a weight again, the frozen weight and the merged weight.
 _Known = tuple[Callable[[Tensor], Tensor], Tensor, Tensor]
 
 
 class _Running(threading.local):
-    """The forwards of modules with adapters that run in a thread, and what they merged.
+    """The running forwards of adapted modules in one thread, and the weights that they merged.
 
-    Not :func:`parametrize.cached`, which is one for all threads.
+    :func:`parametrize.cached` does not serve here: its cache is shared by all threads.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.known: dict[tuple[int, int, int, bool], _Known] = {}
-        # By storage, which nothing else can have while the merged weight is here.
+        # Keyed by storage. No other tensor can have it while the merged weight is alive.
         self.merged: dict[int, _Known] = {}
 
 
@@ -80,7 +80,7 @@ _running = _Running()
 
 
 class _Saved:
-    """A saved tensor, or in place of a merged weight what is needed to merge it again.
+    """A saved tensor. A merged weight is replaced by what is needed to merge it again.
 
     Autograd does not compare versions of tensors that hooks pack, so this class does.
     """
@@ -108,10 +108,10 @@ class _Saved:
 def _merging_again() -> Iterator[None]:
     """Autograd saves no merged weight.
 
-    Not with hooks of the module: an interrupt would leave what they entered.
+    Module hooks do not serve here: an interrupt would leave the context that they entered.
     """
-    # Only the innermost hooks are called: those around, of checkpointing or offloading, get
-    # what is not ours.
+    # Autograd calls only the innermost hooks, so ours pass all other tensors to the outer
+    # hooks, such as those of checkpointing or offloading.
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: Tensor) -> Any:
@@ -135,7 +135,7 @@ def _merging_again() -> Iterator[None]:
 
 def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
     forward = module.__dict__["_merged_forward"]
-    # The compiler decides by itself what it computes again; torch.func, for one, allows no hooks.
+    # The compiler itself decides what to recompute, and torch.func allows no hooks.
     if torch.compiler.is_compiling() or not _hooks_are_allowed():
         return forward(*args, **kwargs)
     with _merging_again():
@@ -151,15 +151,14 @@ def add_lora(
 ) -> list[Parameter]:
     r"""Freezes the stacked expert weights of a module and trains low-rank updates of them.
 
-    It registers a parametrization (:mod:`torch.nn.utils.parametrize`), so that the module, whatever its
-    class, sees merged weights: attribute ``w`` becomes
+    It registers a parametrization (:mod:`torch.nn.utils.parametrize`), so that a module of any class
+    sees merged weights. In the state dict, attribute ``w`` becomes
     ``parametrizations.w.original`` (frozen), ``parametrizations.w.0.a`` :math:`(E, r, in)` and
-    ``parametrizations.w.0.b`` :math:`(E, out, r)` in the state dict.
-    :func:`~torch.nn.utils.parametrize.remove_parametrizations` merges for good. What a forward saves for
-    its backward is what the frozen module saves, and a and b; the backward merges again, once for
-    each time that the module uses the weight. The gradient of one whole weight at a time is made
-    on the way to those of a and b. These have the dtype of the weight and may be cast to
-    another, as ``layer.parametrizations.w_in[0].float()`` does.
+    ``parametrizations.w.0.b`` :math:`(E, out, r)`.
+    :func:`~torch.nn.utils.parametrize.remove_parametrizations` merges for good. A forward saves what the
+    frozen module saves, and a and b. The backward merges again for each use of the weight. It needs the
+    memory of one whole weight gradient at a time to compute the gradients of a and b. Both have the
+    dtype of the weight and may be cast, as ``layer.parametrizations.w_in[0].float()`` does.
 
     Args:
         module: with experts, such as :class:`torch.nn.MoE`; call it once for each layer.
@@ -176,9 +175,9 @@ def add_lora(
             parameter, or a distributed parameter.
 
     .. note::
-        Saved tensors are those of eager mode; ``torch.compile`` keeps what it decides to keep, and where
-        saved tensors may have no hooks, as in :func:`torch.func.grad`, merged weights are saved. Under
-        autocast the cast of a merged weight is saved as it is without this.
+        This describes eager mode: ``torch.compile`` itself decides what to save. Merged weights are saved
+        where saved tensors may have no hooks, as in :func:`torch.func.grad`. Under autocast the cast of a
+        merged weight is saved, as the cast of a plain weight is.
 
     Example::
 
@@ -213,7 +212,7 @@ def add_lora(
         low_rank = _LowRank(weight, rank, 1.0 if alpha is None else alpha / rank)
         parametrize.register_parametrization(module, name, low_rank)
         found += [low_rank.a, low_rank.b]
-    if "_merged_forward" not in module.__dict__:  # other names were adapted before
+    if "_merged_forward" not in module.__dict__:  # other names are already adapted
         module.__dict__["_merged_forward"] = module.forward
         module.forward = types.MethodType(_forward, module)
     return found

@@ -39,7 +39,7 @@ class _Layer(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """One of the compared: a recipe or a dtype, and milliseconds of its parts."""
+    """A candidate, which is a recipe or a dtype, and the milliseconds of its parts."""
 
     name: str
     parts: dict[str, float]
@@ -67,30 +67,30 @@ def select_recipe(
 ) -> tuple[str | None, str]:
     r"""The faster recipe of one layer of experts on a device, and why.
 
-    PyTorch does not call this function: the author of a model chooses the recipe. It compares time only.
+    PyTorch does not call this function: the author of a model chooses the recipe. Only times are compared.
     The reason also says how many bytes are saved for backward, and :doc:`/nn.functional.moe_scaled` has a table of
     the errors of FP8.
 
-    On a device that is here (a :class:`torch.device` or its name) both sides are run and timed with
-    uniform random routing. A GPU by name (``"H100"``, ``"B200"``, ...) is asked of the performance model,
-    which was fitted on published rows: the reason says "not measured", and differences below the model's own
-    error do not count. Its 8-bit kernels are those that were published; this build's, without Triton kernels
-    for it, multiply the rounded numbers in bfloat16 there.
+    If the device is present (a :class:`torch.device` or its name), both sides are timed with uniform random
+    routing. For a GPU by name (``"H100"``, ``"B200"``, ...) the performance model predicts the times. The model
+    was fitted on published measurements: the reason says "not measured", and differences below the model's
+    error do not count. The model assumes the published 8-bit kernels. Without Triton kernels for the GPU, this
+    build multiplies the rounded numbers in bfloat16 instead.
 
     Args:
-        config: Sizes of the layer: an :class:`torch.nn.MoE`, another module with expert weights, or a
-            ``MoEConfig`` of ``torch.distributed._tools.moe_config`` or the name of one of its models.
-        device: Where it runs: see above; a profile of ``moe_calibration`` or the path of its ``.json``
-            too, if it is of a GPU.
+        config: Sizes of the layer: an :class:`torch.nn.MoE`, another module with expert weights, a
+            ``MoEConfig`` of ``torch.distributed._tools.moe_config``, or the name of one of its models.
+        device: Where the layer runs, see above. It may also be a GPU profile of ``moe_calibration`` or the
+            path of its ``.json``.
         tokens: T of a rank, at least 1.
-        ep: Ranks that share the experts; each then has E / ep of them and, evenly routed, as many rows.
+        ep: Ranks that share the experts. Each has E / ep experts, and the rows of a uniform routing.
         training: Forward and backward; ``False``: forward only.
         seconds: Budget of a measurement.
 
     Returns:
-        ``(recipe, reason)``: for the argument ``recipe`` of :func:`torch.nn.functional.moe_mlp`, ``None``
-        where the layer's own dtype (that of its parameters; bfloat16 of sizes alone) is as fast; and both
-        sides in milliseconds with the largest cost of each.
+        ``(recipe, reason)``: ``recipe`` is an argument of :func:`torch.nn.functional.moe_mlp`. It is ``None``
+        if the layer's own dtype is as fast (the dtype of its parameters, or bfloat16 if only sizes are given).
+        ``reason`` has the milliseconds of both sides and the largest cost of each.
 
     Raises:
         ValueError: a model or device is not known, a number is out of its range, ``ep`` does not divide the experts,
@@ -195,7 +195,7 @@ def _device_of(device: Any) -> Profile | torch.device:
 def _modelled(
     p: Profile, layer: _Layer, gated: bool, training: bool
 ) -> tuple[list[_Side], str, float]:
-    """Sides, where they are from, and the gain that means something."""
+    """The sides, where their times come from, and the smallest gain that counts."""
     from torch.distributed._tools import moe_cost_model as cost, moe_layer_plan
     from torch.distributed._tools.moe_profile import FITTED_PROVENANCE, HELD_OUT_ERROR
 
@@ -243,7 +243,7 @@ def _name_of(dtype: torch.dtype) -> str:
 def _measured(
     device: torch.device, layer: _Layer, gated: bool, training: bool, seconds: float
 ) -> tuple[list[_Side], str, float]:
-    """As :func:`_modelled`, from a layer of random numbers on the device."""
+    """As :func:`_modelled`, but measured with a random layer on the device."""
     from torch.distributed._tools.moe_calibration import measure_calls
 
     gen = torch.Generator().manual_seed(0)
@@ -299,7 +299,7 @@ def _measured(
 
 
 def _saved(layer: _Layer, gated: bool) -> str:
-    """What a layer with its router keeps for backward: with a recipe, X twice."""
+    """Bytes that a layer and its router save for backward. With a recipe, X is saved twice."""
     from torch.distributed._tools.moe_memory_model import saved_bytes
 
     T, D, H, E, K, dtype = layer
@@ -309,7 +309,7 @@ def _saved(layer: _Layer, gated: bool) -> str:
     )
     low += (
         T * D * dtype.itemsize
-    )  # of the router's weight gradient; FP8 would be 2.7 % off
+    )  # the router saves its input in this dtype; FP8 would be 2.7 % off
     return (
         f"for backward the layer keeps {low / 2**20:.3g} MiB with a recipe, the router's input in "
         f"{_name_of(dtype)} among it, and {high / 2**20:.3g} without ({low / high:.2f})"

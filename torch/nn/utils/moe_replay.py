@@ -3,11 +3,11 @@
 In reinforcement learning a model is trained on its own samples. The router's logits are computed
 twice, in two engines or two precisions. If two experts have close scores, the second pass may choose
 another one, and its loss is then that of another model. A record of the first pass makes the second
-choose the same experts. The weights and gradients are those of the logits of the second pass.
+choose the same experts. The weights and gradients come from the logits of the second pass.
 
 A router here is any module whose ``forward`` has the keyword arguments of :class:`torch.nn.MoE`:
-``need_routing=True`` makes it return ``(output, logits (*, E), topk_indices (*, K))``, and
-``topk_indices`` are experts to take instead of choosing. Its first argument, or ``input``, has the
+``need_routing=True`` makes it return ``(output, logits (*, E), topk_indices (*, K))``, and with
+``topk_indices`` it takes these experts instead of choosing. Its first argument, or ``input``, is the
 tokens, ``(*, D)``. The output may be anything.
 """
 
@@ -34,7 +34,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 def _routers(model: Module) -> dict[str, Module]:
     found = {}
     for name, module in model.named_modules():
-        # Also the class's forward: one that replaces it on an instance, as by add_lora, may take anything.
+        # Also check the class's forward: a replacement on the instance, as of add_lora, may take anything.
         if any(
             {"need_routing", "topk_indices"}
             <= inspect.signature(forward).parameters.keys()
@@ -65,7 +65,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def _of_one_thread(routers: Iterable[Module]) -> Iterator[None]:
-    """Hooks are those of all threads: two that replay one model would take each other's experts."""
+    """All threads run the same hooks: two threads that replay one model would mix up their experts."""
     me, routers = threading.get_ident(), list(routers)
     with _lock:
         if any(_threads.get(module, (me, 0))[0] != me for module in routers):
@@ -86,7 +86,7 @@ def _of_one_thread(routers: Iterable[Module]) -> Iterator[None]:
 
 
 def _checkpoints() -> list[Any]:
-    """What may compute again what runs now, innermost first: the same objects in a forward and in its recomputations."""
+    """Checkpoints that may recompute the running code, innermost first: the same objects in each recomputation."""
     autograd, hooks, found = torch._C._autograd, [], []
     try:
         while pair := autograd._top_saved_tensors_default_hooks(True):
@@ -99,7 +99,7 @@ def _checkpoints() -> list[Any]:
         if getattr(pack, "_checkpoint_internal", False):
             names = inspect.getclosurevars(inspect.unwrap(pack)).nonlocals
             found.append(names.get("frame") or names["target_frame_ref"]())
-    # An autograd.Function has one ctx: torch.utils.checkpoint with reentrance, and what other libraries have.
+    # Reentrant checkpoints, also of other libraries, are an autograd.Function with one ctx.
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("ctx",):
@@ -111,17 +111,17 @@ def _checkpoints() -> list[Any]:
 
 
 class _Refusal:
-    """What :func:`replay_routing` leaves on a router that ran in it within a checkpoint.
+    """The hook that :func:`replay_routing` leaves on a router that ran in a checkpoint.
 
-    A backward outside of the context would compute the router again, without the record, and so the gradients of
-    other experts. It goes when the checkpoints are gone.
+    A backward outside of the context would recompute the router without the record, and compute the
+    gradients of other experts. The hook is removed when the checkpoints are gone.
     """
 
     def __init__(self, name: str, replayed: Iterable[weakref.ref] = ()) -> None:
         self.name, self.replayed = name, list(replayed)
 
     def __reduce__(self) -> Any:
-        return _Refusal, (self.name,)  # a copy is of no checkpoint
+        return _Refusal, (self.name,)  # no checkpoint recomputes a copy
 
     def __call__(self, module: Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -140,9 +140,9 @@ class _Refusal:
     @staticmethod
     @contextmanager
     def around(routers: Mapping[str, Module]) -> Iterator[Callable[[str], None]]:
-        """Yields what each router's hook calls with the router's name when the router runs in the context."""
+        """Yields the callback that the routers' hooks call with the router's name inside the context."""
         replayed = {name: _take_refusal(module) for name, module in routers.items()}
-        # These compute the context again, too.
+        # Checkpoints around the context recompute the whole context.
         outside = {id(checkpoint) for checkpoint in _checkpoints()}
 
         def runs(name: str) -> None:
@@ -161,7 +161,7 @@ class _Refusal:
 
 
 def _take_refusal(module: Module) -> list[weakref.ref]:
-    """Removes it from a router; the checkpoints it was of."""
+    """Removes the hook from a router and returns the checkpoints that it guarded."""
     hooks: dict[int, Any] = module._forward_pre_hooks
     found = [key for key, hook in hooks.items() if isinstance(hook, _Refusal)]
     return [ref for key in found for ref in hooks.pop(key).replayed]
@@ -189,16 +189,16 @@ def _smallest(topk_indices: Tensor, num_experts: int) -> Tensor:
 def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
     r"""Records the experts that each router of a model chooses in one forward pass.
 
-    What activation checkpointing computes again in ``backward`` is not recorded again.
+    Recomputations of activation checkpointing in ``backward`` are not recorded again.
 
     Args:
-        model: with routers as the module docstring of ``torch.nn.utils.moe_replay`` says.
+        model: a model whose routers fit the module docstring of ``torch.nn.utils.moe_replay``.
 
     Yields:
-        dict[str, Tensor]: by the router's name in the model, ``(T, K)`` expert ids of its T
-        tokens in order, in the smallest of int8, int16 and int32 that holds E, on the device of
-        the ids. A plain dict of contiguous tensors: ``torch.save``, safetensors and
-        ``torch.cat`` along the tokens take it.
+        dict[str, Tensor]: keyed by the router's name in the model, the ``(T, K)`` expert ids of
+        its T tokens in order. The dtype is the smallest of int8, int16 and int32 that holds E, and
+        the device is that of the ids. It is a plain dict of contiguous tensors, which work with
+        ``torch.save``, safetensors and ``torch.cat`` along the tokens.
 
     Raises:
         ValueError: the model has no router.
@@ -254,19 +254,19 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
 def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None]:
     r"""Makes the routers of a model take the experts of a record.
 
-    Routers may run in any order and any number of times, each on all
-    tokens of the record. Each micro-batch has its own record. Activation checkpointing runs routers in
-    ``backward``, so that must run inside the context, too.
+    Routers may run in any order and any number of times, each on all tokens of the record. Each
+    micro-batch has its own record. With activation checkpointing, ``backward`` must run inside the
+    context too, because it runs the routers again.
 
     Args:
         model: with the routers of the record, wrapped or not; see :func:`record_routing`.
-        record: by the router's name, ``(T, K)`` expert ids of a signed integer dtype. -1 is no
-            expert: K may differ from the router's, and tokens may have different numbers of experts.
+        record: keyed by the router's name, ``(T, K)`` expert ids of a signed integer dtype. -1 is
+            no expert. K may differ from the router's, and tokens may have different numbers of experts.
 
     Raises:
         ValueError: the model lacks a router of the record, a router outside of the record runs, or
             a router gets another number of tokens.
-        RuntimeError: after the context, activation checkpointing computes again what ran in it; or
+        RuntimeError: activation checkpointing recomputes a router of the context after its end, or
             another thread records or replays the same modules.
     """
     routers = _routers(model)

@@ -1,6 +1,6 @@
 """What to look at when a Mixture-of-Experts model trains badly. Prototype: may change.
 
-It reports how evenly experts are used, as text and as scalars, and which tensor is the first that is not finite.
+It reports how evenly experts are used, as text and as scalars, and which tensor is not finite first.
 
 Terms: L layers, E experts of each.
 """
@@ -21,12 +21,12 @@ __all__ = ["LoadReport", "NonFinite", "find_nonfinite", "load_report"]
 
 
 class LoadReport(NamedTuple):
-    """How layers use their experts; ``str`` is a table. A layer without load is all zeros.
+    """How layers use their experts. ``str`` returns a table. All numbers of a layer without load are 0.
 
     Attributes:
         names: names of the layers.
-        load: ``(L, E)`` float64 on CPU, share of a layer's slots that each expert has.
-        entropy: ``(L,)`` of the shares, over log E: 1 if all experts have the same, 0 if one has all.
+        load: ``(L, E)`` float64 on CPU, each expert's share of the layer's slots.
+        entropy: ``(L,)`` entropy of the shares over log E: 1 if all are equal, 0 if one expert has all slots.
         heaviest: ``(L,)`` load of the busiest expert over the mean.
         dead: ``(L,)`` int64, number of experts without a slot.
         overflow: ``(L,)`` share of slots that did not fit a capacity.
@@ -90,11 +90,11 @@ def load_report(
 ) -> LoadReport:
     r"""Says how evenly the experts of each layer are used.
 
-    It reads its arguments on the host, once.
+    It synchronises with the device once, to read its arguments.
 
     Args:
-        counts: ``(L, E)``, not negative: slots of each expert, such as a ``bincount`` of the chosen ids
-            summed over ranks and steps, or an average, as ``LoadStats.result()`` of expert placement.
+        counts: ``(L, E)``, not negative: slots of each expert. Sums over ranks and steps of a ``bincount``
+            of the chosen ids will do, and so will averages such as ``LoadStats.result()``.
         names: names of the L layers. Default: "0", "1", ...
         overflow: ``(L,)`` slots of ``counts`` that did not fit a capacity. Default: none
 
@@ -187,7 +187,7 @@ def _inspect(kind: str, name: str, tensor: Tensor) -> NonFinite | None:
 
 
 def _own_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a tensor, without communication, and where it begins in dimension 0."""
+    """This rank's part of a tensor and its offset in dimension 0, without communication."""
     if tensor.is_nested:
         return tensor.values(), 0
     if not is_traceable_wrapper_subclass(tensor):

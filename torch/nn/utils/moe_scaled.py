@@ -20,8 +20,8 @@ def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
         recipe: one of :func:`torch.nn.functional.scaled_moe_mlp`.
 
     Returns:
-        ``(data, scale, data_t, scale_t)``: along the last dimension, then along dim 1 for gradients of the
-        rows; for ``"fp8_blockwise"``, whose squares serve both, ``(data, scale)``.
+        ``(data, scale, data_t, scale_t)``: quantised along the last dimension, then along dim 1 for the
+        gradients of the rows. For ``"fp8_blockwise"``, whose square blocks serve both, ``(data, scale)``.
 
     Raises:
         ValueError: ``recipe`` is none of them.
@@ -41,14 +41,14 @@ def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
 class WeightCache:
     r"""Quantises a weight once and remembers it until it may have changed.
 
-    It quantises again after a step of any :class:`torch.optim.Optimizer`, after the tensor is written in place
-    (also by ``load_state_dict``, and under :func:`torch.no_grad`), for another tensor or other
-    memory (``weight.data = ...``), and after :meth:`clear`. It does not see writes that autograd does not see (into
-    ``weight.data``, or by the gather of FSDP2) until the next step of the optimizer. Call :meth:`clear`
-    after loading a checkpoint into the shards of FSDP2.
+    It quantises again after a step of any :class:`torch.optim.Optimizer`, after an in-place write (also by
+    ``load_state_dict``, and under :func:`torch.no_grad`), for another tensor or other memory
+    (``weight.data = ...``), and after :meth:`clear`. Until the next optimizer step it misses writes that
+    autograd misses (into ``weight.data``, or by the gather of FSDP2). Call :meth:`clear` after loading a
+    checkpoint into the shards of FSDP2.
 
-    The gradient still goes to the weight, which is passed next to its quantised form. Not to be used inside
-    :func:`torch.compile`: it is state; call it outside, or let the graph quantise.
+    The gradient still goes to the weight, which is passed next to its quantised form. The cache is state, so
+    call it outside of :func:`torch.compile`, or let the graph quantise.
 
     Args:
         recipe: one of :func:`torch.nn.functional.scaled_moe_mlp`.
@@ -82,9 +82,9 @@ class WeightCache:
         weakref.finalize(self, handle.remove)
 
     def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """The lists of ``weight`` (E, N, K), see :func:`quantize_weight`."""
+        """The tuple of :func:`quantize_weight` for ``weight`` (E, N, K)."""
         known = self._weight() if self._weight is not None else None
-        # Subclasses may have no memory of their own.
+        # Tensor subclasses may have no storage.
         has_memory = type(weight) in (Tensor, torch.nn.Parameter)
         state = weight._version, weight.data_ptr() if has_memory else 0
         if known is not weight or self._state != state:

@@ -45,9 +45,9 @@ def select_experts(
 ) -> dict[str, Tensor]:
     r"""Keeps, removes, reorders and copies the experts of a layer.
 
-    Expert i of the result is expert ``experts[i]`` of ``state``: leave one out to remove it, name one
-    twice to add a copy. If the router weights are normalised, removing experts has the same effect as never
-    choosing them, and a layer with c copies of every expert and c * top_k computes the same
+    Expert i of the result is expert ``experts[i]`` of ``state``. Leave an expert out to remove it, or
+    list it twice to add a copy. If the router weights are normalised, removing experts has the same
+    effect as never choosing them, and a layer with c copies of every expert and ``c * top_k`` computes the same
     function. This does not hold with a ``balance_bias``: the scores of a softmax depend on the number of experts,
     and the bias is added to them.
 
@@ -56,13 +56,14 @@ def select_experts(
         experts: ids in [0, E), at least one.
         prefix: of the layer's keys, such as "layers.3.mlp.".
         names: of the tensors that have experts in their first dimension. Default: those of
-            :class:`torch.nn.MoE`, as far as they are there
+            :class:`torch.nn.MoE` that ``state`` has
 
     Returns:
         dict[str, Tensor]: in the order of ``state``; tensors of experts are new.
 
     Raises:
-        ValueError: no tensors of experts, or of different numbers of them, or an id outside [0, E).
+        ValueError: ``state`` has no tensors of experts, their first dimensions differ, or an id is
+            outside [0, E).
 
     Example::
 
@@ -96,24 +97,24 @@ def merge_experts(
     r"""Averages groups of experts, and their rows of the router.
 
     Expert i of the result is the mean of the experts ``groups[i]`` of ``state``. Its logit is the mean of
-    theirs, so that it is chosen about as often as one of them.
+    their logits, so it is chosen about as often as one of them.
 
     Args:
         state: a state dict, of a layer or of a model that has it.
         groups: ids in [0, E), at least one each. An expert in no group is gone.
-        weights: ``(E,)`` not negative, how much each counts in its group, such as its load. Default:
-            all the same
+        weights: ``(E,)`` not negative, the weight of each expert in its group's mean, such as its load.
+            Default: equal weights
         prefix: of the layer's keys, such as "layers.3.mlp.".
         names: of the tensors that have experts in their first dimension. Default: those of
-            :class:`torch.nn.MoE`, as far as they are there
+            :class:`torch.nn.MoE` that ``state`` has
 
     Returns:
-        dict[str, Tensor]: in the order of ``state``; tensors of experts are new. Sums are of float32
-        at least.
+        dict[str, Tensor]: in the order of ``state``; tensors of experts are new. Means are computed in
+        at least float32.
 
     Raises:
-        ValueError: as :func:`select_experts`; weights of another shape, negative, or a group
-            whose weights are all 0.
+        ValueError: as :func:`select_experts`; or weights have another shape, are negative, or are
+            all 0 in a group.
     """
     keys, num_experts = _stacked("merge_experts", state, prefix, names)
     groups = [list(group) for group in groups]
@@ -161,26 +162,26 @@ def upcycle_mlp(
 ) -> dict[str, Tensor]:
     r"""Makes a Mixture-of-Experts layer of a dense MLP (sparse upcycling, arXiv:2212.05055).
 
-    Every expert is the MLP, and the router is drawn. With ``normalize=True`` and ``noise=0`` the layer
-    computes what the MLP did, whatever it chooses; training tells the experts apart.
+    Every expert is a copy of the MLP, and the router is random. With ``normalize=True`` and ``noise=0`` the
+    layer computes what the MLP did, whatever the router chooses. The experts diverge in training.
 
     Args:
-        w_in: ``(gF, D)`` of the MLP, gate rows first, or ``(F, D)`` gates alone with ``w_up``.
+        w_in: ``(gF, D)`` of the MLP, gate rows first; with ``w_up``, ``(F, D)`` gate rows only.
         w_out: ``(D, F)``.
         num_experts: E, at least 1.
         w_up: ``(F, D)``, for ``separate_up=True``.
         b_in: ``(gF,)``.
         b_out: ``(D,)``.
         router_std: standard deviation of the router's weight.
-        noise: standard deviation of what is added to each expert's weights, as a part of
-            that of the weight itself.
-        generator: of the draws.
+        noise: standard deviation of the noise added to each expert's weights, relative to that of
+            the weight.
+        generator: random number generator of the router and the noise.
 
     Returns:
         dict[str, Tensor]: a state dict of :class:`torch.nn.MoE`.
 
     Raises:
-        ValueError: weights that are no matrices, or ``num_experts`` below 1.
+        ValueError: a weight is not a matrix, or ``num_experts`` is below 1.
 
     Example::
 

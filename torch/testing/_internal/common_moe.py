@@ -1,4 +1,4 @@
-"""What the MoE test files share: ways to run an op, and what they watch while it runs."""
+"""Helpers of the MoE test files: ways to run an op, and checks of what it does."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parametrize_named(argument, values):
-    """``parametrize`` with the names that the values have."""
+    """``parametrize`` that names each test by its value."""
     return parametrize(argument, [subtest(v, name=v.name) for v in values])
 
 
@@ -56,7 +56,7 @@ def call_native(op, *args, **kwargs):
 def call_composite(op, *args, **kwargs):
     """Run the CompositeExplicitAutograd kernel of ``op``, whatever the device.
 
-    Calls that this kernel makes are dispatched as always.
+    Ops that this kernel calls are dispatched as usual.
     """
     return op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
@@ -75,14 +75,14 @@ def backends_of(op) -> list[str]:
 def has_cpu_kernel(name: str = "_moe_mlp") -> bool:
     """Whether an op has a kernel on CPU rather than its composite alone.
 
-    A row of a kernel has the same bits whatever rows are beside it. The composite's matmuls depend on how
-    many rows an expert has, and its functions on where in a tensor a value is; it keeps more temporaries.
+    In a kernel, the bits of a row do not depend on the other rows. In the composite, matmuls depend on the
+    number of rows of an expert, and functions on the position of a value. It also keeps more temporaries.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU")
 
 
 def bits_of_kernel(name: str = "_moe_mlp") -> dict[str, float]:
-    """Tolerances of ``assertEqual`` for a result that has the same bits if kernels keep them."""
+    """Tolerances of ``assertEqual``: zero if the op has a kernel that gives the same bits."""
     return {"atol": 0, "rtol": 0} if has_cpu_kernel(name) else {}
 
 
@@ -92,7 +92,7 @@ def to_meta(value):
 
 
 def mark_sizes_unbacked(value) -> None:
-    """Makes torch.compile know no size of a tensor in ``value``, but 0 and 1."""
+    """Makes all sizes of the tensors in ``value`` dynamic in torch.compile, except 0 and 1."""
     for x in torch.utils._pytree.tree_leaves(value):
         for dim in range(x.dim() if isinstance(x, Tensor) else 0):
             if x.shape[dim] >= 2:
@@ -100,7 +100,7 @@ def mark_sizes_unbacked(value) -> None:
 
 
 def traced_size(size: int, kind: str, shape_env: "ShapeEnv") -> int | torch.SymInt:
-    """``size`` as a tracer may know it: "static", "backed" or "unbacked"."""
+    """``size`` as a tracer represents it: "static", "backed" or "unbacked"."""
     from torch._dynamo.source import ConstantSource
 
     if kind == "unbacked":
@@ -121,7 +121,7 @@ def run_code_blocks(text: str) -> tuple[int, dict[str, object]]:
     """Runs the Python blocks of a documentation page one after the other.
 
     Returns:
-        tuple: how many there are, at least one, and the names that they leave.
+        tuple: the number of blocks, at least one, and the names that they define.
     """
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     if not blocks:
@@ -133,7 +133,7 @@ def run_code_blocks(text: str) -> tuple[int, dict[str, object]]:
 
 
 def fill_uninitialized_memory() -> DeterministicGuard:
-    """Makes memory that no kernel writes NaN, or the largest integer."""
+    """Fills memory that ops allocate with NaN, or with the largest integer."""
     return DeterministicGuard(True, fill_uninitialized_memory=True)
 
 
@@ -149,7 +149,7 @@ def num_threads(count: int):
 
 
 class FakeRanksTest(TestCase):
-    """In a process group of ``world_size`` ranks, of which all but this one are fake."""
+    """Tests in a process group of ``world_size`` ranks. All other ranks are fake."""
 
     world_size = 8
 
@@ -161,11 +161,11 @@ class FakeRanksTest(TestCase):
 
 
 class NoHostSyncMode(TorchDispatchMode):
-    """Raises on an op whose result, or whose shape, the host has to read from the data.
+    """Raises on an op for which the host has to read data, for its result or its shape.
 
-    Those are the ops with a tag that says so, ``_local_scalar_dense`` of ``item`` among them, and
-    copies from another device to the CPU. ``tolist`` reads a CPU tensor without an op, so it is
-    seen for tensors of another device only.
+    These are ops with a data-dependent tag, such as ``_local_scalar_dense`` of ``item``, and copies
+    from another device to the CPU. ``tolist`` reads a CPU tensor without an op, so the mode only
+    detects it for tensors of another device.
     """
 
     DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -181,7 +181,7 @@ class NoHostSyncMode(TorchDispatchMode):
 
     @staticmethod
     def _copies_to_host(func, args, kwargs) -> bool:
-        """All of them: ``to``, ``cpu`` and the like are made of these ops."""
+        """Whether the op copies to the CPU. ``to``, ``cpu`` and the like call the ops below."""
         aten = torch.ops.aten
         if func is aten._to_copy.default:
             source, target = args[0], kwargs.get("device")
@@ -194,7 +194,7 @@ class NoHostSyncMode(TorchDispatchMode):
 
     @staticmethod
     def _static(func, args, kwargs) -> bool:
-        """Calls of a tagged op whose shape is known all the same."""
+        """Whether the arguments of a tagged op determine its shape without the data."""
         if func is torch.ops.aten.index.Tensor:
             masks = (torch.bool, torch.uint8)
             return all(i is None or i.dtype not in masks for i in args[1])
@@ -237,7 +237,7 @@ def saved_bytes_bound(
     num_experts: int,
     top_k: int,
 ) -> int:
-    """The most that one MoE layer without padding rows may save, parameters aside.
+    """The most bytes that one MoE layer without padding rows may save, besides parameters.
 
     Args:
         gated_hidden: g*F

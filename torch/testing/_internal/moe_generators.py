@@ -1,10 +1,10 @@
 """The shapes and routings of every MoE test and benchmark.
 
 A :class:`MoeCase` names a shape, a routing and the static row plan; :meth:`MoeCase.operands` makes
-its tensors. Tests iterate :func:`moe_cases`; benchmarks build their own :class:`MoeCase` from the
-same routings, so that "Zipf" or "skewed" means one thing everywhere.
+its tensors. Tests iterate over :func:`moe_cases`. Benchmarks build their own :class:`MoeCase` from the
+same routings, so that "Zipf" and "skewed" mean the same everywhere.
 
-Letters (T, D, F, E, K, R, g) are those of moe_reference.py.
+moe_reference.py defines the letters (T, D, F, E, K, R, g).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def _uniform(
 def _zipf(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    """Expert e is asked for with probability proportional to 1/(e + 1)."""
+    """Expert e is chosen with probability proportional to 1/(e + 1)."""
     shares = 1 / torch.arange(1, num_experts + 1, dtype=torch.float64)
     return _distinct_experts(shares, num_tokens, top_k, generator)
 
@@ -46,14 +46,14 @@ def _zipf(
 def _one_expert(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    """Every slot asks for the last expert, so a token asks for it ``top_k`` times."""
+    """Every slot chooses the last expert, so each token chooses it ``top_k`` times."""
     return torch.full((num_tokens, top_k), num_experts - 1)
 
 
 def _empty_experts(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    """Only odd experts are asked for: the first is empty, and so is every other one."""
+    """Only odd experts are chosen. Experts 0, 2, 4, ... are empty."""
     shares = torch.arange(num_experts) % 2
     return _distinct_experts(shares.double(), num_tokens, top_k, generator)
 
@@ -61,7 +61,7 @@ def _empty_experts(
 def _sentinels(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    """Uniform, with the two "no expert" ids in about a third of the slots; token 0 has no expert."""
+    """Uniform, but about a third of the slots have one of the two "no expert" ids; token 0 has no expert."""
     indices = _uniform(num_tokens, top_k, num_experts, generator)
     dice = torch.randint(6, indices.shape, generator=generator)
     indices = indices.masked_fill(dice == 0, -1).masked_fill(dice == 1, num_experts)
@@ -72,8 +72,8 @@ def _sentinels(
 def _skewed(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    """Log-normal shares in an order of their own: of 64 experts with K = 8 the heaviest has about
-    five times the mean load, as in trained models."""
+    """Log-normal shares in random order. With 64 experts and K = 8 the heaviest has about five times
+    the mean load, as in trained models."""
     quantiles = (torch.arange(num_experts, dtype=torch.float64) + 0.5) / num_experts
     shares = torch.special.ndtri(quantiles).exp()
     order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(0))
@@ -92,7 +92,7 @@ ROUTINGS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MoeOperands:
-    """Tensors of one ``_moe_mlp`` call, in its order, and the indices that they come from.
+    """Tensors of one ``_moe_mlp`` call, in its order, and the indices of the row plan.
 
     Attributes:
         input: (T, D)
@@ -138,7 +138,7 @@ class MoeOperands:
         )
 
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The operands of ``_moe_mlp`` with a gradient, in the order of its output_mask."""
+        """The operands of ``_moe_mlp`` that have a gradient, in the order of output_mask."""
         return (*self.args()[:3], self.topk_weights, *self.args()[7:])
 
     def split_gate(self) -> "MoeOperands":
@@ -149,7 +149,7 @@ class MoeOperands:
         return dataclasses.replace(self, w_in=gate, w_up=up)
 
     def take_tokens(self, tokens: slice) -> "MoeOperands":
-        """The same layer for these tokens alone."""
+        """The same layer for these tokens only."""
         topk_indices = self.topk_indices[tokens]
         plan = moe_permutation_reference(topk_indices, self.offs.shape[0])
         return dataclasses.replace(
@@ -177,8 +177,8 @@ class MoeCase:
         top_k: K
         routing: a key of ROUTINGS.
         num_rows: R, or None for the default of ``_moe_permutation``.
-        row_alignment: every expert's rows start at a multiple of it.
-        seed: of the routing and of the operands.
+        row_alignment: every expert's rows start at a multiple of this number.
+        seed: random seed of the routing and the operands.
     """
 
     name: str
@@ -219,12 +219,12 @@ class MoeCase:
         """Operands with values of order one in every intermediate.
 
         Args:
-            dtype: of the input and the expert parameters.
-            device: where they live; the values do not depend on it.
+            dtype: dtype of the input and the expert parameters.
+            device: their device; the values do not depend on it.
             activation: decides g.
-            weights_dtype: of the router weights; None for no weights.
-            bias: with ``b_in`` and ``b_out``.
-            requires_grad: of every floating point operand but ``grad_out``.
+            weights_dtype: dtype of the router weights; None for no weights.
+            bias: whether to make ``b_in`` and ``b_out``.
+            requires_grad: set on every floating point operand except ``grad_out``.
         """
         generator = torch.Generator().manual_seed(self.seed + 1)
         T, D, F, E = self.num_tokens, self.dim, self.hidden, self.num_experts
@@ -266,7 +266,7 @@ class MoeCase:
 
 
 def one_token_with_preact(preact: Tensor, hidden: int, grad: float) -> MoeOperands:
-    """Operands with H = preact, A = the output and dA = grad, for any one dtype.
+    """Operands for which H is ``preact``, A is the output and dA is ``grad``, in any dtype.
 
     Args:
         preact: (g*F,)
@@ -291,14 +291,14 @@ def one_token_with_preact(preact: Tensor, hidden: int, grad: float) -> MoeOperan
 
 
 def extreme_gates(dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Where exp(-x) overflows, and where x times a tiny sigmoid would not be tiny."""
+    """Values where exp(-x) overflows, or where x times a tiny sigmoid would not be tiny."""
     gates = [-3e38, -1e38, -1e30, -5e4, -1e3, -100, -89, -88, -80, 0, 80, 100, 1e3]
     wide = torch.tensor(gates, dtype=torch.float64, device=device)
     return wide.clamp(min=torch.finfo(dtype).min).to(dtype)
 
 
 def moe_cases() -> tuple[MoeCase, ...]:
-    """Small cases that together reach every legal corner of routing, row plan and shape."""
+    """Small cases that together cover the corner cases of routing, row plan and shape."""
     return (
         MoeCase("uniform"),
         MoeCase("zipf", num_tokens=37, num_experts=8, routing="zipf"),

@@ -1,7 +1,7 @@
 """Quantised expert weights of every format of ``_moe_mlp_scaled``, with their values in float64.
 
-The codes are drawn, not rounded from something: tests and benchmarks need every code and scales
-that differ, and the meaning of a weight is what its codes say.
+The codes are random, not rounded from other numbers: tests and benchmarks need every code and
+different scales. The codes and scales define the value of a weight.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ _E2M1_VALUES = torch.tensor(_E2M1 + tuple(-x for x in _E2M1), dtype=torch.float6
 
 @dataclasses.dataclass(frozen=True)
 class LowBitWeight:
-    """A weight as the op takes it and what it means.
+    """A weight as the op takes it, and its value.
 
     Attributes:
         data: (E, N, K), or (E, N, K / 2) with two numbers a byte.
-        scale: in the shape of its blocks.
+        scale: one scale per block.
         values: (E, N, K) float64.
     """
 
@@ -41,8 +41,8 @@ class LowBitFormat:
     Attributes:
         name: usable in a test name.
         data: dtype of the numbers.
-        scaling: what one scale covers; its value is ``recipe_w``.
-        bits: of a number, with its share of the scales.
+        scaling: what one scale covers. Its integer is the op's ``recipe_w``.
+        bits: bits per number, its share of the scales included.
     """
 
     name: str
@@ -108,7 +108,7 @@ _DRAW: dict[torch.dtype, Callable] = {
     torch.uint8: _draw_int4,
 }
 _WITH_E8M0 = (torch.float8_e4m3fn, torch.int8, torch.float4_e2m1fn_x2)
-# Rows and neighbours along K that share a scale; None: all.
+# Rows, and neighbours along K, that share a scale. None means all.
 _BLOCKS = {
     ScalingType.TensorWise: (None, None),
     ScalingType.RowWise: (1, None),

@@ -1,7 +1,7 @@
-"""What the low-precision MoE ops mean: scales, codes and the numbers they stand for, in float64.
+"""Float64 reference of the low-precision MoE ops: scales, codes and the numbers that they encode.
 
-Written from the definitions, without the bit operations of the kernels: the exponent of a block is the
-smallest one for which its largest element fits, and a code is the nearest number of a table.
+It follows the definitions, without the bit operations of the kernels. The exponent of a block is the
+smallest one for which its largest element fits. A code is the nearest number of a table.
 """
 
 import torch
@@ -25,7 +25,7 @@ CODES = {"mxfp8": (MX, MX), "fp8_blockwise": (B128, SQUARE), "fp8_rowwise": (ROW
 
 
 def _bytes_of(amax: Tensor, largest: float) -> Tensor:
-    """Biased exponents of blocks with these largest magnitudes (float64)."""
+    """Biased exponents of blocks whose largest magnitudes are given (float64)."""
     mantissa, exponent = torch.frexp(amax / largest)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     byte = torch.where(amax == 0, 0, exponent + 127).clamp(0, 254)
@@ -33,7 +33,7 @@ def _bytes_of(amax: Tensor, largest: float) -> Tensor:
 
 
 def _nearest_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Codes (as the dtype) of scaled float64 numbers: ties to even, too large ones saturate."""
+    """Rounds scaled float64 numbers to the dtype: ties to even, too large numbers saturate."""
     if dtype == torch.int8:
         return x.round().clamp(-127, 127).nan_to_num(0).to(torch.int8)
     numbers = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).double()
@@ -47,7 +47,7 @@ def _nearest_codes(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _segments(length: int, block: int | None, offs: Tensor | None):
-    """(begin, end, place of the scale) of every block of a dimension, and how many places."""
+    """(begin, end, index of the scale) of every block of a dimension, and the number of scales."""
     if offs is None:
         step = block or max(length, 1)
         ends = range(0, length, step)
@@ -78,7 +78,7 @@ def moe_quantize_reference(
     dim: int = -1,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of ``self``, see ``_moe_quantize``; without a swizzle."""
+    """Codes and scales of ``self`` as of ``_moe_quantize``, without a swizzle."""
     kind, dtype = ScalingType(recipe), dtype or E4M3
     largest, block = LARGEST[dtype], BLOCK[kind]
     if kind == ScalingType.BlockWise128x128:
@@ -109,7 +109,7 @@ def moe_quantize_reference(
         amax = torch.where(part.isnan(), torch.inf, part.abs()).amax(-1)
         byte[..., place] = _bytes_of(amax, largest)
         places[begin:end], is_live[begin:end] = place, True
-    # What lies behind the experts is 0.
+    # Codes of rows after the last expert are 0.
     scaled = _scaled(torch.where(is_live, x, 0), byte[..., places])
     data = _nearest_codes(scaled, dtype)
     return data.movedim(-1, dim), _as_scale(byte, kind).movedim(-1, dim)
@@ -120,7 +120,7 @@ def _scaled(x: Tensor, byte: Tensor) -> Tensor:
 
 
 def scale_to_double(scale: Tensor) -> Tensor:
-    """Powers of two of any scale, NaN for the byte 255."""
+    """The values of scales of any dtype; the float8_e8m0fnu byte 255 is NaN."""
     if scale.dtype == torch.float8_e8m0fnu:
         byte = scale.view(torch.uint8).double()
         return torch.where(byte == 255, torch.nan, torch.exp2(byte - 127))
@@ -135,7 +135,7 @@ def dequantize_reference(
     offs: Tensor | None = None,
     dim: int = -1,
 ) -> Tensor:
-    """The float64 numbers that codes and scales of :func:`moe_quantize_reference` stand for."""
+    """Dequantises codes and scales of :func:`moe_quantize_reference` to float64."""
     kind = ScalingType(recipe)
     value, numbers = scale_to_double(scale), data.to(torch.float64)
     if kind == ScalingType.BlockWise128x128:
@@ -151,7 +151,7 @@ def dequantize_reference(
 def quantized_values(
     x: Tensor, recipe: int, *, offs: Tensor | None = None, dim: int = -1
 ) -> Tensor:
-    """``x`` rounded to what its codes and scales stand for, float64."""
+    """``x`` quantised and dequantised, float64."""
     data, scale = moe_quantize_reference(x, recipe, offs=offs, dim=dim)
     return dequantize_reference(data, scale, recipe, offs=offs, dim=dim)
 
@@ -179,17 +179,16 @@ def sqnr(reference: Tensor, x: Tensor) -> float:
 class ScaledMlp:
     """``_moe_mlp_scaled`` and its backward as a loop over experts, from quantised operands.
 
-    Every operand of a product is quantised along the dimension that it sums, by the reference above.
-    In float64, or with ``dtype`` as the same steps in that dtype, each result rounded: the yardstick of
-    a kernel.
+    The reference above quantises every operand of a product along the summed dimension. The steps run in
+    float64. With ``dtype`` they run in that dtype and round each result, as the yardstick of a kernel.
 
     Args:
         ops: operands, a :class:`torch.testing._internal.moe_generators.MoeOperands`.
         recipe_a: code of the activations, None for weight-only.
         recipe_w: code of the weights.
         dtype: None for float64.
-        preact_dtype: in which H is kept for the backward; None: as it is.
-        hp_wgrad: columns of the weight gradients are not quantised.
+        preact_dtype: dtype in which H is kept for the backward; None keeps H as it is.
+        hp_wgrad: the operands of the weight gradients are not quantised along the rows.
         activation: keyword arguments of ``apply_activation``.
     """
 

@@ -1,7 +1,7 @@
-"""The meaning of the Mixture-of-Experts ops, as plain loops, and the rule that compares with it.
+"""Reference of the Mixture-of-Experts ops as plain loops, and the tolerance of comparisons with it.
 
 Every MoE kernel, fallback, compiled or exported program is compared with the functions of this
-file and never only with another kernel. They are written to be read, not to be fast.
+file, never only with another kernel. They favour clarity over speed.
 
 Terms:
     T tokens, D model dim, F expert hidden dim, E experts, K experts per token, R routed rows,
@@ -30,7 +30,7 @@ class MoePermutation(NamedTuple):
         row_slots: (R,) slot of each routed row, -1 for padding.
         slot_rows: (T, K) routed row of each slot, -1 for no expert or no room.
         offs: (E,) end row of each expert, a multiple of the alignment unless clipped to R.
-        counts: (E,) slots that ask for each expert, before clipping.
+        counts: (E,) slots that choose each expert, before clipping.
     """
 
     row_slots: Tensor
@@ -93,7 +93,7 @@ ACTIVATIONS: tuple[str, ...] = (*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS)
 
 
 def default_num_rows(num_slots: int, num_experts: int, row_alignment: int = 1) -> int:
-    """Rows that hold every slot under any routing: R of ``_moe_permutation`` by default."""
+    """Enough rows for every slot under any routing: the default R of ``_moe_permutation``."""
     num_nonempty = min(num_experts, num_slots)
     return num_slots + num_nonempty * (row_alignment - 1)
 
@@ -110,8 +110,8 @@ def moe_permutation_reference(
     Args:
         topk_indices: (T, K) int32 or int64; -1 and ``num_experts`` mean "no expert".
         num_experts: E.
-        num_rows: R; None for the bound under which no slot can be without a row.
-        row_alignment: every expert starts at a multiple of it.
+        num_rows: R; None for the bound that gives every slot a row.
+        row_alignment: every expert starts at a multiple of this number.
 
     Raises:
         ValueError: an index outside [-1, num_experts].
@@ -160,7 +160,7 @@ def apply_activation(
     alpha: float | None = None,
     limit: float | None = None,
 ) -> Tensor:
-    """(R, g*F) pre-activation -> (R, F)."""
+    """Maps the (R, g*F) pre-activation to (R, F)."""
     if activation in PLAIN_ACTIVATIONS:
         return PLAIN_ACTIVATIONS[activation](preact)
     if gate_interleaved:
@@ -173,8 +173,8 @@ def apply_activation(
 
 
 def _sum_of_halves(a: Tensor, b: Tensor) -> Tensor:
-    # BLAS libraries add up to thousands of products one after the other: with 16600 the largest
-    # error was 18 eps of the largest element, and that of the kernel under test 3.
+    # BLAS libraries may add thousands of products one after the other. With 16600 products the
+    # largest error was 18 eps of the largest element, against 3 eps for the kernel under test.
     depth = a.shape[1]
     if depth <= 512:
         return a @ b
@@ -203,8 +203,8 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _linear_reversed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # Summed from the far end: as accurate as _linear, yet not bitwise equal to it. Otherwise the
-    # yardstick for float64 operands would be an error of exactly zero.
+    # Sums in reverse order, which is as accurate as _linear but not bitwise equal. Otherwise the
+    # yardstick for float64 operands would have an error of exactly zero.
     y = F.linear(x.flip(-1), weight.flip(-1))
     return y if bias is None else y + bias
 
@@ -269,7 +269,7 @@ def _moe_mlp_loop(
 
 
 def _double(x):
-    """``x`` in float64 if it is a tensor of floating point numbers."""
+    """``x`` in float64 if it is a floating point tensor."""
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
@@ -294,7 +294,7 @@ def moe_mlp_reference(
 def moe_mlp_unfused(
     *args, activation: str = "swiglu", **kwargs
 ) -> tuple[Tensor, Tensor]:
-    """``_moe_mlp`` as gather, two matmuls per expert, activation and weighted sum in input's dtype."""
+    """``_moe_mlp`` in the dtype of input: gather, two matmuls per expert, activation, weighted sum."""
     return _moe_mlp_loop(_linear_reversed, *args, activation=activation, **kwargs)
 
 
@@ -320,7 +320,7 @@ def _backward(
 
 
 def moe_mlp_backward_reference(grad_out: Tensor, *args, **kwargs) -> MoeMlpGrads:
-    """Gradients of :func:`moe_mlp_reference` in float64, for ``args``/``kwargs`` as given there.
+    """Gradients of :func:`moe_mlp_reference` in float64, for its ``args`` and ``kwargs``.
 
     Args:
         grad_out: (T, D) gradient of the output.
@@ -379,7 +379,7 @@ def _select_experts(
     num_groups: int | None,
     top_groups: int | None,
 ) -> list[int]:
-    """The k experts with the highest (biased) score in the chosen groups; ties to the lower index."""
+    """The k experts with the highest (biased) scores in the chosen groups. The lower index wins ties."""
     biased = (
         scores if bias is None else [s + b for s, b in zip(scores, bias, strict=True)]
     )
@@ -405,7 +405,7 @@ UNFUSED = (moe_mlp_unfused, moe_mlp_backward_unfused)
 def error_and_bound(
     actual: Tensor, reference: Tensor, unfused: Tensor, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Largest error of ``actual`` and the largest error allowed.
+    """The largest error of ``actual``, and the largest allowed error.
 
     Args:
         actual: the result under test.
@@ -433,12 +433,12 @@ def check_close(
     dtype: torch.dtype,
     name: str = "result",
 ) -> None:
-    """The tolerance of every MoE test: at most twice the error of the unfused computation.
+    """Checks the tolerance of every MoE test: at most twice the error of the unfused computation.
 
     ``max|actual - reference| <= 2*max|unfused - reference| + 4*eps(dtype)*max|reference|``
 
     Raises:
-        AssertionError: the rule does not hold (NaN never passes) or shapes differ.
+        AssertionError: the error is larger (NaN never passes), or shapes differ.
     """
     error, bound = error_and_bound(actual, reference, unfused, dtype)
     if not error <= bound:
@@ -454,7 +454,7 @@ def check_gradients(
     dtype: torch.dtype,
     output_mask: Sequence[bool] = (True,) * 7,
 ) -> None:
-    """:func:`check_close` of each gradient; one that is masked or has no operand must have shape (0,)."""
+    """:func:`check_close` of each gradient. A masked gradient, or one without an operand, must have shape (0,)."""
     everything = (MoeMlpGrads._fields, actual, reference, unfused, output_mask)
     for name, grad, ref, yardstick, wanted in zip(*everything, strict=True):
         if wanted and ref is not None:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 
-# test_dtensor_ops.py shards what four ranks can share, in every combination.
+# test_dtensor_ops.py shards every size that four ranks can share, in every combination.
 tiny = partial(MoeCase, num_tokens=5, dim=6, hidden=3, num_experts=3)
 
 # Small enough for a numerical Jacobian, and between them every kind of row plan.
@@ -39,10 +39,9 @@ CASES = (
     tiny("no_tokens", num_tokens=0),
 )
 
-# Case, keyword arguments, and which optional operands are there. Generic suites try every
-# subset of a sample's tensors, and vmap every way to batch its positional ones: so most samples
-# have few tensors (rows that are in expert order need no permutation), and the optional ones are
-# keyword arguments.
+# Case, keyword arguments and present optional operands. Generic suites try every subset of a
+# sample's tensors, and vmap tries every way to batch the positional ones. So most samples have few
+# tensors (rows in expert order need no permutation), and optional tensors are keyword arguments.
 MLP_SAMPLES = (
     (CASES[0], {}, {"permuted": True, "weighted": True}),
     (CASES[1], {"activation": "silu"}, {"permuted": True}),
@@ -66,8 +65,8 @@ MLP_SAMPLES = (
 
 
 def concrete(sample_inputs):
-    """``sample_inputs`` outside of dispatch modes: a row plan is made of the values of the ids,
-    of which LocalTensorMode, for one, has another on each rank."""
+    """``sample_inputs`` outside of dispatch modes. A row plan depends on the values of the ids, and
+    these differ by rank under modes such as LocalTensorMode."""
 
     @wraps(sample_inputs)
     def samples(*args, **kwargs):
@@ -90,7 +89,7 @@ def operands_of_sample(
     separate_up=False,
     bias=False,
 ):
-    """Router weights are float32 where the expert dtype is lower, as F.moe_topk makes them."""
+    """Router weights are float32 if the expert dtype is lower, as in F.moe_topk."""
     if not permuted:
         case = dataclasses.replace(case, top_k=1, num_rows=None, row_alignment=1)
     ops = case.operands(
@@ -107,7 +106,7 @@ def operands_of_sample(
 
 
 def mlp_samples(dtype, device, requires_grad=False, samples=MLP_SAMPLES, **fixed):
-    """Operands and keyword arguments of each sample. ``fixed`` overrides which operands are there."""
+    """Operands and keyword arguments of each sample. ``fixed`` overrides which operands are present."""
     for case, kwargs, options in samples:
         activation = kwargs.get("activation", "swiglu")
         options = {**options, **fixed}
@@ -126,7 +125,7 @@ def optional_operands(ops, *names):
 
 
 def numpy_reference(reference):
-    """``reference`` as OpInfo wants it: from NumPy arrays to NumPy arrays."""
+    """``reference`` with NumPy arrays as arguments and results, as OpInfo requires."""
 
     def ref(*args, **kwargs):
         args, kwargs = tree_map_only(np.ndarray, torch.from_numpy, (args, kwargs))
@@ -136,7 +135,7 @@ def numpy_reference(reference):
 
 
 def error_input(prefix, text, *args, error_type=ValueError, **kwargs):
-    """A call with the text of its error, which begins with ``prefix``."""
+    """A call and the text of its error, which begins with ``prefix``."""
     sample = SampleInput(args[0], args=args[1:], kwargs=kwargs)
     return ErrorInput(sample, error_type=error_type, error_regex=prefix + text)
 
@@ -219,7 +218,7 @@ def reference_moe_mlp(*args, **kwargs):
 def sample_inputs_moe_mlp_backward(op_info, device, dtype, requires_grad, **kwargs):
     some = [True, False, True, False, True, False, True]
     masks = ([True] * 7, [True] * 7, some, [False] * 7)
-    # It has two more tensors, which is four times as many subsets.
+    # Two more tensors would make four times as many subsets.
     samples = mlp_samples(
         dtype, device, samples=MLP_SAMPLES[2:], weighted=False, bias=False
     )
@@ -292,7 +291,7 @@ def sample_inputs_moe_topk(op_info, device, dtype, requires_grad, **kwargs):
 
 def error_inputs_moe_topk(op_info, device, **kwargs):
     logits = torch.zeros(3, 8, device=device)
-    # The checks are the functional's own, or those of the op that it is.
+    # The functional makes the checks, or the op that it calls.
     error = partial(error_input, "_?moe_topk: ")
     yield error("logits must be a floating point tensor", logits.long(), 2)
     yield error(r"k must be in \[1, 8\].*, got 9", logits, 9)
@@ -326,8 +325,8 @@ def sample_inputs_functional_moe_mlp(op_info, device, dtype, requires_grad, **kw
     samples = mlp_samples(dtype, device, requires_grad, samples, permuted=True)
     for i, (ops, op_kwargs) in enumerate(samples):
         args = (ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
-        # Weights are positional where there are any: export on fake tensors takes no keyword
-        # argument that an op reads before it meets another argument.
+        # Weights, if any, are positional: export on fake tensors takes no keyword argument that
+        # an op reads before a positional one.
         first = 4 if i == 0 else 1 if ops.topk_weights is None else 2
         names = ("topk_weights", "w_in", "w_out")[first - 1 :]
         yield SampleInput(
@@ -419,8 +418,8 @@ def reference_functional_moe_mlp(
     return output
 
 
-# What the functorch suites ask of every op: a batching rule (there is none: rows of different
-# samples are in different permutations, so vmap loops), and forward over reverse mode.
+# The functorch suites ask every op for a batching rule and for forward over reverse mode. There is no
+# batching rule, because the samples of a batch have different permutations, so vmap loops.
 NO_BATCHING_RULE = (
     DecorateInfo(
         unittest.expectedFailure,
@@ -436,8 +435,7 @@ NO_FORWARD_OVER_REVERSE = (
     DecorateInfo(unittest.expectedFailure, "TestOperators", "test_vmapjvpvjp"),
 )
 
-# The suite sums all outputs into one tensor in place, the first of which is of integers or
-# has no sum.
+# The suite sums all outputs into the first one in place, which has integers or no sum.
 NO_SUM_OF_OUTPUTS = tuple(
     DecorateInfo(
         unittest.expectedFailure, "TestEagerFusionOpInfo", f"test_aot_autograd_{name}"
@@ -450,9 +448,9 @@ NO_SUM_OF_OUTPUTS = tuple(
     )
 )
 
-# The suite compares float16 with float32 at rtol 1e-3 and atol 1e-5. Rounded here are the hidden
-# units as well, so that an element that is small for cancellation is off by a rounding of its
-# summands: at most 2.3 halves of an ulp of the largest output on these samples.
+# The suite compares float16 with float32 at rtol 1e-3 and atol 1e-5. The hidden units are rounded
+# too, so an element that is small by cancellation has the rounding error of its summands. On these
+# samples the error is at most 1.15 ulp of the largest output.
 NO_SMALLER_ROUNDING = DecorateInfo(
     toleranceOverride({torch.half: tol(atol=2e-3, rtol=2e-3)}),
     "TestInductorOpInfo",
@@ -503,7 +501,7 @@ op_db: list[OpInfo] = [
         skips=NO_BATCHING_RULE
         + NO_FORWARD_OVER_REVERSE
         + (
-            # The suite prints keyword arguments into the script, tensors to four digits.
+            # The suite prints keyword arguments into the script, and tensors with only four digits.
             DecorateInfo(
                 unittest.expectedFailure, "TestJit", "test_variant_consistency_jit"
             ),

@@ -2,8 +2,8 @@
 
 """OpInfos of the low-precision MoE ops: _moe_quantize, _moe_mlp_scaled, F.scaled_moe_mlp.
 
-_moe_mlp_scaled_backward is reached through the gradients of the other two. Numerical gradients are
-no yardstick for rounded products, and float64, in which gradcheck works, is none of the dtypes.
+The gradients of the last two test _moe_mlp_scaled_backward. There is no gradcheck: numerical gradients
+are no yardstick for rounded products, and the ops do not take float64.
 """
 
 import unittest
@@ -29,9 +29,9 @@ from torch.testing._internal.opinfo.definitions.moe import (
 )
 
 
-# Neither experts nor tokens are shared by the four ranks of test_dtensor_ops.py, some of whose
-# groups are fake: what they gather is no routing. Only the first has sizes that the GPU kernels
-# take, and that are sharded in every combination.
+# The four ranks of test_dtensor_ops.py cannot share these experts or tokens: some groups are fake, and
+# would gather ids that are no routing. Only the first case has sizes that the GPU kernels take and
+# that are sharded in every combination.
 case = partial(MoeCase, num_experts=3)
 CASES = (
     case("uniform", num_tokens=9, dim=32, hidden=48),
@@ -115,8 +115,8 @@ def error_inputs_scaled_moe_mlp(op_info, device, **kwargs):
     )  # fmt: skip
 
 
-# vmap loops over the samples of an op without a batching rule, but not where tensors come in
-# lists, as scales do.
+# Without a batching rule vmap loops over the samples, but not if tensors come in lists, as scales
+# do.
 NO_VMAP = (
     DecorateInfo(
         unittest.expectedFailure,
@@ -130,8 +130,8 @@ NO_VMAP = (
 
 
 def no_tolerance_for_float8(*dtypes):
-    """Inductor's suite passes a tolerance for these, and float8 outputs are compared bit for bit
-    or not at all; test_moe_scaled_opinfo.py compares them as bytes."""
+    """Inductor's suite passes a tolerance, and float8 outputs cannot be compared with one.
+    test_moe_scaled_opinfo.py compares them as bytes."""
     return DecorateInfo(
         unittest.expectedFailure,
         "TestInductorOpInfo",
@@ -149,7 +149,7 @@ op_db: list[OpInfo] = [
         sample_inputs_func=sample_inputs_moe_quantize,
         error_inputs_func=error_inputs_moe_quantize,
         supports_autograd=False,
-        # The suites compare with a tolerance, which float8 has none of.
+        # The suites compare with a tolerance, which float8 does not support.
         skips=NO_BATCHING_RULE[:1]
         + NO_VMAP[:1]
         + (no_tolerance_for_float8(torch.float32),),

@@ -22,7 +22,7 @@ from torch.testing._internal.opinfo.definitions.moe import (
 
 
 def sample_inputs_moe_topk_op(op_info, device, dtype, requires_grad, **kwargs):
-    # The samples of the functional that the op takes as they are.
+    # The samples of the functional that the op takes unchanged.
     samples = sample_inputs_moe_topk(op_info, device, dtype, requires_grad, **kwargs)
     yield from (sample for sample in samples if sample.input.dim() == 2)
     # Tokens that two ranks can share.
@@ -111,7 +111,7 @@ op_db: list[OpInfo] = [
     ),
 ]
 
-# F.moe_topk is the op where there is one: what the op lacks, it lacks as well.
+# F.moe_topk calls the op where there is one, so the op's limitations apply to F.moe_topk too.
 for info in moe_op_db:
     if info.name == "nn.functional.moe_topk":
         info.supports_gradgrad = info.check_batched_gradgrad = False
