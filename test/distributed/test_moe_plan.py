@@ -31,7 +31,10 @@ from torch.testing._internal.common_utils import (
 )
 
 
-SEEDS = (*range(10), *range(500, 510))  # the second range was not used to tune the planner
+SEEDS = (
+    *range(10),
+    *range(500, 510),
+)  # the second range was not used to tune the planner
 TOKEN_COPIES = 4_200_000
 
 

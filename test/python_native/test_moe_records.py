@@ -89,6 +89,8 @@ class TestMoeRecords(TestCase):
         found = "\n".join(regressions(record, measured()))
         self.assertEqual(found, "", f"if it is meant: record {name}.json anew")
 
+    # It compiles again what test_moe_sass.py has compiled and checked, in a minute.
+    @slowTest
     @NEEDS_DISASSEMBLER
     def test_machine_code(self):
         self.no_worse("triton_sass", measure)
