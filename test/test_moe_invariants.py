@@ -317,7 +317,7 @@ class TestMoeInvariants(TestCase):
         )
 
     def check_router_without_sync(self, topk):
-        # On a GPU that need not be there: on the CPU no copy to the host is seen.
+        # Fake tensors need no GPU. On the CPU, copies to the host cannot be seen.
         with FakeTensorMode():
             logits = torch.empty(6, 8, device="cuda")
             bias = torch.empty(8, device="cuda")

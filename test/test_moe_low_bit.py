@@ -395,7 +395,7 @@ class TestMoeLowBit(TestCase):
 
     @parametrize("capability", ["avx2", "default"])
     def test_other_builds(self, capability):
-        """The kernel as compiled for CPUs that have less."""
+        """The kernel that is compiled for CPUs with fewer instructions."""
 
         def run(*arguments):
             return subprocess.run(

@@ -55,7 +55,7 @@ from moe_fault_ranks import run_seeds  # noqa: E402
 
 
 if "--seeds" in sys.argv:
-    # Ranks are no tests, and what tests need takes longer to import than torch.
+    # These processes are ranks, not tests. Imports for tests take longer than torch.
     TestCase = object
 else:
     from torch.testing._internal.common_utils import run_tests, TestCase
@@ -577,7 +577,7 @@ def fork_ranks(seed, folder):
             faulthandler.enable()
             faulthandler.register(signal.SIGUSR1, all_threads=True)
             run_rank(rank, seed, folder)
-            # Through all frames: Python shuts down as in any program.
+            # This leaves all frames, so that Python shuts down as in any program.
             raise SystemExit
         pids.append(pid)
     return pids
