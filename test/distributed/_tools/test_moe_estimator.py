@@ -45,6 +45,9 @@ class TestConfig(TestCase):
     def test_from_config(self):
         self.assertEqual(MoEConfig.from_config(QWEN3_30B), MODELS["qwen3-30b-a3b"])
         self.assertEqual(MoEConfig.from_config(DEEPSEEK_V3), MODELS["deepseek-v3"])
+        for model_type in ("gpt_oss", "qwen3_moe"):
+            found = MoEConfig.from_config({**QWEN3_30B, "model_type": model_type})
+            self.assertEqual(found.biased, model_type == "gpt_oss")
         with self.assertRaisesRegex(ValueError, "config has none of .*num_experts"):
             MoEConfig.from_config(
                 {k: v for k, v in QWEN3_30B.items() if k != "num_experts"}

@@ -34,8 +34,8 @@ AGREED = (
 # size announces it in a message of the size that the others expect: with
 # CHANGED if all ranks heard so far do the same, else with ODD.
 ODD, CHANGED = 0, 1
-# Layers, and ways to require gradients, that have marks of their own.
-_LAYERS = _WAYS = 64
+# Layers whose marks differ.
+_LAYERS = 64
 
 
 class CheckedTokenSwitch(TokenSwitch):
@@ -131,8 +131,8 @@ class CheckedTokenSwitch(TokenSwitch):
         now, last = {k: str(v) for k, v in facts.items()}, self._last_facts
         if now == last and bits in self._marks:
             return self._marks[bits]
-        first = CHANGED + 1 + self.layer % _LAYERS * _WAYS
-        mark = self._marks.get(bits, first + len(self._marks))
+        new = CHANGED + 1 + self.layer % _LAYERS + _LAYERS * len(self._marks)
+        mark = self._marks.get(bits, new)
         if (mark + 1) * (self._num_experts + 2) >= 2**31:
             raise RuntimeError(
                 f"{type(self).__name__}: {self._num_experts} experts and {len(self._marks)} ways "

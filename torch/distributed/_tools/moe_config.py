@@ -181,6 +181,8 @@ class MoEConfig:
             "node_limit": per_token if groups > per_token else 0,
             "window": 1 - sliding / 2 if window else 1.0,
             "mtp": first("mtp", "num_nextn_predict_layers", default=0),
+            # No key says it. Of the families in MODELS only this one has biases.
+            "biased": read("model_type") == "gpt_oss",
             "q_lora": first("q_lora", "q_lora_rank", default=0),
             "kv_lora": first("q_lora", "kv_lora_rank", default=512),
             "nope": first("head_dim", "qk_nope_head_dim", default=128),

@@ -123,20 +123,20 @@ class _Region:
         local, versions = {}, []
         for name in self.grad_placements if names is None else names:
             grad_placements = self.grad_placements[name]
-            if not torch.compiler.is_compiling():
-                if parametrize.is_parametrized(module, name):
-                    raise RuntimeError(
-                        f"ExpertParallel: {name!r} was parametrized after parallelize_module, as in each "
-                        "forward by PEFT's target_parameters, so that its parts are not sharded; "
-                        "torch.nn.utils.moe_lora.add_lora before parallelize_module shards them"
-                    )
+            eager = not torch.compiler.is_compiling()
+            if eager and parametrize.is_parametrized(module, name):
+                raise RuntimeError(
+                    f"ExpertParallel: {name!r} was parametrized after parallelize_module, so its parts are "
+                    "not sharded. PEFT's target_parameters does this in each forward; call "
+                    "torch.nn.utils.moe_lora.add_lora before parallelize_module instead"
+                )
             param = _value(module, name)
             if not isinstance(param, DTensor):
                 raise RuntimeError(
                     f"ExpertParallel: parameter {name!r} must be the DTensor that "
                     f"parallelize_module made, got {type(param).__name__}"
                 )
-            if name in self.expert_names and not torch.compiler.is_compiling():
+            if eager and name in self.expert_names:
                 versions.append(-1 if param.is_inference() else param._version)
             if any(p.is_partial() for p in grad_placements):
                 # Its backward sums the partial gradients.

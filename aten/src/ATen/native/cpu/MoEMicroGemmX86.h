@@ -491,8 +491,8 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     panels = std::min(panels, size / tile);
     for (const auto i : c10::irange(2)) {
       for (const auto p : c10::irange(panels)) {
-        const PanelSpan span = columns(p).spans[i];
-        multiply_span(weights, block, span, {block.expert, span}, rows, sums + p * tile);
+        const Panel panel{block.expert, columns(p)};
+        multiply_span(weights, block, panel.columns, i, panel, rows, sums + p * tile);
       }
     }
     return panels;
@@ -506,18 +506,12 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       return false;
     }
     for (const auto i : c10::irange(2)) {
-      multiply_span(
-          weights, block, columns.spans[i], {next.expert, next.columns.spans[i]}, rows, c);
+      multiply_span(weights, block, columns, i, next, rows, c);
     }
     return true;
   }
 
  private:
-  struct Next {
-    int64_t expert;
-    const PanelSpan& span;
-  };
-
   static bool is_along_k(
       const WeightSource<BFloat16>& weights, int64_t expert, const PanelColumns& columns) {
     bool found = weights.part_depth % 2 == 0;
@@ -529,15 +523,16 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return found;
   }
 
-  // Multiplies the rows of a block by the lines of a span, and fetches lines of `next`.
+  // Multiplies the rows of a block by the lines of span s, and fetches lines of the same span of `next`.
   static void multiply_span(
-      const WeightSource<BFloat16>& weights, const Block& block, const PanelSpan& span,
-      const Next& next, const BFloat16* const* rows, float* c) {
+      const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
+      int64_t s, const Panel& next, const BFloat16* const* rows, float* c) {
+    const PanelSpan& span = columns.spans[s];
     const int64_t depth = weights.part_depth;
     const int64_t groups = ceil_div(block.rows(), kTileRows);
     for (const auto part : c10::irange(span.count > 0 ? weights.k_parts : 0)) {
       const auto w = weights.view(block.expert, span, part, 0);
-      const auto soon = weights.view(next.expert, next.span, part, 0);
+      const auto soon = weights.view(next.expert, next.columns.spans[s], part, 0);
       for (const auto group : c10::irange(groups)) {
         // Equal groups: each sum waits for its last product, so a small group would be slow.
         const int64_t begin = block.rows() * group / groups;
