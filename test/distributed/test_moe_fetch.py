@@ -66,7 +66,8 @@ class TestFetch(GlooTest):
                 sums = [(got[n].flatten(1).sum(1) * factor).sum() for n in ("a", "b")]
                 sum(sums).backward()
             self.assertEqual(
-                wire.messages["experts"], {"experts": 1, "expert_grads": 1}
+                wire.messages["experts"],
+                {"sizes": 1, "experts": 1, "expert_grads": 1},
             )
             self.assertIsNone(mine["frozen"].grad)
             at = [(held == e).nonzero().tolist() for e in range(E)]

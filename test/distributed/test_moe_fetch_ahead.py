@@ -253,6 +253,7 @@ class TestFetchAhead(GlooTest):
             messages = dict(wire.messages["experts"])
             fetched = 0 if keep and step else 3
             self.assertEqual(messages.pop("experts", 0), fetched)
+            self.assertEqual(messages.pop("sizes", 0), fetched)
             self.assertEqual(messages, {"expert_grads": 3})
             self.assertEqual(ahead.call_count, 2 if step else 0)
             self.sum_gradients(model)

@@ -18,7 +18,8 @@ Combine modes
 
 Collectives of a layer, per level: in forward 3 if compact (sizes, rows with their ids and
 weights, rows back), where the host reads the sizes of all levels once, and 2 if static. In
-backward 2, as dispatch and combine change places.
+backward 2, as dispatch and combine change places. On CPU one more in backward, and in a static
+forward outside graphs, as ranks meet there (exchange.py).
 """
 
 from __future__ import annotations
@@ -404,7 +405,10 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         expert_dtype: torch.dtype,
     ) -> Tensor:
         handle, rows = _handle_of(routing), grad_out_tokens.to(expert_dtype)
+        # A graph with a number would be of one layer.
+        layer = 0 if torch.compiler.is_compiling() else self.layer
         for level, route in zip(self.levels, handle.routes):
+            level.meet(rows, "backward", "layer of a backward, from 1,", layer)
             rows = level.send_rows(route, rows)
         if self._exact:
             rows = self.levels[-1].rows_to_slots(handle.routes[-1], rows, handle.top_k)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any, cast, TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed._moe.payload import (
     empty_message,
     is_traced,
@@ -220,6 +221,18 @@ def sum_in_order(rows: Tensor, index: Tensor, spare: bool = True) -> Tensor:
     return out
 
 
+def _may_mix(x: Tensor) -> bool:
+    """Whether the ranks must meet before messages of the device of ``x``.
+
+    The n-th collective of a rank is that of the others, whatever it is for. A rank that goes on alone,
+    after an exception or with a loss that leaves a layer out, is elsewhere, and gloo ends a
+    process whose message has another size than expected. It never takes one kind of collective for
+    another: ranks wait, and time out with errors that say where. So tokens and gradients are sent
+    by all-to-all, what comes before forward is an all_gather, and before backward an all_reduce.
+    """
+    return x.device.type == "cpu" and local_tensor_mode() is None
+
+
 # -- groups
 
 
@@ -233,11 +246,14 @@ _sub_groups: WeakKeyDictionary[
     ProcessGroup, dict[tuple[tuple[int, ...], bool], c10d.GroupName]
 ]
 _sub_groups = WeakKeyDictionary()
+# How many of these groups each set of ranks has made, by the world.
+_names: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 # Names of kinds of messages in errors; all others are "combine".
 _PHASES = {
     "agree": "comparison",
     "sizes": "exchange of sizes",
     "rows": "dispatch",
+    "backward": "comparison before backward",
     "experts": "fetch of experts",
     "expert_grads": "return of their gradients",
 }
@@ -280,13 +296,13 @@ def sub_group(
     if key not in made:
         # A group's name is salted with the number of groups that the process made. Ranks with
         # other layers, as in a pipeline, made other numbers. So the salt here is negative, and
-        # the number is restored; otherwise a later new_group would have different names.
-        world = c10d._world
-        count, taken = world.group_count, set(world.pg_names.values())
+        # the number is restored; otherwise a later new_group would have different names. A name is
+        # never used again, as the store keeps the addresses of a destroyed group.
+        world, names = c10d._world, _names.setdefault(dist.group.WORLD, Counter())
+        count = world.group_count
         try:
-            world.group_count = -1
-            while c10d._hash_ranks_to_str(ranks) in taken:
-                world.group_count -= 1
+            names[key[0]] += 1
+            world.group_count = -names[key[0]]
             new = dist.new_group(
                 ranks,
                 timeout=group_timeout(group),
@@ -377,7 +393,66 @@ class Exchange:
     def exchange_counts(self, *columns: Tensor) -> tuple[Tensor, Tensor]:
         """C columns of (W) integers, one for each rank -> (W, C) sent and (W, C) received."""
         mine = torch.stack(columns, dim=1).int()
+        if _may_mix(mine):
+            every = self._gather(mine, "sizes").view(self.num_ranks, *mine.shape)
+            return mine, every.select(1, self.rank)
         return mine, self.send(mine, EVEN, "sizes")
+
+    def wait_for_all(self, x: Tensor) -> None:
+        """Waits until all ranks send ``x`` to the experts, without sizes before it."""
+        if _may_mix(x):
+            self._gather(torch.zeros(1, 1, dtype=torch.int32), "rows")
+
+    def meet(self, x: Tensor, kind: str, what: str, value: int) -> None:
+        """Raises on all ranks, before ``x`` is sent, if they have another ``value``.
+
+        Args:
+            kind (str): kind of message, for errors.
+            what (str): what the value is, for the error.
+            value (int): positive, or 0 that is equal to any other.
+        """
+        if not _may_mix(x):
+            return
+        least = torch.iinfo(torch.int64).min
+        bounds = [value, -value] if value else [least, least]
+        bounds = torch.tensor(bounds, dtype=torch.int64, device=x.device)
+        self._count(bounds)
+        bounds = self.named(kind, functools.partial(self._maximum, bounds))
+        error = f"{self.owner}: {what} must be the same on all ranks"
+        if is_traced(x):
+            torch._assert_async(bounds[0] <= -bounds[1], error)
+            return
+        most, least = bounds.tolist()
+        if most > -least:
+            raise RuntimeError(
+                f"{error}, they have {-least} to {most}, this one {value}"
+            )
+
+    def _maximum(self, x: Tensor) -> Tensor:
+        """``x`` of the ranks, the largest of each element."""
+        if is_traced(x):
+            return funcol.wait_tensor(funcol.all_reduce(x, "max", self.group_name))
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def _gather(self, x: Tensor, kind: str) -> Tensor:
+        """``x`` of all ranks, concatenated."""
+        self._count(x)
+        return self.named(kind, functools.partial(self._all_gather, x))
+
+    def _all_gather(self, x: Tensor) -> Tensor:
+        if is_traced(x):
+            out = funcol.all_gather_single(x, 0, self.group_name)
+            return funcol.wait_tensor(out)
+        out = x.new_empty(self.num_ranks * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(out, x, group=self.group)
+        return out
+
+    def _count(self, x: Tensor) -> None:
+        """Counts ``x`` as sizes for all other ranks."""
+        if self.counter is not None:
+            size = x.numel() * x.element_size()
+            self.counter.add(self.level, "sizes", self.num_ranks - 1, {"sizes": size})
 
     def compact(self, demand: Demand, rows: Splits, slots: Splits) -> Route:
         """Route without padding, with the sizes that the host has read."""
@@ -464,6 +539,7 @@ class Exchange:
         parts.append((idx.shape[1], torch.int32))
         if marked:
             self._last_message = len(route.send_token), parts
+            self.wait_for_all(values)
         message = pack([values, weights, idx.int()], fill, route.send_token)
         kinds = {
             "rows": values.shape[1] * values.element_size() - scale_bytes,
@@ -493,6 +569,7 @@ class Exchange:
             raise AssertionError("announce before a static message")
         rows, parts = self._last_message
         message = empty_message(rows, parts, self.needed.device).zero_()
+        self.wait_for_all(message)
         stride = self.num_experts + 2
         unpack(message, parts)[-1].fill_(mark * stride)
         ids = unpack(self.send(message, EVEN, "rows"), parts)[-1]
@@ -664,7 +741,7 @@ class WireBytes:
         ids, weights  expert ids and router weights of the rows, in the same message
         returned      from the experts: outputs, in backward gradients of the tokens
         weight_grads  gradients of the router weights, with the gradients of the tokens
-        sizes         how many rows and slots there will be
+        sizes         how many rows and slots there will be, and what ranks compare
         experts, expert_grads   weights of copies, of level ``"experts"``, and their gradients
 
     Attributes:

@@ -151,6 +151,9 @@ class Copies:
             sent = [encode(r, dtype) if c else r for r, c in zip(sent, coded)]
         parts = [(rows.shape[1], rows.dtype) for rows in sent]
         message = pack(sent, index=index)
+        # It depends on dtypes that nothing has compared yet.
+        size = message.shape[1] * message.element_size()
+        self.exchange.meet(message, "experts", "bytes of an expert", size)
         message = self.exchange.send(message, moves.splits, "experts")
         outputs = []
         for w, rows, c in zip(weights, unpack(message, parts), coded):

@@ -44,6 +44,11 @@ _COLLECTIVES = (
     torch.ops._c10d_functional.all_to_all_single.default,
     torch.ops._c10d_functional.wait_tensor.default,
 )
+# Of integers only, as sizes are. Others are of the model, such as those of tensor parallelism.
+_COLLECTIVES_OF_SIZES = (
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+)
 
 
 def _policy(
@@ -53,7 +58,9 @@ def _policy(
     *args: Any,
     **kwargs: Any,
 ) -> CheckpointPolicy:
-    if op in _COLLECTIVES:
+    if op in _COLLECTIVES or (
+        op in _COLLECTIVES_OF_SIZES and not args[0].is_floating_point()
+    ):
         return CheckpointPolicy.MUST_SAVE
     if op is torch.ops.aten._to_copy.default:
         target = kwargs.get("device")

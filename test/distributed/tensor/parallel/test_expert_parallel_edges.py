@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """ExpertParallel at its edges: uneven ranks, odd orders of calls, what it refuses."""
 
+import contextlib
 import copy
 import datetime
 import functools
@@ -419,6 +420,53 @@ class TestEdges(GlooTest):
         with self.assertRaisesRegex(RuntimeError, "layer.* must be the same on all"):
             for layer in kept:
                 layer(x)
+
+    @parametrize("way", ["loss", "backward", "experts", "gradients"])
+    @parametrize("options", [OPTIONS[0], *OPTIONS[2:]])
+    def test_a_rank_goes_on_alone(self, options, way):
+        """Its next message meets another kind of message, for which gloo would end a process."""
+        groups = c10d._world.pg_map
+        others = set(groups)
+        group = dist.new_group()
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+        torch.manual_seed(0)
+        layers = [nn.MoE(D, H, E, K) for _ in range(2)]
+        for layer in layers:
+            parallelize_module(layer, mesh, ExpertParallel(**options))
+        odd, x = self.rank == 1, torch.randn(6, D, requires_grad=True)
+        fails = mock.patch.object(F, "moe_mlp", side_effect=torch.OutOfMemoryError)
+
+        def step(alone):
+            hidden = layers[0](x)
+            with fails if alone and way == "experts" else contextlib.nullcontext():
+                output = layers[1](hidden)
+            if alone and way == "gradients":
+                hidden.register_hook(mock.Mock(side_effect=torch.OutOfMemoryError))
+            if alone and way == "backward":
+                return
+            # The loss leaves the last layer out.
+            output = hidden if alone and way == "loss" else output
+            output.square().sum().backward()
+
+        step(False)
+        made = set(groups) - others
+        for group in made:
+            dist.set_timeout(datetime.timedelta(seconds=2), group)
+        with self.assertRaises(RuntimeError) as caught:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                step(odd)
+            step(False)
+        error = caught.exception
+        said = "; ".join([str(error), *getattr(error, "__notes__", ())])
+        self.assertRegex(said, r"expert parallel layer \d+ \(MoE\)")
+        lost = "[Tt]imed out|[Tt]imeout|[Cc]onnection|closed"
+        differs = "layer of a backward.* must be the same on all"
+        # In other nodes than its own, a rank is lost.
+        both = way == "loss" and "ranks_per_node" in options
+        wanted = {"loss": f"{differs}|{lost}" if both else differs}.get(way, lost)
+        self.assertRegex(said, wanted)
+        for group in made:
+            dist.destroy_process_group(group)
 
     @parametrize("options", OPTIONS)
     def test_shapes_of_input(self, options):
