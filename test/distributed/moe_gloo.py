@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
+
+
+def forked_ranks() -> multiprocessing.context.BaseContext:
+    """For ranks without a GPU, which can share the imports, most of what a short test takes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([MultiProcContinuousTest.__module__])
+    return context
 
 
 class GlooTest(MultiProcContinuousTest):
@@ -24,10 +33,14 @@ class GlooTest(MultiProcContinuousTest):
 
     @classmethod
     def _spawn_processes(cls, world_size: int) -> None:
-        # Ranks without a GPU can share the imports, most of what a short test takes.
-        multiprocessing.set_start_method("forkserver", force=True)
-        multiprocessing.set_forkserver_preload([MultiProcContinuousTest.__module__])
+        multiprocessing.set_start_method(forked_ranks().get_start_method(), force=True)
         super()._spawn_processes(world_size)
+
+    @classmethod
+    def _worker_loop(cls, *args: Any) -> None:
+        # A collection would go over the objects of the imports, and copy their pages.
+        gc.freeze()
+        super()._worker_loop(*args)
 
     @staticmethod
     @functools.cache

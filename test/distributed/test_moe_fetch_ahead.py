@@ -468,7 +468,8 @@ class TestFetchAhead(GlooTest):
         with torch._dynamo.config.patch(options):
             torch._dynamo.reset()
             compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-            for seed in range(2):
+            # test_more_plans_than_graphs has the other plan of sizes of the routing.
+            for seed in range(2 if capacity else 1):
                 self.use(placement, seed)
                 x = self.batch(seed)[6 * self.rank : 6 * self.rank + 6]
                 found = []

@@ -33,7 +33,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from moe_triton_sweep import MATRIX_KERNELS
 from triton_static_gate import compile_only
@@ -663,14 +663,17 @@ def estimated(kernel: Kernel, shape: Shape, work: Work) -> dict[str, object]:
     }
 
 
-def measure() -> dict[str, list[dict[str, object]]]:
-    """The rows of the record."""
+def measure(
+    architectures: Sequence[str] = ARCHITECTURES, shapes: Sequence[Shape] = SHAPES
+) -> dict[str, list[dict[str, object]]]:
+    """The rows of the record, or some of them: ``shapes`` are those of sm_90."""
     kernels: dict[tuple[str, str], dict[str, object]] = {}
     estimates, layers = [], []
-    for arch in ARCHITECTURES:
+    for arch in architectures:
         # The narrowest and the widest take every configuration that a layer takes.
-        shapes = SHAPES if arch == "sm_90" else (SHAPES[0], SHAPES[-1])
-        for shape, found in kernels_of(arch, shapes).items():
+        extremes = SHAPES[0], SHAPES[-1]
+        launched = kernels_of(arch, shapes if arch == "sm_90" else extremes)
+        for shape, found in launched.items():
             for kernel in found:
                 head = {"arch": arch, "kernel": kernel.label}
                 kernels[arch, kernel.label] = {**head, **figures(kernel)}

@@ -89,7 +89,7 @@ class TestMoeRecords(TestCase):
         found = "\n".join(regressions(record, measured()))
         self.assertEqual(found, "", f"if it is meant: record {name}.json anew")
 
-    # It compiles again what test_moe_sass.py has compiled and checked, in a minute.
+    # It compiles again what test_moe_sass.py has compiled and checked, and more, in two minutes.
     @slowTest
     @NEEDS_DISASSEMBLER
     def test_machine_code(self):

@@ -13,8 +13,10 @@ os.environ.pop("TRITON_INTERPRET", None)
 import copy
 import functools
 import unittest
+from collections import Counter
 
 from moe_sass import (
+    ARCHITECTURES,
     bias,
     disassemble,
     measure,
@@ -25,12 +27,19 @@ from moe_sass import (
 from triton_static_gate import compile_only
 
 import torch
-from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.testing._internal.common_utils import run_tests, TEST_WITH_SLOW, TestCase
+
+
+# The rest takes two minutes more. Each run of test_moe_records.py sees that what it spills is on
+# record, and the layers between take the configurations of these two.
+FEW = {"architectures": ("sm_90",), "shapes": (SHAPES[0], SHAPES[-1])}
+ALL = {"architectures": ARCHITECTURES, "shapes": SHAPES}
+MEASURED = ALL if TEST_WITH_SLOW else FEW
 
 
 @functools.cache
 def measured():
-    return measure()
+    return measure(**MEASURED)
 
 
 def rows(name):
@@ -52,7 +61,8 @@ class TestMoeSass(TestCase):
                 self.assertLess(row["epilogue_mufu_per_output"], 2.2, row)
 
     def test_no_kernel_spills_or_waits_for_every_matmul(self):
-        self.assertGreater(len(measured()["kernels"]), 20)
+        counts = Counter(row["arch"] for row in measured()["kernels"])
+        self.assertGreater(min(counts.values()), 7, counts)
         for row in measured()["kernels"]:
             self.assertEqual(row["spill_bytes"], 0, row)
             self.assertIn(row["matmuls_in_flight"], (None, 1, 2), row)
@@ -80,7 +90,7 @@ class TestMoeSass(TestCase):
                 flops = (6 if name == "forward_us" else 12) * row["T"] * row["K"]
                 flops *= row["D"] * row["F"]
                 self.assertGreater(row[name] * 1e-6 * 989e12, flops)
-        self.assertEqual(len(measured()["layers"]), len(SHAPES))
+        self.assertEqual(len(measured()["layers"]), len(MEASURED["shapes"]))
         for row in measured()["estimates"]:
             self.assertEqual(row["of_dense"] < 0.6, row["explained"] is not None, row)
 

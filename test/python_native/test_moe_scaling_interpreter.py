@@ -40,14 +40,14 @@ def _rows_kernel(
     n = tl.arange(0, N)[None, :]
     v = tl.load(x + m * N + n, mask=m < rows, other=0.0)
     if COLUMNS:
-        q, b = scaling.quantize_columns(v, M, N, BLOCK, INT8, NATIVE)
-        y = scaling.dequantize_rows(tl.trans(q), tl.trans(b), N, M, BLOCK, INT8, NATIVE)
+        q, b = scaling.quantize_columns(v, M, N, BLOCK)
+        y = scaling.dequantize_rows(tl.trans(q), tl.trans(b), N, M, BLOCK, False)
         y = tl.trans(y)
         mb = tl.program_id(0) * (M // BLOCK) + tl.arange(0, M // BLOCK)[:, None]
         tl.store(byte + mb * N + n, b, mask=mb * BLOCK < rows)
     else:
         q, b = scaling.quantize_rows(v, M, N, BLOCK, INT8, NATIVE)
-        y = scaling.dequantize_rows(q, b, M, N, BLOCK, INT8, NATIVE)
+        y = scaling.dequantize_rows(q, b, M, N, BLOCK, INT8)
         nb = tl.arange(0, N // BLOCK)[None, :]
         tl.store(byte + m * (N // BLOCK) + nb, b, mask=m < rows)
     tl.store(code + m * N + n, q, mask=m < rows)
@@ -55,9 +55,9 @@ def _rows_kernel(
 
 
 @triton.jit
-def _codes_kernel(out, INT8: tl.constexpr, NATIVE: tl.constexpr):
+def _codes_kernel(out, INT8: tl.constexpr):
     i = tl.arange(0, 256)
-    tl.store(out + i, scaling.decode(i.to(tl.uint8), INT8, NATIVE))
+    tl.store(out + i, scaling.decode(i.to(tl.uint8), INT8))
 
 
 @triton.jit
@@ -137,23 +137,20 @@ class TestMoeScaling(TestCase):
         smallest = torch.full((1, 32), -(2.0**-149))
         self.check(torch.cat((x, y, largest, smallest)), int8, native)
 
-    @INT8
-    @NATIVE
-    def test_columns(self, int8, native):
+    def test_columns(self):
         torch.manual_seed(0)
         x = torch.randn(128, 64) * torch.exp2(
             torch.randint(-140, 100, (128, 64)).float()
         )
         x[3, 4], x[40, 5] = torch.inf, torch.nan
-        code, byte, back = self.run_rows(x.T.contiguous(), int8, native)
-        columns = self.run_rows(x, int8, native, columns=True)
+        code, byte, back = self.run_rows(x.T.contiguous(), False, True)
+        columns = self.run_rows(x, False, True, columns=True)
         self.assertEqual(columns, (code.T, byte.T, back.T))
 
     @INT8
-    @NATIVE
-    def test_codes_and_scales(self, int8, native):
+    def test_codes_and_scales(self, int8):
         out, scale, inverse = (torch.empty(256) for _ in range(3))
-        _codes_kernel[(1,)](out, INT8=int8, NATIVE=native)
+        _codes_kernel[(1,)](out, INT8=int8)
         dtype = torch.int8 if int8 else torch.float8_e4m3fn
         codes = torch.arange(256).to(torch.uint8)
         self.assertEqual(out, codes.view(dtype).float(), rtol=0, atol=0)

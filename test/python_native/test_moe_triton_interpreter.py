@@ -616,12 +616,12 @@ class TestOffsetsBeyondInt32(MoeKernelTestCase):
     def test_routed_rows(self, tma):
         # Every tensor of routed rows is far; the near result is that of five rows.
         # Large tiles, as programs walk those of all FAR rows.
-        n = self.COLUMNS
+        n, block_m = self.COLUMNS, 1024
         plan = make_plan(
-            block_m=128, block_n=256, block_k=256, tma=tma, programs_per_sm=1
+            block_m=block_m, block_n=n // 2, block_k=256, tma=tma, programs_per_sm=1
         )
         act = Activation("relu2")
-        rows, here = self.far_rows(128, plan)
+        rows, here = self.far_rows(block_m, plan)
         near = Rows(
             plan,
             torch.tensor([0, 5], dtype=torch.int32),

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -65,8 +65,10 @@ from torch.testing._internal.common_utils import (
 )
 from torch.utils._triton import has_triton_package
 """
-# What a test file sets or imports before PyTorch and Triton, which a fork has imported.
-_BEFORE_IMPORTS = re.compile("TRITON_INTERPRET|fake_gpu")
+# A test file that needs Triton's interpreter, which is chosen before Triton is imported.
+_INTERPRETS = 'os.environ["TRITON_INTERPRET"] = "1"'
+# What it imports before PyTorch, which a fork has imported.
+_BEFORE_PYTORCH = "fake_gpu"
 _OURS = "moe or grouped_mm or grouped_mlp"
 # PyTorch's own suites that know our ops once the stack is in: those that run
 # over the OpInfo database, and those that check lists every op must be on. Not
@@ -408,8 +410,8 @@ class _Processes:
 
     def __init__(self, workspace: Workspace, staged: Staged | None) -> None:
         self._workspace, self._staged = workspace, staged
-        # Idle servers, by whether they use one thread.
-        self._idle: dict[bool, list[ForkServer]] = {False: [], True: []}
+        # Idle servers, by whether they use one thread and whether they interpret Triton.
+        self._idle: defaultdict[tuple[bool, bool], list[ForkServer]] = defaultdict(list)
 
     def close(self) -> None:
         for server in itertools.chain(*self._idle.values()):
@@ -438,9 +440,14 @@ class _Processes:
         if one_thread:
             # As torchrun does: ranks that each spin on all cores crawl.
             env.setdefault("OMP_NUM_THREADS", "1")
-        if _BEFORE_IMPORTS.search((repo / test.split("::")[0]).read_text()):
+        text = (repo / test.split("::")[0]).read_text()
+        if _BEFORE_PYTORCH in text:
             return _new_process(self._staged.python, args, folder, env, output)
-        idle = self._idle[one_thread]
+        interprets = _INTERPRETS in text
+        env.pop("TRITON_INTERPRET", None)
+        if interprets:
+            env["TRITON_INTERPRET"] = "1"
+        idle = self._idle[one_thread, interprets]
         server = idle.pop() if idle else ForkServer(self._staged.python, env)
         status = server.run(args, folder, output)
         if server.is_alive():

@@ -6,6 +6,7 @@ comment `<!-- not run: reason -->`, or `<!-- one-liner: NAME -->`: test_one_line
 `<!-- needs: peft, lightning -->` runs where these are installed, in the folder of the clients.
 """
 
+import contextlib
 import doctest
 import json
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from staging import config
+from staging.forkserver import ForkServer
 
 
 ROOT = Path(__file__).parents[2]
@@ -141,18 +143,30 @@ def run(arguments, folder, **variables):
     )
 
 
-def run_python(name, bodies, folder, **variables):
+def script_of(name, bodies, folder):
     text = "\n".join([BEFORE.get(name, ""), *bodies])
     for large, small in SMALLER.items():
         text = text.replace(large, small)
-    done = run([str(PYTHON), "-W", "ignore", "-c", text], folder, **variables)
-    assert done.returncode == 0, f"{name}\n{text}\n{done.stderr}"
+    script = folder / "document.py"
+    script.write_text(text)
+    return script
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Runs documents; most of the time of a short one is torch's import."""
+    path = f"{PYTHON.parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONWARNINGS": "ignore"}
+    with contextlib.closing(ForkServer(PYTHON, env, ["torch"])) as server:
+        yield server
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_python(name, tmp_path):
+def test_python(name, server, tmp_path):
     bodies = [body for kind, body, why in blocks(name) if kind == "python" and not why]
-    run_python(name, bodies, tmp_path)
+    script, output = script_of(name, bodies, tmp_path), tmp_path / "output"
+    status = server.run_script(script, output)
+    assert status == 0, f"{name}\n{script.read_text()}\n{output.read_text()}"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +182,9 @@ def test_python_with_other_libraries(name, tmp_path):
     missing = [library for library in needed if not (clients / library).exists()]
     if missing:
         pytest.skip(f"{missing} not in {clients}; .ci/long clients installs them")
-    run_python(name, bodies, tmp_path, PYTHONPATH=str(clients))
+    command = [str(PYTHON), "-W", "ignore", str(script_of(name, bodies, tmp_path))]
+    done = run(command, tmp_path, PYTHONPATH=str(clients))
+    assert done.returncode == 0, f"{name}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -1,8 +1,8 @@
 """Each PR of the series `fixes` can be opened alone: small, and its programs show what it mends."""
 
+import contextlib
 import os
 import re
-import subprocess
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from staging import baseenv, config, prbody, series
+from staging.forkserver import ForkServer
 
 
 ROOT = Path(__file__).parents[2]
@@ -60,24 +61,24 @@ def test_needs_no_test_file_of_another_pr(pr):
     assert others.isdisjoint(imported)
 
 
-def run(python, text, folder):
-    script = folder / "program.py"
-    script.write_text(text)
+@pytest.fixture(scope="module")
+def servers():
+    """Of the released wheel and the staged one: most of a program's time is torch's import."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    return subprocess.run(
-        [str(python), str(script)],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    pythons = (baseenv.locate(WORKSPACE, STACK).python, STAGED)
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(contextlib.closing(ForkServer(python, env, ["torch"])))
+            for python in pythons
+        ]
 
 
 @pytest.mark.skipif(not STAGED.exists(), reason="no staged environment")
 @pytest.mark.parametrize("text", CASES)
-def test_program_fails_on_the_released_wheel_only(text, tmp_path):
-    released = run(baseenv.locate(WORKSPACE, STACK).python, text, tmp_path)
-    assert released.returncode == 1 and "Error" in released.stderr, released.stderr
-    fixed = run(STAGED, text, tmp_path)
-    assert fixed.returncode == 0, fixed.stderr
+def test_program_fails_on_the_released_wheel_only(text, servers, tmp_path):
+    script, output = tmp_path / "program.py", tmp_path / "output"
+    script.write_text(text)
+    released, staged = servers
+    status, said = released.run_script(script, output), output.read_text()
+    assert status == 1 and "Error" in said, said
+    assert staged.run_script(script, output) == 0, output.read_text()

@@ -1,5 +1,6 @@
 """Tests that run in forks: their statuses, their output, and that they share nothing."""
 
+import signal
 import sys
 
 import pytest
@@ -47,6 +48,27 @@ def test_statuses_and_output(server, tmp_path):
         assert server.run(args, tmp_path, output) == status, output.read_text()
         assert text in output.read_text() and "warning" not in output.read_text()
         assert server.is_alive()
+
+
+def test_scripts(server, tmp_path):
+    script, output = tmp_path / "folder" / "script.py", tmp_path / "output"
+    script.parent.mkdir()
+    (script.parent / "neighbour.py").write_text("NAME = 'next door'\n")
+    for end, status, text in (
+        ("", 0, "next door []\n"),
+        ("sys.exit(3)", 3, "next door []\n"),
+        ("undefined", 1, "NameError"),
+    ):
+        script.write_text(
+            "import neighbour, os, sys, torch\n"
+            "assert __name__ == '__main__' and [os.path.abspath(__file__)] == sys.argv\n"
+            "print(neighbour.NAME, torch.seen)\n"
+            f"torch.seen.append(1)\n{end}\n"
+        )
+        assert server.run_script(script, output) == status, output.read_text()
+        assert text in output.read_text()
+    script.write_text("while True: pass\n")
+    assert server.run_script(script, output, seconds=1) == -signal.SIGALRM
 
 
 def test_a_server_that_cannot_import(tmp_path):

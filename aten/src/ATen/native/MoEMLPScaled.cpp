@@ -17,8 +17,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPBackward.h>
 #include <ATen/native/MoEMLPCPU.h>
-#include <ATen/native/MoEMLPScaled.h>
-#include <ATen/native/MoEMLPScaledValues.h>
+#include <ATen/native/MoEMLPScaledUtils.h>
 #include <ATen/native/MoEQuantize.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -46,13 +45,38 @@ DEFINE_DISPATCH(moe_expert_grad_stub);
 namespace {
 
 using namespace moe_composite;
-using moe::Backend;
 using moe::Quantized;
 using moe::ScaledCall;
 using moe::ScalingRule;
 using GradTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// One call of the composite: its operands in the type of the products.
+// In which products are computed: quantised numbers are exact in bfloat16, not in float16.
+ScalarType product_type(const Tensor& input) {
+  return input.scalar_type() == kBFloat16 ? kBFloat16 : kFloat;
+}
+
+// A weight in the order of WeightLayout::Panels, as it is without it.
+Quantized without_panels(const Quantized& weight, const ScalingRule& rule) {
+  const auto& [data, scale] = weight;
+  const int64_t experts = data.size(0), rows = data.size(1), groups = rows / moe::kPanelLines;
+  const auto bytes = data.contiguous().view(kByte);
+  const bool is_byte = data.scalar_type() == kFloat8_e4m3fn || data.scalar_type() == kChar;
+  const auto plain = is_byte
+      ? bytes.view({experts, groups, -1, 4, 2, 4, 2}).permute({0, 1, 3, 5, 2, 4, 6})
+      : bytes.view({experts, groups, -1, moe::kPanelLines, 4}).transpose(2, 3);
+  const auto numbers = plain.reshape(bytes.sizes()).view(data.scalar_type());
+  if (rule.square || rule.type == moe::ScalingType::TensorWise) {
+    return {numbers, scale};
+  }
+  const auto lines = scale.contiguous().view({experts, groups, -1, moe::kPanelLines});
+  return {numbers, lines.transpose(2, 3).reshape(scale.sizes())};
+}
+
+// Kernels of the CPU, or ATen ops anywhere: the same numbers, but for the order in which
+// products are summed.
+enum class Backend : uint8_t { Native, Composite };
+
+// One call: its operands in the type of the products.
 class ScaledPass {
  public:
   ScaledPass(const ScaledCall& scaled, Backend backend)
@@ -60,15 +84,93 @@ class ScaledPass {
         backend_(backend),
         in_(scaled.inputs),
         spec_(scaled.call.activation),
-        values_(scaled, backend),
-        dtype_(values_.dtype),
+        dtype_(product_type(in_.input)),
         routing_(make_routing(
             scaled.call.inputs,
             scaled.call.sizes.num_rows.expect_int(),
             backend == Backend::Native || can_use_grouped_mm())) {}
 
-  const moe::ScaledValues& values() const {
-    return values_;
+  // x rounded to what it stands for once quantised, contiguous.
+  Tensor rounded(
+      const Tensor& x, const ScalingRule& rule, int64_t dim, const Tensor& offs = {},
+      ScalarType data_dtype = kFloat8_e4m3fn) const {
+    if (backend_ == Backend::Composite) {
+      const auto q = moe::quantize_composite(x, rule, dim, data_dtype, offs);
+      return moe::dequantize(q, rule, dim, dtype_, offs).contiguous();
+    }
+    auto values = at::empty(x.sizes(), x.options().dtype(dtype_));
+    const moe::QuantizeOutputs out{Tensor(), Tensor(), values, data_dtype};
+    moe_quantize_stub(kCPU, x.contiguous(), rule, dim, offs, out);
+    return values;
+  }
+
+  // Codes and scales (R, C) along the rows; in values, if given, what they stand for.
+  Quantized quantized_rows(
+      const Tensor& rows, const ScalingRule& rule, ScalarType data_dtype,
+      Tensor* values = nullptr) const {
+    if (backend_ == Backend::Composite) {
+      auto q = moe::quantize_composite(rows, rule, 1, data_dtype, {});
+      if (values != nullptr) {
+        *values = moe::dequantize(q, rule, 1, dtype_);
+      }
+      return q;
+    }
+    const auto options = rows.options();
+    const int64_t count = moe::scale_count(rule, rows.size(1)).expect_int();
+    const moe::QuantizeOutputs out{
+        at::empty(rows.sizes(), options.dtype(data_dtype)),
+        at::empty({rows.size(0), count}, options.dtype(rule.scale_dtype)),
+        values == nullptr ? Tensor() : at::empty(rows.sizes(), options.dtype(dtype_)),
+        data_dtype};
+    moe_quantize_stub(kCPU, rows.contiguous(), rule, 1, Tensor(), out);
+    if (values != nullptr) {
+      *values = out.values;
+    }
+    return {out.data, out.scale};
+  }
+
+  // What data and scale stand for, in the order of data.
+  Tensor dequantized(const Quantized& quantized, const ScalingRule& rule, int64_t dim) const {
+    if (backend_ == Backend::Composite) {
+      return moe::dequantize(quantized, rule, dim, dtype_);
+    }
+    const int64_t dense = rule.square ? quantized.data.dim() - 1 : dim;
+    const Quantized lines{
+        quantized.data.movedim(dense, -1).contiguous(),
+        quantized.scale.movedim(dense, -1).contiguous()};
+    const auto values = at::empty(lines.data.sizes(), lines.data.options().dtype(dtype_));
+    moe_dequantize_stub(kCPU, lines, rule, values);
+    return values.movedim(-1, dense);
+  }
+
+  // Those of a weight (E, N, K), quantised along dim; with one pair only, for weights that
+  // come quantised, that serves both products.
+  Tensor weight(const Tensor& w, TensorList scaled, int64_t dim) const {
+    const auto& rule = scaled_.rule_w;
+    if (scaled.empty()) {
+      return rounded(w, rule, dim);
+    }
+    const bool transposed = dim == 1 && scaled.size() == 4;
+    const int64_t scaled_dim = transposed ? 1 : 2;
+    Quantized q{scaled[transposed ? 2 : 0], scaled[transposed ? 3 : 1]};
+    if (scaled_.has_panels()) {
+      q = without_panels(q, rule);
+    }
+    const auto type = q.data.scalar_type();
+    const bool packed = type == kByte || type == kFloat4_e2m1fn_x2;
+    if (packed) {
+      q.data = moe::unpack_pairs(q.data);
+    }
+    if (rule.type == moe::ScalingType::TensorWise) {
+      return (q.data.to(kFloat) * q.scale).to(dtype_);
+    }
+    if (scaled_.is_swizzled()) {
+      const auto count = moe::scale_count(rule, q.data.size(scaled_dim)).expect_int();
+      q.scale = moe::without_swizzle(q.scale, q.data.size(3 - scaled_dim), count)
+                    .view(q.scale.scalar_type())
+                    .movedim(-1, scaled_dim);
+    }
+    return packed ? moe::dequantize(q, rule, scaled_dim, dtype_) : dequantized(q, rule, scaled_dim);
   }
 
   // Rows along their own dimension.
@@ -76,7 +178,7 @@ class ScaledPass {
     if (scaled_.weight_only()) {
       return rows.to(dtype_);
     }
-    return values_.rounded(rows, *scaled_.rule_a, 1, {}, scaled_.row_dtype());
+    return rounded(rows, *scaled_.rule_a, 1, {}, scaled_.row_dtype());
   }
 
   Tensor gather(const Tensor& tokens) const {
@@ -125,7 +227,7 @@ class ScaledPass {
   // gradients, of w_e
   Tensor multiply(
       const Tensor& rows, const Tensor& w, TensorList list, bool transposed) const {
-    const auto numbers = values_.weight(w, list, transposed ? 2 : 1);
+    const auto numbers = weight(w, list, transposed ? 2 : 1);
     if (backend_ == Backend::Composite) {
       return multiply_experts(routing_, rows, transposed ? numbers.transpose(1, 2) : numbers);
     }
@@ -139,7 +241,7 @@ class ScaledPass {
     const auto& list = scaled_.lists.input;
     const Quantized x = list.empty() ? Quantized{saved.input_data, saved.input_scale}
                                      : Quantized{list[0], list[1]};
-    return values_.dequantized(x, *scaled_.rule_a, 1);
+    return dequantized(x, *scaled_.rule_a, 1);
   }
 
   Tensor saved_preact(const moe::ScaledSaved& saved) const {
@@ -147,7 +249,7 @@ class ScaledPass {
       return project_in(saved_input(saved));
     }
     const auto h = scaled_.preact_dtype.has_value()
-        ? values_.dequantized({saved.preact, saved.preact_scale}, moe::kPreactRule, 1)
+        ? dequantized({saved.preact, saved.preact_scale}, moe::kPreactRule, 1)
         : saved.preact.to(dtype_);
     return routing_.masked(h);
   }
@@ -191,7 +293,6 @@ class ScaledPass {
   const Backend backend_;
   const moe::MLPInputs& in_;
   const ActivationSpec& spec_;
-  const moe::ScaledValues values_;
   const ScalarType dtype_;
   const Routing routing_;
 };
@@ -205,7 +306,7 @@ void ScaledPass::backward(
   const bool keeps_columns = hp_wgrad || scaled_.weight_only();
   // Columns (R, N), blocks along the rows of each expert.
   const auto column = [&](const Tensor& rows) {
-    return keeps_columns ? rows : values_.rounded(rows, *scaled_.rule_a, 0, routing_.offs);
+    return keeps_columns ? rows : rounded(rows, *scaled_.rule_a, 0, routing_.offs);
   };
   const auto dy = gather(in_.input.to(dtype_));
   // A row of dO once, not once for each of its experts.
@@ -321,21 +422,20 @@ ForwardTuple forward(const ScaledCall& call, bool compute_preact, Backend backen
   auto& [output, input_data, input_scale, preact, preact_scale] = out;
   const auto& input = call.inputs.input;
   const ScaledPass pass(call, backend);
-  const auto& values = pass.values();
   Tensor x;
   if (call.weight_only()) {
-    x = input.to(values.dtype);
+    x = input.to(product_type(input));
   } else if (call.lists.input.empty()) {
-    const auto q = values.quantized_rows(input, *call.rule_a, kFloat8_e4m3fn, &x);
+    const auto q = pass.quantized_rows(input, *call.rule_a, kFloat8_e4m3fn, &x);
     input_data = q.data;
     input_scale = q.scale;
   } else {
-    x = values.dequantized({call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1);
+    x = pass.dequantized({call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1);
   }
   const auto h = pass.project_in(x);
   output = pass.project_out(h);
   if (compute_preact && call.preact_dtype.has_value()) {
-    const auto q = values.quantized_rows(h, moe::kPreactRule, *call.preact_dtype);
+    const auto q = pass.quantized_rows(h, moe::kPreactRule, *call.preact_dtype);
     preact = q.data;
     preact_scale = q.scale;
   } else if (compute_preact) {

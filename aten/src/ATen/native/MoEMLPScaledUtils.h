@@ -24,7 +24,6 @@
 
 #include <array>
 #include <optional>
-#include <vector>
 
 namespace at::native::moe {
 
@@ -68,12 +67,6 @@ constexpr std::array<WeightFormat, 10> kWeightFormats = {{
     {kByte, ScalingType::BlockWise1x32, kFloat, 2},
     {kByte, ScalingType::BlockWise1x128, kFloat, 2},
 }};
-
-inline const ScalingRule& weight_rule(const char* op, int64_t code) {
-  return code == static_cast<int64_t>(ScalingType::TensorWise)
-      ? kTensorWise
-      : scaling_rule(op, "recipe_w", code);
-}
 
 // The format of [data, scale] under a rule.
 inline const WeightFormat& weight_format(
@@ -213,7 +206,9 @@ struct ScaledCall {
   static const ScalingRule& parse_rule_w(const char* op, IntArrayRef recipe) {
     TORCH_CHECK_VALUE(
         recipe.size() == 1, op, ": recipe_w must have one code, got ", recipe.size());
-    return weight_rule(op, recipe[0]);
+    return recipe[0] == static_cast<int64_t>(ScalingType::TensorWise)
+        ? kTensorWise
+        : scaling_rule(op, "recipe_w", recipe[0]);
   }
 
   static std::optional<ScalarType> parse_preact_dtype(
@@ -424,3 +419,49 @@ inline void check_saved(
 }
 
 } // namespace at::native::moe
+
+namespace at::native {
+
+// ---- kernels of the CPU ----
+
+// Inference with every weight as a list of [data, scale] and rows in 16 or 32 bits (recipe_a
+// []) or int8 (row_dtype()). Writes every element of `output` (T, D), and returns false where
+// it has no kernel for these formats: then weights are dequantised first.
+using moe_mlp_weight_only_fn = bool (*)(const moe::ScaledCall& call, const Tensor& output);
+
+DECLARE_DISPATCH(moe_mlp_weight_only_fn, moe_mlp_weight_only_stub)
+
+// out (R, N) = rows (R, K) times w_e^T, w (E, N, K), or without `transposed` times w_e,
+// w (E, K, N). Both of one type, bfloat16 or float32; rows with a dense second dimension. Rows
+// of no expert, and padding behind those of an expert, become zero. The routing is that
+// of `inputs`, whose weights are not looked at.
+using moe_expert_gemm_fn = void (*)(
+    const moe::MLPInputs& inputs,
+    const Tensor& rows,
+    const Tensor& w,
+    bool transposed,
+    const Tensor& out);
+
+// grad (E, I, J) = the sum over an expert's rows of left_r^T right_r, rows of padding
+// included: they must be zero.
+using moe_expert_grad_fn = void (*)(
+    const moe::MLPInputs& inputs,
+    const Tensor& left,
+    const Tensor& right,
+    const Tensor& grad);
+
+// A (R, F) = act(H), of H (R, G*F) in bfloat16 or float32, which is out's type, too; with grad
+// (R, F) in float32, the gradient of A, dH (R, G*F). All contiguous. A row's bits depend on that
+// row only, which those of ATen's activations do not: their vectors end where a thread's part of
+// the tensor does.
+using moe_activation_fn = void (*)(
+    const Tensor& preact,
+    const Tensor& grad,
+    const moe::ActivationSpec& spec,
+    const Tensor& out);
+
+DECLARE_DISPATCH(moe_activation_fn, moe_activation_stub)
+DECLARE_DISPATCH(moe_expert_gemm_fn, moe_expert_gemm_stub)
+DECLARE_DISPATCH(moe_expert_grad_fn, moe_expert_grad_stub)
+
+} // namespace at::native

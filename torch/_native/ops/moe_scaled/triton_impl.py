@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import ScalingType
+from torch.nn.functional import _MOE_RECIPES
 
 from ..moe import triton_impl as moe
 from ..moe.triton_kernels.scaled_operands import Recipe, ScaledExperts
@@ -30,24 +30,14 @@ from ..moe.triton_kernels.scaled_operands import Recipe, ScaledExperts
 if TYPE_CHECKING:
     from ..moe.triton_kernels.rows import LaunchPlan
 
-_ROW, _MX, _B128, _SQUARE = (
-    kind.value
-    for kind in (
-        ScalingType.RowWise,
-        ScalingType.BlockWise1x32,
-        ScalingType.BlockWise1x128,
-        ScalingType.BlockWise128x128,
-    )
-)
-# Weights by 1 x 128 would spill in the tiles of the tables.
-_RECIPES = ((_ROW, _ROW), (_MX, _MX), (_B128, _SQUARE))
 _CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 def mlp_reason(experts: ScaledExperts, *, memory: bool = True) -> str | None:
     """Why Triton cannot run ``_moe_mlp_scaled`` on these operands, or None."""
     recipe = experts.recipe
-    if (recipe.rows, recipe.weights) not in _RECIPES:
+    # Weights by 1 x 128 would spill in the tiles of the tables.
+    if (recipe.rows, recipe.weights) not in _MOE_RECIPES.values():
         return f"recipe_a is {recipe.rows} with recipe_w {recipe.weights}"
     if recipe.swizzle not in (0, 1):
         return f"swizzle_w is {recipe.swizzle}"

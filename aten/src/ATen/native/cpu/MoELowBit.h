@@ -6,7 +6,7 @@
 // block of K, in ascending order. So results depend neither on the number of rows nor
 // on the decoder.
 
-#include <ATen/native/MoEMLPScaled.h>
+#include <ATen/native/MoEMLPScaledUtils.h>
 #include <ATen/native/cpu/MoEDriver.h>
 #include <c10/util/Float8_e4m3fn.h>
 #include <c10/util/bit_cast.h>

@@ -16,8 +16,6 @@
 
 #include <ATen/cpu/vec/vec.h>
 
-#include <limits>
-
 #include <ATen/native/cpu/MoEMicroGemmX86.h>
 
 #if defined(MOE_HAS_AMX) && defined(__GNUC__)

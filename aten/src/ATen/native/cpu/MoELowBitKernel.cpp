@@ -2,7 +2,7 @@
 // source of panels that decodes weights (MoELowBit.h).
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEMLPScaled.h>
+#include <ATen/native/MoEMLPScaledUtils.h>
 #include <ATen/native/MoEQuantize.h>
 #include <ATen/native/cpu/MoEForward.h>
 #include <ATen/native/cpu/MoELowBit.h>
@@ -12,31 +12,17 @@ namespace {
 
 using namespace moe_cpu;
 
-struct LowBitWeights {
-  LowBitView w_in;
-  LowBitView w_out;
-  std::optional<LowBitView> w_up;
-
-  explicit LowBitWeights(const moe::ScaledCall& call)
-      : w_in(call.lists.w_in, call.rule_w, call.has_panels()),
-        w_out(call.lists.w_out, call.rule_w, call.has_panels()) {
-    if (!call.lists.w_up.empty()) {
-      w_up.emplace(call.lists.w_up, call.rule_w, call.has_panels());
-    }
-  }
-};
-
-template <typename Source, typename Pass>
-void run_with(Pass& pass, const LowBitWeights& weights, const Tensor& output) {
-  const Source w_in(weights.w_in, weights.w_up, pass.layout().halves());
-  const Source w_out(weights.w_out, std::nullopt, 1);
-  pass.run(w_in, w_out, output);
-}
-
 bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {
-  const LowBitWeights weights(call);
-  if (weights.w_up.has_value() && weights.w_up->codes != weights.w_in.codes) {
-    return false;  // gate and up are one panel
+  const auto view = [&](TensorList scaled) {
+    return LowBitView(scaled, call.rule_w, call.has_panels());
+  };
+  const auto w_in = view(call.lists.w_in), w_out = view(call.lists.w_out);
+  std::optional<LowBitView> w_up;
+  if (!call.lists.w_up.empty()) {
+    w_up = view(call.lists.w_up);
+    if (w_up->codes != w_in.codes) {
+      return false;  // gate and up are one panel
+    }
   }
   moe::MLPInputs in = call.inputs;
   const auto dtype = in.input.scalar_type();
@@ -57,11 +43,12 @@ bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {
     using scalar_t = decltype(zero);
     if constexpr (!std::is_same_v<scalar_t, double>) {  // which the validator refuses
       ForwardPass<scalar_t, decltype(micro)> pass(
-          in, call.call.activation, weights.w_out.depth, /*preact=*/{});
+          in, call.call.activation, w_out.depth, /*preact=*/{});
+      const int64_t halves = pass.layout().halves();
       if (!has_int8_rows) {
-        run_with<LowBitSource>(pass, weights, output);
+        pass.run(LowBitSource(w_in, w_up, halves), LowBitSource(w_out, {}, 1), output);
       } else if constexpr (!std::is_same_v<scalar_t, Half>) {
-        run_with<Int8LowBitSource>(pass, weights, output);
+        pass.run(Int8LowBitSource(w_in, w_up, halves), Int8LowBitSource(w_out, {}, 1), output);
       }
     }
   });

@@ -2,7 +2,7 @@
 // without epilogues, as rows have to be quantised between two products.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/core/Tensor.h>
-#include <ATen/native/MoEMLPScaled.h>
+#include <ATen/native/MoEMLPScaledUtils.h>
 #include <ATen/native/cpu/MoEWeightGrad.h>
 
 namespace at::native {

@@ -8,8 +8,6 @@
 #include <ATen/native/cpu/MoEPacking.h>
 
 #include <algorithm>
-#include <array>
-#include <limits>
 #include <vector>
 
 namespace at::native {

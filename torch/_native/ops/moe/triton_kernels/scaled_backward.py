@@ -76,13 +76,13 @@ def _load_preact(
                 mask = mask & (block < tl.cdiv(length, 32))[None, :]
             ptrs = row_tile(preact_scale, first_row, col // 32, blocks, M, BLOCKS)
             byte = tl.load(ptrs, mask=mask, other=127)
-            h = dequantize_rows(h, byte.to(tl.int32), M, N, N // BLOCKS, INT8, True)
+            h = dequantize_rows(h, byte.to(tl.int32), M, N, N // BLOCKS, INT8)
         else:
             corner = preact_scale + first_row.to(tl.int64) * blocks
             rows = tl.arange(0, M) * blocks
             ptrs = corner + rows[:, None] + ((col + tl.arange(0, N)) // 32)[None, :]
             byte = tl.load(ptrs, mask=mask, other=127)
-            h = decode(h, INT8, True) * power_of_two(byte.to(tl.int32))
+            h = decode(h, INT8) * power_of_two(byte.to(tl.int32))
     return h.to(tl.float32)
 
 
@@ -124,53 +124,6 @@ def _store_grad(
 
 
 @triton.jit
-def _act_backward_part(
-    acc, s, first_row, row_end, valid, first_n,
-    preact, preact_scale, scaled_hidden, alpha, limit, F,
-    ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
-    STEP: tl.constexpr, HALVES: tl.constexpr, STORE_HIDDEN: tl.constexpr,
-    INT8: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """dH for some columns of dA', in the type of the products, a tile for each half.
-
-    Also stores their A' and returns their <dA', A> per row.
-    """
-    dtype = scaled_hidden.dtype.element_ty
-    acc = tl.where(valid[:, None], acc, 0.0)
-    grad = acc * s[:, None]
-    gate = _load_preact(
-        preact, preact_scale, first_row, 0, first_n * STEP, F * STEP, valid,
-        INT8, HALVES, ALIGNED or HALVES == 1, EVEN_N, M, N * STEP,
-    )  # fmt: skip
-    if GATED:
-        if STEP == 2:
-            gate, up = tl.split(tl.reshape(gate, (M, N, 2)))
-        else:
-            up = _load_preact(
-                preact, preact_scale, first_row, 1, first_n, F, valid,
-                INT8, HALVES, ALIGNED, EVEN_N, M, N,
-            )  # fmt: skip
-        a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
-        d_gate, d_up = glu_backward(grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
-        d_gate, d_up = d_gate.to(dtype), d_up.to(dtype)
-        if STEP == 2:
-            halves = (tl.reshape(tl.join(d_gate, d_up), (M, N * 2)),)
-        else:
-            halves = (d_gate, d_up)
-    else:
-        a = unary_forward(gate, ACTIVATION)
-        halves = (unary_backward(grad, gate, ACTIVATION).to(dtype),)
-    a = a.to(dtype).to(tl.float32)
-    if STORE_HIDDEN:
-        ptrs = row_tile(scaled_hidden, first_row, first_n, F, M, N)
-        a_scaled = (a * s[:, None]).to(dtype)
-        mask = tile_mask(first_row, row_end, first_n, F, EVEN_N, M, N)
-        tl.store(ptrs, a_scaled, mask=mask)
-    return halves, tl.sum(acc * a, 1)
-
-
-@triton.jit
 def _act_backward_epilogue(
     acc, s, first_row, row_end, valid, first_n,
     preact, preact_scale, grad_codes, grad_scale, grad_preact, scaled_hidden,
@@ -184,8 +137,9 @@ def _act_backward_epilogue(
     """Stores dH and A' for the columns of dA'; returns their <dA', A> per row.
 
     It takes a part at a time, which needs fewer registers. Parts narrower than a block wait
-    for the others of their scale, in the type of the products.
+    for the others of their scale, in the type of the products: a tile for each half of dH.
     """
+    dtype = scaled_hidden.dtype.element_ty
     PART: tl.constexpr = N // PARTS
     HALVES: tl.constexpr = 2 if GATED and not INTERLEAVED else 1
     STEP: tl.constexpr = 2 if GATED and INTERLEAVED else 1
@@ -195,13 +149,39 @@ def _act_backward_epilogue(
     dot = tl.zeros((M,), dtype=tl.float32)
     for i in tl.static_range(PARTS):
         n = first_n + i * PART
-        halves, part_dot = _act_backward_part(
-            parts[i], s, first_row, row_end, valid, n,
-            preact, preact_scale, scaled_hidden, alpha, limit, F,
-            ACTIVATION, HAS_LIMIT, GATED, STEP, HALVES, STORE_HIDDEN, INT8, ALIGNED,
-            EVEN_N, M, PART,
+        part = tl.where(valid[:, None], parts[i], 0.0)
+        grad = part * s[:, None]
+        gate = _load_preact(
+            preact, preact_scale, first_row, 0, n * STEP, F * STEP, valid,
+            INT8, HALVES, ALIGNED or HALVES == 1, EVEN_N, M, PART * STEP,
         )  # fmt: skip
-        dot += part_dot
+        if GATED:
+            if STEP == 2:
+                gate, up = tl.split(tl.reshape(gate, (M, PART, 2)))
+            else:
+                up = _load_preact(
+                    preact, preact_scale, first_row, 1, n, F, valid,
+                    INT8, HALVES, ALIGNED, EVEN_N, M, PART,
+                )  # fmt: skip
+            a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
+            d_gate, d_up = glu_backward(
+                grad, gate, up, alpha, limit, ACTIVATION, HAS_LIMIT
+            )
+            d_gate, d_up = d_gate.to(dtype), d_up.to(dtype)
+            if STEP == 2:
+                halves = (tl.reshape(tl.join(d_gate, d_up), (M, PART * 2)),)
+            else:
+                halves = (d_gate, d_up)
+        else:
+            a = unary_forward(gate, ACTIVATION)
+            halves = (unary_backward(grad, gate, ACTIVATION).to(dtype),)
+        a = a.to(dtype).to(tl.float32)
+        if STORE_HIDDEN:
+            ptrs = row_tile(scaled_hidden, first_row, n, F, M, PART)
+            a_scaled = (a * s[:, None]).to(dtype)
+            mask = tile_mask(first_row, row_end, n, F, EVEN_N, M, PART)
+            tl.store(ptrs, a_scaled, mask=mask)
+        dot += tl.sum(part * a, 1)
         if STORE_VALUES:
             ptrs = row_tile(
                 grad_preact, first_row, n * STEP, row_length, M, PART * STEP
@@ -325,7 +305,7 @@ def _source_rows(
             PER_SCALE: tl.constexpr = BLOCK_N
         ptrs = source_scale + rows[:, None] * stride_ss + blocks[None, :]
         byte = _as_byte(tl.load(ptrs, mask=mask, other=0))
-        x = dequantize_rows(x, byte, M, BLOCK_N, PER_SCALE, False, True)
+        x = dequantize_rows(x, byte, M, BLOCK_N, PER_SCALE, False)
     return x.to(tl.float32)
 
 
@@ -385,7 +365,7 @@ def columns_kernel(
         n = first_n + tl.arange(0, BLOCK_N)
         n64 = n.to(tl.int64)
         if BLOCK:
-            codes, byte = quantize_columns(x, ALIGNMENT, BLOCK_N, BLOCK, False, True)
+            codes, byte = quantize_columns(x, ALIGNMENT, BLOCK_N, BLOCK)
             PARTS: tl.constexpr = ALIGNMENT // BLOCK
             i = place.to(tl.int64) * PARTS + tl.arange(0, PARTS)
             ptrs = out_scale + n64[None, :] * stride_on + i[:, None] * stride_ob

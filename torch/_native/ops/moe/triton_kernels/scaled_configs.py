@@ -11,20 +11,7 @@ from .configs import KernelTable, TileConfig
 
 # fp8_: scales of 1 x 128 and 128 x 128. row_: of whole rows. mx_: of 1 x 32. wide_: of 1 x 32, with
 # products in bfloat16.
-SCALED_KERNELS: tuple[str, ...] = tuple(
-    f"{recipe}_{kernel}"
-    for recipe in ("fp8", "row", "mx", "wide")
-    for kernel in (
-        "up_gated",
-        "up_plain",
-        "down",
-        "act_backward",
-        "input_grad",
-        "weight_grad",
-    )
-)
-
-
+#
 # wgmma, whose sum of a step is added to the accumulator in registers. Three programs of
 # 64x128 in 4 warps hide each other's first loads and stores, which take as long as the matmuls
 # of a short contraction, and the conversions of "wide". They load half as much again
@@ -94,3 +81,4 @@ _SM_100: KernelTable = {
 }
 
 SCALED_TABLES: dict[str, KernelTable] = {"sm_90": _SM_90, "sm_100": _SM_100}
+SCALED_KERNELS: tuple[str, ...] = tuple(dict.fromkeys([*_SM_90, *_SM_100]))

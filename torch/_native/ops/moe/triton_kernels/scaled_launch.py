@@ -7,7 +7,7 @@ their results (A, dH) in their epilogues.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .configs import OPTIONS, TileConfig
 from .experts import row_major
-from .launch import gradients, Wanted, zero_gradients
+from .launch import ActGrads, gradients, Wanted, zero_gradients
 from .matmuls import (
     bias_strides,
     or_else,
@@ -50,14 +50,6 @@ _E4M3 = torch.float8_e4m3fn
 _PLACE = 128
 
 
-def _weight_operands(
-    rows: Rows, config: TileConfig, *weights: Quantized
-) -> tuple[list[Any], bool]:
-    """The kernel's operands for the codes of ``weights``, of one layout; and whether TMA reads them."""
-    operands, flags = weight_operands(rows.plan, config, *(w.codes for w in weights))
-    return operands, flags["USE_TMA"]
-
-
 def _strides(w: Quantized) -> tuple[int, ...]:
     return (*w.codes.stride()[:2], *w.scale.stride())
 
@@ -87,7 +79,7 @@ def _up(
     gate, up, square, up_shift = experts.gate_and_up()
 
     def launch(config: TileConfig) -> None:
-        operands, use_tma = _weight_operands(rows, config, gate, up)
+        operands, flags = weight_operands(rows.plan, config, gate.codes, up.codes)
         rows.plan.kernel(scaled_up_kernel)[tile_grid(rows, config, num_hidden)](
             *x, *operands, gate.scale, up.scale, or_else(b_in, gate.scale),
             rows.row_slots, rows.tiles(config.block_m), *preact[:2], *hidden,
@@ -95,7 +87,7 @@ def _up(
             **act.kernel_args(),
             HAS_SLOTS=rows.has_slots, HAS_BIAS=b_in is not None, STORE_PREACT=store_preact,
             ROUND=product_type == torch.bfloat16, INT8=preact.is_int8,
-            SQUARE=square, UP_SHIFT=up_shift, USE_TMA=use_tma,
+            SQUARE=square, UP_SHIFT=up_shift, USE_TMA=flags["USE_TMA"],
             **_tile_args(recipe, config, num_hidden, dim),
         )  # fmt: skip
 
@@ -125,7 +117,7 @@ def _mm(
     second = w if w_up is None else w_up
 
     def launch(config: TileConfig) -> None:
-        operands, use_tma = _weight_operands(rows, config, w, second)
+        operands, flags = weight_operands(rows.plan, config, w.codes, second.codes)
         rows.plan.kernel(scaled_mm_kernel)[tile_grid(rows, config, num_columns)](
             a.codes.view(_E4M3), a.scale, operands[0], w.scale, operands[1], second.scale,
             or_else(bias, w.scale), or_else(scale, w.scale),
@@ -133,7 +125,7 @@ def _mm(
             num_columns, num_inner, *_strides(w), *bias_strides(bias),
             TWO_WEIGHTS=w_up is not None, HAS_SLOTS=rows.has_slots,
             HAS_BIAS=bias is not None, HAS_SCALE=scale is not None,
-            SQUARE=recipe.square, USE_TMA=use_tma,
+            SQUARE=recipe.square, USE_TMA=flags["USE_TMA"],
             **_tile_args(recipe, config, num_columns, num_inner),
         )  # fmt: skip
 
@@ -201,15 +193,6 @@ def moe_mlp_scaled_forward(
     options = {"bias": experts.b_out, "scale": rows.scale}
     _mm(rows, recipe, "down", hidden, w, routed, **options)
     return rows.finish(routed, combine), *saved, preact, preact_scale
-
-
-class _ActGrads(NamedTuple):
-    """:class:`launch.ActGrads` of ``scaled_act_backward_kernel``."""
-
-    codes: Quantized  # dH (R, g*F)
-    values: Tensor  # dH, not quantised
-    hidden: Tensor
-    partials: Tensor
 
 
 def _columns(
@@ -307,7 +290,7 @@ class _Products:
     def x_columns(self) -> Quantized:
         return _columns(self.rows, self.recipe, *self.x, gather=True)
 
-    def act_backward(self, wanted: Wanted) -> _ActGrads:
+    def act_backward(self, wanted: Wanted) -> ActGrads:
         rows, experts, recipe = self.rows, self.experts, self.recipe
         self.grad_codes = grad_codes = recipe.quantize(self.grad_out)
         preact = self.preact
@@ -339,7 +322,7 @@ class _Products:
 
         def launch(config: TileConfig) -> Tensor:
             partials = room_for_partials(rows, experts, config, wanted.topk_weights)
-            operands, use_tma = _weight_operands(rows, config, w)
+            operands, flags = weight_operands(rows.plan, config, w.codes)
             grid = tile_grid(rows, config, num_hidden)
             tile = _tile_args(recipe, config, num_hidden, dim)
             named = act.kernel_args()
@@ -357,7 +340,7 @@ class _Products:
                 STORE_CODES=stores_codes, STORE_VALUES=stores_values,
                 STORE_HIDDEN=wanted.w_out, STORE_PARTIALS=wanted.topk_weights,
                 INT8=preact.is_int8, ALIGNED=num_hidden % PREACT_BLOCK == 0,
-                SQUARE=recipe.square, USE_TMA=use_tma, EPILOGUE_PARTS=config.epilogue_parts,
+                SQUARE=recipe.square, USE_TMA=flags["USE_TMA"], EPILOGUE_PARTS=config.epilogue_parts,
                 **tile,
             )  # fmt: skip
             return partials
@@ -370,15 +353,16 @@ class _Products:
             rows.bias_dot(self.grad_out, experts.b_out, partials[-1])
         if behind:
             codes = recipe.finished(Quantized(values, values), experts.halves)
-        return _ActGrads(codes, values, hidden, partials)
+        self.dh_codes = codes
+        return ActGrads(values, hidden, partials)
 
-    def input_grad(self, grads: _ActGrads) -> Tensor:
+    def input_grad(self, grads: ActGrads) -> Tensor:
         routed = self.grad_out.new_empty(self.rows.num_rows, self.grad_out.shape[1])
         w, w_up = map(self.experts.transposed, ("w_in", "w_up"))
-        _mm(self.rows, self.recipe, "input_grad", grads.codes, w, routed, w_up=w_up)
+        _mm(self.rows, self.recipe, "input_grad", self.dh_codes, w, routed, w_up=w_up)
         return routed
 
-    def w_out_grad(self, grads: _ActGrads) -> Tensor:
+    def w_out_grad(self, grads: ActGrads) -> Tensor:
         rows, recipe, w_out = self.rows, self.recipe, self.experts.w_out
         if self.experts.hp_wgrad:
             dy = self.grad_out.to(grads.hidden.dtype)
@@ -388,14 +372,14 @@ class _Products:
             rows, recipe, p, _columns(rows, recipe, grads.hidden), w_out
         )
 
-    def w_in_grad(self, grads: _ActGrads, i: int, w: Tensor) -> Tensor:
+    def w_in_grad(self, grads: ActGrads, i: int, w: Tensor) -> Tensor:
         rows, recipe, halves = self.rows, self.recipe, self.experts.halves
         if self.experts.hp_wgrad:
             half = grads.values.chunk(halves, 1)[i]
             return weight_grad(rows, half, self.x_values, w, gather_q=True)
         q = self.x_columns
         # Blocks of rows begin with each half.
-        p = _columns(rows, recipe, *(x.chunk(halves, 1)[i] for x in grads.codes))
+        p = _columns(rows, recipe, *(x.chunk(halves, 1)[i] for x in self.dh_codes))
         return _weight_grad(rows, recipe, p, q, w)
 
 

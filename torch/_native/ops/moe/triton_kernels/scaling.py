@@ -12,7 +12,7 @@ infinity and NaN on top. Products with powers of two are exact, so that fusing t
 later sum changes nothing.
 
 Codes are uint8, with the bits of float8_e4m3fn or int8. With ``NATIVE`` the hardware
-converts (compute capability 8.9 and newer). Otherwise integer arithmetic makes the same bits,
+makes them (compute capability 8.9 and newer). Otherwise integer arithmetic makes the same bits,
 without types that the architecture lacks.
 """
 
@@ -80,19 +80,11 @@ def encode(scaled, is_nan, INT8: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def decode(code, INT8: tl.constexpr, NATIVE: tl.constexpr):
-    """float32 numbers of uint8 codes, not yet scaled."""
+def decode(code, INT8: tl.constexpr):
+    """float32 numbers of uint8 codes, not yet scaled; the hardware converts."""
     if INT8:
         return code.to(tl.int8, bitcast=True).to(tl.float32)
-    if NATIVE:
-        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    bits = code.to(tl.int32)
-    magnitude = bits & 0x7F
-    subnormal = magnitude.to(tl.float32) * 0.001953125
-    normal = ((magnitude << 20) + 0x3C000000).to(tl.float32, bitcast=True)
-    value = tl.where(magnitude < 8, subnormal, normal).to(tl.int32, bitcast=True)
-    value = tl.where(magnitude == 0x7F, 0x7FC00000, value | ((bits & 0x80) << 24))
-    return value.to(tl.float32, bitcast=True)
+    return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -113,27 +105,23 @@ def quantize_rows(
 
 
 @triton.jit
-def quantize_columns(
-    x, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    INT8: tl.constexpr, NATIVE: tl.constexpr,
-):  # fmt: skip
-    """Quantises (M, N) float32 in blocks of BLOCK x 1.
+def quantize_columns(x, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Quantises (M, N) float32 in blocks of BLOCK x 1, to float8_e4m3fn by the hardware.
 
     Returns:
         uint8 codes (M, N), and int32 bytes (M / BLOCK, N).
     """
     blocks = tl.reshape(x, (M // BLOCK, BLOCK, N))
-    byte = scale_byte(tl.max(magnitude_bits(blocks), 1), INT8)
+    byte = scale_byte(tl.max(magnitude_bits(blocks), 1), False)
     is_nan = (byte == NAN_BYTE)[:, None, :]
-    code = encode(blocks * reciprocal(byte)[:, None, :], is_nan, INT8, NATIVE)
+    code = encode(blocks * reciprocal(byte)[:, None, :], is_nan, False, True)
     return tl.reshape(code, (M, N)), byte
 
 
 @triton.jit
 def dequantize_rows(
-    code, byte, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    INT8: tl.constexpr, NATIVE: tl.constexpr,
+    code, byte, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """float32 numbers (M, N) of codes (M, N) and int32 bytes (M, N / BLOCK)."""
-    blocks = tl.reshape(decode(code, INT8, NATIVE), (M, N // BLOCK, BLOCK))
+    blocks = tl.reshape(decode(code, INT8), (M, N // BLOCK, BLOCK))
     return tl.reshape(blocks * power_of_two(byte)[:, :, None], (M, N))
