@@ -117,7 +117,7 @@ class TestFetchAhead(GlooTest):
         both = (whole, model)
         model.recompute = recompute
         optimizers = [self.optimizers(m) for m in both]
-        seen = {"ahead": 0, "experts": 0, "expert_grads": 0}
+        seen = {"ahead": 0, "experts": 0, "expert_grads": 0, "sizes": 0}
         for step in range(steps):
             if plans or not step:
                 self.use(placement, step)
