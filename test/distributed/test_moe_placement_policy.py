@@ -14,7 +14,11 @@ from torch.distributed._moe import loads
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.plan import busiest
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    _expert_placed_layer,
+    ExpertParallel,
+    parallelize_module,
+)
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -191,12 +195,14 @@ class TestPolicy(GlooTest):
         moe, placement, layer = self.layer(every=4, online=True)
         sent = []
 
-        def counted(name, run):
+        def counted(module, name):
+            # Not those of the token switch.
             def call(*args, **kwargs):
                 sent[-1].append(name)
-                return run(*args, **kwargs)
+                return getattr(dist, name)(*args, **kwargs)
 
-            return mock.patch.object(dist, name, call)
+            seen = mock.Mock(wraps=dist, **{name: call})
+            return mock.patch.object(module, "dist", seen)
 
         def between(step):
             sent.append([])
@@ -205,8 +211,8 @@ class TestPolicy(GlooTest):
 
         names = "all_reduce", "all_gather_into_tensor"
         with contextlib.ExitStack() as stack:
-            for name in names:
-                stack.enter_context(counted(name, getattr(dist, name)))
+            for module, name in zip((loads, _expert_placed_layer), names):
+                stack.enter_context(counted(module, name))
             found = self.run_steps(
                 moe, placement, lambda copies: 1.1 + copies, 80, between
             )
