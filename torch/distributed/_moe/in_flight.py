@@ -87,7 +87,7 @@ class _Queue:
     """The communication in some groups since the caller saw their last failure.
 
     After a failure nothing is sent. Other ranks are elsewhere by then, and a message of
-    an unexpected size ends their process in a thread of gloo.
+    an unexpected size would end their process in a thread of gloo.
     """
 
     # Only the text, as an error holds its frames.
