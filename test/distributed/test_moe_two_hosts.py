@@ -74,7 +74,7 @@ class TwoHostsTest(TestCase):
             with two_hosts() as cluster:
                 self.assertRegex(cluster.describe(), "127.0.0.2: there is no ip")
                 self.assertEqual([h.sent_bytes() for h in cluster.hosts], [None, None])
-                cluster.torchrun(1, [str(self.script), "work", str(out)], timeout=60)
+                cluster.torchrun(1, [str(self.script), "work", str(out)], timeout=180)
         self.assertEqual(json.loads(out.read_text()), 3.0)
         self.check_nothing_is_left(cluster)
 
