@@ -20,6 +20,7 @@ sys.path.insert(0, str(_BENCHMARKS))
 import check
 import cpu_ops
 import cpu_router
+import cpu_scaling
 import peers
 import report
 import shapes
@@ -146,6 +147,15 @@ class TestCpuOps(TestCase):
         self.assertEqual((low, high), (1, 8))
         self.assertEqual(confidence, 1 - 2 * 11 / 1024)
         self.assertEqual(measure.median_interval([3.0, 1.0, 2.0])[:2], (1.0, 3.0))
+
+    def test_forecast_for_more_threads(self):
+        forms = {"moe_mlp": {"milliseconds": {"median": 96.0}}}
+        row = {"bound": {"compute_milliseconds": 64.0}, "forms": forms}
+        self.assertEqual(cpu_scaling.forecast(row, "moe_mlp", 64, 64), 1.5)
+        self.assertEqual(cpu_scaling.forecast(row, "moe_mlp", 64, 16), 1 + 2)
+        # The products beside it were slower than the call.
+        forms["moe_mlp"]["milliseconds"]["median"] = 60.0
+        self.assertEqual(cpu_scaling.forecast(row, "moe_mlp", 64, 16), 1.0)
 
     def test_bound(self):
         row = {row.id: row for row in shapes.QUICK_ROWS}["tiny/float32/forward"]

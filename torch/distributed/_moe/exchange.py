@@ -228,7 +228,7 @@ def _may_mix(x: Tensor) -> bool:
     after an exception or with a loss that leaves a layer out, is elsewhere, and gloo ends a
     process whose message has another size than expected. It never takes one kind of collective for
     another: ranks wait, and time out with errors that say where. So tokens and gradients are sent
-    by all-to-all, what comes before forward is an all_gather, and before backward an all_reduce.
+    by all-to-all; before them, forward has an all_gather, and a backward or a fetch an all_reduce.
     """
     return x.device.type == "cpu" and local_tensor_mode() is None
 
@@ -301,8 +301,7 @@ def sub_group(
         world, names = c10d._world, _names.setdefault(dist.group.WORLD, Counter())
         count = world.group_count
         try:
-            names[key[0]] += 1
-            world.group_count = -names[key[0]]
+            world.group_count = -1 - names[key[0]]
             new = dist.new_group(
                 ranks,
                 timeout=group_timeout(group),
@@ -312,6 +311,8 @@ def sub_group(
             )
         finally:
             world.group_count = count
+        # Not where it failed: other ranks may not have tried yet.
+        names[key[0]] += 1
         made[key] = cast("ProcessGroup", new).group_name
     return made[key]
 
@@ -399,7 +400,7 @@ class Exchange:
         return mine, self.send(mine, EVEN, "sizes")
 
     def wait_for_all(self, x: Tensor) -> None:
-        """Waits until all ranks send ``x`` to the experts, without sizes before it."""
+        """Waits until all ranks are about to send ``x``, if no exchange of sizes comes before it."""
         if _may_mix(x):
             self._gather(torch.zeros(1, 1, dtype=torch.int32), "rows")
 
