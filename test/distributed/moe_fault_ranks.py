@@ -2,9 +2,13 @@
 
 import argparse
 import datetime
+import faulthandler
 import importlib
 import json
+import os
+import signal
 import socket
+import time
 from pathlib import Path
 
 import torch
@@ -26,6 +30,41 @@ def init_ranks(rank: int, world_size: int, port: int, seconds: float) -> None:
         world_size=world_size,
         timeout=datetime.timedelta(seconds=seconds),
     )
+
+
+def fork_ranks(count, run_rank, logs) -> list[int]:
+    """Process ids of ranks that call ``run_rank(rank)`` and write to the files ``logs``."""
+    pids = []
+    for rank, log in zip(range(count), logs, strict=True):
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
+            faulthandler.enable()
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            run_rank(rank)
+            # Leaves all frames, so that Python shuts down as in any program.
+            raise SystemExit
+        pids.append(pid)
+    return pids
+
+
+def wait_for_ranks(pids: list[int], seconds: float) -> list[int | None]:
+    """Exit codes; None for a rank that hangs, which says where in its log and is killed."""
+    codes, end = {}, time.monotonic() + seconds
+    while len(codes) < len(pids) and time.monotonic() < end:
+        for rank, pid in enumerate(pids):
+            seen, status = (0, 0) if rank in codes else os.waitpid(pid, os.WNOHANG)
+            if seen:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    hang = [pid for rank, pid in enumerate(pids) if rank not in codes]
+    for number in (signal.SIGUSR1, signal.SIGKILL) if hang else ():
+        for pid in hang:
+            os.kill(pid, number)
+        time.sleep(1)
+    for pid in hang:
+        os.waitpid(pid, 0)
+    return [codes.get(rank) for rank in range(len(pids))]
 
 
 def run_seeds(description, run_seed) -> int:

@@ -32,7 +32,12 @@ from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))
 
-from moe_fault_ranks import free_port, init_ranks, run_seeds  # noqa: E402
+from moe_fault_ranks import (  # noqa: E402
+    fork_ranks,
+    free_port,
+    init_ranks,
+    run_seeds,
+)
 
 
 if "--seeds" in sys.argv:
@@ -239,16 +244,7 @@ def run_seed(seed: int) -> dict[str, object]:
     with contextlib.ExitStack() as stack:
         # An unnamed file, because a rank that exits through these frames must not remove it.
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(RANKS)]
-        pids = []
-        for rank, log in enumerate(logs):
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-                run_rank(rank, port, plan)
-                # Returns through all frames, so that Python shuts down as in any program.
-                raise SystemExit
-            pids.append(pid)
+        pids = fork_ranks(RANKS, lambda rank: run_rank(rank, port, plan), logs)
         codes, no_core = wait_for_all(pids, plan)
         texts = [
             Path(f"/proc/self/fd/{log.fileno()}").read_text(errors="replace")

@@ -10,9 +10,9 @@ are made again, and the same must hold for another draw in the same processes.
 Ranks are forked from a process that has imported torch, what takes longest.
 """
 
+import contextlib
 import copy
 import datetime
-import faulthandler
 import functools
 import io
 import json
@@ -20,7 +20,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -51,7 +50,7 @@ from torch.utils.checkpoint import (
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from moe_fault_ranks import run_seeds  # noqa: E402
+from moe_fault_ranks import fork_ranks, run_seeds, wait_for_ranks  # noqa: E402
 
 
 if "--seeds" in sys.argv:
@@ -566,46 +565,14 @@ def run_rank(rank, seed, folder):
 # -- what the parent of the ranks does
 
 
-def fork_ranks(seed, folder):
-    """Process ids of the ranks of a seed."""
-    pids = []
-    for rank in range(Plan(seed, 0).ranks):
-        pid = os.fork()
-        if pid == 0:
-            log = os.open(f"{folder}/log{rank}", os.O_CREAT | os.O_WRONLY)
-            os.dup2(log, 1), os.dup2(log, 2)
-            faulthandler.enable()
-            faulthandler.register(signal.SIGUSR1, all_threads=True)
-            run_rank(rank, seed, folder)
-            # This leaves all frames, so that Python shuts down as in any program.
-            raise SystemExit
-        pids.append(pid)
-    return pids
-
-
-def wait_for_all(pids):
-    """Exit codes; of a rank that hangs, which says where in its log, None."""
-    codes, end = {}, time.monotonic() + DEADLINE
-    while len(codes) < len(pids) and time.monotonic() < end:
-        for rank, pid in enumerate(pids):
-            seen, status = (0, 0) if rank in codes else os.waitpid(pid, os.WNOHANG)
-            if seen:
-                codes[rank] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    hang = [pid for rank, pid in enumerate(pids) if rank not in codes]
-    for number in (signal.SIGUSR1, signal.SIGKILL) if hang else ():
-        for pid in hang:
-            os.kill(pid, number)
-        time.sleep(1)
-    for pid in hang:
-        os.waitpid(pid, 0)
-    return [codes.get(rank) for rank in range(len(pids))]
-
-
 def run_seed(seed):
     """What happened, in the parent."""
     start, folder = time.monotonic(), tempfile.mkdtemp(prefix="moe_random_")
-    codes, problems = wait_for_all(fork_ranks(seed, folder)), []
+    with contextlib.ExitStack() as stack:
+        ranks = range(Plan(seed, 0).ranks)
+        logs = [stack.enter_context(open(f"{folder}/log{rank}", "w")) for rank in ranks]
+        pids = fork_ranks(len(ranks), lambda rank: run_rank(rank, seed, folder), logs)
+        codes, problems = wait_for_ranks(pids, DEADLINE), []
     for rank, code in enumerate(codes):
         report = Path(f"{folder}/rank{rank}.json")
         said = (
