@@ -112,6 +112,25 @@ class TestMoeAutocast(TestCase):
             grads.append([leaf.grad for leaf in leaves.values()])
         self.assertEqual(grads[0], grads[1], atol=0, rtol=0)
 
+    @parametrize("grouped", (False, True))
+    def test_decomposed_program_casts(self, grouped):
+        # torch.export keeps composite ops, and decomposes them below autocast.
+        tensors, topk_indices = operands()
+
+        class Layer(torch.nn.Module):
+            def forward(self, input, topk_weights, w_in, w_out):
+                with torch.autocast("cpu", torch.bfloat16):
+                    if grouped:
+                        offs = torch.arange(1, E + 1, dtype=torch.int32) * (T // E)
+                        return F.grouped_mlp(input, w_in, w_out, offs=offs)
+                    return F.moe_mlp(input, topk_indices, topk_weights, w_in, w_out)
+
+        args = tuple(tensors.values())
+        exported = torch.export.export(Layer(), args).run_decompositions()
+        out = exported.module()(*args)
+        self.assertEqual(out.dtype, torch.bfloat16)
+        self.assertEqual(out, Layer()(*args), atol=0, rtol=0)
+
     def test_weight_casts_are_cached(self):
         tensors, topk_indices = operands()
         tensors["w_in"].requires_grad_()

@@ -109,6 +109,19 @@ class TestScaledSubsystems(TestCase):
         )
 
     @recipes
+    def test_decomposed_program_casts(self, recipe):
+        class Layer(torch.nn.Module):
+            def forward(self, *args):
+                with torch.autocast("cpu", torch.bfloat16):
+                    return F.moe_mlp(*args, recipe=recipe)
+
+        args = tuple(arg.detach() for arg in operands(torch.float32)[0])
+        exported = torch.export.export(Layer(), args).run_decompositions()
+        expected = Layer()(*args)
+        self.assertEqual(expected.dtype, torch.bfloat16)
+        self.assertEqual(exported.module()(*args), expected, rtol=0, atol=0)
+
+    @recipes
     @parametrize("dynamic", [False, True])
     def test_compile(self, recipe, dynamic):
         def layer(x, *rest):

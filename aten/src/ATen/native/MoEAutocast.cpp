@@ -1,6 +1,13 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/grouped_mlp_native.h>
+#include <ATen/ops/moe_mlp_native.h>
+#endif
+
 #include <string_view>
 
 /*
@@ -8,6 +15,9 @@ The autocast rule of _moe_mlp: tokens and expert parameters are cast to the lowe
 precision, router weights are not. They are few, a router computes them in float32,
 and the kernels multiply them in float32 before they round. Those that come in 16 bits
 are cast to float32: next to operands of the other 16-bit dtype they would be an error.
+
+moe_mlp and grouped_mlp call _moe_mlp, and have a rule only because torch.export keeps composite
+ops: run_decompositions would decompose them below autocast, where _moe_mlp has no rule any more.
 */
 
 namespace at::autocast {
@@ -51,22 +61,29 @@ std::tuple<Tensor, Tensor> moe_mlp_autocast(
       compute_preact);
 }
 
+template <c10::DeviceType device_type>
+void register_moe_mlp(torch::Library& m) {
+  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<device_type>));
+  m.impl("moe_mlp", TORCH_FN(native::moe_mlp_symint));
+  m.impl("grouped_mlp", TORCH_FN(native::grouped_mlp));
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(aten, AutocastCPU, m) {
-  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<c10::DeviceType::CPU>));
+  register_moe_mlp<c10::DeviceType::CPU>(m);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutocastCUDA, m) {
-  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<c10::DeviceType::CUDA>));
+  register_moe_mlp<c10::DeviceType::CUDA>(m);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutocastXPU, m) {
-  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<c10::DeviceType::XPU>));
+  register_moe_mlp<c10::DeviceType::XPU>(m);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutocastMPS, m) {
-  m.impl("_moe_mlp", TORCH_FN(moe_mlp_autocast<c10::DeviceType::MPS>));
+  register_moe_mlp<c10::DeviceType::MPS>(m);
 }
 
 } // namespace at::autocast

@@ -1,8 +1,16 @@
 // The autocast rule of _moe_mlp_scaled: tokens are cast to the lower precision. Parameters in
 // float32 stay: they are quantised, and a cast before would round twice. Router weights are
-// computed with in float32, as in _moe_mlp.
+// computed with in float32, as in _moe_mlp. The composite ops that call it have a rule for the
+// reason that MoEAutocast.cpp gives.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+
+#ifndef AT_PER_OPERATOR_HEADERS
+#include <ATen/NativeFunctions.h>
+#else
+#include <ATen/ops/_scaled_moe_mlp_native.h>
+#include <ATen/ops/moe_mlp_native.h>
+#endif
 
 namespace at::autocast {
 namespace {
@@ -33,6 +41,8 @@ template <c10::DeviceType device_type>
 void register_to(torch::Library& m) {
   constexpr auto* rule = &moe_mlp_scaled_autocast<device_type>;
   m.impl("_moe_mlp_scaled", torch::CppFunction::makeFromBoxedFunction<rule>());
+  m.impl("_scaled_moe_mlp", TORCH_FN(native::scaled_moe_mlp_symint));
+  m.impl("moe_mlp.recipe", TORCH_FN(native::moe_mlp_recipe_symint));
 }
 
 } // namespace
