@@ -404,6 +404,17 @@ class TestMoEModule(TestCase):
         x = torch.randn(5, D, dtype=torch.float64)
         self.assertEqual(torch.fx.symbolic_trace(layer)(x), layer(x))
 
+    def test_symbolic_trace_of_its_parts(self):
+        class Tracer(torch.fx.Tracer):
+            def is_leaf_module(self, m, module_qualified_name):
+                return isinstance(m, nn.Linear)
+
+        layer = nn.Sequential(make(shared_hidden_dim=5, balance_bias=True))
+        traced = torch.fx.GraphModule(layer, Tracer().trace(layer))
+        for shape in ((5, D), (2, 3, D)):
+            x = torch.randn(shape, dtype=torch.float64)
+            self.assertEqual(traced(x), layer(x))
+
     @parametrize("backend", ("aot_eager", "inductor"))
     def test_compile(self, backend):
         layer = make(bias=True, shared_hidden_dim=5)
@@ -463,6 +474,26 @@ class TestMoEModule(TestCase):
         self.assertEqual(layer.num_experts, 4)
         self.assertIn("num_experts=4, ", repr(layer))
         self.assertEqual(layer(x), loop(layer, x))
+
+    def test_router_without_rows(self):
+        class TwoLayers(nn.MoE):
+            def __init__(self):
+                super().__init__(D, H, E, K)
+                self.router = nn.Sequential(nn.Linear(D, 3), nn.ReLU(), nn.Linear(3, E))
+
+        class Packed(nn.MoE):  # two numbers of 4 bits in a byte
+            def __init__(self):
+                super().__init__(D, H, E, K)
+                self.router = nn.Module()
+                self.router.weight = torch.zeros(E * D // 2, 1, dtype=torch.uint8)
+
+        self.assertIn(f"num_experts={E}, ", repr(TwoLayers()))
+        self.assertEqual(Packed().num_experts, E)
+        quantized = torch.ao.quantization.quantize_dynamic(
+            nn.Sequential(nn.MoE(D, H, E, K)), {nn.Linear}
+        )
+        self.assertIn(f"num_experts={E}, ", repr(quantized))
+        self.assertEqual(quantized(torch.randn(5, D)).shape, (5, D))
 
     def test_autocast(self):
         layer = nn.MoE(D, H, E, K, shared_hidden_dim=4)

@@ -206,7 +206,10 @@ class MoE(Module):
     def num_experts(self) -> int:
         """E, the rows of the router weight, so that experts may be removed from a layer."""
         # In an expert parallel forward, w_in and w_out hold the experts of one rank only.
-        return self.router.weight.shape[0]
+        # Quantised routers and those of subclasses may have no weight (E, D).
+        weight = getattr(self.router, "weight", None)
+        has_rows = isinstance(weight, Tensor) and weight.shape[1:] == (self.embed_dim,)
+        return (weight if has_rows else self.w_in).shape[0]
 
     def reset_parameters(self) -> None:
         """Draws new parameters, and zeroes the balance bias."""
@@ -331,7 +334,7 @@ class MoE(Module):
             topk_indices: ``(*, K)`` experts to take instead of choosing, -1 for none, see
                 :func:`~torch.nn.functional.moe_topk`.
         """
-        if input.is_nested:
+        if isinstance(input, Tensor) and input.is_nested:  # a proxy of torch.fx is none
             functional: Any = F  # the stub has no private functions
             options = {"need_routing": need_routing, "topk_indices": topk_indices}
             return functional._of_jagged_values("MoE", self.forward, input, **options)
