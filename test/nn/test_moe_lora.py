@@ -220,6 +220,30 @@ class TestMoeLora(TestCase):
             with self.assertRaisesRegex(RuntimeError, "modified by an inplace"):
                 y.sum().backward()
 
+    @parametrize_test("freed", ["original", "0.a"])
+    def test_parameters_freed_after_their_forward(self, freed):
+        # As ZeRO-3 of DeepSpeed does, which gathers them again for the backward of their module.
+        layer, x = make(), torch.randn(7, 8, dtype=torch.float64)
+        parameters = adapt(layer)
+        expected = layer(x)
+        grads = torch.autograd.grad(expected.sum(), parameters)
+        part = layer.parametrizations.w_in
+        freed = part.get_parameter(freed)
+        whole = freed.data
+
+        def gather(*args):
+            freed.data = whole
+
+        def free(module, args, output):
+            freed.data = whole.new_empty(0)
+            output.register_hook(gather)
+
+        part.register_forward_pre_hook(gather)
+        part.register_forward_hook(free)
+        found = layer(x)
+        self.assertEqual(found, expected)
+        self.assertEqual(torch.autograd.grad(found.sum(), parameters), grads)
+
     @parametrize_test("interrupt", (False, True))
     def test_after_an_error_in_forward(self, interrupt):
         layer = make()

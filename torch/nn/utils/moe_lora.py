@@ -60,7 +60,7 @@ class _LowRank(Module):
 
 
 # The function that merges a weight again, the frozen weight and the merged weight.
-_Known = tuple[Callable[[Tensor], Tensor], Tensor, Tensor]
+_Known = tuple[functools.partial[Tensor], Tensor, Tensor]
 
 
 class _Running(threading.local):
@@ -104,6 +104,13 @@ class _Saved:
             return self.merge(self.kept).as_strided(*self.view)
 
 
+def _are_there(known: _Known) -> bool:
+    """Whether the weight can be merged again: ZeRO-3 frees parameters after their module's forward."""
+    merge, weight, _ = known
+    parts = weight, *merge.keywords.values()
+    return all(part.untyped_storage().nbytes() for part in parts)
+
+
 @contextmanager
 def _merging_again() -> Iterator[None]:
     """Autograd saves no merged weight.
@@ -115,7 +122,8 @@ def _merging_again() -> Iterator[None]:
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: Tensor) -> Any:
-        if known := _running.merged.get(tensor.untyped_storage()._cdata):
+        known = _running.merged.get(tensor.untyped_storage()._cdata)
+        if known and _are_there(known):
             return _Saved(known[1], tensor, known[0])
         return outer[0](tensor) if outer else _Saved(tensor, tensor, None)
 
@@ -176,8 +184,9 @@ def add_lora(
 
     .. note::
         This describes eager mode: ``torch.compile`` itself decides what to save. Merged weights are saved
-        where saved tensors may have no hooks, as in :func:`torch.func.grad`. Under autocast the cast of a
-        merged weight is saved, as the cast of a plain weight is.
+        where saved tensors may have no hooks, as in :func:`torch.func.grad`, and where hooks free the
+        parameters after the parametrization's forward, as ZeRO-3 of DeepSpeed does. Under autocast the
+        cast of a merged weight is saved, as the cast of a plain weight is.
 
     Example::
 
