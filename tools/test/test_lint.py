@@ -1,8 +1,10 @@
 """Every lint rule finds what it is for and passes the corrected text."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -208,3 +210,30 @@ def test_citations_of_what_does_not_land(project):
         project.write(landing, f"{text}# See {cited}.\n")
         found = [f for f in lint("stack.py", project.root) if f["name"] == "citation"]
         assert len(found) == 1 and "does not land" in found[0]["description"]
+
+
+def test_imports_from_each_other():
+    # Modules of tests, benchmarks and clients find each other through sys.path, so no type checker
+    # resolves them, and CI does not run all of them.
+    root, modules = Path(__file__).parents[2], defaultdict(set)
+    files = [
+        f for top in ("benchmarks", "test", "tools") for f in (root / top).rglob("*.py")
+    ]
+    trees = {file: ast.parse(file.read_text()) for file in files}
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                modules[file.stem].add(node.name)
+            elif isinstance(node, ast.Name):
+                modules[file.stem].add(node.id)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                modules[file.stem] |= {a.asname or a.name for a in node.names}
+    missing = [
+        f"{file.relative_to(root)}: {alias.name} of {node.module}"
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in modules
+        for alias in node.names
+        if alias.name not in modules[node.module]
+    ]
+    assert not missing

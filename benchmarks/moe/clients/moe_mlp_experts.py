@@ -159,21 +159,46 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights) -> Tensor:
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(self, *routed)
-    first = "gate_up_proj" if self.has_gate else "up_proj"
-    w_in, w_out, biases = getattr(self, first), self.down_proj, {}
-    if self.has_bias:
-        biases = {"b_in": getattr(self, f"{first}_bias"), "b_out": self.down_proj_bias}
-    if type(w_in).__module__.startswith("torchao."):
-        return _torchao_forward(self, routed, w_in, w_out, biases, plan.options)
-    if self.is_transposed:
+    weights = stored(self)
+    if type(weights[0]).__module__.startswith("torchao."):
+        return _torchao_forward(self, routed, *weights, plan.options)
+    return compute(self, plan, routed, weights)
+
+
+def first_name(experts: torch.nn.Module) -> str:
+    """The first weight's name."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def stored(experts: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Weights as they are stored, and biases as F.moe_mlp names them."""
+    first, biases = first_name(experts), {}
+    if experts.has_bias:
+        biases["b_in"] = getattr(experts, f"{first}_bias")
+        biases["b_out"] = experts.down_proj_bias
+    return getattr(experts, first), experts.down_proj, biases
+
+
+def compute(
+    experts: torch.nn.Module,
+    plan: Plan,
+    routed: tuple[Tensor, Tensor, Tensor],
+    weights: tuple[Tensor, Tensor, dict[str, Tensor]],
+    num_rows: int | None = None,
+) -> Tensor:
+    """F.moe_mlp of ``routed`` tokens, ids and router weights, by :func:`stored` weights."""
+    (hidden_states, ids, scores), (w_in, w_out, biases) = routed, weights
+    dtype = hidden_states.dtype
+    if experts.is_transposed:
         w_in, w_out = w_in.mT, w_out.mT
     if plan.float32 and w_in.dtype.itemsize < 4:
-        routed = (hidden_states.float(), top_k_index, top_k_weights.float())
+        hidden_states, scores = hidden_states.float(), scores.float()
         w_in, w_out = w_in.float(), w_out.float()
         biases = {name: bias.float() for name, bias in biases.items()}
-    output = F.moe_mlp(*routed, w_in, w_out, **biases, **plan.options)
+    operands = (hidden_states, ids, scores, w_in, w_out)
+    output = F.moe_mlp(*operands, num_rows=num_rows, **biases, **plan.options)
     # Under autocast the op returns 16 bits. All implementations return the dtype of the input.
-    return output.to(hidden_states.dtype)
+    return output.to(dtype)
 
 
 def _torchao_forward(self, routed, w_in, w_out, biases: dict, options: dict) -> Tensor:

@@ -32,7 +32,10 @@ from packages import require_transformers
 require_transformers()
 
 from matrix import experts_classes, TinyConfig
-from test_moe_fusion import D, E, fixed_inputs, HIDDEN, rewritten_eager, run
+from moe_fusion_problem import D, E, HIDDEN, make_inputs, run
+from moe_mlp_experts import experts_forward, plan_of
+from test_moe_fusion import rewritten_eager
+from transformers_parallel import ADAPTER
 
 
 OTHERS = {
@@ -80,7 +83,7 @@ class TestExpertsClasses(TestCase):
         # The loop of transformers knows no sentinels.
         exact = build(experts_class, implementation if sentinels else "eager").double()
         exact.load_state_dict(experts.state_dict())
-        inputs, grad = fixed_inputs(torch.bfloat16)
+        inputs = make_inputs(torch.bfloat16)
         if sentinels:
             for module in (experts, exact):
                 module._is_expert_parallel = True
@@ -88,8 +91,8 @@ class TestExpertsClasses(TestCase):
             weights = inputs[2].masked_fill(dropped, 0)
             inputs = inputs[0], inputs[1].masked_fill(dropped, E), weights
         exact_inputs = inputs[0].double(), inputs[1], inputs[2].double()
-        want = run(exact, exact, exact_inputs, training, grad)
-        written = run(experts, experts, inputs, training, grad)
+        want = run(exact, exact, exact_inputs, training)
+        written = run(experts, experts, inputs, training)
         torch._dynamo.reset()
         counters.clear()
         logger = "torch._inductor.fx_passes.moe_fusion"
@@ -97,7 +100,7 @@ class TestExpertsClasses(TestCase):
             compiled = torch.compile(
                 experts, fullgraph=True, dynamic=dynamic, backend=rewritten_eager
             )
-            got = run(compiled, experts, inputs, training, grad)
+            got = run(compiled, experts, inputs, training)
         name = experts_class.__name__
         if name in OTHERS:
             self.assertIn(OTHERS[name], logs.output[-1])
@@ -124,6 +127,25 @@ class TestExpertsClasses(TestCase):
         for experts_class in chosen_classes():
             with self.subTest(experts_class.__name__):
                 self.check(experts_class, implementation, training, False, True)
+
+    def test_expert_parallelism_rounds_as_one_process(self):
+        def exchange(tokens, ids, weights, run):
+            return run(tokens, ids, weights)
+
+        inputs = make_inputs(torch.bfloat16)
+        tested = set()
+        for experts_class in chosen_classes():
+            experts = build(experts_class, "eager").to(torch.bfloat16)
+            plan = plan_of(experts)
+            if plan.reason is not None:
+                continue
+            tested.add(plan.float32)
+            with self.subTest(experts_class.__name__):
+                found = ADAPTER.run(experts, None, exchange, *inputs)
+                expected = experts_forward(experts, *inputs)
+                self.assertEqual(found, expected, atol=0, rtol=0)
+        if "MOE_FAMILIES" not in os.environ:
+            self.assertEqual(tested, {False, True})
 
 
 if __name__ == "__main__":

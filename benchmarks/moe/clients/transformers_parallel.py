@@ -6,9 +6,8 @@
 Which experts ``F.moe_mlp`` computes and how is :mod:`moe_mlp_experts`'; others are refused.
 """
 
-from moe_mlp_experts import plan_of
+from moe_mlp_experts import compute, first_name, plan_of, stored
 
-import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed.tensor.parallel import ExpertParallel
 
@@ -27,7 +26,7 @@ class ExpertsAdapter(ExpertParallel.Adapter):
     def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
         if (reason := plan_of(module).reason) is not None:
             raise NotImplementedError(f"ExpertParallel: {reason}")
-        first, transposed = _first(module), module.is_transposed
+        first, transposed = first_name(module), module.is_transposed
         dims: dict[str, int | None] = {first: 2 if transposed else 1}
         dims["down_proj"] = 1 if transposed else 2
         if module.has_bias:
@@ -37,24 +36,13 @@ class ExpertsAdapter(ExpertParallel.Adapter):
     def run(
         self, module, original, exchange, hidden_states, top_k_index, top_k_weights
     ) -> Tensor:
-        options = plan_of(module).options
+        plan = plan_of(module)
 
         def experts(rows, ids, weights, num_rows: int | None = None) -> Tensor:
-            first = _first(module)
-            w_in, w_out, biases = getattr(module, first), module.down_proj, {}
-            if module.is_transposed:
-                w_in, w_out = w_in.mT, w_out.mT
-            if module.has_bias:
-                biases["b_in"] = getattr(module, f"{first}_bias")
-                biases["b_out"] = module.down_proj_bias
-            operands = (rows, ids, weights, w_in, w_out)
-            return F.moe_mlp(*operands, num_rows=num_rows, **biases, **options)
+            routed = (rows, ids, weights)
+            return compute(module, plan, routed, stored(module), num_rows)
 
         return exchange(hidden_states, top_k_index, top_k_weights, experts)
-
-
-def _first(module: nn.Module) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 ADAPTER = ExpertsAdapter()
