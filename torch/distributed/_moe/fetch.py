@@ -35,9 +35,10 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed._moe.exchange import Exchange, Splits
+from torch.distributed._moe.exchange import Exchange, Splits, sum_in_order
 from torch.distributed._moe.in_flight import begin, end, use_own_groups
 from torch.distributed._moe.payload import decode, encode, is_traced, pack, unpack
+from torch.distributed._moe.plan import slots_of
 
 
 if TYPE_CHECKING:
@@ -75,38 +76,27 @@ def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
             order, then its copies, ascending, then -1.
         num_experts (int): E, a multiple of the ranks.
     """
-    num_ranks, _ = slot_experts.shape
+    num_ranks = len(slot_experts)
     each = num_experts // num_ranks
-    targets: list[list[int]] = [[] for _ in range(num_ranks)]
-    received = [0] * num_ranks
     for target, row in enumerate(slot_experts.tolist()):
-        copies = [e for e in row[each:] if e >= 0]
         at_home = list(range(target * each, (target + 1) * each))
-        if row != at_home + sorted(copies) + [-1] * (len(row) - each - len(copies)):
+        copies = sorted(e for e in row[each:] if e >= 0)
+        if row != at_home + copies + [-1] * (len(row) - each - len(copies)):
             raise ValueError(
                 "moves_of: slots must have the experts of the rank, then copies, ascending, "
                 f"then -1; got {row} on rank {target} of {num_ranks}"
             )
-        for source, at in (divmod(e, each) for e in copies):
-            if source == rank:
-                targets[target].append(at)
-            if target == rank:
-                received[source] += 1
-    sent = [at for rows in targets for at in rows]
-    away = sorted(set(sent))
-    places = [[i for i, at in enumerate(sent) if at == row] for row in away]
-    most = max(map(len, places), default=0)
-    returned = [p + [len(sent)] * (most - len(p)) for p in places]
-
-    def table(values: list[Any], *shape: int) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).view(*shape)
-
-    return Moves(
-        Splits([len(rows) for rows in targets], received),
-        table(sent, -1),
-        table(away, -1),
-        table(returned, len(away), most),
-    )
+    # (E, W) whether a rank has a copy.
+    copied = slots_of(slot_experts, num_experts) >= each
+    mine = copied[rank * each : (rank + 1) * each]
+    target, sent = mine.t().nonzero(as_tuple=True)
+    away = mine.any(1).nonzero().flatten()
+    places = torch.full(mine.shape, len(sent))
+    places[sent, target] = torch.arange(len(sent))
+    returned = places[away].sort(1).values[:, : int(mine.sum(1).max())]
+    received = copied[:, rank].view(num_ranks, each).sum(1)
+    splits = Splits(mine.sum(0).tolist(), received.tolist())
+    return Moves(splits, sent, away, returned)
 
 
 class Copies:
@@ -179,14 +169,11 @@ class Copies:
             if not needed:
                 results.append(None)
                 continue
-            copies, wide = next(arrived), torch.promote_types(grad.dtype, torch.float32)
-            total = copies.new_zeros(local, copies.shape[1])
-            sums = copies.new_zeros(len(moves.away), copies.shape[1], dtype=wide)
-            for places in moves.returned.unbind(1):
-                sums = sums + copies.index_select(0, places)
+            sums = sum_in_order(next(arrived), moves.returned)
+            total = sums.new_zeros(local, sums.shape[1])
             # Selective checkpointing may keep any operator's result.
             copy = Tensor.index_copy if is_traced(total) else Tensor.index_copy_
-            total = copy(total, 0, moves.away, sums.to(grad.dtype))
+            total = copy(total, 0, moves.away, sums)
             results.append(total.view(local, *grad.shape[1:]))
         return tuple(results)
 
@@ -212,26 +199,22 @@ Versions = tuple[int, ...]
 
 
 class _Made(NamedTuple):
-    """Sources of copies. It holds moves and weights, so that their memory is not reused."""
+    """What copies were made of. It holds moves and weights, so that their memory is not reused."""
 
-    moves: Moves
-    weights: list[Tensor]
     facts: tuple[Any, ...]
+    held: tuple[Moves, list[Tensor]]
 
     @staticmethod
     def of(
-        moves: Moves, weights: Mapping[str, Tensor], versions: Versions
+        moves: Moves, weights: Mapping[str, Tensor], versions: Versions | None
     ) -> _Made | None:
-        """None for inference tensors, which do not count what is written to them."""
+        """None without versions, as of inference tensors, which do not count what is written to them."""
         held = [w.detach() for w in weights.values()]
-        if any(w.is_inference() for w in held):
+        if versions is None or any(w.is_inference() for w in held):
             return None
-        return _Made(moves, held, (id(moves), versions, [_place(w) for w in held]))
-
-
-def _place(w: Tensor) -> tuple[Any, ...]:
-    storage = w.untyped_storage()._cdata
-    return storage, w.storage_offset(), w.shape, w.stride(), w._version
+        places = [(w.untyped_storage()._cdata, w.storage_offset()) for w in held]
+        states = [(w.shape, w.stride(), w._version) for w in held]
+        return _Made((id(moves), versions, places, states), (moves, held))
 
 
 def _modes(weights: Mapping[str, Tensor]) -> tuple[bool, ...]:
@@ -243,13 +226,11 @@ class Fetch(NamedTuple):
 
     Attributes:
         made (_Made, optional): its sources, if other forwards may use it.
-        modes (tuple[bool]): grad modes of the graph behind it.
         flight (tuple): arguments of the wait.
         sends (bool): whether something is sent; equal on all ranks, or some would hang.
     """
 
     made: _Made | None
-    modes: tuple[bool, ...]
     flight: tuple[Any, Any]
     sends: bool = True
 
@@ -259,40 +240,33 @@ class Fetcher:
 
     Args:
         exchange (Exchange): ranks that share the experts.
-
-    Keyword Args:
-        wire_dtype (torch.dtype, optional): see :class:`Copies`. Default: None
-        keep (bool): copies stay until weights or moves change. Default: ``False``
+        wire_dtype (torch.dtype, optional): see :class:`Copies`.
+        keep (bool): copies stay until weights or moves change.
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        wire_dtype: torch.dtype | None = None,
-        keep: bool = False,
+        self, exchange: Exchange, wire_dtype: torch.dtype | None, keep: bool
     ) -> None:
         self.exchange, self.wire_dtype, self.keep = exchange, wire_dtype, keep
         self.forget()
 
     def forget(self) -> None:
         """Makes the next forward fetch."""
-        self._ahead: Fetch | None = None
+        # With the facts and grad modes of its graph.
+        self._ahead: tuple[Any, Fetch] | None = None
         self._kept: tuple[_Made, list[Tensor]] | None = None
 
     def ahead(
-        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
+        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions | None
     ) -> None:
         """Issues the fetch of a later forward, unless copies are kept. Collective."""
         made = _Made.of(moves, weights, versions)
         if made is not None and self._kept_as(made) is None:
-            self._ahead = self._issue(moves, weights, made, None)
+            of = made.facts, _modes(weights)
+            self._ahead = of, self._issue(moves, weights, made)
 
     def begin(
-        self,
-        moves: Moves,
-        weights: Mapping[str, Tensor],
-        versions: Versions | None,
+        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions | None
     ) -> Fetch:
         """Issues the fetch of a forward if it needs one. Collective.
 
@@ -303,13 +277,12 @@ class Fetcher:
             versions (tuple[int], optional): of the parameters, if existing copies may
                 be used and new ones kept.
         """
-        made = None if versions is None else _Made.of(moves, weights, versions)
+        made = _Made.of(moves, weights, versions)
         if made is None:
-            return self._issue(moves, weights, None, None)
+            return self._issue(moves, weights)
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.modes == _modes(weights):
-            if ahead.made is not None and ahead.made.facts == made.facts:
-                return ahead._replace(sends=False)
+        if ahead is not None and ahead[0] == (made.facts, _modes(weights)):
+            return ahead[1]._replace(sends=False)
         return self._issue(moves, weights, made, self._kept_as(made))
 
     def end(self, fetch: Fetch, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -344,15 +317,14 @@ class Fetcher:
         self,
         moves: Moves,
         weights: Mapping[str, Tensor],
-        made: _Made | None,
-        kept: list[Tensor] | None,
+        made: _Made | None = None,
+        kept: list[Tensor] | None = None,
     ) -> Fetch:
         copies = Copies(self.exchange, moves, self.wire_dtype, kept)
         values = tuple(weights.values())
         if values[0].device.type == "cpu" and not torch.compiler.is_compiling():
             use_own_groups(copies)
-        flight = begin(copies, values)
-        return Fetch(made, _modes(weights), flight, kept is None)
+        return Fetch(made, begin(copies, values), kept is None)
 
 
 class _After(torch.autograd.Function):

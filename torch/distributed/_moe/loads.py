@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["LoadStats", "StepTimes"]
 
 
-def _of_forwards(counts: Tensor) -> Tensor:
-    """(..., num_experts) below the wrappers of torch.func: a row for each element of a vmap."""
+def _of_forwards(counts: Tensor) -> tuple[Tensor, int]:
+    """Sum and number of the counts below the wrappers of torch.func: one for each element of a vmap."""
     functorch, dim = torch._C._functorch, 0
     while functorch.is_functorch_wrapped_tensor(counts):
         if functorch.is_batchedtensor(counts):
             dim += functorch.maybe_get_bdim(counts) <= dim
         counts = functorch.get_unwrapped(counts)
     with temporarily_clear_interpreter_stack():
-        return counts.movedim(dim, -1).contiguous()
+        rows = counts.movedim(dim, -1).reshape(-1, counts.shape[dim])
+        return rows.sum(0), len(rows)
 
 
 class LoadStats:
@@ -97,7 +98,7 @@ class LoadStats:
                 f"LoadStats.record: counts must have shape ({num_experts},), "
                 f"got {tuple(counts.shape)}"
             )
-        modes = contextlib.nullcontext()
+        modes, forwards = contextlib.nullcontext(), 1
         if not torch.compiler.is_compiling():
             # Inside a backward: a recomputed layer was counted before.
             if torch._C._current_graph_task_id() != -1:
@@ -106,13 +107,12 @@ class LoadStats:
                 # Selective checkpointing numbers its ops and would miss these in backward.
                 modes = _disable_current_modes()
             if torch._C._functorch.peek_interpreter_stack() is not None:
-                counts = _of_forwards(counts)
+                counts, forwards = _of_forwards(counts)
                 modes = temporarily_clear_interpreter_stack()
         with modes:
-            counts = counts.view(-1, num_experts)
             sums = self._sums[layer]
-            sums.narrow(0, 0, num_experts).add_(counts.sum(0))
-            sums[num_experts].add_(counts.shape[0])
+            sums[:num_experts].add_(counts)
+            sums[num_experts].add_(forwards)
 
     def update(self) -> Tensor:
         """Adds the records since the last update to the average. Collective, and one sync.
@@ -131,7 +131,7 @@ class LoadStats:
         self._average = average
         return average.clone()
 
-    def state_dict(self) -> dict[str, Tensor | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Average, and the records since. Collective; changes nothing.
 
         Counts are sums over ranks. Forwards are those of one rank, as another number of ranks may
@@ -144,14 +144,13 @@ class LoadStats:
         average = None if average is None else average.clone()
         return {"average": average, "recorded": recorded}
 
-    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, on any number of ranks."""
         recorded, average = state["recorded"], state["average"]
-        if recorded is None or recorded.shape != self._sums.shape:
-            got = None if recorded is None else tuple(recorded.shape)
+        if recorded.shape != self._sums.shape:
             raise ValueError(
                 "LoadStats: state must be of (num_layers, num_experts + 1) = "
-                f"{tuple(self._sums.shape)}, got {got}"
+                f"{tuple(self._sums.shape)}, got {tuple(recorded.shape)}"
             )
         # Forwards are those of this rank. Counts are sums over ranks, so one rank adds them.
         self._sums.copy_(recorded)

@@ -27,6 +27,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -58,11 +59,9 @@ class Topology:
     slots_per_rank: int
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "ranks_per_node", "slots_per_rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"Topology: {name} must be at least 1, got {getattr(self, name)}"
-                )
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"Topology: {name} must be at least 1, got {value}")
 
     @property
     def num_ranks(self) -> int:
@@ -110,10 +109,21 @@ class Plan:
     @staticmethod
     def home(topology: Topology, num_experts: int) -> Plan:
         """The plan that runs each expert where ``Shard(0)`` has its parameters."""
-        rows = _slots_at_home(topology, num_experts)
-        quotas = torch.eye(topology.num_ranks, dtype=torch.int64)
-        quotas = quotas.repeat_interleave(num_experts // topology.num_ranks, 0)
-        return Plan(topology, torch.tensor(rows), quotas)
+        return Plan.of(topology, _at_home(topology, [1] * num_experts))
+
+    @staticmethod
+    def of(topology: Topology, held: list[dict[int, int]]) -> Plan:
+        """The plan of the tokens by expert on each rank. Copies follow its own experts, ascending."""
+        num_experts = len(set().union(*held))
+        quotas = [[0] * len(held) for _ in range(num_experts)]
+        each, slots = num_experts // len(held), []
+        for rank, row in enumerate(held):
+            experts = list(row)
+            experts[each:] = sorted(experts[each:])
+            slots.append(experts + [-1] * (topology.slots_per_rank - len(row)))
+            for expert, tokens in row.items():
+                quotas[expert][rank] = tokens
+        return Plan(topology, torch.tensor(slots), torch.tensor(quotas))
 
     @property
     def num_experts(self) -> int:
@@ -141,27 +151,25 @@ class Plan:
         return (loads.max() / loads.mean().clamp_min(1e-300)).item()
 
 
-def _slots_at_home(topology: Topology, num_experts: int) -> list[list[int]]:
-    """Experts of each rank by slot, -1 in a free one."""
-    each, rest = divmod(num_experts, topology.num_ranks)
-    free = topology.slots_per_rank - each
-    if rest or free < 0:
+def _at_home(topology: Topology, amounts: list[int]) -> list[dict[int, int]]:
+    """The ``amounts`` of the experts by their home."""
+    each, rest = divmod(len(amounts), topology.num_ranks)
+    if rest or each > topology.slots_per_rank:
         raise ValueError(
             f"Plan.home: num_experts must be a multiple of the {topology.num_ranks} "
             "ranks and fill at most slots_per_rank = "
-            f"{topology.slots_per_rank} each, got {num_experts}"
+            f"{topology.slots_per_rank} each, got {len(amounts)}"
         )
-    ranks = range(topology.num_ranks)
-    return [[*range(r * each, (r + 1) * each), *[-1] * free] for r in ranks]
+    starts = range(0, len(amounts), each)
+    return [{e: amounts[e] for e in range(start, start + each)} for start in starts]
 
 
 def slots_of(slot_experts: Tensor, num_experts: int) -> Tensor:
     """Slot of each expert on each rank, (num_experts, num_ranks) int64, or -1."""
     num_ranks, slots_per_rank = slot_experts.shape
     slots = torch.full((num_experts + 1, num_ranks), -1)
-    rank = torch.arange(num_ranks)[:, None].expand_as(slot_experts)
-    slot = torch.arange(slots_per_rank).expand_as(slot_experts)
-    slots[slot_experts, rank] = slot
+    ranks = torch.arange(num_ranks)[:, None]
+    slots[slot_experts, ranks] = torch.arange(slots_per_rank)
     return slots[:num_experts]
 
 
@@ -207,44 +215,22 @@ def plan(
     if not 0 <= price < math.inf:
         raise ValueError(f"plan: price must be finite and not negative, got {price}")
     amounts = counts.detach().round().long().tolist()
-    home = _slots_at_home(topology, len(amounts))
-    each = len(amounts) // topology.num_ranks
-    start = [{e: amounts[e] for e in row[:each]} for row in home]
-    best = [dict(row) for row in start]
-    heaviest = max(map(_sum, start))
-    cost = float(heaviest)
+    start = _at_home(topology, amounts)
+    best, cost = None, float(max(sum(row.values()) for row in start))
     if cost <= sum(amounts) / topology.num_ranks + price:
         tries = 0  # Perfect balance would save less than the price of one fetch.
     least = max(1, math.ceil(price))
     for n in reversed(range(tries)):
-        found = _borrow(start, topology, each, least * 2**n)
-        slots = _slots(found, home)
-        new = max(map(_sum, found)) + price * busiest(slots, len(amounts))
+        found = Plan.of(topology, _borrow(start, topology, least * 2**n))
+        heaviest = int(found.quotas.sum(0).max())
+        new = heaviest + price * busiest(found.slot_experts, len(amounts))
         if new < cost:
             best, cost = found, new
-    quotas = [[0] * topology.num_ranks for _ in amounts]
-    for rank, row in enumerate(best):
-        for expert, tokens in row.items():
-            quotas[expert][rank] = tokens
-    return Plan(topology, _slots(best, home), torch.tensor(quotas))
-
-
-def _sum(held: dict[int, int]) -> int:
-    return sum(held.values())
-
-
-def _slots(held: list[dict[int, int]], home: list[list[int]]) -> Tensor:
-    """(num_ranks, slots_per_rank) experts, copies behind those at home."""
-    slots = []
-    for row, experts in zip(home, held):
-        mine = [e for e in row if e >= 0]
-        mine += sorted(experts.keys() - set(mine))
-        slots.append(mine + [-1] * (len(row) - len(mine)))
-    return torch.tensor(slots)
+    return Plan.of(topology, start) if best is None else best
 
 
 def _borrow(
-    start: list[dict[int, int]], topology: Topology, each: int, min_tokens: int
+    start: list[dict[int, int]], topology: Topology, min_tokens: int
 ) -> list[dict[int, int]]:
     """Tokens by expert on each rank after borrowing, heaviest rank as light as found.
 
@@ -252,35 +238,33 @@ def _borrow(
     another node is searched only if it exceeds the cap of that one.
 
     Args:
-        start (list[dict[int, int]]): tokens by rank of each expert.
-        each (int): experts that are at home on a rank.
+        start (list[dict[int, int]]): tokens at home, by rank and expert.
         min_tokens (int): fewest to borrow an expert for.
     """
     held, per_node = list(start), topology.ranks_per_node
-    free = [topology.slots_per_rank - each] * per_node
-    loads = [_sum(row) for row in held]
+    free = topology.slots_per_rank - len(start[0])
+    loads = [sum(row.values()) for row in start]
     width = max(1, int(_TOLERANCE * sum(loads) / len(loads)))
     nodes = [slice(f, f + per_node) for f in range(0, len(held), per_node)]
     nodes.sort(key=lambda node: -max(loads[node]))
     reached = 0
     for node in nodes:
-        rows, heaviest = held[node], max(loads[node])
         low = max(reached, -(-sum(loads[node]) // per_node))
-        found, high = None, heaviest
-        while any(free) and high - low >= (width if found else 1):
+        found, high = None, max(loads[node])
+        while free and high - low >= (width if found else 1):
             cap = (low + high) // 2
-            new = _export(rows, free, cap, min_tokens)
+            new = _export(start[node], free, cap, min_tokens)
             if new is None:
                 low = cap + 1
             else:
                 found, high = new, cap
-        held[node] = rows if found is None else found
+        held[node] = found or start[node]
         reached = max(reached, high)
     return held
 
 
 def _export(
-    start: list[dict[int, int]], free: list[int], cap: int, min_tokens: int
+    start: list[dict[int, int]], free_slots: int, cap: int, min_tokens: int
 ) -> list[dict[int, int]] | None:
     """Tokens per rank and expert of a node with no rank above ``cap``, or None.
 
@@ -289,7 +273,7 @@ def _export(
     Few ranks should stay half full, as room is lost once the slots are used up.
     """
     held = [dict(row) for row in start]
-    free = list(free)
+    free = [free_slots] * len(held)
     room = [cap - sum(row.values()) for row in held]
     roomy = [r for r, space in enumerate(room) if space > 0]
     for source in sorted(range(len(held)), key=room.__getitem__):
@@ -312,8 +296,7 @@ def _export(
                 amount = min(amount, room[target])
                 if e not in held[target]:
                     free[target] -= 1
-                    held[target][e] = 0
-                held[target][e] += amount
+                held[target][e] = held[target].get(e, 0) + amount
                 held[source][e] -= amount
                 room[target] -= amount
                 if not room[target]:
@@ -357,11 +340,9 @@ def split_by_source(source_counts: Tensor, quotas: Tensor, rank: int) -> Tensor:
     sent = (source_counts - own).t()  # (experts, sources)
     taken = quotas - own.t()  # (experts, hosts)
     source_end, host_end = sent.cumsum(1)[:, rank, None], taken.cumsum(1)
-    overlap = torch.minimum(source_end, host_end)
-    overlap = overlap - torch.maximum(
-        source_end - sent[:, rank, None], host_end - taken
-    )
-    split = overlap.clamp_min_(0)
+    source_begin = source_end - sent[:, rank, None]
+    begin = torch.maximum(source_begin, host_end - taken)
+    split = (torch.minimum(source_end, host_end) - begin).clamp_min_(0)
     split[:, rank] += own[rank]
     return split
 
@@ -395,6 +376,6 @@ def reroute(
     # Shares of an expert are consecutive; copies without an expert come last.
     shares = split.flatten()
     shares = torch.cat([shares, size - shares.sum(0, keepdim=True)])
-    slots = torch.cat([slots, slots.new_full((1,), -1)])
+    slots = F.pad(slots, (0, 1), value=-1)
     slot_at = torch.repeat_interleave(slots, shares, output_size=size)
     return slot_at[place.long()].masked_fill(place < 0, -1) if size else place.long()

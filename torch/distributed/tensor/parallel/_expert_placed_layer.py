@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from typing import Any, cast, TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,13 @@ from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.fetch import after_fetch, Fetcher, Moves, moves_of
+from torch.distributed._moe.fetch import (
+    after_fetch,
+    Fetch,
+    Fetcher,
+    Moves,
+    moves_of,
+)
 from torch.distributed._moe.payload import is_traced
 from torch.distributed._moe.plan import Plan, plan, reroute, slots_of, split_by_source
 from torch.nn.utils import parametrize
@@ -34,27 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
 
 
-__all__ = ["LayerOrder", "PlacedExperts", "PlacedLayer"]
-
-
-class LayerOrder:
-    """The order of the layers of a placement, to fetch ahead for the next one."""
-
-    def __init__(self) -> None:
-        self._last: weakref.ref[nn.Module] | None = None
-        self._next: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
-        self._next = WeakKeyDictionary()
-
-    def next_of(self, module: nn.Module, layer: PlacedLayer) -> nn.Module | None:
-        """The layer that followed ``module``, which runs now, in the previous forward."""
-        last = None if self._last is None else self._last()
-        self._last = weakref.ref(module)
-        if last is not None:
-            placed = cast(Any, last)._expert_parallel.placed
-            if placed.index < layer.index:
-                self._next[last] = self._last
-        following = self._next.get(module)
-        return None if following is None else following()
+__all__ = ["PlacedExperts", "PlacedLayer"]
 
 
 # Most steps without online plans.
@@ -66,6 +51,7 @@ class PlacedLayer:
 
     Attributes:
         plan (Plan): which ranks run its experts, until the next plan.
+        moves (Moves, optional): what this rank sends and receives for its copies, if it has any.
         home (Plan): which ranks have its parameters.
         last_plan (Plan, optional): the plan of the last forward that was planned online.
         tried (Plan, optional): the last plan with copies since times of steps were compared.
@@ -77,9 +63,7 @@ class PlacedLayer:
         self.owner = owner
         self.index = index
         self._join(group, home)
-        self.fetcher = Fetcher(
-            self.exchange, wire_dtype=owner.wire_dtype, keep=owner.keep
-        )
+        self.fetcher = Fetcher(self.exchange, owner.wire_dtype, owner.keep)
         self.last_plan: Plan | None = None
         self.tried: Plan | None = None
         self.copy_cost = owner.copy_cost
@@ -97,20 +81,15 @@ class PlacedLayer:
         self.group_name = group.group_name
         self.exchange = Exchange(group, home.num_experts, None, level="experts")
         self.levels = (self.exchange,)  # for count_wire_bytes
-        # Slots at home by id + 1; none for -1 and E.
-        ranks, slots = home.slot_experts.shape
-        at_home = slots_of(home.slot_experts, home.num_experts)
-        at_home = torch.where(at_home < 0, -1, at_home + slots * torch.arange(ranks))
-        self._at_home = nn.functional.pad(at_home.amax(1), (1, 1), value=-1)
-
-    @property
-    def moves(self) -> bool:
-        """Whether ``plan`` has copies."""
-        return self._moves is not None
+        # Slots at home by id + 1; none for -1, which a free slot has, and for E.
+        ids = home.slot_experts.flatten() + 1
+        self._at_home = torch.full((home.num_experts + 2,), -1)
+        self._at_home[ids] = torch.arange(len(ids))
+        self._at_home[0] = -1
 
     def use(self, plan: Plan) -> None:
         """Uses ``plan`` from the next forward on; nothing moves."""
-        self._moves = self._moves_of(plan)
+        self.moves = self._moves_of(plan)
         self.plan = plan
         self._plan_text = str(plan.slot_experts.tolist())
         self._slots = slots_of(plan.slot_experts, plan.num_experts)
@@ -131,8 +110,8 @@ class PlacedLayer:
         each, copies, rows = self.exchange.local_experts, self.resident, {}
         if copies is not None:
             each = 0
-        elif self._moves is not None:
-            copies = self.fetcher.kept(self._moves, local, region.versions)
+        elif self.moves is not None:
+            copies = self.fetcher.kept(self.moves, local, region.versions)
         for slot, e in enumerate(mine):
             if slot < each:
                 rows[e] = {k: w[slot] for k, w in local.items()}, True
@@ -157,20 +136,14 @@ class PlacedLayer:
         row_bytes: int,
         experts: Experts,
     ) -> tuple[Tensor, Experts | PlacedExperts]:
-        """Slots of the experts in this forward, and the function that runs those of this rank.
+        """(T, K) slots of the experts in this forward, -1 for no expert, and ``experts`` with the copies.
 
         Args:
-            module (nn.Module): the layer.
             topk_indices (Tensor): (T, K) expert ids of this rank.
             weights (dict[str, Tensor]): local expert parameters.
             row_bytes (int): of a token.
-            experts (Experts): runs experts with the weights of ``module``.
-
-        Returns:
-            (Tensor, Experts): (T, K) slots, -1 for no expert, and ``experts`` with the copies.
         """
-        device, E = topk_indices.device, self.home.num_experts
-        self._to(device)
+        self._to(topk_indices.device)
         if self.resident is not None and torch.is_grad_enabled():
             raise RuntimeError(
                 "ExpertPlacement: after a rank was lost a model serves, under no_grad; "
@@ -189,23 +162,13 @@ class PlacedLayer:
             # Weights there and gradients back, over two rows each way.
             self.copy_cost = 2 * size / max(1, 4 * row_bytes)
         online = self.owner.online and self.resident is None
-        plans = online and not self.owner._rests and not self.pause
-        table, moves, split = self._slots, self._moves, None
-        if plans:
-            source = self._counts_of_ranks(self._counts(topk_indices))
-            # An activation checkpointing policy may keep results, which must not be overwritten.
-            with _disable_current_modes():
-                plan = self._plan_online(source.sum(0))
-                moves = self._moves_of(plan)
-                if moves is not None:
-                    self.tried, moves = plan, moves.to(device)
-                    table = slots_of(plan.slot_experts, E)
-                    quotas = plan.quotas.to(device)
-                    split = split_by_source(source, quotas, self.exchange.rank)
+        moves, table, split = self.moves, self._slots, None
+        if online and not self.owner._rests and not self.pause:
+            moves, table, split = self._plan_online(topk_indices)
         elif not online:
             counts = self._counts(topk_indices)
             self.owner._record(self.index, counts)
-            if moves is not None or self.resident is not None:
+            if moves is not None:
                 # Cumulative shares end at 1, so all copies are covered.
                 ends = (counts[:, None] * self._shares).round().long()
                 split = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
@@ -213,49 +176,71 @@ class PlacedLayer:
             slots = self._at_home.take(topk_indices.long() + 1)
         else:
             per_rank = self.home.topology.slots_per_rank
-            slots = reroute(topk_indices, split, table.to(device), per_rank)
-        follows = not self.owner.online and _reusable(module)
-        ahead = self.owner.order.next_of(module, self) if follows else None
+            slots = reroute(topk_indices, split, table, per_rank)
+        ahead = None if self.owner.online else self._next_of(module)
         if moves is None and ahead is None and self.resident is None:
             return slots, experts
-        return slots, PlacedExperts(self, module, moves, weights, experts, ahead)
+        fetch = None
+        if moves is not None:
+            fetch = self.fetcher.begin(moves, weights, _versions(module))
+        return slots, PlacedExperts(self, module, fetch, weights, experts, ahead)
 
     def _to(self, device: torch.device) -> None:
         if self._slots.device != device:
             self._slots, self._shares = self._slots.to(device), self._shares.to(device)
             self._at_home = self._at_home.to(device)
-            self._moves = None if self._moves is None else self._moves.to(device)
+            self.moves = None if self.moves is None else self.moves.to(device)
+
+    def _next_of(self, module: nn.Module) -> nn.Module | None:
+        """The module that followed ``module``, which runs now, in the previous forward; None if it
+        needs no fetch."""
+        if _versions(module) is None:
+            return None
+        following, last, now = self.owner.following, self.owner.last(), ref(module)
+        self.owner.last = now
+        if last is not None and _placed(last).index < self.index:
+            following[last] = now
+        ahead = following[module]() if module in following else None
+        return ahead if ahead is not None and _placed(ahead).moves is not None else None
 
     def fetch_ahead(self, module: nn.Module) -> None:
         """Issues the fetch of the next forward of ``module``, which has this layer."""
         region = cast(Any, module)._expert_parallel
-        if self._moves is None or not _reusable(module):
-            return
         weights = region.local_parameters(module, region.expert_names)
         self._to(next(iter(weights.values())).device)
-        self.fetcher.ahead(self._moves, weights, region.versions)
+        if self.moves is not None:
+            self.fetcher.ahead(self.moves, weights, _versions(module))
 
     def _counts(self, topk_indices: Tensor) -> Tensor:
-        """(num_experts) int64 token copies of this rank."""
-        _, _, _, counts = torch._moe_permutation(topk_indices, self.home.num_experts)
-        return counts.long()
+        """(num_experts) int32 token copies of this rank."""
+        return torch._moe_permutation(topk_indices, self.home.num_experts).counts
 
-    def _counts_of_ranks(self, counts: Tensor) -> Tensor:
-        """(num_ranks, num_experts) token copies of this forward."""
+    def _plan_online(
+        self, topk_indices: Tensor
+    ) -> tuple[Moves | None, Tensor, Tensor | None]:
+        """Moves, slots and split of a plan by the counts of all ranks; at home there is no split."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "ExpertPlacement: online=True plans on the host and can't be compiled"
             )
-        source = counts.new_empty(self.exchange.num_ranks * len(counts))
+        counts = self._counts(topk_indices).long()
+        source = counts.new_empty(self.exchange.num_ranks, len(counts))
         group = c10d._resolve_process_group(self.group_name)
-        dist.all_gather_into_tensor(source, counts, group=group)
-        return source.view(-1, len(counts))
-
-    def _plan_online(self, counts: Tensor) -> Plan:
-        """Plans by the (num_experts) counts of all ranks."""
-        price = self.copy_cost or 0.0
-        self.last_plan = plan(counts, self.home.topology, price=price)
-        return self.last_plan
+        dist.all_gather_into_tensor(source.view(-1), counts, group=group)
+        # An activation checkpointing policy may keep results, which must not be overwritten.
+        with _disable_current_modes():
+            price = self.copy_cost or 0.0
+            self.last_plan = found = plan(
+                source.sum(0), self.home.topology, price=price
+            )
+            moves = self._moves_of(found)
+            if moves is None:
+                return None, self._slots, None
+            self.tried = found
+            quotas = found.quotas.to(counts.device)
+            table = slots_of(found.slot_experts, len(counts)).to(counts.device)
+            split = split_by_source(source, quotas, self.exchange.rank)
+            return moves.to(counts.device), table, split
 
     def step(self) -> None:
         """Pauses online plans while none pays, about twice as long each time."""
@@ -274,25 +259,17 @@ class PlacedExperts:
         self,
         layer: PlacedLayer,
         module: nn.Module,
-        moves: Moves | None,
+        fetch: Fetch | None,
         weights: Mapping[str, Tensor],
         experts: Experts,
         ahead: nn.Module | None,
     ) -> None:
         self._layer, self._module, self._weights = layer, module, weights
-        self._experts, self._ahead = experts, ahead
-        self._fetch = None
+        self._fetch, self._experts, self._ahead = fetch, experts, ahead
+        self.sends = fetch is not None and fetch.sends
         # For all chunks: the copies, and what parametrizations computed from them.
         self._copies: dict[str, Tensor] = {}
         self._made: dict[Any, Any] = {}
-        if moves is not None:
-            region = cast(Any, module)._expert_parallel
-            versions = region.versions if _reusable(module) else None
-            self._fetch = layer.fetcher.begin(moves, weights, versions)
-
-    @property
-    def sends(self) -> bool:
-        return self._fetch is not None and self._fetch.sends
 
     def __call__(
         self,
@@ -303,8 +280,8 @@ class PlacedExperts:
         **options: Any,
     ) -> Tensor:
         if self._ahead is not None:
-            ahead, self._ahead = cast(Any, self._ahead), None
-            ahead._expert_parallel.placed.fetch_ahead(ahead)
+            ahead, self._ahead = self._ahead, None
+            _placed(ahead).fetch_ahead(ahead)
         rest = functools.partial(self._experts, **options)
         if self._layer.resident is not None:
             with self._with_weights(self._layer.resident):
@@ -341,6 +318,10 @@ class PlacedExperts:
                 parametrize._cache = cached
 
 
+def _placed(module: nn.Module) -> PlacedLayer:
+    return cast(Any, module)._expert_parallel.placed
+
+
 def _bound(ids: Tensor, num_rows: int | None) -> int | None:
     """Upper bound of ``ids`` that are not -1; exact if reading them is free."""
     if num_rows is None or ids.device.type != "cpu" or is_traced(ids):
@@ -352,14 +333,14 @@ def _bound(ids: Tensor, num_rows: int | None) -> int | None:
 _SHARED_MODES = (LocalTensorMode, _CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
 
-def _reusable(module: nn.Module) -> bool:
-    """Whether a copy may outlive the forward or region that fetches it.
+def _versions(module: nn.Module) -> tuple[int, ...] | None:
+    """Versions of the parameters, if a copy may outlive the forward or region that fetches it.
 
     It may not in a graph, during tracing, in a recomputed region or one whose results
     are kept, and if FSDP changes a parameter without its version. Other modes, such as a
     FLOP counter, must not matter: a single rank may have them, and all must send the same.
     """
-    return not (
+    if (
         torch.compiler.is_compiling()
         or any(
             mode.is_infra_mode() or isinstance(mode, _SHARED_MODES)
@@ -367,4 +348,6 @@ def _reusable(module: nn.Module) -> bool:
         )
         or torch._C._current_graph_task_id() != -1
         or getattr(module, "_is_fsdp_managed_module", False)
-    )
+    ):
+        return None
+    return cast(Any, module)._expert_parallel.versions

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -11,15 +14,13 @@ from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.loads import LoadStats, StepTimes
 from torch.distributed._moe.plan import busiest, Plan, plan, Topology
-from torch.distributed.tensor.parallel._expert_placed_layer import (
-    LayerOrder,
-    PlacedLayer,
-)
-from torch.distributed.tensor.parallel._expert_recovery import recover, Recovery
+from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
+from torch.distributed.tensor.parallel._expert_recovery import recover
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from weakref import ref
 
     from torch.distributed.distributed_c10d import ProcessGroup
 
@@ -34,6 +35,7 @@ _TRIES = 3
 _WINDOW, _TRIAL = 8, 4
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ExpertPlacement:
     """Decides which ranks run which expert, by the loads of a model in training.
 
@@ -89,22 +91,21 @@ class ExpertPlacement:
         ...     placement.step()
     """
 
-    def __init__(
-        self,
-        *,
-        slots_per_rank: int,
-        ranks_per_node: int | None = None,
-        every: int | None = 100,
-        online: bool = False,
-        decay: float = 0.9,
-        copy_cost: float | None = None,
-        keep: bool = False,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
-        if wire_dtype not in (None, torch.bfloat16, torch.float8_e4m3fn):
+    slots_per_rank: int
+    ranks_per_node: int | None = None
+    every: int | None = 100
+    online: bool = False
+    decay: float = 0.9
+    copy_cost: float | None = None
+    keep: bool = False
+    wire_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        every, copy_cost = self.every, self.copy_cost
+        if self.wire_dtype not in (None, torch.bfloat16, torch.float8_e4m3fn):
             raise ValueError(
                 "ExpertPlacement: wire_dtype must be None, torch.bfloat16 or "
-                f"torch.float8_e4m3fn, got {wire_dtype}"
+                f"torch.float8_e4m3fn, got {self.wire_dtype}"
             )
         if every is not None and every < 1:
             raise ValueError(f"ExpertPlacement: every must be at least 1, got {every}")
@@ -113,21 +114,16 @@ class ExpertPlacement:
                 "ExpertPlacement: copy_cost must be finite and at least 0, got "
                 f"{copy_cost}"
             )
-        self.slots_per_rank = slots_per_rank
-        self.ranks_per_node = ranks_per_node
-        self.every = every
-        self.online = online
-        self.decay = decay
-        self.copy_cost = copy_cost
-        self.keep = keep
-        self.wire_dtype = wire_dtype
-        self.order = LayerOrder()
+        # The layer of the running forward, and those that followed each one, to fetch ahead.
+        self.last: Callable[[], nn.Module | None] = lambda: None
+        self.following: WeakKeyDictionary[nn.Module, ref[nn.Module]]
+        self.following = WeakKeyDictionary()
         self.recoveries = 0
         self.layers: list[PlacedLayer] = []
         self.loads: Tensor | None = None
         # Times of steps, if no price of a copy is given. The first window is at home.
         self._times = StepTimes() if copy_cost is None else None
-        self._rests = self._times is not None and online
+        self._rests = self._times is not None and self.online
         self._stats: LoadStats | None = None
         self._to_load: dict[str, Any] | None = None  # state of stats not made yet
         self._steps = 0
@@ -143,16 +139,13 @@ class ExpertPlacement:
             )
         topology = Topology(ranks // per_node, per_node, self.slots_per_rank)
         home = Plan.home(topology, num_experts)
-        first = self.layers[0] if self.layers else None
-        if first is not None and (
-            first.home.num_experts != num_experts
-            or first.group_name != group.group_name
-        ):
-            raise ValueError(
-                "ExpertPlacement: layers must have one number of experts and one group, "
-                f"got {num_experts} experts after {first.home.num_experts}; use one "
-                "object for each kind"
-            )
+        for layer in self.layers:
+            before = layer.home.num_experts
+            if before != num_experts or layer.group_name != group.group_name:
+                raise ValueError(
+                    "ExpertPlacement: layers must have one number of experts and one group, "
+                    f"got {num_experts} experts after {before}; use one object for each kind"
+                )
         if self._stats is not None:
             raise RuntimeError("ExpertPlacement: layers come before the first forward")
         layer = PlacedLayer(self, len(self.layers), home, group)
@@ -169,11 +162,8 @@ class ExpertPlacement:
         if self.online:
             plans = [layer.last_plan for layer in self.layers]
             return [p.imbalance(p.quotas.sum(1)) for p in plans if p is not None]
-        if self.loads is None:
-            return []
-        return [
-            layer.plan.imbalance(loads) for layer, loads in zip(self.layers, self.loads)
-        ]
+        pairs = () if self.loads is None else zip(self.layers, self.loads)
+        return [layer.plan.imbalance(loads) for layer, loads in pairs]
 
     def step(self) -> None:
         """Counts a step, and plans if it is time to. Collective.
@@ -205,10 +195,9 @@ class ExpertPlacement:
             if not self.online and layer.moves:
                 layer.tried = layer.plan
         tried = [layer for layer in self.layers if layer.tried is not None]
-        first = self.layers[0]
-        group = c10d._resolve_process_group(first.group_name)
-        device = first.exchange.needed.device
-        self._rests, raises = times.slower(bool(tried), group, device)
+        exchange = self.layers[0].exchange
+        group = c10d._resolve_process_group(self.layers[0].group_name)
+        self._rests, raises = times.slower(bool(tried), group, exchange.needed.device)
         for layer in tried:
             plan, layer.tried = cast(Plan, layer.tried), None
             if raises:
@@ -223,38 +212,7 @@ class ExpertPlacement:
         for layer in self.layers:
             layer.fetcher.forget()
 
-    def recover(
-        self,
-        model: nn.Module,
-        weights: Callable[[str, int], Tensor] | None = None,
-        *,
-        seconds: float = 10.0,
-    ) -> Recovery:
-        """Continues to serve ``model`` on the remaining ranks after ranks were lost.
-
-        Every remaining rank calls it after a forward raised because others did not answer.
-        Ranks that do not call it within ``seconds`` are lost. An expert of a lost rank
-        continues from a copy, if a rank has kept one, or is loaded. From then on experts stay
-        where they are, without gradients, also with ``online=True``, and loads are counted anew.
-        The store of the default group must be alive.
-
-        Every rank raises before a layer is changed if there are too few slots, if nobody has an
-        expert and ``weights`` is not given, or if ``ranks_per_node`` of a hierarchical switch
-        does not divide the remaining ranks.
-
-        Args:
-            model (nn.Module): has all layers of this placement.
-            weights (callable, optional): ``weights(name, expert)`` loads the weights of one
-                expert of a parameter, as from a checkpoint. Default: None (an error if it
-                is needed)
-
-        Keyword Args:
-            seconds (float): seconds to wait for other ranks. Default: 10.0
-
-        Returns:
-            Recovery: lost ranks, the pause, tokens to run again, and where weights came from.
-        """
-        return recover(self, model, weights, seconds)
+    recover = recover
 
     def _plan(self, before: Tensor | None = None, latest: Tensor | None = None) -> None:
         """Plans by :attr:`loads`, if a plan by the loads ``before`` would have paid for the ``latest``
@@ -265,24 +223,20 @@ class ExpertPlacement:
             if layer.resident is not None:
                 continue  # Its weights do not move.
             price, topology = layer.copy_cost or 0.0, layer.home.topology
-            found = layer.home
-            if not self._rests:
-                found = plan(self.loads[i], topology, price=price, tries=_TRIES)
+            by = partial(plan, topology=topology, price=price, tries=_TRIES)
+            found = layer.home if self._rests else by(self.loads[i])
             if before is not None and latest is not None and found is not layer.home:
-                tried = layer.plan
-                if not layer.moves:
-                    tried = plan(before[i], topology, price=price, tries=_TRIES)
+                tried = layer.plan if layer.moves else by(before[i])
                 if tried.cost(latest[i], price) > layer.home.cost(latest[i]):
                     found = layer.home
             layer.use(found)
 
     def _record(self, index: int, counts: Tensor) -> None:
         if self._stats is None:
-            first = self.layers[0]
             self._stats = LoadStats(
                 len(self.layers),
-                first.home.num_experts,
-                group=first.group_name,
+                len(counts),
+                group=self.layers[0].group_name,
                 decay=self.decay,
                 device=counts.device,
             )
@@ -311,19 +265,17 @@ class ExpertPlacement:
                 f"model has {len(self.layers)}"
             )
         self._steps, self.loads = state["steps"], state["loads"]
+        same = True
         for i, layer in enumerate(self.layers):
             layer.pause, layer.pauses = state["pauses"][i]
             if self.copy_cost is None:
                 layer.copy_cost = state["copy_costs"][i]
-        plans = zip(self.layers, state["slot_experts"], state["quotas"])
-        for layer, slots, quotas in plans:
-            if layer.resident is not None or self.online:
-                continue
-            if slots.shape == layer.home.slot_experts.shape:
+            slots, quotas = state["slot_experts"][i], state["quotas"][i]
+            same = slots.shape == layer.home.slot_experts.shape
+            if same and layer.resident is None and not self.online:
                 layer.use(Plan(layer.home.topology, slots, quotas))
-            else:
-                self._plan()
-                break
+        if not same:
+            self._plan()
         if self._stats is not None and state["stats"] is not None:
             self._stats.load_state_dict(state["stats"])
         else:

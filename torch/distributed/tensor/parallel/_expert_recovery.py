@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import sub_group
-from torch.distributed._moe.plan import Plan, slots_of, Topology
+from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
     from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
-
-    Weights = Callable[[str, int], Tensor]
 
 
 __all__ = ["recover", "Recovery"]
@@ -71,101 +69,119 @@ def ranks_left(
 
 
 def recover(
-    placement: ExpertPlacement, model: nn.Module, weights: Weights | None, wait: float
+    self: ExpertPlacement,
+    model: nn.Module,
+    weights: Callable[[str, int], Tensor] | None = None,
+    *,
+    seconds: float = 10.0,
 ) -> Recovery:
-    """See :meth:`ExpertPlacement.recover`."""
+    """Continues to serve ``model`` on the remaining ranks after ranks were lost.
+
+    Every remaining rank calls it after a forward raised because others did not answer.
+    Ranks that do not call it within ``seconds`` are lost. An expert of a lost rank
+    continues from a copy, if a rank has kept one, or is loaded. From then on experts stay
+    where they are, without gradients, also with ``online=True``, and loads are counted anew.
+    The store of the default group must be alive.
+
+    Every rank raises before a layer is changed if there are too few slots, if nobody has an
+    expert and ``weights`` is not given, or if ``ranks_per_node`` of a hierarchical switch
+    does not divide the remaining ranks.
+
+    Args:
+        model (nn.Module): has all layers of this placement.
+        weights (callable, optional): ``weights(name, expert)`` loads the weights of one
+            expert of a parameter, as from a checkpoint. Default: None (an error if it
+            is needed)
+
+    Keyword Args:
+        seconds (float): seconds to wait for other ranks. Default: 10.0
+
+    Returns:
+        Recovery: lost ranks, the pause, tokens to run again, and where weights came from.
+    """
     start = time.monotonic()
-    old = c10d._resolve_process_group(placement.layers[0].group_name)
+    old = c10d._resolve_process_group(self.layers[0].group_name)
     ranks = dist.get_process_group_ranks(old)
-    placement.recoveries += 1
-    left = ranks_left(old.group_name, ranks, placement.recoveries, wait)
+    self.recoveries += 1
+    left = ranks_left(old.group_name, ranks, self.recoveries, seconds)
     group = c10d._resolve_process_group(sub_group(old, left))
     found = {
         m._expert_parallel.placed: (name, m)
         for name, m in model.named_modules()
         if getattr(getattr(m, "_expert_parallel", None), "placed", None)
     }
-    layers = [(layer, *found[layer]) for layer in placement.layers]
-    tokens = max(layer.tokens for layer in placement.layers)
+    layers = [(layer, *found[layer]) for layer in self.layers]
+    tokens = max(layer.tokens for layer in self.layers)
+    held = [layer.rows(module) for layer, _, module in layers]
     # 2 for an expert at home, 1 for a copy of one.
-    mine = [
-        {e: 1 + at_home for e, (_, at_home) in layer.rows(module)[1].items()}
-        for layer, _, module in layers
-    ]
+    mine = [{e: 1 + at_home for e, (_, at_home) in rows.items()} for _, rows in held]
     # Objects, not a tensor: PyTorch knows the device on which the group's backend sends them.
     gathered: list[Any] = [None] * len(left)
     dist.all_gather_object(gathered, (tokens, mine), group=group)
     of_ranks = {rank: n for rank, (n, _) in zip(left, gathered)}
     # Errors are raised here, before a layer is changed.
-    tables, switches = [], []
+    plans, switches = [], []
     for i, (layer, name, module) in enumerate(layers):
-        have = [held[i] for _, held in gathered]
-        tables.append((have, _table(layer, name, have, weights is not None)))
+        have = [kinds[i] for _, kinds in gathered]
+        plans.append(_plan(layer, name, have, weights is not None))
         switches.append(_switch(layer, module, group))
-    residents: list[dict[str, Tensor]] = []
-    error: Exception | None = None
+    residents, text, error = [], "", None
     try:
-        for (layer, name, module), (_, table) in zip(layers, tables):
-            mine_now = table[dist.get_rank(group)]
-            residents.append(_resident(layer, name, module, weights, mine_now))
+        for (_, name, _), (plan, _), rows in zip(layers, plans, held):
+            experts = plan.slot_experts[dist.get_rank(group)].tolist()
+            residents.append(_resident(name, *rows, weights, experts))
     except Exception as e:
-        error = e
+        text, error = f"{type(e).__name__}: {e}", e
     # Otherwise ranks would send tokens to one that has no weights, and wait for it forever.
     failures: list[Any] = [None] * len(left)
-    text = None if error is None else f"{type(error).__name__}: {error}"
     dist.all_gather_object(failures, text, group=group)
-    failed = {rank: text for rank, text in zip(left, failures) if text is not None}
+    failed = {rank: text for rank, text in zip(left, failures) if text}
     if failed:
         raise RuntimeError(
             f"ExpertPlacement.recover: weights could not be loaded on ranks {failed}; no layer "
             "was changed, and recover may be called again"
         ) from error
-    copies, loaded = [], []
-    settled = zip(layers, tables, switches, residents)
-    for (layer, _, module), (have, table), switch, resident in settled:
-        E, slots = layer.home.num_experts, layer.home.topology.slots_per_rank
-        table = [row + [-1] * (slots - len(row)) for row in table]
-        quotas = (slots_of(torch.tensor(table), E) >= 0).long()
-        topology = Topology(1, len(table), slots)
-        layer.settle(Plan(topology, torch.tensor(table), quotas), resident, group)
+    settled = zip(layers, plans, switches, residents)
+    for (layer, _, module), (plan, _), switch, resident in settled:
+        layer.settle(plan, resident, group)
         module._expert_parallel.switch = switch
-        held = [
-            (have[r].get(e), e) for r, row in enumerate(table) for e in row if e >= 0
-        ]
-        copies.append(sorted(e for kind, e in held if kind == 1))
-        loaded.append(sorted(e for kind, e in held if kind is None))
+    copies = [[e for e, kind in enumerate(kinds) if kind == 1] for _, kinds in plans]
+    loaded = [[e for e, kind in enumerate(kinds) if kind == 0] for _, kinds in plans]
     # They have the name of the lost group.
-    placement._stats = None
+    self._stats = None
     lost = [rank for rank in ranks if rank not in left]
     return Recovery(lost, time.monotonic() - start, of_ranks, copies, loaded)
 
 
-def _table(
+def _plan(
     layer: PlacedLayer, name: str, have: list[dict[int, int]], loads: bool
-) -> list[list[int]]:
-    """Experts of each remaining rank, which has them (``have``) or loads them."""
+) -> tuple[Plan, list[int]]:
+    """Plan of the remaining ranks, and what the rank of each expert has of it, 0 if it loads it.
+
+    Args:
+        have (list[dict[int, int]]): what each rank has by expert, as in :func:`recover`.
+    """
     E, slots = layer.home.num_experts, layer.home.topology.slots_per_rank
-    table: list[list[int]] = [[] for _ in have]
+    table: list[dict[int, int]] = [{} for _ in have]
+    kinds = [0] * E
     best = [max(held.get(e, 0) for held in have) for e in range(E)]
     # Experts at home come first, then those with a copy; others go where there is most room.
     for e in sorted(range(E), key=lambda e: -best[e]):
-        options = [r for r, held in enumerate(have) if held.get(e, 0) == best[e]]
-        options = [r for r in options if len(table[r]) < slots] or [
-            r for r in range(len(have)) if len(table[r]) < slots
-        ]
-        if not options:
+        room = [r for r, row in enumerate(table) if len(row) < slots]
+        if not room:
             raise RuntimeError(
                 f"ExpertPlacement.recover: {len(have)} ranks of {slots} slots have no room for "
                 f"{E} experts; slots_per_rank must be larger"
             )
-        table[min(options, key=lambda r: len(table[r]))].append(e)
-    missing = [e for r, held in enumerate(table) for e in held if e not in have[r]]
+        rank = min(room, key=lambda r: (have[r].get(e, 0) < best[e], len(table[r])))
+        table[rank][e], kinds[e] = 1, have[rank].get(e, 0)
+    missing = [e for held in table for e in held if not kinds[e]]
     if missing and not loads:
         raise RuntimeError(
             f"ExpertPlacement.recover: nobody who has room has experts {missing} of {name!r}; "
             "weights must load them"
         )
-    return table
+    return Plan.of(Topology(1, len(have), slots), table), kinds
 
 
 def _switch(layer: PlacedLayer, module: nn.Module, group: dist.ProcessGroup) -> Any:
@@ -180,21 +196,19 @@ def _switch(layer: PlacedLayer, module: nn.Module, group: dist.ProcessGroup) -> 
 
 
 def _resident(
-    layer: PlacedLayer,
     name: str,
-    module: nn.Module,
-    weights: Weights | None,
+    local: dict[str, Tensor],
+    rows: dict[int, tuple[dict[str, Tensor], bool]],
+    weights: Callable[[str, int], Tensor] | None,
     experts: list[int],
 ) -> dict[str, Tensor]:
     """Weights of ``experts`` in the slots of this rank; missing ones are loaded."""
-    slots = layer.home.topology.slots_per_rank
-    local, rows = layer.rows(module)
-    resident = {key: w.new_zeros(slots, *w.shape[1:]) for key, w in local.items()}
+    resident = {k: w.new_zeros(len(experts), *w.shape[1:]) for k, w in local.items()}
     with torch.no_grad():
         for slot, e in enumerate(experts):
             for key, out in resident.items():
                 if e in rows:
                     out[slot].copy_(rows[e][0][key])
-                elif weights is not None:
+                elif weights is not None and e >= 0:
                     out[slot].copy_(weights(f"{name}.{key}".lstrip("."), e))
     return resident
