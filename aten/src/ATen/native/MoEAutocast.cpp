@@ -10,15 +10,12 @@
 
 #include <string_view>
 
-/*
-The autocast rule of _moe_mlp: tokens and expert parameters are cast to the lower
-precision, router weights are not. They are few, a router computes them in float32,
-and the kernels multiply them in float32 before they round. Those that come in 16 bits
-are cast to float32: next to operands of the other 16-bit dtype they would be an error.
-
-moe_mlp and grouped_mlp call _moe_mlp, and have a rule only because torch.export keeps composite
-ops: run_decompositions would decompose them below autocast, where _moe_mlp has no rule any more.
-*/
+// The autocast rule of _moe_mlp: tokens and expert parameters are cast to the lower precision,
+// router weights are not. They are few, a router computes them in float32, and the kernels
+// multiply them in float32 before they round. Those that come in 16 bits are cast to float32: next
+// to operands of the other 16-bit dtype they would be an error. moe_mlp and grouped_mlp call
+// _moe_mlp, and have a rule only because torch.export keeps composite ops: run_decompositions
+// would decompose them below autocast, where _moe_mlp has no rule any more.
 
 namespace at::autocast {
 namespace {
