@@ -1,7 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 """Expert-parallel training for hours: routing drifts, ranks are killed, and training goes on.
 
-    python test/distributed/test_moe_soak.py --seconds 3600 [--log FILE]
+    python test/distributed/test_moe_soak.py --seconds 3600
 
 Four ranks train and save a checkpoint every few steps. Again and again one of them is killed at a
 random moment. The others must fail with an error, and all start again from the last checkpoint.
