@@ -170,7 +170,7 @@ def test_long_script_repeats_what_another_run_did_not_cover(tmp_path):
     assert passed_before("verify", "slow") == 0
     assert passed_before("slow", "verify") == 2
     assert passed_before() == 2
-    assert passed_before() == 11
+    assert passed_before() == 12
     (tmp_path / "test_new.py").write_text("new\n")
     assert passed_before("drift") == 0
     assert run("drifts").stderr.startswith("no shard drifts; there are: verify slow")
