@@ -224,7 +224,7 @@ def test_imports_from_each_other():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 modules[file.stem].add(node.name)
-            elif isinstance(node, ast.Name):
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 modules[file.stem].add(node.id)
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
                 modules[file.stem] |= {a.asname or a.name for a in node.names}
