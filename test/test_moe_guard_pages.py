@@ -286,7 +286,7 @@ def low_bit(draw):
     fmt = draw.pick(*(fmt for fmt in LOW_BIT_FORMATS if fmt.scaling is scaling))
     kwargs, is_apart = draw.activation()
     layout = draw.pick("plain", "plain", "panels")
-    int8 = fmt.name == "mxfp4" and draw.pick(True, False)
+    int8 = fmt.takes_int8_rows and draw.pick(True, False)
     multiple = 32 if int8 else 16 if layout == "panels" else 2 if fmt.bits < 8 else 1
     case = draw.case(multiple)
     dtype = draw.pick(torch.float32, torch.bfloat16) if int8 else draw.dtype()

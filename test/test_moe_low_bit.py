@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import torch
-from torch.nn.functional import ScalingType
 from torch.nn.utils._moe_low_bit import pack_panels
 from torch.profiler import profile
 from torch.testing._internal.common_moe import (
@@ -25,7 +24,10 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.moe_generators import MoeCase
 from torch.testing._internal.moe_low_bit import low_bit_format, LOW_BIT_FORMATS
-from torch.testing._internal.moe_quantized_reference import swizzle_reference
+from torch.testing._internal.moe_quantized_reference import (
+    quantized_values,
+    swizzle_reference,
+)
 from torch.testing._internal.moe_reference import (
     ACTIVATIONS,
     apply_activation,
@@ -39,7 +41,6 @@ from torch.testing._internal.moe_reference import (
 E8M0 = torch.float8_e8m0fnu
 _op = torch.ops.aten._moe_mlp_scaled.default
 _moe_mlp = torch.ops.aten._moe_mlp.default
-MX = ScalingType.BlockWise1x32.value
 
 all_formats = parametrize_named("fmt", LOW_BIT_FORMATS)
 all_layouts = parametrize("panels", [False, True])
@@ -69,13 +70,14 @@ class Layer:
             lists = [list(pack_panels(*pair)) if pair else [] for pair in lists]
         input = self.input if input is None else input
         offs, s, row_slots, slot_rows, b_in, b_out = rows or self.rows
-        scaled = list(torch._moe_quantize(input, MX, dtype=torch.int8)) if int8 else []
+        recipe = self.fmt.scaling.value
+        scaled = torch._moe_quantize(input, recipe, dtype=torch.int8) if int8 else ()
         kwargs = {"compute_preact": False, **self.kwargs, **kwargs}
         return call(
             input, None, None, offs, s, row_slots, slot_rows, b_in, b_out, None,
-            scaled, *lists,
-            recipe_a=[MX] if int8 else [],
-            recipe_w=[self.fmt.scaling.value],
+            list(scaled), *lists,
+            recipe_a=[recipe] if int8 else [],
+            recipe_w=[recipe],
             swizzle_w=[2] if panels else [],
             **kwargs,
         )[0]  # fmt: skip
@@ -175,7 +177,7 @@ class TestMoeLowBit(TestCase):
     @parametrize("int8", [False, True])
     def test_token_alone(self, fmt, panels, dtype, int8):
         """A token's bits depend neither on the other tokens nor on the threads."""
-        if int8 and fmt.name != "mxfp4":
+        if int8 and not fmt.takes_int8_rows:
             return
         case = shape_of(fmt, 384, 160, num_tokens=70)
         layer, experts = Layer(case, fmt, dtype), case.topk_indices()
@@ -280,18 +282,16 @@ class TestMoeLowBit(TestCase):
             torch.set_flush_denormal(False)
         self.assertEqual(actual, want, rtol=0, atol=0)
 
+    @parametrize_named("fmt", [f for f in LOW_BIT_FORMATS if f.takes_int8_rows])
     @all_layouts
     @parametrize("tokens", [1, 3, 8, 50])
-    def test_int8_rows(self, panels, tokens):
-        fmt = low_bit_format("mxfp4")
+    def test_int8_rows(self, fmt, panels, tokens):
         layer = Layer(shape_of(fmt, 320, 96, num_tokens=tokens), fmt, torch.bfloat16)
         actual = layer.run(int8=True, panels=panels)
 
         def rounded(x):
-            data, scale = torch._moe_quantize(x.bfloat16(), MX, dtype=torch.int8)
-            blocks = data.double().unflatten(1, (-1, 32))
-            factor = torch.pow(2.0, scale.view(torch.uint8).double() - 127)
-            return (blocks * factor[..., None]).flatten(1)
+            recipe = fmt.scaling.value
+            return quantized_values(x.bfloat16(), recipe, dtype=torch.int8)
 
         offs, s, row_slots, slot_rows, *_ = layer.rows
         x = rounded(layer.input)

@@ -40,7 +40,6 @@ from torch.testing._internal.moe_low_bit import low_bit_format, LowBitFormat
 import measure
 
 
-MX = F.ScalingType.BlockWise1x32.value
 QUICK = Shape("quick", 1, 256, 128, 8, 2)
 FORMATS = (
     "fp8_tensorwise", "fp8_rowwise", "fp8_128x128", "mxfp8", "int8_rowwise", "mxfp4",
@@ -76,10 +75,11 @@ class Routing:
 def run_scaled(x, routing, fmt, pairs, panels: bool, int8: bool = False) -> Tensor:
     """_moe_mlp_scaled; with int8 rows its time includes the rounding of the input."""
     offs, weights, row_slots, slot_rows = routing.rows
-    scaled = list(torch._moe_quantize(x, MX, dtype=torch.int8)) if int8 else []
+    recipe = fmt.scaling.value
+    scaled = list(torch._moe_quantize(x, recipe, dtype=torch.int8)) if int8 else []
     return torch._moe_mlp_scaled(
         x, None, None, offs, weights, row_slots, slot_rows, None, None, None,
-        scaled, *pairs, [], recipe_a=[MX] if int8 else [], recipe_w=[fmt.scaling.value],
+        scaled, *pairs, [], recipe_a=[recipe] if int8 else [], recipe_w=[recipe],
         swizzle_w=[2] if panels else [], compute_preact=False,
     )[0]  # fmt: skip
 
@@ -183,7 +183,7 @@ def forms_of(layer: Operands, fmt: LowBitFormat) -> dict[str, Callable]:
     pairs = [make_weight(fmt, *weight.shape) for weight in weights_16]
     panels = [list(pack_panels(*pair)) for pair in pairs]
     forms = {BF16: bfloat16}
-    for rows in ("", ", int8 rows") if fmt.name == "mxfp4" else ("",):
+    for rows in ("", ", int8 rows") if fmt.takes_int8_rows else ("",):
         for name, weights in (("checkpoint", pairs), ("panels", panels)):
             options = {"panels": weights is panels, "int8": rows != ""}
             form = functools.partial(run_scaled, fmt=fmt, pairs=weights, **options)

@@ -85,7 +85,7 @@ def form(name, N, K):
 
 FORMS = (
     "mxfp4", "deepseek", "int4_32", "int4_64", "int4_128", "int8_rows", "int8_tensor",
-    "fp8_rows", "fp8_tensor", "fp8_128", "torchao_rows",
+    "int8_128", "fp8_rows", "fp8_tensor", "fp8_128", "torchao_rows",
 )  # fmt: skip
 
 

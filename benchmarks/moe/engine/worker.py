@@ -59,11 +59,12 @@ def ours(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
         "checkpoint": pairs,
         "panels": [[settled(t) for t in pack_panels(*p)] for p in pairs],
     }
-    E, rounds_rows = len(w["w_in"]), (False, True) if fmt == "mxfp4" else (False,)
+    E, format_of = len(w["w_in"]), low_bit_format(fmt)
+    rounds_rows = (False, True) if format_of.takes_int8_rows else (False,)
 
     def run(x, ids, weights, kind: str, int8: bool) -> Tensor:
         routing = low_bit.Routing(ids, weights, E)
-        panels, format_of = kind == "panels", low_bit_format(fmt)
+        panels = kind == "panels"
         return low_bit.run_scaled(x, routing, format_of, kinds[kind], panels, int8)
 
     return {

@@ -96,8 +96,8 @@ def from_compressed_tensors(
         weight: (E, N, K) float8_e4m3fn or int8, or (E, N, K / 8) int32 of 4-bit numbers
             ("pack-quantized").
         weight_scale: (E, N, groups), or (E, 1) for one scale per expert; floating point. The group
-            size is a multiple of 32 for int4, a multiple of 128 or a whole row for float8_e4m3fn,
-            and a whole row for int8.
+            size is a multiple of 32 for int4, and a multiple of 128 or a whole row for
+            float8_e4m3fn and int8.
         weight_shape: (N, K) of an expert, for int32.
         weight_zero_point: must be zero.
 
@@ -145,7 +145,7 @@ def _check_zero_point(name: str, zero_point: Tensor | None) -> None:
 def _grouped(name: str, data: Tensor, scale: Tensor) -> QuantizedWeight:
     """Scales of groups along K, one per row, or one per expert."""
     packed = data.dtype == torch.uint8
-    allowed = {torch.uint8: (32, 128), torch.float8_e4m3fn: (128,), torch.int8: ()}
+    allowed = {torch.uint8: (32, 128), torch.float8_e4m3fn: (128,), torch.int8: (128,)}
     if data.dim() != 3 or data.dtype not in allowed:
         raise ValueError(
             f"{name}: numbers must be (E, N, K) float8_e4m3fn, int8 or int4, got "

@@ -50,6 +50,11 @@ class LowBitFormat:
     scaling: ScalingType
     bits: float
 
+    @property
+    def takes_int8_rows(self) -> bool:
+        """Whether rows may be int8, with scales of the same blocks."""
+        return self.data is not torch.float8_e4m3fn
+
     def draw(
         self, E: int, N: int, K: int, generator: torch.Generator | None = None
     ) -> LowBitWeight:
@@ -125,6 +130,7 @@ LOW_BIT_FORMATS: tuple[LowBitFormat, ...] = (
     LowBitFormat("mxfp8", torch.float8_e4m3fn, ScalingType.BlockWise1x32, 8.25),
     LowBitFormat("int8_rowwise", torch.int8, ScalingType.RowWise, 8),
     LowBitFormat("int8_1x32", torch.int8, ScalingType.BlockWise1x32, 8.25),
+    LowBitFormat("int8_1x128", torch.int8, ScalingType.BlockWise1x128, 8.25),
     LowBitFormat("mxfp4", torch.float4_e2m1fn_x2, ScalingType.BlockWise1x32, 4.25),
     LowBitFormat("int4_1x32", torch.uint8, ScalingType.BlockWise1x32, 5),
     LowBitFormat("int4_1x128", torch.uint8, ScalingType.BlockWise1x128, 4.25),

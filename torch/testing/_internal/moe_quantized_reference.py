@@ -149,10 +149,15 @@ def dequantize_reference(
 
 
 def quantized_values(
-    x: Tensor, recipe: int, *, offs: Tensor | None = None, dim: int = -1
+    x: Tensor,
+    recipe: int,
+    *,
+    offs: Tensor | None = None,
+    dim: int = -1,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``x`` quantised and dequantised, float64."""
-    data, scale = moe_quantize_reference(x, recipe, offs=offs, dim=dim)
+    data, scale = moe_quantize_reference(x, recipe, offs=offs, dim=dim, dtype=dtype)
     return dequantize_reference(data, scale, recipe, offs=offs, dim=dim)
 
 

@@ -55,7 +55,7 @@ struct WeightFormat {
   int64_t per_element; // numbers in an element of data
 };
 
-constexpr std::array<WeightFormat, 10> kWeightFormats = {{
+constexpr std::array<WeightFormat, 11> kWeightFormats = {{
     {kFloat8_e4m3fn, ScalingType::TensorWise, kFloat, 1},
     {kFloat8_e4m3fn, ScalingType::RowWise, kFloat, 1},
     {kFloat8_e4m3fn, ScalingType::BlockWise1x32, kFloat8_e8m0fnu, 1},
@@ -63,6 +63,7 @@ constexpr std::array<WeightFormat, 10> kWeightFormats = {{
     {kFloat8_e4m3fn, ScalingType::BlockWise128x128, kFloat, 1},
     {kChar, ScalingType::RowWise, kFloat, 1},
     {kChar, ScalingType::BlockWise1x32, kFloat8_e8m0fnu, 1},
+    {kChar, ScalingType::BlockWise1x128, kFloat, 1},
     {kFloat4_e2m1fn_x2, ScalingType::BlockWise1x32, kFloat8_e8m0fnu, 2},
     {kByte, ScalingType::BlockWise1x32, kFloat, 2},
     {kByte, ScalingType::BlockWise1x128, kFloat, 2},
@@ -336,12 +337,12 @@ struct ScaledCall {
     }
     TORCH_CHECK_VALUE(
         !weight_only(), op, ": input_scaled needs recipe_a, got recipe_a []");
-    const bool takes_int8 = !lists.w_in.empty() && rule_a->type == ScalingType::BlockWise1x32 &&
-        lists.w_in[0].scalar_type() == kFloat4_e2m1fn_x2;
+    const bool takes_int8 =
+        !lists.w_in.empty() && lists.w_in[0].scalar_type() != kFloat8_e4m3fn;
     TORCH_CHECK_TYPE(
         row_dtype() == kFloat8_e4m3fn || (row_dtype() == kChar && takes_int8),
-        op, ": input_scaled data must have dtype float8_e4m3fn or, for weights in"
-        " float4_e2m1fn_x2, int8, got ", dtype_name(row_dtype()));
+        op, ": input_scaled data must have dtype float8_e4m3fn or, for weights in int8,"
+        " int4 (uint8) or float4_e2m1fn_x2, int8, got ", dtype_name(row_dtype()));
     const auto &D = call.sizes.model_dim, &F = call.sizes.hidden_dim;
     TORCH_CHECK_VALUE(
         row_dtype() != kChar ||

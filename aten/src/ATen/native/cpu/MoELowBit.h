@@ -170,55 +170,80 @@ struct LineGroup {
 
 // ---- int8 rows ----------------------------------------------------------------------
 
-// A left operand rounded to int8 in blocks of 32: the codes of each 8 elements, even
-// ones first, then per block a scale, and the sum of -12 times the codes.
-// MoELowBitAvx512.h adds 12 to the weights, as one factor must not be negative.
+// A left operand rounded to int8: its codes, then per block of K a scale, and the sum of the
+// codes. MoELowBitDecoder.h adds a number to the weights, as one factor must not be negative.
 struct Int8Row {
-  static constexpr int64_t kBlock = 32;
+  // Of weights of `w`, whose blocks are those of the row.
+  explicit Int8Row(const LowBitView& w)
+      : depth(w.depth),
+        block(std::clamp<int64_t>(w.scale.block_cols, 1, std::max<int64_t>(1, w.depth))),
+        has_pairs(code_bits(w.codes) == 4) {}
 
   static int8_t* codes(void* row) {
     return static_cast<int8_t*>(row);
   }
-  static float* scales(void* row, int64_t depth) {
+  float* scales(void* row) const {
     return reinterpret_cast<float*>(codes(row) + depth);
   }
-  static int32_t* corrections(void* row, int64_t depth) {
-    return reinterpret_cast<int32_t*>(codes(row) + depth) + depth / kBlock;
+  int32_t* sums(void* row) const {
+    return reinterpret_cast<int32_t*>(codes(row) + depth) + ceil_div(depth, block);
   }
-  static int64_t place(int64_t k) {
-    return k / 8 * 8 + k % 2 * 4 + k % 8 / 2;
+  // Weights of 4 bits come as the even ones of each 8 elements, then the odd ones.
+  int64_t place(int64_t k) const {
+    return has_pairs ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
+  }
+
+  static constexpr uint64_t even_bytes(uint64_t x) {
+    x &= 0x00ff00ff00ff00ff;
+    x = (x | x >> 8) & 0x0000ffff0000ffff;
+    return (x | x >> 16) & 0xffffffff;
   }
 
   // The bit rule of _moe_quantize with int8: the exponent of the scale is
   // ceil(log2(max / 127)), the smallest for 0; a value that is not finite makes the block NaN.
   template <typename scalar_t>
-  static void round(const scalar_t* x, int64_t depth, void* row) {
-    for (int64_t k0 = 0; k0 < depth; k0 += kBlock) {
-      alignas(64) float values[kBlock];
-      convert_row(x + k0, values, kBlock);
+  void round(const scalar_t* x, void* row) const {
+    for (int64_t k0 = 0; k0 < depth; k0 += block) {
+      const int64_t end = std::min(k0 + block, depth);
+      alignas(64) float values[kPiece];
       // Bits of magnitudes are ordered as integers; values that are not finite come last.
       int32_t largest = 0;
-      for (const auto k : c10::irange(kBlock)) {
-        largest = std::max(largest, c10::bit_cast<int32_t>(values[k]) & 0x7fffffff);
+      for (int64_t k = k0; k < end; k += kPiece) {
+        convert_row(x + k, values, kPiece);
+        for (const auto i : c10::irange(kPiece)) {
+          largest = std::max(largest, c10::bit_cast<int32_t>(values[i]) & 0x7fffffff);
+        }
       }
       const int32_t byte = moe::scale_byte(largest, moe::scale_byte_offset(kChar));
       const float inverse = byte == 255 ? 0.f : moe::power_of_two(254 - byte);
       int32_t sum = 0;
-      alignas(64) int32_t rounded[kBlock];
-      for (const auto k : c10::irange(kBlock)) {
-        const float value = byte == 255 ? 0.f : std::nearbyint(values[k] * inverse);
-        rounded[k] = static_cast<int32_t>(std::clamp(value, -127.f, 127.f));
-        sum += rounded[k];
+      for (int64_t k = k0; k < end; k += kPiece) {
+        convert_row(x + k, values, kPiece);
+        alignas(64) int8_t rounded[kPiece];
+        for (const auto i : c10::irange(kPiece)) {
+          const float value = byte == 255 ? 0.f : std::nearbyint(values[i] * inverse);
+          rounded[i] = static_cast<int8_t>(static_cast<int32_t>(value));
+        }
+        for (const auto i : c10::irange(kPiece)) {
+          sum += rounded[i];
+        }
+        std::memcpy(codes(row) + k, rounded, kPiece);
+        for (int64_t i = 0; has_pairs && i < kPiece; i += 8) {
+          uint64_t word = 0;
+          std::memcpy(&word, rounded + i, 8);
+          const uint64_t parted = even_bytes(word) | even_bytes(word >> 8) << 32;
+          std::memcpy(codes(row) + k + i, &parted, 8);
+        }
       }
-      int8_t* out = codes(row) + k0;
-      for (const auto k : c10::irange(kBlock)) {
-        out[place(k)] = static_cast<int8_t>(rounded[k]);
-      }
-      // Half of the scale, as the weights are doubled.
-      scales(row, depth)[k0 / kBlock] = moe::power_of_two(byte) / 2;
-      corrections(row, depth)[k0 / kBlock] = -12 * sum;
+      scales(row)[k0 / block] = moe::power_of_two(byte);
+      sums(row)[k0 / block] = sum;
     }
   }
+
+  static constexpr int64_t kPiece = 32;  // K and blocks are multiples of it
+  int64_t depth;  // K
+  int64_t block;
+  bool has_pairs;
 };
 
 }  // namespace moe_cpu
@@ -447,22 +472,30 @@ class Int8LowBitSource : public LowBitSource {
  public:
   using LowBitSource::LowBitSource;
 
+  // Sums over rows of int8 weights are over all of K, and fit into 32 bits.
+  static bool is_supported(const LowBitView& w) {
+    constexpr int64_t kMaxDepth = int64_t{1} << 17;
+    return w.codes != LowBitCodes::E4M3 &&
+        (w.codes != LowBitCodes::Int8 || (w.scaling == Scaling::Rows && w.depth <= kMaxDepth));
+  }
+
   // A row takes at most 1.25 bytes per element; the driver's rows have two.
   template <typename scalar_t, typename operand_t>
   void convert_row(const scalar_t* row, operand_t* out) const {
     static_assert(sizeof(operand_t) >= 2);
-    Int8Row::round(row, part_depth, out);
+    layout_.round(row, out);
   }
 
   template <typename Micro>
   void multiply(
       int64_t expert, const PanelColumns& columns, int64_t rows,
-      const RowLines<typename Micro::operand_t>& a, typename Micro::operand_t*,
+      const RowLines<typename Micro::operand_t>& a, typename Micro::operand_t* packed,
       acc_type<typename Micro::operand_t>* c) const {
     if constexpr (std::is_same_v<acc_type<typename Micro::operand_t>, float>) {
       const bool is_done = any_decoder([&](auto decoder) {
         const auto groups = line_groups<decltype(decoder)>(columns, c);
-        return !groups.empty() && decltype(decoder)::multiply_int8(groups, expert, rows, a.lines);
+        return !groups.empty() &&
+            decltype(decoder)::multiply_int8(groups, expert, rows, a.lines, packed);
       });
       if (is_done) {
         return;
@@ -480,22 +513,29 @@ class Int8LowBitSource : public LowBitSource {
 
  private:
   template <typename operand_t>
-  static float dot(const LowBitView& w, int64_t expert, int64_t row, const operand_t* x) {
+  float dot(const LowBitView& w, int64_t expert, int64_t row, const operand_t* x) const {
     auto* record = const_cast<operand_t*>(x);
     const auto& values = values_of(w.codes);
+    const int64_t per_byte = 8 / code_bits(w.codes);
     float sum = 0;
-    for (int64_t k0 = 0; k0 < w.depth; k0 += Int8Row::kBlock) {
-      int32_t products = 0;
-      for (const auto k : c10::irange(k0, k0 + Int8Row::kBlock)) {
-        const uint8_t byte = *w.at(expert, row, k / 2);
-        const float doubled = 2 * values[k % 2 == 0 ? byte & 15 : byte >> 4];
-        products += Int8Row::codes(record)[Int8Row::place(k)] * static_cast<int32_t>(doubled);
+    for (int64_t k0 = 0; k0 < w.depth; k0 += layout_.block) {
+      int64_t products = 0;  // of twice the weights, as e2m1 has halves
+      for (const auto k : c10::irange(k0, std::min(k0 + layout_.block, w.depth))) {
+        uint8_t code = *w.at(expert, row, k / per_byte);
+        if (per_byte == 2) {
+          code = k % 2 == 0 ? code & 15 : code >> 4;
+        }
+        products +=
+            Int8Row::codes(record)[layout_.place(k)] * static_cast<int64_t>(2 * values[code]);
       }
-      const float scaled = static_cast<float>(products) * w.scale.at(expert, row, k0);
-      sum = std::fma(scaled, Int8Row::scales(record, w.depth)[k0 / Int8Row::kBlock], sum);
+      const float scale = w.scale.at(expert, row, k0) / 2;
+      const float scaled = static_cast<float>(products) * scale;
+      sum = std::fma(scaled, layout_.scales(record)[k0 / layout_.block], sum);
     }
     return sum;
   }
+
+  const Int8Row layout_{part({})};
 };
 
 }  // namespace moe_cpu

@@ -24,9 +24,10 @@ inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 namespace low_bit_avx2 {
 
-constexpr int64_t kLines = 8, kStretch = 8, kMaxRows = 4;
+constexpr int64_t kLines = 8, kStretch = 8, kMaxRows = 4, kMaxInt8Rows = kMaxRows;
 constexpr int kGroups[] = {4, 2, 1}, kInt8Groups[] = {2, 2, 1};
-constexpr bool kUnrolls = false, kMasksTails = false;
+constexpr bool kUnrolls = false, kMasksTails = false, kPacksInt8 = false,
+               kReadsInPlace = false;
 
 // ---- registers ------------------------------------------------------------------------------
 
@@ -309,32 +310,75 @@ C10_ALWAYS_INLINE Floats add_pair(Floats sum, const FloatPair& two, const float*
   return fma(_mm256_broadcast_ss(x + 1), two.second, sum);
 }
 
-// Adds products of a block's 4 double words of each line with the codes of M rows from `at`.
-// Sums of 8 products of at most 24 * 127 fit into 16 bits.
-template <int M>
+struct ShiftedE2M1 {
+  static constexpr int64_t kBits = 4;
+  static constexpr int32_t kShift = 12;
+  static constexpr float kUnit = 0.5f;
+  const Ints table = shifted_weights(), low_bits = _mm256_set1_epi8(15);
+
+  C10_ALWAYS_INLINE void shift(Ints v, Ints* words) const {
+    words[0] = _mm256_shuffle_epi8(table, _mm256_and_si256(v, low_bits));
+    words[1] =
+        _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), low_bits));
+  }
+};
+
+struct ShiftedInt4 {
+  static constexpr int64_t kBits = 4;
+  static constexpr int32_t kShift = 8;
+  static constexpr float kUnit = 1;
+  const Ints low_bits = _mm256_set1_epi8(15);
+
+  C10_ALWAYS_INLINE void shift(Ints v, Ints* words) const {
+    words[0] = _mm256_and_si256(v, low_bits);
+    words[1] = _mm256_and_si256(_mm256_srli_epi16(v, 4), low_bits);
+  }
+};
+
+// As they are: sums of two products of bytes up to 255 would not fit into 16 bits.
+struct ShiftedInt8 {
+  static constexpr int64_t kBits = 8;
+  static constexpr int32_t kShift = 0;
+  static constexpr float kUnit = 1;
+};
+
+// Adds products of 32 elements of Q groups of lines with the codes of M rows from double word `at`.
+template <int Q, int M, typename Weights>
 C10_ALWAYS_INLINE void add_int8(
-    const Ints* raw, Ints table, const int32_t* const (&codes)[M], int64_t at,
-    Ints (&products)[M]) {
-  const Ints low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const Ints* const (&from)[Q], const Weights& weights, const int32_t* const (&codes)[M],
+    int64_t at, Ints (&products)[Q][M]) {
+  const Ints ones = _mm256_set1_epi16(1);
   MOE_UNROLL
-  for (int64_t i = 0; i < 4; i += 2) {
-    Ints weights[4];
-    MOE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const Ints v = raw[i + half];
-      weights[2 * half] = _mm256_shuffle_epi8(table, _mm256_and_si256(v, low_bits));
-      weights[2 * half + 1] =
-          _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), low_bits));
-    }
-    MOE_UNROLL
-    for (int r = 0; r < M; ++r) {
-      Ints sum = _mm256_setzero_si256();
+  for (int q = 0; q < Q; ++q) {
+    if constexpr (Weights::kBits == 8) {
       MOE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        const Ints word = all_ints(codes[r][at + 2 * i + j]);
-        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights[j], word));
+      for (int64_t i = 0; i < 8; ++i) {
+        const Ints v = load_ints(from[q] + i), sizes = _mm256_abs_epi8(v);  // 128 at most
+        MOE_UNROLL
+        for (int r = 0; r < M; ++r) {
+          const Ints word = _mm256_sign_epi8(all_ints(codes[r][at + i]), v);
+          const Ints sum = _mm256_maddubs_epi16(sizes, word);
+          products[q][r] = _mm256_add_epi32(products[q][r], _mm256_madd_epi16(sum, ones));
+        }
       }
-      products[r] = _mm256_add_epi32(products[r], _mm256_madd_epi16(sum, ones));
+    } else {
+      // Sums of 8 products of at most 24 * 127 fit into 16 bits.
+      MOE_UNROLL
+      for (int64_t i = 0; i < 8; i += 4) {
+        Ints words[4];
+        weights.shift(load_ints(from[q] + i / 2), words);
+        weights.shift(load_ints(from[q] + i / 2 + 1), words + 2);
+        MOE_UNROLL
+        for (int r = 0; r < M; ++r) {
+          Ints sum = _mm256_setzero_si256();
+          MOE_UNROLL
+          for (int j = 0; j < 4; ++j) {
+            const Ints word = all_ints(codes[r][at + i + j]);
+            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(words[j], word));
+          }
+          products[q][r] = _mm256_add_epi32(products[q][r], _mm256_madd_epi16(sum, ones));
+        }
+      }
     }
   }
 }

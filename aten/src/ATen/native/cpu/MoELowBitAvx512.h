@@ -38,9 +38,10 @@ inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 namespace low_bit_avx512 {
 
-constexpr int64_t kLines = kPanelLines, kStretch = 16, kMaxRows = 8;
-constexpr int kGroups[] = {2, 2, 1, 1}, kInt8Groups[] = {2, 2, 2, 1};
-constexpr bool kUnrolls = true, kMasksTails = true;
+constexpr int64_t kLines = kPanelLines, kStretch = 16, kMaxRows = 8, kMaxInt8Rows = 4;
+constexpr int kGroups[] = {4, 2, 1, 1}, kInt8Groups[] = {4, 4, 1};
+constexpr bool kUnrolls = true, kMasksTails = true, kPacksInt8 = true,
+               kReadsInPlace = true;
 constexpr int kBias = 118;
 
 // ---- registers ----------------------------------------------------------------------
@@ -383,27 +384,78 @@ C10_ALWAYS_INLINE Floats add_pair(Floats sum, Ints words, const float* x) {
   return add_pair(sum, floats_of(words), x);
 }
 
+struct Vnni {
+  // Of bytes that are not negative with those of a row.
+  C10_ALWAYS_INLINE static Ints add(Ints sum, Ints weights, Ints row) {
+    return _mm512_dpbusd_epi32(sum, weights, row);
+  }
+};
+
 // Twice the weights plus 12, by code: 0 to 24.
-inline Ints shifted_weights() {
-  return _mm512_broadcast_i32x4(
+struct ShiftedE2M1 : Vnni {
+  static constexpr int64_t kBits = 4;
+  static constexpr int32_t kShift = 12;
+  static constexpr float kUnit = 0.5f;
+  const Ints table = _mm512_broadcast_i32x4(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-}
-// Adds products of a block's 4 double words of each line with the codes of M rows from `at`.
-template <int M>
-C10_ALWAYS_INLINE void add_int8(
-    const Ints* raw, Ints table, const int32_t* const (&codes)[M], int64_t at,
-    Ints (&products)[M]) {
   const Ints low_bits = _mm512_set1_epi8(15);
+
+  C10_ALWAYS_INLINE void shift(Ints v, Ints (&words)[2]) const {
+    words[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(v, low_bits));
+    words[1] =
+        _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), low_bits));
+  }
+};
+
+struct ShiftedInt4 : Vnni {
+  static constexpr int64_t kBits = 4;
+  static constexpr int32_t kShift = 8;
+  static constexpr float kUnit = 1;
+  const Ints low_bits = _mm512_set1_epi8(15);
+
+  C10_ALWAYS_INLINE void shift(Ints v, Ints (&words)[2]) const {
+    words[0] = _mm512_and_si512(v, low_bits);
+    words[1] = _mm512_and_si512(_mm512_srli_epi16(v, 4), low_bits);
+  }
+};
+
+struct ShiftedInt8 : Vnni {
+  static constexpr int64_t kBits = 8;
+  static constexpr int32_t kShift = 128;
+  static constexpr float kUnit = 1;
+  // From the order of panels to that of K.
+  const Ints order = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  const Ints sign = _mm512_set1_epi8(static_cast<char>(0x80));
+
+  C10_ALWAYS_INLINE void shift(Ints v, Ints (&words)[1]) const {
+    words[0] = _mm512_xor_si512(_mm512_shuffle_epi8(v, order), sign);
+  }
+};
+
+// Adds products of 32 elements of Q groups of lines with the codes of M rows from double word `at`.
+template <int Q, int M, typename Weights>
+C10_ALWAYS_INLINE void add_int8(
+    const Ints* const (&from)[Q], const Weights& weights, const int32_t* const (&codes)[M],
+    int64_t at, Ints (&products)[Q][M]) {
+  constexpr int n = 8 / Weights::kBits;
   MOE_UNROLL
-  for (int64_t i = 0; i < 4; ++i) {
-    const Ints even = _mm512_shuffle_epi8(table, _mm512_and_si512(raw[i], low_bits));
-    const Ints odd =
-        _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(raw[i], 4), low_bits));
+  for (int64_t i = 0; i < 8 / n; ++i) {
+    Ints words[Q][n];
     MOE_UNROLL
-    for (int r = 0; r < M; ++r) {
-      const int32_t* x = codes[r] + at + 2 * i;
-      products[r] = _mm512_dpbusd_epi32(products[r], even, all_ints(x[0]));
-      products[r] = _mm512_dpbusd_epi32(products[r], odd, all_ints(x[1]));
+    for (int q = 0; q < Q; ++q) {
+      weights.shift(load_ints(from[q] + i), words[q]);
+    }
+    MOE_UNROLL
+    for (int j = 0; j < n; ++j) {
+      MOE_UNROLL
+      for (int r = 0; r < M; ++r) {
+        const Ints row = all_ints(codes[r][at + i * n + j]);
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          products[q][r] = Weights::add(products[q][r], words[q][j], row);
+        }
+      }
     }
   }
 }

@@ -4,12 +4,15 @@
 // instructions of the place where it is written. These files define
 //
 //   kStretch              double words of a line that are read at a time
-//   kMaxRows              rows of a product at most, a power of two
+//   kMaxRows, kMaxInt8Rows    rows of a product at most, a power of two
 //   kGroups, kInt8Groups  groups of lines that are multiplied at a time, by log2 of the rows
+//   kPacksInt8            whether Int8Slice is used for more rows
 //   kUnrolls, kMasksTails whether blocks are unrolled; whether fewer scales can be transposed
 //   Floats, Ints, Rare    registers, and a mask of the lines with a rare scale
 //   Int4, E2M1, Int8, E4M3, FoldedCodes<Row>    how codes become numbers: decode() a register,
 //                         of which pair<j>() has elements 2 j and 2 j + 1; fold() of E8M0 scales
+//   ShiftedE2M1, ShiftedInt4, ShiftedInt8    the same as bytes: a number is kUnit times the byte
+//                         minus kShift
 //   add_pair(), add_int8(), store_pair()    multiply and store them
 //   Traits, may_multiply(), packs(), underflows(), PackMode    cases left to the caller
 
@@ -49,20 +52,47 @@ C10_ALWAYS_INLINE void read_lines(
   }
 }
 
-// Reads a stretch of a group's lines and fetches as much of the next ones (see LineGroup) in
-// the order of addresses. Into L2, as L1 is too small.
-template <typename Codes>
-C10_ALWAYS_INLINE void read_group(
-    const LineGroup& group, const uint8_t* lines, int64_t d0, int64_t total,
-    Ints (&raw)[kStretch]) {
-  if (!group.w->panels) {
-    MOE_UNROLL
-    for (int64_t i = 0; i < kLines * kStretch * 4; i += 64) {
-      prefetch(lines + group.ahead + d0 * kLines * 4 + i);
-    }
+// The double words of a group's lines in the order of K, registers of kLines of them.
+template <typename Codes, bool fetches = true>
+class LineReader {
+ public:
+  void begin(const LineGroup& group, int64_t expert, int64_t total) {
+    group_ = &group;
+    lines_ = group.w->at(expert, group.row, 0);
+    total_ = total;
   }
-  read_lines<Codes>(*group.w, lines, d0, total, raw);
-}
+
+  // Registers from d0 on, as many as a block of kBlock elements has: in the panel, or read a
+  // stretch at a time. Fetches what comes next in the order of addresses into L2, as L1 is too
+  // small.
+  C10_ALWAYS_INLINE const Ints* read(int64_t d0) {
+    const LowBitView& w = *group_->w;
+    if (kReadsInPlace && w.panels) {
+      const uint8_t* from = lines_ + d0 * 4 * kPanelLines;
+      MOE_UNROLL
+      for (int64_t i = 0; fetches && i < kBlock * Codes::kBits / 32; ++i) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T1);
+      }
+      return reinterpret_cast<const Ints*>(from);
+    }
+    if (d0 % kStretch == 0) {
+      if (fetches && !w.panels) {
+        MOE_UNROLL
+        for (int64_t i = 0; i < kLines * kStretch * 4; i += 64) {
+          prefetch(lines_ + group_->ahead + d0 * kLines * 4 + i);
+        }
+      }
+      read_lines<Codes>(w, lines_, d0, total_, raw_);
+    }
+    return raw_ + d0 % kStretch;
+  }
+
+ private:
+  const LineGroup* group_;
+  const uint8_t* lines_;
+  int64_t total_;
+  Ints raw_[kStretch];
+};
 
 // Scales of kLines lines, block by block along K.
 class LineScales {
@@ -179,14 +209,13 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
   int64_t end = std::min(segment, depth), sums_done = 0;
   Codes codes;
   LineScales scales[Q];
-  const uint8_t* lines[Q];
+  LineReader<Codes> lines[Q];
   Fold folds[Q];
   Floats sums[Q][M], parts[Q][M];
-  Ints raw[Q][kStretch];
   MOE_UNROLL
   for (int q = 0; q < Q; ++q) {
     scales[q].begin(*groups[q].w, expert, groups[q].row);
-    lines[q] = groups[q].w->at(expert, groups[q].row, 0);
+    lines[q].begin(groups[q], expert, total);
     folds[q] = unfolded();
     MOE_UNROLL
     for (int r = 0; r < M; ++r) {
@@ -194,11 +223,10 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
     }
   }
   for (int64_t d0 = 0; d0 < total; d0 += kPiece) {
+    const Ints* from[Q];
     MOE_UNROLL
     for (int q = 0; q < Q; ++q) {
-      if (d0 % kStretch == 0) {
-        read_group<Codes>(groups[q], lines[q], d0, total, raw[q]);
-      }
+      from[q] = lines[q].read(d0);
       if constexpr (scaling == Scaling::Folded) {
         folds[q] = Codes::fold(scales[q].bytes(d0 / kPiece), scales[q].rare);
       }
@@ -207,7 +235,7 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
       typename Codes::Numbers numbers[Q];
       MOE_UNROLL
       for (int q = 0; q < Q; ++q) {
-        codes.decode(raw[q][i % kStretch], folds[q], numbers[q]);
+        codes.decode(load_ints(from[q] + (i - d0)), folds[q], numbers[q]);
       }
       unrolled<kElements / 2>([&](auto pair) MOE_INLINE {
         constexpr int j = decltype(pair)::value;
@@ -268,23 +296,23 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
   return !is_rare;
 }
 
-// The same for rows rounded to int8.
-template <int M, int Q>
+// The same for rows rounded to int8. `whole`: a block is a row.
+template <typename Weights, bool whole, int M, int Q>
 bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* const* x) {
-  constexpr int64_t kPiece = Int8Row::kBlock / 8;
-  const int64_t depth = groups[0].w->depth, total = depth / 8;
-  const Ints table = shifted_weights();
+  constexpr int64_t kElements = 32 / Weights::kBits, kPiece = Int8Row::kPiece / kElements;
+  const Int8Row layout(*groups[0].w);
+  const int64_t total = layout.depth / kElements;
+  const Weights weights;
   LineScales scales[Q];
-  const uint8_t* lines[Q];
+  LineReader<Weights> lines[Q];
   Floats sums[Q][M];
-  Ints raw[Q][kStretch];
   const int32_t* codes[M];
   const float* row_scales[M];
-  const int32_t* corrections[M];
+  const int32_t* row_sums[M];
   MOE_UNROLL
   for (int q = 0; q < Q; ++q) {
     scales[q].begin(*groups[q].w, expert, groups[q].row);
-    lines[q] = groups[q].w->at(expert, groups[q].row, 0);
+    lines[q].begin(groups[q], expert, total);
     MOE_UNROLL
     for (int r = 0; r < M; ++r) {
       sums[q][r] = all_floats(0);
@@ -294,28 +322,36 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
   for (int r = 0; r < M; ++r) {
     void* record = const_cast<void*>(x[r]);
     codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record));
-    row_scales[r] = Int8Row::scales(record, depth);
-    corrections[r] = Int8Row::corrections(record, depth);
+    row_scales[r] = layout.scales(record);
+    row_sums[r] = layout.sums(record);
   }
-  for (int64_t d0 = 0; d0 < total; d0 += kPiece) {
-    const int64_t block = d0 / kPiece;
+  int64_t d0 = 0;
+  for (int64_t block = 0; d0 < total; ++block) {
+    const int64_t end = whole ? total : std::min(d0 + layout.block / kElements, total);
+    Ints products[Q][M];
     MOE_UNROLL
     for (int q = 0; q < Q; ++q) {
-      if (d0 % kStretch == 0) {
-        read_group<E2M1>(groups[q], lines[q], d0, total, raw[q]);
-      }
-      Ints products[M];
       MOE_UNROLL
       for (int r = 0; r < M; ++r) {
-        products[r] = all_ints(corrections[r][block]);
+        products[q][r] = all_ints(-Weights::kShift * row_sums[r][block]);
       }
-      add_int8<M>(raw[q] + d0 % kStretch, table, codes, 2 * d0, products);
-      const Floats scale = scales[q].values(block);
+    }
+    for (; d0 < end; d0 += kPiece) {
+      const Ints* from[Q];
+      MOE_UNROLL
+      for (int q = 0; q < Q; ++q) {
+        from[q] = lines[q].read(d0);
+      }
+      add_int8(from, weights, codes, d0 * kElements / 4, products);
+    }
+    MOE_UNROLL
+    for (int q = 0; q < Q; ++q) {
+      const Floats scale = multiply_floats(scales[q].values(block), all_floats(Weights::kUnit));
       MOE_UNROLL
       for (int r = 0; r < M; ++r) {
         sums[q][r] = fma(
-            multiply_floats(to_floats(products[r]), scale), all_floats(row_scales[r][block]),
-            sums[q][r]);
+            multiply_floats(to_floats(products[q][r]), scale), all_floats(row_scales[r][block]),
+            whole ? all_floats(0) : sums[q][r]);
       }
     }
   }
@@ -337,11 +373,11 @@ struct Kernel {
 };
 
 // fn(log2 of rows), as a constant.
-template <int log_rows = 0, typename Fn>
+template <int64_t max_rows, int log_rows = 0, typename Fn>
 auto with_log_rows(int64_t rows, const Fn& fn) {
-  if constexpr ((1 << log_rows) < kMaxRows) {
+  if constexpr ((1 << log_rows) < max_rows) {
     if (rows > (int64_t{1} << log_rows)) {
-      return with_log_rows<log_rows + 1>(rows, fn);
+      return with_log_rows<max_rows, log_rows + 1>(rows, fn);
     }
   }
   return fn(std::integral_constant<int, log_rows>());
@@ -349,7 +385,7 @@ auto with_log_rows(int64_t rows, const Fn& fn) {
 
 template <typename Row, typename Codes, Scaling scaling>
 Kernel<Row> multiply_lines_of(int64_t rows) {
-  return with_log_rows(rows, [](auto log) {
+  return with_log_rows<kMaxRows>(rows, [](auto log) {
     constexpr int m = 1 << log, q = kGroups[log];
     return Kernel<Row>{&multiply_lines<Row, Codes, scaling, m, q>, q};
   });
@@ -374,25 +410,26 @@ Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
   }
 }
 
-inline Kernel<void> find_multiply_int8(int64_t rows) {
-  return with_log_rows(rows, [](auto log) {
+template <typename Weights, bool whole>
+Kernel<void> multiply_int8_lines_of(int64_t rows) {
+  return with_log_rows<kMaxInt8Rows>(rows, [](auto log) {
     constexpr int m = 1 << log, q = kInt8Groups[log];
-    return Kernel<void>{&multiply_int8_lines<m, q>, q};
+    return Kernel<void>{&multiply_int8_lines<Weights, whole, m, q>, q};
   });
 }
 
 // Runs find(rows), a Kernel, for all rows, a power of two at a time, and all groups.
-template <typename Row, typename FindFn>
+template <int64_t max_rows, typename Row, typename FindFn>
 bool multiply_groups(
     const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const Row* const* lines,
     const FindFn& find) {
-  for (int64_t r0 = 0; r0 < rows; r0 += kMaxRows) {
-    const int64_t count = std::min(kMaxRows, rows - r0);
+  for (int64_t r0 = 0; r0 < rows; r0 += max_rows) {
+    const int64_t count = std::min(max_rows, rows - r0);
     int64_t padded = 1;
     while (padded < count) {
       padded *= 2;
     }
-    const Row* here[kMaxRows];
+    const Row* here[max_rows];
     for (const auto r : c10::irange(padded)) {
       here[r] = lines[r0 + std::min(r, count - 1)];
     }
@@ -403,7 +440,7 @@ bool multiply_groups(
     for (size_t g = 0; g < groups.size(); g += kernel.groups) {
       // Repeats the last group rather than take fewer.
       const auto group = [&](int q) { return groups[std::min(g + q, groups.size() - 1)]; };
-      alignas(64) float sums[kGroups[0]][kMaxRows * kPanelCols];
+      alignas(64) float sums[kGroups[0]][max_rows * kPanelCols];
       LineGroup some[kGroups[0]];
       for (int q = 0; q < kernel.groups; ++q) {
         some[q] = group(q);
@@ -421,6 +458,217 @@ bool multiply_groups(
     }
   }
   return true;
+}
+
+// ---- many rows rounded to int8 ----------------------------------------------------------------
+
+// kRows rows from [k0, ...) of K on, and where their sums go.
+struct Int8Rows {
+  static constexpr int kRows = 8;
+
+  // Repeats the last one of `count` rows, whose sums go to `unused` then.
+  Int8Rows(
+      const Int8Row& layout, int64_t k0, int64_t count, const void* const* lines, float* to,
+      float* unused) {
+    for (const auto r : c10::irange(kRows)) {
+      void* record = const_cast<void*>(lines[std::min<int64_t>(r, count - 1)]);
+      codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record) + k0);
+      scales[r] = layout.scales(record) + k0 / layout.block;
+      sums[r] = layout.sums(record) + k0 / layout.block;
+      c[r] = r < count ? to + r * kPanelCols : unused;
+    }
+  }
+
+  const int32_t* codes[kRows];
+  const float* scales[kRows];
+  const int32_t* sums[kRows];
+  float* c[kRows];
+};
+
+// The weights of a panel as bytes, for kSlice elements of K, and a scale per block and line.
+// `whole`: a block is a row, and its sums are integers until the last slice.
+template <typename Weights, bool whole>
+class Int8Slice {
+ public:
+  static constexpr int64_t kSlice = 256;  // blocks divide it, or are a row
+
+  // `words` has room for kPanelCols bytes for each element of K in the slice.
+  Int8Slice(const std::vector<LineGroup>& groups, int64_t expert, int64_t k0, Ints* words)
+      : groups_(groups),
+        expert_(expert),
+        layout_(*groups[0].w),
+        k0_(k0),
+        depth_(std::min(kSlice, layout_.depth - k0)),
+        words_(words) {}
+
+  // Whether all scales are regular.
+  bool decode() {
+    constexpr int64_t kElements = 32 / Weights::kBits, kPiece = kBlock / kElements;
+    const Weights weights;
+    bool is_rare = false;
+    for (const auto g : c10::irange(groups_.size())) {
+      LineReader<Weights, /*fetches=*/false> lines;
+      lines.begin(groups_[g], expert_, layout_.depth / kElements);
+      Ints* to = words_ + g * (depth_ / 4);
+      for (int64_t k = k0_; k < k0_ + depth_; k += kBlock) {
+        const Ints* from = lines.read(k / kElements);
+        MOE_UNROLL
+        for (int64_t i = 0; i < kPiece; ++i) {
+          Ints some[8 / Weights::kBits];
+          weights.shift(load_ints(from + i), some);
+          for (const Ints& word : some) {
+            store_ints(to++, word);
+          }
+        }
+      }
+      LineScales scales;
+      scales.begin(*groups_[g].w, expert_, groups_[g].row);
+      for (int64_t k = 0; k < depth_; k += layout_.block) {
+        const Floats scale = scales.values((k0_ + k) / layout_.block);
+        store_floats(
+            scales_[k / layout_.block][g], multiply_floats(scale, all_floats(Weights::kUnit)));
+      }
+      is_rare = is_rare || is_any(scales.rare);
+    }
+    return !is_rare;
+  }
+
+  // Adds the products of the rows with Q groups from g on. Fetches every `turns`th line of
+  // memory of their next slice, so that `turns` calls take turns.
+  template <int Q>
+  void multiply(size_t g, const Int8Rows& rows, int64_t turn, int64_t turns) const {
+    constexpr int kRows = Int8Rows::kRows;
+    int64_t columns[Q];
+    const uint8_t* next[Q];
+    for (int q = 0; q < Q; ++q) {
+      columns[q] = groups_[g + q].c - groups_[0].c;
+      next[q] = next_slice(groups_[g + q]);
+    }
+    const LowBitView& w = *groups_[g].w;
+    const int64_t pitch = w.panels ? kLineBytes : w.row_bytes;
+    const bool begins = !whole || k0_ == 0, ends = !whole || k0_ + depth_ == layout_.depth;
+    for (int64_t i = 0, block = 0; i < depth_ / 4; ++block) {
+      Ints products[Q][kRows];
+      MOE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const Ints first = all_ints(-Weights::kShift * rows.sums[r][block]);
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          products[q][r] = begins ? first : load_ints(rows.c[r] + columns[q]);
+        }
+      }
+      const int64_t end = std::min(i + layout_.block / 4, depth_ / 4);
+      for (; i < end; ++i) {
+        Ints some[Q];
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          some[q] = load_ints(words_ + (g + q) * (depth_ / 4) + i);
+        }
+        if ((i & (turns - 1)) == turn && i < kLines * kParts) {
+          MOE_UNROLL
+          for (int q = 0; q < Q; ++q) {
+            prefetch(next[q] + i / kParts * pitch + i % kParts * 64);
+          }
+        }
+        MOE_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          const Ints row = all_ints(rows.codes[r][i]);
+          MOE_UNROLL
+          for (int q = 0; q < Q; ++q) {
+            products[q][r] = Weights::add(products[q][r], some[q], row);
+          }
+        }
+      }
+      MOE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          float* to = rows.c[r] + columns[q];
+          if (!ends) {
+            store_ints(to, products[q][r]);
+            continue;
+          }
+          const Floats scaled =
+              multiply_floats(to_floats(products[q][r]), load_floats(scales_[block][g + q]));
+          const Floats sum = whole || k0_ + block == 0 ? all_floats(0) : load_floats(to);
+          store_floats(to, fma(scaled, all_floats(rows.scales[r][block]), sum));
+        }
+      }
+    }
+  }
+
+ private:
+  // Bytes, and lines of memory, of a line of weights.
+  static constexpr int64_t kLineBytes = kSlice * Weights::kBits / 8, kParts = kLineBytes / 64;
+
+  const uint8_t* next_slice(const LineGroup& group) const {
+    const int64_t bytes = (k0_ + kSlice) * Weights::kBits / 8;
+    return group.w->at(expert_, group.row, 0) +
+        (k0_ + kSlice >= layout_.depth ? group.ahead : bytes * (group.w->panels ? kLines : 1));
+  }
+
+  const std::vector<LineGroup>& groups_;
+  const int64_t expert_;
+  const Int8Row layout_;
+  const int64_t k0_, depth_;
+  Ints* const words_;
+  alignas(64) float scales_[kSlice / kBlock][kPanelCols / kLines][kLines];
+};
+
+template <typename Weights, bool whole>
+bool multiply_int8_slices(
+    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
+    Ints* words) {
+  using Slice = Int8Slice<Weights, whole>;
+  constexpr int64_t kRows = Int8Rows::kRows;
+  const Int8Row layout(*groups[0].w);
+  alignas(64) float unused[kPanelCols] = {};
+  int64_t turns = 1;
+  while (turns < 8 && 2 * turns * kRows <= rows) {
+    turns *= 2;
+  }
+  for (int64_t k0 = 0; k0 < layout.depth; k0 += Slice::kSlice) {
+    Slice slice(groups, expert, k0, words);
+    if (!slice.decode()) {
+      return false;
+    }
+    for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
+      const Int8Rows some(
+          layout, k0, rows - r0, lines + r0, groups[0].c + r0 * kPanelCols, unused);
+      size_t g = 0;
+      for (; g + 1 < groups.size(); g += 2) {
+        slice.template multiply<2>(g, some, r0 / kRows, turns);
+      }
+      if (g < groups.size()) {
+        slice.template multiply<1>(g, some, r0 / kRows, turns);
+      }
+    }
+  }
+  return true;
+}
+
+// `scratch` has kPanelCols elements of at least a byte for each of the first 256 of K.
+template <typename Weights, bool whole>
+bool multiply_int8_groups(
+    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
+    [[maybe_unused]] void* scratch) {
+  int64_t done = 0;
+  if constexpr (kPacksInt8) {
+    // For a few rows that are left, weights are decoded once more.
+    const int64_t left = rows % Int8Rows::kRows;
+    done = left <= kMaxInt8Rows ? rows - left : rows;
+    if (done > 0 &&
+        !multiply_int8_slices<Weights, whole>(
+            groups, expert, done, lines, static_cast<Ints*>(scratch))) {
+      return false;
+    }
+  }
+  auto left = groups;
+  for (auto& group : left) {
+    group.c += done * kPanelCols;
+  }
+  return multiply_groups<kMaxInt8Rows>(
+      left, expert, rows - done, lines + done, &multiply_int8_lines_of<Weights, whole>);
 }
 
 // ---- into a panel ---------------------------------------------------------------------------
@@ -484,7 +732,8 @@ struct Decoder : Traits {
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
       const typename Micro::operand_t* const* lines) {
     const LowBitView& w = *groups[0].w;
-    return may_multiply(w.codes) && multiply_groups(groups, expert, rows, lines, [&](int64_t m) {
+    return may_multiply(w.codes) &&
+        multiply_groups<kMaxRows>(groups, expert, rows, lines, [&](int64_t m) {
              return find_multiply<typename Micro::operand_t>(w, m);
            });
   }
@@ -492,9 +741,12 @@ struct Decoder : Traits {
   template <typename operand_t>
   static bool multiply_int8(
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
-      const operand_t* const* lines) {
-    return multiply_groups(
-        groups, expert, rows, reinterpret_cast<const void* const*>(lines), &find_multiply_int8);
+      const operand_t* const* lines, operand_t* scratch) {
+    const auto codes = groups[0].w->codes;
+    const auto run = codes == LowBitCodes::Int8 ? &multiply_int8_groups<ShiftedInt8, true>
+        : codes == LowBitCodes::Int4            ? &multiply_int8_groups<ShiftedInt4, false>
+                                                : &multiply_int8_groups<ShiftedE2M1, false>;
+    return run(groups, expert, rows, reinterpret_cast<const void* const*>(lines), scratch);
   }
 
   // Decodes columns of a span to a panel from column `at`.

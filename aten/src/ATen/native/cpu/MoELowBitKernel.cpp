@@ -29,7 +29,8 @@ bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {
   const bool has_int8_rows = call.row_dtype() == kChar;
   if (has_int8_rows) {
     // Exact except in float16. Rounding to int8 again gives the same numbers.
-    if (dtype == kHalf) {
+    if (dtype == kHalf || !Int8LowBitSource::is_supported(w_in) ||
+        !Int8LowBitSource::is_supported(w_out)) {
       return false;
     }
     in.input = moe::dequantize({call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1, dtype);
