@@ -71,7 +71,7 @@ class LineReader {
       const uint8_t* from = lines_ + d0 * 4 * kPanelLines;
       MOE_UNROLL
       for (int64_t i = 0; fetches && i < kBlock * Codes::kBits / 32; ++i) {
-        _mm_prefetch(reinterpret_cast<const char*>(from + kAhead + i * 64), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(from + kNear + i * 64), _MM_HINT_T1);
       }
       return reinterpret_cast<const Ints*>(from);
     }
@@ -88,6 +88,9 @@ class LineReader {
   }
 
  private:
+  // As measured on Zen 4, with 4 groups at a time.
+  static constexpr int64_t kNear = Codes::kBits == 8 ? 1024 : kAhead;
+
   const LineGroup* group_;
   const uint8_t* lines_;
   int64_t total_;
