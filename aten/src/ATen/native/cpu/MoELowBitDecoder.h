@@ -465,7 +465,7 @@ bool multiply_groups(
 
 // ---- many rows rounded to int8 ----------------------------------------------------------------
 
-// kRows rows from [k0, ...) of K on, and where their sums go.
+// kRows rows from element k0 of K on, and where their sums go.
 struct Int8Rows {
   static constexpr int kRows = 8;
 
