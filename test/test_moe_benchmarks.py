@@ -209,15 +209,16 @@ class TestDemo(TestCase):
 
     def test_recorded_noise(self):
         differences = {"a - b": [1.0, 3.0], "a - c": [2.0], "fused - a": [9.0]}
-        record = {"settings": {"steps": 8, "seed": 1}, "differences": differences}
+        record = {"settings": {"steps": 8, "seed": 1}, "text": {"sha256": "a"}}
+        record["differences"] = differences
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "demo.json")
             with mock.patch.object(train_demo, "RECORD", path):
-                self.assertIsNone(train_demo.recorded_noise(8, 1))
+                self.assertIsNone(train_demo.recorded_noise(8, 1, "a"))
                 path.write_text(json.dumps(record))
-                self.assertEqual(train_demo.recorded_noise(8, 1), 3.0)
-                self.assertIsNone(train_demo.recorded_noise(8, 0))
-                self.assertIsNone(train_demo.recorded_noise(20, 1))
+                self.assertEqual(train_demo.recorded_noise(8, 1, "a"), 3.0)
+                for other in (8, 0, "a"), (20, 1, "a"), (8, 1, "b"):
+                    self.assertIsNone(train_demo.recorded_noise(*other))
 
     def test_what_takes_long_says_so(self):
         with (
