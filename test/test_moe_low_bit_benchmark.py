@@ -40,8 +40,9 @@ class TestMoeLowBitBenchmark(TestCase):
         low_bit.check(same, fmt)
         with self.assertRaisesRegex(AssertionError, "two layouts differ"):
             low_bit.check({**same, "panels": y + 1e-3}, fmt)
-        with self.assertRaisesRegex(AssertionError, "peer is another layer"):
-            low_bit.check({**same, "peer": 1.1 * y}, fmt)
+        for name in ("peer", "checkpoint, int8 rows"):
+            with self.assertRaisesRegex(AssertionError, f"{name} is another layer"):
+                low_bit.check({**same, name: 1.1 * y}, fmt)
 
 
 if __name__ == "__main__":
