@@ -472,11 +472,10 @@ class Int8LowBitSource : public LowBitSource {
  public:
   using LowBitSource::LowBitSource;
 
-  // Sums over rows of int8 weights are over all of K, and fit into 32 bits.
+  // Sums of scales of rows are over all of K, and fit into 32 bits.
   static bool is_supported(const LowBitView& w) {
     constexpr int64_t kMaxDepth = int64_t{1} << 17;
-    return w.codes != LowBitCodes::E4M3 &&
-        (w.codes != LowBitCodes::Int8 || (w.scaling == Scaling::Rows && w.depth <= kMaxDepth));
+    return w.codes != LowBitCodes::E4M3 && (w.scaling != Scaling::Rows || w.depth <= kMaxDepth);
   }
 
   // A row takes at most 1.25 bytes per element; the driver's rows have two.

@@ -25,7 +25,7 @@ namespace moe_cpu {
 namespace low_bit_avx2 {
 
 constexpr int64_t kLines = 8, kStretch = 8, kMaxRows = 4, kMaxInt8Rows = kMaxRows;
-constexpr int kGroups[] = {4, 2, 1}, kInt8Groups[] = {2, 2, 1};
+constexpr int kGroups[] = {4, 2, 1};
 constexpr bool kUnrolls = false, kMasksTails = false, kPacksInt8 = false,
                kReadsInPlace = false;
 
@@ -342,42 +342,39 @@ struct ShiftedInt8 {
   static constexpr float kUnit = 1;
 };
 
-// Adds products of 32 elements of Q groups of lines with the codes of M rows from double word `at`.
-template <int Q, int M, typename Weights>
+// Adds products of 32 elements of a group of lines with the codes of M rows from double word `at`.
+template <int M, typename Weights>
 C10_ALWAYS_INLINE void add_int8(
-    const Ints* const (&from)[Q], const Weights& weights, const int32_t* const (&codes)[M],
-    int64_t at, Ints (&products)[Q][M]) {
+    const Ints* from, const Weights& weights, const int32_t* const (&codes)[M], int64_t at,
+    Ints (&products)[M]) {
   const Ints ones = _mm256_set1_epi16(1);
-  MOE_UNROLL
-  for (int q = 0; q < Q; ++q) {
-    if constexpr (Weights::kBits == 8) {
+  if constexpr (Weights::kBits == 8) {
+    MOE_UNROLL
+    for (int64_t i = 0; i < 8; ++i) {
+      const Ints v = load_ints(from + i), sizes = _mm256_abs_epi8(v);  // 128 at most
       MOE_UNROLL
-      for (int64_t i = 0; i < 8; ++i) {
-        const Ints v = load_ints(from[q] + i), sizes = _mm256_abs_epi8(v);  // 128 at most
-        MOE_UNROLL
-        for (int r = 0; r < M; ++r) {
-          const Ints word = _mm256_sign_epi8(all_ints(codes[r][at + i]), v);
-          const Ints sum = _mm256_maddubs_epi16(sizes, word);
-          products[q][r] = _mm256_add_epi32(products[q][r], _mm256_madd_epi16(sum, ones));
-        }
+      for (int r = 0; r < M; ++r) {
+        const Ints word = _mm256_sign_epi8(all_ints(codes[r][at + i]), v);
+        const Ints sum = _mm256_maddubs_epi16(sizes, word);
+        products[r] = _mm256_add_epi32(products[r], _mm256_madd_epi16(sum, ones));
       }
-    } else {
-      // Sums of 8 products of at most 24 * 127 fit into 16 bits.
+    }
+  } else {
+    // Sums of 8 products of at most 24 * 127 fit into 16 bits.
+    MOE_UNROLL
+    for (int64_t i = 0; i < 8; i += 4) {
+      Ints words[4];
+      weights.shift(load_ints(from + i / 2), words);
+      weights.shift(load_ints(from + i / 2 + 1), words + 2);
       MOE_UNROLL
-      for (int64_t i = 0; i < 8; i += 4) {
-        Ints words[4];
-        weights.shift(load_ints(from[q] + i / 2), words);
-        weights.shift(load_ints(from[q] + i / 2 + 1), words + 2);
+      for (int r = 0; r < M; ++r) {
+        Ints sum = _mm256_setzero_si256();
         MOE_UNROLL
-        for (int r = 0; r < M; ++r) {
-          Ints sum = _mm256_setzero_si256();
-          MOE_UNROLL
-          for (int j = 0; j < 4; ++j) {
-            const Ints word = all_ints(codes[r][at + i + j]);
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(words[j], word));
-          }
-          products[q][r] = _mm256_add_epi32(products[q][r], _mm256_madd_epi16(sum, ones));
+        for (int j = 0; j < 4; ++j) {
+          const Ints word = all_ints(codes[r][at + i + j]);
+          sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(words[j], word));
         }
+        products[r] = _mm256_add_epi32(products[r], _mm256_madd_epi16(sum, ones));
       }
     }
   }

@@ -39,7 +39,7 @@ namespace moe_cpu {
 namespace low_bit_avx512 {
 
 constexpr int64_t kLines = kPanelLines, kStretch = 16, kMaxRows = 8, kMaxInt8Rows = 4;
-constexpr int kGroups[] = {4, 2, 1, 1}, kInt8Groups[] = {4, 4, 1};
+constexpr int kGroups[] = {4, 2, 1, 1};
 constexpr bool kUnrolls = true, kMasksTails = true, kPacksInt8 = true,
                kReadsInPlace = true;
 constexpr int kBias = 118;
@@ -433,28 +433,21 @@ struct ShiftedInt8 : Vnni {
   }
 };
 
-// Adds products of 32 elements of Q groups of lines with the codes of M rows from double word `at`.
-template <int Q, int M, typename Weights>
+// Adds products of 32 elements of a group of lines with the codes of M rows from double word `at`.
+template <int M, typename Weights>
 C10_ALWAYS_INLINE void add_int8(
-    const Ints* const (&from)[Q], const Weights& weights, const int32_t* const (&codes)[M],
-    int64_t at, Ints (&products)[Q][M]) {
+    const Ints* from, const Weights& weights, const int32_t* const (&codes)[M], int64_t at,
+    Ints (&products)[M]) {
   constexpr int n = 8 / Weights::kBits;
   MOE_UNROLL
   for (int64_t i = 0; i < 8 / n; ++i) {
-    Ints words[Q][n];
-    MOE_UNROLL
-    for (int q = 0; q < Q; ++q) {
-      weights.shift(load_ints(from[q] + i), words[q]);
-    }
+    Ints words[n];
+    weights.shift(load_ints(from + i), words);
     MOE_UNROLL
     for (int j = 0; j < n; ++j) {
       MOE_UNROLL
       for (int r = 0; r < M; ++r) {
-        const Ints row = all_ints(codes[r][at + i * n + j]);
-        MOE_UNROLL
-        for (int q = 0; q < Q; ++q) {
-          products[q][r] = Weights::add(products[q][r], words[q][j], row);
-        }
+        products[r] = Weights::add(products[r], words[j], all_ints(codes[r][at + i * n + j]));
       }
     }
   }

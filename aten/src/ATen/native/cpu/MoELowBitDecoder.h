@@ -5,7 +5,7 @@
 //
 //   kStretch              double words of a line that are read at a time
 //   kMaxRows, kMaxInt8Rows    rows of a product at most, a power of two
-//   kGroups, kInt8Groups  groups of lines that are multiplied at a time, by log2 of the rows
+//   kGroups               groups of lines that are multiplied at a time, by log2 of the rows
 //   kPacksInt8            whether Int8Slice is used for more rows
 //   kUnrolls, kMasksTails whether blocks are unrolled; whether fewer scales can be transposed
 //   kReadsInPlace         whether few rows read panels where they lie
@@ -19,6 +19,11 @@
 
 constexpr int64_t kBlock = 32;    // elements of the smallest block of a scale
 constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
+
+// The distance at which M rows read panels fast, as measured on Zen 4: the hardware's own
+// prefetch suffices where there is little to compute.
+template <typename Codes, int M>
+constexpr int64_t kNear = Codes::kBits == 8 && M == 1 ? 1024 : 2 * kAhead;
 
 // For lambdas.
 #if defined(__GNUC__)
@@ -53,8 +58,9 @@ C10_ALWAYS_INLINE void read_lines(
   }
 }
 
-// The double words of a group's lines in the order of K, registers of kLines of them.
-template <typename Codes, bool fetches = true>
+// The double words of a group's lines in the order of K, registers of kLines of them. Fetches what
+// is `near` bytes further in panels, or, unless that is 0, the lines that come next.
+template <typename Codes, int64_t near>
 class LineReader {
  public:
   void begin(const LineGroup& group, int64_t expert, int64_t total) {
@@ -64,20 +70,19 @@ class LineReader {
   }
 
   // Registers from d0 on, as many as a block of kBlock elements has: in the panel, or read a
-  // stretch at a time. Fetches what comes next in the order of addresses into L2, as L1 is too
-  // small.
+  // stretch at a time. Fetches into L2, as L1 is too small.
   C10_ALWAYS_INLINE const Ints* read(int64_t d0) {
     const LowBitView& w = *group_->w;
     if (kReadsInPlace && w.panels) {
       const uint8_t* from = lines_ + d0 * 4 * kPanelLines;
       MOE_UNROLL
-      for (int64_t i = 0; fetches && i < kBlock * Codes::kBits / 32; ++i) {
-        _mm_prefetch(reinterpret_cast<const char*>(from + kNear + i * 64), _MM_HINT_T1);
+      for (int64_t i = 0; near > 0 && i < kBlock * Codes::kBits / 32; ++i) {
+        _mm_prefetch(reinterpret_cast<const char*>(from + near + i * 64), _MM_HINT_T1);
       }
       return reinterpret_cast<const Ints*>(from);
     }
     if (d0 % kStretch == 0) {
-      if (fetches && !w.panels) {
+      if (near > 0 && !w.panels) {
         MOE_UNROLL
         for (int64_t i = 0; i < kLines * kStretch * 4; i += 64) {
           prefetch(lines_ + group_->ahead + d0 * kLines * 4 + i);
@@ -89,9 +94,6 @@ class LineReader {
   }
 
  private:
-  // As measured on Zen 4, with 4 groups at a time.
-  static constexpr int64_t kNear = Codes::kBits == 8 ? 1024 : kAhead;
-
   const LineGroup* group_;
   const uint8_t* lines_;
   int64_t total_;
@@ -213,7 +215,7 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
   int64_t end = std::min(segment, depth), sums_done = 0;
   Codes codes;
   LineScales scales[Q];
-  LineReader<Codes> lines[Q];
+  LineReader<Codes, kNear<Codes, M>> lines[Q];
   Fold folds[Q];
   Floats sums[Q][M], parts[Q][M];
   MOE_UNROLL
@@ -300,31 +302,26 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
   return !is_rare;
 }
 
-// The same for rows rounded to int8. `whole`: a block is a row.
-template <typename Weights, bool whole, int M, int Q>
-bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* const* x) {
+// The same for one group and rows rounded to int8, in the order of memory, which is faster than
+// several places at once. `whole`: a block is a row.
+template <typename Weights, bool whole, int M>
+bool multiply_int8_lines(const LineGroup* group, int64_t expert, const void* const* x) {
   constexpr int64_t kElements = 32 / Weights::kBits, kPiece = Int8Row::kPiece / kElements;
-  const Int8Row layout(*groups[0].w);
+  const Int8Row layout(*group->w);
   const int64_t total = layout.depth / kElements;
   const Weights weights;
-  LineScales scales[Q];
-  LineReader<Weights> lines[Q];
-  Floats sums[Q][M];
+  LineScales scales;
+  LineReader<Weights, kNear<Weights, M>> lines;
+  Floats sums[M];
   const int32_t* codes[M];
   const float* row_scales[M];
   const int32_t* row_sums[M];
-  MOE_UNROLL
-  for (int q = 0; q < Q; ++q) {
-    scales[q].begin(*groups[q].w, expert, groups[q].row);
-    lines[q].begin(groups[q], expert, total);
-    MOE_UNROLL
-    for (int r = 0; r < M; ++r) {
-      sums[q][r] = all_floats(0);
-    }
-  }
+  scales.begin(*group->w, expert, group->row);
+  lines.begin(*group, expert, total);
   MOE_UNROLL
   for (int r = 0; r < M; ++r) {
     void* record = const_cast<void*>(x[r]);
+    sums[r] = all_floats(0);
     codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record));
     row_scales[r] = layout.scales(record);
     row_sums[r] = layout.sums(record);
@@ -332,47 +329,32 @@ bool multiply_int8_lines(const LineGroup* groups, int64_t expert, const void* co
   int64_t d0 = 0;
   for (int64_t block = 0; d0 < total; ++block) {
     const int64_t end = whole ? total : std::min(d0 + layout.block / kElements, total);
-    Ints products[Q][M];
+    Ints products[M];
     MOE_UNROLL
-    for (int q = 0; q < Q; ++q) {
-      MOE_UNROLL
-      for (int r = 0; r < M; ++r) {
-        products[q][r] = all_ints(-Weights::kShift * row_sums[r][block]);
-      }
+    for (int r = 0; r < M; ++r) {
+      products[r] = all_ints(-Weights::kShift * row_sums[r][block]);
     }
     for (; d0 < end; d0 += kPiece) {
-      const Ints* from[Q];
-      MOE_UNROLL
-      for (int q = 0; q < Q; ++q) {
-        from[q] = lines[q].read(d0);
-      }
-      add_int8(from, weights, codes, d0 * kElements / 4, products);
+      add_int8(lines.read(d0), weights, codes, d0 * kElements / 4, products);
     }
+    const Floats scale = multiply_floats(scales.values(block), all_floats(Weights::kUnit));
     MOE_UNROLL
-    for (int q = 0; q < Q; ++q) {
-      const Floats scale = multiply_floats(scales[q].values(block), all_floats(Weights::kUnit));
-      MOE_UNROLL
-      for (int r = 0; r < M; ++r) {
-        sums[q][r] = fma(
-            multiply_floats(to_floats(products[q][r]), scale), all_floats(row_scales[r][block]),
-            whole ? all_floats(0) : sums[q][r]);
-      }
-    }
-  }
-  bool is_rare = false;
-  for (int q = 0; q < Q; ++q) {
     for (int r = 0; r < M; ++r) {
-      store_floats(groups[q].c + r * kPanelCols, sums[q][r]);
+      sums[r] = fma(
+          multiply_floats(to_floats(products[r]), scale), all_floats(row_scales[r][block]),
+          whole ? all_floats(0) : sums[r]);
     }
-    is_rare = is_rare || is_any(scales[q].rare);
   }
-  return !is_rare;
+  for (int r = 0; r < M; ++r) {
+    store_floats(group->c + r * kPanelCols, sums[r]);
+  }
+  return !is_any(scales.rare);
 }
 
 // A kernel for some number of rows, and how many groups of lines it takes.
 template <typename Row>
 struct Kernel {
-  bool (*run)(const LineGroup*, int64_t, const Row* const*) = nullptr;
+  bool (*run)(const LineGroup*, int64_t, const Row* const*);
   int groups = 1;
 };
 
@@ -395,7 +377,6 @@ Kernel<Row> multiply_lines_of(int64_t rows) {
   });
 }
 
-// No kernel for int8 with scales of blocks.
 template <typename Row>
 Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
   switch (w.codes) {
@@ -405,7 +386,7 @@ Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
       return multiply_lines_of<Row, E2M1, Scaling::Blocks>(rows);
     case LowBitCodes::Int8:
       return w.scaling == Scaling::Rows ? multiply_lines_of<Row, Int8, Scaling::Rows>(rows)
-                                        : Kernel<Row>{};
+                                        : multiply_lines_of<Row, Int8, Scaling::Blocks>(rows);
     default:
       return w.scaling == Scaling::Folded
           ? multiply_lines_of<Row, FoldedCodes<Row>, Scaling::Folded>(rows)
@@ -417,8 +398,7 @@ Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
 template <typename Weights, bool whole>
 Kernel<void> multiply_int8_lines_of(int64_t rows) {
   return with_log_rows<kMaxInt8Rows>(rows, [](auto log) {
-    constexpr int m = 1 << log, q = kInt8Groups[log];
-    return Kernel<void>{&multiply_int8_lines<Weights, whole, m, q>, q};
+    return Kernel<void>{&multiply_int8_lines<Weights, whole, 1 << log>};
   });
 }
 
@@ -438,9 +418,6 @@ bool multiply_groups(
       here[r] = lines[r0 + std::min(r, count - 1)];
     }
     const Kernel<Row> kernel = find(padded);
-    if (kernel.run == nullptr) {
-      return false;
-    }
     for (size_t g = 0; g < groups.size(); g += kernel.groups) {
       // Repeats the last group rather than take fewer.
       const auto group = [&](int q) { return groups[std::min(g + q, groups.size() - 1)]; };
@@ -511,7 +488,7 @@ class Int8Slice {
     const Weights weights;
     bool is_rare = false;
     for (const auto g : c10::irange(groups_.size())) {
-      LineReader<Weights, /*fetches=*/false> lines;
+      LineReader<Weights, /*near=*/0> lines;
       lines.begin(groups_[g], expert_, layout_.depth / kElements);
       Ints* to = words_ + g * (depth_ / 4);
       for (int64_t k = k0_; k < k0_ + depth_; k += kBlock) {
@@ -747,9 +724,10 @@ struct Decoder : Traits {
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
       const operand_t* const* lines, operand_t* scratch) {
     const auto codes = groups[0].w->codes;
-    const auto run = codes == LowBitCodes::Int8 ? &multiply_int8_groups<ShiftedInt8, true>
-        : codes == LowBitCodes::Int4            ? &multiply_int8_groups<ShiftedInt4, false>
-                                                : &multiply_int8_groups<ShiftedE2M1, false>;
+    const auto run = codes == LowBitCodes::Int4 ? &multiply_int8_groups<ShiftedInt4, false>
+        : codes == LowBitCodes::E2M1            ? &multiply_int8_groups<ShiftedE2M1, false>
+        : groups[0].w->scaling == Scaling::Rows ? &multiply_int8_groups<ShiftedInt8, true>
+                                                : &multiply_int8_groups<ShiftedInt8, false>;
     return run(groups, expert, rows, reinterpret_cast<const void* const*>(lines), scratch);
   }
 
