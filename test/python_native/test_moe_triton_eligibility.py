@@ -234,6 +234,30 @@ class TestEligibility(EligibilityTestCase):
         for grad_out, h in ((x, preact[:0]), (x.float(), preact), (x, preact.float())):
             self.check_error(grad_out, *args, h, mask, op="_moe_mlp_backward")
 
+    def test_validation_does_not_compute(self):
+        args = self.args()
+        x, w_in, row_slots = args[0], args[1], args[5]
+        preact = x.new_empty(len(row_slots), w_in.shape[1])
+        logits = torch.randn(8, 4)
+        indices, weights = torch.ops.aten._moe_topk(logits, 2)
+        calls = {
+            "_moe_mlp": args,
+            "_moe_mlp_backward": (x, *args, preact, [True] * 7),
+            "_moe_topk": (logits, 2),
+            "_moe_topk_backward": (weights, logits, indices),
+            "_moe_permutation": (indices, 4),
+        }
+        for op, operands in calls.items():
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            ) as profile:
+                triton_impl._validate(op, operands, {})
+            names = {event.name for event in profile.events()}
+            self.assertLessEqual(
+                {name for name in names if name.startswith("aten::")},
+                {"aten::empty", "aten::zeros_like", "aten::empty_like"},
+            )
+
     def test_permutation(self):
         reason = triton_impl.permutation_reason
         indices = get_case("uniform").topk_indices()

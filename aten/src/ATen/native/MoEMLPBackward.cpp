@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPBackward.h>
 #include <c10/util/irange.h>
+#include <torch/library.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -314,6 +315,40 @@ moe_mlp_backward(
               in, routing, call.activation, grad_out, preact, wanted, grads);
         }
       });
+}
+
+// See moe_mlp_meta.
+static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+moe_mlp_backward_meta(
+    const Tensor& grad_out,
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
+    const Tensor& preact,
+    std::array<bool, 7> output_mask,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit) {
+  constexpr const char* op = "_moe_mlp_backward";
+  const moe::MLPCall call(
+      op,
+      {input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out, w_up},
+      {activation, gate_interleaved, alpha, limit});
+  call.check_backward(op, grad_out, preact);
+  return make_gradients(
+      call.inputs, output_mask, [](const std::array<bool, 7>&, Gradients&) {});
+}
+
+TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  m.impl("_moe_mlp_backward", TORCH_FN(moe_mlp_backward_meta));
 }
 
 } // namespace at::native

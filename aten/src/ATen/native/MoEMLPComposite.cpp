@@ -16,6 +16,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPComposite.h>
+#include <torch/library.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -302,6 +303,38 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
   return {
       combine_slots(routing, o),
       compute_preact ? h : at::empty({0, h.size(1)}, input.options())};
+}
+
+// The arguments' rules and the results' shapes alone. Kernels in Python call the Meta key with
+// tensors of their device to check them, where the composite would compute.
+static std::tuple<Tensor, Tensor> moe_mlp_meta(
+    const Tensor& input,
+    const Tensor& w_in,
+    const Tensor& w_out,
+    const Tensor& offs,
+    const std::optional<Tensor>& topk_weights,
+    const std::optional<Tensor>& row_slots,
+    const std::optional<Tensor>& slot_rows,
+    const std::optional<Tensor>& b_in,
+    const std::optional<Tensor>& b_out,
+    const std::optional<Tensor>& w_up,
+    std::string_view activation,
+    bool gate_interleaved,
+    std::optional<double> alpha,
+    std::optional<double> limit,
+    bool compute_preact) {
+  const moe::MLPCall call(
+      "_moe_mlp",
+      {input, w_in, w_out, offs, topk_weights, row_slots, slot_rows, b_in, b_out, w_up},
+      {activation, gate_interleaved, alpha, limit});
+  const auto kept_rows = compute_preact ? call.sizes.num_rows : c10::SymInt(0);
+  return {
+      at::empty_symint(input.sym_sizes(), input.options()),
+      at::empty_symint({kept_rows, call.sizes.gated_dim}, input.options())};
+}
+
+TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  m.impl("_moe_mlp", TORCH_FN(moe_mlp_meta));
 }
 
 } // namespace at::native
