@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast, TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.loads import LoadStats, StepTimes
-from torch.distributed._moe.plan import busiest, Plan, plan, Topology
+from torch.distributed._moe.plan import busiest, Plan, Topology
 from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
 from torch.distributed.tensor.parallel._expert_recovery import recover
 
@@ -220,13 +219,11 @@ class ExpertPlacement:
         if self.loads is None or self.online:
             return
         for i, layer in enumerate(self.layers):
-            if layer.resident is not None:
-                continue  # Its weights do not move.
-            price, topology = layer.copy_cost or 0.0, layer.home.topology
-            by = partial(plan, topology=topology, price=price, tries=_TRIES)
-            found = layer.home if self._rests else by(self.loads[i])
+            by_loads = layer.planned(self.loads[i], _TRIES)
+            found = layer.home if self._rests else by_loads
             if before is not None and latest is not None and found is not layer.home:
-                tried = layer.plan if layer.moves else by(before[i])
+                tried = layer.plan if layer.moves else layer.planned(before[i], _TRIES)
+                price = layer.copy_cost or 0.0
                 if tried.cost(latest[i], price) > layer.home.cost(latest[i]):
                     found = layer.home
             layer.use(found)
@@ -272,7 +269,7 @@ class ExpertPlacement:
                 layer.copy_cost = state["copy_costs"][i]
             slots, quotas = state["slot_experts"][i], state["quotas"][i]
             same = slots.shape == layer.home.slot_experts.shape
-            if same and layer.resident is None and not self.online:
+            if same and not self.online:
                 layer.use(Plan(layer.home.topology, slots, quotas))
         if not same:
             self._plan()

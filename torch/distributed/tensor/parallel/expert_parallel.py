@@ -104,6 +104,7 @@ class _Region:
         # For the remaining ranks after others were lost.
         self.make_switch: Callable[[DeviceMesh, int], TokenSwitch]
         self.mesh_device_type = "cpu"
+        self.tokens = 0  # of the running or failed forward
         # Versions of the expert parameters in the last local_parameters().
         self.versions: tuple[int, ...] = ()
 
@@ -171,6 +172,8 @@ class _Region:
         local = {name: _value(module, name) for name in self.expert_names}
         if self.placed is not None:
             row_bytes = tokens.shape[1] * tokens.element_size()
+            if not torch.compiler.is_compiling():
+                self.tokens = len(ids)
             ids, experts = self.placed.route(module, ids, local, row_bytes, experts)
         if isinstance(self.switch, TokenSwitchAllToAll):
             # A user's schedule may change rows before it passes them to the experts.
@@ -196,7 +199,7 @@ class _Region:
             self.switch, tokens, ids, weights, experts, shared
         )
         if self.placed is not None and not torch.compiler.is_compiling():
-            self.placed.tokens = 0  # none of a forward that failed
+            self.tokens = 0  # none of a forward that failed
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()
