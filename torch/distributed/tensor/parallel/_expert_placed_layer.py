@@ -9,19 +9,14 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.fetch import (
-    after_fetch,
-    Fetch,
-    Fetcher,
-    Moves,
-    moves_of,
-)
+from torch.distributed._moe.fetch import after_fetch, Fetch, Fetcher, Moves, moves_of
 from torch.distributed._moe.payload import is_traced
-from torch.distributed._moe.plan import Plan, plan, reroute, slots_of, split_by_source
+from torch.distributed._moe.plan import Plan, plan, reroute, split_by_source
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import (
@@ -69,29 +64,27 @@ class PlacedLayer:
         self.levels = (self.exchange,)  # for count_wire_bytes
         self.fetcher = Fetcher(self.exchange, owner.wire_dtype, owner.keep)
         self.last_plan: Plan | None = None
-        self.tried: Plan | None = None
         self.copy_cost = owner.copy_cost
         # Steps without online plans after one whose plan stayed at home.
         self.pause = self.pauses = 0
-        # Slots at home by id + 1; none for -1, which a free slot has, and for E.
-        ids = home.slot_experts.flatten() + 1
-        self._at_home = torch.full((home.num_experts + 2,), -1)
-        self._at_home[ids] = torch.arange(len(ids))
-        self._at_home[0] = -1
+        # The one slot of each expert by id + 1; none for -1 and E, which mean no expert.
+        slots = home.slot_experts.flatten().argsort()[-home.num_experts :]
+        self._at_home = F.pad(slots, (1, 1), value=-1)
         self.use(home)
 
     def use(self, plan: Plan) -> None:
         """Uses ``plan`` from the next forward on; nothing moves."""
         self.moves = self._moves_of(plan)
         self.plan = plan
+        self.tried = None if self.moves is None else plan
         self._plan_text = str(plan.slot_experts.tolist())
-        self._slots = slots_of(plan.slot_experts, plan.num_experts)
+        self._slots = plan.slots()
         self._shares = plan.shares().cumsum(1)
 
     def _moves_of(self, plan: Plan) -> Moves | None:
         if torch.equal(plan.slot_experts, self.home.slot_experts):
             return None  # Weights stay where they are.
-        return moves_of(plan.slot_experts, plan.num_experts, self.exchange.rank)
+        return moves_of(plan, self.exchange.rank)
 
     def planned(self, counts: Tensor, tries: int = 1) -> Plan:
         """A plan by ``counts``, at the price of a copy."""
@@ -114,19 +107,18 @@ class PlacedLayer:
             row_bytes (int): of a token.
         """
         self._to(topk_indices.device)
-        if not torch.compiler.is_compiling():
-            if self.owner._times is not None and torch.is_grad_enabled():
-                self.owner._times.begin()
-        elif not self._plan_text:
+        if torch.compiler.is_compiling():
             # This never happens. Reading the text makes Dynamo guard on the whole plan, so all ranks
             # recompile together and reach torch._dynamo.config.recompile_limit together.
-            raise AssertionError("a plan without slots")
+            if not self._plan_text:
+                raise AssertionError("a plan without slots")
+        elif self.owner._times is not None and torch.is_grad_enabled():
+            self.owner._times.begin()
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, over two rows each way.
             self.copy_cost = 2 * size / max(1, 4 * row_bytes)
-        online = self.owner.online
-        moves, table, split = self.moves, self._slots, None
+        online, moves, table, split = self.owner.online, self.moves, self._slots, None
         if online and not self.owner._rests and not self.pause:
             moves, table, split = self._plan_online(topk_indices)
         elif not online:
@@ -141,7 +133,7 @@ class PlacedLayer:
         else:
             per_rank = self.home.topology.slots_per_rank
             slots = reroute(topk_indices, split, table, per_rank)
-        ahead = None if self.owner.online else self._next_of(module)
+        ahead = None if online else self._next_of(module)
         if moves is None and ahead is None:
             return slots, experts
         fetch = None
@@ -160,8 +152,8 @@ class PlacedLayer:
         needs no fetch."""
         if _versions(module) is None:
             return None
-        following, last, now = self.owner.following, self.owner.last(), ref(module)
-        self.owner.last = now
+        following, last, now = self.owner.following, self.owner.last, ref(module)
+        last, self.owner.last = last and last(), now
         if last is not None and _placed(last).index < self.index:
             following[last] = now
         ahead = following[module]() if module in following else None
@@ -198,10 +190,9 @@ class PlacedLayer:
             if moves is None:
                 return None, self._slots, None
             self.tried = found
-            quotas = found.quotas.to(counts.device)
-            table = slots_of(found.slot_experts, len(counts)).to(counts.device)
-            split = split_by_source(source, quotas, self.exchange.rank)
-            return moves.to(counts.device), table, split
+            device = counts.device
+            split = split_by_source(source, found.quotas.to(device), self.exchange.rank)
+            return moves.to(device), found.slots().to(device), split
 
     def step(self) -> None:
         """Pauses online plans while none pays, about twice as long each time."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import sub_group
+from torch.distributed._moe.fetch import Made
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel._expert_placed_layer import (
@@ -221,7 +222,9 @@ def _held(
     if isinstance(layer, ServedLayer):
         each, copies = 0, layer.resident
     elif layer.moves is not None:
-        copies = layer.fetcher.kept(layer.moves, local, region.versions)
+        made = Made.of(layer.moves, local, region.versions)
+        kept = None if made is None else layer.fetcher.kept_as(made)
+        copies = None if kept is None else dict(zip(local, kept))
     for slot, e in enumerate(layer.plan.slot_experts[layer.exchange.rank].tolist()):
         if slot < each:
             rows[e] = {k: w[slot] for k, w in local.items()}, True

@@ -90,14 +90,13 @@ class _Region:
         schedule: Schedule,
         tp_mesh: DeviceMesh | None,
         original: dict[str, Callable[..., Any]],
-        placed: PlacedLayer | None,
     ) -> None:
         self.adapter = adapter
         self.switch = switch
         self.schedule = schedule
         self.tp_mesh = tp_mesh
         self.original = original
-        self.placed = placed
+        self.placed: PlacedLayer | None = None
         self.expert_names: tuple[str, ...] = ()
         self.grad_placements: dict[str, tuple[Placement, ...]] = {}
         self.added_once: set[str] = set()
@@ -533,7 +532,7 @@ class ExpertParallel(ParallelStyle):
                     f"{device_mesh.ndim}-D one"
                 )
             placed = self.placement.add_layer(num_experts, device_mesh.get_group())
-            slots = placed.home.topology.num_slots
+            slots = placed.home.slot_experts.numel()
         names = device_mesh.mesh_dim_names or ()
         mesh_of = {
             role: device_mesh if device_mesh.ndim == 1 else device_mesh[names[i]]
@@ -548,8 +547,8 @@ class ExpertParallel(ParallelStyle):
                 name: getattr(module, name).__func__
                 for name in ("forward", adapter.method)
             },
-            placed,
         )
+        region.placed = placed
         name_owner = getattr(region.switch, "name_owner", None)
         if name_owner is not None:
             count = _layers.setdefault(mesh_of["ep"].get_group(), itertools.count())
