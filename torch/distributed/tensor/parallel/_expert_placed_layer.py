@@ -152,8 +152,9 @@ class PlacedLayer:
         needs no fetch."""
         if _versions(module) is None:
             return None
-        following, last, now = self.owner.following, self.owner.last, ref(module)
-        last, self.owner.last = last and last(), now
+        following, now = self.owner.following, ref(module)
+        last = None if self.owner.last is None else self.owner.last()
+        self.owner.last = now
         if last is not None and _placed(last).index < self.index:
             following[last] = now
         ahead = following[module]() if module in following else None

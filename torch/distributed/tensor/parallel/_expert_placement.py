@@ -210,8 +210,7 @@ class ExpertPlacement:
         if self.loads is None or self.online:
             return
         for i, layer in enumerate(self.layers):
-            by_loads = layer.planned(self.loads[i], _TRIES)
-            found = layer.home if self._rests else by_loads
+            found = layer.home if self._rests else layer.planned(self.loads[i], _TRIES)
             if before is not None and latest is not None and found is not layer.home:
                 tried = layer.plan if layer.moves else layer.planned(before[i], _TRIES)
                 price = layer.copy_cost or 0.0
