@@ -19,7 +19,7 @@ import time
 from statistics import mean
 
 import torch
-from torch.distributed._moe.plan import busiest, Plan, plan, Topology
+from torch.distributed._moe.plan import Plan, plan, Topology
 from torch.distributed._tools import moe_cost_model as cost
 from torch.distributed._tools.moe_config import MODELS
 from torch.distributed._tools.moe_profile import profile
@@ -64,7 +64,7 @@ def balance(kind, sigma, free, seed):
     topology = Topology(1, RANKS, EXPERTS // RANKS + free)
     standing, plan_ms = timed(lambda: plan(before, topology))
     online = plan(now, topology)
-    slots = topology.num_slots
+    slots = topology.num_ranks * topology.slots_per_rank
     experts, _ = moe_placement.eplb_rank_experts(loads, slots, 1, 1, RANKS)
     each = EXPERTS // RANKS
     return {
@@ -105,7 +105,7 @@ def pays(name, ranks, tokens, gbps, seed):
         share = moe_placement.drifted(loads, 0.1, 100 * seed + group)
         counts = (share * rows * ep).round().long()
         found = plan(counts, topology, price=price, tries=3)
-        fetches = busiest(found.slot_experts, model.experts)
+        fetches = found.busiest()
         heaviest = found.rank_loads(counts).max().item()
         at_home = home.rank_loads(counts).max().item()
         groups.append((at_home, heaviest + price * fetches, heaviest, fetches))

@@ -52,10 +52,10 @@ class TestFetch(GlooTest):
         for seed in range(6):
             placement = any_plan(TOPOLOGY, E, seed)
             held = placement.slot_experts
-            moves = moves_of(held, E, self.rank)
+            moves = moves_of(placement, self.rank)
             mine = {n: w[home].clone().requires_grad_() for n, w in whole.items()}
             mine["frozen"].requires_grad_(False)
-            with count_wire_bytes(self.of(exchange)) as wire:
+            with count_wire_bytes(exchange) as wire:
                 got = self.fetch(exchange, moves, mine)
                 copies = held[self.rank, 2:]
                 copies = copies[copies >= 0]
@@ -81,20 +81,14 @@ class TestFetch(GlooTest):
                     want = total.to(dtype).expand(shapes[name])
                     self.assertEqual(mine[name].grad[local], want, atol=0, rtol=0)
 
-    @staticmethod
-    def of(exchange):
-        class Levels:
-            levels = (exchange,)
-
-        return Levels
-
     def test_experts_that_do_not_use_their_weights(self):
         # As in a loop over experts with tokens: a rank may use no weight, but others wait for it.
         exchange = Exchange(dist.group.WORLD, E, None, level="experts")
         plan = any_plan(TOPOLOGY, E, 1)
         with self.assertRaisesRegex(ValueError, "the experts of the rank, then copies"):
-            moves_of(plan.slot_experts.flip(1), E, self.rank)
-        moves = moves_of(plan.slot_experts, E, self.rank)
+            flipped = plan.slot_experts.flip(1)
+            moves_of(Plan(TOPOLOGY, flipped, plan.quotas), self.rank)
+        moves = moves_of(plan, self.rank)
         weight = torch.ones(2, 3, requires_grad=True)
         x = torch.ones(3, requires_grad=True)
         got = self.fetch(exchange, moves, {"w": weight})

@@ -26,14 +26,15 @@ class TestLoadStats(MultiThreadedTestCase):
         stats.record(0, counts * (self.rank + 1))
         stats.record(1, counts)
         stats.record(1, counts)
-        first = stats.update()
+        first, _ = stats.update()
         # Loads are averages per forward, summed over ranks. The second layer had two forwards.
         want = torch.stack([counts * 10, counts * 4]).double()
         self.assertEqual(first, want)
         stats.record(0, counts)
         second = torch.stack([counts * 4, counts * 0]).double()
-        self.assertEqual(stats.update(), 0.75 * want + 0.25 * second)
-        self.assertEqual(stats.latest, second)
+        average, latest = stats.update()
+        self.assertEqual(average, 0.75 * want + 0.25 * second)
+        self.assertEqual(latest, second)
         gathered = [None] * self.world_size
         dist.all_gather_object(gathered, first.tolist())
         self.assertTrue(all(g == gathered[0] for g in gathered))
@@ -47,7 +48,8 @@ class TestLoadStats(MultiThreadedTestCase):
         other = LoadStats(1, E, decay=0.5)
         other.load_state_dict(states[0])
         for each in (stats, other):
-            self.assertEqual(each.update(), torch.arange(E).double()[None] * 10)
+            average, _ = each.update()
+            self.assertEqual(average, torch.arange(E).double()[None] * 10)
 
     def test_torch_func(self):
         """Each element of a vmap counts as a forward. Gradients count nothing twice."""

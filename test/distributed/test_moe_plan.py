@@ -13,15 +13,7 @@ from moe_placement import (
 )
 
 import torch
-from torch.distributed._moe.plan import (
-    busiest,
-    Plan,
-    plan,
-    reroute,
-    slots_of,
-    split_by_source,
-    Topology,
-)
+from torch.distributed._moe.plan import Plan, plan, reroute, split_by_source, Topology
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -141,7 +133,7 @@ class TestPlan(TestCase):
             for tries in (1, 2, 4):
                 price = (0.0, 30.0, 300.0)[seed % 3]
                 found = plan(counts, topology, price=price, tries=tries)
-                fetches = busiest(found.slot_experts, 16)
+                fetches = found.busiest()
                 cost = found.quotas.sum(0).max().item() + price * fetches
                 self.assertLessEqual(cost, at_home)
                 self.assertLessEqual(cost, before)
@@ -200,10 +192,13 @@ class TestPlan(TestCase):
             self.assertEqual(got, expected, atol=1e-4, rtol=0)
 
     def test_busiest(self):
-        slots = torch.tensor([[0, 1, 2], [2, 3, 0]])
-        self.assertEqual(busiest(slots, 4), 1)
-        self.assertEqual(busiest(torch.tensor([[0, 1, -1], [2, 3, -1]]), 4), 0)
-        self.assertEqual(busiest(torch.tensor([[2, 3], [0, 1]]), 4), 2)
+        for rows, want in (
+            ([[0, 1, 2], [2, 3, 0]], 1),
+            ([[0, 1, -1], [2, 3, -1]], 0),
+            ([[2, 3], [0, 1]], 2),
+        ):
+            topology, none = Topology(1, 2, len(rows[0])), torch.zeros(4, 2).long()
+            self.assertEqual(Plan(topology, torch.tensor(rows), none).busiest(), want)
 
     def test_split_has_both_sums_and_keeps_own_tokens(self):
         torch.manual_seed(0)
@@ -227,7 +222,7 @@ class TestPlan(TestCase):
         )
         step = plan(source.sum(0), Topology(2, 2, 6))
         split = [split_by_source(source, step.quotas, r) for r in range(ranks)]
-        table = slots_of(step.slot_experts, E)
+        table = step.slots()
         flat = step.slot_experts.flatten()
         for rank in range(ranks):
             slots = reroute(topk[rank], split[rank], table, 6)

@@ -172,9 +172,9 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
             level.capacity = value
 
     def use_own_groups(self) -> None:
-        """See :meth:`Exchange.use_own_group`; collective. A second call does nothing."""
+        """See :meth:`Exchange.use_own_groups`; collective. A second call does nothing."""
         for level in self.levels:
-            level.use_own_group()
+            level.use_own_groups()
 
     def create_routing(
         self,

@@ -707,7 +707,12 @@ class Exchange:
         where += f", group {self.group_name!r} of ranks {ranks}"
         return f"{where}, on rank {ranks[self.rank]}"
 
-    def use_own_group(self) -> None:
+    @property
+    def levels(self) -> tuple[Exchange]:
+        """As those of a token switch, for an exchange that is used alone."""
+        return (self,)
+
+    def use_own_groups(self) -> None:
         """Communicates over a group that nobody else uses, see :func:`own_group`."""
         self.group_name = own_group(self.group)
 

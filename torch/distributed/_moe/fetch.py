@@ -1,8 +1,6 @@
 """Sends weights of experts from home to the ranks that run them, and gradients back.
 
-Terms
-    home    the rank whose shard of the expert parameter has the expert: rank ``e // (E/W)``
-    copy    weights of an expert on a rank that is not its home, for one forward and backward
+See plan.py for the terms.
 
 Contract
     A parameter is always ``Shard(0)``, so that optimizers, clipping and checkpoints see each
@@ -30,6 +28,8 @@ What is reused
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -38,14 +38,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._moe.exchange import Exchange, Splits, sum_in_order
 from torch.distributed._moe.in_flight import begin, end, use_own_groups
 from torch.distributed._moe.payload import decode, encode, is_traced, pack, unpack
-from torch.distributed._moe.plan import slots_of
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
+
+    from torch.distributed._moe.plan import Plan
 
 
-__all__ = ["after_fetch", "Copies", "Fetch", "Fetcher", "Moves", "moves_of"]
+__all__ = ["after_fetch", "Copies", "Fetch", "Fetcher", "Made", "Moves", "moves_of"]
 
 
 class Moves(NamedTuple):
@@ -68,17 +69,15 @@ class Moves(NamedTuple):
         return self._make(t.to(device) if isinstance(t, Tensor) else t for t in self)
 
 
-def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
+def moves_of(plan: Plan, rank: int) -> Moves:
     """Moves of ``rank``, a function of the plan alone, on CPU.
 
     Args:
-        slot_experts (Tensor): (num_ranks, slots_per_rank) int64: the experts of the rank, in
-            order, then its copies, ascending, then -1.
-        num_experts (int): E, a multiple of the ranks.
+        plan (Plan): slots of a rank have its own experts, in order, then copies, ascending, then -1.
     """
-    num_ranks = len(slot_experts)
-    each = num_experts // num_ranks
-    for target, row in enumerate(slot_experts.tolist()):
+    num_ranks = plan.topology.num_ranks
+    each = plan.num_experts // num_ranks
+    for target, row in enumerate(plan.slot_experts.tolist()):
         at_home = list(range(target * each, (target + 1) * each))
         copies = sorted(e for e in row[each:] if e >= 0)
         if row != at_home + copies + [-1] * (len(row) - each - len(copies)):
@@ -87,7 +86,7 @@ def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
                 f"then -1; got {row} on rank {target} of {num_ranks}"
             )
     # (E, W) whether a rank has a copy.
-    copied = slots_of(slot_experts, num_experts) >= each
+    copied = plan.slots() >= each
     mine = copied[rank * each : (rank + 1) * each]
     target, sent = mine.t().nonzero(as_tuple=True)
     away = mine.any(1).nonzero().flatten()
@@ -99,6 +98,7 @@ def moves_of(slot_experts: Tensor, num_experts: int, rank: int) -> Moves:
     return Moves(splits, sent, away, returned)
 
 
+@dataclass(eq=False)
 class Copies:
     """Local shards -> weights of the copies; backward adds up at home.
 
@@ -110,23 +110,14 @@ class Copies:
         kept (sequence of Tensor, optional): the copies, if they are kept. Default: None
     """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        moves: Moves,
-        wire_dtype: torch.dtype | None = None,
-        kept: Sequence[Tensor] | None = None,
-    ) -> None:
-        self.exchange, self.moves, self.kept = exchange, moves, kept
-        self.wire_dtype = wire_dtype
-        self.levels = (exchange,)  # for count_wire_bytes
+    exchange: Exchange
+    moves: Moves
+    wire_dtype: torch.dtype | None = None
+    kept: Sequence[Tensor] | None = None
 
     @property
-    def switch(self) -> Copies:
-        return self
-
-    def use_own_groups(self) -> None:
-        self.exchange.use_own_group()
+    def switch(self) -> Exchange:
+        return self.exchange
 
     def forward(self, *weights: Tensor) -> tuple[Tensor, ...]:
         if self.kept is not None:
@@ -160,21 +151,19 @@ class Copies:
         self, needs: Sequence[bool], *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
         moves, local = self.moves, self.exchange.local_experts
-        flat = [grad.flatten(1) for grad, needed in zip(grads, needs) if needed]
+        wanted = [i for i, needed in enumerate(needs) if needed]
+        flat = [grads[i].flatten(1) for i in wanted]
         message, back = pack(flat), moves.splits.flipped()
         message = self.exchange.send(message, back, "expert_grads", spare=True)
-        arrived = iter(unpack(message, [(g.shape[1], g.dtype) for g in flat]))
-        results: list[Tensor | None] = []
-        for grad, needed in zip(grads, needs):
-            if not needed:
-                results.append(None)
-                continue
-            sums = sum_in_order(next(arrived), moves.returned)
+        arrived = unpack(message, [(g.shape[1], g.dtype) for g in flat])
+        results: list[Tensor | None] = [None] * len(grads)
+        for i, rows in zip(wanted, arrived):
+            sums = sum_in_order(rows, moves.returned)
             total = sums.new_zeros(local, sums.shape[1])
             # Selective checkpointing may keep any operator's result.
             copy = Tensor.index_copy if is_traced(total) else Tensor.index_copy_
             total = copy(total, 0, moves.away, sums)
-            results.append(total.view(local, *grad.shape[1:]))
+            results[i] = total.view(local, *grads[i].shape[1:])
         return tuple(results)
 
 
@@ -194,43 +183,43 @@ class _Inline(torch.autograd.Function):
         return None, *ctx.copies.backward(ctx.needs_input_grad[1:], *grads)
 
 
-# Versions of the DTensors, as their shards do not count in-place operations on them.
-Versions = tuple[int, ...]
+# (E/W, ...) local shards by name. Which of them require gradients is the same on all ranks.
+Weights = Mapping[str, Tensor]
+# Versions of the DTensors, as their shards do not count in-place operations on them. None if neither
+# existing copies may be used nor new ones kept.
+Versions = tuple[int, ...] | None
 
 
-class _Made(NamedTuple):
+class Made(NamedTuple):
     """What copies were made of. It holds moves and weights, so that their memory is not reused."""
 
     facts: tuple[Any, ...]
+    modes: tuple[bool, ...]  # of gradients, which a graph depends on but copies do not
     held: tuple[Moves, list[Tensor]]
 
     @staticmethod
-    def of(
-        moves: Moves, weights: Mapping[str, Tensor], versions: Versions | None
-    ) -> _Made | None:
+    def of(moves: Moves, weights: Weights, versions: Versions) -> Made | None:
         """None without versions, as of inference tensors, which do not count what is written to them."""
         held = [w.detach() for w in weights.values()]
         if versions is None or any(w.is_inference() for w in held):
             return None
         places = [(w.untyped_storage()._cdata, w.storage_offset()) for w in held]
         states = [(w.shape, w.stride(), w._version) for w in held]
-        return _Made((id(moves), versions, places, states), (moves, held))
-
-
-def _modes(weights: Mapping[str, Tensor]) -> tuple[bool, ...]:
-    return torch.is_grad_enabled(), *(w.requires_grad for w in weights.values())
+        facts = id(moves), versions, places, states
+        modes = torch.is_grad_enabled(), *(w.requires_grad for w in weights.values())
+        return Made(facts, modes, (moves, held))
 
 
 class Fetch(NamedTuple):
     """A fetch that was issued.
 
     Attributes:
-        made (_Made, optional): its sources, if other forwards may use it.
+        made (Made, optional): its sources, if other forwards may use it.
         flight (tuple): arguments of the wait.
         sends (bool): whether something is sent; equal on all ranks, or some would hang.
     """
 
-    made: _Made | None
+    made: Made | None
     flight: tuple[Any, Any]
     sends: bool = True
 
@@ -239,8 +228,7 @@ class Fetcher:
     """Copies for the forwards of one layer: fetched in the forward, ahead of it, or kept.
 
     Args:
-        exchange (Exchange): ranks that share the experts.
-        wire_dtype (torch.dtype, optional): see :class:`Copies`.
+        exchange, wire_dtype: of :class:`Copies`.
         keep (bool): copies stay until weights or moves change.
     """
 
@@ -252,40 +240,25 @@ class Fetcher:
 
     def forget(self) -> None:
         """Makes the next forward fetch."""
-        # With the facts and grad modes of its graph.
-        self._ahead: tuple[Any, Fetch] | None = None
-        self._kept: tuple[_Made, list[Tensor]] | None = None
+        self._ahead: tuple[Made, Fetch] | None = None
+        self._kept: tuple[Made, list[Tensor]] | None = None
 
-    def ahead(
-        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions | None
-    ) -> None:
+    def ahead(self, moves: Moves, weights: Weights, versions: Versions) -> None:
         """Issues the fetch of a later forward, unless copies are kept. Collective."""
-        made = _Made.of(moves, weights, versions)
-        if made is not None and self._kept_as(made) is None:
-            of = made.facts, _modes(weights)
-            self._ahead = of, self._issue(moves, weights, made)
+        made = Made.of(moves, weights, versions)
+        if made is not None and self.kept_as(made) is None:
+            self._ahead = made, self._issue(moves, weights, made)
 
-    def begin(
-        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions | None
-    ) -> Fetch:
-        """Issues the fetch of a forward if it needs one. Collective.
+    def begin(self, moves: Moves, weights: Weights, versions: Versions) -> Fetch:
+        """Issues the fetch of a forward if it needs one. Collective."""
+        made = Made.of(moves, weights, versions)
+        if made is not None:
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and ahead[0][:2] == made[:2]:
+                return ahead[1]._replace(sends=False)
+        return self._issue(moves, weights, made)
 
-        Args:
-            moves (Moves): of this rank; all ranks have those of one plan.
-            weights (dict[str, Tensor]): (E/W, ...) local shards. Which of them require
-                gradients is the same on all ranks.
-            versions (tuple[int], optional): of the parameters, if existing copies may
-                be used and new ones kept.
-        """
-        made = _Made.of(moves, weights, versions)
-        if made is None:
-            return self._issue(moves, weights)
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == (made.facts, _modes(weights)):
-            return ahead[1]._replace(sends=False)
-        return self._issue(moves, weights, made, self._kept_as(made))
-
-    def end(self, fetch: Fetch, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def end(self, fetch: Fetch, weights: Weights) -> dict[str, Tensor]:
         """Waits; (copies of this rank, ...) of each weight."""
         arrived = end(*fetch.flight)
         # A single output is not in a tuple.
@@ -296,15 +269,8 @@ class Fetcher:
         pairs = zip(arrived, weights.items())
         return {n: t if w.requires_grad else t.detach() for t, (n, w) in pairs}
 
-    def kept(
-        self, moves: Moves, weights: Mapping[str, Tensor], versions: Versions
-    ) -> dict[str, Tensor] | None:
-        """The kept copies, if they are those of ``moves`` and ``weights``."""
-        made = _Made.of(moves, weights, versions)
-        copies = None if made is None else self._kept_as(made)
-        return None if copies is None else dict(zip(weights, copies))
-
-    def _kept_as(self, made: _Made) -> list[Tensor] | None:
+    def kept_as(self, made: Made) -> list[Tensor] | None:
+        """The kept copies, if they were made of the same."""
         if self._kept is not None:
             kept, copies = self._kept
             usable = torch.is_inference_mode_enabled() or not copies[0].is_inference()
@@ -313,17 +279,12 @@ class Fetcher:
         self._kept = None  # Before others need the memory.
         return None
 
-    def _issue(
-        self,
-        moves: Moves,
-        weights: Mapping[str, Tensor],
-        made: _Made | None = None,
-        kept: list[Tensor] | None = None,
-    ) -> Fetch:
+    def _issue(self, moves: Moves, weights: Weights, made: Made | None) -> Fetch:
+        kept = None if made is None else self.kept_as(made)
         copies = Copies(self.exchange, moves, self.wire_dtype, kept)
         values = tuple(weights.values())
         if values[0].device.type == "cpu" and not torch.compiler.is_compiling():
-            use_own_groups(copies)
+            use_own_groups(self.exchange)
         return Fetch(made, begin(copies, values), kept is None)
 
 
@@ -344,7 +305,7 @@ class _After(torch.autograd.Function):
         return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-def after_fetch(output: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+def after_fetch(output: Tensor, weights: Weights) -> Tensor:
     """``output``, whose backward returns gradients of ``weights`` on every rank.
 
     A rank may have no copies, and experts without tokens may not use their weights, but other

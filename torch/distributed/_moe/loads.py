@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._moe.exchange import scalar_device
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -53,12 +54,7 @@ class LoadStats:
             group
         decay (float): weight of the past in the average, in [0, 1). Default: 0.9
         device (torch.device, optional): device of the counts. Default: cpu
-
-    Attributes:
-        latest (Tensor): (num_layers, num_experts) of the last update, without the past.
     """
-
-    latest: Tensor
 
     def __init__(
         self,
@@ -114,22 +110,23 @@ class LoadStats:
             sums[:num_experts].add_(counts)
             sums[num_experts].add_(forwards)
 
-    def update(self) -> Tensor:
+    def update(self) -> tuple[Tensor, Tensor]:
         """Adds the records since the last update to the average. Collective, and one sync.
 
         Returns:
-            Tensor: (num_layers, num_experts) float64 on CPU, equal on all ranks.
+            (Tensor, Tensor): the average, and that of the records alone, both (num_layers,
+            num_experts) float64 on CPU, equal on all ranks.
         """
         sums = self._sums.clone()
         dist.all_reduce(sums, group=self._group)
         self._sums.zero_()
         total = sums.double().cpu()
         forwards = total[:, -1:] / dist.get_world_size(self._group)
-        self.latest = average = total[:, :-1] / forwards.clamp_min(1)
+        average = latest = total[:, :-1] / forwards.clamp_min(1)
         if self._average is not None:
-            average = self._average.lerp(average, 1 - self._decay)
+            average = self._average.lerp(latest, 1 - self._decay)
         self._average = average
-        return average.clone()
+        return average.clone(), latest
 
     def state_dict(self) -> dict[str, Any]:
         """Average, and the records since. Collective; changes nothing.
@@ -140,13 +137,11 @@ class LoadStats:
         recorded = self._sums.clone()
         dist.all_reduce(recorded, group=self._group)
         recorded[:, -1] //= dist.get_world_size(self._group)
-        average = self._average
-        average = None if average is None else average.clone()
-        return {"average": average, "recorded": recorded}
+        return {"average": self._average, "recorded": recorded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, on any number of ranks."""
-        recorded, average = state["recorded"], state["average"]
+        recorded = state["recorded"]
         if recorded.shape != self._sums.shape:
             raise ValueError(
                 "LoadStats: state must be of (num_layers, num_experts + 1) = "
@@ -154,9 +149,9 @@ class LoadStats:
             )
         # Forwards are those of this rank. Counts are sums over ranks, so one rank adds them.
         self._sums.copy_(recorded)
+        self._average = state["average"]
         if dist.get_rank(self._group):
             self._sums[:, :-1] = 0
-        self._average = None if average is None else average.clone()
 
 
 # Most windows at home after a slower one with copies.
@@ -190,9 +185,7 @@ class StepTimes:
             self._seconds.append(now - (self._begun or self._since))
         self._begun, self._since = None, now
 
-    def slower(
-        self, copies: bool, group: ProcessGroup, device: torch.device
-    ) -> tuple[bool, bool]:
+    def slower(self, copies: bool, group: ProcessGroup) -> tuple[bool, bool]:
         """Ends the window. Sums the median of its steps over ranks, unless the next window is at home
         anyway.
 
@@ -209,13 +202,13 @@ class StepTimes:
             return True, False
         if not steps:  # The first step of a process is not typical.
             return copies, False
-        seconds = torch.tensor(median(steps), device=device)
+        seconds = torch.tensor(median(steps), device=scalar_device(group))
         dist.all_reduce(seconds, group=group)
         took, fresh = seconds.item(), self._fresh
         self._fresh = not copies
         if not copies:
-            self._at_home, self._rest = took, max(0, self._rest - 1)
-            return self._rest > 0, False
+            self._at_home, self._rest = took, 0
+            return False, False
         if self._at_home is None:
             return True, False
         if took <= self._at_home:

@@ -31,15 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-__all__ = [
-    "busiest",
-    "Plan",
-    "plan",
-    "reroute",
-    "slots_of",
-    "split_by_source",
-    "Topology",
-]
+__all__ = ["Plan", "plan", "reroute", "split_by_source", "Topology"]
 
 
 @dataclass(frozen=True)
@@ -66,10 +58,6 @@ class Topology:
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.ranks_per_node
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_ranks * self.slots_per_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +87,7 @@ class Plan:
             experts = [e for e in row if e >= 0]
             if len(set(experts)) < len(experts):
                 raise ValueError(f"Plan: rank {rank} has an expert twice, got {row}")
-        held = slots_of(self.slot_experts, self.num_experts) >= 0
+        held = self.slots() >= 0
         missing = (~held.any(1)).nonzero().flatten().tolist()
         if missing:
             raise ValueError(f"Plan: experts {missing} are on no rank")
@@ -129,9 +117,26 @@ class Plan:
     def num_experts(self) -> int:
         return len(self.quotas)
 
+    def slots(self) -> Tensor:
+        """Slot of each expert on each rank, (num_experts, num_ranks) int64, or -1."""
+        num_ranks, slots_per_rank = self.slot_experts.shape
+        slots = torch.full((self.num_experts + 1, num_ranks), -1)
+        ranks = torch.arange(num_ranks)[:, None]
+        slots[self.slot_experts, ranks] = torch.arange(slots_per_rank)
+        return slots[:-1]
+
+    def busiest(self) -> int:
+        """Most experts that a rank sends or receives, which others wait for."""
+        num_ranks = len(self.slot_experts)
+        # Negative of a free slot.
+        source = self.slot_experts // (self.num_experts // num_ranks)
+        away = (source >= 0) & (source != torch.arange(num_ranks)[:, None])
+        sent, received = source[away].bincount(minlength=num_ranks), away.sum(1)
+        return int(torch.maximum(sent, received).max())
+
     def shares(self) -> Tensor:
         """(num_experts, num_ranks) float64 share of each expert's tokens; even if it has none."""
-        held = (slots_of(self.slot_experts, self.num_experts) >= 0).double()
+        held = (self.slots() >= 0).double()
         quotas = self.quotas.double()
         quotas = torch.where(quotas.sum(1, keepdim=True) > 0, quotas, held)
         return quotas / quotas.sum(1, keepdim=True)
@@ -142,7 +147,7 @@ class Plan:
 
     def cost(self, counts: Tensor, price: float = 0.0) -> float:
         """Heaviest rank load, plus the most fetches of a rank at ``price`` each."""
-        fetches = busiest(self.slot_experts, self.num_experts) if price else 0
+        fetches = self.busiest() if price else 0
         return self.rank_loads(counts).max().item() + price * fetches
 
     def imbalance(self, counts: Tensor) -> float:
@@ -162,24 +167,6 @@ def _at_home(topology: Topology, amounts: list[int]) -> list[dict[int, int]]:
         )
     starts = range(0, len(amounts), each)
     return [{e: amounts[e] for e in range(start, start + each)} for start in starts]
-
-
-def slots_of(slot_experts: Tensor, num_experts: int) -> Tensor:
-    """Slot of each expert on each rank, (num_experts, num_ranks) int64, or -1."""
-    num_ranks, slots_per_rank = slot_experts.shape
-    slots = torch.full((num_experts + 1, num_ranks), -1)
-    ranks = torch.arange(num_ranks)[:, None]
-    slots[slot_experts, ranks] = torch.arange(slots_per_rank)
-    return slots[:num_experts]
-
-
-def busiest(slot_experts: Tensor, num_experts: int) -> int:
-    """Most experts that a rank sends or receives for a plan, which others wait for."""
-    num_ranks = len(slot_experts)
-    source = slot_experts // (num_experts // num_ranks)  # negative of a free slot
-    away = (source >= 0) & (source != torch.arange(num_ranks)[:, None])
-    sent, received = source[away].bincount(minlength=num_ranks), away.sum(1)
-    return int(torch.maximum(sent, received).max())
 
 
 # The search for the cap ends at this width, relative to the mean load.
@@ -223,7 +210,7 @@ def plan(
     for n in reversed(range(tries)):
         found = Plan.of(topology, _borrow(start, topology, least * 2**n))
         heaviest = int(found.quotas.sum(0).max())
-        new = heaviest + price * busiest(found.slot_experts, len(amounts))
+        new = heaviest + price * found.busiest()
         if new < cost:
             best, cost = found, new
     return Plan.of(topology, start) if best is None else best
@@ -303,8 +290,6 @@ def _export(
                     roomy.remove(target)
                 room[source] += amount
                 tokens -= amount
-            if room[source] >= 0:
-                break
         if room[source] < 0:
             return None
         if room[source] > 0:  # gave more than needed, because of min_tokens
@@ -348,20 +333,20 @@ def split_by_source(source_counts: Tensor, quotas: Tensor, rank: int) -> Tensor:
 
 
 def reroute(
-    topk_indices: Tensor, split: Tensor, slots_of: Tensor, slots_per_rank: int
+    topk_indices: Tensor, split: Tensor, slots: Tensor, slots_per_rank: int
 ) -> Tensor:
     """Turns expert ids into ids of physical slots, following the quotas.
 
     The n-th copy (in token order) of an expert's tokens goes to the host in whose
     share of ``split`` n falls. The result is what a token switch with
-    ``num_experts = num_slots`` dispatches. Nothing is read on the host.
+    ``num_experts`` = the slots of all ranks dispatches. Nothing is read on the host.
 
     Args:
         topk_indices (Tensor): (T, K) integer expert ids of this rank's tokens; -1
             and ``num_experts`` mean no expert.
         split (Tensor): (num_experts, num_ranks) int64, this rank's row of
             :func:`split_by_source`.
-        slots_of (Tensor): (num_experts, num_ranks) of :func:`slots_of`.
+        slots (Tensor): (num_experts, num_ranks) of :meth:`Plan.slots`.
         slots_per_rank (int): slots of each rank.
 
     Returns:
@@ -371,7 +356,7 @@ def reroute(
     # Position of each copy if copies are sorted by expert, then by token.
     _, place, _, _ = torch._moe_permutation(topk_indices, num_experts)
     first = torch.arange(num_ranks, device=split.device) * slots_per_rank
-    slots = (slots_of + first).flatten()
+    slots = (slots + first).flatten()
     size = topk_indices.numel()
     # Shares of an expert are consecutive; copies without an expert come last.
     shares = split.flatten()

@@ -9,19 +9,14 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed._moe.exchange import Exchange
-from torch.distributed._moe.fetch import (
-    after_fetch,
-    Fetch,
-    Fetcher,
-    Moves,
-    moves_of,
-)
+from torch.distributed._moe.fetch import after_fetch, Fetch, Fetcher, Moves, moves_of
 from torch.distributed._moe.payload import is_traced
-from torch.distributed._moe.plan import Plan, plan, reroute, slots_of, split_by_source
+from torch.distributed._moe.plan import Plan, plan, reroute, split_by_source
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import (
@@ -39,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
 
 
-__all__ = ["PlacedExperts", "PlacedLayer"]
+__all__ = ["PlacedExperts", "PlacedLayer", "with_weights"]
 
 
 # Most steps without online plans.
@@ -62,71 +57,39 @@ class PlacedLayer:
     ) -> None:
         self.owner = owner
         self.index = index
-        self._join(group, home)
-        self.fetcher = Fetcher(self.exchange, owner.wire_dtype, owner.keep)
-        self.last_plan: Plan | None = None
-        self.tried: Plan | None = None
-        self.copy_cost = owner.copy_cost
-        self.tokens = 0  # of the running or failed forward
-        # Steps without online plans after one whose plan stayed at home.
-        self.pause = self.pauses = 0
-        # Weights of the slots, after ranks were lost.
-        self.resident: dict[str, Tensor] | None = None
-        self.use(home)
-
-    def _join(self, group: ProcessGroup, home: Plan) -> None:
-        """Runs over ``group``, on weights placed by ``home``."""
         self.home = home
         # Flights have their own group; their thread does not send counts and loads.
         self.group_name = group.group_name
         self.exchange = Exchange(group, home.num_experts, None, level="experts")
         self.levels = (self.exchange,)  # for count_wire_bytes
-        # Slots at home by id + 1; none for -1, which a free slot has, and for E.
-        ids = home.slot_experts.flatten() + 1
-        self._at_home = torch.full((home.num_experts + 2,), -1)
-        self._at_home[ids] = torch.arange(len(ids))
-        self._at_home[0] = -1
+        self.fetcher = Fetcher(self.exchange, owner.wire_dtype, owner.keep)
+        self.last_plan: Plan | None = None
+        self.copy_cost = owner.copy_cost
+        # Steps without online plans after one whose plan stayed at home.
+        self.pause = self.pauses = 0
+        # The one slot of each expert by id + 1; none for -1 and E, which mean no expert.
+        slots = home.slot_experts.flatten().argsort()[-home.num_experts :]
+        self._at_home = F.pad(slots, (1, 1), value=-1)
+        self.use(home)
 
     def use(self, plan: Plan) -> None:
         """Uses ``plan`` from the next forward on; nothing moves."""
         self.moves = self._moves_of(plan)
         self.plan = plan
+        self.tried = None if self.moves is None else plan
         self._plan_text = str(plan.slot_experts.tolist())
-        self._slots = slots_of(plan.slot_experts, plan.num_experts)
+        self._slots = plan.slots()
         self._shares = plan.shares().cumsum(1)
 
     def _moves_of(self, plan: Plan) -> Moves | None:
         if torch.equal(plan.slot_experts, self.home.slot_experts):
             return None  # Weights stay where they are.
-        return moves_of(plan.slot_experts, plan.num_experts, self.exchange.rank)
+        return moves_of(plan, self.exchange.rank)
 
-    def rows(
-        self, module: nn.Module
-    ) -> tuple[dict[str, Tensor], dict[int, tuple[dict[str, Tensor], bool]]]:
-        """Local shards, and the weights on this rank by expert, with whether they are at home here."""
-        region = cast(Any, module)._expert_parallel
-        local = region.local_parameters(module, region.expert_names)
-        mine = self.plan.slot_experts[self.exchange.rank].tolist()
-        each, copies, rows = self.exchange.local_experts, self.resident, {}
-        if copies is not None:
-            each = 0
-        elif self.moves is not None:
-            copies = self.fetcher.kept(self.moves, local, region.versions)
-        for slot, e in enumerate(mine):
-            if slot < each:
-                rows[e] = {k: w[slot] for k, w in local.items()}, True
-            elif e >= 0 and copies is not None:
-                rows[e] = {k: w[slot - each] for k, w in copies.items()}, False
-        return local, rows
-
-    def settle(
-        self, plan: Plan, resident: dict[str, Tensor], group: ProcessGroup
-    ) -> None:
-        """Runs ``plan`` over ``group``, on weights in its slots."""
-        self.fetcher.forget()
-        self._join(group, plan)
-        self.resident, self.tokens = resident, 0
-        self.use(plan)
+    def planned(self, counts: Tensor, tries: int = 1) -> Plan:
+        """A plan by ``counts``, at the price of a copy."""
+        price = self.copy_cost or 0.0
+        return plan(counts, self.home.topology, price=price, tries=tries)
 
     def route(
         self,
@@ -144,25 +107,18 @@ class PlacedLayer:
             row_bytes (int): of a token.
         """
         self._to(topk_indices.device)
-        if self.resident is not None and torch.is_grad_enabled():
-            raise RuntimeError(
-                "ExpertPlacement: after a rank was lost a model serves, under no_grad; "
-                "training goes on from a checkpoint"
-            )
-        if not torch.compiler.is_compiling():
-            self.tokens = len(topk_indices)
-            if self.owner._times is not None and torch.is_grad_enabled():
-                self.owner._times.begin()
-        elif not self._plan_text:
+        if torch.compiler.is_compiling():
             # This never happens. Reading the text makes Dynamo guard on the whole plan, so all ranks
             # recompile together and reach torch._dynamo.config.recompile_limit together.
-            raise AssertionError("a plan without slots")
+            if not self._plan_text:
+                raise AssertionError("a plan without slots")
+        elif self.owner._times is not None and torch.is_grad_enabled():
+            self.owner._times.begin()
         if self.copy_cost is None:
             size = sum(w[0].numel() * w.element_size() for w in weights.values())
             # Weights there and gradients back, over two rows each way.
             self.copy_cost = 2 * size / max(1, 4 * row_bytes)
-        online = self.owner.online and self.resident is None
-        moves, table, split = self.moves, self._slots, None
+        online, moves, table, split = self.owner.online, self.moves, self._slots, None
         if online and not self.owner._rests and not self.pause:
             moves, table, split = self._plan_online(topk_indices)
         elif not online:
@@ -177,8 +133,8 @@ class PlacedLayer:
         else:
             per_rank = self.home.topology.slots_per_rank
             slots = reroute(topk_indices, split, table, per_rank)
-        ahead = None if self.owner.online else self._next_of(module)
-        if moves is None and ahead is None and self.resident is None:
+        ahead = None if online else self._next_of(module)
+        if moves is None and ahead is None:
             return slots, experts
         fetch = None
         if moves is not None:
@@ -196,7 +152,8 @@ class PlacedLayer:
         needs no fetch."""
         if _versions(module) is None:
             return None
-        following, last, now = self.owner.following, self.owner.last(), ref(module)
+        following, now = self.owner.following, ref(module)
+        last = None if self.owner.last is None else self.owner.last()
         self.owner.last = now
         if last is not None and _placed(last).index < self.index:
             following[last] = now
@@ -229,18 +186,14 @@ class PlacedLayer:
         dist.all_gather_into_tensor(source.view(-1), counts, group=group)
         # An activation checkpointing policy may keep results, which must not be overwritten.
         with _disable_current_modes():
-            price = self.copy_cost or 0.0
-            self.last_plan = found = plan(
-                source.sum(0), self.home.topology, price=price
-            )
+            self.last_plan = found = self.planned(source.sum(0))
             moves = self._moves_of(found)
             if moves is None:
                 return None, self._slots, None
             self.tried = found
-            quotas = found.quotas.to(counts.device)
-            table = slots_of(found.slot_experts, len(counts)).to(counts.device)
-            split = split_by_source(source, quotas, self.exchange.rank)
-            return moves.to(counts.device), table, split
+            device = counts.device
+            split = split_by_source(source, found.quotas.to(device), self.exchange.rank)
+            return moves.to(device), found.slots().to(device), split
 
     def step(self) -> None:
         """Pauses online plans while none pays, about twice as long each time."""
@@ -283,9 +236,6 @@ class PlacedExperts:
             ahead, self._ahead = self._ahead, None
             _placed(ahead).fetch_ahead(ahead)
         rest = functools.partial(self._experts, **options)
-        if self._layer.resident is not None:
-            with self._with_weights(self._layer.resident):
-                return rest(rows, ids, weights, num_rows)
         if self._fetch is None:
             return rest(rows, ids, weights, num_rows)
         each = self._layer.exchange.local_experts
@@ -296,7 +246,7 @@ class PlacedExperts:
             self._copies = self._layer.fetcher.end(self._fetch, self._weights)
         if len(next(iter(self._copies.values()))):
             there = (ids - each).clamp_min(-1)
-            with self._with_weights(self._copies):
+            with with_weights(self._module, self._copies, self._made):
                 others = rest(rows, there, weights, _bound(there, num_rows))
             if ids.shape[1] == 1:
                 output = torch.where(there < 0, output, others)
@@ -304,18 +254,21 @@ class PlacedExperts:
                 output = output + others
         return after_fetch(output, self._copies)
 
-    @contextlib.contextmanager
-    def _with_weights(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Gives the module other weights, and a separate cache to parametrizations (LoRA) of them."""
-        cached = parametrize._cache
+
+@contextlib.contextmanager
+def with_weights(
+    module: nn.Module, weights: dict[str, Tensor], made: dict[Any, Any]
+) -> Iterator[None]:
+    """Gives ``module`` other weights, and parametrizations (LoRA) of them the cache ``made``."""
+    cached = parametrize._cache
+    if parametrize._cache_enabled:
+        parametrize._cache = made
+    try:
+        with _reparametrize_module(module, weights):
+            yield
+    finally:
         if parametrize._cache_enabled:
-            parametrize._cache = self._made
-        try:
-            with _reparametrize_module(self._module, weights):
-                yield
-        finally:
-            if parametrize._cache_enabled:
-                parametrize._cache = cached
+            parametrize._cache = cached
 
 
 def _placed(module: nn.Module) -> PlacedLayer:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast, TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import ref, WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.loads import LoadStats, StepTimes
-from torch.distributed._moe.plan import busiest, Plan, plan, Topology
+from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
 from torch.distributed.tensor.parallel._expert_recovery import recover
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from weakref import ref
-
     from torch.distributed.distributed_c10d import ProcessGroup
 
 
@@ -115,9 +111,8 @@ class ExpertPlacement:
                 f"{copy_cost}"
             )
         # The layer of the running forward, and those that followed each one, to fetch ahead.
-        self.last: Callable[[], nn.Module | None] = lambda: None
-        self.following: WeakKeyDictionary[nn.Module, ref[nn.Module]]
-        self.following = WeakKeyDictionary()
+        self.last: ref[nn.Module] | None = None
+        self.following = WeakKeyDictionary[nn.Module, ref[nn.Module]]()
         self.recoveries = 0
         self.layers: list[PlacedLayer] = []
         self.loads: Tensor | None = None
@@ -177,8 +172,7 @@ class ExpertPlacement:
         if self.online:
             for layer in () if self._rests else self.layers:
                 layer.step()
-            usual = _WINDOW if self._rests else _TRIAL
-            window = None if self._times is None else window or usual
+            window = window or (_WINDOW if self._rests else _TRIAL)
         if self._times is not None:
             self._times.tick()
         if window is None or self._steps % window:
@@ -186,26 +180,22 @@ class ExpertPlacement:
         if self._times is not None:
             self._compare(self._times)
         if self._stats is not None:
-            before, self.loads = self.loads, self._stats.update()
-            self._plan(before, self._stats.latest)
+            before = self.loads
+            self.loads, latest = self._stats.update()
+            self._plan(before, latest)
 
     def _compare(self, times: StepTimes) -> None:
         """Stays at home after a window that was slower with copies."""
-        for layer in self.layers:
-            if not self.online and layer.moves:
-                layer.tried = layer.plan
         tried = [layer for layer in self.layers if layer.tried is not None]
-        exchange = self.layers[0].exchange
         group = c10d._resolve_process_group(self.layers[0].group_name)
-        self._rests, raises = times.slower(bool(tried), group, exchange.needed.device)
+        self._rests, raises = times.slower(bool(tried), group)
         for layer in tried:
             plan, layer.tried = cast(Plan, layer.tried), None
             if raises:
                 # A copy must gain at least twice as much next time.
-                gain = layer.home.cost(counts := plan.quotas.sum(1)) - plan.cost(counts)
-                layer.copy_cost = (
-                    2 * gain / max(1, busiest(plan.slot_experts, len(counts)))
-                )
+                counts = plan.quotas.sum(1)
+                gain = layer.home.cost(counts) - plan.cost(counts)
+                layer.copy_cost = 2 * gain / max(1, plan.busiest())
 
     def forget(self) -> None:
         """Drops copies kept by :attr:`keep`, as after a write through ``.data``."""
@@ -220,13 +210,10 @@ class ExpertPlacement:
         if self.loads is None or self.online:
             return
         for i, layer in enumerate(self.layers):
-            if layer.resident is not None:
-                continue  # Its weights do not move.
-            price, topology = layer.copy_cost or 0.0, layer.home.topology
-            by = partial(plan, topology=topology, price=price, tries=_TRIES)
-            found = layer.home if self._rests else by(self.loads[i])
+            found = layer.home if self._rests else layer.planned(self.loads[i], _TRIES)
             if before is not None and latest is not None and found is not layer.home:
-                tried = layer.plan if layer.moves else by(before[i])
+                tried = layer.plan if layer.moves else layer.planned(before[i], _TRIES)
+                price = layer.copy_cost or 0.0
                 if tried.cost(latest[i], price) > layer.home.cost(latest[i]):
                     found = layer.home
             layer.use(found)
@@ -272,7 +259,7 @@ class ExpertPlacement:
                 layer.copy_cost = state["copy_costs"][i]
             slots, quotas = state["slot_experts"][i], state["quotas"][i]
             same = slots.shape == layer.home.slot_experts.shape
-            if same and layer.resident is None and not self.online:
+            if same and not self.online:
                 layer.use(Plan(layer.home.topology, slots, quotas))
         if not same:
             self._plan()

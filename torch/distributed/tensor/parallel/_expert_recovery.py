@@ -10,14 +10,20 @@ import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.exchange import sub_group
+from torch.distributed._moe.fetch import Made
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel._expert_placed_layer import (
+    PlacedLayer,
+    with_weights,
+)
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
+    from torch.distributed.distributed_c10d import ProcessGroup
+    from torch.distributed.tensor.parallel._expert_adapters import Experts
     from torch.distributed.tensor.parallel._expert_placement import ExpertPlacement
 
 
@@ -41,6 +47,54 @@ class Recovery(NamedTuple):
     tokens: dict[int, int]
     copies: list[list[int]]
     loaded: list[list[int]]
+
+
+class ServedLayer(PlacedLayer):
+    """A layer on the remaining ranks. Its slots have weights of their own, which stay where they are.
+
+    Attributes:
+        resident (dict[str, Tensor]): (slots_per_rank, ...) weights of the experts of this rank.
+    """
+
+    def __init__(
+        self,
+        lost: PlacedLayer,
+        group: ProcessGroup,
+        plan: Plan,
+        resident: dict[str, Tensor],
+    ) -> None:
+        super().__init__(lost.owner, lost.index, plan, group)
+        self.resident = resident
+
+    def use(self, plan: Plan) -> None:
+        super().use(self.home)
+
+    def planned(self, counts: Tensor, tries: int = 1) -> Plan:
+        return self.home
+
+    def route(
+        self,
+        module: nn.Module,
+        topk_indices: Tensor,
+        weights: Mapping[str, Tensor],
+        row_bytes: int,
+        experts: Experts,
+    ) -> tuple[Tensor, Experts]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "ExpertPlacement: after a rank was lost a model serves, under no_grad; "
+                "training goes on from a checkpoint"
+            )
+        self._to(topk_indices.device)
+        self.owner._record(self.index, self._counts(topk_indices))
+
+        made: dict[Any, Any] = {}  # for all chunks
+
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            with with_weights(module, self.resident, made):
+                return experts(*args, **kwargs)
+
+        return self._at_home.take(topk_indices.long() + 1), run
 
 
 def ranks_left(
@@ -111,8 +165,8 @@ def recover(
         if getattr(getattr(m, "_expert_parallel", None), "placed", None)
     }
     layers = [(layer, *found[layer]) for layer in self.layers]
-    tokens = max(layer.tokens for layer in self.layers)
-    held = [layer.rows(module) for layer, _, module in layers]
+    tokens = max(_region(module).tokens for _, _, module in layers)
+    held = [_held(layer, module) for layer, _, module in layers]
     # 2 for an expert at home, 1 for a copy of one.
     mine = [{e: 1 + at_home for e, (_, at_home) in rows.items()} for _, rows in held]
     # Objects, not a tensor: PyTorch knows the device on which the group's backend sends them.
@@ -143,14 +197,40 @@ def recover(
         ) from error
     settled = zip(layers, plans, switches, residents)
     for (layer, _, module), (plan, _), switch, resident in settled:
-        layer.settle(plan, resident, group)
-        module._expert_parallel.switch = switch
+        region, served = _region(module), ServedLayer(layer, group, plan, resident)
+        self.layers[layer.index] = region.placed = served
+        region.switch, region.tokens = switch, 0
     copies = [[e for e, kind in enumerate(kinds) if kind == 1] for _, kinds in plans]
     loaded = [[e for e, kind in enumerate(kinds) if kind == 0] for _, kinds in plans]
     # They have the name of the lost group.
     self._stats = None
     lost = [rank for rank in ranks if rank not in left]
     return Recovery(lost, time.monotonic() - start, of_ranks, copies, loaded)
+
+
+def _region(module: nn.Module) -> Any:
+    return module._expert_parallel
+
+
+def _held(
+    layer: PlacedLayer, module: nn.Module
+) -> tuple[dict[str, Tensor], dict[int, tuple[dict[str, Tensor], bool]]]:
+    """Local shards, and the weights on this rank by expert, with whether they are at home here."""
+    region = _region(module)
+    local = region.local_parameters(module, region.expert_names)
+    each, copies, rows = layer.exchange.local_experts, None, {}
+    if isinstance(layer, ServedLayer):
+        each, copies = 0, layer.resident
+    elif layer.moves is not None:
+        made = Made.of(layer.moves, local, region.versions)
+        kept = None if made is None else layer.fetcher.kept_as(made)
+        copies = None if kept is None else dict(zip(local, kept))
+    for slot, e in enumerate(layer.plan.slot_experts[layer.exchange.rank].tolist()):
+        if slot < each:
+            rows[e] = {k: w[slot] for k, w in local.items()}, True
+        elif e >= 0 and copies is not None:
+            rows[e] = {k: w[slot - each] for k, w in copies.items()}, False
+    return local, rows
 
 
 def _plan(
@@ -186,7 +266,7 @@ def _plan(
 
 def _switch(layer: PlacedLayer, module: nn.Module, group: dist.ProcessGroup) -> Any:
     """Token switch of ``module`` over the slots of the remaining ranks."""
-    region: Any = module._expert_parallel
+    region = _region(module)
     mesh = DeviceMesh.from_group(group, region.mesh_device_type)
     slots = layer.home.topology.slots_per_rank
     switch = region.make_switch(mesh, mesh.size() * slots)

@@ -90,20 +90,20 @@ class _Region:
         schedule: Schedule,
         tp_mesh: DeviceMesh | None,
         original: dict[str, Callable[..., Any]],
-        placed: PlacedLayer | None,
     ) -> None:
         self.adapter = adapter
         self.switch = switch
         self.schedule = schedule
         self.tp_mesh = tp_mesh
         self.original = original
-        self.placed = placed
+        self.placed: PlacedLayer | None = None
         self.expert_names: tuple[str, ...] = ()
         self.grad_placements: dict[str, tuple[Placement, ...]] = {}
         self.added_once: set[str] = set()
         # For the remaining ranks after others were lost.
         self.make_switch: Callable[[DeviceMesh, int], TokenSwitch]
         self.mesh_device_type = "cpu"
+        self.tokens = 0  # of the running or failed forward
         # Versions of the expert parameters in the last local_parameters().
         self.versions: tuple[int, ...] = ()
 
@@ -171,6 +171,8 @@ class _Region:
         local = {name: _value(module, name) for name in self.expert_names}
         if self.placed is not None:
             row_bytes = tokens.shape[1] * tokens.element_size()
+            if not torch.compiler.is_compiling():
+                self.tokens = len(ids)
             ids, experts = self.placed.route(module, ids, local, row_bytes, experts)
         if isinstance(self.switch, TokenSwitchAllToAll):
             # A user's schedule may change rows before it passes them to the experts.
@@ -196,7 +198,7 @@ class _Region:
             self.switch, tokens, ids, weights, experts, shared
         )
         if self.placed is not None and not torch.compiler.is_compiling():
-            self.placed.tokens = 0  # none of a forward that failed
+            self.tokens = 0  # none of a forward that failed
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()
@@ -530,7 +532,7 @@ class ExpertParallel(ParallelStyle):
                     f"{device_mesh.ndim}-D one"
                 )
             placed = self.placement.add_layer(num_experts, device_mesh.get_group())
-            slots = placed.home.topology.num_slots
+            slots = placed.home.slot_experts.numel()
         names = device_mesh.mesh_dim_names or ()
         mesh_of = {
             role: device_mesh if device_mesh.ndim == 1 else device_mesh[names[i]]
@@ -545,8 +547,8 @@ class ExpertParallel(ParallelStyle):
                 name: getattr(module, name).__func__
                 for name in ("forward", adapter.method)
             },
-            placed,
         )
+        region.placed = placed
         name_owner = getattr(region.switch, "name_owner", None)
         if name_owner is not None:
             count = _layers.setdefault(mesh_of["ep"].get_group(), itertools.count())
