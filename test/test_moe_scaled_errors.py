@@ -146,6 +146,20 @@ class TestScaledErrors(TestCase):
                     errors += self.assert_agreement(f, what, args, changed) is not None
         self.assertGreater(errors, 300)
 
+    @parametrize("backend", list(BACKENDS))
+    def test_values_of_offs(self, backend):
+        for f, names, args, kwargs in calls("mxfp8", True, False):
+            name = f.name().removeprefix("aten::")
+            for i, value in ((0, 1000), (1, -1)):
+                offs = args[names.index("offs")].clone()
+                offs[i] = value
+                changed = [offs if n == "offs" else x for n, x in zip(names, args)]
+                with self.assertRaisesRegex(
+                    ValueError,
+                    f"{name}: offs must be non-decreasing .*, got {value} at",
+                ):
+                    BACKENDS[backend](f, *changed, *args[len(names) :], **kwargs)
+
     @parametrize(
         "name,value,error,text",
         [

@@ -90,43 +90,27 @@ class ScaledPass {
             scaled.call.sizes.num_rows.expect_int(),
             backend == Backend::Native || can_use_grouped_mm())) {}
 
-  // x rounded to what it stands for once quantised, contiguous.
-  Tensor rounded(
+  // What x stands for once it is quantised, contiguous; with codes, which x (R, C) has along its
+  // rows only, also those and their scales.
+  moe::QuantizeOutputs rounded(
       const Tensor& x, const ScalingRule& rule, int64_t dim, const Tensor& offs = {},
-      ScalarType data_dtype = kFloat8_e4m3fn) const {
+      ScalarType data_dtype = kFloat8_e4m3fn, bool codes = false, bool values = true) const {
     if (backend_ == Backend::Composite) {
       const auto q = moe::quantize_composite(x, rule, dim, data_dtype, offs);
-      return moe::dequantize(q, rule, dim, dtype_, offs).contiguous();
+      const auto number = [&] { return moe::dequantize(q, rule, dim, dtype_, offs).contiguous(); };
+      return {q.data, q.scale, values ? number() : Tensor(), data_dtype};
     }
-    auto values = at::empty(x.sizes(), x.options().dtype(dtype_));
-    const moe::QuantizeOutputs out{Tensor(), Tensor(), values, data_dtype};
-    moe_quantize_stub(kCPU, x.contiguous(), rule, dim, offs, out);
-    return values;
-  }
-
-  // Codes and scales (R, C) along the rows; in values, if given, what they stand for.
-  Quantized quantized_rows(
-      const Tensor& rows, const ScalingRule& rule, ScalarType data_dtype,
-      Tensor* values = nullptr) const {
-    if (backend_ == Backend::Composite) {
-      auto q = moe::quantize_composite(rows, rule, 1, data_dtype, {});
-      if (values != nullptr) {
-        *values = moe::dequantize(q, rule, 1, dtype_);
-      }
-      return q;
-    }
-    const auto options = rows.options();
-    const int64_t count = moe::scale_count(rule, rows.size(1)).expect_int();
-    const moe::QuantizeOutputs out{
-        at::empty(rows.sizes(), options.dtype(data_dtype)),
-        at::empty({rows.size(0), count}, options.dtype(rule.scale_dtype)),
-        values == nullptr ? Tensor() : at::empty(rows.sizes(), options.dtype(dtype_)),
+    const auto make = [&](bool wanted, IntArrayRef sizes, ScalarType dtype) {
+      return wanted ? at::empty(sizes, x.options().dtype(dtype)) : Tensor();
+    };
+    const int64_t count = moe::scale_count(rule, x.size(dim)).expect_int();
+    moe::QuantizeOutputs out{
+        make(codes, x.sizes(), data_dtype),
+        make(codes, {x.size(0), count}, rule.scale_dtype),
+        make(values, x.sizes(), dtype_),
         data_dtype};
-    moe_quantize_stub(kCPU, rows.contiguous(), rule, 1, Tensor(), out);
-    if (values != nullptr) {
-      *values = out.values;
-    }
-    return {out.data, out.scale};
+    moe_quantize_stub(kCPU, x.contiguous(), rule, dim, offs, out);
+    return out;
   }
 
   // What data and scale stand for, in the order of data.
@@ -148,7 +132,7 @@ class ScaledPass {
   Tensor weight(const Tensor& w, TensorList scaled, int64_t dim) const {
     const auto& rule = scaled_.rule_w;
     if (scaled.empty()) {
-      return rounded(w, rule, dim);
+      return rounded(w, rule, dim).values;
     }
     const bool transposed = dim == 1 && scaled.size() == 4;
     const int64_t scaled_dim = transposed ? 1 : 2;
@@ -178,7 +162,7 @@ class ScaledPass {
     if (scaled_.weight_only()) {
       return rows.to(dtype_);
     }
-    return rounded(rows, *scaled_.rule_a, 1, {}, scaled_.row_dtype());
+    return rounded(rows, *scaled_.rule_a, 1, {}, scaled_.row_dtype()).values;
   }
 
   Tensor gather(const Tensor& tokens) const {
@@ -306,7 +290,7 @@ void ScaledPass::backward(
   const bool keeps_columns = hp_wgrad || scaled_.weight_only();
   // Columns (R, N), blocks along the rows of each expert.
   const auto column = [&](const Tensor& rows) {
-    return keeps_columns ? rows : rounded(rows, *scaled_.rule_a, 0, routing_.offs);
+    return keeps_columns ? rows : rounded(rows, *scaled_.rule_a, 0, routing_.offs).values;
   };
   const auto dy = gather(in_.input.to(dtype_));
   // A row of dO once, not once for each of its experts.
@@ -373,12 +357,6 @@ void ScaledPass::backward(
   }
 }
 
-bool has_work(const ScaledCall& scaled) {
-  const auto& s = scaled.call.sizes;
-  return scaled.inputs.input.size(0) > 0 && s.num_experts.expect_int() > 0 &&
-      s.num_rows.expect_int() > 0 && s.top_k.expect_int() > 0;
-}
-
 using ForwardTuple = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // (T, D), then X and H as the backward wants them; empty where it does not. Every return is
@@ -414,28 +392,48 @@ ForwardTuple forward_outputs(const ScaledCall& call, bool compute_preact, bool z
   return out;
 }
 
-ForwardTuple forward(const ScaledCall& call, bool compute_preact, Backend backend) {
-  if (!has_work(call)) {
-    return forward_outputs(call, compute_preact, /*zeros=*/true);
+// Whether a kernel may read the weights as they are stored, without values of them.
+bool reads_low_bit(const ScaledCall& call) {
+  const auto& lists = call.lists;
+  return (call.weight_only() || call.row_dtype() == kChar) && !call.is_swizzled() &&
+      !lists.w_in.empty() && !lists.w_out.empty() &&
+      (!call.call.inputs.w_up.defined() || !lists.w_up.empty()) &&
+      moe_mlp_weight_only_stub.is_device_supported(kCPU);
+}
+
+// Without a backend: shapes only.
+ForwardTuple forward(
+    const char* op, const ScaledCall& call, std::optional<Backend> backend, bool compute_preact) {
+  if (backend == Backend::Native) {
+    check_mlp_values(op, call.inputs, call.call.sizes.num_rows.expect_int());
+  }
+  if (!backend.has_value() || !has_work(op, call.call)) {
+    return forward_outputs(call, compute_preact, /*zeros=*/backend.has_value());
   }
   auto out = forward_outputs(call, /*compute_preact=*/false, /*zeros=*/false);
   auto& [output, input_data, input_scale, preact, preact_scale] = out;
+  if (backend == Backend::Native && !compute_preact && reads_low_bit(call) &&
+      moe_mlp_weight_only_stub(kCPU, call, output)) {
+    return out;
+  }
   const auto& input = call.inputs.input;
-  const ScaledPass pass(call, backend);
+  const ScaledPass pass(call, *backend);
   Tensor x;
   if (call.weight_only()) {
     x = input.to(product_type(input));
   } else if (call.lists.input.empty()) {
-    const auto q = pass.quantized_rows(input, *call.rule_a, kFloat8_e4m3fn, &x);
+    const auto q = pass.rounded(input, *call.rule_a, 1, {}, kFloat8_e4m3fn, /*codes=*/true);
     input_data = q.data;
     input_scale = q.scale;
+    x = q.values;
   } else {
     x = pass.dequantized({call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1);
   }
   const auto h = pass.project_in(x);
   output = pass.project_out(h);
   if (compute_preact && call.preact_dtype.has_value()) {
-    const auto q = pass.quantized_rows(h, moe::kPreactRule, *call.preact_dtype);
+    const auto q = pass.rounded(
+        h, moe::kPreactRule, 1, {}, *call.preact_dtype, /*codes=*/true, /*values=*/false);
     preact = q.data;
     preact_scale = q.scale;
   } else if (compute_preact) {
@@ -444,7 +442,6 @@ ForwardTuple forward(const ScaledCall& call, bool compute_preact, Backend backen
   return out;
 }
 
-// Without a backend: shapes only.
 GradTuple backward(
     const char* op,
     const ScaledCall& call,
@@ -458,7 +455,7 @@ GradTuple backward(
   }
   return make_gradients(
       call.inputs, output_mask, [&](const std::array<bool, 7>& wanted, Gradients& grads) {
-        if (backend.has_value() && has_work(call)) {
+        if (backend.has_value() && has_work(op, call.call)) {
           ScaledPass(call, *backend).backward(saved, wanted, hp_wgrad, grads);
         }
       });
@@ -488,46 +485,15 @@ GradTuple backward(
       {recipe_a, recipe_w, swizzle_w, preact_dtype},                                           \
       {activation, gate_interleaved, alpha, limit})
 
-ForwardTuple moe_mlp_scaled_composite(
-    const Tensor& input,
-    MOE_SCALED_OPERANDS,
-    MOE_SCALED_KEYWORDS,
-    bool compute_preact) {
-  return forward(
-      MOE_SCALED_CALL("_moe_mlp_scaled", input), compute_preact, Backend::Composite);
-}
-
-ForwardTuple moe_mlp_scaled_meta(
-    const Tensor& input,
-    MOE_SCALED_OPERANDS,
-    MOE_SCALED_KEYWORDS,
-    bool compute_preact) {
-  return forward_outputs(
-      MOE_SCALED_CALL("_moe_mlp_scaled", input), compute_preact, /*zeros=*/false);
-}
-
-ForwardTuple moe_mlp_scaled_cpu(
-    const Tensor& input,
-    MOE_SCALED_OPERANDS,
-    MOE_SCALED_KEYWORDS,
-    bool compute_preact) {
-  constexpr const char* op = "_moe_mlp_scaled";
-  const auto call = MOE_SCALED_CALL(op, input);
-  check_mlp_values(op, call.inputs, call.call.sizes.num_rows.expect_int());
-  const bool is_quantised = !w_in_scaled.empty() && !w_out_scaled.empty() &&
-      (!call.call.inputs.w_up.defined() || !w_up_scaled.empty());
-  const bool is_inference =
-      (call.weight_only() || call.row_dtype() == kChar) && is_quantised && !compute_preact &&
-      !call.is_swizzled();
-  if (is_inference && has_work(call) &&
-      moe_mlp_weight_only_stub.is_device_supported(kCPU)) {
-    auto out = forward_outputs(call, compute_preact, /*zeros=*/false);
-    if (moe_mlp_weight_only_stub(kCPU, call, std::get<0>(out))) {
-      return out;
-    }
+#define MOE_SCALED_FORWARD(name, backend)                                    \
+  ForwardTuple name(                                                         \
+      const Tensor& input,                                                   \
+      MOE_SCALED_OPERANDS,                                                   \
+      MOE_SCALED_KEYWORDS,                                                   \
+      bool compute_preact) {                                                 \
+    constexpr const char* op = "_moe_mlp_scaled";                            \
+    return forward(op, MOE_SCALED_CALL(op, input), backend, compute_preact); \
   }
-  return forward(call, compute_preact, Backend::Native);
-}
 
 #define MOE_SCALED_BACKWARD(name, backend)                 \
   GradTuple name(                                          \
@@ -550,11 +516,15 @@ ForwardTuple moe_mlp_scaled_cpu(
         backend);                                          \
   }
 
+MOE_SCALED_FORWARD(moe_mlp_scaled_composite, Backend::Composite)
+MOE_SCALED_FORWARD(moe_mlp_scaled_cpu, Backend::Native)
+MOE_SCALED_FORWARD(moe_mlp_scaled_meta, std::nullopt)
 MOE_SCALED_BACKWARD(moe_mlp_scaled_backward_composite, Backend::Composite)
 MOE_SCALED_BACKWARD(moe_mlp_scaled_backward_cpu, Backend::Native)
 MOE_SCALED_BACKWARD(moe_mlp_scaled_backward_meta, std::nullopt)
 
 #undef MOE_SCALED_BACKWARD
+#undef MOE_SCALED_FORWARD
 #undef MOE_SCALED_CALL
 #undef MOE_SCALED_KEYWORDS
 #undef MOE_SCALED_OPERANDS

@@ -57,11 +57,18 @@ struct Operand {
   bool is_fp4() const {
     return data.scalar_type() == kFloat4_e2m1fn_x2;
   }
+  int64_t depth() const {
+    return data.size(-1) * (is_fp4() ? 2 : 1);
+  }
   int64_t block_rows() const {
     return rule.square ? rule.block : 1;
   }
   int64_t scales_along(int64_t depth) const {
     return rule.block == 0 ? 1 : ceil_div(depth, rule.block);
+  }
+  // Whether each group has scales of all rows and of a whole depth.
+  bool is_scaled_by_group(bool divides_depth) const {
+    return is_stack() || (divides_depth && rule.block == 0);
   }
 };
 
@@ -130,69 +137,54 @@ struct Part {
   int64_t tiles_at; // bytes of the scales of groups before it, in swizzled order
 };
 
-class Scales {
- public:
-  // `groups`: of a weight stack, or where offs divides the contraction; 1 where it divides
-  // the rows.
-  Scales(const Operand& x, int64_t rows, int64_t depth, int64_t groups, bool divided_depth)
-      : x_(x), divided_depth_(divided_depth) {
-    const int64_t row_blocks = ceil_div(rows, x.block_rows()), along = x.scales_along(depth);
-    const int64_t numel = !divided_depth || x.rule.block == 0 ? groups * row_blocks * along
-                                                           : row_blocks * along;
-    // Padding of every group comes on top: only a lower bound then.
-    const int64_t least = x.is_stack() ? groups * padded(rows, 128) * padded(along, 4) : 0;
+void check_scale(const Operand& x, int64_t groups, bool divides_depth) {
+  const int64_t rows = x.data.size(-2), along = x.scales_along(x.depth());
+  const int64_t numel = (x.is_scaled_by_group(divides_depth) ? groups : 1) *
+      ceil_div(rows, x.block_rows()) * along;
+  // Padding of every group comes on top: only a lower bound then.
+  const int64_t least = x.is_stack() ? groups * padded(rows, 128) * padded(along, 4) : 0;
+  TORCH_CHECK_VALUE(
+      x.swizzled ? x.scale.numel() >= least : x.scale.numel() == numel,
+      kOp, ": scale_", x.name, " must have ", x.swizzled ? "at least " : "",
+      x.swizzled ? least : numel, " elements, got shape ", x.scale.sizes());
+}
+
+// (row blocks, scales along the depth) of a group, float32.
+Tensor scales_of(const Operand& x, const Part& part, bool divides_depth) {
+  const int64_t row_blocks = ceil_div(x.data.size(-2), x.block_rows());
+  const int64_t along = x.scales_along(part.depth);
+  const auto flat = x.scale.view(-1);
+  if (x.swizzled) {
+    const int64_t size = padded(part.rows, 128) * padded(along, 4);
+    const int64_t at = x.is_stack() ? part.group * size : part.tiles_at;
     TORCH_CHECK_VALUE(
-        x.swizzled ? x.scale.numel() >= least : x.scale.numel() == numel,
-        kOp, ": scale_", x.name, " must have ", x.swizzled ? "at least " : "",
-        x.swizzled ? least : numel, " elements, got shape ", x.scale.sizes());
-    flat_ = x.scale.view(-1);
-    rows_ = row_blocks;
-    along_ = along;
+        at + size <= flat.numel(),
+        kOp, ": scale_", x.name, " must have at least ", at + size, " elements for the groups"
+        " of offs, each padded to 128 rows and 4 scales, got ", flat.numel());
+    const auto tiles = flat.narrow(0, at, size).unsqueeze(0);
+    return moe::without_swizzle(tiles, part.rows, along)[0].view(flat.scalar_type()).to(kFloat);
   }
-
-  // (row blocks, scales along the depth) of a group, float32.
-  Tensor of(const Part& part) const {
-    const int64_t row_blocks = ceil_div(part.rows, x_.block_rows());
-    const int64_t along = x_.scales_along(part.depth);
-    if (x_.swizzled) {
-      const int64_t size = padded(row_blocks, 128) * padded(along, 4);
-      const int64_t at = x_.is_stack() ? part.group * size : part.tiles_at;
-      TORCH_CHECK_VALUE(
-          at + size <= flat_.numel(),
-          kOp, ": scale_", x_.name, " must have at least ", at + size, " elements for the groups"
-          " of offs, each padded to 128 rows and 4 scales, got ", flat_.numel());
-      const auto tiles = flat_.narrow(0, at, size).unsqueeze(0);
-      return moe::without_swizzle(tiles, row_blocks, along)[0].view(flat_.scalar_type()).to(kFloat);
-    }
-    Tensor scale;
-    if (x_.is_stack() || (divided_depth_ && x_.rule.block == 0)) {
-      scale = flat_.view({-1, rows_, along_})[part.group];
-    } else if (divided_depth_) {
-      scale = flat_.view({rows_, along_}).narrow(1, part.k / x_.rule.block, along);
-    } else {
-      // The squares of rows that offs divides begin with the first row of all.
-      const int64_t first = part.row / x_.block_rows();
-      const int64_t end = ceil_div(part.row + part.rows, x_.block_rows());
-      scale = flat_.view({rows_, along_}).narrow(0, first, end - first);
-    }
-    return scale.to(kFloat);
+  if (x.is_scaled_by_group(divides_depth)) {
+    return flat.view({-1, row_blocks, along})[part.group].to(kFloat);
   }
-
- private:
-  const Operand& x_;
-  bool divided_depth_;
-  Tensor flat_;
-  int64_t rows_, along_;
-};
+  const auto scale = flat.view({row_blocks, x.scales_along(x.depth())});
+  if (divides_depth) {
+    return scale.narrow(1, part.k / x.rule.block, along).to(kFloat);
+  }
+  // The squares of rows that offs divides begin with the first row of all.
+  const int64_t first = part.row / x.block_rows();
+  const int64_t end = ceil_div(part.row + part.rows, x.block_rows());
+  return scale.narrow(0, first, end - first).to(kFloat);
+}
 
 // (rows, depth) of a group in float32.
-Tensor values_of(const Operand& x, const Scales& scales, const Part& part) {
+Tensor values_of(const Operand& x, const Part& part, bool divides_depth) {
   const int64_t per_element = x.is_fp4() ? 2 : 1;
   const auto matrix = x.is_stack() ? x.data[part.group] : x.data;
   const auto data = (x.is_stack() ? matrix : matrix.narrow(0, part.row, part.rows))
                         .narrow(1, part.k / per_element, part.depth / per_element);
   const auto numbers = x.is_fp4() ? moe::unpack_pairs(data.contiguous()) : data.to(kFloat);
-  auto scale = scales.of(part);
+  auto scale = scales_of(x, part, divides_depth);
   if (x.block_rows() > 1) {
     scale = scale.repeat_interleave(x.block_rows(), 0)
                 .narrow(0, part.row % x.block_rows(), part.rows);
@@ -217,13 +209,13 @@ void multiply(
       kOp, ": mat_a and mat_b must agree in their contraction, got ", a.data.sizes(), " and ",
       b.data.transpose(-2, -1).sizes());
   const int64_t m = a.data.size(0), n = b.data.size(-2);
-  const int64_t depth = a.data.size(1) * (a.is_fp4() ? 2 : 1), groups = offs.numel();
+  const int64_t depth = a.depth(), groups = offs.numel();
   const auto ends = group_ends(
       offs,
       divides_depth ? depth : m,
       divides_depth ? std::max<int64_t>({1, a.rule.block, b.rule.block}) : 1);
-  const Scales scales_a(a, m, depth, divides_depth ? groups : 1, divides_depth);
-  const Scales scales_b(b, n, depth, groups, divides_depth);
+  check_scale(a, groups, divides_depth);
+  check_scale(b, groups, divides_depth);
   out.zero_();
   Part pa{}, pb{};
   int64_t begin = 0;
@@ -233,7 +225,7 @@ void multiply(
     pa = {g, divides_depth ? 0 : begin, divides_depth ? m : size, divides_depth ? begin : 0, k, pa.tiles_at};
     pb = {g, 0, n, divides_depth ? begin : 0, k, pb.tiles_at};
     if (size > 0) {
-      auto product = at::mm(values_of(a, scales_a, pa), values_of(b, scales_b, pb).t());
+      auto product = at::mm(values_of(a, pa, divides_depth), values_of(b, pb, divides_depth).t());
       if (bias.has_value() && bias->defined()) {
         product += bias->dim() == 2 ? (*bias)[g] : *bias;
       }

@@ -4,6 +4,7 @@
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLPUtils.h>
 #include <ATen/native/MoEQuantize.h>
 #include <ATen/native/cpu/MoEPacking.h>
 
@@ -251,15 +252,12 @@ std::vector<RowBlock> make_row_blocks(
     cut(0, rows, 0);
     return blocks;
   }
+  moe::check_offs("_moe_quantize", offs, rows);
   const auto ends = offs.contiguous();
   const auto* data = ends.const_data_ptr<int32_t>();
   int64_t begin = 0;
   for (const auto e : c10::irange(offs.numel())) {
     const auto end = static_cast<int64_t>(data[e]);
-    TORCH_CHECK_VALUE(
-        end >= begin && end <= rows,
-        "_moe_quantize: offs must be non-decreasing in [0, R] = [0, ", rows, "], got ", end,
-        " at [", e, "] after ", begin);
     cut(begin, end, (rule.block == 0 ? 0 : begin / rule.block) + e);
     begin = end;
   }

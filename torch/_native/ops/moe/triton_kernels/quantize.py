@@ -22,10 +22,10 @@ from torch import Tensor
 
 from .configs import itself, OPTIONS
 from .scaling import (
+    as_scale,
     encode,
     magnitude_bits,
     NAN_BYTE,
-    power_of_two,
     quantize_rows,
     reciprocal,
     scale_byte,
@@ -50,14 +50,6 @@ def _swizzled(a, row, column, rows, columns):
     return a.to(tl.int64) * rows * columns + tile * 512 + within
 
 
-@triton.jit
-def _store_scale(ptrs, byte, mask, AS_BYTE: tl.constexpr):
-    if AS_BYTE:
-        tl.store(ptrs, byte.to(tl.uint8), mask=mask)
-    else:
-        tl.store(ptrs, power_of_two(byte), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_b", "scale_rows"])
 def quantize_kernel(
     x,  # (A, B, L) by strides
@@ -65,7 +57,7 @@ def quantize_kernel(
     scale,  # (A, scale_rows, scale_columns), contiguous or swizzled, written
     num_b, num_l, stride_a, stride_b, stride_l, scale_rows, scale_columns,
     BLOCK: tl.constexpr, SWIZZLE: tl.constexpr,
-    INT8: tl.constexpr, NATIVE: tl.constexpr, AS_BYTE: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
     """One tile. Grid: (A * tiles of rows * tiles of columns of the scales,)."""
@@ -86,7 +78,7 @@ def quantize_kernel(
     else:
         place = (a.to(tl.int64) * scale_rows + row) * scale_columns + column
     scale_mask = (row < scale_rows) & (column < scale_columns)
-    _store_scale(scale + place, byte, scale_mask, AS_BYTE)
+    tl.store(scale + place, as_scale(byte, scale.dtype.element_ty), mask=scale_mask)
     to = data + a.to(tl.int64) * num_b * num_l
     tl.store(to + row.to(tl.int64) * num_l + l[None, :], code, mask=mask)
 
@@ -97,8 +89,7 @@ def quantize_square_kernel(
     data,  # (A, B, L) uint8 contiguous, written
     scale,  # (A, cdiv(B, BLOCK), cdiv(L, BLOCK)) float32 contiguous, written
     num_b, num_l, stride_a, stride_b, stride_l,
-    BLOCK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, AS_BYTE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    BLOCK: tl.constexpr, INT8: tl.constexpr, NATIVE: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """A square, BLOCK_B rows at a time. Grid: (scales,)."""
     index = tl.program_id(0)
@@ -113,7 +104,7 @@ def quantize_square_kernel(
         v, mask = _load(x, a, b, l, num_b, num_l, stride_a, stride_b, stride_l)
         largest = tl.maximum(largest, tl.max(magnitude_bits(v), 1))
     byte = scale_byte(tl.max(largest, 0), INT8)
-    _store_scale(scale + index, byte, None, AS_BYTE)
+    tl.store(scale + index, as_scale(byte, scale.dtype.element_ty))
     to = data + a.to(tl.int64) * num_b * num_l
     for first in range(first_b, first_b + BLOCK, BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
@@ -160,7 +151,7 @@ def quantize_segments_kernel(
     offs,  # (E,) int32; not read without HAS_OFFS
     num_b, num_l, stride_a, stride_b, stride_l, num_places, num_experts,
     BLOCK: tl.constexpr, HAS_OFFS: tl.constexpr,
-    INT8: tl.constexpr, NATIVE: tl.constexpr, AS_BYTE: tl.constexpr,
+    INT8: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_B segments of L with a scale each. Grid: (A * cdiv(B, BLOCK_B) * num_places,)."""
@@ -180,7 +171,8 @@ def quantize_segments_kernel(
         amax = tl.maximum(amax, tl.max(magnitude_bits(v), 1))
     byte = scale_byte(amax, INT8)
     row = a.to(tl.int64) * num_b + b
-    _store_scale(scale + row * num_places + place, byte, b < num_b, AS_BYTE)
+    ptrs = scale + row * num_places + place
+    tl.store(ptrs, as_scale(byte, scale.dtype.element_ty), mask=b < num_b)
     is_nan = (byte == NAN_BYTE)[:, None]
     factor = reciprocal(byte)[:, None]
     to = data + (row * num_l)[:, None]
@@ -280,11 +272,7 @@ def moe_quantize(
     scale_type = torch.uint8 if rule.as_byte else torch.float32
     scale = torch.empty([*outer, places], dtype=scale_type, device=x.device)
     if bound(scale.numel()) != 0:
-        shared = {
-            "INT8": dtype == torch.int8,
-            "NATIVE": native,
-            "AS_BYTE": rule.as_byte,
-        }
+        shared = {"INT8": dtype == torch.int8, "NATIVE": native}
         if rule.block == 0 or offs is not None:
             _launch_segments(x, data, scale, offs, rule, shared, kernel)
         else:

@@ -19,7 +19,6 @@ from .backward import gradient_tile, store_gradient
 from .forward import column_parts, routed_rows, row_tile
 from .permutation import tile_of
 from .scaled_forward import (
-    as_scale,
     contract,
     scaled_dot,
     scales_along,
@@ -27,6 +26,7 @@ from .scaled_forward import (
     tile_mask,
 )
 from .scaling import (
+    as_scale,
     decode,
     dequantize_rows,
     encode,

@@ -31,7 +31,7 @@ from .forward import (
     row_tile,
 )
 from .permutation import tile_of
-from .scaling import power_of_two, quantize_rows
+from .scaling import as_scale, power_of_two, quantize_rows
 
 
 @triton.jit
@@ -227,12 +227,6 @@ def tile_mask(
     if not EVEN_N:
         mask = mask & (first_col + tl.arange(0, N) < col_end)[None, :]
     return mask
-
-
-@triton.jit
-def as_scale(byte, DTYPE: tl.constexpr):
-    """The stored form of a scale: a power of two in float32, or its byte."""
-    return power_of_two(byte) if DTYPE == tl.float32 else byte.to(DTYPE)
 
 
 @triton.jit

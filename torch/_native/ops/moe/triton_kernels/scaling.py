@@ -50,6 +50,12 @@ def power_of_two(byte):
 
 
 @triton.jit
+def as_scale(byte, DTYPE: tl.constexpr):
+    """The stored form of a scale: a power of two in float32, or its byte."""
+    return power_of_two(byte) if DTYPE == tl.float32 else byte.to(DTYPE)
+
+
+@triton.jit
 def reciprocal(byte):
     """float32 2^(127 - byte), as if 255 were 254; ``byte`` int32."""
     return power_of_two(tl.maximum(254 - byte, 0))
