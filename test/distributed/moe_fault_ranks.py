@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 
+STARTUP = 120.0  # seconds
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -22,13 +25,18 @@ def free_port() -> int:
 
 
 def init_ranks(rank: int, world_size: int, port: int, seconds: float) -> None:
-    """Joins the gloo group of this machine, with a timeout of ``seconds``."""
+    """Joins the gloo group of this machine, with a timeout of ``seconds``.
+
+    Before that the ranks wait for each other longer, as one may start late on a busy machine.
+    """
+    start, timeout = (datetime.timedelta(seconds=s) for s in (STARTUP, seconds))
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout=start)
+    if store.add("started", 1) == world_size:
+        store.set("all_started", "")
+    store.wait(["all_started"], start)
+    store.set_timeout(timeout)
     dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=seconds),
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
     )
 
 
