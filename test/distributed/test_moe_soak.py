@@ -267,8 +267,10 @@ def soak(seconds, seed, life_seconds=60.0):
     """What happened: lives, steps, steps that were run again, and problems."""
     draw, folder = random.Random(seed), tempfile.mkdtemp(prefix="moe_soak_")
     run, end = Soak(folder), time.monotonic() + seconds
-    # On a busy machine it goes on until there are steps to compare.
-    while time.monotonic() < end or last_checkpoint(folder) <= INTERVAL:
+    # A busy machine gets more time, until there are steps to compare; a failing run does not.
+    while time.monotonic() < end or (
+        last_checkpoint(folder) <= INTERVAL and not run.problems
+    ):
         first = last_checkpoint(folder)
         wait = draw.uniform(0.2, 1) * life_seconds
         run.live(folder, first, 10**9, wait, draw.randrange(RANKS))

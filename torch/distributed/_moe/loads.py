@@ -137,11 +137,13 @@ class LoadStats:
         recorded = self._sums.clone()
         dist.all_reduce(recorded, group=self._group)
         recorded[:, -1] //= dist.get_world_size(self._group)
-        return {"average": self._average, "recorded": recorded}
+        average = self._average
+        average = None if average is None else average.clone()
+        return {"average": average, "recorded": recorded}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, on any number of ranks."""
-        recorded = state["recorded"]
+        recorded, average = state["recorded"], state["average"]
         if recorded.shape != self._sums.shape:
             raise ValueError(
                 "LoadStats: state must be of (num_layers, num_experts + 1) = "
@@ -149,7 +151,7 @@ class LoadStats:
             )
         # Forwards are those of this rank. Counts are sums over ranks, so one rank adds them.
         self._sums.copy_(recorded)
-        self._average = state["average"]
+        self._average = None if average is None else average.clone()
         if dist.get_rank(self._group):
             self._sums[:, :-1] = 0
 

@@ -305,8 +305,8 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
       compute_preact ? h : at::empty({0, h.size(1)}, input.options())};
 }
 
-// The arguments' rules and the results' shapes alone. Kernels in Python call the Meta key with
-// tensors of their device to check them, where the composite would compute.
+// Checks the arguments and allocates the results. Kernels in Python call the Meta key to check a
+// call, with tensors on their device. Without this function the composite would compute there.
 static std::tuple<Tensor, Tensor> moe_mlp_meta(
     const Tensor& input,
     const Tensor& w_in,

@@ -472,7 +472,7 @@ class Int8LowBitSource : public LowBitSource {
  public:
   using LowBitSource::LowBitSource;
 
-  // Sums of scales of rows are over all of K, and fit into 32 bits.
+  // With one scale per row a sum is over all of K. It must fit into 32 bits.
   static bool is_supported(const LowBitView& w) {
     constexpr int64_t kMaxDepth = int64_t{1} << 17;
     return w.codes != LowBitCodes::E4M3 && (w.scaling != Scaling::Rows || w.depth <= kMaxDepth);

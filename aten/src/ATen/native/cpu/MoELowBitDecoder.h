@@ -20,8 +20,8 @@
 constexpr int64_t kBlock = 32;    // elements of the smallest block of a scale
 constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
 
-// The distance at which M rows read panels fast, as measured on Zen 4: the hardware's own
-// prefetch suffices where there is little to compute.
+// How many bytes ahead a kernel of M rows fetches panels, as measured on Zen 4. One row of 8-bit
+// codes has so little to compute that a fetch far ahead delays the reads that are needed now.
 template <typename Codes, int M>
 constexpr int64_t kNear = Codes::kBits == 8 && M == 1 ? 1024 : 2 * kAhead;
 
@@ -302,8 +302,8 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
   return !is_rare;
 }
 
-// The same for one group and rows rounded to int8, in the order of memory, which is faster than
-// several places at once. `whole`: a block is a row.
+// The same for one group and rows rounded to int8. A group lies in one piece of memory, which is
+// read faster than several pieces in turns. `whole`: a block is a row.
 template <typename Weights, bool whole, int M>
 bool multiply_int8_lines(const LineGroup* group, int64_t expert, const void* const* x) {
   constexpr int64_t kElements = 32 / Weights::kBits, kPiece = Int8Row::kPiece / kElements;
