@@ -1,16 +1,17 @@
 """Train an expert-parallel layer while its routing drifts: balance over steps, with a plot.
 
-    python benchmarks/moe/ep_drift.py [--ranks 2 4] [--steps 48] [--out FOLDER]
+    python benchmarks/moe/ep_drift.py [--ranks 2 4] [--leans 0.7 2] [--steps 48] [--out FOLDER]
 
 Tokens lean in a direction that turns once in ``--steps``, and so do the hot experts.
-Four layers train in turns, from the same weights on the same batches: experts at home, plans by
-average loads every few steps (``placed``), plans in every forward (``online``), and ``free``,
+Layers train in turns, from the same weights on the same batches: experts at home (twice, to show the
+noise), plans by average loads every few steps (``placed``), plans in every forward (``online``), and ``free``,
 which plans as if a fetch cost nothing and shows the best balance that a plan can reach. The
-others price a fetch by its bytes. Per step: the heaviest rank's token copies over the mean, megabytes
+others find the price of a fetch by the clock. Per step: the heaviest rank's token copies over the mean, megabytes
 of experts fetched and gradients returned, milliseconds by the clock and of the processors, and the loss,
 which is the same in all. Gloo ranks, one thread each.
 """
 
+import itertools
 import math
 import pathlib
 import statistics
@@ -33,27 +34,30 @@ from torch.distributed.tensor.parallel.expert_parallel import ExpertParallel
 from measure import on_gloo_ranks, over_ranks, save
 
 
-D, HIDDEN, E, K, TOKENS = 128, 128, 32, 4, 512  # tokens of a rank
+D, HIDDEN, E, K, TOKENS = 256, 256, 32, 4, 1024  # tokens of a rank
 FREE_SLOTS = 3
 FORMS = {
     "at home": None,
-    "placed, free": {"every": 6, "copy_cost": 0.0},
-    "placed": {"every": 6},
-    "placed, kept": {"every": 6, "keep": True},
+    "at home again": None,
+    "placed, free": {"every": 12, "copy_cost": 0.0},
+    "placed": {"every": 12},
+    "placed, kept": {"every": 12, "keep": True},
     "online, free": {"every": None, "online": True, "copy_cost": 0.0},
     "online": {"every": None, "online": True},
 }
 
 
-def batch(step: int, steps: int, rank: int) -> torch.Tensor:
+def batch(step: int, steps: int, rank: int, lean: float) -> torch.Tensor:
     a, b = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
     angle = 2 * math.pi * step / steps
     gen = torch.Generator().manual_seed(1000 * step + rank)
-    lean = math.cos(angle) * a + math.sin(angle) * b
-    return torch.randn(TOKENS, D, generator=gen) + 0.7 * lean
+    direction = math.cos(angle) * a + math.sin(angle) * b
+    return torch.randn(TOKENS, D, generator=gen) + lean * direction
 
 
-def train(options: dict | None, steps: int, mesh) -> Iterator[dict[str, float]]:
+def train(
+    options: dict | None, steps: int, lean: float, mesh
+) -> Iterator[dict[str, float]]:
     """Yields the measurements of every step."""
     copies: list[int] = []
 
@@ -71,13 +75,13 @@ def train(options: dict | None, steps: int, mesh) -> Iterator[dict[str, float]]:
     torch.manual_seed(0)
     model = nn.MoE(D, HIDDEN, E, top_k=K)
     for param in model.parameters():
-        nn.init.normal_(param, std=0.2)
+        nn.init.normal_(param, std=0.08)
     style = ExpertParallel(schedule=counting, placement=placement)
     parallelize_module(model, mesh, style)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     layers = [] if placement is None else placement.layers
     for step in range(steps):
-        x = batch(step, steps, dist.get_rank())
+        x = batch(step, steps, dist.get_rank(), lean)
         start, cpu = time.perf_counter(), time.process_time()
         with count_wire_bytes(*layers) as wire:
             y = model(x)
@@ -105,9 +109,9 @@ def train(options: dict | None, steps: int, mesh) -> Iterator[dict[str, float]]:
         }
 
 
-def train_all(args, ranks: int) -> dict[str, dict[str, list[float]]]:
+def train_all(args, ranks: int, lean: float) -> dict[str, dict[str, list[float]]]:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    runs = [train(options, args.steps, mesh) for options in FORMS.values()]
+    runs = [train(options, args.steps, lean, mesh) for options in FORMS.values()]
     steps = list(zip(*runs))
     return {
         form: {key: [step[i][key] for step in steps] for key in steps[0][i]}
@@ -131,7 +135,7 @@ def cpu_ratio(curves: dict, plain: dict, steps: Sequence[int]) -> float | None:
     return spent / home if steps else None
 
 
-def rows_of(ranks: int, seen: dict) -> Iterator[dict[str, object]]:
+def rows_of(ranks: int, lean: float, seen: dict) -> Iterator[dict[str, object]]:
     plain = seen["at home"]
     for form, curves in seen.items():
         # They take turns, so each step is compared with the same step at home.
@@ -140,12 +144,14 @@ def rows_of(ranks: int, seen: dict) -> Iterator[dict[str, object]]:
         differences = [abs(a - b) for a, b in zip(curves["loss"], plain["loss"])]
         yield {
             "ranks": ranks,
+            "lean": lean,
             "form": form,
             "mean_imbalance": statistics.fmean(curves["imbalance"]),
             "largest_imbalance": max(curves["imbalance"]),
             "mean_expert_mb": statistics.fmean(curves["expert_mb"]),
             "median_ms": statistics.median(curves["ms"]),
             "time_to_home": statistics.median(ratios),
+            "total_to_home": sum(curves["ms"][2:]) / sum(plain["ms"][2:]),
             "cpu_to_home": cpu_ratio(curves, plain, range(2, len(ratios))),
             "cpu_without_copies": cpu_ratio(curves, plain, still),
             "largest_loss_difference": max(differences),
@@ -154,13 +160,13 @@ def rows_of(ranks: int, seen: dict) -> Iterator[dict[str, object]]:
 
 
 def main() -> None:
-    args = parse(__doc__, ranks=[2, 4], steps=48)
+    args = parse(__doc__, ranks=[2, 4], leans=[0.7, 2.0], steps=48)
     rows = []
-    for ranks in args.ranks:
-        seen = on_gloo_ranks(ranks, train_all, args, ranks)[0]
-        rows += rows_of(ranks, seen)
+    for lean, ranks in itertools.product(args.leans, args.ranks):
+        seen = on_gloo_ranks(ranks, train_all, args, ranks, lean)[0]
+        rows += rows_of(ranks, lean, seen)
     title = f"{E} experts, {args.steps} steps of drifting routing"
-    show(title, rows, list(rows[0])[:10])
+    show(title, rows, list(rows[0])[:12])
     save(args.out, steps=args.steps, rows=rows)
     if args.out:
         plot(seen, args.out / "ep_drift.png")

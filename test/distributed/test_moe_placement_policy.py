@@ -101,20 +101,24 @@ class TestPolicy(GlooTest):
         self.assertEqual(layer.copy_cost, 1.0)
 
     @parametrize("online", [False, True])
-    def test_slower_copies_are_tried_ever_more_seldom(self, online):
+    @parametrize("slower, rest", [(0.045, 5), (0.001, 1), (3.0, 8)])
+    def test_slower_copies_lose_one_percent(self, online, slower, rest):
         moe, placement, layer = self.layer(every=4, online=online)
 
         def between(step):
             layer.copy_cost = 1.0  # The loads changed, and by them it would pay.
             return 0.0
 
-        found = self.run_steps(
-            moe, placement, lambda copies: 1.1 + copies, 200, between
-        )
-        tries = [i // 4 for i, (a, b) in enumerate(zip(found, found[1:])) if b > a]
-        rests = [b - a - 1 for a, b in zip(tries, tries[1:])]
-        self.assertEqual(rests, [1, 2, 4, 8, 16])
-        self.assertLess(sum(found), 30)
+        # A window at home, then three trials, each with its rest.
+        steps = 4 * (1 + 3 * (1 + rest))
+        with mock.patch.object(loads, "_LONGEST_REST", 8):
+            found = self.run_steps(
+                moe, placement, lambda copies: 1.0 + slower * copies, steps, between
+            )
+        trials = [i // 4 for i, copies in enumerate(found) if copies][::4]
+        self.assertEqual(trials, [1 + i * (1 + rest) for i in range(3)])
+        if rest < 8:
+            self.assertLess(slower * sum(found), 0.01 * steps)
 
     def test_windows_without_every(self):
         # Windows are eight steps at home and four steps of a trial.
@@ -124,9 +128,11 @@ class TestPolicy(GlooTest):
             layer.copy_cost = 1.0
             return 0.0
 
-        found = self.run_steps(moe, placement, lambda copies: 1.1 + copies, 32, between)
+        found = self.run_steps(
+            moe, placement, lambda copies: 1.0 + 0.015 * copies, 32, between
+        )
         tries = [i for i, copies in enumerate(found) if copies]
-        self.assertEqual(tries, [8, 9, 10, 11, 16, 17, 18, 19])
+        self.assertEqual(tries, [8, 9, 10, 11, 24, 25, 26, 27])
 
     def test_a_price_is_not_measured(self):
         moe, placement, layer = self.layer(every=4, copy_cost=1.0)
@@ -213,14 +219,14 @@ class TestPolicy(GlooTest):
             for module, name in zip((loads, _expert_placed_layer), names):
                 stack.enter_context(counted(module, name))
             found = self.run_steps(
-                moe, placement, lambda copies: 1.1 + copies, 80, between
+                moe, placement, lambda copies: 1.0 + 0.045 * copies, 80, between
             )
-        # Router gradients send nothing, because there is no data parallelism. Trials take one window.
-        # Rests take 1, 2, 4 and 8 windows, and times are summed at the end of each.
+        # Router gradients send nothing, because there is no data parallelism. Trials take one window,
+        # rests five, and times are summed at the end of a trial.
         plans = [i for i, step in enumerate(sent) if names[1] in step]
         self.assertEqual(plans, [i for i, copies in enumerate(found) if copies])
         times = [i for i, step in enumerate(sent) if names[0] in step]
-        self.assertEqual(times, [3, 7, 11, 15, 23, 27, 43, 47, 79])
+        self.assertEqual(times, [7, 31, 55, 79])
         self.assertEqual({len(step) for step in sent}, {0, 1, 2})
 
     def test_at_home_nothing_is_added(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from statistics import median
 from typing import Any, TYPE_CHECKING
@@ -156,15 +157,15 @@ class LoadStats:
             self._sums[:, :-1] = 0
 
 
-# Most windows at home after a slower one with copies.
-_LONGEST_REST = 16
+# Share of its time that training may lose to trials of copies, and most windows between trials.
+_MAX_LOSS, _LONGEST_REST = 0.01, 100
 
 
 class StepTimes:
     """Whether steps with copies of experts take longer than steps at home; equal on all ranks.
 
-    A slower window with copies is followed by 1 window at home, the next by 2, 4 and up to 16, until
-    one with copies is faster.
+    A slower window with copies is followed by so many windows at home that it lost at most 1 % of
+    their time, and by at most 100.
     """
 
     def __init__(self) -> None:
@@ -172,7 +173,7 @@ class StepTimes:
         self._since: float | None = None
         self._seconds: list[float] = []  # of the steps of this window
         self._at_home: float | None = None
-        self._rest, self._next_rest = 0, 1  # windows
+        self._rest = 0  # windows
         self._fresh = False  # whether the window before this one was at home
 
     def begin(self) -> None:
@@ -188,8 +189,8 @@ class StepTimes:
         self._begun, self._since = None, now
 
     def slower(self, copies: bool, group: ProcessGroup) -> tuple[bool, bool]:
-        """Ends the window. Sums the median of its steps over ranks, unless the next window is at home
-        anyway.
+        """Ends the window. If it had copies, sums the median of its steps over ranks, and that of
+        the last window at home.
 
         Args:
             copies (bool): whether steps of the window had copies.
@@ -204,18 +205,18 @@ class StepTimes:
             return True, False
         if not steps:  # The first step of a process is not typical.
             return copies, False
-        seconds = torch.tensor(median(steps), device=scalar_device(group))
-        dist.all_reduce(seconds, group=group)
-        took, fresh = seconds.item(), self._fresh
-        self._fresh = not copies
         if not copies:
-            self._at_home, self._rest = took, 0
+            self._at_home, self._rest, self._fresh = median(steps), 0, True
             return False, False
         if self._at_home is None:
             return True, False
-        if took <= self._at_home:
-            self._next_rest = 1
+        times = torch.tensor(
+            [median(steps), self._at_home], device=scalar_device(group)
+        )
+        dist.all_reduce(times, group=group)
+        took, at_home = times.tolist()
+        fresh, self._fresh = self._fresh, False
+        if took <= at_home:
             return False, False
-        self._rest = self._next_rest
-        self._next_rest = min(2 * self._rest, _LONGEST_REST)
+        self._rest = min(math.ceil((took / at_home - 1) / _MAX_LOSS), _LONGEST_REST)
         return True, fresh
