@@ -160,12 +160,14 @@ struct LowBitView {
 };
 
 // Lines of a matrix from `row` on, side by side in a register. Their products go to
-// c[r * kPanelCols]. The lines to be read next are `ahead` bytes further.
+// c[r * kPanelCols]. The same lines of the next panel are `ahead` bytes further; those to be
+// read after these begin at `next`.
 struct LineGroup {
   const LowBitView* w;
   int64_t row;
   int64_t ahead;
   float* c;
+  const uint8_t* next = nullptr;
 };
 
 // ---- int8 rows ----------------------------------------------------------------------

@@ -23,7 +23,7 @@ constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
 // How many bytes ahead a kernel of M rows fetches panels, as measured on Zen 4. One row of 8-bit
 // codes has so little to compute that a fetch far ahead delays the reads that are needed now.
 template <typename Codes, int M>
-constexpr int64_t kNear = Codes::kBits == 8 && M == 1 ? 1024 : 2 * kAhead;
+constexpr int64_t kNear = Codes::kBits == 8 && M == 1 ? kAhead / 2 : 2 * kAhead;
 
 // For lambdas.
 #if defined(__GNUC__)
@@ -59,7 +59,7 @@ C10_ALWAYS_INLINE void read_lines(
 }
 
 // The double words of a group's lines in the order of K, registers of kLines of them. Fetches what
-// is `near` bytes further in panels, or, unless that is 0, the lines that come next.
+// is read `near` bytes later in panels, or, unless that is 0, the lines of the next panel.
 template <typename Codes, int64_t near>
 class LineReader {
  public:
@@ -75,9 +75,11 @@ class LineReader {
     const LowBitView& w = *group_->w;
     if (kReadsInPlace && w.panels) {
       const uint8_t* from = lines_ + d0 * 4 * kPanelLines;
+      const int64_t left = (total_ - d0) * 4 * kPanelLines - near;
+      const uint8_t* ahead = left > 0 ? from + near : group_->next - left;
       MOE_UNROLL
       for (int64_t i = 0; near > 0 && i < kBlock * Codes::kBits / 32; ++i) {
-        _mm_prefetch(reinterpret_cast<const char*>(from + near + i * 64), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead + i * 64), _MM_HINT_T1);
       }
       return reinterpret_cast<const Ints*>(from);
     }
@@ -425,6 +427,10 @@ bool multiply_groups(
       LineGroup some[kGroups[0]];
       for (int q = 0; q < kernel.groups; ++q) {
         some[q] = group(q);
+        const size_t next = g + kernel.groups + q;
+        const bool ends = next >= groups.size();
+        const LineGroup& after = groups[ends ? std::min<size_t>(q, groups.size() - 1) : next];
+        some[q].next = after.w->at(expert, after.row, 0) + (ends ? after.ahead : 0);
         some[q].c = padded == count ? some[q].c + r0 * kPanelCols : sums[q];
       }
       if (!kernel.run(some, expert, here)) {
