@@ -164,8 +164,7 @@ _MAX_LOSS, _LONGEST_REST = 0.01, 100
 class StepTimes:
     """Whether steps with copies of experts take longer than steps at home; equal on all ranks.
 
-    A slower window with copies is followed by so many windows at home that it lost at most 1 % of
-    their time, and by at most 100.
+    Windows at home follow a slower one with copies, until it lost 1 % of their time; at most 100.
     """
 
     def __init__(self) -> None:
@@ -189,8 +188,7 @@ class StepTimes:
         self._begun, self._since = None, now
 
     def slower(self, copies: bool, group: ProcessGroup) -> tuple[bool, bool]:
-        """Ends the window. If it had copies, sums the median of its steps over ranks, and that of
-        the last window at home.
+        """Ends the window. If it had copies, sums its median step and that at home over ranks.
 
         Args:
             copies (bool): whether steps of the window had copies.
@@ -210,9 +208,8 @@ class StepTimes:
             return False, False
         if self._at_home is None:
             return True, False
-        times = torch.tensor(
-            [median(steps), self._at_home], device=scalar_device(group)
-        )
+        device = scalar_device(group)
+        times = torch.tensor([median(steps), self._at_home], device=device)
         dist.all_reduce(times, group=group)
         took, at_home = times.tolist()
         fresh, self._fresh = self._fresh, False
