@@ -72,7 +72,7 @@ class EpBenchmarkTest(TestCase):
         script = SCRIPT.with_name("ep_drift.py")
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(script), "--ranks", "2", "--leans", "2"]
-            command += ["--steps", "16", "--out", folder]
+            command += ["--steps", "8", "--out", folder]
             # The script must find its neighbours, as when a user runs it.
             env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
             done = subprocess.run(
