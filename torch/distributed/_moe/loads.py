@@ -157,14 +157,14 @@ class LoadStats:
             self._sums[:, :-1] = 0
 
 
-# Share of its time that training may lose to trials of copies, and most windows between trials.
+# How much of its time training may lose to trials of copies; most windows at home after a trial.
 _MAX_LOSS, _LONGEST_REST = 0.01, 100
 
 
 class StepTimes:
     """Whether steps with copies of experts take longer than steps at home; equal on all ranks.
 
-    Windows at home follow a slower one with copies, until it lost 1 % of their time; at most 100.
+    Experts stay at home after a slower window until it cost 1 % of the time, 100 windows at most.
     """
 
     def __init__(self) -> None:
